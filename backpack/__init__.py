@@ -1,0 +1,225 @@
+"""BackPACK: what else flows through a backward pass, besides the batch's gradient.
+
+Extend a model and a loss, run the backward pass inside ``with backpack(...)``, and read
+the results off the parameters.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Callable, Dict, Optional, Tuple, Union
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.overrides import TorchFunctionMode
+
+from backpack import extensions
+from backpack.backward import backward_pass
+from backpack.capture import clear_stored, enter_call, leave_call
+from backpack.context import CTX, state
+from backpack.custom_module.graph_utils import convert_module_to_backpack
+from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.layers import find_row
+from backpack.utils.disable import disable
+from backpack.utils.hooks import no_op
+from backpack.utils.module_classification import is_no_op
+
+__all__ = [
+    "BackpropExtension",
+    "backpack",
+    "convert_module_to_backpack",
+    "disable",
+    "extend",
+    "extensions",
+    "memory_cleanup",
+]
+
+
+class _Announce(TorchFunctionMode):
+    """Announces backward passes: everything they remember is forgotten at their end."""
+
+    _BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+
+    def __torch_function__(
+        self,
+        func: Callable,
+        types: Tuple,
+        args: Tuple = (),
+        kwargs: Optional[Dict[str, Any]] = None,
+    ) -> Any:
+        if func not in self._BACKWARD:
+            return func(*args, **(kwargs or {}))
+        with backward_pass(state()):
+            return func(*args, **(kwargs or {}))
+
+
+class backpack(AbstractContextManager):  # noqa: N801
+    """Context in which backward passes compute additional quantities.
+
+    Only the backward pass has to lie inside. Contexts nest: the inner one replaces the
+    active extensions, and leaving it restores them, also after an exception.
+
+    Attributes:
+        exts: The extensions.
+        debug: Whether a line is printed for each extension and module.
+        extension_hook: Function that is run on each module after the extensions.
+        retain_graph: Whether inputs and outputs are kept for another backward pass.
+
+    Example:
+        >>> from torch import manual_seed, rand, tensor
+        >>> from torch.nn import CrossEntropyLoss, Linear
+        >>> from backpack.extensions import BatchGrad
+        >>> _ = manual_seed(0)
+        >>> model, lossfunc = extend(Linear(3, 2)), extend(CrossEntropyLoss())
+        >>> loss = lossfunc(model(rand(5, 3)), tensor([0, 1, 0, 1, 1]))
+        >>> with backpack(BatchGrad()):
+        ...     loss.backward()
+        >>> model.weight.grad_batch.shape
+        torch.Size([5, 2, 3])
+    """
+
+    def __init__(
+        self,
+        *exts: BackpropExtension,
+        extension_hook: Optional[Callable[[Module], None]] = None,
+        debug: bool = False,
+        retain_graph: bool = False,
+    ):
+        """Choose what to compute.
+
+        Args:
+            exts: Extensions, in the order in which they shall run on each module.
+            extension_hook: Function that is run on each module after the extensions.
+                It may read and delete what they have saved. Default: ``None``.
+            debug: Whether to print a line for each extension and module. Default:
+                ``False``.
+            retain_graph: Whether to keep inputs and outputs for another backward pass;
+                goes with ``backward(retain_graph=True)``. Default: ``False``.
+
+        Raises:
+            ValueError: If an argument is no instance of an extension.
+        """
+        for ext in exts:
+            if not isinstance(ext, BackpropExtension):
+                hint = f" Did you mean {ext.__name__}()?" if isinstance(ext, type) else ""
+                raise ValueError(
+                    f"backpack(...) expects instances of extensions, got {ext!r}.{hint}"
+                )
+        self.exts = exts
+        self.debug = debug
+        self.extension_hook = no_op if extension_hook is None else extension_hook
+        self.retain_graph = retain_graph
+        self._outer = []
+
+    def __enter__(self) -> None:
+        """Activate the extensions."""
+        current = state()
+        announce = _Announce()
+        self._outer.append(
+            (
+                current.active_exts,
+                current.debug,
+                current.extension_hook,
+                current.retain_graph,
+                announce,
+            )
+        )
+        CTX.set_active_exts(self.exts)
+        CTX.set_debug(self.debug)
+        CTX.set_extension_hook(self.extension_hook)
+        CTX.set_retain_graph(self.retain_graph)
+        announce.__enter__()
+
+    def __exit__(self, *exc_info) -> None:
+        """Restore what was active before."""
+        exts, debug, extension_hook, retain_graph, announce = self._outer.pop()
+        announce.__exit__(*exc_info)
+        CTX.set_active_exts(exts)
+        CTX.set_debug(debug)
+        CTX.set_extension_hook(extension_hook)
+        CTX.set_retain_graph(retain_graph)
+
+
+def extend(module: Module, debug: bool = False, use_converter: bool = False) -> Module:
+    """Make a model or a loss ready for additional quantities.
+
+    Extends all modules inside, too. Extending a second time adds nothing.
+
+    Args:
+        module: Model, loss, or any other module.
+        debug: Whether to print what is extended. Default: ``False``.
+        use_converter: Whether to convert the module to a graph of modules first, for
+            extensions that walk from module to module. Default: ``False``.
+
+    Returns:
+        The same module; the converted one with ``use_converter=True``.
+    """
+    if use_converter:
+        return extend(convert_module_to_backpack(module, debug), debug=debug)
+    for name, child in module.named_modules():
+        if "parametrizations" in name.split("."):
+            continue  # called for a parameter, not for samples
+        if not getattr(child, "_backpack_extend", False):
+            if debug:
+                print(f"[DEBUG] Extending {child}")
+            _register_hooks(child)
+            child._backpack_extend = True
+    return module
+
+
+def _register_hooks(module: Module) -> None:
+    """Register the hooks on a module, unless it has them or is no operation.
+
+    Args:
+        module: The module.
+    """
+    if is_no_op(module) or leave_call in module._forward_hooks.values():
+        return
+    composite = next(module.children(), None) is not None
+    own_parameters = next(module.parameters(recurse=False), None) is not None
+    repeats = composite or (own_parameters and find_row(module) is None)
+    if repeats:
+        handle = module.register_forward_pre_hook(enter_call, with_kwargs=True)
+        CTX.add_hook_handle(handle)
+    handle = module.register_forward_hook(
+        leave_call, with_kwargs=True, always_call=repeats
+    )
+    CTX.add_hook_handle(handle)
+
+
+def hook_store_io(
+    module: Module, input: Tuple[Tensor], output: Union[Tensor, Tuple[Tensor]]
+) -> None:
+    """Record a call by hand: a forward hook without keyword arguments.
+
+    Args:
+        module: The module that was called.
+        input: Its positional arguments.
+        output: Its output.
+    """
+    leave_call(module, input, {}, output)
+
+
+def hook_run_extensions(
+    module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]
+) -> None:
+    """Run the active extensions on a module by hand.
+
+    Args:
+        module: The module, with its ``input0``, ``output``.
+        g_inp: Gradients at its inputs.
+        g_out: Gradients at its outputs.
+    """
+    for ext in CTX.get_active_exts():
+        ext(module, g_inp, g_out)
+
+
+def memory_cleanup(module: Module) -> None:
+    """Delete what forward passes have stored on a module and all modules inside.
+
+    Args:
+        module: The module.
+    """
+    for child in module.modules():
+        clear_stored(child)

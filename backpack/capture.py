@@ -1,0 +1,478 @@
+"""One record per module call: what went in, and where its output sits in the graph.
+
+A forward hook on each extended module makes a :class:`Call` and attaches it to the node
+of the autograd graph that produced the output. The graph owns the call: it lives exactly
+as long, and a backward pass through the graph finds it. Therefore a call must never
+own the node it is attached to, nor anything further along in the graph.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import weakref
+from functools import partial
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.nn import Module, Parameter
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from backpack.core.derivatives.generic import RandomState, tensor_outputs
+from backpack.extensions.layers import find_row
+from backpack.extensions.turn import CALLS
+from backpack.utils.disable import disable
+from backpack.utils.module_classification import is_loss, is_no_op
+
+_STORED = "_backpack_stored"  # names of the tensors stored on a module
+
+# The calls that may still have their turn, by the parameters they are responsible for
+_CALLS_OF = WeakTensorKeyDictionary()
+
+
+class Entry(NamedTuple):
+    """Which of a node's outputs is which of a call's outputs."""
+
+    output_nr: int
+    index: int
+    call: Call
+
+
+class Call:
+    """A module's call.
+
+    Attributes:
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        arguments: All arguments, in the order of ``forward``'s signature.
+        inputs: Tensors among the arguments.
+        input_edges: Where each argument sits in the graph.
+        passes_on: Whether each argument and an output sit at the same place.
+        outputs: Floating-point tensors of the output, detached.
+        parameters: Parameters that this call is responsible for, by (dotted) name: the
+            module's own, and those of modules inside that were not called themselves.
+        random_state: State of the random number generators before the call, if the
+            generic rule may need it.
+        is_loss: Whether the call computes a loss.
+        released: Whether inputs and outputs have been dropped.
+        columns: Columns ``[V, N, *]`` at each output, by their source.
+        is_composite: Whether the module has modules inside.
+        is_transparent: Whether modules inside were called.
+        joins: Whether the outputs belong to different nodes of the graph.
+        graphless: Modules called before, whose outputs are not part of a graph.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        args: Tuple[Any, ...],
+        kwargs: Dict[str, Any],
+        outputs: List[Tensor],
+        parameters: Dict[str, Parameter],
+        random_state: Optional[RandomState] = None,
+    ):
+        """Record a call.
+
+        Args:
+            module: The module.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+            outputs: Floating-point tensors of the output.
+            parameters: Parameters the call is responsible for.
+            random_state: State of the random number generators before the call.
+        """
+        self._module = weakref.ref(module)
+        own = [_edge(out) for out in outputs]
+        self.input_edges = [_edge(x) for x in _bind(module, args, kwargs)]
+        self.passes_on = [_is_among(edge, own) for edge in self.input_edges]
+        if any(self.passes_on):
+            # Its own output, which this call must not own: the module returned an
+            # input as it is, or modified it in place.
+            pairs = zip(self.input_edges, self.passes_on)
+            self.input_edges = [None if same else edge for edge, same in pairs]
+            args, kwargs = _map(_detach, args), _map(_detach, kwargs)
+        self.args, self.kwargs = args, kwargs
+        self.arguments = _bind(module, args, kwargs)
+        self.inputs = tuple(x for x in self.arguments if isinstance(x, Tensor))
+        self.versions = [x._version for x in self.inputs]
+        self.outputs = [out.detach() for out in outputs]
+        self.num_outputs = len(outputs)
+        self.parameters = parameters
+        self.random_state = random_state
+        self.is_loss = False
+        self.released = False
+        self.columns: Dict[Any, List[Optional[Tensor]]] = {}
+        self.graphless: Iterable[Module] = ()
+        self.joins = False
+        self.is_composite = False
+        self.is_transparent = False
+        self._arrived: Dict[int, Optional[Tensor]] = {}
+        self._task = -1
+        self._waiting: Set[int] = set()
+        for param in parameters.values():
+            _CALLS_OF.setdefault(param, weakref.WeakSet()).add(self)
+
+    @property
+    def module(self) -> Module:
+        """The module that was called."""
+        module = self._module()
+        if module is None:
+            raise RuntimeError(
+                "An extended module was deleted between its forward and the backward "
+                "pass. Keep the model until the backward pass has run."
+            )
+        return module
+
+    def shares(self, param: Parameter) -> bool:
+        """Tell whether other calls may contribute to a parameter in this pass.
+
+        Args:
+            param: A parameter this call is responsible for.
+
+        Returns:
+            Whether another call that could still have its turn exists.
+        """
+        calls = list(_CALLS_OF.get(param, ()))
+        return any(call is not self and not call.released for call in calls)
+
+    def check_unchanged(self) -> None:
+        """Check that no input was modified since the call.
+
+        Raises:
+            RuntimeError: If an input was modified in place.
+        """
+        if [x._version for x in self.inputs] != self.versions:
+            raise RuntimeError(
+                f"{type(self.module).__name__}: an input of this layer was modified in "
+                "place after the forward pass, so quantities of its parameters can't "
+                "be computed. Replace the in-place operation (`x = x + y` instead of "
+                "`x += y`), or pass a copy to the layer."
+            )
+
+    def store(self, raw: bool) -> None:
+        """Store inputs and output as attributes ``input0``, ... , ``output``.
+
+        Args:
+            raw: Whether the inputs keep their connection to the graph.
+        """
+        module = self.module
+        clear_stored(module)
+        values = list(self.arguments)
+        if not raw:
+            values = [_map(_detach, value) for value in values]
+        named = {f"input{i}": value for i, value in enumerate(values)}
+        named["output"] = self.outputs[0] if self.outputs else None
+        named = {k: v for k, v in named.items() if not hasattr(module, k)}
+        module.__dict__.update(named)
+        module.__dict__[_STORED] = tuple(named)
+
+    def release(self) -> None:
+        """Drop inputs and outputs, here and on the modules."""
+        module = self._module()
+        if module is not None:
+            clear_stored(module)
+        for graphless in self.graphless:
+            clear_stored(graphless)
+        self.args, self.kwargs, self.arguments = (), {}, []
+        self.inputs, self.input_edges, self.versions = (), [], []
+        self.outputs, self.graphless, self.random_state = [], (), None
+        self.columns = {}
+        self.released = True
+
+    def arrive(
+        self, gradients: Dict[int, Optional[Tensor]], nodes: Dict[int, Node]
+    ) -> Optional[List[Optional[Tensor]]]:
+        """Collect the gradients at several outputs that belong to different nodes.
+
+        Args:
+            gradients: Gradients that are known now, by the output's index.
+            nodes: Nodes of all outputs, by the output's index.
+
+        Returns:
+            Gradients at all outputs when the last one has come, else ``None``.
+        """
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task, self._arrived = task, {}
+            will_run = torch._C._will_engine_execute_node
+            self._waiting = {i for i, node in nodes.items() if will_run(node)}
+        self._arrived.update(gradients)
+        self._waiting -= set(gradients)
+        if self._waiting:
+            return None
+        arrived, self._arrived, self._task = self._arrived, {}, -1
+        return [arrived.get(i) for i in range(self.num_outputs)]
+
+
+def _edge(x: Any) -> Optional[GradientEdge]:
+    """Return where a tensor sits in the graph, ``None`` if it does not."""
+    if isinstance(x, Tensor) and x.requires_grad:
+        return get_gradient_edge(x)
+    return None
+
+
+def _detach(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) else x
+
+
+def _is_among(edge: Optional[GradientEdge], others: List) -> bool:
+    if edge is None:
+        return False
+    node, number = edge.node, edge.output_nr
+    return any(o and o.node is node and o.output_nr == number for o in others)
+
+
+def _map(function: Callable[[Any], Any], value: Any) -> Any:
+    """Apply a function to the tensors in a value; quick where it is no container."""
+    if value is None or isinstance(value, (Tensor, bool, int, float, str)):
+        return function(value)
+    if isinstance(value, tuple) and all(isinstance(x, Tensor) for x in value):
+        return tuple(map(function, value))
+    return tree_map(function, value)
+
+
+def _bind(module: Module, args: Tuple, kwargs: Dict[str, Any]) -> List[Any]:
+    """Bring arguments into the order of the forward function's signature."""
+    if not kwargs:
+        return list(args)
+    try:
+        bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    except TypeError:
+        return [*args, *kwargs.values()]
+    values = []
+    for name, value in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            values.extend(value)
+        elif kind is inspect.Parameter.VARCALLSWORD:
+            values.extend(value.values())
+        else:
+            values.append(value)
+    return values
+
+
+def clear_stored(module: Module) -> None:
+    """Delete the tensors that a forward pass stored on a module.
+
+    Args:
+        module: The module.
+    """
+    for name in module.__dict__.pop(_STORED, ()):
+        module.__dict__.pop(name, None)
+
+
+class _Frame:
+    """A call of a module with modules inside that has not returned yet."""
+
+    def __init__(self, module: Module):
+        self.module = module
+        self.called: Set[Module] = set()
+        self.calls: List[weakref.ref] = []
+        self.random_state: Optional[RandomState] = None
+
+
+class _Thread(threading.local):
+    def __init__(self):
+        self.frames: List[_Frame] = []
+        self.graphless: weakref.WeakSet[Module] = weakref.WeakSet()
+
+
+_THREAD = _Thread()
+
+
+def steps_aside() -> bool:
+    """Tell whether there is nothing to capture.
+
+    Returns:
+        Whether gradients or storing are switched off, or a function transform or the
+        compiler runs the forward pass.
+    """
+    return (
+        not torch.is_grad_enabled()
+        or not disable.should_store_io()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.compiler.is_compiling()
+    )
+
+
+def enter_call(module: Module, args: Tuple, kwargs: Dict[str, Any]) -> None:
+    """Forward pre-hook of modules that the generic rule may have to repeat.
+
+    Args:
+        module: The module.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+    """
+    if steps_aside():
+        return
+    frame = _Frame(module)
+    if module.training:
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if tensors:
+            frame.random_state = RandomState(tensors[0].device)
+    _THREAD.frames.append(frame)
+
+
+def leave_call(
+    module: Module, args: Tuple, kwargs: Dict[str, Any], output: Any
+) -> Optional[Any]:
+    """Forward hook: record the call.
+
+    Args:
+        module: The module.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        output: What the module returned, ``None`` if it raised an exception.
+
+    Returns:
+        A replacement for outputs that are leaves of the graph, else ``None``.
+    """
+    frame = _pop_frame(module)
+    if output is None or steps_aside():
+        return None
+    replaced = None
+    if isinstance(output, Parameter) or (
+        not isinstance(output, Tensor)
+        and any(_is_own_leaf(module, x) for x in tree_leaves(output))
+    ):
+        # a leaf outlives the graph; its alias is part of the graph and owns the call
+        output = replaced = tree_map(
+            lambda x: x.view_as(x) if _is_own_leaf(module, x) else x, output
+        )
+    for outer in _THREAD.frames:
+        # with all modules inside: this call is responsible for them
+        outer.called.update((module,) if frame is None else module.modules())
+
+    outputs = tensor_outputs(output)
+    random_state = frame.random_state if frame is not None else None
+    call = Call(
+        module, args, kwargs, outputs, _responsible(module, frame), random_state
+    )
+    call.store(raw=False)
+    call.is_loss = _computes_loss(module, outputs)
+    call.is_composite = frame is not None and any(True for _ in module.children())
+    call.is_transparent = frame is not None and bool(frame.called)
+    if call.is_transparent and call.is_loss:
+        for ref in frame.calls:  # the outermost loss module is the loss
+            if ref() is not None:
+                ref().is_loss = False
+    for outer in _THREAD.frames:
+        outer.calls.append(weakref.ref(call))
+    _attach(call, outputs)
+    return replaced
+
+
+def _pop_frame(module: Module) -> Optional[_Frame]:
+    frames = _THREAD.frames
+    for position in reversed(range(len(frames))):
+        if frames[position].module is module:
+            frame = frames[position]
+            del frames[position:]
+            return frame
+    return None
+
+
+def _is_own_leaf(module: Module, x: Any) -> bool:
+    if not (isinstance(x, Parameter) and x.is_leaf and x.requires_grad):
+        return False
+    return any(x is param for param in module.parameters())
+
+
+def _responsible(module: Module, frame: Optional[_Frame]) -> Dict[str, Parameter]:
+    """Collect the parameters for which no call further inside is responsible."""
+    own = {n: p for n, p in module._parameters.items() if p is not None}
+    if frame is None:
+        return own
+    for prefix, child in module.named_modules():
+        if child is not module and child not in frame.called and not is_no_op(child):
+            for name, param in child._parameters.items():
+                if param is not None:
+                    own[f"{prefix}.{name}"] = param
+    return own
+
+
+def _computes_loss(module: Module, outputs: List[Tensor]) -> bool:
+    if is_loss(module):
+        return True
+    scalar = len(outputs) == 1 and outputs[0].dim() == 0
+    return scalar and next(module.parameters(), None) is None
+
+
+def _attach(call: Call, outputs: List[Tensor]) -> None:
+    """Attach a call to the nodes that produced its outputs."""
+    edges = {
+        i: get_gradient_edge(out)
+        for i, out in enumerate(outputs)
+        if out.requires_grad and out.grad_fn is not None
+    }
+    if not edges:
+        _THREAD.graphless.add(call.module)
+        return
+    if _THREAD.graphless:
+        call.graphless, _THREAD.graphless = _THREAD.graphless, weakref.WeakSet()
+    by_node: Dict[int, List[int]] = {}
+    for i, edge in edges.items():
+        by_node.setdefault(id(edge.node), []).append(i)
+    call.joins = len(by_node) > 1
+    nodes = {i: edge.node for i, edge in edges.items()}
+    for indices in by_node.values():
+        node = nodes[indices[0]]
+        entries = [Entry(edges[i].output_nr, i, call) for i in indices]
+        _calls_at(node).extend(entries)
+        if call.joins:
+            node.register_prehook(partial(_join, entries, nodes))
+
+
+def _calls_at(node: Node) -> List[Entry]:
+    """Return the list of a node's calls, which its hook works on."""
+    if CALLS not in node.metadata:
+        node.metadata[CALLS] = entries = []
+        node.register_prehook(partial(_run_calls, entries))
+    return node.metadata[CALLS]
+
+
+def calls_at(node: Node) -> List[Entry]:
+    """Return the calls that are attached to a node.
+
+    Args:
+        node: Node of the autograd graph.
+
+    Returns:
+        The calls, in the order in which they returned.
+    """
+    return node.metadata.get(CALLS, [])
+
+
+def _run_calls(entries: List[Entry], gradients: Tuple[Optional[Tensor], ...]) -> None:
+    """Run the turn of the calls that end in a node, the last one to return first."""
+    from backpack.backward import visit
+
+    by_call: Dict[Call, Dict[int, Optional[Tensor]]] = {}
+    for entry in reversed(entries):
+        by_call.setdefault(entry.call, {})[entry.index] = gradients[entry.output_nr]
+    for call, known in by_call.items():
+        if not call.joins:
+            visit(call, [known.get(i) for i in range(call.num_outputs)], entries)
+
+
+def _join(
+    entries: List[Entry],
+    nodes: Dict[int, Node],
+    gradients: Tuple[Optional[Tensor], ...],
+) -> None:
+    """Run a call's turn as soon as the gradients at all of its outputs are known."""
+    from backpack.backward import visit
+    from backpack.context import state
+
+    if state().pulling:
+        return
+    call = entries[0].call
+    known = {entry.index: gradients[entry.output_nr] for entry in entries}
+    complete = call.arrive(known, nodes)
+    if complete is not None:
+        visit(call, complete, entries)
+        if call.released:
+            nodes.clear()  # the nodes own each other through their hooks

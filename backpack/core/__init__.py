@@ -1,0 +1,1 @@
+"""The maths: derivatives of layers, and how quantities reduce them."""

@@ -1,0 +1,77 @@
+"""Derivatives of average pooling to a given output size."""
+
+from typing import List, Tuple, Union
+
+from torch.nn import AdaptiveAvgPool1d, AdaptiveAvgPool2d, AdaptiveAvgPool3d
+
+from backpack.core.derivatives.avgpoolnd import AvgPoolNDDerivatives
+
+AdaptiveAvgPool = Union[AdaptiveAvgPool1d, AdaptiveAvgPool2d, AdaptiveAvgPool3d]
+
+
+class AdaptiveAvgPoolNDDerivatives(AvgPoolNDDerivatives):
+    """Derivatives of adaptive average pooling, for output sizes of all kinds.
+
+    If the output size divides the input size, all pooling windows are alike.
+    """
+
+    def check_parameters(self, module: AdaptiveAvgPool) -> None:
+        """Check that all pooling windows are alike.
+
+        Args:
+            module: Module with stored input and output.
+
+        Raises:
+            NotImplementedError: If the output size does not divide the input size.
+        """
+        sizes_in, sizes_out = self._sizes(module)
+        if any(i % o for i, o in zip(sizes_in, sizes_out)):
+            raise NotImplementedError(
+                f"{module} is no average pooling with a fixed window. Expected an "
+                f"input whose size is a multiple of the output size {sizes_out}, got "
+                f"{sizes_in}. Choose another output size, or torch.nn.AvgPool{self.N}d."
+            )
+
+    def get_avg_pool_parameters(
+        self, module: AdaptiveAvgPool
+    ) -> Tuple[List[int], List[int], List[int]]:
+        """Return the geometry of the average pooling that does the same.
+
+        Args:
+            module: Module with stored input and output.
+
+        Returns:
+            Stride, kernel size, padding.
+        """
+        self.check_parameters(module)
+        size = [i // o for i, o in zip(*self._sizes(module))]
+        return size, list(size), [0] * self.N
+
+    def _sizes(self, module: AdaptiveAvgPool) -> Tuple[List[int], List[int]]:
+        return tuple(
+            list(tensor.shape[-self.N :]) for tensor in (module.input0, module.output)
+        )
+
+
+class AdaptiveAvgPool1dDerivatives(AdaptiveAvgPoolNDDerivatives):
+    """Derivatives of :class:`torch.nn.AdaptiveAvgPool1d`."""
+
+    def __init__(self):
+        """Set the number of pooled axes."""
+        super().__init__(N=1)
+
+
+class AdaptiveAvgPool2dDerivatives(AdaptiveAvgPoolNDDerivatives):
+    """Derivatives of :class:`torch.nn.AdaptiveAvgPool2d`."""
+
+    def __init__(self):
+        """Set the number of pooled axes."""
+        super().__init__(N=2)
+
+
+class AdaptiveAvgPool3dDerivatives(AdaptiveAvgPoolNDDerivatives):
+    """Derivatives of :class:`torch.nn.AdaptiveAvgPool3d`."""
+
+    def __init__(self):
+        """Set the number of pooled axes."""
+        super().__init__(N=3)

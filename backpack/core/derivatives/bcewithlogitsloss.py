@@ -1,0 +1,79 @@
+"""Binary cross-entropy with logits: the negative log-likelihood of a Bernoulli."""
+
+from typing import Optional, Union
+
+import torch
+from torch import Generator, Tensor
+from torch.distributions import Bernoulli
+from torch.nn import BCEWithLogitsLoss
+from torch.nn.functional import logsigmoid
+
+from backpack.core.derivatives.nll_base import (
+    ElementwiseNLLLossDerivatives,
+    full_precision,
+)
+
+
+class BCELossWithLogitsDerivatives(ElementwiseNLLLossDerivatives):
+    """Derivatives of ``BCEWithLogitsLoss`` on logits of any shape ``[N, *]``.
+
+    A term with weight w, positive weight q and (soft) label y is
+    − w (q y log σ(f) + (1 − y) log(1 − σ(f))); its second derivative is
+    w (q y + 1 − y) σ(f) σ(−f). ``"mean"`` divides by the number of all elements.
+    """
+
+    def __init__(self, use_autograd: bool = False):
+        """Choose how sampled gradients are computed.
+
+        Args:
+            use_autograd: Differentiate the log-density with autograd instead of using
+                the closed form. Default: ``False``.
+        """
+        super().__init__(use_autograd=use_autograd)
+
+    def hessian_is_psd(self) -> bool:
+        """Return whether the loss Hessian is positive semi-definite.
+
+        Returns:
+            ``True``
+        """
+        return True
+
+    def _make_distribution(self, subsampled_input: Tensor) -> Bernoulli:
+        return Bernoulli(logits=subsampled_input)
+
+    def _root_plain_hessian(self, prediction: Tensor) -> Tensor:
+        return (0.5 * (logsigmoid(prediction) + logsigmoid(-prediction))).exp()
+
+    def _hessian_weights(self, module: BCEWithLogitsLoss) -> Union[float, Tensor]:
+        weights = super()._hessian_weights(module)
+        if module.pos_weight is not None:
+            labels = full_precision(module.input1)
+            weights = weights * (1 + (full_precision(module.pos_weight) - 1) * labels)
+        if module.weight is not None:
+            weights = weights * full_precision(module.weight)
+        if isinstance(weights, Tensor):
+            weights = weights.expand_as(module.input0)
+        return weights
+
+    def _sample_targets(
+        self,
+        subsampled_input: Tensor,
+        mc_samples: int,
+        generator: Optional[Generator] = None,
+    ) -> Tensor:
+        probabilities = subsampled_input.detach().sigmoid()
+        return torch.bernoulli(
+            probabilities.expand(mc_samples, *probabilities.shape), generator=generator
+        )
+
+    def _compute_sampled_grads_manual(
+        self,
+        subsampled_input: Tensor,
+        mc_samples: int,
+        generator: Optional[Generator] = None,
+    ) -> Tensor:
+        targets = self._sample_targets(subsampled_input, mc_samples, generator)
+        # σ(f) − y, without the cancellation for y = 1
+        sign = 1 - 2 * targets
+        return sign * (sign * subsampled_input).sigmoid()

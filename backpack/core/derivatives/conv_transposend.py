@@ -1,0 +1,64 @@
+"""Derivatives of transposed convolutions with one to three spatial axes."""
+
+from typing import Callable, Optional
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from backpack.core.derivatives.convnd import ConvNDDerivatives, weight_gradients
+from backpack.core.reductions import Index
+from backpack.utils.conv import ConvTransposeNd
+from backpack.utils.conv_transpose import unfold_by_conv_transpose
+
+
+class ConvTransposeNDDerivatives(ConvNDDerivatives):
+    """Derivatives of :class:`torch.nn.ConvTranspose1d`, ``2d`` and ``3d``.
+
+    The output's size comes from the call, so that ``forward(x, output_size=...)`` is
+    covered as well as ``output_padding``.
+    """
+
+    def _unfold(
+        self, module: ConvTransposeNd, x: Tensor, out_size: Optional[torch.Size]
+    ) -> Tensor:
+        return unfold_by_conv_transpose(x, module, out_size)
+
+    def _fold(self, module: ConvTransposeNd) -> Callable[[Tensor], Tensor]:
+        in_channels, _, *kernel = module.weight.shape
+        per_group = in_channels // module.groups
+
+        def fold_transposed(mat: Tensor) -> Tensor:
+            mat = rearrange(mat, "... g p (c k) -> ... (g c) p k", c=per_group)
+            return mat.unflatten(-1, kernel)
+
+        return fold_transposed
+
+    def _direct(
+        self, module: ConvTransposeNd, x: Tensor, cotangents: Tensor
+    ) -> Optional[Callable[[Index], Tensor]]:
+        if len(cotangents) > 1:
+            return None
+        sizes = zip(
+            x.shape[2:],
+            cotangents.shape[3:],
+            module.stride,
+            module.padding,
+            module.dilation,
+            module.kernel_size,
+        )
+        output_padding = [
+            out - ((size - 1) * s - 2 * p + d * (k - 1) + 1)
+            for size, out, s, p, d, k in sizes
+        ]
+        return lambda samples: weight_gradients(
+            x[samples],
+            cotangents[:, samples],
+            module.weight.shape,
+            module.groups,
+            transposed=True,
+            stride=module.stride,
+            padding=module.padding,
+            dilation=module.dilation,
+            output_padding=output_padding,
+        )

@@ -1,0 +1,176 @@
+"""Derivatives of convolutions with one to three spatial axes."""
+
+from contextlib import AbstractContextManager
+from typing import Callable, Optional, Sequence, Tuple, Union
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.nn import Conv1d, Conv2d, Conv3d
+
+from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
+from backpack.core.reductions import Index, Outer, PerSample, Summed
+from backpack.utils.conv import pad_input, unfold_by_conv
+
+ConvNd = Union[Conv1d, Conv2d, Conv3d]
+
+
+class weight_jac_t_save_memory(AbstractContextManager):  # noqa: N801
+    """Kept for programs that choose between two ways to compute weight products.
+
+    There is nothing left to choose: no product repeats the input.
+    """
+
+    def __init__(self, save_memory: bool = True):
+        """Accept the choice.
+
+        Args:
+            save_memory: Has no effect. Default: ``True``.
+        """
+        self.save_memory = save_memory
+
+    def __exit__(self, *exc_info) -> None:
+        """Leave the context; exceptions pass through."""
+
+
+def weight_gradients(
+    x: Tensor,
+    cotangents: Tensor,
+    weight_shape: torch.Size,
+    groups: int,
+    transposed: bool = False,
+    **geometry: Sequence[int],
+) -> Tensor:
+    """Compute weight gradients of each column and sample with one library call.
+
+    Samples and columns become groups and output channels of one large convolution, so
+    that nothing needs to be unfolded.
+
+    Args:
+        x: Padded inputs of shape ``[n, C_in, *]``.
+        cotangents: Columns of shape ``[V, n, C_out, *]``.
+        weight_shape: Shape ``[*p]`` of the weight.
+        groups: Number of groups.
+        transposed: Whether the convolution is transposed. Default: ``False``.
+        geometry: ``stride``, ``padding``, ``dilation``, ``output_padding``.
+
+    Returns:
+        Gradients of shape ``[V, n, *p]``.
+    """
+    v, n = cotangents.shape[:2]
+    b = rearrange(cotangents, "v n (g p) ... -> 1 (n g v p) ...", g=groups)
+    x = x.reshape(1, -1, *x.shape[2:])
+    if transposed:  # weight [C_in, C_out / G, *k]
+        shape = (n * weight_shape[0], v * weight_shape[1], *weight_shape[2:])
+        pattern = "(n c) (v p) ... -> v n c p ..."
+    else:  # weight [C_out, C_in / G, *k]
+        shape = (n * v * weight_shape[0], *weight_shape[1:])
+        pattern = "(n g v p) c ... -> v n (g p) c ..."
+    _, gradients, _ = torch.ops.aten.convolution_backward(
+        b,
+        x,
+        x.new_empty(1).expand(shape),
+        None,
+        geometry["stride"],
+        geometry["padding"],
+        geometry["dilation"],
+        transposed,
+        geometry["output_padding"],
+        n * groups,
+        (False, True, False),
+    )
+    sizes = {"n": n, "v": v} if transposed else {"n": n, "v": v, "g": groups}
+    return rearrange(gradients, pattern, **sizes)
+
+
+class ConvNDDerivatives(BaseParameterDerivatives):
+    """Derivatives of :class:`torch.nn.Conv1d`, ``Conv2d`` and ``Conv3d``.
+
+    With every option: groups, dilation, string padding, all padding modes.
+    """
+
+    affine_in_params = True
+
+    def __init__(self, N: int):
+        """Store the number of spatial axes.
+
+        Args:
+            N: Number of spatial axes, 1 to 3.
+        """
+        self.conv_dims = N
+
+    def hessian_is_zero(self, module: ConvNd) -> bool:  # noqa: D102
+        return True
+
+    def get_unfolded_input(self, module: ConvNd) -> Tensor:
+        """Unfold the input of the layer.
+
+        Args:
+            module: The layer, with its ``input0``.
+
+        Returns:
+            Unfolded input of shape ``[N, C_in * K, T]``.
+        """
+        return self._unfold(module, module.input0, None)
+
+    def product(
+        self, name: str, module: ConvNd, inputs: Sequence[Tensor], cotangents: Tensor
+    ) -> PerSample:
+        """Describe the products of cotangents and a parameter's Jacobian.
+
+        Args:
+            name: ``"weight"`` or ``"bias"``.
+            module: The layer.
+            inputs: Its input, of shape ``[N, C_in, *]``.
+            cotangents: Columns at its output, of shape ``[V, N, C_out, *]``.
+
+        Returns:
+            The products.
+        """
+        x, g = inputs[0], module.groups
+        if name == "bias":
+            b = cotangents.flatten(start_dim=3).mT
+            return Summed(b, module.bias.shape, g, sums_positions=True)
+
+        def unfolded() -> Tensor:
+            out_size = cotangents.shape[3:]
+            unfolded = self._unfold(module, x, out_size)
+            return rearrange(unfolded, "n (g d) t -> n g t d", g=g)
+
+        return Outer(
+            unfolded,
+            rearrange(cotangents.flatten(3), "v n (g p) t -> v n g t p", g=g),
+            module.weight.shape,
+            self._fold(module),
+            self._direct(module, x, cotangents),
+            sums_positions=True,
+        )
+
+    def _unfold(
+        self, module: ConvNd, x: Tensor, out_size: Optional[torch.Size]
+    ) -> Tensor:
+        return unfold_by_conv(x, module)
+
+    def _fold(self, module: ConvNd) -> Optional[Callable[[Tensor], Tensor]]:
+        return None
+
+    def _direct(
+        self, module: ConvNd, x: Tensor, cotangents: Tensor
+    ) -> Optional[Callable[[Index], Tensor]]:
+        """Return how to form products without unfolding, if that is faster.
+
+        It is for a single column, unless unfolding is only a change of view.
+        """
+        pointwise = module.weight.shape[2:].numel() == 1 and set(module.stride) == {1}
+        if len(cotangents) > 1 or pointwise:
+            return None
+        return lambda samples: weight_gradients(
+            pad_input(x[samples], module),
+            cotangents[:, samples],
+            module.weight.shape,
+            module.groups,
+            stride=module.stride,
+            padding=[0] * self.conv_dims,
+            dilation=module.dilation,
+            output_padding=[0] * self.conv_dims,
+        )

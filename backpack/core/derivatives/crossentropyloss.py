@@ -1,0 +1,217 @@
+"""Softmax cross-entropy: the negative log-likelihood of a categorical distribution."""
+
+from typing import Callable, List, Optional, Tuple
+
+import torch
+from torch import Generator, Size, Tensor
+from torch.distributions import Categorical
+from torch.nn import CrossEntropyLoss
+from torch.nn.functional import one_hot, pad
+
+from backpack.core.derivatives.nll_base import NLLLossDerivatives, full_precision
+
+
+class CrossEntropyLossDerivatives(NLLLossDerivatives):
+    """Derivatives of ``CrossEntropyLoss``.
+
+    Predictions are ``[N, C]``, ``[N, C, d1, …]`` (each position is a term of its own),
+    or ``[C]`` (one sample without batch axis). A term with target probabilities q,
+    after label smoothing, and class weights w is − Σ_c w_c q_c log p_c with p the
+    softmax of the prediction. Its Hessian is s (diag(p) − p pᵀ) with s = Σ_c w_c q_c.
+    """
+
+    def __init__(self, use_autograd: bool = False):
+        """Choose how sampled gradients are computed.
+
+        Args:
+            use_autograd: Differentiate the log-density with autograd instead of using
+                the closed form. Default: ``False``.
+        """
+        super().__init__(use_autograd=use_autograd)
+
+    def hessian_is_psd(self) -> bool:
+        """Return whether the loss Hessian is positive semi-definite.
+
+        Returns:
+            ``True``
+        """
+        return True
+
+    def _prediction_and_weights(
+        self, module: CrossEntropyLoss, subsampling: Optional[List[int]] = None
+    ) -> Tuple[Tensor, Tensor]:
+        if subsampling is not None and module.input0.dim() == 1:
+            raise ValueError(
+                "CrossEntropyLoss on a prediction of shape [C] has no batch axis, and "
+                f"subsampling={subsampling} cannot select from it. Use shape [1, C]."
+            )
+        return super()._prediction_and_weights(module, subsampling)
+
+    def _split_shape(self, x: Tensor) -> Tuple[Size, Size]:
+        return x.shape[: _class_axis(x)], x.shape[_class_axis(x) :]
+
+    def _make_distribution(self, subsampled_input: Tensor) -> Categorical:
+        return Categorical(logits=_classes_last(subsampled_input))
+
+    def _get_mean_normalization(self, input: Tensor) -> int:
+        return input.numel() // input.shape[_class_axis(input)]
+
+    def _hessian_weights(self, module: CrossEntropyLoss) -> Tensor:
+        """Return c s for each term.
+
+        Args:
+            module: Loss module, with the inputs of the full batch.
+
+        Returns:
+            Shape of the prediction with a class axis of size one.
+        """
+        prediction, target = module.input0, module.input1
+        axis, smoothing = _class_axis(prediction), module.label_smoothing
+        num_classes = prediction.shape[axis]
+        if module.weight is None:
+            dtype = full_precision(prediction).dtype
+            class_weights = torch.ones(num_classes, dtype=dtype, device=target.device)
+        else:
+            class_weights = full_precision(module.weight)
+
+        if target.is_floating_point():
+            target_weights = _classes_last(full_precision(target)) @ class_weights
+            smoothing_weights = class_weights.mean()
+            divisor = self._get_mean_normalization(prediction)
+        else:
+            valid = target != module.ignore_index
+            target_weights = class_weights[target.where(valid, 0).long()] * valid
+            smoothing_weights = class_weights.mean() * valid
+            divisor = target_weights.sum()
+
+        weights = (1 - smoothing) * target_weights + smoothing * smoothing_weights
+        if module.reduction == "mean":
+            weights = weights / divisor
+        return weights.unsqueeze(axis)
+
+    def _sqrt_hessian(
+        self,
+        module: CrossEntropyLoss,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        subsampling: Optional[List[int]] = None,
+    ) -> Tensor:
+        return self._columns(module, subsampling, _factor)
+
+    def _sqrt_hessian_compact(
+        self,
+        module: CrossEntropyLoss,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        subsampling: Optional[List[int]] = None,
+    ) -> Tensor:
+        return self._columns(module, subsampling, _triangular_factor)
+
+    def _columns(
+        self,
+        module: CrossEntropyLoss,
+        subsampling: Optional[List[int]],
+        factor: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Arrange the factors of all terms into columns, one per class and position.
+
+        Args:
+            module: Loss module, with the inputs of the full batch.
+            subsampling: Indices of selected samples. Default: all.
+            factor: Maps log-probabilities ``[*, C]`` to a factor ``[*, V, C]`` of
+                diag(p) − p pᵀ.
+
+        Returns:
+            Columns ``[V · d1 · …, N, C, d1, …]``.
+        """
+        prediction, root_weights = self._prepare(module, subsampling)
+        terms = factor(_classes_last(prediction).log_softmax(-1))
+        terms = terms * _classes_last(root_weights)[..., None]
+        num_samples = 1 if prediction.dim() == 1 else len(prediction)
+        terms = terms.reshape(num_samples, -1, *terms.shape[-2:])  # [n, t, v, c]
+        columns = torch.diag_embed(terms.permute(2, 0, 3, 1), dim1=1, dim2=-1)
+        return columns.reshape(-1, *prediction.shape).to(module.input0.dtype)
+
+    def _make_hessian_mat_prod(
+        self, module: CrossEntropyLoss, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]
+    ) -> Callable[[Tensor], Tensor]:
+        prediction, weights = self._prediction_and_weights(module)
+        axis = _class_axis(prediction)
+        probabilities = prediction.softmax(axis)
+
+        def hessian_mat_prod(mat: Tensor) -> Tensor:
+            mean = (probabilities * mat).sum(axis + 1, keepdim=True)
+            return (weights * probabilities * (mat - mean)).to(mat.dtype)
+
+        return hessian_mat_prod
+
+    def _sample_targets(
+        self,
+        subsampled_input: Tensor,
+        mc_samples: int,
+        generator: Optional[Generator] = None,
+    ) -> Tensor:
+        probabilities = _classes_last(subsampled_input.detach()).softmax(-1)
+        rows = probabilities.reshape(-1, probabilities.shape[-1])
+        drawn = torch.multinomial(
+            rows, mc_samples, replacement=True, generator=generator
+        )
+        return drawn.T.reshape(mc_samples, *probabilities.shape[:-1])
+
+    def _compute_sampled_grads_manual(
+        self,
+        subsampled_input: Tensor,
+        mc_samples: int,
+        generator: Optional[Generator] = None,
+    ) -> Tensor:
+        targets = self._sample_targets(subsampled_input, mc_samples, generator)
+        axis = _class_axis(subsampled_input)
+        hot = one_hot(targets, subsampled_input.shape[axis]).movedim(-1, axis + 1)
+        return subsampled_input.softmax(axis) - hot
+
+
+def _class_axis(prediction: Tensor) -> int:
+    return min(1, prediction.dim() - 1)
+
+
+def _classes_last(prediction: Tensor) -> Tensor:
+    return prediction.movedim(_class_axis(prediction), -1)
+
+
+def _factor(log_p: Tensor) -> Tensor:
+    """Compute the columns √p_v (e_v − p), whose outer products sum to diag(p) − p pᵀ.
+
+    Args:
+        log_p: Log-probabilities, shape ``[*, C]``.
+
+    Returns:
+        Columns, shape ``[*, C, C]``.
+    """
+    root = (0.5 * log_p).exp()
+    return torch.diag_embed(root) - root[..., :, None] * log_p.exp()[..., None, :]
+
+
+def _triangular_factor(log_p: Tensor) -> Tensor:
+    """Compute the Cholesky factor of diag(p) − p pᵀ, without its last, zero column.
+
+    With the tails q_k = Σ_{j > k} p_j, column k is √d_k (e_k − Σ_{j > k} p_j / q_k e_j)
+    for d_k = p_k q_k / q_{k−1}. No difference of probabilities is taken, and all
+    fractions are in log-space, so that saturated softmax outputs lose no digits.
+
+    Args:
+        log_p: Log-probabilities, shape ``[*, C]``.
+
+    Returns:
+        Columns, shape ``[*, C - 1, C]``, or one column (of zeros) for C = 1.
+    """
+    num_classes = log_p.shape[-1]
+    if num_classes == 1:
+        return _factor(log_p)
+    # classes that are ruled out have −∞; differences need finite numbers
+    log_p = log_p.clamp(min=torch.finfo(log_p.dtype).min / 16)
+    tail = log_p.flip(-1).logcumsumexp(-1).flip(-1)
+    root_d = 0.5 * (log_p[..., :-1] + tail[..., 1:] - tail[..., :-1])
+    below = log_p[..., None, :] + (root_d - tail[..., 1:])[..., :, None]
+    is_below = torch.ones_like(below, dtype=torch.bool).triu(1)
+    diagonal = pad(torch.diag_embed(root_d.exp()), (0, 1))
+    return diagonal - below.masked_fill(~is_below, -torch.inf).exp()

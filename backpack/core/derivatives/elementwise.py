@@ -1,0 +1,104 @@
+"""Derivatives of functions that act on each element on its own."""
+
+from typing import List, Tuple
+
+from torch import Tensor, ones_like, zeros_like
+from torch.nn import Module
+
+from backpack.core.derivatives.basederivatives import (
+    BaseDerivatives,
+    evaluate,
+    pull_back,
+    subsampled,
+)
+
+
+class ElementwiseDerivatives(BaseDerivatives):
+    """Derivatives of an elementwise function, z_k = f(x_k).
+
+    Sub-classes can define the first and second derivative, :meth:`df` and :meth:`d2f`;
+    their defaults come from automatic differentiation of the module's forward pass.
+    """
+
+    def df(
+        self,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        subsampling: List[int] = None,
+    ) -> Tensor:
+        """Compute the first derivative at each element.
+
+        Args:
+            module: Module with stored input and output.
+            g_inp: Gradients of the loss with respect to the module's inputs.
+            g_out: Gradients of the loss with respect to the module's outputs.
+            subsampling: Selected samples. Default ``None`` uses all.
+
+        Returns:
+            f'(x) of shape ``[N, *in]``.
+        """
+        x, y = evaluate(subsampled(module, subsampling))
+        return pull_back(y, x, ones_like(y).unsqueeze(0)).squeeze(0)
+
+    def d2f(self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]) -> Tensor:
+        """Compute the second derivative at each element.
+
+        Args:
+            module: Module with stored input and output.
+            g_inp: Gradients of the loss with respect to the module's inputs.
+            g_out: Gradients of the loss with respect to the module's outputs.
+
+        Returns:
+            f''(x) of shape ``[N, *in]``.
+        """
+        if self.hessian_is_zero(module):
+            return zeros_like(module.input0)
+        delta, ones = ones_like(module.output), ones_like(module.input0)
+        return self._differentiate_twice(module, (delta,), ones.unsqueeze(0)).squeeze(0)
+
+    def hessian_is_diagonal(self, module: Module) -> bool:  # noqa: D102
+        return True
+
+    def hessian_diagonal(
+        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]
+    ) -> Tensor:
+        """Compute the diagonal of the residual.
+
+        Args:
+            module: Module with stored input and output.
+            g_inp: Gradients of the loss with respect to the module's inputs.
+            g_out: Gradients of the loss with respect to the module's outputs, δ.
+
+        Returns:
+            f''(x) δ of shape ``[N, *in]``.
+        """
+        return self.d2f(module, g_inp, g_out) * g_out[0]
+
+    def _jac_mat_prod(
+        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
+    ) -> Tensor:
+        return self.df(module, g_inp, g_out) * mat
+
+    def _jac_t_mat_prod(
+        self,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        mat: Tensor,
+        subsampling: List[int] = None,
+    ) -> Tensor:
+        return self.df(module, g_inp, g_out) * mat
+
+    def _ea_jac_t_mat_jac_prod(
+        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
+    ) -> Tensor:
+        df = self.df(module, g_inp, g_out).flatten(1)
+        return mat * (df.T @ df / df.shape[0])
+
+
+class PiecewiseLinearDerivatives(ElementwiseDerivatives):
+    """Derivatives of an elementwise function that is linear in pieces."""
+
+    def hessian_is_zero(self, module: Module) -> bool:  # noqa: D102
+        return True

@@ -1,0 +1,43 @@
+"""Derivatives of embeddings."""
+
+from typing import Sequence
+
+from torch import Tensor
+from torch.nn import Embedding
+
+from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
+from backpack.core.reductions import PerSample, Rows
+
+
+class EmbeddingDerivatives(BaseParameterDerivatives):
+    """Derivatives of :class:`torch.nn.Embedding`: rows by index, never one-hot."""
+
+    affine_in_params = True
+
+    def hessian_is_zero(self, module: Embedding) -> bool:  # noqa: D102
+        return True
+
+    def product(
+        self, name: str, module: Embedding, inputs: Sequence[Tensor], cotangents: Tensor
+    ) -> PerSample:
+        """Describe the products of cotangents and the weight's Jacobian.
+
+        Args:
+            name: ``"weight"``.
+            module: The layer.
+            inputs: Indices of shape ``[N, *]``.
+            cotangents: Columns at its output, of shape ``[V, N, *, D]``.
+
+        Returns:
+            The products. Rows of ``padding_idx`` get none.
+        """
+        (v, n), dim = cotangents.shape[:2], cotangents.shape[-1]
+        ids = inputs[0].reshape(n, -1).long()
+        b = cotangents.reshape(v, n, -1, dim)
+        if module.scale_grad_by_freq:
+            # torch divides by the number of times an index occurs in the batch
+            counts = ids.flatten().bincount(minlength=module.num_embeddings)
+            b = b / counts[ids].unsqueeze(-1)
+        if module.padding_idx is not None:
+            b = b.masked_fill((ids == module.padding_idx).unsqueeze(-1), 0)
+        return Rows(ids, b, module.weight.shape)

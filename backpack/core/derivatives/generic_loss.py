@@ -1,0 +1,247 @@
+"""Any scalar loss module: its Hessian at the prediction, by autograd."""
+
+from collections import OrderedDict
+from copy import copy
+from math import sqrt
+from typing import Any, Callable, List, Optional, Tuple
+
+import torch
+from torch import Generator, Tensor
+from torch.nn import Module
+
+from backpack.core.derivatives.nll_base import LossDerivatives, loss_inputs
+from backpack.utils.subsampling import subsample
+
+# Errors in the Hessian, relative to its largest entry, that go unnoticed. Rounding
+# errors reach this size only if all samples are saturated.
+TOLERANCE = 1e-8
+
+
+class GenericLossDerivatives(LossDerivatives):
+    """Derivatives of a loss module that has no rule of its own.
+
+    The loss must be a sum of terms that belong to one sample each, and every sample's
+    Hessian must be positive semi-definite; both are checked. A loss whose gradient is
+    constant almost everywhere, like ``NLLLoss`` or ``L1Loss``, has a zero Hessian.
+    All is computed in float64, as a saturated loss has a Hessian far smaller than the
+    rounding errors in its gradient. The factor is differentiable, except where a
+    Hessian that is not diagonal has repeated eigenvalues: its derivative is NaN there.
+    """
+
+    def hessian_is_psd(self) -> bool:
+        """Return whether the loss Hessian is positive semi-definite.
+
+        Returns:
+            ``False``: it depends on the prediction, and ``sqrt_hessian`` checks it.
+        """
+        return False
+
+    def _make_hessian_mat_prod(
+        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]
+    ) -> Callable[[Tensor], Tensor]:
+        create_graph = torch.is_grad_enabled() and module.input0.requires_grad
+        with torch.enable_grad():
+            prediction, *others = (_to_double(i) for i in loss_inputs(module))
+            if not create_graph:
+                prediction = prediction.detach().requires_grad_()
+            loss = _double_copy(module).forward(prediction, *others)
+            cotangent = torch.ones_like(loss).requires_grad_()
+            gradient = _grad(loss, prediction, True, cotangent)
+            _check_differentiable(module, gradient, cotangent)
+
+        def hessian_mat_prod(mat: Tensor) -> Tensor:
+            columns = [
+                _grad(gradient, prediction, create_graph, column.to(gradient.dtype))
+                for column in mat
+            ]
+            return torch.stack(columns).to(mat.dtype)
+
+        return hessian_mat_prod
+
+    def _hessian(self, module: Module) -> Tensor:
+        """Compute the Hessian blocks of all samples.
+
+        Args:
+            module: Loss module, with the inputs of the full batch.
+
+        Returns:
+            Blocks, shape ``[N, D, D]`` with D the number of features per sample.
+
+        Raises:
+            NotImplementedError: If the loss couples samples.
+        """
+        prediction = module.input0.detach().double()
+        num_samples = len(prediction)
+        hessian_mat_prod = self._make_hessian_mat_prod(module, (), ())
+
+        basis = torch.eye(
+            prediction[0].numel(), dtype=prediction.dtype, device=prediction.device
+        )
+        columns = basis.reshape(-1, 1, *prediction.shape[1:]).expand(
+            -1, *prediction.shape
+        )
+        hessian = hessian_mat_prod(columns)
+        hessian = hessian.reshape(len(basis), num_samples, -1).movedim(0, 1)
+
+        # if samples are coupled, these are sums of blocks, which a vector that differs
+        # between samples reveals; drawing it must not change the user's random numbers
+        generator = torch.Generator(prediction.device).manual_seed(0)
+        vector = torch.randn(
+            (1, *prediction.shape),
+            generator=generator,
+            dtype=prediction.dtype,
+            device=prediction.device,
+        )
+        product = hessian_mat_prod(vector).reshape(num_samples, -1, 1)
+        blocks_only = hessian.transpose(1, 2) @ vector.reshape(num_samples, -1, 1)
+        tolerance = TOLERANCE * blocks_only.abs().max()
+        if ((product - blocks_only).abs() > tolerance).any():
+            raise NotImplementedError(
+                f"{type(module).__name__}: the Hessian of the loss couples samples "
+                "(axis 0 of the prediction), but second-order quantities need a loss "
+                "that is a sum over samples. Let each term depend on one sample only."
+            )
+        return hessian
+
+    def _sqrt_hessian(
+        self,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        subsampling: Optional[List[int]] = None,
+    ) -> Tensor:
+        hessian = subsample(self._hessian(module), subsampling=subsampling)
+        diagonal = hessian.diagonal(dim1=1, dim2=2)
+        if torch.equal(hessian, torch.diag_embed(diagonal)):
+            eigenvalues = diagonal
+            eigenvectors = torch.eye(diagonal.shape[1]).to(diagonal)
+        else:
+            eigenvalues, eigenvectors = torch.linalg.eigh(hessian)
+            noise = 100 * hessian.shape[1] * torch.finfo(hessian.dtype).eps
+            noise = noise * eigenvalues.abs().amax(1, keepdim=True)
+            eigenvalues = eigenvalues.where(eigenvalues.abs() > noise, 0.0)
+
+        tolerance = TOLERANCE * eigenvalues.abs().max()
+        if (eigenvalues < -tolerance).any():
+            raise ValueError(
+                f"{type(module).__name__}: the Hessian of the loss at the prediction "
+                f"is not positive semi-definite (eigenvalues between "
+                f"{eigenvalues.min().item():.3e} and {eigenvalues.max().item():.3e}). "
+                "It has no square root, and quantities based on the GGN do not exist. "
+                "Use a loss that is convex in its first input."
+            )
+        positive = eigenvalues > 0
+        # the inner `where` keeps the derivative of the root finite at zero
+        root = eigenvalues.where(positive, 1.0).sqrt().where(positive, 0.0)
+        factor = eigenvectors * root[:, None, :]  # [n, feature, v]
+        columns = factor.movedim(2, 0).reshape(
+            -1, len(factor), *module.input0.shape[1:]
+        )
+        return columns.to(module.input0.dtype)
+
+    def _sqrt_hessian_compact(
+        self,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        subsampling: Optional[List[int]] = None,
+    ) -> Tensor:
+        columns = self._sqrt_hessian(module, g_inp, g_out, subsampling)
+        used = columns.flatten(1).abs().amax(1) > 0
+        used[0] |= ~used.any()  # at least one column, of zeros
+        return columns[used]
+
+    def _sqrt_hessian_sampled(
+        self,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        mc_samples: int = 1,
+        subsampling: Optional[List[int]] = None,
+        generator: Optional[Generator] = None,
+    ) -> Tensor:
+        """Combine the exact columns with random signs: E[(S r)(S r)ᵀ] = S Sᵀ.
+
+        Args:
+            module: Loss module, with the inputs of the full batch.
+            g_inp: Gradients with respect to the inputs.
+            g_out: Gradients with respect to the output.
+            mc_samples: Number M of random columns.
+            subsampling: Indices of selected samples. Default: all.
+            generator: Random number generator. Default: PyTorch's global one.
+
+        Returns:
+            Columns, divided by √M, shape ``[M, N, *]``.
+        """
+        columns = self._sqrt_hessian(module, g_inp, g_out, subsampling)
+        signs = torch.randint(
+            2,
+            (mc_samples, *columns.shape[:2]),
+            generator=generator,
+            dtype=columns.dtype,
+            device=columns.device,
+        )
+        sampled = torch.einsum("mvn,vn...->mn...", 2 * signs - 1, columns)
+        return sampled / sqrt(mc_samples)
+
+
+def _grad(output: Tensor, input: Tensor, create_graph: bool, vector: Tensor) -> Tensor:
+    return torch.autograd.grad(
+        output,
+        input,
+        vector,
+        retain_graph=True,
+        create_graph=create_graph,
+        materialize_grads=True,
+    )[0]
+
+
+def _check_differentiable(module: Module, gradient: Tensor, cotangent: Tensor) -> None:
+    """Refuse a loss whose backward pass is unknown to autograd.
+
+    The gradient is linear in the cotangent at the loss. If autograd sees no connection,
+    it would take the gradient for a constant, and the Hessian for zero.
+
+    Args:
+        module: Loss module.
+        gradient: Gradient of the loss, computed from ``cotangent``.
+        cotangent: Cotangent at the loss.
+
+    Raises:
+        NotImplementedError: If the loss cannot be differentiated twice.
+    """
+    connected = gradient.requires_grad and torch.autograd.grad(
+        gradient.sum(), cotangent, retain_graph=True, allow_unused=True
+    ) != (None,)
+    if not connected:
+        raise NotImplementedError(
+            f"{type(module).__name__}: autograd cannot differentiate this loss twice, "
+            "which second-order quantities need. Write the loss with operations that "
+            "are twice differentiable."
+        )
+
+
+def _to_double(value: Any) -> Any:
+    is_float = isinstance(value, Tensor) and value.is_floating_point()
+    return value.double() if is_float else value
+
+
+def _double_copy(module: Module) -> Module:
+    """Copy a loss module to float64, without its hooks and sharing all else.
+
+    Args:
+        module: Loss module, may have children.
+
+    Returns:
+        The copy, whose forward pass leaves no trace in the original.
+    """
+    clone = copy(module)
+    clone.__dict__.update(
+        {name: _to_double(value) for name, value in vars(module).items()},
+        _parameters={n: _to_double(p) for n, p in module._parameters.items()},
+        _buffers={n: _to_double(b) for n, b in module._buffers.items()},
+        _modules={n: c and _double_copy(c) for n, c in module._modules.items()},
+        _forward_hooks=OrderedDict(),
+        _forward_pre_hooks=OrderedDict(),
+    )
+    return clone

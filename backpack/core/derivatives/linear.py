@@ -1,0 +1,82 @@
+"""Derivatives of the linear layer, on inputs with any number of axes."""
+
+from typing import Sequence, Tuple
+
+from einops import einsum
+from torch import Tensor
+from torch.nn import Linear, Module
+
+from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
+from backpack.core.reductions import Outer, PerSample, Summed
+
+
+class LinearDerivatives(BaseParameterDerivatives):
+    """Derivatives of :class:`torch.nn.Linear`.
+
+    Axes between the first (samples) and the last one (features) are positions that
+    share the weight.
+    """
+
+    affine_in_params = True
+
+    def hessian_is_zero(self, module: Linear) -> bool:  # noqa: D102
+        return True
+
+    def product(
+        self, name: str, module: Linear, inputs: Sequence[Tensor], cotangents: Tensor
+    ) -> PerSample:
+        """Describe the products of cotangents and a parameter's Jacobian.
+
+        Args:
+            name: ``"weight"`` or ``"bias"``.
+            module: The layer.
+            inputs: Its input, of shape ``[N, *, in_features]``.
+            cotangents: Columns at its output, of shape ``[V, N, *, out_features]``.
+
+        Returns:
+            The products.
+        """
+        v, n = cotangents.shape[:2]
+        b = cotangents.reshape(v, n, 1, -1, cotangents.shape[-1])
+        if name == "bias":
+            return Summed(b.squeeze(2), module.bias.shape)
+        x = inputs[0]
+        return Outer(lambda: x.reshape(n, 1, -1, x.shape[-1]), b, module.weight.shape)
+
+    def _jac_mat_prod(
+        self, module: Linear, g_inp: Tuple, g_out: Tuple, mat: Tensor
+    ) -> Tensor:
+        return mat @ module.weight.mT
+
+    def _jac_t_mat_prod(
+        self,
+        module: Linear,
+        g_inp: Tuple,
+        g_out: Tuple,
+        mat: Tensor,
+        subsampling: Sequence[int] = None,
+    ) -> Tensor:
+        return mat @ module.weight
+
+    def _ea_jac_t_mat_jac_prod(
+        self, module: Linear, g_inp: Tuple, g_out: Tuple, mat: Tensor
+    ) -> Tensor:
+        # the Jacobian is the weight at each position, for every sample
+        positions = module.input0.shape[1:-1].numel()
+        o, i = module.weight.shape
+        blocks = mat.reshape(positions, o, positions, o)
+        out = einsum(
+            module.weight, blocks, module.weight, "o i, t o s p, p j -> t i s j"
+        )
+        return out.reshape(positions * i, positions * i)
+
+    def _get_additional_dims(self, module: Module) -> Tuple[int, ...]:
+        """Return the sizes of the axes between samples and features.
+
+        Args:
+            module: The layer.
+
+        Returns:
+            Sizes, empty for an input of shape ``[N, in_features]``.
+        """
+        return tuple(module.input0.shape[1:-1])

@@ -1,0 +1,60 @@
+"""Derivatives of modules without parameters that are linear in their input."""
+
+from typing import List, Tuple
+
+from torch import Tensor, enable_grad
+from torch.autograd import grad
+from torch.nn import Module
+
+from backpack.core.derivatives.basederivatives import BaseDerivatives
+
+
+class LinearMapDerivatives(BaseDerivatives):
+    """Derivatives of a map that is affine in its input, and the same for each sample.
+
+    Such as: averages, padding, selection, permutation, interpolation. The module is its
+    own Jacobian, then, so that no rule is needed: all columns are samples of one
+    large mini-batch.
+    """
+
+    def linear_part(self, module: Module, x: Tensor) -> Tensor:
+        """Multiply each sample with the Jacobian.
+
+        Args:
+            module: Module with stored input and output.
+            x: Tensor of shape ``[M, *in]`` for any number M of samples.
+
+        Returns:
+            Products of shape ``[M, *out]``. Default: the module's own forward pass,
+            which has to be overridden if it adds a constant.
+        """
+        return module.forward(x)
+
+    def hessian_is_zero(self, module: Module) -> bool:  # noqa: D102
+        return True
+
+    def jacobian_is_shared(self, module: Module) -> bool:  # noqa: D102
+        return True
+
+    def _jac_mat_prod(
+        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
+    ) -> Tensor:
+        products = self.linear_part(module, mat.flatten(0, 1))
+        return self.reshape_like_output(products, module)
+
+    def _jac_t_mat_prod(
+        self,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        mat: Tensor,
+        subsampling: List[int] = None,
+    ) -> Tensor:
+        columns = mat.flatten(0, 1)
+        shape = (columns.shape[0], *module.input0.shape[1:])
+        # the Jacobian does not depend on the values: no memory is needed for them
+        x = module.input0.new_zeros(1).expand(shape).requires_grad_()
+        with enable_grad():
+            y = self.linear_part(module, x)
+        (products,) = grad(y, x, columns.to(y.dtype))
+        return self.reshape_like_input(products, module)

@@ -1,0 +1,68 @@
+"""Derivatives of long short-term memory, with or without projection."""
+
+from typing import Callable, Dict, List, Optional
+
+import torch
+from torch import Tensor
+from torch.nn import LSTM
+from torch.nn.functional import linear
+
+from backpack.core.derivatives.recurrent import Chain, Factors, RecurrentDerivatives
+
+
+class LSTMDerivatives(RecurrentDerivatives):
+    """Derivatives of :class:`torch.nn.LSTM`.
+
+    A step is c' = f c + i g and h' = W_hr m with m = o tanh(c'), or h' = m without a
+    projection. The gates i, f, o = σ(·) and g = tanh(·) are those of
+    W_ih x + b_ih + W_hh h + b_hh, in the order i, f, g, o.
+    """
+
+    num_states = 2
+
+    def _forward(self, module: LSTM) -> Callable:
+        return torch.lstm
+
+    def _pull_back(
+        self,
+        module: LSTM,
+        chain: Chain,
+        cotangents: List[Tensor],
+        last: Optional[Tensor],
+    ) -> Dict[str, Factors]:
+        gates = linear(chain.x, chain.weight_ih, chain.bias_ih)
+        gates = gates + linear(chain.before, chain.weight_hh, chain.bias_hh)
+        i, f, g, o = gates.chunk(4, dim=-1)
+        i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+
+        keep = f.unbind()
+        cells = [chain.initial[1]]
+        for keep_t, new in zip(keep, (i * g).unbind()):
+            cells.append(torch.addcmul(new, keep_t, cells[-1]))
+        cells = torch.stack(cells)
+        tanh_c = cells[1:].tanh()
+
+        # derivatives of m w.r.t. the cell, of the cell w.r.t. i, f, g, and of m w.r.t. o
+        to_cell = (o * (1 - tanh_c.pow(2))).unbind()
+        to_i, to_g = g * i * (1 - i), i * (1 - g.pow(2))
+        to_f, to_o = cells[:-1] * f * (1 - f), tanh_c * o * (1 - o)
+        slopes = torch.stack([to_i, to_f, to_g, to_o], dim=2).unbind()
+
+        totals, d_gates = [], []
+        d_cell = 0.0 if last is None else last
+        for t in reversed(range(len(cotangents))):
+            total = cotangents[t]
+            if d_gates:
+                total = total + d_gates[-1] @ chain.weight_hh
+            d_m = total if chain.weight_hr is None else total @ chain.weight_hr
+            d_cell = d_cell + d_m * to_cell[t]
+            columns = torch.stack([d_cell, d_cell, d_cell, d_m], dim=2)
+            d_gates.append((columns * slopes[t]).flatten(2))
+            d_cell = d_cell * keep[t]
+            totals.append(total)
+        b = torch.stack(d_gates[::-1])
+
+        factors = {"ih": (b, chain.x), "hh": (b, chain.before)}
+        if chain.weight_hr is not None:
+            factors["hr"] = (torch.stack(totals[::-1]), o * tanh_c)
+        return factors

@@ -1,0 +1,121 @@
+"""Derivatives of maximum pooling over one to three axes."""
+
+from typing import List, Tuple, Union
+
+from torch import Tensor
+from torch.nn import (
+    AdaptiveMaxPool1d,
+    AdaptiveMaxPool2d,
+    AdaptiveMaxPool3d,
+    MaxPool1d,
+    MaxPool2d,
+    MaxPool3d,
+    Module,
+    functional,
+)
+
+from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.utils.subsampling import subsample
+
+MaxPool = Union[MaxPool1d, MaxPool2d, MaxPool3d]
+AdaptiveMaxPool = Union[AdaptiveMaxPool1d, AdaptiveMaxPool2d, AdaptiveMaxPool3d]
+
+
+class MaxPoolNDDerivatives(BaseDerivatives):
+    """Derivatives of :class:`torch.nn.MaxPool1d`, ``MaxPool2d``, ``MaxPool3d``.
+
+    Each output is one of the inputs: columns are gathered from, or added at, the
+    positions of the maxima.
+    """
+
+    def __init__(self, N: int):
+        """Store the number of pooled axes.
+
+        Args:
+            N: Number of pooled axes.
+        """
+        self.N = N
+
+    def hessian_is_zero(self, module: Module) -> bool:  # noqa: D102
+        return True
+
+    def get_pooling_idx(self, module: MaxPool, subsampling: List[int] = None) -> Tensor:
+        """Find the positions of the maxima.
+
+        Args:
+            module: Module with stored input.
+            subsampling: Selected samples. Default ``None`` uses all.
+
+        Returns:
+            Positions in the flattened pooled axes, of the output's shape.
+        """
+        _, idx = self._pool(
+            module, subsample(module.input0.detach(), subsampling=subsampling)
+        )
+        return idx
+
+    def _pool(self, module: MaxPool, x: Tensor) -> Tuple[Tensor, Tensor]:
+        """Pool.
+
+        Args:
+            module: Maximum pooling module.
+            x: Input of shape ``[N, *in]``.
+
+        Returns:
+            Maxima and their positions, both of shape ``[N, *out]``.
+        """
+        pool = getattr(functional, f"max_pool{self.N}d")
+        return pool(
+            x,
+            module.kernel_size,
+            stride=module.stride,
+            padding=module.padding,
+            dilation=module.dilation,
+            ceil_mode=module.ceil_mode,
+            return_indices=True,
+        )
+
+    def _columns_idx(self, module: Module, mat: Tensor) -> Tensor:
+        """Repeat the positions for all columns.
+
+        Args:
+            module: Module with stored input.
+            mat: Matrix with V columns.
+
+        Returns:
+            Positions of shape ``[V, N, *, T]``, where T are all positions of the
+            output.
+        """
+        idx = self.get_pooling_idx(module).flatten(start_dim=-self.N)
+        return idx.expand(mat.shape[0], *idx.shape)
+
+    def _jac_mat_prod(
+        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
+    ) -> Tensor:
+        columns = mat.flatten(start_dim=-self.N)
+        products = columns.gather(-1, self._columns_idx(module, mat))
+        return self.reshape_like_output(products, module)
+
+    def _jac_t_mat_prod(
+        self,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        mat: Tensor,
+        subsampling: List[int] = None,
+    ) -> Tensor:
+        columns = mat.flatten(start_dim=-self.N)
+        positions = module.input0.shape[-self.N :].numel()
+        products = mat.new_zeros(*columns.shape[:-1], positions)
+        products = products.scatter_add(-1, self._columns_idx(module, mat), columns)
+        return self.reshape_like_input(products, module)
+
+
+class AdaptiveMaxPoolNDDerivatives(MaxPoolNDDerivatives):
+    """Derivatives of maximum pooling to a given output size."""
+
+    def _pool(
+        self, module: AdaptiveMaxPool, x: Tensor
+    ) -> Tuple[Tensor, Tensor]:  # noqa: D102
+        pool = getattr(functional, f"adaptive_max_pool{self.N}d")
+        return pool(x, module.output_size, return_indices=True)

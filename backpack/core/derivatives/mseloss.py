@@ -1,0 +1,78 @@
+"""Mean squared error: the negative log-likelihood of a normal with variance ½."""
+
+from math import sqrt
+from typing import Optional
+
+import torch
+from torch import Generator, Tensor
+from torch.distributions import Normal
+from torch.nn import MSELoss
+
+from backpack.core.derivatives.nll_base import ElementwiseNLLLossDerivatives
+
+
+class MSELossDerivatives(ElementwiseNLLLossDerivatives):
+    """Derivatives of ``MSELoss`` on predictions of any shape ``[N, *]``.
+
+    The terms are (f − y)², one per element, so that the Hessian is 2c times the
+    identity. ``"mean"`` divides by the number of all elements.
+    """
+
+    def __init__(self, use_autograd: bool = False):
+        """Choose how sampled gradients are computed.
+
+        Args:
+            use_autograd: Differentiate the log-density with autograd instead of using
+                the closed form. Default: ``False``.
+        """
+        super().__init__(use_autograd=use_autograd)
+
+    def hessian_is_psd(self) -> bool:
+        """Return whether the loss Hessian is positive semi-definite.
+
+        Returns:
+            ``True``
+        """
+        return True
+
+    def _make_distribution(self, subsampled_input: Tensor) -> Normal:
+        return Normal(subsampled_input, sqrt(0.5))
+
+    def _root_plain_hessian(self, prediction: Tensor) -> Tensor:
+        return torch.full_like(prediction, sqrt(2.0))
+
+    def _hessian_weights(self, module: MSELoss) -> float:
+        # a target with more axes than the prediction repeats each of its elements
+        shape = torch.broadcast_shapes(module.input0.shape, module.input1.shape)
+        copies = shape.numel() / module.input0.numel()
+        mean = module.reduction == "mean"
+        return copies / shape.numel() if mean else copies
+
+    def _sample_targets(
+        self,
+        subsampled_input: Tensor,
+        mc_samples: int,
+        generator: Optional[Generator] = None,
+    ) -> Tensor:
+        noise = _standard_normal(subsampled_input, mc_samples, generator)
+        return subsampled_input.detach() + sqrt(0.5) * noise
+
+    def _compute_sampled_grads_manual(
+        self,
+        subsampled_input: Tensor,
+        mc_samples: int,
+        generator: Optional[Generator] = None,
+    ) -> Tensor:
+        # 2 (f − y) for y = f + √½ ε, without the cancellation
+        return -sqrt(2.0) * _standard_normal(subsampled_input, mc_samples, generator)
+
+
+def _standard_normal(
+    like: Tensor, mc_samples: int, generator: Optional[Generator]
+) -> Tensor:
+    return torch.randn(
+        (mc_samples, *like.shape),
+        generator=generator,
+        dtype=like.dtype,
+        device=like.device,
+    )

@@ -1,0 +1,460 @@
+"""Losses that are the negative log-likelihood of a distribution over targets.
+
+A loss module computes 𝓛 = c Σₙ ℓₙ, where c is one over whatever ``reduction="mean"``
+divides by, and one for ``"sum"``. The Hessian blocks Hₙ = ∂²𝓛 / ∂fₙ² contain c and
+every option of the loss (weights, masks, smoothing). Those options only rescale the
+Hessian of the plain negative log-likelihood, which is what is written here once: a
+subclass describes the likelihood and :meth:`NLLLossDerivatives._hessian_weights`.
+
+With ``subsampling``, rows are selected and c stays that of the full batch.
+"""
+
+from abc import abstractmethod
+from math import sqrt
+from typing import Any, Callable, Dict, List, Optional, Tuple, Union
+
+import torch
+from torch import Generator, Size, Tensor
+from torch.distributions import Distribution
+from torch.nn import Module
+
+from backpack.core.derivatives import shape_check
+from backpack.core.derivatives.basederivatives import BaseLossDerivatives, stored_inputs
+from backpack.utils.subsampling import subsample
+
+
+def full_precision(tensor: Tensor) -> Tensor:
+    """Return the tensor in float32 if it has a 16-bit floating-point type.
+
+    Args:
+        tensor: Any tensor.
+
+    Returns:
+        The tensor itself, or a float32 version of it.
+    """
+    half = tensor.dtype in (torch.float16, torch.bfloat16)
+    return tensor.float() if half else tensor
+
+
+def loss_inputs(module: Module) -> Tuple[Any, ...]:
+    """Collect the inputs of a loss module's call, prediction first.
+
+    Args:
+        module: Loss module with ``input0``, ``input1``, … of its last call.
+
+    Returns:
+        The inputs in order.
+
+    Raises:
+        NotImplementedError: If an input other than the prediction requires grad.
+    """
+    inputs = stored_inputs(module)
+    for position, value in enumerate(inputs[1:], start=1):
+        if isinstance(value, Tensor) and value.requires_grad:
+            raise NotImplementedError(
+                f"{type(module).__name__}: input {position} requires grad, but second-"
+                "order quantities treat the first input as the prediction and all "
+                "others as constants. Pass the prediction first, and detach the others."
+            )
+    return inputs
+
+
+class LossDerivatives(BaseLossDerivatives):
+    """What all losses share: a compact factor, a generator, and sums of products."""
+
+    def sqrt_hessian_compact(
+        self,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        subsampling: Optional[List[int]] = None,
+    ) -> Tensor:
+        """Compute a factor like :meth:`sqrt_hessian` with as few columns as is known.
+
+        It serves quantities that are sums over columns.
+
+        Args:
+            module: Loss module with stored inputs and output.
+            g_inp: Gradients with respect to the module's inputs.
+            g_out: Gradients with respect to the module's output.
+            subsampling: Selected samples. Default ``None`` uses all.
+
+        Returns:
+            Factor of shape ``[V, N, *in]``.
+
+        Raises:
+            ValueError: If the loss is no scalar.
+        """
+        self._check_scalar(module)
+        result = self._sqrt_hessian_compact(module, g_inp, g_out, subsampling)
+        shape_check._check_like(result, module, "input0", subsampling=subsampling)
+        return result
+
+    def _sqrt_hessian_compact(
+        self,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        subsampling: Optional[List[int]] = None,
+    ) -> Tensor:
+        return self._sqrt_hessian(module, g_inp, g_out, subsampling)
+
+    def sqrt_hessian_sampled(
+        self,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        mc_samples: int = 1,
+        subsampling: Optional[List[int]] = None,
+        generator: Optional[Generator] = None,
+    ) -> Tensor:
+        """Draw a factor S of the loss Hessian: E[Σ_v S_vn S_vnᵀ] = ∂²𝓛/∂xₙ².
+
+        Args:
+            module: Loss module with stored inputs and output.
+            g_inp: Gradients with respect to the module's inputs.
+            g_out: Gradients with respect to the module's output.
+            mc_samples: Number of Monte-Carlo samples, M. Default: ``1``.
+            subsampling: Selected samples. Default ``None`` uses all.
+            generator: Random number generator. Default: PyTorch's global one.
+
+        Returns:
+            Factor of shape ``[M, N, *in]``.
+
+        Raises:
+            ValueError: If the loss is no scalar.
+        """
+        self._check_scalar(module)
+        result = self._sqrt_hessian_sampled(
+            module, g_inp, g_out, mc_samples, subsampling, **_as_option(generator)
+        )
+        shape_check._check_like(result, module, "input0", subsampling=subsampling)
+        return result
+
+    def _sum_hessian(
+        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]
+    ) -> Tensor:
+        # products with one unit vector per feature, the same for each sample
+        x = module.input0
+        batch_shape, shape = self._split_shape(x)
+        size = shape.numel()
+        basis = torch.eye(size, dtype=x.dtype, device=x.device)
+        basis = basis.reshape(size, *[1] * len(batch_shape), *shape)
+        basis = basis.expand(size, *x.shape)
+        columns = self._make_hessian_mat_prod(module, g_inp, g_out)(basis)
+        return columns.reshape(size, -1, size).sum(1)
+
+    def _split_shape(self, x: Tensor) -> Tuple[Size, Size]:
+        """Split the prediction's shape into batch axis and feature axes.
+
+        Args:
+            x: Prediction.
+
+        Returns:
+            Shape of the batch axis and of the features.
+        """
+        return x.shape[:1], x.shape[1:]
+
+
+def _as_option(generator: Optional[Generator]) -> Dict[str, Generator]:
+    """Pass a generator on only if there is one.
+
+    Methods that override ours may not know the keyword.
+
+    Args:
+        generator: Random number generator or ``None``.
+
+    Returns:
+        Keyword arguments.
+    """
+    return {} if generator is None else {"generator": generator}
+
+
+class NLLLossDerivatives(LossDerivatives):
+    """Derivatives of a negative log-likelihood with a factorising distribution.
+
+    A subclass that provides ``_verify_support``, ``_make_distribution``,
+    ``_get_mean_normalization`` and ``hessian_is_psd`` has the sampled quantities; the
+    exact ones need ``_sqrt_hessian`` and ``_make_hessian_mat_prod``.
+
+    Attributes:
+        use_autograd: Whether sampled gradients come from autograd on the log-density
+            of ``_make_distribution`` (``True``), or from the closed form in
+            ``_compute_sampled_grads_manual`` (``False``).
+    """
+
+    def __init__(self, use_autograd: bool = True):
+        """Choose how sampled gradients are computed.
+
+        Args:
+            use_autograd: Differentiate the log-density with autograd instead of using
+                the closed form. Default: ``True``.
+        """
+        self.use_autograd = use_autograd
+
+    def _sqrt_hessian(
+        self,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        subsampling: Optional[List[int]] = None,
+    ) -> Tensor:
+        raise NotImplementedError(self._sampled_only("_sqrt_hessian"))
+
+    def _make_hessian_mat_prod(
+        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]
+    ) -> Callable[[Tensor], Tensor]:
+        raise NotImplementedError(self._sampled_only("_make_hessian_mat_prod"))
+
+    def _sampled_only(self, method: str) -> str:
+        return (
+            f"{type(self).__name__} supports sampled quantities only. Use the Monte-"
+            f"Carlo version of this extension, or define {method}."
+        )
+
+    # What a subclass describes
+
+    def _verify_support(self, module: Module) -> None:
+        """Raise an error if an option of the loss module is not supported.
+
+        Args:
+            module: Loss module.
+        """
+
+    def _make_distribution(self, subsampled_input: Tensor) -> Distribution:
+        """Create the model's own distribution over targets.
+
+        Args:
+            subsampled_input: Prediction, shape ``[N, *]``.
+
+        Returns:
+            Distribution whose negative log-density, summed over all terms, is the
+            loss without options and with ``reduction="sum"``.
+
+        Raises:
+            NotImplementedError: If the subclass does not define the distribution.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has to define _make_distribution to sample targets."
+        )
+
+    def _get_mean_normalization(self, input: Tensor) -> int:
+        """Return what ``reduction="mean"`` divides the sum of all terms by.
+
+        Args:
+            input: Prediction of the full batch, shape ``[N, *]``.
+
+        Returns:
+            Divisor.
+
+        Raises:
+            NotImplementedError: If the subclass does not define the divisor.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has to define _get_mean_normalization for losses "
+            "with reduction='mean'."
+        )
+
+    def _hessian_weights(self, module: Module) -> Union[float, Tensor]:
+        """Return what the options multiply the plain Hessian by, including c.
+
+        Args:
+            module: Loss module, with the inputs of the full batch.
+
+        Returns:
+            Weights, a number or a tensor that has the batch axis, and whose other axes
+            broadcast to those of the prediction ``[N, *]``.
+        """
+        mean = module.reduction == "mean"
+        return 1.0 / self._get_mean_normalization(module.input0) if mean else 1.0
+
+    # Sampling
+
+    def _sqrt_hessian_sampled(
+        self,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        mc_samples: int = 1,
+        subsampling: Optional[List[int]] = None,
+        generator: Optional[Generator] = None,
+    ) -> Tensor:
+        prediction, root_weights = self._prepare(module, subsampling)
+        grads = self.compute_sampled_grads(
+            prediction, mc_samples, **_as_option(generator)
+        )
+        return (grads * (root_weights / sqrt(mc_samples))).to(module.input0.dtype)
+
+    def compute_sampled_grads(
+        self,
+        subsampled_input: Tensor,
+        mc_samples: int,
+        generator: Optional[Generator] = None,
+    ) -> Tensor:
+        """Compute gradients of the plain loss for targets drawn from the model.
+
+        Args:
+            subsampled_input: Prediction, shape ``[N, *]``.
+            mc_samples: Number M of targets to draw per term.
+            generator: Random number generator. Default: PyTorch's global one.
+
+        Returns:
+            Would-be gradients with respect to the prediction, without the loss's
+            options, reduction, and without 1/√M. Shape ``[M, N, *]``.
+        """
+        if self.use_autograd:
+            return self._compute_sampled_grads_autograd(
+                subsampled_input, mc_samples, generator
+            )
+        return self._compute_sampled_grads_manual(
+            subsampled_input, mc_samples, **_as_option(generator)
+        )
+
+    def _compute_sampled_grads_autograd(
+        self, subsampled_input: Tensor, mc_samples: int, generator: Optional[Generator]
+    ) -> Tensor:
+        create_graph = torch.is_grad_enabled() and subsampled_input.requires_grad
+        with torch.enable_grad():
+            if not create_graph:
+                subsampled_input = subsampled_input.detach().requires_grad_()
+            distribution = self._make_distribution(subsampled_input)
+            targets = self._sample_targets(subsampled_input, mc_samples, generator)
+            grads = [
+                torch.autograd.grad(
+                    -distribution.log_prob(target).sum(),
+                    subsampled_input,
+                    retain_graph=True,
+                    create_graph=create_graph,
+                )[0]
+                for target in targets
+            ]
+        return torch.stack(grads)
+
+    def _compute_sampled_grads_manual(
+        self,
+        subsampled_input: Tensor,
+        mc_samples: int,
+        generator: Optional[Generator] = None,
+    ) -> Tensor:
+        """Compute what :meth:`compute_sampled_grads` returns in closed form.
+
+        Args:
+            subsampled_input: Prediction, shape ``[N, *]``.
+            mc_samples: Number M of targets to draw per term.
+            generator: Random number generator. Default: PyTorch's global one.
+
+        Returns:
+            Would-be gradients, shape ``[M, N, *]``.
+
+        Raises:
+            NotImplementedError: If the subclass has no closed form.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no closed form for sampled gradients. Set "
+            "use_autograd=True, or define _compute_sampled_grads_manual."
+        )
+
+    def _sample_targets(
+        self,
+        subsampled_input: Tensor,
+        mc_samples: int,
+        generator: Optional[Generator] = None,
+    ) -> Tensor:
+        """Draw targets from the model's own distribution.
+
+        Args:
+            subsampled_input: Prediction, shape ``[N, *]``.
+            mc_samples: Number M of targets to draw per term.
+            generator: Random number generator. Default: PyTorch's global one.
+
+        Returns:
+            Targets, stacked along a leading axis of size M.
+
+        Raises:
+            NotImplementedError: If a generator is given, because PyTorch's
+                distributions only draw from the global one.
+        """
+        if generator is not None:
+            raise NotImplementedError(
+                f"{type(self).__name__} draws from torch.distributions, which accept "
+                "no generator. Seed the global one, or define _sample_targets."
+            )
+        return self._make_distribution(subsampled_input).sample((mc_samples,))
+
+    # Shared by the rules
+
+    def _prepare(
+        self, module: Module, subsampling: Optional[List[int]] = None
+    ) -> Tuple[Tensor, Union[float, Tensor]]:
+        """Check the loss; return the selected predictions and square root of weights.
+
+        Args:
+            module: Loss module, with the inputs of the full batch.
+            subsampling: Indices of selected samples. Default: all.
+
+        Returns:
+            Prediction, at least in float32, and root of ``_hessian_weights``.
+
+        Raises:
+            ValueError: If a weight is negative: the Hessian is not positive
+                semi-definite, and has no square root.
+        """
+        prediction, weights = self._prediction_and_weights(module, subsampling)
+        if not isinstance(weights, Tensor):
+            return prediction, sqrt(weights)
+        if (weights < 0).any():
+            raise ValueError(
+                f"{type(module).__name__}: the Hessian of the loss is not positive "
+                "semi-definite, because the targets or weights are such that the total "
+                "weight of a term is negative. It has no square root, and quantities "
+                "based on the GGN do not exist. Use non-negative weights and targets."
+            )
+        return prediction, weights.sqrt()
+
+    def _prediction_and_weights(
+        self, module: Module, subsampling: Optional[List[int]] = None
+    ) -> Tuple[Tensor, Union[float, Tensor]]:
+        self._verify_support(module)
+        loss_inputs(module)
+        weights = self._hessian_weights(module)
+        if isinstance(weights, Tensor):
+            weights = subsample(weights, subsampling=subsampling)
+        prediction = subsample(module.input0, subsampling=subsampling)
+        return full_precision(prediction), weights
+
+
+class ElementwiseNLLLossDerivatives(NLLLossDerivatives):
+    """Losses that are sums of terms of one feature each: the Hessian is diagonal."""
+
+    @abstractmethod
+    def _root_plain_hessian(self, prediction: Tensor) -> Tensor:
+        """Return the square root of each term's plain second derivative.
+
+        Args:
+            prediction: Prediction, shape ``[N, *]``.
+
+        Returns:
+            Root of the second derivative without the loss's options, ``[N, *]``.
+        """
+
+    def _get_mean_normalization(self, input: Tensor) -> int:
+        return input.numel()
+
+    def _sqrt_hessian(
+        self,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        subsampling: Optional[List[int]] = None,
+    ) -> Tensor:
+        prediction, root_weights = self._prepare(module, subsampling)
+        root = self._root_plain_hessian(prediction) * root_weights
+        columns = torch.diag_embed(root.flatten(1) if root.dim() > 1 else root[:, None])
+        return columns.movedim(1, 0).reshape(-1, *root.shape).to(module.input0.dtype)
+
+    def _make_hessian_mat_prod(
+        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]
+    ) -> Callable[[Tensor], Tensor]:
+        prediction, weights = self._prediction_and_weights(module)
+        diagonal = self._root_plain_hessian(prediction) ** 2 * weights
+        return lambda mat: (diagonal * mat).to(mat.dtype)

@@ -1,0 +1,103 @@
+"""Derivatives of scale-and-shift layers: what they have in common, and all but BatchNorm.
+
+Their output is ``weight * x̂ + bias`` with a normalised input ``x̂`` that does not depend
+on the parameters, so that individual gradients are elementwise products, summed over
+the axes that share an entry.
+"""
+
+from abc import abstractmethod
+from typing import Optional, Sequence, Tuple
+
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.functional import group_norm, instance_norm, layer_norm, rms_norm
+
+from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
+from backpack.core.reductions import Dense, PerSample
+
+
+class ScaleShiftDerivatives(BaseParameterDerivatives):
+    """Derivatives of ``weight * x̂ + bias`` with respect to the parameters."""
+
+    affine_in_params = True
+
+    @abstractmethod
+    def normalize(self, module: Module, x: Tensor) -> Tensor:
+        """Compute the normalised input.
+
+        Args:
+            module: The layer.
+            x: Its input, of shape ``[N, *]``.
+
+        Returns:
+            Normalised input ``x̂`` of shape ``[N, *]``.
+        """
+
+    def shared_axes(self, module: Module, x: Tensor) -> Tuple[int, ...]:
+        """Return the axes that share an entry of the parameters.
+
+        Args:
+            module: The layer.
+            x: Its input, of shape ``[N, C, *]``.
+
+        Returns:
+            Axes of ``x``, other than the first; by default all that follow channels.
+        """
+        return tuple(range(2, x.dim()))
+
+    def product(
+        self, name: str, module: Module, inputs: Sequence[Tensor], cotangents: Tensor
+    ) -> PerSample:
+        """Describe the products of cotangents and a parameter's Jacobian.
+
+        Args:
+            name: ``"weight"`` or ``"bias"``.
+            module: The layer.
+            inputs: Its input, of shape ``[N, *]``.
+            cotangents: Columns at its output, of shape ``[V, N, *]``.
+
+        Returns:
+            The products.
+        """
+        x = inputs[0]
+        if name == "weight":
+            cotangents = cotangents * self.normalize(module, x)
+        axes = [axis + 1 for axis in self.shared_axes(module, x)]
+        products = cotangents.sum(axes) if axes else cotangents
+        return Dense(products, getattr(module, name).shape)
+
+
+class LayerNormDerivatives(ScaleShiftDerivatives):
+    """Derivatives of :class:`torch.nn.LayerNorm`."""
+
+    def normalize(self, module: Module, x: Tensor) -> Tensor:  # noqa: D102
+        return layer_norm(x, module.normalized_shape, eps=module.eps)
+
+    def shared_axes(self, module: Module, x: Tensor) -> Tuple[int, ...]:  # noqa: D102
+        return tuple(range(1, x.dim() - len(module.normalized_shape)))
+
+
+class RMSNormDerivatives(LayerNormDerivatives):
+    """Derivatives of :class:`torch.nn.RMSNorm`."""
+
+    def normalize(self, module: Module, x: Tensor) -> Tensor:  # noqa: D102
+        return rms_norm(x, module.normalized_shape, eps=module.eps)
+
+
+class GroupNormDerivatives(ScaleShiftDerivatives):
+    """Derivatives of :class:`torch.nn.GroupNorm`."""
+
+    def normalize(self, module: Module, x: Tensor) -> Tensor:  # noqa: D102
+        return group_norm(x, module.num_groups, eps=module.eps)
+
+
+class InstanceNormNdDerivatives(ScaleShiftDerivatives):
+    """Derivatives of :class:`torch.nn.InstanceNorm1d`, ``2d`` and ``3d``."""
+
+    def normalize(self, module: Module, x: Tensor) -> Tensor:  # noqa: D102
+        use_input_stats = module.training or module.running_mean is None
+        mean: Optional[Tensor] = None if use_input_stats else module.running_mean
+        var: Optional[Tensor] = None if use_input_stats else module.running_var
+        return instance_norm(
+            x, mean, var, use_input_stats=use_input_stats, eps=module.eps
+        )

@@ -1,0 +1,35 @@
+"""Derivatives of the leaky rectified linear unit whose slopes are parameters."""
+
+from typing import Sequence
+
+from torch import Tensor
+from torch.nn import PReLU
+
+from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
+from backpack.core.derivatives.elementwise import PiecewiseLinearDerivatives
+from backpack.core.reductions import Dense
+
+
+class PReLUDerivatives(PiecewiseLinearDerivatives, BaseParameterDerivatives):
+    """Derivatives of :class:`torch.nn.PReLU`."""
+
+    def product(
+        self, name: str, module: PReLU, inputs: Sequence[Tensor], cotangents: Tensor
+    ) -> Dense:
+        """Describe the products of cotangents and the slopes' Jacobian.
+
+        Args:
+            name: ``"weight"``.
+            module: The layer.
+            inputs: Its input, of shape ``[N, C, *]``.
+            cotangents: Columns at its output, of shape ``[V, N, C, *]``.
+
+        Returns:
+            The products.
+        """
+        (x,) = inputs
+        products = cotangents * x.clamp(max=0)
+        # one slope for each channel, or a single one for all
+        slopes = module.weight.numel()
+        products = products.reshape(*products.shape[:2], slopes, -1).sum(-1)
+        return Dense(products, module.weight.shape)

@@ -1,0 +1,587 @@
+"""Per-sample products of one parameter, and what can be reduced from them.
+
+Every layer describes the products ``S[v, n]ᵀ J[n]`` (cotangent columns times the
+Jacobian of sample ``n`` with respect to one parameter, ``[V, N, *p]``) in the cheapest
+form it has. The forms are
+
+- :class:`Dense`: the products themselves (biases, normalisation layers, generic rule),
+- :class:`Outer`: a sum of outer products over shared positions (linear, convolution),
+- :class:`Rows`: rows that are added at given indices (embeddings).
+
+Every reduction (norms, squares, dots, ...) is a method, written once per form, and uses
+the cheapest known formula for it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Callable, Iterator, List, Optional, Sequence, Tuple, Union
+
+import torch
+from einops import einsum, rearrange
+from torch import Tensor
+
+from backpack.utils.memory import huge_empty
+
+# Samples to work on: a range of them, or a list
+Index = Union[slice, Sequence[int]]
+
+# Temporary buffers are cut into chunks of at most this many elements. They are then
+# small enough to be recycled by the allocator and to stay in the processor's caches.
+CHUNK_ELEMENTS = 2**20
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which sums are accumulated: float32 or better.
+
+    Args:
+        dtype: Type of the summands.
+
+    Returns:
+        float32 for the half-precision types, else ``dtype``.
+    """
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def chunks(total: int, elements_per_item: int) -> Iterator[slice]:
+    """Cut ``range(total)`` so that a chunk's buffer keeps to ``CHUNK_ELEMENTS``.
+
+    Args:
+        total: Number of items.
+        elements_per_item: Size of the temporary buffer an item needs.
+
+    Yields:
+        Slices that cover ``range(total)``; a single empty one if ``total`` is 0.
+    """
+    size = max(1, CHUNK_ELEMENTS // max(1, elements_per_item))
+    for start in range(0, max(total, 1), size):
+        yield slice(start, min(start + size, total))
+
+
+class PerSample(ABC):
+    """The products ``S[v, n]ᵀ J[n]`` for one parameter, in some form.
+
+    Attributes:
+        shape: The parameter's shape ``[*p]``.
+        num_columns: V, the number of columns.
+        batch_size: N, the number of samples.
+    """
+
+    shape: torch.Size
+    num_columns: int
+    batch_size: int
+
+    @abstractmethod
+    def block(self, samples: slice) -> Tensor:
+        """Form the products of some samples.
+
+        Args:
+            samples: Which ones (n of them).
+
+        Returns:
+            Products of shape ``[V, n, *p]``.
+        """
+
+    @abstractmethod
+    def select(self, samples: Sequence[int]) -> PerSample:
+        """Restrict to some samples.
+
+        Args:
+            samples: Indices along the batch axis.
+
+        Returns:
+            The same form for ``len(samples)`` samples.
+        """
+
+    def merge(self, other: PerSample) -> PerSample:
+        """Add the products that another call contributes to the same parameter.
+
+        Args:
+            other: Products of the other call, same V and N.
+
+        Returns:
+            The sum of both.
+
+        Raises:
+            ValueError: If the calls saw different numbers of samples.
+        """
+        if self.batch_size != other.batch_size:
+            raise ValueError(
+                "A parameter is shared by calls with different sizes along axis 0 "
+                f"({self.batch_size} and {other.batch_size}), so that individual "
+                "gradients are not defined. Axis 0 must be the batch in every call."
+            )
+        return Dense(self.individual() + other.individual(), self.shape)
+
+    def individual(self) -> Tensor:
+        """Form all products.
+
+        Returns:
+            Products of shape ``[V, N, *p]``.
+        """
+        return self.block(slice(0, self.batch_size))
+
+    def summed(self) -> Tensor:
+        """Sum the products over samples.
+
+        Returns:
+            Sums of shape ``[V, *p]``.
+        """
+        return self.individual().sum(1)
+
+    def sq_norms(self) -> Tensor:
+        """Squared norms of each sample's products, summed over columns.
+
+        Returns:
+            Squared norms of shape ``[N]``.
+        """
+        parts = []
+        for samples in self._sample_chunks():
+            block = self.block(samples).flatten(start_dim=2)
+            dtype = accumulator_dtype(block.dtype)
+            parts.append(block.pow(2).sum((0, 2), dtype=dtype))
+        return torch.cat(parts)
+
+    def squares(self, sum_batch: bool = True) -> Tensor:
+        """Squares of the products, summed over columns.
+
+        Args:
+            sum_batch: Whether to sum over samples, too.
+
+        Returns:
+            ``[*p]``, or ``[N, *p]`` without summation over samples.
+        """
+        return self.finish_squares(self.partial_squares(sum_batch), sum_batch)
+
+    def partial_squares(self, sum_batch: bool) -> Tensor:
+        """Compute a statistic of the squares that is additive over columns.
+
+        The columns can then be processed in chunks: add up the statistics and call
+        :meth:`finish_squares` once.
+
+        Args:
+            sum_batch: Whether the squares shall be summed over samples.
+
+        Returns:
+            The statistic; unless a form knows better, the squares themselves.
+        """
+        if not sum_batch:
+            return self.individual().pow(2).sum(0)
+        total: Optional[Tensor] = None
+        for samples in self._sample_chunks():
+            block = self.block(samples)
+            dtype = accumulator_dtype(block.dtype)
+            part = block.pow(2).sum((0, 1), dtype=dtype)
+            total = part if total is None else total + part
+        return total
+
+    def finish_squares(self, statistic: Tensor, sum_batch: bool) -> Tensor:
+        """Turn the statistic of :meth:`partial_squares` into squares.
+
+        Args:
+            statistic: Sum of the columns' statistics.
+            sum_batch: As in :meth:`partial_squares`.
+
+        Returns:
+            ``[*p]``, or ``[N, *p]`` without summation over samples.
+        """
+        return statistic
+
+    def variance(self) -> Tensor:
+        """Compute the population variance over samples of a single column.
+
+        The mean is subtracted before anything is squared, so that nothing cancels.
+
+        Returns:
+            Variance of shape ``[*p]``.
+        """
+        dtype = accumulator_dtype(self.dtype)
+        mean = self.summed()[0].to(dtype) / self.batch_size
+        total = torch.zeros_like(mean)
+        for samples in self._sample_chunks():
+            total = total + (self.block(samples)[0] - mean).pow(2).sum(0)
+        return total / self.batch_size
+
+    def dots(self) -> Tensor:
+        """Pairwise dot products of the samples' products, summed over columns.
+
+        Returns:
+            Dot products of shape ``[N, N]``.
+        """
+        flat = self.individual().flatten(start_dim=2)
+        return einsum(flat, flat, "v n p, v m p -> n m")
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Type of the products."""
+
+    def _sample_chunks(self) -> Iterator[slice]:
+        return chunks(self.batch_size, self.num_columns * self.shape.numel())
+
+
+class Dense(PerSample):
+    """Products that are at hand."""
+
+    def __init__(self, products: Tensor, shape: torch.Size):
+        """Store the products.
+
+        Args:
+            products: Products of shape ``[V, N, *p]``.
+            shape: The parameter's shape ``[*p]``.
+        """
+        self.products = products
+        self.shape = shape
+        self.num_columns, self.batch_size = products.shape[:2]
+
+    @property
+    def dtype(self) -> torch.dtype:  # noqa: D102
+        return self.products.dtype
+
+    def block(self, samples: slice) -> Tensor:  # noqa: D102
+        return self.products[:, samples]
+
+    def select(self, samples: Sequence[int]) -> Dense:  # noqa: D102
+        return Dense(self.products[:, samples], self.shape)
+
+    def summed(self) -> Tensor:  # noqa: D102
+        return self.products.sum(1)
+
+
+class Summed(Dense):
+    """Products that are sums of the cotangents over shared positions: biases.
+
+    Attributes:
+        b: Cotangents of shape ``[V, N, T, p]``.
+        groups: Number of groups that p consists of.
+        sums_positions: See :class:`Outer`.
+    """
+
+    def __init__(
+        self,
+        b: Tensor,
+        shape: torch.Size,
+        groups: int = 1,
+        sums_positions: bool = False,
+    ):
+        """Store the cotangents.
+
+        Args:
+            b: Cotangents of shape ``[V, N, T, p]``.
+            shape: The parameter's shape ``[p]``.
+            groups: Number of groups that p consists of. Default: 1.
+            sums_positions: See :class:`Outer`. Default: ``False``.
+        """
+        super().__init__(b.sum(2), shape)
+        self.b, self.groups, self.sums_positions = b, groups, sums_positions
+        self.positions = b.shape[2]
+
+    def merge(self, other: PerSample) -> PerSample:  # noqa: D102
+        alike = isinstance(other, Summed) and self.batch_size == other.batch_size
+        if not alike:
+            return super().merge(other)
+        b = torch.cat([self.b, other.b], dim=2)
+        return Summed(b, self.shape, self.groups, self.sums_positions)
+
+    def select(self, samples: Sequence[int]) -> Summed:  # noqa: D102
+        b = self.b[:, samples]
+        return Summed(b, self.shape, self.groups, self.sums_positions)
+
+
+class Outer(PerSample):
+    """Products that are sums of outer products over shared positions.
+
+    The product of column v and sample n is, per group g,
+    ``Σ_t b[v, n, g, t] ⊗ a[n, g, t]`` with ``a`` the layer's (unfolded) input and ``b``
+    the cotangents at its output. With T positions, the formulas' costs in multiply-adds
+    decide between forming the products and working on the factors.
+
+    Attributes:
+        a: Inputs of shape ``[N, G, T, d]``; formed when first asked for.
+        b: Cotangents of shape ``[V, N, G, T, p]``.
+        fold: Maps ``[V, N, G, p, d]`` to ``[V, N, *p]``.
+        sums_positions: Whether Kronecker factors sum cotangents over positions unless
+            the user chooses otherwise: the convention for convolutions.
+    """
+
+    def __init__(
+        self,
+        a: Callable[[], Tensor],
+        b: Tensor,
+        shape: torch.Size,
+        fold: Optional[Callable[[Tensor], Tensor]] = None,
+        direct: Optional[Callable[[Index], Tensor]] = None,
+        sums_positions: bool = False,
+    ):
+        """Store the factors.
+
+        Args:
+            a: Function that returns the inputs ``[N, G, T, d]``.
+            b: Cotangents of shape ``[V, N, G, T, p]``.
+            shape: The parameter's shape ``[*p]``.
+            fold: Maps ``[*, G, p, d]`` to ``[*, *p]``. Default: a plain reshape.
+            direct: A faster way than unfolding to form the products of some samples,
+                ``[V, n, *p]``. Default: ``None``.
+            sums_positions: Convention for Kronecker factors. Default: ``False``.
+        """
+        self.sums_positions = sums_positions
+        self._make_a = a
+        self._a: Optional[Tensor] = None
+        self.b = b
+        self.shape = shape
+        self.fold = fold or (lambda mat: mat.reshape(*mat.shape[:-3], *shape))
+        self._direct = direct
+        self.num_columns, self.batch_size, self.groups, self.positions, _ = b.shape
+
+    @property
+    def a(self) -> Tensor:
+        """Inputs of shape ``[N, G, T, d]``."""
+        if self._a is None:
+            self._a = self._make_a()
+        return self._a
+
+    @property
+    def dtype(self) -> torch.dtype:  # noqa: D102
+        return self.b.dtype
+
+    def merge(self, other: PerSample) -> PerSample:  # noqa: D102
+        alike = (
+            isinstance(other, Outer)
+            and self.batch_size == other.batch_size
+            and self.b.shape[2::2] == other.b.shape[2::2]
+            and self.a.shape[-1] == other.a.shape[-1]
+            and self.fold_key == other.fold_key
+        )
+        if not alike:
+            return super().merge(other)
+        a = torch.cat([self.a, other.a], dim=2)
+        b = torch.cat([self.b, other.b], dim=3)
+        sums = self.sums_positions
+        return Outer(lambda: a, b, self.shape, self.fold, sums_positions=sums)
+
+    @property
+    def fold_key(self) -> Tuple:
+        """What two layers must share for their positions to be put side by side."""
+        return (getattr(self.fold, "__qualname__", None), self.shape)
+
+    def select(self, samples: Sequence[int]) -> Outer:  # noqa: D102
+        picked = torch.as_tensor(samples, device=self.b.device)
+        direct = self._direct and (lambda index: self._direct(picked[index]))
+        b = self.b[:, picked]
+        return Outer(
+            lambda: self.a[picked],
+            b,
+            self.shape,
+            self.fold,
+            direct,
+            self.sums_positions,
+        )
+
+    def block(self, samples: slice) -> Tensor:  # noqa: D102
+        if self._direct is not None and self._a is None:
+            return self._direct(samples)
+        return self.fold(self._outer(samples))
+
+    def summed(self) -> Tensor:  # noqa: D102
+        return self.fold(einsum(self.b, self.a, "v n g t p, n g t d -> v g p d"))
+
+    def sq_norms(self) -> Tensor:  # noqa: D102
+        dtype = accumulator_dtype(self.dtype)
+        if self.positions == 1:
+            b = self.b.squeeze(3).pow(2).sum((0, 3), dtype=dtype)
+            a = self.a.squeeze(2).pow(2).sum(2, dtype=dtype)
+            return (a * b).sum(1)
+        if not self._prefer_gram():
+            return super().sq_norms()
+        return torch.cat([self._gram_norms(n, dtype) for n in self._gram_chunks()])
+
+    def partial_squares(self, sum_batch: bool) -> Tensor:  # noqa: D102
+        if self.positions == 1:
+            return self.b.squeeze(3).pow(2).sum(0)
+        return super().partial_squares(sum_batch)
+
+    def finish_squares(self, statistic: Tensor, sum_batch: bool) -> Tensor:  # noqa: D102
+        if self.positions > 1:
+            return statistic
+        a = self.a.squeeze(2).pow(2)
+        out = "g p d" if sum_batch else "n g p d"
+        return self.fold(einsum(statistic, a, f"n g p, n g d -> {out}"))
+
+    def variance(self) -> Tensor:  # noqa: D102
+        # Squares of single-precision numbers are exact in double precision, and so the
+        # difference of two matrix products is as right as the centred sum, at a
+        # fraction of its memory traffic.
+        exact = self.dtype != torch.float64 and self.b.device.type == "cpu"
+        if not (exact and self.positions == 1):
+            return super().variance()
+        a = self.a.squeeze(2).double()
+        b = self.b.squeeze(3)[0].double()
+        mean = einsum(b, a, "n g p, n g d -> g p d") / self.batch_size
+        square = einsum(b.pow(2), a.pow(2), "n g p, n g d -> g p d") / self.batch_size
+        return self.fold((square - mean.pow(2)).clamp_(min=0).to(self.dtype))
+
+    def dots(self) -> Tensor:  # noqa: D102
+        n, t = self.batch_size, self.positions
+        d, p = self.a.shape[-1], self.b.shape[-1]
+        if n * t**2 * (d + p) >= (t + n) * d * p:
+            return super().dots()
+        pattern = "n g t k, m g s k -> g n t m s"
+        gram_a = einsum(self.a, self.a, pattern)
+        return sum(
+            (einsum(b, b, pattern) * gram_a).sum((0, 2, 4)) for b in self.b.unbind()
+        )
+
+    def _outer(self, samples: slice) -> Tensor:
+        """Form ``[V, n, G, p, d]``, with the columns as rows of one product."""
+        a, b = self.a[samples], self.b[:, samples]
+        if self.positions == 1:
+            return einsum_outer(b.squeeze(3), a.squeeze(2))
+        rows = rearrange(b, "v n g t p -> (n g) (v p) t")
+        columns = rearrange(a, "n g t d -> (n g) t d")
+        if torch.is_grad_enabled():
+            out = torch.bmm(rows, columns)
+        else:
+            out = huge_empty((*rows.shape[:2], columns.shape[2]), rows)
+            torch.bmm(rows, columns, out=out)
+        return rearrange(
+            out, "(n g) (v p) d -> v n g p d", g=self.groups, v=self.num_columns
+        )
+
+    def _prefer_gram(self) -> bool:
+        d, p = self.a.shape[-1], self.b.shape[-1]
+        return self.positions * (d + p) < d * p
+
+    def _gram_chunks(self) -> Iterator[slice]:
+        return chunks(self.batch_size, self.groups * self.positions**2)
+
+    def _gram_norms(self, samples: slice, dtype: torch.dtype) -> Tensor:
+        a = self.a[samples]
+        gram_a = a @ a.mT
+        total = 0.0
+        for b in self.b[:, samples].unbind():
+            total = total + (gram_a * (b @ b.mT)).sum((1, 2, 3), dtype=dtype)
+        return total
+
+
+def einsum_outer(b: Tensor, a: Tensor) -> Tensor:
+    """Form outer products, in memory that is cheap to touch for the first time.
+
+    Args:
+        b: Left factors of shape ``[V, N, G, p]``.
+        a: Right factors of shape ``[N, G, d]``.
+
+    Returns:
+        Outer products of shape ``[V, N, G, p, d]``.
+    """
+    if torch.is_grad_enabled():
+        return b.unsqueeze(-1) * a.unsqueeze(-2)
+    out = huge_empty((*b.shape, a.shape[-1]), b)
+    return torch.mul(b.unsqueeze(-1), a.unsqueeze(-2), out=out)
+
+
+class Rows(PerSample):
+    """Products that add rows at given indices: ``p[id[n, t]] += b[v, n, t]``.
+
+    Attributes:
+        ids: Indices of shape ``[N, T]``.
+        b: Cotangents of shape ``[V, N, T, D]``.
+    """
+
+    def __init__(self, ids: Tensor, b: Tensor, shape: torch.Size):
+        """Store indices and rows.
+
+        Args:
+            ids: Indices of shape ``[N, T]``.
+            b: Cotangents of shape ``[V, N, T, D]``, zero where nothing shall be added.
+            shape: The parameter's shape ``[vocabulary, D]``.
+        """
+        self.ids, self.b, self.shape = ids, b, shape
+        self.num_columns, self.batch_size = b.shape[:2]
+
+    @property
+    def dtype(self) -> torch.dtype:  # noqa: D102
+        return self.b.dtype
+
+    def merge(self, other: PerSample) -> PerSample:  # noqa: D102
+        if not isinstance(other, Rows) or self.batch_size != other.batch_size:
+            return super().merge(other)
+        ids = torch.cat([self.ids, other.ids], dim=1)
+        return Rows(ids, torch.cat([self.b, other.b], dim=2), self.shape)
+
+    def select(self, samples: Sequence[int]) -> Rows:  # noqa: D102
+        return Rows(self.ids[samples], self.b[:, samples], self.shape)
+
+    def block(self, samples: slice) -> Tensor:  # noqa: D102
+        ids, b = self.ids[samples], self.b[:, samples]
+        (v, n), (vocabulary, _) = b.shape[:2], self.shape
+        offsets = vocabulary * torch.arange(n, device=ids.device)
+        rows = (ids + offsets.unsqueeze(1)).flatten()
+        out = b.new_zeros(v, n * vocabulary, b.shape[-1])
+        out = out.index_add(1, rows, b.flatten(1, 2))
+        return out.reshape(v, n, *self.shape)
+
+    def summed(self) -> Tensor:  # noqa: D102
+        out = self.b.new_zeros(self.num_columns, *self.shape)
+        return out.index_add(1, self.ids.flatten(), self.b.flatten(1, 2))
+
+    def sq_norms(self) -> Tensor:  # noqa: D102
+        samples, _, sums = self._segments()
+        norms = sums.pow(2).sum((0, 2), dtype=accumulator_dtype(sums.dtype))
+        return norms.new_zeros(self.batch_size).index_add(0, samples, norms)
+
+    def partial_squares(self, sum_batch: bool) -> Tensor:  # noqa: D102
+        if not sum_batch:
+            return super().partial_squares(sum_batch)
+        _, ids, sums = self._segments()
+        squares = sums.pow(2).sum(0)
+        return squares.new_zeros(self.shape).index_add(0, ids, squares)
+
+    def variance(self) -> Tensor:  # noqa: D102
+        # Only the pairs (sample, index) that occur deviate from "zero minus mean".
+        _, ids, sums = self._segments()
+        mean = self.summed()[0] / self.batch_size
+        deviation = (sums[0] - mean[ids]).pow(2)
+        total = torch.zeros_like(mean).index_add(0, ids, deviation)
+        occurrences = torch.bincount(ids, minlength=self.shape[0])
+        absent = (self.batch_size - occurrences).to(mean.dtype).unsqueeze(1)
+        return (total + absent * mean.pow(2)) / self.batch_size
+
+    def dots(self) -> Tensor:  # noqa: D102
+        samples, ids, sums = self._segments()
+        dots = sums.new_zeros(self.batch_size, self.batch_size)
+        for rows in chunks(ids.numel(), ids.numel()):
+            same = (ids[rows].unsqueeze(1) == ids).to(sums.dtype)
+            pairs = einsum(sums[:, rows], sums, "v r k, v s k -> r s") * same
+            by_sample = pairs.new_zeros(len(pairs), self.batch_size)
+            by_sample = by_sample.index_add(1, samples, pairs)
+            dots = dots.index_add(0, samples[rows], by_sample)
+        return dots
+
+    def _segments(self) -> Tuple[Tensor, Tensor, Tensor]:
+        """Add up the rows of each pair (sample, index) that occurs.
+
+        Returns:
+            The R pairs' samples ``[R]``, indices ``[R]`` and row sums ``[V, R, D]``.
+        """
+        vocabulary = self.shape[0]
+        offsets = vocabulary * torch.arange(self.batch_size, device=self.ids.device)
+        keys = (self.ids + offsets.unsqueeze(1)).flatten()
+        pairs, position = torch.unique(keys, return_inverse=True)
+        sums = self.b.new_zeros(self.num_columns, pairs.numel(), self.b.shape[-1])
+        sums = sums.index_add(1, position, self.b.flatten(1, 2))
+        return pairs // vocabulary, pairs % vocabulary, sums
+
+
+def merge_all(products: List[PerSample]) -> PerSample:
+    """Add the products that several calls contribute to the same parameter.
+
+    Args:
+        products: One or more products with the same V and N.
+
+    Returns:
+        Their sum.
+    """
+    total = products[0]
+    for product in products[1:]:
+        total = total.merge(product)
+    return total

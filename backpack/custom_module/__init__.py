@@ -1,0 +1,1 @@
+"""Modules that stand for an operation, and the converter that puts them in."""

@@ -1,0 +1,172 @@
+"""What all extensions have in common."""
+
+from __future__ import annotations
+
+from abc import ABC
+from typing import Any, Dict, List, Optional, Tuple, Type, Union
+from warnings import warn
+
+from torch import Tensor
+from torch.nn import Module
+
+from backpack.extensions.layers import lookup
+from backpack.extensions.module_extension import ModuleExtension
+from backpack.extensions.saved_quantities import SavedQuantities
+
+FAIL_ERROR = "ERROR"
+FAIL_WARN = "WARNING"
+FAIL_SILENT = "SILENT"
+FAIL_MODES = (FAIL_ERROR, FAIL_WARN, FAIL_SILENT)
+
+
+class BackpropExtension(ABC):  # noqa: B024
+    """Base class for the quantities that can be computed in a backward pass.
+
+    Attributes:
+        savefield: Attribute of a parameter under which its value is saved.
+        saved_quantities: What waits for a call's turn in the backward pass.
+        keeps_io: Whether modules keep their inputs and output after a backward pass.
+    """
+
+    keeps_io = False
+
+    def __init__(
+        self,
+        savefield: str,
+        module_exts: Dict[Type[Module], ModuleExtension],
+        fail_mode: str = FAIL_ERROR,
+        subsampling: List[int] = None,
+    ):
+        """Store what to do on which module.
+
+        Args:
+            savefield: Attribute of a parameter under which its value is saved.
+            module_exts: Module extension for each supported class of modules.
+            fail_mode: What happens on a module that is not supported: ``"ERROR"``,
+                ``"WARNING"`` or ``"SILENT"``. Default: ``"ERROR"``.
+            subsampling: Samples to consider, by index. Default: ``None`` for all.
+
+        Raises:
+            AssertionError: If the fail mode does not exist.
+        """
+        if fail_mode not in FAIL_MODES:
+            raise AssertionError(
+                f"{type(self).__name__}: fail_mode must be one of {FAIL_MODES}, got "
+                f"{fail_mode!r}."
+            )
+        self.saved_quantities = SavedQuantities()
+        self.savefield = savefield
+        self.__module_extensions = dict(module_exts)
+        self._fail_mode = fail_mode
+        self._subsampling = subsampling
+
+    def set_module_extension(
+        self,
+        module: Type[Module],
+        extension: ModuleExtension,
+        overwrite: bool = False,
+    ) -> None:
+        """Register what to do on a class of modules.
+
+        Args:
+            module: The class.
+            extension: What to do on it.
+            overwrite: Whether an existing entry is replaced. Default: ``False``.
+
+        Raises:
+            ValueError: If there is an entry and it shall not be replaced.
+        """
+        if module in self.__module_extensions and not overwrite:
+            raise ValueError(
+                f"{type(self).__name__} already has a module extension for "
+                f"{module.__name__}. Pass overwrite=True to replace it."
+            )
+        self.__module_extensions[module] = extension
+
+    def get_module_extension(self, module: Module) -> Optional[ModuleExtension]:
+        """Look up what to do on a module.
+
+        The exact class goes first, then its bases. What is built in for a class does
+        not hold for a subclass that computes something else.
+
+        Args:
+            module: The module.
+
+        Returns:
+            The module extension, ``None`` if there is none.
+        """
+        return lookup(self.__module_extensions, type(module))
+
+    def get_subsampling(self) -> Union[List[int], None]:
+        """Return which samples are considered.
+
+        Returns:
+            Their indices, ``None`` for all.
+        """
+        return self._subsampling
+
+    def expects_backpropagation_quantities(self) -> bool:
+        """Tell whether the extension works on a quantity pulled back from the loss.
+
+        Returns:
+            Whether it does.
+        """
+        return False
+
+    def accumulate_backpropagated_quantities(self, existing: Any, other: Any) -> Any:
+        """Combine the quantities that two consumers of an output pull back to it.
+
+        Args:
+            existing: What is there already.
+            other: What comes in addition.
+
+        Returns:
+            The combination.
+
+        Raises:
+            NotImplementedError: If the extension does not define one.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__}: an output is used several times, and this "
+            "extension does not define how to combine what is backpropagated to it. "
+            "Override `accumulate_backpropagated_quantities`."
+        )
+
+    def __call__(
+        self, module: Module, g_inp: Tuple[Tensor, ...], g_out: Tuple[Tensor, ...]
+    ) -> None:
+        """Run on a module.
+
+        Args:
+            module: The module.
+            g_inp: Gradients at its inputs, as far as they exist.
+            g_out: Gradients at its outputs.
+        """
+        extension = self.get_module_extension(module)
+        if extension is None:
+            self._on_unknown(module)
+        else:
+            extension(self, module, g_inp, g_out)
+
+    def _on_unknown(self, module: Module) -> None:
+        """Handle a module for which nothing is registered.
+
+        Args:
+            module: The module.
+
+        Raises:
+            NotImplementedError: If the fail mode says so.
+        """
+        needed = self.expects_backpropagation_quantities() or any(
+            p.requires_grad for p in module.parameters(recurse=False)
+        )
+        if not needed or self._fail_mode == FAIL_SILENT:
+            return
+        message = (
+            f"Extension {type(self).__name__} (field '{self.savefield}') has no module "
+            f"extension for {type(module).__name__}: {module}. Register one with "
+            f"`set_module_extension({type(module).__name__}, ...)`."
+        )
+        if self._fail_mode == FAIL_ERROR:
+            raise NotImplementedError(message)
+        warn(message, stacklevel=3)

@@ -1,0 +1,9 @@
+"""First-order quantities: from the gradient at each layer's output."""
+
+from backpack.extensions.firstorder.batch_dot_grad import BatchDotGrad
+from backpack.extensions.firstorder.batch_grad import BatchGrad
+from backpack.extensions.firstorder.batch_l2_grad import BatchL2Grad
+from backpack.extensions.firstorder.sum_grad_squared import SumGradSquared
+from backpack.extensions.firstorder.variance import Variance
+
+__all__ = ["BatchDotGrad", "BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance"]

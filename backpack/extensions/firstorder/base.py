@@ -1,0 +1,182 @@
+"""Base classes of first-order extensions."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, Dict, List, Tuple, Type
+
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
+from backpack.core.derivatives.basederivatives import stored_inputs
+from backpack.core.reductions import PerSample
+from backpack.extensions.backprop_extension import FAIL_WARN, BackpropExtension
+from backpack.extensions.layers import LAYERS
+from backpack.extensions.module_extension import ModuleExtension
+from backpack.extensions.turn import current_turn
+from backpack.utils.errors import batch_norm_raise_error_if_train
+
+
+class FirstOrderModuleExtension(ModuleExtension):
+    """Base class for what a first-order extension computes on one kind of module."""
+
+
+class FirstOrderBackpropExtension(BackpropExtension):
+    """Base class of extensions that need no more than the gradient at a layer's output.
+
+    They default to a warning on modules with parameters that are not registered.
+    """
+
+    def __init__(
+        self,
+        savefield: str,
+        module_exts: Dict[Type[Module], ModuleExtension],
+        fail_mode: str = FAIL_WARN,
+        subsampling: List[int] = None,
+    ):
+        """Store what to do on which module.
+
+        Args:
+            savefield: Attribute of a parameter under which its value is saved.
+            module_exts: Module extension for each supported class of modules.
+            fail_mode: What happens on a module that is not supported: ``"ERROR"``,
+                ``"WARNING"`` or ``"SILENT"``. Default: ``"WARNING"``.
+            subsampling: Samples to consider, by index. Default: ``None`` for all.
+        """
+        super().__init__(
+            savefield, module_exts, fail_mode=fail_mode, subsampling=subsampling
+        )
+
+    def expects_backpropagation_quantities(self) -> bool:
+        """Tell that nothing but the gradient is pulled back.
+
+        Returns:
+            ``False``.
+        """
+        return False
+
+
+class ReduceGradients(FirstOrderModuleExtension):
+    """Reduce the individual gradients of all parameters; the same for every layer."""
+
+    def __call__(
+        self,
+        extension: GradientReduction,
+        module: Module,
+        g_inp: Tuple[Tensor, ...],
+        g_out: Tuple[Tensor, ...],
+    ) -> None:
+        """Save the extension's value on each parameter of a module.
+
+        Args:
+            extension: The extension that is running.
+            module: The module.
+            g_inp: Gradients at the inputs, as far as they exist.
+            g_out: Gradients at the outputs.
+        """
+        turn = current_turn()
+        parameters = turn.parameters()
+        if parameters and isinstance(module, _BatchNorm):
+            batch_norm_raise_error_if_train(module)
+        for name, param in parameters:
+            gradients = turn.gradients(name)
+            turn.save(extension, param, extension.reduce_selected(gradients))
+
+
+_REDUCE = ReduceGradients()
+
+
+class GradientReduction(FirstOrderBackpropExtension):
+    """Base class of our first-order quantities: a reduction of individual gradients.
+
+    It is right for every module with parameters, so that nothing is skipped.
+    """
+
+    def __init__(self, savefield: str, subsampling: List[int] = None):
+        """Store where values are saved.
+
+        Args:
+            savefield: Attribute of a parameter under which its value is saved.
+            subsampling: Samples to consider, by index. Default: ``None`` for all.
+        """
+        super().__init__(
+            savefield, {layer: _REDUCE for layer in LAYERS}, subsampling=subsampling
+        )
+
+    @staticmethod
+    @abstractmethod
+    def reduce(gradients: PerSample) -> Tensor:
+        """Reduce the individual gradients of a parameter.
+
+        Args:
+            gradients: The gradients, ``[1, N, *p]`` in some form.
+
+        Returns:
+            The quantity.
+        """
+
+    def reduce_selected(self, gradients: PerSample) -> Tensor:
+        """Reduce the individual gradients of the samples that are considered.
+
+        Args:
+            gradients: The gradients, ``[1, N, *p]`` in some form.
+
+        Returns:
+            The quantity.
+        """
+        if self.get_subsampling() is not None:
+            gradients = gradients.select(self.get_subsampling())
+        return self.reduce(gradients)
+
+    def get_module_extension(self, module: Module) -> ModuleExtension:
+        """Look up what to do on a module.
+
+        Args:
+            module: The module.
+
+        Returns:
+            What a user registered, else the reduction.
+        """
+        return super().get_module_extension(module) or _REDUCE
+
+
+class ReducedLayer(FirstOrderModuleExtension):
+    """Building block for users: a quantity on a layer with derivatives of its own."""
+
+    def __init__(
+        self,
+        quantity: Type[GradientReduction],
+        derivatives: BaseParameterDerivatives,
+        params: List[str],
+    ):
+        """Create a method for each parameter.
+
+        Args:
+            quantity: The extension whose reduction is used.
+            derivatives: The layer's derivatives.
+            params: Names of the parameters.
+        """
+        self._derivatives = derivatives
+        for name in params:
+            if not hasattr(self, name):
+                setattr(self, name, self._make_method(quantity, name))
+        super().__init__(params=params)
+
+    def _make_method(self, quantity: Type[GradientReduction], name: str):
+        def method(
+            ext: BackpropExtension,
+            module: Module,
+            g_inp: Tuple[Tensor, ...],
+            g_out: Tuple[Tensor, ...],
+            bpQuantities: Any,  # noqa: N803
+        ) -> Tensor:
+            products = self._derivatives.product(
+                name, module, stored_inputs(module), g_out[0].unsqueeze(0)
+            )
+            if ext.get_subsampling() is not None:
+                products = products.select(ext.get_subsampling())
+            return quantity.reduce(products)
+
+        return method

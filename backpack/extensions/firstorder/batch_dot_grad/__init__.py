@@ -1,0 +1,29 @@
+"""Pairwise dot products of individual gradients."""
+
+from typing import List
+
+from torch import Tensor
+
+from backpack.core.reductions import PerSample
+from backpack.extensions.firstorder.base import GradientReduction
+
+
+class BatchDotGrad(GradientReduction):
+    """Pairwise dot products of the individual gradients, for each parameter.
+
+    Saved in ``batch_dot``, of shape ``[N, N]``: gᵢᵀ gⱼ with the summands gₙ of the
+    gradient (see :class:`~backpack.extensions.BatchGrad`).
+    """
+
+    def __init__(self, subsampling: List[int] = None):
+        """Choose the samples.
+
+        Args:
+            subsampling: Samples whose dot products are computed, by index; the scale
+                stays that of the full batch. Default: ``None`` for all.
+        """
+        super().__init__("batch_dot", subsampling=subsampling)
+
+    @staticmethod
+    def reduce(gradients: PerSample) -> Tensor:  # noqa: D102
+        return gradients.dots()

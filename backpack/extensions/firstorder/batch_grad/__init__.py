@@ -1,0 +1,30 @@
+"""Individual gradients."""
+
+from typing import List
+
+from torch import Tensor
+
+from backpack.core.reductions import PerSample
+from backpack.extensions.firstorder.base import GradientReduction
+
+
+class BatchGrad(GradientReduction):
+    """Individual gradients of the samples in a batch.
+
+    Saved in ``grad_batch``, of shape ``[N, *p]``: the summands gₙ = c ∇ℓₙ of the
+    gradient, where c is the factor of the loss's reduction (1/N for ``"mean"``).
+    They add up to the gradient of the backward pass.
+    """
+
+    def __init__(self, subsampling: List[int] = None):
+        """Choose the samples.
+
+        Args:
+            subsampling: Samples whose gradients are computed, by index; the scale stays
+                that of the full batch. Default: ``None`` for all.
+        """
+        super().__init__("grad_batch", subsampling=subsampling)
+
+    @staticmethod
+    def reduce(gradients: PerSample) -> Tensor:  # noqa: D102
+        return gradients.individual()[0]

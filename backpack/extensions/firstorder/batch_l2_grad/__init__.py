@@ -1,0 +1,23 @@
+"""Squared norms of individual gradients."""
+
+from torch import Tensor
+
+from backpack.core.reductions import PerSample
+from backpack.extensions.firstorder.base import GradientReduction
+
+
+class BatchL2Grad(GradientReduction):
+    """Squared L2 norms of the individual gradients, for each parameter.
+
+    Saved in ``batch_l2``, of shape ``[N]``: ‖gₙ‖² with the summands gₙ of the gradient
+    (see :class:`~backpack.extensions.BatchGrad`). Individual gradients are not formed
+    where their norm can be computed faster from the layer's inputs and cotangents.
+    """
+
+    def __init__(self):
+        """Set the field."""
+        super().__init__("batch_l2")
+
+    @staticmethod
+    def reduce(gradients: PerSample) -> Tensor:  # noqa: D102
+        return gradients.sq_norms()

@@ -1,0 +1,22 @@
+"""Second moment of individual gradients."""
+
+from torch import Tensor
+
+from backpack.core.reductions import PerSample
+from backpack.extensions.firstorder.base import GradientReduction
+
+
+class SumGradSquared(GradientReduction):
+    """Sum of the squared individual gradients, the second moment without centring.
+
+    Saved in ``sum_grad_squared``, of shape ``[*p]``: Σₙ gₙ² with the summands gₙ of the
+    gradient (see :class:`~backpack.extensions.BatchGrad`).
+    """
+
+    def __init__(self):
+        """Set the field."""
+        super().__init__("sum_grad_squared")
+
+    @staticmethod
+    def reduce(gradients: PerSample) -> Tensor:  # noqa: D102
+        return gradients.squares()

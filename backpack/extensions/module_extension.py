@@ -1,0 +1,125 @@
+"""What an extension does on one kind of module."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, List, Sequence, Tuple
+from warnings import warn
+
+from torch import Tensor
+from torch.nn import Module
+
+from backpack.extensions.turn import current_turn
+
+if TYPE_CHECKING:
+    from backpack.extensions.backprop_extension import BackpropExtension
+
+
+class ModuleExtension:
+    """Base class for what an extension computes on one kind of module.
+
+    A subclass has one method for each parameter, with the parameter's name and the
+    signature of :meth:`backpropagate`, whose result is saved on the parameter. It may
+    override :meth:`backpropagate` to pass a quantity on to the module's inputs.
+
+    Example:
+        >>> from torch.nn import Linear
+        >>> class SumOfGradients(ModuleExtension):
+        ...     def __init__(self):
+        ...         super().__init__(params=["bias"])
+        ...
+        ...     def bias(self, ext, module, g_inp, g_out, bpQuantities):
+        ...         return g_out[0].sum(0)
+    """
+
+    def __init__(self, params: List[str] = None):
+        """Store which parameters have a method.
+
+        Args:
+            params: Names of the parameters. Default: ``None``, for no parameter.
+
+        Raises:
+            NotImplementedError: If a parameter has no method of its name.
+        """
+        self.__params: Sequence[str] = [] if params is None else list(params)
+        for name in self.__params:
+            if not hasattr(self, name):
+                raise NotImplementedError(
+                    f"{type(self).__name__} lists the parameter '{name}', but has no "
+                    f"method '{name}'. Define `def {name}(self, ext, module, g_inp, "
+                    "g_out, bpQuantities)`, which returns the value to save."
+                )
+
+    def backpropagate(
+        self,
+        extension: BackpropExtension,
+        module: Module,
+        g_inp: Tuple[Tensor, ...],
+        g_out: Tuple[Tensor, ...],
+        bpQuantities: Any,
+    ) -> Any:
+        """Pull a quantity back from the module's output to its inputs.
+
+        Args:
+            extension: The extension that is running.
+            module: The module, with its ``input0``, ``output``.
+            g_inp: Gradients at the inputs, as far as they exist.
+            g_out: Gradients at the outputs.
+            bpQuantities: Quantity at the output, ``None`` for a loss.
+
+        Returns:
+            Quantity at the input; a list with one entry for each input if the module
+            has several, or ``None`` if nothing is passed on.
+        """
+        warn(
+            f"{type(extension).__name__}: {type(self).__name__} does not override "
+            f"`backpropagate`, so nothing is passed on through {module}.",
+            stacklevel=2,
+        )
+
+    def check_hyperparameters_module_extension(
+        self,
+        ext: BackpropExtension,
+        module: Module,
+        g_inp: Tuple[Tensor, ...],
+        g_out: Tuple[Tensor, ...],
+    ) -> None:
+        """Refuse options of the module that are not supported, by an exception.
+
+        Args:
+            ext: The extension that is running.
+            module: The module.
+            g_inp: Gradients at the inputs, as far as they exist.
+            g_out: Gradients at the outputs.
+        """
+
+    @property
+    def overrides_backpropagate(self) -> bool:
+        """Whether the extension passes a quantity on to the inputs."""
+        return type(self).backpropagate is not ModuleExtension.backpropagate
+
+    def __call__(
+        self,
+        extension: BackpropExtension,
+        module: Module,
+        g_inp: Tuple[Tensor, ...],
+        g_out: Tuple[Tensor, ...],
+    ) -> None:
+        """Run on a module: save each parameter's value, pass the quantity on.
+
+        Args:
+            extension: The extension that is running.
+            module: The module.
+            g_inp: Gradients at the inputs, as far as they exist.
+            g_out: Gradients at the outputs.
+        """
+        self.check_hyperparameters_module_extension(extension, module, g_inp, g_out)
+        turn = current_turn()
+        quantity = turn.incoming(extension)
+        for name in self.__params:
+            param = getattr(module, name, None)
+            if isinstance(param, Tensor) and param.requires_grad:
+                value = getattr(self, name)(extension, module, g_inp, g_out, quantity)
+                turn.save(extension, param, value)
+        if extension.expects_backpropagation_quantities() and turn.walks(extension):
+            passed_on = self.backpropagate(extension, module, g_inp, g_out, quantity)
+            turn.pass_on(extension, passed_on)

@@ -1,0 +1,21 @@
+"""Second-order quantities: from a quantity that is pulled back from the loss."""
+
+from backpack.extensions.secondorder.diag_ggn import (
+    BatchDiagGGNExact,
+    BatchDiagGGNMC,
+    DiagGGNExact,
+    DiagGGNMC,
+)
+from backpack.extensions.secondorder.hbp import KFAC, KFLR
+from backpack.extensions.secondorder.sqrt_ggn import SqrtGGNExact, SqrtGGNMC
+
+__all__ = [
+    "BatchDiagGGNExact",
+    "BatchDiagGGNMC",
+    "DiagGGNExact",
+    "DiagGGNMC",
+    "KFAC",
+    "KFLR",
+    "SqrtGGNExact",
+    "SqrtGGNMC",
+]

@@ -1,0 +1,283 @@
+"""The GGN family: columns that autograd pulls back through the model's own graph."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, List, Optional, Tuple
+
+from torch import Generator, Tensor
+from torch.nn import Module
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from backpack.core.derivatives.nll_base import LossDerivatives
+from backpack.core.reductions import PerSample
+from backpack.extensions.layers import GENERIC, LAYERS, LOSSES, find_loss, find_row
+from backpack.extensions.module_extension import ModuleExtension
+from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
+from backpack.extensions.turn import current_turn, products
+from backpack.utils.errors import batch_norm_raise_error_if_train
+
+if TYPE_CHECKING:
+    from backpack.capture import Call
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where columns come from; extensions with the same source share their columns.
+
+    Attributes:
+        strategy: ``"exact"`` for a factor of the loss Hessian, ``"sampling"`` for
+            would-be gradients of targets drawn from the model's own distribution.
+        mc_samples: Number of samples, for ``"sampling"``.
+        generator: Random number generator, for ``"sampling"``; PyTorch's global one
+            if ``None``.
+        compact: Whether columns may be combined into fewer, for ``"exact"``.
+    """
+
+    strategy: str
+    mc_samples: int = 1
+    generator: Optional[Generator] = None
+    compact: bool = False
+
+    def columns(self, derivatives: LossDerivatives, module: Module) -> Tensor:
+        """Compute the columns at the loss input.
+
+        Args:
+            derivatives: The loss's derivatives.
+            module: The loss module, with its inputs and output.
+
+        Returns:
+            Columns ``[V, N, *]``.
+        """
+        if self.strategy == "sampling":
+            options = {} if self.generator is None else {"generator": self.generator}
+            return derivatives.sqrt_hessian_sampled(
+                module, (), (), mc_samples=self.mc_samples, **options
+            )
+        if self.compact:
+            return derivatives.sqrt_hessian_compact(module, (), ())
+        return derivatives.sqrt_hessian(module, (), ())
+
+
+class ReduceColumns(ModuleExtension):
+    """Reduce the columns at a module's output; the same for every module."""
+
+    def __call__(
+        self,
+        extension: ColumnExtension,
+        module: Module,
+        g_inp: Tuple[Tensor, ...],
+        g_out: Tuple[Tensor, ...],
+    ) -> None:
+        """Save the extension's value on each parameter of a module.
+
+        Args:
+            extension: The extension that is running.
+            module: The module.
+            g_inp: Gradients at the inputs, as far as they exist.
+            g_out: Gradients at the outputs.
+        """
+        turn = current_turn()
+        parameters = turn.parameters()
+        if parameters and isinstance(module, _BatchNorm):
+            batch_norm_raise_error_if_train(module)
+        if extension.walks_modules:
+            self._walk(extension, module, g_inp, g_out)
+        else:
+            for name, param in parameters:
+                value = turn.backward_pass.columns_value(extension, turn, name)
+                if value is not None:
+                    turn.save(extension, param, value)
+
+    def _walk(
+        self,
+        extension: ColumnExtension,
+        module: Module,
+        g_inp: Tuple[Tensor, ...],
+        g_out: Tuple[Tensor, ...],
+    ) -> None:
+        """Do the same by module rules: a user's module extension takes part."""
+        turn = current_turn()
+        if turn.call.is_loss:
+            columns = extension.source.columns(find_loss(module).derivatives, module)
+            turn.pass_on(extension, columns * turn.loss_scale())
+            return
+        if turn.call.is_transparent:
+            return
+        columns = turn.incoming(extension)
+        for name, param in turn.parameters():
+            product = products(turn.call, name, [columns])
+            extension.check(turn.call, name, product)
+            turn.save(extension, param, extension.reduce(product))
+        row = find_row(module) or GENERIC
+        pull_back = row.derivatives.jac_t_mat_prod
+        turn.pass_on(extension, pull_back(module, g_inp, g_out, columns))
+
+
+_REDUCE = ReduceColumns()
+
+
+class ColumnExtension(SecondOrderBackpropExtension):
+    """Base class of the GGN family: a reduction of columns ``S[v, n]ᵀ J[n]``.
+
+    Attributes:
+        source: Where the columns come from.
+        additive: Whether the quantity is a sum over columns.
+    """
+
+    additive = True
+
+    def __init__(
+        self,
+        savefield: str,
+        source: Source,
+        subsampling: List[int] = None,
+    ):
+        """Store where columns come from and values go to.
+
+        Args:
+            savefield: Attribute of a parameter under which its value is saved.
+            source: Where the columns come from.
+            subsampling: Samples to consider, by index. Default: ``None`` for all.
+        """
+        self.source = source
+        rows = (*LAYERS, *LOSSES)
+        super().__init__(
+            savefield, {layer: _REDUCE for layer in rows}, subsampling=subsampling
+        )
+        self.walks_modules = False
+
+    @abstractmethod
+    def statistic(self, product: PerSample) -> Tensor:
+        """Reduce columns to what adds up over columns.
+
+        Args:
+            product: Products of columns and a parameter's Jacobian.
+
+        Returns:
+            The statistic.
+        """
+
+    def finish(self, product: PerSample, statistic: Tensor) -> Any:
+        """Turn the sum of all columns' statistics into the quantity.
+
+        Args:
+            product: Products of any columns and the parameter's Jacobian.
+            statistic: Sum of the statistics.
+
+        Returns:
+            The quantity. By default the statistic itself.
+        """
+        return statistic
+
+    def combine(self, existing: Tensor, other: Tensor) -> Tensor:
+        """Combine the statistics of two sets of columns.
+
+        Args:
+            existing: Statistic of the first columns.
+            other: Statistic of the other ones.
+
+        Returns:
+            Statistic of all of them: their sum, by default.
+        """
+        return existing + other
+
+    def check(self, call: Call, name: str, product: PerSample) -> None:
+        """Refuse a parameter for which the quantity is not defined, by an exception.
+
+        Args:
+            call: A call that is responsible for the parameter.
+            name: Name of the parameter in the call's module.
+            product: Products of columns and its Jacobian.
+        """
+
+    def reduce(self, product: PerSample) -> Any:
+        """Compute the quantity from all columns at once.
+
+        Args:
+            product: Products of all columns and a parameter's Jacobian.
+
+        Returns:
+            The quantity.
+        """
+        return self.finish(product, self.statistic(product))
+
+    def add(self, existing: Any, other: Any) -> Any:
+        """Combine the contributions of two losses to one parameter.
+
+        Args:
+            existing: One loss's contribution.
+            other: The other's.
+
+        Returns:
+            Their combination, the sum by default.
+        """
+        return existing + other
+
+    def accumulate_backpropagated_quantities(
+        self, existing: Tensor, other: Tensor
+    ) -> Tensor:
+        """Add columns that two consumers of an output pull back to it.
+
+        Args:
+            existing: Columns ``[V, N, *]``.
+            other: Columns ``[V, N, *]``.
+
+        Returns:
+            Their sum.
+        """
+        return existing + other
+
+    def get_loss_hessian_strategy(self) -> str:
+        """Return how the loss Hessian is factored.
+
+        Returns:
+            ``"exact"`` or ``"sampling"``.
+        """
+        return self.source.strategy
+
+    def get_num_mc_samples(self) -> int:
+        """Return the number of Monte-Carlo samples.
+
+        Returns:
+            The number.
+        """
+        return self.source.mc_samples
+
+    def set_module_extension(
+        self, module: type, extension: ModuleExtension, overwrite: bool = False
+    ) -> None:
+        """Register what to do on a class of modules.
+
+        If it overrides ``backpropagate``, the columns go from module to module.
+
+        Args:
+            module: The class.
+            extension: What to do on it.
+            overwrite: Whether an existing entry is replaced. Default: ``False``.
+        """
+        super().set_module_extension(module, extension, overwrite=overwrite)
+        self.walks_modules |= extension.overrides_backpropagate
+
+    def get_module_extension(self, module: Module) -> ModuleExtension:
+        """Look up what to do on a module.
+
+        Args:
+            module: The module.
+
+        Returns:
+            What a user registered, else the reduction.
+        """
+        return super().get_module_extension(module) or _REDUCE
+
+    def is_customized(self, module: Module) -> bool:
+        """Tell whether a user registered what to do on a module.
+
+        Args:
+            module: The module.
+
+        Returns:
+            Whether it is so.
+        """
+        return self.get_module_extension(module) is not _REDUCE

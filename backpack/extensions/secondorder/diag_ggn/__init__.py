@@ -1,0 +1,109 @@
+"""The diagonal of the generalized Gauss-Newton matrix, in total or for each sample."""
+
+from torch import Tensor
+
+from backpack.core.reductions import PerSample
+from backpack.extensions.secondorder.columns import ColumnExtension, Source
+from backpack.extensions.secondorder.hbp.hbp_options import LossHessianStrategy
+
+
+class _Diagonal(ColumnExtension):
+    """Squares of the pulled-back columns, summed over columns."""
+
+    VALID_LOSS_HESSIAN_STRATEGIES = [
+        LossHessianStrategy.EXACT,
+        LossHessianStrategy.SAMPLING,
+    ]
+    SUM_BATCH = True
+
+    def __init__(self, loss_hessian_strategy: str, savefield: str, mc_samples: int = 1):
+        """Choose how the loss Hessian is factored.
+
+        Args:
+            loss_hessian_strategy: ``"exact"`` or ``"sampling"``.
+            savefield: Attribute of a parameter under which its value is saved.
+            mc_samples: Number of Monte-Carlo samples. Default: ``1``.
+
+        Raises:
+            ValueError: If the strategy does not exist.
+        """
+        if loss_hessian_strategy not in self.VALID_LOSS_HESSIAN_STRATEGIES:
+            raise ValueError(
+                f"{type(self).__name__}: loss_hessian_strategy must be one of "
+                f"{self.VALID_LOSS_HESSIAN_STRATEGIES}, got {loss_hessian_strategy!r}."
+            )
+        source = Source(loss_hessian_strategy, mc_samples, compact=True)
+        super().__init__(savefield, source)
+
+    def statistic(self, product: PerSample) -> Tensor:  # noqa: D102
+        return product.partial_squares(self.SUM_BATCH)
+
+    def finish(self, product: PerSample, statistic: Tensor) -> Tensor:  # noqa: D102
+        return product.finish_squares(statistic, self.SUM_BATCH)
+
+
+class DiagGGN(_Diagonal):
+    """Base class for the diagonal of the GGN."""
+
+
+class BatchDiagGGN(_Diagonal):
+    """Base class for the diagonal of the GGN of each sample."""
+
+    SUM_BATCH = False
+
+
+class DiagGGNExact(DiagGGN):
+    """Diagonal of the generalized Gauss-Newton matrix, with the exact loss Hessian.
+
+    Saved in ``diag_ggn_exact``, of shape ``[*p]``: the diagonal of Σₙ Jₙᵀ Hₙ Jₙ, where
+    the loss Hessian Hₙ includes the factor of the reduction (Schraudolph, 2002, "Fast
+    curvature matrix-vector products for second-order gradient descent").
+    """
+
+    def __init__(self):
+        """Set strategy and field."""
+        super().__init__(LossHessianStrategy.EXACT, "diag_ggn_exact")
+
+
+class DiagGGNMC(DiagGGN):
+    """Diagonal of the GGN, with a Monte-Carlo estimate of the loss Hessian.
+
+    Saved in ``diag_ggn_mc``, of shape ``[*p]``. Targets are drawn from the model's own
+    distribution; the result is right in the mean over many draws.
+    """
+
+    def __init__(self, mc_samples: int = 1):
+        """Set strategy and field.
+
+        Args:
+            mc_samples: Number of Monte-Carlo samples. Default: ``1``.
+        """
+        super().__init__(LossHessianStrategy.SAMPLING, "diag_ggn_mc", mc_samples)
+
+
+class BatchDiagGGNExact(BatchDiagGGN):
+    """Diagonal of each sample's GGN, with the exact loss Hessian.
+
+    Saved in ``diag_ggn_exact_batch``, of shape ``[N, *p]``: the summands of
+    :class:`DiagGGNExact`.
+    """
+
+    def __init__(self):
+        """Set strategy and field."""
+        super().__init__(LossHessianStrategy.EXACT, "diag_ggn_exact_batch")
+
+
+class BatchDiagGGNMC(BatchDiagGGN):
+    """Diagonal of each sample's GGN, with a Monte-Carlo estimate of the loss Hessian.
+
+    Saved in ``diag_ggn_mc_batch``, of shape ``[N, *p]``: the summands of
+    :class:`DiagGGNMC`.
+    """
+
+    def __init__(self, mc_samples: int = 1):
+        """Set strategy and field.
+
+        Args:
+            mc_samples: Number of Monte-Carlo samples. Default: ``1``.
+        """
+        super().__init__(LossHessianStrategy.SAMPLING, "diag_ggn_mc_batch", mc_samples)

@@ -1,0 +1,82 @@
+"""The square root of the generalized Gauss-Newton matrix."""
+
+from typing import List, Optional
+
+import torch
+from torch import Tensor
+
+from backpack.core.reductions import PerSample
+from backpack.extensions.secondorder.columns import ColumnExtension, Source
+from backpack.extensions.secondorder.hbp.hbp_options import LossHessianStrategy
+
+
+class SqrtGGN(ColumnExtension):
+    """Base class for the columns of the GGN's square root."""
+
+    additive = False
+
+    def __init__(
+        self,
+        loss_hessian_strategy: str,
+        savefield: str,
+        subsampling: Optional[List[int]],
+        mc_samples: int = 1,
+    ):
+        """Choose how the loss Hessian is factored.
+
+        Args:
+            loss_hessian_strategy: ``"exact"`` or ``"sampling"``.
+            savefield: Attribute of a parameter under which its value is saved.
+            subsampling: Samples to consider, by index. ``None`` for all.
+            mc_samples: Number of Monte-Carlo samples. Default: ``1``.
+        """
+        LossHessianStrategy.check_exists(loss_hessian_strategy)
+        source = Source(loss_hessian_strategy, mc_samples)
+        super().__init__(savefield, source, subsampling=subsampling)
+
+    def statistic(self, product: PerSample) -> Tensor:  # noqa: D102
+        if self.get_subsampling() is not None:
+            product = product.select(self.get_subsampling())
+        return product.individual()
+
+    def combine(self, existing: Tensor, other: Tensor) -> Tensor:  # noqa: D102
+        return torch.cat([existing, other])
+
+    add = combine
+
+
+class SqrtGGNExact(SqrtGGN):
+    """Square root of the GGN, with the exact loss Hessian.
+
+    Saved in ``sqrt_ggn_exact``, of shape ``[C, N, *p]``: columns V with G = V Vᵀ, where
+    C is the number of features of the loss input. Their pairwise dot products form the
+    GGN's Gram matrix (Dangel, Tatzel, Hennig, 2022, "ViViT").
+    """
+
+    def __init__(self, subsampling: List[int] = None):
+        """Choose the samples.
+
+        Args:
+            subsampling: Samples to consider, by index; the scale stays that of the full
+                batch. Default: ``None`` for all.
+        """
+        super().__init__(LossHessianStrategy.EXACT, "sqrt_ggn_exact", subsampling)
+
+
+class SqrtGGNMC(SqrtGGN):
+    """Square root of the GGN, with a Monte-Carlo estimate of the loss Hessian.
+
+    Saved in ``sqrt_ggn_mc``, of shape ``[M, N, *p]`` for M samples.
+    """
+
+    def __init__(self, mc_samples: int = 1, subsampling: List[int] = None):
+        """Choose the number of Monte-Carlo samples, and the samples of the batch.
+
+        Args:
+            mc_samples: Number of Monte-Carlo samples. Default: ``1``.
+            subsampling: Samples to consider, by index; the scale stays that of the full
+                batch. Default: ``None`` for all.
+        """
+        super().__init__(
+            LossHessianStrategy.SAMPLING, "sqrt_ggn_mc", subsampling, mc_samples
+        )

@@ -1,0 +1,316 @@
+"""One call's turn in a backward pass: what extensions compute from.
+
+When the gradient at a call's output is known, extensions run on the call. A
+:class:`Turn` hands them the call's inputs, the cotangents at its output, and the
+per-sample products of its parameters, each of which is formed once and shared.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
+
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from backpack.core.derivatives.generic import generic_product
+from backpack.core.reductions import PerSample
+from backpack.extensions.layers import find_rule
+
+if TYPE_CHECKING:
+    from backpack.backward import BackwardPass
+    from backpack.capture import Call, Entry
+    from backpack.extensions.backprop_extension import BackpropExtension
+    from backpack.extensions.secondorder.columns import Source
+
+Cotangents = List[Optional[Tensor]]
+
+CALLS = "backpack.calls"  # where a node of the graph keeps its calls
+
+EXTEND_LOSS = (
+    "{ext} (field '{field}') found no quantity pulled back to {module}, because no "
+    "extended loss was met before it in this backward pass. Second-order extensions "
+    "start at the loss: use a loss module, `lossfunc = extend(lossfunc)`, and compute "
+    "the loss from this model's output with it."
+)
+NEGATIVE_LOSS = (
+    "{module}: the loss is multiplied by {factor}, and the Hessian of the result is not "
+    "positive semi-definite, which the GGN family requires."
+)
+NOT_A_CHAIN = (
+    "{ext} (field '{field}') walks from module to module, and what consumes the output "
+    "of {module} is not an extended module with a rule for it, but an operation in "
+    "between. Use `extend(model, use_converter=True)`, which turns operations into "
+    "modules, or write the model with modules only."
+)
+
+
+class _Current(threading.local):
+    turn: Optional[Turn] = None
+
+
+_CURRENT = _Current()
+
+
+def current_turn() -> Turn:
+    """Return the turn in which an extension is being run.
+
+    Returns:
+        The turn.
+
+    Raises:
+        RuntimeError: If none is, because the extension was called by hand.
+    """
+    if _CURRENT.turn is None:
+        raise RuntimeError(
+            "Extensions run during a backward pass inside `with backpack(...)`; "
+            "this one was called outside of it."
+        )
+    return _CURRENT.turn
+
+
+def products(call: Call, name: str, cotangents: Cotangents) -> PerSample:
+    """Describe the products of cotangents and a parameter's Jacobian for one call.
+
+    Args:
+        call: The call.
+        name: Name of the parameter in the call's module.
+        cotangents: Columns ``[V, N, *]``, one entry for each output of the call.
+
+    Returns:
+        The products, by the layer's fast rule where there is one.
+    """
+    module = call.module
+    call.check_unchanged()
+    rule = find_rule(module, name)
+    if rule is not None and rule.accepts(module, call.arguments):
+        mats = cotangents if rule.several_outputs else cotangents[0]
+        return rule.derivatives.product(name, module, call.arguments, mats)
+    return generic_product(
+        name, module, call.args, cotangents, call.kwargs, call.random_state
+    )
+
+
+class Turn:
+    """A call whose output's gradient is known.
+
+    Attributes:
+        call: The call.
+        backward_pass: The backward pass that reached it.
+        g_out: Gradients at the call's outputs (``None`` for those not reached).
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        backward_pass: BackwardPass,
+        g_out: Sequence[Optional[Tensor]],
+        entries: List[Entry],
+    ):
+        """Start the turn.
+
+        Args:
+            call: The call.
+            backward_pass: The backward pass that reached it.
+            g_out: Gradients at the call's outputs.
+            entries: Calls at the same node of the graph.
+        """
+        self.call = call
+        self.backward_pass = backward_pass
+        self.g_out = tuple(g_out)
+        self._entries = entries
+        self._products: Dict[Any, PerSample] = {}
+        self._cotangents = [None if g is None else g.unsqueeze(0) for g in g_out]
+
+    def __enter__(self) -> Turn:
+        """Make this the current turn."""
+        self._outer, _CURRENT.turn = _CURRENT.turn, self
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        """Return to the turn that was current before."""
+        _CURRENT.turn = self._outer
+
+    @property
+    def module(self) -> Module:
+        """The module that was called."""
+        return self.call.module
+
+    def parameters(self) -> List[Tuple[str, Parameter]]:
+        """List the parameters that this call is responsible for.
+
+        Returns:
+            Names in the module and parameters, those that take part in this backward
+            pass and require a gradient only.
+        """
+        return self.backward_pass.parameters(self.call)
+
+    def gradients(self, name: str) -> PerSample:
+        """Describe the individual gradients of a parameter, with V = 1.
+
+        Where the parameter takes part in several calls, those that have had their turn
+        are included: the last one's result is complete.
+
+        Args:
+            name: Name of the parameter in the module.
+
+        Returns:
+            The individual gradients.
+        """
+        if name not in self._products:
+            product = self.own_gradients(name)
+            param = self.call.parameters[name]
+            shared = self.backward_pass.shared_products
+            if param in shared:
+                product = shared[param].merge(product)
+            if self.call.shares(param):
+                shared[param] = product
+            self._products[name] = product
+        return self._products[name]
+
+    def own_gradients(self, name: str) -> PerSample:
+        """Describe what this call alone contributes to the individual gradients.
+
+        Args:
+            name: Name of the parameter in the module.
+
+        Returns:
+            The contributions, with V = 1.
+        """
+        key = (None, name)
+        if key not in self._products:
+            self._products[key] = products(self.call, name, self._cotangents)
+        return self._products[key]
+
+    def loss_scale(self) -> Tensor:
+        """Return what the columns of a loss that was scaled have to be multiplied by.
+
+        Returns:
+            Square root of the gradient at the loss.
+
+        Raises:
+            ValueError: If the loss was multiplied by a negative number.
+        """
+        (factor,) = self.g_out
+        if factor < 0:
+            raise ValueError(
+                NEGATIVE_LOSS.format(module=self.module, factor=float(factor))
+            )
+        return factor.sqrt()
+
+    def _producer(self, position: int) -> Optional[Call]:
+        """Find the call that an argument comes from, directly.
+
+        Args:
+            position: Which argument.
+
+        Returns:
+            The last call that returned it, other than containers, if there is one.
+        """
+        if position >= len(self.call.arguments):
+            return None
+        if self.call.passes_on[position]:
+            calls = [entry.call for entry in self._entries]
+            calls = calls[: calls.index(self.call)]
+        else:
+            edge = self.call.input_edges[position]
+            if edge is None:
+                return None
+            entries = edge.node.metadata.get(CALLS, [])
+            calls = [e.call for e in entries if e.output_nr == edge.output_nr]
+        calls = [call for call in calls if not call.is_transparent]
+        return calls[-1] if calls else None
+
+    def column_products(self, source: Source, name: str) -> PerSample:
+        """Describe the products of the loss's columns and a parameter's Jacobian.
+
+        Args:
+            source: Where the columns come from.
+            name: Name of the parameter in the module.
+
+        Returns:
+            The products.
+        """
+        key = (source, name)
+        if key not in self._products:
+            columns = self.call.columns[source]
+            self._products[key] = products(self.call, name, columns)
+        return self._products[key]
+
+    def walks(self, extension: BackpropExtension) -> bool:
+        """Tell whether a quantity goes from module to module for an extension.
+
+        Args:
+            extension: The extension.
+
+        Returns:
+            Whether it does, instead of being pulled back by autograd.
+        """
+        return getattr(extension, "walks_modules", True)
+
+    def incoming(self, extension: BackpropExtension) -> Any:
+        """Return what an extension has pulled back to this call's output.
+
+        Args:
+            extension: The extension.
+
+        Returns:
+            The quantity: columns ``[V, N, *out]`` for the GGN family; ``None`` for
+            losses and for first-order extensions.
+
+        Raises:
+            AssertionError: If no extended loss was met.
+            NotImplementedError: If the graph is not a chain of modules.
+        """
+        needed = extension.expects_backpropagation_quantities()
+        if not needed or self.call.is_loss:
+            return None
+        if self.walks(extension):
+            saved = extension.saved_quantities
+            quantity = saved.retrieve_quantity(id(self.call), delete_old=True)
+            if quantity is None:
+                self._explain_missing(extension)
+            return quantity
+        if extension.source not in self.call.columns:
+            self._explain_missing(extension)
+        return self.call.columns[extension.source][0]
+
+    def _explain_missing(self, extension: BackpropExtension) -> None:
+        text = {
+            "ext": type(extension).__name__,
+            "field": extension.savefield,
+            "module": self.module,
+        }
+        if self.walks(extension) and self.backward_pass.loss_factors:
+            raise NotImplementedError(NOT_A_CHAIN.format(**text))
+        raise AssertionError(EXTEND_LOSS.format(**text))
+
+    def pass_on(self, extension: BackpropExtension, quantities: Any) -> None:
+        """Hand what an extension has pulled back to the inputs to the calls before.
+
+        Args:
+            extension: The extension.
+            quantities: Quantity at the input; a list or tuple for several inputs.
+        """
+        if quantities is None:
+            return
+        several = isinstance(quantities, (list, tuple))
+        quantities = list(quantities) if several else [quantities]
+        for position, quantity in enumerate(quantities):
+            before = self._producer(position)
+            if before is not None and quantity is not None:
+                extension.saved_quantities.save_quantity(
+                    id(before), quantity, extension.accumulate_backpropagated_quantities
+                )
+                self.backward_pass.walked.add(extension)
+
+    def save(self, extension: BackpropExtension, param: Parameter, value: Any) -> None:
+        """Save a value on a parameter.
+
+        Args:
+            extension: The extension whose field it is.
+            param: The parameter.
+            value: The value.
+        """
+        setattr(param, extension.savefield, value)
+        self.backward_pass.saved.add((id(extension), id(param)))

@@ -1,0 +1,1 @@
+"""Products with Jacobians, Hessians and GGNs by automatic differentiation alone."""

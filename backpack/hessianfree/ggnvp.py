@@ -1,0 +1,63 @@
+"""Products with the generalized Gauss-Newton (GGN) matrix."""
+
+from typing import List, Tuple
+
+from torch import Tensor
+from torch.autograd import grad
+from torch.nn import Module, Parameter
+
+from backpack.hessianfree.hvp import hessian_vector_product
+from backpack.hessianfree.lop import L_op
+from backpack.hessianfree.rop import R_op
+
+
+def ggn_vector_product(
+    loss: Tensor, output: Tensor, model: Module, v: List[Tensor]
+) -> Tuple[Tensor, ...]:
+    """Multiply a vector with the GGN of a loss, for all parameters of a model.
+
+    Args:
+        loss: Scalar, computed from the output and twice differentiable.
+        output: Output of the model.
+        model: Model whose parameters ``[*p]`` the GGN belongs to.
+        v: Vector, one entry in the shape of each of ``model.parameters()``.
+
+    Returns:
+        Product G v, one ``[*p]`` for each parameter, see
+        :func:`ggn_vector_product_from_plist`.
+    """
+    return ggn_vector_product_from_plist(loss, output, list(model.parameters()), v)
+
+
+def ggn_vector_product_from_plist(
+    loss: Tensor, output: Tensor, plist: List[Parameter], v: List[Tensor]
+) -> Tuple[Tensor, ...]:
+    """Multiply a vector with the GGN of a loss, for a list of parameters.
+
+    G = Jᵀ H J with the output's Jacobian J with respect to the parameters, and the
+    loss' Hessian H with respect to the output (Schraudolph, 2002). The computation
+    graph is kept, so several products can be formed.
+
+    Args:
+        loss: Scalar, computed from the output and twice differentiable.
+        output: Output of the model.
+        plist: Parameters ``[*p]``.
+        v: Vector, one entry in the shape of each parameter.
+
+    Returns:
+        Product G v, detached, one ``[*p]`` for each parameter. Parameters that play no
+        part give zeros.
+
+    Raises:
+        ValueError: If the loss was not computed from this output, or if the entries of
+            ``v`` do not match the parameters in number and shape.
+    """
+    J_v = R_op(output, plist, v)
+    (grad_output,) = grad(loss, output, create_graph=True, allow_unused=True)
+    if grad_output is None:
+        raise ValueError(
+            "Expected a loss that is computed from the given output, but it does not "
+            "depend on this tensor. Pass the very tensor that went into the loss."
+        )
+    H_J_v = hessian_vector_product(loss, output, J_v, grad_params=grad_output)
+    return L_op(output, plist, H_J_v)

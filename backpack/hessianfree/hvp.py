@@ -1,0 +1,54 @@
+"""Hessian-vector products."""
+
+from typing import Optional, Tuple
+
+from torch import Tensor, ones_like
+
+from backpack.hessianfree.lop import (
+    Tensors,
+    as_tuple,
+    check_has_graph,
+    check_match,
+    pull_back,
+)
+
+
+def hessian_vector_product(
+    f: Tensor,
+    params: Tensors,
+    v: Tensors,
+    grad_params: Optional[Tensors] = None,
+    detach: bool = True,
+) -> Tuple[Tensor, ...]:
+    """Multiply a vector with the Hessian of a scalar (Pearlmutter, 1994).
+
+    The computation graph is kept, so several products can be formed.
+
+    Args:
+        f: Scalar, computed from the parameters and twice differentiable.
+        params: Parameters ``[*p]``, one tensor or several.
+        v: Vector, one entry in the shape of each parameter.
+        grad_params: Gradient of ``f`` with respect to the parameters, computed with
+            ``create_graph=True``, if it is known already. Saves its computation. If
+            it has no graph, it is computed again.
+        detach: Whether the product is detached. If not, it can be differentiated.
+
+    Returns:
+        Product (∂²f/∂params²) v, one ``[*p]`` for each parameter. Parameters that play
+        no part give zeros.
+
+    Raises:
+        ValueError: If ``f`` is no scalar, or if the entries of ``v`` or
+            ``grad_params`` do not match the parameters in number and shape.
+    """
+    params, v = as_tuple(params), as_tuple(v)
+    if f.numel() != 1:
+        raise ValueError(f"Expected a scalar f, got shape {list(f.shape)}.")
+    check_match(v, params)
+    gradient = params if grad_params is None else as_tuple(grad_params)
+    check_match(gradient, params)
+    if grad_params is None or not any(g.requires_grad for g in gradient):
+        # A gradient without graph is that of a linear f, or was detached by mistake.
+        check_has_graph([f])
+        gradient = pull_back([f], params, [ones_like(f)], True, create_graph=True)
+    return pull_back(gradient, params, v, True, create_graph=not detach)

@@ -1,0 +1,142 @@
+"""Vector-Jacobian products (the L-operator), and the base of the other products."""
+
+from typing import Iterable, Sequence, Tuple, Union
+
+from torch import Tensor, zeros_like
+from torch.autograd import grad
+
+Tensors = Union[Tensor, Iterable[Tensor]]
+"""One tensor, or several."""
+
+
+def as_tuple(tensors: Tensors) -> Tuple[Tensor, ...]:
+    """Collect tensors in a tuple.
+
+    Args:
+        tensors: One tensor, or several.
+
+    Returns:
+        Tuple of the tensors.
+    """
+    return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+
+
+def check_has_graph(tensors: Sequence[Tensor]) -> None:
+    """Check that there is something to differentiate.
+
+    Args:
+        tensors: Tensors to be differentiated.
+
+    Raises:
+        ValueError: If none of the tensors has a computation graph.
+    """
+    if not any(tensor.requires_grad for tensor in tensors):
+        raise ValueError(
+            "Expected a tensor with a computation graph to differentiate, but none "
+            "requires a gradient. Was it computed under `torch.no_grad()`, or detached?"
+        )
+
+
+def check_match(vectors: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Check that a vector consists of one entry of equal shape for each tensor.
+
+    Args:
+        vectors: Entries of the vector.
+        tensors: Tensors that prescribe the shapes.
+
+    Raises:
+        ValueError: If the numbers or the shapes differ.
+    """
+    got = [tuple(vector.shape) for vector in vectors]
+    expected = [tuple(tensor.shape) for tensor in tensors]
+    if got != expected:
+        raise ValueError(
+            f"Expected a vector with {len(expected)} entries of shapes {expected}, "
+            f"got {len(got)} of shapes {got}."
+        )
+
+
+def pull_back(
+    ys: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    ws: Sequence[Tensor],
+    retain_graph: bool,
+    create_graph: bool,
+) -> Tuple[Tensor, ...]:
+    """Multiply vectors with the transposed Jacobian; what plays no part gives zeros.
+
+    Args:
+        ys: Outputs, which may also be constants.
+        xs: Inputs ``[*x]``, which may also be constants.
+        ws: Vectors in the shapes of the outputs.
+        retain_graph: Whether to keep the graph of the outputs.
+        create_graph: Whether the products can be differentiated.
+
+    Returns:
+        Products, one ``[*x]`` for each input.
+    """
+    check_match(ws, ys)
+    pairs = [(y, w) for y, w in zip(ys, ws) if y.requires_grad]
+    active = [i for i, x in enumerate(xs) if x.requires_grad]
+    result = [zeros_like(x, requires_grad=False) for x in xs]
+    if pairs and active:
+        outputs, cotangents = zip(*pairs)
+        products = grad(
+            outputs,
+            [xs[i] for i in active],
+            grad_outputs=cotangents,
+            retain_graph=retain_graph,
+            create_graph=create_graph,
+            allow_unused=True,
+        )
+        for i, product in zip(active, products):
+            if product is not None:
+                result[i] = product
+    return tuple(result)
+
+
+def L_op(
+    ys: Tensors,
+    xs: Tensors,
+    ws: Tensors,
+    retain_graph: bool = True,
+    detach: bool = True,
+) -> Tuple[Tensor, ...]:
+    """Multiply vectors from the left with the Jacobian of outputs at inputs.
+
+    Args:
+        ys: Outputs, one tensor or several, computed from the inputs.
+        xs: Inputs ``[*x]``, one tensor or several.
+        ws: Vectors, one in the shape of each output.
+        retain_graph: Whether to keep the computation graph of the outputs.
+        detach: Whether the products are detached. If not, they can be differentiated.
+
+    Returns:
+        Products (∂y/∂x)ᵀ w, summed over outputs, one ``[*x]`` for each input. Inputs
+        that play no part give zeros.
+    """
+    ys, xs, ws = as_tuple(ys), as_tuple(xs), as_tuple(ws)
+    check_has_graph(ys)
+    return pull_back(ys, xs, ws, retain_graph, create_graph=not detach)
+
+
+def transposed_jacobian_vector_product(
+    f: Tensors,
+    x: Tensors,
+    v: Tensors,
+    retain_graph: bool = True,
+    detach: bool = True,
+) -> Tuple[Tensor, ...]:
+    """Multiply with the transposed Jacobian of ``f`` with respect to ``x``.
+
+    Args:
+        f: Outputs, one tensor or several, computed from the inputs.
+        x: Inputs ``[*x]``, one tensor or several.
+        v: Vectors, one in the shape of each output.
+        retain_graph: Whether to keep the computation graph of the outputs.
+        detach: Whether the products are detached. If not, they can be differentiated.
+
+    Returns:
+        Products (∂f/∂x)ᵀ v, one ``[*x]`` for each input, see :func:`L_op`.
+    """
+    return L_op(f, x, v, retain_graph=retain_graph, detach=detach)

@@ -1,0 +1,1 @@
+"""Tools that more than one part of the library (or a program on top of it) needs."""

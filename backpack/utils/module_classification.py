@@ -1,0 +1,51 @@
+"""Questions about the kind of a module."""
+
+from torch.fx import GraphModule
+from torch.nn import BCEWithLogitsLoss, CrossEntropyLoss, Module, MSELoss, Sequential
+from torch.nn.modules.loss import _Loss
+
+from backpack.custom_module.branching import Parallel, _Branch
+from backpack.custom_module.reduce_tuple import ReduceTuple
+
+NLL_LOSSES = (MSELoss, CrossEntropyLoss, BCEWithLogitsLoss)
+NO_OPS = (Sequential, _Branch, Parallel, ReduceTuple, GraphModule)
+
+
+def is_loss(module: Module) -> bool:
+    """Return whether the module is one of PyTorch's loss functions.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        Whether it is one of the losses in ``torch.nn``, or derived from one.
+    """
+    return isinstance(module, _Loss)
+
+
+def is_nll(module: Module) -> bool:
+    """Return whether a loss is known as a negative log-likelihood.
+
+    Its minimizer is the maximum-likelihood estimate of a Gaussian, a categorical, or
+    a Bernoulli distribution, whose samples serve as would-be targets.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        Whether it is ``MSELoss``, ``CrossEntropyLoss`` or ``BCEWithLogitsLoss``.
+    """
+    return isinstance(module, NLL_LOSSES)
+
+
+def is_no_op(module: Module) -> bool:
+    """Return whether a module only arranges other modules or their outputs.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        Whether the module is no operation of its own. Such modules store no inputs
+        and outputs, and no extension visits them.
+    """
+    return isinstance(module, NO_OPS)

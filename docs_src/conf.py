@@ -1,0 +1,48 @@
+"""Settings of Sphinx; ``make build-docs`` builds the documentation."""
+
+import sys
+from importlib.metadata import version as installed_version
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+import support_table  # noqa: E402
+
+project = "BackPACK"
+author = "The BackPACK authors"
+copyright = "2025, The BackPACK authors"
+version = release = installed_version("backpack-for-pytorch")
+
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.doctest",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+]
+exclude_patterns = ["_build", "_generated"]
+
+autodoc_default_options = {
+    "members": True,
+    "show-inheritance": True,
+    "member-order": "bysource",
+}
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+
+html_theme = "alabaster"
+html_theme_options = {
+    "description": "More than a gradient from one backward pass",
+    "fixed_sidebar": True,
+    "page_width": "1080px",
+    "sidebar_width": "230px",
+}
+
+# the table of supported layers is written from the package's own
+generated = HERE / "_generated"
+generated.mkdir(exist_ok=True)
+(generated / "support.rst").write_text(support_table.table())

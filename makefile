@@ -1,0 +1,142 @@
+# Every task of development is a target here; `make help` lists them. Targets make
+# their own environment when there is none, and reuse it afterwards.
+
+PYTHON ?= python3
+VENV ?= .venv
+CONSTRAINTS := requirements/constraints.txt
+BIN := $(VENV)/bin
+SOURCES := backpack test examples benchmarks docs_src setup.py
+WORKERS ?= 2
+BENCHMARK_ARGS ?=
+PEERS_VENV := .venv-peers
+
+# One thread per test worker; the workers themselves use the cores.
+PYTEST = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 MPLBACKEND=Agg \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet \
+	--constraint $(CONSTRAINTS)
+
+SPHINX = $(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet
+
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help: ## Show this list
+	@awk -F ':.*## ' \
+		'/^##@/ { printf "\n%s\n", substr($$0, 5) } \
+		/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' makefile
+
+##@ Try it
+
+.PHONY: demo
+demo: install-dev ## Every quantity on MNIST, checked against autograd; writes a picture
+	@MPLBACKEND=Agg $(BIN)/python examples/demo.py
+
+.PHONY: examples
+examples: install-dev ## Run every script in examples/
+	@set -e; for script in examples/*.py; do \
+		echo "== $$script"; MPLBACKEND=Agg $(BIN)/python "$$script"; done
+
+##@ Test
+
+.PHONY: test
+test: install-dev ## The whole test suite (minutes, on two cores)
+	$(PYTEST)
+
+.PHONY: test-light
+test-light: install-dev ## The quick loop: no test marked slow (under a minute)
+	$(PYTEST) -m "not slow"
+
+.PHONY: test-long
+test-long: install-dev ## The whole suite, with thousands of random inputs per property
+	BACKPACK_TEST_LONG=1 $(PYTEST)
+
+##@ Format
+
+.PHONY: format-check
+format-check: black-check isort-check flake8 pydocstyle ## All checks of form below
+
+.PHONY: black
+black: install-dev ## Format the code with black
+	$(BIN)/black --quiet $(SOURCES)
+
+.PHONY: black-check
+black-check: install-dev ## Check that black would change nothing
+	$(BIN)/black --check --diff --quiet $(SOURCES)
+
+.PHONY: isort
+isort: install-dev ## Sort the imports with isort
+	$(BIN)/isort --quiet $(SOURCES)
+
+.PHONY: isort-check
+isort-check: install-dev ## Check that isort would change nothing
+	$(BIN)/isort --check-only --diff $(SOURCES)
+
+.PHONY: flake8
+flake8: install-dev ## Look for mistakes with flake8 and bugbear
+	$(BIN)/flake8 $(SOURCES)
+
+.PHONY: pydocstyle
+pydocstyle: install-dev ## Check the docstrings (Google style)
+	$(BIN)/pydocstyle $(SOURCES)
+
+##@ Measure and document
+
+.PHONY: benchmark
+benchmark: install-dev ## Time and memory of every quantity; PEERS=1 adds other packages
+ifeq ($(PEERS),1)
+	$(MAKE) $(PEERS_VENV)/.installed
+	$(BIN)/python benchmarks/run.py --peers $(PEERS_VENV)/bin/python $(BENCHMARK_ARGS)
+else
+	$(BIN)/python benchmarks/run.py $(BENCHMARK_ARGS)
+endif
+
+.PHONY: build-docs
+build-docs: $(VENV)/.installed-docs ## Run the documentation's examples, then build it
+	$(SPHINX) -b doctest docs_src docs_src/_build/doctest
+	$(SPHINX) -b html docs_src docs_src/_build/html
+	@echo "Open docs_src/_build/html/index.html"
+
+##@ Install
+
+.PHONY: install
+install: ## Install the package with its two dependencies into the current environment
+	$(PYTHON) -m pip install .
+
+.PHONY: install-dev
+install-dev: $(VENV)/.installed ## Make .venv, with pinned versions of all that is used
+
+.PHONY: conda-env
+conda-env: ## Make the conda environment "backpack" for development
+	conda env create --file .conda_env.yml
+
+.PHONY: clean
+clean: ## Remove environments and everything that other targets wrote
+	rm -rf .venv .venv-* build dist *.egg-info docs_src/_build \
+		examples/*.png .pytest_cache .hypothesis
+
+# The files that follow mark a finished installation: make repeats it only when the
+# metadata or the pinned versions change.
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+		"Development needs Python 3.11 or newer: make PYTHON=<python> ...")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml setup.py $(CONSTRAINTS) | $(BIN)/python
+	@echo "Installing pinned development versions into $(VENV)"
+	$(PIP) setuptools
+	$(PIP) --no-build-isolation --editable .[dev]
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(PIP) --no-build-isolation --editable .[docs]
+	@touch $@
+
+$(PEERS_VENV)/.installed: requirements/peers.txt $(CONSTRAINTS)
+	$(PYTHON) -m venv $(PEERS_VENV)
+	$(PEERS_VENV)/bin/python -m pip --disable-pip-version-check install --quiet \
+		--constraint $(CONSTRAINTS) torch numpy einops packaging scipy opt_einsum
+	$(PEERS_VENV)/bin/python -m pip --disable-pip-version-check install --quiet \
+		--no-deps --requirement requirements/peers.txt
+	@touch $@

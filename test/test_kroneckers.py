@@ -1,0 +1,209 @@
+"""Tests of ``backpack.utils.kroneckers`` against dense matrices."""
+
+from functools import reduce
+from math import prod
+from typing import List, Tuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, diag, eye, float64, rand, testing, zeros
+
+from backpack.utils import kroneckers
+
+FACTOR_SHAPES = {
+    "1": [(3, 3)],
+    "2": [(3, 3), (2, 2)],
+    "3": [(3, 3), (1, 1), (4, 4)],
+    "2-not-square": [(3, 2), (1, 4)],
+    "3-not-square": [(2, 3), (2, 2), (3, 1)],
+}
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def make_factors(shapes: List[Tuple[int, int]]) -> List[Tensor]:
+    """Draw random matrices that are not symmetric.
+
+    Args:
+        shapes: Their shapes.
+
+    Returns:
+        The matrices.
+    """
+    return [rand(*shape, dtype=float64) for shape in shapes]
+
+
+def make_spd_factors(sizes: List[int]) -> List[Tensor]:
+    """Draw random symmetric positive definite matrices.
+
+    Args:
+        sizes: Their numbers of rows.
+
+    Returns:
+        The matrices.
+    """
+    roots = make_factors([(size, size) for size in sizes])
+    return [root @ root.T + eye(len(root), dtype=float64) for root in roots]
+
+
+def dense(factors: List[Tensor]) -> Tensor:
+    """Form the Kronecker product, entry by entry.
+
+    Args:
+        factors: Kronecker factors.
+
+    Returns:
+        The matrix.
+    """
+
+    def two(A: Tensor, B: Tensor) -> Tensor:
+        rows, cols = A.shape[0] * B.shape[0], A.shape[1] * B.shape[1]
+        result = zeros(rows, cols, dtype=A.dtype)
+        for r in range(rows):
+            for c in range(cols):
+                a = A[r // B.shape[0], c // B.shape[1]]
+                result[r, c] = a * B[r % B.shape[0], c % B.shape[1]]
+        return result
+
+    return reduce(two, factors)
+
+
+def assert_close(result: Tensor, truth: Tensor) -> None:
+    """Compare in double precision.
+
+    Args:
+        result: Tensor to check.
+        truth: Expected tensor.
+    """
+    testing.assert_close(result, truth, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("shapes", FACTOR_SHAPES.values(), ids=FACTOR_SHAPES.keys())
+def test_kfacs_to_mat(shapes: List[Tuple[int, int]]) -> None:
+    """The Kronecker matrix is right."""
+    factors = make_factors(shapes)
+    assert_close(kroneckers.kfacs_to_mat(factors), dense(factors))
+    if len(factors) == 2:
+        assert_close(kroneckers.two_kfacs_to_mat(*factors), dense(factors))
+
+
+@pytest.mark.parametrize("shapes", FACTOR_SHAPES.values(), ids=FACTOR_SHAPES.keys())
+def test_kfac_mat_prod(shapes: List[Tuple[int, int]]) -> None:
+    """Products are right for all ways to lay out columns and single vectors."""
+    factors = make_factors(shapes)
+    rows, cols = zip(*shapes)
+    mat = rand(5, prod(cols), dtype=float64)
+    truth = mat @ dense(factors).T
+    product = kroneckers.kfac_mat_prod(factors)
+
+    assert_close(product(mat), truth)
+    assert_close(product(mat[0]), truth[0])
+    assert_close(product(mat[:1]), truth[:1])
+    assert_close(product(mat.reshape(-1, *cols)).flatten(start_dim=1), truth)
+    assert_close(product(mat[0].reshape(cols)).flatten(), truth[0])
+    if rows == cols:
+        assert product(mat.reshape(-1, *cols)).shape == (5, *rows)
+        assert product(mat[0].reshape(cols)).shape == rows
+    assert_close(kroneckers.apply_kfac_mat_prod(factors, mat), truth)
+
+
+def test_kfac_mat_prod_on_convolution_weight() -> None:
+    """Parameter axes that one factor spans together may stay apart."""
+    factors = make_factors([(3, 3), (2 * 2 * 3, 2 * 2 * 3)])
+    mat = rand(5, 3, 2, 2, 3, dtype=float64)
+    truth = (mat.flatten(start_dim=1) @ dense(factors).T).reshape(mat.shape)
+    product = kroneckers.kfac_mat_prod(factors)
+    assert_close(product(mat), truth)
+    assert_close(product(mat[0]), truth[0])
+
+
+@pytest.mark.parametrize("shape", [(7,), (6, 5), (2, 2), (5, 2, 3, 2)], ids=str)
+def test_kfac_mat_prod_refuses_other_shapes(shape: Tuple[int, ...]) -> None:
+    """Tensors that do not fit the factors are refused."""
+    product = kroneckers.kfac_mat_prod(make_factors([(3, 3), (2, 2)]))
+    with pytest.raises(ValueError, match="hold 6 elements"):
+        product(rand(*shape, dtype=float64))
+
+
+@pytest.mark.parametrize("factors", [[], [zeros(3)], [zeros(2, 2), zeros(1, 1, 1)]])
+def test_refuses_what_are_no_factors(factors: List[Tensor]) -> None:
+    """Factors are one or more matrices."""
+    for function in (
+        kroneckers.kfacs_to_mat,
+        kroneckers.kfac_mat_prod,
+        kroneckers.inv_kfacs,
+    ):
+        with pytest.raises(ValueError, match="Expected one or more matrices"):
+            function(factors)
+
+
+@pytest.mark.parametrize("shift", [None, 0.5, [0.1, 2.0], (0.1, 2.0)], ids=str)
+def test_inverse(shift) -> None:
+    """Inverses are those of the shifted factors, and so are products with them."""
+    factors = make_spd_factors([3, 2])
+    shifts = [shift or 0.0] * 2 if not isinstance(shift, (list, tuple)) else shift
+    shifted = [F + s * eye(len(F), dtype=float64) for F, s in zip(factors, shifts)]
+    inverses = [F.inverse() for F in shifted]
+    for result, truth in zip(kroneckers.inv_kfacs(factors, shift=shift), inverses):
+        assert_close(result, truth)
+
+    mat = rand(5, 3, 2, dtype=float64)
+    truth = (mat.flatten(start_dim=1) @ dense(inverses).T).reshape(mat.shape)
+    assert_close(kroneckers.inv_kfac_mat_prod(factors, shift=shift)(mat), truth)
+    assert_close(kroneckers.inv_kfac_mat_prod(factors, shift=shift)(mat[0]), truth[0])
+    result = kroneckers.apply_inv_kfac_mat_prod(factors, mat, shift=shift)
+    assert_close(result, truth)
+
+
+def test_inverse_is_clamped() -> None:
+    """Inverse eigenvalues of singular factors are large, but bounded."""
+    eigenvalues = torch.tensor([2.0, 0.0, 1e-12, -1e-12, -0.5], dtype=float64)
+    (result,) = kroneckers.inv_kfacs([diag(eigenvalues)])
+    truth = torch.tensor([0.5, 1e8, 1e8, -1e8, -2.0], dtype=float64)
+    assert_close(result, diag(truth))
+
+
+def test_inverse_refuses_wrong_number_of_shifts() -> None:
+    """A sequence of shifts needs one entry for each factor."""
+    with pytest.raises(ValueError, match="each of the 2 factors, got 3"):
+        kroneckers.inv_kfacs(make_spd_factors([3, 2]), shift=[1.0, 2.0, 3.0])
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(1, 3))
+def test_inverse_undoes_product(sizes: List[int], num_columns: int) -> None:
+    """The product with the inverse takes the product back."""
+    factors = make_spd_factors(sizes)
+    mat = rand(num_columns, *sizes, dtype=float64)
+    product = kroneckers.apply_kfac_mat_prod(factors, mat)
+    assert_close(kroneckers.apply_inv_kfac_mat_prod(factors, product), mat)
+
+
+@pytest.mark.parametrize("order", range(4))
+def test_order_of_tensors(order: int) -> None:
+    """Tensors are recognized by their number of axes."""
+    tensor = zeros((2,) * order)
+    assert kroneckers.is_tensor_of_order(order, tensor)
+    assert not kroneckers.is_tensor_of_order(order + 1, tensor)
+    assert kroneckers.is_vector(tensor) == (order == 1)
+    assert kroneckers.is_matrix(tensor) == (order == 2)
+    assert kroneckers.all_tensors_of_order(order, [tensor, tensor])
+    assert not kroneckers.all_tensors_of_order(order, [tensor, zeros((1,) * 4)])
+
+
+def test_letters_and_equation() -> None:
+    """Axes get letters from the alphabet, and the equation multiplies with factors."""
+    assert "".join(kroneckers.get_letters()) == "abcdefghijklmnopqrstuvwxyz"
+    assert list(kroneckers.get_letters(max_letters=2)) == ["a", "b"]
+
+    factors = make_factors([(2, 3), (4, 2)])
+    mat = rand(5, 3, 2, dtype=float64)
+    equation = kroneckers.kfac_mat_prod_einsum_equation(2)
+    result = torch.einsum(equation, mat, *factors)
+    truth = torch.stack([factors[0] @ m @ factors[1].T for m in mat])
+    assert_close(result, truth)

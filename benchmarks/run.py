@@ -419,7 +419,7 @@ def draw(
                         fontsize=6,
                     )
         ax.set_xscale("log")
-        ax.margins(x=0.12)
+        ax.margins(x=0.12, y=0.01)
         ax.axvline(1, color="black", linewidth=0.8)
         ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
         ax.xaxis.set_minor_formatter(NullFormatter())

@@ -23,6 +23,9 @@ extensions = [
 ]
 exclude_patterns = ["_build", "_generated"]
 
+# the examples of these pages are run; those in docstrings are excerpts
+doctest_test_doctest_blocks = ""
+
 autodoc_default_options = {
     "members": True,
     "show-inheritance": True,

@@ -61,7 +61,7 @@ def make_model() -> Sequential:
     )
 
 
-def train(model: Module, X: Tensor, y: Tensor, epochs: int = 15) -> float:
+def train(model: Module, X: Tensor, y: Tensor, epochs: int = 10) -> float:
     """Train the network with Adam.
 
     Args:
@@ -509,8 +509,8 @@ def print_table(model: Sequential, X: Tensor, y: Tensor) -> None:
         f"shape      for the weight {list(shown.shape)} of the second convolution\n"
         f"time       relative to the plain gradient, {NUM_TIMED} samples\n"
         f"deviation  largest difference from plain autograd relative to the largest\n"
-        f"           entry, {NUM_CHECKED} samples, double precision; a star marks\n"
-        f"           samples: the mean of {NUM_DRAWS} draws against the exact value\n"
+        f"           entry, {NUM_CHECKED} samples, double precision; a star: sampled,\n"
+        f"           the mean of {NUM_DRAWS} draws against the exact value\n"
     )
     line = "{:<18} {:<21} {:<24} {:>6} {:>10}"
     header = line.format("quantity", "field", "shape", "time", "deviation")
@@ -628,6 +628,7 @@ def main(arguments: Optional[List[str]] = None) -> None:
     model = make_model()
     print_table(model, X, y)
 
+    torch.manual_seed(0)
     print(f"\nTraining the network on {len(X)} images ...", flush=True)
     accuracy = train(model, X, y)
     print(f"It classifies {100 * accuracy:.1f} % of them correctly.")

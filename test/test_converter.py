@@ -458,6 +458,11 @@ def inplace_numbers(self, x):
     return self.fc(x) * m / n
 
 
+def keyword_calls(self, x):
+    y = self.relu(input=self.fc(input=x))
+    return torch.reshape(input=y, shape=(x.shape[0], 2, 2)) + y.view(3, -1)[:, :2, None]
+
+
 def einops_calls(self, x):
     y = einops.rearrange(self.conv(x), "n c (h p) w -> n c p (h w)", p=2)
     return einops.reduce(y, "n c p t -> n c", "mean")
@@ -621,6 +626,11 @@ MODELS = {
     "inplace-numbers": Case(
         lambda: Lambda(inplace_numbers, fc=nn.Linear(4, 4)), VECTOR, {nn.Linear: 1}
     ),
+    "inplace-keywords": Case(
+        lambda: Lambda(keyword_calls, fc=nn.Linear(4, 4), relu=nn.ReLU(inplace=True)),
+        VECTOR,
+        {nn.ReLU: 1, FunctionModule: 3, SumModule: 1},
+    ),
     "einops": Case(
         lambda: Lambda(einops_calls, conv=nn.Conv2d(2, 2, 3, padding=1)),
         IMAGE,
@@ -643,6 +653,12 @@ MODELS = {
         ),
         SEQUENCE,
         {nn.TransformerEncoderLayer: 1},
+    ),
+    "one-stacked-layer": Case(
+        lambda: nn.Sequential(nn.LSTM(4, 5, 2), ReduceTuple()),
+        SEQUENCE,
+        {nn.LSTM: 2},
+        renamed=True,
     ),
     "one-layer": Case(lambda: nn.Linear(4, 3), VECTOR, {nn.Linear: 1}, renamed=True),
 }
@@ -727,7 +743,7 @@ def test_same_model(case, train):
             model.train(mode)
             converted.train(mode)
             check_same(model, converted, x, case.renamed)
-            if case.pickles:
+            if case.pickles and mode == train:
                 copied = pickle.loads(pickle.dumps(converted))
                 check_same(model, copied, x, case.renamed)
 
@@ -756,6 +772,21 @@ def test_layers_are_shared_and_unchanged():
     assert converted.get_submodule("layer1.1.conv2") is model.layer1[1].conv2
     assert model.layer1[0].relu.inplace
     assert [*converted.state_dict()] and isinstance(model.layer1, nn.Sequential)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_layer_alone(train):
+    """A layer with several inputs, or a tuple as output, can be converted."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 5, N, 4)
+    attention = nn.MultiheadAttention(4, 2).train(train)
+    converted = convert_module_to_backpack(attention, debug=False)
+    assert torch.equal(converted(q, k, v)[0], attention(q, k, v)[0])
+    rnn = nn.Sequential(nn.RNN(4, 5, num_layers=2)).train(train)
+    converted = convert_module_to_backpack(rnn, debug=False)
+    # Both elements of the tuple are returned, and that takes the whole layer
+    assert all(torch.equal(a, b) for a, b in zip(converted(q), rnn(q)))
+    assert converted.training == train
 
 
 def test_state_dict_loads():
@@ -812,7 +843,7 @@ DROPOUTS = {
     "functional": lambda self, x: F.dropout(x, 0.5, self.training),
     "keyword": lambda self, x: F.dropout(x, p=0.5, training=self.training),
     "torch": lambda self, x: torch.dropout(x, 0.5, self.training),
-    "channels": lambda self, x: F.dropout2d(x[:, :, None], 0.5, self.training),
+    "channels": lambda self, x: F.dropout2d(x[:, :, None, None], 0.5, self.training),
     "generic": lambda self, x: torch.feature_dropout(x, 0.5, self.training),
     "of-parameter": lambda self, x: x * F.dropout(self.one, 0.5, self.training),
     "always": lambda self, x: F.dropout(x, 0.5),
@@ -951,7 +982,7 @@ SPELLINGS = {
         lambda x: x.view(x.shape[0], -1),
         lambda x: x.view(x.size(0), -1),
         lambda x: x.reshape(x.size()[0], -1),
-        lambda x: x.reshape((len(x), -1)),
+        lambda x: x.reshape((x.shape[0], -1)),
         lambda x: torch.reshape(x, (x.shape[0], -1)),
     ],
     Permute: [
@@ -970,17 +1001,17 @@ SPELLINGS = {
         lambda x: x[:, ::2],
     ],
     SumModule: [
-        lambda x: x + x.exp(),
-        lambda x: x.exp().add(x),
-        lambda x: torch.add(x, other=x.exp()),
-        lambda x: x.exp().add_(x),
+        lambda x: x + x.sin(),
+        lambda x: x.sin().add(x),
+        lambda x: torch.add(x, other=x.sin()),
+        lambda x: x.sin().add_(x),
     ],
     ScaleModule: [
         lambda x: 2 * x,
         lambda x: x * 0.3,
         lambda x: x.mul(0.3),
         lambda x: torch.mul(x, 0.3),
-        lambda x: x.exp().mul_(0.3),
+        lambda x: x.sin().mul_(0.3),
         lambda x: x / 3,
         lambda x: x.div(4.0),
         lambda x: -x,
@@ -989,11 +1020,11 @@ SPELLINGS = {
         lambda x: F.relu(x),
         lambda x: torch.relu(x),
         lambda x: x.relu(),
-        lambda x: F.relu(x.exp(), inplace=True),
-        lambda x: F.relu(x.exp(), True),
-        lambda x: F.relu_(x.exp()),
-        lambda x: torch.relu_(x.exp()),
-        lambda x: x.exp().relu_(),
+        lambda x: F.relu(x.sin(), inplace=True),
+        lambda x: F.relu(x.sin(), True),
+        lambda x: F.relu_(x.sin()),
+        lambda x: torch.relu_(x.sin()),
+        lambda x: x.sin().relu_(),
     ],
     nn.Softmax: [
         lambda x: x.softmax(-1),
@@ -1072,8 +1103,8 @@ def test_transform_inplace_outside_of_a_graph():
 
 def test_check_backpack_compatible():
     """What is no module is noticed."""
-    graph_module = torch.fx.symbolic_trace(Lambda(lambda self, x: x.exp()))
-    with pytest.raises(NotImplementedError, match="exp"):
+    graph_module = torch.fx.symbolic_trace(Lambda(lambda self, x: x.sin()))
+    with pytest.raises(NotImplementedError, match="sin"):
         graph_utils._check_backpack_compatible(graph_module, False)
 
 

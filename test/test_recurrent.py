@@ -6,6 +6,8 @@ directions, and outputs with cotangents; and of the other options, all pairs.
 
 import gc
 import weakref
+from copy import deepcopy
+from functools import partial
 from itertools import product
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Type
 
@@ -13,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import grad
-from torch.func import functional_call
 from torch.nn.utils.rnn import pack_sequence
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from backpack.core.derivatives import recurrent
 from backpack.core.derivatives.generic import (
@@ -43,7 +45,9 @@ class Kind(NamedTuple):
 
 KINDS = {
     "RNN-tanh": Kind(nn.RNN, RNNDerivatives),
-    "RNN-relu": Kind(lambda *a, **k: nn.RNN(*a, nonlinearity="relu", **k), RNNDerivatives),
+    "RNN-relu": Kind(
+        lambda *a, **k: nn.RNN(*a, nonlinearity="relu", **k), RNNDerivatives
+    ),
     "LSTM": Kind(nn.LSTM, LSTMDerivatives, 2),
     "LSTM-proj": Kind(
         lambda *a, **k: nn.LSTM(*a, proj_size=PROJECTED, **k), LSTMDerivatives, 2
@@ -73,12 +77,14 @@ class Case(NamedTuple):
         )
 
 
+# In these four, each two of (batch_first, given, bias) take all pairs of values
+FLAGS = [flags for flags in product([True, False], repeat=3) if sum(flags) % 2 == 0]
 CASES = [
-    Case(kind, layers, bidirectional, outputs, *flags, columns=1 if flags[0] else 3)
-    for kind, layers, bidirectional in product(KINDS, [1, 2], [False, True])
-    for outputs in OUTPUTS[KINDS[kind].states]
-    for flags in product([True, False], repeat=3)
-    if sum(flags) % 2 == 0
+    Case(kind, *shape, outputs, *FLAGS[(i + j + k) % 4], columns=columns)
+    for kind, row in KINDS.items()
+    for i, shape in enumerate(product([1, 2], [False, True]))
+    for j, outputs in enumerate(OUTPUTS[row.states])
+    for k, columns in enumerate([1, 3])
 ]
 # One case of each kind with everything in it, for checks of another sort
 FULL = [
@@ -124,38 +130,37 @@ def build(case: Case) -> Problem:
         given = tuple(torch.randn_like(state) for state in states)
         inputs = (x, given if len(given) > 1 else given[0])
     mats = [
-        torch.randn(case.columns, *like.shape, dtype=F64) if which in case.outputs else None
+        (
+            torch.randn(case.columns, *like.shape, dtype=F64)
+            if which in case.outputs
+            else None
+        )
         for which, like in zip("ohc", [output, *states])
     ]
     return Problem(module, row.derivatives(), inputs, mats)
-
-
-def pick(tensor: Tensor, n: int, axis: int) -> Tensor:
-    """Select a sample and keep the axis."""
-    return tensor.narrow(axis, n, 1)
 
 
 def autograd_products(problem: Problem) -> Dict[str, Tensor]:
     """Per-sample products ``[V, N, *p]``, one sample and column after the other."""
     module, _, inputs, mats = problem
     params = dict(module.named_parameters())
-    create_graph = any(p.requires_grad for p in tensors_of(problem))
+    create_graph = any(x.requires_grad for x in tensors_of(problem))
     reached = [i for i, mat in enumerate(mats) if mat is not None]
     rows = []
     for n in range(N):
-        args = [pick(inputs[0], n, input_batch_axis(module, 0))]
-        if len(inputs) > 1:
-            states = inputs[1]
-            single = isinstance(states, Tensor)
-            states = [pick(s, n, 1) for s in ([states] if single else states)]
-            args.append(states[0] if single else tuple(states))
-        outputs = tensor_outputs(module(*args))
+        x = inputs[0].narrow(input_batch_axis(module, 0), n, 1)
+        pick = partial(torch.narrow, dim=1, start=n, length=1)
+        states = tree_map_only(Tensor, pick, inputs[1:])
+        outputs = tensor_outputs(module(x, *states))
         for v in range(mats[reached[0]].shape[0]):
             rows.append(
                 grad(
                     [outputs[i] for i in reached],
                     list(params.values()),
-                    [pick(mats[i][v], n, output_batch_axis(module, i)) for i in reached],
+                    [
+                        mats[i][v].narrow(output_batch_axis(module, i), n, 1)
+                        for i in reached
+                    ],
                     retain_graph=True,
                     create_graph=create_graph,
                     materialize_grads=True,
@@ -163,22 +168,23 @@ def autograd_products(problem: Problem) -> Dict[str, Tensor]:
             )
     stacked = [torch.stack(column) for column in zip(*rows)]
     return {
-        name: x.unflatten(0, (N, -1)).transpose(0, 1) for name, x in zip(params, stacked)
+        name: x.unflatten(0, (N, -1)).transpose(0, 1)
+        for name, x in zip(params, stacked)
     }
 
 
 def tensors_of(problem: Problem) -> List[Tensor]:
     """Everything but the parameters that products depend on."""
-    x, *states = problem.inputs
-    states = [s for pair in states for s in (pair if isinstance(pair, tuple) else [pair])]
-    return [x, *states, *(mat for mat in problem.mats if mat is not None)]
+    return tree_leaves((problem.inputs, [m for m in problem.mats if m is not None]))
 
 
 def check_close(result: Tensor, expected: Tensor, label: str) -> None:
     """Compare at 1e-8, relative to the largest entry."""
     assert result.shape == expected.shape, label
     atol = 1e-8 * expected.abs().max().item()
-    torch.testing.assert_close(result, expected, rtol=0.0, atol=atol, msg=lambda m: f"{label}: {m}")
+    torch.testing.assert_close(
+        result, expected, rtol=0.0, atol=atol, msg=lambda m: f"{label}: {m}"
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -189,15 +195,243 @@ def test_reductions(case: Case):
         with torch.no_grad():
             result = problem.product(name)
         assert isinstance(result, Outer if "weight" in name else Dense)
-        norms = expected.flatten(2).pow(2).sum((0, 2))
         for label, reduced, by_autograd in [
             ("individual", result.individual(), expected),
             ("summed", result.summed(), expected.sum(1)),
-            ("sq_norms", result.sq_norms(), norms),
+            ("sq_norms", result.sq_norms(), expected.flatten(2).pow(2).sum((0, 2))),
             ("squares", result.squares(), expected.pow(2).sum((0, 1))),
             ("squares of samples", result.squares(False), expected.pow(2).sum(0)),
         ]:
             check_close(reduced, by_autograd, f"{name}, {label}")
-    assert {n for n, e in autograd_products(problem).items() if e.abs().max() == 0} == (
-        unreached(case)
-    )
+
+
+@pytest.mark.parametrize("case", FULL, ids=str)
+def test_generic(case: Case):
+    """The fast rule agrees with the generic one."""
+    problem = build(case)
+    for name in problem.names:
+        slow = generic_product(name, problem.module, problem.inputs, problem.mats)
+        check_close(problem.product(name).individual(), slow.individual(), name)
+
+
+@pytest.mark.parametrize("case", FULL, ids=str)
+def test_differentiable(case: Case):
+    """Products can be differentiated with respect to all they depend on."""
+    problem = build(case)
+    leaves = [*problem.module.parameters(), *tensors_of(problem)]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    expected = autograd_products(problem)
+    weights = {name: torch.randn_like(p) for name, p in expected.items()}
+
+    def gradients(products: Dict[str, Tensor]) -> Tuple[Tensor, ...]:
+        total = sum((weights[name] * p.pow(2)).sum() for name, p in products.items())
+        return grad(total, leaves)
+
+    fast = {name: problem.product(name).individual() for name in problem.names}
+    by_autograd = gradients(expected)
+    assert any(x.abs().max() > 0 for x in by_autograd)
+    for leaf, result, reference in zip(leaves, gradients(fast), by_autograd):
+        check_close(result, reference, f"derivative w.r.t. {list(leaf.shape)}")
+
+
+@pytest.mark.parametrize("create_graph", [True, False], ids=["graph", "no-graph"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_recursion(kind: str, create_graph: bool, monkeypatch):
+    """All parameters share one recursion, and nothing outlives the cotangent."""
+    outputs = OUTPUTS[KINDS[kind].states][-1]
+    problem = build(Case(kind, outputs=outputs, given=True))
+    calls = []
+    compute = RecurrentDerivatives._products
+
+    def counted(*args):
+        calls.append(args[1])
+        return compute(*args)
+
+    monkeypatch.setattr(RecurrentDerivatives, "_products", counted)
+    with torch.set_grad_enabled(create_graph):
+        for name in problem.names:
+            problem.product(name)
+        assert len(calls) == 1
+        for change in STALE:
+            before = len(calls)
+            changed = change(problem)
+            changed.product(name)
+            assert len(calls) == before + 1, change
+    assert len(recurrent._PRODUCTS) >= 1
+    calls.clear()
+    del problem, changed
+    gc.collect()
+    assert len(recurrent._PRODUCTS) == 0
+
+
+def _scale_parameter(problem: Problem) -> Problem:
+    with torch.no_grad():
+        next(problem.module.parameters()).mul_(2.0)
+    return problem
+
+
+def _scale_cotangent(problem: Problem) -> Problem:
+    problem.mats[0].mul_(2.0)
+    return problem
+
+
+# Changes after which products must be computed anew
+STALE = [
+    _scale_parameter,
+    _scale_cotangent,
+    lambda p: p._replace(
+        mats=[m if i == 0 else m.clone() for i, m in enumerate(p.mats)]
+    ),
+    lambda p: p._replace(mats=[m if i == 0 else None for i, m in enumerate(p.mats)]),
+    lambda p: p._replace(inputs=(p.inputs[0].clone(), *p.inputs[1:])),
+    lambda p: p._replace(inputs=p.inputs[:1]),
+    lambda p: p._replace(module=deepcopy(p.module)),
+]
+
+
+def test_cotangent_with_gradient_is_freed():
+    """Products with a graph that owns their cotangent do not keep it alive."""
+    problem = build(Case("GRU"))
+    problem.mats[0].requires_grad_()
+    alive = weakref.ref(problem.mats[0])
+    assert problem.product("weight_hh_l0").individual().requires_grad
+    del problem
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_first_output_only(kind: str):
+    """A tensor stands for the first output, and ``None`` for states not given."""
+    problem = build(Case(kind))
+    short = problem._replace(mats=problem.mats[0], inputs=(problem.inputs[0], None))
+    for name in problem.names:
+        expected = problem.product(name).individual()
+        check_close(short.product(name).individual(), expected, name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_mixed_precision(kind: str):
+    """Inputs and cotangents of lower precision are brought to the parameters'."""
+    problem = build(Case(kind, given=True))
+    half = tree_map_only(Tensor, Tensor.bfloat16, (problem.inputs, problem.mats))
+    inputs, mats = tree_map_only(Tensor, Tensor.double, half)
+    rounded = problem._replace(inputs=inputs, mats=mats)
+    mixed = problem._replace(inputs=half[0], mats=half[1])
+    for name in problem.names:
+        expected = rounded.product(name).individual()
+        check_close(mixed.product(name).individual(), expected, name)
+
+
+def store(problem: Problem) -> nn.Module:
+    """Do what the forward pass of an extended module does, with gradients needed."""
+    module = problem.module
+    for i, given in enumerate(problem.inputs):
+        setattr(module, f"input{i}", given)
+    module.output = module(*problem.inputs)[0].detach()
+    return module
+
+
+JACOBIANS = [
+    Case(kind, 1, True, "o", batch_first, given)
+    for kind in KINDS
+    for batch_first in (True, False)
+    for given in (True, False)
+]
+
+
+@pytest.mark.parametrize("case", JACOBIANS, ids=str)
+def test_jacobians(case: Case):
+    """Products with the first output's Jacobians agree with autograd's."""
+    problem = build(case)
+    module, derivatives = store(problem), problem.derivatives
+    x, *others = problem.inputs
+    (mat,) = [m for m in problem.mats if m is not None]
+    jacobian = torch.autograd.functional.jacobian(lambda x: module(x, *others)[0], x)
+    flat = jacobian.reshape(mat[0].numel(), x.numel())
+
+    vectors = torch.randn(2, *x.shape, dtype=F64)
+    result = derivatives.jac_mat_prod(module, (), (), vectors)
+    check_close(result.flatten(1), vectors.flatten(1) @ flat.T, "jac_mat_prod")
+    result = derivatives.jac_t_mat_prod(module, (), (), mat)
+    check_close(result.flatten(1), mat.flatten(1) @ flat, "jac_t_mat_prod")
+    result = derivatives.jac_t_mat_prod(module, (), (), mat[0])
+    check_close(result.flatten(), mat[0].flatten() @ flat, "jac_t_mat_prod of a vector")
+
+    for name, expected in autograd_products(problem).items():
+        param = module.get_parameter(name)
+        result = derivatives.param_mjp(name, module, (), (), mat)
+        check_close(result, expected.sum(1), name)
+        vector = torch.randn_like(param)
+        result = derivatives.param_jac_mat_prod(name, module, (), (), vector)
+        dots = (result * mat).flatten(1).sum(1)
+        check_close(dots, (expected.sum(1) * vector).flatten(1).sum(1), name)
+    assert not derivatives.hessian_is_zero(module)
+
+
+@pytest.mark.parametrize("case", JACOBIANS, ids=str)
+def test_subsampling(case: Case):
+    """Samples are selected from inputs, states and output, or the call is refused."""
+    problem = build(case)
+    module, derivatives = store(problem), problem.derivatives
+    (mat,) = [m for m in problem.mats if m is not None]
+    samples = [2, 0]
+    picked = mat.index_select(1 + output_batch_axis(module, 0), torch.tensor(samples))
+
+    def pull_back() -> Tensor:
+        return derivatives.jac_t_mat_prod(module, (), (), picked, subsampling=samples)
+
+    def mjp(name: str, sum_batch: bool) -> Tensor:
+        return derivatives.param_mjp(
+            name, module, (), (), picked, sum_batch=sum_batch, subsampling=samples
+        )
+
+    if not case.batch_first:
+        with pytest.raises(NotImplementedError, match="batch_first=True"):
+            pull_back()
+        with pytest.raises(NotImplementedError, match="batch_first=True"):
+            mjp("weight_hh_l0", True)
+        return
+
+    expected = derivatives.jac_t_mat_prod(module, (), (), mat)[:, samples]
+    check_close(pull_back(), expected, "jac_t_mat_prod")
+    for name, expected in autograd_products(problem).items():
+        expected = expected[:, samples]
+        check_close(mjp(name, False), expected, name)
+        check_close(mjp(name, True), expected.sum(1), name)
+    assert module.input0 is problem.inputs[0]
+
+
+REFUSED = {
+    "packed": ({}, lambda: pack_sequence([torch.ones(3, 2), torch.ones(1, 2)]), "pad"),
+    "dropout": ({"dropout": 0.5}, lambda: torch.ones(3, 4, 2), "dropout=0.5.*eval"),
+    "no batch": ({}, lambda: torch.ones(4, 2), "2 axes"),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != "LSTM-proj"])
+def test_refused(kind: str, reason: str):
+    """Calls without a right answer are refused, with the module and a way out."""
+    options, make_input, message = REFUSED[reason]
+    row = KINDS[kind]
+    module = row.make(2, 3, num_layers=2, batch_first=True, **options)
+    inputs = (make_input(),)
+    mat = torch.ones(1, 3, 4, 3)
+    with pytest.raises(NotImplementedError, match=f"(?s){kind[:3]}.*{message}"):
+        row.derivatives().product("weight_ih_l0", module, inputs, mat)
+
+
+@pytest.mark.parametrize(
+    "train, dropout, layers, expected",
+    [
+        (True, 0.5, 2, False),
+        (False, 0.5, 2, True),
+        (True, 0.0, 2, True),
+    ],
+)
+def test_supports(train: bool, dropout: float, layers: int, expected: bool):
+    """Only dropout that is drawn stands in the way."""
+    module = nn.LSTM(2, 3, layers, dropout=dropout).train(train)
+    assert LSTMDerivatives().supports(module, (torch.ones(4, 3, 2),)) is expected

@@ -50,10 +50,12 @@ from backpack.custom_module.reduce_tuple import ReduceTuple
 from backpack.custom_module.rules import RULES, Target
 from backpack.custom_module.scale_module import ScaleModule
 from backpack.custom_module.tracer import (
+    RANDOM_FACTORIES,
     BackpackTracer,
     TrainingFlag,
     Untraceable,
     get_free_name,
+    graph_of_layer,
     is_user_module,
     keep,
     require_default,
@@ -101,8 +103,8 @@ def convert_module_to_backpack(module: Module, debug: bool) -> GraphModule:
     Layers and parameters are shared with the model, which is not changed. Parameters
     keep their names, except those of stacked RNNs and LSTMs that are split: layer
     ``k`` of ``lstm`` becomes the single-layer ``lstm.layer_k`` with the parameters
-    ``weight_ih_l0, ...``. A model that is one PyTorch layer is put into a
-    :class:`torch.nn.Sequential`, which prefixes the names with ``0.``. Parameters may
+    ``weight_ih_l0, ...``. A model that is one PyTorch layer becomes
+    the submodule ``0``, which prefixes the names with ``0.``. Parameters may
     change their order.
 
     Optional arguments of the model's forward are fixed to their default, unless it is
@@ -118,18 +120,18 @@ def convert_module_to_backpack(module: Module, debug: bool) -> GraphModule:
     Raises:
         NotImplementedError: If the model's own forward depends on data, other than by
             tensor operations, or if an in-place operation cannot be undone.
-    """  # noqa: DAR402
-    if not is_user_module(module):
-        wrapper = Sequential(module)
-        wrapper.training = module.training
-        module = wrapper
+    """
 
     def undo_inplace(graph_module: GraphModule) -> None:
         _transform_inplace_to_normal(graph_module, debug)
 
     if debug:
         print(f"Converting {type(module).__name__}")
-    graph_module = trace(module, check=undo_inplace)
+    if is_user_module(module):
+        graph_module = trace(module, check=undo_inplace)
+    else:
+        graph_module = graph_of_layer(module)
+        undo_inplace(graph_module)
     _erase_unused(graph_module)
     for transform in (
         _transform_functions_to_modules,
@@ -228,8 +230,8 @@ def _kinds(graph_module: GraphModule) -> Dict[Node, str]:
         graph_module: The graph module.
 
     Returns:
-        For each node ``'size'`` (no tensor), ``'constant'`` (made of parameters, buffers
-        and sizes), or ``'tensor'``.
+        For each node ``'size'`` (no tensor), ``'constant'`` (made of parameters,
+        buffers and sizes), or ``'tensor'``.
     """
     kinds: Dict[Node, str] = {}
     for node in graph_module.graph.nodes:
@@ -245,7 +247,6 @@ def _kinds(graph_module: GraphModule) -> Dict[Node, str]:
             node.target in CHECKS
             or (node.target is getattr and node.args[1] in SIZE_ATTRIBUTES)
             or (node.op == "call_method" and node.target in SIZE_METHODS)
-            or node.target is len
         ):
             kinds[node] = "size"
         elif sources <= {"size", "constant"}:
@@ -267,7 +268,7 @@ def _is_batch_size(node: Any, of: Node) -> bool:
     Returns:
         Whether that can be seen from the graph.
     """
-    if not isinstance(node, Node):
+    if not isinstance(node, Node) or node.op not in OPERATION:
         return False
     source = node.args[0]
     if node.target is operator.getitem and node.args[1] == 0:
@@ -275,7 +276,7 @@ def _is_batch_size(node: Any, of: Node) -> bool:
         if (source.target, *source.args[1:]) not in whole:
             return False
         source = source.args[0]
-    elif node.target is not len and (node.target, *node.args[1:]) != ("size", 0):
+    elif (node.target, *node.args[1:]) != ("size", 0):
         return False
     while of is not source:
         module = _called(of)
@@ -307,7 +308,7 @@ def _transform_inplace_to_normal(
     Raises:
         NotImplementedError: If another view of the changed tensor is used later.
         Untraceable: If a submodule changes its own parameters or buffers.
-    """  # noqa: DAR402
+    """
     if not isinstance(module, GraphModule):
         for child in module.modules() if initialize_recursion else (module,):
             if getattr(child, "inplace", False):
@@ -333,7 +334,7 @@ def _transform_inplace_to_normal(
             continue
         if debug:
             print(f"  {node.format_node()}: not in place")
-        source = node.args[0] if node.args else node.kwargs["input"]
+        source = node.all_input_nodes[0]
         origin[node] = origin[source]
         if kinds[node] == "size":  # a number: no other variable changes
             undo(node)
@@ -422,9 +423,9 @@ def _clear_inplace_argument(node: Node) -> None:
 def _copy_module(node: Node) -> None:
     module = deepcopy(_called(node))
     module.inplace = False
-    root = node.graph.owning_module
-    mode = module.training
-    _change_node_to_module(node, type(module).__name__.lower(), root, module, node.args)
+    mode, root = module.training, node.graph.owning_module
+    name, inputs = type(module).__name__.lower(), tuple(node.all_input_nodes)
+    _change_node_to_module(node, name, root, module, inputs)
     module.train(mode)
 
 
@@ -577,7 +578,7 @@ def _transform_flatten_to_module(module: Module, debug: bool) -> GraphModule:
             torch.reshape,
         ):
             continue
-        input, *shape = node.args
+        input, *shape = node.args or (None,)
         if len(shape) == 1 and isinstance(shape[0], (tuple, list)):
             shape = shape[0]
         if len(shape) == 2 and shape[1] == -1 and _is_batch_size(shape[0], input):
@@ -837,7 +838,8 @@ def _folds(node: Node, kinds: Dict[Node, str]) -> bool:
     if kinds[node] == "size":
         return True
     if kinds[node] == "constant":
-        return len(node.users) == 1
+        # Random numbers are drawn in the order of the model
+        return len(node.users) == 1 and _name(node.target) not in RANDOM_FACTORIES
     cheap = len(node.users) == 1 or _operation(node) in VIEW_NAMES
     return cheap and all(_is_index(user) for user in node.users)
 

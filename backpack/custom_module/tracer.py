@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 from functools import wraps
+from inspect import signature
 from typing import Any, Callable, Dict, Iterator, List, Optional, Set, Tuple
 from unittest.mock import patch
 from warnings import warn
@@ -22,10 +23,12 @@ from torch.nn import Module
 
 from backpack.custom_module.branching import Parallel, _Branch
 
-# torch.fx does not see these, as they take no tensor, only its sizes.
+# Functions that make a tensor of given sizes: torch.fx sees those of tensors only
 FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "zeros")
-# Recorded in any case: Otherwise, the numbers drawn while tracing would be kept.
+# Recorded in any case: Otherwise, the numbers drawn while tracing would be kept
 RANDOM_FACTORIES = ("rand", "randint", "randn", "randperm", "normal", "bernoulli")
+# Functions that take nothing but a bool for the training flag
+DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 
 CANNOT_TRACE = (
     "Cannot convert {name}: its forward cannot be traced ({reason}). Move what depends "
@@ -101,10 +104,9 @@ def _record_inplace(target: Callable) -> Callable:
     return method
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "and", "or", "xor"):
-    setattr(
-        InplaceProxy, f"__i{_name}__", _record_inplace(getattr(operator, f"i{_name}"))
-    )
+for _name in "add sub mul truediv floordiv mod pow and or xor".split():
+    _target = getattr(operator, f"i{_name}")
+    setattr(InplaceProxy, f"__i{_name}__", _record_inplace(_target))
 
 
 @fx_wrap
@@ -152,7 +154,7 @@ def is_user_module(module: Module) -> bool:
     if isinstance(module, (Parallel, _Branch)):
         return True
     # Where forward was written: A subclass of Linear that inherits it is a Linear.
-    origin = getattr(type(module).forward, "__module__", "")
+    origin = getattr(type(module).forward, "__module__", None) or ""
     return origin == "torch.nn.modules.container" or not origin.startswith(
         ("torch.nn", "torch.ao.nn", "backpack.custom_module")
     )
@@ -314,8 +316,8 @@ def _recording(tracer: Tracer, function: Callable, always: bool) -> Callable:
 
 
 @contextmanager
-def _recording_factories(tracer: Tracer) -> Iterator[None]:
-    """Record functions that make tensors out of sizes.
+def _recording_functions(tracer: Tracer) -> Iterator[None]:
+    """Record functions that would not accept a proxy or :class:`TrainingFlag`.
 
     Args:
         tracer: The tracer.
@@ -324,7 +326,7 @@ def _recording_factories(tracer: Tracer) -> Iterator[None]:
         Nothing.
     """
     with ExitStack() as stack:
-        for name in FACTORIES + RANDOM_FACTORIES:
+        for name in FACTORIES + RANDOM_FACTORIES + DROPOUTS:
             function = getattr(torch, name)
             record = _recording(tracer, function, name in RANDOM_FACTORIES)
             stack.enter_context(patch.object(torch, name, record))
@@ -354,7 +356,8 @@ def _restore(module: Module, attributes: Dict[str, Any]) -> Set[str]:
     for name in changed:
         del module.__dict__[name]
     module.__dict__.update(attributes)
-    return changed
+    # This is how the tracer stores tensors that the forward makes
+    return {name for name in changed if not name.startswith("_tensor_constant")}
 
 
 def _trace_once(root: Module, keep_whole: Tuple[str, ...]) -> GraphModule:
@@ -384,7 +387,7 @@ def _trace_once(root: Module, keep_whole: Tuple[str, ...]) -> GraphModule:
             flag = TrainingFlag(mode)
             flag.owner, flag.is_root = module, module is root
             module.__dict__["training"] = flag
-        with _recording_factories(tracer):
+        with _recording_functions(tracer):
             graph = Graph()
             graph.output(graph.graph_copy(tracer.trace(root), {}))
         _keep_names(graph, root)
@@ -405,14 +408,16 @@ def _trace_once(root: Module, keep_whole: Tuple[str, ...]) -> GraphModule:
         names = sorted(changes[""])
         warn(LOST_STATE.format(name=type(root).__name__, attributes=names))
 
-    saved = set(root.state_dict(keep_vars=True))
+    saved = root.state_dict(keep_vars=True)
     originals = dict(root.named_modules(remove_duplicate=False))
     for path, module in graph_module.named_modules():
-        # Containers are new and empty
+        if module is originals[path]:
+            continue
+        # Containers are new, and fx registers all tensors as saved buffers
         module.training = originals[path].training
-        for name in module._buffers:
-            if f"{path}.{name}".lstrip(".") not in saved:
-                module._non_persistent_buffers_set.add(name)
+        prefix = f"{path}." if path else ""
+        unsaved = {name for name in module._buffers if f"{prefix}{name}" not in saved}
+        module._non_persistent_buffers_set.update(unsaved)
     return graph_module
 
 
@@ -473,3 +478,25 @@ def trace(root: Module, check: Optional[Callable] = None) -> GraphModule:
                     CANNOT_TRACE.format(name=type(root).__name__, reason=error.reason)
                 ) from error
             keep_whole += (error.path,)
+
+
+def graph_of_layer(layer: Module) -> GraphModule:
+    """Make the graph of a model that is nothing but one layer.
+
+    Args:
+        layer: The layer.
+
+    Returns:
+        Graph module that calls its submodule ``0`` with all inputs that it requires.
+    """
+    graph = Graph()
+    inputs = [
+        graph.placeholder(parameter.name)
+        for parameter in signature(layer.forward).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind is not parameter.VAR_KEYWORD
+    ]
+    graph.output(graph.call_module("0", tuple(inputs)))
+    graph_module = GraphModule({"0": layer}, graph)
+    graph_module.training = layer.training
+    return graph_module

@@ -42,7 +42,7 @@ class LSTMDerivatives(RecurrentDerivatives):
         cells = torch.stack(cells)
         tanh_c = cells[1:].tanh()
 
-        # derivatives of m w.r.t. the cell, of the cell w.r.t. i, f, g, and of m w.r.t. o
+        # derivatives of m w.r.t. c' and o, and of c' w.r.t. i, f, g (before activation)
         to_cell = (o * (1 - tanh_c.pow(2))).unbind()
         to_i, to_g = g * i * (1 - i), i * (1 - g.pow(2))
         to_f, to_o = cells[:-1] * f * (1 - f), tanh_c * o * (1 - o)

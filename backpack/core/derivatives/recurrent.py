@@ -13,7 +13,17 @@ projecting LSTM: features of a projected state, or of a cell), g gates.
 from abc import abstractmethod
 from copy import copy
 from functools import partial
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
 from weakref import ref
 
 import torch
@@ -83,12 +93,15 @@ class Chain(NamedTuple):
     weight_hr: Optional[Tensor]
 
 
-# Cotangents at the output of an affine map, [T, V, N, p], and the map's input, [T, N, d]
+# Of an affine map: cotangents at its output, [T, V, N, p], and its input, [T, N, d]
 Factors = Tuple[Tensor, Tensor]
 
 
 class RecurrentDerivatives(BaseParameterDerivatives):
-    """Derivatives of multi-layer, bidirectional recurrent modules.
+    """Derivatives of recurrent modules with any number of layers and directions.
+
+    Products with Jacobians with respect to the input, and forward products, are the
+    generic ones and concern the first output only.
 
     Attributes:
         num_states: Number of states that a cell carries on: 1, or 2 with a cell state.

@@ -247,7 +247,7 @@ def _bind(module: Module, args: Tuple, kwargs: Dict[str, Any]) -> List[Any]:
         kind = bound.signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
             values.extend(value)
-        elif kind is inspect.Parameter.VARCALLSWORD:
+        elif kind is inspect.Parameter.VAR_KEYWORD:
             values.extend(value.values())
         else:
             values.append(value)

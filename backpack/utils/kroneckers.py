@@ -1,8 +1,8 @@
 """Kronecker products of small matrices, their inverses, and products with them.
 
 A list of factors ``[F1, F2, ...]`` stands for the matrix F1 ⊗ F2 ⊗ ... . The factors of
-a layer's curvature approximate its block for row-major flattened parameters, so a
-product with them acts on parameter-shaped tensors, too.
+a layer's curvature approximate its block for row-major flattened parameters. Products
+act on matrices whose *rows* are the parameter's elements, ``[D, V]``.
 """
 
 from functools import reduce
@@ -111,15 +111,15 @@ def kfac_mat_prod_einsum_equation(num_factors: int) -> str:
         num_factors: Number of Kronecker factors.
 
     Returns:
-        Equation whose operands are the columns ``[V, cols_1, cols_2, ...]`` and
-        the factors ``[rows_i, cols_i]``; the result is ``[V, rows_1, rows_2, ...]``.
+        Equation whose operands are the columns ``[cols_1, cols_2, ..., V]`` and
+        the factors ``[rows_i, cols_i]``; the result is ``[rows_1, rows_2, ..., V]``.
     """
     letters = get_letters()
     v = next(letters)
     pairs = [(next(letters), next(letters)) for _ in range(num_factors)]
     rows, cols = ("".join(axes) for axes in zip(*pairs))
     factors = ",".join(row + col for row, col in pairs)
-    return f"{v}{cols},{factors}->{v}{rows}"
+    return f"{cols}{v},{factors}->{rows}{v}"
 
 
 def two_kfacs_to_mat(A: Tensor, B: Tensor) -> Tensor:
@@ -158,55 +158,37 @@ def kfac_mat_prod(factors: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
         factors: Kronecker factors ``[rows_i, cols_i]``.
 
     Returns:
-        Function that maps ``[V, *]`` to ``[V, *]``, or a single vector ``[*]`` to
-        ``[*]``. The axes ``*`` hold prod(cols_i) elements, flat or in the shape of a
-        parameter. They keep their shape if the factors are square, and become one flat
-        axis if not. The function raises a ``ValueError`` for any other shape.
+        Function that maps a matrix ``[D, V]`` with D = prod(cols_i) to a matrix
+        ``[prod(rows_i), V]``, and a single vector ``[D]`` to a vector. It raises a
+        ``ValueError`` for any other shape.
     """
     _check_factors(factors)
     rows, cols = zip(*(factor.shape for factor in factors))
     equation = kfac_mat_prod_einsum_equation(len(factors))
 
     @kfacmp_unsqueeze_if_missing_dim(mat_dim=2)
-    def flat_product(mat: Tensor) -> Tensor:
-        """Multiply with flattened columns.
+    def product(mat: Tensor) -> Tensor:
+        """Multiply with columns.
 
         Args:
-            mat: Columns ``[V, prod(cols_i)]``.
+            mat: Matrix ``[prod(cols_i), V]``.
 
         Returns:
-            Columns ``[V, prod(rows_i)]``.
-        """
-        return einsum(equation, mat.reshape(-1, *cols), *factors).flatten(start_dim=1)
+            Matrix ``[prod(rows_i), V]``.
 
-    def product(mat: Tensor) -> Tensor:
-        result = flat_product(_flatten_features(mat, prod(cols)))
-        return result.reshape(mat.shape) if rows == cols else result
+        Raises:
+            ValueError: If the matrix has another shape.
+        """
+        if mat.ndim != 2 or mat.shape[0] != prod(cols):
+            raise ValueError(
+                f"Expected a matrix [{prod(cols)}, V] or a vector [{prod(cols)}], as "
+                f"the Kronecker factors have columns, got shape {list(mat.shape)}. "
+                "Flatten a parameter-shaped tensor, with one column per vector."
+            )
+        operand = mat.reshape(*cols, mat.shape[1])
+        return einsum(equation, operand, *factors).reshape(prod(rows), mat.shape[1])
 
     return product
-
-
-def _flatten_features(mat: Tensor, dim: int) -> Tensor:
-    """Merge all axes but the column axis, which may be missing.
-
-    Args:
-        mat: Columns ``[V, *]`` or single vector ``[*]``.
-        dim: Number D of elements that the axes ``*`` must have.
-
-    Returns:
-        Columns ``[V, D]`` or single vector ``[D]``.
-
-    Raises:
-        ValueError: If the tensor fits neither.
-    """
-    if mat.ndim > 1 and prod(mat.shape[1:]) == dim:
-        return mat.flatten(start_dim=1)
-    if mat.numel() == dim:
-        return mat.flatten()
-    raise ValueError(
-        f"Expected a tensor [V, *] or [*] whose axes * hold {dim} elements, as the "
-        f"Kronecker factors have columns, got shape {list(mat.shape)}."
-    )
 
 
 def apply_kfac_mat_prod(factors: Sequence[Tensor], mat: Tensor) -> Tensor:
@@ -214,7 +196,7 @@ def apply_kfac_mat_prod(factors: Sequence[Tensor], mat: Tensor) -> Tensor:
 
     Args:
         factors: Kronecker factors ``[rows_i, cols_i]``.
-        mat: Columns ``[V, *]`` or single vector ``[*]``, see :func:`kfac_mat_prod`.
+        mat: Matrix ``[D, V]`` or vector ``[D]``, see :func:`kfac_mat_prod`.
 
     Returns:
         The product.
@@ -272,7 +254,7 @@ def inv_kfac_mat_prod(
         shift: Value that is added to the eigenvalues, see :func:`inv_kfacs`.
 
     Returns:
-        Function that maps ``[V, *]`` or a single vector ``[*]`` to the same shape, see
+        Function that maps ``[D, V]`` or a vector ``[D]`` to the same shape, see
         :func:`kfac_mat_prod`.
     """
     return kfac_mat_prod(inv_kfacs(factors, shift=shift))
@@ -285,7 +267,7 @@ def apply_inv_kfac_mat_prod(
 
     Args:
         factors: Symmetric Kronecker factors ``[rows_i, rows_i]``.
-        mat: Columns ``[V, *]`` or single vector ``[*]``, see :func:`kfac_mat_prod`.
+        mat: Matrix ``[D, V]`` or vector ``[D]``, see :func:`kfac_mat_prod`.
         shift: Value that is added to the eigenvalues, see :func:`inv_kfacs`.
 
     Returns:

@@ -13,10 +13,10 @@ def kfacmp_unsqueeze_if_missing_dim(
 
     Args:
         mat_dim: Number of axes of the decorated function's argument, including the
-            leading column axis V.
+            trailing column axis V.
 
     Returns:
-        Decorator for a function that maps ``[V, *]`` to ``[V, *]``. The decorated
+        Decorator for a function that maps ``[*, V]`` to ``[*, V]``. The decorated
         function adds a missing column axis and removes it again.
     """
 
@@ -24,7 +24,7 @@ def kfacmp_unsqueeze_if_missing_dim(
         @wraps(product)
         def wrapped(mat: Tensor) -> Tensor:
             if mat.ndim == mat_dim - 1:
-                return product(mat.unsqueeze(0)).squeeze(0)
+                return product(mat.unsqueeze(-1)).squeeze(-1)
             return product(mat)
 
         return wrapped

@@ -63,7 +63,7 @@ TIME_FIRST = (
 )
 
 # Products of a call's parameters, by the first cotangent they were computed from. They
-# must not own that tensor, or neither would ever be freed.
+# must not own that tensor, or neither would ever be freed; a graph could own it.
 _PRODUCTS = WeakTensorKeyDictionary()
 
 
@@ -170,10 +170,10 @@ class RecurrentDerivatives(BaseParameterDerivatives):
     ) -> PerSample:
         """Describe the products of cotangents and a parameter's Jacobian.
 
-        The products of all parameters are computed at once. As long as the first
-        cotangent that is not ``None`` lives, they are at hand when the same tensors
-        are passed again with another name, unless that cotangent requires a gradient
-        itself.
+        The products of all parameters are computed at once, see :meth:`products`.
+        Unless gradients are enabled, they are at hand when the same tensors are passed
+        again with another name, as long as the first cotangent that is not ``None``
+        lives.
 
         Args:
             name: Name of the parameter, for instance ``"weight_ih_l0_reverse"``.
@@ -216,42 +216,40 @@ class RecurrentDerivatives(BaseParameterDerivatives):
         Returns:
             The products by the parameters' names.
         """
+        if torch.is_grad_enabled():
+            return self.products(module, inputs, mats)
         first, *others = [mat for mat in mats if mat is not None]
-        if torch.is_grad_enabled() and first.requires_grad:
-            # the products' graph may own this cotangent, see _PRODUCTS
-            return self._products(module, inputs, mats)
         tensors = [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
         tensors += [*others, *module.parameters()]
         stamp = (
             ref(module),
-            torch.is_grad_enabled(),
             [mat is None for mat in mats],
             [id(x) for x in tensors],
             [x._version for x in [first, *tensors]],
         )
         found, products, _ = _PRODUCTS.get(first, (None, {}, None))
         if found != stamp:
-            products = self._products(module, inputs, mats)
+            products = self.products(module, inputs, mats)
             # the tensors are kept, so that no others are given their ids
             _PRODUCTS[first] = (stamp, products, tensors)
         return products
 
-    def _products(
-        self, module: Recurrent, inputs: Sequence[Any], mats: Mats
+    def products(
+        self, module: Recurrent, inputs: Sequence[Any], cotangents: Mats
     ) -> Dict[str, PerSample]:
-        """Compute the products of all parameters, from the last layer to the first.
+        """Describe the products of all parameters, from one recursion through time.
 
         Args:
-            module: The module.
-            inputs: Its inputs.
-            mats: Columns at its outputs.
+            module: The module, in a call that it supports, see :meth:`supports`.
+            inputs: Its inputs, as for :meth:`product`.
+            cotangents: Columns at its outputs, as for :meth:`product`.
 
         Returns:
             The products by the parameters' names.
         """
         layers = self._chains(module, inputs)
         steps, directions = len(layers[0][0].x), len(layers[0])
-        d_output, *d_states = self._cotangents(module, mats, steps)
+        d_output, *d_states = self._cotangents(module, cotangents, steps)
         products = {}
         for layer, chains in reversed(list(enumerate(layers))):
             d_input = 0.0
@@ -283,11 +281,10 @@ class RecurrentDerivatives(BaseParameterDerivatives):
 
         Returns:
             Columns at the output, ``[T, V, N, directions * h]``, and at the last hidden
-            and cell states, ``[V, layers * directions, N, h]`` or ``None``. They are
-            copies: graphs that use them do not own the originals, see ``_PRODUCTS``.
+            and cell states, ``[V, layers * directions, N, h]`` or ``None``.
         """
         dtype = module.weight_ih_l0.dtype
-        mats = [None if mat is None else mat.to(dtype).clone() for mat in mats]
+        mats = [None if mat is None else mat.to(dtype) for mat in mats]
         output, hidden, cell = mats + [None] * (3 - len(mats))
         if output is None:
             state = cell if hidden is None else hidden

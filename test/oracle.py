@@ -1,0 +1,525 @@
+"""What each quantity is, computed the slow and obvious way with plain autograd.
+
+One function per quantity, which never uses the library. A problem is a model, a loss
+module, the model's inputs ``X`` and the loss's inputs ``y`` after the prediction, both
+tuples of tensors whose axis 0 is the batch. Samples go through the model one by one.
+Results are dictionaries by parameter name; use float64.
+
+The GGN family is computed from dense Jacobians and the dense loss Hessian. With
+``columns`` ``[V, N, *]`` at the loss input, Σ_v S_v S_vᵀ takes the Hessian's place: what
+a Monte-Carlo quantity has to be, given what was drawn.
+"""
+
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import grad
+from torch.nn import Module
+
+Tensors = Tuple[Tensor, ...]
+Value = Union[Tensor, List[Tensor]]
+
+RTOL = 1e-8
+
+_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_CONV_TRANSPOSES = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_AFFINE = (nn.Linear, nn.Embedding, *_CONVS, *_CONV_TRANSPOSES)
+
+
+def oracle(
+    quantity: str, model: Module, loss: Module, X: Tensors, y: Tensors, **options: Any
+) -> Dict[str, Value]:
+    """Compute a quantity.
+
+    Args:
+        quantity: Name of one of the functions in ``QUANTITIES``.
+        model: The model, not extended.
+        loss: The loss module, not extended.
+        X: Inputs of the model.
+        y: Inputs of the loss after the prediction.
+        options: Further arguments of the function.
+
+    Returns:
+        The quantity of each parameter that requires a gradient.
+    """
+    return QUANTITIES[quantity](model, loss, X, y, **options)
+
+
+def assert_agrees(
+    actual: Value,
+    expected: Value,
+    what: str = "",
+    rtol: float = RTOL,
+) -> None:
+    """Assert that two values agree, and report where they do not.
+
+    Args:
+        actual: What came out: a tensor, or a list of tensors.
+        expected: What should have come out.
+        what: What is compared.
+        rtol: Tolerance, relative to each entry; 1% of it relative to the largest.
+    """
+    if isinstance(expected, (list, tuple)):
+        assert isinstance(actual, (list, tuple)), f"{what}: no list, but {type(actual)}"
+        assert len(actual) == len(expected), f"{what}: {len(actual)} entries"
+        for i, (a, e) in enumerate(zip(actual, expected)):
+            assert_agrees(a, e, f"{what}[{i}]", rtol)
+        return
+    assert isinstance(actual, Tensor), f"{what}: no tensor, but {actual!r}"
+    same = (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+    assert same, (
+        f"{what}: got {list(actual.shape)} {actual.dtype}, expected "
+        f"{list(expected.shape)} {expected.dtype}"
+    )
+    if not expected.numel():
+        return
+    atol = 1e-2 * rtol * float(expected.detach().abs().max())
+    wrong = ~torch.isclose(actual, expected, rtol=rtol, atol=max(atol, 1e-300))
+    if wrong.any():
+        places = wrong.nonzero()[:5].tolist()
+        lines = [
+            f"  at {tuple(i)}: {float(actual[tuple(i)])} != {float(expected[tuple(i)])}"
+            for i in places
+        ]
+        raise AssertionError(
+            "\n".join(
+                [f"{what}: {int(wrong.sum())} of {wrong.numel()} entries differ", *lines]
+            )
+        )
+
+
+def parameters(model: Module) -> Dict[str, Tensor]:
+    """List what a model is differentiated with respect to.
+
+    Args:
+        model: The model.
+
+    Returns:
+        Parameters that require a gradient, by name.
+    """
+    return {n: p for n, p in model.named_parameters() if p.requires_grad}
+
+
+def sample(X: Tensors, n: int) -> Tensors:
+    """Select a sample as a mini-batch of size one.
+
+    Args:
+        X: Tensors of shape ``[N, *]``.
+        n: Which sample.
+
+    Returns:
+        Tensors of shape ``[1, *]``.
+    """
+    return tuple(x[n : n + 1] for x in X)
+
+
+# First order
+
+
+def individual_gradients(
+    model: Module, loss: Module, X: Tensors, y: Tensors
+) -> Dict[str, Tensor]:
+    """Differentiate the loss, where only one sample's prediction is no constant.
+
+    Args:
+        model: The model.
+        loss: The loss module.
+        X: Inputs of the model.
+        y: Inputs of the loss after the prediction.
+
+    Returns:
+        Individual gradients ``[N, *p]``.
+    """
+    params = parameters(model)
+    batch_size = len(X[0])
+    constants = [model(*sample(X, n)).detach() for n in range(batch_size)]
+    rows = []
+    for n in range(batch_size):
+        predictions = list(constants)
+        predictions[n] = model(*sample(X, n))
+        value = loss(torch.cat(predictions), *y)
+        rows.append(grad(value, list(params.values()), materialize_grads=True))
+    return {name: torch.stack(col) for name, col in zip(params, zip(*rows))}
+
+
+def of_gradients(function: Callable[[Tensor], Tensor]) -> Callable[..., Dict]:
+    """Make a quantity out of what it is in terms of the individual gradients.
+
+    Args:
+        function: Maps the individual gradients ``[N, *p]`` to the quantity.
+
+    Returns:
+        Function of model, loss, X and y.
+    """
+
+    def quantity(
+        model: Module,
+        loss: Module,
+        X: Tensors,
+        y: Tensors,
+        subsampling: Optional[Sequence[int]] = None,
+    ) -> Dict[str, Tensor]:
+        gradients = individual_gradients(model, loss, X, y)
+        if subsampling is not None:
+            gradients = {n: g[list(subsampling)] for n, g in gradients.items()}
+        return {name: function(g) for name, g in gradients.items()}
+
+    return quantity
+
+
+batch_grad = of_gradients(lambda g: g)
+batch_l2 = of_gradients(lambda g: (g**2).flatten(1).sum(1))
+sum_grad_squared = of_gradients(lambda g: (g**2).sum(0))
+variance = of_gradients(lambda g: ((g - g.mean(0)) ** 2).mean(0))
+batch_dot = of_gradients(lambda g: g.flatten(1) @ g.flatten(1).T)
+
+
+# GGN family
+
+
+def loss_hessians(
+    model: Module,
+    loss: Module,
+    X: Tensors,
+    y: Tensors,
+    columns: Optional[Tensor] = None,
+) -> Tensor:
+    """Compute the dense Hessian of the loss with respect to the predictions.
+
+    Args:
+        model: The model.
+        loss: The loss module.
+        X: Inputs of the model.
+        y: Inputs of the loss after the prediction.
+        columns: If given, Σ_v S_v S_vᵀ is returned instead.
+
+    Returns:
+        Each sample's block, ``[N, F, F]`` for F features of the prediction.
+    """
+    batch_size = len(X[0])
+    if columns is not None:
+        rows = columns.flatten(2) if columns.dim() > 2 else columns.unsqueeze(-1)
+        return torch.stack([rows[:, n].T @ rows[:, n] for n in range(batch_size)])
+    f = torch.cat([model(*sample(X, n)) for n in range(batch_size)]).detach()
+    dense = torch.autograd.functional.hessian(lambda x: loss(x, *y), f)
+    features = f[0].numel()
+    dense = dense.reshape(batch_size, features, batch_size, features)
+    for n in range(batch_size):
+        assert not any(dense[n, :, m].any() for m in range(batch_size) if m != n)
+    return torch.stack([dense[n, :, n] for n in range(batch_size)])
+
+
+def jacobian(output: Tensor, inputs: Sequence[Tensor]) -> List[Tensor]:
+    """Differentiate each entry of an output.
+
+    Args:
+        output: Tensor with F entries.
+        inputs: What to differentiate with respect to, ``[*p]``.
+
+    Returns:
+        Jacobians ``[F, *p]``.
+    """
+    rows = [
+        grad(entry, inputs, retain_graph=True, materialize_grads=True)
+        for entry in output.flatten()
+    ]
+    return [torch.stack(column) for column in zip(*rows)]
+
+
+def model_jacobians(model: Module, X: Tensors) -> Dict[str, Tensor]:
+    """Compute the model's Jacobian for each sample.
+
+    Args:
+        model: The model.
+        X: Inputs of the model.
+
+    Returns:
+        Jacobians ``[N, F, *p]``.
+    """
+    params = parameters(model)
+    rows = [
+        jacobian(model(*sample(X, n)), list(params.values())) for n in range(len(X[0]))
+    ]
+    return {name: torch.stack(column) for name, column in zip(params, zip(*rows))}
+
+
+def sqrt_ggn(
+    model: Module,
+    loss: Module,
+    X: Tensors,
+    y: Tensors,
+    columns: Tensor,
+    subsampling: Optional[Sequence[int]] = None,
+) -> Dict[str, Tensor]:
+    """Multiply columns with the model's Jacobian.
+
+    Args:
+        model: The model.
+        loss: The loss module.
+        X: Inputs of the model.
+        y: Inputs of the loss after the prediction.
+        columns: Columns ``[V, N, *]`` at the loss input.
+        subsampling: Samples to select.
+
+    Returns:
+        Products ``[V, N, *p]``.
+    """
+    num_columns, batch_size = columns.shape[:2]
+    rows = columns.reshape(num_columns, batch_size, -1)
+    picked = range(batch_size) if subsampling is None else subsampling
+    return {
+        name: torch.stack(
+            [
+                torch.stack([torch.tensordot(rows[v, n], jac[n], 1) for n in picked])
+                for v in range(num_columns)
+            ]
+        )
+        for name, jac in model_jacobians(model, X).items()
+    }
+
+
+def batch_ggn(
+    model: Module,
+    loss: Module,
+    X: Tensors,
+    y: Tensors,
+    columns: Optional[Tensor] = None,
+) -> Dict[str, Tensor]:
+    """Compute each sample's dense GGN block Jₙᵀ Hₙ Jₙ.
+
+    Args:
+        model: The model.
+        loss: The loss module.
+        X: Inputs of the model.
+        y: Inputs of the loss after the prediction.
+        columns: If given, Σ_v S_v S_vᵀ takes the place of the loss Hessian.
+
+    Returns:
+        Blocks ``[N, P, P]`` for parameters with P elements.
+    """
+    hessians = loss_hessians(model, loss, X, y, columns)
+    return {
+        name: torch.stack([j.T @ h @ j for j, h in zip(jac.flatten(2), hessians)])
+        for name, jac in model_jacobians(model, X).items()
+    }
+
+
+def diag_ggn_batch(
+    model: Module,
+    loss: Module,
+    X: Tensors,
+    y: Tensors,
+    columns: Optional[Tensor] = None,
+) -> Dict[str, Tensor]:
+    """Take the diagonal of each sample's GGN.
+
+    Args:
+        model: The model.
+        loss: The loss module.
+        X: Inputs of the model.
+        y: Inputs of the loss after the prediction.
+        columns: See :func:`batch_ggn`.
+
+    Returns:
+        Diagonals ``[N, *p]``.
+    """
+    shapes = {name: param.shape for name, param in parameters(model).items()}
+    return {
+        name: torch.stack([ggn.diag().reshape(shapes[name]) for ggn in blocks])
+        for name, blocks in batch_ggn(model, loss, X, y, columns).items()
+    }
+
+
+def diag_ggn(
+    model: Module,
+    loss: Module,
+    X: Tensors,
+    y: Tensors,
+    columns: Optional[Tensor] = None,
+) -> Dict[str, Tensor]:
+    """Take the diagonal of the GGN.
+
+    Args:
+        model: The model.
+        loss: The loss module.
+        X: Inputs of the model.
+        y: Inputs of the loss after the prediction.
+        columns: See :func:`batch_ggn`.
+
+    Returns:
+        Diagonals ``[*p]``.
+    """
+    diagonals = diag_ggn_batch(model, loss, X, y, columns)
+    return {name: diagonal.sum(0) for name, diagonal in diagonals.items()}
+
+
+# Kronecker factors
+
+
+def kronecker_factors(
+    model: Module,
+    loss: Module,
+    X: Tensors,
+    y: Tensors,
+    columns: Optional[Tensor] = None,
+    weight_sharing: Optional[str] = None,
+) -> Dict[str, List[Tensor]]:
+    """Compute Kronecker factors by their definition; each layer is called once.
+
+    Args:
+        model: The model.
+        loss: The loss module.
+        X: Inputs of the model.
+        y: Inputs of the loss after the prediction.
+        columns: See :func:`batch_ggn`.
+        weight_sharing: ``"expand"``, ``"reduce"`` or ``None``.
+
+    Returns:
+        Lists of factors.
+    """
+    hessians = loss_hessians(model, loss, X, y, columns)
+    factors = {}
+    for name in parameters(model):
+        prefix, _, own_name = name.rpartition(".")
+        layer = model.get_submodule(prefix)
+        outputs, inputs = layer_factors(model, layer, X, hessians)
+        if not outputs:  # any other parameter: its dense block
+            dense = batch_ggn(model, loss, X, y, columns)[name]
+            factors[name] = [dense.sum(0)]
+            continue
+        expand = weight_sharing == "expand"
+        B = sum(
+            torch.einsum("gtptq->gpq" if expand else "gtpsq->gpq", ggn)
+            for ggn in outputs
+        )
+        if own_name == "bias":
+            factors[name] = [without_single_group(B)]
+            continue
+        if weight_sharing == "reduce":
+            inputs = [a.mean(1, keepdim=True) for a in inputs]
+        A = sum(torch.einsum("gti,gtj->gij", a, a) for a in inputs) / len(inputs)
+        if expand:
+            A = A / inputs[0].shape[1]
+        if isinstance(layer, nn.Embedding):
+            factors[name] = [A[0].diag(), B[0]]
+        else:
+            factors[name] = [without_single_group(B), without_single_group(A)]
+    return factors
+
+
+def without_single_group(factor: Tensor) -> Tensor:
+    """Drop the group axis if there is a single group.
+
+    Args:
+        factor: Factors ``[G, p, p]``.
+
+    Returns:
+        The factors, ``[p, p]`` for G = 1.
+    """
+    return factor[0] if len(factor) == 1 else factor
+
+
+def layer_factors(
+    model: Module, layer: Module, X: Tensors, hessians: Tensor
+) -> Tuple[List[Tensor], List[Tensor]]:
+    """Compute, per sample, what the Kronecker factors of a layer are made of.
+
+    Args:
+        model: The model.
+        layer: A module inside.
+        X: Inputs of the model.
+        hessians: Hessian of the loss, ``[N, F, F]``.
+
+    Returns:
+        For each sample the GGN with respect to the layer's output ``[G, T, p, T, p]``,
+        and the layer's inputs ``[G, T, d]`` that the weight is multiplied with at each
+        position. Empty lists if the layer is of another kind or is not called.
+    """
+    unchanged = [
+        cls
+        for cls in _AFFINE
+        if isinstance(layer, cls) and type(layer).forward is cls.forward
+    ]
+    is_plain = unchanged and isinstance(vars(layer)["_parameters"].get("weight"), Tensor)
+    outputs, inputs = [], []
+    for n, hessian in enumerate(hessians):
+        calls = []
+
+        def shift_output(layer: Module, args: Tensors, kwargs: Dict, out: Tensor):
+            shift = torch.zeros_like(out, requires_grad=True)
+            calls.append((args, kwargs, shift))
+            return out + shift
+
+        handle = layer.register_forward_hook(shift_output, with_kwargs=True)
+        prediction = model(*sample(X, n))
+        handle.remove()
+        if not (is_plain and calls):
+            return [], []
+        ((args, kwargs, shift),) = calls
+        (jac,) = jacobian(prediction, [shift])
+        jac = groups_first(layer, jac)  # [f, g, t, p]
+        outputs.append(torch.einsum("egtp,ef,fgsq->gtpsq", jac, hessian, jac))
+        inputs.append(weight_inputs(layer, layer(*args, **kwargs)))
+    return outputs, inputs
+
+
+def groups_first(layer: Module, output: Tensor) -> Tensor:
+    """Divide the axes of a layer's output into groups, positions and features.
+
+    Args:
+        layer: The layer.
+        output: Tensor of shape ``[N, *out]``; ``[F, 1, *out]`` also.
+
+    Returns:
+        Tensor of shape ``[N, G, T, p]``.
+    """
+    if isinstance(layer, (*_CONVS, *_CONV_TRANSPOSES)):
+        spatial = len(layer.kernel_size)
+        flat = output.flatten(-spatial).reshape(
+            len(output), layer.groups, -1, output.shape[-spatial:].numel()
+        )
+        return flat.transpose(2, 3)
+    return output.reshape(len(output), 1, -1, output.shape[-1])
+
+
+def weight_inputs(layer: Module, output: Tensor) -> Tensor:
+    """Find out what a layer's weight is multiplied with.
+
+    A feature at position t is Σ_d weight[d] a[t, d], so that a is how the first feature
+    of a group changes with the weights that belong to it.
+
+    Args:
+        layer: The layer.
+        output: Its output for one sample.
+
+    Returns:
+        Tensor of shape ``[G, T, d]``.
+    """
+    weight = layer.weight
+    result = []
+    for g, group in enumerate(groups_first(layer, output)[0]):
+        rows = jacobian(group[:, 0], [weight])[0]  # [t, *p]
+        if isinstance(layer, nn.Embedding):
+            result.append(rows[:, :, 0])
+        elif isinstance(layer, _CONV_TRANSPOSES):
+            size = weight.shape[0] // layer.groups
+            result.append(rows[:, g * size : (g + 1) * size, 0].flatten(1))
+        else:
+            size = weight.shape[0] // getattr(layer, "groups", 1)
+            result.append(rows[:, g * size].flatten(1))
+    return torch.stack(result)
+
+
+QUANTITIES: Dict[str, Callable[..., Dict[str, Value]]] = {
+    "batch_grad": batch_grad,
+    "batch_l2": batch_l2,
+    "sum_grad_squared": sum_grad_squared,
+    "variance": variance,
+    "batch_dot": batch_dot,
+    "sqrt_ggn": sqrt_ggn,
+    "batch_ggn": batch_ggn,
+    "diag_ggn": diag_ggn,
+    "diag_ggn_batch": diag_ggn_batch,
+    "kronecker_factors": kronecker_factors,
+}

@@ -126,6 +126,16 @@ class Call:
             )
         return module
 
+    def input_nodes(self) -> List[Node]:
+        """List the nodes of the graph that produced the arguments.
+
+        Returns:
+            The nodes.
+        """
+        tensors = tree_leaves(self.arguments)
+        edges = [*self.input_edges, *(_edge(x) for x in tensors)]
+        return [edge.node for edge in edges if edge is not None]
+
     def shares(self, param: Parameter) -> bool:
         """Tell whether other calls may contribute to a parameter in this pass.
 

@@ -7,10 +7,11 @@ weights. :data:`ARCHITECTURES` holds a row per model, with inputs, loss, and tar
 
 from __future__ import annotations
 
-from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
+from cases import Problem, randomize
 from torch import Tensor, nn
 from torch.nn import Module, Parameter
 
@@ -428,20 +429,19 @@ class MixerBlock(Module):
 
 
 class Mixer(Module):
-    """Patch embedding, one mixer block, mean over positions, linear head."""
+    """Patch embedding, one mixer block, linear head on all positions."""
 
     def __init__(self, num_classes: int = 3):
         """Create the layers."""
         super().__init__()
         self.embed = nn.Conv2d(1, 4, kernel_size=2, stride=2)
         self.block = MixerBlock(4, 4)
-        self.norm = nn.LayerNorm(4)
-        self.head = nn.Linear(4, num_classes)
+        self.head = nn.Linear(16, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map images ``[N, 1, 4, 4]`` to logits."""
         x = self.embed(x).flatten(2).transpose(1, 2)
-        return self.head(self.norm(self.block(x)).mean(1))
+        return self.head(self.block(x).flatten(1))
 
 
 class Siamese(Module):
@@ -495,46 +495,6 @@ class MixtureOfExperts(Module):
         return torch.einsum("ne,nec->nc", gate, experts)
 
 
-def randomize(model: Module) -> Module:
-    """Move scales, shifts, and running statistics away from where they start.
-
-    A normalization that multiplies by one and adds zero hides mistakes.
-
-    Args:
-        model: The model.
-
-    Returns:
-        The same model, in double precision.
-    """
-    with torch.no_grad():
-        for module in model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                if name == "running_mean":
-                    buffer.uniform_(-0.3, 0.3)
-                elif name == "running_var":
-                    buffer.uniform_(0.5, 1.5)
-            for param in module.parameters(recurse=False):
-                if param.dim() == 1:
-                    param.add_(0.4 * torch.rand_like(param) - 0.2)
-    return model.double()
-
-
-class Problem(NamedTuple):
-    """A model with data.
-
-    Attributes:
-        model: The model, in evaluation mode and double precision.
-        x: Its input, samples along axis 0.
-        loss: Loss module.
-        y: Target.
-    """
-
-    model: Module
-    x: Tensor
-    loss: Module
-    y: Tensor
-
-
 class Architecture(NamedTuple):
     """How to make a problem.
 
@@ -545,7 +505,8 @@ class Architecture(NamedTuple):
         y: Makes the target.
         unbatched: Parameters whose layer is called without a batch axis, because
             samples share the result.
-        loss_rows: How many rows of the loss input belong to each sample.
+        unflattened: The same, where axis 0 of the loss input is the batch, if it is not
+            here: several rows of the loss input belong to one sample.
     """
 
     model: Callable[[], Module]
@@ -553,7 +514,7 @@ class Architecture(NamedTuple):
     y: Callable[[], Tensor]
     loss: Callable[[], Module] = nn.CrossEntropyLoss
     unbatched: Tuple[str, ...] = ()
-    loss_rows: int = 1
+    unflattened: Optional[Architecture] = None
 
     def problem(self, seed: Optional[int] = 0) -> Problem:
         """Make model and data.
@@ -562,15 +523,14 @@ class Architecture(NamedTuple):
             seed: Seed of the random numbers. Default: 0.
 
         Returns:
-            The problem.
+            The problem, in evaluation mode and double precision.
         """
         torch.manual_seed(seed)
-        model = randomize(self.model()).eval()
-        x = self.x()
-        x = x.double() if x.is_floating_point() else x
-        y = self.y()
-        y = y.double() if y.is_floating_point() else y
-        return Problem(model, x, self.loss(), y)
+        model = randomize(self.model().double()).eval()
+        x, y = (
+            t.double() if t.is_floating_point() else t for t in (self.x(), self.y())
+        )
+        return Problem(model, self.loss(), (x,), (y,))
 
 
 def images(n: int, channels: int, size: int) -> Callable[[], Tensor]:
@@ -581,6 +541,18 @@ def images(n: int, channels: int, size: int) -> Callable[[], Tensor]:
 def classes(*shape: int, num_classes: int = 3) -> Callable[[], Tensor]:
     """Return a function that draws class indices."""
     return lambda: torch.randint(num_classes, shape)
+
+
+def gpt(flat: bool, *logit_rows: int, **options: Any) -> Architecture:
+    """Return the row of a decoder that is trained on 3 sequences of 4 tokens."""
+    return Architecture(
+        lambda: GPT(flat),
+        classes(3, 4, num_classes=GPT.VOCABULARY),
+        classes(*logit_rows, num_classes=GPT.VOCABULARY),
+        lambda: nn.CrossEntropyLoss(reduction="sum"),
+        unbatched=("pos.weight",),
+        **options,
+    )
 
 
 ARCHITECTURES: Dict[str, Architecture] = {
@@ -595,22 +567,12 @@ ARCHITECTURES: Dict[str, Architecture] = {
     "vit-handwritten-attention": Architecture(
         lambda: VisionTransformer(SelfAttention), images(3, 1, 4), classes(3)
     ),
-    "gpt-transposed-logits": Architecture(
-        lambda: GPT(flat=False),
-        classes(3, 4, num_classes=GPT.VOCABULARY),
-        classes(3, 4, num_classes=GPT.VOCABULARY),
-        unbatched=("pos.weight",),
-    ),
-    "gpt-flat-logits": Architecture(
-        lambda: GPT(flat=True),
-        classes(3, 4, num_classes=GPT.VOCABULARY),
-        classes(12, num_classes=GPT.VOCABULARY),
-        lambda: nn.CrossEntropyLoss(reduction="sum"),
-        unbatched=("pos.weight",),
-        loss_rows=4,
-    ),
+    "gpt-transposed-logits": gpt(False, 3, 4),
+    "gpt-flat-logits": gpt(True, 12, unflattened=gpt(False, 3, 4)),
     "lstm": Architecture(
-        LSTMClassifier, lambda: torch.tensor([[1, 2, 3], [4, 1, 0], [2, 2, 0]]), classes(3)
+        LSTMClassifier,
+        lambda: torch.tensor([[1, 2, 3], [4, 1, 0], [2, 2, 0]]),
+        classes(3),
     ),
     "unet": Architecture(UNet, images(2, 1, 4), classes(2, 4, 4, num_classes=2)),
     "mixer": Architecture(Mixer, images(3, 1, 4), classes(3)),
@@ -621,6 +583,9 @@ ARCHITECTURES: Dict[str, Architecture] = {
         nn.BCEWithLogitsLoss,
     ),
     "mixture-of-experts": Architecture(
-        MixtureOfExperts, lambda: torch.randn(4, 4), lambda: torch.randn(4, 3), nn.MSELoss
+        MixtureOfExperts,
+        lambda: torch.randn(4, 4),
+        lambda: torch.randn(4, 3),
+        nn.MSELoss,
     ),
 }

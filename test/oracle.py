@@ -84,7 +84,10 @@ def assert_agrees(
         ]
         raise AssertionError(
             "\n".join(
-                [f"{what}: {int(wrong.sum())} of {wrong.numel()} entries differ", *lines]
+                [
+                    f"{what}: {int(wrong.sum())} of {wrong.numel()} entries differ",
+                    *lines,
+                ]
             )
         )
 
@@ -441,8 +444,12 @@ def layer_factors(
         for cls in _AFFINE
         if isinstance(layer, cls) and type(layer).forward is cls.forward
     ]
-    is_plain = unchanged and isinstance(vars(layer)["_parameters"].get("weight"), Tensor)
+    is_plain = unchanged and isinstance(
+        vars(layer)["_parameters"].get("weight"), Tensor
+    )
     outputs, inputs = [], []
+    if not is_plain:
+        return outputs, inputs
     for n, hessian in enumerate(hessians):
         calls = []
 
@@ -454,8 +461,8 @@ def layer_factors(
         handle = layer.register_forward_hook(shift_output, with_kwargs=True)
         prediction = model(*sample(X, n))
         handle.remove()
-        if not (is_plain and calls):
-            return [], []
+        if not calls:
+            return outputs, inputs
         ((args, kwargs, shift),) = calls
         (jac,) = jacobian(prediction, [shift])
         jac = groups_first(layer, jac)  # [f, g, t, p]

@@ -11,6 +11,14 @@ from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Ty
 from torch import Tensor, nn
 from torch.nn import Module
 
+from backpack.core.derivatives.adaptive_avg_pool_nd import (
+    AdaptiveAvgPool1dDerivatives,
+    AdaptiveAvgPool2dDerivatives,
+    AdaptiveAvgPool3dDerivatives,
+)
+from backpack.core.derivatives.avgpool1d import AvgPool1DDerivatives
+from backpack.core.derivatives.avgpool2d import AvgPool2DDerivatives
+from backpack.core.derivatives.avgpool3d import AvgPool3DDerivatives
 from backpack.core.derivatives.basederivatives import (
     BaseDerivatives,
     BaseParameterDerivatives,
@@ -24,9 +32,25 @@ from backpack.core.derivatives.conv_transpose1d import ConvTranspose1DDerivative
 from backpack.core.derivatives.conv_transpose2d import ConvTranspose2DDerivatives
 from backpack.core.derivatives.conv_transpose3d import ConvTranspose3DDerivatives
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
+from backpack.core.derivatives.dropout import DropoutDerivatives
+from backpack.core.derivatives.elementwise import (
+    ElementwiseDerivatives,
+    PiecewiseLinearDerivatives,
+)
+from backpack.core.derivatives.elu import ELUDerivatives
 from backpack.core.derivatives.embedding import EmbeddingDerivatives
+from backpack.core.derivatives.flatten import FlattenDerivatives
 from backpack.core.derivatives.generic_loss import GenericLossDerivatives
+from backpack.core.derivatives.gru import GRUDerivatives
+from backpack.core.derivatives.leakyrelu import LeakyReLUDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
+from backpack.core.derivatives.linear_map import LinearMapDerivatives
+from backpack.core.derivatives.logsigmoid import LogSigmoidDerivatives
+from backpack.core.derivatives.lstm import LSTMDerivatives
+from backpack.core.derivatives.maxpool1d import MaxPool1DDerivatives
+from backpack.core.derivatives.maxpool2d import MaxPool2DDerivatives
+from backpack.core.derivatives.maxpool3d import MaxPool3DDerivatives
+from backpack.core.derivatives.maxpoolnd import AdaptiveMaxPoolNDDerivatives
 from backpack.core.derivatives.mseloss import MSELossDerivatives
 from backpack.core.derivatives.normalization import (
     GroupNormDerivatives,
@@ -34,6 +58,23 @@ from backpack.core.derivatives.normalization import (
     LayerNormDerivatives,
     RMSNormDerivatives,
 )
+from backpack.core.derivatives.pad import PadDerivatives
+from backpack.core.derivatives.permute import PermuteDerivatives
+from backpack.core.derivatives.prelu import PReLUDerivatives
+from backpack.core.derivatives.relu import ReLUDerivatives
+from backpack.core.derivatives.rnn import RNNDerivatives
+from backpack.core.derivatives.scale_module import ScaleModuleDerivatives
+from backpack.core.derivatives.selu import SELUDerivatives
+from backpack.core.derivatives.sigmoid import SigmoidDerivatives
+from backpack.core.derivatives.slicing import SlicingDerivatives
+from backpack.core.derivatives.sum_module import SumModuleDerivatives
+from backpack.core.derivatives.tanh import TanhDerivatives
+from backpack.core.derivatives.zeropad2d import ZeroPad2dDerivatives
+from backpack.custom_module.branching import SumModule
+from backpack.custom_module.pad import Pad
+from backpack.custom_module.permute import Permute
+from backpack.custom_module.scale_module import ScaleModule
+from backpack.custom_module.slicing import Slicing
 
 WEIGHT = ("weight",)
 WEIGHT_BIAS = ("weight", "bias")
@@ -44,18 +85,18 @@ class Row(NamedTuple):
 
     Attributes:
         derivatives: Its derivatives.
-        params: Names of the parameters they cover.
+        params: Names of the parameters they cover; ``None`` for all of the layer's own.
         min_dim: Number of axes that its input needs to have, batch axis included.
         several_outputs: Whether the derivatives take cotangents of several outputs.
     """
 
     derivatives: BaseDerivatives
-    params: Tuple[str, ...] = ()
+    params: Optional[Tuple[str, ...]] = ()
     min_dim: int = 1
     several_outputs: bool = False
 
     def accepts(self, module: Module, arguments: Sequence[Any]) -> bool:
-        """Tell whether the derivatives cover a call.
+        """Tell whether the derivatives cover the parameters in a call.
 
         Args:
             module: The layer.
@@ -64,14 +105,38 @@ class Row(NamedTuple):
         Returns:
             Whether they do.
         """
+        if not self.derivatives.supports(module, tuple(arguments)):
+            return False
         x = arguments[0] if arguments else None
         return isinstance(x, Tensor) and x.dim() >= self.min_dim
+
+    def covers(self, module: Module, name: str) -> bool:
+        """Tell whether the derivatives cover a parameter.
+
+        Args:
+            module: The layer.
+            name: Name of the parameter.
+
+        Returns:
+            Whether they do. Those of a parametrisation are not the layer's own.
+        """
+        return name in module._parameters and (
+            self.params is None or name in self.params
+        )
 
 
 _BATCH_NORM = Row(BatchNormNdDerivatives(), WEIGHT_BIAS, 2)
 _INSTANCE_NORM = Row(InstanceNormNdDerivatives(), WEIGHT_BIAS, 3)
+_ELEMENTWISE = Row(ElementwiseDerivatives())
+_PIECEWISE_LINEAR = Row(PiecewiseLinearDerivatives())
+_LINEAR_MAP = Row(LinearMapDerivatives())
+_RESHAPE = Row(FlattenDerivatives())
+_ZERO_PAD = Row(ZeroPad2dDerivatives())
+_DROPOUT = Row(DropoutDerivatives())
+_FROM_AUTOGRAD = Row(BaseDerivatives())
 
 LAYERS: Dict[Type[Module], Row] = {
+    # with parameters
     nn.Linear: Row(LinearDerivatives(), WEIGHT_BIAS, 2),
     nn.Conv1d: Row(Conv1DDerivatives(), WEIGHT_BIAS, 3),
     nn.Conv2d: Row(Conv2DDerivatives(), WEIGHT_BIAS, 4),
@@ -89,6 +154,83 @@ LAYERS: Dict[Type[Module], Row] = {
     nn.RMSNorm: Row(RMSNormDerivatives(), WEIGHT, 2),
     nn.GroupNorm: Row(GroupNormDerivatives(), WEIGHT_BIAS, 2),
     nn.Embedding: Row(EmbeddingDerivatives(), WEIGHT, 1),
+    nn.PReLU: Row(PReLUDerivatives(), WEIGHT, 1),
+    nn.RNN: Row(RNNDerivatives(), None, 3, several_outputs=True),
+    nn.LSTM: Row(LSTMDerivatives(), None, 3, several_outputs=True),
+    nn.GRU: Row(GRUDerivatives(), None, 3, several_outputs=True),
+    # activations
+    nn.ReLU: Row(ReLUDerivatives()),
+    nn.LeakyReLU: Row(LeakyReLUDerivatives()),
+    nn.ELU: Row(ELUDerivatives()),
+    nn.SELU: Row(SELUDerivatives()),
+    nn.Sigmoid: Row(SigmoidDerivatives()),
+    nn.LogSigmoid: Row(LogSigmoidDerivatives()),
+    nn.Tanh: Row(TanhDerivatives()),
+    nn.CELU: _ELEMENTWISE,
+    nn.GELU: _ELEMENTWISE,
+    nn.Hardswish: _ELEMENTWISE,
+    nn.Mish: _ELEMENTWISE,
+    nn.SiLU: _ELEMENTWISE,
+    nn.Softplus: _ELEMENTWISE,
+    nn.Softsign: _ELEMENTWISE,
+    nn.Tanhshrink: _ELEMENTWISE,
+    nn.Hardshrink: _PIECEWISE_LINEAR,
+    nn.Hardsigmoid: _PIECEWISE_LINEAR,
+    nn.Hardtanh: _PIECEWISE_LINEAR,
+    nn.ReLU6: _PIECEWISE_LINEAR,
+    nn.Softshrink: _PIECEWISE_LINEAR,
+    nn.Threshold: _PIECEWISE_LINEAR,
+    nn.GLU: _FROM_AUTOGRAD,
+    nn.LogSoftmax: _FROM_AUTOGRAD,
+    nn.Softmax: _FROM_AUTOGRAD,
+    # pooling
+    nn.AvgPool1d: Row(AvgPool1DDerivatives()),
+    nn.AvgPool2d: Row(AvgPool2DDerivatives()),
+    nn.AvgPool3d: Row(AvgPool3DDerivatives()),
+    nn.MaxPool1d: Row(MaxPool1DDerivatives()),
+    nn.MaxPool2d: Row(MaxPool2DDerivatives()),
+    nn.MaxPool3d: Row(MaxPool3DDerivatives()),
+    nn.AdaptiveAvgPool1d: Row(AdaptiveAvgPool1dDerivatives()),
+    nn.AdaptiveAvgPool2d: Row(AdaptiveAvgPool2dDerivatives()),
+    nn.AdaptiveAvgPool3d: Row(AdaptiveAvgPool3dDerivatives()),
+    nn.AdaptiveMaxPool1d: Row(AdaptiveMaxPoolNDDerivatives(1)),
+    nn.AdaptiveMaxPool2d: Row(AdaptiveMaxPoolNDDerivatives(2)),
+    nn.AdaptiveMaxPool3d: Row(AdaptiveMaxPoolNDDerivatives(3)),
+    # dropout
+    nn.Dropout: _DROPOUT,
+    nn.Dropout1d: _DROPOUT,
+    nn.Dropout2d: _DROPOUT,
+    nn.Dropout3d: _DROPOUT,
+    nn.AlphaDropout: _DROPOUT,
+    nn.FeatureAlphaDropout: _DROPOUT,
+    # shapes, padding, sums
+    nn.Flatten: _RESHAPE,
+    nn.Identity: _RESHAPE,
+    nn.Unflatten: _RESHAPE,
+    nn.ConstantPad1d: _ZERO_PAD,
+    nn.ConstantPad2d: _ZERO_PAD,
+    nn.ConstantPad3d: _ZERO_PAD,
+    nn.ZeroPad1d: _ZERO_PAD,
+    nn.ZeroPad2d: _ZERO_PAD,
+    nn.ZeroPad3d: _ZERO_PAD,
+    nn.CircularPad1d: _LINEAR_MAP,
+    nn.CircularPad2d: _LINEAR_MAP,
+    nn.CircularPad3d: _LINEAR_MAP,
+    nn.ReflectionPad1d: _LINEAR_MAP,
+    nn.ReflectionPad2d: _LINEAR_MAP,
+    nn.ReflectionPad3d: _LINEAR_MAP,
+    nn.ReplicationPad1d: _LINEAR_MAP,
+    nn.ReplicationPad2d: _LINEAR_MAP,
+    nn.ReplicationPad3d: _LINEAR_MAP,
+    nn.ChannelShuffle: _LINEAR_MAP,
+    nn.PixelShuffle: _LINEAR_MAP,
+    nn.PixelUnshuffle: _LINEAR_MAP,
+    nn.Upsample: _LINEAR_MAP,
+    Pad: Row(PadDerivatives()),
+    Permute: Row(PermuteDerivatives()),
+    ScaleModule: Row(ScaleModuleDerivatives()),
+    Slicing: Row(SlicingDerivatives()),
+    SumModule: Row(SumModuleDerivatives()),
 }
 
 LOSSES: Dict[Type[Module], Row] = {
@@ -146,8 +288,7 @@ def find_rule(module: Module, name: str) -> Optional[Row]:
         parameter (a parametrization's, say) is not in the table.
     """
     row = find_row(module)
-    covered = row is not None and name in row.params and name in module._parameters
-    return row if covered else None
+    return row if row is not None and row.covers(module, name) else None
 
 
 def find_loss(module: Module) -> Row:

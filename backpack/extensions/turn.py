@@ -8,14 +8,15 @@ per-sample products of its parameters, each of which is formed once and shared.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from backpack.core.derivatives.generic import generic_product
+from backpack.core.derivatives.generic import generic_products
 from backpack.core.reductions import PerSample
-from backpack.extensions.layers import find_rule
+from backpack.extensions.layers import Row, find_rule
 
 if TYPE_CHECKING:
     from backpack.backward import BackwardPass
@@ -69,26 +70,70 @@ def current_turn() -> Turn:
     return _CURRENT.turn
 
 
-def products(call: Call, name: str, cotangents: Cotangents) -> PerSample:
-    """Describe the products of cotangents and a parameter's Jacobian for one call.
+class Products(Mapping):
+    """Products of cotangents and the Jacobians of one call's parameters.
 
-    Args:
-        call: The call.
-        name: Name of the parameter in the call's module.
-        cotangents: Columns ``[V, N, *]``, one entry for each output of the call.
-
-    Returns:
-        The products, by the layer's fast rule where there is one.
+    Each is formed when first asked for: by the layer's fast rule where there is one,
+    else by the generic rule, for all of the call's other parameters at once.
     """
-    module = call.module
-    call.check_unchanged()
-    rule = find_rule(module, name)
-    if rule is not None and rule.accepts(module, call.arguments):
-        mats = cotangents if rule.several_outputs else cotangents[0]
-        return rule.derivatives.product(name, module, call.arguments, mats)
-    return generic_product(
-        name, module, call.args, cotangents, call.kwargs, call.random_state
-    )
+
+    def __init__(self, call: Call, cotangents: Cotangents, names: Sequence[str]):
+        """Store what they are formed from.
+
+        Args:
+            call: The call.
+            cotangents: Columns ``[V, N, *]``, one entry for each output of the call.
+            names: Names of the parameters in the call's module.
+        """
+        self._call, self._cotangents, self._names = call, cotangents, names
+        self._formed: Dict[str, PerSample] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the parameters' names."""
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        """Count the parameters."""
+        return len(self._names)
+
+    def __getitem__(self, name: str) -> PerSample:
+        """Describe the products for a parameter.
+
+        Args:
+            name: Name of the parameter in the call's module.
+
+        Returns:
+            The products.
+        """
+        if name not in self._formed:
+            call, cotangents = self._call, self._cotangents
+            call.check_unchanged()
+            rule = self._rule(name)
+            if rule is not None:
+                mats = cotangents if rule.several_outputs else cotangents[0]
+                self._formed[name] = rule.derivatives.product(
+                    name, call.module, call.arguments, mats
+                )
+            else:
+                others = [other for other in self._names if self._rule(other) is None]
+                self._formed.update(
+                    generic_products(
+                        others,
+                        call.module,
+                        call.args,
+                        cotangents,
+                        call.kwargs,
+                        call.random_state,
+                        call.outputs,
+                    )
+                )
+        return self._formed[name]
+
+    def _rule(self, name: str) -> Optional[Row]:
+        rule = find_rule(self._call.module, name)
+        if rule is None or not rule.accepts(self._call.module, self._call.arguments):
+            return None
+        return rule
 
 
 class Turn:
@@ -119,8 +164,9 @@ class Turn:
         self.backward_pass = backward_pass
         self.g_out = tuple(g_out)
         self._entries = entries
-        self._products: Dict[Any, PerSample] = {}
-        self._cotangents = [None if g is None else g.unsqueeze(0) for g in g_out]
+        self._own = self.products([None if g is None else g[None] for g in g_out])
+        self._gradients: Dict[str, PerSample] = {}
+        self._by_source: Dict[Source, Products] = {}
 
     def __enter__(self) -> Turn:
         """Make this the current turn."""
@@ -145,6 +191,18 @@ class Turn:
         """
         return self.backward_pass.parameters(self.call)
 
+    def products(self, cotangents: Cotangents) -> Products:
+        """Describe products of cotangents and the parameters' Jacobians.
+
+        Args:
+            cotangents: Columns ``[V, N, *]``, one entry for each output of the call.
+
+        Returns:
+            The products, by the parameters' names.
+        """
+        names = [name for name, _ in self.parameters()]
+        return Products(self.call, cotangents, names)
+
     def gradients(self, name: str) -> PerSample:
         """Describe the individual gradients of a parameter, with V = 1.
 
@@ -157,7 +215,7 @@ class Turn:
         Returns:
             The individual gradients.
         """
-        if name not in self._products:
+        if name not in self._gradients:
             product = self.own_gradients(name)
             param = self.call.parameters[name]
             shared = self.backward_pass.shared_products
@@ -165,8 +223,8 @@ class Turn:
                 product = shared[param].merge(product)
             if self.call.shares(param):
                 shared[param] = product
-            self._products[name] = product
-        return self._products[name]
+            self._gradients[name] = product
+        return self._gradients[name]
 
     def own_gradients(self, name: str) -> PerSample:
         """Describe what this call alone contributes to the individual gradients.
@@ -177,10 +235,7 @@ class Turn:
         Returns:
             The contributions, with V = 1.
         """
-        key = (None, name)
-        if key not in self._products:
-            self._products[key] = products(self.call, name, self._cotangents)
-        return self._products[key]
+        return self._own[name]
 
     def loss_scale(self) -> Tensor:
         """Return what the columns of a loss that was scaled have to be multiplied by.
@@ -231,11 +286,9 @@ class Turn:
         Returns:
             The products.
         """
-        key = (source, name)
-        if key not in self._products:
-            columns = self.call.columns[source]
-            self._products[key] = products(self.call, name, columns)
-        return self._products[key]
+        if source not in self._by_source:
+            self._by_source[source] = self.products(self.call.columns[source])
+        return self._by_source[source][name]
 
     def walks(self, extension: BackpropExtension) -> bool:
         """Tell whether a quantity goes from module to module for an extension.

@@ -494,6 +494,18 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
 
     affine_in_params = False
 
+    def supports(self, module: Module, inputs: Tuple[Any, ...]) -> bool:
+        """Tell whether :meth:`product` covers a call.
+
+        Args:
+            module: The module.
+            inputs: Inputs of the call.
+
+        Returns:
+            Whether it does; the generic rule must do otherwise. Default: ``True``.
+        """
+        return True
+
     @shape_check.param_mjp_accept_vectors
     def param_mjp(
         self,

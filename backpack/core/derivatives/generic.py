@@ -6,12 +6,12 @@ fast rules are tested against it.
 """
 
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Union
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
 from torch.func import functional_call, vjp, vmap
-from torch.nn import GRU, LSTM, RNN, Module, MultiheadAttention
+from torch.nn import GRU, LSTM, RNN, Module, MultiheadAttention, Parameter
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from backpack.core.reductions import Dense
@@ -108,10 +108,38 @@ def generic_product(
     kwargs: Optional[Dict[str, Any]] = None,
     random_state: Optional[RandomState] = None,
 ) -> Dense:
-    """Compute products of cotangents and a parameter's Jacobian for any module.
+    """Compute products of cotangents and one parameter's Jacobian for any module.
 
     Args:
         name: The parameter's (dotted) name in the module.
+        module: The module.
+        inputs: Positional arguments of its call.
+        cotangents: Columns at its output, see :func:`generic_products`.
+        kwargs: Keyword arguments of its call. Default: ``None``.
+        random_state: State of the random number generators before the call. Default:
+            ``None``.
+
+    Returns:
+        The products, ``[V, N, *p]``.
+    """
+    options = {"kwargs": kwargs, "random_state": random_state}
+    return generic_products([name], module, inputs, cotangents, **options)[name]
+
+
+def generic_products(
+    names: Sequence[str],
+    module: Module,
+    inputs: Sequence[Any],
+    cotangents: Cotangents,
+    kwargs: Optional[Dict[str, Any]] = None,
+    random_state: Optional[RandomState] = None,
+    outputs: Optional[Sequence[Tensor]] = None,
+) -> Dict[str, Dense]:
+    """Compute products of cotangents and parameters' Jacobians for any module.
+
+    Args:
+        names: The parameters' (dotted) names in the module, ``"input<i>"`` for a
+            parameter that is the module's i-th positional argument.
         module: The module.
         inputs: Positional arguments of its call.
         cotangents: Columns ``[V, N, *]`` at its output; a sequence (in which ``None``
@@ -119,130 +147,197 @@ def generic_product(
         kwargs: Keyword arguments of its call. Default: ``None``.
         random_state: What the call found in the random number generators, if it drew
             from them. Default: ``None``.
+        outputs: The call's outputs, to check that repeating the call gives the same.
+            Default: ``None``.
 
     Returns:
-        The products, ``[V, N, *p]``.
+        The products, ``[V, N, *p]``, by name.
 
     Raises:
-        RuntimeError: If the forward pass is random and no state was given.
+        RuntimeError: If the forward pass cannot be repeated.
     """
-    mats = [cotangents] if isinstance(cotangents, Tensor) else list(cotangents)
-    mats = {index: mat for index, mat in enumerate(mats) if mat is not None}
-    kwargs = kwargs or {}
+    repeated = _Repeated(names, module, inputs, kwargs or {}, cotangents, outputs)
     try:
-        return _vmapped(name, module, inputs, mats, kwargs)
-    except (RuntimeError, NotImplementedError, ValueError) as error:
+        products = repeated.vmapped()
+    except (RuntimeError, NotImplementedError, ValueError, IndexError):
         # not every operation can be vmapped: random and data-dependent ones can't
-        if random_state is None and "random" in str(error):
-            raise RuntimeError(
-                f"{type(module).__name__}: the generic rule must repeat the forward "
-                "pass, which draws random numbers, and their state was not recorded. "
-                "Put dropout into a module of its own, or use eval()."
-            ) from error
-        return _masked(name, module, inputs, mats, kwargs, random_state)
+        products = None
+    if products is None:
+        products = repeated.masked(random_state)
+    if products is None:
+        raise RuntimeError(
+            f"{type(module).__name__}: repeating the forward pass gave another output, "
+            "so quantities of its own parameters can't be computed. The module draws "
+            "random numbers or keeps a state. Call eval(), or put the parameters "
+            f"({', '.join(names)}) and the random part into modules of their own."
+        )
+    return products
 
 
-def _vmapped(
-    name: str,
-    module: Module,
-    inputs: Sequence[Any],
-    mats: Dict[int, Tensor],
-    kwargs: Dict[str, Any],
-) -> Dense:
-    """Apply the rule to one sample and column, and vmap it over both."""
-    param = module.get_parameter(name)
-    out_axes = {index: output_batch_axis(module, index) for index in mats}
-    batch_size = next(mat.shape[1 + out_axes[i]] for i, mat in mats.items())
+class _Repeated:
+    """A module's call, to be repeated with other values of some parameters."""
 
-    leaves, spec = tree_flatten((tuple(inputs), kwargs))
-    in_axes = {
-        i: input_batch_axis(module, i)
-        for i, x in enumerate(leaves)
-        if isinstance(x, Tensor)
-    }
-    in_axes = {
-        i: axis
-        for i, axis in in_axes.items()
-        if leaves[i].dim() > axis and leaves[i].shape[axis] == batch_size
-    }
+    def __init__(
+        self,
+        names: Sequence[str],
+        module: Module,
+        args: Sequence[Any],
+        kwargs: Dict[str, Any],
+        cotangents: Cotangents,
+        outputs: Optional[Sequence[Tensor]],
+    ):
+        self.names = list(names)
+        self.module = module
+        self.args, self.kwargs = tuple(args), kwargs
+        self.leaves, self.spec = tree_flatten((self.args, kwargs))
+        self.params = [self._parameter(name) for name in names]
+        mats = [cotangents] if isinstance(cotangents, Tensor) else list(cotangents)
+        self.mats = {i: mat for i, mat in enumerate(mats) if mat is not None}
+        self.axes = [output_batch_axis(module, i) for i in self.mats]
+        self.outputs = None if outputs is None else [outputs[i] for i in self.mats]
+        first = next(iter(self.mats.values()))
+        self.num_columns, self.batch_size = len(first), first.shape[1 + self.axes[0]]
 
-    def one_sample(sample: List[Tensor], columns: List[Tensor]) -> Tensor:
-        arguments = list(leaves)
-        for x, (i, axis) in zip(sample, in_axes.items()):
-            arguments[i] = x.unsqueeze(axis)
-        args, keywords = tree_unflatten(arguments, spec)
+    def _parameter(self, name: str) -> Tensor:
+        position = self._position(name)
+        return self.module.get_parameter(name) if position is None else (
+            self.args[position]
+        )
 
-        def forward(value: Tensor) -> List[Tensor]:
-            out = functional_call(module, {name: value}, args, keywords)
-            out = tensor_outputs(out)
-            return [out[i] for i in mats]
+    def _position(self, name: str) -> Optional[int]:
+        """Return which argument a parameter is, ``None`` if it belongs to the module."""
+        if name.startswith("input") and name[5:].isdecimal():
+            return int(name[5:])
+        return None
 
-        _, pull_back = vjp(forward, param)
+    def forward(self, leaves: Sequence[Any], values: Sequence[Tensor]) -> List[Tensor]:
+        """Repeat the call.
 
-        def one_column(column: List[Tensor]) -> Tensor:
-            axes = out_axes.values()
-            return pull_back([c.unsqueeze(axis) for c, axis in zip(column, axes)])[0]
+        Args:
+            leaves: Flattened arguments.
+            values: Values of the parameters.
 
-        return vmap(one_column)(columns)
+        Returns:
+            Those outputs that have cotangents.
+        """
+        args, kwargs = tree_unflatten(list(leaves), self.spec)
+        args, replaced = list(args), {}
+        for name, value in zip(self.names, values):
+            position = self._position(name)
+            if position is None:
+                replaced[name] = value
+            else:
+                args[position] = value
+        with disable():
+            out = functional_call(self.module, replaced, tuple(args), kwargs)
+        out = tensor_outputs(out)
+        return [out[i] for i in self.mats]
 
-    products = vmap(
-        one_sample,
-        in_dims=(list(in_axes.values()), [1 + axis for axis in out_axes.values()]),
-        out_dims=1,
-    )([leaves[i] for i in in_axes], list(mats.values()))
-    return Dense(products, param.shape)
+    def vmapped(self) -> Optional[Dict[str, Dense]]:
+        """Differentiate for one sample, and vmap over samples.
 
+        Returns:
+            The products, ``None`` if the outputs are not those of the call.
+        """
+        in_axes = self._input_axes()
 
-def _masked(
-    name: str,
-    module: Module,
-    inputs: Sequence[Any],
-    mats: Dict[int, Tensor],
-    kwargs: Dict[str, Any],
-    random_state: Optional[RandomState],
-) -> Dense:
-    """Repeat the whole batch's call, and differentiate once per sample and column."""
-    create_graph = torch.is_grad_enabled()
-    param = module.get_parameter(name)
-    value = param if create_graph else param.detach().requires_grad_()
+        def one_sample(
+            sample: List[Tensor], columns: List[Tensor]
+        ) -> Tuple[List[Tensor], List[Tensor]]:
+            leaves = list(self.leaves)
+            for x, (i, axis) in zip(sample, in_axes.items()):
+                leaves[i] = x.unsqueeze(axis)
+            out, pull_back = vjp(lambda *p: self.forward(leaves, p), *self.params)
+            # a loop over columns: nested vmaps are not right for all operations
+            products = [
+                pull_back([c[v].unsqueeze(a) for c, a in zip(columns, self.axes)])
+                for v in range(self.num_columns)
+            ]
+            out = [x.squeeze(axis) for x, axis in zip(out, self.axes)]
+            return [torch.stack(list(column)) for column in zip(*products)], out
 
-    def forward() -> List[Tensor]:
-        with torch.enable_grad(), disable():
-            out = functional_call(module, {name: value}, tuple(inputs), kwargs)
-        return [tensor_outputs(out)[i] for i in mats]
+        stacked, outputs = vmap(
+            one_sample,
+            in_dims=(list(in_axes.values()), [1 + axis for axis in self.axes]),
+            out_dims=(1, 0),
+        )([self.leaves[i] for i in in_axes], list(self.mats.values()))
+        outputs = [out.movedim(0, axis) for out, axis in zip(outputs, self.axes)]
+        return self._checked(stacked, outputs)
 
-    outputs = _replayed(forward, random_state)
-    axes = [output_batch_axis(module, index) for index in mats]
-    num_columns = next(iter(mats.values())).shape[0]
-    batch_size = outputs[0].shape[axes[0]]
+    def masked(self, random_state: Optional[RandomState]) -> Optional[Dict[str, Dense]]:
+        """Repeat the whole batch's call; differentiate for each sample and column.
 
-    products = []
-    for v in range(num_columns):
-        for n in range(batch_size):
-            masked = []
-            for mat, axis in zip(mats.values(), axes):
-                index = torch.tensor([n], device=mat.device)
-                only_n = torch.zeros_like(mat[v])
-                masked.append(
-                    only_n.index_copy(axis, index, mat[v].index_select(axis, index))
+        Args:
+            random_state: State of the random number generators before the call.
+
+        Returns:
+            The products, ``None`` if the outputs are not those of the call.
+        """
+        create_graph = torch.is_grad_enabled()
+        values = self.params
+        if not create_graph:
+            values = [param.detach().requires_grad_() for param in values]
+        with torch.enable_grad():
+            if random_state is None:
+                outputs = self.forward(self.leaves, values)
+            else:
+                with random_state.replay():
+                    outputs = self.forward(self.leaves, values)
+
+        rows = []
+        for v in range(self.num_columns):
+            for n in range(self.batch_size):
+                masked = [
+                    _only_sample(mat[v], axis, n)
+                    for mat, axis in zip(self.mats.values(), self.axes)
+                ]
+                rows.append(
+                    torch.autograd.grad(
+                        outputs,
+                        values,
+                        masked,
+                        retain_graph=True,
+                        create_graph=create_graph,
+                        materialize_grads=True,
+                    )
                 )
-            (product,) = torch.autograd.grad(
-                outputs,
-                value,
-                masked,
-                retain_graph=True,
-                create_graph=create_graph,
-                materialize_grads=True,
-            )
-            products.append(product)
-    stacked = torch.stack(products)
-    return Dense(stacked.reshape(num_columns, batch_size, *param.shape), param.shape)
+        sizes = (self.num_columns, self.batch_size)
+        stacked = [torch.stack(column).unflatten(0, sizes) for column in zip(*rows)]
+        return self._checked(stacked, outputs)
+
+    def _input_axes(self) -> Dict[int, int]:
+        """Find out which arguments hold samples, and along which axis."""
+        num_args = len(tree_flatten(self.args)[0])
+        shared = {
+            num_args + i
+            for i, (name, _) in enumerate(self.kwargs.items())
+            if name == "attn_mask"
+        }
+        axes = {}
+        for i, x in enumerate(self.leaves):
+            if not isinstance(x, Tensor) or isinstance(x, Parameter) or i in shared:
+                continue
+            axis = input_batch_axis(self.module, i)
+            if x.dim() > axis and x.shape[axis] == self.batch_size:
+                axes[i] = axis
+        return axes
+
+    def _checked(
+        self, stacked: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> Optional[Dict[str, Dense]]:
+        for out, expected in zip(outputs, self.outputs or []):
+            tolerance = torch.finfo(out.dtype).eps ** 0.5
+            if out.shape != expected.shape or not torch.allclose(
+                out, expected.to(out.dtype), tolerance, tolerance, equal_nan=True
+            ):
+                return None
+        return {
+            name: Dense(products, param.shape)
+            for name, products, param in zip(self.names, stacked, self.params)
+        }
 
 
-def _replayed(
-    function: Callable[[], List[Tensor]], random_state: Optional[RandomState]
-) -> List[Tensor]:
-    if random_state is None:
-        return function()
-    with random_state.replay():
-        return function()
+def _only_sample(mat: Tensor, axis: int, n: int) -> Tensor:
+    """Set a column to zero except for one sample."""
+    index = torch.tensor([n], device=mat.device)
+    return torch.zeros_like(mat).index_copy(axis, index, mat.index_select(axis, index))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, List, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Iterator, List, Optional, Tuple
 
 from torch import Generator, Tensor
 from torch.nn import Module
@@ -15,7 +15,7 @@ from backpack.core.reductions import PerSample
 from backpack.extensions.layers import GENERIC, LAYERS, LOSSES, find_loss, find_row
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
-from backpack.extensions.turn import current_turn, products
+from backpack.extensions.turn import current_turn
 from backpack.utils.errors import batch_norm_raise_error_if_train
 
 if TYPE_CHECKING:
@@ -59,6 +59,21 @@ class Source:
             return derivatives.sqrt_hessian_compact(module, (), ())
         return derivatives.sqrt_hessian(module, (), ())
 
+    def chunks(
+        self, derivatives: LossDerivatives, module: Module, size: int
+    ) -> Iterator[Tensor]:
+        """Compute the columns at the loss input, some at a time.
+
+        Args:
+            derivatives: The loss's derivatives.
+            module: The loss module, with its inputs and output.
+            size: Number of columns at a time.
+
+        Yields:
+            Columns ``[V, N, *]`` with V at most ``size``.
+        """
+        yield from self.columns(derivatives, module).split(size)
+
 
 class ReduceColumns(ModuleExtension):
     """Reduce the columns at a module's output; the same for every module."""
@@ -86,7 +101,7 @@ class ReduceColumns(ModuleExtension):
             self._walk(extension, module, g_inp, g_out)
         else:
             for name, param in parameters:
-                value = turn.backward_pass.columns_value(extension, turn, name)
+                value = turn.backward_pass.pull_back.value(extension, turn, name)
                 if value is not None:
                     turn.save(extension, param, value)
 
@@ -106,8 +121,9 @@ class ReduceColumns(ModuleExtension):
         if turn.call.is_transparent:
             return
         columns = turn.incoming(extension)
+        formed = turn.products([columns])
         for name, param in turn.parameters():
-            product = products(turn.call, name, [columns])
+            product = formed[name]
             extension.check(turn.call, name, product)
             turn.save(extension, param, extension.reduce(product))
         row = find_row(module) or GENERIC

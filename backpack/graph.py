@@ -1,0 +1,262 @@
+"""Questions to the autograd graph: which calls are in it, and what else is."""
+
+from __future__ import annotations
+
+from typing import Dict, Iterable, Iterator, List, NamedTuple, Sequence, Set, Tuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.nn import Parameter
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from backpack.capture import Call, Entry, calls_at
+
+Use = Tuple[Node, int]  # a node of the graph, and which of its inputs
+
+# Nodes through which a sum of terms can be followed
+_ADDITIVE = ("AddBackward0", "SubBackward0", "NegBackward0", "SumBackward0")
+_SCALING = ("MulBackward0", "DivBackward0")
+# Nodes that broadcast an operand from the right, and so add axes before its axis 0
+_BROADCASTING = (*_ADDITIVE[:2], *_SCALING, "ExpandBackward0")
+
+
+class Target(NamedTuple):
+    """An output of a call, and the node of the graph that produced it."""
+
+    entry: Entry
+    node: Node
+
+
+def walk(starts: Iterable[Node], stops: Iterable[Node] = ()) -> Iterator[Node]:
+    """Walk through the graph, towards its leaves.
+
+    Args:
+        starts: Where to begin.
+        stops: Nodes not to enter.
+
+    Yields:
+        All nodes that can be reached, each once.
+    """
+    seen = set(stops)
+    queue = [node for node in dict.fromkeys(starts) if node not in seen]
+    seen.update(queue)
+    while queue:
+        node = queue.pop()
+        yield node
+        for parent, _ in node.next_functions:
+            if parent is not None and parent not in seen:
+                seen.add(parent)
+                queue.append(parent)
+
+
+def targets_below(nodes: Iterable[Node]) -> List[Target]:
+    """Find the calls that something was computed from.
+
+    Args:
+        nodes: Where it sits in the graph.
+
+    Returns:
+        The calls' outputs.
+    """
+    return [Target(entry, node) for node in walk(nodes) for entry in calls_at(node)]
+
+
+def will_run(node: Node) -> bool:
+    """Tell whether the backward pass that is running includes a node.
+
+    Args:
+        node: Node of the graph.
+
+    Returns:
+        Whether it does. A leaf whose gradient ``torch.autograd.grad`` returns does.
+    """
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return True
+
+
+def takes_part(param: Parameter) -> bool:
+    """Tell whether the backward pass that is running reaches a parameter.
+
+    Args:
+        param: The parameter.
+
+    Returns:
+        Whether it does.
+    """
+    return will_run(get_gradient_edge(param).node)
+
+
+def is_leaf(node: Node) -> bool:
+    """Tell whether a node accumulates the gradient of a leaf tensor.
+
+    Args:
+        node: Node of the graph.
+
+    Returns:
+        Whether it does.
+    """
+    return type(node).__name__ == "AccumulateGrad"
+
+
+def leaf_uses(nodes: Iterable[Node]) -> Dict[Tensor, Set[Use]]:
+    """Collect what uses each leaf tensor.
+
+    Args:
+        nodes: Nodes of the graph.
+
+    Returns:
+        Leaves, and which inputs of which nodes they are.
+    """
+    uses: Dict[Tensor, Set[Use]] = {}
+    for node in nodes:
+        for i, (parent, _) in enumerate(node.next_functions):
+            if parent is not None and is_leaf(parent):
+                uses.setdefault(parent.variable, set()).add((node, i))
+    return uses
+
+
+class Inspection:
+    """What the graph of a backward pass looks like.
+
+    Attributes:
+        calls: The calls in it, and the nodes that produced their outputs.
+        reached: The leaf tensors it reaches, and what uses them.
+    """
+
+    def __init__(self, roots: Sequence[Node]):
+        """Inspect a graph.
+
+        Args:
+            roots: Where the backward pass begins.
+        """
+        self._roots = roots
+        nodes = list(walk(roots))
+        self.calls: Dict[Call, List[Node]] = {}
+        for node in nodes:
+            for entry in calls_at(node):
+                self.calls.setdefault(entry.call, []).append(node)
+        self.reached = leaf_uses(nodes)
+        self._nodes = nodes
+
+    def uses_outside(self) -> Tuple[List[Parameter], List[Parameter]]:
+        """Find parameters that are used outside of their modules' calls.
+
+        Returns:
+            Those used in terms of their own, like a regulariser, and those used for
+            anything else.
+        """
+        inside: Dict[Parameter, Set[Use]] = {}
+        for call, nodes in self.calls.items():
+            if call.parameters and not call.released:
+                uses = leaf_uses(walk(nodes, stops=call.input_nodes()))
+                for param in call.parameters.values():
+                    inside.setdefault(param, set()).update(uses.get(param, ()))
+        outside = {
+            param: self.reached[param] - uses
+            for param, uses in inside.items()
+            if self.reached.get(param, set()) - uses
+        }
+        if not outside:
+            return [], []
+        data_terms = [
+            term
+            for term in additive_terms(self._roots)
+            if any(calls_at(node) for node in walk([term]))
+        ]
+        data_nodes = set(walk(data_terms))
+        separate, entangled = [], []
+        for param, uses in outside.items():
+            mixed = any(node in data_nodes for node, _ in uses)
+            (entangled if mixed else separate).append(param)
+        return separate, entangled
+
+    def has_coupled_samples(self) -> bool:
+        """Tell whether a batch normalisation that is not extended couples samples.
+
+        Returns:
+            Whether one does. Those that are extended are asked when their turn comes.
+        """
+        return any(
+            "BatchNorm" in type(node).__name__
+            and getattr(node, "_saved_training", False)
+            and node._input_metadata[0].shape[0] > 1  # InstanceNorm has a batch of one
+            and not any(isinstance(e.call.module, _BatchNorm) for e in calls_at(node))
+            for node in self._nodes
+        )
+
+
+def additive_terms(roots: Sequence[Node]) -> List[Node]:
+    """Split what is differentiated into the terms of a sum.
+
+    Args:
+        roots: Where the backward pass begins.
+
+    Returns:
+        Nodes of the terms.
+    """
+    terms, queue, seen = [], list(roots), set()
+    while queue:
+        node = queue.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        parents = [parent for parent, _ in node.next_functions if parent is not None]
+        name = type(node).__name__
+        single = name in _SCALING and len(parents) == 1
+        if (name in _ADDITIVE or single) and not calls_at(node):
+            queue.extend(parents)
+        else:
+            terms.append(node)
+    return terms
+
+
+def broadcasts_batch(edge: GradientEdge, shape: torch.Size, within: Set[Node]) -> bool:
+    """Tell whether a tensor is broadcast over samples, so its axis 0 holds none.
+
+    Args:
+        edge: Where the tensor sits in the graph.
+        shape: Its shape.
+        within: Nodes that may use it.
+
+    Returns:
+        Whether an operation adds axes in front of its first axis.
+    """
+    for node in within:
+        if not any(
+            parent is edge.node and nr == edge.output_nr
+            for parent, nr in node.next_functions
+        ):
+            continue
+        name, result = type(node).__name__, node._input_metadata[0].shape
+        if name in _BROADCASTING and len(result) > len(shape):
+            return True
+        if name == "UnsqueezeBackward0" and node._saved_dim == 0:
+            return True
+        same_axis = len(result) > 0 and len(shape) > 0 and result[0] == shape[0]
+        if not same_axis and len(result) >= len(shape) and result[:1] == (1,):
+            return True
+        if same_axis and len(result) == len(shape):
+            if broadcasts_batch(GradientEdge(node, 0), torch.Size(result), within):
+                return True
+    return False
+
+
+def root_nodes(tensors: object) -> List[Node]:
+    """Find where a backward pass begins.
+
+    Args:
+        tensors: Tensor, gradient edge, or a sequence of them.
+
+    Returns:
+        Their nodes.
+    """
+    if isinstance(tensors, (Tensor, GradientEdge)):
+        tensors = [tensors]
+    edges = [
+        get_gradient_edge(x) if isinstance(x, Tensor) and x.requires_grad else x
+        for x in tensors
+    ]
+    return [edge.node for edge in edges if isinstance(edge, GradientEdge)]

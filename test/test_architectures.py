@@ -1,0 +1,493 @@
+"""Whole models as people write them: every quantity of every parameter is right."""
+
+import re
+from collections import defaultdict
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    NamedTuple,
+    Optional,
+    Tuple,
+    Type,
+)
+
+import oracle
+import pytest
+import torch
+from cases import Problem
+from models import ARCHITECTURES
+from torch import Tensor, nn
+from torch.nn import Module
+
+from backpack import backpack, extend
+from backpack.extensions import (
+    KFAC,
+    KFLR,
+    BatchDiagGGNExact,
+    BatchDiagGGNMC,
+    BatchDotGrad,
+    BatchGrad,
+    BatchL2Grad,
+    DiagGGNExact,
+    DiagGGNMC,
+    SqrtGGNExact,
+    SqrtGGNMC,
+    SumGradSquared,
+    Variance,
+)
+from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.secondorder.columns import Source
+
+Values = Dict[str, Any]
+Results = Dict[str, Tuple[Values, Optional[Tensor]]]
+
+_OUTER = (nn.Linear, *oracle._CONVS, *oracle._CONV_TRANSPOSES)
+
+
+class Reference:
+    """What is right for a model and a batch; shared by the quantities.
+
+    Attributes:
+        problem: Model, loss, inputs of the model, inputs of the loss after it.
+    """
+
+    def __init__(self, model: Module, loss: Module, X: Tuple, y: Tuple):
+        """Store the problem.
+
+        Args:
+            model: The model, not extended.
+            loss: The loss, not extended.
+            X: Inputs of the model.
+            y: Inputs of the loss after the prediction.
+        """
+        self.problem = (model, loss, X, y)
+        self._cache: Dict[Any, Any] = {}
+
+    def _once(self, key: Any, function: Callable[[], Any]) -> Any:
+        if key not in self._cache:
+            self._cache[key] = function()
+        return self._cache[key]
+
+    def gradients(self, quantity: str) -> Values:
+        """Compute a first-order quantity.
+
+        Args:
+            quantity: Its name in the oracle.
+
+        Returns:
+            Its value by parameter.
+        """
+        return self._once(quantity, lambda: oracle.oracle(quantity, *self.problem))
+
+    def products(self, columns: Tensor) -> Values:
+        """Pull columns at the loss input back to the parameters.
+
+        Args:
+            columns: Columns ``[V, N, *]``.
+
+        Returns:
+            Products ``[V, N, *p]`` by parameter.
+        """
+        return oracle.sqrt_ggn(*self.problem, columns)
+
+    def columns(self) -> Tensor:
+        """Factorize the loss Hessian of each sample.
+
+        Returns:
+            Columns ``[V, N, F]`` with Σ_v S_v S_vᵀ = H.
+        """
+
+        def compute() -> Tensor:
+            values, vectors = torch.linalg.eigh(oracle.loss_hessians(*self.problem))
+            roots = vectors * values.clamp(min=0).sqrt().unsqueeze(1)
+            return roots.movedim(2, 0)
+
+        return self._once("columns", compute)
+
+    def factors(self, columns: Tensor, sharing: Optional[str]) -> Values:
+        """Compute Kronecker factors by their definition.
+
+        Other than the oracle's, these admit layers that are called several times: each
+        call adds positions. Where layers of different kinds share a parameter, it has
+        no factors, but its dense block.
+
+        Args:
+            columns: Columns ``[V, N, *]``.
+            sharing: ``weight_sharing``.
+
+        Returns:
+            Lists of factors by parameter.
+        """
+        model = self.problem[0]
+        calls = self._once("calls", self._calls)
+        owners = defaultdict(list)
+        for module in model.modules():
+            for own_name, param in module.named_parameters(recurse=False):
+                owners[param].append((module, own_name))
+        products = self.products(columns)
+        result = {}
+        for name, param in oracle.parameters(model).items():
+            kinds = {type(m) for m, _ in owners[param]}
+            members = [call for m, _ in owners[param] for call in calls.get(m, [])]
+            if len(kinds) == 1 and members and kinds <= {*_OUTER, nn.Embedding}:
+                is_bias = owners[param][0][1] == "bias"
+                result[name] = kronecker(columns, members, sharing, *kinds, is_bias)
+            else:
+                flat = products[name].flatten(2)
+                result[name] = [torch.einsum("vnp,vnq->pq", flat, flat)]
+        return result
+
+    def _calls(self) -> Dict[Module, List[Tuple]]:
+        """Collect, for each call of a layer and each sample, Jacobian and inputs.
+
+        Returns:
+            By layer: pairs of the model's Jacobian with respect to the call's output
+            ``[N, F, G, T, p]`` and what the weight is multiplied with ``[N, G, T, d]``.
+        """
+        model, _, X, _ = self.problem
+        by_sample: List[List[Tuple]] = []
+        for n in range(len(X[0])):
+            calls: List[Tuple] = []
+
+            def shift_output(layer, args, kwargs, out, calls=calls):
+                shift = torch.zeros_like(out, requires_grad=True)
+                calls.append((layer, args, kwargs, shift))
+                return out + shift
+
+            kinds = (*_OUTER, nn.Embedding)
+            layers = [
+                m
+                for m in model.modules()
+                if type(m) in kinds and m.weight.requires_grad
+            ]
+            hooks = [
+                m.register_forward_hook(shift_output, with_kwargs=True) for m in layers
+            ]
+            prediction = model(*oracle.sample(X, n))
+            for hook in hooks:
+                hook.remove()
+            jacobians = oracle.jacobian(prediction, [shift for *_, shift in calls])
+            by_sample.append(
+                [
+                    (
+                        layer,
+                        oracle.groups_first(layer, jac),
+                        oracle.weight_inputs(layer, layer(*args, **kwargs)),
+                    )
+                    for (layer, args, kwargs, _), jac in zip(calls, jacobians)
+                ]
+            )
+        result = defaultdict(list)
+        for samples in zip(*by_sample):
+            jacobians = torch.stack([jac for _, jac, _ in samples])
+            inputs = torch.stack([a for *_, a in samples])
+            result[samples[0][0]].append((jacobians, inputs))
+        return result
+
+
+def kronecker(
+    columns: Tensor,
+    calls: List[Tuple],
+    sharing: Optional[str],
+    kind: Type[Module],
+    is_bias: bool,
+) -> List[Tensor]:
+    """Compute the Kronecker factors of a parameter from all calls of its layer.
+
+    Args:
+        columns: Columns ``[V, N, *]``.
+        calls: Jacobian and inputs of each call.
+        sharing: ``weight_sharing``.
+        kind: Class of the layer.
+        is_bias: Whether the parameter is the layer's bias.
+
+    Returns:
+        The factors.
+    """
+    rows = columns.flatten(2) if columns.dim() > 2 else columns.unsqueeze(-1)
+    jacobians = torch.cat([jac for jac, _ in calls], dim=3)
+    b = torch.einsum("vnf,nfgtp->vngtp", rows, jacobians)
+    a = torch.cat([a for _, a in calls], dim=2)
+    if kind is nn.Embedding:
+        b = b * a.sum(-1, keepdim=True)  # the weight plays no part in padding
+    num_samples, _, positions, _ = a.shape
+    if sharing != "expand":
+        b = b.sum(3, keepdim=True)
+    if sharing == "reduce":
+        a = a.mean(2, keepdim=True)
+    scale = num_samples * (positions if sharing == "expand" else 1)
+    B = oracle.without_single_group(torch.einsum("vngtp,vngtq->gpq", b, b))
+    A = oracle.without_single_group(torch.einsum("ngti,ngtj->gij", a, a) / scale)
+    if kind is nn.Embedding:
+        return [A.diag(), B]
+    return [B] if is_bias else [B, A]
+
+
+class Quantity(NamedTuple):
+    """A quantity of the library, and what is right for it.
+
+    Attributes:
+        extension: Makes the extension.
+        expected: Computes what is right from the reference and the drawn columns.
+        convert: Applied to what the library computes before the comparison.
+    """
+
+    extension: Callable[[], BackpropExtension]
+    expected: Callable[[Reference, Optional[Tensor]], Values]
+    convert: Callable[[Any], Any] = lambda value: value
+
+
+def _of_gradients(name: str) -> Callable[[Reference, Optional[Tensor]], Values]:
+    return lambda ref, _: ref.gradients(name)
+
+
+def _of_columns(
+    function: Callable[[Tensor], Tensor],
+) -> Callable[[Reference, Optional[Tensor]], Values]:
+    """Make a reference out of what a quantity is in terms of products ``[V, N, *p]``."""
+
+    def expected(ref: Reference, drawn: Optional[Tensor]) -> Values:
+        columns = ref.columns() if drawn is None else drawn
+        return {n: function(p) for n, p in ref.products(columns).items()}
+
+    return expected
+
+
+def _factors(sharing: str) -> Callable[[Reference, Optional[Tensor]], Values]:
+    return lambda ref, drawn: ref.factors(
+        ref.columns() if drawn is None else drawn, sharing
+    )
+
+
+def blocks(products: Tensor) -> Tensor:
+    """Return each sample's GGN ``[N, P, P]``, which any square root must reproduce."""
+    flat = products.flatten(2)
+    return torch.einsum("vnp,vnq->npq", flat, flat)
+
+
+QUANTITIES: Dict[str, Quantity] = {
+    "BatchGrad": Quantity(BatchGrad, _of_gradients("batch_grad")),
+    "BatchL2Grad": Quantity(BatchL2Grad, _of_gradients("batch_l2")),
+    "SumGradSquared": Quantity(SumGradSquared, _of_gradients("sum_grad_squared")),
+    "Variance": Quantity(Variance, _of_gradients("variance")),
+    "BatchDotGrad": Quantity(BatchDotGrad, _of_gradients("batch_dot")),
+    "DiagGGNExact": Quantity(DiagGGNExact, _of_columns(lambda p: p.pow(2).sum((0, 1)))),
+    "BatchDiagGGNExact": Quantity(
+        BatchDiagGGNExact, _of_columns(lambda p: p.pow(2).sum(0))
+    ),
+    "SqrtGGNExact": Quantity(SqrtGGNExact, _of_columns(blocks), blocks),
+    "DiagGGNMC": Quantity(
+        lambda: DiagGGNMC(mc_samples=2), _of_columns(lambda p: p.pow(2).sum((0, 1)))
+    ),
+    "BatchDiagGGNMC": Quantity(
+        lambda: BatchDiagGGNMC(mc_samples=2), _of_columns(lambda p: p.pow(2).sum(0))
+    ),
+    "SqrtGGNMC": Quantity(lambda: SqrtGGNMC(mc_samples=2), _of_columns(lambda p: p)),
+    "KFAC-expand": Quantity(
+        lambda: KFAC(mc_samples=2, weight_sharing="expand"), _factors("expand")
+    ),
+    "KFLR-expand": Quantity(lambda: KFLR(weight_sharing="expand"), _factors("expand")),
+    "KFAC-reduce": Quantity(
+        lambda: KFAC(mc_samples=2, weight_sharing="reduce"), _factors("reduce")
+    ),
+    "KFLR-reduce": Quantity(lambda: KFLR(weight_sharing="reduce"), _factors("reduce")),
+}
+
+
+@contextmanager
+def recorded_columns() -> Iterator[Dict[Source, Tensor]]:
+    """Record the columns that are drawn or computed at the loss.
+
+    Yields:
+        The columns by their source, filled in the backward pass.
+    """
+    recorded: Dict[Source, Tensor] = {}
+    original = Source.columns
+
+    def columns(self: Source, *args: Any, **kwargs: Any) -> Tensor:
+        recorded[self] = original(self, *args, **kwargs)
+        return recorded[self]
+
+    Source.columns = columns
+    try:
+        yield recorded
+    finally:
+        Source.columns = original
+
+
+def drawn_by(ext: Any, recorded: Dict[Source, Tensor]) -> Optional[Tensor]:
+    """Find the columns an extension has worked with, if it draws them.
+
+    Args:
+        ext: The extension.
+        recorded: All columns.
+
+    Returns:
+        The columns ``[V, N, *]``, or ``None``.
+    """
+    if ext.get_loss_hessian_strategy() == "exact":
+        return None
+    if ext.source in recorded:
+        return recorded[ext.source]
+    (columns,) = [
+        columns
+        for source, columns in recorded.items()
+        if source == replace(ext.source, compact=source.compact)
+    ]
+    return columns
+
+
+def compute(
+    model: Module,
+    loss: Module,
+    X: Tuple,
+    y: Tuple,
+    names: List[str],
+    use_converter: bool = False,
+) -> Results:
+    """Compute quantities of all parameters with the library, in one backward pass.
+
+    Args:
+        model: The model; it will be extended.
+        loss: The loss module; it will be extended.
+        X: Inputs of the model.
+        y: Inputs of the loss after the prediction.
+        names: Which quantities.
+        use_converter: Whether the model is converted. Default: ``False``.
+
+    Returns:
+        For each quantity its values by parameter, and the columns that were drawn.
+    """
+    exts = {name: QUANTITIES[name].extension() for name in names}
+    model, loss = extend(model, use_converter=use_converter), extend(loss)
+    value = loss(model(*X), *y)
+    with recorded_columns() as recorded, backpack(*exts.values()):
+        value.backward()
+    results = {}
+    for name, ext in exts.items():
+        values = {
+            n: getattr(p, ext.savefield) for n, p in oracle.parameters(model).items()
+        }
+        second_order = ext.expects_backpropagation_quantities()
+        results[name] = (values, drawn_by(ext, recorded) if second_order else None)
+    return results
+
+
+# KFAC and KFLR save under the same name, whatever their options: two passes
+PASSES = (
+    [name for name in QUANTITIES if not name.endswith("-reduce")],
+    ["KFAC-reduce", "KFLR-reduce"],
+)
+
+
+# Exact columns and rows of the loss input that belong to one sample: not defined
+FLAT = [name for name, row in ARCHITECTURES.items() if row.unflattened is not None]
+UNBATCHED = [name for name, row in ARCHITECTURES.items() if row.unbatched]
+GRADIENTS = list(QUANTITIES)[:5]
+
+
+def build(architecture: str, unbatched: bool, flat: bool = True) -> Problem:
+    """Build an architecture.
+
+    Args:
+        architecture: Its name.
+        unbatched: Whether parameters whose layer sees no batch require a gradient.
+        flat: Whether the loss input may have several rows for each sample.
+
+    Returns:
+        Model, loss, and data.
+    """
+    row = ARCHITECTURES[architecture]
+    row = row if flat or row.unflattened is None else row.unflattened
+    problem = row.problem()
+    for name in row.unbatched:
+        problem.model.get_parameter(name).requires_grad_(unbatched)
+    return problem
+
+
+@lru_cache(maxsize=1)
+def reference(architecture: str, unbatched: bool = False) -> Reference:
+    """Make the reference of an architecture, once for all quantities."""
+    return Reference(*build(architecture, unbatched, flat=False))
+
+
+@lru_cache(maxsize=2)
+def results(architecture: str, index: int) -> Results:
+    """Run the library on an architecture, once for all quantities of a pass."""
+    names = PASSES[index]
+    if architecture in FLAT:
+        names = [name for name in names if name in GRADIENTS]
+    return compute(*build(architecture, unbatched=False), names)
+
+
+def assert_right(actual: Values, expected: Values, quantity: str) -> None:
+    """Assert that a quantity is right for every parameter.
+
+    Args:
+        actual: What the library computes.
+        expected: What is right.
+        quantity: Name of the quantity.
+    """
+    assert actual.keys() == expected.keys()
+    for name, value in actual.items():
+        value = QUANTITIES[quantity].convert(value)
+        oracle.assert_agrees(value, expected[name], f"{quantity} of {name}")
+
+
+CASES = [(a, q) for a in ARCHITECTURES for q in QUANTITIES]
+
+
+@pytest.mark.parametrize(
+    "architecture, quantity",
+    [(a, q) for a, q in CASES if a not in FLAT or q in GRADIENTS],
+)
+def test_architecture(architecture: str, quantity: str) -> None:
+    """Every parameter's quantity agrees with plain autograd."""
+    index = int(quantity in PASSES[1])
+    values, drawn = results(architecture, index)[quantity]
+    expected = QUANTITIES[quantity].expected(reference(architecture), drawn)
+    assert_right(values, expected, quantity)
+
+
+def assert_right_or_refused(
+    problem: Problem, quantity: str, ref: Reference, says: str
+) -> None:
+    """Assert that a quantity is right for every parameter, or that it is refused.
+
+    Args:
+        problem: Model, loss, and data.
+        quantity: Name of the quantity.
+        ref: What is right.
+        says: Pattern for what the refusal says.
+    """
+    try:
+        values, drawn = compute(*problem, [quantity])[quantity]
+    except (RuntimeError, ValueError, UserWarning) as refusal:
+        assert re.search(says, str(refusal)), f"refused without reason: {refusal}"
+        return
+    assert_right(values, QUANTITIES[quantity].expected(ref, drawn), quantity)
+
+
+@pytest.mark.parametrize("quantity", QUANTITIES)
+@pytest.mark.parametrize("architecture", set(UNBATCHED) - set(FLAT))
+def test_unbatched(architecture: str, quantity: str) -> None:
+    """A position embedding that the batch shares is right, or refused by name."""
+    problem = build(architecture, unbatched=True)
+    ref = reference(architecture, unbatched=True)
+    assert_right_or_refused(problem, quantity, ref, r"(?s)(Embedding|pos).*axis 0")
+
+
+@pytest.mark.parametrize("quantity", set(QUANTITIES) - set(GRADIENTS))
+@pytest.mark.parametrize("architecture", FLAT)
+def test_flat_logits(architecture: str, quantity: str) -> None:
+    """Rows of the loss input that belong to one sample are not mixed up silently."""
+    problem = build(architecture, unbatched=False)
+    ref = reference(architecture)
+    says = r"(?s)(CrossEntropyLoss|axis 0).*(axis 0|samples|transpose|\[N, C)"
+    assert_right_or_refused(problem, quantity, ref, says)

@@ -7,7 +7,7 @@ the results off the parameters.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any, Callable, Dict, Optional, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -16,11 +16,12 @@ from torch.overrides import TorchFunctionMode
 
 from backpack import extensions
 from backpack.backward import backward_pass
-from backpack.capture import clear_stored, enter_call, leave_call
+from backpack.capture import clear_stored, enter_call, is_hooked, leave_call
 from backpack.context import CTX, state
 from backpack.custom_module.graph_utils import convert_module_to_backpack
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.layers import find_row
+from backpack.report import EXTENDED, Report, forget_frozen
 from backpack.utils.disable import disable
 from backpack.utils.hooks import no_op
 from backpack.utils.module_classification import is_no_op
@@ -48,10 +49,12 @@ class _Announce(TorchFunctionMode):
         args: Tuple = (),
         kwargs: Optional[Dict[str, Any]] = None,
     ) -> Any:
+        kwargs = kwargs or {}
         if func not in self._BACKWARD:
-            return func(*args, **(kwargs or {}))
-        with backward_pass(state()):
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
+        outputs = [*args, *(kwargs[k] for k in ("tensors", "outputs") if k in kwargs)]
+        with backward_pass(state(), outputs[0]):
+            return func(*args, **kwargs)
 
 
 class backpack(AbstractContextManager):  # noqa: N801
@@ -65,6 +68,7 @@ class backpack(AbstractContextManager):  # noqa: N801
         debug: Whether a line is printed for each extension and module.
         extension_hook: Function that is run on each module after the extensions.
         retain_graph: Whether inputs and outputs are kept for another backward pass.
+        check: Whether individual gradients are compared with the gradient.
 
     Example:
         >>> from torch import manual_seed, rand, tensor
@@ -85,6 +89,7 @@ class backpack(AbstractContextManager):  # noqa: N801
         extension_hook: Optional[Callable[[Module], None]] = None,
         debug: bool = False,
         retain_graph: bool = False,
+        check: bool = False,
     ):
         """Choose what to compute.
 
@@ -96,6 +101,11 @@ class backpack(AbstractContextManager):  # noqa: N801
                 ``False``.
             retain_graph: Whether to keep inputs and outputs for another backward pass;
                 goes with ``backward(retain_graph=True)``. Default: ``False``.
+            check: Whether to check after each backward pass that the individual
+                gradients add up to the gradient; a ``RuntimeError`` names the
+                parameters for which they do not. It catches most ways in which axis 0
+                is not the batch, or a parameter is used where no module sees it.
+                Default: ``False``, which costs nothing.
 
         Raises:
             ValueError: If an argument is no instance of an extension.
@@ -110,35 +120,29 @@ class backpack(AbstractContextManager):  # noqa: N801
         self.debug = debug
         self.extension_hook = no_op if extension_hook is None else extension_hook
         self.retain_graph = retain_graph
-        self._outer = []
+        self.check = check
+        self._outer: List[Tuple[Dict[str, Any], _Announce]] = []
 
     def __enter__(self) -> None:
         """Activate the extensions."""
-        current = state()
-        announce = _Announce()
-        self._outer.append(
-            (
-                current.active_exts,
-                current.debug,
-                current.extension_hook,
-                current.retain_graph,
-                announce,
-            )
-        )
+        current, announce = state(), _Announce()
+        self._outer.append((dict(vars(current)), announce))
         CTX.set_active_exts(self.exts)
         CTX.set_debug(self.debug)
         CTX.set_extension_hook(self.extension_hook)
         CTX.set_retain_graph(self.retain_graph)
+        current.check, current.report = self.check, Report()
+        forget_frozen(self.exts)
         announce.__enter__()
 
-    def __exit__(self, *exc_info) -> None:
-        """Restore what was active before."""
-        exts, debug, extension_hook, retain_graph, announce = self._outer.pop()
-        announce.__exit__(*exc_info)
-        CTX.set_active_exts(exts)
-        CTX.set_debug(debug)
-        CTX.set_extension_hook(extension_hook)
-        CTX.set_retain_graph(retain_graph)
+    def __exit__(self, exc_type: Optional[type], *exc_info) -> None:
+        """Restore what was active before; report parameters without a result."""
+        current, (outer, announce) = state(), self._outer.pop()
+        report = current.report
+        announce.__exit__(exc_type, *exc_info)
+        vars(current).update(outer)
+        if exc_type is None and any(ext.computes_all for ext in self.exts):
+            report.warn()
 
 
 def extend(module: Module, debug: bool = False, use_converter: bool = False) -> Module:
@@ -165,6 +169,7 @@ def extend(module: Module, debug: bool = False, use_converter: bool = False) -> 
                 print(f"[DEBUG] Extending {child}")
             _register_hooks(child)
             child._backpack_extend = True
+    EXTENDED.add(module)
     return module
 
 
@@ -174,7 +179,7 @@ def _register_hooks(module: Module) -> None:
     Args:
         module: The module.
     """
-    if is_no_op(module) or leave_call in module._forward_hooks.values():
+    if is_no_op(module) or is_hooked(module):
         return
     composite = next(module.children(), None) is not None
     own_parameters = next(module.parameters(recurse=False), None) is not None

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import Dict, Iterator, List, Optional, Sequence, Set, Tuple
+from functools import partial
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 from warnings import warn
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
-from backpack.capture import Call, Entry
+from backpack.capture import Call
 from backpack.context import State, state
+from backpack.core.derivatives.generic import output_batch_axis
 from backpack.core.reductions import PerSample
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.secondorder.columns import ColumnExtension, Source
 from backpack.extensions.turn import Turn
-from backpack.graph import takes_part
+from backpack.graph import Entry, Inspection, root_nodes, takes_part
 from backpack.pullback import PullBack
 from backpack.utils.hooks import no_op
 
@@ -31,34 +35,100 @@ MODIFIED_LOSS = (
 )
 
 
+NOT_EXTENDED_BATCH_NORM = (
+    "A batch normalization in training mode, which is not extended, couples the samples "
+    "of the batch, so that quantities of individual samples are not defined. Call "
+    "`.eval()` on it, or replace it with a layer that treats samples separately."
+)
+SEPARATE_USE = (
+    "Parameters are also used in terms of the loss that no extended module computes, "
+    "like a regularizer: {names}. Their individual gradients do not sum to the "
+    "gradient, and quantities do not contain those terms."
+)
+OUTSIDE_USE = (
+    "Parameters are used outside of the calls of their modules, where extensions can't "
+    "see it: {names}. Their quantities would be wrong. Use a parameter only through its "
+    "module's forward, extend every module that shares it, and differentiate no term "
+    "that contains a derivative of the network."
+)
+NOT_SAMPLES = (
+    "{ext}: axis 0 has size {size} at the output of {module}, but the model around it "
+    "was called with {expected} samples on axis 0, so quantities of individual samples "
+    "can't be computed for '{name}'. Keep the samples on axis 0 in every layer (most "
+    "layers accept additional axes), instead of flattening, routing or concatenating "
+    "them."
+)
+CHECK_FAILED = (
+    "check=True: the individual gradients do not add up to the gradient of {names}. "
+    "Either axis 0 does not hold the samples in one of their modules' calls, or the "
+    "parameter is used outside of these calls."
+)
+
+
 class BackwardPass:
     """What a backward pass has to remember from turn to turn.
 
     Attributes:
         shared_products: Sum of the individual gradients of the calls that had their
             turn, for parameters that other calls may contribute to.
-        saved: Which extension has saved a value on which parameter, by identity.
         loss_factors: Gradients at the outputs of the losses that were met.
         walked: Extensions that have passed quantities from module to module.
+        dropouts: Where the output of each call of a dropout layer sits in the graph, if
+            an extension walks from module to module.
     """
 
-    def __init__(self, current: State):
+    def __init__(self, current: State, roots: Sequence[Node] = ()):
         """Begin.
 
         Args:
             current: What is active.
-        """
+            roots: Where the backward pass begins in the graph, if it is known.
+
+        Raises:
+            RuntimeError: If a parameter is used where extensions can't see it.
+        """  # noqa: DAR401
         self.state = current
+        self._batch_sizes: Set[int] = set()
+        self._guard = Guard() if current.check else None
         self.shared_products: Dict[Parameter, PerSample] = {}
-        self.saved: Set[Tuple[int, int]] = set()
         self.loss_factors: List[float] = []
         self.walked: Set[BackpropExtension] = set()
+        self.dropouts: Dict[Call, GradientEdge] = {}
         self.pull_back = PullBack(current)
+        if current.active_exts and roots:
+            self._inspect(Inspection(roots))
+
+    def _inspect(self, inspection: Inspection) -> None:
+        """Refuse what no module sees, or warn about it."""
+        report = self.state.report
+        if report is not None:
+            report.reached.update(map(id, inspection.reached))
+        separating = [ext for ext in self.state.active_exts if ext.separates_samples]
+        if not separating:
+            return
+        if inspection.has_coupled_samples():
+            if any(getattr(ext, "refuses_coupled_samples", True) for ext in separating):
+                raise NotImplementedError(NOT_EXTENDED_BATCH_NORM)
+            warn(NOT_EXTENDED_BATCH_NORM, stacklevel=5)
+        separate, entangled = inspection.uses_outside()
+        if entangled:
+            names = inspection.describe(entangled)
+            raise NotImplementedError(OUTSIDE_USE.format(names=names))
+        if separate:
+            names = inspection.describe(separate)
+            warn(SEPARATE_USE.format(names=names), stacklevel=5)
 
     def finish(self) -> None:
         """End: forget what is left."""
         for ext in self.walked:
             ext.saved_quantities.clear()
+        if self._guard is not None:
+            self._guard.remove()
+
+    def succeed(self) -> None:
+        """Check the results, if this was asked for."""
+        if self._guard is not None:
+            self._guard.compare()
 
     def take_turn(
         self, call: Call, g_out: Sequence[Optional[Tensor]], entries: List[Entry]
@@ -78,10 +148,15 @@ class BackwardPass:
             raise RuntimeError(RELEASED.format(module=call.module))
         call.store(raw=True)
         module = call.module
+        if current.report is not None:
+            current.report.met_call = True
         try:
             with Turn(call, self, g_out, entries) as turn:
                 if call.is_loss:
                     self._meet_loss(turn)
+                self._check_samples(call)
+                if self._guard is not None:
+                    self._guard.add(turn)
                 g_inp = tuple(None for _ in call.arguments)
                 for ext in current.active_exts:
                     if current.debug:
@@ -96,6 +171,36 @@ class BackwardPass:
                 call.store(raw=False)
             else:
                 call.release()
+
+    def _check_samples(self, call: Call) -> None:
+        """Check that axis 0 of a call holds the samples of the model around it.
+
+        Args:
+            call: The call.
+
+        Raises:
+            NotImplementedError: If it has another size than the model's batch.
+        """
+        if call.is_outermost:
+            if call.is_transparent:
+                tensors = [*call.inputs, *call.outputs]
+                self._batch_sizes.update(x.shape[0] for x in tensors if x.dim() > 0)
+            return
+        separating = [ext for ext in self.state.active_exts if ext.separates_samples]
+        if not (separating and self._batch_sizes and call.parameters):
+            return
+        output, axis = call.outputs[0], output_batch_axis(call.module, 0)
+        size = output.shape[axis] if output.dim() > axis else 1
+        if size not in self._batch_sizes:
+            raise NotImplementedError(
+                NOT_SAMPLES.format(
+                    ext=type(separating[0]).__name__,
+                    size=size,
+                    module=call.module,
+                    expected=" or ".join(map(str, sorted(self._batch_sizes))),
+                    name=next(iter(call.parameters)),
+                )
+            )
 
     def parameters(self, call: Call) -> List[Tuple[str, Parameter]]:
         """List the parameters a call is responsible for, as far as they take part.
@@ -161,22 +266,81 @@ def keeps_io(current: State) -> bool:
     return current.retain_graph or any(ext.keeps_io for ext in current.active_exts)
 
 
+class Guard:
+    """Compares the sum of individual gradients with the gradient."""
+
+    def __init__(self):
+        """Start with nothing."""
+        self._sums: Dict[Parameter, Tensor] = {}
+        self._names: Dict[Parameter, str] = {}
+        self._gradients: Dict[Parameter, Tensor] = {}
+        self._handles: List[RemovableHandle] = []
+
+    def add(self, turn: Turn) -> None:
+        """Add what a call contributes to the individual gradients.
+
+        Args:
+            turn: The call's turn.
+        """
+        for name, param in turn.parameters():
+            part = turn.own_gradients(name).summed()[0].detach()
+            if param not in self._sums:
+                self._sums[param] = part
+                self._names[param] = f"'{name}' of {turn.module}"
+                receive = partial(self._gradients.__setitem__, param)
+                self._handles.append(param.register_hook(receive))
+            else:
+                self._sums[param] = self._sums[param] + part
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def compare(self) -> None:
+        """Compare.
+
+        Raises:
+            RuntimeError: If sums and gradients differ.
+        """
+        wrong = [
+            self._names[param]
+            for param, gradient in self._gradients.items()
+            if not _close(self._sums[param], gradient)
+        ]
+        if wrong:
+            raise RuntimeError(CHECK_FAILED.format(names=", ".join(wrong)))
+
+
+def _close(result: Tensor, expected: Tensor) -> bool:
+    """Compare up to rounding errors; NaN and infinity equal themselves."""
+    tolerance = torch.finfo(expected.dtype).eps ** 0.5
+    finite = expected[expected.isfinite()]
+    scale = float(finite.abs().max()) if finite.numel() else 1.0
+    return torch.allclose(
+        result.to(expected.dtype), expected, tolerance, tolerance * scale, True
+    )
+
+
 @contextmanager
-def backward_pass(current: State) -> Iterator[BackwardPass]:
+def backward_pass(current: State, outputs: Any) -> Iterator[BackwardPass]:
     """Remember things from turn to turn inside the context, and forget them after.
 
     Args:
         current: What is active.
+        outputs: What is differentiated.
 
     Yields:
         The backward pass.
     """
-    outer, current.backward_pass = current.backward_pass, BackwardPass(current)
+    running = BackwardPass(current, root_nodes(outputs))
+    outer, current.backward_pass = current.backward_pass, running
     try:
-        yield current.backward_pass
+        yield running
     finally:
-        current.backward_pass.finish()
+        running.finish()
         current.backward_pass = outer
+    running.succeed()
 
 
 def visit(

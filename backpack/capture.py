@@ -12,7 +12,7 @@ import inspect
 import threading
 import weakref
 from functools import partial
-from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Set, Tuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from backpack.core.derivatives.generic import RandomState, tensor_outputs
 from backpack.extensions.layers import find_row
-from backpack.extensions.turn import CALLS
+from backpack.graph import CALLS, Consumers, Entry, calls_at, is_leaf
 from backpack.utils.disable import disable
 from backpack.utils.module_classification import is_loss, is_no_op
 
@@ -31,14 +31,6 @@ _STORED = "_backpack_stored"  # names of the tensors stored on a module
 
 # The calls that may still have their turn, by the parameters they are responsible for
 _CALLS_OF = WeakTensorKeyDictionary()
-
-
-class Entry(NamedTuple):
-    """Which of a node's outputs is which of a call's outputs."""
-
-    output_nr: int
-    index: int
-    call: Call
 
 
 class Call:
@@ -51,6 +43,8 @@ class Call:
         inputs: Tensors among the arguments.
         input_edges: Where each argument sits in the graph.
         passes_on: Whether each argument and an output sit at the same place.
+        edges_before: What an operation in place, which made an argument the output,
+            was computed from; empty if another call returned the argument as it is.
         outputs: Floating-point tensors of the output, detached.
         parameters: Parameters that this call is responsible for, by (dotted) name: the
             module's own, and those of modules inside that were not called themselves.
@@ -59,6 +53,8 @@ class Call:
         is_loss: Whether the call computes a loss.
         released: Whether inputs and outputs have been dropped.
         columns: Columns ``[V, N, *]`` at each output, by their source.
+        is_constant: Whether the inputs depend on parameters only.
+        is_outermost: Whether no other extended module was calling this one.
         is_composite: Whether the module has modules inside.
         is_transparent: Whether modules inside were called.
         joins: Whether the outputs belong to different nodes of the graph.
@@ -88,10 +84,12 @@ class Call:
         own = [_edge(out) for out in outputs]
         self.input_edges = [_edge(x) for x in _bind(module, args, kwargs)]
         self.passes_on = [_is_among(edge, own) for edge in self.input_edges]
+        self.edges_before: List[List[GradientEdge]] = [[] for _ in self.passes_on]
         if any(self.passes_on):
             # Its own output, which this call must not own: the module returned an
             # input as it is, or modified it in place.
-            pairs = zip(self.input_edges, self.passes_on)
+            pairs = list(zip(self.input_edges, self.passes_on))
+            self.edges_before = [_edges_before(e) if same else [] for e, same in pairs]
             self.input_edges = [None if same else edge for edge, same in pairs]
             args, kwargs = _map(_detach, args), _map(_detach, kwargs)
         self.args, self.kwargs = args, kwargs
@@ -101,12 +99,14 @@ class Call:
         self.outputs = [out.detach() for out in outputs]
         self.num_outputs = len(outputs)
         self.parameters = parameters
+        self.is_constant = all(map(_is_constant, self.input_edges))
         self.random_state = random_state
         self.is_loss = False
         self.released = False
         self.columns: Dict[Any, List[Optional[Tensor]]] = {}
         self.graphless: Iterable[Module] = ()
         self.joins = False
+        self.is_outermost = False
         self.is_composite = False
         self.is_transparent = False
         self._arrived: Dict[int, Optional[Tensor]] = {}
@@ -161,6 +161,12 @@ class Call:
                 "be computed. Replace the in-place operation (`x = x + y` instead of "
                 "`x += y`), or pass a copy to the layer."
             )
+
+    def disown(self) -> None:
+        """Pass the responsibility for all parameters on to another call."""
+        for param in self.parameters.values():
+            _CALLS_OF[param].discard(self)
+        self.parameters = {}
 
     def store(self, raw: bool) -> None:
         """Store inputs and output as attributes ``input0``, ... , ``output``.
@@ -222,6 +228,23 @@ def _edge(x: Any) -> Optional[GradientEdge]:
     if isinstance(x, Tensor) and x.requires_grad:
         return get_gradient_edge(x)
     return None
+
+
+def _is_constant(edge: Optional[GradientEdge]) -> bool:
+    """Tell whether an input depends on no other input of the network."""
+    if edge is None:
+        return True
+    if is_leaf(edge.node):
+        return isinstance(edge.node.variable, Parameter)
+    return any(entry.call.is_constant for entry in calls_at(edge.node))
+
+
+def _edges_before(edge: GradientEdge) -> List[GradientEdge]:
+    """List what a node was computed from, unless calls are attached to it already."""
+    if calls_at(edge.node):
+        return []
+    parents = edge.node.next_functions
+    return [GradientEdge(node, nr) for node, nr in parents if node is not None]
 
 
 def _detach(x: Any) -> Any:
@@ -358,11 +381,13 @@ def leave_call(
 
     outputs = tensor_outputs(output)
     random_state = frame.random_state if frame is not None else None
-    call = Call(
-        module, args, kwargs, outputs, _responsible(module, frame), random_state
-    )
+    parameters = _responsible(module, frame)
+    if frame is not None:
+        parameters.update(_adopted(module, args, kwargs, frame, outputs))
+    call = Call(module, args, kwargs, outputs, parameters, random_state)
     call.store(raw=False)
     call.is_loss = _computes_loss(module, outputs)
+    call.is_outermost = not _THREAD.frames
     call.is_composite = frame is not None and any(True for _ in module.children())
     call.is_transparent = frame is not None and bool(frame.called)
     if call.is_transparent and call.is_loss:
@@ -373,6 +398,18 @@ def leave_call(
         outer.calls.append(weakref.ref(call))
     _attach(call, outputs)
     return replaced
+
+
+def is_hooked(module: Module) -> bool:
+    """Tell whether a module's calls are recorded.
+
+    Args:
+        module: The module.
+
+    Returns:
+        Whether ``extend`` has registered its hook, and it was not removed.
+    """
+    return leave_call in module._forward_hooks.values()
 
 
 def _pop_frame(module: Module) -> Optional[_Frame]:
@@ -404,6 +441,46 @@ def _responsible(module: Module, frame: Optional[_Frame]) -> Dict[str, Parameter
     return own
 
 
+def _adopted(
+    module: Module,
+    args: Tuple,
+    kwargs: Dict[str, Any],
+    frame: _Frame,
+    outputs: List[Tensor],
+) -> Dict[str, Parameter]:
+    """Take over the parameters of calls inside whose axis 0 does not hold samples.
+
+    What is computed from no input of the network, like an embedding of all positions,
+    is broadcast over the samples later on. The gradient at its output is a sum over
+    samples; only a call around it can tell them apart.
+    """
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    sizes = {x.shape[0] for x in tensors if x.dim() > 0}
+    own = {x.data_ptr() for x in tensors}
+    adopted: Dict[str, Parameter] = {}
+    consumers: Optional[Consumers] = None
+    prefixes: Dict[Module, str] = {}
+    for call in filter(None, (ref() for ref in frame.calls)):
+        if not call.parameters or not call.is_constant or len(call.outputs) != 1:
+            continue
+        if any(x.data_ptr() in own for x in call.inputs):
+            continue
+        shape = call.outputs[0].shape
+        if len(shape) > 0 and shape[0] in sizes:
+            # it may be the same size by coincidence
+            if consumers is None:
+                consumers = Consumers([x.grad_fn for x in outputs if x.grad_fn])
+            if not consumers.broadcast(call):
+                continue
+        if not prefixes:
+            prefixes = {child: name for name, child in module.named_modules()}
+        prefix = prefixes[call.module]
+        for name, param in call.parameters.items():
+            adopted[f"{prefix}.{name}"] = param
+        call.disown()
+    return adopted
+
+
 def _computes_loss(module: Module, outputs: List[Tensor]) -> bool:
     if is_loss(module):
         return True
@@ -431,29 +508,17 @@ def _attach(call: Call, outputs: List[Tensor]) -> None:
     for indices in by_node.values():
         node = nodes[indices[0]]
         entries = [Entry(edges[i].output_nr, i, call) for i in indices]
-        _calls_at(node).extend(entries)
+        _hooked_calls(node).extend(entries)
         if call.joins:
             node.register_prehook(partial(_join, entries, nodes))
 
 
-def _calls_at(node: Node) -> List[Entry]:
+def _hooked_calls(node: Node) -> List[Entry]:
     """Return the list of a node's calls, which its hook works on."""
-    if CALLS not in node.metadata:
+    if not calls_at(node):
         node.metadata[CALLS] = entries = []
         node.register_prehook(partial(_run_calls, entries))
     return node.metadata[CALLS]
-
-
-def calls_at(node: Node) -> List[Entry]:
-    """Return the calls that are attached to a node.
-
-    Args:
-        node: Node of the autograd graph.
-
-    Returns:
-        The calls, in the order in which they returned.
-    """
-    return node.metadata.get(CALLS, [])
 
 
 def _run_calls(entries: List[Entry], gradients: Tuple[Optional[Tensor], ...]) -> None:

@@ -18,6 +18,7 @@ from backpack.utils.hooks import no_op
 
 if TYPE_CHECKING:
     from backpack.backward import BackwardPass
+    from backpack.report import Report
 
 _KEY = "backpack.context.state"
 
@@ -31,6 +32,7 @@ class State:
         extension_hook: Function to run on each module after the extensions.
         retain_graph: Whether to keep inputs and outputs for another backward pass.
         check: Whether to compare individual gradients with the gradient.
+        report: What has happened inside the context.
         backward_pass: The backward pass that is running.
         pulling: Whether columns are being pulled back, so that hooks must not run.
     """
@@ -42,6 +44,7 @@ class State:
         self.extension_hook: Callable[[Module], None] = no_op
         self.retain_graph = False
         self.check = False
+        self.report: Optional[Report] = None
         self.backward_pass: Optional[BackwardPass] = None
         self.pulling = False
 

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Dict, Iterable, Iterator, List, NamedTuple, Sequence, Set, Tuple
+from typing import (
+    TYPE_CHECKING,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    NamedTuple,
+    Sequence,
+    Set,
+    Tuple,
+)
 
 import torch
 from torch import Tensor
@@ -10,15 +20,26 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from backpack.capture import Call, Entry, calls_at
+if TYPE_CHECKING:
+    from backpack.capture import Call
 
-Use = Tuple[Node, int]  # a node of the graph, and which of its inputs
+CALLS = "backpack.calls"  # where a node of the graph keeps its calls
+Use = Tuple[Node, int]  # a node of the graph, and which of its in- or outputs
 
 # Nodes through which a sum of terms can be followed
 _ADDITIVE = ("AddBackward0", "SubBackward0", "NegBackward0", "SumBackward0")
 _SCALING = ("MulBackward0", "DivBackward0")
 # Nodes that broadcast an operand from the right, and so add axes before its axis 0
 _BROADCASTING = (*_ADDITIVE[:2], *_SCALING, "ExpandBackward0")
+_VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
+
+
+class Entry(NamedTuple):
+    """Which of a node's outputs is which of a call's outputs."""
+
+    output_nr: int
+    index: int
+    call: Call
 
 
 class Target(NamedTuple):
@@ -26,6 +47,18 @@ class Target(NamedTuple):
 
     entry: Entry
     node: Node
+
+
+def calls_at(node: Node) -> List[Entry]:
+    """Return the calls whose outputs a node produced.
+
+    Args:
+        node: Node of the autograd graph.
+
+    Returns:
+        The calls, in the order in which they returned.
+    """
+    return node.metadata.get(CALLS, [])
 
 
 def walk(starts: Iterable[Node], stops: Iterable[Node] = ()) -> Iterator[Node]:
@@ -173,6 +206,21 @@ class Inspection:
             (entangled if mixed else separate).append(param)
         return separate, entangled
 
+    def describe(self, params: Sequence[Parameter]) -> str:
+        """Name parameters and their modules, for a message.
+
+        Args:
+            params: The parameters.
+
+        Returns:
+            Their names.
+        """
+        names = {}
+        for call in self.calls:
+            for name, param in call.parameters.items():
+                names.setdefault(param, f"'{name}' of {type(call.module).__name__}")
+        return ", ".join(names[param] for param in params)
+
     def has_coupled_samples(self) -> bool:
         """Tell whether a batch normalisation that is not extended couples samples.
 
@@ -213,35 +261,47 @@ def additive_terms(roots: Sequence[Node]) -> List[Node]:
     return terms
 
 
-def broadcasts_batch(edge: GradientEdge, shape: torch.Size, within: Set[Node]) -> bool:
-    """Tell whether a tensor is broadcast over samples, so its axis 0 holds none.
+class Consumers:
+    """What is computed from what, in a part of the graph."""
 
-    Args:
-        edge: Where the tensor sits in the graph.
-        shape: Its shape.
-        within: Nodes that may use it.
+    def __init__(self, outputs: Iterable[Node]):
+        """Collect the consumers of all nodes that something was computed from.
 
-    Returns:
-        Whether an operation adds axes in front of its first axis.
-    """
-    for node in within:
-        if not any(
-            parent is edge.node and nr == edge.output_nr
-            for parent, nr in node.next_functions
-        ):
-            continue
-        name, result = type(node).__name__, node._input_metadata[0].shape
-        if name in _BROADCASTING and len(result) > len(shape):
-            return True
-        if name == "UnsqueezeBackward0" and node._saved_dim == 0:
-            return True
-        same_axis = len(result) > 0 and len(shape) > 0 and result[0] == shape[0]
-        if not same_axis and len(result) >= len(shape) and result[:1] == (1,):
-            return True
-        if same_axis and len(result) == len(shape):
-            if broadcasts_batch(GradientEdge(node, 0), torch.Size(result), within):
+        Args:
+            outputs: Where it sits in the graph.
+        """
+        self._consumers: Dict[Use, List[Node]] = {}
+        self._edges: Dict[Call, Use] = {}
+        for node in walk(outputs):
+            for entry in calls_at(node):
+                self._edges[entry.call] = (node, entry.output_nr)
+            for parent in node.next_functions:
+                self._consumers.setdefault(parent, []).append(node)
+
+    def broadcast(self, call: Call) -> bool:
+        """Tell whether a call's output is broadcast, so that axis 0 holds no samples.
+
+        Args:
+            call: The call, with a single output.
+
+        Returns:
+            Whether an operation adds axes in front of its first axis.
+        """
+        if call not in self._edges:
+            return False
+        return self._adds_axis_0(self._edges[call], call.outputs[0].shape)
+
+    def _adds_axis_0(self, edge: Use, shape: torch.Size) -> bool:
+        for node in self._consumers.get(edge, []):
+            name, result = type(node).__name__, node._input_metadata[0].shape
+            if (
+                (name in _BROADCASTING and len(result) > len(shape))
+                or (name == "UnsqueezeBackward0" and node._saved_dim == 0)
+                or (name in _VIEWS and len(result) > len(shape) and result[0] == 1)
+                or (result == shape and self._adds_axis_0((node, 0), shape))
+            ):
                 return True
-    return False
+        return False
 
 
 def root_nodes(tensors: object) -> List[Node]:

@@ -6,10 +6,11 @@ tuples of tensors whose axis 0 is the batch. Samples go through the model one by
 Results are dictionaries by parameter name; use float64.
 
 The GGN family is computed from dense Jacobians and the dense loss Hessian. With
-``columns`` ``[V, N, *]`` at the loss input, Σ_v S_v S_vᵀ takes the Hessian's place: what
-a Monte-Carlo quantity has to be, given what was drawn.
+``columns`` ``[V, N, *]`` at the loss input, Σ_v S_v S_vᵀ takes the Hessian's place:
+what a Monte-Carlo quantity has to be, given what was drawn.
 """
 
+from functools import partial
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
@@ -386,7 +387,7 @@ def kronecker_factors(
     for name in parameters(model):
         prefix, _, own_name = name.rpartition(".")
         layer = model.get_submodule(prefix)
-        outputs, inputs = layer_factors(model, layer, X, hessians)
+        outputs, inputs = layer_factors(model, layer, own_name, X, hessians)
         if not outputs:  # any other parameter: its dense block
             dense = batch_ggn(model, loss, X, y, columns)[name]
             factors[name] = [dense.sum(0)]
@@ -423,42 +424,54 @@ def without_single_group(factor: Tensor) -> Tensor:
     return factor[0] if len(factor) == 1 else factor
 
 
+def shift_output(
+    calls: List, layer: Module, args: Tensors, kwargs: Dict[str, Any], output: Tensor
+) -> Tensor:
+    """Forward hook: add zeros to the output, to differentiate with respect to.
+
+    Args:
+        calls: Is appended the inputs and the zeros.
+        layer: The layer.
+        args: Positional arguments of its call.
+        kwargs: Keyword arguments of its call.
+        output: Its output.
+
+    Returns:
+        The new output.
+    """
+    shift = torch.zeros_like(output, requires_grad=True)
+    calls.append((args, kwargs, shift))
+    return output + shift
+
+
 def layer_factors(
-    model: Module, layer: Module, X: Tensors, hessians: Tensor
+    model: Module, layer: Module, name: str, X: Tensors, hessians: Tensor
 ) -> Tuple[List[Tensor], List[Tensor]]:
     """Compute, per sample, what the Kronecker factors of a layer are made of.
 
     Args:
         model: The model.
         layer: A module inside.
+        name: Name of the parameter in the module.
         X: Inputs of the model.
         hessians: Hessian of the loss, ``[N, F, F]``.
 
     Returns:
         For each sample the GGN with respect to the layer's output ``[G, T, p, T, p]``,
         and the layer's inputs ``[G, T, d]`` that the weight is multiplied with at each
-        position. Empty lists if the layer is of another kind or is not called.
+        position (none for a bias). Empty lists if the layer is of another kind, does
+        not own the parameter, or is not called.
     """
-    unchanged = [
-        cls
-        for cls in _AFFINE
-        if isinstance(layer, cls) and type(layer).forward is cls.forward
-    ]
-    is_plain = unchanged and isinstance(
-        vars(layer)["_parameters"].get("weight"), Tensor
-    )
     outputs, inputs = [], []
-    if not is_plain:
+    kinds = [cls for cls in _AFFINE if isinstance(layer, cls)]
+    own = vars(layer)["_parameters"].get(name)
+    known = own is not None and name in ("weight", "bias")
+    if not known or not any(type(layer).forward is cls.forward for cls in kinds):
         return outputs, inputs
     for n, hessian in enumerate(hessians):
-        calls = []
-
-        def shift_output(layer: Module, args: Tensors, kwargs: Dict, out: Tensor):
-            shift = torch.zeros_like(out, requires_grad=True)
-            calls.append((args, kwargs, shift))
-            return out + shift
-
-        handle = layer.register_forward_hook(shift_output, with_kwargs=True)
+        calls: List = []
+        hook = partial(shift_output, calls)
+        handle = layer.register_forward_hook(hook, with_kwargs=True)
         prediction = model(*sample(X, n))
         handle.remove()
         if not calls:
@@ -467,7 +480,8 @@ def layer_factors(
         (jac,) = jacobian(prediction, [shift])
         jac = groups_first(layer, jac)  # [f, g, t, p]
         outputs.append(torch.einsum("egtp,ef,fgsq->gtpsq", jac, hessian, jac))
-        inputs.append(weight_inputs(layer, layer(*args, **kwargs)))
+        if name == "weight":
+            inputs.append(weight_inputs(layer, layer(*args, **kwargs)))
     return outputs, inputs
 
 

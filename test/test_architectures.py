@@ -24,6 +24,7 @@ from cases import Problem
 from models import ARCHITECTURES
 from torch import Tensor, nn
 from torch.nn import Module
+from torch.utils._pytree import tree_map
 
 from backpack import backpack, extend
 from backpack.extensions import (
@@ -157,6 +158,7 @@ class Reference:
 
             def shift_output(layer, args, kwargs, out, calls=calls):
                 shift = torch.zeros_like(out, requires_grad=True)
+                args = tree_map(Tensor.detach, args)  # no path to earlier calls
                 calls.append((layer, args, kwargs, shift))
                 return out + shift
 

@@ -26,9 +26,14 @@ class BackpropExtension(ABC):  # noqa: B024
         savefield: Attribute of a parameter under which its value is saved.
         saved_quantities: What waits for a call's turn in the backward pass.
         keeps_io: Whether modules keep their inputs and output after a backward pass.
+        computes_all: Whether every parameter gets a value, whatever its module.
+        separates_samples: Whether the values presume that axis 0 holds samples which do
+            not influence each other.
     """
 
     keeps_io = False
+    computes_all = False
+    separates_samples = False
 
     def __init__(
         self,

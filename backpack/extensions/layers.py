@@ -239,8 +239,23 @@ LOSSES: Dict[Type[Module], Row] = {
     nn.BCEWithLogitsLoss: Row(BCELossWithLogitsDerivatives()),
 }
 
+# Work in place if told so, and their derivative can be told from the output as well
+READ_FROM_OUTPUT = (nn.ReLU, nn.ReLU6, nn.Hardtanh, nn.LeakyReLU)
+
 GENERIC = Row(BaseParameterDerivatives())
 GENERIC_LOSS = Row(GenericLossDerivatives())
+
+
+def built_in(rule: Any) -> Dict[Type[Module], Any]:
+    """Register the same rule for everything in the table.
+
+    Args:
+        rule: The rule.
+
+    Returns:
+        The rule, for each class of layers and losses.
+    """
+    return {cls: rule for cls in (*LAYERS, *LOSSES)}
 
 
 def lookup(table: Mapping[Type[Module], Any], cls: Type[Module]) -> Optional[Any]:
@@ -274,6 +289,19 @@ def find_row(module: Module) -> Optional[Row]:
             own = type(module).forward is cls.forward and "forward" not in vars(module)
             return row if own else None
     return None
+
+
+def works_in_place(module: Module) -> bool:
+    """Tell whether a layer overwrites its input, and its derivatives can live with it.
+
+    Args:
+        module: The layer.
+
+    Returns:
+        Whether it is so.
+    """
+    in_place = getattr(module, "inplace", False)
+    return in_place and type(module) in READ_FROM_OUTPUT
 
 
 def find_rule(module: Module, name: str) -> Optional[Row]:

@@ -119,7 +119,7 @@ class ModuleExtension:
             param = getattr(module, name, None)
             if isinstance(param, Tensor) and param.requires_grad:
                 value = getattr(self, name)(extension, module, g_inp, g_out, quantity)
-                turn.save(extension, param, value)
+                turn.save_alone(extension, param, value)
         if extension.expects_backpropagation_quantities() and turn.walks(extension):
             passed_on = self.backpropagate(extension, module, g_inp, g_out, quantity)
             turn.pass_on(extension, passed_on)

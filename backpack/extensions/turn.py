@@ -11,22 +11,26 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
 from torch.nn import Module, Parameter
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._pytree import tree_leaves
 
+from backpack.core.derivatives.dropout import MASK
 from backpack.core.derivatives.generic import generic_products
 from backpack.core.reductions import PerSample
-from backpack.extensions.layers import Row, find_rule
+from backpack.extensions.layers import Row, find_rule, works_in_place
+from backpack.graph import Entry, calls_at
 
 if TYPE_CHECKING:
     from backpack.backward import BackwardPass
-    from backpack.capture import Call, Entry
+    from backpack.capture import Call
     from backpack.extensions.backprop_extension import BackpropExtension
     from backpack.extensions.secondorder.columns import Source
 
 Cotangents = List[Optional[Tensor]]
-
-CALLS = "backpack.calls"  # where a node of the graph keeps its calls
 
 EXTEND_LOSS = (
     "{ext} (field '{field}') found no quantity pulled back to {module}, because no "
@@ -43,6 +47,15 @@ NOT_A_CHAIN = (
     "of {module} is not an extended module with a rule for it, but an operation in "
     "between. Use `extend(model, use_converter=True)`, which turns operations into "
     "modules, or write the model with modules only."
+)
+OTHER_OUTPUT = (
+    "{ext} (field '{field}') goes back through the first output of a module only, but "
+    "output {index} of {module} is used, too. Use the first one only."
+)
+SAVED_TWICE = (
+    "{ext} (field '{field}') computes its value from a single call, but a parameter of "
+    "{module} takes part in several calls in this backward pass. Give each call a "
+    "module of its own."
 )
 
 
@@ -68,6 +81,11 @@ def current_turn() -> Turn:
             "this one was called outside of it."
         )
     return _CURRENT.turn
+
+
+def _entries_at(edge: GradientEdge) -> List[Entry]:
+    entries = edge.node.metadata.get(CALLS, [])
+    return [entry for entry in entries if entry.output_nr == edge.output_nr]
 
 
 class Products(Mapping):
@@ -171,11 +189,38 @@ class Turn:
     def __enter__(self) -> Turn:
         """Make this the current turn."""
         self._outer, _CURRENT.turn = _CURRENT.turn, self
+        if self.call in self.backward_pass.dropouts:
+            self.module.__dict__[MASK] = self._drawn_mask()
         return self
 
     def __exit__(self, *exc_info) -> None:
         """Return to the turn that was current before."""
         _CURRENT.turn = self._outer
+        self.module.__dict__.pop(MASK, None)
+
+    def _drawn_mask(self) -> Tensor:
+        """Ask the graph for the mask of a dropout layer, which values do not tell."""
+        from backpack.context import state
+
+        edge, x = self.backward_pass.dropouts[self.call], self.call.input_edges[0]
+        current = state()
+        current.pulling = True
+        try:
+            ones = torch.ones_like(self.call.outputs[0])
+            return torch.autograd.grad(edge, x, ones, retain_graph=True)[0].detach()
+        finally:
+            current.pulling = False
+
+    def _note_dropouts(self) -> None:
+        """Remember where the outputs of dropout layers sit that lead to this loss."""
+        from backpack.graph import targets_below
+
+        edge = self.call.input_edges[0]
+        for entry, node in [] if edge is None else targets_below([edge.node]):
+            drops = isinstance(entry.call.module, _DropoutNd)
+            if drops and entry.call.module.training and entry.call.input_edges[0]:
+                edge = GradientEdge(node, entry.output_nr)
+                self.backward_pass.dropouts[entry.call] = edge
 
     @property
     def module(self) -> Module:
@@ -253,28 +298,59 @@ class Turn:
             )
         return factor.sqrt()
 
-    def _producer(self, position: int) -> Optional[Call]:
-        """Find the call that an argument comes from, directly.
+    def producers(self, extension: BackpropExtension) -> Dict[int, Call]:
+        """Find the calls that the arguments come from, directly.
 
         Args:
-            position: Which argument.
+            extension: The extension that walks from module to module.
 
         Returns:
-            The last call that returned it, other than containers, if there is one.
+            For each argument by position, the last call that returned it, other than
+            containers, if there is one.
+
+        Raises:
+            NotImplementedError: If parameters take part in an argument in another way.
         """
-        if position >= len(self.call.arguments):
-            return None
-        if self.call.passes_on[position]:
-            calls = [entry.call for entry in self._entries]
-            calls = calls[: calls.index(self.call)]
-        else:
-            edge = self.call.input_edges[position]
-            if edge is None:
-                return None
-            entries = edge.node.metadata.get(CALLS, [])
-            calls = [e.call for e in entries if e.output_nr == edge.output_nr]
-        calls = [call for call in calls if not call.is_transparent]
-        return calls[-1] if calls else None
+        producers: Dict[int, Call] = {}
+        in_place = works_in_place(self.module)
+        for position, edge in enumerate(self.call.input_edges):
+            edges = [edge]
+            if self.call.passes_on[position]:
+                edges = self.call.edges_before[position]
+            if self.call.passes_on[position] and not (in_place and edges):
+                entries = self._entries
+                entries = entries[: [e.call for e in entries].index(self.call)]
+            elif edges == [None]:
+                continue
+            else:
+                entries = _entries_at(edges[0])
+            entries = [entry for entry in entries if not entry.call.is_transparent]
+            if entries:
+                self._check_first(extension, entries[-1])
+                producers[position] = entries[-1].call
+            else:
+                for edge in edges:
+                    self._check_no_parameters(extension, edge.node)
+        for x in tree_leaves((self.call.args, self.call.kwargs)):
+            nested = isinstance(x, Tensor) and not any(x is y for y in self.call.inputs)
+            if nested and x.requires_grad and x.grad_fn is not None:
+                self._check_no_parameters(extension, x.grad_fn)
+        return producers
+
+    def _check_first(self, extension: BackpropExtension, entry: Entry) -> None:
+        if entry.index > 0:
+            text = self._text(extension, entry.call.module)
+            raise NotImplementedError(OTHER_OUTPUT.format(index=entry.index, **text))
+
+    def _check_no_parameters(self, extension: BackpropExtension, node: Node) -> None:
+        """Refuse to drop a quantity that parameters are waiting for."""
+        from backpack.graph import targets_below
+
+        for target in targets_below([node]):
+            call = target.entry.call
+            if any(param.requires_grad for param in call.parameters.values()):
+                text = self._text(extension, call.module)
+                raise NotImplementedError(NOT_A_CHAIN.format(**text))
 
     def column_products(self, source: Source, name: str) -> PerSample:
         """Describe the products of the loss's columns and a parameter's Jacobian.
@@ -328,12 +404,15 @@ class Turn:
             self._explain_missing(extension)
         return self.call.columns[extension.source][0]
 
-    def _explain_missing(self, extension: BackpropExtension) -> None:
-        text = {
+    def _text(self, extension: BackpropExtension, module: Module) -> Dict[str, Any]:
+        return {
             "ext": type(extension).__name__,
             "field": extension.savefield,
-            "module": self.module,
+            "module": module,
         }
+
+    def _explain_missing(self, extension: BackpropExtension) -> None:
+        text = self._text(extension, self.module)
         if self.walks(extension) and self.backward_pass.loss_factors:
             raise NotImplementedError(NOT_A_CHAIN.format(**text))
         raise AssertionError(EXTEND_LOSS.format(**text))
@@ -347,11 +426,13 @@ class Turn:
         """
         if quantities is None:
             return
+        if self.call.is_loss:
+            self._note_dropouts()
         several = isinstance(quantities, (list, tuple))
         quantities = list(quantities) if several else [quantities]
-        for position, quantity in enumerate(quantities):
-            before = self._producer(position)
-            if before is not None and quantity is not None:
+        for position, before in self.producers(extension).items():
+            quantity = quantities[position] if position < len(quantities) else None
+            if quantity is not None:
                 extension.saved_quantities.save_quantity(
                     id(before), quantity, extension.accumulate_backpropagated_quantities
                 )
@@ -366,4 +447,24 @@ class Turn:
             value: The value.
         """
         setattr(param, extension.savefield, value)
-        self.backward_pass.saved.add((id(extension), id(param)))
+        report = self.backward_pass.state.report
+        if report is not None:
+            report.saved.add(id(param))
+
+    def save_alone(
+        self, extension: BackpropExtension, param: Parameter, value: Any
+    ) -> None:
+        """Save a value that cannot be combined with that of another call.
+
+        Args:
+            extension: The extension whose field it is.
+            param: The parameter.
+            value: The value.
+
+        Raises:
+            NotImplementedError: If another call has saved a value before.
+        """
+        if (id(extension), id(param)) in self.backward_pass.saved:
+            text = self._text(extension, self.module)
+            raise NotImplementedError(SAVED_TWICE.format(**text))
+        self.save(extension, param, value)

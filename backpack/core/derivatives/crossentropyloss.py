@@ -1,14 +1,16 @@
 """Softmax cross-entropy: the negative log-likelihood of a categorical distribution."""
 
-from typing import Callable, List, Optional, Tuple
+from typing import Callable, Iterator, List, Optional, Tuple
 
 import torch
 from torch import Generator, Size, Tensor
 from torch.distributions import Categorical
 from torch.nn import CrossEntropyLoss
-from torch.nn.functional import one_hot, pad
+from torch.nn.functional import one_hot
 
 from backpack.core.derivatives.nll_base import NLLLossDerivatives, full_precision
+
+ALL = slice(None)
 
 
 class CrossEntropyLossDerivatives(NLLLossDerivatives):
@@ -107,25 +109,54 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
     ) -> Tensor:
         return self._columns(module, subsampling, _triangular_factor)
 
+    def sqrt_hessian_chunks(
+        self, module: CrossEntropyLoss, size: int, compact: bool
+    ) -> Iterator[Tensor]:
+        """Compute a factor for some classes at a time; all would be quadratic in them.
+
+        Args:
+            module: Loss module with stored inputs and output.
+            size: Number of columns at a time.
+            compact: Whether it shall have as few columns as is known.
+
+        Yields:
+            Columns of shape ``[V, N, C, *]`` with V = ``size``, or fewer.
+
+        Raises:
+            ValueError: If the loss is no scalar.
+        """  # noqa: DAR401
+        self._check_scalar(module)
+        x = module.input0
+        num_classes = x.shape[_class_axis(x)]
+        positions = x.shape[_class_axis(x) + 1 :].numel()
+        num_columns = max(1, num_classes - 1) if compact else num_classes
+        factor = _triangular_factor if compact else _factor
+        step = max(1, size // positions)
+        for start in range(0, num_columns, step):
+            classes = slice(start, min(start + step, num_columns))
+            yield from self._columns(module, None, factor, classes).split(size)
+
     def _columns(
         self,
         module: CrossEntropyLoss,
         subsampling: Optional[List[int]],
-        factor: Callable[[Tensor], Tensor],
+        factor: Callable[[Tensor, slice], Tensor],
+        classes: slice = ALL,
     ) -> Tensor:
         """Arrange the factors of all terms into columns, one per class and position.
 
         Args:
             module: Loss module, with the inputs of the full batch.
             subsampling: Indices of selected samples. Default: all.
-            factor: Maps log-probabilities ``[*, C]`` to a factor ``[*, V, C]`` of
-                diag(p) − p pᵀ.
+            factor: Maps log-probabilities ``[*, C]`` to columns ``[*, V, C]`` of a
+                factor of diag(p) − p pᵀ.
+            classes: Which columns of the factor to compute. Default: all.
 
         Returns:
             Columns ``[V · d1 · …, N, C, d1, …]``.
         """
         prediction, root_weights = self._prepare(module, subsampling)
-        terms = factor(_classes_last(prediction).log_softmax(-1))
+        terms = factor(_classes_last(prediction).log_softmax(-1), classes)
         terms = terms * _classes_last(root_weights)[..., None]
         num_samples = 1 if prediction.dim() == 1 else len(prediction)
         terms = terms.reshape(num_samples, -1, *terms.shape[-2:])  # [n, t, v, c]
@@ -178,20 +209,22 @@ def _classes_last(prediction: Tensor) -> Tensor:
     return prediction.movedim(_class_axis(prediction), -1)
 
 
-def _factor(log_p: Tensor) -> Tensor:
+def _factor(log_p: Tensor, classes: slice) -> Tensor:
     """Compute the columns √p_v (e_v − p), whose outer products sum to diag(p) − p pᵀ.
 
     Args:
         log_p: Log-probabilities, shape ``[*, C]``.
+        classes: Which columns to compute.
 
     Returns:
-        Columns, shape ``[*, C, C]``.
+        Columns, shape ``[*, V, C]`` with V = C for all of them.
     """
-    root = (0.5 * log_p).exp()
-    return torch.diag_embed(root) - root[..., :, None] * log_p.exp()[..., None, :]
+    root = (0.5 * log_p[..., classes]).exp()
+    unit = torch.eye(log_p.shape[-1], dtype=log_p.dtype, device=log_p.device)[classes]
+    return root[..., :, None] * (unit - log_p.exp()[..., None, :])
 
 
-def _triangular_factor(log_p: Tensor) -> Tensor:
+def _triangular_factor(log_p: Tensor, classes: slice) -> Tensor:
     """Compute the Cholesky factor of diag(p) − p pᵀ, without its last, zero column.
 
     With the tails q_k = Σ_{j > k} p_j, column k is √d_k (e_k − Σ_{j > k} p_j / q_k e_j)
@@ -200,18 +233,22 @@ def _triangular_factor(log_p: Tensor) -> Tensor:
 
     Args:
         log_p: Log-probabilities, shape ``[*, C]``.
+        classes: Which columns to compute.
 
     Returns:
-        Columns, shape ``[*, C - 1, C]``, or one column (of zeros) for C = 1.
+        Columns, shape ``[*, V, C]`` with V = C - 1 for all of them; one column (of
+        zeros) for C = 1.
     """
     num_classes = log_p.shape[-1]
     if num_classes == 1:
-        return _factor(log_p)
+        return _factor(log_p, classes)
     # classes that are ruled out have −∞; differences need finite numbers
     log_p = log_p.clamp(min=torch.finfo(log_p.dtype).min / 16)
     tail = log_p.flip(-1).logcumsumexp(-1).flip(-1)
-    root_d = 0.5 * (log_p[..., :-1] + tail[..., 1:] - tail[..., :-1])
-    below = log_p[..., None, :] + (root_d - tail[..., 1:])[..., :, None]
-    is_below = torch.ones_like(below, dtype=torch.bool).triu(1)
-    diagonal = pad(torch.diag_embed(root_d.exp()), (0, 1))
-    return diagonal - below.masked_fill(~is_below, -torch.inf).exp()
+    root_d = 0.5 * (log_p[..., :-1] + tail[..., 1:] - tail[..., :-1])[..., classes]
+    tail = tail[..., 1:][..., classes]
+    below = log_p[..., None, :] + (root_d - tail)[..., :, None]
+    row = torch.arange(num_classes - 1, device=log_p.device)[classes, None]
+    column = torch.arange(num_classes, device=log_p.device)
+    on_diagonal = (row == column) * root_d.exp()[..., :, None]
+    return on_diagonal - below.masked_fill(column <= row, -torch.inf).exp()

@@ -7,6 +7,7 @@ fast rules are tested against it.
 
 from contextlib import contextmanager
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple, Union
+from warnings import catch_warnings, filterwarnings
 
 import torch
 from torch import Tensor
@@ -256,11 +257,17 @@ class _Repeated:
             out = [x.squeeze(axis) for x, axis in zip(out, self.axes)]
             return [torch.stack(list(column)) for column in zip(*products)], out
 
-        stacked, outputs = vmap(
+        mapped = vmap(
             one_sample,
             in_dims=(list(in_axes.values()), [1 + axis for axis in self.axes]),
             out_dims=(1, 0),
-        )([self.leaves[i] for i in in_axes], list(self.mats.values()))
+        )
+        with catch_warnings():
+            # operations that vmap has no rule for are slow, which this rule is anyway
+            filterwarnings("ignore", "There is a performance drop")
+            stacked, outputs = mapped(
+                [self.leaves[i] for i in in_axes], list(self.mats.values())
+            )
         outputs = [out.movedim(0, axis) for out, axis in zip(outputs, self.axes)]
         return self._checked(stacked, outputs)
 

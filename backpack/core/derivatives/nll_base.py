@@ -11,7 +11,7 @@ With ``subsampling``, rows are selected and c stays that of the full batch.
 
 from abc import abstractmethod
 from math import sqrt
-from typing import Any, Callable, Dict, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
 from torch import Generator, Size, Tensor
@@ -89,6 +89,25 @@ class LossDerivatives(BaseLossDerivatives):
         result = self._sqrt_hessian_compact(module, g_inp, g_out, subsampling)
         shape_check._check_like(result, module, "input0", subsampling=subsampling)
         return result
+
+    def sqrt_hessian_chunks(
+        self, module: Module, size: int, compact: bool
+    ) -> Iterator[Tensor]:
+        """Compute a factor like :meth:`sqrt_hessian`, some columns at a time.
+
+        Args:
+            module: Loss module with stored inputs and output.
+            size: Number of columns at a time.
+            compact: Whether it shall have as few columns as is known.
+
+        Yields:
+            Columns of shape ``[V, N, *in]`` with V = ``size``, or fewer.
+
+        Raises:
+            ValueError: If the loss is no scalar.
+        """  # noqa: DAR401
+        factor = self.sqrt_hessian_compact if compact else self.sqrt_hessian
+        yield from factor(module, (), ()).split(size)
 
     def _sqrt_hessian_compact(
         self,

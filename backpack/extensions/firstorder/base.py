@@ -78,8 +78,9 @@ class ReduceGradients(FirstOrderModuleExtension):
         """
         turn = current_turn()
         parameters = turn.parameters()
-        if parameters and isinstance(module, _BatchNorm):
-            batch_norm_raise_error_if_train(module)
+        if isinstance(module, _BatchNorm):
+            refuse = extension.refuses_coupled_samples
+            batch_norm_raise_error_if_train(module, raise_error=refuse)
         for name, param in parameters:
             gradients = turn.gradients(name)
             turn.save(extension, param, extension.reduce_selected(gradients))
@@ -92,7 +93,15 @@ class GradientReduction(FirstOrderBackpropExtension):
     """Base class of our first-order quantities: a reduction of individual gradients.
 
     It is right for every module with parameters, so that nothing is skipped.
+
+    Attributes:
+        refuses_coupled_samples: Whether a batch normalisation in training mode is an
+            error. It is a warning otherwise.
     """
+
+    computes_all = True
+    separates_samples = True
+    refuses_coupled_samples = True
 
     def __init__(self, savefield: str, subsampling: List[int] = None):
         """Store where values are saved.

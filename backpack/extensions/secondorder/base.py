@@ -1,6 +1,13 @@
 """Base class of second-order extensions."""
 
+from typing import Optional, Tuple
+
+from torch import Tensor
+from torch.nn import Module
+
 from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.module_extension import ModuleExtension
+from backpack.extensions.turn import current_turn
 
 
 class SecondOrderBackpropExtension(BackpropExtension):
@@ -9,9 +16,14 @@ class SecondOrderBackpropExtension(BackpropExtension):
     They default to an error on modules that are not registered. An extension that is
     assembled from module extensions walks from module to module; the GGN family lets
     autograd pull its columns back.
+
+    Attributes:
+        walks_modules: Whether quantities go from module to module.
+        default_rule: What to do on modules for which nothing is registered.
     """
 
     walks_modules = True
+    default_rule: Optional[ModuleExtension] = None
 
     def expects_backpropagation_quantities(self) -> bool:
         """Tell that a quantity is pulled back from the loss.
@@ -20,3 +32,30 @@ class SecondOrderBackpropExtension(BackpropExtension):
             ``True``.
         """
         return True
+
+    def get_module_extension(self, module: Module) -> Optional[ModuleExtension]:
+        """Look up what to do on a module.
+
+        Args:
+            module: The module.
+
+        Returns:
+            What is registered, else the default.
+        """
+        return super().get_module_extension(module) or self.default_rule
+
+    def __call__(
+        self, module: Module, g_inp: Tuple[Tensor, ...], g_out: Tuple[Tensor, ...]
+    ) -> None:
+        """Run on a module, unless it only calls others, which come later.
+
+        Args:
+            module: The module.
+            g_inp: Gradients at its inputs, as far as they exist.
+            g_out: Gradients at its outputs.
+        """
+        turn = current_turn()
+        arranges = turn.call.is_transparent and not turn.parameters()
+        if self.get_module_extension(module) is None and arranges:
+            return
+        super().__call__(module, g_inp, g_out)

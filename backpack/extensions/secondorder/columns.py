@@ -12,9 +12,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from backpack.core.derivatives.nll_base import LossDerivatives
 from backpack.core.reductions import PerSample
-from backpack.extensions.layers import GENERIC, LAYERS, LOSSES, find_loss, find_row
+from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.layers import built_in, find_loss
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
+from backpack.extensions.secondorder.linearization import linearize, skips
 from backpack.extensions.turn import current_turn
 from backpack.utils.errors import batch_norm_raise_error_if_train
 
@@ -118,20 +120,18 @@ class ReduceColumns(ModuleExtension):
             columns = extension.source.columns(find_loss(module).derivatives, module)
             turn.pass_on(extension, columns * turn.loss_scale())
             return
-        if turn.call.is_transparent:
+        if skips(turn, extension):
             return
         columns = turn.incoming(extension)
         formed = turn.products([columns])
         for name, param in turn.parameters():
             product = formed[name]
             extension.check(turn.call, name, product)
-            turn.save(extension, param, extension.reduce(product))
-        row = find_row(module) or GENERIC
-        pull_back = row.derivatives.jac_t_mat_prod
-        turn.pass_on(extension, pull_back(module, g_inp, g_out, columns))
-
-
-_REDUCE = ReduceColumns()
+            turn.save_alone(extension, param, extension.reduce(product))
+        producers = turn.producers(extension)
+        if producers:
+            linear = linearize(turn, extension, producers)
+            turn.pass_on(extension, linear.at_positions(linear.jac_t(columns)))
 
 
 class ColumnExtension(SecondOrderBackpropExtension):
@@ -143,6 +143,7 @@ class ColumnExtension(SecondOrderBackpropExtension):
     """
 
     additive = True
+    default_rule = ReduceColumns()
 
     def __init__(
         self,
@@ -158,9 +159,9 @@ class ColumnExtension(SecondOrderBackpropExtension):
             subsampling: Samples to consider, by index. Default: ``None`` for all.
         """
         self.source = source
-        rows = (*LAYERS, *LOSSES)
-        super().__init__(
-            savefield, {layer: _REDUCE for layer in rows}, subsampling=subsampling
+        # not the next class in line: KFAC and KFLR have a second base class
+        BackpropExtension.__init__(
+            self, savefield, built_in(self.default_rule), subsampling=subsampling
         )
         self.walks_modules = False
 
@@ -276,17 +277,6 @@ class ColumnExtension(SecondOrderBackpropExtension):
         super().set_module_extension(module, extension, overwrite=overwrite)
         self.walks_modules |= extension.overrides_backpropagate
 
-    def get_module_extension(self, module: Module) -> ModuleExtension:
-        """Look up what to do on a module.
-
-        Args:
-            module: The module.
-
-        Returns:
-            What a user registered, else the reduction.
-        """
-        return super().get_module_extension(module) or _REDUCE
-
     def is_customized(self, module: Module) -> bool:
         """Tell whether a user registered what to do on a module.
 
@@ -296,4 +286,4 @@ class ColumnExtension(SecondOrderBackpropExtension):
         Returns:
             Whether it is so.
         """
-        return self.get_module_extension(module) is not _REDUCE
+        return self.get_module_extension(module) is not self.default_rule

@@ -16,6 +16,8 @@ class BatchGrad(GradientReduction):
     They add up to the gradient of the backward pass.
     """
 
+    refuses_coupled_samples = False
+
     def __init__(self, subsampling: List[int] = None):
         """Choose the samples.
 

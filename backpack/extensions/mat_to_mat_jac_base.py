@@ -1,0 +1,111 @@
+"""Module extensions that pull columns back with a module's derivatives."""
+
+from functools import partial
+from typing import Any, List, Tuple, Union
+
+from torch import Tensor
+from torch.nn import Module
+
+from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.module_extension import ModuleExtension
+from backpack.extensions.secondorder.linearization import linearize_here
+
+
+class MatToJacMat(ModuleExtension):
+    """Pull columns back from a module's output to its inputs.
+
+    A building block for extensions: a subclass adds one method per parameter.
+
+    Example:
+        >>> from backpack.core.derivatives.linear import LinearDerivatives
+        >>> class SquaredColumns(MatToJacMat):
+        ...     def __init__(self):
+        ...         super().__init__(LinearDerivatives(), params=["bias"])
+        ...
+        ...     def bias(self, ext, module, g_inp, g_out, backproped):
+        ...         return backproped.square().sum((0, 1))
+    """
+
+    def __init__(self, derivatives: BaseDerivatives, params: List[str] = None):
+        """Store the derivatives.
+
+        Args:
+            derivatives: The module's derivatives.
+            params: Names of parameters that have a method. Default: ``None``.
+        """
+        self.derivatives = derivatives
+        super().__init__(params)
+
+    def backpropagate(
+        self,
+        ext: BackpropExtension,
+        module: Module,
+        grad_inp: Tuple[Tensor],
+        grad_out: Tuple[Tensor],
+        backproped: Union[List[Tensor], Tensor],
+    ) -> Union[List[Tensor], Tensor]:
+        """Multiply columns with the transposed Jacobian.
+
+        Args:
+            ext: The extension that is running.
+            module: The module, with its inputs and output.
+            grad_inp: Gradients at the inputs, as far as they exist.
+            grad_out: Gradients at the outputs.
+            backproped: Columns ``[V, N, *out]``.
+
+        Returns:
+            Columns ``[V, N, *in]``; a list with one entry for each input if the module
+            has several.
+        """
+        subsampling = ext.get_subsampling()
+        linear = linearize_here(self.derivatives, module, grad_out, ext)
+        if subsampling is not None:
+            linear = linear.select(subsampling)
+        columns = linear.jac_t(backproped)
+        return columns[0] if linear.positions == [0] else linear.at_positions(columns)
+
+
+class ParameterRule(MatToJacMat):
+    """The same computation for every parameter: its method is :meth:`parameter`."""
+
+    def __init__(self, derivatives: BaseDerivatives, params: List[str] = None):
+        """Create a method for each parameter, unless the class has one.
+
+        Args:
+            derivatives: The module's derivatives.
+            params: Names of the parameters. Default: ``None``, for no parameter.
+        """
+        for name in params or []:
+            if not hasattr(self, name):
+                setattr(self, name, partial(self.parameter, name))
+        super().__init__(derivatives, params)
+
+    def parameter(
+        self,
+        name: str,
+        ext: BackpropExtension,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        backproped: Any,
+    ) -> Any:
+        """Compute a parameter's value.
+
+        Args:
+            name: Name of the parameter.
+            ext: The extension that is running.
+            module: The module, with its inputs and output.
+            g_inp: Gradients at the inputs, as far as they exist.
+            g_out: Gradients at the outputs.
+            backproped: What was pulled back to the module's output.
+
+        Returns:
+            The value.
+
+        Raises:
+            NotImplementedError: If the class does not define it.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has to define `parameter`, or a method '{name}'."
+        )

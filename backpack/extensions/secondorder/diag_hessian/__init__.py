@@ -1,0 +1,75 @@
+"""The diagonal of the Hessian, in total or for each sample."""
+
+from __future__ import annotations
+
+from typing import Tuple
+
+from torch import Tensor
+from torch.nn import Module
+
+from backpack.core.derivatives.generic_loss import GenericLossDerivatives
+from backpack.core.derivatives.nll_base import LossDerivatives
+from backpack.extensions.secondorder.diag_hessian.diag_h_base import DiagHBaseModule
+from backpack.extensions.secondorder.diag_hessian.signed_columns import (
+    SignedColumns,
+    factor,
+)
+from backpack.extensions.secondorder.module_rules import WalkingExtension
+
+
+class DiagHessian(WalkingExtension):
+    """Diagonal of the Hessian.
+
+    Saved in ``diag_h``, of shape ``[*p]``: the diagonal of ∂²𝓛/∂p². Nets without
+    curvature of their own, like those with ReLU, cost as much as the GGN; each smooth
+    activation adds a column per unit.
+    """
+
+    SUM_BATCH = True
+    rule = DiagHBaseModule
+
+    def __init__(self):
+        """Set the field."""
+        super().__init__("diag_h")
+
+    def start(  # noqa: D102
+        self, derivatives: LossDerivatives, module: Module, g_out: Tuple[Tensor, ...]
+    ) -> SignedColumns:
+        scale = g_out[0].detach()
+        if isinstance(derivatives, GenericLossDerivatives):
+            columns, sign = factor(derivatives._hessian(module))
+            columns = columns.reshape(-1, *module.input0.shape).to(module.input0.dtype)
+        else:
+            columns, sign = derivatives.sqrt_hessian_compact(module, (), ()), None
+        columns = columns.detach() * scale.abs().sqrt()
+        if sign is None:
+            sign = columns.new_ones(columns.shape[:2])
+        return SignedColumns.create(columns, sign * scale.sign())
+
+    def accumulate_backpropagated_quantities(
+        self, existing: SignedColumns, other: SignedColumns
+    ) -> SignedColumns:
+        """Add what two consumers of an output pull back to it.
+
+        Args:
+            existing: What is there already.
+            other: What comes in addition.
+
+        Returns:
+            Columns that both share, added, and those that only one has.
+        """
+        return existing.merge(other)
+
+
+class BatchDiagHessian(DiagHessian):
+    """Diagonal of each sample's Hessian.
+
+    Saved in ``diag_h_batch``, of shape ``[N, *p]``: the summands of
+    :class:`DiagHessian`.
+    """
+
+    SUM_BATCH = False
+
+    def __init__(self):
+        """Set the field."""
+        WalkingExtension.__init__(self, "diag_h_batch")

@@ -1,0 +1,117 @@
+"""The Hessian's diagonal on a module with known derivatives."""
+
+from __future__ import annotations
+
+from typing import Any, List, Tuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack.core.derivatives.basederivatives import stored_inputs
+from backpack.extensions.secondorder.diag_hessian.signed_columns import (
+    SignedColumns,
+    factor,
+)
+from backpack.extensions.secondorder.linearization import (
+    Linearization,
+    ParameterLinearization,
+)
+from backpack.extensions.secondorder.module_rules import ModuleRule
+
+
+class DiagHBaseModule(ModuleRule):
+    """Pull signed columns of the Hessian back, and add those of the module's residual.
+
+    The Hessian at the output is Σ_v s_v c_v c_vᵀ for each sample. At the input, it is
+    that of the columns Jᵀ c_v plus the residual Σ_k δ_k ∂²z_k/∂x². A diagonal residual r
+    adds a column √|r_i| e_i with the sign of r_i for each unit i, any other its
+    eigenvectors.
+    """
+
+    PLUS = 1.0
+    MINUS = -1.0
+
+    def parameter(
+        self,
+        name: str,
+        ext: Any,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        backproped: SignedColumns,
+    ) -> Tensor:
+        """Compute the diagonal for a parameter.
+
+        Args:
+            name: Name of the parameter.
+            ext: The extension that is running.
+            module: The module, with its inputs and output.
+            g_inp: Gradients at the inputs, as far as they exist.
+            g_out: Gradients at the outputs.
+            backproped: Signed columns at the output.
+
+        Returns:
+            Diagonal of shape ``[*p]``, or ``[N, *p]`` for each sample.
+        """
+        param, sum_batch = module.get_parameter(name), ext.SUM_BATCH
+        shape = param.shape if sum_batch else (len(module.output), *param.shape)
+        diagonal, inputs = param.new_zeros(shape), stored_inputs(module)
+        for sign, columns in backproped.by_sign():
+            product = self.derivatives.product(name, module, inputs, columns)
+            diagonal = diagonal + sign * product.squares(sum_batch)
+        linear = ParameterLinearization(self.derivatives, module, g_out, name)
+        if linear.has_residual:
+            diagonal = diagonal + linear.residual_diagonal(sum_batch)
+        return diagonal.detach()
+
+    def pull_back(
+        self, ext: Any, linear: Linearization, backproped: SignedColumns
+    ) -> List[SignedColumns]:
+        """Pull signed columns back, and add those of the residual.
+
+        Args:
+            ext: The extension that is running.
+            linear: The module, linearized in its inputs.
+            backproped: Signed columns at the output.
+
+        Returns:
+            Signed columns at each of the inputs.
+        """
+        backproped = backproped.compress()
+        pulled = linear.jac_t(backproped.columns)
+        ways = len(pulled)
+        result = [backproped.replace(columns, ways) for columns in pulled]
+        columns, sign = residual_columns(linear)
+        if len(sign):
+            key = object()
+            new = [
+                SignedColumns.create(part, sign, ways, key)
+                for part in linear.split(columns)
+            ]
+            result = [old.append(more) for old, more in zip(result, new)]
+        return [columns.compress() for columns in result]
+
+
+def residual_columns(linear: Linearization) -> Tuple[Tensor, Tensor]:
+    """Factor the residual of each sample into signed columns.
+
+    Args:
+        linear: A module, linearized in its inputs.
+
+    Returns:
+        Columns ``[V, N, H]`` for all inputs' H features, and signs ``[V, N]``. There
+        are none for what is zero for every sample.
+    """
+    if linear.residual_is_zero:
+        empty = linear.g_out[0].new_zeros(0, len(linear.g_out[0]))
+        return empty.unsqueeze(2), empty
+    if linear.residual_is_diagonal:
+        diagonal = linear.residual_diagonal().flatten(1)
+        columns = torch.diag_embed(diagonal.abs().sqrt()).movedim(1, 0)
+        sign = diagonal.sign().T
+    else:
+        columns, sign = factor(linear.residual_matrices())
+    some = sign.ne(0).any(1)
+    return columns[some], sign[some]
+

@@ -1,0 +1,183 @@
+"""Symmetric matrices, one for each sample, as sums of signed outer products."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Iterator, List, NamedTuple, Tuple
+
+import torch
+from einops import einsum
+from torch import Tensor
+
+
+def factor(matrices: Tensor) -> Tuple[Tensor, Tensor]:
+    """Factor symmetric matrices M = Σ_v s_v c_v c_vᵀ, by their eigenvalues.
+
+    Args:
+        matrices: Matrices of shape ``[N, H, H]``.
+
+    Returns:
+        Columns ``[H, N, H]`` and signs ``[H, N]``.
+    """
+    dtype = matrices.dtype
+    half = dtype in (torch.float16, torch.bfloat16)
+    eigenvalues, eigenvectors = torch.linalg.eigh(matrices.float() if half else matrices)
+    columns = eigenvectors * eigenvalues.abs().sqrt().unsqueeze(1)
+    return columns.movedim(2, 0).to(dtype), eigenvalues.sign().T.to(dtype)
+
+
+class Segment(NamedTuple):
+    """Some of the columns, next to each other.
+
+    Attributes:
+        key: Identifies where they come from: columns that went separate ways have the
+            same key, and are added where the ways meet again.
+        size: How many there are.
+        share: Which part of the ways lead here. Columns must not be combined with
+            others before all ways have met.
+    """
+
+    key: object
+    size: int
+    share: Fraction
+
+
+class SignedColumns:
+    """Columns c and signs s, such that Σ_v s_vn c_vn c_vnᵀ is sample n's matrix.
+
+    A negative part would need a second set of columns otherwise.
+
+    Attributes:
+        columns: Columns of shape ``[V, N, *]``.
+        sign: Signs of shape ``[V, N]``.
+        segments: What the columns consist of.
+    """
+
+    def __init__(self, columns: Tensor, sign: Tensor, segments: List[Segment]):
+        """Store columns.
+
+        Args:
+            columns: Columns of shape ``[V, N, *]``.
+            sign: Signs of shape ``[V, N]``.
+            segments: What they consist of, in order.
+        """
+        self.columns, self.sign, self.segments = columns, sign, segments
+
+    @classmethod
+    def create(
+        cls, columns: Tensor, sign: Tensor, ways: int = 1, key: object = None
+    ) -> SignedColumns:
+        """Create columns where they come into being.
+
+        Args:
+            columns: Columns of shape ``[V, N, *]``.
+            sign: Signs of shape ``[V, N]``.
+            ways: Number of separate ways they go. Default: 1.
+            key: Identifies them. Default: a new key.
+
+        Returns:
+            The columns.
+        """
+        key = object() if key is None else key
+        return cls(columns, sign, [Segment(key, len(columns), Fraction(1, ways))])
+
+    def replace(self, columns: Tensor, ways: int = 1) -> SignedColumns:
+        """Pull the columns back.
+
+        Args:
+            columns: Columns of shape ``[V, N, *]``.
+            ways: Number of separate ways they go. Default: 1.
+
+        Returns:
+            The columns, with the same signs.
+        """
+        segments = [s._replace(share=s.share / ways) for s in self.segments]
+        return SignedColumns(columns, self.sign, segments)
+
+    def append(self, other: SignedColumns) -> SignedColumns:
+        """Put other columns behind these.
+
+        Args:
+            other: Columns that come from elsewhere.
+
+        Returns:
+            All columns.
+        """
+        return SignedColumns(
+            torch.cat([self.columns, other.columns]),
+            torch.cat([self.sign, other.sign]),
+            self.segments + other.segments,
+        )
+
+    def merge(self, other: SignedColumns) -> SignedColumns:
+        """Add columns that come from the same place, and append all others.
+
+        Args:
+            other: Other columns.
+
+        Returns:
+            All columns.
+        """
+        parts = {part.segments[0].key: part for part in self._split()}
+        for part in other._split():
+            (segment,) = part.segments
+            known = parts.get(segment.key)
+            if known is not None:
+                share = known.segments[0].share + segment.share
+                part = SignedColumns(
+                    known.columns + part.columns,
+                    part.sign,
+                    [segment._replace(share=share)],
+                )
+            parts[segment.key] = part
+        return _join(list(parts.values()))
+
+    def compress(self) -> SignedColumns:
+        """Use fewer columns where there are many more than a sample has features.
+
+        Columns are combined by eigenvalues, which is worth its price from twice the
+        number of features on.
+
+        Returns:
+            Columns of the same matrices.
+        """
+        features = self.columns.shape[2:].numel()
+        whole = [part for part in self._split() if part.segments[0].share == 1]
+        if sum(len(part.columns) for part in whole) <= 2 * features:
+            return self
+        rest = [part for part in self._split() if part.segments[0].share < 1]
+        both = _join(whole)
+        flat = both.columns.flatten(2)
+        signed = flat * both.sign.unsqueeze(2)
+        columns, sign = factor(einsum(signed, flat, "v n i, v n j -> n i j"))
+        columns = columns.reshape(-1, *self.columns.shape[1:])
+        return _join([SignedColumns.create(columns, sign), *rest])
+
+    def by_sign(self) -> Iterator[Tuple[int, Tensor]]:
+        """Split the columns by their signs.
+
+        Yields:
+            1 and columns ``[V, N, *]`` that are zero where the sign is not 1, then -1
+            and those of the opposite sign, as far as there are any.
+        """
+        for sign in (1, -1):
+            matches = self.sign == sign
+            some = matches.any(1)
+            if some.any():
+                mask = matches[some].reshape(
+                    -1, self.sign.shape[1], *[1] * (self.columns.dim() - 2)
+                )
+                yield sign, self.columns[some].where(mask, 0)
+
+    def _split(self) -> List[SignedColumns]:
+        sizes = [segment.size for segment in self.segments]
+        parts = zip(self.columns.split(sizes), self.sign.split(sizes), self.segments)
+        return [SignedColumns(columns, sign, [s]) for columns, sign, s in parts]
+
+
+def _join(parts: List[SignedColumns]) -> SignedColumns:
+    return SignedColumns(
+        torch.cat([part.columns for part in parts]),
+        torch.cat([part.sign for part in parts]),
+        [segment for part in parts for segment in part.segments],
+    )

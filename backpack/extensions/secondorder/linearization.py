@@ -1,0 +1,538 @@
+"""What module rules are made of: a call's Jacobian and residual, ready to multiply with.
+
+Columns at the inputs are lists, one entry ``[V, N, *in]`` for each input that a quantity
+is passed on to; ``None`` stands for zero. A rule is taken from the table where there is
+one. A call with several inputs, or a module that is not in the table, is differentiated
+by autograd in all of these inputs at once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Callable, List, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn import Module
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from backpack.core.derivatives.basederivatives import (
+    BaseDerivatives,
+    first_tensor,
+    scratch_copy,
+    shallow_copy,
+    stored_inputs,
+)
+from backpack.core.derivatives.dropout import DropoutDerivatives
+from backpack.core.derivatives.generic import input_batch_axis
+from backpack.core.derivatives.sum_module import SumModuleDerivatives
+from backpack.extensions.layers import GENERIC, Row, find_row, works_in_place
+from backpack.extensions.turn import NOT_A_CHAIN, current_turn
+from backpack.hessianfree.rop import R_op
+from backpack.utils.disable import disable
+from backpack.utils.errors import batch_norm_raise_error_if_train
+from backpack.utils.subsampling import subsample
+
+if TYPE_CHECKING:
+    from backpack.capture import Call
+    from backpack.extensions.backprop_extension import BackpropExtension
+    from backpack.extensions.turn import Turn
+
+Columns = List[Optional[Tensor]]
+
+IN_PLACE = (
+    "{ext}: {module} has overwritten its input (inplace=True), which its derivatives "
+    "need. Use inplace=False, or `extend(model, use_converter=True)`."
+)
+SEVERAL_OUTPUTS = (
+    "{ext}: more than one output of {module} is used, and this extension goes back "
+    "through the first one only. Use the first one only."
+)
+NOT_REPEATABLE = (
+    "{ext} differentiates the forward pass of {module}, for which there is no rule, by "
+    "repeating it, but the repetition gave another output: it is random, modifies its "
+    "input, or takes keyword arguments out of order. Write it without these, or "
+    "register a module extension for it."
+)
+SAMPLES_NOT_FIRST = (
+    "{ext}: {module} takes samples on axis {axis} of its input, but axis 0 has to hold "
+    "them. Use batch_first=True."
+)
+
+
+def freeze(module: Module) -> Module:
+    """Copy a module such that the copy keeps the present inputs and output.
+
+    Args:
+        module: Module with stored inputs and output.
+
+    Returns:
+        Shallow copy whose inputs and output are not connected to a graph.
+    """
+    names = [f"input{i}" for i in range(len(stored_inputs(module)))] + ["output"]
+    stored = {name: getattr(module, name) for name in names}
+    stored = {k: x.detach() if isinstance(x, Tensor) else x for k, x in stored.items()}
+    return shallow_copy(module, **stored)
+
+
+def freeze_call(call: Call) -> Module:
+    """Copy a module such that the copy holds a call's inputs and output.
+
+    Args:
+        call: The call.
+
+    Returns:
+        Shallow copy of the module, see :func:`freeze`.
+    """
+    inputs = {f"input{i}": x for i, x in enumerate(call.arguments)}
+    return freeze(shallow_copy(call.module, **inputs, output=call.outputs[0]))
+
+
+def skips(turn: Turn, extension: BackpropExtension) -> bool:
+    """Tell whether there is nothing to do in a turn; refuse what cannot be done.
+
+    Args:
+        turn: The turn.
+        extension: The extension that walks from module to module.
+
+    Returns:
+        Whether the call only arranges others, or nothing waits for a quantity.
+
+    Raises:
+        NotImplementedError: If modules do not describe the graph.
+    """
+    call, module, ext = turn.call, turn.module, type(extension).__name__
+    parameters = turn.parameters()
+    if call.is_transparent:
+        if parameters:
+            text = NOT_A_CHAIN.format(ext=ext, field=extension.savefield, module=module)
+            raise NotImplementedError(text)
+        return True
+    if any(g is not None for g in turn.g_out[1:]):
+        raise NotImplementedError(SEVERAL_OUTPUTS.format(ext=ext, module=module))
+    if isinstance(module, _BatchNorm):
+        batch_norm_raise_error_if_train(module)
+    overwrites = getattr(module, "inplace", False) and any(call.passes_on)
+    is_dropout = isinstance(find_row_or_generic(call).derivatives, DropoutDerivatives)
+    if overwrites and not works_in_place(module) and (
+        module.training or not is_dropout
+    ):
+        raise NotImplementedError(IN_PLACE.format(ext=ext, module=module))
+    call.check_unchanged()
+    waits = extension.saved_quantities.retrieve_quantity(id(call), delete_old=False)
+    return waits is None and not parameters
+
+
+def find_row_or_generic(call: Call) -> Row:
+    """Look up the rule for a call.
+
+    Args:
+        call: The call.
+
+    Returns:
+        The row of its module, or the generic one if that does not cover the call.
+    """
+    row = find_row(call.module)
+    covers = row is not None and row.accepts(call.module, call.arguments)
+    return row if covers else GENERIC
+
+
+def check_batch_first(turn: Turn, extension: BackpropExtension) -> None:
+    """Refuse calls whose samples are not on axis 0.
+
+    Args:
+        turn: The call's turn.
+        extension: The extension that works sample by sample.
+
+    Raises:
+        NotImplementedError: If the samples are on another axis.
+    """
+    axis = input_batch_axis(turn.module, 0)
+    if axis > 0:
+        raise NotImplementedError(
+            SAMPLES_NOT_FIRST.format(
+                ext=type(extension).__name__, module=turn.module, axis=axis
+            )
+        )
+
+
+def linearize(
+    turn: Turn, extension: BackpropExtension, positions: Sequence[int]
+) -> Linearization:
+    """Linearize a call in the inputs that a quantity is passed on to.
+
+    Args:
+        turn: The call's turn.
+        extension: The extension that is running.
+        positions: Which inputs.
+
+    Returns:
+        The linearization.
+
+    Raises:
+        NotImplementedError: If the forward pass must be repeated, and cannot be.
+    """
+    call = turn.call
+    row, module = find_row_or_generic(call), freeze_call(call)
+    linear = Linearization(row.derivatives, module, turn.g_out, positions)
+    if row is GENERIC or linear.is_joint:
+        with torch.no_grad(), disable():
+            again = first_tensor(scratch_copy(module).forward(*stored_inputs(module)))
+        same_shape = again.shape == module.output.shape
+        if not (same_shape and torch.allclose(again, module.output, rtol=1e-4)):
+            ext = type(extension).__name__
+            text = NOT_REPEATABLE.format(ext=ext, module=turn.module)
+            raise NotImplementedError(text)
+    return linear
+
+
+def linearize_here(
+    derivatives: BaseDerivatives, module: Module, g_out: Tuple[Tensor, ...], ext: Any
+) -> Linearization:
+    """Linearize the call whose turn it is, with derivatives that a user has chosen.
+
+    Args:
+        derivatives: The derivatives.
+        module: The module, with its inputs and output.
+        g_out: Gradients at its outputs.
+        ext: The extension that is running.
+
+    Returns:
+        The linearization, in all inputs that a quantity can be passed on to.
+    """
+    positions = list(current_turn().producers(ext)) or [0]
+    return Linearization(derivatives, freeze(module), g_out, positions)
+
+
+class Linearization:
+    """A module at its inputs: products with its Jacobian and its residual.
+
+    Attributes:
+        derivatives: Its derivatives.
+        module: The module, with its inputs and output.
+        g_out: Gradients at its outputs.
+        positions: Inputs that it is linearized in.
+        is_joint: Whether autograd differentiates it in all of them at once.
+    """
+
+    def __init__(
+        self,
+        derivatives: BaseDerivatives,
+        module: Module,
+        g_out: Tuple[Tensor, ...],
+        positions: Sequence[int] = (0,),
+    ):
+        """Store what to linearize.
+
+        Args:
+            derivatives: Its derivatives.
+            module: The module, with its inputs and output.
+            g_out: Gradients at its outputs.
+            positions: Inputs to linearize in.
+        """
+        self.derivatives, self.module = derivatives, module
+        self.g_out = (g_out[0].detach(),)
+        self.positions = list(positions)
+        self._sums = isinstance(derivatives, SumModuleDerivatives)
+        self.is_joint = self.positions != [0] and not self._sums
+
+    def select(self, subsampling: List[int]) -> Linearization:
+        """Restrict to some samples.
+
+        Args:
+            subsampling: Their indices.
+
+        Returns:
+            Linearization for these samples.
+        """
+        module = self.derivatives._restrict(self.module, subsampling)
+        g_out = (subsample(self.g_out[0], subsampling=subsampling),)
+        return Linearization(self.derivatives, module, g_out, self.positions)
+
+    def inputs(self) -> List[Tensor]:
+        """Collect the inputs that it is linearized in.
+
+        Returns:
+            Tensors ``[N, *in]``.
+        """
+        return [getattr(self.module, f"input{i}") for i in self.positions]
+
+    def at_positions(self, values: Sequence[Any]) -> List[Any]:
+        """Arrange one value for each input in the order of all arguments.
+
+        Args:
+            values: Values for the inputs that it is linearized in.
+
+        Returns:
+            Values for all arguments, ``None`` for the others.
+        """
+        by_position = dict(zip(self.positions, values))
+        return [by_position.get(i) for i in range(max(self.positions) + 1)]
+
+    def jac(self, columns: Columns) -> Tensor:
+        """Multiply with the Jacobian.
+
+        Args:
+            columns: Columns ``[V, N, *in]`` at each input.
+
+        Returns:
+            Columns ``[V, N, *out]``.
+        """
+        if self._sums:
+            return sum(column for column in columns if column is not None)
+        if not self.is_joint:
+            args = self.module, (), self.g_out, columns[0]
+            return self.derivatives.jac_mat_prod(*args)
+        columns = self._filled(columns)
+        xs, y = self._evaluate()
+        if not y.requires_grad:
+            return y.new_zeros(len(columns[0]), *y.shape)
+        return torch.stack([R_op(y, xs, vs)[0] for vs in zip(*columns)])
+
+    def jac_t(self, columns: Tensor) -> Columns:
+        """Multiply with the transposed Jacobian.
+
+        Args:
+            columns: Columns ``[V, N, *out]``.
+
+        Returns:
+            Columns ``[V, N, *in]`` at each input.
+        """
+        if self._sums:
+            return [columns] * len(self.positions)
+        if not self.is_joint:
+            args = self.module, (), self.g_out, columns
+            return [self.derivatives.jac_t_mat_prod(*args)]
+        xs, y = self._evaluate()
+        return _pull([y], xs, [[v] for v in columns])
+
+    def residual(self, columns: Columns) -> Columns:
+        """Multiply with the residual Σ_k δ_k ∂²z_k/∂x².
+
+        Args:
+            columns: Columns ``[V, N, *in]`` at each input.
+
+        Returns:
+            Columns ``[V, N, *in]`` at each input.
+        """
+        if not self.is_joint:
+            args = self.module, (), self.g_out, columns[0]
+            return [self.derivatives.residual_mat_prod(*args)]
+        columns = self._filled(columns)
+        xs, y = self._evaluate()
+        gradients = _gradients(y, xs, self.g_out[0])
+        return _pull(gradients, xs, list(zip(*columns)))
+
+    @property
+    def residual_is_zero(self) -> bool:
+        """Whether the residual is known to vanish."""
+        if self._sums:
+            return True
+        return not self.is_joint and self.derivatives.hessian_is_zero(self.module)
+
+    @property
+    def residual_is_diagonal(self) -> bool:
+        """Whether the residual is known to be diagonal."""
+        if self._sums:
+            return True
+        return not self.is_joint and self.derivatives.hessian_is_diagonal(self.module)
+
+    def residual_diagonal(self) -> Tensor:
+        """Compute the residual's diagonal, if it is diagonal.
+
+        Returns:
+            Diagonal of shape ``[N, *in]``.
+        """
+        return self.derivatives.hessian_diagonal(self.module, (), self.g_out)
+
+    def residual_matrices(self) -> Tensor:
+        """Compute the residual of each sample, all inputs' features in a row.
+
+        Returns:
+            Symmetric matrices of shape ``[N, H, H]``.
+        """
+        inputs = self.inputs()
+        sizes = [x.shape[1:].numel() for x in inputs]
+        basis = torch.eye(sum(sizes)).to(self.g_out[0])
+        columns = [
+            part.reshape(-1, 1, *x.shape[1:]).expand(-1, *x.shape)
+            for part, x in zip(basis.split(sizes, dim=1), inputs)
+        ]
+        products = torch.cat([c.flatten(2) for c in self.residual(columns)], dim=2)
+        matrices = products.movedim(0, 1)
+        return (matrices + matrices.mT) / 2
+
+    def split(self, columns: Tensor) -> List[Tensor]:
+        """Split columns whose rows are all inputs' features.
+
+        Args:
+            columns: Columns ``[V, N, H]``.
+
+        Returns:
+            Columns ``[V, N, *in]`` at each input.
+        """
+        inputs = self.inputs()
+        parts = columns.split([x.shape[1:].numel() for x in inputs], dim=2)
+        return [part.reshape(-1, *x.shape) for part, x in zip(parts, inputs)]
+
+    def _filled(self, columns: Columns) -> List[Tensor]:
+        count = next(len(column) for column in columns if column is not None)
+        return [
+            x.new_zeros(count, *x.shape) if column is None else column
+            for column, x in zip(columns, self.inputs())
+        ]
+
+    def _evaluate(self) -> Tuple[List[Tensor], Tensor]:
+        arguments = list(stored_inputs(self.module))
+        xs = [arguments[i].detach().requires_grad_() for i in self.positions]
+        with torch.enable_grad(), disable():
+            for position, x in zip(self.positions, xs):
+                arguments[position] = x.clone()
+            return xs, first_tensor(scratch_copy(self.module).forward(*arguments))
+
+
+class ParameterLinearization:
+    """A module at one of its parameters: products with Jacobian and residual.
+
+    Attributes:
+        has_residual: Whether the module may be non-linear in the parameter.
+    """
+
+    def __init__(
+        self,
+        derivatives: BaseDerivatives,
+        module: Module,
+        g_out: Tuple[Tensor, ...],
+        name: str,
+    ):
+        """Store what to linearize.
+
+        Args:
+            derivatives: The module's derivatives.
+            module: The module, with its inputs and output.
+            g_out: Gradients at its outputs.
+            name: Name of the parameter.
+        """
+        self.module, self.g_out, self.name = module, (g_out[0].detach(),), name
+        self.derivatives = derivatives
+        affine = getattr(derivatives, "affine_in_params", False)
+        self.has_residual = not affine or name not in module._parameters
+
+    @property
+    def parameter(self) -> Tensor:
+        """The parameter."""
+        return self.module.get_parameter(self.name)
+
+    def jac(self, columns: Tensor) -> Tensor:
+        """Multiply with the Jacobian.
+
+        Args:
+            columns: Columns ``[V, *p]``.
+
+        Returns:
+            Columns ``[V, N, *out]``.
+        """
+        if not self.has_residual:
+            return self.derivatives.param_jac_mat_prod(
+                self.name, self.module, (), self.g_out, columns
+            )
+        param, y = self._evaluate()
+        return torch.stack([R_op(y, param, v)[0] for v in columns])
+
+    def jac_t(self, columns: Tensor) -> Tensor:
+        """Multiply with the transposed Jacobian, and sum over samples.
+
+        Args:
+            columns: Columns ``[V, N, *out]``.
+
+        Returns:
+            Columns ``[V, *p]``.
+        """
+        if not self.has_residual:
+            return self.derivatives.param_mjp(
+                self.name, self.module, (), self.g_out, columns
+            )
+        param, y = self._evaluate()
+        return _pull([y], [param], [[v] for v in columns])[0]
+
+    def residual(self, columns: Tensor) -> Tensor:
+        """Multiply with the residual Σ_k δ_k ∂²z_k/∂p².
+
+        Args:
+            columns: Columns ``[V, *p]``.
+
+        Returns:
+            Columns ``[V, *p]``.
+        """
+        param, y = self._evaluate()
+        gradients = _gradients(y, [param], self.g_out[0])
+        return _pull(gradients, [param], [[v] for v in columns])[0]
+
+    def residual_diagonal(self, sum_batch: bool) -> Tensor:
+        """Compute the diagonal of the residual, entry by entry.
+
+        Args:
+            sum_batch: Whether to sum over samples.
+
+        Returns:
+            Diagonal of shape ``[*p]``, or ``[N, *p]`` without summation over samples.
+        """
+        param, y = self._evaluate()
+        delta = self.g_out[0]
+        samples: Sequence[Callable] = [lambda d: d]
+        if not sum_batch:
+            samples = [_only(n) for n in range(len(delta))]
+        basis = torch.eye(param.numel()).to(param).reshape(-1, 1, *param.shape)
+        diagonals = []
+        for select in samples:
+            gradients = _gradients(y, [param], select(delta))
+            products = _pull(gradients, [param], basis)[0]
+            diagonal = products.flatten(1).diagonal().reshape(param.shape)
+            diagonals.append(diagonal)
+        return diagonals[0] if sum_batch else torch.stack(diagonals)
+
+    def _evaluate(self) -> Tuple[Tensor, Tensor]:
+        param = self.parameter.detach().requires_grad_()
+        inputs, copy = stored_inputs(self.module), scratch_copy(self.module)
+        with torch.enable_grad(), disable():
+            output = functional_call(copy, {self.name: param}, inputs)
+        return param, first_tensor(output)
+
+
+def _only(n: int) -> Callable[[Tensor], Tensor]:
+    def select(delta: Tensor) -> Tensor:
+        selected = torch.zeros_like(delta)
+        selected[n] = delta[n]
+        return selected
+
+    return select
+
+
+def _gradients(y: Tensor, xs: List[Tensor], delta: Tensor) -> List[Tensor]:
+    with torch.enable_grad():
+        return list(
+            torch.autograd.grad(
+                y, xs, delta.to(y.dtype), create_graph=True, materialize_grads=True
+            )
+        )
+
+
+def _pull(
+    ys: List[Tensor], xs: List[Tensor], columns: Sequence[Sequence[Tensor]]
+) -> List[Tensor]:
+    """Multiply columns ``[V, *y]`` with the transposed Jacobian, zeros if constant."""
+    active = [i for i, y in enumerate(ys) if y.requires_grad]
+    if not active:
+        return [x.new_zeros(len(columns), *x.shape) for x in xs]
+    rows = [
+        torch.autograd.grad(
+            [ys[i] for i in active],
+            xs,
+            [column[i].to(ys[i].dtype) for i in active],
+            retain_graph=True,
+            materialize_grads=True,
+        )
+        for column in columns
+    ]
+    return [torch.stack(parts) for parts in zip(*rows)]
+

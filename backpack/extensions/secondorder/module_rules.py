@@ -1,0 +1,160 @@
+"""Quantities by module rules: they walk from module to module, back from the loss."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, List, Tuple, Type
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack.core.derivatives.nll_base import LossDerivatives
+from backpack.extensions.layers import GENERIC, built_in, find_loss
+from backpack.extensions.mat_to_mat_jac_base import ParameterRule
+from backpack.extensions.module_extension import ModuleExtension
+from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
+from backpack.extensions.secondorder.linearization import (
+    Linearization,
+    check_batch_first,
+    find_row_or_generic,
+    freeze_call,
+    linearize,
+    linearize_here,
+    skips,
+)
+from backpack.extensions.turn import current_turn
+from backpack.utils.disable import disable
+
+
+class ModuleRule(ParameterRule):
+    """What a quantity does on a module whose derivatives are known."""
+
+    @abstractmethod
+    def pull_back(
+        self, ext: WalkingExtension, linear: Linearization, backproped: Any
+    ) -> List[Any]:
+        """Pull the quantity back from the module's output to its inputs.
+
+        Args:
+            ext: The extension that is running.
+            linear: The module, linearized in these inputs.
+            backproped: Quantity at the output.
+
+        Returns:
+            Quantity at each of the inputs.
+        """
+
+    def backpropagate(
+        self,
+        ext: WalkingExtension,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        backproped: Any,
+    ) -> Any:
+        """Pull the quantity back from the module's output to its inputs.
+
+        Args:
+            ext: The extension that is running.
+            module: The module, with its inputs and output.
+            g_inp: Gradients at the inputs, as far as they exist.
+            g_out: Gradients at the outputs.
+            backproped: Quantity at the output.
+
+        Returns:
+            Quantity at the input, or a list with one entry for each input.
+        """
+        linear = linearize_here(self.derivatives, module, g_out, ext)
+        values = self.pull_back(ext, linear, backproped)
+        return values[0] if linear.positions == [0] else linear.at_positions(values)
+
+
+class ApplyRules(ModuleExtension):
+    """Apply an extension's rule, with the derivatives in the table; for every module."""
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        extension: WalkingExtension,
+        module: Module,
+        g_inp: Tuple[Tensor, ...],
+        g_out: Tuple[Tensor, ...],
+    ) -> None:
+        """Save each parameter's value, pass the quantity on.
+
+        Args:
+            extension: The extension that is running.
+            module: The module.
+            g_inp: Gradients at the inputs, as far as they exist.
+            g_out: Gradients at the outputs.
+        """
+        turn = current_turn()
+        with disable():
+            if turn.call.is_loss:
+                derivatives = find_loss(module).derivatives
+                turn.pass_on(extension, extension.start(derivatives, module, g_out))
+            elif not skips(turn, extension):
+                self._apply(extension, module, g_inp, g_out)
+
+    def _apply(
+        self,
+        extension: WalkingExtension,
+        module: Module,
+        g_inp: Tuple[Tensor, ...],
+        g_out: Tuple[Tensor, ...],
+    ) -> None:
+        turn = current_turn()
+        if extension.separates_samples:
+            check_batch_first(turn, extension)
+        quantity = turn.incoming(extension)
+        row, frozen = find_row_or_generic(turn.call), freeze_call(turn.call)
+        for name, param in turn.parameters():
+            covers = row is not GENERIC and row.covers(module, name)
+            rule = extension.rule((row if covers else GENERIC).derivatives)
+            value = rule.parameter(name, extension, frozen, g_inp, g_out, quantity)
+            turn.save_alone(extension, param, value)
+        producers = turn.producers(extension)
+        if producers:
+            linear = linearize(turn, extension, producers)
+            rule = extension.rule(row.derivatives)
+            values = rule.pull_back(extension, linear, quantity)
+            turn.pass_on(extension, linear.at_positions(values))
+
+
+class WalkingExtension(SecondOrderBackpropExtension):
+    """Base class of quantities by module rules.
+
+    Attributes:
+        rule: What to do on a module, given its derivatives.
+    """
+
+    computes_all = True
+    separates_samples = True
+    default_rule = ApplyRules()
+    rule: Type[ModuleRule]
+
+    def __init__(self, savefield: str):
+        """Register the rule for all layers and losses.
+
+        Args:
+            savefield: Attribute of a parameter under which its value is saved.
+        """
+        SecondOrderBackpropExtension.__init__(
+            self, savefield, built_in(self.default_rule)
+        )
+
+    @abstractmethod
+    def start(
+        self, derivatives: LossDerivatives, module: Module, g_out: Tuple[Tensor, ...]
+    ) -> Any:
+        """Compute the quantity at the loss input.
+
+        Args:
+            derivatives: The loss's derivatives.
+            module: The loss module, with its inputs and output.
+            g_out: Gradient at its output.
+
+        Returns:
+            The quantity.
+        """

@@ -1,0 +1,1797 @@
+"""Right, or refused: what gave a wrong number, none, or an unclear crash elsewhere.
+
+Each row is a model, a loss, and data on which first-order quantities and the GGN family
+must agree with plain autograd, or the error or warning that has to come instead.
+"""
+
+import io
+import pickle
+import threading
+import warnings
+from copy import deepcopy
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+
+import oracle
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import F64, Problem, Tensors, randomize
+from test_architectures import QUANTITIES, Reference, assert_right, compute
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn import Module, Parameter
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
+
+import backpack.extensions as extensions
+from backpack import backpack, disable, extend
+from backpack.context import CTX
+from backpack.custom_module.permute import Permute
+from backpack.extensions import (
+    KFAC,
+    KFLR,
+    BatchDiagGGNExact,
+    BatchDiagGGNMC,
+    BatchDotGrad,
+    BatchGrad,
+    BatchL2Grad,
+    DiagGGNExact,
+    DiagGGNMC,
+    SqrtGGNExact,
+    SqrtGGNMC,
+    SumGradSquared,
+    Variance,
+)
+from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
+from backpack.extensions.module_extension import ModuleExtension
+
+N = 4
+DENSE = [name for name in QUANTITIES if "KF" not in name]
+FACTORS = ["KFAC-expand", "KFLR-expand"]
+
+
+class Lambda(Module):
+    """A model whose forward pass is a function of its parts."""
+
+    def __init__(self, forward: Callable, **parts: Any):
+        """Register the parts: modules, parameters, and whatever else."""
+        super().__init__()
+        self.function = forward
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        """Call the function."""
+        return self.function(self, *args, **kwargs)
+
+
+class Row(NamedTuple):
+    """A model, a loss, and data; quantities have to be right.
+
+    Attributes:
+        model: Makes the model.
+        X: Makes the model's inputs.
+        loss: Makes the loss.
+        y: Makes the loss's other inputs from the prediction.
+        quantities: Which quantities are compared.
+        train: Whether the model is in training mode.
+    """
+
+    model: Callable[[], Module]
+    X: Callable[[], Tensors]
+    loss: Callable[[], Module] = nn.CrossEntropyLoss
+    y: Callable[[Tensor], Tensors] = lambda f: (torch.arange(len(f)) % f.shape[1],)
+    quantities: List[str] = DENSE
+    train: bool = False
+
+    def build(self) -> Problem:
+        """Make model, loss and data; the same numbers every time."""
+        torch.manual_seed(0)
+        X, model = self.X(), randomize(self.model().to(F64)).train(self.train)
+        loss = self.loss().to(F64)
+        return Problem(model, loss, X, self.y(model(*X).detach()))
+
+
+def randn(*shape: int) -> Callable[[], Tensors]:
+    """Make a thunk for a normal input of N samples."""
+    return lambda: (torch.randn(N, *shape, dtype=F64),)
+
+
+def like(f: Tensor) -> Tensors:
+    """Draw a target in the shape of the prediction."""
+    return (torch.randn_like(f),)
+
+
+def mse() -> Module:
+    """Make the squared error."""
+    return nn.MSELoss()
+
+
+def check(problem: Problem, quantities: List[str] = DENSE) -> None:
+    """Compute quantities, and assert that they are right for every parameter."""
+    ref = Reference(*problem)
+    results = compute(*problem, quantities)
+    for quantity, (values, drawn) in results.items():
+        assert_right(values, QUANTITIES[quantity].expected(ref, drawn), quantity)
+
+
+def fields(model: Module, field: str) -> Dict[str, Any]:
+    """Collect a field of all parameters that require a gradient."""
+    return {n: getattr(p, field) for n, p in oracle.parameters(model).items()}
+
+
+def assert_fields(
+    model: Module, quantity: str, ref: Reference, drawn: Optional[Tensor] = None
+) -> None:
+    """Assert that what a model's parameters carry is right."""
+    field = QUANTITIES[quantity].extension().savefield
+    expected = QUANTITIES[quantity].expected(ref, drawn)
+    assert_right(fields(model, field), expected, quantity)
+
+
+def mlp(*between: Module) -> nn.Sequential:
+    """Make a small model with modules between two linear layers."""
+    return nn.Sequential(nn.Linear(4, 4), *between, nn.Linear(4, 3))
+
+
+def small() -> Problem:
+    """Make a small problem without any quirk."""
+    return Row(lambda: mlp(nn.Tanh()), randn(4)).build()
+
+
+# Rows that are computed
+
+
+def conv(cls: type, *args: Any, size: int = 4, **options: Any) -> Tuple[Callable, ...]:
+    """Make model and inputs: a convolution with 2 input channels, and a mean."""
+    dim = int(cls.__name__[-2])
+
+    def model() -> Module:
+        return nn.Sequential(cls(2, *args, **options), nn.Tanh(), nn.Flatten(2), Mean())
+
+    return model, randn(2, *[size] * dim)
+
+
+class Mean(Module):
+    """Mean over the last axis."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Average."""
+        return x.mean(-1)
+
+
+PADDED = {
+    f"{cls.__name__}-{mode}": Row(
+        *conv(cls, 3, 3, padding=1, padding_mode=mode, size=3),
+        quantities=DENSE + FACTORS,
+    )
+    for cls in (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    for mode in ("circular", "reflect", "replicate")
+} | {
+    f"{cls.__name__}-{padding}": Row(
+        *conv(cls, 3, 2, padding=padding, size=3), quantities=DENSE + FACTORS
+    )
+    for cls in (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    for padding in ("same", "valid")
+}
+
+GROUPED = {
+    f"{cls.__name__}-groups": Row(
+        *conv(cls, 4, 2, groups=2, size=3), quantities=DENSE + FACTORS
+    )
+    for cls in (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d)
+}
+
+
+def tied() -> Module:
+    """Make a model in which two modules share weight and bias."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 3))
+    model[2].weight, model[2].bias = model[0].weight, model[0].bias
+    return model
+
+
+def called_twice() -> Module:
+    """Make a model that calls one module twice, and an in-place activation too."""
+    return Lambda(
+        lambda m, x: m.head(m.act(m.lin(m.act(m.lin(x))))),
+        lin=nn.Linear(4, 4),
+        act=nn.ReLU(inplace=True),
+        head=nn.Linear(4, 3),
+    )
+
+
+def convolution_called_twice() -> Module:
+    """Make a model that calls one convolution twice, on different sizes."""
+    return Lambda(
+        lambda m, x: m.head(m.conv(F.relu(m.conv(x), inplace=True)).flatten(2).mean(2)),
+        conv=nn.Conv2d(2, 2, 2),
+        head=nn.Linear(2, 3),
+    )
+
+
+SHARED = {
+    "tied-linear": Row(tied, randn(4), quantities=DENSE + FACTORS),
+    "called-twice": Row(called_twice, randn(4), quantities=DENSE + FACTORS),
+    "convolution-called-twice": Row(
+        convolution_called_twice, randn(2, 4, 4), quantities=DENSE + FACTORS
+    ),
+}
+
+
+def ignored(value: int) -> Callable[[Tensor], Tensors]:
+    """Make a function that returns classes, of which one is to be ignored."""
+
+    def target(f: Tensor) -> Tensors:
+        y = torch.arange(len(f)) % f.shape[1]
+        y[1] = value
+        return (y,)
+
+    return target
+
+
+def soft(factor: float) -> Callable[[Tensor], Tensors]:
+    """Make a function that returns class probabilities whose sum is a factor."""
+    return lambda f: (factor * torch.randn_like(f).softmax(1),)
+
+
+def probabilities(f: Tensor) -> Tensors:
+    """Draw numbers between 0 and 1 in the shape of the prediction."""
+    return (torch.rand_like(f),)
+
+
+def counts(f: Tensor) -> Tensors:
+    """Draw whole numbers in the shape of the prediction."""
+    return (torch.randint(4, f.shape).to(F64),)
+
+
+class Cauchy(Module):
+    """A user's own loss: convex where the residual is small."""
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        """Average the loss over samples."""
+        return torch.log(torch.cosh(f - y)).sum() / len(f)
+
+
+def loss_row(loss: Callable[[], Module], y: Callable[[Tensor], Tensors]) -> Row:
+    """Make a row that tests a loss."""
+    return Row(lambda: mlp(nn.Tanh()), randn(4), loss, y)
+
+
+def classes(f: Tensor) -> Tensors:
+    """Return class indices."""
+    return (torch.arange(len(f)) % f.shape[1],)
+
+
+def cross_entropy(**options: Any) -> Callable[[], Module]:
+    """Make a function that makes a cross-entropy loss."""
+    return lambda: nn.CrossEntropyLoss(**options)
+
+
+W3 = torch.tensor([0.2, 1.0, 3.0], dtype=F64)
+LOSSES = {
+    "cross-entropy-default-ignore-index": loss_row(cross_entropy(), ignored(-100)),
+    "cross-entropy-ignore-index": loss_row(cross_entropy(ignore_index=2), ignored(2)),
+    "cross-entropy-weight": loss_row(cross_entropy(weight=W3), classes),
+    "cross-entropy-weight-ignored": loss_row(cross_entropy(weight=W3), ignored(-100)),
+    "cross-entropy-smooth": loss_row(cross_entropy(label_smoothing=0.2), classes),
+    "cross-entropy-smooth-weight": loss_row(
+        cross_entropy(label_smoothing=0.2, weight=W3, reduction="sum"), classes
+    ),
+    "cross-entropy-soft": loss_row(cross_entropy(), soft(1.0)),
+    "cross-entropy-soft-other-sum": loss_row(cross_entropy(), soft(0.7)),
+    "cross-entropy-soft-weight": loss_row(cross_entropy(weight=W3), soft(0.7)),
+    "bce-matrix": loss_row(nn.BCEWithLogitsLoss, probabilities),
+    "bce-pos-weight": loss_row(
+        lambda: nn.BCEWithLogitsLoss(pos_weight=W3), probabilities
+    ),
+    "bce-weight": loss_row(
+        lambda: nn.BCEWithLogitsLoss(weight=W3, reduction="sum"), probabilities
+    ),
+    "smooth-l1": loss_row(lambda: nn.SmoothL1Loss(beta=2.0), like),
+    "huber": loss_row(lambda: nn.HuberLoss(delta=1.5), like),
+    "poisson-nll": loss_row(nn.PoissonNLLLoss, counts),
+    "gaussian-nll": loss_row(
+        nn.GaussianNLLLoss, lambda f: (torch.randn_like(f), 0.5 + torch.rand_like(f))
+    ),
+    "own-loss": loss_row(Cauchy, like),
+    "mse-any-shape": Row(
+        lambda: nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 3)),
+        randn(2, 3),
+        nn.MSELoss,
+        like,
+        DENSE + FACTORS,
+    ),
+    "nll": Row(lambda: mlp(nn.Tanh()), randn(4), nn.NLLLoss),
+    "kl-div": loss_row(
+        lambda: nn.KLDivLoss(reduction="batchmean"),
+        lambda f: (torch.randn_like(f).softmax(1),),
+    ),
+    "nll-log-softmax": Row(
+        lambda: nn.Sequential(nn.Linear(4, 3), nn.LogSoftmax(1)), randn(4), nn.NLLLoss
+    ),
+}
+
+POOLING = {
+    "avg-pool-divisor": Row(
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 3, 2),
+            nn.AvgPool2d(2, 2, divisor_override=3),
+            nn.Flatten(),
+            nn.Linear(3, 3),
+        ),
+        randn(2, 4, 4),
+    ),
+    "avg-pool-ceil": Row(
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 3, 2),
+            nn.AvgPool2d(2, 2, ceil_mode=True, padding=1, count_include_pad=False),
+            nn.Flatten(),
+            nn.Linear(12, 3),
+        ),
+        randn(2, 4, 4),
+    ),
+    "adaptive-max-pool": Row(
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 1, 2), nn.AdaptiveMaxPool2d(2), nn.Flatten(), nn.Linear(4, 3)
+        ),
+        randn(2, 4, 4),
+    ),
+    "upsample": Row(
+        lambda: nn.Sequential(
+            nn.Conv1d(2, 1, 2),
+            nn.Upsample(scale_factor=2, mode="linear"),
+            nn.Flatten(),
+            nn.Linear(6, 3),
+        ),
+        randn(2, 4),
+    ),
+    "pixel-shuffle": Row(
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 2), nn.PixelShuffle(2), nn.Flatten(), nn.Linear(16, 3)
+        ),
+        randn(2, 3, 3),
+    ),
+    "channel-shuffle": Row(
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 2), nn.ChannelShuffle(2), nn.Flatten(), nn.Linear(4, 3)
+        ),
+        randn(2, 2, 2),
+    ),
+    "unflatten": Row(
+        lambda: nn.Sequential(
+            nn.Linear(4, 4), nn.Unflatten(1, (2, 2)), nn.Conv1d(2, 3, 2), nn.Flatten()
+        ),
+        randn(4),
+    ),
+    "conv-transpose-output-padding": Row(
+        *conv(nn.ConvTranspose2d, 3, 2, stride=2, output_padding=1, size=2)
+    ),
+    "conv-transpose-output-size": Row(
+        lambda: Lambda(
+            lambda m, x: m.up(x, output_size=[6]).mean(2),
+            up=nn.ConvTranspose1d(2, 3, 2, stride=2),
+        ),
+        randn(2, 3),
+    ),
+}
+
+ACTIVATIONS = {
+    f"activation-{type(act).__name__}": Row(lambda act=act: mlp(act), randn(4))
+    for act in (
+        nn.GELU(),
+        nn.SiLU(),
+        nn.Mish(),
+        nn.Softplus(),
+        nn.Softmax(dim=1),
+        nn.LogSoftmax(dim=1),
+        nn.PReLU(),
+        nn.PReLU(4),
+        nn.ReLU6(),
+        nn.Hardswish(),
+        nn.Hardtanh(),
+        nn.CELU(),
+        nn.Dropout(),
+        nn.ReLU(inplace=True),
+        nn.ELU(inplace=True),
+        nn.LeakyReLU(0.1, inplace=True),
+        nn.Hardtanh(inplace=True),
+        nn.SiLU(inplace=True),
+    )
+} | {
+    "activation-GLU": Row(
+        lambda: nn.Sequential(nn.Linear(4, 6), nn.GLU(), nn.Linear(3, 3)), randn(4)
+    ),
+}
+
+NORMS = {
+    f"norm-{i}": Row(
+        lambda norm=norm: nn.Sequential(
+            nn.Conv1d(2, 4, 1),
+            deepcopy(norm),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(12, 3),
+        ),
+        randn(2, 3),
+    )
+    for i, norm in enumerate(
+        [
+            nn.LayerNorm(3),
+            nn.LayerNorm([4, 3], elementwise_affine=False),
+            nn.GroupNorm(2, 4),
+            nn.InstanceNorm1d(4, affine=True),
+            nn.InstanceNorm1d(4, affine=True, track_running_stats=True),
+            nn.RMSNorm(3),
+            nn.BatchNorm1d(4),
+            nn.BatchNorm1d(4, affine=False),
+        ]
+    )
+}
+
+
+class Recurrent(Module):
+    """Recurrent layer, whose outputs and final states all enter the prediction."""
+
+    def __init__(self, cls: type, **options: Any):
+        """Create the layer."""
+        super().__init__()
+        self.rnn = cls(3, 2, **options)
+
+    def forward(self, x: Tensor, state: Optional[Tensor] = None) -> Tensor:
+        """Map ``[N, T, 3]``, and an initial state ``[N, L, 2]``, to ``[N, C]``."""
+        if not self.rnn.batch_first:
+            x = x.transpose(0, 1)
+        initial = None if state is None else state.transpose(0, 1).contiguous()
+        if isinstance(self.rnn, nn.LSTM) and initial is not None:
+            initial = (initial, initial.cos())
+        out, final = self.rnn(x, initial)
+        if not self.rnn.batch_first:
+            out = out.transpose(0, 1)
+        final = final if isinstance(final, tuple) else (final,)
+        states = [s.transpose(0, 1).flatten(1) for s in final]
+        return torch.cat([out[:, -1], out.mean(1), *states], 1)[:, :5]
+
+
+RECURRENT = {
+    f"{cls.__name__}-{'-'.join(map(str, options)) or 'plain'}-{initial}": Row(
+        lambda cls=cls, options=options: Recurrent(cls, **options),
+        lambda initial=initial, options=options: (
+            torch.randn(N, 3, 3, dtype=F64),
+            *[
+                torch.randn(
+                    N,
+                    options.get("num_layers", 1) * (1 + ("bidirectional" in options)),
+                    2,
+                    dtype=F64,
+                )
+            ][:initial],
+        ),
+        quantities=["BatchGrad", "Variance", "BatchDotGrad", "DiagGGNExact"],
+    )
+    for cls in (nn.RNN, nn.LSTM, nn.GRU)
+    for options in (
+        {"batch_first": True},
+        {},
+        {"num_layers": 2, "batch_first": True},
+        {"bidirectional": True},
+    )
+    for initial in (0, 1)
+}
+
+
+class Residual(Module):
+    """Residuals, concatenation, slices, functional operations, keyword arguments."""
+
+    def __init__(self):
+        """Create the layers."""
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.out = nn.Linear(10, 3)
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        """Combine two inputs."""
+        h = F.relu(self.fc1(input=x), inplace=True)
+        h = h + self.fc2(h * torch.sigmoid(shift))
+        return self.out(torch.cat([h, x.square(), h[:, 1:3]], dim=1))
+
+
+class Scale(Module):
+    """A module with a bare parameter."""
+
+    def __init__(self, size: int):
+        """Create the parameter."""
+        super().__init__()
+        self.scale = Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply."""
+        return self.scale * x
+
+
+class MyLinear(nn.Linear):
+    """A subclass that computes the same."""
+
+
+class OtherLinear(nn.Linear):
+    """A subclass that computes something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the weight to the squared input, too."""
+        return super().forward(x) + F.linear(x**2, self.weight)
+
+
+class Symmetric(Module):
+    """Parametrization of a symmetric matrix."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the symmetric matrix with the same upper triangle."""
+        return x.triu() + x.triu(1).transpose(-1, -2)
+
+
+def symmetric() -> Module:
+    """Make a model with a parametrized weight."""
+    model = mlp(nn.Tanh())
+    parametrize.register_parametrization(model[0], "weight", Symmetric())
+    return model
+
+
+def attention() -> Module:
+    """Make a model with PyTorch's attention, sequence first."""
+    return Lambda(
+        lambda m, x: m.head(m.att(*[x.transpose(0, 1)] * 3)[0].mean(0)),
+        att=nn.MultiheadAttention(4, 2),
+        head=nn.Linear(4, 3),
+    )
+
+
+def encoder() -> Module:
+    """Make a model with PyTorch's encoder layer."""
+    return Lambda(
+        lambda m, x: m.layer(x).mean(1),
+        layer=nn.TransformerEncoderLayer(4, 2, 5, batch_first=True),
+    )
+
+
+def checkpointed() -> Module:
+    """Make a model that recomputes its first half in the backward pass."""
+    return Lambda(
+        lambda m, x: m.head(checkpoint(m.body, x, use_reentrant=False)),
+        body=nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4)),
+        head=nn.Linear(4, 3),
+    )
+
+
+def clashing() -> Module:
+    """Make a model with attributes of the names under which tensors are stored."""
+    return Lambda(
+        lambda m, x: m.output(torch.tanh(m.input0(x)) * m.input1),
+        input0=nn.Linear(4, 4),
+        input1=Parameter(torch.ones(4)),
+        output=nn.Linear(4, 3),
+    )
+
+
+def tokens(*shape: int) -> Callable[[], Tensors]:
+    """Make a thunk for token indices of N samples."""
+    return lambda: (torch.randint(5, (N, *shape)),)
+
+
+MODELS = {
+    "children-called-with-functions-between": Row(
+        lambda: Lambda(
+            lambda m, x: m.fc2(m.fc1(x).transpose(1, 2))[:, :, 0],
+            fc1=nn.Linear(4, 2),
+            fc2=nn.Linear(3, 2),
+        ),
+        randn(3, 4),
+        mse,
+        like,
+        DENSE + FACTORS,
+    ),
+    "residual": Row(
+        Residual,
+        lambda: (torch.randn(N, 4, dtype=F64), torch.randn(N, 4, dtype=F64)),
+        quantities=DENSE + FACTORS,
+    ),
+    "bare-parameter": Row(lambda: mlp(Scale(4)), randn(4), quantities=DENSE + FACTORS),
+    "subclass": Row(
+        lambda: nn.Sequential(MyLinear(4, 4), nn.Tanh(), OtherLinear(4, 3)), randn(4)
+    ),
+    "weight-norm": Row(
+        lambda: nn.Sequential(weight_norm(nn.Linear(4, 4)), nn.Linear(4, 3)), randn(4)
+    ),
+    "parametrized": Row(symmetric, randn(4)),
+    "attention": Row(attention, randn(2, 4)),
+    "transformer-encoder-layer": Row(encoder, randn(2, 4)),
+    "bilinear": Row(
+        lambda: nn.Bilinear(2, 3, 3),
+        lambda: (torch.randn(N, 2, dtype=F64), torch.randn(N, 3, dtype=F64)),
+    ),
+    "embedding-bag": Row(
+        lambda: nn.Sequential(nn.EmbeddingBag(5, 3), nn.Linear(3, 3)), tokens(3)
+    ),
+    "embedding-padding": Row(
+        lambda: nn.Sequential(
+            nn.Embedding(5, 2, padding_idx=0), nn.Flatten(), nn.Linear(6, 3)
+        ),
+        lambda: (torch.tensor([[0, 1, 2], [3, 0, 0], [4, 4, 1], [2, 0, 2]]),),
+    ),
+    "checkpointed": Row(checkpointed, randn(4), quantities=DENSE + FACTORS, train=True),
+    "clashing-attributes": Row(clashing, randn(4)),
+    "in-place-sum": Row(
+        lambda: Lambda(
+            lambda m, x: m.fc2(F.relu_(m.fc1(x).add_(1.0).mul_(m.scale))),
+            fc1=nn.Linear(4, 4),
+            scale=Parameter(torch.ones(4)),
+            fc2=nn.Linear(4, 3),
+        ),
+        randn(4),
+    ),
+    "batch-of-one": Row(
+        lambda: mlp(nn.Tanh()), lambda: (torch.randn(1, 4, dtype=F64),)
+    ),
+    "parameter-of-a-module-that-is-not-called": Row(
+        lambda: Lambda(
+            lambda m, x: F.linear(m.fc1(x).tanh(), m.fc2.weight, m.fc2.bias),
+            fc1=nn.Linear(4, 4),
+            fc2=nn.Linear(4, 3),
+        ),
+        randn(4),
+    ),
+}
+
+ROWS = {
+    **PADDED,
+    **GROUPED,
+    **SHARED,
+    **LOSSES,
+    **POOLING,
+    **ACTIVATIONS,
+    **NORMS,
+    **RECURRENT,
+    **MODELS,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@pytest.mark.parametrize("row", ROWS)
+def test_computed(row: str) -> None:
+    """Every quantity of every parameter agrees with plain autograd."""
+    check(ROWS[row].build(), ROWS[row].quantities)
+
+
+@pytest.mark.parametrize("sharing", [None, "expand", "reduce"])
+@pytest.mark.parametrize("factors", [KFAC, KFLR])
+def test_weight_sharing(factors: type, sharing: Optional[str]) -> None:
+    """Kronecker factors of convolutions and biases follow the option."""
+    problem = Row(
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(27, 2)
+        ),
+        randn(2, 4, 4),
+    ).build()
+    ref = Reference(*problem)
+    ext = factors(weight_sharing=sharing)
+    model, loss = extend(problem.model), extend(problem.loss)
+    loss_value = loss(model(*problem.X), *problem.y)
+    state = torch.get_rng_state()
+    with backpack(ext):
+        loss_value.backward()
+    columns = ref.columns()
+    if factors is KFAC:  # two classes: p (1 - p) is all there is to draw
+        torch.set_rng_state(state)
+        model, loss = deepcopy(problem.model), deepcopy(problem.loss)
+        value = loss(model(*problem.X), *problem.y)
+        with backpack(SqrtGGNMC()):
+            value.backward()
+        # the last bias's Jacobian is the identity
+        columns = model[-1].bias.sqrt_ggn_mc
+    actual = fields(problem.model, ext.savefield)
+    for name, expected in ref.factors(columns, sharing).items():
+        oracle.assert_agrees(actual[name], expected, name)
+
+
+# Where a row does not say it all: losses, passes, and what is extended
+
+
+def test_calls_keep_their_inputs() -> None:
+    """Two forward passes, then a backward pass through the first."""
+    model, loss, (x,), y = small()
+    ref = Reference(deepcopy(model), deepcopy(loss), (x,), y)
+    later = Reference(deepcopy(model), deepcopy(loss), (x + 1.0,), y)
+    model, loss = extend(model), extend(loss)
+    first = loss(model(x), *y)
+    second = loss(model(x + 1.0), *y)
+    with backpack(BatchGrad(), DiagGGNExact(), SqrtGGNExact()):
+        first.backward()
+    for quantity in ("BatchGrad", "DiagGGNExact", "SqrtGGNExact"):
+        assert_fields(model, quantity, ref)
+    with backpack(BatchGrad()):
+        second.backward()
+    assert_fields(model, "BatchGrad", later)
+
+
+def test_several_backward_passes_in_a_context() -> None:
+    """Each pass overwrites the fields, and nothing of the one before enters."""
+    model, loss, (x,), y = small()
+    shifts = range(4)
+    refs = [Reference(deepcopy(model), deepcopy(loss), (x + s,), y) for s in shifts]
+    quantities = "BatchGrad", "SumGradSquared", "DiagGGNExact"
+    expected = [{q: QUANTITIES[q].expected(r, None) for q in quantities} for r in refs]
+    model, loss = extend(model), extend(loss)
+    exts = BatchGrad(), SumGradSquared(), DiagGGNExact(), KFLR()
+    with backpack(*exts):
+        for shift in shifts:
+            loss(model(x + shift), *y).backward()
+            for quantity, values in expected[shift].items():
+                field = QUANTITIES[quantity].extension().savefield
+                assert_right(fields(model, field), values, quantity)
+    for ext in exts:
+        assert not ext.saved_quantities._saved_quantities
+
+
+class Weighted(Module):
+    """What is differentiated where several losses are combined: the reference."""
+
+    def __init__(self, parts: List[Tuple[float, Module, slice]]):
+        """Store factor, loss, and slice of the prediction of each term."""
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, f: Tensor, *ys: Tensor) -> Tensor:
+        """Add the terms."""
+        terms = zip(self.parts, ys)
+        return sum(c * loss(f[:, part], y) for (c, loss, part), y in terms)
+
+
+EVERYTHING, FIRST, SECOND = slice(None), slice(0, 3), slice(3, 5)
+COMBINATIONS = {
+    "scaled": [(0.3, nn.CrossEntropyLoss(), EVERYTHING)],
+    "added": [
+        (1.0, nn.CrossEntropyLoss(), EVERYTHING),
+        (1.0, nn.MSELoss(reduction="sum"), EVERYTHING),
+    ],
+    "added-and-scaled": [
+        (0.5, nn.CrossEntropyLoss(), EVERYTHING),
+        (2.0, nn.MSELoss(), EVERYTHING),
+    ],
+    "two-heads": [(1.0, nn.CrossEntropyLoss(), FIRST), (1.0, nn.MSELoss(), SECOND)],
+    "two-heads-scaled": [
+        (2.0, nn.CrossEntropyLoss(), FIRST),
+        (0.1, nn.MSELoss(), SECOND),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_combined_losses(name: str) -> None:
+    """Each loss's columns carry their own factor; a warning tells of factors."""
+    parts = COMBINATIONS[name]
+    torch.manual_seed(0)
+    x = torch.randn(N, 4, dtype=F64)
+    heads = {3: nn.Linear(4, 3), 2: nn.Linear(4, 2)}
+    model = Lambda(
+        lambda m, x: torch.cat([m.head1(m.body(x)), m.head2(m.body(x))], 1),
+        body=nn.Sequential(nn.Linear(4, 4), nn.Tanh()),
+        head1=heads[3],
+        head2=heads[2],
+    ).to(F64)
+    f = model(x).detach()
+    ys = tuple(
+        (
+            classes(f[:, part])[0]
+            if isinstance(loss, nn.CrossEntropyLoss)
+            else torch.randn_like(f[:, part])
+        )
+        for _, loss, part in parts
+    )
+    ref = Reference(deepcopy(model), Weighted(parts), (x,), ys)
+    model = extend(model)
+    out = model(x)
+    losses = [extend(deepcopy(loss)) for _, loss, _ in parts]
+    terms = zip(parts, losses, ys)
+    value = sum(
+        (c * ls(out[:, part], y) if c != 1.0 else ls(out[:, part], y))
+        for (c, _, part), ls, y in terms
+    )
+    exts = BatchGrad(), DiagGGNExact(), SqrtGGNExact(), BatchDiagGGNExact()
+    with warnings.catch_warnings(record=True) as caught, backpack(*exts):
+        warnings.simplefilter("always")
+        value.backward()
+    scaled = [str(w.message) for w in caught if "modified" in str(w.message)]
+    assert len(scaled) == sum(c != 1.0 for c, *_ in parts)
+    for quantity in ("BatchGrad", "DiagGGNExact", "SqrtGGNExact", "BatchDiagGGNExact"):
+        assert_fields(model, quantity, ref)
+
+
+def test_only_children_extended() -> None:
+    """Nobody but the layers is extended, and functions run between them."""
+    problem = MODELS["children-called-with-functions-between"].build()
+    model, loss, X, y = problem
+    ref = Reference(deepcopy(model), deepcopy(loss), X, y)
+    for module in (model.fc1, model.fc2, loss):
+        extend(module)
+    exts = BatchGrad(), DiagGGNExact(), SqrtGGNExact()
+    value = loss(model(*X), *y)
+    with backpack(*exts):
+        value.backward()
+    for quantity in ("BatchGrad", "DiagGGNExact", "SqrtGGNExact"):
+        assert_fields(model, quantity, ref)
+
+
+def test_only_last_layer_extended() -> None:
+    """The last layer is extended, and all layers before require gradients."""
+    model, loss, X, y = small()
+    ref = Reference(deepcopy(model), deepcopy(loss), X, y)
+    extend(model[2])
+    extend(loss)
+    value = loss(model(*X), *y)
+    with backpack(BatchGrad(), DiagGGNExact()):
+        value.backward()
+    for quantity, field in (("BatchGrad", "grad_batch"), ("DiagGGNExact", None)):
+        field = field or "diag_ggn_exact"
+        expected = QUANTITIES[quantity].expected(ref, None)
+        oracle.assert_agrees(getattr(model[2].weight, field), expected["2.weight"])
+        assert not hasattr(model[0].weight, field)
+
+
+@pytest.mark.parametrize("inputs", ["0.weight", "2.bias"])
+def test_backward_inputs(inputs: str) -> None:
+    """``backward(inputs=[...])``, and inputs of the model that require a gradient."""
+    model, loss, (x,), y = small()
+    ref = Reference(deepcopy(model), deepcopy(loss), (x,), y)
+    model, loss = extend(model), extend(loss)
+    value = loss(model(x.requires_grad_()), *y)
+    param = model.get_parameter(inputs)
+    with warnings.catch_warnings(), backpack(BatchGrad(), DiagGGNExact()):
+        warnings.simplefilter("ignore")  # about parameters that are not reached
+        value.backward(inputs=[param])
+    for field, quantity in ("grad_batch", "BatchGrad"), (
+        "diag_ggn_exact",
+        "DiagGGNExact",
+    ):
+        expected = QUANTITIES[quantity].expected(ref, None)[inputs]
+        oracle.assert_agrees(getattr(param, field), expected)
+
+
+def test_input_requires_grad() -> None:
+    """The model's input requires a gradient, and gets the same as without us."""
+    model, loss, (x,), y = small()
+    ref = Reference(deepcopy(model), deepcopy(loss), (x,), y)
+    x1, x2 = x.clone().requires_grad_(), x.clone().requires_grad_()
+    deepcopy(loss)(deepcopy(model)(x1), *y).backward()
+    value = extend(loss)(extend(model)(x2), *y)
+    with backpack(BatchGrad(), DiagGGNExact()):
+        value.backward()
+    oracle.assert_agrees(x2.grad, x1.grad)
+    assert_fields(model, "BatchGrad", ref)
+    assert_fields(model, "DiagGGNExact", ref)
+
+
+def test_retain_graph() -> None:
+    """Two backward passes through one graph."""
+    model, loss, X, y = small()
+    ref = Reference(deepcopy(model), deepcopy(loss), X, y)
+    value = extend(loss)(extend(model)(*X), *y)
+    with backpack(BatchGrad(), retain_graph=True):
+        value.backward(retain_graph=True)
+    assert_fields(model, "BatchGrad", ref)
+    with backpack(DiagGGNExact(), BatchL2Grad()):
+        value.backward()
+    assert_fields(model, "BatchL2Grad", ref)
+    assert_fields(model, "DiagGGNExact", ref)
+
+
+DIFFERENTIABLE = [
+    "BatchGrad",
+    "BatchL2Grad",
+    "SumGradSquared",
+    "Variance",
+    "BatchDotGrad",
+    "DiagGGNExact",
+    "BatchDiagGGNExact",
+]
+
+
+def plain_quantity(quantity: str, model: Module, x: Tensor, y: Tensor) -> Dict:
+    """Compute a quantity of a squared-error model, differentiably."""
+    params = dict(model.named_parameters())
+
+    def prediction(values: Dict[str, Tensor], sample: Tensor) -> Tensor:
+        return functional_call(model, values, (sample.unsqueeze(0),)).squeeze(0)
+
+    def loss(values: Dict[str, Tensor], sample: Tensor, target: Tensor) -> Tensor:
+        return (prediction(values, sample) - target).pow(2).sum() / y.numel()
+
+    if "GGN" in quantity:
+        jac = vmap(torch.func.jacrev(prediction), (None, 0))(params, x)
+        squares = {n: 2 / y.numel() * j.pow(2).sum(1) for n, j in jac.items()}
+        batch = quantity.startswith("Batch")
+        return {n: s if batch else s.sum(0) for n, s in squares.items()}
+    gradients = vmap(grad(loss), (None, 0, 0))(params, x, y)
+    function = {
+        "BatchGrad": lambda g: g,
+        "BatchL2Grad": lambda g: g.flatten(1).pow(2).sum(1),
+        "SumGradSquared": lambda g: g.pow(2).sum(0),
+        "Variance": lambda g: g.var(0, correction=0),
+        "BatchDotGrad": lambda g: g.flatten(1) @ g.flatten(1).T,
+    }[quantity]
+    return {n: function(g) for n, g in gradients.items()}
+
+
+@pytest.mark.parametrize("quantity", DIFFERENTIABLE)
+def test_create_graph(quantity: str) -> None:
+    """With ``create_graph=True``, a quantity can be differentiated."""
+    model, loss, (x,), (y,) = Row(
+        lambda: mlp(nn.Tanh()), randn(4), nn.MSELoss, like
+    ).build()
+    plain = deepcopy(model)
+    expected = plain_quantity(quantity, plain, x, y)
+    total = sum(v.sin().sum() for v in expected.values())
+    expected_grads = torch.autograd.grad(
+        total, list(plain.parameters()), materialize_grads=True
+    )
+    ext = QUANTITIES[quantity].extension()
+    model, loss = extend(model), extend(loss)
+    value = loss(model(x), y)
+    params = list(model.parameters())
+    with backpack(ext):
+        torch.autograd.grad(value, params, create_graph=True)
+    actual = fields(model, ext.savefield)
+    for name, v in actual.items():
+        oracle.assert_agrees(v, expected[name], name)
+    total = sum(v.sin().sum() for v in actual.values())
+    grads = torch.autograd.grad(total, params, materialize_grads=True)
+    for a, e in zip(grads, expected_grads):
+        oracle.assert_agrees(a, e, quantity)
+
+
+COPIES = {
+    "deepcopy": deepcopy,
+    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+    "save": lambda m: saved_and_loaded(m),
+}
+
+
+def saved_and_loaded(model: Module) -> Module:
+    """Save a model, and load it again."""
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("forward", [False, True])
+@pytest.mark.parametrize("copy", COPIES)
+def test_copies(copy: str, forward: bool) -> None:
+    """An extended model can be copied, and the copy works like the original."""
+    model, loss, X, y = small()
+    ref = Reference(deepcopy(model), deepcopy(loss), X, y)
+    model, loss = extend(model), extend(loss)
+    if forward:
+        loss(model(*X), *y)
+    model, loss = COPIES[copy](model), COPIES[copy](loss)
+    value = loss(model(*X), *y)
+    with backpack(BatchGrad(), DiagGGNExact()):
+        value.backward()
+    assert_fields(model, "BatchGrad", ref)
+    assert_fields(model, "DiagGGNExact", ref)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_function_transforms(inside: bool) -> None:
+    """Function transforms over an extended model, also inside the context."""
+    model, loss, (x,), (y,) = small()
+    expected = oracle.batch_grad(deepcopy(model), deepcopy(loss), (x,), (y,))
+    model, loss = extend(model), extend(loss)
+
+    def sample_loss(params: Dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        out = functional_call(model, params, (x.unsqueeze(0),))
+        return loss(out, y.unsqueeze(0)) / N
+
+    params = {n: p.detach() for n, p in model.named_parameters()}
+    with warnings.catch_warnings(), backpack(*[BatchGrad()][: int(inside)]):
+        warnings.simplefilter("ignore")
+        actual = vmap(grad(sample_loss), (None, 0, 0))(params, x, y)
+    for name, value in actual.items():
+        oracle.assert_agrees(value, expected[name], name)
+
+
+def test_variance_does_not_cancel() -> None:
+    """Data at 1000 ± 0.01."""
+    check(
+        Row(
+            lambda: nn.Linear(3, 2),
+            lambda: (1000 + 0.01 * torch.randn(N, 3, dtype=F64),),
+            nn.MSELoss,
+            lambda f: (f + 1000 + 0.01 * torch.randn_like(f),),
+        ).build(),
+        ["Variance"],
+    )
+
+
+def test_dropout_in_training_mode() -> None:
+    """The mask that was drawn is used, although the layer before outputs zeros."""
+    torch.manual_seed(0)
+    x, y = torch.randn(N, 4, dtype=F64), torch.tensor([0, 1, 2, 0])
+    model = nn.Sequential(
+        nn.Linear(4, 6), nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 3)
+    ).to(F64)
+
+    class Masked(nn.Sequential):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self[3](self[1](self[0](x)) * mask)
+
+    torch.manual_seed(1)
+    mask = F.dropout(torch.ones(N, 6, dtype=F64), 0.5)
+    ref = Reference(Masked(*deepcopy(model)), nn.CrossEntropyLoss(), (x, mask), (y,))
+    model, loss = extend(model).train(), extend(nn.CrossEntropyLoss())
+    torch.manual_seed(1)
+    value = loss(model(x), y)
+    with backpack(BatchGrad(), DiagGGNExact(), SqrtGGNExact()):
+        value.backward()
+    for quantity in ("BatchGrad", "DiagGGNExact", "SqrtGGNExact"):
+        assert_fields(model, quantity, ref)
+
+
+@pytest.mark.parametrize("frozen", ["0.weight", "2.bias"])
+def test_freezing_clears_the_field(frozen: str) -> None:
+    """A parameter that is frozen later does not keep a stale field."""
+    model, loss, X, y = small()
+    model, loss = extend(model), extend(loss)
+    for step in range(2):
+        value = loss(model(*X), *y)
+        with backpack(BatchGrad(), DiagGGNExact(), KFLR()):
+            value.backward()
+        param = model.get_parameter(frozen)
+        for field in ("grad_batch", "diag_ggn_exact", "kflr"):
+            assert hasattr(param, field) == (step == 0)
+        param.requires_grad_(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_low_precision_model(dtype: torch.dtype) -> None:
+    """Fields have the parameter's type, and the right values for that type."""
+    problem = small()
+    ref = Reference(*problem)
+    model, loss = extend(deepcopy(problem.model).to(dtype)), extend(problem.loss)
+    value = loss(model(*[x.to(dtype) for x in problem.X]), *problem.y)
+    names = [name for name in DENSE if "MC" not in name]
+    with backpack(*[QUANTITIES[name].extension() for name in names], KFLR()):
+        value.backward()
+    rtol = 20 * torch.finfo(dtype).eps
+    for name in names:
+        field = QUANTITIES[name].extension().savefield
+        expected = QUANTITIES[name].expected(ref, None)
+        for n, v in fields(model, field).items():
+            assert v.dtype == dtype
+            v = QUANTITIES[name].convert(v.to(F64))
+            scale = float(expected[n].abs().max())
+            assert torch.allclose(v, expected[n], rtol=rtol, atol=rtol * scale), name
+
+
+def test_autocast() -> None:
+    """Under autocast, fields have the parameter's type."""
+    problem = small()
+    ref = Reference(*problem)
+    model, loss = extend(deepcopy(problem.model).float()), extend(problem.loss)
+    names = [name for name in DENSE if "MC" not in name]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value = loss(model(problem.X[0].float()), *problem.y)
+    with backpack(*[QUANTITIES[name].extension() for name in names]):
+        value.backward()
+    for name in names:
+        field = QUANTITIES[name].extension().savefield
+        expected = QUANTITIES[name].expected(ref, None)
+        for n, v in fields(model, field).items():
+            assert v.dtype == torch.float32
+            scale = float(expected[n].abs().max())
+            v = QUANTITIES[name].convert(v.to(F64))
+            assert torch.allclose(v, expected[n], rtol=0.1, atol=0.1 * scale), name
+
+
+def test_sums_of_half_precision_numbers() -> None:
+    """Sums over many samples accumulate in float32 or better."""
+    size, dtype = 3000, torch.bfloat16
+    model = extend(nn.Linear(2, 1, bias=False).to(dtype))
+    loss = extend(nn.MSELoss(reduction="sum"))
+    x = torch.ones(size, 2, dtype=dtype)
+    f = model(x)
+    value = loss(f, f.detach() - 0.5)  # every individual gradient is one
+    with backpack(SumGradSquared(), DiagGGNExact(), BatchL2Grad()):
+        value.backward()
+    expected = torch.tensor(float(size)).to(dtype)
+    assert (model.weight.sum_grad_squared == expected).all()
+    assert (model.weight.diag_ggn_exact == 2 * expected).all()
+    assert (model.weight.batch_l2 == 2).all()
+
+
+def test_distributed_data_parallel() -> None:
+    """A model inside ``DistributedDataParallel``."""
+    problem = small()
+    ref = Reference(*deepcopy(problem))
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model, loss = extend(problem.model), extend(problem.loss)
+        parallel = nn.parallel.DistributedDataParallel(model)
+        value = loss(parallel(*problem.X), *problem.y)
+        with backpack(BatchGrad(), DiagGGNExact()):
+            value.backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert_fields(model, "BatchGrad", ref)
+    assert_fields(model, "DiagGGNExact", ref)
+
+
+# Monte-Carlo
+
+
+MONTE_CARLO = [DiagGGNMC, BatchDiagGGNMC, SqrtGGNMC, KFAC]
+
+
+def run(model: Module, loss: Module, X: Tensors, y: Tensors, *exts: Any) -> Any:
+    """Compute the last extension's field of the first weight."""
+    value = loss(model(*X), *y)
+    with backpack(*exts):
+        value.backward()
+    result = getattr(next(model.parameters()), exts[-1].savefield)
+    return result if isinstance(result, list) else [result]
+
+
+@pytest.mark.parametrize("cls", MONTE_CARLO)
+def test_seed_reproduces(cls: type) -> None:
+    """The same seed gives the same result, another seed another one."""
+    model, loss, X, y = small()
+    model, loss = extend(model), extend(loss)
+    results = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        results.append(run(model, loss, X, y, cls(mc_samples=3)))
+    oracle.assert_agrees(results[0], results[1])
+    assert any((a != b).any() for a, b in zip(results[0], results[2]))
+
+
+@pytest.mark.parametrize("cls", MONTE_CARLO)
+def test_generator(cls: type) -> None:
+    """A generator can be passed, and the global one is left alone."""
+    model, loss, X, y = small()
+    model, loss = extend(model), extend(loss)
+    results, state = [], torch.get_rng_state()
+    for seed in (1, 1, 2):
+        generator = torch.Generator().manual_seed(seed)
+        results.append(run(model, loss, X, y, cls(mc_samples=3, generator=generator)))
+    assert torch.equal(state, torch.get_rng_state())
+    oracle.assert_agrees(results[0], results[1])
+    assert any((a != b).any() for a, b in zip(results[0], results[2]))
+
+
+def test_generator_moves_on() -> None:
+    """One generator gives other samples in each backward pass."""
+    model, loss, X, y = small()
+    model, loss = extend(model), extend(loss)
+    ext = KFAC(mc_samples=3, generator=torch.Generator().manual_seed(0))
+    first, second = (run(model, loss, X, y, ext) for _ in range(2))
+    assert any((a != b).any() for a, b in zip(first, second))
+
+
+@pytest.mark.parametrize("others", [(), (SqrtGGNExact,), (DiagGGNExact,)])
+def test_monte_carlo_next_to_exact(others: Tuple[type, ...]) -> None:
+    """Extensions that draw are not fed exact columns by those that do not."""
+    model, loss, X, y = small()
+    model, loss = extend(model), extend(loss)
+    torch.manual_seed(3)
+    alone = run(model, loss, X, y, DiagGGNMC(mc_samples=2))
+    torch.manual_seed(3)
+    together = run(model, loss, X, y, *[o() for o in others], DiagGGNMC(mc_samples=2))
+    oracle.assert_agrees(together, alone)
+
+
+# Refused, or said
+
+
+def use(
+    *exts: Any, **options: Any
+) -> Callable[[Module, Module, Tensors, Tensors], None]:
+    """Make a function that runs extensions on an extended model and loss."""
+
+    def function(model: Module, loss: Module, X: Tensors, y: Tensors) -> None:
+        model, loss = extend(model), extend(loss)
+        value = loss(model(*X), *y)
+        with backpack(*exts, **options):
+            value.backward()
+
+    return function
+
+
+def batch_norm(**options: Any) -> Row:
+    """Make a row with a batch normalization in training mode."""
+    frozen = options.pop("frozen", False)
+
+    def model() -> Module:
+        norm = nn.BatchNorm1d(4, **options)
+        return nn.Sequential(
+            nn.Linear(4, 4), norm.requires_grad_(not frozen), nn.Linear(4, 3)
+        )
+
+    return Row(model, randn(4), train=True)
+
+
+COUPLED = {
+    "trainable": batch_norm(),
+    "frozen": batch_norm(frozen=True),
+    "not-affine": batch_norm(affine=False),
+    "without-statistics": batch_norm(affine=False, track_running_stats=False),
+}
+
+
+def said(function: Callable[[], Any]) -> List[str]:
+    """Run a function, and collect what its error and its warnings say."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        messages = []
+        try:
+            function()
+        except (RuntimeError, ValueError, AssertionError) as error:
+            messages = [str(error)]
+    return messages + [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize("ext", [BatchGrad, Variance, DiagGGNExact, KFLR])
+@pytest.mark.parametrize("row", COUPLED)
+def test_coupled_samples(row: str, ext: type) -> None:
+    """A batch normalization in training mode is refused or warned about."""
+    messages = said(lambda: use(ext())(*COUPLED[row].build()))
+    assert any("BatchNorm1d" in m and "training mode" in m for m in messages), messages
+
+
+@pytest.mark.parametrize("ext", [BatchGrad, DiagGGNExact])
+def test_coupled_samples_not_extended(ext: type) -> None:
+    """A batch normalization that couples samples is not extended, its model is."""
+    model, loss, X, y = COUPLED["frozen"].build()
+    norm, model[1] = model[1], nn.Identity()
+    model = extend(model)
+    model[1] = norm
+    messages = said(lambda: use(ext())(model, loss, X, y))
+    assert any("BatchNorm1d" in m and "training mode" in m for m in messages), messages
+
+
+@pytest.mark.parametrize("ext", [BatchGrad, DiagGGNExact])
+def test_batch_statistics_in_evaluation_mode(ext: type) -> None:
+    """Without running statistics, samples are coupled in evaluation mode, too."""
+    row = COUPLED["without-statistics"]
+    messages = said(lambda: use(ext())(*row._replace(train=False).build()))
+    assert any("BatchNorm1d" in m for m in messages), messages
+
+
+class Penalized(Module):
+    """A model with its loss, and a term that does not come from the layers' calls."""
+
+    def __init__(self, term: Callable[[Module, Tensor, Tensor], Tensor]):
+        """Create model and loss."""
+        super().__init__()
+        self.model, self.loss = extend(mlp(nn.Tanh()).to(F64)), extend(
+            nn.CrossEntropyLoss()
+        )
+        self.term = term
+
+    def value(self) -> Tensor:
+        """Compute loss and term."""
+        x = torch.randn(N, 4, dtype=F64, requires_grad=True)
+        out = self.model(x)
+        loss = self.loss(out, torch.tensor([0, 1, 2, 0]))
+        return loss + self.term(self.model, x, out)
+
+
+def l2_term(model: Module, x: Tensor, out: Tensor) -> Tensor:
+    """Penalize a layer's weight."""
+    return 0.1 * model[0].weight.pow(2).sum()
+
+
+def gradient_term(model: Module, x: Tensor, out: Tensor) -> Tensor:
+    """Penalize the derivative of the model with respect to its input."""
+    (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return gradient.pow(2).sum()
+
+
+TERMS = {"l2": l2_term, "gradient": gradient_term}
+
+
+@pytest.mark.parametrize("ext", [BatchGrad, SumGradSquared, DiagGGNExact])
+@pytest.mark.parametrize("term", TERMS)
+def test_outside_use(term: str, ext: type) -> None:
+    """Gradients from outside of the layer's call are refused or warned about."""
+    if term == "l2" and ext is DiagGGNExact:
+        pytest.skip("the GGN of the loss does not contain the term, and is right")
+    problem = Penalized(TERMS[term])
+
+    def run() -> None:
+        value = problem.value()
+        with backpack(ext()):
+            value.backward()
+
+    messages = said(run)
+    assert any("weight" in m or "Linear" in m for m in messages), messages
+
+
+OUTSIDE = {
+    "weight": lambda m, x: m.fc2(m.fc1(x).tanh() + F.linear(x, m.fc1.weight)),
+    "bias": lambda m, x: m.fc2(m.fc1(x).tanh() * m.fc1.bias),
+    "penalty": lambda m, x: m.fc2(m.fc1(x).tanh() * m.fc1.weight.pow(2).sum()),
+    "before": lambda m, x: m.fc2(m.fc1(x * m.fc1.bias).tanh()),
+}
+
+
+@pytest.mark.parametrize("ext", [BatchGrad, SumGradSquared, DiagGGNExact, KFLR])
+@pytest.mark.parametrize("use_of", OUTSIDE)
+def test_parameter_used_outside_of_its_module(use_of: str, ext: type) -> None:
+    """A parameter that a layer's caller uses, too, is refused or warned about."""
+    row = Row(
+        lambda: Lambda(OUTSIDE[use_of], fc1=nn.Linear(4, 4), fc2=nn.Linear(4, 3)),
+        randn(4),
+    )
+    messages = said(lambda: use(ext())(*row.build()))
+    assert any("fc1" in m or "Linear" in m for m in messages), messages
+
+
+class Routed(Module):
+    """A mixture of experts, each of which gets the tokens that are routed to it."""
+
+    def __init__(self):
+        """Create router and experts."""
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Send each sample to one expert."""
+        out = x.new_zeros(len(x), 3)
+        route = torch.arange(len(x)) % 3 > 0
+        for i, expert in enumerate(self.experts):
+            mine = route == i
+            out[mine] = expert(x[mine])
+        return out
+
+
+@pytest.mark.parametrize("ext", [BatchGrad, BatchL2Grad, DiagGGNExact, KFLR])
+def test_routed_experts(ext: type) -> None:
+    """An expert that receives some of the samples is refused by name."""
+    problem = Row(Routed, randn(4)).build()
+    messages = said(lambda: use(ext())(*problem))
+    assert any("Linear" in m and "axis 0" in m for m in messages), messages
+
+
+class Refusal(NamedTuple):
+    """What has to be refused.
+
+    Attributes:
+        action: What is refused.
+        error: Type of the error.
+        says: Pattern for its message: what, where, and the way out.
+    """
+
+    action: Callable[[], Any]
+    error: type
+    says: str
+
+
+def on_row(row: Row, *exts: Any) -> Callable[[], None]:
+    """Make a function that runs extensions on a row."""
+    return lambda: use(*exts)(*row.build())
+
+
+def without_loss(ext: Any) -> Callable[[], None]:
+    """Make a function that runs an extension without an extended loss."""
+
+    def action() -> None:
+        model, loss, X, y = small()
+        value = loss(extend(model)(*X), *y)
+        with backpack(ext):
+            value.backward()
+
+    return action
+
+
+def second_backward() -> None:
+    """Run a second backward pass without retaining what it needs."""
+    model, loss, X, y = small()
+    value = extend(loss)(extend(model)(*X), *y)
+    with backpack(BatchGrad()):
+        value.backward(retain_graph=True)
+        value.backward()
+
+
+def registered_twice() -> None:
+    """Register a second module extension for a class."""
+    BatchGrad().set_module_extension(nn.Linear, ModuleExtension([]))
+
+
+SEQUENCE = Row(
+    lambda: nn.Sequential(nn.Linear(4, 3), nn.Flatten(), nn.Linear(6, 3)), randn(2, 4)
+)
+NOT_A_CHAIN = Row(
+    lambda: Lambda(
+        lambda m, x: m.fc2(F.relu(m.fc1(x))), fc1=nn.Linear(4, 4), fc2=nn.Linear(4, 3)
+    ),
+    randn(4),
+)
+NO_REDUCTION = Row(
+    lambda: mlp(nn.Tanh()), randn(4), lambda: nn.CrossEntropyLoss(reduction="none")
+)
+
+REFUSALS = {
+    "class-instead-of-instance": Refusal(
+        lambda: backpack(BatchGrad), ValueError, r"BatchGrad\(\)"
+    ),
+    "number-instead-of-extension": Refusal(
+        lambda: backpack(3), ValueError, r"instance"
+    ),
+    "registered-twice": Refusal(
+        registered_twice, ValueError, r"(?s)BatchGrad.*Linear.*overwrite=True"
+    ),
+    "permute-axis-0": Refusal(lambda: Permute(1, 0, 2), ValueError, r"axis 0"),
+    "unknown-weight-sharing": Refusal(
+        lambda: KFLR(weight_sharing="both"), ValueError, r"(?s)KFLR.*expand.*both"
+    ),
+    "second-backward": Refusal(
+        second_backward, RuntimeError, r"(?s)(Linear|CrossEntropyLoss).*retain_graph"
+    ),
+    **{
+        f"{name}-{ext.__name__}": Refusal(
+            on_row(row, ext()),
+            NotImplementedError,
+            rf"(?s){ext.__name__}.*{layer}.*weight_sharing='expand'",
+        )
+        for name, row, layer in (
+            ("sequence", SEQUENCE, "Linear"),
+            ("groups", GROUPED["Conv2d-groups"], "Conv2d"),
+            ("transposed-groups", GROUPED["ConvTranspose2d-groups"], "ConvTranspose2d"),
+            ("embedding", MODELS["embedding-padding"], "Embedding"),
+            ("called-twice", SHARED["called-twice"], "Linear"),
+        )
+        for ext in (KFAC, KFLR)
+    },
+    **{
+        f"no-loss-{ext.__name__}": Refusal(
+            without_loss(ext()), AssertionError, rf"(?s){ext.__name__}.*extend\("
+        )
+        for ext in (DiagGGNExact, DiagGGNMC, SqrtGGNExact, BatchDiagGGNMC, KFAC, KFLR)
+    },
+    **{
+        f"no-reduction-{ext.__name__}": Refusal(
+            lambda ext=ext: use_summed(ext()),
+            ValueError,
+            r"(?s)CrossEntropyLoss.*(mean|sum)",
+        )
+        for ext in (DiagGGNExact, SqrtGGNMC, KFLR)
+    },
+    **{
+        f"not-a-chain-{name}": Refusal(
+            lambda name=name: on_row(NOT_A_CHAIN, getattr(extensions, name)())(),
+            NotImplementedError,
+            r"(?s)use_converter=True",
+        )
+        for name in ("KFRA", "DiagHessian", "BatchDiagHessian", "HMP", "GGNMP", "PCHMP")
+    },
+}
+
+
+def use_summed(ext: Any) -> None:
+    """Run an extension on a loss that is reduced after its module."""
+    model, loss, X, y = NO_REDUCTION.build()
+    value = extend(loss)(extend(model)(*X), *y).sum()
+    with backpack(ext):
+        value.backward()
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_refused(refusal: str) -> None:
+    """The error has the promised type, and names module, option, and way out."""
+    action, error, says = REFUSALS[refusal]
+    with pytest.raises(error, match=says), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        action()
+
+
+def test_refusal_leaves_nothing_behind() -> None:
+    """After an error inside a backward pass, the next one is right."""
+    problem = SEQUENCE.build()
+    ref = Reference(*deepcopy(problem))
+    with pytest.raises(NotImplementedError):
+        use(KFLR())(*problem)
+    use(BatchGrad(), DiagGGNExact())(*problem)
+    assert_fields(problem.model, "BatchGrad", ref)
+    assert_fields(problem.model, "DiagGGNExact", ref)
+
+
+# The guard
+
+
+@pytest.mark.parametrize("row", ["called-twice", "tied-linear"])
+def test_guard_is_silent_where_all_is_right(row: str) -> None:
+    """``check=True`` does not complain about right individual gradients."""
+    use(BatchGrad(), SumGradSquared(), check=True)(*SHARED[row].build())
+
+
+@pytest.mark.parametrize("exts", [(BatchGrad,), (BatchL2Grad, DiagGGNExact)])
+def test_guard_names_parameters(exts: Tuple[type, ...]) -> None:
+    """``check=True`` names those whose individual gradients miss something."""
+    problem = Penalized(l2_term)
+    value = problem.value()
+    with pytest.raises((RuntimeError, AssertionError, ValueError)) as caught:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with backpack(*[e() for e in exts], check=True):
+                value.backward()
+    assert "0.weight" in str(caught.value) or "Linear" in str(caught.value)
+    assert "2.bias" not in str(caught.value)
+
+
+def test_guard_compares_with_this_backward_pass() -> None:
+    """``check=True`` is not disturbed by gradients that were there before."""
+    model, loss, X, y = small()
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    use(BatchGrad(), check=True)(model, loss, X, y)
+
+
+# The report
+
+
+def reported(function: Callable[[], Any]) -> str:
+    """Run a function, and return the only warning that it must issue."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        function()
+    (warning,) = caught
+    assert issubclass(warning.category, UserWarning)
+    return str(warning.message)
+
+
+def two_branches() -> Problem:
+    """Make a model with a branch that does not enter the loss."""
+    return Row(
+        lambda: Lambda(
+            lambda m, x: (m.used(x), m.unused(x))[0],
+            used=nn.Linear(4, 3),
+            unused=nn.Linear(4, 3),
+        ),
+        randn(4),
+    ).build()
+
+
+@pytest.mark.parametrize("ext", [BatchGrad, DiagGGNExact])
+def test_report_not_reached(ext: type) -> None:
+    """Parameters that the backward pass did not reach are listed once."""
+    message = reported(lambda: use(ext())(*two_branches()))
+    assert "unused.weight" in message and "unused.bias" in message
+    assert "used.weight" not in message.replace("unused.weight", "")
+    assert "reach" in message
+
+
+@pytest.mark.parametrize("ext", [BatchGrad])
+def test_report_extended_after_the_forward_pass(ext: type) -> None:
+    """A model that is extended too late gets no fields, and a word about it."""
+
+    def action() -> None:
+        model, loss, X, y = small()
+        value = loss(model(*X), *y)
+        extend(model)
+        extend(loss)
+        with backpack(ext()):
+            value.backward()
+
+    message = reported(action)
+    assert "0.weight" in message and "extend" in message and "forward" in message
+
+
+def test_report_hooks_removed() -> None:
+    """A model whose hooks were removed gets no fields, and a word about it."""
+
+    def action() -> None:
+        model, loss, X, y = small()
+        model, loss = extend(model), extend(loss)
+        CTX.remove_hooks()
+        value = loss(model(*X), *y)
+        with backpack(BatchGrad()):
+            value.backward()
+
+    message = reported(action)
+    assert "0.weight" in message and "hooks" in message
+
+
+class Nothing(FirstOrderBackpropExtension):
+    """An extension that knows no layer."""
+
+    def __init__(self):
+        """Register nothing, and keep silent about unknown layers."""
+        super().__init__("nothing", {}, fail_mode="SILENT")
+
+
+def test_report_no_rule() -> None:
+    """An extension without a rule for a layer leaves no field, and a word about it."""
+    message = reported(lambda: use(Nothing())(*small()))
+    assert "0.weight" in message and "Nothing" in message
+
+
+def test_report_is_silent() -> None:
+    """There is nothing to report where all parameters have fields, or no pass ran."""
+    model, loss, X, y = small()
+    model[0].weight.requires_grad_(False)
+    with backpack(BatchGrad()):
+        pass
+    use(BatchGrad(), DiagGGNExact())(model, loss, X, y)
+    with disable():
+        extend(model)(*X)
+
+
+# Faults
+
+
+class OwnError(Exception):
+    """An error in a user's function."""
+
+
+def fail(*args: Any) -> None:
+    """Raise an error."""
+    raise OwnError
+
+
+class FailingExtension(ModuleExtension):
+    """An extension that raises an error on linear layers."""
+
+    def __init__(self):
+        """Register one method."""
+        super().__init__(params=["weight"])
+
+    def weight(self, ext, module, g_inp, g_out, bpQuantities):  # noqa: N803
+        """Raise an error."""
+        fail()
+
+
+def failing_hook(model: Module, loss: Module, X: Tensors, y: Tensors) -> None:
+    """Run a hook that fails on the second module."""
+    seen = []
+    value = loss(model(*X), *y)
+    with backpack(
+        BatchGrad(),
+        DiagGGNExact(),
+        extension_hook=lambda m: seen.append(m) if len(seen) < 1 else fail(),
+    ):
+        value.backward()
+
+
+def failing_forward(model: Module, loss: Module, X: Tensors, y: Tensors) -> None:
+    """Run a forward pass that fails in the middle."""
+    handle = model[1].register_forward_hook(fail)
+    try:
+        with backpack(BatchGrad()):
+            model(*X)
+    finally:
+        handle.remove()
+
+
+def failing_extension(model: Module, loss: Module, X: Tensors, y: Tensors) -> None:
+    """Run an extension of a user that fails."""
+    ext = Nothing()
+    ext.set_module_extension(nn.Linear, FailingExtension())
+    value = loss(model(*X), *y)
+    with backpack(BatchGrad(), DiagGGNExact(), ext):
+        value.backward()
+
+
+def failing_tensor_hook(model: Module, loss: Module, X: Tensors, y: Tensors) -> None:
+    """Run a hook on a tensor that fails in the backward pass."""
+    out = model[0](*X)
+    out.register_hook(fail)
+    value = loss(model[2](model[1](out)), *y)
+    with backpack(BatchGrad(), DiagGGNExact(), SqrtGGNExact()):
+        value.backward()
+
+
+FAULTS = [failing_hook, failing_forward, failing_extension, failing_tensor_hook]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults(fault: Callable) -> None:
+    """An exception leaves no state behind: the next pass is right."""
+    model, loss, X, y = small()
+    ref = Reference(deepcopy(model), deepcopy(loss), X, y)
+    model, loss = extend(model), extend(loss)
+    with pytest.raises(OwnError):
+        fault(model, loss, X, y)
+    assert not CTX.get_active_exts()
+    exts = BatchGrad(), SumGradSquared(), DiagGGNExact(), SqrtGGNExact()
+    value = loss(model(*X), *y)
+    with backpack(*exts):
+        value.backward()
+    for quantity in ("BatchGrad", "SumGradSquared", "DiagGGNExact", "SqrtGGNExact"):
+        assert_fields(model, quantity, ref)
+    for ext in exts:
+        assert not ext.saved_quantities._saved_quantities
+
+
+def test_threads() -> None:
+    """Threads that train two models at once do not mix."""
+    errors: List[BaseException] = []
+    barrier = threading.Barrier(2, timeout=60)
+
+    def train(seed: int, *exts: type) -> None:
+        try:
+            torch.manual_seed(seed)
+            model, loss, X, y = Row(lambda: mlp(nn.Tanh()), randn(4)).build()
+            X = tuple(x + seed for x in X)
+            ref = Reference(deepcopy(model), deepcopy(loss), X, y)
+            model, loss = extend(model), extend(loss)
+            expected = {
+                q: QUANTITIES[q].expected(ref, None) for q in [e.__name__ for e in exts]
+            }
+            for _ in range(10):
+                barrier.wait()
+                with backpack(*[ext() for ext in exts]):
+                    assert len(CTX.get_active_exts()) == len(exts)
+                    loss(model(*X), *y).backward()
+                for q, values in expected.items():
+                    field = QUANTITIES[q].extension().savefield
+                    assert_right(fields(model, field), values, q)
+        except BaseException as error:  # noqa: B036
+            errors.append(error)
+            barrier.abort()
+
+    threads = [
+        threading.Thread(target=train, args=(0, BatchGrad, DiagGGNExact)),
+        threading.Thread(target=train, args=(5, Variance, BatchDotGrad, SqrtGGNExact)),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_not_finite(value: float) -> None:
+    """NaN and inf pass through to the fields of the samples they belong to."""
+    model, loss, (x,), y = Row(lambda: nn.Linear(4, 3), randn(4)).build()
+    x[1, 2] = value
+    use(BatchGrad(), BatchL2Grad(), SumGradSquared(), Variance(), DiagGGNExact())(
+        model, loss, (x,), y
+    )
+    finite = model.weight.grad_batch.flatten(1).isfinite().all(1).tolist()
+    assert finite == [True, False, True, True]
+    assert model.weight.batch_l2.isfinite().tolist() == finite
+    assert not model.weight.sum_grad_squared.isfinite().all()
+    assert not model.weight.variance.isfinite().all()
+    assert not model.weight.diag_ggn_exact.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["linear", "convolution", "embedding"])
+def test_empty_batch(name: str) -> None:
+    """A batch without samples gives fields without samples."""
+    model, x = {
+        "linear": (mlp(nn.Tanh()), torch.randn(0, 4)),
+        "convolution": (
+            nn.Sequential(nn.Conv1d(2, 3, 2), nn.Flatten(), nn.Linear(6, 3)),
+            torch.randn(0, 2, 3),
+        ),
+        "embedding": (
+            nn.Sequential(nn.Embedding(4, 2), nn.Flatten(), nn.Linear(6, 3)),
+            torch.zeros(0, 3, dtype=torch.long),
+        ),
+    }[name]
+    model, loss = extend(model), extend(nn.CrossEntropyLoss(reduction="sum"))
+    value = loss(model(x), torch.zeros(0, dtype=torch.long))
+    exts = (BatchGrad(), BatchL2Grad(), SumGradSquared(), BatchDotGrad())
+    with backpack(*exts, DiagGGNExact(), BatchDiagGGNExact(), SqrtGGNExact()):
+        value.backward()
+    for param in model.parameters():
+        assert param.grad_batch.shape == (0, *param.shape)
+        assert param.batch_l2.shape == (0,)
+        assert param.batch_dot.shape == (0, 0)
+        assert param.sum_grad_squared.shape == param.shape
+        assert not param.sum_grad_squared.any()
+        assert param.diag_ggn_exact.shape == param.shape
+        assert not param.diag_ggn_exact.any()
+        assert param.diag_ggn_exact_batch.shape == (0, *param.shape)
+        assert param.sqrt_ggn_exact.shape == (3, 0, *param.shape)

@@ -1,0 +1,445 @@
+"""Every fast rule against the generic rule, and every reduction against its formula.
+
+The generic rule repeats a layer's own forward pass with autograd. What fast rules hand
+over is a :class:`PerSample` in some form; each of its reductions must be what follows
+from the individual products, by whichever formula and in however many chunks.
+"""
+
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Tuple
+
+import pytest
+import torch
+from cases import F64, LAYER_CASES, Case, Tensors
+from oracle import assert_agrees
+from torch import Tensor, nn
+from torch.nn import Module
+
+from backpack.core import reductions
+from backpack.core.derivatives.embedding import EmbeddingDerivatives
+from backpack.core.derivatives.generic import generic_product, tensor_outputs
+from backpack.core.derivatives.linear import LinearDerivatives
+from backpack.core.reductions import Dense, Outer, PerSample, Rows, Summed, merge_all
+from backpack.extensions.layers import find_rule
+
+CHUNKS = [1, 40, 2**20]
+N = 3
+
+
+class LayerCall(NamedTuple):
+    """A layer with a fast rule, what went into it and what came out."""
+
+    layer: Module
+    args: Tensors
+    kwargs: Dict[str, Any]
+    outputs: List[Tensor]
+
+    def cotangents(self, num_columns: int) -> List[Tensor]:
+        """Draw columns at the outputs.
+
+        Args:
+            num_columns: V.
+
+        Returns:
+            Columns ``[V, N, *]``.
+        """
+        torch.manual_seed(num_columns)
+        return [torch.randn(num_columns, *x.shape, dtype=x.dtype) for x in self.outputs]
+
+    def fast(self, name: str, mats: List[Tensor]) -> PerSample:
+        """Apply the fast rule.
+
+        Args:
+            name: Name of the parameter.
+            mats: Columns at the outputs.
+
+        Returns:
+            The products.
+        """
+        rule = find_rule(self.layer, name)
+        arguments = [*self.args, *self.kwargs.values()]
+        assert rule.accepts(self.layer, arguments)
+        mats = mats if rule.several_outputs else mats[0]
+        return rule.derivatives.product(name, self.layer, arguments, mats)
+
+    def generic(self, name: str, mats: List[Tensor]) -> Tensor:
+        """Apply the generic rule.
+
+        Args:
+            name: Name of the parameter.
+            mats: Columns at the outputs.
+
+        Returns:
+            Products ``[V, N, *p]``.
+        """
+        product = generic_product(name, self.layer, self.args, mats, self.kwargs)
+        return product.individual().detach()
+
+
+def fast_calls(case: Case) -> Iterator[Tuple[str, LayerCall]]:
+    """Find the parameters with a fast rule in a case's first layer.
+
+    Args:
+        case: The case.
+
+    Yields:
+        Names of parameters, and the call of the layer they belong to.
+    """
+    model, _, X, _ = case.build()
+    calls: List[LayerCall] = []
+
+    def remember(layer: Module, args: Tensors, kwargs: Dict, output: Any) -> None:
+        calls.append(LayerCall(layer, args, kwargs, tensor_outputs(output)))
+
+    for module in model.layer.modules():
+        module.register_forward_hook(remember, with_kwargs=True)
+    with torch.no_grad():
+        model(*X)
+    for call in calls:
+        for name, _ in call.layer.named_parameters(recurse=False):
+            if find_rule(call.layer, name) is not None:
+                yield name, call
+
+
+def rows() -> Iterator:
+    """List the fast rules to test.
+
+    Yields:
+        Parameters for pytest: the case and a parameter's position in it.
+    """
+    for case in LAYER_CASES:
+        for i, (name, _) in enumerate(fast_calls(case)):
+            yield pytest.param(case, i, id=f"{case.id}-{name}{i}")
+
+
+REDUCTIONS: Dict[str, Tuple[Callable, Callable]] = {
+    "individual": (lambda p: p.individual(), lambda m: m),
+    "summed": (lambda p: p.summed(), lambda m: m.sum(1)),
+    "sq_norms": (lambda p: p.sq_norms(), lambda m: (m**2).flatten(2).sum((0, 2))),
+    "squares": (lambda p: p.squares(), lambda m: (m**2).sum((0, 1))),
+    "squares-batch": (lambda p: p.squares(sum_batch=False), lambda m: (m**2).sum(0)),
+    "dots": (
+        lambda p: p.dots(),
+        lambda m: torch.einsum("vnp,vmp->nm", m.flatten(2), m.flatten(2)),
+    ),
+    "variance": (lambda p: p.variance(), lambda m: m[0].var(0, unbiased=False)),
+}
+
+
+def check_reductions(
+    make: Callable[[], PerSample], individual: Tensor, what: str, rtol: float = 1e-8
+) -> None:
+    """Compare all reductions with what they are in terms of the individual products.
+
+    Args:
+        make: Makes the products, anew for each reduction.
+        individual: The individual products ``[V, N, *p]``.
+        what: What is compared.
+        rtol: Relative tolerance.
+    """
+    for name, (reduction, formula) in REDUCTIONS.items():
+        if name == "variance" and len(individual) > 1:
+            continue
+        actual = reduction(make()).detach()
+        assert_agrees(actual, formula(individual), f"{name} of {what}", rtol)
+
+
+@pytest.mark.parametrize("num_columns", [1, 3])
+@pytest.mark.parametrize("chunk_elements", CHUNKS)
+@pytest.mark.parametrize("case, index", list(rows()))
+def test_rule(
+    case: Case,
+    index: int,
+    chunk_elements: int,
+    num_columns: int,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """All reductions agree with the generic rule, with and without gradients."""
+    monkeypatch.setattr(reductions, "CHUNK_ELEMENTS", chunk_elements)
+    name, call = list(fast_calls(case))[index]
+    mats = call.cotangents(num_columns)
+    expected = call.generic(name, mats)
+    for grad_enabled in (False, True):
+        with torch.set_grad_enabled(grad_enabled):
+            check_reductions(lambda: call.fast(name, mats), expected, case.id)
+
+
+@pytest.mark.parametrize("num_columns", [1, 3])
+@pytest.mark.parametrize("case, index", list(rows()))
+def test_select(case: Case, index: int, num_columns: int):
+    """Selected samples, in any order and more than once, keep their products."""
+    name, call = list(fast_calls(case))[index]
+    mats = call.cotangents(num_columns)
+    product = call.fast(name, mats)
+    batch_size = product.batch_size
+    picked = [batch_size - 1, 0, 0]
+    expected = call.generic(name, mats)[:, picked]
+    with torch.no_grad():
+        check_reductions(
+            lambda: call.fast(name, mats).select(picked), expected, case.id
+        )
+        twice = call.fast(name, mats).select(picked).select([1])
+        assert_agrees(twice.individual(), expected[:, [1]], case.id)
+
+
+@pytest.mark.parametrize("num_columns", [1, 3])
+@pytest.mark.parametrize("chunk_elements", CHUNKS[:2])
+@pytest.mark.parametrize("case, index", list(rows()))
+def test_merge(
+    case: Case,
+    index: int,
+    chunk_elements: int,
+    num_columns: int,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The products of two calls of a layer add up before they are reduced."""
+    monkeypatch.setattr(reductions, "CHUNK_ELEMENTS", chunk_elements)
+    name, call = list(fast_calls(case))[index]
+    again = call._replace(
+        args=tuple(x.flip(0) if isinstance(x, Tensor) else x for x in call.args)
+    )
+    mats = call.cotangents(num_columns)
+    others = [2 * mat.flip(-1) for mat in mats]
+    expected = call.generic(name, mats) + again.generic(name, others)
+    with torch.no_grad():
+        check_reductions(
+            lambda: merge_all([call.fast(name, mats), again.fast(name, others)]),
+            expected,
+            case.id,
+        )
+        three = [call.fast(name, mats), again.fast(name, others), call.fast(name, mats)]
+        total = expected + call.generic(name, mats)
+        assert_agrees(merge_all(three).individual(), total, case.id)
+        picked = merge_all([call.fast(name, mats), again.fast(name, others)])
+        assert_agrees(picked.select([0]).individual(), expected[:, [0]], case.id)
+
+
+# Sizes on both sides of each crossover between formulas
+
+
+class Sizes(NamedTuple):
+    """A row: sizes of an outer product, and which formulas they call for."""
+
+    groups: int
+    positions: int
+    d: int
+    p: int
+    gram_norms: bool
+    gram_dots: bool
+
+
+SIZES = [
+    Sizes(groups=1, positions=1, d=5, p=4, gram_norms=False, gram_dots=True),
+    Sizes(groups=1, positions=2, d=7, p=8, gram_norms=True, gram_dots=True),
+    Sizes(groups=2, positions=3, d=9, p=8, gram_norms=True, gram_dots=True),
+    Sizes(groups=1, positions=9, d=2, p=3, gram_norms=False, gram_dots=False),
+    Sizes(groups=3, positions=12, d=2, p=1, gram_norms=False, gram_dots=False),
+    Sizes(groups=2, positions=1, d=1, p=1, gram_norms=False, gram_dots=False),
+]
+
+
+def make_outer(
+    sizes: Sizes, num_columns: int, dtype: torch.dtype = F64
+) -> Tuple[Tensor, Tensor, torch.Size]:
+    """Draw the factors of an outer product.
+
+    Args:
+        sizes: The sizes.
+        num_columns: V.
+        dtype: Type. Default: float64.
+
+    Returns:
+        Inputs, cotangents, and the shape of the parameter.
+    """
+    torch.manual_seed(1)
+    groups, positions, d, p = sizes[:4]
+    a = torch.randn(N, groups, positions, d, dtype=dtype)
+    b = torch.randn(num_columns, N, groups, positions, p, dtype=dtype)
+    return a, b, torch.Size([groups * p, d])
+
+
+@pytest.mark.parametrize("num_columns", [1, 3])
+@pytest.mark.parametrize("chunk_elements", CHUNKS)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_outer(
+    sizes: Sizes, chunk_elements: int, num_columns: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Outer products are reduced right on both sides of each crossover."""
+    monkeypatch.setattr(reductions, "CHUNK_ELEMENTS", chunk_elements)
+    a, b, shape = make_outer(sizes, num_columns)
+    expected = torch.einsum("vngtp,ngtd->vngpd", b, a).reshape(num_columns, N, *shape)
+
+    formed: List[str] = []
+    with monkeypatch.context() as patch:
+        form = PerSample.dots
+        patch.setattr(PerSample, "dots", lambda p: formed.append("dots") or form(p))
+        norms = PerSample.sq_norms
+        patch.setattr(
+            PerSample, "sq_norms", lambda p: formed.append("sq_norms") or norms(p)
+        )
+        for grad_enabled in (False, True):
+            with torch.set_grad_enabled(grad_enabled):
+                check_reductions(lambda: Outer(lambda: a, b, shape), expected, "Outer")
+    assert ("dots" in formed) != sizes.gram_dots
+    plain_norms = sizes.positions > 1 and not sizes.gram_norms
+    assert ("sq_norms" in formed) == plain_norms
+
+
+@pytest.mark.parametrize("num_columns", [1, 3])
+def test_merged_positions(num_columns: int):
+    """A layer's calls may see different numbers of positions."""
+    layer = nn.Linear(4, 3).to(F64)
+    derivatives = LinearDerivatives()
+    for name in ("weight", "bias"):
+        parts, total = [], 0.0
+        for positions in ((), (2,), (3, 2)):
+            x = torch.randn(N, *positions, 4, dtype=F64)
+            mat = torch.randn(num_columns, N, *positions, 3, dtype=F64)
+            parts.append(derivatives.product(name, layer, [x], mat))
+            total = total + generic_product(name, layer, [x], mat).individual()
+        check_reductions(lambda: merge_all(parts), total.detach(), name)  # noqa: B023
+
+
+def test_merged_kinds():
+    """An embedding that is tied to a linear layer: two forms of the same products."""
+    embedding, head = nn.Embedding(5, 3).to(F64), nn.Linear(3, 5, bias=False).to(F64)
+    ids = torch.tensor([[0, 1], [1, 1], [4, 2]])
+    x = torch.randn(N, 2, 3, dtype=F64)
+    mats = torch.randn(2, N, 2, 3, dtype=F64), torch.randn(2, N, 2, 5, dtype=F64)
+    expected = (
+        generic_product("weight", embedding, [ids], mats[0]).individual()
+        + generic_product("weight", head, [x], mats[1]).individual()
+    ).detach()
+
+    def parts() -> List[PerSample]:
+        rows = EmbeddingDerivatives().product("weight", embedding, [ids], mats[0])
+        outer = LinearDerivatives().product("weight", head, [x], mats[1])
+        assert isinstance(rows, Rows) and isinstance(outer, Outer)
+        return [rows, outer, Dense(torch.zeros_like(expected), head.weight.shape)]
+
+    check_reductions(lambda: merge_all(parts()), expected, "embedding first")
+    check_reductions(lambda: merge_all(parts()[::-1]), expected, "embedding last")
+
+
+def test_merged_orientations():
+    """Outer products of different layout are added as what they stand for.
+
+    The weight of a convolution and that of a transposed one may be shared; both are
+    outer products of the same sizes, but not in the same order.
+    """
+    conv = nn.Conv1d(2, 2, 2, bias=False).to(F64)
+    transposed = nn.ConvTranspose1d(2, 2, 2, bias=False).to(F64)
+    transposed.weight = conv.weight
+    x = torch.randn(N, 2, 3, dtype=F64)
+    mats = torch.randn(2, N, 2, 2, dtype=F64), torch.randn(2, N, 2, 4, dtype=F64)
+    layers = (conv, transposed)
+    expected = sum(
+        generic_product("weight", layer, [x], mat).individual().detach()
+        for layer, mat in zip(layers, mats)
+    )
+
+    def parts() -> List[PerSample]:
+        return [
+            find_rule(layer, "weight").derivatives.product("weight", layer, [x], mat)
+            for layer, mat in zip(layers, mats)
+        ]
+
+    check_reductions(lambda: merge_all(parts()), expected, "conv first")
+    check_reductions(lambda: merge_all(parts()[::-1]), expected, "conv last")
+
+
+def test_merged_groups():
+    """Convolutions that share a weight but group their channels otherwise."""
+    narrow = nn.Conv1d(2, 4, 2, groups=1, bias=False).to(F64)
+    wide = nn.Conv1d(4, 4, 2, groups=2, bias=False).to(F64)
+    wide.weight = narrow.weight
+    mats = torch.randn(1, N, 4, 2, dtype=F64), torch.randn(1, N, 4, 3, dtype=F64)
+    inputs = torch.randn(N, 2, 3, dtype=F64), torch.randn(N, 4, 4, dtype=F64)
+    layers = (narrow, wide)
+    expected = sum(
+        generic_product("weight", layer, [x], mat).individual().detach()
+        for layer, x, mat in zip(layers, inputs, mats)
+    )
+
+    def parts() -> List[PerSample]:
+        return [
+            find_rule(layer, "weight").derivatives.product("weight", layer, [x], mat)
+            for layer, x, mat in zip(layers, inputs, mats)
+        ]
+
+    check_reductions(lambda: merge_all(parts()), expected, "groups")
+
+
+def forms(batch_size: int) -> List[PerSample]:
+    """Make an example of each form.
+
+    Args:
+        batch_size: N.
+
+    Returns:
+        The examples, for a parameter of shape ``[2, 2]`` (the bias: ``[2]``).
+    """
+    shape = torch.Size([2, 2])
+    a, b = torch.randn(batch_size, 1, 3, 2), torch.randn(1, batch_size, 1, 3, 2)
+    ids = torch.zeros(batch_size, 3, dtype=torch.long)
+    return [
+        Dense(torch.randn(1, batch_size, 2, 2), shape),
+        Summed(b[:, :, 0], torch.Size([2])),
+        Outer(lambda: a, b, shape),
+        Rows(ids, b[:, :, 0], shape),
+    ]
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_merge_needs_the_same_samples(index: int):
+    """Calls with different batch sizes have no individual gradients to add."""
+    with pytest.raises(ValueError, match="Axis 0 must be the batch in every call"):
+        forms(3)[index].merge(forms(2)[index])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sizes", SIZES[:4], ids=str)
+def test_types(sizes: Sizes, dtype: torch.dtype):
+    """Reductions are as right as their type allows.
+
+    Norms are sums of many terms and come in float32 for the half-precision types.
+    Factors are rounded to the type before the reference is computed.
+    """
+    a, b, shape = make_outer(sizes, 1, dtype)
+    exact = torch.einsum("vngtp,ngtd->vngpd", b.double(), a.double())
+    exact = exact.reshape(1, N, *shape)
+    rtol = 20 * torch.finfo(dtype).eps
+    for name, (reduction, formula) in REDUCTIONS.items():
+        actual = reduction(Outer(lambda: a, b, shape))
+        expected = formula(exact)
+        assert actual.dtype in (dtype, torch.float32)
+        error = (actual.double() - expected).abs().max()
+        assert error <= rtol * expected.abs().max(), name
+
+
+def test_sums_accumulate_in_float32():
+    """Four thousand equal terms do not get stuck at 256, where bfloat16 would."""
+    one = torch.ones(1, 1, 1, 4096, dtype=torch.bfloat16)
+    column = torch.ones(1, 1, 1, 1, 1, dtype=torch.bfloat16)
+    product = Outer(lambda: one, column, torch.Size([1, 4096]))
+    assert product.sq_norms().item() == 4096
+    dense = Dense(torch.ones(1, 4096, 1, dtype=torch.bfloat16), torch.Size([1]))
+    assert dense.squares().item() == 4096
+
+
+@pytest.mark.parametrize("form", range(4))
+def test_differentiable(form: int):
+    """Reductions can be differentiated: by finite differences, and twice."""
+    torch.manual_seed(0)
+    b = torch.randn(1, N, 1, 2, 2, dtype=F64, requires_grad=True)
+    a = torch.randn(N, 1, 2, 3, dtype=F64, requires_grad=True)
+    ids = torch.tensor([[0, 1], [1, 1], [2, 0]])
+    make: Callable[[Tensor, Tensor], PerSample] = [
+        lambda a, b: Outer(lambda: a, b, torch.Size([2, 3])),
+        lambda a, b: Outer(lambda: a[:, :, :1], b[:, :, :, :1], torch.Size([2, 3])),
+        lambda a, b: Summed(b[:, :, 0] * a[:, 0, :, :1], torch.Size([2])),
+        lambda a, b: Rows(ids, b[:, :, 0] * a[:, 0, :, :1], torch.Size([3, 2])),
+    ][form]
+    for reduction, _ in REDUCTIONS.values():
+        value = lambda a, b: reduction(make(a, b))  # noqa: B023, E731
+        assert torch.autograd.gradcheck(value, (a, b))
+        assert torch.autograd.gradgradcheck(value, (a, b))

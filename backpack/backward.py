@@ -75,6 +75,8 @@ class BackwardPass:
         walked: Extensions that have passed quantities from module to module.
         dropouts: Where the output of each call of a dropout layer sits in the graph, if
             an extension walks from module to module.
+        saved_alone: Which extension has saved a value on which parameter that cannot be
+            combined with that of another call.
     """
 
     def __init__(self, current: State, roots: Sequence[Node] = ()):
@@ -94,6 +96,7 @@ class BackwardPass:
         self.loss_factors: List[float] = []
         self.walked: Set[BackpropExtension] = set()
         self.dropouts: Dict[Call, GradientEdge] = {}
+        self.saved_alone: Set[Tuple[BackpropExtension, Parameter]] = set()
         self.pull_back = PullBack(current)
         if current.active_exts and roots:
             self._inspect(Inspection(roots))

@@ -122,7 +122,7 @@ def sample(X: Tensors, n: int) -> Tensors:
 
 
 def individual_gradients(
-    model: Module, loss: Module, X: Tensors, y: Tensors
+    model: Module, loss: Module, X: Tensors, y: Tensors, create_graph: bool = False
 ) -> Dict[str, Tensor]:
     """Differentiate the loss, where only one sample's prediction is no constant.
 
@@ -131,6 +131,7 @@ def individual_gradients(
         loss: The loss module.
         X: Inputs of the model.
         y: Inputs of the loss after the prediction.
+        create_graph: Whether the result can be differentiated. Default: ``False``.
 
     Returns:
         Individual gradients ``[N, *p]``.
@@ -143,7 +144,14 @@ def individual_gradients(
         predictions = list(constants)
         predictions[n] = model(*sample(X, n))
         value = loss(torch.cat(predictions), *y)
-        rows.append(grad(value, list(params.values()), materialize_grads=True))
+        rows.append(
+            grad(
+                value,
+                list(params.values()),
+                materialize_grads=True,
+                create_graph=create_graph,
+            )
+        )
     return {name: torch.stack(col) for name, col in zip(params, zip(*rows))}
 
 
@@ -163,8 +171,9 @@ def of_gradients(function: Callable[[Tensor], Tensor]) -> Callable[..., Dict]:
         X: Tensors,
         y: Tensors,
         subsampling: Optional[Sequence[int]] = None,
+        create_graph: bool = False,
     ) -> Dict[str, Tensor]:
-        gradients = individual_gradients(model, loss, X, y)
+        gradients = individual_gradients(model, loss, X, y, create_graph)
         if subsampling is not None:
             gradients = {n: g[list(subsampling)] for n, g in gradients.items()}
         return {name: function(g) for name, g in gradients.items()}
@@ -188,6 +197,7 @@ def loss_hessians(
     X: Tensors,
     y: Tensors,
     columns: Optional[Tensor] = None,
+    create_graph: bool = False,
 ) -> Tensor:
     """Compute the dense Hessian of the loss with respect to the predictions.
 
@@ -197,6 +207,7 @@ def loss_hessians(
         X: Inputs of the model.
         y: Inputs of the loss after the prediction.
         columns: If given, Σ_v S_v S_vᵀ is returned instead.
+        create_graph: Whether the result can be differentiated. Default: ``False``.
 
     Returns:
         Each sample's block, ``[N, F, F]`` for F features of the prediction.
@@ -205,8 +216,10 @@ def loss_hessians(
     if columns is not None:
         rows = columns.flatten(2) if columns.dim() > 2 else columns.unsqueeze(-1)
         return torch.stack([rows[:, n].T @ rows[:, n] for n in range(batch_size)])
-    f = torch.cat([model(*sample(X, n)) for n in range(batch_size)]).detach()
-    dense = torch.autograd.functional.hessian(lambda x: loss(x, *y), f)
+    f = torch.cat([model(*sample(X, n)) for n in range(batch_size)])
+    dense = torch.autograd.functional.hessian(
+        lambda x: loss(x, *y), f, create_graph=create_graph
+    )
     features = f[0].numel()
     dense = dense.reshape(batch_size, features, batch_size, features)
     for n in range(batch_size):
@@ -214,36 +227,49 @@ def loss_hessians(
     return torch.stack([dense[n, :, n] for n in range(batch_size)])
 
 
-def jacobian(output: Tensor, inputs: Sequence[Tensor]) -> List[Tensor]:
+def jacobian(
+    output: Tensor, inputs: Sequence[Tensor], create_graph: bool = False
+) -> List[Tensor]:
     """Differentiate each entry of an output.
 
     Args:
         output: Tensor with F entries.
         inputs: What to differentiate with respect to, ``[*p]``.
+        create_graph: Whether the result can be differentiated. Default: ``False``.
 
     Returns:
         Jacobians ``[F, *p]``.
     """
     rows = [
-        grad(entry, inputs, retain_graph=True, materialize_grads=True)
+        grad(
+            entry,
+            inputs,
+            retain_graph=True,
+            materialize_grads=True,
+            create_graph=create_graph,
+        )
         for entry in output.flatten()
     ]
     return [torch.stack(column) for column in zip(*rows)]
 
 
-def model_jacobians(model: Module, X: Tensors) -> Dict[str, Tensor]:
+def model_jacobians(
+    model: Module, X: Tensors, create_graph: bool = False
+) -> Dict[str, Tensor]:
     """Compute the model's Jacobian for each sample.
 
     Args:
         model: The model.
         X: Inputs of the model.
+        create_graph: Whether the result can be differentiated. Default: ``False``.
 
     Returns:
         Jacobians ``[N, F, *p]``.
     """
     params = parameters(model)
     rows = [
-        jacobian(model(*sample(X, n)), list(params.values())) for n in range(len(X[0]))
+        jacobian(model(*sample(X, n)), list(params.values()), create_graph)
+        for n in range(len(X[0]))
     ]
     return {name: torch.stack(column) for name, column in zip(params, zip(*rows))}
 
@@ -289,6 +315,7 @@ def batch_ggn(
     X: Tensors,
     y: Tensors,
     columns: Optional[Tensor] = None,
+    create_graph: bool = False,
 ) -> Dict[str, Tensor]:
     """Compute each sample's dense GGN block Jₙᵀ Hₙ Jₙ.
 
@@ -298,14 +325,15 @@ def batch_ggn(
         X: Inputs of the model.
         y: Inputs of the loss after the prediction.
         columns: If given, Σ_v S_v S_vᵀ takes the place of the loss Hessian.
+        create_graph: Whether the result can be differentiated. Default: ``False``.
 
     Returns:
         Blocks ``[N, P, P]`` for parameters with P elements.
     """
-    hessians = loss_hessians(model, loss, X, y, columns)
+    hessians = loss_hessians(model, loss, X, y, columns, create_graph)
     return {
         name: torch.stack([j.T @ h @ j for j, h in zip(jac.flatten(2), hessians)])
-        for name, jac in model_jacobians(model, X).items()
+        for name, jac in model_jacobians(model, X, create_graph).items()
     }
 
 
@@ -315,6 +343,7 @@ def diag_ggn_batch(
     X: Tensors,
     y: Tensors,
     columns: Optional[Tensor] = None,
+    create_graph: bool = False,
 ) -> Dict[str, Tensor]:
     """Take the diagonal of each sample's GGN.
 
@@ -324,6 +353,7 @@ def diag_ggn_batch(
         X: Inputs of the model.
         y: Inputs of the loss after the prediction.
         columns: See :func:`batch_ggn`.
+        create_graph: Whether the result can be differentiated. Default: ``False``.
 
     Returns:
         Diagonals ``[N, *p]``.
@@ -331,7 +361,7 @@ def diag_ggn_batch(
     shapes = {name: param.shape for name, param in parameters(model).items()}
     return {
         name: torch.stack([ggn.diag().reshape(shapes[name]) for ggn in blocks])
-        for name, blocks in batch_ggn(model, loss, X, y, columns).items()
+        for name, blocks in batch_ggn(model, loss, X, y, columns, create_graph).items()
     }
 
 
@@ -341,6 +371,7 @@ def diag_ggn(
     X: Tensors,
     y: Tensors,
     columns: Optional[Tensor] = None,
+    create_graph: bool = False,
 ) -> Dict[str, Tensor]:
     """Take the diagonal of the GGN.
 
@@ -350,11 +381,12 @@ def diag_ggn(
         X: Inputs of the model.
         y: Inputs of the loss after the prediction.
         columns: See :func:`batch_ggn`.
+        create_graph: Whether the result can be differentiated. Default: ``False``.
 
     Returns:
         Diagonals ``[*p]``.
     """
-    diagonals = diag_ggn_batch(model, loss, X, y, columns)
+    diagonals = diag_ggn_batch(model, loss, X, y, columns, create_graph)
     return {name: diagonal.sum(0) for name, diagonal in diagonals.items()}
 
 

@@ -56,9 +56,17 @@ class Reference:
 
     Attributes:
         problem: Model, loss, inputs of the model, inputs of the loss after it.
+        dense: Parameters that have a dense block for Kronecker factors.
     """
 
-    def __init__(self, model: Module, loss: Module, X: Tuple, y: Tuple):
+    def __init__(
+        self,
+        model: Module,
+        loss: Module,
+        X: Tuple,
+        y: Tuple,
+        dense: Tuple[str, ...] = (),
+    ):
         """Store the problem.
 
         Args:
@@ -66,8 +74,11 @@ class Reference:
             loss: The loss, not extended.
             X: Inputs of the model.
             y: Inputs of the loss after the prediction.
+            dense: Parameters that have a dense block for Kronecker factors, because
+                samples cannot be told apart at their layer's output.
         """
         self.problem = (model, loss, X, y)
+        self.dense = dense
         self._cache: Dict[Any, Any] = {}
 
     def _once(self, key: Any, function: Callable[[], Any]) -> Any:
@@ -136,7 +147,8 @@ class Reference:
         for name, param in oracle.parameters(model).items():
             kinds = {type(m) for m, _ in owners[param]}
             members = [call for m, _ in owners[param] for call in calls.get(m, [])]
-            if len(kinds) == 1 and members and kinds <= {*_OUTER, nn.Embedding}:
+            affine = len(kinds) == 1 and kinds <= {*_OUTER, nn.Embedding}
+            if affine and members and name not in self.dense:
                 is_bias = owners[param][0][1] == "bias"
                 result[name] = kronecker(columns, members, sharing, *kinds, is_bias)
             else:
@@ -231,6 +243,9 @@ def kronecker(
     return [B] if is_bias else [B, A]
 
 
+Expected = Callable[[Reference, Optional[Tensor]], Values]
+
+
 class Quantity(NamedTuple):
     """A quantity of the library, and what is right for it.
 
@@ -241,17 +256,15 @@ class Quantity(NamedTuple):
     """
 
     extension: Callable[[], BackpropExtension]
-    expected: Callable[[Reference, Optional[Tensor]], Values]
+    expected: Expected
     convert: Callable[[Any], Any] = lambda value: value
 
 
-def _of_gradients(name: str) -> Callable[[Reference, Optional[Tensor]], Values]:
+def _of_gradients(name: str) -> Expected:
     return lambda ref, _: ref.gradients(name)
 
 
-def _of_columns(
-    function: Callable[[Tensor], Tensor],
-) -> Callable[[Reference, Optional[Tensor]], Values]:
+def _of_columns(function: Callable[[Tensor], Tensor]) -> Expected:
     """Make a reference out of what a quantity is in terms of products ``[V, N, *p]``."""
 
     def expected(ref: Reference, drawn: Optional[Tensor]) -> Values:
@@ -261,7 +274,7 @@ def _of_columns(
     return expected
 
 
-def _factors(sharing: str) -> Callable[[Reference, Optional[Tensor]], Values]:
+def _factors(sharing: str) -> Expected:
     return lambda ref, drawn: ref.factors(
         ref.columns() if drawn is None else drawn, sharing
     )
@@ -416,7 +429,8 @@ def build(architecture: str, unbatched: bool, flat: bool = True) -> Problem:
 @lru_cache(maxsize=1)
 def reference(architecture: str, unbatched: bool = False) -> Reference:
     """Make the reference of an architecture, once for all quantities."""
-    return Reference(*build(architecture, unbatched, flat=False))
+    dense = ARCHITECTURES[architecture].unbatched
+    return Reference(*build(architecture, unbatched, flat=False), dense)
 
 
 @lru_cache(maxsize=2)

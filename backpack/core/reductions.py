@@ -28,7 +28,10 @@ Index = Union[slice, Sequence[int]]
 
 # Temporary buffers are cut into chunks of at most this many elements. They are then
 # small enough to be recycled by the allocator and to stay in the processor's caches.
-CHUNK_ELEMENTS = 2**20
+CHUNK_ELEMENTS = 2**19
+
+# From this size on, squares are added up slice by slice, in one pass over memory.
+SLICE_ELEMENTS = 2**14
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -56,6 +59,30 @@ def chunks(total: int, elements_per_item: int) -> Iterator[slice]:
     size = max(1, CHUNK_ELEMENTS // max(1, elements_per_item))
     for start in range(0, max(total, 1), size):
         yield slice(start, min(start + size, total))
+
+
+def add_squares(
+    total: Optional[Tensor], rows: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Add the squares of the rows to a total.
+
+    Args:
+        total: What the squares are added to, of shape ``[*]``; ``None`` for zero.
+        rows: Rows of shape ``[R, *]``.
+        dtype: Type of the total.
+
+    Returns:
+        The new total, of shape ``[*]``.
+    """
+    large = rows.numel() >= SLICE_ELEMENTS * max(1, len(rows))
+    if large and not torch.is_grad_enabled() and rows.dtype == dtype:
+        if total is None:
+            total = rows.new_zeros(rows.shape[1:])
+        for row in rows:
+            total.addcmul_(row, row)
+        return total
+    part = rows.pow(2).sum(0, dtype=dtype)
+    return part if total is None else total + part
 
 
 class PerSample(ABC):
@@ -167,12 +194,10 @@ class PerSample(ABC):
         """
         if not sum_batch:
             return self.individual().pow(2).sum(0)
+        dtype = accumulator_dtype(self.dtype)
         total: Optional[Tensor] = None
         for samples in self._sample_chunks():
-            block = self.block(samples)
-            dtype = accumulator_dtype(block.dtype)
-            part = block.pow(2).sum((0, 1), dtype=dtype)
-            total = part if total is None else total + part
+            total = add_squares(total, self.block(samples).flatten(0, 1), dtype)
         return total
 
     def finish_squares(self, statistic: Tensor, sum_batch: bool) -> Tensor:
@@ -196,10 +221,18 @@ class PerSample(ABC):
             Variance of shape ``[*p]``.
         """
         dtype = accumulator_dtype(self.dtype)
-        mean = self.summed()[0].to(dtype) / self.batch_size
-        total = torch.zeros_like(mean)
+        count, mean, total = 0, None, None
         for samples in self._sample_chunks():
-            total = total + (self.block(samples)[0] - mean).pow(2).sum(0)
+            # combine the chunks' moments (Chan, Golub, LeVeque, 1979)
+            block = self.block(samples)[0].to(dtype)
+            number, part_mean = len(block), block.mean(0)
+            part = add_squares(None, block - part_mean, dtype)
+            if count:
+                delta = part_mean - mean
+                weight = count * number / (count + number)
+                part = total + part + weight * delta.pow(2)
+                part_mean = mean + delta * (number / (count + number))
+            count, mean, total = count + number, part_mean, part
         return total / self.batch_size
 
     def dots(self) -> Tensor:
@@ -217,7 +250,11 @@ class PerSample(ABC):
         """Type of the products."""
 
     def _sample_chunks(self) -> Iterator[slice]:
-        return chunks(self.batch_size, self.num_columns * self.shape.numel())
+        return chunks(self.batch_size, self._elements_per_sample())
+
+    def _elements_per_sample(self) -> int:
+        """Count the elements of the buffers that :meth:`block` needs for a sample."""
+        return self.num_columns * self.shape.numel()
 
 
 class Dense(PerSample):
@@ -311,6 +348,7 @@ class Outer(PerSample):
         shape: torch.Size,
         fold: Optional[Callable[[Tensor], Tensor]] = None,
         direct: Optional[Callable[[Index], Tensor]] = None,
+        gram: Optional[Callable[[], Tensor]] = None,
         sums_positions: bool = False,
     ):
         """Store the factors.
@@ -322,6 +360,8 @@ class Outer(PerSample):
             fold: Maps ``[*, G, p, d]`` to ``[*, *p]``. Default: a plain reshape.
             direct: A faster way than unfolding to form the products of some samples,
                 ``[V, n, *p]``. Default: ``None``.
+            gram: A faster way than unfolding to compute :meth:`input_gram`. Default:
+                ``None``.
             sums_positions: Convention for Kronecker factors. Default: ``False``.
         """
         self.sums_positions = sums_positions
@@ -331,6 +371,7 @@ class Outer(PerSample):
         self.shape = shape
         self.fold = fold or (lambda mat: mat.reshape(*mat.shape[:-3], *shape))
         self._direct = direct
+        self._gram = gram
         self.num_columns, self.batch_size, self.groups, self.positions, _ = b.shape
 
     @property
@@ -374,7 +415,7 @@ class Outer(PerSample):
             self.shape,
             self.fold,
             direct,
-            self.sums_positions,
+            sums_positions=self.sums_positions,
         )
 
     def block(self, samples: slice) -> Tensor:  # noqa: D102
@@ -431,6 +472,17 @@ class Outer(PerSample):
             (einsum(b, b, pattern) * gram_a).sum((0, 2, 4)) for b in self.b.unbind()
         )
 
+    def input_gram(self) -> Tensor:
+        """Sum the outer products of the inputs with themselves.
+
+        Returns:
+            Σ a aᵀ over samples and positions, of shape ``[G, d, d]``.
+        """
+        if self._gram is not None and self._a is None:
+            return self._gram()
+        rows = rearrange(self.a, "n g t d -> g d (n t)")
+        return rows @ rows.mT
+
     def _outer(self, samples: slice) -> Tensor:
         """Form ``[V, n, G, p, d]``, with the columns as rows of one product."""
         a, b = self.a[samples], self.b[:, samples]
@@ -446,6 +498,10 @@ class Outer(PerSample):
         return rearrange(
             out, "(n g) (v p) d -> v n g p d", g=self.groups, v=self.num_columns
         )
+
+    def _elements_per_sample(self) -> int:
+        rows = self.num_columns * self.groups * self.positions * self.b.shape[-1]
+        return super()._elements_per_sample() + rows
 
     def _prefer_gram(self) -> bool:
         d, p = self.a.shape[-1], self.b.shape[-1]

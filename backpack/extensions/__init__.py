@@ -1,5 +1,6 @@
 """The quantities that can be computed in a backward pass."""
 
+from backpack.extensions.curvmatprod import GGNMP, HMP, PCHMP
 from backpack.extensions.firstorder import (
     BatchDotGrad,
     BatchGrad,
@@ -10,10 +11,13 @@ from backpack.extensions.firstorder import (
 from backpack.extensions.secondorder import (
     KFAC,
     KFLR,
+    KFRA,
     BatchDiagGGNExact,
     BatchDiagGGNMC,
+    BatchDiagHessian,
     DiagGGNExact,
     DiagGGNMC,
+    DiagHessian,
     SqrtGGNExact,
     SqrtGGNMC,
 )
@@ -21,13 +25,19 @@ from backpack.extensions.secondorder import (
 __all__ = [
     "BatchDiagGGNExact",
     "BatchDiagGGNMC",
+    "BatchDiagHessian",
     "BatchDotGrad",
     "BatchGrad",
     "BatchL2Grad",
     "DiagGGNExact",
     "DiagGGNMC",
+    "DiagHessian",
+    "GGNMP",
+    "HMP",
     "KFAC",
     "KFLR",
+    "KFRA",
+    "PCHMP",
     "SqrtGGNExact",
     "SqrtGGNMC",
     "SumGradSquared",

@@ -239,6 +239,15 @@ LOSSES: Dict[Type[Module], Row] = {
     nn.BCEWithLogitsLoss: Row(BCELossWithLogitsDerivatives()),
 }
 
+_NOT_LINEAR = (
+    "The positive-curvature Hessian is defined for layers that are linear in their "
+    "parameters."
+)
+# Cells of the table layers × quantities that stay blank, and why
+WITHOUT_RULE: Dict[Tuple[Type[Module], str], str] = {
+    (layer, "PCHMP"): _NOT_LINEAR for layer in (nn.PReLU, nn.RNN, nn.LSTM, nn.GRU)
+}
+
 # Work in place if told so, and their derivative can be told from the output as well
 READ_FROM_OUTPUT = (nn.ReLU, nn.ReLU6, nn.Hardtanh, nn.LeakyReLU)
 

@@ -22,7 +22,7 @@ from backpack.core.derivatives.dropout import MASK
 from backpack.core.derivatives.generic import generic_products
 from backpack.core.reductions import PerSample
 from backpack.extensions.layers import Row, find_rule, works_in_place
-from backpack.graph import Entry, calls_at
+from backpack.graph import Entry, calls_at, targets_below
 
 if TYPE_CHECKING:
     from backpack.backward import BackwardPass
@@ -84,8 +84,25 @@ def current_turn() -> Turn:
 
 
 def _entries_at(edge: GradientEdge) -> List[Entry]:
-    entries = edge.node.metadata.get(CALLS, [])
-    return [entry for entry in entries if entry.output_nr == edge.output_nr]
+    return [e for e in calls_at(edge.node) if e.output_nr == edge.output_nr]
+
+
+def loss_scale(module: Module, factor: Tensor) -> Tensor:
+    """Return what the columns of a loss that was scaled have to be multiplied by.
+
+    Args:
+        module: The loss module.
+        factor: Gradient at its output.
+
+    Returns:
+        Square root of the gradient.
+
+    Raises:
+        ValueError: If the loss was multiplied by a negative number.
+    """
+    if factor < 0:
+        raise ValueError(NEGATIVE_LOSS.format(module=module, factor=float(factor)))
+    return factor.sqrt()
 
 
 class Products(Mapping):
@@ -213,8 +230,6 @@ class Turn:
 
     def _note_dropouts(self) -> None:
         """Remember where the outputs of dropout layers sit that lead to this loss."""
-        from backpack.graph import targets_below
-
         edge = self.call.input_edges[0]
         for entry, node in [] if edge is None else targets_below([edge.node]):
             drops = isinstance(entry.call.module, _DropoutNd)
@@ -286,17 +301,9 @@ class Turn:
         """Return what the columns of a loss that was scaled have to be multiplied by.
 
         Returns:
-            Square root of the gradient at the loss.
-
-        Raises:
-            ValueError: If the loss was multiplied by a negative number.
+            Square root of the gradient at the loss, see :func:`loss_scale`.
         """
-        (factor,) = self.g_out
-        if factor < 0:
-            raise ValueError(
-                NEGATIVE_LOSS.format(module=self.module, factor=float(factor))
-            )
-        return factor.sqrt()
+        return loss_scale(self.module, self.g_out[0])
 
     def producers(self, extension: BackpropExtension) -> Dict[int, Call]:
         """Find the calls that the arguments come from, directly.
@@ -344,8 +351,6 @@ class Turn:
 
     def _check_no_parameters(self, extension: BackpropExtension, node: Node) -> None:
         """Refuse to drop a quantity that parameters are waiting for."""
-        from backpack.graph import targets_below
-
         for target in targets_below([node]):
             call = target.entry.call
             if any(param.requires_grad for param in call.parameters.values()):
@@ -464,7 +469,9 @@ class Turn:
         Raises:
             NotImplementedError: If another call has saved a value before.
         """
-        if (id(extension), id(param)) in self.backward_pass.saved:
+        saved = self.backward_pass.saved_alone
+        if (extension, param) in saved:
             text = self._text(extension, self.module)
             raise NotImplementedError(SAVED_TWICE.format(**text))
+        saved.add((extension, param))
         self.save(extension, param, value)

@@ -34,6 +34,9 @@ class ConvTransposeNDDerivatives(ConvNDDerivatives):
 
         return fold_transposed
 
+    def _gram(self, module: ConvTransposeNd, x: Tensor) -> None:
+        """Return ``None``: unfold."""
+
     def _direct(
         self, module: ConvTransposeNd, x: Tensor, cotangents: Tensor
     ) -> Optional[Callable[[Index], Tensor]]:

@@ -1,6 +1,6 @@
 """Softmax cross-entropy: the negative log-likelihood of a categorical distribution."""
 
-from typing import Callable, Iterator, List, Optional, Tuple
+from typing import Callable, Iterator, List, Optional, Tuple, Union
 
 import torch
 from torch import Generator, Size, Tensor
@@ -79,17 +79,23 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
         if target.is_floating_point():
             target_weights = _classes_last(full_precision(target)) @ class_weights
             smoothing_weights = class_weights.mean()
-            divisor = self._get_mean_normalization(prediction)
         else:
             valid = target != module.ignore_index
             target_weights = class_weights[target.where(valid, 0).long()] * valid
             smoothing_weights = class_weights.mean() * valid
-            divisor = target_weights.sum()
 
         weights = (1 - smoothing) * target_weights + smoothing * smoothing_weights
-        if module.reduction == "mean":
-            weights = weights / divisor
-        return weights.unsqueeze(axis)
+        return (weights * self._reduction_factor(module)).unsqueeze(axis)
+
+    def _reduction_factor(self, module: CrossEntropyLoss) -> Union[float, Tensor]:
+        target = module.input1
+        if module.reduction != "mean" or target.is_floating_point():
+            return super()._reduction_factor(module)
+        valid = target != module.ignore_index
+        if module.weight is None:
+            return 1.0 / valid.sum()
+        weights = full_precision(module.weight)[target.where(valid, 0).long()]
+        return 1.0 / (weights * valid).sum()
 
     def _sqrt_hessian(
         self,

@@ -207,7 +207,8 @@ class _Repeated:
 
     def _position(self, name: str) -> Optional[int]:
         """Return which argument a parameter is, ``None`` if it belongs to the module."""
-        if name.startswith("input") and name[5:].isdecimal():
+        own = name in self.module._parameters
+        if name.startswith("input") and name[5:].isdecimal() and not own:
             return int(name[5:])
         return None
 

@@ -118,6 +118,43 @@ class LossDerivatives(BaseLossDerivatives):
     ) -> Tensor:
         return self._sqrt_hessian(module, g_inp, g_out, subsampling)
 
+    def scaled_gradient(self, module: Module) -> Tensor:
+        """Compute the column of the empirical Fisher: c Σₙ ∇ℓₙ ∇ℓₙᵀ = Σₙ sₙ sₙᵀ.
+
+        Args:
+            module: Loss module with stored inputs and output.
+
+        Returns:
+            Gradients with respect to the prediction, divided by the root of the factor c
+            of the loss's reduction, of shape ``[1, N, *in]``.
+
+        Raises:
+            ValueError: If the loss is no scalar.
+        """  # noqa: DAR401
+        self._check_scalar(module)
+        prediction, *others = loss_inputs(module)
+        create_graph = torch.is_grad_enabled() and prediction.requires_grad
+        with torch.enable_grad():
+            if not create_graph:
+                prediction = prediction.detach().requires_grad_()
+            loss = module.forward(prediction, *others)
+            (gradient,) = torch.autograd.grad(
+                loss, prediction, create_graph=create_graph
+            )
+        return (gradient / self._reduction_factor(module) ** 0.5).unsqueeze(0)
+
+    def _reduction_factor(self, module: Module) -> Union[float, Tensor]:
+        """Return c, one over what the loss divides the sum over its terms by.
+
+        Args:
+            module: Loss module, with the inputs of the full batch.
+
+        Returns:
+            The factor.
+        """
+        mean = getattr(module, "reduction", "mean") in ("mean", "batchmean")
+        return 1.0 / len(module.input0) if mean else 1.0
+
     def sqrt_hessian_sampled(
         self,
         module: Module,
@@ -284,6 +321,9 @@ class NLLLossDerivatives(LossDerivatives):
             Weights, a number or a tensor that has the batch axis, and whose other axes
             broadcast to those of the prediction ``[N, *]``.
         """
+        return self._reduction_factor(module)
+
+    def _reduction_factor(self, module: Module) -> Union[float, Tensor]:
         mean = module.reduction == "mean"
         return 1.0 / self._get_mean_normalization(module.input0) if mean else 1.0
 

@@ -9,8 +9,10 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
-from backpack.core.derivatives.basederivatives import stored_inputs
+from backpack.core.derivatives.basederivatives import (
+    BaseParameterDerivatives,
+    stored_inputs,
+)
 from backpack.core.reductions import PerSample
 from backpack.extensions.backprop_extension import FAIL_WARN, BackpropExtension
 from backpack.extensions.layers import LAYERS

@@ -6,16 +6,20 @@ from backpack.extensions.secondorder.diag_ggn import (
     DiagGGNExact,
     DiagGGNMC,
 )
-from backpack.extensions.secondorder.hbp import KFAC, KFLR
+from backpack.extensions.secondorder.diag_hessian import BatchDiagHessian, DiagHessian
+from backpack.extensions.secondorder.hbp import KFAC, KFLR, KFRA
 from backpack.extensions.secondorder.sqrt_ggn import SqrtGGNExact, SqrtGGNMC
 
 __all__ = [
     "BatchDiagGGNExact",
     "BatchDiagGGNMC",
+    "BatchDiagHessian",
     "DiagGGNExact",
     "DiagGGNMC",
+    "DiagHessian",
     "KFAC",
     "KFLR",
+    "KFRA",
     "SqrtGGNExact",
     "SqrtGGNMC",
 ]

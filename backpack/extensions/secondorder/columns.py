@@ -23,6 +23,8 @@ from backpack.utils.errors import batch_norm_raise_error_if_train
 if TYPE_CHECKING:
     from backpack.capture import Call
 
+FISHER_TYPES = ("mc", "empirical")
+
 
 @dataclass(frozen=True)
 class Source:
@@ -30,7 +32,8 @@ class Source:
 
     Attributes:
         strategy: ``"exact"`` for a factor of the loss Hessian, ``"sampling"`` for
-            would-be gradients of targets drawn from the model's own distribution.
+            would-be gradients of targets drawn from the model's own distribution,
+            ``"empirical"`` for the gradient itself.
         mc_samples: Number of samples, for ``"sampling"``.
         generator: Random number generator, for ``"sampling"``; PyTorch's global one
             if ``None``.
@@ -57,6 +60,8 @@ class Source:
             return derivatives.sqrt_hessian_sampled(
                 module, (), (), mc_samples=self.mc_samples, **options
             )
+        if self.strategy == "empirical":
+            return derivatives.scaled_gradient(module)
         if self.compact:
             return derivatives.sqrt_hessian_compact(module, (), ())
         return derivatives.sqrt_hessian(module, (), ())
@@ -74,7 +79,36 @@ class Source:
         Yields:
             Columns ``[V, N, *]`` with V at most ``size``.
         """
-        yield from self.columns(derivatives, module).split(size)
+        if self.strategy == "exact":
+            yield from derivatives.sqrt_hessian_chunks(module, size, self.compact)
+        else:
+            yield from self.columns(derivatives, module).split(size)
+
+
+def fisher_source(
+    name: str, fisher_type: str, mc_samples: int, generator: Optional[Generator]
+) -> Source:
+    """Choose whose targets the gradients of the Fisher are taken for.
+
+    Args:
+        name: Name of the extension.
+        fisher_type: ``"mc"`` or ``"empirical"``.
+        mc_samples: Number of Monte-Carlo samples, for ``"mc"``.
+        generator: Random number generator, for ``"mc"``.
+
+    Returns:
+        The source of columns.
+
+    Raises:
+        ValueError: If the type does not exist.
+    """
+    if fisher_type not in FISHER_TYPES:
+        raise ValueError(
+            f"{name}: fisher_type must be one of {FISHER_TYPES}, got {fisher_type!r}."
+        )
+    if fisher_type == "empirical":
+        return Source("empirical")
+    return Source("sampling", mc_samples, generator)
 
 
 class ReduceColumns(ModuleExtension):

@@ -114,8 +114,10 @@ def skips(turn: Turn, extension: BackpropExtension) -> bool:
         batch_norm_raise_error_if_train(module)
     overwrites = getattr(module, "inplace", False) and any(call.passes_on)
     is_dropout = isinstance(find_row_or_generic(call).derivatives, DropoutDerivatives)
-    if overwrites and not works_in_place(module) and (
-        module.training or not is_dropout
+    if (
+        overwrites
+        and not works_in_place(module)
+        and (module.training or not is_dropout)
     ):
         raise NotImplementedError(IN_PLACE.format(ext=ext, module=module))
     call.check_unchanged()
@@ -133,8 +135,11 @@ def find_row_or_generic(call: Call) -> Row:
         The row of its module, or the generic one if that does not cover the call.
     """
     row = find_row(call.module)
-    covers = row is not None and row.accepts(call.module, call.arguments)
-    return row if covers else GENERIC
+    if row is None or (
+        row.params != () and not row.accepts(call.module, call.arguments)
+    ):
+        return GENERIC
+    return row
 
 
 def check_batch_first(turn: Turn, extension: BackpropExtension) -> None:
@@ -283,7 +288,7 @@ class Linearization:
         if not self.is_joint:
             args = self.module, (), self.g_out, columns[0]
             return self.derivatives.jac_mat_prod(*args)
-        columns = self._filled(columns)
+        columns = self.filled(columns)
         xs, y = self._evaluate()
         if not y.requires_grad:
             return y.new_zeros(len(columns[0]), *y.shape)
@@ -318,7 +323,7 @@ class Linearization:
         if not self.is_joint:
             args = self.module, (), self.g_out, columns[0]
             return [self.derivatives.residual_mat_prod(*args)]
-        columns = self._filled(columns)
+        columns = self.filled(columns)
         xs, y = self._evaluate()
         gradients = _gradients(y, xs, self.g_out[0])
         return _pull(gradients, xs, list(zip(*columns)))
@@ -375,7 +380,15 @@ class Linearization:
         parts = columns.split([x.shape[1:].numel() for x in inputs], dim=2)
         return [part.reshape(-1, *x.shape) for part, x in zip(parts, inputs)]
 
-    def _filled(self, columns: Columns) -> List[Tensor]:
+    def filled(self, columns: Columns) -> List[Tensor]:
+        """Replace what is not given by zeros.
+
+        Args:
+            columns: Columns ``[V, N, *in]`` at each input, or ``None``.
+
+        Returns:
+            Columns at each input.
+        """
         count = next(len(column) for column in columns if column is not None)
         return [
             x.new_zeros(count, *x.shape) if column is None else column
@@ -535,4 +548,3 @@ def _pull(
         for column in columns
     ]
     return [torch.stack(parts) for parts in zip(*rows)]
-

@@ -1,9 +1,15 @@
 """The diagonal of the generalized Gauss-Newton matrix, in total or for each sample."""
 
-from torch import Tensor
+from typing import Optional
+
+from torch import Generator, Tensor
 
 from backpack.core.reductions import PerSample
-from backpack.extensions.secondorder.columns import ColumnExtension, Source
+from backpack.extensions.secondorder.columns import (
+    ColumnExtension,
+    Source,
+    fisher_source,
+)
 from backpack.extensions.secondorder.hbp.hbp_options import LossHessianStrategy
 
 
@@ -16,13 +22,19 @@ class _Diagonal(ColumnExtension):
     ]
     SUM_BATCH = True
 
-    def __init__(self, loss_hessian_strategy: str, savefield: str, mc_samples: int = 1):
+    def __init__(
+        self,
+        loss_hessian_strategy: str,
+        savefield: str,
+        source: Optional[Source] = None,
+    ):
         """Choose how the loss Hessian is factored.
 
         Args:
             loss_hessian_strategy: ``"exact"`` or ``"sampling"``.
             savefield: Attribute of a parameter under which its value is saved.
-            mc_samples: Number of Monte-Carlo samples. Default: ``1``.
+            source: Where the columns come from. Default: as the strategy says, with one
+                Monte-Carlo sample.
 
         Raises:
             ValueError: If the strategy does not exist.
@@ -32,7 +44,9 @@ class _Diagonal(ColumnExtension):
                 f"{type(self).__name__}: loss_hessian_strategy must be one of "
                 f"{self.VALID_LOSS_HESSIAN_STRATEGIES}, got {loss_hessian_strategy!r}."
             )
-        source = Source(loss_hessian_strategy, mc_samples, compact=True)
+        if source is None:
+            exact = loss_hessian_strategy == LossHessianStrategy.EXACT
+            source = Source(loss_hessian_strategy, compact=exact)
         super().__init__(savefield, source)
 
     def statistic(self, product: PerSample) -> Tensor:  # noqa: D102
@@ -72,13 +86,23 @@ class DiagGGNMC(DiagGGN):
     distribution; the result is right in the mean over many draws.
     """
 
-    def __init__(self, mc_samples: int = 1):
-        """Set strategy and field.
+    def __init__(
+        self,
+        mc_samples: int = 1,
+        generator: Optional[Generator] = None,
+        fisher_type: str = "mc",
+    ):
+        """Choose the number of Monte-Carlo samples and what draws them.
 
         Args:
             mc_samples: Number of Monte-Carlo samples. Default: ``1``.
+            generator: Random number generator. Default: PyTorch's global one.
+            fisher_type: ``"mc"`` for targets drawn from the model's own distribution,
+                ``"empirical"`` for those of the batch: the empirical Fisher's diagonal.
+                Default: ``"mc"``.
         """
-        super().__init__(LossHessianStrategy.SAMPLING, "diag_ggn_mc", mc_samples)
+        source = fisher_source(type(self).__name__, fisher_type, mc_samples, generator)
+        super().__init__(LossHessianStrategy.SAMPLING, "diag_ggn_mc", source)
 
 
 class BatchDiagGGNExact(BatchDiagGGN):
@@ -100,10 +124,20 @@ class BatchDiagGGNMC(BatchDiagGGN):
     :class:`DiagGGNMC`.
     """
 
-    def __init__(self, mc_samples: int = 1):
-        """Set strategy and field.
+    def __init__(
+        self,
+        mc_samples: int = 1,
+        generator: Optional[Generator] = None,
+        fisher_type: str = "mc",
+    ):
+        """Choose the number of Monte-Carlo samples and what draws them.
 
         Args:
             mc_samples: Number of Monte-Carlo samples. Default: ``1``.
+            generator: Random number generator. Default: PyTorch's global one.
+            fisher_type: ``"mc"`` for targets drawn from the model's own distribution,
+                ``"empirical"`` for those of the batch: the empirical Fisher's diagonal.
+                Default: ``"mc"``.
         """
-        super().__init__(LossHessianStrategy.SAMPLING, "diag_ggn_mc_batch", mc_samples)
+        source = fisher_source(type(self).__name__, fisher_type, mc_samples, generator)
+        super().__init__(LossHessianStrategy.SAMPLING, "diag_ggn_mc_batch", source)

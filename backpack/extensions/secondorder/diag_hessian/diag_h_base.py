@@ -114,4 +114,3 @@ def residual_columns(linear: Linearization) -> Tuple[Tensor, Tensor]:
         columns, sign = factor(linear.residual_matrices())
     some = sign.ne(0).any(1)
     return columns[some], sign[some]
-

@@ -21,7 +21,9 @@ def factor(matrices: Tensor) -> Tuple[Tensor, Tensor]:
     """
     dtype = matrices.dtype
     half = dtype in (torch.float16, torch.bfloat16)
-    eigenvalues, eigenvectors = torch.linalg.eigh(matrices.float() if half else matrices)
+    eigenvalues, eigenvectors = torch.linalg.eigh(
+        matrices.float() if half else matrices
+    )
     columns = eigenvectors * eigenvalues.abs().sqrt().unsqueeze(1)
     return columns.movedim(2, 0).to(dtype), eigenvalues.sign().T.to(dtype)
 

@@ -2,52 +2,197 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, List, Optional
+from typing import TYPE_CHECKING, Any, List, Optional, Tuple
 
-from einops import einsum, rearrange
-from torch import Tensor
+from torch import Generator, Tensor
+from torch.nn import Module
 
-from backpack.core.reductions import Outer, PerSample, Rows, Summed
-from backpack.extensions.secondorder.columns import ColumnExtension, Source
+from backpack.core.derivatives.nll_base import LossDerivatives
+from backpack.core.reductions import PerSample
+from backpack.extensions.curvature import Curvature
+from backpack.extensions.secondorder.columns import (
+    ColumnExtension,
+    Source,
+    fisher_source,
+)
+from backpack.extensions.secondorder.hbp import factors
 from backpack.extensions.secondorder.hbp.hbp_options import (
     BackpropStrategy,
     ExpectationApproximation,
     LossHessianStrategy,
 )
+from backpack.extensions.secondorder.hbp.hbpbase import HBPBaseModule
+from backpack.extensions.secondorder.hbp.losses import HBPLoss
+from backpack.extensions.secondorder.module_rules import WalkingExtension
 
 if TYPE_CHECKING:
     from backpack.capture import Call
 
-WEIGHT_SHARING = (None, "expand", "reduce")
-AMBIGUOUS = (
-    "{ext}: {reason} in {module} (parameter '{name}'), and there is more than one way to "
-    "define its Kronecker factors. Choose one with {ext}(weight_sharing='expand') or "
-    "{ext}(weight_sharing='reduce') (Eschenhagen et al., 2023)."
+__all__ = [
+    "BackpropStrategy",
+    "ExpectationApproximation",
+    "HBP",
+    "KFAC",
+    "KFLR",
+    "KFRA",
+    "KroneckerFactors",
+    "LossHessianStrategy",
+]
+
+BRANCHES = (
+    "{ext}: an output is used several times, and a curvature matrix that is averaged "
+    "over the batch does not tell how the branches interact. Use KFLR or KFAC."
 )
 
 
-class KroneckerFactors(ColumnExtension):
-    """Kronecker factors from columns; base class of KFAC and KFLR.
+class HBP(WalkingExtension):
+    """Hessian backpropagation: Kronecker factors from what is pulled back.
 
-    Depending on how a parameter enters its layer, with columns S and inputs a:
+    Depending on how a parameter enters its layer, with B from what is pulled back to
+    the layer's output, and A from its inputs a:
 
-    - weight of a linear layer or a convolution: ``[B, A]`` with B = Σ S Sᵀ over columns
-      and samples, and A = (1/N) Σ a aᵀ over samples,
+    - weight of a linear layer or a convolution: ``[B, A]``, A = (1/N) Σ a aᵀ,
     - their bias: ``[B]``,
     - weight of an embedding: ``[A, B]``, where A is diagonal and stored as a vector:
       how often each index occurs per sample,
     - any other parameter (normalisation layers, parameters of other modules):
-      ``[B]``, its dense GGN block ``[P, P]`` over all of its P elements.
+      ``[B]``, its dense block ``[P, P]`` over all of its P elements.
 
     Where T positions share a weight, ``weight_sharing`` says what becomes of them:
 
     - ``"expand"``: they are treated like samples: B sums over them, A averages.
-    - ``"reduce"``: S is summed over them and a is averaged before any product.
-    - ``None``: S is summed over the positions of a convolution before the product, and
-      A sums over them: BackPACK's convention. Everything else is refused.
+    - ``"reduce"``: B is that of the sum over positions, and a is averaged before any
+      product.
+    - ``None``: B is that of the sum over the positions of a convolution, and A sums over
+      them: BackPACK's convention. Everything else is refused.
 
     With groups, the factors are stacked along a leading axis, ``[G, p, p]`` and
     ``[G, d, d]``.
+
+    Attributes:
+        weight_sharing: How weight sharing is treated.
+    """
+
+    rule = HBPBaseModule
+
+    def __init__(
+        self,
+        curv_type: str,
+        loss_hessian_strategy: str,
+        backprop_strategy: str,
+        ea_strategy: str,
+        savefield: str = "hbp",
+        weight_sharing: Optional[str] = None,
+    ):
+        """Choose what is pulled back.
+
+        Args:
+            curv_type: Name of the curvature matrix, see
+                :class:`~backpack.extensions.curvature.Curvature`.
+            loss_hessian_strategy: ``"exact"``, ``"sampling"`` or ``"sum"``.
+            backprop_strategy: ``"average"`` for an average over the batch, ``"sqrt"``
+                for columns.
+            ea_strategy: Which expectations are taken to factorise.
+            savefield: Attribute of a parameter under which its value is saved.
+                Default: ``"hbp"``.
+            weight_sharing: ``"expand"``, ``"reduce"`` or ``None``. Default: ``None``.
+
+        Raises:
+            ValueError: If the options do not exist or contradict each other.
+        """
+        LossHessianStrategy.check_exists(loss_hessian_strategy)
+        BackpropStrategy.check_exists(backprop_strategy)
+        ExpectationApproximation.check_exists(ea_strategy)
+        name, is_sqrt = type(self).__name__, BackpropStrategy.is_sqrt(backprop_strategy)
+        if is_sqrt and loss_hessian_strategy == LossHessianStrategy.SUM:
+            raise ValueError(
+                f"{name}: a sum of loss Hessians has no columns to pull back. Use "
+                "loss_hessian_strategy='exact' or 'sampling'."
+            )
+        if is_sqrt and curv_type != Curvature.GGN:
+            raise ValueError(
+                f"{name}: columns are pulled back for '{Curvature.GGN}' only, got "
+                f"curv_type={curv_type!r}. Use backprop_strategy='average'."
+            )
+        if weight_sharing not in factors.WEIGHT_SHARING:
+            raise ValueError(
+                f"{name}: weight_sharing must be one of {factors.WEIGHT_SHARING}, got "
+                f"{weight_sharing!r}."
+            )
+        super().__init__(savefield)
+        self._curv_type = curv_type
+        self._loss_hessian_strategy = loss_hessian_strategy
+        self._backprop_strategy = backprop_strategy
+        self._ea_strategy = ea_strategy
+        self.weight_sharing = weight_sharing
+
+    def get_curv_type(self) -> str:
+        """Return which curvature matrix is approximated.
+
+        Returns:
+            Its name.
+        """
+        return self._curv_type
+
+    def get_loss_hessian_strategy(self) -> str:
+        """Return how the loss Hessian is represented.
+
+        Returns:
+            ``"exact"``, ``"sampling"`` or ``"sum"``.
+        """
+        return self._loss_hessian_strategy
+
+    def get_backprop_strategy(self) -> str:
+        """Return what is pulled back.
+
+        Returns:
+            ``"average"`` or ``"sqrt"``.
+        """
+        return self._backprop_strategy
+
+    def get_ea_strategy(self) -> str:
+        """Return which expectations are taken to factorise.
+
+        Returns:
+            One of the options in :class:`.hbp_options.ExpectationApproximation`.
+        """
+        return self._ea_strategy
+
+    def get_num_mc_samples(self) -> int:
+        """Return the number of Monte-Carlo samples, where targets are drawn.
+
+        Returns:
+            The number.
+        """
+        return 1
+
+    def start(  # noqa: D102
+        self, derivatives: LossDerivatives, module: Module, g_out: Tuple[Tensor, ...]
+    ) -> Tensor:
+        return HBPLoss(derivatives).backpropagate(self, module, (), g_out, None)
+
+    def accumulate_backpropagated_quantities(self, existing: Any, other: Any) -> Any:
+        """Add columns that two consumers of an output pull back to it.
+
+        Args:
+            existing: What is there already.
+            other: What comes in addition.
+
+        Returns:
+            Their sum.
+
+        Raises:
+            NotImplementedError: If averages over the batch are pulled back.
+        """
+        if BackpropStrategy.is_batch_average(self._backprop_strategy):
+            raise NotImplementedError(BRANCHES.format(ext=type(self).__name__))
+        return existing + other
+
+
+class KroneckerFactors(ColumnExtension, HBP):
+    """Kronecker factors from columns; base class of KFAC and KFLR.
+
+    B = Σ S Sᵀ over columns S and samples, see :class:`HBP`.
     """
 
     def __init__(
@@ -62,17 +207,18 @@ class KroneckerFactors(ColumnExtension):
             savefield: Attribute of a parameter under which its value is saved.
             source: Where the columns come from.
             weight_sharing: ``"expand"``, ``"reduce"`` or ``None``. Default: ``None``.
-
-        Raises:
-            ValueError: If the option does not exist.
         """
-        if weight_sharing not in WEIGHT_SHARING:
-            raise ValueError(
-                f"{type(self).__name__}: weight_sharing must be one of "
-                f"{WEIGHT_SHARING}, got {weight_sharing!r}."
-            )
-        super().__init__(savefield, source)
-        self.weight_sharing = weight_sharing
+        exact = source.strategy == LossHessianStrategy.EXACT
+        HBP.__init__(
+            self,
+            Curvature.GGN,
+            LossHessianStrategy.EXACT if exact else LossHessianStrategy.SAMPLING,
+            BackpropStrategy.SQRT,
+            ExpectationApproximation.BOTEV_MARTENS,
+            savefield,
+            weight_sharing,
+        )
+        ColumnExtension.__init__(self, savefield, source)
 
     def check(self, call: Call, name: str, product: PerSample) -> None:
         """Refuse parameters whose factors are ambiguous.
@@ -81,56 +227,16 @@ class KroneckerFactors(ColumnExtension):
             call: A call that is responsible for the parameter.
             name: Name of the parameter in the call's module.
             product: Products of columns and its Jacobian.
-
-        Raises:
-            NotImplementedError: If a choice is needed and was not made.
         """
-        if self.weight_sharing is not None:
-            return
-        reason = None
-        if isinstance(product, (Outer, Summed)):
-            if product.groups > 1:
-                reason = f"channels are divided into {product.groups} groups"
-            elif product.positions > 1 and not product.sums_positions:
-                reason = f"{product.positions} positions share the weight"
-        elif isinstance(product, Rows) and product.ids.shape[1] > 1:
-            reason = f"{product.ids.shape[1]} positions share the weight"
-        if reason is not None:
-            raise NotImplementedError(
-                AMBIGUOUS.format(
-                    ext=type(self).__name__, reason=reason, module=call.module, name=name
-                )
-            )
+        factors.refuse_ambiguous(self, call.module, name, product)
 
     def statistic(self, product: PerSample) -> Tensor:  # noqa: D102
-        if isinstance(product, Outer):
-            b = product.b
-        elif isinstance(product, Summed):
-            b = rearrange(product.b, "v n t (g p) -> v n g t p", g=product.groups)
-        elif isinstance(product, Rows):
-            b = product.b.unsqueeze(2)
-        else:
-            b = product.individual().flatten(2)[:, :, None, None]
-        if self.weight_sharing != "expand":
-            b = b.sum(3, keepdim=True)
-        return einsum(b, b, "v n g t p, v n g t q -> g p q")
+        return factors.output_factor(product, self.weight_sharing)
 
-    def finish(self, product: PerSample, statistic: Tensor) -> List[Tensor]:  # noqa: D102
-        output = squeeze_group(statistic)
-        if isinstance(product, Rows):
-            counts = product.ids.flatten().bincount(minlength=product.shape[0])
-            return [(counts / product.batch_size).to(output.dtype), output]
-        if isinstance(product, Outer):
-            return [output, squeeze_group(self._input_factor(product))]
-        return [output]
-
-    def _input_factor(self, product: Outer) -> Tensor:
-        a, scale = product.a, product.batch_size
-        if self.weight_sharing == "reduce":
-            a = a.mean(2, keepdim=True)
-        elif self.weight_sharing == "expand":
-            scale = scale * product.positions
-        return einsum(a, a, "n g t i, n g t j -> g i j") / scale
+    def finish(
+        self, product: PerSample, statistic: Tensor
+    ) -> List[Tensor]:  # noqa: D102
+        return factors.with_input_factor(product, statistic, self.weight_sharing)
 
     def add(self, existing: List[Tensor], other: List[Tensor]) -> List[Tensor]:
         """Refuse to combine the contributions of two losses by different calls.
@@ -152,27 +258,37 @@ class KroneckerFactors(ColumnExtension):
 class KFAC(KroneckerFactors):
     """Kronecker factors of the GGN, with a Monte-Carlo estimate of the loss Hessian.
 
-    Saved in ``kfac``, a list (see :class:`KroneckerFactors`). B carries the scale of the
-    loss; targets are drawn from the model's own distribution (Martens & Grosse, 2015,
+    Saved in ``kfac``, a list (see :class:`HBP`). B carries the scale of the loss;
+    targets are drawn from the model's own distribution (Martens & Grosse, 2015,
     "Optimizing neural networks with Kronecker-factored approximate curvature").
     """
 
-    def __init__(self, mc_samples: int = 1, weight_sharing: Optional[str] = None):
+    def __init__(
+        self,
+        mc_samples: int = 1,
+        weight_sharing: Optional[str] = None,
+        generator: Optional[Generator] = None,
+        fisher_type: str = "mc",
+    ):
         """Choose the number of samples and how weight sharing is treated.
 
         Args:
             mc_samples: Number of Monte-Carlo samples. Default: ``1``.
             weight_sharing: ``"expand"``, ``"reduce"`` or ``None``. Default: ``None``.
+            generator: Random number generator. Default: PyTorch's global one.
+            fisher_type: ``"mc"`` for targets drawn from the model's own distribution,
+                ``"empirical"`` for those of the batch: B is then that of the empirical
+                Fisher c Σₙ ∇ℓₙ ∇ℓₙᵀ. Default: ``"mc"``.
         """
-        source = Source(LossHessianStrategy.SAMPLING, mc_samples)
+        source = fisher_source(type(self).__name__, fisher_type, mc_samples, generator)
         super().__init__("kfac", source, weight_sharing)
 
 
 class KFLR(KroneckerFactors):
     """Kronecker factors of the GGN, with the exact loss Hessian.
 
-    Saved in ``kflr``, a list (see :class:`KroneckerFactors`; Botev et al., 2017,
-    "Practical Gauss-Newton optimisation for deep learning").
+    Saved in ``kflr``, a list (see :class:`HBP`; Botev et al., 2017, "Practical
+    Gauss-Newton optimisation for deep learning").
     """
 
     def __init__(self, weight_sharing: Optional[str] = None):
@@ -185,13 +301,26 @@ class KFLR(KroneckerFactors):
         super().__init__("kflr", source, weight_sharing)
 
 
-def squeeze_group(factor: Tensor) -> Tensor:
-    """Drop the group axis if there is a single group.
+class KFRA(HBP):
+    """Kronecker factors of the GGN, with the batch-averaged recursion.
 
-    Args:
-        factor: Factors of shape ``[G, p, p]``.
-
-    Returns:
-        Factors of shape ``[G, p, p]``, or ``[p, p]`` for G = 1.
+    Saved in ``kfra``, a list (see :class:`HBP`). B starts as the sum of the loss
+    Hessians, and each module maps it to (1/N) Σₙ Jₙᵀ B Jₙ (Botev et al., 2017,
+    "Practical Gauss-Newton optimisation for deep learning"). There are no branches: an
+    output that is used several times is refused.
     """
-    return factor.squeeze(0) if len(factor) == 1 else factor
+
+    def __init__(self, weight_sharing: Optional[str] = None):
+        """Choose how weight sharing is treated.
+
+        Args:
+            weight_sharing: ``"expand"``, ``"reduce"`` or ``None``. Default: ``None``.
+        """
+        super().__init__(
+            Curvature.GGN,
+            LossHessianStrategy.SUM,
+            BackpropStrategy.BATCH_AVERAGE,
+            ExpectationApproximation.BOTEV_MARTENS,
+            "kfra",
+            weight_sharing,
+        )

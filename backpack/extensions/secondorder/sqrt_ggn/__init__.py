@@ -3,10 +3,14 @@
 from typing import List, Optional
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from backpack.core.reductions import PerSample
-from backpack.extensions.secondorder.columns import ColumnExtension, Source
+from backpack.extensions.secondorder.columns import (
+    ColumnExtension,
+    Source,
+    fisher_source,
+)
 from backpack.extensions.secondorder.hbp.hbp_options import LossHessianStrategy
 
 
@@ -20,7 +24,7 @@ class SqrtGGN(ColumnExtension):
         loss_hessian_strategy: str,
         savefield: str,
         subsampling: Optional[List[int]],
-        mc_samples: int = 1,
+        source: Optional[Source] = None,
     ):
         """Choose how the loss Hessian is factored.
 
@@ -28,10 +32,11 @@ class SqrtGGN(ColumnExtension):
             loss_hessian_strategy: ``"exact"`` or ``"sampling"``.
             savefield: Attribute of a parameter under which its value is saved.
             subsampling: Samples to consider, by index. ``None`` for all.
-            mc_samples: Number of Monte-Carlo samples. Default: ``1``.
+            source: Where the columns come from. Default: as the strategy says, with one
+                Monte-Carlo sample.
         """
         LossHessianStrategy.check_exists(loss_hessian_strategy)
-        source = Source(loss_hessian_strategy, mc_samples)
+        source = source or Source(loss_hessian_strategy)
         super().__init__(savefield, source, subsampling=subsampling)
 
     def statistic(self, product: PerSample) -> Tensor:  # noqa: D102
@@ -69,14 +74,24 @@ class SqrtGGNMC(SqrtGGN):
     Saved in ``sqrt_ggn_mc``, of shape ``[M, N, *p]`` for M samples.
     """
 
-    def __init__(self, mc_samples: int = 1, subsampling: List[int] = None):
+    def __init__(
+        self,
+        mc_samples: int = 1,
+        subsampling: List[int] = None,
+        generator: Optional[Generator] = None,
+        fisher_type: str = "mc",
+    ):
         """Choose the number of Monte-Carlo samples, and the samples of the batch.
 
         Args:
             mc_samples: Number of Monte-Carlo samples. Default: ``1``.
             subsampling: Samples to consider, by index; the scale stays that of the full
                 batch. Default: ``None`` for all.
+            generator: Random number generator. Default: PyTorch's global one.
+            fisher_type: ``"mc"`` for targets drawn from the model's own distribution,
+                ``"empirical"`` for those of the batch. Default: ``"mc"``.
         """
+        source = fisher_source(type(self).__name__, fisher_type, mc_samples, generator)
         super().__init__(
-            LossHessianStrategy.SAMPLING, "sqrt_ggn_mc", subsampling, mc_samples
+            LossHessianStrategy.SAMPLING, "sqrt_ggn_mc", subsampling, source
         )

@@ -1,0 +1,157 @@
+"""What the products with curvature matrices have in common."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, List, Tuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack.core.derivatives.nll_base import LossDerivatives
+from backpack.extensions.curvature import Curvature
+from backpack.extensions.curvmatprod.operator import Operator, Step
+from backpack.extensions.secondorder.linearization import (
+    Linearization,
+    ParameterLinearization,
+    freeze,
+)
+from backpack.extensions.secondorder.module_rules import ModuleRule, WalkingExtension
+from backpack.extensions.turn import current_turn
+from backpack.utils.disable import disable
+
+PARAMETER_RESIDUAL = (
+    "{ext}: {module} is not linear in its parameter '{name}', and the positive-curvature "
+    "Hessian is defined for layers that are. Use HMP or GGNMP."
+)
+
+
+class CurvatureProductRule(ModuleRule):
+    """Products with a curvature matrix on a module with known derivatives."""
+
+    def parameter(
+        self,
+        name: str,
+        ext: CurvatureProduct,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        backproped: Callable[[Tensor], Tensor],
+    ) -> Callable[[Tensor], Tensor]:
+        """Make the product with a parameter's block.
+
+        Args:
+            name: Name of the parameter.
+            ext: The extension that is running.
+            module: The module, with its inputs and output.
+            g_inp: Gradients at the inputs, as far as they exist.
+            g_out: Gradients at the outputs.
+            backproped: Product with the matrix at the output, ``[V, N, *out]``.
+
+        Returns:
+            Function that maps ``[K, *p]`` to the same shape; a vector ``[*p]``, too.
+
+        Raises:
+            NotImplementedError: If the matrix is not defined for the parameter.
+        """
+        linear = ParameterLinearization(self.derivatives, freeze(module), g_out, name)
+        residual = linear.has_residual and Curvature.require_residual(ext.curv_type)
+        if residual and Curvature.is_pch(ext.curv_type):
+            raise NotImplementedError(
+                PARAMETER_RESIDUAL.format(
+                    ext=type(ext).__name__, module=module, name=name
+                )
+            )
+
+        @torch.no_grad()
+        def product(mat: Tensor) -> Tensor:
+            """Multiply with the parameter's block.
+
+            Args:
+                mat: Columns ``[K, *p]``, or a vector ``[*p]``.
+
+            Returns:
+                Products of the same shape.
+            """
+            shape = linear.parameter.shape
+            columns = mat.unsqueeze(0) if mat.shape == shape else mat
+            if columns.shape[1:] != shape:
+                raise ValueError(
+                    f"Expected [K, {', '.join(map(str, shape))}] for the parameter "
+                    f"'{name}' of {module}, got {list(mat.shape)}."
+                )
+            with disable():
+                result = linear.jac_t(backproped(linear.jac(columns)))
+                if residual:
+                    result = result + linear.residual(columns)
+            return result.reshape(mat.shape)
+
+        return product
+
+    def pull_back(
+        self,
+        ext: CurvatureProduct,
+        linear: Linearization,
+        backproped: Callable[[Tensor], Tensor],
+    ) -> List[Operator]:
+        """Compose the product with this module's step.
+
+        Args:
+            ext: The extension that is running.
+            linear: The module, linearized in its inputs.
+            backproped: Product with the matrix at the output.
+
+        Returns:
+            Product with the matrix at each of the inputs.
+        """
+        step = Step(linear, Operator.wrap(backproped), ext.curv_type)
+        return [Operator([(step, slot)]) for slot in range(len(linear.positions))]
+
+
+class CurvatureProduct(WalkingExtension):
+    """Base class of products with a curvature matrix.
+
+    The functions hold the inputs and outputs of all modules on the way to the loss, and
+    use the parameters' values at the time they are called.
+
+    Attributes:
+        curv_type: Which curvature matrix, see :class:`.curvature.Curvature`.
+    """
+
+    keeps_io = True
+    separates_samples = False
+    rule = CurvatureProductRule
+
+    def __init__(self, savefield: str, curv_type: str):
+        """Choose the matrix.
+
+        Args:
+            savefield: Attribute of a parameter under which its value is saved.
+            curv_type: Name of the curvature matrix.
+        """
+        super().__init__(savefield)
+        self.curv_type = curv_type
+
+    def start(  # noqa: D102
+        self, derivatives: LossDerivatives, module: Module, g_out: Tuple[Tensor, ...]
+    ) -> Operator:
+        scale = g_out[0].detach()
+        if Curvature.REQUIRE_PSD_LOSS_HESSIAN[self.curv_type]:
+            current_turn().loss_scale()  # refuses a negative factor
+            if not derivatives.hessian_is_psd():
+                derivatives.sqrt_hessian(module, (), ())  # refuses the others
+        product = derivatives.make_hessian_mat_prod(module, (), ())
+        return Operator(functions=[lambda mat: scale * product(mat)])
+
+    def accumulate_backpropagated_quantities(self, existing: Any, other: Any) -> Any:
+        """Combine the products that two consumers of an output pull back to it.
+
+        Args:
+            existing: What is there already.
+            other: What comes in addition.
+
+        Returns:
+            The combination.
+        """
+        existing, other = Operator.wrap(existing), Operator.wrap(other)
+        return existing.merge(other, type(self).__name__)

@@ -1,0 +1,7 @@
+"""Products with the generalized Gauss-Newton matrix, for modules with known derivatives."""
+
+from backpack.extensions.curvmatprod.base import CurvatureProductRule
+
+
+class GGNMPBase(CurvatureProductRule):
+    """Products with the generalized Gauss-Newton matrix on a module."""

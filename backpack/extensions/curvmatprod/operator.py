@@ -1,0 +1,200 @@
+"""Products with a curvature matrix, composed of one step per module call.
+
+An operator stands for the matrix at one place in the graph, the output of a call. To
+multiply it with a vector, the vector is pushed forward along all ways to the losses,
+multiplied with their Hessians, and pulled back, where each step adds its residual. Ways
+that branch and meet again need no further care, then.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+
+from backpack.extensions.curvature import Curvature
+from backpack.extensions.secondorder.linearization import Columns, Linearization
+from backpack.utils.disable import disable
+
+_BORN = count()
+
+OPAQUE = (
+    "{ext}: an output is used several times, and what is backpropagated to it is a "
+    "plain function, so that products of the branches are lost. Return what "
+    "`super().backpropagate(...)` returns."
+)
+
+
+class Step:
+    """A call: products with its Jacobian, and with its residual.
+
+    Attributes:
+        linear: The call, linearized in its inputs.
+        output: Operator at its output.
+    """
+
+    def __init__(self, linear: Linearization, output: Operator, curv_type: str):
+        """Store the call.
+
+        Args:
+            linear: The call, linearized in its inputs.
+            output: Operator at its output.
+            curv_type: Which curvature matrix is multiplied with.
+        """
+        self.linear, self.output = linear, output
+        required = Curvature.require_residual(curv_type)
+        self._residual: Optional[Callable[[Columns], Columns]] = None
+        if required and not linear.residual_is_zero:
+            self._residual = make_residual(linear, curv_type)
+
+    def pull(self, columns: Tensor, tangents: Columns) -> Columns:
+        """Pull columns back, and add the residual's products with what was pushed.
+
+        Args:
+            columns: Columns ``[V, N, *out]``.
+            tangents: Columns ``[V, N, *in]`` that were pushed through each input.
+
+        Returns:
+            Columns ``[V, N, *in]`` at each input.
+        """
+        pulled = self.linear.jac_t(columns)
+        if self._residual is None:
+            return pulled
+        return [a + b for a, b in zip(pulled, self._residual(tangents))]
+
+
+def make_residual(
+    linear: Linearization, curv_type: str
+) -> Callable[[Columns], Columns]:
+    """Make the product with a residual, modified as a curvature matrix wants it.
+
+    A residual that is not diagonal is modified by its eigenvalues.
+
+    Args:
+        linear: A call, linearized in its inputs.
+        curv_type: Name of the curvature matrix.
+
+    Returns:
+        The product.
+    """
+    if not Curvature.is_pch(curv_type):
+        return linear.residual
+    if linear.residual_is_diagonal:
+        diagonal = Curvature.modify_residual(linear.residual_diagonal(), curv_type)
+        return lambda tangents: [diagonal * tangents[0]]
+    eigenvalues, eigenvectors = torch.linalg.eigh(linear.residual_matrices())
+    modified = Curvature.modify_residual(eigenvalues, curv_type)
+    matrices = (eigenvectors * modified.unsqueeze(1)) @ eigenvectors.mT
+
+    def product(tangents: Columns) -> Columns:
+        flat = torch.cat([t.flatten(2) for t in linear.filled(tangents)], dim=2)
+        return linear.split(torch.einsum("nij,vnj->vni", matrices, flat))
+
+    return product
+
+
+class Operator:
+    """The curvature matrix at a call's output, as a function of columns.
+
+    Attributes:
+        uses: Steps that consume the output, and as which of their inputs.
+        functions: Products with matrices that are known: the losses' Hessians.
+        is_opaque: Whether a function is not a loss's, but a user's.
+    """
+
+    def __init__(
+        self,
+        uses: Sequence[Tuple[Step, int]] = (),
+        functions: Sequence[Callable[[Tensor], Tensor]] = (),
+        is_opaque: bool = False,
+    ):
+        """Store what the matrix consists of.
+
+        Args:
+            uses: Steps that consume the output, and as which of their inputs.
+            functions: Products with matrices that are known.
+            is_opaque: Whether a function is not a loss's, but a user's.
+        """
+        self.uses, self.functions = list(uses), list(functions)
+        self.is_opaque = is_opaque
+        self._born = next(_BORN)  # those closer to the loss are older
+
+    @classmethod
+    def wrap(cls, function: Any) -> Operator:
+        """Make an operator of any function.
+
+        Args:
+            function: Operator, or function that maps ``[V, N, *]`` to the same shape.
+
+        Returns:
+            The operator.
+        """
+        if isinstance(function, Operator):
+            return function
+        return cls(functions=[function], is_opaque=True)
+
+    def merge(self, other: Operator, name: str) -> Operator:
+        """Combine what two consumers of an output pull back to it.
+
+        Args:
+            other: The other's operator.
+            name: Name of the extension.
+
+        Returns:
+            Their combination.
+
+        Raises:
+            NotImplementedError: If one of them is a plain function.
+        """
+        if self.is_opaque or other.is_opaque:
+            raise NotImplementedError(OPAQUE.format(ext=name))
+        return Operator(self.uses + other.uses, self.functions + other.functions)
+
+    @torch.no_grad()
+    def __call__(self, mat: Tensor) -> Tensor:
+        """Multiply with the matrix.
+
+        Args:
+            mat: Columns ``[V, N, *]``.
+
+        Returns:
+            Columns of the same shape.
+        """
+        with disable():
+            return self._multiply(mat)
+
+    def _multiply(self, mat: Tensor) -> Tensor:
+        order = self._towards_losses()
+        tangents: Dict[Operator, Tensor] = {self: mat}
+        fed: Dict[Step, Columns] = {}
+        into: Dict[Operator, List[Step]] = {operator: [] for operator in order}
+        for operator in order:
+            for step in into[operator]:
+                pushed = step.linear.jac(fed[step])
+                known = tangents.get(operator)
+                tangents[operator] = pushed if known is None else known + pushed
+            for step, slot in operator.uses:
+                if step not in fed:
+                    fed[step] = [None] * len(step.linear.positions)
+                    into[step.output].append(step)
+                fed[step][slot] = tangents[operator]
+
+        pulled: Dict[Step, Columns] = {}
+        for operator in reversed(order):
+            parts = [function(tangents[operator]) for function in operator.functions]
+            parts += [pulled[step][slot] for step, slot in operator.uses]
+            product = sum(parts[1:], start=parts[0])
+            for step in into[operator]:
+                pulled[step] = step.pull(product, fed[step])
+        return product
+
+    def _towards_losses(self) -> List[Operator]:
+        found, queue = {self}, [self]
+        while queue:
+            for step, _ in queue.pop().uses:
+                if step.output not in found:
+                    found.add(step.output)
+                    queue.append(step.output)
+        return sorted(found, key=lambda operator: operator._born, reverse=True)

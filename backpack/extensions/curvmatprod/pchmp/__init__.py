@@ -1,0 +1,49 @@
+"""Products with the positive-curvature Hessian."""
+
+from backpack.extensions.curvature import Curvature
+from backpack.extensions.curvmatprod.base import CurvatureProduct
+from backpack.extensions.curvmatprod.pchmp.pchmpbase import PCHMPBase
+
+__all__ = ["PCHMP", "PCHMPBase"]
+
+
+class PCHMP(CurvatureProduct):
+    """Products with each parameter's block of the positive-curvature Hessian.
+
+    Saved in ``pchmp``, a function that maps ``[K, *p]`` to products of the same shape
+    (and ``[*p]`` to a single one). Each operation's residual is made positive
+    semi-definite before it enters (Chen et al., 2018, "BDA-PCH: block-diagonal
+    approximation of positive-curvature Hessian for training neural networks"): by its
+    eigenvalues, which are its entries if it is diagonal. Inputs and outputs stay on the
+    modules.
+    """
+
+    rule = PCHMPBase
+    CURVATURES = {"clip": Curvature.PCH_CLIP, "abs": Curvature.PCH_ABS}
+
+    def __init__(self, savefield: str = "pchmp", modify: str = "clip"):
+        """Choose the field, and what becomes of negative curvature.
+
+        Args:
+            savefield: Attribute of a parameter under which its function is saved.
+                Default: ``"pchmp"``.
+            modify: ``"clip"`` replaces negative values by zero, ``"abs"`` by their
+                absolute values. Default: ``"clip"``.
+
+        Raises:
+            ValueError: If the modification does not exist.
+        """
+        if modify not in self.CURVATURES:
+            raise ValueError(
+                f"PCHMP: modify must be one of {tuple(self.CURVATURES)}, got {modify!r}."
+            )
+        super().__init__(savefield, self.CURVATURES[modify])
+        self._modify = modify
+
+    def get_modification_mode(self) -> str:
+        """Return what becomes of negative curvature.
+
+        Returns:
+            ``"clip"`` or ``"abs"``.
+        """
+        return self._modify

@@ -1,0 +1,43 @@
+"""Products with the positive-curvature Hessian, for modules with known derivatives."""
+
+from typing import Any, Tuple
+
+from torch import Tensor
+from torch.nn import Module
+
+from backpack.extensions.curvature import ResidualModifications
+from backpack.extensions.curvmatprod.base import CurvatureProductRule
+from backpack.extensions.curvmatprod.operator import make_residual
+from backpack.extensions.secondorder.linearization import Linearization, freeze
+
+
+class PCHMPBase(CurvatureProductRule):
+    """Products with the positive-curvature Hessian on a module."""
+
+    zero_negative_elements = staticmethod(ResidualModifications.remove_negative_values)
+    to_abs = staticmethod(ResidualModifications.to_abs)
+
+    def modified_residual_mat_prod(
+        self,
+        ext: Any,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        mat: Tensor,
+        modify: str,
+    ) -> Tensor:
+        """Multiply with the module's residual, made positive semi-definite.
+
+        Args:
+            ext: The extension that is running.
+            module: The module, with its inputs and output.
+            g_inp: Gradients at the inputs, as far as they exist.
+            g_out: Gradients at the outputs.
+            mat: Columns ``[V, N, *in]``.
+            modify: ``"clip"`` or ``"abs"``.
+
+        Returns:
+            Products of the same shape.
+        """
+        linear = Linearization(self.derivatives, freeze(module), g_out)
+        return make_residual(linear, ext.CURVATURES[modify])([mat])[0]

@@ -1,0 +1,25 @@
+"""Squared norms of individual gradients on a layer with derivatives of its own."""
+
+from typing import List
+
+from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
+from backpack.extensions.firstorder.base import ReducedLayer
+from backpack.extensions.firstorder.batch_l2_grad import BatchL2Grad
+
+
+class BatchL2Base(ReducedLayer):
+    """Compute squared norms of individual gradients with a layer's derivatives."""
+
+    def __init__(
+        self,
+        params: List[str],
+        derivatives: BaseParameterDerivatives = None,
+    ):
+        """Create a method for each parameter.
+
+        Args:
+            params: Names of the parameters.
+            derivatives: The layer's derivatives. Default: ``None``, if a subclass defines
+                all methods.
+        """
+        super().__init__(BatchL2Grad, derivatives, params)

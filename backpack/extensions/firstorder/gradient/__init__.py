@@ -1,0 +1,1 @@
+"""The gradient itself, as a building block."""

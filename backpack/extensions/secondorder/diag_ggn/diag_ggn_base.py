@@ -1,0 +1,64 @@
+"""The GGN's diagonal on a module with known derivatives."""
+
+from typing import List, Tuple, Union
+
+from torch import Tensor
+from torch.nn import Module
+
+from backpack.core.derivatives.basederivatives import (
+    BaseDerivatives,
+    BaseParameterDerivatives,
+    stored_inputs,
+)
+from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.mat_to_mat_jac_base import ParameterRule
+
+
+class DiagGGNBaseModule(ParameterRule):
+    """Pull columns back, and square their products with the parameters' Jacobians."""
+
+    def __init__(
+        self,
+        derivatives: Union[BaseDerivatives, BaseParameterDerivatives],
+        params: List[str] = None,
+        sum_batch: bool = None,
+    ):
+        """Store the derivatives, and create a method for each parameter.
+
+        Args:
+            derivatives: The module's derivatives.
+            params: Names of the parameters. Default: ``None``, for no parameter.
+            sum_batch: Whether to sum over samples. Default: ``None``, as the extension
+                that is running does.
+        """
+        self._sum_batch = sum_batch
+        super().__init__(derivatives, params)
+
+    def parameter(
+        self,
+        name: str,
+        ext: BackpropExtension,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        backproped: Tensor,
+    ) -> Tensor:
+        """Compute the diagonal for a parameter.
+
+        Args:
+            name: Name of the parameter.
+            ext: The extension that is running.
+            module: The module, with its inputs and output.
+            g_inp: Gradients at the inputs, as far as they exist.
+            g_out: Gradients at the outputs.
+            backproped: Columns ``[V, N, *out]``.
+
+        Returns:
+            Diagonal of shape ``[*p]``, or ``[N, *p]`` for each sample.
+        """
+        sum_batch = self._sum_batch
+        if sum_batch is None:
+            sum_batch = getattr(ext, "SUM_BATCH", True)
+        inputs = stored_inputs(module)
+        product = self.derivatives.product(name, module, inputs, backproped)
+        return product.squares(sum_batch)

@@ -1,0 +1,173 @@
+"""How Kronecker factors are formed, for each way a parameter enters its layer."""
+
+from __future__ import annotations
+
+from typing import Any, List, Optional, Sequence
+
+import torch
+from einops import einsum, rearrange
+from torch import Tensor
+from torch.nn import Module
+
+from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
+from backpack.core.reductions import Outer, PerSample, Rows, Summed
+
+WEIGHT_SHARING = (None, "expand", "reduce")
+AMBIGUOUS = (
+    "{ext}: {reason} in {module} (parameter '{name}'), and there is more than one way to "
+    "define its Kronecker factors. Choose one with {ext}(weight_sharing='expand') or "
+    "{ext}(weight_sharing='reduce') (Eschenhagen et al., 2023)."
+)
+
+
+def refuse_ambiguous(ext: Any, module: Module, name: str, product: PerSample) -> None:
+    """Refuse parameters whose factors are ambiguous.
+
+    Args:
+        ext: The extension, with its ``weight_sharing``.
+        module: The layer.
+        name: Name of the parameter.
+        product: Products of columns and its Jacobian.
+
+    Raises:
+        NotImplementedError: If a choice is needed and was not made.
+    """
+    if ext.weight_sharing is not None:
+        return
+    reason = None
+    if isinstance(product, (Outer, Summed)):
+        if product.groups > 1:
+            reason = f"channels are divided into {product.groups} groups"
+        elif product.positions > 1 and not product.sums_positions:
+            reason = f"{product.positions} positions share the weight"
+    elif isinstance(product, Rows) and product.ids.shape[1] > 1:
+        reason = f"{product.ids.shape[1]} positions share the weight"
+    if reason is not None:
+        raise NotImplementedError(
+            AMBIGUOUS.format(
+                ext=type(ext).__name__, reason=reason, module=module, name=name
+            )
+        )
+
+
+def arrange(product: PerSample) -> Tensor:
+    """Arrange the columns at a layer's output as the parameter sees them.
+
+    Args:
+        product: Products of columns and the parameter's Jacobian.
+
+    Returns:
+        Columns ``[V, N, G, T, p]``. Where they have no positions, the products.
+    """
+    if isinstance(product, Outer):
+        return product.b
+    if isinstance(product, Summed):
+        return rearrange(product.b, "v n t (g p) -> v n g t p", g=product.groups)
+    if isinstance(product, Rows):
+        return product.b.unsqueeze(2)
+    return product.individual().flatten(2)[:, :, None, None]
+
+
+def output_factor(product: PerSample, weight_sharing: Optional[str]) -> Tensor:
+    """Form the factor of a layer's output from columns.
+
+    Args:
+        product: Products of columns and the parameter's Jacobian.
+        weight_sharing: How weight sharing is treated.
+
+    Returns:
+        Factors of shape ``[G, p, p]``.
+    """
+    b = arrange(product)
+    if weight_sharing != "expand":
+        b = b.sum(3, keepdim=True)
+    return einsum(b, b, "v n g t p, v n g t q -> g p q")
+
+
+def averaged_output_factor(
+    derivatives: BaseParameterDerivatives,
+    name: str,
+    module: Module,
+    inputs: Sequence[Any],
+    product: PerSample,
+    mat: Tensor,
+    weight_sharing: Optional[str],
+) -> Tensor:
+    """Form the factor of a layer's output from a matrix for all samples.
+
+    Args:
+        derivatives: The layer's derivatives.
+        name: Name of the parameter.
+        module: The layer.
+        inputs: Its inputs.
+        product: Products of any column and the parameter's Jacobian.
+        mat: Matrix of shape ``[out, out]``.
+        weight_sharing: How weight sharing is treated.
+
+    Returns:
+        Factors of shape ``[G, p, p]``.
+    """
+    n, shape = product.batch_size, module.output.shape[1:]
+    if isinstance(product, Rows):
+        layout = (1, product.ids.shape[1], product.b.shape[-1])
+    elif isinstance(product, (Outer, Summed)):
+        first = tuple(x[:1] if isinstance(x, Tensor) else x for x in inputs)
+        for _ in range(2):  # arrange rows, then columns
+            columns = mat.reshape(-1, 1, *shape)
+            arranged = arrange(derivatives.product(name, module, first, columns))
+            layout, mat = arranged.shape[2:], arranged.flatten(1).T
+    else:  # the Jacobian depends on the sample: (1/N) Σₙ Jₙᵀ B Jₙ
+        columns = mat.reshape(-1, 1, *shape).expand(-1, n, *shape)
+        rows = derivatives.product(name, module, inputs, columns).individual()
+        columns = rows.flatten(2).transpose(0, 2).reshape(-1, n, *shape)
+        rows = derivatives.product(name, module, inputs, columns).individual()
+        return rows.flatten(2).mean(1).unsqueeze(0)
+    blocks = mat.reshape(*layout, *layout)
+    pattern = "gtpgtq->gpq" if weight_sharing == "expand" else "gtpgsq->gpq"
+    return torch.einsum(pattern, blocks)
+
+
+def with_input_factor(
+    product: PerSample,
+    output: Tensor,
+    weight_sharing: Optional[str],
+    average: bool = False,
+) -> List[Tensor]:
+    """Put the factor of a layer's input next to that of its output.
+
+    Args:
+        product: Products of any columns and the parameter's Jacobian.
+        output: Factors of the output, ``[G, p, p]``.
+        weight_sharing: How weight sharing is treated.
+        average: Whether inputs are averaged over samples before products are formed.
+
+    Returns:
+        The parameter's factors, see :class:`~backpack.extensions.secondorder.hbp.HBP`.
+    """
+    output = squeeze_group(output)
+    if isinstance(product, Rows):
+        counts = product.ids.flatten().bincount(minlength=product.shape[0])
+        return [(counts / product.batch_size).to(output.dtype), output]
+    if not isinstance(product, Outer):
+        return [output]
+    if average or weight_sharing == "reduce":
+        a = product.a.mean(0, keepdim=True) if average else product.a
+        a = a.mean(2, keepdim=True) if weight_sharing == "reduce" else a
+        factor = einsum(a, a, "n g t i, n g t j -> g i j") / len(a)
+    else:
+        factor = product.input_gram() / product.batch_size
+    if weight_sharing == "expand":
+        factor = factor / product.positions
+    return [output, squeeze_group(factor)]
+
+
+def squeeze_group(factor: Tensor) -> Tensor:
+    """Drop the group axis if there is a single group.
+
+    Args:
+        factor: Factors of shape ``[G, p, p]``.
+
+    Returns:
+        Factors of shape ``[G, p, p]``, or ``[p, p]`` for G = 1.
+    """
+    return factor.squeeze(0) if len(factor) == 1 else factor

@@ -1,0 +1,161 @@
+"""Hessian backpropagation on a module with known derivatives."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, List, Optional, Tuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack.core.derivatives.basederivatives import stored_inputs
+from backpack.extensions.curvature import Curvature
+from backpack.extensions.secondorder.hbp import factors
+from backpack.extensions.secondorder.hbp.hbp_options import (
+    BackpropStrategy,
+    ExpectationApproximation,
+)
+from backpack.extensions.secondorder.linearization import Linearization
+from backpack.extensions.secondorder.module_rules import ModuleRule
+
+if TYPE_CHECKING:
+    from backpack.extensions.secondorder.hbp import HBP
+
+SEVERAL_INPUTS = (
+    "{ext}: {module} has several inputs that parameters take part in, and a curvature "
+    "matrix that is averaged over the batch does not tell how they interact. Use KFLR "
+    "or KFAC."
+)
+
+
+class HBPBaseModule(ModuleRule):
+    """Pull columns, or a matrix that is averaged over the batch, back to the input."""
+
+    def parameter(
+        self,
+        name: str,
+        ext: HBP,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        backproped: Tensor,
+    ) -> List[Tensor]:
+        """Form a parameter's Kronecker factors.
+
+        Args:
+            name: Name of the parameter.
+            ext: The extension that is running.
+            module: The module, with its inputs and output.
+            g_inp: Gradients at the inputs, as far as they exist.
+            g_out: Gradients at the outputs.
+            backproped: Columns ``[V, N, *out]``, or a matrix ``[out, out]``.
+
+        Returns:
+            The factors.
+        """
+        inputs, sharing = stored_inputs(module), ext.weight_sharing
+        is_sqrt = BackpropStrategy.is_sqrt(ext.get_backprop_strategy())
+        columns = backproped if is_sqrt else torch.zeros_like(module.output)[None]
+        product = self.derivatives.product(name, module, inputs, columns)
+        factors.refuse_ambiguous(ext, module, name, product)
+        if is_sqrt:
+            output = factors.output_factor(product, sharing)
+        else:
+            output = factors.averaged_output_factor(
+                self.derivatives, name, module, inputs, product, backproped, sharing
+            )
+        average = ExpectationApproximation.should_average_param_jac(
+            ext.get_ea_strategy()
+        )
+        return factors.with_input_factor(product, output, sharing, average)
+
+    def pull_back(  # noqa: D102
+        self, ext: HBP, linear: Linearization, backproped: Tensor
+    ) -> List[Tensor]:
+        if BackpropStrategy.is_sqrt(ext.get_backprop_strategy()):
+            return linear.jac_t(backproped)
+        if linear.is_joint:
+            raise NotImplementedError(
+                SEVERAL_INPUTS.format(ext=type(ext).__name__, module=linear.module)
+            )
+        args = ext, linear.module, (), linear.g_out, backproped
+        return [self.backpropagate_batch_average(*args)] * len(linear.positions)
+
+    def backpropagate_sqrt(
+        self,
+        ext: HBP,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        H: Tensor,
+    ) -> Tensor:
+        """Pull columns back.
+
+        Args:
+            ext: The extension that is running.
+            module: The module, with its inputs and output.
+            g_inp: Gradients at the inputs, as far as they exist.
+            g_out: Gradients at the outputs.
+            H: Columns ``[V, N, *out]``.
+
+        Returns:
+            Columns ``[V, N, *in]``.
+        """
+        return self.derivatives.jac_t_mat_prod(module, g_inp, g_out, H)
+
+    def backpropagate_batch_average(
+        self,
+        ext: HBP,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        H: Tensor,
+    ) -> Tensor:
+        """Pull a matrix back that is averaged over the batch.
+
+        Args:
+            ext: The extension that is running.
+            module: The module, with its inputs and output.
+            g_inp: Gradients at the inputs, as far as they exist.
+            g_out: Gradients at the outputs.
+            H: Matrix of shape ``[out, out]``.
+
+        Returns:
+            Matrix of shape ``[in, in]``.
+        """
+        mat = self.derivatives.ea_jac_t_mat_jac_prod(module, g_inp, g_out, H)
+        if not Curvature.require_residual(ext.get_curv_type()):
+            return mat
+        residual = self.second_order_module_effects(module, g_inp, g_out)
+        residual = Curvature.modify_residual(residual, ext.get_curv_type())
+        return mat if residual is None else self.add_diag_to_mat(residual, mat)
+
+    def second_order_module_effects(
+        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]
+    ) -> Optional[Tensor]:
+        """Sum the diagonal residuals Σ_k δ_k ∂²z_k/∂x² of all samples.
+
+        Args:
+            module: The module, with its inputs and output.
+            g_inp: Gradients at the inputs, as far as they exist.
+            g_out: Gradients at the outputs.
+
+        Returns:
+            Diagonal of shape ``[in]``, ``None`` if it is zero.
+        """
+        if self.derivatives.hessian_is_zero(module):
+            return None
+        return self.derivatives.hessian_diagonal(module, g_inp, g_out).flatten(1).sum(0)
+
+    @staticmethod
+    def add_diag_to_mat(diag: Tensor, mat: Tensor) -> Tensor:
+        """Add a diagonal to a matrix.
+
+        Args:
+            diag: Diagonal of shape ``[in]``.
+            mat: Matrix of shape ``[in, in]``.
+
+        Returns:
+            The sum.
+        """
+        return mat + diag.diag()

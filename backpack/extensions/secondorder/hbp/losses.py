@@ -1,0 +1,107 @@
+"""Hessian backpropagation starts at the loss."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Callable, Tuple
+
+from einops import einsum
+from torch import Tensor
+from torch.nn import Module
+
+from backpack.core.derivatives.bcewithlogitsloss import BCELossWithLogitsDerivatives
+from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
+from backpack.core.derivatives.mseloss import MSELossDerivatives
+from backpack.extensions.secondorder.hbp.hbp_options import (
+    BackpropStrategy,
+    LossHessianStrategy,
+)
+from backpack.extensions.secondorder.hbp.hbpbase import HBPBaseModule
+from backpack.extensions.turn import loss_scale
+
+if TYPE_CHECKING:
+    from backpack.extensions.secondorder.hbp import HBP
+
+
+class HBPLoss(HBPBaseModule):
+    """Compute the loss Hessian, or columns of its factor."""
+
+    def backpropagate(
+        self,
+        ext: HBP,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        backproped: Any,
+    ) -> Tensor:
+        """Compute what is pulled back.
+
+        Args:
+            ext: The extension that is running.
+            module: The loss module, with its inputs and output.
+            g_inp: Gradients at the inputs, as far as they exist.
+            g_out: Gradient at the output.
+            backproped: Nothing.
+
+        Returns:
+            Columns ``[V, N, *in]``, or a matrix ``[in, in]``.
+        """
+        scale = loss_scale(module, g_out[0]).detach()
+        result = self.make_loss_hessian_func(ext)(module, g_inp, g_out)
+        if ext.get_loss_hessian_strategy() == LossHessianStrategy.SUM:
+            return result * scale**2
+        result = result * scale
+        if BackpropStrategy.is_batch_average(ext.get_backprop_strategy()):
+            flat = result.flatten(2)
+            return einsum(flat, flat, "v n i, v n j -> i j")
+        return result
+
+    def make_loss_hessian_func(
+        self, ext: HBP
+    ) -> Callable[[Module, Tuple[Tensor], Tuple[Tensor]], Tensor]:
+        """Choose how the loss Hessian is represented.
+
+        Args:
+            ext: The extension that is running.
+
+        Returns:
+            Function of module and gradients at inputs and output.
+        """
+        strategy = ext.get_loss_hessian_strategy()
+        if strategy == LossHessianStrategy.SUM:
+            return self.derivatives.sum_hessian
+        if strategy == LossHessianStrategy.EXACT:
+            return self.derivatives.sqrt_hessian
+
+        def sampled(
+            module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]
+        ) -> Tensor:
+            samples = ext.get_num_mc_samples()
+            return self.derivatives.sqrt_hessian_sampled(
+                module, g_inp, g_out, mc_samples=samples
+            )
+
+        return sampled
+
+
+class HBPMSELoss(HBPLoss):
+    """Hessian backpropagation from :class:`torch.nn.MSELoss`."""
+
+    def __init__(self):
+        """Set the derivatives."""
+        super().__init__(MSELossDerivatives())
+
+
+class HBPCrossEntropyLoss(HBPLoss):
+    """Hessian backpropagation from :class:`torch.nn.CrossEntropyLoss`."""
+
+    def __init__(self):
+        """Set the derivatives."""
+        super().__init__(CrossEntropyLossDerivatives())
+
+
+class HBPBCEWithLogitsLoss(HBPLoss):
+    """Hessian backpropagation from :class:`torch.nn.BCEWithLogitsLoss`."""
+
+    def __init__(self):
+        """Set the derivatives."""
+        super().__init__(BCELossWithLogitsDerivatives())

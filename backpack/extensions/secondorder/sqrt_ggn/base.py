@@ -1,0 +1,62 @@
+"""The square root of the GGN on a module with known derivatives."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, List, Tuple
+
+from torch import Tensor
+from torch.nn import Module
+
+from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.extensions.mat_to_mat_jac_base import ParameterRule
+
+if TYPE_CHECKING:
+    from backpack.extensions.backprop_extension import BackpropExtension
+
+
+class SqrtGGNBaseModule(ParameterRule):
+    """Pull columns back, and multiply them with the parameters' Jacobians.
+
+    A building block for extensions that are assembled by hand.
+    """
+
+    def __init__(self, derivatives: BaseDerivatives, params: List[str] = None):
+        """Store the derivatives, and create a method for each parameter.
+
+        Args:
+            derivatives: The module's derivatives.
+            params: Names of the parameters. Default: ``None``, for no parameter.
+        """
+        super().__init__(derivatives, params)
+
+    def parameter(
+        self,
+        name: str,
+        ext: BackpropExtension,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        backproped: Tensor,
+    ) -> Tensor:
+        """Multiply columns with a parameter's transposed Jacobian.
+
+        Args:
+            name: Name of the parameter.
+            ext: The extension that is running.
+            module: The module, with its inputs and output.
+            g_inp: Gradients at the inputs, as far as they exist.
+            g_out: Gradients at the outputs.
+            backproped: Columns ``[V, N, *out]``.
+
+        Returns:
+            Products of shape ``[V, N, *p]``.
+        """
+        return self.derivatives.param_mjp(
+            name,
+            module,
+            g_inp,
+            g_out,
+            backproped,
+            sum_batch=False,
+            subsampling=ext.get_subsampling(),
+        )

@@ -1,0 +1,36 @@
+"""The square root of the GGN on batch normalization."""
+
+from typing import Tuple, Union
+
+from torch import Tensor
+from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d
+
+from backpack.core.derivatives.batchnorm_nd import BatchNormNdDerivatives
+from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.secondorder.sqrt_ggn.base import SqrtGGNBaseModule
+from backpack.utils.errors import batch_norm_raise_error_if_train
+
+
+class SqrtGGNBatchNormNd(SqrtGGNBaseModule):
+    """Square root of the GGN on batch normalization, in evaluation mode."""
+
+    def __init__(self):
+        """Set the derivatives and the parameters."""
+        super().__init__(BatchNormNdDerivatives(), params=["weight", "bias"])
+
+    def check_hyperparameters_module_extension(
+        self,
+        ext: BackpropExtension,
+        module: Union[BatchNorm1d, BatchNorm2d, BatchNorm3d],
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+    ) -> None:
+        """Refuse training mode.
+
+        Args:
+            ext: The extension that is running.
+            module: The layer.
+            g_inp: Gradients at the inputs, as far as they exist.
+            g_out: Gradients at the outputs.
+        """
+        batch_norm_raise_error_if_train(module)

@@ -1,0 +1,82 @@
+"""The square root of the GGN starts at the loss."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Tuple, Union
+
+from torch import Tensor
+from torch.nn import Module
+
+from backpack.core.derivatives.bcewithlogitsloss import BCELossWithLogitsDerivatives
+from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
+from backpack.core.derivatives.mseloss import MSELossDerivatives
+from backpack.extensions.secondorder.hbp.hbp_options import LossHessianStrategy
+from backpack.extensions.secondorder.sqrt_ggn.base import SqrtGGNBaseModule
+from backpack.extensions.turn import loss_scale
+
+if TYPE_CHECKING:
+    from backpack.extensions.secondorder.sqrt_ggn import SqrtGGNExact, SqrtGGNMC
+
+
+class SqrtGGNBaseLossModule(SqrtGGNBaseModule):
+    """Compute columns of a factor of the loss Hessian."""
+
+    def backpropagate(
+        self,
+        ext: Union[SqrtGGNExact, SqrtGGNMC],
+        module: Module,
+        grad_inp: Tuple[Tensor],
+        grad_out: Tuple[Tensor],
+        backproped: None,
+    ) -> Tensor:
+        """Factor the loss Hessian, as the extension wants it.
+
+        Args:
+            ext: The extension that is running. It tells strategy and samples.
+            module: The loss module, with its inputs and output.
+            grad_inp: Gradients at the inputs, as far as they exist.
+            grad_out: Gradient at the output.
+            backproped: Nothing.
+
+        Returns:
+            Columns ``[V, N, *in]``.
+        """
+        strategy, subsampling = ext.get_loss_hessian_strategy(), ext.get_subsampling()
+        LossHessianStrategy.check_exists(strategy)
+        if strategy == LossHessianStrategy.SAMPLING:
+            columns = self.derivatives.sqrt_hessian_sampled(
+                module,
+                grad_inp,
+                grad_out,
+                mc_samples=ext.get_num_mc_samples(),
+                subsampling=subsampling,
+            )
+        else:
+            columns = self.derivatives.sqrt_hessian(
+                module, grad_inp, grad_out, subsampling=subsampling
+            )
+        return columns * loss_scale(module, grad_out[0])
+
+
+class SqrtGGNMSELoss(SqrtGGNBaseLossModule):
+    """Columns of the loss Hessian's factor of :class:`torch.nn.MSELoss`."""
+
+    def __init__(self):
+        """Set the derivatives."""
+        super().__init__(MSELossDerivatives())
+
+
+class SqrtGGNCrossEntropyLoss(SqrtGGNBaseLossModule):
+    """Columns of the loss Hessian's factor of :class:`torch.nn.CrossEntropyLoss`."""
+
+    def __init__(self):
+        """Set the derivatives."""
+        super().__init__(CrossEntropyLossDerivatives())
+
+
+class SqrtGGNBCEWithLogithsLoss(SqrtGGNBaseLossModule):
+    """Columns of the loss Hessian's factor of :class:`torch.nn.BCEWithLogitsLoss`."""
+
+    def __init__(self):
+        """Set the derivatives."""
+        super().__init__(BCELossWithLogitsDerivatives())

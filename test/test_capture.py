@@ -1,0 +1,504 @@
+"""What extending does to a module, and what it sees in a backward pass."""
+
+from typing import Callable, Dict, List, Tuple, Type
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Module
+
+from backpack import backpack, disable, extend, extensions, memory_cleanup
+from backpack.context import CTX
+from backpack.custom_module.branching import Parallel, SumModule
+from backpack.custom_module.reduce_tuple import ReduceTuple
+from backpack.extensions import BatchGrad, DiagGGNExact, SqrtGGNExact, Variance
+from backpack.extensions.backprop_extension import BackpropExtension
+
+ALL = [getattr(extensions, name) for name in extensions.__all__]
+N = 3
+
+
+class Block(Module):
+    """A container with a forward pass of its own."""
+
+    def __init__(self):
+        """Create the layers."""
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 3), nn.Linear(3, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor, *, skip: bool = True) -> Tensor:
+        """Apply the layers, around a skip connection.
+
+        Args:
+            x: Input.
+            skip: Whether there is one.
+
+        Returns:
+            Output of the same shape.
+        """
+        out = self.b(self.a(x).relu()) * self.scale
+        return out + x if skip else out
+
+
+def small() -> Tuple[Module, Module, Tensor, Tensor]:
+    """Make an extended model and loss, and data.
+
+    Returns:
+        Model, loss, input, target.
+    """
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    loss = nn.CrossEntropyLoss()
+    return extend(model), extend(loss), torch.rand(N, 4), torch.tensor([0, 1, 1])
+
+
+def hooks(module: Module) -> List[int]:
+    """Count the hooks on a module and all modules inside.
+
+    Args:
+        module: The module.
+
+    Returns:
+        Numbers of hooks.
+    """
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+    return [len(getattr(child, kind)) for child in module.modules() for kind in kinds]
+
+
+def stored(module: Module) -> List[str]:
+    """List what a forward pass has stored on a module and all modules inside.
+
+    Args:
+        module: The module.
+
+    Returns:
+        Names of attributes.
+    """
+    return [
+        f"{name}.{attribute}"
+        for name, child in module.named_modules()
+        for attribute in vars(child)
+        if attribute == "output" or attribute.startswith("input")
+    ]
+
+
+# Extending
+
+
+def test_extend_returns_the_module():
+    """The same object comes back, with a flag on everything inside."""
+    model = nn.Sequential(Block(), nn.Sequential(nn.ReLU()))
+    assert extend(model) is model
+    assert all(child._backpack_extend is True for child in model.modules())
+
+
+def test_extend_twice_adds_nothing():
+    """Neither hooks nor handles."""
+    model = extend(nn.Sequential(Block(), nn.Linear(4, 2)))
+    before, handles = hooks(model), len(CTX.hook_handles)
+    assert any(before)
+    extend(model)
+    extend(model[0])
+    extend(nn.Sequential(model))
+    assert hooks(model) == before
+    assert len(CTX.hook_handles) == handles
+
+
+def test_extend_what_was_added():
+    """A second call extends what has come in since the first."""
+    model, loss, x, y = small()
+    model.append(nn.Linear(2, 2))
+    extend(model)
+    with backpack(BatchGrad()):
+        loss(model(x), y).backward()
+    assert all(param.grad_batch.shape[0] == N for param in model.parameters())
+
+
+def test_extend_leaves_the_model_alone():
+    """Neither outputs, nor parameters, nor the state dictionary change."""
+    model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.ReLU(inplace=True), nn.Flatten())
+    x = torch.rand(N, 2, 3)
+    out, keys = model(x), list(model.state_dict())
+    names = [name for name, _ in model.named_parameters()]
+    extend(model)
+    assert torch.equal(model(x), out)
+    assert list(model.state_dict()) == keys
+    assert [name for name, _ in model.named_parameters()] == names
+
+
+def test_extend_again():
+    """What libraries do: flags back, hooks removed, tensors dropped, and once more."""
+    model, loss, x, y = small()
+    before = hooks(model)
+    model(x)
+    for _ in range(2):
+        for module in (*model.modules(), *loss.modules()):
+            module._backpack_extend = False
+        CTX.remove_hooks()
+        memory_cleanup(model)
+        assert CTX.hook_handles == []
+        assert not any(hooks(model)) and not stored(model)
+        model(x)
+        assert not stored(model)
+        extend(model)
+        extend(loss)
+        assert hooks(model) == before
+        with backpack(BatchGrad(), DiagGGNExact()):
+            loss(model(x), y).backward()
+        for param in model.parameters():
+            assert torch.allclose(param.grad_batch.sum(0), param.grad)
+            param.grad = None
+            del param.grad_batch, param.diag_ggn_exact
+
+
+def test_extend_debug(capsys: pytest.CaptureFixture):
+    """A line for each module that is extended."""
+    extend(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), debug=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert any("Linear" in line for line in lines)
+    assert any("ReLU" in line for line in lines)
+    extend(nn.Sequential(nn.Linear(4, 3), nn.ReLU()))
+    assert capsys.readouterr().out == ""
+
+
+# Forward passes
+
+
+def test_stored_tensors():
+    """Each operation stores its inputs and its output."""
+    model, loss, x, y = small()
+    f = model(x)
+    value = loss(f, y)
+    assert torch.equal(model[0].input0, x)
+    assert torch.equal(model[2].output, f)
+    assert torch.equal(model[1].output, model[2].input0)
+    assert torch.equal(loss.input0, f) and torch.equal(loss.input1, y)
+    assert torch.equal(loss.output, value)
+    assert not hasattr(model[0], "input1")
+
+
+def test_stored_output_of_several():
+    """The first of several outputs is stored."""
+    lstm = extend(nn.LSTM(2, 3, batch_first=True))
+    out, _ = lstm(torch.rand(N, 4, 2))
+    assert torch.equal(lstm.output, out)
+
+
+def test_stored_keyword_arguments():
+    """Arguments by name are stored in the order of the signature."""
+    bilinear = extend(nn.Bilinear(2, 3, 4))
+    a, b = torch.rand(N, 2), torch.rand(N, 3)
+    bilinear(input2=b, input1=a)
+    assert torch.equal(bilinear.input0, a) and torch.equal(bilinear.input1, b)
+    bilinear(a, input2=b)
+    assert torch.equal(bilinear.input0, a) and torch.equal(bilinear.input1, b)
+
+
+def test_containers_store_nothing():
+    """Containers without a forward pass of their own are no operations."""
+    parallel = Parallel(nn.Linear(4, 3), nn.Linear(4, 3), merge_module=SumModule())
+    model = extend(nn.Sequential(nn.Sequential(nn.Linear(4, 4)), parallel))
+    model(torch.rand(N, 4))
+    assert {name.rpartition(".")[0] for name in stored(model)} == {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, SumModule))
+    }
+    recurrent = extend(nn.Sequential(nn.GRU(2, 3, batch_first=True), ReduceTuple()))
+    recurrent(torch.rand(N, 4, 2))
+    assert "0.output" in stored(recurrent)
+    assert not any(name.startswith("1.") for name in stored(recurrent))
+    traced = extend(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 3), nn.ReLU())))
+    traced(torch.rand(N, 4))
+    assert not any(name.startswith(".") for name in stored(traced))
+    assert "0.input0" in stored(traced)
+
+
+def test_container_with_a_forward_pass():
+    """A module with modules inside is an operation if it has a forward pass."""
+    block = extend(Block())
+    x = torch.rand(N, 4)
+    out = block(x, skip=False)
+    assert torch.equal(block.input0, x) and torch.equal(block.output, out)
+
+
+@pytest.mark.parametrize("context", [disable, torch.no_grad, torch.inference_mode])
+def test_nothing_stored(context: Callable):
+    """Without gradients and inside ``disable``, nothing is stored."""
+    model, loss, x, y = small()
+    with context():
+        loss(model(x), y)
+    assert not stored(model) and not stored(loss)
+
+
+def test_the_last_call_is_stored():
+    """A second forward pass replaces what the first has stored."""
+    model, _, x, _ = small()
+    model(x)
+    model(2 * x)
+    assert torch.equal(model[0].input0, 2 * x)
+
+
+def test_own_attributes_win():
+    """Attributes, parameters and buffers of these names stay what they are."""
+    model = nn.Linear(4, 3)
+    model.output = "mine"
+    model.register_buffer("input0", torch.zeros(1))
+    extend(model)
+    model(torch.rand(N, 4)).sum().backward()
+    assert model.output == "mine"
+    assert torch.equal(model.input0, torch.zeros(1))
+
+
+def test_memory_cleanup():
+    """All that was stored is deleted, on modules inside, too."""
+    model = extend(nn.Sequential(Block(), nn.Linear(4, 2)))
+    model(torch.rand(N, 4))
+    assert stored(model)
+    memory_cleanup(model)
+    assert not stored(model)
+    memory_cleanup(model)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("first_frozen", [True, False])
+def test_dropped_after_a_backward_pass(inside: bool, first_frozen: bool):
+    """Inputs and outputs are dropped, also outside of a context."""
+    model, loss, x, y = small()
+    model[0].requires_grad_(not first_frozen)
+    value = loss(model(x), y)
+    assert stored(model) and stored(loss)
+    if inside:
+        with backpack(BatchGrad()):
+            value.backward()
+    else:
+        value.backward()
+    assert not stored(model) and not stored(loss)
+
+
+def test_kept_with_retain_graph():
+    """``retain_graph=True`` keeps them, until a pass without it."""
+    model, loss, x, y = small()
+    value = loss(model(x), y)
+    with backpack(BatchGrad(), retain_graph=True):
+        value.backward(retain_graph=True)
+        assert torch.equal(model[0].input0, x)
+    assert torch.equal(model[0].input0, x)
+    with backpack(BatchGrad()):
+        value.backward()
+    assert not stored(model) and not stored(loss)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_second_pass_without_retain_graph(inside: bool):
+    """A second pass after the tensors were dropped says what to do."""
+    model, loss, x, y = small()
+    value = loss(model(x), y)
+    if inside:
+        with backpack(BatchGrad()):
+            value.backward(retain_graph=True)
+    else:
+        value.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"backpack\(\.\.\., retain_graph=True\)"):
+        with backpack(BatchGrad()):
+            value.backward()
+
+
+# Backward passes
+
+
+class Visits:
+    """An extension hook that writes down where it was, and what it saw."""
+
+    def __init__(self):
+        """Start with nothing."""
+        self.modules: List[Module] = []
+        self.fields: List[Dict[str, List[str]]] = []
+        self.watched: List[Module] = []
+
+    def __call__(self, module: Module) -> None:
+        """Write down a visit.
+
+        Args:
+            module: Where.
+        """
+        self.modules.append(module)
+        seen = {
+            name: sorted(set(vars(param)))
+            for watched in self.watched
+            for name, param in watched.named_parameters()
+        }
+        self.fields.append(seen)
+
+
+def test_order_of_modules():
+    """The loss comes first, then the layers in reverse order."""
+    model, loss, x, y = small()
+    visits = Visits()
+    with backpack(BatchGrad(), extension_hook=visits):
+        loss(model(x), y).backward()
+    assert visits.modules == [loss, model[2], model[1], model[0]]
+
+
+def test_order_of_containers():
+    """A container with its own forward pass comes before what is inside."""
+    block, loss = extend(Block()), extend(nn.MSELoss())
+    model = extend(nn.Sequential(nn.Linear(4, 4), block))
+    visits = Visits()
+    visits.watched = [block]
+    with backpack(BatchGrad(), extension_hook=visits):
+        loss(model(torch.rand(N, 4)), torch.rand(N, 4)).backward()
+    assert visits.modules == [loss, block, block.b, block.a, model[0]]
+    seen = visits.fields[1]
+    assert seen["scale"] == ["grad_batch"]
+    assert not any(fields for name, fields in seen.items() if name != "scale")
+
+
+@pytest.mark.parametrize("quantity", ALL, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("num_classes", [2, 12])
+def test_results_are_formed_in_turn(
+    quantity: Type[BackpropExtension], num_classes: int
+):
+    """A layer has its field when its hook runs, and not before."""
+    model = extend(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, num_classes)))
+    loss, ext = extend(nn.CrossEntropyLoss()), quantity()
+    visits = Visits()
+    visits.watched = [model]
+    with backpack(ext, extension_hook=visits):
+        loss(model(torch.rand(N, 4)), torch.tensor([0, 1, 1])).backward()
+    assert visits.modules == [loss, model[2], model[1], model[0]]
+    last, first = ["2.weight", "2.bias"], ["0.weight", "0.bias"]
+    for seen, names in zip(visits.fields, [[], last, last, last + first]):
+        for name, fields in seen.items():
+            assert fields == ([ext.savefield] if name in names else [])
+
+
+@pytest.mark.parametrize("quantity", ALL, ids=lambda cls: cls.__name__)
+def test_hook_may_delete(quantity: Type[BackpropExtension]):
+    """The hook sees fields and input, and may compress and delete the field."""
+    model, loss, x, y = small()
+    ext, compressed = quantity(), {}
+
+    def compress(module: Module) -> None:
+        assert torch.equal(module.input0, inputs[module])
+        assert isinstance(module.output, Tensor)
+        for name, param in module.named_parameters(recurse=False):
+            compressed[module, name] = getattr(param, ext.savefield)
+            delattr(param, ext.savefield)
+
+    f = model(x)
+    inputs = {module: module.input0 for module in model}
+    value = loss(f, y)
+    inputs[loss] = loss.input0
+    with backpack(ext, extension_hook=compress):
+        value.backward()
+    assert set(compressed) == {
+        (model[i], n) for i in (0, 2) for n in ("weight", "bias")
+    }
+    assert not any(hasattr(param, ext.savefield) for param in model.parameters())
+
+
+def test_hook_runs_once_for_each_call():
+    """A module that is called twice is visited twice; at last its field is complete."""
+    layer, loss = extend(nn.Linear(3, 3)), extend(nn.MSELoss())
+    seen: List[Tensor] = []
+
+    def remember(module: Module) -> None:
+        if module is layer:
+            seen.append(layer.weight.grad_batch)
+
+    with backpack(BatchGrad(), extension_hook=remember):
+        loss(layer(layer(torch.rand(N, 3)).sin()), torch.rand(N, 3)).backward()
+    assert len(seen) == 2
+    assert torch.allclose(seen[1].sum(0), layer.weight.grad)
+    assert layer.weight.grad_batch is seen[1]
+
+
+def test_hook_without_extensions():
+    """The hook alone runs, too."""
+    model, loss, x, y = small()
+    visits = Visits()
+    with backpack(extension_hook=visits):
+        loss(model(x), y).backward()
+    assert visits.modules == [loss, model[2], model[1], model[0]]
+
+
+def test_order_of_extensions(capsys: pytest.CaptureFixture):
+    """Extensions run in the given order, then the hook; debug prints all of it."""
+    model, loss, x, y = small()
+    exts = [Variance(), DiagGGNExact(), BatchGrad()]
+
+    def hook(module: Module) -> None:
+        print("hook", type(module).__name__)
+
+    with backpack(*exts, extension_hook=hook, debug=True):
+        loss(model(x), y).backward()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 * (len(exts) + 2)  # one per extension, one per hook, ours
+    for start, module in zip(range(0, 20, 5), [loss, model[2], model[1], model[0]]):
+        names = [type(ext).__name__ for ext in exts]
+        for line, name in zip(lines[start:], names):
+            assert name in line and type(module).__name__ in line
+        assert "hook" in lines[start + 3] and type(module).__name__ in lines[start + 3]
+        assert lines[start + 4] == f"hook {type(module).__name__}"
+
+
+def test_silent_by_default(capsys: pytest.CaptureFixture):
+    """Without debug, nothing is printed."""
+    model, loss, x, y = small()
+    with backpack(BatchGrad(), DiagGGNExact()):
+        loss(model(x), y).backward()
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("quantity", ALL, ids=lambda cls: cls.__name__)
+def test_nothing_left_in_saved_quantities(quantity: Type[BackpropExtension]):
+    """Nothing waits for a turn that does not come."""
+    model, loss, x, y = small()
+    ext = quantity()
+    with backpack(ext):
+        loss(model(x), y).backward()
+    assert ext.saved_quantities._saved_quantities == {}
+
+
+def test_extended_after_the_forward_pass():
+    """There is nothing to compute from then; a warning says so."""
+    model = nn.Linear(4, 2)
+    value = extend(nn.CrossEntropyLoss())(
+        model(torch.rand(N, 4)), torch.tensor([0, 1, 1])
+    )
+    extend(model)
+    with pytest.warns(UserWarning, match="extend"):
+        with backpack(BatchGrad()):
+            value.backward()
+    assert not hasattr(model.weight, "grad_batch")
+
+
+def test_fields_are_attributes():
+    """Fields stay over ``zero_grad``, can be tagged, deleted and overwritten."""
+    model, loss, x, y = small()
+    with backpack(BatchGrad(), SqrtGGNExact()):
+        loss(model(x), y).backward()
+    weight = model[0].weight
+    model.zero_grad()
+    first = weight.grad_batch
+    first.tag = "mine"
+    assert weight.grad_batch.tag == "mine" and weight.grad is None
+    del weight.sqrt_ggn_exact
+    with backpack(BatchGrad()):
+        loss(model(2 * x), y).backward()
+    assert weight.grad_batch is not first
+    assert not hasattr(weight, "sqrt_ggn_exact")
+    assert not torch.equal(weight.grad_batch, first)
+
+
+def test_module_may_disappear():
+    """A model that is deleted before the backward pass: a clear error."""
+    model, loss, x, y = small()
+    value = loss(model(x), y)
+    weight = model[0].weight
+    del model
+    with pytest.raises(RuntimeError, match="Keep the model"):
+        with backpack(BatchGrad()):
+            value.backward()
+    assert not hasattr(weight, "grad_batch")

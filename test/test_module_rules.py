@@ -1,0 +1,1009 @@
+"""Quantities by module rules, against dense Hessians and slow recursions in float64.
+
+Each row of ``CASES`` is a model of which every layer has a rule, or the generic one. The
+oracles know nothing of module rules: the Hessian is differentiated twice by autograd,
+and recursions use dense Jacobians of one sample at a time.
+"""
+
+from functools import lru_cache
+from typing import Any, Callable, Dict, List, NamedTuple, Tuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import F64, N, Problem, classes, like, randn, randomize
+from oracle import assert_agrees, oracle, parameters, sample
+from torch import Tensor, nn
+from torch.autograd import grad
+from torch.autograd.functional import jacobian
+from torch.nn import Module, Sequential
+
+from backpack import backpack, extend
+from backpack.custom_module.branching import Parallel, SumModule
+from backpack.custom_module.pad import Pad
+from backpack.custom_module.permute import Permute
+from backpack.custom_module.reduce_tuple import ReduceTuple
+from backpack.custom_module.scale_module import ScaleModule
+from backpack.custom_module.slicing import Slicing
+from backpack.extensions import (
+    GGNMP,
+    HMP,
+    KFAC,
+    KFLR,
+    KFRA,
+    PCHMP,
+    BatchDiagHessian,
+    DiagGGNExact,
+    DiagHessian,
+    SqrtGGNExact,
+)
+from backpack.extensions.layers import LAYERS, WITHOUT_RULE
+from backpack.extensions.secondorder.diag_hessian.signed_columns import SignedColumns
+from backpack.extensions.secondorder.hbp import HBP
+from backpack.extensions.secondorder.sqrt_ggn.activations import (
+    SqrtGGNReLU,
+    SqrtGGNSigmoid,
+    SqrtGGNTanh,
+)
+
+
+class Case(NamedTuple):
+    """A row: a model, its input, a loss, and what is not defined for it."""
+
+    id: str
+    model: Callable[[], Module]
+    X: Callable[[], Tuple[Tensor, ...]]
+    without: Tuple[str, ...] = ()
+    loss: Callable[[], Module] = nn.CrossEntropyLoss
+    y: Callable[[Tensor], Tuple[Tensor, ...]] = classes
+
+    def build(self) -> Problem:
+        """Build the case; the same numbers every time."""
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            X = self.X()
+            model = randomize(self.model().to(F64))
+            with torch.no_grad():
+                prediction = model(*X)
+            return Problem(model, self.loss().to(F64), X, self.y(prediction))
+
+
+class Square(Module):
+    """A module without a rule, and without parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Square each element of ``[N, *]``, and mix neighbours."""
+        return x * x.roll(1, dims=-1)
+
+
+class Gate(Module):
+    """A module with two inputs that interact."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Multiply ``[N, *]`` with the sine of ``[N, *]``."""
+        return x * y.sin()
+
+
+class Power(Module):
+    """A module that is not linear in its parameter."""
+
+    def __init__(self, features: int):
+        """Create the exponents."""
+        super().__init__()
+        self.exponent = nn.Parameter(torch.rand(features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Raise the exponential of ``[N, features]`` to a power."""
+        return (self.exponent * x).exp()
+
+
+def layer(
+    id: str, make: Callable[[], Module], *shape: int, without: Tuple[str, ...] = ()
+) -> Case:
+    """Make a row for a layer between a layer with parameters and a smooth head."""
+
+    def model() -> Module:
+        x = torch.rand(2, *shape, dtype=F64)
+        first = _first(shape)
+        module = make().to(F64).eval()
+        features = module(first(x))[0].numel()
+        head = [nn.Flatten(), nn.Sigmoid(), nn.Linear(features, 3)]
+        return Sequential(first, module, *head)
+
+    return Case(id, model, randn(N, *shape), without)
+
+
+def _first(shape: Tuple[int, ...]) -> Module:
+    if len(shape) == 1:
+        return nn.Linear(shape[0], shape[0]).to(F64)
+    conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[len(shape) - 2]
+    return conv(shape[0], shape[0], 1).to(F64)
+
+
+SHARED = ("kfra",)  # positions share a weight: refused without a choice, or branches
+NON_LINEAR = ("pchmp",)  # not linear in a parameter
+
+ACTIVATIONS = [
+    layer(cls.__name__, cls, 3)
+    for cls in (
+        nn.ReLU,
+        nn.LeakyReLU,
+        nn.ELU,
+        nn.SELU,
+        nn.Sigmoid,
+        nn.LogSigmoid,
+        nn.Tanh,
+        nn.CELU,
+        nn.GELU,
+        nn.Hardswish,
+        nn.Mish,
+        nn.SiLU,
+        nn.Softplus,
+        nn.Softsign,
+        nn.Tanhshrink,
+        nn.Hardshrink,
+        nn.Hardsigmoid,
+        nn.Hardtanh,
+        nn.ReLU6,
+        nn.Softshrink,
+        nn.PReLU,
+    )
+    if cls is not nn.PReLU
+] + [
+    layer("Threshold", lambda: nn.Threshold(0.1, 0.5), 3),
+    layer("PReLU", nn.PReLU, 3, without=NON_LINEAR),
+    layer("GLU", lambda: nn.GLU(1), 4),
+    layer("Softmax", lambda: nn.Softmax(1), 3),
+    layer("LogSoftmax", lambda: nn.LogSoftmax(1), 3),
+]
+
+POOLING = [
+    layer(
+        f"{kind}{d}d", lambda cls=getattr(nn, f"{kind}{d}d"), a=a: cls(a), 2, *[3] * d
+    )
+    for kind, a in [
+        ("AvgPool", 2),
+        ("MaxPool", 2),
+        ("AdaptiveAvgPool", 2),
+        ("AdaptiveMaxPool", 2),
+    ]
+    for d in (1, 2, 3)
+]
+
+SHAPES = [
+    layer("Identity", nn.Identity, 3),
+    layer("ScaleModule", lambda: ScaleModule(-0.7), 3),
+    layer("Dropout-eval", nn.Dropout, 3),
+    layer("AlphaDropout-eval", nn.AlphaDropout, 3),
+    layer("Unflatten", lambda: nn.Unflatten(1, (2, 2)), 4),
+    layer("Pad", lambda: Pad((1, 2)), 2, 2),
+    layer("ZeroPad2d", lambda: nn.ZeroPad2d(1), 1, 2, 2),
+    layer("ConstantPad1d", lambda: nn.ConstantPad1d(1, 2.0), 2, 2),
+    layer("CircularPad1d", lambda: nn.CircularPad1d(1), 2, 3),
+    layer("ReflectionPad2d", lambda: nn.ReflectionPad2d(1), 1, 3, 2),
+    layer("ReplicationPad1d", lambda: nn.ReplicationPad1d(2), 2, 2),
+    layer("Slicing", lambda: Slicing((slice(None), slice(1), 0)), 2, 3),
+    layer("Permute", lambda: Permute(0, 2, 1), 2, 3),
+    layer("Upsample", lambda: nn.Upsample(scale_factor=2), 2, 2),
+    layer("PixelShuffle", lambda: nn.PixelShuffle(2), 4, 1, 2),
+    layer("PixelUnshuffle", lambda: nn.PixelUnshuffle(2), 1, 2, 2),
+    layer("ChannelShuffle", lambda: nn.ChannelShuffle(2), 4, 1, 2),
+]
+
+WITH_PARAMETERS = [
+    *[
+        layer(f"Conv{d}d", lambda c=getattr(nn, f"Conv{d}d"): c(2, 2, 2), 2, *[3] * d)
+        for d in (1, 2, 3)
+    ],
+    *[
+        layer(
+            f"ConvTranspose{d}d",
+            lambda c=getattr(nn, f"ConvTranspose{d}d"): c(2, 1, 2, stride=2),
+            2,
+            *[2] * d,
+        )
+        for d in (1, 2, 3)
+    ],
+    layer(
+        "Conv2d-groups", lambda: nn.Conv2d(2, 4, 2, groups=2), 2, 2, 3, without=SHARED
+    ),
+    layer("Linear-sequence", lambda: nn.Linear(2, 3), 2, 2, without=SHARED),
+    *[
+        layer(f"BatchNorm{d}d", lambda c=getattr(nn, f"BatchNorm{d}d"): c(2), *shape)
+        for d, shape in [(1, (2,)), (1, (2, 3)), (2, (2, 2, 1)), (3, (2, 1, 2, 1))]
+    ],
+    *[
+        layer(
+            f"InstanceNorm{d}d",
+            lambda c=getattr(nn, f"InstanceNorm{d}d"): c(2, affine=True),
+            2,
+            *[2] * d,
+        )
+        for d in (1, 2, 3)
+    ],
+    layer("LayerNorm", lambda: nn.LayerNorm(3), 3),
+    layer("RMSNorm", lambda: nn.RMSNorm(3), 3),
+    layer("GroupNorm", lambda: nn.GroupNorm(2, 4), 4, 2),
+    layer("Power", lambda: Power(3), 3, without=NON_LINEAR),
+    layer("Square", Square, 3),
+    *[
+        layer(
+            cls.__name__,
+            lambda cls=cls: Sequential(cls(2, 2, batch_first=True), ReduceTuple()),
+            2,
+            2,
+            without=NON_LINEAR,
+        )
+        for cls in (nn.RNN, nn.LSTM, nn.GRU)
+    ],
+    Case(
+        "Embedding",
+        lambda: Sequential(nn.Embedding(4, 3), nn.Tanh(), nn.Linear(3, 3)),
+        lambda: (torch.tensor([0, 2, 2]),),
+    ),
+    Case(
+        "weight_norm",
+        lambda: Sequential(
+            nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
+            nn.Tanh(),
+            nn.Linear(3, 3),
+        ),
+        randn(N, 3),
+        NON_LINEAR,
+    ),
+]
+
+
+def _residual() -> Module:
+    inner = Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+    block = Parallel(nn.Identity(), inner, Sequential(nn.Linear(3, 3), Square()))
+    return Sequential(nn.Linear(3, 3), nn.Sigmoid(), block, nn.LayerNorm(3))
+
+
+def _nested() -> Module:
+    inner = Parallel(Sequential(nn.Linear(3, 3), nn.Sigmoid()), nn.Tanh())
+    outer = Parallel(nn.Identity(), Sequential(nn.Tanh(), inner, nn.Linear(3, 3)))
+    return Sequential(nn.Linear(2, 3), outer, nn.SiLU(), nn.Linear(3, 3))
+
+
+def _gated() -> Module:
+    gate = Parallel(
+        nn.Linear(3, 3), Sequential(nn.Linear(3, 3), nn.Tanh()), merge_module=Gate()
+    )
+    return Sequential(nn.Linear(3, 3), gate, nn.Linear(3, 3))
+
+
+NETWORKS = [
+    Case("residual", _residual, randn(N, 3), SHARED),
+    Case("nested", _nested, randn(N, 2), SHARED),
+    Case("gated", _gated, randn(N, 3), SHARED),
+    Case(
+        "deep",  # more columns than features: they are combined
+        lambda: Sequential(
+            *[m for _ in range(4) for m in (nn.Linear(3, 3), nn.Sigmoid(), nn.Tanh())]
+        ),
+        randn(N, 3),
+    ),
+    Case(
+        "narrow",
+        lambda: Sequential(
+            nn.Linear(3, 2),
+            nn.Sigmoid(),
+            nn.Linear(2, 6),
+            nn.Tanh(),
+            nn.Linear(6, 6),
+            nn.Sigmoid(),
+            nn.Linear(6, 3),
+        ),
+        randn(N, 3),
+    ),
+    Case(
+        "mse",
+        lambda: Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)),
+        randn(N, 3),
+        loss=nn.MSELoss,
+        y=like,
+    ),
+    Case(
+        "bce",
+        lambda: Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)),
+        randn(N, 3),
+        loss=lambda: nn.BCEWithLogitsLoss(reduction="sum"),
+        y=lambda p: (torch.rand_like(p).round(),),
+    ),
+    Case(
+        "huber",
+        lambda: Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)),
+        randn(N, 3),
+        loss=nn.SmoothL1Loss,
+        y=like,
+    ),
+]
+
+CASES = [*ACTIVATIONS, *POOLING, *SHAPES, *WITH_PARAMETERS, *NETWORKS]
+EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=[case.id for case in CASES])
+
+
+def run(problem: Problem, *extensions: Any, factor: float = 1.0) -> Tensor:
+    """Run a backward pass on an extended problem, and return the loss."""
+    model, loss = extend(problem.model), extend(problem.loss)
+    value = factor * loss(model(*problem.X), *problem.y)
+    with backpack(*extensions):
+        value.backward()
+    return value
+
+
+@lru_cache(maxsize=None)
+def solved(case: Case) -> Problem:
+    """Compute all quantities that are defined for a case in one backward pass."""
+    problem = case.build()
+    extensions = {
+        "diag_h": DiagHessian(),
+        "diag_h_batch": BatchDiagHessian(),
+        "hmp": HMP(),
+        "ggnmp": GGNMP(),
+        "pchmp": PCHMP(modify="clip"),
+        "pchmp_abs": PCHMP("pchmp_abs", modify="abs"),
+        "kfra": KFRA(),
+    }
+    for name in case.without:
+        for field in [field for field in extensions if field.startswith(name)]:
+            del extensions[field]
+    run(problem, *extensions.values())
+    return problem
+
+
+def hessians(problem: Problem) -> Dict[str, Tensor]:
+    """Differentiate the loss twice, ``[N, P, P]`` for each sample and parameter."""
+    model, loss, X, y = problem
+    params, result = parameters(model), {}
+    constants = [model(*sample(X, n)).detach() for n in range(len(X[0]))]
+    for name, param in params.items():
+        blocks = []
+        for n in range(len(constants)):
+            predictions = list(constants)
+            predictions[n] = model(*sample(X, n))
+            value = loss(torch.cat(predictions), *y)
+            (gradient,) = grad(value, param, create_graph=True, materialize_grads=True)
+            blocks.append(rows(gradient, param))
+        result[name] = torch.stack(blocks)
+    return result
+
+
+def rows(gradient: Tensor, param: Tensor) -> Tensor:
+    """Differentiate a gradient, element by element."""
+    if not gradient.requires_grad:
+        return param.new_zeros(param.numel(), param.numel())
+    return torch.stack(
+        [
+            grad(g, param, retain_graph=True, materialize_grads=True)[0].flatten()
+            for g in gradient.flatten()
+        ]
+    ).detach()
+
+
+def assert_products(problem: Problem, field: str, dense: Dict[str, Tensor]) -> None:
+    """Compare functions with dense matrices, for several vectors and for one."""
+    for name, param in parameters(problem.model).items():
+        function = getattr(param, field)
+        vectors = torch.randn(2, *param.shape, dtype=F64)
+        expected = (vectors.flatten(1) @ dense[name]).reshape(vectors.shape)
+        products = function(vectors)
+        assert not products.requires_grad
+        scale = float(dense[name].abs().max()) or 1.0
+        assert_agrees(products + scale, expected + scale, f"{field} {name}")
+        assert_agrees(function(vectors[0]), products[0], f"{field} {name}, one vector")
+
+
+@EVERY_CASE
+def test_diag_hessian(case: Case):
+    """The diagonals, in total and for each sample, are those of dense Hessians."""
+    problem = solved(case)
+    for name, dense in hessians(problem).items():
+        param = problem.model.get_parameter(name)
+        batch = dense.diagonal(dim1=1, dim2=2).reshape(len(dense), *param.shape)
+        scale = float(dense.abs().max()) or 1.0  # entries may cancel
+        assert_agrees(param.diag_h_batch + scale, batch + scale, f"batch {name}")
+        assert_agrees(param.diag_h + scale, batch.sum(0) + scale, f"total {name}")
+        assert not param.diag_h.requires_grad
+
+
+@EVERY_CASE
+def test_hmp(case: Case):
+    """The products are those with the dense Hessian's blocks."""
+    problem = solved(case)
+    dense = {name: blocks.sum(0) for name, blocks in hessians(problem).items()}
+    assert_products(problem, "hmp", dense)
+
+
+@EVERY_CASE
+def test_ggnmp(case: Case):
+    """The products are those with the dense GGN's blocks."""
+    problem = solved(case)
+    square_roots = oracle("sqrt_ggn", *problem)
+    dense = {}
+    for name, columns in square_roots.items():
+        flat = columns.flatten(2)
+        dense[name] = torch.einsum("vnp,vnq->pq", flat, flat)
+    assert_products(problem, "ggnmp", dense)
+
+
+def chain_hessian(
+    modules: List[Module], loss: Callable[[Tensor], Tensor], x: Tensor, modify: Callable
+) -> Tensor:
+    """Compute a sample's curvature at a module's input by the dense recursion."""
+    if not modules:
+        return torch.func.hessian(loss)(x).reshape(x.numel(), x.numel())
+    module, *after = modules
+    z = module(x).detach()
+
+    def rest(z: Tensor) -> Tensor:
+        for later in after:
+            z = later(z)
+        return loss(z)
+
+    delta = torch.func.grad(rest)(z)
+    above = chain_hessian(after, loss, z, modify)
+    J = jacobian(module, x).reshape(z.numel(), x.numel())
+    residual = torch.autograd.functional.hessian(
+        lambda x: (module(x) * delta).sum(), x
+    ).reshape(x.numel(), x.numel())
+    eigenvalues, Q = torch.linalg.eigh((residual + residual.T) / 2)
+    return J.T @ above @ J + Q @ torch.diag(modify(eigenvalues)) @ Q.T
+
+
+PCH_CASES = [
+    case
+    for case in CASES
+    if "pchmp" not in case.without
+    and case.id
+    in ("Sigmoid", "GELU", "Softmax", "LayerNorm", "narrow", "mse", "Conv1d")
+]
+
+
+@pytest.mark.parametrize("case", PCH_CASES, ids=[case.id for case in PCH_CASES])
+@pytest.mark.parametrize("field", ["pchmp", "pchmp_abs"])
+def test_pchmp(case: Case, field: str):
+    """The products are those of a dense recursion with modified residuals."""
+    problem = solved(case)
+    model, loss, X, y = problem
+    modify = torch.abs if field == "pchmp_abs" else lambda e: e.clamp(min=0)
+    modules = [m for m in model if not isinstance(m, ReduceTuple)]
+    predictions = model(*X).detach()
+    dense: Dict[str, Any] = {name: 0.0 for name in parameters(model)}
+    for n in range(len(predictions)):
+
+        def loss_n(prediction: Tensor, n: int = n) -> Tensor:
+            parts = list(predictions.split(1))
+            parts[n] = prediction
+            return loss(torch.cat(parts), *y)
+
+        x = X[0][n : n + 1]
+        for k, module in enumerate(modules):
+            for name, param in module.named_parameters():
+
+                def forward(p: Tensor, m: Module = module, i: str = name, x: Any = x):
+                    return torch.func.functional_call(m, {i: p}, (x,))
+
+                z = module(x).detach()
+                above = chain_hessian(modules[k + 1 :], loss_n, z, modify)
+                J = jacobian(forward, param.detach())
+                J = J.reshape(z.numel(), -1)
+                dense[f"{k}.{name}"] = dense[f"{k}.{name}"] + J.T @ above @ J
+            x = module(x).detach()
+    assert_products(problem, field, dense)
+
+
+def kfra_factors(problem: Problem) -> Dict[str, Tensor]:
+    """Compute B of each parameter by the slow recursion, layer by layer."""
+    model, loss, X, y = problem
+    inputs, modules = [X[0]], _flat(model)
+    for module in modules:
+        inputs.append(_first_output(module(inputs[-1])).detach())
+    prediction = inputs[-1]
+    full = torch.func.hessian(lambda p: loss(p, *y))(prediction)
+    size = len(prediction)
+    B = sum(full[n, :, n, :] for n in range(size))
+    result = {}
+    names = {param: name for name, param in model.named_parameters()}
+    for module, x in reversed(list(zip(modules, inputs))):
+        for p_name, param in module.named_parameters():
+            result[names[param]] = _output_factor(module, p_name, param, x, B)
+        if x.is_floating_point():
+            total = 0.0
+            for n in range(size):
+                x_n = x[n : n + 1]
+                J = jacobian(lambda x, m=module: _first_output(m(x)), x_n)
+                J = J.reshape(B.shape[0], x_n.numel())
+                total = total + J.T @ B @ J
+            B = total / size
+    return result
+
+
+def _flat(model: Module) -> List[Module]:
+    nested = [_flat(m) if isinstance(m, Sequential) else [m] for m in model]
+    return [m for part in nested for m in part if not isinstance(m, ReduceTuple)]
+
+
+def _first_output(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _output_factor(
+    module: Module, name: str, param: Tensor, x: Tensor, B: Tensor
+) -> Tensor:
+    convs = (nn.modules.conv._ConvNd,)
+    if isinstance(module, convs):
+        channels = module.out_channels
+        blocks = B.reshape(channels, B.shape[0] // channels, channels, -1)
+        return blocks.sum((1, 3))
+    if isinstance(module, (nn.Linear, nn.Embedding)) and name in ("weight", "bias"):
+        return B
+    total = 0.0
+    for n in range(len(x)):
+
+        def forward(p: Tensor, x: Tensor = x[n : n + 1]) -> Tensor:
+            return _first_output(torch.func.functional_call(module, {name: p}, (x,)))
+
+        J = jacobian(forward, param.detach()).reshape(B.shape[0], -1)
+        total = total + J.T @ B @ J
+    return total / len(x)
+
+
+KFRA_CASES = [case for case in CASES if "kfra" not in case.without]
+
+
+@pytest.mark.parametrize("case", KFRA_CASES, ids=[case.id for case in KFRA_CASES])
+def test_kfra(case: Case):
+    """B is that of the slow recursion, and A that of KFLR."""
+    problem = solved(case)
+    expected = kfra_factors(problem)
+    twin = case.build()
+    run(twin, KFLR(weight_sharing=None) if _convention(case) else KFLR("expand"))
+    for name, param in problem.model.named_parameters():
+        kfra, kflr = list(param.kfra), twin.model.get_parameter(name).kflr
+        position = 1 if isinstance(_owner(problem.model, name), nn.Embedding) else 0
+        B = kfra.pop(position)
+        scale = float(B.abs().max()) or 1.0
+        assert_agrees(B + scale, expected[name] + scale, f"B {name}")
+        if _convention(case):
+            assert_agrees(kfra, kflr[:position] + kflr[position + 1 :], f"A {name}")
+
+
+def _convention(case: Case) -> bool:
+    return case.id not in ("RNN", "LSTM", "GRU")
+
+
+def _owner(model: Module, name: str) -> Module:
+    return model.get_submodule(name.rpartition(".")[0])
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("case", ["Conv2d-groups", "Linear-sequence", "Conv1d"])
+def test_kfra_with_a_choice(case: str, sharing: str):
+    """For one sample and a linear rest of the network, KFRA is KFLR for every choice."""
+    (row,) = [c for c in CASES if c.id == case]
+    problem = row.build()
+    problem = problem._replace(X=(problem.X[0][:1],), y=(problem.y[0][:1],))
+    run(problem, KFRA(weight_sharing=sharing), KFLR(weight_sharing=sharing))
+    for name, param in problem.model.named_parameters():
+        if name != "0.weight" or sharing == "reduce":
+            assert_agrees(param.kfra, param.kflr, name)
+
+
+ONE_SAMPLE = [c for c in CASES if c.id in ("Sigmoid", "Conv2d", "LayerNorm", "narrow")]
+
+
+@pytest.mark.parametrize("case", ONE_SAMPLE, ids=[case.id for case in ONE_SAMPLE])
+def test_kfra_is_kflr_for_one_sample(case: Case):
+    """Without an average, the recursions are the same."""
+    problem = case.build()
+    problem = problem._replace(X=(problem.X[0][:1],), y=(problem.y[0][:1],))
+    run(problem, KFRA(), KFLR())
+    for name, param in problem.model.named_parameters():
+        assert_agrees(param.kfra, param.kflr, name)
+
+
+def test_kflr_is_exact_for_deep_linear_networks():
+    """For one sample, the Kronecker product is the GGN's block."""
+    model = Sequential(nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(2, 3)).to(F64)
+    X, y = torch.randn(1, 3, dtype=F64), torch.randn(1, 3, dtype=F64)
+    problem = Problem(model, nn.MSELoss(), (X,), (y,))
+    run(problem, KFLR(), KFRA(), GGNMP())
+    for name, param in model.named_parameters():
+        basis = torch.eye(param.numel(), dtype=F64).reshape(-1, *param.shape)
+        block = param.ggnmp(basis).flatten(1)
+        for factors in (param.kflr, param.kfra):
+            product = factors[0]
+            for other in factors[1:]:
+                product = torch.kron(product, other)
+            assert_agrees(product, block, name)
+
+
+def test_hbp_options():
+    """HBP with KFLR's and KFRA's options gives their factors, and tells the options."""
+    problem = next(case for case in CASES if case.id == "narrow").build()
+    average = HBP("ggn", "sum", "average", "E[J^T E(H) J]", "average")
+    exact = HBP("ggn", "exact", "average", "E[J^T E(H) J]", "exact")
+    root = HBP("ggn", "exact", "sqrt", "E[J^T E(H) J]", "root")
+    run(problem, average, exact, root, KFRA(), KFLR())
+    for name, param in problem.model.named_parameters():
+        assert_agrees(param.average, param.kfra, name)
+        assert_agrees(param.exact, param.kfra, name)
+        assert_agrees(param.root, param.kflr, name)
+    for ext in (KFAC(), KFLR(), KFRA(), root):
+        assert isinstance(ext, HBP)
+        assert ext.get_curv_type() == "ggn"
+        assert ext.get_ea_strategy() == "E[J^T E(H) J]"
+    assert KFAC(mc_samples=3).get_num_mc_samples() == 3
+    assert KFAC().get_loss_hessian_strategy() == "sampling"
+    assert KFLR().get_backprop_strategy() == "sqrt"
+    assert KFRA().get_backprop_strategy() == "average"
+
+
+def test_hbp_with_residuals_and_averaged_inputs():
+    """The recursion of Chen et al.: residuals enter, inputs are averaged first."""
+    model = Sequential(nn.Linear(3, 2), nn.Sigmoid(), nn.Linear(2, 2)).to(F64)
+    X, y = torch.randn(4, 3, dtype=F64), torch.randint(2, (4,))
+    ext = HBP("pch-abs", "sum", "average", "E(J^T) E(H) E(J)", "hbp")
+    run(Problem(model, nn.CrossEntropyLoss(), (X,), (y,)), ext, KFRA())
+    mean = X.mean(0)
+    assert_agrees(model[0].weight.hbp[1], torch.outer(mean, mean), "A")
+    z = model[0](X).detach().requires_grad_()
+    s = z.sigmoid()
+    loss = F.cross_entropy(model[2](s), y)
+    (delta,) = grad(loss, s)
+    d2f = (s * (1 - s) * (1 - 2 * s)).detach()
+    residual = (delta * d2f).sum(0).abs().diag()
+    assert_agrees(model[0].bias.hbp[0], model[0].bias.kfra[0] + residual, "B")
+
+
+@pytest.mark.parametrize("factor", [0.5, -2.0])
+def test_scaled_loss(factor: float):
+    """Results carry the factor of a loss that was scaled, also a negative one."""
+    names = ("diag_h", "diag_h_batch")
+    plain, scaled = (CASES[4].build() for _ in range(2))
+    run(plain, DiagHessian(), BatchDiagHessian(), HMP())
+    with pytest.warns(UserWarning, match="modified"):
+        run(scaled, DiagHessian(), BatchDiagHessian(), HMP(), factor=factor)
+    for a, b in zip(plain.model.parameters(), scaled.model.parameters()):
+        v = torch.randn_like(a)
+        for name in names:
+            assert_agrees(getattr(b, name), factor * getattr(a, name), name)
+        assert_agrees(b.hmp(v), factor * a.hmp(v), "hmp")
+
+
+@pytest.mark.parametrize("ext", [KFRA, GGNMP, PCHMP])
+def test_scaled_loss_of_the_ggn_family(ext: Callable):
+    """Factors carry over where the GGN exists, and are refused where it does not."""
+    plain, scaled, negative = (CASES[4].build() for _ in range(3))
+    run(plain, ext())
+    with pytest.warns(UserWarning, match="modified"):
+        run(scaled, ext(), factor=3.0)
+    for a, b in zip(plain.model.parameters(), scaled.model.parameters()):
+        if ext is KFRA:
+            assert_agrees(b.kfra[0], 3 * a.kfra[0], "kfra")
+        else:
+            v, field = torch.randn_like(a), ext().savefield
+            expected = 3 * getattr(a, field)(v)
+            assert_agrees(getattr(b, field)(v), expected, field)
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match="semi-definite"):
+        run(negative, ext(), factor=-1.0)
+
+
+def test_two_losses():
+    """Losses on the same output, and on different ones, add up."""
+    torch.manual_seed(1)
+    shared = extend(Sequential(nn.Linear(3, 3), nn.Sigmoid()).to(F64))
+    head = extend(nn.Linear(3, 2).to(F64))
+    first, second = extend(nn.CrossEntropyLoss()), extend(nn.MSELoss())
+    X, y, z = torch.randn(4, 3, dtype=F64), torch.randint(2, (4,)), torch.rand(4, 3)
+    z = z.to(F64)
+
+    def value() -> Tensor:
+        features = shared(X)
+        return first(head(features), y) + second(features, z)
+
+    with backpack(DiagHessian(), HMP()):
+        value().backward()
+    for param in (*shared.parameters(), *head.parameters()):
+        (gradient,) = grad(value(), param, create_graph=True)
+        dense = rows(gradient, param)
+        assert_agrees(param.diag_h, dense.diagonal().reshape(param.shape), "diag")
+        v = torch.randn_like(param)
+        assert_agrees(param.hmp(v).flatten(), dense @ v.flatten(), "hmp")
+
+
+def test_functions_outlive_the_graph():
+    """Functions hold what they need: later forward passes do not change them."""
+    problem = CASES[4].build()
+    run(problem, HMP())
+    model = problem.model
+    vectors = [torch.randn_like(p) for p in model.parameters()]
+    before = [p.hmp(v) for p, v in zip(model.parameters(), vectors)]
+    assert hasattr(model[0], "input0") and hasattr(model[0], "output")
+    model(torch.randn_like(problem.X[0]))
+    for param, v, expected in zip(model.parameters(), vectors, before):
+        assert_agrees(param.hmp(v), expected)
+    with pytest.raises(ValueError, match="Expected"):
+        model[0].weight.hmp(torch.zeros(2, 2, dtype=F64))
+
+
+def test_dropout_in_training():
+    """The mask that was drawn is used, also where the input is zero."""
+    model = Sequential(
+        nn.Linear(4, 8),
+        nn.ReLU(),
+        nn.Dropout(0.5),
+        nn.Linear(8, 6),
+        nn.Sigmoid(),
+        nn.AlphaDropout(0.5),
+        nn.Linear(6, 3),
+    ).to(F64)
+    problem = Problem(
+        model,
+        nn.CrossEntropyLoss(),
+        (torch.randn(5, 4, dtype=F64),),
+        (torch.randint(3, (5,)),),
+    )
+    torch.manual_seed(3)
+    run(problem, DiagHessian(), HMP(), KFRA())
+    fields = {p: (p.diag_h, p.hmp) for p in model.parameters()}
+    for param, (diagonal, hmp) in fields.items():
+        torch.manual_seed(3)
+        value = problem.loss(model(*problem.X), *problem.y)
+        (gradient,) = grad(value, param, create_graph=True)
+        dense = rows(gradient, param)
+        assert_agrees(diagonal, dense.diagonal().reshape(param.shape), "diag")
+        v = torch.randn_like(param)
+        assert_agrees(hmp(v).flatten(), dense @ v.flatten(), "hmp")
+    assert "_backpack_mask" not in vars(model[2])
+
+
+ALL = [DiagHessian, BatchDiagHessian, HMP, GGNMP, PCHMP, KFRA]
+EACH = pytest.mark.parametrize("ext", ALL, ids=[ext.__name__ for ext in ALL])
+
+
+@EACH
+@pytest.mark.parametrize("cls", [nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.Hardtanh])
+def test_in_place(ext: Callable, cls: Callable):
+    """Modules that overwrite their input, if their derivatives can live with it."""
+
+    def build(inplace: bool) -> Problem:
+        torch.manual_seed(0)
+        middle = [cls(inplace=inplace), nn.Linear(5, 5), cls(inplace=inplace)]
+        model = Sequential(nn.Linear(4, 5), *middle, nn.Sigmoid(), nn.Linear(5, 3))
+        X = 3 * torch.randn(4, 4, dtype=F64)
+        y = torch.randint(3, (4,))
+        return Problem(model.to(F64), nn.CrossEntropyLoss(), (X,), (y,))
+
+    plain, overwriting = build(False), build(True)
+    run(plain, ext())
+    run(overwriting, ext())
+    for a, b in zip(plain.model.parameters(), overwriting.model.parameters()):
+        a, b = getattr(a, ext().savefield), getattr(b, ext().savefield)
+        if callable(a):
+            v = torch.randn(2, *_shape_of(a), dtype=F64)
+            a, b = a(v), b(v)
+        assert_agrees(b, a)
+
+
+def _shape_of(function: Callable) -> Tuple[int, ...]:
+    cells = (cell.cell_contents for cell in function.__wrapped__.__closure__)
+    (linear,) = [c for c in cells if hasattr(c, "parameter")]
+    return tuple(linear.parameter.shape)
+
+
+class Functional(Module):
+    """Operations that no module stands for."""
+
+    def __init__(self, function: Callable[[Module, Tensor], Tensor]):
+        """Create layers, and keep what to do with them."""
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(3, 3) for _ in range(3))
+        self.tanh, self.add = nn.Tanh(), SumModule()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Call the function."""
+        return self.function(self, x)
+
+
+class Doubles(Module):
+    """Modifies its input in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Double ``[N, *]``."""
+        return x.mul_(2)
+
+
+class Noise(Module):
+    """Draws random numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply ``[N, *]`` with noise."""
+        return x * torch.rand_like(x)
+
+
+class Stack(Module):
+    """Takes a list of tensors."""
+
+    def forward(self, xs: List[Tensor]) -> Tensor:
+        """Sum the tensors ``[N, *]``."""
+        return sum(xs)
+
+
+NO_CHAIN = "use_converter=True"
+REFUSED = {
+    "operation": (lambda m, x: m.b(F.relu(m.a(x))), NO_CHAIN),
+    "operation at the end": (lambda m, x: F.relu(m.a(x)), NO_CHAIN),
+    "residual": (lambda m, x: m.b(m.a(x) + m.tanh(m.a(x))), NO_CHAIN),
+    "hidden branch": (lambda m, x: m.add(m.b(y := m.a(x)), F.relu(y)), NO_CHAIN),
+    "in place": (lambda m, x: m.b(m.a(x).relu_()), NO_CHAIN),
+    "identity of an operation": (
+        lambda m, x: m.b(extend(nn.Identity())(F.relu(m.a(x)))),
+        NO_CHAIN,
+    ),
+    "module in place": (lambda m, x: m.b(extend(Doubles())(m.a(x))), NO_CHAIN),
+    "activation in place": (
+        lambda m, x: m.b(_kept(m, nn.ELU(inplace=True))(m.a(x))),
+        "inplace=False",
+    ),
+    "random": (lambda m, x: m.b(_kept(m, Noise())(m.a(x))), "random"),
+    "list": (lambda m, x: m.c(_kept(m, Stack())([m.a(x), m.b(x)])), NO_CHAIN),
+    "called twice": (lambda m, x: m.a(m.tanh(m.a(x))), "several calls"),
+}
+
+
+def _kept(model: Module, module: Module) -> Module:
+    """Extend a module, and keep it until the backward pass has run."""
+    model.__dict__["kept"] = extend(module)
+    return module
+
+
+@EACH
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(ext: Callable, name: str):
+    """What modules do not describe is refused, with a way out."""
+    function, message = REFUSED[name]
+    model = Functional(function).to(F64)
+    X, y = torch.randn(4, 3, dtype=F64), torch.randint(3, (4,))
+    problem = Problem(model, nn.CrossEntropyLoss(), (X,), (y,))
+    with pytest.raises((NotImplementedError, RuntimeError), match=message):
+        run(problem, ext())
+
+
+@EACH
+def test_converter_is_the_way_out(ext: Callable):
+    """The same functional model works after conversion."""
+    torch.manual_seed(0)
+    model = Functional(lambda m, x: m.b(F.relu(m.a(x)))).to(F64)
+    loss = extend(nn.CrossEntropyLoss())
+    X, y = torch.randn(4, 3, dtype=F64), torch.randint(3, (4,))
+    converted = extend(model, use_converter=True)
+    with backpack(ext()):
+        loss(converted(X), y).backward()
+    assert all(hasattr(m.weight, ext().savefield) for m in (model.a, model.b))
+
+
+@EACH
+def test_other_refusals(ext: Callable):
+    """BatchNorm in training mode, and a loss that is not extended."""
+    model = Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).to(F64)
+    X, y = torch.randn(4, 3, dtype=F64), torch.randint(3, (4,))
+    with pytest.raises(NotImplementedError, match="training mode"):
+        run(Problem(model, nn.CrossEntropyLoss(), (X,), (y,)), ext())
+    model = extend(Sequential(nn.Linear(3, 3)).to(F64))
+    with pytest.raises(AssertionError, match="extend"), backpack(ext()):
+        F.cross_entropy(model(X), y).backward()
+
+
+@pytest.mark.parametrize("ext", [KFRA, DiagHessian])
+def test_samples_must_come_first(ext: Callable):
+    """Layers with the sequence on axis 0 are refused where samples are told apart."""
+    rnn = Sequential(nn.RNN(2, 2), ReduceTuple(), Permute(0, 2, 1)).to(F64)
+    X, y = torch.randn(3, 3, 2, dtype=F64), torch.randint(2, (3, 3))
+    with pytest.raises(NotImplementedError, match="batch_first"):
+        run(Problem(rnn, nn.CrossEntropyLoss(), (X,), (y,)), ext())
+
+
+def test_kfra_refuses_branches():
+    """An average over the batch does not tell how branches interact."""
+    problem = next(case for case in CASES if case.id == "residual").build()
+    with pytest.raises(NotImplementedError, match="KFLR"):
+        run(problem, KFRA())
+
+
+def test_nothing_is_left():
+    """No quantity and no graph survives a backward pass, also not after an error."""
+    extensions = [ext() for ext in ALL if ext is not KFRA]
+    problem = next(case for case in CASES if case.id == "nested").build()
+    run(problem, *extensions)
+    failing = Functional(REFUSED["operation"][0]).to(F64)
+    X, y = torch.randn(4, 3, dtype=F64), torch.randint(3, (4,))
+    with pytest.raises(NotImplementedError):
+        run(Problem(failing, nn.CrossEntropyLoss(), (X,), (y,)), *extensions)
+    assert not any(ext.saved_quantities._saved_quantities for ext in extensions)
+
+
+def test_signed_columns_are_combined():
+    """Many columns become as many as there are features, few stay as they are."""
+    columns, sign = torch.randn(9, 2, 3, dtype=F64), torch.randn(9, 2).sign().to(F64)
+    many = SignedColumns.create(columns, sign)
+    few = many.compress()
+    assert len(few.columns) == 3
+    for matrices in zip(_matrices(few), _matrices(many)):
+        assert_agrees(*matrices)
+    apart = SignedColumns.create(columns, sign, ways=2)
+    assert apart.compress() is apart
+    assert len(apart.merge(apart).compress().columns) == 3
+
+
+def _matrices(columns: SignedColumns) -> Tensor:
+    flat = columns.columns.flatten(2)
+    return torch.einsum("vn,vni,vnj->nij", columns.sign, flat, flat)
+
+
+# The GGN family, sent from module to module by a user's module extension
+
+WALKING = {
+    "DiagGGNExact": DiagGGNExact,
+    "KFLR": lambda: KFLR("expand"),
+    "SqrtGGNExact": SqrtGGNExact,
+    "KFAC": lambda: KFAC(2, "expand"),
+}
+WALKED = [
+    c
+    for c in CASES
+    if c.id in ("narrow", "Conv2d", "LayerNorm", "residual", "gated", "BatchNorm2d")
+]
+
+
+@pytest.mark.parametrize("case", WALKED, ids=[case.id for case in WALKED])
+@pytest.mark.parametrize("name", WALKING)
+def test_ggn_family_by_module_rules(case: Case, name: str):
+    """A module extension that overrides ``backpropagate`` leads to the same results."""
+    plain, walking = WALKING[name](), WALKING[name]()
+    for cls, extension in {
+        nn.Sigmoid: SqrtGGNSigmoid,
+        nn.Tanh: SqrtGGNTanh,
+        nn.ReLU: SqrtGGNReLU,
+    }.items():
+        walking.set_module_extension(cls, extension(), overwrite=True)
+    assert walking.walks_modules and not plain.walks_modules
+    expected, problem = case.build(), case.build()
+    for p, ext in ((expected, plain), (problem, walking)):
+        torch.manual_seed(1)
+        run(p, ext)
+    for name, param in problem.model.named_parameters():
+        reference = getattr(expected.model.get_parameter(name), plain.savefield)
+        assert_agrees(getattr(param, walking.savefield), reference, name)
+
+
+# The table
+
+COVERED = {type(m) for case in CASES for m in case.build().model.modules()}
+
+
+def test_every_layer_of_the_table_is_tested():
+    """Each layer of the table is part of a case, or shares its row with one that is."""
+    rows_covered = {id(LAYERS[cls]) for cls in COVERED if cls in LAYERS}
+    missing = [
+        cls.__name__ for cls, row in LAYERS.items() if id(row) not in rows_covered
+    ]
+    assert not missing
+
+
+def test_blanks_have_a_reason():
+    """What is left blank in the table of quantities is refused, and says why."""
+    quantities = {ext.__name__ for ext in ALL}
+    for (cls, quantity), reason in WITHOUT_RULE.items():
+        assert cls in LAYERS and quantity in quantities and reason
+    blanks = {cls for cls, quantity in WITHOUT_RULE if quantity == "PCHMP"}
+    refused = {
+        type(m)
+        for case in CASES
+        if "pchmp" in case.without
+        for m in case.build().model.modules()
+    }
+    assert blanks <= refused

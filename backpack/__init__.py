@@ -141,8 +141,8 @@ class backpack(AbstractContextManager):  # noqa: N801
         report = current.report
         announce.__exit__(exc_type, *exc_info)
         vars(current).update(outer)
-        if exc_type is None and any(ext.computes_all for ext in self.exts):
-            report.warn()
+        if exc_type is None:
+            report.warn(self.exts)
 
 
 def extend(module: Module, debug: bool = False, use_converter: bool = False) -> Module:

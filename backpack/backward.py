@@ -24,11 +24,6 @@ from backpack.graph import Entry, Inspection, root_nodes, takes_part
 from backpack.pullback import PullBack
 from backpack.utils.hooks import no_op
 
-RELEASED = (
-    "The inputs and outputs of {module} were dropped after an earlier backward pass. "
-    "Use `with backpack(..., retain_graph=True)` for all but the last backward pass "
-    "through the same graph (also where the earlier one ran outside of any context)."
-)
 MODIFIED_LOSS = (
     "The loss was modified after {module}: the gradient at its output is {factor}, not "
     "1. Second-order quantities contain this factor."
@@ -36,9 +31,9 @@ MODIFIED_LOSS = (
 
 
 NOT_EXTENDED_BATCH_NORM = (
-    "A batch normalization in training mode, which is not extended, couples the samples "
-    "of the batch, so that quantities of individual samples are not defined. Call "
-    "`.eval()` on it, or replace it with a layer that treats samples separately."
+    "A {module} in training mode, which is not extended, couples the samples of the "
+    "batch, so that quantities of individual samples are not defined. Call `.eval()` "
+    "on it, or replace it with a layer that treats samples separately."
 )
 SEPARATE_USE = (
     "Parameters are also used in terms of the loss that no extended module computes, "
@@ -109,10 +104,12 @@ class BackwardPass:
         separating = [ext for ext in self.state.active_exts if ext.separates_samples]
         if not separating:
             return
-        if inspection.has_coupled_samples():
-            if any(getattr(ext, "refuses_coupled_samples", True) for ext in separating):
-                raise NotImplementedError(NOT_EXTENDED_BATCH_NORM)
-            warn(NOT_EXTENDED_BATCH_NORM, stacklevel=5)
+        module = inspection.coupling()
+        if module is not None:
+            message = NOT_EXTENDED_BATCH_NORM.format(module=module)
+            if any(ext.refuses_coupled_samples for ext in separating):
+                raise NotImplementedError(message)
+            warn(message, stacklevel=5)
         separate, entangled = inspection.uses_outside()
         if entangled:
             names = inspection.describe(entangled)
@@ -147,12 +144,11 @@ class BackwardPass:
             RuntimeError: If inputs and output were dropped before.
         """
         current = self.state
-        if call.released:
-            raise RuntimeError(RELEASED.format(module=call.module))
+        call.check_live()
         call.store(raw=True)
         module = call.module
         if current.report is not None:
-            current.report.met_call = True
+            current.report.met.add(id(module))
         try:
             with Turn(call, self, g_out, entries) as turn:
                 if call.is_loss:
@@ -340,6 +336,10 @@ def backward_pass(current: State, outputs: Any) -> Iterator[BackwardPass]:
     outer, current.backward_pass = current.backward_pass, running
     try:
         yield running
+    except BaseException:
+        if current.report is not None:
+            current.report.failed = True
+        raise
     finally:
         running.finish()
         current.backward_pass = outer

@@ -27,6 +27,11 @@ from backpack.graph import CALLS, Consumers, Entry, calls_at, is_leaf
 from backpack.utils.disable import disable
 from backpack.utils.module_classification import is_loss, is_no_op
 
+RELEASED = (
+    "The inputs and outputs of {module} were dropped after an earlier backward pass. "
+    "Use `with backpack(..., retain_graph=True)` for all but the last backward pass "
+    "through the same graph (also where the earlier one ran outside of any context)."
+)
 _STORED = "_backpack_stored"  # names of the tensors stored on a module
 
 # The calls that may still have their turn, by the parameters they are responsible for
@@ -46,11 +51,14 @@ class Call:
         edges_before: What an operation in place, which made an argument the output,
             was computed from; empty if another call returned the argument as it is.
         outputs: Floating-point tensors of the output, detached.
+        output_shapes: Their shapes, which are remembered.
         parameters: Parameters that this call is responsible for, by (dotted) name: the
             module's own, and those of modules inside that were not called themselves.
         random_state: State of the random number generators before the call, if the
             generic rule may need it.
         is_loss: Whether the call computes a loss.
+        loss_module: The module if it is a loss, which may be owned by nobody else. All
+            other modules are referenced weakly: they may store what owns this call.
         released: Whether inputs and outputs have been dropped.
         columns: Columns ``[V, N, *]`` at each output, by their source.
         is_constant: Whether the inputs depend on parameters only.
@@ -97,11 +105,12 @@ class Call:
         self.inputs = tuple(x for x in self.arguments if isinstance(x, Tensor))
         self.versions = [x._version for x in self.inputs]
         self.outputs = [out.detach() for out in outputs]
-        self.num_outputs = len(outputs)
+        self.output_shapes = [out.shape for out in outputs]
         self.parameters = parameters
         self.is_constant = all(map(_is_constant, self.input_edges))
         self.random_state = random_state
         self.is_loss = False
+        self.loss_module: Optional[Module] = None
         self.released = False
         self.columns: Dict[Any, List[Optional[Tensor]]] = {}
         self.graphless: Iterable[Module] = ()
@@ -114,6 +123,20 @@ class Call:
         self._waiting: Set[int] = set()
         for param in parameters.values():
             _CALLS_OF.setdefault(param, weakref.WeakSet()).add(self)
+
+    @property
+    def num_outputs(self) -> int:
+        """Number of floating-point tensors in the output."""
+        return len(self.output_shapes)
+
+    def check_live(self) -> None:
+        """Check that inputs and outputs have not been dropped.
+
+        Raises:
+            RuntimeError: If they were.
+        """
+        if self.released:
+            raise RuntimeError(RELEASED.format(module=self.module))
 
     @property
     def module(self) -> Module:
@@ -196,6 +219,7 @@ class Call:
         self.inputs, self.input_edges, self.versions = (), [], []
         self.outputs, self.graphless, self.random_state = [], (), None
         self.columns = {}
+        self.loss_module = None
         self.released = True
 
     def arrive(
@@ -387,6 +411,8 @@ def leave_call(
     call = Call(module, args, kwargs, outputs, parameters, random_state)
     call.store(raw=False)
     call.is_loss = _computes_loss(module, outputs)
+    if call.is_loss:
+        call.loss_module = module
     call.is_outermost = not _THREAD.frames
     call.is_composite = frame is not None and any(True for _ in module.children())
     call.is_transparent = frame is not None and bool(frame.called)
@@ -495,6 +521,9 @@ def _attach(call: Call, outputs: List[Tensor]) -> None:
         for i, out in enumerate(outputs)
         if out.requires_grad and out.grad_fn is not None
     }
+    if len(outputs) == 1 and edges and _is_view_of_own_result(call, outputs[0]):
+        # A later in-place operation would take the view's node out of the graph
+        edges = {0: get_gradient_edge(outputs[0]._base)}
     if not edges:
         _THREAD.graphless.add(call.module)
         return
@@ -513,6 +542,24 @@ def _attach(call: Call, outputs: List[Tensor]) -> None:
             node.register_prehook(partial(_join, entries, nodes))
 
 
+def _is_view_of_own_result(call: Call, output: Tensor) -> bool:
+    """Tell whether a layer returns its result in another shape.
+
+    As linear layers do on sequences. Its gradient is then that of the result, reshaped.
+    """
+    base = output._base
+    return (
+        bool(call.parameters)
+        and not call.is_composite
+        and base is not None
+        and base.grad_fn is not None
+        and base.numel() == output.numel()
+        and base.is_contiguous()
+        and output.is_contiguous()
+        and all(x.data_ptr() != base.data_ptr() for x in call.inputs)
+    )
+
+
 def _hooked_calls(node: Node) -> List[Entry]:
     """Return the list of a node's calls, which its hook works on."""
     if not calls_at(node):
@@ -527,7 +574,8 @@ def _run_calls(entries: List[Entry], gradients: Tuple[Optional[Tensor], ...]) ->
 
     by_call: Dict[Call, Dict[int, Optional[Tensor]]] = {}
     for entry in reversed(entries):
-        by_call.setdefault(entry.call, {})[entry.index] = gradients[entry.output_nr]
+        gradient = entry.in_shape(gradients[entry.output_nr])
+        by_call.setdefault(entry.call, {})[entry.index] = gradient
     for call, known in by_call.items():
         if not call.joins:
             visit(call, [known.get(i) for i in range(call.num_outputs)], entries)

@@ -9,6 +9,7 @@ from typing import (
     Iterator,
     List,
     NamedTuple,
+    Optional,
     Sequence,
     Set,
     Tuple,
@@ -31,7 +32,7 @@ _ADDITIVE = ("AddBackward0", "SubBackward0", "NegBackward0", "SumBackward0")
 _SCALING = ("MulBackward0", "DivBackward0")
 # Nodes that broadcast an operand from the right, and so add axes before its axis 0
 _BROADCASTING = (*_ADDITIVE[:2], *_SCALING, "ExpandBackward0")
-_VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
+VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 
 
 class Entry(NamedTuple):
@@ -40,6 +41,19 @@ class Entry(NamedTuple):
     output_nr: int
     index: int
     call: Call
+
+    def in_shape(self, gradient: Optional[Tensor]) -> Optional[Tensor]:
+        """Bring a gradient into the shape of the call's output.
+
+        Args:
+            gradient: Gradient at the node's output.
+
+        Returns:
+            Gradient at the call's output, which may be a view of the node's.
+        """
+        if gradient is None:
+            return None
+        return gradient.reshape(self.call.output_shapes[self.index])
 
 
 class Target(NamedTuple):
@@ -59,6 +73,27 @@ def calls_at(node: Node) -> List[Entry]:
         The calls, in the order in which they returned.
     """
     return node.metadata.get(CALLS, [])
+
+
+def producing_calls(edge: GradientEdge) -> List[Entry]:
+    """Find the calls that returned a tensor.
+
+    Args:
+        edge: Where the tensor sits in the graph.
+
+    Returns:
+        The calls, in the order in which they returned.
+    """
+    entries = [e for e in calls_at(edge.node) if e.output_nr == edge.output_nr]
+    parents = edge.node.next_functions
+    if not entries and type(edge.node).__name__ in VIEWS and parents[0][0] is not None:
+        shape = torch.Size(edge.node._input_metadata[0].shape)
+        entries = [
+            e
+            for e in calls_at(parents[0][0])
+            if e.output_nr == parents[0][1] and e.call.output_shapes[e.index] == shape
+        ]
+    return entries
 
 
 def walk(starts: Iterable[Node], stops: Iterable[Node] = ()) -> Iterator[Node]:
@@ -221,19 +256,23 @@ class Inspection:
                 names.setdefault(param, f"'{name}' of {type(call.module).__name__}")
         return ", ".join(names[param] for param in params)
 
-    def has_coupled_samples(self) -> bool:
-        """Tell whether a batch normalisation that is not extended couples samples.
+    def coupling(self) -> Optional[str]:
+        """Find a batch normalisation that is not extended and couples samples.
+
+        Those that are extended are asked when their turn comes.
 
         Returns:
-            Whether one does. Those that are extended are asked when their turn comes.
+            What it is called, ``None`` if there is none.
         """
-        return any(
-            "BatchNorm" in type(node).__name__
-            and getattr(node, "_saved_training", False)
-            and node._input_metadata[0].shape[0] > 1  # InstanceNorm has a batch of one
-            and not any(isinstance(e.call.module, _BatchNorm) for e in calls_at(node))
-            for node in self._nodes
-        )
+        for node in self._nodes:
+            if "BatchNorm" not in type(node).__name__:
+                continue
+            shape = node._input_metadata[0].shape
+            known = any(isinstance(e.call.module, _BatchNorm) for e in calls_at(node))
+            # InstanceNorm normalises a batch of one
+            if node._saved_training and shape[0] > 1 and not known:
+                return f"BatchNorm{max(1, len(shape) - 2)}d"
+        return None
 
 
 def additive_terms(roots: Sequence[Node]) -> List[Node]:
@@ -297,7 +336,7 @@ class Consumers:
             if (
                 (name in _BROADCASTING and len(result) > len(shape))
                 or (name == "UnsqueezeBackward0" and node._saved_dim == 0)
-                or (name in _VIEWS and len(result) > len(shape) and result[0] == 1)
+                or (name in VIEWS and len(result) > len(shape) and result[0] == 1)
                 or (result == shape and self._adds_axis_0((node, 0), shape))
             ):
                 return True

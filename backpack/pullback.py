@@ -162,7 +162,8 @@ class PullBack:
         for i, target in enumerate(targets):
             call = target.entry.call
             outputs = result.setdefault(call, [None] * call.num_outputs)
-            outputs[target.entry.index] = _stack([column[i] for column in pulled])
+            columns = [target.entry.in_shape(column[i]) for column in pulled]
+            outputs[target.entry.index] = _stack(columns)
         return result
 
     def value(self, ext: ColumnExtension, turn: Turn, name: str) -> Any:
@@ -251,6 +252,7 @@ def _check_samples(loss: Call, calls: Dict[Call, List[str]], ext: Any) -> None:
     """
     loss_size = loss.inputs[0].shape[0] if loss.inputs[0].dim() else 1
     for call in calls:
+        call.check_live()
         output, axis = call.outputs[0], output_batch_axis(call.module, 0)
         size = output.shape[axis] if output.dim() > axis else 1
         if size != loss_size:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Dict, Iterable, List, Set
+from typing import Dict, Iterable, List, Sequence, Set, Tuple
 from warnings import warn
 
 from torch.nn import Module, Parameter
@@ -20,6 +20,7 @@ NOT_RECORDED = (
     "forward pass ran inside `disable()`"
 )
 NO_HOOKS = "the hooks were removed from its module; extend it again"
+NO_RULE = "{ext} has no rule for its module; register one with `set_module_extension`"
 INTRODUCTION = (
     "No result was computed for the following trainable parameters of extended modules:"
 )
@@ -33,41 +34,55 @@ class Report:
     """What happened inside a context.
 
     Attributes:
-        saved: Identities of the parameters that got a result.
+        saved: Identities of extensions and the parameters on which they saved a value.
         reached: Identities of the leaf tensors that a backward pass reached.
-        met_call: Whether an extended module had its turn.
+        met: Identities of the modules that had their turn.
+        failed: Whether a backward pass ended in an exception, which says enough.
     """
 
     def __init__(self):
         """Start with nothing."""
-        self.saved: Set[int] = set()
+        self.saved: Set[Tuple[int, int]] = set()
         self.reached: Set[int] = set()
-        self.met_call = False
+        self.met: Set[int] = set()
+        self.failed = False
 
-    def warn(self) -> None:
-        """Warn about parameters without a result, once."""
-        if not self.reached:
-            return
-        if not self.met_call:
-            warn(NOTHING_EXTENDED, stacklevel=3)
+    def warn(self, extensions: Sequence[BackpropExtension]) -> None:
+        """Warn about parameters without a result, once.
+
+        Args:
+            extensions: The extensions that were active.
+        """
+        if self.failed or not (extensions and self.reached):
             return
         missing: Dict[str, List[str]] = {}
-        for root in list(EXTENDED):
-            named = list(root.named_parameters())
-            if not any(id(param) in self.saved for _, param in named):
-                continue
-            for name, param in named:
-                if param.requires_grad and id(param) not in self.saved:
-                    reason = self._reason(root, name, param)
-                    missing.setdefault(reason, []).append(name)
+        touched = {param for _, param in self.saved} | self.reached
+        roots = [
+            root
+            for root in list(EXTENDED)
+            if any(id(param) in touched for param in root.parameters())
+        ]
+        for root in roots:
+            for name, param in root.named_parameters():
+                for ext in extensions:
+                    if param.requires_grad and (id(ext), id(param)) not in self.saved:
+                        reason = self._reason(ext, root, name, param)
+                        names = missing.setdefault(reason, [])
+                        names.extend([name] if name not in names else [])
         if missing:
             lines = [f"- {', '.join(v)}: {reason}" for reason, v in missing.items()]
             warn("\n".join([INTRODUCTION, *lines]), stacklevel=3)
+        elif not (self.met or roots):
+            warn(NOTHING_EXTENDED, stacklevel=3)
 
-    def _reason(self, root: Module, name: str, param: Parameter) -> str:
+    def _reason(
+        self, ext: BackpropExtension, root: Module, name: str, param: Parameter
+    ) -> str:
         if id(param) not in self.reached:
             return NOT_REACHED
         module = root.get_submodule(name.rpartition(".")[0])
+        if id(module) in self.met:
+            return NO_RULE.format(ext=type(ext).__name__)
         return NOT_RECORDED if is_hooked(module) else NO_HOOKS
 
 

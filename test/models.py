@@ -368,6 +368,47 @@ class LSTMClassifier(Module):
         return self.fc(hidden[-1])
 
 
+class UnrolledLSTMClassifier(Module):
+    """The same as an LSTM classifier, with the recurrence written by hand."""
+
+    def __init__(self, model: LSTMClassifier):
+        """Take over the parameters.
+
+        Args:
+            model: The LSTM classifier.
+        """
+        super().__init__()
+        self.embedding, self.fc, lstm = model.embedding, model.fc, model.lstm
+        gates = 4 * lstm.hidden_size
+        self.ih = nn.Linear(lstm.input_size, gates)
+        self.hh = nn.Linear(lstm.hidden_size, gates)
+        for layer, kind in ((self.ih, "ih"), (self.hh, "hh")):
+            layer.weight = getattr(lstm, f"weight_{kind}_l0")
+            layer.bias = getattr(lstm, f"bias_{kind}_l0")
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map tokens ``[N, T]`` to logits."""
+        x = self.embedding(tokens)
+        hidden = cell = x.new_zeros(len(x), self.hh.in_features)
+        for step in x.unbind(1):
+            i, f, g, o = (self.ih(step) + self.hh(hidden)).chunk(4, dim=1)
+            cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
+            hidden = o.sigmoid() * cell.tanh()
+        return self.fc(hidden)
+
+    def original_name(self, name: str) -> str:
+        """Translate the name of a parameter.
+
+        Args:
+            name: The name in this model.
+
+        Returns:
+            The name in the LSTM classifier.
+        """
+        layer, _, kind = name.rpartition(".")
+        return f"lstm.{kind}_{layer}_l0" if layer in ("ih", "hh") else name
+
+
 class DoubleConv(Module):
     """Two convolutions with group normalization in between."""
 

@@ -21,7 +21,7 @@ import oracle
 import pytest
 import torch
 from cases import Problem
-from models import ARCHITECTURES
+from models import ARCHITECTURES, LSTMClassifier, UnrolledLSTMClassifier
 from torch import Tensor, nn
 from torch.nn import Module
 from torch.utils._pytree import tree_map
@@ -137,6 +137,10 @@ class Reference:
             Lists of factors by parameter.
         """
         model = self.problem[0]
+        if isinstance(model, LSTMClassifier):
+            twin = UnrolledLSTMClassifier(model)
+            factors = Reference(twin, *self.problem[1:]).factors(columns, sharing)
+            return {twin.original_name(name): value for name, value in factors.items()}
         calls = self._once("calls", self._calls)
         owners = defaultdict(list)
         for module in model.modules():
@@ -265,7 +269,7 @@ def _of_gradients(name: str) -> Expected:
 
 
 def _of_columns(function: Callable[[Tensor], Tensor]) -> Expected:
-    """Make a reference out of what a quantity is in terms of products ``[V, N, *p]``."""
+    """Say what a quantity is in terms of products ``[V, N, *p]``."""
 
     def expected(ref: Reference, drawn: Optional[Tensor]) -> Values:
         columns = ref.columns() if drawn is None else drawn
@@ -491,7 +495,7 @@ def assert_right_or_refused(
 
 
 @pytest.mark.parametrize("quantity", QUANTITIES)
-@pytest.mark.parametrize("architecture", set(UNBATCHED) - set(FLAT))
+@pytest.mark.parametrize("architecture", sorted(set(UNBATCHED) - set(FLAT)))
 def test_unbatched(architecture: str, quantity: str) -> None:
     """A position embedding that the batch shares is right, or refused by name."""
     problem = build(architecture, unbatched=True)
@@ -499,7 +503,7 @@ def test_unbatched(architecture: str, quantity: str) -> None:
     assert_right_or_refused(problem, quantity, ref, r"(?s)(Embedding|pos).*axis 0")
 
 
-@pytest.mark.parametrize("quantity", set(QUANTITIES) - set(GRADIENTS))
+@pytest.mark.parametrize("quantity", sorted(set(QUANTITIES) - set(GRADIENTS)))
 @pytest.mark.parametrize("architecture", FLAT)
 def test_flat_logits(architecture: str, quantity: str) -> None:
     """Rows of the loss input that belong to one sample are not mixed up silently."""

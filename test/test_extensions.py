@@ -6,7 +6,17 @@ do not get in each other's way; on a few cases each one runs alone and in pairs,
 
 from functools import lru_cache
 from itertools import combinations
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Type
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    NamedTuple,
+    Optional,
+    Tuple,
+    Type,
+)
 
 import pytest
 import torch
@@ -178,20 +188,21 @@ def run(case: Case, *names: str) -> Tuple[Fields, Dict[str, Tensor]]:
     """
     model, loss, X, y = case.build()
     columns: Dict[str, Tensor] = {}
-    original = Source.columns
+    original = Source.chunks
 
-    def remember(source: Source, derivatives: Any, module: Module) -> Tensor:
+    def remember(source: Source, *args: Any) -> Iterator[Tensor]:
         with torch.random.fork_rng():
             torch.manual_seed(0)
             # the same for all, so that combining columns is seen to change nothing
-            result = original(source, derivatives, module)
-        key = "compact" if source.compact else source.strategy
-        columns[key if source.strategy == "exact" else "sampling"] = result.detach()
-        return result
+            chunks = list(original(source, *args))
+        exact = "compact" if source.compact else "exact"
+        key = exact if source.strategy == "exact" else source.strategy
+        columns[key] = torch.cat(chunks).detach()
+        yield from chunks
 
     model, loss = extend(model), extend(loss)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Source, "columns", remember)
+        patch.setattr(Source, "chunks", remember)
         with backpack(*[make(name, len(X[0])) for name in names]):
             loss(model(*X), *y).backward()
     fields = {
@@ -315,7 +326,7 @@ def test_ambiguous(case: Case, extension: Type[KroneckerFactors]):
     """Kronecker factors are refused where there is a choice and it was not made."""
     model, loss, X, y = case.build()
     value = extend(loss)(extend(model)(*X), *y)
-    with backpack(extension()), pytest.raises(NotImplementedError) as error:
+    with pytest.raises(NotImplementedError) as error, backpack(extension()):
         value.backward()
     for word in ("weight_sharing='expand'", "'reduce'", extension.__name__):
         assert word in str(error.value)

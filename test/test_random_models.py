@@ -28,7 +28,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import is_parametrized
 
 LONG = int(os.environ.get("BACKPACK_TEST_LONG", "0"))
-COUNT = {0: 400, 1: 4000}.get(LONG, LONG)
+COUNT = {0: 280, 1: 4000}.get(LONG, LONG)
 SEED = int(os.environ.get("BACKPACK_TEST_SEED", random.randrange(2**32)))
 
 DENSE = [name for name in QUANTITIES if "KF" not in name]
@@ -126,14 +126,23 @@ def normed(shape: Shape) -> Step:
     return Step(lambda x, f: f(x), weight_norm(nn.Linear(shape[-1], 3)))
 
 
+def normalization(layer: Module) -> Step:
+    """Normalize what an activation returns.
+
+    Right behind a linear operation, a normalization would take away the influence of
+    its parameters, and their gradients would consist of rounding errors.
+    """
+    return Step(lambda x, f: f(torch.tanh(x)), layer)
+
+
 def layer_norm(shape: Shape) -> Step:
     """Normalize the last axis, if there is something to normalize."""
-    return Step(lambda x, f: f(x), nn.LayerNorm(shape[-1])) if shape[-1] > 2 else None
+    return normalization(nn.LayerNorm(shape[-1])) if shape[-1] > 2 else None
 
 
 def rms_norm(shape: Shape) -> Step:
     """Normalize the last axis, if there is something to normalize."""
-    return Step(lambda x, f: f(x), nn.RMSNorm(shape[-1])) if shape[-1] > 2 else None
+    return normalization(nn.RMSNorm(shape[-1])) if shape[-1] > 2 else None
 
 
 def prelu(shape: Shape) -> Step:
@@ -247,9 +256,7 @@ def channel_norm(make: Callable[[int], Module]) -> Callable[[Shape], Step]:
     """Make a step out of a normalization of images."""
 
     def step(shape: Shape) -> Step:
-        if min(shape[1:]) < 2:
-            return None
-        return Step(lambda x, f: f(x), make(shape[0]))
+        return normalization(make(shape[0])) if min(shape[1:]) > 1 else None
 
     return step
 
@@ -483,8 +490,6 @@ FAILED_ONCE = [
     Spec("tokens", ["residual-in-place"], False, "bce", "mean", 1, 0),
     # the number of targets that are not ignored, in single precision
     Spec("image", ["avg-pool"], True, "cross-entropy", "mean", 1, 0),
-    # parameters without influence, whose gradients are rounding errors
-    Spec("image", ["batch-norm", "instance-norm"], False, "bce", "mean", 1, 0),
 ]
 
 

@@ -543,16 +543,25 @@ class Rows(PerSample):
         b: Cotangents of shape ``[V, N, T, D]``.
     """
 
-    def __init__(self, ids: Tensor, b: Tensor, shape: torch.Size):
+    def __init__(
+        self,
+        ids: Tensor,
+        b: Tensor,
+        shape: torch.Size,
+        valid: Optional[Tensor] = None,
+    ):
         """Store indices and rows.
 
         Args:
             ids: Indices of shape ``[N, T]``.
-            b: Cotangents of shape ``[V, N, T, D]``, zero where nothing shall be added.
+            b: Cotangents of shape ``[V, N, T, D]``.
             shape: The parameter's shape ``[vocabulary, D]``.
+            valid: Where something is added, of shape ``[N, T]``. Default: everywhere.
         """
-        self.ids, self.b, self.shape = ids, b, shape
-        self.num_columns, self.batch_size = b.shape[:2]
+        self.ids, self.shape = ids, shape
+        self.valid = torch.ones_like(ids, dtype=b.dtype) if valid is None else valid
+        self.b = b if valid is None else b * valid.unsqueeze(-1)
+        self.num_columns, self.batch_size, self.positions = b.shape[:3]
 
     @property
     def dtype(self) -> torch.dtype:  # noqa: D102
@@ -562,10 +571,29 @@ class Rows(PerSample):
         if not isinstance(other, Rows) or self.batch_size != other.batch_size:
             return super().merge(other)
         ids = torch.cat([self.ids, other.ids], dim=1)
-        return Rows(ids, torch.cat([self.b, other.b], dim=2), self.shape)
+        valid = torch.cat([self.valid, other.valid], dim=1)
+        return Rows(ids, torch.cat([self.b, other.b], dim=2), self.shape, valid)
 
     def select(self, samples: Sequence[int]) -> Rows:  # noqa: D102
-        return Rows(self.ids[samples], self.b[:, samples], self.shape)
+        ids, valid = self.ids[samples], self.valid[samples]
+        return Rows(ids, self.b[:, samples], self.shape, valid)
+
+    def input_diagonal(self, average: bool) -> Tensor:
+        """Sum the squares of the inputs, which are one-hot vectors.
+
+        Args:
+            average: Whether they are averaged over positions before they are squared.
+
+        Returns:
+            Sum over samples and positions, of shape ``[vocabulary]``.
+        """
+        counts = self.valid.new_zeros(self.shape[0])
+        if not average:
+            return counts.index_add(0, self.ids.flatten(), self.valid.flatten())
+        ones = Rows(self.ids, self.valid[None, ..., None], self.shape)
+        _, ids, sums = ones._segments()
+        means = sums[0, :, 0] / self.ids.shape[1]
+        return counts.index_add(0, ids, means.pow(2))
 
     def block(self, samples: slice) -> Tensor:  # noqa: D102
         ids, b = self.ids[samples], self.b[:, samples]

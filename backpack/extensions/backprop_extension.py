@@ -26,14 +26,15 @@ class BackpropExtension(ABC):  # noqa: B024
         savefield: Attribute of a parameter under which its value is saved.
         saved_quantities: What waits for a call's turn in the backward pass.
         keeps_io: Whether modules keep their inputs and output after a backward pass.
-        computes_all: Whether every parameter gets a value, whatever its module.
         separates_samples: Whether the values presume that axis 0 holds samples which do
             not influence each other.
+        refuses_coupled_samples: Whether it is an error if a batch normalisation in
+            training mode makes them do so. It is a warning otherwise.
     """
 
     keeps_io = False
-    computes_all = False
     separates_samples = False
+    refuses_coupled_samples = True
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ from backpack.core.derivatives.dropout import MASK
 from backpack.core.derivatives.generic import generic_products
 from backpack.core.reductions import PerSample
 from backpack.extensions.layers import Row, find_rule, works_in_place
-from backpack.graph import Entry, calls_at, targets_below
+from backpack.graph import Entry, producing_calls, targets_below
 
 if TYPE_CHECKING:
     from backpack.backward import BackwardPass
@@ -39,8 +39,8 @@ EXTEND_LOSS = (
     "the loss from this model's output with it."
 )
 NEGATIVE_LOSS = (
-    "{module}: the loss is multiplied by {factor}, and the Hessian of the result is not "
-    "positive semi-definite, which the GGN family requires."
+    "{module}: the loss is multiplied by {factor}, and the Hessian of the result is "
+    "not positive semi-definite, which the GGN family requires."
 )
 NOT_A_CHAIN = (
     "{ext} (field '{field}') walks from module to module, and what consumes the output "
@@ -83,10 +83,6 @@ def current_turn() -> Turn:
     return _CURRENT.turn
 
 
-def _entries_at(edge: GradientEdge) -> List[Entry]:
-    return [e for e in calls_at(edge.node) if e.output_nr == edge.output_nr]
-
-
 def loss_scale(module: Module, factor: Tensor) -> Tensor:
     """Return what the columns of a loss that was scaled have to be multiplied by.
 
@@ -103,6 +99,13 @@ def loss_scale(module: Module, factor: Tensor) -> Tensor:
     if factor < 0:
         raise ValueError(NEGATIVE_LOSS.format(module=module, factor=float(factor)))
     return factor.sqrt()
+
+
+def _as_type(value: Any, dtype: torch.dtype) -> Any:
+    """Convert floating-point tensors; leave everything else as it is."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.to(dtype)
+    return value
 
 
 class Products(Mapping):
@@ -122,6 +125,7 @@ class Products(Mapping):
         """
         self._call, self._cotangents, self._names = call, cotangents, names
         self._formed: Dict[str, PerSample] = {}
+        self._in_type: Dict[torch.dtype, Cotangents] = {}
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the parameters' names."""
@@ -145,9 +149,15 @@ class Products(Mapping):
             call.check_unchanged()
             rule = self._rule(name)
             if rule is not None:
-                mats = cotangents if rule.several_outputs else cotangents[0]
+                # under autocast, inputs and outputs have other types than parameters
+                dtype = call.parameters[name].dtype
+                arguments = [_as_type(x, dtype) for x in call.arguments]
+                mats = self._converted(dtype)
                 self._formed[name] = rule.derivatives.product(
-                    name, call.module, call.arguments, mats
+                    name,
+                    call.module,
+                    arguments,
+                    mats if rule.several_outputs else mats[0],
                 )
             else:
                 others = [other for other in self._names if self._rule(other) is None]
@@ -163,6 +173,12 @@ class Products(Mapping):
                     )
                 )
         return self._formed[name]
+
+    def _converted(self, dtype: torch.dtype) -> Cotangents:
+        """Return the cotangents in a type: always the same tensors, for all names."""
+        if dtype not in self._in_type:
+            self._in_type[dtype] = [_as_type(x, dtype) for x in self._cotangents]
+        return self._in_type[dtype]
 
     def _rule(self, name: str) -> Optional[Row]:
         rule = find_rule(self._call.module, name)
@@ -318,7 +334,7 @@ class Turn:
         Raises:
             NotImplementedError: If parameters take part in an argument in another way.
         """
-        producers: Dict[int, Call] = {}
+        found: Dict[int, Call] = {}
         in_place = works_in_place(self.module)
         for position, edge in enumerate(self.call.input_edges):
             edges = [edge]
@@ -330,19 +346,19 @@ class Turn:
             elif edges == [None]:
                 continue
             else:
-                entries = _entries_at(edges[0])
+                entries = producing_calls(edges[0])
             entries = [entry for entry in entries if not entry.call.is_transparent]
             if entries:
                 self._check_first(extension, entries[-1])
-                producers[position] = entries[-1].call
+                found[position] = entries[-1].call
             else:
-                for edge in edges:
-                    self._check_no_parameters(extension, edge.node)
+                for before in edges:
+                    self._check_no_parameters(extension, before.node)
         for x in tree_leaves((self.call.args, self.call.kwargs)):
             nested = isinstance(x, Tensor) and not any(x is y for y in self.call.inputs)
             if nested and x.requires_grad and x.grad_fn is not None:
                 self._check_no_parameters(extension, x.grad_fn)
-        return producers
+        return found
 
     def _check_first(self, extension: BackpropExtension, entry: Entry) -> None:
         if entry.index > 0:
@@ -451,10 +467,12 @@ class Turn:
             param: The parameter.
             value: The value.
         """
-        setattr(param, extension.savefield, value)
+        if isinstance(value, list):
+            value = [_as_type(x, param.dtype) for x in value]
+        setattr(param, extension.savefield, _as_type(value, param.dtype))
         report = self.backward_pass.state.report
         if report is not None:
-            report.saved.add(id(param))
+            report.saved.add((id(extension), id(param)))
 
     def save_alone(
         self, extension: BackpropExtension, param: Parameter, value: Any

@@ -6,7 +6,7 @@ from warnings import warn
 from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d
 
 BATCH_NORM_TRAIN_MESSAGE = (
-    "{module} is in training mode: it normalizes with statistics of the whole "
+    "{module} {reason}: it normalizes with statistics of the whole "
     "mini-batch, so the loss is no sum of per-sample losses and quantities of "
     "individual samples are not defined. Call `.eval()` on the module, or replace it "
     "with a layer that treats samples separately, e.g. `GroupNorm`."
@@ -16,18 +16,24 @@ BATCH_NORM_TRAIN_MESSAGE = (
 def batch_norm_raise_error_if_train(
     module: Union[BatchNorm1d, BatchNorm2d, BatchNorm3d], raise_error: bool = True
 ) -> None:
-    """Refuse, or warn about, a batch normalization in training mode.
+    """Refuse, or warn about, a batch normalization that couples samples.
+
+    It does in training mode, and always if it keeps no running statistics.
 
     Args:
         module: The batch normalization.
         raise_error: Whether to raise an error. A warning is issued otherwise.
 
     Raises:
-        NotImplementedError: If the module is in training mode and ``raise_error``.
+        NotImplementedError: If the module couples samples and ``raise_error``.
     """
-    if not module.training:
+    if module.training:
+        reason = "is in training mode"
+    elif module.running_mean is None:
+        reason = "keeps no running statistics"
+    else:
         return
-    message = BATCH_NORM_TRAIN_MESSAGE.format(module=module)
+    message = BATCH_NORM_TRAIN_MESSAGE.format(module=module, reason=reason)
     if raise_error:
         raise NotImplementedError(message)
     warn(message, stacklevel=2)

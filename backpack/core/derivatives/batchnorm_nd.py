@@ -5,6 +5,7 @@ from typing import Tuple, Union
 import torch
 from torch import Tensor
 from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d
+from torch.nn.functional import batch_norm
 
 from backpack.core.derivatives.normalization import ScaleShiftDerivatives
 from backpack.utils.errors import batch_norm_raise_error_if_train
@@ -50,7 +51,7 @@ class BatchNormNdDerivatives(ScaleShiftDerivatives):
         return True
 
     def normalize(self, module: BatchNormNd, x: Tensor) -> Tensor:
-        """Normalise with the running statistics.
+        """Normalise as the layer does.
 
         Args:
             module: The layer.
@@ -59,9 +60,11 @@ class BatchNormNdDerivatives(ScaleShiftDerivatives):
         Returns:
             Normalised input of shape ``[N, C, *]``.
         """
-        batch_norm_raise_error_if_train(module)
-        mean = self._per_channel(module.running_mean, x)
-        return (x - mean) * self._inverse_deviation(module, x)
+        from_batch = module.training or module.running_mean is None
+        statistics = (None, None)
+        if not from_batch:
+            statistics = (module.running_mean, module.running_var)
+        return batch_norm(x, *statistics, training=from_batch, eps=module.eps)
 
     def _jac_mat_prod(
         self, module: BatchNormNd, g_inp: Tuple, g_out: Tuple, mat: Tensor

@@ -93,7 +93,7 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
             return super()._reduction_factor(module)
         valid = target != module.ignore_index
         if module.weight is None:
-            return 1.0 / valid.sum()
+            return 1.0 / valid.sum(dtype=full_precision(module.input0).dtype)
         weights = full_precision(module.weight)[target.where(valid, 0).long()]
         return 1.0 / (weights * valid).sum()
 
@@ -165,9 +165,13 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
         terms = factor(_classes_last(prediction).log_softmax(-1), classes)
         terms = terms * _classes_last(root_weights)[..., None]
         num_samples = 1 if prediction.dim() == 1 else len(prediction)
-        terms = terms.reshape(num_samples, -1, *terms.shape[-2:])  # [n, t, v, c]
+        positions = prediction.shape[2:].numel()
+        terms = terms.reshape(num_samples, positions, *terms.shape[-2:])  # [n, t, v, c]
         columns = torch.diag_embed(terms.permute(2, 0, 3, 1), dim1=1, dim2=-1)
-        return columns.reshape(-1, *prediction.shape).to(module.input0.dtype)
+        columns = columns.flatten(0, 1).reshape(
+            terms.shape[2] * positions, *prediction.shape
+        )
+        return columns.to(module.input0.dtype)
 
     def _make_hessian_mat_prod(
         self, module: CrossEntropyLoss, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]

@@ -38,6 +38,7 @@ class EmbeddingDerivatives(BaseParameterDerivatives):
             # torch divides by the number of times an index occurs in the batch
             counts = ids.flatten().bincount(minlength=module.num_embeddings)
             b = b / counts[ids].unsqueeze(-1)
+        valid = None
         if module.padding_idx is not None:
-            b = b.masked_fill((ids == module.padding_idx).unsqueeze(-1), 0)
-        return Rows(ids, b, module.weight.shape)
+            valid = (ids != module.padding_idx).to(b.dtype)
+        return Rows(ids, b, module.weight.shape, valid)

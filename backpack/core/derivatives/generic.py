@@ -334,7 +334,8 @@ class _Repeated:
         self, stacked: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> Optional[Dict[str, Dense]]:
         for out, expected in zip(outputs, self.outputs or []):
-            tolerance = torch.finfo(out.dtype).eps ** 0.5
+            eps = (torch.finfo(x.dtype).eps for x in (out, expected))
+            tolerance = max(eps) ** 0.5
             if out.shape != expected.shape or not torch.allclose(
                 out, expected.to(out.dtype), tolerance, tolerance, equal_nan=True
             ):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from backpack.core.derivatives.batchnorm_nd import BatchNormNdDerivatives
 from backpack.core.derivatives.nll_base import LossDerivatives
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.curvmatprod.operator import Operator, Step
@@ -21,8 +22,8 @@ from backpack.extensions.turn import current_turn
 from backpack.utils.disable import disable
 
 PARAMETER_RESIDUAL = (
-    "{ext}: {module} is not linear in its parameter '{name}', and the positive-curvature "
-    "Hessian is defined for layers that are. Use HMP or GGNMP."
+    "{ext}: {module} is not linear in its parameter '{name}', and the positive-"
+    "curvature Hessian is defined for layers that are. Use HMP or GGNMP."
 )
 
 
@@ -106,6 +107,58 @@ class CurvatureProductRule(ModuleRule):
         """
         step = Step(linear, Operator.wrap(backproped), ext.curv_type)
         return [Operator([(step, slot)]) for slot in range(len(linear.positions))]
+
+
+class BatchNormProductRule(CurvatureProductRule):
+    """Products with a curvature matrix on batch normalization, in evaluation mode."""
+
+    def __init__(self):
+        """Set derivatives and parameters."""
+        super().__init__(BatchNormNdDerivatives(), params=["weight", "bias"])
+
+    def weight(
+        self,
+        ext: CurvatureProduct,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        backproped: Callable[[Tensor], Tensor],
+    ) -> Callable[[Tensor], Tensor]:
+        """Make the product with the weight's block, see :meth:`parameter`.
+
+        Args:
+            ext: The extension that is running.
+            module: The layer, with its inputs and output.
+            g_inp: Gradients at the inputs, as far as they exist.
+            g_out: Gradients at the outputs.
+            backproped: Product with the matrix at the output.
+
+        Returns:
+            Function that maps ``[K, C]`` to the same shape.
+        """
+        return self.parameter("weight", ext, module, g_inp, g_out, backproped)
+
+    def bias(
+        self,
+        ext: CurvatureProduct,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        backproped: Callable[[Tensor], Tensor],
+    ) -> Callable[[Tensor], Tensor]:
+        """Make the product with the bias's block, see :meth:`parameter`.
+
+        Args:
+            ext: The extension that is running.
+            module: The layer, with its inputs and output.
+            g_inp: Gradients at the inputs, as far as they exist.
+            g_out: Gradients at the outputs.
+            backproped: Product with the matrix at the output.
+
+        Returns:
+            Function that maps ``[K, C]`` to the same shape.
+        """
+        return self.parameter("bias", ext, module, g_inp, g_out, backproped)
 
 
 class CurvatureProduct(WalkingExtension):

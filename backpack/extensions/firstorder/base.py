@@ -81,7 +81,7 @@ class ReduceGradients(FirstOrderModuleExtension):
         turn = current_turn()
         parameters = turn.parameters()
         if isinstance(module, _BatchNorm):
-            refuse = extension.refuses_coupled_samples
+            refuse = extension.refuses_coupled_samples and module.training
             batch_norm_raise_error_if_train(module, raise_error=refuse)
         for name, param in parameters:
             gradients = turn.gradients(name)
@@ -95,15 +95,9 @@ class GradientReduction(FirstOrderBackpropExtension):
     """Base class of our first-order quantities: a reduction of individual gradients.
 
     It is right for every module with parameters, so that nothing is skipped.
-
-    Attributes:
-        refuses_coupled_samples: Whether a batch normalisation in training mode is an
-            error. It is a warning otherwise.
     """
 
-    computes_all = True
     separates_samples = True
-    refuses_coupled_samples = True
 
     def __init__(self, savefield: str, subsampling: List[int] = None):
         """Store where values are saved.

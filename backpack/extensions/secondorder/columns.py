@@ -131,7 +131,7 @@ class ReduceColumns(ModuleExtension):
         """
         turn = current_turn()
         parameters = turn.parameters()
-        if parameters and isinstance(module, _BatchNorm):
+        if isinstance(module, _BatchNorm):
             batch_norm_raise_error_if_train(module)
         if extension.walks_modules:
             self._walk(extension, module, g_inp, g_out)
@@ -177,6 +177,7 @@ class ColumnExtension(SecondOrderBackpropExtension):
     """
 
     additive = True
+    separates_samples = True
     default_rule = ReduceColumns()
 
     def __init__(

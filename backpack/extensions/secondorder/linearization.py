@@ -1,9 +1,9 @@
-"""What module rules are made of: a call's Jacobian and residual, ready to multiply with.
+"""What module rules are made of: a call's Jacobian and residual, to multiply with.
 
-Columns at the inputs are lists, one entry ``[V, N, *in]`` for each input that a quantity
-is passed on to; ``None`` stands for zero. A rule is taken from the table where there is
-one. A call with several inputs, or a module that is not in the table, is differentiated
-by autograd in all of these inputs at once.
+Columns at the inputs are lists, one entry ``[V, N, *in]`` for each input that a
+quantity is passed on to; ``None`` stands for zero. A rule is taken from the table where
+there is one. A call with several inputs, or a module that is not in the table, is
+differentiated by autograd in all of these inputs at once.
 """
 
 from __future__ import annotations
@@ -430,6 +430,8 @@ class ParameterLinearization:
         self.derivatives = derivatives
         affine = getattr(derivatives, "affine_in_params", False)
         self.has_residual = not affine or name not in module._parameters
+        # modules inside hold what parametrised parameters are computed from
+        self._by_rule = not self.has_residual and not module._modules
 
     @property
     def parameter(self) -> Tensor:
@@ -445,7 +447,7 @@ class ParameterLinearization:
         Returns:
             Columns ``[V, N, *out]``.
         """
-        if not self.has_residual:
+        if self._by_rule:
             return self.derivatives.param_jac_mat_prod(
                 self.name, self.module, (), self.g_out, columns
             )
@@ -461,7 +463,7 @@ class ParameterLinearization:
         Returns:
             Columns ``[V, *p]``.
         """
-        if not self.has_residual:
+        if self._by_rule:
             return self.derivatives.param_mjp(
                 self.name, self.module, (), self.g_out, columns
             )

@@ -71,7 +71,7 @@ class ModuleRule(ParameterRule):
 
 
 class ApplyRules(ModuleExtension):
-    """Apply an extension's rule, with the derivatives in the table; for every module."""
+    """Apply an extension's rule with the derivatives in the table; for every module."""
 
     @torch.no_grad()
     def __call__(
@@ -129,7 +129,6 @@ class WalkingExtension(SecondOrderBackpropExtension):
         rule: What to do on a module, given its derivatives.
     """
 
-    computes_all = True
     separates_samples = True
     default_rule = ApplyRules()
     rule: Type[ModuleRule]

@@ -1,4 +1,4 @@
-"""Products with the generalized Gauss-Newton matrix, for modules with known derivatives."""
+"""Products with the generalized Gauss-Newton matrix, on modules with derivatives."""
 
 from backpack.extensions.curvmatprod.base import CurvatureProductRule
 

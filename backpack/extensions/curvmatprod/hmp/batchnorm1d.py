@@ -1,12 +1,12 @@
 """Products with the Hessian, for batch normalization."""
 
-from backpack.core.derivatives.batchnorm_nd import BatchNormNdDerivatives
+from backpack.extensions.curvmatprod.base import BatchNormProductRule
 from backpack.extensions.curvmatprod.hmp.hmpbase import HMPBase
 
 
-class HMPBatchNorm1d(HMPBase):
+class HMPBatchNorm1d(BatchNormProductRule, HMPBase):
     """Products with the Hessian on batch normalization."""
 
     def __init__(self):
         """Set derivatives and parameters."""
-        super().__init__(BatchNormNdDerivatives(), params=["weight", "bias"])
+        super().__init__()

@@ -35,7 +35,8 @@ class PCHMP(CurvatureProduct):
         """
         if modify not in self.CURVATURES:
             raise ValueError(
-                f"PCHMP: modify must be one of {tuple(self.CURVATURES)}, got {modify!r}."
+                f"PCHMP: modify must be one of {tuple(self.CURVATURES)}, got "
+                f"{modify!r}."
             )
         super().__init__(savefield, self.CURVATURES[modify])
         self._modify = modify

@@ -14,8 +14,29 @@ from backpack.extensions.secondorder.linearization import Linearization, freeze
 class PCHMPBase(CurvatureProductRule):
     """Products with the positive-curvature Hessian on a module."""
 
-    zero_negative_elements = staticmethod(ResidualModifications.remove_negative_values)
-    to_abs = staticmethod(ResidualModifications.to_abs)
+    @staticmethod
+    def zero_negative_elements(tensor: Tensor) -> Tensor:
+        """Clip a tensor at zero.
+
+        Args:
+            tensor: Tensor ``[*]``.
+
+        Returns:
+            Its positive part ``[*]``.
+        """
+        return ResidualModifications.remove_negative_values(tensor)
+
+    @staticmethod
+    def to_abs(tensor: Tensor) -> Tensor:
+        """Take the absolute value of a tensor.
+
+        Args:
+            tensor: Tensor ``[*]``.
+
+        Returns:
+            Its absolute value ``[*]``.
+        """
+        return ResidualModifications.to_abs(tensor)
 
     def modified_residual_mat_prod(
         self,

@@ -19,7 +19,7 @@ class BatchL2Base(ReducedLayer):
 
         Args:
             params: Names of the parameters.
-            derivatives: The layer's derivatives. Default: ``None``, if a subclass defines
-                all methods.
+            derivatives: The layer's derivatives. Default: ``None``, if a subclass
+                defines all methods.
         """
         super().__init__(BatchL2Grad, derivatives, params)

@@ -24,8 +24,8 @@ class DiagHBaseModule(ModuleRule):
     """Pull signed columns of the Hessian back, and add those of the module's residual.
 
     The Hessian at the output is Σ_v s_v c_v c_vᵀ for each sample. At the input, it is
-    that of the columns Jᵀ c_v plus the residual Σ_k δ_k ∂²z_k/∂x². A diagonal residual r
-    adds a column √|r_i| e_i with the sign of r_i for each unit i, any other its
+    that of the columns Jᵀ c_v plus the residual Σ_k δ_k ∂²z_k/∂x². A diagonal residual
+    r adds a column √|r_i| e_i with the sign of r_i for each unit i, any other its
     eigenvectors.
     """
 

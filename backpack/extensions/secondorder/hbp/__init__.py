@@ -63,8 +63,8 @@ class HBP(WalkingExtension):
     - ``"expand"``: they are treated like samples: B sums over them, A averages.
     - ``"reduce"``: B is that of the sum over positions, and a is averaged before any
       product.
-    - ``None``: B is that of the sum over the positions of a convolution, and A sums over
-      them: BackPACK's convention. Everything else is refused.
+    - ``None``: B is that of the sum over the positions of a convolution, and A sums
+      over them: BackPACK's convention. Everything else is refused.
 
     With groups, the factors are stacked along a leading axis, ``[G, p, p]`` and
     ``[G, d, d]``.

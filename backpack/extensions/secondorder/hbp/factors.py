@@ -14,8 +14,8 @@ from backpack.core.reductions import Outer, PerSample, Rows, Summed
 
 WEIGHT_SHARING = (None, "expand", "reduce")
 AMBIGUOUS = (
-    "{ext}: {reason} in {module} (parameter '{name}'), and there is more than one way to "
-    "define its Kronecker factors. Choose one with {ext}(weight_sharing='expand') or "
+    "{ext}: {reason} in {module} (parameter '{name}'), and there is more than one way "
+    "to define its Kronecker factors. Choose one with {ext}(weight_sharing='expand') or "
     "{ext}(weight_sharing='reduce') (Eschenhagen et al., 2023)."
 )
 
@@ -40,8 +40,8 @@ def refuse_ambiguous(ext: Any, module: Module, name: str, product: PerSample) ->
             reason = f"channels are divided into {product.groups} groups"
         elif product.positions > 1 and not product.sums_positions:
             reason = f"{product.positions} positions share the weight"
-    elif isinstance(product, Rows) and product.ids.shape[1] > 1:
-        reason = f"{product.ids.shape[1]} positions share the weight"
+    elif isinstance(product, Rows) and product.positions > 1:
+        reason = f"{product.positions} positions share the weight"
     if reason is not None:
         raise NotImplementedError(
             AMBIGUOUS.format(
@@ -109,13 +109,16 @@ def averaged_output_factor(
     """
     n, shape = product.batch_size, module.output.shape[1:]
     if isinstance(product, Rows):
-        layout = (1, product.ids.shape[1], product.b.shape[-1])
+        layout = (1, product.positions, product.b.shape[-1])
     elif isinstance(product, (Outer, Summed)):
-        first = tuple(x[:1] if isinstance(x, Tensor) else x for x in inputs)
-        for _ in range(2):  # arrange rows, then columns
-            columns = mat.reshape(-1, 1, *shape)
-            arranged = arrange(derivatives.product(name, module, first, columns))
-            layout, mat = arranged.shape[2:], arranged.flatten(1).T
+        if derivatives.affine_in_params:  # what is arranged is the same for all samples
+            n, inputs = 1, tuple(x[:1] if isinstance(x, Tensor) else x for x in inputs)
+        columns = mat.reshape(-1, 1, *shape).expand(-1, n, *shape)
+        arranged = arrange(derivatives.product(name, module, inputs, columns))
+        layout = arranged.shape[2:]
+        columns = arranged.flatten(2).transpose(0, 2).reshape(-1, n, *shape)
+        arranged = arrange(derivatives.product(name, module, inputs, columns))
+        mat = arranged.flatten(2).mean(1)
     else:  # the Jacobian depends on the sample: (1/N) Σₙ Jₙᵀ B Jₙ
         columns = mat.reshape(-1, 1, *shape).expand(-1, n, *shape)
         rows = derivatives.product(name, module, inputs, columns).individual()
@@ -145,9 +148,12 @@ def with_input_factor(
         The parameter's factors, see :class:`~backpack.extensions.secondorder.hbp.HBP`.
     """
     output = squeeze_group(output)
+    scale = product.batch_size
+    if weight_sharing == "expand" and isinstance(product, (Outer, Rows)):
+        scale = scale * product.positions
     if isinstance(product, Rows):
-        counts = product.ids.flatten().bincount(minlength=product.shape[0])
-        return [(counts / product.batch_size).to(output.dtype), output]
+        diagonal = product.input_diagonal(average=weight_sharing == "reduce")
+        return [diagonal / scale, output]
     if not isinstance(product, Outer):
         return [output]
     if average or weight_sharing == "reduce":
@@ -155,9 +161,7 @@ def with_input_factor(
         a = a.mean(2, keepdim=True) if weight_sharing == "reduce" else a
         factor = einsum(a, a, "n g t i, n g t j -> g i j") / len(a)
     else:
-        factor = product.input_gram() / product.batch_size
-    if weight_sharing == "expand":
-        factor = factor / product.positions
+        factor = product.input_gram() / scale
     return [output, squeeze_group(factor)]
 
 

@@ -1,0 +1,437 @@
+"""What is kept, and for how long: nothing beyond the fields, and no longer than needed.
+
+Tensors and records of calls are counted by asking the garbage collector for all objects
+of their type. Where cycles must not exist, it is switched off.
+"""
+
+import gc
+import subprocess
+import sys
+import textwrap
+import weakref
+from contextlib import contextmanager
+from typing import Callable, Dict, Iterator, List, Tuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Module
+from torch.utils.checkpoint import checkpoint
+
+from backpack import backpack, extend, extensions
+from backpack.capture import Call
+from backpack.extensions import SqrtGGNExact
+
+N = 3
+
+
+def conv_net() -> Tuple[Module, Tensor]:
+    """Make a model with layers of many kinds.
+
+    Returns:
+        Model and input.
+    """
+    model = nn.Sequential(
+        nn.Conv1d(2, 3, 2),
+        nn.ReLU(inplace=True),
+        nn.GroupNorm(1, 3),
+        nn.Dropout(0.5),
+        nn.Flatten(),
+        nn.Linear(9, 3),
+    )
+    return model, torch.rand(N, 2, 4)
+
+
+class Residual(Module):
+    """A container with its own forward pass and a bare parameter."""
+
+    def __init__(self):
+        """Create the layers."""
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer twice, with a skip connection.
+
+        Args:
+            x: Input.
+
+        Returns:
+            Output of the same shape.
+        """
+        return x + self.scale * self.inner(self.inner(x).sin())
+
+
+class Tied(Module):
+    """Two layers that share a weight."""
+
+    def __init__(self):
+        """Create the layers."""
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look up and predict.
+
+        Args:
+            ids: Tokens ``[N]``.
+
+        Returns:
+            Prediction.
+        """
+        return self.head(self.embedding(ids).sin())
+
+
+class Recurrent(Module):
+    """A layer with several outputs, of different nodes of the graph."""
+
+    def __init__(self):
+        """Create the layers."""
+        super().__init__()
+        self.lstm, self.last = nn.LSTM(2, 3, batch_first=True), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Use the sequence and the final state.
+
+        Args:
+            x: Input ``[N, T, 2]``.
+
+        Returns:
+            Prediction.
+        """
+        sequence, (_, cell) = self.lstm(x)
+        return self.last(torch.cat([sequence[:, -1], cell[0]], dim=1))
+
+
+SINGLE_OUTPUT: Dict[str, Callable[[], Tuple[Module, Tensor]]] = {
+    "conv_net": conv_net,
+    "residual": lambda: (nn.Sequential(Residual(), nn.Linear(4, 3)), torch.rand(N, 4)),
+    "tied": lambda: (Tied(), torch.tensor([0, 2, 2])),
+    "frozen": lambda: (
+        nn.Sequential(nn.Linear(4, 3).requires_grad_(False), nn.Linear(3, 3)),
+        torch.rand(N, 4),
+    ),
+    "in_place": lambda: (
+        nn.Sequential(nn.Linear(4, 3), nn.ELU(inplace=True), nn.Identity()),
+        torch.rand(N, 4),
+    ),
+    "own_leaf": lambda: (
+        nn.Sequential(Residual(), nn.Linear(4, 3)),
+        torch.rand(N, 4).requires_grad_(),
+    ),
+}
+MODELS = {
+    **SINGLE_OUTPUT,
+    "recurrent": lambda: (Recurrent(), torch.rand(N, 4, 2)),
+}
+EXACT = ["DiagGGNExact", "BatchDiagGGNExact", "SqrtGGNExact"]
+FIRST_ORDER = ["BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance", "BatchDotGrad"]
+
+
+def make() -> List:
+    """Create extensions.
+
+    Returns:
+        One of each kind of quantity.
+    """
+    return [getattr(extensions, name)() for name in FIRST_ORDER + EXACT]
+
+
+def build(name: str) -> Tuple[Module, Module, Tensor, Tensor]:
+    """Build a model.
+
+    Args:
+        name: Its name.
+
+    Returns:
+        Extended model, extended loss, input, target.
+    """
+    model, x = MODELS[name]()
+    return extend(model), extend(nn.CrossEntropyLoss()), x, torch.tensor([0, 1, 1])
+
+
+def alive(cls: type) -> List:
+    """List objects, without collecting any first.
+
+    Args:
+        cls: Their type.
+
+    Returns:
+        Those that the garbage collector knows.
+    """
+    return [x for x in gc.get_objects() if issubclass(type(x), cls)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def warm_up() -> None:
+    """Let PyTorch import what it imports lazily; its import system keeps frames."""
+    for name in MODELS:
+        model, loss, x, y = build(name)
+        with backpack(*make()):
+            loss(model(x), y).backward()
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Switch the garbage collector off, after all garbage was collected.
+
+    Yields:
+        Nothing.
+    """
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+# Graphs
+
+
+@pytest.mark.parametrize("name", SINGLE_OUTPUT)
+@pytest.mark.parametrize("run", ["no pass", "plain pass", "pass", "passes"])
+def test_graph_dies_with_the_loss(name: str, run: str):
+    """Without its loss, a graph and all calls die at once: nothing forms a cycle."""
+    model, loss, x, y = build(name)
+    with no_collection():
+        before = set(map(id, alive(Call)))
+        value = loss(model(x), y)
+        calls = [weakref.ref(c) for c in alive(Call) if id(c) not in before]
+        assert len(calls) >= 2
+        if run == "plain pass":
+            value.backward()
+        elif run == "pass":
+            with backpack(*make()):
+                value.backward()
+        elif run == "passes":
+            for _ in range(2):
+                with backpack(*make(), retain_graph=True):
+                    value.backward(retain_graph=True)
+        del value
+        assert not any(call() for call in calls)
+
+
+@pytest.mark.parametrize("run", ["no pass", "plain pass", "pass"])
+def test_graph_of_several_outputs_is_collected(run: str):
+    """A call whose outputs belong to several nodes is collected at the latest."""
+    model, loss, x, y = build("recurrent")
+    gc.collect()
+    before = set(map(id, alive(Call)))
+    value = loss(model(x), y)
+    calls = [weakref.ref(c) for c in alive(Call) if id(c) not in before]
+    if run == "plain pass":
+        value.backward()
+    elif run == "pass":
+        with backpack(*make()):
+            value.backward()
+    del value
+    gc.collect()
+    assert not any(call() for call in calls)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_forward_passes_do_not_add_up(name: str):
+    """A hundred forward passes keep what one keeps."""
+    model, loss, x, y = build(name)
+
+    def count() -> Tuple[int, int]:
+        gc.collect()
+        return len(alive(Tensor)), len(alive(Call))
+
+    for _ in range(3):
+        loss(model(x), y)
+    before = count()
+    for _ in range(100):
+        loss(model(x), y)
+    assert count() == before
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("inside", [True, False])
+def test_training_does_not_add_up(name: str, inside: bool):
+    """Ten training steps keep what one keeps."""
+    model, loss, x, y = build(name)
+    exts = make() if inside else []
+
+    def step() -> None:
+        with backpack(*exts):
+            loss(model(x), y).backward()
+
+    def count() -> Tuple[int, int]:
+        gc.collect()
+        return len(alive(Tensor)), len(alive(Call))
+
+    for _ in range(2):
+        step()
+    before = count()
+    for _ in range(10):
+        step()
+    assert count() == before
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_only_fields_are_left(name: str):
+    """After a backward pass, the fields are all that there is besides the gradient."""
+    model, loss, x, y = build(name)
+    gc.collect()
+    before, calls = set(map(id, alive(Tensor))), len(alive(Call))
+    exts = make()
+    with backpack(*exts):
+        loss(model(x), y).backward()
+    gc.collect()
+    fields = [getattr(p, e.savefield, None) for e in exts for p in model.parameters()]
+    # some are views of all of a tensor
+    fields += [field._base for field in fields if field is not None]
+    gradients = {id(p.grad) for p in (*model.parameters(), x)}
+    left = set(map(id, alive(Tensor))) - before - set(map(id, fields)) - gradients
+    assert not left
+    assert len(alive(Call)) == calls
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fields_own_their_memory(name: str):
+    """A field is no view of something larger that it would keep alive."""
+    model, loss, x, y = build(name)
+    exts = make()
+    with backpack(*exts):
+        loss(model(x), y).backward()
+    for ext in exts:
+        for param_name, param in model.named_parameters():
+            field = getattr(param, ext.savefield, None)
+            if field is not None:
+                size = field.untyped_storage().nbytes()
+                assert size <= field.nbytes, (ext.savefield, param_name)
+
+
+def test_abandoned_model():
+    """An extended model dies like any other, at once, also after a pass."""
+    with no_collection():
+        model, loss, x, y = build("conv_net")
+        with backpack(*make()):
+            loss(model(x), y).backward()
+        model(x)
+        references = [weakref.ref(module) for module in model.modules()]
+        del model
+        # hooks' handles know modules weakly
+        assert not any(reference() for reference in references)
+
+
+def test_checkpoints_do_not_add_up():
+    """Neither does what a checkpoint computes a second time."""
+    model, loss, x, y = build("conv_net")
+
+    def step() -> None:
+        hidden = checkpoint(model[:3], x, use_reentrant=False)
+        with backpack(*make()):
+            loss(model[3:](hidden), y).backward()
+
+    def count() -> Tuple[int, int]:
+        gc.collect()
+        return len(alive(Tensor)), len(alive(Call))
+
+    for _ in range(2):
+        step()
+    before = count()
+    for _ in range(5):
+        step()
+    assert count() == before
+
+
+def test_interrupted_pass():
+    """A backward pass that fails keeps nothing that its graph does not."""
+    model, loss, x, y = build("conv_net")
+
+    def fail(module: Module) -> None:
+        if isinstance(module, nn.GroupNorm):
+            raise ZeroDivisionError
+
+    with no_collection():
+        before = set(map(id, alive(Call)))
+        value = loss(model(x), y)
+        calls = [weakref.ref(c) for c in alive(Call) if id(c) not in before]
+        with pytest.raises(ZeroDivisionError):
+            with backpack(*make(), extension_hook=fail):
+                value.backward()
+        del value
+        gc.collect()  # the exception's traceback may be part of a cycle
+        assert not any(call() for call in calls)
+
+
+def test_extension_keeps_nothing():
+    """An extension that outlives its passes does not own their tensors."""
+    model, loss, x, y = build("conv_net")
+    ext = SqrtGGNExact()
+    with backpack(ext):
+        loss(model(x), y).backward()
+    fields = [weakref.ref(param.sqrt_ggn_exact) for param in model.parameters()]
+    for param in model.parameters():
+        del param.sqrt_ggn_exact
+    assert not any(field() for field in fields)
+
+
+# Peak memory
+
+MEASURE = """
+import sys, torch
+from torch import nn
+from backpack import backpack, extend, extensions
+
+def memory(key):
+    with open("/proc/self/status") as status:
+        (line,) = [line for line in status if line.startswith(key)]
+    return int(line.split()[1]) / 1024
+
+torch.set_num_threads(1)
+quantity, classes = sys.argv[1], int(sys.argv[2])
+features, batch = 200, 128
+model = extend(nn.Sequential(
+    nn.Linear(features, features), nn.Tanh(), nn.Linear(features, features), nn.Tanh(),
+    nn.Linear(features, classes),
+))
+loss = extend(nn.CrossEntropyLoss())
+x, y = torch.rand(batch, features), torch.randint(classes, (batch,))
+exts = [getattr(extensions, quantity)()]
+small, small_loss = extend(nn.Linear(2, 12)), extend(nn.CrossEntropyLoss())
+for size in (1, 2):  # loads what is loaded lazily
+    with backpack(*exts):
+        small_loss(small(torch.rand(size, 2)), torch.zeros(size).long()).backward()
+with open("/proc/self/clear_refs", "w") as peak:
+    peak.write("5")
+before = memory("VmRSS")
+with backpack(*exts):
+    loss(model(x), y).backward()
+print(memory("VmHWM") - before)
+"""
+
+
+def peak(quantity: str, classes: int) -> float:
+    """Measure how much a backward pass adds to a process's peak memory.
+
+    Args:
+        quantity: Name of an extension.
+        classes: Number of classes.
+
+    Returns:
+        Peak memory in MiB.
+    """
+    arguments = [sys.executable, "-c", textwrap.dedent(MEASURE), quantity, str(classes)]
+    result = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    return float(result.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's counters")
+def test_memory_does_not_grow_with_classes():
+    """The peak with 1000 classes is less than twice that with 10, without the head.
+
+    The head comes with its weight, gradient and result, and with the buffers in which
+    ten columns are computed at a time. All columns together would be a thousand times
+    ``[128, 1000]`` numbers at the prediction, 488 MiB, and a thousand times
+    ``[128, 200]`` at each hidden layer, 98 MiB.
+    """
+    few, many = peak("DiagGGNExact", 10), peak("DiagGGNExact", 1000)
+    weight, columns = (4 * size / 2**20 for size in (200 * 1000, 10 * 128 * 1000))
+    assert many - 5 * weight - 12 * columns < 2 * few

@@ -53,7 +53,10 @@ class _Announce(TorchFunctionMode):
         if func not in self._BACKWARD:
             return func(*args, **kwargs)
         outputs = [*args, *(kwargs[k] for k in ("tensors", "outputs") if k in kwargs)]
-        with backward_pass(state(), outputs[0]):
+        inputs = kwargs.get("inputs")
+        if func is torch.autograd.grad and len(args) > 1:
+            inputs = args[1]
+        with backward_pass(state(), outputs[0], inputs):
             return func(*args, **kwargs)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn import Parameter
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from backpack.capture import Call
@@ -74,12 +75,16 @@ class BackwardPass:
             combined with that of another call.
     """
 
-    def __init__(self, current: State, roots: Sequence[Node] = ()):
+    def __init__(
+        self, current: State, roots: Sequence[Node] = (), inputs: Any = None
+    ):
         """Begin.
 
         Args:
             current: What is active.
             roots: Where the backward pass begins in the graph, if it is known.
+            inputs: With respect to what it differentiates. Default: ``None``, for all
+                leaf tensors.
 
         Raises:
             RuntimeError: If a parameter is used where extensions can't see it.
@@ -94,13 +99,14 @@ class BackwardPass:
         self.saved_alone: Set[Tuple[BackpropExtension, Parameter]] = set()
         self.pull_back = PullBack(current)
         if current.active_exts and roots:
-            self._inspect(Inspection(roots))
+            self._inspect(Inspection(roots), inputs)
 
-    def _inspect(self, inspection: Inspection) -> None:
+    def _inspect(self, inspection: Inspection, inputs: Any) -> None:
         """Refuse what no module sees, or warn about it."""
         report = self.state.report
         if report is not None:
-            report.reached.update(map(id, inspection.reached))
+            reached = inspection.reached if inputs is None else tree_leaves(inputs)
+            report.reached.update(map(id, reached))
         separating = [ext for ext in self.state.active_exts if ext.separates_samples]
         if not separating:
             return
@@ -322,17 +328,20 @@ def _close(result: Tensor, expected: Tensor) -> bool:
 
 
 @contextmanager
-def backward_pass(current: State, outputs: Any) -> Iterator[BackwardPass]:
+def backward_pass(
+    current: State, outputs: Any, inputs: Any = None
+) -> Iterator[BackwardPass]:
     """Remember things from turn to turn inside the context, and forget them after.
 
     Args:
         current: What is active.
         outputs: What is differentiated.
+        inputs: With respect to what. Default: ``None``, for all leaf tensors.
 
     Yields:
         The backward pass.
     """
-    running = BackwardPass(current, root_nodes(outputs))
+    running = BackwardPass(current, root_nodes(outputs), inputs)
     outer, current.backward_pass = current.backward_pass, running
     try:
         yield running

@@ -511,6 +511,8 @@ def layer_factors(
         ((args, kwargs, shift),) = calls
         (jac,) = jacobian(prediction, [shift])
         jac = groups_first(layer, jac)  # [f, g, t, p]
+        if isinstance(layer, nn.Embedding) and layer.padding_idx is not None:
+            jac = jac * (args[0] != layer.padding_idx).reshape(-1, 1)  # no weight there
         outputs.append(torch.einsum("egtp,ef,fgsq->gtpsq", jac, hessian, jac))
         if name == "weight":
             inputs.append(weight_inputs(layer, layer(*args, **kwargs)))

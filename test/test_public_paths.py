@@ -123,7 +123,11 @@ def test_interface(promise: Promise):
     """Each name exists, with its value or signature."""
     found = find(promise)
     if promise.value is not None:
-        assert found == ast.literal_eval(promise.value)
+        value = ast.literal_eval(promise.value)
+        # the context's state changes
+        assert (
+            type(found) is type(value) if promise.path[0] == "CTX" else found == value
+        )
     if promise.signature is None:
         return
     expected = [(n, d) for n, d in parse(promise.signature) if n not in ("self", "cls")]

@@ -44,7 +44,7 @@ class MatToJacMat(ModuleExtension):
         grad_inp: Tuple[Tensor],
         grad_out: Tuple[Tensor],
         backproped: Union[List[Tensor], Tensor],
-    ) -> Union[List[Tensor], Tensor]:
+    ) -> Union[List[Tensor], Tensor, None]:
         """Multiply columns with the transposed Jacobian.
 
         Args:
@@ -56,8 +56,10 @@ class MatToJacMat(ModuleExtension):
 
         Returns:
             Columns ``[V, N, *in]``; a list with one entry for each input if the module
-            has several.
+            has several. ``None`` for an input of integers.
         """
+        if not module.input0.is_floating_point():
+            return None
         subsampling = ext.get_subsampling()
         linear = linearize_here(self.derivatives, module, grad_out, ext)
         if subsampling is not None:

@@ -62,6 +62,8 @@ def weight_gradients(
         Gradients of shape ``[V, n, *p]``.
     """
     v, n = cotangents.shape[:2]
+    if n == 0:
+        return x.new_zeros(v, n, *weight_shape)
     b = rearrange(cotangents, "v n (g p) ... -> 1 (n g v p) ...", g=groups)
     x = x.reshape(1, -1, *x.shape[2:])
     if transposed:  # weight [C_in, C_out / G, *k]

@@ -32,8 +32,9 @@ class EmbeddingDerivatives(BaseParameterDerivatives):
             The products. Rows of ``padding_idx`` get none.
         """
         (v, n), dim = cotangents.shape[:2], cotangents.shape[-1]
-        ids = inputs[0].reshape(n, -1).long()
-        b = cotangents.reshape(v, n, -1, dim)
+        positions = cotangents.shape[2:-1].numel()
+        ids = inputs[0].reshape(n, positions).long()
+        b = cotangents.reshape(v, n, positions, dim)
         if module.scale_grad_by_freq:
             # torch divides by the number of times an index occurs in the batch
             counts = ids.flatten().bincount(minlength=module.num_embeddings)

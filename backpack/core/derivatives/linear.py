@@ -37,11 +37,12 @@ class LinearDerivatives(BaseParameterDerivatives):
             The products.
         """
         v, n = cotangents.shape[:2]
-        b = cotangents.reshape(v, n, 1, -1, cotangents.shape[-1])
+        positions, features = cotangents.shape[2:-1].numel(), cotangents.shape[-1]
+        b = cotangents.reshape(v, n, 1, positions, features)
         if name == "bias":
             return Summed(b.squeeze(2), module.bias.shape)
         x = inputs[0]
-        return Outer(lambda: x.reshape(n, 1, -1, x.shape[-1]), b, module.weight.shape)
+        return Outer(lambda: x.reshape(n, 1, positions, x.shape[-1]), b, module.weight.shape)
 
     def _jac_mat_prod(
         self, module: Linear, g_inp: Tuple, g_out: Tuple, mat: Tensor

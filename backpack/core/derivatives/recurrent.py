@@ -39,7 +39,7 @@ from backpack.core.derivatives.basederivatives import (
     stored_inputs,
 )
 from backpack.core.derivatives.generic import input_batch_axis
-from backpack.core.reductions import Dense, Outer, PerSample
+from backpack.core.reductions import Outer, PerSample, Summed
 from backpack.utils.subsampling import subsample
 
 Recurrent = Union[RNN, LSTM, GRU]
@@ -559,7 +559,8 @@ def _describe(
             getattr(module, weight).shape,
         )
         if hasattr(module, bias):
-            products[bias] = Dense(b.sum(0), getattr(module, bias).shape)
+            cotangents = rearrange(b, "t v n p -> v n t p")
+            products[bias] = Summed(cotangents, getattr(module, bias).shape)
     return products
 
 

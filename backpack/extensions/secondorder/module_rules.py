@@ -63,8 +63,11 @@ class ModuleRule(ParameterRule):
             backproped: Quantity at the output.
 
         Returns:
-            Quantity at the input, or a list with one entry for each input.
+            Quantity at the input, or a list with one entry for each input; ``None``
+            for an input of integers.
         """
+        if not module.input0.is_floating_point():
+            return None
         linear = linearize_here(self.derivatives, module, g_out, ext)
         values = self.pull_back(ext, linear, backproped)
         return values[0] if linear.positions == [0] else linear.at_positions(values)

@@ -1,0 +1,690 @@
+"""Extensions as an outside library writes them, from promised building blocks only."""
+
+import warnings
+from typing import Any, Callable, Dict, List, Optional, Tuple, Type
+
+import pytest
+import torch
+from cases import F64
+from oracle import assert_agrees, oracle
+from torch import Tensor, nn
+from torch.nn import Module, Parameter, Sequential
+
+from backpack import backpack, extend
+from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
+from backpack.core.derivatives.conv2d import Conv2DDerivatives
+from backpack.core.derivatives.elementwise import ElementwiseDerivatives
+from backpack.core.derivatives.linear import LinearDerivatives
+from backpack.custom_module.branching import Parallel, SumModule
+from backpack.custom_module.pad import Pad
+from backpack.custom_module.scale_module import ScaleModule
+from backpack.custom_module.slicing import Slicing
+from backpack.extensions import (
+    HMP,
+    BatchDiagGGNExact,
+    BatchGrad,
+    BatchL2Grad,
+    DiagGGNExact,
+    DiagHessian,
+    SqrtGGNExact,
+)
+from backpack.extensions.curvmatprod.ggnmp.batchnorm1d import GGNMPBatchNorm1d
+from backpack.extensions.curvmatprod.hmp import HMPBase
+from backpack.extensions.curvmatprod.hmp.batchnorm1d import HMPBatchNorm1d
+from backpack.extensions.firstorder.base import (
+    FirstOrderBackpropExtension,
+    FirstOrderModuleExtension,
+)
+from backpack.extensions.firstorder.batch_grad.batch_grad_base import BatchGradBase
+from backpack.extensions.firstorder.batch_l2_grad.batch_l2_base import BatchL2Base
+from backpack.extensions.firstorder.gradient.base import GradBaseModule
+from backpack.extensions.firstorder.sum_grad_squared.sgs_base import SGSBase
+from backpack.extensions.firstorder.variance.variance_base import VarianceBaseModule
+from backpack.extensions.mat_to_mat_jac_base import MatToJacMat
+from backpack.extensions.module_extension import ModuleExtension
+from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
+from backpack.extensions.secondorder.diag_ggn.diag_ggn_base import DiagGGNBaseModule
+from backpack.extensions.secondorder.hbp import (
+    BackpropStrategy,
+    ExpectationApproximation,
+    LossHessianStrategy,
+)
+from backpack.extensions.secondorder.hbp.hbpbase import HBPBaseModule
+from backpack.extensions.secondorder.hbp.losses import HBPLoss, HBPMSELoss
+from backpack.extensions.secondorder.sqrt_ggn import (
+    activations,
+    batchnorm_nd,
+    convnd,
+    convtransposend,
+    custom_module,
+    dropout,
+    embedding,
+    flatten,
+    linear,
+    losses,
+    pad,
+    padding,
+    pooling,
+    slicing,
+)
+
+N = 4
+
+
+class Stretch(Module):
+    """A user's own layer: a weight for each feature."""
+
+    def __init__(self, features: int):
+        """Create the weight."""
+        super().__init__()
+        self.weight = Parameter(torch.rand(features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale ``[N, features]``, and bend it a little."""
+        return self.weight * x + 0.1 * x**2
+
+
+class StretchBatchGrad(FirstOrderModuleExtension):
+    """Individual gradients of the layer."""
+
+    def __init__(self):
+        """Name the parameter."""
+        super().__init__(params=["weight"])
+
+    def weight(self, ext, module, g_inp, g_out, bpQuantities):  # noqa: N803
+        """Multiply gradients with inputs."""
+        assert bpQuantities is None
+        return g_out[0] * module.input0
+
+
+def problem(*modules: Module, features: int = 3) -> Tuple[Module, Module, Any, Any]:
+    """Build a classifier, its loss, and data."""
+    torch.manual_seed(0)
+    model = Sequential(*modules).to(F64)
+    X = torch.randn(N, features, dtype=F64)
+    return model, nn.CrossEntropyLoss(), (X,), (torch.randint(3, (N,)),)
+
+
+def run(case: Tuple, *extensions: Any, factor: float = 1.0) -> Module:
+    """Run a backward pass, and return the extended model."""
+    model, loss, X, y = extend(case[0]), extend(case[1]), case[2], case[3]
+    with backpack(*extensions):
+        (factor * loss(model(*X), *y)).backward()
+    return model
+
+
+# First order
+
+
+def test_batch_grad_on_an_own_layer():
+    """``set_module_extension`` adds a layer to an existing quantity."""
+    case = problem(nn.Linear(3, 3), Stretch(3), nn.Linear(3, 3))
+    expected = oracle("batch_grad", *case)
+    ext = BatchGrad()
+    ext.set_module_extension(Stretch, StretchBatchGrad())
+    model = run(case, ext)
+    for name, param in model.named_parameters():
+        assert_agrees(param.grad_batch, expected[name], name)
+    with pytest.raises(ValueError, match="overwrite"):
+        ext.set_module_extension(Stretch, StretchBatchGrad())
+
+
+class Norms(FirstOrderBackpropExtension):
+    """A complete first-order extension: largest entries of individual gradients."""
+
+    def __init__(self, fail_mode: str = "WARNING"):
+        """Register what it supports."""
+        rules = {nn.Linear: LargestOfLinear(), Stretch: LargestOfStretch()}
+        super().__init__("largest", rules, fail_mode=fail_mode)
+
+
+class LargestOfLinear(FirstOrderModuleExtension):
+    """The largest entries, on linear layers."""
+
+    def __init__(self):
+        """Name the parameters."""
+        super().__init__(params=["bias", "weight"])
+
+    def weight(self, ext, module, g_inp, g_out, bpQuantities):  # noqa: N803
+        """Use that the largest product is the product of the largest ones."""
+        return module.input0.abs().amax(1) * g_out[0].abs().amax(1)
+
+    def bias(self, ext, module, g_inp, g_out, bpQuantities):  # noqa: N803
+        """Take the largest gradient."""
+        return g_out[0].abs().amax(1)
+
+
+class LargestOfStretch(FirstOrderModuleExtension):
+    """The largest entries, on the own layer."""
+
+    def __init__(self):
+        """Name the parameter."""
+        super().__init__(params=["weight"])
+
+    def weight(self, ext, module, g_inp, g_out, bpQuantities):  # noqa: N803
+        """Multiply."""
+        return (g_out[0] * module.input0).abs().amax(1)
+
+
+def test_first_order_extension():
+    """A complete extension, alone and next to a built-in one."""
+    case = problem(nn.Linear(3, 3), nn.ReLU(), Stretch(3), nn.Linear(3, 3))
+    expected = oracle("batch_grad", *case)
+    model = run(case, Norms(), BatchGrad())
+    for name, param in model.named_parameters():
+        largest = expected[name].flatten(1).abs().amax(1)
+        assert_agrees(param.largest, largest, name)
+        assert_agrees(param.grad_batch, expected[name], name)
+
+
+def test_fail_modes():
+    """Layers that an extension does not know: with a warning, an error, or silently."""
+    case = problem(nn.LayerNorm(3), nn.Linear(3, 3))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(case, Norms())
+    messages = [str(w.message) for w in caught]
+    assert any("no module extension for LayerNorm" in message for message in messages)
+    with pytest.raises(NotImplementedError, match="'largest'.*LayerNorm"):
+        run(case, Norms(fail_mode="ERROR"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(case, Norms(fail_mode="SILENT"))
+    messages = [str(w.message) for w in caught]
+    assert not any("no module extension" in message for message in messages)
+
+
+def variance_by_parts(derivatives: Any, params: List[str]) -> VarianceBaseModule:
+    """Assemble the variance."""
+    grad, squares = GradBaseModule(derivatives, params), SGSBase(derivatives, params)
+    return VarianceBaseModule(params, grad, squares)
+
+
+FIRST_ORDER: Dict[str, Callable] = {
+    "batch_grad": BatchGradBase,
+    "batch_l2": lambda derivatives, params: BatchL2Base(params, derivatives),
+    "sum_grad_squared": SGSBase,
+    "variance": variance_by_parts,
+}
+
+
+@pytest.mark.parametrize("quantity", FIRST_ORDER)
+def test_first_order_building_blocks(quantity: str):
+    """The base classes compute their quantity with any derivatives."""
+    make = FIRST_ORDER[quantity]
+
+    class Assembled(FirstOrderBackpropExtension):
+        def __init__(self):
+            rules = {
+                nn.Linear: make(LinearDerivatives(), ["weight", "bias"]),
+                Stretch: make(BaseParameterDerivatives(), ["weight"]),
+            }
+            super().__init__("assembled", rules)
+
+    case = problem(nn.Linear(3, 3), Stretch(3), nn.Linear(3, 3))
+    expected = oracle(quantity, *case)
+    for name, param in run(case, Assembled()).named_parameters():
+        assert_agrees(param.assembled, expected[name], name)
+
+
+# Second order, with ``backpropagate``
+
+
+class StretchDiagGGN(ModuleExtension):
+    """The GGN's diagonal on the own layer."""
+
+    def __init__(self, sum_batch: bool):
+        """Name the parameter."""
+        super().__init__(params=["weight"])
+        self.axes = (0, 1) if sum_batch else 0
+
+    def weight(self, ext, module, g_inp, g_out, bpQuantities):  # noqa: N803
+        """Square the products of columns ``[V, N, *out]`` and inputs."""
+        return (bpQuantities * module.input0).square().sum(self.axes)
+
+    def backpropagate(self, ext, module, g_inp, g_out, bpQuantities):  # noqa: N803
+        """Multiply with the layer's Jacobian, which is diagonal."""
+        return bpQuantities * (module.weight + 0.2 * module.input0)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+@pytest.mark.parametrize(
+    "ext, reference, sum_batch",
+    [(DiagGGNExact, "diag_ggn", True), (BatchDiagGGNExact, "diag_ggn_batch", False)],
+)
+def test_diag_ggn_on_an_own_layer(
+    ext: Callable, reference: str, sum_batch: bool, factor: float
+):
+    """A module extension with ``backpropagate`` takes part in the GGN family."""
+    case = problem(
+        nn.Linear(3, 3),
+        Stretch(3),
+        nn.Sigmoid(),
+        Parallel(Stretch(3), nn.Sequential(nn.Linear(3, 3), nn.Tanh())),
+        nn.Linear(3, 3),
+    )
+    expected = oracle(reference, *case)
+    extension = ext()
+    extension.set_module_extension(Stretch, StretchDiagGGN(sum_batch))
+    if factor == 1.0:
+        model = run(case, extension)
+    else:
+        with pytest.warns(UserWarning, match="modified"):
+            model = run(case, extension, factor=factor)
+    for name, param in model.named_parameters():
+        value = getattr(param, extension.savefield)
+        assert_agrees(value, factor * expected[name], name)
+
+
+def test_diag_ggn_without_backpropagate():
+    """Without ``backpropagate``, autograd pulls the columns back."""
+
+    class Only(StretchDiagGGN):
+        backpropagate = ModuleExtension.backpropagate
+
+    case = problem(nn.Linear(3, 3), Stretch(3), nn.Linear(3, 3))
+    expected = oracle("diag_ggn", *case)
+    extension = DiagGGNExact()
+    extension.set_module_extension(Stretch, Only(sum_batch=True))
+    for name, param in run(case, extension).named_parameters():
+        assert_agrees(param.diag_ggn_exact, expected[name], name)
+
+
+class StretchHMP(HMPBase):
+    """Hessian products on the own layer, from the promised base class."""
+
+    def __init__(self):
+        """Use the generic derivatives."""
+        super().__init__(BaseParameterDerivatives(), params=["weight"])
+
+
+def test_hmp_with_registered_rules():
+    """Module extensions of products are registered like any other."""
+    case = problem(nn.Linear(3, 3), Stretch(3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    case[0].eval()
+    plain, custom = HMP("plain"), HMP("custom")
+    custom.set_module_extension(Stretch, StretchHMP())
+    custom.set_module_extension(nn.BatchNorm1d, HMPBatchNorm1d(), overwrite=True)
+    for name, param in run(case, plain, custom).named_parameters():
+        v = torch.randn(2, *param.shape, dtype=F64)
+        assert_agrees(param.custom(v), param.plain(v), name)
+    assert callable(GGNMPBatchNorm1d().weight)
+
+
+def test_plain_functions_as_products():
+    """A rule of one's own may return a plain function, as long as nothing branches."""
+
+    class ByHand(HMPBase):
+        def __init__(self):
+            super().__init__(BaseParameterDerivatives(), params=["weight"])
+
+        def backpropagate(self, ext, module, g_inp, g_out, backproped):
+            jacobian = (module.weight + 0.2 * module.input0).detach()
+            residual = 0.2 * g_out[0].detach()
+            return lambda mat: jacobian * backproped(jacobian * mat) + residual * mat
+
+    case = problem(nn.Linear(3, 3), Stretch(3), nn.Linear(3, 3))
+    plain, custom = HMP("plain"), HMP("custom")
+    custom.set_module_extension(Stretch, ByHand())
+    for name, param in run(case, plain, custom).named_parameters():
+        v = torch.randn(2, *param.shape, dtype=F64)
+        assert_agrees(param.custom(v), param.plain(v), name)
+    case = problem(nn.Linear(3, 3), Parallel(Stretch(3), nn.Tanh()))
+    with pytest.raises(NotImplementedError, match="plain function"):
+        run(case, custom)
+
+
+# Second order, assembled
+
+
+class Gram(SecondOrderBackpropExtension):
+    """An outside library's second-order extension: the GGN's square root."""
+
+    def __init__(
+        self,
+        strategy: str = LossHessianStrategy.EXACT,
+        mc_samples: int = 1,
+        subsampling: Optional[List[int]] = None,
+    ):
+        """Register rules for many layers."""
+        self.strategy, self.mc_samples = strategy, mc_samples
+        rules: Dict[Type[Module], ModuleExtension] = {
+            nn.MSELoss: losses.SqrtGGNMSELoss(),
+            nn.CrossEntropyLoss: losses.SqrtGGNCrossEntropyLoss(),
+            nn.BCEWithLogitsLoss: losses.SqrtGGNBCEWithLogithsLoss(),
+            nn.Linear: LinearRule(),
+            nn.Conv1d: convnd.SqrtGGNConv1d(),
+            nn.Conv2d: ConvRule(),
+            nn.Conv3d: convnd.SqrtGGNConv3d(),
+            nn.ConvTranspose1d: convtransposend.SqrtGGNConvTranspose1d(),
+            nn.ConvTranspose2d: convtransposend.SqrtGGNConvTranspose2d(),
+            nn.ConvTranspose3d: convtransposend.SqrtGGNConvTranspose3d(),
+            nn.BatchNorm2d: batchnorm_nd.SqrtGGNBatchNormNd(),
+            nn.Embedding: embedding.SqrtGGNEmbedding(),
+            nn.Flatten: flatten.SqrtGGNFlatten(),
+            nn.Dropout: dropout.SqrtGGNDropout(),
+            nn.ZeroPad2d: padding.SqrtGGNZeroPad2d(),
+            Pad: pad.SqrtGGNPad(),
+            Slicing: slicing.SqrtGGNSlicing(),
+            ScaleModule: custom_module.SqrtGGNScaleModule(),
+            SumModule: custom_module.SqrtGGNSumModule(),
+        }
+        for name in (
+            "ReLU",
+            "Sigmoid",
+            "Tanh",
+            "LeakyReLU",
+            "LogSigmoid",
+            "ELU",
+            "SELU",
+        ):
+            rules[getattr(nn, name)] = getattr(activations, f"SqrtGGN{name}")()
+        for name in ("MaxPool", "AvgPool"):
+            for d in (1, 2, 3):
+                rule = getattr(pooling, f"SqrtGGN{name}{d}d")()
+                rules[getattr(nn, f"{name}{d}d")] = rule
+        super().__init__("gram", rules, subsampling=subsampling)
+
+    def get_loss_hessian_strategy(self) -> str:
+        """Answer the losses."""
+        return self.strategy
+
+    def get_num_mc_samples(self) -> int:
+        """Answer the losses."""
+        return self.mc_samples
+
+    def accumulate_backpropagated_quantities(
+        self, existing: Tensor, other: Tensor
+    ) -> Tensor:
+        """Add columns of branches."""
+        return existing + other
+
+
+class LinearRule(MatToJacMat):
+    """A rule that is written out, on top of :class:`MatToJacMat`."""
+
+    def __init__(self):
+        """Name the parameters."""
+        super().__init__(LinearDerivatives(), params=["weight", "bias"])
+
+    def weight(self, ext, module, g_inp, g_out, backproped):
+        """Ask the derivatives."""
+        return self.products("weight", ext, module, g_inp, g_out, backproped)
+
+    def bias(self, ext, module, g_inp, g_out, backproped):
+        """Ask the derivatives."""
+        return self.products("bias", ext, module, g_inp, g_out, backproped)
+
+    def products(self, name, ext, module, g_inp, g_out, backproped):
+        """Multiply columns with the parameter's Jacobian."""
+        return self.derivatives.param_mjp(
+            name,
+            module,
+            g_inp,
+            g_out,
+            backproped,
+            sum_batch=False,
+            subsampling=ext.get_subsampling(),
+        )
+
+
+class ConvRule(LinearRule):
+    """The same for another layer."""
+
+    def __init__(self):
+        """Use other derivatives."""
+        MatToJacMat.__init__(self, Conv2DDerivatives(), params=["weight", "bias"])
+
+
+class Container(Module):
+    """A container with a forward pass of its own, that only calls modules."""
+
+    def __init__(self, *modules: Module):
+        """Store the modules."""
+        super().__init__()
+        self.inner = nn.ModuleList(modules)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Call one module after the other."""
+        for module in self.inner:
+            x = module(x)
+        return x
+
+
+def images(*modules: Module, X: Optional[Tensor] = None) -> Tuple:
+    """Build a classifier on images."""
+    torch.manual_seed(0)
+    model = Sequential(*modules, nn.Flatten()).to(F64).eval()
+    X = torch.randn(N, 2, 4, 4, dtype=F64) if X is None else X
+    features = model(X)[0].numel()
+    model = Sequential(*model, nn.Linear(features, 3).to(F64))
+    return model, nn.CrossEntropyLoss(), (X,), (torch.randint(3, (N,)),)
+
+
+def volume(d: int) -> Tensor:
+    """Draw an input with d spatial axes."""
+    return torch.randn(N, 2, *[3] * d, dtype=F64)
+
+
+ASSEMBLED: Dict[str, Callable[[], Tuple]] = {
+    "mlp": lambda: problem(
+        nn.Linear(3, 3),
+        nn.Sigmoid(),
+        nn.Linear(3, 3),
+        nn.LogSigmoid(),
+        nn.ELU(),
+        nn.SELU(),
+        ScaleModule(0.3),
+        nn.Linear(3, 3),
+    ),
+    "residual": lambda: problem(
+        nn.Linear(3, 3),
+        Parallel(Sequential(nn.Linear(3, 3), nn.Tanh()), ScaleModule(2.0)),
+        nn.LeakyReLU(),
+        nn.Linear(3, 3),
+    ),
+    "container": lambda: problem(
+        Container(nn.Linear(3, 3), Container(nn.ReLU(), nn.Linear(3, 3)))
+    ),
+    "cnn": lambda: images(
+        nn.Conv2d(2, 2, 2),
+        nn.ReLU(),
+        nn.ZeroPad2d(1),
+        nn.BatchNorm2d(2),
+        nn.MaxPool2d(2),
+        nn.Dropout(0.3),
+        nn.ConvTranspose2d(2, 2, 2),
+        nn.AvgPool2d(2),
+        Pad((0, 1)),
+        Slicing((slice(None), slice(0, 1))),
+    ),
+    "1d": lambda: images(
+        nn.Conv1d(2, 2, 2),
+        nn.ConvTranspose1d(2, 2, 2),
+        nn.MaxPool1d(2, 1),
+        nn.AvgPool1d(2),
+        X=volume(1),
+    ),
+    "3d": lambda: images(
+        nn.Conv3d(2, 1, 2),
+        nn.ConvTranspose3d(1, 1, 2),
+        nn.MaxPool3d(2, 1),
+        nn.AvgPool3d(2),
+        X=volume(3),
+    ),
+    "embedding": lambda: images(
+        nn.Embedding(4, 2), nn.Tanh(), X=torch.randint(4, (N, 2))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ASSEMBLED)
+@pytest.mark.parametrize("subsampling", [None, [2, 0]], ids=["all", "some"])
+def test_assembled_extension(name: str, subsampling: Optional[List[int]]):
+    """The assembled extension computes what the built-in one does."""
+    case = ASSEMBLED[name]()
+    theirs, ours = Gram(subsampling=subsampling), SqrtGGNExact(subsampling=subsampling)
+    for param in run(case, theirs, ours).parameters():
+        assert_agrees(param.gram, param.sqrt_ggn_exact)
+    assert not theirs.saved_quantities._saved_quantities
+
+
+def test_rule_for_linear_layers():
+    """The rule that is written out and the one that exists are the same."""
+    theirs = Gram()
+    theirs.set_module_extension(nn.Linear, linear.SqrtGGNLinear(), overwrite=True)
+    for param in run(ASSEMBLED["mlp"](), theirs, SqrtGGNExact()).parameters():
+        assert_agrees(param.gram, param.sqrt_ggn_exact)
+
+
+def test_assembled_extension_with_sampling():
+    """The losses ask the extension for strategy and samples."""
+    case = ASSEMBLED["mlp"]()
+    model = run(case, Gram(LossHessianStrategy.SAMPLING, mc_samples=5))
+    assert model[0].weight.gram.shape == (5, N, 3, 3)
+
+
+def test_assembled_extension_refuses_what_it_does_not_know():
+    """The layer and the field are named."""
+    case = problem(nn.Linear(3, 3), nn.Softmax(1), nn.Linear(3, 3))
+    with pytest.raises(NotImplementedError, match="Softmax") as error:
+        run(case, Gram())
+    assert "gram" in str(error.value)
+
+
+class BranchesNotCombined(Gram):
+    """Does not say how branches are combined."""
+
+    accumulate_backpropagated_quantities = (
+        SecondOrderBackpropExtension.accumulate_backpropagated_quantities
+    )
+
+
+def test_branches_need_a_rule():
+    """Without a rule how to combine branches, they are refused."""
+    with pytest.raises(NotImplementedError, match="accumulate"):
+        run(ASSEMBLED["residual"](), BranchesNotCombined())
+
+
+def test_dropout_in_training():
+    """The building block for dropout uses the mask that was drawn."""
+    case = problem(nn.Linear(3, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3))
+    for param in run(case, Gram(), SqrtGGNExact()).parameters():
+        assert_agrees(param.gram, param.sqrt_ggn_exact)
+
+
+class Diagonal(Gram):
+    """The GGN's diagonal, assembled."""
+
+    def __init__(self):
+        """Replace some rules."""
+        super().__init__()
+        rule = DiagGGNBaseModule(
+            LinearDerivatives(), ["weight", "bias"], sum_batch=True
+        )
+        self.set_module_extension(nn.Linear, rule, overwrite=True)
+
+
+def test_diagonal_building_block():
+    """``DiagGGNBaseModule`` squares what ``SqrtGGNBaseModule`` multiplies."""
+    for param in run(ASSEMBLED["mlp"](), Diagonal(), DiagGGNExact()).parameters():
+        assert_agrees(param.gram, param.diag_ggn_exact)
+
+
+class Recursion(SecondOrderBackpropExtension):
+    """Kronecker factors by the base classes of Hessian backpropagation."""
+
+    weight_sharing = None
+
+    def __init__(self, loss_hessian_strategy: str, backprop_strategy: str):
+        """Register rules."""
+        self.strategies = loss_hessian_strategy, backprop_strategy
+        rules = {
+            nn.MSELoss: HBPMSELoss(),
+            nn.Linear: HBPBaseModule(LinearDerivatives(), ["weight", "bias"]),
+            nn.Sigmoid: HBPBaseModule(_SigmoidByHand()),
+        }
+        super().__init__("factors", rules)
+
+    def get_loss_hessian_strategy(self) -> str:
+        """Answer the loss."""
+        return self.strategies[0]
+
+    def get_backprop_strategy(self) -> str:
+        """Answer the rules."""
+        return self.strategies[1]
+
+    def get_curv_type(self) -> str:
+        """Answer the rules."""
+        return "ggn"
+
+    def get_ea_strategy(self) -> str:
+        """Answer the rules."""
+        return ExpectationApproximation.BOTEV_MARTENS
+
+
+class _SigmoidByHand(ElementwiseDerivatives):
+    """First and second derivative, with the signatures outside classes use."""
+
+    def df(self, module, g_inp, g_out, subsampling=None):
+        """Differentiate once."""
+        return module.output * (1 - module.output)
+
+    def d2f(self, module, g_inp, g_out):
+        """Differentiate twice."""
+        return self.df(module, g_inp, g_out) * (1 - 2 * module.output)
+
+
+@pytest.mark.parametrize(
+    "field, strategies",
+    [
+        ("kfra", (LossHessianStrategy.SUM, BackpropStrategy.BATCH_AVERAGE)),
+        ("kflr", (LossHessianStrategy.EXACT, BackpropStrategy.SQRT)),
+    ],
+)
+def test_hbp_building_blocks(field: str, strategies: Tuple[str, str]):
+    """The base classes give the factors of the built-in extensions."""
+    from backpack.extensions import KFLR, KFRA
+
+    torch.manual_seed(0)
+    model = Sequential(nn.Linear(3, 4), nn.Sigmoid(), nn.Linear(4, 2)).to(F64)
+    X, y = torch.randn(N, 3, dtype=F64), torch.randn(N, 2, dtype=F64)
+    ours = {"kfra": KFRA, "kflr": KFLR}[field]()
+    theirs = Recursion(*strategies)
+    for param in run((model, nn.MSELoss(), (X,), (y,)), ours, theirs).parameters():
+        assert_agrees(param.factors, getattr(param, field))
+    assert issubclass(HBPMSELoss, HBPLoss)
+
+
+def test_elementwise_derivatives_of_an_outside_layer():
+    """A library's activation with own derivatives joins the Hessian's diagonal."""
+    from backpack.extensions.secondorder.diag_hessian.diag_h_base import DiagHBaseModule
+
+    class OwnSigmoid(Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sigmoid()
+
+    case = problem(nn.Linear(3, 3), OwnSigmoid(), nn.Linear(3, 3))
+    generic, custom = DiagHessian(), DiagHessian()
+    custom.savefield = "custom"
+    custom.set_module_extension(OwnSigmoid, DiagHBaseModule(_SigmoidByHand()))
+    for param in run(case, generic, custom).parameters():
+        assert_agrees(param.custom, param.diag_h)
+
+
+def test_squared_norms_by_subclass():
+    """A subclass that defines its methods needs no derivatives."""
+
+    class StretchNorms(BatchL2Base):
+        def __init__(self):
+            super().__init__(["weight"])
+
+        def weight(self, ext, module, g_inp, g_out, bpQuantities):  # noqa: N803
+            return (g_out[0] * module.input0).square().sum(1)
+
+    case = problem(nn.Linear(3, 3), Stretch(3), nn.Linear(3, 3))
+    expected = oracle("batch_l2", *case)
+    ext = BatchL2Grad()
+    ext.set_module_extension(Stretch, StretchNorms())
+    for name, param in run(case, ext).named_parameters():
+        assert_agrees(param.batch_l2, expected[name], name)

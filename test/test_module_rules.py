@@ -353,7 +353,7 @@ def solved(case: Case) -> Problem:
 
 
 class HardSigmoid(Module):
-    """What :class:`torch.nn.Hardsigmoid` computes, which autograd differentiates once."""
+    """What ``Hardsigmoid`` computes, which autograd differentiates only once."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[N, *]`` to values between zero and one."""
@@ -615,7 +615,7 @@ def _owner(model: Module, name: str) -> Module:
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("case", ["Conv2d-groups", "Linear-sequence", "Conv1d"])
 def test_kfra_with_a_choice(case: str, sharing: str):
-    """For one sample and a linear rest of the network, KFRA is KFLR for every choice."""
+    """For one sample, KFRA is KFLR for every choice."""
     (row,) = [c for c in CASES if c.id == case]
     problem = row.build()
     problem = problem._replace(X=(problem.X[0][:1],), y=(problem.y[0][:1],))

@@ -192,13 +192,24 @@ class PerSample(ABC):
         Returns:
             The statistic; unless a form knows better, the squares themselves.
         """
-        if not sum_batch:
-            return self.individual().pow(2).sum(0)
         dtype = accumulator_dtype(self.dtype)
+        if not sum_batch:
+            return self._squares_per_sample(dtype)
         total: Optional[Tensor] = None
         for samples in self._sample_chunks():
             total = add_squares(total, self.block(samples).flatten(0, 1), dtype)
         return total
+
+    def _squares_per_sample(self, dtype: torch.dtype) -> Tensor:
+        if torch.is_grad_enabled():
+            return self.individual().pow(2).sum(0, dtype=dtype)
+        out = huge_empty((self.batch_size, *self.shape), dtype, self.device)
+        for samples in self._sample_chunks():
+            first, *others = self.block(samples).to(dtype)
+            target = torch.mul(first, first, out=out[samples])
+            for column in others:
+                target.addcmul_(column, column)
+        return out
 
     def finish_squares(self, statistic: Tensor, sum_batch: bool) -> Tensor:
         """Turn the statistic of :meth:`partial_squares` into squares.
@@ -245,9 +256,19 @@ class PerSample(ABC):
         return einsum(flat, flat, "v n p, v m p -> n m")
 
     @property
-    @abstractmethod
     def dtype(self) -> torch.dtype:
         """Type of the products."""
+        return self._cotangents.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the products."""
+        return self._cotangents.device
+
+    @property
+    @abstractmethod
+    def _cotangents(self) -> Tensor:
+        """A tensor with the products' type and device."""
 
     def _sample_chunks(self) -> Iterator[slice]:
         return chunks(self.batch_size, self._elements_per_sample())
@@ -272,8 +293,8 @@ class Dense(PerSample):
         self.num_columns, self.batch_size = products.shape[:2]
 
     @property
-    def dtype(self) -> torch.dtype:  # noqa: D102
-        return self.products.dtype
+    def _cotangents(self) -> Tensor:
+        return self.products
 
     def block(self, samples: slice) -> Tensor:  # noqa: D102
         return self.products[:, samples]
@@ -382,8 +403,8 @@ class Outer(PerSample):
         return self._a
 
     @property
-    def dtype(self) -> torch.dtype:  # noqa: D102
-        return self.b.dtype
+    def _cotangents(self) -> Tensor:
+        return self.b
 
     def merge(self, other: PerSample) -> PerSample:  # noqa: D102
         alike = (
@@ -445,14 +466,15 @@ class Outer(PerSample):
         if self.positions > 1:
             return statistic
         a = self.a.squeeze(2).pow(2)
-        out = "g p d" if sum_batch else "n g p d"
-        return self.fold(einsum(statistic, a, f"n g p, n g d -> {out}"))
+        if sum_batch:
+            return self.fold(einsum(statistic, a, "n g p, n g d -> g p d"))
+        return self.fold(outer_products(statistic.unsqueeze(0), a).squeeze(0))
 
     def variance(self) -> Tensor:  # noqa: D102
         # Squares of single-precision numbers are exact in double precision, and so the
         # difference of two matrix products is as right as the centred sum, at a
         # fraction of its memory traffic.
-        exact = self.dtype != torch.float64 and self.b.device.type == "cpu"
+        exact = self.dtype != torch.float64 and self.device.type == "cpu"
         if not (exact and self.positions == 1):
             return super().variance()
         a = self.a.squeeze(2).double()
@@ -487,13 +509,13 @@ class Outer(PerSample):
         """Form ``[V, n, G, p, d]``, with the columns as rows of one product."""
         a, b = self.a[samples], self.b[:, samples]
         if self.positions == 1:
-            return einsum_outer(b.squeeze(3), a.squeeze(2))
+            return outer_products(b.squeeze(3), a.squeeze(2))
         rows = rearrange(b, "v n g t p -> (n g) (v p) t")
         columns = rearrange(a, "n g t d -> (n g) t d")
         if torch.is_grad_enabled():
             out = torch.bmm(rows, columns)
         else:
-            out = huge_empty((*rows.shape[:2], columns.shape[2]), rows)
+            out = huge_empty((*rows.shape[:2], columns.shape[2]), b.dtype, b.device)
             torch.bmm(rows, columns, out=out)
         return rearrange(
             out, "(n g) (v p) d -> v n g p d", g=self.groups, v=self.num_columns
@@ -519,7 +541,7 @@ class Outer(PerSample):
         return total
 
 
-def einsum_outer(b: Tensor, a: Tensor) -> Tensor:
+def outer_products(b: Tensor, a: Tensor) -> Tensor:
     """Form outer products, in memory that is cheap to touch for the first time.
 
     Args:
@@ -531,7 +553,7 @@ def einsum_outer(b: Tensor, a: Tensor) -> Tensor:
     """
     if torch.is_grad_enabled():
         return b.unsqueeze(-1) * a.unsqueeze(-2)
-    out = huge_empty((*b.shape, a.shape[-1]), b)
+    out = huge_empty((*b.shape, a.shape[-1]), b.dtype, b.device)
     return torch.mul(b.unsqueeze(-1), a.unsqueeze(-2), out=out)
 
 
@@ -564,8 +586,8 @@ class Rows(PerSample):
         self.num_columns, self.batch_size, self.positions = b.shape[:3]
 
     @property
-    def dtype(self) -> torch.dtype:  # noqa: D102
-        return self.b.dtype
+    def _cotangents(self) -> Tensor:
+        return self.b
 
     def merge(self, other: PerSample) -> PerSample:  # noqa: D102
         if not isinstance(other, Rows) or self.batch_size != other.batch_size:

@@ -26,7 +26,9 @@ def _madvise() -> Optional[ctypes._CFuncPtr]:
     return getattr(ctypes.CDLL(None), "madvise", None)
 
 
-def huge_empty(shape: Sequence[int], like: Tensor) -> Tensor:
+def huge_empty(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """Allocate an uninitialised tensor that is cheap to fill for the first time.
 
     On Linux CPUs, writing a large fresh tensor is bound by page faults. The system is
@@ -34,12 +36,13 @@ def huge_empty(shape: Sequence[int], like: Tensor) -> Tensor:
 
     Args:
         shape: Shape of the tensor.
-        like: Tensor that has the device and type to use.
+        dtype: Type of the tensor.
+        device: Device of the tensor.
 
     Returns:
         Uninitialised tensor.
     """
-    out = torch.empty(*shape, dtype=like.dtype, device=like.device)
+    out = torch.empty(*shape, dtype=dtype, device=device)
     num_bytes = out.numel() * out.element_size()
     if num_bytes >= _MIN_BYTES and out.device.type == "cpu" and _madvise():
         start = -(-out.data_ptr() // _PAGE) * _PAGE

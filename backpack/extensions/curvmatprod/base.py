@@ -185,9 +185,19 @@ class CurvatureProduct(WalkingExtension):
         super().__init__(savefield)
         self.curv_type = curv_type
 
-    def start(  # noqa: D102
+    def start(
         self, derivatives: LossDerivatives, module: Module, g_out: Tuple[Tensor, ...]
     ) -> Operator:
+        """Compute the product with the loss Hessian.
+
+        Args:
+            derivatives: The loss's derivatives.
+            module: The loss module, with its inputs and output.
+            g_out: Gradient at its output.
+
+        Returns:
+            The product.
+        """
         scale = g_out[0].detach()
         if Curvature.REQUIRE_PSD_LOSS_HESSIAN[self.curv_type]:
             current_turn().loss_scale()  # refuses a negative factor

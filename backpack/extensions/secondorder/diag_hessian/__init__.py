@@ -32,9 +32,19 @@ class DiagHessian(WalkingExtension):
         """Set the field."""
         super().__init__("diag_h")
 
-    def start(  # noqa: D102
+    def start(
         self, derivatives: LossDerivatives, module: Module, g_out: Tuple[Tensor, ...]
     ) -> SignedColumns:
+        """Compute signed columns of the loss Hessian.
+
+        Args:
+            derivatives: The loss's derivatives.
+            module: The loss module, with its inputs and output.
+            g_out: Gradient at its output.
+
+        Returns:
+            The columns.
+        """
         scale = g_out[0].detach()
         if isinstance(derivatives, GenericLossDerivatives):
             columns, sign = factor(derivatives._hessian(module))

@@ -166,9 +166,19 @@ class HBP(WalkingExtension):
         """
         return 1
 
-    def start(  # noqa: D102
+    def start(
         self, derivatives: LossDerivatives, module: Module, g_out: Tuple[Tensor, ...]
     ) -> Tensor:
+        """Compute what is pulled back from the loss.
+
+        Args:
+            derivatives: The loss's derivatives.
+            module: The loss module, with its inputs and output.
+            g_out: Gradient at its output.
+
+        Returns:
+            Columns ``[V, N, *in]``, or a matrix ``[in, in]``.
+        """
         return HBPLoss(derivatives).backpropagate(self, module, (), g_out, None)
 
     def accumulate_backpropagated_quantities(self, existing: Any, other: Any) -> Any:

@@ -15,8 +15,8 @@ from backpack.core.reductions import Outer, PerSample, Rows, Summed
 WEIGHT_SHARING = (None, "expand", "reduce")
 AMBIGUOUS = (
     "{ext}: {reason} in {module} (parameter '{name}'), and there is more than one way "
-    "to define its Kronecker factors. Choose one with {ext}(weight_sharing='expand') or "
-    "{ext}(weight_sharing='reduce') (Eschenhagen et al., 2023)."
+    "to define its Kronecker factors. Choose one with {ext}(weight_sharing='expand') "
+    "or {ext}(weight_sharing='reduce') (Eschenhagen et al., 2023)."
 )
 
 

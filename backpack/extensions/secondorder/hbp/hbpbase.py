@@ -69,9 +69,22 @@ class HBPBaseModule(ModuleRule):
         )
         return factors.with_input_factor(product, output, sharing, average)
 
-    def pull_back(  # noqa: D102
+    def pull_back(
         self, ext: HBP, linear: Linearization, backproped: Tensor
     ) -> List[Tensor]:
+        """Pull columns, or a matrix that is averaged over the batch, back.
+
+        Args:
+            ext: The extension that is running.
+            linear: The module, linearized in its inputs.
+            backproped: Columns ``[V, N, *out]``, or a matrix ``[out, out]``.
+
+        Returns:
+            The same at each of the inputs.
+
+        Raises:
+            NotImplementedError: If the inputs interact in a matrix.
+        """
         if BackpropStrategy.is_sqrt(ext.get_backprop_strategy()):
             return linear.jac_t(backproped)
         if linear.is_joint:

@@ -89,8 +89,9 @@ class Call:
             random_state: State of the random number generators before the call.
         """
         self._module = weakref.ref(module)
-        own = [_edge(out) for out in outputs]
-        self.input_edges = [_edge(x) for x in _bind(module, args, kwargs)]
+        self.arguments = _bind(module, args, kwargs)
+        self.output_edges: Optional[List] = [_edge(out) for out in outputs]
+        own, self.input_edges = self.output_edges, [_edge(x) for x in self.arguments]
         self.passes_on = [_is_among(edge, own) for edge in self.input_edges]
         self.edges_before: List[List[GradientEdge]] = [[] for _ in self.passes_on]
         if any(self.passes_on):
@@ -100,8 +101,8 @@ class Call:
             self.edges_before = [_edges_before(e) if same else [] for e, same in pairs]
             self.input_edges = [None if same else edge for edge, same in pairs]
             args, kwargs = _map(_detach, args), _map(_detach, kwargs)
+            self.arguments = _bind(module, args, kwargs)
         self.args, self.kwargs = args, kwargs
-        self.arguments = _bind(module, args, kwargs)
         self.inputs = tuple(x for x in self.arguments if isinstance(x, Tensor))
         self.versions = [x._version for x in self.inputs]
         self.outputs = [out.detach() for out in outputs]
@@ -122,7 +123,10 @@ class Call:
         self._task = -1
         self._waiting: Set[int] = set()
         for param in parameters.values():
-            _CALLS_OF.setdefault(param, weakref.WeakSet()).add(self)
+            calls = _CALLS_OF.get(param)
+            if calls is None:
+                calls = _CALLS_OF[param] = weakref.WeakSet()
+            calls.add(self)
 
     @property
     def num_outputs(self) -> int:
@@ -199,12 +203,11 @@ class Call:
         """
         module = self.module
         clear_stored(module)
-        values = list(self.arguments)
-        if not raw:
-            values = [_map(_detach, value) for value in values]
-        named = {f"input{i}": value for i, value in enumerate(values)}
-        named["output"] = self.outputs[0] if self.outputs else None
-        named = {k: v for k, v in named.items() if not hasattr(module, k)}
+        named = {"output": self.outputs[0] if self.outputs else None}
+        for i, value in enumerate(self.arguments):
+            named[f"input{i}"] = value if raw else _map(_detach, value)
+        for name in [name for name in named if _has_own(module, name)]:
+            del named[name]
         module.__dict__.update(named)
         module.__dict__[_STORED] = tuple(named)
 
@@ -249,9 +252,11 @@ class Call:
 
 def _edge(x: Any) -> Optional[GradientEdge]:
     """Return where a tensor sits in the graph, ``None`` if it does not."""
-    if isinstance(x, Tensor) and x.requires_grad:
+    if not (isinstance(x, Tensor) and x.requires_grad):
+        return None
+    if x.grad_fn is None:
         return get_gradient_edge(x)
-    return None
+    return GradientEdge(x.grad_fn, x.output_nr)
 
 
 def _is_constant(edge: Optional[GradientEdge]) -> bool:
@@ -319,6 +324,12 @@ def clear_stored(module: Module) -> None:
     """
     for name in module.__dict__.pop(_STORED, ()):
         module.__dict__.pop(name, None)
+
+
+def _has_own(module: Module, name: str) -> bool:
+    """Tell whether a module has an attribute, faster than ``hasattr`` if it does not."""
+    stores = (module.__dict__, module._parameters, module._buffers, module._modules)
+    return any(name in store for store in stores) or hasattr(type(module), name)
 
 
 class _Frame:
@@ -516,29 +527,25 @@ def _computes_loss(module: Module, outputs: List[Tensor]) -> bool:
 
 def _attach(call: Call, outputs: List[Tensor]) -> None:
     """Attach a call to the nodes that produced its outputs."""
-    edges = {
-        i: get_gradient_edge(out)
-        for i, out in enumerate(outputs)
-        if out.requires_grad and out.grad_fn is not None
-    }
+    # to be owned by the nodes' hooks from here on, not by the call
+    own, call.output_edges = call.output_edges, None
+    edges = {i: edge for i, edge in enumerate(own) if edge and not is_leaf(edge.node)}
     if len(outputs) == 1 and edges and _is_view_of_own_result(call, outputs[0]):
         # A later in-place operation would take the view's node out of the graph
-        edges = {0: get_gradient_edge(outputs[0]._base)}
+        edges = {0: _edge(outputs[0]._base)}
     if not edges:
         _THREAD.graphless.add(call.module)
         return
     if _THREAD.graphless:
         call.graphless, _THREAD.graphless = _THREAD.graphless, weakref.WeakSet()
-    by_node: Dict[int, List[int]] = {}
+    by_node: Dict[Node, List[Entry]] = {}
     for i, edge in edges.items():
-        by_node.setdefault(id(edge.node), []).append(i)
+        by_node.setdefault(edge.node, []).append(Entry(edge.output_nr, i, call))
     call.joins = len(by_node) > 1
-    nodes = {i: edge.node for i, edge in edges.items()}
-    for indices in by_node.values():
-        node = nodes[indices[0]]
-        entries = [Entry(edges[i].output_nr, i, call) for i in indices]
+    for node, entries in by_node.items():
         _hooked_calls(node).extend(entries)
         if call.joins:
+            nodes = {i: edge.node for i, edge in edges.items()}
             node.register_prehook(partial(_join, entries, nodes))
 
 
@@ -562,10 +569,11 @@ def _is_view_of_own_result(call: Call, output: Tensor) -> bool:
 
 def _hooked_calls(node: Node) -> List[Entry]:
     """Return the list of a node's calls, which its hook works on."""
-    if not calls_at(node):
-        node.metadata[CALLS] = entries = []
+    metadata = node.metadata
+    if CALLS not in metadata:
+        metadata[CALLS] = entries = []
         node.register_prehook(partial(_run_calls, entries))
-    return node.metadata[CALLS]
+    return metadata[CALLS]
 
 
 def _run_calls(entries: List[Entry], gradients: Tuple[Optional[Tensor], ...]) -> None:

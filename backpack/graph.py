@@ -21,6 +21,8 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from backpack.extensions.layers import find_row
+
 if TYPE_CHECKING:
     from backpack.capture import Call
 
@@ -218,7 +220,7 @@ class Inspection:
         """
         inside: Dict[Parameter, Set[Use]] = {}
         for call, nodes in self.calls.items():
-            if call.parameters and not call.released:
+            if not call.released and self._may_be_used_outside(call):
                 uses = leaf_uses(walk(nodes, stops=call.input_nodes()))
                 for param in call.parameters.values():
                     inside.setdefault(param, set()).update(uses.get(param, ()))
@@ -240,6 +242,14 @@ class Inspection:
             mixed = any(node in data_nodes for node, _ in uses)
             (entangled if mixed else separate).append(param)
         return separate, entangled
+
+    def _may_be_used_outside(self, call: Call) -> bool:
+        """Tell whether a call's parameters have to be looked at: a quick answer.
+
+        A layer that we know uses each of its parameters, so that a single use is its.
+        """
+        once = all(len(self.reached.get(p, ())) <= 1 for p in call.parameters.values())
+        return not (once and find_row(call.module) is not None)
 
     def describe(self, params: Sequence[Parameter]) -> str:
         """Name parameters and their modules, for a message.

@@ -57,23 +57,34 @@ class Report:
             return
         missing: Dict[str, List[str]] = {}
         touched = {param for _, param in self.saved} | self.reached
-        roots = [
-            root
-            for root in list(EXTENDED)
-            if any(id(param) in touched for param in root.parameters())
-        ]
-        for root in roots:
-            for name, param in root.named_parameters():
-                for ext in extensions:
-                    if param.requires_grad and (id(ext), id(param)) not in self.saved:
-                        reason = self._reason(ext, root, name, param)
-                        names = missing.setdefault(reason, [])
-                        names.extend([name] if name not in names else [])
+        keys = [id(ext) for ext in extensions]
+        met_any = bool(self.met)
+        for root in list(EXTENDED):
+            wanted = {id(p) for p in root.parameters() if p.requires_grad}
+            if wanted.isdisjoint(touched):
+                continue
+            met_any = True
+            if any((key, param) not in self.saved for key in keys for param in wanted):
+                self._collect(root, extensions, missing)
         if missing:
             lines = [f"- {', '.join(v)}: {reason}" for reason, v in missing.items()]
             warn("\n".join([INTRODUCTION, *lines]), stacklevel=3)
-        elif not (self.met or roots):
+        elif not met_any:
             warn(NOTHING_EXTENDED, stacklevel=3)
+
+    def _collect(
+        self,
+        root: Module,
+        extensions: Sequence[BackpropExtension],
+        missing: Dict[str, List[str]],
+    ) -> None:
+        """Collect the names of a model's parameters without a result, by reason."""
+        for name, param in root.named_parameters():
+            for ext in extensions:
+                if param.requires_grad and (id(ext), id(param)) not in self.saved:
+                    reason = self._reason(ext, root, name, param)
+                    names = missing.setdefault(reason, [])
+                    names.extend([name] if name not in names else [])
 
     def _reason(
         self, ext: BackpropExtension, root: Module, name: str, param: Parameter

@@ -230,7 +230,9 @@ def main() -> None:
     with backpack(BatchGrad(), DiagGGNExact()):
         lossfunc(model(X), y).backward()
     signal = model[0].bias.grad_batch.mean(0).abs()
-    print(f"Two in one pass: {signal.tolist()}, {model[0].bias.diag_ggn_exact.tolist()}")
+    print(
+        f"Two in one pass: {signal.tolist()}, {model[0].bias.diag_ggn_exact.tolist()}"
+    )
 
 
 if __name__ == "__main__":

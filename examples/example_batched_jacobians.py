@@ -1,9 +1,10 @@
 """Jacobians of a network's outputs, for all samples at once.
 
-Individual gradients need not come from a loss. What BackPACK sees is the tensor that you
-call ``backward`` on, and if that is one output of the network, summed over the batch,
-then its "individual gradients" are that output's derivatives for each sample: a row of
-each sample's Jacobian. Ten outputs take ten backward passes, whatever the batch size.
+Individual gradients need not come from a loss. What BackPACK sees is the tensor that
+you call ``backward`` on, and if that is one output of the network, summed over the
+batch, then its "individual gradients" are that output's derivatives for each sample: a
+row of each sample's Jacobian. Ten outputs take ten backward passes, whatever the batch
+size.
 
 You also learn how to go through the same graph several times. PyTorch needs
 ``backward(retain_graph=True)`` for that, and BackPACK ``backpack(...,

@@ -1,18 +1,20 @@
 """Newton steps without a matrix: an optimizer with conjugate gradients.
 
-A Newton step solves a linear system with a curvature matrix. That matrix is too large to
-write down, but products with it are all that the method of conjugate gradients (CG) needs,
-and they are what ``GGNMP`` and ``HMP`` offer: after the backward pass, ``p.ggnmp`` and
-``p.hmp`` are functions that multiply vectors with the parameter's block of the
-generalized Gauss-Newton matrix (GGN) and of the Hessian.
+A Newton step solves a linear system with a curvature matrix. That matrix is too large
+to write down, but products with it are all that the method of conjugate gradients (CG)
+needs, and they are what ``GGNMP`` and ``HMP`` offer: after the backward pass,
+``p.ggnmp`` and ``p.hmp`` are functions that multiply vectors with the parameter's block
+of the generalized Gauss-Newton matrix (GGN) and of the Hessian.
 
 You learn how to build an optimizer on top of such functions. It solves, for each
 parameter p with gradient g,
 
     (B + damping * identity) step = -g
 
-where B is the block of p. The GGN is never negative, so any damping will do. The Hessian
-may be, and CG has to stop when it meets negative curvature.
+where B is the block of p. The GGN has no negative eigenvalues, so a little damping
+makes the system definite. The Hessian may have some: CG has to stop when it meets
+negative curvature, and damping has to keep the steps from becoming too long. It is
+chosen so large here that the same value serves both.
 """
 
 from typing import Callable, Iterable, Tuple
@@ -72,7 +74,7 @@ class CGNewton(Optimizer):
         params: Iterable[Parameter],
         field: str,
         lr: float = 1.0,
-        damping: float = 1e-2,
+        damping: float = 0.1,
         max_iter: int = 20,
         tolerance: float = 0.1,
     ):
@@ -102,7 +104,7 @@ class CGNewton(Optimizer):
                     multiply: Callable[[Tensor], Tensor] = multiply,
                     damping: float = group["damping"],
                 ) -> Tensor:
-                    # the function takes several vectors at once: here it is a single one
+                    # the function takes several vectors at once: here it gets one
                     return multiply(v.unsqueeze(0)).squeeze(0) + damping * v
 
                 direction, num_products = conjugate_gradients(
@@ -127,19 +129,13 @@ def make_problem() -> Tuple[Sequential, CrossEntropyLoss, Tensor, Tensor]:
 def check_products() -> None:
     """Check the products against plain automatic differentiation."""
     model, lossfunc, X, y = make_problem()
-    output = model(X)
-    loss = lossfunc(output, y)
-    vectors = [torch.rand_like(p) for p in model.parameters()]
-    expected = [
-        (
-            ggn_vector_product_from_plist(loss, output, [p], [v])[0],
-            hessian_vector_product(loss, [p], [v])[0],
-        )
-        for p, v in zip(model.parameters(), vectors)
-    ]
     with backpack(GGNMP(), HMP()):
-        loss.backward()
-    for p, v, (ggn_v, hessian_v) in zip(model.parameters(), vectors, expected):
+        lossfunc(model(X), y).backward()
+    for p in model.parameters():
+        output, v = model(X), torch.rand_like(p)
+        loss = lossfunc(output, y)
+        (ggn_v,) = ggn_vector_product_from_plist(loss, output, [p], [v])
+        (hessian_v,) = hessian_vector_product(loss, [p], [v])
         assert_close(p.ggnmp(v.unsqueeze(0))[0], ggn_v, rtol=1e-8, atol=1e-12)
         assert_close(p.hmp(v.unsqueeze(0))[0], hessian_v, rtol=1e-8, atol=1e-12)
 
@@ -184,8 +180,7 @@ def main() -> None:
     print("The products agree with plain automatic differentiation.")
     print(f"Loss before training and after every fifth of {NUM_STEPS} steps:")
     final = {method: train(method) for method in ("SGD", "GGNMP", "HMP")}
-    assert final["GGNMP"] < 0.5 * final["SGD"]
-    assert final["HMP"] < final["SGD"]
+    assert max(final["GGNMP"], final["HMP"]) < 0.5 * final["SGD"]
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ the layer, which is called when the backward pass gets there. Its result is save
 parameter. You learn how to write one
 
 - for a first-order quantity: the individual gradients,
-- for a second-order quantity: the diagonal of the generalized Gauss-Newton matrix (GGN).
-  There, a method ``backpropagate`` passes on what the layers before need.
+- for a second-order quantity: the diagonal of the generalized Gauss-Newton matrix
+  (GGN). There, a method ``backpropagate`` passes on what the layers before need.
 
 What the methods get to see: ``ext`` is the extension that is running, ``module`` the
 layer, with what went in (``module.input0``) and what came out (``module.output``);

@@ -15,7 +15,7 @@ the cheapest known formula for it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Callable, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 import torch
 from einops import einsum, rearrange
@@ -61,6 +61,21 @@ def chunks(total: int, elements_per_item: int) -> Iterator[slice]:
         yield slice(start, min(start + size, total))
 
 
+def sum_of_squares(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sum squares over the last axis.
+
+    Args:
+        rows: Tensor of shape ``[*, D]``.
+        dtype: Type in which to accumulate.
+
+    Returns:
+        Sums of shape ``[*]``.
+    """
+    if torch.is_grad_enabled():  # the norm is not differentiable at zero
+        return rows.pow(2).sum(-1, dtype=dtype)
+    return torch.linalg.vector_norm(rows, dim=-1, dtype=dtype).square()
+
+
 def add_squares(
     total: Optional[Tensor], rows: Tensor, dtype: torch.dtype
 ) -> Tensor:
@@ -92,11 +107,13 @@ class PerSample(ABC):
         shape: The parameter's shape ``[*p]``.
         num_columns: V, the number of columns.
         batch_size: N, the number of samples.
+        shared: What was computed for a call's other parameters, to be used again.
     """
 
     shape: torch.Size
     num_columns: int
     batch_size: int
+    shared: Optional[Dict[Any, Tensor]] = None
 
     @abstractmethod
     def block(self, samples: slice) -> Tensor:
@@ -162,12 +179,13 @@ class PerSample(ABC):
         Returns:
             Squared norms of shape ``[N]``.
         """
-        parts = []
-        for samples in self._sample_chunks():
-            block = self.block(samples).flatten(start_dim=2)
-            dtype = accumulator_dtype(block.dtype)
-            parts.append(block.pow(2).sum((0, 2), dtype=dtype))
-        return torch.cat(parts)
+        dtype = accumulator_dtype(self.dtype)
+        return torch.cat(
+            [
+                sum_of_squares(self.block(samples).flatten(start_dim=2), dtype).sum(0)
+                for samples in self._sample_chunks()
+            ]
+        )
 
     def squares(self, sum_batch: bool = True) -> Tensor:
         """Squares of the products, summed over columns.
@@ -330,7 +348,8 @@ class Summed(Dense):
             groups: Number of groups that p consists of. Default: 1.
             sums_positions: See :class:`Outer`. Default: ``False``.
         """
-        super().__init__(b.sum(2), shape)
+        # summing a single position costs as much as a large sum
+        super().__init__(b.squeeze(2) if b.shape[2] == 1 else b.sum(2), shape)
         self.b, self.groups, self.sums_positions = b, groups, sums_positions
         self.positions = b.shape[2]
 
@@ -450,8 +469,8 @@ class Outer(PerSample):
     def sq_norms(self) -> Tensor:  # noqa: D102
         dtype = accumulator_dtype(self.dtype)
         if self.positions == 1:
-            b = self.b.squeeze(3).pow(2).sum((0, 3), dtype=dtype)
-            a = self.a.squeeze(2).pow(2).sum(2, dtype=dtype)
+            b = sum_of_squares(self.b.squeeze(3), dtype).sum(0)
+            a = sum_of_squares(self.a.squeeze(2), dtype)
             return (a * b).sum(1)
         if not self._prefer_gram():
             return super().sq_norms()
@@ -459,7 +478,8 @@ class Outer(PerSample):
 
     def partial_squares(self, sum_batch: bool) -> Tensor:  # noqa: D102
         if self.positions == 1:
-            return self.b.squeeze(3).pow(2).sum(0)
+            squares = self.b.squeeze(3).pow(2)
+            return squares.squeeze(0) if len(squares) == 1 else squares.sum(0)
         return super().partial_squares(sum_batch)
 
     def finish_squares(self, statistic: Tensor, sum_batch: bool) -> Tensor:  # noqa: D102
@@ -471,17 +491,25 @@ class Outer(PerSample):
         return self.fold(outer_products(statistic.unsqueeze(0), a).squeeze(0))
 
     def variance(self) -> Tensor:  # noqa: D102
-        # Squares of single-precision numbers are exact in double precision, and so the
-        # difference of two matrix products is as right as the centred sum, at a
-        # fraction of its memory traffic.
-        exact = self.dtype != torch.float64 and self.device.type == "cpu"
-        if not (exact and self.positions == 1):
+        if self.positions > 1:
             return super().variance()
-        a = self.a.squeeze(2).double()
-        b = self.b.squeeze(3)[0].double()
-        mean = einsum(b, a, "n g p, n g d -> g p d") / self.batch_size
-        square = einsum(b.pow(2), a.pow(2), "n g p, n g d -> g p d") / self.batch_size
-        return self.fold((square - mean.pow(2)).clamp_(min=0).to(self.dtype))
+        # With inputs a = ā + α and cotangents b = b̄ + β, the deviation from a constant
+        # is ā β + α b. Its moments are matrix products, and none is large only because
+        # the mean of a is.
+        dtype, n = accumulator_dtype(self.dtype), self.batch_size
+        a, b = self.a.squeeze(2).to(dtype), self.b.squeeze(3)[0].to(dtype)
+        mean_a, mean_b = a.mean(0).unsqueeze(1), b.mean(0)
+        alpha, beta = rearrange(a, "n g d -> g n d") - mean_a, b - mean_b
+        rows = rearrange(torch.cat([b, beta * b], dim=2), "n g p -> g p n")
+        mean, mixed = scaled_bmm(rows, alpha, 1 / n).chunk(2, dim=1)
+        square = rearrange(b.pow(2), "n g p -> g p n")
+        total = scaled_bmm(square, alpha.pow(2), 1 / n)
+        variance_b = beta.pow(2).mean(0).unsqueeze(2)
+        addcmul = torch.addcmul if torch.is_grad_enabled() else Tensor.addcmul_
+        total = addcmul(total, mean, mean, value=-1)
+        total = addcmul(total, mixed, mean_a, value=2)
+        total = addcmul(total, variance_b, mean_a.pow(2))
+        return self.fold(total.clamp(min=0) if total.requires_grad else total.clamp_(0))
 
     def dots(self) -> Tensor:  # noqa: D102
         n, t = self.batch_size, self.positions
@@ -494,16 +522,18 @@ class Outer(PerSample):
             (einsum(b, b, pattern) * gram_a).sum((0, 2, 4)) for b in self.b.unbind()
         )
 
-    def input_gram(self) -> Tensor:
+    def input_gram(self, scale: float) -> Tensor:
         """Sum the outer products of the inputs with themselves.
+
+        Args:
+            scale: Number to multiply the sum with.
 
         Returns:
             Σ a aᵀ over samples and positions, of shape ``[G, d, d]``.
         """
         if self._gram is not None and self._a is None:
-            return self._gram()
-        rows = rearrange(self.a, "n g t d -> g d (n t)")
-        return rows @ rows.mT
+            return self._gram().mul_(scale)
+        return gram(rearrange(self.a, "n g t d -> g (n t) d"), scale)
 
     def _outer(self, samples: slice) -> Tensor:
         """Form ``[V, n, G, p, d]``, with the columns as rows of one product."""
@@ -555,6 +585,33 @@ def outer_products(b: Tensor, a: Tensor) -> Tensor:
         return b.unsqueeze(-1) * a.unsqueeze(-2)
     out = huge_empty((*b.shape, a.shape[-1]), b.dtype, b.device)
     return torch.mul(b.unsqueeze(-1), a.unsqueeze(-2), out=out)
+
+
+def gram(rows: Tensor, scale: float = 1.0) -> Tensor:
+    """Sum the outer products of rows with themselves.
+
+    Args:
+        rows: Rows of shape ``[G, R, D]``.
+        scale: Number to multiply the sum with. Default: 1.
+
+    Returns:
+        Sums of shape ``[G, D, D]``.
+    """
+    return scaled_bmm(rows.mT, rows, scale)
+
+
+def scaled_bmm(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Multiply matrices and a number, in one pass over memory.
+
+    Args:
+        a: Matrices of shape ``[G, A, R]``.
+        b: Matrices of shape ``[G, R, B]``.
+        scale: The number.
+
+    Returns:
+        Products of shape ``[G, A, B]``.
+    """
+    return torch.baddbmm(a.new_empty(()), a, b, beta=0, alpha=scale)
 
 
 class Rows(PerSample):

@@ -126,6 +126,7 @@ class Products(Mapping):
         self._call, self._cotangents, self._names = call, cotangents, names
         self._formed: Dict[str, PerSample] = {}
         self._in_type: Dict[torch.dtype, Cotangents] = {}
+        self._shared: Dict[Any, Tensor] = {}
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the parameters' names."""
@@ -172,7 +173,9 @@ class Products(Mapping):
                         call.outputs,
                     )
                 )
-        return self._formed[name]
+        product = self._formed[name]
+        product.shared = self._shared
+        return product
 
     def _converted(self, dtype: torch.dtype) -> Cotangents:
         """Return the cotangents in a type: always the same tensors, for all names."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
-from backpack.core.reductions import Outer, PerSample, Rows, Summed
+from backpack.core.reductions import Outer, PerSample, Rows, Summed, gram
 
 WEIGHT_SHARING = (None, "expand", "reduce")
 AMBIGUOUS = (
@@ -79,9 +79,15 @@ def output_factor(product: PerSample, weight_sharing: Optional[str]) -> Tensor:
         Factors of shape ``[G, p, p]``.
     """
     b = arrange(product)
-    if weight_sharing != "expand":
+    # weight and bias of a layer have the same factor, of which each gets a copy
+    shared = {} if product.shared is None else product.shared
+    key = (weight_sharing == "expand", b.data_ptr(), b.shape, b.stride())
+    if key in shared:
+        return shared[key].clone()
+    if weight_sharing != "expand" and b.shape[3] > 1:
         b = b.sum(3, keepdim=True)
-    return einsum(b, b, "v n g t p, v n g t q -> g p q")
+    shared[key] = gram(rearrange(b, "v n g t p -> g (v n t) p"))
+    return shared[key]
 
 
 def averaged_output_factor(
@@ -161,7 +167,7 @@ def with_input_factor(
         a = a.mean(2, keepdim=True) if weight_sharing == "reduce" else a
         factor = einsum(a, a, "n g t i, n g t j -> g i j") / len(a)
     else:
-        factor = product.input_gram() / scale
+        factor = product.input_gram(1.0 / scale)
     return [output, squeeze_group(factor)]
 
 

@@ -1,0 +1,159 @@
+"""The scripts in ``examples/`` run, on the packaged images, with 1.7's calls alone.
+
+Each script checks its own results with plain autograd, so that running it is a test. It
+must print what it is about, and use nothing but what ``public_interface.txt`` promises:
+it would run with BackPACK 1.7 as well.
+"""
+
+import ast
+import runpy
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Set, Tuple
+
+import pytest
+from test_public_paths import PATHS, PROMISES, parse
+
+from backpack.utils import examples
+
+FOLDER = Path(__file__).parents[1] / "examples"
+
+# The scripts, and something that each of them prints
+SCRIPTS: Dict[str, str] = {
+    "all_in_one": "BatchDiagHessian   .diag_h_batch          [8, 3, 1, 5, 5]",
+    "batched_jacobians": "with respect to 0.weight: [5, 10, 4, 1, 5, 5]",
+    "cg_newton": "products per step",
+    "custom_module": "3.weight  grad_batch and diag_ggn_exact: [6, 12], [12]",
+    "diag_ggn_optimizer": "DiagGGNMC         loss",
+    "differential_privacy": "Clipping agrees with a loop",
+    "extension_hook": "The hook was called for: loss, 6, 5, 4, 3, 2, 1, 0",
+    "first_order_resnet": "blocks.0.conv1.weight    [8, 8, 4, 3, 3]",
+    "grad_of_variance": "weight of the noise 0.02: loss",
+    "resnet_all_in_one": "Both ways agree with each other",
+    "retain_graph": "A further pass fails",
+    "rnn": "LSTM with two layers, converted",
+    "save_memory_convolutions": "Largest tensor while computing sqrt_ggn_exact",
+    "subsampling": "Individual gradients of samples [11, 3, 42]: [3, 4, 1, 6, 6]",
+    "trace_estimation": "1000 random vectors",
+}
+
+
+def path(name: str) -> Path:
+    """Locate a script.
+
+    Args:
+        name: Its name in the table.
+
+    Returns:
+        The file.
+    """
+    return FOLDER / f"example_{name}.py"
+
+
+def test_table_is_complete():
+    """Every script in the folder has a row, and the other way around."""
+    assert {path(name) for name in SCRIPTS} == set(FOLDER.glob("example_*.py"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_runs(name: str, capsys, monkeypatch):
+    """A script runs to its end, warns of nothing, and says what it is about."""
+    monkeypatch.delenv(examples.MNIST_FOLDER_VARIABLE, raising=False)
+    runpy.run_path(str(path(name)), run_name="__main__")
+    printed = capsys.readouterr()
+    assert SCRIPTS[name] in printed.out
+    assert not printed.err
+
+
+# What 1.7 promises: names by module, and the arguments of functions and classes
+
+NAMES: Dict[str, Set[str]] = {module: set(names) for module, names in PATHS.items()}
+ARGUMENTS: Dict[str, Set[str]] = {}
+for promise in PROMISES:
+    NAMES.setdefault(promise.module, set()).update(promise.path[:1])
+    if promise.signature is not None and promise.path[-1] in (
+        promise.path[0],
+        "__init__",
+    ):
+        arguments = {name for name, _ in parse(promise.signature)} - {"self"}
+        ARGUMENTS.setdefault(promise.path[0], set()).update(arguments)
+
+
+def imports(tree: ast.Module) -> Iterator[Tuple[str, str]]:
+    """List what a script imports from the library.
+
+    Args:
+        tree: The script.
+
+    Yields:
+        Modules and names.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((x.name, "") for x in node.names if "backpack" in x.name)
+        elif isinstance(node, ast.ImportFrom) and "backpack" in str(node.module):
+            yield from ((node.module, x.name) for x in node.names)
+
+
+def keywords(tree: ast.Module, names: Set[str]) -> Iterator[Tuple[str, str]]:
+    """List the keyword arguments with which a script calls some functions.
+
+    Args:
+        tree: The script.
+        names: Names of the functions.
+
+    Yields:
+        Names of functions and arguments.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            if node.func.id in names:
+                yield from ((node.func.id, str(k.arg)) for k in node.keywords)
+
+
+def violations(tree: ast.Module) -> List[Any]:
+    """List what a script uses that 1.7 does not have.
+
+    Args:
+        tree: The script.
+
+    Returns:
+        Modules with names, and functions with arguments.
+    """
+    used = list(imports(tree))
+    unknown = [(m, name) for m, name in used if name not in NAMES.get(m, ())]
+    called = keywords(tree, {name for _, name in used})
+    return [*unknown, *((f, k) for f, k in called if k not in ARGUMENTS.get(f, ()))]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_uses_calls_of_1_7(name: str):
+    """A script imports and passes only what BackPACK 1.7 has."""
+    tree = ast.parse(path(name).read_text())
+    assert dict(imports(tree)).get("backpack.utils.examples"), "no MNIST images"
+    assert violations(tree) == []
+
+
+@pytest.mark.parametrize(
+    "script, expected",
+    [
+        ("from backpack import backpack, extend\nextend(m, use_converter=True)", []),
+        ("from backpack import memory", [("backpack", "memory")]),
+        ("import backpack.report", [("backpack.report", "")]),
+        (
+            "from backpack.extensions import BatchDotGrad",
+            [("backpack.extensions", "BatchDotGrad")],
+        ),
+        (
+            "from backpack import backpack\nbackpack(check=True)",
+            [("backpack", "check")],
+        ),
+        (
+            "from backpack.extensions import KFAC\nKFAC(mc_samples=1, generator=g)",
+            [("KFAC", "generator")],
+        ),
+    ],
+)
+def test_violations_are_seen(script: str, expected: List[Tuple[str, str]]):
+    """What 1.7 does not have is found."""
+    assert violations(ast.parse(script)) == expected

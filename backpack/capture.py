@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from backpack.core.derivatives.generic import RandomState, tensor_outputs
+from backpack.custom_module.function import FunctionModule
 from backpack.extensions.layers import find_row
 from backpack.graph import CALLS, Consumers, Entry, calls_at, is_leaf
 from backpack.utils.disable import disable
@@ -53,7 +54,8 @@ class Call:
         outputs: Floating-point tensors of the output, detached.
         output_shapes: Their shapes, which are remembered.
         parameters: Parameters that this call is responsible for, by (dotted) name: the
-            module's own, and those of modules inside that were not called themselves.
+            module's own, and those of modules inside that were not called themselves;
+            for an operation that the converter made a module, its arguments.
         random_state: State of the random number generators before the call, if the
             generic rule may need it.
         is_loss: Whether the call computes a loss.
@@ -419,6 +421,10 @@ def leave_call(
     parameters = _responsible(module, frame)
     if frame is not None:
         parameters.update(_adopted(module, args, kwargs, frame, outputs))
+    if isinstance(module, FunctionModule):
+        arguments = enumerate(args)
+        named = {f"input{i}": x for i, x in arguments if isinstance(x, Parameter)}
+        parameters.update(named)
     call = Call(module, args, kwargs, outputs, parameters, random_state)
     call.store(raw=False)
     call.is_loss = _computes_loss(module, outputs)

@@ -229,10 +229,10 @@ def main() -> None:
     # Several quantities share one backward pass. Give them together:
     with backpack(BatchGrad(), DiagGGNExact()):
         lossfunc(model(X), y).backward()
-    signal = model[0].bias.grad_batch.mean(0).abs()
-    print(
-        f"Two in one pass: {signal.tolist()}, {model[0].bias.diag_ggn_exact.tolist()}"
-    )
+    print("Norm of the gradient and trace of the GGN, from one pass:")
+    for name, p in model.named_parameters():
+        curvature, gradient = p.diag_ggn_exact.sum(), p.grad_batch.sum(0)
+        print(f"  {name:<8} gradient {gradient.norm():.4f}, curvature {curvature:.4f}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """The scripts in ``examples/`` run, on the packaged images, with 1.7's calls alone.
 
 Each script checks its own results with plain autograd, so that running it is a test. It
-must print what it is about, and use nothing but what ``public_interface.txt`` promises:
-it would run with BackPACK 1.7 as well.
+must print what it is about, and use nothing but what ``public_interface.txt`` promises.
+The code in the developer manual runs, too, and what it quotes is in the library.
 """
 
 import ast
+import re
 import runpy
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Set, Tuple
@@ -15,7 +16,9 @@ from test_public_paths import PATHS, PROMISES, parse
 
 from backpack.utils import examples
 
-FOLDER = Path(__file__).parents[1] / "examples"
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "examples"
+MANUAL = ROOT / "README-dev.md"
 
 # The scripts, and something that each of them prints
 SCRIPTS: Dict[str, str] = {
@@ -157,3 +160,35 @@ def test_uses_calls_of_1_7(name: str):
 def test_violations_are_seen(script: str, expected: List[Tuple[str, str]]):
     """What 1.7 does not have is found."""
     assert violations(ast.parse(script)) == expected
+
+
+# The developer manual: blocks that begin with a file's name quote it, others run
+
+
+def blocks() -> List[Tuple[str, str]]:
+    """Cut the manual's Python code into blocks.
+
+    Returns:
+        For each block the file that it quotes, empty for code to run; and the code.
+    """
+    found = re.findall(r"```python\n(.*?)```", MANUAL.read_text(), re.DOTALL)
+    pairs = [block.split("\n", 1) for block in found]
+    return [
+        (first[2:], rest) if first.startswith("# ") else ("", f"{first}\n{rest}")
+        for first, rest in pairs
+    ]
+
+
+def test_manual_runs():
+    """The manual's own code runs from top to bottom; it makes assertions."""
+    code = "\n".join(code for file, code in blocks() if not file)
+    assert code.count("assert ") == 5
+    exec(compile(code, str(MANUAL), "exec"), {"__name__": "manual"})
+
+
+def test_manual_quotes():
+    """What the manual quotes is in the file that it names."""
+    quotes = [(file, code) for file, code in blocks() if file]
+    assert len(quotes) == 12
+    for file, code in quotes:
+        assert code in (ROOT / file).read_text(), f"{file} has changed:\n{code}"

@@ -32,6 +32,7 @@ from backpack.extensions import (
     KFRA,
     PCHMP,
     BatchDiagHessian,
+    BatchGrad,
     DiagGGNExact,
     DiagHessian,
     SqrtGGNExact,
@@ -1019,6 +1020,41 @@ def test_ggn_family_by_module_rules(case: Case, name: str):
     for name, param in problem.model.named_parameters():
         reference = getattr(expected.model.get_parameter(name), plain.savefield)
         assert_agrees(getattr(param, walking.savefield), reference, name)
+
+
+class Bare(Module):
+    """A model whose own parameters are arguments of operations."""
+
+    def __init__(self):
+        """Create the parameters; the batch's size is that of one of their axes."""
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(1, 3, N, dtype=F64))
+        self.scale = nn.Parameter(torch.randn(N, dtype=F64))
+        self.inner = nn.Linear(4, N, dtype=F64)
+        self.head = nn.Linear(N, 3, dtype=F64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[N, 3, 4]`` to logits."""
+        x = self.inner(x) + self.position
+        return self.head(torch.tanh(x * self.scale).mean(1))
+
+
+def test_converted_bare_parameters():
+    """Parameters that are arguments of operations get every quantity, too."""
+    model, loss = Bare(), nn.CrossEntropyLoss()
+    X, y = torch.randn(N, 3, 4, dtype=F64), torch.randint(3, (N,))
+    problem = Problem(model, loss, (X,), (y,))
+    blocks = {"ggnmp": batch_ggn(*problem), "hmp": hessians(problem)}
+    ggn, dense = ({n: b.sum(0) for n, b in blocks[k].items()} for k in blocks)
+    converted = extend(model, use_converter=True)
+    extensions = (BatchGrad(), DiagGGNExact(), DiagHessian(), HMP(), GGNMP())
+    run(Problem(converted, loss, (X,), (y,)), *extensions)
+    assert_products(Problem(converted, loss, (X,), (y,)), "ggnmp", ggn)
+    assert_products(Problem(converted, loss, (X,), (y,)), "hmp", dense)
+    for name, param in converted.named_parameters():
+        assert_agrees(param.grad_batch.sum(0), param.grad, name)
+        assert_agrees(param.diag_ggn_exact.flatten(), ggn[name].diag(), name)
+        assert_agrees(param.diag_h.flatten(), dense[name].diag(), name)
 
 
 # The table

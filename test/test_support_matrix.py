@@ -6,30 +6,43 @@ values are right is tested elsewhere; here each cell keeps its word: the rule th
 names computes a result for every parameter, or the refusal that it announces is raised.
 """
 
+from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Tuple, Type
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+    Type,
+)
 
 import pytest
 import torch
-from cases import F64, LogCosh, classes, layer_case, like
-from test_derivatives import CASES
+from cases import F64, LogCosh, classes, like
+from test_derivatives import CASES, ExpScale
+from test_module_rules import Gate, Power
 from torch import Tensor, nn
 from torch.nn import Module, Sequential
-from torch.nn.utils import parametrizations
 
 from backpack import backpack, extend, extensions
+from backpack.capture import Call
 from backpack.core.derivatives.basederivatives import (
     BaseDerivatives,
     BaseParameterDerivatives,
 )
 from backpack.core.derivatives.generic_loss import GenericLossDerivatives
-from backpack.custom_module.branching import Parallel, SumModule
+from backpack.custom_module.branching import Parallel
 from backpack.custom_module.reduce_tuple import ReduceTuple
 from backpack.extensions import support, turn
-from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.layers import LAYERS, LOSSES, Row, find_loss
 from backpack.extensions.secondorder import module_rules
-from backpack.extensions.support import OTHER, OTHER_LOSS, OTHER_PLAIN, Cell, Rule
+from backpack.extensions.support import OTHER, OTHER_LOSS, OTHER_PLAIN, Rule
 
 FROZEN = Path(__file__).with_name("support_matrix.txt")
 LAYER_CELLS, LOSS_CELLS = support.of_layers(), support.of_losses()
@@ -150,10 +163,8 @@ OWN = [
         Setting(f"ConstantPad{d}d", lambda cls=cls: cls(1, 2.0), randn(2, *[1] * d, 2))
         for d, cls in [(1, nn.ConstantPad1d), (3, nn.ConstantPad3d)]
     ],
-    Setting(OTHER, ExpScale, randn(3, 3)),
-    Setting(OTHER, lambda: parametrizations.weight_norm(nn.Linear(3, 2)), randn(3, 3)),
+    Setting(OTHER, partial(Power, 3), randn(3, 3)),
     Setting(OTHER, partial(nn.RNNCell, 3, 2), randn(3, 3)),
-    Setting(OTHER, partial(nn.EmbeddingBag, 4, 2), indices([0, 1], [3, 3], [1, 0])),
     Setting(OTHER_PLAIN, partial(nn.Softmin, 1), randn(3, 4)),
     Setting(OTHER_PLAIN, partial(nn.LocalResponseNorm, 2), randn(3, 4, 2)),
 ]
@@ -179,9 +190,234 @@ def rules(monkeypatch: pytest.MonkeyPatch) -> Dict[Module, Set[Rule]]:
     """Watch which rules compute something on a module."""
     watched: Dict[Module, Set[Rule]] = {}
 
-    def generic(names: Sequence[str], module: Module, *args: Any) -> Any:
-        watched.setdefault(module, set()).add(Rule.GENERIC)
-        return generic_products(names, module, *args)
+    def note(module: Module, rule: Rule) -> None:
+        watched.setdefault(module, set()).add(rule)
 
-    def fast(name: str, module: Module, *args: Any) -> Any:
-        raise NotImplementedError
+    def generic_products(names: Sequence[str], module: Module, *args: Any) -> Any:
+        note(module, Rule.GENERIC)
+        return originals[0](names, module, *args)
+
+    def fast_rule(products: turn.Products, name: str) -> Optional[Row]:
+        row = originals[1](products, name)
+        if row is not None:
+            note(products._call.module, Rule.FAST)
+        return row
+
+    def module_rule(call: Call) -> Row:
+        row = originals[2](call)
+        generic = type(row.derivatives) in (BaseDerivatives, BaseParameterDerivatives)
+        note(call.module, Rule.GENERIC if generic else Rule.MODULE)
+        return row
+
+    places = [
+        (turn, "generic_products", generic_products),
+        (turn.Products, "_rule", fast_rule),
+        (module_rules, "find_row_or_generic", module_rule),
+    ]
+    originals = [getattr(owner, name) for owner, name, _ in places]
+    for owner, name, replacement in places:
+        monkeypatch.setattr(owner, name, replacement)
+    return watched
+
+
+def run(
+    model: Module, loss: Module, x: Tensor, y: Tuple[Tensor, ...], ext: Any
+) -> None:
+    """Run a backward pass for one extension; see that each parameter gets a value."""
+    with backpack(ext):
+        loss(model(x), *y).backward()
+    for param in model.parameters():
+        value = getattr(param, ext.savefield)
+        if callable(value):
+            value = value(torch.ones_like(param))
+            assert value.shape == param.shape
+        for tensor in value if isinstance(value, list) else [value]:
+            assert tensor.dtype == F64 and tensor.isfinite().all()
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.row)
+def test_cells_of_layers(setting: Setting, rules: Dict[Module, Set[Rule]]):
+    """Each quantity is computed on the layer by the rule of its cell, or refused."""
+    for quantity in support.QUANTITIES:
+        cell = LAYER_CELLS[setting.row][quantity.__name__]
+        model, layer, x = setting.build()
+        loss, y = extend(nn.CrossEntropyLoss()), (torch.arange(len(x)) % 3,)
+        extend(model)
+        if cell.rule is Rule.REFUSED:
+            with pytest.raises(NotImplementedError, match="not linear in its param"):
+                run(model, loss, x, y, quantity())
+        else:
+            run(model, loss, x, y, quantity())
+            expected = set() if cell.rule is Rule.AUTOGRAD else {cell.rule}
+            assert rules.get(layer, set()) == expected, quantity.__name__
+
+
+def test_every_row_of_layers_is_computed():
+    """There is a setting for each row."""
+    assert {setting.row for setting in SETTINGS} == set(LAYER_CELLS)
+
+
+# Every cell of the losses
+
+LOSS_SETTINGS = [
+    ("CrossEntropyLoss", nn.CrossEntropyLoss, classes),
+    ("MSELoss", nn.MSELoss, like),
+    ("BCEWithLogitsLoss", nn.BCEWithLogitsLoss, lambda p: (torch.rand_like(p),)),
+    (OTHER_LOSS, nn.HuberLoss, like),
+    (OTHER_LOSS, LogCosh, like),
+]
+
+
+@pytest.mark.parametrize("row, make, targets", LOSS_SETTINGS)
+def test_cells_of_losses(
+    row: str, make: Callable[[], Module], targets: Callable[[Tensor], Tuple]
+):
+    """Each quantity starts at the loss by the rule of its cell."""
+    for quantity in support.QUANTITIES:
+        cell = LOSS_CELLS[row][quantity.__name__]
+        model = extend(Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).to(F64))
+        x = torch.randn(3, 4, dtype=F64)
+        loss = make()
+        generic = isinstance(find_loss(loss).derivatives, GenericLossDerivatives)
+        if cell.rule is not Rule.AUTOGRAD:
+            extend(loss)
+            assert cell.rule is (Rule.GENERIC if generic else Rule.FAST)
+        run(model, loss, x, targets(model(x)), quantity())
+
+
+def test_every_row_of_losses_is_computed():
+    """There is a setting for each row."""
+    assert {row for row, *_ in LOSS_SETTINGS} == set(LOSS_CELLS)
+
+
+# Notes: what happens where their condition is not met
+
+BATCH_NORMS = [
+    (f"BatchNorm{d}d", partial(getattr(nn, f"BatchNorm{d}d"), 2), randn(3, 2, *[2] * d))
+    for d in (1, 2, 3)
+]
+
+
+@pytest.mark.parametrize("row, layer, inputs", BATCH_NORMS)
+def test_note_on_training_mode(row: str, layer: Callable, inputs: Callable):
+    """Batch normalization in training mode is refused; BatchGrad warns."""
+    for quantity in support.QUANTITIES:
+        assert "training mode" in LAYER_CELLS[row][quantity.__name__].note
+        model, batch_norm, x = Setting(row, layer, inputs).build()
+        loss, y = extend(nn.CrossEntropyLoss()), (torch.arange(len(x)) % 3,)
+        extend(model).train()
+        if quantity is extensions.BatchGrad:
+            with pytest.warns(UserWarning, match="training mode"):
+                run(model, loss, x, y, quantity())
+        else:
+            with pytest.raises(NotImplementedError, match="training mode"):
+                run(model, loss, x, y, quantity())
+
+
+SHARED_WEIGHTS = [
+    Setting("Linear", partial(nn.Linear, 2, 3), randn(3, 2, 2)),
+    Setting("Embedding", partial(nn.Embedding, 4, 2), indices([0, 1], [2, 2], [3, 0])),
+    *[
+        Setting(cls.__name__, partial(cls, 2, 2, batch_first=True), randn(3, 2, 2))
+        for cls in (nn.RNN, nn.LSTM, nn.GRU)
+    ],
+    *[
+        Setting(
+            f"{name}{d}d",
+            partial(getattr(nn, f"{name}{d}d"), 2, 2, 1, groups=2),
+            randn(3, 2, *[2] * d),
+        )
+        for name in ("Conv", "ConvTranspose")
+        for d in (1, 2, 3)
+    ],
+]
+
+
+@pytest.mark.parametrize("setting", SHARED_WEIGHTS, ids=lambda setting: setting.row)
+@pytest.mark.parametrize("name", ["KFAC", "KFLR", "KFRA"])
+def test_note_on_weight_sharing(setting: Setting, name: str):
+    """Ambiguous Kronecker factors are refused, unless the user chooses."""
+    quantity = getattr(extensions, name)
+    assert "weight_sharing=" in LAYER_CELLS[setting.row][name].note
+    for choice in (None, "expand", "reduce"):
+        model, _, x = setting.build()
+        loss, y = extend(nn.CrossEntropyLoss()), (torch.arange(len(x)) % 3,)
+        extend(model)
+        if choice is None:
+            with pytest.raises(NotImplementedError, match="weight_sharing='expand'"):
+                run(model, loss, x, y, quantity())
+        else:
+            run(model, loss, x, y, quantity(weight_sharing=choice))
+
+
+def residual() -> Module:
+    """Build a model with a sum of branches that stem from the same output."""
+    block = Parallel(nn.Identity(), nn.Tanh())
+    return Sequential(nn.Linear(3, 3), block, nn.Linear(3, 3)).to(F64)
+
+
+def two_inputs() -> Tuple[Tensor, Tensor]:
+    """Draw two inputs."""
+    return randn(3, 2)() + randn(3, 2)()
+
+
+@pytest.mark.parametrize(
+    "row, model",
+    [
+        ("SumModule", residual),
+        (OTHER, lambda: Setting(OTHER, BILINEAR, two_inputs).build()[0]),
+        (OTHER_PLAIN, lambda: Setting(OTHER, Gate, two_inputs).build()[0]),
+    ],
+)
+def test_note_on_kfra_and_branches(row: str, model: Callable[[], Module]):
+    """KFRA refuses to average over the batch where branches interact; KFLR works."""
+    assert "average over the batch" in LAYER_CELLS[row]["KFRA"].note
+    loss, y = extend(nn.CrossEntropyLoss()), (torch.arange(3),)
+    chain = extend(model())
+    x = torch.randn(3, 3 if row == "SumModule" else 2, dtype=F64)
+    run(chain, loss, x, y, extensions.KFLR())
+    with pytest.raises(NotImplementedError, match="how .* interact"):
+        run(chain, loss, x, y, extensions.KFRA())
+
+
+BILINEAR = partial(nn.Bilinear, 2, 2, 3)
+ODD_MODULES = [
+    ("modules inside", ExpScale, randn(3, 3), "walks from module to module"),
+    (
+        "which it can't for EmbeddingBag",
+        partial(nn.EmbeddingBag, 4, 2),
+        indices([0, 1], [3, 3], [1, 0]),
+        "_embedding_bag_backward",
+    ),
+]
+
+
+@pytest.mark.parametrize("note, layer, inputs, error", ODD_MODULES)
+def test_notes_on_other_modules(
+    note: str, layer: Callable, inputs: Callable, error: str
+):
+    """What is odd about a module is refused where a note says so, fine elsewhere."""
+    for quantity in support.QUANTITIES[:-1]:
+        model, _, x = Setting(OTHER, layer, inputs).build()
+        loss, y = extend(nn.CrossEntropyLoss()), (torch.arange(len(x)),)
+        extend(model)
+        if note in LAYER_CELLS[OTHER][quantity.__name__].note:
+            with pytest.raises(NotImplementedError, match=error):
+                run(model, loss, x, y, quantity())
+        else:
+            run(model, loss, x, y, quantity())
+
+
+def test_every_note_is_tested():
+    """A condition that is new to the table needs a test above."""
+    tested = ["training mode", "weight_sharing=", "average over the batch"]
+    tested += [note for note, *_ in ODD_MODULES]
+    cells = [cell for row in LAYER_CELLS.values() for cell in row.values()]
+    cells += [cell for row in LOSS_CELLS.values() for cell in row.values()]
+    for cell in cells:
+        known = any(part in cell.note for part in tested)
+        assert known or not cell.note or cell.rule is Rule.REFUSED
+
+
+if __name__ == "__main__":
+    FROZEN.write_text(as_text())

@@ -107,6 +107,10 @@ _ONE_INPUT = (
     "With a single input that parameters take part in: an average over the batch does "
     "not tell how several interact."
 )
+_NO_CHILDREN = (
+    "Unless it has modules inside, next to parameters of its own: use the converter."
+)
+_TWICE = "If PyTorch can differentiate it twice, which it can't for EmbeddingBag."
 _NOT_KNOWN = (
     "The positive-curvature Hessian is defined for layers that are linear in their "
     "parameters, which is not known of other modules."
@@ -138,6 +142,14 @@ CONDITIONS: Dict[Tuple[Type[Module], str], str] = {
     },
     (SumModule, "KFRA"): _BRANCHES,
 }
+_CONDITIONS_OF_OTHERS: Dict[Tuple[str, str], str] = {
+    (OTHER, "KFRA"): f"{_NO_CHILDREN} {_ONE_INPUT}",
+    (OTHER, "DiagHessian"): _NO_CHILDREN,
+    (OTHER, "BatchDiagHessian"): _NO_CHILDREN,
+    (OTHER, "HMP"): f"{_NO_CHILDREN} {_TWICE}",
+    (OTHER, "GGNMP"): f"{_NO_CHILDREN} {_TWICE}",
+    (OTHER_PLAIN, "KFRA"): _ONE_INPUT,
+}
 
 
 def _rule(row: Row, quantity: Type[BackpropExtension]) -> Rule:
@@ -168,7 +180,8 @@ def of_layers() -> Matrix:
             cells[quantity.__name__] = Cell(rule, note)
     for name, row in ((OTHER, GENERIC._replace(params=None)), (OTHER_PLAIN, GENERIC)):
         matrix[name] = {q.__name__: Cell(_rule(row, q)) for q in QUANTITIES}
-        matrix[name]["KFRA"] = matrix[name]["KFRA"]._replace(note=_ONE_INPUT)
+    for key, note in _CONDITIONS_OF_OTHERS.items():
+        matrix[key[0]][key[1]] = Cell(Rule.GENERIC, note)
     matrix[OTHER]["PCHMP"] = Cell(Rule.REFUSED, _NOT_KNOWN)
     return matrix
 

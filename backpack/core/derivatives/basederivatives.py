@@ -18,7 +18,7 @@ from typing import Any, Callable, List, Tuple
 from torch import Tensor, enable_grad, no_grad, ones_like, stack, zeros_like
 from torch.autograd import grad
 from torch.func import functional_call, vjp
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from backpack.core.derivatives import shape_check
 from backpack.core.derivatives.generic import generic_product
@@ -105,7 +105,9 @@ def subsampled(module: Module, subsampling: List[int] = None) -> Module:
     selected = {
         name: subsample(value, subsampling=subsampling)
         for name, value in stored.items()
-        if isinstance(value, Tensor) and value.dim() > 0
+        if isinstance(value, Tensor)
+        and not isinstance(value, Parameter)  # an operation's argument: no samples
+        and value.dim() > 0
     }
     return shallow_copy(module, **selected)
 

@@ -16,6 +16,7 @@ from torch.nn import GRU, LSTM, RNN, Module, MultiheadAttention, Parameter
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from backpack.core.reductions import Dense
+from backpack.custom_module.function import FunctionModule
 from backpack.utils.disable import disable
 
 Cotangents = Union[Tensor, Sequence[Optional[Tensor]]]
@@ -101,6 +102,36 @@ def tensor_outputs(output: Any) -> List[Tensor]:
     return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
 
 
+def argument_position(module: Module, name: str) -> Optional[int]:
+    """Tell which argument of an operation a parameter is.
+
+    The converter turns operations into modules, whose arguments may be parameters.
+
+    Args:
+        module: The module.
+        name: The parameter's name, ``"input<i>"`` for the i-th positional argument.
+
+    Returns:
+        The position, ``None`` if the parameter is the module's own.
+    """
+    return int(name[5:]) if isinstance(module, FunctionModule) else None
+
+
+def find_parameter(module: Module, name: str) -> Tensor:
+    """Look up a parameter by its name in a call.
+
+    Args:
+        module: The module, with the arguments of its call.
+        name: The parameter's name, see :func:`argument_position`.
+
+    Returns:
+        The parameter.
+    """
+    if argument_position(module, name) is None:
+        return module.get_parameter(name)
+    return getattr(module, name)
+
+
 def generic_product(
     name: str,
     module: Module,
@@ -139,8 +170,8 @@ def generic_products(
     """Compute products of cotangents and parameters' Jacobians for any module.
 
     Args:
-        names: The parameters' (dotted) names in the module, ``"input<i>"`` for a
-            parameter that is the module's i-th positional argument.
+        names: The parameters' (dotted) names in the module, see
+            :func:`argument_position`.
         module: The module.
         inputs: Positional arguments of its call.
         cotangents: Columns ``[V, N, *]`` at its output; a sequence (in which ``None``
@@ -191,26 +222,17 @@ class _Repeated:
         self.module = module
         self.args, self.kwargs = tuple(args), kwargs
         self.leaves, self.spec = tree_flatten((self.args, kwargs))
-        self.params = [self._parameter(name) for name in names]
+        positions = [argument_position(module, name) for name in names]
+        self.params = [
+            module.get_parameter(name) if i is None else self.args[i]
+            for name, i in zip(names, positions)
+        ]
         mats = [cotangents] if isinstance(cotangents, Tensor) else list(cotangents)
         self.mats = {i: mat for i, mat in enumerate(mats) if mat is not None}
         self.axes = [output_batch_axis(module, i) for i in self.mats]
         self.outputs = None if outputs is None else [outputs[i] for i in self.mats]
         first = next(iter(self.mats.values()))
         self.num_columns, self.batch_size = len(first), first.shape[1 + self.axes[0]]
-
-    def _parameter(self, name: str) -> Tensor:
-        position = self._position(name)
-        return self.module.get_parameter(name) if position is None else (
-            self.args[position]
-        )
-
-    def _position(self, name: str) -> Optional[int]:
-        """Return which argument a parameter is, ``None`` if it belongs to the module."""
-        own = name in self.module._parameters
-        if name.startswith("input") and name[5:].isdecimal() and not own:
-            return int(name[5:])
-        return None
 
     def forward(self, leaves: Sequence[Any], values: Sequence[Tensor]) -> List[Tensor]:
         """Repeat the call.
@@ -225,7 +247,7 @@ class _Repeated:
         args, kwargs = tree_unflatten(list(leaves), self.spec)
         args, replaced = list(args), {}
         for name, value in zip(self.names, values):
-            position = self._position(name)
+            position = argument_position(self.module, name)
             if position is None:
                 replaced[name] = value
             else:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Callable, List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 from torch.func import functional_call
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from backpack.core.derivatives.basederivatives import (
@@ -24,7 +24,11 @@ from backpack.core.derivatives.basederivatives import (
     stored_inputs,
 )
 from backpack.core.derivatives.dropout import DropoutDerivatives
-from backpack.core.derivatives.generic import input_batch_axis
+from backpack.core.derivatives.generic import (
+    argument_position,
+    find_parameter,
+    input_batch_axis,
+)
 from backpack.core.derivatives.sum_module import SumModuleDerivatives
 from backpack.extensions.layers import GENERIC, Row, find_row, works_in_place
 from backpack.extensions.turn import NOT_A_CHAIN, current_turn
@@ -71,8 +75,13 @@ def freeze(module: Module) -> Module:
     """
     names = [f"input{i}" for i in range(len(stored_inputs(module)))] + ["output"]
     stored = {name: getattr(module, name) for name in names}
-    stored = {k: x.detach() if isinstance(x, Tensor) else x for k, x in stored.items()}
-    return shallow_copy(module, **stored)
+    return shallow_copy(module, **{k: _frozen(x) for k, x in stored.items()})
+
+
+def _frozen(x: Any) -> Any:
+    if isinstance(x, Parameter):  # an operation's argument, which holds no samples
+        return Parameter(x.detach(), requires_grad=False)
+    return x.detach() if isinstance(x, Tensor) else x
 
 
 def freeze_call(call: Call) -> Module:
@@ -436,7 +445,7 @@ class ParameterLinearization:
     @property
     def parameter(self) -> Tensor:
         """The parameter."""
-        return self.module.get_parameter(self.name)
+        return find_parameter(self.module, self.name)
 
     def jac(self, columns: Tensor) -> Tensor:
         """Multiply with the Jacobian.
@@ -508,9 +517,14 @@ class ParameterLinearization:
 
     def _evaluate(self) -> Tuple[Tensor, Tensor]:
         param = self.parameter.detach().requires_grad_()
-        inputs, copy = stored_inputs(self.module), scratch_copy(self.module)
+        inputs, copy = list(stored_inputs(self.module)), scratch_copy(self.module)
+        own, position = {}, argument_position(self.module, self.name)
+        if position is None:
+            own[self.name] = param
+        else:
+            inputs[position] = param
         with torch.enable_grad(), disable():
-            output = functional_call(copy, {self.name: param}, inputs)
+            output = functional_call(copy, own, tuple(inputs))
         return param, first_tensor(output)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack.core.derivatives.basederivatives import stored_inputs
+from backpack.core.derivatives.generic import find_parameter
 from backpack.extensions.secondorder.diag_hessian.signed_columns import (
     SignedColumns,
     factor,
@@ -54,7 +55,7 @@ class DiagHBaseModule(ModuleRule):
         Returns:
             Diagonal of shape ``[*p]``, or ``[N, *p]`` for each sample.
         """
-        param, sum_batch = module.get_parameter(name), ext.SUM_BATCH
+        param, sum_batch = find_parameter(module, name), ext.SUM_BATCH
         shape = param.shape if sum_batch else (len(module.output), *param.shape)
         diagonal, inputs = param.new_zeros(shape), stored_inputs(module)
         for sign, columns in backproped.by_sign():

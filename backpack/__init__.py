@@ -118,7 +118,8 @@ class backpack(AbstractContextManager):  # noqa: N801
             if not isinstance(ext, BackpropExtension):
                 hint = f" Did you mean {ext.__name__}()?" if isinstance(ext, type) else ""
                 raise ValueError(
-                    f"backpack(...) expects instances of extensions, got {ext!r}.{hint}"
+                    "backpack(...) expects instances of extensions, for example "
+                    f"backpack(BatchGrad()), got {ext!r}.{hint}"
                 )
         self.exts = exts
         self.debug = debug

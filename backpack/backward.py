@@ -27,7 +27,8 @@ from backpack.utils.hooks import no_op
 
 MODIFIED_LOSS = (
     "The loss was modified after {module}: the gradient at its output is {factor}, not "
-    "1. Second-order quantities contain this factor."
+    "1. Second-order quantities contain this factor. If they should not, run the "
+    "backward pass from the loss module's output itself."
 )
 
 
@@ -39,7 +40,9 @@ NOT_EXTENDED_BATCH_NORM = (
 SEPARATE_USE = (
     "Parameters are also used in terms of the loss that no extended module computes, "
     "like a regularizer: {names}. Their individual gradients do not sum to the "
-    "gradient, and quantities do not contain those terms."
+    "gradient, and quantities do not contain those terms. Add what they contribute by "
+    "hand, or differentiate them in a backward pass of their own, outside of the "
+    "context."
 )
 OUTSIDE_USE = (
     "Parameters are used outside of the calls of their modules, where extensions can't "
@@ -57,7 +60,8 @@ NOT_SAMPLES = (
 CHECK_FAILED = (
     "check=True: the individual gradients do not add up to the gradient of {names}. "
     "Either axis 0 does not hold the samples in one of their modules' calls, or the "
-    "parameter is used outside of these calls."
+    "parameter is used outside of these calls. Keep the samples on axis 0 in every "
+    "layer, and use a parameter only through its module's forward."
 )
 
 

@@ -14,10 +14,13 @@ from backpack.extensions.backprop_extension import BackpropExtension
 # Modules on which `extend` was called
 EXTENDED = weakref.WeakSet()
 
-NOT_REACHED = "the backward pass did not reach it"
+NOT_REACHED = (
+    "the backward pass did not reach it; compute the loss from it, or freeze it with "
+    "`requires_grad_(False)`"
+)
 NOT_RECORDED = (
-    "its module's call was not recorded: it was extended after the forward pass, or the "
-    "forward pass ran inside `disable()`"
+    "its module's call was not recorded: it was extended after the forward pass, or "
+    "the forward pass ran inside `disable()`; call `extend` first, leave `disable()`"
 )
 NO_HOOKS = "the hooks were removed from its module; extend it again"
 NO_RULE = "{ext} has no rule for its module; register one with `set_module_extension`"

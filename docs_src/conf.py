@@ -7,6 +7,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
+import reference  # noqa: E402
 import support_table  # noqa: E402
 
 project = "BackPACK"
@@ -30,6 +31,7 @@ autodoc_default_options = {
     "members": True,
     "show-inheritance": True,
     "member-order": "bysource",
+    "ignore-module-all": True,
 }
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
@@ -45,7 +47,8 @@ html_theme_options = {
     "sidebar_width": "230px",
 }
 
-# the table of supported layers is written from the package's own
+# written from the package itself: the table of layers, and the pages of all modules
 generated = HERE / "_generated"
 generated.mkdir(exist_ok=True)
 (generated / "support.rst").write_text(support_table.table())
+(generated / "modules.rst").write_text(reference.modules())

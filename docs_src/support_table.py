@@ -74,7 +74,8 @@ def write(matrix: Matrix, title: str, notes: List[str]) -> List[str]:
         + [entry(row[names[0]]) for names in columns]
         for name, row in matrix.items()
     ]
-    header = [title] + [", ".join(f"``{name}``" for name in names) for names in columns]
+    lines = [[f"| ``{name}``" for name in names] for names in columns]
+    header = [title] + ["\n       ".join(names) for names in lines]
     return list_table(header, rows)
 
 

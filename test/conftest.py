@@ -1,5 +1,8 @@
 """What holds for every test: one thread, and random numbers that repeat."""
 
+from collections import Counter
+from typing import List
+
 import pytest
 import torch
 
@@ -10,3 +13,33 @@ torch.set_num_threads(1)
 def seed() -> None:
     """Start every test from the same random numbers."""
     torch.manual_seed(0)
+
+
+# With --light, one row in so many of each test's table is run, the first one included
+LIGHT = 12
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option for the quick loop."""
+    parser.addoption(
+        "--light",
+        action="store_true",
+        help=f"run every test, but only one in {LIGHT} of its rows, and no slow one",
+    )
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: List[pytest.Item]
+) -> None:
+    """Thin out the tables for the quick loop."""
+    if not config.getoption("--light"):
+        return
+    seen: Counter = Counter()
+    kept, dropped = [], []
+    for item in items:
+        key = (item.fspath, getattr(item, "originalname", item.name))
+        light = seen[key] % LIGHT == 0 and item.get_closest_marker("slow") is None
+        (kept if light else dropped).append(item)
+        seen[key] += 1
+    items[:] = kept
+    config.hook.pytest_deselected(items=dropped)

@@ -188,6 +188,11 @@ GROUPED = {
         *conv(cls, 4, 2, groups=2, size=3), quantities=DENSE + FACTORS
     )
     for cls in (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d)
+} | {  # norms have a formula of their own for one position, and for few
+    f"Conv1d-groups-{size - 2}-positions": Row(
+        *conv(nn.Conv1d, 20, 3, groups=2, size=size)
+    )
+    for size in (3, 4)
 }
 
 
@@ -376,7 +381,7 @@ POOLING = {
     ),
     "conv-transpose-output-size": Row(
         lambda: Lambda(
-            lambda m, x: m.up(x, output_size=[6]).mean(2),
+            lambda m, x: m.up(x, output_size=[7]).mean(2),
             up=nn.ConvTranspose1d(2, 3, 2, stride=2),
         ),
         randn(2, 3),
@@ -458,7 +463,7 @@ class Recurrent(Module):
             out = out.transpose(0, 1)
         final = final if isinstance(final, tuple) else (final,)
         states = [s.transpose(0, 1).flatten(1) for s in final]
-        return torch.cat([out[:, -1], out.mean(1), *states], 1)[:, :5]
+        return torch.cat([out[:, -1], out.mean(1), *states], 1)
 
 
 RECURRENT = {
@@ -585,6 +590,27 @@ def tokens(*shape: int) -> Callable[[], Tensors]:
     return lambda: (torch.randint(5, (N, *shape)),)
 
 
+def positions(called: Callable[[Module, Tensor], Tensor]) -> Callable[[], Module]:
+    """Make a function that makes a model with an embedding of all positions.
+
+    Its axis 0 holds positions. If there are as many as samples, sizes don't tell.
+    """
+    return lambda: Lambda(
+        lambda m, x: m.head((m.token(x) + called(m, x)).tanh().sum(1)),
+        token=nn.Embedding(5, 3),
+        position=nn.Embedding(6, 3),
+        head=nn.Linear(3, 3),
+    )
+
+
+POSITIONS = {
+    "range": lambda m, x: m.position(torch.arange(x.shape[1])),
+    "range-unsqueezed": lambda m, x: m.position(torch.arange(x.shape[1]))[None],
+    "range-1": lambda m, x: m.position(torch.arange(x.shape[1])[None]),
+    "range-expanded": lambda m, x: m.position(torch.arange(x.shape[1]).expand_as(x)),
+}
+
+
 MODELS = {
     "children-called-with-functions-between": Row(
         lambda: Lambda(
@@ -636,6 +662,11 @@ MODELS = {
         randn(2, 4),
         quantities=DENSE + FACTORS,
     ),
+    **{
+        f"positions-{name}-{length}": Row(positions(called), tokens(length))
+        for name, called in POSITIONS.items()
+        for length in (3, N)
+    },
     "in-place-sum": Row(
         lambda: Lambda(
             lambda m, x: m.fc2(F.relu_(m.fc1(x).add_(1.0).mul_(m.scale))),
@@ -1008,11 +1039,13 @@ def test_function_transforms(inside: bool) -> None:
         return loss(out, y.unsqueeze(0)) / N
 
     params = {n: p.detach() for n, p in model.named_parameters()}
-    with warnings.catch_warnings(), backpack(*[BatchGrad()][: int(inside)]):
+    exts = [BatchGrad(), DiagGGNExact()] if inside else []
+    with warnings.catch_warnings(), backpack(*exts):
         warnings.simplefilter("ignore")
         actual = vmap(grad(sample_loss), (None, 0, 0))(params, x, y)
     for name, value in actual.items():
         oracle.assert_agrees(value, expected[name], name)
+    assert not any("input0" in vars(m) for m in model.modules())
 
 
 def test_variance_does_not_cancel() -> None:
@@ -1122,6 +1155,19 @@ def test_sums_of_half_precision_numbers() -> None:
     assert (model.weight.sum_grad_squared == expected).all()
     assert (model.weight.diag_ggn_exact == 2 * expected).all()
     assert (model.weight.batch_l2 == 2).all()
+
+
+def test_slices_of_half_precision_numbers() -> None:
+    """Large gradients, which are added up one after the other, too."""
+    size, dtype = 300, torch.bfloat16  # the next number after 256 is 258
+    model = extend(nn.Linear(128, 128, bias=False).to(dtype))
+    loss = extend(nn.MSELoss(reduction="sum"))
+    nn.init.zeros_(model.weight)
+    f = model(torch.full((size, 2, 128), 0.5, dtype=dtype))
+    value = loss(f, f.detach() - 0.5)  # every individual gradient is one
+    with backpack(SumGradSquared()):
+        value.backward()
+    assert (model.weight.sum_grad_squared == size).all()
 
 
 def test_distributed_data_parallel() -> None:
@@ -1361,15 +1407,17 @@ def test_parameter_used_outside_of_its_module(use_of: str, quantity: str) -> Non
 
 
 class Routed(Module):
-    """A mixture of experts, each of which gets the tokens that are routed to it."""
+    """A mixture of experts, each of which gets the samples that are routed to it."""
 
-    def __init__(self):
-        """Create router and experts."""
+    def __init__(self, before: Module):
+        """Create a layer before the experts, and the experts."""
         super().__init__()
+        self.before = before
         self.experts = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)])
 
     def forward(self, x: Tensor) -> Tensor:
         """Send each sample to one expert."""
+        x = self.before(x)
         out = x.new_zeros(len(x), 3)
         route = (x[:, 0] > 0).long()
         for i, expert in enumerate(self.experts):
@@ -1378,10 +1426,11 @@ class Routed(Module):
         return out
 
 
+@pytest.mark.parametrize("before", [nn.Identity(), nn.Linear(4, 4)], ids=str)
 @pytest.mark.parametrize("quantity", DENSE)
-def test_routed_experts(quantity: str) -> None:
+def test_routed_experts(quantity: str, before: Module) -> None:
     """An expert that receives some of the samples is right, or refused by name."""
-    problem = Row(Routed, randn(4)).build()
+    problem = Row(lambda: Routed(deepcopy(before)), randn(4)).build()
     says = r"(?s)(Linear.*axis 0|axis 0.*Linear)"
     assert_right_or_refused(problem, quantity, Reference(*problem), says)
 

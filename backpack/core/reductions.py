@@ -153,7 +153,8 @@ class PerSample(ABC):
             raise ValueError(
                 "A parameter is shared by calls with different sizes along axis 0 "
                 f"({self.batch_size} and {other.batch_size}), so that individual "
-                "gradients are not defined. Axis 0 must be the batch in every call."
+                "gradients are not defined. Axis 0 must be the batch in every call: "
+                "keep the samples there, or give each call a parameter of its own."
             )
         return Dense(self.individual() + other.individual(), self.shape)
 

@@ -33,14 +33,18 @@ class Permute(Module):
         if init_transpose:
             if len(dims) != 2:
                 raise ValueError(
-                    f"Permute(init_transpose=True) expects two axes, got {dims}."
+                    f"Permute(init_transpose=True) expects two axes, got {dims}. Pass "
+                    + "them like in Permute(1, 2, init_transpose=True)."
                 )
             self.dims = None
             moves_batch_axis = 0 in dims and dims[0] != dims[1]
         else:
             self.dims = tuple(d + len(dims) if d < 0 else d for d in dims)
             if sorted(self.dims) != list(range(len(dims))):
-                raise ValueError(f"Permute expects an order of all axes, got {dims}.")
+                raise ValueError(
+                    f"Permute expects an order of all axes, got {dims}. Name each axis "
+                    + "once, like in Permute(0, 2, 1)."
+                )
             moves_batch_axis = self.dims[:1] != (0,)
         if moves_batch_axis:
             self._raise_batch_axis_moves(dims)
@@ -48,8 +52,8 @@ class Permute(Module):
     @staticmethod
     def _raise_batch_axis_moves(dims: Any) -> None:
         raise ValueError(
-            f"Permute got {dims}, which moves axis 0. Axis 0 is the batch axis and has "
-            + "to stay in place."
+            f"Permute got {dims}, which moves axis 0. Axis 0 is the batch axis: leave "
+            + "it in place, and permute the others."
         )
 
     def forward(self, input: Tensor) -> Tensor:

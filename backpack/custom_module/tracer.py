@@ -41,7 +41,7 @@ FIXED_MODE = (
 )
 LOST_STATE = (
     "The forward of {name} sets the attributes {attributes}. The converted model does "
-    + "not do that."
+    + "not do that. Return what they hold, if it is needed."
 )
 
 

@@ -72,7 +72,8 @@ class ModuleExtension:
         """
         warn(
             f"{type(extension).__name__}: {type(self).__name__} does not override "
-            f"`backpropagate`, so nothing is passed on through {module}.",
+            f"`backpropagate`, so nothing is passed on through {module}. Override it "
+            "if layers before need the quantity.",
             stacklevel=2,
         )
 

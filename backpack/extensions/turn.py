@@ -40,7 +40,8 @@ EXTEND_LOSS = (
 )
 NEGATIVE_LOSS = (
     "{module}: the loss is multiplied by {factor}, and the Hessian of the result is "
-    "not positive semi-definite, which the GGN family requires."
+    "not positive semi-definite, which the GGN family requires. Use a positive factor, "
+    "or quantities of the Hessian (DiagHessian, HMP)."
 )
 NOT_A_CHAIN = (
     "{ext} (field '{field}') walks from module to module, and what consumes the output "

@@ -43,7 +43,10 @@ def hessian_vector_product(
     """
     params, v = as_tuple(params), as_tuple(v)
     if f.numel() != 1:
-        raise ValueError(f"Expected a scalar f, got shape {list(f.shape)}.")
+        raise ValueError(
+            f"Expected a scalar f, got shape {list(f.shape)}. Reduce it, for example "
+            "with `f.sum()`."
+        )
     check_match(v, params)
     gradient = params if grad_params is None else as_tuple(grad_params)
     check_match(gradient, params)

@@ -31,7 +31,8 @@ NO_SCALAR_LOSS = (
     "of shape {shape}. Use reduction='mean' or reduction='sum'."
 )
 NO_FLOAT_INPUT = (
-    "{module} has an input of type {dtype} and no derivative with respect to it."
+    "{module} has an input of type {dtype} and no derivative with respect to it. Only "
+    "products with its parameters' Jacobians (param_mjp) exist."
 )
 NO_DIAGONAL_HESSIAN = (
     "{derivatives}: the Hessian of {module} is not diagonal, so that its diagonal does "

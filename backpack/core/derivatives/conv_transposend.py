@@ -6,7 +6,11 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from backpack.core.derivatives.convnd import ConvNDDerivatives, weight_gradients
+from backpack.core.derivatives.convnd import (
+    ConvNDDerivatives,
+    weight_gradients,
+    without_bias,
+)
 from backpack.core.reductions import Index
 from backpack.utils.conv import ConvTransposeNd
 from backpack.utils.conv_transpose import unfold_by_conv_transpose
@@ -18,6 +22,19 @@ class ConvTransposeNDDerivatives(ConvNDDerivatives):
     The output's size comes from the call, so that ``forward(x, output_size=...)`` is
     covered as well as ``output_padding``.
     """
+
+    def linear_part(self, module: ConvTransposeNd, x: Tensor) -> Tensor:
+        """Apply the transposed convolution without its bias.
+
+        Args:
+            module: The layer, with its output, whose size it keeps.
+            x: Tensor of shape ``[M, C_in, *]``.
+
+        Returns:
+            Tensor of shape ``[M, C_out, *]``.
+        """
+        size = list(module.output.shape[2:])
+        return without_bias(module).forward(x, output_size=size)
 
     def _unfold(
         self, module: ConvTransposeNd, x: Tensor, out_size: Optional[torch.Size]

@@ -9,7 +9,11 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import Conv1d, Conv2d, Conv3d
 
-from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
+from backpack.core.derivatives.basederivatives import (
+    BaseParameterDerivatives,
+    shallow_copy,
+)
+from backpack.core.derivatives.linear_map import LinearMapDerivatives
 from backpack.core.reductions import Index, Outer, PerSample, Summed
 from backpack.utils.conv import pad_input, unfold_by_conv
 
@@ -148,7 +152,19 @@ def input_gram(x: Tensor, module: ConvNd) -> Tensor:
     return gram.reshape(g, c * first * rest, -1)
 
 
-class ConvNDDerivatives(BaseParameterDerivatives):
+def without_bias(module: ConvNd) -> ConvNd:
+    """Copy a layer without its bias.
+
+    Args:
+        module: The layer.
+
+    Returns:
+        Shallow copy that shares the weight.
+    """
+    return shallow_copy(module, _parameters={**module._parameters, "bias": None})
+
+
+class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
     """Derivatives of :class:`torch.nn.Conv1d`, ``Conv2d`` and ``Conv3d``.
 
     With every option: groups, dilation, string padding, all padding modes.
@@ -164,8 +180,17 @@ class ConvNDDerivatives(BaseParameterDerivatives):
         """
         self.conv_dims = N
 
-    def hessian_is_zero(self, module: ConvNd) -> bool:  # noqa: D102
-        return True
+    def linear_part(self, module: ConvNd, x: Tensor) -> Tensor:
+        """Apply the convolution without its bias.
+
+        Args:
+            module: The layer, with its output.
+            x: Tensor of shape ``[M, C_in, *]``.
+
+        Returns:
+            Tensor of shape ``[M, C_out, *]``.
+        """
+        return without_bias(module).forward(x)
 
     def get_unfolded_input(self, module: ConvNd) -> Tensor:
         """Unfold the input of the layer.

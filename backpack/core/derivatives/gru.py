@@ -20,9 +20,9 @@ class GRUDerivatives(RecurrentDerivatives):
     """Derivatives of :class:`torch.nn.GRU`.
 
     A step is h' = (1 - z) n + z h with the reset gate r = σ(i_r + h_r), the update gate
-    z = σ(i_z + h_z) and the candidate n = tanh(i_n + r h_n), where i = W_ih x + b_ih
-    and h_· = W_hh h + b_hh. As r multiplies h_n only, the cotangents at i and h_·
-    differ in n.
+    z = σ(i_z + h_z) and the candidate n = tanh(i_n + r h_n), where W_ih x + b_ih holds
+    the three i, and W_hh h + b_hh those with h. As r multiplies h_n only, the
+    cotangents at i_n and h_n differ.
     """
 
     def _forward(self, module: GRU) -> Callable:

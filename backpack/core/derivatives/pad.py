@@ -63,6 +63,7 @@ class PadDerivatives(LinearMapDerivatives):
         """
         if mode != "constant":
             raise NotImplementedError(
-                f"Only constant padding can be removed, got mode={mode!r}."
+                f"Pad: only constant padding can be removed, got mode={mode!r}. Use "
+                "mode='constant'."
             )
         return pad_tensor(tensor, [-size for size in pad], mode=mode, value=value)

@@ -1,0 +1,765 @@
+"""What errors and warnings say: which module, what was wrong, and the way out.
+
+Each row is a mistake or a limit that a user can meet, with patterns for the three parts
+of the message. Where something needs no module, its function, class or extension has to
+be named instead.
+"""
+
+import ast
+import re
+import warnings
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, Callable, Dict, List, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn import Module, Parameter, Sequential
+from torch.nn.utils.rnn import pack_sequence
+
+import backpack as package
+from backpack import backpack, convert_module_to_backpack, extend
+from backpack.context import CTX
+from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
+from backpack.core.derivatives.embedding import EmbeddingDerivatives
+from backpack.core.derivatives.linear import LinearDerivatives
+from backpack.custom_module.branching import Parallel
+from backpack.custom_module.pad import Pad
+from backpack.custom_module.permute import Permute
+from backpack.custom_module.reduce_tuple import ReduceTuple
+from backpack.custom_module.scale_module import ScaleModule
+from backpack.custom_module.slicing import Slicing
+from backpack.extensions import (
+    HMP,
+    KFAC,
+    KFLR,
+    KFRA,
+    PCHMP,
+    BatchGrad,
+    BatchL2Grad,
+    DiagGGNExact,
+    DiagGGNMC,
+    DiagHessian,
+)
+from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
+from backpack.extensions.module_extension import ModuleExtension
+from backpack.extensions.secondorder.hbp import HBP
+from backpack.hessianfree.hvp import hessian_vector_product
+
+N = 4
+Y = torch.tensor([0, 1, 2, 0])
+
+
+class Row(NamedTuple):
+    """A mistake, and what is said about it.
+
+    Attributes:
+        action: Makes the mistake.
+        kind: Class of the error or warning.
+        where: Pattern for the module, extension or function.
+        what: Pattern for the option or input, and what is wrong with it.
+        way_out: Pattern for what to do.
+    """
+
+    action: Callable[[], Any]
+    kind: type
+    where: str
+    what: str
+    way_out: str
+
+
+def run(
+    model: Module,
+    *exts: BackpropExtension,
+    loss: Module = None,
+    x: Any = None,
+    y: Any = Y,
+    value: Callable[[Tensor, Module], Tensor] = lambda value, model: value,
+    **options: Any,
+) -> None:
+    """Extend model and loss, and run a backward pass with extensions.
+
+    Args:
+        model: The model.
+        exts: The extensions.
+        loss: The loss. Default: cross-entropy.
+        x: The model's input. Default: random numbers ``[N, 3]``.
+        y: The target.
+        value: What is differentiated, from the loss's value and the model.
+        options: Options of the context.
+    """
+    model, loss = extend(model), extend(loss or nn.CrossEntropyLoss())
+    out = loss(model(torch.randn(N, 3) if x is None else x), y)
+    with backpack(*exts, **options):
+        value(out, model).backward()
+
+
+def mlp(*between: Module) -> Module:
+    """Make a model with modules between two linear layers."""
+    return Sequential(nn.Linear(3, 3), *between, nn.Linear(3, 3))
+
+
+class Layers(Module):
+    """Three layers, and a function of them."""
+
+    def __init__(self, function: Callable[[Module, Tensor], Tensor]):
+        """Create the layers."""
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.tanh = nn.Tanh()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Call the function."""
+        return self.function(self, x)
+
+
+class NoisyScale(Module):
+    """Draws random numbers, and has a parameter."""
+
+    def __init__(self):
+        """Create the parameter."""
+        super().__init__()
+        self.scale = Parameter(torch.ones(3))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply ``[N, 3]`` with something else in each call."""
+        self.calls += 1
+        return self.calls * self.scale * x
+
+
+class CoupledLoss(Module):
+    """A loss of the batch's mean."""
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        """Compute a loss of ``[N, 3]``."""
+        return f.mean(0).pow(2).sum()
+
+
+class ConcaveLoss(Module):
+    """A loss whose Hessian is negative."""
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        """Compute a loss of ``[N, 3]``."""
+        return -f.pow(2).sum()
+
+
+class NoRule(FirstOrderBackpropExtension):
+    """A user's extension that knows no layer."""
+
+    def __init__(self, mode: str):
+        """Choose what happens on a layer."""
+        super().__init__("no_rule", {}, fail_mode=mode)
+
+
+class Records(Module):
+    """Sets an attribute."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Remember ``[N, *]``."""
+        self.last = x.sin()
+        return self.last
+
+
+class ByMode(Module):
+    """Does one thing in training, another one in evaluation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[N, *]``."""
+        return x.sin() if self.training else x.cos()
+
+
+def released() -> None:
+    """Run a second backward pass without retaining what it needs."""
+    model, loss = extend(mlp()), extend(nn.CrossEntropyLoss())
+    value = loss(model(torch.randn(N, 3)), Y)
+    with backpack(BatchGrad()):
+        value.backward(retain_graph=True)
+        value.backward()
+
+
+def modified() -> None:
+    """Modify a layer's input between forward and backward pass."""
+    layer, x = extend(nn.Linear(3, 3)), torch.randn(N, 3)
+    layer.weight.requires_grad_(False)  # else autograd notices
+    value = layer(x).sum()
+    x.add_(1.0)
+    with backpack(BatchGrad()):
+        value.backward()
+
+
+def packed() -> None:
+    """Call a recurrent layer with samples of different lengths."""
+    layer = extend(nn.LSTM(3, 3))
+    value = layer(pack_sequence([torch.ones(2, 3), torch.ones(1, 3)]))[1][0].sum()
+    with backpack(BatchGrad()):
+        value.backward()
+
+
+def not_extended_batch_norm(ext: BackpropExtension) -> None:
+    """Put a batch normalization into a model that is extended already."""
+    model = extend(mlp(nn.Identity()))
+    model[1] = nn.BatchNorm1d(3)
+    value = extend(nn.CrossEntropyLoss())(model(torch.randn(N, 3)), Y)
+    with backpack(ext):
+        value.backward()
+
+
+def without_loss(ext: BackpropExtension) -> None:
+    """Run a second-order extension with a functional loss."""
+    model = extend(mlp())
+    value = F.cross_entropy(model(torch.randn(N, 3)), Y)
+    with backpack(ext):
+        value.backward()
+
+
+def routed(model: Module, x: Tensor) -> Tensor:
+    """Send some samples through a layer, all through another."""
+    x = model.a(x)
+    return torch.cat([model.b(x[:2]), x[2:]])
+
+
+def dropped_hooks() -> None:
+    """Remove the hooks."""
+    model, loss = extend(mlp()), extend(nn.CrossEntropyLoss())
+    CTX.remove_hooks()
+    value = loss(model(torch.randn(N, 3)), Y)
+    with backpack(BatchGrad()):
+        value.backward()
+
+
+def extended_late() -> None:
+    """Extend after the forward pass."""
+    model = mlp()
+    value = model(torch.randn(N, 3)).sum()
+    extend(model)
+    with backpack(BatchGrad()):
+        value.backward()
+
+
+def nothing_extended() -> None:
+    """Extend nothing."""
+    with backpack(BatchGrad()):
+        mlp()(torch.randn(N, 3)).sum().backward()
+
+
+def subsampled_vector() -> None:
+    """Select samples of a prediction that has no batch axis."""
+    loss = extend(nn.CrossEntropyLoss())
+    loss(torch.randn(3, requires_grad=True), torch.tensor(1))
+    CrossEntropyLossDerivatives().sqrt_hessian(loss, (), (), subsampling=[0])
+
+
+def integer_input() -> None:
+    """Ask for the derivative with respect to indices."""
+    layer = extend(nn.Embedding(3, 2))
+    out = layer(torch.tensor([0, 1]))
+    EmbeddingDerivatives().jac_t_mat_prod(layer, (), (), out[None])
+
+
+def wrong_shape() -> None:
+    """Multiply with a matrix that does not fit."""
+    layer = extend(nn.Linear(3, 2))
+    layer(torch.randn(N, 3))
+    LinearDerivatives().jac_t_mat_prod(layer, (), (), torch.randn(5, N, 3))
+
+
+def unequal_sums() -> None:
+    """Use a parameter in a term that no module computes, and check."""
+    run(
+        mlp(),
+        BatchGrad(),
+        check=True,
+        value=lambda value, m: value + m[0].weight.pow(2).sum(),
+    )
+
+
+SEQUENCE = Sequential(nn.Linear(3, 2), nn.Flatten(), nn.Linear(4, 3))
+NORM = "BatchNorm1d"
+
+OPTIONS: Dict[str, Row] = {
+    "class": Row(
+        lambda: backpack(BatchGrad),
+        ValueError,
+        r"backpack\(\.\.\.\)",
+        "instances of extensions.*BatchGrad",
+        r"Did you mean BatchGrad\(\)\?",
+    ),
+    "number": Row(
+        lambda: backpack(3),
+        ValueError,
+        r"backpack\(\.\.\.\)",
+        "instances of extensions.*got 3",
+        r"backpack\(BatchGrad\(\)\)",
+    ),
+    "fail-mode": Row(
+        lambda: BackpropExtension("field", {}, fail_mode="WARN"),
+        AssertionError,
+        "BackpropExtension",
+        "fail_mode.*got 'WARN'",
+        "one of.*'WARNING'",
+    ),
+    "registered-twice": Row(
+        lambda: BatchGrad().set_module_extension(nn.Linear, ModuleExtension([])),
+        ValueError,
+        "BatchGrad",
+        "already.*for Linear",
+        "overwrite=True",
+    ),
+    "no-method": Row(
+        lambda: ModuleExtension(params=["weight"]),
+        NotImplementedError,
+        "ModuleExtension",
+        "no method 'weight'",
+        r"Define `def weight\(self, ext, module, g_inp, g_out, bpQuantities\)`",
+    ),
+    "weight-sharing": Row(
+        lambda: KFLR(weight_sharing="both"),
+        ValueError,
+        "KFLR",
+        "weight_sharing.*got 'both'",
+        "one of.*'expand', 'reduce'",
+    ),
+    "fisher-type": Row(
+        lambda: DiagGGNMC(fisher_type="exact"),
+        ValueError,
+        "DiagGGNMC",
+        "fisher_type.*got 'exact'",
+        "one of.*'mc', 'empirical'",
+    ),
+    "modify": Row(
+        lambda: PCHMP(modify="square"),
+        ValueError,
+        "PCHMP",
+        "modify.*got 'square'",
+        "one of.*'clip', 'abs'",
+    ),
+    "strategy": Row(
+        lambda: HBP("ggn", "all", "sqrt", "no"),
+        AssertionError,
+        "LossHessianStrategy",
+        "'all'",
+        "Choose one of.*'exact'",
+    ),
+    "permute-axis-0": Row(
+        lambda: Permute(1, 0),
+        ValueError,
+        "Permute",
+        r"got \(1, 0\).*axis 0",
+        "permute the others",
+    ),
+    "permute-no-order": Row(
+        lambda: Permute(0, 3), ValueError, "Permute", r"got \(0, 3\)", "each axis once"
+    ),
+    "permute-no-pair": Row(
+        lambda: Permute(0, 1, 2, init_transpose=True),
+        ValueError,
+        r"Permute\(init_transpose=True\)",
+        r"two axes, got \(0, 1, 2\)",
+        r"Permute\(1, 2, init_transpose=True\)",
+    ),
+    "scale": Row(
+        lambda: ScaleModule("2"),
+        ValueError,
+        "ScaleModule",
+        "float.*got '2' of type str",
+        r"float\(weight\)",
+    ),
+}
+
+SAMPLES: Dict[str, Row] = {
+    **{
+        f"batch-norm-{ext.__name__}": Row(
+            lambda ext=ext: run(mlp(nn.BatchNorm1d(3)), ext()),
+            kind,
+            NORM,
+            "training mode.*statistics",
+            r"\.eval\(\).*GroupNorm",
+        )
+        for ext, kind in (
+            (BatchGrad, UserWarning),
+            (BatchL2Grad, NotImplementedError),
+            (DiagGGNExact, NotImplementedError),
+        )
+    },
+    "batch-norm-not-extended": Row(
+        lambda: not_extended_batch_norm(DiagGGNExact()),
+        NotImplementedError,
+        NORM,
+        "training mode, which is not extended",
+        r"\.eval\(\)",
+    ),
+    "routed": Row(
+        lambda: run(Layers(routed), BatchGrad()),
+        NotImplementedError,
+        "BatchGrad.*Linear.*'weight'",
+        "axis 0 has size 2.*4 samples",
+        "Keep the samples on axis 0",
+    ),
+    "flat-logits": Row(
+        lambda: run(
+            Sequential(nn.Linear(3, 3), nn.Flatten(0, 1)),
+            DiagGGNExact(),
+            x=torch.randn(2, 2, 3),
+        ),
+        NotImplementedError,
+        r"DiagGGNExact.*CrossEntropyLoss\(\).*Linear",
+        "size 4.*size 2",
+        r"CrossEntropyLoss on \[N, C, T\]",
+    ),
+    "check": Row(
+        unequal_sums,
+        RuntimeError,
+        "'weight' of Linear",
+        "check=True.*do not add up",
+        "only through its module's forward",
+    ),
+    "separate-term": Row(
+        lambda: run(
+            mlp(), BatchGrad(), value=lambda v, m: v + m[0].weight.pow(2).sum()
+        ),
+        UserWarning,
+        "'weight' of Linear",
+        "terms of the loss that no extended module computes",
+        "Add what they contribute by hand",
+    ),
+    "used-outside": Row(
+        lambda: run(Layers(lambda m, x: m.a(x) * m.a.weight.sum()), BatchGrad()),
+        NotImplementedError,
+        "'weight' of Linear",
+        "used outside of the calls",
+        "only through its module's forward",
+    ),
+    "sequence-first": Row(
+        lambda: run(
+            Sequential(nn.RNN(3, 3), ReduceTuple(), Permute(0, 2, 1)),
+            KFRA(),
+            x=torch.randn(2, N, 3),
+            y=torch.zeros(2, N, dtype=torch.long),
+        ),
+        NotImplementedError,
+        r"KFRA: RNN\(3, 3\)",
+        "samples on axis 1 of its input",
+        "Use batch_first=True",
+    ),
+    "packed": Row(
+        packed,
+        NotImplementedError,
+        r"LSTM\(3, 3\)",
+        "PackedSequence",
+        "Pass a padded tensor",
+    ),
+    "pad-axis-0": Row(
+        lambda: run(
+            Sequential(nn.Linear(3, 3), Pad((0, 0, 1, 0))),
+            DiagHessian(),
+            x=torch.ones(3, 3),
+        ),
+        ValueError,
+        r"Pad\(",
+        "axis 0.*got pad=",
+        "at most 2 sizes",
+    ),
+    "slice-axis-0": Row(
+        lambda: run(
+            Sequential(nn.Linear(3, 3), Slicing((slice(1, None),))),
+            DiagHessian(),
+            y=Y[1:],
+        ),
+        ValueError,
+        "Slicing",
+        "axis 0.*got slice",
+        r"full slice \(slice\(None\)\)",
+    ),
+}
+
+SECOND_ORDER: Dict[str, Row] = {
+    **{
+        f"no-loss-{ext.__name__}": Row(
+            lambda ext=ext: without_loss(ext()),
+            AssertionError,
+            rf"{ext.__name__} \(field '{ext().savefield}'\).*Linear",
+            "no extended loss",
+            r"lossfunc = extend\(lossfunc\)",
+        )
+        for ext in (DiagGGNExact, KFAC, KFRA, DiagHessian, HMP)
+    },
+    "no-reduction": Row(
+        lambda: run(
+            mlp(),
+            KFLR(),
+            loss=nn.CrossEntropyLoss(reduction="none"),
+            value=lambda value, model: value.sum(),
+        ),
+        ValueError,
+        r"KFLR.*CrossEntropyLoss\(\)",
+        r"scalar output.*shape \[4\]",
+        "reduction='mean' or reduction='sum'",
+    ),
+    "scaled": Row(
+        lambda: run(mlp(), DiagGGNExact(), value=lambda value, model: 0.5 * value),
+        UserWarning,
+        r"CrossEntropyLoss\(\)",
+        r"modified.*0\.5, not 1",
+        "from the loss module's output itself",
+    ),
+    "negative": Row(
+        lambda: run(mlp(), DiagGGNExact(), value=lambda value, model: -value),
+        ValueError,
+        r"CrossEntropyLoss\(\)",
+        r"multiplied by -1\.0.*not positive semi-definite",
+        "positive factor.*DiagHessian",
+    ),
+    "coupled-loss": Row(
+        lambda: run(mlp(), KFLR(), loss=CoupledLoss()),
+        NotImplementedError,
+        "CoupledLoss",
+        "couples samples",
+        "Let each term depend on one sample only",
+    ),
+    "concave-loss": Row(
+        lambda: run(mlp(), KFLR(), loss=ConcaveLoss()),
+        ValueError,
+        "ConcaveLoss",
+        "not positive semi-definite.*eigenvalues between",
+        "Use a loss that is convex",
+    ),
+    "trainable-target": Row(
+        lambda: run(
+            mlp(),
+            KFLR(),
+            loss=nn.MSELoss(),
+            y=torch.randn(N, 3, requires_grad=True),
+        ),
+        NotImplementedError,
+        "MSELoss",
+        "input 1 requires grad",
+        "detach the others",
+    ),
+    "no-samples-to-select": Row(
+        subsampled_vector,
+        ValueError,
+        "CrossEntropyLoss",
+        r"shape \[C\].*subsampling=\[0\]",
+        r"Use shape \[1, C\]",
+    ),
+    **{
+        f"ambiguous-{ext.__name__}": Row(
+            lambda ext=ext: run(deepcopy(SEQUENCE), ext(), x=torch.randn(N, 2, 3)),
+            NotImplementedError,
+            rf"{ext.__name__}.*Linear.*'weight'",
+            "2 positions share the weight",
+            rf"{ext.__name__}\(weight_sharing='expand'\)",
+        )
+        for ext in (KFAC, KFLR, KFRA)
+    },
+}
+
+WALKS: Dict[str, Row] = {
+    **{
+        f"operation-{ext.__name__}": Row(
+            lambda ext=ext: run(Layers(lambda m, x: m.b(m.a(x).relu())), ext()),
+            NotImplementedError,
+            rf"{ext.__name__} \(field '{ext().savefield}'\).*Linear",
+            "not an extended module",
+            r"extend\(model, use_converter=True\)",
+        )
+        for ext in (KFRA, DiagHessian, HMP, PCHMP)
+    },
+    "called-twice": Row(
+        lambda: run(Layers(lambda m, x: m.a(m.tanh(m.a(x)))), DiagHessian()),
+        NotImplementedError,
+        "DiagHessian.*Linear",
+        "several calls",
+        "Give each call a module of its own",
+    ),
+    "in-place": Row(
+        lambda: run(mlp(nn.ELU(inplace=True)), DiagHessian()),
+        NotImplementedError,
+        r"DiagHessian: ELU\(",
+        "overwritten its input",
+        "inplace=False",
+    ),
+    "not-repeatable": Row(
+        lambda: run(mlp(NoisyScale()), DiagHessian()),
+        NotImplementedError,
+        "DiagHessian.*NoisyScale",
+        "gave another output",
+        "register a module extension",
+    ),
+    "branches": Row(
+        lambda: run(
+            Sequential(nn.Linear(3, 3), Parallel(nn.Identity(), nn.Tanh())), KFRA()
+        ),
+        NotImplementedError,
+        "KFRA",
+        "used several times",
+        "Use KFLR or KFAC",
+    ),
+    "no-rule": Row(
+        lambda: run(mlp(), NoRule("ERROR")),
+        NotImplementedError,
+        r"NoRule \(field 'no_rule'\).*Linear\(in_features=3",
+        "no module extension for Linear",
+        r"set_module_extension\(Linear, \.\.\.\)",
+    ),
+    "no-rule-warning": Row(
+        lambda: run(mlp(), NoRule("WARNING")),
+        UserWarning,
+        r"NoRule \(field 'no_rule'\).*Linear\(in_features=3",
+        "no module extension for Linear",
+        r"set_module_extension\(Linear, \.\.\.\)",
+    ),
+}
+
+PASSES: Dict[str, Row] = {
+    "released": Row(
+        released,
+        RuntimeError,
+        r"CrossEntropyLoss\(\)",
+        "dropped after an earlier backward pass",
+        r"backpack\(\.\.\., retain_graph=True\)",
+    ),
+    "modified": Row(
+        modified,
+        RuntimeError,
+        "Linear",
+        "modified in place",
+        "`x = x \\+ y` instead of `x \\+= y`",
+    ),
+    "random": Row(
+        lambda: run(mlp(NoisyScale()), BatchGrad()),
+        RuntimeError,
+        "NoisyScale",
+        "gave another output",
+        r"Call eval\(\).*scale",
+    ),
+    "not-reached": Row(
+        lambda: run(Layers(lambda m, x: m.a(x)), BatchGrad()),
+        UserWarning,
+        r"b\.weight, b\.bias",
+        "did not reach it",
+        r"compute the loss from it, or freeze it",
+    ),
+    "extended-late": Row(
+        extended_late,
+        UserWarning,
+        r"0\.weight, 0\.bias, 1\.weight, 1\.bias",
+        "extended after the forward pass",
+        "call `extend` first",
+    ),
+    "hooks-removed": Row(
+        dropped_hooks,
+        UserWarning,
+        r"0\.weight, 0\.bias, 1\.weight, 1\.bias",
+        "hooks were removed",
+        "extend it again",
+    ),
+    "silent-extension": Row(
+        lambda: run(mlp(), NoRule("SILENT")),
+        UserWarning,
+        r"0\.weight, 0\.bias, 1\.weight, 1\.bias",
+        "NoRule has no rule",
+        "set_module_extension",
+    ),
+    "nothing-extended": Row(
+        nothing_extended,
+        UserWarning,
+        "no extended module",
+        "nothing was computed",
+        r"extend\(model\)` before the forward pass",
+    ),
+}
+
+TOOLS: Dict[str, Row] = {
+    "cannot-convert": Row(
+        lambda: convert_module_to_backpack(
+            Layers(lambda m, x: x if x.sum() > 0 else m.a(x)), False
+        ),
+        NotImplementedError,
+        "Cannot convert Layers",
+        "cannot be traced.*control flow",
+        "into a submodule",
+    ),
+    "lost-state": Row(
+        lambda: convert_module_to_backpack(Records(), False),
+        UserWarning,
+        "Records",
+        "sets the attributes.*last",
+        "Return what they hold",
+    ),
+    "fixed-mode": Row(
+        lambda: convert_module_to_backpack(ByMode(), False),
+        UserWarning,
+        "ByMode",
+        "self.training.*training mode",
+        "convert again after changing the mode",
+    ),
+    "no-scalar": Row(
+        lambda: hessian_vector_product(
+            (p := Parameter(torch.ones(2))) ** 2, [p], [torch.ones(2)]
+        ),
+        ValueError,
+        "scalar f",
+        r"got shape \[2\]",
+        r"f\.sum\(\)",
+    ),
+    "integer-input": Row(
+        integer_input,
+        ValueError,
+        r"Embedding\(3, 2\)",
+        "input of type torch.int64",
+        "param_mjp",
+    ),
+    "shape": Row(
+        wrong_shape,
+        RuntimeError,
+        "matrix of shape",
+        r"got \[5, 4, 3\]",
+        r"Expected.*\[\*, 4, 2\]",
+    ),
+}
+
+MESSAGES = {**OPTIONS, **SAMPLES, **SECOND_ORDER, **WALKS, **PASSES, **TOOLS}
+
+
+def said(row: Row) -> List[Exception]:
+    """Make a row's mistake, and collect the error and the warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            row.action()
+        except Exception as error:
+            return [error]
+    return [w.message for w in caught]
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_message(name: str) -> None:
+    """One message has the promised type, and all three parts."""
+    row = MESSAGES[name]
+    messages = said(row)
+    told = [str(m) for m in messages if isinstance(m, row.kind)]
+    for pattern in (row.where, row.what, row.way_out):
+        told = [m for m in told if re.search(f"(?s){pattern}", m)]
+        assert told, f"{pattern!r} is not in {messages}"
+
+
+def sources() -> List[Path]:
+    """List the library's files."""
+    return sorted(Path(package.__file__).parent.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: "/".join(p.parts[-2:]))
+def test_no_error_without_text(path: Path) -> None:
+    """Errors have one argument, which is a text: no bare class, no tuple of texts."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            call = node.exc
+            assert isinstance(call, ast.Call), f"line {node.lineno}: no text"
+            own = getattr(call.func, "id", "") == "Untraceable"  # never leaves
+            assert own or len(call.args) == 1, f"line {node.lineno}: no single text"

@@ -23,6 +23,8 @@ extensions = [
     "sphinx.ext.viewcode",
 ]
 exclude_patterns = ["_build", "_generated"]
+# two classes are called Call, and type hints name no module
+suppress_warnings = ["ref.python"]
 
 # the examples of these pages are run; those in docstrings are excerpts
 doctest_test_doctest_blocks = ""

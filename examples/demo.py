@@ -622,6 +622,7 @@ def main(arguments: Optional[List[str]] = None) -> None:
         help="where the picture goes",
     )
     args = parser.parse_args(arguments)
+    torch.set_num_threads(1)  # little work per operation: threads would rather wait
     torch.manual_seed(0)
 
     X, y = load_one_batch_mnist(batch_size=1000, shuffle=False)

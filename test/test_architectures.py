@@ -117,7 +117,9 @@ class Reference:
 
         def compute() -> Tensor:
             values, vectors = torch.linalg.eigh(oracle.loss_hessians(*self.problem))
-            roots = vectors * values.clamp(min=0).sqrt().unsqueeze(1)
+            noise = 1e-14 * values.abs().max()
+            values = values.where(values > noise, 0.0)
+            roots = vectors * values.sqrt().unsqueeze(1)
             return roots.movedim(2, 0)
 
         return self._once("columns", compute)

@@ -142,7 +142,7 @@ def layer_norm(shape: Shape) -> Step:
 
 def rms_norm(shape: Shape) -> Step:
     """Normalize the last axis, if there is something to normalize."""
-    return normalization(nn.RMSNorm(shape[-1])) if shape[-1] > 2 else None
+    return normalization(nn.RMSNorm(shape[-1], eps=1e-5)) if shape[-1] > 2 else None
 
 
 def prelu(shape: Shape) -> Step:

@@ -100,6 +100,10 @@ def add_squares(
     return part if total is None else total + part
 
 
+# A difference may be so many times smaller than what is subtracted: a digit is lost.
+CANCELLATION = 10.0
+
+
 class PerSample(ABC):
     """The products ``S[v, n]ᵀ J[n]`` for one parameter, in some form.
 
@@ -256,7 +260,10 @@ class PerSample(ABC):
             # combine the chunks' moments (Chan, Golub, LeVeque, 1979)
             block = self.block(samples)[0].to(dtype)
             number, part_mean = len(block), block.mean(0)
-            part = add_squares(None, block - part_mean, dtype)
+            deviation = block - part_mean
+            rest = deviation.mean(0)  # what rounding has left of the mean
+            part_mean = part_mean + rest
+            part = add_squares(None, deviation, dtype) - number * rest.pow(2)
             if count:
                 delta = part_mean - mean
                 weight = count * number / (count + number)
@@ -494,23 +501,16 @@ class Outer(PerSample):
     def variance(self) -> Tensor:  # noqa: D102
         if self.positions > 1:
             return super().variance()
-        # With inputs a = ā + α and cotangents b = b̄ + β, the deviation from a constant
-        # is ā β + α b. Its moments are matrix products, and none is large only because
-        # the mean of a is.
-        dtype, n = accumulator_dtype(self.dtype), self.batch_size
-        a, b = self.a.squeeze(2).to(dtype), self.b.squeeze(3)[0].to(dtype)
-        mean_a, mean_b = a.mean(0).unsqueeze(1), b.mean(0)
-        alpha, beta = rearrange(a, "n g d -> g n d") - mean_a, b - mean_b
-        rows = rearrange(torch.cat([b, beta * b], dim=2), "n g p -> g p n")
-        mean, mixed = scaled_bmm(rows, alpha, 1 / n).chunk(2, dim=1)
-        square = rearrange(b.pow(2), "n g p -> g p n")
-        total = scaled_bmm(square, alpha.pow(2), 1 / n)
-        variance_b = beta.pow(2).mean(0).unsqueeze(2)
-        addcmul = torch.addcmul if torch.is_grad_enabled() else Tensor.addcmul_
-        total = addcmul(total, mean, mean, value=-1)
-        total = addcmul(total, mixed, mean_a, value=2)
-        total = addcmul(total, variance_b, mean_a.pow(2))
-        return self.fold(total.clamp(min=0) if total.requires_grad else total.clamp_(0))
+        # Two matrix products are all it takes, unless moment and squared mean cancel
+        dtype = accumulator_dtype(self.dtype)
+        a = rearrange(self.a.to(dtype), "n g 1 d -> g n d")
+        b = rearrange(self.b[0].to(dtype), "n g 1 p -> g p n")
+        mean = scaled_bmm(b, a, 1 / self.batch_size)
+        moment = scaled_bmm(b.pow(2), a.pow(2), 1 / self.batch_size)
+        variance = torch.addcmul(moment, mean, mean, value=-1)
+        if (variance * CANCELLATION < moment).any():
+            return super().variance()
+        return self.fold(variance)
 
     def dots(self) -> Tensor:  # noqa: D102
         n, t = self.batch_size, self.positions

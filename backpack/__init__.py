@@ -116,7 +116,9 @@ class backpack(AbstractContextManager):  # noqa: N801
         """
         for ext in exts:
             if not isinstance(ext, BackpropExtension):
-                hint = f" Did you mean {ext.__name__}()?" if isinstance(ext, type) else ""
+                hint = (
+                    f" Did you mean {ext.__name__}()?" if isinstance(ext, type) else ""
+                )
                 raise ValueError(
                     "backpack(...) expects instances of extensions, for example "
                     f"backpack(BatchGrad()), got {ext!r}.{hint}"

@@ -46,9 +46,9 @@ SEPARATE_USE = (
 )
 OUTSIDE_USE = (
     "Parameters are used outside of the calls of their modules, where extensions can't "
-    "see it: {names}. Their quantities would be wrong. Use a parameter only through its "
-    "module's forward, extend every module that shares it, and differentiate no term "
-    "that contains a derivative of the network."
+    "see it: {names}. Their quantities would be wrong. Use a parameter only through "
+    "its module's forward, extend every module that shares it, and differentiate no "
+    "term that contains a derivative of the network."
 )
 NOT_SAMPLES = (
     "{ext}: axis 0 has size {size} at the output of {module}, but the model around it "
@@ -79,9 +79,7 @@ class BackwardPass:
             combined with that of another call.
     """
 
-    def __init__(
-        self, current: State, roots: Sequence[Node] = (), inputs: Any = None
-    ):
+    def __init__(self, current: State, roots: Sequence[Node] = (), inputs: Any = None):
         """Begin.
 
         Args:
@@ -359,9 +357,7 @@ def backward_pass(
     running.succeed()
 
 
-def visit(
-    call: Call, g_out: Sequence[Optional[Tensor]], entries: List[Entry]
-) -> None:
+def visit(call: Call, g_out: Sequence[Optional[Tensor]], entries: List[Entry]) -> None:
     """Let a call have its turn, now that the gradients at its outputs are known.
 
     Args:

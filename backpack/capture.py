@@ -1,9 +1,9 @@
 """One record per module call: what went in, and where its output sits in the graph.
 
-A forward hook on each extended module makes a :class:`Call` and attaches it to the node
-of the autograd graph that produced the output. The graph owns the call: it lives exactly
-as long, and a backward pass through the graph finds it. Therefore a call must never
-own the node it is attached to, nor anything further along in the graph.
+A forward hook on each extended module makes a :class:`Call` and attaches it to the
+node of the autograd graph that produced the output. The graph owns the call: it lives
+exactly as long, and a backward pass through the graph finds it. Therefore a call must
+never own the node it is attached to, nor anything further along in the graph.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from backpack.core.derivatives.generic import RandomState, tensor_outputs
 from backpack.custom_module.function import FunctionModule
-from backpack.extensions.layers import find_row
 from backpack.graph import CALLS, Consumers, Entry, calls_at, is_leaf
 from backpack.utils.disable import disable
 from backpack.utils.module_classification import is_loss, is_no_op
@@ -329,7 +328,7 @@ def clear_stored(module: Module) -> None:
 
 
 def _has_own(module: Module, name: str) -> bool:
-    """Tell whether a module has an attribute, faster than ``hasattr`` if it does not."""
+    """Tell whether a module has an attribute; faster than ``hasattr`` if it has not."""
     stores = (module.__dict__, module._parameters, module._buffers, module._modules)
     return any(name in store for store in stores) or hasattr(type(module), name)
 

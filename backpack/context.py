@@ -1,7 +1,7 @@
 """The state of a ``with backpack(...)`` context, and CTX, through which it is asked.
 
-Each thread has its own state. Autograd runs backward hooks of accelerators in threads of
-its own; what is stashed in PyTorch's thread-local state follows it there, other than
+Each thread has its own state. Autograd runs backward hooks of accelerators in threads
+of its own; what is stashed in PyTorch's thread-local state follows it there, other than
 Python's own thread-locals.
 """
 

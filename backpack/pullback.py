@@ -88,8 +88,8 @@ class PullBack:
 
         derivatives = find_loss(loss.module).derivatives
         columns = source.chunks(derivatives, loss.module, MAX_COLUMNS)
-        chunk = next(columns)
-        many = len(chunk) == MAX_COLUMNS
+        first = next(columns)
+        many = len(first) == MAX_COLUMNS
         at_once: Dict[Parameter, Dict[ColumnExtension, Optional[Tensor]]] = {}
         keep: Set[Call] = set()
         for param, members in owners.items():
@@ -105,7 +105,7 @@ class PullBack:
 
         scale, sources = turn.loss_scale(), {ext.source for ext in extensions}
         last: Dict[Parameter, PerSample] = {}
-        for chunk in chain([chunk], columns):
+        for chunk in chain([first], columns):
             pulled = self._pull_chunk(edge, targets, chunk * scale)
             for call in keep:
                 append_columns(call, sources, pulled[call])
@@ -220,7 +220,9 @@ def _stack(columns: List[Optional[Tensor]]) -> Optional[Tensor]:
     known = [column for column in columns if column is not None]
     if not known:
         return None
-    return torch.stack([torch.zeros_like(known[0]) if c is None else c for c in columns])
+    return torch.stack(
+        [torch.zeros_like(known[0]) if c is None else c for c in columns]
+    )
 
 
 def append_columns(call: Call, sources: Set[Source], columns: Cotangents) -> None:

@@ -26,5 +26,9 @@ def modules() -> str:
     for package, members in groupby(rest, lambda name: ".".join(name.split(".")[:3])):
         lines += [package, "~" * len(package), ""]
         for name in members:
-            lines += [f".. automodule:: {name}", f"   :exclude-members: {quantities}", ""]
+            lines += [
+                f".. automodule:: {name}",
+                f"   :exclude-members: {quantities}",
+                "",
+            ]
     return "\n".join(lines)

@@ -574,6 +574,7 @@ SMOOTH = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 @pytest.mark.parametrize("quantity", DIFFERENTIABLE)
 @pytest.mark.parametrize("case", SMOOTH, ids=lambda case: case.id)
 def test_second_derivative(case: Case, quantity: str):

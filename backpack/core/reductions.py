@@ -76,9 +76,7 @@ def sum_of_squares(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.linalg.vector_norm(rows, dim=-1, dtype=dtype).square()
 
 
-def add_squares(
-    total: Optional[Tensor], rows: Tensor, dtype: torch.dtype
-) -> Tensor:
+def add_squares(total: Optional[Tensor], rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Add the squares of the rows to a total.
 
     Args:
@@ -490,7 +488,9 @@ class Outer(PerSample):
             return squares.squeeze(0) if len(squares) == 1 else squares.sum(0)
         return super().partial_squares(sum_batch)
 
-    def finish_squares(self, statistic: Tensor, sum_batch: bool) -> Tensor:  # noqa: D102
+    def finish_squares(
+        self, statistic: Tensor, sum_batch: bool
+    ) -> Tensor:  # noqa: D102
         if self.positions > 1:
             return statistic
         a = self.a.squeeze(2).pow(2)

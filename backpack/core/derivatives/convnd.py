@@ -2,7 +2,7 @@
 
 import itertools
 from contextlib import AbstractContextManager
-from typing import Callable, Optional, Sequence, Tuple, Union
+from typing import Callable, Optional, Sequence, Union
 
 import torch
 from einops import rearrange

@@ -1,8 +1,8 @@
 """The generic rule: any parameter of any module, by its own forward pass.
 
-A vector-Jacobian product of the module's forward pass, vmapped over samples and columns.
-It is slow and always right, so it serves the layers nobody wrote a rule for, and the
-fast rules are tested against it.
+A vector-Jacobian product of the module's forward pass, vmapped over samples and
+columns. It is slow and always right, so it serves the layers nobody wrote a rule for,
+and the fast rules are tested against it.
 """
 
 from contextlib import contextmanager
@@ -191,7 +191,7 @@ def generic_products(
     repeated = _Repeated(names, module, inputs, kwargs or {}, cotangents, outputs)
     try:
         products = repeated.vmapped()
-    except (RuntimeError, NotImplementedError, ValueError, IndexError):
+    except (RuntimeError, ValueError, IndexError):
         # not every operation can be vmapped: random and data-dependent ones can't
         products = None
     if products is None:

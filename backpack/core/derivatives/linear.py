@@ -42,7 +42,9 @@ class LinearDerivatives(BaseParameterDerivatives):
         if name == "bias":
             return Summed(b.squeeze(2), module.bias.shape)
         x = inputs[0]
-        return Outer(lambda: x.reshape(n, 1, positions, x.shape[-1]), b, module.weight.shape)
+        return Outer(
+            lambda: x.reshape(n, 1, positions, x.shape[-1]), b, module.weight.shape
+        )
 
     def _jac_mat_prod(
         self, module: Linear, g_inp: Tuple, g_out: Tuple, mat: Tensor

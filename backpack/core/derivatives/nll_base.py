@@ -125,8 +125,8 @@ class LossDerivatives(BaseLossDerivatives):
             module: Loss module with stored inputs and output.
 
         Returns:
-            Gradients with respect to the prediction, divided by the root of the factor c
-            of the loss's reduction, of shape ``[1, N, *in]``.
+            Gradients with respect to the prediction, divided by the root of the factor
+            c of the loss's reduction, of shape ``[1, N, *in]``.
 
         Raises:
             ValueError: If the loss is no scalar.

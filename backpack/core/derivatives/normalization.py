@@ -1,8 +1,8 @@
-"""Derivatives of scale-and-shift layers: what they have in common, and all but BatchNorm.
+"""Derivatives of scale-and-shift layers: what they share, and all but BatchNorm.
 
-Their output is ``weight * x̂ + bias`` with a normalised input ``x̂`` that does not depend
-on the parameters, so that individual gradients are elementwise products, summed over
-the axes that share an entry.
+Their output is ``weight * x̂ + bias`` with a normalised input ``x̂`` that does not
+depend on the parameters, so that individual gradients are elementwise products, summed
+over the axes that share an entry.
 """
 
 from abc import abstractmethod

@@ -151,17 +151,19 @@ class BackwardPass:
         Raises:
             RuntimeError: If inputs and output were dropped before.
         """
-        current = self.state
+        current, module = self.state, call.module
         call.check_live()
-        call.store(raw=True)
-        module = call.module
         if current.report is not None:
             current.report.met.add(id(module))
+        self._check_samples(call)
+        if self._has_nothing_to_do(call):
+            call.release()
+            return
+        call.store(raw=True)
         try:
             with Turn(call, self, g_out, entries) as turn:
                 if call.is_loss:
                     self._meet_loss(turn)
-                self._check_samples(call)
                 if self._guard is not None:
                     self._guard.add(turn)
                 g_inp = tuple(None for _ in call.arguments)
@@ -178,6 +180,15 @@ class BackwardPass:
                 call.store(raw=False)
             else:
                 call.release()
+
+    def _has_nothing_to_do(self, call: Call) -> bool:
+        """Tell whether a call's turn would change nothing: a quick answer."""
+        current = self.state
+        if call.parameters or current.debug or current.extension_hook is not no_op:
+            return False
+        if keeps_io(current):
+            return False
+        return not any(ext.runs_without_parameters(call) for ext in current.active_exts)
 
     def _check_samples(self, call: Call) -> None:
         """Check that axis 0 of a call holds the samples of the model around it.

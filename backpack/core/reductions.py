@@ -61,6 +61,19 @@ def chunks(total: int, elements_per_item: int) -> Iterator[slice]:
         yield slice(start, min(start + size, total))
 
 
+def sum_axis(x: Tensor, axis: int) -> Tensor:
+    """Sum over an axis; over one of size 1, that costs as much as a large sum.
+
+    Args:
+        x: Tensor.
+        axis: Axis to sum over.
+
+    Returns:
+        Tensor without the axis.
+    """
+    return x.squeeze(axis) if x.shape[axis] == 1 else x.sum(axis)
+
+
 def sum_of_squares(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum squares over the last axis.
 
@@ -323,6 +336,10 @@ class Dense(PerSample):
     def block(self, samples: slice) -> Tensor:  # noqa: D102
         return self.products[:, samples]
 
+    def sq_norms(self) -> Tensor:  # noqa: D102
+        rows = self.products.flatten(start_dim=2)
+        return sum_axis(sum_of_squares(rows, accumulator_dtype(self.dtype)), 0)
+
     def select(self, samples: Sequence[int]) -> Dense:  # noqa: D102
         return Dense(self.products[:, samples], self.shape)
 
@@ -354,8 +371,7 @@ class Summed(Dense):
             groups: Number of groups that p consists of. Default: 1.
             sums_positions: See :class:`Outer`. Default: ``False``.
         """
-        # summing a single position costs as much as a large sum
-        super().__init__(b.squeeze(2) if b.shape[2] == 1 else b.sum(2), shape)
+        super().__init__(sum_axis(b, 2), shape)
         self.b, self.groups, self.sums_positions = b, groups, sums_positions
         self.positions = b.shape[2]
 
@@ -418,7 +434,9 @@ class Outer(PerSample):
         self.fold = fold or (lambda mat: mat.reshape(*mat.shape[:-3], *shape))
         self._direct = direct
         self._gram = gram
-        self.num_columns, self.batch_size, self.groups, self.positions, _ = b.shape
+        self.num_columns, self.batch_size, self.groups, self.positions, p = b.shape
+        # known without unfolding the inputs
+        self._sizes = (shape.numel() // max(1, self.groups * p), p)
 
     @property
     def a(self) -> Tensor:
@@ -436,7 +454,7 @@ class Outer(PerSample):
             isinstance(other, Outer)
             and self.batch_size == other.batch_size
             and self.b.shape[2::2] == other.b.shape[2::2]
-            and self.a.shape[-1] == other.a.shape[-1]
+            and self._sizes == other._sizes
             and self.fold_key == other.fold_key
         )
         if not alike:
@@ -475,17 +493,16 @@ class Outer(PerSample):
     def sq_norms(self) -> Tensor:  # noqa: D102
         dtype = accumulator_dtype(self.dtype)
         if self.positions == 1:
-            b = sum_of_squares(self.b.squeeze(3), dtype).sum(0)
+            b = sum_of_squares(self.b.squeeze(3), dtype)
             a = sum_of_squares(self.a.squeeze(2), dtype)
-            return (a * b).sum(1)
+            return sum_axis(sum_axis(b, 0) * a, 1)
         if not self._prefer_gram():
             return super().sq_norms()
         return torch.cat([self._gram_norms(n, dtype) for n in self._gram_chunks()])
 
     def partial_squares(self, sum_batch: bool) -> Tensor:  # noqa: D102
         if self.positions == 1:
-            squares = self.b.squeeze(3).pow(2)
-            return squares.squeeze(0) if len(squares) == 1 else squares.sum(0)
+            return sum_axis(self.b.squeeze(3).pow(2), 0)
         return super().partial_squares(sum_batch)
 
     def finish_squares(
@@ -495,7 +512,8 @@ class Outer(PerSample):
             return statistic
         a = self.a.squeeze(2).pow(2)
         if sum_batch:
-            return self.fold(einsum(statistic, a, "n g p, n g d -> g p d"))
+            statistic = rearrange(statistic, "n g p -> g p n")
+            return self.fold(scaled_bmm(statistic, rearrange(a, "n g d -> g n d"), 1))
         return self.fold(outer_products(statistic.unsqueeze(0), a).squeeze(0))
 
     def variance(self) -> Tensor:  # noqa: D102
@@ -514,7 +532,7 @@ class Outer(PerSample):
 
     def dots(self) -> Tensor:  # noqa: D102
         n, t = self.batch_size, self.positions
-        d, p = self.a.shape[-1], self.b.shape[-1]
+        d, p = self._sizes
         if n * t**2 * (d + p) >= (t + n) * d * p:
             return super().dots()
         pattern = "n g t k, m g s k -> g n t m s"
@@ -557,7 +575,7 @@ class Outer(PerSample):
         return super()._elements_per_sample() + rows
 
     def _prefer_gram(self) -> bool:
-        d, p = self.a.shape[-1], self.b.shape[-1]
+        d, p = self._sizes
         return self.positions * (d + p) < d * p
 
     def _gram_chunks(self) -> Iterator[slice]:
@@ -612,7 +630,10 @@ def scaled_bmm(a: Tensor, b: Tensor, scale: float) -> Tensor:
     Returns:
         Products of shape ``[G, A, B]``.
     """
-    return torch.baddbmm(a.new_empty(()), a, b, beta=0, alpha=scale)
+    unused = a.new_empty(())
+    if len(a) == 1:  # up to a third faster than a batch of one matrix
+        return torch.addmm(unused, a[0], b[0], beta=0, alpha=scale).unsqueeze(0)
+    return torch.baddbmm(unused, a, b, beta=0, alpha=scale)
 
 
 class Rows(PerSample):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from typing import Any, Dict, List, Optional, Tuple, Type, Union
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple, Type, Union
 from warnings import warn
 
 from torch import Tensor
@@ -12,6 +12,9 @@ from torch.nn import Module
 from backpack.extensions.layers import lookup
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.saved_quantities import SavedQuantities
+
+if TYPE_CHECKING:
+    from backpack.capture import Call
 
 FAIL_ERROR = "ERROR"
 FAIL_WARN = "WARNING"
@@ -110,6 +113,17 @@ class BackpropExtension(ABC):  # noqa: B024
             Their indices, ``None`` for all.
         """
         return self._subsampling
+
+    def runs_without_parameters(self, call: Call) -> bool:
+        """Tell whether there is anything to do on a call without parameters.
+
+        Args:
+            call: The call.
+
+        Returns:
+            Whether there may be. Default: ``True``.
+        """
+        return True
 
     def expects_backpropagation_quantities(self) -> bool:
         """Tell whether the extension works on a quantity pulled back from the loss.

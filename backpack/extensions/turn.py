@@ -219,6 +219,7 @@ class Turn:
         self.backward_pass = backward_pass
         self.g_out = tuple(g_out)
         self._entries = entries
+        self._parameters = backward_pass.parameters(call)
         self._own = self.products([None if g is None else g[None] for g in g_out])
         self._gradients: Dict[str, PerSample] = {}
         self._by_source: Dict[Source, Products] = {}
@@ -269,7 +270,7 @@ class Turn:
             Names in the module and parameters, those that take part in this backward
             pass and require a gradient only.
         """
-        return self.backward_pass.parameters(self.call)
+        return self._parameters
 
     def products(self, cotangents: Cotangents) -> Products:
         """Describe products of cotangents and the parameters' Jacobians.
@@ -280,7 +281,7 @@ class Turn:
         Returns:
             The products, by the parameters' names.
         """
-        names = [name for name, _ in self.parameters()]
+        names = [name for name, _ in self._parameters]
         return Products(self.call, cotangents, names)
 
     def gradients(self, name: str) -> PerSample:

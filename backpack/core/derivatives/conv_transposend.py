@@ -1,6 +1,6 @@
 """Derivatives of transposed convolutions with one to three spatial axes."""
 
-from typing import Callable, Optional
+from typing import Callable, List, Optional, Sequence
 
 import torch
 from einops import rearrange
@@ -36,6 +36,9 @@ class ConvTransposeNDDerivatives(ConvNDDerivatives):
         size = list(module.output.shape[2:])
         return without_bias(module).forward(x, output_size=size)
 
+    def _output_padding(self, module: ConvTransposeNd) -> Sequence[int]:
+        return _output_padding(module, module.input0.shape[2:], module.output.shape[2:])
+
     def _unfold(
         self, module: ConvTransposeNd, x: Tensor, out_size: Optional[torch.Size]
     ) -> Tensor:
@@ -59,18 +62,7 @@ class ConvTransposeNDDerivatives(ConvNDDerivatives):
     ) -> Optional[Callable[[Index], Tensor]]:
         if len(cotangents) > 1:
             return None
-        sizes = zip(
-            x.shape[2:],
-            cotangents.shape[3:],
-            module.stride,
-            module.padding,
-            module.dilation,
-            module.kernel_size,
-        )
-        output_padding = [
-            out - ((size - 1) * s - 2 * p + d * (k - 1) + 1)
-            for size, out, s, p, d, k in sizes
-        ]
+        output_padding = _output_padding(module, x.shape[2:], cotangents.shape[3:])
         return lambda samples: weight_gradients(
             x[samples],
             cotangents[:, samples],
@@ -82,3 +74,21 @@ class ConvTransposeNDDerivatives(ConvNDDerivatives):
             dilation=module.dilation,
             output_padding=output_padding,
         )
+
+
+def _output_padding(
+    module: ConvTransposeNd, in_size: torch.Size, out_size: torch.Size
+) -> List[int]:
+    """Compute the output padding of a call from the sizes of its input and output."""
+    sizes = zip(
+        in_size,
+        out_size,
+        module.stride,
+        module.padding,
+        module.dilation,
+        module.kernel_size,
+    )
+    return [
+        out - ((size - 1) * s - 2 * p + d * (k - 1) + 1)
+        for size, out, s, p, d, k in sizes
+    ]

@@ -2,11 +2,11 @@
 
 import itertools
 from contextlib import AbstractContextManager
-from typing import Callable, Optional, Sequence, Union
+from typing import Callable, Optional, Sequence, Tuple, Union
 
 import torch
 from einops import rearrange
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.nn import Conv1d, Conv2d, Conv3d
 
 from backpack.core.derivatives.basederivatives import (
@@ -16,8 +16,13 @@ from backpack.core.derivatives.basederivatives import (
 from backpack.core.derivatives.linear_map import LinearMapDerivatives
 from backpack.core.reductions import Index, Outer, PerSample, Summed
 from backpack.utils.conv import pad_input, unfold_by_conv
+from backpack.utils.memory import huge_empty
 
 ConvNd = Union[Conv1d, Conv2d, Conv3d]
+
+# From this size of the weight on, samples go one by one, into memory that is cheap to
+# touch; below, as groups of one large convolution.
+LOOP_ELEMENTS = 2**16
 
 # From this number of channels per group on, Gram matrices are computed tap by tap.
 MIN_CHANNELS = 8
@@ -52,7 +57,7 @@ def weight_gradients(
     """Compute weight gradients of each column and sample with one library call.
 
     Samples and columns become groups and output channels of one large convolution, so
-    that nothing needs to be unfolded.
+    that nothing needs to be unfolded; large weights get a call for each sample.
 
     Args:
         x: Padded inputs of shape ``[n, C_in, *]``.
@@ -68,6 +73,18 @@ def weight_gradients(
     v, n = cotangents.shape[:2]
     if n == 0:
         return x.new_zeros(v, n, *weight_shape)
+    if v == 1 and weight_shape.numel() >= LOOP_ELEMENTS and not is_grad_enabled():
+        out = huge_empty((v, n, *weight_shape), x.dtype, x.device)
+        for i in range(n):
+            out[0, i] = _weight_gradient(
+                x[i : i + 1],
+                cotangents[0, i : i + 1],
+                weight_shape,
+                groups,
+                transposed,
+                **geometry,
+            )
+        return out
     b = rearrange(cotangents, "v n (g p) ... -> 1 (n g v p) ...", g=groups)
     x = x.reshape(1, -1, *x.shape[2:])
     if transposed:  # weight [C_in, C_out / G, *k]
@@ -152,6 +169,18 @@ def input_gram(x: Tensor, module: ConvNd) -> Tensor:
     return gram.reshape(g, c * first * rest, -1)
 
 
+def pads_symmetric_zeros(module: ConvNd) -> bool:
+    """Tell whether the library's convolution pads by itself as the layer does.
+
+    Args:
+        module: The layer.
+
+    Returns:
+        Whether as many zeros are added on both sides of each axis.
+    """
+    return module.padding_mode == "zeros" and not isinstance(module.padding, str)
+
+
 def without_bias(module: ConvNd) -> ConvNd:
     """Copy a layer without its bias.
 
@@ -191,6 +220,36 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
             Tensor of shape ``[M, C_out, *]``.
         """
         return without_bias(module).forward(x)
+
+    def _jac_t_mat_prod(
+        self,
+        module: ConvNd,
+        g_inp: Tuple,
+        g_out: Tuple,
+        mat: Tensor,
+        subsampling: Sequence[int] = None,
+    ) -> Tensor:
+        if not pads_symmetric_zeros(module):
+            return super()._jac_t_mat_prod(module, g_inp, g_out, mat)
+        columns = mat.flatten(0, 1)
+        shape = (len(columns), *module.input0.shape[1:])
+        products, _, _ = torch.ops.aten.convolution_backward(
+            columns,
+            columns.new_empty(1).expand(shape),
+            module.weight,
+            None,
+            module.stride,
+            module.padding,
+            module.dilation,
+            module.transposed,
+            self._output_padding(module),
+            module.groups,
+            (True, False, False),
+        )
+        return self.reshape_like_input(products, module)
+
+    def _output_padding(self, module: ConvNd) -> Sequence[int]:
+        return [0] * self.conv_dims
 
     def get_unfolded_input(self, module: ConvNd) -> Tensor:
         """Unfold the input of the layer.
@@ -247,7 +306,7 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
         taps = module.weight.shape[2:].numel()
         if taps == 1 or channels < MIN_CHANNELS or x.device.type != "cpu":
             return None
-        if torch.is_grad_enabled():
+        if is_grad_enabled():
             return None
         return lambda: input_gram(pad_input(x, module), module)
 
@@ -269,13 +328,14 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
         pointwise = module.weight.shape[2:].numel() == 1 and set(module.stride) == {1}
         if len(cotangents) > 1 or pointwise:
             return None
+        pads_zeros = pads_symmetric_zeros(module)
         return lambda samples: weight_gradients(
-            pad_input(x[samples], module),
+            x[samples] if pads_zeros else pad_input(x[samples], module),
             cotangents[:, samples],
             module.weight.shape,
             module.groups,
             stride=module.stride,
-            padding=[0] * self.conv_dims,
+            padding=module.padding if pads_zeros else [0] * self.conv_dims,
             dilation=module.dilation,
             output_padding=[0] * self.conv_dims,
         )

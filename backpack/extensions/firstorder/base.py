@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, Dict, List, Tuple, Type
+from typing import TYPE_CHECKING, Any, Dict, List, Tuple, Type
 
 from torch import Tensor
 from torch.nn import Module
@@ -19,6 +19,9 @@ from backpack.extensions.layers import LAYERS
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.turn import current_turn
 from backpack.utils.errors import batch_norm_raise_error_if_train
+
+if TYPE_CHECKING:
+    from backpack.capture import Call
 
 
 class FirstOrderModuleExtension(ModuleExtension):
@@ -134,6 +137,21 @@ class GradientReduction(FirstOrderBackpropExtension):
         if self.get_subsampling() is not None:
             gradients = gradients.select(self.get_subsampling())
         return self.reduce(gradients)
+
+    def runs_without_parameters(self, call: Call) -> bool:
+        """Tell whether there is anything to do on a call without parameters.
+
+        Args:
+            call: The call.
+
+        Returns:
+            Whether it may have to be refused, or a user registered what to do.
+        """
+        module = call.module
+        return (
+            isinstance(module, _BatchNorm)
+            or self.get_module_extension(module) is not _REDUCE
+        )
 
     def get_module_extension(self, module: Module) -> ModuleExtension:
         """Look up what to do on a module.

@@ -312,6 +312,21 @@ class ColumnExtension(SecondOrderBackpropExtension):
         super().set_module_extension(module, extension, overwrite=overwrite)
         self.walks_modules |= extension.overrides_backpropagate
 
+    def runs_without_parameters(self, call: Call) -> bool:
+        """Tell whether there is anything to do on a call without parameters.
+
+        Args:
+            call: The call.
+
+        Returns:
+            Whether it is a loss, may have to be refused, or takes part in a walk.
+        """
+        module = call.module
+        refused = isinstance(module, _BatchNorm)
+        return (
+            call.is_loss or refused or self.walks_modules or self.is_customized(module)
+        )
+
     def is_customized(self, module: Module) -> bool:
         """Tell whether a user registered what to do on a module.
 

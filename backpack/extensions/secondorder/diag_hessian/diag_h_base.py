@@ -56,11 +56,14 @@ class DiagHBaseModule(ModuleRule):
             Diagonal of shape ``[*p]``, or ``[N, *p]`` for each sample.
         """
         param, sum_batch = find_parameter(module, name), ext.SUM_BATCH
-        shape = param.shape if sum_batch else (len(module.output), *param.shape)
-        diagonal, inputs = param.new_zeros(shape), stored_inputs(module)
+        diagonal, inputs = None, stored_inputs(module)
         for sign, columns in backproped.by_sign():
             product = self.derivatives.product(name, module, inputs, columns)
-            diagonal = diagonal + sign * product.squares(sum_batch)
+            part = product.squares(sum_batch).mul_(sign)
+            diagonal = part if diagonal is None else diagonal.add_(part)
+        if diagonal is None:
+            shape = param.shape if sum_batch else (len(module.output), *param.shape)
+            diagonal = param.new_zeros(shape)
         linear = ParameterLinearization(self.derivatives, module, g_out, name)
         if linear.has_residual:
             diagonal = diagonal + linear.residual_diagonal(sum_batch)

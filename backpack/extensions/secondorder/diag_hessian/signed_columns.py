@@ -164,6 +164,9 @@ class SignedColumns:
         """
         for sign in (1, -1):
             matches = self.sign == sign
+            if matches.all() and matches.numel():
+                yield sign, self.columns
+                return
             some = matches.any(1)
             if some.any():
                 mask = matches[some].reshape(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn import Parameter
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -207,6 +208,8 @@ class BackwardPass:
         separating = [ext for ext in self.state.active_exts if ext.separates_samples]
         if not (separating and self._batch_sizes and call.parameters):
             return
+        if any(isinstance(x, PackedSequence) for x in call.arguments):
+            return  # its layer's rule refuses it, and says what to do
         output, axis = call.outputs[0], output_batch_axis(call.module, 0)
         size = output.shape[axis] if output.dim() > axis else 1
         if size not in self._batch_sizes:

@@ -661,6 +661,25 @@ def test_kflr_is_exact_for_deep_linear_networks():
             assert_agrees(product, block, name)
 
 
+def test_kfac_becomes_exact_for_deep_linear_networks():
+    """For one sample, the Kronecker product approaches the GGN's block.
+
+    With M draws, entries of B deviate by some multiple of 1/√M of its scale.
+    """
+    model = Sequential(nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(2, 3)).to(F64)
+    X, y = torch.randn(1, 3, dtype=F64), torch.randint(3, (1,))
+    draws = 4000
+    run(Problem(model, nn.CrossEntropyLoss(), (X,), (y,)), KFAC(draws), GGNMP())
+    for param in model.parameters():
+        basis = torch.eye(param.numel(), dtype=F64).reshape(-1, *param.shape)
+        block = param.ggnmp(basis).flatten(1)
+        product = param.kfac[0]
+        for other in param.kfac[1:]:
+            product = torch.kron(product, other)
+        deviation = (product - block).abs().max() / block.abs().max()
+        assert 0 < deviation < 6 * draws**-0.5
+
+
 def test_hbp_options():
     """HBP with KFLR's and KFRA's options gives their factors, and tells the options."""
     problem = next(case for case in CASES if case.id == "narrow").build()

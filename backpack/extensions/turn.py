@@ -301,7 +301,11 @@ class Turn:
             param = self.call.parameters[name]
             shared = self.backward_pass.shared_products
             if param in shared:
-                product = shared[param].merge(product)
+                try:
+                    product = shared[param].merge(product)
+                except ValueError as error:
+                    text = f"Parameter '{name}' of {self.module}: {error}"
+                    raise ValueError(text) from error
             if self.call.shares(param):
                 shared[param] = product
             self._gradients[name] = product
@@ -459,9 +463,14 @@ class Turn:
         for position, before in self.producers(extension).items():
             quantity = quantities[position] if position < len(quantities) else None
             if quantity is not None:
-                extension.saved_quantities.save_quantity(
-                    id(before), quantity, extension.accumulate_backpropagated_quantities
-                )
+                accumulate = extension.accumulate_backpropagated_quantities
+                try:
+                    extension.saved_quantities.save_quantity(
+                        id(before), quantity, accumulate
+                    )
+                except NotImplementedError as error:
+                    text = f"At the output of {before.module}: {error}"
+                    raise NotImplementedError(text) from error
                 self.backward_pass.walked.add(extension)
 
     def save(self, extension: BackpropExtension, param: Parameter, value: Any) -> None:

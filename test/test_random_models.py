@@ -480,8 +480,20 @@ def check(spec: Spec) -> None:
     for names in passes:
         model, loss, X, y = spec.build()
         ref = Reference(*spec.build())
+        if is_saturated(ref):
+            continue
         for name, (actual, drawn) in compute(model, loss, X, y, names).items():
             assert_right(name, actual, QUANTITIES[name].expected(ref, drawn))
+
+
+def is_saturated(ref: Reference) -> bool:
+    """Tell whether the loss Hessian is too small for the reference to know its digits.
+
+    Autograd computes its entries as differences of numbers around one, and so with an
+    error of about 1e-16, whatever their size.
+    """
+    largest = float(oracle.loss_hessians(*ref.problem).abs().max())
+    return 0 < largest < 1e-7
 
 
 FAILED_ONCE = [

@@ -17,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 
 from backpack.capture import Call
 from backpack.context import State, state
-from backpack.core.derivatives.generic import output_batch_axis
 from backpack.core.reductions import PerSample
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.secondorder.columns import ColumnExtension, Source
@@ -31,8 +30,6 @@ MODIFIED_LOSS = (
     "1. Second-order quantities contain this factor. If they should not, run the "
     "backward pass from the loss module's output itself."
 )
-
-
 NOT_EXTENDED_BATCH_NORM = (
     "A {module} in training mode, which is not extended, couples the samples of the "
     "batch, so that quantities of individual samples are not defined. Call `.eval()` "
@@ -210,13 +207,11 @@ class BackwardPass:
             return
         if any(isinstance(x, PackedSequence) for x in call.arguments):
             return  # its layer's rule refuses it, and says what to do
-        output, axis = call.outputs[0], output_batch_axis(call.module, 0)
-        size = output.shape[axis] if output.dim() > axis else 1
-        if size not in self._batch_sizes:
+        if call.batch_size not in self._batch_sizes:
             raise NotImplementedError(
                 NOT_SAMPLES.format(
                     ext=type(separating[0]).__name__,
-                    size=size,
+                    size=call.batch_size,
                     module=call.module,
                     expected=" or ".join(map(str, sorted(self._batch_sizes))),
                     name=next(iter(call.parameters)),

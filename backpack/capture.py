@@ -21,7 +21,11 @@ from torch.nn import Module, Parameter
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from backpack.core.derivatives.generic import RandomState, tensor_outputs
+from backpack.core.derivatives.generic import (
+    RandomState,
+    output_batch_axis,
+    tensor_outputs,
+)
 from backpack.custom_module.function import FunctionModule
 from backpack.graph import CALLS, Consumers, Entry, calls_at, is_leaf
 from backpack.utils.disable import disable
@@ -133,6 +137,12 @@ class Call:
     def num_outputs(self) -> int:
         """Number of floating-point tensors in the output."""
         return len(self.output_shapes)
+
+    @property
+    def batch_size(self) -> int:
+        """Size of the axis of the (first) output that holds the samples."""
+        shape, axis = self.output_shapes[0], output_batch_axis(self.module, 0)
+        return shape[axis] if len(shape) > axis else 1
 
     def check_live(self) -> None:
         """Check that inputs and outputs have not been dropped.

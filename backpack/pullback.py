@@ -12,7 +12,6 @@ from torch.nn import Parameter
 
 from backpack.capture import Call
 from backpack.context import State
-from backpack.core.derivatives.generic import output_batch_axis
 from backpack.core.reductions import PerSample, merge_all
 from backpack.extensions.layers import find_loss
 from backpack.extensions.secondorder.columns import ColumnExtension, Source
@@ -255,15 +254,13 @@ def _check_samples(loss: Call, calls: Dict[Call, List[str]], ext: Any) -> None:
     loss_size = loss.inputs[0].shape[0] if loss.inputs[0].dim() else 1
     for call in calls:
         call.check_live()
-        output, axis = call.outputs[0], output_batch_axis(call.module, 0)
-        size = output.shape[axis] if output.dim() > axis else 1
-        if size != loss_size:
+        if call.batch_size != loss_size:
             raise NotImplementedError(
                 OTHER_SAMPLES.format(
                     ext=type(ext).__name__,
                     loss=loss.module,
                     loss_size=loss_size,
-                    size=size,
+                    size=call.batch_size,
                     module=call.module,
                 )
             )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, List, Tuple
+from typing import TYPE_CHECKING, Tuple
 
 from torch import Tensor
 from torch.nn import Module
 
-from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.extensions.mat_to_mat_jac_base import ParameterRule
 
 if TYPE_CHECKING:
@@ -19,15 +18,6 @@ class SqrtGGNBaseModule(ParameterRule):
 
     A building block for extensions that are assembled by hand.
     """
-
-    def __init__(self, derivatives: BaseDerivatives, params: List[str] = None):
-        """Store the derivatives, and create a method for each parameter.
-
-        Args:
-            derivatives: The module's derivatives.
-            params: Names of the parameters. Default: ``None``, for no parameter.
-        """
-        super().__init__(derivatives, params)
 
     def parameter(
         self,

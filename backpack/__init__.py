@@ -21,7 +21,7 @@ from backpack.context import CTX, state
 from backpack.custom_module.graph_utils import convert_module_to_backpack
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.layers import find_row
-from backpack.report import EXTENDED, Report, forget_frozen
+from backpack.report import EXTENDED, Report
 from backpack.utils.disable import disable
 from backpack.utils.hooks import no_op
 from backpack.utils.module_classification import is_no_op
@@ -134,12 +134,9 @@ class backpack(AbstractContextManager):  # noqa: N801
         """Activate the extensions."""
         current, announce = state(), _Announce()
         self._outer.append((dict(vars(current)), announce))
-        CTX.set_active_exts(self.exts)
-        CTX.set_debug(self.debug)
-        CTX.set_extension_hook(self.extension_hook)
-        CTX.set_retain_graph(self.retain_graph)
+        current.active_exts, current.extension_hook = self.exts, self.extension_hook
+        current.debug, current.retain_graph = self.debug, self.retain_graph
         current.check, current.report = self.check, Report()
-        forget_frozen(self.exts)
         announce.__enter__()
 
     def __exit__(self, exc_type: Optional[type], *exc_info) -> None:

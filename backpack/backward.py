@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Dict,
+    Iterator,
+    List,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+)
 from warnings import warn
 
 import torch
@@ -15,7 +25,6 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from backpack.capture import Call
 from backpack.context import State, state
 from backpack.core.reductions import PerSample
 from backpack.extensions.backprop_extension import BackpropExtension
@@ -24,6 +33,9 @@ from backpack.extensions.turn import Turn
 from backpack.graph import Entry, Inspection, root_nodes, takes_part
 from backpack.pullback import PullBack
 from backpack.utils.hooks import no_op
+
+if TYPE_CHECKING:
+    from backpack.capture import Call
 
 MODIFIED_LOSS = (
     "The loss was modified after {module}: the gradient at its output is {factor}, not "
@@ -54,6 +66,11 @@ NOT_SAMPLES = (
     "can't be computed for '{name}'. Keep the samples on axis 0 in every layer (most "
     "layers accept additional axes), instead of flattening, routing or concatenating "
     "them."
+)
+LATE_CALL = (
+    "{module} shares a parameter with a call whose turn was over before this one was "
+    "known: its forward pass was repeated during the backward pass. Use "
+    "`checkpoint(..., use_reentrant=False)`."
 )
 CHECK_FAILED = (
     "check=True: the individual gradients do not add up to the gradient of {names}. "
@@ -90,30 +107,37 @@ class BackwardPass:
             RuntimeError: If a parameter is used where extensions can't see it.
         """  # noqa: DAR401
         self.state = current
+        self._separating = [x for x in current.active_exts if x.separates_samples]
         self._batch_sizes: Set[int] = set()
         self._guard = Guard() if current.check else None
+        self._calls_of: Dict[int, List[Call]] = {}
+        self._complete: Set[int] = set()
         self.shared_products: Dict[Parameter, PerSample] = {}
         self.loss_factors: List[float] = []
         self.walked: Set[BackpropExtension] = set()
         self.dropouts: Dict[Call, GradientEdge] = {}
         self.saved_alone: Set[Tuple[BackpropExtension, Parameter]] = set()
         self.pull_back = PullBack(current)
+        if current.report is not None:
+            current.report.begin(current.active_exts)
         if current.active_exts and roots:
             self._inspect(Inspection(roots), inputs)
 
     def _inspect(self, inspection: Inspection, inputs: Any) -> None:
         """Refuse what no module sees, or warn about it."""
+        for call in inspection.calls:
+            for param in () if call.released else call.parameters.values():
+                self._calls_of.setdefault(id(param), []).append(call)
         report = self.state.report
         if report is not None:
             reached = inspection.reached if inputs is None else tree_leaves(inputs)
             report.reached.update(map(id, reached))
-        separating = [ext for ext in self.state.active_exts if ext.separates_samples]
-        if not separating:
+        if not self._separating:
             return
         module = inspection.coupling()
         if module is not None:
             message = NOT_EXTENDED_BATCH_NORM.format(module=module)
-            if any(ext.refuses_coupled_samples for ext in separating):
+            if any(ext.refuses_coupled_samples for ext in self._separating):
                 raise NotImplementedError(message)
             warn(message, stacklevel=5)
         separate, entangled = inspection.uses_outside()
@@ -137,7 +161,7 @@ class BackwardPass:
             self._guard.compare()
 
     def take_turn(
-        self, call: Call, g_out: Sequence[Optional[Tensor]], entries: List[Entry]
+        self, call: Call, g_out: Tuple[Optional[Tensor], ...], entries: List[Entry]
     ) -> None:
         """Run the extensions on a call.
 
@@ -202,15 +226,14 @@ class BackwardPass:
                 tensors = [*call.inputs, *call.outputs]
                 self._batch_sizes.update(x.shape[0] for x in tensors if x.dim() > 0)
             return
-        separating = [ext for ext in self.state.active_exts if ext.separates_samples]
-        if not (separating and self._batch_sizes and call.parameters):
+        if not (self._separating and self._batch_sizes and call.parameters):
             return
         if any(isinstance(x, PackedSequence) for x in call.arguments):
             return  # its layer's rule refuses it, and says what to do
         if call.batch_size not in self._batch_sizes:
             raise NotImplementedError(
                 NOT_SAMPLES.format(
-                    ext=type(separating[0]).__name__,
+                    ext=type(self._separating[0]).__name__,
                     size=call.batch_size,
                     module=call.module,
                     expected=" or ".join(map(str, sorted(self._batch_sizes))),
@@ -232,6 +255,27 @@ class BackwardPass:
             for name, param in call.parameters.items()
             if param.requires_grad and (not call.is_composite or takes_part(param))
         ]
+
+    def is_shared(self, param: Parameter, call: Call) -> bool:
+        """Tell whether other calls may contribute to a parameter in this pass.
+
+        Args:
+            param: The parameter.
+            call: A call that is responsible for it.
+
+        Returns:
+            Whether it is possible. If not, what this call contributes is complete.
+
+        Raises:
+            NotImplementedError: If another call was thought to be the only one.
+        """
+        alone = self._calls_of.get(id(param)) == [call]
+        if alone and param not in self.shared_products:
+            self._complete.add(id(param))
+            return False
+        if id(param) in self._complete:
+            raise NotImplementedError(LATE_CALL.format(module=call.module))
+        return True
 
     def _meet_loss(self, turn: Turn) -> None:
         """Pull columns back from a loss to everything it was computed from."""
@@ -366,7 +410,9 @@ def backward_pass(
     running.succeed()
 
 
-def visit(call: Call, g_out: Sequence[Optional[Tensor]], entries: List[Entry]) -> None:
+def visit(
+    call: Call, g_out: Tuple[Optional[Tensor], ...], entries: List[Entry]
+) -> None:
     """Let a call have its turn, now that the gradients at its outputs are known.
 
     Args:
@@ -375,8 +421,6 @@ def visit(call: Call, g_out: Sequence[Optional[Tensor]], entries: List[Entry]) -
         entries: Calls at the same node of the graph.
     """
     current = state()
-    if current.pulling:
-        return
     if not current.active_exts and current.extension_hook is no_op:
         call.release()
         return

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import Module, Parameter
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from backpack.backward import visit
+from backpack.context import state
 from backpack.core.derivatives.generic import (
     RandomState,
     output_batch_axis,
@@ -37,9 +38,6 @@ RELEASED = (
     "through the same graph (also where the earlier one ran outside of any context)."
 )
 _STORED = "_backpack_stored"  # names of the tensors stored on a module
-
-# The calls that may still have their turn, by the parameters they are responsible for
-_CALLS_OF = WeakTensorKeyDictionary()
 
 
 class Call:
@@ -74,6 +72,14 @@ class Call:
         graphless: Modules called before, whose outputs are not part of a graph.
     """
 
+    is_loss = is_outermost = is_composite = is_transparent = joins = released = False
+    loss_module: Optional[Module] = None
+    graphless: Iterable[Module] = ()
+    # gradients that have arrived in a backward pass, and outputs still waited for
+    _arrived: Dict[int, Optional[Tensor]] = {}
+    _waiting: Set[int] = set()
+    _task = -1
+
     def __init__(
         self,
         module: Module,
@@ -98,7 +104,7 @@ class Call:
         self.output_edges: Optional[List] = [_edge(out) for out in outputs]
         own, self.input_edges = self.output_edges, [_edge(x) for x in self.arguments]
         self.passes_on = [_is_among(edge, own) for edge in self.input_edges]
-        self.edges_before: List[List[GradientEdge]] = [[] for _ in self.passes_on]
+        self.edges_before: List[List[GradientEdge]] = [[]] * len(self.passes_on)
         if any(self.passes_on):
             # Its own output, which this call must not own: the module returned an
             # input as it is, or modified it in place.
@@ -115,23 +121,7 @@ class Call:
         self.parameters = parameters
         self.is_constant = all(map(_is_constant, self.input_edges))
         self.random_state = random_state
-        self.is_loss = False
-        self.loss_module: Optional[Module] = None
-        self.released = False
         self.columns: Dict[Any, List[Optional[Tensor]]] = {}
-        self.graphless: Iterable[Module] = ()
-        self.joins = False
-        self.is_outermost = False
-        self.is_composite = False
-        self.is_transparent = False
-        self._arrived: Dict[int, Optional[Tensor]] = {}
-        self._task = -1
-        self._waiting: Set[int] = set()
-        for param in parameters.values():
-            calls = _CALLS_OF.get(param)
-            if calls is None:
-                calls = _CALLS_OF[param] = weakref.WeakSet()
-            calls.add(self)
 
     @property
     def num_outputs(self) -> int:
@@ -174,18 +164,6 @@ class Call:
         edges = [*self.input_edges, *(_edge(x) for x in tensors)]
         return [edge.node for edge in edges if edge is not None]
 
-    def shares(self, param: Parameter) -> bool:
-        """Tell whether other calls may contribute to a parameter in this pass.
-
-        Args:
-            param: A parameter this call is responsible for.
-
-        Returns:
-            Whether another call that could still have its turn exists.
-        """
-        calls = list(_CALLS_OF.get(param, ()))
-        return any(call is not self and not call.released for call in calls)
-
     def check_unchanged(self) -> None:
         """Check that no input was modified since the call.
 
@@ -200,12 +178,6 @@ class Call:
                 "`x += y`), or pass a copy to the layer."
             )
 
-    def disown(self) -> None:
-        """Pass the responsibility for all parameters on to another call."""
-        for param in self.parameters.values():
-            _CALLS_OF[param].discard(self)
-        self.parameters = {}
-
     def store(self, raw: bool) -> None:
         """Store inputs and output as attributes ``input0``, ... , ``output``.
 
@@ -217,10 +189,8 @@ class Call:
         named = {"output": self.outputs[0] if self.outputs else None}
         for i, value in enumerate(self.arguments):
             named[f"input{i}"] = value if raw else _map(_detach, value)
-        for name in [name for name in named if _has_own(module, name)]:
-            del named[name]
-        module.__dict__.update(named)
-        module.__dict__[_STORED] = tuple(named)
+        named = {k: v for k, v in named.items() if not _has_own(module, k)}
+        module.__dict__.update(named, **{_STORED: tuple(named)})
 
     def release(self) -> None:
         """Drop inputs and outputs, here and on the modules."""
@@ -339,8 +309,13 @@ def clear_stored(module: Module) -> None:
 
 def _has_own(module: Module, name: str) -> bool:
     """Tell whether a module has an attribute; faster than ``hasattr`` if it has not."""
-    stores = (module.__dict__, module._parameters, module._buffers, module._modules)
-    return any(name in store for store in stores) or hasattr(type(module), name)
+    return (
+        name in module.__dict__
+        or name in module._parameters
+        or name in module._buffers
+        or name in module._modules
+        or hasattr(type(module), name)
+    )
 
 
 class _Frame:
@@ -413,10 +388,11 @@ def leave_call(
     if output is None or steps_aside():
         return None
     replaced = None
-    if isinstance(output, Parameter) or (
-        not isinstance(output, Tensor)
-        and any(_is_own_leaf(module, x) for x in tree_leaves(output))
-    ):
+    if isinstance(output, Tensor):
+        is_leaf_itself = output.is_leaf and isinstance(output, Parameter)
+    else:
+        is_leaf_itself = any(_is_own_leaf(module, x) for x in tree_leaves(output))
+    if is_leaf_itself:
         # a leaf outlives the graph; its alias is part of the graph and owns the call
         output = replaced = tree_map(
             lambda x: x.view_as(x) if _is_own_leaf(module, x) else x, output
@@ -529,7 +505,7 @@ def _adopted(
         prefix = prefixes[call.module]
         for name, param in call.parameters.items():
             adopted[f"{prefix}.{name}"] = param
-        call.disown()
+        call.parameters = {}
     return adopted
 
 
@@ -553,6 +529,10 @@ def _attach(call: Call, outputs: List[Tensor]) -> None:
         return
     if _THREAD.graphless:
         call.graphless, _THREAD.graphless = _THREAD.graphless, weakref.WeakSet()
+    if len(edges) == 1:
+        [(i, edge)] = edges.items()
+        _hooked_calls(edge.node).append(Entry(edge.output_nr, i, call))
+        return
     by_node: Dict[Node, List[Entry]] = {}
     for i, edge in edges.items():
         by_node.setdefault(edge.node, []).append(Entry(edge.output_nr, i, call))
@@ -585,23 +565,28 @@ def _is_view_of_own_result(call: Call, output: Tensor) -> bool:
 def _hooked_calls(node: Node) -> List[Entry]:
     """Return the list of a node's calls, which its hook works on."""
     metadata = node.metadata
-    if CALLS not in metadata:
+    entries = metadata.get(CALLS)
+    if entries is None:
         metadata[CALLS] = entries = []
         node.register_prehook(partial(_run_calls, entries))
-    return metadata[CALLS]
+    return entries
 
 
 def _run_calls(entries: List[Entry], gradients: Tuple[Optional[Tensor], ...]) -> None:
     """Run the turn of the calls that end in a node, the last one to return first."""
-    from backpack.backward import visit
-
+    if state().pulling:
+        return
+    if len(entries) == 1 and entries[0].call.num_outputs == 1:
+        number, _, call = entry = entries[0]
+        visit(call, (entry.in_shape(gradients[number]),), entries)
+        return
     by_call: Dict[Call, Dict[int, Optional[Tensor]]] = {}
     for entry in reversed(entries):
         gradient = entry.in_shape(gradients[entry.output_nr])
         by_call.setdefault(entry.call, {})[entry.index] = gradient
     for call, known in by_call.items():
         if not call.joins:
-            visit(call, [known.get(i) for i in range(call.num_outputs)], entries)
+            visit(call, tuple(map(known.get, range(call.num_outputs))), entries)
 
 
 def _join(
@@ -610,9 +595,6 @@ def _join(
     gradients: Tuple[Optional[Tensor], ...],
 ) -> None:
     """Run a call's turn as soon as the gradients at all of its outputs are known."""
-    from backpack.backward import visit
-    from backpack.context import state
-
     if state().pulling:
         return
     call = entries[0].call

@@ -53,9 +53,10 @@ class Entry(NamedTuple):
         Returns:
             Gradient at the call's output, which may be a view of the node's.
         """
-        if gradient is None:
-            return None
-        return gradient.reshape(self.call.output_shapes[self.index])
+        shape = self.call.output_shapes[self.index]
+        if gradient is None or gradient.shape == shape:
+            return gradient
+        return gradient.reshape(shape)
 
 
 class Target(NamedTuple):
@@ -248,6 +249,8 @@ class Inspection:
 
         A layer that we know uses each of its parameters, so that a single use is its.
         """
+        if not call.parameters:
+            return False
         once = all(len(self.reached.get(p, ())) <= 1 for p in call.parameters.values())
         return not (once and find_row(call.module) is not None)
 

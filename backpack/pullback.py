@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
+from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Set, Tuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
-from backpack.capture import Call
 from backpack.context import State
 from backpack.core.reductions import PerSample, merge_all
 from backpack.extensions.layers import find_loss
 from backpack.extensions.secondorder.columns import ColumnExtension, Source
 from backpack.extensions.turn import Cotangents, Products, Turn
 from backpack.graph import Target, targets_below, will_run
+
+if TYPE_CHECKING:
+    from backpack.capture import Call
 
 # Columns that are pulled back at a time. Memory does not grow with the number of
 # columns beyond it.
@@ -29,7 +31,7 @@ OTHER_SAMPLES = (
     "(`logits.transpose(1, 2)`) instead of flattening [N, T, C] to [N * T, C]."
 )
 
-Member = Tuple[Call, str]  # a call, and the name of a parameter in its module
+Member = Tuple["Call", str]  # a call, and the name of a parameter in its module
 
 
 class PullBack:
@@ -153,7 +155,7 @@ class PullBack:
                     create_graph=torch.is_grad_enabled(),
                     allow_unused=True,
                 )
-                for column in columns
+                for column in columns.unbind()
             ]
         finally:
             self._state.pulling = False
@@ -187,7 +189,7 @@ class PullBack:
             product = turn.column_products(ext.source, name)
             ext.check(call, name, product)
             _add(self._values, (ext, param), ext.reduce(product), ext.add)
-        if call.shares(param):
+        if turn.backward_pass.is_shared(param, call):
             return self._values.get((ext, param))
         return self._values.pop((ext, param), None)
 
@@ -219,6 +221,8 @@ def _stack(columns: List[Optional[Tensor]]) -> Optional[Tensor]:
     known = [column for column in columns if column is not None]
     if not known:
         return None
+    if len(columns) == 1:
+        return known[0].unsqueeze(0)
     return torch.stack(
         [torch.zeros_like(known[0]) if c is None else c for c in columns]
     )

@@ -892,6 +892,26 @@ def test_checkpoint(use_reentrant: bool):
     check(model, MLP.build(), FIRST_ORDER)
 
 
+def test_checkpoint_shares_a_parameter():
+    """A call that is repeated in the backward pass, and one that is not."""
+    torch.manual_seed(0)
+    x, y = torch.rand(N, 3, dtype=F64).requires_grad_(), torch.rand(N, 3, dtype=F64)
+    layer, loss = nn.Linear(3, 3).double(), nn.MSELoss()
+    model = nn.Sequential(layer, nn.Tanh(), layer)
+    expected = oracle("batch_grad", model, loss, (x,), (y,))
+    layer, loss = extend(layer), extend(loss)
+
+    value = loss(checkpoint(layer, layer(x).tanh(), use_reentrant=True), y)
+    with backpack(extensions.BatchGrad()):
+        value.backward()
+    assert_agrees(layer.weight.grad_batch, expected["0.weight"], "weight")
+
+    value = loss(layer(checkpoint(layer, x, use_reentrant=True).tanh()), y)
+    with pytest.raises(NotImplementedError, match="use_reentrant=False"):
+        with backpack(extensions.BatchGrad()):
+            value.backward()
+
+
 def test_checkpoint_second_order():
     """Columns go through segments without re-entrant autograd."""
     model, loss, X, y = MLP.build()

@@ -512,8 +512,8 @@ class Outer(PerSample):
             return statistic
         a = self.a.squeeze(2).pow(2)
         if sum_batch:
-            statistic = rearrange(statistic, "n g p -> g p n")
-            return self.fold(scaled_bmm(statistic, rearrange(a, "n g d -> g n d"), 1))
+            b = statistic.permute(1, 2, 0)
+            return self.fold(scaled_bmm(b, a.transpose(0, 1), 1))
         return self.fold(outer_products(statistic.unsqueeze(0), a).squeeze(0))
 
     def variance(self) -> Tensor:  # noqa: D102
@@ -521,8 +521,8 @@ class Outer(PerSample):
             return super().variance()
         # Two matrix products are all it takes, unless moment and squared mean cancel
         dtype = accumulator_dtype(self.dtype)
-        a = rearrange(self.a.to(dtype), "n g 1 d -> g n d")
-        b = rearrange(self.b[0].to(dtype), "n g 1 p -> g p n")
+        a = self.a.to(dtype).squeeze(2).transpose(0, 1)
+        b = self.b[0].to(dtype).squeeze(2).permute(1, 2, 0)
         mean = scaled_bmm(b, a, 1 / self.batch_size)
         moment = scaled_bmm(b.pow(2), a.pow(2), 1 / self.batch_size)
         variance = torch.addcmul(moment, mean, mean, value=-1)
@@ -632,7 +632,8 @@ def scaled_bmm(a: Tensor, b: Tensor, scale: float) -> Tensor:
     """
     unused = a.new_empty(())
     if len(a) == 1:  # up to a third faster than a batch of one matrix
-        return torch.addmm(unused, a[0], b[0], beta=0, alpha=scale).unsqueeze(0)
+        a, b = a.squeeze(0), b.squeeze(0)
+        return torch.addmm(unused, a, b, beta=0, alpha=scale).unsqueeze(0)
     return torch.baddbmm(unused, a, b, beta=0, alpha=scale)
 
 

@@ -126,7 +126,7 @@ class Products(Mapping):
         """
         self._call, self._cotangents, self._names = call, cotangents, names
         self._formed: Dict[str, PerSample] = {}
-        self._in_type: Dict[torch.dtype, Cotangents] = {}
+        self._in_type: Dict[torch.dtype, Tuple[List[Any], Cotangents]] = {}
         self._shared: Dict[Any, Tensor] = {}
 
     def __iter__(self) -> Iterator[str]:
@@ -152,9 +152,7 @@ class Products(Mapping):
             rule = self._rule(name)
             if rule is not None:
                 # under autocast, inputs and outputs have other types than parameters
-                dtype = call.parameters[name].dtype
-                arguments = [_as_type(x, dtype) for x in call.arguments]
-                mats = self._converted(dtype)
+                arguments, mats = self._converted(call.parameters[name].dtype)
                 self._formed[name] = rule.derivatives.product(
                     name,
                     call.module,
@@ -178,10 +176,13 @@ class Products(Mapping):
         product.shared = self._shared
         return product
 
-    def _converted(self, dtype: torch.dtype) -> Cotangents:
-        """Return the cotangents in a type: always the same tensors, for all names."""
+    def _converted(self, dtype: torch.dtype) -> Tuple[List[Any], Cotangents]:
+        """Return arguments and cotangents in a type: the same tensors for all names."""
         if dtype not in self._in_type:
-            self._in_type[dtype] = [_as_type(x, dtype) for x in self._cotangents]
+            both = self._call.arguments, self._cotangents
+            self._in_type[dtype] = tuple(
+                [_as_type(x, dtype) for x in xs] for xs in both
+            )
         return self._in_type[dtype]
 
     def _rule(self, name: str) -> Optional[Row]:
@@ -204,7 +205,7 @@ class Turn:
         self,
         call: Call,
         backward_pass: BackwardPass,
-        g_out: Sequence[Optional[Tensor]],
+        g_out: Tuple[Optional[Tensor], ...],
         entries: List[Entry],
     ):
         """Start the turn.
@@ -217,7 +218,7 @@ class Turn:
         """
         self.call = call
         self.backward_pass = backward_pass
-        self.g_out = tuple(g_out)
+        self.g_out = g_out
         self._entries = entries
         self._parameters = backward_pass.parameters(call)
         self._own = self.products([None if g is None else g[None] for g in g_out])
@@ -299,17 +300,24 @@ class Turn:
         if name not in self._gradients:
             product = self.own_gradients(name)
             param = self.call.parameters[name]
-            shared = self.backward_pass.shared_products
-            if param in shared:
-                try:
-                    product = shared[param].merge(product)
-                except ValueError as error:
-                    text = f"Parameter '{name}' of {self.module}: {error}"
-                    raise ValueError(text) from error
-            if self.call.shares(param):
-                shared[param] = product
+            if self.backward_pass.is_shared(param, self.call):
+                product = self._merge_shared(name, param, product)
             self._gradients[name] = product
         return self._gradients[name]
+
+    def _merge_shared(
+        self, name: str, param: Parameter, product: PerSample
+    ) -> PerSample:
+        """Add up what the calls that had their turn contribute to a parameter."""
+        shared = self.backward_pass.shared_products
+        if param in shared:
+            try:
+                product = shared[param].merge(product)
+            except ValueError as error:
+                text = f"Parameter '{name}' of {self.module}: {error}"
+                raise ValueError(text) from error
+        shared[param] = product
+        return product
 
     def own_gradients(self, name: str) -> PerSample:
         """Describe what this call alone contributes to the individual gradients.

@@ -1,6 +1,6 @@
 """Softmax cross-entropy: the negative log-likelihood of a categorical distribution."""
 
-from typing import Callable, Iterator, List, Optional, Tuple, Union
+from typing import Callable, Iterator, List, Optional, Tuple
 
 import torch
 from torch import Generator, Size, Tensor
@@ -67,35 +67,40 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
         Returns:
             Shape of the prediction with a class axis of size one.
         """
-        prediction, target = module.input0, module.input1
-        axis, smoothing = _class_axis(prediction), module.label_smoothing
-        num_classes = prediction.shape[axis]
-        if module.weight is None:
-            dtype = full_precision(prediction).dtype
-            class_weights = torch.ones(num_classes, dtype=dtype, device=target.device)
-        else:
-            class_weights = full_precision(module.weight)
+        target, smoothing = module.input1, module.label_smoothing
+        axis = _class_axis(module.input0)
+        weights, class_weights = self._target_weights(module), module.weight
+        factor = self._reduction_factor(module)
+        if module.reduction == "mean" and not target.is_floating_point():
+            factor = 1.0 / weights.sum()
+        if smoothing:
+            mean = (
+                1.0 if class_weights is None else full_precision(class_weights).mean()
+            )
+            if not target.is_floating_point():
+                mean = mean * (target != module.ignore_index).to(weights.dtype)
+            weights = (1 - smoothing) * weights + smoothing * mean
+        return (weights * factor).unsqueeze(axis)
 
+    def _target_weights(self, module: CrossEntropyLoss) -> Tensor:
+        """Return Σ_c w_c q_c for each term, before label smoothing.
+
+        Args:
+            module: Loss module, with the inputs of the full batch.
+
+        Returns:
+            Shape of the prediction without its class axis.
+        """
+        target, class_weights = module.input1, module.weight
         if target.is_floating_point():
-            target_weights = _classes_last(full_precision(target)) @ class_weights
-            smoothing_weights = class_weights.mean()
-        else:
-            valid = target != module.ignore_index
-            target_weights = class_weights[target.where(valid, 0).long()] * valid
-            smoothing_weights = class_weights.mean() * valid
-
-        weights = (1 - smoothing) * target_weights + smoothing * smoothing_weights
-        return (weights * self._reduction_factor(module)).unsqueeze(axis)
-
-    def _reduction_factor(self, module: CrossEntropyLoss) -> Union[float, Tensor]:
-        target = module.input1
-        if module.reduction != "mean" or target.is_floating_point():
-            return super()._reduction_factor(module)
+            target = _classes_last(full_precision(target))
+            if class_weights is None:
+                return target.sum(-1)
+            return target @ full_precision(class_weights)
         valid = target != module.ignore_index
-        if module.weight is None:
-            return 1.0 / valid.sum(dtype=full_precision(module.input0).dtype)
-        weights = full_precision(module.weight)[target.where(valid, 0).long()]
-        return 1.0 / (weights * valid).sum()
+        if class_weights is None:
+            return valid.to(full_precision(module.input0).dtype)
+        return full_precision(class_weights)[target.where(valid, 0).long()] * valid
 
     def _sqrt_hessian(
         self,
@@ -140,7 +145,8 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
         step = max(1, size // positions)
         for start in range(0, num_columns, step):
             classes = slice(start, min(start + step, num_columns))
-            yield from self._columns(module, None, factor, classes).split(size)
+            columns = self._columns(module, None, factor, classes)
+            yield from columns.split(size) if len(columns) > size else [columns]
 
     def _columns(
         self,

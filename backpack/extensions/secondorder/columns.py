@@ -82,7 +82,8 @@ class Source:
         if self.strategy == "exact":
             yield from derivatives.sqrt_hessian_chunks(module, size, self.compact)
         else:
-            yield from self.columns(derivatives, module).split(size)
+            columns = self.columns(derivatives, module)
+            yield from columns.split(size) if len(columns) > size else [columns]
 
 
 def fisher_source(

@@ -50,8 +50,9 @@ class _Announce(TorchFunctionMode):
         kwargs: Optional[Dict[str, Any]] = None,
     ) -> Any:
         kwargs = kwargs or {}
-        announced = state().backward_pass is not None  # by the context inside this one
-        if announced or func not in self._BACKWARD:
+        if func not in self._BACKWARD:
+            return func(*args, **kwargs)
+        if state().backward_pass is not None:  # announced by the context inside this
             return func(*args, **kwargs)
         outputs = [*args, *(kwargs[k] for k in ("tensors", "outputs") if k in kwargs)]
         inputs = kwargs.get("inputs")

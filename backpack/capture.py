@@ -387,6 +387,19 @@ def leave_call(
     frame = _pop_frame(module)
     if output is None or steps_aside():
         return None
+    # a function mode, like that of our context, would see each look at a tensor
+    with torch._C.DisableTorchFunction():
+        return _record(module, args, kwargs, output, frame)
+
+
+def _record(
+    module: Module,
+    args: Tuple,
+    kwargs: Dict[str, Any],
+    output: Any,
+    frame: Optional[_Frame],
+) -> Optional[Any]:
+    """Make the record of a call; see :func:`leave_call`."""
     replaced = None
     if isinstance(output, Tensor):
         is_leaf_itself = output.is_leaf and isinstance(output, Parameter)

@@ -97,8 +97,9 @@ def with_backpack(order: Dict[str, Any]) -> Task:
     vectors = [torch.ones_like(p).unsqueeze(0) for p in model.parameters()]
 
     def run() -> None:
+        value = loss(model(X), y)
         with backpack(extension):
-            loss(model(X), y).backward()
+            value.backward()
         for param, vector in zip(model.parameters(), vectors):
             result = getattr(param, extension.savefield)
             if callable(result):

@@ -224,6 +224,7 @@ class Turn:
         self._own = self.products([None if g is None else g[None] for g in g_out])
         self._gradients: Dict[str, PerSample] = {}
         self._by_source: Dict[Source, Products] = {}
+        self._producers: Optional[Dict[int, Call]] = None
 
     def __enter__(self) -> Turn:
         """Make this the current turn."""
@@ -351,6 +352,8 @@ class Turn:
         Raises:
             NotImplementedError: If parameters take part in an argument in another way.
         """
+        if self._producers is not None:
+            return self._producers
         found: Dict[int, Call] = {}
         in_place = works_in_place(self.module)
         for position, edge in enumerate(self.call.input_edges):
@@ -371,10 +374,12 @@ class Turn:
             else:
                 for before in edges:
                     self._check_no_parameters(extension, before.node)
-        for x in tree_leaves((self.call.args, self.call.kwargs)):
-            nested = isinstance(x, Tensor) and not any(x is y for y in self.call.inputs)
-            if nested and x.requires_grad and x.grad_fn is not None:
+        values = (*self.call.args, *self.call.kwargs.values())
+        nested = tree_leaves([x for x in values if not isinstance(x, Tensor)])
+        for x in nested:
+            if isinstance(x, Tensor) and x.requires_grad and x.grad_fn is not None:
                 self._check_no_parameters(extension, x.grad_fn)
+        self._producers = found
         return found
 
     def _check_first(self, extension: BackpropExtension, entry: Entry) -> None:

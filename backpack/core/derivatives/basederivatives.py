@@ -637,7 +637,8 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
             return first_tensor(functional_call(scratch, params, inputs))
 
         if self.affine_in_params:
-            zeros = {name: zeros_like(p) for name, p in module.named_parameters()}
+            params = module.named_parameters()
+            zeros = {name: zeros_like(p) for name, p in params if name != param_str}
             with no_grad():
                 return stack([forward(v, zeros) for v in mat])
         # w ↦ Jᵀ w is linear, so pulling v back through it gives J v, see R_op

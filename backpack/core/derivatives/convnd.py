@@ -221,6 +221,19 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
         """
         return without_bias(module).forward(x)
 
+    def _param_jac_mat_prod(
+        self,
+        param_str: str,
+        module: ConvNd,
+        g_inp: Tuple,
+        g_out: Tuple,
+        mat: Tensor,
+    ) -> Tensor:
+        if param_str != "bias":
+            return super()._param_jac_mat_prod(param_str, module, g_inp, g_out, mat)
+        mat = mat.reshape(len(mat), 1, -1, *[1] * self.conv_dims)
+        return mat.expand(-1, *module.output.shape)
+
     def _jac_t_mat_prod(
         self,
         module: ConvNd,

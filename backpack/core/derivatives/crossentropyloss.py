@@ -6,7 +6,6 @@ import torch
 from torch import Generator, Size, Tensor
 from torch.distributions import Categorical
 from torch.nn import CrossEntropyLoss
-from torch.nn.functional import one_hot
 
 from backpack.core.derivatives.nll_base import NLLLossDerivatives, full_precision
 
@@ -199,11 +198,7 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
         generator: Optional[Generator] = None,
     ) -> Tensor:
         probabilities = _classes_last(subsampled_input.detach()).softmax(-1)
-        rows = probabilities.reshape(-1, probabilities.shape[-1])
-        drawn = torch.multinomial(
-            rows, mc_samples, replacement=True, generator=generator
-        )
-        return drawn.T.reshape(mc_samples, *probabilities.shape[:-1])
+        return _draw(probabilities, mc_samples, generator)
 
     def _compute_sampled_grads_manual(
         self,
@@ -212,9 +207,11 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
         generator: Optional[Generator] = None,
     ) -> Tensor:
         targets = self._sample_targets(subsampled_input, mc_samples, generator)
-        axis = _class_axis(subsampled_input)
-        hot = one_hot(targets, subsampled_input.shape[axis]).movedim(-1, axis + 1)
-        return subsampled_input.softmax(axis) - hot
+        probabilities = _classes_last(subsampled_input).softmax(-1)
+        minus_one = probabilities.new_full((), -1.0).expand(*targets.shape, 1)
+        grads = probabilities.expand(mc_samples, *probabilities.shape)
+        grads = grads.scatter_add(-1, targets.unsqueeze(-1), minus_one)
+        return grads.movedim(-1, 1 + _class_axis(subsampled_input))
 
 
 def _class_axis(prediction: Tensor) -> int:
@@ -223,6 +220,35 @@ def _class_axis(prediction: Tensor) -> int:
 
 def _classes_last(prediction: Tensor) -> Tensor:
     return prediction.movedim(_class_axis(prediction), -1)
+
+
+def _draw(
+    probabilities: Tensor, mc_samples: int, generator: Optional[Generator]
+) -> Tensor:
+    """Draw classes by inverting their distribution function: a class per number.
+
+    ``torch.multinomial`` draws a number per class. As ours are in (0, 1], a class of
+    probability zero is never drawn.
+
+    Args:
+        probabilities: Probabilities of shape ``[*, C]``.
+        mc_samples: Number M of classes to draw for each.
+        generator: Random number generator. ``None`` for PyTorch's global one.
+
+    Returns:
+        Classes of shape ``[M, *]``.
+    """
+    cdf = probabilities.cumsum(-1)
+    uniform = torch.rand(
+        *cdf.shape[:-1],
+        mc_samples,
+        generator=generator,
+        dtype=cdf.dtype,
+        device=cdf.device,
+    )
+    drawn = torch.searchsorted(cdf, (1 - uniform) * cdf[..., -1:])
+    # it points past the end where probabilities are NaN
+    return drawn.clamp_(max=cdf.shape[-1] - 1).movedim(-1, 0)
 
 
 def _factor(log_p: Tensor, classes: slice) -> Tensor:

@@ -3,7 +3,7 @@
 from typing import Sequence, Tuple
 
 from einops import einsum
-from torch import Tensor
+from torch import Tensor, no_grad
 from torch.nn import Linear, Module
 
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
@@ -45,6 +45,23 @@ class LinearDerivatives(BaseParameterDerivatives):
         return Outer(
             lambda: x.reshape(n, 1, positions, x.shape[-1]), b, module.weight.shape
         )
+
+    @no_grad()
+    def _param_jac_mat_prod(
+        self,
+        param_str: str,
+        module: Linear,
+        g_inp: Tuple,
+        g_out: Tuple,
+        mat: Tensor,
+    ) -> Tensor:
+        axes = [1] * (module.output.dim() - 1)
+        if param_str == "bias":
+            return mat.reshape(len(mat), *axes, -1).expand(-1, *module.output.shape)
+        x = module.input0
+        if x.dim() == 1:
+            return mat @ x
+        return x @ mat.mT.reshape(len(mat), *axes[1:], *mat.mT.shape[1:])
 
     def _jac_mat_prod(
         self, module: Linear, g_inp: Tuple, g_out: Tuple, mat: Tensor

@@ -16,7 +16,11 @@ from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.layers import built_in, find_loss
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
-from backpack.extensions.secondorder.linearization import linearize, skips
+from backpack.extensions.secondorder.linearization import (
+    freeze_call,
+    linearize,
+    skips,
+)
 from backpack.extensions.turn import current_turn
 from backpack.utils.errors import batch_norm_raise_error_if_train
 
@@ -165,7 +169,7 @@ class ReduceColumns(ModuleExtension):
             turn.save_alone(extension, param, extension.reduce(product))
         producers = turn.producers(extension)
         if producers:
-            linear = linearize(turn, extension, producers)
+            linear = linearize(turn, extension, producers, freeze_call(turn.call))
             turn.pass_on(extension, linear.at_positions(linear.jac_t(columns)))
 
 

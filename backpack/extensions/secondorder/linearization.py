@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from backpack.extensions.turn import Turn
 
 Columns = List[Optional[Tensor]]
+_FROZEN = "_backpack_frozen"  # marks the copies that ``freeze`` makes
 
 IN_PLACE = (
     "{ext}: {module} has overwritten its input (inplace=True), which its derivatives "
@@ -73,9 +74,14 @@ def freeze(module: Module) -> Module:
     Returns:
         Shallow copy whose inputs and output are not connected to a graph.
     """
-    names = [f"input{i}" for i in range(len(stored_inputs(module)))] + ["output"]
-    stored = {name: getattr(module, name) for name in names}
-    return shallow_copy(module, **{k: _frozen(x) for k, x in stored.items()})
+    if _FROZEN in vars(module):
+        return module
+    return _freeze(module, stored_inputs(module), module.output)
+
+
+def _freeze(module: Module, inputs: Sequence[Any], output: Tensor) -> Module:
+    stored = {f"input{i}": _frozen(x) for i, x in enumerate(inputs)}
+    return shallow_copy(module, **stored, output=output.detach(), **{_FROZEN: True})
 
 
 def _frozen(x: Any) -> Any:
@@ -93,8 +99,7 @@ def freeze_call(call: Call) -> Module:
     Returns:
         Shallow copy of the module, see :func:`freeze`.
     """
-    inputs = {f"input{i}": x for i, x in enumerate(call.arguments)}
-    return freeze(shallow_copy(call.module, **inputs, output=call.outputs[0]))
+    return _freeze(call.module, call.arguments, call.outputs[0])
 
 
 def skips(turn: Turn, extension: BackpropExtension) -> bool:
@@ -171,7 +176,7 @@ def check_batch_first(turn: Turn, extension: BackpropExtension) -> None:
 
 
 def linearize(
-    turn: Turn, extension: BackpropExtension, positions: Sequence[int]
+    turn: Turn, extension: BackpropExtension, positions: Sequence[int], frozen: Module
 ) -> Linearization:
     """Linearize a call in the inputs that a quantity is passed on to.
 
@@ -179,6 +184,7 @@ def linearize(
         turn: The call's turn.
         extension: The extension that is running.
         positions: Which inputs.
+        frozen: Copy of the module with the call's inputs, see :func:`freeze_call`.
 
     Returns:
         The linearization.
@@ -187,13 +193,13 @@ def linearize(
         NotImplementedError: If the forward pass must be repeated, and cannot be.
     """
     call = turn.call
-    row, module = find_row_or_generic(call), freeze_call(call)
-    linear = Linearization(row.derivatives, module, turn.g_out, positions)
+    row = find_row_or_generic(call)
+    linear = Linearization(row.derivatives, frozen, turn.g_out, positions)
     if row is GENERIC or linear.is_joint:
         with torch.no_grad(), disable():
-            again = first_tensor(scratch_copy(module).forward(*stored_inputs(module)))
-        same_shape = again.shape == module.output.shape
-        if not (same_shape and torch.allclose(again, module.output, rtol=1e-4)):
+            again = first_tensor(scratch_copy(frozen).forward(*stored_inputs(frozen)))
+        same_shape = again.shape == frozen.output.shape
+        if not (same_shape and torch.allclose(again, frozen.output, rtol=1e-4)):
             ext = type(extension).__name__
             text = NOT_REPEATABLE.format(ext=ext, module=turn.module)
             raise NotImplementedError(text)

@@ -119,7 +119,7 @@ class ApplyRules(ModuleExtension):
             turn.save_alone(extension, param, value)
         producers = turn.producers(extension)
         if producers:
-            linear = linearize(turn, extension, producers)
+            linear = linearize(turn, extension, producers, frozen)
             rule = extension.rule(row.derivatives)
             values = rule.pull_back(extension, linear, quantity)
             turn.pass_on(extension, linear.at_positions(values))

@@ -114,10 +114,13 @@ def averaged_output_factor(
         Factors of shape ``[G, p, p]``.
     """
     n, shape = product.batch_size, module.output.shape[1:]
+    affine = isinstance(product, (Outer, Summed)) and derivatives.affine_in_params
+    if affine and product.groups == product.positions == 1:
+        return mat.unsqueeze(0).clone()
     if isinstance(product, Rows):
         layout = (1, product.positions, product.b.shape[-1])
     elif isinstance(product, (Outer, Summed)):
-        if derivatives.affine_in_params:  # what is arranged is the same for all samples
+        if affine:  # what is arranged is the same for all samples
             n, inputs = 1, tuple(x[:1] if isinstance(x, Tensor) else x for x in inputs)
         columns = mat.reshape(-1, 1, *shape).expand(-1, n, *shape)
         arranged = arrange(derivatives.product(name, module, inputs, columns))

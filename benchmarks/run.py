@@ -7,6 +7,7 @@ packages alike. Reported is the median over the rounds of the ratio of the two.
 """
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -21,6 +22,14 @@ import torch
 from networks import PROBLEMS, Problem
 
 HERE = Path(__file__).resolve().parent
+
+# Where the C library ends up by itself as soon as a program has freed 32 MiB at once.
+# Before, it gives memory back after some of the passes and has it mapped again, which
+# makes a few megabytes differ by a quarter of a gradient, by chance.
+MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**25),
+    "MALLOC_TRIM_THRESHOLD_": str(2**26),
+}
 
 # Quantities in the order of the report, with their options.
 QUANTITIES: Dict[str, Dict[str, Any]] = {
@@ -122,6 +131,7 @@ class Connection:
                 stdout=subprocess.PIPE,
                 stderr=self.log,
                 text=True,
+                env={**os.environ, **MALLOC},
             )
         try:
             print(json.dumps(order), file=self.process.stdin, flush=True)
@@ -304,7 +314,8 @@ fast as, or as little memory as, a forward and a backward pass without any quant
 - **Time**: in each round, each package times a gradient and then its quantity, both
   with forward and backward pass; the rounds go around the packages. The number is the
   median over rounds of the ratio: up to {rounds} rounds, fewer where a quantity takes
-  long, never fewer than {min_rounds}.
+  long, never fewer than {min_rounds}. The C library's memory thresholds are fixed at
+  the values that they grow to by themselves (32 and 64 MiB), for all packages.
 - **Memory**: the peak of what exists beyond parameters and data during the pass, from
   each allocation and release (PyTorch's profiler on a CPU, its own counter on a GPU).
 - `HMP`, `GGNMP` and `PCHMP` include a product with one vector per parameter. Quantities

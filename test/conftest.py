@@ -15,6 +15,17 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter,
+) -> None:
+    """Print what tests have recorded, like the seed of what they drew."""
+    for reports in list(terminalreporter.stats.values()):
+        for report in reports:
+            if getattr(report, "when", None) == "call":
+                for name, value in report.user_properties:
+                    terminalreporter.write_line(f"{name}: {value}")
+
+
 # With --light, one row in so many of each test's table is run, the first one included
 LIGHT = 12
 

@@ -522,7 +522,7 @@ def options(count: int) -> settings:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize("domain", STEPS)
-def test_random_models(domain: str, capsys: pytest.CaptureFixture) -> None:
+def test_random_models(domain: str, record_property: Callable) -> None:
     """All quantities of random models agree with plain autograd."""
     count = max(1, COUNT // len(STEPS))
 
@@ -535,7 +535,6 @@ def test_random_models(domain: str, capsys: pytest.CaptureFixture) -> None:
         if spec.domain == domain:
             run = example(spec=spec)(run)
     if LONG:
-        with capsys.disabled():
-            print(f"\nrandom models: {domain}, {count} draws, seed {SEED}")
+        record_property(f"random models, {domain}", f"{count} draws, seed {SEED}")
         run = with_seed(SEED)(run)
     run()

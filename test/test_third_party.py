@@ -129,6 +129,19 @@ def test_batch_grad_on_an_own_layer():
         ext.set_module_extension(Stretch, StretchBatchGrad())
 
 
+@pytest.mark.parametrize("module", [nn.LayerNorm(2), nn.GELU(), nn.GRU(2, 2)], ids=str)
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact, DiagHessian, HMP])
+def test_layers_unknown_to_1_7_are_no_duplicates(extension: type, module: Module):
+    """A program may have brought its own rule for a layer that has one by now."""
+    ext, rule = extension(), ModuleExtension()
+    ext.set_module_extension(type(module), rule)
+    assert ext.get_module_extension(module) is rule
+    with pytest.raises(ValueError, match="overwrite"):
+        ext.set_module_extension(type(module), rule)
+    with pytest.raises(ValueError, match="overwrite"):
+        ext.set_module_extension(nn.Linear, rule)
+
+
 class Norms(FirstOrderBackpropExtension):
     """A complete first-order extension: largest entries of individual gradients."""
 

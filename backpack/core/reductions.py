@@ -526,7 +526,8 @@ class Outer(PerSample):
         mean = scaled_bmm(b, a, 1 / self.batch_size)
         moment = scaled_bmm(b.pow(2), a.pow(2), 1 / self.batch_size)
         variance = torch.addcmul(moment, mean, mean, value=-1)
-        if (variance * CANCELLATION < moment).any():
+        excess = torch.sub(moment, variance, alpha=CANCELLATION)
+        if excess.numel() and excess.amax() > 0:
             return super().variance()
         return self.fold(variance)
 

@@ -255,16 +255,32 @@ GENERIC = Row(BaseParameterDerivatives())
 GENERIC_LOSS = Row(GenericLossDerivatives())
 
 
+# Layers that 1.7 has rules for: to replace them takes ``overwrite=True``. For others,
+# programs that were written for it bring rules of their own.
+REGISTERED: Tuple[Type[Module], ...] = (
+    *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+    *(nn.Embedding, nn.RNN, nn.LSTM),
+    *(nn.ReLU, nn.LeakyReLU, nn.ELU, nn.SELU, nn.Sigmoid, nn.LogSigmoid, nn.Tanh),
+    *(nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
+    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d),
+    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
+    *(nn.Dropout, nn.Flatten, nn.Identity, nn.ZeroPad2d),
+    *(Pad, Permute, ScaleModule, Slicing, SumModule),
+)
+
+
 def built_in(rule: Any) -> Dict[Type[Module], Any]:
-    """Register the same rule for everything in the table.
+    """Register the same rule for all layers and losses that 1.7 has rules for.
 
     Args:
         rule: The rule.
 
     Returns:
-        The rule, for each class of layers and losses.
+        The rule, for each class.
     """
-    return {cls: rule for cls in (*LAYERS, *LOSSES)}
+    return {cls: rule for cls in (*REGISTERED, *LOSSES)}
 
 
 def lookup(table: Mapping[Type[Module], Any], cls: Type[Module]) -> Optional[Any]:

@@ -15,7 +15,7 @@ from backpack.core.derivatives.basederivatives import (
 )
 from backpack.core.reductions import PerSample
 from backpack.extensions.backprop_extension import FAIL_WARN, BackpropExtension
-from backpack.extensions.layers import LAYERS
+from backpack.extensions.layers import LAYERS, REGISTERED
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.turn import current_turn
 from backpack.utils.errors import batch_norm_raise_error_if_train
@@ -109,8 +109,9 @@ class GradientReduction(FirstOrderBackpropExtension):
             savefield: Attribute of a parameter under which its value is saved.
             subsampling: Samples to consider, by index. Default: ``None`` for all.
         """
+        layers = [layer for layer in REGISTERED if LAYERS[layer].params != ()]
         super().__init__(
-            savefield, {layer: _REDUCE for layer in LAYERS}, subsampling=subsampling
+            savefield, dict.fromkeys(layers, _REDUCE), subsampling=subsampling
         )
 
     @staticmethod

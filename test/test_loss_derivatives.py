@@ -4,6 +4,7 @@ Sampled columns are checked without statistics where targets are finite: the ave
 over *all* targets, weighted with their probabilities, must be the Hessian.
 """
 
+import copy
 from itertools import product
 from math import sqrt
 from typing import Any, Callable, List, NamedTuple, Optional, Tuple
@@ -352,6 +353,21 @@ def test_sampled_expectation(case: Case, use_autograd: bool, monkeypatch):
     m = len(targets)
     columns = sqrt(m) * derivatives.sqrt_hessian_sampled(loss, (), (), mc_samples=m)
     assert_equal(outer(columns, num_samples(loss), probabilities), hessian_blocks(loss))
+
+
+@by_name([c for c in NLL_CASES if "mean" in c.name and "one-class" not in c.name])
+def test_scaled_gradient(case: Case):
+    """The empirical Fisher's column is √c times the gradient before averaging."""
+    derivatives, loss = set_up(case)
+    summed = copy.deepcopy(loss)
+    summed.reduction = "sum"
+    prediction, *others = inputs_of(loss)
+    x = prediction.detach().requires_grad_()
+    (mean_gradient,) = torch.autograd.grad(loss.forward(x, *others), x)
+    (sum_gradient,) = torch.autograd.grad(summed.forward(x, *others), x)
+    c = (mean_gradient * sum_gradient).sum() / sum_gradient.square().sum()
+    columns = derivatives.scaled_gradient(loss)
+    assert_equal(columns, c.sqrt() * sum_gradient.unsqueeze(0))
 
 
 PLAIN_CASES = [

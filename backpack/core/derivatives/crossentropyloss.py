@@ -1,13 +1,17 @@
 """Softmax cross-entropy: the negative log-likelihood of a categorical distribution."""
 
-from typing import Callable, Iterator, List, Optional, Tuple
+from typing import Callable, Iterator, List, Optional, Tuple, Union
 
 import torch
 from torch import Generator, Size, Tensor
 from torch.distributions import Categorical
 from torch.nn import CrossEntropyLoss
 
-from backpack.core.derivatives.nll_base import NLLLossDerivatives, full_precision
+from backpack.core.derivatives.nll_base import (
+    NLLLossDerivatives,
+    full_precision,
+    split_columns,
+)
 
 ALL = slice(None)
 
@@ -69,9 +73,6 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
         target, smoothing = module.input1, module.label_smoothing
         axis = _class_axis(module.input0)
         weights, class_weights = self._target_weights(module), module.weight
-        factor = self._reduction_factor(module)
-        if module.reduction == "mean" and not target.is_floating_point():
-            factor = 1.0 / weights.sum()
         if smoothing:
             mean = (
                 1.0 if class_weights is None else full_precision(class_weights).mean()
@@ -79,7 +80,12 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
             if not target.is_floating_point():
                 mean = mean * (target != module.ignore_index).to(weights.dtype)
             weights = (1 - smoothing) * weights + smoothing * mean
-        return (weights * factor).unsqueeze(axis)
+        return (weights * self._reduction_factor(module)).unsqueeze(axis)
+
+    def _reduction_factor(self, module: CrossEntropyLoss) -> Union[float, Tensor]:
+        if module.reduction != "mean" or module.input1.is_floating_point():
+            return super()._reduction_factor(module)
+        return 1.0 / self._target_weights(module).sum()
 
     def _target_weights(self, module: CrossEntropyLoss) -> Tensor:
         """Return Σ_c w_c q_c for each term, before label smoothing.
@@ -144,8 +150,7 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
         step = max(1, size // positions)
         for start in range(0, num_columns, step):
             classes = slice(start, min(start + step, num_columns))
-            columns = self._columns(module, None, factor, classes)
-            yield from columns.split(size) if len(columns) > size else [columns]
+            yield from split_columns(self._columns(module, None, factor, classes), size)
 
     def _columns(
         self,

@@ -11,7 +11,7 @@ With ``subsampling``, rows are selected and c stays that of the full batch.
 
 from abc import abstractmethod
 from math import sqrt
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Generator, Size, Tensor
@@ -57,6 +57,19 @@ def loss_inputs(module: Module) -> Tuple[Any, ...]:
                 "others as constants. Pass the prediction first, and detach the others."
             )
     return inputs
+
+
+def split_columns(columns: Tensor, size: int) -> Sequence[Tensor]:
+    """Split columns into chunks; quick where there is only one.
+
+    Args:
+        columns: Columns ``[V, N, *]``.
+        size: Number of columns at a time.
+
+    Returns:
+        Columns ``[V, N, *]`` with V = ``size``, or fewer in the last one.
+    """
+    return columns.split(size) if len(columns) > size else [columns]
 
 
 class LossDerivatives(BaseLossDerivatives):
@@ -107,7 +120,7 @@ class LossDerivatives(BaseLossDerivatives):
             ValueError: If the loss is no scalar.
         """  # noqa: DAR401
         factor = self.sqrt_hessian_compact if compact else self.sqrt_hessian
-        yield from factor(module, (), ()).split(size)
+        yield from split_columns(factor(module, (), ()), size)
 
     def _sqrt_hessian_compact(
         self,

@@ -10,17 +10,13 @@ from torch import Generator, Tensor
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from backpack.core.derivatives.nll_base import LossDerivatives
+from backpack.core.derivatives.nll_base import LossDerivatives, split_columns
 from backpack.core.reductions import PerSample
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.layers import built_in, find_loss
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
-from backpack.extensions.secondorder.linearization import (
-    freeze_call,
-    linearize,
-    skips,
-)
+from backpack.extensions.secondorder.linearization import freeze_call, linearize, skips
 from backpack.extensions.turn import current_turn
 from backpack.utils.errors import batch_norm_raise_error_if_train
 
@@ -86,8 +82,7 @@ class Source:
         if self.strategy == "exact":
             yield from derivatives.sqrt_hessian_chunks(module, size, self.compact)
         else:
-            columns = self.columns(derivatives, module)
-            yield from columns.split(size) if len(columns) > size else [columns]
+            yield from split_columns(self.columns(derivatives, module), size)
 
 
 def fisher_source(

@@ -75,9 +75,9 @@ class Call:
     is_loss = is_outermost = is_composite = is_transparent = joins = released = False
     loss_module: Optional[Module] = None
     graphless: Iterable[Module] = ()
-    # gradients that have arrived in a backward pass, and outputs still waited for
-    _arrived: Dict[int, Optional[Tensor]] = {}
-    _waiting: Set[int] = set()
+    # of a task: gradients that have arrived, and outputs that are still waited for
+    _arrived: Dict[int, Optional[Tensor]]
+    _waiting: Set[int]
     _task = -1
 
     def __init__(
@@ -542,10 +542,6 @@ def _attach(call: Call, outputs: List[Tensor]) -> None:
         return
     if _THREAD.graphless:
         call.graphless, _THREAD.graphless = _THREAD.graphless, weakref.WeakSet()
-    if len(edges) == 1:
-        [(i, edge)] = edges.items()
-        _hooked_calls(edge.node).append(Entry(edge.output_nr, i, call))
-        return
     by_node: Dict[Node, List[Entry]] = {}
     for i, edge in edges.items():
         by_node.setdefault(edge.node, []).append(Entry(edge.output_nr, i, call))

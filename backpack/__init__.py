@@ -58,7 +58,11 @@ class _Announce(TorchFunctionMode):
         inputs = kwargs.get("inputs")
         if func is torch.autograd.grad and len(args) > 1:
             inputs = args[1]
-        with backward_pass(state(), outputs[0], inputs):
+        accumulates = func is not torch.autograd.grad and len(args) < 2
+        accumulates = accumulates and not kwargs.get("create_graph")
+        with backward_pass(state(), outputs[0], inputs, accumulates) as running:
+            if running.left_out:
+                kwargs = {**kwargs, "inputs": running.leaves}
             return func(*args, **kwargs)
 
 

@@ -31,6 +31,7 @@ from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.secondorder.columns import ColumnExtension, Source
 from backpack.extensions.turn import Turn
 from backpack.graph import Entry, Inspection, root_nodes, takes_part
+from backpack.left_out import find_left_out, hand_over
 from backpack.pullback import PullBack
 from backpack.utils.hooks import no_op
 
@@ -92,9 +93,18 @@ class BackwardPass:
             an extension walks from module to module.
         saved_alone: Which extension has saved a value on which parameter that cannot be
             combined with that of another call.
+        left_out: Parameters that autograd shall leave out, as their gradient will be
+            handed over.
+        leaves: The other leaf tensors, if there are such parameters.
     """
 
-    def __init__(self, current: State, roots: Sequence[Node] = (), inputs: Any = None):
+    def __init__(
+        self,
+        current: State,
+        roots: Sequence[Node] = (),
+        inputs: Any = None,
+        accumulates: bool = False,
+    ):
         """Begin.
 
         Args:
@@ -102,6 +112,8 @@ class BackwardPass:
             roots: Where the backward pass begins in the graph, if it is known.
             inputs: With respect to what it differentiates. Default: ``None``, for all
                 leaf tensors.
+            accumulates: Whether it does nothing but accumulate gradients. Default:
+                ``False``.
 
         Raises:
             RuntimeError: If a parameter is used where extensions can't see it.
@@ -117,11 +129,18 @@ class BackwardPass:
         self.walked: Set[BackpropExtension] = set()
         self.dropouts: Dict[Call, GradientEdge] = {}
         self.saved_alone: Set[Tuple[BackpropExtension, Parameter]] = set()
+        self.left_out: Set[Parameter] = set()
+        self.leaves: List[Tensor] = []
         self.pull_back = PullBack(current)
         if current.report is not None:
             current.report.begin(current.active_exts)
         if current.active_exts and roots:
-            self._inspect(Inspection(roots), inputs)
+            inspection = Inspection(roots)
+            self._inspect(inspection, inputs)
+            if accumulates and inputs is None:
+                self.left_out = find_left_out(current, inspection)
+                leaves = inspection.reached if self.left_out else ()
+                self.leaves = [x for x in leaves if x not in self.left_out]
 
     def _inspect(self, inspection: Inspection, inputs: Any) -> None:
         """Refuse what no module sees, or warn about it."""
@@ -193,6 +212,8 @@ class BackwardPass:
                     if current.debug:
                         print(f"[DEBUG] Running extension {ext} on {module}")
                     ext(module, g_inp, turn.g_out)
+                if self.left_out:
+                    hand_over(turn, self.left_out)
                 if current.debug:
                     print(f"[DEBUG] Running extension hook on {module}")
                 current.extension_hook(module)
@@ -384,7 +405,7 @@ def _close(result: Tensor, expected: Tensor) -> bool:
 
 @contextmanager
 def backward_pass(
-    current: State, outputs: Any, inputs: Any = None
+    current: State, outputs: Any, inputs: Any = None, accumulates: bool = False
 ) -> Iterator[BackwardPass]:
     """Remember things from turn to turn inside the context, and forget them after.
 
@@ -392,11 +413,12 @@ def backward_pass(
         current: What is active.
         outputs: What is differentiated.
         inputs: With respect to what. Default: ``None``, for all leaf tensors.
+        accumulates: See :class:`BackwardPass`. Default: ``False``.
 
     Yields:
         The backward pass.
     """
-    running = BackwardPass(current, root_nodes(outputs), inputs)
+    running = BackwardPass(current, root_nodes(outputs), inputs, accumulates)
     outer, current.backward_pass = current.backward_pass, running
     try:
         yield running

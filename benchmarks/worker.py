@@ -154,8 +154,18 @@ def with_opacus(order: Dict[str, Any]) -> Task:
     return Task(run, clear)
 
 
+# What is left to do with individual gradients [N, *p]
+REDUCTIONS: Dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "BatchGrad": lambda g: g,
+    "BatchL2Grad": lambda g: torch.linalg.vector_norm(g.flatten(1), dim=1).square(),
+    "SumGradSquared": lambda g: g.square().sum(0),
+    "Variance": lambda g: g.var(0, correction=0),
+    "BatchDotGrad": lambda g: g.flatten(1) @ g.flatten(1).T,
+}
+
+
 def with_torch_func(order: Dict[str, Any]) -> Task:
-    """Make the task that computes individual gradients with ``vmap(grad)``.
+    """Make the task that reduces individual gradients, from ``vmap(grad)``.
 
     Args:
         order: Says which problem, batch size, device and quantity.
@@ -166,7 +176,8 @@ def with_torch_func(order: Dict[str, Any]) -> Task:
     Raises:
         Unavailable: If the quantity is another one.
     """
-    if order["quantity"] != "BatchGrad":
+    reduce = REDUCTIONS.get(order["quantity"])
+    if reduce is None:
         raise Unavailable
 
     problem = PROBLEMS[order["problem"]]
@@ -182,9 +193,12 @@ def with_torch_func(order: Dict[str, Any]) -> Task:
     individual_gradients = torch.func.vmap(
         torch.func.grad(sample_loss), in_dims=(None, 0, 0), randomness="different"
     )
-    return Task(
-        lambda: results.append(individual_gradients(params, X, y)), results.clear
-    )
+
+    def run() -> None:
+        gradients = individual_gradients(params, X, y)
+        results.append({name: reduce(g) for name, g in gradients.items()})
+
+    return Task(run, results.clear)
 
 
 PACKAGES: Dict[str, Callable[[Dict[str, Any]], Task]] = {

@@ -420,3 +420,34 @@ def test_one_instance_serves_many_passes(names: Tuple[str, ...]):
         for name in names:
             assert later[name] is not seen[0][name]
             assert_agrees(later[name], seen[0][name], name)
+
+
+SINGLE = ["BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance", "BatchDotGrad"]
+SINGLE += ["DiagGGNExact", "BatchDiagGGNExact", "KFLR"]
+
+
+def test_single_precision():
+    """Layers large enough for what is faster in single precision only."""
+
+    def fields(dtype: torch.dtype) -> Fields:
+        torch.manual_seed(0)
+        convolutions = [nn.Conv2d(2, 64, 3), nn.ReLU(), nn.Conv2d(64, 128, 3)]
+        head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 128), nn.Tanh()]
+        model = nn.Sequential(*convolutions, *head, nn.Linear(128, 5))
+        X, y = torch.rand(64, 2, 8, 8), torch.randint(5, (64,))
+        model, loss = extend(model.to(dtype)), extend(nn.CrossEntropyLoss())
+        value = loss(model(X.to(dtype)), y)
+        with backpack(*(make(name, 64) for name in SINGLE)):
+            value.backward()
+        return {
+            (name, param): getattr(p, make(name, 64).savefield)
+            for name in SINGLE
+            for param, p in model.named_parameters()
+        }
+
+    expected = fields(torch.float64)
+    for key, value in fields(torch.float32).items():
+        several = isinstance(value, list)
+        pairs = zip(value, expected[key]) if several else [(value, expected[key])]
+        for actual, reference in pairs:
+            assert_agrees(actual, reference.float(), str(key), rtol=1e-3)

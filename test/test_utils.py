@@ -32,6 +32,7 @@ from backpack.utils import conv, conv_transpose, linear, outer_products
 from backpack.utils.convert_parameters import vector_to_parameter_list
 from backpack.utils.errors import batch_norm_raise_error_if_train
 from backpack.utils.hooks import no_op
+from backpack.utils.matmul import _onednn, bmm, has_fast_matmul, matmul
 from backpack.utils.module_classification import is_loss, is_nll, is_no_op
 from backpack.utils.subsampling import subsample
 from backpack.utils.unsqueeze import kfacmp_unsqueeze_if_missing_dim
@@ -452,3 +453,42 @@ def test_unsqueeze_missing_column_axis() -> None:
     assert torch.equal(double(mat), 2 * mat)
     assert torch.equal(double(vec), 2 * vec)
     assert seen == [(3, 4), (3, 1)]
+
+
+# Matrix products: a single one and a batch; below and above the size from which on
+# another library multiplies; empty ones
+PRODUCTS = [(1, 3, 4, 5), (1, 128, 64, 129), (3, 2, 1, 4), (2, 130, 65, 128)]
+PRODUCTS += [(0, 2, 3, 4), (1, 0, 200, 300), (2, 200, 0, 300), (1, 200, 300, 0)]
+
+
+@pytest.mark.parametrize("with_grad", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, float64, torch.bfloat16])
+@pytest.mark.parametrize("sizes", PRODUCTS)
+def test_matrix_products(
+    sizes: Tuple[int, ...], dtype: torch.dtype, transposed: bool, with_grad: bool
+):
+    """Whichever library multiplies, and however factors lie in memory."""
+    g, a, r, b = sizes
+    left, right = rand(g, a, r).to(dtype), rand(g, r, b).to(dtype)
+    if transposed:
+        left, right = left.mT.contiguous().mT, right.mT.contiguous().mT
+    expected = torch.bmm(left.to(float64), right.to(float64)).to(dtype)
+    with torch.set_grad_enabled(with_grad):
+        products = bmm(left, right)
+        testing.assert_close(products, expected)
+        for i in range(g):
+            testing.assert_close(matmul(left[i], right[i]), expected[i])
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration:UserWarning")
+@pytest.mark.skipif(_onednn() is None, reason="this PyTorch has one library only")
+def test_fast_matrix_products():
+    """The other library is asked only where it can be, and where a user allows it."""
+    x = rand(2, 2)
+    with torch.no_grad():
+        assert has_fast_matmul(x)
+        assert not has_fast_matmul(x.double())
+        with torch.backends.mkldnn.flags(enabled=False):
+            assert not has_fast_matmul(x)
+    assert not has_fast_matmul(x)

@@ -15,12 +15,25 @@ the cheapest known formula for it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
 
 import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
+from backpack.utils.matmul import bmm
 from backpack.utils.memory import huge_empty
 
 # Samples to work on: a range of them, or a list
@@ -100,8 +113,7 @@ def add_squares(total: Optional[Tensor], rows: Tensor, dtype: torch.dtype) -> Te
     Returns:
         The new total, of shape ``[*]``.
     """
-    large = rows.numel() >= SLICE_ELEMENTS * max(1, len(rows))
-    if large and not torch.is_grad_enabled() and rows.dtype == dtype:
+    if _is_slice_by_slice(rows) and rows.dtype == dtype:
         if total is None:
             total = rows.new_zeros(rows.shape[1:])
         for row in rows:
@@ -109,6 +121,79 @@ def add_squares(total: Optional[Tensor], rows: Tensor, dtype: torch.dtype) -> Te
         return total
     part = rows.pow(2).sum(0, dtype=dtype)
     return part if total is None else total + part
+
+
+def add_rows(total: Optional[Tensor], rows: Tensor) -> Tensor:
+    """Add rows to a total.
+
+    Args:
+        total: What the rows are added to, of shape ``[*]``, and overwritten; ``None``
+            for zero.
+        rows: Rows of shape ``[R, *]``.
+
+    Returns:
+        The new total, of shape ``[*]``: no part of the rows' memory.
+    """
+    part = sum_axis(rows, 0)
+    if total is not None:
+        return total.add_(part)
+    return part.clone() if len(rows) == 1 else part
+
+
+class Moments(NamedTuple):
+    """What determines the variance of rows.
+
+    Attributes:
+        count: Number of rows.
+        mean: Their mean, of shape ``[*]``.
+        deviations: Sum of their squared deviations from the mean, of shape ``[*]``.
+    """
+
+    count: int
+    mean: Tensor
+    deviations: Tensor
+
+
+def add_moments(moments: Optional[Moments], rows: Tensor) -> Moments:
+    """Update moments, subtracting a mean before anything is squared.
+
+    Args:
+        moments: Moments of other rows, which may be overwritten; ``None`` for none.
+        rows: Rows of shape ``[R, *]``.
+
+    Returns:
+        Moments of all rows.
+    """
+    number = len(rows)
+    if _is_slice_by_slice(rows):
+        if moments is None:
+            zeros = rows.new_zeros(rows.shape[1:])
+            moments = Moments(0, zeros, zeros.clone())
+        before, mean, deviations = moments
+        for count, row in enumerate(rows, start=before + 1):  # Welford (1962)
+            delta = row - mean
+            mean.add_(delta, alpha=1 / count)
+            deviations.addcmul_(delta, delta, value=(count - 1) / count)
+        return Moments(before + number, mean, deviations)
+    mean = rows.mean(0)
+    deviation = rows - mean
+    rest = deviation.mean(0)  # what rounding has left of the mean
+    mean = mean + rest
+    deviations = add_squares(None, deviation, rows.dtype) - number * rest.pow(2)
+    if moments is None:
+        return Moments(number, mean, deviations)
+    # combine both (Chan, Golub, LeVeque, 1979)
+    count = moments.count + number
+    delta = mean - moments.mean
+    weight = moments.count * number / count
+    deviations = moments.deviations + deviations + weight * delta.pow(2)
+    return Moments(count, moments.mean + delta * (number / count), deviations)
+
+
+def _is_slice_by_slice(rows: Tensor) -> bool:
+    """Tell whether it is faster to go through rows one by one, in place."""
+    large = rows.numel() >= SLICE_ELEMENTS * max(1, len(rows))
+    return large and not torch.is_grad_enabled()
 
 
 # A difference may be so many times smaller than what is subtracted: a digit is lost.
@@ -123,12 +208,16 @@ class PerSample(ABC):
         num_columns: V, the number of columns.
         batch_size: N, the number of samples.
         shared: What was computed for a call's other parameters, to be used again.
+        keeps_total: Whether :meth:`total` will be asked for, so that products that are
+            formed shall be added up while they are at hand.
     """
 
     shape: torch.Size
     num_columns: int
     batch_size: int
     shared: Optional[Dict[Any, Tensor]] = None
+    keeps_total = False
+    _total: Optional[Tensor] = None
 
     @abstractmethod
     def block(self, samples: slice) -> Tensor:
@@ -179,7 +268,8 @@ class PerSample(ABC):
         Returns:
             Products of shape ``[V, N, *p]``.
         """
-        return self.block(slice(0, self.batch_size))
+        [products] = self._blocks([slice(0, self.batch_size)])
+        return products
 
     def summed(self) -> Tensor:
         """Sum the products over samples.
@@ -188,6 +278,34 @@ class PerSample(ABC):
             Sums of shape ``[V, *p]``.
         """
         return self.individual().sum(1)
+
+    def total(self) -> Tensor:
+        """Sum the products of a single column over samples, if that is still to do.
+
+        Returns:
+            Sum of shape ``[*p]``.
+        """
+        if self._total is None:
+            self._total = self.summed()[0]
+        return self._total
+
+    def _blocks(self, sample_chunks: Iterable[slice]) -> Iterator[Tensor]:
+        """Form the products of all samples, chunk by chunk.
+
+        Args:
+            sample_chunks: Slices that cover all samples.
+
+        Yields:
+            Products of shape ``[V, n, *p]``.
+        """
+        total = None
+        for samples in sample_chunks:
+            block = self.block(samples)
+            if self.keeps_total and self._total is None:
+                total = add_rows(total, block[0])
+            yield block
+        if total is not None:
+            self._total = total
 
     def sq_norms(self) -> Tensor:
         """Squared norms of each sample's products, summed over columns.
@@ -198,8 +316,8 @@ class PerSample(ABC):
         dtype = accumulator_dtype(self.dtype)
         return torch.cat(
             [
-                sum_of_squares(self.block(samples).flatten(start_dim=2), dtype).sum(0)
-                for samples in self._sample_chunks()
+                sum_of_squares(block.flatten(start_dim=2), dtype).sum(0)
+                for block in self._blocks(self._sample_chunks())
             ]
         )
 
@@ -230,8 +348,8 @@ class PerSample(ABC):
         if not sum_batch:
             return self._squares_per_sample(dtype)
         total: Optional[Tensor] = None
-        for samples in self._sample_chunks():
-            total = add_squares(total, self.block(samples).flatten(0, 1), dtype)
+        for block in self._blocks(self._sample_chunks()):
+            total = add_squares(total, block.flatten(0, 1), dtype)
         return total
 
     def _squares_per_sample(self, dtype: torch.dtype) -> Tensor:
@@ -266,22 +384,12 @@ class PerSample(ABC):
             Variance of shape ``[*p]``.
         """
         dtype = accumulator_dtype(self.dtype)
-        count, mean, total = 0, None, None
+        moments: Optional[Moments] = None
         for samples in self._sample_chunks():
-            # combine the chunks' moments (Chan, Golub, LeVeque, 1979)
-            block = self.block(samples)[0].to(dtype)
-            number, part_mean = len(block), block.mean(0)
-            deviation = block - part_mean
-            rest = deviation.mean(0)  # what rounding has left of the mean
-            part_mean = part_mean + rest
-            part = add_squares(None, deviation, dtype) - number * rest.pow(2)
-            if count:
-                delta = part_mean - mean
-                weight = count * number / (count + number)
-                part = total + part + weight * delta.pow(2)
-                part_mean = mean + delta * (number / (count + number))
-            count, mean, total = count + number, part_mean, part
-        return total / self.batch_size
+            moments = add_moments(moments, self.block(samples)[0].to(dtype))
+        if self.keeps_total:
+            self._total = moments.mean * self.batch_size
+        return moments.deviations / self.batch_size
 
     def dots(self) -> Tensor:
         """Pairwise dot products of the samples' products, summed over columns.
@@ -387,6 +495,20 @@ class Summed(Dense):
         return Summed(b, self.shape, self.groups, self.sums_positions)
 
 
+def prefers_gram(positions: int, d: int, p: int) -> bool:
+    """Tell whether norms of outer products are cheaper without forming these.
+
+    Args:
+        positions: Number of outer products that are added up.
+        d: Number of input features.
+        p: Number of output features.
+
+    Returns:
+        Whether Gram matrices of both factors take fewer multiplications.
+    """
+    return positions * (d + p) < d * p
+
+
 class Outer(PerSample):
     """Products that are sums of outer products over shared positions.
 
@@ -488,7 +610,10 @@ class Outer(PerSample):
         return self.fold(self._outer(samples))
 
     def summed(self) -> Tensor:  # noqa: D102
-        return self.fold(einsum(self.b, self.a, "v n g t p, n g t d -> v g p d"))
+        b = rearrange(self.b, "v n g t p -> g (v p) (n t)")
+        a = rearrange(self.a, "n g t d -> g (n t) d")
+        products = bmm(b, a).unflatten(1, (self.num_columns, -1))
+        return self.fold(products.transpose(0, 1))
 
     def sq_norms(self) -> Tensor:  # noqa: D102
         dtype = accumulator_dtype(self.dtype)
@@ -496,7 +621,7 @@ class Outer(PerSample):
             b = sum_of_squares(self.b.squeeze(3), dtype)
             a = sum_of_squares(self.a.squeeze(2), dtype)
             return sum_axis(sum_axis(b, 0) * a, 1)
-        if not self._prefer_gram():
+        if not prefers_gram(self.positions, *self._sizes):
             return super().sq_norms()
         return torch.cat([self._gram_norms(n, dtype) for n in self._gram_chunks()])
 
@@ -513,7 +638,7 @@ class Outer(PerSample):
         a = self.a.squeeze(2).pow(2)
         if sum_batch:
             b = statistic.permute(1, 2, 0)
-            return self.fold(scaled_bmm(b, a.transpose(0, 1), 1))
+            return self.fold(bmm(b, a.transpose(0, 1)))
         return self.fold(outer_products(statistic.unsqueeze(0), a).squeeze(0))
 
     def variance(self) -> Tensor:  # noqa: D102
@@ -523,10 +648,12 @@ class Outer(PerSample):
         dtype = accumulator_dtype(self.dtype)
         a = self.a.to(dtype).squeeze(2).transpose(0, 1)
         b = self.b[0].to(dtype).squeeze(2).permute(1, 2, 0)
-        mean = scaled_bmm(b, a, 1 / self.batch_size)
-        moment = scaled_bmm(b.pow(2), a.pow(2), 1 / self.batch_size)
-        variance = torch.addcmul(moment, mean, mean, value=-1)
+        total = bmm(b, a)
+        moment = bmm(b.pow(2) / self.batch_size, a.pow(2))
+        variance = torch.addcmul(moment, total, total, value=-1 / self.batch_size**2)
         excess = torch.sub(moment, variance, alpha=CANCELLATION)
+        if self.keeps_total:
+            self._total = self.fold(total)
         if excess.numel() and excess.amax() > 0:
             return super().variance()
         return self.fold(variance)
@@ -553,7 +680,7 @@ class Outer(PerSample):
         """
         if self._gram is not None and self._a is None:
             return self._gram().mul_(scale)
-        return gram(rearrange(self.a, "n g t d -> g (n t) d"), scale)
+        return gram(rearrange(self.a, "n g t d -> g (n t) d")).mul_(scale)
 
     def _outer(self, samples: slice) -> Tensor:
         """Form ``[V, n, G, p, d]``, with the columns as rows of one product."""
@@ -562,22 +689,16 @@ class Outer(PerSample):
             return outer_products(b.squeeze(3), a.squeeze(2))
         rows = rearrange(b, "v n g t p -> (n g) (v p) t")
         columns = rearrange(a, "n g t d -> (n g) t d")
-        if torch.is_grad_enabled():
-            out = torch.bmm(rows, columns)
-        else:
-            out = huge_empty((*rows.shape[:2], columns.shape[2]), b.dtype, b.device)
-            torch.bmm(rows, columns, out=out)
         return rearrange(
-            out, "(n g) (v p) d -> v n g p d", g=self.groups, v=self.num_columns
+            bmm(rows, columns),
+            "(n g) (v p) d -> v n g p d",
+            g=self.groups,
+            v=self.num_columns,
         )
 
     def _elements_per_sample(self) -> int:
         rows = self.num_columns * self.groups * self.positions * self.b.shape[-1]
         return super()._elements_per_sample() + rows
-
-    def _prefer_gram(self) -> bool:
-        d, p = self._sizes
-        return self.positions * (d + p) < d * p
 
     def _gram_chunks(self) -> Iterator[slice]:
         return chunks(self.batch_size, self.groups * self.positions**2)
@@ -607,35 +728,16 @@ def outer_products(b: Tensor, a: Tensor) -> Tensor:
     return torch.mul(b.unsqueeze(-1), a.unsqueeze(-2), out=out)
 
 
-def gram(rows: Tensor, scale: float = 1.0) -> Tensor:
+def gram(rows: Tensor) -> Tensor:
     """Sum the outer products of rows with themselves.
 
     Args:
         rows: Rows of shape ``[G, R, D]``.
-        scale: Number to multiply the sum with. Default: 1.
 
     Returns:
         Sums of shape ``[G, D, D]``.
     """
-    return scaled_bmm(rows.mT, rows, scale)
-
-
-def scaled_bmm(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Multiply matrices and a number, in one pass over memory.
-
-    Args:
-        a: Matrices of shape ``[G, A, R]``.
-        b: Matrices of shape ``[G, R, B]``.
-        scale: The number.
-
-    Returns:
-        Products of shape ``[G, A, B]``.
-    """
-    unused = a.new_empty(())
-    if len(a) == 1:  # up to a third faster than a batch of one matrix
-        a, b = a.squeeze(0), b.squeeze(0)
-        return torch.addmm(unused, a, b, beta=0, alpha=scale).unsqueeze(0)
-    return torch.baddbmm(unused, a, b, beta=0, alpha=scale)
+    return bmm(rows.mT, rows)
 
 
 class Rows(PerSample):

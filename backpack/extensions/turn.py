@@ -303,6 +303,7 @@ class Turn:
             param = self.call.parameters[name]
             if self.backward_pass.is_shared(param, self.call):
                 product = self._merge_shared(name, param, product)
+            product.keeps_total = param in self.backward_pass.left_out
             self._gradients[name] = product
         return self._gradients[name]
 

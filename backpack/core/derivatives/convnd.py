@@ -16,6 +16,7 @@ from backpack.core.derivatives.basederivatives import (
 from backpack.core.derivatives.linear_map import LinearMapDerivatives
 from backpack.core.reductions import Index, Outer, PerSample, Summed
 from backpack.utils.conv import pad_input, unfold_by_conv
+from backpack.utils.matmul import has_fast_matmul
 from backpack.utils.memory import huge_empty
 
 ConvNd = Union[Conv1d, Conv2d, Conv3d]
@@ -23,6 +24,9 @@ ConvNd = Union[Conv1d, Conv2d, Conv3d]
 # From this size of the weight on, samples go one by one, into memory that is cheap to
 # touch; below, as groups of one large convolution.
 LOOP_ELEMENTS = 2**16
+
+# Up to this number of positions, a fast matrix product beats large convolutions.
+FEW_POSITIONS = 128
 
 # From this number of channels per group on, Gram matrices are computed tap by tap.
 MIN_CHANNELS = 8
@@ -73,7 +77,8 @@ def weight_gradients(
     v, n = cotangents.shape[:2]
     if n == 0:
         return x.new_zeros(v, n, *weight_shape)
-    if v == 1 and weight_shape.numel() >= LOOP_ELEMENTS and not is_grad_enabled():
+    large = weight_shape.numel() >= LOOP_ELEMENTS
+    if v == 1 and n > 1 and large and not is_grad_enabled():
         out = huge_empty((v, n, *weight_shape), x.dtype, x.device)
         for i in range(n):
             out[0, i] = _weight_gradient(
@@ -338,8 +343,13 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
 
         It is for a single column, unless unfolding is only a change of view.
         """
-        pointwise = module.weight.shape[2:].numel() == 1 and set(module.stride) == {1}
+        weight = module.weight
+        pointwise = weight.shape[2:].numel() == 1 and set(module.stride) == {1}
         if len(cotangents) > 1 or pointwise:
+            return None
+        positions = cotangents.shape[3:].numel()
+        large = weight.numel() >= LOOP_ELEMENTS * module.groups
+        if large and positions <= FEW_POSITIONS and has_fast_matmul(x):
             return None
         pads_zeros = pads_symmetric_zeros(module)
         return lambda samples: weight_gradients(

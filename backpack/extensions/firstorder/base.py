@@ -101,6 +101,9 @@ class GradientReduction(FirstOrderBackpropExtension):
     """
 
     separates_samples = True
+    # From this number of positions on, a layer's gradients are added up, while they are
+    # formed, faster than autograd computes their sum.
+    adds_up_from = 16
 
     def __init__(self, savefield: str, subsampling: List[int] = None):
         """Store where values are saved.
@@ -138,6 +141,20 @@ class GradientReduction(FirstOrderBackpropExtension):
         if self.get_subsampling() is not None:
             gradients = gradients.select(self.get_subsampling())
         return self.reduce(gradients)
+
+    def adds_up(self, module: Module, positions: int) -> bool:
+        """Tell whether the sum of a layer's gradients comes at a low cost.
+
+        Args:
+            module: A linear layer or a convolution.
+            positions: Number of positions that share its weight.
+
+        Returns:
+            Whether it is cheaper to add them up than to have autograd do its work.
+        """
+        if self.get_module_extension(module) is not _REDUCE:
+            return False
+        return self.get_subsampling() is None and positions >= self.adds_up_from
 
     def runs_without_parameters(self, call: Call) -> bool:
         """Tell whether there is anything to do on a call without parameters.

@@ -1,8 +1,9 @@
 """Squared norms of individual gradients."""
 
 from torch import Tensor
+from torch.nn import Module
 
-from backpack.core.reductions import PerSample
+from backpack.core.reductions import PerSample, prefers_gram
 from backpack.extensions.firstorder.base import GradientReduction
 
 
@@ -17,6 +18,11 @@ class BatchL2Grad(GradientReduction):
     def __init__(self):
         """Set the field."""
         super().__init__("batch_l2")
+
+    def adds_up(self, module: Module, positions: int) -> bool:  # noqa: D102
+        features, channels = module.weight[0].numel(), len(module.weight)
+        formed = not prefers_gram(positions, features, channels)
+        return formed and super().adds_up(module, positions)
 
     @staticmethod
     def reduce(gradients: PerSample) -> Tensor:  # noqa: D102

@@ -15,6 +15,8 @@ class Variance(GradientReduction):
     such that a mean much larger than the deviations does not cost digits.
     """
 
+    adds_up_from = 1
+
     def __init__(self):
         """Set the field."""
         super().__init__("variance")

@@ -1,0 +1,83 @@
+"""Parameters that autograd leaves out, because the sum of their gradients is at hand.
+
+First-order extensions form the individual gradients of layers whose weight many
+positions share. To add these up on the way costs less than what autograd does for the
+same result: multiply all inputs with all cotangents once more. The backward pass is
+therefore run without these parameters, and their gradient is handed to autograd in
+their layer's turn. It arrives in ``.grad`` as ever, but for rounding.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Set
+
+import torch
+from torch.nn import Conv1d, Conv2d, Conv3d, Linear, Parameter
+
+from backpack.core.reductions import accumulator_dtype
+from backpack.extensions.firstorder.base import GradientReduction
+from backpack.extensions.layers import find_row
+
+if TYPE_CHECKING:
+    from backpack.context import State
+    from backpack.extensions.turn import Turn
+    from backpack.graph import Inspection
+
+
+def find_left_out(current: State, inspection: Inspection) -> Set[Parameter]:
+    """Find the parameters whose gradient will be at hand as a sum.
+
+    Their call's node must be run without them, for the sake of its input. That input
+    leads to other leaf tensors: the calls are not circular, and the first one's input
+    leads to a leaf that is not left out.
+
+    Args:
+        current: What is active.
+        inspection: What the graph looks like.
+
+    Returns:
+        The parameters.
+    """
+    found: Set[Parameter] = set()
+    reductions = [x for x in current.active_exts if isinstance(x, GradientReduction)]
+    if current.check or not reductions:
+        return found
+    for call in inspection.calls:
+        module = None if call.released or call.is_composite else call.module
+        if not isinstance(module, (Linear, Conv1d, Conv2d, Conv3d)):
+            continue
+        if call.input_edges[0] is None or find_row(module) is None:
+            continue
+        outputs, channels = call.outputs[0], module.weight.shape[0]
+        positions = outputs.numel() // max(1, len(outputs) * channels)
+        if any(ext.adds_up(module, positions) for ext in reductions):
+            params = [p for p in call.parameters.values() if p.requires_grad]
+            if all(
+                len(inspection.reached.get(param, ())) == 1 and _is_plain(param)
+                for param in params
+            ):
+                found.update(params)
+    return found
+
+
+def _is_plain(param: Parameter) -> bool:
+    """Tell whether it makes no difference when and how a gradient arrives.
+
+    Hooks may count gradients, or update the parameter. Low precision would be lost in a
+    sum of gradients that are rounded.
+    """
+    hooked = param._backward_hooks or param._post_accumulate_grad_hooks
+    return not hooked and accumulator_dtype(param.dtype) == param.dtype
+
+
+def hand_over(turn: Turn, left_out: Set[Parameter]) -> None:
+    """Hand the gradients that autograd leaves out to it, now that they are known.
+
+    Args:
+        turn: The turn of the parameters' call, in which extensions have run.
+        left_out: Parameters that the backward pass leaves out.
+    """
+    found = {n: p for n, p in turn.call.parameters.items() if p in left_out}
+    if found:
+        gradients = [turn.gradients(n).total().to(p.dtype) for n, p in found.items()]
+        torch.autograd.backward(list(found.values()), gradients)

@@ -457,7 +457,7 @@ def test_unsqueeze_missing_column_axis() -> None:
 
 # Matrix products: a single one and a batch; below and above the size from which on
 # another library multiplies; empty ones
-PRODUCTS = [(1, 3, 4, 5), (1, 128, 64, 129), (3, 2, 1, 4), (2, 130, 65, 128)]
+PRODUCTS = [(1, 3, 4, 5), (1, 256, 300, 129), (3, 2, 1, 4), (9, 130, 65, 128)]
 PRODUCTS += [(0, 2, 3, 4), (1, 0, 200, 300), (2, 200, 0, 300), (1, 200, 300, 0)]
 
 

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from backpack.utils.memory import huge_empty
 
-# For fewer multiplications, choosing the code to run takes longer than running it.
-MIN_MULTIPLICATIONS = 2**20
+# oneDNN takes longer to choose the code to run, the more so if it is not in the caches:
+# there must be this many multiplications to make up for it, in all and in each product.
+MIN_MULTIPLICATIONS = 2**23
+MIN_PER_PRODUCT = 2**20
 
 
 @lru_cache(maxsize=None)
@@ -61,7 +63,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     Returns:
         Product of shape ``[A, B]``.
     """
-    if a.numel() * b.shape[1] >= MIN_MULTIPLICATIONS and has_fast_matmul(a):
+    if a.numel() * b.shape[1] > MIN_MULTIPLICATIONS and has_fast_matmul(a):
         return _onednn()(a, b.T, None, "none", [], "")
     return a @ b
 
@@ -81,8 +83,10 @@ def bmm(a: Tensor, b: Tensor) -> Tensor:
     if torch.is_grad_enabled():
         return torch.bmm(a, b)
     out = huge_empty((*a.shape[:2], b.shape[2]), a.dtype, a.device)
-    if a.shape[1:].numel() * b.shape[2] < MIN_MULTIPLICATIONS or not has_fast_matmul(a):
+    in_all, per_product = a.numel() * b.shape[2], a.shape[1:].numel() * b.shape[2]
+    enough = in_all > MIN_MULTIPLICATIONS and per_product > MIN_PER_PRODUCT
+    if not (enough and has_fast_matmul(a)):
         return torch.bmm(a, b, out=out)
     for target, left, right in zip(out, a, b):
-        target.copy_(matmul(left, right))
+        target.copy_(_onednn()(left, right.T, None, "none", [], ""))
     return out

@@ -2,12 +2,13 @@
 
 from typing import Sequence, Tuple
 
-from einops import einsum
+from einops import rearrange
 from torch import Tensor, no_grad
 from torch.nn import Linear, Module
 
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
 from backpack.core.reductions import Outer, PerSample, Summed
+from backpack.utils.matmul import matmul
 
 
 class LinearDerivatives(BaseParameterDerivatives):
@@ -61,7 +62,8 @@ class LinearDerivatives(BaseParameterDerivatives):
         x = module.input0
         if x.dim() == 1:
             return mat @ x
-        return x @ mat.mT.reshape(len(mat), *axes[1:], *mat.mT.shape[1:])
+        products = matmul(x.flatten(end_dim=-2), mat.flatten(end_dim=1).mT)
+        return products.reshape(*x.shape[:-1], *mat.shape[:2]).movedim(-2, 0)
 
     def _jac_mat_prod(
         self, module: Linear, g_inp: Tuple, g_out: Tuple, mat: Tensor
@@ -84,11 +86,10 @@ class LinearDerivatives(BaseParameterDerivatives):
         # the Jacobian is the weight at each position, for every sample
         positions = module.input0.shape[1:-1].numel()
         o, i = module.weight.shape
-        blocks = mat.reshape(positions, o, positions, o)
-        out = einsum(
-            module.weight, blocks, module.weight, "o i, t o s p, p j -> t i s j"
-        )
-        return out.reshape(positions * i, positions * i)
+        right = matmul(mat.reshape(-1, o), module.weight)
+        right = rearrange(right, "(t o s) j -> o (t s j)", t=positions, o=o)
+        out = matmul(module.weight.mT, right)
+        return rearrange(out, "i (t s j) -> (t i) (s j)", t=positions, j=i)
 
     def _get_additional_dims(self, module: Module) -> Tuple[int, ...]:
         """Return the sizes of the axes between samples and features.

@@ -16,6 +16,7 @@ from backpack.extensions.layers import find_loss
 from backpack.extensions.secondorder.columns import ColumnExtension, Source
 from backpack.extensions.turn import Cotangents, Products, Turn
 from backpack.graph import Target, targets_below, will_run
+from backpack.utils.memory import huge_empty
 
 if TYPE_CHECKING:
     from backpack.capture import Call
@@ -223,9 +224,11 @@ def _stack(columns: List[Optional[Tensor]]) -> Optional[Tensor]:
         return None
     if len(columns) == 1:
         return known[0].unsqueeze(0)
-    return torch.stack(
-        [torch.zeros_like(known[0]) if c is None else c for c in columns]
-    )
+    columns = [torch.zeros_like(known[0]) if c is None else c for c in columns]
+    if torch.is_grad_enabled():
+        return torch.stack(columns)
+    shape = (len(columns), *known[0].shape)
+    return torch.stack(columns, out=huge_empty(shape, known[0].dtype, known[0].device))
 
 
 def append_columns(call: Call, sources: Set[Source], columns: Cotangents) -> None:

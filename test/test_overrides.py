@@ -5,7 +5,7 @@ over is a :class:`PerSample` in some form; each of its reductions must be what f
 from the individual products, by whichever formula and in however many chunks.
 """
 
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Tuple, Type
 
 import pytest
 import torch
@@ -100,14 +100,19 @@ def fast_calls(case: Case) -> Iterator[Tuple[str, LayerCall]]:
                 yield name, call
 
 
-def rows() -> Iterator:
+def rows(kind: Type[PerSample] = PerSample) -> Iterator:
     """List the fast rules to test.
+
+    Args:
+        kind: In which form they hand over their products. Default: any.
 
     Yields:
         Parameters for pytest: the case and a parameter's position in it.
     """
     for case in LAYER_CASES:
-        for i, (name, _) in enumerate(fast_calls(case)):
+        for i, (name, call) in enumerate(fast_calls(case)):
+            if not isinstance(call.fast(name, call.cotangents(1)), kind):
+                continue
             yield pytest.param(case, i, id=f"{case.id}-{name}{i}")
 
 
@@ -211,6 +216,31 @@ def test_merge(
         assert_agrees(merge_all(three).individual(), total, case.id)
         picked = merge_all([call.fast(name, mats), again.fast(name, others)])
         assert_agrees(picked.select([0]).individual(), expected[:, [0]], case.id)
+
+
+@pytest.mark.parametrize("strips", [False, True], ids=["whole", "strips"])
+@pytest.mark.parametrize("unfolded_elements", CHUNKS)
+@pytest.mark.parametrize("case, index", list(rows(Outer)))
+def test_input_gram(
+    case: Case,
+    index: int,
+    unfolded_elements: int,
+    strips: bool,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Features are multiplied with each other, however they are laid out and cut."""
+    name, call = list(fast_calls(case))[index]
+    mats = call.cotangents(1)
+    monkeypatch.setattr(reductions, "UNFOLDED_ELEMENTS", unfolded_elements)
+    if strips:
+        monkeypatch.setattr(reductions, "MIN_ROWS", 1)
+        monkeypatch.setattr(reductions, "MIN_SUMMANDS", 1)
+    a = call.fast(name, mats).a
+    expected = 0.5 * torch.einsum("ngti,ngtj->gij", a, a)
+    for grad_enabled in (False, True):
+        with torch.set_grad_enabled(grad_enabled):
+            actual = call.fast(name, mats).input_gram(0.5).detach()
+        assert_agrees(actual, expected, case.id)
 
 
 # Sizes on both sides of each crossover between formulas

@@ -459,20 +459,30 @@ def test_unsqueeze_missing_column_axis() -> None:
 # another library multiplies; empty ones
 PRODUCTS = [(1, 3, 4, 5), (1, 256, 300, 129), (3, 2, 1, 4), (9, 130, 65, 128)]
 PRODUCTS += [(0, 2, 3, 4), (1, 0, 200, 300), (2, 200, 0, 300), (1, 200, 300, 0)]
+PRODUCTS += [(1, 30000, 300, 1), (2, 1, 300, 30000)]
+
+# How the rows of factors lie in memory
+LAYOUTS: Dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda mats: mats,
+    "columns": lambda mats: mats.mT.contiguous().mT,
+    "rows-apart": lambda mats: torch.cat([mats, mats], 2)[..., : mats.shape[2]],
+    "columns-apart": lambda mats: torch.cat([mats, mats], 1)
+    .mT.contiguous()
+    .mT[:, : mats.shape[1]],
+}
 
 
 @pytest.mark.parametrize("with_grad", [False, True])
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, float64, torch.bfloat16])
 @pytest.mark.parametrize("sizes", PRODUCTS)
 def test_matrix_products(
-    sizes: Tuple[int, ...], dtype: torch.dtype, transposed: bool, with_grad: bool
+    sizes: Tuple[int, ...], dtype: torch.dtype, layout: str, with_grad: bool
 ):
     """Whichever library multiplies, and however factors lie in memory."""
     g, a, r, b = sizes
     left, right = rand(g, a, r).to(dtype), rand(g, r, b).to(dtype)
-    if transposed:
-        left, right = left.mT.contiguous().mT, right.mT.contiguous().mT
+    left, right = LAYOUTS[layout](left), LAYOUTS[layout](right)
     expected = torch.bmm(left.to(float64), right.to(float64)).to(dtype)
     with torch.set_grad_enabled(with_grad):
         products = bmm(left, right)
@@ -492,3 +502,21 @@ def test_fast_matrix_products():
         with torch.backends.mkldnn.flags(enabled=False):
             assert not has_fast_matmul(x)
     assert not has_fast_matmul(x)
+
+
+@pytest.mark.skipif(_onednn() is None, reason="this PyTorch has one library only")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fast_matrix_products_are_fast(layout: str, monkeypatch: pytest.MonkeyPatch):
+    """The other library falls back to a loop for a second factor with gaps."""
+    g, a, r, b = 9, 130, 65, 128
+    left, right = rand(g, a, r), LAYOUTS[layout](rand(g, r, b))
+    operator, dense = _onednn(), []
+
+    def multiply(x: Tensor, weight: Tensor, *rest) -> Tensor:
+        dense.append(weight.is_contiguous() or weight.T.is_contiguous())
+        return operator(x, weight, *rest)
+
+    monkeypatch.setattr("backpack.utils.matmul._onednn", lambda: multiply)
+    with torch.no_grad():
+        bmm(left, right)
+    assert len(dense) == g and all(dense)

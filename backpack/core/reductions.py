@@ -43,6 +43,10 @@ Index = Union[slice, Sequence[int]]
 # small enough to be recycled by the allocator and to stay in the processor's caches.
 CHUNK_ELEMENTS = 2**19
 
+# The same for inputs whose features are multiplied with each other, where each chunk
+# adds to a large result.
+UNFOLDED_ELEMENTS = 2**22
+
 # From this size on, squares are added up slice by slice, in one pass over memory.
 SLICE_ELEMENTS = 2**14
 
@@ -59,17 +63,20 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def chunks(total: int, elements_per_item: int) -> Iterator[slice]:
-    """Cut ``range(total)`` so that a chunk's buffer keeps to ``CHUNK_ELEMENTS``.
+def chunks(
+    total: int, elements_per_item: int, most: Optional[int] = None
+) -> Iterator[slice]:
+    """Cut ``range(total)`` so that a chunk's buffer keeps to a size.
 
     Args:
         total: Number of items.
         elements_per_item: Size of the temporary buffer an item needs.
+        most: Size of the buffer in elements. Default: ``CHUNK_ELEMENTS``.
 
     Yields:
         Slices that cover ``range(total)``; a single empty one if ``total`` is 0.
     """
-    size = max(1, CHUNK_ELEMENTS // max(1, elements_per_item))
+    size = max(1, (most or CHUNK_ELEMENTS) // max(1, elements_per_item))
     for start in range(0, max(total, 1), size):
         yield slice(start, min(start + size, total))
 
@@ -532,7 +539,7 @@ class Outer(PerSample):
         shape: torch.Size,
         fold: Optional[Callable[[Tensor], Tensor]] = None,
         direct: Optional[Callable[[Index], Tensor]] = None,
-        gram: Optional[Callable[[], Tensor]] = None,
+        features: Optional[Callable[[slice], Tensor]] = None,
         sums_positions: bool = False,
     ):
         """Store the factors.
@@ -544,8 +551,8 @@ class Outer(PerSample):
             fold: Maps ``[*, G, p, d]`` to ``[*, *p]``. Default: a plain reshape.
             direct: A faster way than unfolding to form the products of some samples,
                 ``[V, n, *p]``. Default: ``None``.
-            gram: A faster way than unfolding to compute :meth:`input_gram`. Default:
-                ``None``.
+            features: A faster way than ``a`` to unfold the inputs of some samples,
+                features first, ``[G, d, n * T]``. Default: ``None``.
             sums_positions: Convention for Kronecker factors. Default: ``False``.
         """
         self.sums_positions = sums_positions
@@ -555,7 +562,7 @@ class Outer(PerSample):
         self.shape = shape
         self.fold = fold or (lambda mat: mat.reshape(*mat.shape[:-3], *shape))
         self._direct = direct
-        self._gram = gram
+        self._features = features
         self.num_columns, self.batch_size, self.groups, self.positions, p = b.shape
         # known without unfolding the inputs
         self._sizes = (shape.numel() // max(1, self.groups * p), p)
@@ -678,9 +685,14 @@ class Outer(PerSample):
         Returns:
             Σ a aᵀ over samples and positions, of shape ``[G, d, d]``.
         """
-        if self._gram is not None and self._a is None:
-            return self._gram().mul_(scale)
-        return gram(rearrange(self.a, "n g t d -> g (n t) d")).mul_(scale)
+        if self._features is None or self._a is not None:
+            return gram(rearrange(self.a, "n g t d -> g d (n t)")).mul_(scale)
+        size = self.groups * self.positions * self._sizes[0]
+        total = 0.0
+        for samples in chunks(self.batch_size, size, UNFOLDED_ELEMENTS):
+            part = gram(self._features(samples))
+            total = total + part.to(accumulator_dtype(part.dtype))
+        return total.mul_(scale).to(part.dtype)
 
     def _outer(self, samples: slice) -> Tensor:
         """Form ``[V, n, G, p, d]``, with the columns as rows of one product."""
@@ -728,16 +740,33 @@ def outer_products(b: Tensor, a: Tensor) -> Tensor:
     return torch.mul(b.unsqueeze(-1), a.unsqueeze(-2), out=out)
 
 
+# A symmetric product is formed in this many strips, if it has this many rows, and this
+# many numbers are added up for each element.
+STRIPS, MIN_ROWS, MIN_SUMMANDS = 4, 256, 256
+
+
 def gram(rows: Tensor) -> Tensor:
-    """Sum the outer products of rows with themselves.
+    """Multiply all rows with each other.
+
+    The result is symmetric: strips of columns need only be formed from the diagonal on.
 
     Args:
-        rows: Rows of shape ``[G, R, D]``.
+        rows: Rows of shape ``[G, D, R]``.
 
     Returns:
-        Sums of shape ``[G, D, D]``.
+        Products of shape ``[G, D, D]``.
     """
-    return bmm(rows.mT, rows)
+    size, summands = rows.shape[1:]
+    if size < MIN_ROWS or summands < MIN_SUMMANDS or torch.is_grad_enabled():
+        return bmm(rows, rows.mT)
+    out = rows.new_empty(len(rows), size, size)
+    step = -(-size // STRIPS)
+    for start in range(0, size, step):
+        end = min(start + step, size)
+        strip = bmm(rows[:, start:], rows[:, start:end].mT)
+        out[:, start:, start:end] = strip
+        out[:, start:end, end:] = strip[:, end - start :].mT
+    return out
 
 
 class Rows(PerSample):

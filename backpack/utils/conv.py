@@ -5,6 +5,7 @@ patch that the kernel with K elements covers. Features are ordered channel first
 kernel position, as in ``torch.nn.Unfold``.
 """
 
+from math import prod
 from typing import Callable, Dict, Optional, Tuple, Type, TypeVar, Union
 
 from torch import Tensor
@@ -167,6 +168,25 @@ def unfold_by_conv(input: Tensor, module: ConvNd) -> Tensor:
         pad_input(input, module), module.kernel_size, module.stride, module.dilation
     )
     return flatten_windows(view, module.kernel_size)
+
+
+def unfold_features(input: Tensor, module: ConvNd) -> Tensor:
+    """Return the unfolded input of a convolution, features first.
+
+    Args:
+        input: Input ``[N, C_in, *]``.
+        module: Convolution.
+
+    Returns:
+        Unfolded input ``[G, C_in / G * K, N * T]``, with G groups.
+    """
+    check_batched(input, module)
+    view = windows(
+        pad_input(input, module), module.kernel_size, module.stride, module.dilation
+    )
+    features = module.in_channels // module.groups * prod(module.kernel_size)
+    view = view.movedim(0, 1 + len(module.kernel_size))
+    return view.reshape(module.groups, features, -1)
 
 
 def unfold_input(module: ConvNd, input: Tensor) -> Tensor:

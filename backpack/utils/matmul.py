@@ -7,6 +7,7 @@ PyTorch convolves, uses it, and is twice as fast there.
 
 import platform
 from functools import lru_cache
+from math import prod
 from typing import Callable, Optional
 
 import torch
@@ -18,6 +19,8 @@ from backpack.utils.memory import huge_empty
 # there must be this many multiplications to make up for it, in all and in each product.
 MIN_MULTIPLICATIONS = 2**23
 MIN_PER_PRODUCT = 2**20
+# Nor is it made for products with vectors.
+MIN_SIZE = 16
 
 
 @lru_cache(maxsize=None)
@@ -53,6 +56,38 @@ def has_fast_matmul(x: Tensor) -> bool:
     )
 
 
+def _pays_off(a: Tensor, b: Tensor, least: int) -> bool:
+    """Tell whether a product of two matrices is large enough for oneDNN.
+
+    Args:
+        a: Matrix of shape ``[A, R]``.
+        b: Matrix of shape ``[R, B]``.
+        least: Number of multiplications to exceed.
+
+    Returns:
+        Whether it is.
+    """
+    sizes = (*a.shape, b.shape[1])
+    return prod(sizes) > least and min(sizes) >= MIN_SIZE
+
+
+def _multiply(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply two matrices with oneDNN.
+
+    Args:
+        a: Matrix of shape ``[A, R]``.
+        b: Matrix of shape ``[R, B]``.
+
+    Returns:
+        Product of shape ``[A, B]``.
+    """
+    weight = b.T
+    # with gaps between rows, or columns, it falls back to code 1000 times as slow
+    if not (weight.is_contiguous() or b.is_contiguous()):
+        weight = weight.contiguous()
+    return _onednn()(a, weight, None, "none", [], "")
+
+
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Multiply two matrices.
 
@@ -63,8 +98,8 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     Returns:
         Product of shape ``[A, B]``.
     """
-    if a.numel() * b.shape[1] > MIN_MULTIPLICATIONS and has_fast_matmul(a):
-        return _onednn()(a, b.T, None, "none", [], "")
+    if _pays_off(a, b, MIN_MULTIPLICATIONS) and has_fast_matmul(a):
+        return _multiply(a, b)
     return a @ b
 
 
@@ -83,10 +118,9 @@ def bmm(a: Tensor, b: Tensor) -> Tensor:
     if torch.is_grad_enabled():
         return torch.bmm(a, b)
     out = huge_empty((*a.shape[:2], b.shape[2]), a.dtype, a.device)
-    in_all, per_product = a.numel() * b.shape[2], a.shape[1:].numel() * b.shape[2]
-    enough = in_all > MIN_MULTIPLICATIONS and per_product > MIN_PER_PRODUCT
-    if not (enough and has_fast_matmul(a)):
+    least = max(MIN_MULTIPLICATIONS // max(1, len(a)), MIN_PER_PRODUCT)
+    if not (len(a) and _pays_off(a[0], b[0], least) and has_fast_matmul(a)):
         return torch.bmm(a, b, out=out)
     for target, left, right in zip(out, a, b):
-        target.copy_(_onednn()(left, right.T, None, "none", [], ""))
+        target.copy_(_multiply(left, right))
     return out

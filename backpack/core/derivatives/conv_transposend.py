@@ -54,8 +54,8 @@ class ConvTransposeNDDerivatives(ConvNDDerivatives):
 
         return fold_transposed
 
-    def _gram(self, module: ConvTransposeNd, x: Tensor) -> None:
-        """Return ``None``: unfold."""
+    def _features(self, module: ConvTransposeNd, x: Tensor) -> None:
+        """Return ``None``: unfold with samples first."""
 
     def _direct(
         self, module: ConvTransposeNd, x: Tensor, cotangents: Tensor

@@ -86,7 +86,7 @@ def output_factor(product: PerSample, weight_sharing: Optional[str]) -> Tensor:
         return shared[key].clone()
     if weight_sharing != "expand" and b.shape[3] > 1:
         b = b.sum(3, keepdim=True)
-    shared[key] = gram(rearrange(b, "v n g t p -> g (v n t) p"))
+    shared[key] = gram(rearrange(b, "v n g t p -> g p (v n t)"))
     return shared[key]
 
 

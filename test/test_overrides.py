@@ -456,6 +456,17 @@ def test_sums_accumulate_in_float32():
     assert dense.squares().item() == 4096
 
 
+@pytest.mark.parametrize("batch_size", [1, 2, 8, 20])
+def test_sums_of_many_terms(batch_size: int):
+    """Norms and dot products of large layers are right to all digits of their type."""
+    dense = Dense(torch.rand(1, batch_size, 2**22 + 3), torch.Size([2**22 + 3]))
+    flat = dense.individual()[0].double()
+    for name, expected in (("dots", flat @ flat.T), ("sq_norms", (flat**2).sum(1))):
+        with torch.no_grad():
+            actual = getattr(dense, name)().double()
+        assert ((actual / expected - 1).abs() < 2e-6).all(), name
+
+
 @pytest.mark.parametrize("form", range(4))
 def test_differentiable(form: int):
     """Reductions can be differentiated: by finite differences, and twice."""

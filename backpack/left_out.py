@@ -43,20 +43,23 @@ def find_left_out(current: State, inspection: Inspection) -> Set[Parameter]:
     if current.check or not reductions:
         return found
     for call in inspection.calls:
-        module = None if call.released or call.is_composite else call.module
-        if not isinstance(module, (Linear, Conv1d, Conv2d, Conv3d)):
+        if call.released or call.is_composite or not call.parameters:
             continue
-        if call.input_edges[0] is None or find_row(module) is None:
+        module = call.module
+        if not isinstance(module, (Linear, Conv1d, Conv2d, Conv3d)):
             continue
         outputs, channels = call.outputs[0], module.weight.shape[0]
         positions = outputs.numel() // max(1, len(outputs) * channels)
-        if any(ext.adds_up(module, positions) for ext in reductions):
-            params = [p for p in call.parameters.values() if p.requires_grad]
-            if all(
-                len(inspection.reached.get(param, ())) == 1 and _is_plain(param)
-                for param in params
-            ):
-                found.update(params)
+        if not any(ext.adds_up(module, positions) for ext in reductions):
+            continue
+        if call.input_edges[0] is None or find_row(module) is None:
+            continue
+        params = [p for p in call.parameters.values() if p.requires_grad]
+        if all(
+            len(inspection.reached.get(param, ())) == 1 and _is_plain(param)
+            for param in params
+        ):
+            found.update(params)
     return found
 
 

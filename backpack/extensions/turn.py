@@ -221,7 +221,9 @@ class Turn:
         self.g_out = g_out
         self._entries = entries
         self._parameters = backward_pass.parameters(call)
-        self._own = self.products([None if g is None else g[None] for g in g_out])
+        self._own = self.products(
+            [None if g is None else g.unsqueeze(0) for g in g_out]
+        )
         self._gradients: Dict[str, PerSample] = {}
         self._by_source: Dict[Source, Products] = {}
         self._producers: Optional[Dict[int, Call]] = None

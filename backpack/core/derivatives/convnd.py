@@ -256,7 +256,7 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
 
         return Outer(
             unfolded,
-            rearrange(cotangents.flatten(3), "v n (g p) t -> v n g t p", g=g),
+            cotangents.flatten(3).unflatten(2, (g, -1)).mT,
             module.weight.shape,
             self._fold(module),
             self._direct(module, x, cotangents),

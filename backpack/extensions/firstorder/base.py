@@ -152,9 +152,9 @@ class GradientReduction(FirstOrderBackpropExtension):
         Returns:
             Whether it is cheaper to add them up than to have autograd do its work.
         """
-        if self.get_module_extension(module) is not _REDUCE:
+        if positions < self.adds_up_from or self.get_subsampling() is not None:
             return False
-        return self.get_subsampling() is None and positions >= self.adds_up_from
+        return self.get_module_extension(module) is _REDUCE
 
     def runs_without_parameters(self, call: Call) -> bool:
         """Tell whether there is anything to do on a call without parameters.

@@ -1,5 +1,7 @@
 """Squared norms of individual gradients."""
 
+from math import prod
+
 from torch import Tensor
 from torch.nn import Module
 
@@ -20,9 +22,10 @@ class BatchL2Grad(GradientReduction):
         super().__init__("batch_l2")
 
     def adds_up(self, module: Module, positions: int) -> bool:  # noqa: D102
-        features, channels = module.weight[0].numel(), len(module.weight)
-        formed = not prefers_gram(positions, features, channels)
-        return formed and super().adds_up(module, positions)
+        if not super().adds_up(module, positions):
+            return False
+        channels, *features = module.weight.shape
+        return not prefers_gram(positions, prod(features), channels)
 
     @staticmethod
     def reduce(gradients: PerSample) -> Tensor:  # noqa: D102

@@ -578,6 +578,7 @@ class Outer(PerSample):
         fold: Optional[Callable[[Tensor], Tensor]] = None,
         direct: Optional[Callable[[Index], Tensor]] = None,
         features: Optional[Callable[[slice], Tensor]] = None,
+        rows: Optional[Callable[[slice], Tensor]] = None,
         sums_positions: bool = False,
     ):
         """Store the factors.
@@ -591,6 +592,8 @@ class Outer(PerSample):
                 ``[V, n, *p]``. Default: ``None``.
             features: A faster way than ``a`` to unfold the inputs of some samples,
                 features first, ``[G, d, n * T]``. Default: ``None``.
+            rows: A faster way than ``a`` to unfold the inputs of some samples, features
+                in any order, ``[n, G, T, d]``. Default: ``None``.
             sums_positions: Convention for Kronecker factors. Default: ``False``.
         """
         self.sums_positions = sums_positions
@@ -600,7 +603,7 @@ class Outer(PerSample):
         self.shape = shape
         self.fold = fold or (lambda mat: mat.reshape(*mat.shape[:-3], *shape))
         self._direct = direct
-        self._features = features
+        self._features, self._rows = features, rows
         self.num_columns, self.batch_size, self.groups, self.positions, p = b.shape
         # known without unfolding the inputs
         self._sizes = (shape.numel() // max(1, self.groups * p), p)
@@ -754,11 +757,13 @@ class Outer(PerSample):
         return chunks(self.batch_size, self.groups * self.positions**2)
 
     def _gram_norms(self, samples: slice, dtype: torch.dtype) -> Tensor:
-        a = self.a[samples]
-        gram_a = a @ a.mT
+        known = self._rows is None or self._a is not None
+        a = (self.a[samples] if known else self._rows(samples)).flatten(0, 1)
+        gram_a = bmm(a, a.mT)
         total = 0.0
-        for b in self.b[:, samples].unbind():
-            total = total + (gram_a * (b @ b.mT)).sum((1, 2, 3), dtype=dtype)
+        for b in self.b[:, samples].flatten(1, 2).unbind():
+            dots = (gram_a * bmm(b, b.mT)).unflatten(0, (-1, self.groups))
+            total = total + dots.sum((1, 2, 3), dtype=dtype)
         return total
 
 

@@ -189,6 +189,30 @@ def unfold_features(input: Tensor, module: ConvNd) -> Tensor:
     return view.reshape(module.groups, features, -1)
 
 
+def unfold_rows(input: Tensor, module: ConvNd) -> Tensor:
+    """Return the unfolded input of a convolution, with features in another order.
+
+    It takes a fraction of the time, because channels come last and are copied as one:
+    for whatever does not depend on the order of features.
+
+    Args:
+        input: Input ``[N, C_in, *]``.
+        module: Convolution.
+
+    Returns:
+        Unfolded input ``[N, G, T, K * C_in / G]``, with G groups.
+    """
+    check_batched(input, module)
+    channels_last = pad_input(input, module).movedim(1, -1).contiguous()
+    view = windows(
+        channels_last.movedim(-1, 1), module.kernel_size, module.stride, module.dilation
+    )
+    dims = len(module.kernel_size)
+    kernel, positions = range(3, 3 + dims), range(3 + dims, 3 + 2 * dims)
+    view = view.unflatten(1, (module.groups, -1)).permute(0, 1, *positions, *kernel, 2)
+    return view.flatten(2, 1 + dims).flatten(3)
+
+
 def unfold_input(module: ConvNd, input: Tensor) -> Tensor:
     """Return the unfolded input of a convolution, see :func:`unfold_by_conv`.
 

@@ -1,6 +1,6 @@
 """Derivatives of transposed convolutions with one to three spatial axes."""
 
-from typing import Callable, List, Optional, Sequence
+from typing import Callable, List, Optional, Sequence, Tuple
 
 import torch
 from einops import rearrange
@@ -54,8 +54,9 @@ class ConvTransposeNDDerivatives(ConvNDDerivatives):
 
         return fold_transposed
 
-    def _features(self, module: ConvTransposeNd, x: Tensor) -> None:
-        """Return ``None``: unfold with samples first."""
+    def _orders(self, module: ConvTransposeNd, x: Tensor) -> Tuple:
+        """Return nothing: there is no other way to unfold."""
+        return ()
 
     def _direct(
         self, module: ConvTransposeNd, x: Tensor, cotangents: Tensor

@@ -14,7 +14,12 @@ from backpack.core.derivatives.basederivatives import (
 )
 from backpack.core.derivatives.linear_map import LinearMapDerivatives
 from backpack.core.reductions import Index, Outer, PerSample, Summed
-from backpack.utils.conv import pad_input, unfold_by_conv, unfold_features
+from backpack.utils.conv import (
+    pad_input,
+    unfold_by_conv,
+    unfold_features,
+    unfold_rows,
+)
 from backpack.utils.matmul import has_fast_matmul
 from backpack.utils.memory import huge_empty
 
@@ -260,15 +265,18 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
             module.weight.shape,
             self._fold(module),
             self._direct(module, x, cotangents),
-            self._features(module, x),
+            *self._orders(module, x),
             sums_positions=True,
         )
 
-    def _features(
+    def _orders(
         self, module: ConvNd, x: Tensor
-    ) -> Optional[Callable[[slice], Tensor]]:
-        """Return how to unfold some samples' inputs with features first."""
-        return lambda samples: unfold_features(x[samples], module)
+    ) -> Tuple[Optional[Callable[[slice], Tensor]], ...]:
+        """Return how to unfold some samples with features first, and in any order."""
+        return (
+            lambda samples: unfold_features(x[samples], module),
+            lambda samples: unfold_rows(x[samples], module),
+        )
 
     def _unfold(
         self, module: ConvNd, x: Tensor, out_size: Optional[torch.Size]

@@ -315,13 +315,16 @@ fast as, or as little memory as, a forward and a backward pass without any quant
   with forward and backward pass; the rounds go around the packages. The number is the
   median over rounds of the ratio: up to {rounds} rounds, fewer where a quantity takes
   long, never fewer than {min_rounds}. The C library's memory thresholds are fixed at
-  the values that they grow to by themselves (32 and 64 MiB), for all packages.
+  the values that they grow to by themselves (32 and 64 MiB), for all packages. What
+  takes less than 10 seconds runs once before a round, so that what other processes
+  did in between does not count.
 - **Memory**: the peak of what exists beyond parameters and data during the pass, from
   each allocation and release (PyTorch's profiler on a CPU, its own counter on a GPU).
 - `HMP`, `GGNMP` and `PCHMP` include a product with one vector per parameter. Quantities
   that sample draw once.
-- `torch.func` is `vmap(grad)` over samples. Opacus computes individual gradients with
-  hooks, and their norms with ghost clipping.
+- `torch.func` is `vmap(grad)` over samples, and a reduction of its result; the gradient
+  of the batch is not computed. Opacus computes individual gradients with hooks, and
+  their norms with ghost clipping.
 {excluded}
 """
 

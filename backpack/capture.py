@@ -542,6 +542,9 @@ def _attach(call: Call, outputs: List[Tensor]) -> None:
         return
     if _THREAD.graphless:
         call.graphless, _THREAD.graphless = _THREAD.graphless, weakref.WeakSet()
+    if len(outputs) == 1:
+        _hooked_calls(edges[0].node).append(Entry(edges[0].output_nr, 0, call))
+        return
     by_node: Dict[Node, List[Entry]] = {}
     for i, edge in edges.items():
         by_node.setdefault(edge.node, []).append(Entry(edge.output_nr, i, call))

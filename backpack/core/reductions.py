@@ -445,6 +445,21 @@ class PerSample(ABC):
         """
         return sum_of_dots(self.individual().flatten(start_dim=2))
 
+    def _cotangent_norms(self, rows: Tensor) -> Tensor:
+        """Compute squared norms, which a layer's weight and bias may share.
+
+        Args:
+            rows: Tensor of shape ``[*, D]``.
+
+        Returns:
+            Squared norms of shape ``[*]``.
+        """
+        shared = {} if self.shared is None else self.shared
+        key = ("norms", rows.data_ptr(), rows.shape, rows.stride())
+        if key not in shared:
+            shared[key] = sum_of_squares(rows, accumulator_dtype(self.dtype))
+        return shared[key]
+
     @property
     def dtype(self) -> torch.dtype:
         """Type of the products."""
@@ -490,8 +505,7 @@ class Dense(PerSample):
         return self.products[:, samples]
 
     def sq_norms(self) -> Tensor:  # noqa: D102
-        rows = self.products.flatten(start_dim=2)
-        return sum_axis(sum_of_squares(rows, accumulator_dtype(self.dtype)), 0)
+        return sum_axis(self._cotangent_norms(self.products.flatten(start_dim=2)), 0)
 
     def select(self, samples: Sequence[int]) -> Dense:  # noqa: D102
         return Dense(self.products[:, samples], self.shape)
@@ -665,10 +679,13 @@ class Outer(PerSample):
 
     def sq_norms(self) -> Tensor:  # noqa: D102
         dtype = accumulator_dtype(self.dtype)
+        if self.positions == self.groups == 1:
+            b = self._cotangent_norms(self.b.flatten(2))
+            return sum_axis(b, 0) * sum_of_squares(self.a.flatten(1), dtype)
         if self.positions == 1:
             b = sum_of_squares(self.b.squeeze(3), dtype)
             a = sum_of_squares(self.a.squeeze(2), dtype)
-            return sum_axis(sum_axis(b, 0) * a, 1)
+            return (sum_axis(b, 0) * a).sum(1)
         if not prefers_gram(self.positions, *self._sizes):
             return super().sq_norms()
         return torch.cat([self._gram_norms(n, dtype) for n in self._gram_chunks()])

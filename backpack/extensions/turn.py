@@ -104,9 +104,9 @@ def loss_scale(module: Module, factor: Tensor) -> Tensor:
 
 def _as_type(value: Any, dtype: torch.dtype) -> Any:
     """Convert floating-point tensors; leave everything else as it is."""
-    if isinstance(value, Tensor) and value.is_floating_point():
-        return value.to(dtype)
-    return value
+    if not isinstance(value, Tensor) or value.dtype == dtype:
+        return value
+    return value.to(dtype) if value.is_floating_point() else value
 
 
 class Products(Mapping):

@@ -5,6 +5,7 @@ over is a :class:`PerSample` in some form; each of its reductions must be what f
 from the individual products, by whichever formula and in however many chunks.
 """
 
+from functools import partial
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Tuple, Type
 
 import pytest
@@ -20,6 +21,7 @@ from backpack.core.derivatives.generic import generic_product, tensor_outputs
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.reductions import Dense, Outer, PerSample, Rows, Summed, merge_all
 from backpack.extensions.layers import find_rule
+from backpack.extensions.secondorder.hbp.factors import output_factor
 
 CHUNKS = [1, 40, 2**20]
 N = 3
@@ -454,6 +456,34 @@ def test_sums_accumulate_in_float32():
     assert product.sq_norms().item() == 4096
     dense = Dense(torch.ones(1, 4096, 1, dtype=torch.bfloat16), torch.Size([1]))
     assert dense.squares().item() == 4096
+
+
+@pytest.mark.parametrize(
+    "reduction", [Dense.sq_norms, partial(output_factor, weight_sharing=None)]
+)
+def test_sharing(reduction: Callable[[PerSample], Tensor]):
+    """What parameters share is not mistaken for another's, nor handed out twice.
+
+    Columns that do not lie in memory row by row are copied, and the next copy may take
+    the place of the first one.
+    """
+
+    def make(num_columns: int) -> Dense:
+        permuted = torch.randn(40, num_columns, N, 30, dtype=F64).permute(1, 2, 3, 0)
+        return Dense(permuted, torch.Size([30, 40]))
+
+    for _ in range(10):
+        one, other = make(2), make(2)
+        alone = reduction(other)
+        one.shared = other.shared = {}
+        reduction(one)
+        assert_agrees(reduction(other), alone, "other")
+
+    weight = bias = Dense(make(1).products.contiguous(), torch.Size([30, 40]))
+    weight.shared = {}
+    first, second = reduction(weight), reduction(bias)
+    assert_agrees(first, second, "bias")
+    assert first.data_ptr() != second.data_ptr()
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 8, 20])

@@ -261,7 +261,7 @@ class PerSample(ABC):
     shape: torch.Size
     num_columns: int
     batch_size: int
-    shared: Optional[Dict[Any, Tensor]] = None
+    shared: Optional[Dict[Any, Tuple[Tensor, Tensor]]] = None
     keeps_total = False
     _total: Optional[Tensor] = None
 
@@ -454,11 +454,26 @@ class PerSample(ABC):
         Returns:
             Squared norms of shape ``[*]``.
         """
+        dtype = accumulator_dtype(self.dtype)
+        return self.share("norms", rows, lambda: sum_of_squares(rows, dtype))
+
+    def share(self, what: Any, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+        """Compute from a tensor what may be known from a call's other parameters.
+
+        Args:
+            what: What is computed.
+            x: The tensor. It is kept, so that its memory can't become another's.
+            compute: Computes it.
+
+        Returns:
+            The result, of which each parameter gets its own copy.
+        """
         shared = {} if self.shared is None else self.shared
-        key = ("norms", rows.data_ptr(), rows.shape, rows.stride())
-        if key not in shared:
-            shared[key] = sum_of_squares(rows, accumulator_dtype(self.dtype))
-        return shared[key]
+        key = (what, x.data_ptr(), x.shape, x.stride())
+        if key in shared:
+            return shared[key][1].clone()
+        shared[key] = x, compute()
+        return shared[key][1]
 
     @property
     def dtype(self) -> torch.dtype:

@@ -127,7 +127,7 @@ class Products(Mapping):
         self._call, self._cotangents, self._names = call, cotangents, names
         self._formed: Dict[str, PerSample] = {}
         self._in_type: Dict[torch.dtype, Tuple[List[Any], Cotangents]] = {}
-        self._shared: Dict[Any, Tensor] = {}
+        self._shared: Dict[Any, Tuple[Tensor, Tensor]] = {}
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the parameters' names."""

@@ -79,15 +79,13 @@ def output_factor(product: PerSample, weight_sharing: Optional[str]) -> Tensor:
         Factors of shape ``[G, p, p]``.
     """
     b = arrange(product)
-    # weight and bias of a layer have the same factor, of which each gets a copy
-    shared = {} if product.shared is None else product.shared
-    key = (weight_sharing == "expand", b.data_ptr(), b.shape, b.stride())
-    if key in shared:
-        return shared[key].clone()
-    if weight_sharing != "expand" and b.shape[3] > 1:
-        b = b.sum(3, keepdim=True)
-    shared[key] = gram(rearrange(b, "v n g t p -> g p (v n t)"))
-    return shared[key]
+    sums = weight_sharing != "expand" and b.shape[3] > 1
+
+    def compute() -> Tensor:
+        summed = b.sum(3, keepdim=True) if sums else b
+        return gram(rearrange(summed, "v n g t p -> g p (v n t)"))
+
+    return product.share(("output factor", sums), b, compute)  # for weight and bias
 
 
 def averaged_output_factor(

@@ -16,6 +16,7 @@ Tensors = Tuple[Tensor, ...]
 
 F64 = torch.float64
 N = 3
+FIRST_ORDER = ["BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance", "BatchDotGrad"]
 
 
 class Problem(NamedTuple):

@@ -23,6 +23,7 @@ import torch
 from cases import (
     CASES,
     EMBEDDING,
+    FIRST_ORDER,
     LAYER_CASES,
     RECURRENT,
     Case,
@@ -422,8 +423,7 @@ def test_one_instance_serves_many_passes(names: Tuple[str, ...]):
             assert_agrees(later[name], seen[0][name], name)
 
 
-SINGLE = ["BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance", "BatchDotGrad"]
-SINGLE += ["DiagGGNExact", "BatchDiagGGNExact", "KFLR"]
+SINGLE = [*FIRST_ORDER, "DiagGGNExact", "BatchDiagGGNExact", "KFLR"]
 
 
 def test_single_precision():

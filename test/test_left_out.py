@@ -8,7 +8,7 @@ from typing import Callable, Dict, List, NamedTuple, Optional, Set, Tuple
 
 import pytest
 import torch
-from cases import F64
+from cases import F64, FIRST_ORDER
 from oracle import assert_agrees
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
@@ -23,7 +23,6 @@ from backpack.core.reductions import Dense
 from backpack.extensions.firstorder.base import FirstOrderModuleExtension
 
 N = 3
-FIRST_ORDER = ["BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance", "BatchDotGrad"]
 
 
 def conv_net() -> Module:

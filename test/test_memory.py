@@ -15,6 +15,7 @@ from typing import Callable, Dict, Iterator, List, Tuple
 
 import pytest
 import torch
+from cases import FIRST_ORDER
 from torch import Tensor, nn
 from torch.nn import Module
 from torch.utils.checkpoint import checkpoint
@@ -128,7 +129,6 @@ MODELS = {
     "recurrent": lambda: (Recurrent(), torch.rand(N, 4, 2)),
 }
 EXACT = ["DiagGGNExact", "BatchDiagGGNExact", "SqrtGGNExact"]
-FIRST_ORDER = ["BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance", "BatchDotGrad"]
 
 
 def make() -> List:

@@ -149,6 +149,26 @@ def pad_input(input: Tensor, module: ConvNd) -> Tensor:
     return pad(input, amounts, mode=mode)
 
 
+def _input_windows(
+    input: Tensor, module: ConvNd, channels_last: bool = False
+) -> Tensor:
+    """View the padded input of a convolution through its kernel's window.
+
+    Args:
+        input: Input ``[N, C_in, *]``.
+        module: Convolution.
+        channels_last: Whether channels shall lie side by side in memory.
+
+    Returns:
+        View ``[N, C_in, *K, *T]``.
+    """
+    check_batched(input, module)
+    padded = pad_input(input, module)
+    if channels_last:
+        padded = padded.movedim(1, -1).contiguous().movedim(-1, 1)
+    return windows(padded, module.kernel_size, module.stride, module.dilation)
+
+
 def unfold_by_conv(input: Tensor, module: ConvNd) -> Tensor:
     """Return the unfolded input of a convolution.
 
@@ -163,10 +183,7 @@ def unfold_by_conv(input: Tensor, module: ConvNd) -> Tensor:
     Returns:
         Unfolded input ``[N, C_in * K, T]`` of all channels, also for groups.
     """
-    check_batched(input, module)
-    view = windows(
-        pad_input(input, module), module.kernel_size, module.stride, module.dilation
-    )
+    view = _input_windows(input, module)
     return flatten_windows(view, module.kernel_size)
 
 
@@ -180,10 +197,7 @@ def unfold_features(input: Tensor, module: ConvNd) -> Tensor:
     Returns:
         Unfolded input ``[G, C_in / G * K, N * T]``, with G groups.
     """
-    check_batched(input, module)
-    view = windows(
-        pad_input(input, module), module.kernel_size, module.stride, module.dilation
-    )
+    view = _input_windows(input, module)
     features = module.in_channels // module.groups * prod(module.kernel_size)
     view = view.movedim(0, 1 + len(module.kernel_size))
     return view.reshape(module.groups, features, -1)
@@ -202,11 +216,7 @@ def unfold_rows(input: Tensor, module: ConvNd) -> Tensor:
     Returns:
         Unfolded input ``[N, G, T, K * C_in / G]``, with G groups.
     """
-    check_batched(input, module)
-    channels_last = pad_input(input, module).movedim(1, -1).contiguous()
-    view = windows(
-        channels_last.movedim(-1, 1), module.kernel_size, module.stride, module.dilation
-    )
+    view = _input_windows(input, module, channels_last=True)
     dims = len(module.kernel_size)
     kernel, positions = range(3, 3 + dims), range(3 + dims, 3 + 2 * dims)
     view = view.unflatten(1, (module.groups, -1)).permute(0, 1, *positions, *kernel, 2)

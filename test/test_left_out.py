@@ -19,7 +19,7 @@ from torch.nn.utils.parametrizations import weight_norm
 import backpack.backward
 from backpack import backpack as compute
 from backpack import extend, extensions
-from backpack.core.reductions import Dense
+from backpack.core.reductions import SLICE_ELEMENTS, SUMMED_ROWS, Dense, PerSample
 from backpack.extensions.firstorder.base import FirstOrderModuleExtension
 
 N = 3
@@ -55,14 +55,18 @@ def sequence_net() -> Module:
     return nn.Sequential(*layers).to(F64)
 
 
-def wide_net() -> Module:
+def wide_net(channels: int = 40) -> Module:
     """Convolutions with more features than it takes for Gram matrices to pay.
+
+    Args:
+        channels: Number of channels. Default: ``40``.
 
     Returns:
         The model.
     """
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(2, 40, 2), nn.Conv2d(40, 40, 2)).to(F64)
+    layers = [nn.Conv2d(2, channels, 2), nn.Conv2d(channels, channels, 2)]
+    return nn.Sequential(*layers).to(F64)
 
 
 IMAGES, SEQUENCES = (N, 2, 6, 6), (N, 17, 2)
@@ -231,6 +235,12 @@ PASSES = {
     },
     "Variance": Pass(EVERY, lambda: [extensions.Variance()]),
     "Gram matrices": Pass(set(), lambda: [extensions.BatchL2Grad()], model=wide_net),
+    "sums, not Gram matrices": Pass(
+        {"1.weight", "1.bias"},
+        lambda: [extensions.BatchL2Grad()],
+        model=lambda: wide_net(80),
+        shape=(N, 2, 9, 9),
+    ),
     "all": Pass(EVERY, lambda: [getattr(extensions, name)() for name in FIRST_ORDER]),
     "with columns": Pass(CONV, lambda: [extensions.KFAC(), extensions.BatchGrad()]),
     "columns only": Pass(set(), lambda: [extensions.DiagGGNExact()]),
@@ -322,6 +332,20 @@ def test_total_owns_its_memory():
     gradients.keeps_total = True
     individual = gradients.individual()
     assert gradients.total().data_ptr() != individual.data_ptr()
+
+
+@pytest.mark.parametrize("reduce", [PerSample.individual, PerSample.squares])
+@pytest.mark.parametrize("size", [3, SLICE_ELEMENTS])
+@pytest.mark.parametrize("batch_size", [1, 7, 2 * SUMMED_ROWS + 1])
+def test_total(batch_size: int, size: int, reduce: Callable[[PerSample], Tensor]):
+    """The gradients that a reduction forms are added up, many as well as large ones."""
+    products = torch.rand(1, batch_size, size, dtype=F64)
+    gradients = Dense(products, torch.Size([size]))
+    gradients.keeps_total = True
+    with torch.no_grad():
+        reduce(gradients)
+        assert gradients._total is not None
+        assert_agrees(gradients.total(), products[0].sum(0))
 
 
 def test_gradient_in_extension_hook():

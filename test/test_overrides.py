@@ -486,10 +486,11 @@ def test_sharing(reduction: Callable[[PerSample], Tensor]):
     assert first.data_ptr() != second.data_ptr()
 
 
+@pytest.mark.parametrize("size", [reductions.BLOCKED_ELEMENTS, 2**22 + 3])
 @pytest.mark.parametrize("batch_size", [1, 2, 8, 20])
-def test_sums_of_many_terms(batch_size: int):
+def test_sums_of_many_terms(batch_size: int, size: int):
     """Norms and dot products of large layers are right to all digits of their type."""
-    dense = Dense(torch.rand(1, batch_size, 2**22 + 3), torch.Size([2**22 + 3]))
+    dense = Dense(torch.rand(1, batch_size, size), torch.Size([size]))
     flat = dense.individual()[0].double()
     for name, expected in (("dots", flat @ flat.T), ("sq_norms", (flat**2).sum(1))):
         with torch.no_grad():

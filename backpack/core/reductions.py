@@ -33,7 +33,7 @@ import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
-from backpack.utils.matmul import bmm
+from backpack.utils.matmul import bmm, is_fast, matmul
 from backpack.utils.memory import huge_empty
 
 # Samples to work on: a range of them, or a list
@@ -52,8 +52,15 @@ UNFOLDED_ELEMENTS = 2**22
 # this length lose none.
 PIECE_ELEMENTS = 2**14
 
+# oneDNN adds up the dot products of few rows in blocks of its own. They are as good as
+# pieces up to this length.
+BLOCKED_ELEMENTS = 3 * 2**17
+
 # From this size on, squares are added up slice by slice, in one pass over memory.
 SLICE_ELEMENTS = 2**14
+
+# As many rows are added up number by number.
+SUMMED_ROWS = 64
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -143,6 +150,8 @@ def sum_of_dots(columns: Tensor) -> Tensor:
     exact = accumulator_dtype(columns.dtype) == columns.dtype
     if columns.shape[2] <= PIECE_ELEMENTS or columns.is_cuda or not exact:
         return einsum(columns, columns, "v n d, v m d -> n m")
+    if columns.shape[2] <= BLOCKED_ELEMENTS and is_fast(columns[0], columns[0].mT):
+        return sum(matmul(rows, rows.mT) for rows in columns)
     pieces, rest = cut(columns)
     dots = [bmm(rows, rows.mT).sum(0) for rows in pieces.transpose(1, 2)]
     return sum(dots) + sum_of_dots(rest)
@@ -180,6 +189,11 @@ def add_rows(total: Optional[Tensor], rows: Tensor) -> Tensor:
     Returns:
         The new total, of shape ``[*]``: no part of the rows' memory.
     """
+    if _is_slice_by_slice(rows):  # products with a vector are faster than sums
+        total = rows.new_zeros(rows.shape[1:]) if total is None else total
+        for some in rows.flatten(start_dim=1).split(SUMMED_ROWS):
+            total.view(-1).addmv_(some.mT, some.new_ones(len(some)))
+        return total
     part = sum_axis(rows, 0)
     if total is not None:
         return total.add_(part)
@@ -569,17 +583,25 @@ class Summed(Dense):
         return Summed(b, self.shape, self.groups, self.sums_positions)
 
 
-def prefers_gram(positions: int, d: int, p: int) -> bool:
+# From this number of positions on, forming the individual gradients, to sum them on the
+# way, costs less than Gram matrices and the sum by autograd.
+GRAM_POSITIONS = 40
+
+
+def prefers_gram(positions: int, d: int, p: int, adds_up: bool = False) -> bool:
     """Tell whether norms of outer products are cheaper without forming these.
 
     Args:
         positions: Number of outer products that are added up.
         d: Number of input features.
         p: Number of output features.
+        adds_up: Whether their sum over samples is needed, too. Default: ``False``.
 
     Returns:
         Whether Gram matrices of both factors take fewer multiplications.
     """
+    if adds_up and positions >= GRAM_POSITIONS:
+        return False
     return positions * (d + p) < d * p
 
 
@@ -701,7 +723,8 @@ class Outer(PerSample):
             b = sum_of_squares(self.b.squeeze(3), dtype)
             a = sum_of_squares(self.a.squeeze(2), dtype)
             return (sum_axis(b, 0) * a).sum(1)
-        if not prefers_gram(self.positions, *self._sizes):
+        adds_up = self.keeps_total and self._total is None
+        if not prefers_gram(self.positions, *self._sizes, adds_up):
             return super().sq_norms()
         return torch.cat([self._gram_norms(n, dtype) for n in self._gram_chunks()])
 

@@ -20,7 +20,7 @@ from backpack.utils.memory import huge_empty
 MIN_MULTIPLICATIONS = 2**23
 MIN_PER_PRODUCT = 2**20
 # Nor is it made for products with vectors.
-MIN_SIZE = 16
+MIN_SIZE = 8
 
 
 @lru_cache(maxsize=None)
@@ -71,6 +71,19 @@ def _pays_off(a: Tensor, b: Tensor, least: int) -> bool:
     return prod(sizes) > least and min(sizes) >= MIN_SIZE
 
 
+def is_fast(a: Tensor, b: Tensor) -> bool:
+    """Tell whether :func:`matmul` multiplies two matrices with oneDNN.
+
+    Args:
+        a: Matrix of shape ``[A, R]``.
+        b: Matrix of shape ``[R, B]``, of the same type.
+
+    Returns:
+        Whether it does.
+    """
+    return _pays_off(a, b, MIN_MULTIPLICATIONS) and has_fast_matmul(a)
+
+
 def _multiply(a: Tensor, b: Tensor) -> Tensor:
     """Multiply two matrices with oneDNN.
 
@@ -98,9 +111,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     Returns:
         Product of shape ``[A, B]``.
     """
-    if _pays_off(a, b, MIN_MULTIPLICATIONS) and has_fast_matmul(a):
-        return _multiply(a, b)
-    return a @ b
+    return _multiply(a, b) if is_fast(a, b) else a @ b
 
 
 def bmm(a: Tensor, b: Tensor) -> Tensor:

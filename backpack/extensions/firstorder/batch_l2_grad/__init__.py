@@ -25,7 +25,7 @@ class BatchL2Grad(GradientReduction):
         if not super().adds_up(module, positions):
             return False
         channels, *features = module.weight.shape
-        return not prefers_gram(positions, prod(features), channels)
+        return not prefers_gram(positions, prod(features), channels, adds_up=True)
 
     @staticmethod
     def reduce(gradients: PerSample) -> Tensor:  # noqa: D102

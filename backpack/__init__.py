@@ -15,12 +15,14 @@ from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
 from backpack import extensions
-from backpack.backward import backward_pass
+from backpack.backward import BackwardPass
 from backpack.capture import clear_stored, enter_call, is_hooked, leave_call
 from backpack.context import CTX, state
 from backpack.custom_module.graph_utils import convert_module_to_backpack
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.layers import find_row
+from backpack.graph import root_nodes
+from backpack.left_out import hand_over
 from backpack.report import EXTENDED, Report
 from backpack.utils.disable import disable
 from backpack.utils.hooks import no_op
@@ -52,7 +54,8 @@ class _Announce(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in self._BACKWARD:
             return func(*args, **kwargs)
-        if state().backward_pass is not None:  # announced by the context inside this
+        current = state()
+        if current.backward_pass is not None:  # announced by the context inside this
             return func(*args, **kwargs)
         outputs = [*args, *(kwargs[k] for k in ("tensors", "outputs") if k in kwargs)]
         inputs = kwargs.get("inputs")
@@ -60,10 +63,13 @@ class _Announce(TorchFunctionMode):
             inputs = args[1]
         accumulates = func is not torch.autograd.grad and len(args) < 2
         accumulates = accumulates and not kwargs.get("create_graph")
-        with backward_pass(state(), outputs[0], inputs, accumulates) as running:
+        roots = root_nodes(outputs[0])
+        with BackwardPass(current, roots, inputs, accumulates) as running:
             if running.left_out:
                 kwargs = {**kwargs, "inputs": running.leaves}
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            hand_over(running.gradients)
+            return result
 
 
 class backpack(AbstractContextManager):  # noqa: N801

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from functools import partial
 from typing import (
     TYPE_CHECKING,
     Any,
     Dict,
-    Iterator,
     List,
     Optional,
     Sequence,
@@ -25,12 +23,12 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from backpack.context import State, state
+from backpack.context import State
 from backpack.core.reductions import PerSample
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.secondorder.columns import ColumnExtension, Source
 from backpack.extensions.turn import Turn
-from backpack.graph import Entry, Inspection, root_nodes, takes_part
+from backpack.graph import Entry, Inspection, takes_part
 from backpack.left_out import find_left_out, hand_over
 from backpack.pullback import PullBack
 from backpack.utils.hooks import no_op
@@ -93,8 +91,8 @@ class BackwardPass:
             an extension walks from module to module.
         saved_alone: Which extension has saved a value on which parameter that cannot be
             combined with that of another call.
-        left_out: Parameters that autograd shall leave out, as their gradient will be
-            handed over.
+        left_out: Parameters that autograd shall leave out.
+        gradients: Their gradients, to be handed over.
         leaves: The other leaf tensors, if there are such parameters.
     """
 
@@ -130,6 +128,7 @@ class BackwardPass:
         self.dropouts: Dict[Call, GradientEdge] = {}
         self.saved_alone: Set[Tuple[BackpropExtension, Parameter]] = set()
         self.left_out: Set[Parameter] = set()
+        self.gradients: Dict[Parameter, Tensor] = {}
         self.leaves: List[Tensor] = []
         self.pull_back = PullBack(current)
         if current.report is not None:
@@ -167,17 +166,26 @@ class BackwardPass:
             names = inspection.describe(separate)
             warn(SEPARATE_USE.format(names=names), stacklevel=5)
 
+    def __enter__(self) -> BackwardPass:
+        """Make this the thread's backward pass."""
+        self._outer, self.state.backward_pass = self.state.backward_pass, self
+        return self
+
+    def __exit__(self, exc_type: Optional[type], *exc_info) -> None:
+        """End; check the results, if this was asked for."""
+        self.finish()
+        self.state.backward_pass = self._outer
+        if exc_type is not None and self.state.report is not None:
+            self.state.report.failed = True
+        if exc_type is None and self._guard is not None:
+            self._guard.compare()
+
     def finish(self) -> None:
-        """End: forget what is left."""
+        """Forget what is left."""
         for ext in self.walked:
             ext.saved_quantities.clear()
         if self._guard is not None:
             self._guard.remove()
-
-    def succeed(self) -> None:
-        """Check the results, if this was asked for."""
-        if self._guard is not None:
-            self._guard.compare()
 
     def take_turn(
         self, call: Call, g_out: Tuple[Optional[Tensor], ...], entries: List[Entry]
@@ -212,11 +220,14 @@ class BackwardPass:
                     if current.debug:
                         print(f"[DEBUG] Running extension {ext} on {module}")
                     ext(module, g_inp, turn.g_out)
-                if self.left_out:
-                    hand_over(turn, self.left_out)
+                for name, param in call.parameters.items() if self.left_out else ():
+                    if param in self.left_out:
+                        self.gradients[param] = turn.gradients(name).total()
                 if current.debug:
                     print(f"[DEBUG] Running extension hook on {module}")
-                current.extension_hook(module)
+                if current.extension_hook is not no_op:
+                    hand_over(self.gradients)  # it may look at them
+                    current.extension_hook(module)
         finally:
             call.columns = {}
             if keeps_io(current):
@@ -403,46 +414,20 @@ def _close(result: Tensor, expected: Tensor) -> bool:
     )
 
 
-@contextmanager
-def backward_pass(
-    current: State, outputs: Any, inputs: Any = None, accumulates: bool = False
-) -> Iterator[BackwardPass]:
-    """Remember things from turn to turn inside the context, and forget them after.
-
-    Args:
-        current: What is active.
-        outputs: What is differentiated.
-        inputs: With respect to what. Default: ``None``, for all leaf tensors.
-        accumulates: See :class:`BackwardPass`. Default: ``False``.
-
-    Yields:
-        The backward pass.
-    """
-    running = BackwardPass(current, root_nodes(outputs), inputs, accumulates)
-    outer, current.backward_pass = current.backward_pass, running
-    try:
-        yield running
-    except BaseException:
-        if current.report is not None:
-            current.report.failed = True
-        raise
-    finally:
-        running.finish()
-        current.backward_pass = outer
-    running.succeed()
-
-
 def visit(
-    call: Call, g_out: Tuple[Optional[Tensor], ...], entries: List[Entry]
+    current: State,
+    call: Call,
+    g_out: Tuple[Optional[Tensor], ...],
+    entries: List[Entry],
 ) -> None:
     """Let a call have its turn, now that the gradients at its outputs are known.
 
     Args:
+        current: What is active.
         call: The call.
         g_out: Gradients at its outputs.
         entries: Calls at the same node of the graph.
     """
-    current = state()
     if not current.active_exts and current.extension_hook is no_op:
         call.release()
         return

@@ -11,8 +11,9 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from functools import partial
-from typing import Any, Callable, Dict, Iterable, List, Optional, Set, Tuple
+from functools import lru_cache, partial
+from itertools import chain
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor
@@ -47,11 +48,11 @@ class Call:
         args: Positional arguments.
         kwargs: Keyword arguments.
         arguments: All arguments, in the order of ``forward``'s signature.
-        inputs: Tensors among the arguments.
         input_edges: Where each argument sits in the graph.
         passes_on: Whether each argument and an output sit at the same place.
         edges_before: What an operation in place, which made an argument the output,
             was computed from; empty if another call returned the argument as it is.
+            Without any entry if no argument is an output.
         outputs: Floating-point tensors of the output, detached.
         output_shapes: Their shapes, which are remembered.
         parameters: Parameters that this call is responsible for, by (dotted) name: the
@@ -64,7 +65,6 @@ class Call:
             other modules are referenced weakly: they may store what owns this call.
         released: Whether inputs and outputs have been dropped.
         columns: Columns ``[V, N, *]`` at each output, by their source.
-        is_constant: Whether the inputs depend on parameters only.
         is_outermost: Whether no other extended module was calling this one.
         is_composite: Whether the module has modules inside.
         is_transparent: Whether modules inside were called.
@@ -74,7 +74,9 @@ class Call:
 
     is_loss = is_outermost = is_composite = is_transparent = joins = released = False
     loss_module: Optional[Module] = None
+    random_state: Optional[RandomState] = None
     graphless: Iterable[Module] = ()
+    edges_before: Sequence[List[GradientEdge]] = ()
     # of a task: gradients that have arrived, and outputs that are still waited for
     _arrived: Dict[int, Optional[Tensor]]
     _waiting: Set[int]
@@ -86,8 +88,8 @@ class Call:
         args: Tuple[Any, ...],
         kwargs: Dict[str, Any],
         outputs: List[Tensor],
+        output_edges: List[Optional[GradientEdge]],
         parameters: Dict[str, Parameter],
-        random_state: Optional[RandomState] = None,
     ):
         """Record a call.
 
@@ -96,16 +98,15 @@ class Call:
             args: Positional arguments.
             kwargs: Keyword arguments.
             outputs: Floating-point tensors of the output.
+            output_edges: Where they sit in the graph, which is not kept.
             parameters: Parameters the call is responsible for.
-            random_state: State of the random number generators before the call.
         """
         self._module = weakref.ref(module)
+        self.parameters = parameters
         self.arguments = _bind(module, args, kwargs)
-        self.output_edges: Optional[List] = [_edge(out) for out in outputs]
-        own, self.input_edges = self.output_edges, [_edge(x) for x in self.arguments]
-        self.passes_on = [_is_among(edge, own) for edge in self.input_edges]
-        self.edges_before: List[List[GradientEdge]] = [[]] * len(self.passes_on)
-        if any(self.passes_on):
+        self.input_edges = list(map(_edge, self.arguments))
+        self.passes_on = [_is_among(edge, output_edges) for edge in self.input_edges]
+        if True in self.passes_on:
             # Its own output, which this call must not own: the module returned an
             # input as it is, or modified it in place.
             pairs = list(zip(self.input_edges, self.passes_on))
@@ -114,14 +115,22 @@ class Call:
             args, kwargs = _map(_detach, args), _map(_detach, kwargs)
             self.arguments = _bind(module, args, kwargs)
         self.args, self.kwargs = args, kwargs
-        self.inputs = tuple(x for x in self.arguments if isinstance(x, Tensor))
-        self.versions = [x._version for x in self.inputs]
-        self.outputs = [out.detach() for out in outputs]
+        self.versions = list(map(_version, self.arguments))
+        self.outputs = list(map(Tensor.detach, outputs))
         self.output_shapes = [out.shape for out in outputs]
-        self.parameters = parameters
-        self.is_constant = all(map(_is_constant, self.input_edges))
-        self.random_state = random_state
         self.columns: Dict[Any, List[Optional[Tensor]]] = {}
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the inputs depend on parameters only."""
+        pairs = zip(self.input_edges, self.passes_on)
+        edges = [edge for edge, same in pairs if not same]
+        return all(map(_is_constant, chain(edges, *self.edges_before)))
+
+    @property
+    def inputs(self) -> List[Tensor]:
+        """Tensors among the arguments."""
+        return [x for x in self.arguments if isinstance(x, Tensor)]
 
     @property
     def num_outputs(self) -> int:
@@ -170,7 +179,7 @@ class Call:
         Raises:
             RuntimeError: If an input was modified in place.
         """
-        if [x._version for x in self.inputs] != self.versions:
+        if list(map(_version, self.arguments)) != self.versions:
             raise RuntimeError(
                 f"{type(self.module).__name__}: an input of this layer was modified in "
                 "place after the forward pass, so quantities of its parameters can't "
@@ -186,11 +195,14 @@ class Call:
         """
         module = self.module
         clear_stored(module)
-        named = {"output": self.outputs[0] if self.outputs else None}
-        for i, value in enumerate(self.arguments):
-            named[f"input{i}"] = value if raw else _map(_detach, value)
-        named = {k: v for k, v in named.items() if not _has_own(module, k)}
-        module.__dict__.update(named, **{_STORED: tuple(named)})
+        attributes, stored = module.__dict__, []
+        values = (self.outputs[0] if self.outputs else None, *self.arguments)
+        for name, value in zip(_names(len(values)), values):
+            if not _has_own(module, name):
+                keep = raw or name == "output"
+                attributes[name] = value if keep else _map(_detach, value)
+                stored.append(name)
+        attributes[_STORED] = stored
 
     def release(self) -> None:
         """Drop inputs and outputs, here and on the modules."""
@@ -200,7 +212,7 @@ class Call:
         for graphless in self.graphless:
             clear_stored(graphless)
         self.args, self.kwargs, self.arguments = (), {}, []
-        self.inputs, self.input_edges, self.versions = (), [], []
+        self.input_edges, self.versions = [], []
         self.outputs, self.graphless, self.random_state = [], (), None
         self.columns = {}
         self.loss_module = None
@@ -235,9 +247,8 @@ def _edge(x: Any) -> Optional[GradientEdge]:
     """Return where a tensor sits in the graph, ``None`` if it does not."""
     if not (isinstance(x, Tensor) and x.requires_grad):
         return None
-    if x.grad_fn is None:
-        return get_gradient_edge(x)
-    return GradientEdge(x.grad_fn, x.output_nr)
+    node = x.grad_fn
+    return get_gradient_edge(x) if node is None else GradientEdge(node, x.output_nr)
 
 
 def _is_constant(edge: Optional[GradientEdge]) -> bool:
@@ -246,7 +257,8 @@ def _is_constant(edge: Optional[GradientEdge]) -> bool:
         return True
     if is_leaf(edge.node):
         return isinstance(edge.node.variable, Parameter)
-    return any(entry.call.is_constant for entry in calls_at(edge.node))
+    entries = calls_at(edge.node)  # all but the first one returned it as it was
+    return bool(entries) and entries[0].call.is_constant
 
 
 def _edges_before(edge: GradientEdge) -> List[GradientEdge]:
@@ -255,6 +267,11 @@ def _edges_before(edge: GradientEdge) -> List[GradientEdge]:
         return []
     parents = edge.node.next_functions
     return [GradientEdge(node, nr) for node, nr in parents if node is not None]
+
+
+def _version(x: Any) -> Optional[int]:
+    """Return what grows with each modification in place."""
+    return x._version if isinstance(x, Tensor) else None
 
 
 def _detach(x: Any) -> Any:
@@ -270,7 +287,9 @@ def _is_among(edge: Optional[GradientEdge], others: List) -> bool:
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:
     """Apply a function to the tensors in a value; quick where it is no container."""
-    if value is None or isinstance(value, (Tensor, bool, int, float, str)):
+    if isinstance(value, Tensor):
+        return function(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
         return function(value)
     if isinstance(value, tuple) and all(isinstance(x, Tensor) for x in value):
         return tuple(map(function, value))
@@ -297,6 +316,12 @@ def _bind(module: Module, args: Tuple, kwargs: Dict[str, Any]) -> List[Any]:
     return values
 
 
+@lru_cache(maxsize=None)
+def _names(number: int) -> Tuple[str, ...]:
+    """Return the attributes under which an output and inputs are stored."""
+    return ("output", *(f"input{i}" for i in range(number - 1)))
+
+
 def clear_stored(module: Module) -> None:
     """Delete the tensors that a forward pass stored on a module.
 
@@ -309,11 +334,12 @@ def clear_stored(module: Module) -> None:
 
 def _has_own(module: Module, name: str) -> bool:
     """Tell whether a module has an attribute; faster than ``hasattr`` if it has not."""
+    own = module.__dict__
     return (
-        name in module.__dict__
-        or name in module._parameters
-        or name in module._buffers
-        or name in module._modules
+        name in own
+        or name in own["_parameters"]
+        or name in own["_buffers"]
+        or name in own["_modules"]
         or hasattr(type(module), name)
     )
 
@@ -331,7 +357,7 @@ class _Frame:
 class _Thread(threading.local):
     def __init__(self):
         self.frames: List[_Frame] = []
-        self.graphless: weakref.WeakSet[Module] = weakref.WeakSet()
+        self.graphless: Optional[weakref.WeakSet[Module]] = None
 
 
 _THREAD = _Thread()
@@ -384,7 +410,7 @@ def leave_call(
     Returns:
         A replacement for outputs that are leaves of the graph, else ``None``.
     """
-    frame = _pop_frame(module)
+    frame = _pop_frame(module) if _THREAD.frames else None
     if output is None or steps_aside():
         return None
     # a function mode, like that of our context, would see each look at a tensor
@@ -410,12 +436,8 @@ def _record(
         output = replaced = tree_map(
             lambda x: x.view_as(x) if _is_own_leaf(module, x) else x, output
         )
-    for outer in _THREAD.frames:
-        # with all modules inside: this call is responsible for them
-        outer.called.update((module,) if frame is None else module.modules())
-
     outputs = tensor_outputs(output)
-    random_state = frame.random_state if frame is not None else None
+    edges = list(map(_edge, outputs))
     parameters = _responsible(module, frame)
     if frame is not None:
         parameters.update(_adopted(module, args, kwargs, frame, outputs))
@@ -423,21 +445,25 @@ def _record(
         arguments = enumerate(args)
         named = {f"input{i}": x for i, x in arguments if isinstance(x, Parameter)}
         parameters.update(named)
-    call = Call(module, args, kwargs, outputs, parameters, random_state)
+    call = Call(module, args, kwargs, outputs, edges, parameters)
     call.store(raw=False)
-    call.is_loss = _computes_loss(module, outputs)
-    if call.is_loss:
-        call.loss_module = module
-    call.is_outermost = not _THREAD.frames
-    call.is_composite = frame is not None and any(True for _ in module.children())
-    call.is_transparent = frame is not None and bool(frame.called)
-    if call.is_transparent and call.is_loss:
-        for ref in frame.calls:  # the outermost loss module is the loss
-            if ref() is not None:
-                ref().is_loss = False
-    for outer in _THREAD.frames:
+    if _computes_loss(module, outputs):
+        call.is_loss, call.loss_module = True, module
+    if frame is not None:
+        call.random_state = frame.random_state
+        call.is_composite = any(True for _ in module.children())
+        call.is_transparent = bool(frame.called)
+        if call.is_transparent and call.is_loss:
+            for ref in frame.calls:  # the outermost loss module is the loss
+                if ref() is not None:
+                    ref().is_loss = False
+    outer_frames = _THREAD.frames
+    call.is_outermost = not outer_frames
+    for outer in outer_frames:
+        # with all modules inside: this call is responsible for them
+        outer.called.update((module,) if frame is None else module.modules())
         outer.calls.append(weakref.ref(call))
-    _attach(call, outputs)
+    _attach(call, outputs, edges)
     return replaced
 
 
@@ -529,30 +555,33 @@ def _computes_loss(module: Module, outputs: List[Tensor]) -> bool:
     return scalar and next(module.parameters(), None) is None
 
 
-def _attach(call: Call, outputs: List[Tensor]) -> None:
+def _attach(
+    call: Call, outputs: List[Tensor], edges: List[Optional[GradientEdge]]
+) -> None:
     """Attach a call to the nodes that produced its outputs."""
-    # to be owned by the nodes' hooks from here on, not by the call
-    own, call.output_edges = call.output_edges, None
-    edges = {i: edge for i, edge in enumerate(own) if edge and not is_leaf(edge.node)}
-    if len(outputs) == 1 and edges and _is_view_of_own_result(call, outputs[0]):
+    if len(outputs) == 1 and _is_view_of_own_result(call, outputs[0]):
         # A later in-place operation would take the view's node out of the graph
-        edges = {0: _edge(outputs[0]._base)}
-    if not edges:
+        edges = [_edge(outputs[0]._base)]
+    inner = [(i, e) for i, e in enumerate(edges) if e and not is_leaf(e.node)]
+    if not inner:
+        if _THREAD.graphless is None:
+            _THREAD.graphless = weakref.WeakSet()
         _THREAD.graphless.add(call.module)
         return
-    if _THREAD.graphless:
-        call.graphless, _THREAD.graphless = _THREAD.graphless, weakref.WeakSet()
-    if len(outputs) == 1:
-        _hooked_calls(edges[0].node).append(Entry(edges[0].output_nr, 0, call))
+    if _THREAD.graphless is not None:
+        call.graphless, _THREAD.graphless = _THREAD.graphless, None
+    if len(inner) == 1:
+        [(i, edge)] = inner
+        _hooked_calls(edge.node).append(Entry(edge.output_nr, i, call))
         return
     by_node: Dict[Node, List[Entry]] = {}
-    for i, edge in edges.items():
-        by_node.setdefault(edge.node, []).append(Entry(edge.output_nr, i, call))
+    for i, (node, number, *_) in inner:
+        by_node.setdefault(node, []).append(Entry(number, i, call))
     call.joins = len(by_node) > 1
     for node, entries in by_node.items():
         _hooked_calls(node).extend(entries)
         if call.joins:
-            nodes = {i: edge.node for i, edge in edges.items()}
+            nodes = {i: edge.node for i, edge in inner}
             node.register_prehook(partial(_join, entries, nodes))
 
 
@@ -563,9 +592,9 @@ def _is_view_of_own_result(call: Call, output: Tensor) -> bool:
     """
     base = output._base
     return (
-        bool(call.parameters)
+        base is not None
+        and bool(call.parameters)
         and not call.is_composite
-        and base is not None
         and base.grad_fn is not None
         and base.numel() == output.numel()
         and base.is_contiguous()
@@ -586,11 +615,12 @@ def _hooked_calls(node: Node) -> List[Entry]:
 
 def _run_calls(entries: List[Entry], gradients: Tuple[Optional[Tensor], ...]) -> None:
     """Run the turn of the calls that end in a node, the last one to return first."""
-    if state().pulling:
+    current = state()
+    if current.pulling:
         return
     if len(entries) == 1 and entries[0].call.num_outputs == 1:
         number, _, call = entry = entries[0]
-        visit(call, (entry.in_shape(gradients[number]),), entries)
+        visit(current, call, (entry.in_shape(gradients[number]),), entries)
         return
     by_call: Dict[Call, Dict[int, Optional[Tensor]]] = {}
     for entry in reversed(entries):
@@ -598,7 +628,9 @@ def _run_calls(entries: List[Entry], gradients: Tuple[Optional[Tensor], ...]) ->
         by_call.setdefault(entry.call, {})[entry.index] = gradient
     for call, known in by_call.items():
         if not call.joins:
-            visit(call, tuple(map(known.get, range(call.num_outputs))), entries)
+            visit(
+                current, call, tuple(map(known.get, range(call.num_outputs))), entries
+            )
 
 
 def _join(
@@ -607,12 +639,13 @@ def _join(
     gradients: Tuple[Optional[Tensor], ...],
 ) -> None:
     """Run a call's turn as soon as the gradients at all of its outputs are known."""
-    if state().pulling:
+    current = state()
+    if current.pulling:
         return
     call = entries[0].call
     known = {entry.index: gradients[entry.output_nr] for entry in entries}
     complete = call.arrive(known, nodes)
     if complete is not None:
-        visit(call, complete, entries)
+        visit(current, call, complete, entries)
         if call.released:
             nodes.clear()  # the nodes own each other through their hooks

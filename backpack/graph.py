@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 CALLS = "backpack.calls"  # where a node of the graph keeps its calls
 Use = Tuple[Node, int]  # a node of the graph, and which of its in- or outputs
+Edges = Tuple[Node, Tuple[Tuple[Optional[Node], int], ...]]  # a node, where it goes on
 
 # Nodes through which a sum of terms can be followed
 _ADDITIVE = ("AddBackward0", "SubBackward0", "NegBackward0", "SumBackward0")
@@ -106,16 +107,31 @@ def walk(starts: Iterable[Node], stops: Iterable[Node] = ()) -> Iterator[Node]:
         starts: Where to begin.
         stops: Nodes not to enter.
 
-    Yields:
+    Returns:
         All nodes that can be reached, each once.
+    """
+    return (node for node, _ in walk_edges(starts, stops))
+
+
+def walk_edges(starts: Iterable[Node], stops: Iterable[Node] = ()) -> Iterator[Edges]:
+    """Walk through the graph, towards its leaves, and tell where it goes on.
+
+    Args:
+        starts: Where to begin.
+        stops: Nodes not to enter.
+
+    Yields:
+        All nodes that can be reached, each once, and the next node for each of its
+        inputs.
     """
     seen = set(stops)
     queue = [node for node in dict.fromkeys(starts) if node not in seen]
     seen.update(queue)
     while queue:
         node = queue.pop()
-        yield node
-        for parent, _ in node.next_functions:
+        parents = node.next_functions
+        yield node, parents
+        for parent, _ in parents:
             if parent is not None and parent not in seen:
                 seen.add(parent)
                 queue.append(parent)
@@ -172,18 +188,18 @@ def is_leaf(node: Node) -> bool:
     return type(node).__name__ == "AccumulateGrad"
 
 
-def leaf_uses(nodes: Iterable[Node]) -> Dict[Tensor, Set[Use]]:
+def leaf_uses(edges: Iterable[Edges]) -> Dict[Tensor, Set[Use]]:
     """Collect what uses each leaf tensor.
 
     Args:
-        nodes: Nodes of the graph.
+        edges: Nodes of the graph, and the next node for each of their inputs.
 
     Returns:
         Leaves, and which inputs of which nodes they are.
     """
     uses: Dict[Tensor, Set[Use]] = {}
-    for node in nodes:
-        for i, (parent, _) in enumerate(node.next_functions):
+    for node, parents in edges:
+        for i, (parent, _) in enumerate(parents):
             if parent is not None and is_leaf(parent):
                 uses.setdefault(parent.variable, set()).add((node, i))
     return uses
@@ -204,13 +220,12 @@ class Inspection:
             roots: Where the backward pass begins.
         """
         self._roots = roots
-        nodes = list(walk(roots))
+        self._edges = list(walk_edges(roots))
         self.calls: Dict[Call, List[Node]] = {}
-        for node in nodes:
-            for entry in calls_at(node):
+        for node, parents in self._edges:
+            for entry in calls_at(node) if parents else ():  # none at leaves
                 self.calls.setdefault(entry.call, []).append(node)
-        self.reached = leaf_uses(nodes)
-        self._nodes = nodes
+        self.reached = leaf_uses(self._edges)
 
     def uses_outside(self) -> Tuple[List[Parameter], List[Parameter]]:
         """Find parameters that are used outside of their modules' calls.
@@ -222,7 +237,7 @@ class Inspection:
         inside: Dict[Parameter, Set[Use]] = {}
         for call, nodes in self.calls.items():
             if not call.released and self._may_be_used_outside(call):
-                uses = leaf_uses(walk(nodes, stops=call.input_nodes()))
+                uses = leaf_uses(walk_edges(nodes, stops=call.input_nodes()))
                 for param in call.parameters.values():
                     inside.setdefault(param, set()).update(uses.get(param, ()))
         outside = {
@@ -277,7 +292,7 @@ class Inspection:
         Returns:
             What it is called, ``None`` if there is none.
         """
-        for node in self._nodes:
+        for node, _ in self._edges:
             if "BatchNorm" not in type(node).__name__:
                 continue
             shape = node._input_metadata[0].shape

@@ -3,15 +3,16 @@
 First-order extensions form the individual gradients of layers whose weight many
 positions share. To add these up on the way costs less than what autograd does for the
 same result: multiply all inputs with all cotangents once more. The backward pass is
-therefore run without these parameters, and their gradient is handed to autograd in
-their layer's turn. It arrives in ``.grad`` as ever, but for rounding.
+therefore run without these parameters, and their gradient is handed to autograd
+afterwards. It arrives in ``.grad`` as ever, but for rounding.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Set
+from typing import TYPE_CHECKING, Dict, Set
 
 import torch
+from torch import Tensor
 from torch.nn import Conv1d, Conv2d, Conv3d, Linear, Parameter
 
 from backpack.core.reductions import accumulator_dtype
@@ -20,7 +21,6 @@ from backpack.extensions.layers import find_row
 
 if TYPE_CHECKING:
     from backpack.context import State
-    from backpack.extensions.turn import Turn
     from backpack.graph import Inspection
 
 
@@ -73,14 +73,12 @@ def _is_plain(param: Parameter) -> bool:
     return not hooked and accumulator_dtype(param.dtype) == param.dtype
 
 
-def hand_over(turn: Turn, left_out: Set[Parameter]) -> None:
+def hand_over(gradients: Dict[Parameter, Tensor]) -> None:
     """Hand the gradients that autograd leaves out to it, now that they are known.
 
     Args:
-        turn: The turn of the parameters' call, in which extensions have run.
-        left_out: Parameters that the backward pass leaves out.
+        gradients: The gradients, which are forgotten.
     """
-    found = {n: p for n, p in turn.call.parameters.items() if p in left_out}
-    if found:
-        gradients = [turn.gradients(n).total().to(p.dtype) for n, p in found.items()]
-        torch.autograd.backward(list(found.values()), gradients)
+    if gradients:
+        torch.autograd.backward(list(gradients), list(gradients.values()))
+        gradients.clear()

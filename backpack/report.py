@@ -122,5 +122,7 @@ class Report:
 
 def _parameters(root: Module) -> List[Parameter]:
     """List all parameters; much faster than ``parameters``, which drops duplicates."""
-    owners = (module._parameters for module in root.modules())
-    return [x for owner in owners for x in owner.values() if x is not None]
+    modules = [root]
+    for module in modules:  # which grows meanwhile
+        modules.extend(x for x in module._modules.values() if x is not None)
+    return [x for m in modules for x in m._parameters.values() if x is not None]

@@ -20,7 +20,7 @@ from backpack.core.derivatives.embedding import EmbeddingDerivatives
 from backpack.core.derivatives.generic import generic_product, tensor_outputs
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.reductions import Dense, Outer, PerSample, Rows, Summed, merge_all
-from backpack.extensions.layers import find_rule
+from backpack.extensions.layers import find_row
 from backpack.extensions.secondorder.hbp.factors import output_factor
 
 CHUNKS = [1, 40, 2**20]
@@ -57,9 +57,9 @@ class LayerCall(NamedTuple):
         Returns:
             The products.
         """
-        rule = find_rule(self.layer, name)
+        rule = find_row(self.layer)
         arguments = [*self.args, *self.kwargs.values()]
-        assert rule.accepts(self.layer, arguments)
+        assert rule.covers(self.layer, name) and rule.accepts(self.layer, arguments)
         mats = mats if rule.several_outputs else mats[0]
         return rule.derivatives.product(name, self.layer, arguments, mats)
 
@@ -98,7 +98,8 @@ def fast_calls(case: Case) -> Iterator[Tuple[str, LayerCall]]:
         model(*X)
     for call in calls:
         for name, _ in call.layer.named_parameters(recurse=False):
-            if find_rule(call.layer, name) is not None:
+            row = find_row(call.layer)
+            if row is not None and row.covers(call.layer, name):
                 yield name, call
 
 
@@ -371,7 +372,7 @@ def test_merged_orientations():
 
     def parts() -> List[PerSample]:
         return [
-            find_rule(layer, "weight").derivatives.product("weight", layer, [x], mat)
+            find_row(layer).derivatives.product("weight", layer, [x], mat)
             for layer, mat in zip(layers, mats)
         ]
 
@@ -394,7 +395,7 @@ def test_merged_groups():
 
     def parts() -> List[PerSample]:
         return [
-            find_rule(layer, "weight").derivatives.product("weight", layer, [x], mat)
+            find_row(layer).derivatives.product("weight", layer, [x], mat)
             for layer, x, mat in zip(layers, inputs, mats)
         ]
 

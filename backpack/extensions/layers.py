@@ -329,21 +329,6 @@ def works_in_place(module: Module) -> bool:
     return in_place and type(module) in READ_FROM_OUTPUT
 
 
-def find_rule(module: Module, name: str) -> Optional[Row]:
-    """Look up the fast rule for a parameter.
-
-    Args:
-        module: The layer.
-        name: Name of the parameter in the layer.
-
-    Returns:
-        The layer's row, or ``None`` if the generic rule must do: the layer or the
-        parameter (a parametrization's, say) is not in the table.
-    """
-    row = find_row(module)
-    return row if row is not None and row.covers(module, name) else None
-
-
 def find_loss(module: Module) -> Row:
     """Look up a loss.
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from backpack.core.derivatives.dropout import MASK
 from backpack.core.derivatives.generic import generic_products
 from backpack.core.reductions import PerSample
-from backpack.extensions.layers import Row, find_rule, works_in_place
+from backpack.extensions.layers import GENERIC, Row, find_row, works_in_place
 from backpack.graph import Entry, producing_calls, targets_below
 
 if TYPE_CHECKING:
@@ -125,6 +125,7 @@ class Products(Mapping):
             names: Names of the parameters in the call's module.
         """
         self._call, self._cotangents, self._names = call, cotangents, names
+        self._row: Optional[Row] = None
         self._formed: Dict[str, PerSample] = {}
         self._in_type: Dict[torch.dtype, Tuple[List[Any], Cotangents]] = {}
         self._shared: Dict[Any, Tuple[Tensor, Tensor]] = {}
@@ -186,10 +187,12 @@ class Products(Mapping):
         return self._in_type[dtype]
 
     def _rule(self, name: str) -> Optional[Row]:
-        rule = find_rule(self._call.module, name)
-        if rule is None or not rule.accepts(self._call.module, self._call.arguments):
-            return None
-        return rule
+        module = self._call.module
+        if self._row is None:
+            row = find_row(module)
+            known = row is not None and row.accepts(module, self._call.arguments)
+            self._row = row if known else GENERIC
+        return self._row if self._row.covers(module, name) else None
 
 
 class Turn:
@@ -221,9 +224,7 @@ class Turn:
         self.g_out = g_out
         self._entries = entries
         self._parameters = backward_pass.parameters(call)
-        self._own = self.products(
-            [None if g is None else g.unsqueeze(0) for g in g_out]
-        )
+        self._own: Optional[Products] = None
         self._gradients: Dict[str, PerSample] = {}
         self._by_source: Dict[Source, Products] = {}
         self._producers: Optional[Dict[int, Call]] = None
@@ -332,6 +333,9 @@ class Turn:
         Returns:
             The contributions, with V = 1.
         """
+        if self._own is None:
+            columns = [None if g is None else g.unsqueeze(0) for g in self.g_out]
+            self._own = self.products(columns)
         return self._own[name]
 
     def loss_scale(self) -> Tensor:

@@ -1,6 +1,7 @@
 """Derivatives of convolutions with one to three spatial axes."""
 
 from contextlib import AbstractContextManager
+from math import prod
 from typing import Callable, Optional, Sequence, Tuple, Union
 
 import torch
@@ -250,18 +251,18 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
             The products.
         """
         x, g = inputs[0], module.groups
+        v, n, channels, *out_size = cotangents.shape
         if name == "bias":
             b = cotangents.flatten(start_dim=3).mT
             return Summed(b, module.bias.shape, g, sums_positions=True)
 
         def unfolded() -> Tensor:
-            out_size = cotangents.shape[3:]
             unfolded = self._unfold(module, x, out_size)
             return rearrange(unfolded, "n (g d) t -> n g t d", g=g)
 
         return Outer(
             unfolded,
-            cotangents.flatten(3).unflatten(2, (g, -1)).mT,
+            cotangents.reshape(v, n, g, channels // g, prod(out_size)).mT,
             module.weight.shape,
             self._fold(module),
             self._direct(module, x, cotangents),
@@ -279,7 +280,7 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
         )
 
     def _unfold(
-        self, module: ConvNd, x: Tensor, out_size: Optional[torch.Size]
+        self, module: ConvNd, x: Tensor, out_size: Optional[Sequence[int]]
     ) -> Tensor:
         return unfold_by_conv(x, module)
 

@@ -145,10 +145,11 @@ class PullBack:
             Columns ``[V, *out]`` at each output of the calls.
         """
         edges = [GradientEdge(t.node, t.entry.output_nr) for t in targets]
+        stacks = [_Stack(len(columns)) for _ in targets]
         self._state.pulling = True
         try:
-            pulled = [
-                torch.autograd.grad(
+            for column in columns.unbind():
+                pulled = torch.autograd.grad(
                     edge,
                     edges,
                     column,
@@ -156,16 +157,15 @@ class PullBack:
                     create_graph=torch.is_grad_enabled(),
                     allow_unused=True,
                 )
-                for column in columns.unbind()
-            ]
+                for stack, target, part in zip(stacks, targets, pulled):
+                    stack.put(target.entry.in_shape(part))
         finally:
             self._state.pulling = False
         result: Dict[Call, Cotangents] = {}
-        for i, target in enumerate(targets):
+        for stack, target in zip(stacks, targets):
             call = target.entry.call
             outputs = result.setdefault(call, [None] * call.num_outputs)
-            columns = [target.entry.in_shape(column[i]) for column in pulled]
-            outputs[target.entry.index] = _stack(columns)
+            outputs[target.entry.index] = stack.columns()
         return result
 
     def value(self, ext: ColumnExtension, turn: Turn, name: str) -> Any:
@@ -217,18 +217,40 @@ def _add(totals: Dict, key: Tuple, part: Any, combine: Any) -> None:
     totals[key] = combine(totals[key], part) if key in totals else part
 
 
-def _stack(columns: List[Optional[Tensor]]) -> Optional[Tensor]:
-    """Stack columns, of which those that autograd found no path for are zero."""
-    known = [column for column in columns if column is not None]
-    if not known:
-        return None
-    if len(columns) == 1:
-        return known[0].unsqueeze(0)
-    columns = [torch.zeros_like(known[0]) if c is None else c for c in columns]
-    if torch.is_grad_enabled():
-        return torch.stack(columns)
-    shape = (len(columns), *known[0].shape)
-    return torch.stack(columns, out=huge_empty(shape, known[0].dtype, known[0].device))
+class _Stack:
+    """Columns at one output, as they come.
+
+    Each is copied while it is in the processor's caches, and its memory is free for the
+    next one. Those that autograd found no path for are zero.
+    """
+
+    def __init__(self, size: int):
+        self._copies = size > 1 and not torch.is_grad_enabled()
+        self._parts: List[Optional[Tensor]] = [None] * size
+        self._out: Optional[Tensor] = None
+        self._position = 0
+
+    def put(self, column: Optional[Tensor]) -> None:
+        """Put the next column."""
+        position, self._position = self._position, self._position + 1
+        if column is not None and self._copies:
+            if self._out is None:
+                shape = (len(self._parts), *column.shape)
+                self._out = huge_empty(shape, column.dtype, column.device)
+            column = self._out[position].copy_(column)
+        self._parts[position] = column
+
+    def columns(self) -> Optional[Tensor]:
+        """Return all columns ``[V, *]``, ``None`` if there is no path at all."""
+        known = next((x for x in self._parts if x is not None), None)
+        if known is None:
+            return None
+        for position, part in enumerate(self._parts):
+            if part is None and self._copies:
+                self._out[position].zero_()
+            elif part is None:
+                self._parts[position] = torch.zeros_like(known)
+        return torch.stack(self._parts) if self._out is None else self._out
 
 
 def append_columns(call: Call, sources: Set[Source], columns: Cotangents) -> None:

@@ -567,9 +567,21 @@ class Summed(Dense):
             groups: Number of groups that p consists of. Default: 1.
             sums_positions: See :class:`Outer`. Default: ``False``.
         """
-        super().__init__(sum_axis(b, 2), shape)
         self.b, self.groups, self.sums_positions = b, groups, sums_positions
-        self.positions = b.shape[2]
+        self.num_columns, self.batch_size, self.positions = b.shape[:3]
+        self.shape = shape
+        self._products: Optional[Tensor] = None
+
+    @property
+    def products(self) -> Tensor:
+        """The products themselves; formed when first asked for."""
+        if self._products is None:
+            self._products = sum_axis(self.b, 2)
+        return self._products
+
+    @property
+    def _cotangents(self) -> Tensor:
+        return self.b
 
     def merge(self, other: PerSample) -> PerSample:  # noqa: D102
         alike = isinstance(other, Summed) and self.batch_size == other.batch_size

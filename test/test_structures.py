@@ -270,6 +270,40 @@ class OddNames(Module):
         return self.last((self.output(x) * self.input0).tanh())
 
 
+class Lazy(torch.autograd.Function):
+    """The identity, which has no gradient rather than one of zeros."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        """Copy the input."""
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> Optional[Tensor]:
+        """Pass the gradient on if there is one."""
+        return g.clone() if g.any() else None
+
+
+class LazyBranch(Module):
+    """A branch to which some columns have no path."""
+
+    def __init__(self):
+        """Create the layers."""
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 2), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply both layers.
+
+        Args:
+            x: Input.
+
+        Returns:
+            Prediction.
+        """
+        return torch.cat([self.right(x), Lazy.apply(self.left(x))], 1)
+
+
 class UnusedParts(Module):
     """A layer that is never called, and one whose output plays no part."""
 
@@ -388,6 +422,7 @@ STRUCTURES = [
     ),
     structure("odd_names", OddNames, randn(N, 4)),
     structure("two_outputs", TwoOutputs, randn(N, 3, 2)),
+    structure("lazy_branch", LazyBranch, randn(N, 4), like),
     structure("in_place", in_place, randn(N, 2, 4), like),
     structure("frozen", frozen, randn(N, 4)),
     structure("frozen_trunk", frozen_trunk, randn(N, 4)),
@@ -469,20 +504,22 @@ def build(case: Case) -> Problem:
     return case._replace(model=lambda: Run(case.id, case.model())).build()
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph:UserWarning")
 @pytest.mark.parametrize("case", STRUCTURES, ids=lambda case: case.id)
-@pytest.mark.parametrize("extended", ["all", "children"])
+@pytest.mark.parametrize("extended", ["all", "children", "graph"])
 def test_structure(case: Case, extended: str):
-    """All quantities of all structures, whether or not the outermost is extended."""
+    """All quantities, whether or not the outermost is extended, and a graph built."""
     model, loss, X, y = build(case)
     extend(loss)
-    for module in [model] if extended == "all" else model.model.children():
+    for module in model.model.children() if extended == "children" else [model]:
         extend(module)
     reached = None
     if case.id == "odd_names" and extended == "children":
         reached = [n for n in parameters(model) if not n.endswith("input0")]
     with backpack(*make(list(QUANTITIES))):
-        loss(model(*X), *y).backward()
+        loss(model(*X), *y).backward(create_graph=extended == "graph")
     check(model, build(case), only=reached)
+    model.zero_grad()  # whose graph owns the model's parameters
 
 
 def test_unused_parts():

@@ -236,8 +236,8 @@ def test_input_gram(
     mats = call.cotangents(1)
     monkeypatch.setattr(reductions, "UNFOLDED_ELEMENTS", unfolded_elements)
     if strips:
-        monkeypatch.setattr(reductions, "MIN_ROWS", 1)
-        monkeypatch.setattr(reductions, "MIN_SUMMANDS", 1)
+        for size in ("MIN_ROWS", "MIN_SUMMANDS", "LANES"):
+            monkeypatch.setattr(reductions, size, 1)
     a = call.fast(name, mats).a
     expected = 0.5 * torch.einsum("ngti,ngtj->gij", a, a)
     for grad_enabled in (False, True):

@@ -852,7 +852,10 @@ def outer_products(b: Tensor, a: Tensor) -> Tensor:
 
 # A symmetric product is formed in this many strips, if it has this many rows, and this
 # many numbers are added up for each element.
-STRIPS, MIN_ROWS, MIN_SUMMANDS = 4, 256, 256
+STRIPS, MIN_ROWS, MIN_SUMMANDS = 6, 256, 256
+
+# Matrix products are fastest if their sizes are multiples of it.
+LANES = 16
 
 
 def gram(rows: Tensor) -> Tensor:
@@ -870,7 +873,7 @@ def gram(rows: Tensor) -> Tensor:
     if size < MIN_ROWS or summands < MIN_SUMMANDS or torch.is_grad_enabled():
         return bmm(rows, rows.mT)
     out = rows.new_empty(len(rows), size, size)
-    step = -(-size // STRIPS)
+    step = -(-size // (STRIPS * LANES)) * LANES
     for start in range(0, size, step):
         end = min(start + step, size)
         strip = bmm(rows[:, start:], rows[:, start:end].mT)

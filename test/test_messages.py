@@ -102,6 +102,13 @@ def mlp(*between: Module) -> Module:
     return Sequential(nn.Linear(3, 3), *between, nn.Linear(3, 3))
 
 
+def not_twice() -> None:
+    """Multiply with the Hessian of a layer that can't be differentiated twice."""
+    model = Sequential(nn.EmbeddingBag(4, 3), nn.Tanh())
+    run(model, HMP(), x=torch.tensor([[0, 1], [2, 2], [3, 1], [0, 0]]))
+    model[0].weight.hmp(torch.rand(4, 3))
+
+
 class Layers(Module):
     """Three layers, and a function of them."""
 
@@ -590,6 +597,13 @@ WALKS: Dict[str, Row] = {
         "DiagHessian.*NoisyScale",
         "gave another output",
         "register a module extension",
+    ),
+    "not-twice": Row(
+        not_twice,
+        NotImplementedError,
+        r"EmbeddingBag\(4, 3.*weight",
+        "second derivative that PyTorch does not have",
+        "Embedding and a sum for EmbeddingBag",
     ),
     "branches": Row(
         lambda: run(

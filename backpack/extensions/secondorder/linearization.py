@@ -53,6 +53,11 @@ SEVERAL_OUTPUTS = (
     "{ext}: more than one output of {module} is used, and this extension goes back "
     "through the first one only. Use the first one only."
 )
+NOT_TWICE = (
+    "{module}: products with a curvature matrix of '{name}' take a second "
+    "derivative that PyTorch does not have: {error} Use a layer that has one "
+    "(Embedding and a sum for EmbeddingBag), or freeze the parameter."
+)
 NOT_REPEATABLE = (
     "{ext} differentiates the forward pass of {module}, for which there is no rule, by "
     "repeating it, but the repetition gave another output: it is random, modifies its "
@@ -461,13 +466,20 @@ class ParameterLinearization:
 
         Returns:
             Columns ``[V, N, *out]``.
+
+        Raises:
+            NotImplementedError: If PyTorch can't differentiate the module twice.
         """
         if self._by_rule:
             return self.derivatives.param_jac_mat_prod(
                 self.name, self.module, (), self.g_out, columns
             )
         param, y = self._evaluate()
-        return torch.stack([R_op(y, param, v)[0] for v in columns])
+        try:
+            return torch.stack([R_op(y, param, v)[0] for v in columns])
+        except NotImplementedError as error:
+            text = NOT_TWICE.format(module=self.module, name=self.name, error=error)
+            raise NotImplementedError(text) from error
 
     def jac_t(self, columns: Tensor) -> Tensor:
         """Multiply with the transposed Jacobian, and sum over samples.

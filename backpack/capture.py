@@ -196,11 +196,11 @@ class Call:
         module = self.module
         clear_stored(module)
         attributes, stored = module.__dict__, []
-        values = (self.outputs[0] if self.outputs else None, *self.arguments)
+        inputs = self.arguments if raw else [_map(_detach, x) for x in self.arguments]
+        values = (self.outputs[0] if self.outputs else None, *inputs)
         for name, value in zip(_names(len(values)), values):
             if not _has_own(module, name):
-                keep = raw or name == "output"
-                attributes[name] = value if keep else _map(_detach, value)
+                attributes[name] = value
                 stored.append(name)
         attributes[_STORED] = stored
 
@@ -287,9 +287,7 @@ def _is_among(edge: Optional[GradientEdge], others: List) -> bool:
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:
     """Apply a function to the tensors in a value; quick where it is no container."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or isinstance(value, (Tensor, bool, int, float, str)):
         return function(value)
     if isinstance(value, tuple) and all(isinstance(x, Tensor) for x in value):
         return tuple(map(function, value))
@@ -410,7 +408,7 @@ def leave_call(
     Returns:
         A replacement for outputs that are leaves of the graph, else ``None``.
     """
-    frame = _pop_frame(module) if _THREAD.frames else None
+    frame = _pop_frame(module)
     if output is None or steps_aside():
         return None
     # a function mode, like that of our context, would see each look at a tensor

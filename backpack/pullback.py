@@ -225,32 +225,33 @@ class _Stack:
     """
 
     def __init__(self, size: int):
-        self._copies = size > 1 and not torch.is_grad_enabled()
-        self._parts: List[Optional[Tensor]] = [None] * size
+        self._size = size
+        self._parts: List[Optional[Tensor]] = []
         self._out: Optional[Tensor] = None
-        self._position = 0
 
     def put(self, column: Optional[Tensor]) -> None:
         """Put the next column."""
-        position, self._position = self._position, self._position + 1
-        if column is not None and self._copies:
+        if column is not None and self._size > 1 and not torch.is_grad_enabled():
             if self._out is None:
-                shape = (len(self._parts), *column.shape)
+                shape = (self._size, *column.shape)
                 self._out = huge_empty(shape, column.dtype, column.device)
-            column = self._out[position].copy_(column)
-        self._parts[position] = column
+            column = self._out[len(self._parts)].copy_(column)
+        self._parts.append(column)
 
     def columns(self) -> Optional[Tensor]:
         """Return all columns ``[V, *]``, ``None`` if there is no path at all."""
         known = next((x for x in self._parts if x is not None), None)
         if known is None:
             return None
-        for position, part in enumerate(self._parts):
-            if part is None and self._copies:
-                self._out[position].zero_()
-            elif part is None:
-                self._parts[position] = torch.zeros_like(known)
-        return torch.stack(self._parts) if self._out is None else self._out
+        if self._size == 1:
+            return known.unsqueeze(0)
+        if self._out is None:
+            zero = torch.zeros_like(known)
+            return torch.stack([zero if x is None else x for x in self._parts])
+        for row, part in zip(self._out, self._parts):
+            if part is None:
+                row.zero_()
+        return self._out
 
 
 def append_columns(call: Call, sources: Set[Source], columns: Cotangents) -> None:

@@ -122,7 +122,9 @@ class Report:
 
 def _parameters(root: Module) -> List[Parameter]:
     """List all parameters; much faster than ``parameters``, which drops duplicates."""
-    modules = [root]
+    modules, seen = [root], {None, root}
     for module in modules:  # which grows meanwhile
-        modules.extend(x for x in module._modules.values() if x is not None)
+        new = [child for child in module._modules.values() if child not in seen]
+        seen.update(new)
+        modules.extend(new)
     return [x for m in modules for x in m._parameters.values() if x is not None]

@@ -20,6 +20,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 from networks import PROBLEMS, Problem
+from worker import LONG
 
 HERE = Path(__file__).resolve().parent
 
@@ -316,8 +317,8 @@ fast as, or as little memory as, a forward and a backward pass without any quant
   median over rounds of the ratio: up to {rounds} rounds, fewer where a quantity takes
   long, never fewer than {min_rounds}. The C library's memory thresholds are fixed at
   the values that they grow to by themselves (32 and 64 MiB), for all packages. What
-  takes less than 10 seconds runs once before a round, so that what other processes
-  did in between does not count.
+  takes less than {long:g} seconds runs once before a round, so that what other
+  processes did in between does not count.
 - **Memory**: the peak of what exists beyond parameters and data during the pass, from
   each allocation and release (PyTorch's profiler on a CPU, its own counter on a GPU).
 - `HMP`, `GGNMP` and `PCHMP` include a product with one vector per parameter. Quantities
@@ -366,6 +367,7 @@ def report(
         setting=f"Here: {machine}, PyTorch {torch.__version__}.",
         rounds=args.rounds,
         min_rounds=args.min_rounds,
+        long=LONG,
         excluded="\n".join(excluded),
     )
 

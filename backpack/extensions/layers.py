@@ -6,7 +6,17 @@ layer needs besides its derivatives.
 
 from __future__ import annotations
 
-from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Type
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Dict,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    Type,
+)
 
 from torch import Tensor, nn
 from torch.nn import Module
@@ -75,6 +85,9 @@ from backpack.custom_module.pad import Pad
 from backpack.custom_module.permute import Permute
 from backpack.custom_module.scale_module import ScaleModule
 from backpack.custom_module.slicing import Slicing
+
+if TYPE_CHECKING:
+    from backpack.capture import Call
 
 WEIGHT = ("weight",)
 WEIGHT_BIAS = ("weight", "bias")
@@ -314,6 +327,23 @@ def find_row(module: Module) -> Optional[Row]:
             own = type(module).forward is cls.forward and "forward" not in vars(module)
             return row if own else None
     return None
+
+
+def find_row_or_generic(call: Call) -> Row:
+    """Look up the rule for a call.
+
+    Args:
+        call: The call.
+
+    Returns:
+        The row of its module, or the generic one if that does not cover the call.
+    """
+    row = find_row(call.module)
+    if row is None or (
+        row.params != () and not row.accepts(call.module, call.arguments)
+    ):
+        return GENERIC
+    return row
 
 
 def works_in_place(module: Module) -> bool:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from backpack.core.derivatives.dropout import MASK
 from backpack.core.derivatives.generic import generic_products
 from backpack.core.reductions import PerSample
-from backpack.extensions.layers import GENERIC, Row, find_row, works_in_place
+from backpack.extensions.layers import Row, find_row_or_generic, works_in_place
 from backpack.graph import Entry, producing_calls, targets_below
 
 if TYPE_CHECKING:
@@ -104,9 +104,8 @@ def loss_scale(module: Module, factor: Tensor) -> Tensor:
 
 def _as_type(value: Any, dtype: torch.dtype) -> Any:
     """Convert floating-point tensors; leave everything else as it is."""
-    if not isinstance(value, Tensor) or value.dtype == dtype:
-        return value
-    return value.to(dtype) if value.is_floating_point() else value
+    differs = isinstance(value, Tensor) and value.dtype != dtype
+    return value.to(dtype) if differs and value.is_floating_point() else value
 
 
 class Products(Mapping):
@@ -187,12 +186,9 @@ class Products(Mapping):
         return self._in_type[dtype]
 
     def _rule(self, name: str) -> Optional[Row]:
-        module = self._call.module
         if self._row is None:
-            row = find_row(module)
-            known = row is not None and row.accepts(module, self._call.arguments)
-            self._row = row if known else GENERIC
-        return self._row if self._row.covers(module, name) else None
+            self._row = find_row_or_generic(self._call)
+        return self._row if self._row.covers(self._call.module, name) else None
 
 
 class Turn:

@@ -40,7 +40,7 @@ class ConvTransposeNDDerivatives(ConvNDDerivatives):
         return _output_padding(module, module.input0.shape[2:], module.output.shape[2:])
 
     def _unfold(
-        self, module: ConvTransposeNd, x: Tensor, out_size: Optional[torch.Size]
+        self, module: ConvTransposeNd, x: Tensor, out_size: Optional[Sequence[int]]
     ) -> Tensor:
         return unfold_by_conv_transpose(x, module, out_size)
 

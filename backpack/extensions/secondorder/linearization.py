@@ -30,7 +30,7 @@ from backpack.core.derivatives.generic import (
     input_batch_axis,
 )
 from backpack.core.derivatives.sum_module import SumModuleDerivatives
-from backpack.extensions.layers import GENERIC, Row, find_row, works_in_place
+from backpack.extensions.layers import GENERIC, find_row_or_generic, works_in_place
 from backpack.extensions.turn import NOT_A_CHAIN, current_turn
 from backpack.hessianfree.rop import R_op
 from backpack.utils.disable import disable
@@ -142,23 +142,6 @@ def skips(turn: Turn, extension: BackpropExtension) -> bool:
     call.check_unchanged()
     waits = extension.saved_quantities.retrieve_quantity(id(call), delete_old=False)
     return waits is None and not parameters
-
-
-def find_row_or_generic(call: Call) -> Row:
-    """Look up the rule for a call.
-
-    Args:
-        call: The call.
-
-    Returns:
-        The row of its module, or the generic one if that does not cover the call.
-    """
-    row = find_row(call.module)
-    if row is None or (
-        row.params != () and not row.accepts(call.module, call.arguments)
-    ):
-        return GENERIC
-    return row
 
 
 def check_batch_first(turn: Turn, extension: BackpropExtension) -> None:

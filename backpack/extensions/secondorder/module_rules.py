@@ -10,14 +10,18 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack.core.derivatives.nll_base import LossDerivatives
-from backpack.extensions.layers import GENERIC, built_in, find_loss
+from backpack.extensions.layers import (
+    GENERIC,
+    built_in,
+    find_loss,
+    find_row_or_generic,
+)
 from backpack.extensions.mat_to_mat_jac_base import ParameterRule
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 from backpack.extensions.secondorder.linearization import (
     Linearization,
     check_batch_first,
-    find_row_or_generic,
     freeze_call,
     linearize,
     linearize_here,

@@ -117,7 +117,7 @@ def _weight_gradient(
     _, weight_gradient, _ = torch.ops.aten.convolution_backward(
         gradient,
         x,
-        x.new_empty(1).expand(shape),
+        x.new_empty(shape),  # not read; if it had gaps, it would be copied
         None,
         geometry["stride"],
         geometry["padding"],
@@ -209,7 +209,7 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
         shape = (len(columns), *module.input0.shape[1:])
         products, _, _ = torch.ops.aten.convolution_backward(
             columns,
-            columns.new_empty(1).expand(shape),
+            columns.new_empty(shape),
             module.weight,
             None,
             module.stride,

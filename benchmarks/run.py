@@ -104,15 +104,16 @@ class Result(NamedTuple):
 class Connection:
     """A worker process, started when it is needed and again after it was lost."""
 
-    def __init__(self, contender: Contender, patience: float):
+    def __init__(self, contender: Contender, args: Namespace):
         """Remember whom to start.
 
         Args:
             contender: Whose worker this is.
-            patience: Seconds to wait for an answer before giving up.
+            args: The command line.
         """
         self.contender = contender
-        self.patience = patience
+        self.patience = args.patience
+        self.environment = {**os.environ, **({} if args.malloc_defaults else MALLOC)}
         self.process: Optional[subprocess.Popen] = None
         self.log = tempfile.TemporaryFile(mode="w+")
 
@@ -132,7 +133,7 @@ class Connection:
                 stdout=subprocess.PIPE,
                 stderr=self.log,
                 text=True,
-                env={**os.environ, **MALLOC},
+                env=self.environment,
             )
         try:
             print(json.dumps(order), file=self.process.stdin, flush=True)
@@ -315,10 +316,9 @@ fast as, or as little memory as, a forward and a backward pass without any quant
 - **Time**: in each round, each package times a gradient and then its quantity, both
   with forward and backward pass; the rounds go around the packages. The number is the
   median over rounds of the ratio: up to {rounds} rounds, fewer where a quantity takes
-  long, never fewer than {min_rounds}. The C library's memory thresholds are fixed at
-  the values that they grow to by themselves (32 and 64 MiB), for all packages. What
-  takes less than {long:g} seconds runs once before a round, so that what other
-  processes did in between does not count.
+  long, never fewer than {min_rounds}. {malloc}, for all
+  packages. What takes less than {long:g} seconds runs once before a round, so that what
+  other processes did in between does not count.
 - **Memory**: the peak of what exists beyond parameters and data during the pass, from
   each allocation and release (PyTorch's profiler on a CPU, its own counter on a GPU).
 - `HMP`, `GGNMP` and `PCHMP` include a product with one vector per parameter. Quantities
@@ -368,6 +368,12 @@ def report(
         rounds=args.rounds,
         min_rounds=args.min_rounds,
         long=LONG,
+        malloc=(
+            "The C library's memory thresholds are its defaults"
+            if args.malloc_defaults
+            else "The C library's memory thresholds are fixed at\n"
+            "  the values that they grow to by themselves (32 and 64 MiB)"
+        ),
         excluded="\n".join(excluded),
     )
 
@@ -468,6 +474,11 @@ def parse_arguments() -> Namespace:
     add("--seconds", type=float, default=10, help="per quantity and package")
     add("--patience", type=float, default=300, help="seconds to wait for one run")
     add("--threads", type=int, default=1)
+    add(
+        "--malloc-defaults",
+        action="store_true",
+        help="let the C library give memory back to the system as it does by default",
+    )
     add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--output", type=Path, default=HERE, help="folder for the page and the chart")
     return parser.parse_args()
@@ -483,7 +494,7 @@ def main() -> None:
             Contender("Opacus", "opacus", args.peers, "#e0a030"),
         ]
     contenders.append(Contender("torch.func", "torch.func", sys.executable, "#6aa56a"))
-    connections = [Connection(contender, args.patience) for contender in contenders]
+    connections = [Connection(contender, args) for contender in contenders]
 
     results: Results = {}
     missing = set()

@@ -22,8 +22,8 @@ from backpack.extensions.turn import current_turn
 from backpack.utils.disable import disable
 
 PARAMETER_RESIDUAL = (
-    "{ext}: {module} is not linear in its parameter '{name}', and the positive-"
-    "curvature Hessian is defined for layers that are. Use HMP or GGNMP."
+    "{ext}: {module} is not known to be linear in its parameter '{name}', and the "
+    "positive-curvature Hessian is defined for layers that are. Use HMP or GGNMP."
 )
 
 

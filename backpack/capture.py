@@ -13,7 +13,7 @@ import threading
 import weakref
 from functools import lru_cache, partial
 from itertools import chain
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor
@@ -104,15 +104,15 @@ class Call:
         self._module = weakref.ref(module)
         self.parameters = parameters
         self.arguments = _bind(module, args, kwargs)
-        self.input_edges = list(map(_edge, self.arguments))
-        self.passes_on = [_is_among(edge, output_edges) for edge in self.input_edges]
+        edges = self.input_edges = list(map(_edge, self.arguments))
+        self.passes_on = [edge is not None and edge in output_edges for edge in edges]
         if True in self.passes_on:
             # Its own output, which this call must not own: the module returned an
             # input as it is, or modified it in place.
             pairs = list(zip(self.input_edges, self.passes_on))
             self.edges_before = [_edges_before(e) if same else [] for e, same in pairs]
             self.input_edges = [None if same else edge for edge, same in pairs]
-            args, kwargs = _map(_detach, args), _map(_detach, kwargs)
+            args, kwargs = _detach(args), _detach(kwargs)
             self.arguments = _bind(module, args, kwargs)
         self.args, self.kwargs = args, kwargs
         self.versions = list(map(_version, self.arguments))
@@ -196,7 +196,7 @@ class Call:
         module = self.module
         clear_stored(module)
         attributes, stored = module.__dict__, []
-        inputs = self.arguments if raw else [_map(_detach, x) for x in self.arguments]
+        inputs = self.arguments if raw else map(_detach, self.arguments)
         values = (self.outputs[0] if self.outputs else None, *inputs)
         for name, value in zip(_names(len(values)), values):
             if not _has_own(module, name):
@@ -274,24 +274,15 @@ def _version(x: Any) -> Optional[int]:
     return x._version if isinstance(x, Tensor) else None
 
 
-def _detach(x: Any) -> Any:
-    return x.detach() if isinstance(x, Tensor) else x
-
-
-def _is_among(edge: Optional[GradientEdge], others: List) -> bool:
-    if edge is None:
-        return False
-    node, number = edge.node, edge.output_nr
-    return any(o and o.node is node and o.output_nr == number for o in others)
-
-
-def _map(function: Callable[[Any], Any], value: Any) -> Any:
-    """Apply a function to the tensors in a value; quick where it is no container."""
-    if value is None or isinstance(value, (Tensor, bool, int, float, str)):
-        return function(value)
+def _detach(value: Any) -> Any:
+    """Detach the tensors in a value; quick where it is no container."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
     if isinstance(value, tuple) and all(isinstance(x, Tensor) for x in value):
-        return tuple(map(function, value))
-    return tree_map(function, value)
+        return tuple(map(Tensor.detach, value))
+    return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, value)
 
 
 def _bind(module: Module, args: Tuple, kwargs: Dict[str, Any]) -> List[Any]:
@@ -408,7 +399,7 @@ def leave_call(
     Returns:
         A replacement for outputs that are leaves of the graph, else ``None``.
     """
-    frame = _pop_frame(module)
+    frame = _pop_frame(module) if _THREAD.frames else None
     if output is None or steps_aside():
         return None
     # a function mode, like that of our context, would see each look at a tensor
@@ -557,9 +548,10 @@ def _attach(
     call: Call, outputs: List[Tensor], edges: List[Optional[GradientEdge]]
 ) -> None:
     """Attach a call to the nodes that produced its outputs."""
-    if len(outputs) == 1 and _is_view_of_own_result(call, outputs[0]):
+    base = outputs[0]._base if len(outputs) == 1 else None
+    if base is not None and _is_own_result(call, base, outputs[0]):
         # A later in-place operation would take the view's node out of the graph
-        edges = [_edge(outputs[0]._base)]
+        edges = [_edge(base)]
     inner = [(i, e) for i, e in enumerate(edges) if e and not is_leaf(e.node)]
     if not inner:
         if _THREAD.graphless is None:
@@ -583,15 +575,13 @@ def _attach(
             node.register_prehook(partial(_join, entries, nodes))
 
 
-def _is_view_of_own_result(call: Call, output: Tensor) -> bool:
-    """Tell whether a layer returns its result in another shape.
+def _is_own_result(call: Call, base: Tensor, output: Tensor) -> bool:
+    """Tell whether a layer's output is a view of its result, in another shape.
 
     As linear layers do on sequences. Its gradient is then that of the result, reshaped.
     """
-    base = output._base
     return (
-        base is not None
-        and bool(call.parameters)
+        bool(call.parameters)
         and not call.is_composite
         and base.grad_fn is not None
         and base.numel() == output.numel()

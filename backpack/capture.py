@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import Module, Parameter
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from backpack.backward import visit
 from backpack.context import state
@@ -109,7 +109,7 @@ class Call:
         if True in self.passes_on:
             # Its own output, which this call must not own: the module returned an
             # input as it is, or modified it in place.
-            pairs = list(zip(self.input_edges, self.passes_on))
+            pairs = list(zip(edges, self.passes_on))
             self.edges_before = [_edges_before(e) if same else [] for e, same in pairs]
             self.input_edges = [None if same else edge for edge, same in pairs]
             args, kwargs = _detach(args), _detach(kwargs)
@@ -282,7 +282,7 @@ def _detach(value: Any) -> Any:
         return value
     if isinstance(value, tuple) and all(isinstance(x, Tensor) for x in value):
         return tuple(map(Tensor.detach, value))
-    return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, value)
+    return tree_map_only(Tensor, Tensor.detach, value)
 
 
 def _bind(module: Module, args: Tuple, kwargs: Dict[str, Any]) -> List[Any]:

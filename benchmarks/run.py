@@ -316,9 +316,9 @@ fast as, or as little memory as, a forward and a backward pass without any quant
 - **Time**: in each round, each package times a gradient and then its quantity, both
   with forward and backward pass; the rounds go around the packages. The number is the
   median over rounds of the ratio: up to {rounds} rounds, fewer where a quantity takes
-  long, never fewer than {min_rounds}. {malloc}, for all
-  packages. What takes less than {long:g} seconds runs once before a round, so that what
-  other processes did in between does not count.
+  long, never fewer than {min_rounds}. What takes less than {long:g} seconds runs once
+  before a round, so that what other processes did in between does not count.
+- **Memory thresholds** of the C library, for all packages: {malloc}.
 - **Memory**: the peak of what exists beyond parameters and data during the pass, from
   each allocation and release (PyTorch's profiler on a CPU, its own counter on a GPU).
 - `HMP`, `GGNMP` and `PCHMP` include a product with one vector per parameter. Quantities
@@ -369,10 +369,9 @@ def report(
         min_rounds=args.min_rounds,
         long=LONG,
         malloc=(
-            "The C library's memory thresholds are its defaults"
+            "its defaults, which it changes as a program runs"
             if args.malloc_defaults
-            else "The C library's memory thresholds are fixed at\n"
-            "  the values that they grow to by themselves (32 and 64 MiB)"
+            else "fixed at what they grow to by themselves, 32 and 64 MiB"
         ),
         excluded="\n".join(excluded),
     )

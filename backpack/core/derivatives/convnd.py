@@ -209,7 +209,7 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
         shape = (len(columns), *module.input0.shape[1:])
         products, _, _ = torch.ops.aten.convolution_backward(
             columns,
-            columns.new_empty(shape),
+            columns.new_empty(shape),  # not read, either
             module.weight,
             None,
             module.stride,

@@ -26,7 +26,6 @@ from typing import (
     Optional,
     Sequence,
     Tuple,
-    Union,
 )
 
 import torch
@@ -35,9 +34,6 @@ from torch import Tensor
 
 from backpack.utils.matmul import bmm, is_fast, matmul
 from backpack.utils.memory import huge_empty
-
-# Samples to work on: a range of them, or a list
-Index = Union[slice, Sequence[int]]
 
 # Temporary buffers are cut into chunks of at most this many elements. They are then
 # small enough to be recycled by the allocator and to stay in the processor's caches.
@@ -58,6 +54,10 @@ BLOCKED_ELEMENTS = 3 * 2**17
 
 # From this size on, squares are added up slice by slice, in one pass over memory.
 SLICE_ELEMENTS = 2**14
+
+# Products of a single column with this many elements are formed sample by sample: each
+# is still in the processor's caches when it is reduced, and the memory is recycled.
+LARGE_PRODUCT = 2**16
 
 # As many rows are added up number by number.
 SUMMED_ROWS = 64
@@ -106,16 +106,22 @@ def sum_axis(x: Tensor, axis: int) -> Tensor:
     return x.squeeze(axis) if x.shape[axis] == 1 else x.sum(axis)
 
 
-def cut(rows: Tensor) -> Tuple[Tensor, Tensor]:
-    """Cut rows into pieces.
+def cut(rows: Tensor) -> Tuple[Tensor, Optional[Tensor]]:
+    """Cut rows into pieces of at most ``PIECE_ELEMENTS``.
 
     Args:
         rows: Tensor of shape ``[*, D]``.
 
     Returns:
-        Pieces of shape ``[*, K, PIECE_ELEMENTS]``, and what is left over, ``[*, R]``.
+        Pieces of shape ``[*, K, P]``, and what is left over, ``[*, R]``, if D is not
+        divisible by some K that is not much larger than necessary.
     """
-    whole = rows.shape[-1] - rows.shape[-1] % PIECE_ELEMENTS
+    size = rows.shape[-1]
+    least = -(-size // PIECE_ELEMENTS)
+    for number in range(least, 2 * least):
+        if size % number == 0:
+            return rows.unflatten(-1, (number, -1)), None
+    whole = size - size % PIECE_ELEMENTS
     pieces = rows[..., :whole].unflatten(-1, (-1, PIECE_ELEMENTS))
     return pieces, rows[..., whole:]
 
@@ -134,7 +140,8 @@ def sum_of_squares(rows: Tensor, dtype: torch.dtype) -> Tensor:
         return rows.pow(2).sum(-1, dtype=dtype)
     if rows.shape[-1] > PIECE_ELEMENTS:
         pieces, rest = cut(rows)
-        return sum_of_squares(pieces, dtype).sum(-1) + sum_of_squares(rest, dtype)
+        total = sum_of_squares(pieces, dtype).sum(-1)
+        return total if rest is None else total + sum_of_squares(rest, dtype)
     return torch.linalg.vector_norm(rows, dim=-1, dtype=dtype).square()
 
 
@@ -153,8 +160,8 @@ def sum_of_dots(columns: Tensor) -> Tensor:
     if columns.shape[2] <= BLOCKED_ELEMENTS and is_fast(columns[0], columns[0].mT):
         return sum(matmul(rows, rows.mT) for rows in columns)
     pieces, rest = cut(columns)
-    dots = [bmm(rows, rows.mT).sum(0) for rows in pieces.transpose(1, 2)]
-    return sum(dots) + sum_of_dots(rest)
+    dots = sum(bmm(rows, rows.mT).sum(0) for rows in pieces.transpose(1, 2))
+    return dots if rest is None else dots + sum_of_dots(rest)
 
 
 def add_squares(total: Optional[Tensor], rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -189,7 +196,8 @@ def add_rows(total: Optional[Tensor], rows: Tensor) -> Tensor:
     Returns:
         The new total, of shape ``[*]``: no part of the rows' memory.
     """
-    if _is_slice_by_slice(rows):  # products with a vector are faster than sums
+    several = len(rows) > 1
+    if several and _is_slice_by_slice(rows):  # products with a vector beat sums
         total = rows.new_zeros(rows.shape[1:]) if total is None else total
         for some in rows.flatten(start_dim=1).split(SUMMED_ROWS):
             total.view(-1).addmv_(some.mT, some.new_ones(len(some)))
@@ -197,7 +205,7 @@ def add_rows(total: Optional[Tensor], rows: Tensor) -> Tensor:
     part = sum_axis(rows, 0)
     if total is not None:
         return total.add_(part)
-    return part.clone() if len(rows) == 1 else part
+    return part if several else part.clone()
 
 
 class Moments(NamedTuple):
@@ -328,7 +336,7 @@ class PerSample(ABC):
         Returns:
             Products of shape ``[V, N, *p]``.
         """
-        [products] = self._blocks([slice(0, self.batch_size)])
+        [products] = self._adding_up([self.block(slice(0, self.batch_size))])
         return products
 
     def summed(self) -> Tensor:
@@ -349,19 +357,27 @@ class PerSample(ABC):
             self._total = self.summed()[0]
         return self._total
 
-    def _blocks(self, sample_chunks: Iterable[slice]) -> Iterator[Tensor]:
+    def _blocks(self) -> Iterator[Tensor]:
         """Form the products of all samples, chunk by chunk.
-
-        Args:
-            sample_chunks: Slices that cover all samples.
 
         Yields:
             Products of shape ``[V, n, *p]``.
         """
-        total = None
-        for samples in sample_chunks:
-            block = self.block(samples)
-            if self.keeps_total and self._total is None:
+        for samples in self._sample_chunks():
+            yield self.block(samples)
+
+    def _adding_up(self, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Add blocks up on their way, if their sum is asked for.
+
+        Args:
+            blocks: Products of shape ``[V, n, *p]``.
+
+        Yields:
+            The same.
+        """
+        total, adds_up = None, self.keeps_total and self._total is None
+        for block in blocks:
+            if adds_up:
                 total = add_rows(total, block[0])
             yield block
         if total is not None:
@@ -376,8 +392,8 @@ class PerSample(ABC):
         dtype = accumulator_dtype(self.dtype)
         return torch.cat(
             [
-                sum_of_squares(block.flatten(start_dim=2), dtype).sum(0)
-                for block in self._blocks(self._sample_chunks())
+                sum_axis(sum_of_squares(block.flatten(start_dim=2), dtype), 0)
+                for block in self._adding_up(self._blocks())
             ]
         )
 
@@ -408,7 +424,7 @@ class PerSample(ABC):
         if not sum_batch:
             return self._squares_per_sample(dtype)
         total: Optional[Tensor] = None
-        for block in self._blocks(self._sample_chunks()):
+        for block in self._adding_up(self._blocks()):
             total = add_squares(total, block.flatten(0, 1), dtype)
         return total
 
@@ -445,8 +461,8 @@ class PerSample(ABC):
         """
         dtype = accumulator_dtype(self.dtype)
         moments: Optional[Moments] = None
-        for samples in self._sample_chunks():
-            moments = add_moments(moments, self.block(samples)[0].to(dtype))
+        for block in self._blocks():
+            moments = add_moments(moments, block[0].to(dtype))
         if self.keeps_total:
             self._total = moments.mean * self.batch_size
         return moments.deviations / self.batch_size
@@ -617,6 +633,20 @@ def prefers_gram(positions: int, d: int, p: int, adds_up: bool = False) -> bool:
     return positions * (d + p) < d * p
 
 
+class Direct(NamedTuple):
+    """How to form products without unfolding the inputs.
+
+    Attributes:
+        inputs: Inputs of shape ``[N, *]``.
+        cotangents: Cotangents of shape ``[V, N, *]``.
+        form: Maps both, restricted to n samples, to their products ``[V, n, *p]``.
+    """
+
+    inputs: Tensor
+    cotangents: Tensor
+    form: Callable[[Tensor, Tensor], Tensor]
+
+
 class Outer(PerSample):
     """Products that are sums of outer products over shared positions.
 
@@ -639,7 +669,7 @@ class Outer(PerSample):
         b: Tensor,
         shape: torch.Size,
         fold: Optional[Callable[[Tensor], Tensor]] = None,
-        direct: Optional[Callable[[Index], Tensor]] = None,
+        direct: Optional[Direct] = None,
         features: Optional[Callable[[slice], Tensor]] = None,
         rows: Optional[Callable[[slice], Tensor]] = None,
         sums_positions: bool = False,
@@ -651,8 +681,7 @@ class Outer(PerSample):
             b: Cotangents of shape ``[V, N, G, T, p]``.
             shape: The parameter's shape ``[*p]``.
             fold: Maps ``[*, G, p, d]`` to ``[*, *p]``. Default: a plain reshape.
-            direct: A faster way than unfolding to form the products of some samples,
-                ``[V, n, *p]``. Default: ``None``.
+            direct: A faster way than unfolding to form products. Default: ``None``.
             features: A faster way than ``a`` to unfold the inputs of some samples,
                 features first, ``[G, d, n * T]``. Default: ``None``.
             rows: A faster way than ``a`` to unfold the inputs of some samples, features
@@ -704,7 +733,10 @@ class Outer(PerSample):
 
     def select(self, samples: Sequence[int]) -> Outer:  # noqa: D102
         picked = torch.as_tensor(samples, device=self.b.device)
-        direct = self._direct and (lambda index: self._direct(picked[index]))
+        direct = None
+        if self._direct is not None:
+            x, cotangents, form = self._direct
+            direct = Direct(x[picked], cotangents[:, picked], form)
         b = self.b[:, picked]
         return Outer(
             lambda: self.a[picked],
@@ -715,9 +747,51 @@ class Outer(PerSample):
             sums_positions=self.sums_positions,
         )
 
+    @property
+    def _one_by_one(self) -> bool:
+        """Whether products are formed sample by sample."""
+        return (
+            self.num_columns == 1 < self.positions
+            and self.shape.numel() >= LARGE_PRODUCT
+            and self.batch_size > 0
+            and not torch.is_grad_enabled()
+        )
+
+    def _blocks(self) -> Iterator[Tensor]:
+        if not self._one_by_one:
+            yield from super()._blocks()
+        elif self._direct is not None and self._a is None:
+            x, cotangents, form = self._direct
+            yield from map(form, x.split(1), cotangents.split(1, dim=1))
+        else:
+            for a, b in zip(self.a, self.b[0]):
+                yield self.fold(bmm(b.mT, a)[None, None])
+
+    def _adding_up(self, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
+        if not (self._one_by_one and self.keeps_total and self._total is None):
+            yield from super()._adding_up(blocks)
+            return
+        total = None
+        for block in blocks:
+            yield block  # in memory that nobody else needs
+            total = block if total is None else total.add_(block)
+        if total is not None:
+            self._total = total[0, 0]
+
+    def individual(self) -> Tensor:  # noqa: D102
+        if not self._one_by_one:
+            return super().individual()
+        shape = 1, self.batch_size, *self.shape
+        out = huge_empty(shape, self.dtype, self.device)
+        blocks = self._adding_up(self._blocks())
+        for block, target in zip(blocks, out.split(1, dim=1)):
+            target.copy_(block)
+        return out
+
     def block(self, samples: slice) -> Tensor:  # noqa: D102
         if self._direct is not None and self._a is None:
-            return self._direct(samples)
+            x, cotangents, form = self._direct
+            return form(x[samples], cotangents[:, samples])
         return self.fold(self._outer(samples))
 
     def summed(self) -> Tensor:  # noqa: D102

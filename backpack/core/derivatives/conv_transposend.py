@@ -11,7 +11,7 @@ from backpack.core.derivatives.convnd import (
     weight_gradients,
     without_bias,
 )
-from backpack.core.reductions import Index
+from backpack.core.reductions import Direct
 from backpack.utils.conv import ConvTransposeNd
 from backpack.utils.conv_transpose import unfold_by_conv_transpose
 
@@ -60,21 +60,25 @@ class ConvTransposeNDDerivatives(ConvNDDerivatives):
 
     def _direct(
         self, module: ConvTransposeNd, x: Tensor, cotangents: Tensor
-    ) -> Optional[Callable[[Index], Tensor]]:
+    ) -> Optional[Direct]:
         if len(cotangents) > 1:
             return None
         output_padding = _output_padding(module, x.shape[2:], cotangents.shape[3:])
-        return lambda samples: weight_gradients(
-            x[samples],
-            cotangents[:, samples],
-            module.weight.shape,
-            module.groups,
-            transposed=True,
-            stride=module.stride,
-            padding=module.padding,
-            dilation=module.dilation,
-            output_padding=output_padding,
-        )
+
+        def form(x: Tensor, cotangents: Tensor) -> Tensor:
+            return weight_gradients(
+                x,
+                cotangents,
+                module.weight.shape,
+                module.groups,
+                transposed=True,
+                stride=module.stride,
+                padding=module.padding,
+                dilation=module.dilation,
+                output_padding=output_padding,
+            )
+
+        return Direct(x, cotangents, form)
 
 
 def _output_padding(

@@ -6,7 +6,7 @@ from typing import Callable, Optional, Sequence, Tuple, Union
 
 import torch
 from einops import rearrange
-from torch import Tensor, is_grad_enabled
+from torch import Tensor
 from torch.nn import Conv1d, Conv2d, Conv3d
 
 from backpack.core.derivatives.basederivatives import (
@@ -14,7 +14,7 @@ from backpack.core.derivatives.basederivatives import (
     shallow_copy,
 )
 from backpack.core.derivatives.linear_map import LinearMapDerivatives
-from backpack.core.reductions import Index, Outer, PerSample, Summed
+from backpack.core.reductions import LARGE_PRODUCT, Direct, Outer, PerSample, Summed
 from backpack.utils.conv import (
     pad_input,
     unfold_by_conv,
@@ -22,13 +22,8 @@ from backpack.utils.conv import (
     unfold_rows,
 )
 from backpack.utils.matmul import has_fast_matmul
-from backpack.utils.memory import huge_empty
 
 ConvNd = Union[Conv1d, Conv2d, Conv3d]
-
-# From this size of the weight on, samples go one by one, into memory that is cheap to
-# touch; below, as groups of one large convolution.
-LOOP_ELEMENTS = 2**16
 
 # Up to this number of positions, a fast matrix product beats large convolutions.
 FEW_POSITIONS = 128
@@ -63,7 +58,7 @@ def weight_gradients(
     """Compute weight gradients of each column and sample with one library call.
 
     Samples and columns become groups and output channels of one large convolution, so
-    that nothing needs to be unfolded; large weights get a call for each sample.
+    that nothing needs to be unfolded.
 
     Args:
         x: Padded inputs of shape ``[n, C_in, *]``.
@@ -79,19 +74,10 @@ def weight_gradients(
     v, n = cotangents.shape[:2]
     if n == 0:
         return x.new_zeros(v, n, *weight_shape)
-    large = weight_shape.numel() >= LOOP_ELEMENTS
-    if v == 1 and n > 1 and large and not is_grad_enabled():
-        out = huge_empty((v, n, *weight_shape), x.dtype, x.device)
-        for i in range(n):
-            out[0, i] = _weight_gradient(
-                x[i : i + 1],
-                cotangents[0, i : i + 1],
-                weight_shape,
-                groups,
-                transposed,
-                **geometry,
-            )
-        return out
+    if v == n == 1:
+        options = weight_shape, groups, transposed
+        gradient = _weight_gradient(x, cotangents[0], *options, **geometry)
+        return gradient.view(1, 1, *weight_shape)
     b = rearrange(cotangents, "v n (g p) ... -> 1 (n g v p) ...", g=groups)
     x = x.reshape(1, -1, *x.shape[2:])
     if transposed:  # weight [C_in, C_out / G, *k]
@@ -289,7 +275,7 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
 
     def _direct(
         self, module: ConvNd, x: Tensor, cotangents: Tensor
-    ) -> Optional[Callable[[Index], Tensor]]:
+    ) -> Optional[Direct]:
         """Return how to form products without unfolding, if that is faster.
 
         It is for a single column, unless unfolding is only a change of view.
@@ -299,17 +285,21 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
         if len(cotangents) > 1 or pointwise:
             return None
         positions = cotangents.shape[3:].numel()
-        large = weight.numel() >= LOOP_ELEMENTS * module.groups
+        large = weight.numel() >= LARGE_PRODUCT * module.groups
         if large and positions <= FEW_POSITIONS and has_fast_matmul(x):
             return None
-        pads_zeros = pads_symmetric_zeros(module)
-        return lambda samples: weight_gradients(
-            x[samples] if pads_zeros else pad_input(x[samples], module),
-            cotangents[:, samples],
-            module.weight.shape,
-            module.groups,
-            stride=module.stride,
-            padding=module.padding if pads_zeros else [0] * self.conv_dims,
-            dilation=module.dilation,
-            output_padding=[0] * self.conv_dims,
-        )
+        pads = pads_symmetric_zeros(module)
+
+        def form(x: Tensor, cotangents: Tensor) -> Tensor:
+            return weight_gradients(
+                x if pads else pad_input(x, module),
+                cotangents,
+                weight.shape,
+                module.groups,
+                stride=module.stride,
+                padding=module.padding if pads else [0] * self.conv_dims,
+                dilation=module.dilation,
+                output_padding=[0] * self.conv_dims,
+            )
+
+        return Direct(x, cotangents, form)

@@ -29,7 +29,8 @@ def find_left_out(current: State, inspection: Inspection) -> Set[Parameter]:
 
     Their call's node must be run without them, for the sake of its input. That input
     leads to other leaf tensors: the calls are not circular, and the first one's input
-    leads to a leaf that is not left out.
+    leads to a leaf that is not left out. A layer whose input has no gradient keeps its
+    bias instead.
 
     Args:
         current: What is active.
@@ -52,9 +53,11 @@ def find_left_out(current: State, inspection: Inspection) -> Set[Parameter]:
         positions = outputs.numel() // max(1, len(outputs) * channels)
         if not any(ext.adds_up(module, positions) for ext in reductions):
             continue
-        if call.input_edges[0] is None or find_row(module) is None:
+        if find_row(module) is None:
             continue
         params = [p for p in call.parameters.values() if p.requires_grad]
+        if call.input_edges[0] is None:  # its node is run for the sake of its bias
+            params = [p for p in params if p is not module.bias and len(params) > 1]
         if all(
             len(inspection.reached.get(param, ())) == 1 and _is_plain(param)
             for param in params

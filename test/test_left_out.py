@@ -29,8 +29,8 @@ def conv_net() -> Module:
     """Two convolutions with 25 and 16 positions, and two linear layers.
 
     Returns:
-        The model; '2.*' is the only layer with a fast sum whose input has a gradient,
-        '5.*' has a single position.
+        The model; '2.*' is the only layer with a fast sum whose input has a gradient;
+        the first one's has none, and '5.*' has a single position.
     """
     torch.manual_seed(0)
     layers = [
@@ -70,7 +70,9 @@ def wide_net(channels: int = 40) -> Module:
 
 
 IMAGES, SEQUENCES = (N, 2, 6, 6), (N, 17, 2)
-CONV, EVERY = {"2.weight", "2.bias"}, {"2.weight", "2.bias", "5.weight", "5.bias"}
+FIRST = {"0.weight"}  # its node is run for the sake of the bias
+CONV = {*FIRST, "2.weight", "2.bias"}
+EVERY = {*CONV, "5.weight", "5.bias"}
 
 
 def run(model: Module, loss: Module, x: Tensor) -> None:
@@ -234,9 +236,9 @@ PASSES = {
         for name in FIRST_ORDER
     },
     "Variance": Pass(EVERY, lambda: [extensions.Variance()]),
-    "Gram matrices": Pass(set(), lambda: [extensions.BatchL2Grad()], model=wide_net),
+    "Gram matrices": Pass(FIRST, lambda: [extensions.BatchL2Grad()], model=wide_net),
     "sums, not Gram matrices": Pass(
-        {"1.weight", "1.bias"},
+        {*FIRST, "1.weight", "1.bias"},
         lambda: [extensions.BatchL2Grad()],
         model=lambda: wide_net(80),
         shape=(N, 2, 9, 9),
@@ -246,15 +248,17 @@ PASSES = {
     "columns only": Pass(set(), lambda: [extensions.DiagGGNExact()]),
     "subsampling": Pass(set(), lambda: [extensions.BatchGrad(subsampling=[0, 2])]),
     "a user's rule": Pass(set(), custom),
-    "sequence": Pass({"2.weight"}, model=sequence_net, shape=SEQUENCES),
+    "sequence": Pass({*FIRST, "2.weight"}, model=sequence_net, shape=SEQUENCES),
     "one sample": Pass(CONV, shape=(1, *IMAGES[1:])),
-    "frozen weight": Pass({"2.bias"}, prepare=freezes("2.weight")),
-    "frozen bias": Pass({"2.weight"}, prepare=freezes("2.bias")),
-    "frozen beginning": Pass(set(), prepare=freezes("0.weight", "0.bias")),
-    "hook": Pass(set(), prepare=doubles),
-    "hook after accumulation": Pass(set(), prepare=moves),
+    "frozen weight": Pass({*FIRST, "2.bias"}, prepare=freezes("2.weight")),
+    "frozen bias": Pass({*FIRST, "2.weight"}, prepare=freezes("2.bias")),
+    "frozen beginning": Pass({"2.weight"}, prepare=freezes("0.weight", "0.bias")),
+    "frozen first weight": Pass(CONV - FIRST, prepare=freezes("0.weight")),
+    "frozen first bias": Pass(CONV - FIRST, prepare=freezes("0.bias")),
+    "hook": Pass(FIRST, prepare=doubles),
+    "hook after accumulation": Pass(FIRST, prepare=moves),
     "hook on a node": Pass(CONV, prepare=watches),
-    "weight norm": Pass(set(), prepare=lambda model: weight_norm(model[2])),
+    "weight norm": Pass(FIRST, prepare=lambda model: weight_norm(model[2])),
     "single precision": Pass(CONV, model=lambda: conv_net().float()),
     "half precision": Pass(set(), model=lambda: conv_net().bfloat16()),
     "check": Pass(set(), options={"check": True}),
@@ -265,7 +269,7 @@ PASSES = {
     "leaf input": Pass({"0.weight", "0.bias", *CONV}, run=for_the_input),
     "hidden gradient": Pass(CONV, run=for_a_hidden_tensor),
     "second order": Pass(set(), run=of_second_order),
-    "penalty": Pass(set(), run=with_penalty),
+    "penalty": Pass(FIRST, run=with_penalty),
     "called twice": Pass(set(), run=again),
 }
 

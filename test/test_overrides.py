@@ -24,6 +24,19 @@ from backpack.extensions.layers import find_row
 from backpack.extensions.secondorder.hbp.factors import output_factor
 
 CHUNKS = [1, 40, 2**20]
+
+
+def cut(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut products into chunks, or single ones, so that cases need not be large.
+
+    Args:
+        elements: Elements of a chunk, and of a product that is formed by itself.
+        monkeypatch: Restores the sizes.
+    """
+    monkeypatch.setattr(reductions, "CHUNK_ELEMENTS", elements)
+    monkeypatch.setattr(reductions, "LARGE_PRODUCT", elements)
+
+
 N = 3
 
 
@@ -138,6 +151,8 @@ def check_reductions(
 ) -> None:
     """Compare all reductions with what they are in terms of the individual products.
 
+    So is the sum over samples, which each of them may compute on its way.
+
     Args:
         make: Makes the products, anew for each reduction.
         individual: The individual products ``[V, N, *p]``.
@@ -147,7 +162,14 @@ def check_reductions(
     for name, (reduction, formula) in REDUCTIONS.items():
         if name == "variance" and len(individual) > 1:
             continue
-        actual = reduction(make()).detach()
+        products = make()
+        products.keeps_total = len(individual) == 1
+        actual = reduction(products).detach()
+        if products.keeps_total:
+            total = products.total().detach()
+            assert_agrees(total, individual[0].sum(0), f"{name}: total of {what}", rtol)
+            memory = [x.untyped_storage().data_ptr() for x in (actual, total)]
+            assert memory[0] != memory[1], f"{name}: total of {what}"
         assert_agrees(actual, formula(individual), f"{name} of {what}", rtol)
 
 
@@ -162,7 +184,7 @@ def test_rule(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """All reductions agree with the generic rule, with and without gradients."""
-    monkeypatch.setattr(reductions, "CHUNK_ELEMENTS", chunk_elements)
+    cut(chunk_elements, monkeypatch)
     name, call = list(fast_calls(case))[index]
     mats = call.cotangents(num_columns)
     expected = call.generic(name, mats)
@@ -200,7 +222,7 @@ def test_merge(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """The products of two calls of a layer add up before they are reduced."""
-    monkeypatch.setattr(reductions, "CHUNK_ELEMENTS", chunk_elements)
+    cut(chunk_elements, monkeypatch)
     name, call = list(fast_calls(case))[index]
     again = call._replace(
         args=tuple(x.flip(0) if isinstance(x, Tensor) else x for x in call.args)
@@ -297,7 +319,7 @@ def test_outer(
     sizes: Sizes, chunk_elements: int, num_columns: int, monkeypatch: pytest.MonkeyPatch
 ):
     """Outer products are reduced right on both sides of each crossover."""
-    monkeypatch.setattr(reductions, "CHUNK_ELEMENTS", chunk_elements)
+    cut(chunk_elements, monkeypatch)
     a, b, shape = make_outer(sizes, num_columns)
     expected = torch.einsum("vngtp,ngtd->vngpd", b, a).reshape(num_columns, N, *shape)
 

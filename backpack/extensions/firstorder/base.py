@@ -92,6 +92,7 @@ class ReduceGradients(FirstOrderModuleExtension):
 
 
 _REDUCE = ReduceGradients()
+_REDUCED = {layer: _REDUCE for layer in REGISTERED if LAYERS[layer].params != ()}
 
 
 class GradientReduction(FirstOrderBackpropExtension):
@@ -112,10 +113,7 @@ class GradientReduction(FirstOrderBackpropExtension):
             savefield: Attribute of a parameter under which its value is saved.
             subsampling: Samples to consider, by index. Default: ``None`` for all.
         """
-        layers = [layer for layer in REGISTERED if LAYERS[layer].params != ()]
-        super().__init__(
-            savefield, dict.fromkeys(layers, _REDUCE), subsampling=subsampling
-        )
+        super().__init__(savefield, _REDUCED, subsampling=subsampling)
 
     @staticmethod
     @abstractmethod

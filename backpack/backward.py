@@ -120,6 +120,7 @@ class BackwardPass:
         self._separating = [x for x in current.active_exts if x.separates_samples]
         self._batch_sizes: Set[int] = set()
         self._guard = Guard() if current.check else None
+        self._keeps_io = keeps_io(current)
         self._calls_of: Dict[int, List[Call]] = {}
         self._complete: Set[int] = set()
         self.shared_products: Dict[Parameter, PerSample] = {}
@@ -215,12 +216,12 @@ class BackwardPass:
                     self._meet_loss(turn)
                 if self._guard is not None:
                     self._guard.add(turn)
-                g_inp = tuple(None for _ in call.arguments)
+                g_inp = (None,) * len(call.arguments)
                 for ext in current.active_exts:
                     if current.debug:
                         print(f"[DEBUG] Running extension {ext} on {module}")
                     ext(module, g_inp, turn.g_out)
-                for name, param in call.parameters.items():
+                for name, param in call.parameters.items() if self.left_out else ():
                     if param in self.left_out:
                         self.gradients[param] = turn.gradients(name).total()
                 if current.debug:
@@ -230,7 +231,7 @@ class BackwardPass:
                     current.extension_hook(module)
         finally:
             call.columns = {}
-            if keeps_io(current):
+            if self._keeps_io:
                 call.store(raw=False)
             else:
                 call.release()
@@ -238,9 +239,9 @@ class BackwardPass:
     def _has_nothing_to_do(self, call: Call) -> bool:
         """Tell whether a call's turn would change nothing: a quick answer."""
         current = self.state
-        if call.parameters or current.debug or current.extension_hook is not no_op:
+        if call.parameters or current.debug or self._keeps_io:
             return False
-        if keeps_io(current):
+        if current.extension_hook is not no_op:
             return False
         return not any(ext.runs_without_parameters(call) for ext in current.active_exts)
 

@@ -35,6 +35,7 @@ _ADDITIVE = ("AddBackward0", "SubBackward0", "NegBackward0", "SumBackward0")
 _SCALING = ("MulBackward0", "DivBackward0")
 # Nodes that broadcast an operand from the right, and so add axes before its axis 0
 _BROADCASTING = (*_ADDITIVE[:2], *_SCALING, "ExpandBackward0")
+LEAF = "AccumulateGrad"
 VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 
 
@@ -185,7 +186,7 @@ def is_leaf(node: Node) -> bool:
     Returns:
         Whether it does.
     """
-    return type(node).__name__ == "AccumulateGrad"
+    return type(node).__name__ == LEAF
 
 
 def leaf_uses(edges: Iterable[Edges]) -> Dict[Tensor, Set[Use]]:
@@ -200,7 +201,7 @@ def leaf_uses(edges: Iterable[Edges]) -> Dict[Tensor, Set[Use]]:
     uses: Dict[Tensor, Set[Use]] = {}
     for node, parents in edges:
         for i, (parent, _) in enumerate(parents):
-            if parent is not None and is_leaf(parent):
+            if type(parent).__name__ == LEAF:
                 uses.setdefault(parent.variable, set()).add((node, i))
     return uses
 

@@ -189,6 +189,19 @@ class Head(Module):
         return self.linear(self.flatten(self.tanh(self.layer(*X))))
 
 
+class Temperature(Module):
+    """Divides by a parameter without axes, and shifts by another."""
+
+    def __init__(self):
+        """Create both."""
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(2.0))
+        self.shift = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        return (x / self.temperature).exp() + self.shift
+
+
 class ScaleAndShift(Module):
     """A module with bare parameters."""
 
@@ -683,6 +696,7 @@ OTHER_LAYERS = [
         True,
     ),
     layer_case("bare_parameter", lambda: ScaleAndShift(4), randn(N, 4)),
+    layer_case("bare_parameter-scalars", Temperature, randn(N, 4)),
     layer_case(
         "bare_parameter-module_inside", lambda: ClassToken(2), randn(N, 2, 2), True
     ),

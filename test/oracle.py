@@ -182,10 +182,10 @@ def of_gradients(function: Callable[[Tensor], Tensor]) -> Callable[..., Dict]:
 
 
 batch_grad = of_gradients(lambda g: g)
-batch_l2 = of_gradients(lambda g: (g**2).flatten(1).sum(1))
+batch_l2 = of_gradients(lambda g: (g**2).reshape(len(g), -1).sum(1))
 sum_grad_squared = of_gradients(lambda g: (g**2).sum(0))
 variance = of_gradients(lambda g: ((g - g.mean(0)) ** 2).mean(0))
-batch_dot = of_gradients(lambda g: g.flatten(1) @ g.flatten(1).T)
+batch_dot = of_gradients(lambda g: g.reshape(len(g), -1) @ g.reshape(len(g), -1).T)
 
 
 # GGN family
@@ -332,7 +332,9 @@ def batch_ggn(
     """
     hessians = loss_hessians(model, loss, X, y, columns, create_graph)
     return {
-        name: torch.stack([j.T @ h @ j for j, h in zip(jac.flatten(2), hessians)])
+        name: torch.stack(
+            [j.T @ h @ j for j, h in zip(jac.unsqueeze(-1).flatten(2), hessians)]
+        )
         for name, jac in model_jacobians(model, X, create_graph).items()
     }
 

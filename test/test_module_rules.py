@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import F64, N, Problem, classes, like, randn, randomize
+from cases import F64, N, Problem, Temperature, classes, like, randn, randomize
 from oracle import assert_agrees, batch_ggn, parameters, sample
 from torch import Tensor, nn
 from torch.autograd import grad
@@ -225,6 +225,7 @@ WITH_PARAMETERS = [
     layer("RMSNorm", lambda: nn.RMSNorm(3), 3),
     layer("GroupNorm", lambda: nn.GroupNorm(2, 4), 4, 2),
     layer("Power", lambda: Power(3), 3, without=NON_LINEAR),
+    layer("Temperature", Temperature, 3, without=NON_LINEAR),
     layer("Square", Square, 3),
     *[
         layer(
@@ -304,6 +305,24 @@ NETWORKS = [
         loss=nn.MSELoss,
         y=like,
     ),
+    *[
+        Case(
+            f"numbers-{last.__name__}",
+            lambda last=last: Sequential(
+                *(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1), nn.Flatten(0), last())
+            ),
+            randn(N, 3),
+            without,
+            loss,
+            like,
+        )
+        for last, loss, without in (
+            (nn.Sigmoid, nn.MSELoss, ()),
+            (nn.ReLU, nn.SmoothL1Loss, ()),
+            (nn.Softplus, nn.BCEWithLogitsLoss, ()),
+            (Temperature, nn.MSELoss, NON_LINEAR),
+        )
+    ],
     Case(
         "bce",
         lambda: Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)),
@@ -416,7 +435,7 @@ def assert_products(problem: Problem, field: str, dense: Dict[str, Tensor]) -> N
     for name, param in parameters(problem.model).items():
         function = getattr(param, field)
         vectors = torch.randn(2, *param.shape, dtype=F64)
-        expected = (vectors.flatten(1) @ dense[name]).reshape(vectors.shape)
+        expected = (vectors.reshape(2, -1) @ dense[name]).reshape(vectors.shape)
         products = function(vectors)
         assert not products.requires_grad
         scale = scale_of(dense[name])

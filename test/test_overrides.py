@@ -481,10 +481,7 @@ def test_sums_accumulate_in_float32():
     assert dense.squares().item() == 4096
 
 
-@pytest.mark.parametrize(
-    "reduction", [Dense.sq_norms, partial(output_factor, weight_sharing=None)]
-)
-def test_sharing(reduction: Callable[[PerSample], Tensor]):
+def test_sharing():
     """What parameters share is not mistaken for another's, nor handed out twice.
 
     Columns that do not lie in memory row by row are copied, and the next copy may take
@@ -495,6 +492,7 @@ def test_sharing(reduction: Callable[[PerSample], Tensor]):
         permuted = torch.randn(40, num_columns, N, 30, dtype=F64).permute(1, 2, 3, 0)
         return Dense(permuted, torch.Size([30, 40]))
 
+    reduction = partial(output_factor, weight_sharing=None)
     for _ in range(10):
         one, other = make(2), make(2)
         alone = reduction(other)

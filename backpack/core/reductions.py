@@ -34,6 +34,7 @@ from torch import Tensor
 
 from backpack.utils.matmul import bmm, is_fast, matmul
 from backpack.utils.memory import huge_empty
+from backpack.utils.unsqueeze import flatten
 
 # Temporary buffers are cut into chunks of at most this many elements. They are then
 # small enough to be recycled by the allocator and to stay in the processor's caches.
@@ -126,23 +127,26 @@ def cut(rows: Tensor) -> Tuple[Tensor, Optional[Tensor]]:
     return pieces, rows[..., whole:]
 
 
-def sum_of_squares(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum squares over the last axis.
+def sum_of_squares(x: Tensor, start: int) -> Tensor:
+    """Sum squares over the last axes.
 
     Args:
-        rows: Tensor of shape ``[*, D]``.
-        dtype: Type in which to accumulate.
+        x: Tensor of shape ``[*, *D]``.
+        start: Number of axes that are kept.
 
     Returns:
-        Sums of shape ``[*]``.
+        Sums of shape ``[*]``, in the type in which they are accumulated.
     """
+    dtype, axes = accumulator_dtype(x.dtype), tuple(range(start, x.dim()))
+    if not axes:  # it would be summed over all
+        return x.to(dtype).square()
     if torch.is_grad_enabled():  # the norm is not differentiable at zero
-        return rows.pow(2).sum(-1, dtype=dtype)
-    if rows.shape[-1] > PIECE_ELEMENTS:
-        pieces, rest = cut(rows)
-        total = sum_of_squares(pieces, dtype).sum(-1)
-        return total if rest is None else total + sum_of_squares(rest, dtype)
-    return torch.linalg.vector_norm(rows, dim=-1, dtype=dtype).square()
+        return x.pow(2).sum(axes, dtype=dtype)
+    if x.shape[start:].numel() > PIECE_ELEMENTS:
+        pieces, rest = cut(x.flatten(start))
+        total = sum_of_squares(pieces, start + 1).sum(start)
+        return total if rest is None else total + sum_of_squares(rest, start)
+    return torch.linalg.vector_norm(x, dim=axes, dtype=dtype).square_()
 
 
 def sum_of_dots(columns: Tensor) -> Tensor:
@@ -389,10 +393,9 @@ class PerSample(ABC):
         Returns:
             Squared norms of shape ``[N]``.
         """
-        dtype = accumulator_dtype(self.dtype)
         return torch.cat(
             [
-                sum_axis(sum_of_squares(block.flatten(start_dim=2), dtype), 0)
+                sum_axis(sum_of_squares(block, 2), 0)
                 for block in self._adding_up(self._blocks())
             ]
         )
@@ -473,19 +476,7 @@ class PerSample(ABC):
         Returns:
             Dot products of shape ``[N, N]``.
         """
-        return sum_of_dots(self.individual().flatten(start_dim=2))
-
-    def _cotangent_norms(self, rows: Tensor) -> Tensor:
-        """Compute squared norms, which a layer's weight and bias may share.
-
-        Args:
-            rows: Tensor of shape ``[*, D]``.
-
-        Returns:
-            Squared norms of shape ``[*]``.
-        """
-        dtype = accumulator_dtype(self.dtype)
-        return self.share("norms", rows, lambda: sum_of_squares(rows, dtype))
+        return sum_of_dots(flatten(self.individual(), 2))
 
     def share(self, what: Any, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
         """Compute from a tensor what may be known from a call's other parameters.
@@ -550,7 +541,7 @@ class Dense(PerSample):
         return self.products[:, samples]
 
     def sq_norms(self) -> Tensor:  # noqa: D102
-        return sum_axis(self._cotangent_norms(self.products.flatten(start_dim=2)), 0)
+        return sum_axis(sum_of_squares(self.products, 2), 0)
 
     def select(self, samples: Sequence[int]) -> Dense:  # noqa: D102
         return Dense(self.products[:, samples], self.shape)
@@ -801,18 +792,13 @@ class Outer(PerSample):
         return self.fold(products.transpose(0, 1))
 
     def sq_norms(self) -> Tensor:  # noqa: D102
-        dtype = accumulator_dtype(self.dtype)
-        if self.positions == self.groups == 1:
-            b = self._cotangent_norms(self.b.flatten(2))
-            return sum_axis(b, 0) * sum_of_squares(self.a.flatten(1), dtype)
         if self.positions == 1:
-            b = sum_of_squares(self.b.squeeze(3), dtype)
-            a = sum_of_squares(self.a.squeeze(2), dtype)
-            return (sum_axis(b, 0) * a).sum(1)
+            b = sum_axis(sum_of_squares(self.b, 3), 0)
+            return sum_axis(b * sum_of_squares(self.a, 2), 1)
         adds_up = self.keeps_total and self._total is None
         if not prefers_gram(self.positions, *self._sizes, adds_up):
             return super().sq_norms()
-        return torch.cat([self._gram_norms(n, dtype) for n in self._gram_chunks()])
+        return torch.cat([self._gram_norms(n) for n in self._gram_chunks()])
 
     def partial_squares(self, sum_batch: bool) -> Tensor:  # noqa: D102
         if self.positions == 1:
@@ -897,7 +883,8 @@ class Outer(PerSample):
     def _gram_chunks(self) -> Iterator[slice]:
         return chunks(self.batch_size, self.groups * self.positions**2)
 
-    def _gram_norms(self, samples: slice, dtype: torch.dtype) -> Tensor:
+    def _gram_norms(self, samples: slice) -> Tensor:
+        dtype = accumulator_dtype(self.dtype)
         known = self._rows is None or self._a is not None
         a = (self.a[samples] if known else self._rows(samples)).flatten(0, 1)
         gram_a = bmm(a, a.mT)

@@ -338,10 +338,9 @@ def find_row_or_generic(call: Call) -> Row:
     Returns:
         The row of its module, or the generic one if that does not cover the call.
     """
-    row = find_row(call.module)
-    if row is None or (
-        row.params != () and not row.accepts(call.module, call.arguments)
-    ):
+    module = call.module
+    row = find_row(module)
+    if row is None or (row.params != () and not row.accepts(module, call.arguments)):
         return GENERIC
     return row
 

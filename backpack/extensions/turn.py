@@ -123,7 +123,8 @@ class Products(Mapping):
             cotangents: Columns ``[V, N, *]``, one entry for each output of the call.
             names: Names of the parameters in the call's module.
         """
-        self._call, self._cotangents, self._names = call, cotangents, names
+        self._call, self._module = call, call.module
+        self._cotangents, self._names = cotangents, names
         self._row: Optional[Row] = None
         self._formed: Dict[str, PerSample] = {}
         self._in_type: Dict[torch.dtype, Tuple[List[Any], Cotangents]] = {}
@@ -148,14 +149,15 @@ class Products(Mapping):
         """
         if name not in self._formed:
             call, cotangents = self._call, self._cotangents
-            call.check_unchanged()
+            if not self._formed:
+                call.check_unchanged()
             rule = self._rule(name)
             if rule is not None:
                 # under autocast, inputs and outputs have other types than parameters
                 arguments, mats = self._converted(call.parameters[name].dtype)
                 self._formed[name] = rule.derivatives.product(
                     name,
-                    call.module,
+                    self._module,
                     arguments,
                     mats if rule.several_outputs else mats[0],
                 )
@@ -164,7 +166,7 @@ class Products(Mapping):
                 self._formed.update(
                     generic_products(
                         others,
-                        call.module,
+                        self._module,
                         call.args,
                         cotangents,
                         call.kwargs,
@@ -188,7 +190,7 @@ class Products(Mapping):
     def _rule(self, name: str) -> Optional[Row]:
         if self._row is None:
             self._row = find_row_or_generic(self._call)
-        return self._row if self._row.covers(self._call.module, name) else None
+        return self._row if self._row.covers(self._module, name) else None
 
 
 class Turn:
@@ -196,6 +198,7 @@ class Turn:
 
     Attributes:
         call: The call.
+        module: The module that was called.
         backward_pass: The backward pass that reached it.
         g_out: Gradients at the call's outputs (``None`` for those not reached).
     """
@@ -215,7 +218,7 @@ class Turn:
             g_out: Gradients at the call's outputs.
             entries: Calls at the same node of the graph.
         """
-        self.call = call
+        self.call, self.module = call, call.module
         self.backward_pass = backward_pass
         self.g_out = g_out
         self._entries = entries
@@ -258,11 +261,6 @@ class Turn:
             if drops and entry.call.module.training and entry.call.input_edges[0]:
                 edge = GradientEdge(node, entry.output_nr)
                 self.backward_pass.dropouts[entry.call] = edge
-
-    @property
-    def module(self) -> Module:
-        """The module that was called."""
-        return self.call.module
 
     def parameters(self) -> List[Tuple[str, Parameter]]:
         """List the parameters that this call is responsible for.

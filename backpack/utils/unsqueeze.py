@@ -1,4 +1,4 @@
-"""Decorators that let a function of several columns accept a single one."""
+"""Axes that may be missing: that of columns, and those of what is a number."""
 
 from functools import wraps
 from typing import Callable
@@ -30,3 +30,17 @@ def kfacmp_unsqueeze_if_missing_dim(
         return wrapped
 
     return decorator
+
+
+def flatten(x: Tensor, start: int) -> Tensor:
+    """Make the last axes one axis, of size 1 if there are none.
+
+    Args:
+        x: Tensor of shape ``[*, *D]``. What a sample, or a parameter, is may be a
+            number, without axes.
+        start: Number of axes that are kept.
+
+    Returns:
+        Tensor of shape ``[*, D]``.
+    """
+    return x.unsqueeze(-1).flatten(start)

@@ -25,6 +25,7 @@ from backpack.core.derivatives.generic import generic_product
 from backpack.core.reductions import PerSample
 from backpack.hessianfree.rop import R_op
 from backpack.utils.subsampling import subsample
+from backpack.utils.unsqueeze import flatten
 
 NO_SCALAR_LOSS = (
     "{derivatives} needs a loss whose output is a scalar, but {module} has an output "
@@ -329,7 +330,7 @@ class BaseDerivatives(ABC):  # noqa: B024
         """
         for _ in range(2):  # G ↦ (G J)ᵀ, twice
             rows = mat.reshape(-1, *module.output.shape)
-            mat = self._jac_t_mat_prod(module, g_inp, g_out, rows).flatten(1).T
+            mat = flatten(self._jac_t_mat_prod(module, g_inp, g_out, rows), 1).T
         return mat
 
     def jacobian_is_shared(self, module: Module) -> bool:

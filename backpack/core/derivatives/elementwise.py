@@ -11,6 +11,7 @@ from backpack.core.derivatives.basederivatives import (
     pull_back,
     subsampled,
 )
+from backpack.utils.unsqueeze import flatten
 
 
 class ElementwiseDerivatives(BaseDerivatives):
@@ -93,7 +94,7 @@ class ElementwiseDerivatives(BaseDerivatives):
     def _ea_jac_t_mat_jac_prod(
         self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
     ) -> Tensor:
-        df = self.df(module, g_inp, g_out).flatten(1)
+        df = flatten(self.df(module, g_inp, g_out), 1)
         return mat * (df.T @ df / df.shape[0])
 
 

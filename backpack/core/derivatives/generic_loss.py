@@ -11,6 +11,7 @@ from torch.nn import Module
 
 from backpack.core.derivatives.nll_base import LossDerivatives, loss_inputs
 from backpack.utils.subsampling import subsample
+from backpack.utils.unsqueeze import flatten
 
 # Errors in the Hessian, relative to its largest entry, that go unnoticed. Rounding
 # errors reach this size only if all samples are saturated.
@@ -147,7 +148,7 @@ class GenericLossDerivatives(LossDerivatives):
         subsampling: Optional[List[int]] = None,
     ) -> Tensor:
         columns = self._sqrt_hessian(module, g_inp, g_out, subsampling)
-        used = columns.flatten(1).abs().amax(1) > 0
+        used = flatten(columns, 1).abs().amax(1) > 0
         used[0] |= ~used.any()  # at least one column, of zeros
         return columns[used]
 

@@ -39,10 +39,10 @@ class LinearDerivatives(BaseParameterDerivatives):
         """
         v, n = cotangents.shape[:2]
         positions, features = cotangents.shape[2:-1].numel(), cotangents.shape[-1]
-        b = cotangents.reshape(v, n, 1, positions, features)
         if name == "bias":
-            return Summed(b.squeeze(2), module.bias.shape)
-        x = inputs[0]
+            b = cotangents.reshape(v, n, positions, features)
+            return Summed(b, module.bias.shape)
+        x, b = inputs[0], cotangents.reshape(v, n, 1, positions, features)
         return Outer(
             lambda: x.reshape(n, 1, positions, x.shape[-1]), b, module.weight.shape
         )

@@ -17,6 +17,7 @@ from torch import Tensor
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.secondorder.linearization import Columns, Linearization
 from backpack.utils.disable import disable
+from backpack.utils.unsqueeze import flatten
 
 _BORN = count()
 
@@ -89,7 +90,7 @@ def make_residual(
     matrices = (eigenvectors * modified.unsqueeze(1)) @ eigenvectors.mT
 
     def product(tangents: Columns) -> Columns:
-        flat = torch.cat([t.flatten(2) for t in linear.filled(tangents)], dim=2)
+        flat = torch.cat([flatten(t, 2) for t in linear.filled(tangents)], dim=2)
         return linear.split(torch.einsum("nij,vnj->vni", matrices, flat))
 
     return product

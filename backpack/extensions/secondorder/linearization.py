@@ -36,6 +36,7 @@ from backpack.hessianfree.rop import R_op
 from backpack.utils.disable import disable
 from backpack.utils.errors import batch_norm_raise_error_if_train
 from backpack.utils.subsampling import subsample
+from backpack.utils.unsqueeze import flatten
 
 if TYPE_CHECKING:
     from backpack.capture import Call
@@ -366,7 +367,7 @@ class Linearization:
             part.reshape(-1, 1, *x.shape[1:]).expand(-1, *x.shape)
             for part, x in zip(basis.split(sizes, dim=1), inputs)
         ]
-        products = torch.cat([c.flatten(2) for c in self.residual(columns)], dim=2)
+        products = torch.cat([flatten(c, 2) for c in self.residual(columns)], dim=2)
         matrices = products.movedim(0, 1)
         return (matrices + matrices.mT) / 2
 
@@ -512,7 +513,7 @@ class ParameterLinearization:
         for select in samples:
             gradients = _gradients(y, [param], select(delta))
             products = _pull(gradients, [param], basis)[0]
-            diagonal = products.flatten(1).diagonal().reshape(param.shape)
+            diagonal = flatten(products, 1).diagonal().reshape(param.shape)
             diagonals.append(diagonal)
         return diagonals[0] if sum_batch else torch.stack(diagonals)
 

@@ -19,6 +19,7 @@ from backpack.extensions.secondorder.linearization import (
     ParameterLinearization,
 )
 from backpack.extensions.secondorder.module_rules import ModuleRule
+from backpack.utils.unsqueeze import flatten
 
 
 class DiagHBaseModule(ModuleRule):
@@ -111,7 +112,7 @@ def residual_columns(linear: Linearization) -> Tuple[Tensor, Tensor]:
         empty = linear.g_out[0].new_zeros(0, len(linear.g_out[0]))
         return empty.unsqueeze(2), empty
     if linear.residual_is_diagonal:
-        diagonal = linear.residual_diagonal().flatten(1)
+        diagonal = flatten(linear.residual_diagonal(), 1)
         columns = torch.diag_embed(diagonal.abs().sqrt()).movedim(1, 0)
         sign = diagonal.sign().T
     else:

@@ -9,6 +9,8 @@ import torch
 from einops import einsum
 from torch import Tensor
 
+from backpack.utils.unsqueeze import flatten
+
 
 def factor(matrices: Tensor) -> Tuple[Tensor, Tensor]:
     """Factor symmetric matrices M = Σ_v s_v c_v c_vᵀ, by their eigenvalues.
@@ -149,7 +151,7 @@ class SignedColumns:
             return self
         rest = [part for part in self._split() if part.segments[0].share < 1]
         both = _join(whole)
-        flat = both.columns.flatten(2)
+        flat = flatten(both.columns, 2)
         signed = flat * both.sign.unsqueeze(2)
         columns, sign = factor(einsum(signed, flat, "v n i, v n j -> n i j"))
         columns = columns.reshape(-1, *self.columns.shape[1:])

@@ -11,6 +11,7 @@ from torch.nn import Module
 
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
 from backpack.core.reductions import Outer, PerSample, Rows, Summed, gram
+from backpack.utils.unsqueeze import flatten
 
 WEIGHT_SHARING = (None, "expand", "reduce")
 AMBIGUOUS = (
@@ -65,7 +66,7 @@ def arrange(product: PerSample) -> Tensor:
         return rearrange(product.b, "v n t (g p) -> v n g t p", g=product.groups)
     if isinstance(product, Rows):
         return product.b.unsqueeze(2)
-    return product.individual().flatten(2)[:, :, None, None]
+    return flatten(product.individual(), 2)[:, :, None, None]
 
 
 def output_factor(product: PerSample, weight_sharing: Optional[str]) -> Tensor:
@@ -129,9 +130,9 @@ def averaged_output_factor(
     else:  # the Jacobian depends on the sample: (1/N) Σₙ Jₙᵀ B Jₙ
         columns = mat.reshape(-1, 1, *shape).expand(-1, n, *shape)
         rows = derivatives.product(name, module, inputs, columns).individual()
-        columns = rows.flatten(2).transpose(0, 2).reshape(-1, n, *shape)
+        columns = flatten(rows, 2).transpose(0, 2).reshape(-1, n, *shape)
         rows = derivatives.product(name, module, inputs, columns).individual()
-        return rows.flatten(2).mean(1).unsqueeze(0)
+        return flatten(rows, 2).mean(1).unsqueeze(0)
     blocks = mat.reshape(*layout, *layout)
     pattern = "gtpgtq->gpq" if weight_sharing == "expand" else "gtpgsq->gpq"
     return torch.einsum(pattern, blocks)

@@ -17,6 +17,7 @@ from backpack.extensions.secondorder.hbp.hbp_options import (
 )
 from backpack.extensions.secondorder.linearization import Linearization
 from backpack.extensions.secondorder.module_rules import ModuleRule
+from backpack.utils.unsqueeze import flatten
 
 if TYPE_CHECKING:
     from backpack.extensions.secondorder.hbp import HBP
@@ -158,7 +159,9 @@ class HBPBaseModule(ModuleRule):
         """
         if self.derivatives.hessian_is_zero(module):
             return None
-        return self.derivatives.hessian_diagonal(module, g_inp, g_out).flatten(1).sum(0)
+        return flatten(self.derivatives.hessian_diagonal(module, g_inp, g_out), 1).sum(
+            0
+        )
 
     @staticmethod
     def add_diag_to_mat(diag: Tensor, mat: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from backpack.extensions.secondorder.hbp.hbp_options import (
 )
 from backpack.extensions.secondorder.hbp.hbpbase import HBPBaseModule
 from backpack.extensions.turn import loss_scale
+from backpack.utils.unsqueeze import flatten
 
 if TYPE_CHECKING:
     from backpack.extensions.secondorder.hbp import HBP
@@ -51,7 +52,7 @@ class HBPLoss(HBPBaseModule):
             return result * scale**2
         result = result * scale
         if BackpropStrategy.is_batch_average(ext.get_backprop_strategy()):
-            flat = result.flatten(2)
+            flat = flatten(result, 2)
             return einsum(flat, flat, "v n i, v n j -> i j")
         return result
 

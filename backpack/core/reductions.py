@@ -746,6 +746,8 @@ class Outer(PerSample):
             and self.shape.numel() >= LARGE_PRODUCT
             and self.batch_size > 0
             and not torch.is_grad_enabled()
+            # a GPU multiplies all matrices at once
+            and (self._direct is not None or self.device.type == "cpu")
         )
 
     def _blocks(self) -> Iterator[Tensor]:

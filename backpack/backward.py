@@ -221,7 +221,7 @@ class BackwardPass:
                     if current.debug:
                         print(f"[DEBUG] Running extension {ext} on {module}")
                     ext(module, g_inp, turn.g_out)
-                for name, param in call.parameters.items() if self.left_out else ():
+                for name, param in call.parameters.items():
                     if param in self.left_out:
                         self.gradients[param] = turn.gradients(name).total()
                 if current.debug:

@@ -35,7 +35,6 @@ _ADDITIVE = ("AddBackward0", "SubBackward0", "NegBackward0", "SumBackward0")
 _SCALING = ("MulBackward0", "DivBackward0")
 # Nodes that broadcast an operand from the right, and so add axes before its axis 0
 _BROADCASTING = (*_ADDITIVE[:2], *_SCALING, "ExpandBackward0")
-LEAF = "AccumulateGrad"
 VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 
 
@@ -177,16 +176,16 @@ def takes_part(param: Parameter) -> bool:
     return will_run(get_gradient_edge(param).node)
 
 
-def is_leaf(node: Node) -> bool:
+def is_leaf(node: Optional[Node]) -> bool:
     """Tell whether a node accumulates the gradient of a leaf tensor.
 
     Args:
-        node: Node of the graph.
+        node: Node of the graph, ``None`` for nothing.
 
     Returns:
         Whether it does.
     """
-    return type(node).__name__ == LEAF
+    return type(node).__name__ == "AccumulateGrad"
 
 
 def leaf_uses(edges: Iterable[Edges]) -> Dict[Tensor, Set[Use]]:
@@ -201,7 +200,7 @@ def leaf_uses(edges: Iterable[Edges]) -> Dict[Tensor, Set[Use]]:
     uses: Dict[Tensor, Set[Use]] = {}
     for node, parents in edges:
         for i, (parent, _) in enumerate(parents):
-            if type(parent).__name__ == LEAF:
+            if is_leaf(parent):
                 uses.setdefault(parent.variable, set()).add((node, i))
     return uses
 

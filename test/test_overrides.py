@@ -24,9 +24,10 @@ from backpack.extensions.layers import find_row
 from backpack.extensions.secondorder.hbp.factors import output_factor
 
 CHUNKS = [1, 40, 2**20]
+N = 3
 
 
-def cut(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def limit_chunks(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut products into chunks, or single ones, so that cases need not be large.
 
     Args:
@@ -35,9 +36,6 @@ def cut(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr(reductions, "CHUNK_ELEMENTS", elements)
     monkeypatch.setattr(reductions, "LARGE_PRODUCT", elements)
-
-
-N = 3
 
 
 class LayerCall(NamedTuple):
@@ -184,7 +182,7 @@ def test_rule(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """All reductions agree with the generic rule, with and without gradients."""
-    cut(chunk_elements, monkeypatch)
+    limit_chunks(chunk_elements, monkeypatch)
     name, call = list(fast_calls(case))[index]
     mats = call.cotangents(num_columns)
     expected = call.generic(name, mats)
@@ -222,7 +220,7 @@ def test_merge(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """The products of two calls of a layer add up before they are reduced."""
-    cut(chunk_elements, monkeypatch)
+    limit_chunks(chunk_elements, monkeypatch)
     name, call = list(fast_calls(case))[index]
     again = call._replace(
         args=tuple(x.flip(0) if isinstance(x, Tensor) else x for x in call.args)
@@ -319,7 +317,7 @@ def test_outer(
     sizes: Sizes, chunk_elements: int, num_columns: int, monkeypatch: pytest.MonkeyPatch
 ):
     """Outer products are reduced right on both sides of each crossover."""
-    cut(chunk_elements, monkeypatch)
+    limit_chunks(chunk_elements, monkeypatch)
     a, b, shape = make_outer(sizes, num_columns)
     expected = torch.einsum("vngtp,ngtd->vngpd", b, a).reshape(num_columns, N, *shape)
 

@@ -26,6 +26,7 @@ from typing import (
     Optional,
     Sequence,
     Tuple,
+    Union,
 )
 
 import torch
@@ -381,11 +382,15 @@ class PerSample(ABC):
         """
         total, adds_up = None, self.keeps_total and self._total is None
         for block in blocks:
-            if adds_up:
-                total = add_rows(total, block[0])
             yield block
+            if adds_up:
+                total = self._add(total, block)
         if total is not None:
             self._total = total
+
+    def _add(self, total: Optional[Tensor], block: Tensor) -> Tensor:
+        """Add a block that has been used to a sum, ``[*p]``; ``None`` for zero."""
+        return add_rows(total, block[0])
 
     def sq_norms(self) -> Tensor:
         """Squared norms of each sample's products, summed over columns.
@@ -637,6 +642,25 @@ class Direct(NamedTuple):
     cotangents: Tensor
     form: Callable[[Tensor, Tensor], Tensor]
 
+    def select(self, samples: Union[slice, Tensor]) -> Direct:
+        """Restrict to some samples.
+
+        Args:
+            samples: Which ones.
+
+        Returns:
+            The same for these samples.
+        """
+        return Direct(self.inputs[samples], self.cotangents[:, samples], self.form)
+
+    def products(self) -> Tensor:
+        """Form the products of all samples.
+
+        Returns:
+            Products of shape ``[V, N, *p]``.
+        """
+        return self.form(self.inputs, self.cotangents)
+
 
 class Outer(PerSample):
     """Products that are sums of outer products over shared positions.
@@ -724,10 +748,7 @@ class Outer(PerSample):
 
     def select(self, samples: Sequence[int]) -> Outer:  # noqa: D102
         picked = torch.as_tensor(samples, device=self.b.device)
-        direct = None
-        if self._direct is not None:
-            x, cotangents, form = self._direct
-            direct = Direct(x[picked], cotangents[:, picked], form)
+        direct = self._direct and self._direct.select(picked)
         b = self.b[:, picked]
         return Outer(
             lambda: self.a[picked],
@@ -760,16 +781,11 @@ class Outer(PerSample):
             for a, b in zip(self.a, self.b[0]):
                 yield self.fold(bmm(b.mT, a)[None, None])
 
-    def _adding_up(self, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
-        if not (self._one_by_one and self.keeps_total and self._total is None):
-            yield from super()._adding_up(blocks)
-            return
-        total = None
-        for block in blocks:
-            yield block  # in memory that nobody else needs
-            total = block if total is None else total.add_(block)
-        if total is not None:
-            self._total = total[0, 0]
+    def _add(self, total: Optional[Tensor], block: Tensor) -> Tensor:
+        if not self._one_by_one:
+            return super()._add(total, block)
+        product = block[0, 0]  # in memory that nobody else needs
+        return product if total is None else total.add_(product)
 
     def individual(self) -> Tensor:  # noqa: D102
         if not self._one_by_one:
@@ -783,8 +799,7 @@ class Outer(PerSample):
 
     def block(self, samples: slice) -> Tensor:  # noqa: D102
         if self._direct is not None and self._a is None:
-            x, cotangents, form = self._direct
-            return form(x[samples], cotangents[:, samples])
+            return self._direct.select(samples).products()
         return self.fold(self._outer(samples))
 
     def summed(self) -> Tensor:  # noqa: D102

@@ -123,8 +123,7 @@ class Products(Mapping):
             cotangents: Columns ``[V, N, *]``, one entry for each output of the call.
             names: Names of the parameters in the call's module.
         """
-        self._call, self._module = call, call.module
-        self._cotangents, self._names = cotangents, names
+        self._call, self._cotangents, self._names = call, cotangents, names
         self._row: Optional[Row] = None
         self._formed: Dict[str, PerSample] = {}
         self._in_type: Dict[torch.dtype, Tuple[List[Any], Cotangents]] = {}
@@ -149,15 +148,14 @@ class Products(Mapping):
         """
         if name not in self._formed:
             call, cotangents = self._call, self._cotangents
-            if not self._formed:
-                call.check_unchanged()
+            call.check_unchanged()
             rule = self._rule(name)
             if rule is not None:
                 # under autocast, inputs and outputs have other types than parameters
                 arguments, mats = self._converted(call.parameters[name].dtype)
                 self._formed[name] = rule.derivatives.product(
                     name,
-                    self._module,
+                    call.module,
                     arguments,
                     mats if rule.several_outputs else mats[0],
                 )
@@ -166,7 +164,7 @@ class Products(Mapping):
                 self._formed.update(
                     generic_products(
                         others,
-                        self._module,
+                        call.module,
                         call.args,
                         cotangents,
                         call.kwargs,
@@ -190,7 +188,7 @@ class Products(Mapping):
     def _rule(self, name: str) -> Optional[Row]:
         if self._row is None:
             self._row = find_row_or_generic(self._call)
-        return self._row if self._row.covers(self._module, name) else None
+        return self._row if self._row.covers(self._call.module, name) else None
 
 
 class Turn:

@@ -1,5 +1,6 @@
 """Derivatives of transposed convolutions with one to three spatial axes."""
 
+from functools import partial
 from typing import Callable, List, Optional, Sequence, Tuple
 
 import torch
@@ -64,20 +65,16 @@ class ConvTransposeNDDerivatives(ConvNDDerivatives):
         if len(cotangents) > 1:
             return None
         output_padding = _output_padding(module, x.shape[2:], cotangents.shape[3:])
-
-        def form(x: Tensor, cotangents: Tensor) -> Tensor:
-            return weight_gradients(
-                x,
-                cotangents,
-                module.weight.shape,
-                module.groups,
-                transposed=True,
-                stride=module.stride,
-                padding=module.padding,
-                dilation=module.dilation,
-                output_padding=output_padding,
-            )
-
+        form = partial(
+            weight_gradients,
+            weight_shape=module.weight.shape,
+            groups=module.groups,
+            transposed=True,
+            stride=module.stride,
+            padding=module.padding,
+            dilation=module.dilation,
+            output_padding=output_padding,
+        )
         return Direct(x, cotangents, form)
 
 

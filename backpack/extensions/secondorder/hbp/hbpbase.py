@@ -159,9 +159,8 @@ class HBPBaseModule(ModuleRule):
         """
         if self.derivatives.hessian_is_zero(module):
             return None
-        return flatten(self.derivatives.hessian_diagonal(module, g_inp, g_out), 1).sum(
-            0
-        )
+        diagonal = self.derivatives.hessian_diagonal(module, g_inp, g_out)
+        return flatten(diagonal, 1).sum(0)
 
     @staticmethod
     def add_diag_to_mat(diag: Tensor, mat: Tensor) -> Tensor:

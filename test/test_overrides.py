@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Module
 
 from backpack.core import reductions
+from backpack.core.derivatives import convnd
 from backpack.core.derivatives.embedding import EmbeddingDerivatives
 from backpack.core.derivatives.generic import generic_product, tensor_outputs
 from backpack.core.derivatives.linear import LinearDerivatives
@@ -189,6 +190,54 @@ def test_rule(
     for grad_enabled in (False, True):
         with torch.set_grad_enabled(grad_enabled):
             check_reductions(lambda: call.fast(name, mats), expected, case.id)
+
+
+@pytest.mark.parametrize("case, index", list(rows(Outer)))
+def test_unfolded(case: Case, index: int, monkeypatch: pytest.MonkeyPatch):
+    """Products of unfolded inputs, as for large layers, agree with the generic rule."""
+    limit_chunks(1, monkeypatch)
+    for name, value in {
+        "LARGE_PRODUCT": 1,
+        "FEW_POSITIONS": float("inf"),
+        "has_fast_matmul": lambda x: True,
+    }.items():
+        monkeypatch.setattr(convnd, name, value)
+    name, call = list(fast_calls(case))[index]
+    mats = call.cotangents(1)
+    with torch.no_grad():
+        products = lambda: call.fast(name, mats)  # noqa: E731
+        check_reductions(products, call.generic(name, mats), case.id)
+
+
+LARGE = {
+    "few positions": (nn.Conv2d(80, 96, 3, padding=1), (80, 9, 9)),
+    "two groups": (nn.Conv2d(160, 192, 3, groups=2), (160, 9, 9)),
+    "many positions": (nn.Conv2d(80, 96, 3), (80, 16, 16)),
+    "1d": (nn.Conv1d(256, 96, 5, padding=2), (256, 20)),
+    "pointwise": (nn.Conv2d(256, 320, 1), (256, 5, 5)),
+    "transposed": (nn.ConvTranspose2d(80, 96, 3), (80, 7, 7)),
+    "linear": (nn.Linear(320, 256), (12, 320)),
+}
+
+
+@pytest.mark.parametrize("key", LARGE)
+def test_large_layer(key: str):
+    """Layers that are large enough for one product at a time, in single precision."""
+    layer, shape = LARGE[key]
+    torch.manual_seed(0)
+    x = torch.randn(N, *shape)
+    call = LayerCall(layer, (x,), {}, [layer(x).detach()])
+    mats = call.cotangents(1)
+    with torch.no_grad():
+        assert call.fast("weight", mats)._one_by_one
+        expected = call.generic("weight", mats)
+        products = lambda: call.fast("weight", mats)  # noqa: E731
+        check_reductions(products, expected, key, rtol=1e-4)
+        assert all(getattr(products(), x)().is_contiguous() for x in CONTIGUOUS)
+
+
+# Users view these as matrices.
+CONTIGUOUS = ("individual", "squares", "variance")
 
 
 @pytest.mark.parametrize("num_columns", [1, 3])

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from backpack.utils.matmul import bmm, is_fast, matmul
 from backpack.utils.memory import huge_empty
-from backpack.utils.unsqueeze import flatten
+from backpack.utils.unsqueeze import flatten, flatten_any_order
 
 # Temporary buffers are cut into chunks of at most this many elements. They are then
 # small enough to be recycled by the allocator and to stay in the processor's caches.
@@ -144,7 +144,7 @@ def sum_of_squares(x: Tensor, start: int) -> Tensor:
     if torch.is_grad_enabled():  # the norm is not differentiable at zero
         return x.pow(2).sum(axes, dtype=dtype)
     if x.shape[start:].numel() > PIECE_ELEMENTS:
-        pieces, rest = cut(x.flatten(start))
+        pieces, rest = cut(flatten_any_order(x, start))
         total = sum_of_squares(pieces, start + 1).sum(start)
         return total if rest is None else total + sum_of_squares(rest, start)
     return torch.linalg.vector_norm(x, dim=axes, dtype=dtype).square_()
@@ -182,7 +182,7 @@ def add_squares(total: Optional[Tensor], rows: Tensor, dtype: torch.dtype) -> Te
     """
     if _is_slice_by_slice(rows) and rows.dtype == dtype:
         if total is None:
-            total = rows.new_zeros(rows.shape[1:])
+            total = torch.zeros_like(rows[0])
         for row in rows:
             total.addcmul_(row, row)
         return total
@@ -240,7 +240,7 @@ def add_moments(moments: Optional[Moments], rows: Tensor) -> Moments:
     number = len(rows)
     if _is_slice_by_slice(rows):
         if moments is None:
-            zeros = rows.new_zeros(rows.shape[1:])
+            zeros = torch.zeros_like(rows[0])
             moments = Moments(0, zeros, zeros.clone())
         before, mean, deviations = moments
         for count, row in enumerate(rows, start=before + 1):  # Welford (1962)
@@ -356,7 +356,7 @@ class PerSample(ABC):
         """Sum the products of a single column over samples, if that is still to do.
 
         Returns:
-            Sum of shape ``[*p]``.
+            Sum of shape ``[*p]``, which may lie in memory in any order.
         """
         if self._total is None:
             self._total = self.summed()[0]
@@ -434,7 +434,7 @@ class PerSample(ABC):
         total: Optional[Tensor] = None
         for block in self._adding_up(self._blocks()):
             total = add_squares(total, block.flatten(0, 1), dtype)
-        return total
+        return total.contiguous()
 
     def _squares_per_sample(self, dtype: torch.dtype) -> Tensor:
         if torch.is_grad_enabled():
@@ -473,7 +473,7 @@ class PerSample(ABC):
             moments = add_moments(moments, block[0].to(dtype))
         if self.keeps_total:
             self._total = moments.mean * self.batch_size
-        return moments.deviations / self.batch_size
+        return moments.deviations.contiguous() / self.batch_size
 
     def dots(self) -> Tensor:
         """Pairwise dot products of the samples' products, summed over columns.
@@ -662,6 +662,18 @@ class Direct(NamedTuple):
         return self.form(self.inputs, self.cotangents)
 
 
+class Reordered(NamedTuple):
+    """Inputs with features in another order, which takes less time to unfold.
+
+    Attributes:
+        unfold: Returns the inputs of n samples, of shape ``[n, G, T, d]``.
+        fold: Maps products with these inputs, ``[*, G, p, d]``, to ``[*, *p]``: a view.
+    """
+
+    unfold: Callable[[slice], Tensor]
+    fold: Callable[[Tensor], Tensor]
+
+
 class Outer(PerSample):
     """Products that are sums of outer products over shared positions.
 
@@ -686,7 +698,7 @@ class Outer(PerSample):
         fold: Optional[Callable[[Tensor], Tensor]] = None,
         direct: Optional[Direct] = None,
         features: Optional[Callable[[slice], Tensor]] = None,
-        rows: Optional[Callable[[slice], Tensor]] = None,
+        reordered: Optional[Reordered] = None,
         sums_positions: bool = False,
     ):
         """Store the factors.
@@ -699,8 +711,7 @@ class Outer(PerSample):
             direct: A faster way than unfolding to form products. Default: ``None``.
             features: A faster way than ``a`` to unfold the inputs of some samples,
                 features first, ``[G, d, n * T]``. Default: ``None``.
-            rows: A faster way than ``a`` to unfold the inputs of some samples, features
-                in any order, ``[n, G, T, d]``. Default: ``None``.
+            reordered: The same for features in any order. Default: ``None``.
             sums_positions: Convention for Kronecker factors. Default: ``False``.
         """
         self.sums_positions = sums_positions
@@ -710,7 +721,7 @@ class Outer(PerSample):
         self.shape = shape
         self.fold = fold or (lambda mat: mat.reshape(*mat.shape[:-3], *shape))
         self._direct = direct
-        self._features, self._rows = features, rows
+        self._features, self._reordered = features, reordered
         self.num_columns, self.batch_size, self.groups, self.positions, p = b.shape
         # known without unfolding the inputs
         self._sizes = (shape.numel() // max(1, self.groups * p), p)
@@ -773,28 +784,58 @@ class Outer(PerSample):
 
     def _blocks(self) -> Iterator[Tensor]:
         if not self._one_by_one:
-            yield from super()._blocks()
-        elif self._direct is not None and self._a is None:
+            return super()._blocks()
+        return self._products(any_order=True)
+
+    def _products(self, any_order: bool) -> Iterator[Tensor]:
+        """Form the products sample by sample.
+
+        Args:
+            any_order: Whether they may lie in memory in any order.
+
+        Yields:
+            Products of shape ``[1, 1, *p]``, in memory that nobody else needs.
+        """
+        if self._direct is not None and self._a is None:
             x, cotangents, form = self._direct
             yield from map(form, x.split(1), cotangents.split(1, dim=1))
-        else:
-            for a, b in zip(self.a, self.b[0]):
-                yield self.fold(bmm(b.mT, a)[None, None])
+            return
+        unfolds = self._features is not None and self._a is None
+        fold = self._reordered.fold if unfolds and any_order else self.fold
+        for index, b in enumerate(self.b[0].mT):
+            sample = slice(index, index + 1)
+            if unfolds and any_order:
+                a = self._reordered.unfold(sample)[0]
+            else:
+                a = self._features(sample).mT if unfolds else self.a[index]
+            yield fold(bmm(b, a, self.batch_size)[None, None])
 
     def _add(self, total: Optional[Tensor], block: Tensor) -> Tensor:
-        if not self._one_by_one:
-            return super()._add(total, block)
-        product = block[0, 0]  # in memory that nobody else needs
-        return product if total is None else total.add_(product)
+        if total is None and self._one_by_one:
+            return block[0, 0]
+        return super()._add(total, block)
 
     def individual(self) -> Tensor:  # noqa: D102
         if not self._one_by_one:
             return super().individual()
+        return self._collect(any_order=False)
+
+    def _collect(self, any_order: bool) -> Tensor:
+        """Form products sample by sample, and put them side by side in memory.
+
+        Args:
+            any_order: Whether the numbers of a product may change their places.
+
+        Returns:
+            Products of shape ``[1, N, *p]``.
+        """
         shape = 1, self.batch_size, *self.shape
         out = huge_empty(shape, self.dtype, self.device)
-        blocks = self._adding_up(self._blocks())
-        for block, target in zip(blocks, out.split(1, dim=1)):
-            target.copy_(block)
+        products = self._adding_up(self._products(any_order))
+        for product, target in zip(products, out.split(1, dim=1)):
+            if any_order:
+                product = flatten_any_order(product, 2).view_as(target)
+            target.copy_(product)
         return out
 
     def block(self, samples: slice) -> Tensor:  # noqa: D102
@@ -854,6 +895,8 @@ class Outer(PerSample):
         n, t = self.batch_size, self.positions
         d, p = self._sizes
         if n * t**2 * (d + p) >= (t + n) * d * p:
+            if self._one_by_one:
+                return sum_of_dots(flatten(self._collect(any_order=True), 2))
             return super().dots()
         pattern = "n g t k, m g s k -> g n t m s"
         gram_a = einsum(self.a, self.a, pattern)
@@ -902,8 +945,9 @@ class Outer(PerSample):
 
     def _gram_norms(self, samples: slice) -> Tensor:
         dtype = accumulator_dtype(self.dtype)
-        known = self._rows is None or self._a is not None
-        a = (self.a[samples] if known else self._rows(samples)).flatten(0, 1)
+        known = self._reordered is None or self._a is not None
+        a = self.a[samples] if known else self._reordered.unfold(samples)
+        a = a.flatten(0, 1)
         gram_a = bmm(a, a.mT)
         total = 0.0
         for b in self.b[:, samples].flatten(1, 2).unbind():

@@ -5,7 +5,6 @@ patch that the kernel with K elements covers. Features are ordered channel first
 kernel position, as in ``torch.nn.Unfold``.
 """
 
-from math import prod
 from typing import Callable, Dict, Optional, Tuple, Type, TypeVar, Union
 
 from torch import Tensor
@@ -149,15 +148,14 @@ def pad_input(input: Tensor, module: ConvNd) -> Tensor:
     return pad(input, amounts, mode=mode)
 
 
-def _input_windows(
-    input: Tensor, module: ConvNd, channels_last: bool = False
-) -> Tensor:
+def input_windows(input: Tensor, module: ConvNd, channels_last: bool = False) -> Tensor:
     """View the padded input of a convolution through its kernel's window.
 
     Args:
         input: Input ``[N, C_in, *]``.
         module: Convolution.
-        channels_last: Whether channels shall lie side by side in memory.
+        channels_last: Whether channels shall lie side by side in memory. Default:
+            ``False``.
 
     Returns:
         View ``[N, C_in, *K, *T]``.
@@ -183,43 +181,42 @@ def unfold_by_conv(input: Tensor, module: ConvNd) -> Tensor:
     Returns:
         Unfolded input ``[N, C_in * K, T]`` of all channels, also for groups.
     """
-    view = _input_windows(input, module)
+    view = input_windows(input, module)
     return flatten_windows(view, module.kernel_size)
 
 
-def unfold_features(input: Tensor, module: ConvNd) -> Tensor:
+def unfold_features(view: Tensor, groups: int) -> Tensor:
     """Return the unfolded input of a convolution, features first.
 
     Args:
-        input: Input ``[N, C_in, *]``.
-        module: Convolution.
+        view: Windows ``[N, C_in, *K, *T]``.
+        groups: Number of groups G.
 
     Returns:
-        Unfolded input ``[G, C_in / G * K, N * T]``, with G groups.
+        Unfolded input ``[G, C_in / G * K, N * T]``.
     """
-    view = _input_windows(input, module)
-    features = module.in_channels // module.groups * prod(module.kernel_size)
-    view = view.movedim(0, 1 + len(module.kernel_size))
-    return view.reshape(module.groups, features, -1)
+    dims = view.dim() // 2 - 1
+    features = view.shape[1 : 2 + dims].numel() // groups
+    positions = len(view) * view.shape[2 + dims :].numel()
+    return view.movedim(0, 1 + dims).reshape(groups, features, positions)
 
 
-def unfold_rows(input: Tensor, module: ConvNd) -> Tensor:
+def unfold_rows(view: Tensor, groups: int) -> Tensor:
     """Return the unfolded input of a convolution, with features in another order.
 
     It takes a fraction of the time, because channels come last and are copied as one:
     for whatever does not depend on the order of features.
 
     Args:
-        input: Input ``[N, C_in, *]``.
-        module: Convolution.
+        view: Windows ``[N, C_in, *K, *T]``, channels side by side in memory.
+        groups: Number of groups G.
 
     Returns:
-        Unfolded input ``[N, G, T, K * C_in / G]``, with G groups.
+        Unfolded input ``[N, G, T, K * C_in / G]``.
     """
-    view = _input_windows(input, module, channels_last=True)
-    dims = len(module.kernel_size)
+    dims = view.dim() // 2 - 1
     kernel, positions = range(3, 3 + dims), range(3 + dims, 3 + 2 * dims)
-    view = view.unflatten(1, (module.groups, -1)).permute(0, 1, *positions, *kernel, 2)
+    view = view.unflatten(1, (groups, -1)).permute(0, 1, *positions, *kernel, 2)
     return view.flatten(2, 1 + dims).flatten(3)
 
 

@@ -56,32 +56,34 @@ def has_fast_matmul(x: Tensor) -> bool:
     )
 
 
-def _pays_off(a: Tensor, b: Tensor, least: int) -> bool:
-    """Tell whether a product of two matrices is large enough for oneDNN.
+def _pays_off(a: Tensor, b: Tensor, times: int) -> bool:
+    """Tell whether products of two matrices are large enough for oneDNN.
 
     Args:
         a: Matrix of shape ``[A, R]``.
         b: Matrix of shape ``[R, B]``.
-        least: Number of multiplications to exceed.
+        times: Number of products of these sizes in a row.
 
     Returns:
-        Whether it is.
+        Whether they are.
     """
     sizes = (*a.shape, b.shape[1])
+    least = max(MIN_MULTIPLICATIONS // max(1, times), MIN_PER_PRODUCT)
     return prod(sizes) > least and min(sizes) >= MIN_SIZE
 
 
-def is_fast(a: Tensor, b: Tensor) -> bool:
+def is_fast(a: Tensor, b: Tensor, times: int = 1) -> bool:
     """Tell whether :func:`matmul` multiplies two matrices with oneDNN.
 
     Args:
         a: Matrix of shape ``[A, R]``.
         b: Matrix of shape ``[R, B]``, of the same type.
+        times: Number of products of these sizes in a row. Default: 1.
 
     Returns:
         Whether it does.
     """
-    return _pays_off(a, b, MIN_MULTIPLICATIONS) and has_fast_matmul(a)
+    return _pays_off(a, b, times) and has_fast_matmul(a)
 
 
 def _multiply(a: Tensor, b: Tensor) -> Tensor:
@@ -101,36 +103,37 @@ def _multiply(a: Tensor, b: Tensor) -> Tensor:
     return _onednn()(a, weight, None, "none", [], "")
 
 
-def matmul(a: Tensor, b: Tensor) -> Tensor:
+def matmul(a: Tensor, b: Tensor, times: int = 1) -> Tensor:
     """Multiply two matrices.
 
     Args:
         a: Matrix of shape ``[A, R]``.
         b: Matrix of shape ``[R, B]``, of the same type.
+        times: Number of products of these sizes in a row. Default: 1.
 
     Returns:
         Product of shape ``[A, B]``.
     """
-    return _multiply(a, b) if is_fast(a, b) else a @ b
+    return _multiply(a, b) if is_fast(a, b, times) else a @ b
 
 
-def bmm(a: Tensor, b: Tensor) -> Tensor:
+def bmm(a: Tensor, b: Tensor, times: int = 1) -> Tensor:
     """Multiply batches of matrices, into memory that is cheap to touch.
 
     Args:
         a: Matrices of shape ``[G, A, R]``.
         b: Matrices of shape ``[G, R, B]``, of the same type.
+        times: Number of batches of these sizes in a row. Default: 1.
 
     Returns:
         Products of shape ``[G, A, B]``.
     """
     if len(a) == 1:  # up to a third faster than a batch of one matrix
-        return matmul(a[0], b[0]).unsqueeze(0)
+        return matmul(a[0], b[0], times).unsqueeze(0)
     if torch.is_grad_enabled():
         return torch.bmm(a, b)
     out = huge_empty((*a.shape[:2], b.shape[2]), a.dtype, a.device)
-    least = max(MIN_MULTIPLICATIONS // max(1, len(a)), MIN_PER_PRODUCT)
-    if not (len(a) and _pays_off(a[0], b[0], least) and has_fast_matmul(a)):
+    if not (len(a) and is_fast(a[0], b[0], times * len(a))):
         return torch.bmm(a, b, out=out)
     for target, left, right in zip(out, a, b):
         target.copy_(_multiply(left, right))

@@ -44,3 +44,19 @@ def flatten(x: Tensor, start: int) -> Tensor:
         Tensor of shape ``[*, D]``.
     """
     return x.unsqueeze(-1).flatten(start)
+
+
+def flatten_any_order(x: Tensor, start: int) -> Tensor:
+    """Make the last axes one axis, in the order in which they lie in memory.
+
+    Args:
+        x: Tensor of shape ``[*, *D]``.
+        start: Number of axes that are kept.
+
+    Returns:
+        Tensor of shape ``[*, D]``, a view if memory has no gaps.
+    """
+    if not x.is_contiguous():
+        axes = sorted(range(start, x.dim()), key=x.stride, reverse=True)
+        x = x.permute(*range(start), *axes)
+    return x.flatten(start)

@@ -57,7 +57,7 @@ class ConvTransposeNDDerivatives(ConvNDDerivatives):
 
     def _orders(self, module: ConvTransposeNd, x: Tensor) -> Tuple:
         """Return nothing: there is no other way to unfold."""
-        return ()
+        return None, None
 
     def _direct(
         self, module: ConvTransposeNd, x: Tensor, cotangents: Tensor

@@ -1,6 +1,7 @@
 """Derivatives of convolutions with one to three spatial axes."""
 
 from contextlib import AbstractContextManager
+from functools import lru_cache
 from math import prod
 from typing import Callable, Optional, Sequence, Tuple, Union
 
@@ -14,8 +15,16 @@ from backpack.core.derivatives.basederivatives import (
     shallow_copy,
 )
 from backpack.core.derivatives.linear_map import LinearMapDerivatives
-from backpack.core.reductions import LARGE_PRODUCT, Direct, Outer, PerSample, Summed
+from backpack.core.reductions import (
+    LARGE_PRODUCT,
+    Direct,
+    Outer,
+    PerSample,
+    Reordered,
+    Summed,
+)
 from backpack.utils.conv import (
+    input_windows,
     pad_input,
     unfold_by_conv,
     unfold_features,
@@ -25,8 +34,9 @@ from backpack.utils.matmul import has_fast_matmul
 
 ConvNd = Union[Conv1d, Conv2d, Conv3d]
 
-# Up to this number of positions, a fast matrix product beats large convolutions.
-FEW_POSITIONS = 128
+# Up to so many positions per output channel, a fast matrix product with the unfolded
+# input beats a convolution, which reorders each product.
+FEW_POSITIONS = 1.5
 
 
 class weight_jac_t_save_memory(AbstractContextManager):  # noqa: N801
@@ -258,11 +268,23 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
 
     def _orders(
         self, module: ConvNd, x: Tensor
-    ) -> Tuple[Optional[Callable[[slice], Tensor]], ...]:
+    ) -> Tuple[Optional[Callable[[slice], Tensor]], Optional[Reordered]]:
         """Return how to unfold some samples with features first, and in any order."""
+        groups, (_, channels, *kernel) = module.groups, module.weight.shape
+
+        @lru_cache(maxsize=None)
+        def windows(channels_last: bool) -> Tensor:
+            return input_windows(x, module, channels_last)
+
+        def fold(mat: Tensor) -> Tensor:
+            mat = mat.unflatten(-1, (prod(kernel), channels)).mT
+            return mat.reshape(*mat.shape[:-4], *module.weight.shape)
+
         return (
-            lambda samples: unfold_features(x[samples], module),
-            lambda samples: unfold_rows(x[samples], module),
+            lambda samples: unfold_features(windows(False)[samples], groups),
+            Reordered(
+                lambda samples: unfold_rows(windows(True)[samples], groups), fold
+            ),
         )
 
     def _unfold(
@@ -286,7 +308,8 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
             return None
         positions = cotangents.shape[3:].numel()
         large = weight.numel() >= LARGE_PRODUCT * module.groups
-        if large and positions <= FEW_POSITIONS and has_fast_matmul(x):
+        few = positions * module.groups <= FEW_POSITIONS * len(weight)
+        if large and few and has_fast_matmul(x):
             return None
         pads = pads_symmetric_zeros(module)
 

@@ -91,7 +91,8 @@ class BackwardPass:
             an extension walks from module to module.
         saved_alone: Which extension has saved a value on which parameter that cannot be
             combined with that of another call.
-        left_out: Parameters that autograd shall leave out.
+        left_out: Parameters that autograd shall leave out, and whether their gradient
+            is at hand as a sum of individual gradients.
         gradients: Their gradients, to be handed over.
         leaves: The other leaf tensors, if there are such parameters.
     """
@@ -128,7 +129,7 @@ class BackwardPass:
         self.walked: Set[BackpropExtension] = set()
         self.dropouts: Dict[Call, GradientEdge] = {}
         self.saved_alone: Set[Tuple[BackpropExtension, Parameter]] = set()
-        self.left_out: Set[Parameter] = set()
+        self.left_out: Dict[Parameter, bool] = {}
         self.gradients: Dict[Parameter, Tensor] = {}
         self.leaves: List[Tensor] = []
         self.pull_back = PullBack(current)

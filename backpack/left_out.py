@@ -1,31 +1,34 @@
-"""Parameters that autograd leaves out, because the sum of their gradients is at hand.
+"""Parameters that autograd leaves out, because their gradient costs less here.
 
 First-order extensions form the individual gradients of layers whose weight many
 positions share. To add these up on the way costs less than what autograd does for the
-same result: multiply all inputs with all cotangents once more. The backward pass is
-therefore run without these parameters, and their gradient is handed to autograd
-afterwards. It arrives in ``.grad`` as ever, but for rounding.
+same result: multiply all inputs with all cotangents once more. And where it has to be
+done, we may have a faster matrix product than autograd. The backward pass is therefore
+run without these parameters, and their gradient is handed to autograd afterwards. It
+arrives in ``.grad`` as ever, but for rounding.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Dict, Set
+from typing import TYPE_CHECKING, Any, Dict, Optional, Tuple
 
 import torch
 from torch import Tensor
-from torch.nn import Conv1d, Conv2d, Conv3d, Linear, Parameter
+from torch.autograd import Function
+from torch.nn import Conv1d, Conv2d, Conv3d, Linear, Module, Parameter
 
 from backpack.core.reductions import accumulator_dtype
 from backpack.extensions.firstorder.base import GradientReduction
 from backpack.extensions.layers import find_row
+from backpack.utils.matmul import is_fast_product
 
 if TYPE_CHECKING:
     from backpack.context import State
     from backpack.graph import Inspection
 
 
-def find_left_out(current: State, inspection: Inspection) -> Set[Parameter]:
-    """Find the parameters whose gradient will be at hand as a sum.
+def find_left_out(current: State, inspection: Inspection) -> Dict[Parameter, bool]:
+    """Find the parameters whose gradient costs less here than in autograd.
 
     Their call's node must be run without them, for the sake of its input. That input
     leads to other leaf tensors: the calls are not circular, and the first one's input
@@ -37,9 +40,9 @@ def find_left_out(current: State, inspection: Inspection) -> Set[Parameter]:
         inspection: What the graph looks like.
 
     Returns:
-        The parameters.
+        The parameters, and whether individual gradients are added up on the way.
     """
-    found: Set[Parameter] = set()
+    found: Dict[Parameter, bool] = {}
     reductions = [x for x in current.active_exts if isinstance(x, GradientReduction)]
     if current.check or not reductions:
         return found
@@ -51,7 +54,8 @@ def find_left_out(current: State, inspection: Inspection) -> Set[Parameter]:
             continue
         outputs, channels = call.outputs[0], module.weight.shape[0]
         positions = outputs.numel() // max(1, len(outputs) * channels)
-        if not any(ext.adds_up(module, positions) for ext in reductions):
+        adds_up = any(ext.adds_up(module, positions) for ext in reductions)
+        if not (adds_up or _has_fast_product(module, outputs)):
             continue
         if find_row(module) is None:
             continue
@@ -62,8 +66,18 @@ def find_left_out(current: State, inspection: Inspection) -> Set[Parameter]:
             len(inspection.reached.get(param, ())) == 1 and _is_plain(param)
             for param in params
         ):
-            found.update(params)
+            found.update(dict.fromkeys(params, adds_up))
     return found
+
+
+@torch.no_grad()  # as in the backward pass
+def _has_fast_product(module: Module, outputs: Tensor) -> bool:
+    """Tell whether a faster matrix product than autograd's gives a layer's gradient."""
+    if not isinstance(module, Linear):
+        return False
+    channels, features = module.weight.shape
+    rows = outputs.numel() // max(1, channels)
+    return is_fast_product((channels, rows, features), outputs)
 
 
 def _is_plain(param: Parameter) -> bool:
@@ -76,6 +90,28 @@ def _is_plain(param: Parameter) -> bool:
     return not hooked and accumulator_dtype(param.dtype) == param.dtype
 
 
+class _Gradients(Function):
+    """A node of the graph that gives its gradients away: nobody else may own them.
+
+    Otherwise, what accumulates gradients would copy each one.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, gradients: Dict[Parameter, Tensor], *params: Parameter
+    ) -> Tensor:
+        """Return a number that is computed from the parameters, as it were."""
+        ctx.gradients = gradients
+        return params[0].new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Tuple[Optional[Tensor], ...]:
+        """Return the gradients, and forget them."""
+        gradients = tuple(ctx.gradients.values())
+        ctx.gradients.clear()
+        return None, *gradients
+
+
 def hand_over(gradients: Dict[Parameter, Tensor]) -> None:
     """Hand the gradients that autograd leaves out to it, now that they are known.
 
@@ -83,5 +119,6 @@ def hand_over(gradients: Dict[Parameter, Tensor]) -> None:
         gradients: The gradients, which are forgotten.
     """
     if gradients:
-        torch.autograd.backward(list(gradients), list(gradients.values()))
-        gradients.clear()
+        with torch.enable_grad():
+            handed_over = _Gradients.apply(gradients, *gradients)
+        torch.autograd.backward(handed_over)

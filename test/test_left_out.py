@@ -21,6 +21,8 @@ from backpack import backpack as compute
 from backpack import extend, extensions
 from backpack.core.reductions import SLICE_ELEMENTS, SUMMED_ROWS, Dense, PerSample
 from backpack.extensions.firstorder.base import FirstOrderModuleExtension
+from backpack.left_out import hand_over
+from backpack.utils.matmul import has_fast_matmul
 
 N = 3
 
@@ -69,10 +71,28 @@ def wide_net(channels: int = 40) -> Module:
     return nn.Sequential(*layers).to(F64)
 
 
-IMAGES, SEQUENCES = (N, 2, 6, 6), (N, 17, 2)
+def large_net() -> Module:
+    """Linear layers, two of which are large enough for a faster matrix product.
+
+    Returns:
+        The model.
+    """
+    torch.manual_seed(0)
+    layers = [
+        nn.Linear(256, 256),
+        nn.Tanh(),
+        nn.Linear(256, 256, bias=False),
+        nn.Linear(256, 4),
+    ]
+    return nn.Sequential(*layers)
+
+
+IMAGES, SEQUENCES, VECTORS = (N, 2, 6, 6), (N, 17, 2), (200, 256)
 FIRST = {"0.weight"}  # its node is run for the sake of the bias
 CONV = {*FIRST, "2.weight", "2.bias"}
 EVERY = {*CONV, "5.weight", "5.bias"}
+with torch.no_grad():
+    LARGE = {*FIRST, "2.weight"} if has_fast_matmul(torch.ones(1)) else set()
 
 
 def run(model: Module, loss: Module, x: Tensor) -> None:
@@ -249,6 +269,16 @@ PASSES = {
     "subsampling": Pass(set(), lambda: [extensions.BatchGrad(subsampling=[0, 2])]),
     "a user's rule": Pass(set(), custom),
     "sequence": Pass({*FIRST, "2.weight"}, model=sequence_net, shape=SEQUENCES),
+    "large": Pass(LARGE, model=large_net, shape=VECTORS),
+    "large, subsampling": Pass(
+        LARGE,
+        lambda: [extensions.BatchGrad(subsampling=[0, 2])],
+        model=large_net,
+        shape=VECTORS,
+    ),
+    "large, columns only": Pass(
+        set(), lambda: [extensions.DiagGGNMC()], model=large_net, shape=VECTORS
+    ),
     "one sample": Pass(CONV, shape=(1, *IMAGES[1:])),
     "frozen weight": Pass({*FIRST, "2.bias"}, prepare=freezes("2.weight")),
     "frozen bias": Pass({*FIRST, "2.weight"}, prepare=freezes("2.bias")),
@@ -328,6 +358,20 @@ def test_gradient(name: str, found: List[Set[Tensor]]):
             continue
         eps = torch.finfo(param.dtype).eps
         assert_agrees(param.grad, reference.grad, name, rtol=100 * eps)
+
+
+def test_handed_over():
+    """Gradients become ``.grad`` as they are, but in the parameter's memory layout."""
+    param, permuted = nn.Parameter(torch.rand(2, 3)), nn.Parameter(torch.rand(3, 4))
+    gradients = {param: torch.rand(2, 3), permuted: torch.rand(4, 3).T}
+    expected = [x.clone() for x in gradients.values()]
+    address = gradients[param].data_ptr()
+    with torch.no_grad():
+        hand_over(gradients)
+    assert not gradients and param.grad.data_ptr() == address
+    assert permuted.grad.is_contiguous()
+    for parameter, value in zip((param, permuted), expected):
+        assert torch.equal(parameter.grad, value)
 
 
 def test_total_owns_its_memory():

@@ -298,7 +298,7 @@ class Turn:
             param = self.call.parameters[name]
             if self.backward_pass.is_shared(param, self.call):
                 product = self._merge_shared(name, param, product)
-            product.keeps_total = param in self.backward_pass.left_out
+            product.keeps_total = self.backward_pass.left_out.get(param, False)
             self._gradients[name] = product
         return self._gradients[name]
 

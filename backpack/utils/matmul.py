@@ -8,7 +8,7 @@ PyTorch convolves, uses it, and is twice as fast there.
 import platform
 from functools import lru_cache
 from math import prod
-from typing import Callable, Optional
+from typing import Callable, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -56,20 +56,19 @@ def has_fast_matmul(x: Tensor) -> bool:
     )
 
 
-def _pays_off(a: Tensor, b: Tensor, times: int) -> bool:
-    """Tell whether products of two matrices are large enough for oneDNN.
+def is_fast_product(sizes: Sequence[int], like: Tensor, times: int = 1) -> bool:
+    """Tell whether oneDNN multiplies two matrices, which need not exist yet.
 
     Args:
-        a: Matrix of shape ``[A, R]``.
-        b: Matrix of shape ``[R, B]``.
-        times: Number of products of these sizes in a row.
+        sizes: Sizes ``A``, ``R``, ``B`` of the product of ``[A, R]`` and ``[R, B]``.
+        like: A tensor of the matrices' type.
+        times: Number of products of these sizes in a row. Default: 1.
 
     Returns:
-        Whether they are.
+        Whether it can, and the product is large enough.
     """
-    sizes = (*a.shape, b.shape[1])
     least = max(MIN_MULTIPLICATIONS // max(1, times), MIN_PER_PRODUCT)
-    return prod(sizes) > least and min(sizes) >= MIN_SIZE
+    return prod(sizes) > least and min(sizes) >= MIN_SIZE and has_fast_matmul(like)
 
 
 def is_fast(a: Tensor, b: Tensor, times: int = 1) -> bool:
@@ -83,7 +82,7 @@ def is_fast(a: Tensor, b: Tensor, times: int = 1) -> bool:
     Returns:
         Whether it does.
     """
-    return _pays_off(a, b, times) and has_fast_matmul(a)
+    return is_fast_product((*a.shape, b.shape[1]), a, times)
 
 
 def _multiply(a: Tensor, b: Tensor) -> Tensor:

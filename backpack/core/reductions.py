@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from typing import (
+    TYPE_CHECKING,
     Any,
     Callable,
     Dict,
@@ -36,6 +37,9 @@ from torch import Tensor
 from backpack.utils.matmul import bmm, is_fast, matmul
 from backpack.utils.memory import huge_empty
 from backpack.utils.unsqueeze import flatten, flatten_any_order
+
+if TYPE_CHECKING:
+    from backpack.core.derivatives.convnd import Unfolding
 
 # Temporary buffers are cut into chunks of at most this many elements. They are then
 # small enough to be recycled by the allocator and to stay in the processor's caches.
@@ -662,18 +666,6 @@ class Direct(NamedTuple):
         return self.form(self.inputs, self.cotangents)
 
 
-class Reordered(NamedTuple):
-    """Inputs with features in another order, which takes less time to unfold.
-
-    Attributes:
-        unfold: Returns the inputs of n samples, of shape ``[n, G, T, d]``.
-        fold: Maps products with these inputs, ``[*, G, p, d]``, to ``[*, *p]``: a view.
-    """
-
-    unfold: Callable[[slice], Tensor]
-    fold: Callable[[Tensor], Tensor]
-
-
 class Outer(PerSample):
     """Products that are sums of outer products over shared positions.
 
@@ -697,8 +689,7 @@ class Outer(PerSample):
         shape: torch.Size,
         fold: Optional[Callable[[Tensor], Tensor]] = None,
         direct: Optional[Direct] = None,
-        features: Optional[Callable[[slice], Tensor]] = None,
-        reordered: Optional[Reordered] = None,
+        unfolding: Optional[Unfolding] = None,
         sums_positions: bool = False,
     ):
         """Store the factors.
@@ -709,9 +700,8 @@ class Outer(PerSample):
             shape: The parameter's shape ``[*p]``.
             fold: Maps ``[*, G, p, d]`` to ``[*, *p]``. Default: a plain reshape.
             direct: A faster way than unfolding to form products. Default: ``None``.
-            features: A faster way than ``a`` to unfold the inputs of some samples,
-                features first, ``[G, d, n * T]``. Default: ``None``.
-            reordered: The same for features in any order. Default: ``None``.
+            unfolding: Faster ways than ``a`` to unfold the inputs of some samples.
+                Default: ``None``.
             sums_positions: Convention for Kronecker factors. Default: ``False``.
         """
         self.sums_positions = sums_positions
@@ -721,7 +711,7 @@ class Outer(PerSample):
         self.shape = shape
         self.fold = fold or (lambda mat: mat.reshape(*mat.shape[:-3], *shape))
         self._direct = direct
-        self._features, self._reordered = features, reordered
+        self._unfolding = unfolding
         self.num_columns, self.batch_size, self.groups, self.positions, p = b.shape
         # known without unfolding the inputs
         self._sizes = (shape.numel() // max(1, self.groups * p), p)
@@ -732,6 +722,10 @@ class Outer(PerSample):
         if self._a is None:
             self._a = self._make_a()
         return self._a
+
+    def _unfolder(self) -> Optional[Unfolding]:
+        """Return faster ways to unfold, unless the inputs are unfolded already."""
+        return self._unfolding if self._a is None else None
 
     @property
     def _cotangents(self) -> Tensor:
@@ -800,14 +794,15 @@ class Outer(PerSample):
             x, cotangents, form = self._direct
             yield from map(form, x.split(1), cotangents.split(1, dim=1))
             return
-        unfolds = self._features is not None and self._a is None
-        fold = self._reordered.fold if unfolds and any_order else self.fold
+        unfolding, fold = self._unfolder(), self.fold
+        if unfolding and any_order:
+            fold = unfolding.fold_rows
         for index, b in enumerate(self.b[0].mT):
             sample = slice(index, index + 1)
-            if unfolds and any_order:
-                a = self._reordered.unfold(sample)[0]
+            if unfolding and any_order:
+                a = unfolding.rows(sample)[0]
             else:
-                a = self._features(sample).mT if unfolds else self.a[index]
+                a = unfolding.features(sample).mT if unfolding else self.a[index]
             yield fold(bmm(b, a, self.batch_size)[None, None])
 
     def _add(self, total: Optional[Tensor], block: Tensor) -> Tensor:
@@ -913,12 +908,13 @@ class Outer(PerSample):
         Returns:
             Σ a aᵀ over samples and positions, of shape ``[G, d, d]``.
         """
-        if self._features is None or self._a is not None:
+        unfolding = self._unfolder()
+        if unfolding is None:
             return gram(rearrange(self.a, "n g t d -> g d (n t)")).mul_(scale)
         size = self.groups * self.positions * self._sizes[0]
         total = 0.0
         for samples in chunks(self.batch_size, size, UNFOLDED_ELEMENTS):
-            part = gram(self._features(samples))
+            part = gram(unfolding.features(samples))
             total = total + part.to(accumulator_dtype(part.dtype))
         return total.mul_(scale).to(part.dtype)
 
@@ -945,8 +941,8 @@ class Outer(PerSample):
 
     def _gram_norms(self, samples: slice) -> Tensor:
         dtype = accumulator_dtype(self.dtype)
-        known = self._reordered is None or self._a is not None
-        a = self.a[samples] if known else self._reordered.unfold(samples)
+        unfolding = self._unfolder()
+        a = unfolding.rows(samples) if unfolding else self.a[samples]
         a = a.flatten(0, 1)
         gram_a = bmm(a, a.mT)
         total = 0.0

@@ -1,7 +1,7 @@
 """Derivatives of transposed convolutions with one to three spatial axes."""
 
 from functools import partial
-from typing import Callable, List, Optional, Sequence, Tuple
+from typing import Callable, List, Optional, Sequence
 
 import torch
 from einops import rearrange
@@ -55,9 +55,8 @@ class ConvTransposeNDDerivatives(ConvNDDerivatives):
 
         return fold_transposed
 
-    def _orders(self, module: ConvTransposeNd, x: Tensor) -> Tuple:
+    def _unfolding(self, module: ConvTransposeNd, x: Tensor) -> None:
         """Return nothing: there is no other way to unfold."""
-        return None, None
 
     def _direct(
         self, module: ConvTransposeNd, x: Tensor, cotangents: Tensor

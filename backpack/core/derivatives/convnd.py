@@ -1,9 +1,8 @@
 """Derivatives of convolutions with one to three spatial axes."""
 
 from contextlib import AbstractContextManager
-from functools import lru_cache
 from math import prod
-from typing import Callable, Optional, Sequence, Tuple, Union
+from typing import Callable, Dict, Optional, Sequence, Tuple, Union
 
 import torch
 from einops import rearrange
@@ -20,7 +19,6 @@ from backpack.core.reductions import (
     Direct,
     Outer,
     PerSample,
-    Reordered,
     Summed,
 )
 from backpack.utils.conv import (
@@ -150,6 +148,65 @@ def without_bias(module: ConvNd) -> ConvNd:
     return shallow_copy(module, _parameters={**module._parameters, "bias": None})
 
 
+class Unfolding:
+    """Unfolds the input of a convolution, some samples at a time.
+
+    What is the same for all samples is done once, when first asked for: the input is
+    padded, and laid out in memory.
+    """
+
+    def __init__(self, module: ConvNd, x: Tensor):
+        """Store what to unfold.
+
+        Args:
+            module: The layer.
+            x: Its input, of shape ``[N, C_in, *]``.
+        """
+        self._module, self._x = module, x
+        self._views: Dict[bool, Tensor] = {}
+
+    def _windows(self, samples: slice, channels_last: bool) -> Tensor:
+        if channels_last not in self._views:
+            view = input_windows(self._x, self._module, channels_last)
+            self._views[channels_last] = view
+        return self._views[channels_last][samples]
+
+    def features(self, samples: slice) -> Tensor:
+        """Unfold with features first.
+
+        Args:
+            samples: Which samples (n of them).
+
+        Returns:
+            Unfolded inputs of shape ``[G, d, n * T]``.
+        """
+        return unfold_features(self._windows(samples, False), self._module.groups)
+
+    def rows(self, samples: slice) -> Tensor:
+        """Unfold with features in another order, in which it takes less time.
+
+        Args:
+            samples: Which samples (n of them).
+
+        Returns:
+            Unfolded inputs of shape ``[n, G, T, d]``.
+        """
+        return unfold_rows(self._windows(samples, True), self._module.groups)
+
+    def fold_rows(self, mat: Tensor) -> Tensor:
+        """View products with :meth:`rows` as products with the weight's Jacobian.
+
+        Args:
+            mat: Products of shape ``[*, G, p, d]``.
+
+        Returns:
+            Products of shape ``[*, *p]``: the same memory.
+        """
+        shape = self._module.weight.shape
+        mat = mat.unflatten(-1, (shape[2:].numel(), shape[1])).mT
+        return mat.reshape(*mat.shape[:-4], *shape)
+
+
 class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
     """Derivatives of :class:`torch.nn.Conv1d`, ``Conv2d`` and ``Conv3d``.
 
@@ -262,30 +319,13 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
             module.weight.shape,
             self._fold(module),
             self._direct(module, x, cotangents),
-            *self._orders(module, x),
+            self._unfolding(module, x),
             sums_positions=True,
         )
 
-    def _orders(
-        self, module: ConvNd, x: Tensor
-    ) -> Tuple[Optional[Callable[[slice], Tensor]], Optional[Reordered]]:
-        """Return how to unfold some samples with features first, and in any order."""
-        groups, (_, channels, *kernel) = module.groups, module.weight.shape
-
-        @lru_cache(maxsize=None)
-        def windows(channels_last: bool) -> Tensor:
-            return input_windows(x, module, channels_last)
-
-        def fold(mat: Tensor) -> Tensor:
-            mat = mat.unflatten(-1, (prod(kernel), channels)).mT
-            return mat.reshape(*mat.shape[:-4], *module.weight.shape)
-
-        return (
-            lambda samples: unfold_features(windows(False)[samples], groups),
-            Reordered(
-                lambda samples: unfold_rows(windows(True)[samples], groups), fold
-            ),
-        )
+    def _unfolding(self, module: ConvNd, x: Tensor) -> Optional[Unfolding]:
+        """Return faster ways to unfold some samples of the input."""
+        return Unfolding(module, x)
 
     def _unfold(
         self, module: ConvNd, x: Tensor, out_size: Optional[Sequence[int]]

@@ -444,11 +444,14 @@ class PerSample(ABC):
         if torch.is_grad_enabled():
             return self.individual().pow(2).sum(0, dtype=dtype)
         out = huge_empty((self.batch_size, *self.shape), dtype, self.device)
-        for samples in self._sample_chunks():
-            first, *others = self.block(samples).to(dtype)
-            target = torch.mul(first, first, out=out[samples])
+        start = 0
+        for block in self._blocks():
+            first, *others = block.to(dtype)
+            end = start + len(first)
+            target = torch.mul(first, first, out=out[start:end])
             for column in others:
                 target.addcmul_(column, column)
+            start = end
         return out
 
     def finish_squares(self, statistic: Tensor, sum_batch: bool) -> Tensor:

@@ -44,7 +44,7 @@ def find_left_out(current: State, inspection: Inspection) -> Dict[Parameter, boo
     """
     found: Dict[Parameter, bool] = {}
     reductions = [x for x in current.active_exts if isinstance(x, GradientReduction)]
-    if current.check or not reductions:
+    if current.check:
         return found
     for call in inspection.calls:
         if call.released or call.is_composite or not call.parameters:

@@ -277,7 +277,7 @@ PASSES = {
         shape=VECTORS,
     ),
     "large, columns only": Pass(
-        set(), lambda: [extensions.DiagGGNMC()], model=large_net, shape=VECTORS
+        LARGE, lambda: [extensions.DiagGGNMC()], model=large_net, shape=VECTORS
     ),
     "one sample": Pass(CONV, shape=(1, *IMAGES[1:])),
     "frozen weight": Pass({*FIRST, "2.bias"}, prepare=freezes("2.weight")),

@@ -219,6 +219,9 @@ LARGE = {
     "linear": (nn.Linear(320, 256), (12, 320)),
 }
 
+# Users view these as matrices.
+CONTIGUOUS = ("individual", "squares", "variance")
+
 
 @pytest.mark.parametrize("key", LARGE)
 def test_large_layer(key: str):
@@ -234,10 +237,6 @@ def test_large_layer(key: str):
         products = lambda: call.fast("weight", mats)  # noqa: E731
         check_reductions(products, expected, key, rtol=1e-4)
         assert all(getattr(products(), x)().is_contiguous() for x in CONTIGUOUS)
-
-
-# Users view these as matrices.
-CONTIGUOUS = ("individual", "squares", "variance")
 
 
 @pytest.mark.parametrize("num_columns", [1, 3])

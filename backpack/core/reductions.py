@@ -798,14 +798,14 @@ class Outer(PerSample):
             yield from map(form, x.split(1), cotangents.split(1, dim=1))
             return
         unfolding, fold = self._unfolder(), self.fold
-        if unfolding and any_order:
-            fold = unfolding.fold_rows
-        for index, b in enumerate(self.b[0].mT):
-            sample = slice(index, index + 1)
-            if unfolding and any_order:
-                a = unfolding.rows(sample)[0]
-            else:
-                a = unfolding.features(sample).mT if unfolding else self.a[index]
+        samples = chunks(self.batch_size, 1, most=1)
+        if unfolding is None:
+            inputs = iter(self.a)
+        elif any_order:
+            inputs, fold = (unfolding.rows(n)[0] for n in samples), unfolding.fold_rows
+        else:
+            inputs = (unfolding.features(n).mT for n in samples)
+        for a, b in zip(inputs, self.b[0].mT):
             yield fold(bmm(b, a, self.batch_size)[None, None])
 
     def _add(self, total: Optional[Tensor], block: Tensor) -> Tensor:

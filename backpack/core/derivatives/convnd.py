@@ -14,13 +14,7 @@ from backpack.core.derivatives.basederivatives import (
     shallow_copy,
 )
 from backpack.core.derivatives.linear_map import LinearMapDerivatives
-from backpack.core.reductions import (
-    LARGE_PRODUCT,
-    Direct,
-    Outer,
-    PerSample,
-    Summed,
-)
+from backpack.core.reductions import LARGE_PRODUCT, Direct, Outer, PerSample, Summed
 from backpack.utils.conv import (
     input_windows,
     pad_input,
@@ -191,7 +185,9 @@ class Unfolding:
         Returns:
             Unfolded inputs of shape ``[n, G, T, d]``.
         """
-        return unfold_rows(self._windows(samples, True), self._module.groups)
+        # a single kernel position leaves nothing to reorder, and often to copy
+        several = prod(self._module.kernel_size) > 1
+        return unfold_rows(self._windows(samples, several), self._module.groups)
 
     def fold_rows(self, mat: Tensor) -> Tensor:
         """View products with :meth:`rows` as products with the weight's Jacobian.

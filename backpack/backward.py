@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import (
     TYPE_CHECKING,
@@ -212,7 +213,9 @@ class BackwardPass:
             return
         call.store(raw=True)
         try:
-            with Turn(call, self, g_out, entries) as turn:
+            # what repeats the forward pass creates tensors where that did
+            device = call.default_device or nullcontext()
+            with device, Turn(call, self, g_out, entries) as turn:
                 if call.is_loss:
                     self._meet_loss(turn)
                 if self._guard is not None:

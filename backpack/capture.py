@@ -60,6 +60,7 @@ class Call:
             for an operation that the converter made a module, its arguments.
         random_state: State of the random number generators before the call, if the
             generic rule may need it.
+        default_device: Where it created tensors by default, ``None`` for the CPU.
         is_loss: Whether the call computes a loss.
         loss_module: The module if it is a loss, which may be owned by nobody else. All
             other modules are referenced weakly: they may store what owns this call.
@@ -75,6 +76,7 @@ class Call:
     is_loss = is_outermost = is_composite = is_transparent = joins = released = False
     loss_module: Optional[Module] = None
     random_state: Optional[RandomState] = None
+    default_device: Optional[torch.device] = None
     graphless: Iterable[Module] = ()
     edges_before: Sequence[List[GradientEdge]] = ()
     # of a task: gradients that have arrived, and outputs that are still waited for
@@ -402,9 +404,18 @@ def leave_call(
     frame = _pop_frame(module) if _THREAD.frames else None
     if output is None or steps_aside():
         return None
+    device = _default_device()
     # a function mode, like that of our context, would see each look at a tensor
     with torch._C.DisableTorchFunction():
-        return _record(module, args, kwargs, output, frame)
+        return _record(module, args, kwargs, output, frame, device)
+
+
+def _default_device() -> Optional[torch.device]:
+    """Return where tensors are created by default, ``None`` for the CPU."""
+    if torch._C._len_torch_function_stack() == 0:  # a device would be a function mode
+        return None
+    device = torch.get_default_device()
+    return None if device.type == "cpu" else device
 
 
 def _record(
@@ -413,6 +424,7 @@ def _record(
     kwargs: Dict[str, Any],
     output: Any,
     frame: Optional[_Frame],
+    default_device: Optional[torch.device],
 ) -> Optional[Any]:
     """Make the record of a call; see :func:`leave_call`."""
     replaced = None
@@ -435,6 +447,7 @@ def _record(
         named = {f"input{i}": x for i, x in arguments if isinstance(x, Parameter)}
         parameters.update(named)
     call = Call(module, args, kwargs, outputs, edges, parameters)
+    call.default_device = default_device
     call.store(raw=False)
     if _computes_loss(module, outputs):
         call.is_loss, call.loss_module = True, module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import (
     TYPE_CHECKING,
     Dict,
@@ -20,8 +21,6 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
-
-from backpack.extensions.layers import find_row
 
 if TYPE_CHECKING:
     from backpack.capture import Call
@@ -188,29 +187,13 @@ def is_leaf(node: Optional[Node]) -> bool:
     return type(node).__name__ == "AccumulateGrad"
 
 
-def leaf_uses(edges: Iterable[Edges]) -> Dict[Tensor, Set[Use]]:
-    """Collect what uses each leaf tensor.
-
-    Args:
-        edges: Nodes of the graph, and the next node for each of their inputs.
-
-    Returns:
-        Leaves, and which inputs of which nodes they are.
-    """
-    uses: Dict[Tensor, Set[Use]] = {}
-    for node, parents in edges:
-        for i, (parent, _) in enumerate(parents):
-            if is_leaf(parent):
-                uses.setdefault(parent.variable, set()).add((node, i))
-    return uses
-
-
 class Inspection:
     """What the graph of a backward pass looks like.
 
     Attributes:
         calls: The calls in it, and the nodes that produced their outputs.
-        reached: The leaf tensors it reaches, and what uses them.
+        reached: The leaf tensors it reaches, and the nodes that use them: one twice if
+            it uses a tensor for two of its inputs.
     """
 
     def __init__(self, roots: Sequence[Node]):
@@ -222,30 +205,67 @@ class Inspection:
         self._roots = roots
         self._edges = list(walk_edges(roots))
         self.calls: Dict[Call, List[Node]] = {}
+        self._consumers: Dict[Node, List[Node]] = {}
         for node, parents in self._edges:
             for entry in calls_at(node) if parents else ():  # none at leaves
                 self.calls.setdefault(entry.call, []).append(node)
-        self.reached = leaf_uses(self._edges)
+            for parent, _ in parents:
+                if parent is not None:
+                    self._consumers.setdefault(parent, []).append(node)
+        self.reached: Dict[Tensor, List[Node]] = {
+            node.variable: users
+            for node, users in self._consumers.items()
+            if is_leaf(node)
+        }
+
+    @cached_property
+    def outside(self) -> Dict[Parameter, List[Node]]:
+        """Nodes that use a parameter, but not for an output of its modules' calls."""
+        calls_of: Dict[Parameter, List[Call]] = {}
+        for call in self.calls:
+            for param in call.parameters.values():
+                calls_of.setdefault(param, []).append(call)
+        outside = {}
+        for param, calls in calls_of.items():
+            outputs = {node for call in calls for node in self.calls[call]}
+            inputs = {node for call in calls for node in call.input_nodes()}
+            users = self.reached.get(param, ())
+            nodes = [x for x in users if self._leads_past(x, outputs, inputs)]
+            if nodes:
+                outside[param] = nodes
+        return outside
+
+    def _leads_past(self, node: Node, outputs: Set[Node], inputs: Set[Node]) -> bool:
+        """Tell whether anything else is computed from a node than calls' outputs.
+
+        Args:
+            node: Where to begin; from there towards the roots.
+            outputs: Where the calls' outputs sit in the graph.
+            inputs: Where their inputs do: who comes across one was outside.
+
+        Returns:
+            Whether there is a way to a root, or to an input, past the outputs.
+        """
+        seen, queue = {node}, [node]
+        while queue:
+            node = queue.pop()
+            if node in outputs:
+                continue
+            if node in inputs or node in self._roots:
+                return True
+            consumers = [x for x in self._consumers[node] if x not in seen]
+            seen.update(consumers)
+            queue.extend(consumers)
+        return False
 
     def uses_outside(self) -> Tuple[List[Parameter], List[Parameter]]:
-        """Find parameters that are used outside of their modules' calls.
+        """Sort the parameters that are used outside of their modules' calls.
 
         Returns:
             Those used in terms of their own, like a regulariser, and those used for
             anything else.
         """
-        inside: Dict[Parameter, Set[Use]] = {}
-        for call, nodes in self.calls.items():
-            if not call.released and self._may_be_used_outside(call):
-                uses = leaf_uses(walk_edges(nodes, stops=call.input_nodes()))
-                for param in call.parameters.values():
-                    inside.setdefault(param, set()).update(uses.get(param, ()))
-        outside = {
-            param: self.reached[param] - uses
-            for param, uses in inside.items()
-            if self.reached.get(param, set()) - uses
-        }
-        if not outside:
+        if not self.outside:
             return [], []
         data_terms = [
             term
@@ -254,20 +274,10 @@ class Inspection:
         ]
         data_nodes = set(walk(data_terms))
         separate, entangled = [], []
-        for param, uses in outside.items():
-            mixed = any(node in data_nodes for node, _ in uses)
+        for param, nodes in self.outside.items():
+            mixed = not data_nodes.isdisjoint(nodes)
             (entangled if mixed else separate).append(param)
         return separate, entangled
-
-    def _may_be_used_outside(self, call: Call) -> bool:
-        """Tell whether a call's parameters have to be looked at: a quick answer.
-
-        A layer that we know uses each of its parameters, so that a single use is its.
-        """
-        if not call.parameters:
-            return False
-        once = all(len(self.reached.get(p, ())) <= 1 for p in call.parameters.values())
-        return not (once and find_row(call.module) is not None)
 
     def describe(self, params: Sequence[Parameter]) -> str:
         """Name parameters and their modules, for a message.

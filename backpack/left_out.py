@@ -63,7 +63,9 @@ def find_left_out(current: State, inspection: Inspection) -> Dict[Parameter, boo
         if call.input_edges[0] is None:  # its node is run for the sake of its bias
             params = [p for p in params if p is not module.bias and len(params) > 1]
         if all(
-            len(inspection.reached.get(param, ())) == 1 and _is_plain(param)
+            len(inspection.reached.get(param, ())) == 1
+            and param not in inspection.outside
+            and _is_plain(param)
             for param in params
         ):
             found.update(dict.fromkeys(params, adds_up))

@@ -31,12 +31,19 @@ LIGHT = 12
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option for the quick loop."""
+    """Add the options for the quick loop, and for an accelerator."""
     parser.addoption(
         "--light",
         action="store_true",
         help=f"run every test, but only one in {LIGHT} of its rows, and no slow one",
     )
+    parser.addoption("--device", help="where tensors are created, like cuda")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Create all tensors on the device that was asked for."""
+    if config.getoption("--device"):
+        torch.set_default_device(config.getoption("--device"))
 
 
 def pytest_collection_modifyitems(

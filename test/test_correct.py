@@ -1141,6 +1141,27 @@ def test_autocast() -> None:
             assert torch.allclose(v, expected[n], rtol=0.1, atol=0.1 * scale), name
 
 
+def test_default_device() -> None:
+    """Tensors are created where the user's are, when a forward pass is repeated."""
+    devices = []
+
+    def forward(m: Lambda, x: Tensor) -> Tensor:
+        devices.append(torch.empty(0).device.type)
+        return m.head(torch.tanh(m.scale * x))
+
+    def model() -> Module:
+        return Lambda(forward, scale=Parameter(torch.ones(4)), head=nn.Linear(4, 3))
+
+    problem = Row(model, randn(4)).build()
+    ref = Reference(*problem)
+    del devices[:]
+    with torch.device("meta"):
+        results = compute(*problem, DENSE + FACTORS)
+    assert len(devices) > 1 and set(devices) == {"meta"}
+    for name, (values, drawn) in results.items():
+        assert_right(values, QUANTITIES[name].expected(ref, drawn), name)
+
+
 def test_sums_of_half_precision_numbers() -> None:
     """Sums over many samples accumulate in float32 or better."""
     size, dtype = 3000, torch.bfloat16
@@ -1365,24 +1386,39 @@ def gradient_term(model: Module, x: Tensor, out: Tensor) -> Tensor:
     return gradient.pow(2).sum()
 
 
-TERMS = {"l2": l2_term, "gradient": gradient_term}
+def product_term(model: Module, x: Tensor, out: Tensor) -> Tensor:
+    """Multiply a Hessian of the model with a vector."""
+    gradients = torch.autograd.grad(out.sum(), model.parameters(), create_graph=True)
+    return sum(gradient.sum() for gradient in gradients)
 
 
-@pytest.mark.parametrize("ext", [BatchGrad, SumGradSquared, DiagGGNExact])
+SEPARATE, ENTANGLED = "also used in terms of the loss", "used outside of the calls"
+TERMS = {
+    "l2": (l2_term, SEPARATE),
+    "gradient": (gradient_term, ENTANGLED),
+    "product": (product_term, ENTANGLED),
+}
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "before"])
+@pytest.mark.parametrize("ext", [BatchGrad, Variance, KFAC, DiagGGNExact])
 @pytest.mark.parametrize("term", TERMS)
-def test_outside_use(term: str, ext: type) -> None:
+def test_outside_use(term: str, ext: type, inside: bool) -> None:
     """Gradients from outside of the layer's call are refused or warned about."""
-    if term == "l2" and ext is DiagGGNExact:
+    function, expected = TERMS[term]
+    if term == "l2" and ext in (KFAC, DiagGGNExact):
         pytest.skip("the GGN of the loss does not contain the term, and is right")
-    problem = Penalized(TERMS[term])
+    if inside and ext in (KFAC, DiagGGNExact):
+        pytest.skip("the first derivative is not that of a loss")
+    problem = Penalized(function)
 
     def run() -> None:
-        value = problem.value()
-        with backpack(ext()):
-            value.backward()
+        value = None if inside else problem.value()
+        with backpack(ext(), retain_graph=True):
+            (problem.value() if inside else value).backward()
 
     messages = said(run)
-    assert any("weight" in m or "Linear" in m for m in messages), messages
+    assert any(expected in m and "Linear" in m for m in messages), messages
 
 
 OUTSIDE = {

@@ -20,7 +20,10 @@ import backpack.backward
 from backpack import backpack as compute
 from backpack import extend, extensions
 from backpack.core.reductions import SLICE_ELEMENTS, SUMMED_ROWS, Dense, PerSample
-from backpack.extensions.firstorder.base import FirstOrderModuleExtension
+from backpack.extensions.firstorder.base import (
+    FirstOrderBackpropExtension,
+    FirstOrderModuleExtension,
+)
 from backpack.left_out import hand_over
 from backpack.utils.matmul import has_fast_matmul
 
@@ -184,6 +187,13 @@ def with_penalty(model: Module, loss: Module, x: Tensor) -> None:
     (model(x).square().sum() + model[2].weight.square().sum()).backward()
 
 
+def with_gradient_penalty(model: Module, loss: Module, x: Tensor) -> None:
+    """Differentiate a derivative of the model, which uses its weights once more."""
+    y = model(x.requires_grad_())
+    (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    (y.square().sum() + gradient.square().sum()).backward()
+
+
 def again(model: Module, loss: Module, x: Tensor) -> None:
     """Call a layer twice."""
     model[5](model[:5](x) + model[:5](x)).square().sum().backward()
@@ -250,6 +260,16 @@ def custom() -> List:
     return [ext]
 
 
+def summing() -> List:
+    """Make a user's extension, which does not tell samples apart.
+
+    Returns:
+        The extension.
+    """
+    rules = {nn.Linear: Custom(params=["weight", "bias"])}
+    return [FirstOrderBackpropExtension("summed", rules)]
+
+
 PASSES = {
     **{
         name: Pass(CONV, lambda name=name: [getattr(extensions, name)()])
@@ -300,6 +320,14 @@ PASSES = {
     "hidden gradient": Pass(CONV, run=for_a_hidden_tensor),
     "second order": Pass(set(), run=of_second_order),
     "penalty": Pass(FIRST, run=with_penalty),
+    "gradient penalty": Pass(
+        set(),
+        summing,
+        large_net,
+        run=with_gradient_penalty,
+        shape=VECTORS,
+        options={"retain_graph": True},
+    ),
     "called twice": Pass(set(), run=again),
 }
 

@@ -115,7 +115,8 @@ class GenericLossDerivatives(LossDerivatives):
         diagonal = hessian.diagonal(dim1=1, dim2=2)
         if torch.equal(hessian, torch.diag_embed(diagonal)):
             eigenvalues = diagonal
-            eigenvectors = torch.eye(diagonal.shape[1]).to(diagonal)
+            options = {"dtype": diagonal.dtype, "device": diagonal.device}
+            eigenvectors = torch.eye(diagonal.shape[1], **options)
         else:
             eigenvalues, eigenvectors = torch.linalg.eigh(hessian)
             noise = 100 * hessian.shape[1] * torch.finfo(hessian.dtype).eps

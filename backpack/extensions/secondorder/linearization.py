@@ -361,8 +361,8 @@ class Linearization:
             Symmetric matrices of shape ``[N, H, H]``.
         """
         inputs = self.inputs()
-        sizes = [x.shape[1:].numel() for x in inputs]
-        basis = torch.eye(sum(sizes)).to(self.g_out[0])
+        sizes, like = [x.shape[1:].numel() for x in inputs], self.g_out[0]
+        basis = torch.eye(sum(sizes), dtype=like.dtype, device=like.device)
         columns = [
             part.reshape(-1, 1, *x.shape[1:]).expand(-1, *x.shape)
             for part, x in zip(basis.split(sizes, dim=1), inputs)
@@ -508,7 +508,8 @@ class ParameterLinearization:
         samples: Sequence[Callable] = [lambda d: d]
         if not sum_batch:
             samples = [_only(n) for n in range(len(delta))]
-        basis = torch.eye(param.numel()).to(param).reshape(-1, 1, *param.shape)
+        basis = torch.eye(param.numel(), dtype=param.dtype, device=param.device)
+        basis = basis.reshape(-1, 1, *param.shape)
         diagonals = []
         for select in samples:
             gradients = _gradients(y, [param], select(delta))

@@ -1,6 +1,6 @@
 """What extending does to a module, and what it sees in a backward pass."""
 
-from typing import Callable, Dict, List, Tuple, Type
+from typing import Any, Callable, Dict, List, Tuple, Type
 
 import pytest
 import torch
@@ -396,6 +396,45 @@ def test_hook_may_delete(quantity: Type[BackpropExtension]):
         (model[i], n) for i in (0, 2) for n in ("weight", "bias")
     }
     assert not any(hasattr(param, ext.savefield) for param in model.parameters())
+
+
+@pytest.mark.parametrize("quantity", ALL, ids=lambda cls: cls.__name__)
+def test_hook_may_overwrite(quantity: Type[BackpropExtension]):
+    """What the hook does to a field changes nothing else: it owns its memory."""
+    layers = [nn.Conv2d(2, 3, 2), nn.ReLU(), nn.Conv2d(3, 2, 2), nn.Flatten()]
+    model = extend(nn.Sequential(*layers, nn.Linear(2, 2), nn.Linear(2, 3)))
+    loss, ext = extend(nn.CrossEntropyLoss()), quantity()
+    x, y = torch.rand(N, 2, 3, 3), torch.tensor([0, 1, 1])
+
+    def run(hook: Callable[[Module], None]) -> Dict[str, Any]:
+        torch.manual_seed(0)
+        model.zero_grad()
+        with backpack(ext, extension_hook=hook):
+            loss(model(x), y).backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters()}
+
+    fields: Dict[Tensor, List[Tensor]] = {}
+
+    def remember(module: Module) -> None:
+        for param in module.parameters(recurse=False):
+            fields[param] = [x.clone() for x in tensors(param, ext.savefield)]
+
+    def overwrite(module: Module) -> None:
+        for param in module.parameters(recurse=False):
+            for value, expected in zip(tensors(param, ext.savefield), fields[param]):
+                assert torch.allclose(value, expected)
+                value.fill_(7.0)
+
+    expected = run(remember)
+    for name, gradient in run(overwrite).items():
+        assert torch.allclose(gradient, expected[name])
+
+
+def tensors(param: Tensor, field: str) -> List[Tensor]:
+    """List the tensors in a field; none if it is a function."""
+    value = getattr(param, field)
+    value = value if isinstance(value, list) else [value]
+    return [x for x in value if isinstance(x, Tensor)]
 
 
 def test_hook_runs_once_for_each_call():

@@ -552,6 +552,11 @@ class Dense(PerSample):
     def block(self, samples: slice) -> Tensor:  # noqa: D102
         return self.products[:, samples]
 
+    def individual(self) -> Tensor:  # noqa: D102
+        # who asked for them may overwrite them, but autograd goes on with cotangents,
+        # and another call may add its products to these
+        return self.products.clone()
+
     def sq_norms(self) -> Tensor:  # noqa: D102
         return sum_axis(sum_of_squares(self.products, 2), 0)
 

@@ -202,8 +202,8 @@ def _register_hooks(module: Module) -> None:
     if repeats:
         handle = module.register_forward_pre_hook(enter_call, with_kwargs=True)
         CTX.add_hook_handle(handle)
-    handle = module.register_forward_hook(
-        leave_call, with_kwargs=True, always_call=repeats
+    handle = module.register_forward_hook(  # before any that changes the output
+        leave_call, prepend=True, with_kwargs=True, always_call=repeats
     )
     CTX.add_hook_handle(handle)
 

@@ -120,7 +120,7 @@ class BackwardPass:
         """  # noqa: DAR401
         self.state = current
         self._separating = [x for x in current.active_exts if x.separates_samples]
-        self._batch_sizes: Set[int] = set()
+        self._batch_sizes: Dict[object, Set[int]] = {}  # by model
         self._guard = Guard() if current.check else None
         self._keeps_io = keeps_io(current)
         self._calls_of: Dict[int, List[Call]] = {}
@@ -142,7 +142,8 @@ class BackwardPass:
             if accumulates and inputs is None:
                 self.left_out = find_left_out(current, inspection)
                 leaves = inspection.reached if self.left_out else ()
-                self.leaves = [x for x in leaves if x not in self.left_out]
+                leaves = [x for x in leaves if x not in self.left_out]
+                self.leaves = [x for x in leaves if x.requires_grad]
 
     def _inspect(self, inspection: Inspection, inputs: Any) -> None:
         """Refuse what no module sees, or warn about it."""
@@ -261,22 +262,25 @@ class BackwardPass:
         if call.is_outermost:
             if call.is_transparent:
                 tensors = [*call.inputs, *call.outputs]
-                self._batch_sizes.update(x.shape[0] for x in tensors if x.dim() > 0)
+                sizes = {x.shape[0] for x in tensors if x.dim() > 0}
+                self._batch_sizes[call.model] = sizes
             return
-        if not (self._separating and self._batch_sizes and call.parameters):
+        sizes = self._batch_sizes.get(call.model)
+        if not (self._separating and sizes and call.parameters):
             return
         if any(isinstance(x, PackedSequence) for x in call.arguments):
             return  # its layer's rule refuses it, and says what to do
-        if call.batch_size not in self._batch_sizes:
+        if call.batch_size not in sizes:
             raise NotImplementedError(
                 NOT_SAMPLES.format(
                     ext=type(self._separating[0]).__name__,
                     size=call.batch_size,
                     module=call.module,
-                    expected=" or ".join(map(str, sorted(self._batch_sizes))),
+                    expected=" or ".join(map(str, sorted(sizes))),
                     name=next(iter(call.parameters)),
                 )
             )
+        sizes &= {call.batch_size}  # the model's layers have to agree
 
     def parameters(self, call: Call) -> List[Tuple[str, Parameter]]:
         """List the parameters a call is responsible for, as far as they take part.

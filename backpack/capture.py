@@ -17,9 +17,17 @@ from typing import Any, Dict, Iterable, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import Module, Parameter
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.nn.modules.module import _global_forward_hooks
+from torch.utils._pytree import (
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
 
 from backpack.backward import visit
 from backpack.context import state
@@ -69,20 +77,22 @@ class Call:
         is_outermost: Whether no other extended module was calling this one.
         is_composite: Whether the module has modules inside.
         is_transparent: Whether modules inside were called.
-        joins: Whether the outputs belong to different nodes of the graph.
+        model: Stands for the outermost call around this one, if one was recorded.
+        since: Number of nodes that the thread's graphs had when the call began, if the
+            generic rule may have to repeat it.
+        is_altered: Whether a hook may have changed the output before it was recorded.
         graphless: Modules called before, whose outputs are not part of a graph.
     """
 
-    is_loss = is_outermost = is_composite = is_transparent = joins = released = False
+    is_loss = is_outermost = is_composite = is_transparent = released = False
+    is_altered = False
+    model: Optional[object] = None
+    since = 0
     loss_module: Optional[Module] = None
     random_state: Optional[RandomState] = None
     default_device: Optional[torch.device] = None
     graphless: Iterable[Module] = ()
     edges_before: Sequence[List[GradientEdge]] = ()
-    # of a task: gradients that have arrived, and outputs that are still waited for
-    _arrived: Dict[int, Optional[Tensor]]
-    _waiting: Set[int]
-    _task = -1
 
     def __init__(
         self,
@@ -220,30 +230,6 @@ class Call:
         self.loss_module = None
         self.released = True
 
-    def arrive(
-        self, gradients: Dict[int, Optional[Tensor]], nodes: Dict[int, Node]
-    ) -> Optional[List[Optional[Tensor]]]:
-        """Collect the gradients at several outputs that belong to different nodes.
-
-        Args:
-            gradients: Gradients that are known now, by the output's index.
-            nodes: Nodes of all outputs, by the output's index.
-
-        Returns:
-            Gradients at all outputs when the last one has come, else ``None``.
-        """
-        task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._task, self._arrived = task, {}
-            will_run = torch._C._will_engine_execute_node
-            self._waiting = {i for i, node in nodes.items() if will_run(node)}
-        self._arrived.update(gradients)
-        self._waiting -= set(gradients)
-        if self._waiting:
-            return None
-        arrived, self._arrived, self._task = self._arrived, {}, -1
-        return [arrived.get(i) for i in range(self.num_outputs)]
-
 
 def _edge(x: Any) -> Optional[GradientEdge]:
     """Return where a tensor sits in the graph, ``None`` if it does not."""
@@ -343,6 +329,8 @@ class _Frame:
         self.called: Set[Module] = set()
         self.calls: List[weakref.ref] = []
         self.random_state: Optional[RandomState] = None
+        self.key = object()
+        self.since = torch._C._autograd._get_sequence_nr()
 
 
 class _Thread(threading.local):
@@ -362,10 +350,10 @@ def steps_aside() -> bool:
         compiler runs the forward pass.
     """
     return (
-        not torch.is_grad_enabled()
+        torch.compiler.is_compiling()
+        or not torch.is_grad_enabled()
         or not disable.should_store_io()
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.compiler.is_compiling()
     )
 
 
@@ -401,6 +389,8 @@ def leave_call(
     Returns:
         A replacement for outputs that are leaves of the graph, else ``None``.
     """
+    if torch.compiler.is_compiling():
+        return None
     frame = _pop_frame(module) if _THREAD.frames else None
     if output is None or steps_aside():
         return None
@@ -439,6 +429,10 @@ def _record(
         )
     outputs = tensor_outputs(output)
     edges = list(map(_edge, outputs))
+    if len(outputs) > 1 and _differ(edges):
+        output = replaced = _on_one_node(output)
+        outputs = tensor_outputs(output)
+        edges = list(map(_edge, outputs))
     parameters = _responsible(module, frame)
     if frame is not None:
         parameters.update(_adopted(module, args, kwargs, frame, outputs))
@@ -447,12 +441,12 @@ def _record(
         named = {f"input{i}": x for i, x in arguments if isinstance(x, Parameter)}
         parameters.update(named)
     call = Call(module, args, kwargs, outputs, edges, parameters)
-    call.default_device = default_device
+    call.default_device, call.is_altered = default_device, _comes_late(module)
     call.store(raw=False)
     if _computes_loss(module, outputs):
         call.is_loss, call.loss_module = True, module
     if frame is not None:
-        call.random_state = frame.random_state
+        call.random_state, call.since = frame.random_state, frame.since
         call.is_composite = any(True for _ in module.children())
         call.is_transparent = bool(frame.called)
         if call.is_transparent and call.is_loss:
@@ -461,6 +455,8 @@ def _record(
                     ref().is_loss = False
     outer_frames = _THREAD.frames
     call.is_outermost = not outer_frames
+    outermost = next(iter(outer_frames), frame)
+    call.model = None if outermost is None else outermost.key
     for outer in outer_frames:
         # with all modules inside: this call is responsible for them
         outer.called.update((module,) if frame is None else module.modules())
@@ -479,6 +475,64 @@ def is_hooked(module: Module) -> bool:
         Whether ``extend`` has registered its hook, and it was not removed.
     """
     return leave_call in module._forward_hooks.values()
+
+
+class _Together(Function):
+    """A node of the graph for several tensors, where their gradients arrive at once."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tuple[Tensor, ...]:
+        """Copy the tensors: on views, autograd allows no operation in place."""
+        ctx.set_materialize_grads(False)
+        return tuple(map(Tensor.clone, tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Optional[Tensor]) -> Tuple:
+        """Hand the gradients on."""
+        return gradients
+
+
+def _differ(edges: List[Optional[GradientEdge]]) -> bool:
+    """Tell whether outputs sit at different nodes of the graph, or twice at a place."""
+    places = [(edge.node, edge.output_nr) for edge in edges if edge is not None]
+    nodes = {node for node, _ in places}
+    return len(nodes) > 1 or len(set(places)) < len(places)
+
+
+def _on_one_node(output: Any) -> Any:
+    """Give several outputs a node of their own.
+
+    There, the gradients at all of them arrive at once; and if one was computed from
+    another, what comes through the one is not part of the gradient at the other.
+
+    Args:
+        output: What the module returned.
+
+    Returns:
+        The same, with copies of its tensors that require a gradient.
+    """
+    leaves, spec = tree_flatten(output)
+    places = [
+        i
+        for i, x in enumerate(leaves)
+        if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad
+    ]
+    for i, copy in zip(places, _Together.apply(*(leaves[i] for i in places))):
+        leaves[i] = copy
+    return tree_unflatten(leaves, spec)
+
+
+def _comes_late(module: Module) -> bool:
+    """Tell whether another hook ran before ours, and may have changed the output.
+
+    Args:
+        module: The module.
+
+    Returns:
+        Whether a user has put one first, for this or for all modules.
+    """
+    first = next(iter(module._forward_hooks.values()), leave_call)
+    return first is not leave_call or bool(_global_forward_hooks)
 
 
 def _pop_frame(module: Module) -> Optional[_Frame]:
@@ -573,19 +627,8 @@ def _attach(
         return
     if _THREAD.graphless is not None:
         call.graphless, _THREAD.graphless = _THREAD.graphless, None
-    if len(inner) == 1:
-        [(i, edge)] = inner
-        _hooked_calls(edge.node).append(Entry(edge.output_nr, i, call))
-        return
-    by_node: Dict[Node, List[Entry]] = {}
-    for i, (node, number, *_) in inner:
-        by_node.setdefault(node, []).append(Entry(number, i, call))
-    call.joins = len(by_node) > 1
-    for node, entries in by_node.items():
-        _hooked_calls(node).extend(entries)
-        if call.joins:
-            nodes = {i: edge.node for i, edge in inner}
-            node.register_prehook(partial(_join, entries, nodes))
+    for i, (node, number, *_) in inner:  # one node, see `_on_one_node`
+        _hooked_calls(node).append(Entry(number, i, call))
 
 
 def _is_own_result(call: Call, base: Tensor, output: Tensor) -> bool:
@@ -628,25 +671,4 @@ def _run_calls(entries: List[Entry], gradients: Tuple[Optional[Tensor], ...]) ->
         gradient = entry.in_shape(gradients[entry.output_nr])
         by_call.setdefault(entry.call, {})[entry.index] = gradient
     for call, known in by_call.items():
-        if not call.joins:
-            visit(
-                current, call, tuple(map(known.get, range(call.num_outputs))), entries
-            )
-
-
-def _join(
-    entries: List[Entry],
-    nodes: Dict[int, Node],
-    gradients: Tuple[Optional[Tensor], ...],
-) -> None:
-    """Run a call's turn as soon as the gradients at all of its outputs are known."""
-    current = state()
-    if current.pulling:
-        return
-    call = entries[0].call
-    known = {entry.index: gradients[entry.output_nr] for entry in entries}
-    complete = call.arrive(known, nodes)
-    if complete is not None:
-        visit(current, call, complete, entries)
-        if call.released:
-            nodes.clear()  # the nodes own each other through their hooks
+        visit(current, call, tuple(map(known.get, range(call.num_outputs))), entries)

@@ -229,19 +229,23 @@ class Inspection:
         for param, calls in calls_of.items():
             outputs = {node for call in calls for node in self.calls[call]}
             inputs = {node for call in calls for node in call.input_nodes()}
+            since = min(call.since for call in calls)
             users = self.reached.get(param, ())
-            nodes = [x for x in users if self._leads_past(x, outputs, inputs)]
+            nodes = [x for x in users if self._leads_past(x, outputs, inputs, since)]
             if nodes:
                 outside[param] = nodes
         return outside
 
-    def _leads_past(self, node: Node, outputs: Set[Node], inputs: Set[Node]) -> bool:
+    def _leads_past(
+        self, node: Node, outputs: Set[Node], inputs: Set[Node], since: int
+    ) -> bool:
         """Tell whether anything else is computed from a node than calls' outputs.
 
         Args:
             node: Where to begin; from there towards the roots.
             outputs: Where the calls' outputs sit in the graph.
             inputs: Where their inputs do: who comes across one was outside.
+            since: Number of nodes when the first call began: older ones are outside.
 
         Returns:
             Whether there is a way to a root, or to an input, past the outputs.
@@ -251,7 +255,7 @@ class Inspection:
             node = queue.pop()
             if node in outputs:
                 continue
-            if node in inputs or node in self._roots:
+            if node in inputs or node in self._roots or node._sequence_nr() < since:
                 return True
             consumers = [x for x in self._consumers[node] if x not in seen]
             seen.update(consumers)
@@ -293,6 +297,12 @@ class Inspection:
             for name, param in call.parameters.items():
                 names.setdefault(param, f"'{name}' of {type(call.module).__name__}")
         return ", ".join(names[param] for param in params)
+
+    @property
+    def allows_inputs(self) -> bool:
+        """Whether ``backward(inputs=...)`` is possible; not with some checkpoints."""
+        names = (type(node).__name__ for node, _ in self._edges)
+        return "CheckpointFunctionBackward" not in names
 
     def coupling(self) -> Optional[str]:
         """Find a batch normalisation that is not extended and couples samples.

@@ -19,7 +19,7 @@ from torch.nn import Conv1d, Conv2d, Conv3d, Linear, Module, Parameter
 
 from backpack.core.reductions import accumulator_dtype
 from backpack.extensions.firstorder.base import GradientReduction
-from backpack.extensions.layers import find_row
+from backpack.extensions.layers import GENERIC, find_row_or_generic
 from backpack.utils.matmul import is_fast_product
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def find_left_out(current: State, inspection: Inspection) -> Dict[Parameter, boo
     """
     found: Dict[Parameter, bool] = {}
     reductions = [x for x in current.active_exts if isinstance(x, GradientReduction)]
-    if current.check:
+    if current.check or not inspection.allows_inputs:
         return found
     for call in inspection.calls:
         if call.released or call.is_composite or not call.parameters:
@@ -57,7 +57,7 @@ def find_left_out(current: State, inspection: Inspection) -> Dict[Parameter, boo
         adds_up = any(ext.adds_up(module, positions) for ext in reductions)
         if not (adds_up or _has_fast_product(module, outputs)):
             continue
-        if find_row(module) is None:
+        if find_row_or_generic(call) is GENERIC:
             continue
         params = [p for p in call.parameters.values() if p.requires_grad]
         if call.input_edges[0] is None:  # its node is run for the sake of its bias

@@ -166,6 +166,10 @@ class PullBack:
             call = target.entry.call
             outputs = result.setdefault(call, [None] * call.num_outputs)
             outputs[target.entry.index] = stack.columns()
+        for call, outputs in result.items():
+            if not any(x is not None for x in outputs):  # it leads to unused outputs
+                shape = (len(columns), *call.output_shapes[0])
+                outputs[0] = call.outputs[0].new_zeros(shape)
         return result
 
     def value(self, ext: ColumnExtension, turn: Turn, name: str) -> Any:

@@ -611,7 +611,85 @@ POSITIONS = {
 }
 
 
+class Heads(Module):
+    """A module with a bare parameter and several outputs."""
+
+    def __init__(self, outputs: Callable[[Module, Tensor], Tuple[Tensor, ...]]):
+        """Choose the outputs."""
+        super().__init__()
+        self.scale, self.fc = Parameter(torch.ones(4)), nn.Linear(4, 4)
+        self.outputs = outputs
+
+    def forward(self, x: Tensor) -> Tuple[Tensor, ...]:
+        """Return them."""
+        return self.outputs(self, self.fc(torch.tanh(x * self.scale)))
+
+
+HEADS = {  # the outputs, and which of them are used
+    "of-each-other": (lambda m, f: (m.fc(f).sin(), f), [[0], [1], [0, 1]]),
+    "the-other-way-round": (lambda m, f: (f, m.fc(f).sin()), [[0], [1], [0, 1]]),
+    "twice-the-same": (lambda m, f: (f, f), [[0], [1], [0, 1]]),
+    "a-chain": (
+        lambda m, f: (f, m.fc(f).sin(), (m.scale * m.fc(f)).cos()),
+        [[1], [2], [0, 2], [0, 1, 2]],
+    ),
+}
+
+
+def outputs(kind: str, used: List[int]) -> Callable[[], Module]:
+    """Make a function that makes a model with a module of several outputs."""
+    return lambda: Lambda(
+        lambda m, x: m.head(sum(torch.sin(m.heads(x)[i]) for i in used)),
+        heads=Heads(HEADS[kind][0]),
+        head=nn.Linear(4, 3),
+    )
+
+
+def cells(m: Module, x: Tensor) -> Tensor:
+    """Run two steps of a recurrent cell."""
+    return m.head(m.cell(x[:, 1], m.cell(x[:, 0]))[0])
+
+
+class Doubled(nn.Conv1d):
+    """A convolution with twice the weight, by a method inside."""
+
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return super()._conv_forward(x, 2 * weight, bias)
+
+
+class Tripled(nn.CrossEntropyLoss):
+    """Three times the cross-entropy."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Compute it."""
+        return 3 * super().forward(x, y)
+
+
+def patched() -> Module:
+    """Make a layer whose method inside is changed on the instance."""
+    layer = nn.Conv1d(2, 3, 2)
+    inside = layer._conv_forward
+    layer._conv_forward = lambda x, weight, bias: inside(x, 2 * weight, bias)
+    return layer
+
+
 MODELS = {
+    **{
+        f"outputs-{kind}-{used}": Row(outputs(kind, used), randn(4))
+        for kind, (_, uses) in HEADS.items()
+        for used in uses
+    },
+    "lstm-cell": Row(
+        lambda: Lambda(cells, cell=nn.LSTMCell(4, 4), head=nn.Linear(4, 3)), randn(2, 4)
+    ),
+    "subclass-with-another-method": Row(
+        lambda: nn.Sequential(Doubled(2, 3, 2), nn.Flatten(), nn.Linear(9, 3)),
+        randn(2, 4),
+        Tripled,
+    ),
+    "instance-with-another-method": Row(
+        lambda: nn.Sequential(patched(), nn.Flatten(), nn.Linear(9, 3)), randn(2, 4)
+    ),
     "children-called-with-functions-between": Row(
         lambda: Lambda(
             lambda m, x: m.fc2(m.fc1(x).transpose(1, 2))[:, :, 0],
@@ -1059,6 +1137,115 @@ def test_variance_does_not_cancel() -> None:
         ).build(),
         ["Variance"],
     )
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+@pytest.mark.parametrize("when", ["before", "after", "first", "for all"])
+def test_hook_changes_the_output(when: str, layer: int) -> None:
+    """A user's forward hook replaces a layer's output, whenever it was registered."""
+    problem = Row(lambda: mlp(nn.Tanh()), randn(4)).build()
+    changed = problem.model[layer]
+
+    def double(module: Module, inputs: Tensors, output: Tensor) -> Optional[Tensor]:
+        return 2 * output if module is changed else None
+
+    if when in ("after", "first"):
+        extend(problem.model)
+    if when == "for all":
+        handle = nn.modules.module.register_module_forward_hook(double)
+    else:
+        handle = changed.register_forward_hook(double, prepend=when == "first")
+    for _ in range(2):
+        check(problem)
+    handle.remove()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+def test_compiled_model() -> None:
+    """Of a compiled model, as a whole, individual gradients are computed."""
+    model, loss, X, y = Row(lambda: mlp(nn.Tanh()), randn(4)).build()
+    expected = oracle.individual_gradients(model, loss, X, y)
+    compiled = extend(torch.compile(model, backend="eager"))
+    value = extend(loss)(compiled(*X), *y)
+    with backpack(BatchGrad()):
+        value.backward()
+    for name, gradient in expected.items():
+        oracle.assert_agrees(model.get_parameter(name).grad_batch, gradient, name)
+
+
+class Remembers(Module):
+    """A module that counts its calls, in a buffer, and keeps what it has computed."""
+
+    def __init__(self):
+        """Create a parameter and the buffers."""
+        super().__init__()
+        self.scale = Parameter(torch.ones(4))
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(4))
+        self.times = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale, and remember."""
+        self.times += 1
+        self.calls = self.calls + 1
+        x = x * self.scale
+        self.last = x.detach()
+        self.mean.mul_(0.5).add_(0.5 * self.last.mean(0))
+        return x
+
+
+class Picky(Module):
+    """A module that may refuse a batch of another size, with an error of its own."""
+
+    def __init__(self):
+        """Create a parameter."""
+        super().__init__()
+        self.scale, self.size = Parameter(torch.ones(4)), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale."""
+        if self.size is not None and len(x) != self.size:
+            raise LookupError("another batch")
+        return x * self.scale
+
+
+UNUSUAL = {
+    "picky": (Row(lambda: mlp(Picky()), randn(4)), 1, {"size": N}),
+    "sparse": (
+        Row(
+            lambda: nn.Sequential(nn.EmbeddingBag(5, 3, mode="sum"), nn.Linear(3, 3)),
+            tokens(3),
+        ),
+        0,
+        {"sparse": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_unusual_repetition(name: str) -> None:
+    """Modules that refuse single samples, or have sparse gradients."""
+    row, layer, attributes = UNUSUAL[name]
+    problem = row.build()
+    ref = Reference(*deepcopy(problem))
+    vars(problem.model[layer]).update(attributes)  # nothing that the oracle can do
+    for quantity, (values, drawn) in compute(*problem, DENSE).items():
+        assert_right(values, QUANTITIES[quantity].expected(ref, drawn), quantity)
+
+
+def test_repetition_leaves_no_trace() -> None:
+    """A forward pass that has to be repeated changes no buffer and no attribute."""
+    model, loss, X, y = Row(lambda: mlp(Remembers()), randn(4)).build()
+    twin, module = deepcopy(model)[1], extend(model)[1]
+    value = extend(loss)(model(*X), *y)
+    twin(model[0](*X))
+    last = module.last
+    with backpack(*[QUANTITIES[name].extension() for name in DENSE]):
+        value.backward()
+    assert module.times == twin.times and module.last is last
+    for name, expected in twin.named_buffers():
+        oracle.assert_agrees(getattr(module, name), expected, name)
 
 
 def test_dropout_in_training_mode() -> None:
@@ -1529,7 +1716,58 @@ NO_REDUCTION = Row(
     lambda: mlp(nn.Tanh()), randn(4), lambda: nn.CrossEntropyLoss(reduction="none")
 )
 
+
+class Prepared(Module):
+    """A module that computes its weight before it is called."""
+
+    def __init__(self):
+        """Create the parameter."""
+        super().__init__()
+        self.weight = Parameter(torch.ones(4))
+
+    def prepare(self) -> None:
+        """Compute the weight."""
+        self.scale = torch.tanh(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale."""
+        return x * self.scale
+
+
+def prepare(m: Module, x: Tensor) -> Tensor:
+    """Have the weight computed in time."""
+    m.inner.prepare()
+    return m.head(m.inner(x))
+
+
+PREPARED = Row(
+    lambda: Lambda(prepare, inner=Prepared(), head=nn.Linear(4, 3)), randn(4)
+)
+STEPS_FIRST = Row(
+    lambda: Lambda(
+        lambda m, x: m.head(m.recurrent(m.token(x))[0][-1]),
+        token=nn.Embedding(5, 3),
+        recurrent=nn.LSTM(3, 4),
+        head=nn.Linear(4, 3),
+    ),
+    lambda: (torch.randint(5, (N + 2, N)),),
+)
+
 REFUSALS = {
+    **{
+        f"computed-before-{ext.__name__}": Refusal(
+            on_row(PREPARED, ext()), NotImplementedError, r"'weight' of Prepared"
+        )
+        for ext in (BatchGrad, Variance, DiagGGNExact, KFAC)
+    },
+    **{
+        f"steps-first-{ext.__name__}": Refusal(
+            on_row(STEPS_FIRST, ext()),
+            NotImplementedError,
+            rf"(?s){ext.__name__}.*axis 0.*size 6.*Embedding",
+        )
+        for ext in (BatchGrad, SumGradSquared, DiagGGNExact)
+    },
     "class-instead-of-instance": Refusal(
         lambda: backpack(BatchGrad), ValueError, r"BatchGrad\(\)"
     ),

@@ -15,6 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.futures import Future
 from torch.nn import Module
 from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
 
 import backpack.backward
 from backpack import backpack as compute
@@ -194,6 +195,19 @@ def with_gradient_penalty(model: Module, loss: Module, x: Tensor) -> None:
     (y.square().sum() + gradient.square().sum()).backward()
 
 
+def with_checkpoint(model: Module, loss: Module, x: Tensor) -> None:
+    """Repeat a forward pass in the backward pass, as PyTorch used to do."""
+    hidden = checkpoint(model[:2], x.requires_grad_(), use_reentrant=True)
+    model[2:](hidden).square().sum().backward()
+
+
+def with_a_frozen_weight(model: Module, loss: Module, x: Tensor) -> None:
+    """Freeze a weight when the graph is there already."""
+    value = model(x).square().sum()
+    model[0].weight.requires_grad_(False)
+    value.backward()
+
+
 def again(model: Module, loss: Module, x: Tensor) -> None:
     """Call a layer twice."""
     model[5](model[:5](x) + model[:5](x)).square().sum().backward()
@@ -328,6 +342,8 @@ PASSES = {
         shape=VECTORS,
         options={"retain_graph": True},
     ),
+    "checkpoint": Pass(set(), run=with_checkpoint),
+    "frozen later": Pass(CONV - FIRST, run=with_a_frozen_weight),
     "called twice": Pass(set(), run=again),
 }
 

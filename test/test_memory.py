@@ -107,6 +107,26 @@ class Recurrent(Module):
         return self.last(torch.cat([sequence[:, -1], cell[0]], dim=1))
 
 
+class Several(Module):
+    """A module whose outputs belong to different nodes, one of which is not used."""
+
+    def __init__(self):
+        """Create the layers."""
+        super().__init__()
+        self.cell, self.last = nn.LSTMCell(4, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Use the output of the cell, but not its state.
+
+        Args:
+            x: Input ``[N, 4]``.
+
+        Returns:
+            Prediction.
+        """
+        return self.last(self.cell(x)[0])
+
+
 SINGLE_OUTPUT: Dict[str, Callable[[], Tuple[Module, Tensor]]] = {
     "conv_net": conv_net,
     "residual": lambda: (nn.Sequential(Residual(), nn.Linear(4, 3)), torch.rand(N, 4)),
@@ -127,6 +147,7 @@ SINGLE_OUTPUT: Dict[str, Callable[[], Tuple[Module, Tensor]]] = {
 MODELS = {
     **SINGLE_OUTPUT,
     "recurrent": lambda: (Recurrent(), torch.rand(N, 4, 2)),
+    "several outputs": lambda: (Several(), torch.rand(N, 4)),
 }
 EXACT = ["DiagGGNExact", "BatchDiagGGNExact", "SqrtGGNExact"]
 

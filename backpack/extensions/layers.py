@@ -6,6 +6,7 @@ layer needs besides its derivatives.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -312,21 +313,60 @@ def lookup(table: Mapping[Type[Module], Any], cls: Type[Module]) -> Optional[Any
     return None
 
 
-def find_row(module: Module) -> Optional[Row]:
+# Methods of a layer that say nothing about what it computes
+_SETUP = {"extra_repr", "reset_parameters"}
+
+
+@lru_cache(maxsize=256)
+def _methods(cls: type) -> Tuple[str, ...]:
+    """List the methods with which a class of layers computes its output.
+
+    Args:
+        cls: The class.
+
+    Returns:
+        Their names.
+    """
+    own = (base for base in cls.__mro__ if not issubclass(Module, base))
+    names = {
+        name for base in own for name, value in vars(base).items() if callable(value)
+    }
+    return tuple(name for name in names - _SETUP if not name.startswith("__"))
+
+
+@lru_cache(maxsize=256)
+def _find_own(cls: type, losses: bool = False) -> Tuple[Optional[Row], Tuple[str, ...]]:
+    """Look up a class, unless it changes what its base computes.
+
+    Args:
+        cls: The class.
+        losses: Whether to look among losses, or among layers. Default: ``False``.
+
+    Returns:
+        Its row, or ``None``, and the methods that an instance must not change, either.
+    """
+    table: Mapping[type, Row] = LOSSES if losses else LAYERS
+    for base in cls.__mro__:
+        if base in table:
+            names = _methods(base)
+            own = all(getattr(cls, name) is getattr(base, name) for name in names)
+            return (table[base] if own else None), names
+    return None, ()
+
+
+def find_row(module: Module, losses: bool = False) -> Optional[Row]:
     """Look up a layer, unless its class or the instance changes what it computes.
 
     Args:
         module: The layer.
+        losses: Whether it is a loss. Default: ``False``.
 
     Returns:
         Its row, or ``None`` where only the generic rule is right.
     """
-    for cls in type(module).__mro__:
-        row = LAYERS.get(cls)
-        if row is not None:
-            own = type(module).forward is cls.forward and "forward" not in vars(module)
-            return row if own else None
-    return None
+    row, names = _find_own(type(module), losses)
+    own = vars(module)
+    return None if any(name in own for name in names) else row
 
 
 def find_row_or_generic(call: Call) -> Row:
@@ -339,7 +379,7 @@ def find_row_or_generic(call: Call) -> Row:
         The row of its module, or the generic one if that does not cover the call.
     """
     module = call.module
-    row = find_row(module)
+    row = None if call.is_altered else find_row(module)
     if row is None or (row.params != () and not row.accepts(module, call.arguments)):
         return GENERIC
     return row
@@ -367,4 +407,4 @@ def find_loss(module: Module) -> Row:
     Returns:
         Its row, or the one for losses in general.
     """
-    return lookup(LOSSES, type(module)) or GENERIC_LOSS
+    return find_row(module, losses=True) or GENERIC_LOSS

@@ -191,8 +191,9 @@ def generic_products(
     repeated = _Repeated(names, module, inputs, kwargs or {}, cotangents, outputs)
     try:
         products = repeated.vmapped()
-    except (RuntimeError, ValueError, IndexError):
-        # not every operation can be vmapped: random and data-dependent ones can't
+    except Exception:
+        # not every operation can be vmapped: random and data-dependent ones can't; and
+        # a forward pass may refuse a batch of one with any error of its own
         products = None
     if products is None:
         products = repeated.masked(random_state)
@@ -252,8 +253,11 @@ class _Repeated:
                 replaced[name] = value
             else:
                 args[position] = value
-        with disable():
-            out = functional_call(self.module, replaced, tuple(args), kwargs)
+        buffers = {name: x.clone() for name, x in self.module.named_buffers()}
+        with disable(), _attributes_restored(self.module):
+            out = functional_call(
+                self.module, {**buffers, **replaced}, tuple(args), kwargs
+            )
         out = tensor_outputs(out)
         return [out[i] for i in self.mats]
 
@@ -321,16 +325,15 @@ class _Repeated:
                     _only_sample(mat[v], axis, n)
                     for mat, axis in zip(self.mats.values(), self.axes)
                 ]
-                rows.append(
-                    torch.autograd.grad(
-                        outputs,
-                        values,
-                        masked,
-                        retain_graph=True,
-                        create_graph=create_graph,
-                        materialize_grads=True,
-                    )
+                gradients = torch.autograd.grad(
+                    outputs,
+                    values,
+                    masked,
+                    retain_graph=True,
+                    create_graph=create_graph,
+                    materialize_grads=True,
                 )
+                rows.append([x.to_dense() if x.is_sparse else x for x in gradients])
         sizes = (self.num_columns, self.batch_size)
         stacked = [torch.stack(column).unflatten(0, sizes) for column in zip(*rows)]
         return self._checked(stacked, outputs)
@@ -366,6 +369,18 @@ class _Repeated:
             name: Dense(products, param.shape)
             for name, products, param in zip(self.names, stacked, self.params)
         }
+
+
+@contextmanager
+def _attributes_restored(module: Module) -> Iterator[None]:
+    """Undo what a forward pass does to the attributes of a module and those inside."""
+    before = [(child, dict(vars(child))) for child in module.modules()]
+    try:
+        yield
+    finally:
+        for child, attributes in before:
+            vars(child).clear()
+            vars(child).update(attributes)
 
 
 def _only_sample(mat: Tensor, axis: int, n: int) -> Tensor:

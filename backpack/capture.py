@@ -129,6 +129,7 @@ class Call:
         self.args, self.kwargs = args, kwargs
         self.versions = list(map(_version, self.arguments))
         self.outputs = list(map(Tensor.detach, outputs))
+        self.output_versions = list(map(_version, self.outputs))
         self.output_shapes = [out.shape for out in outputs]
         self.columns: Dict[Any, List[Optional[Tensor]]] = {}
 
@@ -184,6 +185,15 @@ class Call:
         tensors = tree_leaves(self.arguments)
         edges = [*self.input_edges, *(_edge(x) for x in tensors)]
         return [edge.node for edge in edges if edge is not None]
+
+    def unchanged_outputs(self) -> List[Optional[Tensor]]:
+        """List the outputs, ``None`` for those that were modified in place since.
+
+        Returns:
+            The outputs.
+        """
+        pairs = zip(self.outputs, self.output_versions)
+        return [x if x._version == version else None for x, version in pairs]
 
     def check_unchanged(self) -> None:
         """Check that no input was modified since the call.

@@ -745,6 +745,11 @@ MODELS = {
         for name, called in POSITIONS.items()
         for length in (3, N)
     },
+    "in-place-after-a-bare-parameter": Row(
+        lambda: nn.Sequential(Scale(4), nn.ReLU(inplace=True), nn.Linear(4, 3)),
+        randn(4),
+        quantities=DENSE + FACTORS,
+    ),
     "in-place-sum": Row(
         lambda: Lambda(
             lambda m, x: m.fc2(F.relu_(m.fc1(x).add_(1.0).mul_(m.scale))),
@@ -1740,6 +1745,23 @@ def prepare(m: Module, x: Tensor) -> Tensor:
     return m.head(m.inner(x))
 
 
+class Noisy(Module):
+    """A module that draws random numbers in evaluation mode, too."""
+
+    def __init__(self):
+        """Create the parameter."""
+        super().__init__()
+        self.weight = Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale."""
+        return x * self.weight * torch.rand_like(x)
+
+
+NOISY = Row(lambda: nn.Sequential(Noisy(), nn.ReLU(), nn.Linear(4, 3)), randn(4))
+NOISY_IN_PLACE = Row(
+    lambda: nn.Sequential(Noisy(), nn.ReLU(inplace=True), nn.Linear(4, 3)), randn(4)
+)
 PREPARED = Row(
     lambda: Lambda(prepare, inner=Prepared(), head=nn.Linear(4, 3)), randn(4)
 )
@@ -1754,6 +1776,13 @@ STEPS_FIRST = Row(
 )
 
 REFUSALS = {
+    **{
+        f"{name}-{ext.__name__}": Refusal(
+            on_row(row, ext()), RuntimeError, r"Noisy: repeating.*weight"
+        )
+        for name, row in (("random", NOISY), ("random-in-place", NOISY_IN_PLACE))
+        for ext in (BatchGrad, DiagGGNExact)
+    },
     **{
         f"computed-before-{ext.__name__}": Refusal(
             on_row(PREPARED, ext()), NotImplementedError, r"'weight' of Prepared"

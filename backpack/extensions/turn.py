@@ -169,7 +169,7 @@ class Products(Mapping):
                         cotangents,
                         call.kwargs,
                         call.random_state,
-                        call.outputs,
+                        call.unchanged_outputs(),
                     )
                 )
         product = self._formed[name]

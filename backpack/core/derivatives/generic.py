@@ -5,7 +5,7 @@ columns. It is slow and always right, so it serves the layers nobody wrote a rul
 and the fast rules are tested against it.
 """
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 from warnings import catch_warnings, filterwarnings
 
@@ -165,7 +165,7 @@ def generic_products(
     cotangents: Cotangents,
     kwargs: Optional[Dict[str, Any]] = None,
     random_state: Optional[RandomState] = None,
-    outputs: Optional[Sequence[Tensor]] = None,
+    outputs: Optional[Sequence[Optional[Tensor]]] = None,
 ) -> Dict[str, Dense]:
     """Compute products of cotangents and parameters' Jacobians for any module.
 
@@ -180,7 +180,7 @@ def generic_products(
         random_state: What the call found in the random number generators, if it drew
             from them. Default: ``None``.
         outputs: The call's outputs, to check that repeating the call gives the same.
-            Default: ``None``.
+            ``None`` for those that were modified since. Default: ``None``.
 
     Returns:
         The products, ``[V, N, *p]``, by name.
@@ -189,6 +189,7 @@ def generic_products(
         RuntimeError: If the forward pass cannot be repeated.
     """
     repeated = _Repeated(names, module, inputs, kwargs or {}, cotangents, outputs)
+    repeated.recompute_outputs(random_state)
     try:
         products = repeated.vmapped()
     except Exception:
@@ -217,7 +218,7 @@ class _Repeated:
         args: Sequence[Any],
         kwargs: Dict[str, Any],
         cotangents: Cotangents,
-        outputs: Optional[Sequence[Tensor]],
+        outputs: Optional[Sequence[Optional[Tensor]]],
     ):
         self.names = list(names)
         self.module = module
@@ -260,6 +261,19 @@ class _Repeated:
             )
         out = tensor_outputs(out)
         return [out[i] for i in self.mats]
+
+    def recompute_outputs(self, random_state: Optional[RandomState]) -> None:
+        """Find out what the outputs were that have been modified in place.
+
+        Args:
+            random_state: State of the random number generators before the call.
+        """
+        if self.outputs is None or all(x is not None for x in self.outputs):
+            return
+        with torch.no_grad(), random_state.replay() if random_state else nullcontext():
+            again = self.forward(self.leaves, self.params)
+        pairs = zip(self.outputs, again)
+        self.outputs = [x if known is None else known for known, x in pairs]
 
     def vmapped(self) -> Optional[Dict[str, Dense]]:
         """Differentiate for one sample, and vmap over samples.

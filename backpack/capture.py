@@ -182,8 +182,9 @@ class Call:
         Returns:
             The nodes.
         """
-        tensors = tree_leaves(self.arguments)
-        edges = [*self.input_edges, *(_edge(x) for x in tensors)]
+        nested = [x for x in self.arguments if not isinstance(x, Tensor)]
+        tensors = tree_leaves(nested) if nested else ()
+        edges = [*self.input_edges, *map(_edge, tensors)]
         return [edge.node for edge in edges if edge is not None]
 
     def unchanged_outputs(self) -> List[Optional[Tensor]]:

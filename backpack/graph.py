@@ -212,6 +212,7 @@ class Inspection:
             for parent, _ in parents:
                 if parent is not None:
                     self._consumers.setdefault(parent, []).append(node)
+        self._names = {type(node).__name__ for node, _ in self._edges}
         self.reached: Dict[Tensor, List[Node]] = {
             node.variable: users
             for node, users in self._consumers.items()
@@ -228,9 +229,11 @@ class Inspection:
         outside = {}
         for param, calls in calls_of.items():
             outputs = {node for call in calls for node in self.calls[call]}
+            users = [x for x in self.reached.get(param, ()) if x not in outputs]
+            if not users:  # a quick answer
+                continue
             inputs = {node for call in calls for node in call.input_nodes()}
             since = min(call.since for call in calls)
-            users = self.reached.get(param, ())
             nodes = [x for x in users if self._leads_past(x, outputs, inputs, since)]
             if nodes:
                 outside[param] = nodes
@@ -301,8 +304,7 @@ class Inspection:
     @property
     def allows_inputs(self) -> bool:
         """Whether ``backward(inputs=...)`` is possible; not with some checkpoints."""
-        names = (type(node).__name__ for node, _ in self._edges)
-        return "CheckpointFunctionBackward" not in names
+        return "CheckpointFunctionBackward" not in self._names
 
     def coupling(self) -> Optional[str]:
         """Find a batch normalisation that is not extended and couples samples.
@@ -312,8 +314,9 @@ class Inspection:
         Returns:
             What it is called, ``None`` if there is none.
         """
-        for node, _ in self._edges:
-            if "BatchNorm" not in type(node).__name__:
+        names = {name for name in self._names if "BatchNorm" in name}
+        for node, _ in self._edges if names else ():
+            if type(node).__name__ not in names:
                 continue
             shape = node._input_metadata[0].shape
             known = any(isinstance(e.call.module, _BatchNorm) for e in calls_at(node))

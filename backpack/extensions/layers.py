@@ -365,8 +365,7 @@ def find_row(module: Module, losses: bool = False) -> Optional[Row]:
         Its row, or ``None`` where only the generic rule is right.
     """
     row, names = _find_own(type(module), losses)
-    own = vars(module)
-    return None if any(name in own for name in names) else row
+    return row if vars(module).keys().isdisjoint(names) else None
 
 
 def find_row_or_generic(call: Call) -> Row:

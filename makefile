@@ -16,6 +16,7 @@ PYTEST = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 MPLBACKEND=Agg \
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet \
 	--constraint $(CONSTRAINTS)
 
+BLACK = $(BIN)/black --config black.toml
 SPHINX = $(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet
 
 .DEFAULT_GOAL := help
@@ -58,11 +59,11 @@ format-check: black-check isort-check flake8 pydocstyle ## All checks of form be
 
 .PHONY: black
 black: install-dev ## Format the code with black
-	$(BIN)/black --quiet $(SOURCES)
+	$(BLACK) --quiet $(SOURCES)
 
 .PHONY: black-check
 black-check: install-dev ## Check that black would change nothing
-	$(BIN)/black --check --diff --quiet $(SOURCES)
+	$(BLACK) --check --diff --quiet $(SOURCES)
 
 .PHONY: isort
 isort: install-dev ## Sort the imports with isort
@@ -112,8 +113,9 @@ conda-env: ## Make the conda environment "backpack" for development
 
 .PHONY: clean
 clean: ## Remove environments and everything that other targets wrote
-	rm -rf .venv .venv-* build dist *.egg-info docs_src/_build \
+	rm -rf .venv .venv-* build dist *.egg-info docs_src/_build docs_src/_generated \
 		examples/*.png .pytest_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # The files that follow mark a finished installation: make repeats it only when the
 # metadata or the pinned versions change.

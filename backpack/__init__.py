@@ -11,6 +11,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
+from torch.jit import ScriptModule
 from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
@@ -123,17 +124,28 @@ class backpack(AbstractContextManager):  # noqa: N801
                 Default: ``False``, which costs nothing.
 
         Raises:
-            ValueError: If an argument is no instance of an extension.
+            ValueError: If an argument is no instance of an extension, or the extension
+                hook is no function.
         """
         for ext in exts:
             if not isinstance(ext, BackpropExtension):
-                hint = (
-                    f" Did you mean {ext.__name__}()?" if isinstance(ext, type) else ""
-                )
+                hint = ""
+                if isinstance(ext, type):
+                    hint = f" Did you mean {ext.__name__}()?"
+                elif isinstance(ext, (list, tuple)):
+                    hint = (
+                        " Put a star in front of the sequence: backpack(*extensions)."
+                    )
                 raise ValueError(
                     "backpack(...) expects instances of extensions, for example "
                     f"backpack(BatchGrad()), got {ext!r}.{hint}"
                 )
+        if not (extension_hook is None or callable(extension_hook)):
+            raise ValueError(
+                "backpack(extension_hook=...) expects a function that is called with "
+                f"each module, for example extension_hook=print, got "
+                f"{extension_hook!r}."
+            )
         self.exts = exts
         self.debug = debug
         self.extension_hook = no_op if extension_hook is None else extension_hook
@@ -173,7 +185,27 @@ def extend(module: Module, debug: bool = False, use_converter: bool = False) -> 
 
     Returns:
         The same module; the converted one with ``use_converter=True``.
+
+    Raises:
+        TypeError: If it is no instance of a module.
+        NotImplementedError: If it is, or has inside, a module of ``torch.jit``.
     """
+    if not isinstance(module, Module):
+        hint = "Instead of a function, use a module, like CrossEntropyLoss()."
+        if isinstance(module, type):
+            hint = f"Did you mean extend({module.__name__}(...))?"
+        raise TypeError(
+            "extend(...) expects an instance of torch.nn.Module, got "
+            f"{module!r}. {hint}"
+        )
+    for name, child in module.named_modules():
+        if isinstance(child, ScriptModule):
+            where = f"'{name}' of {type(module).__name__}" if name else "the module"
+            raise NotImplementedError(
+                f"extend(...): {where} is a {type(child).__name__}, compiled by "
+                "torch.jit, in which no Python hooks run. Extend the module it was "
+                "made from."
+            )
     if use_converter:
         return extend(convert_module_to_backpack(module, debug), debug=debug)
     for name, child in module.named_modules():

@@ -19,8 +19,11 @@ NOT_REACHED = (
     "`requires_grad_(False)`"
 )
 NOT_RECORDED = (
-    "its module's call was not recorded: it was extended after the forward pass, or "
-    "the forward pass ran inside `disable()`; call `extend` first, leave `disable()`"
+    "no call of its module was recorded. It was extended after the forward pass; or "
+    "that ran inside `disable()`, `torch.compile` or a transform of `torch.func`; or a "
+    "function took the parameter, instead of its module; or the module's output holds "
+    "no floating-point tensors in tuples, lists or dictionaries. Call `extend` first, "
+    "then the module itself, and without any of these"
 )
 NO_HOOKS = "the hooks were removed from its module; extend it again"
 NO_RULE = "{ext} has no rule for its module; register one with `set_module_extension`"
@@ -28,8 +31,9 @@ INTRODUCTION = (
     "No result was computed for the following trainable parameters of extended modules:"
 )
 NOTHING_EXTENDED = (
-    "The backward pass met no extended module, so nothing was computed. Call "
-    "`extend(model)` before the forward pass, and run it outside of `disable()`."
+    "The backward pass met no extended module with parameters, so nothing was "
+    "computed. Call `extend(model)` before the forward pass, besides extending the "
+    "loss, and run it outside of `disable()`."
 )
 
 
@@ -41,6 +45,7 @@ class Report:
         reached: Identities of the leaf tensors that a backward pass reached.
         met: Identities of the modules that had their turn.
         wanted: Identities of the trainable parameters of extended models.
+        plain: Identities of extended modules without parameters, like losses.
         failed: Whether a backward pass ended in an exception, which says enough.
     """
 
@@ -50,6 +55,7 @@ class Report:
         self.reached: Set[int] = set()
         self.met: Set[int] = set()
         self.wanted: Set[int] = set()
+        self.plain: Set[int] = set()
         self.failed = False
 
     def begin(self, extensions: Iterable[BackpropExtension]) -> None:
@@ -61,7 +67,10 @@ class Report:
             extensions: The extensions that are active.
         """
         for root in list(EXTENDED):
-            for param in _parameters(root):
+            params = _parameters(root)
+            if not params:
+                self.plain.update(map(id, root.modules()))
+            for param in params:
                 if param.requires_grad:
                     self.wanted.add(id(param))
                 else:
@@ -81,18 +90,16 @@ class Report:
             return
         missing: Dict[str, List[str]] = {}
         touched = {param for _, param in self.saved} | self.reached
-        met_any = bool(self.met)
         for root in list(EXTENDED):
             wanted = {id(p) for p in _parameters(root) if p.requires_grad}
             if wanted.isdisjoint(touched):
                 continue
-            met_any = True
             if any((key, param) not in self.saved for key in keys for param in wanted):
                 self._collect(root, extensions, missing)
         if missing:
             lines = [f"- {', '.join(v)}: {reason}" for reason, v in missing.items()]
             warn("\n".join([INTRODUCTION, *lines]), stacklevel=3)
-        elif not met_any:
+        elif self.met <= self.plain:
             warn(NOTHING_EXTENDED, stacklevel=3)
 
     def _collect(

@@ -2000,6 +2000,8 @@ def test_report_is_silent() -> None:
     use(BatchGrad(), DiagGGNExact())(model, loss, X, y)
     with disable():
         extend(model)(*X)
+    with backpack(BatchGrad()):  # not meant for parameters
+        loss(model.requires_grad_(False)(X[0].requires_grad_()), *y).backward()
 
 
 # Faults

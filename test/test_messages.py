@@ -10,6 +10,7 @@ import re
 import warnings
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Callable, Dict, List, NamedTuple
 
 import pytest
@@ -20,7 +21,7 @@ from torch.nn import Module, Parameter, Sequential
 from torch.nn.utils.rnn import pack_sequence
 
 import backpack as package
-from backpack import backpack, convert_module_to_backpack, extend
+from backpack import backpack, convert_module_to_backpack, disable, extend
 from backpack.context import CTX
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
 from backpack.core.derivatives.embedding import EmbeddingDerivatives
@@ -248,10 +249,40 @@ def extended_late() -> None:
         value.backward()
 
 
-def nothing_extended() -> None:
-    """Extend nothing."""
+def nothing_extended(*parts: Module) -> None:
+    """Extend nothing, or parts without parameters only."""
+    model = Sequential(mlp(), *map(extend, parts))
+    loss = extend(nn.CrossEntropyLoss()) if parts else nn.CrossEntropyLoss()
+    value = loss(model(torch.randn(N, 3)), Y)
+    del loss  # the graph owns it until the backward pass
     with backpack(BatchGrad()):
-        mlp()(torch.randn(N, 3)).sum().backward()
+        value.backward()
+
+
+class Wrapped(nn.Linear):
+    """A layer that returns something else than tensors."""
+
+    def __init__(self, wrap: Callable[[Tensor], Any]):
+        """Choose what it returns."""
+        super().__init__(3, 3)
+        self.wrap = wrap
+
+    def forward(self, x: Tensor) -> Any:
+        """Map ``[N, 3]``."""
+        return self.wrap(super().forward(x))
+
+
+def in_disable(model: Module, x: Tensor) -> Tensor:
+    """Call a model where nothing is stored."""
+    with disable():
+        return model(x)
+
+
+def not_recorded(call: Callable[[Module, Tensor], Tensor], layer: Module) -> None:
+    """Extend a model's parts, one of which does not have its calls recorded."""
+    model = Sequential(extend(nn.Linear(3, 3)), extend(layer))
+    with backpack(BatchGrad()):
+        call(model[1], model[0](torch.randn(N, 3))).sum().backward()
 
 
 def subsampled_vector() -> None:
@@ -285,6 +316,20 @@ def unequal_sums() -> None:
     )
 
 
+SCRIPTS: Dict[str, Callable[[Module], Module]] = {
+    "scripted": torch.jit.script,
+    "traced": lambda module: torch.jit.trace(module, torch.randn(N, 3)),
+}
+# Ways around the record of a call: how to call the layer, and the layer
+NOT_RECORDED = {
+    "function": (lambda m, x: F.linear(x, m.weight, m.bias), nn.Linear(3, 3)),
+    "disabled": (in_disable, nn.Linear(3, 3)),
+    "compiled": (lambda m, x: torch.compile(m, backend="eager")(x), nn.Linear(3, 3)),
+    "vmap": (lambda m, x: torch.func.vmap(m)(x), nn.Linear(3, 3)),
+    "object": (lambda m, x: m(x).value, Wrapped(lambda x: SimpleNamespace(value=x))),
+    "generator": (lambda m, x: next(m(x)), Wrapped(lambda x: (y for y in [x]))),
+    "complex": (lambda m, x: m(x).real, Wrapped(lambda x: torch.complex(x, x))),
+}
 SEQUENCE = Sequential(nn.Linear(3, 2), nn.Flatten(), nn.Linear(4, 3))
 NORM = "BatchNorm1d"
 
@@ -303,6 +348,44 @@ OPTIONS: Dict[str, Row] = {
         "instances of extensions.*got 3",
         r"backpack\(BatchGrad\(\)\)",
     ),
+    "list": Row(
+        lambda: backpack([BatchGrad(), BatchL2Grad()]),
+        ValueError,
+        r"backpack\(\.\.\.\)",
+        "instances of extensions.*got \\[",
+        r"Put a star.*backpack\(\*extensions\)",
+    ),
+    "extension-hook": Row(
+        lambda: backpack(BatchGrad(), extension_hook=3),
+        ValueError,
+        r"backpack\(extension_hook=\.\.\.\)",
+        "expects a function.*got 3",
+        "for example extension_hook=print",
+    ),
+    "extend-class": Row(
+        lambda: extend(nn.Linear),
+        TypeError,
+        r"extend\(\.\.\.\)",
+        r"expects an instance of torch\.nn\.Module.*Linear",
+        r"Did you mean extend\(Linear\(\.\.\.\)\)\?",
+    ),
+    "extend-function": Row(
+        lambda: extend(F.cross_entropy, use_converter=True),
+        TypeError,
+        r"extend\(\.\.\.\)",
+        r"expects an instance of torch\.nn\.Module.*cross_entropy",
+        r"use a module, like CrossEntropyLoss\(\)",
+    ),
+    **{
+        f"extend-{name}": Row(
+            lambda function=function: extend(mlp(function(nn.Tanh()))),
+            NotImplementedError,
+            "'1' of Sequential",
+            "torch.jit.*no Python hooks",
+            "Extend the module it was made from",
+        )
+        for name, function in SCRIPTS.items()
+    },
     "fail-mode": Row(
         lambda: BackpropExtension("field", {}, fail_mode="WARN"),
         AssertionError,
@@ -663,9 +746,19 @@ PASSES: Dict[str, Row] = {
         extended_late,
         UserWarning,
         r"0\.weight, 0\.bias, 1\.weight, 1\.bias",
-        "extended after the forward pass",
-        "call `extend` first",
+        "no call of its module was recorded.*extended after the forward pass",
+        "Call `extend` first",
     ),
+    **{
+        f"not-recorded-{name}": Row(
+            lambda call=call, layer=layer: not_recorded(call, deepcopy(layer)),
+            UserWarning,
+            "weight, bias",
+            "no call of its module was recorded",
+            "Call `extend` first, then the module itself",
+        )
+        for name, (call, layer) in NOT_RECORDED.items()
+    },
     "hooks-removed": Row(
         dropped_hooks,
         UserWarning,
@@ -686,6 +779,13 @@ PASSES: Dict[str, Row] = {
         "no extended module",
         "nothing was computed",
         r"extend\(model\)` before the forward pass",
+    ),
+    "only-loss-extended": Row(
+        lambda: nothing_extended(nn.Tanh()),
+        UserWarning,
+        "no extended module with parameters",
+        "nothing was computed",
+        r"extend\(model\)` before the forward pass, besides extending the loss",
     ),
 }
 

@@ -24,9 +24,9 @@ from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.layers import find_row
 from backpack.graph import root_nodes
 from backpack.left_out import hand_over
-from backpack.report import EXTENDED, Report
+from backpack.report import Report
 from backpack.utils.disable import disable
-from backpack.utils.hooks import no_op
+from backpack.utils.hooks import EXTENDED, no_op
 from backpack.utils.module_classification import is_no_op
 
 __all__ = [

@@ -22,6 +22,8 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from backpack.utils.hooks import EXTENDED
+
 if TYPE_CHECKING:
     from backpack.capture import Call
 
@@ -293,12 +295,16 @@ class Inspection:
             params: The parameters.
 
         Returns:
-            Their names.
+            Their names, as the largest extended model knows them.
         """
         names = {}
         for call in self.calls:
             for name, param in call.parameters.items():
-                names.setdefault(param, f"'{name}' of {type(call.module).__name__}")
+                names.setdefault(param, f"'{name}' of {call.module}")
+        for root in sorted(EXTENDED, key=lambda module: len(list(module.modules()))):
+            for name, param in root.named_parameters():
+                if "." in name:  # else the module itself, by its repr, says more
+                    names[param] = f"'{name}' of {type(root).__name__}"
         return ", ".join(names[param] for param in params)
 
     @property

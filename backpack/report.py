@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Dict, Iterable, List, Sequence, Set, Tuple
 from warnings import warn
 
@@ -10,9 +9,7 @@ from torch.nn import Module, Parameter
 
 from backpack.capture import is_hooked
 from backpack.extensions.backprop_extension import BackpropExtension
-
-# Modules on which `extend` was called
-EXTENDED = weakref.WeakSet()
+from backpack.utils.hooks import EXTENDED
 
 NOT_REACHED = (
     "the backward pass did not reach it; compute the loss from it, or freeze it with "

@@ -285,6 +285,14 @@ def not_recorded(call: Callable[[Module, Tensor], Tensor], layer: Module) -> Non
         call(model[1], model[0](torch.randn(N, 3))).sum().backward()
 
 
+def part_used_outside() -> None:
+    """Use the parameter of a layer that is extended, but in no extended model."""
+    model = Sequential(extend(nn.Linear(3, 3)), extend(nn.Linear(3, 1)))
+    value = model(torch.randn(N, 3)).sum() * model[1].weight.sum()
+    with backpack(BatchGrad()):
+        value.backward()
+
+
 def subsampled_vector() -> None:
     """Select samples of a prediction that has no batch axis."""
     loss = extend(nn.CrossEntropyLoss())
@@ -510,17 +518,26 @@ SAMPLES: Dict[str, Row] = {
     ),
     "separate-term": Row(
         lambda: run(
-            mlp(), BatchGrad(), value=lambda v, m: v + m[0].weight.pow(2).sum()
+            Sequential(extend(mlp()), nn.Tanh()),
+            BatchGrad(),
+            value=lambda v, m: v + m[0][0].weight.pow(2).sum() + m[0][1].weight.sum(),
         ),
         UserWarning,
-        "'weight' of Linear",
+        ": '0.1.weight' of Sequential, '0.0.weight' of Sequential",
         "terms of the loss that no extended module computes",
         "Add what they contribute by hand",
     ),
     "used-outside": Row(
         lambda: run(Layers(lambda m, x: m.a(x) * m.a.weight.sum()), BatchGrad()),
         NotImplementedError,
-        "'weight' of Linear",
+        "'a.weight' of Layers",
+        "used outside of the calls",
+        "only through its module's forward",
+    ),
+    "used-outside-of-a-part": Row(
+        part_used_outside,
+        NotImplementedError,
+        r"'weight' of Linear\(in_features=3, out_features=1, bias=True\)",
         "used outside of the calls",
         "only through its module's forward",
     ),

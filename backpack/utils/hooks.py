@@ -1,6 +1,10 @@
-"""Functions to use where a hook is expected."""
+"""Which modules were extended, and a function to use where a hook is expected."""
 
+import weakref
 from typing import Any
+
+# Modules on which `extend` was called
+EXTENDED = weakref.WeakSet()
 
 
 def no_op(*args: Any, **kwargs: Any) -> None:

@@ -1,7 +1,7 @@
 """What holds for every test: one thread, and random numbers that repeat."""
 
 from collections import Counter
-from typing import List
+from typing import Iterator, List
 
 import pytest
 import torch
@@ -13,6 +13,14 @@ torch.set_num_threads(1)
 def seed() -> None:
     """Start every test from the same random numbers."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def cpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run a test of what is there for the CPU only as if no device was asked for."""
+    torch.set_default_device(None)
+    yield
+    torch.set_default_device(request.config.getoption("--device"))
 
 
 def pytest_terminal_summary(

@@ -1383,6 +1383,7 @@ def test_slices_of_half_precision_numbers() -> None:
     assert (model.weight.sum_grad_squared == size).all()
 
 
+@pytest.mark.usefixtures("cpu")
 def test_distributed_data_parallel() -> None:
     """A model inside ``DistributedDataParallel``."""
     problem = small()

@@ -58,6 +58,7 @@ def test_table_is_complete():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_runs(name: str, capsys, monkeypatch):
     """A script runs to its end, warns of nothing, and says what it is about."""

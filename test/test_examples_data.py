@@ -53,6 +53,7 @@ def write_mnist(folder: Path, suffix: str = "") -> Tuple[Tensor, Tensor]:
     return images, labels
 
 
+@pytest.mark.usefixtures("cpu")
 def test_packaged_images() -> None:
     """A thousand images come with the package: hundred of each digit, normalized."""
     images, labels = examples.load_mnist_dataset().tensors
@@ -116,6 +117,7 @@ def test_dataloader_serves_all_images() -> None:
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 @pytest.mark.parametrize("by_variable", [True, False])
+@pytest.mark.usefixtures("cpu")
 def test_folder_of_the_user(
     tmp_path: Path, monkeypatch, by_variable: bool, suffix: str
 ) -> None:

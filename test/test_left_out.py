@@ -454,6 +454,7 @@ def test_gradient_in_extension_hook():
     assert_agrees(seen, [param.grad for param in model[2].parameters()])
 
 
+@pytest.mark.usefixtures("cpu")
 def test_distributed_data_parallel():
     """``DistributedDataParallel`` sees every gradient, and may change it."""
     x = torch.rand(IMAGES, dtype=F64)

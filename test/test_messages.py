@@ -202,8 +202,10 @@ def modified() -> None:
 
 def packed() -> None:
     """Call a recurrent layer with samples of different lengths."""
-    layer = extend(nn.LSTM(3, 3))
-    value = layer(pack_sequence([torch.ones(2, 3), torch.ones(1, 3)]))[1][0].sum()
+    with torch.device("cpu"):  # where PyTorch wants the lengths
+        layer = extend(nn.LSTM(3, 3))
+        inputs = pack_sequence([torch.ones(2, 3), torch.ones(1, 3)])
+        value = layer(inputs)[1][0].sum()
     with backpack(BatchGrad()):
         value.backward()
 

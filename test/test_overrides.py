@@ -223,10 +223,12 @@ LARGE = {
 CONTIGUOUS = ("individual", "squares", "variance")
 
 
+@pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize("key", LARGE)
 def test_large_layer(key: str):
     """Layers that are large enough for one product at a time, in single precision."""
     layer, shape = LARGE[key]
+    layer.to("cpu")
     torch.manual_seed(0)
     x = torch.randn(N, *shape)
     call = LayerCall(layer, (x,), {}, [layer(x).detach()])

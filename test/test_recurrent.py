@@ -412,6 +412,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.usefixtures("cpu")  # where PyTorch wants the lengths
 @pytest.mark.parametrize("reason", REFUSED)
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "LSTM-proj"])
 def test_refused(kind: str, reason: str):

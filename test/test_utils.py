@@ -491,6 +491,7 @@ def test_matrix_products(
             testing.assert_close(matmul(left[i], right[i]), expected[i])
 
 
+@pytest.mark.usefixtures("cpu")
 @pytest.mark.filterwarnings("ignore:TF32 acceleration:UserWarning")
 @pytest.mark.skipif(_onednn() is None, reason="this PyTorch has one library only")
 def test_fast_matrix_products():
@@ -505,6 +506,7 @@ def test_fast_matrix_products():
 
 
 @pytest.mark.skipif(_onednn() is None, reason="this PyTorch has one library only")
+@pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_fast_matrix_products_are_fast(layout: str, monkeypatch: pytest.MonkeyPatch):
     """The other library falls back to a loop for a second factor with gaps."""

@@ -64,7 +64,8 @@ class ModuleExtension:
             module: The module, with its ``input0``, ``output``.
             g_inp: Gradients at the inputs, as far as they exist.
             g_out: Gradients at the outputs.
-            bpQuantities: Quantity at the output, ``None`` for a loss.
+            bpQuantities: Quantity at the output; where it is columns, of shape
+                ``[V, N, *out]``. ``None`` in first order, and for a loss.
 
         Returns:
             Quantity at the input; a list with one entry for each input if the module

@@ -25,6 +25,10 @@ def ggn_vector_product(
     Returns:
         Product G v, one ``[*p]`` for each parameter, see
         :func:`ggn_vector_product_from_plist`.
+
+    Raises:
+        ValueError: If the loss was not computed from this output, or if the entries of
+            ``v`` do not match the parameters in number and shape.
     """
     return ggn_vector_product_from_plist(loss, output, list(model.parameters()), v)
 

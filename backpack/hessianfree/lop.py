@@ -74,6 +74,9 @@ def pull_back(
 
     Returns:
         Products, one ``[*x]`` for each input.
+
+    Raises:
+        ValueError: If the vectors do not match the outputs in number and shape.
     """
     check_match(ws, ys)
     pairs = [(y, w) for y, w in zip(ys, ws) if y.requires_grad]
@@ -114,6 +117,10 @@ def L_op(
     Returns:
         Products (∂y/∂x)ᵀ w, summed over outputs, one ``[*x]`` for each input. Inputs
         that play no part give zeros.
+
+    Raises:
+        ValueError: If no output has a computation graph, or if the vectors do not match
+            the outputs in number and shape.
     """
     ys, xs, ws = as_tuple(ys), as_tuple(xs), as_tuple(ws)
     check_has_graph(ys)
@@ -138,5 +145,9 @@ def transposed_jacobian_vector_product(
 
     Returns:
         Products (∂f/∂x)ᵀ v, one ``[*x]`` for each input, see :func:`L_op`.
+
+    Raises:
+        ValueError: If no output has a computation graph, or if the vectors do not match
+            the outputs in number and shape.
     """
     return L_op(f, x, v, retain_graph=retain_graph, detach=detach)

@@ -29,6 +29,10 @@ def R_op(
     Returns:
         Products (∂y/∂x) v, summed over inputs, one ``[*y]`` for each output. Outputs
         that do not depend on the inputs give zeros.
+
+    Raises:
+        ValueError: If no output has a computation graph, or if the vectors do not match
+            the inputs in number and shape.
     """
     ys, xs, vs = as_tuple(ys), as_tuple(xs), as_tuple(vs)
     check_has_graph(ys)
@@ -55,5 +59,9 @@ def jacobian_vector_product(
 
     Returns:
         Products (∂f/∂x) v, one ``[*f]`` for each output, see :func:`R_op`.
+
+    Raises:
+        ValueError: If no output has a computation graph, or if the vectors do not match
+            the inputs in number and shape.
     """
     return R_op(f, x, v, retain_graph=retain_graph, detach=detach)

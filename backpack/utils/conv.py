@@ -52,6 +52,9 @@ def get_conv_module(N: int) -> Type[Module]:
 
     Returns:
         ``Conv1d``, ``Conv2d`` or ``Conv3d``.
+
+    Raises:
+        ValueError: If ``N`` is none of these.
     """
     return select_by_dimension({1: Conv1d, 2: Conv2d, 3: Conv3d}, N)
 
@@ -64,6 +67,9 @@ def get_conv_function(N: int) -> Callable:
 
     Returns:
         ``conv1d``, ``conv2d`` or ``conv3d`` of ``torch.nn.functional``.
+
+    Raises:
+        ValueError: If ``N`` is none of these.
     """
     return select_by_dimension({1: conv1d, 2: conv2d, 3: conv3d}, N)
 
@@ -159,6 +165,9 @@ def input_windows(input: Tensor, module: ConvNd, channels_last: bool = False) ->
 
     Returns:
         View ``[N, C_in, *K, *T]``.
+
+    Raises:
+        ValueError: If the input has no batch axis.
     """
     check_batched(input, module)
     padded = pad_input(input, module)
@@ -180,6 +189,9 @@ def unfold_by_conv(input: Tensor, module: ConvNd) -> Tensor:
 
     Returns:
         Unfolded input ``[N, C_in * K, T]`` of all channels, also for groups.
+
+    Raises:
+        ValueError: If the input has no batch axis.
     """
     view = input_windows(input, module)
     return flatten_windows(view, module.kernel_size)
@@ -229,6 +241,9 @@ def unfold_input(module: ConvNd, input: Tensor) -> Tensor:
 
     Returns:
         Unfolded input ``[N, C_in * K, T]``.
+
+    Raises:
+        ValueError: If the input has no batch axis.
     """
     return unfold_by_conv(input, module)
 
@@ -247,6 +262,9 @@ def get_weight_gradient_factors(
         Unfolded input ``[N, C_in * K, T]`` and gradient at the output
         ``[N, C_out, T]``. For each sample, and each group of channels, the second
         times the transposed first is the weight gradient.
+
+    Raises:
+        ValueError: If the input has no batch axis.
     """
     return unfold_by_conv(input, module), grad_out.flatten(start_dim=2)
 

@@ -45,6 +45,9 @@ def get_conv_transpose_module(N: int) -> Type[Module]:
 
     Returns:
         ``ConvTranspose1d``, ``ConvTranspose2d`` or ``ConvTranspose3d``.
+
+    Raises:
+        ValueError: If ``N`` is none of these.
     """
     return select_by_dimension(
         {1: ConvTranspose1d, 2: ConvTranspose2d, 3: ConvTranspose3d}, N
@@ -60,6 +63,9 @@ def get_conv_transpose_function(N: int) -> Callable:
     Returns:
         ``conv_transpose1d``, ``conv_transpose2d`` or ``conv_transpose3d`` of
         ``torch.nn.functional``.
+
+    Raises:
+        ValueError: If ``N`` is none of these.
     """
     return select_by_dimension(
         {1: conv_transpose1d, 2: conv_transpose2d, 3: conv_transpose3d}, N
@@ -86,6 +92,9 @@ def unfold_by_conv_transpose(
 
     Returns:
         Unfolded input ``[N, C_in * K, T]`` of all channels, also for groups.
+
+    Raises:
+        ValueError: If the input has no batch axis.
     """
     check_batched(input, module)
     kernel_size, dims = module.kernel_size, len(module.kernel_size)
@@ -142,6 +151,9 @@ def get_weight_gradient_factors(
         Unfolded input ``[N, C_in * K, T]`` and gradient at the output
         ``[N, C_out, T]``. For each sample, and each group of channels, the second
         times the transposed first is the gradient of ``weight.transpose(0, 1)``.
+
+    Raises:
+        ValueError: If the input has no batch axis.
     """
     unfolded = unfold_by_conv_transpose(input, module, output_size=grad_out.shape[2:])
     return unfolded, grad_out.flatten(start_dim=2)

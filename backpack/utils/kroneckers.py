@@ -14,8 +14,6 @@ from typing import Callable, Iterator, List, Sequence, Union
 from torch import Tensor, einsum, kron
 from torch.linalg import eigh
 
-from backpack.utils.unsqueeze import kfacmp_unsqueeze_if_missing_dim
-
 MAX_INVERSE_EIGENVALUE = 1e8
 """Largest magnitude of an eigenvalue of an inverse factor."""
 
@@ -131,6 +129,9 @@ def two_kfacs_to_mat(A: Tensor, B: Tensor) -> Tensor:
 
     Returns:
         The matrix A ⊗ B, ``[a1 * b1, a2 * b2]``.
+
+    Raises:
+        ValueError: If one is no matrix.
     """
     _check_factors([A, B])
     return kron(A, B)
@@ -144,6 +145,9 @@ def kfacs_to_mat(factors: Sequence[Tensor]) -> Tensor:
 
     Returns:
         Their product, in list order, ``[prod(rows_i), prod(cols_i)]``.
+
+    Raises:
+        ValueError: If there is no factor, or if one is no matrix.
     """
     _check_factors(factors)
     return reduce(two_kfacs_to_mat, factors)
@@ -161,32 +165,35 @@ def kfac_mat_prod(factors: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
         Function that maps a matrix ``[D, V]`` with D = prod(cols_i) to a matrix
         ``[prod(rows_i), V]``, and a single vector ``[D]`` to a vector. It raises a
         ``ValueError`` for any other shape.
+
+    Raises:
+        ValueError: If there is no factor, or if one is no matrix.
     """
     _check_factors(factors)
     rows, cols = zip(*(factor.shape for factor in factors))
     equation = kfac_mat_prod_einsum_equation(len(factors))
 
-    @kfacmp_unsqueeze_if_missing_dim(mat_dim=2)
     def product(mat: Tensor) -> Tensor:
-        """Multiply with columns.
+        """Multiply with columns, or with a single vector.
 
         Args:
-            mat: Matrix ``[prod(cols_i), V]``.
+            mat: Matrix ``[prod(cols_i), V]``, or vector ``[prod(cols_i)]``.
 
         Returns:
-            Matrix ``[prod(rows_i), V]``.
+            Matrix ``[prod(rows_i), V]``, or vector ``[prod(rows_i)]``.
 
         Raises:
-            ValueError: If the matrix has another shape.
+            ValueError: If it has another shape.
         """
-        if mat.ndim != 2 or mat.shape[0] != prod(cols):
+        if mat.ndim not in (1, 2) or mat.shape[0] != prod(cols):
             raise ValueError(
                 f"Expected a matrix [{prod(cols)}, V] or a vector [{prod(cols)}], as "
                 f"the Kronecker factors have columns, got shape {list(mat.shape)}. "
                 "Flatten a parameter-shaped tensor, with one column per vector."
             )
-        operand = mat.reshape(*cols, mat.shape[1])
-        return einsum(equation, operand, *factors).reshape(prod(rows), mat.shape[1])
+        operand = mat.reshape(*cols, mat.shape[1:].numel())
+        result = einsum(equation, operand, *factors)
+        return result.reshape(prod(rows), *mat.shape[1:])
 
     return product
 
@@ -200,6 +207,9 @@ def apply_kfac_mat_prod(factors: Sequence[Tensor], mat: Tensor) -> Tensor:
 
     Returns:
         The product.
+
+    Raises:
+        ValueError: If the factors are no matrices, or do not fit.
     """
     return kfac_mat_prod(factors)(mat)
 
@@ -216,7 +226,8 @@ def inv_kfacs(factors: Sequence[Tensor], shift: Shift = None) -> List[Tensor]:
         Inverse factors. The magnitude of their eigenvalues is at most 1e8.
 
     Raises:
-        ValueError: If ``shift`` is a sequence of another length than ``factors``.
+        ValueError: If ``shift`` is a sequence of another length than ``factors``, or if
+            these are no matrices.
     """
     _check_factors(factors)
     shifts = shift if isinstance(shift, Sequence) else [shift or 0.0] * len(factors)
@@ -256,6 +267,9 @@ def inv_kfac_mat_prod(
     Returns:
         Function that maps ``[D, V]`` or a vector ``[D]`` to the same shape, see
         :func:`kfac_mat_prod`.
+
+    Raises:
+        ValueError: If the factors are no matrices, or the shifts do not fit.
     """
     return kfac_mat_prod(inv_kfacs(factors, shift=shift))
 
@@ -272,5 +286,8 @@ def apply_inv_kfac_mat_prod(
 
     Returns:
         The product, in the shape of ``mat``.
+
+    Raises:
+        ValueError: If the factors are no matrices, or the shifts or ``mat`` do not fit.
     """
     return inv_kfac_mat_prod(factors, shift=shift)(mat)

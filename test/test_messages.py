@@ -476,7 +476,7 @@ SAMPLES: Dict[str, Row] = {
         f"batch-norm-{ext.__name__}": Row(
             lambda ext=ext: run(mlp(nn.BatchNorm1d(3)), ext()),
             kind,
-            NORM,
+            rf"{ext.__name__}: {NORM}",
             "training mode.*statistics",
             r"\.eval\(\).*GroupNorm",
         )
@@ -484,6 +484,7 @@ SAMPLES: Dict[str, Row] = {
             (BatchGrad, UserWarning),
             (BatchL2Grad, NotImplementedError),
             (DiagGGNExact, NotImplementedError),
+            (DiagHessian, NotImplementedError),
         )
     },
     "batch-norm-not-extended": Row(

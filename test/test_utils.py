@@ -428,7 +428,7 @@ def test_vector_to_parameter_list_refuses(vec, error: type) -> None:
 def test_batch_norm_check() -> None:
     """A batch normalization in training mode is refused, or warned about."""
     module = BatchNorm2d(3)
-    with pytest.raises(NotImplementedError, match="BatchNorm2d.*training mode"):
+    with pytest.raises(NotImplementedError, match="^BatchNorm2d.*training mode"):
         batch_norm_raise_error_if_train(module)
     with pytest.warns(UserWarning, match="BatchNorm2d.*training mode"):
         batch_norm_raise_error_if_train(module, raise_error=False)

@@ -6,7 +6,7 @@ from warnings import warn
 from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d
 
 BATCH_NORM_TRAIN_MESSAGE = (
-    "{module} {reason}: it normalizes with statistics of the whole "
+    "{exts}{module} {reason}: it normalizes with statistics of the whole "
     "mini-batch, so the loss is no sum of per-sample losses and quantities of "
     "individual samples are not defined. Call `.eval()` on the module, or replace it "
     "with a layer that treats samples separately, e.g. `GroupNorm`."
@@ -33,7 +33,17 @@ def batch_norm_raise_error_if_train(
         reason = "keeps no running statistics"
     else:
         return
-    message = BATCH_NORM_TRAIN_MESSAGE.format(module=module, reason=reason)
+    message = BATCH_NORM_TRAIN_MESSAGE.format(
+        exts=_active_extensions(), module=module, reason=reason
+    )
     if raise_error:
         raise NotImplementedError(message)
     warn(message, stacklevel=2)
+
+
+def _active_extensions() -> str:
+    """Name the active extensions, for the beginning of a message."""
+    from backpack.context import CTX  # which imports what imports this file
+
+    names = ", ".join(type(ext).__name__ for ext in CTX.get_active_exts())
+    return f"{names}: " if names else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Dict, Iterable, List, Sequence, Set, Tuple
+from typing import Dict, Iterable, List, Optional, Sequence, Set, Tuple
 from warnings import warn
 
 from torch.nn import Module, Parameter
@@ -23,7 +23,10 @@ NOT_RECORDED = (
     "then the module itself, and without any of these"
 )
 NO_HOOKS = "the hooks were removed from its module; extend it again"
-NO_RULE = "{ext} has no rule for its module; register one with `set_module_extension`"
+NOT_IN_RULE = (
+    "{ext} has a rule for its module, {rule}, which saves nothing for it; add its name "
+    "to the rule's `params`, or correct the spelling there"
+)
 INTRODUCTION = (
     "No result was computed for the following trainable parameters of extended modules:"
 )
@@ -110,17 +113,20 @@ class Report:
             for ext in extensions:
                 if param.requires_grad and (id(ext), id(param)) not in self.saved:
                     reason = self._reason(ext, root, name, param)
-                    names = missing.setdefault(reason, [])
-                    names.extend([name] if name not in names else [])
+                    if reason is not None and name not in missing.get(reason, ()):
+                        missing.setdefault(reason, []).append(name)
 
     def _reason(
         self, ext: BackpropExtension, root: Module, name: str, param: Parameter
-    ) -> str:
+    ) -> Optional[str]:
         if id(param) not in self.reached:
             return NOT_REACHED
         module = root.get_submodule(name.rpartition(".")[0])
         if id(module) in self.met:
-            return NO_RULE.format(ext=type(ext).__name__)
+            rule = ext.get_module_extension(module)
+            if rule is None:
+                return None  # `fail_mode` has told what to say, and when
+            return NOT_IN_RULE.format(ext=type(ext).__name__, rule=type(rule).__name__)
         return NOT_RECORDED if is_hooked(module) else NO_HOOKS
 
 

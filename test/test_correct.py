@@ -1981,15 +1981,17 @@ def test_report_hooks_removed() -> None:
 class Nothing(FirstOrderBackpropExtension):
     """An extension that knows no layer."""
 
-    def __init__(self):
+    def __init__(self, mode: str = "SILENT"):
         """Register nothing, and keep silent about unknown layers."""
-        super().__init__("nothing", {}, fail_mode="SILENT")
+        super().__init__("nothing", {}, fail_mode=mode)
 
 
 def test_report_no_rule() -> None:
-    """An extension without a rule for a layer leaves no field, and a word about it."""
-    message = reported(lambda: use(Nothing())(*small()))
-    assert "0.weight" in message and "Nothing" in message
+    """Without a rule for a layer, ``fail_mode`` says whether there is a word."""
+    use(Nothing())(*small())  # warnings are errors
+    messages = said(lambda: use(Nothing("WARNING"))(*small()))
+    assert len(messages) == 2, messages  # for two layers
+    assert all("Linear" in m and "Nothing" in m for m in messages), messages
 
 
 def test_report_is_silent() -> None:

@@ -11,7 +11,7 @@ import warnings
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Callable, Dict, List, NamedTuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional
 
 import pytest
 import torch
@@ -45,7 +45,10 @@ from backpack.extensions import (
     DiagHessian,
 )
 from backpack.extensions.backprop_extension import BackpropExtension
-from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
+from backpack.extensions.firstorder.base import (
+    FirstOrderBackpropExtension,
+    FirstOrderModuleExtension,
+)
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.secondorder.hbp import HBP
 from backpack.hessianfree.hvp import hessian_vector_product
@@ -157,11 +160,25 @@ class ConcaveLoss(Module):
 
 
 class NoRule(FirstOrderBackpropExtension):
-    """A user's extension that knows no layer."""
+    """A user's extension that knows no layer by default."""
 
-    def __init__(self, mode: str):
+    def __init__(self, mode: str, rules: Optional[Dict] = None):
         """Choose what happens on a layer."""
-        super().__init__("no_rule", {}, fail_mode=mode)
+        super().__init__("no_rule", rules or {}, fail_mode=mode)
+
+
+class Misspelled(FirstOrderModuleExtension):
+    """A user's rule with a mistake."""
+
+    def __init__(self):
+        """List the parameters."""
+        super().__init__(params=["wight", "bias"])
+
+    def bias(self, ext, module, g_inp, g_out, bpQuantities):  # noqa: N803
+        """Return the gradients ``[N, 3]``."""
+        return g_out[0]
+
+    wight = bias
 
 
 class Records(Module):
@@ -786,12 +803,12 @@ PASSES: Dict[str, Row] = {
         "hooks were removed",
         "extend it again",
     ),
-    "silent-extension": Row(
-        lambda: run(mlp(), NoRule("SILENT")),
+    "not-in-rule": Row(
+        lambda: run(mlp(), NoRule("SILENT", {nn.Linear: Misspelled()})),
         UserWarning,
-        r"0\.weight, 0\.bias, 1\.weight, 1\.bias",
-        "NoRule has no rule",
-        "set_module_extension",
+        r"\n- 0\.weight, 1\.weight: NoRule",
+        "a rule for its module, Misspelled, which saves nothing for it",
+        "add its name to the rule's `params`, or correct the spelling",
     ),
     "nothing-extended": Row(
         nothing_extended,

@@ -32,7 +32,7 @@ def list_table(header: List[str], rows: Iterable[List[str]]) -> List[str]:
 
 
 def groups(matrix: Matrix) -> List[List[str]]:
-    """Collect neighbouring quantities that have the same cell in each row.
+    """Collect neighboring quantities that have the same cell in each row.
 
     Args:
         matrix: Cells by the names of layer and quantity.

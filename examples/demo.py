@@ -562,7 +562,7 @@ def draw(X: Tensor, y: Tensor, predictions: Tensor, norms: Tensor, path: Path) -
     import matplotlib.pyplot as plt
 
     rows, columns = 2, 5
-    red, blue, grey = "#c23b22", "#1f6fb2", "#9aa3ad"
+    red, blue, gray = "#c23b22", "#1f6fb2", "#9aa3ad"
     order = norms.argsort(descending=True)
     groups = [
         ("The largest gradients", order[: rows * columns], red),
@@ -579,7 +579,7 @@ def draw(X: Tensor, y: Tensor, predictions: Tensor, norms: Tensor, path: Path) -
         for ax, i in zip(part.subplots(rows, columns).flat, indices.tolist()):
             ax.imshow(X[i, 0], cmap="gray_r")
             ax.set(xticks=[], yticks=[])
-            ax.spines[:].set_color(grey)
+            ax.spines[:].set_color(gray)
             right_or_wrong = "black" if predictions[i] == y[i] else red
             caption = f"{y[i]}, read as {predictions[i]}  ({norms[i]:.2g})"
             ax.set_xlabel(caption, fontsize=7.5, color=right_or_wrong, labelpad=2)
@@ -591,7 +591,7 @@ def draw(X: Tensor, y: Tensor, predictions: Tensor, norms: Tensor, path: Path) -
     ax.hist(
         [part.tolist() for part in parts],
         bins=bins.tolist(),
-        color=[blue, grey, red],
+        color=[blue, gray, red],
         label=["shown below, left", "all others", "shown above, left"],
         stacked=True,
     )

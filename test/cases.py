@@ -55,7 +55,7 @@ class Case(NamedTuple):
             Model, loss and data.
         """
         with torch.random.fork_rng(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # deprecated ways to normalise a weight
+            warnings.simplefilter("ignore")  # deprecated ways to normalize a weight
             torch.manual_seed(0)
             X = self.X()
             model = randomize(self.model().to(F64))

@@ -4,7 +4,7 @@
 converted model must contain, by type.
 
 PYTEST_DONT_REWRITE: the models' own assertions have to compile to what they are outside
-of tests, as the converter recognises them.
+of tests, as the converter recognizes them.
 """
 
 import math

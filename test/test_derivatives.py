@@ -333,7 +333,7 @@ CONVOLUTIONS = [
 
 
 def _with_statistics(module: Module) -> Module:
-    """Give a normalisation layer parameters and statistics that are not trivial."""
+    """Give a normalization layer parameters and statistics that are not trivial."""
     for tensor in list(module.parameters()) + list(module.buffers()):
         if tensor.is_floating_point():
             tensor.data.copy_(0.5 + rand(tensor.shape))
@@ -531,7 +531,7 @@ def problem(request) -> Problem:
 
 
 def over(cases: List[Case]) -> Callable:
-    """Parametrise a test with the problems of some rows."""
+    """Parametrize a test with the problems of some rows."""
     return pytest.mark.parametrize(
         "problem", cases, indirect=True, ids=[case.id for case in cases]
     )

@@ -72,7 +72,7 @@ class Square(Module):
     """A module without a rule, and without parameters."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Square each element of ``[N, *]``, and mix neighbours."""
+        """Square each element of ``[N, *]``, and mix neighbors."""
         return x * x.roll(1, dims=-1)
 
 

@@ -31,7 +31,7 @@ class BackpropExtension(ABC):  # noqa: B024
         keeps_io: Whether modules keep their inputs and output after a backward pass.
         separates_samples: Whether the values presume that axis 0 holds samples which do
             not influence each other.
-        refuses_coupled_samples: Whether it is an error if a batch normalisation in
+        refuses_coupled_samples: Whether it is an error if a batch normalization in
             training mode makes them do so. It is a warning otherwise.
     """
 

@@ -132,7 +132,7 @@ class Row(NamedTuple):
             name: Name of the parameter.
 
         Returns:
-            Whether they do. Those of a parametrisation are not the layer's own.
+            Whether they do. Those of a parametrization are not the layer's own.
         """
         return name in module._parameters and (
             self.params is None or name in self.params

@@ -29,7 +29,7 @@ def _madvise() -> Optional[ctypes._CFuncPtr]:
 def huge_empty(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Allocate an uninitialised tensor that is cheap to fill for the first time.
+    """Allocate an uninitialized tensor that is cheap to fill for the first time.
 
     On Linux CPUs, writing a large fresh tensor is bound by page faults. The system is
     asked for huge pages, which is a hint: where it is not heeded nothing changes.
@@ -40,7 +40,7 @@ def huge_empty(
         device: Device of the tensor.
 
     Returns:
-        Uninitialised tensor.
+        Uninitialized tensor.
     """
     out = torch.empty(*shape, dtype=dtype, device=device)
     num_bytes = out.numel() * out.element_size()

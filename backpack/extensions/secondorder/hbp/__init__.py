@@ -55,7 +55,7 @@ class HBP(WalkingExtension):
     - their bias: ``[B]``,
     - weight of an embedding: ``[A, B]``, where A is diagonal and stored as a vector:
       how often each index occurs per sample,
-    - any other parameter (normalisation layers, parameters of other modules):
+    - any other parameter (normalization layers, parameters of other modules):
       ``[B]``, its dense block ``[P, P]`` over all of its P elements.
 
     Where T positions share a weight, ``weight_sharing`` says what becomes of them:
@@ -92,7 +92,7 @@ class HBP(WalkingExtension):
             loss_hessian_strategy: ``"exact"``, ``"sampling"`` or ``"sum"``.
             backprop_strategy: ``"average"`` for an average over the batch, ``"sqrt"``
                 for columns.
-            ea_strategy: Which expectations are taken to factorise.
+            ea_strategy: Which expectations are taken to factorize.
             savefield: Attribute of a parameter under which its value is saved.
                 Default: ``"hbp"``.
             weight_sharing: ``"expand"``, ``"reduce"`` or ``None``. Default: ``None``.
@@ -151,7 +151,7 @@ class HBP(WalkingExtension):
         return self._backprop_strategy
 
     def get_ea_strategy(self) -> str:
-        """Return which expectations are taken to factorise.
+        """Return which expectations are taken to factorize.
 
         Returns:
             One of the options in :class:`.hbp_options.ExpectationApproximation`.

@@ -68,7 +68,7 @@ class BackpropStrategy(_Options):
 
 
 class ExpectationApproximation(_Options):
-    """Which expectations over the batch are taken to factorise."""
+    """Which expectations over the batch are taken to factorize."""
 
     BOTEV_MARTENS = "E[J^T E(H) J]"
     CHEN = "E(J^T) E(H) E(J)"

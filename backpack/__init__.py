@@ -133,9 +133,7 @@ class backpack(AbstractContextManager):  # noqa: N801
                 if isinstance(ext, type):
                     hint = f" Did you mean {ext.__name__}()?"
                 elif isinstance(ext, (list, tuple)):
-                    hint = (
-                        " Put a star in front of the sequence: backpack(*extensions)."
-                    )
+                    hint = " Put a star in front: backpack(*extensions)."
                 raise ValueError(
                     "backpack(...) expects instances of extensions, for example "
                     f"backpack(BatchGrad()), got {ext!r}.{hint}"
@@ -143,8 +141,7 @@ class backpack(AbstractContextManager):  # noqa: N801
         if not (extension_hook is None or callable(extension_hook)):
             raise ValueError(
                 "backpack(extension_hook=...) expects a function that is called with "
-                f"each module, for example extension_hook=print, got "
-                f"{extension_hook!r}."
+                f"a module, for example extension_hook=print, got {extension_hook!r}."
             )
         self.exts = exts
         self.debug = debug
@@ -195,8 +192,8 @@ def extend(module: Module, debug: bool = False, use_converter: bool = False) -> 
         if isinstance(module, type):
             hint = f"Did you mean extend({module.__name__}(...))?"
         raise TypeError(
-            "extend(...) expects an instance of torch.nn.Module, got "
-            f"{module!r}. {hint}"
+            f"extend(...) expects an instance of torch.nn.Module, got {module!r}. "
+            + hint
         )
     for name, child in module.named_modules():
         if isinstance(child, ScriptModule):

@@ -1786,7 +1786,7 @@ REFUSALS = {
     },
     **{
         f"computed-before-{ext.__name__}": Refusal(
-            on_row(PREPARED, ext()), NotImplementedError, r"'weight' of Prepared"
+            on_row(PREPARED, ext()), NotImplementedError, r"'inner.weight' of Lambda"
         )
         for ext in (BatchGrad, Variance, DiagGGNExact, KFAC)
     },

@@ -271,7 +271,7 @@ class Inspection:
         """Sort the parameters that are used outside of their modules' calls.
 
         Returns:
-            Those used in terms of their own, like a regulariser, and those used for
+            Those used in terms of their own, like a regularizer, and those used for
             anything else.
         """
         if not self.outside:
@@ -313,7 +313,7 @@ class Inspection:
         return "CheckpointFunctionBackward" not in self._names
 
     def coupling(self) -> Optional[str]:
-        """Find a batch normalisation that is not extended and couples samples.
+        """Find a batch normalization that is not extended and couples samples.
 
         Those that are extended are asked when their turn comes.
 
@@ -326,7 +326,7 @@ class Inspection:
                 continue
             shape = node._input_metadata[0].shape
             known = any(isinstance(e.call.module, _BatchNorm) for e in calls_at(node))
-            # InstanceNorm normalises a batch of one
+            # InstanceNorm normalizes a batch of one
             if node._saved_training and shape[0] > 1 and not known:
                 return f"BatchNorm{max(1, len(shape) - 2)}d"
         return None

@@ -1,4 +1,4 @@
-"""Derivatives of batch normalisation in evaluation mode."""
+"""Derivatives of batch normalization in evaluation mode."""
 
 from typing import Tuple, Union
 
@@ -51,14 +51,14 @@ class BatchNormNdDerivatives(ScaleShiftDerivatives):
         return True
 
     def normalize(self, module: BatchNormNd, x: Tensor) -> Tensor:
-        """Normalise as the layer does.
+        """Normalize as the layer does.
 
         Args:
             module: The layer.
             x: Its input, of shape ``[N, C, *]``.
 
         Returns:
-            Normalised input of shape ``[N, C, *]``.
+            Normalized input of shape ``[N, C, *]``.
         """
         from_batch = module.training or module.running_mean is None
         statistics = (None, None)

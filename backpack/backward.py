@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 
 MODIFIED_LOSS = (
     "The loss was modified after {module}: the gradient at its output is {factor}, not "
-    "1. Second-order quantities contain this factor. If they should not, run the "
-    "backward pass from the loss module's output itself."
+    "1. Second-order quantities contain this factor, and nothing else of what was done "
+    "to the loss. If they should not, run the backward pass from the loss module's "
+    "output itself."
 )
 NOT_EXTENDED_BATCH_NORM = (
     "A {module} in training mode, which is not extended, couples the samples of the "

@@ -828,7 +828,7 @@ def test_stacked_names():
     converted = convert_module_to_backpack(model, debug=False)
     for layer in range(3):
         for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
-            new = converted.get_parameter(f"rnn.layer_{layer}.{kind}_l0")
+            new = converted.get_parameter(f"rnn.lstm_{layer}.{kind}_l0")
             assert new is getattr(model.rnn, f"{kind}_l{layer}")
     assert [d.p for d in converted.modules() if type(d) is nn.Dropout] == [0.4, 0.4]
 
@@ -968,7 +968,7 @@ def test_single_transformations(name, capsys):
     transformed = transform(model, True)
     assert kind.__name__ in capsys.readouterr().out
     assert any(type(module) is kind for module in transformed.children()) or (
-        name == "lstm_rnn" and type(transformed.rnn.layer_1) is kind
+        name == "lstm_rnn" and type(transformed.rnn.lstm_1) is kind
     )
     x = torch.randn(N, 5, 4)
     assert torch.equal(transformed(x), model(x))

@@ -102,7 +102,7 @@ def convert_module_to_backpack(module: Module, debug: bool) -> GraphModule:
 
     Layers and parameters are shared with the model, which is not changed. Parameters
     keep their names, except those of stacked RNNs and LSTMs that are split: layer
-    ``k`` of ``lstm`` becomes the single-layer ``lstm.layer_k`` with the parameters
+    ``k`` of ``lstm`` becomes the single-layer ``lstm.lstm_k`` with the parameters
     ``weight_ih_l0, ...``. A model that is one PyTorch layer becomes
     the submodule ``0``, which prefixes the names with ``0.``. Parameters may
     change their order.
@@ -693,8 +693,9 @@ def _make_rnn_backpack(module: Union[RNN, LSTM]) -> Module:
         module: The layer, with an initial state of zeros and one direction.
 
     Returns:
-        The layers ``layer_0, layer_1, ...``, with ``ReduceTuple`` and dropout between
-        them. Like the given one, the last layer returns a tuple.
+        The layers ``lstm_0, lstm_1, ...``, by the same name for RNNs, with
+        ``ReduceTuple`` and dropout between them. Like the given one, the last layer
+        returns a tuple.
     """
     input_size, hidden_size, dropout, batch_first = _rnn_hyperparams(module)
     options = {"bias": module.bias, "batch_first": batch_first, "device": "meta"}
@@ -711,7 +712,7 @@ def _make_rnn_backpack(module: Union[RNN, LSTM]) -> Module:
         for name, _ in list(layer.named_parameters()):
             setattr(layer, name, getattr(module, name.replace("_l0", f"_l{idx}")))
         layer.flatten_parameters()
-        layers[f"layer_{idx}"] = layer
+        layers[f"lstm_{idx}"] = layer
     return Sequential(layers).train(module.training)
 
 

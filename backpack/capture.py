@@ -62,6 +62,8 @@ class Call:
             was computed from; empty if another call returned the argument as it is.
             Without any entry if no argument is an output.
         outputs: Floating-point tensors of the output, detached.
+        output_versions: What grows with each modification of them in place.
+        training: Whether the module was in training mode.
         output_shapes: Their shapes, which are remembered.
         parameters: Parameters that this call is responsible for, by (dotted) name: the
             module's own, and those of modules inside that were not called themselves;
@@ -114,6 +116,7 @@ class Call:
             parameters: Parameters the call is responsible for.
         """
         self._module = weakref.ref(module)
+        self.training = module.training
         self.parameters = parameters
         self.arguments = _bind(module, args, kwargs)
         edges = self.input_edges = list(map(_edge, self.arguments))

@@ -113,6 +113,14 @@ def not_twice() -> None:
     model[0].weight.hmp(torch.rand(4, 3))
 
 
+def product_after_step() -> None:
+    """Multiply with the Hessian after the parameters were changed."""
+    model = mlp()
+    run(model, HMP())
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    model[0].weight.hmp(torch.rand(3, 3))
+
+
 class Layers(Module):
     """Three layers, and a function of them."""
 
@@ -504,6 +512,35 @@ SAMPLES: Dict[str, Row] = {
             (DiagHessian, NotImplementedError),
         )
     },
+    **{
+        f"along-samples-{type(layer).__name__}-{ext.__name__}": Row(
+            lambda ext=ext, layer=layer: run(
+                Sequential(nn.Linear(3, 4), layer, nn.Linear(4, 3)), ext()
+            ),
+            NotImplementedError,
+            type(layer).__name__,
+            r"axis 0 of its input of shape \[4, 4\]",
+            f"other axes.*{option}",
+        )
+        for layer, option in (
+            (nn.Softmax(dim=0), "dim"),
+            (nn.LogSoftmax(dim=-2), "dim"),
+            (nn.LayerNorm([4, 4]), "normalized_shape"),
+            (nn.RMSNorm([4, 4], elementwise_affine=False), "normalized_shape"),
+        )
+        for ext in (BatchGrad, BatchL2Grad, DiagGGNExact, KFLR, DiagHessian)
+    },
+    "rearranged": Row(
+        lambda: run(
+            Sequential(nn.Linear(3, 6), nn.Flatten(0), nn.Unflatten(0, (8, 3))),
+            DiagHessian(),
+            y=torch.arange(8) % 3,
+        ),
+        NotImplementedError,
+        r"DiagHessian: Unflatten\(",
+        "input with 24 entries on axis 0 to an output with 8",
+        "Rearrange other axes",
+    ),
     "batch-norm-not-extended": Row(
         lambda: not_extended_batch_norm(DiagGGNExact()),
         NotImplementedError,
@@ -713,8 +750,8 @@ WALKS: Dict[str, Row] = {
     ),
     "not-repeatable": Row(
         lambda: run(mlp(NoisyScale()), DiagHessian()),
-        NotImplementedError,
-        "DiagHessian.*NoisyScale",
+        RuntimeError,
+        "DiagHessian: NoisyScale",
         "gave another output",
         "register a module extension",
     ),

@@ -5,6 +5,9 @@ The oracles know nothing of module rules: the Hessian is differentiated twice by
 autograd, and recursions use dense Jacobians of one sample at a time.
 """
 
+import warnings
+from contextlib import nullcontext
+from copy import deepcopy
 from functools import lru_cache
 from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
@@ -16,6 +19,7 @@ from oracle import assert_agrees, batch_ggn, parameters, sample
 from torch import Tensor, nn
 from torch.autograd import grad
 from torch.nn import Module, Sequential
+from torch.nn.utils import spectral_norm
 
 from backpack import backpack, extend
 from backpack.custom_module.branching import Parallel, SumModule
@@ -36,6 +40,7 @@ from backpack.extensions import (
     DiagGGNExact,
     DiagHessian,
     SqrtGGNExact,
+    Variance,
 )
 from backpack.extensions.layers import LAYERS, WITHOUT_RULE
 from backpack.extensions.secondorder.diag_hessian.signed_columns import SignedColumns
@@ -863,12 +868,7 @@ def test_in_place(ext: Callable, cls: Callable):
     plain, overwriting = build(False), build(True)
     run(plain, ext())
     run(overwriting, ext())
-    for a, b in zip(plain.model.parameters(), overwriting.model.parameters()):
-        a, b = getattr(a, ext().savefield), getattr(b, ext().savefield)
-        if callable(a):
-            v = torch.randn(2, *_shape_of(a), dtype=F64)
-            a, b = a(v), b(v)
-        assert_agrees(b, a)
+    compare(plain.model, overwriting.model, ext().savefield)
 
 
 def _shape_of(function: Callable) -> Tuple[int, ...]:
@@ -970,16 +970,325 @@ def test_converter_is_the_way_out(ext: Callable):
     assert all(hasattr(m.weight, ext().savefield) for m in (model.a, model.b))
 
 
+COUPLING = {
+    "training": (nn.BatchNorm1d(4), "training mode"),
+    "without statistics": (
+        nn.BatchNorm1d(4, track_running_stats=False).eval(),
+        "no running statistics",
+    ),
+    "softmax": (nn.Softmax(dim=0), "axis 0"),
+    "softmax from the end": (nn.LogSoftmax(dim=-2), "axis 0"),
+    "softmin": (nn.Softmin(dim=0), "axis 0"),
+    "layer norm": (nn.LayerNorm([4, 4]), "axis 0.*normalized_shape"),
+    "rms norm": (nn.RMSNorm([4, 4]), "axis 0.*normalized_shape"),
+}
+PER_SAMPLE = [DiagHessian, BatchDiagHessian, PCHMP, KFRA]
+
+
 @EACH
-def test_other_refusals(ext: Callable):
-    """BatchNorm in training mode, and a loss that is not extended."""
-    model = Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).to(F64)
+@pytest.mark.parametrize("name", COUPLING)
+def test_coupled(ext: Callable, name: str):
+    """What couples samples is refused, or part of the products with its own matrix."""
+    layer, message = COUPLING[name]
+    torch.manual_seed(0)
+    model = Sequential(nn.Linear(3, 4), deepcopy(layer), nn.Sigmoid(), nn.Linear(4, 3))
+    randomize(model.to(F64))
     X, y = torch.randn(4, 3, dtype=F64), torch.randint(3, (4,))
-    with pytest.raises(NotImplementedError, match="training mode"):
-        run(Problem(model, nn.CrossEntropyLoss(), (X,), (y,)), ext())
+    problem = Problem(model, nn.CrossEntropyLoss(), (X,), (y,))
+    if ext in PER_SAMPLE:
+        with pytest.raises(NotImplementedError, match=f"(?s){message}"):
+            run(problem, ext())
+        return
+    expected = {}
+    for name, param in parameters(model).items():
+        if ext is HMP:
+            (gradient,) = grad(problem.loss(model(X), y), param, create_graph=True)
+            expected[name] = rows(gradient, param)
+        else:
+            J, H = whole_ggn(problem, param)
+            expected[name] = J.T @ H @ J
+    value = extend(problem.loss)(extend(model)(X), y)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with backpack(ext()):
+        value.backward()
+    assert_products(problem, ext().savefield, expected)
+    for key, value in before.items():
+        assert torch.equal(model.state_dict()[key], value), key
+
+
+def whole_ggn(problem: Problem, param: Tensor) -> Tuple[Tensor, Tensor]:
+    """Differentiate all samples' predictions, ``[N C, P]``, and the loss twice."""
+    prediction = problem.model(*problem.X)
+    J = rows(prediction, param)
+    H = dense_hessian(lambda f: problem.loss(f, *problem.y), prediction)
+    return J, H
+
+
+@EACH
+def test_loss_is_not_extended(ext: Callable):
+    """Without an extended loss, there is nothing to begin with."""
     model = extend(Sequential(nn.Linear(3, 3)).to(F64))
+    X, y = torch.randn(4, 3, dtype=F64), torch.randint(3, (4,))
     with pytest.raises(AssertionError, match="extend"), backpack(ext()):
         F.cross_entropy(model(X), y).backward()
+
+
+class OwnScale(Module):
+    """Has a parameter, and no rule."""
+
+    def __init__(self):
+        """Create the parameter."""
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply the sine of ``[N, 4]`` with the number of samples and a scale."""
+        return x.sin() * self.scale * len(x)
+
+
+class Counter(Module):
+    """Keeps a state, and has no parameter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply ``[N, *]`` with the number of calls."""
+        self.calls = getattr(self, "calls", 0) + 1
+        return x.sin() * self.calls
+
+
+def changed(model: Module) -> None:
+    """Change a parameter behind autograd's back."""
+    model[2].scale.data.mul_(1.5)
+
+
+def switched(model: Module) -> None:
+    """Call the middle layer once more, which changes what it computes."""
+    model[2](torch.randn(4, 4, dtype=F64))
+
+
+UNREPEATABLE = {
+    "spectral norm": (lambda: spectral_norm(nn.Linear(4, 4)), None),
+    "spectral norm, called again": (lambda: spectral_norm(nn.Linear(4, 4)), switched),
+    "parameter changed": (OwnScale, changed),
+    "random": (nn.RReLU, None),
+    "state": (Counter, None),
+}
+
+
+@EACH
+@pytest.mark.parametrize("name", UNREPEATABLE)
+def test_other_output_when_repeated(ext: Callable, name: str):
+    """A forward pass is repeated only if this gives the output of the call."""
+    make, change = UNREPEATABLE[name]
+    torch.manual_seed(0)
+    model = Sequential(nn.Linear(3, 4), nn.Tanh(), make(), nn.Linear(4, 3)).to(F64)
+    X, y = torch.randn(4, 3, dtype=F64), torch.randint(3, (4,))
+    model, loss = extend(model), extend(nn.CrossEntropyLoss())
+    value = loss(model(X), y)
+    if change is not None:
+        change(model)
+    message = "another output" if ext is not PCHMP else "another output|not known to be"
+    with pytest.raises(RuntimeError, match=message), backpack(ext()):
+        value.backward()
+        for param in model.parameters():
+            getattr(param, ext().savefield)(param.detach())
+
+
+@pytest.mark.parametrize("ext", [DiagHessian, HMP, KFRA])
+def test_forward_that_depends_on_the_number_of_samples(ext: Callable):
+    """Repeated for one sample, it would give another output: it is not, or refused."""
+    model = Sequential(nn.Linear(3, 4), OwnScale(), nn.Linear(4, 3)).to(F64)
+    X, y = torch.randn(4, 3, dtype=F64), torch.randint(3, (4,))
+    problem = Problem(model, nn.CrossEntropyLoss(), (X,), (y,))
+    if ext is KFRA:
+        with pytest.raises(RuntimeError, match="another output"):
+            run(problem, ext())
+        return
+    run(problem, ext())
+    for param in model.parameters():
+        (gradient,) = grad(problem.loss(model(X), y), param, create_graph=True)
+        dense, v = rows(gradient, param), torch.randn_like(param)
+        if ext is HMP:
+            assert_agrees(param.hmp(v).flatten(), dense @ v.flatten())
+        else:
+            assert_agrees(param.diag_h.flatten(), dense.diagonal())
+
+
+@EACH
+@pytest.mark.parametrize("layer", [nn.GLU, lambda: nn.LayerNorm(4), OwnScale])
+def test_overwritten_output(ext: Callable, layer: Callable):
+    """An output that was overwritten can't be compared, which rules do without."""
+    torch.manual_seed(0)
+    model = Sequential(
+        nn.Linear(3, 4), layer(), nn.ReLU(inplace=True), nn.LazyLinear(3)
+    )
+    X, y = torch.randn(4, 3, dtype=F64), torch.randint(3, (4,))
+    model.to(F64)(X)
+    plain = deepcopy(model)
+    plain[2].inplace = False
+    problems = [Problem(m, nn.CrossEntropyLoss(), (X,), (y,)) for m in (plain, model)]
+    if layer is OwnScale:
+        with pytest.raises(RuntimeError, match="inplace=True"):
+            run(problems[1], ext())
+        return
+    for problem in problems:
+        run(problem, ext())
+    compare(plain, model, ext().savefield)
+
+
+def compare(expected: Module, model: Module, field: str) -> None:
+    """Compare a field of two models: tensors, functions, or lists of factors."""
+    for a, b in zip(expected.parameters(), model.parameters()):
+        a, b = getattr(a, field), getattr(b, field)
+        if callable(a):
+            v = torch.randn(2, *_shape_of(a), dtype=F64)
+            a, b = a(v), b(v)
+        assert_agrees(b, a)
+
+
+MODES = {
+    "batch norm": lambda: nn.BatchNorm1d(4),
+    "instance norm": lambda: Sequential(
+        nn.Unflatten(1, (2, 2)),
+        nn.InstanceNorm1d(2, affine=True, track_running_stats=True),
+        nn.Flatten(),
+    ),
+    "dropout": nn.Dropout,
+    "alpha dropout": nn.AlphaDropout,
+}
+BY_MODE = [*ALL, BatchGrad, Variance, DiagGGNExact, KFLR]
+
+
+@pytest.mark.parametrize("ext", BY_MODE, ids=[ext.__name__ for ext in BY_MODE])
+@pytest.mark.parametrize("train", [True, False], ids=["train-eval", "eval-train"])
+@pytest.mark.parametrize("name", MODES)
+def test_mode_of_the_call(ext: Callable, train: bool, name: str):
+    """What counts is the mode in the forward pass, not that in the backward pass."""
+
+    def outcome(switch: bool) -> Tuple[Module, List[str]]:
+        torch.manual_seed(0)
+        middle = [nn.Tanh(), MODES[name](), nn.Sigmoid()]
+        model = Sequential(nn.Linear(3, 4), *middle, nn.Linear(4, 3)).to(F64)
+        X, y = torch.randn(4, 3, dtype=F64), torch.randint(3, (4,))
+        model(X)  # statistics
+        model, loss = extend(model.train(train)), extend(nn.CrossEntropyLoss())
+        value = loss(model(X), y)
+        model.train(train ^ switch)
+        modes = [m.training for m in model.modules()]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                with backpack(ext()):
+                    value.backward()
+            except NotImplementedError as error:
+                return model, [str(error)]
+        assert modes == [m.training for m in model.modules()]
+        return model, [str(w.message) for w in caught]
+
+    (expected, messages), (model, also) = outcome(False), outcome(True)
+    assert messages == also
+    coupled = name == "batch norm" and train and ext not in (HMP, GGNMP)
+    assert bool(messages) == coupled
+    if not coupled or ext is BatchGrad:
+        compare(expected, model, ext().savefield)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["backward-after", "inside"])
+@EACH
+def test_autocast(ext: Callable, inside: bool):
+    """Under autocast, results have the parameters' type, and are as good as it is."""
+    torch.manual_seed(0)
+    layers = [
+        *(nn.Conv1d(2, 4, 2), nn.BatchNorm1d(4).eval(), nn.Tanh(), nn.Flatten()),
+        *(nn.Linear(8, 4), nn.LayerNorm(4), nn.Softmax(1), nn.GELU()),
+        *([Mixed()] if ext is not PCHMP else []),
+        nn.Linear(4, 3),
+    ]
+    exact = randomize(Sequential(*layers))
+    model = deepcopy(exact)
+    X, y = torch.randn(5, 2, 3), torch.randint(3, (5,))
+    run(Problem(exact, nn.CrossEntropyLoss(), (X,), (y,)), ext())
+    extend(model)
+    loss = extend(nn.CrossEntropyLoss())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value = loss(model(X), y)
+        with backpack(ext()) if inside else nullcontext():
+            value.backward() if inside else None
+    if not inside:
+        with backpack(ext()):
+            value.backward()
+    field = ext().savefield
+    for expected, param in zip(exact.parameters(), model.parameters()):
+        a, b = getattr(expected, field), getattr(param, field)
+        if callable(a):
+            v = torch.randn_like(param)
+            a, b = a(v), b(v)
+        for right, result in zip(a, b) if isinstance(a, list) else [(a, b)]:
+            assert result.dtype == torch.float32
+            assert (right - result).norm() < 0.2 * right.norm() + 1e-6
+
+
+class Mixed(Module):
+    """A module without a rule, whose operations differ in their types."""
+
+    def __init__(self):
+        """Create the weight."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply ``[N, 4]`` with the weight, and itself."""
+        return (x @ self.weight) * x
+
+
+def step(problem: Problem) -> None:
+    """Change the parameters, as optimizers do."""
+    torch.optim.SGD(problem.model.parameters(), lr=0.1).step()
+
+
+MODIFIED = {
+    "step": step,
+    "input": lambda problem: problem.X[0].mul_(2),
+    "target": lambda problem: problem.y[0].zero_(),
+    "last bias": lambda problem: problem.model[-1].bias.detach().zero_(),
+}
+
+
+@pytest.mark.parametrize("ext", [HMP, GGNMP, PCHMP])
+@pytest.mark.parametrize("name", MODIFIED)
+def test_products_after_a_modification(ext: Callable, name: str):
+    """Products that would be others than those of the backward pass are refused."""
+    problem = CASES[4].build()
+    run(problem, ext())
+    weight = problem.model[0].weight
+    product = getattr(weight, ext().savefield)
+    product(torch.ones_like(weight))
+    MODIFIED[name](problem)
+    with pytest.raises(RuntimeError, match="modified in place.*Multiply before"):
+        product(torch.ones_like(weight))
+
+
+class Swap(Module):
+    """Puts something else on axis 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Split ``[N, 4]`` into ``[2 N, 2]``."""
+        return x.reshape(-1, 2)
+
+
+@EACH
+@pytest.mark.parametrize("module", [nn.Flatten(0, 1), Swap()])
+def test_samples_that_are_rearranged(ext: Callable, module: Module):
+    """Where axis 0 holds something else than before, samples can't be told apart."""
+    parts = [nn.Linear(3, 4), nn.Unflatten(1, (2, 2)), module, nn.Sigmoid()]
+    parts = parts if isinstance(module, nn.Flatten) else [parts[0], *parts[2:]]
+    model = Sequential(*parts, nn.Linear(2, 3)).to(F64)
+    X, y = torch.randn(4, 3, dtype=F64), torch.randint(3, (8,))
+    problem = Problem(model, nn.CrossEntropyLoss(), (X,), (y,))
+    if ext().separates_samples:
+        with pytest.raises((NotImplementedError, ValueError), match="axis 0"):
+            run(problem, ext())
+    else:
+        run(problem, ext())
 
 
 @pytest.mark.parametrize("ext", [KFRA, DiagHessian])
@@ -1008,6 +1317,20 @@ def test_nothing_is_left():
     with pytest.raises(NotImplementedError):
         run(Problem(failing, nn.CrossEntropyLoss(), (X,), (y,)), *extensions)
     assert not any(ext.saved_quantities._saved_quantities for ext in extensions)
+
+
+def test_signed_columns_as_a_dictionary():
+    """Matrices and signs can be asked for by name, and make up the columns again."""
+    columns, sign = torch.randn(5, 2, 3, dtype=F64), torch.randn(5, 2).sign().to(F64)
+    signed = SignedColumns.create(columns, sign)
+    pairs = {key: signed[key] for key in signed.keys()}
+    assert pairs["signs"] == [1.0, -1.0]
+    assert dict(signed).keys() == {"matrices", "signs"}
+    again = SignedColumns.wrap(pairs)
+    assert SignedColumns.wrap(again) is again
+    assert_agrees(_matrices(again), _matrices(signed))
+    with pytest.raises(KeyError, match="matrices.*got 'columns'"):
+        signed["columns"]
 
 
 def test_signed_columns_are_combined():

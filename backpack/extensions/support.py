@@ -96,7 +96,7 @@ Matrix = Dict[str, Dict[str, Cell]]
 
 _EVALUATION = (
     "In evaluation mode. In training mode samples are coupled: BatchGrad warns, all "
-    "others raise an error."
+    "others but HMP and GGNMP raise an error."
 )
 _CHOICE = "{case}, and weight_sharing='expand' or 'reduce' has to be chosen."
 _BRANCHES = (
@@ -139,6 +139,7 @@ CONDITIONS: Dict[Tuple[Type[Module], str], str] = {
         (layer, quantity.__name__): _EVALUATION
         for layer in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
         for quantity in QUANTITIES
+        if quantity.separates_samples or quantity.refuses_coupled_samples
     },
     (SumModule, "KFRA"): _BRANCHES,
 }

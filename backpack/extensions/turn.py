@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
@@ -102,10 +103,36 @@ def loss_scale(module: Module, factor: Tensor) -> Tensor:
     return factor.sqrt()
 
 
-def _as_type(value: Any, dtype: torch.dtype) -> Any:
-    """Convert floating-point tensors; leave everything else as it is."""
+def as_type(value: Any, dtype: torch.dtype) -> Any:
+    """Convert floating-point tensors; leave everything else as it is.
+
+    Args:
+        value: Anything.
+        dtype: Type that a floating-point tensor gets.
+
+    Returns:
+        The value.
+    """
     differs = isinstance(value, Tensor) and value.dtype != dtype
     return value.to(dtype) if differs and value.is_floating_point() else value
+
+
+@contextmanager
+def mode_of(call: Call) -> Iterator[None]:
+    """Put a module into the mode in which it was called, inside the context.
+
+    Args:
+        call: Its call.
+    """
+    module = call.module
+    if module.training == call.training:
+        yield
+        return
+    module.training = call.training
+    try:
+        yield
+    finally:
+        module.training = not call.training
 
 
 class Products(Mapping):
@@ -147,42 +174,44 @@ class Products(Mapping):
             The products.
         """
         if name not in self._formed:
-            call, cotangents = self._call, self._cotangents
-            call.check_unchanged()
-            rule = self._rule(name)
-            if rule is not None:
-                # under autocast, inputs and outputs have other types than parameters
-                arguments, mats = self._converted(call.parameters[name].dtype)
-                self._formed[name] = rule.derivatives.product(
-                    name,
-                    call.module,
-                    arguments,
-                    mats if rule.several_outputs else mats[0],
-                )
-            else:
-                others = [other for other in self._names if self._rule(other) is None]
-                self._formed.update(
-                    generic_products(
-                        others,
-                        call.module,
-                        call.args,
-                        cotangents,
-                        call.kwargs,
-                        call.random_state,
-                        call.unchanged_outputs(),
-                    )
-                )
+            with mode_of(self._call):
+                self._form(name)
         product = self._formed[name]
         product.shared = self._shared
         return product
+
+    def _form(self, name: str) -> None:
+        call, cotangents = self._call, self._cotangents
+        call.check_unchanged()
+        rule = self._rule(name)
+        if rule is not None:
+            # under autocast, inputs and outputs have other types than parameters
+            arguments, mats = self._converted(call.parameters[name].dtype)
+            self._formed[name] = rule.derivatives.product(
+                name,
+                call.module,
+                arguments,
+                mats if rule.several_outputs else mats[0],
+            )
+        else:
+            others = [other for other in self._names if self._rule(other) is None]
+            self._formed.update(
+                generic_products(
+                    others,
+                    call.module,
+                    call.args,
+                    cotangents,
+                    call.kwargs,
+                    call.random_state,
+                    call.unchanged_outputs(),
+                )
+            )
 
     def _converted(self, dtype: torch.dtype) -> Tuple[List[Any], Cotangents]:
         """Return arguments and cotangents in a type: the same tensors for all names."""
         if dtype not in self._in_type:
             both = self._call.arguments, self._cotangents
-            self._in_type[dtype] = tuple(
-                [_as_type(x, dtype) for x in xs] for xs in both
-            )
+            self._in_type[dtype] = tuple([as_type(x, dtype) for x in xs] for xs in both)
         return self._in_type[dtype]
 
     def _rule(self, name: str) -> Optional[Row]:
@@ -231,11 +260,14 @@ class Turn:
         self._outer, _CURRENT.turn = _CURRENT.turn, self
         if self.call in self.backward_pass.dropouts:
             self.module.__dict__[MASK] = self._drawn_mask()
+        self._mode = mode_of(self.call)
+        self._mode.__enter__()
         return self
 
     def __exit__(self, *exc_info) -> None:
         """Return to the turn that was current before."""
         _CURRENT.turn = self._outer
+        self._mode.__exit__(*exc_info)
         self.module.__dict__.pop(MASK, None)
 
     def _drawn_mask(self) -> Tensor:
@@ -256,7 +288,7 @@ class Turn:
         edge = self.call.input_edges[0]
         for entry, node in [] if edge is None else targets_below([edge.node]):
             drops = isinstance(entry.call.module, _DropoutNd)
-            if drops and entry.call.module.training and entry.call.input_edges[0]:
+            if drops and entry.call.training and entry.call.input_edges[0]:
                 edge = GradientEdge(node, entry.output_nr)
                 self.backward_pass.dropouts[entry.call] = edge
 
@@ -494,8 +526,8 @@ class Turn:
             value: The value.
         """
         if isinstance(value, list):
-            value = [_as_type(x, param.dtype) for x in value]
-        setattr(param, extension.savefield, _as_type(value, param.dtype))
+            value = [as_type(x, param.dtype) for x in value]
+        setattr(param, extension.savefield, as_type(value, param.dtype))
         report = self.backward_pass.state.report
         if report is not None:
             report.saved.add((id(extension), id(param)))

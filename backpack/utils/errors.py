@@ -1,9 +1,11 @@
 """Checks of modules that end in an error or in a warning."""
 
-from typing import Union
+from typing import Any, Sequence, Union
 from warnings import warn
 
-from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d
+from torch import Tensor, nn
+from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, Module
+from torch.nn.modules.batchnorm import _BatchNorm
 
 BATCH_NORM_TRAIN_MESSAGE = (
     "{exts}{module} {reason}: it normalizes with statistics of the whole "
@@ -11,6 +13,14 @@ BATCH_NORM_TRAIN_MESSAGE = (
     "individual samples are not defined. Call `.eval()` on the module, or replace it "
     "with a layer that treats samples separately, e.g. `GroupNorm`."
 )
+ALONG_SAMPLES_MESSAGE = (
+    "{exts}{module} acts along axis 0 of its input of shape {shape}, where the samples are, "
+    "so the loss is no sum of per-sample losses and quantities of individual samples "
+    "are not defined. Let it act along other axes (`{option}`)."
+)
+
+_ALONG_DIM = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU)
+_ALONG_LAST = (nn.LayerNorm, nn.RMSNorm)
 
 
 def batch_norm_raise_error_if_train(
@@ -47,3 +57,62 @@ def _active_extensions() -> str:
 
     names = ", ".join(type(ext).__name__ for ext in CTX.get_active_exts())
     return f"{names}: " if names else ""
+
+
+def may_couple_samples(module: Module) -> bool:
+    """Tell whether a layer may couple the samples of a batch, depending on its options.
+
+    Args:
+        module: The layer.
+
+    Returns:
+        Whether it may. That of a layer that is not known is not known, either.
+    """
+    return isinstance(module, (_BatchNorm, *_ALONG_DIM, *_ALONG_LAST))
+
+
+def acts_along_samples(module: Module, x: Tensor) -> bool:
+    """Tell whether a layer normalizes, or selects, along the axis of the samples.
+
+    Args:
+        module: The layer.
+        x: Its input, with samples on axis 0.
+
+    Returns:
+        Whether a known layer does.
+    """
+    if isinstance(module, _ALONG_LAST):
+        return len(module.normalized_shape) >= x.dim()
+    if not isinstance(module, _ALONG_DIM):
+        return False
+    if module.dim is None:  # PyTorch chooses
+        return x.dim() in (0, 1, 3)
+    return module.dim in (0, -x.dim())
+
+
+def raise_error_if_coupled(
+    module: Module, inputs: Sequence[Any], raise_error: bool = True
+) -> None:
+    """Refuse a layer that couples samples; warn about some batch normalizations.
+
+    Args:
+        module: The layer.
+        inputs: Inputs of its call.
+        raise_error: Whether to raise an error for batch normalizations. A warning is
+            issued otherwise.
+
+    Raises:
+        NotImplementedError: If the layer couples samples.
+    """  # noqa: DAR401
+    if isinstance(module, _BatchNorm):
+        batch_norm_raise_error_if_train(module, raise_error)
+    elif may_couple_samples(module) and acts_along_samples(module, inputs[0]):
+        option = "normalized_shape" if isinstance(module, _ALONG_LAST) else "dim"
+        raise NotImplementedError(
+            ALONG_SAMPLES_MESSAGE.format(
+                exts=_active_extensions(),
+                module=module,
+                shape=list(inputs[0].shape),
+                option=option,
+            )
+        )

@@ -13,6 +13,7 @@ for every module that is differentiable in its first input; other inputs are con
 """
 
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import Any, Callable, List, Tuple
 
 from torch import Tensor, enable_grad, no_grad, ones_like, stack, zeros_like
@@ -21,8 +22,12 @@ from torch.func import functional_call, vjp
 from torch.nn import Module, Parameter
 
 from backpack.core.derivatives import shape_check
-from backpack.core.derivatives.generic import generic_product
-from backpack.core.reductions import PerSample
+from backpack.core.derivatives.generic import (
+    generic_product,
+    generic_products,
+    is_repetition,
+)
+from backpack.core.reductions import Dense, PerSample
 from backpack.hessianfree.rop import R_op
 from backpack.utils.subsampling import subsample
 from backpack.utils.unsqueeze import flatten
@@ -39,6 +44,17 @@ NO_DIAGONAL_HESSIAN = (
     "{derivatives}: the Hessian of {module} is not diagonal, so that its diagonal does "
     "not describe it. Use residual_mat_prod to multiply with it."
 )
+NOT_REPEATED = (
+    "{module} is differentiated by repeating its forward pass, but the repetition gave "
+    "another output: it draws random numbers, keeps a state, depends on the number of "
+    "samples, takes keyword arguments out of order, or something was modified after "
+    "the call (its parameters, or its output by a layer with inplace=True). Write it "
+    "without these, or register a module extension for it."
+)
+OVERWRITTEN = "_backpack_overwritten"
+"""Marks copies of modules whose output was modified in place after the call."""
+OUTPUT_TYPE = "_backpack_output_type"
+"""Attribute of copies of modules: their output's type before it was converted."""
 
 
 def stored_inputs(module: Module) -> Tuple[Any, ...]:
@@ -128,6 +144,39 @@ def first_tensor(output: Any) -> Tensor:
     return output
 
 
+def recorded_output(module: Module) -> Tensor:
+    """Return a module's output in the type, and so the precision, that it had.
+
+    Args:
+        module: Module with stored output.
+
+    Returns:
+        The output ``[N, *out]``.
+    """
+    output = module.output
+    return output.to(vars(module).get(OUTPUT_TYPE, output.dtype))
+
+
+def checked(module: Module, output: Any) -> Tensor:
+    """Check that repeating a module's forward pass gave its stored output.
+
+    Args:
+        module: Module with stored output.
+        output: What the repetition returned.
+
+    Returns:
+        The first tensor of the repetition's output.
+
+    Raises:
+        RuntimeError: If it is not the stored one.
+    """
+    output = first_tensor(output)
+    expected = recorded_output(module)
+    if OVERWRITTEN not in vars(module) and not is_repetition(output.detach(), expected):
+        raise RuntimeError(NOT_REPEATED.format(module=module))
+    return output
+
+
 def evaluate(module: Module) -> Tuple[Tensor, Tensor]:
     """Compute a module's output anew at its stored inputs, with a graph of its own.
 
@@ -146,7 +195,7 @@ def evaluate(module: Module) -> Tuple[Tensor, Tensor]:
     x = x.detach().requires_grad_()
     with enable_grad():
         # a module may work in-place, which is forbidden on leaves
-        return x, first_tensor(scratch_copy(module).forward(x.clone(), *others))
+        return x, checked(module, scratch_copy(module).forward(x.clone(), *others))
 
 
 def pull_back(y: Tensor, x: Tensor, mat: Tensor) -> Tensor:
@@ -538,12 +587,119 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
             samples; without the axis ``V`` for a vector.
         """
         shape_check._check_like(mat, module, "output", subsampling=subsampling)
-        restricted = self._restrict(module, subsampling)
-        product = self.product(param_str, restricted, stored_inputs(restricted), mat)
-        result = product.summed() if sum_batch else product.individual()
+        generic = partial(self._param_mjp, param_str)
+        multiply = getattr(self, f"_{param_str}_jac_t_mat_prod", generic)
+        result = multiply(
+            module, g_inp, g_out, mat, sum_batch=sum_batch, subsampling=subsampling
+        )
         shape_check.check_same_V_dim(result, mat)
         shape_check.check_like_with_sum_batch(result, module, param_str, sum_batch)
         return result
+
+    def _param_mjp(
+        self,
+        param_str: str,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        mat: Tensor,
+        sum_batch: bool = True,
+        subsampling: List[int] = None,
+    ) -> Tensor:
+        restricted = self._restrict(module, subsampling)
+        product = self._stored_product(param_str, restricted, mat)
+        return product.summed() if sum_batch else product.individual()
+
+    def _weight_jac_t_mat_prod(
+        self,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        mat: Tensor,
+        sum_batch: bool = True,
+        subsampling: List[int] = None,
+    ) -> Tensor:
+        """Multiply with the weight's transposed Jacobian, see :meth:`param_mjp`.
+
+        A class for a layer of its own may override this, and the same for its other
+        parameters: ``_<name>_jac_t_mat_prod``.
+
+        Args:
+            module: Module with stored input and output.
+            g_inp: Gradients of the loss with respect to the module's inputs.
+            g_out: Gradients of the loss with respect to the module's outputs.
+            mat: Matrix of shape ``[V, N, *out]``.
+            sum_batch: Whether to sum over samples. Default: ``True``.
+            subsampling: Selected samples. Default ``None`` uses all.
+
+        Returns:
+            Products of shape ``[V, *weight]``, or ``[V, N, *weight]``.
+        """
+        args = module, g_inp, g_out, mat, sum_batch, subsampling
+        return self._param_mjp("weight", *args)
+
+    def _bias_jac_t_mat_prod(
+        self,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        mat: Tensor,
+        sum_batch: bool = True,
+        subsampling: List[int] = None,
+    ) -> Tensor:
+        """Multiply with the bias's transposed Jacobian, as for the weight.
+
+        Args:
+            module: Module with stored input and output.
+            g_inp: Gradients of the loss with respect to the module's inputs.
+            g_out: Gradients of the loss with respect to the module's outputs.
+            mat: Matrix of shape ``[V, N, *out]``.
+            sum_batch: Whether to sum over samples. Default: ``True``.
+            subsampling: Selected samples. Default ``None`` uses all.
+
+        Returns:
+            Products of shape ``[V, *bias]``, or ``[V, N, *bias]``.
+        """
+        args = module, g_inp, g_out, mat, sum_batch, subsampling
+        return self._param_mjp("bias", *args)
+
+    def stored_product(
+        self,
+        name: str,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        cotangents: Tensor,
+    ) -> PerSample:
+        """Describe the products of :meth:`param_mjp` for the stored inputs.
+
+        Args:
+            name: Name of the parameter.
+            module: Module with stored input and output.
+            g_inp: Gradients of the loss with respect to the module's inputs.
+            g_out: Gradients of the loss with respect to the module's outputs.
+            cotangents: Columns at the output, ``[V, N, *out]``.
+
+        Returns:
+            The products: in the layer's form, unless a class has its own way to
+            multiply.
+        """
+        cotangents = cotangents.to(module.output.dtype)
+        method = f"_{name}_jac_t_mat_prod"
+        own = getattr(type(self), method, None)
+        if own is getattr(BaseParameterDerivatives, method, None):
+            return self._stored_product(name, module, cotangents)
+        products = own(self, module, g_inp, g_out, cotangents, sum_batch=False)
+        return Dense(products, products.shape[2:])
+
+    def _stored_product(
+        self, name: str, module: Module, cotangents: Tensor
+    ) -> PerSample:
+        inputs = stored_inputs(module)
+        if type(self).product is not BaseParameterDerivatives.product:
+            return self.product(name, module, inputs, cotangents)
+        outputs, copy = [recorded_output(module)], scratch_copy(module)
+        return generic_products([name], copy, inputs, cotangents, outputs=outputs)[name]
 
     def product(
         self, name: str, module: Module, inputs: Tuple[Any, ...], cotangents: Tensor
@@ -618,10 +774,44 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
         is_vec = shape_check._same_dim_as(mat, module, param_str)
         mat = shape_check._add_V_dim(mat) if is_vec else mat
         shape_check._check_like(mat, module, param_str)
-        result = self._param_jac_mat_prod(param_str, module, g_inp, g_out, mat)
+        generic = partial(self._param_jac_mat_prod, param_str)
+        multiply = getattr(self, f"_{param_str}_jac_mat_prod", generic)
+        result = multiply(module, g_inp, g_out, mat)
         shape_check.check_same_V_dim(result, mat)
         shape_check._check_like(result, module, "output")
         return shape_check._remove_V_dim(result) if is_vec else result
+
+    def _weight_jac_mat_prod(
+        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
+    ) -> Tensor:
+        """Multiply with the weight's Jacobian; may be overridden, as for other names.
+
+        Args:
+            module: Module with stored input and output.
+            g_inp: Gradients of the loss with respect to the module's inputs.
+            g_out: Gradients of the loss with respect to the module's outputs.
+            mat: Matrix of shape ``[V, *weight]``.
+
+        Returns:
+            Products of shape ``[V, N, *out]``.
+        """
+        return self._param_jac_mat_prod("weight", module, g_inp, g_out, mat)
+
+    def _bias_jac_mat_prod(
+        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
+    ) -> Tensor:
+        """Multiply with the bias's Jacobian, as for the weight.
+
+        Args:
+            module: Module with stored input and output.
+            g_inp: Gradients of the loss with respect to the module's inputs.
+            g_out: Gradients of the loss with respect to the module's outputs.
+            mat: Matrix of shape ``[V, *bias]``.
+
+        Returns:
+            Products of shape ``[V, N, *out]``.
+        """
+        return self._param_jac_mat_prod("bias", module, g_inp, g_out, mat)
 
     def _param_jac_mat_prod(
         self,
@@ -644,6 +834,7 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
                 return stack([forward(v, zeros) for v in mat])
         # w ↦ Jᵀ w is linear, so pulling v back through it gives J v, see R_op
         output, pull = vjp(lambda param: forward(param, {}), getattr(module, param_str))
+        checked(module, output)
         _, push = vjp(lambda w: pull(w)[0], zeros_like(output))
         return stack([push(v)[0] for v in mat])
 

@@ -1,6 +1,6 @@
-"""Derivatives of batch normalization in evaluation mode."""
+"""Derivatives of batch normalization."""
 
-from typing import Tuple, Union
+from typing import List, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -16,39 +16,24 @@ BatchNormNd = Union[BatchNorm1d, BatchNorm2d, BatchNorm3d]
 class BatchNormNdDerivatives(ScaleShiftDerivatives):
     """Derivatives of :class:`torch.nn.BatchNorm1d`, ``2d`` and ``3d``.
 
-    In training mode samples are coupled by the batch's statistics, and there is no
-    Jacobian per sample.
+    In training mode samples are coupled by the batch's statistics: the Jacobian is that
+    of the whole batch, by autograd, and there is none for some of the samples.
     """
 
     def hessian_is_zero(self, module: BatchNormNd) -> bool:
-        """Tell whether the output is linear in the input: in evaluation mode.
+        """Tell whether the output is linear in the input: with fixed statistics.
 
         Args:
             module: The layer.
 
         Returns:
-            ``True``.
+            Whether it is.
+        """
+        return not self._uses_batch(module)
 
-        Raises:
-            NotImplementedError: In training mode.
-        """  # noqa: DAR402
-        batch_norm_raise_error_if_train(module)
-        return True
-
-    def hessian_is_diagonal(self, module: BatchNormNd) -> bool:
-        """Tell whether the output's second derivative is diagonal: it is zero.
-
-        Args:
-            module: The layer.
-
-        Returns:
-            ``True``.
-
-        Raises:
-            NotImplementedError: In training mode.
-        """  # noqa: DAR402
-        batch_norm_raise_error_if_train(module)
-        return True
+    @staticmethod
+    def _uses_batch(module: BatchNormNd) -> bool:
+        return module.training or module.running_mean is None
 
     def normalize(self, module: BatchNormNd, x: Tensor) -> Tensor:
         """Normalize as the layer does.
@@ -60,7 +45,7 @@ class BatchNormNdDerivatives(ScaleShiftDerivatives):
         Returns:
             Normalized input of shape ``[N, C, *]``.
         """
-        from_batch = module.training or module.running_mean is None
+        from_batch = self._uses_batch(module)
         statistics = (None, None)
         if not from_batch:
             statistics = (module.running_mean, module.running_var)
@@ -69,7 +54,8 @@ class BatchNormNdDerivatives(ScaleShiftDerivatives):
     def _jac_mat_prod(
         self, module: BatchNormNd, g_inp: Tuple, g_out: Tuple, mat: Tensor
     ) -> Tensor:
-        batch_norm_raise_error_if_train(module)
+        if self._uses_batch(module):
+            return super()._jac_mat_prod(module, g_inp, g_out, mat)
         scale = self._inverse_deviation(module, module.input0)
         if module.weight is not None:
             scale = scale * self._per_channel(module.weight, module.input0)
@@ -83,7 +69,16 @@ class BatchNormNdDerivatives(ScaleShiftDerivatives):
         mat: Tensor,
         subsampling: Tuple[int, ...] = None,
     ) -> Tensor:
+        if self._uses_batch(module):
+            return super()._jac_t_mat_prod(module, g_inp, g_out, mat)
         return self._jac_mat_prod(module, g_inp, g_out, mat)  # it is diagonal
+
+    def _restrict(
+        self, module: BatchNormNd, subsampling: List[int] = None
+    ) -> BatchNormNd:
+        if subsampling is not None:
+            batch_norm_raise_error_if_train(module)
+        return super()._restrict(module, subsampling)
 
     def _inverse_deviation(self, module: BatchNormNd, x: Tensor) -> Tensor:
         return self._per_channel(torch.rsqrt(module.running_var + module.eps), x)

@@ -373,11 +373,7 @@ class _Repeated:
         self, stacked: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> Optional[Dict[str, Dense]]:
         for out, expected in zip(outputs, self.outputs or []):
-            eps = (torch.finfo(x.dtype).eps for x in (out, expected))
-            tolerance = max(eps) ** 0.5
-            if out.shape != expected.shape or not torch.allclose(
-                out, expected.to(out.dtype), tolerance, tolerance, equal_nan=True
-            ):
+            if not is_repetition(out, expected):
                 return None
         return {
             name: Dense(products, param.shape)
@@ -401,3 +397,19 @@ def _only_sample(mat: Tensor, axis: int, n: int) -> Tensor:
     """Set a column to zero except for one sample."""
     index = torch.tensor([n], device=mat.device)
     return torch.zeros_like(mat).index_copy(axis, index, mat.index_select(axis, index))
+
+
+def is_repetition(output: Tensor, expected: Tensor) -> bool:
+    """Tell whether repeating a forward pass gave the same output.
+
+    Args:
+        output: Output ``[N, *]`` of the repetition.
+        expected: Output of the call.
+
+    Returns:
+        Whether they agree up to rounding errors, in the coarser one of their types.
+    """
+    tolerance = max(torch.finfo(x.dtype).eps for x in (output, expected)) ** 0.5
+    return output.shape == expected.shape and torch.allclose(
+        output, expected.to(output.dtype), tolerance, tolerance, equal_nan=True
+    )

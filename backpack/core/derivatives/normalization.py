@@ -6,7 +6,7 @@ over the axes that share an entry.
 """
 
 from abc import abstractmethod
-from typing import Optional, Sequence, Tuple
+from typing import Any, Optional, Sequence, Tuple
 
 from torch import Tensor
 from torch.nn import Module
@@ -69,6 +69,18 @@ class ScaleShiftDerivatives(BaseParameterDerivatives):
 
 class LayerNormDerivatives(ScaleShiftDerivatives):
     """Derivatives of :class:`torch.nn.LayerNorm`."""
+
+    def supports(self, module: Module, inputs: Tuple[Any, ...]) -> bool:
+        """Tell whether there is an axis of samples next to those that are normalized.
+
+        Args:
+            module: The layer.
+            inputs: Its input, of shape ``[N, *]``.
+
+        Returns:
+            Whether it is so.
+        """
+        return inputs[0].dim() > len(module.normalized_shape)
 
     def normalize(self, module: Module, x: Tensor) -> Tensor:  # noqa: D102
         return layer_norm(x, module.normalized_shape, eps=module.eps)

@@ -15,7 +15,9 @@ from backpack.extensions.curvmatprod.operator import Operator, Step
 from backpack.extensions.secondorder.linearization import (
     Linearization,
     ParameterLinearization,
+    Snapshot,
     freeze,
+    without_autocast,
 )
 from backpack.extensions.secondorder.module_rules import ModuleRule, WalkingExtension
 from backpack.extensions.turn import current_turn
@@ -55,7 +57,9 @@ class CurvatureProductRule(ModuleRule):
         Raises:
             NotImplementedError: If the matrix is not defined for the parameter.
         """
-        linear = ParameterLinearization(self.derivatives, freeze(module), g_out, name)
+        frozen, backproped = freeze(module), Operator.wrap(backproped)
+        linear = ParameterLinearization(self.derivatives, frozen, g_out, name)
+        snapshot, ext_name = Snapshot(frozen), type(ext).__name__
         residual = linear.has_residual and Curvature.require_residual(ext.curv_type)
         if residual and Curvature.is_pch(ext.curv_type):
             raise NotImplementedError(
@@ -81,7 +85,9 @@ class CurvatureProductRule(ModuleRule):
                     f"Expected [K, {', '.join(map(str, shape))}] for the parameter "
                     f"'{name}' of {module}, got {list(mat.shape)}."
                 )
-            with disable():
+            snapshot.check(ext_name, name)
+            backproped.check(ext_name, name)
+            with disable(), without_autocast(mat):
                 result = linear.jac_t(backproped(linear.jac(columns)))
                 if residual:
                     result = result + linear.residual(columns)
@@ -110,7 +116,7 @@ class CurvatureProductRule(ModuleRule):
 
 
 class BatchNormProductRule(CurvatureProductRule):
-    """Products with a curvature matrix on batch normalization, in evaluation mode."""
+    """Products with a curvature matrix on batch normalization, in either mode."""
 
     def __init__(self):
         """Set derivatives and parameters."""
@@ -165,14 +171,15 @@ class CurvatureProduct(WalkingExtension):
     """Base class of products with a curvature matrix.
 
     The functions hold the inputs and outputs of all modules on the way to the loss, and
-    use the parameters' values at the time they are called.
+    refuse to multiply after one of them, or a parameter, was modified. Samples need not
+    be told apart, so that batch normalization in training mode is no obstacle.
 
     Attributes:
         curv_type: Which curvature matrix, see :class:`.curvature.Curvature`.
     """
 
     keeps_io = True
-    separates_samples = False
+    separates_samples = refuses_coupled_samples = False
     rule = CurvatureProductRule
 
     def __init__(self, savefield: str, curv_type: str):
@@ -204,7 +211,10 @@ class CurvatureProduct(WalkingExtension):
             if not derivatives.hessian_is_psd():
                 derivatives.sqrt_hessian(module, (), ())  # refuses the others
         product = derivatives.make_hessian_mat_prod(module, (), ())
-        return Operator(functions=[lambda mat: scale * product(mat)])
+        return Operator(
+            functions=[lambda mat: scale * product(mat)],
+            snapshots=[Snapshot(module)],
+        )
 
     def accumulate_backpropagated_quantities(self, existing: Any, other: Any) -> Any:
         """Combine the products that two consumers of an output pull back to it.

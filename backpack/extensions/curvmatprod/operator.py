@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 
 from backpack.extensions.curvature import Curvature
-from backpack.extensions.secondorder.linearization import Columns, Linearization
+from backpack.extensions.secondorder.linearization import (
+    Columns,
+    Linearization,
+    Snapshot,
+    without_autocast,
+)
 from backpack.utils.disable import disable
 from backpack.utils.unsqueeze import flatten
 
@@ -34,6 +39,7 @@ class Step:
     Attributes:
         linear: The call, linearized in its inputs.
         output: Operator at its output.
+        snapshot: What it is computed from.
     """
 
     def __init__(self, linear: Linearization, output: Operator, curv_type: str):
@@ -45,6 +51,7 @@ class Step:
             curv_type: Which curvature matrix is multiplied with.
         """
         self.linear, self.output = linear, output
+        self.snapshot = Snapshot(linear.module)
         required = Curvature.require_residual(curv_type)
         self._residual: Optional[Callable[[Columns], Columns]] = None
         if required and not linear.residual_is_zero:
@@ -102,6 +109,7 @@ class Operator:
     Attributes:
         uses: Steps that consume the output, and as which of their inputs.
         functions: Products with matrices that are known: the losses' Hessians.
+        snapshots: What they are computed from.
         is_opaque: Whether a function is not a loss's, but a user's.
     """
 
@@ -110,6 +118,7 @@ class Operator:
         uses: Sequence[Tuple[Step, int]] = (),
         functions: Sequence[Callable[[Tensor], Tensor]] = (),
         is_opaque: bool = False,
+        snapshots: Sequence[Snapshot] = (),
     ):
         """Store what the matrix consists of.
 
@@ -117,8 +126,10 @@ class Operator:
             uses: Steps that consume the output, and as which of their inputs.
             functions: Products with matrices that are known.
             is_opaque: Whether a function is not a loss's, but a user's.
+            snapshots: What the functions are computed from.
         """
         self.uses, self.functions = list(uses), list(functions)
+        self.snapshots = list(snapshots)
         self.is_opaque = is_opaque
         self._born = next(_BORN)  # those closer to the loss are older
 
@@ -151,7 +162,23 @@ class Operator:
         """
         if self.is_opaque or other.is_opaque:
             raise NotImplementedError(OPAQUE.format(ext=name))
-        return Operator(self.uses + other.uses, self.functions + other.functions)
+        return Operator(
+            self.uses + other.uses,
+            self.functions + other.functions,
+            snapshots=self.snapshots + other.snapshots,
+        )
+
+    def check(self, ext: str, name: str) -> None:
+        """Check that nothing was modified that the matrix is computed from.
+
+        Args:
+            ext: Name of the extension.
+            name: Name of the parameter whose quantity needs the matrix.
+        """
+        for operator in self._towards_losses():
+            steps = [step.snapshot for step, _ in operator.uses]
+            for snapshot in (*operator.snapshots, *steps):
+                snapshot.check(ext, name)
 
     @torch.no_grad()
     def __call__(self, mat: Tensor) -> Tensor:
@@ -163,7 +190,7 @@ class Operator:
         Returns:
             Columns of the same shape.
         """
-        with disable():
+        with disable(), without_autocast(mat):
             return self._multiply(mat)
 
     def _multiply(self, mat: Tensor) -> Tensor:

@@ -7,18 +7,16 @@ from typing import TYPE_CHECKING, Any, Dict, List, Tuple, Type
 
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from backpack.core.derivatives.basederivatives import (
     BaseParameterDerivatives,
-    stored_inputs,
 )
 from backpack.core.reductions import PerSample
 from backpack.extensions.backprop_extension import FAIL_WARN, BackpropExtension
 from backpack.extensions.layers import LAYERS, REGISTERED
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.turn import current_turn
-from backpack.utils.errors import batch_norm_raise_error_if_train
+from backpack.utils.errors import may_couple_samples, raise_error_if_coupled
 
 if TYPE_CHECKING:
     from backpack.capture import Call
@@ -83,9 +81,8 @@ class ReduceGradients(FirstOrderModuleExtension):
         """
         turn = current_turn()
         parameters = turn.parameters()
-        if isinstance(module, _BatchNorm):
-            refuse = extension.refuses_coupled_samples and module.training
-            batch_norm_raise_error_if_train(module, raise_error=refuse)
+        refuse = extension.refuses_coupled_samples and module.training
+        raise_error_if_coupled(module, turn.call.arguments, refuse)
         for name, param in parameters:
             gradients = turn.gradients(name)
             turn.save(extension, param, extension.reduce_selected(gradients))
@@ -165,7 +162,7 @@ class GradientReduction(FirstOrderBackpropExtension):
         """
         module = call.module
         return (
-            isinstance(module, _BatchNorm)
+            may_couple_samples(module)
             or self.get_module_extension(module) is not _REDUCE
         )
 
@@ -211,8 +208,8 @@ class ReducedLayer(FirstOrderModuleExtension):
             g_out: Tuple[Tensor, ...],
             bpQuantities: Any,  # noqa: N803
         ) -> Tensor:
-            products = self._derivatives.product(
-                name, module, stored_inputs(module), g_out[0].unsqueeze(0)
+            products = self._derivatives.stored_product(
+                name, module, g_inp, g_out, g_out[0].unsqueeze(0)
             )
             if ext.get_subsampling() is not None:
                 products = products.select(ext.get_subsampling())

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Iterator, List, Optional, Tuple
 
 from torch import Generator, Tensor
 from torch.nn import Module
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from backpack.core.derivatives.nll_base import LossDerivatives, split_columns
 from backpack.core.reductions import PerSample
@@ -16,9 +15,14 @@ from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.layers import built_in, find_loss
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
-from backpack.extensions.secondorder.linearization import freeze_call, linearize, skips
+from backpack.extensions.secondorder.linearization import (
+    check_samples_kept,
+    freeze_call,
+    linearize,
+    skips,
+)
 from backpack.extensions.turn import current_turn
-from backpack.utils.errors import batch_norm_raise_error_if_train
+from backpack.utils.errors import may_couple_samples, raise_error_if_coupled
 
 if TYPE_CHECKING:
     from backpack.capture import Call
@@ -131,8 +135,7 @@ class ReduceColumns(ModuleExtension):
         """
         turn = current_turn()
         parameters = turn.parameters()
-        if isinstance(module, _BatchNorm):
-            batch_norm_raise_error_if_train(module)
+        raise_error_if_coupled(module, turn.call.arguments)
         if extension.walks_modules:
             self._walk(extension, module, g_inp, g_out)
         else:
@@ -165,7 +168,9 @@ class ReduceColumns(ModuleExtension):
         producers = turn.producers(extension)
         if producers:
             linear = linearize(turn, extension, producers, freeze_call(turn.call))
-            turn.pass_on(extension, linear.at_positions(linear.jac_t(columns)))
+            pulled = linear.jac_t(columns)
+            check_samples_kept(linear, extension)
+            turn.pass_on(extension, linear.at_positions(pulled))
 
 
 class ColumnExtension(SecondOrderBackpropExtension):
@@ -322,7 +327,7 @@ class ColumnExtension(SecondOrderBackpropExtension):
             Whether it is a loss, may have to be refused, or takes part in a walk.
         """
         module = call.module
-        refused = isinstance(module, _BatchNorm)
+        refused = may_couple_samples(module)
         return (
             call.is_loss or refused or self.walks_modules or self.is_customized(module)
         )

@@ -8,19 +8,21 @@ differentiated by autograd in all of these inputs at once.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from functools import reduce
 from typing import TYPE_CHECKING, Any, Callable, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn import Module, Parameter
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from backpack.core.derivatives.basederivatives import (
+    OUTPUT_TYPE,
+    OVERWRITTEN,
     BaseDerivatives,
-    first_tensor,
+    checked,
     scratch_copy,
-    shallow_copy,
     stored_inputs,
 )
 from backpack.core.derivatives.dropout import DropoutDerivatives
@@ -31,10 +33,10 @@ from backpack.core.derivatives.generic import (
 )
 from backpack.core.derivatives.sum_module import SumModuleDerivatives
 from backpack.extensions.layers import GENERIC, find_row_or_generic, works_in_place
-from backpack.extensions.turn import NOT_A_CHAIN, current_turn
+from backpack.extensions.turn import NOT_A_CHAIN, as_type, current_turn
 from backpack.hessianfree.rop import R_op
 from backpack.utils.disable import disable
-from backpack.utils.errors import batch_norm_raise_error_if_train
+from backpack.utils.errors import raise_error_if_coupled
 from backpack.utils.subsampling import subsample
 from backpack.utils.unsqueeze import flatten
 
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 
 Columns = List[Optional[Tensor]]
 _FROZEN = "_backpack_frozen"  # marks the copies that ``freeze`` makes
+_HALF = (torch.float16, torch.bfloat16)  # what autocast uses
 
 IN_PLACE = (
     "{ext}: {module} has overwritten its input (inplace=True), which its derivatives "
@@ -59,15 +62,20 @@ NOT_TWICE = (
     "derivative that PyTorch does not have: {error} Use a layer that has one "
     "(Embedding and a sum for EmbeddingBag), or freeze the parameter."
 )
-NOT_REPEATABLE = (
-    "{ext} differentiates the forward pass of {module}, for which there is no rule, by "
-    "repeating it, but the repetition gave another output: it is random, modifies its "
-    "input, or takes keyword arguments out of order. Write it without these, or "
-    "register a module extension for it."
-)
 SAMPLES_NOT_FIRST = (
     "{ext}: {module} takes samples on axis {axis} of its input, but axis 0 has to hold "
     "them. Use batch_first=True."
+)
+SAMPLES_REARRANGED = (
+    "{ext}: {module} maps an input with {before} entries on axis 0 to an output with "
+    "{after}, but axis 0 has to hold the same samples before and after each module. "
+    "Rearrange other axes only, or use an extension of the GGN family by columns."
+)
+CHANGED = (
+    "{ext}: products with the matrix of '{name}' were asked for after a parameter, an "
+    "input or the output of {module} was modified in place, as an optimizer does. They "
+    "would not be those of the backward pass. Multiply before (`optimizer.step()`), or "
+    "run the backward pass anew."
 )
 
 
@@ -78,7 +86,8 @@ def freeze(module: Module) -> Module:
         module: Module with stored inputs and output.
 
     Returns:
-        Shallow copy whose inputs and output are not connected to a graph.
+        Copy whose inputs and output are not connected to a graph. It shares parameters,
+        but no buffers. Under autocast, it gets its inputs in its parameters' type.
     """
     if _FROZEN in vars(module):
         return module
@@ -86,14 +95,28 @@ def freeze(module: Module) -> Module:
 
 
 def _freeze(module: Module, inputs: Sequence[Any], output: Tensor) -> Module:
-    stored = {f"input{i}": _frozen(x) for i, x in enumerate(inputs)}
-    return shallow_copy(module, **stored, output=output.detach(), **{_FROZEN: True})
+    own = [p for p in (*module.parameters(), *inputs) if isinstance(p, Parameter)]
+    types = [x.dtype for x in own or inputs if _is_float(x)]
+    widest = reduce(torch.promote_types, types) if types else output.dtype
+    stored = {f"input{i}": _frozen(x, widest) for i, x in enumerate(inputs)}
+    marks = {_FROZEN: True, OUTPUT_TYPE: output.dtype}
+    copy = scratch_copy(module)
+    copy.__dict__.update(stored, output=_widened(output.detach(), widest), **marks)
+    return copy
 
 
-def _frozen(x: Any) -> Any:
+def _is_float(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _widened(x: Any, dtype: torch.dtype) -> Any:
+    return as_type(x, dtype) if _is_float(x) and x.dtype in _HALF else x
+
+
+def _frozen(x: Any, dtype: torch.dtype) -> Any:
     if isinstance(x, Parameter):  # an operation's argument, which holds no samples
         return Parameter(x.detach(), requires_grad=False)
-    return x.detach() if isinstance(x, Tensor) else x
+    return _widened(x.detach(), dtype) if isinstance(x, Tensor) else x
 
 
 def freeze_call(call: Call) -> Module:
@@ -103,9 +126,62 @@ def freeze_call(call: Call) -> Module:
         call: The call.
 
     Returns:
-        Shallow copy of the module, see :func:`freeze`.
+        Copy of the module, see :func:`freeze`.
     """
-    return _freeze(call.module, call.arguments, call.outputs[0])
+    frozen = _freeze(call.module, call.arguments, call.outputs[0])
+    if call.outputs[0]._version != call.output_versions[0] and not _repeats(call):
+        frozen.__dict__[OVERWRITTEN] = True
+    return frozen
+
+
+def _repeats(call: Call) -> bool:
+    """Tell whether a forward pass of which little is known has to be repeated."""
+    row = find_row_or_generic(call)
+    covered = all(row.covers(call.module, name) for name in call.parameters)
+    return row is GENERIC or not covered
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager:
+    """Make a context in which operations get the types of their operands.
+
+    Args:
+        x: Tensor on the device of the operations.
+
+    Returns:
+        The context.
+    """
+    device = x.device.type
+    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if on else nullcontext()
+
+
+class Snapshot:
+    """The tensors of a frozen module, to tell whether they were modified since."""
+
+    def __init__(self, module: Module):
+        """Look at the tensors.
+
+        Args:
+            module: Frozen module.
+        """
+        self._module = module
+        tensors = (*module.parameters(), *stored_inputs(module), module.output)
+        tensors = [x.detach() for x in tensors if isinstance(x, Tensor)]  # no graph
+        self._seen = [(x, x._version) for x in tensors]
+
+    def check(self, ext: str, name: str) -> None:
+        """Check that no tensor was modified in place.
+
+        Args:
+            ext: Name of the extension that needs them.
+            name: Name of the parameter whose quantity needs them.
+
+        Raises:
+            RuntimeError: If one was.
+        """
+        if any(x._version != version for x, version in self._seen):
+            text = CHANGED.format(ext=ext, name=name, module=self._module)
+            raise RuntimeError(text)
 
 
 def skips(turn: Turn, extension: BackpropExtension) -> bool:
@@ -130,8 +206,8 @@ def skips(turn: Turn, extension: BackpropExtension) -> bool:
         return True
     if any(g is not None for g in turn.g_out[1:]):
         raise NotImplementedError(SEVERAL_OUTPUTS.format(ext=ext, module=module))
-    if isinstance(module, _BatchNorm):
-        batch_norm_raise_error_if_train(module)
+    if extension.refuses_coupled_samples:
+        raise_error_if_coupled(module, call.arguments)
     overwrites = getattr(module, "inplace", False) and any(call.passes_on)
     is_dropout = isinstance(find_row_or_generic(call).derivatives, DropoutDerivatives)
     if (
@@ -179,20 +255,41 @@ def linearize(
         The linearization.
 
     Raises:
-        NotImplementedError: If the forward pass must be repeated, and cannot be.
+        RuntimeError: If the forward pass must be repeated, and cannot be.
     """
-    call = turn.call
-    row = find_row_or_generic(call)
+    row = find_row_or_generic(turn.call)
     linear = Linearization(row.derivatives, frozen, turn.g_out, positions)
-    if row is GENERIC or linear.is_joint:
+    if linear.is_joint or _repeats(turn.call):
         with torch.no_grad(), disable():
-            again = first_tensor(scratch_copy(frozen).forward(*stored_inputs(frozen)))
-        same_shape = again.shape == frozen.output.shape
-        if not (same_shape and torch.allclose(again, frozen.output, rtol=1e-4)):
-            ext = type(extension).__name__
-            text = NOT_REPEATABLE.format(ext=ext, module=turn.module)
-            raise NotImplementedError(text)
+            again = scratch_copy(frozen).forward(*stored_inputs(frozen))
+        try:
+            checked(frozen, again)
+        except RuntimeError as error:
+            raise RuntimeError(f"{type(extension).__name__}: {error}") from error
     return linear
+
+
+def check_samples_kept(linear: Linearization, extension: BackpropExtension) -> None:
+    """Refuse calls after which axis 0 holds something else than before.
+
+    Args:
+        linear: The linearized call.
+        extension: The extension that is running.
+
+    Raises:
+        NotImplementedError: If the extension works sample by sample.
+    """
+    before = [len(x) for x in linear.inputs() if x.dim()]
+    after = len(linear.g_out[0]) if linear.g_out[0].dim() else 0
+    if extension.separates_samples and any(size != after for size in before):
+        raise NotImplementedError(
+            SAMPLES_REARRANGED.format(
+                ext=type(extension).__name__,
+                module=linear.module,
+                before=" and ".join(map(str, before)),
+                after=after,
+            )
+        )
 
 
 def linearize_here(
@@ -240,7 +337,7 @@ class Linearization:
             positions: Inputs to linearize in.
         """
         self.derivatives, self.module = derivatives, module
-        self.g_out = (g_out[0].detach(),)
+        self.g_out = (g_out[0].detach().to(module.output.dtype),)
         self.positions = list(positions)
         self._sums = isinstance(derivatives, SumModuleDerivatives)
         self.is_joint = self.positions != [0] and not self._sums
@@ -287,11 +384,12 @@ class Linearization:
         Returns:
             Columns ``[V, N, *out]``.
         """
+        columns, dtype = self._typed(columns), self.module.output.dtype
         if self._sums:
-            return sum(column for column in columns if column is not None)
+            return sum(column for column in columns if column is not None).to(dtype)
         if not self.is_joint:
             args = self.module, (), self.g_out, columns[0]
-            return self.derivatives.jac_mat_prod(*args)
+            return self.derivatives.jac_mat_prod(*args).to(dtype)
         columns = self.filled(columns)
         xs, y = self._evaluate()
         if not y.requires_grad:
@@ -307,11 +405,12 @@ class Linearization:
         Returns:
             Columns ``[V, N, *in]`` at each input.
         """
+        columns = columns.to(self.module.output.dtype)
         if self._sums:
-            return [columns] * len(self.positions)
+            return self._typed([columns] * len(self.positions))
         if not self.is_joint:
             args = self.module, (), self.g_out, columns
-            return [self.derivatives.jac_t_mat_prod(*args)]
+            return self._typed([self.derivatives.jac_t_mat_prod(*args)])
         xs, y = self._evaluate()
         return _pull([y], xs, [[v] for v in columns])
 
@@ -324,9 +423,10 @@ class Linearization:
         Returns:
             Columns ``[V, N, *in]`` at each input.
         """
+        columns = self._typed(columns)
         if not self.is_joint:
             args = self.module, (), self.g_out, columns[0]
-            return [self.derivatives.residual_mat_prod(*args)]
+            return self._typed([self.derivatives.residual_mat_prod(*args)])
         columns = self.filled(columns)
         xs, y = self._evaluate()
         gradients = _gradients(y, xs, self.g_out[0])
@@ -369,7 +469,8 @@ class Linearization:
         ]
         products = torch.cat([flatten(c, 2) for c in self.residual(columns)], dim=2)
         matrices = products.movedim(0, 1)
-        return (matrices + matrices.mT) / 2
+        matrices = (matrices + matrices.mT) / 2
+        return matrices.float() if matrices.dtype in _HALF else matrices
 
     def split(self, columns: Tensor) -> List[Tensor]:
         """Split columns whose rows are all inputs' features.
@@ -399,13 +500,21 @@ class Linearization:
             for column, x in zip(columns, self.inputs())
         ]
 
+    def _typed(self, columns: Columns) -> Columns:
+        """Give columns the types of the inputs."""
+        return [
+            None if column is None else column.to(x.dtype)
+            for column, x in zip(columns, self.inputs())
+        ]
+
     def _evaluate(self) -> Tuple[List[Tensor], Tensor]:
         arguments = list(stored_inputs(self.module))
         xs = [arguments[i].detach().requires_grad_() for i in self.positions]
         with torch.enable_grad(), disable():
             for position, x in zip(self.positions, xs):
                 arguments[position] = x.clone()
-            return xs, first_tensor(scratch_copy(self.module).forward(*arguments))
+            output = scratch_copy(self.module).forward(*arguments)
+            return xs, checked(self.module, output)
 
 
 class ParameterLinearization:
@@ -430,7 +539,8 @@ class ParameterLinearization:
             g_out: Gradients at its outputs.
             name: Name of the parameter.
         """
-        self.module, self.g_out, self.name = module, (g_out[0].detach(),), name
+        self.module, self.name = module, name
+        self.g_out = (g_out[0].detach().to(module.output.dtype),)
         self.derivatives = derivatives
         affine = getattr(derivatives, "affine_in_params", False)
         self.has_residual = not affine or name not in module._parameters
@@ -474,6 +584,7 @@ class ParameterLinearization:
         Returns:
             Columns ``[V, *p]``.
         """
+        columns = columns.to(self.module.output.dtype)
         if self._by_rule:
             return self.derivatives.param_mjp(
                 self.name, self.module, (), self.g_out, columns
@@ -528,7 +639,7 @@ class ParameterLinearization:
             inputs[position] = param
         with torch.enable_grad(), disable():
             output = functional_call(copy, own, tuple(inputs))
-        return param, first_tensor(output)
+        return param, checked(self.module, output)
 
 
 def _only(n: int) -> Callable[[Tensor], Tensor]:

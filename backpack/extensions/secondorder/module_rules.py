@@ -22,10 +22,12 @@ from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 from backpack.extensions.secondorder.linearization import (
     Linearization,
     check_batch_first,
+    check_samples_kept,
     freeze_call,
     linearize,
     linearize_here,
     skips,
+    without_autocast,
 )
 from backpack.extensions.turn import current_turn
 from backpack.utils.disable import disable
@@ -97,7 +99,7 @@ class ApplyRules(ModuleExtension):
             g_out: Gradients at the outputs.
         """
         turn = current_turn()
-        with disable():
+        with disable(), without_autocast(g_out[0]):
             if turn.call.is_loss:
                 derivatives = find_loss(module).derivatives
                 turn.pass_on(extension, extension.start(derivatives, module, g_out))
@@ -116,16 +118,18 @@ class ApplyRules(ModuleExtension):
             check_batch_first(turn, extension)
         quantity = turn.incoming(extension)
         row, frozen = find_row_or_generic(turn.call), freeze_call(turn.call)
+        producers = turn.producers(extension)
+        if producers:
+            linear = linearize(turn, extension, producers, frozen)
         for name, param in turn.parameters():
             covers = row is not GENERIC and row.covers(module, name)
             rule = extension.rule((row if covers else GENERIC).derivatives)
             value = rule.parameter(name, extension, frozen, g_inp, g_out, quantity)
             turn.save_alone(extension, param, value)
-        producers = turn.producers(extension)
         if producers:
-            linear = linearize(turn, extension, producers, frozen)
             rule = extension.rule(row.derivatives)
             values = rule.pull_back(extension, linear, quantity)
+            check_samples_kept(linear, extension)
             turn.pass_on(extension, linear.at_positions(values))
 
 

@@ -18,6 +18,7 @@ class PCHMP(CurvatureProduct):
     modules.
     """
 
+    refuses_coupled_samples = True  # residuals are modified for each sample
     rule = PCHMPBase
     CURVATURES = {"clip": Curvature.PCH_CLIP, "abs": Curvature.PCH_ABS}
 

@@ -8,7 +8,6 @@ from torch.nn import Module
 from backpack.core.derivatives.basederivatives import (
     BaseDerivatives,
     BaseParameterDerivatives,
-    stored_inputs,
 )
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.mat_to_mat_jac_base import ParameterRule
@@ -59,6 +58,6 @@ class DiagGGNBaseModule(ParameterRule):
         sum_batch = self._sum_batch
         if sum_batch is None:
             sum_batch = getattr(ext, "SUM_BATCH", True)
-        inputs = stored_inputs(module)
-        product = self.derivatives.product(name, module, inputs, backproped)
+        args = module, g_inp, g_out, backproped
+        product = self.derivatives.stored_product(name, *args)
         return product.squares(sum_batch)

@@ -68,7 +68,7 @@ class DiagHessian(WalkingExtension):
         Returns:
             Columns that both share, added, and those that only one has.
         """
-        return existing.merge(other)
+        return SignedColumns.wrap(existing).merge(SignedColumns.wrap(other))
 
 
 class BatchDiagHessian(DiagHessian):

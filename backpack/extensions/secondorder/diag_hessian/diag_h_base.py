@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack.core.derivatives.basederivatives import stored_inputs
 from backpack.core.derivatives.generic import find_parameter
 from backpack.extensions.secondorder.diag_hessian.signed_columns import (
     SignedColumns,
@@ -57,9 +56,9 @@ class DiagHBaseModule(ModuleRule):
             Diagonal of shape ``[*p]``, or ``[N, *p]`` for each sample.
         """
         param, sum_batch = find_parameter(module, name), ext.SUM_BATCH
-        diagonal, inputs = None, stored_inputs(module)
-        for sign, columns in backproped.by_sign():
-            product = self.derivatives.product(name, module, inputs, columns)
+        diagonal, derivatives = None, self.derivatives
+        for sign, columns in SignedColumns.wrap(backproped).by_sign():
+            product = derivatives.stored_product(name, module, g_inp, g_out, columns)
             part = product.squares(sum_batch).mul_(sign)
             diagonal = part if diagonal is None else diagonal.add_(part)
         if diagonal is None:
@@ -83,7 +82,7 @@ class DiagHBaseModule(ModuleRule):
         Returns:
             Signed columns at each of the inputs.
         """
-        backproped = backproped.compress()
+        backproped = SignedColumns.wrap(backproped).compress()
         pulled = linear.jac_t(backproped.columns)
         ways = len(pulled)
         result = [backproped.replace(columns, ways) for columns in pulled]

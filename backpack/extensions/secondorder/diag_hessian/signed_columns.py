@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Iterator, List, NamedTuple, Tuple
+from typing import Any, Iterator, List, NamedTuple, Tuple
 
 import torch
 from einops import einsum
@@ -85,6 +85,52 @@ class SignedColumns:
         key = object() if key is None else key
         return cls(columns, sign, [Segment(key, len(columns), Fraction(1, ways))])
 
+    @classmethod
+    def wrap(cls, value: Any) -> SignedColumns:
+        """Make signed columns of what a module extension returned.
+
+        Args:
+            value: Signed columns, or a dictionary like them: matrices ``[V, N, *]``
+                under ``"matrices"``, their signs (1 or -1) under ``"signs"``.
+
+        Returns:
+            The columns.
+        """
+        if isinstance(value, SignedColumns):
+            return value
+        matrices = value["matrices"]
+        pairs = zip(value["signs"], matrices)
+        signs = [m.new_full(m.shape[:2], float(sign)) for sign, m in pairs]
+        return cls.create(torch.cat(list(matrices)), torch.cat(signs))
+
+    def __getitem__(self, key: str) -> List[Any]:
+        """Return the columns, sorted by their signs, or these signs.
+
+        Args:
+            key: ``"matrices"`` for columns ``[V, N, *]``, ``"signs"`` for 1 or -1.
+
+        Returns:
+            A list, with one entry for each sign.
+
+        Raises:
+            KeyError: If the key is none of these.
+        """
+        if key not in self.keys():
+            raise KeyError(f"SignedColumns have {list(self.keys())}, got {key!r}.")
+        by_sign = list(self.by_sign())
+        if key == "signs":
+            return [float(sign) for sign, _ in by_sign]
+        return [columns for _, columns in by_sign]
+
+    @staticmethod
+    def keys() -> Tuple[str, str]:
+        """Return what can be asked for by name.
+
+        Returns:
+            The names.
+        """
+        return ("matrices", "signs")
+
     def replace(self, columns: Tensor, ways: int = 1) -> SignedColumns:
         """Pull the columns back.
 
@@ -152,7 +198,7 @@ class SignedColumns:
         rest = [part for part in self._split() if part.segments[0].share < 1]
         both = _join(whole)
         flat = flatten(both.columns, 2)
-        signed = flat * both.sign.unsqueeze(2)
+        signed = flat * both.sign.unsqueeze(2).to(flat.dtype)
         columns, sign = factor(einsum(signed, flat, "v n i, v n j -> n i j"))
         columns = columns.reshape(-1, *self.columns.shape[1:])
         return _join([SignedColumns.create(columns, sign), *rest])

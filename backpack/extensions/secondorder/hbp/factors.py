@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Optional, Sequence
+from typing import Any, List, Optional
 
 import torch
 from einops import einsum, rearrange
 from torch import Tensor
 from torch.nn import Module
 
-from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
+from backpack.core.derivatives.basederivatives import (
+    BaseParameterDerivatives,
+    stored_inputs,
+)
 from backpack.core.reductions import Outer, PerSample, Rows, Summed, gram
 from backpack.utils.unsqueeze import flatten
 
@@ -93,7 +96,6 @@ def averaged_output_factor(
     derivatives: BaseParameterDerivatives,
     name: str,
     module: Module,
-    inputs: Sequence[Any],
     product: PerSample,
     mat: Tensor,
     weight_sharing: Optional[str],
@@ -104,7 +106,6 @@ def averaged_output_factor(
         derivatives: The layer's derivatives.
         name: Name of the parameter.
         module: The layer.
-        inputs: Its inputs.
         product: Products of any column and the parameter's Jacobian.
         mat: Matrix of shape ``[out, out]``.
         weight_sharing: How weight sharing is treated.
@@ -119,6 +120,7 @@ def averaged_output_factor(
     if isinstance(product, Rows):
         layout = (1, product.positions, product.b.shape[-1])
     elif isinstance(product, (Outer, Summed)):
+        inputs = stored_inputs(module)
         if affine:  # what is arranged is the same for all samples
             n, inputs = 1, tuple(x[:1] if isinstance(x, Tensor) else x for x in inputs)
         columns = mat.reshape(-1, 1, *shape).expand(-1, n, *shape)
@@ -129,9 +131,9 @@ def averaged_output_factor(
         mat = arranged.flatten(2).mean(1)
     else:  # the Jacobian depends on the sample: (1/N) Σₙ Jₙᵀ B Jₙ
         columns = mat.reshape(-1, 1, *shape).expand(-1, n, *shape)
-        rows = derivatives.product(name, module, inputs, columns).individual()
+        rows = derivatives.stored_product(name, module, (), (), columns).individual()
         columns = flatten(rows, 2).transpose(0, 2).reshape(-1, n, *shape)
-        rows = derivatives.product(name, module, inputs, columns).individual()
+        rows = derivatives.stored_product(name, module, (), (), columns).individual()
         return flatten(rows, 2).mean(1).unsqueeze(0)
     blocks = mat.reshape(*layout, *layout)
     pattern = "gtpgtq->gpq" if weight_sharing == "expand" else "gtpgsq->gpq"

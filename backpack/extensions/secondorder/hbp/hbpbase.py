@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack.core.derivatives.basederivatives import stored_inputs
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.secondorder.hbp import factors
 from backpack.extensions.secondorder.hbp.hbp_options import (
@@ -54,16 +53,17 @@ class HBPBaseModule(ModuleRule):
         Returns:
             The factors.
         """
-        inputs, sharing = stored_inputs(module), ext.weight_sharing
+        backproped = backproped.to(module.output.dtype)
+        sharing, derivatives = ext.weight_sharing, self.derivatives
         is_sqrt = BackpropStrategy.is_sqrt(ext.get_backprop_strategy())
         columns = backproped if is_sqrt else torch.zeros_like(module.output)[None]
-        product = self.derivatives.product(name, module, inputs, columns)
+        product = derivatives.stored_product(name, module, g_inp, g_out, columns)
         factors.refuse_ambiguous(ext, module, name, product)
         if is_sqrt:
             output = factors.output_factor(product, sharing)
         else:
             output = factors.averaged_output_factor(
-                self.derivatives, name, module, inputs, product, backproped, sharing
+                derivatives, name, module, product, backproped, sharing
             )
         average = ExpectationApproximation.should_average_param_jac(
             ext.get_ea_strategy()
@@ -105,6 +105,7 @@ class HBPBaseModule(ModuleRule):
     ) -> Tensor:
         """Pull columns back.
 
+        backproped = backproped.to(linear.module.output.dtype)
         Args:
             ext: The extension that is running.
             module: The module, with its inputs and output.

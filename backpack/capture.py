@@ -144,6 +144,12 @@ class Call:
         return all(map(_is_constant, chain(edges, *self.edges_before)))
 
     @property
+    def input_requires_grad(self) -> bool:
+        """Whether an argument is part of the graph."""
+        edges = zip(self.input_edges, self.passes_on)
+        return any(edge is not None or same for edge, same in edges)
+
+    @property
     def inputs(self) -> List[Tensor]:
         """Tensors among the arguments."""
         return [x for x in self.arguments if isinstance(x, Tensor)]

@@ -755,6 +755,22 @@ WALKS: Dict[str, Row] = {
         "gave another output",
         "register a module extension",
     ),
+    "product-after-step": Row(
+        product_after_step,
+        RuntimeError,
+        "HMP.*'weight'",
+        r"modified in place",
+        r"Multiply before \(`optimizer.step\(\)`\)",
+    ),
+    "hbp-residual": Row(
+        lambda: run(
+            mlp(nn.Sigmoid()), HBP("hessian", "exact", "sqrt", "E[J^T E(H) J]")
+        ),
+        NotImplementedError,
+        r"HBP.*Sigmoid\(\)",
+        "curv_type='hessian' needs the second derivatives",
+        "backprop_strategy='average'",
+    ),
     "not-twice": Row(
         not_twice,
         NotImplementedError,

@@ -1,6 +1,7 @@
 """Extensions as an outside library writes them, from promised building blocks only."""
 
 import warnings
+from math import prod
 from typing import Any, Callable, Dict, List, Optional, Tuple, Type
 
 import pytest
@@ -12,6 +13,8 @@ from torch.nn import Module, Parameter, Sequential
 
 from backpack import backpack, extend
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
+from backpack.core.derivatives.batchnorm_nd import BatchNormNdDerivatives
+from backpack.core.derivatives.conv1d import Conv1DDerivatives
 from backpack.core.derivatives.conv2d import Conv2DDerivatives
 from backpack.core.derivatives.elementwise import ElementwiseDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
@@ -21,6 +24,8 @@ from backpack.custom_module.scale_module import ScaleModule
 from backpack.custom_module.slicing import Slicing
 from backpack.extensions import (
     HMP,
+    KFLR,
+    KFRA,
     BatchDiagGGNExact,
     BatchGrad,
     BatchL2Grad,
@@ -44,7 +49,9 @@ from backpack.extensions.mat_to_mat_jac_base import MatToJacMat
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 from backpack.extensions.secondorder.diag_ggn.diag_ggn_base import DiagGGNBaseModule
+from backpack.extensions.secondorder.diag_hessian.diag_h_base import DiagHBaseModule
 from backpack.extensions.secondorder.hbp import (
+    HBP,
     BackpropStrategy,
     ExpectationApproximation,
     LossHessianStrategy,
@@ -657,8 +664,6 @@ class _SigmoidByHand(ElementwiseDerivatives):
 )
 def test_hbp_building_blocks(field: str, strategies: Tuple[str, str]):
     """The base classes give the factors of the built-in extensions."""
-    from backpack.extensions import KFLR, KFRA
-
     torch.manual_seed(0)
     model = Sequential(nn.Linear(3, 4), nn.Sigmoid(), nn.Linear(4, 2)).to(F64)
     X, y = torch.randn(N, 3, dtype=F64), torch.randn(N, 2, dtype=F64)
@@ -669,9 +674,146 @@ def test_hbp_building_blocks(field: str, strategies: Tuple[str, str]):
     assert issubclass(HBPMSELoss, HBPLoss)
 
 
+@pytest.mark.parametrize("curv_type", ["hessian", "pch-clip", "pch-abs"])
+def test_columns_without_residuals(curv_type: str):
+    """Where no layer has second derivatives, all curvatures agree."""
+    case = problem(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3))
+    ext = HBP(curv_type, "exact", "sqrt", "E[J^T E(H) J]", "factors")
+    for param in run(case, ext, KFLR()).parameters():
+        assert_agrees(param.factors, param.kflr)
+
+
+OWN_PRODUCTS = {
+    "Linear": (nn.Linear(3, 4), LinearDerivatives, (3,)),
+    "Conv1d": (nn.Conv1d(2, 3, 2), Conv1DDerivatives, (2, 3)),
+    "BatchNorm1d": (nn.BatchNorm1d(3).eval(), BatchNormNdDerivatives, (3,)),
+}
+
+
+@pytest.mark.parametrize("name", OWN_PRODUCTS)
+def test_own_products_of_parameters(name: str):
+    """A class for a built-in layer may have its own products, by the hooks of 1.7."""
+    layer, built_in, shape = OWN_PRODUCTS[name]
+
+    class Doubled(built_in):
+        def _weight_jac_t_mat_prod(
+            self, module, g_inp, g_out, mat, sum_batch=True, subsampling=None
+        ):
+            options = {"sum_batch": sum_batch, "subsampling": subsampling}
+            args = module, g_inp, g_out, mat
+            return 2 * super()._weight_jac_t_mat_prod(*args, **options)
+
+        def _bias_jac_t_mat_prod(self, *args, **options):
+            return 2 * super()._bias_jac_t_mat_prod(*args, **options)
+
+        def _weight_jac_mat_prod(self, module, g_inp, g_out, mat):
+            return 2 * super()._weight_jac_mat_prod(module, g_inp, g_out, mat)
+
+        def _bias_jac_mat_prod(self, *args):
+            return 2 * super()._bias_jac_mat_prod(*args)
+
+    plain, doubled = built_in(), Doubled()
+    layer = extend(layer.to(F64))
+    out = layer(torch.randn(N, *shape, dtype=F64))
+    call = layer, (None,), (out,)
+    for key, param in layer.named_parameters():
+        mat = torch.randn(2, *out[:2].shape, dtype=F64)
+        for sum_batch in (True, False):
+            options = {"sum_batch": sum_batch, "subsampling": [1, 0]}
+            products = [
+                d.param_mjp(key, *call, mat, **options) for d in (plain, doubled)
+            ]
+            assert_agrees(products[1], 2 * products[0])
+        columns = torch.randn(2, *param.shape, dtype=F64)
+        for method in ("param_jac_mat_prod", f"{key}_jac_mat_prod"):
+            named = (key,) if "param" in method else ()
+            products = [
+                getattr(d, method)(*named, *call, columns) for d in (plain, doubled)
+            ]
+            assert_agrees(products[1], 2 * products[0])
+
+    model = Sequential(layer, nn.Flatten(), nn.Linear(out[0].numel(), 3)).to(F64)
+    case = model, nn.CrossEntropyLoss(), (layer.input0,), (torch.randint(3, (N,)),)
+    rules = {
+        BatchGrad: lambda d, names: BatchGradBase(d, names),
+        DiagGGNExact: lambda d, names: DiagGGNBaseModule(d, names),
+        DiagHessian: lambda d, names: DiagHBaseModule(d, names),
+        KFLR: lambda d, names: HBPBaseModule(d, names),
+        KFRA: lambda d, names: HBPBaseModule(d, names),
+    }
+    for quantity, rule in rules.items():
+        values = []
+        for derivatives in (plain, doubled):
+            ext = quantity()
+            own = rule(derivatives, ["weight", "bias"])
+            ext.set_module_extension(type(layer), own, overwrite=True)
+            run(case, ext)
+            value = getattr(layer.bias, ext.savefield)
+            values.append(value[0] if isinstance(value, list) else value)
+        factor = 2 if quantity is BatchGrad else 4
+        assert_agrees(values[1], factor * values[0], quantity.__name__)
+
+
+def test_additional_axes_of_a_linear_layer():
+    """They can be asked for without an instance, and counted."""
+    layer = extend(nn.Linear(2, 3))
+    for shape, axes in (((4, 2), ()), ((4, 5, 6, 2), (5, 6))):
+        layer(torch.rand(shape))
+        assert LinearDerivatives._get_additional_dims(layer) == torch.Size(axes)
+        assert LinearDerivatives()._get_additional_dims(layer).numel() == prod(axes)
+
+
+@pytest.mark.parametrize("differentiable", [False, True])
+@pytest.mark.parametrize("ext", [SqrtGGNExact, DiagHessian, HMP, KFRA, KFLR])
+def test_nothing_is_passed_on_to_data(ext: Callable, differentiable: bool):
+    """``backpropagate`` is called if an input is part of the graph, as in 1.7."""
+    seen = []
+
+    class Rule(ModuleExtension):
+        def backpropagate(self, ext, module, g_inp, g_out, bpQuantities):  # noqa: N803
+            seen.append(module)
+            rule = MatToJacMat(LinearDerivatives())
+            if ext.savefield == "sqrt_ggn_exact":
+                return rule.backpropagate(ext, module, g_inp, g_out, bpQuantities)
+            return bpQuantities
+
+    case = problem(nn.Linear(3, 3), nn.Linear(3, 3))
+    case[2][0].requires_grad_(differentiable)
+    extension = ext()
+    extension.set_module_extension(nn.Linear, Rule(), overwrite=True)
+    with pytest.warns(UserWarning, match="No result"):
+        run(case, extension)
+    assert seen == list(case[0])[::-1][: 1 + differentiable]
+
+
+def test_diag_hessian_rules_with_dictionaries():
+    """A rule may read, and return, matrices and signs by name, as in 1.7."""
+
+    class LinearDiagonal(ModuleExtension):
+        def __init__(self):
+            super().__init__(params=["bias"])
+
+        def bias(self, ext, module, g_inp, g_out, bpQuantities):  # noqa: N803
+            pairs = zip(bpQuantities["signs"], bpQuantities["matrices"])
+            return sum(sign * m.square().sum((0, 1)) for sign, m in pairs)
+
+        def backpropagate(self, ext, module, g_inp, g_out, bpQuantities):  # noqa: N803
+            matrices = [m @ module.weight for m in bpQuantities["matrices"]]
+            return {"matrices": matrices, "signs": bpQuantities["signs"]}
+
+    case = problem(nn.Linear(3, 3), nn.Sigmoid(), nn.Linear(3, 3), nn.Tanh())
+    plain, custom = DiagHessian(), DiagHessian()
+    custom.savefield = "custom"
+    custom.set_module_extension(nn.Linear, LinearDiagonal(), overwrite=True)
+    for layer in (case[0][0], case[0][2]):
+        layer.weight.requires_grad_(False)
+    model = run(case, plain, custom)
+    for layer in (model[0], model[2]):
+        assert_agrees(layer.bias.custom, layer.bias.diag_h)
+
+
 def test_elementwise_derivatives_of_an_outside_layer():
     """A library's activation with own derivatives joins the Hessian's diagonal."""
-    from backpack.extensions.secondorder.diag_hessian.diag_h_base import DiagHBaseModule
 
     class OwnSigmoid(Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -122,6 +122,7 @@ class ModuleExtension:
             if isinstance(param, Tensor) and param.requires_grad:
                 value = getattr(self, name)(extension, module, g_inp, g_out, quantity)
                 turn.save_alone(extension, param, value)
-        if extension.expects_backpropagation_quantities() and turn.walks(extension):
+        walks = extension.expects_backpropagation_quantities() and turn.walks(extension)
+        if walks and turn.call.input_requires_grad:
             passed_on = self.backpropagate(extension, module, g_inp, g_out, quantity)
             turn.pass_on(extension, passed_on)

@@ -3,7 +3,7 @@
 from typing import Sequence, Tuple
 
 from einops import rearrange
-from torch import Tensor, no_grad
+from torch import Size, Tensor, no_grad
 from torch.nn import Linear, Module
 
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
@@ -91,7 +91,8 @@ class LinearDerivatives(BaseParameterDerivatives):
         out = matmul(module.weight.mT, right)
         return rearrange(out, "i (t s j) -> (t i) (s j)", t=positions, j=i)
 
-    def _get_additional_dims(self, module: Module) -> Tuple[int, ...]:
+    @staticmethod
+    def _get_additional_dims(module: Module) -> Size:
         """Return the sizes of the axes between samples and features.
 
         Args:
@@ -100,4 +101,4 @@ class LinearDerivatives(BaseParameterDerivatives):
         Returns:
             Sizes, empty for an input of shape ``[N, in_features]``.
         """
-        return tuple(module.input0.shape[1:-1])
+        return module.input0.shape[1:-1]

@@ -109,11 +109,6 @@ class HBP(WalkingExtension):
                 f"{name}: a sum of loss Hessians has no columns to pull back. Use "
                 "loss_hessian_strategy='exact' or 'sampling'."
             )
-        if is_sqrt and curv_type != Curvature.GGN:
-            raise ValueError(
-                f"{name}: columns are pulled back for '{Curvature.GGN}' only, got "
-                f"curv_type={curv_type!r}. Use backprop_strategy='average'."
-            )
         if weight_sharing not in factors.WEIGHT_SHARING:
             raise ValueError(
                 f"{name}: weight_sharing must be one of {factors.WEIGHT_SHARING}, got "

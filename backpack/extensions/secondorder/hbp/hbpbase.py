@@ -26,6 +26,11 @@ SEVERAL_INPUTS = (
     "matrix that is averaged over the batch does not tell how they interact. Use KFLR "
     "or KFAC."
 )
+NO_RESIDUAL = (
+    "{ext}: curv_type={curv!r} needs the second derivatives of {module}, which columns "
+    "(backprop_strategy='sqrt') do not contain. Use backprop_strategy='average', or "
+    "curv_type='ggn'."
+)
 
 
 class HBPBaseModule(ModuleRule):
@@ -84,14 +89,23 @@ class HBPBaseModule(ModuleRule):
             The same at each of the inputs.
 
         Raises:
-            NotImplementedError: If the inputs interact in a matrix.
+            NotImplementedError: If the inputs interact in a matrix, or columns do not
+                contain what the curvature needs.
         """
         if BackpropStrategy.is_sqrt(ext.get_backprop_strategy()):
+            curv_type = ext.get_curv_type()
+            if Curvature.require_residual(curv_type) and not linear.residual_is_zero:
+                raise NotImplementedError(
+                    NO_RESIDUAL.format(
+                        ext=type(ext).__name__, module=linear.module, curv=curv_type
+                    )
+                )
             return linear.jac_t(backproped)
         if linear.is_joint:
             raise NotImplementedError(
                 SEVERAL_INPUTS.format(ext=type(ext).__name__, module=linear.module)
             )
+        backproped = backproped.to(linear.module.output.dtype)
         args = ext, linear.module, (), linear.g_out, backproped
         return [self.backpropagate_batch_average(*args)] * len(linear.positions)
 
@@ -105,7 +119,6 @@ class HBPBaseModule(ModuleRule):
     ) -> Tensor:
         """Pull columns back.
 
-        backproped = backproped.to(linear.module.output.dtype)
         Args:
             ext: The extension that is running.
             module: The module, with its inputs and output.

@@ -95,6 +95,7 @@ class CGNewton(Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         """Make a step, after a backward pass that has set the products."""
+        steps = []  # taken at the end: each product depends on all parameters
         for group in self.param_groups:
             for p in group["params"]:
                 multiply = getattr(p, group["field"])
@@ -110,8 +111,10 @@ class CGNewton(Optimizer):
                 direction, num_products = conjugate_gradients(
                     product, -p.grad, group["max_iter"], group["tolerance"]
                 )
-                p.add_(direction, alpha=group["lr"])
+                steps.append((p, group["lr"] * direction))
                 self.num_products += num_products
+        for p, step in steps:
+            p.add_(step)
 
 
 def make_problem() -> Tuple[Sequential, CrossEntropyLoss, Tensor, Tensor]:

@@ -760,7 +760,7 @@ WALKS: Dict[str, Row] = {
         RuntimeError,
         "HMP.*'weight'",
         r"modified in place",
-        r"Multiply before \(`optimizer.step\(\)`\)",
+        "compute all products, then change parameters",
     ),
     "hbp-residual": Row(
         lambda: run(

@@ -802,19 +802,20 @@ def test_two_losses():
         assert_agrees(param.hmp(v).flatten(), dense @ v.flatten(), "hmp")
 
 
-def test_functions_outlive_the_graph():
+@pytest.mark.parametrize("id", ["Sigmoid", "BatchNorm1d"])
+def test_functions_outlive_the_graph(id: str):
     """Functions hold what they need: later forward passes do not change them."""
-    problem = CASES[4].build()
+    (problem,) = (case.build() for case in CASES if case.id == id)
     run(problem, HMP())
     model = problem.model
     vectors = [torch.randn_like(p) for p in model.parameters()]
     before = [p.hmp(v) for p, v in zip(model.parameters(), vectors)]
     assert hasattr(model[0], "input0") and hasattr(model[0], "output")
-    model(torch.randn_like(problem.X[0]))
+    model.train()(torch.randn_like(problem.X[0]))
     for param, v, expected in zip(model.parameters(), vectors, before):
         assert_agrees(param.hmp(v), expected)
     with pytest.raises(ValueError, match="Expected"):
-        model[0].weight.hmp(torch.zeros(2, 2, dtype=F64))
+        model[0].weight.hmp(torch.zeros(2, 7, dtype=F64))
 
 
 def test_dropout_in_training():
@@ -1068,6 +1069,10 @@ def switched(model: Module) -> None:
 UNREPEATABLE = {
     "spectral norm": (lambda: spectral_norm(nn.Linear(4, 4)), None),
     "spectral norm, called again": (lambda: spectral_norm(nn.Linear(4, 4)), switched),
+    "frozen spectral norm, called again": (
+        lambda: spectral_norm(nn.Linear(4, 4)).requires_grad_(False),
+        switched,
+    ),
     "parameter changed": (OwnScale, changed),
     "random": (nn.RReLU, None),
     "state": (Counter, None),
@@ -1089,7 +1094,7 @@ def test_other_output_when_repeated(ext: Callable, name: str):
     message = "another output" if ext is not PCHMP else "another output|not known to be"
     with pytest.raises(RuntimeError, match=message), backpack(ext()):
         value.backward()
-        for param in model.parameters():
+        for param in parameters(model).values():
             getattr(param, ext().savefield)(param.detach())
 
 
@@ -1190,6 +1195,22 @@ def test_mode_of_the_call(ext: Callable, train: bool, name: str):
     assert bool(messages) == coupled
     if not coupled or ext is BatchGrad:
         compare(expected, model, ext().savefield)
+
+
+def test_mode_of_each_call():
+    """The same, where products are formed at the loss, not in the call's turn."""
+    fields = []
+    for switch in (False, True):
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(3).eval()
+        model = Sequential(nn.Linear(3, 3), norm, nn.Tanh(), norm).to(F64)
+        model, loss = extend(randomize(model)), extend(nn.CrossEntropyLoss())
+        value = loss(model(torch.randn(4, 3, dtype=F64)), torch.tensor([0, 1, 2, 0]))
+        norm.train(switch)
+        with backpack(DiagGGNExact()):
+            value.backward()
+        fields.append(norm.weight.diag_ggn_exact)
+    assert_agrees(*fields)
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["backward-after", "inside"])

@@ -754,6 +754,32 @@ def test_own_products_of_parameters(name: str):
         assert_agrees(values[1], factor * values[0], quantity.__name__)
 
 
+def test_buffers_are_left_alone():
+    """A forward pass that derivatives repeat does not change the module's state."""
+
+    class Tracking(Stretch):
+        def __init__(self, features: int):
+            super().__init__(features)
+            self.register_buffer("mean", torch.zeros(features))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.mean.lerp_(x.mean(0), 0.5)
+            return super().forward(x)
+
+    case = problem(nn.Linear(3, 3), Tracking(3))
+    model, loss = extend(case[0]), extend(case[1])
+    value, before = loss(model(*case[2]), *case[3]), model[1].mean.clone()
+    ext = BatchGrad()
+    ext.set_module_extension(
+        Tracking, BatchGradBase(BaseParameterDerivatives(), ["weight"])
+    )
+    with backpack(ext, DiagHessian()):
+        value.backward()
+    assert_agrees(model[1].weight.grad_batch.sum(0), model[1].weight.grad)
+    assert_agrees(model[1].mean, before)
+
+
 def test_additional_axes_of_a_linear_layer():
     """They can be asked for without an instance, and counted."""
     layer = extend(nn.Linear(2, 3))

@@ -74,8 +74,8 @@ SAMPLES_REARRANGED = (
 CHANGED = (
     "{ext}: products with the matrix of '{name}' were asked for after a parameter, an "
     "input or the output of {module} was modified in place, as an optimizer does. They "
-    "would not be those of the backward pass. Multiply before: compute all products, then "
-    "change parameters; or run the backward pass anew."
+    "would not be those of the backward pass. Multiply before: compute all products, "
+    "then change parameters; or run the backward pass anew."
 )
 
 

@@ -1,6 +1,6 @@
 """Derivatives of scale-and-shift layers: what they share, and all but BatchNorm.
 
-Their output is ``weight * x̂ + bias`` with a normalised input ``x̂`` that does not
+Their output is ``weight * x̂ + bias`` with a normalized input ``x̂`` that does not
 depend on the parameters, so that individual gradients are elementwise products, summed
 over the axes that share an entry.
 """
@@ -23,14 +23,14 @@ class ScaleShiftDerivatives(BaseParameterDerivatives):
 
     @abstractmethod
     def normalize(self, module: Module, x: Tensor) -> Tensor:
-        """Compute the normalised input.
+        """Compute the normalized input.
 
         Args:
             module: The layer.
             x: Its input, of shape ``[N, *]``.
 
         Returns:
-            Normalised input ``x̂`` of shape ``[N, *]``.
+            Normalized input ``x̂`` of shape ``[N, *]``.
         """
 
     def shared_axes(self, module: Module, x: Tensor) -> Tuple[int, ...]:

@@ -301,7 +301,7 @@ def make_hessian_mat_prod_check_shapes(
 
 
 def _make_decorators(in_name: str, out_name: str) -> List[Callable]:
-    """Specialise the decorators to the tensors whose shapes are expected.
+    """Specialize the decorators to the tensors whose shapes are expected.
 
     Args:
         in_name: Name of the module's tensor that looks like the factor.

@@ -129,7 +129,7 @@ def freeze_call(call: Call) -> Module:
         Copy of the module, see :func:`freeze`.
     """
     frozen = _freeze(call.module, call.arguments, call.outputs[0])
-    if call.outputs[0]._version != call.output_versions[0] and not _repeats(call):
+    if call.unchanged_outputs()[0] is None and not _repeats(call):
         frozen.__dict__[OVERWRITTEN] = True
     return frozen
 
@@ -544,7 +544,7 @@ class ParameterLinearization:
         self.derivatives = derivatives
         affine = getattr(derivatives, "affine_in_params", False)
         self.has_residual = not affine or name not in module._parameters
-        # modules inside hold what parametrised parameters are computed from
+        # modules inside hold what parametrized parameters are computed from
         self._by_rule = not self.has_residual and not module._modules
 
     @property

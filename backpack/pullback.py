@@ -55,8 +55,8 @@ class PullBack:
         self._statistics: Dict[Tuple[ColumnExtension, Call, str], Tensor] = {}
         # values of parameters that take part in several calls
         self._values: Dict[Tuple[ColumnExtension, Parameter], Any] = {}
-        # whose value comes from the columns that are stored at the call
-        self._stored: Set[Tuple[ColumnExtension, Call, str]] = set()
+        # which of the columns that are stored at the call are still to be reduced
+        self._stored: Dict[Tuple[ColumnExtension, Call, str], List[int]] = {}
         self._covered: Set[Tuple[ColumnExtension, Parameter]] = set()
 
     def start(
@@ -93,7 +93,7 @@ class PullBack:
         first = next(columns)
         many = len(first) == MAX_COLUMNS
         at_once: Dict[Parameter, Dict[ColumnExtension, Optional[Tensor]]] = {}
-        keep: Set[Call] = set()
+        keep: Dict[Call, List[Tuple[ColumnExtension, str]]] = {}
         for param, members in owners.items():
             call, name = members[0]
             for ext in extensions:
@@ -102,15 +102,16 @@ class PullBack:
                 if chunked or len(members) > 1:
                     at_once.setdefault(param, {})[ext] = None
                 else:
-                    self._stored.add((ext, call, name))
-                    keep.add(call)
+                    keep.setdefault(call, []).append((ext, name))
 
         scale, sources = turn.loss_scale(), {ext.source for ext in extensions}
         last: Dict[Parameter, PerSample] = {}
         for chunk in chain([first], columns):
             pulled = self._pull_chunk(edge, targets, chunk * scale)
-            for call in keep:
-                append_columns(call, sources, pulled[call])
+            for call, waiting in keep.items():
+                new = append_columns(call, sources, pulled[call], len(chunk))
+                for ext, name in waiting:
+                    self._stored.setdefault((ext, call, name), []).extend(new)
             for param, product in _products(pulled, needed, owners, at_once):
                 for ext, total in at_once[param].items():
                     ext.check(*owners[param][0], product)
@@ -186,14 +187,20 @@ class PullBack:
         call, param = turn.call, turn.call.parameters[name]
         if (ext, param) not in self._covered:
             turn.incoming(ext)  # explains what is missing
-        statistic = self._statistics.pop((ext, call, name), None)
-        if statistic is not None:
+        key = (ext, call, name)
+        statistic, stored = self._statistics.pop(key, None), self._stored.get(key)
+        if stored is not None:
+            product = turn.column_products(ext.source, name, tuple(stored))
+            ext.check(call, name, product)
+            if statistic is None:
+                value = ext.reduce(product)
+            else:  # one loss's columns were reduced at once, the other's were stored
+                statistic = ext.combine(statistic, ext.statistic(product))
+                value = ext.finish(product, statistic)
+            _add(self._values, (ext, param), value, ext.add)
+        elif statistic is not None:
             value = ext.finish(turn.own_gradients(name), statistic)
             _add(self._values, (ext, param), value, ext.add)
-        if (ext, call, name) in self._stored:
-            product = turn.column_products(ext.source, name)
-            ext.check(call, name, product)
-            _add(self._values, (ext, param), ext.reduce(product), ext.add)
         if turn.backward_pass.is_shared(param, call):
             return self._values.get((ext, param))
         return self._values.pop((ext, param), None)
@@ -258,20 +265,40 @@ class _Stack:
         return self._out
 
 
-def append_columns(call: Call, sources: Set[Source], columns: Cotangents) -> None:
+def append_columns(
+    call: Call, sources: Set[Source], columns: Cotangents, number: int
+) -> range:
     """Store columns at a call's outputs, behind those that are there already.
 
     Args:
         call: The call.
         sources: Where the columns come from.
-        columns: Columns ``[V, *]`` at each output.
+        columns: Columns ``[V, *]`` at each output; ``None`` where there is no path.
+        number: V.
+
+    Returns:
+        Their places among all columns.
     """
+    before = 0
     for source in sources:
-        stored = call.columns.get(source, [None] * call.num_outputs)
+        stored = call.columns.setdefault(source, [None] * call.num_outputs)
+        if all(b is None for b in columns):
+            number = 0
+        before = next((len(a) for a in stored if a is not None), 0)
         both = zip(stored, columns)
-        call.columns[source] = [
-            a if b is None else b if a is None else torch.cat([a, b]) for a, b in both
-        ]
+        call.columns[source] = [_append(a, before, b, number) for a, b in both]
+    return range(before, before + number)
+
+
+def _append(
+    a: Optional[Tensor], before: int, b: Optional[Tensor], number: int
+) -> Optional[Tensor]:
+    """Put columns behind others; those that are ``None`` are zero."""
+    if b is None:
+        return None if a is None else torch.cat([a, a.new_zeros(number, *a.shape[1:])])
+    if a is None and before > 0:
+        a = b.new_zeros(before, *b.shape[1:])
+    return b if a is None else torch.cat([a, b])
 
 
 def _check_samples(loss: Call, calls: Dict[Call, List[str]], ext: Any) -> None:

@@ -877,6 +877,7 @@ class Weighted(Module):
 
 
 EVERYTHING, FIRST, SECOND = slice(None), slice(0, 3), slice(3, 5)
+MANY, FEW = slice(0, 12), slice(12, 14)  # more columns than are stored, and fewer
 COMBINATIONS = {
     "scaled": [(0.3, nn.CrossEntropyLoss(), EVERYTHING)],
     "added": [
@@ -892,6 +893,8 @@ COMBINATIONS = {
         (2.0, nn.CrossEntropyLoss(), FIRST),
         (0.1, nn.MSELoss(), SECOND),
     ],
+    "many-few": [(1.0, nn.CrossEntropyLoss(), MANY), (1.0, nn.MSELoss(), FEW)],
+    "few-many": [(1.0, nn.MSELoss(), FEW), (1.0, nn.CrossEntropyLoss(), MANY)],
 }
 
 
@@ -901,12 +904,17 @@ def test_combined_losses(name: str) -> None:
     parts = COMBINATIONS[name]
     torch.manual_seed(0)
     x = torch.randn(N, 4, dtype=F64)
-    heads = {3: nn.Linear(4, 3), 2: nn.Linear(4, 2)}
+    many = "many" in name
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        z = m.body(x)
+        return torch.cat([m.head1(z), m.head2(z if many else m.body(x))], 1)
+
     model = Lambda(
-        lambda m, x: torch.cat([m.head1(m.body(x)), m.head2(m.body(x))], 1),
+        forward,
         body=nn.Sequential(nn.Linear(4, 4), nn.Tanh()),
-        head1=heads[3],
-        head2=heads[2],
+        head1=nn.Linear(4, MANY.stop if many else FIRST.stop),
+        head2=nn.Linear(4, 2),
     ).to(F64)
     f = model(x).detach()
     ys = tuple(
@@ -927,6 +935,7 @@ def test_combined_losses(name: str) -> None:
         for (c, _, part), ls, y in terms
     )
     exts = BatchGrad(), DiagGGNExact(), SqrtGGNExact(), BatchDiagGGNExact()
+    exts += (KFLR(),) if many else ()
     with warnings.catch_warnings(record=True) as caught, backpack(*exts):
         warnings.simplefilter("always")
         value.backward()
@@ -934,6 +943,55 @@ def test_combined_losses(name: str) -> None:
     assert len(scaled) == sum(c != 1.0 for c, *_ in parts)
     for quantity in ("BatchGrad", "DiagGGNExact", "SqrtGGNExact", "BatchDiagGGNExact"):
         assert_fields(model, quantity, ref)
+    for key, param in model.named_parameters():
+        if many and key.endswith("bias"):  # a single factor, so nothing is approximated
+            oracle.assert_agrees(param.kflr[0].diagonal(), param.diag_ggn_exact)
+
+
+def test_losses_on_two_outputs() -> None:
+    """One loss sees what a layer returns first, the other one what comes second."""
+    torch.manual_seed(0)
+    x, ys = torch.randn(N, 2, 3, dtype=F64), tuple(torch.randn(2, N, 3, dtype=F64))
+    model = Lambda(
+        lambda m, x: torch.cat([(z := m.rnn(x))[0][:, -1], z[1][1][0]], 1),
+        rnn=nn.LSTM(3, 3, batch_first=True, dtype=F64),
+    )
+    parts = [(1.0, nn.MSELoss(), slice(i, i + 3)) for i in (0, 3)]
+    ref = Reference(deepcopy(model), Weighted(parts), (x,), ys)
+    output, (_, cell) = extend(model).rnn(x)
+    losses = [extend(nn.MSELoss()) for _ in parts]
+    value = losses[0](output[:, -1], ys[0]) + losses[1](cell[0], ys[1])
+    with backpack(DiagGGNExact(), SqrtGGNExact()):
+        value.backward()
+    assert_fields(model, "DiagGGNExact", ref)
+    assert_fields(model, "SqrtGGNExact", ref)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_losses_that_see_a_layer_differently(order: int) -> None:
+    """One loss sees both calls that share a weight, the other one the first only."""
+    torch.manual_seed(0)
+    x, ys = torch.randn(N, 3, dtype=F64), tuple(torch.randn(2, N, 3, dtype=F64))
+    layers = [nn.Linear(3, 3, dtype=F64) for _ in range(2)]
+    layers[1].weight = layers[0].weight
+    model = Lambda(
+        lambda m, x: torch.cat([m.two(z := m.one(x).tanh()), z], 1),
+        **dict(zip(("one", "two"), layers)),
+    )
+    parts = [(1.0, nn.MSELoss(), slice(i, i + 3)) for i in (0, 3)]
+    ref = Reference(deepcopy(model), Weighted(parts), (x,), ys)
+    model = extend(model)
+    z = model.one(x).tanh()
+    losses = [extend(nn.MSELoss()) for _ in parts]
+    terms = list(zip(losses, (model.two(z), z), ys))[::order]
+    value = sum(loss(f, y) for loss, f, y in terms)
+    with backpack(DiagGGNExact(), SqrtGGNExact(), BatchDiagGGNExact()):
+        value.backward()
+    for quantity in ("DiagGGNExact", "BatchDiagGGNExact"):
+        assert_fields(model, quantity, ref)
+    for param in model.parameters():
+        squares = param.sqrt_ggn_exact.square().sum((0, 1))
+        oracle.assert_agrees(squares, param.diag_ggn_exact)
 
 
 def test_only_children_extended() -> None:

@@ -252,7 +252,7 @@ class Turn:
         self._parameters = backward_pass.parameters(call)
         self._own: Optional[Products] = None
         self._gradients: Dict[str, PerSample] = {}
-        self._by_source: Dict[Source, Products] = {}
+        self._by_source: Dict[Tuple[Source, Optional[Tuple]], Products] = {}
         self._producers: Optional[Dict[int, Call]] = None
 
     def __enter__(self) -> Turn:
@@ -426,19 +426,31 @@ class Turn:
                 text = self._text(extension, call.module)
                 raise NotImplementedError(NOT_A_CHAIN.format(**text))
 
-    def column_products(self, source: Source, name: str) -> PerSample:
-        """Describe the products of the loss's columns and a parameter's Jacobian.
+    def column_products(
+        self, source: Source, name: str, numbers: Optional[Tuple[int, ...]] = None
+    ) -> PerSample:
+        """Describe the products of the losses' columns and a parameter's Jacobian.
 
         Args:
             source: Where the columns come from.
             name: Name of the parameter in the module.
+            numbers: Which of the columns to use. Default: ``None`` for all.
 
         Returns:
             The products.
         """
-        if source not in self._by_source:
-            self._by_source[source] = self.products(self.call.columns[source])
-        return self._by_source[source][name]
+        columns = self.call.columns[source]
+        if numbers is not None and len(numbers) == max(
+            (len(x) for x in columns if x is not None), default=0
+        ):
+            numbers = None
+        key = source, numbers
+        if key not in self._by_source:
+            if numbers is not None:
+                some = list(numbers)
+                columns = [None if x is None else x[some] for x in columns]
+            self._by_source[key] = self.products(columns)
+        return self._by_source[key][name]
 
     def walks(self, extension: BackpropExtension) -> bool:
         """Tell whether a quantity goes from module to module for an extension.

@@ -58,6 +58,8 @@ class PullBack:
         # which of the columns that are stored at the call are still to be reduced
         self._stored: Dict[Tuple[ColumnExtension, Call, str], List[int]] = {}
         self._covered: Set[Tuple[ColumnExtension, Parameter]] = set()
+        # number of columns that went from module to module, of all losses so far
+        self._walking: Dict[ColumnExtension, int] = {}
 
     def start(
         self,
@@ -98,8 +100,13 @@ class PullBack:
             call, name = members[0]
             for ext in extensions:
                 self._covered.add((ext, param))
-                chunked = many and ext.additive and not ext.is_customized(call.module)
-                if chunked or len(members) > 1:
+                custom = [c for c, _ in members if ext.is_customized(c.module)]
+                if custom:  # a user's rule reads the columns that are stored
+                    if len(custom) < len(members):
+                        turn.refuse_several_calls(ext, call.module)
+                    for other in custom:
+                        keep.setdefault(other, [])
+                elif many and ext.additive or len(members) > 1:
                     at_once.setdefault(param, {})[ext] = None
                 else:
                     keep.setdefault(call, []).append((ext, name))
@@ -172,6 +179,22 @@ class PullBack:
                 shape = (len(columns), *call.output_shapes[0])
                 outputs[0] = call.outputs[0].new_zeros(shape)
         return result
+
+    def behind(self, ext: ColumnExtension, columns: Tensor) -> Tensor:
+        """Put a loss's columns behind those of the losses before, which are zero here.
+
+        Args:
+            ext: An extension whose columns go from module to module.
+            columns: Columns ``[V, N, *]`` at the loss input.
+
+        Returns:
+            Columns ``[W + V, N, *]``, where W belong to other losses.
+        """
+        before = self._walking.get(ext, 0)
+        self._walking[ext] = before + len(columns)
+        if before == 0:
+            return columns
+        return torch.cat([columns.new_zeros(before, *columns.shape[1:]), columns])
 
     def value(self, ext: ColumnExtension, turn: Turn, name: str) -> Any:
         """Compute an extension's value for a parameter.

@@ -52,6 +52,7 @@ from backpack.extensions import (
 )
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
 from backpack.extensions.module_extension import ModuleExtension
+from backpack.extensions.secondorder.sqrt_ggn.activations import SqrtGGNTanh
 
 N = 4
 DENSE = [name for name in QUANTITIES if "KF" not in name]
@@ -896,6 +897,62 @@ COMBINATIONS = {
     "many-few": [(1.0, nn.CrossEntropyLoss(), MANY), (1.0, nn.MSELoss(), FEW)],
     "few-many": [(1.0, nn.MSELoss(), FEW), (1.0, nn.CrossEntropyLoss(), MANY)],
 }
+
+
+SUBSAMPLINGS = {
+    "none": [],
+    "tuple": (2, 0),
+    "range": range(1, 3),
+    "tensor": torch.tensor([3, 1]),
+    "slice": slice(0, 2),
+    "slice-step": slice(None, None, 2),
+    "from-the-end": [-1, 0],
+    "twice": [1, 1],
+}
+
+
+@pytest.mark.parametrize("name", SUBSAMPLINGS)
+@pytest.mark.parametrize("model", ["linear", "convolution", "embedding"])
+def test_subsampling(model: str, name: str) -> None:
+    """Any way to name samples selects them."""
+    torch.manual_seed(0)
+    picked = SUBSAMPLINGS[name]
+    index = picked if isinstance(picked, slice) else [int(n) for n in picked]
+    net = {
+        "linear": lambda: mlp(nn.Tanh()),
+        "convolution": lambda: nn.Sequential(
+            nn.Conv1d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(6, 3)
+        ),
+        "embedding": lambda: nn.Sequential(
+            nn.Embedding(4, 2), nn.Flatten(), nn.Linear(6, 3)
+        ),
+    }[model]()
+    x = {
+        "linear": torch.randn(N, 4, dtype=F64),
+        "convolution": torch.randn(N, 2, 3, dtype=F64),
+        "embedding": torch.randint(4, (N, 3)),
+    }[model]
+    net, loss = extend(net.to(F64)), extend(nn.CrossEntropyLoss())
+    walking = SqrtGGNExact(picked)
+    walking.savefield = "walking"
+    walking.set_module_extension(nn.Tanh, SqrtGGNTanh(), overwrite=True)
+    y = torch.randint(3, (N,))
+    with backpack(BatchGrad(), BatchDotGrad(), SqrtGGNExact()):
+        loss(net(x), y).backward()
+    full = [
+        {f: getattr(p, f) for f in ("grad_batch", "batch_dot", "sqrt_ggn_exact")}
+        for p in net.parameters()
+    ]
+    some = BatchGrad(picked), BatchDotGrad(picked), SqrtGGNExact(picked), walking
+    with backpack(*some):
+        loss(net(x), y).backward()
+    for param, every in zip(net.parameters(), full):
+        dots = every["batch_dot"][index][:, index]
+        oracle.assert_agrees(param.grad_batch, every["grad_batch"][index])
+        oracle.assert_agrees(param.batch_dot, dots)
+        for field in ("sqrt_ggn_exact", "walking"):
+            columns = every["sqrt_ggn_exact"][:, index]
+            oracle.assert_agrees(getattr(param, field), columns)
 
 
 @pytest.mark.parametrize("name", COMBINATIONS)

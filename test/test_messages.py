@@ -43,6 +43,7 @@ from backpack.extensions import (
     DiagGGNExact,
     DiagGGNMC,
     DiagHessian,
+    SqrtGGNExact,
 )
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.firstorder.base import (
@@ -369,6 +370,47 @@ SEQUENCE = Sequential(nn.Linear(3, 2), nn.Flatten(), nn.Linear(4, 3))
 NORM = "BatchNorm1d"
 
 OPTIONS: Dict[str, Row] = {
+    **{
+        f"mc-samples-{value}": Row(
+            lambda value=value: KFAC(mc_samples=value),
+            ValueError,
+            "KFAC",
+            f"mc_samples must be a positive integer, got {value}",
+            "mc_samples=1",
+        )
+        for value in (0, -1, 1.5, True, None)
+    },
+    "generator": Row(
+        lambda: DiagGGNMC(generator=0),
+        ValueError,
+        "DiagGGNMC",
+        "generator must be a torch.Generator or None, got 0",
+        "manual_seed",
+    ),
+    **{
+        f"subsampling-{value}": Row(
+            lambda value=value: BatchGrad(subsampling=value),
+            ValueError,
+            "BatchGrad",
+            f"subsampling must be None, or select.*Got {re.escape(repr(value))}",
+            r"subsampling=\[0, 2\]",
+        )
+        for value in (0, "01", [0.5], [True, False], torch.tensor(1), [[0, 1]])
+    },
+    "subsampling-outside-BatchGrad": Row(
+        lambda: run(mlp(), BatchGrad(subsampling=[0, N])),
+        IndexError,
+        "BatchGrad",
+        rf"subsampling=\[0, {N}\] selects sample {N}, but the batch has {N} samples",
+        f"below {N}",
+    ),
+    "subsampling-outside-SqrtGGNExact": Row(
+        lambda: run(mlp(), SqrtGGNExact(subsampling=[-N - 1])),
+        IndexError,
+        "SqrtGGNExact",
+        f"selects sample {-N - 1}, but the batch has {N} samples",
+        f"below {N}",
+    ),
     "class": Row(
         lambda: backpack(BatchGrad),
         ValueError,

@@ -1378,6 +1378,7 @@ WALKING = {
     "DiagGGNExact": DiagGGNExact,
     "KFLR": lambda: KFLR("expand"),
     "SqrtGGNExact": SqrtGGNExact,
+    "SqrtGGNExact-some": lambda: SqrtGGNExact(subsampling=[2, 0]),
     "KFAC": lambda: KFAC(2, "expand"),
 }
 WALKED = [

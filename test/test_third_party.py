@@ -74,6 +74,7 @@ from backpack.extensions.secondorder.sqrt_ggn import (
     pooling,
     slicing,
 )
+from backpack.utils.subsampling import subsample
 
 N = 4
 
@@ -308,6 +309,80 @@ def test_diag_ggn_without_backpropagate():
     extension.set_module_extension(Stretch, Only(sum_batch=True))
     for name, param in run(case, extension).named_parameters():
         assert_agrees(param.diag_ggn_exact, expected[name], name)
+
+
+class Columns(ModuleExtension):
+    """Remember what is handed over, and the products with the own layer's Jacobian."""
+
+    def __init__(self):
+        """Name the parameter."""
+        self.seen: List[torch.Size] = []
+        super().__init__(params=["weight"])
+
+    def weight(self, ext, module, g_inp, g_out, bpQuantities):  # noqa: N803
+        """Multiply columns ``[V, n, *out]`` and inputs of the samples ``[n, *in]``."""
+        self.seen.append(bpQuantities.shape)
+        inputs = subsample(module.input0, subsampling=ext.get_subsampling())
+        return bpQuantities * inputs
+
+
+class WalkingColumns(Columns):
+    """The same, from module to module."""
+
+    def backpropagate(self, ext, module, g_inp, g_out, bpQuantities):  # noqa: N803
+        """Multiply with the layer's Jacobian, which is diagonal."""
+        inputs = subsample(module.input0, subsampling=ext.get_subsampling())
+        return bpQuantities * (module.weight + 0.2 * inputs)
+
+
+@pytest.mark.parametrize("rule", [Columns, WalkingColumns])
+@pytest.mark.parametrize("options", [{}, {"subsampling": [2, 0]}], ids=["all", "some"])
+@pytest.mark.parametrize("ext", [SqrtGGNExact, DiagGGNExact, BatchDiagGGNExact, KFLR])
+def test_columns_that_a_rule_gets(ext: Callable, options: Dict, rule: Callable):
+    """All columns of the factor, of the samples that are considered."""
+    if options and ext is not SqrtGGNExact:
+        return
+    case = problem(nn.Linear(3, 3), nn.Tanh(), Stretch(3), nn.Linear(3, 3))
+    theirs, ours, rule = ext(**options), SqrtGGNExact(**options), rule()
+    theirs.savefield = "theirs"
+    theirs.set_module_extension(Stretch, rule)
+    model = run(case, theirs, ours)
+    assert rule.seen == [(3, 2 if options else len(case[2][0]), 3)]
+    assert_agrees(model[2].weight.theirs, model[2].weight.sqrt_ggn_exact)
+    if ext is SqrtGGNExact:
+        for param in model.parameters():
+            assert_agrees(param.theirs, param.sqrt_ggn_exact)
+
+
+@pytest.mark.parametrize("ext", [SqrtGGNExact, DiagGGNExact, BatchDiagGGNExact])
+def test_two_losses_with_a_rule(ext: Callable):
+    """Columns that go from module to module are those of one loss, or of the other."""
+    torch.manual_seed(0)
+    x, y = torch.randn(N, 3, dtype=F64), torch.zeros(N, 3, dtype=F64)
+    trunk = Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).to(F64)
+    head = nn.Linear(3, 3, dtype=F64)
+    expected, walking = ext(), ext()
+    walking.savefield = "walking"
+    walking.set_module_extension(nn.Tanh, activations.SqrtGGNTanh(), overwrite=True)
+    z = extend(trunk)(x)
+    value = extend(nn.MSELoss())(z, y) + extend(nn.MSELoss())(extend(head)(z), y)
+    with backpack(expected, walking):
+        value.backward()
+    for param in trunk.parameters():
+        assert_agrees(param.walking, getattr(param, expected.savefield))
+    assert walking.walks_modules
+
+
+def test_a_rule_for_a_parameter_of_several_calls():
+    """A rule works on one call; a parameter of two calls is refused."""
+    layer, tied = Stretch(3), nn.PReLU(3)
+    tied.weight = layer.weight
+    for modules in ((layer, layer), (layer, tied), (tied, layer)):
+        case = problem(nn.Linear(3, 3), modules[0], nn.Tanh(), modules[1])
+        extension = DiagGGNExact()
+        extension.set_module_extension(Stretch, Columns())
+        with pytest.raises(NotImplementedError, match="takes part in several calls"):
+            run(case, extension)
 
 
 class StretchHMP(HMPBase):

@@ -312,10 +312,10 @@ class PerSample(ABC):
         """Restrict to some samples.
 
         Args:
-            samples: Indices along the batch axis.
+            samples: Indices along the batch axis, or a slice.
 
         Returns:
-            The same form for ``len(samples)`` samples.
+            The same form for these samples.
         """
 
     def merge(self, other: PerSample) -> PerSample:
@@ -760,7 +760,9 @@ class Outer(PerSample):
         return (getattr(self.fold, "__qualname__", None), self.shape)
 
     def select(self, samples: Sequence[int]) -> Outer:  # noqa: D102
-        picked = torch.as_tensor(samples, device=self.b.device)
+        picked = samples
+        if not isinstance(samples, slice):  # once, on the device
+            picked = torch.as_tensor(samples, dtype=torch.long, device=self.b.device)
         direct = self._direct and self._direct.select(picked)
         b = self.b[:, picked]
         return Outer(

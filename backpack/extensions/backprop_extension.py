@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple, Type, Union
+from typing import TYPE_CHECKING, Any, Dict, Optional, Tuple, Type
 from warnings import warn
 
 from torch import Tensor
@@ -12,9 +12,11 @@ from torch.nn import Module
 from backpack.extensions.layers import lookup
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.saved_quantities import SavedQuantities
+from backpack.utils.subsampling import Subsampling, as_subsampling, check_subsampling
 
 if TYPE_CHECKING:
     from backpack.capture import Call
+    from backpack.core.reductions import PerSample
 
 FAIL_ERROR = "ERROR"
 FAIL_WARN = "WARNING"
@@ -44,7 +46,7 @@ class BackpropExtension(ABC):  # noqa: B024
         savefield: str,
         module_exts: Dict[Type[Module], ModuleExtension],
         fail_mode: str = FAIL_ERROR,
-        subsampling: List[int] = None,
+        subsampling: Subsampling = None,
     ):
         """Store what to do on which module.
 
@@ -67,7 +69,7 @@ class BackpropExtension(ABC):  # noqa: B024
         self.savefield = savefield
         self.__module_extensions = dict(module_exts)
         self._fail_mode = fail_mode
-        self._subsampling = subsampling
+        self._subsampling = as_subsampling(type(self).__name__, subsampling)
 
     def set_module_extension(
         self,
@@ -106,13 +108,35 @@ class BackpropExtension(ABC):  # noqa: B024
         """
         return lookup(self.__module_extensions, type(module))
 
-    def get_subsampling(self) -> Union[List[int], None]:
+    def get_subsampling(self) -> Subsampling:
         """Return which samples are considered.
 
         Returns:
-            Their indices, ``None`` for all.
+            Their indices, or a slice; ``None`` for all.
         """
         return self._subsampling
+
+    def select(self, product: PerSample) -> PerSample:
+        """Restrict products to the samples that are considered.
+
+        Args:
+            product: Products for all samples.
+
+        Returns:
+            Products for the samples that are considered.
+        """
+        if self._subsampling is None:
+            return product
+        self.check_batch(product.batch_size)
+        return product.select(self._subsampling)
+
+    def check_batch(self, size: int) -> None:
+        """Check that the batch has the samples that are considered.
+
+        Args:
+            size: Number N of samples in the batch.
+        """
+        check_subsampling(type(self).__name__, self._subsampling, size)
 
     def runs_without_parameters(self, call: Call) -> bool:
         """Tell whether there is anything to do on a call without parameters.

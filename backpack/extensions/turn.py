@@ -24,6 +24,7 @@ from backpack.core.derivatives.generic import generic_products
 from backpack.core.reductions import PerSample
 from backpack.extensions.layers import Row, find_row_or_generic, works_in_place
 from backpack.graph import Entry, producing_calls, targets_below
+from backpack.utils.subsampling import subsample
 
 if TYPE_CHECKING:
     from backpack.backward import BackwardPass
@@ -470,8 +471,9 @@ class Turn:
             extension: The extension.
 
         Returns:
-            The quantity: columns ``[V, N, *out]`` for the GGN family; ``None`` for
-            losses and for first-order extensions.
+            The quantity: columns ``[V, N, *out]`` for the GGN family, of the samples
+            that the extension considers; ``None`` for losses and for first-order
+            extensions.
 
         Raises:
             AssertionError: If no extended loss was met.
@@ -488,7 +490,8 @@ class Turn:
             return quantity
         if extension.source not in self.call.columns:
             self._explain_missing(extension)
-        return self.call.columns[extension.source][0]
+        columns = self.call.columns[extension.source][0]
+        return subsample(columns, dim=1, subsampling=extension.get_subsampling())
 
     def _text(self, extension: BackpropExtension, module: Module) -> Dict[str, Any]:
         return {
@@ -549,17 +552,27 @@ class Turn:
     ) -> None:
         """Save a value that cannot be combined with that of another call.
 
+        It is an error if another call has saved a value before.
+
         Args:
             extension: The extension whose field it is.
             param: The parameter.
             value: The value.
-
-        Raises:
-            NotImplementedError: If another call has saved a value before.
         """
         saved = self.backward_pass.saved_alone
         if (extension, param) in saved:
-            text = self._text(extension, self.module)
-            raise NotImplementedError(SAVED_TWICE.format(**text))
+            self.refuse_several_calls(extension, self.module)
         saved.add((extension, param))
         self.save(extension, param, value)
+
+    def refuse_several_calls(self, extension: BackpropExtension, module: Module):
+        """Refuse a parameter that takes part in several calls.
+
+        Args:
+            extension: The extension that works on a single one.
+            module: A module that has the parameter.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError(SAVED_TWICE.format(**self._text(extension, module)))

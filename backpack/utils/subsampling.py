@@ -1,18 +1,21 @@
 """Selection of samples from a mini-batch."""
 
-from typing import List
+from operator import index
+from typing import Any, List, Optional, Sequence, Union
 
 from torch import Tensor
 
+Subsampling = Optional[Union[List[int], slice]]
 
-def subsample(tensor: Tensor, dim: int = 0, subsampling: List[int] = None) -> Tensor:
+
+def subsample(tensor: Tensor, dim: int = 0, subsampling: Subsampling = None) -> Tensor:
     """Select entries of a tensor along one axis.
 
     Args:
         tensor: Tensor of any shape.
         dim: Axis to select from, usually the batch axis. Negative values count from
             the end.
-        subsampling: Indices to keep, in this order. ``None`` keeps all.
+        subsampling: Indices to keep, in this order, or a slice. ``None`` keeps all.
 
     Returns:
         The selected entries, with ``len(subsampling)`` entries along ``dim``; the
@@ -21,3 +24,72 @@ def subsample(tensor: Tensor, dim: int = 0, subsampling: List[int] = None) -> Te
     if subsampling is None:
         return tensor
     return tensor[(slice(None),) * (dim % tensor.ndim) + (subsampling,)]
+
+
+def num_selected(size: int, subsampling: Subsampling) -> int:
+    """Count the samples that are selected.
+
+    Args:
+        size: Number N of samples in the batch.
+        subsampling: Indices or a slice. ``None`` for all.
+
+    Returns:
+        The number.
+    """
+    if subsampling is None:
+        return size
+    indices = range(size)[subsampling] if isinstance(subsampling, slice) else None
+    return len(subsampling if indices is None else indices)
+
+
+def as_subsampling(name: str, subsampling: Any) -> Subsampling:
+    """Check the option ``subsampling`` of an extension.
+
+    Args:
+        name: Name of the extension.
+        subsampling: List, tuple, range or tensor of indices, a slice, or ``None``.
+
+    Returns:
+        List of indices, a slice, or ``None``.
+
+    Raises:
+        ValueError: If it is something else.
+    """
+    if subsampling is None or isinstance(subsampling, slice):
+        return subsampling
+    values = subsampling
+    if isinstance(values, Tensor):
+        values = values.tolist()
+    try:
+        assert isinstance(values, Sequence) and not isinstance(values, (str, bytes))
+        assert not any(isinstance(n, bool) for n in values)
+        return [index(n) for n in values]
+    except (AssertionError, TypeError) as error:
+        raise ValueError(
+            f"{name}: subsampling must be None, or select samples by a list, tuple, "
+            f"range or tensor of integers, or by a slice. Got {subsampling!r}. Pass "
+            "indices, for instance subsampling=[0, 2]."
+        ) from error
+
+
+def check_subsampling(name: str, subsampling: Subsampling, size: int) -> None:
+    """Check that the samples that are selected exist.
+
+    Args:
+        name: Name of the extension.
+        subsampling: List of indices, a slice, or ``None``.
+        size: Number N of samples in the batch.
+
+    Raises:
+        IndexError: If one does not.
+    """
+    outside = (
+        []
+        if subsampling is None or isinstance(subsampling, slice)
+        else [n for n in subsampling if not -size <= n < size]
+    )
+    if outside:
+        raise IndexError(
+            f"{name}: subsampling={subsampling} selects sample {outside[0]}, but the "
+            f"batch has {size} samples. Use indices below {size}."
+        )

@@ -29,7 +29,7 @@ from backpack.core.derivatives.generic import (
 )
 from backpack.core.reductions import Dense, PerSample
 from backpack.hessianfree.rop import R_op
-from backpack.utils.subsampling import subsample
+from backpack.utils.subsampling import num_selected, subsample
 from backpack.utils.unsqueeze import flatten
 
 NO_SCALAR_LOSS = (
@@ -528,8 +528,8 @@ class BaseDerivatives(ABC):  # noqa: B024
     def _reshape_like(
         mat: Tensor, shape: Tuple[int, ...], subsampling: List[int] = None
     ) -> Tensor:
-        batch_size = shape[0] if subsampling is None else len(subsampling)
-        return mat.reshape(-1, batch_size, *shape[1:])
+        columns = -1 if mat.numel() else len(mat)
+        return mat.reshape(columns, num_selected(shape[0], subsampling), *shape[1:])
 
 
 class BaseParameterDerivatives(BaseDerivatives, ABC):

@@ -13,6 +13,8 @@ from typing import Any, Callable, Dict, List
 from torch import Size, Tensor, empty
 from torch.nn import Module
 
+from backpack.utils.subsampling import num_selected
+
 
 def _add_V_dim(mat: Tensor) -> Tensor:
     """Make a vector a matrix with one column.
@@ -94,7 +96,8 @@ def _subsampled_like(tensor: Tensor, subsampling: List[int] = None) -> Tensor:
     """
     if subsampling is None:
         return tensor
-    return empty(Size([len(subsampling)]) + tensor.shape[1:], device="meta")
+    size = num_selected(len(tensor), subsampling)
+    return empty(Size([size]) + tensor.shape[1:], device="meta")
 
 
 def _check_like(

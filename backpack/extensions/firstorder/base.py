@@ -133,9 +133,7 @@ class GradientReduction(FirstOrderBackpropExtension):
         Returns:
             The quantity.
         """
-        if self.get_subsampling() is not None:
-            gradients = gradients.select(self.get_subsampling())
-        return self.reduce(gradients)
+        return self.reduce(self.select(gradients))
 
     def adds_up(self, module: Module, positions: int) -> bool:
         """Tell whether the sum of a layer's gradients comes at a low cost.
@@ -211,8 +209,6 @@ class ReducedLayer(FirstOrderModuleExtension):
             products = self._derivatives.stored_product(
                 name, module, g_inp, g_out, g_out[0].unsqueeze(0)
             )
-            if ext.get_subsampling() is not None:
-                products = products.select(ext.get_subsampling())
-            return quantity.reduce(products)
+            return quantity.reduce(ext.select(products))
 
         return method

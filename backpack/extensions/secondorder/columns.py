@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Iterator, List, Optional, Tuple
+from dataclasses import dataclass, replace
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, Iterator, Optional, Tuple
 
+import torch
 from torch import Generator, Tensor
 from torch.nn import Module
 
@@ -23,6 +25,7 @@ from backpack.extensions.secondorder.linearization import (
 )
 from backpack.extensions.turn import current_turn
 from backpack.utils.errors import may_couple_samples, raise_error_if_coupled
+from backpack.utils.subsampling import Subsampling, subsample
 
 if TYPE_CHECKING:
     from backpack.capture import Call
@@ -104,8 +107,19 @@ def fisher_source(
         The source of columns.
 
     Raises:
-        ValueError: If the type does not exist.
+        ValueError: If an option is not one of those.
     """
+    whole = isinstance(mc_samples, Integral) and not isinstance(mc_samples, bool)
+    if not whole or mc_samples < 1:
+        raise ValueError(
+            f"{name}: mc_samples must be a positive integer, got {mc_samples!r}. Pass "
+            "the number of targets to draw, for instance mc_samples=1."
+        )
+    if not isinstance(generator, (Generator, type(None))):
+        raise ValueError(
+            f"{name}: generator must be a torch.Generator or None, got {generator!r}. "
+            "Pass `torch.Generator(device).manual_seed(0)`, with the model's device."
+        )
     if fisher_type not in FISHER_TYPES:
         raise ValueError(
             f"{name}: fisher_type must be one of {FISHER_TYPES}, got {fisher_type!r}."
@@ -155,12 +169,19 @@ class ReduceColumns(ModuleExtension):
         turn = current_turn()
         if turn.call.is_loss:
             columns = extension.source.columns(find_loss(module).derivatives, module)
+            extension.check_batch(columns.shape[1])
+            columns = subsample(columns, dim=1, subsampling=extension.get_subsampling())
+            columns = turn.backward_pass.pull_back.behind(extension, columns)
             turn.pass_on(extension, columns * turn.loss_scale())
             return
         if skips(turn, extension):
             return
-        columns = turn.incoming(extension)
-        formed = turn.products([columns])
+        columns, some = turn.incoming(extension), extension.get_subsampling()
+        all_samples = columns
+        if some is not None:
+            all_samples = columns.new_zeros(len(columns), *turn.call.output_shapes[0])
+            all_samples[:, some] = columns
+        formed = turn.products([all_samples])
         for name, param in turn.parameters():
             product = formed[name]
             extension.check(turn.call, name, product)
@@ -168,6 +189,7 @@ class ReduceColumns(ModuleExtension):
         producers = turn.producers(extension)
         if producers:
             linear = linearize(turn, extension, producers, freeze_call(turn.call))
+            linear = linear if some is None else linear.select(some)
             pulled = linear.jac_t(columns)
             check_samples_kept(linear, extension)
             turn.pass_on(extension, linear.at_positions(pulled))
@@ -189,7 +211,7 @@ class ColumnExtension(SecondOrderBackpropExtension):
         self,
         savefield: str,
         source: Source,
-        subsampling: List[int] = None,
+        subsampling: Subsampling = None,
     ):
         """Store where columns come from and values go to.
 
@@ -279,12 +301,14 @@ class ColumnExtension(SecondOrderBackpropExtension):
 
         Args:
             existing: Columns ``[V, N, *]``.
-            other: Columns ``[V, N, *]``.
+            other: Columns ``[W, N, *]``.
 
         Returns:
-            Their sum.
+            Their sum; columns that only one of both has are zero in the other.
         """
-        return existing + other
+        shorter, longer = sorted((existing, other), key=len)
+        missing = longer.new_zeros(len(longer) - len(shorter), *longer.shape[1:])
+        return longer + torch.cat([shorter, missing])
 
     def get_loss_hessian_strategy(self) -> str:
         """Return how the loss Hessian is factored.
@@ -307,6 +331,7 @@ class ColumnExtension(SecondOrderBackpropExtension):
     ) -> None:
         """Register what to do on a class of modules.
 
+        It gets all columns of the loss Hessian's factor, instead of as few as possible.
         If it overrides ``backpropagate``, the columns go from module to module.
 
         Args:
@@ -316,6 +341,7 @@ class ColumnExtension(SecondOrderBackpropExtension):
         """
         super().set_module_extension(module, extension, overwrite=overwrite)
         self.walks_modules |= extension.overrides_backpropagate
+        self.source = replace(self.source, compact=False)
 
     def runs_without_parameters(self, call: Call) -> bool:
         """Tell whether there is anything to do on a call without parameters.

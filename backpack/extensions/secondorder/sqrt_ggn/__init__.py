@@ -40,9 +40,7 @@ class SqrtGGN(ColumnExtension):
         super().__init__(savefield, source, subsampling=subsampling)
 
     def statistic(self, product: PerSample) -> Tensor:  # noqa: D102
-        if self.get_subsampling() is not None:
-            product = product.select(self.get_subsampling())
-        return product.individual()
+        return self.select(product).individual()
 
     def combine(self, existing: Tensor, other: Tensor) -> Tensor:  # noqa: D102
         return torch.cat([existing, other])

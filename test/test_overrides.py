@@ -508,6 +508,7 @@ def test_types(sizes: Sizes, dtype: torch.dtype):
     Factors are rounded to the type before the reference is computed.
     """
     a, b, shape = make_outer(sizes, 1, dtype)
+    a, b = 300 * a, b / 300  # their squares are out of float16's range, or rounded
     exact = torch.einsum("vngtp,ngtd->vngpd", b.double(), a.double())
     exact = exact.reshape(1, N, *shape)
     rtol = 20 * torch.finfo(dtype).eps
@@ -517,6 +518,42 @@ def test_types(sizes: Sizes, dtype: torch.dtype):
         assert actual.dtype in (dtype, torch.float32)
         error = (actual.double() - expected).abs().max()
         assert error <= rtol * expected.abs().max(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("index", [0, 1, 3], ids=["Dense", "Summed", "Rows"])
+def test_types_of_other_forms(index: int, dtype: torch.dtype):
+    """The same for the other forms, with numbers whose squares are out of range."""
+    torch.manual_seed(0)
+    make = {
+        0: lambda x: Dense(x[:, :, 0], torch.Size([2])),
+        1: lambda x: Summed(x, torch.Size([2])),
+        3: lambda x: Rows(torch.tensor([[0, 1, 1]] * N), x, torch.Size([2, 2])),
+    }[index]
+    x = (300 * torch.randn(1, N, 3, 2)).to(dtype)
+    exact = make(x.double()).individual()
+    for name, (reduction, formula) in REDUCTIONS.items():
+        expected = formula(exact)
+        if dtype == torch.float16 and name in ("individual", "summed"):
+            continue
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad):
+                actual = reduction(make(x))
+            error = (actual.double() - expected).abs().max()
+            assert error <= 20 * torch.finfo(dtype).eps * expected.abs().max(), name
+
+
+@pytest.mark.parametrize("unfolded", [False, True])
+def test_gram_of_large_inputs(unfolded: bool):
+    """The mean of products fits into float16, their sum does not."""
+    x = torch.full((8, 1, 1, 1), 200.0, dtype=torch.float16)
+    mat = torch.zeros(1, 8, 1, 1, dtype=torch.float16)
+    product = find_row(nn.Conv1d(1, 1, 1)).derivatives.product(
+        "weight", nn.Conv1d(1, 1, 1), [x[..., 0]], mat
+    )
+    if unfolded:
+        product.a
+    assert product.input_gram(1 / 8).item() == 200.0**2
 
 
 def test_sums_accumulate_in_float32():

@@ -146,7 +146,7 @@ def sum_of_squares(x: Tensor, start: int) -> Tensor:
     if not axes:  # it would be summed over all
         return x.to(dtype).square()
     if torch.is_grad_enabled():  # the norm is not differentiable at zero
-        return x.pow(2).sum(axes, dtype=dtype)
+        return x.to(dtype).pow(2).sum(axes)
     if x.shape[start:].numel() > PIECE_ELEMENTS:
         pieces, rest = cut(flatten_any_order(x, start))
         total = sum_of_squares(pieces, start + 1).sum(start)
@@ -164,6 +164,7 @@ def sum_of_dots(columns: Tensor) -> Tensor:
         Dot products of shape ``[N, N]``.
     """
     exact = accumulator_dtype(columns.dtype) == columns.dtype
+    columns = columns.to(accumulator_dtype(columns.dtype))
     if columns.shape[2] <= PIECE_ELEMENTS or columns.is_cuda or not exact:
         return einsum(columns, columns, "v n d, v m d -> n m")
     if columns.shape[2] <= BLOCKED_ELEMENTS and is_fast(columns[0], columns[0].mT):
@@ -190,7 +191,7 @@ def add_squares(total: Optional[Tensor], rows: Tensor, dtype: torch.dtype) -> Te
         for row in rows:
             total.addcmul_(row, row)
         return total
-    part = rows.pow(2).sum(0, dtype=dtype)
+    part = rows.to(dtype).pow(2).sum(0)
     return part if total is None else total + part
 
 
@@ -442,7 +443,7 @@ class PerSample(ABC):
 
     def _squares_per_sample(self, dtype: torch.dtype) -> Tensor:
         if torch.is_grad_enabled():
-            return self.individual().pow(2).sum(0, dtype=dtype)
+            return self.individual().to(dtype).pow(2).sum(0)
         out = huge_empty((self.batch_size, *self.shape), dtype, self.device)
         start = 0
         for block in self._blocks():
@@ -865,7 +866,8 @@ class Outer(PerSample):
 
     def partial_squares(self, sum_batch: bool) -> Tensor:  # noqa: D102
         if self.positions == 1:
-            return sum_axis(self.b.squeeze(3).pow(2), 0)
+            dtype = accumulator_dtype(self.dtype)
+            return sum_axis(self.b.squeeze(3).to(dtype).pow(2), 0)
         return super().partial_squares(sum_batch)
 
     def finish_squares(
@@ -873,7 +875,7 @@ class Outer(PerSample):
     ) -> Tensor:  # noqa: D102
         if self.positions > 1:
             return statistic
-        a = self.a.squeeze(2).pow(2)
+        a = self.a.squeeze(2).to(statistic.dtype).pow(2)
         if sum_batch:
             b = statistic.permute(1, 2, 0)
             return self.fold(bmm(b, a.transpose(0, 1)))
@@ -904,9 +906,11 @@ class Outer(PerSample):
                 return sum_of_dots(flatten(self._collect(any_order=True), 2))
             return super().dots()
         pattern = "n g t k, m g s k -> g n t m s"
-        gram_a = einsum(self.a, self.a, pattern)
+        dtype = accumulator_dtype(self.dtype)
+        a, columns = self.a.to(dtype), self.b.to(dtype)
+        gram_a = einsum(a, a, pattern)
         return sum(
-            (einsum(b, b, pattern) * gram_a).sum((0, 2, 4)) for b in self.b.unbind()
+            (einsum(b, b, pattern) * gram_a).sum((0, 2, 4)) for b in columns.unbind()
         )
 
     def input_gram(self, scale: float) -> Tensor:
@@ -918,15 +922,15 @@ class Outer(PerSample):
         Returns:
             Σ a aᵀ over samples and positions, of shape ``[G, d, d]``.
         """
-        unfolding = self._unfolder()
+        unfolding, dtype = self._unfolder(), accumulator_dtype(self.dtype)
         if unfolding is None:
-            return gram(rearrange(self.a, "n g t d -> g d (n t)")).mul_(scale)
+            a = self.a.to(dtype)
+            return gram(rearrange(a, "n g t d -> g d (n t)")).mul_(scale)
         size = self.groups * self.positions * self._sizes[0]
         total = 0.0
         for samples in chunks(self.batch_size, size, UNFOLDED_ELEMENTS):
-            part = gram(unfolding.features(samples))
-            total = total + part.to(accumulator_dtype(part.dtype))
-        return total.mul_(scale).to(part.dtype)
+            total = total + gram(unfolding.features(samples).to(dtype))
+        return total.mul_(scale)
 
     def _outer(self, samples: slice) -> Tensor:
         """Form ``[V, n, G, p, d]``, with the columns as rows of one product."""
@@ -953,12 +957,12 @@ class Outer(PerSample):
         dtype = accumulator_dtype(self.dtype)
         unfolding = self._unfolder()
         a = unfolding.rows(samples) if unfolding else self.a[samples]
-        a = a.flatten(0, 1)
+        a = a.flatten(0, 1).to(dtype)
         gram_a = bmm(a, a.mT)
         total = 0.0
-        for b in self.b[:, samples].flatten(1, 2).unbind():
+        for b in self.b[:, samples].flatten(1, 2).to(dtype).unbind():
             dots = (gram_a * bmm(b, b.mT)).unflatten(0, (-1, self.groups))
-            total = total + dots.sum((1, 2, 3), dtype=dtype)
+            total = total + dots.sum((1, 2, 3))
         return total
 
 
@@ -1062,9 +1066,10 @@ class Rows(PerSample):
         Returns:
             Sum over samples and positions, of shape ``[vocabulary]``.
         """
-        counts = self.valid.new_zeros(self.shape[0])
+        valid = self.valid.to(accumulator_dtype(self.valid.dtype))
+        counts = valid.new_zeros(self.shape[0])
         if not average:
-            return counts.index_add(0, self.ids.flatten(), self.valid.flatten())
+            return counts.index_add(0, self.ids.flatten(), valid.flatten())
         ones = Rows(self.ids, self.valid[None, ..., None], self.shape)
         _, ids, sums = ones._segments()
         means = sums[0, :, 0] / self.ids.shape[1]
@@ -1085,7 +1090,7 @@ class Rows(PerSample):
 
     def sq_norms(self) -> Tensor:  # noqa: D102
         samples, _, sums = self._segments()
-        norms = sums.pow(2).sum((0, 2), dtype=accumulator_dtype(sums.dtype))
+        norms = sums.pow(2).sum((0, 2))
         return norms.new_zeros(self.batch_size).index_add(0, samples, norms)
 
     def partial_squares(self, sum_batch: bool) -> Tensor:  # noqa: D102
@@ -1098,7 +1103,7 @@ class Rows(PerSample):
     def variance(self) -> Tensor:  # noqa: D102
         # Only the pairs (sample, index) that occur deviate from "zero minus mean".
         _, ids, sums = self._segments()
-        mean = self.summed()[0] / self.batch_size
+        mean = sums.new_zeros(self.shape).index_add(0, ids, sums[0]) / self.batch_size
         deviation = (sums[0] - mean[ids]).pow(2)
         total = torch.zeros_like(mean).index_add(0, ids, deviation)
         occurrences = torch.bincount(ids, minlength=self.shape[0])
@@ -1126,8 +1131,9 @@ class Rows(PerSample):
         offsets = vocabulary * torch.arange(self.batch_size, device=self.ids.device)
         keys = (self.ids + offsets.unsqueeze(1)).flatten()
         pairs, position = torch.unique(keys, return_inverse=True)
-        sums = self.b.new_zeros(self.num_columns, pairs.numel(), self.b.shape[-1])
-        sums = sums.index_add(1, position, self.b.flatten(1, 2))
+        b = self.b.flatten(1, 2).to(accumulator_dtype(self.dtype))
+        sums = b.new_zeros(self.num_columns, pairs.numel(), b.shape[-1])
+        sums = sums.index_add(1, position, b)
         return pairs // vocabulary, pairs % vocabulary, sums
 
 

@@ -36,8 +36,10 @@ from backpack import backpack, disable, extend
 from backpack.context import CTX
 from backpack.custom_module.permute import Permute
 from backpack.extensions import (
+    HMP,
     KFAC,
     KFLR,
+    KFRA,
     BatchDiagGGNExact,
     BatchDiagGGNMC,
     BatchDotGrad,
@@ -45,6 +47,7 @@ from backpack.extensions import (
     BatchL2Grad,
     DiagGGNExact,
     DiagGGNMC,
+    DiagHessian,
     SqrtGGNExact,
     SqrtGGNMC,
     SumGradSquared,
@@ -2264,8 +2267,12 @@ def test_not_finite(value: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["linear", "convolution", "embedding"])
-def test_empty_batch(name: str) -> None:
-    """A batch without samples gives fields without samples."""
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize(
+    "loss", [nn.CrossEntropyLoss, nn.MSELoss, nn.BCEWithLogitsLoss, nn.HuberLoss]
+)
+def test_empty_batch(name: str, loss: Callable, reduction: str) -> None:
+    """A batch without samples gives empty fields, sums of zero, and means of NaN."""
     model, x = {
         "linear": (mlp(nn.Tanh()), torch.randn(0, 4)),
         "convolution": (
@@ -2277,11 +2284,15 @@ def test_empty_batch(name: str) -> None:
             torch.zeros(0, 3, dtype=torch.long),
         ),
     }[name]
-    model, loss = extend(model), extend(nn.CrossEntropyLoss(reduction="sum"))
-    value = loss(model(x), torch.zeros(0, dtype=torch.long))
-    exts = (BatchGrad(), BatchL2Grad(), SumGradSquared(), BatchDotGrad())
-    with backpack(*exts, DiagGGNExact(), BatchDiagGGNExact(), SqrtGGNExact()):
-        value.backward()
+    is_entropy = loss is nn.CrossEntropyLoss
+    y = torch.zeros(0, dtype=torch.long) if is_entropy else torch.zeros(0, 3)
+    model, loss = extend(model), extend(loss(reduction=reduction))
+    exts = (BatchGrad(), BatchL2Grad(), SumGradSquared(), BatchDotGrad(), Variance())
+    ggn = DiagGGNExact(), BatchDiagGGNExact(), SqrtGGNExact(), DiagGGNMC()
+    factors = [ext(weight_sharing="expand") for ext in (KFAC, KFLR, KFRA)]
+    rules = () if name == "embedding" else (DiagHessian(), HMP())
+    with backpack(*exts, *ggn, *factors[: 3 if rules else 2], *rules):
+        loss(model(x), y).backward()
     for param in model.parameters():
         assert param.grad_batch.shape == (0, *param.shape)
         assert param.batch_l2.shape == (0,)
@@ -2292,3 +2303,12 @@ def test_empty_batch(name: str) -> None:
         assert not param.diag_ggn_exact.any()
         assert param.diag_ggn_exact_batch.shape == (0, *param.shape)
         assert param.sqrt_ggn_exact.shape == (3, 0, *param.shape)
+        assert not param.grad.any() and not param.diag_ggn_mc.any()
+        assert param.variance.shape == param.shape and param.variance.isnan().all()
+        for kfac, kflr in zip(param.kfac, param.kflr):
+            assert kfac.shape == kflr.shape and kfac.isnan().any() == kflr.isnan().any()
+        if rules:
+            assert [x.shape for x in param.kfra] == [x.shape for x in param.kfac]
+            assert not param.kfac[0].any() and not param.diag_h.any()
+            assert all(x.isnan().all() for x in param.kfac[1:] + param.kfra[1:])
+            assert not param.hmp(torch.ones(2, *param.shape)).any()

@@ -15,6 +15,7 @@ the cheapest known formula for it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from math import inf, nan
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -79,6 +80,18 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
         float32 for the half-precision types, else ``dtype``.
     """
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def reciprocal(number: float) -> float:
+    """Divide one by a number, as tensors do it: a batch may be empty.
+
+    Args:
+        number: Number, not negative.
+
+    Returns:
+        One over it, infinity for zero.
+    """
+    return 1.0 / number if number else inf
 
 
 def chunks(
@@ -476,6 +489,8 @@ class PerSample(ABC):
             Variance of shape ``[*p]``.
         """
         dtype = accumulator_dtype(self.dtype)
+        if self.batch_size == 0:  # the mean of nothing
+            return torch.full(self.shape, nan, dtype=dtype, device=self.device)
         moments: Optional[Moments] = None
         for block in self._blocks():
             moments = add_moments(moments, block[0].to(dtype))
@@ -882,7 +897,7 @@ class Outer(PerSample):
         return self.fold(outer_products(statistic.unsqueeze(0), a).squeeze(0))
 
     def variance(self) -> Tensor:  # noqa: D102
-        if self.positions > 1:
+        if self.positions > 1 or self.batch_size == 0:
             return super().variance()
         # Two matrix products are all it takes, unless moment and squared mean cancel
         dtype = accumulator_dtype(self.dtype)

@@ -14,6 +14,7 @@ for every module that is differentiable in its first input; other inputs are con
 
 from abc import ABC, abstractmethod
 from functools import partial
+from math import nan
 from typing import Any, Callable, List, Tuple
 
 from torch import Tensor, enable_grad, no_grad, ones_like, stack, zeros_like
@@ -350,6 +351,9 @@ class BaseDerivatives(ABC):  # noqa: B024
                 f"Expected a matrix of shape [{out}, {out}] for the output features of "
                 f"{module}, but got {list(mat.shape)}."
             )
+        if len(module.output) == 0:  # the mean of nothing
+            size = module.input0.shape[1:].numel()
+            return mat.new_full((size, size), nan)
         return self._ea_jac_t_mat_jac_prod(module, g_inp, g_out, mat)
 
     def _ea_jac_t_mat_jac_prod(

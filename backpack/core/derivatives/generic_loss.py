@@ -76,13 +76,17 @@ class GenericLossDerivatives(LossDerivatives):
         hessian_mat_prod = self._make_hessian_mat_prod(module, (), ())
 
         basis = torch.eye(
-            prediction[0].numel(), dtype=prediction.dtype, device=prediction.device
+            prediction.shape[1:].numel(),
+            dtype=prediction.dtype,
+            device=prediction.device,
         )
         columns = basis.reshape(-1, 1, *prediction.shape[1:]).expand(
             -1, *prediction.shape
         )
         hessian = hessian_mat_prod(columns)
-        hessian = hessian.reshape(len(basis), num_samples, -1).movedim(0, 1)
+        hessian = hessian.reshape(len(basis), num_samples, len(basis)).movedim(0, 1)
+        if num_samples == 0:
+            return hessian
 
         # if samples are coupled, these are sums of blocks, which a vector that differs
         # between samples reveals; drawing it must not change the user's random numbers
@@ -112,6 +116,8 @@ class GenericLossDerivatives(LossDerivatives):
         subsampling: Optional[List[int]] = None,
     ) -> Tensor:
         hessian = subsample(self._hessian(module), subsampling=subsampling)
+        if len(hessian) == 0:
+            return module.input0.new_zeros(hessian.shape[1], *module.input0[:0].shape)
         diagonal = hessian.diagonal(dim1=1, dim2=2)
         if torch.equal(hessian, torch.diag_embed(diagonal)):
             eigenvalues = diagonal
@@ -149,7 +155,7 @@ class GenericLossDerivatives(LossDerivatives):
         subsampling: Optional[List[int]] = None,
     ) -> Tensor:
         columns = self._sqrt_hessian(module, g_inp, g_out, subsampling)
-        used = flatten(columns, 1).abs().amax(1) > 0
+        used = flatten(columns, 1).any(1)
         used[0] |= ~used.any()  # at least one column, of zeros
         return columns[used]
 

@@ -9,6 +9,7 @@ from torch.distributions import Normal
 from torch.nn import MSELoss
 
 from backpack.core.derivatives.nll_base import ElementwiseNLLLossDerivatives
+from backpack.core.reductions import reciprocal
 
 
 class MSELossDerivatives(ElementwiseNLLLossDerivatives):
@@ -44,9 +45,9 @@ class MSELossDerivatives(ElementwiseNLLLossDerivatives):
     def _hessian_weights(self, module: MSELoss) -> float:
         # a target with more axes than the prediction repeats each of its elements
         shape = torch.broadcast_shapes(module.input0.shape, module.input1.shape)
-        copies = shape.numel() / module.input0.numel()
-        mean = module.reduction == "mean"
-        return copies / shape.numel() if mean else copies
+        if module.reduction == "mean":
+            return reciprocal(module.input0.numel())
+        return shape.numel() / max(1, module.input0.numel())
 
     def _sample_targets(
         self,

@@ -20,6 +20,7 @@ from torch.nn import Module
 
 from backpack.core.derivatives import shape_check
 from backpack.core.derivatives.basederivatives import BaseLossDerivatives, stored_inputs
+from backpack.core.reductions import reciprocal
 from backpack.utils.subsampling import subsample
 
 
@@ -166,7 +167,7 @@ class LossDerivatives(BaseLossDerivatives):
             The factor.
         """
         mean = getattr(module, "reduction", "mean") in ("mean", "batchmean")
-        return 1.0 / len(module.input0) if mean else 1.0
+        return reciprocal(len(module.input0)) if mean else 1.0
 
     def sqrt_hessian_sampled(
         self,
@@ -338,7 +339,9 @@ class NLLLossDerivatives(LossDerivatives):
 
     def _reduction_factor(self, module: Module) -> Union[float, Tensor]:
         mean = module.reduction == "mean"
-        return 1.0 / self._get_mean_normalization(module.input0) if mean else 1.0
+        if not mean:
+            return 1.0
+        return reciprocal(self._get_mean_normalization(module.input0))
 
     # Sampling
 
@@ -522,7 +525,8 @@ class ElementwiseNLLLossDerivatives(NLLLossDerivatives):
         prediction, root_weights = self._prepare(module, subsampling)
         root = self._root_plain_hessian(prediction) * root_weights
         columns = torch.diag_embed(root.flatten(1) if root.dim() > 1 else root[:, None])
-        return columns.movedim(1, 0).reshape(-1, *root.shape).to(module.input0.dtype)
+        columns = columns.movedim(1, 0)
+        return columns.reshape(len(columns), *root.shape).to(module.input0.dtype)
 
     def _make_hessian_mat_prod(
         self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]

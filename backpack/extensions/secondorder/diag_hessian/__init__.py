@@ -48,7 +48,8 @@ class DiagHessian(WalkingExtension):
         scale = g_out[0].detach()
         if isinstance(derivatives, GenericLossDerivatives):
             columns, sign = factor(derivatives._hessian(module))
-            columns = columns.reshape(-1, *module.input0.shape).to(module.input0.dtype)
+            shape = len(columns), *module.input0.shape
+            columns = columns.reshape(shape).to(module.input0.dtype)
         else:
             columns, sign = derivatives.sqrt_hessian_compact(module, (), ()), None
         columns = columns.detach() * scale.abs().sqrt()

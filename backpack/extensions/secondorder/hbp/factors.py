@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import nan
 from typing import Any, List, Optional
 
 import torch
@@ -13,7 +14,7 @@ from backpack.core.derivatives.basederivatives import (
     BaseParameterDerivatives,
     stored_inputs,
 )
-from backpack.core.reductions import Outer, PerSample, Rows, Summed, gram
+from backpack.core.reductions import Outer, PerSample, Rows, Summed, gram, reciprocal
 from backpack.utils.unsqueeze import flatten
 
 WEIGHT_SHARING = (None, "expand", "reduce")
@@ -117,6 +118,9 @@ def averaged_output_factor(
     affine = isinstance(product, (Outer, Summed)) and derivatives.affine_in_params
     if affine and product.groups == product.positions == 1:
         return mat.unsqueeze(0).clone()
+    if n == 0:  # the mean of nothing
+        groups, _, size = arrange(product).shape[2:]
+        return mat.new_full((groups, size, size), nan)
     if isinstance(product, Rows):
         layout = (1, product.positions, product.b.shape[-1])
     elif isinstance(product, (Outer, Summed)):
@@ -171,7 +175,7 @@ def with_input_factor(
         a = a.mean(2, keepdim=True) if weight_sharing == "reduce" else a
         factor = einsum(a, a, "n g t i, n g t j -> g i j") / len(a)
     else:
-        factor = product.input_gram(1.0 / scale)
+        factor = product.input_gram(reciprocal(scale))
     return [output, squeeze_group(factor)]
 
 

@@ -499,6 +499,16 @@ def test_merge_needs_the_same_samples(index: int):
         forms(3)[index].merge(forms(2)[index])
 
 
+@pytest.mark.parametrize("index", range(4))
+def test_no_samples(index: int):
+    """The variance of nothing is NaN, the sum that it computes on its way is zero."""
+    product = forms(0)[index]
+    product.keeps_total = True
+    variance, total = product.variance(), product.total()
+    assert variance.shape == total.shape == product.shape
+    assert variance.isnan().all() and not total.any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sizes", SIZES[:4], ids=str)
 def test_types(sizes: Sizes, dtype: torch.dtype):

@@ -133,6 +133,7 @@ class Call:
         self.versions = list(map(_version, self.arguments))
         self.outputs = list(map(Tensor.detach, outputs))
         self.output_versions = list(map(_version, self.outputs))
+        self._returned = list(map(weakref.ref, outputs))  # they own this call
         self.output_shapes = [out.shape for out in outputs]
         self.columns: Dict[Any, List[Optional[Tensor]]] = {}
 
@@ -153,6 +154,18 @@ class Call:
     def inputs(self) -> List[Tensor]:
         """Tensors among the arguments."""
         return [x for x in self.arguments if isinstance(x, Tensor)]
+
+    def tensors(self) -> List[Tensor]:
+        """List the tensors that a user may hold of this call, as far as they exist.
+
+        Returns:
+            Inputs and outputs, which are part of the graph.
+        """
+        returned = [ref() for ref in self._returned]
+        for x in returned:
+            if x is not None:
+                x._fix_weakref()
+        return [x for x in (*self.arguments, *returned) if isinstance(x, Tensor)]
 
     @property
     def num_outputs(self) -> int:

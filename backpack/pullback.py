@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Set, Tuple
+from warnings import warn
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from backpack.extensions.layers import find_loss
 from backpack.extensions.secondorder.columns import ColumnExtension, Source
 from backpack.extensions.turn import Cotangents, Products, Turn
 from backpack.graph import Target, targets_below, will_run
+from backpack.utils.hooks import without_hooks
 from backpack.utils.memory import huge_empty
 
 if TYPE_CHECKING:
@@ -30,6 +32,13 @@ OTHER_SAMPLES = (
     "output of {module}, so what the loss takes for samples are none in this layer. "
     "Keep the samples on axis 0: for instance, use CrossEntropyLoss on [N, C, T] "
     "(`logits.transpose(1, 2)`) instead of flattening [N, T, C] to [N * T, C]."
+)
+
+BACKWARD_HOOKS = (
+    "{ext}: {module} has a backward hook, which runs for each of the columns that are "
+    "pulled back from the loss, too, and sees them instead of gradients. Hooks of "
+    "tensors don't: use `tensor.register_hook` on the module's input or output, or "
+    "remove the hook before the forward pass."
 )
 
 Member = Tuple["Call", str]  # a call, and the name of a parameter in its module
@@ -77,7 +86,8 @@ class PullBack:
         loss, edge = turn.call, turn.call.input_edges[0]
         if edge is None:
             return
-        targets = [t for t in targets_below([edge.node]) if will_run(t.node)]
+        reached = targets_below([edge.node])
+        targets = [t for t in reached if will_run(t.node)]
         owners: Dict[Parameter, List[Member]] = {}
         for call in dict.fromkeys(target.entry.call for target in targets):
             for name, param in turn.backward_pass.parameters(call):
@@ -111,10 +121,14 @@ class PullBack:
                 else:
                     keep.setdefault(call, []).append((ext, name))
 
+        calls = [loss, *(target.entry.call for target in reached)]
+        _warn_of_hooks(calls, extensions[0])
+        tensors = [x for call in calls for x in call.tensors()]
         scale, sources = turn.loss_scale(), {ext.source for ext in extensions}
         last: Dict[Parameter, PerSample] = {}
         for chunk in chain([first], columns):
-            pulled = self._pull_chunk(edge, targets, chunk * scale)
+            with without_hooks(tensors):
+                pulled = self._pull_chunk(edge, targets, chunk * scale)
             for call, waiting in keep.items():
                 new = append_columns(call, sources, pulled[call], len(chunk))
                 for ext, name in waiting:
@@ -322,6 +336,20 @@ def _append(
     if a is None and before > 0:
         a = b.new_zeros(before, *b.shape[1:])
     return b if a is None else torch.cat([a, b])
+
+
+def _warn_of_hooks(calls: List[Call], ext: Any) -> None:
+    """Warn of modules' backward hooks, which are part of the graph.
+
+    Args:
+        calls: Calls in the part of the graph that columns go through.
+        ext: An extension that uses them.
+    """
+    for call in calls:
+        if call.module._backward_hooks or call.module._backward_pre_hooks:
+            text = BACKWARD_HOOKS.format(ext=type(ext).__name__, module=call.module)
+            warn(text, stacklevel=2)
+            return
 
 
 def _check_samples(loss: Call, calls: Dict[Call, List[str]], ext: Any) -> None:

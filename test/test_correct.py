@@ -2266,6 +2266,48 @@ def test_not_finite(value: float) -> None:
     assert not model.weight.diag_ggn_exact.isfinite().all()
 
 
+@pytest.mark.parametrize("ext", [DiagGGNExact, KFLR, SqrtGGNExact, DiagHessian])
+def test_hooks_of_tensors(ext: Callable) -> None:
+    """Hooks and ``retain_grad`` see gradients, but no columns and no masks."""
+    model, loss, (x,), y = Row(lambda: mlp(nn.Dropout(), nn.Tanh()), randn(4)).build()
+    model, loss = extend(model.train()), extend(loss)
+
+    def gradients(second_order: bool) -> Tuple[List, List]:
+        torch.manual_seed(0)
+        seen, tensors, z = [], [], x
+        for i, module in enumerate((*model, lambda z: 2 * z)):
+            if ext is not DiagHessian or i < len(model):  # which wants modules
+                z = module(z)
+                tensors.append(z)
+                z.retain_grad()
+                z.register_hook(lambda g, i=i: seen.append((i, g.clone())))
+        value = loss(z, *y)
+        with backpack(*[ext()] if second_order else []):
+            value.backward()
+            assert all(len(t._backward_hooks) == 1 for t in tensors)
+        return seen, [t.grad for t in tensors]
+
+    (expected, wanted), (seen, retained) = gradients(False), gradients(True)
+    assert [i for i, _ in seen] == [i for i, _ in expected]
+    oracle.assert_agrees([g for _, g in seen], [g for _, g in expected])
+    oracle.assert_agrees(retained, wanted)
+
+
+def test_retained_gradients_accumulate() -> None:
+    """What was collected in earlier passes stays."""
+    model, loss, (x,), y = small()
+    hidden = model[0](x).detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(loss(model[2](model[1](hidden)), *y), hidden)
+    model, loss = extend(model), extend(loss)
+    hidden = model[0](x)
+    hidden.retain_grad()
+    value = loss(model[2](model[1](hidden)), *y)
+    for times in (1, 2):
+        with backpack(DiagGGNExact(), retain_graph=True):
+            value.backward(retain_graph=True)
+        oracle.assert_agrees(hidden.grad, times * gradient)
+
+
 @pytest.mark.parametrize(
     "name", ["linear", "convolution", "embedding", "normalization"]
 )

@@ -216,6 +216,13 @@ def released() -> None:
         value.backward()
 
 
+def hooked() -> None:
+    """A module's backward hook is part of the graph that columns go through."""
+    model = mlp()
+    model[0].register_full_backward_hook(lambda module, g_inp, g_out: None)
+    run(model, DiagGGNExact())
+
+
 def modified() -> None:
     """Modify a layer's input between forward and backward pass."""
     layer, x = extend(nn.Linear(3, 3)), torch.randn(N, 3)
@@ -852,6 +859,13 @@ PASSES: Dict[str, Row] = {
         r"CrossEntropyLoss\(\)",
         "dropped after an earlier backward pass",
         r"backpack\(\.\.\., retain_graph=True\)",
+    ),
+    "backward-hook": Row(
+        hooked,
+        UserWarning,
+        r"DiagGGNExact: Linear\(",
+        "has a backward hook, which runs for each of the columns",
+        "register_hook",
     ),
     "modified": Row(
         modified,

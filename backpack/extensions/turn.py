@@ -24,6 +24,7 @@ from backpack.core.derivatives.generic import generic_products
 from backpack.core.reductions import PerSample
 from backpack.extensions.layers import Row, find_row_or_generic, works_in_place
 from backpack.graph import Entry, producing_calls, targets_below
+from backpack.utils.hooks import without_hooks
 from backpack.utils.subsampling import subsample
 
 if TYPE_CHECKING:
@@ -280,7 +281,8 @@ class Turn:
         current.pulling = True
         try:
             ones = torch.ones_like(self.call.outputs[0])
-            return torch.autograd.grad(edge, x, ones, retain_graph=True)[0].detach()
+            with without_hooks(self.call.tensors()):
+                return torch.autograd.grad(edge, x, ones, retain_graph=True)[0].detach()
         finally:
             current.pulling = False
 

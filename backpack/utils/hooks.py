@@ -1,7 +1,10 @@
-"""Which modules were extended, and a function to use where a hook is expected."""
+"""Which modules were extended, and what concerns users' hooks."""
 
 import weakref
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Tuple
+
+from torch import Tensor
 
 # Modules on which `extend` was called
 EXTENDED = weakref.WeakSet()
@@ -14,3 +17,33 @@ def no_op(*args: Any, **kwargs: Any) -> None:
         args: Ignored.
         kwargs: Ignored.
     """
+
+
+@contextmanager
+def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Keep tensors' hooks, and what ``retain_grad`` collects, from seeing gradients.
+
+    Args:
+        tensors: The tensors, which may occur several times.
+
+    Yields:
+        Nothing.
+    """
+    hooks: List[Tuple[Dict[int, Any], Dict[int, Any]]] = []
+    retained: List[Tuple[Tensor, Optional[Tensor]]] = []
+    for x in {id(x): x for x in tensors if x.grad_fn is not None}.values():
+        if x._backward_hooks:  # autograd's node refers to this very dictionary
+            hooks.append((x._backward_hooks, dict(x._backward_hooks)))
+        if x.retains_grad:
+            retained.append((x, x.grad))
+    try:
+        for current, _ in hooks:
+            current.clear()
+        for x, _ in retained:
+            x.grad = None
+        yield
+    finally:
+        for current, before in hooks:
+            current.update(before)
+        for x, grad in retained:
+            x.grad = grad

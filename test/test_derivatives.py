@@ -16,6 +16,7 @@ from torch.autograd.functional import hessian, jacobian
 from torch.func import functional_call
 from torch.nn import Module
 
+from backpack import extend
 from backpack.core.derivatives import dropout, shape_check
 from backpack.core.derivatives.basederivatives import (
     BaseDerivatives,
@@ -26,6 +27,7 @@ from backpack.core.derivatives.elementwise import (
     ElementwiseDerivatives,
     PiecewiseLinearDerivatives,
 )
+from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.custom_module.branching import SumModule
 from backpack.custom_module.pad import Pad
 from backpack.custom_module.permute import Permute
@@ -1030,3 +1032,11 @@ def test_reshape():
     assert BaseDerivatives.reshape_like_output(mat, module).shape == (5, 4, 6)
     shape = BaseDerivatives.reshape_like_input(mat, module, subsampling=[0, 2]).shape
     assert shape == (10, 2, 2, 3)
+
+
+def test_additional_dims() -> None:
+    """The axes between samples and features, asked of the class as in BackPACK 1.7."""
+    layer = extend(nn.Linear(4, 3))
+    layer(torch.randn(6, 2, 5, 4))
+    dims = LinearDerivatives._get_additional_dims(layer)
+    assert isinstance(dims, torch.Size) and dims == (2, 5)

@@ -860,6 +860,21 @@ PASSES: Dict[str, Row] = {
         "dropped after an earlier backward pass",
         r"backpack\(\.\.\., retain_graph=True\)",
     ),
+    **{
+        f"transposed-{ext.__name__}": Row(
+            lambda ext=ext: run(
+                Sequential(
+                    nn.Unflatten(1, (3, 1)), nn.ConvTranspose1d(3, 3, 1), nn.Flatten()
+                ),
+                ext(),
+            ),
+            UserWarning,
+            rf"{ext.__name__} .*ConvTranspose1d\(",
+            r"stand for `weight.transpose\(0, 1\)`",
+            "Transpose it",
+        )
+        for ext in (KFAC, KFLR, KFRA)
+    },
     "backward-hook": Row(
         hooked,
         UserWarning,

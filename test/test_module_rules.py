@@ -35,11 +35,14 @@ from backpack.extensions import (
     KFLR,
     KFRA,
     PCHMP,
+    BatchDiagGGNMC,
     BatchDiagHessian,
     BatchGrad,
     DiagGGNExact,
+    DiagGGNMC,
     DiagHessian,
     SqrtGGNExact,
+    SqrtGGNMC,
     Variance,
 )
 from backpack.extensions.layers import LAYERS, WITHOUT_RULE
@@ -725,6 +728,13 @@ def test_hbp_options():
         assert ext.get_ea_strategy() == "E[J^T E(H) J]"
     assert KFAC(mc_samples=3).get_num_mc_samples() == 3
     assert KFAC().get_loss_hessian_strategy() == "sampling"
+    for ext in (KFAC(), KFLR(), KFRA()):  # attributes of BackPACK 1.7
+        assert ext.loss_hessian_strategy == ext.get_loss_hessian_strategy()
+        assert (ext.curv_type, ext.ea_strategy) == ("ggn", ext.get_ea_strategy())
+        assert ext.backprop_strategy == ext.get_backprop_strategy()
+    for ext in (DiagGGNMC, BatchDiagGGNMC, SqrtGGNMC):
+        assert ext().loss_hessian_strategy == "sampling"
+    assert DiagGGNExact().loss_hessian_strategy == "exact"
     assert KFLR().get_backprop_strategy() == "sqrt"
     assert KFRA().get_backprop_strategy() == "average"
 

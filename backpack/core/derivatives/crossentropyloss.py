@@ -58,7 +58,8 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
     def _make_distribution(self, subsampled_input: Tensor) -> Categorical:
         return Categorical(logits=_classes_last(subsampled_input))
 
-    def _get_mean_normalization(self, input: Tensor) -> int:
+    @staticmethod
+    def _get_mean_normalization(input: Tensor) -> int:
         return input.numel() // input.shape[_class_axis(input)]
 
     def _hessian_weights(self, module: CrossEntropyLoss) -> Tensor:
@@ -106,6 +107,23 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
         if class_weights is None:
             return valid.to(full_precision(module.input0).dtype)
         return full_precision(class_weights)[target.where(valid, 0).long()] * valid
+
+    def sum_hessian(
+        self, module: CrossEntropyLoss, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]
+    ) -> Tensor:
+        """Sum the loss Hessians of all samples.
+
+        Args:
+            module: Loss module with stored inputs and output.
+            g_inp: Gradients with respect to the module's inputs.
+            g_out: Gradients with respect to the module's output.
+
+        Returns:
+            Σₙ ∂²𝓛/∂xₙ² of shape ``[C, C]``, or ``[C, d1, …, C, d1, …]`` for predictions
+            with more axes.
+        """
+        _, shape = self._split_shape(module.input0)
+        return super().sum_hessian(module, g_inp, g_out).reshape(*shape, *shape)
 
     def _sqrt_hessian(
         self,

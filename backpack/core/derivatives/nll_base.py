@@ -512,7 +512,8 @@ class ElementwiseNLLLossDerivatives(NLLLossDerivatives):
             Root of the second derivative without the loss's options, ``[N, *]``.
         """
 
-    def _get_mean_normalization(self, input: Tensor) -> int:
+    @staticmethod
+    def _get_mean_normalization(input: Tensor) -> int:
         return input.numel()
 
     def _sqrt_hessian(

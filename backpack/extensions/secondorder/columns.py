@@ -200,6 +200,7 @@ class ColumnExtension(SecondOrderBackpropExtension):
 
     Attributes:
         source: Where the columns come from.
+        loss_hessian_strategy: How the loss Hessian is factored.
         additive: Whether the quantity is a sum over columns.
     """
 
@@ -220,7 +221,7 @@ class ColumnExtension(SecondOrderBackpropExtension):
             source: Where the columns come from.
             subsampling: Samples to consider, by index. Default: ``None`` for all.
         """
-        self.source = source
+        self.source, self.loss_hessian_strategy = source, source.strategy
         # not the next class in line: KFAC and KFLR have a second base class
         BackpropExtension.__init__(
             self, savefield, built_in(self.default_rule), subsampling=subsampling

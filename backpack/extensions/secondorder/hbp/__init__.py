@@ -52,6 +52,8 @@ class HBP(WalkingExtension):
     the layer's output, and A from its inputs a:
 
     - weight of a linear layer or a convolution: ``[B, A]``, A = (1/N) Σ a aᵀ,
+      Those of a transposed convolution stand for ``weight.transpose(0, 1)``, and a
+      warning says so,
     - their bias: ``[B]``,
     - weight of an embedding: ``[A, B]``, where A is diagonal and stored as a vector:
       how often each index occurs per sample,
@@ -70,6 +72,10 @@ class HBP(WalkingExtension):
     ``[G, d, d]``.
 
     Attributes:
+        curv_type: Name of the curvature matrix.
+        loss_hessian_strategy: How the loss Hessian is represented.
+        backprop_strategy: What is pulled back.
+        ea_strategy: Which expectations are taken to factorise.
         weight_sharing: How weight sharing is treated.
     """
 
@@ -115,10 +121,10 @@ class HBP(WalkingExtension):
                 f"{weight_sharing!r}."
             )
         super().__init__(savefield)
-        self._curv_type = curv_type
-        self._loss_hessian_strategy = loss_hessian_strategy
-        self._backprop_strategy = backprop_strategy
-        self._ea_strategy = ea_strategy
+        self.curv_type = curv_type
+        self.loss_hessian_strategy = loss_hessian_strategy
+        self.backprop_strategy = backprop_strategy
+        self.ea_strategy = ea_strategy
         self.weight_sharing = weight_sharing
 
     def get_curv_type(self) -> str:
@@ -127,7 +133,7 @@ class HBP(WalkingExtension):
         Returns:
             Its name.
         """
-        return self._curv_type
+        return self.curv_type
 
     def get_loss_hessian_strategy(self) -> str:
         """Return how the loss Hessian is represented.
@@ -135,7 +141,7 @@ class HBP(WalkingExtension):
         Returns:
             ``"exact"``, ``"sampling"`` or ``"sum"``.
         """
-        return self._loss_hessian_strategy
+        return self.loss_hessian_strategy
 
     def get_backprop_strategy(self) -> str:
         """Return what is pulled back.
@@ -143,7 +149,7 @@ class HBP(WalkingExtension):
         Returns:
             ``"average"`` or ``"sqrt"``.
         """
-        return self._backprop_strategy
+        return self.backprop_strategy
 
     def get_ea_strategy(self) -> str:
         """Return which expectations are taken to factorize.
@@ -151,7 +157,7 @@ class HBP(WalkingExtension):
         Returns:
             One of the options in :class:`.hbp_options.ExpectationApproximation`.
         """
-        return self._ea_strategy
+        return self.ea_strategy
 
     def get_num_mc_samples(self) -> int:
         """Return the number of Monte-Carlo samples, where targets are drawn.
@@ -189,7 +195,7 @@ class HBP(WalkingExtension):
         Raises:
             NotImplementedError: If averages over the batch are pulled back.
         """
-        if BackpropStrategy.is_batch_average(self._backprop_strategy):
+        if BackpropStrategy.is_batch_average(self.backprop_strategy):
             raise NotImplementedError(BRANCHES.format(ext=type(self).__name__))
         return existing + other
 

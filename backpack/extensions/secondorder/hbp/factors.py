@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from math import nan
 from typing import Any, List, Optional
+from warnings import warn
 
 import torch
 from einops import einsum, rearrange
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.modules.conv import _ConvTransposeNd
 
 from backpack.core.derivatives.basederivatives import (
     BaseParameterDerivatives,
@@ -25,8 +27,15 @@ AMBIGUOUS = (
 )
 
 
+TRANSPOSED = (
+    "{ext} (field '{field}'): the Kronecker factors of the weight of {module} "
+    "stand for `weight.transpose(0, 1)`, output channels first. Transpose it before "
+    "you multiply with them."
+)
+
+
 def refuse_ambiguous(ext: Any, module: Module, name: str, product: PerSample) -> None:
-    """Refuse parameters whose factors are ambiguous.
+    """Refuse parameters whose factors are ambiguous; warn of transposed ones.
 
     Args:
         ext: The extension, with its ``weight_sharing``.
@@ -37,6 +46,14 @@ def refuse_ambiguous(ext: Any, module: Module, name: str, product: PerSample) ->
     Raises:
         NotImplementedError: If a choice is needed and was not made.
     """
+    transposed = isinstance(module, _ConvTransposeNd) and name == "weight"
+    warned = ext.__dict__.setdefault("_warned_of", set())
+    if transposed and type(module) not in warned:
+        warned.add(type(module))
+        text = TRANSPOSED.format(
+            ext=type(ext).__name__, field=ext.savefield, module=module
+        )
+        warn(text, stacklevel=2)
     if ext.weight_sharing is not None:
         return
     reason = None

@@ -23,6 +23,19 @@ if TYPE_CHECKING:
     from backpack.extensions.secondorder.hbp import HBP
 
 
+def flatten_square(matrix: Tensor) -> Tensor:
+    """Arrange a matrix with several axes for each of both sides in two axes.
+
+    Args:
+        matrix: Matrix of shape ``[*in, *in]``.
+
+    Returns:
+        The matrix, of shape ``[in, in]``.
+    """
+    size = matrix.shape[: matrix.dim() // 2].numel()
+    return matrix.reshape(size, size)
+
+
 class HBPLoss(HBPBaseModule):
     """Compute the loss Hessian, or columns of its factor."""
 
@@ -49,7 +62,7 @@ class HBPLoss(HBPBaseModule):
         scale = loss_scale(module, g_out[0]).detach()
         result = self.make_loss_hessian_func(ext)(module, g_inp, g_out)
         if ext.get_loss_hessian_strategy() == LossHessianStrategy.SUM:
-            return result * scale**2
+            return flatten_square(result) * scale**2
         result = result * scale
         if BackpropStrategy.is_batch_average(ext.get_backprop_strategy()):
             flat = flatten(result, 2)

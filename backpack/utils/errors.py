@@ -15,8 +15,8 @@ BATCH_NORM_TRAIN_MESSAGE = (
 )
 ALONG_SAMPLES_MESSAGE = (
     "{exts}{module} acts along axis 0 of its input of shape {shape}, where the samples "
-    "are, so the loss is no sum of per-sample losses and quantities of individual samples "
-    "are not defined. Let it act along other axes (`{option}`)."
+    "are, so the loss is no sum of per-sample losses and quantities of individual "
+    "samples are not defined. Let it act along other axes (`{option}`)."
 )
 
 _ALONG_DIM = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU)

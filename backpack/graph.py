@@ -208,32 +208,39 @@ class Inspection:
         self._edges = list(walk_edges(roots))
         self.calls: Dict[Call, List[Node]] = {}
         self._consumers: Dict[Node, List[Node]] = {}
+        leaves = []
         for node, parents in self._edges:
-            for entry in calls_at(node) if parents else ():  # none at leaves
+            if not parents:
+                leaves.append(node)
+                continue
+            for entry in calls_at(node):
                 self.calls.setdefault(entry.call, []).append(node)
             for parent, _ in parents:
                 if parent is not None:
                     self._consumers.setdefault(parent, []).append(node)
         self._names = {type(node).__name__ for node, _ in self._edges}
         self.reached: Dict[Tensor, List[Node]] = {
-            node.variable: users
-            for node, users in self._consumers.items()
-            if is_leaf(node)
+            node.variable: self._consumers[node]
+            for node in leaves
+            if is_leaf(node) and node in self._consumers
         }
 
     @cached_property
     def outside(self) -> Dict[Parameter, List[Node]]:
         """Nodes that use a parameter, but not for an output of its modules' calls."""
-        calls_of: Dict[Parameter, List[Call]] = {}
-        for call in self.calls:
-            for param in call.parameters.values():
-                calls_of.setdefault(param, []).append(call)
+        pairs = [(p, call) for call in self.calls for p in call.parameters.values()]
+        doubtful: Dict[Parameter, List[Call]] = {}
+        for param, call in pairs:  # a quick answer, for most
+            nodes = self.calls[call]
+            if not all(x in nodes for x in self.reached.get(param, ())):
+                doubtful[param] = []
+        for param, call in pairs if doubtful else ():
+            if param in doubtful:
+                doubtful[param].append(call)
         outside = {}
-        for param, calls in calls_of.items():
+        for param, calls in doubtful.items():
             outputs = {node for call in calls for node in self.calls[call]}
-            users = [x for x in self.reached.get(param, ()) if x not in outputs]
-            if not users:  # a quick answer
-                continue
+            users = self.reached[param]
             inputs = {node for call in calls for node in call.input_nodes()}
             since = min(call.since for call in calls)
             nodes = [x for x in users if self._leads_past(x, outputs, inputs, since)]

@@ -15,7 +15,7 @@ from backpack.context import State
 from backpack.core.reductions import PerSample, merge_all
 from backpack.extensions.layers import find_loss
 from backpack.extensions.secondorder.columns import ColumnExtension, Source
-from backpack.extensions.turn import Cotangents, Products, Turn
+from backpack.extensions.turn import Cotangents, Products, Turn, mode_of
 from backpack.graph import Target, targets_below, will_run
 from backpack.utils.hooks import without_hooks
 from backpack.utils.memory import huge_empty
@@ -256,7 +256,8 @@ def _products(
         for name in names:
             param = call.parameters[name]
             if param in at_once:
-                parts.setdefault(param, []).append(formed[name])
+                with mode_of(call):  # it is not its turn
+                    parts.setdefault(param, []).append(formed[name])
                 if len(parts[param]) == len(owners[param]):
                     yield param, merge_all(parts.pop(param))
 

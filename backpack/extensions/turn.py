@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
@@ -119,17 +119,24 @@ def as_type(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if differs and value.is_floating_point() else value
 
 
-@contextmanager
-def mode_of(call: Call) -> Iterator[None]:
+def mode_of(call: Call) -> AbstractContextManager:
     """Put a module into the mode in which it was called, inside the context.
 
     Args:
         call: Its call.
+
+    Returns:
+        The context.
     """
+    return _SAME if call.module.training == call.training else _other_mode(call)
+
+
+_SAME = nullcontext()
+
+
+@contextmanager
+def _other_mode(call: Call) -> Iterator[None]:
     module = call.module
-    if module.training == call.training:
-        yield
-        return
     module.training = call.training
     try:
         yield
@@ -176,38 +183,34 @@ class Products(Mapping):
             The products.
         """
         if name not in self._formed:
-            with mode_of(self._call):
-                self._form(name)
+            call, cotangents = self._call, self._cotangents
+            call.check_unchanged()
+            rule = self._rule(name)
+            if rule is not None:
+                # under autocast, inputs and outputs have other types than parameters
+                arguments, mats = self._converted(call.parameters[name].dtype)
+                self._formed[name] = rule.derivatives.product(
+                    name,
+                    call.module,
+                    arguments,
+                    mats if rule.several_outputs else mats[0],
+                )
+            else:
+                others = [other for other in self._names if self._rule(other) is None]
+                self._formed.update(
+                    generic_products(
+                        others,
+                        call.module,
+                        call.args,
+                        cotangents,
+                        call.kwargs,
+                        call.random_state,
+                        call.unchanged_outputs(),
+                    )
+                )
         product = self._formed[name]
         product.shared = self._shared
         return product
-
-    def _form(self, name: str) -> None:
-        call, cotangents = self._call, self._cotangents
-        call.check_unchanged()
-        rule = self._rule(name)
-        if rule is not None:
-            # under autocast, inputs and outputs have other types than parameters
-            arguments, mats = self._converted(call.parameters[name].dtype)
-            self._formed[name] = rule.derivatives.product(
-                name,
-                call.module,
-                arguments,
-                mats if rule.several_outputs else mats[0],
-            )
-        else:
-            others = [other for other in self._names if self._rule(other) is None]
-            self._formed.update(
-                generic_products(
-                    others,
-                    call.module,
-                    call.args,
-                    cotangents,
-                    call.kwargs,
-                    call.random_state,
-                    call.unchanged_outputs(),
-                )
-            )
 
     def _converted(self, dtype: torch.dtype) -> Tuple[List[Any], Cotangents]:
         """Return arguments and cotangents in a type: the same tensors for all names."""

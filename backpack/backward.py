@@ -143,8 +143,9 @@ class BackwardPass:
             if accumulates and inputs is None:
                 self.left_out = find_left_out(current, inspection)
                 leaves = inspection.reached if self.left_out else ()
-                leaves = [x for x in leaves if x not in self.left_out]
-                self.leaves = [x for x in leaves if x.requires_grad]
+                self.leaves = [
+                    x for x in leaves if x not in self.left_out and x.requires_grad
+                ]
 
     def _inspect(self, inspection: Inspection, inputs: Any) -> None:
         """Refuse what no module sees, or warn about it."""

@@ -101,33 +101,30 @@ def producing_calls(edge: GradientEdge) -> List[Entry]:
     return entries
 
 
-def walk(starts: Iterable[Node], stops: Iterable[Node] = ()) -> Iterator[Node]:
+def walk(starts: Iterable[Node]) -> Iterator[Node]:
     """Walk through the graph, towards its leaves.
 
     Args:
         starts: Where to begin.
-        stops: Nodes not to enter.
 
     Returns:
         All nodes that can be reached, each once.
     """
-    return (node for node, _ in walk_edges(starts, stops))
+    return (node for node, _ in walk_edges(starts))
 
 
-def walk_edges(starts: Iterable[Node], stops: Iterable[Node] = ()) -> Iterator[Edges]:
+def walk_edges(starts: Iterable[Node]) -> Iterator[Edges]:
     """Walk through the graph, towards its leaves, and tell where it goes on.
 
     Args:
         starts: Where to begin.
-        stops: Nodes not to enter.
 
     Yields:
         All nodes that can be reached, each once, and the next node for each of its
         inputs.
     """
-    seen = set(stops)
-    queue = [node for node in dict.fromkeys(starts) if node not in seen]
-    seen.update(queue)
+    queue = list(dict.fromkeys(starts))
+    seen = set(queue)
     while queue:
         node = queue.pop()
         parents = node.next_functions

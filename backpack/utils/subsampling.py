@@ -1,5 +1,6 @@
 """Selection of samples from a mini-batch."""
 
+from contextlib import suppress
 from operator import index
 from typing import Any, List, Optional, Sequence, Union
 
@@ -38,8 +39,9 @@ def num_selected(size: int, subsampling: Subsampling) -> int:
     """
     if subsampling is None:
         return size
-    indices = range(size)[subsampling] if isinstance(subsampling, slice) else None
-    return len(subsampling if indices is None else indices)
+    if isinstance(subsampling, slice):
+        return len(range(size)[subsampling])
+    return len(subsampling)
 
 
 def as_subsampling(name: str, subsampling: Any) -> Subsampling:
@@ -57,19 +59,17 @@ def as_subsampling(name: str, subsampling: Any) -> Subsampling:
     """
     if subsampling is None or isinstance(subsampling, slice):
         return subsampling
-    values = subsampling
-    if isinstance(values, Tensor):
-        values = values.tolist()
-    try:
-        assert isinstance(values, Sequence) and not isinstance(values, (str, bytes))
-        assert not any(isinstance(n, bool) for n in values)
-        return [index(n) for n in values]
-    except (AssertionError, TypeError) as error:
-        raise ValueError(
-            f"{name}: subsampling must be None, or select samples by a list, tuple, "
-            f"range or tensor of integers, or by a slice. Got {subsampling!r}. Pass "
-            "indices, for instance subsampling=[0, 2]."
-        ) from error
+    is_tensor = isinstance(subsampling, Tensor)
+    values = subsampling.tolist() if is_tensor else subsampling
+    several = isinstance(values, Sequence) and not isinstance(values, (str, bytes))
+    if several and not any(isinstance(n, bool) for n in values):
+        with suppress(TypeError):
+            return list(map(index, values))
+    raise ValueError(
+        f"{name}: subsampling must be None, or select samples by a list, tuple, "
+        f"range or tensor of integers, or by a slice. Got {subsampling!r}. Pass "
+        "indices, for instance subsampling=[0, 2]."
+    )
 
 
 def check_subsampling(name: str, subsampling: Subsampling, size: int) -> None:
@@ -83,11 +83,9 @@ def check_subsampling(name: str, subsampling: Subsampling, size: int) -> None:
     Raises:
         IndexError: If one does not.
     """
-    outside = (
-        []
-        if subsampling is None or isinstance(subsampling, slice)
-        else [n for n in subsampling if not -size <= n < size]
-    )
+    if subsampling is None or isinstance(subsampling, slice):
+        return
+    outside = [n for n in subsampling if not -size <= n < size]
     if outside:
         raise IndexError(
             f"{name}: subsampling={subsampling} selects sample {outside[0]}, but the "

@@ -13,7 +13,8 @@ for every module that is differentiable in its first input; other inputs are con
 """
 
 from abc import ABC, abstractmethod
-from functools import partial
+from functools import partial, partialmethod
+from inspect import getattr_static
 from math import nan
 from typing import Any, Callable, List, Tuple
 
@@ -614,58 +615,9 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
         product = self._stored_product(param_str, restricted, mat)
         return product.summed() if sum_batch else product.individual()
 
-    def _weight_jac_t_mat_prod(
-        self,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
-        mat: Tensor,
-        sum_batch: bool = True,
-        subsampling: List[int] = None,
-    ) -> Tensor:
-        """Multiply with the weight's transposed Jacobian, see :meth:`param_mjp`.
-
-        A class for a layer of its own may override this, and the same for its other
-        parameters: ``_<name>_jac_t_mat_prod``.
-
-        Args:
-            module: Module with stored input and output.
-            g_inp: Gradients of the loss with respect to the module's inputs.
-            g_out: Gradients of the loss with respect to the module's outputs.
-            mat: Matrix of shape ``[V, N, *out]``.
-            sum_batch: Whether to sum over samples. Default: ``True``.
-            subsampling: Selected samples. Default ``None`` uses all.
-
-        Returns:
-            Products of shape ``[V, *weight]``, or ``[V, N, *weight]``.
-        """
-        args = module, g_inp, g_out, mat, sum_batch, subsampling
-        return self._param_mjp("weight", *args)
-
-    def _bias_jac_t_mat_prod(
-        self,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
-        mat: Tensor,
-        sum_batch: bool = True,
-        subsampling: List[int] = None,
-    ) -> Tensor:
-        """Multiply with the bias's transposed Jacobian, as for the weight.
-
-        Args:
-            module: Module with stored input and output.
-            g_inp: Gradients of the loss with respect to the module's inputs.
-            g_out: Gradients of the loss with respect to the module's outputs.
-            mat: Matrix of shape ``[V, N, *out]``.
-            sum_batch: Whether to sum over samples. Default: ``True``.
-            subsampling: Selected samples. Default ``None`` uses all.
-
-        Returns:
-            Products of shape ``[V, *bias]``, or ``[V, N, *bias]``.
-        """
-        args = module, g_inp, g_out, mat, sum_batch, subsampling
-        return self._param_mjp("bias", *args)
+    # a class for a layer of its own may override these, and the same for other names
+    _weight_jac_t_mat_prod = partialmethod(_param_mjp, "weight")
+    _bias_jac_t_mat_prod = partialmethod(_param_mjp, "bias")
 
     def stored_product(
         self,
@@ -690,10 +642,12 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
         """
         cotangents = cotangents.to(module.output.dtype)
         method = f"_{name}_jac_t_mat_prod"
-        own = getattr(type(self), method, None)
-        if own is getattr(BaseParameterDerivatives, method, None):
+        pair = type(self), BaseParameterDerivatives
+        own, inherited = (getattr_static(cls, method, None) for cls in pair)
+        if own is inherited:
             return self._stored_product(name, module, cotangents)
-        products = own(self, module, g_inp, g_out, cotangents, sum_batch=False)
+        multiply = getattr(self, method)
+        products = multiply(module, g_inp, g_out, cotangents, sum_batch=False)
         return Dense(products, products.shape[2:])
 
     def _stored_product(
@@ -785,38 +739,6 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
         shape_check._check_like(result, module, "output")
         return shape_check._remove_V_dim(result) if is_vec else result
 
-    def _weight_jac_mat_prod(
-        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
-    ) -> Tensor:
-        """Multiply with the weight's Jacobian; may be overridden, as for other names.
-
-        Args:
-            module: Module with stored input and output.
-            g_inp: Gradients of the loss with respect to the module's inputs.
-            g_out: Gradients of the loss with respect to the module's outputs.
-            mat: Matrix of shape ``[V, *weight]``.
-
-        Returns:
-            Products of shape ``[V, N, *out]``.
-        """
-        return self._param_jac_mat_prod("weight", module, g_inp, g_out, mat)
-
-    def _bias_jac_mat_prod(
-        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
-    ) -> Tensor:
-        """Multiply with the bias's Jacobian, as for the weight.
-
-        Args:
-            module: Module with stored input and output.
-            g_inp: Gradients of the loss with respect to the module's inputs.
-            g_out: Gradients of the loss with respect to the module's outputs.
-            mat: Matrix of shape ``[V, *bias]``.
-
-        Returns:
-            Products of shape ``[V, N, *out]``.
-        """
-        return self._param_jac_mat_prod("bias", module, g_inp, g_out, mat)
-
     def _param_jac_mat_prod(
         self,
         param_str: str,
@@ -841,6 +763,9 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
         checked(module, output)
         _, push = vjp(lambda w: pull(w)[0], zeros_like(output))
         return stack([push(v)[0] for v in mat])
+
+    _weight_jac_mat_prod = partialmethod(_param_jac_mat_prod, "weight")
+    _bias_jac_mat_prod = partialmethod(_param_jac_mat_prod, "bias")
 
 
 class BaseLossDerivatives(BaseDerivatives, ABC):

@@ -51,9 +51,9 @@ class HBP(WalkingExtension):
     Depending on how a parameter enters its layer, with B from what is pulled back to
     the layer's output, and A from its inputs a:
 
-    - weight of a linear layer or a convolution: ``[B, A]``, A = (1/N) Σ a aᵀ,
-      Those of a transposed convolution stand for ``weight.transpose(0, 1)``, and a
-      warning says so,
+    - weight of a linear layer or a convolution: ``[B, A]``, A = (1/N) Σ a aᵀ
+      (those of a transposed convolution stand for ``weight.transpose(0, 1)``, and a
+      warning says so),
     - their bias: ``[B]``,
     - weight of an embedding: ``[A, B]``, where A is diagonal and stored as a vector:
       how often each index occurs per sample,
@@ -75,7 +75,7 @@ class HBP(WalkingExtension):
         curv_type: Name of the curvature matrix.
         loss_hessian_strategy: How the loss Hessian is represented.
         backprop_strategy: What is pulled back.
-        ea_strategy: Which expectations are taken to factorise.
+        ea_strategy: Which expectations are taken to factorize.
         weight_sharing: How weight sharing is treated.
     """
 

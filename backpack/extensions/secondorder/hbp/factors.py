@@ -46,14 +46,14 @@ def refuse_ambiguous(ext: Any, module: Module, name: str, product: PerSample) ->
     Raises:
         NotImplementedError: If a choice is needed and was not made.
     """
-    transposed = isinstance(module, _ConvTransposeNd) and name == "weight"
-    warned = ext.__dict__.setdefault("_warned_of", set())
-    if transposed and type(module) not in warned:
-        warned.add(type(module))
-        text = TRANSPOSED.format(
-            ext=type(ext).__name__, field=ext.savefield, module=module
-        )
-        warn(text, stacklevel=2)
+    if isinstance(module, _ConvTransposeNd) and name == "weight":
+        warned = ext.__dict__.setdefault("_warned_of", set())
+        if type(module) not in warned:
+            warned.add(type(module))
+            text = TRANSPOSED.format(
+                ext=type(ext).__name__, field=ext.savefield, module=module
+            )
+            warn(text, stacklevel=2)
     if ext.weight_sharing is not None:
         return
     reason = None

@@ -23,6 +23,7 @@ from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.reductions import Dense, Outer, PerSample, Rows, Summed, merge_all
 from backpack.extensions.layers import find_row
 from backpack.extensions.secondorder.hbp.factors import output_factor
+from backpack.utils import matmul
 
 CHUNKS = [1, 40, 2**20]
 N = 3
@@ -224,9 +225,16 @@ CONTIGUOUS = ("individual", "squares", "variance")
 
 
 @pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("has_fast_blas", [False, True])
+@pytest.mark.parametrize("most", [1, 2**18, 2**30])
 @pytest.mark.parametrize("key", LARGE)
-def test_large_layer(key: str):
-    """Layers that are large enough for one product at a time, in single precision."""
+def test_large_layer(
+    key: str, most: int, has_fast_blas: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Layers that are large enough to form some products at a time."""
+    monkeypatch.setattr(matmul, "_has_fast_blas", lambda: has_fast_blas)
+    monkeypatch.setattr(reductions, "STEP_ELEMENTS", most)
+    monkeypatch.setattr(reductions, "UNFOLDED_ELEMENTS", most)
     layer, shape = LARGE[key]
     layer.to("cpu")
     torch.manual_seed(0)
@@ -234,7 +242,7 @@ def test_large_layer(key: str):
     call = LayerCall(layer, (x,), {}, [layer(x).detach()])
     mats = call.cotangents(1)
     with torch.no_grad():
-        assert call.fast("weight", mats)._one_by_one
+        assert call.fast("weight", mats)._is_large
         expected = call.generic("weight", mats)
         products = lambda: call.fast("weight", mats)  # noqa: E731
         check_reductions(products, expected, key, rtol=1e-4)

@@ -1,5 +1,6 @@
 """Tests of ``backpack.utils``: layers as matrix products, and small helpers."""
 
+from math import nan
 from typing import Callable, Dict, List, Tuple
 
 import pytest
@@ -28,7 +29,9 @@ from torch.nn import (
 
 from backpack.custom_module.branching import Parallel, SumModule, _Branch
 from backpack.custom_module.reduce_tuple import ReduceTuple
-from backpack.utils import conv, conv_transpose, linear, outer_products
+from backpack.utils import conv, conv_transpose, linear
+from backpack.utils import matmul as matmul_module
+from backpack.utils import outer_products
 from backpack.utils.convert_parameters import vector_to_parameter_list
 from backpack.utils.errors import batch_norm_raise_error_if_train
 from backpack.utils.hooks import no_op
@@ -472,14 +475,21 @@ LAYOUTS: Dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("has_fast_blas", [False, True])
 @pytest.mark.parametrize("with_grad", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, float64, torch.bfloat16])
 @pytest.mark.parametrize("sizes", PRODUCTS)
 def test_matrix_products(
-    sizes: Tuple[int, ...], dtype: torch.dtype, layout: str, with_grad: bool
+    sizes: Tuple[int, ...],
+    dtype: torch.dtype,
+    layout: str,
+    with_grad: bool,
+    has_fast_blas: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     """Whichever library multiplies, and however factors lie in memory."""
+    monkeypatch.setattr(matmul_module, "_has_fast_blas", lambda: has_fast_blas)
     g, a, r, b = sizes
     left, right = rand(g, a, r).to(dtype), rand(g, r, b).to(dtype)
     left, right = LAYOUTS[layout](left), LAYOUTS[layout](right)
@@ -489,6 +499,10 @@ def test_matrix_products(
         testing.assert_close(products, expected)
         for i in range(g):
             testing.assert_close(matmul(left[i], right[i]), expected[i])
+        if not with_grad:
+            out = torch.full_like(expected, nan)
+            assert bmm(left, right, out=out).data_ptr() == out.data_ptr()
+            testing.assert_close(out, expected)
 
 
 @pytest.mark.usefixtures("cpu")
@@ -518,7 +532,8 @@ def test_fast_matrix_products_are_fast(layout: str, monkeypatch: pytest.MonkeyPa
         dense.append(weight.is_contiguous() or weight.T.is_contiguous())
         return operator(x, weight, *rest)
 
-    monkeypatch.setattr("backpack.utils.matmul._onednn", lambda: multiply)
+    monkeypatch.setattr(matmul_module, "_onednn", lambda: multiply)
+    monkeypatch.setattr(matmul_module, "_has_fast_blas", lambda: False)
     with torch.no_grad():
         bmm(left, right)
     assert len(dense) == g and all(dense)

@@ -35,7 +35,7 @@ import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
-from backpack.utils.matmul import bmm, is_fast, matmul
+from backpack.utils.matmul import bmm, is_fast, is_fast_product, matmul
 from backpack.utils.memory import huge_empty
 from backpack.utils.unsqueeze import flatten, flatten_any_order
 
@@ -62,9 +62,10 @@ BLOCKED_ELEMENTS = 3 * 2**17
 # From this size on, squares are added up slice by slice, in one pass over memory.
 SLICE_ELEMENTS = 2**14
 
-# Products of a single column with this many elements are formed sample by sample: each
-# is still in the processor's caches when it is reduced, and the memory is recycled.
+# Products of a single column with this many elements are formed some samples at a time,
+# and their memory, with that of the unfolded inputs, up to so many elements, is recycled.
 LARGE_PRODUCT = 2**16
+STEP_ELEMENTS = 2**20
 
 # As many rows are added up number by number.
 SUMMED_ROWS = 64
@@ -220,11 +221,13 @@ def add_rows(total: Optional[Tensor], rows: Tensor) -> Tensor:
         The new total, of shape ``[*]``: no part of the rows' memory.
     """
     several = len(rows) > 1
-    if several and _is_slice_by_slice(rows):  # products with a vector beat sums
-        total = rows.new_zeros(rows.shape[1:]) if total is None else total
-        for some in rows.flatten(start_dim=1).split(SUMMED_ROWS):
-            total.view(-1).addmv_(some.mT, some.new_ones(len(some)))
-        return total
+    if several and _is_slice_by_slice(rows):
+        total = torch.zeros_like(rows[0]) if total is None else total
+        if total.stride() == rows.stride()[1:]:  # products with a vector beat sums
+            flat = flatten_any_order(total, 0)
+            for some in flatten_any_order(rows, 1).split(SUMMED_ROWS):
+                flat.addmv_(some.mT, some.new_ones(len(some)))
+            return total
     part = sum_axis(rows, 0)
     if total is not None:
         return total.add_(part)
@@ -734,6 +737,7 @@ class Outer(PerSample):
         self.b = b
         self.shape = shape
         self.fold = fold or (lambda mat: mat.reshape(*mat.shape[:-3], *shape))
+        self._reorder = fold
         self._direct = direct
         self._unfolding = unfolding
         self.num_columns, self.batch_size, self.groups, self.positions, p = b.shape
@@ -768,7 +772,7 @@ class Outer(PerSample):
         a = torch.cat([self.a, other.a], dim=2)
         b = torch.cat([self.b, other.b], dim=3)
         sums = self.sums_positions
-        return Outer(lambda: a, b, self.shape, self.fold, sums_positions=sums)
+        return Outer(lambda: a, b, self.shape, self._reorder, sums_positions=sums)
 
     @property
     def fold_key(self) -> Tuple:
@@ -785,14 +789,14 @@ class Outer(PerSample):
             lambda: self.a[picked],
             b,
             self.shape,
-            self.fold,
+            self._reorder,
             direct,
             sums_positions=self.sums_positions,
         )
 
     @property
-    def _one_by_one(self) -> bool:
-        """Whether products are formed sample by sample."""
+    def _is_large(self) -> bool:
+        """Whether products are formed some samples at a time, in recycled memory."""
         return (
             self.num_columns == 1 < self.positions
             and self.shape.numel() >= LARGE_PRODUCT
@@ -802,47 +806,87 @@ class Outer(PerSample):
             and (self._direct is not None or self.device.type == "cpu")
         )
 
-    def _blocks(self) -> Iterator[Tensor]:
-        if not self._one_by_one:
-            return super()._blocks()
-        return self._products(any_order=True)
+    @property
+    def _is_direct(self) -> bool:
+        """Whether products are formed without unfolding the inputs."""
+        return self._direct is not None and self._a is None
 
-    def _products(self, any_order: bool) -> Iterator[Tensor]:
-        """Form the products sample by sample.
+    def _blocks(self) -> Iterator[Tensor]:
+        if not self._is_large:
+            return super()._blocks()
+        return self._products(any_order=self._one_by_one)
+
+    @property
+    def _one_by_one(self) -> bool:
+        """Whether each large product gets memory of its own: oneDNN fills no other."""
+        d, p = self._sizes
+        sizes = p, self.positions, d
+        return not self._is_direct and is_fast_product(sizes, self.b, self.batch_size)
+
+    def _steps(self, keeps: bool) -> Iterator[slice]:
+        """Choose for how many samples large products are formed at once.
+
+        Args:
+            keeps: Whether memory for the products is at hand.
+
+        Returns:
+            The samples.
+        """
+        if self._one_by_one:  # each is then still in the processor's caches
+            return chunks(self.batch_size, 1, most=1)
+        unfolded = self.groups * self.positions * self._sizes[0]
+        if keeps:
+            return chunks(self.batch_size, unfolded, UNFOLDED_ELEMENTS)
+        size = self.shape.numel() + (0 if self._is_direct else unfolded)
+        return chunks(self.batch_size, size, STEP_ELEMENTS)
+
+    def _products(
+        self, any_order: bool, out: Optional[Tensor] = None
+    ) -> Iterator[Tensor]:
+        """Form large products, some samples at a time.
 
         Args:
             any_order: Whether they may lie in memory in any order.
+            out: Memory for all products, of shape ``[1, N, *p]``. Default: memory that
+                nobody else needs, for each step.
 
         Yields:
-            Products of shape ``[1, 1, *p]``, in memory that nobody else needs.
+            Products of shape ``[1, n, *p]``.
         """
-        if self._direct is not None and self._a is None:
-            x, cotangents, form = self._direct
-            yield from map(form, x.split(1), cotangents.split(1, dim=1))
+        if self._is_direct:
+            yield from map(self.block, self._steps(keeps=False))
             return
-        unfolding, fold = self._unfolder(), self.fold
-        samples = chunks(self.batch_size, 1, most=1)
-        if unfolding is None:
-            inputs = iter(self.a)
-        elif any_order:
-            inputs, fold = (unfolding.rows(n)[0] for n in samples), unfolding.fold_rows
-        else:
-            inputs = (unfolding.features(n).mT for n in samples)
-        for a, b in zip(inputs, self.b[0].mT):
-            yield fold(bmm(b, a, self.batch_size)[None, None])
+        unfolding, steps = self._unfolder(), list(self._steps(keeps=out is not None))
+        fold = unfolding.fold_rows if unfolding and any_order else self.fold
+        for samples in steps:
+            if unfolding is None:
+                a = self.a[samples]
+            elif any_order:
+                a = unfolding.rows(samples)
+            else:
+                a = unfolding.matrices(samples).mT
+            b = self.b[0, samples].mT
+            target = None
+            if out is not None and self._reorder is None:
+                target = out[0, samples].view(-1, *self._sizes[::-1])
+            products = bmm(b.flatten(0, 1), a.flatten(0, 1), len(steps), target)
+            products = fold(products.unflatten(0, (1, -1, self.groups)))
+            if out is not None and target is None:
+                products = out[:, samples].copy_(products)
+            yield products
 
     def _add(self, total: Optional[Tensor], block: Tensor) -> Tensor:
-        if total is None and self._one_by_one:
+        if total is None and self._is_large and block.shape[1] == 1:
             return block[0, 0]
         return super()._add(total, block)
 
     def individual(self) -> Tensor:  # noqa: D102
-        if not self._one_by_one:
+        if not self._is_large:
             return super().individual()
         return self._collect(any_order=False)
 
     def _collect(self, any_order: bool) -> Tensor:
-        """Form products sample by sample, and put them side by side in memory.
+        """Form large products, side by side in memory.
 
         Args:
             any_order: Whether the numbers of a product may change their places.
@@ -850,17 +894,23 @@ class Outer(PerSample):
         Returns:
             Products of shape ``[1, N, *p]``.
         """
-        shape = 1, self.batch_size, *self.shape
-        out = huge_empty(shape, self.dtype, self.device)
-        products = self._adding_up(self._products(any_order))
-        for product, target in zip(products, out.split(1, dim=1)):
-            if any_order:
-                product = flatten_any_order(product, 2).view_as(target)
-            target.copy_(product)
+        unfolding = self._unfolder() if any_order else None
+        if self._is_direct:
+            out, unfolding = self._direct.products(), None
+        else:
+            shape = 1, self.batch_size, *self.shape
+            out = huge_empty(shape, self.dtype, self.device)
+            for _ in self._products(any_order, out):
+                pass
+        if self.keeps_total and self._total is None:
+            total = add_rows(None, out[0])
+            if unfolding is not None:
+                total = unfolding.fold_rows(total.view(self.groups, *self._sizes[::-1]))
+            self._total = total
         return out
 
     def block(self, samples: slice) -> Tensor:  # noqa: D102
-        if self._direct is not None and self._a is None:
+        if self._is_direct:
             return self._direct.select(samples).products()
         return self.fold(self._outer(samples))
 
@@ -917,8 +967,9 @@ class Outer(PerSample):
         n, t = self.batch_size, self.positions
         d, p = self._sizes
         if n * t**2 * (d + p) >= (t + n) * d * p:
-            if self._one_by_one:
-                return sum_of_dots(flatten(self._collect(any_order=True), 2))
+            if self._is_large:
+                products = self._collect(any_order=self._one_by_one)
+                return sum_of_dots(flatten(products, 2))
             return super().dots()
         pattern = "n g t k, m g s k -> g n t m s"
         dtype = accumulator_dtype(self.dtype)

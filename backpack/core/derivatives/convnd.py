@@ -16,6 +16,7 @@ from backpack.core.derivatives.basederivatives import (
 from backpack.core.derivatives.linear_map import LinearMapDerivatives
 from backpack.core.reductions import LARGE_PRODUCT, Direct, Outer, PerSample, Summed
 from backpack.utils.conv import (
+    flatten_windows,
     input_windows,
     pad_input,
     unfold_by_conv,
@@ -175,6 +176,19 @@ class Unfolding:
             Unfolded inputs of shape ``[G, d, n * T]``.
         """
         return unfold_features(self._windows(samples, False), self._module.groups)
+
+    def matrices(self, samples: slice) -> Tensor:
+        """Unfold with features first, each sample by itself.
+
+        Args:
+            samples: Which samples (n of them).
+
+        Returns:
+            Unfolded inputs of shape ``[n, G, d, T]``.
+        """
+        windows = self._windows(samples, False)
+        unfolded = flatten_windows(windows, self._module.kernel_size)
+        return unfolded.unflatten(1, (self._module.groups, -1))
 
     def rows(self, samples: slice) -> Tensor:
         """Unfold with features in another order, in which it takes less time.

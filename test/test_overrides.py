@@ -232,7 +232,7 @@ def test_large_layer(
     key: str, most: int, has_fast_blas: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """Layers that are large enough to form some products at a time."""
-    monkeypatch.setattr(matmul, "_has_fast_blas", lambda: has_fast_blas)
+    monkeypatch.setattr(matmul, "has_fast_blas", lambda: has_fast_blas)
     monkeypatch.setattr(reductions, "STEP_ELEMENTS", most)
     monkeypatch.setattr(reductions, "UNFOLDED_ELEMENTS", most)
     layer, shape = LARGE[key]

@@ -489,7 +489,7 @@ def test_matrix_products(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """Whichever library multiplies, and however factors lie in memory."""
-    monkeypatch.setattr(matmul_module, "_has_fast_blas", lambda: has_fast_blas)
+    monkeypatch.setattr(matmul_module, "has_fast_blas", lambda: has_fast_blas)
     g, a, r, b = sizes
     left, right = rand(g, a, r).to(dtype), rand(g, r, b).to(dtype)
     left, right = LAYOUTS[layout](left), LAYOUTS[layout](right)
@@ -533,7 +533,7 @@ def test_fast_matrix_products_are_fast(layout: str, monkeypatch: pytest.MonkeyPa
         return operator(x, weight, *rest)
 
     monkeypatch.setattr(matmul_module, "_onednn", lambda: multiply)
-    monkeypatch.setattr(matmul_module, "_has_fast_blas", lambda: False)
+    monkeypatch.setattr(matmul_module, "has_fast_blas", lambda: False)
     with torch.no_grad():
         bmm(left, right)
     assert len(dense) == g and all(dense)

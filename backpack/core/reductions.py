@@ -35,7 +35,7 @@ import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
-from backpack.utils.matmul import bmm, is_fast, is_fast_product, matmul
+from backpack.utils.matmul import bmm, has_fast_blas, is_fast, is_fast_product, matmul
 from backpack.utils.memory import huge_empty
 from backpack.utils.unsqueeze import flatten, flatten_any_order
 
@@ -65,7 +65,7 @@ SLICE_ELEMENTS = 2**14
 # Products of a single column with this many elements are formed some samples at a time,
 # and their memory, with that of the unfolded inputs, up to so many elements, is recycled.
 LARGE_PRODUCT = 2**16
-STEP_ELEMENTS = 2**20
+STEP_ELEMENTS = 2**21
 
 # As many rows are added up number by number.
 SUMMED_ROWS = 64
@@ -639,8 +639,9 @@ class Summed(Dense):
 
 
 # From this number of positions on, forming the individual gradients, to sum them on the
-# way, costs less than Gram matrices and the sum by autograd.
-GRAM_POSITIONS = 40
+# way, costs less than Gram matrices and the sum by autograd; without and with a BLAS
+# that uses all of the processor.
+GRAM_POSITIONS = {False: 40, True: 100}
 
 
 def prefers_gram(positions: int, d: int, p: int, adds_up: bool = False) -> bool:
@@ -655,7 +656,7 @@ def prefers_gram(positions: int, d: int, p: int, adds_up: bool = False) -> bool:
     Returns:
         Whether Gram matrices of both factors take fewer multiplications.
     """
-    if adds_up and positions >= GRAM_POSITIONS:
+    if adds_up and positions >= GRAM_POSITIONS[has_fast_blas()]:
         return False
     return positions * (d + p) < d * p
 

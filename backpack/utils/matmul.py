@@ -40,8 +40,12 @@ def _onednn() -> Optional[Callable[..., Tensor]]:
 
 
 @lru_cache(maxsize=None)
-def _has_fast_blas() -> bool:
-    """Tell whether the BLAS uses all that the processor has: both are Intel's."""
+def has_fast_blas() -> bool:
+    """Tell whether the BLAS uses all that the processor has: both are Intel's.
+
+    Returns:
+        Whether they are.
+    """
     description = Path("/proc/cpuinfo")
     try:
         with description.open() as lines:  # it has hundreds of them for each core
@@ -85,7 +89,7 @@ def is_fast_product(sizes: Sequence[int], like: Tensor, times: int = 1) -> bool:
         prod(sizes) > least
         and min(sizes) >= MIN_SIZE
         and has_fast_matmul(like)
-        and not _has_fast_blas()
+        and not has_fast_blas()
     )
 
 

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.nn import Module
 
 from backpack import extend
-from backpack.core.derivatives import dropout, shape_check
+from backpack.core.derivatives import basederivatives, dropout, shape_check
 from backpack.core.derivatives.basederivatives import (
     BaseDerivatives,
     BaseParameterDerivatives,
@@ -808,6 +808,19 @@ def test_running_statistics_and_children_are_left_alone():
     assert norm.seen is seen
     after = _buffers(norm)
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_fast_products_are_used(name: str, monkeypatch: pytest.MonkeyPatch):
+    """A layer's own products replace autograd, under each of the methods' names."""
+    problem = find("Linear")
+    mat = torch.ones(2, *getattr(problem.module, name).shape)
+    mat = mat.to(problem.module.output.dtype)
+    expected = problem.derivatives.param_jac_mat_prod(name, *problem.args, mat)
+    monkeypatch.delattr(basederivatives, "functional_call")
+    for method in (f"{name}_jac_mat_prod", f"_{name}_jac_mat_prod"):
+        product = getattr(problem.derivatives, method)(*problem.args, mat)
+        assert torch.equal(product, expected)
 
 
 @pytest.mark.parametrize(

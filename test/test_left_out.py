@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import backpack.backward
 from backpack import backpack as compute
 from backpack import extend, extensions
+from backpack.core import reductions
 from backpack.core.reductions import SLICE_ELEMENTS, SUMMED_ROWS, Dense, PerSample
 from backpack.extensions.firstorder.base import (
     FirstOrderBackpropExtension,
@@ -360,7 +361,8 @@ def found(monkeypatch) -> List[Set[Tensor]]:
         return sets[-1]
 
     monkeypatch.setattr(backpack.backward, "find_left_out", record)
-    monkeypatch.setattr(matmul, "has_fast_blas", lambda: False)
+    for user in (matmul, reductions):
+        monkeypatch.setattr(user, "has_fast_blas", lambda: False)
     return sets
 
 

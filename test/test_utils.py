@@ -1,6 +1,7 @@
 """Tests of ``backpack.utils``: layers as matrix products, and small helpers."""
 
 from math import nan
+from pathlib import Path
 from typing import Callable, Dict, List, Tuple
 
 import pytest
@@ -35,7 +36,7 @@ from backpack.utils import outer_products
 from backpack.utils.convert_parameters import vector_to_parameter_list
 from backpack.utils.errors import batch_norm_raise_error_if_train
 from backpack.utils.hooks import no_op
-from backpack.utils.matmul import _onednn, bmm, has_fast_matmul, matmul
+from backpack.utils.matmul import _onednn, bmm, has_fast_blas, has_fast_matmul, matmul
 from backpack.utils.module_classification import is_loss, is_nll, is_no_op
 from backpack.utils.subsampling import subsample
 from backpack.utils.unsqueeze import kfacmp_unsqueeze_if_missing_dim
@@ -503,6 +504,29 @@ def test_matrix_products(
             out = torch.full_like(expected, nan)
             assert bmm(left, right, out=out).data_ptr() == out.data_ptr()
             testing.assert_close(out, expected)
+
+
+PROCESSORS = {
+    "Intel": ("processor : 0\nvendor_id : GenuineIntel\n", "", True, True),
+    "AMD": ("processor : 0\nvendor_id : AuthenticAMD\n", "", True, False),
+    "Intel, other BLAS": ("vendor_id : GenuineIntel\n", "", False, False),
+    "ARM": ("processor : 0\nCPU implementer : 0x41\n", "", False, False),
+    "Intel, not Linux": (None, "Intel64 Family 6, GenuineIntel", True, True),
+    "AMD, not Linux": (None, "AMD64 Family 25, AuthenticAMD", True, False),
+}
+
+
+@pytest.mark.parametrize("key", PROCESSORS)
+def test_has_fast_blas(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Intel's BLAS is as fast as can be on processors of Intel only."""
+    description, name, has_mkl, expected = PROCESSORS[key]
+    path = tmp_path / "cpuinfo"
+    if description is not None:
+        path.write_text(description)
+    monkeypatch.setattr(matmul_module, "Path", lambda _: path)
+    monkeypatch.setattr(matmul_module.platform, "processor", lambda: name)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: has_mkl)
+    assert has_fast_blas.__wrapped__() is expected
 
 
 @pytest.mark.usefixtures("cpu")

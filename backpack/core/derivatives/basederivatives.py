@@ -13,7 +13,7 @@ for every module that is differentiable in its first input; other inputs are con
 """
 
 from abc import ABC, abstractmethod
-from functools import partial, partialmethod
+from functools import partial
 from inspect import getattr_static
 from math import nan
 from typing import Any, Callable, List, Tuple
@@ -537,6 +537,15 @@ class BaseDerivatives(ABC):  # noqa: B024
         return mat.reshape(columns, num_selected(shape[0], subsampling), *shape[1:])
 
 
+def _for_parameter(name: str, method: str) -> Callable[..., Tensor]:
+    """Make the product for one parameter from that for any, which may be overridden."""
+
+    def product(self, *args: Any, **kwargs: Any) -> Tensor:
+        return getattr(self, method)(name, *args, **kwargs)
+
+    return product
+
+
 class BaseParameterDerivatives(BaseDerivatives, ABC):
     """Products with a module's Jacobians with respect to its parameters.
 
@@ -616,8 +625,8 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
         return product.summed() if sum_batch else product.individual()
 
     # a class for a layer of its own may override these, and the same for other names
-    _weight_jac_t_mat_prod = partialmethod(_param_mjp, "weight")
-    _bias_jac_t_mat_prod = partialmethod(_param_mjp, "bias")
+    _weight_jac_t_mat_prod = _for_parameter("weight", "_param_mjp")
+    _bias_jac_t_mat_prod = _for_parameter("bias", "_param_mjp")
 
     def stored_product(
         self,
@@ -764,8 +773,8 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
         _, push = vjp(lambda w: pull(w)[0], zeros_like(output))
         return stack([push(v)[0] for v in mat])
 
-    _weight_jac_mat_prod = partialmethod(_param_jac_mat_prod, "weight")
-    _bias_jac_mat_prod = partialmethod(_param_jac_mat_prod, "bias")
+    _weight_jac_mat_prod = _for_parameter("weight", "_param_jac_mat_prod")
+    _bias_jac_mat_prod = _for_parameter("bias", "_param_jac_mat_prod")
 
 
 class BaseLossDerivatives(BaseDerivatives, ABC):

@@ -170,6 +170,8 @@ def _named_options(mat_prod: Callable, args: tuple, kwargs: dict) -> Dict[str, A
     Returns:
         All options by name.
     """
+    if not args:  # the signature takes as long as a small product
+        return kwargs
     options = list(signature(mat_prod).parameters)[5:]
     return {**dict(zip(options, args)), **kwargs}
 

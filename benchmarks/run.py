@@ -330,6 +330,18 @@ fast as, or as little memory as, a forward and a backward pass without any quant
 """
 
 
+def processor() -> str:
+    """Name the processor, on which the order of packages may depend.
+
+    Returns:
+        Its name, as far as the system tells.
+    """
+    description = Path("/proc/cpuinfo")
+    lines = description.read_text().splitlines() if description.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if "model name" in line]
+    return next(iter(names), platform.processor() or platform.machine())
+
+
 def report(
     results: Results, contenders: List[Contender], chart: str, args: Namespace
 ) -> str:
@@ -358,7 +370,7 @@ def report(
     machine = (
         torch.cuda.get_device_name()
         if args.device == "cuda"
-        else f"{args.threads} thread(s) of a {platform.machine()} CPU"
+        else f"{args.threads} thread(s) of {processor()}"
     )
     excluded = [f"- Left out: {reason}" for _, reason in EXCLUDED.values()]
     return REPORT.format(

@@ -84,13 +84,10 @@ def is_fast_product(sizes: Sequence[int], like: Tensor, times: int = 1) -> bool:
     Returns:
         Whether it can, the product is large enough, and the BLAS is slower.
     """
+    if has_fast_blas():
+        return False
     least = max(MIN_MULTIPLICATIONS // max(1, times), MIN_PER_PRODUCT)
-    return (
-        prod(sizes) > least
-        and min(sizes) >= MIN_SIZE
-        and has_fast_matmul(like)
-        and not has_fast_blas()
-    )
+    return prod(sizes) > least and min(sizes) >= MIN_SIZE and has_fast_matmul(like)
 
 
 def is_fast(a: Tensor, b: Tensor, times: int = 1) -> bool:

@@ -62,8 +62,8 @@ BLOCKED_ELEMENTS = 3 * 2**17
 # From this size on, squares are added up slice by slice, in one pass over memory.
 SLICE_ELEMENTS = 2**14
 
-# Products of a single column with this many elements are formed some samples at a time,
-# and their memory, with that of the unfolded inputs, up to so many elements, is recycled.
+# Products of a single column with this many elements are formed some samples at a time.
+# The memory for them and the unfolded inputs, up to so many elements, is recycled.
 LARGE_PRODUCT = 2**16
 STEP_ELEMENTS = 2**21
 

@@ -6,13 +6,14 @@ from the individual products, by whichever formula and in however many chunks.
 """
 
 from functools import partial
+from itertools import product as pairs
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Tuple, Type
 
 import pytest
 import torch
 from cases import F64, LAYER_CASES, Case, Tensors
 from oracle import assert_agrees
-from torch import Tensor, nn
+from torch import Tensor, nn, testing
 from torch.nn import Module
 
 from backpack.core import reductions
@@ -225,11 +226,16 @@ CONTIGUOUS = ("individual", "squares", "variance")
 
 
 @pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("is_unfolded", [False, True])
 @pytest.mark.parametrize("has_fast_blas", [False, True])
 @pytest.mark.parametrize("most", [1, 2**18, 2**30])
 @pytest.mark.parametrize("key", LARGE)
 def test_large_layer(
-    key: str, most: int, has_fast_blas: bool, monkeypatch: pytest.MonkeyPatch
+    key: str,
+    most: int,
+    has_fast_blas: bool,
+    is_unfolded: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     """Layers that are large enough to form some products at a time."""
     monkeypatch.setattr(matmul, "has_fast_blas", lambda: has_fast_blas)
@@ -241,12 +247,30 @@ def test_large_layer(
     x = torch.randn(N, *shape)
     call = LayerCall(layer, (x,), {}, [layer(x).detach()])
     mats = call.cotangents(1)
+
+    def products() -> Outer:
+        product = call.fast("weight", mats)
+        if is_unfolded:  # by another reduction
+            assert len(product.a) == N
+        return product
+
     with torch.no_grad():
-        assert call.fast("weight", mats)._is_large
+        assert products()._is_large
         expected = call.generic("weight", mats)
-        products = lambda: call.fast("weight", mats)  # noqa: E731
         check_reductions(products, expected, key, rtol=1e-4)
         assert all(getattr(products(), x)().is_contiguous() for x in CONTIGUOUS)
+
+
+@pytest.mark.parametrize("is_permuted", list(pairs([False, True], repeat=2)))
+def test_add_rows(is_permuted: Tuple[bool, bool]):
+    """Rows are added up in the order of their axes, however they lie in memory."""
+    first, second = [
+        torch.rand(4, 140, 130).mT if permuted else torch.rand(4, 130, 140)
+        for permuted in is_permuted
+    ]
+    with torch.no_grad():
+        total = reductions.add_rows(reductions.add_rows(None, first), second)
+    testing.assert_close(total, first.sum(0) + second.sum(0))
 
 
 @pytest.mark.parametrize("num_columns", [1, 3])

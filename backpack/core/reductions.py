@@ -815,7 +815,9 @@ class Outer(PerSample):
     def _blocks(self) -> Iterator[Tensor]:
         if not self._is_large:
             return super()._blocks()
-        return self._products(any_order=self._one_by_one)
+        if self._is_direct:
+            return map(self.block, self._steps(keeps=False))
+        return self._products(any_order=True)
 
     @property
     def _one_by_one(self) -> bool:
@@ -841,10 +843,29 @@ class Outer(PerSample):
         size = self.shape.numel() + (0 if self._is_direct else unfolded)
         return chunks(self.batch_size, size, STEP_ELEMENTS)
 
+    def _unfold_and_fold(
+        self, any_order: bool
+    ) -> Tuple[Callable[[slice], Tensor], Callable[[Tensor], Tensor]]:
+        """Choose how to unfold inputs, and to fold the products with them.
+
+        Args:
+            any_order: Whether products may lie in memory in any order.
+
+        Returns:
+            Function that unfolds some samples, ``[n, G, T, d]``, and function that maps
+            ``[*, G, p, d]`` to ``[*, *p]``.
+        """
+        unfolding = self._unfolder()
+        if unfolding is None:
+            return lambda samples: self.a[samples], self.fold
+        if any_order and self._one_by_one:
+            return unfolding.rows, unfolding.fold_rows
+        return lambda samples: unfolding.matrices(samples).mT, self.fold
+
     def _products(
         self, any_order: bool, out: Optional[Tensor] = None
     ) -> Iterator[Tensor]:
-        """Form large products, some samples at a time.
+        """Form large products with unfolded inputs, some samples at a time.
 
         Args:
             any_order: Whether they may lie in memory in any order.
@@ -854,19 +875,10 @@ class Outer(PerSample):
         Yields:
             Products of shape ``[1, n, *p]``.
         """
-        if self._is_direct:
-            yield from map(self.block, self._steps(keeps=False))
-            return
-        unfolding, steps = self._unfolder(), list(self._steps(keeps=out is not None))
-        fold = unfolding.fold_rows if unfolding and any_order else self.fold
+        unfold, fold = self._unfold_and_fold(any_order)
+        steps = list(self._steps(keeps=out is not None))
         for samples in steps:
-            if unfolding is None:
-                a = self.a[samples]
-            elif any_order:
-                a = unfolding.rows(samples)
-            else:
-                a = unfolding.matrices(samples).mT
-            b = self.b[0, samples].mT
+            a, b = unfold(samples), self.b[0, samples].mT
             target = None
             if out is not None and self._reorder is None:
                 target = out[0, samples].view(-1, *self._sizes[::-1])
@@ -895,9 +907,8 @@ class Outer(PerSample):
         Returns:
             Products of shape ``[1, N, *p]``.
         """
-        unfolding = self._unfolder() if any_order else None
         if self._is_direct:
-            out, unfolding = self._direct.products(), None
+            out = self._direct.products()
         else:
             shape = 1, self.batch_size, *self.shape
             out = huge_empty(shape, self.dtype, self.device)
@@ -905,8 +916,9 @@ class Outer(PerSample):
                 pass
         if self.keeps_total and self._total is None:
             total = add_rows(None, out[0])
-            if unfolding is not None:
-                total = unfolding.fold_rows(total.view(self.groups, *self._sizes[::-1]))
+            if self._reorder is None:
+                _, fold = self._unfold_and_fold(any_order)
+                total = fold(total.view(self.groups, *self._sizes[::-1]))
             self._total = total
         return out
 
@@ -969,8 +981,7 @@ class Outer(PerSample):
         d, p = self._sizes
         if n * t**2 * (d + p) >= (t + n) * d * p:
             if self._is_large:
-                products = self._collect(any_order=self._one_by_one)
-                return sum_of_dots(flatten(products, 2))
+                return sum_of_dots(flatten(self._collect(any_order=True), 2))
             return super().dots()
         pattern = "n g t k, m g s k -> g n t m s"
         dtype = accumulator_dtype(self.dtype)

@@ -243,8 +243,8 @@ class Call:
         attributes, stored = module.__dict__, []
         inputs = self.arguments if raw else map(_detach, self.arguments)
         values = (self.outputs[0] if self.outputs else None, *inputs)
-        for name, value in zip(_names(len(values)), values):
-            if not _has_own(module, name):
+        for name, value in zip(_names(type(module), len(values)), values):
+            if not _is_taken(attributes, name):
                 attributes[name] = value
                 stored.append(name)
         attributes[_STORED] = stored
@@ -326,10 +326,22 @@ def _bind(module: Module, args: Tuple, kwargs: Dict[str, Any]) -> List[Any]:
     return values
 
 
-@lru_cache(maxsize=None)
-def _names(number: int) -> Tuple[str, ...]:
-    """Return the attributes under which an output and inputs are stored."""
-    return ("output", *(f"input{i}" for i in range(number - 1)))
+@lru_cache(maxsize=256)
+def _names(cls: type, number: int) -> Tuple[Optional[str], ...]:
+    """Return the attributes for an output and inputs; ``None`` if the class has it."""
+    names = ("output", *(f"input{i}" for i in range(number - 1)))
+    return tuple(None if hasattr(cls, name) else name for name in names)
+
+
+def _is_taken(own: Dict[str, Any], name: Optional[str]) -> bool:
+    """Tell whether a module, whose ``__dict__`` this is, has an attribute."""
+    return (
+        name is None
+        or name in own
+        or name in own["_parameters"]
+        or name in own["_buffers"]
+        or name in own["_modules"]
+    )
 
 
 def clear_stored(module: Module) -> None:
@@ -340,18 +352,6 @@ def clear_stored(module: Module) -> None:
     """
     for name in module.__dict__.pop(_STORED, ()):
         module.__dict__.pop(name, None)
-
-
-def _has_own(module: Module, name: str) -> bool:
-    """Tell whether a module has an attribute; faster than ``hasattr`` if it has not."""
-    own = module.__dict__
-    return (
-        name in own
-        or name in own["_parameters"]
-        or name in own["_buffers"]
-        or name in own["_modules"]
-        or hasattr(type(module), name)
-    )
 
 
 class _Frame:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 CALLS = "backpack.calls"  # where a node of the graph keeps its calls
 Use = Tuple[Node, int]  # a node of the graph, and which of its in- or outputs
-Edges = Tuple[Node, Tuple[Tuple[Optional[Node], int], ...]]  # a node, where it goes on
 
 # Nodes through which a sum of terms can be followed
 _ADDITIVE = ("AddBackward0", "SubBackward0", "NegBackward0", "SumBackward0")
@@ -107,29 +106,15 @@ def walk(starts: Iterable[Node]) -> Iterator[Node]:
     Args:
         starts: Where to begin.
 
-    Returns:
-        All nodes that can be reached, each once.
-    """
-    return (node for node, _ in walk_edges(starts))
-
-
-def walk_edges(starts: Iterable[Node]) -> Iterator[Edges]:
-    """Walk through the graph, towards its leaves, and tell where it goes on.
-
-    Args:
-        starts: Where to begin.
-
     Yields:
-        All nodes that can be reached, each once, and the next node for each of its
-        inputs.
+        All nodes that can be reached, each once.
     """
     queue = list(dict.fromkeys(starts))
     seen = set(queue)
     while queue:
         node = queue.pop()
-        parents = node.next_functions
-        yield node, parents
-        for parent, _ in parents:
+        yield node
+        for parent, _ in node.next_functions:
             if parent is not None and parent not in seen:
                 seen.add(parent)
                 queue.append(parent)
@@ -202,38 +187,43 @@ class Inspection:
             roots: Where the backward pass begins.
         """
         self._roots = roots
-        self._edges = list(walk_edges(roots))
         self.calls: Dict[Call, List[Node]] = {}
-        self._consumers: Dict[Node, List[Node]] = {}
-        leaves = []
-        for node, parents in self._edges:
+        self._consumers: Dict[Node, List[Node]] = {node: [] for node in roots}
+        self._nodes, leaves = list(self._consumers), []
+        for node in self._nodes:  # which grows meanwhile
+            parents = node.next_functions
             if not parents:
                 leaves.append(node)
                 continue
             for entry in calls_at(node):
                 self.calls.setdefault(entry.call, []).append(node)
             for parent, _ in parents:
-                if parent is not None:
-                    self._consumers.setdefault(parent, []).append(node)
-        self._names = {type(node).__name__ for node, _ in self._edges}
+                if parent in self._consumers:
+                    self._consumers[parent].append(node)
+                elif parent is not None:
+                    self._consumers[parent] = [node]
+                    self._nodes.append(parent)
+        self._names = {type(node).__name__ for node in self._nodes}
         self.reached: Dict[Tensor, List[Node]] = {
             node.variable: self._consumers[node]
             for node in leaves
-            if is_leaf(node) and node in self._consumers
+            if is_leaf(node) and self._consumers[node]
         }
 
     @cached_property
     def outside(self) -> Dict[Parameter, List[Node]]:
         """Nodes that use a parameter, but not for an output of its modules' calls."""
-        pairs = [(p, call) for call in self.calls for p in call.parameters.values()]
         doubtful: Dict[Parameter, List[Call]] = {}
-        for param, call in pairs:  # a quick answer, for most
-            nodes = self.calls[call]
-            if not all(x in nodes for x in self.reached.get(param, ())):
-                doubtful[param] = []
-        for param, call in pairs if doubtful else ():
-            if param in doubtful:
-                doubtful[param].append(call)
+        for call, nodes in self.calls.items():
+            for param in call.parameters.values():
+                users = self.reached.get(param, [])
+                # a quick answer, for most
+                if users != nodes and not all(x in nodes for x in users):
+                    doubtful[param] = []
+        for call in self.calls if doubtful else ():
+            for param in call.parameters.values():
+                if param in doubtful:
+                    doubtful[param].append(call)
         outside = {}
         for param, calls in doubtful.items():
             outputs = {node for call in calls for node in self.calls[call]}
@@ -325,7 +315,7 @@ class Inspection:
             What it is called, ``None`` if there is none.
         """
         names = {name for name in self._names if "BatchNorm" in name}
-        for node, _ in self._edges if names else ():
+        for node in self._nodes if names else ():
             if type(node).__name__ not in names:
                 continue
             shape = node._input_metadata[0].shape

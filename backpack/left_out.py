@@ -15,18 +15,19 @@ from typing import TYPE_CHECKING, Any, Dict, Optional, Tuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn import Conv1d, Conv2d, Conv3d, Linear, Module, Parameter
+from torch.nn import Conv1d, Conv2d, Conv3d, Linear, Parameter
 
-from backpack.core.reductions import accumulator_dtype
 from backpack.extensions.firstorder.base import GradientReduction
 from backpack.extensions.layers import GENERIC, find_row_or_generic
 from backpack.utils.matmul import is_fast_product
+from backpack.utils.types import accumulator_dtype
 
 if TYPE_CHECKING:
     from backpack.context import State
     from backpack.graph import Inspection
 
 
+@torch.no_grad()  # as in the backward pass
 def find_left_out(current: State, inspection: Inspection) -> Dict[Parameter, bool]:
     """Find the parameters whose gradient costs less here than in autograd.
 
@@ -52,10 +53,15 @@ def find_left_out(current: State, inspection: Inspection) -> Dict[Parameter, boo
         module = call.module
         if not isinstance(module, (Linear, Conv1d, Conv2d, Conv3d)):
             continue
-        outputs, channels = call.outputs[0], module.weight.shape[0]
-        positions = outputs.numel() // max(1, len(outputs) * channels)
-        adds_up = any(ext.adds_up(module, positions) for ext in reductions)
-        if not (adds_up or _has_fast_product(module, outputs)):
+        outputs, (channels, features, *_) = call.outputs[0], module.weight.shape
+        rows = outputs.numel() // max(1, channels)
+        adds_up = any(
+            ext.adds_up(module, rows // max(1, outputs.shape[0])) for ext in reductions
+        )
+        has_fast_product = isinstance(module, Linear) and is_fast_product(
+            (channels, rows, features), outputs
+        )
+        if not (adds_up or has_fast_product):
             continue
         if find_row_or_generic(call) is GENERIC:
             continue
@@ -70,16 +76,6 @@ def find_left_out(current: State, inspection: Inspection) -> Dict[Parameter, boo
         ):
             found.update(dict.fromkeys(params, adds_up))
     return found
-
-
-@torch.no_grad()  # as in the backward pass
-def _has_fast_product(module: Module, outputs: Tensor) -> bool:
-    """Tell whether a faster matrix product than autograd's gives a layer's gradient."""
-    if not isinstance(module, Linear):
-        return False
-    channels, features = module.weight.shape
-    rows = outputs.numel() // max(1, channels)
-    return is_fast_product((channels, rows, features), outputs)
 
 
 def _is_plain(param: Parameter) -> bool:

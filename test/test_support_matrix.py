@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from torch.nn import Module, Sequential
 
 from backpack import backpack, extend, extensions
-from backpack.capture import Call
 from backpack.core.derivatives.basederivatives import (
     BaseDerivatives,
     BaseParameterDerivatives,
@@ -203,16 +202,16 @@ def rules(monkeypatch: pytest.MonkeyPatch) -> Dict[Module, Set[Rule]]:
             note(products._call.module, Rule.FAST)
         return row
 
-    def module_rule(call: Call) -> Row:
-        row = originals[2](call)
-        generic = type(row.derivatives) in (BaseDerivatives, BaseParameterDerivatives)
-        note(call.module, Rule.GENERIC if generic else Rule.MODULE)
-        return row
+    def freeze_call(its_turn: turn.Turn) -> Module:
+        derivatives = type(its_turn.row.derivatives)
+        generic = derivatives in (BaseDerivatives, BaseParameterDerivatives)
+        note(its_turn.module, Rule.GENERIC if generic else Rule.MODULE)
+        return originals[2](its_turn)
 
     places = [
         (turn, "generic_products", generic_products),
         (turn.Products, "_rule", fast_rule),
-        (module_rules, "find_row_or_generic", module_rule),
+        (module_rules, "freeze_call", freeze_call),
     ]
     originals = [getattr(owner, name) for owner, name, _ in places]
     for owner, name, replacement in places:

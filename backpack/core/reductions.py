@@ -37,6 +37,7 @@ from torch import Tensor
 
 from backpack.utils.matmul import bmm, has_fast_blas, is_fast, is_fast_product, matmul
 from backpack.utils.memory import huge_empty
+from backpack.utils.types import accumulator_dtype, full_precision
 from backpack.utils.unsqueeze import flatten, flatten_any_order
 
 if TYPE_CHECKING:
@@ -69,18 +70,6 @@ STEP_ELEMENTS = 2**21
 
 # As many rows are added up number by number.
 SUMMED_ROWS = 64
-
-
-def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which sums are accumulated: float32 or better.
-
-    Args:
-        dtype: Type of the summands.
-
-    Returns:
-        float32 for the half-precision types, else ``dtype``.
-    """
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def reciprocal(number: float) -> float:
@@ -158,9 +147,9 @@ def sum_of_squares(x: Tensor, start: int) -> Tensor:
     """
     dtype, axes = accumulator_dtype(x.dtype), tuple(range(start, x.dim()))
     if not axes:  # it would be summed over all
-        return x.to(dtype).square()
+        return full_precision(x).square()
     if torch.is_grad_enabled():  # the norm is not differentiable at zero
-        return x.to(dtype).pow(2).sum(axes)
+        return full_precision(x).pow(2).sum(axes)
     if x.shape[start:].numel() > PIECE_ELEMENTS:
         pieces, rest = cut(flatten_any_order(x, start))
         total = sum_of_squares(pieces, start + 1).sum(start)
@@ -178,7 +167,7 @@ def sum_of_dots(columns: Tensor) -> Tensor:
         Dot products of shape ``[N, N]``.
     """
     exact = accumulator_dtype(columns.dtype) == columns.dtype
-    columns = columns.to(accumulator_dtype(columns.dtype))
+    columns = full_precision(columns)
     if columns.shape[2] <= PIECE_ELEMENTS or columns.is_cuda or not exact:
         return einsum(columns, columns, "v n d, v m d -> n m")
     if columns.shape[2] <= BLOCKED_ELEMENTS and is_fast(columns[0], columns[0].mT):
@@ -188,24 +177,24 @@ def sum_of_dots(columns: Tensor) -> Tensor:
     return dots if rest is None else dots + sum_of_dots(rest)
 
 
-def add_squares(total: Optional[Tensor], rows: Tensor, dtype: torch.dtype) -> Tensor:
+def add_squares(total: Optional[Tensor], rows: Tensor) -> Tensor:
     """Add the squares of the rows to a total.
 
     Args:
         total: What the squares are added to, of shape ``[*]``; ``None`` for zero.
         rows: Rows of shape ``[R, *]``.
-        dtype: Type of the total.
 
     Returns:
-        The new total, of shape ``[*]``.
+        The new total, of shape ``[*]``, in the type in which it is accumulated.
     """
-    if _is_slice_by_slice(rows) and rows.dtype == dtype:
+    rows = full_precision(rows)
+    if _is_slice_by_slice(rows):
         if total is None:
             total = torch.zeros_like(rows[0])
         for row in rows:
             total.addcmul_(row, row)
         return total
-    part = rows.to(dtype).pow(2).sum(0)
+    part = rows.pow(2).sum(0)
     return part if total is None else total + part
 
 
@@ -273,7 +262,7 @@ def add_moments(moments: Optional[Moments], rows: Tensor) -> Moments:
     deviation = rows - mean
     rest = deviation.mean(0)  # what rounding has left of the mean
     mean = mean + rest
-    deviations = add_squares(None, deviation, rows.dtype) - number * rest.pow(2)
+    deviations = add_squares(None, deviation) - number * rest.pow(2)
     if moments is None:
         return Moments(number, mean, deviations)
     # combine both (Chan, Golub, LeVeque, 1979)
@@ -449,21 +438,21 @@ class PerSample(ABC):
         Returns:
             The statistic; unless a form knows better, the squares themselves.
         """
-        dtype = accumulator_dtype(self.dtype)
         if not sum_batch:
-            return self._squares_per_sample(dtype)
+            return self._squares_per_sample()
         total: Optional[Tensor] = None
         for block in self._adding_up(self._blocks()):
-            total = add_squares(total, block.flatten(0, 1), dtype)
+            total = add_squares(total, block.flatten(0, 1))
         return total.contiguous()
 
-    def _squares_per_sample(self, dtype: torch.dtype) -> Tensor:
+    def _squares_per_sample(self) -> Tensor:
         if torch.is_grad_enabled():
-            return self.individual().to(dtype).pow(2).sum(0)
+            return full_precision(self.individual()).pow(2).sum(0)
+        dtype = accumulator_dtype(self.dtype)
         out = huge_empty((self.batch_size, *self.shape), dtype, self.device)
         start = 0
         for block in self._blocks():
-            first, *others = block.to(dtype)
+            first, *others = full_precision(block)
             end = start + len(first)
             target = torch.mul(first, first, out=out[start:end])
             for column in others:
@@ -491,12 +480,12 @@ class PerSample(ABC):
         Returns:
             Variance of shape ``[*p]``.
         """
-        dtype = accumulator_dtype(self.dtype)
         if self.batch_size == 0:  # the mean of nothing
+            dtype = accumulator_dtype(self.dtype)
             return torch.full(self.shape, nan, dtype=dtype, device=self.device)
         moments: Optional[Moments] = None
         for block in self._blocks():
-            moments = add_moments(moments, block[0].to(dtype))
+            moments = add_moments(moments, full_precision(block[0]))
         if self.keeps_total:
             self._total = moments.mean * self.batch_size
         return moments.deviations.contiguous() / self.batch_size
@@ -944,8 +933,7 @@ class Outer(PerSample):
 
     def partial_squares(self, sum_batch: bool) -> Tensor:  # noqa: D102
         if self.positions == 1:
-            dtype = accumulator_dtype(self.dtype)
-            return sum_axis(self.b.squeeze(3).to(dtype).pow(2), 0)
+            return sum_axis(full_precision(self.b.squeeze(3)).pow(2), 0)
         return super().partial_squares(sum_batch)
 
     def finish_squares(
@@ -953,21 +941,18 @@ class Outer(PerSample):
     ) -> Tensor:  # noqa: D102
         if self.positions > 1:
             return statistic
-        a = self.a.squeeze(2).to(statistic.dtype).pow(2)
+        a = full_precision(self.a.squeeze(2)).pow(2)
         if sum_batch:
-            b = statistic.permute(1, 2, 0)
-            return self.fold(bmm(b, a.transpose(0, 1)))
+            return self.fold(sum_outer_products(statistic, a))
         return self.fold(outer_products(statistic.unsqueeze(0), a).squeeze(0))
 
     def variance(self) -> Tensor:  # noqa: D102
         if self.positions > 1 or self.batch_size == 0:
             return super().variance()
         # Two matrix products are all it takes, unless moment and squared mean cancel
-        dtype = accumulator_dtype(self.dtype)
-        a = self.a.to(dtype).squeeze(2).transpose(0, 1)
-        b = self.b[0].to(dtype).squeeze(2).permute(1, 2, 0)
-        total = bmm(b, a)
-        moment = bmm(b.pow(2) / self.batch_size, a.pow(2))
+        a, b = full_precision(self.a).squeeze(2), full_precision(self.b[0]).squeeze(2)
+        total = sum_outer_products(b, a)
+        moment = sum_outer_products(b.pow(2) / self.batch_size, a.pow(2))
         variance = torch.addcmul(moment, total, total, value=-1 / self.batch_size**2)
         excess = torch.sub(moment, variance, alpha=CANCELLATION)
         if self.keeps_total:
@@ -984,8 +969,7 @@ class Outer(PerSample):
                 return sum_of_dots(flatten(self._collect(any_order=True), 2))
             return super().dots()
         pattern = "n g t k, m g s k -> g n t m s"
-        dtype = accumulator_dtype(self.dtype)
-        a, columns = self.a.to(dtype), self.b.to(dtype)
+        a, columns = full_precision(self.a), full_precision(self.b)
         gram_a = einsum(a, a, pattern)
         return sum(
             (einsum(b, b, pattern) * gram_a).sum((0, 2, 4)) for b in columns.unbind()
@@ -1000,14 +984,16 @@ class Outer(PerSample):
         Returns:
             Σ a aᵀ over samples and positions, of shape ``[G, d, d]``.
         """
-        unfolding, dtype = self._unfolder(), accumulator_dtype(self.dtype)
+        unfolding = self._unfolder()
         if unfolding is None:
-            a = self.a.to(dtype)
-            return gram(rearrange(a, "n g t d -> g d (n t)")).mul_(scale)
+            rows = full_precision(self.a).permute(1, 3, 0, 2).flatten(2)
+            if 0 < rows.shape[2] < rows.shape[1]:  # they are fewer numbers
+                return gram(rows * scale**0.5)
+            return gram(rows).mul_(scale)
         size = self.groups * self.positions * self._sizes[0]
         total = 0.0
         for samples in chunks(self.batch_size, size, UNFOLDED_ELEMENTS):
-            total = total + gram(unfolding.features(samples).to(dtype))
+            total = total + gram(full_precision(unfolding.features(samples)))
         return total.mul_(scale)
 
     def _outer(self, samples: slice) -> Tensor:
@@ -1032,16 +1018,30 @@ class Outer(PerSample):
         return chunks(self.batch_size, self.groups * self.positions**2)
 
     def _gram_norms(self, samples: slice) -> Tensor:
-        dtype = accumulator_dtype(self.dtype)
         unfolding = self._unfolder()
         a = unfolding.rows(samples) if unfolding else self.a[samples]
-        a = a.flatten(0, 1).to(dtype)
+        a = full_precision(a.flatten(0, 1))
         gram_a = bmm(a, a.mT)
         total = 0.0
-        for b in self.b[:, samples].flatten(1, 2).to(dtype).unbind():
+        for b in full_precision(self.b[:, samples].flatten(1, 2)).unbind():
             dots = (gram_a * bmm(b, b.mT)).unflatten(0, (-1, self.groups))
             total = total + dots.sum((1, 2, 3))
         return total
+
+
+def sum_outer_products(b: Tensor, a: Tensor) -> Tensor:
+    """Sum outer products over samples.
+
+    Args:
+        b: Left factors of shape ``[N, G, p]``.
+        a: Right factors of shape ``[N, G, d]``.
+
+    Returns:
+        Sums of shape ``[G, p, d]``.
+    """
+    if b.shape[1] == 1:  # which takes fewer steps
+        return matmul(b.squeeze(1).T, a.squeeze(1)).unsqueeze(0)
+    return bmm(b.permute(1, 2, 0), a.transpose(0, 1))
 
 
 def outer_products(b: Tensor, a: Tensor) -> Tensor:
@@ -1144,7 +1144,7 @@ class Rows(PerSample):
         Returns:
             Sum over samples and positions, of shape ``[vocabulary]``.
         """
-        valid = self.valid.to(accumulator_dtype(self.valid.dtype))
+        valid = full_precision(self.valid)
         counts = valid.new_zeros(self.shape[0])
         if not average:
             return counts.index_add(0, self.ids.flatten(), valid.flatten())
@@ -1209,7 +1209,7 @@ class Rows(PerSample):
         offsets = vocabulary * torch.arange(self.batch_size, device=self.ids.device)
         keys = (self.ids + offsets.unsqueeze(1)).flatten()
         pairs, position = torch.unique(keys, return_inverse=True)
-        b = self.b.flatten(1, 2).to(accumulator_dtype(self.dtype))
+        b = full_precision(self.b.flatten(1, 2))
         sums = b.new_zeros(self.num_columns, pairs.numel(), b.shape[-1])
         sums = sums.index_add(1, position, b)
         return pairs // vocabulary, pairs % vocabulary, sums

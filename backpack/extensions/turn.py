@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
@@ -26,6 +27,7 @@ from backpack.extensions.layers import Row, find_row_or_generic, works_in_place
 from backpack.graph import Entry, producing_calls, targets_below
 from backpack.utils.hooks import without_hooks
 from backpack.utils.subsampling import subsample
+from backpack.utils.types import as_type
 
 if TYPE_CHECKING:
     from backpack.backward import BackwardPass
@@ -105,20 +107,6 @@ def loss_scale(module: Module, factor: Tensor) -> Tensor:
     return factor.sqrt()
 
 
-def as_type(value: Any, dtype: torch.dtype) -> Any:
-    """Convert floating-point tensors; leave everything else as it is.
-
-    Args:
-        value: Anything.
-        dtype: Type that a floating-point tensor gets.
-
-    Returns:
-        The value.
-    """
-    differs = isinstance(value, Tensor) and value.dtype != dtype
-    return value.to(dtype) if differs and value.is_floating_point() else value
-
-
 def mode_of(call: Call) -> AbstractContextManager:
     """Put a module into the mode in which it was called, inside the context.
 
@@ -183,34 +171,34 @@ class Products(Mapping):
             The products.
         """
         if name not in self._formed:
-            call, cotangents = self._call, self._cotangents
-            call.check_unchanged()
-            rule = self._rule(name)
-            if rule is not None:
-                # under autocast, inputs and outputs have other types than parameters
-                arguments, mats = self._converted(call.parameters[name].dtype)
-                self._formed[name] = rule.derivatives.product(
-                    name,
-                    call.module,
-                    arguments,
-                    mats if rule.several_outputs else mats[0],
-                )
-            else:
-                others = [other for other in self._names if self._rule(other) is None]
-                self._formed.update(
-                    generic_products(
-                        others,
-                        call.module,
-                        call.args,
-                        cotangents,
-                        call.kwargs,
-                        call.random_state,
-                        call.unchanged_outputs(),
-                    )
-                )
+            self._form(name)
         product = self._formed[name]
         product.shared = self._shared
         return product
+
+    def _form(self, name: str) -> None:
+        """Describe the products for a parameter, and for those that come with it."""
+        call, row = self._call, self._rule(name)
+        call.check_unchanged()
+        if row is not None:
+            # under autocast, inputs and outputs have other types than parameters
+            arguments, mats = self._converted(call.parameters[name].dtype)
+            mats = mats if row.several_outputs else mats[0]
+            product = row.derivatives.product(name, call.module, arguments, mats)
+            self._formed[name] = product
+            return
+        others = [other for other in self._names if self._rule(other) is None]
+        self._formed.update(
+            generic_products(
+                others,
+                call.module,
+                call.args,
+                self._cotangents,
+                call.kwargs,
+                call.random_state,
+                call.unchanged_outputs(),
+            )
+        )
 
     def _converted(self, dtype: torch.dtype) -> Tuple[List[Any], Cotangents]:
         """Return arguments and cotangents in a type: the same tensors for all names."""
@@ -297,6 +285,11 @@ class Turn:
             if drops and entry.call.training and entry.call.input_edges[0]:
                 edge = GradientEdge(node, entry.output_nr)
                 self.backward_pass.dropouts[entry.call] = edge
+
+    @cached_property
+    def row(self) -> Row:
+        """The rule for the call."""
+        return find_row_or_generic(self.call)
 
     def parameters(self) -> List[Tuple[str, Parameter]]:
         """List the parameters that this call is responsible for.
@@ -412,8 +405,8 @@ class Turn:
                 for before in edges:
                     self._check_no_parameters(extension, before.node)
         values = (*self.call.args, *self.call.kwargs.values())
-        nested = tree_leaves([x for x in values if not isinstance(x, Tensor)])
-        for x in nested:
+        nested = [x for x in values if not isinstance(x, Tensor)]
+        for x in tree_leaves(nested) if nested else ():
             if isinstance(x, Tensor) and x.requires_grad and x.grad_fn is not None:
                 self._check_no_parameters(extension, x.grad_fn)
         self._producers = found
@@ -446,9 +439,8 @@ class Turn:
             The products.
         """
         columns = self.call.columns[source]
-        if numbers is not None and len(numbers) == max(
-            (len(x) for x in columns if x is not None), default=0
-        ):
+        count = next((x.shape[0] for x in columns if x is not None), 0)
+        if numbers is not None and len(numbers) == count:
             numbers = None
         key = source, numbers
         if key not in self._by_source:

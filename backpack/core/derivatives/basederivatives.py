@@ -14,7 +14,6 @@ for every module that is differentiable in its first input; other inputs are con
 
 from abc import ABC, abstractmethod
 from functools import partial
-from inspect import getattr_static
 from math import nan
 from typing import Any, Callable, List, Tuple
 
@@ -32,6 +31,7 @@ from backpack.core.derivatives.generic import (
 from backpack.core.reductions import Dense, PerSample
 from backpack.hessianfree.rop import R_op
 from backpack.utils.subsampling import num_selected, subsample
+from backpack.utils.types import as_type
 from backpack.utils.unsqueeze import flatten
 
 NO_SCALAR_LOSS = (
@@ -89,11 +89,12 @@ def shallow_copy(module: Module, **attributes: Any) -> Module:
     return copy
 
 
-def scratch_copy(module: Module) -> Module:
+def scratch_copy(module: Module, **attributes: Any) -> Module:
     """Copy a module such that evaluating the copy leaves the module alone.
 
     Args:
         module: The module.
+        attributes: What the copy holds instead, by name.
 
     Returns:
         Module that shares parameters, but neither buffers (running statistics) nor what
@@ -104,6 +105,7 @@ def scratch_copy(module: Module) -> Module:
         module,
         _buffers={name: b if b is None else b.clone() for name, b in buffers},
         _modules={name: m if m is None else scratch_copy(m) for name, m in children},
+        **attributes,
     )
 
 
@@ -649,10 +651,10 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
             The products: in the layer's form, unless a class has its own way to
             multiply.
         """
-        cotangents = cotangents.to(module.output.dtype)
+        cotangents = as_type(cotangents, module.output.dtype)
         method = f"_{name}_jac_t_mat_prod"
         pair = type(self), BaseParameterDerivatives
-        own, inherited = (getattr_static(cls, method, None) for cls in pair)
+        own, inherited = (getattr(cls, method, None) for cls in pair)
         if own is inherited:
             return self._stored_product(name, module, cotangents)
         multiply = getattr(self, method)

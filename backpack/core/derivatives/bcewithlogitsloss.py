@@ -8,10 +8,8 @@ from torch.distributions import Bernoulli
 from torch.nn import BCEWithLogitsLoss
 from torch.nn.functional import logsigmoid
 
-from backpack.core.derivatives.nll_base import (
-    ElementwiseNLLLossDerivatives,
-    full_precision,
-)
+from backpack.core.derivatives.nll_base import ElementwiseNLLLossDerivatives
+from backpack.utils.types import full_precision
 
 
 class BCELossWithLogitsDerivatives(ElementwiseNLLLossDerivatives):

@@ -7,11 +7,8 @@ from torch import Generator, Size, Tensor
 from torch.distributions import Categorical
 from torch.nn import CrossEntropyLoss
 
-from backpack.core.derivatives.nll_base import (
-    NLLLossDerivatives,
-    full_precision,
-    split_columns,
-)
+from backpack.core.derivatives.nll_base import NLLLossDerivatives, split_columns
+from backpack.utils.types import full_precision
 
 ALL = slice(None)
 

@@ -95,7 +95,7 @@ class ElementwiseDerivatives(BaseDerivatives):
         self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
     ) -> Tensor:
         df = flatten(self.df(module, g_inp, g_out), 1)
-        return mat * (df.T @ df / df.shape[0])
+        return (df.T @ (df / df.shape[0])).mul_(mat)  # few passes over matrices
 
 
 class PiecewiseLinearDerivatives(ElementwiseDerivatives):

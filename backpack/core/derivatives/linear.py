@@ -1,5 +1,6 @@
 """Derivatives of the linear layer, on inputs with any number of axes."""
 
+from math import prod
 from typing import Sequence, Tuple
 
 from einops import rearrange
@@ -37,8 +38,8 @@ class LinearDerivatives(BaseParameterDerivatives):
         Returns:
             The products.
         """
-        v, n = cotangents.shape[:2]
-        positions, features = cotangents.shape[2:-1].numel(), cotangents.shape[-1]
+        v, n, *axes, features = cotangents.shape
+        positions = prod(axes)
         if name == "bias":
             b = cotangents.reshape(v, n, positions, features)
             return Summed(b, module.bias.shape)
@@ -85,6 +86,8 @@ class LinearDerivatives(BaseParameterDerivatives):
     ) -> Tensor:
         # the Jacobian is the weight at each position, for every sample
         positions = module.input0.shape[1:-1].numel()
+        if positions == 1:
+            return matmul(module.weight.mT, matmul(mat, module.weight))
         o, i = module.weight.shape
         right = matmul(mat.reshape(-1, o), module.weight)
         right = rearrange(right, "(t o s) j -> o (t s j)", t=positions, o=o)

@@ -22,19 +22,7 @@ from backpack.core.derivatives import shape_check
 from backpack.core.derivatives.basederivatives import BaseLossDerivatives, stored_inputs
 from backpack.core.reductions import reciprocal
 from backpack.utils.subsampling import subsample
-
-
-def full_precision(tensor: Tensor) -> Tensor:
-    """Return the tensor in float32 if it has a 16-bit floating-point type.
-
-    Args:
-        tensor: Any tensor.
-
-    Returns:
-        The tensor itself, or a float32 version of it.
-    """
-    half = tensor.dtype in (torch.float16, torch.bfloat16)
-    return tensor.float() if half else tensor
+from backpack.utils.types import full_precision
 
 
 def loss_inputs(module: Module) -> Tuple[Any, ...]:

@@ -188,7 +188,7 @@ class ReduceColumns(ModuleExtension):
             turn.save_alone(extension, param, extension.reduce(product))
         producers = turn.producers(extension)
         if producers:
-            linear = linearize(turn, extension, producers, freeze_call(turn.call))
+            linear = linearize(turn, extension, producers, freeze_call(turn))
             linear = linear if some is None else linear.select(some)
             pulled = linear.jac_t(columns)
             check_samples_kept(linear, extension)

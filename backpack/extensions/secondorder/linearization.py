@@ -32,22 +32,21 @@ from backpack.core.derivatives.generic import (
     input_batch_axis,
 )
 from backpack.core.derivatives.sum_module import SumModuleDerivatives
-from backpack.extensions.layers import GENERIC, find_row_or_generic, works_in_place
-from backpack.extensions.turn import NOT_A_CHAIN, as_type, current_turn
+from backpack.extensions.layers import GENERIC, works_in_place
+from backpack.extensions.turn import NOT_A_CHAIN, current_turn
 from backpack.hessianfree.rop import R_op
 from backpack.utils.disable import disable
 from backpack.utils.errors import raise_error_if_coupled
 from backpack.utils.subsampling import subsample
+from backpack.utils.types import HALF, as_type
 from backpack.utils.unsqueeze import flatten
 
 if TYPE_CHECKING:
-    from backpack.capture import Call
     from backpack.extensions.backprop_extension import BackpropExtension
     from backpack.extensions.turn import Turn
 
 Columns = List[Optional[Tensor]]
 _FROZEN = "_backpack_frozen"  # marks the copies that ``freeze`` makes
-_HALF = (torch.float16, torch.bfloat16)  # what autocast uses
 
 IN_PLACE = (
     "{ext}: {module} has overwritten its input (inplace=True), which its derivatives "
@@ -95,50 +94,49 @@ def freeze(module: Module) -> Module:
 
 
 def _freeze(module: Module, inputs: Sequence[Any], output: Tensor) -> Module:
-    own = [p for p in (*module.parameters(), *inputs) if isinstance(p, Parameter)]
-    types = [x.dtype for x in own or inputs if _is_float(x)]
-    widest = reduce(torch.promote_types, types) if types else output.dtype
-    stored = {f"input{i}": _frozen(x, widest) for i, x in enumerate(inputs)}
-    marks = {_FROZEN: True, OUTPUT_TYPE: output.dtype}
-    copy = scratch_copy(module)
-    copy.__dict__.update(stored, output=_widened(output.detach(), widest), **marks)
-    return copy
+    stored = {f"input{i}": _frozen(x) for i, x in enumerate(inputs)}
+    stored["output"] = output.detach()
+    halves = {name: x for name, x in stored.items() if _is_half(x)}
+    if halves:
+        own = [p for p in (*module.parameters(), *inputs) if isinstance(p, Parameter)]
+        floats = [x for x in own or inputs if isinstance(x, Tensor)]
+        types = [x.dtype for x in floats if x.is_floating_point()]
+        widest = reduce(torch.promote_types, types) if types else output.dtype
+        stored.update((name, as_type(x, widest)) for name, x in halves.items())
+    return scratch_copy(module, **stored, **{_FROZEN: True, OUTPUT_TYPE: output.dtype})
 
 
-def _is_float(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()
+def _is_half(x: Any) -> bool:
+    # a parameter is an operation's argument
+    return isinstance(x, Tensor) and x.dtype in HALF and not isinstance(x, Parameter)
 
 
-def _widened(x: Any, dtype: torch.dtype) -> Any:
-    return as_type(x, dtype) if _is_float(x) and x.dtype in _HALF else x
-
-
-def _frozen(x: Any, dtype: torch.dtype) -> Any:
+def _frozen(x: Any) -> Any:
     if isinstance(x, Parameter):  # an operation's argument, which holds no samples
         return Parameter(x.detach(), requires_grad=False)
-    return _widened(x.detach(), dtype) if isinstance(x, Tensor) else x
+    return x.detach() if isinstance(x, Tensor) else x
 
 
-def freeze_call(call: Call) -> Module:
+def freeze_call(turn: Turn) -> Module:
     """Copy a module such that the copy holds a call's inputs and output.
 
     Args:
-        call: The call.
+        turn: The call's turn.
 
     Returns:
         Copy of the module, see :func:`freeze`.
     """
+    call = turn.call
     frozen = _freeze(call.module, call.arguments, call.outputs[0])
-    if call.unchanged_outputs()[0] is None and not _repeats(call):
+    if call.unchanged_outputs()[0] is None and not _repeats(turn):
         frozen.__dict__[OVERWRITTEN] = True
     return frozen
 
 
-def _repeats(call: Call) -> bool:
+def _repeats(turn: Turn) -> bool:
     """Tell whether a forward pass of which little is known has to be repeated."""
-    row = find_row_or_generic(call)
-    covered = all(row.covers(call.module, name) for name in call.parameters)
-    return row is GENERIC or not covered
+    row, names = turn.row, turn.call.parameters
+    return row is GENERIC or not all(row.covers(turn.module, name) for name in names)
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager:
@@ -209,7 +207,7 @@ def skips(turn: Turn, extension: BackpropExtension) -> bool:
     if extension.refuses_coupled_samples:
         raise_error_if_coupled(module, call.arguments)
     overwrites = getattr(module, "inplace", False) and any(call.passes_on)
-    is_dropout = isinstance(find_row_or_generic(call).derivatives, DropoutDerivatives)
+    is_dropout = isinstance(turn.row.derivatives, DropoutDerivatives)
     if (
         overwrites
         and not works_in_place(module)
@@ -257,9 +255,8 @@ def linearize(
     Raises:
         RuntimeError: If the forward pass must be repeated, and cannot be.
     """
-    row = find_row_or_generic(turn.call)
-    linear = Linearization(row.derivatives, frozen, turn.g_out, positions)
-    if linear.is_joint or _repeats(turn.call):
+    linear = Linearization(turn.row.derivatives, frozen, turn.g_out, positions)
+    if linear.is_joint or _repeats(turn):
         with torch.no_grad(), disable():
             again = scratch_copy(frozen).forward(*stored_inputs(frozen))
         try:
@@ -337,7 +334,7 @@ class Linearization:
             positions: Inputs to linearize in.
         """
         self.derivatives, self.module = derivatives, module
-        self.g_out = (g_out[0].detach().to(module.output.dtype),)
+        self.g_out = (as_type(g_out[0].detach(), module.output.dtype),)
         self.positions = list(positions)
         self._sums = isinstance(derivatives, SumModuleDerivatives)
         self.is_joint = self.positions != [0] and not self._sums
@@ -405,7 +402,7 @@ class Linearization:
         Returns:
             Columns ``[V, N, *in]`` at each input.
         """
-        columns = columns.to(self.module.output.dtype)
+        columns = as_type(columns, self.module.output.dtype)
         if self._sums:
             return self._typed([columns] * len(self.positions))
         if not self.is_joint:
@@ -470,7 +467,7 @@ class Linearization:
         products = torch.cat([flatten(c, 2) for c in self.residual(columns)], dim=2)
         matrices = products.movedim(0, 1)
         matrices = (matrices + matrices.mT) / 2
-        return matrices.float() if matrices.dtype in _HALF else matrices
+        return matrices.float() if matrices.dtype in HALF else matrices
 
     def split(self, columns: Tensor) -> List[Tensor]:
         """Split columns whose rows are all inputs' features.
@@ -502,10 +499,7 @@ class Linearization:
 
     def _typed(self, columns: Columns) -> Columns:
         """Give columns the types of the inputs."""
-        return [
-            None if column is None else column.to(x.dtype)
-            for column, x in zip(columns, self.inputs())
-        ]
+        return [as_type(column, x.dtype) for column, x in zip(columns, self.inputs())]
 
     def _evaluate(self) -> Tuple[List[Tensor], Tensor]:
         arguments = list(stored_inputs(self.module))
@@ -540,7 +534,7 @@ class ParameterLinearization:
             name: Name of the parameter.
         """
         self.module, self.name = module, name
-        self.g_out = (g_out[0].detach().to(module.output.dtype),)
+        self.g_out = (as_type(g_out[0].detach(), module.output.dtype),)
         self.derivatives = derivatives
         affine = getattr(derivatives, "affine_in_params", False)
         self.has_residual = not affine or name not in module._parameters
@@ -584,7 +578,7 @@ class ParameterLinearization:
         Returns:
             Columns ``[V, *p]``.
         """
-        columns = columns.to(self.module.output.dtype)
+        columns = as_type(columns, self.module.output.dtype)
         if self._by_rule:
             return self.derivatives.param_mjp(
                 self.name, self.module, (), self.g_out, columns

@@ -14,7 +14,6 @@ from backpack.extensions.layers import (
     GENERIC,
     built_in,
     find_loss,
-    find_row_or_generic,
 )
 from backpack.extensions.mat_to_mat_jac_base import ParameterRule
 from backpack.extensions.module_extension import ModuleExtension
@@ -117,7 +116,7 @@ class ApplyRules(ModuleExtension):
         if extension.separates_samples:
             check_batch_first(turn, extension)
         quantity = turn.incoming(extension)
-        row, frozen = find_row_or_generic(turn.call), freeze_call(turn.call)
+        row, frozen = turn.row, freeze_call(turn)
         producers = turn.producers(extension)
         if producers:
             linear = linearize(turn, extension, producers, frozen)

@@ -105,7 +105,7 @@ def output_factor(product: PerSample, weight_sharing: Optional[str]) -> Tensor:
 
     def compute() -> Tensor:
         summed = b.sum(3, keepdim=True) if sums else b
-        return gram(rearrange(summed, "v n g t p -> g p (v n t)"))
+        return gram(summed.permute(2, 4, 0, 1, 3).flatten(2))
 
     return product.share(("output factor", sums), b, compute)  # for weight and bias
 

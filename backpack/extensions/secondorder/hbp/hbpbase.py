@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, List, Optional, Tuple
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -16,6 +15,7 @@ from backpack.extensions.secondorder.hbp.hbp_options import (
 )
 from backpack.extensions.secondorder.linearization import Linearization
 from backpack.extensions.secondorder.module_rules import ModuleRule
+from backpack.utils.types import as_type
 from backpack.utils.unsqueeze import flatten
 
 if TYPE_CHECKING:
@@ -58,10 +58,12 @@ class HBPBaseModule(ModuleRule):
         Returns:
             The factors.
         """
-        backproped = backproped.to(module.output.dtype)
+        backproped = as_type(backproped, module.output.dtype)
         sharing, derivatives = ext.weight_sharing, self.derivatives
         is_sqrt = BackpropStrategy.is_sqrt(ext.get_backprop_strategy())
-        columns = backproped if is_sqrt else torch.zeros_like(module.output)[None]
+        columns = backproped
+        if not is_sqrt:  # only their shape counts
+            columns = backproped.new_zeros(()).expand(1, *module.output.shape)
         product = derivatives.stored_product(name, module, g_inp, g_out, columns)
         factors.refuse_ambiguous(ext, module, name, product)
         if is_sqrt:
@@ -105,7 +107,7 @@ class HBPBaseModule(ModuleRule):
             raise NotImplementedError(
                 SEVERAL_INPUTS.format(ext=type(ext).__name__, module=linear.module)
             )
-        backproped = backproped.to(linear.module.output.dtype)
+        backproped = as_type(backproped, linear.module.output.dtype)
         args = ext, linear.module, (), linear.g_out, backproped
         return [self.backpropagate_batch_average(*args)] * len(linear.positions)
 

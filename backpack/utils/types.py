@@ -1,0 +1,46 @@
+"""Types of numbers, and conversions that cost next to nothing where there are none."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def as_type(value: Any, dtype: torch.dtype) -> Any:
+    """Convert floating-point tensors; leave everything else as it is.
+
+    Args:
+        value: Anything.
+        dtype: Type that a floating-point tensor gets.
+
+    Returns:
+        The value.
+    """
+    differs = isinstance(value, Tensor) and value.dtype != dtype
+    return value.to(dtype) if differs and value.is_floating_point() else value
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which sums are accumulated: float32 or better.
+
+    Args:
+        dtype: Type of the summands.
+
+    Returns:
+        float32 for the half-precision types, else ``dtype``.
+    """
+    return torch.float32 if dtype in HALF else dtype
+
+
+def full_precision(x: Tensor) -> Tensor:
+    """Convert a tensor to the type in which sums of its numbers are accumulated.
+
+    Args:
+        x: Tensor.
+
+    Returns:
+        The tensor itself, or a float32 version of it if its type is a 16-bit one.
+    """
+    return x.float() if x.dtype in HALF else x

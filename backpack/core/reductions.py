@@ -498,23 +498,41 @@ class PerSample(ABC):
         """
         return sum_of_dots(flatten(self.individual(), 2))
 
-    def share(self, what: Any, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+    def share(
+        self, what: Any, x: Tensor, compute: Callable[[], Tensor], copies: bool = True
+    ) -> Tensor:
         """Compute from a tensor what may be known from a call's other parameters.
 
         Args:
             what: What is computed.
             x: The tensor. It is kept, so that its memory can't become another's.
             compute: Computes it.
+            copies: Whether each parameter gets its own copy. Default: ``True``.
 
         Returns:
-            The result, of which each parameter gets its own copy.
+            The result.
         """
         shared = {} if self.shared is None else self.shared
         key = (what, x.data_ptr(), x.shape, x.stride())
         if key in shared:
-            return shared[key][1].clone()
+            return shared[key][1].clone() if copies else shared[key][1]
         shared[key] = x, compute()
         return shared[key][1]
+
+    def _squared_column(self, b: Tensor) -> Tensor:
+        """Square cotangents: those at a layer's weight are those at its bias.
+
+        Args:
+            b: Cotangents of a single column and position, of shape ``[1, N, G, p]``.
+
+        Returns:
+            Squares of shape ``[N, G, p]``.
+        """
+
+        def compute() -> Tensor:
+            return full_precision(b).pow(2).squeeze(0)
+
+        return self.share("squares", b, compute, copies=False)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -621,6 +639,11 @@ class Summed(Dense):
             return super().merge(other)
         b = torch.cat([self.b, other.b], dim=2)
         return Summed(b, self.shape, self.groups, self.sums_positions)
+
+    def partial_squares(self, sum_batch: bool) -> Tensor:  # noqa: D102
+        if sum_batch and self.num_columns == self.positions == 1:
+            return self._squared_column(self.b).sum(0).squeeze(0)
+        return super().partial_squares(sum_batch)
 
     def select(self, samples: Sequence[int]) -> Summed:  # noqa: D102
         b = self.b[:, samples]
@@ -932,9 +955,12 @@ class Outer(PerSample):
         return torch.cat([self._gram_norms(n) for n in self._gram_chunks()])
 
     def partial_squares(self, sum_batch: bool) -> Tensor:  # noqa: D102
-        if self.positions == 1:
-            return sum_axis(full_precision(self.b.squeeze(3)).pow(2), 0)
-        return super().partial_squares(sum_batch)
+        if self.positions > 1:
+            return super().partial_squares(sum_batch)
+        b = self.b.squeeze(3)
+        if self.num_columns == 1:
+            return self._squared_column(b)
+        return full_precision(b).pow(2).sum(0)
 
     def finish_squares(
         self, statistic: Tensor, sum_batch: bool

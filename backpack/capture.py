@@ -379,12 +379,11 @@ def steps_aside() -> bool:
     """Tell whether there is nothing to capture.
 
     Returns:
-        Whether gradients or storing are switched off, or a function transform or the
-        compiler runs the forward pass.
+        Whether gradients or storing are switched off, or a function transform runs the
+        forward pass.
     """
     return (
-        torch.compiler.is_compiling()
-        or not torch.is_grad_enabled()
+        not torch.is_grad_enabled()
         or not disable.should_store_io()
         or torch._C._functorch.peek_interpreter_stack() is not None
     )
@@ -398,7 +397,7 @@ def enter_call(module: Module, args: Tuple, kwargs: Dict[str, Any]) -> None:
         args: Positional arguments.
         kwargs: Keyword arguments.
     """
-    if steps_aside():
+    if torch.compiler.is_compiling() or steps_aside():
         return
     frame = _Frame(module)
     if module.training:

@@ -207,7 +207,7 @@ class Inspection:
         self.reached: Dict[Tensor, List[Node]] = {
             node.variable: self._consumers[node]
             for node in leaves
-            if is_leaf(node) and self._consumers[node]
+            if is_leaf(node)
         }
 
     @cached_property

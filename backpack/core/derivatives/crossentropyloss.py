@@ -71,6 +71,7 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
         target, smoothing = module.input1, module.label_smoothing
         axis = _class_axis(module.input0)
         weights, class_weights = self._target_weights(module), module.weight
+        factor = self._reduction_factor(module, weights)
         if smoothing:
             mean = (
                 1.0 if class_weights is None else full_precision(class_weights).mean()
@@ -78,12 +79,15 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
             if not target.is_floating_point():
                 mean = mean * (target != module.ignore_index).to(weights.dtype)
             weights = (1 - smoothing) * weights + smoothing * mean
-        return (weights * self._reduction_factor(module)).unsqueeze(axis)
+        return (weights * factor).unsqueeze(axis)
 
-    def _reduction_factor(self, module: CrossEntropyLoss) -> Union[float, Tensor]:
+    def _reduction_factor(
+        self, module: CrossEntropyLoss, weights: Optional[Tensor] = None
+    ) -> Union[float, Tensor]:
         if module.reduction != "mean" or module.input1.is_floating_point():
             return super()._reduction_factor(module)
-        return 1.0 / self._target_weights(module).sum()
+        weights = self._target_weights(module) if weights is None else weights
+        return 1.0 / weights.sum()
 
     def _target_weights(self, module: CrossEntropyLoss) -> Tensor:
         """Return Σ_c w_c q_c for each term, before label smoothing.
@@ -216,9 +220,11 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
         subsampled_input: Tensor,
         mc_samples: int,
         generator: Optional[Generator] = None,
+        probabilities: Optional[Tensor] = None,
     ) -> Tensor:
-        probabilities = _classes_last(subsampled_input.detach()).softmax(-1)
-        return _draw(probabilities, mc_samples, generator)
+        if probabilities is None:
+            probabilities = _classes_last(subsampled_input).softmax(-1)
+        return _draw(probabilities.detach(), mc_samples, generator)
 
     def _compute_sampled_grads_manual(
         self,
@@ -226,8 +232,10 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
         mc_samples: int,
         generator: Optional[Generator] = None,
     ) -> Tensor:
-        targets = self._sample_targets(subsampled_input, mc_samples, generator)
         probabilities = _classes_last(subsampled_input).softmax(-1)
+        targets = self._sample_targets(
+            subsampled_input, mc_samples, generator, probabilities
+        )
         minus_one = probabilities.new_full((), -1.0).expand(*targets.shape, 1)
         grads = probabilities.expand(mc_samples, *probabilities.shape)
         grads = grads.scatter_add(-1, targets.unsqueeze(-1), minus_one)

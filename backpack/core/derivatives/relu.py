@@ -31,5 +31,5 @@ class ReLUDerivatives(PiecewiseLinearDerivatives):
             First derivative of shape ``[N, *in]``.
         """
         # right even if the output overwrote the input: both have the same sign
-        x = subsample(module.input0, subsampling=subsampling).detach()
+        x = subsample(module.input0, subsampling=subsampling)
         return x.sign().clamp_(min=0)  # twice as fast as converting x > 0

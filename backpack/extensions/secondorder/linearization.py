@@ -107,8 +107,7 @@ def _freeze(module: Module, inputs: Sequence[Any], output: Tensor) -> Module:
 
 
 def _is_half(x: Any) -> bool:
-    # a parameter is an operation's argument
-    return isinstance(x, Tensor) and x.dtype in HALF and not isinstance(x, Parameter)
+    return isinstance(x, Tensor) and x.dtype in HALF
 
 
 def _frozen(x: Any) -> Any:

@@ -205,9 +205,7 @@ class Inspection:
                     self._nodes.append(parent)
         self._names = {type(node).__name__ for node in self._nodes}
         self.reached: Dict[Tensor, List[Node]] = {
-            node.variable: self._consumers[node]
-            for node in leaves
-            if is_leaf(node)
+            node.variable: self._consumers[node] for node in leaves if is_leaf(node)
         }
 
     @cached_property

@@ -239,15 +239,26 @@ def test_the_last_call_is_stored():
     assert torch.equal(model[0].input0, 2 * x)
 
 
+class WithOutput(nn.Linear):
+    """A layer whose class uses the name for something else."""
+
+    def output(self) -> str:
+        """Return what it is."""
+        return "mine"
+
+
 def test_own_attributes_win():
-    """Attributes, parameters and buffers of these names stay what they are."""
-    model = nn.Linear(4, 3)
+    """Attributes, buffers, modules and methods of these names stay what they are."""
+    model, other = nn.Linear(4, 3), WithOutput(3, 2)
     model.output = "mine"
     model.register_buffer("input0", torch.zeros(1))
-    extend(model)
-    model(torch.rand(N, 4)).sum().backward()
-    assert model.output == "mine"
-    assert torch.equal(model.input0, torch.zeros(1))
+    other.input0 = inside = nn.Identity()
+    value = extend(nn.Sequential(model, other))(torch.rand(N, 4)).sum()
+    for finish in (lambda: None, value.backward):
+        finish()
+        assert model.output == "mine"
+        assert torch.equal(model.input0, torch.zeros(1))
+        assert other.output() == "mine" and other.input0 is inside
 
 
 def test_memory_cleanup():

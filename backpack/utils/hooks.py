@@ -31,7 +31,8 @@ def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
     """
     hooks: List[Tuple[Dict[int, Any], Dict[int, Any]]] = []
     retained: List[Tuple[Tensor, Optional[Tensor]]] = []
-    for x in {id(x): x for x in tensors if x.grad_fn is not None}.values():
+    watched = (x for x in tensors if x._backward_hooks or x.retains_grad)
+    for x in {id(x): x for x in watched if x.grad_fn is not None}.values():
         if x._backward_hooks:  # autograd's node refers to this very dictionary
             hooks.append((x._backward_hooks, dict(x._backward_hooks)))
         if x.retains_grad:

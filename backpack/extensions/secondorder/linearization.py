@@ -38,7 +38,7 @@ from backpack.hessianfree.rop import R_op
 from backpack.utils.disable import disable
 from backpack.utils.errors import raise_error_if_coupled
 from backpack.utils.subsampling import subsample
-from backpack.utils.types import HALF, as_type
+from backpack.utils.types import HALF, as_type, full_precision
 from backpack.utils.unsqueeze import flatten
 
 if TYPE_CHECKING:
@@ -466,7 +466,7 @@ class Linearization:
         products = torch.cat([flatten(c, 2) for c in self.residual(columns)], dim=2)
         matrices = products.movedim(0, 1)
         matrices = (matrices + matrices.mT) / 2
-        return matrices.float() if matrices.dtype in HALF else matrices
+        return full_precision(matrices)
 
     def split(self, columns: Tensor) -> List[Tensor]:
         """Split columns whose rows are all inputs' features.

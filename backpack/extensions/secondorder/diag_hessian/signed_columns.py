@@ -9,6 +9,7 @@ import torch
 from einops import einsum
 from torch import Tensor
 
+from backpack.utils.types import full_precision
 from backpack.utils.unsqueeze import flatten
 
 
@@ -22,10 +23,7 @@ def factor(matrices: Tensor) -> Tuple[Tensor, Tensor]:
         Columns ``[H, N, H]`` and signs ``[H, N]``.
     """
     dtype = matrices.dtype
-    half = dtype in (torch.float16, torch.bfloat16)
-    eigenvalues, eigenvectors = torch.linalg.eigh(
-        matrices.float() if half else matrices
-    )
+    eigenvalues, eigenvectors = torch.linalg.eigh(full_precision(matrices))
     columns = eigenvectors * eigenvalues.abs().sqrt().unsqueeze(1)
     return columns.movedim(2, 0).to(dtype), eigenvalues.sign().T.to(dtype)
 

@@ -45,7 +45,7 @@ from backpack.extensions import (
     SqrtGGNMC,
     Variance,
 )
-from backpack.extensions.layers import LAYERS, WITHOUT_RULE
+from backpack.core.table import LAYERS, WITHOUT_RULE
 from backpack.extensions.secondorder.diag_hessian.signed_columns import SignedColumns
 from backpack.extensions.secondorder.hbp import HBP
 from backpack.extensions.secondorder.sqrt_ggn.activations import (

@@ -22,7 +22,7 @@ from backpack.core.derivatives.embedding import EmbeddingDerivatives
 from backpack.core.derivatives.generic import generic_product, tensor_outputs
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.reductions import Dense, Outer, PerSample, Rows, Summed, merge_all
-from backpack.extensions.layers import find_row
+from backpack.core.table import find_row
 from backpack.extensions.secondorder.hbp.factors import output_factor
 from backpack.utils import matmul
 

@@ -720,7 +720,10 @@ class Outer(PerSample):
         fold: Maps ``[V, N, G, p, d]`` to ``[V, N, *p]``.
         sums_positions: Whether Kronecker factors sum cotangents over positions unless
             the user chooses otherwise: the convention for convolutions.
+        is_transposed: Whether the products are those of a transposed matrix.
     """
+
+    is_transposed = False
 
     def __init__(
         self,
@@ -806,6 +809,11 @@ class Outer(PerSample):
             direct,
             sums_positions=self.sums_positions,
         )
+
+    @property
+    def is_reordered(self) -> bool:
+        """Whether the factors stand for a parameter with its axes in another order."""
+        return self._reorder is not None and not self.is_transposed
 
     @property
     def _is_large(self) -> bool:

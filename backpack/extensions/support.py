@@ -19,7 +19,7 @@ from backpack.core.derivatives.basederivatives import (
 from backpack.custom_module.branching import SumModule
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
-from backpack.extensions.layers import (
+from backpack.core.table import (
     GENERIC,
     LAYERS,
     LOSSES,

@@ -20,7 +20,7 @@ from backpack.extensions.secondorder.linearization import (
     without_autocast,
 )
 from backpack.extensions.secondorder.module_rules import ModuleRule, WalkingExtension
-from backpack.extensions.turn import current_turn
+from backpack.engine.turn import current_turn
 from backpack.utils.disable import disable
 
 PARAMETER_RESIDUAL = (

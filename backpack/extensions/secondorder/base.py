@@ -7,7 +7,7 @@ from torch.nn import Module
 
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.module_extension import ModuleExtension
-from backpack.extensions.turn import current_turn
+from backpack.engine.turn import current_turn
 
 
 class SecondOrderBackpropExtension(BackpropExtension):

@@ -32,8 +32,8 @@ from backpack.core.derivatives.generic import (
     input_batch_axis,
 )
 from backpack.core.derivatives.sum_module import SumModuleDerivatives
-from backpack.extensions.layers import GENERIC, works_in_place
-from backpack.extensions.turn import NOT_A_CHAIN, current_turn
+from backpack.core.table import GENERIC, works_in_place
+from backpack.engine.turn import NOT_A_CHAIN, current_turn
 from backpack.hessianfree.rop import R_op
 from backpack.utils.disable import disable
 from backpack.utils.errors import raise_error_if_coupled
@@ -43,7 +43,7 @@ from backpack.utils.unsqueeze import flatten
 
 if TYPE_CHECKING:
     from backpack.extensions.backprop_extension import BackpropExtension
-    from backpack.extensions.turn import Turn
+    from backpack.engine.turn import Turn
 
 Columns = List[Optional[Tensor]]
 _FROZEN = "_backpack_frozen"  # marks the copies that ``freeze`` makes

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack.core.derivatives.nll_base import LossDerivatives
-from backpack.extensions.layers import (
+from backpack.core.table import (
     GENERIC,
     built_in,
     find_loss,
@@ -28,7 +28,7 @@ from backpack.extensions.secondorder.linearization import (
     skips,
     without_autocast,
 )
-from backpack.extensions.turn import current_turn
+from backpack.engine.turn import current_turn
 from backpack.utils.disable import disable
 
 

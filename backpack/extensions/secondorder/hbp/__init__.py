@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, List, Optional, Tuple
+from typing import Any, List, Optional, Tuple
 
 from torch import Generator, Tensor
 from torch.nn import Module
@@ -24,9 +24,6 @@ from backpack.extensions.secondorder.hbp.hbp_options import (
 from backpack.extensions.secondorder.hbp.hbpbase import HBPBaseModule
 from backpack.extensions.secondorder.hbp.losses import HBPLoss
 from backpack.extensions.secondorder.module_rules import WalkingExtension
-
-if TYPE_CHECKING:
-    from backpack.capture import Call
 
 __all__ = [
     "BackpropStrategy",
@@ -231,15 +228,15 @@ class KroneckerFactors(ColumnExtension, HBP):
         )
         ColumnExtension.__init__(self, savefield, source)
 
-    def check(self, call: Call, name: str, product: PerSample) -> None:
+    def check(self, where: Any, param: Tensor, product: PerSample) -> None:
         """Refuse parameters whose factors are ambiguous.
 
         Args:
-            call: A call that is responsible for the parameter.
-            name: Name of the parameter in the call's module.
+            where: A call, or a group of parameters, for messages.
+            param: The parameter.
             product: Products of columns and its Jacobian.
         """
-        factors.refuse_ambiguous(self, call.module, name, product)
+        factors.refuse_ambiguous(self, where.describe(param), product)
 
     def statistic(self, product: PerSample) -> Tensor:  # noqa: D102
         return factors.output_factor(product, self.weight_sharing)

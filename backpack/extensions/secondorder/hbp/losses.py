@@ -16,7 +16,7 @@ from backpack.extensions.secondorder.hbp.hbp_options import (
     LossHessianStrategy,
 )
 from backpack.extensions.secondorder.hbp.hbpbase import HBPBaseModule
-from backpack.extensions.turn import loss_scale
+from backpack.engine.turn import loss_scale
 from backpack.utils.unsqueeze import flatten
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivativ
 from backpack.core.derivatives.mseloss import MSELossDerivatives
 from backpack.extensions.secondorder.hbp.hbp_options import LossHessianStrategy
 from backpack.extensions.secondorder.sqrt_ggn.base import SqrtGGNBaseModule
-from backpack.extensions.turn import loss_scale
+from backpack.engine.turn import loss_scale
 
 if TYPE_CHECKING:
     from backpack.extensions.secondorder.sqrt_ggn import SqrtGGNExact, SqrtGGNMC

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 from typing import (
-    TYPE_CHECKING,
     Any,
     Dict,
     Mapping,
@@ -86,9 +85,6 @@ from backpack.custom_module.pad import Pad
 from backpack.custom_module.permute import Permute
 from backpack.custom_module.scale_module import ScaleModule
 from backpack.custom_module.slicing import Slicing
-
-if TYPE_CHECKING:
-    from backpack.capture import Call
 
 WEIGHT = ("weight",)
 WEIGHT_BIAS = ("weight", "bias")
@@ -368,7 +364,7 @@ def find_row(module: Module, losses: bool = False) -> Optional[Row]:
     return row if vars(module).keys().isdisjoint(names) else None
 
 
-def find_row_or_generic(call: Call) -> Row:
+def find_row_or_generic(call: Any) -> Row:
     """Look up the rule for a call.
 
     Args:

@@ -41,7 +41,10 @@ class Operation:
     Attributes:
         data: The operand that holds samples.
         keys: Which arguments the rule covers.
+        takes_all: Whether it takes the cotangents of several outputs, in a list.
     """
+
+    takes_all = False
 
     def __init__(self, data: Optional[Tensor], keys: Sequence[Key]):
         """Store the operand.

@@ -335,7 +335,7 @@ def _note_use(
         if p is not None and p.requires_grad
     ]
     pairs = [(o, p) for o, p in zip(outputs, placements) if o.requires_grad]
-    if constants and pairs:
+    if constants and len(pairs) == len(outputs):
         operation = _operation(module, row, args, [c.key for c in constants])
         outs, places = [o for o, _ in pairs], [p for _, p in pairs]
         name = type(module).__name__

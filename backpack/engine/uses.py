@@ -238,14 +238,15 @@ class Use:
         if all(x is None for x in cotangents):
             return [None] * len(self.constants)
         operation = self.operation
-        if operation is not None and len(cotangents) == 1:
+        if operation is not None and (len(cotangents) == 1 or operation.takes_all):
+            mats = list(cotangents) if operation.takes_all else cotangents[0]
             shared: Dict[Any, Tuple[Tensor, Tensor]] = {}
             found = []
             for constant in self.constants:
                 product = operation.product(
                     constant.key,
                     constant.shape,
-                    cotangents[0],
+                    mats,
                     self.placements[0],
                     self.n,
                 )

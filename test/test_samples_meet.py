@@ -151,7 +151,7 @@ def sinkhorn(x: Tensor) -> Tensor:
 def shifted_in_place(x: Tensor) -> Tensor:
     """Multiply each sample by the one before, in place."""
     x = x.clone()
-    x[1:] = x[1:] * x[:-1].clone()
+    x[1:] = x[1:].clone() * x[:-1].clone()
     return x
 
 

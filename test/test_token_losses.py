@@ -18,6 +18,7 @@ from oracle import assert_agrees, parameters
 from per_sample import (
     FIRST_ORDER,
     LENGTHS,
+    REFUSALS,
     Lambda,
     N,
     Row,

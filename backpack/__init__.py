@@ -19,7 +19,7 @@ from backpack import extensions
 from backpack.backward import BackwardPass
 from backpack.capture import clear_stored, enter_call, is_hooked, leave_call
 from backpack.context import CTX, state
-from backpack.custom_module.graph_utils import convert_module_to_backpack
+from backpack.converter.convert import convert_module_to_backpack
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.layers import find_row
 from backpack.graph import root_nodes

@@ -31,12 +31,12 @@ from torch.utils._pytree import (
 
 from backpack.backward import visit
 from backpack.context import state
+from backpack.converter.function import FunctionModule
 from backpack.core.derivatives.generic import (
     RandomState,
     output_batch_axis,
     tensor_outputs,
 )
-from backpack.custom_module.function import FunctionModule
 from backpack.graph import CALLS, Consumers, Entry, calls_at, is_leaf
 from backpack.utils.disable import disable
 from backpack.utils.module_classification import is_loss, is_no_op

@@ -1,7 +1,8 @@
 """Operations that no known module stands for."""
 
-from typing import Any, Dict, Iterator
+from typing import Any, Dict, List
 
+import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.nn import Module
@@ -10,15 +11,20 @@ from backpack.converter.editing import as_graph, erase_unused, install, recompil
 from backpack.converter.function import Call, FunctionModule, Placeholder
 from backpack.converter.reading import (
     OPERATION,
+    SIZE_MODULES,
     VIEW_NAMES,
     find_kinds,
     is_index,
     operation,
     target_name,
 )
-from backpack.converter.trace import RANDOM_FACTORIES
 from backpack.converter.tracer import TrainingFlag
 from backpack.custom_module.reduce_tuple import ReduceTuple
+
+# What is known to give the same when it is done once more...
+KNOWN_PACKAGES = (*SIZE_MODULES, "torch", "einops", "backpack")
+# ... unless its name contains one of these, or PyTorch has marked it as random
+RANDOM_PARTS = ("dropout", "gumbel", "fractional", "multi_head")
 
 
 def transform_rest_to_function_modules(module: Module, debug: bool) -> GraphModule:
@@ -46,12 +52,12 @@ def transform_rest_to_function_modules(module: Module, debug: bool) -> GraphModu
         if is_index(node) and _is_tuple(node.args[0], folded):
             found.append((node, ReduceTuple(node.args[1]), (node.args[0],), ()))
             continue
-        parts = list(_parts(node, folded))
+        parts = _parts(node, folded)
         inputs = {s: None for part in parts for s in part.all_input_nodes}
         inputs = [source for source in inputs if not folded[source]]
         inputs.sort(key=lambda source: source.op == "get_attr")
         positions = {source: idx for idx, source in enumerate(inputs)}
-        new_module = FunctionModule(_expression(node, positions))
+        new_module = FunctionModule(_expression(node, positions, {}))
         found.append((node, new_module, tuple(inputs), parts))
     for node, new_module, inputs, parts in found:
         install(graph_module, node, new_module, inputs, debug, parts)
@@ -67,18 +73,33 @@ def _folds(node: Node, kinds: Dict[Node, str]) -> bool:
         kinds: Kind of each node.
 
     Returns:
-        ``True`` for sizes, for what is made of parameters and used once, and for what
-        only serves to take elements from.
+        ``True`` for sizes, for what is made of parameters, and for what only serves to
+        take elements from.
     """
     if node.op not in OPERATION:
         return False
     if kinds[node] == "size":
         return True
     if kinds[node] == "constant":
-        # Random numbers are drawn in the order of the model
-        return len(node.users) == 1 and target_name(node.target) not in RANDOM_FACTORIES
+        # A module of its own would have an output without samples
+        return _is_repeatable(node)
     cheap = len(node.users) == 1 or operation(node) in VIEW_NAMES
     return cheap and all(is_index(user) for user in node.users)
+
+
+def _is_repeatable(node: Node) -> bool:
+    """Whether an operation may be done once for each of its users."""
+    name = target_name(node.target).rstrip("_")
+    aten = getattr(torch.ops.aten, name, None)
+    tags = {
+        tag for o in (aten.overloads() if aten else ()) for tag in getattr(aten, o).tags
+    }
+    if torch.Tag.nondeterministic_seeded in tags or any(
+        p in name for p in RANDOM_PARTS
+    ):
+        return False
+    module = getattr(node.target, "__module__", None) or "torch"
+    return len(node.users) == 1 or module.split(".")[0] in KNOWN_PACKAGES
 
 
 def _is_tuple(node: Node, folded: Dict[Node, bool]) -> bool:
@@ -90,28 +111,34 @@ def _is_tuple(node: Node, folded: Dict[Node, bool]) -> bool:
     )
 
 
-def _parts(node: Node, folded: Dict[Node, bool]) -> Iterator[Node]:
-    """Nodes of the expression that ends in a node, in no particular order.
+def _parts(node: Node, folded: Dict[Node, bool]) -> List[Node]:
+    """Nodes of the expression that ends in a node.
 
     Args:
         node: The node.
         folded: Whether a node becomes part of the expression.
 
-    Yields:
+    Returns:
         The node itself, and those that are folded.
     """
-    yield node
-    for source in node.all_input_nodes:
-        if folded[source]:
-            yield from _parts(source, folded)
+    parts = {node: None}
+    queue = [node]
+    for part in queue:
+        sources = [s for s in part.all_input_nodes if folded[s] and s not in parts]
+        parts.update(dict.fromkeys(sources))
+        queue.extend(sources)
+    return queue
 
 
-def _expression(node: Node, positions: Dict[Node, int]) -> Call:
+def _expression(
+    node: Node, positions: Dict[Node, int], known: Dict[Node, Call]
+) -> Call:
     """Expression that ends in a node.
 
     Args:
         node: The node.
         positions: Position of each input.
+        known: Expressions of other nodes, which this one may contain. It is added.
 
     Returns:
         The expression.
@@ -121,8 +148,9 @@ def _expression(node: Node, positions: Dict[Node, int]) -> Call:
         if isinstance(leaf, Node):
             if leaf in positions:
                 return Placeholder(positions[leaf])
-            return _expression(leaf, positions)
+            return known.get(leaf) or _expression(leaf, positions, known)
         return Placeholder("training") if isinstance(leaf, TrainingFlag) else leaf
 
     args, kwargs = map_aggregate((node.args, dict(node.kwargs)), convert)
-    return Call(node.target, args, kwargs)
+    known[node] = Call(node.target, args, kwargs)
+    return known[node]

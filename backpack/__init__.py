@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from backpack import extensions
 from backpack.context import CTX
-from backpack.custom_module.graph_utils import convert_module_to_backpack
+from backpack.converter.convert import convert_module_to_backpack
 from backpack.engine.backward_pass import BackwardPass
 from backpack.engine.graph import root_nodes
 from backpack.engine.hooks import enter_call, forget_interrupted, is_hooked, leave_call

@@ -20,9 +20,9 @@ from torch import nn
 from torch.fx import GraphModule
 from torch.nn import functional as F
 
+from backpack.converter.function import FunctionModule
 from backpack.custom_module import graph_utils
 from backpack.custom_module.branching import Parallel, SumModule
-from backpack.custom_module.function import FunctionModule
 from backpack.custom_module.graph_utils import (
     BackpackTracer,
     convert_module_to_backpack,

@@ -24,7 +24,7 @@ from backpack.core.derivatives.generic import output_batch_axis, tensor_outputs
 from backpack.core.layout import FIRST, Layout, Mixed, Placement
 from backpack.core.operations import LayerLike, Operation, find_operation
 from backpack.core.table import GENERIC, Row, find_row
-from backpack.custom_module.function import FunctionModule
+from backpack.converter.function import FunctionModule
 from backpack.engine.gaps import Known, explain
 from backpack.engine.graph import is_leaf
 from backpack.engine.placements import MARK

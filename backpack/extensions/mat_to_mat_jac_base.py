@@ -9,7 +9,7 @@ from torch.nn import Module
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.module_extension import ModuleExtension
-from backpack.extensions.secondorder.linearization import linearize_here
+from backpack.extensions.secondorder.walk import linearize_here
 
 
 class MatToJacMat(ModuleExtension):

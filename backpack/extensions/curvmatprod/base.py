@@ -20,6 +20,7 @@ from backpack.extensions.secondorder.linearization import (
     without_autocast,
 )
 from backpack.extensions.secondorder.module_rules import ModuleRule, WalkingExtension
+from backpack.extensions.secondorder.walk import check_samples_apart
 from backpack.engine.turn import current_turn
 from backpack.utils.disable import disable
 
@@ -111,6 +112,9 @@ class CurvatureProductRule(ModuleRule):
         Returns:
             Product with the matrix at each of the inputs.
         """
+        by_sample = linear.residual_is_zero or linear.residual_is_diagonal
+        if Curvature.is_pch(ext.curv_type) and not by_sample:
+            check_samples_apart(linear, ext, linear.residual, linear.inputs())
         step = Step(linear, Operator.wrap(backproped), ext.curv_type)
         return [Operator([(step, slot)]) for slot in range(len(linear.positions))]
 

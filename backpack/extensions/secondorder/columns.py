@@ -17,7 +17,7 @@ from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.core.table import GENERIC, built_in, find_loss
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
-from backpack.extensions.secondorder.linearization import (
+from backpack.extensions.secondorder.walk import (
     check_samples_kept,
     freeze_call,
     linearize,

@@ -20,13 +20,15 @@ from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 from backpack.extensions.secondorder.linearization import (
     Linearization,
+    without_autocast,
+)
+from backpack.extensions.secondorder.walk import (
     check_batch_first,
     check_samples_kept,
     freeze_call,
     linearize,
     linearize_here,
     skips,
-    without_autocast,
 )
 from backpack.engine.turn import current_turn
 from backpack.utils.disable import disable
@@ -128,7 +130,8 @@ class ApplyRules(ModuleExtension):
         if producers:
             rule = extension.rule(row.derivatives)
             values = rule.pull_back(extension, linear, quantity)
-            check_samples_kept(linear, extension)
+            if extension.separates_samples:
+                check_samples_kept(linear, extension)
             turn.pass_on(extension, linear.at_positions(values))
 
 

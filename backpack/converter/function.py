@@ -48,11 +48,12 @@ class Call:
         self.args = args
         self.kwargs = kwargs
 
-    def evaluate(self, values: Dict[Union[int, str], Any]) -> Any:
+    def evaluate(self, values: Dict[Any, Any]) -> Any:
         """Compute the value.
 
         Args:
-            values: Values of the placeholders by name.
+            values: Values of the placeholders by name, and of calls inside that were
+                evaluated already. The value is added.
 
         Returns:
             What the function returns.
@@ -63,11 +64,14 @@ class Call:
                 return values[leaf.name]
             return leaf.evaluate(values) if isinstance(leaf, Call) else leaf
 
-        args = map_aggregate(self.args, fill)
-        kwargs = map_aggregate(self.kwargs, fill)
-        if isinstance(self.target, str):
-            return getattr(args[0], self.target)(*args[1:], **kwargs)
-        return self.target(*args, **kwargs)
+        if self not in values:  # it may occur several times
+            args = map_aggregate(self.args, fill)
+            kwargs = map_aggregate(self.kwargs, fill)
+            if isinstance(self.target, str):
+                values[self] = getattr(args[0], self.target)(*args[1:], **kwargs)
+            else:
+                values[self] = self.target(*args, **kwargs)
+        return values[self]
 
     def __getstate__(self) -> Dict[str, Any]:
         """Replace a function by module and name, under which pickle may not find it.

@@ -7,7 +7,7 @@ constant. To support a further function, write its rule and add a row.
 """
 
 import operator
-from typing import Any, Callable, Dict, Iterator, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, Optional, Tuple
 
 import torch
 from torch import nn
@@ -15,15 +15,15 @@ from torch.fx import Node
 from torch.nn import Module
 from torch.nn import functional as F
 
+from backpack.converter.reading import Target
+from backpack.converter.tracer import TrainingFlag
 from backpack.custom_module.branching import SumModule
 from backpack.custom_module.pad import Pad
 from backpack.custom_module.permute import Permute
 from backpack.custom_module.scale_module import ScaleModule
 from backpack.custom_module.slicing import Slicing
-from backpack.custom_module.tracer import TrainingFlag
 
 Rule = Callable[..., Optional[Module]]
-Target = Union[str, Callable]
 
 
 def is_number(value: Any) -> bool:

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from backpack.context import State
-from backpack.core.reductions import PerSample
+from backpack.core.per_sample.base import PerSample
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.secondorder.columns import ColumnExtension, Source
 from backpack.extensions.turn import Turn

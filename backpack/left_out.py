@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import Conv1d, Conv2d, Conv3d, Linear, Parameter
 
+from backpack.core.fast.matmul import is_fast_product
 from backpack.extensions.firstorder.base import GradientReduction
 from backpack.extensions.layers import GENERIC, find_row_or_generic
-from backpack.utils.matmul import is_fast_product
 from backpack.utils.types import accumulator_dtype
 
 if TYPE_CHECKING:

@@ -12,13 +12,13 @@ from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
 from backpack.context import State
-from backpack.core.reductions import PerSample, merge_all
+from backpack.core.fast.memory import huge_empty
+from backpack.core.per_sample.base import PerSample, merge_all
 from backpack.extensions.layers import find_loss
 from backpack.extensions.secondorder.columns import ColumnExtension, Source
 from backpack.extensions.turn import Cotangents, Products, Turn, mode_of
 from backpack.graph import Target, targets_below, will_run
 from backpack.utils.hooks import without_hooks
-from backpack.utils.memory import huge_empty
 
 if TYPE_CHECKING:
     from backpack.capture import Call

@@ -16,7 +16,7 @@ from backpack.utils.subsampling import Subsampling, as_subsampling, check_subsam
 
 if TYPE_CHECKING:
     from backpack.capture import Call
-    from backpack.core.reductions import PerSample
+    from backpack.core.per_sample.base import PerSample
 
 FAIL_ERROR = "ERROR"
 FAIL_WARN = "WARNING"

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from backpack.core.derivatives.dropout import MASK
 from backpack.core.derivatives.generic import generic_products
-from backpack.core.reductions import PerSample
+from backpack.core.per_sample.base import PerSample
 from backpack.extensions.layers import Row, find_row_or_generic, works_in_place
 from backpack.graph import Entry, producing_calls, targets_below
 from backpack.utils.hooks import without_hooks

@@ -28,7 +28,7 @@ from backpack.core.derivatives.generic import (
     generic_products,
     is_repetition,
 )
-from backpack.core.reductions import Dense, PerSample
+from backpack.core.per_sample.base import Dense, PerSample
 from backpack.hessianfree.rop import R_op
 from backpack.utils.subsampling import num_selected, subsample
 from backpack.utils.types import as_type

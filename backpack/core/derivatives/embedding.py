@@ -6,7 +6,8 @@ from torch import Tensor
 from torch.nn import Embedding
 
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
-from backpack.core.reductions import PerSample, Rows
+from backpack.core.per_sample.base import PerSample
+from backpack.core.per_sample.rows import Rows
 
 
 class EmbeddingDerivatives(BaseParameterDerivatives):

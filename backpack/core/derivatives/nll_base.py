@@ -20,7 +20,7 @@ from torch.nn import Module
 
 from backpack.core.derivatives import shape_check
 from backpack.core.derivatives.basederivatives import BaseLossDerivatives, stored_inputs
-from backpack.core.reductions import reciprocal
+from backpack.core.per_sample.sums import reciprocal
 from backpack.utils.subsampling import subsample
 from backpack.utils.types import full_precision
 

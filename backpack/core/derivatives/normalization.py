@@ -13,7 +13,7 @@ from torch.nn import Module
 from torch.nn.functional import group_norm, instance_norm, layer_norm, rms_norm
 
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
-from backpack.core.reductions import Dense, PerSample
+from backpack.core.per_sample.base import Dense, PerSample
 
 
 class ScaleShiftDerivatives(BaseParameterDerivatives):

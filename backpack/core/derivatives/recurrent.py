@@ -39,7 +39,8 @@ from backpack.core.derivatives.basederivatives import (
     stored_inputs,
 )
 from backpack.core.derivatives.generic import input_batch_axis
-from backpack.core.reductions import Outer, PerSample, Summed
+from backpack.core.per_sample.base import PerSample, Summed
+from backpack.core.per_sample.outer import Outer
 from backpack.utils.subsampling import subsample
 
 Recurrent = Union[RNN, LSTM, GRU]

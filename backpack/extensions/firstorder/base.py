@@ -11,7 +11,7 @@ from torch.nn import Module
 from backpack.core.derivatives.basederivatives import (
     BaseParameterDerivatives,
 )
-from backpack.core.reductions import PerSample
+from backpack.core.per_sample.base import PerSample
 from backpack.extensions.backprop_extension import FAIL_WARN, BackpropExtension
 from backpack.extensions.layers import LAYERS, REGISTERED
 from backpack.extensions.module_extension import ModuleExtension

@@ -12,7 +12,7 @@ from torch import Generator, Tensor
 from torch.nn import Module
 
 from backpack.core.derivatives.nll_base import LossDerivatives, split_columns
-from backpack.core.reductions import PerSample
+from backpack.core.per_sample.base import PerSample
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.layers import built_in, find_loss
 from backpack.extensions.module_extension import ModuleExtension

@@ -8,7 +8,7 @@ from torch import Generator, Tensor
 from torch.nn import Module
 
 from backpack.core.derivatives.nll_base import LossDerivatives
-from backpack.core.reductions import PerSample
+from backpack.core.per_sample.base import PerSample
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.secondorder.columns import (
     ColumnExtension,

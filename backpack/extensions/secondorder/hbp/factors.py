@@ -16,7 +16,11 @@ from backpack.core.derivatives.basederivatives import (
     BaseParameterDerivatives,
     stored_inputs,
 )
-from backpack.core.reductions import Outer, PerSample, Rows, Summed, gram, reciprocal
+from backpack.core.fast.matmul import gram
+from backpack.core.per_sample.base import PerSample, Summed
+from backpack.core.per_sample.outer import Outer
+from backpack.core.per_sample.rows import Rows
+from backpack.core.per_sample.sums import reciprocal
 from backpack.utils.unsqueeze import flatten
 
 WEIGHT_SHARING = (None, "expand", "reduce")

@@ -8,11 +8,9 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from backpack.core.derivatives.basederivatives import (
-    BaseParameterDerivatives,
-    shallow_copy,
-)
 from backpack.core.derivatives.linear_map import LinearMapDerivatives
+from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
+from backpack.core.derivatives.stored import shallow_copy
 from backpack.core.fast import tuning
 from backpack.core.fast.matmul import has_fast_matmul
 from backpack.core.per_sample.base import PerSample, Summed

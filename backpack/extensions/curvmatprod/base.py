@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack.core.derivatives.batchnorm_nd import BatchNormNdDerivatives
-from backpack.core.derivatives.nll_base import LossDerivatives
+from backpack.core.derivatives.loss_base import BaseLossDerivatives
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.curvmatprod.operator import Operator, Step
 from backpack.extensions.secondorder.linearization import (
@@ -193,7 +193,10 @@ class CurvatureProduct(WalkingExtension):
         self.curv_type = curv_type
 
     def start(
-        self, derivatives: LossDerivatives, module: Module, g_out: Tuple[Tensor, ...]
+        self,
+        derivatives: BaseLossDerivatives,
+        module: Module,
+        g_out: Tuple[Tensor, ...],
     ) -> Operator:
         """Compute the product with the loss Hessian.
 

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any, Dict, List, Tuple, Type
 from torch import Tensor
 from torch.nn import Module
 
-from backpack.core.derivatives.basederivatives import (
-    BaseParameterDerivatives,
-)
+from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
 from backpack.core.per_sample.base import PerSample
 from backpack.extensions.backprop_extension import FAIL_WARN, BackpropExtension
 from backpack.extensions.layers import LAYERS, REGISTERED

@@ -11,7 +11,7 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import Module
 
-from backpack.core.derivatives.nll_base import LossDerivatives, split_columns
+from backpack.core.derivatives.loss_base import BaseLossDerivatives, split_columns
 from backpack.core.per_sample.base import PerSample
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.layers import built_in, find_loss
@@ -52,7 +52,7 @@ class Source:
     generator: Optional[Generator] = None
     compact: bool = False
 
-    def columns(self, derivatives: LossDerivatives, module: Module) -> Tensor:
+    def columns(self, derivatives: BaseLossDerivatives, module: Module) -> Tensor:
         """Compute the columns at the loss input.
 
         Args:
@@ -74,7 +74,7 @@ class Source:
         return derivatives.sqrt_hessian(module, (), ())
 
     def chunks(
-        self, derivatives: LossDerivatives, module: Module, size: int
+        self, derivatives: BaseLossDerivatives, module: Module, size: int
     ) -> Iterator[Tensor]:
         """Compute the columns at the loss input, some at a time.
 

@@ -17,19 +17,19 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn import Module, Parameter
 
-from backpack.core.derivatives.basederivatives import (
-    OUTPUT_TYPE,
-    OVERWRITTEN,
-    BaseDerivatives,
-    checked,
-    scratch_copy,
-    stored_inputs,
-)
 from backpack.core.derivatives.dropout import DropoutDerivatives
 from backpack.core.derivatives.generic import (
     argument_position,
     find_parameter,
     input_batch_axis,
+)
+from backpack.core.derivatives.input_base import BaseDerivatives
+from backpack.core.derivatives.stored import (
+    OUTPUT_TYPE,
+    OVERWRITTEN,
+    checked,
+    scratch_copy,
+    stored_inputs,
 )
 from backpack.core.derivatives.sum_module import SumModuleDerivatives
 from backpack.extensions.layers import GENERIC, works_in_place

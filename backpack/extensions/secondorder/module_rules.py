@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack.core.derivatives.nll_base import LossDerivatives
+from backpack.core.derivatives.loss_base import BaseLossDerivatives
 from backpack.extensions.layers import (
     GENERIC,
     built_in,
@@ -155,7 +155,10 @@ class WalkingExtension(SecondOrderBackpropExtension):
 
     @abstractmethod
     def start(
-        self, derivatives: LossDerivatives, module: Module, g_out: Tuple[Tensor, ...]
+        self,
+        derivatives: BaseLossDerivatives,
+        module: Module,
+        g_out: Tuple[Tensor, ...],
     ) -> Any:
         """Compute the quantity at the loss input.
 

@@ -12,10 +12,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.conv import _ConvTransposeNd
 
-from backpack.core.derivatives.basederivatives import (
-    BaseParameterDerivatives,
-    stored_inputs,
-)
+from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
+from backpack.core.derivatives.stored import stored_inputs
 from backpack.core.fast.matmul import gram
 from backpack.core.per_sample.base import PerSample, Summed
 from backpack.core.per_sample.outer import Outer

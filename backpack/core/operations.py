@@ -10,13 +10,22 @@ from __future__ import annotations
 
 from math import prod
 from types import SimpleNamespace
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
 from backpack.core.derivatives.batchnorm_nd import BatchNormNdDerivatives
 from backpack.core.derivatives.conv_transposend import ConvTransposeNDDerivatives
 from backpack.core.derivatives.convnd import ConvNDDerivatives
@@ -28,8 +37,11 @@ from backpack.core.derivatives.normalization import (
     LayerNormDerivatives,
     RMSNormDerivatives,
 )
+from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
 from backpack.core.layout import Arrangement, Layout, Placement
-from backpack.core.reductions import Dense, Outer, PerSample, Rows, Summed
+from backpack.core.per_sample.base import Dense, PerSample, Summed
+from backpack.core.per_sample.outer import Outer
+from backpack.core.per_sample.rows import Rows
 from backpack.utils.types import as_type
 
 Key = Union[int, str]  # where an argument stands: its position, or its keyword
@@ -162,9 +174,7 @@ def merge_rows(product: PerSample, n: int) -> PerSample:
         a = product.a.unflatten(0, (n, -1)).transpose(1, 2).flatten(2, 3)
         b = product.b.unflatten(1, (n, -1)).transpose(2, 3).flatten(3, 4)
         sums = product.sums_positions
-        return Outer(
-            lambda: a, b, product.shape, product._reorder, sums_positions=sums
-        )
+        return Outer(lambda: a, b, product.shape, product._reorder, sums_positions=sums)
     if isinstance(product, Summed):
         b = product.b.unflatten(1, (n, -1)).flatten(2, 3)
         return Summed(b, product.shape, product.groups, product.sums_positions)
@@ -294,7 +304,12 @@ class Broadcast(Operation):
             b = b.unflatten(1, (-1, n, inner)).sum((1, 3))
         sums = [i + 2 for i, size in enumerate(full) if size == 1 and rest[i] != 1]
         positions = [i for i in sums if i < 2 + len(rest) - len(shape)]
-        if len(shape) == 1 and positions == sums and sums and len(rest) == len(sums) + 1:
+        if (
+            len(shape) == 1
+            and positions == sums
+            and sums
+            and len(rest) == len(sums) + 1
+        ):
             return Summed(b.reshape(len(b), n, -1, shape[0]), shape)
         b = b.sum(sums) if sums else b
         return Dense(b.reshape(len(b), n, *shape), shape)

@@ -29,10 +29,6 @@ from backpack.core.derivatives.adaptive_avg_pool_nd import (
 from backpack.core.derivatives.avgpool1d import AvgPool1DDerivatives
 from backpack.core.derivatives.avgpool2d import AvgPool2DDerivatives
 from backpack.core.derivatives.avgpool3d import AvgPool3DDerivatives
-from backpack.core.derivatives.basederivatives import (
-    BaseDerivatives,
-    BaseParameterDerivatives,
-)
 from backpack.core.derivatives.batchnorm_nd import BatchNormNdDerivatives
 from backpack.core.derivatives.bcewithlogitsloss import BCELossWithLogitsDerivatives
 from backpack.core.derivatives.conv1d import Conv1DDerivatives
@@ -52,6 +48,7 @@ from backpack.core.derivatives.embedding import EmbeddingDerivatives
 from backpack.core.derivatives.flatten import FlattenDerivatives
 from backpack.core.derivatives.generic_loss import GenericLossDerivatives
 from backpack.core.derivatives.gru import GRUDerivatives
+from backpack.core.derivatives.input_base import BaseDerivatives
 from backpack.core.derivatives.leakyrelu import LeakyReLUDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.linear_map import LinearMapDerivatives
@@ -69,6 +66,7 @@ from backpack.core.derivatives.normalization import (
     RMSNormDerivatives,
 )
 from backpack.core.derivatives.pad import PadDerivatives
+from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
 from backpack.core.derivatives.permute import PermuteDerivatives
 from backpack.core.derivatives.prelu import PReLUDerivatives
 from backpack.core.derivatives.relu import ReLUDerivatives

@@ -18,9 +18,15 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 
-from backpack.core.reductions import PerSample
+from backpack.core.per_sample.base import PerSample
 from backpack.engine.check import Check
-from backpack.engine.graph import Inspection, describe, operation_name, takes_part, will_run
+from backpack.engine.graph import (
+    Inspection,
+    describe,
+    operation_name,
+    takes_part,
+    will_run,
+)
 from backpack.engine.parameters import Group, Products, find_groups, in_type_of
 from backpack.engine.pull_columns import PullColumns
 from backpack.engine.record import Call
@@ -142,9 +148,7 @@ class BackwardPass:
         inspection: What the graph looks like, if it is known.
     """
 
-    def __init__(
-        self, current: State, roots: Sequence[Node] = (), inputs: Any = None
-    ):
+    def __init__(self, current: State, roots: Sequence[Node] = (), inputs: Any = None):
         """Begin.
 
         Args:

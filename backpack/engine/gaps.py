@@ -170,7 +170,9 @@ def _probe(x: Tensor, sources: Sequence[_Source], nodes: Sequence[Node]) -> Plac
                 allow_unused=True,
             )
         pairs = [
-            (g, source) for g, source in zip(pulled, sources) if g is not None and g.requires_grad
+            (g, source)
+            for g, source in zip(pulled, sources)
+            if g is not None and g.requires_grad
         ]
         if not pairs:
             return None

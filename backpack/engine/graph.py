@@ -373,7 +373,9 @@ def describe(params: Sequence[Tensor]) -> str:
         for name, param in root.named_parameters():
             if id(param) in wanted:
                 names[id(param)] = f"'{name}' of {type(root).__name__}"
-    unnamed = [f"a tensor of shape {list(p.shape)}" for p in params if id(p) not in names]
+    unnamed = [
+        f"a tensor of shape {list(p.shape)}" for p in params if id(p) not in names
+    ]
     return ", ".join([*names.values(), *unnamed])
 
 

@@ -20,11 +20,11 @@ from torch.nn import Module, Parameter
 from torch.nn.modules.module import _global_forward_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
+from backpack.converter.function import FunctionModule
 from backpack.core.derivatives.generic import output_batch_axis, tensor_outputs
 from backpack.core.layout import FIRST, Layout, Mixed, Placement
 from backpack.core.operations import LayerLike, Operation, find_operation
 from backpack.core.table import GENERIC, Row, find_row
-from backpack.converter.function import FunctionModule
 from backpack.engine.gaps import Known, explain
 from backpack.engine.graph import is_leaf
 from backpack.engine.placements import MARK
@@ -350,14 +350,18 @@ def _operation(
 ) -> Optional[Operation]:
     if row.several_outputs:
         return LayerCall(row.derivatives, module, list(args))
-    if isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.InstanceNorm1d.__mro__[1])):
+    if isinstance(
+        module, (nn.modules.batchnorm._BatchNorm, nn.InstanceNorm1d.__mro__[1])
+    ):
         return _normalization(module, row, args, names)
     features = _features(module)
     keys = {name: name for name in names}
     return LayerLike(row.derivatives, module, keys, args[0], features)
 
 
-def _normalization(module: Module, row: Row, args: Tuple, names: List[str]) -> Operation:
+def _normalization(
+    module: Module, row: Row, args: Tuple, names: List[str]
+) -> Operation:
     """Copy running statistics, which may move before the backward pass."""
     from types import SimpleNamespace
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from backpack.core.reductions import Dense, Outer, PerSample, Summed
+from backpack.core.per_sample.base import Dense, PerSample
+from backpack.core.per_sample.outer import Outer
 from backpack.engine.graph import describe, is_leaf, leaves_behind
 from backpack.engine.uses import Constant, Use, batched_vjp
 from backpack.utils.types import as_type

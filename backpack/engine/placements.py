@@ -54,8 +54,6 @@ BY_VALUE = SELECTING | frozenset(
 )
 
 
-
-
 class Pass:
     """Stands for a forward pass, in the marks of its tensors.
 
@@ -206,7 +204,9 @@ class Finder:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             try:
                 found = self._run(func, name, args, kwargs, outs, data)
-            except Exception as error:  # whatever it is, the operation's own call passed
+            except (
+                Exception
+            ) as error:  # whatever it is, the operation's own call passed
                 found = [Mixed(f"{name} ({_first_line(error)})", False)] * len(outs)
                 key = None
         found = [
@@ -257,9 +257,11 @@ class Finder:
         n, deciding = self.n, {id(x) for x in data}
         flat, spec = tree_flatten((tuple(args), kwargs))
         numbers: List[Optional[Tensor]] = [
-            sample_numbers(self.of(x), x.shape, n, x.device)
-            if isinstance(x, Tensor) and id(x) in deciding
-            else None
+            (
+                sample_numbers(self.of(x), x.shape, n, x.device)
+                if isinstance(x, Tensor) and id(x) in deciding
+                else None
+            )
             for x in flat
         ]
 

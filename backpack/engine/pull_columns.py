@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from backpack.core.fast.memory import huge_empty
 from backpack.core.layout import FIRST, Layout, Mixed, ranks
-from backpack.core.reductions import PerSample
+from backpack.core.per_sample.base import PerSample
 from backpack.core.table import find_loss
 from backpack.engine.graph import Target, targets_below, will_run
 from backpack.engine.parameters import Group
@@ -19,7 +20,6 @@ from backpack.engine.record import Call
 from backpack.engine.turn import Turn
 from backpack.engine.uses import LOST, MET, Use
 from backpack.utils.hooks import without_hooks
-from backpack.utils.memory import huge_empty
 
 # Columns that are pulled back at a time. Memory does not grow with the number of
 # columns beyond it.
@@ -478,5 +478,3 @@ def _warn_of_hooks(calls: List[Call], ext: Any) -> None:
             text = BACKWARD_HOOKS.format(ext=type(ext).__name__, module=call.module)
             warn(text, stacklevel=2)
             return
-
-

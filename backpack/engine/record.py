@@ -315,5 +315,3 @@ def clear_stored(module: Module) -> None:
     """
     for name in module.__dict__.pop(_STORED, ()):
         module.__dict__.pop(name, None)
-
-

@@ -66,7 +66,8 @@ def _without_overrides(func: FunctionType) -> Callable:
 
 # Functions in Python that parameters enter in several places
 _OPENED = {
-    func: _without_overrides(func) for func in (functional.multi_head_attention_forward,)
+    func: _without_overrides(func)
+    for func in (functional.multi_head_attention_forward,)
 }
 
 _KINDS: Dict[Any, Kind] = {}
@@ -351,4 +352,3 @@ def _note_meeting(x: Tensor, placement: Mixed) -> None:
     node = x.grad_fn
     if node is not None and MEETING not in node.metadata:
         node.metadata[MEETING] = placement
-

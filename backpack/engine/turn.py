@@ -362,9 +362,7 @@ class Turn:
         if report is not None:
             report.saved.add((id(extension), id(param)))
 
-    def save_alone(
-        self, extension: Any, param: Parameter, value: Any
-    ) -> None:
+    def save_alone(self, extension: Any, param: Parameter, value: Any) -> None:
         """Save a value that cannot be combined with that of another call.
 
         It is an error if another call has saved a value before.

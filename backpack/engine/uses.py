@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from backpack.core.layout import Layout, Mixed, Placement, one_sample_each
 from backpack.core.operations import Operation
-from backpack.core.reductions import Dense, PerSample, chunks
+from backpack.core.per_sample.base import Dense, PerSample
+from backpack.core.per_sample.sums import chunks
 from backpack.engine.state import state
 from backpack.utils.hooks import without_hooks
 
@@ -282,9 +283,11 @@ class Use:
                 found.append(None)
                 continue
             pieces = [
-                part[j]
-                if part[j] is not None
-                else known[0].new_zeros(columns, 0, *constant.shape)
+                (
+                    part[j]
+                    if part[j] is not None
+                    else known[0].new_zeros(columns, 0, *constant.shape)
+                )
                 for part in parts
             ]
             products = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
@@ -351,10 +354,7 @@ def _one_by_one(
         if known is None:
             found.append(None)
             continue
-        dense = [
-            torch.zeros_like(known) if x is None else x
-            for x in parts
-        ]
+        dense = [torch.zeros_like(known) if x is None else x for x in parts]
         found.append(torch.stack([x.to_dense() if x.is_sparse else x for x in dense]))
     return found
 
@@ -422,7 +422,9 @@ def _run(entries: List[Entry], gradients: Tuple[Optional[Tensor], ...]) -> None:
         return
     if len(entries) == 1 and entries[0].owner.num_outputs == 1:
         entry = entries[0]
-        current.visit(entry.owner, (entry.in_shape(gradients[entry.output_nr]),), entries)
+        current.visit(
+            entry.owner, (entry.in_shape(gradients[entry.output_nr]),), entries
+        )
         return
     known: Dict[Any, Dict[int, Optional[Tensor]]] = {}
     for entry in sorted(reversed(entries), key=_is_call):

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC
-from typing import TYPE_CHECKING, Any, Dict, Optional, Tuple, Type
+from typing import Any, Dict, Optional, Tuple, Type
 from warnings import warn
 
 from torch import Tensor
 from torch.nn import Module
 
+from backpack.core.per_sample.base import PerSample
 from backpack.core.table import lookup
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.saved_quantities import SavedQuantities
 from backpack.utils.subsampling import Subsampling, as_subsampling, check_subsampling
-
-from backpack.core.reductions import PerSample
 
 FAIL_ERROR = "ERROR"
 FAIL_WARN = "WARNING"

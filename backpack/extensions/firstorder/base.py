@@ -8,16 +8,13 @@ from typing import Any, Dict, List, Tuple, Type
 from torch import Tensor
 from torch.nn import Module
 
-from backpack.core.derivatives.basederivatives import (
-    BaseParameterDerivatives,
-)
-from backpack.core.reductions import PerSample
-from backpack.extensions.backprop_extension import FAIL_WARN, BackpropExtension
+from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
+from backpack.core.per_sample.base import PerSample
 from backpack.core.table import LAYERS, REGISTERED
-from backpack.extensions.module_extension import ModuleExtension
 from backpack.engine.turn import current_turn
+from backpack.extensions.backprop_extension import FAIL_WARN, BackpropExtension
+from backpack.extensions.module_extension import ModuleExtension
 from backpack.utils.errors import may_couple_samples, raise_error_if_coupled
-
 
 
 class FirstOrderModuleExtension(ModuleExtension):

@@ -11,10 +11,11 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import Module
 
-from backpack.core.derivatives.nll_base import LossDerivatives, split_columns
-from backpack.core.reductions import PerSample
-from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.core.derivatives.loss_base import BaseLossDerivatives, split_columns
+from backpack.core.per_sample.base import PerSample
 from backpack.core.table import GENERIC, built_in, find_loss
+from backpack.engine.turn import current_turn
+from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 from backpack.extensions.secondorder.walk import (
@@ -23,7 +24,6 @@ from backpack.extensions.secondorder.walk import (
     linearize,
     skips,
 )
-from backpack.engine.turn import current_turn
 from backpack.utils.errors import may_couple_samples, raise_error_if_coupled
 from backpack.utils.subsampling import Subsampling, subsample
 
@@ -59,7 +59,7 @@ class Source:
         """The same source without columns combined."""
         return replace(self, compact=False)
 
-    def columns(self, derivatives: LossDerivatives, module: Module) -> Tensor:
+    def columns(self, derivatives: BaseLossDerivatives, module: Module) -> Tensor:
         """Compute the columns at the loss input.
 
         Args:
@@ -81,7 +81,7 @@ class Source:
         return derivatives.sqrt_hessian(module, (), ())
 
     def chunks(
-        self, derivatives: LossDerivatives, module: Module, size: int
+        self, derivatives: BaseLossDerivatives, module: Module, size: int
     ) -> Iterator[Tensor]:
         """Compute the columns at the loss input, some at a time.
 

@@ -18,19 +18,19 @@ from backpack.core.derivatives.basederivatives import (
 from backpack.core.derivatives.dropout import DropoutDerivatives
 from backpack.core.derivatives.generic import input_batch_axis
 from backpack.core.table import GENERIC, works_in_place
+from backpack.engine.turn import NOT_A_CHAIN, current_turn
 from backpack.extensions.secondorder.linearization import (
     Columns,
     Linearization,
     freeze,
     freeze_at,
 )
-from backpack.engine.turn import NOT_A_CHAIN, current_turn
 from backpack.utils.disable import disable
 from backpack.utils.errors import raise_error_if_coupled
 
 if TYPE_CHECKING:
-    from backpack.extensions.backprop_extension import BackpropExtension
     from backpack.engine.turn import Turn
+    from backpack.extensions.backprop_extension import BackpropExtension
 
 IN_PLACE = (
     "{ext}: {module} has overwritten its input (inplace=True), which its derivatives "

@@ -7,8 +7,8 @@ from typing import Any, List, Optional, Tuple
 from torch import Generator, Tensor
 from torch.nn import Module
 
-from backpack.core.derivatives.nll_base import LossDerivatives
-from backpack.core.reductions import PerSample
+from backpack.core.derivatives.loss_base import BaseLossDerivatives
+from backpack.core.per_sample.base import PerSample
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.secondorder.columns import (
     ColumnExtension,
@@ -165,7 +165,10 @@ class HBP(WalkingExtension):
         return 1
 
     def start(
-        self, derivatives: LossDerivatives, module: Module, g_out: Tuple[Tensor, ...]
+        self,
+        derivatives: BaseLossDerivatives,
+        module: Module,
+        g_out: Tuple[Tensor, ...],
     ) -> Tensor:
         """Compute what is pulled back from the loss.
 

@@ -11,11 +11,13 @@ from einops import einsum, rearrange
 from torch import Tensor
 from torch.nn import Module
 
-from backpack.core.derivatives.basederivatives import (
-    BaseParameterDerivatives,
-    stored_inputs,
-)
-from backpack.core.reductions import Outer, PerSample, Rows, Summed, gram, reciprocal
+from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
+from backpack.core.derivatives.stored import stored_inputs
+from backpack.core.fast.matmul import gram
+from backpack.core.per_sample.base import PerSample, Summed
+from backpack.core.per_sample.outer import Outer
+from backpack.core.per_sample.rows import Rows
+from backpack.core.per_sample.sums import reciprocal
 from backpack.utils.unsqueeze import flatten
 
 WEIGHT_SHARING = (None, "expand", "reduce")
@@ -64,9 +66,7 @@ def refuse_ambiguous(ext: Any, what: str, product: PerSample) -> None:
         reason = f"{product.positions} positions share the weight"
     if reason is not None:
         raise NotImplementedError(
-            AMBIGUOUS.format(
-                ext=type(ext).__name__, reason=reason, what=what
-            )
+            AMBIGUOUS.format(ext=type(ext).__name__, reason=reason, what=what)
         )
 
 

@@ -23,7 +23,7 @@ from backpack.engine.graph import root_nodes
 from backpack.engine.hooks import enter_call, forget_interrupted, is_hooked, leave_call
 from backpack.engine.record import clear_stored
 from backpack.engine.report import Report
-from backpack.engine.state import state
+from backpack.utils.state import state
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.utils.disable import disable
 from backpack.utils.hooks import EXTENDED, no_op

@@ -7,7 +7,7 @@ from typing import Any, Callable, Iterable, List, Tuple, Type
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from backpack.engine.state import State, state
+from backpack.utils.state import State, state
 from backpack.extensions.backprop_extension import BackpropExtension
 
 __all__ = ["CTX", "State", "state"]

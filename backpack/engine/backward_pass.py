@@ -8,7 +8,6 @@ to module, and the extension hook is called.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 from warnings import warn
 
@@ -30,7 +29,7 @@ from backpack.engine.graph import (
 from backpack.engine.parameters import Group, Products, find_groups, in_type_of
 from backpack.engine.pull_columns import PullColumns
 from backpack.engine.record import Call
-from backpack.engine.state import State
+from backpack.utils.state import State
 from backpack.engine.turn import Turn
 from backpack.engine.uses import MET, Entry, Use
 from backpack.utils.hooks import no_op

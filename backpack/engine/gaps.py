@@ -8,7 +8,7 @@ to earlier tensors, whose samples are known, says which entry depends on which s
 from __future__ import annotations
 
 from math import ceil, log2
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, Node
 from backpack.core.layout import FIRST, Mixed, Placement, sample_numbers, simplify
 from backpack.engine.graph import entries_of, is_leaf
 from backpack.engine.placements import MARK
-from backpack.engine.state import state
+from backpack.utils.state import state
 from backpack.engine.uses import edge_of
 
 # Nodes that map entries one by one

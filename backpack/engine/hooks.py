@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from functools import partial
 from typing import Any, Dict, List, Optional, Set, Tuple
 
 import torch
@@ -18,17 +17,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn import Module, Parameter
 from torch.nn.modules.module import _global_forward_hooks
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from backpack.converter.function import FunctionModule
 from backpack.core.derivatives.generic import output_batch_axis, tensor_outputs
 from backpack.core.layout import FIRST, Layout, Mixed, Placement
-from backpack.core.operations import LayerLike, Operation, find_operation
-from backpack.core.table import GENERIC, Row, find_row
+from backpack.core.operations import LayerLike, Operation
+from backpack.core.table import Row, find_row
 from backpack.engine.gaps import Known, explain
 from backpack.engine.graph import is_leaf
 from backpack.engine.placements import MARK
-from backpack.engine.record import Call, clear_stored
+from backpack.engine.record import Call
 from backpack.engine.tracking import Tracker
 from backpack.engine.uses import Constant, Entry, Use, edge_of, entries_at, on_one_node
 from backpack.utils.disable import disable

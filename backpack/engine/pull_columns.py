@@ -147,14 +147,7 @@ class PullColumns:
                     self._waiting.setdefault((ext, group), []).extend(new)
             for call in customized:
                 append_columns(call, sources, pulled[call], len(chunk))
-            formed: Dict[Use, Any] = {}
-
-            def of(use: Use) -> Any:
-                if use not in formed:
-                    some = pulled.get(use, [None] * use.num_outputs)
-                    formed[use] = use.products(some, self._running.nodes(use))
-                return formed[use]
-
+            of = self._products_of(pulled)
             for group, some in at_once.items():
                 for param, product in group.products(of).items():
                     for ext in some:
@@ -172,6 +165,18 @@ class PullColumns:
                 _add(self._values, (ext, param), value, ext.add)
             else:
                 _add(self._statistics, (ext, param), total, ext.combine)
+
+    def _products_of(self, pulled: Dict[Any, Cotangents]) -> Any:
+        """Make a function that forms the products of a use, once."""
+        formed: Dict[Use, Any] = {}
+
+        def of(use: Use) -> Any:
+            if use not in formed:
+                some = pulled.get(use, [None] * use.num_outputs)
+                formed[use] = use.products(some, self._running.nodes(use))
+            return formed[use]
+
+        return of
 
     def _check(self, loss: Call, owners: List[Any], ext: Any) -> None:
         """Check that the loss and all uses agree on what the samples are."""
@@ -247,8 +252,6 @@ class PullColumns:
             stored = self._stored.setdefault((source, use), [None] * use.num_outputs)
             before = next((len(a) for a in stored if a is not None), 0)
             count = 0 if all(b is None for b in columns) else number
-            if id(columns) in self._formed:
-                pass
             self._stored[source, use] = [
                 _append(a, before, b, count) for a, b in zip(stored, columns)
             ]
@@ -431,7 +434,7 @@ class _Stack:
 
 
 def append_columns(
-    call: Call, sources: Set[Source], columns: Cotangents, number: int
+    call: Call, sources: Set[Any], columns: Cotangents, number: int
 ) -> range:
     """Store columns at a call's outputs, behind those that are there already.
 

@@ -18,11 +18,11 @@ from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from backpack.core.layout import Layout, Mixed, Placement, one_sample_each
+from backpack.core.layout import Mixed, Placement, one_sample_each
 from backpack.core.operations import Operation
 from backpack.core.per_sample.base import Dense, PerSample
 from backpack.core.per_sample.sums import chunks
-from backpack.engine.state import state
+from backpack.utils.state import state
 from backpack.utils.hooks import without_hooks
 
 ENTRIES = "backpack.entries"  # where a node of the graph keeps what ends in it

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack.core.derivatives.basederivatives import (
+from backpack.core.derivatives.dropout import DropoutDerivatives
+from backpack.core.derivatives.generic import input_batch_axis
+from backpack.core.derivatives.input_base import BaseDerivatives
+from backpack.core.derivatives.stored import (
     OVERWRITTEN,
-    BaseDerivatives,
     checked,
     scratch_copy,
     stored_inputs,
 )
-from backpack.core.derivatives.dropout import DropoutDerivatives
-from backpack.core.derivatives.generic import input_batch_axis
 from backpack.core.table import GENERIC, works_in_place
 from backpack.engine.turn import NOT_A_CHAIN, current_turn
 from backpack.extensions.secondorder.linearization import (

@@ -17,7 +17,7 @@ from torch.nn import Module
 
 from backpack.utils.hooks import no_op
 
-_KEY = "backpack.engine.state"
+_KEY = "backpack.utils.state"
 
 
 class State:

@@ -231,10 +231,7 @@ class BackwardPass:
                 what=self._names(), operation=met.operation, names="any parameter"
             )
             raise NotImplementedError(text)
-        known = set(map(id, params))
-        if report is not None:
-            known |= report.wanted
-        separate, entangled = inspection.uses_outside(known)
+        separate, entangled = inspection.uses_outside(set(map(id, params)))
         if entangled:
             names = describe(entangled)
             raise NotImplementedError(OUTSIDE_USE.format(names=names))
@@ -268,6 +265,8 @@ class BackwardPass:
         self._gradients.clear()
         self._own.clear()
         self._groups_of.clear()
+        self.inspection, self._inputs = None, None
+        self.pull_back.forget_all()  # they refer to each other
 
     # ---------------------------------------------------------------------------- turns
 

@@ -323,6 +323,12 @@ class PullColumns:
             for key in [key for key in self._formed if key[1] is use]:
                 del self._formed[key]
 
+    def forget_all(self) -> None:
+        """Forget everything, the backward pass included."""
+        self._running = None
+        for store in (self._stored, self._formed, self._values, self._statistics):
+            store.clear()
+
     def behind(self, ext: Any, columns: Tensor) -> Tensor:
         """Put a loss's columns behind those of the losses before, which are zero here.
 

@@ -66,7 +66,7 @@ def sample_numbers(
     if not shape:
         return torch.zeros((), dtype=torch.long, device=device)
     axis, inner = placement
-    numbers = torch.arange(shape[axis], device=device) // inner % n
+    numbers = torch.arange(shape[axis], device=device) // inner % max(n, 1)
     view = [1] * len(shape)
     view[axis] = -1
     return numbers.view(view).expand(tuple(shape))

@@ -104,8 +104,21 @@ class ParameterTurn:
         """
         if self._gradients is None:
             running = self.backward_pass
-            self._gradients = self.group.products(running.own_products)
+            self._gradients = self.group.products(
+                running.own_products, self.group.collected
+            )
         return self._gradients
+
+    def size_of_terms(self) -> float:
+        """Estimate the size of the terms that gradients are sums of.
+
+        Returns:
+            Sum of the absolute values of all cotangents and their factors.
+        """
+        total = 0.0
+        for use in self.group.uses:
+            total += self.backward_pass.size_of_terms(use)
+        return total
 
     def columns(self, ext: Any) -> Iterator[Tuple[Tensor, Any]]:
         """Compute an extension's values from what losses have pulled back.
@@ -168,6 +181,9 @@ class BackwardPass:
         self.saved_alone: Set[Tuple[Any, Parameter]] = set()
         self.inspection: Optional[Inspection] = None
         self._inputs = inputs
+        self._needs_gradients = current.check or any(
+            not ext.expects_backpropagation_quantities() for ext in current.active_exts
+        )
         self._groups_of: Dict[Use, List[Group]] = {}
         self._is_filtered = inputs is None
         self._gradients: Dict[Use, List[Optional[Tensor]]] = {}
@@ -280,6 +296,8 @@ class BackwardPass:
             g_out: Gradients at its outputs.
             entries: What ends in the same node of the graph.
         """
+        if not self._is_filtered:
+            self._filter()
         if owner.is_use:
             self._take_use(owner, g_out)
         else:
@@ -296,8 +314,6 @@ class BackwardPass:
         self._find_groups(uses)
 
     def _take_use(self, use: Use, g_out: Tuple[Optional[Tensor], ...]) -> None:
-        if not self._is_filtered:
-            self._filter()
         if self.inspection is None:
             groups = find_groups([use])
             for group in groups:
@@ -312,6 +328,8 @@ class BackwardPass:
             group.pending -= 1
             if not group.pending:
                 self._complete(group)
+            elif self._needs_gradients:
+                group.collect(use, self.own_products)
 
     def _complete(self, group: Group) -> None:
         """Compute the values of parameters whose uses all have had their gradient."""
@@ -349,6 +367,21 @@ class BackwardPass:
         if use not in self._own:
             self._own[use] = use.products(self._gradients[use], self.nodes(use))
         return self._own[use]
+
+    def size_of_terms(self, use: Use) -> float:
+        """Estimate the size of the terms that a use's gradients are sums of.
+
+        Args:
+            use: The use.
+
+        Returns:
+            Sum of the absolute values of its cotangents, times the largest operand.
+        """
+        size = sum(float(g.abs().sum()) for g in self._gradients[use] if g is not None)
+        data = None if use.operation is None else use.operation.data
+        if data is None or not data.is_floating_point() or not data.numel():
+            return size
+        return size * max(1.0, float(data.abs().max()))
 
     def nodes(self, use: Use) -> Dict[int, Tuple[Node, int]]:
         """Return where a use's outputs sit in the graph.

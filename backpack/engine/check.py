@@ -45,7 +45,7 @@ class Check:
         for param, product in turn.gradients().items():
             individual = product.individual()[0].detach()
             self._sums[param] = individual.sum(0)
-            self._sizes[param] = turn.term_size(individual)
+            self._sizes[param] = turn.size_of_terms()
             receive = partial(self._gradients.__setitem__, param)
             self._handles.append(param.register_hook(receive))
 

@@ -284,7 +284,7 @@ class Inspection:
         """
         if not self.meetings:
             return []
-        terms, passed = additive_terms(self.roots)
+        terms, passed = additive_terms(self.roots, through_losses=True)
         harmless = {*terms, *passed}
         return [
             met
@@ -329,11 +329,14 @@ def operation_name(met: Mixed) -> str:
     return met.operation.split("`")[1] if "`" in met.operation else met.operation
 
 
-def additive_terms(roots: Sequence[Node]) -> Tuple[List[Node], List[Node]]:
+def additive_terms(
+    roots: Sequence[Node], through_losses: bool = False
+) -> Tuple[List[Node], List[Node]]:
     """Split what is differentiated into the terms of a sum.
 
     Args:
         roots: Where the backward pass begins.
+        through_losses: Whether to look into extended losses. Default: ``False``.
 
     Returns:
         Nodes of the terms, and those that add them up.
@@ -350,7 +353,8 @@ def additive_terms(roots: Sequence[Node]) -> Tuple[List[Node], List[Node]]:
         name = type(node).__name__
         single = name in _SCALING and len(parents) == 1
         calls = [e for e in entries_of(node) if not e.owner.is_use]
-        if (name in _ADDITIVE or single) and not any(e.owner.is_loss for e in calls):
+        is_loss = any(e.owner.is_loss for e in calls) and not through_losses
+        if (name in _ADDITIVE or single) and not is_loss:
             passed.append(node)
             queue.extend(parents)
         else:

@@ -142,8 +142,6 @@ def _start(frame: _Frame, args: Tuple, kwargs: Dict[str, Any]) -> None:
             return
         sizes = [len(raw[0])]
     n = sizes[0]
-    if not n:
-        n = 1
     inputs: List[Tuple[Tensor, Placement]] = []
     for x, k in zip(data, known):
         if k is not None and k.n == n:

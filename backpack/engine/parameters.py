@@ -44,6 +44,8 @@ class Group:
         params: The parameters.
         members: Their uses, and which of the constants.
         pending: Number of uses that have not had their gradient yet.
+        collected: Products of uses whose part of the graph will have been freed when
+            the last use has its gradient.
     """
 
     def __init__(self):
@@ -51,6 +53,7 @@ class Group:
         self.params: List[Tensor] = []
         self.members: List[Member] = []
         self.pending = 0
+        self.collected: Dict[Use, Dict[Tensor, PerSample]] = {}
 
     @property
     def n(self) -> int:
@@ -90,11 +93,29 @@ class Group:
         """
         return describe(self.params)
 
-    def products(self, of: Callable[[Use], Products]) -> Dict[Tensor, PerSample]:
+    def collect(self, use: Use, of: Callable[[Use], Products]) -> None:
+        """Form products that need the graph, while it is there.
+
+        Args:
+            use: A use that has just had its gradient.
+            of: Returns its products, for each of its constants.
+        """
+        plain = all(c.leaf is not None for c in use.constants)
+        if use.operation is not None and plain:
+            return
+        members = [(u, i) for u, i in self.members if u is use]
+        self.collected[use] = self._sum(members, of)
+
+    def products(
+        self,
+        of: Callable[[Use], Products],
+        collected: Optional[Dict[Use, Dict[Tensor, PerSample]]] = None,
+    ) -> Dict[Tensor, PerSample]:
         """Collect the products of all parameters.
 
         Args:
             of: Returns the products of a use, for each of its constants.
+            collected: Products of some uses, which are known. Default: ``None``.
 
         Returns:
             Products for each parameter that is not known to have none.
@@ -106,9 +127,20 @@ class Group:
         if len(sizes) > 1:
             text = OTHER_SIZES.format(sizes=sorted(sizes), names=self.names())
             raise NotImplementedError(text)
+        known = collected or {}
+        found = self._sum([(u, i) for u, i in self.members if u not in known], of)
+        for products in known.values():
+            for param, product in products.items():
+                _merge(found, param, product)
+        return found
+
+    def _sum(
+        self, members: List[Member], of: Callable[[Use], Products]
+    ) -> Dict[Tensor, PerSample]:
+        """Add up the products of some uses."""
         found: Dict[Tensor, PerSample] = {}
         expressions: Dict[GradientEdge, PerSample] = {}
-        for use, index in self.members:
+        for use, index in members:
             product = of(use)[index]
             constant = use.constants[index]
             if product is None:

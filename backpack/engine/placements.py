@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from backpack.core.layout import (
+    FIRST,
     Layout,
     Mixed,
     Placement,
@@ -194,6 +195,8 @@ class Finder:
         Returns:
             A placement for each result.
         """
+        if self.n == 0:
+            return [FIRST] * len(outs)
         for x in data:
             placement = self.of(x)
             if isinstance(placement, Mixed):

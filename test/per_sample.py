@@ -10,7 +10,17 @@ and the dense Jacobian of each sample's part of it, give every quantity.
 
 import re
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    Type,
+)
 
 import torch
 from cases import F64, Tensors, randomize
@@ -333,17 +343,23 @@ def assert_right(row: Row, **options: Any) -> None:
     assert_fields(model, quantities, samples)
 
 
-def assert_refused(row: Row, quantity: str, says: Optional[str] = None) -> None:
+def assert_refused(
+    row: Row,
+    quantity: str,
+    says: Optional[str] = None,
+    kinds: Tuple[Type[Exception], ...] = REFUSALS,
+) -> None:
     """Assert that a quantity is refused, by an error that says what it must.
 
     Args:
         row: The row.
         quantity: Name of the quantity.
         says: Pattern for the message. Default: the row's.
+        kinds: Classes of errors that are admitted. Default: those of refusals.
     """
     try:
         model = compute(row, [quantity])
-    except REFUSALS as error:
+    except kinds as error:
         assert says_it(says or row.says, error), f"without reason: {error!r}"
         return
     field = QUANTITIES[quantity][0]

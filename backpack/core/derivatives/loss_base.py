@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 import torch
-from torch import Generator, Size, Tensor
+from torch import Generator, Size, Tensor, nn
 from torch.nn import Module
 
 from backpack.core.derivatives import shape_check
@@ -66,6 +66,13 @@ def as_option(generator: Optional[Generator]) -> Dict[str, Generator]:
         Keyword arguments.
     """
     return {} if generator is None else {"generator": generator}
+
+
+# Losses that are averaged over all entries, not only over samples
+_ELEMENTWISE = (
+    *(nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss, nn.BCELoss),
+    *(nn.GaussianNLLLoss, nn.KLDivLoss, nn.SoftMarginLoss, nn.HingeEmbeddingLoss),
+)
 
 
 class BaseLossDerivatives(BaseDerivatives, ABC):
@@ -315,8 +322,12 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
         Returns:
             The factor.
         """
-        mean = getattr(module, "reduction", "mean") in ("mean", "batchmean")
-        return reciprocal(len(module.input0)) if mean else 1.0
+        reduction = getattr(module, "reduction", "mean")
+        if reduction not in ("mean", "batchmean"):
+            return 1.0
+        x = module.input0
+        elementwise = reduction == "mean" and isinstance(module, _ELEMENTWISE)
+        return reciprocal(x.numel() if elementwise else len(x))
 
     def _check_scalar(self, module: Module) -> None:
         """Refuse losses whose output is no scalar.

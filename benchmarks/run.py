@@ -218,14 +218,14 @@ def measure(
     pairs: List[List[Tuple[float, float]]] = [[] for _ in connections]
 
     # whether there is anything is a matter of a few percent
-    rounds = args.rounds * (4 if quantity == "extended" else 1)
+    times = 4 if quantity == "extended" else 1
 
     def due(i: int) -> bool:
         """Whether another pair of this package is wanted."""
-        if "seconds" not in answers[i] or len(pairs[i]) >= rounds:
+        if "seconds" not in answers[i] or len(pairs[i]) >= times * args.rounds:
             return False
         spent = sum(sum(pair) for pair in pairs[i])
-        return len(pairs[i]) < args.min_rounds or spent < args.seconds
+        return len(pairs[i]) < args.min_rounds or spent < times * args.seconds
 
     while any(due(i) for i in range(len(connections))):
         for i, connection in enumerate(connections):

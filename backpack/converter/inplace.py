@@ -30,7 +30,7 @@ from backpack.converter.reading import (
     operation,
     target_name,
 )
-from backpack.converter.tracer import Untraceable
+from backpack.converter.tracer import NO_GRAD, Untraceable
 
 VIEW_MODULES = (Identity, Flatten, Unflatten, Dropout, Dropout1d, Dropout2d, Dropout3d)
 
@@ -91,6 +91,10 @@ def transform_inplace_to_normal(
         if origin[source].op == "get_attr":
             path = origin[source].target.rpartition(".")[0]
             raise Untraceable(path, f"it changes its {origin[source].target} in place")
+        if NO_GRAD in node.meta and NO_GRAD not in origin[source].meta:
+            # its value changes, while its gradient stays what it was
+            reason = f"{source} is changed in place where gradients are switched off"
+            raise Untraceable(node.meta[NO_GRAD], reason)
         undo(node)
         later = {other for other in order if order[other] > order[node]}
         source.replace_all_uses_with(node, delete_user_cb=later.__contains__)

@@ -11,6 +11,7 @@ from warnings import warn
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Proxy, Tracer
+from torch.fx.proxy import TraceError
 from torch.nn import Module
 
 from backpack.converter.tracer import BackpackTracer, TrainingFlag, Untraceable, keep
@@ -23,9 +24,9 @@ RANDOM_FACTORIES = ("rand", "randint", "randn", "randperm", "normal", "bernoulli
 DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 
 CANNOT_TRACE = (
-    "Cannot convert {name}: its forward cannot be traced ({reason}). Move what depends "
-    + "on the data (control flow, loops over a tensor) into a submodule: submodules "
-    + "that cannot be traced are kept as they are."
+    "Cannot convert {name}: its forward cannot be traced ({reason}). Move that part, "
+    + "and what depends on the data (control flow, loops over a tensor), into a "
+    + "submodule: submodules that cannot be traced are kept as they are."
 )
 LOST_STATE = (
     "The forward of {name} sets the attributes {attributes}. The converted model does "
@@ -51,6 +52,8 @@ def _recording(tracer: Tracer, function: Callable, always: bool) -> Callable:
 def _recording_functions(tracer: Tracer) -> Iterator[None]:
     """Record functions that would not accept a proxy or :class:`TrainingFlag`.
 
+    Those that take effect while tracing only are refused.
+
     Args:
         tracer: The tracer.
 
@@ -62,7 +65,14 @@ def _recording_functions(tracer: Tracer) -> Iterator[None]:
             function = getattr(torch, name)
             record = _recording(tracer, function, name in RANDOM_FACTORIES)
             stack.enter_context(patch.object(torch, name, record))
+        stack.enter_context(
+            patch.object(torch, "set_autocast_enabled", _refuse_autocast)
+        )
         yield
+
+
+def _refuse_autocast(*args: Any) -> None:
+    raise TraceError("it switches autocast on or off")
 
 
 def _attributes(module: Module) -> Dict[str, Any]:
@@ -119,7 +129,7 @@ def _trace_once(root: Module, keep_whole: Tuple[str, ...]) -> GraphModule:
             flag = TrainingFlag(mode)
             flag.owner, flag.is_root = module, module is root
             module.__dict__["training"] = flag
-        with _recording_functions(tracer):
+        with _recording_functions(tracer), torch.enable_grad():
             graph = Graph()
             graph.output(graph.graph_copy(tracer.trace(root), {}))
         _keep_names(graph, root)

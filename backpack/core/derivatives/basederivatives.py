@@ -916,6 +916,16 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
     ) -> Tensor:
         """Sum the loss Hessians of all samples, see :meth:`sum_hessian`."""
 
+    def check_psd(self, module: Module) -> None:
+        """Refuse a loss that the GGN is not defined for, by an exception.
+
+        Args:
+            module: Loss module with stored inputs and output, whose Hessian must be
+                positive semi-definite for each sample.
+        """
+        if not self.hessian_is_psd():
+            self.sqrt_hessian(module, (), ())
+
     def _check_scalar(self, module: Module) -> None:
         """Refuse losses whose output is no scalar.
 

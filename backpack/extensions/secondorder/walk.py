@@ -51,8 +51,8 @@ SAMPLES_REARRANGED = (
 )
 SAMPLES_MEET = (
     "{ext}: in {module}, samples meet: they depend on each other, or on an input that "
-    "does not have the samples on axis 0. Use HMP or GGNMP, which need not tell samples "
-    "apart."
+    "does not have the samples on axis 0. Use HMP or GGNMP, which need not tell "
+    "samples apart."
 )
 
 

@@ -4,7 +4,7 @@ from collections import Counter
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from inspect import signature
-from typing import Any, Callable, Dict, Iterator, List, Optional, Set, Tuple
+from typing import Any, Callable, Dict, Iterator, Optional, Set, Tuple
 from unittest.mock import patch
 from warnings import warn
 
@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule, Proxy, Tracer
 from torch.fx.proxy import TraceError
 from torch.nn import Module
 
+from backpack.converter.reading import leaves
 from backpack.converter.tracer import BackpackTracer, TrainingFlag, Untraceable, keep
 
 # Functions that make a tensor of given sizes: torch.fx sees those of tensors only
@@ -37,11 +38,7 @@ LOST_STATE = (
 def _recording(tracer: Tracer, function: Callable, always: bool) -> Callable:
     @wraps(function)
     def record(*args: Any, **kwargs: Any) -> Any:
-        found: List[Proxy] = []
-        torch.fx.node.map_aggregate(
-            (args, kwargs), lambda a: found.append(a) if isinstance(a, Proxy) else None
-        )
-        if found or always:
+        if always or leaves((args, kwargs), Proxy):
             return tracer.create_proxy("call_function", function, args, kwargs)
         return function(*args, **kwargs)
 

@@ -1,63 +1,16 @@
-"""The state of a ``with backpack(...)`` context, and CTX, through which it is asked.
-
-Each thread has its own state. Autograd runs backward hooks of accelerators in threads
-of its own; what is stashed in PyTorch's thread-local state follows it there, other than
-Python's own thread-locals.
-"""
+"""CTX, through which is asked what is active in a ``with backpack(...)`` context."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Callable, Iterable, List, Optional, Tuple, Type
+from typing import Any, Callable, Iterable, List, Tuple, Type
 
-import torch
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
+from backpack.utils.state import State, state
 from backpack.extensions.backprop_extension import BackpropExtension
-from backpack.utils.hooks import no_op
 
-if TYPE_CHECKING:
-    from backpack.backward import BackwardPass
-    from backpack.report import Report
-
-_KEY = "backpack.context.state"
-
-
-class State:
-    """What is active in a thread.
-
-    Attributes:
-        active_exts: Extensions to run in a backward pass.
-        debug: Whether to print what is run.
-        extension_hook: Function to run on each module after the extensions.
-        retain_graph: Whether to keep inputs and outputs for another backward pass.
-        check: Whether to compare individual gradients with the gradient.
-        report: What has happened inside the context.
-        backward_pass: The backward pass that is running.
-        pulling: Whether columns are being pulled back, so that hooks must not run.
-    """
-
-    def __init__(self):
-        """Start with nothing active."""
-        self.active_exts: Tuple[BackpropExtension, ...] = ()
-        self.debug = False
-        self.extension_hook: Callable[[Module], None] = no_op
-        self.retain_graph = False
-        self.check = False
-        self.report: Optional[Report] = None
-        self.backward_pass: Optional[BackwardPass] = None
-        self.pulling = False
-
-
-def state() -> State:
-    """Return this thread's state, which autograd's threads share with their caller.
-
-    Returns:
-        The state.
-    """
-    if not torch._C._is_key_in_tls(_KEY):
-        torch._C._stash_obj_in_tls(_KEY, State())
-    return torch._C._get_obj_in_tls(_KEY)
+__all__ = ["CTX", "State", "state"]
 
 
 class _FromState:

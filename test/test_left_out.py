@@ -20,15 +20,15 @@ from torch.utils.checkpoint import checkpoint
 import backpack.backward
 from backpack import backpack as compute
 from backpack import extend, extensions
-from backpack.core import reductions
-from backpack.core.reductions import SLICE_ELEMENTS, SUMMED_ROWS, Dense, PerSample
+from backpack.core.fast import matmul, tuning
+from backpack.core.fast.matmul import has_fast_matmul
+from backpack.core.per_sample import outer
+from backpack.core.per_sample.base import Dense, PerSample
 from backpack.extensions.firstorder.base import (
     FirstOrderBackpropExtension,
     FirstOrderModuleExtension,
 )
 from backpack.left_out import hand_over
-from backpack.utils import matmul
-from backpack.utils.matmul import has_fast_matmul
 
 N = 3
 
@@ -361,7 +361,7 @@ def found(monkeypatch) -> List[Set[Tensor]]:
         return sets[-1]
 
     monkeypatch.setattr(backpack.backward, "find_left_out", record)
-    for user in (matmul, reductions):
+    for user in (matmul, outer):
         monkeypatch.setattr(user, "has_fast_blas", lambda: False)
     return sets
 
@@ -431,8 +431,8 @@ def test_total_owns_its_memory():
 
 
 @pytest.mark.parametrize("reduce", [PerSample.individual, PerSample.squares])
-@pytest.mark.parametrize("size", [3, SLICE_ELEMENTS])
-@pytest.mark.parametrize("batch_size", [1, 7, 2 * SUMMED_ROWS + 1])
+@pytest.mark.parametrize("size", [3, tuning.SLICE_ELEMENTS])
+@pytest.mark.parametrize("batch_size", [1, 7, 2 * tuning.SUMMED_ROWS + 1])
 def test_total(batch_size: int, size: int, reduce: Callable[[PerSample], Tensor]):
     """The gradients that a reduction forms are added up, many as well as large ones."""
     products = torch.rand(1, batch_size, size, dtype=F64)

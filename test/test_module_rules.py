@@ -22,6 +22,7 @@ from torch.nn import Module, Sequential
 from torch.nn.utils import spectral_norm
 
 from backpack import backpack, extend
+from backpack.core.table import LAYERS, WITHOUT_RULE
 from backpack.custom_module.branching import Parallel, SumModule
 from backpack.custom_module.pad import Pad
 from backpack.custom_module.permute import Permute
@@ -45,7 +46,6 @@ from backpack.extensions import (
     SqrtGGNMC,
     Variance,
 )
-from backpack.extensions.layers import LAYERS, WITHOUT_RULE
 from backpack.extensions.secondorder.diag_hessian.signed_columns import SignedColumns
 from backpack.extensions.secondorder.hbp import HBP
 from backpack.extensions.secondorder.sqrt_ggn.activations import (

@@ -36,10 +36,10 @@ from backpack.core.derivatives.basederivatives import (
     BaseParameterDerivatives,
 )
 from backpack.core.derivatives.generic_loss import GenericLossDerivatives
+from backpack.core.table import LAYERS, LOSSES, Row, find_loss
 from backpack.custom_module.branching import Parallel
 from backpack.custom_module.reduce_tuple import ReduceTuple
 from backpack.extensions import support, turn
-from backpack.extensions.layers import LAYERS, LOSSES, Row, find_loss
 from backpack.extensions.secondorder import module_rules
 from backpack.extensions.support import OTHER, OTHER_LOSS, OTHER_PLAIN, Rule
 

@@ -28,15 +28,20 @@ from torch.nn import (
     Unfold,
 )
 
+from backpack.core.fast import matmul as matmul_module
+from backpack.core.fast.matmul import (
+    _onednn,
+    bmm,
+    has_fast_blas,
+    has_fast_matmul,
+    matmul,
+)
 from backpack.custom_module.branching import Parallel, SumModule, _Branch
 from backpack.custom_module.reduce_tuple import ReduceTuple
-from backpack.utils import conv, conv_transpose, linear
-from backpack.utils import matmul as matmul_module
-from backpack.utils import outer_products
+from backpack.utils import conv, conv_transpose, linear, outer_products
 from backpack.utils.convert_parameters import vector_to_parameter_list
 from backpack.utils.errors import batch_norm_raise_error_if_train
 from backpack.utils.hooks import no_op
-from backpack.utils.matmul import _onednn, bmm, has_fast_blas, has_fast_matmul, matmul
 from backpack.utils.module_classification import is_loss, is_nll, is_no_op
 from backpack.utils.subsampling import subsample
 from backpack.utils.unsqueeze import kfacmp_unsqueeze_if_missing_dim

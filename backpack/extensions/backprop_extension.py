@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC
-from typing import TYPE_CHECKING, Any, Dict, Optional, Tuple, Type
+from typing import Any, Dict, Optional, Tuple, Type
 from warnings import warn
 
 from torch import Tensor
 from torch.nn import Module
 
-from backpack.extensions.layers import lookup
+from backpack.core.per_sample.base import PerSample
+from backpack.core.table import lookup
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.saved_quantities import SavedQuantities
 from backpack.utils.subsampling import Subsampling, as_subsampling, check_subsampling
-
-if TYPE_CHECKING:
-    from backpack.capture import Call
-    from backpack.core.reductions import PerSample
 
 FAIL_ERROR = "ERROR"
 FAIL_WARN = "WARNING"
@@ -31,6 +28,8 @@ class BackpropExtension(ABC):  # noqa: B024
         savefield: Attribute of a parameter under which its value is saved.
         saved_quantities: What waits for a call's turn in the backward pass.
         keeps_io: Whether modules keep their inputs and output after a backward pass.
+        pulls_columns: Whether it reduces columns that losses pull back.
+        walks_modules: Whether quantities go from module to module.
         separates_samples: Whether the values presume that axis 0 holds samples which do
             not influence each other.
         refuses_coupled_samples: Whether it is an error if a batch normalization in
@@ -38,6 +37,8 @@ class BackpropExtension(ABC):  # noqa: B024
     """
 
     keeps_io = False
+    pulls_columns = False
+    walks_modules = False
     separates_samples = False
     refuses_coupled_samples = True
 
@@ -138,8 +139,8 @@ class BackpropExtension(ABC):  # noqa: B024
         """
         check_subsampling(type(self).__name__, self._subsampling, size)
 
-    def runs_without_parameters(self, call: Call) -> bool:
-        """Tell whether there is anything to do on a call without parameters.
+    def runs_on(self, call: Any) -> bool:
+        """Tell whether there is anything to do on a call.
 
         Args:
             call: The call.
@@ -148,6 +149,25 @@ class BackpropExtension(ABC):  # noqa: B024
             Whether there may be. Default: ``True``.
         """
         return True
+
+    def compute(self, turn: Any) -> None:
+        """Compute values of parameters all of whose uses have had their gradient.
+
+        Args:
+            turn: The parameters' turn. Default: nothing to do, as the extension works
+                module by module.
+        """
+
+    def is_customized(self, module: Module) -> bool:
+        """Tell whether a user registered what to do on a module.
+
+        Args:
+            module: The module.
+
+        Returns:
+            Whether it is so; then :meth:`compute` leaves its parameters alone.
+        """
+        return False
 
     def expects_backpropagation_quantities(self) -> bool:
         """Tell whether the extension works on a quantity pulled back from the loss.

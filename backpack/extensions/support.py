@@ -12,20 +12,18 @@ from torch import nn
 from torch.nn import Module
 
 from backpack import extensions
-from backpack.core.derivatives.basederivatives import (
-    BaseDerivatives,
-    BaseParameterDerivatives,
-)
-from backpack.custom_module.branching import SumModule
-from backpack.extensions.backprop_extension import BackpropExtension
-from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
-from backpack.extensions.layers import (
+from backpack.core.derivatives.input_base import BaseDerivatives
+from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
+from backpack.core.table import (
     GENERIC,
     LAYERS,
     LOSSES,
     WITHOUT_RULE,
     Row,
 )
+from backpack.custom_module.branching import SumModule
+from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
 from backpack.extensions.secondorder.columns import ColumnExtension
 
 QUANTITIES: Tuple[Type[BackpropExtension], ...] = (

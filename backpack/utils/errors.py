@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, Module
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from backpack.utils.state import state
+
 BATCH_NORM_TRAIN_MESSAGE = (
     "{exts}{module} {reason}: it normalizes with statistics of the whole "
     "mini-batch, so the loss is no sum of per-sample losses and quantities of "
@@ -53,9 +55,7 @@ def batch_norm_raise_error_if_train(
 
 def _active_extensions() -> str:
     """Name the active extensions, for the beginning of a message."""
-    from backpack.context import CTX  # which imports what imports this file
-
-    names = ", ".join(type(ext).__name__ for ext in CTX.get_active_exts())
+    names = ", ".join(type(ext).__name__ for ext in state().active_exts)
     return f"{names}: " if names else ""
 
 

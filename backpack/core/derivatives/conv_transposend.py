@@ -12,7 +12,7 @@ from backpack.core.derivatives.convnd import (
     weight_gradients,
     without_bias,
 )
-from backpack.core.reductions import Direct
+from backpack.core.per_sample.outer import Direct
 from backpack.utils.conv import ConvTransposeNd
 from backpack.utils.conv_transpose import unfold_by_conv_transpose
 

@@ -7,7 +7,8 @@ from torch import Generator, Size, Tensor
 from torch.distributions import Categorical
 from torch.nn import CrossEntropyLoss
 
-from backpack.core.derivatives.nll_base import NLLLossDerivatives, split_columns
+from backpack.core.derivatives.loss_base import split_columns
+from backpack.core.derivatives.nll_base import NLLLossDerivatives
 from backpack.utils.types import full_precision
 
 ALL = slice(None)

@@ -5,7 +5,7 @@ from typing import List, Tuple
 from torch import Tensor
 from torch.nn import Module
 
-from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.derivatives.input_base import BaseDerivatives
 
 
 class FlattenDerivatives(BaseDerivatives):

@@ -16,7 +16,7 @@ from torch.nn import GRU, LSTM, RNN, Module, MultiheadAttention, Parameter
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from backpack.converter.function import FunctionModule
-from backpack.core.reductions import Dense
+from backpack.core.per_sample.base import Dense
 from backpack.utils.disable import disable
 
 Cotangents = Union[Tensor, Sequence[Optional[Tensor]]]

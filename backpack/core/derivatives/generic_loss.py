@@ -9,7 +9,8 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import Module
 
-from backpack.core.derivatives.nll_base import LossDerivatives, loss_inputs
+from backpack.core.derivatives.loss_base import BaseLossDerivatives, loss_inputs
+from backpack.hessianfree.lop import pull_back, pull_columns
 from backpack.utils.subsampling import subsample
 from backpack.utils.unsqueeze import flatten
 
@@ -18,7 +19,7 @@ from backpack.utils.unsqueeze import flatten
 TOLERANCE = 1e-8
 
 
-class GenericLossDerivatives(LossDerivatives):
+class GenericLossDerivatives(BaseLossDerivatives):
     """Derivatives of a loss module that has no rule of its own.
 
     The loss must be a sum of terms that belong to one sample each, and every sample's
@@ -47,15 +48,12 @@ class GenericLossDerivatives(LossDerivatives):
                 prediction = prediction.detach().requires_grad_()
             loss = _double_copy(module).forward(prediction, *others)
             cotangent = torch.ones_like(loss).requires_grad_()
-            gradient = _grad(loss, prediction, True, cotangent)
+            (gradient,) = pull_back([loss], [prediction], [cotangent], True, True)
             _check_differentiable(module, gradient, cotangent)
 
         def hessian_mat_prod(mat: Tensor) -> Tensor:
-            columns = [
-                _grad(gradient, prediction, create_graph, column.to(gradient.dtype))
-                for column in mat
-            ]
-            return torch.stack(columns).to(mat.dtype)
+            columns = pull_columns(gradient, prediction, mat, create_graph)[0]
+            return columns.to(mat.dtype)
 
         return hessian_mat_prod
 
@@ -196,17 +194,6 @@ class GenericLossDerivatives(LossDerivatives):
         )
         sampled = torch.einsum("mvn,vn...->mn...", 2 * signs - 1, columns)
         return sampled / sqrt(mc_samples)
-
-
-def _grad(output: Tensor, input: Tensor, create_graph: bool, vector: Tensor) -> Tensor:
-    return torch.autograd.grad(
-        output,
-        input,
-        vector,
-        retain_graph=True,
-        create_graph=create_graph,
-        materialize_grads=True,
-    )[0]
 
 
 def _check_differentiable(module: Module, gradient: Tensor, cotangent: Tensor) -> None:

@@ -7,9 +7,10 @@ from einops import rearrange
 from torch import Size, Tensor, no_grad
 from torch.nn import Linear, Module
 
-from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
-from backpack.core.reductions import Outer, PerSample, Summed
-from backpack.utils.matmul import matmul
+from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
+from backpack.core.fast.matmul import matmul
+from backpack.core.per_sample.base import PerSample, Summed
+from backpack.core.per_sample.outer import Outer
 
 
 class LinearDerivatives(BaseParameterDerivatives):

@@ -6,7 +6,7 @@ from torch import Tensor, enable_grad
 from torch.autograd import grad
 from torch.nn import Module
 
-from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.derivatives.input_base import BaseDerivatives
 
 
 class LinearMapDerivatives(BaseDerivatives):

@@ -14,7 +14,7 @@ from torch.nn import (
     functional,
 )
 
-from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.derivatives.input_base import BaseDerivatives
 from backpack.utils.subsampling import subsample
 
 MaxPool = Union[MaxPool1d, MaxPool2d, MaxPool3d]

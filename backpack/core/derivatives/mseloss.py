@@ -9,7 +9,7 @@ from torch.distributions import Normal
 from torch.nn import MSELoss
 
 from backpack.core.derivatives.nll_base import ElementwiseNLLLossDerivatives
-from backpack.core.reductions import reciprocal
+from backpack.core.per_sample.sums import reciprocal
 
 
 class MSELossDerivatives(ElementwiseNLLLossDerivatives):

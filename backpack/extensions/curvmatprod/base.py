@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack.core.derivatives.batchnorm_nd import BatchNormNdDerivatives
-from backpack.core.derivatives.nll_base import LossDerivatives
+from backpack.core.derivatives.loss_base import BaseLossDerivatives
+from backpack.engine.turn import current_turn
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.curvmatprod.operator import Operator, Step
 from backpack.extensions.secondorder.linearization import (
@@ -21,7 +22,6 @@ from backpack.extensions.secondorder.linearization import (
 )
 from backpack.extensions.secondorder.module_rules import ModuleRule, WalkingExtension
 from backpack.extensions.secondorder.walk import check_samples_apart
-from backpack.extensions.turn import current_turn
 from backpack.utils.disable import disable
 
 PARAMETER_RESIDUAL = (
@@ -197,7 +197,10 @@ class CurvatureProduct(WalkingExtension):
         self.curv_type = curv_type
 
     def start(
-        self, derivatives: LossDerivatives, module: Module, g_out: Tuple[Tensor, ...]
+        self,
+        derivatives: BaseLossDerivatives,
+        module: Module,
+        g_out: Tuple[Tensor, ...],
     ) -> Operator:
         """Compute the product with the loss Hessian.
 

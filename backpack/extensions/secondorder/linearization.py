@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn import Module, Parameter
 
-from backpack.core.derivatives.basederivatives import (
+from backpack.core.derivatives.generic import argument_position, find_parameter
+from backpack.core.derivatives.input_base import BaseDerivatives
+from backpack.core.derivatives.stored import (
     OUTPUT_TYPE,
-    BaseDerivatives,
     checked,
     scratch_copy,
     stored_inputs,
 )
-from backpack.core.derivatives.generic import argument_position, find_parameter
 from backpack.core.derivatives.sum_module import SumModuleDerivatives
 from backpack.hessianfree.rop import R_op
 from backpack.utils.disable import disable

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack.core.derivatives.nll_base import LossDerivatives
-from backpack.extensions.layers import (
+from backpack.core.derivatives.loss_base import BaseLossDerivatives
+from backpack.core.table import (
     GENERIC,
     built_in,
     find_loss,
 )
+from backpack.engine.turn import current_turn
 from backpack.extensions.mat_to_mat_jac_base import ParameterRule
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
@@ -30,7 +31,6 @@ from backpack.extensions.secondorder.walk import (
     linearize_here,
     skips,
 )
-from backpack.extensions.turn import current_turn
 from backpack.utils.disable import disable
 
 
@@ -158,7 +158,10 @@ class WalkingExtension(SecondOrderBackpropExtension):
 
     @abstractmethod
     def start(
-        self, derivatives: LossDerivatives, module: Module, g_out: Tuple[Tensor, ...]
+        self,
+        derivatives: BaseLossDerivatives,
+        module: Module,
+        g_out: Tuple[Tensor, ...],
     ) -> Any:
         """Compute the quantity at the loss input.
 

@@ -8,29 +8,29 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack.core.derivatives.basederivatives import (
+from backpack.core.derivatives.dropout import DropoutDerivatives
+from backpack.core.derivatives.generic import input_batch_axis
+from backpack.core.derivatives.input_base import BaseDerivatives
+from backpack.core.derivatives.stored import (
     OVERWRITTEN,
-    BaseDerivatives,
     checked,
     scratch_copy,
     stored_inputs,
 )
-from backpack.core.derivatives.dropout import DropoutDerivatives
-from backpack.core.derivatives.generic import input_batch_axis
-from backpack.extensions.layers import GENERIC, works_in_place
+from backpack.core.table import GENERIC, works_in_place
+from backpack.engine.turn import NOT_A_CHAIN, current_turn
 from backpack.extensions.secondorder.linearization import (
     Columns,
     Linearization,
     freeze,
     freeze_at,
 )
-from backpack.extensions.turn import NOT_A_CHAIN, current_turn
 from backpack.utils.disable import disable
 from backpack.utils.errors import raise_error_if_coupled
 
 if TYPE_CHECKING:
+    from backpack.engine.turn import Turn
     from backpack.extensions.backprop_extension import BackpropExtension
-    from backpack.extensions.turn import Turn
 
 IN_PLACE = (
     "{ext}: {module} has overwritten its input (inplace=True), which its derivatives "

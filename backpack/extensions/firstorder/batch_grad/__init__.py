@@ -4,7 +4,7 @@ from typing import List
 
 from torch import Tensor
 
-from backpack.core.reductions import PerSample
+from backpack.core.per_sample.base import PerSample
 from backpack.extensions.firstorder.base import GradientReduction
 
 

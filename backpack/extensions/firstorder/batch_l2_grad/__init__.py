@@ -5,7 +5,8 @@ from math import prod
 from torch import Tensor
 from torch.nn import Module
 
-from backpack.core.reductions import PerSample, prefers_gram
+from backpack.core.per_sample.base import PerSample
+from backpack.core.per_sample.outer import prefers_gram
 from backpack.extensions.firstorder.base import GradientReduction
 
 

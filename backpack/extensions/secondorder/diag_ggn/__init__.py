@@ -4,7 +4,7 @@ from typing import Optional
 
 from torch import Generator, Tensor
 
-from backpack.core.reductions import PerSample
+from backpack.core.per_sample.base import PerSample
 from backpack.extensions.secondorder.columns import (
     ColumnExtension,
     Source,

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack.core.derivatives.generic_loss import GenericLossDerivatives
-from backpack.core.derivatives.nll_base import LossDerivatives
+from backpack.core.derivatives.loss_base import BaseLossDerivatives
 from backpack.extensions.secondorder.diag_hessian.diag_h_base import DiagHBaseModule
 from backpack.extensions.secondorder.diag_hessian.signed_columns import (
     SignedColumns,
@@ -33,7 +33,10 @@ class DiagHessian(WalkingExtension):
         super().__init__("diag_h")
 
     def start(
-        self, derivatives: LossDerivatives, module: Module, g_out: Tuple[Tensor, ...]
+        self,
+        derivatives: BaseLossDerivatives,
+        module: Module,
+        g_out: Tuple[Tensor, ...],
     ) -> SignedColumns:
         """Compute signed columns of the loss Hessian.
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, List, Optional, Tuple
+from typing import Any, List, Optional, Tuple
 
 from torch import Generator, Tensor
 from torch.nn import Module
 
-from backpack.core.derivatives.nll_base import LossDerivatives
-from backpack.core.reductions import PerSample
+from backpack.core.derivatives.loss_base import BaseLossDerivatives
+from backpack.core.per_sample.base import PerSample
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.secondorder.columns import (
     ColumnExtension,
@@ -24,9 +24,6 @@ from backpack.extensions.secondorder.hbp.hbp_options import (
 from backpack.extensions.secondorder.hbp.hbpbase import HBPBaseModule
 from backpack.extensions.secondorder.hbp.losses import HBPLoss
 from backpack.extensions.secondorder.module_rules import WalkingExtension
-
-if TYPE_CHECKING:
-    from backpack.capture import Call
 
 __all__ = [
     "BackpropStrategy",
@@ -168,7 +165,10 @@ class HBP(WalkingExtension):
         return 1
 
     def start(
-        self, derivatives: LossDerivatives, module: Module, g_out: Tuple[Tensor, ...]
+        self,
+        derivatives: BaseLossDerivatives,
+        module: Module,
+        g_out: Tuple[Tensor, ...],
     ) -> Tensor:
         """Compute what is pulled back from the loss.
 
@@ -231,15 +231,15 @@ class KroneckerFactors(ColumnExtension, HBP):
         )
         ColumnExtension.__init__(self, savefield, source)
 
-    def check(self, call: Call, name: str, product: PerSample) -> None:
+    def check(self, where: Any, param: Tensor, product: PerSample) -> None:
         """Refuse parameters whose factors are ambiguous.
 
         Args:
-            call: A call that is responsible for the parameter.
-            name: Name of the parameter in the call's module.
+            where: A call, or a group of parameters, for messages.
+            param: The parameter.
             product: Products of columns and its Jacobian.
         """
-        factors.refuse_ambiguous(self, call.module, name, product)
+        factors.refuse_ambiguous(self, where.describe(param), product)
 
     def statistic(self, product: PerSample) -> Tensor:  # noqa: D102
         return factors.output_factor(product, self.weight_sharing)

@@ -10,48 +10,48 @@ import torch
 from einops import einsum, rearrange
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.modules.conv import _ConvTransposeNd
 
-from backpack.core.derivatives.basederivatives import (
-    BaseParameterDerivatives,
-    stored_inputs,
-)
-from backpack.core.reductions import Outer, PerSample, Rows, Summed, gram, reciprocal
+from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
+from backpack.core.derivatives.stored import stored_inputs
+from backpack.core.fast.matmul import gram
+from backpack.core.per_sample.base import PerSample, Summed
+from backpack.core.per_sample.outer import Outer
+from backpack.core.per_sample.rows import Rows
+from backpack.core.per_sample.sums import reciprocal
 from backpack.utils.unsqueeze import flatten
 
 WEIGHT_SHARING = (None, "expand", "reduce")
 AMBIGUOUS = (
-    "{ext}: {reason} in {module} (parameter '{name}'), and there is more than one way "
+    "{ext}: {reason} in {what}, and there is more than one way "
     "to define its Kronecker factors. Choose one with {ext}(weight_sharing='expand') "
     "or {ext}(weight_sharing='reduce') (Eschenhagen et al., 2023)."
 )
 
 
 TRANSPOSED = (
-    "{ext} (field '{field}'): the Kronecker factors of the weight of {module} "
+    "{ext} (field '{field}'): the Kronecker factors of {what} "
     "stand for `weight.transpose(0, 1)`, output channels first. Transpose it before "
     "you multiply with them."
 )
 
 
-def refuse_ambiguous(ext: Any, module: Module, name: str, product: PerSample) -> None:
+def refuse_ambiguous(ext: Any, what: str, product: PerSample) -> None:
     """Refuse parameters whose factors are ambiguous; warn of transposed ones.
 
     Args:
         ext: The extension, with its ``weight_sharing``.
-        module: The layer.
-        name: Name of the parameter.
+        what: The parameter, and where it is used.
         product: Products of columns and its Jacobian.
 
     Raises:
         NotImplementedError: If a choice is needed and was not made.
     """
-    if isinstance(module, _ConvTransposeNd) and name == "weight":
+    if isinstance(product, Outer) and product.is_reordered:
         warned = ext.__dict__.setdefault("_warned_of", set())
-        if type(module) not in warned:
-            warned.add(type(module))
+        if what not in warned:
+            warned.add(what)
             text = TRANSPOSED.format(
-                ext=type(ext).__name__, field=ext.savefield, module=module
+                ext=type(ext).__name__, field=ext.savefield, what=what
             )
             warn(text, stacklevel=2)
     if ext.weight_sharing is not None:
@@ -66,9 +66,7 @@ def refuse_ambiguous(ext: Any, module: Module, name: str, product: PerSample) ->
         reason = f"{product.positions} positions share the weight"
     if reason is not None:
         raise NotImplementedError(
-            AMBIGUOUS.format(
-                ext=type(ext).__name__, reason=reason, module=module, name=name
-            )
+            AMBIGUOUS.format(ext=type(ext).__name__, reason=reason, what=what)
         )
 
 
@@ -193,7 +191,8 @@ def with_input_factor(
         factor = einsum(a, a, "n g t i, n g t j -> g i j") / len(a)
     else:
         factor = product.input_gram(reciprocal(scale))
-    return [output, squeeze_group(factor)]
+    factor = squeeze_group(factor)
+    return [factor, output] if product.is_transposed else [output, factor]
 
 
 def squeeze_group(factor: Tensor) -> Tensor:

@@ -11,13 +11,13 @@ from torch.nn import Module
 from backpack.core.derivatives.bcewithlogitsloss import BCELossWithLogitsDerivatives
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
 from backpack.core.derivatives.mseloss import MSELossDerivatives
+from backpack.engine.turn import loss_scale
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.secondorder.hbp.hbp_options import (
     BackpropStrategy,
     LossHessianStrategy,
 )
 from backpack.extensions.secondorder.hbp.hbpbase import HBPBaseModule
-from backpack.extensions.turn import loss_scale
 from backpack.utils.unsqueeze import flatten
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from typing import List, Optional
 import torch
 from torch import Generator, Tensor
 
-from backpack.core.reductions import PerSample
+from backpack.core.per_sample.base import PerSample
 from backpack.extensions.secondorder.columns import (
     ColumnExtension,
     Source,

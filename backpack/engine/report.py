@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Dict, Iterable, List, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Set, Tuple
 from warnings import warn
 
 from torch.nn import Module, Parameter
 
-from backpack.capture import is_hooked
-from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.engine.hooks import is_hooked
 from backpack.utils.hooks import EXTENDED
 
 NOT_REACHED = (
@@ -58,7 +57,7 @@ class Report:
         self.plain: Set[int] = set()
         self.failed = False
 
-    def begin(self, extensions: Iterable[BackpropExtension]) -> None:
+    def begin(self, extensions: Iterable[Any]) -> None:
         """Begin a backward pass: note which parameters should get a result.
 
         The values of parameters that were frozen since they were computed are deleted.
@@ -78,7 +77,7 @@ class Report:
                     for ext in extensions:
                         vars(param).pop(ext.savefield, None)
 
-    def warn(self, extensions: Sequence[BackpropExtension]) -> None:
+    def warn(self, extensions: Sequence[Any]) -> None:
         """Warn about parameters without a result, once.
 
         Args:
@@ -106,7 +105,7 @@ class Report:
     def _collect(
         self,
         root: Module,
-        extensions: Sequence[BackpropExtension],
+        extensions: Sequence[Any],
         missing: Dict[str, List[str]],
     ) -> None:
         """Collect the names of a model's parameters without a result, by reason."""
@@ -118,7 +117,7 @@ class Report:
                         missing.setdefault(reason, []).append(name)
 
     def _reason(
-        self, ext: BackpropExtension, root: Module, name: str, param: Parameter
+        self, ext: Any, root: Module, name: str, param: Parameter
     ) -> Optional[str]:
         if id(param) not in self.reached:
             return NOT_REACHED

@@ -1,17 +1,11 @@
-"""One call's turn in a backward pass: what extensions compute from.
-
-When the gradient at a call's output is known, extensions run on the call. A
-:class:`Turn` hands them the call's inputs, the cotangents at its output, and the
-per-sample products of its parameters, each of which is formed once and shared.
-"""
+"""One call's turn in a backward pass: what rules for modules compute from."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -21,21 +15,14 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves
 
 from backpack.core.derivatives.dropout import MASK
-from backpack.core.derivatives.generic import generic_products
-from backpack.core.reductions import PerSample
-from backpack.extensions.layers import Row, find_row_or_generic, works_in_place
-from backpack.graph import Entry, producing_calls, targets_below
+from backpack.core.table import Row, find_row_or_generic, works_in_place
+from backpack.engine.graph import producing_calls, targets_below
+from backpack.engine.parameters import in_type_of
+from backpack.engine.record import Call
+from backpack.utils.state import state
+from backpack.engine.uses import Entry
 from backpack.utils.hooks import without_hooks
 from backpack.utils.subsampling import subsample
-from backpack.utils.types import as_type
-
-if TYPE_CHECKING:
-    from backpack.backward import BackwardPass
-    from backpack.capture import Call
-    from backpack.extensions.backprop_extension import BackpropExtension
-    from backpack.extensions.secondorder.columns import Source
-
-Cotangents = List[Optional[Tensor]]
 
 EXTEND_LOSS = (
     "{ext} (field '{field}') found no quantity pulled back to {module}, because no "
@@ -132,87 +119,6 @@ def _other_mode(call: Call) -> Iterator[None]:
         module.training = not call.training
 
 
-class Products(Mapping):
-    """Products of cotangents and the Jacobians of one call's parameters.
-
-    Each is formed when first asked for: by the layer's fast rule where there is one,
-    else by the generic rule, for all of the call's other parameters at once.
-    """
-
-    def __init__(self, call: Call, cotangents: Cotangents, names: Sequence[str]):
-        """Store what they are formed from.
-
-        Args:
-            call: The call.
-            cotangents: Columns ``[V, N, *]``, one entry for each output of the call.
-            names: Names of the parameters in the call's module.
-        """
-        self._call, self._cotangents, self._names = call, cotangents, names
-        self._row: Optional[Row] = None
-        self._formed: Dict[str, PerSample] = {}
-        self._in_type: Dict[torch.dtype, Tuple[List[Any], Cotangents]] = {}
-        self._shared: Dict[Any, Tuple[Tensor, Tensor]] = {}
-
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over the parameters' names."""
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        """Count the parameters."""
-        return len(self._names)
-
-    def __getitem__(self, name: str) -> PerSample:
-        """Describe the products for a parameter.
-
-        Args:
-            name: Name of the parameter in the call's module.
-
-        Returns:
-            The products.
-        """
-        if name not in self._formed:
-            self._form(name)
-        product = self._formed[name]
-        product.shared = self._shared
-        return product
-
-    def _form(self, name: str) -> None:
-        """Describe the products for a parameter, and for those that come with it."""
-        call, row = self._call, self._rule(name)
-        call.check_unchanged()
-        if row is not None:
-            # under autocast, inputs and outputs have other types than parameters
-            arguments, mats = self._converted(call.parameters[name].dtype)
-            mats = mats if row.several_outputs else mats[0]
-            product = row.derivatives.product(name, call.module, arguments, mats)
-            self._formed[name] = product
-            return
-        others = [other for other in self._names if self._rule(other) is None]
-        self._formed.update(
-            generic_products(
-                others,
-                call.module,
-                call.args,
-                self._cotangents,
-                call.kwargs,
-                call.random_state,
-                call.unchanged_outputs(),
-            )
-        )
-
-    def _converted(self, dtype: torch.dtype) -> Tuple[List[Any], Cotangents]:
-        """Return arguments and cotangents in a type: the same tensors for all names."""
-        if dtype not in self._in_type:
-            both = self._call.arguments, self._cotangents
-            self._in_type[dtype] = tuple([as_type(x, dtype) for x in xs] for xs in both)
-        return self._in_type[dtype]
-
-    def _rule(self, name: str) -> Optional[Row]:
-        if self._row is None:
-            self._row = find_row_or_generic(self._call)
-        return self._row if self._row.covers(self._call.module, name) else None
-
-
 class Turn:
     """A call whose output's gradient is known.
 
@@ -226,7 +132,7 @@ class Turn:
     def __init__(
         self,
         call: Call,
-        backward_pass: BackwardPass,
+        backward_pass: Any,
         g_out: Tuple[Optional[Tensor], ...],
         entries: List[Entry],
     ):
@@ -243,9 +149,6 @@ class Turn:
         self.g_out = g_out
         self._entries = entries
         self._parameters = backward_pass.parameters(call)
-        self._own: Optional[Products] = None
-        self._gradients: Dict[str, PerSample] = {}
-        self._by_source: Dict[Tuple[Source, Optional[Tuple]], Products] = {}
         self._producers: Optional[Dict[int, Call]] = None
 
     def __enter__(self) -> Turn:
@@ -265,8 +168,6 @@ class Turn:
 
     def _drawn_mask(self) -> Tensor:
         """Ask the graph for the mask of a dropout layer, which values do not tell."""
-        from backpack.context import state
-
         edge, x = self.backward_pass.dropouts[self.call], self.call.input_edges[0]
         current = state()
         current.pulling = True
@@ -281,10 +182,12 @@ class Turn:
         """Remember where the outputs of dropout layers sit that lead to this loss."""
         edge = self.call.input_edges[0]
         for entry, node in [] if edge is None else targets_below([edge.node]):
-            drops = isinstance(entry.call.module, _DropoutNd)
-            if drops and entry.call.training and entry.call.input_edges[0]:
+            call = entry.owner
+            if call.is_use or not isinstance(call.module, _DropoutNd):
+                continue
+            if call.training and call.input_edges[0]:
                 edge = GradientEdge(node, entry.output_nr)
-                self.backward_pass.dropouts[entry.call] = edge
+                self.backward_pass.dropouts[call] = edge
 
     @cached_property
     def row(self) -> Row:
@@ -300,67 +203,6 @@ class Turn:
         """
         return self._parameters
 
-    def products(self, cotangents: Cotangents) -> Products:
-        """Describe products of cotangents and the parameters' Jacobians.
-
-        Args:
-            cotangents: Columns ``[V, N, *]``, one entry for each output of the call.
-
-        Returns:
-            The products, by the parameters' names.
-        """
-        names = [name for name, _ in self._parameters]
-        return Products(self.call, cotangents, names)
-
-    def gradients(self, name: str) -> PerSample:
-        """Describe the individual gradients of a parameter, with V = 1.
-
-        Where the parameter takes part in several calls, those that have had their turn
-        are included: the last one's result is complete.
-
-        Args:
-            name: Name of the parameter in the module.
-
-        Returns:
-            The individual gradients.
-        """
-        if name not in self._gradients:
-            product = self.own_gradients(name)
-            param = self.call.parameters[name]
-            if self.backward_pass.is_shared(param, self.call):
-                product = self._merge_shared(name, param, product)
-            product.keeps_total = self.backward_pass.left_out.get(param, False)
-            self._gradients[name] = product
-        return self._gradients[name]
-
-    def _merge_shared(
-        self, name: str, param: Parameter, product: PerSample
-    ) -> PerSample:
-        """Add up what the calls that had their turn contribute to a parameter."""
-        shared = self.backward_pass.shared_products
-        if param in shared:
-            try:
-                product = shared[param].merge(product)
-            except ValueError as error:
-                text = f"Parameter '{name}' of {self.module}: {error}"
-                raise ValueError(text) from error
-        shared[param] = product
-        return product
-
-    def own_gradients(self, name: str) -> PerSample:
-        """Describe what this call alone contributes to the individual gradients.
-
-        Args:
-            name: Name of the parameter in the module.
-
-        Returns:
-            The contributions, with V = 1.
-        """
-        if self._own is None:
-            columns = [None if g is None else g.unsqueeze(0) for g in self.g_out]
-            self._own = self.products(columns)
-        return self._own[name]
-
     def loss_scale(self) -> Tensor:
         """Return what the columns of a loss that was scaled have to be multiplied by.
 
@@ -369,7 +211,7 @@ class Turn:
         """
         return loss_scale(self.module, self.g_out[0])
 
-    def producers(self, extension: BackpropExtension) -> Dict[int, Call]:
+    def producers(self, extension: Any) -> Dict[int, Call]:
         """Find the calls that the arguments come from, directly.
 
         Args:
@@ -392,15 +234,16 @@ class Turn:
                 edges = self.call.edges_before[position]
             if self.call.passes_on[position] and not (in_place and edges):
                 entries = self._entries
-                entries = entries[: [e.call for e in entries].index(self.call)]
+                entries = entries[: [e.owner for e in entries].index(self.call)]
             elif edges == [None]:
                 continue
             else:
                 entries = producing_calls(edges[0])
-            entries = [entry for entry in entries if not entry.call.is_transparent]
+            entries = [e for e in entries if not e.owner.is_use]
+            entries = [e for e in entries if not e.owner.is_transparent]
             if entries:
                 self._check_first(extension, entries[-1])
-                found[position] = entries[-1].call
+                found[position] = entries[-1].owner
             else:
                 for before in edges:
                     self._check_no_parameters(extension, before.node)
@@ -412,45 +255,22 @@ class Turn:
         self._producers = found
         return found
 
-    def _check_first(self, extension: BackpropExtension, entry: Entry) -> None:
+    def _check_first(self, extension: Any, entry: Entry) -> None:
         if entry.index > 0:
-            text = self._text(extension, entry.call.module)
+            text = self._text(extension, entry.owner.module)
             raise NotImplementedError(OTHER_OUTPUT.format(index=entry.index, **text))
 
-    def _check_no_parameters(self, extension: BackpropExtension, node: Node) -> None:
+    def _check_no_parameters(self, extension: Any, node: Node) -> None:
         """Refuse to drop a quantity that parameters are waiting for."""
         for target in targets_below([node]):
-            call = target.entry.call
+            call = target.entry.owner
+            if call.is_use:
+                continue
             if any(param.requires_grad for param in call.parameters.values()):
                 text = self._text(extension, call.module)
                 raise NotImplementedError(NOT_A_CHAIN.format(**text))
 
-    def column_products(
-        self, source: Source, name: str, numbers: Optional[Tuple[int, ...]] = None
-    ) -> PerSample:
-        """Describe the products of the losses' columns and a parameter's Jacobian.
-
-        Args:
-            source: Where the columns come from.
-            name: Name of the parameter in the module.
-            numbers: Which of the columns to use. Default: ``None`` for all.
-
-        Returns:
-            The products.
-        """
-        columns = self.call.columns[source]
-        count = next((x.shape[0] for x in columns if x is not None), 0)
-        if numbers is not None and len(numbers) == count:
-            numbers = None
-        key = source, numbers
-        if key not in self._by_source:
-            if numbers is not None:
-                some = list(numbers)
-                columns = [None if x is None else x[some] for x in columns]
-            self._by_source[key] = self.products(columns)
-        return self._by_source[key][name]
-
-    def walks(self, extension: BackpropExtension) -> bool:
+    def walks(self, extension: Any) -> bool:
         """Tell whether a quantity goes from module to module for an extension.
 
         Args:
@@ -461,7 +281,7 @@ class Turn:
         """
         return getattr(extension, "walks_modules", True)
 
-    def incoming(self, extension: BackpropExtension) -> Any:
+    def incoming(self, extension: Any) -> Any:
         """Return what an extension has pulled back to this call's output.
 
         Args:
@@ -490,20 +310,20 @@ class Turn:
         columns = self.call.columns[extension.source][0]
         return subsample(columns, dim=1, subsampling=extension.get_subsampling())
 
-    def _text(self, extension: BackpropExtension, module: Module) -> Dict[str, Any]:
+    def _text(self, extension: Any, module: Module) -> Dict[str, Any]:
         return {
             "ext": type(extension).__name__,
             "field": extension.savefield,
             "module": module,
         }
 
-    def _explain_missing(self, extension: BackpropExtension) -> None:
+    def _explain_missing(self, extension: Any) -> None:
         text = self._text(extension, self.module)
         if self.walks(extension) and self.backward_pass.loss_factors:
             raise NotImplementedError(NOT_A_CHAIN.format(**text))
         raise AssertionError(EXTEND_LOSS.format(**text))
 
-    def pass_on(self, extension: BackpropExtension, quantities: Any) -> None:
+    def pass_on(self, extension: Any, quantities: Any) -> None:
         """Hand what an extension has pulled back to the inputs to the calls before.
 
         Args:
@@ -529,7 +349,7 @@ class Turn:
                     raise NotImplementedError(text) from error
                 self.backward_pass.walked.add(extension)
 
-    def save(self, extension: BackpropExtension, param: Parameter, value: Any) -> None:
+    def save(self, extension: Any, param: Parameter, value: Any) -> None:
         """Save a value on a parameter.
 
         Args:
@@ -537,16 +357,12 @@ class Turn:
             param: The parameter.
             value: The value.
         """
-        if isinstance(value, list):
-            value = [as_type(x, param.dtype) for x in value]
-        setattr(param, extension.savefield, as_type(value, param.dtype))
+        setattr(param, extension.savefield, in_type_of(value, param))
         report = self.backward_pass.state.report
         if report is not None:
             report.saved.add((id(extension), id(param)))
 
-    def save_alone(
-        self, extension: BackpropExtension, param: Parameter, value: Any
-    ) -> None:
+    def save_alone(self, extension: Any, param: Parameter, value: Any) -> None:
         """Save a value that cannot be combined with that of another call.
 
         It is an error if another call has saved a value before.
@@ -562,7 +378,7 @@ class Turn:
         saved.add((extension, param))
         self.save(extension, param, value)
 
-    def refuse_several_calls(self, extension: BackpropExtension, module: Module):
+    def refuse_several_calls(self, extension: Any, module: Module) -> None:
         """Refuse a parameter that takes part in several calls.
 
         Args:

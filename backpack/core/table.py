@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 from typing import (
-    TYPE_CHECKING,
     Any,
     Dict,
     Mapping,
@@ -30,10 +29,6 @@ from backpack.core.derivatives.adaptive_avg_pool_nd import (
 from backpack.core.derivatives.avgpool1d import AvgPool1DDerivatives
 from backpack.core.derivatives.avgpool2d import AvgPool2DDerivatives
 from backpack.core.derivatives.avgpool3d import AvgPool3DDerivatives
-from backpack.core.derivatives.basederivatives import (
-    BaseDerivatives,
-    BaseParameterDerivatives,
-)
 from backpack.core.derivatives.batchnorm_nd import BatchNormNdDerivatives
 from backpack.core.derivatives.bcewithlogitsloss import BCELossWithLogitsDerivatives
 from backpack.core.derivatives.conv1d import Conv1DDerivatives
@@ -53,6 +48,7 @@ from backpack.core.derivatives.embedding import EmbeddingDerivatives
 from backpack.core.derivatives.flatten import FlattenDerivatives
 from backpack.core.derivatives.generic_loss import GenericLossDerivatives
 from backpack.core.derivatives.gru import GRUDerivatives
+from backpack.core.derivatives.input_base import BaseDerivatives
 from backpack.core.derivatives.leakyrelu import LeakyReLUDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.linear_map import LinearMapDerivatives
@@ -70,6 +66,7 @@ from backpack.core.derivatives.normalization import (
     RMSNormDerivatives,
 )
 from backpack.core.derivatives.pad import PadDerivatives
+from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
 from backpack.core.derivatives.permute import PermuteDerivatives
 from backpack.core.derivatives.prelu import PReLUDerivatives
 from backpack.core.derivatives.relu import ReLUDerivatives
@@ -86,9 +83,6 @@ from backpack.custom_module.pad import Pad
 from backpack.custom_module.permute import Permute
 from backpack.custom_module.scale_module import ScaleModule
 from backpack.custom_module.slicing import Slicing
-
-if TYPE_CHECKING:
-    from backpack.capture import Call
 
 WEIGHT = ("weight",)
 WEIGHT_BIAS = ("weight", "bias")
@@ -368,7 +362,7 @@ def find_row(module: Module, losses: bool = False) -> Optional[Row]:
     return row if vars(module).keys().isdisjoint(names) else None
 
 
-def find_row_or_generic(call: Call) -> Row:
+def find_row_or_generic(call: Any) -> Row:
     """Look up the rule for a call.
 
     Args:

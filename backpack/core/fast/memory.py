@@ -8,8 +8,8 @@ from typing import Optional, Sequence
 import torch
 from torch import Tensor
 
-# Below this size the system's page faults do not show in a measurement.
-_MIN_BYTES = 2**22
+from backpack.core.fast import tuning
+
 _PAGE = 4096
 _MADV_HUGEPAGE = 14
 
@@ -44,7 +44,7 @@ def huge_empty(
     """
     out = torch.empty(*shape, dtype=dtype, device=device)
     num_bytes = out.numel() * out.element_size()
-    if num_bytes >= _MIN_BYTES and out.device.type == "cpu" and _madvise():
+    if num_bytes >= tuning.HUGE_BYTES and out.device.type == "cpu" and _madvise():
         start = -(-out.data_ptr() // _PAGE) * _PAGE
         length = out.data_ptr() + num_bytes - start
         _madvise()(

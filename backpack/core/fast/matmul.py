@@ -15,14 +15,8 @@ from typing import Callable, Optional, Sequence
 import torch
 from torch import Tensor
 
-from backpack.utils.memory import huge_empty
-
-# oneDNN takes longer to choose the code to run, the more so if it is not in the caches:
-# there must be this many multiplications to make up for it, in all and in each product.
-MIN_MULTIPLICATIONS = 2**23
-MIN_PER_PRODUCT = 2**20
-# Nor is it made for products with vectors.
-MIN_SIZE = 8
+from backpack.core.fast import tuning
+from backpack.core.fast.memory import huge_empty
 
 
 @lru_cache(maxsize=None)
@@ -86,8 +80,9 @@ def is_fast_product(sizes: Sequence[int], like: Tensor, times: int = 1) -> bool:
     """
     if has_fast_blas():
         return False
-    least = max(MIN_MULTIPLICATIONS // max(1, times), MIN_PER_PRODUCT)
-    return prod(sizes) > least and min(sizes) >= MIN_SIZE and has_fast_matmul(like)
+    least = max(tuning.MIN_MULTIPLICATIONS // max(1, times), tuning.MIN_PER_PRODUCT)
+    is_large = prod(sizes) > least and min(sizes) >= tuning.MIN_SIZE
+    return is_large and has_fast_matmul(like)
 
 
 def is_fast(a: Tensor, b: Tensor, times: int = 1) -> bool:
@@ -166,4 +161,29 @@ def bmm(a: Tensor, b: Tensor, times: int = 1, out: Optional[Tensor] = None) -> T
         return torch.bmm(a, b, out=out)
     for target, left, right in zip(out, a, b):
         target.copy_(_multiply(left, right))
+    return out
+
+
+def gram(rows: Tensor) -> Tensor:
+    """Multiply all rows with each other.
+
+    The result is symmetric: strips of columns need only be formed from the diagonal on.
+
+    Args:
+        rows: Rows of shape ``[G, D, R]``.
+
+    Returns:
+        Products of shape ``[G, D, D]``.
+    """
+    size, summands = rows.shape[1:]
+    small = size < tuning.MIN_ROWS or summands < tuning.MIN_SUMMANDS
+    if small or torch.is_grad_enabled():
+        return bmm(rows, rows.mT)
+    out = rows.new_empty(len(rows), size, size)
+    step = -(-size // (tuning.STRIPS * tuning.LANES)) * tuning.LANES
+    for start in range(0, size, step):
+        end = min(start + step, size)
+        strip = bmm(rows[:, start:], rows[:, start:end].mT)
+        out[:, start:, start:end] = strip
+        out[:, start:end, end:] = strip[:, end - start :].mT
     return out

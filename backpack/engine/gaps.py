@@ -1,0 +1,229 @@
+"""Where samples are in a tensor that came from where no operation was watched.
+
+Between modules that are extended one by one, and behind functions of one's own, there
+are only nodes of the autograd graph. They are asked: a tensor's derivative with respect
+to earlier tensors, whose samples are known, says which entry depends on which sample.
+"""
+
+from __future__ import annotations
+
+from math import ceil, log2
+from typing import List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from backpack.core.layout import FIRST, Mixed, Placement, sample_numbers, simplify
+from backpack.engine.graph import entries_of, is_leaf
+from backpack.engine.placements import MARK
+from backpack.utils.state import state
+from backpack.engine.uses import edge_of
+
+# Nodes that map entries one by one
+_POINTWISE = frozenset(
+    f"{name}Backward0"
+    for name in "Relu Gelu Silu Tanh Sigmoid Exp Log Neg Softplus Elu LeakyRelu Clone "
+    "Hardswish Hardsigmoid Hardtanh Mish Sqrt Rsqrt Abs Pow Mul Div Add Sub Log1P "
+    "Expm1 Sin Cos Threshold Dropout NativeDropout ToCopy LogSigmoid Celu Clamp".split()
+)
+
+
+class Known(NamedTuple):
+    """Where the samples of a tensor are.
+
+    Attributes:
+        placement: The placement.
+        n: Number N of samples.
+    """
+
+    placement: Placement
+    n: int
+
+
+class _Source(NamedTuple):
+    edge: GradientEdge
+    shape: torch.Size
+    known: Known
+
+
+def at_node(node: Node, output_nr: int) -> Optional[Tuple[torch.Size, Known]]:
+    """Look up what is known of an output of a node.
+
+    Args:
+        node: The node.
+        output_nr: Which of its outputs.
+
+    Returns:
+        Its shape, and where its samples are; ``None`` if nothing is known.
+    """
+    for number, index, owner in entries_of(node):
+        placements = owner.placements
+        if number == output_nr and placements is not None:
+            shape = owner.output_shapes[index]
+            return shape, Known(placements[index], owner.n)
+    return None
+
+
+def explain(x: Tensor) -> Optional[Known]:
+    """Find where the samples of a tensor are.
+
+    Args:
+        x: Tensor.
+
+    Returns:
+        Where they are, ``None`` if it depends on parameters alone, or is no part of a
+        graph and nothing is known of it.
+    """
+    mark = getattr(x, MARK, None)
+    if mark is not None and (x.grad_fn is None or mark[1] is not None):
+        return None if mark[1] is None else Known(mark[1], mark[0].n)
+    if x.grad_fn is None:
+        return None
+    known = at_node(x.grad_fn, x.output_nr)
+    if known is not None and known[0] == x.shape:
+        return known[1]
+    sources, nodes = _sources(edge_of(x))
+    if not sources:
+        return None
+    first = sources[0]
+    if len({source.known.n for source in sources}) > 1:
+        return Known(Mixed(_names(nodes), False), first.known.n)
+    mixed = [s.known for s in sources if isinstance(s.known.placement, Mixed)]
+    if mixed:
+        return mixed[0]
+    same = len(sources) == 1 and first.shape == x.shape
+    if same and _is_pointwise(nodes, x.shape):
+        return first.known
+    return Known(_probe(x, sources, nodes), first.known.n)
+
+
+def _sources(edge: GradientEdge) -> Tuple[List[_Source], List[Node]]:
+    """Find tensors that something was computed from, whose samples are known."""
+    sources: List[_Source] = []
+    nodes: List[Node] = []
+    queue, seen = [(edge.node, edge.output_nr)], set()
+    while queue:
+        node, number = place = queue.pop()
+        if place in seen:
+            continue
+        seen.add(place)
+        found = at_node(node, number) if node is not edge.node or nodes else None
+        if found is None and node is edge.node and not nodes:
+            found = at_node(node, number)
+        if found is not None:
+            shape = torch.Size(node._input_metadata[number].shape)
+            if found[0] == shape:
+                sources.append(_Source(GradientEdge(node, number), *found))
+                continue
+        if is_leaf(node):
+            source = _leaf(node)
+            if source is not None:
+                sources.append(source)
+            continue
+        if node not in nodes:
+            nodes.append(node)
+            queue.extend((p, nr) for p, nr in node.next_functions if p is not None)
+    return [s for s in sources if s.known.placement is not None], nodes
+
+
+def _leaf(node: Node) -> Optional[_Source]:
+    """Tell whether a leaf of the graph is data: an input that requires a gradient."""
+    x = node.variable
+    mark = getattr(x, MARK, None)
+    if mark is not None:
+        known = Known(mark[1], mark[0].n)
+    elif isinstance(x, torch.nn.Parameter) or not x.dim():
+        return None
+    else:
+        known = Known(FIRST, len(x))
+    return _Source(GradientEdge(node, 0), x.shape, known)
+
+
+def _is_pointwise(nodes: Sequence[Node], shape: torch.Size) -> bool:
+    return all(
+        type(node).__name__ in _POINTWISE
+        and tuple(node._input_metadata[0].shape) == tuple(shape)
+        for node in nodes
+    )
+
+
+def _names(nodes: Sequence[Node]) -> str:
+    names = dict.fromkeys(type(node).__name__ for node in nodes)
+    return "`" + "`, `".join(names) + "`"
+
+
+def _probe(x: Tensor, sources: Sequence[_Source], nodes: Sequence[Node]) -> Placement:
+    """Ask which entries move with which samples, by derivatives in both directions."""
+    n, shape = sources[0].known.n, x.shape
+    current = state()
+    before, current.pulling = current.pulling, True
+    try:
+        with torch.enable_grad():
+            cotangent = torch.zeros_like(x).requires_grad_()
+            pulled = torch.autograd.grad(
+                [edge_of(x)],
+                [source.edge for source in sources],
+                [cotangent],
+                retain_graph=True,
+                create_graph=True,
+                allow_unused=True,
+            )
+        pairs = [
+            (g, source)
+            for g, source in zip(pulled, sources)
+            if g is not None and g.requires_grad
+        ]
+        if not pairs:
+            return None
+        return _numbers(cotangent, pairs, shape, n, _names(nodes))
+    except RuntimeError as error:
+        first = str(error).split("\n")[0]
+        return Mixed(f"{_names(nodes)} ({first})", False)
+    finally:
+        current.pulling = before
+
+
+def _numbers(
+    cotangent: Tensor,
+    pairs: Sequence[Tuple[Tensor, _Source]],
+    shape: torch.Size,
+    n: int,
+    names: str,
+) -> Placement:
+    generator = torch.Generator(cotangent.device).manual_seed(0)
+    got = torch.zeros(shape, dtype=torch.long, device=cotangent.device)
+    unseen = torch.zeros(shape, dtype=torch.bool, device=cotangent.device)
+    vectors = [
+        torch.rand(g.shape, generator=generator, dtype=g.dtype, device=g.device) + 0.5
+        for g, _ in pairs
+    ]
+    numbers = [
+        sample_numbers(source.known.placement, g.shape, n, g.device)
+        for g, source in pairs
+    ]
+    for bit in range(max(1, ceil(log2(n)) if n > 1 else 1)):
+        moved: List[Tensor] = []
+        for wanted in (1, 0):
+            masked = [
+                v.where((i >= 0) & (i >> bit & 1 == wanted), v.new_zeros(()))
+                for v, i in zip(vectors, numbers)
+            ]
+            (column,) = torch.autograd.grad(
+                [g for g, _ in pairs],
+                cotangent,
+                masked,
+                retain_graph=True,
+                allow_unused=True,
+            )
+            moved.append(
+                torch.zeros_like(got, dtype=torch.bool)
+                if column is None
+                else column != 0
+            )
+        ones, zeros = moved
+        if bool((ones & zeros).any()):
+            return Mixed(names)
+        got += ones.long() << bit
+        unseen |= ~(ones | zeros)
+    return simplify(got.masked_fill(unseen, -1), n)

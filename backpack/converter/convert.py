@@ -16,6 +16,7 @@ from backpack.converter.known import (
     transform_permute_to_module,
     transform_transpose_to_module,
 )
+from backpack.converter.no_grad import transform_no_grad_to_detach
 from backpack.converter.reading import OPERATION, called, find_kinds
 from backpack.converter.recurrent import transform_lstm_rnn
 from backpack.converter.rest import transform_rest_to_function_modules
@@ -58,6 +59,7 @@ def convert_module_to_backpack(module: Module, debug: bool) -> GraphModule:
     else:
         graph_module = graph_of_layer(module)
         undo_inplace(graph_module)
+    transform_no_grad_to_detach(graph_module, debug)
     erase_unused(graph_module)
     for transform in (
         transform_functions_to_modules,

@@ -2,8 +2,7 @@
 
 import operator
 from copy import deepcopy
-from inspect import signature
-from typing import Any, Callable, Dict, Optional, Union
+from typing import Any, Callable, Dict, Optional
 
 import torch
 from torch import Tensor
@@ -30,7 +29,7 @@ from backpack.converter.reading import (
     operation,
     target_name,
 )
-from backpack.converter.tracer import Untraceable
+from backpack.converter.tracer import NO_GRAD, Untraceable
 
 VIEW_MODULES = (Identity, Flatten, Unflatten, Dropout, Dropout1d, Dropout2d, Dropout3d)
 
@@ -91,6 +90,10 @@ def transform_inplace_to_normal(
         if origin[source].op == "get_attr":
             path = origin[source].target.rpartition(".")[0]
             raise Untraceable(path, f"it changes its {origin[source].target} in place")
+        if NO_GRAD in node.meta and NO_GRAD not in origin[source].meta:
+            # its value changes, while its gradient stays what it was
+            reason = f"{source} is changed in place where gradients are switched off"
+            raise Untraceable(node.meta[NO_GRAD], reason)
         undo(node)
         later = {other for other in order if order[other] > order[node]}
         source.replace_all_uses_with(node, delete_user_cb=later.__contains__)
@@ -123,9 +126,8 @@ def _find_inplace(node: Node) -> Optional[Callable[[Node], None]]:
         return _rename if _out_of_place(node) else None
     if name.endswith("_") and not name.endswith("__") and name != "requires_grad_":
         return _rename if _out_of_place(node) else _clone_first
-    if _inplace_argument(node):
-        return _clear_inplace_argument
-    return None
+    # PyTorch's functions hand it to the tracer by name, however they are called
+    return _clear_inplace_argument if node.kwargs.get("inplace") else None
 
 
 def _out_of_place(node: Node) -> Optional[Target]:
@@ -147,26 +149,8 @@ def _rename(node: Node) -> None:
     node.target = _out_of_place(node)
 
 
-def _inplace_argument(node: Node) -> Union[int, str, None]:
-    """Position or name of an argument ``inplace`` that is set."""
-    if node.kwargs.get("inplace", False):
-        return "inplace"
-    try:
-        names = list(signature(node.target).parameters)
-    except (TypeError, ValueError):  # a method, or a function written in C
-        return None
-    if "inplace" in names and len(node.args) > names.index("inplace"):
-        position = names.index("inplace")
-        return position if node.args[position] else None
-    return None
-
-
 def _clear_inplace_argument(node: Node) -> None:
-    position = _inplace_argument(node)
-    if isinstance(position, int):
-        node.update_arg(position, False)
-    else:
-        node.update_kwarg("inplace", False)
+    node.update_kwarg("inplace", False)
 
 
 def _copy_module(node: Node) -> None:

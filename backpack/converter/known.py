@@ -21,6 +21,8 @@ from backpack.converter.rules import RULES
 from backpack.converter.tracer import is_user_module
 from backpack.custom_module.reduce_tuple import ReduceTuple
 
+RESHAPES = ("view", "reshape", torch.reshape)
+
 
 def _apply_rules(module: Module, debug: bool, kind: str) -> GraphModule:
     """Replace functions and methods by the modules that stand for them.
@@ -44,6 +46,31 @@ def _apply_rules(module: Module, debug: bool, kind: str) -> GraphModule:
             new_module, args = match
             install(graph_module, node, new_module, args, debug)
     return recompile(graph_module)
+
+
+def _by_rules(kind: str) -> Callable[[Module, bool], GraphModule]:
+    """Make the function that replaces operations of a kind, see ``rules.py``."""
+
+    def transform(module: Module, debug: bool) -> GraphModule:
+        """Replace operations by the modules that stand for them.
+
+        Args:
+            module: The model.
+            debug: Print what is done.
+
+        Returns:
+            Graph module.
+        """
+        return _apply_rules(module, debug, kind)
+
+    return transform
+
+
+transform_functions_to_modules = _by_rules("function")
+transform_permute_to_module = _by_rules("permute")
+transform_transpose_to_module = _by_rules("transpose")
+transform_add_to_sum_module = _by_rules("add")
+transform_mul_to_scale_module = _by_rules("mul")
 
 
 def _match(
@@ -76,19 +103,6 @@ def _match(
     return None if new_module is None else (new_module, tuple(tensors))
 
 
-def transform_functions_to_modules(module: Module, debug: bool) -> GraphModule:
-    """Replace activation functions, pooling, dropout and the like by modules.
-
-    Args:
-        module: The model.
-        debug: Print what is done.
-
-    Returns:
-        Graph module.
-    """
-    return _apply_rules(module, debug, "function")
-
-
 def transform_flatten_to_module(module: Module, debug: bool) -> GraphModule:
     """Replace flattening by ``Flatten``, also ``x.view(x.shape[0], -1)``.
 
@@ -101,11 +115,7 @@ def transform_flatten_to_module(module: Module, debug: bool) -> GraphModule:
     """
     graph_module = _apply_rules(module, debug, "flatten")
     for node in graph_module.graph.nodes:
-        if node.op not in OPERATION or node.target not in (
-            "view",
-            "reshape",
-            torch.reshape,
-        ):
+        if node.op not in OPERATION or node.target not in RESHAPES:
             continue
         input, *shape = node.args or (None,)
         if len(shape) == 1 and isinstance(shape[0], (tuple, list)):
@@ -141,55 +151,3 @@ def _returns_tuple(node: Node) -> bool:
     if isinstance(module, TUPLE_MODULES):
         return True
     return module is not None and is_user_module(module)
-
-
-def transform_permute_to_module(module: Module, debug: bool) -> GraphModule:
-    """Replace permutations that leave axis 0 in place by ``Permute``.
-
-    Args:
-        module: The model.
-        debug: Print what is done.
-
-    Returns:
-        Graph module.
-    """
-    return _apply_rules(module, debug, "permute")
-
-
-def transform_transpose_to_module(module: Module, debug: bool) -> GraphModule:
-    """Replace transpositions of other axes than axis 0 by ``Permute``.
-
-    Args:
-        module: The model.
-        debug: Print what is done.
-
-    Returns:
-        Graph module.
-    """
-    return _apply_rules(module, debug, "transpose")
-
-
-def transform_add_to_sum_module(module: Module, debug: bool) -> GraphModule:
-    """Replace additions of two tensors by ``SumModule``.
-
-    Args:
-        module: The model.
-        debug: Print what is done.
-
-    Returns:
-        Graph module.
-    """
-    return _apply_rules(module, debug, "add")
-
-
-def transform_mul_to_scale_module(module: Module, debug: bool) -> GraphModule:
-    """Replace multiplication with, and division by, a number by ``ScaleModule``.
-
-    Args:
-        module: The model.
-        debug: Print what is done.
-
-    Returns:
-        Graph module.
-    """
-    return _apply_rules(module, debug, "mul")

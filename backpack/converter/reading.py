@@ -128,6 +128,21 @@ def find_kinds(graph_module: GraphModule) -> Dict[Node, str]:
     return kinds
 
 
+def consists_of_modules(module: Module) -> bool:
+    """Tell whether a module is a graph in which modules do all there is to do.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        Whether it is, as the converter's results are.
+    """
+    if not isinstance(module, GraphModule):
+        return False
+    kinds = find_kinds(module)
+    return not any(n.op in OPERATION and kinds[n] != "size" for n in kinds)
+
+
 def is_batch_size(node: Any, of: Node) -> bool:
     """Whether a node is the size of axis 0 of a tensor.
 

@@ -81,8 +81,9 @@ def _folds(node: Node, kinds: Dict[Node, str]) -> bool:
     if kinds[node] == "size":
         return True
     if kinds[node] == "constant":
-        # A module of its own would have an output without samples
-        return _is_repeatable(node)
+        # The output of a module of its own would have no samples. What is detached is
+        # one, such that its parameters take no part in the operations that use it.
+        return operation(node) not in ("detach", "data") and _is_repeatable(node)
     cheap = len(node.users) == 1 or operation(node) in VIEW_NAMES
     return cheap and all(is_index(user) for user in node.users)
 

@@ -7,7 +7,8 @@ constant. To support a further function, write its rule and add a row.
 """
 
 import operator
-from typing import Any, Callable, Dict, Iterator, Optional, Tuple
+from inspect import signature
+from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
 from torch import nn
@@ -91,13 +92,6 @@ def _pad(input, pad, mode="constant", value=None):
     return Pad(pad, mode=mode, value=0.0 if value is None else value)
 
 
-def _softmax(module: Callable) -> Rule:
-    def rule(input, dim=None, _stacklevel=3, dtype=None):
-        return module(dim=dim) if dim is not None and dtype is None else None
-
-    return rule
-
-
 def _dropout(module: Callable) -> Rule:
     def rule(input, p=0.5, training=True, inplace=False):
         # With a constant flag, it would not depend on the module's mode
@@ -111,186 +105,121 @@ def _torch_dropout(input, p, train):
 
 
 def _max_pool(module: Callable) -> Rule:
-    def rule(
-        input,
-        kernel_size,
-        stride=None,
-        padding=0,
-        dilation=1,
-        ceil_mode=False,
-        return_indices=False,
-    ):
-        if return_indices:
-            return None
-        stride = stride if stride not in (None, [], ()) else kernel_size
-        return module(kernel_size, stride, padding, dilation, ceil_mode=ceil_mode)
+    def rule(input, *args, **kwargs):
+        # The last two arguments are in another order than those of the module
+        return _same_options(module)(input, *args, **kwargs) if len(args) < 5 else None
 
     return rule
 
 
-def _avg_pool1d(
-    input,
-    kernel_size,
-    stride=None,
-    padding=0,
-    ceil_mode=False,
-    count_include_pad=True,
-):
-    return nn.AvgPool1d(kernel_size, stride, padding, ceil_mode, count_include_pad)
-
-
-def _avg_pool(module: Callable) -> Rule:
-    def rule(
-        input,
-        kernel_size,
-        stride=None,
-        padding=0,
-        ceil_mode=False,
-        count_include_pad=True,
-        divisor_override=None,
-    ):
-        return module(
-            kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
-        )
-
-    return rule
-
-
-def _adaptive_pool(module: Callable) -> Rule:
-    def rule(input, output_size, return_indices=False):
-        return None if return_indices else module(output_size)
-
-    return rule
-
-
-def _interpolate(
-    input,
-    size=None,
-    scale_factor=None,
-    mode="nearest",
-    align_corners=None,
-    recompute_scale_factor=None,
-    antialias=False,
-):
-    if antialias:
-        return None
-    return nn.Upsample(size, scale_factor, mode, align_corners, recompute_scale_factor)
-
-
-def _options(module: Callable, **defaults: Any) -> Rule:
-    """Make the rule of a function whose options are those of a module.
+def _same_options(module: Callable) -> Rule:
+    """Make the rule of a function whose options are those of a module, in order.
 
     Args:
         module: The module class.
-        defaults: The options, in the function's order, with its defaults.
 
     Returns:
         The rule.
     """
 
-    def rule(input, *args, inplace=False, **kwargs):
-        surplus = args[len(defaults) :]  # ``inplace`` may follow the options
-        if not all(isinstance(arg, bool) for arg in surplus):
+    def rule(input, *args, **kwargs):
+        known = signature(module).parameters
+        others = {name for name, value in kwargs.items() if value and name not in known}
+        if others - {"_stacklevel"} or len(args) > len(known):
             return None
-        return module(**{**defaults, **dict(zip(defaults, args)), **kwargs})
+        options = {name: value for name, value in kwargs.items() if name in known}
+        new_module = module(*args, **options)
+        if getattr(new_module, "return_indices", False):
+            return None
+        if hasattr(new_module, "inplace"):
+            new_module.inplace = False
+        return new_module
 
     return rule
 
 
-def _rows(rule: Rule, *targets: Target) -> Iterator[Tuple[Target, Rule]]:
-    return ((target, rule) for target in targets)
-
-
-_POOLS = {
-    target: rule
-    for dim in (1, 2, 3)
-    for target, rule in (
-        (
-            getattr(F, f"max_pool{dim}d"),
-            _max_pool(getattr(nn, f"MaxPool{dim}d")),
-        ),
-        (
-            getattr(torch, f"max_pool{dim}d"),
-            _max_pool(getattr(nn, f"MaxPool{dim}d")),
-        ),
-        (
-            getattr(F, f"avg_pool{dim}d"),
-            _avg_pool1d if dim == 1 else _avg_pool(getattr(nn, f"AvgPool{dim}d")),
-        ),
-        (
-            getattr(F, f"adaptive_avg_pool{dim}d"),
-            _adaptive_pool(getattr(nn, f"AdaptiveAvgPool{dim}d")),
-        ),
-        (
-            getattr(F, f"adaptive_max_pool{dim}d"),
-            _adaptive_pool(getattr(nn, f"AdaptiveMaxPool{dim}d")),
-        ),
-    )
+# Module -> functions and methods with the same options
+_SAME_OPTIONS: Dict[Callable, Tuple[Target, ...]] = {
+    nn.ReLU: (F.relu, torch.relu, "relu"),
+    nn.ReLU6: (F.relu6,),
+    nn.Sigmoid: (torch.sigmoid, F.sigmoid, "sigmoid"),
+    nn.Tanh: (torch.tanh, F.tanh, "tanh"),
+    nn.LeakyReLU: (F.leaky_relu,),
+    nn.ELU: (F.elu,),
+    nn.CELU: (F.celu, torch.celu),
+    nn.SELU: (F.selu, torch.selu),
+    nn.SiLU: (F.silu,),
+    nn.Mish: (F.mish,),
+    nn.GELU: (F.gelu,),
+    nn.LogSigmoid: (F.logsigmoid,),
+    nn.Softplus: (F.softplus,),
+    nn.Softsign: (F.softsign,),
+    nn.Tanhshrink: (F.tanhshrink,),
+    nn.Softshrink: (F.softshrink,),
+    nn.Hardshrink: (F.hardshrink, torch.hardshrink),
+    nn.Hardsigmoid: (F.hardsigmoid,),
+    nn.Hardswish: (F.hardswish,),
+    nn.Hardtanh: (F.hardtanh,),
+    nn.GLU: (F.glu,),
+    nn.Softmax: (F.softmax, torch.softmax, "softmax"),
+    nn.LogSoftmax: (F.log_softmax, torch.log_softmax, "log_softmax"),
+    nn.Upsample: (F.interpolate,),
+    nn.PixelShuffle: (F.pixel_shuffle,),
+    nn.PixelUnshuffle: (F.pixel_unshuffle,),
+    **{
+        getattr(nn, f"{module}{dim}d"): (getattr(F, f"{function}{dim}d"),)
+        for dim in (1, 2, 3)
+        for module, function in (
+            ("AvgPool", "avg_pool"),
+            ("AdaptiveAvgPool", "adaptive_avg_pool"),
+            ("AdaptiveMaxPool", "adaptive_max_pool"),
+        )
+    },
 }
 
-_ELEMENTWISE = {
-    **dict(_rows(_options(nn.ReLU), F.relu, torch.relu, "relu")),
-    **dict(_rows(_options(nn.ReLU6), F.relu6)),
-    **dict(_rows(_options(nn.Sigmoid), torch.sigmoid, F.sigmoid, "sigmoid")),
-    **dict(_rows(_options(nn.Tanh), torch.tanh, F.tanh, "tanh")),
-    **dict(_rows(_options(nn.LeakyReLU, negative_slope=0.01), F.leaky_relu)),
-    **dict(_rows(_options(nn.ELU, alpha=1.0), F.elu)),
-    **dict(_rows(_options(nn.CELU, alpha=1.0), F.celu, torch.celu)),
-    **dict(_rows(_options(nn.SELU), F.selu, torch.selu)),
-    **dict(_rows(_options(nn.SiLU), F.silu)),
-    **dict(_rows(_options(nn.Mish), F.mish)),
-    **dict(_rows(_options(nn.GELU, approximate="none"), F.gelu)),
-    **dict(_rows(_options(nn.LogSigmoid), F.logsigmoid)),
-    **dict(_rows(_options(nn.Softplus, beta=1, threshold=20), F.softplus)),
-    **dict(_rows(_options(nn.Softsign), F.softsign)),
-    **dict(_rows(_options(nn.Tanhshrink), F.tanhshrink)),
-    **dict(_rows(_options(nn.Softshrink, lambd=0.5), F.softshrink)),
-    **dict(_rows(_options(nn.Hardshrink, lambd=0.5), F.hardshrink, torch.hardshrink)),
-    **dict(_rows(_options(nn.Hardsigmoid), F.hardsigmoid)),
-    **dict(_rows(_options(nn.Hardswish), F.hardswish)),
-    **dict(_rows(_options(nn.Hardtanh, min_val=-1.0, max_val=1.0), F.hardtanh)),
-    **dict(_rows(_options(nn.GLU, dim=-1), F.glu)),
+_OTHER: Dict[Target, Rule] = {
+    **{
+        target: _max_pool(getattr(nn, f"MaxPool{dim}d"))
+        for dim in (1, 2, 3)
+        for target in (getattr(F, f"max_pool{dim}d"), getattr(torch, f"max_pool{dim}d"))
+    },
+    F.dropout: _dropout(nn.Dropout),
+    F.dropout1d: _dropout(nn.Dropout1d),
+    F.dropout2d: _dropout(nn.Dropout2d),
+    F.dropout3d: _dropout(nn.Dropout3d),
+    F.alpha_dropout: _dropout(nn.AlphaDropout),
+    torch.dropout: _torch_dropout,
+    F.pad: _pad,
 }
 
-_OTHER = {
-    **dict(_rows(_softmax(nn.Softmax), F.softmax)),
-    **dict(_rows(_softmax(nn.LogSoftmax), F.log_softmax)),
-    **dict(_rows(_options(nn.Softmax, dim=None), torch.softmax, "softmax")),
-    **dict(_rows(_options(nn.LogSoftmax, dim=None), torch.log_softmax, "log_softmax")),
-    **dict(_rows(_dropout(nn.Dropout), F.dropout)),
-    **dict(_rows(_dropout(nn.Dropout1d), F.dropout1d)),
-    **dict(_rows(_dropout(nn.Dropout2d), F.dropout2d)),
-    **dict(_rows(_dropout(nn.Dropout3d), F.dropout3d)),
-    **dict(_rows(_dropout(nn.AlphaDropout), F.alpha_dropout)),
-    **dict(_rows(_torch_dropout, torch.dropout)),
-    **dict(_rows(_pad, F.pad)),
-    **dict(_rows(_interpolate, F.interpolate)),
-    **dict(_rows(_options(nn.PixelShuffle, upscale_factor=None), F.pixel_shuffle)),
-    **dict(
-        _rows(_options(nn.PixelUnshuffle, downscale_factor=None), F.pixel_unshuffle)
-    ),
-}
+
+def _rows(rule: Rule, *targets: Target) -> Dict[Target, Rule]:
+    return dict.fromkeys(targets, rule)
+
 
 # Kind of operation -> function or method name -> rule
 RULES: Dict[str, Dict[Target, Rule]] = {
-    "function": {**_ELEMENTWISE, **_POOLS, **_OTHER},
-    "flatten": dict(_rows(_flatten, torch.flatten, "flatten")),
-    "getitem": dict(_rows(_getitem, operator.getitem)),
-    "permute": dict(_rows(_permute, torch.permute, "permute")),
-    "transpose": dict(
-        _rows(
-            _transpose,
-            *(torch.transpose, torch.swapaxes, torch.swapdims),
-            *("transpose", "swapaxes", "swapdims"),
-        )
+    "function": {
+        **{
+            target: _same_options(module)
+            for module, targets in _SAME_OPTIONS.items()
+            for target in targets
+        },
+        **_OTHER,
+    },
+    "flatten": _rows(_flatten, torch.flatten, "flatten"),
+    "getitem": _rows(_getitem, operator.getitem),
+    "permute": _rows(_permute, torch.permute, "permute"),
+    "transpose": _rows(
+        _transpose,
+        *(torch.transpose, torch.swapaxes, torch.swapdims),
+        *("transpose", "swapaxes", "swapdims"),
     ),
-    "add": dict(_rows(_add, operator.add, torch.add, "add")),
+    "add": _rows(_add, operator.add, torch.add, "add"),
     "mul": {
-        **dict(_rows(_mul, operator.mul, torch.mul, torch.multiply)),
-        **dict(_rows(_mul, "mul", "multiply")),
-        **dict(_rows(_div, operator.truediv, torch.div, torch.divide)),
-        **dict(_rows(_div, "div", "divide", "true_divide", torch.true_divide)),
-        **dict(_rows(_neg, operator.neg, torch.neg, torch.negative)),
-        **dict(_rows(_neg, "neg", "negative")),
+        **_rows(_mul, operator.mul, torch.mul, torch.multiply, "mul", "multiply"),
+        **_rows(_div, operator.truediv, torch.div, torch.divide, torch.true_divide),
+        **_rows(_div, "div", "divide", "true_divide"),
+        **_rows(_neg, operator.neg, torch.neg, torch.negative, "neg", "negative"),
     },
 }

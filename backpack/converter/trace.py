@@ -4,15 +4,17 @@ from collections import Counter
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from inspect import signature
-from typing import Any, Callable, Dict, Iterator, List, Optional, Set, Tuple
+from typing import Any, Callable, Dict, Iterator, Optional, Set, Tuple
 from unittest.mock import patch
 from warnings import warn
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Proxy, Tracer
+from torch.fx.proxy import TraceError
 from torch.nn import Module
 
+from backpack.converter.reading import leaves
 from backpack.converter.tracer import BackpackTracer, TrainingFlag, Untraceable, keep
 
 # Functions that make a tensor of given sizes: torch.fx sees those of tensors only
@@ -23,9 +25,9 @@ RANDOM_FACTORIES = ("rand", "randint", "randn", "randperm", "normal", "bernoulli
 DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 
 CANNOT_TRACE = (
-    "Cannot convert {name}: its forward cannot be traced ({reason}). Move what depends "
-    + "on the data (control flow, loops over a tensor) into a submodule: submodules "
-    + "that cannot be traced are kept as they are."
+    "Cannot convert {name}: its forward cannot be traced ({reason}). Move that part, "
+    + "and what depends on the data (control flow, loops over a tensor), into a "
+    + "submodule: submodules that cannot be traced are kept as they are."
 )
 LOST_STATE = (
     "The forward of {name} sets the attributes {attributes}. The converted model does "
@@ -36,11 +38,7 @@ LOST_STATE = (
 def _recording(tracer: Tracer, function: Callable, always: bool) -> Callable:
     @wraps(function)
     def record(*args: Any, **kwargs: Any) -> Any:
-        found: List[Proxy] = []
-        torch.fx.node.map_aggregate(
-            (args, kwargs), lambda a: found.append(a) if isinstance(a, Proxy) else None
-        )
-        if found or always:
+        if always or leaves((args, kwargs), Proxy):
             return tracer.create_proxy("call_function", function, args, kwargs)
         return function(*args, **kwargs)
 
@@ -50,6 +48,8 @@ def _recording(tracer: Tracer, function: Callable, always: bool) -> Callable:
 @contextmanager
 def _recording_functions(tracer: Tracer) -> Iterator[None]:
     """Record functions that would not accept a proxy or :class:`TrainingFlag`.
+
+    Those that take effect while tracing only are refused.
 
     Args:
         tracer: The tracer.
@@ -62,7 +62,14 @@ def _recording_functions(tracer: Tracer) -> Iterator[None]:
             function = getattr(torch, name)
             record = _recording(tracer, function, name in RANDOM_FACTORIES)
             stack.enter_context(patch.object(torch, name, record))
+        stack.enter_context(
+            patch.object(torch, "set_autocast_enabled", _refuse_autocast)
+        )
         yield
+
+
+def _refuse_autocast(*args: Any) -> None:
+    raise TraceError("it switches autocast on or off")
 
 
 def _attributes(module: Module) -> Dict[str, Any]:
@@ -119,7 +126,7 @@ def _trace_once(root: Module, keep_whole: Tuple[str, ...]) -> GraphModule:
             flag = TrainingFlag(mode)
             flag.owner, flag.is_root = module, module is root
             module.__dict__["training"] = flag
-        with _recording_functions(tracer):
+        with _recording_functions(tracer), torch.enable_grad():
             graph = Graph()
             graph.output(graph.graph_copy(tracer.trace(root), {}))
         _keep_names(graph, root)

@@ -8,6 +8,7 @@ from typing import Any, Callable, Dict, List, Tuple
 from warnings import warn
 
 import einops
+import torch
 from torch import Tensor
 from torch.fx import Node, Proxy, Tracer
 from torch.fx import wrap as fx_wrap
@@ -16,6 +17,8 @@ from torch.jit import ScriptModule
 from torch.nn import Module
 
 from backpack.custom_module.branching import Parallel, _Branch
+
+NO_GRAD = "no_grad"  # key in the metadata of nodes
 
 FIXED_MODE = (
     "The forward of {name} depends on self.training. The converted model keeps to "
@@ -152,6 +155,7 @@ class BackpackTracer(Tracer):
         """
         super().__init__(autowrap_modules=(math, einops))
         self.keep_whole = keep_whole
+        self._path = ""  # innermost module that was entered with gradients on
 
     def is_leaf_module(self, m: Module, module_qualified_name: str) -> bool:
         """Decide whether a module is recorded as one operation, or traced through.
@@ -177,6 +181,21 @@ class BackpackTracer(Tracer):
         """
         return InplaceProxy(node, self)
 
+    def create_node(self, *args: Any, **kwargs: Any) -> Node:
+        """Create a node, and note whether gradients are switched off.
+
+        Args:
+            args: Kind of node, target and arguments.
+            kwargs: Further properties.
+
+        Returns:
+            The node, with the module that has switched gradients off in its metadata.
+        """
+        node = super().create_node(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            node.meta[NO_GRAD] = self._path
+        return node
+
     def call_module(
         self,
         m: Module,
@@ -200,13 +219,17 @@ class BackpackTracer(Tracer):
         """
         if m not in self.submodule_paths:  # made in the forward
             return forward(*args, **kwargs)
+        path, outer = self.path_of_module(m), self._path
+        self._path = path if torch.is_grad_enabled() else outer
         try:
             return super().call_module(m, forward, args, kwargs)
         except Untraceable:
             raise
         # Proxies fail in as many ways as there are uses of a number or tensor.
         except Exception as error:
-            raise Untraceable(self.path_of_module(m), error) from error
+            raise Untraceable(path, error) from error
+        finally:
+            self._path = outer
 
     def create_args_for_root(
         self, root_fn: Callable, is_module: bool, concrete_args: Any = None

@@ -106,6 +106,11 @@ class GenericLossDerivatives(BaseLossDerivatives):
             )
         return hessian
 
+    def _sum_hessian(
+        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]
+    ) -> Tensor:
+        return self._hessian(module).sum(0).to(module.input0.dtype)
+
     def _sqrt_hessian(
         self,
         module: Module,

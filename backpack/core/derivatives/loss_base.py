@@ -329,6 +329,16 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
         elementwise = reduction == "mean" and isinstance(module, _ELEMENTWISE)
         return reciprocal(x.numel() if elementwise else len(x))
 
+    def check_psd(self, module: Module) -> None:
+        """Refuse a loss that the GGN is not defined for, by an exception.
+
+        Args:
+            module: Loss module with stored inputs and output, whose Hessian must be
+                positive semi-definite for each sample.
+        """
+        if not self.hessian_is_psd():
+            self.sqrt_hessian(module, (), ())
+
     def _check_scalar(self, module: Module) -> None:
         """Refuse losses whose output is no scalar.
 

@@ -246,6 +246,10 @@ class NLLLossDerivatives(BaseLossDerivatives):
 
     # Shared by the rules
 
+    def check_psd(self, module: Module) -> None:  # noqa: D102
+        super().check_psd(module)
+        self._prepare(module)
+
     def _prepare(
         self, module: Module, subsampling: Optional[List[int]] = None
     ) -> Tuple[Tensor, Union[float, Tensor]]:

@@ -215,8 +215,7 @@ class CurvatureProduct(WalkingExtension):
         scale = g_out[0].detach()
         if Curvature.REQUIRE_PSD_LOSS_HESSIAN[self.curv_type]:
             current_turn().loss_scale()  # refuses a negative factor
-            if not derivatives.hessian_is_psd():
-                derivatives.sqrt_hessian(module, (), ())  # refuses the others
+            derivatives.check_psd(module)
         product = derivatives.make_hessian_mat_prod(module, (), ())
         return Operator(
             functions=[lambda mat: scale * product(mat)],

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from backpack.converter.reading import consists_of_modules
 from backpack.core.derivatives.dropout import DropoutDerivatives
 from backpack.core.derivatives.generic import input_batch_axis
 from backpack.core.derivatives.input_base import BaseDerivatives
@@ -51,8 +52,8 @@ SAMPLES_REARRANGED = (
 )
 SAMPLES_MEET = (
     "{ext}: in {module}, samples meet: they depend on each other, or on an input that "
-    "does not have the samples on axis 0. Use HMP or GGNMP, which need not tell samples "
-    "apart."
+    "does not have the samples on axis 0. Use HMP or GGNMP, which need not tell "
+    "samples apart."
 )
 
 
@@ -94,7 +95,8 @@ def skips(turn: Turn, extension: BackpropExtension) -> bool:
     call, module, ext = turn.call, turn.module, type(extension).__name__
     parameters = turn.parameters()
     if call.is_transparent:
-        if parameters:
+        # in a converted model, they are arguments of the modules inside
+        if parameters and not consists_of_modules(module):
             text = NOT_A_CHAIN.format(ext=ext, field=extension.savefield, module=module)
             raise NotImplementedError(text)
         return True

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from cases import F64, N, Problem, Temperature, classes, like, randn, randomize
 from oracle import assert_agrees, batch_ggn, parameters, sample
+from support import WITHOUT_RULE
 from torch import Tensor, nn
 from torch.autograd import grad
 from torch.nn import Module, Sequential
@@ -45,7 +46,7 @@ from backpack.extensions import (
     SqrtGGNMC,
     Variance,
 )
-from backpack.extensions.layers import LAYERS, WITHOUT_RULE
+from backpack.extensions.layers import LAYERS
 from backpack.extensions.secondorder.diag_hessian.signed_columns import SignedColumns
 from backpack.extensions.secondorder.hbp import HBP
 from backpack.extensions.secondorder.sqrt_ggn.activations import (

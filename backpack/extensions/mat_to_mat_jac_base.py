@@ -9,7 +9,7 @@ from torch.nn import Module
 from backpack.core.derivatives.input_base import BaseDerivatives
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.module_extension import ModuleExtension
-from backpack.extensions.secondorder.linearization import linearize_here
+from backpack.extensions.secondorder.walking import linearize_here
 
 
 class MatToJacMat(ModuleExtension):

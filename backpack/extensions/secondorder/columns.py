@@ -17,7 +17,7 @@ from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.layers import built_in, find_loss
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
-from backpack.extensions.secondorder.linearization import (
+from backpack.extensions.secondorder.walking import (
     check_samples_kept,
     freeze_call,
     linearize,
@@ -208,12 +208,7 @@ class ColumnExtension(SecondOrderBackpropExtension):
     separates_samples = True
     default_rule = ReduceColumns()
 
-    def __init__(
-        self,
-        savefield: str,
-        source: Source,
-        subsampling: Subsampling = None,
-    ):
+    def __init__(self, savefield: str, source: Source, subsampling: Subsampling = None):
         """Store where columns come from and values go to.
 
         Args:

@@ -10,16 +10,12 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack.core.derivatives.loss_base import BaseLossDerivatives
-from backpack.extensions.layers import (
-    GENERIC,
-    built_in,
-    find_loss,
-)
+from backpack.core.linearization import Linearization
+from backpack.extensions.layers import GENERIC, built_in, find_loss
 from backpack.extensions.mat_to_mat_jac_base import ParameterRule
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
-from backpack.extensions.secondorder.linearization import (
-    Linearization,
+from backpack.extensions.secondorder.walking import (
     check_batch_first,
     check_samples_kept,
     freeze_call,

@@ -1,4 +1,4 @@
-"""What module rules are made of: a call's Jacobian and residual, to multiply with.
+"""A module linearized at its last call: products with Jacobian and residual.
 
 Columns at the inputs are lists, one entry ``[V, N, *in]`` for each input that a
 quantity is passed on to; ``None`` stands for zero. A rule is taken from the table where
@@ -8,67 +8,37 @@ differentiated by autograd in all of these inputs at once.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
-from typing import TYPE_CHECKING, Any, Callable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn import Module, Parameter
 
-from backpack.core.derivatives.dropout import DropoutDerivatives
-from backpack.core.derivatives.generic import (
-    argument_position,
-    find_parameter,
-    input_batch_axis,
-)
+from backpack.core.derivatives.generic import argument_position, find_parameter
 from backpack.core.derivatives.input_base import BaseDerivatives
 from backpack.core.derivatives.stored import (
     OUTPUT_TYPE,
-    OVERWRITTEN,
     checked,
     scratch_copy,
     stored_inputs,
 )
 from backpack.core.derivatives.sum_module import SumModuleDerivatives
-from backpack.extensions.layers import GENERIC, works_in_place
-from backpack.extensions.turn import NOT_A_CHAIN, current_turn
+from backpack.hessianfree.lop import pull_back, pull_columns
 from backpack.hessianfree.rop import R_op
 from backpack.utils.disable import disable
-from backpack.utils.errors import raise_error_if_coupled
 from backpack.utils.subsampling import subsample
 from backpack.utils.types import HALF, as_type, full_precision
 from backpack.utils.unsqueeze import flatten
 
-if TYPE_CHECKING:
-    from backpack.extensions.backprop_extension import BackpropExtension
-    from backpack.extensions.turn import Turn
-
 Columns = List[Optional[Tensor]]
 _FROZEN = "_backpack_frozen"  # marks the copies that ``freeze`` makes
 
-IN_PLACE = (
-    "{ext}: {module} has overwritten its input (inplace=True), which its derivatives "
-    "need. Use inplace=False, or `extend(model, use_converter=True)`."
-)
-SEVERAL_OUTPUTS = (
-    "{ext}: more than one output of {module} is used, and this extension goes back "
-    "through the first one only. Use the first one only."
-)
 NOT_TWICE = (
     "{module}: products with a curvature matrix of '{name}' take a second "
     "derivative that PyTorch does not have: {error} Use a layer that has one "
     "(Embedding and a sum for EmbeddingBag), or freeze the parameter."
-)
-SAMPLES_NOT_FIRST = (
-    "{ext}: {module} takes samples on axis {axis} of its input, but axis 0 has to hold "
-    "them. Use batch_first=True."
-)
-SAMPLES_REARRANGED = (
-    "{ext}: {module} maps an input with {before} entries on axis 0 to an output with "
-    "{after}, but axis 0 has to hold the same samples before and after each module. "
-    "Rearrange other axes only, or use an extension of the GGN family by columns."
 )
 CHANGED = (
     "{ext}: products with the matrix of '{name}' were asked for after a parameter, an "
@@ -90,10 +60,20 @@ def freeze(module: Module) -> Module:
     """
     if _FROZEN in vars(module):
         return module
-    return _freeze(module, stored_inputs(module), module.output)
+    return freeze_at(module, stored_inputs(module), module.output)
 
 
-def _freeze(module: Module, inputs: Sequence[Any], output: Tensor) -> Module:
+def freeze_at(module: Module, inputs: Sequence[Any], output: Tensor) -> Module:
+    """Copy a module such that the copy keeps the inputs and the output of a call.
+
+    Args:
+        module: The module.
+        inputs: The call's inputs.
+        output: Its output.
+
+    Returns:
+        The copy, see :func:`freeze`.
+    """
     stored = {f"input{i}": _frozen(x) for i, x in enumerate(inputs)}
     stored["output"] = output.detach()
     halves = {name: x for name, x in stored.items() if _is_half(x)}
@@ -114,42 +94,6 @@ def _frozen(x: Any) -> Any:
     if isinstance(x, Parameter):  # an operation's argument, which holds no samples
         return Parameter(x.detach(), requires_grad=False)
     return x.detach() if isinstance(x, Tensor) else x
-
-
-def freeze_call(turn: Turn) -> Module:
-    """Copy a module such that the copy holds a call's inputs and output.
-
-    Args:
-        turn: The call's turn.
-
-    Returns:
-        Copy of the module, see :func:`freeze`.
-    """
-    call = turn.call
-    frozen = _freeze(call.module, call.arguments, call.outputs[0])
-    if call.unchanged_outputs()[0] is None and not _repeats(turn):
-        frozen.__dict__[OVERWRITTEN] = True
-    return frozen
-
-
-def _repeats(turn: Turn) -> bool:
-    """Tell whether a forward pass of which little is known has to be repeated."""
-    row, names = turn.row, turn.call.parameters
-    return row is GENERIC or not all(row.covers(turn.module, name) for name in names)
-
-
-def without_autocast(x: Tensor) -> AbstractContextManager:
-    """Make a context in which operations get the types of their operands.
-
-    Args:
-        x: Tensor on the device of the operations.
-
-    Returns:
-        The context.
-    """
-    device = x.device.type
-    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if on else nullcontext()
 
 
 class Snapshot:
@@ -179,131 +123,6 @@ class Snapshot:
         if any(x._version != version for x, version in self._seen):
             text = CHANGED.format(ext=ext, name=name, module=self._module)
             raise RuntimeError(text)
-
-
-def skips(turn: Turn, extension: BackpropExtension) -> bool:
-    """Tell whether there is nothing to do in a turn; refuse what cannot be done.
-
-    Args:
-        turn: The turn.
-        extension: The extension that walks from module to module.
-
-    Returns:
-        Whether the call only arranges others, or nothing waits for a quantity.
-
-    Raises:
-        NotImplementedError: If modules do not describe the graph.
-    """
-    call, module, ext = turn.call, turn.module, type(extension).__name__
-    parameters = turn.parameters()
-    if call.is_transparent:
-        if parameters:
-            text = NOT_A_CHAIN.format(ext=ext, field=extension.savefield, module=module)
-            raise NotImplementedError(text)
-        return True
-    if any(g is not None for g in turn.g_out[1:]):
-        raise NotImplementedError(SEVERAL_OUTPUTS.format(ext=ext, module=module))
-    if extension.refuses_coupled_samples:
-        raise_error_if_coupled(module, call.arguments)
-    overwrites = getattr(module, "inplace", False) and any(call.passes_on)
-    is_dropout = isinstance(turn.row.derivatives, DropoutDerivatives)
-    if (
-        overwrites
-        and not works_in_place(module)
-        and (module.training or not is_dropout)
-    ):
-        raise NotImplementedError(IN_PLACE.format(ext=ext, module=module))
-    call.check_unchanged()
-    waits = extension.saved_quantities.retrieve_quantity(id(call), delete_old=False)
-    return waits is None and not parameters
-
-
-def check_batch_first(turn: Turn, extension: BackpropExtension) -> None:
-    """Refuse calls whose samples are not on axis 0.
-
-    Args:
-        turn: The call's turn.
-        extension: The extension that works sample by sample.
-
-    Raises:
-        NotImplementedError: If the samples are on another axis.
-    """
-    axis = input_batch_axis(turn.module, 0)
-    if axis > 0:
-        raise NotImplementedError(
-            SAMPLES_NOT_FIRST.format(
-                ext=type(extension).__name__, module=turn.module, axis=axis
-            )
-        )
-
-
-def linearize(
-    turn: Turn, extension: BackpropExtension, positions: Sequence[int], frozen: Module
-) -> Linearization:
-    """Linearize a call in the inputs that a quantity is passed on to.
-
-    Args:
-        turn: The call's turn.
-        extension: The extension that is running.
-        positions: Which inputs.
-        frozen: Copy of the module with the call's inputs, see :func:`freeze_call`.
-
-    Returns:
-        The linearization.
-
-    Raises:
-        RuntimeError: If the forward pass must be repeated, and cannot be.
-    """
-    linear = Linearization(turn.row.derivatives, frozen, turn.g_out, positions)
-    if linear.is_joint or _repeats(turn):
-        with torch.no_grad(), disable():
-            again = scratch_copy(frozen).forward(*stored_inputs(frozen))
-        try:
-            checked(frozen, again)
-        except RuntimeError as error:
-            raise RuntimeError(f"{type(extension).__name__}: {error}") from error
-    return linear
-
-
-def check_samples_kept(linear: Linearization, extension: BackpropExtension) -> None:
-    """Refuse calls after which axis 0 holds something else than before.
-
-    Args:
-        linear: The linearized call.
-        extension: The extension that is running.
-
-    Raises:
-        NotImplementedError: If the extension works sample by sample.
-    """
-    before = [len(x) for x in linear.inputs() if x.dim()]
-    after = len(linear.g_out[0]) if linear.g_out[0].dim() else 0
-    if extension.separates_samples and any(size != after for size in before):
-        raise NotImplementedError(
-            SAMPLES_REARRANGED.format(
-                ext=type(extension).__name__,
-                module=linear.module,
-                before=" and ".join(map(str, before)),
-                after=after,
-            )
-        )
-
-
-def linearize_here(
-    derivatives: BaseDerivatives, module: Module, g_out: Tuple[Tensor, ...], ext: Any
-) -> Linearization:
-    """Linearize the call whose turn it is, with derivatives that a user has chosen.
-
-    Args:
-        derivatives: The derivatives.
-        module: The module, with its inputs and output.
-        g_out: Gradients at its outputs.
-        ext: The extension that is running.
-
-    Returns:
-        The linearization, in all inputs that a quantity can be passed on to.
-    """
-    positions = list(current_turn().producers(ext)) or [0]
-    return Linearization(derivatives, freeze(module), g_out, positions)
 
 
 class Linearization:
@@ -408,7 +227,7 @@ class Linearization:
             args = self.module, (), self.g_out, columns
             return self._typed([self.derivatives.jac_t_mat_prod(*args)])
         xs, y = self._evaluate()
-        return _pull([y], xs, [[v] for v in columns])
+        return pull_columns(y, xs, columns)
 
     def residual(self, columns: Columns) -> Columns:
         """Multiply with the residual Σ_k δ_k ∂²z_k/∂x².
@@ -426,7 +245,7 @@ class Linearization:
         columns = self.filled(columns)
         xs, y = self._evaluate()
         gradients = _gradients(y, xs, self.g_out[0])
-        return _pull(gradients, xs, list(zip(*columns)))
+        return pull_columns(gradients, xs, zip(*columns))
 
     @property
     def residual_is_zero(self) -> bool:
@@ -583,7 +402,7 @@ class ParameterLinearization:
                 self.name, self.module, (), self.g_out, columns
             )
         param, y = self._evaluate()
-        return _pull([y], [param], [[v] for v in columns])[0]
+        return pull_columns(y, param, columns)[0]
 
     def residual(self, columns: Tensor) -> Tensor:
         """Multiply with the residual Σ_k δ_k ∂²z_k/∂p².
@@ -596,7 +415,7 @@ class ParameterLinearization:
         """
         param, y = self._evaluate()
         gradients = _gradients(y, [param], self.g_out[0])
-        return _pull(gradients, [param], [[v] for v in columns])[0]
+        return pull_columns(gradients, param, columns)[0]
 
     def residual_diagonal(self, sum_batch: bool) -> Tensor:
         """Compute the diagonal of the residual, entry by entry.
@@ -613,11 +432,11 @@ class ParameterLinearization:
         if not sum_batch:
             samples = [_only(n) for n in range(len(delta))]
         basis = torch.eye(param.numel(), dtype=param.dtype, device=param.device)
-        basis = basis.reshape(-1, 1, *param.shape)
+        basis = basis.reshape(-1, *param.shape)
         diagonals = []
         for select in samples:
             gradients = _gradients(y, [param], select(delta))
-            products = _pull(gradients, [param], basis)[0]
+            products = pull_columns(gradients, param, basis)[0]
             diagonal = flatten(products, 1).diagonal().reshape(param.shape)
             diagonals.append(diagonal)
         return diagonals[0] if sum_batch else torch.stack(diagonals)
@@ -644,30 +463,5 @@ def _only(n: int) -> Callable[[Tensor], Tensor]:
     return select
 
 
-def _gradients(y: Tensor, xs: List[Tensor], delta: Tensor) -> List[Tensor]:
-    with torch.enable_grad():
-        return list(
-            torch.autograd.grad(
-                y, xs, delta.to(y.dtype), create_graph=True, materialize_grads=True
-            )
-        )
-
-
-def _pull(
-    ys: List[Tensor], xs: List[Tensor], columns: Sequence[Sequence[Tensor]]
-) -> List[Tensor]:
-    """Multiply columns ``[V, *y]`` with the transposed Jacobian, zeros if constant."""
-    active = [i for i, y in enumerate(ys) if y.requires_grad]
-    if not active:
-        return [x.new_zeros(len(columns), *x.shape) for x in xs]
-    rows = [
-        torch.autograd.grad(
-            [ys[i] for i in active],
-            xs,
-            [column[i].to(ys[i].dtype) for i in active],
-            retain_graph=True,
-            materialize_grads=True,
-        )
-        for column in columns
-    ]
-    return [torch.stack(parts) for parts in zip(*rows)]
+def _gradients(y: Tensor, xs: List[Tensor], delta: Tensor) -> Tuple[Tensor, ...]:
+    return pull_back([y], xs, [delta.to(y.dtype)], True, create_graph=True)

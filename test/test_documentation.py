@@ -9,11 +9,11 @@ from pkgutil import walk_packages
 from typing import Any, Iterator, List, Set, Tuple
 
 import pytest
+import support
 import torch
 
 import backpack
 from backpack import extensions
-from backpack.extensions import support
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs_src"

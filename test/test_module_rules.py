@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from cases import F64, N, Problem, Temperature, classes, like, randn, randomize
 from oracle import assert_agrees, batch_ggn, parameters, sample
+from support import WITHOUT_RULE
 from torch import Tensor, nn
 from torch.autograd import grad
 from torch.nn import Module, Sequential
 from torch.nn.utils import spectral_norm
 
 from backpack import backpack, extend
-from backpack.core.table import LAYERS, WITHOUT_RULE
 from backpack.custom_module.branching import Parallel, SumModule
 from backpack.custom_module.pad import Pad
 from backpack.custom_module.permute import Permute

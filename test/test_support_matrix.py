@@ -23,8 +23,10 @@ from typing import (
 )
 
 import pytest
+import support
 import torch
 from cases import F64, LogCosh, classes, like
+from support import OTHER, OTHER_LOSS, OTHER_PLAIN, Rule
 from test_derivatives import CASES, ExpScale
 from test_module_rules import Gate, Power
 from torch import Tensor, nn
@@ -39,9 +41,8 @@ from backpack.core.derivatives.generic_loss import GenericLossDerivatives
 from backpack.core.table import LAYERS, LOSSES, Row, find_loss
 from backpack.custom_module.branching import Parallel
 from backpack.custom_module.reduce_tuple import ReduceTuple
-from backpack.extensions import support, turn
+from backpack.engine import turn
 from backpack.extensions.secondorder import module_rules
-from backpack.extensions.support import OTHER, OTHER_LOSS, OTHER_PLAIN, Rule
 
 FROZEN = Path(__file__).with_name("support_matrix.txt")
 LAYER_CELLS, LOSS_CELLS = support.of_layers(), support.of_losses()

@@ -142,7 +142,7 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
             ValueError: If the loss is no scalar.
         """
         self._check_scalar(module)
-        result = self._sqrt_hessian_compact(module, g_inp, g_out, subsampling)
+        result = self._sqrt_hessian_compact(module, subsampling)
         shape_check._check_like(result, module, "input0", subsampling=subsampling)
         return result
 
@@ -166,13 +166,9 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
         yield from split_columns(factor(module, (), ()), size)
 
     def _sqrt_hessian_compact(
-        self,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
-        subsampling: Optional[List[int]] = None,
+        self, module: Module, subsampling: Optional[List[int]] = None
     ) -> Tensor:
-        return self._sqrt_hessian(module, g_inp, g_out, subsampling)
+        return self._sqrt_hessian(module, (), (), subsampling)
 
     def sqrt_hessian_sampled(
         self,

@@ -7,6 +7,8 @@ Python's own thread-locals.
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from typing import TYPE_CHECKING, Any, Callable, Iterable, List, Optional, Tuple, Type
 
 import torch
@@ -56,8 +58,21 @@ def state() -> State:
         The state.
     """
     if not torch._C._is_key_in_tls(_KEY):
-        torch._C._stash_obj_in_tls(_KEY, State())
+        _stash(State())
     return torch._C._get_obj_in_tls(_KEY)
+
+
+def _stash(new: State) -> None:
+    """Put a state into PyTorch's thread-local state, which then owns it.
+
+    Args:
+        new: The state.
+    """
+    references = sys.getrefcount(new)
+    torch._C._stash_obj_in_tls(_KEY, new)
+    if sys.getrefcount(new) == references:
+        # before torch 2.12, PyTorch gives up a reference that it has never taken
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(new))
 
 
 class _FromState:

@@ -1,6 +1,9 @@
 """The context: what is active where, errors, nesting, threads, and switching off."""
 
+import gc
 import threading
+import time
+import weakref
 from typing import Any, Callable, List, Type
 
 import pytest
@@ -9,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import Module
 
 from backpack import backpack, disable, extend, extensions
-from backpack.context import CTX
+from backpack.context import CTX, state
 from backpack.extensions import (
     BatchGrad,
     BatchL2Grad,
@@ -406,6 +409,23 @@ def test_threads_do_not_see_each_other():
         assert in_thread(inactive)
         assert in_thread(disable.should_store_io)
         assert not inactive()
+
+
+def test_state_lives_as_long_as_its_thread():
+    """A thread's state is one object, which nothing but the thread keeps alive."""
+
+    def work() -> weakref.ref:
+        first = weakref.ref(state())
+        gc.collect()
+        assert first() is state()
+        return first
+
+    reference = in_thread(work)
+    # a thread has not ended yet when it has been joined
+    deadline = time.monotonic() + 10
+    while reference() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert reference() is None
 
 
 def test_backward_pass_in_a_thread():

@@ -336,7 +336,7 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
             self.sqrt_hessian(module, (), ())
 
     def _check_scalar(self, module: Module) -> None:
-        """Refuse losses whose output is no scalar.
+        """Refuse losses whose output is no scalar, which any single number is.
 
         Args:
             module: Loss module with stored output.
@@ -344,7 +344,7 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
         Raises:
             ValueError: If the loss is no scalar.
         """
-        if module.output.numel() != 1 or getattr(module, "reduction", "") == "none":
+        if module.output.numel() != 1:
             raise ValueError(
                 NO_SCALAR_LOSS.format(
                     derivatives=type(self).__name__,

@@ -1,7 +1,7 @@
 """What a backward pass leaves in ``.grad``: the same with extensions as without.
 
-Rows of ``PASSES`` are backward passes: what they start from, which hooks there are, what
-is frozen, and whether gradients are there already.
+Rows of ``PASSES`` are backward passes: what they start from, which hooks there are,
+what is frozen, and whether gradients are there already.
 """
 
 from typing import Callable, Dict, List, NamedTuple, Optional, Tuple

@@ -66,6 +66,12 @@ class Operation:
             keys: Which arguments the rule covers.
         """
         self.data, self.keys = data, tuple(keys)
+        self._version = None if data is None else data._version
+
+    @property
+    def is_modified(self) -> bool:
+        """Whether the operand was modified in place since."""
+        return self.data is not None and self.data._version != self._version
 
     def product(
         self, key: Key, shape: torch.Size, cotangents: Tensor, out: Layout, n: int

@@ -18,7 +18,7 @@ from torch.nn import Module
 from torch.utils._pytree import tree_map_only
 
 from backpack.engine.graph import calls_at
-from backpack.engine.uses import Use, edge_of
+from backpack.engine.uses import MODIFIED, Use, edge_of
 
 RELEASED = (
     "The inputs and outputs of {module} were dropped after an earlier backward pass. "
@@ -199,12 +199,7 @@ class Call:
             RuntimeError: If an input was modified in place.
         """
         if list(map(_version, self.arguments)) != self.versions:
-            raise RuntimeError(
-                f"{type(self.module).__name__}: an input of this layer was modified in "
-                "place after the forward pass, so quantities of its parameters can't "
-                "be computed. Replace the in-place operation (`x = x + y` instead of "
-                "`x += y`), or pass a copy to the layer."
-            )
+            raise RuntimeError(MODIFIED.format(where=type(self.module).__name__))
 
     def store(self, raw: bool) -> None:
         """Store inputs and output as attributes ``input0``, ... , ``output``.

@@ -39,6 +39,11 @@ LOST = (
     "quantities of individual samples can't be computed for {names}. Replace this "
     "operation by others of PyTorch, or freeze the parameters."
 )
+MODIFIED = (
+    "{where}: an input of this layer was modified in place after the forward pass, so "
+    "quantities of its parameters can't be computed. Replace the in-place operation "
+    "(`x = x + y` instead of `x += y`), or pass a copy to the layer."
+)
 
 
 class Entry(NamedTuple):
@@ -239,6 +244,10 @@ class Use:
         if all(x is None for x in cotangents):
             return [None] * len(self.constants)
         operation = self.operation
+        if operation is not None and operation.is_modified:
+            if any(constant.stand_in is None for constant in self.constants):
+                raise RuntimeError(MODIFIED.format(where=self.name))
+            operation = None  # autograd has kept what it needs
         if operation is not None and (len(cotangents) == 1 or operation.takes_all):
             mats = list(cotangents) if operation.takes_all else cotangents[0]
             shared: Dict[Any, Tuple[Tensor, Tensor]] = {}

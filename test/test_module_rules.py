@@ -772,7 +772,7 @@ WITHOUT_GGN = {
     "of the mean": (
         Coupled(lambda x, y: ((x.mean(0) - y) ** 2).sum()),
         normal,
-        "couple",
+        COUPLED,
     ),
     "contrastive": (Coupled(contrast), normal, COUPLED),
     "neighbours": (Coupled(neighbours), normal, COUPLED),

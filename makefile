@@ -12,9 +12,16 @@ PEERS_VENV := .venv-peers
 MODELS_VENV := .venv-models
 MODELS_ARGS ?=
 
+# The oldest versions that are promised. A python3.9 that runs, or else pyenv's.
+OLDEST_VENV := $(VENV)-oldest
+PYTHON_OLDEST ?= $(shell for python in python3.9 \
+	"$$(pyenv root 2>/dev/null)"/versions/3.9.*/bin/python; do \
+	"$$python" --version >/dev/null 2>&1 && echo "$$python" && break; done)
+
 # One thread per test worker; the workers themselves use the cores.
-PYTEST = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 MPLBACKEND=Agg \
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+PYTEST_IN = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 MPLBACKEND=Agg \
+	$(1)/bin/python -m pytest -n $(WORKERS) --dist worksteal
+PYTEST = $(call PYTEST_IN,$(VENV))
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet \
 	--constraint $(CONSTRAINTS)
 
@@ -49,6 +56,10 @@ test: install-dev ## The whole test suite (minutes, on two cores)
 .PHONY: test-light
 test-light: install-dev ## The quick loop: a part of every test's rows (under a minute)
 	$(PYTEST) --light
+
+.PHONY: test-oldest
+test-oldest: $(OLDEST_VENV)/.installed ## The quick loop on the oldest PyTorch and Python
+	$(call PYTEST_IN,$(OLDEST_VENV)) --light
 
 .PHONY: test-long
 test-long: install-dev ## The whole suite, with thousands of random inputs per property
@@ -140,6 +151,17 @@ $(VENV)/.installed: pyproject.toml setup.py $(CONSTRAINTS) | $(BIN)/python
 
 $(VENV)/.installed-docs: $(VENV)/.installed
 	$(PIP) --no-build-isolation --editable .[docs]
+	@touch $@
+
+$(OLDEST_VENV)/.installed: pyproject.toml setup.py requirements/oldest.txt
+	@"$(PYTHON_OLDEST)" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 9))' || \
+		{ echo "This needs Python 3.9: make PYTHON_OLDEST=<python> ..."; exit 1; }
+	@echo "Installing the oldest versions that are promised into $(OLDEST_VENV)"
+	$(PYTHON_OLDEST) -m venv $(OLDEST_VENV)
+	$(OLDEST_VENV)/bin/python -m pip --disable-pip-version-check install --quiet \
+		--constraint requirements/oldest.txt setuptools
+	$(OLDEST_VENV)/bin/python -m pip --disable-pip-version-check install --quiet \
+		--constraint requirements/oldest.txt --no-build-isolation --editable .[test]
 	@touch $@
 
 $(PEERS_VENV)/.installed: requirements/peers.txt $(CONSTRAINTS)

@@ -23,11 +23,11 @@ from backpack.engine.graph import root_nodes
 from backpack.engine.hooks import enter_call, forget_interrupted, is_hooked, leave_call
 from backpack.engine.record import clear_stored
 from backpack.engine.report import Report
-from backpack.utils.state import state
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.utils.disable import disable
 from backpack.utils.hooks import EXTENDED, no_op
 from backpack.utils.module_classification import is_no_op
+from backpack.utils.state import state
 
 __all__ = [
     "BackpropExtension",

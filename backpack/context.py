@@ -7,8 +7,8 @@ from typing import Any, Callable, Iterable, List, Tuple, Type
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from backpack.utils.state import State, state
 from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.utils.state import State, state
 
 __all__ = ["CTX", "State", "state"]
 
@@ -31,6 +31,7 @@ class CTX:
     extension_hook = _FromState()
     retain_graph = _FromState()
     hook_handles: List[RemovableHandle] = []
+    _live_handles = 0
 
     @staticmethod
     def set_active_exts(active_exts: Iterable[BackpropExtension]) -> None:
@@ -123,7 +124,11 @@ class CTX:
         Args:
             hook_handle: The handle.
         """
-        CTX.hook_handles.append(hook_handle)
+        handles = CTX.hook_handles
+        handles.append(hook_handle)
+        if len(handles) >= 2 * CTX._live_handles + 64:  # models come and go
+            CTX.hook_handles = [h for h in handles if h.hooks_dict_ref() is not None]
+            CTX._live_handles = len(CTX.hook_handles)
 
     @staticmethod
     def remove_hooks() -> None:

@@ -5,8 +5,8 @@ rounds go around the packages, and each times a plain gradient and its own task,
 right after the other. A machine that slows down for a while slows down both, and all
 packages alike. Reported is the median over the rounds of the ratio of the two.
 
-The page ``README.md`` has a section for each network. Those of the networks that were
-measured are replaced; everything else there is written by hand, and stays.
+The page ``README.md`` has a section for each network. With ``--record``, those of the
+networks that were measured are replaced; all else there is written by hand, and stays.
 """
 
 import json
@@ -133,6 +133,9 @@ class Connection:
         self.contender = contender
         self.patience = args.patience
         self.environment = {**os.environ, **({} if args.malloc_defaults else MALLOC)}
+        if contender.python == sys.executable:
+            # what is measured is the code next to this file, whatever is installed
+            self.environment["PYTHONPATH"] = str(HERE.parent)
         self.process: Optional[subprocess.Popen] = None
         self.log = tempfile.TemporaryFile(mode="w+")
 
@@ -214,15 +217,15 @@ def measure(
     ]
     pairs: List[List[Tuple[float, float]]] = [[] for _ in connections]
 
-    # a few percent are what is asked for there
-    rounds = args.rounds * (4 if quantity == "extended" else 1)
+    # whether there is anything is a matter of a few percent
+    times = 4 if quantity == "extended" else 1
 
     def due(i: int) -> bool:
         """Whether another pair of this package is wanted."""
-        if "seconds" not in answers[i] or len(pairs[i]) >= rounds:
+        if "seconds" not in answers[i] or len(pairs[i]) >= times * args.rounds:
             return False
         spent = sum(sum(pair) for pair in pairs[i])
-        return len(pairs[i]) < args.min_rounds or spent < args.seconds
+        return len(pairs[i]) < args.min_rounds or spent < times * args.seconds
 
     while any(due(i) for i in range(len(connections))):
         for i, connection in enumerate(connections):
@@ -388,8 +391,9 @@ def insert(page: str, new: str) -> str:
 
     Args:
         page: The page, in Markdown.
-        new: The section. It takes the place of the one with the same heading; if there
-            is none, it goes before the first that is about no network.
+        new: The section. It takes the place of the one with the same heading, up to the
+            chart: what is written below stays. If there is none, it goes before the
+            first that is about no network.
 
     Returns:
         The page with the section.
@@ -399,7 +403,9 @@ def insert(page: str, new: str) -> str:
     headings = [text.split("\n")[0] for text in sections]
     heading = new.split("\n")[0]
     if heading in headings:
-        sections[headings.index(heading)] = new
+        place = headings.index(heading)
+        chart = new.splitlines(keepends=True)[-1]
+        sections[place] = new + sections[place].partition(chart)[2]
     else:
         titles = tuple(problem.title for problem in PROBLEMS.values())
         networks = sum(heading.startswith(titles) for heading in headings)

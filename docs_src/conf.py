@@ -5,7 +5,7 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parent / "test")]
 
 import reference  # noqa: E402
 import support_table  # noqa: E402

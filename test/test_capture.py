@@ -14,7 +14,8 @@ from backpack.custom_module.reduce_tuple import ReduceTuple
 from backpack.extensions import BatchGrad, DiagGGNExact, SqrtGGNExact, Variance
 from backpack.extensions.backprop_extension import BackpropExtension
 
-ALL = [getattr(extensions, name) for name in extensions.__all__]
+# all but HBP, which has no default
+ALL = [getattr(extensions, name) for name in extensions.__all__ if name != "HBP"]
 N = 3
 
 
@@ -298,6 +299,50 @@ def test_kept_with_retain_graph():
     with backpack(BatchGrad()):
         value.backward()
     assert not stored(model) and not stored(loss)
+
+
+FIRST_PASSES = {
+    "gradient": lambda value, params: torch.autograd.grad(
+        value, params, retain_graph=True
+    ),
+    "some gradients": lambda value, params: torch.autograd.grad(
+        value, params[:1], retain_graph=True
+    ),
+    "backward": lambda value, params: value.backward(retain_graph=True),
+    "nested": lambda value, params: keep(FIRST_PASSES["backward"], value, params),
+}
+
+
+def keep(run: Callable, value: Tensor, params: List[Tensor]) -> None:
+    """Run a backward pass in a context without extensions."""
+    with backpack(retain_graph=True):
+        run(value, params)
+
+
+@pytest.mark.xfail(reason="a context without extensions drops inputs and outputs")
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("first", FIRST_PASSES)
+@pytest.mark.parametrize("quantity", ALL, ids=lambda cls: cls.__name__)
+def test_kept_without_extensions(quantity: Type, first: str, times: int):
+    """``retain_graph=True`` keeps them without extensions, too."""
+    ext, fields = quantity(), []
+    for passes in (0, times):
+        torch.manual_seed(1)
+        model, loss, x, y = small()
+        value = loss(model(x), y)
+        for _ in range(passes):
+            keep(FIRST_PASSES[first], value, list(model.parameters()))
+            assert torch.equal(model[0].input0, x) and stored(loss)
+        torch.manual_seed(2)
+        with backpack(ext):
+            value.backward()
+        for param in model.parameters():
+            field = getattr(param, ext.savefield)
+            field = field(torch.ones(1, *param.shape)) if callable(field) else field
+            fields.append(field if isinstance(field, list) else [field])
+    half = len(fields) // 2
+    for without, after in zip(fields[:half], fields[half:]):
+        torch.testing.assert_close(after, without, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("inside", [True, False])

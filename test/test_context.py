@@ -26,6 +26,7 @@ from backpack.utils.hooks import no_op
 SECOND_ORDER = [
     getattr(extensions, name)
     for name in extensions.__all__
+    if name != "HBP"  # has no default
     if getattr(extensions, name)().expects_backpropagation_quantities()
 ]
 N = 3
@@ -171,6 +172,26 @@ def test_only_the_backward_pass_has_to_lie_inside():
     with backpack(BatchGrad()):
         value.backward()
     assert net.has("grad_batch")
+
+
+STARTS = {
+    "method": lambda value, params: value.backward(),
+    "function": lambda value, params: torch.autograd.backward(value),
+    "weights": lambda value, params: torch.autograd.backward([value], [value * 2]),
+    "keyword": lambda value, params: torch.autograd.backward(tensors=[value]),
+    "gradients": lambda value, params: torch.autograd.grad(value, params),
+}
+
+
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
+def test_every_pass_is_announced(start: Callable[[Tensor, List[Tensor]], Any]):
+    """However a backward pass begins, a use outside of a module is noticed."""
+    net = Net()
+    value = net.loss(net.model(net.x) * net.model.bias, net.y)
+    with pytest.raises(NotImplementedError, match="outside"):
+        with backpack(BatchGrad()):
+            start(value, list(net.model.parameters()))
+    assert inactive()
 
 
 def test_nothing_happens_outside():

@@ -343,13 +343,18 @@ def _with_statistics(module: Module) -> Module:
 
 
 def _norm(
-    label: str, derivatives: str, module: Callable[[], Module], shape: Tuple[int, ...]
+    label: str,
+    derivatives: str,
+    module: Callable[[], Module],
+    shape: Tuple[int, ...],
+    train: bool = False,
 ) -> Case:
     return Case(
         label,
         derivatives,
         lambda: _with_statistics(module()),
         inputs=lambda: shifted(*shape),
+        train=train,
     )
 
 
@@ -437,6 +442,20 @@ OTHERS = [
 WITHOUT_PARAMETERS = ACTIVATIONS + DROPOUTS + POOLING + PADS_AND_SHAPES + COUPLED
 WITH_PARAMETERS = CONVOLUTIONS + NORMS + OTHERS
 CASES = WITHOUT_PARAMETERS + WITH_PARAMETERS
+
+# Samples are coupled by the batch's statistics, in which parameters take no part
+BATCH_STATISTICS = [
+    _norm("BatchNorm1d-train", BATCH_NORM, lambda: nn.BatchNorm1d(3), (4, 3), True),
+    _norm(
+        "BatchNorm2d-train", BATCH_NORM, lambda: nn.BatchNorm2d(2), (2, 2, 3, 2), True
+    ),
+    _norm(
+        "BatchNorm1d-no-statistics",
+        BATCH_NORM,
+        lambda: nn.BatchNorm1d(3, track_running_stats=False),
+        (4, 3),
+    ),
+]
 GENERIC_CLASSES = (BaseDerivatives, BaseParameterDerivatives)
 """They know nothing, so that their predicates say less than is true."""
 
@@ -692,7 +711,7 @@ def test_first_and_second_derivative(problem: Problem, subsampling: List[int]):
 
 def _param_rows() -> Dict[str, Tuple[Case, str]]:
     rows = {}
-    for case in WITH_PARAMETERS:
+    for case in WITH_PARAMETERS + BATCH_STATISTICS:
         for name, _ in case.module().named_parameters():
             rows[f"{case.id}-{name}"] = (case, name)
     return rows

@@ -179,12 +179,12 @@ def dense_ggn(X: Tensor, model: Module) -> Tensor:
 
     Args:
         X: Input ``[N, *]``.
-        model: Model with D parameter elements.
+        model: Model with D elements of trainable parameters.
 
     Returns:
         GGN ``[D, D]``.
     """
-    params = list(model.parameters())
+    params = [p for p in model.parameters() if p.requires_grad]
     result = 0
     for output in model(X):
         rows = [
@@ -196,11 +196,13 @@ def dense_ggn(X: Tensor, model: Module) -> Tensor:
     return result
 
 
-@pytest.mark.parametrize("idx", [None, [3, 0, 20], [-1]], ids=str)
-def test_autograd_ggn(idx: Optional[List[int]]) -> None:
-    """Columns and diagonal of the GGN are right, also for unused parameters."""
+@pytest.mark.parametrize("frozen", [False, True], ids=["all", "frozen"])
+@pytest.mark.parametrize("idx", [None, [3, 0, 16], [-1]], ids=str)
+def test_autograd_ggn(idx: Optional[List[int]], frozen: bool) -> None:
+    """The GGN's columns and diagonal are right, with unused or frozen parameters."""
     torch.manual_seed(0)
     model = PartlyUsed().double()
+    model.layers[0].weight.requires_grad_(not frozen)
     X, y = rand(4, 3, dtype=float64), randint(3, (4,))
     args = (X, y, model, CrossEntropyLoss())
     truth = dense_ggn(X, model)

@@ -4,7 +4,17 @@ from typing import Callable, Dict, List, Tuple
 
 import pytest
 import torch
-from torch import Tensor, cat, float64, no_grad, rand, randint, testing, zeros_like
+from torch import (
+    Tensor,
+    cat,
+    float64,
+    full_like,
+    no_grad,
+    rand,
+    randint,
+    testing,
+    zeros_like,
+)
 from torch.autograd.functional import hessian, jacobian
 from torch.func import functional_call
 from torch.nn import (
@@ -284,11 +294,14 @@ def test_hessian_vector_product(problem: Problem) -> None:
 
 
 def test_ggn_vector_product(problem: Problem) -> None:
-    """Products with the GGN are right, also for some of the parameters."""
+    """Products with the GGN are right: for a model's trainable parameters, for some."""
     v = problem.vector()
     ggn = problem.ggn()
-    result = ggn_vector_product(problem.loss, problem.output, problem.model, v)
-    check(result, problem.params, ggn @ flatten(v))
+    active = [p for p in problem.params if p.requires_grad]
+    v_active = [x for x, p in zip(v, problem.params) if p.requires_grad]
+    keep = flatten([full_like(p, p.requires_grad) for p in problem.params]).bool()
+    result = ggn_vector_product(problem.loss, problem.output, problem.model, v_active)
+    check(result, active, ggn[keep][:, keep] @ flatten(v_active))
 
     dim = problem.params[0].numel()
     result = ggn_vector_product_from_plist(

@@ -126,6 +126,8 @@ CE_CASES = [
         (3, 3, 2),
         lambda: torch.rand(3, 3, 2, dtype=F64),
     ),
+    ("one-number", {}, (1, 3), lambda: classes(1)),
+    ("one-number-weight", {"weight": WEIGHT}, (1, 3, 1), lambda: classes(1, 1)),
 ]
 BCE_CASES = [
     ("1d", {}, (4,), lambda: classes(4, num=2).to(F64)),
@@ -143,17 +145,20 @@ BCE_CASES = [
         (4, 3),
         lambda: torch.rand(4, 3, dtype=F64),
     ),
+    ("one-number", {}, (1,), lambda: torch.rand(1, dtype=F64)),
 ]
 MSE_CASES = [
     ("1d", {}, (4,), lambda: torch.rand(4, dtype=F64)),
     ("2d", {}, (4, 3), lambda: torch.rand(4, 3, dtype=F64)),
     ("4d", {}, (2, 2, 1, 3), lambda: torch.rand(2, 2, 1, 3, dtype=F64)),
+    ("one-number", {}, (1, 1), lambda: torch.rand(1, 1, dtype=F64)),
 ]
 GENERIC_CASES = [
     ("NLLLoss", nn.NLLLoss, (4, 3), lambda: classes(4)),
     ("L1Loss", nn.L1Loss, (4, 3), lambda: torch.rand(4, 3, dtype=F64)),
     ("SmoothL1Loss", nn.SmoothL1Loss, (4, 3), lambda: torch.rand(4, 3, dtype=F64)),
     ("HuberLoss", nn.HuberLoss, (5,), lambda: torch.rand(5, dtype=F64)),
+    ("one-number", nn.HuberLoss, (1, 1), lambda: torch.rand(1, 1, dtype=F64)),
     ("PoissonNLLLoss", nn.PoissonNLLLoss, (4, 3), lambda: torch.rand(4, 3, dtype=F64)),
     (
         "GaussianNLLLoss",
@@ -171,6 +176,8 @@ GENERIC_CASES = [
     ),
 ]
 
+# Without a reduction, the output of these is a single number, too
+NO_REDUCTION = {"one-number": ["none"], "one-number-weight": ["none"]}
 NLL_CASES = [
     Case(
         f"{loss.__name__}-{name}-{reduction}",
@@ -187,13 +194,16 @@ NLL_CASES = [
         (MSE, MSELossDerivatives, MSE_CASES),
     )
     for name, options, shape, others in rows
-    for reduction in ("mean", "sum")
+    for reduction in ("mean", "sum", *NO_REDUCTION.get(name, ()))
 ]
 ALL_CASES = NLL_CASES + [
     Case(f"generic-{name}-{reduction}", GenericLossDerivatives, make, shape, others)
     for name, loss, shape, others in GENERIC_CASES
     # with "mean", KLDivLoss warns that it means something else
-    for reduction in ("batchmean" if name == "KLDivLoss" else "mean", "sum")
+    for reduction in (
+        "batchmean" if name == "KLDivLoss" else "mean",
+        *("sum", *NO_REDUCTION.get(name, ())),
+    )
     for make in [lambda loss=loss, reduction=reduction: loss(reduction=reduction)]
 ]
 ALL_CASES.append(

@@ -16,13 +16,15 @@ import torch
 import torch.nn.functional as F
 from cases import F64, N, Problem, Temperature, classes, like, randn, randomize
 from oracle import assert_agrees, batch_ggn, parameters, sample
+from support import WITHOUT_RULE
 from torch import Tensor, nn
 from torch.autograd import grad
+from torch.autograd.functional import hessian
 from torch.nn import Module, Sequential
 from torch.nn.utils import spectral_norm
 
 from backpack import backpack, extend
-from backpack.core.table import LAYERS, WITHOUT_RULE
+from backpack.core.table import LAYERS
 from backpack.custom_module.branching import Parallel, SumModule
 from backpack.custom_module.pad import Pad
 from backpack.custom_module.permute import Permute
@@ -31,6 +33,7 @@ from backpack.custom_module.scale_module import ScaleModule
 from backpack.custom_module.slicing import Slicing
 from backpack.extensions import (
     GGNMP,
+    HBP,
     HMP,
     KFAC,
     KFLR,
@@ -47,7 +50,6 @@ from backpack.extensions import (
     Variance,
 )
 from backpack.extensions.secondorder.diag_hessian.signed_columns import SignedColumns
-from backpack.extensions.secondorder.hbp import HBP
 from backpack.extensions.secondorder.sqrt_ggn.activations import (
     SqrtGGNReLU,
     SqrtGGNSigmoid,
@@ -837,6 +839,108 @@ def test_hbp_with_residuals_and_averaged_inputs():
     d2f = (s * (1 - s) * (1 - 2 * s)).detach()
     residual = (delta * d2f).sum(0).abs().diag()
     assert_agrees(model[0].bias.hbp[0], model[0].bias.kfra[0] + residual, "B")
+
+
+# Losses of C outputs, and their targets
+HBP_LOSSES = {
+    "classification": (nn.CrossEntropyLoss, 3, lambda f: torch.randint(3, (len(f),))),
+    "two classes": (nn.BCEWithLogitsLoss, 1, lambda f: torch.rand_like(f).round()),
+    "regression": (nn.MSELoss, 2, torch.rand_like),
+    "one number": (nn.MSELoss, 1, torch.rand_like),
+}
+EXPECTATIONS = {"products": "E[J^T E(H) J]", "factors": "E(J^T) E(H) E(J)"}
+RESIDUALS = {
+    "ggn": torch.zeros_like,
+    "hessian": torch.clone,
+    "pch-clip": torch.relu,
+    "pch-abs": torch.abs,
+}
+
+
+def hbp_problem(name: str, reduction: str) -> Problem:
+    """Build a network with one hidden layer for a row of ``HBP_LOSSES``.
+
+    Args:
+        name: Name of the row.
+        reduction: Reduction of the loss.
+
+    Returns:
+        The problem.
+    """
+    loss, outputs, target = HBP_LOSSES[name]
+    model = Sequential(nn.Linear(3, 4), nn.Sigmoid(), nn.Linear(4, outputs)).to(F64)
+    X = torch.randn(N, 3, dtype=F64)
+    return Problem(model, loss(reduction=reduction), (X,), (target(model(X).detach()),))
+
+
+def input_factor(a: Tensor, expectation: str) -> Tensor:
+    """Form a weight's factor of the inputs.
+
+    Args:
+        a: Inputs ``[N, d]``.
+        expectation: Key of ``EXPECTATIONS``: that of products, or of each factor.
+
+    Returns:
+        Factor ``[d, d]``.
+    """
+    mean = a.mean(0)
+    return a.T @ a / len(a) if expectation == "products" else mean.outer(mean)
+
+
+@pytest.mark.parametrize("expectation", EXPECTATIONS)
+@pytest.mark.parametrize("strategy", ["exact", "sum", "sampling"])
+@pytest.mark.parametrize("curvature", RESIDUALS)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("name", HBP_LOSSES)
+def test_hbp_of_an_average(name, reduction, curvature, strategy, expectation):
+    """The recursion of a matrix: residuals enter, or not, inputs are averaged, or not.
+
+    Sampled columns are those that KFAC draws.
+    """
+    problem = hbp_problem(name, reduction)
+    model, loss, (X,), (y,) = problem
+    torch.manual_seed(1)
+    run(problem, HBP(curvature, strategy, "average", EXPECTATIONS[expectation]))
+    torch.manual_seed(1)
+    run(problem, KFAC())
+
+    s = model[0](X).sigmoid().detach().requires_grad_()
+    f = model[2](s)
+    (delta,) = grad(loss(f, y), s)
+    B = hessian(lambda output: loss(output, y), f.detach())
+    B = B.diagonal(dim1=0, dim2=2).sum(-1)
+    if strategy == "sampling":
+        (B,) = model[2].bias.kfac
+    assert_agrees(model[2].bias.hbp, [B], "last bias")
+    A = input_factor(s.detach(), expectation)
+    assert_agrees(model[2].weight.hbp, [B, A], "last weight")
+
+    s = s.detach()
+    df, d2f = s * (1 - s), s * (1 - s) * (1 - 2 * s)
+    W = model[2].weight.detach()
+    B = (W.T @ B @ W) * (df.T @ df) / N
+    B = B + RESIDUALS[curvature]((delta * d2f).sum(0)).diag()
+    assert_agrees(model[0].bias.hbp, [B], "bias")
+    assert_agrees(model[0].weight.hbp, [B, input_factor(X, expectation)], "weight")
+
+
+@pytest.mark.parametrize("expectation", EXPECTATIONS)
+@pytest.mark.parametrize("strategy, like", [("exact", KFLR), ("sampling", KFAC)])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("name", HBP_LOSSES)
+def test_hbp_of_columns(name, reduction, strategy, like, expectation):
+    """Columns give the factors of KFLR and KFAC, inputs are averaged, or not."""
+    problem, ext = hbp_problem(name, reduction), like()
+    model, _, (X,), _ = problem
+    torch.manual_seed(1)
+    run(problem, HBP("ggn", strategy, "sqrt", EXPECTATIONS[expectation]))
+    torch.manual_seed(1)
+    run(problem, ext)
+    hidden = model[0](X).sigmoid().detach()
+    for layer, a in ((model[0], X), (model[2], hidden)):
+        (B,) = getattr(layer.bias, ext.savefield)
+        assert_agrees(layer.bias.hbp, [B], "bias")
+        assert_agrees(layer.weight.hbp, [B, input_factor(a, expectation)], "weight")
 
 
 @pytest.mark.parametrize("factor", [0.5, -2.0])

@@ -27,7 +27,7 @@ PATHS = {
     "backpack.extensions": [
         *("BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance"),
         *("DiagGGNExact", "DiagGGNMC", "BatchDiagGGNExact", "BatchDiagGGNMC"),
-        *("SqrtGGNExact", "SqrtGGNMC", "KFAC", "KFLR", "KFRA"),
+        *("SqrtGGNExact", "SqrtGGNMC", "KFAC", "KFLR", "KFRA", "HBP"),
         *("DiagHessian", "BatchDiagHessian", "HMP", "GGNMP", "PCHMP"),
     ],
     "backpack.extensions.firstorder": [
@@ -35,7 +35,7 @@ PATHS = {
     ],
     "backpack.extensions.secondorder": [
         *("DiagGGNExact", "DiagGGNMC", "BatchDiagGGNExact", "BatchDiagGGNMC"),
-        *("SqrtGGNExact", "SqrtGGNMC", "KFAC", "KFLR", "KFRA"),
+        *("SqrtGGNExact", "SqrtGGNMC", "KFAC", "KFLR", "KFRA", "HBP"),
         *("DiagHessian", "BatchDiagHessian"),
     ],
     "backpack.extensions.secondorder.hbp": [

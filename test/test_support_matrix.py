@@ -23,8 +23,10 @@ from typing import (
 )
 
 import pytest
+import support
 import torch
 from cases import F64, LogCosh, classes, like
+from support import OTHER, OTHER_LOSS, OTHER_PLAIN, Rule
 from test_derivatives import CASES, ExpScale
 from test_module_rules import Gate, Power
 from torch import Tensor, nn
@@ -39,9 +41,8 @@ from backpack.core.derivatives.generic_loss import GenericLossDerivatives
 from backpack.core.table import LAYERS, LOSSES, Row, find_loss
 from backpack.custom_module.branching import Parallel
 from backpack.custom_module.reduce_tuple import ReduceTuple
-from backpack.extensions import support, turn
+from backpack.engine import turn
 from backpack.extensions.secondorder import module_rules
-from backpack.extensions.support import OTHER, OTHER_LOSS, OTHER_PLAIN, Rule
 
 FROZEN = Path(__file__).with_name("support_matrix.txt")
 LAYER_CELLS, LOSS_CELLS = support.of_layers(), support.of_losses()
@@ -82,7 +83,8 @@ def test_table_is_as_frozen():
 def test_table_holds_everything():
     """Each quantity, layer and loss is in the table; each blank has a reason."""
     names = [quantity.__name__ for quantity in support.QUANTITIES]
-    assert sorted(names) == sorted(extensions.__all__)
+    # HBP is what KFAC, KFLR and KFRA have in common
+    assert sorted(names) == sorted(set(extensions.__all__) - {"HBP"})
     assert set(LAYER_CELLS) - {OTHER, OTHER_PLAIN} == {cls.__name__ for cls in LAYERS}
     assert set(LOSS_CELLS) - {OTHER_LOSS} == {cls.__name__ for cls in LOSSES}
     for row in [*LAYER_CELLS.values(), *LOSS_CELLS.values()]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import F64
-from oracle import parameters
+from oracle import assert_agrees, oracle, parameters
 from per_sample import (
     FIRST_ORDER,
     LENGTHS,
@@ -28,6 +28,7 @@ from per_sample import (
     classes,
     lookup,
     param,
+    real,
     reference,
     tokens,
     use,
@@ -671,6 +672,21 @@ def test_cross_entropy(row: str) -> None:
             objective=lambda f, loss: loss(f.flatten(1), classes(f.flatten(1))),
         )
     )
+
+
+@pytest.mark.parametrize("row", ["linear", "addmm", "einsum-heads-4", "einsum-three"])
+def test_reference(row: str) -> None:
+    """The reference of rows agrees with the one that all other tests have."""
+    row = LINEAR[row]
+    model, loss, X = row.build()
+    problem, samples = (model, loss, X, (real(model(*X).detach()),)), reference(row)
+    for name, expected in {
+        "batch_grad": samples.gradients,
+        "diag_ggn_batch": samples.diagonals,
+        "batch_ggn": samples.blocks,
+    }.items():
+        for key, value in oracle(name, *problem).items():
+            assert_agrees(expected[key], value, f"{name} of {key}")
 
 
 LOW_PRECISION = {

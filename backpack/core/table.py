@@ -21,62 +21,39 @@ from typing import (
 from torch import Tensor, nn
 from torch.nn import Module
 
-from backpack.core.derivatives.adaptive_avg_pool_nd import (
-    AdaptiveAvgPool1dDerivatives,
-    AdaptiveAvgPool2dDerivatives,
-    AdaptiveAvgPool3dDerivatives,
-)
-from backpack.core.derivatives.avgpool1d import AvgPool1DDerivatives
-from backpack.core.derivatives.avgpool2d import AvgPool2DDerivatives
-from backpack.core.derivatives.avgpool3d import AvgPool3DDerivatives
+from backpack.core.derivatives import activations, adaptive_avg_pool_nd, normalization
+from backpack.core.derivatives.avgpoolnd import AvgPoolNDDerivatives
 from backpack.core.derivatives.batchnorm_nd import BatchNormNdDerivatives
 from backpack.core.derivatives.bcewithlogitsloss import BCELossWithLogitsDerivatives
-from backpack.core.derivatives.conv1d import Conv1DDerivatives
-from backpack.core.derivatives.conv2d import Conv2DDerivatives
-from backpack.core.derivatives.conv3d import Conv3DDerivatives
-from backpack.core.derivatives.conv_transpose1d import ConvTranspose1DDerivatives
-from backpack.core.derivatives.conv_transpose2d import ConvTranspose2DDerivatives
-from backpack.core.derivatives.conv_transpose3d import ConvTranspose3DDerivatives
+from backpack.core.derivatives.conv_transposend import ConvTransposeNDDerivatives
+from backpack.core.derivatives.convnd import ConvNDDerivatives
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
 from backpack.core.derivatives.dropout import DropoutDerivatives
 from backpack.core.derivatives.elementwise import (
     ElementwiseDerivatives,
     PiecewiseLinearDerivatives,
 )
-from backpack.core.derivatives.elu import ELUDerivatives
 from backpack.core.derivatives.embedding import EmbeddingDerivatives
 from backpack.core.derivatives.flatten import FlattenDerivatives
 from backpack.core.derivatives.generic_loss import GenericLossDerivatives
 from backpack.core.derivatives.gru import GRUDerivatives
 from backpack.core.derivatives.input_base import BaseDerivatives
-from backpack.core.derivatives.leakyrelu import LeakyReLUDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.linear_map import LinearMapDerivatives
-from backpack.core.derivatives.logsigmoid import LogSigmoidDerivatives
 from backpack.core.derivatives.lstm import LSTMDerivatives
-from backpack.core.derivatives.maxpool1d import MaxPool1DDerivatives
-from backpack.core.derivatives.maxpool2d import MaxPool2DDerivatives
-from backpack.core.derivatives.maxpool3d import MaxPool3DDerivatives
-from backpack.core.derivatives.maxpoolnd import AdaptiveMaxPoolNDDerivatives
-from backpack.core.derivatives.mseloss import MSELossDerivatives
-from backpack.core.derivatives.normalization import (
-    GroupNormDerivatives,
-    InstanceNormNdDerivatives,
-    LayerNormDerivatives,
-    RMSNormDerivatives,
+from backpack.core.derivatives.maxpoolnd import (
+    AdaptiveMaxPoolNDDerivatives,
+    MaxPoolNDDerivatives,
 )
+from backpack.core.derivatives.mseloss import MSELossDerivatives
 from backpack.core.derivatives.pad import PadDerivatives
 from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
 from backpack.core.derivatives.permute import PermuteDerivatives
 from backpack.core.derivatives.prelu import PReLUDerivatives
-from backpack.core.derivatives.relu import ReLUDerivatives
 from backpack.core.derivatives.rnn import RNNDerivatives
 from backpack.core.derivatives.scale_module import ScaleModuleDerivatives
-from backpack.core.derivatives.selu import SELUDerivatives
-from backpack.core.derivatives.sigmoid import SigmoidDerivatives
 from backpack.core.derivatives.slicing import SlicingDerivatives
 from backpack.core.derivatives.sum_module import SumModuleDerivatives
-from backpack.core.derivatives.tanh import TanhDerivatives
 from backpack.core.derivatives.zeropad2d import ZeroPad2dDerivatives
 from backpack.custom_module.branching import SumModule
 from backpack.custom_module.pad import Pad
@@ -133,107 +110,93 @@ class Row(NamedTuple):
         )
 
 
-_BATCH_NORM = Row(BatchNormNdDerivatives(), WEIGHT_BIAS, 2)
-_INSTANCE_NORM = Row(InstanceNormNdDerivatives(), WEIGHT_BIAS, 3)
-_ELEMENTWISE = Row(ElementwiseDerivatives())
-_PIECEWISE_LINEAR = Row(PiecewiseLinearDerivatives())
-_LINEAR_MAP = Row(LinearMapDerivatives())
-_RESHAPE = Row(FlattenDerivatives())
-_ZERO_PAD = Row(ZeroPad2dDerivatives())
-_DROPOUT = Row(DropoutDerivatives())
-_FROM_AUTOGRAD = Row(BaseDerivatives())
-
 LAYERS: Dict[Type[Module], Row] = {
     # with parameters
     nn.Linear: Row(LinearDerivatives(), WEIGHT_BIAS, 2),
-    nn.Conv1d: Row(Conv1DDerivatives(), WEIGHT_BIAS, 3),
-    nn.Conv2d: Row(Conv2DDerivatives(), WEIGHT_BIAS, 4),
-    nn.Conv3d: Row(Conv3DDerivatives(), WEIGHT_BIAS, 5),
-    nn.ConvTranspose1d: Row(ConvTranspose1DDerivatives(), WEIGHT_BIAS, 3),
-    nn.ConvTranspose2d: Row(ConvTranspose2DDerivatives(), WEIGHT_BIAS, 4),
-    nn.ConvTranspose3d: Row(ConvTranspose3DDerivatives(), WEIGHT_BIAS, 5),
-    nn.BatchNorm1d: _BATCH_NORM,
-    nn.BatchNorm2d: _BATCH_NORM,
-    nn.BatchNorm3d: _BATCH_NORM,
-    nn.InstanceNorm1d: _INSTANCE_NORM,
-    nn.InstanceNorm2d: _INSTANCE_NORM,
-    nn.InstanceNorm3d: _INSTANCE_NORM,
-    nn.LayerNorm: Row(LayerNormDerivatives(), WEIGHT_BIAS, 2),
-    nn.RMSNorm: Row(RMSNormDerivatives(), WEIGHT, 2),
-    nn.GroupNorm: Row(GroupNormDerivatives(), WEIGHT_BIAS, 2),
+    nn.Conv1d: Row(ConvNDDerivatives(1), WEIGHT_BIAS, 3),
+    nn.Conv2d: Row(ConvNDDerivatives(2), WEIGHT_BIAS, 4),
+    nn.Conv3d: Row(ConvNDDerivatives(3), WEIGHT_BIAS, 5),
+    nn.ConvTranspose1d: Row(ConvTransposeNDDerivatives(1), WEIGHT_BIAS, 3),
+    nn.ConvTranspose2d: Row(ConvTransposeNDDerivatives(2), WEIGHT_BIAS, 4),
+    nn.ConvTranspose3d: Row(ConvTransposeNDDerivatives(3), WEIGHT_BIAS, 5),
+    **dict.fromkeys(
+        (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+        Row(BatchNormNdDerivatives(), WEIGHT_BIAS, 2),
+    ),
+    **dict.fromkeys(
+        (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+        Row(normalization.InstanceNormNdDerivatives(), WEIGHT_BIAS, 3),
+    ),
+    nn.LayerNorm: Row(normalization.LayerNormDerivatives(), WEIGHT_BIAS, 2),
+    nn.RMSNorm: Row(normalization.RMSNormDerivatives(), WEIGHT, 2),
+    nn.GroupNorm: Row(normalization.GroupNormDerivatives(), WEIGHT_BIAS, 2),
     nn.Embedding: Row(EmbeddingDerivatives(), WEIGHT, 1),
     nn.PReLU: Row(PReLUDerivatives(), WEIGHT, 1),
     nn.RNN: Row(RNNDerivatives(), None, 3, several_outputs=True),
     nn.LSTM: Row(LSTMDerivatives(), None, 3, several_outputs=True),
     nn.GRU: Row(GRUDerivatives(), None, 3, several_outputs=True),
     # activations
-    nn.ReLU: Row(ReLUDerivatives()),
-    nn.LeakyReLU: Row(LeakyReLUDerivatives()),
-    nn.ELU: Row(ELUDerivatives()),
-    nn.SELU: Row(SELUDerivatives()),
-    nn.Sigmoid: Row(SigmoidDerivatives()),
-    nn.LogSigmoid: Row(LogSigmoidDerivatives()),
-    nn.Tanh: Row(TanhDerivatives()),
-    nn.CELU: _ELEMENTWISE,
-    nn.GELU: _ELEMENTWISE,
-    nn.Hardswish: _ELEMENTWISE,
-    nn.Mish: _ELEMENTWISE,
-    nn.SiLU: _ELEMENTWISE,
-    nn.Softplus: _ELEMENTWISE,
-    nn.Softsign: _ELEMENTWISE,
-    nn.Tanhshrink: _ELEMENTWISE,
-    nn.Hardshrink: _PIECEWISE_LINEAR,
-    nn.Hardsigmoid: _PIECEWISE_LINEAR,
-    nn.Hardtanh: _PIECEWISE_LINEAR,
-    nn.ReLU6: _PIECEWISE_LINEAR,
-    nn.Softshrink: _PIECEWISE_LINEAR,
-    nn.Threshold: _PIECEWISE_LINEAR,
-    nn.GLU: _FROM_AUTOGRAD,
-    nn.LogSoftmax: _FROM_AUTOGRAD,
-    nn.Softmax: _FROM_AUTOGRAD,
+    nn.ReLU: Row(activations.ReLUDerivatives()),
+    nn.LeakyReLU: Row(activations.LeakyReLUDerivatives()),
+    nn.ELU: Row(activations.ELUDerivatives()),
+    nn.SELU: Row(activations.SELUDerivatives()),
+    nn.Sigmoid: Row(activations.SigmoidDerivatives()),
+    nn.LogSigmoid: Row(activations.LogSigmoidDerivatives()),
+    nn.Tanh: Row(activations.TanhDerivatives()),
+    **dict.fromkeys(
+        (
+            *(nn.CELU, nn.GELU, nn.Hardswish, nn.Mish),
+            *(nn.SiLU, nn.Softplus, nn.Softsign, nn.Tanhshrink),
+        ),
+        Row(ElementwiseDerivatives()),
+    ),
+    **dict.fromkeys(
+        (
+            *(nn.Hardshrink, nn.Hardsigmoid, nn.Hardtanh),
+            *(nn.ReLU6, nn.Softshrink, nn.Threshold),
+        ),
+        Row(PiecewiseLinearDerivatives()),
+    ),
+    **dict.fromkeys((nn.GLU, nn.LogSoftmax, nn.Softmax), Row(BaseDerivatives())),
     # pooling
-    nn.AvgPool1d: Row(AvgPool1DDerivatives()),
-    nn.AvgPool2d: Row(AvgPool2DDerivatives()),
-    nn.AvgPool3d: Row(AvgPool3DDerivatives()),
-    nn.MaxPool1d: Row(MaxPool1DDerivatives()),
-    nn.MaxPool2d: Row(MaxPool2DDerivatives()),
-    nn.MaxPool3d: Row(MaxPool3DDerivatives()),
-    nn.AdaptiveAvgPool1d: Row(AdaptiveAvgPool1dDerivatives()),
-    nn.AdaptiveAvgPool2d: Row(AdaptiveAvgPool2dDerivatives()),
-    nn.AdaptiveAvgPool3d: Row(AdaptiveAvgPool3dDerivatives()),
+    nn.AvgPool1d: Row(AvgPoolNDDerivatives(1)),
+    nn.AvgPool2d: Row(AvgPoolNDDerivatives(2)),
+    nn.AvgPool3d: Row(AvgPoolNDDerivatives(3)),
+    nn.MaxPool1d: Row(MaxPoolNDDerivatives(1)),
+    nn.MaxPool2d: Row(MaxPoolNDDerivatives(2)),
+    nn.MaxPool3d: Row(MaxPoolNDDerivatives(3)),
+    nn.AdaptiveAvgPool1d: Row(adaptive_avg_pool_nd.AdaptiveAvgPool1dDerivatives()),
+    nn.AdaptiveAvgPool2d: Row(adaptive_avg_pool_nd.AdaptiveAvgPool2dDerivatives()),
+    nn.AdaptiveAvgPool3d: Row(adaptive_avg_pool_nd.AdaptiveAvgPool3dDerivatives()),
     nn.AdaptiveMaxPool1d: Row(AdaptiveMaxPoolNDDerivatives(1)),
     nn.AdaptiveMaxPool2d: Row(AdaptiveMaxPoolNDDerivatives(2)),
     nn.AdaptiveMaxPool3d: Row(AdaptiveMaxPoolNDDerivatives(3)),
     # dropout
-    nn.Dropout: _DROPOUT,
-    nn.Dropout1d: _DROPOUT,
-    nn.Dropout2d: _DROPOUT,
-    nn.Dropout3d: _DROPOUT,
-    nn.AlphaDropout: _DROPOUT,
-    nn.FeatureAlphaDropout: _DROPOUT,
+    **dict.fromkeys(
+        (
+            *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+            *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+        ),
+        Row(DropoutDerivatives()),
+    ),
     # shapes, padding, sums
-    nn.Flatten: _RESHAPE,
-    nn.Identity: _RESHAPE,
-    nn.Unflatten: _RESHAPE,
-    nn.ConstantPad1d: _ZERO_PAD,
-    nn.ConstantPad2d: _ZERO_PAD,
-    nn.ConstantPad3d: _ZERO_PAD,
-    nn.ZeroPad1d: _ZERO_PAD,
-    nn.ZeroPad2d: _ZERO_PAD,
-    nn.ZeroPad3d: _ZERO_PAD,
-    nn.CircularPad1d: _LINEAR_MAP,
-    nn.CircularPad2d: _LINEAR_MAP,
-    nn.CircularPad3d: _LINEAR_MAP,
-    nn.ReflectionPad1d: _LINEAR_MAP,
-    nn.ReflectionPad2d: _LINEAR_MAP,
-    nn.ReflectionPad3d: _LINEAR_MAP,
-    nn.ReplicationPad1d: _LINEAR_MAP,
-    nn.ReplicationPad2d: _LINEAR_MAP,
-    nn.ReplicationPad3d: _LINEAR_MAP,
-    nn.ChannelShuffle: _LINEAR_MAP,
-    nn.PixelShuffle: _LINEAR_MAP,
-    nn.PixelUnshuffle: _LINEAR_MAP,
-    nn.Upsample: _LINEAR_MAP,
+    **dict.fromkeys((nn.Flatten, nn.Identity, nn.Unflatten), Row(FlattenDerivatives())),
+    **dict.fromkeys(
+        (
+            *(nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d),
+            *(nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d),
+        ),
+        Row(ZeroPad2dDerivatives()),
+    ),
+    **dict.fromkeys(
+        (
+            *(nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d),
+            *(nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReflectionPad3d),
+            *(nn.ReplicationPad1d, nn.ReplicationPad2d, nn.ReplicationPad3d),
+            *(nn.ChannelShuffle, nn.PixelShuffle, nn.PixelUnshuffle, nn.Upsample),
+        ),
+        Row(LinearMapDerivatives()),
+    ),
     Pad: Row(PadDerivatives()),
     Permute: Row(PermuteDerivatives()),
     ScaleModule: Row(ScaleModuleDerivatives()),
@@ -245,15 +208,6 @@ LOSSES: Dict[Type[Module], Row] = {
     nn.CrossEntropyLoss: Row(CrossEntropyLossDerivatives()),
     nn.MSELoss: Row(MSELossDerivatives()),
     nn.BCEWithLogitsLoss: Row(BCELossWithLogitsDerivatives()),
-}
-
-_NOT_LINEAR = (
-    "The positive-curvature Hessian is defined for layers that are linear in their "
-    "parameters."
-)
-# Cells of the table layers × quantities that stay blank, and why
-WITHOUT_RULE: Dict[Tuple[Type[Module], str], str] = {
-    (layer, "PCHMP"): _NOT_LINEAR for layer in (nn.PReLU, nn.RNN, nn.LSTM, nn.GRU)
 }
 
 # Work in place if told so, and their derivative can be told from the output as well

@@ -21,18 +21,21 @@ from backpack.core.per_sample.base import PerSample
 from backpack.engine.check import Check
 from backpack.engine.graph import (
     Inspection,
+    additive_terms,
     describe,
+    entries_of,
     operation_name,
     takes_part,
+    walk,
     will_run,
 )
 from backpack.engine.parameters import Group, Products, find_groups, in_type_of
 from backpack.engine.pull_columns import PullColumns
 from backpack.engine.record import Call
-from backpack.utils.state import State
 from backpack.engine.turn import Turn
 from backpack.engine.uses import MET, Entry, Use
 from backpack.utils.hooks import no_op
+from backpack.utils.state import State
 
 MODIFIED_LOSS = (
     "The loss was modified after {module}: the gradient at its output is {factor}, not "
@@ -57,6 +60,11 @@ OUTSIDE_USE = (
     "be wrong. Use a parameter only inside of extended modules, in operations of "
     "PyTorch (not in a compiled or scripted piece, or a function with a backward of "
     "its own), and differentiate no term that contains a derivative of the network."
+)
+MISSING_TERM = (
+    "Terms of the loss come from no extended loss module ({nodes}), so that their "
+    "curvature is missing in second-order quantities. Compute them with loss modules, "
+    "and extend these: `lossfunc = extend(lossfunc)`."
 )
 REENTRANT = (
     "A part of the model runs inside `checkpoint(..., use_reentrant=True)`, which hides "
@@ -230,6 +238,8 @@ class BackwardPass:
             reached = [*inspection.reached, *params]
             reached = reached if inputs is None else tree_leaves(inputs)
             report.reached.update(map(id, reached))
+        if any(ext.pulls_columns for ext in self.state.active_exts):
+            self._warn_of_terms()
         if not self._separating:
             return
         if not inspection.allows_inputs:
@@ -248,12 +258,43 @@ class BackwardPass:
             )
             raise NotImplementedError(text)
         separate, entangled = inspection.uses_outside(set(map(id, params)))
+        entangled += self._never_seen(params)
         if entangled:
             names = describe(entangled)
             raise NotImplementedError(OUTSIDE_USE.format(names=names))
         if separate:
             names = describe(separate)
             warn(SEPARATE_USE.format(names=names), stacklevel=5)
+
+    def _never_seen(self, seen: List[Tensor]) -> List[Tensor]:
+        """Find parameters of modules that were watched, none of whose uses were."""
+        known = set(map(id, seen))
+        reached = {id(p): p for p in self.inspection.reached if id(p) not in known}
+        if not reached or not known:
+            return []
+        found: Dict[int, Tensor] = {}
+        for call in self.inspection.calls:
+            if not call.released and not call.is_loss:
+                for param in call.module.parameters():
+                    if id(param) in reached:
+                        found[id(param)] = param
+        return list(found.values())
+
+    def _warn_of_terms(self) -> None:
+        """Warn of terms whose curvature nobody knows."""
+        terms, _ = additive_terms(self.inspection.roots)
+        owners = {term: [e.owner for e in entries_of(term)] for term in terms}
+        losses = [t for t in terms if any(is_loss(x) for x in owners[t])]
+        if not losses or len(losses) == len(terms):
+            return
+        missing = [
+            type(term).__name__
+            for term in terms
+            if term not in losses
+            and any(e.owner.is_use for node in walk([term]) for e in entries_of(node))
+        ]
+        if missing:
+            warn(MISSING_TERM.format(nodes=", ".join(missing)), stacklevel=5)
 
     def _names(self) -> str:
         return ", ".join(type(ext).__name__ for ext in self._separating)
@@ -499,6 +540,18 @@ class BackwardPass:
         if factor != 1.0:
             warn(MODIFIED_LOSS.format(module=module, factor=factor), stacklevel=2)
         self.pull_back.meet(turn, second_order)
+
+
+def is_loss(owner: Any) -> bool:
+    """Tell whether something is the call of a loss.
+
+    Args:
+        owner: A use or a call.
+
+    Returns:
+        Whether it is.
+    """
+    return not owner.is_use and owner.is_loss
 
 
 def raise_released(module: Any) -> None:

@@ -17,8 +17,8 @@ from torch.autograd.graph import GradientEdge, Node
 from backpack.core.layout import FIRST, Mixed, Placement, sample_numbers, simplify
 from backpack.engine.graph import entries_of, is_leaf
 from backpack.engine.placements import MARK
-from backpack.utils.state import state
 from backpack.engine.uses import edge_of
+from backpack.utils.state import state
 
 # Nodes that map entries one by one
 _POINTWISE = frozenset(

@@ -20,6 +20,11 @@ MEETING = "backpack.meeting"  # where a node of the graph keeps that samples hav
 # Nodes through which a sum of terms can be followed
 _ADDITIVE = ("AddBackward0", "SubBackward0", "NegBackward0", "SumBackward0")
 _SCALING = ("MulBackward0", "DivBackward0")
+_OF_ONE_NUMBER = (
+    "ViewBackward0 ReshapeAliasBackward0 UnsqueezeBackward0 SqueezeBackward0 "
+    "SqueezeBackward1 SelectBackward0 CloneBackward0 AliasBackward0 ExpandBackward0 "
+    "ToCopyBackward0"
+).split()
 VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 # Operations that add up what samples contribute to a loss
 _SUMS = frozenset(
@@ -354,7 +359,10 @@ def additive_terms(
         single = name in _SCALING and len(parents) == 1
         calls = [e for e in entries_of(node) if not e.owner.is_use]
         is_loss = any(e.owner.is_loss for e in calls) and not through_losses
-        if (name in _ADDITIVE or single) and not is_loss:
+        if len(parents) == 1 and name in _OF_ONE_NUMBER:
+            single = torch.Size(node._input_metadata[0].shape).numel() == 1
+        together = through_losses and name == "_TogetherBackward"
+        if (name in _ADDITIVE or single or together) and not is_loss:
             passed.append(node)
             queue.extend(parents)
         else:

@@ -98,16 +98,21 @@ def _is_running(frame: _Frame, python_frame: Any) -> bool:
     return False
 
 
-def enter_call(module: Module, args: Tuple, kwargs: Dict[str, Any]) -> None:
+def enter_call(
+    module: Module, args: Tuple, kwargs: Dict[str, Any]
+) -> Optional[Tuple[Tuple, Dict[str, Any]]]:
     """Forward pre-hook: prepare to record the call.
 
     Args:
         module: The module.
         args: Positional arguments.
         kwargs: Keyword arguments.
+
+    Returns:
+        The arguments, guarded against interruptions, for an outermost call.
     """
     if torch.compiler.is_compiling() or steps_aside():
-        return
+        return None
     caller = sys._getframe(1)
     frames, tracker = _THREAD.frames, _THREAD.tracker
     if frames and not _is_running(frames[-1], caller.f_back):
@@ -127,6 +132,26 @@ def enter_call(module: Module, args: Tuple, kwargs: Dict[str, Any]) -> None:
             if frame.row is None:
                 _start(frame, args, kwargs)
     frames.append(frame)
+    if len(frames) == 1:
+        return args, _Guard(frame, kwargs)
+    return None
+
+
+class _Guard(dict):
+    """Keyword arguments of an outermost call; when they go, the call is over.
+
+    No hook runs after Ctrl-C, but what was local to the call is freed.
+    """
+
+    def __init__(self, frame: _Frame, kwargs: Dict[str, Any]):
+        super().__init__(kwargs)
+        self._frame = frame
+
+    def __del__(self) -> None:
+        frames = _THREAD.frames
+        if self._frame in frames:
+            while self._frame in frames:
+                _leave(frames.pop())
 
 
 def _start(frame: _Frame, args: Tuple, kwargs: Dict[str, Any]) -> None:
@@ -170,6 +195,8 @@ def leave_call(
     if torch.compiler.is_compiling():
         return None
     frame = _pop_frame(module) if _THREAD.frames else None
+    if type(kwargs) is _Guard:
+        kwargs = dict(kwargs)  # the record would keep what keeps the record
     if output is None or steps_aside():
         return None
     # a function mode, like that of our context, would see each look at a tensor

@@ -100,8 +100,8 @@ class Group:
             use: A use that has just had its gradient.
             of: Returns its products, for each of its constants.
         """
-        plain = all(c.leaf is not None for c in use.constants)
-        if use.operation is not None and plain:
+        if all(constant.leaf is not None for constant in use.constants):
+            of(use)
             return
         members = [(u, i) for u, i in self.members if u is use]
         self.collected[use] = self._sum(members, of)

@@ -279,8 +279,6 @@ class Finder:
             return [placement]
         if name in SELECTING and numbers[0] is not None:
             return [simplify(call([numbers[0].contiguous(), *flat[1:]]), n)]
-        if not any(_is_inexact(out) for out in outs):
-            return [_of_integers(call, flat, numbers, out, n) for out in outs]
         found: List[Placement] = [None] * len(outs)
         for integers in (False, True):  # what NaN shows; else what a change of numbers
             kinds = [_is_inexact(x) for x, i in zip(flat, numbers) if i is not None]
@@ -326,7 +324,8 @@ class Finder:
             result = new[0] if result is None else result
             return [x for x in tree_flatten(result)[0] if isinstance(x, Tensor)]
 
-        plain = run(None) if integers else None
+        exact = any(not _is_inexact(out) for out in outs)
+        plain = run(None) if integers or exact else None
         got = [torch.zeros(o.shape, dtype=torch.long, device=o.device) for o in outs]
         unseen = [torch.zeros(o.shape, dtype=torch.bool, device=o.device) for o in outs]
         mixed = [False] * len(outs)
@@ -334,21 +333,22 @@ class Finder:
             ones = run(lambda i, b=bit: (i >= 0) & (i >> b & 1 == 1))
             zeros = run(lambda i, b=bit: (i >= 0) & (i >> b & 1 == 0))
             for j, (p, q) in enumerate(zip(ones, zeros)):
-                if not _is_inexact(p):
-                    unseen[j] |= True
-                    continue
-                p, q = p.isnan(), q.isnan()
-                if plain is not None:
-                    p, q = p | (ones[j] != plain[j]), q | (zeros[j] != plain[j])
+                if _is_inexact(p) and not integers:
+                    p, q = p.isnan(), q.isnan()
+                else:
+                    p, q = p != plain[j], q != plain[j]
                 mixed[j] = mixed[j] or bool((p & q).any())
                 got[j] += p.long() << bit
                 unseen[j] |= ~(p | q)
         found: List[Placement] = []
         for j, out in enumerate(outs):
-            if mixed[j]:
+            selected = None
+            if not _is_inexact(out):
+                selected = _of_integers(call, flat, numbers, out, n)
+            if selected is not None:
+                found.append(selected)
+            elif mixed[j]:
                 found.append(Mixed(describe(name, flat, numbers)))
-            elif not _is_inexact(out):
-                found.append(_of_integers(call, flat, numbers, out, n))
             else:
                 found.append(simplify(got[j].masked_fill(unseen[j], -1), n))
         return found
@@ -385,6 +385,8 @@ def _has_tensor(x: Any) -> bool:
 
 def _is_along_last(name: str, args: Sequence[Any], kwargs: Dict, x: Tensor) -> bool:
     """Tell whether an operation acts along the last axis of its input only."""
+    if not args:
+        return False
     if name == "linear":
         return args[0] is x
     if name in ("layer_norm", "rms_norm"):
@@ -415,8 +417,7 @@ def _of_integers(
 ) -> Placement:
     """Find where integers are that an operation returned; they have no gradient.
 
-    Is it a view or a selection of one operand? Else, has it an axis like that of the
-    samples? Else it is taken for a constant.
+    Is it a view or a selection of one operand?
     """
     which = [j for j, i in enumerate(numbers) if i is not None]
     x, i = flat[which[0]], numbers[which[0]]
@@ -428,12 +429,6 @@ def _of_integers(
                 return simplify(i.flatten()[moved], n)
         except Exception:  # it takes no integers: no view, then
             pass
-    for j in which:
-        layout = simplify(numbers[j], n)
-        if isinstance(layout, Layout) and out.dim():
-            axis = layout.axis + out.dim() - flat[j].dim()
-            if axis >= 0 and out.shape[axis] == flat[j].shape[layout.axis]:
-                return Layout(axis, layout.inner)
     return None
 
 

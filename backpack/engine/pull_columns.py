@@ -91,6 +91,7 @@ class PullColumns:
         """Pull the columns of one source back from a loss, and store or reduce them."""
         loss, edge = turn.call, turn.call.input_edges[0]
         if edge is None:
+            check_first_argument(loss, extensions[0])
             return
         reached = targets_below([edge.node])
         running = [t for t in reached if will_run(t.node)]
@@ -344,6 +345,25 @@ class PullColumns:
         if before == 0:
             return columns
         return torch.cat([columns.new_zeros(before, *columns.shape[1:]), columns])
+
+
+def check_first_argument(loss: Call, ext: Any) -> None:
+    """Refuse a loss whose prediction is another argument than the first.
+
+    Args:
+        loss: The loss's call, whose first argument is not part of a graph.
+        ext: The extension that is running.
+
+    Raises:
+        NotImplementedError: If another argument is.
+    """
+    others = [i for i, e in enumerate(loss.input_edges) if e is not None]
+    if others:
+        raise NotImplementedError(
+            f"{type(ext).__name__}: the first argument of {loss.module}, which is the "
+            f"prediction, has no graph, but argument {others[0]} has. Pass the "
+            "prediction first, and the target after it."
+        )
 
 
 def columns_of(source: Any, loss: Call, derivatives: Any) -> Iterator[Tensor]:

@@ -19,9 +19,9 @@ from backpack.core.table import Row, find_row_or_generic, works_in_place
 from backpack.engine.graph import producing_calls, targets_below
 from backpack.engine.parameters import in_type_of
 from backpack.engine.record import Call
-from backpack.utils.state import state
 from backpack.engine.uses import Entry
 from backpack.utils.hooks import without_hooks
+from backpack.utils.state import state
 from backpack.utils.subsampling import subsample
 
 EXTEND_LOSS = (

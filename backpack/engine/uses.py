@@ -22,8 +22,8 @@ from backpack.core.layout import Mixed, Placement, one_sample_each
 from backpack.core.operations import Operation
 from backpack.core.per_sample.base import Dense, PerSample
 from backpack.core.per_sample.sums import chunks
-from backpack.utils.state import state
 from backpack.utils.hooks import without_hooks
+from backpack.utils.state import state
 
 ENTRIES = "backpack.entries"  # where a node of the graph keeps what ends in it
 # Cotangents that are masked for the generic rule have at most so many elements at once.

@@ -9,6 +9,7 @@ from backpack.extensions.firstorder import (
     Variance,
 )
 from backpack.extensions.secondorder import (
+    HBP,
     KFAC,
     KFLR,
     KFRA,
@@ -33,6 +34,7 @@ __all__ = [
     "DiagGGNMC",
     "DiagHessian",
     "GGNMP",
+    "HBP",
     "HMP",
     "KFAC",
     "KFLR",

@@ -14,23 +14,25 @@ from backpack.hessianfree.rop import R_op
 def ggn_vector_product(
     loss: Tensor, output: Tensor, model: Module, v: List[Tensor]
 ) -> Tuple[Tensor, ...]:
-    """Multiply a vector with the GGN of a loss, for all parameters of a model.
+    """Multiply a vector with the GGN of a loss, for a model's trainable parameters.
 
     Args:
         loss: Scalar, computed from the output and twice differentiable.
         output: Output of the model.
-        model: Model whose parameters ``[*p]`` the GGN belongs to.
-        v: Vector, one entry in the shape of each of ``model.parameters()``.
+        model: Model. The GGN is that of its parameters ``[*p]`` that require a
+            gradient, in the order of ``model.parameters()``.
+        v: Vector, one entry in the shape of each of these parameters.
 
     Returns:
-        Product G v, one ``[*p]`` for each parameter, see
+        Product G v, one ``[*p]`` for each of these parameters, see
         :func:`ggn_vector_product_from_plist`.
 
     Raises:
         ValueError: If the loss was not computed from this output, or if the entries of
             ``v`` do not match the parameters in number and shape.
     """
-    return ggn_vector_product_from_plist(loss, output, list(model.parameters()), v)
+    trainable = [param for param in model.parameters() if param.requires_grad]
+    return ggn_vector_product_from_plist(loss, output, trainable, v)
 
 
 def ggn_vector_product_from_plist(

@@ -150,11 +150,7 @@ def L_op(
 
 
 def transposed_jacobian_vector_product(
-    f: Tensors,
-    x: Tensors,
-    v: Tensors,
-    retain_graph: bool = True,
-    detach: bool = True,
+    f: Tensors, x: Tensors, v: Tensors, retain_graph: bool = True, detach: bool = True
 ) -> Tuple[Tensor, ...]:
     """Multiply with the transposed Jacobian of ``f`` with respect to ``x``.
 

@@ -142,7 +142,7 @@ def autograd_diag_ggn_exact(
     Args:
         X: Inputs ``[N, *]`` of the model.
         y: Targets.
-        model: Model with D parameter elements.
+        model: Model with D elements of trainable parameters.
         loss_function: Loss function of the model's output and the targets.
         idx: Indices of the diagonal's elements to compute. ``None`` means all.
 
@@ -161,14 +161,14 @@ def _autograd_ggn_exact_columns(
     Args:
         X: Inputs ``[N, *]`` of the model.
         y: Targets.
-        model: Model with D parameter elements. Some may not enter the output.
+        model: Model with D elements of trainable parameters. Some may not enter the output.
         loss_function: Loss function of the model's output and the targets.
         idx: Indices of the columns to compute. ``None`` means all.
 
     Yields:
         Index of a column, and the column ``[D]``.
     """
-    parameters = list(model.parameters())
+    parameters = [param for param in model.parameters() if param.requires_grad]
     vector = parameters_to_vector(parameters).detach()
     output = model(X)
     loss = loss_function(output, y)

@@ -9,6 +9,7 @@ from torch.nn.functional import batch_norm
 
 from backpack.core.derivatives.normalization import ScaleShiftDerivatives
 from backpack.utils.errors import batch_norm_raise_error_if_train
+from backpack.utils.subsampling import subsample
 
 BatchNormNd = Union[BatchNorm1d, BatchNorm2d, BatchNorm3d]
 
@@ -17,7 +18,8 @@ class BatchNormNdDerivatives(ScaleShiftDerivatives):
     """Derivatives of :class:`torch.nn.BatchNorm1d`, ``2d`` and ``3d``.
 
     In training mode samples are coupled by the batch's statistics: the Jacobian is that
-    of the whole batch, by autograd, and there is none for some of the samples.
+    of the whole batch, by autograd, and there is none for some of the samples. With
+    respect to the parameters, there is one for each sample in every mode.
     """
 
     def hessian_is_zero(self, module: BatchNormNd) -> bool:
@@ -62,16 +64,31 @@ class BatchNormNdDerivatives(ScaleShiftDerivatives):
         return mat * scale
 
     def _jac_t_mat_prod(
-        self,
-        module: BatchNormNd,
-        g_inp: Tuple,
-        g_out: Tuple,
-        mat: Tensor,
-        subsampling: Tuple[int, ...] = None,
+        self, module: BatchNormNd, g_inp: Tuple, g_out: Tuple, mat: Tensor
     ) -> Tensor:
         if self._uses_batch(module):
             return super()._jac_t_mat_prod(module, g_inp, g_out, mat)
         return self._jac_mat_prod(module, g_inp, g_out, mat)  # it is diagonal
+
+    def _param_mjp(
+        self,
+        param_str: str,
+        module: BatchNormNd,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        mat: Tensor,
+        sum_batch: bool = True,
+        subsampling: List[int] = None,
+    ) -> Tensor:
+        if subsampling is None or not self._uses_batch(module):
+            return super()._param_mjp(
+                param_str, module, g_inp, g_out, mat, sum_batch, subsampling
+            )
+        if param_str == "weight":  # the statistics are those of all samples
+            normalized = self.normalize(module, module.input0)
+            mat = mat * subsample(normalized, subsampling=subsampling)
+        product = self._over_shared_axes(param_str, module, mat)
+        return product.summed() if sum_batch else product.individual()
 
     def _restrict(
         self, module: BatchNormNd, subsampling: List[int] = None

@@ -159,12 +159,7 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
         return without_bias(module).forward(x)
 
     def _param_jac_mat_prod(
-        self,
-        param_str: str,
-        module: ConvNd,
-        g_inp: Tuple,
-        g_out: Tuple,
-        mat: Tensor,
+        self, param_str: str, module: ConvNd, g_inp: Tuple, g_out: Tuple, mat: Tensor
     ) -> Tensor:
         if param_str != "bias":
             return super()._param_jac_mat_prod(param_str, module, g_inp, g_out, mat)
@@ -172,12 +167,7 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
         return mat.expand(-1, *module.output.shape)
 
     def _jac_t_mat_prod(
-        self,
-        module: ConvNd,
-        g_inp: Tuple,
-        g_out: Tuple,
-        mat: Tensor,
-        subsampling: Sequence[int] = None,
+        self, module: ConvNd, g_inp: Tuple, g_out: Tuple, mat: Tensor
     ) -> Tensor:
         if not pads_symmetric_zeros(module):
             return super()._jac_t_mat_prod(module, g_inp, g_out, mat)

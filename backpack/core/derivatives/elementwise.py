@@ -79,12 +79,7 @@ class ElementwiseDerivatives(BaseDerivatives):
         return self.df(module, g_inp, g_out) * mat
 
     def _jac_t_mat_prod(
-        self,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
-        mat: Tensor,
-        subsampling: List[int] = None,
+        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
     ) -> Tensor:
         return self.df(module, g_inp, g_out) * mat
 

@@ -151,13 +151,9 @@ class GenericLossDerivatives(BaseLossDerivatives):
         return columns.to(module.input0.dtype)
 
     def _sqrt_hessian_compact(
-        self,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
-        subsampling: Optional[List[int]] = None,
+        self, module: Module, subsampling: Optional[List[int]] = None
     ) -> Tensor:
-        columns = self._sqrt_hessian(module, g_inp, g_out, subsampling)
+        columns = self._sqrt_hessian(module, (), (), subsampling)
         used = flatten(columns, 1).any(1)
         used[0] |= ~used.any()  # at least one column, of zeros
         return columns[used]

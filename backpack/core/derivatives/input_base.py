@@ -91,12 +91,7 @@ class BaseDerivatives(ABC):  # noqa: B024
         return self._jac_t_mat_prod(module, g_inp, g_out, mat)
 
     def _jac_t_mat_prod(
-        self,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
-        mat: Tensor,
-        subsampling: List[int] = None,
+        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
     ) -> Tensor:
         """Multiply with the transposed Jacobian, see :meth:`jac_t_mat_prod`.
 
@@ -105,7 +100,6 @@ class BaseDerivatives(ABC):  # noqa: B024
             g_inp: Gradients of the loss with respect to the module's inputs.
             g_out: Gradients of the loss with respect to the module's outputs.
             mat: Matrix of shape ``[V, N, *out]``.
-            subsampling: Always ``None``: samples were selected by the caller.
 
         Returns:
             Products of shape ``[V, N, *in]``.

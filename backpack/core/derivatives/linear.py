@@ -51,12 +51,7 @@ class LinearDerivatives(BaseParameterDerivatives):
 
     @no_grad()
     def _param_jac_mat_prod(
-        self,
-        param_str: str,
-        module: Linear,
-        g_inp: Tuple,
-        g_out: Tuple,
-        mat: Tensor,
+        self, param_str: str, module: Linear, g_inp: Tuple, g_out: Tuple, mat: Tensor
     ) -> Tensor:
         axes = [1] * (module.output.dim() - 1)
         if param_str == "bias":
@@ -73,12 +68,7 @@ class LinearDerivatives(BaseParameterDerivatives):
         return mat @ module.weight.mT
 
     def _jac_t_mat_prod(
-        self,
-        module: Linear,
-        g_inp: Tuple,
-        g_out: Tuple,
-        mat: Tensor,
-        subsampling: Sequence[int] = None,
+        self, module: Linear, g_inp: Tuple, g_out: Tuple, mat: Tensor
     ) -> Tensor:
         return mat @ module.weight
 

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 import torch
-from torch import Generator, Size, Tensor
+from torch import Generator, Size, Tensor, nn
 from torch.nn import Module
 
 from backpack.core.derivatives import shape_check
@@ -66,6 +66,13 @@ def as_option(generator: Optional[Generator]) -> Dict[str, Generator]:
         Keyword arguments.
     """
     return {} if generator is None else {"generator": generator}
+
+
+# Losses that are averaged over all entries, not only over samples
+_ELEMENTWISE = (
+    *(nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss, nn.BCELoss),
+    *(nn.GaussianNLLLoss, nn.KLDivLoss, nn.SoftMarginLoss, nn.HingeEmbeddingLoss),
+)
 
 
 class BaseLossDerivatives(BaseDerivatives, ABC):
@@ -135,7 +142,7 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
             ValueError: If the loss is no scalar.
         """
         self._check_scalar(module)
-        result = self._sqrt_hessian_compact(module, g_inp, g_out, subsampling)
+        result = self._sqrt_hessian_compact(module, subsampling)
         shape_check._check_like(result, module, "input0", subsampling=subsampling)
         return result
 
@@ -159,13 +166,9 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
         yield from split_columns(factor(module, (), ()), size)
 
     def _sqrt_hessian_compact(
-        self,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
-        subsampling: Optional[List[int]] = None,
+        self, module: Module, subsampling: Optional[List[int]] = None
     ) -> Tensor:
-        return self._sqrt_hessian(module, g_inp, g_out, subsampling)
+        return self._sqrt_hessian(module, (), (), subsampling)
 
     def sqrt_hessian_sampled(
         self,
@@ -315,8 +318,12 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
         Returns:
             The factor.
         """
-        mean = getattr(module, "reduction", "mean") in ("mean", "batchmean")
-        return reciprocal(len(module.input0)) if mean else 1.0
+        reduction = getattr(module, "reduction", "mean")
+        if reduction not in ("mean", "batchmean"):
+            return 1.0
+        x = module.input0
+        elementwise = reduction == "mean" and isinstance(module, _ELEMENTWISE)
+        return reciprocal(x.numel() if elementwise else len(x))
 
     def check_psd(self, module: Module) -> None:
         """Refuse a loss that the GGN is not defined for, by an exception.
@@ -329,7 +336,7 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
             self.sqrt_hessian(module, (), ())
 
     def _check_scalar(self, module: Module) -> None:
-        """Refuse losses whose output is no scalar.
+        """Refuse losses whose output is no scalar, which any single number is.
 
         Args:
             module: Loss module with stored output.
@@ -337,7 +344,7 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
         Raises:
             ValueError: If the loss is no scalar.
         """
-        if module.output.numel() != 1 or getattr(module, "reduction", "") == "none":
+        if module.output.numel() != 1:
             raise ValueError(
                 NO_SCALAR_LOSS.format(
                     derivatives=type(self).__name__,

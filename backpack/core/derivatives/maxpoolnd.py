@@ -97,12 +97,7 @@ class MaxPoolNDDerivatives(BaseDerivatives):
         return self.reshape_like_output(products, module)
 
     def _jac_t_mat_prod(
-        self,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
-        mat: Tensor,
-        subsampling: List[int] = None,
+        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
     ) -> Tensor:
         columns = mat.flatten(start_dim=-self.N)
         positions = module.input0.shape[-self.N :].numel()

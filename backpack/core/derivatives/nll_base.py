@@ -290,7 +290,28 @@ class NLLLossDerivatives(BaseLossDerivatives):
         return full_precision(prediction), weights
 
 
-class ElementwiseNLLLossDerivatives(NLLLossDerivatives):
+class ClosedFormNLLLossDerivatives(NLLLossDerivatives):
+    """Convex losses that know their sampled gradients without autograd."""
+
+    def __init__(self, use_autograd: bool = False):
+        """Choose how sampled gradients are computed.
+
+        Args:
+            use_autograd: Differentiate the log-density with autograd instead of using
+                the closed form. Default: ``False``.
+        """
+        super().__init__(use_autograd=use_autograd)
+
+    def hessian_is_psd(self) -> bool:
+        """Return whether the loss Hessian is positive semi-definite.
+
+        Returns:
+            ``True``
+        """
+        return True
+
+
+class ElementwiseNLLLossDerivatives(ClosedFormNLLLossDerivatives):
     """Losses that are sums of terms of one feature each: the Hessian is diagonal."""
 
     @abstractmethod

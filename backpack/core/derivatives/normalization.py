@@ -59,10 +59,15 @@ class ScaleShiftDerivatives(BaseParameterDerivatives):
         Returns:
             The products.
         """
-        x = inputs[0]
         if name == "weight":
-            cotangents = cotangents * self.normalize(module, x)
-        axes = [axis + 1 for axis in self.shared_axes(module, x)]
+            cotangents = cotangents * self.normalize(module, inputs[0])
+        return self._over_shared_axes(name, module, cotangents)
+
+    def _over_shared_axes(
+        self, name: str, module: Module, cotangents: Tensor
+    ) -> PerSample:
+        """Sum ``[V, N, *]``, with the weight's times ``x̂``, over the shared axes."""
+        axes = [axis + 1 for axis in self.shared_axes(module, cotangents[0])]
         products = cotangents.sum(axes) if axes else cotangents
         return Dense(products, getattr(module, name).shape)
 

@@ -11,6 +11,7 @@ projecting LSTM: features of a projected state, or of a cell), g gates.
 """
 
 from abc import abstractmethod
+from contextlib import nullcontext
 from copy import copy
 from functools import partial
 from typing import (
@@ -340,8 +341,10 @@ class RecurrentDerivatives(BaseParameterDerivatives):
         """
         directions = 1 + module.bidirectional
         weights = module.all_weights[layer * directions :][:directions]
-        # cuDNN wants the weights of all layers, and cannot be differentiated twice
-        with torch.backends.cudnn.flags(enabled=False):
+        # cuDNN wants the weights of all layers, and cannot be differentiated twice;
+        # torch 2.9 warns of its own settings where they are touched
+        no_cudnn = torch.backends.cudnn.flags(enabled=False)
+        with no_cudnn if x.is_cuda else nullcontext():
             return self._forward(module)(
                 x,
                 initial if self.num_states > 1 else initial[0],

@@ -22,11 +22,7 @@ class Rows(PerSample):
     """
 
     def __init__(
-        self,
-        ids: Tensor,
-        b: Tensor,
-        shape: torch.Size,
-        valid: Optional[Tensor] = None,
+        self, ids: Tensor, b: Tensor, shape: torch.Size, valid: Optional[Tensor] = None
     ):
         """Store indices and rows.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partialmethod
 from typing import Any, Callable, List, Tuple
 
 import torch
@@ -10,18 +11,17 @@ from torch.nn import Module
 
 from backpack.core.derivatives.batchnorm_nd import BatchNormNdDerivatives
 from backpack.core.derivatives.loss_base import BaseLossDerivatives
-from backpack.engine.turn import current_turn
-from backpack.extensions.curvature import Curvature
-from backpack.extensions.curvmatprod.operator import Operator, Step
-from backpack.extensions.secondorder.linearization import (
+from backpack.core.linearization import (
     Linearization,
     ParameterLinearization,
     Snapshot,
     freeze,
-    without_autocast,
 )
+from backpack.engine.turn import current_turn
+from backpack.extensions.curvature import Curvature
+from backpack.extensions.curvmatprod.operator import Operator, Step
 from backpack.extensions.secondorder.module_rules import ModuleRule, WalkingExtension
-from backpack.extensions.secondorder.walk import check_samples_apart
+from backpack.extensions.secondorder.walk import check_samples_apart, without_autocast
 from backpack.utils.disable import disable
 
 PARAMETER_RESIDUAL = (
@@ -126,49 +126,8 @@ class BatchNormProductRule(CurvatureProductRule):
         """Set derivatives and parameters."""
         super().__init__(BatchNormNdDerivatives(), params=["weight", "bias"])
 
-    def weight(
-        self,
-        ext: CurvatureProduct,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
-        backproped: Callable[[Tensor], Tensor],
-    ) -> Callable[[Tensor], Tensor]:
-        """Make the product with the weight's block, see :meth:`parameter`.
-
-        Args:
-            ext: The extension that is running.
-            module: The layer, with its inputs and output.
-            g_inp: Gradients at the inputs, as far as they exist.
-            g_out: Gradients at the outputs.
-            backproped: Product with the matrix at the output.
-
-        Returns:
-            Function that maps ``[K, C]`` to the same shape.
-        """
-        return self.parameter("weight", ext, module, g_inp, g_out, backproped)
-
-    def bias(
-        self,
-        ext: CurvatureProduct,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
-        backproped: Callable[[Tensor], Tensor],
-    ) -> Callable[[Tensor], Tensor]:
-        """Make the product with the bias's block, see :meth:`parameter`.
-
-        Args:
-            ext: The extension that is running.
-            module: The layer, with its inputs and output.
-            g_inp: Gradients at the inputs, as far as they exist.
-            g_out: Gradients at the outputs.
-            backproped: Product with the matrix at the output.
-
-        Returns:
-            Function that maps ``[K, C]`` to the same shape.
-        """
-        return self.parameter("bias", ext, module, g_inp, g_out, backproped)
+    weight = partialmethod(CurvatureProductRule.parameter, "weight")
+    bias = partialmethod(CurvatureProductRule.parameter, "bias")
 
 
 class CurvatureProduct(WalkingExtension):
@@ -218,8 +177,7 @@ class CurvatureProduct(WalkingExtension):
             derivatives.check_psd(module)
         product = derivatives.make_hessian_mat_prod(module, (), ())
         return Operator(
-            functions=[lambda mat: scale * product(mat)],
-            snapshots=[Snapshot(module)],
+            functions=[lambda mat: scale * product(mat)], snapshots=[Snapshot(module)]
         )
 
     def accumulate_backpropagated_quantities(self, existing: Any, other: Any) -> Any:

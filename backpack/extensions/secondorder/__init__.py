@@ -7,7 +7,7 @@ from backpack.extensions.secondorder.diag_ggn import (
     DiagGGNMC,
 )
 from backpack.extensions.secondorder.diag_hessian import BatchDiagHessian, DiagHessian
-from backpack.extensions.secondorder.hbp import KFAC, KFLR, KFRA
+from backpack.extensions.secondorder.hbp import HBP, KFAC, KFLR, KFRA
 from backpack.extensions.secondorder.sqrt_ggn import SqrtGGNExact, SqrtGGNMC
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "DiagGGNExact",
     "DiagGGNMC",
     "DiagHessian",
+    "HBP",
     "KFAC",
     "KFLR",
     "KFRA",

@@ -212,12 +212,7 @@ class ColumnExtension(SecondOrderBackpropExtension):
     separates_samples = True
     default_rule = ReduceColumns()
 
-    def __init__(
-        self,
-        savefield: str,
-        source: Source,
-        subsampling: Subsampling = None,
-    ):
+    def __init__(self, savefield: str, source: Source, subsampling: Subsampling = None):
         """Store where columns come from and values go to.
 
         Args:

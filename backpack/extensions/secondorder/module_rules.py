@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack.core.derivatives.loss_base import BaseLossDerivatives
+from backpack.core.linearization import Linearization
 from backpack.core.table import (
     GENERIC,
     built_in,
@@ -19,10 +20,6 @@ from backpack.engine.turn import current_turn
 from backpack.extensions.mat_to_mat_jac_base import ParameterRule
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
-from backpack.extensions.secondorder.linearization import (
-    Linearization,
-    without_autocast,
-)
 from backpack.extensions.secondorder.walk import (
     check_batch_first,
     check_samples_kept,
@@ -30,6 +27,7 @@ from backpack.extensions.secondorder.walk import (
     linearize,
     linearize_here,
     skips,
+    without_autocast,
 )
 from backpack.utils.disable import disable
 

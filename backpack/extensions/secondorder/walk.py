@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Callable, List, Sequence, Tuple
 
 import torch
@@ -18,14 +19,14 @@ from backpack.core.derivatives.stored import (
     scratch_copy,
     stored_inputs,
 )
-from backpack.core.table import GENERIC, works_in_place
-from backpack.engine.turn import NOT_A_CHAIN, current_turn
-from backpack.extensions.secondorder.linearization import (
+from backpack.core.linearization import (
     Columns,
     Linearization,
     freeze,
     freeze_at,
 )
+from backpack.core.table import GENERIC, works_in_place
+from backpack.engine.turn import NOT_A_CHAIN, current_turn
 from backpack.utils.disable import disable
 from backpack.utils.errors import raise_error_if_coupled
 
@@ -77,6 +78,20 @@ def _repeats(turn: Turn) -> bool:
     """Tell whether a forward pass of which little is known has to be repeated."""
     row, names = turn.row, turn.call.parameters
     return row is GENERIC or not all(row.covers(turn.module, name) for name in names)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager:
+    """Make a context in which operations get the types of their operands.
+
+    Args:
+        x: Tensor on the device of the operations.
+
+    Returns:
+        The context.
+    """
+    device = x.device.type
+    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if on else nullcontext()
 
 
 def skips(turn: Turn, extension: BackpropExtension) -> bool:

@@ -10,11 +10,7 @@ from backpack.extensions.firstorder.sum_grad_squared import SumGradSquared
 class SGSBase(ReducedLayer):
     """Compute sums of squared individual gradients with a layer's derivatives."""
 
-    def __init__(
-        self,
-        derivatives: BaseParameterDerivatives,
-        params: List[str] = None,
-    ):
+    def __init__(self, derivatives: BaseParameterDerivatives, params: List[str] = None):
         """Create a method for each parameter.
 
         Args:

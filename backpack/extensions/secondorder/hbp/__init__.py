@@ -207,10 +207,7 @@ class KroneckerFactors(ColumnExtension, HBP):
     """
 
     def __init__(
-        self,
-        savefield: str,
-        source: Source,
-        weight_sharing: Optional[str] = None,
+        self, savefield: str, source: Source, weight_sharing: Optional[str] = None
     ):
         """Choose how weight sharing is treated.
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, List, Optional, Tuple
 from torch import Tensor
 from torch.nn import Module
 
+from backpack.core.linearization import Linearization
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.secondorder.hbp import factors
 from backpack.extensions.secondorder.hbp.hbp_options import (
     BackpropStrategy,
     ExpectationApproximation,
 )
-from backpack.extensions.secondorder.linearization import Linearization
 from backpack.extensions.secondorder.module_rules import ModuleRule
 from backpack.utils.types import as_type
 from backpack.utils.unsqueeze import flatten

@@ -1,4 +1,4 @@
-"""What module rules are made of: a call's Jacobian and residual, to multiply with.
+"""A module linearized at its last call: products with Jacobian and residual.
 
 Columns at the inputs are lists, one entry ``[V, N, *in]`` for each input that a
 quantity is passed on to; ``None`` stands for zero. A rule is taken from the table where
@@ -8,7 +8,6 @@ differentiated by autograd in all of these inputs at once.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from typing import Any, Callable, List, Optional, Sequence, Tuple
 
@@ -26,6 +25,7 @@ from backpack.core.derivatives.stored import (
     stored_inputs,
 )
 from backpack.core.derivatives.sum_module import SumModuleDerivatives
+from backpack.hessianfree.lop import pull_back, pull_columns
 from backpack.hessianfree.rop import R_op
 from backpack.utils.disable import disable
 from backpack.utils.subsampling import subsample
@@ -64,12 +64,12 @@ def freeze(module: Module) -> Module:
 
 
 def freeze_at(module: Module, inputs: Sequence[Any], output: Tensor) -> Module:
-    """Copy a module such that the copy keeps given inputs and output.
+    """Copy a module such that the copy keeps the inputs and the output of a call.
 
     Args:
         module: The module.
-        inputs: Arguments of a call.
-        output: The call's output.
+        inputs: The call's inputs.
+        output: Its output.
 
     Returns:
         The copy, see :func:`freeze`.
@@ -94,20 +94,6 @@ def _frozen(x: Any) -> Any:
     if isinstance(x, Parameter):  # an operation's argument, which holds no samples
         return Parameter(x.detach(), requires_grad=False)
     return x.detach() if isinstance(x, Tensor) else x
-
-
-def without_autocast(x: Tensor) -> AbstractContextManager:
-    """Make a context in which operations get the types of their operands.
-
-    Args:
-        x: Tensor on the device of the operations.
-
-    Returns:
-        The context.
-    """
-    device = x.device.type
-    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if on else nullcontext()
 
 
 class Snapshot:
@@ -244,7 +230,7 @@ class Linearization:
             args = self.module, (), self.g_out, columns
             return self._typed([self.derivatives.jac_t_mat_prod(*args)])
         xs, y = self._evaluate()
-        return _pull([y], xs, [[v] for v in columns])
+        return pull_columns(y, xs, columns)
 
     def residual(self, columns: Columns) -> Columns:
         """Multiply with the residual Σ_k δ_k ∂²z_k/∂x².
@@ -262,7 +248,7 @@ class Linearization:
         columns = self.filled(columns)
         xs, y = self._evaluate()
         gradients = _gradients(y, xs, self.g_out[0])
-        return _pull(gradients, xs, list(zip(*columns)))
+        return pull_columns(gradients, xs, zip(*columns))
 
     @property
     def residual_is_zero(self) -> bool:
@@ -419,7 +405,7 @@ class ParameterLinearization:
                 self.name, self.module, (), self.g_out, columns
             )
         param, y = self._evaluate()
-        return _pull([y], [param], [[v] for v in columns])[0]
+        return pull_columns(y, param, columns)[0]
 
     def residual(self, columns: Tensor) -> Tensor:
         """Multiply with the residual Σ_k δ_k ∂²z_k/∂p².
@@ -432,7 +418,7 @@ class ParameterLinearization:
         """
         param, y = self._evaluate()
         gradients = _gradients(y, [param], self.g_out[0])
-        return _pull(gradients, [param], [[v] for v in columns])[0]
+        return pull_columns(gradients, param, columns)[0]
 
     def residual_diagonal(self, sum_batch: bool) -> Tensor:
         """Compute the diagonal of the residual, entry by entry.
@@ -449,11 +435,11 @@ class ParameterLinearization:
         if not sum_batch:
             samples = [_only(n) for n in range(len(delta))]
         basis = torch.eye(param.numel(), dtype=param.dtype, device=param.device)
-        basis = basis.reshape(-1, 1, *param.shape)
+        basis = basis.reshape(-1, *param.shape)
         diagonals = []
         for select in samples:
             gradients = _gradients(y, [param], select(delta))
-            products = _pull(gradients, [param], basis)[0]
+            products = pull_columns(gradients, param, basis)[0]
             diagonal = flatten(products, 1).diagonal().reshape(param.shape)
             diagonals.append(diagonal)
         return diagonals[0] if sum_batch else torch.stack(diagonals)
@@ -480,30 +466,5 @@ def _only(n: int) -> Callable[[Tensor], Tensor]:
     return select
 
 
-def _gradients(y: Tensor, xs: List[Tensor], delta: Tensor) -> List[Tensor]:
-    with torch.enable_grad():
-        return list(
-            torch.autograd.grad(
-                y, xs, delta.to(y.dtype), create_graph=True, materialize_grads=True
-            )
-        )
-
-
-def _pull(
-    ys: List[Tensor], xs: List[Tensor], columns: Sequence[Sequence[Tensor]]
-) -> List[Tensor]:
-    """Multiply columns ``[V, *y]`` with the transposed Jacobian, zeros if constant."""
-    active = [i for i, y in enumerate(ys) if y.requires_grad]
-    if not active:
-        return [x.new_zeros(len(columns), *x.shape) for x in xs]
-    rows = [
-        torch.autograd.grad(
-            [ys[i] for i in active],
-            xs,
-            [column[i].to(ys[i].dtype) for i in active],
-            retain_graph=True,
-            materialize_grads=True,
-        )
-        for column in columns
-    ]
-    return [torch.stack(parts) for parts in zip(*rows)]
+def _gradients(y: Tensor, xs: List[Tensor], delta: Tensor) -> Tuple[Tensor, ...]:
+    return pull_back([y], xs, [delta.to(y.dtype)], True, create_graph=True)

@@ -18,7 +18,6 @@ from backpack.core.table import (
     GENERIC,
     LAYERS,
     LOSSES,
-    WITHOUT_RULE,
     Row,
 )
 from backpack.custom_module.branching import SumModule
@@ -113,6 +112,16 @@ _NOT_KNOWN = (
     "The positive-curvature Hessian is defined for layers that are linear in their "
     "parameters, which is not known of other modules."
 )
+
+_NOT_LINEAR = (
+    "The positive-curvature Hessian is defined for layers that are linear in their "
+    "parameters."
+)
+# Cells that stay blank, and why
+WITHOUT_RULE: Dict[Tuple[Type[Module], str], str] = {
+    (layer, "PCHMP"): _NOT_LINEAR for layer in (nn.PReLU, nn.RNN, nn.LSTM, nn.GRU)
+}
+
 
 _SHARED_WEIGHTS: Dict[Type[Module], str] = {
     nn.Linear: "On more than two axes, positions share the weight",

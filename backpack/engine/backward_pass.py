@@ -20,12 +20,13 @@ from torch.utils._pytree import tree_leaves
 from backpack.core.layout import Mixed
 from backpack.core.per_sample.base import PerSample
 from backpack.engine.check import Check
-from backpack.engine.gaps import explain_parents
+from backpack.engine.gaps import explain_parents, name_of
 from backpack.engine.graph import (
     Inspection,
     additive_terms,
     describe,
     entries_of,
+    is_sum,
     operation_name,
     tail_terms,
     takes_part,
@@ -555,11 +556,11 @@ def met_before_losses(inspection: Inspection) -> List[Mixed]:
         What is known of the losses' predictions.
     """
     placements = [call.placement for call in inspection.calls if call.is_loss]
-    placements += [
-        known.placement
-        for node in tail_terms(inspection.roots)
-        for known in explain_parents(node)
-    ]
+    for node in tail_terms(inspection.roots):
+        behind = explain_parents(node)
+        placements += [known.placement for known in behind]
+        if any(known.n > 1 for known in behind) and not is_sum(node):
+            placements.append(Mixed(name_of(node)))
     return [p for p in placements if isinstance(p, Mixed)]
 
 

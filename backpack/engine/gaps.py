@@ -219,12 +219,21 @@ def _is_pointwise(nodes: Sequence[Node], shape: torch.Size) -> bool:
 
 
 def _names(nodes: Sequence[Node]) -> str:
-    names = dict.fromkeys(type(node).__name__.split("Backward")[0] for node in nodes)
-    return "`" + "`, `".join(map(_snake_case, names)) + "`"
+    return ", ".join(dict.fromkeys(map(name_of, nodes)))
 
 
-def _snake_case(name: str) -> str:
-    return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
+def name_of(node: Node) -> str:
+    """Name the operation of a node, for a message.
+
+    Args:
+        node: The node.
+
+    Returns:
+        Its name as in PyTorch's functions.
+    """
+    name = type(node).__name__.split("Backward")[0]
+    words = "".join(f"_{c.lower()}" if c.isupper() else c for c in name)
+    return f"`{words.lstrip('_')}`"
 
 
 def _probe(

@@ -385,6 +385,23 @@ def additive_terms(
     return terms, passed
 
 
+def is_sum(node: Node) -> bool:
+    """Tell whether a node adds up what samples contribute, or adds nothing up.
+
+    Args:
+        node: Node at which the terms of a loss end.
+
+    Returns:
+        Whether it is so.
+    """
+    return not _is_scalar(node) or type(node).__name__.split("Backward")[0] in (
+        *("Sum", "Mean", "NllLoss", "NllLoss2D", "MseLoss", "SmoothL1Loss", "Nansum"),
+        *("HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "KlDiv"),
+        *("SoftMarginLoss", "MultiMarginLoss", "MultilabelMarginLoss", "CtcLoss"),
+        *("Dot", "View", "Squeeze", "Select", "Clone", "Alias", "_Together", "ToCopy"),
+    )
+
+
 def _is_scalar(node: Node) -> bool:
     """Tell whether a node's first output is a single number."""
     if is_leaf(node):

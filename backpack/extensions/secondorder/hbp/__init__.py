@@ -210,7 +210,11 @@ class KroneckerFactors(ColumnExtension, HBP):
     """
 
     def __init__(
-        self, savefield: str, source: Source, weight_sharing: Optional[str] = None
+        self,
+        savefield: str,
+        source: Source,
+        weight_sharing: Optional[str] = None,
+        dense_limit: int = DENSE_LIMIT,
     ):
         """Choose how weight sharing is treated.
 
@@ -218,7 +222,9 @@ class KroneckerFactors(ColumnExtension, HBP):
             savefield: Attribute of a parameter under which its value is saved.
             source: Where the columns come from.
             weight_sharing: ``"expand"``, ``"reduce"`` or ``None``. Default: ``None``.
+            dense_limit: Number of rows that a factor may have. Default: ``16384``.
         """
+        self.dense_limit = dense_limit
         exact = source.strategy == LossHessianStrategy.EXACT
         HBP.__init__(
             self,
@@ -232,7 +238,7 @@ class KroneckerFactors(ColumnExtension, HBP):
         ColumnExtension.__init__(self, savefield, source)
 
     def check(self, where: Any, param: Tensor, product: PerSample) -> None:
-        """Refuse parameters whose factors are ambiguous.
+        """Refuse parameters whose factors are ambiguous, or too large.
 
         Args:
             where: A call, or a group of parameters, for messages.

@@ -17,14 +17,18 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 
+from backpack.core.layout import Mixed
 from backpack.core.per_sample.base import PerSample
 from backpack.engine.check import Check
+from backpack.engine.gaps import explain_parents, name_of
 from backpack.engine.graph import (
     Inspection,
     additive_terms,
     describe,
     entries_of,
+    is_sum,
     operation_name,
+    tail_terms,
     takes_part,
     walk,
     will_run,
@@ -250,7 +254,7 @@ class BackwardPass:
             if any(ext.refuses_coupled_samples for ext in self._separating):
                 raise NotImplementedError(message)
             warn(message, stacklevel=5)
-        for met in inspection.coupled():
+        for met in (*inspection.coupled(), *met_before_losses(inspection)):
             if operation_name(met) in ("batch_norm", "native_batch_norm"):
                 continue
             text = MET.format(
@@ -540,6 +544,24 @@ class BackwardPass:
         if factor != 1.0:
             warn(MODIFIED_LOSS.format(module=module, factor=factor), stacklevel=2)
         self.pull_back.meet(turn, second_order)
+
+
+def met_before_losses(inspection: Inspection) -> List[Mixed]:
+    """Find where samples have met between a model and its loss.
+
+    Args:
+        inspection: What the graph looks like.
+
+    Returns:
+        What is known of the losses' predictions.
+    """
+    placements = [call.placement for call in inspection.calls if call.is_loss]
+    for node in tail_terms(inspection.roots):
+        behind = explain_parents(node)
+        placements += [known.placement for known in behind]
+        if any(known.n > 1 for known in behind) and not is_sum(node):
+            placements.append(Mixed(name_of(node)))
+    return [p for p in placements if isinstance(p, Mixed)]
 
 
 def is_loss(owner: Any) -> bool:

@@ -322,6 +322,19 @@ class Inspection:
         return None
 
 
+def tail_terms(roots: Sequence[Node]) -> List[Node]:
+    """Find the terms of what is differentiated that no module has computed.
+
+    Args:
+        roots: Where the backward pass begins.
+
+    Returns:
+        Their nodes: at each, terms are summed that belong to samples, or samples meet.
+    """
+    terms, _ = additive_terms(roots, through_losses=True)
+    return [term for term in terms if not entries_of(term)]
+
+
 def operation_name(met: Mixed) -> str:
     """Read the name of an operation off its description.
 
@@ -361,6 +374,8 @@ def additive_terms(
         is_loss = any(e.owner.is_loss for e in calls) and not through_losses
         if len(parents) == 1 and name in _OF_ONE_NUMBER:
             single = torch.Size(node._input_metadata[0].shape).numel() == 1
+        if through_losses and parents and _is_scalar(node):
+            single = single or all(map(_is_scalar, parents))
         together = through_losses and name == "_TogetherBackward"
         if (name in _ADDITIVE or single or together) and not is_loss:
             passed.append(node)
@@ -368,6 +383,31 @@ def additive_terms(
         else:
             terms.append(node)
     return terms, passed
+
+
+def is_sum(node: Node) -> bool:
+    """Tell whether a node adds up what samples contribute, or adds nothing up.
+
+    Args:
+        node: Node at which the terms of a loss end.
+
+    Returns:
+        Whether it is so.
+    """
+    return not _is_scalar(node) or type(node).__name__.split("Backward")[0] in (
+        *("Sum", "Mean", "NllLoss", "NllLoss2D", "MseLoss", "SmoothL1Loss", "Nansum"),
+        *("HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "KlDiv"),
+        *("SoftMarginLoss", "MultiMarginLoss", "MultilabelMarginLoss", "CtcLoss"),
+        *("Dot", "View", "Squeeze", "Select", "Clone", "Alias", "_Together", "ToCopy"),
+    )
+
+
+def _is_scalar(node: Node) -> bool:
+    """Tell whether a node's first output is a single number."""
+    if is_leaf(node):
+        return node.variable.numel() == 1
+    metadata = node._input_metadata
+    return bool(metadata) and torch.Size(metadata[0].shape).numel() == 1
 
 
 def describe(params: Sequence[Tensor]) -> str:

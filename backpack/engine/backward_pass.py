@@ -400,6 +400,16 @@ class BackwardPass:
                     use.release()
                 self._went(use.owner)
 
+    def exempt(self, ext: Any, group: Group) -> None:
+        """Note that parameters get no value, for a reason that needs no report.
+
+        Args:
+            ext: The extension.
+            group: The parameters.
+        """
+        if self.state.report is not None:
+            self.state.report.saved.update((id(ext), id(p)) for p in group.params)
+
     def own_products(self, use: Use) -> Products:
         """Describe what a use contributes to the individual gradients.
 

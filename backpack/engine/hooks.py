@@ -467,7 +467,7 @@ def _record(
     call.is_altered = _comes_late(module)
     if not is_no_op(module):
         call.store(raw=False)
-    if _computes_loss(module, outputs):
+    if _computes_loss(call, outputs, tracker is None or frame.tracker is tracker):
         call.is_loss, call.loss_module = True, module
     call.is_composite = any(True for _ in module.children())
     call.is_transparent = bool(frame.called)
@@ -564,11 +564,17 @@ def _parameters(module: Module, args: Tuple, frame: _Frame) -> Dict[str, Tensor]
     return own
 
 
-def _computes_loss(module: Module, outputs: List[Tensor]) -> bool:
+def _computes_loss(call: Call, outputs: List[Tensor], outermost: bool) -> bool:
+    """Tell whether a call maps a prediction, which has a graph, to a number."""
+    module = call.module
     if is_loss(module):
         return True
-    scalar = len(outputs) == 1 and outputs[0].dim() == 0
-    return scalar and next(module.parameters(), None) is None
+    if not outputs or outputs[0].dim() > 0 and outputs[0].shape != (1,):
+        return False
+    if next(module.parameters(), None) is None:
+        return outputs[0].dim() == 0 or call.input_edges[:1] not in ([], [None])
+    edge = call.input_edges[0] if call.input_edges else None
+    return outermost and edge is not None and edge.node.next_functions != ()
 
 
 def _attach(

@@ -213,6 +213,11 @@ class Tracker(TorchFunctionMode):
             args, kwargs, pairs = self._stand_in(kind, args, kwargs, constants)
         written = args[0] if kind.writes and args else None
         deciding = [x for x in data if x.requires_grad] or data
+        shown = None
+        if isinstance(written, Tensor):  # its shape may change
+            shown = written.detach()
+            place(shown, self._finder.of(written), self.key)
+            deciding = [shown if x is written else x for x in deciding]
         out = func(*args, **kwargs)
         result = written if out is None and name == "__setitem__" else out
         if type(result) is Tensor or isinstance(result, Tensor):
@@ -225,7 +230,8 @@ class Tracker(TorchFunctionMode):
             return out
         if not outs:
             return out
-        placements = self._place(func, name, args, kwargs, outs, deciding)
+        seen = args if shown is None else (shown, *args[1:])
+        placements = self._place(func, name, seen, kwargs, outs, deciding)
         for x, placement in zip(outs, placements):
             setattr(x, MARK, (self.key, placement))
         for x, placement in zip(outs, placements):

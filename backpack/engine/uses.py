@@ -10,7 +10,17 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import (
+    Any,
+    Callable,
+    Container,
+    Dict,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 import torch
 from torch import Tensor
@@ -375,7 +385,7 @@ class _Together(Function):
         return gradients
 
 
-def on_one_node(output: Any) -> Any:
+def on_one_node(output: Any, leave: Container[int] = ()) -> Any:
     """Give several outputs a node of their own.
 
     There, the gradients at all of them arrive at once; and if one was computed from
@@ -383,6 +393,7 @@ def on_one_node(output: Any) -> Any:
 
     Args:
         output: What a module or an operation returned.
+        leave: Identities of tensors that are left alone.
 
     Returns:
         The same, with copies of its tensors that require a gradient.
@@ -391,7 +402,10 @@ def on_one_node(output: Any) -> Any:
     places = [
         i
         for i, x in enumerate(leaves)
-        if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad
+        if isinstance(x, Tensor)
+        and x.is_floating_point()
+        and x.requires_grad
+        and id(x) not in leave
     ]
     if places:
         for i, copy in zip(places, _Together.apply(*(leaves[i] for i in places))):

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from backpack.core.layout import Mixed
 from backpack.engine.uses import ENTRIES, Entry, Use
-from backpack.utils.hooks import EXTENDED
+from backpack.utils.hooks import EXTENDED, represent
 
 MEETING = "backpack.meeting"  # where a node of the graph keeps that samples have met
 
@@ -384,7 +384,7 @@ def describe(params: Sequence[Tensor]) -> str:
     for root in sorted(EXTENDED, key=lambda m: sum(1 for _ in m.modules())):
         for name, param in root.named_parameters():
             if id(param) in wanted:
-                names[id(param)] = f"'{name}' of {type(root).__name__}"
+                names[id(param)] = f"'{name}' of {represent(root)}"
     unnamed = [
         f"a tensor of shape {list(p.shape)}" for p in params if id(p) not in names
     ]

@@ -226,6 +226,8 @@ class Tracker(TorchFunctionMode):
         if not outs:
             return out
         placements = self._place(func, name, args, kwargs, outs, deciding)
+        if any(type(placement) is Mixed for placement in placements):
+            placements = [self._located(placement) for placement in placements]
         for x, placement in zip(outs, placements):
             setattr(x, MARK, (self.key, placement))
         for x, placement in zip(outs, placements):
@@ -255,6 +257,12 @@ class Tracker(TorchFunctionMode):
             if placement is not None:
                 return [placement]
         return self._finder.find(func, name, args, kwargs, outs, deciding)
+
+    def _located(self, placement: Placement) -> Placement:
+        """Say in which module samples have met."""
+        if type(placement) is not Mixed or placement.module or self.owner is None:
+            return placement
+        return placement._replace(module=self.owner.module_ref)
 
     def _write_to_base(self, view: Tensor, base: Tensor) -> None:
         """Pass on where samples are from a view that was written to, to its base."""

@@ -208,8 +208,9 @@ class Tracker(TorchFunctionMode):
         data: List[Tensor],
         constants: List[Tensor],
     ) -> Any:
-        name, pairs = kind.name, None
+        name, pairs, since = kind.name, None, 0
         if constants and torch.is_grad_enabled():
+            since = torch._C._autograd._get_sequence_nr()
             args, kwargs, pairs = self._stand_in(kind, args, kwargs, constants)
         written = args[0] if kind.writes and args else None
         deciding = [x for x in data if x.requires_grad] or data
@@ -239,7 +240,7 @@ class Tracker(TorchFunctionMode):
             self._write_to_base(outs[0], base)
             hooked, placed = [base], [self._finder.of(base)]
         if pairs is not None:
-            self._record(func, kind, args, kwargs, pairs, hooked, placed)
+            self._record(func, kind, args, kwargs, pairs, hooked, placed, since)
         return out
 
     def _place(
@@ -336,6 +337,7 @@ class Tracker(TorchFunctionMode):
         pairs: List[Constant],
         outs: List[Tensor],
         placements: List[Placement],
+        since: int,
     ) -> None:
         """Remember a use, at the node of the graph that produced its result."""
         both = [(x, p) for x, p in zip(outs, placements) if x.requires_grad]
@@ -348,7 +350,10 @@ class Tracker(TorchFunctionMode):
         if operation is not None and operation.data is not None:
             if not operation.is_possible(self._finder.of(operation.data)):
                 operation = None
-        use = Use(kind.name, pairs, self.n, [p for _, p in both], self.owner, operation)
+        placements = [p for _, p in both]
+        use = Use(
+            kind.name, pairs, self.n, placements, self.owner, operation, since
+        )
         use.attach([x for x, _ in both])
         if self.owner is not None:
             self.owner.uses.append(use)

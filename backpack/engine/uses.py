@@ -116,6 +116,13 @@ class Constant:
         self.stand_in, self.key, self.shape = stand_in, key, x.shape
         self.dtype = x.dtype
 
+    @property
+    def node(self) -> Node:
+        """Node of the graph at which its share of the gradient arrives."""
+        if self.stand_in is not None:
+            return self.stand_in.node
+        return get_gradient_edge(self.leaf).node
+
 
 def edge_of(x: Tensor) -> GradientEdge:
     """Return where a tensor sits in the graph, which must be the case.

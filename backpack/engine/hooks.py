@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn import Module, Parameter
 from torch.nn.modules.module import _global_forward_hooks
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
 
 from backpack.converter.function import FunctionModule
@@ -26,7 +27,7 @@ from backpack.core.operations import LayerLike, Operation
 from backpack.core.table import Row, find_row
 from backpack.engine.gaps import Known, explain
 from backpack.engine.graph import is_leaf
-from backpack.engine.placements import MARK
+from backpack.engine.placements import MARK, Pass, place
 from backpack.engine.record import Call
 from backpack.engine.tracking import Tracker
 from backpack.engine.uses import Constant, Entry, Use, edge_of, entries_at, on_one_node
@@ -156,6 +157,9 @@ class _Guard(dict):
 
 def _start(frame: _Frame, args: Tuple, kwargs: Dict[str, Any]) -> None:
     """Begin to watch operations."""
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, PackedSequence):
+            _place_packed(x)
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     tensors = [x for x in tensors if x.dim() and not x.is_nested and not x.is_meta]
     data = [x for x in tensors if not isinstance(x, Parameter)] or tensors
@@ -176,6 +180,16 @@ def _start(frame: _Frame, args: Tuple, kwargs: Dict[str, Any]) -> None:
     frame.tracker = _THREAD.tracker = Tracker(n, inputs)
     frame.tracker.owner = frame.call
     frame.tracker.__enter__()
+
+
+def _place_packed(x: PackedSequence) -> None:
+    """Say where the samples of a packed sequence are: in each step, the longest."""
+    sizes = x.batch_sizes.tolist()
+    numbers = torch.cat([torch.arange(size, device=x.data.device) for size in sizes])
+    if x.sorted_indices is not None:
+        numbers = x.sorted_indices[numbers]
+    numbers = numbers.view(-1, *[1] * (x.data.dim() - 1))
+    place(x.data, numbers, Pass(sizes[0]))
 
 
 def leave_call(

@@ -32,7 +32,7 @@ from backpack.core.layout import Mixed, Placement, one_sample_each
 from backpack.core.operations import Operation
 from backpack.core.per_sample.base import Dense, PerSample
 from backpack.core.per_sample.sums import chunks
-from backpack.utils.hooks import without_hooks
+from backpack.utils.hooks import name_module, without_hooks
 from backpack.utils.state import state
 
 ENTRIES = "backpack.entries"  # where a node of the graph keeps what ends in it
@@ -42,14 +42,40 @@ MASKED_ELEMENTS = 2**24
 MET = (
     "{what}: samples have met in {operation}, so that quantities of individual samples "
     "are not defined for {names}. The batch axis is axis 0 of the model's inputs. Let "
-    "each sample be computed by itself, or compute this part of the loss in a backward "
-    "pass outside of the context."
+    "each sample be computed by itself, along other axes, or compute this part of the "
+    "loss in a backward pass outside of the context."
 )
 LOST = (
     "{what}: it is not known where the samples are after {operation}, so that "
     "quantities of individual samples can't be computed for {names}. Replace this "
     "operation by others of PyTorch, or freeze the parameters."
 )
+
+
+MODIFIED = (
+    "{operation}: an input of this operation was modified in place after the forward "
+    "pass, so quantities of its parameters can't be computed. Replace the in-place "
+    "operation (`x = x + y` instead of `x += y`), or pass a copy."
+)
+
+
+def refuse(what: str, met: Mixed, names: str) -> None:
+    """Refuse what comes after samples have met.
+
+    Args:
+        what: Who asks.
+        met: Where they have met.
+        names: Names of what is not defined.
+
+    Raises:
+        NotImplementedError: Always.
+    """
+    module = None if met.module is None else met.module()
+    where = "" if module is None else f" of {name_module(module)}"
+    text = (MET if met.is_known else LOST).format(
+        what=what, operation=met.operation + where, names=names
+    )
+    raise NotImplementedError(text)
 
 
 class Entry(NamedTuple):
@@ -100,6 +126,13 @@ class Constant:
         self.source = None if self.leaf is x else edge_of(x)
         self.stand_in, self.key, self.shape = stand_in, key, x.shape
         self.dtype = x.dtype
+
+    @property
+    def node(self) -> Node:
+        """Node of the graph at which its share of the gradient arrives."""
+        if self.stand_in is not None:
+            return self.stand_in.node
+        return get_gradient_edge(self.leaf).node
 
 
 def edge_of(x: Tensor) -> GradientEdge:
@@ -172,6 +205,17 @@ class Use:
         """Number of outputs that require a gradient."""
         return len(self.output_shapes)
 
+    def describe(self) -> str:
+        """Name the operation, for a message.
+
+        Returns:
+            The module in which it was, and its name.
+        """
+        owner = self.owner
+        if owner is None:
+            return f"`{self.name}`"
+        return f"`{self.name}` of {name_module(owner.module)}"
+
     def attach(self, outputs: Sequence[Tensor]) -> None:
         """Attach it to the nodes that produced its outputs.
 
@@ -229,11 +273,7 @@ class Use:
             if placement is None:
                 placement = Mixed(f"`{self.name}`", False)
             if isinstance(placement, Mixed):
-                text = MET if placement.is_known else LOST
-                text = text.format(
-                    what=what, operation=placement.operation, names=names()
-                )
-                raise NotImplementedError(text)
+                refuse(what, placement, names())
 
     def products(
         self, cotangents: Sequence[Optional[Tensor]], nodes: Dict[int, Node]
@@ -246,6 +286,9 @@ class Use:
 
         Returns:
             Products for each constant, ``None`` for zero.
+
+        Raises:
+            RuntimeError: If they need an input that was modified in place since.
         """
         if all(x is None for x in cotangents):
             return [None] * len(self.constants)
@@ -255,6 +298,8 @@ class Use:
             shared: Dict[Any, Tuple[Tensor, Tensor]] = {}
             found = []
             for constant in self.constants:
+                if operation.is_modified and operation.reads_data(constant.key):
+                    raise RuntimeError(MODIFIED.format(operation=self.describe()))
                 product = operation.product(
                     constant.key,
                     constant.shape,

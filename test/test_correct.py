@@ -1704,7 +1704,7 @@ def product_term(model: Module, x: Tensor, out: Tensor) -> Tensor:
     return sum(gradient.sum() for gradient in gradients)
 
 
-SEPARATE, ENTANGLED = "also used in terms of the loss", "used outside of the calls"
+SEPARATE, ENTANGLED = "also used in terms of the loss", "extensions can't see it"
 TERMS = {
     "l2": (l2_term, SEPARATE),
     "gradient": (gradient_term, ENTANGLED),

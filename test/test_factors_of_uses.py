@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from cases import F64
 from oracle import assert_agrees, parameters
-from per_sample import REFUSALS, Lambda, N, compute, lookup, real, reference, use
+from per_sample import REFUSALS, Lambda, N, compute, lookup, real, reference
 from test_expressions import EXPRESSIONS, TIED
 from test_uses import LINEAR
 from torch import Tensor, nn
@@ -40,8 +40,6 @@ FACTORS = {
             "tensordot-axes",
         )
     },
-    "conv1d": use(lambda m, x: F.conv1d(x, m.w, m.b), 2, 3, w=(3, 2, 3), b=(3,)),
-    "conv2d": use(lambda m, x: F.conv2d(x, m.w, m.b), 2, 2, 2, w=(3, 2, 2, 2), b=(3,)),
     "lora": EXPRESSIONS["lora"],
     "never-called": TIED["never-called"],
     "one-token": lookup(lambda m, i: (m.w[i] @ m.v).sin(), w=(5, 3), v=(3, 4)),

@@ -13,7 +13,7 @@ axes, cut into windows, or routed row by row. A *placement* says where it is:
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -37,10 +37,12 @@ class Mixed(NamedTuple):
     Attributes:
         operation: What brought them together, for messages.
         is_known: Whether they have; else, nothing could be found out.
+        module: Weak reference to the innermost module in which it was, if there is one.
     """
 
     operation: str
     is_known: bool = True
+    module: Optional[Callable[[], Any]] = None
 
 
 Placement = Union[Layout, Tensor, Mixed, None]

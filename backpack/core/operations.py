@@ -8,6 +8,7 @@ returns ``None``; autograd then does it, see :mod:`backpack.engine.uses`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from math import prod
 from types import SimpleNamespace
 from typing import (
@@ -48,7 +49,7 @@ from backpack.utils.types import as_type
 Key = Union[int, str]  # where an argument stands: its position, or its keyword
 
 
-class Operation:
+class Operation(ABC):
     """An operation with constants, and how to form products with their Jacobians.
 
     Attributes:
@@ -74,6 +75,18 @@ class Operation:
         """Whether the operand was modified in place since."""
         return self.data is not None and self.data._version != self._version
 
+    def reads_data(self, key: Key) -> bool:
+        """Tell whether products with a constant's Jacobian are made of the operand.
+
+        Args:
+            key: Which argument the constant is.
+
+        Returns:
+            Whether they are.
+        """
+        return self.data is not None
+
+    @abstractmethod
     def product(
         self, key: Key, shape: torch.Size, cotangents: Tensor, out: Layout, n: int
     ) -> Optional[PerSample]:
@@ -89,7 +102,6 @@ class Operation:
         Returns:
             The products, ``None`` if the rule does not cover it.
         """
-        raise NotImplementedError
 
     def is_possible(self, placement: Placement) -> bool:
         """Tell whether the rule is for operands with samples at a place.
@@ -146,6 +158,9 @@ class LayerLike(Operation):
         if isinstance(placement, Layout):
             return placement.axis < axes
         return isinstance(placement, Tensor) and axes > 0
+
+    def reads_data(self, key: Key) -> bool:  # noqa: D102
+        return self.names[key] != "bias"
 
     def product(  # noqa: D102
         self, key: Key, shape: torch.Size, cotangents: Tensor, out: Placement, n: int
@@ -234,6 +249,9 @@ class Contraction(Operation):
         if isinstance(placement, Layout):
             return placement.axis not in self._inputs
         return isinstance(placement, Tensor)
+
+    def reads_data(self, key: Key) -> bool:  # noqa: D102
+        return key == self.key
 
     def product(  # noqa: D102
         self, key: Key, shape: torch.Size, cotangents: Tensor, out: Placement, n: int

@@ -37,7 +37,7 @@ from backpack.engine.parameters import Group, Products, find_groups, in_type_of
 from backpack.engine.pull_columns import PullColumns
 from backpack.engine.record import Call
 from backpack.engine.turn import Turn
-from backpack.engine.uses import MET, Entry, Use
+from backpack.engine.uses import Entry, Use, refuse
 from backpack.utils.hooks import no_op
 from backpack.utils.state import State
 
@@ -257,10 +257,7 @@ class BackwardPass:
         for met in (*inspection.coupled(), *met_before_losses(inspection)):
             if operation_name(met) in ("batch_norm", "native_batch_norm"):
                 continue
-            text = MET.format(
-                what=self._names(), operation=met.operation, names="any parameter"
-            )
-            raise NotImplementedError(text)
+            refuse(self._names(), met, "any parameter")
         separate, entangled = inspection.uses_outside(set(map(id, params)))
         entangled += self._never_seen(params)
         if entangled:
@@ -399,6 +396,16 @@ class BackwardPass:
                 if not keeps:
                     use.release()
                 self._went(use.owner)
+
+    def exempt(self, ext: Any, group: Group) -> None:
+        """Note that parameters get no value, for a reason that needs no report.
+
+        Args:
+            ext: The extension.
+            group: The parameters.
+        """
+        if self.state.report is not None:
+            self.state.report.saved.update((id(ext), id(p)) for p in group.params)
 
     def own_products(self, use: Use) -> Products:
         """Describe what a use contributes to the individual gradients.

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from backpack.core.layout import FIRST, Mixed, Placement, sample_numbers, simplify
-from backpack.engine.graph import entries_of, is_leaf
+from backpack.engine.graph import VIEWS, entries_of, is_leaf
 from backpack.engine.placements import MARK
 from backpack.engine.uses import edge_of
 from backpack.utils.state import state
@@ -57,12 +57,31 @@ def at_node(node: Node, output_nr: int) -> Optional[Tuple[torch.Size, Known]]:
     Returns:
         Its shape, and where its samples are; ``None`` if nothing is known.
     """
-    for number, index, owner in entries_of(node):
-        placements = owner.placements
-        if number == output_nr and placements is not None:
-            shape = owner.output_shapes[index]
-            return shape, Known(placements[index], owner.n)
+    shape = torch.Size(node._input_metadata[output_nr].shape)
+    places = [(node, output_nr)]
+    if type(node).__name__ in VIEWS:  # a layer's output may be a view of its result
+        places.extend(node.next_functions[:1])
+    for place, wanted in places:
+        for number, index, owner in () if place is None else entries_of(place):
+            placements, own = owner.placements, owner.output_shapes
+            if number != wanted or placements is None:
+                continue
+            if own[index] == shape:
+                return shape, Known(placements[index], owner.n)
+            if place is node and own[index].numel() == shape.numel():
+                placement = _reshaped(placements[index], own[index], shape, owner.n)
+                return shape, Known(placement, owner.n)
     return None
+
+
+def _reshaped(
+    placement: Placement, before: torch.Size, shape: torch.Size, n: int
+) -> Placement:
+    """Tell where samples are in another view of the same entries."""
+    if placement is None or isinstance(placement, Mixed):
+        return placement
+    numbers = sample_numbers(placement, before, n, torch.device("cpu"))
+    return simplify(numbers.reshape(shape), n)
 
 
 def explain(x: Tensor) -> Optional[Known]:
@@ -178,14 +197,10 @@ def _sources(edge: GradientEdge) -> Tuple[List[_Source], List[Node]]:
         if place in seen:
             continue
         seen.add(place)
-        found = at_node(node, number) if node is not edge.node or nodes else None
-        if found is None and node is edge.node and not nodes:
-            found = at_node(node, number)
+        found = at_node(node, number)
         if found is not None:
-            shape = torch.Size(node._input_metadata[number].shape)
-            if found[0] == shape:
-                sources.append(_Source(GradientEdge(node, number), *found))
-                continue
+            sources.append(_Source(GradientEdge(node, number), *found))
+            continue
         if is_leaf(node):
             source = _leaf(node)
             if source is not None:

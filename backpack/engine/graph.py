@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from functools import cached_property
 from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Sequence, Set, Tuple
 
@@ -13,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from backpack.core.layout import Mixed
 from backpack.engine.uses import ENTRIES, Entry, Use
-from backpack.utils.hooks import EXTENDED
+from backpack.utils.hooks import EXTENDED, represent
 
 MEETING = "backpack.meeting"  # where a node of the graph keeps that samples have met
 
@@ -172,6 +173,19 @@ def leaves_behind(node: Node) -> List[Tensor]:
     return [x.variable for x in walk([node]) if is_leaf(x)]
 
 
+def _walk_since(starts: Sequence[Node], since: int) -> Iterator[Node]:
+    """Walk through the graph, but not to nodes that were there before."""
+    queue, seen = list(starts), set(starts)
+    while queue:
+        node = queue.pop()
+        yield node
+        for parent, _ in node.next_functions:
+            if parent is not None and parent not in seen:
+                if parent._sequence_nr() >= since:  # that of a leaf is the largest
+                    seen.add(parent)
+                    queue.append(parent)
+
+
 class Inspection:
     """What the graph of a backward pass looks like.
 
@@ -197,6 +211,7 @@ class Inspection:
         self._names: Set[str] = set()
         self._stand_ins: Dict[Node, int] = {}  # and when their use was over
         self._direct: Dict[int, List[Tuple[int, int]]] = {}  # by parameter
+        self._shared: List[Node] = []  # reached several times
         self._nodes = list(dict.fromkeys(roots))
         seen = set(self._nodes)
         for node in self._nodes:  # which grows meanwhile
@@ -212,7 +227,9 @@ class Inspection:
                     continue  # the way of a use
                 if not parent.next_functions and is_leaf(parent):
                     self.reached.setdefault(parent.variable, []).append(node)
-                elif parent not in seen:
+                elif parent in seen:
+                    self._shared.append(parent)
+                else:
                     seen.add(parent)
                     self._nodes.append(parent)
         for node in roots:
@@ -254,7 +271,45 @@ class Inspection:
             ]
             if unseen:
                 found[param] = unseen
+        for constant, node in self._entered():
+            leaf, source = constant.leaf, constant.source
+            for param in [leaf] if source is None else leaves_behind(source.node):
+                found.setdefault(param, []).append(node)
         return found
+
+    def _entered(self) -> Iterator[Tuple[Any, Node]]:
+        """Find constants that are used by way of the inside of a use, too.
+
+        A derivative of the network, computed with ``create_graph=True``, goes on from
+        what operations have saved.
+
+        Yields:
+            Constants, and the nodes that use them.
+        """
+        uses = sorted(self.uses, key=lambda use: use.since)
+        starts = [use.since for use in uses]
+        inner: Dict[Use, Set[Node]] = {}
+        entered: Dict[Node, Use] = {}
+        for node in self._shared:
+            number = node._sequence_nr()
+            position = bisect_right(starts, number) - 1
+            if position < 0 or number >= uses[position].until:
+                continue
+            use = uses[position]
+            if use not in inner:
+                outputs = [node for node, _ in self.uses[use].values()]
+                inner[use] = set(_walk_since(outputs, use.since))
+            if node in inner[use]:
+                entered[node] = use
+        for node in self._nodes if entered else ():
+            for parent, _ in node.next_functions:
+                use = entered.get(parent)
+                if use is None or node in inner[use]:
+                    continue
+                behind = set(_walk_since([parent], use.since))
+                for constant in use.constants:
+                    if constant.node in behind:
+                        yield constant, node
 
     def uses_outside(self, known: Set[int]) -> Tuple[List[Tensor], List[Tensor]]:
         """Sort the parameters that are used where nothing has seen it.
@@ -424,7 +479,7 @@ def describe(params: Sequence[Tensor]) -> str:
     for root in sorted(EXTENDED, key=lambda m: sum(1 for _ in m.modules())):
         for name, param in root.named_parameters():
             if id(param) in wanted:
-                names[id(param)] = f"'{name}' of {type(root).__name__}"
+                names[id(param)] = f"'{name}' of {represent(root)}"
     unnamed = [
         f"a tensor of shape {list(p.shape)}" for p in params if id(p) not in names
     ]

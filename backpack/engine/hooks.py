@@ -10,13 +10,14 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from typing import Any, Dict, List, Optional, Set, Tuple
+from typing import Any, Dict, Iterable, List, Optional, Set, Tuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn import Module, Parameter
 from torch.nn.modules.module import _global_forward_hooks
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
 
 from backpack.converter.function import FunctionModule
@@ -26,7 +27,7 @@ from backpack.core.operations import LayerLike, Operation
 from backpack.core.table import Row, find_row
 from backpack.engine.gaps import Known, explain
 from backpack.engine.graph import is_leaf
-from backpack.engine.placements import MARK
+from backpack.engine.placements import MARK, Pass, place
 from backpack.engine.record import Call
 from backpack.engine.tracking import Tracker
 from backpack.engine.uses import Constant, Entry, Use, edge_of, entries_at, on_one_node
@@ -156,6 +157,9 @@ class _Guard(dict):
 
 def _start(frame: _Frame, args: Tuple, kwargs: Dict[str, Any]) -> None:
     """Begin to watch operations."""
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, PackedSequence):
+            _place_packed(x)
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     tensors = [x for x in tensors if x.dim() and not x.is_nested and not x.is_meta]
     data = [x for x in tensors if not isinstance(x, Parameter)] or tensors
@@ -176,6 +180,16 @@ def _start(frame: _Frame, args: Tuple, kwargs: Dict[str, Any]) -> None:
     frame.tracker = _THREAD.tracker = Tracker(n, inputs)
     frame.tracker.owner = frame.call
     frame.tracker.__enter__()
+
+
+def _place_packed(x: PackedSequence) -> None:
+    """Say where the samples of a packed sequence are: in each step, the longest."""
+    sizes = x.batch_sizes.tolist()
+    numbers = torch.cat([torch.arange(size, device=x.data.device) for size in sizes])
+    if x.sorted_indices is not None:
+        numbers = x.sorted_indices[numbers]
+    numbers = numbers.view(-1, *[1] * (x.data.dim() - 1))
+    place(x.data, numbers, Pass(sizes[0]))
 
 
 def leave_call(
@@ -453,21 +467,22 @@ def _record(
             lambda x: x.view_as(x) if _is_own_leaf(module, x) else x, output
         )
     outputs = tensor_outputs(output)
-    edges = [edge_of(x) if x.requires_grad else None for x in outputs]
+    constant = _constants(outputs, tracker) if len(outputs) > 1 else ()
+    edges = _edges(outputs, constant)
     if len(outputs) > 1 and _differ(edges):
         marks = [getattr(x, MARK, None) for x in outputs]
-        output = replaced = on_one_node(output)
+        output = replaced = on_one_node(output, constant)
         outputs = tensor_outputs(output)
         for x, mark in zip(outputs, marks):
             if mark is not None:
                 setattr(x, MARK, mark)
-        edges = [edge_of(x) if x.requires_grad else None for x in outputs]
+        edges = _edges(outputs, constant)
     call = frame.call
     call.finish(module, args, kwargs, outputs, edges, _parameters(module, args, frame))
     call.is_altered = _comes_late(module)
     if not is_no_op(module):
         call.store(raw=False)
-    if _computes_loss(module, outputs):
+    if _computes_loss(call, outputs, tracker is None or frame.tracker is tracker):
         call.is_loss, call.loss_module = True, module
     call.is_composite = any(True for _ in module.children())
     call.is_transparent = bool(frame.called)
@@ -492,6 +507,22 @@ def _record(
         call.placements = [_placement(x, frame.tracker) for x in outputs]
     _attach(call, outputs, edges)
     return replaced
+
+
+def _constants(outputs: List[Tensor], tracker: Optional[Tracker]) -> Set[int]:
+    """Find outputs that hold no samples: the way of gradients to them is another."""
+    if tracker is None:
+        return set()
+    return {id(x) for x in outputs if _placement(x, tracker) is None}
+
+
+def _edges(
+    outputs: List[Tensor], constant: Iterable[int]
+) -> List[Optional[GradientEdge]]:
+    return [
+        edge_of(x) if x.requires_grad and id(x) not in constant else None
+        for x in outputs
+    ]
 
 
 def _placement(x: Tensor, tracker: Tracker) -> Placement:
@@ -564,11 +595,17 @@ def _parameters(module: Module, args: Tuple, frame: _Frame) -> Dict[str, Tensor]
     return own
 
 
-def _computes_loss(module: Module, outputs: List[Tensor]) -> bool:
+def _computes_loss(call: Call, outputs: List[Tensor], outermost: bool) -> bool:
+    """Tell whether a call maps a prediction, which has a graph, to a number."""
+    module = call.module
     if is_loss(module):
         return True
-    scalar = len(outputs) == 1 and outputs[0].dim() == 0
-    return scalar and next(module.parameters(), None) is None
+    if not outputs or outputs[0].dim() > 0 and outputs[0].shape != (1,):
+        return False
+    if next(module.parameters(), None) is None:
+        return outputs[0].dim() == 0 or call.input_edges[:1] not in ([], [None])
+    edge = call.input_edges[0] if call.input_edges else None
+    return outermost and edge is not None and edge.node.next_functions != ()
 
 
 def _attach(

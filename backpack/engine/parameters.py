@@ -13,11 +13,13 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.nn import Module
 
 from backpack.core.per_sample.base import Dense, PerSample
 from backpack.core.per_sample.outer import Outer
 from backpack.engine.graph import describe, is_leaf, leaves_behind
 from backpack.engine.uses import Constant, Use, batched_vjp
+from backpack.utils.hooks import name_module, represent
 from backpack.utils.types import as_type
 
 Products = List[Optional[PerSample]]
@@ -78,12 +80,22 @@ class Group:
             param: The parameter.
 
         Returns:
-            Its qualified name, and the modules in which it is used.
+            The modules in which it is used, and its qualified name.
+        """
+        return f"{self.where(represent)} (parameter {describe([param])})"
+
+    def where(self, name: Callable[[Module], str] = name_module) -> str:
+        """Name the modules in which the parameters are used, for a message.
+
+        Args:
+            name: How to name a module. Default: what it is, and where in the model.
+
+        Returns:
+            Their names; the operation if there is none.
         """
         owners = [use.owner for use in self.uses]
-        places = {str(call.module) for call in owners if call is not None}
-        where = " and ".join(sorted(places)) or self.uses[0].name
-        return f"{where} (parameter {describe([param])})"
+        places = {name(call.module) for call in owners if call is not None}
+        return " and ".join(sorted(places)) or self.uses[0].name
 
     def names(self) -> str:
         """Name the parameters, for a message.

@@ -18,8 +18,8 @@ from backpack.engine.graph import Target, targets_below, will_run
 from backpack.engine.parameters import Group
 from backpack.engine.record import Call
 from backpack.engine.turn import Turn
-from backpack.engine.uses import LOST, MET, Use
-from backpack.utils.hooks import without_hooks
+from backpack.engine.uses import Use, refuse
+from backpack.utils.hooks import name_module, without_hooks
 
 # Columns that are pulled back at a time. Memory does not grow with the number of
 # columns beyond it.
@@ -183,13 +183,12 @@ class PullColumns:
         """Check that the loss and all uses agree on what the samples are."""
         name, placement = type(ext).__name__, loss.placement
         if isinstance(placement, Mixed):
-            text = MET if placement.is_known else LOST
-            names = f"what {loss.module} is computed from"
-            text = text.format(what=name, operation=placement.operation, names=names)
-            raise NotImplementedError(text)
+            refuse(name, placement, f"what {name_module(loss.module)} is computed from")
         for owner in owners:
             if owner.is_use and owner.n != loss.n:
-                module = owner.owner.module if owner.owner is not None else owner.name
+                module = owner.name
+                if owner.owner is not None:
+                    module = name_module(owner.owner.module)
                 raise NotImplementedError(
                     OTHER_SAMPLES.format(
                         ext=name,
@@ -270,6 +269,10 @@ class PullColumns:
         """
         group = turn.group
         if (ext, group) not in self._covered:
+            owners = [use.owner for use in group.uses]
+            if any(call is not None and call.is_loss for call in owners):
+                self._running.exempt(ext, group)  # no curvature starts above it
+                return
             explain_missing(ext, turn, bool(self._running.loss_factors))
             return
         stored: Dict[Tensor, PerSample] = {}
@@ -414,7 +417,11 @@ def explain_missing(ext: Any, turn: Any, met_loss: bool) -> None:
     """
     from backpack.engine.turn import EXTEND_LOSS
 
-    text = {"ext": type(ext).__name__, "field": ext.savefield, "module": turn.names()}
+    text = {
+        "ext": type(ext).__name__,
+        "field": ext.savefield,
+        "module": turn.group.where(),
+    }
     raise AssertionError(EXTEND_LOSS.format(**text))
 
 

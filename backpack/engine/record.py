@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from backpack.engine.graph import calls_at
 from backpack.engine.uses import MODIFIED, Use, edge_of
+from backpack.utils.hooks import name_module
 
 RELEASED = (
     "The inputs and outputs of {module} were dropped after an earlier backward pass. "
@@ -32,6 +33,7 @@ class Call:
     """A module's call.
 
     Attributes:
+        module_ref: Weak reference to the module, which may store what owns this call.
         args: Positional arguments.
         kwargs: Keyword arguments.
         arguments: All arguments, in the order of ``forward``'s signature.
@@ -52,8 +54,7 @@ class Call:
         placements: Where they are in each output, if it was called by the user.
         n: Number of samples, for the same.
         is_loss: Whether the call computes a loss.
-        loss_module: The module if it is a loss, which may be owned by nobody else. All
-            other modules are referenced weakly: they may store what owns this call.
+        loss_module: The module if it is a loss, which may be owned by nobody else.
         released: Whether inputs and outputs have been dropped.
         columns: Columns ``[V, N, *]`` at each output, by their source.
         is_composite: Whether the module has modules inside.
@@ -77,7 +78,7 @@ class Call:
         Args:
             module: The module.
         """
-        self._module = weakref.ref(module)
+        self.module_ref = weakref.ref(module)
         self.uses: List[Use] = []
         self.parameters: Dict[str, Tensor] = {}
         self.columns: Dict[Any, List[Optional[Tensor]]] = {}
@@ -175,7 +176,7 @@ class Call:
     @property
     def module(self) -> Module:
         """The module that was called."""
-        module = self._module()
+        module = self.module_ref()
         if module is None:
             raise RuntimeError(
                 "An extended module was deleted between its forward and the backward "
@@ -199,7 +200,7 @@ class Call:
             RuntimeError: If an input was modified in place.
         """
         if list(map(_version, self.arguments)) != self.versions:
-            raise RuntimeError(MODIFIED.format(where=type(self.module).__name__))
+            raise RuntimeError(MODIFIED.format(operation=name_module(self.module)))
 
     def store(self, raw: bool) -> None:
         """Store inputs and output as attributes ``input0``, ... , ``output``.
@@ -220,7 +221,7 @@ class Call:
 
     def release(self) -> None:
         """Drop inputs and outputs, here and on the modules."""
-        module = self._module()
+        module = self.module_ref()
         if module is not None:
             clear_stored(module)
         for graphless in self.graphless:

@@ -208,11 +208,17 @@ class Tracker(TorchFunctionMode):
         data: List[Tensor],
         constants: List[Tensor],
     ) -> Any:
-        name, pairs = kind.name, None
+        name, pairs, since = kind.name, None, 0
         if constants and torch.is_grad_enabled():
+            since = torch._C._autograd._get_sequence_nr()
             args, kwargs, pairs = self._stand_in(kind, args, kwargs, constants)
         written = args[0] if kind.writes and args else None
         deciding = [x for x in data if x.requires_grad] or data
+        shown = None
+        if isinstance(written, Tensor):  # its shape may change
+            shown = written.detach()
+            place(shown, self._finder.of(written), self.key)
+            deciding = [shown if x is written else x for x in deciding]
         out = func(*args, **kwargs)
         result = written if out is None and name == "__setitem__" else out
         if type(result) is Tensor or isinstance(result, Tensor):
@@ -225,7 +231,10 @@ class Tracker(TorchFunctionMode):
             return out
         if not outs:
             return out
-        placements = self._place(func, name, args, kwargs, outs, deciding)
+        seen = args if shown is None else (shown, *args[1:])
+        placements = self._place(func, name, seen, kwargs, outs, deciding)
+        if any(type(placement) is Mixed for placement in placements):
+            placements = [self._located(placement) for placement in placements]
         for x, placement in zip(outs, placements):
             setattr(x, MARK, (self.key, placement))
         for x, placement in zip(outs, placements):
@@ -237,7 +246,7 @@ class Tracker(TorchFunctionMode):
             self._write_to_base(outs[0], base)
             hooked, placed = [base], [self._finder.of(base)]
         if pairs is not None:
-            self._record(func, kind, args, kwargs, pairs, hooked, placed)
+            self._record(func, kind, args, kwargs, pairs, hooked, placed, since)
         return out
 
     def _place(
@@ -255,6 +264,12 @@ class Tracker(TorchFunctionMode):
             if placement is not None:
                 return [placement]
         return self._finder.find(func, name, args, kwargs, outs, deciding)
+
+    def _located(self, placement: Placement) -> Placement:
+        """Say in which module samples have met."""
+        if type(placement) is not Mixed or placement.module or self.owner is None:
+            return placement
+        return placement._replace(module=self.owner.module_ref)
 
     def _write_to_base(self, view: Tensor, base: Tensor) -> None:
         """Pass on where samples are from a view that was written to, to its base."""
@@ -328,6 +343,7 @@ class Tracker(TorchFunctionMode):
         pairs: List[Constant],
         outs: List[Tensor],
         placements: List[Placement],
+        since: int,
     ) -> None:
         """Remember a use, at the node of the graph that produced its result."""
         both = [(x, p) for x, p in zip(outs, placements) if x.requires_grad]
@@ -341,7 +357,8 @@ class Tracker(TorchFunctionMode):
             placement = self._finder.of(operation.data)
             if self.n > 1 and not operation.is_possible(placement):
                 operation = None
-        use = Use(kind.name, pairs, self.n, [p for _, p in both], self.owner, operation)
+        placements = [p for _, p in both]
+        use = Use(kind.name, pairs, self.n, placements, self.owner, operation, since)
         use.attach([x for x, _ in both])
         if self.owner is not None:
             self.owner.uses.append(use)

@@ -10,7 +10,17 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import (
+    Any,
+    Callable,
+    Container,
+    Dict,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 import torch
 from torch import Tensor
@@ -22,7 +32,7 @@ from backpack.core.layout import Mixed, Placement, one_sample_each
 from backpack.core.operations import Operation
 from backpack.core.per_sample.base import Dense, PerSample
 from backpack.core.per_sample.sums import chunks
-from backpack.utils.hooks import without_hooks
+from backpack.utils.hooks import name_module, without_hooks
 from backpack.utils.state import state
 
 ENTRIES = "backpack.entries"  # where a node of the graph keeps what ends in it
@@ -32,8 +42,8 @@ MASKED_ELEMENTS = 2**24
 MET = (
     "{what}: samples have met in {operation}, so that quantities of individual samples "
     "are not defined for {names}. The batch axis is axis 0 of the model's inputs. Let "
-    "each sample be computed by itself, or compute this part of the loss in a backward "
-    "pass outside of the context."
+    "each sample be computed by itself, along other axes, or compute this part of the "
+    "loss in a backward pass outside of the context."
 )
 LOST = (
     "{what}: it is not known where the samples are after {operation}, so that "
@@ -41,10 +51,29 @@ LOST = (
     "operation by others of PyTorch, or freeze the parameters."
 )
 MODIFIED = (
-    "{where}: an input of this layer was modified in place after the forward pass, so "
-    "quantities of its parameters can't be computed. Replace the in-place operation "
-    "(`x = x + y` instead of `x += y`), or pass a copy to the layer."
+    "{operation}: an input of this operation was modified in place after the forward "
+    "pass, so quantities of its parameters can't be computed. Replace the in-place "
+    "operation (`x = x + y` instead of `x += y`), or pass a copy."
 )
+
+
+def refuse(what: str, met: Mixed, names: str) -> None:
+    """Refuse what comes after samples have met.
+
+    Args:
+        what: Who asks.
+        met: Where they have met.
+        names: Names of what is not defined.
+
+    Raises:
+        NotImplementedError: Always.
+    """
+    module = None if met.module is None else met.module()
+    where = "" if module is None else f" of {name_module(module)}"
+    text = (MET if met.is_known else LOST).format(
+        what=what, operation=met.operation + where, names=names
+    )
+    raise NotImplementedError(text)
 
 
 class Entry(NamedTuple):
@@ -95,6 +124,13 @@ class Constant:
         self.source = None if self.leaf is x else edge_of(x)
         self.stand_in, self.key, self.shape = stand_in, key, x.shape
         self.dtype = x.dtype
+
+    @property
+    def node(self) -> Node:
+        """Node of the graph at which its share of the gradient arrives."""
+        if self.stand_in is not None:
+            return self.stand_in.node
+        return get_gradient_edge(self.leaf).node
 
 
 def edge_of(x: Tensor) -> GradientEdge:
@@ -167,6 +203,17 @@ class Use:
         """Number of outputs that require a gradient."""
         return len(self.output_shapes)
 
+    def describe(self) -> str:
+        """Name the operation, for a message.
+
+        Returns:
+            The module in which it was, and its name.
+        """
+        owner = self.owner
+        if owner is None:
+            return f"`{self.name}`"
+        return f"`{self.name}` of {name_module(owner.module)}"
+
     def attach(self, outputs: Sequence[Tensor]) -> None:
         """Attach it to the nodes that produced its outputs.
 
@@ -224,11 +271,7 @@ class Use:
             if placement is None:
                 placement = Mixed(f"`{self.name}`", False)
             if isinstance(placement, Mixed):
-                text = MET if placement.is_known else LOST
-                text = text.format(
-                    what=what, operation=placement.operation, names=names()
-                )
-                raise NotImplementedError(text)
+                refuse(what, placement, names())
 
     def products(
         self, cotangents: Sequence[Optional[Tensor]], nodes: Dict[int, Node]
@@ -241,19 +284,22 @@ class Use:
 
         Returns:
             Products for each constant, ``None`` for zero.
+
+        Raises:
+            RuntimeError: If they need an input that was modified in place since.
         """
         if all(x is None for x in cotangents):
             return [None] * len(self.constants)
         operation = self.operation
-        if operation is not None and operation.is_modified:
-            if any(constant.stand_in is None for constant in self.constants):
-                raise RuntimeError(MODIFIED.format(where=self.name))
-            operation = None  # autograd has kept what it needs
         if operation is not None and (len(cotangents) == 1 or operation.takes_all):
             mats = list(cotangents) if operation.takes_all else cotangents[0]
             shared: Dict[Any, Tuple[Tensor, Tensor]] = {}
             found = []
             for constant in self.constants:
+                if operation.is_modified and operation.reads_data(constant.key):
+                    if all(c.stand_in is not None for c in self.constants):
+                        break  # autograd has kept what it needs, or says so
+                    raise RuntimeError(MODIFIED.format(operation=self.describe()))
                 product = operation.product(
                     constant.key,
                     constant.shape,
@@ -384,7 +430,7 @@ class _Together(Function):
         return gradients
 
 
-def on_one_node(output: Any) -> Any:
+def on_one_node(output: Any, leave: Container[int] = ()) -> Any:
     """Give several outputs a node of their own.
 
     There, the gradients at all of them arrive at once; and if one was computed from
@@ -392,6 +438,7 @@ def on_one_node(output: Any) -> Any:
 
     Args:
         output: What a module or an operation returned.
+        leave: Identities of tensors that are left alone.
 
     Returns:
         The same, with copies of its tensors that require a gradient.
@@ -400,7 +447,10 @@ def on_one_node(output: Any) -> Any:
     places = [
         i
         for i, x in enumerate(leaves)
-        if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad
+        if isinstance(x, Tensor)
+        and x.is_floating_point()
+        and x.requires_grad
+        and id(x) not in leave
     ]
     if places:
         for i, copy in zip(places, _Together.apply(*(leaves[i] for i in places))):

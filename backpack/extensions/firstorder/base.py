@@ -7,14 +7,14 @@ from typing import Any, Dict, List, Tuple, Type
 
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
 from backpack.core.per_sample.base import PerSample
 from backpack.core.table import LAYERS, REGISTERED
-from backpack.engine.turn import current_turn
 from backpack.extensions.backprop_extension import FAIL_WARN, BackpropExtension
 from backpack.extensions.module_extension import ModuleExtension
-from backpack.utils.errors import may_couple_samples, raise_error_if_coupled
+from backpack.utils.errors import batch_norm_raise_error_if_train
 
 
 class FirstOrderModuleExtension(ModuleExtension):
@@ -66,7 +66,7 @@ class BuiltIn(FirstOrderModuleExtension):
         g_inp: Tuple[Tensor, ...],
         g_out: Tuple[Tensor, ...],
     ) -> None:
-        """Do nothing: parameters have a turn of their own.
+        """Refuse what couples samples; else, parameters have a turn of their own.
 
         Args:
             extension: The extension that is running.
@@ -74,8 +74,9 @@ class BuiltIn(FirstOrderModuleExtension):
             g_inp: Gradients at the inputs, as far as they exist.
             g_out: Gradients at the outputs.
         """
-        refuse = extension.refuses_coupled_samples and module.training
-        raise_error_if_coupled(module, current_turn().call.arguments, refuse)
+        if isinstance(module, _BatchNorm):
+            refuse = extension.refuses_coupled_samples and module.training
+            batch_norm_raise_error_if_train(module, refuse)
 
 
 _BUILT_IN = BuiltIn()
@@ -138,7 +139,7 @@ class GradientReduction(FirstOrderBackpropExtension):
         return self.get_module_extension(module) is not _BUILT_IN
 
     def runs_on(self, call: Any) -> bool:  # noqa: D102
-        return may_couple_samples(call.module) or self.is_customized(call.module)
+        return isinstance(call.module, _BatchNorm) or self.is_customized(call.module)
 
     def get_module_extension(self, module: Module) -> ModuleExtension:
         """Look up what to do on a module.

@@ -10,6 +10,7 @@ from typing import Any, Iterator, Optional, Tuple
 import torch
 from torch import Generator, Tensor
 from torch.nn import Module
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from backpack.core.derivatives.loss_base import BaseLossDerivatives, split_columns
 from backpack.core.per_sample.base import PerSample
@@ -24,7 +25,7 @@ from backpack.extensions.secondorder.walk import (
     linearize,
     skips,
 )
-from backpack.utils.errors import may_couple_samples, raise_error_if_coupled
+from backpack.utils.errors import batch_norm_raise_error_if_train
 from backpack.utils.subsampling import Subsampling, subsample
 
 FISHER_TYPES = ("mc", "empirical")
@@ -154,7 +155,8 @@ class ReduceColumns(ModuleExtension):
             g_inp: Gradients at the inputs, as far as they exist.
             g_out: Gradients at the outputs.
         """
-        raise_error_if_coupled(module, current_turn().call.arguments)
+        if isinstance(module, _BatchNorm):
+            batch_norm_raise_error_if_train(module)
         if extension.walks_modules:
             self._walk(extension, module, g_inp, g_out)
 
@@ -355,7 +357,7 @@ class ColumnExtension(SecondOrderBackpropExtension):
 
     def runs_on(self, call: Any) -> bool:  # noqa: D102
         module = call.module
-        refused = may_couple_samples(module)
+        refused = isinstance(module, _BatchNorm)
         return (
             call.is_loss or refused or self.walks_modules or self.is_customized(module)
         )

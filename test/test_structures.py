@@ -9,6 +9,7 @@ import copy
 import io
 import pickle
 from contextlib import nullcontext
+from functools import partial
 from typing import Callable, Dict, List, Optional, Tuple
 
 import pytest
@@ -919,17 +920,31 @@ def test_copies(how: str, when: str):
 # What runs a forward pass in another way
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoint(use_reentrant: bool):
-    """Checkpointed segments, whose forward pass runs a second time."""
+def checkpointed(use_reentrant: bool) -> Tuple[Module, Tensor]:
+    """Run segments whose forward pass runs a second time."""
     model, loss, (x,), y = MLP.build()
     model, loss = extend(model), extend(loss)
     x.requires_grad_()
     hidden = checkpoint(model[:2], x, use_reentrant=use_reentrant)
-    value = loss(checkpoint(model[2], hidden, use_reentrant=use_reentrant), *y)
-    with backpack(*make(FIRST_ORDER)):
+    return model, loss(checkpoint(model[2], hidden, use_reentrant=use_reentrant), *y)
+
+
+def test_checkpoint():
+    """Checkpointed segments, whose forward pass runs a second time."""
+    model, value = checkpointed(use_reentrant=False)
+    with backpack(*make(list(QUANTITIES))):
         value.backward()
-    check(model, MLP.build(), FIRST_ORDER)
+    check(model, MLP.build())
+
+
+@pytest.mark.parametrize("name", [*FIRST_ORDER, "DiagGGNExact"])
+def test_reentrant_checkpoint(name: str):
+    """Segments that are hidden from the graph are refused, with the way out."""
+    model, value = checkpointed(use_reentrant=True)
+    with pytest.raises(NotImplementedError, match="use_reentrant=False"):
+        with backpack(*make([name])):
+            value.backward()
+    assert not any(fields(model, [name])[name])
 
 
 def test_checkpoint_shares_a_parameter():
@@ -941,25 +956,16 @@ def test_checkpoint_shares_a_parameter():
     expected = oracle("batch_grad", model, loss, (x,), (y,))
     layer, loss = extend(layer), extend(loss)
 
-    value = loss(checkpoint(layer, layer(x).tanh(), use_reentrant=True), y)
-    with backpack(extensions.BatchGrad()):
-        value.backward()
-    assert_agrees(layer.weight.grad_batch, expected["0.weight"], "weight")
-
-    value = loss(layer(checkpoint(layer, x, use_reentrant=True).tanh()), y)
-    with pytest.raises(NotImplementedError, match="use_reentrant=False"):
+    again = partial(checkpoint, layer, use_reentrant=False)
+    for function in (
+        lambda: again(layer(x).tanh()),
+        lambda: layer(again(x).tanh()),
+        lambda: again(again(x).tanh()),
+    ):
         with backpack(extensions.BatchGrad()):
-            value.backward()
-
-
-def test_checkpoint_second_order():
-    """Columns go through segments without re-entrant autograd."""
-    model, loss, X, y = MLP.build()
-    model, loss = extend(model), extend(loss)
-    hidden = checkpoint(model[:2], *X, use_reentrant=False)
-    with backpack(*make(list(QUANTITIES))):
-        loss(model[2](hidden), *y).backward()
-    check(model, MLP.build())
+            loss(function(), y).backward()
+        assert_agrees(layer.weight.grad_batch, expected["0.weight"], "weight")
+        del layer.weight.grad_batch
 
 
 def test_function_transforms():
@@ -1062,15 +1068,18 @@ def test_non_finite(number: float):
         assert param.sqrt_ggn_exact[:, finite].isfinite().all()
 
 
-@pytest.mark.parametrize("change", ["bias only", "layer norm"])
+@pytest.mark.parametrize("change", ["bias only", "layer norm", "autocast"])
 def test_modified_input(change: str):
     """An input that was overwritten since the call never gives wrong numbers."""
+    cast = torch.autocast("cpu", torch.bfloat16, enabled=change == "autocast")
     layer = nn.LayerNorm(4) if change == "layer norm" else nn.Linear(4, 4)
     model, loss = extend(nn.Sequential(layer, nn.Linear(4, 2))), extend(nn.MSELoss())
     if change == "bias only":
         layer.weight.requires_grad_(False)  # autograd does not save the input, then
     x = torch.rand(N, 4)
-    value = loss(model(x), torch.rand(N, 2))
+    with cast:  # autograd saves what it was converted to
+        f = model(x)
+    value = loss(f.float(), torch.rand(N, 2))
     with torch.no_grad():
         x.add_(1.0)
     with pytest.raises(RuntimeError, match="modified"):

@@ -299,7 +299,8 @@ class Inspection:
             if use not in inner:
                 outputs = [node for node, _ in self.uses[use].values()]
                 inner[use] = set(_walk_since(outputs, use.since))
-            if node in inner[use]:
+            ends = {end for end, _ in self.uses[use].values()}
+            if node in inner[use] and node not in ends:
                 entered[node] = use
         for node in self._nodes if entered else ():
             for parent, _ in node.next_functions:

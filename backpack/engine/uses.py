@@ -50,8 +50,6 @@ LOST = (
     "quantities of individual samples can't be computed for {names}. Replace this "
     "operation by others of PyTorch, or freeze the parameters."
 )
-
-
 MODIFIED = (
     "{operation}: an input of this operation was modified in place after the forward "
     "pass, so quantities of its parameters can't be computed. Replace the in-place "
@@ -293,13 +291,17 @@ class Use:
         if all(x is None for x in cotangents):
             return [None] * len(self.constants)
         operation = self.operation
+        if operation is not None and operation.is_modified:
+            read = [c for c in self.constants if operation.reads_data(c.key)]
+            if any(constant.stand_in is None for constant in read):
+                raise RuntimeError(MODIFIED.format(operation=self.describe()))
+            if read:
+                operation = None  # autograd has kept what it needs
         if operation is not None and (len(cotangents) == 1 or operation.takes_all):
             mats = list(cotangents) if operation.takes_all else cotangents[0]
             shared: Dict[Any, Tuple[Tensor, Tensor]] = {}
             found = []
             for constant in self.constants:
-                if operation.is_modified and operation.reads_data(constant.key):
-                    raise RuntimeError(MODIFIED.format(operation=self.describe()))
                 product = operation.product(
                     constant.key,
                     constant.shape,

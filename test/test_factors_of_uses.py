@@ -40,8 +40,6 @@ FACTORS = {
             "tensordot-axes",
         )
     },
-    "conv1d": use(lambda m, x: F.conv1d(x, m.w, m.b), 2, 3, w=(3, 2, 3), b=(3,)),
-    "conv2d": use(lambda m, x: F.conv2d(x, m.w, m.b), 2, 2, 2, w=(3, 2, 2, 2), b=(3,)),
     "lora": EXPRESSIONS["lora"],
     "never-called": TIED["never-called"],
     "one-token": lookup(lambda m, i: (m.w[i] @ m.v).sin(), w=(5, 3), v=(3, 4)),

@@ -768,16 +768,17 @@ def normal() -> Tensor:
     return torch.randn(4, 3, dtype=F64)
 
 
+COUPLED = "couples samples|samples have met"
 # A loss, its target, and what the error says
 WITHOUT_GGN = {
     "of the mean": (
         Coupled(lambda x, y: ((x.mean(0) - y) ** 2).sum()),
         normal,
-        "couple",
+        COUPLED,
     ),
-    "contrastive": (Coupled(contrast), normal, "couple"),
-    "neighbours": (Coupled(neighbours), normal, "couple"),
-    "centred": (Coupled(lambda x, y: (x - x.mean(0)).exp().sum()), normal, "couple"),
+    "contrastive": (Coupled(contrast), normal, COUPLED),
+    "neighbours": (Coupled(neighbours), normal, COUPLED),
+    "centred": (Coupled(lambda x, y: (x - x.mean(0)).exp().sum()), normal, COUPLED),
     "concave": (Coupled(lambda x, y: -((x - y) ** 2).sum()), normal, "semi-definite"),
     "concave for one": (
         Coupled(lambda x, y: ((x**2).sum(1) * x.new_tensor([9, 9, 9, -1])).sum()),

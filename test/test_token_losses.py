@@ -312,12 +312,10 @@ OBJECTIVES: Dict[str, Objective] = {
     "bce-time-first": Objective(
         lambda f, ls: ls(unbatched(f), unbatched(soft(f))), nn.BCEWithLogitsLoss
     ),
-    "nll": Objective(
-        lambda f, ls: ls(f.log_softmax(-1).flatten(0, 1), some(f).flatten()), nn.NLLLoss
-    ),
+    "nll": Objective(lambda f, ls: ls(f.flatten(0, 1), some(f).flatten()), nn.NLLLoss),
     "huber": Objective(flat_real, lambda: nn.HuberLoss(delta=2.0)),
     "kl": Objective(
-        lambda f, ls: ls(f.log_softmax(-1).flatten(0, 1), soft(f).flatten(0, 1)),
+        lambda f, ls: ls(f.flatten(0, 1), soft(f).flatten(0, 1)),
         lambda: nn.KLDivLoss(reduction="batchmean"),
     ),
     "poisson": Objective(
@@ -583,11 +581,11 @@ SEVERAL = {
         two(ce(reduction="sum"), nn.CrossEntropyLoss),
     ),
     "difference": Objective(
-        lambda f, ls: flat_real(f, ls[0]) + 0.5 * flat_real(f.cos(), ls[1]),
+        lambda f, ls: flat_real(f, ls[0]) + 0.5 * flat_real(-2.0 * f, ls[1]),
         two(nn.MSELoss, nn.MSELoss),
     ),
     "one-loss-called-twice": Objective(
-        lambda f, ls: flat_real(f, ls) + flat_real(f.cos(), ls), nn.MSELoss
+        lambda f, ls: flat_real(f, ls) + flat_real(-2.0 * f, ls), nn.MSELoss
     ),
     "one-loss-called-twice-on-parts": Objective(
         lambda f, ls: ls(f[:, 0], labels(f)[:, 0]) + ls(f[:, 1], labels(f)[:, 1])

@@ -105,6 +105,8 @@ class Operation(ABC):
     def is_possible(self, placement: Placement) -> bool:
         """Tell whether the rule is for operands with samples at a place.
 
+        A batch of one is anywhere.
+
         Args:
             placement: Where the operand's samples are.
 
@@ -165,6 +167,8 @@ class LayerLike(Operation):
         x, name, lead = self.data, self.names[key], 1
         if self._features is not None:
             lead = x.dim() - self._features[0]
+        if n == 1 and lead > 0:
+            out = Layout(0, x.shape[0])
         try:
             arrangement = Arrangement(out, x.shape[:lead], n)
         except ValueError:
@@ -253,6 +257,8 @@ class Contraction(Operation):
         self, key: Key, shape: torch.Size, cotangents: Tensor, out: Placement, n: int
     ) -> Optional[PerSample]:
         outputs, inputs = self._outputs, self._inputs
+        if n == 1:
+            out = _anywhere(cotangents.shape[1:], outputs)
         b = cotangents.movedim([o + 1 for o in outputs], [*range(-len(outputs), 0)])
         rows = b.shape[1 : b.dim() - len(outputs)]
         if isinstance(out, Layout):
@@ -309,6 +315,10 @@ class Broadcast(Operation):
     def product(  # noqa: D102
         self, key: Key, shape: torch.Size, cotangents: Tensor, out: Placement, n: int
     ) -> Optional[PerSample]:
+        if n == 1:
+            extra = cotangents.dim() - 1 - len(shape)
+            taken = [i + extra for i, size in enumerate(shape) if size != 1]
+            out = _anywhere(cotangents.shape[1:], taken)
         if not isinstance(out, Layout):
             return None
         missing = cotangents.dim() - 1 - len(shape)
@@ -337,6 +347,12 @@ class Broadcast(Operation):
             return Summed(b.reshape(len(b), n, -1, shape[0]), shape)
         b = b.sum(sums) if sums else b
         return Dense(b.reshape(len(b), n, *shape), shape)
+
+
+def _anywhere(shape: Sequence[int], taken: Sequence[int]) -> Optional[Layout]:
+    """Say where a single sample is: along any axis that is not taken."""
+    free = [axis for axis in range(len(shape)) if axis not in taken]
+    return Layout(free[0], shape[free[0]]) if free else None
 
 
 def _bound(names: str, args: Sequence[Any], kwargs: Dict[str, Any]) -> Dict[str, Any]:
@@ -518,22 +534,28 @@ def _batch_norm(args: Sequence[Any], kwargs: Dict[str, Any]) -> Optional[Operati
     return LayerLike(BatchNormNdDerivatives(), layer, keys, bound["input"])
 
 
-def _matmul(args: Sequence[Any], kwargs: Dict[str, Any]) -> Optional[Operation]:
-    if kwargs or len(args) != 2:
-        return None
+Keys = Sequence[Key]  # which arguments are constants
+
+
+def _matmul(
+    args: Sequence[Any], kwargs: Dict[str, Any], constants: Keys
+) -> Optional[Operation]:
     first, second = args
-    needs = [x.requires_grad for x in args]
-    if second.dim() == 2 and first.dim() >= 2 and needs[1]:
+    if kwargs or len(constants) != 1 or min(first.dim(), second.dim()) < 2:
+        return None
+    if list(constants) == [1] and second.dim() == 2:
         last = first.dim() - 1
         return Contraction(1, first, [last], [last], [1, 0])
-    if first.dim() == 2 and second.dim() >= 2 and needs[0]:
+    if list(constants) == [0] and first.dim() == 2:
         axis = second.dim() - 2
         return Contraction(0, second, [axis], [axis], [0, 1])
     return None
 
 
-def _rmatmul(args: Sequence[Any], kwargs: Dict[str, Any]) -> Optional[Operation]:
-    found = _matmul(args[::-1], kwargs)
+def _rmatmul(
+    args: Sequence[Any], kwargs: Dict[str, Any], constants: Keys
+) -> Optional[Operation]:
+    found = _matmul(args[::-1], kwargs, [1 - key for key in constants])
     if found is not None:
         found.key = 1 - found.key
         found.keys = (found.key,)
@@ -553,12 +575,28 @@ def _addmm(args: Sequence[Any], kwargs: Dict[str, Any]) -> Optional[Operation]:
     return found
 
 
-def _einsum(args: Sequence[Any], kwargs: Dict[str, Any]) -> Optional[Operation]:
-    if len(args) == 2 and isinstance(args[1], (tuple, list)):
-        args = (args[0], *args[1])
-    if kwargs or len(args) != 3 or not isinstance(args[0], str):
-        return None
-    if not all(isinstance(x, Tensor) for x in args[1:]):
+def _tensordot(
+    args: Sequence[Any], kwargs: Dict[str, Any], constants: Keys
+) -> Optional[Operation]:
+    bound = _bound("a b dims", args, kwargs)
+    first, second, dims = bound["a"], bound["b"], bound.get("dims", 2)
+    if isinstance(dims, int):
+        dims = [*range(first.dim() - dims, first.dim())], [*range(dims)]
+    left = [axis % first.dim() for axis in dims[0]]
+    right = [axis % second.dim() for axis in dims[1]]
+    kept = [axis for axis in range(first.dim()) if axis not in left]
+    others = [axis for axis in range(second.dim()) if axis not in right]
+    if list(constants) == [1]:
+        outputs = [*range(len(kept), len(kept) + len(others))]
+        return Contraction(1, first, left, outputs, [*others, *right])
+    outputs = [*range(len(kept))]
+    return Contraction(0, second, right, outputs, [*kept, *left])
+
+
+def _einsum(
+    args: Sequence[Any], kwargs: Dict[str, Any], constants: Keys
+) -> Optional[Operation]:
+    if kwargs or len(args) != 3 or len(constants) != 1 or constants[0] == 0:
         return None
     equation = args[0].replace(" ", "")
     if "->" not in equation or "." in equation:
@@ -567,8 +605,7 @@ def _einsum(args: Sequence[Any], kwargs: Dict[str, Any]) -> Optional[Operation]:
     terms = operands.split(",")
     if any(len(set(term)) < len(term) for term in (*terms, out)):
         return None
-    position = 0 if args[1].requires_grad and not args[2].requires_grad else 1
-    return _einsum_with(position, terms, out, args[1:])
+    return _einsum_with(constants[0] - 1, terms, out, args[1:])
 
 
 def _einsum_with(
@@ -634,13 +671,14 @@ OPERATIONS: Dict[Callable, Rule] = {
     functional.linear: Rule(_linear),
     torch.addmm: Rule(_addmm),
     Tensor.addmm: Rule(_addmm),
-    torch.mm: Rule(_matmul),
-    Tensor.mm: Rule(_matmul),
-    torch.matmul: Rule(_matmul),
-    Tensor.matmul: Rule(_matmul),
-    Tensor.__matmul__: Rule(_matmul),
-    Tensor.__rmatmul__: Rule(_rmatmul),
-    torch.einsum: Rule(_einsum),
+    torch.mm: Rule(_matmul, True),
+    Tensor.mm: Rule(_matmul, True),
+    torch.matmul: Rule(_matmul, True),
+    Tensor.matmul: Rule(_matmul, True),
+    Tensor.__matmul__: Rule(_matmul, True),
+    Tensor.__rmatmul__: Rule(_rmatmul, True),
+    torch.einsum: Rule(_einsum, True),
+    torch.tensordot: Rule(_tensordot, True),
     torch.conv1d: Rule(_conv(1)),
     torch.conv2d: Rule(_conv(2)),
     torch.conv3d: Rule(_conv(3)),

@@ -17,14 +17,18 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 
+from backpack.core.layout import Mixed
 from backpack.core.per_sample.base import PerSample
 from backpack.engine.check import Check
+from backpack.engine.gaps import explain_parents, name_of
 from backpack.engine.graph import (
     Inspection,
     additive_terms,
     describe,
     entries_of,
+    is_sum,
     operation_name,
+    tail_terms,
     takes_part,
     walk,
     will_run,
@@ -250,15 +254,15 @@ class BackwardPass:
             if any(ext.refuses_coupled_samples for ext in self._separating):
                 raise NotImplementedError(message)
             warn(message, stacklevel=5)
-        for met in inspection.coupled():
-            if operation_name(met) in ("batch_norm", "native_batch_norm"):
-                continue
-            refuse(self._names(), met, "any parameter")
         separate, entangled = inspection.uses_outside(set(map(id, params)))
         entangled += self._never_seen(params)
         if entangled:
             names = describe(entangled)
             raise NotImplementedError(OUTSIDE_USE.format(names=names))
+        for met in (*inspection.coupled(), *met_before_losses(inspection)):
+            if operation_name(met) in ("batch_norm", "native_batch_norm"):
+                continue
+            refuse(self._names(), met, "any parameter")
         if separate:
             names = describe(separate)
             warn(SEPARATE_USE.format(names=names), stacklevel=5)
@@ -392,6 +396,16 @@ class BackwardPass:
                 if not keeps:
                     use.release()
                 self._went(use.owner)
+
+    def exempt(self, ext: Any, group: Group) -> None:
+        """Note that parameters get no value, for a reason that needs no report.
+
+        Args:
+            ext: The extension.
+            group: The parameters.
+        """
+        if self.state.report is not None:
+            self.state.report.saved.update((id(ext), id(p)) for p in group.params)
 
     def own_products(self, use: Use) -> Products:
         """Describe what a use contributes to the individual gradients.
@@ -537,6 +551,24 @@ class BackwardPass:
         if factor != 1.0:
             warn(MODIFIED_LOSS.format(module=module, factor=factor), stacklevel=2)
         self.pull_back.meet(turn, second_order)
+
+
+def met_before_losses(inspection: Inspection) -> List[Mixed]:
+    """Find where samples have met between a model and its loss.
+
+    Args:
+        inspection: What the graph looks like.
+
+    Returns:
+        What is known of the losses' predictions.
+    """
+    placements = [call.placement for call in inspection.calls if call.is_loss]
+    for node in tail_terms(inspection.roots):
+        behind = explain_parents(node)
+        placements += [known.placement for known in behind]
+        if any(known.n > 1 for known in behind) and not is_sum(node):
+            placements.append(Mixed(name_of(node)))
+    return [p for p in placements if isinstance(p, Mixed)]
 
 
 def is_loss(owner: Any) -> bool:

@@ -8,7 +8,7 @@ to earlier tensors, whose samples are known, says which entry depends on which s
 from __future__ import annotations
 
 from math import ceil, log2
-from typing import List, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -97,12 +97,40 @@ def explain(x: Tensor) -> Optional[Known]:
     mark = getattr(x, MARK, None)
     if mark is not None and (x.grad_fn is None or mark[1] is not None):
         return None if mark[1] is None else Known(mark[1], mark[0].n)
-    if x.grad_fn is None:
-        return None
-    known = at_node(x.grad_fn, x.output_nr)
-    if known is not None and known[0] == x.shape:
+    return None if x.grad_fn is None else explain_edge(edge_of(x), x.shape)
+
+
+def explain_parents(node: Node) -> List[Known]:
+    """Find where the samples are of what a node was computed from.
+
+    Args:
+        node: Node of the graph.
+
+    Returns:
+        What is known of each of its operands.
+    """
+    found = []
+    for parent, number in node.next_functions:
+        if parent is not None and not is_leaf(parent):
+            shape = torch.Size(parent._input_metadata[number].shape)
+            found.append(explain_edge(GradientEdge(parent, number), shape))
+    return [known for known in found if known is not None]
+
+
+def explain_edge(edge: GradientEdge, shape: torch.Size) -> Optional[Known]:
+    """Find where the samples are at a place in the graph.
+
+    Args:
+        edge: The place.
+        shape: Shape of the tensor there.
+
+    Returns:
+        Where they are, ``None`` if nothing there depends on samples.
+    """
+    known = at_node(edge.node, edge.output_nr)
+    if known is not None and known[0] == shape:
         return known[1]
-    sources, nodes = _sources(edge_of(x))
+    sources, nodes = _sources(edge)
     if not sources:
         return None
     first = sources[0]
@@ -111,10 +139,52 @@ def explain(x: Tensor) -> Optional[Known]:
     mixed = [s.known for s in sources if isinstance(s.known.placement, Mixed)]
     if mixed:
         return mixed[0]
-    same = len(sources) == 1 and first.shape == x.shape
-    if same and _is_pointwise(nodes, x.shape):
+    same = len(sources) == 1 and first.shape == shape
+    if same and _is_pointwise(nodes, shape):
         return first.known
-    return Known(_probe(x, sources, nodes), first.known.n)
+    key = _structure(nodes, sources, shape)
+    if key is None or key not in _REMEMBERED:
+        placement = _probe(edge, shape, sources, nodes)
+        if key is None:
+            return Known(placement, first.known.n)
+        if len(_REMEMBERED) > 1000:
+            _REMEMBERED.clear()
+        _REMEMBERED[key] = placement
+    return Known(_REMEMBERED[key], first.known.n)
+
+
+# Nodes whose result's placement is determined by shapes and plain arguments
+_STRUCTURAL = frozenset(
+    f"{name}Backward0"
+    for name in "View UnsafeView ReshapeAlias Transpose T Permute Slice Select Squeeze "
+    "Unsqueeze Expand LogSoftmax Softmax Clone Alias ToCopy Mul Div Add Sub Neg "
+    "Sigmoid Tanh Relu Exp Log Pow Sum Mean".split()
+) | {"SqueezeBackward1"}
+_REMEMBERED: Dict[Tuple, Placement] = {}
+
+
+def _structure(
+    nodes: Sequence[Node], sources: Sequence[_Source], shape: torch.Size
+) -> Optional[Tuple]:
+    """Describe a part of the graph, if its shapes and arguments say all."""
+    if len(sources) != 1 or any(type(x).__name__ not in _STRUCTURAL for x in nodes):
+        return None
+    (source,) = sources
+    if isinstance(source.known.placement, Tensor):
+        return None
+    parts = []
+    for node in nodes:
+        if sum(parent is not None for parent, _ in node.next_functions) != 1:
+            return None
+        saved = [
+            (name, str(getattr(node, name)))
+            for name in ("_saved_dim", "_saved_dim0", "_saved_dim1", "_saved_dims")
+            + ("_saved_start", "_saved_end", "_saved_step", "_saved_index")
+            if hasattr(node, name)
+        ]
+        size = tuple(node._input_metadata[0].shape)
+        parts.append((type(node).__name__, size, tuple(saved)))
+    return (*parts, source.known, tuple(source.shape), tuple(shape))
 
 
 def _sources(edge: GradientEdge) -> Tuple[List[_Source], List[Node]]:
@@ -164,20 +234,40 @@ def _is_pointwise(nodes: Sequence[Node], shape: torch.Size) -> bool:
 
 
 def _names(nodes: Sequence[Node]) -> str:
-    names = dict.fromkeys(type(node).__name__ for node in nodes)
-    return "`" + "`, `".join(names) + "`"
+    return ", ".join(dict.fromkeys(map(name_of, nodes)))
 
 
-def _probe(x: Tensor, sources: Sequence[_Source], nodes: Sequence[Node]) -> Placement:
+def name_of(node: Node) -> str:
+    """Name the operation of a node, for a message.
+
+    Args:
+        node: The node.
+
+    Returns:
+        Its name as in PyTorch's functions.
+    """
+    name = type(node).__name__.split("Backward")[0]
+    words = "".join(f"_{c.lower()}" if c.isupper() else c for c in name)
+    return f"`{words.lstrip('_')}`"
+
+
+def _probe(
+    edge: GradientEdge,
+    shape: torch.Size,
+    sources: Sequence[_Source],
+    nodes: Sequence[Node],
+) -> Placement:
     """Ask which entries move with which samples, by derivatives in both directions."""
-    n, shape = sources[0].known.n, x.shape
+    n, metadata = sources[0].known.n, edge.node._input_metadata[edge.output_nr]
     current = state()
     before, current.pulling = current.pulling, True
     try:
         with torch.enable_grad():
-            cotangent = torch.zeros_like(x).requires_grad_()
+            cotangent = torch.zeros(
+                shape, dtype=metadata.dtype, device=metadata.device
+            ).requires_grad_()
             pulled = torch.autograd.grad(
-                [edge_of(x)],
+                [edge],
                 [source.edge for source in sources],
                 [cotangent],
                 retain_graph=True,

@@ -296,10 +296,10 @@ class Inspection:
             if position < 0 or number >= uses[position].until:
                 continue
             use = uses[position]
+            outputs = [x for x, _ in self.uses[use].values()]
             if use not in inner:
-                outputs = [node for node, _ in self.uses[use].values()]
                 inner[use] = set(_walk_since(outputs, use.since))
-            if node in inner[use]:
+            if node in inner[use] and node not in outputs:
                 entered[node] = use
         for node in self._nodes if entered else ():
             for parent, _ in node.next_functions:
@@ -377,6 +377,19 @@ class Inspection:
         return None
 
 
+def tail_terms(roots: Sequence[Node]) -> List[Node]:
+    """Find the terms of what is differentiated that no module has computed.
+
+    Args:
+        roots: Where the backward pass begins.
+
+    Returns:
+        Their nodes: at each, terms are summed that belong to samples, or samples meet.
+    """
+    terms, _ = additive_terms(roots, through_losses=True)
+    return [term for term in terms if not entries_of(term)]
+
+
 def operation_name(met: Mixed) -> str:
     """Read the name of an operation off its description.
 
@@ -416,6 +429,8 @@ def additive_terms(
         is_loss = any(e.owner.is_loss for e in calls) and not through_losses
         if len(parents) == 1 and name in _OF_ONE_NUMBER:
             single = torch.Size(node._input_metadata[0].shape).numel() == 1
+        if through_losses and parents and _is_scalar(node):
+            single = single or all(map(_is_scalar, parents))
         together = through_losses and name == "_TogetherBackward"
         if (name in _ADDITIVE or single or together) and not is_loss:
             passed.append(node)
@@ -423,6 +438,31 @@ def additive_terms(
         else:
             terms.append(node)
     return terms, passed
+
+
+def is_sum(node: Node) -> bool:
+    """Tell whether a node adds up what samples contribute, or adds nothing up.
+
+    Args:
+        node: Node at which the terms of a loss end.
+
+    Returns:
+        Whether it is so.
+    """
+    return not _is_scalar(node) or type(node).__name__.split("Backward")[0] in (
+        *("Sum", "Mean", "NllLoss", "NllLoss2D", "MseLoss", "SmoothL1Loss", "Nansum"),
+        *("HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "KlDiv"),
+        *("SoftMarginLoss", "MultiMarginLoss", "MultilabelMarginLoss", "CtcLoss"),
+        *("Dot", "View", "Squeeze", "Select", "Clone", "Alias", "_Together", "ToCopy"),
+    )
+
+
+def _is_scalar(node: Node) -> bool:
+    """Tell whether a node's first output is a single number."""
+    if is_leaf(node):
+        return node.variable.numel() == 1
+    metadata = node._input_metadata
+    return bool(metadata) and torch.Size(metadata[0].shape).numel() == 1
 
 
 def describe(params: Sequence[Tensor]) -> str:

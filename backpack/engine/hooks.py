@@ -425,12 +425,13 @@ def _placements(
 ) -> List[Placement]:
     """Tell where the samples are in a layer's outputs."""
     name, placement = f"`{type(module).__name__}` on {list(x.shape)}", known.placement
+    mixed = Mixed(name, module=weakref.ref(module))
     if isinstance(module, nn.RNNBase):
         axis = int(not module.batch_first)
         if placement is None or x.dim() < 3:
-            return [Mixed(name, False)] * len(outputs)
+            return [mixed._replace(is_known=False)] * len(outputs)
         if placement != Layout(axis, 1):
-            return [Mixed(name)] * len(outputs)
+            return [mixed] * len(outputs)
         return [Layout(output_batch_axis(module, i), 1) for i in range(len(outputs))]
     if isinstance(placement, Mixed) or placement is None:
         return [placement] * len(outputs)
@@ -439,7 +440,7 @@ def _placements(
         axes = x.dim() - features[0]
     if isinstance(placement, Layout) and placement.axis < axes:
         return [placement] * len(outputs)
-    return [Mixed(name)] * len(outputs)
+    return [mixed] * len(outputs)
 
 
 # ------------------------------------------------------------------------------- records
@@ -481,7 +482,7 @@ def _record(
     call.is_altered = _comes_late(module)
     if not is_no_op(module):
         call.store(raw=False)
-    if _computes_loss(module, outputs):
+    if _computes_loss(call, outputs, tracker is None or frame.tracker is tracker):
         call.is_loss, call.loss_module = True, module
     call.is_composite = any(True for _ in module.children())
     call.is_transparent = bool(frame.called)
@@ -578,11 +579,17 @@ def _parameters(module: Module, args: Tuple, frame: _Frame) -> Dict[str, Tensor]
     return own
 
 
-def _computes_loss(module: Module, outputs: List[Tensor]) -> bool:
+def _computes_loss(call: Call, outputs: List[Tensor], outermost: bool) -> bool:
+    """Tell whether a call maps a prediction, which has a graph, to a number."""
+    module = call.module
     if is_loss(module):
         return True
-    scalar = len(outputs) == 1 and outputs[0].dim() == 0
-    return scalar and next(module.parameters(), None) is None
+    if not outputs or outputs[0].dim() > 0 and outputs[0].shape != (1,):
+        return False
+    if next(module.parameters(), None) is None:
+        return outputs[0].dim() == 0 or call.input_edges[:1] not in ([], [None])
+    edge = call.input_edges[0] if call.input_edges else None
+    return outermost and edge is not None and edge.node.next_functions != ()
 
 
 def _attach(

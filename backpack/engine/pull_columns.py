@@ -269,6 +269,10 @@ class PullColumns:
         """
         group = turn.group
         if (ext, group) not in self._covered:
+            owners = [use.owner for use in group.uses]
+            if any(call is not None and call.is_loss for call in owners):
+                self._running.exempt(ext, group)  # no curvature starts above it
+                return
             explain_missing(ext, turn, bool(self._running.loss_factors))
             return
         stored: Dict[Tensor, PerSample] = {}

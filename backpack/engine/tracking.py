@@ -348,12 +348,11 @@ class Tracker(TorchFunctionMode):
             keys = [pair.key for pair in pairs]
             operation = find_operation(func, args, kwargs, keys)
         if operation is not None and operation.data is not None:
-            if not operation.is_possible(self._finder.of(operation.data)):
+            placement = self._finder.of(operation.data)
+            if self.n > 1 and not operation.is_possible(placement):
                 operation = None
         placements = [p for _, p in both]
-        use = Use(
-            kind.name, pairs, self.n, placements, self.owner, operation, since
-        )
+        use = Use(kind.name, pairs, self.n, placements, self.owner, operation, since)
         use.attach([x for x, _ in both])
         if self.owner is not None:
             self.owner.uses.append(use)

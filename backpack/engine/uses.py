@@ -31,8 +31,9 @@ MASKED_ELEMENTS = 2**24
 
 MET = (
     "{what}: samples have met in {operation}, so that quantities of individual samples "
-    "are not defined for {names}. Let each sample be computed by itself, along other "
-    "axes, or compute this part of the loss in a backward pass outside of the context."
+    "are not defined for {names}. The batch axis is axis 0 of the model's inputs. Let "
+    "each sample be computed by itself, along other axes, or compute this part of the "
+    "loss in a backward pass outside of the context."
 )
 LOST = (
     "{what}: it is not known where the samples are after {operation}, so that "

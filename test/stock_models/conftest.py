@@ -69,5 +69,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
             "parts": {**old["parts"], **new["parts"]},
         }
     packages = ["torch", "transformers", "timm", "peft"]
-    results = {"versions": {name: version(name) for name in packages}, "rows": rows}
+    results = {
+        "versions": {name: version(name).partition("+")[0] for name in packages},
+        "rows": rows,
+    }
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")

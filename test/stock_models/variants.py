@@ -178,8 +178,8 @@ def contrasted(num_samples: int, length: int) -> Batch:
 
 
 CHECKPOINTS = {part: "use_reentrant=False" for part in PARTS}
-COUPLED = {part: "sample" for part in PARTS}
 NO_LOSS = {part: "no extended loss" for part in ("DiagGGNExact", "Kronecker")}
+COUPLED = {"first order": "sample", "side effects": "sample", **NO_LOSS}
 
 SETTINGS = [
     Row("Decoders", "GPT-2", GPT2, padded, shifted, "padded"),

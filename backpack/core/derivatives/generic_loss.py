@@ -9,7 +9,11 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import Module
 
-from backpack.core.derivatives.loss_base import BaseLossDerivatives, loss_inputs
+from backpack.core.derivatives.loss_base import (
+    BaseLossDerivatives,
+    first_number,
+    loss_inputs,
+)
 from backpack.hessianfree.lop import pull_back, pull_columns
 from backpack.utils.subsampling import subsample
 from backpack.utils.unsqueeze import flatten
@@ -46,7 +50,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
             prediction, *others = (_to_double(i) for i in loss_inputs(module))
             if not create_graph:
                 prediction = prediction.detach().requires_grad_()
-            loss = _double_copy(module).forward(prediction, *others)
+            loss = first_number(_double_copy(module).forward(prediction, *others))
             cotangent = torch.ones_like(loss).requires_grad_()
             (gradient,) = pull_back([loss], [prediction], [cotangent], True, True)
             _check_differentiable(module, gradient, cotangent)

@@ -6,6 +6,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tupl
 import torch
 from torch import Generator, Size, Tensor, nn
 from torch.nn import Module
+from torch.utils._pytree import tree_leaves
 
 from backpack.core.derivatives import shape_check
 from backpack.core.derivatives.input_base import BaseDerivatives
@@ -39,6 +40,19 @@ def loss_inputs(module: Module) -> Tuple[Any, ...]:
                 "others as constants. Pass the prediction first, and detach the others."
             )
     return inputs
+
+
+def first_number(output: Any) -> Tensor:
+    """Return the loss that a module computed, which may return other things beside.
+
+    Args:
+        output: What a loss module returned.
+
+    Returns:
+        Its first tensor of floating-point numbers.
+    """
+    leaves = [output] if isinstance(output, Tensor) else tree_leaves(output)
+    return next(x for x in leaves if isinstance(x, Tensor) and x.is_floating_point())
 
 
 def split_columns(columns: Tensor, size: int) -> Sequence[Tensor]:
@@ -303,7 +317,7 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
         with torch.enable_grad():
             if not create_graph:
                 prediction = prediction.detach().requires_grad_()
-            loss = module.forward(prediction, *others)
+            loss = first_number(module.forward(prediction, *others))
             (gradient,) = torch.autograd.grad(
                 loss, prediction, create_graph=create_graph
             )

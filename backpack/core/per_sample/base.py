@@ -20,16 +20,7 @@ import torch
 from torch import Tensor
 
 from backpack.core.fast.memory import huge_empty
-from backpack.core.per_sample.sums import (
-    Moments,
-    add_moments,
-    add_rows,
-    add_squares,
-    chunks,
-    sum_axis,
-    sum_of_dots,
-    sum_of_squares,
-)
+from backpack.core.per_sample import sums
 from backpack.utils.types import accumulator_dtype, full_precision
 from backpack.utils.unsqueeze import flatten
 
@@ -151,7 +142,7 @@ class PerSample(ABC):
 
     def _add(self, total: Optional[Tensor], block: Tensor) -> Tensor:
         """Add a block that has been used to a sum, ``[*p]``; ``None`` for zero."""
-        return add_rows(total, block[0])
+        return sums.add_rows(total, block[0])
 
     def sq_norms(self) -> Tensor:
         """Squared norms of each sample's products, summed over columns.
@@ -161,7 +152,7 @@ class PerSample(ABC):
         """
         return torch.cat(
             [
-                sum_axis(sum_of_squares(block, 2), 0)
+                sums.sum_axis(sums.sum_of_squares(block, 2), 0)
                 for block in self._adding_up(self._blocks())
             ]
         )
@@ -193,7 +184,7 @@ class PerSample(ABC):
             return self._squares_per_sample()
         total: Optional[Tensor] = None
         for block in self._adding_up(self._blocks()):
-            total = add_squares(total, block.flatten(0, 1))
+            total = sums.add_squares(total, block.flatten(0, 1))
         return total.contiguous()
 
     def _squares_per_sample(self) -> Tensor:
@@ -234,9 +225,9 @@ class PerSample(ABC):
         if self.batch_size == 0:  # the mean of nothing
             dtype = accumulator_dtype(self.dtype)
             return torch.full(self.shape, nan, dtype=dtype, device=self.device)
-        moments: Optional[Moments] = None
+        moments: Optional[sums.Moments] = None
         for block in self._blocks():
-            moments = add_moments(moments, full_precision(block[0]))
+            moments = sums.add_moments(moments, full_precision(block[0]))
         if self.keeps_total:
             self._total = moments.mean * self.batch_size
         return moments.deviations.contiguous() / self.batch_size
@@ -247,43 +238,25 @@ class PerSample(ABC):
         Returns:
             Dot products of shape ``[N, N]``.
         """
-        return sum_of_dots(flatten(self.individual(), 2))
+        return sums.sum_of_dots(flatten(self.individual(), 2))
 
-    def share(
-        self, what: Any, x: Tensor, compute: Callable[[], Tensor], copies: bool = True
-    ) -> Tensor:
+    def share(self, what: Any, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
         """Compute from a tensor what may be known from a call's other parameters.
 
         Args:
             what: What is computed.
             x: The tensor. It is kept, so that its memory can't become another's.
             compute: Computes it.
-            copies: Whether each parameter gets its own copy. Default: ``True``.
 
         Returns:
-            The result.
+            The result, a copy for each parameter.
         """
         shared = {} if self.shared is None else self.shared
         key = (what, x.data_ptr(), x.shape, x.stride())
         if key in shared:
-            return shared[key][1].clone() if copies else shared[key][1]
+            return shared[key][1].clone()
         shared[key] = x, compute()
         return shared[key][1]
-
-    def _squared_column(self, b: Tensor) -> Tensor:
-        """Square cotangents: those at a layer's weight are those at its bias.
-
-        Args:
-            b: Cotangents of a single column and position, of shape ``[1, N, G, p]``.
-
-        Returns:
-            Squares of shape ``[N, G, p]``.
-        """
-
-        def compute() -> Tensor:
-            return full_precision(b).pow(2).squeeze(0)
-
-        return self.share("squares", b, compute, copies=False)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -301,7 +274,7 @@ class PerSample(ABC):
         """A tensor with the products' type and device."""
 
     def _sample_chunks(self) -> Iterator[slice]:
-        return chunks(self.batch_size, self._elements_per_sample())
+        return sums.chunks(self.batch_size, self._elements_per_sample())
 
     def _elements_per_sample(self) -> int:
         """Count the elements of the buffers that :meth:`block` needs for a sample."""
@@ -335,7 +308,7 @@ class Dense(PerSample):
         return self.products.clone()
 
     def sq_norms(self) -> Tensor:  # noqa: D102
-        return sum_axis(sum_of_squares(self.products, 2), 0)
+        return sums.sum_axis(sums.sum_of_squares(self.products, 2), 0)
 
     def select(self, samples: Sequence[int]) -> Dense:  # noqa: D102
         return Dense(self.products[:, samples], self.shape)
@@ -377,7 +350,7 @@ class Summed(Dense):
     def products(self) -> Tensor:
         """The products themselves; formed when first asked for."""
         if self._products is None:
-            self._products = sum_axis(self.b, 2)
+            self._products = sums.sum_axis(self.b, 2)
         return self._products
 
     @property
@@ -390,11 +363,6 @@ class Summed(Dense):
             return super().merge(other)
         b = torch.cat([self.b, other.b], dim=2)
         return Summed(b, self.shape, self.groups, self.sums_positions)
-
-    def partial_squares(self, sum_batch: bool) -> Tensor:  # noqa: D102
-        if sum_batch and self.num_columns == self.positions == 1:
-            return self._squared_column(self.b).sum(0).squeeze(0)
-        return super().partial_squares(sum_batch)
 
     def select(self, samples: Sequence[int]) -> Summed:  # noqa: D102
         b = self.b[:, samples]

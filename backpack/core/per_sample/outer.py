@@ -9,22 +9,10 @@ from einops import einsum, rearrange
 from torch import Tensor
 
 from backpack.core.fast import tuning
-from backpack.core.fast.matmul import (
-    bmm,
-    gram,
-    has_fast_blas,
-    is_fast_product,
-    matmul,
-)
+from backpack.core.fast.matmul import bmm, gram, has_fast_blas, is_fast_product, matmul
 from backpack.core.fast.memory import huge_empty
+from backpack.core.per_sample import sums
 from backpack.core.per_sample.base import PerSample
-from backpack.core.per_sample.sums import (
-    add_rows,
-    chunks,
-    sum_axis,
-    sum_of_dots,
-    sum_of_squares,
-)
 from backpack.core.per_sample.unfolding import Unfolding
 from backpack.utils.types import full_precision
 from backpack.utils.unsqueeze import flatten
@@ -164,8 +152,8 @@ class Outer(PerSample):
             return super().merge(other)
         a = torch.cat([self.a, other.a], dim=2)
         b = torch.cat([self.b, other.b], dim=3)
-        sums = self.sums_positions
-        return Outer(lambda: a, b, self.shape, self._reorder, sums_positions=sums)
+        convention = self.sums_positions
+        return Outer(lambda: a, b, self.shape, self._reorder, sums_positions=convention)
 
     @property
     def fold_key(self) -> Tuple:
@@ -233,12 +221,12 @@ class Outer(PerSample):
             The samples.
         """
         if self._one_by_one:  # each is then still in the processor's caches
-            return chunks(self.batch_size, 1, most=1)
+            return sums.chunks(self.batch_size, 1, most=1)
         unfolded = self.groups * self.positions * self._sizes[0]
         if keeps:
-            return chunks(self.batch_size, unfolded, tuning.UNFOLDED_ELEMENTS)
+            return sums.chunks(self.batch_size, unfolded, tuning.UNFOLDED_ELEMENTS)
         size = self.shape.numel() + (0 if self._is_direct else unfolded)
-        return chunks(self.batch_size, size, tuning.STEP_ELEMENTS)
+        return sums.chunks(self.batch_size, size, tuning.STEP_ELEMENTS)
 
     def _unfold_and_fold(
         self, any_order: bool
@@ -312,7 +300,7 @@ class Outer(PerSample):
             for _ in self._products(any_order, out):
                 pass
         if self.keeps_total and self._total is None:
-            total = add_rows(None, out[0])
+            total = sums.add_rows(None, out[0])
             if self._reorder is None:
                 _, fold = self._unfold_and_fold(any_order)
                 total = fold(total.view(self.groups, *self._sizes[::-1]))
@@ -332,8 +320,8 @@ class Outer(PerSample):
 
     def sq_norms(self) -> Tensor:  # noqa: D102
         if self.positions == 1:
-            b = sum_axis(sum_of_squares(self.b, 3), 0)
-            return sum_axis(b * sum_of_squares(self.a, 2), 1)
+            b = sums.sum_axis(sums.sum_of_squares(self.b, 3), 0)
+            return sums.sum_axis(b * sums.sum_of_squares(self.a, 2), 1)
         adds_up = self.keeps_total and self._total is None
         if not prefers_gram(self.positions, *self._sizes, adds_up):
             return super().sq_norms()
@@ -342,10 +330,7 @@ class Outer(PerSample):
     def partial_squares(self, sum_batch: bool) -> Tensor:  # noqa: D102
         if self.positions > 1:
             return super().partial_squares(sum_batch)
-        b = self.b.squeeze(3)
-        if self.num_columns == 1:
-            return self._squared_column(b)
-        return full_precision(b).pow(2).sum(0)
+        return sums.sum_axis(full_precision(self.b.squeeze(3)).pow(2), 0)
 
     def finish_squares(
         self, statistic: Tensor, sum_batch: bool
@@ -377,7 +362,7 @@ class Outer(PerSample):
         d, p = self._sizes
         if n * t**2 * (d + p) >= (t + n) * d * p:
             if self._is_large:
-                return sum_of_dots(flatten(self._collect(any_order=True), 2))
+                return sums.sum_of_dots(flatten(self._collect(any_order=True), 2))
             return super().dots()
         pattern = "n g t k, m g s k -> g n t m s"
         a, columns = full_precision(self.a), full_precision(self.b)
@@ -403,7 +388,7 @@ class Outer(PerSample):
             return gram(rows).mul_(scale)
         size = self.groups * self.positions * self._sizes[0]
         total = 0.0
-        for samples in chunks(self.batch_size, size, tuning.UNFOLDED_ELEMENTS):
+        for samples in sums.chunks(self.batch_size, size, tuning.UNFOLDED_ELEMENTS):
             total = total + gram(full_precision(unfolding.features(samples)))
         return total.mul_(scale)
 
@@ -426,7 +411,7 @@ class Outer(PerSample):
         return super()._elements_per_sample() + rows
 
     def _gram_chunks(self) -> Iterator[slice]:
-        return chunks(self.batch_size, self.groups * self.positions**2)
+        return sums.chunks(self.batch_size, self.groups * self.positions**2)
 
     def _gram_norms(self, samples: slice) -> Tensor:
         unfolding = self._unfolder()

@@ -200,6 +200,9 @@ class HBP(WalkingExtension):
         return existing + other
 
 
+DENSE_LIMIT = 2**14  # a GiB in single precision
+
+
 class KroneckerFactors(ColumnExtension, HBP):
     """Kronecker factors from columns; base class of KFAC and KFLR.
 
@@ -207,7 +210,11 @@ class KroneckerFactors(ColumnExtension, HBP):
     """
 
     def __init__(
-        self, savefield: str, source: Source, weight_sharing: Optional[str] = None
+        self,
+        savefield: str,
+        source: Source,
+        weight_sharing: Optional[str] = None,
+        dense_limit: int = DENSE_LIMIT,
     ):
         """Choose how weight sharing is treated.
 
@@ -215,7 +222,9 @@ class KroneckerFactors(ColumnExtension, HBP):
             savefield: Attribute of a parameter under which its value is saved.
             source: Where the columns come from.
             weight_sharing: ``"expand"``, ``"reduce"`` or ``None``. Default: ``None``.
+            dense_limit: Number of rows that a factor may have. Default: ``16384``.
         """
+        self.dense_limit = dense_limit
         exact = source.strategy == LossHessianStrategy.EXACT
         HBP.__init__(
             self,
@@ -229,14 +238,16 @@ class KroneckerFactors(ColumnExtension, HBP):
         ColumnExtension.__init__(self, savefield, source)
 
     def check(self, where: Any, param: Tensor, product: PerSample) -> None:
-        """Refuse parameters whose factors are ambiguous.
+        """Refuse parameters whose factors are ambiguous, or too large.
 
         Args:
             where: A call, or a group of parameters, for messages.
             param: The parameter.
             product: Products of columns and its Jacobian.
         """
-        factors.refuse_ambiguous(self, where.describe(param), product)
+        what = where.describe(param)
+        factors.refuse_large(self, what, product)
+        factors.refuse_ambiguous(self, what, product)
 
     def statistic(self, product: PerSample) -> Tensor:  # noqa: D102
         return factors.output_factor(product, self.weight_sharing)
@@ -277,6 +288,7 @@ class KFAC(KroneckerFactors):
         weight_sharing: Optional[str] = None,
         generator: Optional[Generator] = None,
         fisher_type: str = "mc",
+        dense_limit: int = DENSE_LIMIT,
     ):
         """Choose the number of samples and how weight sharing is treated.
 
@@ -287,9 +299,11 @@ class KFAC(KroneckerFactors):
             fisher_type: ``"mc"`` for targets drawn from the model's own distribution,
                 ``"empirical"`` for those of the batch: B is then that of the empirical
                 Fisher c Σₙ ∇ℓₙ ∇ℓₙᵀ. Default: ``"mc"``.
+            dense_limit: Number of rows that a factor may have; parameters with larger
+                ones are refused before anything is allocated. Default: ``16384``.
         """
         source = fisher_source(type(self).__name__, fisher_type, mc_samples, generator)
-        super().__init__("kfac", source, weight_sharing)
+        super().__init__("kfac", source, weight_sharing, dense_limit)
 
 
 class KFLR(KroneckerFactors):
@@ -299,14 +313,18 @@ class KFLR(KroneckerFactors):
     Gauss-Newton optimisation for deep learning").
     """
 
-    def __init__(self, weight_sharing: Optional[str] = None):
+    def __init__(
+        self, weight_sharing: Optional[str] = None, dense_limit: int = DENSE_LIMIT
+    ):
         """Choose how weight sharing is treated.
 
         Args:
             weight_sharing: ``"expand"``, ``"reduce"`` or ``None``. Default: ``None``.
+            dense_limit: Number of rows that a factor may have; parameters with larger
+                ones are refused before anything is allocated. Default: ``16384``.
         """
         source = Source(LossHessianStrategy.EXACT, compact=True)
-        super().__init__("kflr", source, weight_sharing)
+        super().__init__("kflr", source, weight_sharing, dense_limit)
 
 
 class KFRA(HBP):

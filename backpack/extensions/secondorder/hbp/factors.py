@@ -35,6 +35,48 @@ TRANSPOSED = (
 )
 
 
+TOO_LARGE = (
+    "{ext} (field '{field}'): {what} would get a dense block with {size} rows, {memory}, "
+    "more than dense_limit={limit} allows. Use DiagGGNExact or DiagGGNMC for it, whose "
+    "results are as large as the parameter, freeze it, or raise {ext}(dense_limit=...)."
+)
+
+
+def refuse_large(ext: Any, what: str, product: PerSample) -> None:
+    """Refuse parameters with a factor above a limit, before it is allocated.
+
+    Args:
+        ext: The extension, with its ``dense_limit``.
+        what: The parameter, and where it is used.
+        product: Products of columns and its Jacobian.
+
+    Raises:
+        NotImplementedError: If a factor would have too many rows.
+    """
+    groups, sizes = 1, [product.shape.numel()]
+    if isinstance(product, Outer):
+        groups, p = product.groups, product.b.shape[-1]
+        sizes = [p, product.shape.numel() // max(1, groups * p)]
+    elif isinstance(product, Summed):
+        groups = product.groups
+        sizes = [product.shape.numel() // groups]
+    elif isinstance(product, Rows):
+        sizes = [product.b.shape[-1]]
+    size = max(sizes)
+    if size > ext.dense_limit:
+        memory = groups * size**2 * product.dtype.itemsize / 2**30
+        raise NotImplementedError(
+            TOO_LARGE.format(
+                ext=type(ext).__name__,
+                field=ext.savefield,
+                what=what,
+                size=size,
+                memory=f"{memory:.1f} GiB",
+                limit=ext.dense_limit,
+            )
+        )
+
+
 def refuse_ambiguous(ext: Any, what: str, product: PerSample) -> None:
     """Refuse parameters whose factors are ambiguous; warn of transposed ones.
 

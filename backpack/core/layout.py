@@ -84,6 +84,9 @@ def simplify(numbers: Tensor, n: int) -> Union[Layout, Tensor, None]:
     Returns:
         The placement, ``None`` if nothing is known.
     """
+    if not numbers.numel():  # of some samples, or of none: nobody can tell
+        lead = numbers.shape.index(0) + 1
+        return numbers.new_empty(*numbers.shape[:lead], *[1] * (numbers.dim() - lead))
     known = numbers >= 0
     if not bool(known.any()):
         return None
@@ -142,13 +145,16 @@ class Arrangement:
         numbers = placement.reshape(placement.shape[:lead]).expand(self._rows).flatten()
         order = torch.argsort(numbers, stable=True)
         order = order[int((numbers < 0).sum()) :]
+        if not len(order):
+            self._index = order
+            return
         counts = torch.bincount(numbers[order], minlength=n)
-        width = int(counts.max()) if len(counts) else 0
+        width = int(counts.max())
         starts = counts.cumsum(0) - counts
         place = torch.arange(width, device=numbers.device)
         self._filled = place < counts.unsqueeze(1)
-        index = (starts.unsqueeze(1) + place).clamp(max=max(len(order) - 1, 0))
-        self._index = order[index.flatten()] if len(order) else index.flatten()
+        index = (starts.unsqueeze(1) + place).clamp(max=len(order) - 1)
+        self._index = order[index.flatten()]
         self._width = width
 
     @property
@@ -172,11 +178,13 @@ class Arrangement:
         """
         features = tuple(x.shape[lead + len(self._rows) :])
         front = tuple(x.shape[:lead])
+        if self._index is not None and not len(self._index):
+            return x.new_zeros(*front, self._n, 1, *features)
         if self._index is not None:
             x = x.reshape(*front, -1, *features).index_select(lead, self._index)
             x = x.unflatten(lead, (self._n, self._width))
             mask = self._filled.view(*self._filled.shape, *[1] * len(features))
-            return x * mask.to(x.dtype) if x.is_floating_point() else x * mask
+            return x.where(mask, x.new_zeros(()))  # others' infinity is none here
         axis, inner = self._layout
         if axis > 0:
             x = x.movedim(lead + axis, lead)

@@ -103,6 +103,18 @@ class Operation(ABC):
             The products, ``None`` if the rule does not cover it.
         """
 
+    def positions(self, key: Key, n: int) -> int:
+        """Count the positions of a sample that share a constant, for outer products.
+
+        Args:
+            key: Which argument the constant is.
+            n: Number N of samples.
+
+        Returns:
+            Their number; 0 if products with its Jacobian have another form.
+        """
+        return 0
+
     def is_possible(self, placement: Placement) -> bool:
         """Tell whether the rule is for operands with samples at a place.
 
@@ -161,6 +173,15 @@ class LayerLike(Operation):
 
     def reads_data(self, key: Key) -> bool:  # noqa: D102
         return self.names[key] != "bias"
+
+    def positions(self, key: Key, n: int) -> int:  # noqa: D102
+        x = self.data
+        if self.names[key] != "weight" or not n:
+            return 0
+        if isinstance(self.derivatives, LinearDerivatives):
+            return x.shape[:-1].numel() // n
+        plain = type(self.derivatives) is ConvNDDerivatives
+        return x.shape[2:].numel() * len(x) // n if plain else 0
 
     def product(  # noqa: D102
         self, key: Key, shape: torch.Size, cotangents: Tensor, out: Placement, n: int
@@ -252,6 +273,12 @@ class Contraction(Operation):
 
     def reads_data(self, key: Key) -> bool:  # noqa: D102
         return key == self.key
+
+    def positions(self, key: Key, n: int) -> int:  # noqa: D102
+        if key != self.key or not n:
+            return 0
+        size = prod(self.data.shape[axis] for axis in self._inputs)
+        return self.data.numel() // max(1, size * n)
 
     def product(  # noqa: D102
         self, key: Key, shape: torch.Size, cotangents: Tensor, out: Placement, n: int

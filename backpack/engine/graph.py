@@ -296,10 +296,10 @@ class Inspection:
             if position < 0 or number >= uses[position].until:
                 continue
             use = uses[position]
+            outputs = [x for x, _ in self.uses[use].values()]
             if use not in inner:
-                outputs = [node for node, _ in self.uses[use].values()]
                 inner[use] = set(_walk_since(outputs, use.since))
-            if node in inner[use]:
+            if node in inner[use] and node not in outputs:
                 entered[node] = use
         for node in self._nodes if entered else ():
             for parent, _ in node.next_functions:

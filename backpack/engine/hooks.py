@@ -425,12 +425,13 @@ def _placements(
 ) -> List[Placement]:
     """Tell where the samples are in a layer's outputs."""
     name, placement = f"`{type(module).__name__}` on {list(x.shape)}", known.placement
+    mixed = Mixed(name, module=weakref.ref(module))
     if isinstance(module, nn.RNNBase):
         axis = int(not module.batch_first)
         if placement is None or x.dim() < 3:
-            return [Mixed(name, False)] * len(outputs)
+            return [mixed._replace(is_known=False)] * len(outputs)
         if placement != Layout(axis, 1):
-            return [Mixed(name)] * len(outputs)
+            return [mixed] * len(outputs)
         return [Layout(output_batch_axis(module, i), 1) for i in range(len(outputs))]
     if isinstance(placement, Mixed) or placement is None:
         return [placement] * len(outputs)
@@ -439,7 +440,7 @@ def _placements(
         axes = x.dim() - features[0]
     if isinstance(placement, Layout) and placement.axis < axes:
         return [placement] * len(outputs)
-    return [Mixed(name)] * len(outputs)
+    return [mixed] * len(outputs)
 
 
 # ------------------------------------------------------------------------------- records

@@ -1068,23 +1068,54 @@ def test_non_finite(number: float):
         assert param.sqrt_ggn_exact[:, finite].isfinite().all()
 
 
-@pytest.mark.parametrize("change", ["bias only", "layer norm", "autocast"])
-def test_modified_input(change: str):
-    """An input that was overwritten since the call never gives wrong numbers."""
-    cast = torch.autocast("cpu", torch.bfloat16, enabled=change == "autocast")
+def overwritten(change: str, overwrites: bool = True) -> Dict[str, Tensor]:
+    """Compute individual gradients after an input was overwritten.
+
+    Args:
+        change: What is unusual about the layer that the input goes into.
+        overwrites: Whether it is overwritten. Default: ``True``.
+
+    Returns:
+        Individual gradients.
+    """
+    torch.manual_seed(0)
     layer = nn.LayerNorm(4) if change == "layer norm" else nn.Linear(4, 4)
-    model, loss = extend(nn.Sequential(layer, nn.Linear(4, 2))), extend(nn.MSELoss())
     if change == "bias only":
         layer.weight.requires_grad_(False)  # autograd does not save the input, then
-    x = torch.rand(N, 4)
-    with cast:  # autograd saves what it was converted to
-        f = model(x)
-    value = loss(f.float(), torch.rand(N, 2))
-    with torch.no_grad():
-        x.add_(1.0)
+    if change == "inside of a model, autocast":
+        layer = Through(layer, Module.__call__)
+    model, loss = extend(layer), extend(nn.MSELoss())
+    x, y = torch.rand(N, 4), torch.rand(N, 4)
+    # autograd saves what the input is converted to
+    with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in change):
+        value = loss(model(x).float(), y)
+    if overwrites:
+        with torch.no_grad():
+            x.add_(1.0)
+    with backpack(*make(FIRST_ORDER)):
+        value.backward()
+    return {name: param.grad_batch for name, param in parameters(model).items()}
+
+
+@pytest.mark.parametrize("change", ["layer norm", "autocast"])
+def test_overwritten_input(change: str):
+    """An input that was overwritten since the call never gives wrong numbers."""
+    assert overwritten(change, overwrites=False)
     with pytest.raises(RuntimeError, match="modified"):
-        with backpack(*make(FIRST_ORDER)):
-            value.backward()
+        overwritten(change)
+
+
+@pytest.mark.parametrize(
+    "change, rtol", [("bias only", 0.0), ("inside of a model, autocast", 0.02)]
+)
+def test_input_may_be_overwritten(change: str, rtol: float):
+    """An input may be overwritten that is not needed, or that autograd has a copy of.
+
+    The copy has eight binary digits.
+    """
+    values = overwritten(change)
+    for name, expected in overwritten(change, overwrites=False).items():
+        assert_agrees(values[name], expected, name, rtol)
 
 
 def test_batch_sizes():

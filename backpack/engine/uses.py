@@ -291,17 +291,15 @@ class Use:
         if all(x is None for x in cotangents):
             return [None] * len(self.constants)
         operation = self.operation
-        if operation is not None and operation.is_modified:
-            read = [c for c in self.constants if operation.reads_data(c.key)]
-            if any(constant.stand_in is None for constant in read):
-                raise RuntimeError(MODIFIED.format(operation=self.describe()))
-            if read:
-                operation = None  # autograd has kept what it needs
         if operation is not None and (len(cotangents) == 1 or operation.takes_all):
             mats = list(cotangents) if operation.takes_all else cotangents[0]
             shared: Dict[Any, Tuple[Tensor, Tensor]] = {}
             found = []
             for constant in self.constants:
+                if operation.is_modified and operation.reads_data(constant.key):
+                    if all(c.stand_in is not None for c in self.constants):
+                        break  # autograd has kept what it needs, or says so
+                    raise RuntimeError(MODIFIED.format(operation=self.describe()))
                 product = operation.product(
                     constant.key,
                     constant.shape,

@@ -64,7 +64,12 @@ class _Announce(TorchFunctionMode):
         inputs = kwargs.get("inputs")
         if func is torch.autograd.grad and len(args) > 1:
             inputs = args[1]
-        with BackwardPass(current, root_nodes(outputs[0]), inputs):
+        accumulates = func is not torch.autograd.grad and len(args) < 2
+        accumulates = accumulates and not kwargs.get("create_graph")
+        roots = root_nodes(outputs[0])
+        with BackwardPass(current, roots, inputs, accumulates) as running:
+            if running.leaves:
+                kwargs = {**kwargs, "inputs": running.leaves}
             return func(*args, **kwargs)
 
 

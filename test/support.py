@@ -62,8 +62,8 @@ MEANING: Dict[Rule, str] = {
     Rule.FAST: "A formula for the layer's parameters, or for the loss's Hessian.",
     Rule.MODULE: "The layer's own derivatives take the quantity back from its output "
     "to its inputs, and to its parameters.",
-    Rule.GENERIC: "Automatic differentiation of the module's own forward pass: right, "
-    "but slower.",
+    Rule.GENERIC: "Automatic differentiation of what the module computes: right, but "
+    "slower.",
     Rule.AUTOGRAD: "Nothing to compute: there are no parameters, and PyTorch's "
     "backward pass goes through it as always.",
     Rule.REFUSED: "An error says so, for the reason given.",
@@ -103,6 +103,9 @@ _BRANCHES = (
 _ONE_INPUT = (
     "With a single input that parameters take part in: an average over the batch does "
     "not tell how several interact."
+)
+_BY_OPERATION = (
+    "By a formula in operations that have one, like linear maps and convolutions."
 )
 _NO_CHILDREN = (
     "Unless it has modules inside, next to parameters of its own: use the converter."
@@ -151,6 +154,16 @@ CONDITIONS: Dict[Tuple[Type[Module], str], str] = {
     (SumModule, "KFRA"): _BRANCHES,
 }
 _CONDITIONS_OF_OTHERS: Dict[Tuple[str, str], str] = {
+    **{
+        (OTHER, quantity.__name__): _BY_OPERATION
+        for quantity in QUANTITIES
+        if issubclass(quantity, (FirstOrderBackpropExtension, ColumnExtension))
+    },
+    **{
+        (OTHER, name): f"{_BY_OPERATION} "
+        + _CHOICE.format(case="There, positions may share the weight")
+        for name in ("KFAC", "KFLR")
+    },
     (OTHER, "KFRA"): f"{_NO_CHILDREN} {_ONE_INPUT}",
     (OTHER, "DiagHessian"): _NO_CHILDREN,
     (OTHER, "BatchDiagHessian"): _NO_CHILDREN,

@@ -579,6 +579,13 @@ TIED = {
         ),
         randn(4),
     ),
+    "einsum-in-two-orders": use(
+        lambda m, x: torch.einsum("ni,ijk->njk", x, m.w).tanh()
+        * torch.einsum("ni,jik->njk", x, m.w),
+        3,
+        w=(3, 3, 3),
+    ),
+    "matmul-from-both-sides": use(lambda m, x: (x @ m.w).tanh() @ m.w.T, 4, w=(4, 4)),
     "twice-in-one-expression": use(
         lambda m, x: F.linear(F.linear(x, m.w).tanh(), m.w), 4, w=(4, 4)
     ),

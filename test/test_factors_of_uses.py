@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from cases import F64
 from oracle import assert_agrees, parameters
-from per_sample import REFUSALS, Lambda, N, compute, lookup, real, reference, use
+from per_sample import REFUSALS, Lambda, N, compute, lookup, real, reference
 from test_expressions import EXPRESSIONS, TIED
 from test_uses import LINEAR
 from torch import Tensor, nn

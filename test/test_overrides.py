@@ -271,6 +271,28 @@ def test_add_rows(is_permuted: Tuple[bool, bool]):
     testing.assert_close(total, first.sum(0) + second.sum(0))
 
 
+def test_total_owns_its_memory():
+    """The sum of a single gradient is not that gradient."""
+    gradients = Dense(torch.rand(1, 1, 4), torch.Size([4]))
+    gradients.keeps_total = True
+    individual = gradients.individual()
+    assert gradients.total().data_ptr() != individual.data_ptr()
+
+
+@pytest.mark.parametrize("reduce", [PerSample.individual, PerSample.squares])
+@pytest.mark.parametrize("size", [3, tuning.SLICE_ELEMENTS])
+@pytest.mark.parametrize("batch_size", [1, 7, 2 * tuning.SUMMED_ROWS + 1])
+def test_total(batch_size: int, size: int, reduce: Callable[[PerSample], Tensor]):
+    """The gradients that a reduction forms are added up, many as well as large ones."""
+    products = torch.rand(1, batch_size, size, dtype=F64)
+    gradients = Dense(products, torch.Size([size]))
+    gradients.keeps_total = True
+    with torch.no_grad():
+        reduce(gradients)
+        assert gradients._total is not None
+        assert_agrees(gradients.total(), products[0].sum(0))
+
+
 @pytest.mark.parametrize("num_columns", [1, 3])
 @pytest.mark.parametrize("case, index", list(rows()))
 def test_select(case: Case, index: int, num_columns: int):

@@ -369,7 +369,7 @@ def test_operations_that_depend_on_values(first_time: bool) -> None:
             ),
             randn(N, D),
             alone=False,
-            says=r"where",
+            says=r"where|linear",
         )
 
     def run(everywhere: bool) -> None:

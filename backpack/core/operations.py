@@ -41,6 +41,7 @@ from backpack.core.derivatives.normalization import (
 from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
 from backpack.core.layout import Arrangement, Layout, Placement
 from backpack.core.per_sample.base import Dense, PerSample, Summed
+from backpack.core.per_sample.order import simplest
 from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.rows import Rows
 from backpack.utils.types import as_type
@@ -102,6 +103,18 @@ class Operation(ABC):
             The products, ``None`` if the rule does not cover it.
         """
 
+    def positions(self, key: Key, n: int) -> int:
+        """Count the positions of a sample that share a constant, for outer products.
+
+        Args:
+            key: Which argument the constant is.
+            n: Number N of samples.
+
+        Returns:
+            Their number; 0 if products with its Jacobian have another form.
+        """
+        return 0
+
     def is_possible(self, placement: Placement) -> bool:
         """Tell whether the rule is for operands with samples at a place.
 
@@ -161,6 +174,15 @@ class LayerLike(Operation):
     def reads_data(self, key: Key) -> bool:  # noqa: D102
         return self.names[key] != "bias"
 
+    def positions(self, key: Key, n: int) -> int:  # noqa: D102
+        x = self.data
+        if self.names[key] != "weight" or not n:
+            return 0
+        if isinstance(self.derivatives, LinearDerivatives):
+            return x.shape[:-1].numel() // n
+        plain = type(self.derivatives) is ConvNDDerivatives
+        return x.shape[2:].numel() * len(x) // n if plain else 0
+
     def product(  # noqa: D102
         self, key: Key, shape: torch.Size, cotangents: Tensor, out: Placement, n: int
     ) -> Optional[PerSample]:
@@ -198,8 +220,7 @@ def merge_rows(product: PerSample, n: int) -> PerSample:
     if isinstance(product, Outer):
         a = product.a.unflatten(0, (n, -1)).transpose(1, 2).flatten(2, 3)
         b = product.b.unflatten(1, (n, -1)).transpose(2, 3).flatten(3, 4)
-        sums = product.sums_positions
-        return Outer(lambda: a, b, product.shape, product._reorder, sums_positions=sums)
+        return product.like(lambda: a, b)
     if isinstance(product, Summed):
         b = product.b.unflatten(1, (n, -1)).flatten(2, 3)
         return Summed(b, product.shape, product.groups, product.sums_positions)
@@ -253,6 +274,12 @@ class Contraction(Operation):
     def reads_data(self, key: Key) -> bool:  # noqa: D102
         return key == self.key
 
+    def positions(self, key: Key, n: int) -> int:  # noqa: D102
+        if key != self.key or not n:
+            return 0
+        size = prod(self.data.shape[axis] for axis in self._inputs)
+        return self.data.numel() // max(1, size * n)
+
     def product(  # noqa: D102
         self, key: Key, shape: torch.Size, cotangents: Tensor, out: Placement, n: int
     ) -> Optional[PerSample]:
@@ -282,20 +309,8 @@ class Contraction(Operation):
             b = b * self._scale
         axes = self._weight_axes
         sizes = [shape[axis] for axis in axes]
-        order = [axes.index(i) for i in range(len(axes))]
-
-        def fold(mat: Tensor) -> Tensor:
-            mat = mat.squeeze(-3)
-            lead = mat.dim() - 2
-            mat = mat.reshape(*mat.shape[:lead], *sizes)
-            return mat.permute(*range(lead), *[lead + i for i in order])
-
-        plain = order == sorted(order)
-        product = Outer(
-            lambda: a.unsqueeze(1), b.unsqueeze(2), shape, None if plain else fold
-        )
-        product.is_transposed = order == [1, 0]
-        return product
+        order = simplest(sizes, [axes.index(i) for i in range(len(axes))])
+        return Outer(lambda: a.unsqueeze(1), b.unsqueeze(2), shape, order)
 
 
 class Broadcast(Operation):
@@ -611,7 +626,7 @@ def _einsum(
 def _einsum_with(
     position: int, terms: Sequence[str], out: str, operands: Sequence[Tensor]
 ) -> Optional[Operation]:
-    """Describe an einsum of rows and a constant that have no axis of the result both."""
+    """Describe an einsum of rows and a constant; no axis of the result has both."""
     constant, rows, data = terms[position], terms[1 - position], operands[1 - position]
     inputs = [x for x in rows if x not in out]
     outputs = [x for x in out if x not in rows]

@@ -33,6 +33,7 @@ from backpack.engine.graph import (
     walk,
     will_run,
 )
+from backpack.engine.own_gradients import find_own, hand_over
 from backpack.engine.parameters import Group, Products, find_groups, in_type_of
 from backpack.engine.pull_columns import PullColumns
 from backpack.engine.record import Call
@@ -119,6 +120,8 @@ class ParameterTurn:
             self._gradients = self.group.products(
                 running.own_products, self.group.collected
             )
+            for param, product in self._gradients.items():
+                product.keeps_total = running.is_left_out(param)
         return self._gradients
 
     def size_of_terms(self) -> float:
@@ -172,7 +175,13 @@ class BackwardPass:
         inspection: What the graph looks like, if it is known.
     """
 
-    def __init__(self, current: State, roots: Sequence[Node] = (), inputs: Any = None):
+    def __init__(
+        self,
+        current: State,
+        roots: Sequence[Node] = (),
+        inputs: Any = None,
+        accumulates: bool = False,
+    ):
         """Begin.
 
         Args:
@@ -180,6 +189,8 @@ class BackwardPass:
             roots: Where the backward pass begins in the graph, if it is known.
             inputs: With respect to what it differentiates. Default: ``None``, for all
                 leaf tensors.
+            accumulates: Whether it does nothing but accumulate gradients. Default:
+                ``False``.
 
         Raises:
             RuntimeError: If a parameter is used where extensions can't see it.
@@ -206,10 +217,23 @@ class BackwardPass:
         self.pull_back = PullColumns(self)
         if current.report is not None:
             current.report.begin(current.active_exts)
+        self._own_gradients: Set[int] = set()
+        self.leaves: List[Tensor] = []
         if current.active_exts and roots:
             self.inspection = Inspection(roots)
             self._find_groups(list(self.inspection.uses))
             self._inspect(inputs)
+            if accumulates and inputs is None and not current.check:
+                self._leave_out()
+
+    def _leave_out(self) -> None:
+        """Choose parameters that autograd shall leave out."""
+        groups, exts = self.groups, self.state.active_exts
+        own = self._own_gradients = find_own(groups, self.inspection, exts)
+        if own:
+            leaves = [*self.inspection.reached, *(p for g in groups for p in g.params)]
+            unique = {id(x): x for x in leaves if x.requires_grad and id(x) not in own}
+            self.leaves = list(unique.values())
 
     def _find_groups(self, uses: Sequence[Use]) -> None:
         """Find out which parameters wait for which uses."""
@@ -385,6 +409,9 @@ class BackwardPass:
         for ext in self.state.active_exts:
             if not any(ext.is_customized(module) for module in turn.modules):
                 ext.compute(turn)
+        if any(map(self.is_left_out, group.params)):
+            gradients = turn.gradients()
+            hand_over({param: gradients[param].total() for param in gradients})
         self.pull_back.forget(group)
         keeps = self.state.keeps_io
         for use in group.uses:
@@ -406,6 +433,17 @@ class BackwardPass:
         """
         if self.state.report is not None:
             self.state.report.saved.update((id(ext), id(p)) for p in group.params)
+
+    def is_left_out(self, param: Tensor) -> bool:
+        """Tell whether autograd leaves a parameter out, whose gradient is formed here.
+
+        Args:
+            param: The parameter.
+
+        Returns:
+            Whether it does.
+        """
+        return id(param) in self._own_gradients
 
     def own_products(self, use: Use) -> Products:
         """Describe what a use contributes to the individual gradients.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from typing import Any, Dict, List, Optional, Set, Tuple
+from typing import Any, Dict, Iterable, List, Optional, Set, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -468,15 +468,16 @@ def _record(
             lambda x: x.view_as(x) if _is_own_leaf(module, x) else x, output
         )
     outputs = tensor_outputs(output)
-    edges = [edge_of(x) if x.requires_grad else None for x in outputs]
+    constant = _constants(outputs, tracker) if len(outputs) > 1 else ()
+    edges = _edges(outputs, constant)
     if len(outputs) > 1 and _differ(edges):
         marks = [getattr(x, MARK, None) for x in outputs]
-        output = replaced = on_one_node(output)
+        output = replaced = on_one_node(output, constant)
         outputs = tensor_outputs(output)
         for x, mark in zip(outputs, marks):
             if mark is not None:
                 setattr(x, MARK, mark)
-        edges = [edge_of(x) if x.requires_grad else None for x in outputs]
+        edges = _edges(outputs, constant)
     call = frame.call
     call.finish(module, args, kwargs, outputs, edges, _parameters(module, args, frame))
     call.is_altered = _comes_late(module)
@@ -507,6 +508,22 @@ def _record(
         call.placements = [_placement(x, frame.tracker) for x in outputs]
     _attach(call, outputs, edges)
     return replaced
+
+
+def _constants(outputs: List[Tensor], tracker: Optional[Tracker]) -> Set[int]:
+    """Find outputs that hold no samples: the way of gradients to them is another."""
+    if tracker is None:
+        return set()
+    return {id(x) for x in outputs if _placement(x, tracker) is None}
+
+
+def _edges(
+    outputs: List[Tensor], constant: Iterable[int]
+) -> List[Optional[GradientEdge]]:
+    return [
+        edge_of(x) if x.requires_grad and id(x) not in constant else None
+        for x in outputs
+    ]
 
 
 def _placement(x: Tensor, tracker: Tracker) -> Placement:

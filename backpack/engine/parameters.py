@@ -216,9 +216,12 @@ def _behind_views(
             before = torch.Size(parent._input_metadata[parents[0][1]].shape)
         two = len(shape) == len(before) == 2
         if name in _TRANSPOSES and two and before == shape[::-1] and _swaps(node):
-            product = transposed(product)
+            try:
+                product = product.transposed()
+            except ValueError:
+                break
         elif name in _SAME_ORDER and before.numel() == shape.numel():
-            product = reshaped(product, before)
+            product = product.reshaped(before)
         else:
             break
         edge, shape = GradientEdge(parent, parents[0][1]), before
@@ -231,55 +234,6 @@ def _swaps(node: Node) -> bool:
     """Tell whether a node swaps two axes."""
     dims = getattr(node, "_saved_dims", None)
     return dims is None or [d % 2 for d in dims] == [1, 0]
-
-
-def transposed(product: Outer) -> Outer:
-    """Describe products with a matrix's Jacobian as those of its transpose.
-
-    Args:
-        product: Products ``[V, N, i, o]``.
-
-    Returns:
-        Products ``[V, N, o, i]``.
-    """
-    fold, shape = product.fold, product.shape[::-1]
-    result = Outer(lambda: product.a, product.b, shape, lambda mat: fold(mat).mT)
-    result.is_transposed = not product.is_transposed
-    if not result.is_transposed and product.groups == 1:
-        result = Outer(lambda: product.a, product.b, shape)
-    return result
-
-
-def reshaped(product: Outer, shape: torch.Size) -> Outer:
-    """Describe products with the Jacobian of another view of the same numbers.
-
-    Args:
-        product: Products ``[V, N, *p]``.
-        shape: Other shape of as many numbers.
-
-    Returns:
-        Products ``[V, N, *shape]``.
-    """
-    if product.shape == shape:
-        return product
-    fold = product.fold
-    plain = product._reorder is None
-
-    def refold(mat: Tensor) -> Tensor:
-        mat = fold(mat)
-        lead = mat.dim() - len(product.shape)
-        return mat.reshape(*mat.shape[:lead], *shape)
-
-    sums = product.sums_positions
-    result = Outer(
-        lambda: product.a,
-        product.b,
-        shape,
-        None if plain else refold,
-        sums_positions=sums,
-    )
-    result.is_transposed = product.is_transposed
-    return result
 
 
 def find_groups(uses: Sequence[Use]) -> List[Group]:

@@ -279,6 +279,8 @@ class Finder:
             return [placement]
         if name in SELECTING and numbers[0] is not None:
             return [simplify(call([numbers[0].contiguous(), *flat[1:]]), n)]
+        if name == "as_strided":
+            return [_in_memory(flat[0], numbers[0], outs[0], n)]
         found: List[Placement] = [None] * len(outs)
         for integers in (False, True):  # what NaN shows; else what a change of numbers
             kinds = [_is_inexact(x) for x, i in zip(flat, numbers) if i is not None]
@@ -424,12 +426,28 @@ def _of_integers(
     if len(which) == 1 and x.numel():
         try:
             entries = torch.arange(x.numel(), device=x.device).view(x.shape)
-            moved = call([entries if j == which[0] else y for j, y in enumerate(flat)])
+            moved = call(_with(flat, which[0], entries))
             if _selects(call, flat, which[0], moved, out):
                 return simplify(i.flatten()[moved], n)
         except Exception:  # it takes no integers: no view, then
             pass
     return None
+
+
+def _with(flat: List[Any], position: int, x: Tensor) -> List[Any]:
+    """Replace an operand; copy the others, to which an operation may write."""
+    new = [y.clone() if isinstance(y, Tensor) else y for y in flat]
+    new[position] = x
+    return new
+
+
+def _in_memory(x: Tensor, numbers: Tensor, out: Tensor, n: int) -> Placement:
+    """Find where samples are in another view of a tensor's memory."""
+    size = x.untyped_storage().nbytes() // x.element_size()
+    memory = torch.full((size,), -1, device=x.device)
+    view = memory.as_strided(x.shape, x.stride(), x.storage_offset())
+    view.copy_(numbers)
+    return simplify(memory.as_strided(out.shape, out.stride(), out.storage_offset()), n)
 
 
 def _selects(
@@ -447,6 +465,6 @@ def _selects(
     random = torch.randint(
         -(2**40), 2**40, x.shape, generator=generator, device=x.device
     )
-    again = call([random if j == position else y for j, y in enumerate(flat)])
+    again = call(_with(flat, position, random))
     same = bool((x.flatten()[moved] == out).all())
     return same and bool((random.flatten()[moved] == again).all())

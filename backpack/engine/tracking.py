@@ -214,6 +214,11 @@ class Tracker(TorchFunctionMode):
             args, kwargs, pairs = self._stand_in(kind, args, kwargs, constants)
         written = args[0] if kind.writes and args else None
         deciding = [x for x in data if x.requires_grad] or data
+        shown = None
+        if isinstance(written, Tensor):  # its shape may change
+            shown = written.detach()
+            place(shown, self._finder.of(written), self.key)
+            deciding = [shown if x is written else x for x in deciding]
         out = func(*args, **kwargs)
         result = written if out is None and name == "__setitem__" else out
         if type(result) is Tensor or isinstance(result, Tensor):
@@ -226,7 +231,8 @@ class Tracker(TorchFunctionMode):
             return out
         if not outs:
             return out
-        placements = self._place(func, name, args, kwargs, outs, deciding)
+        seen = args if shown is None else (shown, *args[1:])
+        placements = self._place(func, name, seen, kwargs, outs, deciding)
         if any(type(placement) is Mixed for placement in placements):
             placements = [self._located(placement) for placement in placements]
         for x, placement in zip(outs, placements):

@@ -10,7 +10,17 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import (
+    Any,
+    Callable,
+    Container,
+    Dict,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 import torch
 from torch import Tensor
@@ -40,8 +50,6 @@ LOST = (
     "quantities of individual samples can't be computed for {names}. Replace this "
     "operation by others of PyTorch, or freeze the parameters."
 )
-
-
 MODIFIED = (
     "{operation}: an input of this operation was modified in place after the forward "
     "pass, so quantities of its parameters can't be computed. Replace the in-place "
@@ -289,6 +297,8 @@ class Use:
             found = []
             for constant in self.constants:
                 if operation.is_modified and operation.reads_data(constant.key):
+                    if all(c.stand_in is not None for c in self.constants):
+                        break  # autograd has kept what it needs, or says so
                     raise RuntimeError(MODIFIED.format(operation=self.describe()))
                 product = operation.product(
                     constant.key,
@@ -420,7 +430,7 @@ class _Together(Function):
         return gradients
 
 
-def on_one_node(output: Any) -> Any:
+def on_one_node(output: Any, leave: Container[int] = ()) -> Any:
     """Give several outputs a node of their own.
 
     There, the gradients at all of them arrive at once; and if one was computed from
@@ -428,6 +438,7 @@ def on_one_node(output: Any) -> Any:
 
     Args:
         output: What a module or an operation returned.
+        leave: Identities of tensors that are left alone.
 
     Returns:
         The same, with copies of its tensors that require a gradient.
@@ -436,7 +447,10 @@ def on_one_node(output: Any) -> Any:
     places = [
         i
         for i, x in enumerate(leaves)
-        if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad
+        if isinstance(x, Tensor)
+        and x.is_floating_point()
+        and x.requires_grad
+        and id(x) not in leave
     ]
     if places:
         for i, copy in zip(places, _Together.apply(*(leaves[i] for i in places))):

@@ -28,6 +28,8 @@ class BackpropExtension(ABC):  # noqa: B024
         savefield: Attribute of a parameter under which its value is saved.
         saved_quantities: What waits for a call's turn in the backward pass.
         keeps_io: Whether modules keep their inputs and output after a backward pass.
+        adds_up_from: From this number of positions on that share a parameter, its
+            individual gradients are formed and cheap to add up; ``None`` for never.
         pulls_columns: Whether it reduces columns that losses pull back.
         walks_modules: Whether quantities go from module to module.
         separates_samples: Whether the values presume that axis 0 holds samples which do
@@ -38,6 +40,7 @@ class BackpropExtension(ABC):  # noqa: B024
 
     keeps_io = False
     pulls_columns = False
+    adds_up_from: Optional[int] = None
     walks_modules = False
     separates_samples = False
     refuses_coupled_samples = True

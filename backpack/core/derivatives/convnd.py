@@ -2,7 +2,7 @@
 
 from contextlib import AbstractContextManager
 from math import prod
-from typing import Callable, Optional, Sequence, Tuple
+from typing import Optional, Sequence, Tuple
 
 import torch
 from einops import rearrange
@@ -14,6 +14,7 @@ from backpack.core.derivatives.stored import shallow_copy
 from backpack.core.fast import tuning
 from backpack.core.fast.matmul import has_fast_matmul
 from backpack.core.per_sample.base import PerSample, Summed
+from backpack.core.per_sample.order import Order
 from backpack.core.per_sample.outer import Direct, Outer
 from backpack.core.per_sample.unfolding import Unfolding
 from backpack.utils.conv import ConvNd, pad_input, unfold_by_conv
@@ -230,7 +231,7 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
             unfolded,
             cotangents.reshape(v, n, g, channels // g, prod(out_size)).mT,
             module.weight.shape,
-            self._fold(module),
+            self._order(module),
             self._direct(module, x, cotangents),
             self._unfolding(module, x),
             sums_positions=True,
@@ -245,7 +246,7 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
     ) -> Tensor:
         return unfold_by_conv(x, module)
 
-    def _fold(self, module: ConvNd) -> Optional[Callable[[Tensor], Tensor]]:
+    def _order(self, module: ConvNd) -> Optional[Order]:
         return None
 
     def _direct(

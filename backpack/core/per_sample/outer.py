@@ -13,6 +13,7 @@ from backpack.core.fast.matmul import bmm, gram, has_fast_blas, is_fast_product,
 from backpack.core.fast.memory import huge_empty
 from backpack.core.per_sample import sums
 from backpack.core.per_sample.base import PerSample
+from backpack.core.per_sample.order import Order, transposed
 from backpack.core.per_sample.unfolding import Unfolding
 from backpack.utils.types import full_precision
 from backpack.utils.unsqueeze import flatten
@@ -82,20 +83,18 @@ class Outer(PerSample):
     Attributes:
         a: Inputs of shape ``[N, G, T, d]``; formed when first asked for.
         b: Cotangents of shape ``[V, N, G, T, p]``.
-        fold: Maps ``[V, N, G, p, d]`` to ``[V, N, *p]``.
+        order: How the parameter's axes lie in ``[G, p, d]``; ``None`` if it is that in
+            another shape.
         sums_positions: Whether Kronecker factors sum cotangents over positions unless
             the user chooses otherwise: the convention for convolutions.
-        is_transposed: Whether the products are those of a transposed matrix.
     """
-
-    is_transposed = False
 
     def __init__(
         self,
         a: Callable[[], Tensor],
         b: Tensor,
         shape: torch.Size,
-        fold: Optional[Callable[[Tensor], Tensor]] = None,
+        order: Optional[Order] = None,
         direct: Optional[Direct] = None,
         unfolding: Optional[Unfolding] = None,
         sums_positions: bool = False,
@@ -106,7 +105,7 @@ class Outer(PerSample):
             a: Function that returns the inputs ``[N, G, T, d]``.
             b: Cotangents of shape ``[V, N, G, T, p]``.
             shape: The parameter's shape ``[*p]``.
-            fold: Maps ``[*, G, p, d]`` to ``[*, *p]``. Default: a plain reshape.
+            order: How the parameter's axes lie in ``[G, p, d]``. Default: ``None``.
             direct: A faster way than unfolding to form products. Default: ``None``.
             unfolding: Faster ways than ``a`` to unfold the inputs of some samples.
                 Default: ``None``.
@@ -117,8 +116,7 @@ class Outer(PerSample):
         self._a: Optional[Tensor] = None
         self.b = b
         self.shape = shape
-        self.fold = fold or (lambda mat: mat.reshape(*mat.shape[:-3], *shape))
-        self._reorder = fold
+        self.order = order
         self._direct = direct
         self._unfolding = unfolding
         self.num_columns, self.batch_size, self.groups, self.positions, p = b.shape
@@ -146,39 +144,96 @@ class Outer(PerSample):
             and self.batch_size == other.batch_size
             and self.b.shape[2::2] == other.b.shape[2::2]
             and self._sizes == other._sizes
-            and self.fold_key == other.fold_key
+            and (self.order, self.shape) == (other.order, other.shape)
         )
         if not alike:
             return super().merge(other)
         a = torch.cat([self.a, other.a], dim=2)
         b = torch.cat([self.b, other.b], dim=3)
-        convention = self.sums_positions
-        return Outer(lambda: a, b, self.shape, self._reorder, sums_positions=convention)
+        result = self.like(lambda: a, b)
+        result.sums_positions = self.sums_positions and other.sums_positions
+        return result
 
-    @property
-    def fold_key(self) -> Tuple:
-        """What two layers must share for their positions to be put side by side."""
-        return (getattr(self.fold, "__qualname__", None), self.shape)
+    def like(
+        self,
+        a: Optional[Callable[[], Tensor]] = None,
+        b: Optional[Tensor] = None,
+        direct: Optional[Direct] = None,
+    ) -> Outer:
+        """Describe other products of the same kind.
+
+        Args:
+            a: Function that returns the inputs. Default: ``None`` for the same.
+            b: Cotangents. Default: ``None`` for the same.
+            direct: A faster way than unfolding. Default: ``None``.
+
+        Returns:
+            Products for the same parameter.
+        """
+        a = (lambda: self.a) if a is None else a
+        b = self.b if b is None else b
+        convention = self.sums_positions
+        return Outer(a, b, self.shape, self.order, direct, sums_positions=convention)
+
+    def transposed(self) -> Outer:
+        """Describe products with a matrix's Jacobian as those of its transpose.
+
+        Returns:
+            Products ``[V, N, i, o]``, from ``[V, N, o, i]``.
+
+        Raises:
+            ValueError: If that can't be described.
+        """  # noqa: DAR401
+        result = self.like()
+        result.order = transposed(self.order, *self.shape)
+        result.shape = self.shape[::-1]
+        return result
+
+    def reshaped(self, shape: torch.Size) -> Outer:
+        """Describe products with the Jacobian of another view of the same numbers.
+
+        Args:
+            shape: Other shape of as many numbers.
+
+        Returns:
+            Products ``[V, N, *shape]``.
+        """
+        result = self.like()
+        result.shape = shape
+        return result
+
+    def fold(self, mat: Tensor) -> Tensor:
+        """Bring matrices into the parameter's shape.
+
+        Args:
+            mat: Matrices ``[*, G, p, d]``.
+
+        Returns:
+            The same numbers, ``[*, *p]``.
+        """
+        if self.order is None:
+            return mat.reshape(*mat.shape[:-3], *self.shape)
+        return self.order(mat, self.shape)
 
     def select(self, samples: Sequence[int]) -> Outer:  # noqa: D102
         picked = samples
         if not isinstance(samples, slice):  # once, on the device
             picked = torch.as_tensor(samples, dtype=torch.long, device=self.b.device)
         direct = self._direct and self._direct.select(picked)
-        b = self.b[:, picked]
-        return Outer(
-            lambda: self.a[picked],
-            b,
-            self.shape,
-            self._reorder,
-            direct,
-            sums_positions=self.sums_positions,
-        )
+        return self.like(lambda: self.a[picked], self.b[:, picked], direct)
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the products are those of a transposed matrix ``[d, p]``."""
+        d, p = self._sizes
+        if self.groups > 1 or tuple(self.shape) != (d, p):
+            return False
+        return 1 in {d, p} != {1} or self.order == Order((p, d), (1, 0))
 
     @property
     def is_reordered(self) -> bool:
         """Whether the factors stand for a parameter with its axes in another order."""
-        return self._reorder is not None and not self.is_transposed
+        return self.order is not None and not self.is_transposed
 
     @property
     def _is_large(self) -> bool:
@@ -265,7 +320,7 @@ class Outer(PerSample):
         for samples in steps:
             a, b = unfold(samples), self.b[0, samples].mT
             target = None
-            if out is not None and self._reorder is None:
+            if out is not None and self.order is None:
                 target = out[0, samples].view(-1, *self._sizes[::-1])
             products = bmm(b.flatten(0, 1), a.flatten(0, 1), len(steps), target)
             products = fold(products.unflatten(0, (1, -1, self.groups)))
@@ -301,7 +356,7 @@ class Outer(PerSample):
                 pass
         if self.keeps_total and self._total is None:
             total = sums.add_rows(None, out[0])
-            if self._reorder is None:
+            if self.order is None:
                 _, fold = self._unfold_and_fold(any_order)
                 total = fold(total.view(self.groups, *self._sizes[::-1]))
             self._total = total

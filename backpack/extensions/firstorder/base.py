@@ -102,6 +102,8 @@ class GradientReduction(FirstOrderBackpropExtension):
             subsampling: Samples to consider, by index. Default: ``None`` for all.
         """
         super().__init__(savefield, _REGISTERED, subsampling=subsampling)
+        if self.get_subsampling() is not None:
+            self.adds_up_from = None
 
     @staticmethod
     @abstractmethod

@@ -30,7 +30,7 @@ AMBIGUOUS = (
 
 TRANSPOSED = (
     "{ext} (field '{field}'): the Kronecker factors of {what} "
-    "stand for `weight.transpose(0, 1)`, output channels first. Transpose it before "
+    "stand for `weight.{how}`, output channels first. Transpose it before "
     "you multiply with them."
 )
 
@@ -93,7 +93,10 @@ def refuse_ambiguous(ext: Any, what: str, product: PerSample) -> None:
         if what not in warned:
             warned.add(what)
             text = TRANSPOSED.format(
-                ext=type(ext).__name__, field=ext.savefield, what=what
+                ext=type(ext).__name__,
+                field=ext.savefield,
+                what=what,
+                how=product.order.describe(product.shape),
             )
             warn(text, stacklevel=2)
     if ext.weight_sharing is not None:

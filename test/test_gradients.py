@@ -1,10 +1,10 @@
-"""Gradients that are sums of individual gradients arrive as autograd's would.
+"""What a backward pass leaves in ``.grad``: the same with extensions as without.
 
-Rows of ``PASSES`` are backward passes; each names the parameters that autograd has been
-asked to leave out, and every leaf's ``.grad`` must be that of a plain pass.
+Rows of ``PASSES`` are backward passes: what they start from, which hooks there are,
+what is frozen, and whether gradients are there already.
 """
 
-from typing import Callable, Dict, List, NamedTuple, Optional, Set, Tuple
+from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import pytest
 import torch
@@ -17,18 +17,12 @@ from torch.nn import Module
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
-import backpack.backward
 from backpack import backpack as compute
 from backpack import extend, extensions
-from backpack.core.fast import matmul, tuning
-from backpack.core.fast.matmul import has_fast_matmul
-from backpack.core.per_sample import outer
-from backpack.core.per_sample.base import Dense, PerSample
 from backpack.extensions.firstorder.base import (
     FirstOrderBackpropExtension,
     FirstOrderModuleExtension,
 )
-from backpack.left_out import hand_over
 
 N = 3
 
@@ -37,8 +31,7 @@ def conv_net() -> Module:
     """Two convolutions with 25 and 16 positions, and two linear layers.
 
     Returns:
-        The model; '2.*' is the only layer with a fast sum whose input has a gradient;
-        the first one's has none, and '5.*' has a single position.
+        The model.
     """
     torch.manual_seed(0)
     layers = [
@@ -94,11 +87,6 @@ def large_net() -> Module:
 
 
 IMAGES, SEQUENCES, VECTORS = (N, 2, 6, 6), (N, 17, 2), (200, 256)
-FIRST = {"0.weight"}  # its node is run for the sake of the bias
-CONV = {*FIRST, "2.weight", "2.bias"}
-EVERY = {*CONV, "5.weight", "5.bias"}
-with torch.no_grad():
-    LARGE = {*FIRST, "2.weight"} if has_fast_matmul(torch.ones(1)) else set()
 
 
 def run(model: Module, loss: Module, x: Tensor) -> None:
@@ -117,7 +105,6 @@ class Pass(NamedTuple):
     """A backward pass.
 
     Args:
-        left_out: Names of the parameters that autograd leaves out.
         extensions: Makes the extensions.
         model: Makes the model.
         prepare: What is done to the model before.
@@ -126,7 +113,6 @@ class Pass(NamedTuple):
         options: Keyword arguments of the context.
     """
 
-    left_out: Set[str]
     extensions: Callable[[], List] = lambda: [extensions.BatchGrad()]
     model: Callable[[], Module] = conv_net
     prepare: Callable[[Module], None] = lambda model: None
@@ -198,8 +184,8 @@ def with_gradient_penalty(model: Module, loss: Module, x: Tensor) -> None:
 
 
 def with_checkpoint(model: Module, loss: Module, x: Tensor) -> None:
-    """Repeat a forward pass in the backward pass, as PyTorch used to do."""
-    hidden = checkpoint(model[:2], x.requires_grad_(), use_reentrant=True)
+    """Repeat a forward pass in the backward pass."""
+    hidden = checkpoint(model[:2], x.requires_grad_(), use_reentrant=False)
     model[2:](hidden).square().sum().backward()
 
 
@@ -213,6 +199,14 @@ def with_a_frozen_weight(model: Module, loss: Module, x: Tensor) -> None:
 def again(model: Module, loss: Module, x: Tensor) -> None:
     """Call a layer twice."""
     model[5](model[:5](x) + model[:5](x)).square().sum().backward()
+
+
+def accumulates(model: Module, loss: Module, x: Tensor) -> None:
+    """Add the gradients to others, which somebody else holds, too."""
+    for number, param in enumerate(model.parameters()):
+        param.grad = torch.full_like(param, float(number))
+    run(model, loss, x)
+    run(model, loss, 2 * x)
 
 
 def doubles(model: Module) -> None:
@@ -288,82 +282,63 @@ def summing() -> List:
 
 PASSES = {
     **{
-        name: Pass(CONV, lambda name=name: [getattr(extensions, name)()])
+        name: Pass(lambda name=name: [getattr(extensions, name)()])
         for name in FIRST_ORDER
     },
-    "Variance": Pass(EVERY, lambda: [extensions.Variance()]),
-    "Gram matrices": Pass(FIRST, lambda: [extensions.BatchL2Grad()], model=wide_net),
+    "Gram matrices": Pass(lambda: [extensions.BatchL2Grad()], model=wide_net),
     "sums, not Gram matrices": Pass(
-        {*FIRST, "1.weight", "1.bias"},
         lambda: [extensions.BatchL2Grad()],
         model=lambda: wide_net(80),
         shape=(N, 2, 9, 9),
     ),
-    "all": Pass(EVERY, lambda: [getattr(extensions, name)() for name in FIRST_ORDER]),
-    "with columns": Pass(CONV, lambda: [extensions.KFAC(), extensions.BatchGrad()]),
-    "columns only": Pass(set(), lambda: [extensions.DiagGGNExact()]),
-    "subsampling": Pass(set(), lambda: [extensions.BatchGrad(subsampling=[0, 2])]),
-    "a user's rule": Pass(set(), custom),
-    "sequence": Pass({*FIRST, "2.weight"}, model=sequence_net, shape=SEQUENCES),
-    "large": Pass(LARGE, model=large_net, shape=VECTORS),
+    "all": Pass(lambda: [getattr(extensions, name)() for name in FIRST_ORDER]),
+    "with columns": Pass(lambda: [extensions.KFAC(), extensions.BatchGrad()]),
+    "columns only": Pass(lambda: [extensions.DiagGGNExact()]),
+    "subsampling": Pass(lambda: [extensions.BatchGrad(subsampling=[0, 2])]),
+    "a user's rule": Pass(custom),
+    "sequence": Pass(model=sequence_net, shape=SEQUENCES),
+    "large": Pass(model=large_net, shape=VECTORS),
     "large, subsampling": Pass(
-        LARGE,
         lambda: [extensions.BatchGrad(subsampling=[0, 2])],
         model=large_net,
         shape=VECTORS,
     ),
     "large, columns only": Pass(
-        LARGE, lambda: [extensions.DiagGGNMC()], model=large_net, shape=VECTORS
+        lambda: [extensions.DiagGGNMC()], model=large_net, shape=VECTORS
     ),
-    "one sample": Pass(CONV, shape=(1, *IMAGES[1:])),
-    "frozen weight": Pass({*FIRST, "2.bias"}, prepare=freezes("2.weight")),
-    "frozen bias": Pass({*FIRST, "2.weight"}, prepare=freezes("2.bias")),
-    "frozen beginning": Pass({"2.weight"}, prepare=freezes("0.weight", "0.bias")),
-    "frozen first weight": Pass(CONV - FIRST, prepare=freezes("0.weight")),
-    "frozen first bias": Pass(CONV - FIRST, prepare=freezes("0.bias")),
-    "hook": Pass(FIRST, prepare=doubles),
-    "hook after accumulation": Pass(FIRST, prepare=moves),
-    "hook on a node": Pass(CONV, prepare=watches),
-    "weight norm": Pass(FIRST, prepare=lambda model: weight_norm(model[2])),
-    "single precision": Pass(CONV, model=lambda: conv_net().float()),
-    "half precision": Pass(set(), model=lambda: conv_net().bfloat16()),
-    "check": Pass(set(), options={"check": True}),
-    "twice": Pass(CONV, run=twice, options={"retain_graph": True}),
-    "two losses": Pass(CONV, run=from_two_losses),
-    "vector": Pass(CONV, run=of_a_vector),
-    "inputs": Pass(set(), run=for_some),
-    "leaf input": Pass({"0.weight", "0.bias", *CONV}, run=for_the_input),
-    "hidden gradient": Pass(CONV, run=for_a_hidden_tensor),
-    "second order": Pass(set(), run=of_second_order),
-    "penalty": Pass(FIRST, run=with_penalty),
+    "one sample": Pass(shape=(1, *IMAGES[1:])),
+    "frozen weight": Pass(prepare=freezes("2.weight")),
+    "frozen bias": Pass(prepare=freezes("2.bias")),
+    "frozen beginning": Pass(prepare=freezes("0.weight", "0.bias")),
+    "frozen first weight": Pass(prepare=freezes("0.weight")),
+    "frozen first bias": Pass(prepare=freezes("0.bias")),
+    "hook": Pass(prepare=doubles),
+    "hook after accumulation": Pass(prepare=moves),
+    "hook on a node": Pass(prepare=watches),
+    "weight norm": Pass(prepare=lambda model: weight_norm(model[2])),
+    "single precision": Pass(model=lambda: conv_net().float()),
+    "half precision": Pass(model=lambda: conv_net().bfloat16()),
+    "check": Pass(options={"check": True}),
+    "twice": Pass(run=twice, options={"retain_graph": True}),
+    "accumulated": Pass(run=accumulates),
+    "two losses": Pass(run=from_two_losses),
+    "vector": Pass(run=of_a_vector),
+    "inputs": Pass(run=for_some),
+    "leaf input": Pass(run=for_the_input),
+    "hidden gradient": Pass(run=for_a_hidden_tensor),
+    "second order": Pass(run=of_second_order),
+    "penalty": Pass(run=with_penalty),
     "gradient penalty": Pass(
-        set(),
         summing,
         large_net,
         run=with_gradient_penalty,
         shape=VECTORS,
         options={"retain_graph": True},
     ),
-    "checkpoint": Pass(set(), run=with_checkpoint),
-    "frozen later": Pass(CONV - FIRST, run=with_a_frozen_weight),
-    "called twice": Pass(set(), run=again),
+    "checkpoint": Pass(run=with_checkpoint),
+    "frozen later": Pass(run=with_a_frozen_weight),
+    "called twice": Pass(run=again),
 }
-
-
-@pytest.fixture
-def found(monkeypatch) -> List[Set[Tensor]]:
-    """Collect what backward passes leave out, where the BLAS is slow."""
-    sets: List[Set[Tensor]] = []
-    find = backpack.backward.find_left_out
-
-    def record(*args):
-        sets.append(find(*args))
-        return sets[-1]
-
-    monkeypatch.setattr(backpack.backward, "find_left_out", record)
-    for user in (matmul, outer):
-        monkeypatch.setattr(user, "has_fast_blas", lambda: False)
-    return sets
 
 
 def backward(row: Pass, with_extensions: bool) -> Tuple[Module, Optional[Tensor]]:
@@ -390,14 +365,10 @@ def backward(row: Pass, with_extensions: bool) -> Tuple[Module, Optional[Tensor]
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph:UserWarning")
 @pytest.mark.filterwarnings("ignore:Parameters are also used in terms:UserWarning")
 @pytest.mark.parametrize("name", PASSES)
-def test_gradient(name: str, found: List[Set[Tensor]]):
-    """The gradient is that of a plain pass; what autograd left out is as foreseen."""
+def test_gradient(name: str):
+    """The gradient is that of a plain pass."""
     row = PASSES[name]
     (model, result), (plain, expected) = backward(row, True), backward(row, False)
-    names = {id(param): name for name, param in model.named_parameters()}
-    left_out = [{names[id(param)] for param in params} for params in found]
-    assert all(params == row.left_out for params in left_out)
-    assert left_out or not row.left_out
     if expected is not None:
         assert_agrees(result, expected, "result")
     for (name, param), reference in zip(model.named_parameters(), plain.parameters()):
@@ -406,56 +377,6 @@ def test_gradient(name: str, found: List[Set[Tensor]]):
             continue
         eps = torch.finfo(param.dtype).eps
         assert_agrees(param.grad, reference.grad, name, rtol=100 * eps)
-
-
-def test_handed_over():
-    """Gradients become ``.grad`` as they are, but in the parameter's memory layout."""
-    param, permuted = nn.Parameter(torch.rand(2, 3)), nn.Parameter(torch.rand(3, 4))
-    gradients = {param: torch.rand(2, 3), permuted: torch.rand(4, 3).T}
-    expected = [x.clone() for x in gradients.values()]
-    address = gradients[param].data_ptr()
-    with torch.no_grad():
-        hand_over(gradients)
-    assert not gradients and param.grad.data_ptr() == address
-    assert permuted.grad.is_contiguous()
-    for parameter, value in zip((param, permuted), expected):
-        assert torch.equal(parameter.grad, value)
-
-
-def test_total_owns_its_memory():
-    """The sum of a single gradient is not that gradient."""
-    gradients = Dense(torch.rand(1, 1, 4), torch.Size([4]))
-    gradients.keeps_total = True
-    individual = gradients.individual()
-    assert gradients.total().data_ptr() != individual.data_ptr()
-
-
-@pytest.mark.parametrize("reduce", [PerSample.individual, PerSample.squares])
-@pytest.mark.parametrize("size", [3, tuning.SLICE_ELEMENTS])
-@pytest.mark.parametrize("batch_size", [1, 7, 2 * tuning.SUMMED_ROWS + 1])
-def test_total(batch_size: int, size: int, reduce: Callable[[PerSample], Tensor]):
-    """The gradients that a reduction forms are added up, many as well as large ones."""
-    products = torch.rand(1, batch_size, size, dtype=F64)
-    gradients = Dense(products, torch.Size([size]))
-    gradients.keeps_total = True
-    with torch.no_grad():
-        reduce(gradients)
-        assert gradients._total is not None
-        assert_agrees(gradients.total(), products[0].sum(0))
-
-
-def test_gradient_in_extension_hook():
-    """Where autograd leaves a parameter out, its gradient is there for the hook."""
-    model, seen = extend(conv_net()), []
-
-    def hook(module: Module) -> None:
-        if module is model[2]:
-            seen.extend(param.grad.clone() for param in module.parameters())
-
-    x = torch.rand(IMAGES, dtype=F64)
-    with compute(extensions.BatchGrad(), extension_hook=hook):
-        model(x).square().sum().backward()
-    assert_agrees(seen, [param.grad for param in model[2].parameters()])
 
 
 @pytest.mark.usefixtures("cpu")

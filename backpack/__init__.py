@@ -58,6 +58,8 @@ class _Announce(TorchFunctionMode):
         current = state()
         if current.backward_pass is not None:  # announced by the context inside this
             return func(*args, **kwargs)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return func(*args, **kwargs)  # a transform's own
         outputs = [*args, *(kwargs[k] for k in ("tensors", "outputs") if k in kwargs)]
         inputs = kwargs.get("inputs")
         if func is torch.autograd.grad and len(args) > 1:

@@ -121,7 +121,7 @@ class ParameterTurn:
                 running.own_products, self.group.collected
             )
             for param, product in self._gradients.items():
-                product.keeps_total = running.is_left_out(param)
+                product.plain.keeps_total = running.is_left_out(param)
         return self._gradients
 
     def size_of_terms(self) -> float:
@@ -411,7 +411,7 @@ class BackwardPass:
                 ext.compute(turn)
         if any(map(self.is_left_out, group.params)):
             gradients = turn.gradients()
-            hand_over({param: gradients[param].total() for param in gradients})
+            hand_over({param: gradients[param].plain.total() for param in gradients})
         self.pull_back.forget(group)
         keeps = self.state.keeps_io
         for use in group.uses:

@@ -19,6 +19,12 @@ from backpack.utils.hooks import no_op
 
 _KEY = "backpack.utils.state"
 
+BATCHED = (
+    "{exts}: this backward pass computes several gradients at once (by "
+    "`is_grads_batched=True`, `vmap`, or `jacobian(..., vectorize=True)`), and "
+    "quantities are those of a single one. Run it outside of the context."
+)
+
 
 class State:
     """What is active in a thread.
@@ -64,15 +70,28 @@ class State:
             owner: The call or the use.
             g_out: Gradients at its outputs.
             entries: What ends in the same node of the graph.
+
+        Raises:
+            NotImplementedError: If there are several gradients at once.
         """
         if not self.active_exts and self.extension_hook is no_op:
             if not (self.in_context and self.retain_graph):
                 owner.release()
             return
+        if any(g is not None and _is_batched(g) for g in g_out):
+            names = ", ".join(type(ext).__name__ for ext in self.active_exts)
+            raise NotImplementedError(BATCHED.format(exts=names))
         if self.backward_pass is None:
             State.begin(self)
         if any(g is not None for g in g_out) or owner.is_use:
             self.backward_pass.take_turn(owner, g_out, entries)
+
+
+def _is_batched(x: Tensor) -> bool:
+    """Tell whether a tensor stands for several, in either of PyTorch's ``vmap``."""
+    if torch._C._has_storage(x):  # a quick answer
+        return False
+    return "Batched" in repr(torch._C._dispatch_keys(x))
 
 
 def state() -> State:

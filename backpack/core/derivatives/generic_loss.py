@@ -4,10 +4,11 @@ from collections import OrderedDict
 from copy import copy
 from math import sqrt
 from typing import Any, Callable, List, Optional, Tuple
+from warnings import warn
 
 import torch
 from torch import Generator, Tensor
-from torch.nn import Module
+from torch.nn import Module, MultiLabelMarginLoss, MultiMarginLoss
 
 from backpack.core.derivatives.loss_base import (
     BaseLossDerivatives,
@@ -21,6 +22,21 @@ from backpack.utils.unsqueeze import flatten
 # Errors in the Hessian, relative to its largest entry, that go unnoticed. Rounding
 # errors reach this size only if all samples are saturated.
 TOLERANCE = 1e-8
+
+NO_CURVATURE = (
+    "{module}: the Hessian of this loss is zero, and so are second-order quantities. A "
+    "loss that is linear in pieces has no curvature; that of NLLLoss lies in the "
+    "log-softmax before it: use CrossEntropyLoss."
+)
+NOT_FINITE = (
+    "{module}: the Hessian of the loss at the prediction is not finite (it contains NaN "
+    "or infinity), so that there are no second-order quantities. Use a loss that is "
+    "twice differentiable there, or check the prediction."
+)
+NOT_TWICE = (
+    "{module}: autograd cannot differentiate this loss twice, which second-order "
+    "quantities need. Write the loss with operations that are twice differentiable."
+)
 
 
 class GenericLossDerivatives(BaseLossDerivatives):
@@ -45,6 +61,8 @@ class GenericLossDerivatives(BaseLossDerivatives):
     def _make_hessian_mat_prod(
         self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]
     ) -> Callable[[Tensor], Tensor]:
+        if _is_linear_in_pieces(module):
+            return torch.zeros_like
         create_graph = torch.is_grad_enabled() and module.input0.requires_grad
         with torch.enable_grad():
             prediction, *others = (_to_double(i) for i in loss_inputs(module))
@@ -56,7 +74,11 @@ class GenericLossDerivatives(BaseLossDerivatives):
             _check_differentiable(module, gradient, cotangent)
 
         def hessian_mat_prod(mat: Tensor) -> Tensor:
-            columns = pull_columns(gradient, prediction, mat, create_graph)[0]
+            try:
+                columns = pull_columns(gradient, prediction, mat, create_graph)[0]
+            except RuntimeError as error:  # of autograd: the second derivative is unknown
+                text = NOT_TWICE.format(module=module)
+                raise NotImplementedError(f"{text} ({error})") from error
             return columns.to(mat.dtype)
 
         return hessian_mat_prod
@@ -72,6 +94,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
 
         Raises:
             NotImplementedError: If the loss couples samples.
+            ValueError: If the Hessian is not finite.
         """
         prediction = module.input0.detach().double()
         num_samples = len(prediction)
@@ -88,6 +111,11 @@ class GenericLossDerivatives(BaseLossDerivatives):
         hessian = hessian_mat_prod(columns)
         hessian = hessian.reshape(len(basis), num_samples, len(basis)).movedim(0, 1)
         if num_samples == 0:
+            return hessian
+        if not hessian.isfinite().all():
+            raise ValueError(NOT_FINITE.format(module=module))
+        if not hessian.any():
+            warn(NO_CURVATURE.format(module=module), stacklevel=2)
             return hessian
 
         # if samples are coupled, these are sums of blocks, which a vector that differs
@@ -214,11 +242,14 @@ def _check_differentiable(module: Module, gradient: Tensor, cotangent: Tensor) -
         gradient.sum(), cotangent, retain_graph=True, allow_unused=True
     ) != (None,)
     if not connected:
-        raise NotImplementedError(
-            f"{type(module).__name__}: autograd cannot differentiate this loss twice, "
-            "which second-order quantities need. Write the loss with operations that "
-            "are twice differentiable."
-        )
+        raise NotImplementedError(NOT_TWICE.format(module=module))
+
+
+def _is_linear_in_pieces(module: Module) -> bool:
+    """Tell whether a loss has no curvature, where autograd can't tell."""
+    if type(module) is MultiMarginLoss:
+        return module.p == 1
+    return type(module) is MultiLabelMarginLoss
 
 
 def _to_double(value: Any) -> Any:

@@ -49,6 +49,19 @@ def has_fast_blas() -> bool:
     return torch.backends.mkl.is_available() and "GenuineIntel" in maker
 
 
+@lru_cache(maxsize=None)
+def _has_avx512() -> bool:
+    """Tell whether the processor has what the BLAS leaves unused.
+
+    Without it, oneDNN needs 4.6 ms for 64 products of 2**20 multiplications for which
+    the BLAS needs 2.0 (AMD, AVX2).
+
+    Returns:
+        Whether it has.
+    """
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
 def has_fast_matmul(x: Tensor) -> bool:
     """Tell whether matrices of a tensor's type are multiplied as fast as convolved.
 
@@ -78,7 +91,7 @@ def is_fast_product(sizes: Sequence[int], like: Tensor, times: int = 1) -> bool:
     Returns:
         Whether it can, the product is large enough, and the BLAS is slower.
     """
-    if has_fast_blas():
+    if has_fast_blas() or not _has_avx512():
         return False
     least = max(tuning.MIN_MULTIPLICATIONS // max(1, times), tuning.MIN_PER_PRODUCT)
     is_large = prod(sizes) > least and min(sizes) >= tuning.MIN_SIZE

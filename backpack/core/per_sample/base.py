@@ -66,6 +66,11 @@ class PerSample(ABC):
             The same form for these samples.
         """
 
+    @property
+    def plain(self) -> PerSample:
+        """The same products of a single column, with factors in the parameter's order."""
+        return self
+
     def merge(self, other: PerSample) -> PerSample:
         """Add the products that another call contributes to the same parameter.
 

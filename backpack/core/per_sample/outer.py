@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Callable, Iterator, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
@@ -229,6 +230,12 @@ class Outer(PerSample):
         if self.groups > 1 or tuple(self.shape) != (d, p):
             return False
         return 1 in {d, p} != {1} or self.order == Order((p, d), (1, 0))
+
+    @cached_property
+    def plain(self) -> PerSample:  # noqa: D102
+        if not self.is_transposed or self.num_columns != 1 or self.groups != 1:
+            return self
+        return Outer(lambda: self.b[0], self.a.unsqueeze(0), self.shape)
 
     @property
     def is_reordered(self) -> bool:

@@ -135,7 +135,7 @@ class GradientReduction(FirstOrderBackpropExtension):
             turn: The parameters' turn.
         """
         for param, gradients in turn.gradients().items():
-            turn.save(self, param, self.reduce_selected(gradients))
+            turn.save(self, param, self.reduce_selected(gradients.plain))
 
     def is_customized(self, module: Module) -> bool:  # noqa: D102
         return self.get_module_extension(module) is not _BUILT_IN

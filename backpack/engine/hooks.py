@@ -468,7 +468,9 @@ def _record(
             lambda x: x.view_as(x) if _is_own_leaf(module, x) else x, output
         )
     outputs = tensor_outputs(output)
-    constant = _constants(outputs, tracker) if len(outputs) > 1 else ()
+    constant: Set[int] = set()
+    if len(outputs) > 1 and frame.row is None:
+        constant = _constants(outputs, tracker)
     edges = _edges(outputs, constant)
     if len(outputs) > 1 and _differ(edges):
         marks = [getattr(x, MARK, None) for x in outputs]

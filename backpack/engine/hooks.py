@@ -468,9 +468,9 @@ def _record(
             lambda x: x.view_as(x) if _is_own_leaf(module, x) else x, output
         )
     outputs = tensor_outputs(output)
-    constant: Set[int] = set()
-    if len(outputs) > 1 and frame.row is None:
-        constant = _constants(outputs, tracker)
+    # what comes out of a layer that is looked at as a whole has no mark yet
+    several = len(outputs) > 1 and frame.row is None
+    constant = _constants(outputs, tracker) if several else ()
     edges = _edges(outputs, constant)
     if len(outputs) > 1 and _differ(edges):
         marks = [getattr(x, MARK, None) for x in outputs]

@@ -30,8 +30,8 @@ NO_CURVATURE = (
 )
 NOT_FINITE = (
     "{module}: the Hessian of the loss at the prediction is not finite (it contains "
-    "NaN or infinity), so that there are no second-order quantities. Use a loss that is "
-    "twice differentiable there, or check the prediction."
+    "NaN or infinity), so that there are no second-order quantities. Use a loss that "
+    "is twice differentiable there, or check the prediction."
 )
 NOT_TWICE = (
     "{module}: autograd cannot differentiate this loss twice, which second-order "

@@ -143,7 +143,7 @@ class backpack(AbstractContextManager):  # noqa: N801
                 "backpack(extension_hook=...) expects a function that is called with "
                 f"a module, for example extension_hook=print, got {extension_hook!r}."
             )
-        self.exts = exts
+        self.exts = tuple(dict.fromkeys(exts))  # one that is there twice runs once
         self.debug = debug
         self.extension_hook = no_op if extension_hook is None else extension_hook
         self.retain_graph = retain_graph
@@ -169,7 +169,8 @@ class backpack(AbstractContextManager):  # noqa: N801
         announce.__exit__(exc_type, *exc_info)
         vars(current).update(outer)
         if exc_type is None:
-            report.warn(self.exts)
+            report.warn(self.exts, current.outside() is not None)
+        current.outside = no_op
 
 
 def extend(module: Module, debug: bool = False, use_converter: bool = False) -> Module:

@@ -885,7 +885,7 @@ PASSES: Dict[str, Row] = {
         for ext in (BatchGrad, DiagGGNExact)
         for name, make, operation in (
             ("layer", lambda: nn.Linear(3, 3), "Linear"),
-            ("recurrent", lambda: Sequential(nn.RNN(3, 3), ReduceTuple()), "RNN"),
+            ("normalization", lambda: nn.LayerNorm(3), "LayerNorm"),
         )
     },
     "not-reached": Row(

@@ -35,6 +35,11 @@ NOTHING_EXTENDED = (
     "loss, and run it outside of `disable()`."
 )
 
+ONLY_OUTSIDE = (
+    "No backward pass ran inside of this context, but one did before, outside of it, so "
+    "nothing was computed. Call `backward()` inside of `with backpack(...)`."
+)
+
 
 class Report:
     """What happened inside a context.
@@ -45,6 +50,7 @@ class Report:
         met: Identities of the modules that had their turn.
         wanted: Identities of the trainable parameters of extended models.
         plain: Identities of extended modules without parameters, like losses.
+        ran: Whether there was a backward pass.
         failed: Whether a backward pass ended in an exception, which says enough.
     """
 
@@ -55,7 +61,7 @@ class Report:
         self.met: Set[int] = set()
         self.wanted: Set[int] = set()
         self.plain: Set[int] = set()
-        self.failed = False
+        self.ran = self.failed = False
 
     def begin(self, extensions: Iterable[Any]) -> None:
         """Begin a backward pass: note which parameters should get a result.
@@ -65,6 +71,7 @@ class Report:
         Args:
             extensions: The extensions that are active.
         """
+        self.ran = True
         for root in list(EXTENDED):
             modules = _modules(root)
             params = _parameters(modules)
@@ -77,12 +84,15 @@ class Report:
                     for ext in extensions:
                         vars(param).pop(ext.savefield, None)
 
-    def warn(self, extensions: Sequence[Any]) -> None:
+    def warn(self, extensions: Sequence[Any], ran_outside: bool) -> None:
         """Warn about parameters without a result, once.
 
         Args:
             extensions: The extensions that were active.
+            ran_outside: Whether there was a backward pass before the context.
         """
+        if extensions and ran_outside and not self.ran:
+            warn(ONLY_OUTSIDE, stacklevel=3)
         if self.failed or not (extensions and self.reached):
             return
         keys, wanted = [id(ext) for ext in extensions], self.wanted

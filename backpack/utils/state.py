@@ -40,6 +40,8 @@ class State:
         report: What has happened inside the context.
         backward_pass: The backward pass that is running.
         pulling: Whether columns are being pulled back, so that hooks must not run.
+        outside: Weak reference to a module through which a backward pass went while no
+            context was active; ``None`` if there was no such pass.
         begin: Begins a backward pass that nobody has announced.
     """
 
@@ -56,6 +58,7 @@ class State:
         self.report: Any = None
         self.backward_pass: Any = None
         self.pulling = False
+        self.outside: Callable[[], Optional[Module]] = no_op
 
     @property
     def keeps_io(self) -> bool:
@@ -90,6 +93,8 @@ class State:
             NotImplementedError: If there are several gradients at once.
         """
         if not self.active_exts and self.extension_hook is no_op:
+            if not (self.in_context or owner.is_use):
+                self.outside = owner.module_ref
             if not (self.in_context and self.retain_graph):
                 owner.release()
             return

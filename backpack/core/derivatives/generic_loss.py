@@ -1,9 +1,10 @@
 """Any scalar loss module: its Hessian at the prediction, by autograd."""
 
 from collections import OrderedDict
+from contextlib import contextmanager
 from copy import copy
 from math import sqrt
-from typing import Any, Callable, List, Optional, Tuple
+from typing import Any, Callable, Iterator, List, Optional, Tuple
 from warnings import warn
 
 import torch
@@ -71,16 +72,20 @@ class GenericLossDerivatives(BaseLossDerivatives):
             loss = first_number(_double_copy(module).forward(prediction, *others))
             cotangent = torch.ones_like(loss).requires_grad_()
             (gradient,) = pull_back([loss], [prediction], [cotangent], True, True)
-            _check_differentiable(module, gradient, cotangent)
+            with _naming(module):
+                _check_differentiable(module, gradient, cotangent)
 
         def hessian_mat_prod(mat: Tensor) -> Tensor:
-            try:
+            with _naming(module):
                 columns = pull_columns(gradient, prediction, mat, create_graph)[0]
+<<<<<<< HEAD
             except (
                 RuntimeError
             ) as error:  # of autograd: the second derivative is unknown
                 text = NOT_TWICE.format(module=module)
                 raise NotImplementedError(f"{text} ({error})") from error
+=======
+>>>>>>> wt-triage1
             return columns.to(mat.dtype)
 
         return hessian_mat_prod
@@ -224,6 +229,18 @@ class GenericLossDerivatives(BaseLossDerivatives):
         )
         sampled = torch.einsum("mvn,vn...->mn...", 2 * signs - 1, columns)
         return sampled / sqrt(mc_samples)
+
+
+@contextmanager
+def _naming(module: Module) -> Iterator[None]:
+    """Name the loss where autograd knows no second derivative of an operation."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "not implemented" in str(error) or "differentiate twice" in str(error):
+            text = NOT_TWICE.format(module=module)
+            raise NotImplementedError(f"{text} ({error})") from error
+        raise
 
 
 def _check_differentiable(module: Module, gradient: Tensor, cotangent: Tensor) -> None:

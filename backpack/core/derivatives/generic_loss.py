@@ -76,7 +76,9 @@ class GenericLossDerivatives(BaseLossDerivatives):
         def hessian_mat_prod(mat: Tensor) -> Tensor:
             try:
                 columns = pull_columns(gradient, prediction, mat, create_graph)[0]
-            except RuntimeError as error:  # of autograd: the second derivative is unknown
+            except (
+                RuntimeError
+            ) as error:  # of autograd: the second derivative is unknown
                 text = NOT_TWICE.format(module=module)
                 raise NotImplementedError(f"{text} ({error})") from error
             return columns.to(mat.dtype)

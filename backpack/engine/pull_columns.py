@@ -27,8 +27,8 @@ MAX_COLUMNS = 10
 
 OTHER_SAMPLES = (
     "{ext}: the loss {loss} has {loss_size} samples, but {size} went into {module}, so "
-    "what the loss takes for samples are none there. Compute the loss from this model's "
-    "output by operations that keep samples apart."
+    "what the loss takes for samples are none there. Compute the loss from this "
+    "model's output by operations that keep samples apart."
 )
 BACKWARD_HOOKS = (
     "{ext}: {module} has a backward hook, which runs for each of the columns that are "

@@ -78,14 +78,6 @@ class GenericLossDerivatives(BaseLossDerivatives):
         def hessian_mat_prod(mat: Tensor) -> Tensor:
             with _naming(module):
                 columns = pull_columns(gradient, prediction, mat, create_graph)[0]
-<<<<<<< HEAD
-            except (
-                RuntimeError
-            ) as error:  # of autograd: the second derivative is unknown
-                text = NOT_TWICE.format(module=module)
-                raise NotImplementedError(f"{text} ({error})") from error
-=======
->>>>>>> wt-triage1
             return columns.to(mat.dtype)
 
         return hessian_mat_prod

@@ -254,7 +254,7 @@ def _remove_mode(tracker: Tracker) -> None:
         torch._C._push_on_torch_function_stack(mode)
 
 
-# ------------------------------------------------------------------- layers of the table
+# ------------------------------------------------------------------ layers of the table
 
 _AXES = {nn.Linear: (1, 1), nn.Embedding: (0, 1)}
 _BATCH_AXES = {
@@ -443,7 +443,7 @@ def _placements(
     return [mixed] * len(outputs)
 
 
-# ------------------------------------------------------------------------------- records
+# ------------------------------------------------------------------------------ records
 
 
 def _record(

@@ -30,9 +30,9 @@ NO_CURVATURE = (
     "log-softmax before it: use CrossEntropyLoss."
 )
 NOT_FINITE = (
-    "{module}: the Hessian of the loss at the prediction is not finite (it contains NaN "
-    "or infinity), so that there are no second-order quantities. Use a loss that is "
-    "twice differentiable there, or check the prediction."
+    "{module}: the Hessian of the loss at the prediction is not finite (it contains "
+    "NaN or infinity), so that there are no second-order quantities. Use a loss that "
+    "is twice differentiable there, or check the prediction."
 )
 NOT_TWICE = (
     "{module}: autograd cannot differentiate this loss twice, which second-order "

@@ -84,7 +84,8 @@ class backpack(AbstractContextManager):  # noqa: N801
         debug: Whether a line is printed for each extension and module.
         extension_hook: Function that is run on each module after the extensions.
         retain_graph: Whether inputs and outputs are kept for another backward pass.
-        check: Whether individual gradients are compared with the gradient.
+        check: Whether samples are checked to be separate, and their gradients to add
+            up.
 
     Example:
         >>> from torch import manual_seed, rand, tensor
@@ -117,11 +118,12 @@ class backpack(AbstractContextManager):  # noqa: N801
                 ``False``.
             retain_graph: Whether to keep inputs and outputs for another backward pass;
                 goes with ``backward(retain_graph=True)``. Default: ``False``.
-            check: Whether to check after each backward pass that the individual
-                gradients add up to the gradient; a ``RuntimeError`` names the
-                parameters for which they do not. It catches most ways in which axis 0
-                is not the batch, or a parameter is used where no module sees it.
-                Default: ``False``, which costs nothing.
+            check: Whether to check before each backward pass that no sample's gradient
+                reaches another, and after it that the individual gradients add up to
+                the gradient; a ``RuntimeError`` names the operations or the parameters
+                for which this is not so. It catches what hooks and functions with a
+                backward of their own do behind the scenes. Default: ``False``, which
+                costs nothing.
 
         Raises:
             ValueError: If an argument is no instance of an extension, or the extension

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from backpack.core.layout import Mixed
 from backpack.core.per_sample.base import PerSample
-from backpack.engine.check import Check
+from backpack.engine.check import Check, check_isolation
 from backpack.engine.gaps import explain_parents, name_of
 from backpack.engine.graph import (
     Inspection,
@@ -223,6 +223,8 @@ class BackwardPass:
             self.inspection = Inspection(roots)
             self._find_groups(list(self.inspection.uses))
             self._inspect(inputs)
+            if current.check and self._separating:
+                check_isolation(self.inspection, current)
             if accumulates and inputs is None and not current.check:
                 self._leave_out()
 

@@ -1,20 +1,33 @@
-"""``check=True``: do individual gradients add up to the gradient?"""
+"""``check=True``: is each sample by itself, and do individual gradients add up?"""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, Dict, List
+from math import ceil, log2
+from typing import Any, Dict, Iterator, List, Tuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
-from backpack.engine.graph import describe
+from backpack.core.layout import Layout, sample_numbers
+from backpack.engine.gaps import Known
+from backpack.engine.graph import Inspection, describe, entries_of, walk
+from backpack.utils.hooks import without_hooks
+from backpack.utils.state import State
 
 CHECK_FAILED = (
     "check=True: the individual gradients do not add up to the gradient of {names}. "
     "The parameter is used where extensions can't see it. Use it only inside of "
     "extended modules, in operations of PyTorch."
+)
+NOT_ISOLATED = (
+    "check=True: the gradient of one sample reaches other samples at the output of "
+    "{operation}, though no operation of the forward pass has brought them together. A "
+    "hook does, or a function with a backward of its own. Let these treat each sample "
+    "by itself; else, quantities of individual samples are not defined."
 )
 
 
@@ -67,6 +80,92 @@ class Check:
         ]
         if wrong:
             raise RuntimeError(CHECK_FAILED.format(names=describe(wrong)))
+
+
+def check_isolation(inspection: Inspection, current: State) -> None:
+    """Refuse a graph in which the gradient of one sample reaches another.
+
+    Cotangents that are zero for all samples but some are pulled back through it. At
+    every use, the entries of the others must be zero. Which samples these are: those
+    whose number has a bit, then the others, for each bit.
+
+    Args:
+        inspection: The graph.
+        current: What is active.
+
+    Raises:
+        RuntimeError: If samples are not isolated.
+    """
+    places = [
+        (use, index, GradientEdge(node, number))
+        for use, nodes in inspection.uses.items()
+        for index, (node, number) in nodes.items()
+    ]
+    columns_only = all(ext.pulls_columns for ext in current.active_exts)
+    owners = (*inspection.calls, *inspection.uses)
+    tensors = [x for owner in owners for x in owner.tensors()] if columns_only else ()
+    quiet = without_hooks(tensors) if columns_only else nullcontext()
+    with current.pull(), quiet:
+        for edge, known in _starts(inspection) if places else ():
+            for bit, wanted, column in _columns(edge, known):
+                pulled = torch.autograd.grad(
+                    [edge],
+                    [place for _, _, place in places],
+                    [column],
+                    retain_graph=True,
+                    allow_unused=True,
+                )
+                for (use, index, _), g in zip(places, pulled):
+                    if g is None or not _reaches_others(use, index, g, bit, wanted):
+                        continue
+                    text = NOT_ISOLATED.format(operation=use.describe())
+                    raise RuntimeError(text)
+
+
+def _starts(inspection: Inspection) -> Iterator[Tuple[GradientEdge, Known]]:
+    """List where samples are separate: at losses' predictions, or at outputs."""
+    losses = [call for call in inspection.calls if call.is_loss]
+    for loss in losses:
+        edge = loss.input_edges[0] if loss.input_edges else None
+        if edge is not None:
+            yield edge, Known(loss.placement, loss.n)
+    below: set = set()
+    for call, nodes in inspection.calls.items() if not losses else ():
+        if call.placements is None or not below.isdisjoint(nodes):
+            continue
+        below.update(walk(nodes))
+        for node in nodes:
+            for number, index, owner in entries_of(node):
+                if owner is call:
+                    known = Known(call.placements[index], call.n)
+                    yield GradientEdge(node, number), known
+
+
+def _columns(edge: GradientEdge, known: Known) -> Iterator[Tuple[int, int, Tensor]]:
+    """Make cotangents for samples whose number has a bit, and for the others."""
+    placement, n = known
+    if n < 2 or not isinstance(placement, (Layout, Tensor)):
+        return
+    metadata = edge.node._input_metadata[edge.output_nr]
+    device, shape = metadata.device, torch.Size(metadata.shape)
+    generator = torch.Generator(device).manual_seed(0)
+    random = torch.rand(shape, generator=generator, device=device) + 0.5
+    numbers = sample_numbers(placement, shape, n, device)
+    for bit in range(ceil(log2(n))):
+        for wanted in (0, 1):
+            some = (numbers >= 0) & (numbers >> bit & 1 == wanted)
+            yield bit, wanted, random.where(some, 0.0).to(metadata.dtype)
+
+
+def _reaches_others(use: Any, index: int, g: Tensor, bit: int, wanted: int) -> bool:
+    placement = use.placements[index]
+    if not isinstance(placement, (Layout, Tensor)):
+        return False
+    shape = use.output_shapes[index]
+    numbers = sample_numbers(placement, shape, use.n, g.device)
+    others = (numbers >= 0) & (numbers >> bit & 1 != wanted)
+    # zero times infinity is no number, and no influence
+    return bool((others & (g.reshape(shape).nan_to_num() != 0)).any())
 
 
 def _close(result: Tensor, expected: Tensor, size: float) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+from math import frexp, inf
 from typing import Callable, Iterator, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
@@ -18,6 +20,8 @@ from backpack.core.per_sample.unfolding import Unfolding
 from backpack.utils.types import full_precision
 from backpack.utils.unsqueeze import flatten
 
+# Inputs up to this power of two, and down to its inverse, can be squared as they are.
+MODERATE = 8
 # A difference may be so many times smaller than what is subtracted: a digit is lost.
 CANCELLATION = 10.0
 
@@ -37,6 +41,46 @@ def prefers_gram(positions: int, d: int, p: int, adds_up: bool = False) -> bool:
     if adds_up and positions >= tuning.GRAM_POSITIONS[has_fast_blas()]:
         return False
     return positions * (d + p) < d * p
+
+
+def powers_of_two(a: Tensor) -> Optional[Tensor]:
+    """Find what brings each sample's inputs to the size of one.
+
+    The squares of inputs and cotangents may be out of the range of numbers where those
+    of their products are not. Inputs are divided by these powers, and cotangents
+    multiplied with them, which is exact.
+
+    Args:
+        a: Inputs of shape ``[N, *]``.
+
+    Returns:
+        Powers of two of shape ``[N]``, ``None`` if inputs are of moderate size.
+    """
+    if not a.numel():
+        return None
+    size = torch.linalg.vector_norm(a.detach().flatten(1), inf, 1)
+    exponents = torch.frexp(size).exponent
+    if bool((exponents.abs() <= MODERATE).all()):
+        return None
+    most = frexp(torch.finfo(a.dtype).max)[1] - MODERATE
+    return torch.ldexp(torch.ones_like(size), exponents.clamp(-most, most))
+
+
+def scaled(x: Tensor, powers: Optional[Tensor], axis: int = 0) -> Tensor:
+    """Multiply the samples of a tensor with numbers, in full precision.
+
+    Args:
+        x: Tensor with samples on an axis.
+        powers: Numbers of shape ``[N]``, ``None`` for one.
+        axis: The axis. Default: 0.
+
+    Returns:
+        The product.
+    """
+    x = full_precision(x)
+    if powers is None:
+        return x
+    return x * powers.view(-1, *[1] * (x.dim() - 1 - axis))
 
 
 class Direct(NamedTuple):
@@ -383,10 +427,22 @@ class Outer(PerSample):
         products = bmm(b, a).unflatten(1, (self.num_columns, -1))
         return self.fold(products.transpose(0, 1))
 
+    @cached_property
+    def _powers(self) -> Optional[Tensor]:
+        """Powers of two that inputs are divided by, see :func:`powers_of_two`."""
+        return powers_of_two(full_precision(self.a))
+
+    def _moderate_a(self) -> Tensor:
+        powers = self._powers
+        return scaled(self.a, None if powers is None else 1 / powers)
+
+    def _moderate_b(self) -> Tensor:
+        return scaled(self.b, self._powers, 1)
+
     def sq_norms(self) -> Tensor:  # noqa: D102
         if self.positions == 1:
-            b = sums.sum_axis(sums.sum_of_squares(self.b, 3), 0)
-            return sums.sum_axis(b * sums.sum_of_squares(self.a, 2), 1)
+            b = sums.sum_axis(sums.sum_of_squares(self._moderate_b(), 3), 0)
+            return sums.sum_axis(b * sums.sum_of_squares(self._moderate_a(), 2), 1)
         adds_up = self.keeps_total and self._total is None
         if not prefers_gram(self.positions, *self._sizes, adds_up):
             return super().sq_norms()
@@ -395,14 +451,14 @@ class Outer(PerSample):
     def partial_squares(self, sum_batch: bool) -> Tensor:  # noqa: D102
         if self.positions > 1:
             return super().partial_squares(sum_batch)
-        return sums.sum_axis(full_precision(self.b.squeeze(3)).pow(2), 0)
+        return sums.sum_axis(self._moderate_b().squeeze(3).pow(2), 0)
 
     def finish_squares(
         self, statistic: Tensor, sum_batch: bool
     ) -> Tensor:  # noqa: D102
         if self.positions > 1:
             return statistic
-        a = full_precision(self.a.squeeze(2)).pow(2)
+        a = self._moderate_a().squeeze(2).pow(2)
         if sum_batch:
             return self.fold(sum_outer_products(statistic, a))
         return self.fold(outer_products(statistic.unsqueeze(0), a).squeeze(0))
@@ -411,7 +467,7 @@ class Outer(PerSample):
         if self.positions > 1 or self.batch_size == 0:
             return super().variance()
         # Two matrix products are all it takes, unless moment and squared mean cancel
-        a, b = full_precision(self.a).squeeze(2), full_precision(self.b[0]).squeeze(2)
+        a, b = self._moderate_a().squeeze(2), self._moderate_b()[0].squeeze(2)
         total = sum_outer_products(b, a)
         moment = sum_outer_products(b.pow(2) / self.batch_size, a.pow(2))
         variance = torch.addcmul(moment, total, total, value=-1 / self.batch_size**2)
@@ -430,7 +486,7 @@ class Outer(PerSample):
                 return sums.sum_of_dots(flatten(self._collect(any_order=True), 2))
             return super().dots()
         pattern = "n g t k, m g s k -> g n t m s"
-        a, columns = full_precision(self.a), full_precision(self.b)
+        a, columns = self._moderate_a(), self._moderate_b()
         gram_a = einsum(a, a, pattern)
         return sum(
             (einsum(b, b, pattern) * gram_a).sum((0, 2, 4)) for b in columns.unbind()
@@ -481,10 +537,11 @@ class Outer(PerSample):
     def _gram_norms(self, samples: slice) -> Tensor:
         unfolding = self._unfolder()
         a = unfolding.rows(samples) if unfolding else self.a[samples]
-        a = full_precision(a.flatten(0, 1))
+        powers = powers_of_two(full_precision(a))
+        a = scaled(a, None if powers is None else 1 / powers).flatten(0, 1)
         gram_a = bmm(a, a.mT)
         total = 0.0
-        for b in full_precision(self.b[:, samples].flatten(1, 2)).unbind():
+        for b in scaled(self.b[:, samples], powers, 1).flatten(1, 2).unbind():
             dots = (gram_a * bmm(b, b.mT)).unflatten(0, (-1, self.groups))
             total = total + dots.sum((1, 2, 3))
         return total

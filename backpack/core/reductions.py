@@ -283,6 +283,10 @@ def _is_slice_by_slice(rows: Tensor) -> bool:
 CANCELLATION = 10.0
 
 
+# Concatenates tensors of several processes along an axis
+Gather = Callable[[Tensor, int], Tensor]
+
+
 class PerSample(ABC):
     """The products ``S[v, n]ᵀ J[n]`` for one parameter, in some form.
 
@@ -323,6 +327,17 @@ class PerSample(ABC):
         Returns:
             The same form for these samples.
         """
+
+    def gathered(self, gather: Gather) -> PerSample:
+        """Put the samples of several processes together.
+
+        Args:
+            gather: Concatenates tensors of all processes along an axis.
+
+        Returns:
+            Products for all samples.
+        """
+        return Dense(gather(self.individual(), 1), self.shape)
 
     def merge(self, other: PerSample) -> PerSample:
         """Add the products that another call contributes to the same parameter.
@@ -807,6 +822,13 @@ class Outer(PerSample):
             sums_positions=self.sums_positions,
         )
 
+    def gathered(self, gather: Gather) -> PerSample:  # noqa: D102
+        d, p = self._sizes
+        if self.positions * (d + p) >= d * p:  # the products are fewer numbers
+            return super().gathered(gather)
+        a, b = gather(self.a, 0), gather(self.b, 1)
+        return Outer(lambda: a, b, self.shape, self._reorder)
+
     @property
     def _is_large(self) -> bool:
         """Whether products are formed some samples at a time, in recycled memory."""
@@ -1160,6 +1182,10 @@ class Rows(PerSample):
     def select(self, samples: Sequence[int]) -> Rows:  # noqa: D102
         ids, valid = self.ids[samples], self.valid[samples]
         return Rows(ids, self.b[:, samples], self.shape, valid)
+
+    def gathered(self, gather: Gather) -> PerSample:  # noqa: D102
+        ids, valid = gather(self.ids, 0), gather(self.valid, 0)
+        return Rows(ids, gather(self.b, 1), self.shape, valid)
 
     def input_diagonal(self, average: bool) -> Tensor:
         """Sum the squares of the inputs, which are one-hot vectors.

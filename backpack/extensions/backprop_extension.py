@@ -17,6 +17,8 @@ from backpack.utils.subsampling import Subsampling, as_subsampling, check_subsam
 if TYPE_CHECKING:
     from backpack.capture import Call
     from backpack.core.reductions import PerSample
+    from backpack.distributed import Piece
+    from backpack.extensions.shards import Shard
 
 FAIL_ERROR = "ERROR"
 FAIL_WARN = "WARNING"
@@ -35,8 +37,11 @@ class BackpropExtension(ABC):  # noqa: B024
             not influence each other.
         refuses_coupled_samples: Whether it is an error if a batch normalization in
             training mode makes them do so. It is a warning otherwise.
+        shard: What the last backward pass has seen, if several processes share the
+            batch.
     """
 
+    shard: Optional[Shard] = None
     keeps_io = False
     separates_samples = False
     refuses_coupled_samples = True
@@ -174,6 +179,26 @@ class BackpropExtension(ABC):  # noqa: B024
             f"{type(self).__name__}: an output is used several times, and this "
             "extension does not define how to combine what is backpropagated to it. "
             "Override `accumulate_backpropagated_quantities`."
+        )
+
+    def over_shards(self, value: Any, piece: Piece) -> Any:
+        """Make a parameter's value for the whole batch of those of its shards.
+
+        It runs in all processes at once, see :func:`backpack.distributed.reduce`.
+
+        Args:
+            value: Value for this process' samples.
+            piece: This process' share of the batch, with sums over processes.
+
+        Returns:
+            Value for the whole batch.
+
+        Raises:
+            NotImplementedError: If the extension does not define it.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__}: this extension does not define how values of "
+            "several processes combine. Override `over_shards`."
         )
 
     def __call__(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, List, Tuple
+from typing import TYPE_CHECKING, Any, Callable, List, Tuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from backpack.extensions.secondorder.linearization import (
 from backpack.extensions.secondorder.module_rules import ModuleRule, WalkingExtension
 from backpack.extensions.turn import current_turn
 from backpack.utils.disable import disable
+
+if TYPE_CHECKING:
+    from backpack.distributed import Piece
 
 PARAMETER_RESIDUAL = (
     "{ext}: {module} is not known to be linear in its parameter '{name}', and the "
@@ -228,3 +231,22 @@ class CurvatureProduct(WalkingExtension):
         """
         existing, other = Operator.wrap(existing), Operator.wrap(other)
         return existing.merge(other, type(self).__name__)
+
+    def over_shards(
+        self, value: Callable[[Tensor], Tensor], piece: Piece
+    ) -> Callable[[Tensor], Tensor]:
+        """Make the product with the whole batch's matrix.
+
+        Args:
+            value: Product with that of this process' samples.
+            piece: This process' share of the batch.
+
+        Returns:
+            Function that maps ``[K, *p]`` to the same shape, to be called by all
+            processes at once with the same columns.
+        """
+
+        def product(mat: Tensor) -> Tensor:
+            return piece.sum(value(mat), piece.weight)
+
+        return product

@@ -15,6 +15,7 @@ from backpack.core.reductions import PerSample
 from backpack.extensions.backprop_extension import FAIL_WARN, BackpropExtension
 from backpack.extensions.layers import LAYERS, REGISTERED
 from backpack.extensions.module_extension import ModuleExtension
+from backpack.extensions.shards import is_shared, remember
 from backpack.extensions.turn import current_turn
 from backpack.utils.errors import may_couple_samples, raise_error_if_coupled
 
@@ -80,12 +81,15 @@ class ReduceGradients(FirstOrderModuleExtension):
             g_out: Gradients at the outputs.
         """
         turn = current_turn()
-        parameters = turn.parameters()
+        parameters, shard = turn.parameters(), remember(extension, turn)
         refuse = extension.refuses_coupled_samples and module.training
         raise_error_if_coupled(module, turn.call.arguments, refuse)
         for name, param in parameters:
             gradients = turn.gradients(name)
             turn.save(extension, param, extension.reduce_selected(gradients))
+            if shard is not None:
+                shard.samples = gradients.batch_size
+                shard.parts[param] = extension.parts(gradients)
 
 
 _REDUCE = ReduceGradients()
@@ -135,6 +139,17 @@ class GradientReduction(FirstOrderBackpropExtension):
         """
         return self.reduce(self.select(gradients))
 
+    def parts(self, gradients: PerSample) -> Any:
+        """Return what has to be known of a shard besides its value.
+
+        Args:
+            gradients: The individual gradients of a parameter.
+
+        Returns:
+            What :meth:`over_shards` needs. Default: ``None``.
+        """
+        return None
+
     def adds_up(self, module: Module, positions: int) -> bool:
         """Tell whether the sum of a layer's gradients comes at a low cost.
 
@@ -162,6 +177,7 @@ class GradientReduction(FirstOrderBackpropExtension):
         return (
             may_couple_samples(module)
             or self.get_module_extension(module) is not _REDUCE
+            or (call.is_loss and is_shared())  # it tells what a mean divides by
         )
 
     def get_module_extension(self, module: Module) -> ModuleExtension:

@@ -23,6 +23,7 @@ from backpack.extensions.secondorder.linearization import (
     linearize,
     skips,
 )
+from backpack.extensions.shards import remember
 from backpack.extensions.turn import current_turn
 from backpack.utils.errors import may_couple_samples, raise_error_if_coupled
 from backpack.utils.subsampling import Subsampling, subsample
@@ -149,6 +150,7 @@ class ReduceColumns(ModuleExtension):
         """
         turn = current_turn()
         parameters = turn.parameters()
+        remember(extension, turn)
         raise_error_if_coupled(module, turn.call.arguments)
         if extension.walks_modules:
             self._walk(extension, module, g_inp, g_out)

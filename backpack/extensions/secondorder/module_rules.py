@@ -28,6 +28,7 @@ from backpack.extensions.secondorder.linearization import (
     skips,
     without_autocast,
 )
+from backpack.extensions.shards import remember
 from backpack.extensions.turn import current_turn
 from backpack.utils.disable import disable
 
@@ -98,6 +99,7 @@ class ApplyRules(ModuleExtension):
             g_out: Gradients at the outputs.
         """
         turn = current_turn()
+        remember(extension, turn)
         with disable(), without_autocast(g_out[0]):
             if turn.call.is_loss:
                 derivatives = find_loss(module).derivatives

@@ -1,11 +1,18 @@
 """Pairwise dot products of individual gradients."""
 
-from typing import List
+from __future__ import annotations
 
+from typing import TYPE_CHECKING, List
+
+import torch
 from torch import Tensor
 
 from backpack.core.reductions import PerSample
 from backpack.extensions.firstorder.base import GradientReduction
+from backpack.utils.types import as_type
+
+if TYPE_CHECKING:
+    from backpack.distributed import Piece
 
 
 class BatchDotGrad(GradientReduction):
@@ -27,3 +34,11 @@ class BatchDotGrad(GradientReduction):
     @staticmethod
     def reduce(gradients: PerSample) -> Tensor:  # noqa: D102
         return gradients.dots()
+
+    def parts(self, gradients: PerSample) -> PerSample:  # noqa: D102
+        return self.select(gradients)
+
+    def over_shards(self, value: Tensor, piece: Piece) -> Tensor:  # noqa: D102
+        factors = piece.required_parts(self).gathered(piece.gather)
+        weight = piece.gather(torch.full_like(value[:, 0], piece.weight))
+        return as_type(factors.dots() * weight.outer(weight), value.dtype)

@@ -1,11 +1,16 @@
 """Individual gradients."""
 
-from typing import List
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, List
 
 from torch import Tensor
 
 from backpack.core.reductions import PerSample
 from backpack.extensions.firstorder.base import GradientReduction
+
+if TYPE_CHECKING:
+    from backpack.distributed import Piece
 
 
 class BatchGrad(GradientReduction):
@@ -30,3 +35,6 @@ class BatchGrad(GradientReduction):
     @staticmethod
     def reduce(gradients: PerSample) -> Tensor:  # noqa: D102
         return gradients.individual()[0]
+
+    def over_shards(self, value: Tensor, piece: Piece) -> Tensor:  # noqa: D102
+        return piece.local(value, piece.weight)

@@ -1,12 +1,18 @@
 """Squared norms of individual gradients."""
 
+from __future__ import annotations
+
 from math import prod
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.nn import Module
 
 from backpack.core.reductions import PerSample, prefers_gram
 from backpack.extensions.firstorder.base import GradientReduction
+
+if TYPE_CHECKING:
+    from backpack.distributed import Piece
 
 
 class BatchL2Grad(GradientReduction):
@@ -30,3 +36,6 @@ class BatchL2Grad(GradientReduction):
     @staticmethod
     def reduce(gradients: PerSample) -> Tensor:  # noqa: D102
         return gradients.sq_norms()
+
+    def over_shards(self, value: Tensor, piece: Piece) -> Tensor:  # noqa: D102
+        return piece.local(value, piece.weight**2)

@@ -1,9 +1,16 @@
 """Second moment of individual gradients."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from backpack.core.reductions import PerSample
 from backpack.extensions.firstorder.base import GradientReduction
+
+if TYPE_CHECKING:
+    from backpack.distributed import Piece
 
 
 class SumGradSquared(GradientReduction):
@@ -20,3 +27,6 @@ class SumGradSquared(GradientReduction):
     @staticmethod
     def reduce(gradients: PerSample) -> Tensor:  # noqa: D102
         return gradients.squares()
+
+    def over_shards(self, value: Tensor, piece: Piece) -> Tensor:  # noqa: D102
+        return piece.sum(value, piece.weight**2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Tuple
+from typing import TYPE_CHECKING, Tuple
 
 from torch import Tensor
 from torch.nn import Module
@@ -15,6 +15,9 @@ from backpack.extensions.secondorder.diag_hessian.signed_columns import (
     factor,
 )
 from backpack.extensions.secondorder.module_rules import WalkingExtension
+
+if TYPE_CHECKING:
+    from backpack.distributed import Piece
 
 
 class DiagHessian(WalkingExtension):
@@ -70,6 +73,10 @@ class DiagHessian(WalkingExtension):
             Columns that both share, added, and those that only one has.
         """
         return SignedColumns.wrap(existing).merge(SignedColumns.wrap(other))
+
+    def over_shards(self, value: Tensor, piece: Piece) -> Tensor:  # noqa: D102
+        combine = piece.sum if self.SUM_BATCH else piece.local
+        return combine(value, piece.weight)
 
 
 class BatchDiagHessian(DiagHessian):

@@ -27,6 +27,7 @@ from backpack.extensions.secondorder.module_rules import WalkingExtension
 
 if TYPE_CHECKING:
     from backpack.capture import Call
+    from backpack.distributed import Piece
 
 __all__ = [
     "BackpropStrategy",
@@ -42,6 +43,11 @@ __all__ = [
 BRANCHES = (
     "{ext}: an output is used several times, and a curvature matrix that is averaged "
     "over the batch does not tell how the branches interact. Use KFLR or KFAC."
+)
+
+AVERAGES = (
+    "{ext}: it multiplies averages over the batch, and those of several processes do "
+    "not combine. Use KFLR or KFAC."
 )
 
 
@@ -198,6 +204,30 @@ class HBP(WalkingExtension):
         if BackpropStrategy.is_batch_average(self.backprop_strategy):
             raise NotImplementedError(BRANCHES.format(ext=type(self).__name__))
         return existing + other
+
+    def over_shards(self, value: List[Tensor], piece: Piece) -> List[Tensor]:
+        """Make factors for the whole batch: each is a sum, or a mean, over samples.
+
+        Args:
+            value: Factors for this process' samples.
+            piece: This process' share of the batch.
+
+        Returns:
+            Factors for the whole batch.
+
+        Raises:
+            NotImplementedError: If averages over the batch are multiplied.
+        """
+        averages_inputs = ExpectationApproximation.should_average_param_jac(
+            self.ea_strategy
+        )
+        if averages_inputs or BackpropStrategy.is_batch_average(self.backprop_strategy):
+            raise NotImplementedError(AVERAGES.format(ext=type(self).__name__))
+        position = factors.input_position(value)
+        return [
+            piece.sum(factor, piece.share if i == position else piece.weight)
+            for i, factor in enumerate(value)
+        ]
 
 
 class KroneckerFactors(ColumnExtension, HBP):

@@ -196,6 +196,20 @@ def with_input_factor(
     return [output, squeeze_group(factor)]
 
 
+def input_position(factors: List[Tensor]) -> Optional[int]:
+    """Tell which of a parameter's factors is that of its layer's input.
+
+    Args:
+        factors: The factors, see :class:`~backpack.extensions.secondorder.hbp.HBP`.
+
+    Returns:
+        Its position; ``None`` if there is none.
+    """
+    if len(factors) == 1:
+        return None
+    return 0 if factors[0].dim() == 1 else 1  # that of an embedding is diagonal
+
+
 def squeeze_group(factor: Tensor) -> Tensor:
     """Drop the group axis if there is a single group.
 

@@ -1,6 +1,8 @@
 """The square root of the generalized Gauss-Newton matrix."""
 
-from typing import List, Optional
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, List, Optional
 
 import torch
 from torch import Generator, Tensor
@@ -12,6 +14,9 @@ from backpack.extensions.secondorder.columns import (
     fisher_source,
 )
 from backpack.extensions.secondorder.hbp.hbp_options import LossHessianStrategy
+
+if TYPE_CHECKING:
+    from backpack.distributed import Piece
 
 
 class SqrtGGN(ColumnExtension):
@@ -46,6 +51,9 @@ class SqrtGGN(ColumnExtension):
         return torch.cat([existing, other])
 
     add = combine
+
+    def over_shards(self, value: Tensor, piece: Piece) -> Tensor:  # noqa: D102
+        return piece.local(value, piece.weight**0.5, dim=1)
 
 
 class SqrtGGNExact(SqrtGGN):

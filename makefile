@@ -9,6 +9,8 @@ SOURCES := backpack test examples benchmarks docs_src setup.py
 WORKERS ?= 2
 BENCHMARK_ARGS ?=
 PEERS_VENV := .venv-peers
+MODELS_VENV := .venv-models
+MODELS_ARGS ?=
 
 # The oldest versions that are promised. A python3.9 that runs, or else pyenv's.
 OLDEST_VENV := $(VENV)-oldest
@@ -62,6 +64,11 @@ test-oldest: $(OLDEST_VENV)/.installed ## The quick loop on the oldest PyTorch a
 .PHONY: test-long
 test-long: install-dev ## The whole suite, with thousands of random inputs per property
 	BACKPACK_TEST_LONG=1 $(PYTEST)
+
+.PHONY: test-models
+test-models: BIN = $(MODELS_VENV)/bin
+test-models: $(MODELS_VENV)/.installed ## Models of transformers, timm and peft; updates docs_src/models.json
+	$(PYTEST) test/stock_models --durations=10 $(MODELS_ARGS)
 
 ##@ Format
 
@@ -163,4 +170,17 @@ $(PEERS_VENV)/.installed: requirements/peers.txt $(CONSTRAINTS)
 		--constraint $(CONSTRAINTS) torch numpy einops packaging scipy opt_einsum
 	$(PEERS_VENV)/bin/python -m pip --disable-pip-version-check install --quiet \
 		--no-deps --requirement requirements/peers.txt
+	@touch $@
+
+# torchvision registers operations for which this torch has no kernels, and fails; timm
+# imports it, but uses nothing that needs them.
+$(MODELS_VENV)/.installed: requirements/models.txt $(CONSTRAINTS)
+	$(PYTHON) -m venv $(MODELS_VENV)
+	$(MODELS_VENV)/bin/python -m pip --disable-pip-version-check install --quiet \
+		--constraint $(CONSTRAINTS) torch numpy einops packaging pillow \
+		certifi idna click Jinja2 Pygments pytest pytest-xdist
+	$(MODELS_VENV)/bin/python -m pip --disable-pip-version-check install --quiet \
+		--no-deps --requirement requirements/models.txt
+	@for file in $(MODELS_VENV)/lib/python*/site-packages/torchvision/_meta_registrations.py; do \
+		: > $$file; done
 	@touch $@

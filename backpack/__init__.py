@@ -16,18 +16,19 @@ from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
 from backpack import extensions
-from backpack.backward import BackwardPass
-from backpack.capture import clear_stored, enter_call, is_hooked, leave_call
-from backpack.context import CTX, state
-from backpack.custom_module.graph_utils import convert_module_to_backpack
+from backpack.context import CTX
+from backpack.converter.convert import convert_module_to_backpack
+from backpack.engine.backward_pass import BackwardPass
+from backpack.engine.graph import root_nodes
+from backpack.engine.hooks import enter_call, forget_interrupted, is_hooked, leave_call
+from backpack.engine.record import clear_stored
+from backpack.engine.report import Report
 from backpack.extensions.backprop_extension import BackpropExtension
-from backpack.extensions.layers import find_row
-from backpack.graph import root_nodes
-from backpack.left_out import hand_over
-from backpack.report import Report
 from backpack.utils.disable import disable
 from backpack.utils.hooks import EXTENDED, no_op
 from backpack.utils.module_classification import is_no_op
+from backpack.utils.older_torch import make_backward_overridable
+from backpack.utils.state import state
 
 __all__ = [
     "BackpropExtension",
@@ -38,6 +39,8 @@ __all__ = [
     "extensions",
     "memory_cleanup",
 ]
+
+make_backward_overridable()
 
 
 class _Announce(TorchFunctionMode):
@@ -58,6 +61,8 @@ class _Announce(TorchFunctionMode):
         current = state()
         if current.backward_pass is not None:  # announced by the context inside this
             return func(*args, **kwargs)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return func(*args, **kwargs)  # a transform's own
         outputs = [*args, *(kwargs[k] for k in ("tensors", "outputs") if k in kwargs)]
         inputs = kwargs.get("inputs")
         if func is torch.autograd.grad and len(args) > 1:
@@ -66,11 +71,9 @@ class _Announce(TorchFunctionMode):
         accumulates = accumulates and not kwargs.get("create_graph")
         roots = root_nodes(outputs[0])
         with BackwardPass(current, roots, inputs, accumulates) as running:
-            if running.left_out:
+            if running.leaves:
                 kwargs = {**kwargs, "inputs": running.leaves}
-            result = func(*args, **kwargs)
-            hand_over(running.gradients)
-            return result
+            return func(*args, **kwargs)
 
 
 class backpack(AbstractContextManager):  # noqa: N801
@@ -152,17 +155,20 @@ class backpack(AbstractContextManager):  # noqa: N801
 
     def __enter__(self) -> None:
         """Activate the extensions."""
+        forget_interrupted()
         current, announce = state(), _Announce()
         self._outer.append((dict(vars(current)), announce))
         current.active_exts, current.extension_hook = self.exts, self.extension_hook
         current.debug, current.retain_graph = self.debug, self.retain_graph
         current.check, current.report = self.check, Report()
+        current.in_context = True
         announce.__enter__()
 
     def __exit__(self, exc_type: Optional[type], *exc_info) -> None:
         """Restore what was active before; report parameters without a result."""
         current, (outer, announce) = state(), self._outer.pop()
         report = current.report
+        forget_interrupted()
         announce.__exit__(exc_type, *exc_info)
         vars(current).update(outer)
         if exc_type is None:
@@ -223,18 +229,16 @@ def _register_hooks(module: Module) -> None:
     Args:
         module: The module.
     """
-    if is_no_op(module) or is_hooked(module):
-        return
-    composite = next(module.children(), None) is not None
     own_parameters = next(module.parameters(recurse=False), None) is not None
-    repeats = composite or (own_parameters and find_row(module) is None)
-    if repeats:
-        handle = module.register_forward_pre_hook(enter_call, with_kwargs=True)
+    if is_hooked(module) or (is_no_op(module) and not own_parameters):
+        return
+    for handle in (
+        module.register_forward_pre_hook(enter_call, with_kwargs=True),
+        module.register_forward_hook(  # before any that changes the output
+            leave_call, prepend=True, with_kwargs=True, always_call=True
+        ),
+    ):
         CTX.add_hook_handle(handle)
-    handle = module.register_forward_hook(  # before any that changes the output
-        leave_call, prepend=True, with_kwargs=True, always_call=repeats
-    )
-    CTX.add_hook_handle(handle)
 
 
 def hook_store_io(

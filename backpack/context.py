@@ -1,78 +1,16 @@
-"""The state of a ``with backpack(...)`` context, and CTX, through which it is asked.
-
-Each thread has its own state. Autograd runs backward hooks of accelerators in threads
-of its own; what is stashed in PyTorch's thread-local state follows it there, other than
-Python's own thread-locals.
-"""
+"""CTX, through which is asked what is active in a ``with backpack(...)`` context."""
 
 from __future__ import annotations
 
-import ctypes
-import sys
-from typing import TYPE_CHECKING, Any, Callable, Iterable, List, Optional, Tuple, Type
+from typing import Any, Callable, Iterable, List, Tuple, Type
 
-import torch
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from backpack.extensions.backprop_extension import BackpropExtension
-from backpack.utils.hooks import no_op
+from backpack.utils.state import State, state
 
-if TYPE_CHECKING:
-    from backpack.backward import BackwardPass
-    from backpack.report import Report
-
-_KEY = "backpack.context.state"
-
-
-class State:
-    """What is active in a thread.
-
-    Attributes:
-        active_exts: Extensions to run in a backward pass.
-        debug: Whether to print what is run.
-        extension_hook: Function to run on each module after the extensions.
-        retain_graph: Whether to keep inputs and outputs for another backward pass.
-        check: Whether to compare individual gradients with the gradient.
-        report: What has happened inside the context.
-        backward_pass: The backward pass that is running.
-        pulling: Whether columns are being pulled back, so that hooks must not run.
-    """
-
-    def __init__(self):
-        """Start with nothing active."""
-        self.active_exts: Tuple[BackpropExtension, ...] = ()
-        self.debug = False
-        self.extension_hook: Callable[[Module], None] = no_op
-        self.retain_graph = False
-        self.check = False
-        self.report: Optional[Report] = None
-        self.backward_pass: Optional[BackwardPass] = None
-        self.pulling = False
-
-
-def state() -> State:
-    """Return this thread's state, which autograd's threads share with their caller.
-
-    Returns:
-        The state.
-    """
-    if not torch._C._is_key_in_tls(_KEY):
-        _stash(State())
-    return torch._C._get_obj_in_tls(_KEY)
-
-
-def _stash(new: State) -> None:
-    """Put a state into PyTorch's thread-local state, which then owns it.
-
-    Args:
-        new: The state.
-    """
-    references = sys.getrefcount(new)
-    torch._C._stash_obj_in_tls(_KEY, new)
-    if sys.getrefcount(new) == references:
-        # before torch 2.12, PyTorch gives up a reference that it has never taken
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(new))
+__all__ = ["CTX", "State", "state"]
 
 
 class _FromState:
@@ -93,6 +31,7 @@ class CTX:
     extension_hook = _FromState()
     retain_graph = _FromState()
     hook_handles: List[RemovableHandle] = []
+    _live_handles = 0
 
     @staticmethod
     def set_active_exts(active_exts: Iterable[BackpropExtension]) -> None:
@@ -185,7 +124,11 @@ class CTX:
         Args:
             hook_handle: The handle.
         """
-        CTX.hook_handles.append(hook_handle)
+        handles = CTX.hook_handles
+        handles.append(hook_handle)
+        if len(handles) >= 2 * CTX._live_handles + 64:  # models come and go
+            CTX.hook_handles = [h for h in handles if h.hooks_dict_ref() is not None]
+            CTX._live_handles = len(CTX.hook_handles)
 
     @staticmethod
     def remove_hooks() -> None:

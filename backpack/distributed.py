@@ -14,7 +14,7 @@ from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
 from backpack.extensions.backprop_extension import BackpropExtension
-from backpack.utils.types import as_type, full_precision
+from backpack.extensions.shards import Piece
 
 __all__ = ["Piece", "reduce"]
 
@@ -30,112 +30,6 @@ DIFFERENTIABLE = (
     "has results that can be differentiated (create_graph=True), and sums over "
     "processes cannot. Compute them without a graph, or do not reduce them."
 )
-
-
-class Piece(NamedTuple):
-    """One process' share of a batch, with what is needed to put shares together.
-
-    Attributes:
-        weight: What turns this process' summands of the loss into those of the whole
-            batch: n_r / n for a mean over n_r of n samples, one for a sum.
-        share: Fraction n_r / n of the samples.
-        parts: What the extension has kept besides the field, for this parameter.
-        gathers: Whether values of single samples are collected from all processes.
-        group: The processes.
-    """
-
-    weight: float
-    share: float
-    parts: Any
-    gathers: bool
-    group: Optional[ProcessGroup]
-
-    def required_parts(self, ext: BackpropExtension) -> Any:
-        """Return what the extension has kept besides the field.
-
-        Args:
-            ext: The extension.
-
-        Returns:
-            What it has kept.
-
-        Raises:
-            NotImplementedError: If it has not, because a user's rule made the value.
-        """
-        if self.parts is None:
-            raise NotImplementedError(
-                f"{type(ext).__name__}: the value of a rule of your own does not tell "
-                "what is needed to combine it with those of other processes. Override "
-                "`over_shards`."
-            )
-        return self.parts
-
-    def sum(self, value: Tensor, factor: float) -> Tensor:
-        """Sum a tensor over processes.
-
-        Args:
-            value: Tensor of the same shape ``[*]`` in every process.
-            factor: What this process' tensor is multiplied by before.
-
-        Returns:
-            Sum of shape ``[*]``, in every process.
-        """
-        total = _scaled(value, factor).contiguous()
-        total = total.clone() if total is value else total
-        distributed.all_reduce(total, group=self.group)
-        return as_type(total, value.dtype)
-
-    def local(self, value: Tensor, factor: float, dim: int = 0) -> Tensor:
-        """Rescale what belongs to single samples, and gather it if that is asked for.
-
-        Args:
-            value: Tensor ``[*, N, *]``.
-            factor: What it is multiplied by.
-            dim: Axis of the samples. Default: 0.
-
-        Returns:
-            The same for this process' samples, or for all processes' in their order.
-        """
-        scaled = as_type(_scaled(value, factor), value.dtype)
-        return self.gather(scaled, dim) if self.gathers else scaled
-
-    def gather(self, value: Tensor, dim: int = 0) -> Tensor:
-        """Concatenate tensors of all processes.
-
-        Args:
-            value: Tensor ``[*, n, *]``, where n may differ among processes.
-            dim: Axis to concatenate along. Default: 0.
-
-        Returns:
-            Tensor of the processes' entries, in their order.
-
-        Raises:
-            ValueError: If the shapes differ in other axes.
-        """
-        shapes: List[Any] = [None] * distributed.get_world_size(self.group)
-        distributed.all_gather_object(shapes, tuple(value.shape), group=self.group)
-        sizes = [shape[dim] if dim < len(shape) else 0 for shape in shapes]
-        others = {shape[:dim] + shape[dim + 1 :] for shape in shapes}
-        if len(others) > 1:
-            raise ValueError(
-                f"Processes have values of shapes {shapes}, that cannot be put together"
-                f" along axis {dim}. Use inputs that differ in the batch axis only."
-            )
-        # collectives want the same size everywhere
-        rows = value.movedim(dim, 0)
-        padded = rows.new_zeros(max(sizes), *rows.shape[1:])
-        padded[: len(rows)] = rows
-        pieces = [torch.empty_like(padded) for _ in sizes]
-        distributed.all_gather(pieces, padded, group=self.group)
-        pieces = [piece[:size] for piece, size in zip(pieces, sizes)]
-        return torch.cat(pieces).movedim(0, dim)
-
-
-def _scaled(value: Tensor, factor: float) -> Tensor:
-    """Multiply a tensor; without weight it is not looked at, as the mean of nothing."""
-    if factor == 1.0:
-        return value
-    return full_precision(value) * factor if factor else torch.zeros_like(value)
 
 
 class _Report(NamedTuple):

@@ -1,9 +1,12 @@
-"""Measures time and memory of every quantity, and writes a table and a chart.
+"""Measures time and memory of every quantity, and writes tables and charts.
 
 Called by ``make benchmark``. One process per package (``worker.py``) holds a task; the
 rounds go around the packages, and each times a plain gradient and its own task, one
 right after the other. A machine that slows down for a while slows down both, and all
 packages alike. Reported is the median over the rounds of the ratio of the two.
+
+The page ``README.md`` has a section for each network. With ``--record``, those of the
+networks that were measured are replaced; all else there is written by hand, and stays.
 """
 
 import json
@@ -16,11 +19,14 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from select import select
 from statistics import median
+from textwrap import shorten
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
+import matplotlib.pyplot as plt
 import torch
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
 from networks import PROBLEMS, Problem
-from worker import LONG
 
 HERE = Path(__file__).resolve().parent
 
@@ -32,8 +38,11 @@ MALLOC = {
     "MALLOC_TRIM_THRESHOLD_": str(2**26),
 }
 
-# Quantities in the order of the report, with their options.
+# Quantities in the order of the report, with their options. The first is none: a model
+# that is extended, where no quantity is asked for. What follows a hyphen tells apart
+# rows with different options.
 QUANTITIES: Dict[str, Dict[str, Any]] = {
+    "extended": {},
     "BatchGrad": {},
     "BatchL2Grad": {},
     "SumGradSquared": {},
@@ -46,6 +55,8 @@ QUANTITIES: Dict[str, Dict[str, Any]] = {
     "SqrtGGNMC": {"mc_samples": 1},
     "SqrtGGNExact": {},
     "KFAC": {"mc_samples": 1},
+    "KFAC-expand": {"mc_samples": 1, "weight_sharing": "expand"},
+    "KFAC-reduce": {"mc_samples": 1, "weight_sharing": "reduce"},
     "KFLR": {},
     "KFRA": {},
     "DiagHessian": {},
@@ -55,14 +66,22 @@ QUANTITIES: Dict[str, Dict[str, Any]] = {
     "PCHMP": {},
 }
 
-# Not measured on these networks, and why.
-EXCLUDED: Dict[str, Tuple[Tuple[str, ...], str]] = {
-    "KFRA": (
-        ("3c3d", "allcnnc"),
-        "KFRA averages a dense matrix over all features of a layer. The first layer of "
-        "3C3D has 50,176, that of All-CNN-C 98,304.",
+# Quantities that are left out, and for which networks. The reasons are in the page,
+# under "How it is measured".
+TRANSFORMERS = ("gpt2", "llama", "vit")
+EXCLUDED: Tuple[Tuple[Tuple[str, ...], Tuple[str, ...]], ...] = (
+    (("KFRA",), ("3c3d", "allcnnc")),
+    (("KFAC-expand", "KFAC-reduce"), ("mlp",)),
+    (("KFAC",), TRANSFORMERS),
+    (
+        ("DiagGGNExact", "BatchDiagGGNExact", "SqrtGGNExact", "KFLR"),
+        (*TRANSFORMERS, "resnet18"),
     ),
-}
+    (
+        ("KFRA", "DiagHessian", "BatchDiagHessian", "HMP", "GGNMP", "PCHMP"),
+        (*TRANSFORMERS, "resnet18"),
+    ),
+)
 
 
 class Contender(NamedTuple):
@@ -114,6 +133,9 @@ class Connection:
         self.contender = contender
         self.patience = args.patience
         self.environment = {**os.environ, **({} if args.malloc_defaults else MALLOC)}
+        if contender.python == sys.executable:
+            # what is measured is the code next to this file, whatever is installed
+            self.environment["PYTHONPATH"] = str(HERE.parent)
         self.process: Optional[subprocess.Popen] = None
         self.log = tempfile.TemporaryFile(mode="w+")
 
@@ -180,9 +202,6 @@ def measure(
     Returns:
         A result per package.
     """
-    if quantity in EXCLUDED and problem_name in EXCLUDED[quantity][0]:
-        return [Result(failure="left out") for _ in connections]
-
     answers = [
         connection.ask(
             do="prepare",
@@ -198,12 +217,15 @@ def measure(
     ]
     pairs: List[List[Tuple[float, float]]] = [[] for _ in connections]
 
+    # whether there is anything is a matter of a few percent
+    times = 4 if quantity == "extended" else 1
+
     def due(i: int) -> bool:
         """Whether another pair of this package is wanted."""
-        if "seconds" not in answers[i] or len(pairs[i]) >= args.rounds:
+        if "seconds" not in answers[i] or len(pairs[i]) >= times * args.rounds:
             return False
         spent = sum(sum(pair) for pair in pairs[i])
-        return len(pairs[i]) < args.min_rounds or spent < args.seconds
+        return len(pairs[i]) < args.min_rounds or spent < times * args.seconds
 
     while any(due(i) for i in range(len(connections))):
         for i, connection in enumerate(connections):
@@ -236,7 +258,7 @@ def conclude(
     if "seconds" in answer:
         answer = connection.ask(do="memory")
     if "memory" not in answer:
-        return Result(failure="missing" if "missing" in answer else answer["error"])
+        return Result(failure=reason(answer))
     gradient_memory, memory = answer["memory"]
     return Result(
         time=median(task / gradient for gradient, task in pairs),
@@ -247,7 +269,22 @@ def conclude(
     )
 
 
-Results = Dict[str, Dict[str, List[Result]]]
+def reason(answer: Dict[str, Any]) -> str:
+    """Say briefly why there is no number.
+
+    Args:
+        answer: A worker's answer about a failure.
+
+    Returns:
+        ``"missing"`` if the package does not offer the quantity; else the beginning of
+        the message, without the quantity's name, so that those of several agree.
+    """
+    if "missing" in answer:
+        return "missing"
+    text = answer["error"]
+    for quantity in QUANTITIES:
+        text = text.removeprefix(f"{quantity}: ")
+    return shorten(text, 160, placeholder=" ...")
 
 
 def gradient_cost(rows: Dict[str, List[Result]]) -> str:
@@ -282,52 +319,21 @@ def table(rows: Dict[str, List[Result]], contenders: List[Contender]) -> List[st
     lines.append("|---|" + "---:|---:|" * len(titles))
     notes: Dict[str, List[str]] = {}
     for quantity, row in rows.items():
-        cells = [f"`{quantity}`"]
+        label = "extended, no extension" if quantity == "extended" else f"`{quantity}`"
+        cells = [label]
         for contender, result in zip(contenders, row):
-            if result.failure in ("missing", "left out"):
+            if result.failure == "missing":
                 cells += ["", ""]
             elif result.failure:
-                reason = f"{contender.title} ({result.failure})"
-                notes.setdefault(reason, []).append(f"`{quantity}`")
+                note = f"{contender.title} ({result.failure})"
+                notes.setdefault(note, []).append(label)
                 cells += ["–", "–"]
             else:
                 cells += [f"{result.time:.2f}", f"{result.memory:.2f}"]
         lines.append("| " + " | ".join(cells) + " |")
-    for reason, quantities in notes.items():
-        lines += ["", f"No number from {reason}: {', '.join(quantities)}."]
+    for note, quantities in notes.items():
+        lines += ["", f"No number from {note}: {', '.join(quantities)}."]
     return lines
-
-
-REPORT = """\
-# Benchmark
-
-What one quantity costs on top of a plain gradient. Each number is a ratio: 1 means as
-fast as, or as little memory as, a forward and a backward pass without any quantity.
-
-{tables}
-
-![Time relative to the gradient]({chart})
-
-## How it is measured
-
-- `make benchmark` writes this page; `make benchmark PEERS=1` adds other packages, in
-  an environment of their own. {setting}
-- **Networks** (`networks.py`): random inputs, mean cross-entropy, single precision.
-- **Time**: in each round, each package times a gradient and then its quantity, both
-  with forward and backward pass; the rounds go around the packages. The number is the
-  median over rounds of the ratio: up to {rounds} rounds, fewer where a quantity takes
-  long, never fewer than {min_rounds}. What takes less than {long:g} seconds runs once
-  before a round, so that what other processes did in between does not count.
-- **Memory thresholds** of the C library, for all packages: {malloc}.
-- **Memory**: the peak of what exists beyond parameters and data during the pass, from
-  each allocation and release (PyTorch's profiler on a CPU, its own counter on a GPU).
-- `HMP`, `GGNMP` and `PCHMP` include a product with one vector per parameter. Quantities
-  that sample draw once.
-- `torch.func` is `vmap(grad)` over samples, and a reduction of its result; the gradient
-  of the batch is not computed. Opacus computes individual gradients with hooks, and
-  their norms with ghost clipping.
-{excluded}
-"""
 
 
 def processor() -> str:
@@ -342,51 +348,69 @@ def processor() -> str:
     return next(iter(names), platform.processor() or platform.machine())
 
 
-def report(
-    results: Results, contenders: List[Contender], chart: str, args: Namespace
+def section(
+    name: str,
+    rows: Dict[str, List[Result]],
+    contenders: List[Contender],
+    args: Namespace,
 ) -> str:
-    """Write the page of results.
+    """Write the section of one network.
 
     Args:
-        results: All results.
+        name: Key of the network.
+        rows: Its results.
         contenders: The packages.
-        chart: Path of the chart, relative to the page.
         args: The command line.
 
     Returns:
-        Markdown.
+        Markdown, from the heading to the chart.
     """
-    tables = []
-    for name, rows in results.items():
-        problem = PROBLEMS[name]
-        tables += [
-            f"## {title_of(problem, args)}",
-            "",
-            f"A gradient takes {gradient_cost(rows)}.",
-            "",
-            *table(rows, contenders),
-            "",
-        ]
     machine = (
         torch.cuda.get_device_name()
         if args.device == "cuda"
         else f"{args.threads} thread(s) of {processor()}"
     )
-    excluded = [f"- Left out: {reason}" for _, reason in EXCLUDED.values()]
-    return REPORT.format(
-        tables="\n".join(tables).rstrip(),
-        chart=chart,
-        setting=f"Here: {machine}, PyTorch {torch.__version__}.",
-        rounds=args.rounds,
-        min_rounds=args.min_rounds,
-        long=LONG,
-        malloc=(
-            "its defaults, which it changes as a program runs"
-            if args.malloc_defaults
-            else "fixed at what they grow to by themselves, 32 and 64 MiB"
-        ),
-        excluded="\n".join(excluded),
-    )
+    lines = [
+        f"## {title_of(PROBLEMS[name], args)}",
+        "",
+        f"A gradient takes {gradient_cost(rows)}.",
+        "",
+        *table(rows, contenders),
+        "",
+        f"Measured on {machine}, with PyTorch {torch.__version__}, in up to "
+        f"{args.rounds} rounds.",
+        "",
+        f"![Time relative to the gradient](results-{name}.png)",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def insert(page: str, new: str) -> str:
+    """Put a network's section into the page.
+
+    Args:
+        page: The page, in Markdown.
+        new: The section. It takes the place of the one with the same heading, up to the
+            chart: what is written below stays. If there is none, it goes before the
+            first that is about no network.
+
+    Returns:
+        The page with the section.
+    """
+    head, *sections = page.split("\n## ")
+    new = new.removeprefix("## ")
+    headings = [text.split("\n")[0] for text in sections]
+    heading = new.split("\n")[0]
+    if heading in headings:
+        place = headings.index(heading)
+        chart = new.splitlines(keepends=True)[-1]
+        sections[place] = new + sections[place].partition(chart)[2]
+    else:
+        titles = tuple(problem.title for problem in PROBLEMS.values())
+        networks = sum(heading.startswith(titles) for heading in headings)
+        sections.insert(networks, new)
+    return "\n## ".join((head, *sections))
 
 
 def title_of(problem: Problem, args: Namespace) -> str:
@@ -403,69 +427,63 @@ def title_of(problem: Problem, args: Namespace) -> str:
 
 
 def draw(
-    results: Results, contenders: List[Contender], path: Path, args: Namespace
-) -> None:
-    """Draw the times as bars, one panel per network.
+    name: str,
+    rows: Dict[str, List[Result]],
+    contenders: List[Contender],
+    args: Namespace,
+) -> Figure:
+    """Draw the times of one network as bars.
 
     Args:
-        results: All results.
+        name: Key of the network.
+        rows: Its results.
         contenders: The packages.
-        path: Where the picture goes.
         args: The command line.
-    """
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import FuncFormatter, NullFormatter
 
-    quantities = [q for q in QUANTITIES if any(q in rows for rows in results.values())]
-    fig, axes = plt.subplots(
-        ncols=len(results),
-        figsize=(4.6 * len(results), 0.9 + 0.42 * len(quantities)),
-        sharey=True,
-        squeeze=False,
-        layout="constrained",
-    )
+    Returns:
+        The picture.
+    """
+    fig, ax = plt.subplots(figsize=(6, 1 + 0.42 * len(rows)), layout="constrained")
     height = 0.8 / len(contenders)
-    for ax, (name, rows) in zip(axes[0], results.items()):
-        for j, contender in enumerate(contenders):
-            found = [
-                (quantities.index(quantity) + (j + 0.5) * height - 0.4, row[j].time)
-                for quantity, row in rows.items()
-                if not row[j].failure
-            ]
-            if found:
-                positions, times = zip(*found)
-                ax.barh(
-                    positions,
-                    [time - 1 for time in times],
-                    height,
-                    left=1,
-                    color=contender.color,
-                    label=contender.title,
+    for j, contender in enumerate(contenders):
+        found = [
+            (i + (j + 0.5) * height - 0.4, row[j].time)
+            for i, row in enumerate(rows.values())
+            if not row[j].failure
+        ]
+        if found:
+            positions, times = zip(*found)
+            ax.barh(
+                positions,
+                [time - 1 for time in times],
+                height,
+                left=1,
+                color=contender.color,
+                label=contender.title,
+            )
+            for position, time in found:
+                ax.annotate(
+                    f"{time:.1f}" if time < 99.5 else f"{time:.0f}",
+                    (max(time, 1), position),
+                    xytext=(2, 0),
+                    textcoords="offset points",
+                    va="center",
+                    fontsize=6,
                 )
-                for position, time in found:
-                    ax.annotate(
-                        f"{time:.1f}" if time < 99.5 else f"{time:.0f}",
-                        (max(time, 1), position),
-                        xytext=(2, 0),
-                        textcoords="offset points",
-                        va="center",
-                        fontsize=6,
-                    )
-        ax.set_xscale("log")
-        ax.margins(x=0.12, y=0.01)
-        ax.axvline(1, color="black", linewidth=0.8)
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
-        ax.xaxis.set_minor_formatter(NullFormatter())
-        ax.grid(axis="x", alpha=0.3)
-        ax.set_axisbelow(True)
-        ax.set_title(f"{title_of(PROBLEMS[name], args)}", fontsize=10)
-        ax.set_xlabel("time relative to a plain gradient")
-        ax.set_yticks(range(len(quantities)), quantities)
-        ax.spines[["top", "right"]].set_visible(False)
-    axes[0, 0].invert_yaxis()
-    if len(contenders) > 1:
-        axes[0, -1].legend(fontsize=8, loc="lower right")
-    fig.savefig(path, dpi=150)
+    ax.set_xscale("log")
+    ax.margins(x=0.12, y=0.01)
+    ax.axvline(1, color="black", linewidth=0.8)
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
+    ax.xaxis.set_minor_formatter(NullFormatter())
+    ax.grid(axis="x", alpha=0.3)
+    ax.set_axisbelow(True)
+    ax.set_title(title_of(PROBLEMS[name], args), fontsize=10)
+    ax.set_xlabel("time relative to a plain gradient")
+    ax.set_yticks(range(len(rows)), list(rows))
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.invert_yaxis()
+    ax.legend(fontsize=7)
+    return fig
 
 
 def parse_arguments() -> Namespace:
@@ -491,49 +509,67 @@ def parse_arguments() -> Namespace:
         help="let the C library give memory back to the system as it does by default",
     )
     add("--device", choices=["cpu", "cuda"], default="cpu")
-    add("--output", type=Path, default=HERE, help="folder for the page and the chart")
+    add("--record", action="store_true", help="put tables and charts into README.md")
     return parser.parse_args()
 
 
+def measure_network(
+    name: str, connections: List[Connection], args: Namespace
+) -> Dict[str, List[Result]]:
+    """Measure all quantities on one network, and print the times.
+
+    Args:
+        name: Key of the network.
+        connections: A worker per package.
+        args: The command line.
+
+    Returns:
+        The results of each quantity, one per package.
+    """
+    print(f"\n{title_of(PROBLEMS[name], args)}", flush=True)
+    rows = {}
+    for quantity in args.quantities:
+        if any(quantity in left_out and name in nets for left_out, nets in EXCLUDED):
+            continue
+        rows[quantity] = measure(name, quantity, connections, args)
+        cells = [
+            f"{connection.contender.title} {result.failure or f'{result.time:.2f}'}"
+            for connection, result in zip(connections, rows[quantity])
+            if result.failure != "missing"
+        ]
+        print(f"  {quantity:<18} {', '.join(cells)}", flush=True)
+    return rows
+
+
 def main() -> None:
-    """Measure everything, print the tables, write the page and the chart."""
+    """Measure, print the tables, and record them if that is asked for."""
     args = parse_arguments()
     contenders = [Contender("BackPACK 1.8", "backpack", sys.executable, "#1f6fb2")]
     if args.peers:
         contenders += [
             Contender("BackPACK 1.7.1", "backpack", args.peers, "#b9bec5"),
             Contender("Opacus", "opacus", args.peers, "#e0a030"),
+            Contender("curvlinops", "curvlinops", args.peers, "#a06fb5"),
         ]
     contenders.append(Contender("torch.func", "torch.func", sys.executable, "#6aa56a"))
     connections = [Connection(contender, args) for contender in contenders]
 
-    results: Results = {}
     missing = set()
     try:
         for name in args.networks:
-            print(f"\n{title_of(PROBLEMS[name], args)}", flush=True)
-            results[name] = {}
-            for quantity in args.quantities:
-                row = measure(name, quantity, connections, args)
-                results[name][quantity] = row
-                cells = [
-                    f"{contender.title} {result.failure or f'{result.time:.2f}'}"
-                    for contender, result in zip(contenders, row)
-                    if result.failure != "missing"
-                ]
-                print(f"  {quantity:<18} {', '.join(cells)}", flush=True)
-                if row[0].failure == "missing":
-                    missing.add(quantity)
+            rows = measure_network(name, connections, args)
+            missing |= {q for q, row in rows.items() if row[0].failure == "missing"}
+            text = section(name, rows, contenders, args)
+            print(f"\n{text}", flush=True)
+            if args.record:
+                page = HERE / "README.md"
+                page.write_text(insert(page.read_text(), text))
+                draw(name, rows, contenders, args).savefig(
+                    HERE / f"results-{name}.png", dpi=120
+                )
     finally:
         for connection in connections:
             connection.stop()
-
-    args.output.mkdir(parents=True, exist_ok=True)
-    chart = "results.png"
-    draw(results, contenders, args.output / chart, args)
-    page = report(results, contenders, chart, args)
-    (args.output / "README.md").write_text(page)
-    print(f"\n{page}\nWritten to {args.output}.")
     if missing:
         sys.exit(f"Missing from this BackPACK: {', '.join(sorted(missing))}.")
 

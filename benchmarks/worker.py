@@ -2,8 +2,8 @@
 
 BackPACK's versions share an import name, so each environment has its own process.
 ``run.py`` starts this script and talks to it in lines of JSON: ``prepare`` builds a
-task and runs it once, ``pair`` times a gradient and the task one after the other,
-``memory`` finds the peak of both.
+task, checks what can be checked of it and runs it once, ``pair`` times a gradient and
+the task one after the other, ``memory`` finds the peak of both.
 """
 
 import json
@@ -11,12 +11,14 @@ import os
 import resource
 import sys
 import tempfile
-from time import perf_counter
-from typing import Any, Callable, Dict, NamedTuple, TextIO
+from inspect import signature
+from time import perf_counter, process_time
+from typing import Any, Callable, Dict, NamedTuple, TextIO, Tuple
 
 import torch
 from networks import PROBLEMS
-from torch.nn import CrossEntropyLoss, Module
+from torch import Tensor
+from torch.nn import Conv2d, CrossEntropyLoss, Dropout, Embedding, Linear, Module
 from torch.profiler import ProfilerActivity, profile
 
 
@@ -26,14 +28,30 @@ class Task(NamedTuple):
     Args:
         run: Does it.
         clear: Drops its results, so that each run starts with the same memory.
+        results: What it has found, for each parameter by its name and in BackPACK's
+            scale. Asked for by :func:`check` alone.
     """
 
     run: Callable[[], Any]
     clear: Callable[[], None]
+    results: Callable[[], Dict[str, Tensor]]
 
 
 # What takes longer than these seconds is not run once more before each measurement.
 LONG = 10.0
+
+# Samples on which results are checked: few, as it is done in double precision. Not as
+# many as anything else that a network has several of.
+CHECKED_SAMPLES = 3
+
+# What is left to do with individual gradients [N, *p]
+REDUCTIONS: Dict[str, Callable[[Tensor], Tensor]] = {
+    "BatchGrad": lambda g: g,
+    "BatchL2Grad": lambda g: torch.linalg.vector_norm(g.flatten(1), dim=1).square(),
+    "SumGradSquared": lambda g: g.square().sum(0),
+    "Variance": lambda g: g.var(0, correction=0),
+    "BatchDotGrad": lambda g: g.flatten(1) @ g.flatten(1).T,
+}
 
 
 class Unavailable(Exception):
@@ -54,6 +72,44 @@ def clear_fields(model: Module, *names: str) -> None:
                 delattr(param, name)
 
 
+def build(
+    order: Dict[str, Any],
+) -> Tuple[Module, CrossEntropyLoss, Tensor, Tensor]:
+    """Make what each task starts from.
+
+    Args:
+        order: Says which problem, batch size and device, and whether results are to be
+            checked: what is drawn at random is left out then.
+
+    Returns:
+        Network, loss, inputs, labels.
+    """
+    problem = PROBLEMS[order["problem"]]
+    model = problem.model(order["device"])
+    for module in model.modules():
+        if order["check"] and isinstance(module, Dropout):
+            module.eval()
+    return (
+        model,
+        CrossEntropyLoss(),
+        *problem.data(order["batch_size"], order["device"]),
+    )
+
+
+def evaluate(loss: Module, outputs: Tensor, labels: Tensor) -> Tensor:
+    """Compute the loss, of each token if there are several.
+
+    Args:
+        loss: The mean cross-entropy.
+        outputs: Logits ``[N, C]`` or ``[N, T, C]``.
+        labels: Labels ``[N]`` or ``[N, T]``.
+
+    Returns:
+        The loss of logits ``[N, C]`` or ``[N * T, C]``, a scalar.
+    """
+    return loss(outputs.flatten(0, -2), labels.flatten())
+
+
 def gradient(order: Dict[str, Any]) -> Task:
     """Make the task that the others are compared with: forward pass, backward pass.
 
@@ -63,10 +119,12 @@ def gradient(order: Dict[str, Any]) -> Task:
     Returns:
         The task.
     """
-    problem = PROBLEMS[order["problem"]]
-    model, loss = problem.model(order["device"]), CrossEntropyLoss()
-    X, y = problem.data(order["batch_size"], order["device"])
-    return Task(lambda: loss(model(X), y).backward(), lambda: clear_fields(model))
+    model, loss, X, y = build(order)
+    return Task(
+        lambda: evaluate(loss, model(X), y).backward(),
+        lambda: clear_fields(model),
+        lambda: {name: p.grad for name, p in model.named_parameters()},
+    )
 
 
 def with_backpack(order: Dict[str, Any]) -> Task:
@@ -81,35 +139,54 @@ def with_backpack(order: Dict[str, Any]) -> Task:
         The task.
 
     Raises:
-        Unavailable: If this version has no such extension.
+        Unavailable: If this version has no such extension, or not these options.
     """
     from backpack import backpack, extend, extensions
 
-    extension_cls = getattr(extensions, order["quantity"], None)
+    model, loss, X, y = build(order)
+    model, loss = extend(model), extend(loss)
+
+    if order["quantity"] == "extended":
+        return Task(
+            lambda: evaluate(loss, model(X), y).backward(),
+            lambda: clear_fields(model),
+            lambda: {name: p.grad for name, p in model.named_parameters()},
+        )
+
+    # an option may follow the name, to tell rows of the table apart
+    extension_cls = getattr(extensions, order["quantity"].split("-")[0], None)
     if extension_cls is None:
         raise Unavailable
+    if not order["options"].keys() <= signature(extension_cls).parameters.keys():
+        raise Unavailable
     extension = extension_cls(**order["options"])
-
-    problem = PROBLEMS[order["problem"]]
-    model = extend(problem.model(order["device"]))
-    loss = extend(CrossEntropyLoss())
-    X, y = problem.data(order["batch_size"], order["device"])
+    field = extension.savefield
     vectors = [torch.ones_like(p).unsqueeze(0) for p in model.parameters()]
 
     def run() -> None:
-        value = loss(model(X), y)
+        value = evaluate(loss, model(X), y)
         with backpack(extension):
             value.backward()
-        for param, vector in zip(model.parameters(), vectors):
-            result = getattr(param, extension.savefield)
+        for (name, param), vector in zip(model.named_parameters(), vectors):
+            if not hasattr(param, field):
+                raise RuntimeError(f"no result for {name}")
+            result = getattr(param, field)
             if callable(result):
                 result(vector)
 
-    return Task(run, lambda: clear_fields(model, extension.savefield))
+    return Task(
+        run,
+        lambda: clear_fields(model, field),
+        lambda: {name: getattr(p, field) for name, p in model.named_parameters()},
+    )
 
 
 def with_opacus(order: Dict[str, Any]) -> Task:
-    """Make the task that computes individual gradients, or their norms, with Opacus.
+    """Make the task that reduces individual gradients from Opacus.
+
+    Norms are computed without them where Opacus can, by ghost clipping: where no
+    parameter has several names. Opacus wants a batch axis at each layer, so that
+    positions are looked up for each sample.
 
     Args:
         order: Says which problem, batch size, device and quantity.
@@ -125,47 +202,59 @@ def with_opacus(order: Dict[str, Any]) -> Task:
         GradSampleModuleFastGradientClipping,
     )
 
-    problem = PROBLEMS[order["problem"]]
-    model, loss = problem.model(order["device"]), CrossEntropyLoss()
-    X, y = problem.data(order["batch_size"], order["device"])
+    quantity = order["quantity"]
+    reduce = REDUCTIONS.get(quantity)
+    if reduce is None:
+        raise Unavailable
 
-    if order["quantity"] == "BatchGrad":
-        wrapped = GradSampleModule(model, loss_reduction="mean")
+    model, loss, X, y = build(order)
+    params = dict(model.named_parameters())
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    for module in model.modules():
+        if isinstance(module, Embedding):
+            module.register_forward_pre_hook(
+                lambda _, inputs: inputs[0].expand(len(X), -1)
+            )
+    found: Dict[str, Tensor] = {}
 
-        def run() -> None:
-            loss(wrapped(X), y).backward()
-
-        def clear() -> None:
-            for param in model.parameters():
-                param.grad = param.grad_sample = None
-
-    elif order["quantity"] == "BatchL2Grad":
+    if quantity == "BatchL2Grad" and len(names) == len(params):
         wrapped = GradSampleModuleFastGradientClipping(
             model, loss_reduction="mean", max_grad_norm=1.0, use_ghost_clipping=True
         )
 
         def run() -> None:
-            loss(wrapped(X), y).backward()
+            evaluate(loss, wrapped(X), y).backward()
             wrapped.get_norm_sample()
 
-        clear = wrapped.zero_grad
-    else:
-        raise Unavailable
-    return Task(run, clear)
+        return Task(
+            run,
+            wrapped.zero_grad,
+            lambda: {k: (p._norm_sample / len(X)).square() for k, p in params.items()},
+        )
 
+    wrapped = GradSampleModule(model, loss_reduction="mean")
 
-# What is left to do with individual gradients [N, *p]
-REDUCTIONS: Dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "BatchGrad": lambda g: g,
-    "BatchL2Grad": lambda g: torch.linalg.vector_norm(g.flatten(1), dim=1).square(),
-    "SumGradSquared": lambda g: g.square().sum(0),
-    "Variance": lambda g: g.var(0, correction=0),
-    "BatchDotGrad": lambda g: g.flatten(1) @ g.flatten(1).T,
-}
+    def run() -> None:
+        evaluate(loss, wrapped(X), y).backward()
+        found.update({name: reduce(p.grad_sample) for name, p in params.items()})
+
+    def clear() -> None:
+        found.clear()
+        for param in params.values():
+            param.grad = param.grad_sample = None
+
+    # Opacus has the gradients of the samples' own losses, without the mean's 1/N
+    power = 1 if quantity == "BatchGrad" else 2
+    return Task(
+        run, clear, lambda: {name: g / len(X) ** power for name, g in found.items()}
+    )
 
 
 def with_torch_func(order: Dict[str, Any]) -> Task:
     """Make the task that reduces individual gradients, from ``vmap(grad)``.
+
+    Beside a merely extended model, it is a second gradient without anything: how far
+    that is from 1 tells how much there is to a few percent.
 
     Args:
         order: Says which problem, batch size, device and quantity.
@@ -176,19 +265,19 @@ def with_torch_func(order: Dict[str, Any]) -> Task:
     Raises:
         Unavailable: If the quantity is another one.
     """
+    if order["quantity"] == "extended":
+        return gradient(order)
     reduce = REDUCTIONS.get(order["quantity"])
     if reduce is None:
         raise Unavailable
 
-    problem = PROBLEMS[order["problem"]]
-    model, loss = problem.model(order["device"]), CrossEntropyLoss()
-    X, y = problem.data(order["batch_size"], order["device"])
+    model, loss, X, y = build(order)
     params = {name: p.detach() for name, p in model.named_parameters()}
-    results = []
+    results: Dict[str, Tensor] = {}
 
     def sample_loss(params, x, label):
         output = torch.func.functional_call(model, params, (x.unsqueeze(0),))
-        return loss(output, label.unsqueeze(0))
+        return evaluate(loss, output, label.unsqueeze(0)) / len(X)
 
     individual_gradients = torch.func.vmap(
         torch.func.grad(sample_loss), in_dims=(None, 0, 0), randomness="different"
@@ -196,23 +285,157 @@ def with_torch_func(order: Dict[str, Any]) -> Task:
 
     def run() -> None:
         gradients = individual_gradients(params, X, y)
-        results.append({name: reduce(g) for name, g in gradients.items()})
+        results.update({name: reduce(g) for name, g in gradients.items()})
 
-    return Task(run, results.clear)
+    return Task(run, results.clear, lambda: results)
+
+
+class ClassesFirst(Module):
+    """A network whose logits are ``[N, C, T]``, which curvlinops wants of tokens."""
+
+    def __init__(self, model: Module):
+        """Wrap a network.
+
+        Args:
+            model: One with logits ``[N, C]`` or ``[N, T, C]``.
+        """
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the logits.
+
+        Args:
+            x: Inputs of the network.
+
+        Returns:
+            Logits ``[N, C]`` or ``[N, C, T]``.
+        """
+        return self.model(x).movedim(-1, 1)
+
+
+def with_curvlinops(order: Dict[str, Any]) -> Task:
+    """Make the task that computes Kronecker factors with curvlinops.
+
+    Args:
+        order: Says which problem, batch size, device, quantity and options.
+
+    Returns:
+        The task.
+
+    Raises:
+        Unavailable: If the quantity is another one.
+        RuntimeError: If it knows too few of the network's layers for a comparison.
+    """
+    from curvlinops import KFACLinearOperator
+
+    approximation = order["options"].get("weight_sharing")
+    if not order["quantity"].startswith("KFAC") or approximation is None:
+        raise Unavailable
+
+    model, loss, X, y = build(order)
+    layers = [layer for layer in model.modules() if isinstance(layer, (Linear, Conv2d))]
+    params = [param for layer in layers for param in layer.parameters()]
+    share = sum(p.numel() for p in params) / sum(p.numel() for p in model.parameters())
+    if share < 0.5:
+        raise RuntimeError(
+            f"knows Linear and Conv2d, which have {share:.0%} of the parameters"
+        )
+    operators = []
+
+    def run() -> None:
+        operator = KFACLinearOperator(
+            ClassesFirst(model),
+            loss,
+            params,
+            [(X, y)],
+            check_deterministic=False,
+            mc_samples=order["options"]["mc_samples"],
+            kfac_approx=approximation,
+            num_per_example_loss_terms=y.numel() // len(X),
+            num_data=len(X),
+        )
+        operator.compute_kronecker_factors()
+        operators.append(operator)
+
+    def clear() -> None:
+        operators.clear()
+        clear_fields(model)
+
+    return Task(run, clear, dict)
 
 
 PACKAGES: Dict[str, Callable[[Dict[str, Any]], Task]] = {
     "backpack": with_backpack,
     "opacus": with_opacus,
     "torch.func": with_torch_func,
+    "curvlinops": with_curvlinops,
 }
+
+
+def expected(order: Dict[str, Any]) -> Dict[str, Tensor]:
+    """Compute a quantity from gradients of one sample at a time, with autograd.
+
+    Args:
+        order: What to compute, on which problem.
+
+    Returns:
+        For each parameter, by its name, the quantity. Nothing if there is more to it
+        than individual gradients.
+    """
+    quantity = order["quantity"]
+    reduce = {**REDUCTIONS, "extended": lambda g: g.sum(0)}.get(quantity)
+    if reduce is None:
+        return {}
+    model, loss, X, y = build(order)
+    outputs, params = model(X), dict(model.named_parameters())
+    gradients = [
+        torch.autograd.grad(
+            evaluate(loss, outputs[[n]], y[[n]]) / len(X),
+            tuple(params.values()),
+            retain_graph=True,
+        )
+        for n in range(len(X))
+    ]
+    individual = map(torch.stack, zip(*gradients))
+    return {name: reduce(g) for name, g in zip(params, individual)}
+
+
+def check(order: Dict[str, Any]) -> None:
+    """Compare what a package computes with autograd, in double precision.
+
+    Args:
+        order: What to compute, on which problem.
+
+    Raises:
+        RuntimeError: If a parameter's result is wrong.
+    """
+    order = {**order, "check": True, "batch_size": CHECKED_SAMPLES}
+    torch.set_default_dtype(torch.float64)
+    try:
+        wanted = expected(order)
+        if not wanted:
+            return
+        task = PACKAGES[order["package"]](order)
+        task.run()
+        found = task.results()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name, want in wanted.items():
+        tolerance = 1e-8 * want.abs().max().item()
+        if name not in found:
+            raise RuntimeError(f"no result for {name}")
+        if found[name].shape != want.shape or not torch.allclose(
+            found[name], want, rtol=1e-8, atol=tolerance
+        ):
+            raise RuntimeError(f"wrong result for {name}")
 
 
 class Worker:
     """Holds the task that is being measured, and its gradient."""
 
     def prepare(self, order: Dict[str, Any]) -> Dict[str, Any]:
-        """Build the task, and run the gradient and it once.
+        """Build the task, check it, and run the gradient and it once.
 
         Args:
             order: What to build.
@@ -222,6 +445,11 @@ class Worker:
         """
         torch.set_num_threads(order["threads"])
         self.device = order["device"]
+        # with one thread, what other processes take of the machine need not count
+        alone = self.device == "cpu" and order["threads"] == 1
+        self.clock = process_time if alone else perf_counter
+        check(order)
+        order = {**order, "check": False}
         self.gradient = gradient(order)
         self.task = PACKAGES[order["package"]](order)
         self.is_long = True  # as far as is known
@@ -256,10 +484,10 @@ class Worker:
         """
         task.clear()
         self._synchronize()
-        start = perf_counter()
+        start = self.clock()
         task.run()
         self._synchronize()
-        seconds = perf_counter() - start
+        seconds = self.clock() - start
         task.clear()
         return seconds
 

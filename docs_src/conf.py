@@ -5,8 +5,9 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parent / "test")]
 
+import model_table  # noqa: E402
 import reference  # noqa: E402
 import support_table  # noqa: E402
 
@@ -49,8 +50,10 @@ html_theme_options = {
     "sidebar_width": "230px",
 }
 
-# written from the package itself: the table of layers, and the pages of all modules
+# written from the package itself: the table of layers, and the pages of all modules;
+# from what the tests found: the table of models
 generated = HERE / "_generated"
 generated.mkdir(exist_ok=True)
 (generated / "support.rst").write_text(support_table.table())
+(generated / "models.rst").write_text(model_table.tables())
 (generated / "modules.rst").write_text(reference.modules())

@@ -2,7 +2,7 @@
 
 from typing import Iterable, List
 
-from backpack.extensions.support import (
+from support import (
     MEANING,
     QUANTITIES,
     Cell,

@@ -678,6 +678,7 @@ OTHER_LAYERS = [
             lambda layer, x: layer(x, x, x)[0],
         ),
         randn(N, 2, 4),
+        True,
     ),
     layer_case(
         "multihead_attention-cross",
@@ -688,6 +689,7 @@ OTHER_LAYERS = [
             )[0].transpose(0, 1),
         ),
         lambda: randn(N, 2, 4)() + randn(N, 3, 3)() + randn(N, 3, 2)(),
+        True,
     ),
     layer_case(
         "transformer_encoder_layer",

@@ -12,6 +12,7 @@ what a Monte-Carlo quantity has to be, given what was drawn.
 
 from functools import partial
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ RTOL = 1e-8
 
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _CONV_TRANSPOSES = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_AFFINE = (nn.Linear, nn.Embedding, *_CONVS, *_CONV_TRANSPOSES)
+_AFFINE = (nn.Embedding, *_CONVS, *_CONV_TRANSPOSES)
 
 
 def oracle(
@@ -403,7 +404,7 @@ def kronecker_factors(
     columns: Optional[Tensor] = None,
     weight_sharing: Optional[str] = None,
 ) -> Dict[str, List[Tensor]]:
-    """Compute Kronecker factors by their definition; each layer is called once.
+    """Compute Kronecker factors by their definition; each weight is used once.
 
     Args:
         model: The model.
@@ -431,7 +432,7 @@ def kronecker_factors(
             torch.einsum("gtptq->gpq" if expand else "gtpsq->gpq", ggn)
             for ggn in outputs
         )
-        if own_name == "bias":
+        if not inputs:
             factors[name] = [without_single_group(B)]
             continue
         if weight_sharing == "reduce":
@@ -497,6 +498,8 @@ def layer_factors(
         not own the parameter, or is not called.
     """
     outputs, inputs = [], []
+    if isinstance(layer, (nn.Linear, nn.MultiheadAttention)):
+        return linear_factors(model, getattr(layer, name), X, hessians)
     kinds = [cls for cls in _AFFINE if isinstance(layer, cls)]
     own = vars(layer)["_parameters"].get(name)
     known = own is not None and name in ("weight", "bias")
@@ -518,6 +521,47 @@ def layer_factors(
         outputs.append(torch.einsum("egtp,ef,fgsq->gtpsq", jac, hessian, jac))
         if name == "weight":
             inputs.append(weight_inputs(layer, layer(*args, **kwargs)))
+    return outputs, inputs
+
+
+def linear_factors(
+    model: Module, param: Tensor, X: Tensors, hessians: Tensor
+) -> Tuple[List[Tensor], List[Tensor]]:
+    """Compute the same for a parameter of a linear map, in whichever module.
+
+    Args:
+        model: The model.
+        param: Weight or bias.
+        X: Inputs of the model.
+        hessians: Hessian of the loss, ``[N, F, F]``.
+
+    Returns:
+        See :func:`layer_factors`; empty lists if ``functional.linear`` is never called
+        with the parameter itself.
+    """
+    outputs, inputs = [], []
+    original = nn.functional.linear
+    for n, hessian in enumerate(hessians):
+        calls: List = []
+
+        def linear(x, weight, bias=None, calls=calls):
+            output = original(x, weight, bias)
+            if weight is not param and bias is not param:
+                return output
+            shift = torch.zeros_like(output, requires_grad=True)
+            calls.append((x, weight, shift))
+            return output + shift
+
+        with patch.object(nn.functional, "linear", linear):
+            prediction = model(*sample(X, n))
+        if not calls:
+            return outputs, inputs
+        ((x, weight, shift),) = calls
+        (jac,) = jacobian(prediction, [shift])
+        jac = jac.reshape(len(jac), -1, jac.shape[-1])  # [f, t, p]
+        outputs.append(torch.einsum("etp,ef,fsq->tpsq", jac, hessian, jac)[None])
+        if weight is param:
+            inputs.append(x.reshape(1, -1, x.shape[-1]))
     return outputs, inputs
 
 

@@ -319,7 +319,6 @@ def keep(run: Callable, value: Tensor, params: List[Tensor]) -> None:
         run(value, params)
 
 
-@pytest.mark.xfail(reason="a context without extensions drops inputs and outputs")
 @pytest.mark.parametrize("times", [1, 3])
 @pytest.mark.parametrize("first", FIRST_PASSES)
 @pytest.mark.parametrize("quantity", ALL, ids=lambda cls: cls.__name__)

@@ -9,6 +9,7 @@ of tests, as the converter recognizes them.
 
 import math
 import pickle
+import warnings
 from collections import Counter, OrderedDict
 from copy import deepcopy
 from typing import NamedTuple
@@ -16,13 +17,15 @@ from typing import NamedTuple
 import einops
 import pytest
 import torch
+from oracle import assert_agrees, batch_ggn, individual_gradients, jacobian, parameters
 from torch import nn
 from torch.fx import GraphModule
 from torch.nn import functional as F
 
+from backpack import backpack, extend
+from backpack.converter.function import FunctionModule
 from backpack.custom_module import graph_utils
 from backpack.custom_module.branching import Parallel, SumModule
-from backpack.custom_module.function import FunctionModule
 from backpack.custom_module.graph_utils import (
     BackpackTracer,
     convert_module_to_backpack,
@@ -32,6 +35,17 @@ from backpack.custom_module.permute import Permute
 from backpack.custom_module.reduce_tuple import ReduceTuple
 from backpack.custom_module.scale_module import ScaleModule
 from backpack.custom_module.slicing import Slicing
+from backpack.extensions import (
+    GGNMP,
+    HMP,
+    KFRA,
+    PCHMP,
+    BatchDiagGGNExact,
+    BatchDiagHessian,
+    BatchGrad,
+    DiagGGNExact,
+    DiagHessian,
+)
 
 N = 3
 
@@ -888,7 +902,65 @@ def loop_over_tensor(self, x):
     return sum(row for row in self.fc(x))
 
 
+def in_place_under_no_grad(self, x):
+    y = self.fc(x)
+    with torch.no_grad():
+        y.mul_(2.0)
+    return y
+
+
+def assigned_under_no_grad(self, x):
+    y = self.fc(x)
+    with torch.no_grad():
+        y.view(-1)[0] = 0.0
+    return y
+
+
+def input_under_no_grad(self, x):
+    with torch.no_grad():
+        x -= 1.0
+    return self.fc(x)
+
+
+def autocast(self, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return self.fc(x)
+
+
+def autocast_off(self, x):
+    with torch.amp.autocast("cpu", enabled=False):
+        return self.fc(x)
+
+
+def gradients_by_mode(self, x):
+    with torch.set_grad_enabled(self.training):
+        return self.fc(x)
+
+
+def with_layer(function):
+    """Make the maker of a model."""
+    return lambda: Lambda(function, fc=nn.Linear(4, 4))
+
+
 REFUSED = {
+    "changed-without-gradient": (
+        with_layer(in_place_under_no_grad),
+        "Lambda.*fc is changed in place where gradients are switched off.*submodule",
+    ),
+    "assigned-without-gradient": (
+        with_layer(assigned_under_no_grad),
+        "Lambda.*changed in place where gradients are switched off.*submodule",
+    ),
+    "input-changed-without-gradient": (
+        with_layer(input_under_no_grad),
+        "Lambda.*x is changed in place where gradients are switched off.*submodule",
+    ),
+    "autocast": (with_layer(autocast), "Lambda.*autocast.*into a submodule"),
+    "autocast-off": (with_layer(autocast_off), "Lambda.*autocast.*into a submodule"),
+    "gradients-by-mode": (
+        with_layer(gradients_by_mode),
+        "Lambda.*set_grad_enabled.*into a submodule",
+    ),
     "control-flow": (DataDependent, "DataDependent.*control flow"),
     "loop": (lambda: Lambda(loop_over_tensor, fc=nn.Linear(4, 4)), "Lambda.*iterated"),
     "view": (lambda: Lambda(add_to_view, fc=nn.Linear(4, 4)), "view"),
@@ -1116,3 +1188,650 @@ def test_recurrent_helpers():
     x = torch.randn(N, 6, 4)
     assert torch.allclose(split(x)[0], lstm(x)[0])
     assert {*split.parameters()} == {*lstm.parameters()}
+
+
+# Quantities of the converted model
+
+
+def hessians(model, loss, x, y):
+    """Differentiate each sample's part of the loss twice.
+
+    Args:
+        model: The model, which is not extended.
+        loss: The loss module.
+        x: Input of shape ``[N, *]``.
+        y: The loss's target.
+
+    Returns:
+        Hessians ``[N, P, P]`` by parameter name.
+    """
+    gradients = individual_gradients(model, loss, (x,), (y,), create_graph=True)
+    result = {}
+    for name, param in parameters(model).items():
+        # connected to the parameter, even where the gradient is constant
+        flat = gradients[name].reshape(len(x), -1) + 0.0 * param.sum()
+        result[name] = jacobian(flat, [param])[0].reshape(*flat.shape, -1)
+    return result
+
+
+def products(matrix):
+    """Make the function that multiplies ``[K, *p]`` with a matrix ``[P, P]``."""
+    return lambda mat: (mat.reshape(len(mat), -1) @ matrix).reshape(mat.shape)
+
+
+QUANTITIES = {
+    BatchGrad: lambda gradients, hessian, ggn: gradients,
+    DiagGGNExact: lambda gradients, hessian, ggn: ggn.sum(0).diagonal(),
+    BatchDiagGGNExact: lambda gradients, hessian, ggn: ggn.diagonal(dim1=1, dim2=2),
+    DiagHessian: lambda gradients, hessian, ggn: hessian.sum(0).diagonal(),
+    BatchDiagHessian: lambda gradients, hessian, ggn: hessian.diagonal(dim1=1, dim2=2),
+    HMP: lambda gradients, hessian, ggn: products(hessian.sum(0)),
+    GGNMP: lambda gradients, hessian, ggn: products(ggn.sum(0)),
+}
+
+
+def run(model, x, y, extension):
+    """Run a backward pass on the converted model.
+
+    Args:
+        model: The model.
+        x: Its input.
+        y: The target of the loss.
+        extension: What to compute.
+
+    Returns:
+        What was saved, by parameter name, and what was warned of.
+    """
+    converted = extend(model, use_converter=True)
+    lossfunc = extend(nn.MSELoss())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with backpack(extension):
+            lossfunc(converted(x), y).backward()
+    values = {}
+    for name, param in converted.named_parameters():
+        if hasattr(param, extension.savefield):
+            values[name] = getattr(param, extension.savefield)
+            delattr(param, extension.savefield)
+    return values, "".join(str(warning.message) for warning in caught)
+
+
+def check_quantities(model, x, refused=None):
+    """Assert that quantities of the converted model are those of the model.
+
+    Args:
+        model: The model, whose output has shape ``[N, 3]``.
+        x: Its input.
+        refused: Message by extension, for those that are refused. Default: ``None``.
+    """
+    refused = refused or {}
+    y, loss = torch.randn(len(x), 3, dtype=x.dtype), nn.MSELoss()
+    loss(model(x), y).backward()
+    trained = {n for n, p in model.named_parameters() if p.grad is not None}
+    gradients = individual_gradients(model, loss, (x,), (y,))
+    hessian = hessians(model, loss, x, y)
+    ggn = batch_ggn(model, loss, (x,), (y,))
+    for cls, expected in QUANTITIES.items():
+        extension = cls()
+        if cls in refused:
+            with pytest.raises(NotImplementedError, match=refused[cls]):
+                run(model, x, y, extension)
+            continue
+        values, warned = run(model, x, y, extension)
+        assert values.keys() == trained, cls
+        frozen = {n for n, p in model.named_parameters() if p.requires_grad} - trained
+        assert all(name in warned for name in frozen) and bool(frozen) == bool(warned)
+        for name in trained:
+            param = model.get_parameter(name)
+            value = expected(gradients[name], hessian[name], ggn[name])
+            got = values[name]
+            if callable(value):
+                vectors = torch.randn(2, *param.shape, dtype=x.dtype)
+                value, got = value(vectors), got(vectors)
+            what = f"{cls.__name__} {name}"
+            scale = value.abs().max() + 1e-3  # results that are zero
+            assert_agrees(got + scale, value.reshape(got.shape) + scale, what)
+
+
+class TwoWays(nn.Module):
+    """A function of what two layers return."""
+
+    def __init__(self, function, shape_a, shape_b):
+        super().__init__()
+        self.function, self.shapes = function, (shape_a, shape_b)
+        self.a = nn.Linear(4, math.prod(shape_a))
+        self.b = nn.Linear(4, math.prod(shape_b))
+
+    def forward(self, x):
+        a = self.a(x).unflatten(1, self.shapes[0])
+        b = self.b(x).unflatten(1, self.shapes[1])
+        return self.function(a, b).flatten(1)
+
+
+def add_in_place(a, b):
+    b += a
+    return b
+
+
+def sum_of_three(a, b):
+    return a + b + a * 2.0
+
+
+ONE, ROW, COLUMN, MATRIX = (1,), (1, 3), (3, 1), (3, 3)
+SUMS = {
+    "column + matrix": (lambda a, b: a + b, ONE, (3,)),
+    "matrix + column": (lambda a, b: a + b, (3,), ONE),
+    "torch.add": (lambda a, b: torch.add(input=a, other=b), ONE, (3,)),
+    "torch.add-reversed": (lambda a, b: torch.add(a, other=b), (3,), ONE),
+    "method": (lambda a, b: b.add(a), ONE, (3,)),
+    "method-keyword": (lambda a, b: a.add(other=b), ONE, (3,)),
+    "alpha": (lambda a, b: torch.add(a, b, alpha=0.5), ONE, (3,)),
+    "in place": (add_in_place, ONE, (3,)),
+    "three": (sum_of_three, ONE, (3,)),
+    "outer": (lambda a, b: (a + b)[:, 0], (1, 3), (2, 1)),
+    "rows": (lambda a, b: (a + b)[:, 1], (1, 3), (2, 3)),
+    "unsqueezed": (lambda a, b: (a.unsqueeze(2) + b).sum(1), (2,), (2, 3)),
+    "minus": (lambda a, b: a - b, ONE, (3,)),
+    "minus-reversed": (lambda a, b: b - a, ONE, (3,)),
+    "torch.sub": (lambda a, b: torch.sub(input=a, other=b, alpha=2), (3,), ONE),
+    "rsub": (lambda a, b: torch.rsub(a, other=b), (3,), ONE),
+    "expand_as": (lambda a, b: b + a.expand_as(b), ONE, (3,)),
+}
+PRODUCTS = {
+    "column * matrix": (lambda a, b: a * b, ONE, (3,)),
+    "matrix * column": (lambda a, b: a * b, (3,), ONE),
+    "torch.mul": (lambda a, b: torch.mul(input=a, other=b), ONE, (3,)),
+    "torch.multiply": (lambda a, b: torch.multiply(b, a), ONE, (3,)),
+    "method": (lambda a, b: a.mul(other=b), ONE, (3,)),
+    "in place": (lambda a, b: b.mul_(a), ONE, (3,)),
+    "outer": (lambda a, b: (a * b)[:, 0], (1, 3), (2, 1)),
+    "rows": (lambda a, b: (a * b)[:, 1], (1, 3), (2, 3)),
+    "divided": (lambda a, b: a / (b.sigmoid() + 1.0), (3,), ONE),
+    "divided-reversed": (lambda a, b: a / (b.sigmoid() + 1.0), ONE, (3,)),
+    "torch.div": (lambda a, b: torch.div(input=a, other=b.exp()), (3,), ONE),
+    "matmul": (lambda a, b: (a @ b)[:, 0], (2, 3), (3, 3)),
+    "einsum": (lambda a, b: torch.einsum("ni,nij->nj", a, b), (2,), (2, 3)),
+    "addcmul": (lambda a, b: torch.addcmul(b, a, b, value=0.5), ONE, (3,)),
+    "lerp": (lambda a, b: torch.lerp(a, b, 0.3), ONE, (3,)),
+    "twice": (lambda a, b: a * b + a, ONE, (3,)),
+}
+BROADCASTS = [
+    pytest.param(*row, id=f"{kind}-{name}")
+    for kind, rows in {"sum": SUMS, "product": PRODUCTS}.items()
+    for name, row in rows.items()
+]
+
+
+@pytest.mark.parametrize("function, shape_a, shape_b", BROADCASTS)
+def test_broadcast(function, shape_a, shape_b):
+    """Operands may have other shapes than the result."""
+    torch.manual_seed(0)
+    model = TwoWays(function, shape_a, shape_b).double()
+    x = torch.randn(N, 4, dtype=torch.float64)
+    check_same(model, convert_module_to_backpack(model, debug=False), x)
+    check_quantities(model, x)
+    with pytest.raises(NotImplementedError, match="KFRA.*KFLR"):
+        run(model, x, torch.randn(N, 3, dtype=x.dtype), KFRA())
+
+
+def positive_curvature(model, x, y):
+    """Clip what a function of two layers adds to the curvature at its inputs.
+
+    Args:
+        model: A :class:`TwoWays`.
+        x: Its input.
+        y: Target of a squared loss.
+
+    Returns:
+        The positive-curvature Hessian ``[P, P]`` of each parameter.
+    """
+    sizes = [math.prod(shape) for shape in model.shapes]
+    result = {}
+    for n in range(len(x)):
+        z = torch.cat([model.a(x[n : n + 1]), model.b(x[n : n + 1])], 1)
+        leaf = z.detach()
+
+        def output(leaf):
+            parts = leaf.split(sizes, 1)
+            shaped = [p.unflatten(1, s) for p, s in zip(parts, model.shapes)]
+            return model.function(*[part * 1.0 for part in shaped]).flatten(1)
+
+        out = output(leaf).detach()
+        delta = 2 * (out - y[n : n + 1]) / y.numel()
+
+        def linear_loss(leaf, delta=delta):
+            return (output(leaf) * delta).sum()
+
+        size = leaf.numel()
+        residual = torch.autograd.functional.hessian(linear_loss, leaf)
+        eigenvalues, Q = torch.linalg.eigh(residual.reshape(size, size))
+        J = torch.autograd.functional.jacobian(output, leaf).reshape(3, size)
+        matrix = J.T @ J * 2 / y.numel() + Q @ eigenvalues.clamp(min=0).diag() @ Q.T
+        for name, param in model.named_parameters():
+            J_p = jacobian(z, [param])[0].flatten(1)
+            result[name] = result.get(name, 0) + J_p.T @ matrix @ J_p
+    return result
+
+
+# Operations that are one module: each modifies its own second derivative
+SINGLE = [
+    *("torch.mul", "matrix * column", "method", "in place", "outer", "matmul"),
+    *("einsum", "addcmul", "lerp"),
+]
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_broadcast_with_positive_curvature(name):
+    """The second derivative of a product is modified for both factors at once."""
+    torch.manual_seed(0)
+    model = TwoWays(*PRODUCTS[name]).double()
+    x, y = torch.randn(N, 4).double(), torch.randn(N, 3).double()
+    values, _ = run(model, x, y, PCHMP(modify="clip"))
+    for key, matrix in positive_curvature(model, x, y).items():
+        vectors = torch.randn(2, *model.get_parameter(key).shape, dtype=x.dtype)
+        assert_agrees(values[key](vectors), products(matrix)(vectors), key)
+
+
+def used_twice(w, b):
+    w = w.exp()
+    return b * w + w
+
+
+# Function of a parameter and a layer's output, the parameter's shape, and whether the
+# function uses the parameter once
+WITH_PARAMETER = {
+    "vector *": (lambda w, b: w * b, (3,), True),
+    "* vector": (lambda w, b: b * w, (3,), True),
+    "+ vector": (lambda w, b: b + w, (3,), True),
+    "vector +": (lambda w, b: torch.add(w, other=b), (3,), True),
+    "row": (lambda w, b: torch.mul(input=w, other=b), (1, 3), True),
+    "single": (lambda w, b: b.mul(other=w), (1,), True),
+    "1 x 1": (lambda w, b: b - w, (1, 1), True),
+    "number": (lambda w, b: w * b, (), True),
+    "number +": (lambda w, b: w + b, (), True),
+    "in place": (lambda w, b: b.mul_(w), (3,), True),
+    "divided": (lambda w, b: b / (1.0 + w**2), (3,), True),
+    "expression": (lambda w, b: b * w.softmax(0) + 1.0, (3,), True),
+    "joint expression": (lambda w, b: b * (w / w.norm()), (3,), True),
+    "twice": (used_twice, (3,), False),
+    "twice-number": (used_twice, (), False),
+}
+ALONE = "several calls"
+
+
+@pytest.mark.parametrize("size", [N, N + 2])
+@pytest.mark.parametrize("name", WITH_PARAMETER)
+def test_broadcast_with_parameter(name, size):
+    """Parameters have no samples, also if their first axis is as long as the batch."""
+    function, shape, once = WITH_PARAMETER[name]
+    torch.manual_seed(0)
+    model = Lambda(
+        lambda self, x: function(self.w, self.b(x)),
+        w=nn.Parameter(torch.rand(shape) + 0.5),
+        b=nn.Linear(4, 3),
+    ).double()
+    x = torch.randn(size, 4, dtype=torch.float64)
+    check_same(model, convert_module_to_backpack(model, debug=False), x)
+    walking = (DiagHessian, BatchDiagHessian, HMP, GGNMP)
+    check_quantities(model, x, {} if once else dict.fromkeys(walking, ALONE))
+    if once:
+        y = torch.randn(size, 3, dtype=x.dtype)
+        factor = run(model, x, y, KFRA())[0]["b.bias"][0]
+        # the average of what each sample makes of the sum of the loss's Hessians
+        jacobians = [
+            torch.autograd.functional.jacobian(
+                lambda b: function(model.w.detach(), b * 1.0), model.b(row)
+            )
+            for row in x.unsqueeze(1)
+        ]
+        jacobians = torch.stack(jacobians).reshape(size, 3, 3)
+        hessian = torch.eye(3, dtype=x.dtype) * 2 / 3
+        expected = jacobians.mT @ hessian @ jacobians
+        assert_agrees(factor, expected.mean(0), "KFRA")
+
+
+MEETING = {
+    "other axes": lambda self, x: (self.b(x) + self.a(x).unflatten(1, (N, 3)))[:, 0],
+    "other axes *": lambda self, x: (self.b(x) * self.a(x).unflatten(1, (N, 3))).sum(1),
+    "mean": lambda self, x: self.b(x) - self.a(x)[:, :3].mean(0),
+    "mean kept": lambda self, x: self.b(x) - self.a(x)[:, :3].mean(0, keepdim=True),
+    "rolled": lambda self, x: torch.roll(self.b(x), 1, 0),
+    "swapped pair": lambda self, x: self.b(x)[[0, 2, 1]],
+    "pairs": lambda self, x: self.b(x) @ self.a(x)[:, :3].T,
+    "table": lambda self, x: (self.b(x)[:, None] + self.t(torch.arange(N)))[:, 1],
+    "table *": lambda self, x: (self.b(x)[:, None] * self.t(torch.arange(N))).sum(1),
+    "layer": lambda self, x: (self.b(x)[:, None] * self.c(self.constant)).sum(1),
+}
+
+
+@pytest.mark.parametrize("name", MEETING)
+@pytest.mark.parametrize("ext", [DiagHessian, BatchDiagHessian, KFRA])
+def test_samples_meet(name, ext):
+    """Where samples meet in an operation, quantities for each of them do not exist."""
+    torch.manual_seed(0)
+    model = Lambda(
+        MEETING[name],
+        a=nn.Linear(4, 3 * N),
+        b=nn.Linear(4, 3),
+        c=nn.Linear(2, 3),
+        t=nn.Embedding(N, 3),
+        constant=torch.randn(N, 2),
+    ).double()
+    x, y = torch.randn(N, 4).double(), torch.randn(N, 3).double()
+    with pytest.raises(
+        NotImplementedError, match="samples (meet|have met)|axis 0|KFLR"
+    ):
+        run(model, x, y, ext())
+
+
+# Parts of a forward that switch gradients, or types
+
+
+class Frozen(nn.Module):
+    """Switches gradients off for its whole forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    @torch.no_grad()
+    def forward(self, x):
+        return self.fc(x).tanh()
+
+
+class InplaceBlock(nn.Module):
+    """A residual block with operations in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4).eval()
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        out = self.relu(self.norm(self.fc1(x)))
+        out = self.fc2(out)
+        out += x
+        return self.relu(out)
+
+
+class WithMethod(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fixed, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    @torch.no_grad()
+    def features(self, x):
+        return F.relu(self.fixed(x), inplace=True)
+
+    @torch.inference_mode()
+    def scale(self):
+        return self.head.weight.norm()
+
+    def forward(self, x):
+        return self.head(self.features(x)) * self.scale().clone()
+
+
+class HalfTrained(nn.Module):
+    """Switches gradients by its mode; that cannot be traced."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        with torch.set_grad_enabled(not self.training):
+            return self.fc(x)
+
+
+class Autocast(nn.Module):
+    """Computes in another type than the rest."""
+
+    def __init__(self, enabled=True):
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(4) + 0.5)
+        self.mix = nn.Parameter(torch.rand(4, 4))
+        self.enabled = enabled
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.enabled):
+            y = torch.mm(x.to(self.mix.dtype), self.mix)
+        return y.to(x.dtype) * self.scale
+
+
+class AutocastMethod(Autocast):
+    @torch.autocast("cpu", dtype=torch.bfloat16)
+    def forward(self, x):
+        return torch.mm(x.to(self.mix.dtype), self.mix).to(x.dtype) * self.scale
+
+
+def no_grad(function):
+    """Make a forward out of a part that runs with gradients off."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            y = function(self, x)
+        return self.head(y + self.fc(x))
+
+    return forward
+
+
+def set_and_reset(self, x):
+    torch.set_grad_enabled(False)
+    y = self.fixed(x).exp()
+    torch.set_grad_enabled(True)
+    return self.head(y * self.fc(x))
+
+
+def set_with(self, x):
+    with torch.set_grad_enabled(False):
+        y = self.fixed(x)
+    return self.head(self.fc(x) / (y**2 + 1.0))
+
+
+def on_inside_off(self, x):
+    with torch.no_grad():
+        y = self.fixed(x)
+        with torch.enable_grad():
+            z = self.fc(y)
+            with torch.no_grad():
+                scale = z.norm(dim=1, keepdim=True)
+        z = z.sigmoid()
+    with torch.set_grad_enabled(True):
+        return self.head(z + self.fc2(y) / scale)
+
+
+def in_place_inside(self, x):
+    with torch.no_grad():
+        y = self.fixed(x)
+        y.mul_(2.0)
+        y += self.w
+        y[:, 0] = 1.0
+        F.relu_(y)
+        z = y.view(-1, 2)
+        z.sub_(0.5)
+    return self.head(z.view(-1, 4) * self.fc(x))
+
+
+def in_place_outside(self, x):
+    with torch.no_grad():
+        y = self.fixed(x)
+    y *= self.w
+    return self.head(y)
+
+
+def tuples_inside(self, x):
+    with torch.no_grad():
+        a, b = self.fixed(x).chunk(2, dim=1)
+        top = self.fixed(x).max(dim=1, keepdim=True).values
+        parts = self.fixed(x).split([1, 3], dim=1)
+    return self.head(torch.cat([a, b], 1) * top + self.fc(x) * parts[0])
+
+
+def frozen_statistics(self, x):
+    with torch.no_grad():
+        scale = self.w.norm() * x.shape[1] / x.size(1)
+        shift = self.table[0] * 2.0
+    return self.head(self.fc(x) * (self.w / scale) + shift)
+
+
+def parameter_and_its_copy(self, x):
+    with torch.no_grad():
+        fixed = self.w * 1.0
+        same = self.w
+    return self.head(self.fc(x) * fixed + same)
+
+
+def detached(self, x):
+    y = self.fc(x)
+    return self.head(y * y.detach() + y.sigmoid().data + torch.detach(self.w) * y)
+
+
+def detached_in_place(self, x):
+    y = self.fixed(x)
+    y.detach_()
+    return self.head(y + self.fc(x))
+
+
+class Region(NamedTuple):
+    """A forward that switches gradients, and what it uses."""
+
+    forward: object
+    refused: dict = {}
+    modules: dict = {}
+
+
+REGIONS = {
+    "no_grad": Region(no_grad(lambda self, x: self.fixed(x))),
+    "functions": Region(no_grad(lambda self, x: F.relu(self.fixed(x)).exp() + self.w)),
+    "frozen-parameter": Region(no_grad(lambda self, x: x * self.w)),
+    "functional-layer": Region(
+        no_grad(lambda self, x: F.linear(x, self.fixed.weight, bias=self.fixed.bias))
+    ),
+    "frozen-backbone": Region(
+        no_grad(lambda self, x: self.fixed(x)), modules={"fixed": InplaceBlock}
+    ),
+    "untraceable-backbone": Region(
+        no_grad(lambda self, x: self.fixed(x)),
+        modules={"fixed": lambda: nn.Sequential(nn.Linear(4, 4), Stateful())},
+    ),
+    "recurrent": Region(
+        no_grad(lambda self, x: self.fixed(x.unsqueeze(1))[0][:, 0]),
+        modules={"fixed": lambda: nn.LSTM(4, 4, 2, batch_first=True)},
+    ),
+    "decorated-forward": Region(
+        lambda self, x: self.head(self.fixed(x) + self.fc(x)),
+        modules={"fixed": Frozen},
+    ),
+    "nested-decorators": Region(
+        no_grad(lambda self, x: self.fixed(x)),
+        modules={"fixed": lambda: nn.Sequential(Frozen(), nn.Linear(4, 4))},
+    ),
+    "set_grad_enabled": Region(set_with),
+    "set and reset": Region(set_and_reset),
+    "inference_mode": Region(
+        lambda self, x: self.head(self.fc(x) + inference(self, x).clone())
+    ),
+    "on inside off": Region(on_inside_off),
+    "in place inside": Region(in_place_inside),
+    "in place outside": Region(in_place_outside),
+    "tuples": Region(tuples_inside),
+    "statistics": Region(frozen_statistics),
+    "parameter": Region(parameter_and_its_copy),
+    "detach": Region(detached),
+    "detach_": Region(detached_in_place),
+}
+
+
+@torch.inference_mode()
+def inference(self, x):
+    """Evaluate a layer in inference mode."""
+    return self.fixed(x)
+
+
+def build_region(region):
+    """Make the model of a row."""
+    torch.manual_seed(0)
+    modules = {
+        **dict.fromkeys(("fc", "fc2", "fixed"), lambda: nn.Linear(4, 4)),
+        "head": lambda: nn.Linear(4, 3),
+        "w": lambda: nn.Parameter(torch.rand(4) + 0.5),
+        "table": lambda: nn.Parameter(torch.rand(2, 4)),
+        **region.modules,
+    }
+    modules = {name: make() for name, make in modules.items()}
+    return Lambda(region.forward, **modules).double()
+
+
+@pytest.mark.parametrize("name", REGIONS)
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+def test_gradients_switched_off(name, train):
+    """What was frozen is never trained: same outputs, same gradients, same ``None``."""
+    model = build_region(REGIONS[name]).train(train)
+    x = torch.randn(N, 4, dtype=torch.float64)
+    for grad_enabled in (True, False):
+        with torch.set_grad_enabled(grad_enabled):
+            converted = convert_module_to_backpack(model, debug=False)
+            assert torch.is_grad_enabled() == grad_enabled
+        check_same(model, converted, x)
+        check_same(model, convert_module_to_backpack(converted, debug=False), x)
+        assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("name", REGIONS)
+def test_quantities_where_gradients_are_switched_off(name):
+    """Quantities are those of the model, and frozen parameters have none."""
+    region = REGIONS[name]
+    model, x = build_region(region).eval(), torch.randn(N, 4, dtype=torch.float64)
+    check_quantities(model, x, region.refused)
+
+
+def test_switched_off_by_method():
+    """A method may be decorated, too."""
+    torch.manual_seed(0)
+    model, x = WithMethod().double(), torch.randn(N, 4).double()
+    check_same(model, convert_module_to_backpack(model, debug=False), x)
+    check_quantities(model, x)
+
+
+KEPT_WHOLE = {
+    "set_grad_enabled(self.training)": HalfTrained,
+    "autocast": Autocast,
+    "autocast off": lambda: Autocast(enabled=False),
+    "decorator": AutocastMethod,
+}
+
+
+@pytest.mark.parametrize("make", KEPT_WHOLE.values(), ids=KEPT_WHOLE)
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+def test_kept_whole(make, train):
+    """A submodule that switches what can't be traced stays as it is."""
+    torch.manual_seed(0)
+    part = make()
+    model = nn.Sequential(nn.Linear(4, 4), part, nn.Tanh(), nn.Linear(4, 3))
+    model.train(train)
+    converted = convert_module_to_backpack(model, debug=False)
+    assert part in converted.modules()
+    x = torch.randn(N, 4)
+    check_same_outputs(model, converted, x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        check_same_outputs(model, converted, x)
+
+
+def check_same_outputs(model, converted, x):
+    """Assert that two models that share parameters agree, bit by bit."""
+    results = []
+    for m in (model, converted):
+        m.zero_grad()
+        output = m(x)
+        output.float().square().sum().backward()
+        results.append([output, *(p.grad for p in model.parameters())])
+    for expected, got in zip(*results):
+        assert expected is got is None or torch.equal(expected, got)
+
+
+def test_autocast_inside_with_quantities():
+    """What is kept whole has quantities, too, by automatic differentiation."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Autocast(enabled=False), nn.Linear(4, 3))
+    check_quantities(model.double(), torch.randn(N, 4).double())

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from backpack.converter.function import Call, FunctionModule, Placeholder
 from backpack.core.layers import Flatten
 from backpack.custom_module.branching import Parallel, SumModule, _Branch
-from backpack.custom_module.function import Call, FunctionModule, Placeholder
 from backpack.custom_module.pad import Pad
 from backpack.custom_module.permute import Permute
 from backpack.custom_module.reduce_tuple import ReduceTuple

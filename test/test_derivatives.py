@@ -17,17 +17,17 @@ from torch.func import functional_call
 from torch.nn import Module
 
 from backpack import extend
-from backpack.core.derivatives import basederivatives, dropout, shape_check
+from backpack.core.derivatives import dropout, parameter_base, shape_check
 from backpack.core.derivatives.basederivatives import (
     BaseDerivatives,
     BaseParameterDerivatives,
-    stored_inputs,
 )
 from backpack.core.derivatives.elementwise import (
     ElementwiseDerivatives,
     PiecewiseLinearDerivatives,
 )
 from backpack.core.derivatives.linear import LinearDerivatives
+from backpack.core.derivatives.stored import stored_inputs
 from backpack.custom_module.branching import SumModule
 from backpack.custom_module.pad import Pad
 from backpack.custom_module.permute import Permute
@@ -105,7 +105,7 @@ SMOOTH = "elementwise.ElementwiseDerivatives"
 PIECES = "elementwise.PiecewiseLinearDerivatives"
 LINEAR_MAP = "linear_map.LinearMapDerivatives"
 RESHAPE = "flatten.FlattenDerivatives"
-GENERIC = "basederivatives.BaseDerivatives"
+GENERIC = "input_base.BaseDerivatives"
 CONSTANT_PAD = "zeropad2d.ZeroPad2dDerivatives"
 DROPOUT = "dropout.DropoutDerivatives"
 
@@ -406,7 +406,7 @@ NORMS = [
 LINEAR = "linear.LinearDerivatives"
 PRELU = "prelu.PReLUDerivatives"
 EMBEDDING = "embedding.EmbeddingDerivatives"
-GENERIC_PARAMETER = "basederivatives.BaseParameterDerivatives"
+GENERIC_PARAMETER = "parameter_base.BaseParameterDerivatives"
 OTHERS = [
     Case("Linear", LINEAR, lambda: nn.Linear(4, 3), (3, 4)),
     Case("Linear-sequence", LINEAR, lambda: nn.Linear(3, 2), (2, 4, 3)),
@@ -836,7 +836,7 @@ def test_fast_products_are_used(name: str, monkeypatch: pytest.MonkeyPatch):
     mat = torch.ones(2, *getattr(problem.module, name).shape)
     mat = mat.to(problem.module.output.dtype)
     expected = problem.derivatives.param_jac_mat_prod(name, *problem.args, mat)
-    monkeypatch.delattr(basederivatives, "functional_call")
+    monkeypatch.delattr(parameter_base, "functional_call")
     for method in (f"{name}_jac_mat_prod", f"_{name}_jac_mat_prod"):
         product = getattr(problem.derivatives, method)(*problem.args, mat)
         assert torch.equal(product, expected)

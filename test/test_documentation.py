@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import json
 import re
 from importlib import import_module
 from pathlib import Path
@@ -9,11 +10,11 @@ from pkgutil import walk_packages
 from typing import Any, Iterator, List, Set, Tuple
 
 import pytest
+import support
 import torch
 
 import backpack
 from backpack import extensions
-from backpack.extensions import support
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs_src"
@@ -136,6 +137,20 @@ def test_support_table_is_shown(monkeypatch: pytest.MonkeyPatch):
         assert all(cell.note in text for cell in row.values())
     for quantity in set(extensions.__all__) - {"HBP"}:
         assert text.count(f"| ``{quantity}``\n") == 2
+
+
+def test_model_table_is_shown(monkeypatch: pytest.MonkeyPatch):
+    """The documentation's table has a row for each model, and all reasons."""
+    monkeypatch.syspath_prepend(str(DOCS))
+    module = import_module("model_table")
+    text = module.tables()
+    rows = json.loads(module.RESULTS.read_text())["rows"].values()
+    assert text.count("   * - ") == len(rows) + len({row["kind"] for row in rows})
+    for row in rows:
+        assert f"   * - {row['name']}\n     - {row['setting']}\n" in text
+        for part in module.COLUMNS:
+            reason = row["parts"].get(part, {}).get("reason", "")
+            assert module.literal(reason) in text
 
 
 def names_in_code(page: Path) -> Set[str]:

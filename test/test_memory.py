@@ -21,7 +21,7 @@ from torch.nn import Module
 from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend, extensions
-from backpack.capture import Call
+from backpack.engine.record import Call
 from backpack.extensions import SqrtGGNExact
 
 N = 3

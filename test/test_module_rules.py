@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from cases import F64, N, Problem, Temperature, classes, like, randn, randomize
 from oracle import assert_agrees, batch_ggn, parameters, sample
+from support import WITHOUT_RULE
 from torch import Tensor, nn
 from torch.autograd import grad
 from torch.autograd.functional import hessian
@@ -23,6 +24,7 @@ from torch.nn import Module, Sequential
 from torch.nn.utils import spectral_norm
 
 from backpack import backpack, extend
+from backpack.core.table import LAYERS
 from backpack.custom_module.branching import Parallel, SumModule
 from backpack.custom_module.pad import Pad
 from backpack.custom_module.permute import Permute
@@ -47,7 +49,6 @@ from backpack.extensions import (
     SqrtGGNMC,
     Variance,
 )
-from backpack.extensions.layers import LAYERS, WITHOUT_RULE
 from backpack.extensions.secondorder.diag_hessian.signed_columns import SignedColumns
 from backpack.extensions.secondorder.sqrt_ggn.activations import (
     SqrtGGNReLU,
@@ -738,6 +739,106 @@ def test_hbp_options():
     assert DiagGGNExact().loss_hessian_strategy == "exact"
     assert KFLR().get_backprop_strategy() == "sqrt"
     assert KFRA().get_backprop_strategy() == "average"
+
+
+class Coupled(Module):
+    """A loss, from a function of prediction and target, that couples samples or not."""
+
+    def __init__(self, function: Callable):
+        super().__init__()
+        self.function = function
+
+    def forward(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """Compute the loss."""
+        return self.function(prediction, target)
+
+
+def contrast(x: Tensor, y: Tensor) -> Tensor:
+    """Compare each sample with each other one."""
+    return F.cross_entropy(x @ x.T, torch.arange(len(x), device=x.device))
+
+
+def neighbours(x: Tensor, y: Tensor) -> Tensor:
+    """Compare each sample with the next one."""
+    return ((x - x.roll(1, 0)) ** 2).sum() + (x**4).sum()
+
+
+def normal() -> Tensor:
+    """Draw a target of shape ``[4, 3]``."""
+    return torch.randn(4, 3, dtype=F64)
+
+
+COUPLED = "couples samples|samples have met"
+# A loss, its target, and what the error says
+WITHOUT_GGN = {
+    "of the mean": (
+        Coupled(lambda x, y: ((x.mean(0) - y) ** 2).sum()),
+        normal,
+        COUPLED,
+    ),
+    "contrastive": (Coupled(contrast), normal, COUPLED),
+    "neighbours": (Coupled(neighbours), normal, COUPLED),
+    "centred": (Coupled(lambda x, y: (x - x.mean(0)).exp().sum()), normal, COUPLED),
+    "concave": (Coupled(lambda x, y: -((x - y) ** 2).sum()), normal, "semi-definite"),
+    "concave for one": (
+        Coupled(lambda x, y: ((x**2).sum(1) * x.new_tensor([9, 9, 9, -1])).sum()),
+        *(normal, "semi-definite"),
+    ),
+    "saddle": (
+        Coupled(lambda x, y: (x[:, 0] * x[:, 1] + x[:, 2] ** 2).sum()),
+        *(normal, "semi-definite"),
+    ),
+    "robust": (Coupled(lambda x, y: (1 + (x - y) ** 2).log().mean()), normal, "semi-"),
+    "negative class weight": (
+        nn.CrossEntropyLoss(weight=torch.tensor([1.0, -1.0, 1.0], dtype=F64)),
+        *(lambda: torch.tensor([0, 1, 2, 0]), "semi-definite"),
+    ),
+    "negative targets": (
+        nn.CrossEntropyLoss(),
+        *(lambda: -torch.rand(4, 3, dtype=F64), "semi-definite"),
+    ),
+    "negative weight": (
+        nn.BCEWithLogitsLoss(weight=torch.tensor([1.0, -1.0, 1.0], dtype=F64)),
+        *(lambda: torch.rand(4, 3, dtype=F64), "semi-definite"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_GGN)
+@pytest.mark.parametrize(
+    "ext",
+    [
+        *(KFLR, KFRA, GGNMP),
+        lambda: HBP("ggn", "sum", "average", "E[J^T E(H) J]", "average"),
+        lambda: HBP("pch-clip", "sum", "average", "E[J^T E(H) J]", "average"),
+    ],
+    ids=["KFLR", "KFRA", "GGNMP", "HBP", "HBP-PCH"],
+)
+def test_losses_without_ggn(ext: Callable, name: str):
+    """Averages over the batch refuse the losses that columns refuse."""
+    loss, target, message = WITHOUT_GGN[name]
+    torch.manual_seed(0)
+    model = Sequential(nn.Linear(3, 4), nn.Sigmoid(), nn.Linear(4, 3)).to(F64)
+    X, y = torch.randn(4, 3, dtype=F64), target()
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        run(Problem(model, deepcopy(loss), (X,), (y,)), ext())
+
+
+def test_hbp_with_residuals_and_averaged_inputs():
+    """The recursion of Chen et al.: residuals enter, inputs are averaged first."""
+    model = Sequential(nn.Linear(3, 2), nn.Sigmoid(), nn.Linear(2, 2)).to(F64)
+    X, y = torch.randn(4, 3, dtype=F64), torch.randint(2, (4,))
+    ext = HBP("pch-abs", "sum", "average", "E(J^T) E(H) E(J)", "hbp")
+    run(Problem(model, nn.CrossEntropyLoss(), (X,), (y,)), ext, KFRA())
+    mean = X.mean(0)
+    assert_agrees(model[0].weight.hbp[1], torch.outer(mean, mean), "A")
+    z = model[0](X).detach().requires_grad_()
+    s = z.sigmoid()
+    loss = F.cross_entropy(model[2](s), y)
+    (delta,) = grad(loss, s)
+    d2f = (s * (1 - s) * (1 - 2 * s)).detach()
+    residual = (delta * d2f).sum(0).abs().diag()
+    assert_agrees(model[0].bias.hbp[0], model[0].bias.kfra[0] + residual, "B")
 
 
 # Losses of C outputs, and their targets

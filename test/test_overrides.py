@@ -16,15 +16,17 @@ from oracle import assert_agrees
 from torch import Tensor, nn, testing
 from torch.nn import Module
 
-from backpack.core import reductions
 from backpack.core.derivatives import convnd
 from backpack.core.derivatives.embedding import EmbeddingDerivatives
 from backpack.core.derivatives.generic import generic_product, tensor_outputs
 from backpack.core.derivatives.linear import LinearDerivatives
-from backpack.core.reductions import Dense, Outer, PerSample, Rows, Summed, merge_all
-from backpack.extensions.layers import find_row
+from backpack.core.fast import matmul, tuning
+from backpack.core.per_sample.base import Dense, PerSample, Summed, merge_all
+from backpack.core.per_sample.outer import Outer
+from backpack.core.per_sample.rows import Rows
+from backpack.core.per_sample.sums import add_rows
+from backpack.core.table import find_row
 from backpack.extensions.secondorder.hbp.factors import output_factor
-from backpack.utils import matmul
 
 CHUNKS = [1, 40, 2**20]
 N = 3
@@ -37,8 +39,8 @@ def limit_chunks(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
         elements: Elements of a chunk, and of a product that is formed by itself.
         monkeypatch: Restores the sizes.
     """
-    monkeypatch.setattr(reductions, "CHUNK_ELEMENTS", elements)
-    monkeypatch.setattr(reductions, "LARGE_PRODUCT", elements)
+    monkeypatch.setattr(tuning, "CHUNK_ELEMENTS", elements)
+    monkeypatch.setattr(tuning, "LARGE_PRODUCT", elements)
 
 
 class LayerCall(NamedTuple):
@@ -198,12 +200,8 @@ def test_rule(
 def test_unfolded(case: Case, index: int, monkeypatch: pytest.MonkeyPatch):
     """Products of unfolded inputs, as for large layers, agree with the generic rule."""
     limit_chunks(1, monkeypatch)
-    for name, value in {
-        "LARGE_PRODUCT": 1,
-        "FEW_POSITIONS": float("inf"),
-        "has_fast_matmul": lambda x: True,
-    }.items():
-        monkeypatch.setattr(convnd, name, value)
+    monkeypatch.setattr(tuning, "FEW_POSITIONS", float("inf"))
+    monkeypatch.setattr(convnd, "has_fast_matmul", lambda x: True)
     name, call = list(fast_calls(case))[index]
     mats = call.cotangents(1)
     with torch.no_grad():
@@ -239,8 +237,8 @@ def test_large_layer(
 ):
     """Layers that are large enough to form some products at a time."""
     monkeypatch.setattr(matmul, "has_fast_blas", lambda: has_fast_blas)
-    monkeypatch.setattr(reductions, "STEP_ELEMENTS", most)
-    monkeypatch.setattr(reductions, "UNFOLDED_ELEMENTS", most)
+    monkeypatch.setattr(tuning, "STEP_ELEMENTS", most)
+    monkeypatch.setattr(tuning, "UNFOLDED_ELEMENTS", most)
     layer, shape = LARGE[key]
     layer.to("cpu")
     torch.manual_seed(0)
@@ -269,8 +267,30 @@ def test_add_rows(is_permuted: Tuple[bool, bool]):
         for permuted in is_permuted
     ]
     with torch.no_grad():
-        total = reductions.add_rows(reductions.add_rows(None, first), second)
+        total = add_rows(add_rows(None, first), second)
     testing.assert_close(total, first.sum(0) + second.sum(0))
+
+
+def test_total_owns_its_memory():
+    """The sum of a single gradient is not that gradient."""
+    gradients = Dense(torch.rand(1, 1, 4), torch.Size([4]))
+    gradients.keeps_total = True
+    individual = gradients.individual()
+    assert gradients.total().data_ptr() != individual.data_ptr()
+
+
+@pytest.mark.parametrize("reduce", [PerSample.individual, PerSample.squares])
+@pytest.mark.parametrize("size", [3, tuning.SLICE_ELEMENTS])
+@pytest.mark.parametrize("batch_size", [1, 7, 2 * tuning.SUMMED_ROWS + 1])
+def test_total(batch_size: int, size: int, reduce: Callable[[PerSample], Tensor]):
+    """The gradients that a reduction forms are added up, many as well as large ones."""
+    products = torch.rand(1, batch_size, size, dtype=F64)
+    gradients = Dense(products, torch.Size([size]))
+    gradients.keeps_total = True
+    with torch.no_grad():
+        reduce(gradients)
+        assert gradients._total is not None
+        assert_agrees(gradients.total(), products[0].sum(0))
 
 
 @pytest.mark.parametrize("num_columns", [1, 3])
@@ -336,10 +356,10 @@ def test_input_gram(
     """Features are multiplied with each other, however they are laid out and cut."""
     name, call = list(fast_calls(case))[index]
     mats = call.cotangents(1)
-    monkeypatch.setattr(reductions, "UNFOLDED_ELEMENTS", unfolded_elements)
+    monkeypatch.setattr(tuning, "UNFOLDED_ELEMENTS", unfolded_elements)
     if strips:
         for size in ("MIN_ROWS", "MIN_SUMMANDS", "LANES"):
-            monkeypatch.setattr(reductions, size, 1)
+            monkeypatch.setattr(tuning, size, 1)
     a = call.fast(name, mats).a
     expected = 0.5 * torch.einsum("ngti,ngtj->gij", a, a)
     for grad_enabled in (False, True):
@@ -634,7 +654,7 @@ def test_sharing():
     assert first.data_ptr() != second.data_ptr()
 
 
-@pytest.mark.parametrize("size", [reductions.BLOCKED_ELEMENTS, 2**22 + 3])
+@pytest.mark.parametrize("size", [tuning.BLOCKED_ELEMENTS, 2**22 + 3])
 @pytest.mark.parametrize("batch_size", [1, 2, 8, 20])
 def test_sums_of_many_terms(batch_size: int, size: int):
     """Norms and dot products of large layers are right to all digits of their type."""

@@ -29,7 +29,8 @@ from backpack.core.derivatives.gru import GRUDerivatives
 from backpack.core.derivatives.lstm import LSTMDerivatives
 from backpack.core.derivatives.recurrent import RecurrentDerivatives
 from backpack.core.derivatives.rnn import RNNDerivatives
-from backpack.core.reductions import Dense, Outer, PerSample
+from backpack.core.per_sample.base import Dense, PerSample
+from backpack.core.per_sample.outer import Outer
 
 F64 = torch.float64
 N, T, D_IN, HIDDEN, PROJECTED = 3, 4, 2, 3, 2

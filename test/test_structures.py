@@ -9,6 +9,7 @@ import copy
 import io
 import pickle
 from contextlib import nullcontext
+from functools import partial
 from typing import Callable, Dict, List, Optional, Tuple
 
 import pytest
@@ -919,17 +920,31 @@ def test_copies(how: str, when: str):
 # What runs a forward pass in another way
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoint(use_reentrant: bool):
-    """Checkpointed segments, whose forward pass runs a second time."""
+def checkpointed(use_reentrant: bool) -> Tuple[Module, Tensor]:
+    """Run segments whose forward pass runs a second time."""
     model, loss, (x,), y = MLP.build()
     model, loss = extend(model), extend(loss)
     x.requires_grad_()
     hidden = checkpoint(model[:2], x, use_reentrant=use_reentrant)
-    value = loss(checkpoint(model[2], hidden, use_reentrant=use_reentrant), *y)
-    with backpack(*make(FIRST_ORDER)):
+    return model, loss(checkpoint(model[2], hidden, use_reentrant=use_reentrant), *y)
+
+
+def test_checkpoint():
+    """Checkpointed segments, whose forward pass runs a second time."""
+    model, value = checkpointed(use_reentrant=False)
+    with backpack(*make(list(QUANTITIES))):
         value.backward()
-    check(model, MLP.build(), FIRST_ORDER)
+    check(model, MLP.build())
+
+
+@pytest.mark.parametrize("name", [*FIRST_ORDER, "DiagGGNExact"])
+def test_reentrant_checkpoint(name: str):
+    """Segments that are hidden from the graph are refused, with the way out."""
+    model, value = checkpointed(use_reentrant=True)
+    with pytest.raises(NotImplementedError, match="use_reentrant=False"):
+        with backpack(*make([name])):
+            value.backward()
+    assert not any(fields(model, [name])[name])
 
 
 def test_checkpoint_shares_a_parameter():
@@ -941,25 +956,16 @@ def test_checkpoint_shares_a_parameter():
     expected = oracle("batch_grad", model, loss, (x,), (y,))
     layer, loss = extend(layer), extend(loss)
 
-    value = loss(checkpoint(layer, layer(x).tanh(), use_reentrant=True), y)
-    with backpack(extensions.BatchGrad()):
-        value.backward()
-    assert_agrees(layer.weight.grad_batch, expected["0.weight"], "weight")
-
-    value = loss(layer(checkpoint(layer, x, use_reentrant=True).tanh()), y)
-    with pytest.raises(NotImplementedError, match="use_reentrant=False"):
+    again = partial(checkpoint, layer, use_reentrant=False)
+    for function in (
+        lambda: again(layer(x).tanh()),
+        lambda: layer(again(x).tanh()),
+        lambda: again(again(x).tanh()),
+    ):
         with backpack(extensions.BatchGrad()):
-            value.backward()
-
-
-def test_checkpoint_second_order():
-    """Columns go through segments without re-entrant autograd."""
-    model, loss, X, y = MLP.build()
-    model, loss = extend(model), extend(loss)
-    hidden = checkpoint(model[:2], *X, use_reentrant=False)
-    with backpack(*make(list(QUANTITIES))):
-        loss(model[2](hidden), *y).backward()
-    check(model, MLP.build())
+            loss(function(), y).backward()
+        assert_agrees(layer.weight.grad_batch, expected["0.weight"], "weight")
+        del layer.weight.grad_batch
 
 
 def test_function_transforms():
@@ -1062,20 +1068,54 @@ def test_non_finite(number: float):
         assert param.sqrt_ggn_exact[:, finite].isfinite().all()
 
 
-@pytest.mark.parametrize("change", ["bias only", "layer norm"])
-def test_modified_input(change: str):
-    """An input that was overwritten since the call never gives wrong numbers."""
+def overwritten(change: str, overwrites: bool = True) -> Dict[str, Tensor]:
+    """Compute individual gradients after an input was overwritten.
+
+    Args:
+        change: What is unusual about the layer that the input goes into.
+        overwrites: Whether it is overwritten. Default: ``True``.
+
+    Returns:
+        Individual gradients.
+    """
+    torch.manual_seed(0)
     layer = nn.LayerNorm(4) if change == "layer norm" else nn.Linear(4, 4)
-    model, loss = extend(nn.Sequential(layer, nn.Linear(4, 2))), extend(nn.MSELoss())
     if change == "bias only":
         layer.weight.requires_grad_(False)  # autograd does not save the input, then
-    x = torch.rand(N, 4)
-    value = loss(model(x), torch.rand(N, 2))
-    with torch.no_grad():
-        x.add_(1.0)
+    if change == "inside of a model, autocast":
+        layer = Through(layer, Module.__call__)
+    model, loss = extend(layer), extend(nn.MSELoss())
+    x, y = torch.rand(N, 4), torch.rand(N, 4)
+    # autograd saves what the input is converted to
+    with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in change):
+        value = loss(model(x).float(), y)
+    if overwrites:
+        with torch.no_grad():
+            x.add_(1.0)
+    with backpack(*make(FIRST_ORDER)):
+        value.backward()
+    return {name: param.grad_batch for name, param in parameters(model).items()}
+
+
+@pytest.mark.parametrize("change", ["layer norm", "autocast"])
+def test_overwritten_input(change: str):
+    """An input that was overwritten since the call never gives wrong numbers."""
+    assert overwritten(change, overwrites=False)
     with pytest.raises(RuntimeError, match="modified"):
-        with backpack(*make(FIRST_ORDER)):
-            value.backward()
+        overwritten(change)
+
+
+@pytest.mark.parametrize(
+    "change, rtol", [("bias only", 0.0), ("inside of a model, autocast", 0.02)]
+)
+def test_input_may_be_overwritten(change: str, rtol: float):
+    """An input may be overwritten that is not needed, or that autograd has a copy of.
+
+    The copy has eight binary digits.
+    """
+    values = overwritten(change)
+    for name, expected in overwritten(change, overwrites=False).items():
+        assert_agrees(values[name], expected, name, rtol)
 
 
 def test_batch_sizes():

@@ -15,16 +15,16 @@ from typing import (
     Iterator,
     List,
     NamedTuple,
-    Optional,
-    Sequence,
     Set,
     Tuple,
     Type,
 )
 
 import pytest
+import support
 import torch
-from cases import F64, LogCosh, classes, like
+from cases import F64, LogCosh, Through, classes, like
+from support import OTHER, OTHER_LOSS, OTHER_PLAIN, Rule
 from test_derivatives import CASES, ExpScale
 from test_module_rules import Gate, Power
 from torch import Tensor, nn
@@ -36,12 +36,12 @@ from backpack.core.derivatives.basederivatives import (
     BaseParameterDerivatives,
 )
 from backpack.core.derivatives.generic_loss import GenericLossDerivatives
+from backpack.core.table import LAYERS, LOSSES, find_loss
 from backpack.custom_module.branching import Parallel
 from backpack.custom_module.reduce_tuple import ReduceTuple
-from backpack.extensions import support, turn
-from backpack.extensions.layers import LAYERS, LOSSES, Row, find_loss
+from backpack.engine.turn import Turn
+from backpack.engine.uses import Use
 from backpack.extensions.secondorder import module_rules
-from backpack.extensions.support import OTHER, OTHER_LOSS, OTHER_PLAIN, Rule
 
 FROZEN = Path(__file__).with_name("support_matrix.txt")
 LAYER_CELLS, LOSS_CELLS = support.of_layers(), support.of_losses()
@@ -101,11 +101,13 @@ class Setting(NamedTuple):
         row: Row of the table.
         layer: Builds the layer.
         inputs: Builds the layer's inputs.
+        has_formula: Whether a formula is known for each of its operations.
     """
 
     row: str
     layer: Callable[[], Module]
     inputs: Callable[[], Tuple[Tensor, ...]]
+    has_formula: bool = False
 
     def build(self) -> Tuple[Module, Module, Tensor]:
         """Put layers with parameters before and behind the layer.
@@ -163,7 +165,7 @@ OWN = [
         Setting(f"ConstantPad{d}d", lambda cls=cls: cls(1, 2.0), randn(2, *[1] * d, 2))
         for d, cls in [(1, nn.ConstantPad1d), (3, nn.ConstantPad3d)]
     ],
-    Setting(OTHER, partial(Power, 3), randn(3, 3)),
+    Setting(OTHER, partial(Power, 3), randn(3, 3), has_formula=True),
     Setting(OTHER, partial(nn.RNNCell, 3, 2), randn(3, 3)),
     Setting(OTHER_PLAIN, partial(nn.Softmin, 1), randn(3, 4)),
     Setting(OTHER_PLAIN, partial(nn.LocalResponseNorm, 2), randn(3, 4, 2)),
@@ -193,25 +195,28 @@ def rules(monkeypatch: pytest.MonkeyPatch) -> Dict[Module, Set[Rule]]:
     def note(module: Module, rule: Rule) -> None:
         watched.setdefault(module, set()).add(rule)
 
-    def generic_products(names: Sequence[str], module: Module, *args: Any) -> Any:
-        note(module, Rule.GENERIC)
-        return originals[0](names, module, *args)
+    def generic(use: Use, *args: Any) -> Any:
+        note(use.owner.module, Rule.GENERIC)
+        return originals[0](use, *args)
 
-    def fast_rule(products: turn.Products, name: str) -> Optional[Row]:
-        row = originals[1](products, name)
-        if row is not None:
-            note(products._call.module, Rule.FAST)
-        return row
+    def products(use: Use, *args: Any) -> Any:
+        before = watched.pop(use.owner.module, set())
+        found = originals[1](use, *args)
+        if any(x is not None for x in found) and use.owner.module not in watched:
+            note(use.owner.module, Rule.FAST)
+        for rule in before:
+            note(use.owner.module, rule)
+        return found
 
-    def freeze_call(its_turn: turn.Turn) -> Module:
+    def freeze_call(its_turn: Turn) -> Module:
         derivatives = type(its_turn.row.derivatives)
         generic = derivatives in (BaseDerivatives, BaseParameterDerivatives)
         note(its_turn.module, Rule.GENERIC if generic else Rule.MODULE)
         return originals[2](its_turn)
 
     places = [
-        (turn, "generic_products", generic_products),
-        (turn.Products, "_rule", fast_rule),
+        (Use, "_generic", generic),
+        (Use, "products", products),
         (module_rules, "freeze_call", freeze_call),
     ]
     originals = [getattr(owner, name) for owner, name, _ in places]
@@ -249,6 +254,8 @@ def test_cells_of_layers(setting: Setting, rules: Dict[Module, Set[Rule]]):
         else:
             run(model, loss, x, y, quantity())
             expected = set() if cell.rule is Rule.AUTOGRAD else {cell.rule}
+            if setting.has_formula and "like linear maps" in cell.note:
+                expected = {Rule.FAST}
             assert rules.get(layer, set()) == expected, quantity.__name__
 
 
@@ -334,11 +341,24 @@ SHARED_WEIGHTS = [
         for name in ("Conv", "ConvTranspose")
         for d in (1, 2, 3)
     ],
+    Setting(OTHER, lambda: Through(nn.Linear(2, 3), matmul), randn(3, 2, 2)),
 ]
 
 
-@pytest.mark.parametrize("setting", SHARED_WEIGHTS, ids=lambda setting: setting.row)
-@pytest.mark.parametrize("name", ["KFAC", "KFLR", "KFRA"])
+def matmul(layer: Module, x: Tensor) -> Tensor:
+    """Multiply with a layer's weight, without a call of the layer."""
+    return x @ layer.weight.T + layer.bias
+
+
+@pytest.mark.parametrize(
+    "setting, name",
+    [
+        pytest.param(setting, name, id=f"{setting.row}-{name}")
+        for setting in SHARED_WEIGHTS
+        for name in ("KFAC", "KFLR", "KFRA")
+        if (setting.row, name) != (OTHER, "KFRA")
+    ],
+)
 def test_note_on_weight_sharing(setting: Setting, name: str):
     """Ambiguous Kronecker factors are refused, unless the user chooses."""
     quantity = getattr(extensions, name)
@@ -415,6 +435,7 @@ def test_notes_on_other_modules(
 def test_every_note_is_tested():
     """A condition that is new to the table needs a test above."""
     tested = ["training mode", "weight_sharing=", "average over the batch"]
+    tested += ["like linear maps"]
     tested += [note for note, *_ in ODD_MODULES]
     cells = [cell for row in LAYER_CELLS.values() for cell in row.values()]
     cells += [cell for row in LOSS_CELLS.values() for cell in row.values()]

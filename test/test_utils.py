@@ -28,15 +28,20 @@ from torch.nn import (
     Unfold,
 )
 
+from backpack.core.fast import matmul as matmul_module
+from backpack.core.fast.matmul import (
+    _onednn,
+    bmm,
+    has_fast_blas,
+    has_fast_matmul,
+    matmul,
+)
 from backpack.custom_module.branching import Parallel, SumModule, _Branch
 from backpack.custom_module.reduce_tuple import ReduceTuple
 from backpack.utils import conv, conv_transpose, linear
-from backpack.utils import matmul as matmul_module
-from backpack.utils import outer_products
 from backpack.utils.convert_parameters import vector_to_parameter_list
 from backpack.utils.errors import batch_norm_raise_error_if_train
 from backpack.utils.hooks import no_op
-from backpack.utils.matmul import _onednn, bmm, has_fast_blas, has_fast_matmul, matmul
 from backpack.utils.module_classification import is_loss, is_nll, is_no_op
 from backpack.utils.subsampling import subsample
 from backpack.utils.unsqueeze import kfacmp_unsqueeze_if_missing_dim
@@ -234,17 +239,13 @@ def test_weight_gradient_factors(case: Case, utils) -> None:
     testing.assert_close(result, truth.flatten(start_dim=3), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("max_elements", [outer_products.MAX_BUFFER_ELEMENTS, 1])
 @pytest.mark.parametrize("sum_batch", [True, False], ids=["sum", "batch"])
 @pytest.mark.parametrize(
     "case, utils",
     CONV_CASES + [pytest.param(*c.values, linear, id=c.id) for c in LINEAR_CASES],
 )
-def test_extract_diagonals(
-    case: Case, utils, sum_batch: bool, max_elements: int, monkeypatch
-) -> None:
-    """Diagonals are sums of squared individual gradients, also formed in chunks."""
-    monkeypatch.setattr(outer_products, "MAX_BUFFER_ELEMENTS", max_elements)
+def test_extract_diagonals(case: Case, utils, sum_batch: bool) -> None:
+    """Diagonals are sums of squared individual gradients."""
     module, input, output = build(case)
     S = rand(V, *output.shape, dtype=float64)
     if utils is linear:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC
-from typing import TYPE_CHECKING, Any, Dict, Optional, Tuple, Type
+from typing import Any, Dict, Optional, Tuple, Type
 from warnings import warn
 
 from torch import Tensor
 from torch.nn import Module
 
-from backpack.extensions.layers import lookup
+from backpack.core.per_sample.base import PerSample
+from backpack.core.table import lookup
+from backpack.engine.turn import current_turn
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.saved_quantities import SavedQuantities
+from backpack.extensions.shards import Piece, Shard, shard_of
 from backpack.utils.subsampling import Subsampling, as_subsampling, check_subsampling
-
-if TYPE_CHECKING:
-    from backpack.capture import Call
-    from backpack.core.reductions import PerSample
-    from backpack.distributed import Piece
-    from backpack.extensions.shards import Shard
 
 FAIL_ERROR = "ERROR"
 FAIL_WARN = "WARNING"
@@ -33,6 +30,10 @@ class BackpropExtension(ABC):  # noqa: B024
         savefield: Attribute of a parameter under which its value is saved.
         saved_quantities: What waits for a call's turn in the backward pass.
         keeps_io: Whether modules keep their inputs and output after a backward pass.
+        adds_up_from: From this number of positions on that share a parameter, its
+            individual gradients are formed and cheap to add up; ``None`` for never.
+        pulls_columns: Whether it reduces columns that losses pull back.
+        walks_modules: Whether quantities go from module to module.
         separates_samples: Whether the values presume that axis 0 holds samples which do
             not influence each other.
         refuses_coupled_samples: Whether it is an error if a batch normalization in
@@ -43,6 +44,9 @@ class BackpropExtension(ABC):  # noqa: B024
 
     shard: Optional[Shard] = None
     keeps_io = False
+    pulls_columns = False
+    adds_up_from: Optional[int] = None
+    walks_modules = False
     separates_samples = False
     refuses_coupled_samples = True
 
@@ -143,8 +147,8 @@ class BackpropExtension(ABC):  # noqa: B024
         """
         check_subsampling(type(self).__name__, self._subsampling, size)
 
-    def runs_without_parameters(self, call: Call) -> bool:
-        """Tell whether there is anything to do on a call without parameters.
+    def runs_on(self, call: Any) -> bool:
+        """Tell whether there is anything to do on a call.
 
         Args:
             call: The call.
@@ -153,6 +157,25 @@ class BackpropExtension(ABC):  # noqa: B024
             Whether there may be. Default: ``True``.
         """
         return True
+
+    def compute(self, turn: Any) -> None:
+        """Compute values of parameters all of whose uses have had their gradient.
+
+        Args:
+            turn: The parameters' turn. Default: nothing to do, as the extension works
+                module by module.
+        """
+
+    def is_customized(self, module: Module) -> bool:
+        """Tell whether a user registered what to do on a module.
+
+        Args:
+            module: The module.
+
+        Returns:
+            Whether it is so; then :meth:`compute` leaves its parameters alone.
+        """
+        return False
 
     def expects_backpropagation_quantities(self) -> bool:
         """Tell whether the extension works on a quantity pulled back from the loss.
@@ -211,6 +234,9 @@ class BackpropExtension(ABC):  # noqa: B024
             g_inp: Gradients at its inputs, as far as they exist.
             g_out: Gradients at its outputs.
         """
+        shard = shard_of(self)
+        if shard is not None and current_turn().call.is_loss:
+            shard.meet(current_turn())
         extension = self.get_module_extension(module)
         if extension is None:
             self._on_unknown(module)

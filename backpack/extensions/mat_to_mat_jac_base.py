@@ -6,10 +6,10 @@ from typing import Any, List, Tuple, Union
 from torch import Tensor
 from torch.nn import Module
 
-from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.derivatives.input_base import BaseDerivatives
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.module_extension import ModuleExtension
-from backpack.extensions.secondorder.linearization import linearize_here
+from backpack.extensions.secondorder.walk import linearize_here
 
 
 class MatToJacMat(ModuleExtension):

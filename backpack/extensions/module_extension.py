@@ -8,7 +8,7 @@ from warnings import warn
 from torch import Tensor
 from torch.nn import Module
 
-from backpack.extensions.turn import current_turn
+from backpack.engine.turn import current_turn
 
 if TYPE_CHECKING:
     from backpack.extensions.backprop_extension import BackpropExtension

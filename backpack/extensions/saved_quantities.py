@@ -11,10 +11,7 @@ class SavedQuantities:
         self._saved_quantities: Dict[int, Any] = {}
 
     def save_quantity(
-        self,
-        key: int,
-        quantity: Any,
-        accumulation_function: Callable[[Any, Any], Any],
+        self, key: int, quantity: Any, accumulation_function: Callable[[Any, Any], Any]
     ) -> None:
         """Save a quantity, or add it to the one that waits already.
 

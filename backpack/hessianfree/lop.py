@@ -1,8 +1,8 @@
 """Vector-Jacobian products (the L-operator), and the base of the other products."""
 
-from typing import Iterable, Sequence, Tuple, Union
+from typing import Iterable, List, Sequence, Tuple, Union
 
-from torch import Tensor, zeros_like
+from torch import Tensor, stack, zeros_like
 from torch.autograd import grad
 
 Tensors = Union[Tensor, Iterable[Tensor]]
@@ -98,6 +98,28 @@ def pull_back(
     return tuple(result)
 
 
+def pull_columns(
+    ys: Tensors, xs: Tensors, columns: Iterable[Tensors], create_graph: bool = False
+) -> List[Tensor]:
+    """Multiply columns with the transposed Jacobian; what plays no part gives zeros.
+
+    Args:
+        ys: Outputs ``[*y]``, one tensor or several. Their graph is kept.
+        xs: Inputs ``[*x]``, one tensor or several.
+        columns: Columns ``[V, *y]``; for several outputs, one entry for each, V times.
+        create_graph: Whether the products can be differentiated. Default: ``False``.
+
+    Returns:
+        Products, one ``[V, *x]`` for each input.
+    """
+    ys, xs = as_tuple(ys), as_tuple(xs)
+    rows = []
+    for column in columns:
+        ws = [w.to(y.dtype) for w, y in zip(as_tuple(column), ys)]
+        rows.append(pull_back(ys, xs, ws, True, create_graph))
+    return [stack(products) for products in zip(*rows)]
+
+
 def L_op(
     ys: Tensors,
     xs: Tensors,
@@ -128,11 +150,7 @@ def L_op(
 
 
 def transposed_jacobian_vector_product(
-    f: Tensors,
-    x: Tensors,
-    v: Tensors,
-    retain_graph: bool = True,
-    detach: bool = True,
+    f: Tensors, x: Tensors, v: Tensors, retain_graph: bool = True, detach: bool = True
 ) -> Tuple[Tensor, ...]:
     """Multiply with the transposed Jacobian of ``f`` with respect to ``x``.
 

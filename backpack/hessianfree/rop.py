@@ -42,11 +42,7 @@ def R_op(
 
 
 def jacobian_vector_product(
-    f: Tensors,
-    x: Tensors,
-    v: Tensors,
-    retain_graph: bool = True,
-    detach: bool = True,
+    f: Tensors, x: Tensors, v: Tensors, retain_graph: bool = True, detach: bool = True
 ) -> Tuple[Tensor, ...]:
     """Multiply with the Jacobian of ``f`` with respect to ``x``.
 

@@ -7,6 +7,9 @@ from torch import Tensor, nn
 from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, Module
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from backpack.utils.hooks import name_module
+from backpack.utils.state import state
+
 BATCH_NORM_TRAIN_MESSAGE = (
     "{exts}{module} {reason}: it normalizes with statistics of the whole "
     "mini-batch, so the loss is no sum of per-sample losses and quantities of "
@@ -44,7 +47,7 @@ def batch_norm_raise_error_if_train(
     else:
         return
     message = BATCH_NORM_TRAIN_MESSAGE.format(
-        exts=_active_extensions(), module=module, reason=reason
+        exts=_active_extensions(), module=name_module(module), reason=reason
     )
     if raise_error:
         raise NotImplementedError(message)
@@ -53,22 +56,8 @@ def batch_norm_raise_error_if_train(
 
 def _active_extensions() -> str:
     """Name the active extensions, for the beginning of a message."""
-    from backpack.context import CTX  # which imports what imports this file
-
-    names = ", ".join(type(ext).__name__ for ext in CTX.get_active_exts())
+    names = ", ".join(type(ext).__name__ for ext in state().active_exts)
     return f"{names}: " if names else ""
-
-
-def may_couple_samples(module: Module) -> bool:
-    """Tell whether a layer may couple the samples of a batch, depending on its options.
-
-    Args:
-        module: The layer.
-
-    Returns:
-        Whether it may. That of a layer that is not known is not known, either.
-    """
-    return isinstance(module, (_BatchNorm, *_ALONG_DIM, *_ALONG_LAST))
 
 
 def acts_along_samples(module: Module, x: Tensor) -> bool:
@@ -90,28 +79,24 @@ def acts_along_samples(module: Module, x: Tensor) -> bool:
     return module.dim in (0, -x.dim())
 
 
-def raise_error_if_coupled(
-    module: Module, inputs: Sequence[Any], raise_error: bool = True
-) -> None:
-    """Refuse a layer that couples samples; warn about some batch normalizations.
+def raise_error_if_coupled(module: Module, inputs: Sequence[Any]) -> None:
+    """Refuse a layer that couples samples.
 
     Args:
         module: The layer.
         inputs: Inputs of its call.
-        raise_error: Whether to raise an error for batch normalizations. A warning is
-            issued otherwise.
 
     Raises:
         NotImplementedError: If the layer couples samples.
-    """  # noqa: DAR401
+    """
     if isinstance(module, _BatchNorm):
-        batch_norm_raise_error_if_train(module, raise_error)
-    elif may_couple_samples(module) and acts_along_samples(module, inputs[0]):
+        batch_norm_raise_error_if_train(module)
+    elif acts_along_samples(module, inputs[0]):
         option = "normalized_shape" if isinstance(module, _ALONG_LAST) else "dim"
         raise NotImplementedError(
             ALONG_SAMPLES_MESSAGE.format(
                 exts=_active_extensions(),
-                module=module,
+                module=name_module(module),
                 shape=list(inputs[0].shape),
                 option=option,
             )

@@ -1,13 +1,45 @@
-"""Which modules were extended, and what concerns users' hooks."""
+"""Which modules were extended, what they are called, and users' hooks."""
 
 import weakref
 from contextlib import contextmanager
 from typing import Any, Dict, Iterable, Iterator, List, Optional, Tuple
 
 from torch import Tensor
+from torch.nn import Module
 
 # Modules on which `extend` was called
 EXTENDED = weakref.WeakSet()
+
+
+def represent(module: Module) -> str:
+    """Say what a module is, in one line.
+
+    Args:
+        module: The module.
+
+    Returns:
+        Its representation, or its class if there are modules inside.
+    """
+    has_children = next(module.children(), None) is not None
+    return type(module).__name__ if has_children else str(module)
+
+
+def name_module(module: Module) -> str:
+    """Name a module, for a message: what it is, and where in its model.
+
+    Args:
+        module: The module.
+
+    Returns:
+        What it is; and its qualified name in the largest extended model that contains
+        it, if it is not that model itself.
+    """
+    text = represent(module)
+    for root in sorted(EXTENDED, key=lambda m: -sum(1 for _ in m.modules())):
+        for name, child in root.named_modules():
+            if child is module:
+                return f"{text} ('{name}' of {type(root).__name__})" if name else text
+    return text
 
 
 def no_op(*args: Any, **kwargs: Any) -> None:

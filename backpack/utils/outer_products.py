@@ -5,10 +5,7 @@ column v, Σ_t s_t a_tᵀ: features a of the (unfolded) input and the vector s a
 output, summed over the positions t that share the weight.
 """
 
-from torch import Tensor, cat, einsum, matmul, promote_types
-
-MAX_BUFFER_ELEMENTS = 2**22
-"""Number of elements of individual products that are formed at a time."""
+from torch import Tensor, matmul, promote_types
 
 
 def sum_squared_outer_products(x: Tensor, S: Tensor, sum_batch: bool = True) -> Tensor:
@@ -23,22 +20,9 @@ def sum_squared_outer_products(x: Tensor, S: Tensor, sum_batch: bool = True) -> 
         Σ_v (Σ_t s_t a_tᵀ)², ``[N, G, O, I]``, or its sum over samples ``[G, O, I]``.
     """
     dtype = promote_types(x.dtype, S.dtype)
-    x, S = x.to(dtype), S.to(dtype)
-
-    if x.shape[-1] == 1:
-        equation = f"ngo,ngi->{'' if sum_batch else 'n'}goi"
-        return einsum(equation, S.squeeze(-1).square().sum(0), x.squeeze(-1).square())
-
-    V, N, G, O, T = S.shape  # noqa: E741
-    I = x.shape[2]  # noqa: E741
-    S = S.permute(1, 2, 0, 3, 4).reshape(N, G, V * O, T)
-    chunk = max(1, MAX_BUFFER_ELEMENTS // max(1, G * V * O * I))
-    parts = []
-    for x_n, S_n in zip(x.split(chunk), S.split(chunk)):
-        squares = matmul(S_n, x_n.transpose(2, 3)).square()
-        axes = (0, 2) if sum_batch else 2
-        parts.append(squares.reshape(-1, G, V, O, I).sum(axes))
-    return sum(parts) if sum_batch else cat(parts)
+    a = x.to(dtype).mT
+    squares = sum(matmul(column.to(dtype), a).square() for column in S)
+    return squares.sum(0) if sum_batch else squares
 
 
 def sum_squares(grad: Tensor, sum_batch: bool = True) -> Tensor:

@@ -64,12 +64,7 @@ class BatchNormNdDerivatives(ScaleShiftDerivatives):
         return mat * scale
 
     def _jac_t_mat_prod(
-        self,
-        module: BatchNormNd,
-        g_inp: Tuple,
-        g_out: Tuple,
-        mat: Tensor,
-        subsampling: Tuple[int, ...] = None,
+        self, module: BatchNormNd, g_inp: Tuple, g_out: Tuple, mat: Tensor
     ) -> Tensor:
         if self._uses_batch(module):
             return super()._jac_t_mat_prod(module, g_inp, g_out, mat)

@@ -20,23 +20,6 @@ class BCELossWithLogitsDerivatives(ElementwiseNLLLossDerivatives):
     w (q y + 1 − y) σ(f) σ(−f). ``"mean"`` divides by the number of all elements.
     """
 
-    def __init__(self, use_autograd: bool = False):
-        """Choose how sampled gradients are computed.
-
-        Args:
-            use_autograd: Differentiate the log-density with autograd instead of using
-                the closed form. Default: ``False``.
-        """
-        super().__init__(use_autograd=use_autograd)
-
-    def hessian_is_psd(self) -> bool:
-        """Return whether the loss Hessian is positive semi-definite.
-
-        Returns:
-            ``True``
-        """
-        return True
-
     def _make_distribution(self, subsampled_input: Tensor) -> Bernoulli:
         return Bernoulli(logits=subsampled_input)
 

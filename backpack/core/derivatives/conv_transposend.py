@@ -1,10 +1,10 @@
 """Derivatives of transposed convolutions with one to three spatial axes."""
 
 from functools import partial
-from typing import Callable, List, Optional, Sequence
+from math import prod
+from typing import List, Optional, Sequence
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from backpack.core.derivatives.convnd import (
@@ -12,7 +12,8 @@ from backpack.core.derivatives.convnd import (
     weight_gradients,
     without_bias,
 )
-from backpack.core.reductions import Direct
+from backpack.core.per_sample.order import Order, simplest
+from backpack.core.per_sample.outer import Direct
 from backpack.utils.conv import ConvTransposeNd
 from backpack.utils.conv_transpose import unfold_by_conv_transpose
 
@@ -45,15 +46,11 @@ class ConvTransposeNDDerivatives(ConvNDDerivatives):
     ) -> Tensor:
         return unfold_by_conv_transpose(x, module, out_size)
 
-    def _fold(self, module: ConvTransposeNd) -> Callable[[Tensor], Tensor]:
-        in_channels, _, *kernel = module.weight.shape
-        per_group = in_channels // module.groups
-
-        def fold_transposed(mat: Tensor) -> Tensor:
-            mat = rearrange(mat, "... g p (c k) -> ... (g c) p k", c=per_group)
-            return mat.unflatten(-1, kernel)
-
-        return fold_transposed
+    def _order(self, module: ConvTransposeNd) -> Optional[Order]:
+        channels, features, *kernel = module.weight.shape
+        groups = module.groups
+        sizes = (groups, features, channels // groups, prod(kernel))
+        return simplest(sizes, (0, 2, 1, 3))
 
     def _unfolding(self, module: ConvTransposeNd, x: Tensor) -> None:
         """Return nothing: there is no other way to unfold."""

@@ -2,34 +2,22 @@
 
 from contextlib import AbstractContextManager
 from math import prod
-from typing import Callable, Dict, Optional, Sequence, Tuple, Union
+from typing import Optional, Sequence, Tuple
 
 import torch
 from einops import rearrange
 from torch import Tensor
-from torch.nn import Conv1d, Conv2d, Conv3d
 
-from backpack.core.derivatives.basederivatives import (
-    BaseParameterDerivatives,
-    shallow_copy,
-)
 from backpack.core.derivatives.linear_map import LinearMapDerivatives
-from backpack.core.reductions import LARGE_PRODUCT, Direct, Outer, PerSample, Summed
-from backpack.utils.conv import (
-    flatten_windows,
-    input_windows,
-    pad_input,
-    unfold_by_conv,
-    unfold_features,
-    unfold_rows,
-)
-from backpack.utils.matmul import has_fast_matmul
-
-ConvNd = Union[Conv1d, Conv2d, Conv3d]
-
-# Up to so many positions per output channel, a fast matrix product with the unfolded
-# input beats a convolution, which reorders each product.
-FEW_POSITIONS = 1.5
+from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
+from backpack.core.derivatives.stored import shallow_copy
+from backpack.core.fast import tuning
+from backpack.core.fast.matmul import has_fast_matmul
+from backpack.core.per_sample.base import PerSample, Summed
+from backpack.core.per_sample.order import Order
+from backpack.core.per_sample.outer import Direct, Outer
+from backpack.core.per_sample.unfolding import Unfolding
+from backpack.utils.conv import ConvNd, pad_input, unfold_by_conv
 
 
 class weight_jac_t_save_memory(AbstractContextManager):  # noqa: N801
@@ -143,80 +131,6 @@ def without_bias(module: ConvNd) -> ConvNd:
     return shallow_copy(module, _parameters={**module._parameters, "bias": None})
 
 
-class Unfolding:
-    """Unfolds the input of a convolution, some samples at a time.
-
-    What is the same for all samples is done once, when first asked for: the input is
-    padded, and laid out in memory.
-    """
-
-    def __init__(self, module: ConvNd, x: Tensor):
-        """Store what to unfold.
-
-        Args:
-            module: The layer.
-            x: Its input, of shape ``[N, C_in, *]``.
-        """
-        self._module, self._x = module, x
-        self._views: Dict[bool, Tensor] = {}
-
-    def _windows(self, samples: slice, channels_last: bool) -> Tensor:
-        if channels_last not in self._views:
-            view = input_windows(self._x, self._module, channels_last)
-            self._views[channels_last] = view
-        return self._views[channels_last][samples]
-
-    def features(self, samples: slice) -> Tensor:
-        """Unfold with features first.
-
-        Args:
-            samples: Which samples (n of them).
-
-        Returns:
-            Unfolded inputs of shape ``[G, d, n * T]``.
-        """
-        return unfold_features(self._windows(samples, False), self._module.groups)
-
-    def matrices(self, samples: slice) -> Tensor:
-        """Unfold with features first, each sample by itself.
-
-        Args:
-            samples: Which samples (n of them).
-
-        Returns:
-            Unfolded inputs of shape ``[n, G, d, T]``.
-        """
-        windows = self._windows(samples, False)
-        unfolded = flatten_windows(windows, self._module.kernel_size)
-        return unfolded.unflatten(1, (self._module.groups, -1))
-
-    def rows(self, samples: slice) -> Tensor:
-        """Unfold with features in another order, in which it takes less time.
-
-        Args:
-            samples: Which samples (n of them).
-
-        Returns:
-            Unfolded inputs of shape ``[n, G, T, d]``.
-        """
-        # a single kernel position leaves nothing to reorder, and often to copy
-        several = prod(self._module.kernel_size) > 1
-        return unfold_rows(self._windows(samples, several), self._module.groups)
-
-    def fold_rows(self, mat: Tensor) -> Tensor:
-        """View products with :meth:`rows` as products with the weight's Jacobian.
-
-        Args:
-            mat: Products of shape ``[*, G, p, d]``.
-
-        Returns:
-            Products of shape ``[*, *p]``: the same memory.
-        """
-        shape = self._module.weight.shape
-        mat = mat.unflatten(-1, (shape[2:].numel(), shape[1])).mT
-        return mat.reshape(*mat.shape[:-4], *shape)
-
-
 class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
     """Derivatives of :class:`torch.nn.Conv1d`, ``Conv2d`` and ``Conv3d``.
 
@@ -246,12 +160,7 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
         return without_bias(module).forward(x)
 
     def _param_jac_mat_prod(
-        self,
-        param_str: str,
-        module: ConvNd,
-        g_inp: Tuple,
-        g_out: Tuple,
-        mat: Tensor,
+        self, param_str: str, module: ConvNd, g_inp: Tuple, g_out: Tuple, mat: Tensor
     ) -> Tensor:
         if param_str != "bias":
             return super()._param_jac_mat_prod(param_str, module, g_inp, g_out, mat)
@@ -259,12 +168,7 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
         return mat.expand(-1, *module.output.shape)
 
     def _jac_t_mat_prod(
-        self,
-        module: ConvNd,
-        g_inp: Tuple,
-        g_out: Tuple,
-        mat: Tensor,
-        subsampling: Sequence[int] = None,
+        self, module: ConvNd, g_inp: Tuple, g_out: Tuple, mat: Tensor
     ) -> Tensor:
         if not pads_symmetric_zeros(module):
             return super()._jac_t_mat_prod(module, g_inp, g_out, mat)
@@ -327,7 +231,7 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
             unfolded,
             cotangents.reshape(v, n, g, channels // g, prod(out_size)).mT,
             module.weight.shape,
-            self._fold(module),
+            self._order(module),
             self._direct(module, x, cotangents),
             self._unfolding(module, x),
             sums_positions=True,
@@ -342,7 +246,7 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
     ) -> Tensor:
         return unfold_by_conv(x, module)
 
-    def _fold(self, module: ConvNd) -> Optional[Callable[[Tensor], Tensor]]:
+    def _order(self, module: ConvNd) -> Optional[Order]:
         return None
 
     def _direct(
@@ -357,8 +261,8 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
         if len(cotangents) > 1 or pointwise:
             return None
         positions = cotangents.shape[3:].numel()
-        large = weight.numel() >= LARGE_PRODUCT * module.groups
-        few = positions * module.groups <= FEW_POSITIONS * len(weight)
+        large = weight.numel() >= tuning.LARGE_PRODUCT * module.groups
+        few = positions * module.groups <= tuning.FEW_POSITIONS * len(weight)
         if large and few and has_fast_matmul(x):
             return None
         pads = pads_symmetric_zeros(module)

@@ -7,13 +7,14 @@ from torch import Generator, Size, Tensor
 from torch.distributions import Categorical
 from torch.nn import CrossEntropyLoss
 
-from backpack.core.derivatives.nll_base import NLLLossDerivatives, split_columns
+from backpack.core.derivatives.loss_base import split_columns
+from backpack.core.derivatives.nll_base import ClosedFormNLLLossDerivatives
 from backpack.utils.types import full_precision
 
 ALL = slice(None)
 
 
-class CrossEntropyLossDerivatives(NLLLossDerivatives):
+class CrossEntropyLossDerivatives(ClosedFormNLLLossDerivatives):
     """Derivatives of ``CrossEntropyLoss``.
 
     Predictions are ``[N, C]``, ``[N, C, d1, …]`` (each position is a term of its own),
@@ -21,23 +22,6 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
     after label smoothing, and class weights w is − Σ_c w_c q_c log p_c with p the
     softmax of the prediction. Its Hessian is s (diag(p) − p pᵀ) with s = Σ_c w_c q_c.
     """
-
-    def __init__(self, use_autograd: bool = False):
-        """Choose how sampled gradients are computed.
-
-        Args:
-            use_autograd: Differentiate the log-density with autograd instead of using
-                the closed form. Default: ``False``.
-        """
-        super().__init__(use_autograd=use_autograd)
-
-    def hessian_is_psd(self) -> bool:
-        """Return whether the loss Hessian is positive semi-definite.
-
-        Returns:
-            ``True``
-        """
-        return True
 
     def _prediction_and_weights(
         self, module: CrossEntropyLoss, subsampling: Optional[List[int]] = None
@@ -136,11 +120,7 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
         return self._columns(module, subsampling, _factor)
 
     def _sqrt_hessian_compact(
-        self,
-        module: CrossEntropyLoss,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
-        subsampling: Optional[List[int]] = None,
+        self, module: CrossEntropyLoss, subsampling: Optional[List[int]] = None
     ) -> Tensor:
         return self._columns(module, subsampling, _triangular_factor)
 

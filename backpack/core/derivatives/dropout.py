@@ -73,9 +73,6 @@ def store_mask(module: Module) -> None:
 class DropoutDerivatives(PiecewiseLinearDerivatives):
     """Derivatives of all dropout modules: by element, by channel, alpha dropout."""
 
-    def hessian_is_zero(self, module: Dropout) -> bool:  # noqa: D102
-        return True
-
     def df(
         self,
         module: Dropout,

@@ -5,12 +5,9 @@ from typing import List, Tuple
 from torch import Tensor, ones_like, zeros_like
 from torch.nn import Module
 
-from backpack.core.derivatives.basederivatives import (
-    BaseDerivatives,
-    evaluate,
-    pull_back,
-    subsampled,
-)
+from backpack.core.derivatives.input_base import BaseDerivatives
+from backpack.core.derivatives.stored import evaluate, subsampled
+from backpack.hessianfree.lop import pull_columns
 from backpack.utils.unsqueeze import flatten
 
 
@@ -40,7 +37,7 @@ class ElementwiseDerivatives(BaseDerivatives):
             f'(x) of shape ``[N, *in]``.
         """
         x, y = evaluate(subsampled(module, subsampling))
-        return pull_back(y, x, ones_like(y).unsqueeze(0)).squeeze(0)
+        return pull_columns(y, x, [ones_like(y)])[0].squeeze(0)
 
     def d2f(self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]) -> Tensor:
         """Compute the second derivative at each element.
@@ -82,12 +79,7 @@ class ElementwiseDerivatives(BaseDerivatives):
         return self.df(module, g_inp, g_out) * mat
 
     def _jac_t_mat_prod(
-        self,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
-        mat: Tensor,
-        subsampling: List[int] = None,
+        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
     ) -> Tensor:
         return self.df(module, g_inp, g_out) * mat
 

@@ -5,8 +5,9 @@ from typing import Sequence
 from torch import Tensor
 from torch.nn import Embedding
 
-from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
-from backpack.core.reductions import PerSample, Rows
+from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
+from backpack.core.per_sample.base import PerSample
+from backpack.core.per_sample.rows import Rows
 
 
 class EmbeddingDerivatives(BaseParameterDerivatives):

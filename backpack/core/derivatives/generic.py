@@ -15,8 +15,8 @@ from torch.func import functional_call, vjp, vmap
 from torch.nn import GRU, LSTM, RNN, Module, MultiheadAttention, Parameter
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from backpack.core.reductions import Dense
-from backpack.custom_module.function import FunctionModule
+from backpack.converter.function import FunctionModule
+from backpack.core.per_sample.base import Dense
 from backpack.utils.disable import disable
 
 Cotangents = Union[Tensor, Sequence[Optional[Tensor]]]

@@ -4,12 +4,18 @@ from collections import OrderedDict
 from copy import copy
 from math import sqrt
 from typing import Any, Callable, List, Optional, Tuple
+from warnings import warn
 
 import torch
 from torch import Generator, Tensor
-from torch.nn import Module
+from torch.nn import Module, MultiLabelMarginLoss, MultiMarginLoss
 
-from backpack.core.derivatives.nll_base import LossDerivatives, loss_inputs
+from backpack.core.derivatives.loss_base import (
+    BaseLossDerivatives,
+    first_number,
+    loss_inputs,
+)
+from backpack.hessianfree.lop import pull_back, pull_columns
 from backpack.utils.subsampling import subsample
 from backpack.utils.unsqueeze import flatten
 
@@ -17,8 +23,23 @@ from backpack.utils.unsqueeze import flatten
 # errors reach this size only if all samples are saturated.
 TOLERANCE = 1e-8
 
+NO_CURVATURE = (
+    "{module}: the Hessian of this loss is zero, and so are second-order quantities. A "
+    "loss that is linear in pieces has no curvature; that of NLLLoss lies in the "
+    "log-softmax before it: use CrossEntropyLoss."
+)
+NOT_FINITE = (
+    "{module}: the Hessian of the loss at the prediction is not finite (it contains NaN "
+    "or infinity), so that there are no second-order quantities. Use a loss that is "
+    "twice differentiable there, or check the prediction."
+)
+NOT_TWICE = (
+    "{module}: autograd cannot differentiate this loss twice, which second-order "
+    "quantities need. Write the loss with operations that are twice differentiable."
+)
 
-class GenericLossDerivatives(LossDerivatives):
+
+class GenericLossDerivatives(BaseLossDerivatives):
     """Derivatives of a loss module that has no rule of its own.
 
     The loss must be a sum of terms that belong to one sample each, and every sample's
@@ -40,22 +61,25 @@ class GenericLossDerivatives(LossDerivatives):
     def _make_hessian_mat_prod(
         self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]
     ) -> Callable[[Tensor], Tensor]:
+        if _is_linear_in_pieces(module):
+            return torch.zeros_like
         create_graph = torch.is_grad_enabled() and module.input0.requires_grad
         with torch.enable_grad():
             prediction, *others = (_to_double(i) for i in loss_inputs(module))
             if not create_graph:
                 prediction = prediction.detach().requires_grad_()
-            loss = _double_copy(module).forward(prediction, *others)
+            loss = first_number(_double_copy(module).forward(prediction, *others))
             cotangent = torch.ones_like(loss).requires_grad_()
-            gradient = _grad(loss, prediction, True, cotangent)
+            (gradient,) = pull_back([loss], [prediction], [cotangent], True, True)
             _check_differentiable(module, gradient, cotangent)
 
         def hessian_mat_prod(mat: Tensor) -> Tensor:
-            columns = [
-                _grad(gradient, prediction, create_graph, column.to(gradient.dtype))
-                for column in mat
-            ]
-            return torch.stack(columns).to(mat.dtype)
+            try:
+                columns = pull_columns(gradient, prediction, mat, create_graph)[0]
+            except RuntimeError as error:  # of autograd: the second derivative is unknown
+                text = NOT_TWICE.format(module=module)
+                raise NotImplementedError(f"{text} ({error})") from error
+            return columns.to(mat.dtype)
 
         return hessian_mat_prod
 
@@ -70,6 +94,7 @@ class GenericLossDerivatives(LossDerivatives):
 
         Raises:
             NotImplementedError: If the loss couples samples.
+            ValueError: If the Hessian is not finite.
         """
         prediction = module.input0.detach().double()
         num_samples = len(prediction)
@@ -86,6 +111,11 @@ class GenericLossDerivatives(LossDerivatives):
         hessian = hessian_mat_prod(columns)
         hessian = hessian.reshape(len(basis), num_samples, len(basis)).movedim(0, 1)
         if num_samples == 0:
+            return hessian
+        if not hessian.isfinite().all():
+            raise ValueError(NOT_FINITE.format(module=module))
+        if not hessian.any():
+            warn(NO_CURVATURE.format(module=module), stacklevel=2)
             return hessian
 
         # if samples are coupled, these are sums of blocks, which a vector that differs
@@ -107,6 +137,11 @@ class GenericLossDerivatives(LossDerivatives):
                 "that is a sum over samples. Let each term depend on one sample only."
             )
         return hessian
+
+    def _sum_hessian(
+        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]
+    ) -> Tensor:
+        return self._hessian(module).sum(0).to(module.input0.dtype)
 
     def _sqrt_hessian(
         self,
@@ -148,13 +183,9 @@ class GenericLossDerivatives(LossDerivatives):
         return columns.to(module.input0.dtype)
 
     def _sqrt_hessian_compact(
-        self,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
-        subsampling: Optional[List[int]] = None,
+        self, module: Module, subsampling: Optional[List[int]] = None
     ) -> Tensor:
-        columns = self._sqrt_hessian(module, g_inp, g_out, subsampling)
+        columns = self._sqrt_hessian(module, (), (), subsampling)
         used = flatten(columns, 1).any(1)
         used[0] |= ~used.any()  # at least one column, of zeros
         return columns[used]
@@ -193,17 +224,6 @@ class GenericLossDerivatives(LossDerivatives):
         return sampled / sqrt(mc_samples)
 
 
-def _grad(output: Tensor, input: Tensor, create_graph: bool, vector: Tensor) -> Tensor:
-    return torch.autograd.grad(
-        output,
-        input,
-        vector,
-        retain_graph=True,
-        create_graph=create_graph,
-        materialize_grads=True,
-    )[0]
-
-
 def _check_differentiable(module: Module, gradient: Tensor, cotangent: Tensor) -> None:
     """Refuse a loss whose backward pass is unknown to autograd.
 
@@ -222,11 +242,14 @@ def _check_differentiable(module: Module, gradient: Tensor, cotangent: Tensor) -
         gradient.sum(), cotangent, retain_graph=True, allow_unused=True
     ) != (None,)
     if not connected:
-        raise NotImplementedError(
-            f"{type(module).__name__}: autograd cannot differentiate this loss twice, "
-            "which second-order quantities need. Write the loss with operations that "
-            "are twice differentiable."
-        )
+        raise NotImplementedError(NOT_TWICE.format(module=module))
+
+
+def _is_linear_in_pieces(module: Module) -> bool:
+    """Tell whether a loss has no curvature, where autograd can't tell."""
+    if type(module) is MultiMarginLoss:
+        return module.p == 1
+    return type(module) is MultiLabelMarginLoss
 
 
 def _to_double(value: Any) -> Any:

@@ -7,9 +7,10 @@ from einops import rearrange
 from torch import Size, Tensor, no_grad
 from torch.nn import Linear, Module
 
-from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
-from backpack.core.reductions import Outer, PerSample, Summed
-from backpack.utils.matmul import matmul
+from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
+from backpack.core.fast.matmul import matmul
+from backpack.core.per_sample.base import PerSample, Summed
+from backpack.core.per_sample.outer import Outer
 
 
 class LinearDerivatives(BaseParameterDerivatives):
@@ -50,12 +51,7 @@ class LinearDerivatives(BaseParameterDerivatives):
 
     @no_grad()
     def _param_jac_mat_prod(
-        self,
-        param_str: str,
-        module: Linear,
-        g_inp: Tuple,
-        g_out: Tuple,
-        mat: Tensor,
+        self, param_str: str, module: Linear, g_inp: Tuple, g_out: Tuple, mat: Tensor
     ) -> Tensor:
         axes = [1] * (module.output.dim() - 1)
         if param_str == "bias":
@@ -72,12 +68,7 @@ class LinearDerivatives(BaseParameterDerivatives):
         return mat @ module.weight.mT
 
     def _jac_t_mat_prod(
-        self,
-        module: Linear,
-        g_inp: Tuple,
-        g_out: Tuple,
-        mat: Tensor,
-        subsampling: Sequence[int] = None,
+        self, module: Linear, g_inp: Tuple, g_out: Tuple, mat: Tensor
     ) -> Tensor:
         return mat @ module.weight
 

@@ -1,12 +1,12 @@
 """Derivatives of modules without parameters that are linear in their input."""
 
-from typing import List, Tuple
+from typing import Tuple
 
 from torch import Tensor, enable_grad
 from torch.autograd import grad
 from torch.nn import Module
 
-from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.derivatives.input_base import BaseDerivatives
 
 
 class LinearMapDerivatives(BaseDerivatives):
@@ -43,12 +43,7 @@ class LinearMapDerivatives(BaseDerivatives):
         return self.reshape_like_output(products, module)
 
     def _jac_t_mat_prod(
-        self,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
-        mat: Tensor,
-        subsampling: List[int] = None,
+        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
     ) -> Tensor:
         columns = mat.flatten(0, 1)
         shape = (columns.shape[0], *module.input0.shape[1:])

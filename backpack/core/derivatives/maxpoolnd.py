@@ -14,7 +14,7 @@ from torch.nn import (
     functional,
 )
 
-from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.derivatives.input_base import BaseDerivatives
 from backpack.utils.subsampling import subsample
 
 MaxPool = Union[MaxPool1d, MaxPool2d, MaxPool3d]
@@ -97,12 +97,7 @@ class MaxPoolNDDerivatives(BaseDerivatives):
         return self.reshape_like_output(products, module)
 
     def _jac_t_mat_prod(
-        self,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
-        mat: Tensor,
-        subsampling: List[int] = None,
+        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
     ) -> Tensor:
         columns = mat.flatten(start_dim=-self.N)
         positions = module.input0.shape[-self.N :].numel()

@@ -9,7 +9,7 @@ from torch.distributions import Normal
 from torch.nn import MSELoss
 
 from backpack.core.derivatives.nll_base import ElementwiseNLLLossDerivatives
-from backpack.core.reductions import reciprocal
+from backpack.core.per_sample.sums import reciprocal
 
 
 class MSELossDerivatives(ElementwiseNLLLossDerivatives):
@@ -18,23 +18,6 @@ class MSELossDerivatives(ElementwiseNLLLossDerivatives):
     The terms are (f − y)², one per element, so that the Hessian is 2c times the
     identity. ``"mean"`` divides by the number of all elements.
     """
-
-    def __init__(self, use_autograd: bool = False):
-        """Choose how sampled gradients are computed.
-
-        Args:
-            use_autograd: Differentiate the log-density with autograd instead of using
-                the closed form. Default: ``False``.
-        """
-        super().__init__(use_autograd=use_autograd)
-
-    def hessian_is_psd(self) -> bool:
-        """Return whether the loss Hessian is positive semi-definite.
-
-        Returns:
-            ``True``
-        """
-        return True
 
     def _make_distribution(self, subsampled_input: Tensor) -> Normal:
         return Normal(subsampled_input, sqrt(0.5))

@@ -11,224 +11,24 @@ With ``subsampling``, rows are selected and c stays that of the full batch.
 
 from abc import abstractmethod
 from math import sqrt
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Callable, List, Optional, Tuple, Union
 
 import torch
-from torch import Generator, Size, Tensor
+from torch import Generator, Tensor
 from torch.distributions import Distribution
 from torch.nn import Module
 
-from backpack.core.derivatives import shape_check
-from backpack.core.derivatives.basederivatives import BaseLossDerivatives, stored_inputs
-from backpack.core.reductions import reciprocal
+from backpack.core.derivatives.loss_base import (
+    BaseLossDerivatives,
+    as_option,
+    loss_inputs,
+)
+from backpack.core.per_sample.sums import reciprocal
 from backpack.utils.subsampling import subsample
 from backpack.utils.types import full_precision
 
 
-def loss_inputs(module: Module) -> Tuple[Any, ...]:
-    """Collect the inputs of a loss module's call, prediction first.
-
-    Args:
-        module: Loss module with ``input0``, ``input1``, … of its last call.
-
-    Returns:
-        The inputs in order.
-
-    Raises:
-        NotImplementedError: If an input other than the prediction requires grad.
-    """
-    inputs = stored_inputs(module)
-    for position, value in enumerate(inputs[1:], start=1):
-        if isinstance(value, Tensor) and value.requires_grad:
-            raise NotImplementedError(
-                f"{type(module).__name__}: input {position} requires grad, but second-"
-                "order quantities treat the first input as the prediction and all "
-                "others as constants. Pass the prediction first, and detach the others."
-            )
-    return inputs
-
-
-def split_columns(columns: Tensor, size: int) -> Sequence[Tensor]:
-    """Split columns into chunks; quick where there is only one.
-
-    Args:
-        columns: Columns ``[V, N, *]``.
-        size: Number of columns at a time.
-
-    Returns:
-        Columns ``[V, N, *]`` with V = ``size``, or fewer in the last one.
-    """
-    return columns.split(size) if len(columns) > size else [columns]
-
-
-class LossDerivatives(BaseLossDerivatives):
-    """What all losses share: a compact factor, a generator, and sums of products."""
-
-    def sqrt_hessian_compact(
-        self,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
-        subsampling: Optional[List[int]] = None,
-    ) -> Tensor:
-        """Compute a factor like :meth:`sqrt_hessian` with as few columns as is known.
-
-        It serves quantities that are sums over columns.
-
-        Args:
-            module: Loss module with stored inputs and output.
-            g_inp: Gradients with respect to the module's inputs.
-            g_out: Gradients with respect to the module's output.
-            subsampling: Selected samples. Default ``None`` uses all.
-
-        Returns:
-            Factor of shape ``[V, N, *in]``.
-
-        Raises:
-            ValueError: If the loss is no scalar.
-        """
-        self._check_scalar(module)
-        result = self._sqrt_hessian_compact(module, g_inp, g_out, subsampling)
-        shape_check._check_like(result, module, "input0", subsampling=subsampling)
-        return result
-
-    def sqrt_hessian_chunks(
-        self, module: Module, size: int, compact: bool
-    ) -> Iterator[Tensor]:
-        """Compute a factor like :meth:`sqrt_hessian`, some columns at a time.
-
-        Args:
-            module: Loss module with stored inputs and output.
-            size: Number of columns at a time.
-            compact: Whether it shall have as few columns as is known.
-
-        Yields:
-            Columns of shape ``[V, N, *in]`` with V = ``size``, or fewer.
-
-        Raises:
-            ValueError: If the loss is no scalar.
-        """  # noqa: DAR401
-        factor = self.sqrt_hessian_compact if compact else self.sqrt_hessian
-        yield from split_columns(factor(module, (), ()), size)
-
-    def _sqrt_hessian_compact(
-        self,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
-        subsampling: Optional[List[int]] = None,
-    ) -> Tensor:
-        return self._sqrt_hessian(module, g_inp, g_out, subsampling)
-
-    def scaled_gradient(self, module: Module) -> Tensor:
-        """Compute the column of the empirical Fisher: c Σₙ ∇ℓₙ ∇ℓₙᵀ = Σₙ sₙ sₙᵀ.
-
-        Args:
-            module: Loss module with stored inputs and output.
-
-        Returns:
-            Gradients with respect to the prediction, divided by the root of the factor
-            c of the loss's reduction, of shape ``[1, N, *in]``.
-
-        Raises:
-            ValueError: If the loss is no scalar.
-        """  # noqa: DAR401
-        self._check_scalar(module)
-        prediction, *others = loss_inputs(module)
-        create_graph = torch.is_grad_enabled() and prediction.requires_grad
-        with torch.enable_grad():
-            if not create_graph:
-                prediction = prediction.detach().requires_grad_()
-            loss = module.forward(prediction, *others)
-            (gradient,) = torch.autograd.grad(
-                loss, prediction, create_graph=create_graph
-            )
-        return (gradient / self._reduction_factor(module) ** 0.5).unsqueeze(0)
-
-    def _reduction_factor(self, module: Module) -> Union[float, Tensor]:
-        """Return c, one over what the loss divides the sum over its terms by.
-
-        Args:
-            module: Loss module, with the inputs of the full batch.
-
-        Returns:
-            The factor.
-        """
-        mean = getattr(module, "reduction", "mean") in ("mean", "batchmean")
-        return reciprocal(len(module.input0)) if mean else 1.0
-
-    def sqrt_hessian_sampled(
-        self,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
-        mc_samples: int = 1,
-        subsampling: Optional[List[int]] = None,
-        generator: Optional[Generator] = None,
-    ) -> Tensor:
-        """Draw a factor S of the loss Hessian: E[Σ_v S_vn S_vnᵀ] = ∂²𝓛/∂xₙ².
-
-        Args:
-            module: Loss module with stored inputs and output.
-            g_inp: Gradients with respect to the module's inputs.
-            g_out: Gradients with respect to the module's output.
-            mc_samples: Number of Monte-Carlo samples, M. Default: ``1``.
-            subsampling: Selected samples. Default ``None`` uses all.
-            generator: Random number generator. Default: PyTorch's global one.
-
-        Returns:
-            Factor of shape ``[M, N, *in]``.
-
-        Raises:
-            ValueError: If the loss is no scalar.
-        """
-        self._check_scalar(module)
-        result = self._sqrt_hessian_sampled(
-            module, g_inp, g_out, mc_samples, subsampling, **_as_option(generator)
-        )
-        shape_check._check_like(result, module, "input0", subsampling=subsampling)
-        return result
-
-    def _sum_hessian(
-        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]
-    ) -> Tensor:
-        # products with one unit vector per feature, the same for each sample
-        x = module.input0
-        batch_shape, shape = self._split_shape(x)
-        size = shape.numel()
-        basis = torch.eye(size, dtype=x.dtype, device=x.device)
-        basis = basis.reshape(size, *[1] * len(batch_shape), *shape)
-        basis = basis.expand(size, *x.shape)
-        columns = self._make_hessian_mat_prod(module, g_inp, g_out)(basis)
-        return columns.reshape(size, -1, size).sum(1)
-
-    def _split_shape(self, x: Tensor) -> Tuple[Size, Size]:
-        """Split the prediction's shape into batch axis and feature axes.
-
-        Args:
-            x: Prediction.
-
-        Returns:
-            Shape of the batch axis and of the features.
-        """
-        return x.shape[:1], x.shape[1:]
-
-
-def _as_option(generator: Optional[Generator]) -> Dict[str, Generator]:
-    """Pass a generator on only if there is one.
-
-    Methods that override ours may not know the keyword.
-
-    Args:
-        generator: Random number generator or ``None``.
-
-    Returns:
-        Keyword arguments.
-    """
-    return {} if generator is None else {"generator": generator}
-
-
-class NLLLossDerivatives(LossDerivatives):
+class NLLLossDerivatives(BaseLossDerivatives):
     """Derivatives of a negative log-likelihood with a factorising distribution.
 
     A subclass that provides ``_verify_support``, ``_make_distribution``,
@@ -344,7 +144,7 @@ class NLLLossDerivatives(LossDerivatives):
     ) -> Tensor:
         prediction, root_weights = self._prepare(module, subsampling)
         grads = self.compute_sampled_grads(
-            prediction, mc_samples, **_as_option(generator)
+            prediction, mc_samples, **as_option(generator)
         )
         return (grads * (root_weights / sqrt(mc_samples))).to(module.input0.dtype)
 
@@ -370,7 +170,7 @@ class NLLLossDerivatives(LossDerivatives):
                 subsampled_input, mc_samples, generator
             )
         return self._compute_sampled_grads_manual(
-            subsampled_input, mc_samples, **_as_option(generator)
+            subsampled_input, mc_samples, **as_option(generator)
         )
 
     def _compute_sampled_grads_autograd(
@@ -446,6 +246,10 @@ class NLLLossDerivatives(LossDerivatives):
 
     # Shared by the rules
 
+    def check_psd(self, module: Module) -> None:  # noqa: D102
+        super().check_psd(module)
+        self._prepare(module)
+
     def _prepare(
         self, module: Module, subsampling: Optional[List[int]] = None
     ) -> Tuple[Tensor, Union[float, Tensor]]:
@@ -486,7 +290,28 @@ class NLLLossDerivatives(LossDerivatives):
         return full_precision(prediction), weights
 
 
-class ElementwiseNLLLossDerivatives(NLLLossDerivatives):
+class ClosedFormNLLLossDerivatives(NLLLossDerivatives):
+    """Convex losses that know their sampled gradients without autograd."""
+
+    def __init__(self, use_autograd: bool = False):
+        """Choose how sampled gradients are computed.
+
+        Args:
+            use_autograd: Differentiate the log-density with autograd instead of using
+                the closed form. Default: ``False``.
+        """
+        super().__init__(use_autograd=use_autograd)
+
+    def hessian_is_psd(self) -> bool:
+        """Return whether the loss Hessian is positive semi-definite.
+
+        Returns:
+            ``True``
+        """
+        return True
+
+
+class ElementwiseNLLLossDerivatives(ClosedFormNLLLossDerivatives):
     """Losses that are sums of terms of one feature each: the Hessian is diagonal."""
 
     @abstractmethod

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.functional import group_norm, instance_norm, layer_norm, rms_norm
 
-from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
-from backpack.core.reductions import Dense, PerSample
+from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
+from backpack.core.per_sample.base import Dense, PerSample
 
 
 class ScaleShiftDerivatives(BaseParameterDerivatives):

@@ -12,9 +12,6 @@ from backpack.custom_module.pad import Pad
 class PadDerivatives(LinearMapDerivatives):
     """Derivatives of ``Pad`` in every mode, as long as it adds no samples."""
 
-    def hessian_is_zero(self, module: Pad) -> bool:  # noqa: D102
-        return True
-
     def linear_part(self, module: Pad, x: Tensor) -> Tensor:
         """Pad with zeros instead of the constant, see the overridden method.
 

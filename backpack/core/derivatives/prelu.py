@@ -5,9 +5,9 @@ from typing import Sequence
 from torch import Tensor
 from torch.nn import PReLU
 
-from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
 from backpack.core.derivatives.elementwise import PiecewiseLinearDerivatives
-from backpack.core.reductions import Dense
+from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
+from backpack.core.per_sample.base import Dense
 
 
 class PReLUDerivatives(PiecewiseLinearDerivatives, BaseParameterDerivatives):

@@ -35,12 +35,11 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from backpack.core.derivatives.basederivatives import (
-    BaseParameterDerivatives,
-    stored_inputs,
-)
 from backpack.core.derivatives.generic import input_batch_axis
-from backpack.core.reductions import Outer, PerSample, Summed
+from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
+from backpack.core.derivatives.stored import stored_inputs
+from backpack.core.per_sample.base import PerSample, Summed
+from backpack.core.per_sample.outer import Outer
 from backpack.utils.subsampling import subsample
 
 Recurrent = Union[RNN, LSTM, GRU]

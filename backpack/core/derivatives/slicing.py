@@ -9,9 +9,6 @@ from backpack.custom_module.slicing import Slicing
 class SlicingDerivatives(LinearMapDerivatives):
     """Derivatives of ``Slicing``, as long as it keeps all samples."""
 
-    def hessian_is_zero(self, module: Slicing) -> bool:  # noqa: D102
-        return True
-
     def linear_part(self, module: Slicing, x: Tensor) -> Tensor:  # noqa: D102
         self.no_slice_batch_axis(module)
         return module.forward(x)

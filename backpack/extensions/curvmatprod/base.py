@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Callable, List, Tuple
+from functools import partialmethod
+from typing import Any, Callable, List, Tuple
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
 from backpack.core.derivatives.batchnorm_nd import BatchNormNdDerivatives
-from backpack.core.derivatives.nll_base import LossDerivatives
-from backpack.extensions.curvature import Curvature
-from backpack.extensions.curvmatprod.operator import Operator, Step
-from backpack.extensions.secondorder.linearization import (
+from backpack.core.derivatives.loss_base import BaseLossDerivatives
+from backpack.core.linearization import (
     Linearization,
     ParameterLinearization,
     Snapshot,
     freeze,
-    without_autocast,
 )
+from backpack.engine.turn import current_turn
+from backpack.extensions.curvature import Curvature
+from backpack.extensions.curvmatprod.operator import Operator, Step
 from backpack.extensions.secondorder.module_rules import ModuleRule, WalkingExtension
-from backpack.extensions.turn import current_turn
+from backpack.extensions.secondorder.walk import check_samples_apart, without_autocast
+from backpack.extensions.shards import Piece
 from backpack.utils.disable import disable
-
-if TYPE_CHECKING:
-    from backpack.distributed import Piece
 
 PARAMETER_RESIDUAL = (
     "{ext}: {module} is not known to be linear in its parameter '{name}', and the "
@@ -114,6 +113,9 @@ class CurvatureProductRule(ModuleRule):
         Returns:
             Product with the matrix at each of the inputs.
         """
+        by_sample = linear.residual_is_zero or linear.residual_is_diagonal
+        if Curvature.is_pch(ext.curv_type) and not by_sample:
+            check_samples_apart(linear, ext, linear.residual, linear.inputs())
         step = Step(linear, Operator.wrap(backproped), ext.curv_type)
         return [Operator([(step, slot)]) for slot in range(len(linear.positions))]
 
@@ -125,49 +127,8 @@ class BatchNormProductRule(CurvatureProductRule):
         """Set derivatives and parameters."""
         super().__init__(BatchNormNdDerivatives(), params=["weight", "bias"])
 
-    def weight(
-        self,
-        ext: CurvatureProduct,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
-        backproped: Callable[[Tensor], Tensor],
-    ) -> Callable[[Tensor], Tensor]:
-        """Make the product with the weight's block, see :meth:`parameter`.
-
-        Args:
-            ext: The extension that is running.
-            module: The layer, with its inputs and output.
-            g_inp: Gradients at the inputs, as far as they exist.
-            g_out: Gradients at the outputs.
-            backproped: Product with the matrix at the output.
-
-        Returns:
-            Function that maps ``[K, C]`` to the same shape.
-        """
-        return self.parameter("weight", ext, module, g_inp, g_out, backproped)
-
-    def bias(
-        self,
-        ext: CurvatureProduct,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
-        backproped: Callable[[Tensor], Tensor],
-    ) -> Callable[[Tensor], Tensor]:
-        """Make the product with the bias's block, see :meth:`parameter`.
-
-        Args:
-            ext: The extension that is running.
-            module: The layer, with its inputs and output.
-            g_inp: Gradients at the inputs, as far as they exist.
-            g_out: Gradients at the outputs.
-            backproped: Product with the matrix at the output.
-
-        Returns:
-            Function that maps ``[K, C]`` to the same shape.
-        """
-        return self.parameter("bias", ext, module, g_inp, g_out, backproped)
+    weight = partialmethod(CurvatureProductRule.parameter, "weight")
+    bias = partialmethod(CurvatureProductRule.parameter, "bias")
 
 
 class CurvatureProduct(WalkingExtension):
@@ -196,7 +157,10 @@ class CurvatureProduct(WalkingExtension):
         self.curv_type = curv_type
 
     def start(
-        self, derivatives: LossDerivatives, module: Module, g_out: Tuple[Tensor, ...]
+        self,
+        derivatives: BaseLossDerivatives,
+        module: Module,
+        g_out: Tuple[Tensor, ...],
     ) -> Operator:
         """Compute the product with the loss Hessian.
 
@@ -211,12 +175,10 @@ class CurvatureProduct(WalkingExtension):
         scale = g_out[0].detach()
         if Curvature.REQUIRE_PSD_LOSS_HESSIAN[self.curv_type]:
             current_turn().loss_scale()  # refuses a negative factor
-            if not derivatives.hessian_is_psd():
-                derivatives.sqrt_hessian(module, (), ())  # refuses the others
+            derivatives.check_psd(module)
         product = derivatives.make_hessian_mat_prod(module, (), ())
         return Operator(
-            functions=[lambda mat: scale * product(mat)],
-            snapshots=[Snapshot(module)],
+            functions=[lambda mat: scale * product(mat)], snapshots=[Snapshot(module)]
         )
 
     def accumulate_backpropagated_quantities(self, existing: Any, other: Any) -> Any:

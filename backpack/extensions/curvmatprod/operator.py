@@ -14,13 +14,9 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
+from backpack.core.linearization import Columns, Linearization, Snapshot
 from backpack.extensions.curvature import Curvature
-from backpack.extensions.secondorder.linearization import (
-    Columns,
-    Linearization,
-    Snapshot,
-    without_autocast,
-)
+from backpack.extensions.secondorder.walk import without_autocast
 from backpack.utils.disable import disable
 from backpack.utils.unsqueeze import flatten
 

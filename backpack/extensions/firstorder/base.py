@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, Dict, List, Tuple, Type
+from typing import Any, Dict, List, Tuple, Type
 
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from backpack.core.derivatives.basederivatives import (
-    BaseParameterDerivatives,
-)
-from backpack.core.reductions import PerSample
+from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
+from backpack.core.per_sample.base import PerSample
+from backpack.core.table import LAYERS, REGISTERED
 from backpack.extensions.backprop_extension import FAIL_WARN, BackpropExtension
-from backpack.extensions.layers import LAYERS, REGISTERED
 from backpack.extensions.module_extension import ModuleExtension
-from backpack.extensions.shards import is_shared, remember
-from backpack.extensions.turn import current_turn
-from backpack.utils.errors import may_couple_samples, raise_error_if_coupled
-
-if TYPE_CHECKING:
-    from backpack.capture import Call
+from backpack.extensions.shards import is_shared, shard_of
+from backpack.utils.errors import batch_norm_raise_error_if_train
 
 
 class FirstOrderModuleExtension(ModuleExtension):
@@ -62,8 +57,8 @@ class FirstOrderBackpropExtension(BackpropExtension):
         return False
 
 
-class ReduceGradients(FirstOrderModuleExtension):
-    """Reduce the individual gradients of all parameters; the same for every layer."""
+class BuiltIn(FirstOrderModuleExtension):
+    """Stands for what is computed for all parameters, whatever their modules are."""
 
     def __call__(
         self,
@@ -72,7 +67,7 @@ class ReduceGradients(FirstOrderModuleExtension):
         g_inp: Tuple[Tensor, ...],
         g_out: Tuple[Tensor, ...],
     ) -> None:
-        """Save the extension's value on each parameter of a module.
+        """Refuse what couples samples; else, parameters have a turn of their own.
 
         Args:
             extension: The extension that is running.
@@ -80,20 +75,13 @@ class ReduceGradients(FirstOrderModuleExtension):
             g_inp: Gradients at the inputs, as far as they exist.
             g_out: Gradients at the outputs.
         """
-        turn = current_turn()
-        parameters, shard = turn.parameters(), remember(extension, turn)
-        refuse = extension.refuses_coupled_samples and module.training
-        raise_error_if_coupled(module, turn.call.arguments, refuse)
-        for name, param in parameters:
-            gradients = turn.gradients(name)
-            turn.save(extension, param, extension.reduce_selected(gradients))
-            if shard is not None:
-                shard.samples = gradients.batch_size
-                shard.parts[param] = extension.parts(gradients)
+        if isinstance(module, _BatchNorm):
+            refuse = extension.refuses_coupled_samples and module.training
+            batch_norm_raise_error_if_train(module, refuse)
 
 
-_REDUCE = ReduceGradients()
-_REDUCED = {layer: _REDUCE for layer in REGISTERED if LAYERS[layer].params != ()}
+_BUILT_IN = BuiltIn()
+_REGISTERED = {layer: _BUILT_IN for layer in REGISTERED if LAYERS[layer].params != ()}
 
 
 class GradientReduction(FirstOrderBackpropExtension):
@@ -114,7 +102,9 @@ class GradientReduction(FirstOrderBackpropExtension):
             savefield: Attribute of a parameter under which its value is saved.
             subsampling: Samples to consider, by index. Default: ``None`` for all.
         """
-        super().__init__(savefield, _REDUCED, subsampling=subsampling)
+        super().__init__(savefield, _REGISTERED, subsampling=subsampling)
+        if self.get_subsampling() is not None:
+            self.adds_up_from = None
 
     @staticmethod
     @abstractmethod
@@ -150,33 +140,27 @@ class GradientReduction(FirstOrderBackpropExtension):
         """
         return None
 
-    def adds_up(self, module: Module, positions: int) -> bool:
-        """Tell whether the sum of a layer's gradients comes at a low cost.
+    def compute(self, turn: Any) -> None:
+        """Reduce the individual gradients of parameters.
 
         Args:
-            module: A linear layer or a convolution.
-            positions: Number of positions that share its weight.
-
-        Returns:
-            Whether it is cheaper to add them up than to have autograd do its work.
+            turn: The parameters' turn.
         """
-        if positions < self.adds_up_from or self.get_subsampling() is not None:
-            return False
-        return self.get_module_extension(module) is _REDUCE
+        shard = shard_of(self)
+        for param, product in turn.gradients().items():
+            gradients = product.plain
+            turn.save(self, param, self.reduce_selected(gradients))
+            if shard is not None:
+                shard.samples = gradients.batch_size
+                shard.parts[param] = self.parts(gradients)
 
-    def runs_without_parameters(self, call: Call) -> bool:
-        """Tell whether there is anything to do on a call without parameters.
+    def is_customized(self, module: Module) -> bool:  # noqa: D102
+        return self.get_module_extension(module) is not _BUILT_IN
 
-        Args:
-            call: The call.
-
-        Returns:
-            Whether it may have to be refused, or a user registered what to do.
-        """
-        module = call.module
+    def runs_on(self, call: Any) -> bool:  # noqa: D102
         return (
-            may_couple_samples(module)
-            or self.get_module_extension(module) is not _REDUCE
+            isinstance(call.module, _BatchNorm)
+            or self.is_customized(call.module)
             or (call.is_loss and is_shared())  # it tells what a mean divides by
         )
 
@@ -187,9 +171,9 @@ class GradientReduction(FirstOrderBackpropExtension):
             module: The module.
 
         Returns:
-            What a user registered, else the reduction.
+            What a user registered, else what is built in.
         """
-        return super().get_module_extension(module) or _REDUCE
+        return super().get_module_extension(module) or _BUILT_IN
 
 
 class ReducedLayer(FirstOrderModuleExtension):

@@ -5,9 +5,9 @@ from typing import Optional, Tuple
 from torch import Tensor
 from torch.nn import Module
 
+from backpack.engine.turn import current_turn
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.module_extension import ModuleExtension
-from backpack.extensions.turn import current_turn
 
 
 class SecondOrderBackpropExtension(BackpropExtension):

@@ -5,31 +5,28 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Iterator, Optional, Tuple
+from typing import Any, Iterator, Optional, Tuple
 
 import torch
 from torch import Generator, Tensor
 from torch.nn import Module
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from backpack.core.derivatives.nll_base import LossDerivatives, split_columns
-from backpack.core.reductions import PerSample
+from backpack.core.derivatives.loss_base import BaseLossDerivatives, split_columns
+from backpack.core.per_sample.base import PerSample
+from backpack.core.table import GENERIC, built_in, find_loss
+from backpack.engine.turn import current_turn
 from backpack.extensions.backprop_extension import BackpropExtension
-from backpack.extensions.layers import built_in, find_loss
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
-from backpack.extensions.secondorder.linearization import (
+from backpack.extensions.secondorder.walk import (
     check_samples_kept,
     freeze_call,
     linearize,
     skips,
 )
-from backpack.extensions.shards import remember
-from backpack.extensions.turn import current_turn
-from backpack.utils.errors import may_couple_samples, raise_error_if_coupled
+from backpack.utils.errors import batch_norm_raise_error_if_train
 from backpack.utils.subsampling import Subsampling, subsample
-
-if TYPE_CHECKING:
-    from backpack.capture import Call
 
 FISHER_TYPES = ("mc", "empirical")
 
@@ -53,7 +50,17 @@ class Source:
     generator: Optional[Generator] = None
     compact: bool = False
 
-    def columns(self, derivatives: LossDerivatives, module: Module) -> Tensor:
+    @property
+    def is_exact(self) -> bool:
+        """Whether columns are those of a factor of the loss Hessian."""
+        return self.strategy == "exact"
+
+    @property
+    def complete(self) -> Source:
+        """The same source without columns combined."""
+        return replace(self, compact=False)
+
+    def columns(self, derivatives: BaseLossDerivatives, module: Module) -> Tensor:
         """Compute the columns at the loss input.
 
         Args:
@@ -75,7 +82,7 @@ class Source:
         return derivatives.sqrt_hessian(module, (), ())
 
     def chunks(
-        self, derivatives: LossDerivatives, module: Module, size: int
+        self, derivatives: BaseLossDerivatives, module: Module, size: int
     ) -> Iterator[Tensor]:
         """Compute the columns at the loss input, some at a time.
 
@@ -148,17 +155,10 @@ class ReduceColumns(ModuleExtension):
             g_inp: Gradients at the inputs, as far as they exist.
             g_out: Gradients at the outputs.
         """
-        turn = current_turn()
-        parameters = turn.parameters()
-        remember(extension, turn)
-        raise_error_if_coupled(module, turn.call.arguments)
+        if isinstance(module, _BatchNorm):
+            batch_norm_raise_error_if_train(module)
         if extension.walks_modules:
             self._walk(extension, module, g_inp, g_out)
-        else:
-            for name, param in parameters:
-                value = turn.backward_pass.pull_back.value(extension, turn, name)
-                if value is not None:
-                    turn.save(extension, param, value)
 
     def _walk(
         self,
@@ -183,10 +183,13 @@ class ReduceColumns(ModuleExtension):
         if some is not None:
             all_samples = columns.new_zeros(len(columns), *turn.call.output_shapes[0])
             all_samples[:, some] = columns
-        formed = turn.products([all_samples])
+        frozen, row = freeze_call(turn), turn.row
         for name, param in turn.parameters():
-            product = formed[name]
-            extension.check(turn.call, name, product)
+            known = row if row.covers(module, name) else GENERIC
+            product = known.derivatives.stored_product(
+                name, frozen, (), g_out, all_samples
+            )
+            extension.check(turn.call, param, product)
             turn.save_alone(extension, param, extension.reduce(product))
         producers = turn.producers(extension)
         if producers:
@@ -207,15 +210,11 @@ class ColumnExtension(SecondOrderBackpropExtension):
     """
 
     additive = True
+    pulls_columns = True
     separates_samples = True
     default_rule = ReduceColumns()
 
-    def __init__(
-        self,
-        savefield: str,
-        source: Source,
-        subsampling: Subsampling = None,
-    ):
+    def __init__(self, savefield: str, source: Source, subsampling: Subsampling = None):
         """Store where columns come from and values go to.
 
         Args:
@@ -265,12 +264,22 @@ class ColumnExtension(SecondOrderBackpropExtension):
         """
         return existing + other
 
-    def check(self, call: Call, name: str, product: PerSample) -> None:
+    def compute(self, turn: Any) -> None:
+        """Reduce the columns at parameters.
+
+        Args:
+            turn: The parameters' turn.
+        """
+        if not self.walks_modules:
+            for param, value in turn.columns(self):
+                turn.save(self, param, value)
+
+    def check(self, where: Any, param: Tensor, product: PerSample) -> None:
         """Refuse a parameter for which the quantity is not defined, by an exception.
 
         Args:
-            call: A call that is responsible for the parameter.
-            name: Name of the parameter in the call's module.
+            where: A call, or a group of parameters, for messages.
+            param: The parameter.
             product: Products of columns and its Jacobian.
         """
 
@@ -346,17 +355,9 @@ class ColumnExtension(SecondOrderBackpropExtension):
         self.walks_modules |= extension.overrides_backpropagate
         self.source = replace(self.source, compact=False)
 
-    def runs_without_parameters(self, call: Call) -> bool:
-        """Tell whether there is anything to do on a call without parameters.
-
-        Args:
-            call: The call.
-
-        Returns:
-            Whether it is a loss, may have to be refused, or takes part in a walk.
-        """
+    def runs_on(self, call: Any) -> bool:  # noqa: D102
         module = call.module
-        refused = may_couple_samples(module)
+        refused = isinstance(module, _BatchNorm)
         return (
             call.is_loss or refused or self.walks_modules or self.is_customized(module)
         )

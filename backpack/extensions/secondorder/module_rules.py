@@ -9,17 +9,18 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack.core.derivatives.nll_base import LossDerivatives
-from backpack.extensions.layers import (
+from backpack.core.derivatives.loss_base import BaseLossDerivatives
+from backpack.core.linearization import Linearization
+from backpack.core.table import (
     GENERIC,
     built_in,
     find_loss,
 )
+from backpack.engine.turn import current_turn
 from backpack.extensions.mat_to_mat_jac_base import ParameterRule
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
-from backpack.extensions.secondorder.linearization import (
-    Linearization,
+from backpack.extensions.secondorder.walk import (
     check_batch_first,
     check_samples_kept,
     freeze_call,
@@ -28,8 +29,6 @@ from backpack.extensions.secondorder.linearization import (
     skips,
     without_autocast,
 )
-from backpack.extensions.shards import remember
-from backpack.extensions.turn import current_turn
 from backpack.utils.disable import disable
 
 
@@ -99,7 +98,6 @@ class ApplyRules(ModuleExtension):
             g_out: Gradients at the outputs.
         """
         turn = current_turn()
-        remember(extension, turn)
         with disable(), without_autocast(g_out[0]):
             if turn.call.is_loss:
                 derivatives = find_loss(module).derivatives
@@ -130,7 +128,8 @@ class ApplyRules(ModuleExtension):
         if producers:
             rule = extension.rule(row.derivatives)
             values = rule.pull_back(extension, linear, quantity)
-            check_samples_kept(linear, extension)
+            if extension.separates_samples:
+                check_samples_kept(linear, extension)
             turn.pass_on(extension, linear.at_positions(values))
 
 
@@ -157,7 +156,10 @@ class WalkingExtension(SecondOrderBackpropExtension):
 
     @abstractmethod
     def start(
-        self, derivatives: LossDerivatives, module: Module, g_out: Tuple[Tensor, ...]
+        self,
+        derivatives: BaseLossDerivatives,
+        module: Module,
+        g_out: Tuple[Tensor, ...],
     ) -> Any:
         """Compute the quantity at the loss input.
 

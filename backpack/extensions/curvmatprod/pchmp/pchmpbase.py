@@ -5,10 +5,10 @@ from typing import Any, Tuple
 from torch import Tensor
 from torch.nn import Module
 
+from backpack.core.linearization import Linearization, freeze
 from backpack.extensions.curvature import ResidualModifications
 from backpack.extensions.curvmatprod.base import CurvatureProductRule
 from backpack.extensions.curvmatprod.operator import make_residual
-from backpack.extensions.secondorder.linearization import Linearization, freeze
 
 
 class PCHMPBase(CurvatureProductRule):

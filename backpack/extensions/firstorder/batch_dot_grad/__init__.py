@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, List
+from typing import List
 
 import torch
 from torch import Tensor
 
-from backpack.core.reductions import PerSample
+from backpack.core.per_sample.base import PerSample
 from backpack.extensions.firstorder.base import GradientReduction
+from backpack.extensions.shards import Piece
 from backpack.utils.types import as_type
-
-if TYPE_CHECKING:
-    from backpack.distributed import Piece
 
 
 class BatchDotGrad(GradientReduction):

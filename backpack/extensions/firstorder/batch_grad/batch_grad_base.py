@@ -2,7 +2,7 @@
 
 from typing import List
 
-from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
+from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
 from backpack.extensions.firstorder.base import ReducedLayer
 from backpack.extensions.firstorder.batch_grad import BatchGrad
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.nn import Module
 
-from backpack.core.reductions import PerSample, prefers_gram
+from backpack.core.per_sample.base import PerSample
+from backpack.core.per_sample.outer import prefers_gram
 from backpack.extensions.firstorder.base import GradientReduction
-
-if TYPE_CHECKING:
-    from backpack.distributed import Piece
+from backpack.extensions.shards import Piece
 
 
 class BatchL2Grad(GradientReduction):

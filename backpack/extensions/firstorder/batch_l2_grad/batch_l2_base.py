@@ -2,7 +2,7 @@
 
 from typing import List
 
-from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
+from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
 from backpack.extensions.firstorder.base import ReducedLayer
 from backpack.extensions.firstorder.batch_l2_grad import BatchL2Grad
 
@@ -10,11 +10,7 @@ from backpack.extensions.firstorder.batch_l2_grad import BatchL2Grad
 class BatchL2Base(ReducedLayer):
     """Compute squared norms of individual gradients with a layer's derivatives."""
 
-    def __init__(
-        self,
-        params: List[str],
-        derivatives: BaseParameterDerivatives = None,
-    ):
+    def __init__(self, params: List[str], derivatives: BaseParameterDerivatives = None):
         """Create a method for each parameter.
 
         Args:

@@ -4,8 +4,8 @@ from typing import List
 
 from torch import Tensor
 
-from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
-from backpack.core.reductions import PerSample
+from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
+from backpack.core.per_sample.base import PerSample
 from backpack.extensions.firstorder.base import GradientReduction, ReducedLayer
 
 

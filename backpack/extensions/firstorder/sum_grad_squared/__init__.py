@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
-from backpack.core.reductions import PerSample
+from backpack.core.per_sample.base import PerSample
 from backpack.extensions.firstorder.base import GradientReduction
-
-if TYPE_CHECKING:
-    from backpack.distributed import Piece
+from backpack.extensions.shards import Piece
 
 
 class SumGradSquared(GradientReduction):

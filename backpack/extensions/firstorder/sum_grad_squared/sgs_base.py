@@ -2,7 +2,7 @@
 
 from typing import List
 
-from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
+from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
 from backpack.extensions.firstorder.base import ReducedLayer
 from backpack.extensions.firstorder.sum_grad_squared import SumGradSquared
 
@@ -10,11 +10,7 @@ from backpack.extensions.firstorder.sum_grad_squared import SumGradSquared
 class SGSBase(ReducedLayer):
     """Compute sums of squared individual gradients with a layer's derivatives."""
 
-    def __init__(
-        self,
-        derivatives: BaseParameterDerivatives,
-        params: List[str] = None,
-    ):
+    def __init__(self, derivatives: BaseParameterDerivatives, params: List[str] = None):
         """Create a method for each parameter.
 
         Args:

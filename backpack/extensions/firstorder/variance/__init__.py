@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
-from backpack.core.reductions import PerSample
+from backpack.core.per_sample.base import PerSample
 from backpack.extensions.firstorder.base import GradientReduction
-from backpack.extensions.shards import is_shared
+from backpack.extensions.shards import Piece, is_shared
 from backpack.utils.types import as_type, full_precision
-
-if TYPE_CHECKING:
-    from backpack.distributed import Piece
 
 
 class Variance(GradientReduction):

@@ -20,10 +20,7 @@ class VarianceBaseModule(FirstOrderModuleExtension):
     """
 
     def __init__(
-        self,
-        params: List[str],
-        grad_extension: GradBaseModule,
-        sgs_extension: SGSBase,
+        self, params: List[str], grad_extension: GradBaseModule, sgs_extension: SGSBase
     ):
         """Create a method for each parameter.
 

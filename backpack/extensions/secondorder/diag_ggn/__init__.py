@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Optional
+from typing import Optional
 
 from torch import Generator, Tensor
 
-from backpack.core.reductions import PerSample
+from backpack.core.per_sample.base import PerSample
 from backpack.extensions.secondorder.columns import (
     ColumnExtension,
     Source,
     fisher_source,
 )
 from backpack.extensions.secondorder.hbp.hbp_options import LossHessianStrategy
-
-if TYPE_CHECKING:
-    from backpack.distributed import Piece
+from backpack.extensions.shards import Piece
 
 
 class _Diagonal(ColumnExtension):
@@ -88,12 +86,10 @@ class DiagGGNExact(DiagGGN):
         super().__init__(LossHessianStrategy.EXACT, "diag_ggn_exact")
 
 
-class DiagGGNMC(DiagGGN):
-    """Diagonal of the GGN, with a Monte-Carlo estimate of the loss Hessian.
+class _Sampled(_Diagonal):
+    """The diagonal with a Monte-Carlo estimate of the loss Hessian."""
 
-    Saved in ``diag_ggn_mc``, of shape ``[*p]``. Targets are drawn from the model's own
-    distribution; the result is right in the mean over many draws.
-    """
+    _savefield: str
 
     def __init__(
         self,
@@ -111,7 +107,17 @@ class DiagGGNMC(DiagGGN):
                 Default: ``"mc"``.
         """
         source = fisher_source(type(self).__name__, fisher_type, mc_samples, generator)
-        super().__init__(LossHessianStrategy.SAMPLING, "diag_ggn_mc", source)
+        super().__init__(LossHessianStrategy.SAMPLING, self._savefield, source)
+
+
+class DiagGGNMC(_Sampled, DiagGGN):
+    """Diagonal of the GGN, with a Monte-Carlo estimate of the loss Hessian.
+
+    Saved in ``diag_ggn_mc``, of shape ``[*p]``. Targets are drawn from the model's own
+    distribution; the result is right in the mean over many draws.
+    """
+
+    _savefield = "diag_ggn_mc"
 
 
 class BatchDiagGGNExact(BatchDiagGGN):
@@ -126,27 +132,11 @@ class BatchDiagGGNExact(BatchDiagGGN):
         super().__init__(LossHessianStrategy.EXACT, "diag_ggn_exact_batch")
 
 
-class BatchDiagGGNMC(BatchDiagGGN):
+class BatchDiagGGNMC(_Sampled, BatchDiagGGN):
     """Diagonal of each sample's GGN, with a Monte-Carlo estimate of the loss Hessian.
 
     Saved in ``diag_ggn_mc_batch``, of shape ``[N, *p]``: the summands of
     :class:`DiagGGNMC`.
     """
 
-    def __init__(
-        self,
-        mc_samples: int = 1,
-        generator: Optional[Generator] = None,
-        fisher_type: str = "mc",
-    ):
-        """Choose the number of Monte-Carlo samples and what draws them.
-
-        Args:
-            mc_samples: Number of Monte-Carlo samples. Default: ``1``.
-            generator: Random number generator. Default: PyTorch's global one.
-            fisher_type: ``"mc"`` for targets drawn from the model's own distribution,
-                ``"empirical"`` for those of the batch: the empirical Fisher's diagonal.
-                Default: ``"mc"``.
-        """
-        source = fisher_source(type(self).__name__, fisher_type, mc_samples, generator)
-        super().__init__(LossHessianStrategy.SAMPLING, "diag_ggn_mc_batch", source)
+    _savefield = "diag_ggn_mc_batch"

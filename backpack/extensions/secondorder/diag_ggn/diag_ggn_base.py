@@ -5,10 +5,8 @@ from typing import List, Tuple, Union
 from torch import Tensor
 from torch.nn import Module
 
-from backpack.core.derivatives.basederivatives import (
-    BaseDerivatives,
-    BaseParameterDerivatives,
-)
+from backpack.core.derivatives.input_base import BaseDerivatives
+from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.mat_to_mat_jac_base import ParameterRule
 

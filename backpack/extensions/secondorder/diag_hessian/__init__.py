@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Tuple
+from typing import Tuple
 
 from torch import Tensor
 from torch.nn import Module
 
 from backpack.core.derivatives.generic_loss import GenericLossDerivatives
-from backpack.core.derivatives.nll_base import LossDerivatives
+from backpack.core.derivatives.loss_base import BaseLossDerivatives
 from backpack.extensions.secondorder.diag_hessian.diag_h_base import DiagHBaseModule
 from backpack.extensions.secondorder.diag_hessian.signed_columns import (
     SignedColumns,
     factor,
 )
 from backpack.extensions.secondorder.module_rules import WalkingExtension
-
-if TYPE_CHECKING:
-    from backpack.distributed import Piece
+from backpack.extensions.shards import Piece
 
 
 class DiagHessian(WalkingExtension):
@@ -36,7 +34,10 @@ class DiagHessian(WalkingExtension):
         super().__init__("diag_h")
 
     def start(
-        self, derivatives: LossDerivatives, module: Module, g_out: Tuple[Tensor, ...]
+        self,
+        derivatives: BaseLossDerivatives,
+        module: Module,
+        g_out: Tuple[Tensor, ...],
     ) -> SignedColumns:
         """Compute signed columns of the loss Hessian.
 

@@ -9,13 +9,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack.core.derivatives.generic import find_parameter
+from backpack.core.linearization import Linearization, ParameterLinearization
 from backpack.extensions.secondorder.diag_hessian.signed_columns import (
     SignedColumns,
     factor,
-)
-from backpack.extensions.secondorder.linearization import (
-    Linearization,
-    ParameterLinearization,
 )
 from backpack.extensions.secondorder.module_rules import ModuleRule
 from backpack.utils.unsqueeze import flatten

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, List, Optional, Tuple
+from typing import Any, List, Optional, Tuple
 
 from torch import Generator, Tensor
 from torch.nn import Module
 
-from backpack.core.derivatives.nll_base import LossDerivatives
-from backpack.core.reductions import PerSample
+from backpack.core.derivatives.loss_base import BaseLossDerivatives
+from backpack.core.per_sample.base import PerSample
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.secondorder.columns import (
     ColumnExtension,
@@ -24,10 +24,7 @@ from backpack.extensions.secondorder.hbp.hbp_options import (
 from backpack.extensions.secondorder.hbp.hbpbase import HBPBaseModule
 from backpack.extensions.secondorder.hbp.losses import HBPLoss
 from backpack.extensions.secondorder.module_rules import WalkingExtension
-
-if TYPE_CHECKING:
-    from backpack.capture import Call
-    from backpack.distributed import Piece
+from backpack.extensions.shards import Piece, shard_of
 
 __all__ = [
     "BackpropStrategy",
@@ -174,7 +171,10 @@ class HBP(WalkingExtension):
         return 1
 
     def start(
-        self, derivatives: LossDerivatives, module: Module, g_out: Tuple[Tensor, ...]
+        self,
+        derivatives: BaseLossDerivatives,
+        module: Module,
+        g_out: Tuple[Tensor, ...],
     ) -> Tensor:
         """Compute what is pulled back from the loss.
 
@@ -223,11 +223,14 @@ class HBP(WalkingExtension):
         )
         if averages_inputs or BackpropStrategy.is_batch_average(self.backprop_strategy):
             raise NotImplementedError(AVERAGES.format(ext=type(self).__name__))
-        position = factors.input_position(value)
+        position = factors.input_position(value, bool(piece.parts))
         return [
             piece.sum(factor, piece.share if i == position else piece.weight)
             for i, factor in enumerate(value)
         ]
+
+
+DENSE_LIMIT = 2**14  # a GiB in single precision
 
 
 class KroneckerFactors(ColumnExtension, HBP):
@@ -241,6 +244,7 @@ class KroneckerFactors(ColumnExtension, HBP):
         savefield: str,
         source: Source,
         weight_sharing: Optional[str] = None,
+        dense_limit: int = DENSE_LIMIT,
     ):
         """Choose how weight sharing is treated.
 
@@ -248,7 +252,9 @@ class KroneckerFactors(ColumnExtension, HBP):
             savefield: Attribute of a parameter under which its value is saved.
             source: Where the columns come from.
             weight_sharing: ``"expand"``, ``"reduce"`` or ``None``. Default: ``None``.
+            dense_limit: Number of rows that a factor may have. Default: ``16384``.
         """
+        self.dense_limit = dense_limit
         exact = source.strategy == LossHessianStrategy.EXACT
         HBP.__init__(
             self,
@@ -261,15 +267,20 @@ class KroneckerFactors(ColumnExtension, HBP):
         )
         ColumnExtension.__init__(self, savefield, source)
 
-    def check(self, call: Call, name: str, product: PerSample) -> None:
-        """Refuse parameters whose factors are ambiguous.
+    def check(self, where: Any, param: Tensor, product: PerSample) -> None:
+        """Refuse parameters whose factors are ambiguous, or too large.
 
         Args:
-            call: A call that is responsible for the parameter.
-            name: Name of the parameter in the call's module.
+            where: A call, or a group of parameters, for messages.
+            param: The parameter.
             product: Products of columns and its Jacobian.
         """
-        factors.refuse_ambiguous(self, call.module, name, product)
+        what = where.describe(param)
+        factors.refuse_large(self, what, product)
+        factors.refuse_ambiguous(self, what, product)
+        shard = shard_of(self)
+        if shard is not None:
+            shard.parts[param] = factors.is_transposed(product)
 
     def statistic(self, product: PerSample) -> Tensor:  # noqa: D102
         return factors.output_factor(product, self.weight_sharing)
@@ -310,6 +321,7 @@ class KFAC(KroneckerFactors):
         weight_sharing: Optional[str] = None,
         generator: Optional[Generator] = None,
         fisher_type: str = "mc",
+        dense_limit: int = DENSE_LIMIT,
     ):
         """Choose the number of samples and how weight sharing is treated.
 
@@ -320,9 +332,11 @@ class KFAC(KroneckerFactors):
             fisher_type: ``"mc"`` for targets drawn from the model's own distribution,
                 ``"empirical"`` for those of the batch: B is then that of the empirical
                 Fisher c Σₙ ∇ℓₙ ∇ℓₙᵀ. Default: ``"mc"``.
+            dense_limit: Number of rows that a factor may have; parameters with larger
+                ones are refused before anything is allocated. Default: ``16384``.
         """
         source = fisher_source(type(self).__name__, fisher_type, mc_samples, generator)
-        super().__init__("kfac", source, weight_sharing)
+        super().__init__("kfac", source, weight_sharing, dense_limit)
 
 
 class KFLR(KroneckerFactors):
@@ -332,14 +346,18 @@ class KFLR(KroneckerFactors):
     Gauss-Newton optimisation for deep learning").
     """
 
-    def __init__(self, weight_sharing: Optional[str] = None):
+    def __init__(
+        self, weight_sharing: Optional[str] = None, dense_limit: int = DENSE_LIMIT
+    ):
         """Choose how weight sharing is treated.
 
         Args:
             weight_sharing: ``"expand"``, ``"reduce"`` or ``None``. Default: ``None``.
+            dense_limit: Number of rows that a factor may have; parameters with larger
+                ones are refused before anything is allocated. Default: ``16384``.
         """
         source = Source(LossHessianStrategy.EXACT, compact=True)
-        super().__init__("kflr", source, weight_sharing)
+        super().__init__("kflr", source, weight_sharing, dense_limit)
 
 
 class KFRA(HBP):

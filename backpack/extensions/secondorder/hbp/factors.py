@@ -10,48 +10,93 @@ import torch
 from einops import einsum, rearrange
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.modules.conv import _ConvTransposeNd
 
-from backpack.core.derivatives.basederivatives import (
-    BaseParameterDerivatives,
-    stored_inputs,
-)
-from backpack.core.reductions import Outer, PerSample, Rows, Summed, gram, reciprocal
+from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
+from backpack.core.derivatives.stored import stored_inputs
+from backpack.core.fast.matmul import gram
+from backpack.core.per_sample.base import PerSample, Summed
+from backpack.core.per_sample.outer import Outer
+from backpack.core.per_sample.rows import Rows
+from backpack.core.per_sample.sums import reciprocal
 from backpack.utils.unsqueeze import flatten
 
 WEIGHT_SHARING = (None, "expand", "reduce")
 AMBIGUOUS = (
-    "{ext}: {reason} in {module} (parameter '{name}'), and there is more than one way "
+    "{ext}: {reason} in {what}, and there is more than one way "
     "to define its Kronecker factors. Choose one with {ext}(weight_sharing='expand') "
     "or {ext}(weight_sharing='reduce') (Eschenhagen et al., 2023)."
 )
 
 
 TRANSPOSED = (
-    "{ext} (field '{field}'): the Kronecker factors of the weight of {module} "
-    "stand for `weight.transpose(0, 1)`, output channels first. Transpose it before "
+    "{ext} (field '{field}'): the Kronecker factors of {what} "
+    "stand for `weight.{how}`, output channels first. Transpose it before "
     "you multiply with them."
 )
 
 
-def refuse_ambiguous(ext: Any, module: Module, name: str, product: PerSample) -> None:
+TOO_LARGE = (
+    "{ext} (field '{field}'): {what} would get a dense block with {size} rows, {memory}, "
+    "more than dense_limit={limit} allows. Use DiagGGNExact or DiagGGNMC for it, whose "
+    "results are as large as the parameter, freeze it, or raise {ext}(dense_limit=...)."
+)
+
+
+def refuse_large(ext: Any, what: str, product: PerSample) -> None:
+    """Refuse parameters with a factor above a limit, before it is allocated.
+
+    Args:
+        ext: The extension, with its ``dense_limit``.
+        what: The parameter, and where it is used.
+        product: Products of columns and its Jacobian.
+
+    Raises:
+        NotImplementedError: If a factor would have too many rows.
+    """
+    groups, sizes = 1, [product.shape.numel()]
+    if isinstance(product, Outer):
+        groups, p = product.groups, product.b.shape[-1]
+        sizes = [p, product.shape.numel() // max(1, groups * p)]
+    elif isinstance(product, Summed):
+        groups = product.groups
+        sizes = [product.shape.numel() // groups]
+    elif isinstance(product, Rows):
+        sizes = [product.b.shape[-1]]
+    size = max(sizes)
+    if size > ext.dense_limit:
+        memory = groups * size**2 * product.dtype.itemsize / 2**30
+        raise NotImplementedError(
+            TOO_LARGE.format(
+                ext=type(ext).__name__,
+                field=ext.savefield,
+                what=what,
+                size=size,
+                memory=f"{memory:.1f} GiB",
+                limit=ext.dense_limit,
+            )
+        )
+
+
+def refuse_ambiguous(ext: Any, what: str, product: PerSample) -> None:
     """Refuse parameters whose factors are ambiguous; warn of transposed ones.
 
     Args:
         ext: The extension, with its ``weight_sharing``.
-        module: The layer.
-        name: Name of the parameter.
+        what: The parameter, and where it is used.
         product: Products of columns and its Jacobian.
 
     Raises:
         NotImplementedError: If a choice is needed and was not made.
     """
-    if isinstance(module, _ConvTransposeNd) and name == "weight":
+    if isinstance(product, Outer) and product.is_reordered:
         warned = ext.__dict__.setdefault("_warned_of", set())
-        if type(module) not in warned:
-            warned.add(type(module))
+        if what not in warned:
+            warned.add(what)
             text = TRANSPOSED.format(
-                ext=type(ext).__name__, field=ext.savefield, module=module
+                ext=type(ext).__name__,
+                field=ext.savefield,
+                what=what,
+                how=product.order.describe(product.shape),
             )
             warn(text, stacklevel=2)
     if ext.weight_sharing is not None:
@@ -66,9 +111,7 @@ def refuse_ambiguous(ext: Any, module: Module, name: str, product: PerSample) ->
         reason = f"{product.positions} positions share the weight"
     if reason is not None:
         raise NotImplementedError(
-            AMBIGUOUS.format(
-                ext=type(ext).__name__, reason=reason, module=module, name=name
-            )
+            AMBIGUOUS.format(ext=type(ext).__name__, reason=reason, what=what)
         )
 
 
@@ -193,21 +236,37 @@ def with_input_factor(
         factor = einsum(a, a, "n g t i, n g t j -> g i j") / len(a)
     else:
         factor = product.input_gram(reciprocal(scale))
-    return [output, squeeze_group(factor)]
+    factor = squeeze_group(factor)
+    return [factor, output] if is_transposed(product) else [output, factor]
 
 
-def input_position(factors: List[Tensor]) -> Optional[int]:
+def is_transposed(product: PerSample) -> bool:
+    """Tell whether the factor of the input comes first, as a matrix is transposed.
+
+    Args:
+        product: Products of any columns and the parameter's Jacobian.
+
+    Returns:
+        Whether it does.
+    """
+    return isinstance(product, Outer) and product.is_transposed
+
+
+def input_position(factors: List[Tensor], transposed: bool) -> Optional[int]:
     """Tell which of a parameter's factors is that of its layer's input.
 
     Args:
         factors: The factors, see :class:`~backpack.extensions.secondorder.hbp.HBP`.
+        transposed: Whether the parameter is the transpose of a layer's matrix.
 
     Returns:
         Its position; ``None`` if there is none.
     """
     if len(factors) == 1:
         return None
-    return 0 if factors[0].dim() == 1 else 1  # that of an embedding is diagonal
+    if factors[0].dim() == 1:  # an embedding's is diagonal
+        return 0
+    return 0 if transposed else 1
 
 
 def squeeze_group(factor: Tensor) -> Tensor:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, List, Optional, Tuple
 from torch import Tensor
 from torch.nn import Module
 
+from backpack.core.linearization import Linearization
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.secondorder.hbp import factors
 from backpack.extensions.secondorder.hbp.hbp_options import (
     BackpropStrategy,
     ExpectationApproximation,
 )
-from backpack.extensions.secondorder.linearization import Linearization
 from backpack.extensions.secondorder.module_rules import ModuleRule
 from backpack.utils.types import as_type
 from backpack.utils.unsqueeze import flatten
@@ -65,7 +65,8 @@ class HBPBaseModule(ModuleRule):
         if not is_sqrt:  # only their shape counts
             columns = backproped.new_zeros(()).expand(1, *module.output.shape)
         product = derivatives.stored_product(name, module, g_inp, g_out, columns)
-        factors.refuse_ambiguous(ext, module, name, product)
+        what = f"{module} (parameter '{name}')"
+        factors.refuse_ambiguous(ext, what, product)
         if is_sqrt:
             output = factors.output_factor(product, sharing)
         else:

@@ -11,12 +11,13 @@ from torch.nn import Module
 from backpack.core.derivatives.bcewithlogitsloss import BCELossWithLogitsDerivatives
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
 from backpack.core.derivatives.mseloss import MSELossDerivatives
+from backpack.engine.turn import loss_scale
+from backpack.extensions.curvature import Curvature
 from backpack.extensions.secondorder.hbp.hbp_options import (
     BackpropStrategy,
     LossHessianStrategy,
 )
 from backpack.extensions.secondorder.hbp.hbpbase import HBPBaseModule
-from backpack.extensions.turn import loss_scale
 from backpack.utils.unsqueeze import flatten
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ class HBPLoss(HBPBaseModule):
         scale = loss_scale(module, g_out[0]).detach()
         result = self.make_loss_hessian_func(ext)(module, g_inp, g_out)
         if ext.get_loss_hessian_strategy() == LossHessianStrategy.SUM:
+            if Curvature.REQUIRE_PSD_LOSS_HESSIAN[ext.get_curv_type()]:
+                self.derivatives.check_psd(module)  # a sum of them does not tell
             return flatten_square(result) * scale**2
         result = result * scale
         if BackpropStrategy.is_batch_average(ext.get_backprop_strategy()):

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, List, Optional
+from typing import List, Optional
 
 import torch
 from torch import Generator, Tensor
 
-from backpack.core.reductions import PerSample
+from backpack.core.per_sample.base import PerSample
 from backpack.extensions.secondorder.columns import (
     ColumnExtension,
     Source,
     fisher_source,
 )
 from backpack.extensions.secondorder.hbp.hbp_options import LossHessianStrategy
-
-if TYPE_CHECKING:
-    from backpack.distributed import Piece
+from backpack.extensions.shards import Piece
 
 
 class SqrtGGN(ColumnExtension):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Tuple
+from typing import TYPE_CHECKING, Tuple, Type
 
 from torch import Tensor
 from torch.nn import Module
 
+from backpack.core.table import LAYERS
 from backpack.extensions.mat_to_mat_jac_base import ParameterRule
 
 if TYPE_CHECKING:
@@ -50,3 +51,24 @@ class SqrtGGNBaseModule(ParameterRule):
             sum_batch=False,
             subsampling=ext.get_subsampling(),
         )
+
+
+def on_layer(layer: Type[Module], path: str) -> Type[SqrtGGNBaseModule]:
+    """Make the class of a layer's rule, which takes no arguments.
+
+    Args:
+        layer: The layer, which is in the table.
+        path: Name of the module that holds the class.
+
+    Returns:
+        The class, with the derivatives and the parameters in the table.
+    """
+    row, name = LAYERS[layer], f"SqrtGGN{layer.__name__}"
+
+    def init(self: SqrtGGNBaseModule) -> None:
+        """Set the derivatives and the parameters."""
+        SqrtGGNBaseModule.__init__(self, row.derivatives, list(row.params))
+
+    doc = f"Square root of the GGN on ``{layer.__name__}``."
+    body = {"__init__": init, "__doc__": doc, "__module__": path}
+    return type(name, (SqrtGGNBaseModule,), body)

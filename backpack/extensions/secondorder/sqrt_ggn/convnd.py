@@ -1,30 +1,9 @@
 """The square root of the GGN on convolutions."""
 
-from backpack.core.derivatives.conv1d import Conv1DDerivatives
-from backpack.core.derivatives.conv2d import Conv2DDerivatives
-from backpack.core.derivatives.conv3d import Conv3DDerivatives
-from backpack.extensions.secondorder.sqrt_ggn.base import SqrtGGNBaseModule
+from torch import nn
 
+from backpack.extensions.secondorder.sqrt_ggn.base import on_layer
 
-class SqrtGGNConv1d(SqrtGGNBaseModule):
-    """Square root of the GGN on :class:`torch.nn.Conv1d`."""
-
-    def __init__(self):
-        """Set the derivatives and the parameters."""
-        super().__init__(Conv1DDerivatives(), params=["weight", "bias"])
-
-
-class SqrtGGNConv2d(SqrtGGNBaseModule):
-    """Square root of the GGN on :class:`torch.nn.Conv2d`."""
-
-    def __init__(self):
-        """Set the derivatives and the parameters."""
-        super().__init__(Conv2DDerivatives(), params=["weight", "bias"])
-
-
-class SqrtGGNConv3d(SqrtGGNBaseModule):
-    """Square root of the GGN on :class:`torch.nn.Conv3d`."""
-
-    def __init__(self):
-        """Set the derivatives and the parameters."""
-        super().__init__(Conv3DDerivatives(), params=["weight", "bias"])
+SqrtGGNConv1d = on_layer(nn.Conv1d, __name__)
+SqrtGGNConv2d = on_layer(nn.Conv2d, __name__)
+SqrtGGNConv3d = on_layer(nn.Conv3d, __name__)

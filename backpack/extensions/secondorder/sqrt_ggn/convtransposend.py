@@ -1,30 +1,9 @@
 """The square root of the GGN on transposed convolutions."""
 
-from backpack.core.derivatives.conv_transpose1d import ConvTranspose1DDerivatives
-from backpack.core.derivatives.conv_transpose2d import ConvTranspose2DDerivatives
-from backpack.core.derivatives.conv_transpose3d import ConvTranspose3DDerivatives
-from backpack.extensions.secondorder.sqrt_ggn.base import SqrtGGNBaseModule
+from torch import nn
 
+from backpack.extensions.secondorder.sqrt_ggn.base import on_layer
 
-class SqrtGGNConvTranspose1d(SqrtGGNBaseModule):
-    """Square root of the GGN on :class:`torch.nn.ConvTranspose1d`."""
-
-    def __init__(self):
-        """Set the derivatives and the parameters."""
-        super().__init__(ConvTranspose1DDerivatives(), params=["weight", "bias"])
-
-
-class SqrtGGNConvTranspose2d(SqrtGGNBaseModule):
-    """Square root of the GGN on :class:`torch.nn.ConvTranspose2d`."""
-
-    def __init__(self):
-        """Set the derivatives and the parameters."""
-        super().__init__(ConvTranspose2DDerivatives(), params=["weight", "bias"])
-
-
-class SqrtGGNConvTranspose3d(SqrtGGNBaseModule):
-    """Square root of the GGN on :class:`torch.nn.ConvTranspose3d`."""
-
-    def __init__(self):
-        """Set the derivatives and the parameters."""
-        super().__init__(ConvTranspose3DDerivatives(), params=["weight", "bias"])
+SqrtGGNConvTranspose1d = on_layer(nn.ConvTranspose1d, __name__)
+SqrtGGNConvTranspose2d = on_layer(nn.ConvTranspose2d, __name__)
+SqrtGGNConvTranspose3d = on_layer(nn.ConvTranspose3d, __name__)

@@ -1,12 +1,7 @@
 """The square root of the GGN on embeddings."""
 
-from backpack.core.derivatives.embedding import EmbeddingDerivatives
-from backpack.extensions.secondorder.sqrt_ggn.base import SqrtGGNBaseModule
+from torch import nn
 
+from backpack.extensions.secondorder.sqrt_ggn.base import on_layer
 
-class SqrtGGNEmbedding(SqrtGGNBaseModule):
-    """Square root of the GGN on :class:`torch.nn.Embedding`."""
-
-    def __init__(self):
-        """Set the derivatives and the parameters."""
-        super().__init__(EmbeddingDerivatives(), params=["weight"])
+SqrtGGNEmbedding = on_layer(nn.Embedding, __name__)

@@ -1,12 +1,7 @@
 """The square root of the GGN on modules that flatten."""
 
-from backpack.core.derivatives.flatten import FlattenDerivatives
-from backpack.extensions.secondorder.sqrt_ggn.base import SqrtGGNBaseModule
+from torch import nn
 
+from backpack.extensions.secondorder.sqrt_ggn.base import on_layer
 
-class SqrtGGNFlatten(SqrtGGNBaseModule):
-    """Square root of the GGN on :class:`torch.nn.Flatten`."""
-
-    def __init__(self):
-        """Set the derivatives."""
-        super().__init__(FlattenDerivatives())
+SqrtGGNFlatten = on_layer(nn.Flatten, __name__)

@@ -1,12 +1,7 @@
 """The square root of the GGN on linear layers."""
 
-from backpack.core.derivatives.linear import LinearDerivatives
-from backpack.extensions.secondorder.sqrt_ggn.base import SqrtGGNBaseModule
+from torch import nn
 
+from backpack.extensions.secondorder.sqrt_ggn.base import on_layer
 
-class SqrtGGNLinear(SqrtGGNBaseModule):
-    """Square root of the GGN on :class:`torch.nn.Linear`."""
-
-    def __init__(self):
-        """Set the derivatives and the parameters."""
-        super().__init__(LinearDerivatives(), params=["weight", "bias"])
+SqrtGGNLinear = on_layer(nn.Linear, __name__)

@@ -10,9 +10,9 @@ from torch.nn import Module
 from backpack.core.derivatives.bcewithlogitsloss import BCELossWithLogitsDerivatives
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
 from backpack.core.derivatives.mseloss import MSELossDerivatives
+from backpack.engine.turn import loss_scale
 from backpack.extensions.secondorder.hbp.hbp_options import LossHessianStrategy
 from backpack.extensions.secondorder.sqrt_ggn.base import SqrtGGNBaseModule
-from backpack.extensions.turn import loss_scale
 
 if TYPE_CHECKING:
     from backpack.extensions.secondorder.sqrt_ggn import SqrtGGNExact, SqrtGGNMC

@@ -1,12 +1,6 @@
 """The square root of the GGN on the module that pads."""
 
-from backpack.core.derivatives.pad import PadDerivatives
-from backpack.extensions.secondorder.sqrt_ggn.base import SqrtGGNBaseModule
+from backpack.custom_module.pad import Pad
+from backpack.extensions.secondorder.sqrt_ggn.base import on_layer
 
-
-class SqrtGGNPad(SqrtGGNBaseModule):
-    """Square root of the GGN on ``Pad``."""
-
-    def __init__(self):
-        """Set the derivatives."""
-        super().__init__(PadDerivatives())
+SqrtGGNPad = on_layer(Pad, __name__)

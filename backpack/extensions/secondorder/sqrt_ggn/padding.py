@@ -1,12 +1,7 @@
 """The square root of the GGN on padding layers."""
 
-from backpack.core.derivatives.zeropad2d import ZeroPad2dDerivatives
-from backpack.extensions.secondorder.sqrt_ggn.base import SqrtGGNBaseModule
+from torch import nn
 
+from backpack.extensions.secondorder.sqrt_ggn.base import on_layer
 
-class SqrtGGNZeroPad2d(SqrtGGNBaseModule):
-    """Square root of the GGN on :class:`torch.nn.ZeroPad2d`."""
-
-    def __init__(self):
-        """Set the derivatives."""
-        super().__init__(ZeroPad2dDerivatives())
+SqrtGGNZeroPad2d = on_layer(nn.ZeroPad2d, __name__)

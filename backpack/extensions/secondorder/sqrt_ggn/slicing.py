@@ -1,12 +1,6 @@
 """The square root of the GGN on the module that slices."""
 
-from backpack.core.derivatives.slicing import SlicingDerivatives
-from backpack.extensions.secondorder.sqrt_ggn.base import SqrtGGNBaseModule
+from backpack.custom_module.slicing import Slicing
+from backpack.extensions.secondorder.sqrt_ggn.base import on_layer
 
-
-class SqrtGGNSlicing(SqrtGGNBaseModule):
-    """Square root of the GGN on ``Slicing``."""
-
-    def __init__(self):
-        """Set the derivatives."""
-        super().__init__(SlicingDerivatives())
+SqrtGGNSlicing = on_layer(Slicing, __name__)

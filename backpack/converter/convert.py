@@ -1,0 +1,127 @@
+"""The converter's steps, one after the other."""
+
+from copy import deepcopy
+
+from torch.fx import GraphModule
+from torch.nn import Module
+
+from backpack.converter.editing import erase_unused, get_free_name, recompile
+from backpack.converter.inplace import transform_inplace_to_normal
+from backpack.converter.known import (
+    transform_add_to_sum_module,
+    transform_flatten_to_module,
+    transform_functions_to_modules,
+    transform_get_item_to_module,
+    transform_mul_to_scale_module,
+    transform_permute_to_module,
+    transform_transpose_to_module,
+)
+from backpack.converter.no_grad import transform_no_grad_to_detach
+from backpack.converter.reading import OPERATION, called, find_kinds
+from backpack.converter.recurrent import transform_lstm_rnn
+from backpack.converter.rest import transform_rest_to_function_modules
+from backpack.converter.trace import graph_of_layer, trace
+from backpack.converter.tracer import is_user_module
+
+
+def convert_module_to_backpack(module: Module, debug: bool) -> GraphModule:
+    """Convert a model such that a module stands for every operation on tensors.
+
+    Layers and parameters are shared with the model, which is not changed. Parameters
+    keep their names, except those of stacked RNNs and LSTMs that are split: layer
+    ``k`` of ``lstm`` becomes the single-layer ``lstm.lstm_k`` with the parameters
+    ``weight_ih_l0, ...``. A model that is one PyTorch layer becomes
+    the submodule ``0``, which prefixes the names with ``0.``. Parameters may
+    change their order.
+
+    Optional arguments of the model's forward are fixed to their default, unless it is
+    a number. Assertions are dropped.
+
+    Args:
+        module: The model.
+        debug: Print what is done.
+
+    Returns:
+        Graph module with the same outputs.
+
+    Raises:
+        NotImplementedError: If the model's own forward depends on data, other than by
+            tensor operations, or if an in-place operation cannot be undone.
+    """
+
+    def undo_inplace(graph_module: GraphModule) -> None:
+        transform_inplace_to_normal(graph_module, debug)
+
+    if debug:
+        print(f"Converting {type(module).__name__}")
+    if is_user_module(module):
+        graph_module = trace(module, check=undo_inplace)
+    else:
+        graph_module = graph_of_layer(module)
+        undo_inplace(graph_module)
+    transform_no_grad_to_detach(graph_module, debug)
+    erase_unused(graph_module)
+    for transform in (
+        transform_functions_to_modules,
+        transform_get_item_to_module,
+        transform_permute_to_module,
+        transform_transpose_to_module,
+        transform_add_to_sum_module,
+        transform_mul_to_scale_module,
+        transform_flatten_to_module,
+        transform_lstm_rnn,
+        transform_rest_to_function_modules,
+        transform_remove_duplicates,
+    ):
+        graph_module = transform(graph_module, debug)
+    check_backpack_compatible(graph_module, debug)
+    return graph_module
+
+
+def transform_remove_duplicates(module: GraphModule, debug: bool) -> GraphModule:
+    """Give each call of a layer without parameters and buffers a layer of its own.
+
+    Args:
+        module: Graph module.
+        debug: Print what is done.
+
+    Returns:
+        Graph module.
+    """
+    seen = set()
+    for node in module.graph.nodes:
+        layer = called(node)
+        if layer is None or is_user_module(layer):
+            continue
+        if any(True for _ in (*layer.parameters(), *layer.buffers())):
+            continue
+        if layer in seen:
+            if debug:
+                print(f"  {node.format_node()}: a copy")
+            name = get_free_name(module, type(layer).__name__.lower())
+            layer = deepcopy(layer)
+            module.add_module(name, layer)
+            node.target = name
+        seen.add(layer)
+    return recompile(module)
+
+
+def check_backpack_compatible(module: Module, debug: bool) -> None:
+    """Check that only modules operate on tensors, and none of them in place.
+
+    Args:
+        module: Graph module.
+        debug: Print the result.
+
+    Raises:
+        NotImplementedError: If something is left.
+    """
+    kinds = find_kinds(module)
+    for node in module.graph.nodes:
+        inplace = getattr(called(node), "inplace", False)
+        if inplace or (node.op in OPERATION and kinds[node] != "size"):
+            raise NotImplementedError(
+                f"The converter left {node.format_node()}. Please report the model."
+            )
+    if debug:
+        print(f"  Converted: {len(module.graph.nodes)} nodes")

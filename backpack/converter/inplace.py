@@ -1,0 +1,187 @@
+"""In-place operations, and the operations that return a new tensor instead."""
+
+import operator
+from copy import deepcopy
+from typing import Any, Callable, Dict, Optional
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.nn import (
+    Dropout,
+    Dropout1d,
+    Dropout2d,
+    Dropout3d,
+    Flatten,
+    Identity,
+    Module,
+    Unflatten,
+)
+
+from backpack.converter.editing import change_node_to_module, recompile
+from backpack.converter.reading import (
+    OPERATION,
+    TUPLE_MODULES,
+    VIEW_NAMES,
+    Target,
+    called,
+    find_kinds,
+    operation,
+    target_name,
+)
+from backpack.converter.tracer import NO_GRAD, Untraceable
+
+VIEW_MODULES = (Identity, Flatten, Unflatten, Dropout, Dropout1d, Dropout2d, Dropout3d)
+
+ALIASED = (
+    "Cannot convert: {node} changes a tensor in place that is also used later as "
+    + "{alias}, a view of it or what it is a view of. Use an operation that is not in "
+    + "place."
+)
+
+
+def transform_inplace_to_normal(
+    module: Module, debug: bool, initialize_recursion: bool = True
+) -> None:
+    """Replace in-place operations by those that return a new tensor.
+
+    In a graph, later uses of the changed tensor become uses of the new one. Modules are
+    replaced by copies. Outside of a graph, modules are switched.
+
+    Args:
+        module: A graph module, or a module whose ``inplace`` flag is to be cleared.
+        debug: Print what is done.
+        initialize_recursion: Also go through the submodules. Default: ``True``.
+
+    Raises:
+        NotImplementedError: If another view of the changed tensor is used later.
+        Untraceable: If a submodule changes its own parameters or buffers.
+    """
+    if not isinstance(module, GraphModule):
+        for child in module.modules() if initialize_recursion else (module,):
+            if getattr(child, "inplace", False):
+                if debug:
+                    print(f"  {child}: not in place")
+                child.inplace = False
+        return
+
+    kinds = find_kinds(module)
+    order = {node: idx for idx, node in enumerate(module.graph.nodes)}
+    origin: Dict[Node, Node] = {}
+    for node in list(module.graph.nodes):
+        source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
+        views = node.op in OPERATION and operation(node) in VIEW_NAMES
+        of_tuple = source and isinstance(called(source), TUPLE_MODULES)
+        views = views or isinstance(called(node), VIEW_MODULES)
+        if source and views and not of_tuple:
+            origin[node] = origin[source]
+        else:
+            origin[node] = node
+        undo = _find_inplace(node)
+        if undo is None:
+            continue
+        if debug:
+            print(f"  {node.format_node()}: not in place")
+        source = node.all_input_nodes[0]
+        origin[node] = origin[source]
+        if kinds[node] == "size":  # a number: no other variable changes
+            undo(node)
+            continue
+        if origin[source].op == "get_attr":
+            path = origin[source].target.rpartition(".")[0]
+            raise Untraceable(path, f"it changes its {origin[source].target} in place")
+        if NO_GRAD in node.meta and NO_GRAD not in origin[source].meta:
+            # its value changes, while its gradient stays what it was
+            reason = f"{source} is changed in place where gradients are switched off"
+            raise Untraceable(node.meta[NO_GRAD], reason)
+        undo(node)
+        later = {other for other in order if order[other] > order[node]}
+        source.replace_all_uses_with(node, delete_user_cb=later.__contains__)
+        for alias, root in origin.items():
+            is_alias = root is origin[node] and alias not in (node, source)
+            if is_alias and not later.isdisjoint(alias.users):
+                raise NotImplementedError(
+                    ALIASED.format(node=node.format_node(), alias=alias)
+                )
+    recompile(module)
+
+
+def _find_inplace(node: Node) -> Optional[Callable[[Node], None]]:
+    """Find out whether a node works in place, and how to avoid that.
+
+    Args:
+        node: The node.
+
+    Returns:
+        Function that makes the node return a new tensor, ``None`` if it does already.
+    """
+    if node.op == "call_module":
+        return _copy_module if getattr(called(node), "inplace", False) else None
+    if node.op not in OPERATION:
+        return None
+    name = target_name(node.target)
+    if node.target is operator.setitem:
+        return _clone_first
+    if getattr(node.target, "__module__", None) == "_operator":
+        return _rename if _out_of_place(node) else None
+    if name.endswith("_") and not name.endswith("__") and name != "requires_grad_":
+        return _rename if _out_of_place(node) else _clone_first
+    # PyTorch's functions hand it to the tracer by name, however they are called
+    return _clear_inplace_argument if node.kwargs.get("inplace") else None
+
+
+def _out_of_place(node: Node) -> Optional[Target]:
+    """Counterpart of an in-place function, method or operator that is not in place."""
+    name = target_name(node.target)
+    if node.op == "call_method":
+        return name[:-1] if hasattr(Tensor, name[:-1]) else None
+    if getattr(node.target, "__module__", None) == "_operator":
+        # iadd, imul, ...; there is no "nvert" for invert to be the in-place form of
+        inplace = name.startswith("i")
+        return getattr(operator, f"__{name[1:]}__", None) if inplace else None
+    for namespace in (torch.nn.functional, torch):
+        if hasattr(namespace, name[:-1]):
+            return getattr(namespace, name[:-1])
+    return None
+
+
+def _rename(node: Node) -> None:
+    node.target = _out_of_place(node)
+
+
+def _clear_inplace_argument(node: Node) -> None:
+    node.update_kwarg("inplace", False)
+
+
+def _copy_module(node: Node) -> None:
+    module = deepcopy(called(node))
+    module.inplace = False
+    mode, root = module.training, node.graph.owning_module
+    name, inputs = type(module).__name__.lower(), tuple(node.all_input_nodes)
+    change_node_to_module(node, name, root, module, inputs)
+    module.train(mode)
+
+
+def setitem(input: Tensor, index: Any, value: Any) -> Tensor:
+    """Assign a part of a tensor, like ``input[index] = value``.
+
+    Args:
+        input: The tensor, which is not changed.
+        index: The index.
+        value: What to assign.
+
+    Returns:
+        Changed copy of the tensor.
+    """
+    result = input.clone()
+    result[index] = value
+    return result
+
+
+def _clone_first(node: Node) -> None:
+    if node.target is operator.setitem:
+        node.target = setitem
+        return
+    with node.graph.inserting_before(node):
+        clone = node.graph.call_method("clone", (node.args[0],))
+    node.update_arg(0, clone)

@@ -1,0 +1,189 @@
+"""Questions to a traced graph: what a node does, and what its value depends on."""
+
+import operator
+from typing import Any, Callable, Dict, Optional, Union
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
+from torch.nn import GRU, LSTM, RNN, Module, MultiheadAttention
+
+from backpack.converter.tracer import keep, require_default
+from backpack.custom_module.branching import SumModule
+from backpack.custom_module.scale_module import ScaleModule
+
+OPERATION = ("call_function", "call_method")
+Target = Union[str, Callable]
+
+# Tensor attributes and methods whose value is no tensor
+SIZE_ATTRIBUTES = ("shape", "ndim", "dtype", "device", "layout", "is_cuda")
+SIZE_METHODS = ("size", "dim", "ndimension", "numel", "nelement", "stride")
+SIZE_MODULES = ("_operator", "builtins", "math")
+# Functions that check something and return nothing
+CHECKS = (keep, require_default, torch._assert)
+
+# What may return a view of its first argument
+VIEW_NAMES = {
+    *("view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "ravel"),
+    *("transpose", "swapaxes", "swapdims", "permute", "movedim", "t", "T", "mT", "H"),
+    *("squeeze", "unsqueeze", "expand", "expand_as", "broadcast_to", "narrow"),
+    *("select", "chunk", "split", "tensor_split", "unbind", "unfold", "diagonal"),
+    *("getitem", "detach", "data", "contiguous", "to", "type_as", "float", "double"),
+    *("half", "rearrange", "real", "imag"),
+}
+TUPLE_MODULES = (RNN, LSTM, GRU, MultiheadAttention)
+# Packages whose layers keep the size of axis 0
+ROWWISE_MODULES = tuple(
+    f"torch.nn.modules.{name}"
+    for name in "activation batchnorm conv dropout normalization pooling".split()
+)
+
+
+def target_name(target: Target) -> str:
+    """Look up the name of a function or method.
+
+    Args:
+        target: The function, or already a name.
+
+    Returns:
+        The name.
+    """
+    return target if isinstance(target, str) else getattr(target, "__name__", "call")
+
+
+def operation(node: Node) -> str:
+    """Look up what a node calls, by name.
+
+    Args:
+        node: The node.
+
+    Returns:
+        Name of a function or method; of an attribute, if that is what it reads.
+    """
+    return node.args[1] if node.target is getattr else target_name(node.target)
+
+
+def called(node: Node) -> Optional[Module]:
+    """Look up the module that a node calls.
+
+    Args:
+        node: The node.
+
+    Returns:
+        The module, ``None`` if it calls none.
+    """
+    if node.op != "call_module":
+        return None
+    return node.graph.owning_module.get_submodule(node.target)
+
+
+def is_index(node: Node) -> bool:
+    """Tell whether a node takes one element, of a tuple or of a tensor's axis 0.
+
+    Args:
+        node: The node.
+
+    Returns:
+        Whether it does.
+    """
+    return (
+        node.target is operator.getitem
+        and isinstance(node.args[1], int)
+        and not isinstance(node.args[1], bool)
+    )
+
+
+def find_kinds(graph_module: GraphModule) -> Dict[Node, str]:
+    """Tell sizes, what does not depend on the input's values, and the rest apart.
+
+    Args:
+        graph_module: The graph module.
+
+    Returns:
+        For each node ``'size'`` (no tensor), ``'constant'`` (made of parameters,
+        buffers and sizes), or ``'tensor'``.
+    """
+    kinds: Dict[Node, str] = {}
+    for node in graph_module.graph.nodes:
+        sources = {kinds[source] for source in node.all_input_nodes}
+        kinds[node] = "tensor"
+        if node.op == "get_attr":
+            kinds[node] = "constant"
+        elif node.op == "placeholder" and node.args:  # its default is a number
+            kinds[node] = "size"
+        elif node.op not in OPERATION:
+            continue
+        elif (
+            node.target in CHECKS
+            or (node.target is getattr and node.args[1] in SIZE_ATTRIBUTES)
+            or (node.op == "call_method" and node.target in SIZE_METHODS)
+        ):
+            kinds[node] = "size"
+        elif sources <= {"size", "constant"}:
+            of_sizes = (
+                sources == {"size"}
+                and getattr(node.target, "__module__", None) in SIZE_MODULES
+            )
+            kinds[node] = "size" if of_sizes else "constant"
+    return kinds
+
+
+def consists_of_modules(module: Module) -> bool:
+    """Tell whether a module is a graph in which modules do all there is to do.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        Whether it is, as the converter's results are.
+    """
+    if not isinstance(module, GraphModule):
+        return False
+    kinds = find_kinds(module)
+    return not any(n.op in OPERATION and kinds[n] != "size" for n in kinds)
+
+
+def is_batch_size(node: Any, of: Node) -> bool:
+    """Whether a node is the size of axis 0 of a tensor.
+
+    Args:
+        node: The node in question.
+        of: The tensor.
+
+    Returns:
+        Whether that can be seen from the graph.
+    """
+    if not isinstance(node, Node) or node.op not in OPERATION:
+        return False
+    source = node.args[0]
+    if node.target is operator.getitem and node.args[1] == 0:
+        whole = ("size",), (getattr, "shape")
+        if (source.target, *source.args[1:]) not in whole:
+            return False
+        source = source.args[0]
+    elif (node.target, *node.args[1:]) != ("size", 0):
+        return False
+    while of is not source:
+        module = called(of)
+        if not (
+            isinstance(module, (SumModule, ScaleModule))
+            or type(module).__module__ in ROWWISE_MODULES
+        ):
+            return False
+        of = of.all_input_nodes[0]
+    return True
+
+
+def leaves(arguments: Any, kind: type) -> list:
+    """Collect the values of a type in nested arguments.
+
+    Args:
+        arguments: The arguments.
+        kind: The type.
+
+    Returns:
+        The values, also repeated ones.
+    """
+    found = []
+    map_aggregate(arguments, lambda a: found.append(a) if isinstance(a, kind) else None)
+    return found

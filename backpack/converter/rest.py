@@ -1,0 +1,157 @@
+"""Operations that no known module stands for."""
+
+from typing import Any, Dict, List
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
+from torch.nn import Module
+
+from backpack.converter.editing import as_graph, erase_unused, install, recompile
+from backpack.converter.function import Call, FunctionModule, Placeholder
+from backpack.converter.reading import (
+    OPERATION,
+    SIZE_MODULES,
+    VIEW_NAMES,
+    find_kinds,
+    is_index,
+    operation,
+    target_name,
+)
+from backpack.converter.tracer import TrainingFlag
+from backpack.custom_module.reduce_tuple import ReduceTuple
+
+# What is known to give the same when it is done once more...
+KNOWN_PACKAGES = (*SIZE_MODULES, "torch", "einops", "backpack")
+# ... unless its name contains one of these, or PyTorch has marked it as random
+RANDOM_PARTS = ("dropout", "gumbel", "fractional", "multi_head")
+
+
+def transform_rest_to_function_modules(module: Module, debug: bool) -> GraphModule:
+    """Turn all remaining operations on tensors into :class:`FunctionModule`.
+
+    Args:
+        module: The model.
+        debug: Print what is done.
+
+    Returns:
+        Graph module.
+    """
+    graph_module = as_graph(module)
+    graph = graph_module.graph
+    erase_unused(graph_module)
+    kinds = find_kinds(graph_module)
+    folded = {node: _folds(node, kinds) for node in graph.nodes}
+    # Collect before changing any node: expressions reach back through folded ones
+    found = []
+    for node in graph.nodes:
+        if node.op not in OPERATION or kinds[node] == "size":
+            continue
+        if folded[node] and all(user.op in OPERATION for user in node.users):
+            continue
+        if is_index(node) and _is_tuple(node.args[0], folded):
+            found.append((node, ReduceTuple(node.args[1]), (node.args[0],), ()))
+            continue
+        parts = _parts(node, folded)
+        inputs = {s: None for part in parts for s in part.all_input_nodes}
+        inputs = [source for source in inputs if not folded[source]]
+        inputs.sort(key=lambda source: source.op == "get_attr")
+        positions = {source: idx for idx, source in enumerate(inputs)}
+        new_module = FunctionModule(_expression(node, positions, {}))
+        found.append((node, new_module, tuple(inputs), parts))
+    for node, new_module, inputs, parts in found:
+        install(graph_module, node, new_module, inputs, debug, parts)
+    erase_unused(graph_module)
+    return recompile(graph_module)
+
+
+def _folds(node: Node, kinds: Dict[Node, str]) -> bool:
+    """Whether a node becomes part of the operations that use it.
+
+    Args:
+        node: The node.
+        kinds: Kind of each node.
+
+    Returns:
+        ``True`` for sizes, for what is made of parameters, and for what only serves to
+        take elements from.
+    """
+    if node.op not in OPERATION:
+        return False
+    if kinds[node] == "size":
+        return True
+    if kinds[node] == "constant":
+        # The output of a module of its own would have no samples. What is detached is
+        # one, such that its parameters take no part in the operations that use it.
+        return operation(node) not in ("detach", "data") and _is_repeatable(node)
+    cheap = len(node.users) == 1 or operation(node) in VIEW_NAMES
+    return cheap and all(is_index(user) for user in node.users)
+
+
+def _is_repeatable(node: Node) -> bool:
+    """Whether an operation may be done once for each of its users."""
+    name = target_name(node.target).rstrip("_")
+    aten = getattr(torch.ops.aten, name, None)
+    tags = {
+        tag for o in (aten.overloads() if aten else ()) for tag in getattr(aten, o).tags
+    }
+    if torch.Tag.nondeterministic_seeded in tags or any(
+        p in name for p in RANDOM_PARTS
+    ):
+        return False
+    module = getattr(node.target, "__module__", None) or "torch"
+    return len(node.users) == 1 or module.split(".")[0] in KNOWN_PACKAGES
+
+
+def _is_tuple(node: Node, folded: Dict[Node, bool]) -> bool:
+    """Whether a function seems to return a tuple: only elements of it are used."""
+    return (
+        node.op in OPERATION
+        and not folded[node]
+        and all(is_index(user) for user in node.users)
+    )
+
+
+def _parts(node: Node, folded: Dict[Node, bool]) -> List[Node]:
+    """Nodes of the expression that ends in a node.
+
+    Args:
+        node: The node.
+        folded: Whether a node becomes part of the expression.
+
+    Returns:
+        The node itself, and those that are folded.
+    """
+    parts = {node: None}
+    queue = [node]
+    for part in queue:
+        sources = [s for s in part.all_input_nodes if folded[s] and s not in parts]
+        parts.update(dict.fromkeys(sources))
+        queue.extend(sources)
+    return queue
+
+
+def _expression(
+    node: Node, positions: Dict[Node, int], known: Dict[Node, Call]
+) -> Call:
+    """Expression that ends in a node.
+
+    Args:
+        node: The node.
+        positions: Position of each input.
+        known: Expressions of other nodes, which this one may contain. It is added.
+
+    Returns:
+        The expression.
+    """
+
+    def convert(leaf: Any) -> Any:
+        if isinstance(leaf, Node):
+            if leaf in positions:
+                return Placeholder(positions[leaf])
+            return known.get(leaf) or _expression(leaf, positions, known)
+        return Placeholder("training") if isinstance(leaf, TrainingFlag) else leaf
+
+    args, kwargs = map_aggregate((node.args, dict(node.kwargs)), convert)
+    known[node] = Call(node.target, args, kwargs)
+    return known[node]

@@ -1,0 +1,241 @@
+"""Tracing a model into a graph without changing it, and without losing anything."""
+
+from collections import Counter
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from inspect import signature
+from typing import Any, Callable, Dict, Iterator, Optional, Set, Tuple
+from unittest.mock import patch
+from warnings import warn
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Proxy, Tracer
+from torch.fx.proxy import TraceError
+from torch.nn import Module
+
+from backpack.converter.reading import leaves
+from backpack.converter.tracer import BackpackTracer, TrainingFlag, Untraceable, keep
+
+# Functions that make a tensor of given sizes: torch.fx sees those of tensors only
+FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "zeros")
+# Recorded in any case: Otherwise, the numbers drawn while tracing would be kept
+RANDOM_FACTORIES = ("rand", "randint", "randn", "randperm", "normal", "bernoulli")
+# Functions that take nothing but a bool for the training flag
+DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+
+CANNOT_TRACE = (
+    "Cannot convert {name}: its forward cannot be traced ({reason}). Move that part, "
+    + "and what depends on the data (control flow, loops over a tensor), into a "
+    + "submodule: submodules that cannot be traced are kept as they are."
+)
+LOST_STATE = (
+    "The forward of {name} sets the attributes {attributes}. The converted model does "
+    + "not do that. Return what they hold, if it is needed."
+)
+
+
+def _recording(tracer: Tracer, function: Callable, always: bool) -> Callable:
+    @wraps(function)
+    def record(*args: Any, **kwargs: Any) -> Any:
+        if always or leaves((args, kwargs), Proxy):
+            return tracer.create_proxy("call_function", function, args, kwargs)
+        return function(*args, **kwargs)
+
+    return record
+
+
+@contextmanager
+def _recording_functions(tracer: Tracer) -> Iterator[None]:
+    """Record functions that would not accept a proxy or :class:`TrainingFlag`.
+
+    Those that take effect while tracing only are refused.
+
+    Args:
+        tracer: The tracer.
+
+    Yields:
+        Nothing.
+    """
+    with ExitStack() as stack:
+        for name in FACTORIES + RANDOM_FACTORIES + DROPOUTS:
+            function = getattr(torch, name)
+            record = _recording(tracer, function, name in RANDOM_FACTORIES)
+            stack.enter_context(patch.object(torch, name, record))
+        stack.enter_context(
+            patch.object(torch, "set_autocast_enabled", _refuse_autocast)
+        )
+        yield
+
+
+def _refuse_autocast(*args: Any) -> None:
+    raise TraceError("it switches autocast on or off")
+
+
+def _attributes(module: Module) -> Dict[str, Any]:
+    return {k: v for k, v in module.__dict__.items() if k != "training"}
+
+
+def _restore(module: Module, attributes: Dict[str, Any]) -> Set[str]:
+    """Undo what tracing a forward did to the attributes of a module.
+
+    Args:
+        module: The module.
+        attributes: Its attributes before.
+
+    Returns:
+        Names of the attributes that were set.
+    """
+    missing = object()
+    changed = {
+        name
+        for name, value in _attributes(module).items()
+        if attributes.get(name, missing) is not value
+    }
+    for name in changed:
+        del module.__dict__[name]
+    module.__dict__.update(attributes)
+    # This is how the tracer stores tensors that the forward makes
+    return {name for name in changed if not name.startswith("_tensor_constant")}
+
+
+def _trace_once(root: Module, keep_whole: Tuple[str, ...]) -> GraphModule:
+    """Trace a model, stopping at the given submodules.
+
+    Args:
+        root: The model. It is the same after as before.
+        keep_whole: Qualified names of the submodules to stop at.
+
+    Returns:
+        Graph module that shares the model's layers.
+
+    Raises:
+        Untraceable: If a module's forward cannot be traced.
+    """
+    tracer = BackpackTracer(keep_whole)
+    traced = {
+        path: module
+        for path, module in root.named_modules()
+        if path == "" or not tracer.is_leaf_module(module, path)
+    }
+    modes = {module: module.training for module in traced.values()}
+    attributes = {path: _attributes(module) for path, module in traced.items()}
+    changes: Dict[str, Set[str]] = {}
+    try:
+        for module, mode in modes.items():
+            flag = TrainingFlag(mode)
+            flag.owner, flag.is_root = module, module is root
+            module.__dict__["training"] = flag
+        with _recording_functions(tracer), torch.enable_grad():
+            graph = Graph()
+            graph.output(graph.graph_copy(tracer.trace(root), {}))
+        _keep_names(graph, root)
+        graph_module = GraphModule(root, graph, type(root).__name__)
+    except Untraceable:
+        raise
+    except Exception as error:
+        raise Untraceable("", error) from error
+    finally:
+        for module, mode in modes.items():
+            module.__dict__["training"] = mode
+        changes = {path: _restore(m, attributes[path]) for path, m in traced.items()}
+
+    for path, names in changes.items():
+        if names and path != "":
+            raise Untraceable(path, f"it sets its attributes {sorted(names)}")
+    if changes[""]:
+        names = sorted(changes[""])
+        warn(LOST_STATE.format(name=type(root).__name__, attributes=names))
+
+    saved = root.state_dict(keep_vars=True)
+    originals = dict(root.named_modules(remove_duplicate=False))
+    for path, module in graph_module.named_modules():
+        if module is originals[path]:
+            continue
+        # Containers are new, and fx registers all tensors as saved buffers
+        module.training = originals[path].training
+        prefix = f"{path}." if path else ""
+        unsaved = {name for name in module._buffers if f"{prefix}{name}" not in saved}
+        module._non_persistent_buffers_set.update(unsaved)
+    return graph_module
+
+
+def _keep_names(graph: Graph, root: Module) -> None:
+    """Let the graph refer to parameters and buffers that would lose their names.
+
+    These are the ones that the forward does not use, and those with several names: they
+    go by the first one, so that their order counts.
+
+    Args:
+        graph: The graph.
+        root: The model.
+    """
+    used = {node.target for node in graph.nodes if node.op == "get_attr"}
+    called = {f"{n.target}." for n in graph.nodes if n.op == "call_module"}
+    saved = root.state_dict(keep_vars=True)
+    saved = {name: value for name, value in saved.items() if isinstance(value, Tensor)}
+    uses = Counter(map(id, saved.values()))
+    lost = [
+        name
+        for name, value in saved.items()
+        if uses[id(value)] > 1
+        or (name not in used and not any(name.startswith(path) for path in called))
+    ]
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    if lost and inputs:
+        with graph.inserting_after(inputs[-1]):
+            anchor = graph.call_function(keep, (inputs[0],))
+            anchor.meta["is_wrapped"] = True
+        with graph.inserting_before(anchor):
+            anchor.args = (inputs[0], *[graph.get_attr(name) for name in lost])
+
+
+def trace(root: Module, check: Optional[Callable] = None) -> GraphModule:
+    """Trace a model, keeping submodules whole whose forward cannot be traced.
+
+    Args:
+        root: The model. It is the same after as before.
+        check: Gets the graph module, may change it, and may raise :class:`Untraceable`
+            to have a submodule kept whole. Default: ``None``.
+
+    Returns:
+        Graph module that shares the model's layers.
+
+    Raises:
+        NotImplementedError: If the model's own forward cannot be traced.
+    """
+    keep_whole: Tuple[str, ...] = ()
+    while True:
+        try:
+            graph_module = _trace_once(root, keep_whole)
+            if check is not None:
+                check(graph_module)
+            return graph_module
+        except Untraceable as error:
+            if error.path == "":
+                raise NotImplementedError(
+                    CANNOT_TRACE.format(name=type(root).__name__, reason=error.reason)
+                ) from error
+            keep_whole += (error.path,)
+
+
+def graph_of_layer(layer: Module) -> GraphModule:
+    """Make the graph of a model that is nothing but one layer.
+
+    Args:
+        layer: The layer.
+
+    Returns:
+        Graph module that calls its submodule ``0`` with all inputs that it requires.
+    """
+    graph = Graph()
+    inputs = [
+        graph.placeholder(parameter.name)
+        for parameter in signature(layer.forward).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind is not parameter.VAR_KEYWORD
+    ]
+    graph.output(graph.call_module("0", tuple(inputs)))
+    graph_module = GraphModule({"0": layer}, graph)
+    graph_module.training = layer.training
+    return graph_module

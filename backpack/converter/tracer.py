@@ -1,0 +1,286 @@
+"""The tracer, and what it puts in the place of tensors and training flags."""
+
+import dis
+import math
+import operator
+import sys
+from typing import Any, Callable, Dict, List, Tuple
+from warnings import warn
+
+import einops
+import torch
+from torch import Tensor
+from torch.fx import Node, Proxy, Tracer
+from torch.fx import wrap as fx_wrap
+from torch.fx.proxy import TraceError
+from torch.jit import ScriptModule
+from torch.nn import Module
+
+from backpack.custom_module.branching import Parallel, _Branch
+
+NO_GRAD = "no_grad"  # key in the metadata of nodes
+
+FIXED_MODE = (
+    "The forward of {name} depends on self.training. The converted model keeps to "
+    + "{mode} mode: convert again after changing the mode."
+)
+
+
+class Untraceable(Exception):
+    """A submodule has to be kept as it is."""
+
+    def __init__(self, path: str, reason: Any):
+        """Store submodule and reason.
+
+        Args:
+            path: Qualified name of the submodule. Empty for the root.
+            reason: Why it cannot be traced.
+        """
+        super().__init__(path, reason)
+        self.path = path
+        self.reason = reason
+
+
+class TrainingFlag(int):
+    """Value of ``module.training`` while tracing, which can be told from a constant."""
+
+    owner: Module
+    is_root: bool
+
+    def __bool__(self) -> bool:
+        """Refuse to decide, except for the root, which cannot be kept as it is.
+
+        Returns:
+            The flag.
+
+        Raises:
+            TraceError: If the module can be kept as it is.
+        """
+        if not self.is_root:
+            raise TraceError("it depends on self.training")
+        name, mode = type(self.owner).__name__, "training" if self == 1 else "eval"
+        warn(FIXED_MODE.format(name=name, mode=mode), stacklevel=2)
+        return self == 1
+
+
+class InplaceProxy(Proxy):
+    """Proxy that records in-place operators, which change all aliases of a tensor."""
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Record ``x[index] = value``.
+
+        Args:
+            index: The index.
+            value: What is assigned.
+        """
+        self.tracer.create_proxy(
+            "call_function", operator.setitem, (self, index, value), {}
+        )
+
+
+def _record_inplace(target: Callable) -> Callable:
+    def method(self: Proxy, other: Any) -> Proxy:
+        return self.tracer.create_proxy("call_function", target, (self, other), {})
+
+    return method
+
+
+for _name in "add sub mul truediv floordiv mod pow and or xor".split():
+    _target = getattr(operator, f"i{_name}")
+    setattr(InplaceProxy, f"__i{_name}__", _record_inplace(_target))
+
+
+@fx_wrap
+def require_default(value: Any, default: Any, name: str) -> None:
+    """Refuse an argument that was fixed when the model was converted.
+
+    Args:
+        value: Value of the argument.
+        default: What it was fixed to.
+        name: Name of the argument.
+
+    Raises:
+        ValueError: If the values differ.
+    """
+    if isinstance(value, Tensor) or value != default:
+        raise ValueError(
+            f"The model was converted with {name}={default!r}, because its forward may "
+            + "decide on it what to do. Wrap the model in a module that passes the "
+            + f"wanted {name}, and convert that."
+        )
+
+
+@fx_wrap
+def keep(*tensors: Any) -> None:
+    """Do nothing, but let a graph refer to parameters by their names.
+
+    A graph module forgets what its graph does not refer to when it is copied.
+
+    Args:
+        tensors: A model input, so that the call is recorded, and the parameters.
+    """
+
+
+def is_user_module(module: Module) -> bool:
+    """Whether the module's forward is written in Python outside of PyTorch and here.
+
+    Args:
+        module: The module.
+
+    Returns:
+        ``False`` if the module stands for an operation, ``True`` if it is to be traced.
+    """
+    if isinstance(module, ScriptModule):
+        return False
+    if isinstance(module, (Parallel, _Branch)):
+        return True
+    # Where forward was written: A subclass of Linear that inherits it is a Linear.
+    origin = getattr(type(module).forward, "__module__", None) or ""
+    return origin == "torch.nn.modules.container" or not origin.startswith(
+        ("torch.nn", "torch.ao.nn", "backpack.custom_module", "backpack.converter")
+    )
+
+
+class BackpackTracer(Tracer):
+    """Tracer that stops at operations: PyTorch's layers, ours, and the untraceable."""
+
+    # Otherwise, self.mask[:, :length] fails, as fx has no say in what a tensor does
+    proxy_buffer_attributes = True
+
+    def __init__(self, keep_whole: Tuple[str, ...] = ()):
+        """Set up the tracer.
+
+        Args:
+            keep_whole: Qualified names of further modules to stop at. Default: None.
+        """
+        super().__init__(autowrap_modules=(math, einops))
+        self.keep_whole = keep_whole
+        self._path = ""  # innermost module that was entered with gradients on
+
+    def is_leaf_module(self, m: Module, module_qualified_name: str) -> bool:
+        """Decide whether a module is recorded as one operation, or traced through.
+
+        Args:
+            m: The module.
+            module_qualified_name: Its name in the traced model.
+
+        Returns:
+            Whether the module is an operation. Containers, among them ``Parallel``, are
+            none.
+        """
+        return module_qualified_name in self.keep_whole or not is_user_module(m)
+
+    def proxy(self, node: Node) -> Proxy:
+        """Create the proxy of a node.
+
+        Args:
+            node: The node.
+
+        Returns:
+            The proxy.
+        """
+        return InplaceProxy(node, self)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> Node:
+        """Create a node, and note whether gradients are switched off.
+
+        Args:
+            args: Kind of node, target and arguments.
+            kwargs: Further properties.
+
+        Returns:
+            The node, with the module that has switched gradients off in its metadata.
+        """
+        node = super().create_node(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            node.meta[NO_GRAD] = self._path
+        return node
+
+    def call_module(
+        self,
+        m: Module,
+        forward: Callable[..., Any],
+        args: Tuple[Any, ...],
+        kwargs: Dict[str, Any],
+    ) -> Any:
+        """Trace the call of a submodule.
+
+        Args:
+            m: The submodule.
+            forward: Its forward.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+
+        Returns:
+            Proxy of the output, or whatever a traced forward returns.
+
+        Raises:
+            Untraceable: If the submodule's forward cannot be traced.
+        """
+        if m not in self.submodule_paths:  # made in the forward
+            return forward(*args, **kwargs)
+        path, outer = self.path_of_module(m), self._path
+        self._path = path if torch.is_grad_enabled() else outer
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Untraceable:
+            raise
+        # Proxies fail in as many ways as there are uses of a number or tensor.
+        except Exception as error:
+            raise Untraceable(path, error) from error
+        finally:
+            self._path = outer
+
+    def create_args_for_root(
+        self, root_fn: Callable, is_module: bool, concrete_args: Any = None
+    ) -> Tuple[Callable, List[Any]]:
+        """Fix optional arguments to their default, unless it is a number.
+
+        Nothing tells the tracer that a forward asks ``if mask is not None``.
+
+        Args:
+            root_fn: The forward.
+            is_module: Whether it belongs to a module.
+            concrete_args: Values that the caller fixes. Default: ``None``.
+
+        Returns:
+            The function to trace and its arguments.
+        """
+        fn, args = super().create_args_for_root(root_fn, is_module, concrete_args)
+        fixed = [self._fix_to_default(arg) for arg in args]
+        return fn, fixed
+
+    def _fix_to_default(self, arg: Any) -> Any:
+        if not isinstance(arg, Proxy) or not arg.node.args:
+            return arg
+        default = arg.node.args[0]
+        if default is None or isinstance(default, (bool, str)):
+            args = (arg.node, default, arg.node.name)
+            node = self.create_node("call_function", require_default, args, {})
+            node.meta["is_wrapped"] = True
+            return default
+        return arg
+
+    def to_bool(self, obj: Proxy) -> bool:
+        """Let assertions pass.
+
+        Args:
+            obj: The proxy whose truth is asked for.
+
+        Returns:
+            ``True`` in an assertion.
+        """
+        frame = sys._getframe(2)  # the one that evaluates bool(proxy)
+        following = (
+            instruction
+            for instruction in dis.get_instructions(frame.f_code)
+            if instruction.offset > frame.f_lasti
+            and not instruction.opname.startswith(("POP_JUMP", "CACHE", "NOT_TAKEN"))
+        )
+        instruction = next(following, None)
+        if instruction is not None and (
+            instruction.opname == "LOAD_ASSERTION_ERROR"
+            or instruction.argval is AssertionError
+        ):
+            return True
+        return super().to_bool(obj)

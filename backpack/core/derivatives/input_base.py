@@ -1,0 +1,341 @@
+"""Products with a module's input Jacobian, with automatic differentiation as default.
+
+A module computes z = f(x, θ) for a mini-batch. Shapes:
+
+- x is ``module.input0``, ``[N, *in]``; z is ``module.output``, ``[N, *out]``.
+- A matrix that is multiplied has ``V`` columns on axis 0: ``[V, N, *out]`` is pulled
+  back to ``[V, N, *in]``, for instance. All public methods check shapes and accept a
+  single vector, ``[N, *out]``, in which case the result has no axis ``V``, either.
+
+Public methods check and select samples; ``_private`` methods of the same name hold the
+maths. A class that defines none of them gets the generic ones below. These are right
+for every module that is differentiable in its first input; other inputs are constants.
+"""
+
+from abc import ABC
+from math import nan
+from typing import List, Tuple
+
+from torch import Tensor, ones_like, stack, zeros_like
+from torch.autograd import grad
+from torch.nn import Module
+
+from backpack.core.derivatives import shape_check
+from backpack.core.derivatives.stored import evaluate, subsampled
+from backpack.hessianfree.lop import pull_columns
+from backpack.hessianfree.rop import R_op
+from backpack.utils.subsampling import num_selected
+from backpack.utils.unsqueeze import flatten
+
+NO_DIAGONAL_HESSIAN = (
+    "{derivatives}: the Hessian of {module} is not diagonal, so that its diagonal does "
+    "not describe it. Use residual_mat_prod to multiply with it."
+)
+
+
+class BaseDerivatives(ABC):  # noqa: B024
+    """Products with a module's Jacobian and residual with respect to its input.
+
+    The generic rules need no further definition, only the predicates
+    :meth:`hessian_is_zero` and :meth:`hessian_is_diagonal` should say what is known.
+    """
+
+    @shape_check.jac_mat_prod_accept_vectors
+    @shape_check.jac_mat_prod_check_shapes
+    def jac_mat_prod(
+        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
+    ) -> Tensor:
+        """Multiply with the Jacobian of the output with respect to the input.
+
+        Args:
+            module: Module with stored input and output.
+            g_inp: Gradients of the loss with respect to the module's inputs.
+            g_out: Gradients of the loss with respect to the module's outputs.
+            mat: Matrix of shape ``[V, N, *in]``, or vector ``[N, *in]``.
+
+        Returns:
+            Products (∂z/∂x) v of shape ``[V, N, *out]``, or ``[N, *out]``.
+        """
+        return self._jac_mat_prod(module, g_inp, g_out, mat)
+
+    def _jac_mat_prod(
+        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
+    ) -> Tensor:
+        x, y = evaluate(module)
+        return stack([R_op(y, x, v)[0] for v in mat.to(x.dtype)])
+
+    @shape_check.jac_t_mat_prod_accept_vectors
+    @shape_check.jac_t_mat_prod_check_shapes
+    def jac_t_mat_prod(
+        self,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        mat: Tensor,
+        subsampling: List[int] = None,
+    ) -> Tensor:
+        """Multiply with the transposed Jacobian of the output w.r.t. the input.
+
+        Args:
+            module: Module with stored input and output.
+            g_inp: Gradients of the loss with respect to the module's inputs.
+            g_out: Gradients of the loss with respect to the module's outputs.
+            mat: Matrix of shape ``[V, N, *out]``, or vector ``[N, *out]``; with
+                ``subsampling``, N is the number of selected samples.
+            subsampling: Selected samples. Default ``None`` uses all.
+
+        Returns:
+            Products (∂z/∂x)ᵀ v of shape ``[V, N, *in]``, or ``[N, *in]``.
+        """
+        module = self._restrict(module, subsampling)
+        return self._jac_t_mat_prod(module, g_inp, g_out, mat)
+
+    def _jac_t_mat_prod(
+        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
+    ) -> Tensor:
+        """Multiply with the transposed Jacobian, see :meth:`jac_t_mat_prod`.
+
+        Args:
+            module: Module whose stored tensors hold the selected samples only.
+            g_inp: Gradients of the loss with respect to the module's inputs.
+            g_out: Gradients of the loss with respect to the module's outputs.
+            mat: Matrix of shape ``[V, N, *out]``.
+
+        Returns:
+            Products of shape ``[V, N, *in]``.
+        """
+        x, y = evaluate(module)
+        return pull_columns(y, x, mat)[0]
+
+    def _restrict(self, module: Module, subsampling: List[int] = None) -> Module:
+        """Select samples before the maths.
+
+        Args:
+            module: Module with stored input and output.
+            subsampling: Selected samples. ``None`` selects all.
+
+        Returns:
+            Module with the selected samples, see :func:`subsampled`.
+
+        Raises:
+            ValueError: If axis 0 of input and output are not both the samples.
+        """
+        sizes = module.input0.shape[:1], module.output.shape[:1]
+        if subsampling is not None and sizes[0] != sizes[1]:
+            raise ValueError(
+                f"{module} maps an input with {list(sizes[0])} samples (axis 0) to an "
+                f"output with {list(sizes[1])}, so that samples cannot be told apart. "
+                "Axis 0 must hold the samples before and after the module."
+            )
+        return subsampled(module, subsampling)
+
+    def ea_jac_t_mat_jac_prod(
+        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
+    ) -> Tensor:
+        """Multiply with the Jacobian from both sides and average over samples.
+
+        The step of the KFRA recursion (Botev et al., "Practical Gauss-Newton
+        Optimisation for Deep Learning", 2017).
+
+        Args:
+            module: Module with stored input and output.
+            g_inp: Gradients of the loss with respect to the module's inputs.
+            g_out: Gradients of the loss with respect to the module's outputs.
+            mat: Matrix G of shape ``[out, out]``, where ``out`` is the number of output
+                features of a sample.
+
+        Returns:
+            (1/N) Σₙ Jₙᵀ G Jₙ of shape ``[in, in]``.
+
+        Raises:
+            RuntimeError: If the matrix has another shape.
+        """
+        out = module.output.shape[1:].numel()
+        if mat.shape != (out, out):
+            raise RuntimeError(
+                f"Expected a matrix of shape [{out}, {out}] for the output features of "
+                f"{module}, but got {list(mat.shape)}."
+            )
+        if len(module.output) == 0:  # the mean of nothing
+            size = module.input0.shape[1:].numel()
+            return mat.new_full((size, size), nan)
+        return self._ea_jac_t_mat_jac_prod(module, g_inp, g_out, mat)
+
+    def _ea_jac_t_mat_jac_prod(
+        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
+    ) -> Tensor:
+        # one sample after the other, as a single one needs memory [out, in] already
+        samples = 1 if self.jacobian_is_shared(module) else module.output.shape[0]
+        products = (
+            self._sandwich(self._restrict(module, [n]), g_inp, g_out, mat)
+            for n in range(samples)
+        )
+        return sum(products) / samples
+
+    def _sandwich(
+        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
+    ) -> Tensor:
+        """Multiply with one sample's Jacobian from both sides.
+
+        Args:
+            module: Module whose stored tensors hold a single sample.
+            g_inp: Gradients of the loss with respect to the module's inputs.
+            g_out: Gradients of the loss with respect to the module's outputs.
+            mat: Matrix G of shape ``[out, out]``.
+
+        Returns:
+            Jᵀ G J of shape ``[in, in]``.
+        """
+        for _ in range(2):  # G ↦ (G J)ᵀ, twice
+            rows = mat.reshape(-1, *module.output.shape)
+            mat = flatten(self._jac_t_mat_prod(module, g_inp, g_out, rows), 1).T
+        return mat
+
+    def jacobian_is_shared(self, module: Module) -> bool:
+        """Tell whether every sample has the same Jacobian with respect to the input.
+
+        Args:
+            module: Module with stored input and output.
+
+        Returns:
+            ``True`` for modules that are affine in their input and treat all samples
+            alike. Default: ``False``.
+        """
+        return False
+
+    def hessian_is_zero(self, module: Module) -> bool:
+        """Tell whether all second derivatives w.r.t. the input vanish (∂²z/∂x² = 0).
+
+        Args:
+            module: Module with stored input and output.
+
+        Returns:
+            Whether the output is (piecewise) linear in the input. Default: ``False``.
+        """
+        return False
+
+    def hessian_is_diagonal(self, module: Module) -> bool:
+        """Tell whether Σ_k δ_k ∂²z_k/∂x² is diagonal for every δ.
+
+        Args:
+            module: Module with stored input and output.
+
+        Returns:
+            Whether it is known to be diagonal. Default: whether it is zero.
+        """
+        return self.hessian_is_zero(module)
+
+    def hessian_is_psd(self) -> bool:
+        """Tell whether the Hessian of the output is positive semi-definite.
+
+        Returns:
+            Whether it is known to be so, for every input. Default: ``False``.
+        """
+        return False
+
+    def hessian_diagonal(
+        self, module: Module, g_in: Tuple[Tensor], g_out: Tuple[Tensor]
+    ) -> Tensor:
+        """Compute the diagonal of the residual Σ_k δ_k ∂²z_k/∂x², if it is diagonal.
+
+        Args:
+            module: Module with stored input and output.
+            g_in: Gradients of the loss with respect to the module's inputs.
+            g_out: Gradients of the loss with respect to the module's outputs, δ.
+
+        Returns:
+            Diagonal of shape ``[N, *in]``.
+
+        Raises:
+            NotImplementedError: If the residual is not diagonal.
+        """
+        if not self.hessian_is_diagonal(module):
+            raise NotImplementedError(
+                NO_DIAGONAL_HESSIAN.format(
+                    derivatives=type(self).__name__, module=module
+                )
+            )
+        ones = ones_like(module.input0).unsqueeze(0)
+        return self._differentiate_twice(module, g_out, ones).squeeze(0)
+
+    @shape_check.residual_mat_prod_accept_vectors
+    @shape_check.residual_mat_prod_check_shapes
+    def residual_mat_prod(
+        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
+    ) -> Tensor:
+        """Multiply with the residual Σ_k δ_k ∂²z_k/∂x².
+
+        Args:
+            module: Module with stored input and output.
+            g_inp: Gradients of the loss with respect to the module's inputs.
+            g_out: Gradients of the loss with respect to the module's outputs, δ.
+            mat: Matrix of shape ``[V, N, *in]``, or vector ``[N, *in]``.
+
+        Returns:
+            Products of the same shape as ``mat``.
+        """
+        return self._residual_mat_prod(module, g_inp, g_out, mat)
+
+    def _residual_mat_prod(
+        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
+    ) -> Tensor:
+        if self.hessian_is_zero(module):
+            return zeros_like(mat)
+        if self.hessian_is_diagonal(module):
+            return self.hessian_diagonal(module, g_inp, g_out) * mat
+        return self._differentiate_twice(module, g_out, mat)
+
+    @staticmethod
+    def _differentiate_twice(
+        module: Module, g_out: Tuple[Tensor], mat: Tensor
+    ) -> Tensor:
+        """Multiply with the Hessian of x ↦ ⟨δ, f(x)⟩.
+
+        Args:
+            module: Module with stored input and output.
+            g_out: Gradients of the loss with respect to the module's outputs, δ.
+            mat: Matrix of shape ``[V, N, *in]``.
+
+        Returns:
+            Products of the same shape.
+        """
+        x, y = evaluate(module)
+        delta = g_out[0].detach().to(y.dtype)
+        (gradient,) = grad(y, x, delta, create_graph=True)
+        return pull_columns(gradient, x, mat)[0]
+
+    @classmethod
+    def reshape_like_input(
+        cls, mat: Tensor, module: Module, subsampling: List[int] = None
+    ) -> Tensor:
+        """Reshape a matrix like the input, with an additional leading axis.
+
+        Args:
+            mat: Matrix of any shape with V · N · in elements.
+            module: Module with stored input.
+            subsampling: Selected samples. Default ``None`` uses all.
+
+        Returns:
+            Matrix of shape ``[V, N, *in]``.
+        """
+        return cls._reshape_like(mat, module.input0.shape, subsampling)
+
+    @classmethod
+    def reshape_like_output(cls, mat: Tensor, module: Module) -> Tensor:
+        """Reshape a matrix like the output, with an additional leading axis.
+
+        Args:
+            mat: Matrix of any shape with V · N · out elements.
+            module: Module with stored output.
+
+        Returns:
+            Matrix of shape ``[V, N, *out]``.
+        """
+        return cls._reshape_like(mat, module.output.shape)
+
+    @staticmethod
+    def _reshape_like(
+        mat: Tensor, shape: Tuple[int, ...], subsampling: List[int] = None
+    ) -> Tensor:
+        columns = -1 if mat.numel() else len(mat)
+        return mat.reshape(columns, num_selected(shape[0], subsampling), *shape[1:])

@@ -1,0 +1,368 @@
+"""Second derivatives of a loss with respect to its input, see ``input_base.py``."""
+
+from abc import ABC, abstractmethod
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
+
+import torch
+from torch import Generator, Size, Tensor, nn
+from torch.nn import Module
+from torch.utils._pytree import tree_leaves
+
+from backpack.core.derivatives import shape_check
+from backpack.core.derivatives.input_base import BaseDerivatives
+from backpack.core.derivatives.stored import stored_inputs
+from backpack.core.per_sample.sums import reciprocal
+
+NO_SCALAR_LOSS = (
+    "{derivatives} needs a loss whose output is a scalar, but {module} has an output "
+    "of shape {shape}. Use reduction='mean' or reduction='sum'."
+)
+
+
+def loss_inputs(module: Module) -> Tuple[Any, ...]:
+    """Collect the inputs of a loss module's call, prediction first.
+
+    Args:
+        module: Loss module with ``input0``, ``input1``, … of its last call.
+
+    Returns:
+        The inputs in order.
+
+    Raises:
+        NotImplementedError: If an input other than the prediction requires grad.
+    """
+    inputs = stored_inputs(module)
+    for position, value in enumerate(inputs[1:], start=1):
+        if isinstance(value, Tensor) and value.requires_grad:
+            raise NotImplementedError(
+                f"{type(module).__name__}: input {position} requires grad, but second-"
+                "order quantities treat the first input as the prediction and all "
+                "others as constants. Pass the prediction first, and detach the others."
+            )
+    return inputs
+
+
+def first_number(output: Any) -> Tensor:
+    """Return the loss that a module computed, which may return other things beside.
+
+    Args:
+        output: What a loss module returned.
+
+    Returns:
+        Its first tensor of floating-point numbers.
+    """
+    leaves = [output] if isinstance(output, Tensor) else tree_leaves(output)
+    return next(x for x in leaves if isinstance(x, Tensor) and x.is_floating_point())
+
+
+def split_columns(columns: Tensor, size: int) -> Sequence[Tensor]:
+    """Split columns into chunks; quick where there is only one.
+
+    Args:
+        columns: Columns ``[V, N, *]``.
+        size: Number of columns at a time.
+
+    Returns:
+        Columns ``[V, N, *]`` with V = ``size``, or fewer in the last one.
+    """
+    return columns.split(size) if len(columns) > size else [columns]
+
+
+def as_option(generator: Optional[Generator]) -> Dict[str, Generator]:
+    """Pass a generator on only if there is one.
+
+    Methods that override ours may not know the keyword.
+
+    Args:
+        generator: Random number generator or ``None``.
+
+    Returns:
+        Keyword arguments.
+    """
+    return {} if generator is None else {"generator": generator}
+
+
+# Losses that are averaged over all entries, not only over samples
+_ELEMENTWISE = (
+    *(nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss, nn.BCELoss),
+    *(nn.GaussianNLLLoss, nn.KLDivLoss, nn.SoftMarginLoss, nn.HingeEmbeddingLoss),
+)
+
+
+class BaseLossDerivatives(BaseDerivatives, ABC):
+    """Second derivatives of a loss 𝓛 = c Σₙ ℓ(xₙ, yₙ) with respect to its input x.
+
+    Every method needs a loss module whose output is a scalar. The factor c, one over
+    what the loss divides by, is always that of the full mini-batch.
+    """
+
+    def sqrt_hessian(
+        self,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        subsampling: List[int] = None,
+    ) -> Tensor:
+        """Compute a factor S of the loss Hessian: Σ_v S_vn S_vnᵀ = ∂²𝓛/∂xₙ².
+
+        Args:
+            module: Loss module with stored inputs and output.
+            g_inp: Gradients with respect to the module's inputs.
+            g_out: Gradients with respect to the module's output.
+            subsampling: Selected samples. Default ``None`` uses all.
+
+        Returns:
+            Factor of shape ``[V, N, *in]``.
+
+        Raises:
+            ValueError: If the loss is no scalar.
+        """
+        self._check_scalar(module)
+        result = self._sqrt_hessian(module, g_inp, g_out, subsampling=subsampling)
+        shape_check._check_like(result, module, "input0", subsampling=subsampling)
+        return result
+
+    @abstractmethod
+    def _sqrt_hessian(
+        self,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        subsampling: List[int] = None,
+    ) -> Tensor:
+        """Compute a factor of the loss Hessian, see :meth:`sqrt_hessian`."""
+
+    def sqrt_hessian_compact(
+        self,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        subsampling: Optional[List[int]] = None,
+    ) -> Tensor:
+        """Compute a factor like :meth:`sqrt_hessian` with as few columns as is known.
+
+        It serves quantities that are sums over columns.
+
+        Args:
+            module: Loss module with stored inputs and output.
+            g_inp: Gradients with respect to the module's inputs.
+            g_out: Gradients with respect to the module's output.
+            subsampling: Selected samples. Default ``None`` uses all.
+
+        Returns:
+            Factor of shape ``[V, N, *in]``.
+
+        Raises:
+            ValueError: If the loss is no scalar.
+        """
+        self._check_scalar(module)
+        result = self._sqrt_hessian_compact(module, subsampling)
+        shape_check._check_like(result, module, "input0", subsampling=subsampling)
+        return result
+
+    def sqrt_hessian_chunks(
+        self, module: Module, size: int, compact: bool
+    ) -> Iterator[Tensor]:
+        """Compute a factor like :meth:`sqrt_hessian`, some columns at a time.
+
+        Args:
+            module: Loss module with stored inputs and output.
+            size: Number of columns at a time.
+            compact: Whether it shall have as few columns as is known.
+
+        Yields:
+            Columns of shape ``[V, N, *in]`` with V = ``size``, or fewer.
+
+        Raises:
+            ValueError: If the loss is no scalar.
+        """  # noqa: DAR401
+        factor = self.sqrt_hessian_compact if compact else self.sqrt_hessian
+        yield from split_columns(factor(module, (), ()), size)
+
+    def _sqrt_hessian_compact(
+        self, module: Module, subsampling: Optional[List[int]] = None
+    ) -> Tensor:
+        return self._sqrt_hessian(module, (), (), subsampling)
+
+    def sqrt_hessian_sampled(
+        self,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        mc_samples: int = 1,
+        subsampling: Optional[List[int]] = None,
+        generator: Optional[Generator] = None,
+    ) -> Tensor:
+        """Draw a factor S of the loss Hessian: E[Σ_v S_vn S_vnᵀ] = ∂²𝓛/∂xₙ².
+
+        Args:
+            module: Loss module with stored inputs and output.
+            g_inp: Gradients with respect to the module's inputs.
+            g_out: Gradients with respect to the module's output.
+            mc_samples: Number of Monte-Carlo samples, M. Default: ``1``.
+            subsampling: Selected samples. Default ``None`` uses all.
+            generator: Random number generator. Default: PyTorch's global one.
+
+        Returns:
+            Factor of shape ``[M, N, *in]``.
+
+        Raises:
+            ValueError: If the loss is no scalar.
+        """
+        self._check_scalar(module)
+        result = self._sqrt_hessian_sampled(
+            module, g_inp, g_out, mc_samples, subsampling, **as_option(generator)
+        )
+        shape_check._check_like(result, module, "input0", subsampling=subsampling)
+        return result
+
+    @abstractmethod
+    def _sqrt_hessian_sampled(
+        self,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        mc_samples: int = 1,
+        subsampling: List[int] = None,
+    ) -> Tensor:
+        """Draw a factor of the loss Hessian, see :meth:`sqrt_hessian_sampled`."""
+
+    @shape_check.make_hessian_mat_prod_accept_vectors
+    @shape_check.make_hessian_mat_prod_check_shapes
+    def make_hessian_mat_prod(
+        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]
+    ) -> Callable[[Tensor], Tensor]:
+        """Make a function that multiplies with the loss Hessian ∂²𝓛/∂x².
+
+        Args:
+            module: Loss module with stored inputs and output.
+            g_inp: Gradients with respect to the module's inputs.
+            g_out: Gradients with respect to the module's output.
+
+        Returns:
+            Function that maps ``[V, N, *in]`` to the same shape; it accepts a vector
+            ``[N, *in]``, too.
+
+        Raises:
+            ValueError: If the loss is no scalar.
+        """
+        self._check_scalar(module)
+        return self._make_hessian_mat_prod(module, g_inp, g_out)
+
+    @abstractmethod
+    def _make_hessian_mat_prod(
+        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]
+    ) -> Callable[[Tensor], Tensor]:
+        """Make a product with the Hessian, see :meth:`make_hessian_mat_prod`."""
+
+    def sum_hessian(
+        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]
+    ) -> Tensor:
+        """Sum the loss Hessians of all samples.
+
+        Args:
+            module: Loss module with stored inputs and output.
+            g_inp: Gradients with respect to the module's inputs.
+            g_out: Gradients with respect to the module's output.
+
+        Returns:
+            Σₙ ∂²𝓛/∂xₙ² of shape ``[C, C]``.
+
+        Raises:
+            ValueError: If the loss is no scalar.
+        """
+        self._check_scalar(module)
+        return self._sum_hessian(module, g_inp, g_out)
+
+    def _sum_hessian(
+        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]
+    ) -> Tensor:
+        # products with one unit vector per feature, the same for each sample
+        x = module.input0
+        batch_shape, shape = self._split_shape(x)
+        size = shape.numel()
+        basis = torch.eye(size, dtype=x.dtype, device=x.device)
+        basis = basis.reshape(size, *[1] * len(batch_shape), *shape)
+        basis = basis.expand(size, *x.shape)
+        columns = self._make_hessian_mat_prod(module, g_inp, g_out)(basis)
+        return columns.reshape(size, -1, size).sum(1)
+
+    def _split_shape(self, x: Tensor) -> Tuple[Size, Size]:
+        """Split the prediction's shape into batch axis and feature axes.
+
+        Args:
+            x: Prediction.
+
+        Returns:
+            Shape of the batch axis and of the features.
+        """
+        return x.shape[:1], x.shape[1:]
+
+    def scaled_gradient(self, module: Module) -> Tensor:
+        """Compute the column of the empirical Fisher: c Σₙ ∇ℓₙ ∇ℓₙᵀ = Σₙ sₙ sₙᵀ.
+
+        Args:
+            module: Loss module with stored inputs and output.
+
+        Returns:
+            Gradients with respect to the prediction, divided by the root of the factor
+            c of the loss's reduction, of shape ``[1, N, *in]``.
+
+        Raises:
+            ValueError: If the loss is no scalar.
+        """  # noqa: DAR401
+        self._check_scalar(module)
+        prediction, *others = loss_inputs(module)
+        create_graph = torch.is_grad_enabled() and prediction.requires_grad
+        with torch.enable_grad():
+            if not create_graph:
+                prediction = prediction.detach().requires_grad_()
+            loss = first_number(module.forward(prediction, *others))
+            (gradient,) = torch.autograd.grad(
+                loss, prediction, create_graph=create_graph
+            )
+        return (gradient / self._reduction_factor(module) ** 0.5).unsqueeze(0)
+
+    def _reduction_factor(self, module: Module) -> Union[float, Tensor]:
+        """Return c, one over what the loss divides the sum over its terms by.
+
+        Args:
+            module: Loss module, with the inputs of the full batch.
+
+        Returns:
+            The factor.
+        """
+        reduction = getattr(module, "reduction", "mean")
+        if reduction not in ("mean", "batchmean"):
+            return 1.0
+        x = module.input0
+        elementwise = reduction == "mean" and isinstance(module, _ELEMENTWISE)
+        return reciprocal(x.numel() if elementwise else len(x))
+
+    def check_psd(self, module: Module) -> None:
+        """Refuse a loss that the GGN is not defined for, by an exception.
+
+        Args:
+            module: Loss module with stored inputs and output, whose Hessian must be
+                positive semi-definite for each sample.
+        """
+        if not self.hessian_is_psd():
+            self.sqrt_hessian(module, (), ())
+
+    def _check_scalar(self, module: Module) -> None:
+        """Refuse losses whose output is no scalar, which any single number is.
+
+        Args:
+            module: Loss module with stored output.
+
+        Raises:
+            ValueError: If the loss is no scalar.
+        """
+        if module.output.numel() != 1:
+            raise ValueError(
+                NO_SCALAR_LOSS.format(
+                    derivatives=type(self).__name__,
+                    module=module,
+                    shape=list(module.output.shape),
+                )
+            )

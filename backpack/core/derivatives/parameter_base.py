@@ -1,0 +1,262 @@
+"""Products with the Jacobians of a module's parameters, see ``input_base.py``."""
+
+from abc import ABC
+from functools import partial
+from typing import Any, Callable, List, Tuple
+
+from torch import Tensor, no_grad, stack, zeros_like
+from torch.func import functional_call, vjp
+from torch.nn import Module
+
+from backpack.core.derivatives import shape_check
+from backpack.core.derivatives.generic import generic_product, generic_products
+from backpack.core.derivatives.input_base import BaseDerivatives
+from backpack.core.derivatives.stored import (
+    checked,
+    first_tensor,
+    recorded_output,
+    scratch_copy,
+    stored_inputs,
+)
+from backpack.core.per_sample.base import Dense, PerSample
+from backpack.utils.types import as_type
+
+
+def _for_parameter(name: str, method: str) -> Callable[..., Tensor]:
+    """Make the product for one parameter from that for any, which may be overridden."""
+
+    def product(self, *args: Any, **kwargs: Any) -> Tensor:
+        return getattr(self, method)(name, *args, **kwargs)
+
+    return product
+
+
+class BaseParameterDerivatives(BaseDerivatives, ABC):
+    """Products with a module's Jacobians with respect to its parameters.
+
+    A layer family says how a parameter's vector-Jacobian products look
+    (:meth:`product`), and whether it is affine in its parameters.
+
+    Attributes:
+        affine_in_params: Whether the output is affine in each parameter while the
+            others are fixed, and in all of them together (weight times something plus
+            bias). Forward products are then the module itself, with the vector in
+            place of the parameter and zeros in place of the others. Default: ``False``.
+    """
+
+    affine_in_params = False
+
+    def supports(self, module: Module, inputs: Tuple[Any, ...]) -> bool:
+        """Tell whether :meth:`product` covers a call.
+
+        Args:
+            module: The module.
+            inputs: Inputs of the call.
+
+        Returns:
+            Whether it does; the generic rule must do otherwise. Default: ``True``.
+        """
+        return True
+
+    @shape_check.param_mjp_accept_vectors
+    def param_mjp(
+        self,
+        param_str: str,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        mat: Tensor,
+        sum_batch: bool = True,
+        subsampling: List[int] = None,
+    ) -> Tensor:
+        """Multiply with the transposed Jacobian of the output w.r.t. a parameter.
+
+        Args:
+            param_str: Name of the parameter.
+            module: Module with stored input and output.
+            g_inp: Gradients of the loss with respect to the module's inputs.
+            g_out: Gradients of the loss with respect to the module's outputs.
+            mat: Matrix of shape ``[V, N, *out]``, or vector ``[N, *out]``; with
+                ``subsampling``, N is the number of selected samples.
+            sum_batch: Whether to sum over samples. Default: ``True``.
+            subsampling: Selected samples. Default ``None`` uses all.
+
+        Returns:
+            Products of shape ``[V, *p]``, or ``[V, N, *p]`` without summation over
+            samples; without the axis ``V`` for a vector.
+        """
+        shape_check._check_like(mat, module, "output", subsampling=subsampling)
+        generic = partial(self._param_mjp, param_str)
+        multiply = getattr(self, f"_{param_str}_jac_t_mat_prod", generic)
+        result = multiply(
+            module, g_inp, g_out, mat, sum_batch=sum_batch, subsampling=subsampling
+        )
+        shape_check.check_same_V_dim(result, mat)
+        shape_check.check_like_with_sum_batch(result, module, param_str, sum_batch)
+        return result
+
+    def _param_mjp(
+        self,
+        param_str: str,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        mat: Tensor,
+        sum_batch: bool = True,
+        subsampling: List[int] = None,
+    ) -> Tensor:
+        restricted = self._restrict(module, subsampling)
+        product = self._stored_product(param_str, restricted, mat)
+        return product.summed() if sum_batch else product.individual()
+
+    # a class for a layer of its own may override these, and the same for other names
+    _weight_jac_t_mat_prod = _for_parameter("weight", "_param_mjp")
+    _bias_jac_t_mat_prod = _for_parameter("bias", "_param_mjp")
+
+    def stored_product(
+        self,
+        name: str,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        cotangents: Tensor,
+    ) -> PerSample:
+        """Describe the products of :meth:`param_mjp` for the stored inputs.
+
+        Args:
+            name: Name of the parameter.
+            module: Module with stored input and output.
+            g_inp: Gradients of the loss with respect to the module's inputs.
+            g_out: Gradients of the loss with respect to the module's outputs.
+            cotangents: Columns at the output, ``[V, N, *out]``.
+
+        Returns:
+            The products: in the layer's form, unless a class has its own way to
+            multiply.
+        """
+        cotangents = as_type(cotangents, module.output.dtype)
+        method = f"_{name}_jac_t_mat_prod"
+        pair = type(self), BaseParameterDerivatives
+        own, inherited = (getattr(cls, method, None) for cls in pair)
+        if own is inherited:
+            return self._stored_product(name, module, cotangents)
+        multiply = getattr(self, method)
+        products = multiply(module, g_inp, g_out, cotangents, sum_batch=False)
+        return Dense(products, products.shape[2:])
+
+    def _stored_product(
+        self, name: str, module: Module, cotangents: Tensor
+    ) -> PerSample:
+        inputs = stored_inputs(module)
+        if type(self).product is not BaseParameterDerivatives.product:
+            return self.product(name, module, inputs, cotangents)
+        outputs, copy = [recorded_output(module)], scratch_copy(module)
+        return generic_products([name], copy, inputs, cotangents, outputs=outputs)[name]
+
+    def product(
+        self, name: str, module: Module, inputs: Tuple[Any, ...], cotangents: Tensor
+    ) -> PerSample:
+        """Describe the per-sample vector-Jacobian products of a parameter.
+
+        Args:
+            name: Name of the parameter.
+            module: Module. Nothing stored on it may be used, as it may have been called
+                more than once.
+            inputs: Inputs of the call.
+            cotangents: Columns at the call's output, ``[V, N, *out]``.
+
+        Returns:
+            The products in the cheapest form that the layer has. Default: generic rule
+            that differentiates the module's own forward pass, sample by sample.
+        """
+        return generic_product(name, module, inputs, cotangents)
+
+    def weight_jac_mat_prod(
+        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
+    ) -> Tensor:
+        """Multiply with the Jacobian of the output with respect to the weight.
+
+        Args:
+            module: Module with stored input and output.
+            g_inp: Gradients of the loss with respect to the module's inputs.
+            g_out: Gradients of the loss with respect to the module's outputs.
+            mat: Matrix of shape ``[V, *weight]``, or vector ``[*weight]``.
+
+        Returns:
+            Products of shape ``[V, N, *out]``, or ``[N, *out]``.
+        """
+        return self.param_jac_mat_prod("weight", module, g_inp, g_out, mat)
+
+    def bias_jac_mat_prod(
+        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
+    ) -> Tensor:
+        """Multiply with the Jacobian of the output with respect to the bias.
+
+        Args:
+            module: Module with stored input and output.
+            g_inp: Gradients of the loss with respect to the module's inputs.
+            g_out: Gradients of the loss with respect to the module's outputs.
+            mat: Matrix of shape ``[V, *bias]``, or vector ``[*bias]``.
+
+        Returns:
+            Products of shape ``[V, N, *out]``, or ``[N, *out]``.
+        """
+        return self.param_jac_mat_prod("bias", module, g_inp, g_out, mat)
+
+    def param_jac_mat_prod(
+        self,
+        param_str: str,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        mat: Tensor,
+    ) -> Tensor:
+        """Multiply with the Jacobian of the output with respect to a parameter.
+
+        Args:
+            param_str: Name of the parameter.
+            module: Module with stored input and output.
+            g_inp: Gradients of the loss with respect to the module's inputs.
+            g_out: Gradients of the loss with respect to the module's outputs.
+            mat: Matrix of shape ``[V, *p]``, or vector ``[*p]``.
+
+        Returns:
+            Products of shape ``[V, N, *out]``, or ``[N, *out]``.
+        """
+        is_vec = shape_check._same_dim_as(mat, module, param_str)
+        mat = shape_check._add_V_dim(mat) if is_vec else mat
+        shape_check._check_like(mat, module, param_str)
+        generic = partial(self._param_jac_mat_prod, param_str)
+        multiply = getattr(self, f"_{param_str}_jac_mat_prod", generic)
+        result = multiply(module, g_inp, g_out, mat)
+        shape_check.check_same_V_dim(result, mat)
+        shape_check._check_like(result, module, "output")
+        return shape_check._remove_V_dim(result) if is_vec else result
+
+    def _param_jac_mat_prod(
+        self,
+        param_str: str,
+        module: Module,
+        g_inp: Tuple[Tensor],
+        g_out: Tuple[Tensor],
+        mat: Tensor,
+    ) -> Tensor:
+        inputs, scratch = stored_inputs(module), scratch_copy(module)
+
+        def forward(param: Tensor, others: dict) -> Tensor:
+            params = {**others, param_str: param}
+            return first_tensor(functional_call(scratch, params, inputs))
+
+        if self.affine_in_params:
+            params = module.named_parameters()
+            zeros = {name: zeros_like(p) for name, p in params if name != param_str}
+            with no_grad():
+                return stack([forward(v, zeros) for v in mat])
+        # w ↦ Jᵀ w is linear, so pulling v back through it gives J v, see R_op
+        output, pull = vjp(lambda param: forward(param, {}), getattr(module, param_str))
+        checked(module, output)
+        _, push = vjp(lambda w: pull(w)[0], zeros_like(output))
+        return stack([push(v)[0] for v in mat])
+
+    _weight_jac_mat_prod = _for_parameter("weight", "_param_jac_mat_prod")
+    _bias_jac_mat_prod = _for_parameter("bias", "_param_jac_mat_prod")

@@ -1,0 +1,168 @@
+"""A module's last call, as it is stored on the module, and copies to repeat it with."""
+
+from typing import Any, List, Tuple
+
+from torch import Tensor, enable_grad
+from torch.nn import Module, Parameter
+
+from backpack.core.derivatives.generic import is_repetition
+from backpack.utils.subsampling import subsample
+
+NO_FLOAT_INPUT = (
+    "{module} has an input of type {dtype} and no derivative with respect to it. Only "
+    "products with its parameters' Jacobians (param_mjp) exist."
+)
+NOT_REPEATED = (
+    "{module} is differentiated by repeating its forward pass, but the repetition gave "
+    "another output: it draws random numbers, keeps a state, depends on the number of "
+    "samples, takes keyword arguments out of order, or something was modified after "
+    "the call (its parameters, or its output by a layer with inplace=True). Write it "
+    "without these, or register a module extension for it."
+)
+OVERWRITTEN = "_backpack_overwritten"
+"""Marks copies of modules whose output was modified in place after the call."""
+OUTPUT_TYPE = "_backpack_output_type"
+"""Attribute of copies of modules: their output's type before it was converted."""
+
+
+def stored_inputs(module: Module) -> Tuple[Any, ...]:
+    """Collect the inputs of a module's last forward pass.
+
+    Args:
+        module: Module with attributes ``input0``, ``input1``, ...
+
+    Returns:
+        The inputs.
+    """
+    inputs = []
+    while hasattr(module, f"input{len(inputs)}"):
+        inputs.append(getattr(module, f"input{len(inputs)}"))
+    return tuple(inputs)
+
+
+def shallow_copy(module: Module, **attributes: Any) -> Module:
+    """Copy a module without copying anything it holds.
+
+    Args:
+        module: The module.
+        attributes: What the copy holds instead, by name.
+
+    Returns:
+        Module of the same class that shares all other attributes.
+    """
+    copy = object.__new__(type(module))
+    copy.__dict__.update({**module.__dict__, **attributes})
+    return copy
+
+
+def scratch_copy(module: Module, **attributes: Any) -> Module:
+    """Copy a module such that evaluating the copy leaves the module alone.
+
+    Args:
+        module: The module.
+        attributes: What the copy holds instead, by name.
+
+    Returns:
+        Module that shares parameters, but neither buffers (running statistics) nor what
+        a hook stores on it or its children.
+    """
+    buffers, children = module._buffers.items(), module._modules.items()
+    return shallow_copy(
+        module,
+        _buffers={name: b if b is None else b.clone() for name, b in buffers},
+        _modules={name: m if m is None else scratch_copy(m) for name, m in children},
+        **attributes,
+    )
+
+
+def subsampled(module: Module, subsampling: List[int] = None) -> Module:
+    """Restrict a module's stored inputs and output to some samples.
+
+    Args:
+        module: Module with stored inputs and output. It is not changed.
+        subsampling: Selected samples. ``None`` selects all.
+
+    Returns:
+        The same module for ``None``. Else a shallow copy, which shares everything with
+        the module except for its inputs and output.
+    """
+    if subsampling is None:
+        return module
+    names = [f"input{idx}" for idx in range(len(stored_inputs(module)))] + ["output"]
+    stored = {name: getattr(module, name) for name in names}
+    selected = {
+        name: subsample(value, subsampling=subsampling)
+        for name, value in stored.items()
+        if isinstance(value, Tensor)
+        and not isinstance(value, Parameter)  # an operation's argument: no samples
+        and value.dim() > 0
+    }
+    return shallow_copy(module, **selected)
+
+
+def first_tensor(output: Any) -> Tensor:
+    """Return the first tensor of a module's output.
+
+    Args:
+        output: Tensor or (nested) tuple.
+
+    Returns:
+        The tensor itself or the first one of the tuple.
+    """
+    while isinstance(output, (tuple, list)):
+        output = output[0]
+    return output
+
+
+def recorded_output(module: Module) -> Tensor:
+    """Return a module's output in the type, and so the precision, that it had.
+
+    Args:
+        module: Module with stored output.
+
+    Returns:
+        The output ``[N, *out]``.
+    """
+    output = module.output
+    return output.to(vars(module).get(OUTPUT_TYPE, output.dtype))
+
+
+def checked(module: Module, output: Any) -> Tensor:
+    """Check that repeating a module's forward pass gave its stored output.
+
+    Args:
+        module: Module with stored output.
+        output: What the repetition returned.
+
+    Returns:
+        The first tensor of the repetition's output.
+
+    Raises:
+        RuntimeError: If it is not the stored one.
+    """
+    output = first_tensor(output)
+    expected = recorded_output(module)
+    if OVERWRITTEN not in vars(module) and not is_repetition(output.detach(), expected):
+        raise RuntimeError(NOT_REPEATED.format(module=module))
+    return output
+
+
+def evaluate(module: Module) -> Tuple[Tensor, Tensor]:
+    """Compute a module's output anew at its stored inputs, with a graph of its own.
+
+    Args:
+        module: Module with stored inputs.
+
+    Returns:
+        Input ``[N, *in]`` and output ``[N, *out]``, connected by a graph.
+
+    Raises:
+        ValueError: If the input is not of floating point type.
+    """
+    x, *others = stored_inputs(module)
+    if not x.is_floating_point():
+        raise ValueError(NO_FLOAT_INPUT.format(module=module, dtype=x.dtype))
+    x = x.detach().requires_grad_()
+    with enable_grad():
+        # a module may work in-place, which is forbidden on leaves
+        return x, checked(module, scratch_copy(module).forward(x.clone(), *others))

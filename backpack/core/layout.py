@@ -1,0 +1,246 @@
+"""Where each sample is: which entries of a tensor belong to which sample.
+
+A batch of N samples need not lie on axis 0. It may be time-first, flattened with other
+axes, cut into windows, or routed row by row. A *placement* says where it is:
+
+- :class:`Layout`: entry ``i`` of an axis belongs to sample ``(i // inner) % N``. That
+  covers ``[N, *]``, ``[T, N, *]``, flattened ``[N * T]`` and ``[T * N]``, and
+  concatenated batches;
+- a tensor of sample numbers that broadcasts to the tensor, -1 where there is none;
+- :class:`Mixed`: samples have met, and what the operation was;
+- ``None``: no entry depends on a sample.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, NamedTuple, Optional, Sequence, Tuple, Union
+
+import torch
+from torch import Tensor
+
+
+class Layout(NamedTuple):
+    """Samples along one axis.
+
+    Attributes:
+        axis: The axis.
+        inner: Number of neighbours that belong to the same sample.
+    """
+
+    axis: int
+    inner: int = 1
+
+
+class Mixed(NamedTuple):
+    """Samples have met.
+
+    Attributes:
+        operation: What brought them together, for messages.
+        is_known: Whether they have; else, nothing could be found out.
+        module: Weak reference to the innermost module in which it was, if there is one.
+    """
+
+    operation: str
+    is_known: bool = True
+    module: Optional[Callable[[], Any]] = None
+
+
+Placement = Union[Layout, Tensor, Mixed, None]
+FIRST = Layout(0, 1)
+
+
+def sample_numbers(
+    placement: Union[Layout, Tensor], shape: Sequence[int], n: int, device: torch.device
+) -> Tensor:
+    """Write down the sample of each entry.
+
+    Args:
+        placement: Where samples are.
+        shape: Shape of the tensor.
+        n: Number N of samples.
+        device: Device of the result.
+
+    Returns:
+        Sample numbers, expanded to the shape; -1 where there is none.
+    """
+    if isinstance(placement, Tensor):
+        return placement.to(device).expand(tuple(shape))
+    if not shape:
+        return torch.zeros((), dtype=torch.long, device=device)
+    axis, inner = placement
+    numbers = torch.arange(shape[axis], device=device) // inner % max(n, 1)
+    view = [1] * len(shape)
+    view[axis] = -1
+    return numbers.view(view).expand(tuple(shape))
+
+
+def simplify(numbers: Tensor, n: int) -> Union[Layout, Tensor, None]:
+    """Find the simplest placement that agrees with sample numbers where they are known.
+
+    Args:
+        numbers: Sample numbers, -1 where nothing is known.
+        n: Number N of samples.
+
+    Returns:
+        The placement, ``None`` if nothing is known.
+    """
+    if not numbers.numel():  # of some samples, or of none: nobody can tell
+        lead = numbers.shape.index(0) + 1
+        return numbers.new_empty(*numbers.shape[:lead], *[1] * (numbers.dim() - lead))
+    known = numbers >= 0
+    if not bool(known.any()):
+        return None
+    for axis, size in enumerate(numbers.shape):
+        if size % n:
+            continue
+        others = [d for d in range(numbers.dim()) if d != axis]
+        highest = numbers.amax(others) if others else numbers
+        lowest = numbers.where(known, n)
+        lowest = lowest.amin(others) if others else lowest
+        seen = highest >= 0
+        if not bool(((highest == lowest) | ~seen).all()):
+            continue
+        place = torch.arange(size, device=numbers.device)
+        for inner in range(size // n, 0, -1):
+            if (size // n) % inner == 0:
+                if bool(((place // inner % n == highest) | ~seen).all()):
+                    return Layout(axis, inner)
+    for axis in range(numbers.dim()):  # one number for a row, where it is possible
+        first = numbers.narrow(axis, 0, 1)
+        if numbers.shape[axis] > 1 and bool((numbers == first).all()):
+            numbers = first
+    return numbers.clone()
+
+
+class Arrangement:
+    """Brings tensors into the form ``[N, R, *]``: the rows of each sample.
+
+    Rows are all places along the leading axes. Samples with fewer rows than others are
+    filled up with zeros.
+    """
+
+    def __init__(self, placement: Union[Layout, Tensor], rows: Sequence[int], n: int):
+        """Find out which rows belong to which sample.
+
+        Args:
+            placement: Where samples are, along the leading axes.
+            rows: Sizes of the leading axes.
+            n: Number N of samples.
+
+        Raises:
+            ValueError: If the entries of a row belong to several samples.
+        """  # noqa: DAR401
+        self._n, self._rows = n, tuple(rows)
+        self._index: Optional[Tensor] = None
+        self._filled: Optional[Tensor] = None
+        if isinstance(placement, Layout):
+            if placement.axis >= len(self._rows):
+                raise ValueError("samples lie within rows")
+            self._layout = placement
+            return
+        lead = len(self._rows)
+        inside = placement.shape[placement.dim() - (placement.dim() - lead) :]
+        if placement.dim() < lead or any(size != 1 for size in inside):
+            raise ValueError("samples lie within rows")
+        numbers = placement.reshape(placement.shape[:lead]).expand(self._rows).flatten()
+        order = torch.argsort(numbers, stable=True)
+        order = order[int((numbers < 0).sum()) :]
+        if not len(order):
+            self._index = order
+            return
+        counts = torch.bincount(numbers[order], minlength=n)
+        width = int(counts.max())
+        starts = counts.cumsum(0) - counts
+        place = torch.arange(width, device=numbers.device)
+        self._filled = place < counts.unsqueeze(1)
+        index = (starts.unsqueeze(1) + place).clamp(max=len(order) - 1)
+        self._index = order[index.flatten()]
+        self._width = width
+
+    @property
+    def is_trivial(self) -> bool:
+        """Whether axis 0 holds the samples, one after the other."""
+        return self._index is None and self._layout == FIRST and self._fits
+
+    @property
+    def _fits(self) -> bool:
+        return self._rows[self._layout.axis] == self._n * self._layout.inner
+
+    def rows(self, x: Tensor, lead: int = 0) -> Tensor:
+        """Arrange the rows of a tensor.
+
+        Args:
+            x: Tensor of shape ``[*lead, *rows, *]``.
+            lead: Number of axes in front. Default: 0.
+
+        Returns:
+            Tensor of shape ``[*lead, N, R, *]``.
+        """
+        features = tuple(x.shape[lead + len(self._rows) :])
+        front = tuple(x.shape[:lead])
+        if self._index is not None and not len(self._index):
+            return x.new_zeros(*front, self._n, 1, *features)
+        if self._index is not None:
+            x = x.reshape(*front, -1, *features).index_select(lead, self._index)
+            x = x.unflatten(lead, (self._n, self._width))
+            mask = self._filled.view(*self._filled.shape, *[1] * len(features))
+            return x.where(mask, x.new_zeros(()))  # others' infinity is none here
+        axis, inner = self._layout
+        if axis > 0:
+            x = x.movedim(lead + axis, lead)
+        if not (self._fits and (inner == 1 or axis == 0)):
+            x = x.unflatten(lead, (-1, self._n, inner)).movedim(lead + 1, lead)
+        elif inner > 1:
+            x = x.unflatten(lead, (self._n, inner))
+        rest = x.shape[lead + 1 :]
+        if len(rest) == len(features):
+            return x.unsqueeze(lead + 1)
+        return x.reshape(*front, self._n, -1, *features)
+
+
+def one_sample_each(
+    placement: Union[Layout, Tensor], cotangent: Tensor, n: int, samples: slice
+) -> Tensor:
+    """Mask cotangents such that each is that of a single sample.
+
+    Args:
+        placement: Where samples are.
+        cotangent: Columns ``[V, *out]``.
+        n: Number N of samples.
+        samples: Which samples (m of them).
+
+    Returns:
+        Masked columns ``[V, m, *out]``.
+    """
+    shape = cotangent.shape[1:]
+    numbers = sample_numbers(placement, shape, n, cotangent.device)
+    wanted = torch.arange(samples.start, samples.stop, device=cotangent.device)
+    mask = numbers == wanted.view(-1, *[1] * len(shape))
+    # not a product: infinity times zero would be no number
+    return cotangent.unsqueeze(1).where(mask, cotangent.new_zeros(()))
+
+
+def ranks(
+    placement: Union[Layout, Tensor], size: int, n: int, device: torch.device
+) -> Tuple[Tensor, Tensor]:
+    """Number the rows of each sample, along a single axis of rows.
+
+    Args:
+        placement: Where samples are, along axis 0.
+        size: Number of rows.
+        n: Number N of samples.
+        device: Device of the result.
+
+    Returns:
+        For each row, its sample and its number among the sample's rows.
+    """
+    if isinstance(placement, Tensor):
+        placement = placement.reshape(len(placement))
+    numbers = sample_numbers(placement, (size,), n, device)
+    order = torch.argsort(numbers, stable=True)
+    counts = torch.bincount((numbers + 1)[order], minlength=n + 1)
+    starts = counts.cumsum(0) - counts
+    place = torch.arange(size, device=device) - starts[(numbers + 1)[order]]
+    rank = torch.empty_like(place)
+    rank[order] = place
+    return numbers, rank

@@ -1,0 +1,470 @@
+"""A module linearized at its last call: products with Jacobian and residual.
+
+Columns at the inputs are lists, one entry ``[V, N, *in]`` for each input that a
+quantity is passed on to; ``None`` stands for zero. A rule is taken from the table where
+there is one. A call with several inputs, or a module that is not in the table, is
+differentiated by autograd in all of these inputs at once.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any, Callable, List, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn import Module, Parameter
+
+from backpack.core.derivatives.generic import argument_position, find_parameter
+from backpack.core.derivatives.input_base import BaseDerivatives
+from backpack.core.derivatives.stored import (
+    OUTPUT_TYPE,
+    checked,
+    scratch_copy,
+    stored_inputs,
+)
+from backpack.core.derivatives.sum_module import SumModuleDerivatives
+from backpack.hessianfree.lop import pull_back, pull_columns
+from backpack.hessianfree.rop import R_op
+from backpack.utils.disable import disable
+from backpack.utils.subsampling import subsample
+from backpack.utils.types import HALF, as_type, full_precision
+from backpack.utils.unsqueeze import flatten
+
+Columns = List[Optional[Tensor]]
+_FROZEN = "_backpack_frozen"  # marks the copies that ``freeze`` makes
+
+NOT_TWICE = (
+    "{module}: products with a curvature matrix of '{name}' take a second "
+    "derivative that PyTorch does not have: {error} Use a layer that has one "
+    "(Embedding and a sum for EmbeddingBag), or freeze the parameter."
+)
+CHANGED = (
+    "{ext}: products with the matrix of '{name}' were asked for after a parameter, an "
+    "input or the output of {module} was modified in place, as an optimizer does. They "
+    "would not be those of the backward pass. Multiply before: compute all products, "
+    "then change parameters; or run the backward pass anew."
+)
+
+
+def freeze(module: Module) -> Module:
+    """Copy a module such that the copy keeps the present inputs and output.
+
+    Args:
+        module: Module with stored inputs and output.
+
+    Returns:
+        Copy whose inputs and output are not connected to a graph. It shares parameters,
+        but no buffers. Under autocast, it gets its inputs in its parameters' type.
+    """
+    if _FROZEN in vars(module):
+        return module
+    return freeze_at(module, stored_inputs(module), module.output)
+
+
+def freeze_at(module: Module, inputs: Sequence[Any], output: Tensor) -> Module:
+    """Copy a module such that the copy keeps the inputs and the output of a call.
+
+    Args:
+        module: The module.
+        inputs: The call's inputs.
+        output: Its output.
+
+    Returns:
+        The copy, see :func:`freeze`.
+    """
+    stored = {f"input{i}": _frozen(x) for i, x in enumerate(inputs)}
+    stored["output"] = output.detach()
+    halves = {name: x for name, x in stored.items() if _is_half(x)}
+    if halves:
+        own = [p for p in (*module.parameters(), *inputs) if isinstance(p, Parameter)]
+        floats = [x for x in own or inputs if isinstance(x, Tensor)]
+        types = [x.dtype for x in floats if x.is_floating_point()]
+        widest = reduce(torch.promote_types, types) if types else output.dtype
+        stored.update((name, as_type(x, widest)) for name, x in halves.items())
+    return scratch_copy(module, **stored, **{_FROZEN: True, OUTPUT_TYPE: output.dtype})
+
+
+def _is_half(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype in HALF
+
+
+def _frozen(x: Any) -> Any:
+    if isinstance(x, Parameter):  # an operation's argument, which holds no samples
+        return Parameter(x.detach(), requires_grad=False)
+    return x.detach() if isinstance(x, Tensor) else x
+
+
+class Snapshot:
+    """The tensors of a frozen module, to tell whether they were modified since."""
+
+    def __init__(self, module: Module):
+        """Look at the tensors.
+
+        Args:
+            module: Frozen module.
+        """
+        self._module = module
+        tensors = (*module.parameters(), *stored_inputs(module), module.output)
+        tensors = [x.detach() for x in tensors if isinstance(x, Tensor)]  # no graph
+        self._seen = [(x, x._version) for x in tensors]
+
+    def check(self, ext: str, name: str) -> None:
+        """Check that no tensor was modified in place.
+
+        Args:
+            ext: Name of the extension that needs them.
+            name: Name of the parameter whose quantity needs them.
+
+        Raises:
+            RuntimeError: If one was.
+        """
+        if any(x._version != version for x, version in self._seen):
+            text = CHANGED.format(ext=ext, name=name, module=self._module)
+            raise RuntimeError(text)
+
+
+class Linearization:
+    """A module at its inputs: products with its Jacobian and its residual.
+
+    Attributes:
+        derivatives: Its derivatives.
+        module: The module, with its inputs and output.
+        g_out: Gradients at its outputs.
+        positions: Inputs that it is linearized in.
+        is_joint: Whether autograd differentiates it in all of them at once.
+    """
+
+    def __init__(
+        self,
+        derivatives: BaseDerivatives,
+        module: Module,
+        g_out: Tuple[Tensor, ...],
+        positions: Sequence[int] = (0,),
+    ):
+        """Store what to linearize.
+
+        Args:
+            derivatives: Its derivatives.
+            module: The module, with its inputs and output.
+            g_out: Gradients at its outputs.
+            positions: Inputs to linearize in.
+        """
+        self.derivatives, self.module = derivatives, module
+        self.g_out = (as_type(g_out[0].detach(), module.output.dtype),)
+        self.positions = list(positions)
+        self._sums = isinstance(derivatives, SumModuleDerivatives)
+        shapes = {x.shape for x in self.inputs()} if self._sums else set()
+        # a sum that broadcasts is left to autograd
+        self._copies = shapes == {module.output.shape}
+        self.is_joint = not self._copies and (self._sums or self.positions != [0])
+
+    def select(self, subsampling: List[int]) -> Linearization:
+        """Restrict to some samples.
+
+        Args:
+            subsampling: Their indices.
+
+        Returns:
+            Linearization for these samples.
+        """
+        module = self.derivatives._restrict(self.module, subsampling)
+        g_out = (subsample(self.g_out[0], subsampling=subsampling),)
+        return Linearization(self.derivatives, module, g_out, self.positions)
+
+    def inputs(self) -> List[Tensor]:
+        """Collect the inputs that it is linearized in.
+
+        Returns:
+            Tensors ``[N, *in]``.
+        """
+        return [getattr(self.module, f"input{i}") for i in self.positions]
+
+    def at_positions(self, values: Sequence[Any]) -> List[Any]:
+        """Arrange one value for each input in the order of all arguments.
+
+        Args:
+            values: Values for the inputs that it is linearized in.
+
+        Returns:
+            Values for all arguments, ``None`` for the others.
+        """
+        by_position = dict(zip(self.positions, values))
+        return [by_position.get(i) for i in range(max(self.positions) + 1)]
+
+    def jac(self, columns: Columns) -> Tensor:
+        """Multiply with the Jacobian.
+
+        Args:
+            columns: Columns ``[V, N, *in]`` at each input.
+
+        Returns:
+            Columns ``[V, N, *out]``.
+        """
+        columns, dtype = self._typed(columns), self.module.output.dtype
+        if self._copies:
+            return sum(column for column in columns if column is not None).to(dtype)
+        if not self.is_joint:
+            args = self.module, (), self.g_out, columns[0]
+            return self.derivatives.jac_mat_prod(*args).to(dtype)
+        columns = self.filled(columns)
+        xs, y = self._evaluate()
+        if not y.requires_grad:
+            return y.new_zeros(len(columns[0]), *y.shape)
+        return torch.stack([R_op(y, xs, vs)[0] for vs in zip(*columns)])
+
+    def jac_t(self, columns: Tensor) -> Columns:
+        """Multiply with the transposed Jacobian.
+
+        Args:
+            columns: Columns ``[V, N, *out]``.
+
+        Returns:
+            Columns ``[V, N, *in]`` at each input.
+        """
+        columns = as_type(columns, self.module.output.dtype)
+        if self._copies:
+            return self._typed([columns] * len(self.positions))
+        if not self.is_joint:
+            args = self.module, (), self.g_out, columns
+            return self._typed([self.derivatives.jac_t_mat_prod(*args)])
+        xs, y = self._evaluate()
+        return pull_columns(y, xs, columns)
+
+    def residual(self, columns: Columns) -> Columns:
+        """Multiply with the residual Σ_k δ_k ∂²z_k/∂x².
+
+        Args:
+            columns: Columns ``[V, N, *in]`` at each input.
+
+        Returns:
+            Columns ``[V, N, *in]`` at each input.
+        """
+        columns = self._typed(columns)
+        if not self.is_joint:
+            args = self.module, (), self.g_out, columns[0]
+            return self._typed([self.derivatives.residual_mat_prod(*args)])
+        columns = self.filled(columns)
+        xs, y = self._evaluate()
+        gradients = _gradients(y, xs, self.g_out[0])
+        return pull_columns(gradients, xs, zip(*columns))
+
+    @property
+    def residual_is_zero(self) -> bool:
+        """Whether the residual is known to vanish."""
+        if self._sums:
+            return True
+        return not self.is_joint and self.derivatives.hessian_is_zero(self.module)
+
+    @property
+    def residual_is_diagonal(self) -> bool:
+        """Whether the residual is known to be diagonal."""
+        if self._sums:
+            return True
+        return not self.is_joint and self.derivatives.hessian_is_diagonal(self.module)
+
+    def residual_diagonal(self) -> Tensor:
+        """Compute the residual's diagonal, if it is diagonal.
+
+        Returns:
+            Diagonal of shape ``[N, *in]``.
+        """
+        return self.derivatives.hessian_diagonal(self.module, (), self.g_out)
+
+    def residual_matrices(self) -> Tensor:
+        """Compute the residual of each sample, all inputs' features in a row.
+
+        Returns:
+            Symmetric matrices of shape ``[N, H, H]``.
+        """
+        inputs = self.inputs()
+        sizes, like = [x.shape[1:].numel() for x in inputs], self.g_out[0]
+        basis = torch.eye(sum(sizes), dtype=like.dtype, device=like.device)
+        columns = [
+            part.reshape(-1, 1, *x.shape[1:]).expand(-1, *x.shape)
+            for part, x in zip(basis.split(sizes, dim=1), inputs)
+        ]
+        products = torch.cat([flatten(c, 2) for c in self.residual(columns)], dim=2)
+        matrices = products.movedim(0, 1)
+        matrices = (matrices + matrices.mT) / 2
+        return full_precision(matrices)
+
+    def split(self, columns: Tensor) -> List[Tensor]:
+        """Split columns whose rows are all inputs' features.
+
+        Args:
+            columns: Columns ``[V, N, H]``.
+
+        Returns:
+            Columns ``[V, N, *in]`` at each input.
+        """
+        inputs = self.inputs()
+        parts = columns.split([x.shape[1:].numel() for x in inputs], dim=2)
+        return [part.reshape(-1, *x.shape) for part, x in zip(parts, inputs)]
+
+    def filled(self, columns: Columns) -> List[Tensor]:
+        """Replace what is not given by zeros.
+
+        Args:
+            columns: Columns ``[V, N, *in]`` at each input, or ``None``.
+
+        Returns:
+            Columns at each input.
+        """
+        count = next(len(column) for column in columns if column is not None)
+        return [
+            x.new_zeros(count, *x.shape) if column is None else column
+            for column, x in zip(columns, self.inputs())
+        ]
+
+    def _typed(self, columns: Columns) -> Columns:
+        """Give columns the types of the inputs."""
+        return [as_type(column, x.dtype) for column, x in zip(columns, self.inputs())]
+
+    def _evaluate(self) -> Tuple[List[Tensor], Tensor]:
+        arguments = list(stored_inputs(self.module))
+        xs = [arguments[i].detach().requires_grad_() for i in self.positions]
+        with torch.enable_grad(), disable():
+            for position, x in zip(self.positions, xs):
+                arguments[position] = x.clone()
+            output = scratch_copy(self.module).forward(*arguments)
+            return xs, checked(self.module, output)
+
+
+class ParameterLinearization:
+    """A module at one of its parameters: products with Jacobian and residual.
+
+    Attributes:
+        has_residual: Whether the module may be non-linear in the parameter.
+    """
+
+    def __init__(
+        self,
+        derivatives: BaseDerivatives,
+        module: Module,
+        g_out: Tuple[Tensor, ...],
+        name: str,
+    ):
+        """Store what to linearize.
+
+        Args:
+            derivatives: The module's derivatives.
+            module: The module, with its inputs and output.
+            g_out: Gradients at its outputs.
+            name: Name of the parameter.
+        """
+        self.module, self.name = module, name
+        self.g_out = (as_type(g_out[0].detach(), module.output.dtype),)
+        self.derivatives = derivatives
+        affine = getattr(derivatives, "affine_in_params", False)
+        self.has_residual = not affine or name not in module._parameters
+        # modules inside hold what parametrized parameters are computed from
+        self._by_rule = not self.has_residual and not module._modules
+
+    @property
+    def parameter(self) -> Tensor:
+        """The parameter."""
+        return find_parameter(self.module, self.name)
+
+    def jac(self, columns: Tensor) -> Tensor:
+        """Multiply with the Jacobian.
+
+        Args:
+            columns: Columns ``[V, *p]``.
+
+        Returns:
+            Columns ``[V, N, *out]``.
+
+        Raises:
+            NotImplementedError: If PyTorch can't differentiate the module twice.
+        """
+        if self._by_rule:
+            return self.derivatives.param_jac_mat_prod(
+                self.name, self.module, (), self.g_out, columns
+            )
+        param, y = self._evaluate()
+        try:
+            return torch.stack([R_op(y, param, v)[0] for v in columns])
+        except NotImplementedError as error:
+            text = NOT_TWICE.format(module=self.module, name=self.name, error=error)
+            raise NotImplementedError(text) from error
+
+    def jac_t(self, columns: Tensor) -> Tensor:
+        """Multiply with the transposed Jacobian, and sum over samples.
+
+        Args:
+            columns: Columns ``[V, N, *out]``.
+
+        Returns:
+            Columns ``[V, *p]``.
+        """
+        columns = as_type(columns, self.module.output.dtype)
+        if self._by_rule:
+            return self.derivatives.param_mjp(
+                self.name, self.module, (), self.g_out, columns
+            )
+        param, y = self._evaluate()
+        return pull_columns(y, param, columns)[0]
+
+    def residual(self, columns: Tensor) -> Tensor:
+        """Multiply with the residual Σ_k δ_k ∂²z_k/∂p².
+
+        Args:
+            columns: Columns ``[V, *p]``.
+
+        Returns:
+            Columns ``[V, *p]``.
+        """
+        param, y = self._evaluate()
+        gradients = _gradients(y, [param], self.g_out[0])
+        return pull_columns(gradients, param, columns)[0]
+
+    def residual_diagonal(self, sum_batch: bool) -> Tensor:
+        """Compute the diagonal of the residual, entry by entry.
+
+        Args:
+            sum_batch: Whether to sum over samples.
+
+        Returns:
+            Diagonal of shape ``[*p]``, or ``[N, *p]`` without summation over samples.
+        """
+        param, y = self._evaluate()
+        delta = self.g_out[0]
+        samples: Sequence[Callable] = [lambda d: d]
+        if not sum_batch:
+            samples = [_only(n) for n in range(len(delta))]
+        basis = torch.eye(param.numel(), dtype=param.dtype, device=param.device)
+        basis = basis.reshape(-1, *param.shape)
+        diagonals = []
+        for select in samples:
+            gradients = _gradients(y, [param], select(delta))
+            products = pull_columns(gradients, param, basis)[0]
+            diagonal = flatten(products, 1).diagonal().reshape(param.shape)
+            diagonals.append(diagonal)
+        return diagonals[0] if sum_batch else torch.stack(diagonals)
+
+    def _evaluate(self) -> Tuple[Tensor, Tensor]:
+        param = self.parameter.detach().requires_grad_()
+        inputs, copy = list(stored_inputs(self.module)), scratch_copy(self.module)
+        own, position = {}, argument_position(self.module, self.name)
+        if position is None:
+            own[self.name] = param
+        else:
+            inputs[position] = param
+        with torch.enable_grad(), disable():
+            output = functional_call(copy, own, tuple(inputs))
+        return param, checked(self.module, output)
+
+
+def _only(n: int) -> Callable[[Tensor], Tensor]:
+    def select(delta: Tensor) -> Tensor:
+        selected = torch.zeros_like(delta)
+        selected[n] = delta[n]
+        return selected
+
+    return select
+
+
+def _gradients(y: Tensor, xs: List[Tensor], delta: Tensor) -> Tuple[Tensor, ...]:
+    return pull_back([y], xs, [delta.to(y.dtype)], True, create_graph=True)

@@ -1,0 +1,403 @@
+"""Products of one parameter for each sample: what every form can do, and dense ones."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from math import nan
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Optional,
+    Sequence,
+    Tuple,
+)
+
+import torch
+from torch import Tensor
+
+from backpack.core.fast.memory import huge_empty
+from backpack.core.per_sample import sums
+from backpack.utils.types import accumulator_dtype, full_precision
+from backpack.utils.unsqueeze import flatten
+
+# Concatenates tensors of several processes along an axis
+Gather = Callable[[Tensor, int], Tensor]
+
+
+class PerSample(ABC):
+    """The products ``S[v, n]ᵀ J[n]`` for one parameter, in some form.
+
+    Attributes:
+        shape: The parameter's shape ``[*p]``.
+        num_columns: V, the number of columns.
+        batch_size: N, the number of samples.
+        shared: What was computed for a call's other parameters, to be used again.
+        keeps_total: Whether :meth:`total` will be asked for, so that products that are
+            formed shall be added up while they are at hand.
+    """
+
+    shape: torch.Size
+    num_columns: int
+    batch_size: int
+    shared: Optional[Dict[Any, Tuple[Tensor, Tensor]]] = None
+    keeps_total = False
+    _total: Optional[Tensor] = None
+
+    @abstractmethod
+    def block(self, samples: slice) -> Tensor:
+        """Form the products of some samples.
+
+        Args:
+            samples: Which ones (n of them).
+
+        Returns:
+            Products of shape ``[V, n, *p]``.
+        """
+
+    @abstractmethod
+    def select(self, samples: Sequence[int]) -> PerSample:
+        """Restrict to some samples.
+
+        Args:
+            samples: Indices along the batch axis, or a slice.
+
+        Returns:
+            The same form for these samples.
+        """
+
+    @property
+    def plain(self) -> PerSample:
+        """The same products of a single column, with factors in the parameter's order."""
+        return self
+
+    def gathered(self, gather: Gather) -> PerSample:
+        """Put the samples of several processes together.
+
+        Args:
+            gather: Concatenates tensors of all processes along an axis.
+
+        Returns:
+            Products for all samples.
+        """
+        return Dense(gather(self.individual(), 1), self.shape)
+
+    def merge(self, other: PerSample) -> PerSample:
+        """Add the products that another call contributes to the same parameter.
+
+        Args:
+            other: Products of the other call, same V and N.
+
+        Returns:
+            The sum of both.
+
+        Raises:
+            ValueError: If the calls saw different numbers of samples.
+        """
+        if self.batch_size != other.batch_size:
+            raise ValueError(
+                "A parameter is shared by calls with different sizes along axis 0 "
+                f"({self.batch_size} and {other.batch_size}), so that individual "
+                "gradients are not defined. Axis 0 must be the batch in every call: "
+                "keep the samples there, or give each call a parameter of its own."
+            )
+        return Dense(self.individual() + other.individual(), self.shape)
+
+    def individual(self) -> Tensor:
+        """Form all products.
+
+        Returns:
+            Products of shape ``[V, N, *p]``.
+        """
+        [products] = self._adding_up([self.block(slice(0, self.batch_size))])
+        return products
+
+    def summed(self) -> Tensor:
+        """Sum the products over samples.
+
+        Returns:
+            Sums of shape ``[V, *p]``.
+        """
+        return self.individual().sum(1)
+
+    def total(self) -> Tensor:
+        """Sum the products of a single column over samples, if that is still to do.
+
+        Returns:
+            Sum of shape ``[*p]``, which may lie in memory in any order.
+        """
+        if self._total is None:
+            self._total = self.summed()[0]
+        return self._total
+
+    def _blocks(self) -> Iterator[Tensor]:
+        """Form the products of all samples, chunk by chunk.
+
+        Yields:
+            Products of shape ``[V, n, *p]``.
+        """
+        for samples in self._sample_chunks():
+            yield self.block(samples)
+
+    def _adding_up(self, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Add blocks up on their way, if their sum is asked for.
+
+        Args:
+            blocks: Products of shape ``[V, n, *p]``.
+
+        Yields:
+            The same.
+        """
+        total, adds_up = None, self.keeps_total and self._total is None
+        for block in blocks:
+            yield block
+            if adds_up:
+                total = self._add(total, block)
+        if total is not None:
+            self._total = total
+
+    def _add(self, total: Optional[Tensor], block: Tensor) -> Tensor:
+        """Add a block that has been used to a sum, ``[*p]``; ``None`` for zero."""
+        return sums.add_rows(total, block[0])
+
+    def sq_norms(self) -> Tensor:
+        """Squared norms of each sample's products, summed over columns.
+
+        Returns:
+            Squared norms of shape ``[N]``.
+        """
+        return torch.cat(
+            [
+                sums.sum_axis(sums.sum_of_squares(block, 2), 0)
+                for block in self._adding_up(self._blocks())
+            ]
+        )
+
+    def squares(self, sum_batch: bool = True) -> Tensor:
+        """Squares of the products, summed over columns.
+
+        Args:
+            sum_batch: Whether to sum over samples, too.
+
+        Returns:
+            ``[*p]``, or ``[N, *p]`` without summation over samples.
+        """
+        return self.finish_squares(self.partial_squares(sum_batch), sum_batch)
+
+    def partial_squares(self, sum_batch: bool) -> Tensor:
+        """Compute a statistic of the squares that is additive over columns.
+
+        The columns can then be processed in chunks: add up the statistics and call
+        :meth:`finish_squares` once.
+
+        Args:
+            sum_batch: Whether the squares shall be summed over samples.
+
+        Returns:
+            The statistic; unless a form knows better, the squares themselves.
+        """
+        if not sum_batch:
+            return self._squares_per_sample()
+        total: Optional[Tensor] = None
+        for block in self._adding_up(self._blocks()):
+            total = sums.add_squares(total, block.flatten(0, 1))
+        return total.contiguous()
+
+    def _squares_per_sample(self) -> Tensor:
+        if torch.is_grad_enabled():
+            return full_precision(self.individual()).pow(2).sum(0)
+        dtype = accumulator_dtype(self.dtype)
+        out = huge_empty((self.batch_size, *self.shape), dtype, self.device)
+        start = 0
+        for block in self._blocks():
+            first, *others = full_precision(block)
+            end = start + len(first)
+            target = torch.mul(first, first, out=out[start:end])
+            for column in others:
+                target.addcmul_(column, column)
+            start = end
+        return out
+
+    def finish_squares(self, statistic: Tensor, sum_batch: bool) -> Tensor:
+        """Turn the statistic of :meth:`partial_squares` into squares.
+
+        Args:
+            statistic: Sum of the columns' statistics.
+            sum_batch: As in :meth:`partial_squares`.
+
+        Returns:
+            ``[*p]``, or ``[N, *p]`` without summation over samples.
+        """
+        return statistic
+
+    def variance(self) -> Tensor:
+        """Compute the population variance over samples of a single column.
+
+        The mean is subtracted before anything is squared, so that nothing cancels.
+
+        Returns:
+            Variance of shape ``[*p]``.
+        """
+        if self.batch_size == 0:  # the mean of nothing
+            dtype = accumulator_dtype(self.dtype)
+            return torch.full(self.shape, nan, dtype=dtype, device=self.device)
+        moments: Optional[sums.Moments] = None
+        for block in self._blocks():
+            moments = sums.add_moments(moments, full_precision(block[0]))
+        if self.keeps_total:
+            self._total = moments.mean * self.batch_size
+        return moments.deviations.contiguous() / self.batch_size
+
+    def dots(self) -> Tensor:
+        """Pairwise dot products of the samples' products, summed over columns.
+
+        Returns:
+            Dot products of shape ``[N, N]``.
+        """
+        return sums.sum_of_dots(flatten(self.individual(), 2))
+
+    def share(self, what: Any, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+        """Compute from a tensor what may be known from a call's other parameters.
+
+        Args:
+            what: What is computed.
+            x: The tensor. It is kept, so that its memory can't become another's.
+            compute: Computes it.
+
+        Returns:
+            The result, a copy for each parameter.
+        """
+        shared = {} if self.shared is None else self.shared
+        key = (what, x.data_ptr(), x.shape, x.stride())
+        if key in shared:
+            return shared[key][1].clone()
+        shared[key] = x, compute()
+        return shared[key][1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the products."""
+        return self._cotangents.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the products."""
+        return self._cotangents.device
+
+    @property
+    @abstractmethod
+    def _cotangents(self) -> Tensor:
+        """A tensor with the products' type and device."""
+
+    def _sample_chunks(self) -> Iterator[slice]:
+        return sums.chunks(self.batch_size, self._elements_per_sample())
+
+    def _elements_per_sample(self) -> int:
+        """Count the elements of the buffers that :meth:`block` needs for a sample."""
+        return self.num_columns * self.shape.numel()
+
+
+class Dense(PerSample):
+    """Products that are at hand."""
+
+    def __init__(self, products: Tensor, shape: torch.Size):
+        """Store the products.
+
+        Args:
+            products: Products of shape ``[V, N, *p]``.
+            shape: The parameter's shape ``[*p]``.
+        """
+        self.products = products
+        self.shape = shape
+        self.num_columns, self.batch_size = products.shape[:2]
+
+    @property
+    def _cotangents(self) -> Tensor:
+        return self.products
+
+    def block(self, samples: slice) -> Tensor:  # noqa: D102
+        return self.products[:, samples]
+
+    def individual(self) -> Tensor:  # noqa: D102
+        # who asked for them may overwrite them, but autograd goes on with cotangents,
+        # and another call may add its products to these
+        return self.products.clone()
+
+    def sq_norms(self) -> Tensor:  # noqa: D102
+        return sums.sum_axis(sums.sum_of_squares(self.products, 2), 0)
+
+    def select(self, samples: Sequence[int]) -> Dense:  # noqa: D102
+        return Dense(self.products[:, samples], self.shape)
+
+    def summed(self) -> Tensor:  # noqa: D102
+        return self.products.sum(1)
+
+
+class Summed(Dense):
+    """Products that are sums of the cotangents over shared positions: biases.
+
+    Attributes:
+        b: Cotangents of shape ``[V, N, T, p]``.
+        groups: Number of groups that p consists of.
+        sums_positions: See :class:`Outer`.
+    """
+
+    def __init__(
+        self,
+        b: Tensor,
+        shape: torch.Size,
+        groups: int = 1,
+        sums_positions: bool = False,
+    ):
+        """Store the cotangents.
+
+        Args:
+            b: Cotangents of shape ``[V, N, T, p]``.
+            shape: The parameter's shape ``[p]``.
+            groups: Number of groups that p consists of. Default: 1.
+            sums_positions: See :class:`Outer`. Default: ``False``.
+        """
+        self.b, self.groups, self.sums_positions = b, groups, sums_positions
+        self.num_columns, self.batch_size, self.positions = b.shape[:3]
+        self.shape = shape
+        self._products: Optional[Tensor] = None
+
+    @property
+    def products(self) -> Tensor:
+        """The products themselves; formed when first asked for."""
+        if self._products is None:
+            self._products = sums.sum_axis(self.b, 2)
+        return self._products
+
+    @property
+    def _cotangents(self) -> Tensor:
+        return self.b
+
+    def merge(self, other: PerSample) -> PerSample:  # noqa: D102
+        alike = isinstance(other, Summed) and self.batch_size == other.batch_size
+        if not alike:
+            return super().merge(other)
+        b = torch.cat([self.b, other.b], dim=2)
+        return Summed(b, self.shape, self.groups, self.sums_positions)
+
+    def select(self, samples: Sequence[int]) -> Summed:  # noqa: D102
+        b = self.b[:, samples]
+        return Summed(b, self.shape, self.groups, self.sums_positions)
+
+
+def merge_all(products: List[PerSample]) -> PerSample:
+    """Add the products that several calls contribute to the same parameter.
+
+    Args:
+        products: One or more products with the same V and N.
+
+    Returns:
+        Their sum.
+    """
+    total = products[0]
+    for product in products[1:]:
+        total = total.merge(product)
+    return total

@@ -1,0 +1,115 @@
+"""How the axes of a parameter lie in the matrices that outer products form."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import List, NamedTuple, Optional, Sequence, Tuple
+
+from torch import Tensor
+
+
+class Order(NamedTuple):
+    """From matrices ``[*, G, p, d]`` to a parameter with its axes in another order.
+
+    Attributes:
+        sizes: The axes that ``[G, p, d]`` is divided into.
+        axes: In which order the parameter has them.
+    """
+
+    sizes: Tuple[int, ...]
+    axes: Tuple[int, ...]
+
+    def __call__(self, mat: Tensor, shape: Sequence[int]) -> Tensor:
+        """Bring matrices into the parameter's shape.
+
+        Args:
+            mat: Matrices ``[*, G, p, d]``.
+            shape: The parameter's shape.
+
+        Returns:
+            The same numbers, ``[*, *shape]``.
+        """
+        lead = mat.shape[:-3]
+        mat = mat.reshape(*lead, *self.sizes)
+        mat = mat.permute(*range(len(lead)), *[len(lead) + axis for axis in self.axes])
+        return mat.reshape(*lead, *shape)
+
+    def describe(self, shape: Sequence[int]) -> str:
+        """Say how to bring a parameter's axes into the order of the matrices.
+
+        Args:
+            shape: The parameter's shape.
+
+        Returns:
+            A method of tensors, with its arguments.
+        """
+        runs: List[List[int]] = []  # the parameter's axes that each of ours consists of
+        i = 0
+        for axis in self.axes:
+            runs.append([])
+            while prod(shape[j] for j in runs[-1]) < self.sizes[axis]:
+                runs[-1].append(i)
+                i += 1
+            if prod(shape[j] for j in runs[-1]) != self.sizes[axis]:
+                return "transpose(0, 1)"  # in each of a convolution's groups
+        runs[-1].extend(range(i, len(shape)))
+        axes = [j for place in range(len(runs)) for j in runs[self.axes.index(place)]]
+        if axes == [1, 0, *range(2, len(shape))]:
+            return "transpose(0, 1)"
+        return f"permute({', '.join(map(str, axes))})"
+
+
+def simplest(sizes: Sequence[int], axes: Sequence[int]) -> Optional[Order]:
+    """Describe an order in its simplest form; equal orders have the same.
+
+    Args:
+        sizes: The axes that a matrix is divided into.
+        axes: In which order the parameter has them.
+
+    Returns:
+        The order, ``None`` if the parameter is the matrix in another shape.
+    """
+    kept = [axis for axis in axes if sizes[axis] != 1]
+    rank = {axis: number for number, axis in enumerate(sorted(kept))}
+    runs: List[List[int]] = []  # axes that stay side by side are one
+    for axis in kept:
+        if runs and rank[axis] == rank[runs[-1][-1]] + 1:
+            runs[-1].append(axis)
+        else:
+            runs.append([axis])
+    if len(runs) < 2:
+        return None
+    places = sorted(runs)
+    merged = tuple(prod(sizes[axis] for axis in run) for run in places)
+    return Order(merged, tuple(map(places.index, runs)))
+
+
+def transposed(order: Optional[Order], rows: int, columns: int) -> Optional[Order]:
+    """Describe the order of a matrix's transpose.
+
+    Args:
+        order: The order of the matrix.
+        rows: Its number of rows.
+        columns: Its number of columns.
+
+    Returns:
+        The order.
+
+    Raises:
+        ValueError: If a row ends within an axis.
+    """  # noqa: DAR401
+    sizes, axes = map(list, order or Order((rows * columns,), (0,)))
+    first, begun = 0, 1  # axes that are rows, and their number
+    while begun < rows:
+        axis, part = axes[first], rows // begun
+        if rows % begun:
+            break
+        if part < sizes[axis]:  # divide it
+            sizes[axis : axis + 1] = [part, sizes[axis] // part]
+            axes = [a + 1 if a > axis else a for a in axes]
+            axes.insert(first + 1, axis + 1)
+        begun *= sizes[axis]
+        first += 1
+    if begun != rows or prod(sizes) != rows * columns:
+        raise ValueError("a row ends within an axis")
+    return simplest(sizes, axes[first:] + axes[:first])

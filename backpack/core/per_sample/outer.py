@@ -1,0 +1,525 @@
+"""Products that are sums of outer products: linear layers and convolutions."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Callable, Iterator, NamedTuple, Optional, Sequence, Tuple, Union
+
+import torch
+from einops import einsum, rearrange
+from torch import Tensor
+
+from backpack.core.fast import tuning
+from backpack.core.fast.matmul import bmm, gram, has_fast_blas, is_fast_product, matmul
+from backpack.core.fast.memory import huge_empty
+from backpack.core.per_sample import sums
+from backpack.core.per_sample.base import Gather, PerSample
+from backpack.core.per_sample.order import Order, transposed
+from backpack.core.per_sample.unfolding import Unfolding
+from backpack.utils.types import full_precision
+from backpack.utils.unsqueeze import flatten
+
+# A difference may be so many times smaller than what is subtracted: a digit is lost.
+CANCELLATION = 10.0
+
+
+def prefers_gram(positions: int, d: int, p: int, adds_up: bool = False) -> bool:
+    """Tell whether norms of outer products are cheaper without forming these.
+
+    Args:
+        positions: Number of outer products that are added up.
+        d: Number of input features.
+        p: Number of output features.
+        adds_up: Whether their sum over samples is needed, too. Default: ``False``.
+
+    Returns:
+        Whether Gram matrices of both factors take fewer multiplications.
+    """
+    if adds_up and positions >= tuning.GRAM_POSITIONS[has_fast_blas()]:
+        return False
+    return positions * (d + p) < d * p
+
+
+class Direct(NamedTuple):
+    """How to form products without unfolding the inputs.
+
+    Attributes:
+        inputs: Inputs of shape ``[N, *]``.
+        cotangents: Cotangents of shape ``[V, N, *]``.
+        form: Maps both, restricted to n samples, to their products ``[V, n, *p]``.
+    """
+
+    inputs: Tensor
+    cotangents: Tensor
+    form: Callable[[Tensor, Tensor], Tensor]
+
+    def select(self, samples: Union[slice, Tensor]) -> Direct:
+        """Restrict to some samples.
+
+        Args:
+            samples: Which ones.
+
+        Returns:
+            The same for these samples.
+        """
+        return Direct(self.inputs[samples], self.cotangents[:, samples], self.form)
+
+    def products(self) -> Tensor:
+        """Form the products of all samples.
+
+        Returns:
+            Products of shape ``[V, N, *p]``.
+        """
+        return self.form(self.inputs, self.cotangents)
+
+
+class Outer(PerSample):
+    """Products that are sums of outer products over shared positions.
+
+    The product of column v and sample n is, per group g,
+    ``Σ_t b[v, n, g, t] ⊗ a[n, g, t]`` with ``a`` the layer's (unfolded) input and ``b``
+    the cotangents at its output. With T positions, the formulas' costs in multiply-adds
+    decide between forming the products and working on the factors.
+
+    Attributes:
+        a: Inputs of shape ``[N, G, T, d]``; formed when first asked for.
+        b: Cotangents of shape ``[V, N, G, T, p]``.
+        order: How the parameter's axes lie in ``[G, p, d]``; ``None`` if it is that in
+            another shape.
+        sums_positions: Whether Kronecker factors sum cotangents over positions unless
+            the user chooses otherwise: the convention for convolutions.
+    """
+
+    def __init__(
+        self,
+        a: Callable[[], Tensor],
+        b: Tensor,
+        shape: torch.Size,
+        order: Optional[Order] = None,
+        direct: Optional[Direct] = None,
+        unfolding: Optional[Unfolding] = None,
+        sums_positions: bool = False,
+    ):
+        """Store the factors.
+
+        Args:
+            a: Function that returns the inputs ``[N, G, T, d]``.
+            b: Cotangents of shape ``[V, N, G, T, p]``.
+            shape: The parameter's shape ``[*p]``.
+            order: How the parameter's axes lie in ``[G, p, d]``. Default: ``None``.
+            direct: A faster way than unfolding to form products. Default: ``None``.
+            unfolding: Faster ways than ``a`` to unfold the inputs of some samples.
+                Default: ``None``.
+            sums_positions: Convention for Kronecker factors. Default: ``False``.
+        """
+        self.sums_positions = sums_positions
+        self._make_a = a
+        self._a: Optional[Tensor] = None
+        self.b = b
+        self.shape = shape
+        self.order = order
+        self._direct = direct
+        self._unfolding = unfolding
+        self.num_columns, self.batch_size, self.groups, self.positions, p = b.shape
+        # known without unfolding the inputs
+        self._sizes = (shape.numel() // max(1, self.groups * p), p)
+
+    @property
+    def a(self) -> Tensor:
+        """Inputs of shape ``[N, G, T, d]``."""
+        if self._a is None:
+            self._a = self._make_a()
+        return self._a
+
+    def _unfolder(self) -> Optional[Unfolding]:
+        """Return faster ways to unfold, unless the inputs are unfolded already."""
+        return self._unfolding if self._a is None else None
+
+    @property
+    def _cotangents(self) -> Tensor:
+        return self.b
+
+    def merge(self, other: PerSample) -> PerSample:  # noqa: D102
+        alike = (
+            isinstance(other, Outer)
+            and self.batch_size == other.batch_size
+            and self.b.shape[2::2] == other.b.shape[2::2]
+            and self._sizes == other._sizes
+            and (self.order, self.shape) == (other.order, other.shape)
+        )
+        if not alike:
+            return super().merge(other)
+        a = torch.cat([self.a, other.a], dim=2)
+        b = torch.cat([self.b, other.b], dim=3)
+        result = self.like(lambda: a, b)
+        result.sums_positions = self.sums_positions and other.sums_positions
+        return result
+
+    def like(
+        self,
+        a: Optional[Callable[[], Tensor]] = None,
+        b: Optional[Tensor] = None,
+        direct: Optional[Direct] = None,
+    ) -> Outer:
+        """Describe other products of the same kind.
+
+        Args:
+            a: Function that returns the inputs. Default: ``None`` for the same.
+            b: Cotangents. Default: ``None`` for the same.
+            direct: A faster way than unfolding. Default: ``None``.
+
+        Returns:
+            Products for the same parameter.
+        """
+        a = (lambda: self.a) if a is None else a
+        b = self.b if b is None else b
+        convention = self.sums_positions
+        return Outer(a, b, self.shape, self.order, direct, sums_positions=convention)
+
+    def transposed(self) -> Outer:
+        """Describe products with a matrix's Jacobian as those of its transpose.
+
+        Returns:
+            Products ``[V, N, i, o]``, from ``[V, N, o, i]``.
+
+        Raises:
+            ValueError: If that can't be described.
+        """  # noqa: DAR401
+        result = self.like()
+        result.order = transposed(self.order, *self.shape)
+        result.shape = self.shape[::-1]
+        return result
+
+    def reshaped(self, shape: torch.Size) -> Outer:
+        """Describe products with the Jacobian of another view of the same numbers.
+
+        Args:
+            shape: Other shape of as many numbers.
+
+        Returns:
+            Products ``[V, N, *shape]``.
+        """
+        result = self.like()
+        result.shape = shape
+        return result
+
+    def fold(self, mat: Tensor) -> Tensor:
+        """Bring matrices into the parameter's shape.
+
+        Args:
+            mat: Matrices ``[*, G, p, d]``.
+
+        Returns:
+            The same numbers, ``[*, *p]``.
+        """
+        if self.order is None:
+            return mat.reshape(*mat.shape[:-3], *self.shape)
+        return self.order(mat, self.shape)
+
+    def select(self, samples: Sequence[int]) -> Outer:  # noqa: D102
+        picked = samples
+        if not isinstance(samples, slice):  # once, on the device
+            picked = torch.as_tensor(samples, dtype=torch.long, device=self.b.device)
+        direct = self._direct and self._direct.select(picked)
+        return self.like(lambda: self.a[picked], self.b[:, picked], direct)
+
+    def gathered(self, gather: Gather) -> PerSample:  # noqa: D102
+        d, p = self._sizes
+        if self.positions * (d + p) >= d * p:  # the products are fewer numbers
+            return super().gathered(gather)
+        a, b = gather(self.a, 0), gather(self.b, 1)
+        return self.like(lambda: a, b)
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the products are those of a transposed matrix ``[d, p]``."""
+        d, p = self._sizes
+        if self.groups > 1 or tuple(self.shape) != (d, p):
+            return False
+        return 1 in {d, p} != {1} or self.order == Order((p, d), (1, 0))
+
+    @cached_property
+    def plain(self) -> PerSample:  # noqa: D102
+        if not self.is_transposed or self.num_columns != 1 or self.groups != 1:
+            return self
+        return Outer(lambda: self.b[0], self.a.unsqueeze(0), self.shape)
+
+    @property
+    def is_reordered(self) -> bool:
+        """Whether the factors stand for a parameter with its axes in another order."""
+        return self.order is not None and not self.is_transposed
+
+    @property
+    def _is_large(self) -> bool:
+        """Whether products are formed some samples at a time, in recycled memory."""
+        return (
+            self.num_columns == 1 < self.positions
+            and self.shape.numel() >= tuning.LARGE_PRODUCT
+            and self.batch_size > 0
+            and not torch.is_grad_enabled()
+            # a GPU multiplies all matrices at once
+            and (self._direct is not None or self.device.type == "cpu")
+        )
+
+    @property
+    def _is_direct(self) -> bool:
+        """Whether products are formed without unfolding the inputs."""
+        return self._direct is not None and self._a is None
+
+    def _blocks(self) -> Iterator[Tensor]:
+        if not self._is_large:
+            return super()._blocks()
+        if self._is_direct:
+            return map(self.block, self._steps(keeps=False))
+        return self._products(any_order=True)
+
+    @property
+    def _one_by_one(self) -> bool:
+        """Whether each large product gets memory of its own: oneDNN fills no other."""
+        d, p = self._sizes
+        sizes = p, self.positions, d
+        return not self._is_direct and is_fast_product(sizes, self.b, self.batch_size)
+
+    def _steps(self, keeps: bool) -> Iterator[slice]:
+        """Choose for how many samples large products are formed at once.
+
+        Args:
+            keeps: Whether memory for the products is at hand.
+
+        Returns:
+            The samples.
+        """
+        if self._one_by_one:  # each is then still in the processor's caches
+            return sums.chunks(self.batch_size, 1, most=1)
+        unfolded = self.groups * self.positions * self._sizes[0]
+        if keeps:
+            return sums.chunks(self.batch_size, unfolded, tuning.UNFOLDED_ELEMENTS)
+        size = self.shape.numel() + (0 if self._is_direct else unfolded)
+        return sums.chunks(self.batch_size, size, tuning.STEP_ELEMENTS)
+
+    def _unfold_and_fold(
+        self, any_order: bool
+    ) -> Tuple[Callable[[slice], Tensor], Callable[[Tensor], Tensor]]:
+        """Choose how to unfold inputs, and to fold the products with them.
+
+        Args:
+            any_order: Whether products may lie in memory in any order.
+
+        Returns:
+            Function that unfolds some samples, ``[n, G, T, d]``, and function that maps
+            ``[*, G, p, d]`` to ``[*, *p]``.
+        """
+        unfolding = self._unfolder()
+        if unfolding is None:
+            return lambda samples: self.a[samples], self.fold
+        if any_order and self._one_by_one:
+            return unfolding.rows, unfolding.fold_rows
+        return lambda samples: unfolding.matrices(samples).mT, self.fold
+
+    def _products(
+        self, any_order: bool, out: Optional[Tensor] = None
+    ) -> Iterator[Tensor]:
+        """Form large products with unfolded inputs, some samples at a time.
+
+        Args:
+            any_order: Whether they may lie in memory in any order.
+            out: Memory for all products, of shape ``[1, N, *p]``. Default: memory that
+                nobody else needs, for each step.
+
+        Yields:
+            Products of shape ``[1, n, *p]``.
+        """
+        unfold, fold = self._unfold_and_fold(any_order)
+        steps = list(self._steps(keeps=out is not None))
+        for samples in steps:
+            a, b = unfold(samples), self.b[0, samples].mT
+            target = None
+            if out is not None and self.order is None:
+                target = out[0, samples].view(-1, *self._sizes[::-1])
+            products = bmm(b.flatten(0, 1), a.flatten(0, 1), len(steps), target)
+            products = fold(products.unflatten(0, (1, -1, self.groups)))
+            if out is not None and target is None:
+                products = out[:, samples].copy_(products)
+            yield products
+
+    def _add(self, total: Optional[Tensor], block: Tensor) -> Tensor:
+        if total is None and self._is_large and block.shape[1] == 1:
+            return block[0, 0]
+        return super()._add(total, block)
+
+    def individual(self) -> Tensor:  # noqa: D102
+        if not self._is_large:
+            return super().individual()
+        return self._collect(any_order=False)
+
+    def _collect(self, any_order: bool) -> Tensor:
+        """Form large products, side by side in memory.
+
+        Args:
+            any_order: Whether the numbers of a product may change their places.
+
+        Returns:
+            Products of shape ``[1, N, *p]``.
+        """
+        if self._is_direct:
+            out = self._direct.products()
+        else:
+            shape = 1, self.batch_size, *self.shape
+            out = huge_empty(shape, self.dtype, self.device)
+            for _ in self._products(any_order, out):
+                pass
+        if self.keeps_total and self._total is None:
+            total = sums.add_rows(None, out[0])
+            if self.order is None:
+                _, fold = self._unfold_and_fold(any_order)
+                total = fold(total.view(self.groups, *self._sizes[::-1]))
+            self._total = total
+        return out
+
+    def block(self, samples: slice) -> Tensor:  # noqa: D102
+        if self._is_direct:
+            return self._direct.select(samples).products()
+        return self.fold(self._outer(samples))
+
+    def summed(self) -> Tensor:  # noqa: D102
+        b = rearrange(self.b, "v n g t p -> g (v p) (n t)")
+        a = rearrange(self.a, "n g t d -> g (n t) d")
+        products = bmm(b, a).unflatten(1, (self.num_columns, -1))
+        return self.fold(products.transpose(0, 1))
+
+    def sq_norms(self) -> Tensor:  # noqa: D102
+        if self.positions == 1:
+            b = sums.sum_axis(sums.sum_of_squares(self.b, 3), 0)
+            return sums.sum_axis(b * sums.sum_of_squares(self.a, 2), 1)
+        adds_up = self.keeps_total and self._total is None
+        if not prefers_gram(self.positions, *self._sizes, adds_up):
+            return super().sq_norms()
+        return torch.cat([self._gram_norms(n) for n in self._gram_chunks()])
+
+    def partial_squares(self, sum_batch: bool) -> Tensor:  # noqa: D102
+        if self.positions > 1:
+            return super().partial_squares(sum_batch)
+        return sums.sum_axis(full_precision(self.b.squeeze(3)).pow(2), 0)
+
+    def finish_squares(
+        self, statistic: Tensor, sum_batch: bool
+    ) -> Tensor:  # noqa: D102
+        if self.positions > 1:
+            return statistic
+        a = full_precision(self.a.squeeze(2)).pow(2)
+        if sum_batch:
+            return self.fold(sum_outer_products(statistic, a))
+        return self.fold(outer_products(statistic.unsqueeze(0), a).squeeze(0))
+
+    def variance(self) -> Tensor:  # noqa: D102
+        if self.positions > 1 or self.batch_size == 0:
+            return super().variance()
+        # Two matrix products are all it takes, unless moment and squared mean cancel
+        a, b = full_precision(self.a).squeeze(2), full_precision(self.b[0]).squeeze(2)
+        total = sum_outer_products(b, a)
+        moment = sum_outer_products(b.pow(2) / self.batch_size, a.pow(2))
+        variance = torch.addcmul(moment, total, total, value=-1 / self.batch_size**2)
+        excess = torch.sub(moment, variance, alpha=CANCELLATION)
+        if self.keeps_total:
+            self._total = self.fold(total)
+        if excess.numel() and excess.amax() > 0:
+            return super().variance()
+        return self.fold(variance)
+
+    def dots(self) -> Tensor:  # noqa: D102
+        n, t = self.batch_size, self.positions
+        d, p = self._sizes
+        if n * t**2 * (d + p) >= (t + n) * d * p:
+            if self._is_large:
+                return sums.sum_of_dots(flatten(self._collect(any_order=True), 2))
+            return super().dots()
+        pattern = "n g t k, m g s k -> g n t m s"
+        a, columns = full_precision(self.a), full_precision(self.b)
+        gram_a = einsum(a, a, pattern)
+        return sum(
+            (einsum(b, b, pattern) * gram_a).sum((0, 2, 4)) for b in columns.unbind()
+        )
+
+    def input_gram(self, scale: float) -> Tensor:
+        """Sum the outer products of the inputs with themselves.
+
+        Args:
+            scale: Number to multiply the sum with.
+
+        Returns:
+            Σ a aᵀ over samples and positions, of shape ``[G, d, d]``.
+        """
+        unfolding = self._unfolder()
+        if unfolding is None:
+            rows = full_precision(self.a).permute(1, 3, 0, 2).flatten(2)
+            if 0 < rows.shape[2] < rows.shape[1]:  # they are fewer numbers
+                return gram(rows * scale**0.5)
+            return gram(rows).mul_(scale)
+        size = self.groups * self.positions * self._sizes[0]
+        total = 0.0
+        for samples in sums.chunks(self.batch_size, size, tuning.UNFOLDED_ELEMENTS):
+            total = total + gram(full_precision(unfolding.features(samples)))
+        return total.mul_(scale)
+
+    def _outer(self, samples: slice) -> Tensor:
+        """Form ``[V, n, G, p, d]``, with the columns as rows of one product."""
+        a, b = self.a[samples], self.b[:, samples]
+        if self.positions == 1:
+            return outer_products(b.squeeze(3), a.squeeze(2))
+        rows = rearrange(b, "v n g t p -> (n g) (v p) t")
+        columns = rearrange(a, "n g t d -> (n g) t d")
+        return rearrange(
+            bmm(rows, columns),
+            "(n g) (v p) d -> v n g p d",
+            g=self.groups,
+            v=self.num_columns,
+        )
+
+    def _elements_per_sample(self) -> int:
+        rows = self.num_columns * self.groups * self.positions * self.b.shape[-1]
+        return super()._elements_per_sample() + rows
+
+    def _gram_chunks(self) -> Iterator[slice]:
+        return sums.chunks(self.batch_size, self.groups * self.positions**2)
+
+    def _gram_norms(self, samples: slice) -> Tensor:
+        unfolding = self._unfolder()
+        a = unfolding.rows(samples) if unfolding else self.a[samples]
+        a = full_precision(a.flatten(0, 1))
+        gram_a = bmm(a, a.mT)
+        total = 0.0
+        for b in full_precision(self.b[:, samples].flatten(1, 2)).unbind():
+            dots = (gram_a * bmm(b, b.mT)).unflatten(0, (-1, self.groups))
+            total = total + dots.sum((1, 2, 3))
+        return total
+
+
+def sum_outer_products(b: Tensor, a: Tensor) -> Tensor:
+    """Sum outer products over samples.
+
+    Args:
+        b: Left factors of shape ``[N, G, p]``.
+        a: Right factors of shape ``[N, G, d]``.
+
+    Returns:
+        Sums of shape ``[G, p, d]``.
+    """
+    if b.shape[1] == 1:  # which takes fewer steps
+        return matmul(b.squeeze(1).T, a.squeeze(1)).unsqueeze(0)
+    return bmm(b.permute(1, 2, 0), a.transpose(0, 1))
+
+
+def outer_products(b: Tensor, a: Tensor) -> Tensor:
+    """Form outer products, in memory that is cheap to touch for the first time.
+
+    Args:
+        b: Left factors of shape ``[V, N, G, p]``.
+        a: Right factors of shape ``[N, G, d]``.
+
+    Returns:
+        Outer products of shape ``[V, N, G, p, d]``.
+    """
+    if torch.is_grad_enabled():
+        return b.unsqueeze(-1) * a.unsqueeze(-2)
+    out = huge_empty((*b.shape, a.shape[-1]), b.dtype, b.device)
+    return torch.mul(b.unsqueeze(-1), a.unsqueeze(-2), out=out)

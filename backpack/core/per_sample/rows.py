@@ -1,0 +1,136 @@
+"""Products that add rows at given indices: embeddings."""
+
+from __future__ import annotations
+
+from typing import Optional, Sequence, Tuple
+
+import torch
+from einops import einsum
+from torch import Tensor
+
+from backpack.core.per_sample.base import Gather, PerSample
+from backpack.core.per_sample.sums import chunks
+from backpack.utils.types import full_precision
+
+
+class Rows(PerSample):
+    """Products that add rows at given indices: ``p[id[n, t]] += b[v, n, t]``.
+
+    Attributes:
+        ids: Indices of shape ``[N, T]``.
+        b: Cotangents of shape ``[V, N, T, D]``.
+    """
+
+    def __init__(
+        self, ids: Tensor, b: Tensor, shape: torch.Size, valid: Optional[Tensor] = None
+    ):
+        """Store indices and rows.
+
+        Args:
+            ids: Indices of shape ``[N, T]``.
+            b: Cotangents of shape ``[V, N, T, D]``.
+            shape: The parameter's shape ``[vocabulary, D]``.
+            valid: Where something is added, of shape ``[N, T]``. Default: everywhere.
+        """
+        self.ids, self.shape = ids, shape
+        self.valid = torch.ones_like(ids, dtype=b.dtype) if valid is None else valid
+        self.b = b if valid is None else b * valid.unsqueeze(-1)
+        self.num_columns, self.batch_size, self.positions = b.shape[:3]
+
+    @property
+    def _cotangents(self) -> Tensor:
+        return self.b
+
+    def merge(self, other: PerSample) -> PerSample:  # noqa: D102
+        if not isinstance(other, Rows) or self.batch_size != other.batch_size:
+            return super().merge(other)
+        ids = torch.cat([self.ids, other.ids], dim=1)
+        valid = torch.cat([self.valid, other.valid], dim=1)
+        return Rows(ids, torch.cat([self.b, other.b], dim=2), self.shape, valid)
+
+    def select(self, samples: Sequence[int]) -> Rows:  # noqa: D102
+        ids, valid = self.ids[samples], self.valid[samples]
+        return Rows(ids, self.b[:, samples], self.shape, valid)
+
+    def gathered(self, gather: Gather) -> PerSample:  # noqa: D102
+        ids, valid = gather(self.ids, 0), gather(self.valid, 0)
+        return Rows(ids, gather(self.b, 1), self.shape, valid)
+
+    def input_diagonal(self, average: bool) -> Tensor:
+        """Sum the squares of the inputs, which are one-hot vectors.
+
+        Args:
+            average: Whether they are averaged over positions before they are squared.
+
+        Returns:
+            Sum over samples and positions, of shape ``[vocabulary]``.
+        """
+        valid = full_precision(self.valid)
+        counts = valid.new_zeros(self.shape[0])
+        if not average:
+            return counts.index_add(0, self.ids.flatten(), valid.flatten())
+        ones = Rows(self.ids, self.valid[None, ..., None], self.shape)
+        _, ids, sums = ones._segments()
+        means = sums[0, :, 0] / self.ids.shape[1]
+        return counts.index_add(0, ids, means.pow(2))
+
+    def block(self, samples: slice) -> Tensor:  # noqa: D102
+        ids, b = self.ids[samples], self.b[:, samples]
+        (v, n), (vocabulary, _) = b.shape[:2], self.shape
+        offsets = vocabulary * torch.arange(n, device=ids.device)
+        rows = (ids + offsets.unsqueeze(1)).flatten()
+        out = b.new_zeros(v, n * vocabulary, b.shape[-1])
+        out = out.index_add(1, rows, b.flatten(1, 2))
+        return out.reshape(v, n, *self.shape)
+
+    def summed(self) -> Tensor:  # noqa: D102
+        out = self.b.new_zeros(self.num_columns, *self.shape)
+        return out.index_add(1, self.ids.flatten(), self.b.flatten(1, 2))
+
+    def sq_norms(self) -> Tensor:  # noqa: D102
+        samples, _, sums = self._segments()
+        norms = sums.pow(2).sum((0, 2))
+        return norms.new_zeros(self.batch_size).index_add(0, samples, norms)
+
+    def partial_squares(self, sum_batch: bool) -> Tensor:  # noqa: D102
+        if not sum_batch:
+            return super().partial_squares(sum_batch)
+        _, ids, sums = self._segments()
+        squares = sums.pow(2).sum(0)
+        return squares.new_zeros(self.shape).index_add(0, ids, squares)
+
+    def variance(self) -> Tensor:  # noqa: D102
+        # Only the pairs (sample, index) that occur deviate from "zero minus mean".
+        _, ids, sums = self._segments()
+        mean = sums.new_zeros(self.shape).index_add(0, ids, sums[0]) / self.batch_size
+        deviation = (sums[0] - mean[ids]).pow(2)
+        total = torch.zeros_like(mean).index_add(0, ids, deviation)
+        occurrences = torch.bincount(ids, minlength=self.shape[0])
+        absent = (self.batch_size - occurrences).to(mean.dtype).unsqueeze(1)
+        return (total + absent * mean.pow(2)) / self.batch_size
+
+    def dots(self) -> Tensor:  # noqa: D102
+        samples, ids, sums = self._segments()
+        dots = sums.new_zeros(self.batch_size, self.batch_size)
+        for rows in chunks(ids.numel(), ids.numel()):
+            same = (ids[rows].unsqueeze(1) == ids).to(sums.dtype)
+            pairs = einsum(sums[:, rows], sums, "v r k, v s k -> r s") * same
+            by_sample = pairs.new_zeros(len(pairs), self.batch_size)
+            by_sample = by_sample.index_add(1, samples, pairs)
+            dots = dots.index_add(0, samples[rows], by_sample)
+        return dots
+
+    def _segments(self) -> Tuple[Tensor, Tensor, Tensor]:
+        """Add up the rows of each pair (sample, index) that occurs.
+
+        Returns:
+            The R pairs' samples ``[R]``, indices ``[R]`` and row sums ``[V, R, D]``.
+        """
+        vocabulary = self.shape[0]
+        offsets = vocabulary * torch.arange(self.batch_size, device=self.ids.device)
+        keys = (self.ids + offsets.unsqueeze(1)).flatten()
+        pairs, position = torch.unique(keys, return_inverse=True)
+        b = full_precision(self.b.flatten(1, 2))
+        sums = b.new_zeros(self.num_columns, pairs.numel(), b.shape[-1])
+        sums = sums.index_add(1, position, b)
+        return pairs // vocabulary, pairs % vocabulary, sums

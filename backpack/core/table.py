@@ -1,0 +1,357 @@
+"""THE table: which layer has which derivatives, and for which parameters.
+
+A layer that is not in the table gets the generic rule from autograd. A row is all a new
+layer needs besides its derivatives.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import (
+    Any,
+    Dict,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    Type,
+)
+
+from torch import Tensor, nn
+from torch.nn import Module
+
+from backpack.core.derivatives import activations, adaptive_avg_pool_nd, normalization
+from backpack.core.derivatives.avgpoolnd import AvgPoolNDDerivatives
+from backpack.core.derivatives.batchnorm_nd import BatchNormNdDerivatives
+from backpack.core.derivatives.bcewithlogitsloss import BCELossWithLogitsDerivatives
+from backpack.core.derivatives.conv_transposend import ConvTransposeNDDerivatives
+from backpack.core.derivatives.convnd import ConvNDDerivatives
+from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
+from backpack.core.derivatives.dropout import DropoutDerivatives
+from backpack.core.derivatives.elementwise import (
+    ElementwiseDerivatives,
+    PiecewiseLinearDerivatives,
+)
+from backpack.core.derivatives.embedding import EmbeddingDerivatives
+from backpack.core.derivatives.flatten import FlattenDerivatives
+from backpack.core.derivatives.generic_loss import GenericLossDerivatives
+from backpack.core.derivatives.gru import GRUDerivatives
+from backpack.core.derivatives.input_base import BaseDerivatives
+from backpack.core.derivatives.linear import LinearDerivatives
+from backpack.core.derivatives.linear_map import LinearMapDerivatives
+from backpack.core.derivatives.lstm import LSTMDerivatives
+from backpack.core.derivatives.maxpoolnd import (
+    AdaptiveMaxPoolNDDerivatives,
+    MaxPoolNDDerivatives,
+)
+from backpack.core.derivatives.mseloss import MSELossDerivatives
+from backpack.core.derivatives.pad import PadDerivatives
+from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
+from backpack.core.derivatives.permute import PermuteDerivatives
+from backpack.core.derivatives.prelu import PReLUDerivatives
+from backpack.core.derivatives.rnn import RNNDerivatives
+from backpack.core.derivatives.scale_module import ScaleModuleDerivatives
+from backpack.core.derivatives.slicing import SlicingDerivatives
+from backpack.core.derivatives.sum_module import SumModuleDerivatives
+from backpack.core.derivatives.zeropad2d import ZeroPad2dDerivatives
+from backpack.custom_module.branching import SumModule
+from backpack.custom_module.pad import Pad
+from backpack.custom_module.permute import Permute
+from backpack.custom_module.scale_module import ScaleModule
+from backpack.custom_module.slicing import Slicing
+
+WEIGHT = ("weight",)
+WEIGHT_BIAS = ("weight", "bias")
+
+
+class Row(NamedTuple):
+    """What is known of a layer.
+
+    Attributes:
+        derivatives: Its derivatives.
+        params: Names of the parameters they cover; ``None`` for all of the layer's own.
+        min_dim: Number of axes that its input needs to have, batch axis included.
+        several_outputs: Whether the derivatives take cotangents of several outputs.
+    """
+
+    derivatives: BaseDerivatives
+    params: Optional[Tuple[str, ...]] = ()
+    min_dim: int = 1
+    several_outputs: bool = False
+
+    def accepts(self, module: Module, arguments: Sequence[Any]) -> bool:
+        """Tell whether the derivatives cover the parameters in a call.
+
+        Args:
+            module: The layer.
+            arguments: What went into it.
+
+        Returns:
+            Whether they do.
+        """
+        if not self.derivatives.supports(module, tuple(arguments)):
+            return False
+        x = arguments[0] if arguments else None
+        return isinstance(x, Tensor) and x.dim() >= self.min_dim
+
+    def covers(self, module: Module, name: str) -> bool:
+        """Tell whether the derivatives cover a parameter.
+
+        Args:
+            module: The layer.
+            name: Name of the parameter.
+
+        Returns:
+            Whether they do. Those of a parametrization are not the layer's own.
+        """
+        return name in module._parameters and (
+            self.params is None or name in self.params
+        )
+
+
+LAYERS: Dict[Type[Module], Row] = {
+    # with parameters
+    nn.Linear: Row(LinearDerivatives(), WEIGHT_BIAS, 2),
+    nn.Conv1d: Row(ConvNDDerivatives(1), WEIGHT_BIAS, 3),
+    nn.Conv2d: Row(ConvNDDerivatives(2), WEIGHT_BIAS, 4),
+    nn.Conv3d: Row(ConvNDDerivatives(3), WEIGHT_BIAS, 5),
+    nn.ConvTranspose1d: Row(ConvTransposeNDDerivatives(1), WEIGHT_BIAS, 3),
+    nn.ConvTranspose2d: Row(ConvTransposeNDDerivatives(2), WEIGHT_BIAS, 4),
+    nn.ConvTranspose3d: Row(ConvTransposeNDDerivatives(3), WEIGHT_BIAS, 5),
+    **dict.fromkeys(
+        (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+        Row(BatchNormNdDerivatives(), WEIGHT_BIAS, 2),
+    ),
+    **dict.fromkeys(
+        (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+        Row(normalization.InstanceNormNdDerivatives(), WEIGHT_BIAS, 3),
+    ),
+    nn.LayerNorm: Row(normalization.LayerNormDerivatives(), WEIGHT_BIAS, 2),
+    nn.RMSNorm: Row(normalization.RMSNormDerivatives(), WEIGHT, 2),
+    nn.GroupNorm: Row(normalization.GroupNormDerivatives(), WEIGHT_BIAS, 2),
+    nn.Embedding: Row(EmbeddingDerivatives(), WEIGHT, 1),
+    nn.PReLU: Row(PReLUDerivatives(), WEIGHT, 1),
+    nn.RNN: Row(RNNDerivatives(), None, 3, several_outputs=True),
+    nn.LSTM: Row(LSTMDerivatives(), None, 3, several_outputs=True),
+    nn.GRU: Row(GRUDerivatives(), None, 3, several_outputs=True),
+    # activations
+    nn.ReLU: Row(activations.ReLUDerivatives()),
+    nn.LeakyReLU: Row(activations.LeakyReLUDerivatives()),
+    nn.ELU: Row(activations.ELUDerivatives()),
+    nn.SELU: Row(activations.SELUDerivatives()),
+    nn.Sigmoid: Row(activations.SigmoidDerivatives()),
+    nn.LogSigmoid: Row(activations.LogSigmoidDerivatives()),
+    nn.Tanh: Row(activations.TanhDerivatives()),
+    **dict.fromkeys(
+        (
+            *(nn.CELU, nn.GELU, nn.Hardswish, nn.Mish),
+            *(nn.SiLU, nn.Softplus, nn.Softsign, nn.Tanhshrink),
+        ),
+        Row(ElementwiseDerivatives()),
+    ),
+    **dict.fromkeys(
+        (
+            *(nn.Hardshrink, nn.Hardsigmoid, nn.Hardtanh),
+            *(nn.ReLU6, nn.Softshrink, nn.Threshold),
+        ),
+        Row(PiecewiseLinearDerivatives()),
+    ),
+    **dict.fromkeys((nn.GLU, nn.LogSoftmax, nn.Softmax), Row(BaseDerivatives())),
+    # pooling
+    nn.AvgPool1d: Row(AvgPoolNDDerivatives(1)),
+    nn.AvgPool2d: Row(AvgPoolNDDerivatives(2)),
+    nn.AvgPool3d: Row(AvgPoolNDDerivatives(3)),
+    nn.MaxPool1d: Row(MaxPoolNDDerivatives(1)),
+    nn.MaxPool2d: Row(MaxPoolNDDerivatives(2)),
+    nn.MaxPool3d: Row(MaxPoolNDDerivatives(3)),
+    nn.AdaptiveAvgPool1d: Row(adaptive_avg_pool_nd.AdaptiveAvgPool1dDerivatives()),
+    nn.AdaptiveAvgPool2d: Row(adaptive_avg_pool_nd.AdaptiveAvgPool2dDerivatives()),
+    nn.AdaptiveAvgPool3d: Row(adaptive_avg_pool_nd.AdaptiveAvgPool3dDerivatives()),
+    nn.AdaptiveMaxPool1d: Row(AdaptiveMaxPoolNDDerivatives(1)),
+    nn.AdaptiveMaxPool2d: Row(AdaptiveMaxPoolNDDerivatives(2)),
+    nn.AdaptiveMaxPool3d: Row(AdaptiveMaxPoolNDDerivatives(3)),
+    # dropout
+    **dict.fromkeys(
+        (
+            *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+            *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+        ),
+        Row(DropoutDerivatives()),
+    ),
+    # shapes, padding, sums
+    **dict.fromkeys((nn.Flatten, nn.Identity, nn.Unflatten), Row(FlattenDerivatives())),
+    **dict.fromkeys(
+        (
+            *(nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d),
+            *(nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d),
+        ),
+        Row(ZeroPad2dDerivatives()),
+    ),
+    **dict.fromkeys(
+        (
+            *(nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d),
+            *(nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReflectionPad3d),
+            *(nn.ReplicationPad1d, nn.ReplicationPad2d, nn.ReplicationPad3d),
+            *(nn.ChannelShuffle, nn.PixelShuffle, nn.PixelUnshuffle, nn.Upsample),
+        ),
+        Row(LinearMapDerivatives()),
+    ),
+    Pad: Row(PadDerivatives()),
+    Permute: Row(PermuteDerivatives()),
+    ScaleModule: Row(ScaleModuleDerivatives()),
+    Slicing: Row(SlicingDerivatives()),
+    SumModule: Row(SumModuleDerivatives()),
+}
+
+LOSSES: Dict[Type[Module], Row] = {
+    nn.CrossEntropyLoss: Row(CrossEntropyLossDerivatives()),
+    nn.MSELoss: Row(MSELossDerivatives()),
+    nn.BCEWithLogitsLoss: Row(BCELossWithLogitsDerivatives()),
+}
+
+# Work in place if told so, and their derivative can be told from the output as well
+READ_FROM_OUTPUT = (nn.ReLU, nn.ReLU6, nn.Hardtanh, nn.LeakyReLU)
+
+GENERIC = Row(BaseParameterDerivatives())
+GENERIC_LOSS = Row(GenericLossDerivatives())
+
+
+# Layers that 1.7 has rules for: to replace them takes ``overwrite=True``. For others,
+# programs that were written for it bring rules of their own.
+REGISTERED: Tuple[Type[Module], ...] = (
+    *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+    *(nn.Embedding, nn.RNN, nn.LSTM),
+    *(nn.ReLU, nn.LeakyReLU, nn.ELU, nn.SELU, nn.Sigmoid, nn.LogSigmoid, nn.Tanh),
+    *(nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
+    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d),
+    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
+    *(nn.Dropout, nn.Flatten, nn.Identity, nn.ZeroPad2d),
+    *(Pad, Permute, ScaleModule, Slicing, SumModule),
+)
+
+
+def built_in(rule: Any) -> Dict[Type[Module], Any]:
+    """Register the same rule for all layers and losses that 1.7 has rules for.
+
+    Args:
+        rule: The rule.
+
+    Returns:
+        The rule, for each class.
+    """
+    return {cls: rule for cls in (*REGISTERED, *LOSSES)}
+
+
+def lookup(table: Mapping[Type[Module], Any], cls: Type[Module]) -> Optional[Any]:
+    """Look up a class, then its bases in the order of method resolution.
+
+    Args:
+        table: Entries by class.
+        cls: The class.
+
+    Returns:
+        The entry, or ``None`` if there is none.
+    """
+    for base in cls.__mro__:
+        if base in table:
+            return table[base]
+    return None
+
+
+# Methods of a layer that say nothing about what it computes
+_SETUP = {"extra_repr", "reset_parameters"}
+
+
+@lru_cache(maxsize=256)
+def _methods(cls: type) -> Tuple[str, ...]:
+    """List the methods with which a class of layers computes its output.
+
+    Args:
+        cls: The class.
+
+    Returns:
+        Their names.
+    """
+    own = (base for base in cls.__mro__ if not issubclass(Module, base))
+    names = {
+        name for base in own for name, value in vars(base).items() if callable(value)
+    }
+    return tuple(name for name in names - _SETUP if not name.startswith("__"))
+
+
+@lru_cache(maxsize=256)
+def _find_own(cls: type, losses: bool = False) -> Tuple[Optional[Row], Tuple[str, ...]]:
+    """Look up a class, unless it changes what its base computes.
+
+    Args:
+        cls: The class.
+        losses: Whether to look among losses, or among layers. Default: ``False``.
+
+    Returns:
+        Its row, or ``None``, and the methods that an instance must not change, either.
+    """
+    table: Mapping[type, Row] = LOSSES if losses else LAYERS
+    for base in cls.__mro__:
+        if base in table:
+            names = _methods(base)
+            own = all(getattr(cls, name) is getattr(base, name) for name in names)
+            return (table[base] if own else None), names
+    return None, ()
+
+
+def find_row(module: Module, losses: bool = False) -> Optional[Row]:
+    """Look up a layer, unless its class or the instance changes what it computes.
+
+    Args:
+        module: The layer.
+        losses: Whether it is a loss. Default: ``False``.
+
+    Returns:
+        Its row, or ``None`` where only the generic rule is right.
+    """
+    row, names = _find_own(type(module), losses)
+    return row if vars(module).keys().isdisjoint(names) else None
+
+
+def find_row_or_generic(call: Any) -> Row:
+    """Look up the rule for a call.
+
+    Args:
+        call: The call.
+
+    Returns:
+        The row of its module, or the generic one if that does not cover the call.
+    """
+    module = call.module
+    row = None if call.is_altered else find_row(module)
+    if row is None or (row.params != () and not row.accepts(module, call.arguments)):
+        return GENERIC
+    return row
+
+
+def works_in_place(module: Module) -> bool:
+    """Tell whether a layer overwrites its input, and its derivatives can live with it.
+
+    Args:
+        module: The layer.
+
+    Returns:
+        Whether it is so.
+    """
+    in_place = getattr(module, "inplace", False)
+    return in_place and type(module) in READ_FROM_OUTPUT
+
+
+def find_loss(module: Module) -> Row:
+    """Look up a loss.
+
+    Args:
+        module: The loss module.
+
+    Returns:
+        Its row, or the one for losses in general.
+    """
+    return find_row(module, losses=True) or GENERIC_LOSS

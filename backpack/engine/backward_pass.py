@@ -1,0 +1,654 @@
+"""A backward pass inside a context: uses and calls have their turn.
+
+When the gradient at a use's output is known, it is kept until all uses of a parameter
+have theirs. Then the extensions compute their values from the parameter's products.
+Calls of modules have turns, too: there, users' own rules run, quantities go from module
+to module, and the extension hook is called.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
+from warnings import warn
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+from torch.nn import Parameter
+from torch.utils._pytree import tree_leaves
+
+from backpack.core.layout import Mixed
+from backpack.core.per_sample.base import PerSample
+from backpack.engine.check import Check
+from backpack.engine.gaps import explain_parents, name_of
+from backpack.engine.graph import (
+    Inspection,
+    additive_terms,
+    describe,
+    entries_of,
+    is_sum,
+    operation_name,
+    tail_terms,
+    takes_part,
+    walk,
+    will_run,
+)
+from backpack.engine.own_gradients import find_own, hand_over
+from backpack.engine.parameters import Group, Products, find_groups, in_type_of
+from backpack.engine.pull_columns import PullColumns
+from backpack.engine.record import Call
+from backpack.engine.turn import Turn
+from backpack.engine.uses import Entry, Use, refuse
+from backpack.utils.hooks import no_op
+from backpack.utils.state import State
+
+MODIFIED_LOSS = (
+    "The loss was modified after {module}: the gradient at its output is {factor}, not "
+    "1. Second-order quantities contain this factor, and nothing else of what was done "
+    "to the loss. If they should not, run the backward pass from the loss module's "
+    "output itself."
+)
+NOT_EXTENDED_BATCH_NORM = (
+    "A {module} in training mode, which is not extended, couples the samples of the "
+    "batch, so that quantities of individual samples are not defined. Call `.eval()` "
+    "on it, or replace it with a layer that treats samples separately."
+)
+SEPARATE_USE = (
+    "Parameters are also used in terms of the loss that no extended module computes, "
+    "like a regularizer: {names}. Their individual gradients do not sum to the "
+    "gradient, and quantities do not contain those terms. Add what they contribute by "
+    "hand, or differentiate them in a backward pass of their own, outside of the "
+    "context."
+)
+OUTSIDE_USE = (
+    "Parameters are used where extensions can't see it: {names}. Their quantities would "
+    "be wrong. Use a parameter only inside of extended modules, in operations of "
+    "PyTorch (not in a compiled or scripted piece, or a function with a backward of "
+    "its own), and differentiate no term that contains a derivative of the network."
+)
+MISSING_TERM = (
+    "Terms of the loss come from no extended loss module ({nodes}), so that their "
+    "curvature is missing in second-order quantities. Compute them with loss modules, "
+    "and extend these: `lossfunc = extend(lossfunc)`."
+)
+REENTRANT = (
+    "A part of the model runs inside `checkpoint(..., use_reentrant=True)`, which hides "
+    "what it computes. Use `checkpoint(..., use_reentrant=False)`."
+)
+
+
+class ParameterTurn:
+    """Parameters of which everything is known: what extensions compute from.
+
+    Attributes:
+        group: The parameters and their uses.
+        backward_pass: The backward pass that is running.
+    """
+
+    def __init__(self, group: Group, backward_pass: BackwardPass):
+        """Begin the turn.
+
+        Args:
+            group: The parameters and their uses.
+            backward_pass: The backward pass that is running.
+        """
+        self.group, self.backward_pass = group, backward_pass
+        self._gradients: Optional[Dict[Tensor, PerSample]] = None
+
+    @property
+    def modules(self) -> List[Any]:
+        """Modules in which the parameters were used, as far as they exist."""
+        owners = [use.owner for use in self.group.uses]
+        return [owner.module for owner in owners if owner is not None]
+
+    def names(self) -> str:
+        """Name the parameters, for a message.
+
+        Returns:
+            Their qualified names.
+        """
+        return self.group.names()
+
+    def gradients(self) -> Dict[Tensor, PerSample]:
+        """Describe the individual gradients of the parameters.
+
+        Returns:
+            For each parameter that a gradient has reached, the products with V = 1.
+        """
+        if self._gradients is None:
+            running = self.backward_pass
+            self._gradients = self.group.products(
+                running.own_products, self.group.collected
+            )
+            for param, product in self._gradients.items():
+                product.plain.keeps_total = running.is_left_out(param)
+        return self._gradients
+
+    def size_of_terms(self) -> float:
+        """Estimate the size of the terms that gradients are sums of.
+
+        Returns:
+            Sum of the absolute values of all cotangents and their factors.
+        """
+        total = 0.0
+        for use in self.group.uses:
+            total += self.backward_pass.size_of_terms(use)
+        return total
+
+    def columns(self, ext: Any) -> Iterator[Tuple[Tensor, Any]]:
+        """Compute an extension's values from what losses have pulled back.
+
+        Args:
+            ext: The extension.
+
+        Yields:
+            Parameters, and their values.
+        """
+        yield from self.backward_pass.pull_back.values(ext, self)
+
+    def save(self, ext: Any, param: Tensor, value: Any) -> None:
+        """Save a value on a parameter.
+
+        Args:
+            ext: The extension whose field it is.
+            param: The parameter.
+            value: The value.
+        """
+        setattr(param, ext.savefield, in_type_of(value, param))
+        report = self.backward_pass.state.report
+        if report is not None:
+            report.saved.add((id(ext), id(param)))
+
+
+class BackwardPass:
+    """What a backward pass has to remember from turn to turn.
+
+    Attributes:
+        state: What is active.
+        loss_factors: Gradients at the outputs of the losses that were met.
+        walked: Extensions that have passed quantities from module to module.
+        dropouts: Where the output of each call of a dropout layer sits in the graph, if
+            an extension walks from module to module.
+        saved_alone: Which extension has saved a value on which parameter that cannot be
+            combined with that of another call.
+        pull_back: What losses have pulled back.
+        inspection: What the graph looks like, if it is known.
+    """
+
+    def __init__(
+        self,
+        current: State,
+        roots: Sequence[Node] = (),
+        inputs: Any = None,
+        accumulates: bool = False,
+    ):
+        """Begin.
+
+        Args:
+            current: What is active.
+            roots: Where the backward pass begins in the graph, if it is known.
+            inputs: With respect to what it differentiates. Default: ``None``, for all
+                leaf tensors.
+            accumulates: Whether it does nothing but accumulate gradients. Default:
+                ``False``.
+
+        Raises:
+            RuntimeError: If a parameter is used where extensions can't see it.
+        """  # noqa: DAR401
+        self.state = current
+        self._separating = [x for x in current.active_exts if x.separates_samples]
+        self._check = Check(self) if current.check else None
+        self.loss_factors: List[float] = []
+        self.walked: Set[Any] = set()
+        self.dropouts: Dict[Call, GradientEdge] = {}
+        self.saved_alone: Set[Tuple[Any, Parameter]] = set()
+        self.inspection: Optional[Inspection] = None
+        self._inputs = inputs
+        self._needs_gradients = current.check or any(
+            not ext.expects_backpropagation_quantities() for ext in current.active_exts
+        )
+        self._groups_of: Dict[Use, List[Group]] = {}
+        self._is_filtered = inputs is None
+        self._gradients: Dict[Use, List[Optional[Tensor]]] = {}
+        self._own: Dict[Use, Products] = {}
+        self._partial: Dict[Tensor, PerSample] = {}
+        self._waiting: Dict[Call, int] = {}
+        self._hooks: Dict[Call, Any] = {}
+        self.pull_back = PullColumns(self)
+        if current.report is not None:
+            current.report.begin(current.active_exts)
+        self._own_gradients: Set[int] = set()
+        self.leaves: List[Tensor] = []
+        if current.active_exts and roots:
+            self.inspection = Inspection(roots)
+            self._find_groups(list(self.inspection.uses))
+            self._inspect(inputs)
+            if accumulates and inputs is None and not current.check:
+                self._leave_out()
+
+    def _leave_out(self) -> None:
+        """Choose parameters that autograd shall leave out."""
+        groups, exts = self.groups, self.state.active_exts
+        own = self._own_gradients = find_own(groups, self.inspection, exts)
+        if own:
+            leaves = [*self.inspection.reached, *(p for g in groups for p in g.params)]
+            unique = {id(x): x for x in leaves if x.requires_grad and id(x) not in own}
+            self.leaves = list(unique.values())
+
+    def _find_groups(self, uses: Sequence[Use]) -> None:
+        """Find out which parameters wait for which uses."""
+        self._groups_of = {use: [] for use in uses}
+        for group in find_groups(uses):
+            for use in group.uses:
+                self._groups_of[use].append(group)
+
+    @property
+    def groups(self) -> List[Group]:
+        """All groups of parameters."""
+        return list(dict.fromkeys(g for gs in self._groups_of.values() for g in gs))
+
+    def groups_of(self, use: Use) -> List[Group]:
+        """Return the groups of parameters that a use contributes to.
+
+        Args:
+            use: The use.
+
+        Returns:
+            The groups.
+        """
+        return self._groups_of.get(use, [])
+
+    def _inspect(self, inputs: Any) -> None:
+        """Refuse what nothing sees, or warn about it."""
+        inspection, report = self.inspection, self.state.report
+        params = [p for group in self.groups for p in group.params]
+        if report is not None:
+            reached = [*inspection.reached, *params]
+            reached = reached if inputs is None else tree_leaves(inputs)
+            report.reached.update(map(id, reached))
+        if any(ext.pulls_columns for ext in self.state.active_exts):
+            self._warn_of_terms()
+        if not self._separating:
+            return
+        if not inspection.allows_inputs:
+            raise NotImplementedError(f"{self._names()}: {REENTRANT}")
+        module = inspection.coupling()
+        if module is not None:
+            message = NOT_EXTENDED_BATCH_NORM.format(module=module)
+            if any(ext.refuses_coupled_samples for ext in self._separating):
+                raise NotImplementedError(message)
+            warn(message, stacklevel=5)
+        separate, entangled = inspection.uses_outside(set(map(id, params)))
+        entangled += self._never_seen(params)
+        if entangled:
+            names = describe(entangled)
+            raise NotImplementedError(OUTSIDE_USE.format(names=names))
+        for met in (*inspection.coupled(), *met_before_losses(inspection)):
+            if operation_name(met) in ("batch_norm", "native_batch_norm"):
+                continue
+            refuse(self._names(), met, "any parameter")
+        if separate:
+            names = describe(separate)
+            warn(SEPARATE_USE.format(names=names), stacklevel=5)
+
+    def _never_seen(self, seen: List[Tensor]) -> List[Tensor]:
+        """Find parameters of modules that were watched, none of whose uses were."""
+        known = set(map(id, seen))
+        reached = {id(p): p for p in self.inspection.reached if id(p) not in known}
+        if not reached or not known:
+            return []
+        found: Dict[int, Tensor] = {}
+        for call in self.inspection.calls:
+            if not call.released and not call.is_loss:
+                for param in call.module.parameters():
+                    if id(param) in reached:
+                        found[id(param)] = param
+        return list(found.values())
+
+    def _warn_of_terms(self) -> None:
+        """Warn of terms whose curvature nobody knows."""
+        terms, _ = additive_terms(self.inspection.roots)
+        owners = {term: [e.owner for e in entries_of(term)] for term in terms}
+        losses = [t for t in terms if any(is_loss(x) for x in owners[t])]
+        if not losses or len(losses) == len(terms):
+            return
+        missing = [
+            type(term).__name__
+            for term in terms
+            if term not in losses
+            and any(e.owner.is_use for node in walk([term]) for e in entries_of(node))
+        ]
+        if missing:
+            warn(MISSING_TERM.format(nodes=", ".join(missing)), stacklevel=5)
+
+    def _names(self) -> str:
+        return ", ".join(type(ext).__name__ for ext in self._separating)
+
+    def __enter__(self) -> BackwardPass:
+        """Make this the thread's backward pass."""
+        self._outer, self.state.backward_pass = self.state.backward_pass, self
+        return self
+
+    def __exit__(self, exc_type: Optional[type], *exc_info) -> None:
+        """End; check the results, if this was asked for."""
+        self.finish()
+        self.state.backward_pass = self._outer
+        if exc_type is not None and self.state.report is not None:
+            self.state.report.failed = True
+        if exc_type is None and self._check is not None:
+            self._check.compare()
+
+    def finish(self) -> None:
+        """Forget what is left."""
+        for ext in self.walked:
+            ext.saved_quantities.clear()
+        if self._check is not None:
+            self._check.remove()
+        self._gradients.clear()
+        self._own.clear()
+        self._groups_of.clear()
+        self.inspection, self._inputs = None, None
+        self.pull_back.forget_all()  # they refer to each other
+
+    # ---------------------------------------------------------------------------- turns
+
+    def take_turn(
+        self, owner: Any, g_out: Tuple[Optional[Tensor], ...], entries: List[Entry]
+    ) -> None:
+        """Let a use or a call have its turn.
+
+        Args:
+            owner: The use or the call.
+            g_out: Gradients at its outputs.
+            entries: What ends in the same node of the graph.
+        """
+        if not self._is_filtered:
+            self._filter()
+        if owner.is_use:
+            self._take_use(owner, g_out)
+        else:
+            self._take_call(owner, g_out, entries)
+
+    def _filter(self) -> None:
+        """Leave out uses that the pass that is running does not include."""
+        self._is_filtered = True
+        uses = [
+            use
+            for use, nodes in self.inspection.uses.items()
+            if any(will_run(node) for node, _ in nodes.values())
+        ]
+        self._find_groups(uses)
+
+    def _take_use(self, use: Use, g_out: Tuple[Optional[Tensor], ...]) -> None:
+        if self.inspection is None:
+            groups = find_groups([use])
+            for group in groups:
+                group.pending = 1
+            self._groups_of[use] = groups
+        groups = self._groups_of.get(use, [])
+        if use.released and groups:
+            owner = use.owner
+            raise_released(owner.module if owner is not None else use.name)
+        self._gradients[use] = [None if g is None else g.unsqueeze(0) for g in g_out]
+        for group in list(groups):
+            group.pending -= 1
+            if not group.pending:
+                self._complete(group)
+            elif self._needs_gradients:
+                group.collect(use, self.own_products)
+
+    def _complete(self, group: Group) -> None:
+        """Compute the values of parameters whose uses all have had their gradient."""
+        turn = ParameterTurn(group, self)
+        if self._separating:
+            for use in group.uses:
+                if any(g is not None for g in self._gradients[use]):
+                    use.check(self._names(), group.names)
+        if self._check is not None:
+            self._check.add(turn)
+        for ext in self.state.active_exts:
+            if not any(ext.is_customized(module) for module in turn.modules):
+                ext.compute(turn)
+        if any(map(self.is_left_out, group.params)):
+            gradients = turn.gradients()
+            hand_over({param: gradients[param].plain.total() for param in gradients})
+        self.pull_back.forget(group)
+        keeps = self.state.keeps_io
+        for use in group.uses:
+            groups = self._groups_of[use]
+            groups.remove(group)
+            if not groups:
+                self._gradients.pop(use, None)
+                self._own.pop(use, None)
+                if not keeps:
+                    use.release()
+                self._went(use.owner)
+
+    def exempt(self, ext: Any, group: Group) -> None:
+        """Note that parameters get no value, for a reason that needs no report.
+
+        Args:
+            ext: The extension.
+            group: The parameters.
+        """
+        if self.state.report is not None:
+            self.state.report.saved.update((id(ext), id(p)) for p in group.params)
+
+    def is_left_out(self, param: Tensor) -> bool:
+        """Tell whether autograd leaves a parameter out, whose gradient is formed here.
+
+        Args:
+            param: The parameter.
+
+        Returns:
+            Whether it does.
+        """
+        return id(param) in self._own_gradients
+
+    def own_products(self, use: Use) -> Products:
+        """Describe what a use contributes to the individual gradients.
+
+        Args:
+            use: The use, which has had its gradient.
+
+        Returns:
+            Products with V = 1 for each of its constants.
+        """
+        if use not in self._own:
+            self._own[use] = use.products(self._gradients[use], self.nodes(use))
+        return self._own[use]
+
+    def size_of_terms(self, use: Use) -> float:
+        """Estimate the size of the terms that a use's gradients are sums of.
+
+        Args:
+            use: The use.
+
+        Returns:
+            Sum of the absolute values of its cotangents, times the largest operand.
+        """
+        size = sum(float(g.abs().sum()) for g in self._gradients[use] if g is not None)
+        data = None if use.operation is None else use.operation.data
+        if data is None or not data.is_floating_point() or not data.numel():
+            return size
+        return size * max(1.0, float(data.abs().max()))
+
+    def nodes(self, use: Use) -> Dict[int, Tuple[Node, int]]:
+        """Return where a use's outputs sit in the graph.
+
+        Args:
+            use: The use.
+
+        Returns:
+            Node and output number for each output.
+        """
+        if self.inspection is not None:
+            return self.inspection.uses[use]
+        return {i: (x.grad_fn, x.output_nr) for i, x in enumerate(use.tensors())}
+
+    def _take_call(
+        self, call: Call, g_out: Tuple[Optional[Tensor], ...], entries: List[Entry]
+    ) -> None:
+        """Run the extensions on a call.
+
+        Args:
+            call: The call.
+            g_out: Gradients at its outputs.
+            entries: What ends in the same node of the graph.
+
+        Raises:
+            RuntimeError: If inputs and output were dropped before.
+        """  # noqa: DAR401
+        current, module = self.state, call.module
+        call.check_live()
+        if current.report is not None:
+            current.report.met.add(id(module))
+        if self._has_nothing_to_do(call):
+            call.release()
+            return
+        call.store(raw=True)
+        with Turn(call, self, g_out, entries) as turn:
+            if call.is_loss:
+                self._meet_loss(turn)
+            g_inp = (None,) * len(call.arguments)
+            for ext in current.active_exts:
+                if current.debug:
+                    print(f"[DEBUG] Running extension {ext} on {module}")
+                ext(module, g_inp, turn.g_out)
+        waiting = [use for use in call.uses if self._groups_of.get(use)]
+        if waiting:
+            self._waiting[call] = len(waiting)
+        else:
+            self._end(call)
+
+    def _went(self, call: Optional[Call]) -> None:
+        """Count a use that is over; the last one ends its module's turn."""
+        if call in self._waiting:
+            self._waiting[call] -= 1
+            if not self._waiting[call]:
+                del self._waiting[call]
+                self._end(call)
+
+    def _end(self, call: Call) -> None:
+        """End a call's turn: its parameters have their values."""
+        current, module = self.state, call.module
+        try:
+            if current.debug:
+                print(f"[DEBUG] Running extension hook on {module}")
+            if current.extension_hook is not no_op:
+                current.extension_hook(module)
+        finally:
+            call.columns = {}
+            if current.keeps_io:
+                call.store(raw=False)
+            else:
+                call.release()
+
+    def _has_nothing_to_do(self, call: Call) -> bool:
+        """Tell whether a call's turn would change nothing: a quick answer."""
+        current = self.state
+        if current.debug or current.keeps_io:
+            return False
+        if current.extension_hook is not no_op:
+            return False
+        return not any(ext.runs_on(call) for ext in current.active_exts)
+
+    def parameters(self, call: Call) -> List[Tuple[str, Parameter]]:
+        """List the parameters a call is responsible for, as far as they take part.
+
+        Args:
+            call: The call.
+
+        Returns:
+            Names in the module and parameters.
+        """
+        return [
+            (name, param)
+            for name, param in call.parameters.items()
+            if param.requires_grad and (not call.is_composite or takes_part(param))
+        ]
+
+    def _meet_loss(self, turn: Turn) -> None:
+        """Pull columns back from a loss to everything it was computed from."""
+        second_order = [
+            ext
+            for ext in self.state.active_exts
+            if ext.expects_backpropagation_quantities()
+        ]
+        if not second_order:
+            return
+        module, output, (g_out, *_) = turn.module, turn.call.outputs[0], turn.g_out
+        if output.numel() != 1 or getattr(module, "reduction", "") == "none":
+            raise ValueError(
+                f"{type(second_order[0]).__name__} starts at a loss with a scalar "
+                f"output, and {module} has an output of shape {list(output.shape)}. "
+                "Use reduction='mean' or reduction='sum'."
+            )
+        factor = float(g_out)
+        self.loss_factors.append(factor)
+        if factor != 1.0:
+            warn(MODIFIED_LOSS.format(module=module, factor=factor), stacklevel=2)
+        self.pull_back.meet(turn, second_order)
+
+
+def met_before_losses(inspection: Inspection) -> List[Mixed]:
+    """Find where samples have met between a model and its loss.
+
+    Args:
+        inspection: What the graph looks like.
+
+    Returns:
+        What is known of the losses' predictions.
+    """
+    placements = [call.placement for call in inspection.calls if call.is_loss]
+    for node in tail_terms(inspection.roots):
+        behind = explain_parents(node)
+        placements += [known.placement for known in behind]
+        if any(known.n > 1 for known in behind) and not is_sum(node):
+            placements.append(Mixed(name_of(node)))
+    return [p for p in placements if isinstance(p, Mixed)]
+
+
+def is_loss(owner: Any) -> bool:
+    """Tell whether something is the call of a loss.
+
+    Args:
+        owner: A use or a call.
+
+    Returns:
+        Whether it is.
+    """
+    return not owner.is_use and owner.is_loss
+
+
+def raise_released(module: Any) -> None:
+    """Refuse a second backward pass through what was dropped.
+
+    Args:
+        module: The module.
+
+    Raises:
+        RuntimeError: Always.
+    """
+    from backpack.engine.record import RELEASED
+
+    raise RuntimeError(RELEASED.format(module=module))
+
+
+def begin_unannounced(current: State) -> None:
+    """Begin a backward pass that did not go through PyTorch's Python interface.
+
+    Args:
+        current: What is active.
+    """
+    running = current.backward_pass = BackwardPass(current)
+
+    def end() -> None:
+        running.finish()
+        if current.backward_pass is running:
+            current.backward_pass = None
+
+    torch.autograd.Variable._execution_engine.queue_callback(end)
+
+
+State.begin = staticmethod(begin_unannounced)

@@ -1,0 +1,334 @@
+"""Where samples are in a tensor that came from where no operation was watched.
+
+Between modules that are extended one by one, and behind functions of one's own, there
+are only nodes of the autograd graph. They are asked: a tensor's derivative with respect
+to earlier tensors, whose samples are known, says which entry depends on which sample.
+"""
+
+from __future__ import annotations
+
+from math import ceil, log2
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from backpack.core.layout import FIRST, Mixed, Placement, sample_numbers, simplify
+from backpack.engine.graph import VIEWS, entries_of, is_leaf
+from backpack.engine.placements import MARK
+from backpack.engine.uses import edge_of
+from backpack.utils.state import state
+
+# Nodes that map entries one by one
+_POINTWISE = frozenset(
+    f"{name}Backward0"
+    for name in "Relu Gelu Silu Tanh Sigmoid Exp Log Neg Softplus Elu LeakyRelu Clone "
+    "Hardswish Hardsigmoid Hardtanh Mish Sqrt Rsqrt Abs Pow Mul Div Add Sub Log1P "
+    "Expm1 Sin Cos Threshold Dropout NativeDropout ToCopy LogSigmoid Celu Clamp".split()
+)
+
+
+class Known(NamedTuple):
+    """Where the samples of a tensor are.
+
+    Attributes:
+        placement: The placement.
+        n: Number N of samples.
+    """
+
+    placement: Placement
+    n: int
+
+
+class _Source(NamedTuple):
+    edge: GradientEdge
+    shape: torch.Size
+    known: Known
+
+
+def at_node(node: Node, output_nr: int) -> Optional[Tuple[torch.Size, Known]]:
+    """Look up what is known of an output of a node.
+
+    Args:
+        node: The node.
+        output_nr: Which of its outputs.
+
+    Returns:
+        Its shape, and where its samples are; ``None`` if nothing is known.
+    """
+    shape = torch.Size(node._input_metadata[output_nr].shape)
+    places = [(node, output_nr)]
+    if type(node).__name__ in VIEWS:  # a layer's output may be a view of its result
+        places.extend(node.next_functions[:1])
+    for place, wanted in places:
+        for number, index, owner in () if place is None else entries_of(place):
+            placements, own = owner.placements, owner.output_shapes
+            if number != wanted or placements is None:
+                continue
+            if own[index] == shape:
+                return shape, Known(placements[index], owner.n)
+            if place is node and own[index].numel() == shape.numel():
+                placement = _reshaped(placements[index], own[index], shape, owner.n)
+                return shape, Known(placement, owner.n)
+    return None
+
+
+def _reshaped(
+    placement: Placement, before: torch.Size, shape: torch.Size, n: int
+) -> Placement:
+    """Tell where samples are in another view of the same entries."""
+    if placement is None or isinstance(placement, Mixed):
+        return placement
+    numbers = sample_numbers(placement, before, n, torch.device("cpu"))
+    return simplify(numbers.reshape(shape), n)
+
+
+def explain(x: Tensor) -> Optional[Known]:
+    """Find where the samples of a tensor are.
+
+    Args:
+        x: Tensor.
+
+    Returns:
+        Where they are, ``None`` if it depends on parameters alone, or is no part of a
+        graph and nothing is known of it.
+    """
+    mark = getattr(x, MARK, None)
+    if mark is not None and (x.grad_fn is None or mark[1] is not None):
+        return None if mark[1] is None else Known(mark[1], mark[0].n)
+    return None if x.grad_fn is None else explain_edge(edge_of(x), x.shape)
+
+
+def explain_parents(node: Node) -> List[Known]:
+    """Find where the samples are of what a node was computed from.
+
+    Args:
+        node: Node of the graph.
+
+    Returns:
+        What is known of each of its operands.
+    """
+    found = []
+    for parent, number in node.next_functions:
+        if parent is not None and not is_leaf(parent):
+            shape = torch.Size(parent._input_metadata[number].shape)
+            found.append(explain_edge(GradientEdge(parent, number), shape))
+    return [known for known in found if known is not None]
+
+
+def explain_edge(edge: GradientEdge, shape: torch.Size) -> Optional[Known]:
+    """Find where the samples are at a place in the graph.
+
+    Args:
+        edge: The place.
+        shape: Shape of the tensor there.
+
+    Returns:
+        Where they are, ``None`` if nothing there depends on samples.
+    """
+    known = at_node(edge.node, edge.output_nr)
+    if known is not None and known[0] == shape:
+        return known[1]
+    sources, nodes = _sources(edge)
+    if not sources:
+        return None
+    first = sources[0]
+    if len({source.known.n for source in sources}) > 1:
+        return Known(Mixed(_names(nodes), False), first.known.n)
+    mixed = [s.known for s in sources if isinstance(s.known.placement, Mixed)]
+    if mixed:
+        return mixed[0]
+    same = len(sources) == 1 and first.shape == shape
+    if same and _is_pointwise(nodes, shape):
+        return first.known
+    key = _structure(nodes, sources, shape)
+    if key is None or key not in _REMEMBERED:
+        placement = _probe(edge, shape, sources, nodes)
+        if key is None:
+            return Known(placement, first.known.n)
+        if len(_REMEMBERED) > 1000:
+            _REMEMBERED.clear()
+        _REMEMBERED[key] = placement
+    return Known(_REMEMBERED[key], first.known.n)
+
+
+# Nodes whose result's placement is determined by shapes and plain arguments
+_STRUCTURAL = frozenset(
+    f"{name}Backward0"
+    for name in "View UnsafeView ReshapeAlias Transpose T Permute Slice Select Squeeze "
+    "Unsqueeze Expand LogSoftmax Softmax Clone Alias ToCopy Mul Div Add Sub Neg "
+    "Sigmoid Tanh Relu Exp Log Pow Sum Mean".split()
+) | {"SqueezeBackward1"}
+_REMEMBERED: Dict[Tuple, Placement] = {}
+
+
+def _structure(
+    nodes: Sequence[Node], sources: Sequence[_Source], shape: torch.Size
+) -> Optional[Tuple]:
+    """Describe a part of the graph, if its shapes and arguments say all."""
+    if len(sources) != 1 or any(type(x).__name__ not in _STRUCTURAL for x in nodes):
+        return None
+    (source,) = sources
+    if isinstance(source.known.placement, Tensor):
+        return None
+    parts = []
+    for node in nodes:
+        if sum(parent is not None for parent, _ in node.next_functions) != 1:
+            return None
+        saved = [
+            (name, str(getattr(node, name)))
+            for name in ("_saved_dim", "_saved_dim0", "_saved_dim1", "_saved_dims")
+            + ("_saved_start", "_saved_end", "_saved_step", "_saved_index")
+            if hasattr(node, name)
+        ]
+        size = tuple(node._input_metadata[0].shape)
+        parts.append((type(node).__name__, size, tuple(saved)))
+    return (*parts, source.known, tuple(source.shape), tuple(shape))
+
+
+def _sources(edge: GradientEdge) -> Tuple[List[_Source], List[Node]]:
+    """Find tensors that something was computed from, whose samples are known."""
+    sources: List[_Source] = []
+    nodes: List[Node] = []
+    queue, seen = [(edge.node, edge.output_nr)], set()
+    while queue:
+        node, number = place = queue.pop()
+        if place in seen:
+            continue
+        seen.add(place)
+        found = at_node(node, number)
+        if found is not None:
+            sources.append(_Source(GradientEdge(node, number), *found))
+            continue
+        if is_leaf(node):
+            source = _leaf(node)
+            if source is not None:
+                sources.append(source)
+            continue
+        if node not in nodes:
+            nodes.append(node)
+            queue.extend((p, nr) for p, nr in node.next_functions if p is not None)
+    return [s for s in sources if s.known.placement is not None], nodes
+
+
+def _leaf(node: Node) -> Optional[_Source]:
+    """Tell whether a leaf of the graph is data: an input that requires a gradient."""
+    x = node.variable
+    mark = getattr(x, MARK, None)
+    if mark is not None:
+        known = Known(mark[1], mark[0].n)
+    elif isinstance(x, torch.nn.Parameter) or not x.dim():
+        return None
+    else:
+        known = Known(FIRST, len(x))
+    return _Source(GradientEdge(node, 0), x.shape, known)
+
+
+def _is_pointwise(nodes: Sequence[Node], shape: torch.Size) -> bool:
+    return all(
+        type(node).__name__ in _POINTWISE
+        and tuple(node._input_metadata[0].shape) == tuple(shape)
+        for node in nodes
+    )
+
+
+def _names(nodes: Sequence[Node]) -> str:
+    return ", ".join(dict.fromkeys(map(name_of, nodes)))
+
+
+def name_of(node: Node) -> str:
+    """Name the operation of a node, for a message.
+
+    Args:
+        node: The node.
+
+    Returns:
+        Its name as in PyTorch's functions.
+    """
+    name = type(node).__name__.split("Backward")[0]
+    words = "".join(f"_{c.lower()}" if c.isupper() else c for c in name)
+    return f"`{words.lstrip('_')}`"
+
+
+def _probe(
+    edge: GradientEdge,
+    shape: torch.Size,
+    sources: Sequence[_Source],
+    nodes: Sequence[Node],
+) -> Placement:
+    """Ask which entries move with which samples, by derivatives in both directions."""
+    n, metadata = sources[0].known.n, edge.node._input_metadata[edge.output_nr]
+    current = state()
+    before, current.pulling = current.pulling, True
+    try:
+        with torch.enable_grad():
+            cotangent = torch.zeros(
+                shape, dtype=metadata.dtype, device=metadata.device
+            ).requires_grad_()
+            pulled = torch.autograd.grad(
+                [edge],
+                [source.edge for source in sources],
+                [cotangent],
+                retain_graph=True,
+                create_graph=True,
+                allow_unused=True,
+            )
+        pairs = [
+            (g, source)
+            for g, source in zip(pulled, sources)
+            if g is not None and g.requires_grad
+        ]
+        if not pairs:
+            return None
+        return _numbers(cotangent, pairs, shape, n, _names(nodes))
+    except RuntimeError as error:
+        first = str(error).split("\n")[0]
+        return Mixed(f"{_names(nodes)} ({first})", False)
+    finally:
+        current.pulling = before
+
+
+def _numbers(
+    cotangent: Tensor,
+    pairs: Sequence[Tuple[Tensor, _Source]],
+    shape: torch.Size,
+    n: int,
+    names: str,
+) -> Placement:
+    generator = torch.Generator(cotangent.device).manual_seed(0)
+    got = torch.zeros(shape, dtype=torch.long, device=cotangent.device)
+    unseen = torch.zeros(shape, dtype=torch.bool, device=cotangent.device)
+    vectors = [
+        torch.rand(g.shape, generator=generator, dtype=g.dtype, device=g.device) + 0.5
+        for g, _ in pairs
+    ]
+    numbers = [
+        sample_numbers(source.known.placement, g.shape, n, g.device)
+        for g, source in pairs
+    ]
+    for bit in range(max(1, ceil(log2(n)) if n > 1 else 1)):
+        moved: List[Tensor] = []
+        for wanted in (1, 0):
+            masked = [
+                v.where((i >= 0) & (i >> bit & 1 == wanted), v.new_zeros(()))
+                for v, i in zip(vectors, numbers)
+            ]
+            (column,) = torch.autograd.grad(
+                [g for g, _ in pairs],
+                cotangent,
+                masked,
+                retain_graph=True,
+                allow_unused=True,
+            )
+            moved.append(
+                torch.zeros_like(got, dtype=torch.bool)
+                if column is None
+                else column != 0
+            )
+        ones, zeros = moved
+        if bool((ones & zeros).any()):
+            return Mixed(names)
+        got += ones.long() << bit
+        unseen |= ~(ones | zeros)
+    return simplify(got.masked_fill(unseen, -1), n)

@@ -1,0 +1,516 @@
+"""Questions to the autograd graph: which calls and uses are in it, and what else is."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from functools import cached_property
+from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Sequence, Set, Tuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.nn import Parameter
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from backpack.core.layout import Mixed
+from backpack.engine.uses import ENTRIES, Entry, Use
+from backpack.utils.hooks import EXTENDED, represent
+
+MEETING = "backpack.meeting"  # where a node of the graph keeps that samples have met
+
+# Nodes through which a sum of terms can be followed
+_ADDITIVE = ("AddBackward0", "SubBackward0", "NegBackward0", "SumBackward0")
+_SCALING = ("MulBackward0", "DivBackward0")
+_OF_ONE_NUMBER = (
+    "ViewBackward0 ReshapeAliasBackward0 UnsqueezeBackward0 SqueezeBackward0 "
+    "SqueezeBackward1 SelectBackward0 CloneBackward0 AliasBackward0 ExpandBackward0 "
+    "ToCopyBackward0"
+).split()
+VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
+# Operations that add up what samples contribute to a loss
+_SUMS = frozenset(
+    "sum mean nansum cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss "
+    "kl_div binary_cross_entropy binary_cross_entropy_with_logits poisson_nll_loss "
+    "gaussian_nll_loss soft_margin_loss multi_margin_loss multilabel_margin_loss "
+    "multilabel_soft_margin_loss hinge_embedding_loss cosine_embedding_loss "
+    "margin_ranking_loss triplet_margin_loss ctc_loss nll_loss_nd cross_entropy_loss "
+    "dot vdot inner".split()
+)
+
+
+class Target(NamedTuple):
+    """An output of a call or a use, and the node of the graph that produced it."""
+
+    entry: Entry
+    node: Node
+
+
+def entries_of(node: Node) -> List[Entry]:
+    """Return what ends in a node.
+
+    Args:
+        node: Node of the autograd graph.
+
+    Returns:
+        The calls and uses, in the order in which they returned.
+    """
+    return node.metadata.get(ENTRIES, [])
+
+
+def calls_at(node: Node) -> List[Entry]:
+    """Return the calls whose outputs a node produced.
+
+    Args:
+        node: Node of the autograd graph.
+
+    Returns:
+        The calls, in the order in which they returned.
+    """
+    return [entry for entry in entries_of(node) if not entry.owner.is_use]
+
+
+def producing_calls(edge: GradientEdge) -> List[Entry]:
+    """Find the calls that returned a tensor.
+
+    Args:
+        edge: Where the tensor sits in the graph.
+
+    Returns:
+        The calls, in the order in which they returned.
+    """
+    entries = [e for e in calls_at(edge.node) if e.output_nr == edge.output_nr]
+    parents = edge.node.next_functions
+    if not entries and type(edge.node).__name__ in VIEWS and parents[0][0] is not None:
+        shape = torch.Size(edge.node._input_metadata[0].shape)
+        entries = [
+            e
+            for e in calls_at(parents[0][0])
+            if e.output_nr == parents[0][1] and e.owner.output_shapes[e.index] == shape
+        ]
+    return entries
+
+
+def walk(starts: Iterable[Node]) -> Iterator[Node]:
+    """Walk through the graph, towards its leaves.
+
+    Args:
+        starts: Where to begin.
+
+    Yields:
+        All nodes that can be reached, each once.
+    """
+    queue = list(dict.fromkeys(starts))
+    seen = set(queue)
+    while queue:
+        node = queue.pop()
+        yield node
+        for parent, _ in node.next_functions:
+            if parent is not None and parent not in seen:
+                seen.add(parent)
+                queue.append(parent)
+
+
+def targets_below(nodes: Iterable[Node]) -> List[Target]:
+    """Find the calls and uses that something was computed from.
+
+    Args:
+        nodes: Where it sits in the graph.
+
+    Returns:
+        Their outputs.
+    """
+    return [Target(entry, node) for node in walk(nodes) for entry in entries_of(node)]
+
+
+def will_run(node: Node) -> bool:
+    """Tell whether the backward pass that is running includes a node.
+
+    Args:
+        node: Node of the graph.
+
+    Returns:
+        Whether it does. A leaf whose gradient ``torch.autograd.grad`` returns does.
+    """
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return True
+
+
+def takes_part(param: Tensor) -> bool:
+    """Tell whether the backward pass that is running reaches a parameter.
+
+    Args:
+        param: The parameter.
+
+    Returns:
+        Whether it does.
+    """
+    return will_run(get_gradient_edge(param).node)
+
+
+def is_leaf(node: Any) -> bool:
+    """Tell whether a node accumulates the gradient of a leaf tensor.
+
+    Args:
+        node: Node of the graph, ``None`` for nothing.
+
+    Returns:
+        Whether it does.
+    """
+    return type(node).__name__ == "AccumulateGrad"
+
+
+def leaves_behind(node: Node) -> List[Tensor]:
+    """Find the leaf tensors that an expression is computed from.
+
+    Args:
+        node: Where it sits in the graph.
+
+    Returns:
+        The tensors.
+    """
+    return [x.variable for x in walk([node]) if is_leaf(x)]
+
+
+def _walk_since(starts: Sequence[Node], since: int) -> Iterator[Node]:
+    """Walk through the graph, but not to nodes that were there before."""
+    queue, seen = list(starts), set(starts)
+    while queue:
+        node = queue.pop()
+        yield node
+        for parent, _ in node.next_functions:
+            if parent is not None and parent not in seen:
+                if parent._sequence_nr() >= since:  # that of a leaf is the largest
+                    seen.add(parent)
+                    queue.append(parent)
+
+
+class Inspection:
+    """What the graph of a backward pass looks like.
+
+    Attributes:
+        roots: Where the backward pass begins.
+        calls: Calls in it, and the nodes that produced their outputs.
+        uses: Uses in it, and the node and its output number for each output.
+        reached: The leaf tensors it reaches, and the nodes that use them past any use.
+        meetings: Nodes at which samples have met.
+    """
+
+    def __init__(self, roots: Sequence[Node]):
+        """Inspect a graph.
+
+        Args:
+            roots: Where the backward pass begins.
+        """
+        self.roots = roots
+        self.calls: Dict[Any, List[Node]] = {}
+        self.uses: Dict[Use, Dict[int, Tuple[Node, int]]] = {}
+        self.reached: Dict[Tensor, List[Node]] = {}
+        self.meetings: Dict[Node, Mixed] = {}
+        self._names: Set[str] = set()
+        self._stand_ins: Dict[Node, int] = {}  # and when their use was over
+        self._direct: Dict[int, List[Tuple[int, int]]] = {}  # by parameter
+        self._shared: List[Node] = []  # reached several times
+        self._nodes = list(dict.fromkeys(roots))
+        seen = set(self._nodes)
+        for node in self._nodes:  # which grows meanwhile
+            parents = node.next_functions
+            metadata = node.metadata
+            if metadata:
+                self._note(node, metadata)
+            for parent, _ in parents:
+                if parent is None:
+                    continue
+                until = self._stand_ins.get(parent)
+                if until is not None and node._sequence_nr() < until:
+                    continue  # the way of a use
+                if not parent.next_functions and is_leaf(parent):
+                    self.reached.setdefault(parent.variable, []).append(node)
+                elif parent in seen:
+                    self._shared.append(parent)
+                else:
+                    seen.add(parent)
+                    self._nodes.append(parent)
+        for node in roots:
+            if is_leaf(node):
+                self.reached.setdefault(node.variable, [])
+
+    def _note(self, node: Node, metadata: Dict[str, Any]) -> None:
+        for number, index, owner in metadata.get(ENTRIES, ()):
+            if not owner.is_use:
+                self.calls.setdefault(owner, []).append(node)
+                continue
+            if owner not in self.uses:
+                self.uses[owner] = {}
+                for constant in owner.constants:
+                    if constant.stand_in is not None:
+                        self._stand_ins[constant.stand_in.node] = owner.until
+                    else:
+                        interval = owner.since, owner.until
+                        self._direct.setdefault(id(constant.leaf), []).append(interval)
+            self.uses[owner][index] = (node, number)
+        if MEETING in metadata:
+            self.meetings[node] = metadata[MEETING]
+
+    @cached_property
+    def names(self) -> Set[str]:
+        """Names of the nodes."""
+        return {type(node).__name__ for node in self._nodes}
+
+    @cached_property
+    def outside(self) -> Dict[Tensor, List[Node]]:
+        """Nodes that use a parameter where nothing has seen it."""
+        found: Dict[Tensor, List[Node]] = {}
+        for param, nodes in self.reached.items():
+            intervals = self._direct.get(id(param), ())
+            unseen = [
+                node
+                for node in nodes
+                if not any(a <= node._sequence_nr() < b for a, b in intervals)
+            ]
+            if unseen:
+                found[param] = unseen
+        for constant, node in self._entered():
+            leaf, source = constant.leaf, constant.source
+            for param in [leaf] if source is None else leaves_behind(source.node):
+                found.setdefault(param, []).append(node)
+        return found
+
+    def _entered(self) -> Iterator[Tuple[Any, Node]]:
+        """Find constants that are used by way of the inside of a use, too.
+
+        A derivative of the network, computed with ``create_graph=True``, goes on from
+        what operations have saved.
+
+        Yields:
+            Constants, and the nodes that use them.
+        """
+        uses = sorted(self.uses, key=lambda use: use.since)
+        starts = [use.since for use in uses]
+        inner: Dict[Use, Set[Node]] = {}
+        entered: Dict[Node, Use] = {}
+        for node in self._shared:
+            number = node._sequence_nr()
+            position = bisect_right(starts, number) - 1
+            if position < 0 or number >= uses[position].until:
+                continue
+            use = uses[position]
+            outputs = [x for x, _ in self.uses[use].values()]
+            if use not in inner:
+                inner[use] = set(_walk_since(outputs, use.since))
+            if node in inner[use] and node not in outputs:
+                entered[node] = use
+        for node in self._nodes if entered else ():
+            for parent, _ in node.next_functions:
+                use = entered.get(parent)
+                if use is None or node in inner[use]:
+                    continue
+                behind = set(_walk_since([parent], use.since))
+                for constant in use.constants:
+                    if constant.node in behind:
+                        yield constant, node
+
+    def uses_outside(self, known: Set[int]) -> Tuple[List[Tensor], List[Tensor]]:
+        """Sort the parameters that are used where nothing has seen it.
+
+        Args:
+            known: Identities of the parameters that matter.
+
+        Returns:
+            Those used in terms of their own, like a regularizer, and those used for
+            anything else.
+        """
+        outside = {p: nodes for p, nodes in self.outside.items() if id(p) in known}
+        if not outside:
+            return [], []
+        data_terms = [
+            term
+            for term in additive_terms(self.roots)[0]
+            if any(entries_of(node) for node in walk([term]))
+        ]
+        data_nodes = set(walk(data_terms))
+        separate, entangled = [], []
+        for param, nodes in outside.items():
+            mixed = not data_nodes.isdisjoint(nodes)
+            (entangled if mixed else separate).append(param)
+        return separate, entangled
+
+    def coupled(self) -> List[Mixed]:
+        """Find operations in which samples have met, other than sums of a loss's terms.
+
+        Returns:
+            What they were.
+        """
+        if not self.meetings:
+            return []
+        terms, passed = additive_terms(self.roots, through_losses=True)
+        harmless = {*terms, *passed}
+        return [
+            met
+            for node, met in self.meetings.items()
+            if not (node in harmless and operation_name(met) in _SUMS)
+        ]
+
+    @property
+    def allows_inputs(self) -> bool:
+        """Whether ``backward(inputs=...)`` is possible; not with some checkpoints."""
+        return "CheckpointFunctionBackward" not in self.names
+
+    def coupling(self) -> Any:
+        """Find a batch normalization that is not extended and couples samples.
+
+        Those that are extended are asked when their turn comes.
+
+        Returns:
+            What it is called, ``None`` if there is none.
+        """
+        names = {name for name in self.names if "BatchNorm" in name}
+        for node in self._nodes if names else ():
+            if type(node).__name__ not in names:
+                continue
+            shape = node._input_metadata[0].shape
+            known = any(isinstance(e.owner.module, _BatchNorm) for e in calls_at(node))
+            # InstanceNorm normalizes a batch of one
+            if node._saved_training and shape[0] > 1 and not known:
+                return f"BatchNorm{max(1, len(shape) - 2)}d"
+        return None
+
+
+def tail_terms(roots: Sequence[Node]) -> List[Node]:
+    """Find the terms of what is differentiated that no module has computed.
+
+    Args:
+        roots: Where the backward pass begins.
+
+    Returns:
+        Their nodes: at each, terms are summed that belong to samples, or samples meet.
+    """
+    terms, _ = additive_terms(roots, through_losses=True)
+    return [term for term in terms if not entries_of(term)]
+
+
+def operation_name(met: Mixed) -> str:
+    """Read the name of an operation off its description.
+
+    Args:
+        met: Where samples have met.
+
+    Returns:
+        The name.
+    """
+    return met.operation.split("`")[1] if "`" in met.operation else met.operation
+
+
+def additive_terms(
+    roots: Sequence[Node], through_losses: bool = False
+) -> Tuple[List[Node], List[Node]]:
+    """Split what is differentiated into the terms of a sum.
+
+    Args:
+        roots: Where the backward pass begins.
+        through_losses: Whether to look into extended losses. Default: ``False``.
+
+    Returns:
+        Nodes of the terms, and those that add them up.
+    """
+    terms: List[Node] = []
+    passed: List[Node] = []
+    queue, seen = list(roots), set()
+    while queue:
+        node = queue.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        parents = [parent for parent, _ in node.next_functions if parent is not None]
+        name = type(node).__name__
+        single = name in _SCALING and len(parents) == 1
+        calls = [e for e in entries_of(node) if not e.owner.is_use]
+        is_loss = any(e.owner.is_loss for e in calls) and not through_losses
+        if len(parents) == 1 and name in _OF_ONE_NUMBER:
+            single = torch.Size(node._input_metadata[0].shape).numel() == 1
+        if through_losses and parents and _is_scalar(node):
+            single = single or all(map(_is_scalar, parents))
+        together = through_losses and name == "_TogetherBackward"
+        if (name in _ADDITIVE or single or together) and not is_loss:
+            passed.append(node)
+            queue.extend(parents)
+        else:
+            terms.append(node)
+    return terms, passed
+
+
+def is_sum(node: Node) -> bool:
+    """Tell whether a node adds up what samples contribute, or adds nothing up.
+
+    Args:
+        node: Node at which the terms of a loss end.
+
+    Returns:
+        Whether it is so.
+    """
+    return not _is_scalar(node) or type(node).__name__.split("Backward")[0] in (
+        *("Sum", "Mean", "NllLoss", "NllLoss2D", "MseLoss", "SmoothL1Loss", "Nansum"),
+        *("HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "KlDiv"),
+        *("SoftMarginLoss", "MultiMarginLoss", "MultilabelMarginLoss", "CtcLoss"),
+        *("Dot", "View", "Squeeze", "Select", "Clone", "Alias", "_Together", "ToCopy"),
+    )
+
+
+def _is_scalar(node: Node) -> bool:
+    """Tell whether a node's first output is a single number."""
+    if is_leaf(node):
+        return node.variable.numel() == 1
+    metadata = node._input_metadata
+    return bool(metadata) and torch.Size(metadata[0].shape).numel() == 1
+
+
+def describe(params: Sequence[Tensor]) -> str:
+    """Name parameters, for a message.
+
+    Args:
+        params: The parameters.
+
+    Returns:
+        Their qualified names, as the largest extended model knows them.
+    """
+    wanted = {id(p) for p in params}
+    names: Dict[int, str] = {}
+    for root in sorted(EXTENDED, key=lambda m: sum(1 for _ in m.modules())):
+        for name, param in root.named_parameters():
+            if id(param) in wanted:
+                names[id(param)] = f"'{name}' of {represent(root)}"
+    unnamed = [
+        f"a tensor of shape {list(p.shape)}" for p in params if id(p) not in names
+    ]
+    return ", ".join([*names.values(), *unnamed])
+
+
+def is_parameter(x: Tensor) -> bool:
+    """Tell whether a leaf is a parameter, and not data.
+
+    Args:
+        x: Leaf of the graph.
+
+    Returns:
+        Whether it is.
+    """
+    return isinstance(x, Parameter)
+
+
+def root_nodes(tensors: object) -> List[Node]:
+    """Find where a backward pass begins.
+
+    Args:
+        tensors: Tensor, gradient edge, or a sequence of them.
+
+    Returns:
+        Their nodes.
+    """
+    if isinstance(tensors, (Tensor, GradientEdge)):
+        tensors = [tensors]
+    edges = [
+        get_gradient_edge(x) if isinstance(x, Tensor) and x.requires_grad else x
+        for x in tensors
+    ]
+    return [edge.node for edge in edges if isinstance(edge, GradientEdge)]

@@ -1,0 +1,645 @@
+"""Forward hooks of extended modules: they record calls, and start to watch operations.
+
+The outermost extended module that is no layer of the table starts a
+:class:`~backpack.engine.tracking.Tracker`. Layers of the table that are called outside
+of any other module are uses as a whole, and nothing is watched.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from typing import Any, Dict, Iterable, List, Optional, Set, Tuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+from torch.nn import Module, Parameter
+from torch.nn.modules.module import _global_forward_hooks
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_leaves, tree_map
+
+from backpack.converter.function import FunctionModule
+from backpack.core.derivatives.generic import output_batch_axis, tensor_outputs
+from backpack.core.layout import FIRST, Layout, Mixed, Placement
+from backpack.core.operations import LayerLike, Operation
+from backpack.core.table import Row, find_row
+from backpack.engine.gaps import Known, explain
+from backpack.engine.graph import is_leaf
+from backpack.engine.placements import MARK, Pass, place
+from backpack.engine.record import Call
+from backpack.engine.tracking import Tracker
+from backpack.engine.uses import Constant, Entry, Use, edge_of, entries_at, on_one_node
+from backpack.utils.disable import disable
+from backpack.utils.module_classification import is_loss, is_no_op
+
+
+class _Frame:
+    """A call of a module that has not returned yet."""
+
+    __slots__ = ("module", "call", "running", "called", "calls", "since", "tracker")
+    __slots__ += ("outer", "row", "suspends")
+
+    def __init__(self, module: Module, running: int):
+        self.module, self.running = module, running
+        self.call = Call(module)
+        self.called: Set[Module] = set()
+        self.calls: List[weakref.ref] = []
+        self.since = torch._C._autograd._get_sequence_nr()
+        self.tracker: Optional[Tracker] = None  # if it was started here
+        self.outer: Any = None  # record of the module around
+        self.row: Optional[Row] = None  # if the call is a use as a whole
+        self.suspends = False
+
+
+class _Thread(threading.local):
+    def __init__(self):
+        self.frames: List[_Frame] = []
+        self.tracker: Optional[Tracker] = None
+        self.graphless: Optional[weakref.WeakSet[Module]] = None
+
+
+_THREAD = _Thread()
+
+
+def steps_aside() -> bool:
+    """Tell whether there is nothing to capture.
+
+    Returns:
+        Whether gradients or storing are switched off, a function transform runs the
+        forward pass, or a backward pass repeats it for a checkpoint.
+    """
+    return (
+        not torch.is_grad_enabled()
+        or not disable.should_store_io()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._current_graph_task_id() != -1
+    )
+
+
+def forget_interrupted(depth: int = 1) -> None:
+    """Forget calls that were interrupted: no hook runs after Ctrl-C.
+
+    Args:
+        depth: Number of Python's frames to skip. Default: 1.
+    """
+    frames = _THREAD.frames
+    while frames and not _is_running(frames[-1], sys._getframe(depth)):
+        _leave(frames.pop())
+
+
+def _is_running(frame: _Frame, python_frame: Any) -> bool:
+    """Tell whether a call is among those that led here."""
+    running = frame.running
+    while python_frame is not None:
+        if id(python_frame) == running:
+            return True
+        python_frame = python_frame.f_back
+    return False
+
+
+def enter_call(
+    module: Module, args: Tuple, kwargs: Dict[str, Any]
+) -> Optional[Tuple[Tuple, Dict[str, Any]]]:
+    """Forward pre-hook: prepare to record the call.
+
+    Args:
+        module: The module.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+
+    Returns:
+        The arguments, guarded against interruptions, for an outermost call.
+    """
+    if torch.compiler.is_compiling() or steps_aside():
+        return None
+    caller = sys._getframe(1)
+    frames, tracker = _THREAD.frames, _THREAD.tracker
+    if frames and not _is_running(frames[-1], caller.f_back):
+        forget_interrupted(2)
+        tracker = _THREAD.tracker
+    frame = _Frame(module, id(caller))
+    with torch._C.DisableTorchFunction():
+        if tracker is not None:
+            frame.outer, tracker.owner = tracker.owner, frame.call
+            if not tracker.suspended and isinstance(module, nn.RNNBase):
+                frame.row = _row_of_call(module, args, kwargs, tracker)
+            if frame.row is not None:
+                frame.suspends = True
+                tracker.suspended += 1
+        else:
+            frame.row = _row_of_call(module, args, kwargs, None)
+            if frame.row is None:
+                _start(frame, args, kwargs)
+    frames.append(frame)
+    if len(frames) == 1:
+        return args, _Guard(frame, kwargs)
+    return None
+
+
+class _Guard(dict):
+    """Keyword arguments of an outermost call; when they go, the call is over.
+
+    No hook runs after Ctrl-C, but what was local to the call is freed.
+    """
+
+    def __init__(self, frame: _Frame, kwargs: Dict[str, Any]):
+        super().__init__(kwargs)
+        self._frame = frame
+
+    def __del__(self) -> None:
+        frames = _THREAD.frames
+        if self._frame in frames:
+            while self._frame in frames:
+                _leave(frames.pop())
+
+
+def _start(frame: _Frame, args: Tuple, kwargs: Dict[str, Any]) -> None:
+    """Begin to watch operations."""
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, PackedSequence):
+            _place_packed(x)
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    tensors = [x for x in tensors if x.dim() and not x.is_nested and not x.is_meta]
+    data = [x for x in tensors if not isinstance(x, Parameter)] or tensors
+    known = [explain(x) for x in data]
+    sizes = [k.n for k in known if k is not None and not isinstance(k.placement, Mixed)]
+    if not sizes:
+        raw = [x for x in data if x.grad_fn is None]
+        if not raw:
+            return
+        sizes = [len(raw[0])]
+    n = sizes[0]
+    inputs: List[Tuple[Tensor, Placement]] = []
+    for x, k in zip(data, known):
+        if k is not None and k.n == n:
+            inputs.append((x, k.placement))
+        elif x.grad_fn is None and len(x) == n:
+            inputs.append((x, FIRST))
+    frame.tracker = _THREAD.tracker = Tracker(n, inputs)
+    frame.tracker.owner = frame.call
+    frame.tracker.__enter__()
+
+
+def _place_packed(x: PackedSequence) -> None:
+    """Say where the samples of a packed sequence are: in each step, the longest."""
+    sizes = x.batch_sizes.tolist()
+    numbers = torch.cat([torch.arange(size, device=x.data.device) for size in sizes])
+    if x.sorted_indices is not None:
+        numbers = x.sorted_indices[numbers]
+    numbers = numbers.view(-1, *[1] * (x.data.dim() - 1))
+    place(x.data, numbers, Pass(sizes[0]))
+
+
+def leave_call(
+    module: Module, args: Tuple, kwargs: Dict[str, Any], output: Any
+) -> Optional[Any]:
+    """Forward hook: record the call.
+
+    Args:
+        module: The module.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        output: What the module returned, ``None`` if it raised an exception.
+
+    Returns:
+        A replacement for outputs that are leaves of the graph, else ``None``.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    frame = _pop_frame(module) if _THREAD.frames else None
+    if type(kwargs) is _Guard:
+        kwargs = dict(kwargs)  # the record would keep what keeps the record
+    if output is None or steps_aside():
+        return None
+    # a function mode, like that of our context, would see each look at a tensor
+    with torch._C.DisableTorchFunction():
+        return _record(module, args, kwargs, output, frame)
+
+
+def _pop_frame(module: Module) -> Optional[_Frame]:
+    frames = _THREAD.frames
+    for position in reversed(range(len(frames))):
+        if frames[position].module is module:
+            while len(frames) > position + 1:
+                _leave(frames.pop())
+            frame = frames.pop()
+            _leave(frame)
+            return frame
+    return None
+
+
+def _leave(frame: _Frame) -> None:
+    """Go on as before a call."""
+    tracker = _THREAD.tracker
+    if frame.tracker is not None:
+        _THREAD.tracker = None
+        _remove_mode(frame.tracker)
+    elif tracker is not None:
+        tracker.owner = frame.outer
+        if frame.suspends:
+            tracker.suspended -= 1
+
+
+def _remove_mode(tracker: Tracker) -> None:
+    """Take a mode off the stack, wherever it is after an interruption."""
+    above = []
+    for _ in range(torch._C._len_torch_function_stack()):
+        mode = torch._C._pop_torch_function_stack()
+        if mode is tracker:
+            break
+        above.append(mode)
+    for mode in reversed(above):
+        torch._C._push_on_torch_function_stack(mode)
+
+
+# ------------------------------------------------------------------- layers of the table
+
+_AXES = {nn.Linear: (1, 1), nn.Embedding: (0, 1)}
+_BATCH_AXES = {
+    **{nn.Conv1d: 3, nn.Conv2d: 4, nn.Conv3d: 5},
+    **{nn.ConvTranspose1d: 3, nn.ConvTranspose2d: 4, nn.ConvTranspose3d: 5},
+}
+
+
+def _row_of_call(
+    module: Module, args: Tuple, kwargs: Dict[str, Any], tracker: Optional[Tracker]
+) -> Optional[Row]:
+    """Look up the rule for a call that is a use as a whole, or needs no watching.
+
+    Args:
+        module: The module.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        tracker: What watches the operations around, ``None`` if nothing does.
+
+    Returns:
+        The row, ``None`` if what happens inside has to be watched.
+    """
+    if is_loss(module):
+        row = find_row(module, losses=True)
+        return row if row is not None and not _comes_late(module) else None
+    row = find_row(module)
+    if row is None or kwargs or not args or not isinstance(args[0], Tensor):
+        return None
+    if _comes_late(module):
+        return None
+    x = args[0]
+    if row.params == ():
+        return row if _keeps_samples(module, x) else None
+    if not row.accepts(module, args) or not _is_plain(module, row):
+        return None
+    return row
+
+
+def _is_plain(module: Module, row: Row) -> bool:
+    """Tell whether all parameters are the layer's own, and none is computed."""
+    own = module._parameters
+    names = own if row.params is None else row.params
+    if any(child is not None for child in module._modules.values()):
+        return False
+    return all(name in own for name in names) and len(own) <= len(names)
+
+
+_MOVES = (nn.Softmax, nn.LogSoftmax, nn.GLU, nn.Flatten, nn.Unflatten)
+
+
+def _keeps_samples(module: Module, x: Tensor) -> bool:
+    """Tell whether a layer without parameters leaves samples on axis 0 as they are."""
+    if isinstance(module, nn.Flatten):
+        return module.start_dim > 0
+    if isinstance(module, nn.Identity):
+        return True
+    return type(module).__module__.startswith("torch.nn") and not isinstance(
+        module, _MOVES
+    )
+
+
+class LayerCall(Operation):
+    """A call of a layer with several outputs, by its derivatives."""
+
+    takes_all = True
+
+    def __init__(self, derivatives: Any, module: Module, arguments: List[Any]):
+        """Store the call.
+
+        Args:
+            derivatives: The layer's derivatives.
+            module: The layer.
+            arguments: What went in.
+        """
+        super().__init__(arguments[0], list(module._parameters))
+        self._derivatives, self._module = derivatives, module
+        self._arguments, self._training = arguments, module.training
+
+    def product(self, key, shape, cotangents, out, n):  # noqa: D102
+        module = self._module
+        training, module.training = module.training, self._training
+        try:
+            return self._derivatives.product(key, module, self._arguments, cotangents)
+        finally:
+            module.training = training
+
+
+def _input_of(module: Module, x: Tensor, tracker: Optional[Tracker]) -> Known:
+    """Tell where the samples of a layer's input are."""
+    if tracker is not None:
+        mark = getattr(x, MARK, None)
+        placement = mark[1] if mark is not None and mark[0] is tracker.key else None
+        return Known(placement, tracker.n)
+    known = explain(x)
+    if known is not None:
+        return known
+    axis = 0
+    if isinstance(module, nn.RNNBase):
+        axis = int(not module.batch_first)
+    return Known(Layout(axis, 1), x.shape[axis] if x.dim() > axis else 1)
+
+
+def _note_use(
+    frame: _Frame, module: Module, args: Tuple, outputs: List[Tensor], tracker: Any
+) -> List[Placement]:
+    """Record a call of a layer of the table as a use; say where samples are then."""
+    row, x = frame.row, args[0]
+    known = _input_of(module, x, tracker)
+    frame.call.n = known.n
+    placements = _placements(module, row, x, known, outputs)
+    if row.params == ():
+        return placements
+    constants = [
+        Constant(p, None, name)
+        for name, p in module._parameters.items()
+        if p is not None and p.requires_grad
+    ]
+    pairs = [(o, p) for o, p in zip(outputs, placements) if o.requires_grad]
+    if constants and len(pairs) == len(outputs):
+        operation = _operation(module, row, args, [c.key for c in constants])
+        outs, places = [o for o, _ in pairs], [p for _, p in pairs]
+        name = type(module).__name__
+        use = Use(name, constants, known.n, places, frame.call, operation, frame.since)
+        use.attach(outs)
+        frame.call.uses.append(use)
+    return placements
+
+
+def _operation(
+    module: Module, row: Row, args: Tuple, names: List[str]
+) -> Optional[Operation]:
+    if row.several_outputs:
+        return LayerCall(row.derivatives, module, list(args))
+    if isinstance(
+        module, (nn.modules.batchnorm._BatchNorm, nn.InstanceNorm1d.__mro__[1])
+    ):
+        return _normalization(module, row, args, names)
+    features = _features(module)
+    keys = {name: name for name in names}
+    return LayerLike(row.derivatives, module, keys, args[0], features)
+
+
+def _normalization(
+    module: Module, row: Row, args: Tuple, names: List[str]
+) -> Operation:
+    """Copy running statistics, which may move before the backward pass."""
+    from types import SimpleNamespace
+
+    layer = SimpleNamespace(eps=module.eps, training=module.training)
+    layer.weight, layer.bias = module.weight, module.bias
+    mean, var = module.running_mean, module.running_var
+    layer.running_mean = None if mean is None else mean.clone()
+    layer.running_var = None if var is None else var.clone()
+    return LayerLike(row.derivatives, layer, {n: n for n in names}, args[0])
+
+
+def _features(module: Module) -> Optional[Tuple[int, int]]:
+    for cls, features in _AXES.items():
+        if isinstance(module, cls):
+            return features
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        return (len(module.normalized_shape),) * 2
+    return None
+
+
+def _placements(
+    module: Module, row: Row, x: Tensor, known: Known, outputs: List[Tensor]
+) -> List[Placement]:
+    """Tell where the samples are in a layer's outputs."""
+    name, placement = f"`{type(module).__name__}` on {list(x.shape)}", known.placement
+    mixed = Mixed(name, module=weakref.ref(module))
+    if isinstance(module, nn.RNNBase):
+        axis = int(not module.batch_first)
+        if placement is None or x.dim() < 3:
+            return [mixed._replace(is_known=False)] * len(outputs)
+        if placement != Layout(axis, 1):
+            return [mixed] * len(outputs)
+        return [Layout(output_batch_axis(module, i), 1) for i in range(len(outputs))]
+    if isinstance(placement, Mixed) or placement is None:
+        return [placement] * len(outputs)
+    features, axes = _features(module), 1
+    if features is not None:
+        axes = x.dim() - features[0]
+    if isinstance(placement, Layout) and placement.axis < axes:
+        return [placement] * len(outputs)
+    return [mixed] * len(outputs)
+
+
+# ------------------------------------------------------------------------------- records
+
+
+def _record(
+    module: Module,
+    args: Tuple,
+    kwargs: Dict[str, Any],
+    output: Any,
+    frame: Optional[_Frame],
+) -> Optional[Any]:
+    """Make the record of a call; see :func:`leave_call`."""
+    if frame is None:
+        return None
+    tracker = frame.tracker or _THREAD.tracker
+    replaced = None
+    if isinstance(output, Tensor):
+        is_leaf_itself = output.is_leaf and isinstance(output, Parameter)
+    else:
+        is_leaf_itself = any(_is_own_leaf(module, x) for x in tree_leaves(output))
+    if is_leaf_itself:
+        # a leaf outlives the graph; its alias is part of the graph and owns the call
+        output = replaced = tree_map(
+            lambda x: x.view_as(x) if _is_own_leaf(module, x) else x, output
+        )
+    outputs = tensor_outputs(output)
+    constant = _constants(outputs, tracker) if len(outputs) > 1 else ()
+    edges = _edges(outputs, constant)
+    if len(outputs) > 1 and _differ(edges):
+        marks = [getattr(x, MARK, None) for x in outputs]
+        output = replaced = on_one_node(output, constant)
+        outputs = tensor_outputs(output)
+        for x, mark in zip(outputs, marks):
+            if mark is not None:
+                setattr(x, MARK, mark)
+        edges = _edges(outputs, constant)
+    call = frame.call
+    call.finish(module, args, kwargs, outputs, edges, _parameters(module, args, frame))
+    call.is_altered = _comes_late(module)
+    if not is_no_op(module):
+        call.store(raw=False)
+    if _computes_loss(call, outputs, tracker is None or frame.tracker is tracker):
+        call.is_loss, call.loss_module = True, module
+    call.is_composite = any(True for _ in module.children())
+    call.is_transparent = bool(frame.called)
+    if call.is_transparent and call.is_loss:
+        for ref in frame.calls:  # the outermost loss module is the loss
+            if ref() is not None:
+                ref().is_loss = False
+    for outer in _THREAD.frames:
+        # with all modules inside: this call is responsible for them
+        outer.called.update(module.modules() if call.is_composite else (module,))
+        outer.calls.append(weakref.ref(call))
+    if call.is_loss:
+        _note_loss(call, tracker)
+    elif frame.row is not None:
+        placements = _note_use(frame, module, args, outputs, tracker)
+        if tracker is not None:
+            for x, placement in zip(outputs, placements):
+                setattr(x, MARK, (tracker.key, placement))
+        call.placements = placements
+    if frame.tracker is not None and not call.is_loss:
+        call.n = frame.tracker.n
+        call.placements = [_placement(x, frame.tracker) for x in outputs]
+    _attach(call, outputs, edges)
+    return replaced
+
+
+def _constants(outputs: List[Tensor], tracker: Optional[Tracker]) -> Set[int]:
+    """Find outputs that hold no samples: the way of gradients to them is another."""
+    if tracker is None:
+        return set()
+    return {id(x) for x in outputs if _placement(x, tracker) is None}
+
+
+def _edges(
+    outputs: List[Tensor], constant: Iterable[int]
+) -> List[Optional[GradientEdge]]:
+    return [
+        edge_of(x) if x.requires_grad and id(x) not in constant else None
+        for x in outputs
+    ]
+
+
+def _placement(x: Tensor, tracker: Tracker) -> Placement:
+    mark = getattr(x, MARK, None)
+    return mark[1] if mark is not None and mark[0] is tracker.key else None
+
+
+def _note_loss(call: Call, tracker: Optional[Tracker]) -> None:
+    """Remember where the samples are in a loss's prediction."""
+    x = next(iter(call.arguments), None)
+    if not isinstance(x, Tensor):
+        return
+    known = explain(x)
+    if known is None:
+        known = Known(FIRST, len(x) if x.dim() else 1)
+    call.placement, call.n = known
+
+
+def is_hooked(module: Module) -> bool:
+    """Tell whether a module's calls are recorded.
+
+    Args:
+        module: The module.
+
+    Returns:
+        Whether ``extend`` has registered its hook, and it was not removed.
+    """
+    return leave_call in module._forward_hooks.values()
+
+
+def _differ(edges: List[Optional[GradientEdge]]) -> bool:
+    """Tell whether outputs sit at different nodes of the graph, or twice at a place."""
+    places = [(edge.node, edge.output_nr) for edge in edges if edge is not None]
+    nodes = {node for node, _ in places}
+    return len(nodes) > 1 or len(set(places)) < len(places)
+
+
+def _comes_late(module: Module) -> bool:
+    """Tell whether another hook ran before ours, and may have changed the output.
+
+    Args:
+        module: The module.
+
+    Returns:
+        Whether a user has put one first, for this or for all modules.
+    """
+    first = next(iter(module._forward_hooks.values()), leave_call)
+    return first is not leave_call or bool(_global_forward_hooks)
+
+
+def _is_own_leaf(module: Module, x: Any) -> bool:
+    if not (isinstance(x, Parameter) and x.is_leaf and x.requires_grad):
+        return False
+    return any(x is param for param in module.parameters())
+
+
+def _parameters(module: Module, args: Tuple, frame: _Frame) -> Dict[str, Tensor]:
+    """Collect the parameters for which no call further inside is responsible."""
+    own = {n: p for n, p in module._parameters.items() if p is not None}
+    if isinstance(module, FunctionModule):
+        arguments = enumerate(args)
+        own.update({f"input{i}": x for i, x in arguments if isinstance(x, Parameter)})
+    if not module._modules:
+        return own
+    for prefix, child in module.named_modules():
+        if child is not module and child not in frame.called and not is_no_op(child):
+            for name, param in child._parameters.items():
+                if param is not None:
+                    own[f"{prefix}.{name}"] = param
+    return own
+
+
+def _computes_loss(call: Call, outputs: List[Tensor], outermost: bool) -> bool:
+    """Tell whether a call maps a prediction, which has a graph, to a number."""
+    module = call.module
+    if is_loss(module):
+        return True
+    if not outputs or outputs[0].dim() > 0 and outputs[0].shape != (1,):
+        return False
+    if next(module.parameters(), None) is None:
+        return outputs[0].dim() == 0 or call.input_edges[:1] not in ([], [None])
+    edge = call.input_edges[0] if call.input_edges else None
+    return outermost and edge is not None and edge.node.next_functions != ()
+
+
+def _attach(
+    call: Call, outputs: List[Tensor], edges: List[Optional[GradientEdge]]
+) -> None:
+    """Attach a call to the nodes that produced its outputs."""
+    base = outputs[0]._base if len(outputs) == 1 else None
+    if base is not None and _is_own_result(call, base, outputs[0]):
+        # A later in-place operation would take the view's node out of the graph
+        edges = [edge_of(base)]
+    inner = [(i, e) for i, e in enumerate(edges) if e and not is_leaf(e.node)]
+    if not inner:
+        if _THREAD.graphless is None:
+            _THREAD.graphless = weakref.WeakSet()
+        _THREAD.graphless.add(call.module)
+        return
+    if _THREAD.graphless is not None:
+        call.graphless, _THREAD.graphless = _THREAD.graphless, None
+    for i, (node, number, *_) in inner:  # one node, see `on_one_node`
+        entries_at(node).append(Entry(number, i, call))
+
+
+def _is_own_result(call: Call, base: Tensor, output: Tensor) -> bool:
+    """Tell whether a layer's output is a view of its result, in another shape.
+
+    As linear layers do on sequences. Its gradient is then that of the result, reshaped.
+    """
+    return (
+        bool(call.parameters)
+        and not call.is_composite
+        and base.grad_fn is not None
+        and base.numel() == output.numel()
+        and base.is_contiguous()
+        and output.is_contiguous()
+        and all(x.data_ptr() != base.data_ptr() for x in call.inputs)
+    )

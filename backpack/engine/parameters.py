@@ -1,0 +1,297 @@
+"""From uses to parameters: whose products are complete, and what they are.
+
+A parameter may be used several times, and by way of expressions: a normalized weight,
+some rows of a table, a concatenation of biases. Parameters that expressions connect are
+a *group*: its products are complete when all of its uses have had their gradients, and
+one joint vector-Jacobian product leads from expressions to parameters.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.nn import Module
+
+from backpack.core.per_sample.base import Dense, PerSample
+from backpack.core.per_sample.outer import Outer
+from backpack.engine.graph import describe, is_leaf, leaves_behind
+from backpack.engine.uses import Constant, Use, batched_vjp
+from backpack.utils.hooks import name_module, represent
+from backpack.utils.types import as_type
+
+Products = List[Optional[PerSample]]
+Member = Tuple[Use, int]  # a use, and which of its constants
+
+_TRANSPOSES = ("TBackward0", "TransposeBackward0", "MtBackward0", "PermuteBackward0")
+_SAME_ORDER = (
+    "ViewBackward0 UnsafeViewBackward0 ReshapeAliasBackward0 AliasBackward0 "
+    "SqueezeBackward0 SqueezeBackward1 UnsqueezeBackward0 ViewAsBackward0 "
+    "CloneBackward0"
+).split()
+
+OTHER_SIZES = (
+    "Parameters are shared by calls with different numbers of samples ({sizes}), so "
+    "that individual gradients are not defined for {names}. Let each call have all "
+    "samples, or give each one parameters of its own."
+)
+
+
+class Group:
+    """Parameters whose products become complete together.
+
+    Attributes:
+        params: The parameters.
+        members: Their uses, and which of the constants.
+        pending: Number of uses that have not had their gradient yet.
+        collected: Products of uses whose part of the graph will have been freed when
+            the last use has its gradient.
+    """
+
+    def __init__(self):
+        """Start without any."""
+        self.params: List[Tensor] = []
+        self.members: List[Member] = []
+        self.pending = 0
+        self.collected: Dict[Use, Dict[Tensor, PerSample]] = {}
+
+    @property
+    def n(self) -> int:
+        """Number N of samples."""
+        return self.members[0][0].n
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether it is a single parameter that is used once, as it is."""
+        (use, index), *others = self.members
+        return not others and use.constants[index].leaf is not None
+
+    @property
+    def uses(self) -> List[Use]:
+        """The uses, each once."""
+        return list(dict.fromkeys(use for use, _ in self.members))
+
+    def describe(self, param: Tensor) -> str:
+        """Name a parameter and where it is used, for a message.
+
+        Args:
+            param: The parameter.
+
+        Returns:
+            The modules in which it is used, and its qualified name.
+        """
+        return f"{self.where(represent)} (parameter {describe([param])})"
+
+    def where(self, name: Callable[[Module], str] = name_module) -> str:
+        """Name the modules in which the parameters are used, for a message.
+
+        Args:
+            name: How to name a module. Default: what it is, and where in the model.
+
+        Returns:
+            Their names; the operation if there is none.
+        """
+        owners = [use.owner for use in self.uses]
+        places = {name(call.module) for call in owners if call is not None}
+        return " and ".join(sorted(places)) or self.uses[0].name
+
+    def names(self) -> str:
+        """Name the parameters, for a message.
+
+        Returns:
+            Qualified names.
+        """
+        return describe(self.params)
+
+    def collect(self, use: Use, of: Callable[[Use], Products]) -> None:
+        """Form products that need the graph, while it is there.
+
+        Args:
+            use: A use that has just had its gradient.
+            of: Returns its products, for each of its constants.
+        """
+        if all(constant.leaf is not None for constant in use.constants):
+            of(use)
+            return
+        members = [(u, i) for u, i in self.members if u is use]
+        self.collected[use] = self._sum(members, of)
+
+    def products(
+        self,
+        of: Callable[[Use], Products],
+        collected: Optional[Dict[Use, Dict[Tensor, PerSample]]] = None,
+    ) -> Dict[Tensor, PerSample]:
+        """Collect the products of all parameters.
+
+        Args:
+            of: Returns the products of a use, for each of its constants.
+            collected: Products of some uses, which are known. Default: ``None``.
+
+        Returns:
+            Products for each parameter that is not known to have none.
+
+        Raises:
+            NotImplementedError: If uses have different numbers of samples.
+        """
+        sizes = {use.n for use, _ in self.members}
+        if len(sizes) > 1:
+            text = OTHER_SIZES.format(sizes=sorted(sizes), names=self.names())
+            raise NotImplementedError(text)
+        known = collected or {}
+        found = self._sum([(u, i) for u, i in self.members if u not in known], of)
+        for products in known.values():
+            for param, product in products.items():
+                _merge(found, param, product)
+        return found
+
+    def _sum(
+        self, members: List[Member], of: Callable[[Use], Products]
+    ) -> Dict[Tensor, PerSample]:
+        """Add up the products of some uses."""
+        found: Dict[Tensor, PerSample] = {}
+        expressions: Dict[GradientEdge, PerSample] = {}
+        for use, index in members:
+            product = of(use)[index]
+            constant = use.constants[index]
+            if product is None:
+                continue
+            leaf, edge, product = _behind_views(constant, product)
+            if leaf is not None:
+                _merge(found, leaf, product)
+            else:
+                _merge(expressions, edge, product)
+        if expressions:
+            self._pull_back(expressions, found)
+        return found
+
+    def _pull_back(
+        self,
+        expressions: Dict[GradientEdge, PerSample],
+        found: Dict[Tensor, PerSample],
+    ) -> None:
+        """Take products from expressions on to the parameters behind them."""
+        outputs, columns = list(expressions), []
+        for product in expressions.values():
+            columns.append(product.individual())
+        inputs = [get_gradient_edge(p) for p in self.params]
+        pulled = batched_vjp(outputs, inputs, columns)
+        for param, products in zip(self.params, pulled):
+            if products is not None:
+                _merge(found, param, Dense(products, param.shape))
+
+
+def _merge(found: Dict[Any, PerSample], key: Any, product: PerSample) -> None:
+    found[key] = found[key].merge(product) if key in found else product
+
+
+def _behind_views(
+    constant: Constant, product: PerSample
+) -> Tuple[Optional[Tensor], Optional[GradientEdge], PerSample]:
+    """Go through views of a parameter, which keep the products' form.
+
+    Args:
+        constant: A constant.
+        product: Products with its Jacobian.
+
+    Returns:
+        The parameter, if it is all that is left; the place of the expression, if not;
+        and products with its Jacobian.
+    """
+    if constant.leaf is not None:
+        return constant.leaf, None, product
+    edge, shape = constant.source, constant.shape
+    while isinstance(product, Outer):
+        node = edge.node
+        if is_leaf(node):
+            return node.variable, None, product
+        name, parents = type(node).__name__, node.next_functions
+        if len(parents) != 1 or parents[0][0] is None:
+            break
+        parent = parents[0][0]
+        if is_leaf(parent):
+            before = parent.variable.shape
+        else:
+            before = torch.Size(parent._input_metadata[parents[0][1]].shape)
+        two = len(shape) == len(before) == 2
+        if name in _TRANSPOSES and two and before == shape[::-1] and _swaps(node):
+            try:
+                product = product.transposed()
+            except ValueError:
+                break
+        elif name in _SAME_ORDER and before.numel() == shape.numel():
+            product = product.reshaped(before)
+        else:
+            break
+        edge, shape = GradientEdge(parent, parents[0][1]), before
+    if is_leaf(edge.node):
+        return edge.node.variable, None, product
+    return None, edge, product
+
+
+def _swaps(node: Node) -> bool:
+    """Tell whether a node swaps two axes."""
+    dims = getattr(node, "_saved_dims", None)
+    return dims is None or [d % 2 for d in dims] == [1, 0]
+
+
+def find_groups(uses: Sequence[Use]) -> List[Group]:
+    """Sort the constants of uses into groups.
+
+    Args:
+        uses: The uses of a backward pass.
+
+    Returns:
+        The groups.
+    """
+    leaves_of: Dict[Node, List[Tensor]] = {}
+    by_param: Dict[int, Group] = {}
+    for use in uses:
+        for index, constant in enumerate(use.constants):
+            if constant.leaf is not None:
+                params = [constant.leaf]
+            else:
+                node = constant.source.node
+                if node not in leaves_of:
+                    leaves_of[node] = leaves_behind(node)
+                params = leaves_of[node]
+            group = _joined(params, by_param)
+            if group is not None:
+                group.members.append((use, index))
+    groups = list({id(group): group for group in by_param.values()}.values())
+    for group in groups:
+        group.pending = len(group.uses)
+    return groups
+
+
+def _joined(params: Sequence[Tensor], by_param: Dict[int, Group]) -> Optional[Group]:
+    """Return the group of some parameters, joined if there were several."""
+    groups = [by_param[id(p)] for p in params if id(p) in by_param]
+    group = groups[0] if groups else Group()
+    for other in groups[1:]:
+        if other is not group:
+            group.members.extend(other.members)
+            group.params.extend(other.params)
+            for p in other.params:
+                by_param[id(p)] = group
+    for p in params:
+        if id(p) not in by_param:
+            by_param[id(p)] = group
+            group.params.append(p)
+    return group if params else None
+
+
+def in_type_of(value: Any, param: Tensor) -> Any:
+    """Give a value the type of its parameter.
+
+    Args:
+        value: Tensor, or list of tensors.
+        param: The parameter.
+
+    Returns:
+        The same in the parameter's type.
+    """
+    if isinstance(value, list):
+        return [as_type(x, param.dtype) for x in value]
+    return as_type(value, param.dtype)

@@ -1,0 +1,470 @@
+"""Where an operation moves samples to, found out by running it.
+
+Layout rules for each operation would be a long table, and an error in it a wrong
+number. Instead, an operation is run again on copies of its operands in which some
+samples are NaN; where NaN comes out, those samples went. What is found is remembered by
+function, shapes, placements and plain arguments.
+"""
+
+from __future__ import annotations
+
+from math import ceil, log2, nan
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from backpack.core.layout import (
+    FIRST,
+    Layout,
+    Mixed,
+    Placement,
+    sample_numbers,
+    simplify,
+)
+
+MARK = "_backpack_samples"  # attribute of a tensor that depends on the model's inputs
+
+# Operations that map entries of the same place: where all operands' samples agree, so
+# do the result's. `test_layouts.py` holds each of them against a run with NaN.
+POINTWISE = frozenset(
+    "add sub mul div rsub add_ sub_ mul_ div_ __iadd__ __imul__ __isub__ __itruediv__ "
+    "__radd__ __rsub__ __rmul__ __rtruediv__ __rdiv__ __add__ __sub__ __mul__ "
+    "__truediv__ __neg__ __pow__ neg pow gelu relu silu tanh sigmoid exp log sqrt rsqrt "
+    "dropout to float double half bfloat16 contiguous clone detach type_as masked_fill "
+    "masked_fill_ clamp abs sin cos softplus hardswish hardsigmoid hardtanh relu_ "
+    "leaky_relu elu mish relu6 square erf reciprocal addcmul addcdiv maximum minimum "
+    "where clamp_min clamp_max true_divide multiply subtract divide exp_ log1p expm1 "
+    "requires_grad_ selu celu logsigmoid softsign tanhshrink hardshrink softshrink "
+    "threshold silu_ tanh_ sigmoid_ clamp_ dropout_ alpha_dropout".split()
+)
+# Operations along the last axis only
+ROWWISE = frozenset("linear layer_norm rms_norm softmax log_softmax".split())
+# Operations that pick entries by the values of an operand: run on sample numbers
+SELECTING = frozenset(
+    "__getitem__ index_select gather take_along_dim masked_select".split()
+)
+# Operations whose result's placement depends on values: never remembered
+BY_VALUE = SELECTING | frozenset(
+    "index_add index_add_ index_copy index_copy_ index_fill index_fill_ scatter "
+    "scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_put "
+    "index_put_ __setitem__ repeat_interleave nonzero masked_scatter masked_scatter_ "
+    "unique bincount grouped_mm _grouped_mm where sort argsort topk max min kthvalue "
+    "mode median searchsorted bucketize".split()
+)
+
+
+class Pass:
+    """Stands for a forward pass, in the marks of its tensors.
+
+    Attributes:
+        n: Number N of samples.
+    """
+
+    __slots__ = ("n",)
+
+    def __init__(self, n: int):
+        """Store the number of samples.
+
+        Args:
+            n: Number N of samples.
+        """
+        self.n = n
+
+
+def placement_of(x: Tensor, key: Pass) -> Placement:
+    """Return where a tensor's samples are, as this forward pass has found out.
+
+    Args:
+        x: Tensor.
+        key: Stands for the forward pass.
+
+    Returns:
+        The placement.
+    """
+    mark = getattr(x, MARK, None)
+    return None if mark is None or mark[0] is not key else mark[1]
+
+
+def place(x: Tensor, placement: Placement, key: Pass) -> None:
+    """Remember where a tensor's samples are.
+
+    Args:
+        x: Tensor.
+        placement: The placement.
+        key: Stands for the forward pass.
+    """
+    setattr(x, MARK, (key, placement))
+
+
+class Finder:
+    """Finds where operations move samples to.
+
+    Attributes:
+        n: Number N of samples.
+        key: Stands for the forward pass, in tensors' marks.
+    """
+
+    _remembered: Dict[Tuple, List[Placement]] = {}
+    _MOST = 50_000  # signatures that are remembered
+
+    def __init__(self, n: int, key: Pass):
+        """Store the number of samples.
+
+        Args:
+            n: Number N of samples.
+            key: Stands for the forward pass.
+        """
+        self.n, self.key = n, key
+
+    def of(self, x: Tensor) -> Placement:
+        """Return where a tensor's samples are.
+
+        Args:
+            x: Tensor.
+
+        Returns:
+            The placement.
+        """
+        return placement_of(x, self.key)
+
+    def quick(
+        self, name: str, args: Sequence[Any], kwargs: Dict, data: List[Tensor], out: Any
+    ) -> Placement:
+        """Answer for the most frequent operations without running them.
+
+        Args:
+            name: Name of the operation.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+            data: Operands that depend on samples and decide.
+            out: The result.
+
+        Returns:
+            The placement of the result, ``None`` if the operation must be run.
+        """
+        if name in POINTWISE:
+            return self._pointwise(data, out)
+        if name in ROWWISE and len(data) == 1:
+            (x,) = data
+            layout = self.of(x)
+            if type(layout) is not Layout or x.shape[:-1] != out.shape[:-1]:
+                return None
+            if layout.axis >= x.dim() - 1 or not _is_along_last(name, args, kwargs, x):
+                return None
+            return layout
+        return None
+
+    def _pointwise(self, data: List[Tensor], out: Tensor) -> Placement:
+        """Combine placements that agree, up to broadcasting; else ``None``."""
+        common: Placement = None
+        for x in data:
+            layout = self.of(x)
+            if type(layout) is not Layout or not x.dim():
+                return None
+            axis = layout.axis + out.dim() - x.dim()
+            if axis < 0 or x.shape[layout.axis] != out.shape[axis]:
+                return None
+            moved = layout if axis == layout.axis else Layout(axis, layout.inner)
+            if common is None:
+                common = moved
+            elif common != moved:
+                return None
+        return common
+
+    def find(
+        self,
+        func: Callable,
+        name: str,
+        args: Sequence[Any],
+        kwargs: Dict[str, Any],
+        outs: Sequence[Tensor],
+        data: List[Tensor],
+    ) -> List[Placement]:
+        """Find where an operation has moved samples to.
+
+        Args:
+            func: The operation.
+            name: Its name.
+            args: Positional arguments, as they were before the call or are after it.
+            kwargs: Keyword arguments.
+            outs: Tensors that it returned.
+            data: Operands that depend on samples and decide.
+
+        Returns:
+            A placement for each result.
+        """
+        if self.n == 0:
+            return [FIRST] * len(outs)
+        for x in data:
+            placement = self.of(x)
+            if isinstance(placement, Mixed):
+                return [placement if out.requires_grad else None for out in outs]
+        key = self._key(func, name, args, kwargs, data)
+        if key is not None and key in self._remembered:
+            return self._remembered[key]
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            try:
+                found = self._run(func, name, args, kwargs, outs, data)
+            except (
+                Exception
+            ) as error:  # whatever it is, the operation's own call passed
+                found = [Mixed(f"{name} ({_first_line(error)})", False)] * len(outs)
+                key = None
+        found = [
+            None if isinstance(p, Mixed) and not out.requires_grad else p
+            for p, out in zip(found, outs)
+        ]
+        if key is not None:
+            if len(self._remembered) >= self._MOST:
+                self._remembered.clear()
+            self._remembered[key] = found
+        return found
+
+    def _key(
+        self, func: Callable, name: str, args: Any, kwargs: Any, data: List[Tensor]
+    ) -> Optional[Tuple]:
+        """Make a key under which a result may be remembered, if it may be."""
+        indexes = name in ("__getitem__", "__setitem__") and not _has_tensor(args[1])
+        if name in BY_VALUE and not (indexes and name == "__getitem__"):
+            return None
+        if any(type(self.of(x)) is not Layout for x in data):
+            return None
+        try:
+            named = tuple((k, self._signature(v)) for k, v in kwargs.items())
+            key = (func, self.n, tuple(map(self._signature, args)), named)
+            hash(key)
+        except TypeError:
+            return None
+        return key
+
+    def _signature(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return x.shape, self.of(x), x.requires_grad, x.dtype
+        if type(x) in (tuple, list):
+            return tuple(map(self._signature, x))
+        if type(x) is slice:
+            return "slice", x.start, x.stop, x.step
+        return type(x), x
+
+    def _run(
+        self,
+        func: Callable,
+        name: str,
+        args: Sequence[Any],
+        kwargs: Dict[str, Any],
+        outs: Sequence[Tensor],
+        data: List[Tensor],
+    ) -> List[Placement]:
+        n, deciding = self.n, {id(x) for x in data}
+        flat, spec = tree_flatten((tuple(args), kwargs))
+        numbers: List[Optional[Tensor]] = [
+            (
+                sample_numbers(self.of(x), x.shape, n, x.device)
+                if isinstance(x, Tensor) and id(x) in deciding
+                else None
+            )
+            for x in flat
+        ]
+
+        def call(new: List[Any]) -> Any:
+            new_args, new_kwargs = tree_unflatten(new, spec)
+            return func(*new_args, **new_kwargs)
+
+        if name == "embedding" and numbers[0] is not None and numbers[1] is None:
+            placement = self.of(flat[0])
+            if isinstance(placement, Tensor):
+                placement = placement.unsqueeze(-1)
+            return [placement]
+        if name in SELECTING and numbers[0] is not None:
+            return [simplify(call([numbers[0].contiguous(), *flat[1:]]), n)]
+        if name == "as_strided":
+            return [_in_memory(flat[0], numbers[0], outs[0], n)]
+        found: List[Placement] = [None] * len(outs)
+        for integers in (False, True):  # what NaN shows; else what a change of numbers
+            kinds = [_is_inexact(x) for x, i in zip(flat, numbers) if i is not None]
+            if integers not in [not kind for kind in kinds]:
+                continue
+            found = self._probe(call, name, flat, numbers, outs, integers)
+            if any(p is not None for p in found):
+                break
+        if name in POINTWISE:
+            found = [
+                self._pointwise(data, out) if p is None else p
+                for p, out in zip(found, outs)
+            ]
+        return found
+
+    def _probe(
+        self,
+        call: Callable,
+        name: str,
+        flat: List[Any],
+        numbers: List[Optional[Tensor]],
+        outs: Sequence[Tensor],
+        integers: bool,
+    ) -> List[Placement]:
+        """Run an operation on samples whose number has a bit, and on the others."""
+        n = self.n
+        devices = {x.device for x in flat if isinstance(x, Tensor)}
+        cuda = [device for device in devices if device.type == "cuda"]
+
+        def run(select: Optional[Callable[[Tensor], Tensor]]) -> List[Tensor]:
+            new: List[Any] = []
+            for x, i in zip(flat, numbers):
+                if isinstance(x, Tensor):
+                    x = x.detach()
+                    if i is not None and select is not None:
+                        x = _disturbed(x, select(i), integers)
+                    else:  # running statistics: nothing of the model's may change
+                        x = x.clone()
+                new.append(x)
+            with torch.random.fork_rng(cuda):
+                torch.manual_seed(0)
+                result = call(new)
+            result = new[0] if result is None else result
+            return [x for x in tree_flatten(result)[0] if isinstance(x, Tensor)]
+
+        exact = any(not _is_inexact(out) for out in outs)
+        plain = run(None) if integers or exact else None
+        got = [torch.zeros(o.shape, dtype=torch.long, device=o.device) for o in outs]
+        unseen = [torch.zeros(o.shape, dtype=torch.bool, device=o.device) for o in outs]
+        mixed = [False] * len(outs)
+        for bit in range(max(1, ceil(log2(n))) if n > 1 else 1):
+            ones = run(lambda i, b=bit: (i >= 0) & (i >> b & 1 == 1))
+            zeros = run(lambda i, b=bit: (i >= 0) & (i >> b & 1 == 0))
+            for j, (p, q) in enumerate(zip(ones, zeros)):
+                if _is_inexact(p) and not integers:
+                    p, q = p.isnan(), q.isnan()
+                else:
+                    p, q = p != plain[j], q != plain[j]
+                mixed[j] = mixed[j] or bool((p & q).any())
+                got[j] += p.long() << bit
+                unseen[j] |= ~(p | q)
+        found: List[Placement] = []
+        for j, out in enumerate(outs):
+            selected = None
+            if not _is_inexact(out):
+                selected = _of_integers(call, flat, numbers, out, n)
+            if selected is not None:
+                found.append(selected)
+            elif mixed[j]:
+                found.append(Mixed(describe(name, flat, numbers)))
+            else:
+                found.append(simplify(got[j].masked_fill(unseen[j], -1), n))
+        return found
+
+
+def describe(name: str, flat: Sequence[Any], numbers: Sequence[Any]) -> str:
+    """Describe an operation for a message.
+
+    Args:
+        name: Its name.
+        flat: Its arguments.
+        numbers: Those that depend on samples are not ``None`` here.
+
+    Returns:
+        Name and shapes.
+    """
+    shapes = [list(x.shape) for x, i in zip(flat, numbers) if i is not None]
+    return f"`{name}` on {' and '.join(map(str, shapes))}"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n")[0][:100]
+
+
+def _is_inexact(x: Any) -> bool:
+    return isinstance(x, Tensor) and (x.dtype.is_floating_point or x.is_complex())
+
+
+def _has_tensor(x: Any) -> bool:
+    if isinstance(x, (tuple, list)):
+        return any(map(_has_tensor, x))
+    return isinstance(x, Tensor)
+
+
+def _is_along_last(name: str, args: Sequence[Any], kwargs: Dict, x: Tensor) -> bool:
+    """Tell whether an operation acts along the last axis of its input only."""
+    if not args:
+        return False
+    if name == "linear":
+        return args[0] is x
+    if name in ("layer_norm", "rms_norm"):
+        shape = args[1] if len(args) > 1 else kwargs.get("normalized_shape", ())
+        return args[0] is x and len(shape) == 1
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    return args[0] is x and dim in (-1, x.dim() - 1)
+
+
+def _disturbed(x: Tensor, where: Tensor, integers: bool) -> Tensor:
+    """Replace entries by NaN; integers, if asked for, by other ones that occur."""
+    if _is_inexact(x):
+        return x.masked_fill(where, nan)
+    if not integers or not x.numel():
+        return x.clone()
+    if x.dtype == torch.bool:
+        return x ^ where
+    highest, lowest = x.max(), x.min()
+    return torch.where(where, torch.where(x == highest, lowest, highest), x)
+
+
+def _of_integers(
+    call: Callable,
+    flat: List[Any],
+    numbers: List[Optional[Tensor]],
+    out: Tensor,
+    n: int,
+) -> Placement:
+    """Find where integers are that an operation returned; they have no gradient.
+
+    Is it a view or a selection of one operand?
+    """
+    which = [j for j, i in enumerate(numbers) if i is not None]
+    x, i = flat[which[0]], numbers[which[0]]
+    if len(which) == 1 and x.numel():
+        try:
+            entries = torch.arange(x.numel(), device=x.device).view(x.shape)
+            moved = call(_with(flat, which[0], entries))
+            if _selects(call, flat, which[0], moved, out):
+                return simplify(i.flatten()[moved], n)
+        except Exception:  # it takes no integers: no view, then
+            pass
+    return None
+
+
+def _with(flat: List[Any], position: int, x: Tensor) -> List[Any]:
+    """Replace an operand; copy the others, to which an operation may write."""
+    new = [y.clone() if isinstance(y, Tensor) else y for y in flat]
+    new[position] = x
+    return new
+
+
+def _in_memory(x: Tensor, numbers: Tensor, out: Tensor, n: int) -> Placement:
+    """Find where samples are in another view of a tensor's memory."""
+    size = x.untyped_storage().nbytes() // x.element_size()
+    memory = torch.full((size,), -1, device=x.device)
+    view = memory.as_strided(x.shape, x.stride(), x.storage_offset())
+    view.copy_(numbers)
+    return simplify(memory.as_strided(out.shape, out.stride(), out.storage_offset()), n)
+
+
+def _selects(
+    call: Callable, flat: List[Any], position: int, moved: Any, out: Tensor
+) -> bool:
+    """Tell whether an operation only moves the entries of an operand."""
+    x = flat[position]
+    if not isinstance(moved, Tensor) or moved.shape != out.shape:
+        return False
+    if moved.dtype != torch.long or not moved.numel():
+        return False
+    if int(moved.min()) < 0 or int(moved.max()) >= x.numel():
+        return False
+    generator = torch.Generator(x.device).manual_seed(0)
+    random = torch.randint(
+        -(2**40), 2**40, x.shape, generator=generator, device=x.device
+    )
+    again = call(_with(flat, position, random))
+    same = bool((x.flatten()[moved] == out).all())
+    return same and bool((random.flatten()[moved] == again).all())

@@ -1,0 +1,516 @@
+"""Columns of the loss Hessian's factor, pulled back through the model's own graph."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
+from warnings import warn
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from backpack.core.fast.memory import huge_empty
+from backpack.core.layout import FIRST, Layout, Mixed, ranks
+from backpack.core.per_sample.base import PerSample
+from backpack.core.table import find_loss
+from backpack.engine.graph import Target, targets_below, will_run
+from backpack.engine.parameters import Group
+from backpack.engine.record import Call
+from backpack.engine.turn import Turn
+from backpack.engine.uses import Use, refuse
+from backpack.utils.hooks import name_module, without_hooks
+
+# Columns that are pulled back at a time. Memory does not grow with the number of
+# columns beyond it.
+MAX_COLUMNS = 10
+
+OTHER_SAMPLES = (
+    "{ext}: the loss {loss} has {loss_size} samples, but {size} went into {module}, so "
+    "what the loss takes for samples are none there. Compute the loss from this model's "
+    "output by operations that keep samples apart."
+)
+BACKWARD_HOOKS = (
+    "{ext}: {module} has a backward hook, which runs for each of the columns that are "
+    "pulled back from the loss, too, and sees them instead of gradients. Hooks of "
+    "tensors don't: use `tensor.register_hook` on the module's input or output, or "
+    "remove the hook before the forward pass."
+)
+
+Cotangents = List[Optional[Tensor]]
+Key = Tuple[Any, Tensor]  # an extension and a parameter
+
+
+class PullColumns:
+    """What the losses of a backward pass have pulled back to uses.
+
+    A parameter's result is formed when its turn comes, from stored columns. They are
+    reduced at once, chunk by chunk, where there are too many of them to be stored, and
+    where a parameter has several uses, whose products must be added up before they are
+    squared.
+    """
+
+    def __init__(self, backward_pass: Any):
+        """Start with nothing.
+
+        Args:
+            backward_pass: The backward pass that is running.
+        """
+        self._running = backward_pass
+        # sums over columns, to be finished when the parameter's turn comes
+        self._statistics: Dict[Key, Any] = {}
+        # values of parameters with several uses
+        self._values: Dict[Key, Any] = {}
+        # columns at uses, by source, and which of them an extension waits for
+        self._stored: Dict[Tuple[Any, Use], Cotangents] = {}
+        self._waiting: Dict[Tuple[Any, Group], List[int]] = {}
+        self._formed: Dict[Tuple, Any] = {}
+        self._covered: Set[Tuple[Any, Group]] = set()
+        # number of columns that went from module to module, of all losses so far
+        self._walking: Dict[Any, int] = {}
+
+    def meet(self, turn: Turn, extensions: List[Any]) -> None:
+        """Pull the columns of a loss back for all extensions that use them.
+
+        Args:
+            turn: The loss's turn.
+            extensions: Second-order extensions.
+        """
+        columns = [x for x in extensions if x.pulls_columns and not x.walks_modules]
+        by_source: Dict[Any, List[Any]] = {}
+        share_all = any(not x.source.compact and x.source.is_exact for x in columns)
+        for ext in columns:
+            source = ext.source
+            if share_all and source.compact:
+                source = source.complete
+            by_source.setdefault(source, []).append(ext)
+        for source, some in by_source.items():
+            self._start(turn, source, some)
+
+    def _start(self, turn: Turn, source: Any, extensions: List[Any]) -> None:
+        """Pull the columns of one source back from a loss, and store or reduce them."""
+        loss, edge = turn.call, turn.call.input_edges[0]
+        if edge is None:
+            check_first_argument(loss, extensions[0])
+            return
+        reached = targets_below([edge.node])
+        running = [t for t in reached if will_run(t.node)]
+        uses = {t.entry.owner for t in running if t.entry.owner.is_use}
+        groups: Dict[Group, List[Use]] = {}
+        for use in uses:
+            for group in self._running.groups_of(use):
+                groups.setdefault(group, []).append(use)
+        customized = {
+            t.entry.owner
+            for t in running
+            if not t.entry.owner.is_use
+            and not t.entry.owner.is_loss
+            and any(ext.is_customized(t.entry.owner.module) for ext in extensions)
+        }
+        wanted = {use for some in groups.values() for use in some} | customized
+        targets = [t for t in running if t.entry.owner in wanted]
+        if not targets:
+            return
+        self._check(loss, list(wanted), extensions[0])
+        chunks = columns_of(source, loss, find_loss(loss.module).derivatives)
+        first = next(chunks)
+        many = len(first) == MAX_COLUMNS
+        at_once: Dict[Group, List[Any]] = {}
+        keep: Dict[Group, List[Any]] = {}
+        for group in groups:
+            if any(owner.is_use and owner.released for owner in group.uses):
+                continue
+            modules = [u.owner.module for u in group.uses if u.owner is not None]
+            for ext in extensions:
+                self._covered.add((ext, group))
+                custom = [m for m in modules if ext.is_customized(m)]
+                if custom:
+                    if len(custom) < len(modules):
+                        turn.refuse_several_calls(ext, custom[0])
+                elif many and ext.additive or not group.is_simple:
+                    at_once.setdefault(group, []).append(ext)
+                else:
+                    keep.setdefault(group, []).append(ext)
+
+        calls = [loss, *dict.fromkeys(t.entry.owner for t in reached)]
+        _warn_of_hooks([c for c in calls if not c.is_use], extensions[0])
+        tensors = [x for call in calls for x in call.tensors()]
+        scale, sources = turn.loss_scale(), {ext.source for ext in extensions}
+        totals: Dict[Key, Any] = {}
+        last: Dict[Tensor, PerSample] = {}
+        for chunk in chain([first], chunks):
+            with without_hooks(tensors):
+                pulled = self._pull_chunk(edge, targets, chunk * scale)
+            for group, some in keep.items():
+                use = group.uses[0]
+                new = self._append(use, sources, pulled[use], len(chunk))
+                for ext in some:
+                    self._waiting.setdefault((ext, group), []).extend(new)
+            for call in customized:
+                append_columns(call, sources, pulled[call], len(chunk))
+            of = self._products_of(pulled)
+            for group, some in at_once.items():
+                for param, product in group.products(of).items():
+                    for ext in some:
+                        ext.check(group, param, product)
+                        part = ext.statistic(product)
+                        key = ext, param
+                        totals[key] = (
+                            ext.combine(totals[key], part) if key in totals else part
+                        )
+                    if not group.is_simple:
+                        last[param] = product
+        for (ext, param), total in totals.items():
+            if param in last:
+                value = ext.finish(last[param], total)
+                _add(self._values, (ext, param), value, ext.add)
+            else:
+                _add(self._statistics, (ext, param), total, ext.combine)
+
+    def _products_of(self, pulled: Dict[Any, Cotangents]) -> Any:
+        """Make a function that forms the products of a use, once."""
+        formed: Dict[Use, Any] = {}
+
+        def of(use: Use) -> Any:
+            if use not in formed:
+                some = pulled.get(use, [None] * use.num_outputs)
+                formed[use] = use.products(some, self._running.nodes(use))
+            return formed[use]
+
+        return of
+
+    def _check(self, loss: Call, owners: List[Any], ext: Any) -> None:
+        """Check that the loss and all uses agree on what the samples are."""
+        name, placement = type(ext).__name__, loss.placement
+        if isinstance(placement, Mixed):
+            refuse(name, placement, f"what {name_module(loss.module)} is computed from")
+        for owner in owners:
+            if owner.is_use and owner.n != loss.n:
+                module = owner.name
+                if owner.owner is not None:
+                    module = name_module(owner.owner.module)
+                raise NotImplementedError(
+                    OTHER_SAMPLES.format(
+                        ext=name,
+                        loss=loss.module,
+                        loss_size=loss.n,
+                        size=owner.n,
+                        module=module,
+                    )
+                )
+
+    def _pull_chunk(
+        self, edge: GradientEdge, targets: List[Target], columns: Tensor
+    ) -> Dict[Any, Cotangents]:
+        """Let autograd pull columns back to the outputs of uses and calls.
+
+        Column by column: on a CPU that is faster than a batched backward pass.
+
+        Args:
+            edge: Where the loss input sits in the graph.
+            targets: Uses and calls, and where their outputs sit in the graph.
+            columns: Columns ``[V, N, *]`` at the loss input.
+
+        Returns:
+            Columns ``[V, *out]`` at each output of the uses and calls.
+        """
+        edges = [GradientEdge(t.node, t.entry.output_nr) for t in targets]
+        stacks = [_Stack(len(columns)) for _ in targets]
+        current = self._running.state
+        current.pulling = True
+        try:
+            for column in columns.unbind():
+                pulled = torch.autograd.grad(
+                    edge,
+                    edges,
+                    column,
+                    retain_graph=True,
+                    create_graph=torch.is_grad_enabled(),
+                    allow_unused=True,
+                )
+                for stack, target, part in zip(stacks, targets, pulled):
+                    stack.put(target.entry.in_shape(part))
+        finally:
+            current.pulling = False
+        result: Dict[Any, Cotangents] = {}
+        for stack, target in zip(stacks, targets):
+            owner = target.entry.owner
+            outputs = result.setdefault(owner, [None] * owner.num_outputs)
+            outputs[target.entry.index] = stack.columns()
+        for owner, outputs in result.items():
+            if not any(x is not None for x in outputs):  # it leads to unused outputs
+                shape = (len(columns), *owner.output_shapes[0])
+                outputs[0] = columns.new_zeros(shape)
+        return result
+
+    def _append(
+        self, use: Use, sources: Set[Any], columns: Cotangents, number: int
+    ) -> range:
+        """Store columns at a use, behind those that are there already."""
+        before = 0
+        for source in sources:
+            stored = self._stored.setdefault((source, use), [None] * use.num_outputs)
+            before = next((len(a) for a in stored if a is not None), 0)
+            count = 0 if all(b is None for b in columns) else number
+            self._stored[source, use] = [
+                _append(a, before, b, count) for a, b in zip(stored, columns)
+            ]
+        return range(before, before + number)
+
+    def values(self, ext: Any, turn: Any) -> Iterator[Tuple[Tensor, Any]]:
+        """Compute an extension's values for parameters whose turn it is.
+
+        Args:
+            ext: The extension.
+            turn: The parameters' turn.
+
+        Yields:
+            Parameters, and their values.
+        """
+        group = turn.group
+        if (ext, group) not in self._covered:
+            owners = [use.owner for use in group.uses]
+            if any(call is not None and call.is_loss for call in owners):
+                self._running.exempt(ext, group)  # no curvature starts above it
+                return
+            explain_missing(ext, turn, bool(self._running.loss_factors))
+            return
+        stored: Dict[Tensor, PerSample] = {}
+        numbers = self._waiting.get((ext, group))
+        if numbers is not None:
+            stored = self._stored_products(ext.source, group, tuple(numbers))
+        for param in group.params:
+            key = ext, param
+            if key in self._values:
+                yield param, self._values.pop(key)
+                continue
+            statistic, product = self._statistics.pop(key, None), stored.get(param)
+            if product is not None:
+                ext.check(group, param, product)
+                if statistic is None:
+                    yield param, ext.reduce(product)
+                else:  # one loss's columns were reduced at once, the other's stored
+                    statistic = ext.combine(statistic, ext.statistic(product))
+                    yield param, ext.finish(product, statistic)
+            elif statistic is not None:
+                yield param, ext.finish(turn.gradients()[param], statistic)
+
+    def _stored_products(
+        self, source: Any, group: Group, numbers: Tuple[int, ...]
+    ) -> Dict[Tensor, PerSample]:
+        """Describe products with stored columns; formed once for all extensions."""
+
+        def of(use: Use) -> Any:
+            key = source, use, numbers
+            if key not in self._formed:
+                columns = self._stored[source, use]
+                count = next(len(x) for x in columns if x is not None)
+                if len(numbers) < count:
+                    some = list(numbers)
+                    columns = [None if x is None else x[some] for x in columns]
+                self._formed[key] = use.products(columns, self._running.nodes(use))
+            return self._formed[key]
+
+        return group.products(of)
+
+    def forget(self, group: Group) -> None:
+        """Forget columns that no parameter waits for any more.
+
+        Args:
+            group: Parameters whose turn is over.
+        """
+        for use in group.uses:
+            if len(self._running.groups_of(use)) > 1:
+                continue
+            for key in [key for key in self._stored if key[1] is use]:
+                del self._stored[key]
+            for key in [key for key in self._formed if key[1] is use]:
+                del self._formed[key]
+
+    def forget_all(self) -> None:
+        """Forget everything, the backward pass included."""
+        self._running = None
+        for store in (self._stored, self._formed, self._values, self._statistics):
+            store.clear()
+
+    def behind(self, ext: Any, columns: Tensor) -> Tensor:
+        """Put a loss's columns behind those of the losses before, which are zero here.
+
+        Args:
+            ext: An extension whose columns go from module to module.
+            columns: Columns ``[V, N, *]`` at the loss input.
+
+        Returns:
+            Columns ``[W + V, N, *]``, where W belong to other losses.
+        """
+        before = self._walking.get(ext, 0)
+        self._walking[ext] = before + len(columns)
+        if before == 0:
+            return columns
+        return torch.cat([columns.new_zeros(before, *columns.shape[1:]), columns])
+
+
+def check_first_argument(loss: Call, ext: Any) -> None:
+    """Refuse a loss whose prediction is another argument than the first.
+
+    Args:
+        loss: The loss's call, whose first argument is not part of a graph.
+        ext: The extension that is running.
+
+    Raises:
+        NotImplementedError: If another argument is.
+    """
+    others = [i for i, e in enumerate(loss.input_edges) if e is not None]
+    if others:
+        raise NotImplementedError(
+            f"{type(ext).__name__}: the first argument of {loss.module}, which is the "
+            f"prediction, has no graph, but argument {others[0]} has. Pass the "
+            "prediction first, and the target after it."
+        )
+
+
+def columns_of(source: Any, loss: Call, derivatives: Any) -> Iterator[Tensor]:
+    """Compute columns at the loss input, such that samples have a row each.
+
+    Where a sample has several rows, like the tokens of a sentence, an exact factor has
+    columns for each of them; the Hessian is block-diagonal. A sampled factor draws a
+    target for each row, which is uncorrelated with the others'.
+
+    Args:
+        source: Where the columns come from.
+        loss: The loss's call.
+        derivatives: Its derivatives.
+
+    Yields:
+        Columns ``[V, *in]`` with V at most ``MAX_COLUMNS``.
+    """
+    chunks = source.chunks(derivatives, loss.module, MAX_COLUMNS)
+    placement, x = loss.placement, loss.inputs[0]
+    rows = len(x) if x.dim() else 1
+    plain = placement is None or placement == FIRST and rows == loss.n
+    if plain or not source.is_exact or rows == 0:
+        yield from chunks
+        return
+    along_rows = isinstance(placement, Layout) and placement.axis == 0
+    if isinstance(placement, torch.Tensor):
+        along_rows = placement.numel() == placement.shape[0]
+    if along_rows:
+        _, number = ranks(placement, rows, loss.n, x.device)
+    else:
+        number = torch.arange(rows, device=x.device)
+    number = number.view(-1, *[1] * (x.dim() - 1))
+    for chunk in chunks:
+        for rank in range(int(number.max()) + 1):
+            yield chunk * (number == rank)
+
+
+def explain_missing(ext: Any, turn: Any, met_loss: bool) -> None:
+    """Say that no loss has pulled anything back.
+
+    Args:
+        ext: The extension.
+        turn: The parameters' turn.
+        met_loss: Whether there was a loss.
+
+    Raises:
+        AssertionError: If there was none.
+    """
+    from backpack.engine.turn import EXTEND_LOSS
+
+    text = {
+        "ext": type(ext).__name__,
+        "field": ext.savefield,
+        "module": turn.group.where(),
+    }
+    raise AssertionError(EXTEND_LOSS.format(**text))
+
+
+def _add(totals: Dict, key: Tuple, part: Any, combine: Any) -> None:
+    totals[key] = combine(totals[key], part) if key in totals else part
+
+
+class _Stack:
+    """Columns at one output, as they come.
+
+    Each is copied while it is in the processor's caches, and its memory is free for the
+    next one. Those that autograd found no path for are zero.
+    """
+
+    def __init__(self, size: int):
+        self._size = size
+        self._parts: List[Optional[Tensor]] = []
+        self._out: Optional[Tensor] = None
+
+    def put(self, column: Optional[Tensor]) -> None:
+        """Put the next column."""
+        if column is not None and self._size > 1 and not torch.is_grad_enabled():
+            if self._out is None:
+                shape = (self._size, *column.shape)
+                self._out = huge_empty(shape, column.dtype, column.device)
+            column = self._out[len(self._parts)].copy_(column)
+        self._parts.append(column)
+
+    def columns(self) -> Optional[Tensor]:
+        """Return all columns ``[V, *]``, ``None`` if there is no path at all."""
+        known = next((x for x in self._parts if x is not None), None)
+        if known is None:
+            return None
+        if self._size == 1:
+            return known.unsqueeze(0)
+        if self._out is None:
+            zero = torch.zeros_like(known)
+            return torch.stack([zero if x is None else x for x in self._parts])
+        for row, part in zip(self._out, self._parts):
+            if part is None:
+                row.zero_()
+        return self._out
+
+
+def append_columns(
+    call: Call, sources: Set[Any], columns: Cotangents, number: int
+) -> range:
+    """Store columns at a call's outputs, behind those that are there already.
+
+    Args:
+        call: The call.
+        sources: Where the columns come from.
+        columns: Columns ``[V, *]`` at each output; ``None`` where there is no path.
+        number: V.
+
+    Returns:
+        Their places among all columns.
+    """
+    before = 0
+    for source in sources:
+        stored = call.columns.setdefault(source, [None] * call.num_outputs)
+        if all(b is None for b in columns):
+            number = 0
+        before = next((len(a) for a in stored if a is not None), 0)
+        both = zip(stored, columns)
+        call.columns[source] = [_append(a, before, b, number) for a, b in both]
+    return range(before, before + number)
+
+
+def _append(
+    a: Optional[Tensor], before: int, b: Optional[Tensor], number: int
+) -> Optional[Tensor]:
+    """Put columns behind others; those that are ``None`` are zero."""
+    if b is None:
+        return None if a is None else torch.cat([a, a.new_zeros(number, *a.shape[1:])])
+    if a is None and before > 0:
+        a = b.new_zeros(before, *b.shape[1:])
+    return b if a is None else torch.cat([a, b])
+
+
+def _warn_of_hooks(calls: List[Call], ext: Any) -> None:
+    """Warn of modules' backward hooks, which are part of the graph.
+
+    Args:
+        calls: Calls in the part of the graph that columns go through.
+        ext: An extension that uses them.
+    """
+    for call in calls:
+        if call.module._backward_hooks or call.module._backward_pre_hooks:
+            text = BACKWARD_HOOKS.format(ext=type(ext).__name__, module=call.module)
+            warn(text, stacklevel=2)
+            return

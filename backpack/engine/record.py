@@ -1,0 +1,313 @@
+"""One record per module call: what went in, and where its output sits in the graph.
+
+The graph owns the record: it lives exactly as long, and a backward pass through the
+graph finds it. Therefore a record must never own the node it is attached to, nor
+anything further along in the graph.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from functools import lru_cache
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.nn import Module
+from torch.utils._pytree import tree_map_only
+
+from backpack.engine.graph import calls_at
+from backpack.engine.uses import MODIFIED, Use, edge_of
+from backpack.utils.hooks import name_module
+
+RELEASED = (
+    "The inputs and outputs of {module} were dropped after an earlier backward pass. "
+    "Use `with backpack(..., retain_graph=True)` for all but the last backward pass "
+    "through the same graph (also where the earlier one ran outside of any context)."
+)
+_STORED = "_backpack_stored"  # names of the tensors stored on a module
+
+
+class Call:
+    """A module's call.
+
+    Attributes:
+        module_ref: Weak reference to the module, which may store what owns this call.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        arguments: All arguments, in the order of ``forward``'s signature.
+        input_edges: Where each argument sits in the graph.
+        passes_on: Whether each argument and an output sit at the same place.
+        edges_before: What an operation in place, which made an argument the output,
+            was computed from; empty if another call returned the argument as it is.
+            Without any entry if no argument is an output.
+        outputs: Floating-point tensors of the output, detached.
+        output_versions: What grows with each modification of them in place.
+        training: Whether the module was in training mode.
+        output_shapes: Their shapes, which are remembered.
+        parameters: The tensors in the place of the module's own parameters, by (dotted)
+            name, and of those of modules inside that were not called themselves; for
+            an operation that the converter made a module, its arguments.
+        uses: Uses of parameters that happened in this module, and in none inside.
+        placement: Where the samples are in the first argument, for a loss.
+        placements: Where they are in each output, if it was called by the user.
+        n: Number of samples, for the same.
+        is_loss: Whether the call computes a loss.
+        loss_module: The module if it is a loss, which may be owned by nobody else.
+        released: Whether inputs and outputs have been dropped.
+        columns: Columns ``[V, N, *]`` at each output, by their source.
+        is_composite: Whether the module has modules inside.
+        is_transparent: Whether modules inside were called.
+        is_altered: Whether a hook may have changed the output before it was recorded.
+        graphless: Modules called before, whose outputs are not part of a graph.
+    """
+
+    is_use = is_loss = is_composite = is_transparent = released = False
+    is_altered = False
+    loss_module: Optional[Module] = None
+    placement: Any = None
+    placements: Any = None
+    n = 0
+    graphless: Sequence[Module] = ()
+    edges_before: Sequence[List[GradientEdge]] = ()
+
+    def __init__(self, module: Module):
+        """Begin the record of a call.
+
+        Args:
+            module: The module.
+        """
+        self.module_ref = weakref.ref(module)
+        self.uses: List[Use] = []
+        self.parameters: Dict[str, Tensor] = {}
+        self.columns: Dict[Any, List[Optional[Tensor]]] = {}
+        self.arguments: List[Any] = []
+        self.output_shapes: List[Any] = []
+
+    def finish(
+        self,
+        module: Module,
+        args: Tuple[Any, ...],
+        kwargs: Dict[str, Any],
+        outputs: List[Tensor],
+        output_edges: List[Optional[GradientEdge]],
+        parameters: Dict[str, Tensor],
+    ) -> None:
+        """Record what went in and came out.
+
+        Args:
+            module: The module.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+            outputs: Floating-point tensors of the output.
+            output_edges: Where they sit in the graph, which is not kept.
+            parameters: Parameters the call is responsible for.
+        """
+        self.training = module.training
+        self.parameters = parameters
+        self.arguments = _bind(module, args, kwargs)
+        edges = self.input_edges = list(map(_edge, self.arguments))
+        self.passes_on = [edge is not None and edge in output_edges for edge in edges]
+        if True in self.passes_on:
+            # Its own output, which this call must not own: the module returned an
+            # input as it is, or modified it in place.
+            pairs = list(zip(edges, self.passes_on))
+            self.edges_before = [_edges_before(e) if same else [] for e, same in pairs]
+            self.input_edges = [None if same else edge for edge, same in pairs]
+            args, kwargs = _detach(args), _detach(kwargs)
+            self.arguments = _bind(module, args, kwargs)
+        self.args, self.kwargs = args, kwargs
+        self.versions = list(map(_version, self.arguments))
+        self.outputs = list(map(Tensor.detach, outputs))
+        self.output_versions = list(map(_version, self.outputs))
+        self._returned = list(map(weakref.ref, outputs))  # they own this call
+        self.output_shapes = [out.shape for out in outputs]
+
+    @property
+    def input_requires_grad(self) -> bool:
+        """Whether an argument is part of the graph."""
+        edges = zip(self.input_edges, self.passes_on)
+        return any(edge is not None or same for edge, same in edges)
+
+    @property
+    def inputs(self) -> List[Tensor]:
+        """Tensors among the arguments."""
+        return [x for x in self.arguments if isinstance(x, Tensor)]
+
+    def tensors(self) -> List[Tensor]:
+        """List the tensors that a user may hold of this call, as far as they exist.
+
+        Returns:
+            Inputs and outputs, which are part of the graph.
+        """
+        returned = [ref() for ref in self._returned]
+        for x in returned:
+            if x is not None:
+                x._fix_weakref()
+        return [x for x in (*self.arguments, *returned) if isinstance(x, Tensor)]
+
+    def describe(self, param: Tensor) -> str:
+        """Name a parameter of the module, for a message.
+
+        Args:
+            param: The parameter.
+
+        Returns:
+            Module and name.
+        """
+        names = [name for name, p in self.parameters.items() if p is param]
+        return f"{self.module} (parameter '{', '.join(names)}')"
+
+    @property
+    def num_outputs(self) -> int:
+        """Number of floating-point tensors in the output."""
+        return len(self.output_shapes)
+
+    def check_live(self) -> None:
+        """Check that inputs and outputs have not been dropped.
+
+        Raises:
+            RuntimeError: If they were.
+        """
+        if self.released:
+            raise RuntimeError(RELEASED.format(module=self.module))
+
+    @property
+    def module(self) -> Module:
+        """The module that was called."""
+        module = self.module_ref()
+        if module is None:
+            raise RuntimeError(
+                "An extended module was deleted between its forward and the backward "
+                "pass. Keep the model until the backward pass has run."
+            )
+        return module
+
+    def unchanged_outputs(self) -> List[Optional[Tensor]]:
+        """List the outputs, ``None`` for those that were modified in place since.
+
+        Returns:
+            The outputs.
+        """
+        pairs = zip(self.outputs, self.output_versions)
+        return [x if x._version == version else None for x, version in pairs]
+
+    def check_unchanged(self) -> None:
+        """Check that no input was modified since the call.
+
+        Raises:
+            RuntimeError: If an input was modified in place.
+        """
+        if list(map(_version, self.arguments)) != self.versions:
+            raise RuntimeError(MODIFIED.format(operation=name_module(self.module)))
+
+    def store(self, raw: bool) -> None:
+        """Store inputs and output as attributes ``input0``, ... , ``output``.
+
+        Args:
+            raw: Whether the inputs keep their connection to the graph.
+        """
+        module = self.module
+        clear_stored(module)
+        attributes, stored = module.__dict__, []
+        inputs = self.arguments if raw else map(_detach, self.arguments)
+        values = (self.outputs[0] if self.outputs else None, *inputs)
+        for name, value in zip(_names(type(module), len(values)), values):
+            if not _is_taken(attributes, name):
+                attributes[name] = value
+                stored.append(name)
+        attributes[_STORED] = stored
+
+    def release(self) -> None:
+        """Drop inputs and outputs, here and on the modules."""
+        module = self.module_ref()
+        if module is not None:
+            clear_stored(module)
+        for graphless in self.graphless:
+            clear_stored(graphless)
+        self.args, self.kwargs, self.arguments = (), {}, []
+        self.input_edges, self.versions = [], []
+        self.outputs, self.graphless, self.uses = [], (), []
+        self.columns = {}
+        self.loss_module = None
+        self.released = True
+
+
+def _edge(x: Any) -> Optional[GradientEdge]:
+    """Return where a tensor sits in the graph, ``None`` if it does not."""
+    if not (isinstance(x, Tensor) and x.requires_grad):
+        return None
+    return edge_of(x)
+
+
+def _edges_before(edge: GradientEdge) -> List[GradientEdge]:
+    """List what a node was computed from, unless calls are attached to it already."""
+    if calls_at(edge.node):
+        return []
+    parents = edge.node.next_functions
+    return [GradientEdge(node, nr) for node, nr in parents if node is not None]
+
+
+def _version(x: Any) -> Optional[int]:
+    """Return what grows with each modification in place."""
+    return x._version if isinstance(x, Tensor) else None
+
+
+def _detach(value: Any) -> Any:
+    """Detach the tensors in a value; quick where it is no container."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, tuple) and all(isinstance(x, Tensor) for x in value):
+        return tuple(map(Tensor.detach, value))
+    return tree_map_only(Tensor, Tensor.detach, value)
+
+
+def _bind(module: Module, args: Tuple, kwargs: Dict[str, Any]) -> List[Any]:
+    """Bring arguments into the order of the forward function's signature."""
+    if not kwargs:
+        return list(args)
+    try:
+        bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    except TypeError:
+        return [*args, *kwargs.values()]
+    values = []
+    for name, value in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            values.extend(value)
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            values.extend(value.values())
+        else:
+            values.append(value)
+    return values
+
+
+@lru_cache(maxsize=256)
+def _names(cls: type, number: int) -> Tuple[Optional[str], ...]:
+    """Return the attributes for an output and inputs; ``None`` if the class has it."""
+    names = ("output", *(f"input{i}" for i in range(number - 1)))
+    return tuple(None if hasattr(cls, name) else name for name in names)
+
+
+def _is_taken(own: Dict[str, Any], name: Optional[str]) -> bool:
+    """Tell whether a module, whose ``__dict__`` this is, has an attribute."""
+    return (
+        name is None
+        or name in own
+        or name in own["_parameters"]
+        or name in own["_buffers"]
+        or name in own["_modules"]
+    )
+
+
+def clear_stored(module: Module) -> None:
+    """Delete the tensors that a forward pass stored on a module.
+
+    Args:
+        module: The module.
+    """
+    for name in module.__dict__.pop(_STORED, ()):
+        module.__dict__.pop(name, None)

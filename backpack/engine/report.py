@@ -1,0 +1,145 @@
+"""What a context says when it is left: which parameters got no result, and why."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Set, Tuple
+from warnings import warn
+
+from torch.nn import Module, Parameter
+
+from backpack.engine.hooks import is_hooked
+from backpack.utils.hooks import EXTENDED
+
+NOT_REACHED = (
+    "the backward pass did not reach it; compute the loss from it, or freeze it with "
+    "`requires_grad_(False)`"
+)
+NOT_RECORDED = (
+    "no call of its module was recorded. It was extended after the forward pass; or "
+    "that ran inside `disable()`, `torch.compile` or a transform of `torch.func`; or a "
+    "function took the parameter, instead of its module; or the module's output holds "
+    "no floating-point tensors in tuples, lists or dictionaries. Call `extend` first, "
+    "then the module itself, and without any of these"
+)
+NO_HOOKS = "the hooks were removed from its module; extend it again"
+NOT_IN_RULE = (
+    "{ext} has a rule for its module, {rule}, which saves nothing for it; add its name "
+    "to the rule's `params`, or correct the spelling there"
+)
+INTRODUCTION = (
+    "No result was computed for the following trainable parameters of extended modules:"
+)
+NOTHING_EXTENDED = (
+    "The backward pass met no extended module with parameters, so nothing was "
+    "computed. Call `extend(model)` before the forward pass, besides extending the "
+    "loss, and run it outside of `disable()`."
+)
+
+
+class Report:
+    """What happened inside a context.
+
+    Attributes:
+        saved: Identities of extensions and the parameters on which they saved a value.
+        reached: Identities of the leaf tensors that a backward pass reached.
+        met: Identities of the modules that had their turn.
+        wanted: Identities of the trainable parameters of extended models.
+        plain: Identities of extended modules without parameters, like losses.
+        failed: Whether a backward pass ended in an exception, which says enough.
+    """
+
+    def __init__(self):
+        """Start with nothing."""
+        self.saved: Set[Tuple[int, int]] = set()
+        self.reached: Set[int] = set()
+        self.met: Set[int] = set()
+        self.wanted: Set[int] = set()
+        self.plain: Set[int] = set()
+        self.failed = False
+
+    def begin(self, extensions: Iterable[Any]) -> None:
+        """Begin a backward pass: note which parameters should get a result.
+
+        The values of parameters that were frozen since they were computed are deleted.
+
+        Args:
+            extensions: The extensions that are active.
+        """
+        for root in list(EXTENDED):
+            modules = _modules(root)
+            params = _parameters(modules)
+            if not params:
+                self.plain.update(map(id, modules))
+            for param in params:
+                if param.requires_grad:
+                    self.wanted.add(id(param))
+                else:
+                    for ext in extensions:
+                        vars(param).pop(ext.savefield, None)
+
+    def warn(self, extensions: Sequence[Any]) -> None:
+        """Warn about parameters without a result, once.
+
+        Args:
+            extensions: The extensions that were active.
+        """
+        if self.failed or not (extensions and self.reached):
+            return
+        keys, wanted = [id(ext) for ext in extensions], self.wanted
+        if wanted and all((k, param) in self.saved for k in keys for param in wanted):
+            return
+        missing: Dict[str, List[str]] = {}
+        touched = {param for _, param in self.saved} | self.reached
+        for root in list(EXTENDED):
+            wanted = {id(p) for p in _parameters(_modules(root)) if p.requires_grad}
+            if wanted.isdisjoint(touched):
+                continue
+            if any((key, param) not in self.saved for key in keys for param in wanted):
+                self._collect(root, extensions, missing)
+        if missing:
+            lines = [f"- {', '.join(v)}: {reason}" for reason, v in missing.items()]
+            warn("\n".join([INTRODUCTION, *lines]), stacklevel=3)
+        elif self.met <= self.plain:
+            warn(NOTHING_EXTENDED, stacklevel=3)
+
+    def _collect(
+        self,
+        root: Module,
+        extensions: Sequence[Any],
+        missing: Dict[str, List[str]],
+    ) -> None:
+        """Collect the names of a model's parameters without a result, by reason."""
+        for name, param in root.named_parameters():
+            for ext in extensions:
+                if param.requires_grad and (id(ext), id(param)) not in self.saved:
+                    reason = self._reason(ext, root, name, param)
+                    if reason is not None and name not in missing.get(reason, ()):
+                        missing.setdefault(reason, []).append(name)
+
+    def _reason(
+        self, ext: Any, root: Module, name: str, param: Parameter
+    ) -> Optional[str]:
+        if id(param) not in self.reached:
+            return NOT_REACHED
+        module = root.get_submodule(name.rpartition(".")[0])
+        if id(module) in self.met:
+            rule = ext.get_module_extension(module)
+            if rule is None:
+                return None  # `fail_mode` has told what to say, and when
+            return NOT_IN_RULE.format(ext=type(ext).__name__, rule=type(rule).__name__)
+        return NOT_RECORDED if is_hooked(module) else NO_HOOKS
+
+
+def _modules(root: Module) -> List[Module]:
+    """List a module and all modules inside; much faster than ``modules``."""
+    modules, seen = [root], {None, root}
+    for module in modules:  # which grows meanwhile
+        new = [child for child in module._modules.values() if child not in seen]
+        seen.update(new)
+        modules.extend(new)
+    return modules
+
+
+def _parameters(modules: List[Module]) -> List[Parameter]:
+    """List the modules' own parameters; those that they share several times."""
+    return [x for m in modules for x in m._parameters.values() if x is not None]

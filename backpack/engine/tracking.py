@@ -1,0 +1,371 @@
+"""Watches a forward pass operation by operation: where samples are, what uses parameters.
+
+Tensors that depend on the model's inputs carry a mark that says where their samples
+are. An operation in which such a tensor meets one that needs a gradient and depends on
+parameters alone is a *use*: the operation gets a stand-in, an alias of its own, for
+each such constant, and where its output sits in the graph is remembered.
+"""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from backpack.core.layout import Layout, Mixed, Placement, sample_numbers, simplify
+from backpack.core.operations import find_operation
+from backpack.engine.gaps import explain
+from backpack.engine.graph import MEETING
+from backpack.engine.placements import MARK, Finder, Pass, place
+from backpack.engine.uses import Constant, Use, edge_of, on_one_node
+
+# Methods and properties that return no tensor, or change nothing of one
+_QUIET = frozenset(
+    "size dim is_floating_point stride numel __len__ is_contiguous get_device ndimension "
+    "is_complex item __bool__ tolist __int__ __float__ element_size storage_offset "
+    "data_ptr __repr__ __format__ __hash__ register_hook __contains__ __index__ "
+    "is_same_size untyped_storage retain_grad numpy __str__ is_set_to is_shared "
+    "is_pinned has_names dim_order __reduce_ex__ __deepcopy__ is_inference "
+    "is_conj is_neg is_signed type_ __dir__ _has_compatible_shallow_copy_type "
+    "_is_view register_post_accumulate_grad_hook get_default_dtype".split()
+)
+# Properties that are tensors
+_TENSOR_PROPERTIES = frozenset("T mT H mH data real imag".split())
+
+
+class Kind(NamedTuple):
+    """What is known of an operation by its name."""
+
+    name: str
+    is_quiet: bool
+    writes: bool
+    opened: Optional[Callable]
+
+
+def _without_overrides(func: FunctionType) -> Callable:
+    """Copy a function of PyTorch that is written in Python, to look inside.
+
+    The original asks for overrides first, and would be handed to the mode as a whole.
+    """
+    names = dict(func.__globals__)
+    for name in ("has_torch_function", "has_torch_function_variadic"):
+        names[name] = lambda *_: False
+    names["has_torch_function_unary"] = lambda _: False
+    copy = FunctionType(
+        func.__code__, names, func.__name__, func.__defaults__, func.__closure__
+    )
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
+# Functions in Python that parameters enter in several places
+_OPENED = {
+    func: _without_overrides(func)
+    for func in (functional.multi_head_attention_forward,)
+}
+
+_KINDS: Dict[Any, Kind] = {}
+
+
+def _kind_of(func: Any) -> Kind:
+    """Classify an operation; asked once for each."""
+    name = getattr(func, "__name__", str(func))
+    is_property = name == "__get__"
+    if is_property:
+        name = getattr(getattr(func, "__self__", None), "__name__", name)
+    quiet = name in _QUIET or (is_property and name not in _TENSOR_PROPERTIES)
+    quiet = quiet or name in ("__set__", "__delete__", "backward")
+    writes = (
+        (name.endswith("_") and not name.endswith("__"))
+        or name == "__setitem__"
+        or (name.startswith("__i") and name not in ("__invert__", "__index__"))
+    )
+    kind = _KINDS[func] = Kind(name, quiet, writes, _OPENED.get(func))
+    return kind
+
+
+class Tracker(TorchFunctionMode):
+    """Follows the samples of one call of a model, and collects uses.
+
+    Attributes:
+        n: Number N of samples.
+        key: Stands for the call, in tensors' marks.
+        suspended: Whether a layer is being called that is looked at as a whole.
+        owner: Record of the innermost extended module that is being called.
+    """
+
+    def __init__(self, n: int, inputs: Sequence[Tuple[Tensor, Placement]]):
+        """Mark the inputs.
+
+        Args:
+            n: Number N of samples.
+            inputs: Tensors that hold samples, and where.
+        """
+        super().__init__()
+        self.n, self.key = n, Pass(n)
+        self.suspended = 0
+        self.owner: Any = None
+        self._finder = Finder(n, self.key)
+        self._constants: Set[int] = set()
+        for x, placement in inputs:
+            place(x, placement, self.key)
+
+    # ----------------------------------------------------------------- every operation
+
+    def __torch_function__(
+        self,
+        func: Callable,
+        types: Tuple,
+        args: Tuple = (),
+        kwargs: Optional[Dict[str, Any]] = None,
+    ) -> Any:
+        """Run an operation; remember what matters of it."""
+        kwargs = kwargs or {}
+        kind = _KINDS.get(func)
+        if kind is None:
+            kind = _kind_of(func)
+        if kind.is_quiet or self.suspended:
+            return func(*args, **kwargs)
+        data: List[Tensor] = []
+        constants: List[Tensor] = []
+        self._sort(args, data, constants)
+        if kwargs:
+            self._sort(kwargs.values(), data, constants)
+        if not data:
+            return func(*args, **kwargs)
+        if kind.opened is not None and constants:
+            with self:
+                return kind.opened(*args, **kwargs)
+        return self._run(func, kind, args, kwargs, data, constants)
+
+    def _sort(self, items: Any, data: List[Tensor], constants: List[Tensor]) -> None:
+        """Sort operands into those with samples, and those that need a gradient."""
+        key = self.key
+        for x in items:
+            if isinstance(x, Tensor):
+                mark = getattr(x, MARK, None)
+                if mark is not None and mark[0] is key:
+                    if mark[1] is not None:
+                        data.append(x)
+                    elif x.requires_grad:
+                        constants.append(x)
+                elif x._base is not None and self._is_view_of_data(x):
+                    data.append(x)
+                elif x.requires_grad:
+                    if x.grad_fn is None or self._is_constant(x):
+                        constants.append(x)
+                    else:
+                        data.append(x)
+            elif type(x) in (tuple, list):
+                self._sort(x, data, constants)
+
+    def _is_view_of_data(self, x: Tensor) -> bool:
+        """Tell whether something with samples was written to the base of a view."""
+        base = x._base
+        placement = self._finder.of(base)
+        if placement is None:
+            return False
+        if not isinstance(placement, Mixed):
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                placement = self._through_view(x, base, placement)
+        place(x, placement, self.key)
+        return placement is not None
+
+    def _through_view(self, x: Tensor, base: Tensor, placement: Any) -> Placement:
+        numbers = sample_numbers(placement, base.shape, self.n, base.device)
+        if not base.is_contiguous():
+            return Mixed("a view of a tensor with gaps", False)
+        numbers = numbers.contiguous()
+        offset = x.storage_offset() - base.storage_offset()
+        return simplify(numbers.as_strided(x.shape, x.stride(), offset), self.n)
+
+    def _is_constant(self, x: Tensor) -> bool:
+        """Tell whether a tensor that nothing is known of is computed from parameters.
+
+        Functions of one's own, compiled and scripted pieces are not seen. What they
+        return is asked for in the graph.
+        """
+        with torch._C.DisableTorchFunction():
+            known = explain(x)
+        placement: Placement = None
+        if known is not None:
+            same = known.n == self.n
+            placement = known.placement if same else Mixed("another batch", False)
+        place(x, placement, self.key)
+        return placement is None
+
+    def _run(
+        self,
+        func: Callable,
+        kind: Kind,
+        args: Tuple,
+        kwargs: Dict[str, Any],
+        data: List[Tensor],
+        constants: List[Tensor],
+    ) -> Any:
+        name, pairs, since = kind.name, None, 0
+        if constants and torch.is_grad_enabled():
+            since = torch._C._autograd._get_sequence_nr()
+            args, kwargs, pairs = self._stand_in(kind, args, kwargs, constants)
+        written = args[0] if kind.writes and args else None
+        deciding = [x for x in data if x.requires_grad] or data
+        shown = None
+        if isinstance(written, Tensor):  # its shape may change
+            shown = written.detach()
+            place(shown, self._finder.of(written), self.key)
+            deciding = [shown if x is written else x for x in deciding]
+        out = func(*args, **kwargs)
+        result = written if out is None and name == "__setitem__" else out
+        if type(result) is Tensor or isinstance(result, Tensor):
+            outs = [result]
+        elif isinstance(result, (tuple, list)):
+            if pairs is not None:
+                result = out = on_one_node(result)
+            outs = [x for x in tree_flatten(result)[0] if isinstance(x, Tensor)]
+        else:
+            return out
+        if not outs:
+            return out
+        seen = args if shown is None else (shown, *args[1:])
+        placements = self._place(func, name, seen, kwargs, outs, deciding)
+        if any(type(placement) is Mixed for placement in placements):
+            placements = [self._located(placement) for placement in placements]
+        for x, placement in zip(outs, placements):
+            setattr(x, MARK, (self.key, placement))
+        for x, placement in zip(outs, placements):
+            if type(placement) is Mixed:
+                _note_meeting(x, placement)
+        hooked, placed = outs, placements
+        if kind.writes and outs[0]._base is not None:
+            base = outs[0]._base
+            self._write_to_base(outs[0], base)
+            hooked, placed = [base], [self._finder.of(base)]
+        if pairs is not None:
+            self._record(func, kind, args, kwargs, pairs, hooked, placed, since)
+        return out
+
+    def _place(
+        self,
+        func: Callable,
+        name: str,
+        args: Tuple,
+        kwargs: Dict[str, Any],
+        outs: List[Tensor],
+        deciding: List[Tensor],
+    ) -> List[Placement]:
+        """Find out where the results' samples are."""
+        if len(outs) == 1:
+            placement = self._finder.quick(name, args, kwargs, deciding, outs[0])
+            if placement is not None:
+                return [placement]
+        return self._finder.find(func, name, args, kwargs, outs, deciding)
+
+    def _located(self, placement: Placement) -> Placement:
+        """Say in which module samples have met."""
+        if type(placement) is not Mixed or placement.module or self.owner is None:
+            return placement
+        return placement._replace(module=self.owner.module_ref)
+
+    def _write_to_base(self, view: Tensor, base: Tensor) -> None:
+        """Pass on where samples are from a view that was written to, to its base."""
+        placement, known = self._finder.of(view), self._finder.of(base)
+        if isinstance(known, Mixed) or not isinstance(placement, (Layout, Tensor)):
+            if isinstance(placement, Mixed):
+                place(base, placement, self.key)
+            return
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            if not base.is_contiguous():
+                place(base, Mixed("writing to a view", False), self.key)
+                return
+            shape, device = base.shape, base.device
+            if known is None:
+                numbers = torch.full(shape, -1, device=device)
+            else:
+                numbers = sample_numbers(known, shape, self.n, device).clone()
+            offset = view.storage_offset() - base.storage_offset()
+            part = numbers.as_strided(view.shape, view.stride(), offset)
+            new = sample_numbers(placement, view.shape, self.n, device)
+            part.copy_(new.where(new >= 0, part))
+            place(base, simplify(numbers, self.n), self.key)
+
+    # ----------------------------------------------------------------------------- uses
+
+    def _stand_in(
+        self, kind: Kind, args: Tuple, kwargs: Dict[str, Any], constants: List[Tensor]
+    ) -> Tuple[Tuple, Dict[str, Any], List[Constant]]:
+        """Give the operation an alias of each constant: its share of the gradient."""
+        wanted = {id(x): x for x in constants}
+        pairs: List[Constant] = []
+        aliases: Dict[int, Tensor] = {}
+        if kind.writes and args and id(args[0]) in wanted:
+            x = wanted.pop(id(args[0]))  # what is overwritten is its own stand-in
+            pairs.append(Constant(x, edge_of(x), 0))
+        flat = True
+        for i, x in enumerate(args):
+            if id(x) in wanted and id(x) not in aliases:
+                aliases[id(x)] = alias = x[...]
+                pairs.append(Constant(x, edge_of(alias), i))
+            elif type(x) in (tuple, list):
+                flat = False
+        for name, x in kwargs.items():
+            if id(x) in wanted and id(x) not in aliases:
+                aliases[id(x)] = alias = x[...]
+                pairs.append(Constant(x, edge_of(alias), name))
+        if len(aliases) < len(wanted):
+            flat = False
+            for number, x in wanted.items():
+                if number not in aliases:
+                    aliases[number] = alias = x[...]
+                    pairs.append(Constant(x, edge_of(alias), None))
+
+        def swap(x: Any) -> Any:
+            return aliases.get(id(x), x)
+
+        if flat:
+            args = tuple([swap(x) for x in args])
+            kwargs = {name: swap(x) for name, x in kwargs.items()} if kwargs else kwargs
+            return args, kwargs, pairs
+        leaves, spec = tree_flatten((args, kwargs))
+        args, kwargs = tree_unflatten([swap(x) for x in leaves], spec)
+        return args, kwargs, pairs
+
+    def _record(
+        self,
+        func: Callable,
+        kind: Kind,
+        args: Tuple,
+        kwargs: Dict[str, Any],
+        pairs: List[Constant],
+        outs: List[Tensor],
+        placements: List[Placement],
+        since: int,
+    ) -> None:
+        """Remember a use, at the node of the graph that produced its result."""
+        both = [(x, p) for x, p in zip(outs, placements) if x.requires_grad]
+        if not both:
+            return
+        operation = None
+        if len(outs) == 1 and not (kind.writes and outs[0] is not args[0]):
+            keys = [pair.key for pair in pairs]
+            operation = find_operation(func, args, kwargs, keys)
+        if operation is not None and operation.data is not None:
+            placement = self._finder.of(operation.data)
+            if self.n > 1 and not operation.is_possible(placement):
+                operation = None
+        placements = [p for _, p in both]
+        use = Use(kind.name, pairs, self.n, placements, self.owner, operation, since)
+        use.attach([x for x, _ in both])
+        if self.owner is not None:
+            self.owner.uses.append(use)
+
+
+def _note_meeting(x: Tensor, placement: Mixed) -> None:
+    """Remember at its node of the graph that samples have met in a tensor."""
+    node = x.grad_fn
+    if node is not None and MEETING not in node.metadata:
+        node.metadata[MEETING] = placement

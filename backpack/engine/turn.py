@@ -1,0 +1,391 @@
+"""One call's turn in a backward pass: what rules for modules compute from."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
+from typing import Any, Dict, Iterator, List, Optional, Tuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+from torch.nn import Module, Parameter
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._pytree import tree_leaves
+
+from backpack.core.derivatives.dropout import MASK
+from backpack.core.table import Row, find_row_or_generic, works_in_place
+from backpack.engine.graph import producing_calls, targets_below
+from backpack.engine.parameters import in_type_of
+from backpack.engine.record import Call
+from backpack.engine.uses import Entry
+from backpack.utils.hooks import without_hooks
+from backpack.utils.state import state
+from backpack.utils.subsampling import subsample
+
+EXTEND_LOSS = (
+    "{ext} (field '{field}') found no quantity pulled back to {module}, because no "
+    "extended loss was met before it in this backward pass. Second-order extensions "
+    "start at the loss: use a loss module, `lossfunc = extend(lossfunc)`, and compute "
+    "the loss from this model's output with it."
+)
+NEGATIVE_LOSS = (
+    "{module}: the loss is multiplied by {factor}, and the Hessian of the result is "
+    "not positive semi-definite, which the GGN family requires. Use a positive factor, "
+    "or quantities of the Hessian (DiagHessian, HMP)."
+)
+NOT_A_CHAIN = (
+    "{ext} (field '{field}') walks from module to module, and what consumes the output "
+    "of {module} is not an extended module with a rule for it, but an operation in "
+    "between. Use `extend(model, use_converter=True)`, which turns operations into "
+    "modules, or write the model with modules only."
+)
+OTHER_OUTPUT = (
+    "{ext} (field '{field}') goes back through the first output of a module only, but "
+    "output {index} of {module} is used, too. Use the first one only."
+)
+SAVED_TWICE = (
+    "{ext} (field '{field}') computes its value from a single call, but a parameter of "
+    "{module} takes part in several calls in this backward pass. Give each call a "
+    "module of its own."
+)
+
+
+class _Current(threading.local):
+    turn: Optional[Turn] = None
+
+
+_CURRENT = _Current()
+
+
+def current_turn() -> Turn:
+    """Return the turn in which an extension is being run.
+
+    Returns:
+        The turn.
+
+    Raises:
+        RuntimeError: If none is, because the extension was called by hand.
+    """
+    if _CURRENT.turn is None:
+        raise RuntimeError(
+            "Extensions run during a backward pass inside `with backpack(...)`; "
+            "this one was called outside of it."
+        )
+    return _CURRENT.turn
+
+
+def loss_scale(module: Module, factor: Tensor) -> Tensor:
+    """Return what the columns of a loss that was scaled have to be multiplied by.
+
+    Args:
+        module: The loss module.
+        factor: Gradient at its output.
+
+    Returns:
+        Square root of the gradient.
+
+    Raises:
+        ValueError: If the loss was multiplied by a negative number.
+    """
+    if factor < 0:
+        raise ValueError(NEGATIVE_LOSS.format(module=module, factor=float(factor)))
+    return factor.sqrt()
+
+
+def mode_of(call: Call) -> AbstractContextManager:
+    """Put a module into the mode in which it was called, inside the context.
+
+    Args:
+        call: Its call.
+
+    Returns:
+        The context.
+    """
+    return _SAME if call.module.training == call.training else _other_mode(call)
+
+
+_SAME = nullcontext()
+
+
+@contextmanager
+def _other_mode(call: Call) -> Iterator[None]:
+    module = call.module
+    module.training = call.training
+    try:
+        yield
+    finally:
+        module.training = not call.training
+
+
+class Turn:
+    """A call whose output's gradient is known.
+
+    Attributes:
+        call: The call.
+        module: The module that was called.
+        backward_pass: The backward pass that reached it.
+        g_out: Gradients at the call's outputs (``None`` for those not reached).
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        backward_pass: Any,
+        g_out: Tuple[Optional[Tensor], ...],
+        entries: List[Entry],
+    ):
+        """Start the turn.
+
+        Args:
+            call: The call.
+            backward_pass: The backward pass that reached it.
+            g_out: Gradients at the call's outputs.
+            entries: Calls at the same node of the graph.
+        """
+        self.call, self.module = call, call.module
+        self.backward_pass = backward_pass
+        self.g_out = g_out
+        self._entries = entries
+        self._parameters = backward_pass.parameters(call)
+        self._producers: Optional[Dict[int, Call]] = None
+
+    def __enter__(self) -> Turn:
+        """Make this the current turn."""
+        self._outer, _CURRENT.turn = _CURRENT.turn, self
+        if self.call in self.backward_pass.dropouts:
+            self.module.__dict__[MASK] = self._drawn_mask()
+        self._mode = mode_of(self.call)
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        """Return to the turn that was current before."""
+        _CURRENT.turn = self._outer
+        self._mode.__exit__(*exc_info)
+        self.module.__dict__.pop(MASK, None)
+
+    def _drawn_mask(self) -> Tensor:
+        """Ask the graph for the mask of a dropout layer, which values do not tell."""
+        edge, x = self.backward_pass.dropouts[self.call], self.call.input_edges[0]
+        current = state()
+        current.pulling = True
+        try:
+            ones = torch.ones_like(self.call.outputs[0])
+            with without_hooks(self.call.tensors()):
+                return torch.autograd.grad(edge, x, ones, retain_graph=True)[0].detach()
+        finally:
+            current.pulling = False
+
+    def _note_dropouts(self) -> None:
+        """Remember where the outputs of dropout layers sit that lead to this loss."""
+        edge = self.call.input_edges[0]
+        for entry, node in [] if edge is None else targets_below([edge.node]):
+            call = entry.owner
+            if call.is_use or not isinstance(call.module, _DropoutNd):
+                continue
+            if call.training and call.input_edges[0]:
+                edge = GradientEdge(node, entry.output_nr)
+                self.backward_pass.dropouts[call] = edge
+
+    @cached_property
+    def row(self) -> Row:
+        """The rule for the call."""
+        return find_row_or_generic(self.call)
+
+    def parameters(self) -> List[Tuple[str, Parameter]]:
+        """List the parameters that this call is responsible for.
+
+        Returns:
+            Names in the module and parameters, those that take part in this backward
+            pass and require a gradient only.
+        """
+        return self._parameters
+
+    def loss_scale(self) -> Tensor:
+        """Return what the columns of a loss that was scaled have to be multiplied by.
+
+        Returns:
+            Square root of the gradient at the loss, see :func:`loss_scale`.
+        """
+        return loss_scale(self.module, self.g_out[0])
+
+    def producers(self, extension: Any) -> Dict[int, Call]:
+        """Find the calls that the arguments come from, directly.
+
+        Args:
+            extension: The extension that walks from module to module.
+
+        Returns:
+            For each argument by position, the last call that returned it, other than
+            containers, if there is one.
+
+        Raises:
+            NotImplementedError: If parameters take part in an argument in another way.
+        """
+        if self._producers is not None:
+            return self._producers
+        found: Dict[int, Call] = {}
+        in_place = works_in_place(self.module)
+        for position, edge in enumerate(self.call.input_edges):
+            edges = [edge]
+            if self.call.passes_on[position]:
+                edges = self.call.edges_before[position]
+            if self.call.passes_on[position] and not (in_place and edges):
+                entries = self._entries
+                entries = entries[: [e.owner for e in entries].index(self.call)]
+            elif edges == [None]:
+                continue
+            else:
+                entries = producing_calls(edges[0])
+            entries = [e for e in entries if not e.owner.is_use]
+            entries = [e for e in entries if not e.owner.is_transparent]
+            if entries:
+                self._check_first(extension, entries[-1])
+                found[position] = entries[-1].owner
+            else:
+                for before in edges:
+                    self._check_no_parameters(extension, before.node)
+        values = (*self.call.args, *self.call.kwargs.values())
+        nested = [x for x in values if not isinstance(x, Tensor)]
+        for x in tree_leaves(nested) if nested else ():
+            if isinstance(x, Tensor) and x.requires_grad and x.grad_fn is not None:
+                self._check_no_parameters(extension, x.grad_fn)
+        self._producers = found
+        return found
+
+    def _check_first(self, extension: Any, entry: Entry) -> None:
+        if entry.index > 0:
+            text = self._text(extension, entry.owner.module)
+            raise NotImplementedError(OTHER_OUTPUT.format(index=entry.index, **text))
+
+    def _check_no_parameters(self, extension: Any, node: Node) -> None:
+        """Refuse to drop a quantity that parameters are waiting for."""
+        for target in targets_below([node]):
+            call = target.entry.owner
+            if call.is_use:
+                continue
+            if any(param.requires_grad for param in call.parameters.values()):
+                text = self._text(extension, call.module)
+                raise NotImplementedError(NOT_A_CHAIN.format(**text))
+
+    def walks(self, extension: Any) -> bool:
+        """Tell whether a quantity goes from module to module for an extension.
+
+        Args:
+            extension: The extension.
+
+        Returns:
+            Whether it does, instead of being pulled back by autograd.
+        """
+        return getattr(extension, "walks_modules", True)
+
+    def incoming(self, extension: Any) -> Any:
+        """Return what an extension has pulled back to this call's output.
+
+        Args:
+            extension: The extension.
+
+        Returns:
+            The quantity: columns ``[V, N, *out]`` for the GGN family, of the samples
+            that the extension considers; ``None`` for losses and for first-order
+            extensions.
+
+        Raises:
+            AssertionError: If no extended loss was met.
+            NotImplementedError: If the graph is not a chain of modules.
+        """
+        needed = extension.expects_backpropagation_quantities()
+        if not needed or self.call.is_loss:
+            return None
+        if self.walks(extension):
+            saved = extension.saved_quantities
+            quantity = saved.retrieve_quantity(id(self.call), delete_old=True)
+            if quantity is None:
+                self._explain_missing(extension)
+            return quantity
+        if extension.source not in self.call.columns:
+            self._explain_missing(extension)
+        columns = self.call.columns[extension.source][0]
+        return subsample(columns, dim=1, subsampling=extension.get_subsampling())
+
+    def _text(self, extension: Any, module: Module) -> Dict[str, Any]:
+        return {
+            "ext": type(extension).__name__,
+            "field": extension.savefield,
+            "module": module,
+        }
+
+    def _explain_missing(self, extension: Any) -> None:
+        text = self._text(extension, self.module)
+        if self.walks(extension) and self.backward_pass.loss_factors:
+            raise NotImplementedError(NOT_A_CHAIN.format(**text))
+        raise AssertionError(EXTEND_LOSS.format(**text))
+
+    def pass_on(self, extension: Any, quantities: Any) -> None:
+        """Hand what an extension has pulled back to the inputs to the calls before.
+
+        Args:
+            extension: The extension.
+            quantities: Quantity at the input; a list or tuple for several inputs.
+        """
+        if quantities is None:
+            return
+        if self.call.is_loss:
+            self._note_dropouts()
+        several = isinstance(quantities, (list, tuple))
+        quantities = list(quantities) if several else [quantities]
+        for position, before in self.producers(extension).items():
+            quantity = quantities[position] if position < len(quantities) else None
+            if quantity is not None:
+                accumulate = extension.accumulate_backpropagated_quantities
+                try:
+                    extension.saved_quantities.save_quantity(
+                        id(before), quantity, accumulate
+                    )
+                except NotImplementedError as error:
+                    text = f"At the output of {before.module}: {error}"
+                    raise NotImplementedError(text) from error
+                self.backward_pass.walked.add(extension)
+
+    def save(self, extension: Any, param: Parameter, value: Any) -> None:
+        """Save a value on a parameter.
+
+        Args:
+            extension: The extension whose field it is.
+            param: The parameter.
+            value: The value.
+        """
+        setattr(param, extension.savefield, in_type_of(value, param))
+        report = self.backward_pass.state.report
+        if report is not None:
+            report.saved.add((id(extension), id(param)))
+
+    def save_alone(self, extension: Any, param: Parameter, value: Any) -> None:
+        """Save a value that cannot be combined with that of another call.
+
+        It is an error if another call has saved a value before.
+
+        Args:
+            extension: The extension whose field it is.
+            param: The parameter.
+            value: The value.
+        """
+        saved = self.backward_pass.saved_alone
+        if (extension, param) in saved:
+            self.refuse_several_calls(extension, self.module)
+        saved.add((extension, param))
+        self.save(extension, param, value)
+
+    def refuse_several_calls(self, extension: Any, module: Module) -> None:
+        """Refuse a parameter that takes part in several calls.
+
+        Args:
+            extension: The extension that works on a single one.
+            module: A module that has the parameter.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError(SAVED_TWICE.format(**self._text(extension, module)))

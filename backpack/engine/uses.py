@@ -1,0 +1,498 @@
+"""A use: an operation in which data meets something that parameters alone determine.
+
+It knows its constants by where their stand-ins sit in the graph, and its outputs by
+where their samples are. From cotangents at the outputs follow products with the
+constants' Jacobians: by a rule of :mod:`backpack.core.operations`, or by the generic
+one, a vector-Jacobian product for each sample. No operation is ever run again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import (
+    Any,
+    Callable,
+    Container,
+    Dict,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+)
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from backpack.core.layout import Mixed, Placement, one_sample_each
+from backpack.core.operations import Operation
+from backpack.core.per_sample.base import Dense, PerSample
+from backpack.core.per_sample.sums import chunks
+from backpack.utils.hooks import name_module, without_hooks
+from backpack.utils.state import state
+
+ENTRIES = "backpack.entries"  # where a node of the graph keeps what ends in it
+# Cotangents that are masked for the generic rule have at most so many elements at once.
+MASKED_ELEMENTS = 2**24
+
+MET = (
+    "{what}: samples have met in {operation}, so that quantities of individual samples "
+    "are not defined for {names}. The batch axis is axis 0 of the model's inputs. Let "
+    "each sample be computed by itself, along other axes, or compute this part of the "
+    "loss in a backward pass outside of the context."
+)
+LOST = (
+    "{what}: it is not known where the samples are after {operation}, so that "
+    "quantities of individual samples can't be computed for {names}. Replace this "
+    "operation by others of PyTorch, or freeze the parameters."
+)
+MODIFIED = (
+    "{operation}: an input of this operation was modified in place after the forward "
+    "pass, so quantities of its parameters can't be computed. Replace the in-place "
+    "operation (`x = x + y` instead of `x += y`), or pass a copy."
+)
+
+
+def refuse(what: str, met: Mixed, names: str) -> None:
+    """Refuse what comes after samples have met.
+
+    Args:
+        what: Who asks.
+        met: Where they have met.
+        names: Names of what is not defined.
+
+    Raises:
+        NotImplementedError: Always.
+    """
+    module = None if met.module is None else met.module()
+    where = "" if module is None else f" of {name_module(module)}"
+    text = (MET if met.is_known else LOST).format(
+        what=what, operation=met.operation + where, names=names
+    )
+    raise NotImplementedError(text)
+
+
+class Entry(NamedTuple):
+    """Which of a node's outputs is which output of a call or a use."""
+
+    output_nr: int
+    index: int
+    owner: Any  # a Call or a Use
+
+    def in_shape(self, gradient: Optional[Tensor]) -> Optional[Tensor]:
+        """Bring a gradient into the shape of the output.
+
+        Args:
+            gradient: Gradient at the node's output.
+
+        Returns:
+            Gradient at the output, which may be a view of the node's.
+        """
+        shape = self.owner.output_shapes[self.index]
+        if gradient is None or gradient.shape == shape:
+            return gradient
+        return gradient.reshape(shape)
+
+
+class Constant:
+    """What an operation takes that is no data: a parameter, or computed from some.
+
+    Attributes:
+        leaf: The parameter, ``None`` for an expression.
+        source: Where an expression sits in the graph, ``None`` for a parameter.
+        stand_in: Where the operation's alias of it sits in the graph; ``None`` if the
+            operation's own parameter is used.
+        key: Which argument it is: a position, a keyword, ``None`` inside of a list.
+        shape: Its shape.
+    """
+
+    __slots__ = ("leaf", "source", "stand_in", "key", "shape", "dtype")
+
+    def __init__(self, x: Tensor, stand_in: Optional[GradientEdge], key: Any):
+        """Store what it is.
+
+        Args:
+            x: The constant.
+            stand_in: Where its alias sits in the graph.
+            key: Which argument it is.
+        """
+        self.leaf = x if x.grad_fn is None else None
+        self.source = None if self.leaf is x else edge_of(x)
+        self.stand_in, self.key, self.shape = stand_in, key, x.shape
+        self.dtype = x.dtype
+
+    @property
+    def node(self) -> Node:
+        """Node of the graph at which its share of the gradient arrives."""
+        if self.stand_in is not None:
+            return self.stand_in.node
+        return get_gradient_edge(self.leaf).node
+
+
+def edge_of(x: Tensor) -> GradientEdge:
+    """Return where a tensor sits in the graph, which must be the case.
+
+    Args:
+        x: Tensor that requires a gradient.
+
+    Returns:
+        Its place.
+    """
+    node = x.grad_fn
+    return get_gradient_edge(x) if node is None else GradientEdge(node, x.output_nr)
+
+
+class Use:
+    """An operation with constants.
+
+    Attributes:
+        name: Name of the operation.
+        constants: Its constants.
+        n: Number N of samples.
+        placements: Where the samples are in each output.
+        operation: A rule for it, ``None`` for the generic one.
+        since: Number of nodes that the graph had before.
+        until: Number of nodes that the graph had afterwards.
+        output_shapes: Shapes of the outputs.
+        released: Whether operands have been dropped.
+    """
+
+    is_use = True
+
+    def __init__(
+        self,
+        name: str,
+        constants: List[Constant],
+        n: int,
+        placements: List[Placement],
+        owner: Any,
+        operation: Optional[Operation],
+        since: int = 0,
+    ):
+        """Store what it is.
+
+        Args:
+            name: Name of the operation.
+            constants: Its constants.
+            n: Number N of samples.
+            placements: Where the samples are in each output.
+            owner: Record of the innermost module in which it happened.
+            operation: A rule for it, ``None`` for the generic one.
+            since: Number of nodes that the graph had before. Default: 0.
+        """
+        self.name, self.constants, self.n = name, constants, n
+        self.placements, self.operation = placements, operation
+        # not owned: it owns operands of later uses, which own what this is attached to
+        self._owner = None if owner is None else weakref.ref(owner)
+        self.since, self.until = since, torch._C._autograd._get_sequence_nr()
+        self.released = False
+        self.output_shapes: List[torch.Size] = []
+        self._outputs: List[Any] = []
+
+    @property
+    def owner(self) -> Any:
+        """Record of the innermost module in which it happened, if that still exists."""
+        return None if self._owner is None else self._owner()
+
+    @property
+    def num_outputs(self) -> int:
+        """Number of outputs that require a gradient."""
+        return len(self.output_shapes)
+
+    def describe(self) -> str:
+        """Name the operation, for a message.
+
+        Returns:
+            The module in which it was, and its name.
+        """
+        owner = self.owner
+        if owner is None:
+            return f"`{self.name}`"
+        return f"`{self.name}` of {name_module(owner.module)}"
+
+    def attach(self, outputs: Sequence[Tensor]) -> None:
+        """Attach it to the nodes that produced its outputs.
+
+        Args:
+            outputs: The outputs that require a gradient.
+        """
+        self.output_shapes = [x.shape for x in outputs]
+        self._outputs = [weakref.ref(x) for x in outputs]
+        for index, x in enumerate(outputs):
+            node, number = x.grad_fn, x.output_nr
+            base = x._base if len(outputs) == 1 else None
+            if base is not None and self._is_own_result(base, x):
+                # a later operation in place would take the view's node out of the graph
+                node, number = base.grad_fn, base.output_nr
+            entries_at(node).append(Entry(number, index, self))
+
+    def _is_own_result(self, base: Tensor, output: Tensor) -> bool:
+        operation = self.operation
+        data = None if operation is None else operation.data
+        return (
+            data is not None
+            and base.grad_fn is not None
+            and base.numel() == output.numel()
+            and base.is_contiguous()
+            and output.is_contiguous()
+            and data.data_ptr() != base.data_ptr()
+        )
+
+    def tensors(self) -> List[Tensor]:
+        """List its outputs, as far as they exist.
+
+        Returns:
+            The outputs.
+        """
+        found = [x for x in (ref() for ref in self._outputs) if x is not None]
+        for x in found:
+            x._fix_weakref()
+        return found
+
+    def release(self) -> None:
+        """Drop the operands."""
+        self.operation, self.released = None, True
+
+    def check(self, what: str, names: Callable[[], str]) -> None:
+        """Refuse a use after samples have met.
+
+        Args:
+            what: Who asks.
+            names: Names of the parameters.
+
+        Raises:
+            NotImplementedError: If samples are not separate at an output.
+        """
+        for placement in self.placements:
+            if placement is None:
+                placement = Mixed(f"`{self.name}`", False)
+            if isinstance(placement, Mixed):
+                refuse(what, placement, names())
+
+    def products(
+        self, cotangents: Sequence[Optional[Tensor]], nodes: Dict[int, Node]
+    ) -> List[Optional[PerSample]]:
+        """Describe products of cotangents and the constants' Jacobians.
+
+        Args:
+            cotangents: Columns ``[V, *out]`` at each output, ``None`` for zero.
+            nodes: The node of each output, and which of its outputs it is.
+
+        Returns:
+            Products for each constant, ``None`` for zero.
+
+        Raises:
+            RuntimeError: If they need an input that was modified in place since.
+        """
+        if all(x is None for x in cotangents):
+            return [None] * len(self.constants)
+        operation = self.operation
+        if operation is not None and (len(cotangents) == 1 or operation.takes_all):
+            mats = list(cotangents) if operation.takes_all else cotangents[0]
+            shared: Dict[Any, Tuple[Tensor, Tensor]] = {}
+            found = []
+            for constant in self.constants:
+                if operation.is_modified and operation.reads_data(constant.key):
+                    if all(c.stand_in is not None for c in self.constants):
+                        break  # autograd has kept what it needs, or says so
+                    raise RuntimeError(MODIFIED.format(operation=self.describe()))
+                product = operation.product(
+                    constant.key,
+                    constant.shape,
+                    mats,
+                    self.placements[0],
+                    self.n,
+                )
+                if product is None:
+                    break
+                product.shared = shared
+                found.append(product)
+            else:
+                return found
+        return self._generic(cotangents, nodes)
+
+    def _generic(
+        self, cotangents: Sequence[Optional[Tensor]], nodes: Dict[int, Any]
+    ) -> List[Optional[PerSample]]:
+        """Pull back the cotangents of each sample alone, with autograd."""
+        used = [i for i, x in enumerate(cotangents) if x is not None]
+        edges = [GradientEdge(*nodes[i]) for i in used]
+        stand_ins = [constant.stand_in for constant in self.constants]
+        columns = len(cotangents[used[0]])
+        size = sum(cotangents[i].numel() for i in used)
+        parts: List[List[Optional[Tensor]]] = []
+        for samples in chunks(self.n, size, MASKED_ELEMENTS):
+            masked = [
+                one_sample_each(self.placements[i], cotangents[i], self.n, samples)
+                for i in used
+            ]
+            with without_hooks(self.tensors()):
+                parts.append(batched_vjp(edges, stand_ins, masked))
+        found: List[Optional[PerSample]] = []
+        for j, constant in enumerate(self.constants):
+            known = [part[j] for part in parts if part[j] is not None]
+            if not known:
+                found.append(None)
+                continue
+            pieces = [
+                (
+                    part[j]
+                    if part[j] is not None
+                    else known[0].new_zeros(columns, 0, *constant.shape)
+                )
+                for part in parts
+            ]
+            products = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+            found.append(Dense(products, constant.shape))
+        return found
+
+
+def batched_vjp(
+    outputs: Sequence[GradientEdge],
+    inputs: Sequence[GradientEdge],
+    cotangents: Sequence[Tensor],
+) -> List[Optional[Tensor]]:
+    """Multiply cotangents with a transposed Jacobian, all at once where it is possible.
+
+    Args:
+        outputs: Where the outputs sit in the graph.
+        inputs: Where the inputs do.
+        cotangents: Columns ``[V, n, *out]`` at each output.
+
+    Returns:
+        Columns ``[V, n, *in]`` at each input, ``None`` where there is no path.
+    """
+    current, create_graph = state(), torch.is_grad_enabled()
+    sizes = cotangents[0].shape[:2]
+    flat = [x.flatten(0, 1) for x in cotangents]
+    options = {
+        "retain_graph": True,
+        "create_graph": create_graph,
+        "allow_unused": True,
+    }
+    before, current.pulling = current.pulling, True
+    try:
+        if len(flat[0]) == 1:
+            rows = torch.autograd.grad(outputs, inputs, [x[0] for x in flat], **options)
+            found = [None if x is None else x.unsqueeze(0) for x in rows]
+        else:
+            try:
+                found = list(
+                    torch.autograd.grad(
+                        outputs, inputs, flat, is_grads_batched=True, **options
+                    )
+                )
+            except RuntimeError:  # not every operation can be vmapped
+                found = _one_by_one(outputs, inputs, flat, options)
+    finally:
+        current.pulling = before
+    dense = [x.to_dense() if x is not None and x.is_sparse else x for x in found]
+    return [None if x is None else x.unflatten(0, tuple(sizes)) for x in dense]
+
+
+def _one_by_one(
+    outputs: Sequence[GradientEdge],
+    inputs: Sequence[GradientEdge],
+    columns: Sequence[Tensor],
+    options: Dict[str, bool],
+) -> List[Optional[Tensor]]:
+    rows = [
+        torch.autograd.grad(outputs, inputs, list(some), **options)
+        for some in zip(*columns)
+    ]
+    found: List[Optional[Tensor]] = []
+    for parts in zip(*rows):
+        known = next((x for x in parts if x is not None), None)
+        if known is None:
+            found.append(None)
+            continue
+        dense = [torch.zeros_like(known) if x is None else x for x in parts]
+        found.append(torch.stack([x.to_dense() if x.is_sparse else x for x in dense]))
+    return found
+
+
+class _Together(Function):
+    """A node of the graph for several tensors, where their gradients arrive at once."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tuple[Tensor, ...]:
+        """Copy the tensors: on views, autograd allows no operation in place."""
+        ctx.set_materialize_grads(False)
+        return tuple(map(Tensor.clone, tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Optional[Tensor]) -> Tuple:
+        """Hand the gradients on."""
+        return gradients
+
+
+def on_one_node(output: Any, leave: Container[int] = ()) -> Any:
+    """Give several outputs a node of their own.
+
+    There, the gradients at all of them arrive at once; and if one was computed from
+    another, what comes through the one is not part of the gradient at the other.
+
+    Args:
+        output: What a module or an operation returned.
+        leave: Identities of tensors that are left alone.
+
+    Returns:
+        The same, with copies of its tensors that require a gradient.
+    """
+    leaves, spec = tree_flatten(output)
+    places = [
+        i
+        for i, x in enumerate(leaves)
+        if isinstance(x, Tensor)
+        and x.is_floating_point()
+        and x.requires_grad
+        and id(x) not in leave
+    ]
+    if places:
+        for i, copy in zip(places, _Together.apply(*(leaves[i] for i in places))):
+            leaves[i] = copy
+    return tree_unflatten(leaves, spec)
+
+
+def entries_at(node: Node) -> List[Entry]:
+    """Return the list of what ends in a node, which its hook works on.
+
+    Args:
+        node: Node of the graph.
+
+    Returns:
+        The list; a hook is registered if there was none.
+    """
+    metadata = node.metadata
+    entries = metadata.get(ENTRIES)
+    if entries is None:
+        metadata[ENTRIES] = entries = []
+        node.register_prehook(partial(_run, entries))
+    return entries
+
+
+def _run(entries: List[Entry], gradients: Tuple[Optional[Tensor], ...]) -> None:
+    """Run the turn of what ends in a node: uses, then calls, the last one first."""
+    current = state()
+    if current.pulling:
+        return
+    if len(entries) == 1 and entries[0].owner.num_outputs == 1:
+        entry = entries[0]
+        current.visit(
+            entry.owner, (entry.in_shape(gradients[entry.output_nr]),), entries
+        )
+        return
+    known: Dict[Any, Dict[int, Optional[Tensor]]] = {}
+    for entry in sorted(reversed(entries), key=_is_call):
+        gradient = entry.in_shape(gradients[entry.output_nr])
+        known.setdefault(entry.owner, {})[entry.index] = gradient
+    for owner, parts in known.items():
+        current.visit(owner, tuple(map(parts.get, range(owner.num_outputs))), entries)
+
+
+def _is_call(entry: Entry) -> bool:
+    return not entry.owner.is_use

@@ -1,0 +1,266 @@
+"""Walking from call to call, back from the loss: what is needed, what is refused."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Callable, List, Sequence, Tuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack.converter.reading import consists_of_modules
+from backpack.core.derivatives.dropout import DropoutDerivatives
+from backpack.core.derivatives.generic import input_batch_axis
+from backpack.core.derivatives.input_base import BaseDerivatives
+from backpack.core.derivatives.stored import (
+    OVERWRITTEN,
+    checked,
+    scratch_copy,
+    stored_inputs,
+)
+from backpack.core.linearization import (
+    Columns,
+    Linearization,
+    freeze,
+    freeze_at,
+)
+from backpack.core.table import GENERIC, works_in_place
+from backpack.engine.turn import NOT_A_CHAIN, current_turn
+from backpack.utils.disable import disable
+from backpack.utils.errors import raise_error_if_coupled
+
+if TYPE_CHECKING:
+    from backpack.engine.turn import Turn
+    from backpack.extensions.backprop_extension import BackpropExtension
+
+IN_PLACE = (
+    "{ext}: {module} has overwritten its input (inplace=True), which its derivatives "
+    "need. Use inplace=False, or `extend(model, use_converter=True)`."
+)
+SEVERAL_OUTPUTS = (
+    "{ext}: more than one output of {module} is used, and this extension goes back "
+    "through the first one only. Use the first one only."
+)
+SAMPLES_NOT_FIRST = (
+    "{ext}: {module} takes samples on axis {axis} of its input, but axis 0 has to hold "
+    "them. Use batch_first=True."
+)
+SAMPLES_REARRANGED = (
+    "{ext}: {module} maps an input with {before} entries on axis 0 to an output with "
+    "{after}, but axis 0 has to hold the same samples before and after each module. "
+    "Rearrange other axes only, or use an extension of the GGN family by columns."
+)
+SAMPLES_MEET = (
+    "{ext}: in {module}, samples meet: they depend on each other, or on an input that "
+    "does not have the samples on axis 0. Use HMP or GGNMP, which need not tell "
+    "samples apart."
+)
+
+
+def freeze_call(turn: Turn) -> Module:
+    """Copy a module such that the copy holds a call's inputs and output.
+
+    Args:
+        turn: The call's turn.
+
+    Returns:
+        Copy of the module, see :func:`freeze`.
+    """
+    call = turn.call
+    frozen = freeze_at(call.module, call.arguments, call.outputs[0])
+    if call.unchanged_outputs()[0] is None and not _repeats(turn):
+        frozen.__dict__[OVERWRITTEN] = True
+    return frozen
+
+
+def _repeats(turn: Turn) -> bool:
+    """Tell whether a forward pass of which little is known has to be repeated."""
+    row, names = turn.row, turn.call.parameters
+    return row is GENERIC or not all(row.covers(turn.module, name) for name in names)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager:
+    """Make a context in which operations get the types of their operands.
+
+    Args:
+        x: Tensor on the device of the operations.
+
+    Returns:
+        The context.
+    """
+    device = x.device.type
+    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if on else nullcontext()
+
+
+def skips(turn: Turn, extension: BackpropExtension) -> bool:
+    """Tell whether there is nothing to do in a turn; refuse what cannot be done.
+
+    Args:
+        turn: The turn.
+        extension: The extension that walks from module to module.
+
+    Returns:
+        Whether the call only arranges others, or nothing waits for a quantity.
+
+    Raises:
+        NotImplementedError: If modules do not describe the graph.
+    """
+    call, module, ext = turn.call, turn.module, type(extension).__name__
+    parameters = turn.parameters()
+    if call.is_transparent:
+        # in a converted model, they are arguments of the modules inside
+        if parameters and not consists_of_modules(module):
+            text = NOT_A_CHAIN.format(ext=ext, field=extension.savefield, module=module)
+            raise NotImplementedError(text)
+        return True
+    if any(g is not None for g in turn.g_out[1:]):
+        raise NotImplementedError(SEVERAL_OUTPUTS.format(ext=ext, module=module))
+    if extension.refuses_coupled_samples:
+        raise_error_if_coupled(module, call.arguments)
+    overwrites = getattr(module, "inplace", False) and any(call.passes_on)
+    is_dropout = isinstance(turn.row.derivatives, DropoutDerivatives)
+    if (
+        overwrites
+        and not works_in_place(module)
+        and (module.training or not is_dropout)
+    ):
+        raise NotImplementedError(IN_PLACE.format(ext=ext, module=module))
+    call.check_unchanged()
+    waits = extension.saved_quantities.retrieve_quantity(id(call), delete_old=False)
+    return waits is None and not parameters
+
+
+def check_batch_first(turn: Turn, extension: BackpropExtension) -> None:
+    """Refuse calls whose samples are not on axis 0.
+
+    Args:
+        turn: The call's turn.
+        extension: The extension that works sample by sample.
+
+    Raises:
+        NotImplementedError: If the samples are on another axis.
+    """
+    axis = input_batch_axis(turn.module, 0)
+    if axis > 0:
+        raise NotImplementedError(
+            SAMPLES_NOT_FIRST.format(
+                ext=type(extension).__name__, module=turn.module, axis=axis
+            )
+        )
+
+
+def linearize(
+    turn: Turn, extension: BackpropExtension, positions: Sequence[int], frozen: Module
+) -> Linearization:
+    """Linearize a call in the inputs that a quantity is passed on to.
+
+    Args:
+        turn: The call's turn.
+        extension: The extension that is running.
+        positions: Which inputs.
+        frozen: Copy of the module with the call's inputs, see :func:`freeze_call`.
+
+    Returns:
+        The linearization.
+
+    Raises:
+        RuntimeError: If the forward pass must be repeated, and cannot be.
+    """
+    linear = Linearization(turn.row.derivatives, frozen, turn.g_out, positions)
+    if linear.is_joint or _repeats(turn):
+        with torch.no_grad(), disable():
+            again = scratch_copy(frozen).forward(*stored_inputs(frozen))
+        try:
+            checked(frozen, again)
+        except RuntimeError as error:
+            raise RuntimeError(f"{type(extension).__name__}: {error}") from error
+        if extension.separates_samples:
+            check_samples_kept(linear, extension)
+            check_samples_apart(
+                linear, extension, lambda g: linear.jac_t(g[0]), [linear.g_out[0]]
+            )
+    return linear
+
+
+def check_samples_kept(linear: Linearization, extension: BackpropExtension) -> None:
+    """Refuse calls after which axis 0 holds something else than before.
+
+    Args:
+        linear: The linearized call.
+        extension: The extension that is running, which works sample by sample.
+
+    Raises:
+        NotImplementedError: If the number of samples changes.
+    """
+    before = [len(x) if x.dim() else 1 for x in linear.inputs()]
+    after = len(linear.g_out[0]) if linear.g_out[0].dim() else 1
+    if any(size != after for size in before):
+        raise NotImplementedError(
+            SAMPLES_REARRANGED.format(
+                ext=type(extension).__name__,
+                module=linear.module,
+                before=" and ".join(map(str, before)),
+                after=after,
+            )
+        )
+
+
+def check_samples_apart(
+    linear: Linearization,
+    extension: BackpropExtension,
+    product: Callable[[List[Tensor]], Columns],
+    operands: List[Tensor],
+) -> None:
+    """Refuse a product with a call's derivatives in which samples meet.
+
+    What belongs to some samples must not arrive at the others. To tell all of them
+    apart, they are numbered, and those go together that share a binary digit.
+
+    Args:
+        linear: The linearized call.
+        extension: The extension that is running, which works sample by sample.
+        product: Maps columns ``[V, N, *]`` of each operand to such of each input.
+        operands: Tensors ``[N, *]``.
+
+    Raises:
+        NotImplementedError: If samples meet.
+    """
+    sizes = {len(x) if x.dim() else 1 for x in (*operands, *linear.inputs())}
+    meet = len(sizes) > 1
+    if not meet and max(sizes) > 1:
+        device = operands[0].device
+        digits = torch.arange((max(sizes) - 1).bit_length(), device=device)
+        numbers = torch.arange(max(sizes), device=device)
+        some = (numbers >> digits.unsqueeze(1)) % 2 == 1
+        some = torch.cat([some, ~some])
+        # drawing the columns must not change the user's random numbers
+        generator = torch.Generator(device).manual_seed(0)
+        columns = []
+        for x in operands:
+            drawn = torch.randn(x.shape, generator=generator, device=device).to(x.dtype)
+            mask = some.reshape(*some.shape, *[1] * (x.dim() - 1))
+            columns.append(drawn.where(mask, 0))
+        meet = any(result[~some].any() for result in product(columns))
+    if meet:
+        ext = type(extension).__name__
+        raise NotImplementedError(SAMPLES_MEET.format(ext=ext, module=linear.module))
+
+
+def linearize_here(
+    derivatives: BaseDerivatives, module: Module, g_out: Tuple[Tensor, ...], ext: Any
+) -> Linearization:
+    """Linearize the call whose turn it is, with derivatives that a user has chosen.
+
+    Args:
+        derivatives: The derivatives.
+        module: The module, with its inputs and output.
+        g_out: Gradients at its outputs.
+        ext: The extension that is running.
+
+    Returns:
+        The linearization, in all inputs that a quantity can be passed on to.
+    """
+    positions = list(current_turn().producers(ext)) or [0]
+    return Linearization(derivatives, freeze(module), g_out, positions)

@@ -1,0 +1,118 @@
+"""What is active in a thread: extensions, switches, the backward pass that is running.
+
+Each thread has its own state. Autograd runs backward hooks of accelerators in threads
+of its own; what is stashed in PyTorch's thread-local state follows it there, other than
+Python's own thread-locals.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from typing import Any, Callable, ClassVar, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack.utils.hooks import no_op
+
+_KEY = "backpack.utils.state"
+
+BATCHED = (
+    "{exts}: this backward pass computes several gradients at once (by "
+    "`is_grads_batched=True`, `vmap`, or `jacobian(..., vectorize=True)`), and "
+    "quantities are those of a single one. Run it outside of the context."
+)
+
+
+class State:
+    """What is active in a thread.
+
+    Attributes:
+        active_exts: Extensions to run in a backward pass.
+        debug: Whether to print what is run.
+        extension_hook: Function to run on each module after the extensions.
+        retain_graph: Whether to keep inputs and outputs for another backward pass.
+        check: Whether to check individual gradients.
+        in_context: Whether a context is active, with extensions or without.
+        report: What has happened inside the context.
+        backward_pass: The backward pass that is running.
+        pulling: Whether columns are being pulled back, so that hooks must not run.
+        begin: Begins a backward pass that nobody has announced.
+    """
+
+    begin: ClassVar[Callable[[State], None]]
+
+    def __init__(self):
+        """Start with nothing active."""
+        self.active_exts: Tuple[Any, ...] = ()
+        self.debug = False
+        self.extension_hook: Callable[[Module], None] = no_op
+        self.retain_graph = False
+        self.check = False
+        self.in_context = False
+        self.report: Any = None
+        self.backward_pass: Any = None
+        self.pulling = False
+
+    @property
+    def keeps_io(self) -> bool:
+        """Whether inputs and outputs are kept after a backward pass."""
+        return self.retain_graph or any(ext.keeps_io for ext in self.active_exts)
+
+    def visit(
+        self, owner: Any, g_out: Tuple[Optional[Tensor], ...], entries: Sequence[Any]
+    ) -> None:
+        """Let a call or a use have its turn, now that its gradients are known.
+
+        Args:
+            owner: The call or the use.
+            g_out: Gradients at its outputs.
+            entries: What ends in the same node of the graph.
+
+        Raises:
+            NotImplementedError: If there are several gradients at once.
+        """
+        if not self.active_exts and self.extension_hook is no_op:
+            if not (self.in_context and self.retain_graph):
+                owner.release()
+            return
+        if any(g is not None and _is_batched(g) for g in g_out):
+            names = ", ".join(type(ext).__name__ for ext in self.active_exts)
+            raise NotImplementedError(BATCHED.format(exts=names))
+        if self.backward_pass is None:
+            State.begin(self)
+        if any(g is not None for g in g_out) or owner.is_use:
+            self.backward_pass.take_turn(owner, g_out, entries)
+
+
+def _is_batched(x: Tensor) -> bool:
+    """Tell whether a tensor stands for several, in either of PyTorch's ``vmap``."""
+    if torch._C._has_storage(x):  # a quick answer
+        return False
+    return "Batched" in repr(torch._C._dispatch_keys(x))
+
+
+def state() -> State:
+    """Return this thread's state, which autograd's threads share with their caller.
+
+    Returns:
+        The state.
+    """
+    if not torch._C._is_key_in_tls(_KEY):
+        _stash(State())
+    return torch._C._get_obj_in_tls(_KEY)
+
+
+def _stash(new: State) -> None:
+    """Put a state into PyTorch's thread-local state, which then owns it.
+
+    Args:
+        new: The state.
+    """
+    references = sys.getrefcount(new)
+    torch._C._stash_obj_in_tls(_KEY, new)
+    if sys.getrefcount(new) == references:
+        # before torch 2.12, PyTorch gives up a reference that it has never taken
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(new))

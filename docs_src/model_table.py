@@ -1,0 +1,91 @@
+"""Writes the tables of stock models from what `make test-models` found."""
+
+import json
+from pathlib import Path
+from typing import Any, Dict, List
+
+from support_table import list_table
+
+RESULTS = Path(__file__).parent / "models.json"
+COLUMNS = {
+    "first order": "first order",
+    "DiagGGNExact": "``DiagGGNExact``",
+    "Kronecker": "``KFLR``, ``KFAC``",
+}
+# what the tests look at besides, and say only if something is amiss
+OTHERS = ["side effects"]
+ORDER = ["right", "refused", "fails", "wrong"]
+
+
+def entry(result: Dict[str, str], notes: List[str]) -> str:
+    """Write a cell, with the number of a note that gives the reason.
+
+    Args:
+        result: State and reason.
+        notes: Notes that were made before; a new one is added.
+
+    Returns:
+        Its text.
+    """
+    state, reason = result["state"], result.get("reason", "")
+    if not reason:
+        return state
+    if reason not in notes:
+        notes.append(reason)
+    return f"{state} [{notes.index(reason) + 1}]"
+
+
+def cells(row: Dict[str, Any], notes: List[str]) -> List[str]:
+    """Write the cells of a model.
+
+    Args:
+        row: Name, setting and results of a row.
+        notes: Notes that were made before; new ones are added.
+
+    Returns:
+        Texts of the cells.
+    """
+    parts = row["parts"]
+    texts = [entry(parts[part], notes) if part in parts else "" for part in COLUMNS]
+    for part in OTHERS:
+        if parts.get(part, {"state": "right"})["state"] not in ("right", "refused"):
+            texts[0] += f"; {part}: {entry(parts[part], notes)}"
+    return [row["name"], row["setting"], *texts]
+
+
+def tables() -> str:
+    """Write how many models there are, a table for each kind, and the notes.
+
+    Returns:
+        reStructuredText.
+    """
+    results = json.loads(RESULTS.read_text())
+    rows = results["rows"].values()
+    states = [
+        part["state"]
+        for row in rows
+        for name, part in row["parts"].items()
+        if name in COLUMNS
+    ]
+    counts = [f"{states.count(state)} {state}" for state in ORDER if state in states]
+    names = {row["name"] for row in rows}
+    versions = [f"{name} {number}" for name, number in results["versions"].items()]
+    lines = [
+        f"{len(names)} architectures in {len(rows)} settings: {', '.join(counts)}. "
+        f"With {', '.join(versions)}.",
+        "",
+    ]
+    notes: List[str] = []
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        body = [cells(row, notes) for row in rows if row["kind"] == kind]
+        header = [kind, "setting", *COLUMNS.values()]
+        lines += list_table(header, body)
+    if notes:
+        lines += ["Notes:", ""]
+        lines += [f"{i}. ``{literal(note)}``" for i, note in enumerate(notes, start=1)]
+    return "\n".join(lines + [""])
+
+
+def literal(text: str) -> str:
+    """Prepare a message to be shown as it is."""
+    return text.replace("`", "'").strip()

@@ -1,0 +1,660 @@
+"""What is computed from parameters alone meets the data: as an expression, or by name.
+
+Positions, tokens that are put in front, normalized and adapted weights, codes of
+hypernetworks; one parameter under several names, in several layers, several times in
+one operation. A use counts once, wherever its parameters are kept.
+"""
+
+from typing import Any, Callable, Dict, List
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import F64
+from per_sample import (
+    LENGTHS,
+    Lambda,
+    N,
+    Row,
+    assert_right,
+    param,
+    part,
+    randn,
+    tokens,
+    use,
+)
+from test_uses import attend
+from torch import Tensor, fx, nn
+from torch.nn import Module
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
+
+
+def positions(
+    function: Callable[[Module, int], Tensor], **parts: Any
+) -> Dict[str, Any]:
+    """Describe a model that adds what depends on positions only to its tokens."""
+    return {"function": function, "parts": parts}
+
+
+def arange(t: int) -> Tensor:
+    """Return positions as numbers."""
+    return torch.arange(t, dtype=F64)
+
+
+E = {"p": (N, 3)}
+POSITIONS = {
+    "table": positions(lambda m, t: m.p[:t], **E),
+    "table-unsqueezed": positions(lambda m, t: m.p[None, :t], **E),
+    "table-with-an-axis": positions(lambda m, t: m.p[:, :t], p=(1, N, 3)),
+    "embedding": positions(
+        lambda m, t: m.e(torch.arange(t)), e=lambda: nn.Embedding(N, 3)
+    ),
+    "tanh": positions(lambda m, t: m.p[:t].tanh(), **E),
+    "embedding-tanh": positions(
+        lambda m, t: m.e(torch.arange(t)).tanh(), e=lambda: nn.Embedding(N, 3)
+    ),
+    "embedding-linear": positions(
+        lambda m, t: m.f(m.e(torch.arange(t))),
+        e=lambda: nn.Embedding(N, 2),
+        f=lambda: nn.Linear(2, 3),
+    ),
+    "network-of-coordinates": positions(
+        lambda m, t: m.f(arange(t)[:, None]),
+        f=lambda: nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 3)),
+    ),
+    "layer-norm": positions(lambda m, t: m.f(m.p[:t]), f=lambda: nn.LayerNorm(3), **E),
+    "gru": positions(lambda m, t: m.f(m.p[:t])[0], f=lambda: nn.GRU(3, 3), **E),
+    "convolution": positions(
+        lambda m, t: m.f(m.p[None, :t].mT).mT,
+        f=lambda: nn.Conv1d(3, 3, 3, padding=1),
+        **E,
+    ),
+    "attention": positions(
+        lambda m, t: m.f(*[m.p[:t]] * 3)[0],
+        f=lambda: nn.MultiheadAttention(3, 1),
+        **E,
+    ),
+    "repeat": positions(lambda m, t: m.p[:t].repeat(N, 1, 1)[: m.size], **E),
+    "expand": positions(lambda m, t: m.p[:t].expand(m.size, -1, -1), **E),
+    "stack": positions(lambda m, t: torch.stack([m.p[:t]] * m.size), **E),
+    "stack-of-vectors": positions(
+        lambda m, t: torch.stack([m.p[i] * i for i in range(t)]), **E
+    ),
+    "cat": positions(lambda m, t: torch.cat([m.p[None, :t]] * m.size), **E),
+    "matmul-with-ones": positions(
+        lambda m, t: (m.p.new_ones(m.size, 1) @ m.p[:t].reshape(1, -1)).view(-1, t, 3),
+        **E,
+    ),
+    "repeat-interleave": positions(
+        lambda m, t: m.p[:t]
+        .repeat_interleave(m.size, 0)
+        .view(t, -1, 3)
+        .transpose(0, 1),
+        **E,
+    ),
+    "matmul": positions(lambda m, t: m.p[:t] @ m.q, **E, q=(3, 3)),
+    "einsum": positions(
+        lambda m, t: torch.einsum("tr,rd->td", m.p[:t], m.q), p=(N, 2), q=(2, 3)
+    ),
+    "axes": positions(  # as for images, a table for each axis
+        lambda m, t: (m.p[:2, None] + m.q[None, :2]).flatten(0, 1)[:t], **E, q=(N, 3)
+    ),
+    "frequencies": positions(lambda m, t: torch.sin(arange(t)[:, None] * m.w), w=(3,)),
+    "cumulative": positions(lambda m, t: m.p[:t].cumsum(0), **E),
+    "flip-and-roll": positions(lambda m, t: m.p[:t].flip(0).roll(1, 0), **E),
+    "interpolated": positions(
+        lambda m, t: F.interpolate(m.p.T[None], size=t, mode="linear")[0].T, **E
+    ),
+    "gathered": positions(
+        lambda m, t: m.p.gather(0, torch.arange(t)[:, None].expand(-1, 3)), **E
+    ),
+    "fourier": positions(
+        lambda m, t: torch.fft.rfft(m.p[:t]).real @ m.q, **E, q=(2, 3)
+    ),
+    "detached-part": positions(lambda m, t: m.p[:t] + m.p[:t].detach(), **E),
+    "where": positions(
+        lambda m, t: torch.where(m.p[:t] > 0, m.p[:t], 0.1 * m.p[:t]), **E
+    ),
+    "in-place": positions(lambda m, t: m.p[:t].clone().mul_(2).tanh_(), **E),
+    "buffer-filled": positions(
+        lambda m, t: torch.zeros(t, 3, dtype=F64).index_add(
+            0, torch.arange(t), m.p[:t]
+        ),
+        **E,
+    ),
+    "scalar-for-each-position": positions(lambda m, t: m.w[:t, None], w=(N,)),
+}
+# How what depends on positions meets the data x [N, T, 3]
+MEETING = {
+    "add": lambda m, x, p: x + p,
+    "add-in-place": lambda m, x, p: x.clone().add_(p),
+    "mul": lambda m, x, p: p * x,
+    "cat": lambda m, x, p: torch.cat([x, p.expand_as(x)], -1),
+    "argument": lambda m, x, p: m.block(x, shift=p),
+    "scores": lambda m, x, p: (x @ p.mT).softmax(-1) @ x,
+}
+
+
+def shifted() -> Module:
+    """Make a module that gets the data and a shift."""
+    return Lambda(lambda m, x, shift: m.fc(x + shift), fc=nn.Linear(3, 3))
+
+
+def with_positions(kind: str, how: str, t: int) -> Row:
+    """Make a row that combines tokens with what depends on positions."""
+    function, parts = POSITIONS[kind].values()
+
+    def forward(m: Module, i: Tensor) -> Tensor:
+        m.size = len(i)
+        return m.head(MEETING[how](m, m.token(i), function(m, i.shape[1])).tanh())
+
+    return Row(
+        lambda: Lambda(
+            forward,
+            token=nn.Embedding(5, 3),
+            head=nn.Linear(6 if how == "cat" else 3, 2),
+            **({"block": shifted()} if how == "argument" else {}),
+            **{name: part(spec) for name, spec in parts.items()},
+        ),
+        tokens(t),
+    )
+
+
+# Every expression is added, with N positions and with another number of them, and
+# every way to meet is tried on a few; the others are left out, as they repeat both
+POSITION_ROWS = {
+    f"positions-{kind}-{how}-{t}": with_positions(kind, how, t)
+    for kind in POSITIONS
+    for how in MEETING
+    for t in LENGTHS
+    if how == "add" or (kind in ("embedding-linear", "expand") and t == N)
+}
+
+TOKENS_IN_FRONT = {
+    f"{name}-{t}": use(function, t, 4, **parts)
+    for t in LENGTHS
+    for name, (function, parts) in {
+        "class-token-expand": (
+            lambda m, x: torch.cat([m.c.expand(len(x), -1, -1), x], 1),
+            {"c": (1, 1, 4)},
+        ),
+        "class-token-repeat": (
+            lambda m, x: torch.cat([m.c.repeat(len(x), 1, 1), x], dim=1)
+            @ x.mT[..., :1],
+            {"c": (1, 4)},
+        ),
+        "class-token-and-positions": (
+            lambda m, x: torch.cat([m.c.expand(len(x), -1, -1), x], 1)
+            + m.p[: x.shape[1] + 1],
+            {"c": (1, 1, 4), "p": (N + 1, 4)},
+        ),
+        "class-token-padded": (
+            lambda m, x: F.pad(x, (0, 0, 1, 0)) + F.pad(m.c, (0, 0, 0, x.shape[1])),
+            {"c": (1, 4)},
+        ),
+        "prompt": (
+            lambda m, x: m.f(
+                torch.cat([m.p.unsqueeze(0).expand(len(x), -1, -1), x], 1)
+            ),
+            {
+                "p": (N, 4),
+                "f": lambda: nn.TransformerEncoderLayer(4, 2, 4, 0.0, batch_first=True),
+            },
+        ),
+        "mask-token": (
+            lambda m, x: torch.where((x[..., :1] > 0), x, m.c),
+            {"c": (4,)},
+        ),
+    }.items()
+}
+
+
+def orthogonal(module: Module) -> Module:
+    """Parametrize a weight by an orthogonal matrix."""
+    return parametrizations.orthogonal(module, orthogonal_map="cayley")
+
+
+class Low(Module):
+    """Parametrization by a sum with a product of low rank."""
+
+    def __init__(self, out: int, inp: int):
+        """Create the factors."""
+        super().__init__()
+        self.a, self.b = param(2, inp), param(out, 2)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """Add the product."""
+        return weight + 0.5 * self.b @ self.a
+
+
+def adapted(layer: Module) -> Module:
+    """Adapt a layer's weight by a parametrization."""
+    parametrize.register_parametrization(layer, "weight", Low(*layer.weight.shape))
+    return layer
+
+
+class LoRA(Module):
+    """A frozen layer, and an adapter of low rank beside it."""
+
+    def __init__(self):
+        """Create layer and factors."""
+        super().__init__()
+        self.base = nn.Linear(4, 4).requires_grad_(False)
+        self.down, self.up = nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add both."""
+        return self.base(x) + 2 * self.up(self.down(x))
+
+
+class DoRA(Module):
+    """An adapter of a weight's direction, with a magnitude for each output."""
+
+    def __init__(self):
+        """Create weight, factors and magnitude."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4), requires_grad=False)
+        self.a, self.b, self.magnitude = param(2, 4), param(4, 2), param(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the adapted weight."""
+        weight = self.weight + self.b @ self.a
+        weight = self.magnitude * weight / weight.norm(dim=1, keepdim=True).detach()
+        return F.linear(x, weight)
+
+
+class Standardized(nn.Conv1d):
+    """A convolution whose weight is standardized, as in weight-standardized ResNets."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Standardize the weight and convolve."""
+        w = self.weight
+        w = (w - w.mean((1, 2), keepdim=True)) / (w.std((1, 2), keepdim=True) + 1e-5)
+        return F.conv1d(x, w, self.bias)
+
+
+class StandardizedByBatchNorm(nn.Conv1d):
+    """The same, by a function that normalizes batches; as timm does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Standardize the weight and convolve."""
+        w = F.batch_norm(
+            self.weight.reshape(1, self.out_channels, -1), None, None, training=True
+        )
+        return F.conv1d(x, w.reshape_as(self.weight), self.bias)
+
+
+def old_weight_norm(layer: Module) -> Module:
+    """Normalize a weight, in the deprecated way that a hook recomputes it."""
+    with pytest.warns(FutureWarning):
+        return nn.utils.weight_norm(layer)
+
+
+def prepared(m: Module, x: Tensor) -> Tensor:
+    """Compute a weight in one module's method, use it in another's call."""
+    m.weights.append(m.w.tanh())
+    return m.f(x, m.weights.pop())
+
+
+EXPRESSIONS = {
+    "weight-norm": use(
+        lambda m, x: m.f(x), 4, f=lambda: parametrizations.weight_norm(nn.Linear(4, 3))
+    ),
+    "weight-norm-of-a-convolution": use(
+        lambda m, x: m.f(x),
+        2,
+        4,
+        f=lambda: parametrizations.weight_norm(nn.Conv1d(2, 2, 2)),
+    ),
+    "weight-norm-deprecated": use(
+        lambda m, x: m.f(x), 4, f=lambda: old_weight_norm(nn.Linear(4, 3))
+    ),
+    "spectral-norm": use(
+        lambda m, x: m.f(x),
+        4,
+        f=lambda: parametrizations.spectral_norm(nn.Linear(4, 3)),
+    ),
+    "spectral-norm-deprecated": use(
+        lambda m, x: m.f(x), 4, f=lambda: nn.utils.spectral_norm(nn.Linear(4, 3))
+    ),
+    "orthogonal": use(lambda m, x: m.f(x), 4, f=lambda: orthogonal(nn.Linear(4, 4))),
+    "weight-norm-by-hand": use(
+        lambda m, x: F.linear(x, m.g * m.w / m.w.norm(dim=1, keepdim=True)),
+        4,
+        w=(3, 4),
+        g=(3, 1),
+    ),
+    "parametrized-low-rank": use(
+        lambda m, x: m.f(x), 4, f=lambda: adapted(nn.Linear(4, 3))
+    ),
+    "two-parametrizations": use(
+        lambda m, x: m.f(x), 4, f=lambda: adapted(adapted(nn.Linear(4, 3)))
+    ),
+    "adapted-table": Row(
+        lambda: Lambda(lambda m, i: m.e(i).sin(), e=adapted(nn.Embedding(5, 3))),
+        tokens(N),
+    ),
+    "lora": use(lambda m, x: m.f(x), 4, f=LoRA),
+    "lora-merged": use(
+        lambda m, x: F.linear(x, m.w.detach() + m.b @ m.a),
+        4,
+        w=lambda: nn.Buffer(torch.randn(4, 4)),
+        a=(2, 4),
+        b=(4, 2),
+    ),
+    "dora": use(lambda m, x: m.f(x), 4, f=DoRA),
+    "standardized-convolution": use(
+        lambda m, x: m.f(x), 2, 4, f=lambda: Standardized(2, 3, 2)
+    ),
+    "standardized-by-batch-norm": use(
+        lambda m, x: m.f(x), 2, 4, f=lambda: StandardizedByBatchNorm(2, 3, 2)
+    ),
+    "mixture-of-weights": use(
+        lambda m, x: F.linear(x, torch.tensordot(m.a.softmax(0), m.bank, 1)),
+        4,
+        a=(3,),
+        bank=(3, 3, 4),
+    ),
+    "kronecker-weight": use(
+        lambda m, x: F.linear(x, torch.kron(m.a, m.b)), 4, a=(2, 2), b=(2, 2)
+    ),
+    "masked-weight": use(
+        lambda m, x: F.linear(x, m.w * (m.w.abs() > 0.5)), 4, w=(3, 4)
+    ),
+    "straight-through": use(  # as quantization does
+        lambda m, x: F.linear(x, m.w + (m.w.round() - m.w).detach()), 4, w=(3, 4)
+    ),
+    "ternary-scale": use(
+        lambda m, x: F.linear(x, m.w.sign().detach() * m.w.abs().mean()), 4, w=(3, 4)
+    ),
+    "stacked-weights": use(
+        lambda m, x: F.linear(x, torch.cat([m.a, m.b])), 4, a=(2, 4), b=(1, 4)
+    ),
+    "split-weight": use(
+        lambda m, x: F.linear(F.linear(x, m.w[:4]), m.w[4:]), 4, w=(6, 4)
+    ),
+    "shifted-weight": use(
+        lambda m, x: F.linear(x, m.w.roll(1, 0).flip(1).T.contiguous().T), 4, w=(3, 4)
+    ),
+    "hypernetwork-of-a-code": use(
+        lambda m, x: F.linear(x, m.hyper(m.code).view(3, 4)),
+        4,
+        hyper=lambda: nn.Linear(2, 12),
+        code=(2,),
+    ),
+    "hypernetwork-of-a-table": use(  # codes of N layers, by a batch of its own
+        lambda m, x: F.linear(x, m.hyper(m.codes).sum(0).view(4, 4)),
+        4,
+        hyper=lambda: nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 16)),
+        codes=(N, 2),
+    ),
+    "checkpointed-expression": use(
+        lambda m, x: F.linear(
+            x, checkpoint(lambda w: w.tanh() @ w.T, m.w, use_reentrant=False)
+        ),
+        4,
+        w=(4, 2),
+    ),
+    "computed-before-the-call": use(
+        prepared,
+        4,
+        w=(3, 4),
+        weights=list,
+        f=lambda: Lambda(lambda m, x, w: F.linear(x, w)),
+    ),
+    "matrix-exponential": use(
+        lambda m, x: x @ torch.linalg.matrix_exp(m.w - m.w.T), 4, w=(4, 4)
+    ),
+    "state-space": use(
+        lambda m, x: torch.einsum(
+            "nt,tk->nk", x, torch.stack([m.a.tanh() ** i for i in range(4)]) * m.c
+        ),
+        4,
+        a=(3,),
+        c=(3,),
+    ),
+    "frozen-part-of-a-weight": use(
+        lambda m, x: F.linear(x, torch.cat([m.w[:2].detach(), m.w[2:]])), 4, w=(3, 4)
+    ),
+    "hook-of-the-weight": use(lambda m, x: F.linear(x, hooked(m.w * 2)), 4, w=(3, 4)),
+}
+
+
+def hooked(x: Tensor) -> Tensor:
+    """Register a hook that looks at a gradient."""
+    x.register_hook(lambda g: None)
+    return x
+
+
+# Parameters that data make: the data's own, and no constants
+HYPERNETWORKS = {
+    "weight-for-each-sample": use(
+        lambda m, x: torch.bmm(x[:, None], m.hyper(x.cos()).view(-1, 4, 3)),
+        4,
+        hyper=lambda: nn.Linear(4, 12),
+    ),
+    "film": use(
+        lambda m, x: (lambda s, b: s * x + b)(*m.hyper(x.cos()).chunk(2, -1)),
+        4,
+        hyper=lambda: nn.Linear(4, 8),
+    ),
+    "dynamic-convolution": use(
+        lambda m, x: F.conv1d(
+            x.reshape(1, -1, 4),
+            m.hyper(x.mean(1)).view(-1, 1, 2),
+            groups=2 * len(x),
+        ).view(len(x), 2, 3),
+        2,
+        4,
+        hyper=lambda: nn.Linear(4, 4),
+    ),
+    "conditional-bank": use(  # as in CondConv
+        lambda m, x: torch.einsum("nk,koi,ni->no", m.f(x).softmax(1), m.bank, x),
+        4,
+        f=lambda: nn.Linear(4, 2),
+        bank=(2, 3, 4),
+    ),
+    "fast-weights": use(
+        lambda m, x: x[:, None] @ (m.w + x[:, :, None] * x[:, None].cos()),
+        4,
+        w=(4, 4),
+    ),
+}
+
+
+class Head(Module):
+    """A head as BERT has it: its bias is the decoder's, under another name."""
+
+    def __init__(self):
+        """Create layers and alias."""
+        super().__init__()
+        self.dense, self.decoder = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.bias = self.decoder.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Predict."""
+        return self.decoder(self.dense(x).tanh())
+
+
+class EncoderDecoder(Module):
+    """A table that encoder, decoder, head and a module that is never called share."""
+
+    def __init__(self):
+        """Create the layers."""
+        super().__init__()
+        self.shared = nn.Embedding(5, 3)
+        self.encoder = nn.ModuleDict({"embed": self.shared, "fc": nn.Linear(3, 3)})
+        self.decoder = nn.ModuleDict({"embed": nn.Embedding(5, 3)})
+        self.decoder.embed.weight = self.shared.weight
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.shared.weight
+
+    def forward(self, i: Tensor) -> Tensor:
+        """Encode and decode."""
+        context = self.encoder.fc(self.encoder.embed(i)).tanh().mean(1, keepdim=True)
+        return self.head(self.decoder.embed(i.flip(1)).sin() * context)
+
+
+class WithParameter(nn.Sequential):
+    """A sequence of layers with a parameter of its own."""
+
+    def __init__(self):
+        """Create layers and parameter."""
+        super().__init__(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+        self.temperature = param()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale what comes out."""
+        return super().forward(x) * self.temperature.exp()
+
+
+class Traceable(Module):
+    """A module with a bare parameter, that can be traced."""
+
+    def __init__(self):
+        """Create layer and parameter."""
+        super().__init__()
+        self.fc, self.scale = nn.Linear(4, 3), param(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Predict."""
+        return torch.tanh(self.fc(x) * self.scale + self.scale)
+
+
+def same(*layers: Module) -> List[Module]:
+    """Let layers share the first one's weight."""
+    for layer in layers[1:]:
+        layer.weight = layers[0].weight
+    return list(layers)
+
+
+def aliased_layer() -> Module:
+    """Make a model that holds one layer under two names."""
+    layer = nn.Linear(4, 4)
+    return Lambda(lambda m, x: m.b(m.a(x).tanh()), a=layer, b=layer)
+
+
+def transposed() -> Module:
+    """Make an autoencoder whose decoder has the transposed weight."""
+    return Lambda(lambda m, x: F.linear(m.f(x).tanh(), m.f.weight.T), f=nn.Linear(4, 3))
+
+
+TIED = {
+    "head-of-bert": Row(Head, randn(4)),
+    **{f"encoder-decoder-{t}": Row(EncoderDecoder, tokens(t)) for t in LENGTHS},
+    "weight-in-three-layers": Row(
+        lambda: nn.Sequential(*same(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))),
+        randn(3, 4),
+    ),
+    "layer-and-convolution": Row(
+        lambda: Lambda(
+            lambda m, x: F.conv1d(m.f(x).mT, m.f.weight[:, :, None]).sin(),
+            f=nn.Linear(4, 4),
+        ),
+        randn(N, 4),
+    ),
+    "layer-under-two-names": Row(aliased_layer, randn(4)),
+    "view-of-a-parameter": use(
+        lambda m, x: F.linear(F.linear(x, m.w).tanh(), m.w.view(4, 3)), 4, w=(3, 4)
+    ),
+    "transposed-decoder": Row(transposed, randn(4)),
+    "table-and-head": Row(
+        lambda: Lambda(
+            lambda m, i: (m.e(i).tanh() @ m.e.weight.T), e=nn.Embedding(5, 3)
+        ),
+        tokens(N),
+    ),
+    "scaled-table-and-head": Row(
+        lambda: Lambda(
+            lambda m, i: F.linear(m.e(i).tanh(), m.e.weight * 0.5, m.b),
+            e=nn.Embedding(5, 3),
+            b=param(5),
+        ),
+        tokens(3),
+    ),
+    "never-called": Row(
+        lambda: Lambda(
+            lambda m, x: F.linear(x, m.f.weight, m.f.bias).sin(), f=nn.Linear(4, 3)
+        ),
+        randn(4),
+    ),
+    "einsum-in-two-orders": use(
+        lambda m, x: torch.einsum("ni,ijk->njk", x, m.w).tanh()
+        * torch.einsum("ni,jik->njk", x, m.w),
+        3,
+        w=(3, 3, 3),
+    ),
+    "matmul-from-both-sides": use(lambda m, x: (x @ m.w).tanh() @ m.w.T, 4, w=(4, 4)),
+    "twice-in-one-expression": use(
+        lambda m, x: F.linear(F.linear(x, m.w).tanh(), m.w), 4, w=(4, 4)
+    ),
+    "twice-in-one-operation": use(lambda m, x: torch.addcmul(m.w, x, m.w), 4, w=(4,)),
+    "weight-and-bias-in-one": use(
+        lambda m, x: F.linear(x, m.w, m.w[:, 0]), 4, w=(3, 4)
+    ),
+    "all-projections-in-one": Row(
+        lambda: Lambda(
+            lambda m, x: attend(m.f(x), m.f(x.cos()), m.f(x.sin())), f=nn.Linear(4, 4)
+        ),
+        randn(N, 4),
+    ),
+    "packed-projection-of-one-matrix": use(
+        lambda m, x: F.linear(x, torch.cat([m.w, m.w, m.w.T])), 4, w=(4, 4)
+    ),
+    "bilinear-of-one-module": Row(
+        lambda: Lambda(
+            lambda m, x: m.f(m.g(x), m.g(x.cos())),
+            f=nn.Bilinear(3, 3, 2),
+            g=nn.Linear(4, 3),
+        ),
+        randn(4),
+    ),
+    "sequential-with-a-parameter": Row(WithParameter, randn(4)),
+    "graph-module-with-a-parameter": Row(
+        lambda: fx.symbolic_trace(Traceable()), randn(4)
+    ),
+    "parameter-list": use(
+        lambda m, x: sum(x * p + p.sin() for p in m.ps),
+        4,
+        ps=lambda: nn.ParameterList([param(4), param(4), param(1)]),
+    ),
+    "parameter-dict": use(
+        lambda m, x: x * m.ps["a"] + m.ps["b"],
+        4,
+        ps=lambda: nn.ParameterDict({"a": param(4), "b": param(4)}),
+    ),
+    "two-heads-of-one-body": Row(
+        lambda: Lambda(
+            lambda m, x: torch.cat([F.linear(m.f(x), m.f.weight), m.f(x)], 1),
+            f=nn.Linear(4, 4),
+        ),
+        randn(4),
+    ),
+    "unrolled": use(lambda m, x: unrolled(m, x), 4, w=(4, 4), b=(4,)),
+}
+
+
+def unrolled(m: Module, x: Tensor) -> Tensor:
+    """Iterate a layer until a fixed point is near."""
+    z = torch.zeros_like(x)
+    for _ in range(4):
+        z = torch.tanh(z @ m.w + x + m.b)
+    return z
+
+
+TABLES = {
+    "positions": POSITION_ROWS,
+    "tokens": TOKENS_IN_FRONT,
+    "expression": EXPRESSIONS,
+    "hypernetwork": HYPERNETWORKS,
+    "tied": TIED,
+}
+
+
+@pytest.mark.parametrize(
+    "table, row", [(table, row) for table, rows in TABLES.items() for row in rows]
+)
+def test_right(table: str, row: str) -> None:
+    """Every quantity of every parameter agrees with plain autograd."""
+    assert_right(TABLES[table][row])

@@ -1,0 +1,158 @@
+"""Kronecker factors belong to uses: a linear map has them, whatever it is written as.
+
+With one sample and one position, factors are exact; otherwise they are those of the
+layer that does the same. What has none gets its dense block, unless it is too large.
+"""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import F64
+from oracle import assert_agrees, parameters
+from per_sample import REFUSALS, Lambda, N, compute, lookup, real, reference
+from test_expressions import EXPRESSIONS, TIED
+from test_uses import LINEAR
+from torch import Tensor, nn
+from torch.nn import Module
+
+from backpack import backpack, extend
+from backpack.extensions import KFAC, KFLR
+from backpack.utils.kroneckers import kfacs_to_mat
+
+FACTORS = {
+    **{
+        name: LINEAR[name]
+        for name in (
+            "linear",
+            "linear-keywords",
+            "matmul-transposed",
+            "matmul",
+            "mm",
+            "mm-method",
+            "mm-from-the-left",
+            "addmm",
+            "addmm-transposed",
+            "einsum",
+            "einsum-last",
+            "tensordot",
+            "tensordot-axes",
+        )
+    },
+    "lora": EXPRESSIONS["lora"],
+    "never-called": TIED["never-called"],
+    "one-token": lookup(lambda m, i: (m.w[i] @ m.v).sin(), w=(5, 3), v=(3, 4)),
+}
+
+
+@pytest.mark.parametrize("row", FACTORS)
+def test_factors(row: str) -> None:
+    """The Kronecker product of a linear use's factors is the GGN's block."""
+    one = FACTORS[row]._replace(X=lambda: tuple(x[:1] for x in FACTORS[row].X()))
+    blocks = reference(one).blocks
+    model = compute(one, ["KFLR"])
+    params = parameters(model)
+    for name in params.keys() & {"w", "v", "b", "f.weight", "f.down.weight"}:
+        factors = params[name].kflr
+        rows = sum(f.shape[0] for f in factors)
+        assert len(factors) == min(2, params[name].dim()), f"{name}: a dense block"
+        factors = [f.diag() if f.dim() == 1 else f for f in factors]
+        assert rows < params[name].numel() or params[name].dim() == 1
+        assert_agrees(kfacs_to_mat(factors), blocks[name].sum(0), name)
+
+
+def gpt_layer(m: Module, x: Tensor) -> Tensor:
+    """Apply a layer as GPT-2 has it."""
+    return torch.addmm(m.b, x.reshape(-1, 4), m.w.T).view(*x.shape[:2], 3)
+
+
+TWINS = {  # functions of weight and bias, and the layer that does the same
+    "linear": (lambda m, x: F.linear(x, m.w, m.b), lambda: nn.Linear(4, 3), (3, 4)),
+    "matmul": (lambda m, x: x @ m.w.T + m.b, lambda: nn.Linear(4, 3), (3, 4)),
+    "gpt": (gpt_layer, lambda: nn.Linear(4, 3), (3, 4)),
+    "einsum": (
+        lambda m, x: torch.einsum("nti,oi->nto", x, m.w) + m.b,
+        lambda: nn.Linear(4, 3),
+        (3, 4),
+    ),
+    "convolution": (
+        lambda m, x: F.conv1d(x, m.w, m.b, padding=1),
+        lambda: nn.Conv1d(5, 2, 3, padding=1),
+        (5, 4),
+    ),
+    "transposed-convolution": (
+        lambda m, x: F.conv_transpose1d(x, m.w, m.b),
+        lambda: nn.ConvTranspose1d(5, 2, 3),
+        (5, 4),
+    ),
+    "groups": (
+        lambda m, x: F.conv1d(x, m.w, m.b, groups=2),
+        lambda: nn.Conv1d(4, 2, 3, groups=2),
+        (4, 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("factors", [KFAC, KFLR])
+@pytest.mark.parametrize("name", TWINS)
+def test_factors_like_those_of_a_layer(name: str, factors: type, sharing: str) -> None:
+    """A function's factors are those of the layer that does the same."""
+    function, make, shape = TWINS[name]
+    torch.manual_seed(0)
+    layer = make().to(F64)
+    twin = Lambda(
+        lambda m, x: function(m, x),
+        w=nn.Parameter(layer.weight.detach().clone()),
+        b=nn.Parameter(layer.bias.detach().clone()),
+    )
+    results = []
+    for module in (layer, twin):
+        torch.manual_seed(1)
+        model, loss = extend(nn.Sequential(module)), extend(nn.MSELoss())
+        f = model(torch.randn(N, *shape, dtype=F64))
+        extension = factors(weight_sharing=sharing)
+        with backpack(extension):
+            loss(f, real(f)).backward()
+        results.append([getattr(p, extension.savefield) for p in model.parameters()])
+    for actual, expected, what in zip(*reversed(results), ("weight", "bias")):
+        assert_agrees(actual, expected, what)
+
+
+@pytest.mark.parametrize("t", [1, 3, N])
+def test_factors_of_attention(t: int) -> None:
+    """Attention's packed projection has factors, and no dense block."""
+    model, loss = nn.MultiheadAttention(4, 2, batch_first=True), extend(nn.MSELoss())
+    x = torch.randn(N, t, 4, dtype=F64)
+    out, _ = extend(model.to(F64))(x, x, x)
+    with backpack(KFLR(weight_sharing="expand")):
+        loss(out, real(out)).backward()
+    for p in (model.in_proj_weight, model.out_proj.weight):
+        sizes = [f.shape for f in p.kflr]
+        assert len(sizes) > 1 and max(map(max, sizes)) <= 12, sizes
+
+
+LARGE = {
+    "shift": (lambda m, x: (x + m.w).sum(1, keepdim=True), 2**19),
+    "scale": (lambda m, x: (x * m.w).sum(1, keepdim=True), 2**19),
+    "expression": (
+        lambda m, x: F.linear(x[:, :1024], m.w.view(512, 1024).tanh()).pow(3),
+        2**19,
+    ),
+}
+
+
+@pytest.mark.parametrize("factors", [KFAC, KFLR])
+@pytest.mark.parametrize("name", LARGE)
+def test_large_dense_block(name: str, factors: type) -> None:
+    """A dense block that is too large is refused, with its size and what to do."""
+    function, length = LARGE[name]
+    model = extend(Lambda(function, w=nn.Parameter(torch.zeros(length))))
+    loss = extend(nn.MSELoss())
+    f = model(torch.zeros(2, length))
+    with pytest.raises(REFUSALS) as caught, backpack(factors()):
+        loss(f, torch.zeros_like(f)).backward()
+    message = str(caught.value)
+    assert re.search(r"\d+(\.\d+)? ?[GT]i?B", message), message
+    assert re.search(r"\bw\b", message) and re.search("DiagGGN", message), message

@@ -1,0 +1,132 @@
+"""A model that is extended, and nothing else, works as before.
+
+Without a context, forward and backward pass are those of the plain model, for any kind
+of tensor; it can be traced, scripted, transformed and copied.
+"""
+
+from copy import deepcopy
+from typing import Callable, Dict, Tuple
+
+import pytest
+import torch
+from per_sample import Lambda, N, param
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import Module
+
+from backpack import disable, extend
+
+D = 4
+
+
+def mlp() -> Module:
+    """Make a small model."""
+    return nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 2))
+
+
+def sparse_layer() -> Module:
+    """Make a model that multiplies sparse data by a weight."""
+    return Lambda(lambda m, x: torch.sparse.mm(x, m.w) + m.b, w=param(D, 2), b=param(2))
+
+
+def meta(make: Callable[[], Module]) -> Callable[[], Module]:
+    """Make a model without numbers."""
+    return lambda: make().to("meta")
+
+
+MERELY: Dict[str, Tuple[Callable[[], Module], Callable[[], Tensor]]] = {
+    "dense": (mlp, lambda: torch.randn(N, D)),
+    "sparse-input": (sparse_layer, lambda: torch.eye(N, D).to_sparse()),
+    "sparse-input-of-a-layer": (mlp, lambda: torch.eye(N, D).to_sparse()),
+    "sparse-csr-input": (sparse_layer, lambda: torch.eye(N, D).to_sparse_csr()),
+    "nested": (
+        lambda: nn.Sequential(nn.Linear(D, D), nn.Linear(D, 2)),
+        lambda: torch.nested.nested_tensor([torch.ones(2, D), torch.ones(3, D)]),
+    ),
+    "nested-jagged": (
+        mlp,
+        lambda: torch.nested.nested_tensor(
+            [torch.ones(2, D), torch.ones(3, D)], layout=torch.jagged
+        ),
+    ),
+    "meta": (meta(mlp), lambda: torch.randn(N, D, device="meta")),
+    "no-samples": (mlp, lambda: torch.randn(0, D)),
+    "one-axis": (mlp, lambda: torch.randn(D)),
+    "complex": (
+        lambda: nn.Linear(D, 2, dtype=torch.complex64),
+        lambda: torch.randn(N, D, dtype=torch.complex64),
+    ),
+    "recurrent-without-batch": (
+        lambda: Lambda(lambda m, x: m.r(x)[0], r=nn.GRU(D, 2)),
+        lambda: torch.randn(3, D),
+    ),
+    "batch-statistics": (
+        lambda: nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D)),
+        lambda: torch.randn(N, D),
+    ),
+}
+
+
+def total(out: Tensor) -> Tensor:
+    """Add up everything that a model returns."""
+    out = out.values() if out.is_nested and out.layout == torch.jagged else out
+    if out.is_nested:
+        return sum(t.sum() for t in out.unbind())
+    return out.abs().sum() if out.is_complex() else out.sum()
+
+
+@pytest.mark.filterwarnings("ignore:(?s).*(Sparse CSR|nested tensors)")
+@pytest.mark.parametrize("name", MERELY)
+def test_without_a_context(name: str) -> None:
+    """Forward and backward pass are those of a model that isn't extended."""
+    make, data = MERELY[name]
+    results = []
+    for extended in (False, True):
+        torch.manual_seed(0)
+        model, x = make(), data()
+        model = extend(model) if extended else model
+        out = model(x)
+        total(out).backward()
+        results.append([total(out).detach(), *[p.grad for p in model.parameters()]])
+    for actual, expected in zip(*reversed(results)):
+        assert actual.shape == expected.shape and actual.dtype == expected.dtype
+        assert expected.is_meta or torch.equal(actual, expected)
+
+
+COMPILERS: Dict[str, Callable[[Module, Tensor], Callable]] = {
+    "trace": lambda model, x: torch.jit.trace(model, x),
+    "script": lambda model, x: torch.jit.script(model),
+    "functional": lambda model, x: lambda x: functional_call(
+        model, dict(model.named_parameters()), (x,)
+    ),
+    "vmap": lambda model, x: torch.vmap(model),
+    "fx": lambda model, x: torch.fx.symbolic_trace(model),
+    "copy": lambda model, x: deepcopy(model),
+    "no-store": lambda model, x: disabled(model),
+}
+
+
+def disabled(model: Module) -> Callable:
+    """Make a function that calls a model where nothing is stored."""
+
+    def call(x: Tensor) -> Tensor:
+        with disable():
+            return model(x)
+
+    return call
+
+
+@pytest.mark.filterwarnings("ignore:(?s).*(torch.jit|deprecated)")
+@pytest.mark.parametrize("name", COMPILERS)
+def test_compiled_after_it_was_extended(name: str) -> None:
+    """A model that is extended can be traced, scripted, transformed and copied."""
+    torch.manual_seed(0)
+    plain, x = mlp(), torch.randn(N, D)
+    model = extend(deepcopy(plain))
+    function = COMPILERS[name](model, x)
+    assert torch.equal(function(x), plain(x))
+    function(x).sum().backward()
+    plain(x).sum().backward()
+    holder = function if isinstance(function, Module) else model
+    for actual, expected in zip(holder.parameters(), plain.parameters()):
+        assert torch.equal(actual.grad, expected.grad)

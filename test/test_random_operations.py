@@ -1,0 +1,592 @@
+"""Models of random operations: right for each sample, or refused; never changed.
+
+A model is a sequence of steps on ``[N, T, D]``. A step moves samples about, uses
+parameters in some way, and moves samples back. Parameters come from a small pool, so
+that they are shared, aliased, and used as expressions. Half of the time N equals T, and
+now and then both equal D. If samples meet in one step, all must be refused; if they
+don't, all must be right, and refusals of what is common are mistakes.
+
+A test run draws a few, always the same. With ``BACKPACK_TEST_LONG=1`` it draws ten
+thousand new ones, with ``BACKPACK_TEST_LONG=<count>`` as many, and prints its seed; set
+``BACKPACK_TEST_SEED=<seed>`` to repeat a run.
+"""
+
+import os
+import random
+from collections import Counter
+from typing import Any, Callable, Dict, List, NamedTuple, Tuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import F64
+from hypothesis import HealthCheck, Phase, given
+from hypothesis import seed as with_seed
+from hypothesis import settings
+from hypothesis import strategies as st
+from per_sample import Row, assert_equal, assert_fields, compute, param, real, reference
+from torch import Tensor, nn
+from torch.nn import Module
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+LONG = int(os.environ.get("BACKPACK_TEST_LONG", "0"))
+COUNT = {0: 120, 1: 10000}.get(LONG, LONG)
+SEED = int(os.environ.get("BACKPACK_TEST_SEED", random.randrange(2**32)))
+
+D = 3
+POOL = 3  # parameters of a kind
+QUANTITIES = ["BatchGrad", "BatchL2Grad", "DiagGGNExact"]
+
+Leaf = Callable[[Module, Tensor, int], Tensor]
+
+
+class Model(Module):
+    """A pool of parameters and layers, and steps that use them."""
+
+    def __init__(self, steps: List[Callable[[Module, Tensor], Tensor]]):
+        """Create the pool.
+
+        Args:
+            steps: Functions of model and data.
+        """
+        super().__init__()
+        self.first, self.last = nn.Linear(D, D), nn.Linear(D, D)
+        self.w = nn.ParameterList([param(D, D) for _ in range(POOL)])
+        self.v = nn.ParameterList([param(D) for _ in range(POOL)])
+        self.table = nn.ParameterList([param(8, D) for _ in range(POOL)])
+        self.f = nn.ModuleList([nn.Linear(D, D) for _ in range(POOL)])
+        self.norm = nn.ModuleList([nn.LayerNorm(D), nn.RMSNorm(D, 1e-5)])
+        self.conv = nn.Conv1d(D, D, 3, padding=1)
+        self.gru = nn.GRU(D, D)
+        self.attention = nn.MultiheadAttention(D, 1)
+        self.embedding = nn.Embedding(8, D)
+        self.normed = parametrizations.weight_norm(nn.Linear(D, D))
+        self.alias, self.tied = self.w[0], nn.Linear(D, D)
+        self.tied.weight = self.w[1]
+        self.register_buffer("count", torch.zeros(()))
+        self.steps = steps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply all steps."""
+        x = self.first(x).tanh()
+        for step in self.steps:
+            x = step(self, x)
+        self.count += 1
+        return self.last(x)
+
+
+# Uses of parameters on the last axis, whatever is in front; i chooses from the pool
+
+ROWS: Dict[str, Leaf] = {
+    "layer": lambda m, x, i: m.f[i](x).tanh(),
+    "linear": lambda m, x, i: F.linear(x, m.w[i], m.v[i]).tanh(),
+    "matmul": lambda m, x, i: (x @ m.w[i] + m.v[i]).tanh(),
+    "mm": lambda m, x, i: torch.mm(x.reshape(-1, D), m.w[i]).view_as(x).sin(),
+    "addmm": lambda m, x, i: torch.addmm(m.v[i], x.reshape(-1, D), m.w[i])
+    .view(x.shape)
+    .tanh(),
+    "einsum": lambda m, x, i: torch.einsum("...i,oi->...o", x, m.w[i]).sin(),
+    "tensordot": lambda m, x, i: torch.tensordot(x, m.w[i], 1).sin(),
+    "low-rank": lambda m, x, i: x + (x @ m.w[i][:, :2]) @ m.w[i].T[:2].tanh(),
+    "layer's-weight": lambda m, x, i: F.linear(x, m.f[i].weight).tanh(),
+    "transposed": lambda m, x, i: F.linear(x, m.f[i].weight.T, m.v[i]).tanh(),
+    "alias": lambda m, x, i: (x @ m.alias).tanh(),
+    "tied": lambda m, x, i: m.tied(x).tanh(),
+    "scale": lambda m, x, i: x * m.v[i],
+    "shift": lambda m, x, i: x + m.v[i],
+    "scale-and-shift": lambda m, x, i: torch.addcmul(m.v[i], x, m.v[i - 1]),
+    "in-place": lambda m, x, i: x.clone().mul_(m.v[i]).add_(m.v[i - 1]).tanh_(),
+    "gate": lambda m, x, i: x * torch.sigmoid(m.f[i](x)),
+    "norm": lambda m, x, i: m.norm[i % 2](x),
+    "layer-norm": lambda m, x, i: F.layer_norm(x, (D,), m.v[i], m.v[i - 1], 1e-2),
+    "rms-norm": lambda m, x, i: m.v[i] * x * (x.pow(2).mean(-1, True) + 0.1).rsqrt(),
+    "weight-norm": lambda m, x, i: m.normed(x).tanh(),
+    "weight-norm-by-hand": lambda m, x, i: F.linear(
+        x, m.v[i][:, None] * m.w[i] / m.w[i].norm(dim=1, keepdim=True)
+    ),
+    "product-of-weights": lambda m, x, i: (x @ (m.w[i] @ m.w[i - 1].T).tanh()).sin(),
+    "adapter": lambda m, x, i: F.linear(
+        x, m.f[i].weight + m.w[i][:, :1] @ m.w[i - 1][:1]
+    ).tanh(),
+    "stacked": lambda m, x, i: F.linear(x, torch.cat([m.w[i][:2], m.v[i][None]])),
+    "mixture": lambda m, x, i: x
+    @ torch.tensordot(m.v[i].softmax(0), torch.stack(list(m.w)), 1),
+    "straight-through": lambda m, x, i: F.linear(
+        x, m.w[i] + (m.w[i].round() - m.w[i]).detach()
+    ),
+    "checkpointed-expression": lambda m, x, i: x
+    @ checkpoint(lambda w: w.tanh() @ w.T, m.w[i], use_reentrant=False),
+    "lookup": lambda m, x, i: x + m.table[i][bucket(x)],
+    "embedding": lambda m, x, i: x * m.embedding(bucket(x)),
+    "index-select": lambda m, x, i: x
+    + m.table[i].index_select(0, bucket(x).flatten()).view(x.shape),
+    "where": lambda m, x, i: torch.where(x > 0, x, m.v[i]),
+    "mask-token": lambda m, x, i: torch.where(x[..., :1] > 0, x, m.v[i]),
+    "prototypes": lambda m, x, i: (x[..., None, :] - m.w[i]).pow(2).sum(-1).cos(),
+    "keys-and-values": lambda m, x, i: (x @ m.table[i].T).softmax(-1) @ m.table[i - 1],
+    "bilinear": lambda m, x, i: (m.f[i](x) * (x @ m.w[i])).sin(),
+    "film": lambda m, x, i: x * (1 + m.f[i](x.cos())) + x.sin() @ m.w[i - 1],
+    "pairs": lambda m, x, i: torch.cat([x[..., :1] * m.v[i][:1], x[..., 1:]], -1),
+    "twice": lambda m, x, i: m.f[i](m.f[i](x).tanh()),
+    "frozen-part": lambda m, x, i: x @ torch.cat([m.w[i][:1].detach(), m.w[i][1:]]),
+}
+
+
+def bucket(x: Tensor) -> Tensor:
+    """Map data to numbers from 0 to 7, for each place in front of the last axis."""
+    return (x.detach().sum(-1) * 7).long() % 8
+
+
+# Uses of parameters on sequences [n, t, D]
+
+SEQUENCES: Dict[str, Leaf] = {
+    "positions": lambda m, x, i: x + m.table[i][: x.shape[1]],
+    "positions-expanded": lambda m, x, i: x
+    * m.table[i][None, : x.shape[1]].expand_as(x),
+    "positions-embedding": lambda m, x, i: x + m.embedding(torch.arange(x.shape[1])),
+    "positions-linear": lambda m, x, i: x
+    + m.f[i](m.embedding(torch.arange(x.shape[1]))).tanh(),
+    "positions-norm": lambda m, x, i: x * m.norm[i % 2](m.table[i][: x.shape[1]]),
+    "positions-frequency": lambda m, x, i: x
+    + torch.sin(torch.arange(x.shape[1], dtype=x.dtype)[:, None] * m.v[i]),
+    "positions-stacked": lambda m, x, i: x
+    + torch.stack([m.v[i] * t for t in range(x.shape[1])]),
+    "positions-repeated": lambda m, x, i: x
+    + m.table[i][: x.shape[1]].repeat(len(x), 1, 1),
+    "class-token": lambda m, x, i: torch.cat(
+        [m.v[i].expand(len(x), 1, D), x[:, 1:]], 1
+    ),
+    "token-in-front": lambda m, x, i: (
+        torch.cat([m.v[i].expand(len(x), 1, D), x], 1).cumsum(1)[:, 1:]
+    ),
+    "attention": lambda m, x, i: attend(m.f[i](x), x, x @ m.w[i]),
+    "packed-attention": lambda m, x, i: attend(
+        *F.linear(x, torch.cat(list(m.w))).chunk(3, -1)
+    ),
+    "attention-layer": lambda m, x, i: time_first(x, lambda z: m.attention(z, z, z)[0]),
+    "relative-bias": lambda m, x, i: attend(
+        x, x, x, (m.table[i] @ m.v[i])[distance(x.shape[1])]
+    ),
+    "learned-queries": lambda m, x, i: attend(m.table[i][: x.shape[1]], x, x),
+    "prefix": lambda m, x, i: attend(
+        x,
+        torch.cat([m.table[i][:2].expand(len(x), 2, D), x], 1),
+        torch.cat([m.table[i - 1][:2].expand(len(x), 2, D), x], 1),
+    ),
+    "gru": lambda m, x, i: time_first(x, lambda z: m.gru(z)[0]),
+    "conv": lambda m, x, i: m.conv(x.mT).mT.tanh(),
+    "functional-conv": lambda m, x, i: F.conv1d(
+        x.mT, torch.stack([m.w[i], m.w[i - 1], m.w[i]], -1), padding="same"
+    ).mT.sin(),
+    "depthwise": lambda m, x, i: F.conv1d(
+        F.pad(x.mT, (2, 0)), m.w[i][:, None], groups=D
+    ).mT,
+    "mix-positions": lambda m, x, i: m.table[i][: x.shape[1], :1].tanh()
+    * x.mean(1, True)
+    + x,
+    "scan": lambda m, x, i: scan(x, m.w[i]),
+    "pool-and-gate": lambda m, x, i: x * torch.sigmoid(m.f[i](x.mean(1, keepdim=True))),
+}
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Any = 0.0) -> Tensor:
+    """Attend by hand."""
+    return (q @ k.mT + bias).softmax(-1) @ v
+
+
+def distance(t: int) -> Tensor:
+    """Return the distances of all pairs of positions, from 0 to 7."""
+    i = torch.arange(t)
+    return (i[None] - i[:, None]) % 8
+
+
+def time_first(x: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
+    """Call a layer that wants time in front."""
+    return layer(x.transpose(0, 1)).transpose(0, 1)
+
+
+def scan(x: Tensor, w: Tensor) -> Tensor:
+    """Run a recurrence, written by hand."""
+    h, out = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = torch.tanh(h @ w + x[:, t])
+        out.append(h)
+    return torch.stack(out, 1)
+
+
+# Moves: functions of x [N, T, D] and of what is done in between, to [N, T, D]
+
+Inner = Callable[[Tensor], Tensor]
+Move = Callable[[Tensor, Inner], Tensor]
+
+
+def order_of(x: Tensor) -> Tensor:
+    """Return an order of the samples that depends on the data."""
+    return x.detach().flatten(1).sum(1).argsort()
+
+
+def routed(x: Tensor, f: Inner, mask: Tensor) -> Tensor:
+    """Apply a function to some rows."""
+    out = x.clone()
+    if mask.any():
+        out[mask] = f(x[mask])
+    return out
+
+
+def by_expert(x: Tensor, f: Inner) -> Tensor:
+    """Send rows to one of two functions by index, and add what comes back."""
+    flat = x.flatten(0, 1)
+    route, out = bucket(flat) % 2, torch.zeros_like(flat)
+    for e in range(2):
+        rows = torch.where(route == e)[0]
+        if len(rows):
+            out = out.index_add(0, rows, f(flat[rows]) * (e + 1))
+    return out.view_as(x)
+
+
+def sorted_rows(x: Tensor, f: Inner) -> Tensor:
+    """Sort rows by what they hold, and put them back."""
+    flat = x.flatten(0, 1)
+    order = flat.detach()[:, 0].argsort()
+    return f(flat[order])[order.argsort()].view_as(x)
+
+
+def written(x: Tensor, f: Inner) -> Tensor:
+    """Write what comes out into a buffer, time in front."""
+    out = x.new_zeros(x.shape[1], len(x), D)
+    out[:] = f(x).transpose(0, 1)
+    return out.transpose(0, 1)
+
+
+def windows(x: Tensor, f: Inner) -> Tensor:
+    """Split into windows of two positions."""
+    n, t, _ = x.shape
+    z = F.pad(x, (0, 0, 0, t % 2)).view(n, -1, 2, D).flatten(0, 1)
+    return f(z).reshape(n, -1, D)[:, :t]
+
+
+BATCH_MOVES: Dict[str, Move] = {  # to [n, t, D], samples in front
+    "stay": lambda x, f: f(x),
+    "residual": lambda x, f: x + f(x),
+    "order-and-back": lambda x, f: f(x[order_of(x)])[order_of(x).argsort()],
+    "flip-and-back": lambda x, f: f(x.flip(0)).flip(0),
+    "roll-and-back": lambda x, f: f(x.roll(1, 0)).roll(-1, 0),
+    "roll-time": lambda x, f: f(x.roll(1, 1)),
+    "two-batches": lambda x, f: (lambda z: z[0] * z[1])(
+        f(torch.cat([x, x.cos()])).chunk(2)
+    ),
+    "repeat": lambda x, f: f(x.repeat(2, 1, 1))[len(x) :],
+    "repeat-interleave": lambda x, f: f(x.repeat_interleave(2, 0))
+    .unflatten(0, (-1, 2))
+    .mean(1),
+    "halves": lambda x, f: torch.cat([f(z) for z in x.split(max(1, len(x) // 2))]),
+    "windows": windows,
+    "checkpoint": lambda x, f: checkpoint(f, x, use_reentrant=False),
+    "written": written,
+}
+ROW_MOVES: Dict[str, Move] = {  # to any shape [*, D]
+    "transpose": lambda x, f: f(x.transpose(0, 1)).transpose(0, 1),
+    "permute-contiguous": lambda x, f: f(x.permute(1, 0, 2).contiguous()).permute(
+        1, 0, 2
+    ),
+    "flatten": lambda x, f: f(x.flatten(0, 1)).view_as(x),
+    "flatten-time-first": lambda x, f: f(x.transpose(0, 1).flatten(0, 1))
+    .unflatten(0, (x.shape[1], -1))
+    .transpose(0, 1),
+    "stack-in-front": lambda x, f: f(torch.stack([x, x.sin()])).prod(0),
+    "stack-behind": lambda x, f: f(torch.stack([x, x.sin()], 2)).mean(2),
+    "each-sample": lambda x, f: torch.stack([f(z) for z in x]),
+    "each-step": lambda x, f: torch.stack([f(z) for z in x.unbind(1)], 1),
+    "masked": lambda x, f: routed(x, f, x[..., 0] > 0),
+    "experts": by_expert,
+    "sorted": sorted_rows,
+    "images": lambda x, f: f(x[:, None].expand(-1, 2, -1, -1)).mean(1),
+}
+
+
+def uses(move: str, leaf: str, i: int) -> Callable[[Module, Tensor], Tensor]:
+    """Make a step that uses parameters between a move and the way back."""
+    moves = {**BATCH_MOVES, **ROW_MOVES}
+    leaves = {**ROWS, **SEQUENCES}
+
+    def step(m: Module, x: Tensor) -> Tensor:
+        return moves[move](x, lambda z: leaves[leaf](m, z, i))
+
+    return step
+
+
+COUPLINGS: Dict[str, Callable[[Tensor], Tensor]] = {  # of at least two samples
+    "rolled": lambda x: x + x.roll(1, 0),
+    "flipped": lambda x: x * x.flip(0).sin() + x.flip(0),
+    "permuted": lambda x: x + x[torch.arange(len(x)).roll(1)],
+    "mean": lambda x: x - 0.5 * x.mean(0),
+    "sum": lambda x: x / (9 + x.sum()),
+    "softmax": lambda x: x.softmax(0) + x,
+    "cumulative": lambda x: x.cumsum(0),
+    "maximum": lambda x: x - x.amax(0),
+    "norm": lambda x: x / x.norm(),
+    "similarity": lambda x: torch.einsum("nti,mti,msj->nsj", x, x, x),
+    "attention-over-samples": lambda x: attend(
+        x.transpose(0, 1), x.transpose(0, 1), x.transpose(0, 1)
+    ).transpose(0, 1),
+    "in-place": lambda x: x.clone().add_(x.roll(1, 0)),
+    "running": lambda x: torch.stack([x[max(0, n - 1)] + x[n] for n in range(len(x))]),
+    "wrong-view": lambda x: x.flatten(0, 1).roll(1, 0).view_as(x) + x,
+    "batch-statistics": lambda x: F.batch_norm(x.mT, None, None, training=True).mT,
+}
+
+OBJECTIVES: Dict[str, Tuple[Callable[[], Module], Callable]] = {
+    "mse": (nn.MSELoss, lambda f, loss: loss(f, real(f))),
+    "mse-pooled": (nn.MSELoss, lambda f, loss: loss(f.mean(1), real(f.mean(1)))),
+    "mse-flat": (
+        lambda: nn.MSELoss(reduction="sum"),
+        lambda f, loss: loss(f.flatten(0, 1), real(f).flatten(0, 1)),
+    ),
+    "tokens": (
+        nn.CrossEntropyLoss,
+        lambda f, loss: loss(f.flatten(0, 1), labels(f).flatten()),
+    ),
+    "tokens-time-first": (
+        nn.CrossEntropyLoss,
+        lambda f, loss: loss(f.transpose(0, 1).flatten(0, 1), labels(f).T.flatten()),
+    ),
+    "tokens-transposed": (
+        nn.CrossEntropyLoss,
+        lambda f, loss: loss(f.mT, labels(f)),
+    ),
+    "tokens-masked": (
+        nn.CrossEntropyLoss,
+        lambda f, loss: loss(f[labels(f) < 2], labels(f)[labels(f) < 2]),
+    ),
+    "last-token": (
+        nn.CrossEntropyLoss,
+        lambda f, loss: loss(f[:, -1], labels(f)[:, -1]),
+    ),
+}
+
+
+def labels(f: Tensor) -> Tensor:
+    """Return a class for each token, zero for the first one."""
+    return (torch.arange(f[..., 0].numel()) * 5 % 7 % D).view(f.shape[:-1])
+
+
+class Step(NamedTuple):
+    """A step: how samples move, how parameters are used, and which ones."""
+
+    move: str
+    leaf: str
+    index: int
+
+
+class Spec(NamedTuple):
+    """All that has to be known to build a random problem.
+
+    Attributes:
+        steps: The steps.
+        coupling: Where samples meet, before that step, and how; ``None`` if nowhere.
+        objective: What is differentiated.
+        batch: Number of samples.
+        length: Number of positions.
+    """
+
+    steps: List[Step]
+    coupling: Any
+    objective: str
+    batch: int
+    length: int
+
+    def row(self) -> Row:
+        """Make the row."""
+        steps = [uses(*step) for step in self.steps]
+        if self.coupling is not None:
+            place, how = self.coupling
+            steps.insert(place % (len(steps) + 1), lambda m, x: COUPLINGS[how](x))
+        loss, objective = OBJECTIVES[self.objective]
+        return Row(
+            lambda: self._model(steps),
+            lambda: (torch.randn(self.batch, self.length, D, dtype=F64),),
+            loss,
+            objective,
+            quantities=QUANTITIES,
+            alone=False,
+        )
+
+    def _model(self, steps: List) -> Module:
+        """Make the model, whose unused parameters need no gradient."""
+        model = Model(steps).to(F64)
+        with torch.random.fork_rng():
+            x = torch.randn(self.batch, self.length, D, dtype=F64)
+            model(x).sum().backward()
+        model.count.zero_()
+        for p in model.parameters():
+            p.requires_grad_(p.grad is not None)
+            p.grad = None
+        return model
+
+
+STEPS = st.one_of(
+    st.builds(
+        Step,
+        move=st.sampled_from(sorted({**BATCH_MOVES, **ROW_MOVES})),
+        leaf=st.sampled_from(sorted(ROWS)),
+        index=st.integers(0, POOL - 1),
+    ),
+    st.builds(
+        Step,
+        move=st.sampled_from(sorted(BATCH_MOVES)),
+        leaf=st.sampled_from(sorted(SEQUENCES)),
+        index=st.integers(0, POOL - 1),
+    ),
+)
+
+
+@st.composite
+def specs(draw: Callable, coupled: bool) -> Spec:
+    """Draw a problem; N equals T half of the time."""
+    batch = draw(st.integers(2 if coupled else 1, 4))
+    equal = draw(st.booleans())
+    coupling = None
+    if coupled:
+        coupling = draw(
+            st.tuples(st.integers(0, 3), st.sampled_from(sorted(COUPLINGS)))
+        )
+    return Spec(
+        draw(st.lists(STEPS, min_size=1, max_size=4)),
+        coupling,
+        draw(st.sampled_from(sorted(OBJECTIVES))),
+        batch,
+        batch if equal else draw(st.integers(1, 4)),
+    )
+
+
+def plain_pass(row: Row) -> Dict[str, Any]:
+    """Run the plain model, and collect what there is afterwards."""
+    model, loss, X = row.build()
+    row.run(model, loss, X).backward()
+    return what_is_left(model)
+
+
+def what_is_left(model: Module) -> Dict[str, Any]:
+    """Collect gradients, buffers and the random state."""
+    return {
+        "gradients": {
+            n: p.grad for n, p in model.named_parameters() if p.requires_grad
+        },
+        "buffers": dict(model.named_buffers()),
+        "state": torch.get_rng_state(),
+    }
+
+
+def assert_unchanged(model: Module, plain: Dict[str, Any]) -> None:
+    """Assert that a pass has left what the plain model's pass leaves."""
+    left = what_is_left(model)
+    assert torch.equal(left["state"], plain["state"]), "random numbers were drawn"
+    assert left["buffers"].keys() == plain["buffers"].keys()
+    for name, buffer in plain["buffers"].items():
+        assert torch.equal(left["buffers"][name], buffer), name
+    assert_equal(left["gradients"], plain["gradients"], "gradient", 1e-12)
+
+
+def meet(row: Row) -> bool:
+    """Tell whether a sample's prediction changes with another sample's input.
+
+    Where it doesn't, as all of a sample was masked, there is nothing to refuse.
+    """
+    model, _, (x,) = row.build()
+    jacobian = torch.autograd.functional.jacobian(model, x)
+    size = len(x)
+    jacobian = jacobian.reshape(size, -1, size, x[0].numel()).abs().amax((1, 3))
+    return bool(jacobian.fill_diagonal_(0.0).any())
+
+
+def check(spec: Spec, seen: Counter) -> None:
+    """Assert that a problem is right, or refused; and counted among what was seen."""
+    row = spec.row()
+    plain = plain_pass(row)
+    try:
+        model = compute(row, QUANTITIES)
+    except NotImplementedError as error:
+        seen["refused"] += 1
+        seen[f"refused: {str(error)[:200]}"] += 1
+        return
+    assert spec.coupling is None or not meet(row), "samples meet, and nobody said so"
+    seen["right"] += 1
+    assert_unchanged(model, plain)
+    assert_fields(model, QUANTITIES, reference(row))
+
+
+def draws(count: int) -> settings:
+    """Return how many problems are drawn, and how."""
+    return settings(
+        max_examples=count,
+        derandomize=not LONG,
+        database=None,
+        deadline=None,
+        phases=[Phase.explicit, Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+        print_blob=True,
+    )
+
+
+def run(coupled: bool, count: int, record_property: Callable) -> Counter:
+    """Check many problems.
+
+    Args:
+        coupled: Whether samples meet in all of them.
+        count: How many.
+        record_property: Prints what was drawn.
+
+    Returns:
+        How many were right and refused, and why.
+    """
+    seen: Counter = Counter()
+
+    @draws(count)
+    @given(spec=specs(coupled))
+    def problems(spec: Spec) -> None:
+        check(spec, seen)
+
+    if LONG:
+        what = "coupled" if coupled else "decoupled"
+        record_property(f"random operations, {what}", f"{count} draws, seed {SEED}")
+        problems = with_seed(SEED)(problems)
+    problems()
+    return seen
+
+
+@pytest.mark.slow
+def test_samples_kept_apart(record_property: Callable) -> None:
+    """Models whose samples are kept apart are right; next to none is refused."""
+    seen = run(False, COUNT, record_property)
+    assert seen["refused"] <= 0.01 * COUNT, seen.most_common(10)
+
+
+@pytest.mark.slow
+def test_samples_that_meet(record_property: Callable) -> None:
+    """Models whose samples meet somewhere are refused, all of them."""
+    seen = run(True, max(1, COUNT // 2), record_property)
+    assert not seen["right"] and seen["refused"]
+
+
+@pytest.mark.parametrize("move", sorted({**BATCH_MOVES, **ROW_MOVES}))
+def test_common_moves_are_not_refused(move: str) -> None:
+    """No move is refused by itself, with as many positions as samples or not."""
+    for length in (3, 4):
+        for leaf in ("linear", "layer", "scale-and-shift"):
+            spec = Spec([Step(move, leaf, 0)], None, "mse", 4, length)
+            assert_right_alone(spec)
+
+
+@pytest.mark.parametrize("leaf", sorted({**ROWS, **SEQUENCES}))
+def test_common_uses_are_not_refused(leaf: str) -> None:
+    """No use is refused by itself, with as many positions as samples or not."""
+    for length in (3, 4):
+        assert_right_alone(Spec([Step("stay", leaf, 1)], None, "tokens", 4, length))
+
+
+def assert_right_alone(spec: Spec) -> None:
+    """Assert that a problem is right, and not refused."""
+    seen: Counter = Counter()
+    check(spec, seen)
+    assert seen["right"], seen

@@ -1,0 +1,887 @@
+"""What is refused or warned about says the true reason, by the qualified name.
+
+And where there is no reason, nothing is said: ``check=True`` raises no false alarm.
+"""
+
+import re
+import warnings
+from typing import Any, Callable, Dict, List, Tuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import F64
+from oracle import assert_agrees, parameters
+from per_sample import (
+    FIRST_ORDER,
+    QUANTITIES,
+    REFUSALS,
+    Lambda,
+    N,
+    Row,
+    assert_fields,
+    assert_right,
+    classes,
+    compute,
+    param,
+    randn,
+    real,
+    reference,
+    tokens,
+)
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import Module
+
+from backpack import backpack, extend, extensions
+from backpack.extensions import (
+    KFAC,
+    KFLR,
+    KFRA,
+    BatchGrad,
+    BatchL2Grad,
+    DiagGGNExact,
+    DiagGGNMC,
+    SumGradSquared,
+    Variance,
+)
+
+D = 4
+
+
+def messages(action: Callable[[], Any]) -> List[str]:
+    """Run something, and collect what its error and its warnings say."""
+    said = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            action()
+        except (*REFUSALS, AssertionError) as error:
+            said.append(str(error))
+    return said + [str(warning.message) for warning in caught]
+
+
+def assert_says(action: Callable[[], Any], *patterns: str) -> None:
+    """Assert that an action's error or one of its warnings matches all patterns."""
+    said = messages(action)
+    assert any(
+        all(re.search(f"(?is){pattern}", message) for pattern in patterns)
+        for message in said
+    ), (said or "nothing was said")
+
+
+def run(row: Row, *exts: Any, **options: Any) -> Module:
+    """Run a row's forward and backward pass with extensions."""
+    model, loss, X = row.build()
+    model, loss = extend(model), extend(loss)
+    value = row.run(model, loss, X)
+    with backpack(*exts, **options):
+        value.backward()
+    return model
+
+
+def mlp() -> Module:
+    """Make a small model."""
+    return nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 3))
+
+
+MLP = Row(mlp, randn(D))
+
+
+# Losses without a curvature, or without derivatives
+
+
+class Absolute(Module):
+    """The absolute error, written by hand."""
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        """Average it."""
+        return (f - y).abs().mean()
+
+
+LINEAR_LOSSES = {
+    "L1Loss": (nn.L1Loss, real),
+    "L1Loss-sum": (lambda: nn.L1Loss(reduction="sum"), real),
+    "MultiMarginLoss": (nn.MultiMarginLoss, classes),
+    "MultiLabelMarginLoss": (
+        nn.MultiLabelMarginLoss,
+        lambda f: torch.tensor([[0, -1, -1]] * len(f)),
+    ),
+    "NLLLoss": (nn.NLLLoss, classes),
+    "KLDivLoss": (lambda: nn.KLDivLoss(reduction="batchmean"), lambda f: f.softmax(1)),
+    "HingeEmbeddingLoss": (
+        nn.HingeEmbeddingLoss,
+        lambda f: real(f).sign(),
+    ),
+    "Absolute": (Absolute, real),
+}
+
+
+@pytest.mark.parametrize("ext", [DiagGGNExact, KFLR, DiagGGNMC, KFAC])
+@pytest.mark.parametrize("name", LINEAR_LOSSES)
+def test_no_curvature(name: str, ext: type) -> None:
+    """A loss that is linear in pieces has no curvature, and a warning says so."""
+    make, target = LINEAR_LOSSES[name]
+    row = MLP._replace(loss=make, objective=lambda f, loss: loss(f, target(f)))
+    models = []
+    assert_says(lambda: models.append(run(row, ext())), name.split("-")[0], r"zero")
+    for p in models[0].parameters():
+        value = getattr(p, ext().savefield)
+        values = value if isinstance(value, list) else [value]
+        assert not values[0].any(), "the factor of the loss"
+
+
+@pytest.mark.parametrize("name", LINEAR_LOSSES)
+def test_no_curvature_in_first_order(name: str) -> None:
+    """First order does not care, and is silent."""
+    make, target = LINEAR_LOSSES[name]
+    row = MLP._replace(loss=make, objective=lambda f, loss: loss(f, target(f)))
+    assert messages(lambda: run(row, BatchGrad(), Variance())) == []
+
+
+def test_curvature_that_is_zero_for_a_batch() -> None:
+    """A loss that is curved elsewhere only is not said to be flat everywhere."""
+    row = MLP._replace(
+        loss=lambda: nn.HuberLoss(delta=100.0), quantities=["DiagGGNExact"]
+    )
+    assert_right(row)
+
+
+class Once(torch.autograd.Function):
+    """A square that can be differentiated once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Square."""
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        """Differentiate."""
+        (x,) = ctx.saved_tensors
+        return 2 * x * g
+
+
+class OnceLoss(Module):
+    """A loss that can be differentiated once."""
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        """Average."""
+        return Once.apply(f - y).mean()
+
+
+class Root(Module):
+    """A loss whose Hessian is not finite where it is zero."""
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        """Average."""
+        return (f - y).abs().pow(1.5).sum()
+
+
+def ctc(f: Tensor, loss: Module) -> Tensor:
+    """Compare ``[N, 3]``, as three steps of two symbols, with one symbol each."""
+    steps = torch.stack([f, -f], -1).log_softmax(-1).transpose(0, 1)
+    ones = torch.ones(len(f), 1, dtype=torch.long)
+    return loss(steps, ones, torch.full((len(f),), 3), torch.ones(len(f), dtype=int))
+
+
+NOT_TWICE = {
+    "CTCLoss": (nn.CTCLoss, ctc),
+    "OnceLoss": (OnceLoss, lambda f, loss: loss(f, real(f))),
+}
+
+
+@pytest.mark.parametrize("ext", [DiagGGNExact, KFLR, DiagGGNMC])
+@pytest.mark.parametrize("name", NOT_TWICE)
+def test_losses_that_are_differentiable_once(name: str, ext: type) -> None:
+    """The loss is named, and that it cannot be differentiated twice."""
+    loss, objective = NOT_TWICE[name]
+    row = MLP._replace(loss=loss, objective=objective)
+    with pytest.raises(REFUSALS) as caught:
+        run(row, ext())
+    assert re.search(rf"(?is){name}.*(twice|second|differentia)", str(caught.value))
+
+
+def test_losses_that_are_differentiable_once_in_first_order() -> None:
+    """First order needs one derivative only."""
+    loss, objective = NOT_TWICE["OnceLoss"]
+    model = run(MLP._replace(loss=loss, objective=objective), BatchGrad())
+    for p in model.parameters():
+        assert_agrees(p.grad_batch.sum(0), p.grad)
+
+
+@pytest.mark.parametrize("ext", [DiagGGNExact, KFLR])
+def test_hessian_that_is_not_a_number(ext: type) -> None:
+    """A loss whose Hessian is not finite is named."""
+    row = MLP._replace(loss=Root, objective=lambda f, loss: loss(f, f.detach()))
+    assert_says(lambda: run(row, ext()), r"Root", r"nan|not finite|infinite|inf\b")
+
+
+class Negative(Module):
+    """A loss that is not convex."""
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        """Average."""
+        return -(f - y).pow(2).mean()
+
+
+class Saddle(Module):
+    """A loss that is convex in some directions only."""
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        """Average."""
+        return (f[:, 0].pow(2) - f[:, 1].pow(2)).sum() + F.mse_loss(f, y)
+
+
+class Pairs(Module):
+    """A loss that couples samples."""
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        """Compare all with all."""
+        return (f[:, None] - f[None]).pow(2).mean() + F.mse_loss(f, y)
+
+
+class Centered(Module):
+    """A loss that couples samples by their mean."""
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        """Compare with the mean."""
+        return F.mse_loss(f - f.mean(0), y)
+
+
+@pytest.mark.parametrize("ext", [KFRA, KFLR, DiagGGNExact])
+@pytest.mark.parametrize("loss", [Negative, Saddle, Pairs, Centered])
+def test_losses_without_a_factor(loss: type, ext: type) -> None:
+    """A loss that couples samples, or isn't convex, is refused for all curvatures."""
+    row = MLP._replace(loss=loss)
+    with pytest.raises(REFUSALS) as caught:
+        run(row, ext())
+    says = "convex|definite" if loss in (Negative, Saddle) else "sample|couple"
+    assert re.search(rf"(?is){loss.__name__}.*({says})", str(caught.value))
+
+
+# One extension twice
+
+
+TWICE = [
+    BatchGrad,
+    BatchL2Grad,
+    SumGradSquared,
+    Variance,
+    extensions.BatchDotGrad,
+    DiagGGNExact,
+    extensions.BatchDiagGGNExact,
+    extensions.SqrtGGNExact,
+    KFLR,
+    KFRA,
+    extensions.DiagHessian,
+]
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["same-object", "two-objects"])
+@pytest.mark.parametrize("ext", TWICE)
+def test_one_extension_twice(ext: type, same: bool) -> None:
+    """The result is that of once, or it is refused."""
+    field = ext().savefield
+    once = run(MLP, ext())
+    first = ext()
+    try:
+        twice = run(MLP, first, first if same else ext())
+    except REFUSALS as error:
+        assert ext.__name__ in str(error)
+        return
+    for a, b in zip(twice.parameters(), once.parameters()):
+        assert_agrees(getattr(a, field), getattr(b, field), ext.__name__)
+
+
+# The backward pass was somewhere else
+
+
+@pytest.mark.parametrize("exts", [(BatchGrad,), (DiagGGNExact, BatchGrad)])
+def test_backward_pass_before_the_context(exts: Tuple[type, ...]) -> None:
+    """A context in which nothing runs, after a backward pass outside of it."""
+
+    def action() -> None:
+        model, loss, X = MLP.build()
+        MLP.run(extend(model), extend(loss), X).backward()
+        with backpack(*[ext() for ext in exts]):
+            pass
+
+    assert_says(action, r"backward", r"(inside|within|context|with )")
+
+
+def test_context_without_a_pass() -> None:
+    """There is nothing to say if no backward pass was run at all, or one inside."""
+
+    def nothing() -> None:
+        model, loss, X = MLP.build()
+        MLP.run(extend(model), extend(loss), X)
+        with backpack(BatchGrad()):
+            pass
+
+    def both() -> None:
+        model, loss, X = MLP.build()
+        model, loss = extend(model), extend(loss)
+        MLP.run(model, loss, X).backward()
+        with backpack(BatchGrad()):
+            MLP.run(model, loss, X).backward()
+
+    assert messages(nothing) == [] and messages(both) == []
+
+
+# Names
+
+
+class Block(Module):
+    """A block among others that look the same."""
+
+    def __init__(self, inner: Callable[[Module, Tensor], Tensor]):
+        """Create the layers."""
+        super().__init__()
+        self.fc, self.norm, self.inner = nn.Linear(D, D), nn.BatchNorm1d(D), inner
+        self.scale = param(D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layers."""
+        return x + self.inner(self, self.fc(x).tanh() * self.scale)
+
+
+def blocks(odd: Callable[[Module, Tensor], Tensor]) -> Callable[[], Module]:
+    """Make a model of equal blocks, the third of which does something odd."""
+
+    def model() -> Module:
+        inner = [lambda m, x: m.norm.eval()(x)] * 4
+        inner[2] = odd
+        return Lambda(
+            lambda m, x: m.head(m.encoder(x)),
+            encoder=nn.Sequential(*[Block(i) for i in inner]),
+            head=nn.Linear(D, 3),
+        )
+
+    return model
+
+
+THIRD = r"encoder\.2(\.|\b)"
+ODD = {
+    "batch-norm": (lambda m, x: m.norm.train()(x), r"batch.?norm"),
+    "mean": (lambda m, x: x - x.mean(0), r"mean"),
+    "cumulative-sum": (lambda m, x: x.cumsum(0), r"cumsum"),
+    "permutation": (
+        lambda m, x: x + x[torch.arange(len(x)).roll(1)],
+        r"add|index|item",
+    ),
+    "similarity": (lambda m, x: (x @ x.T).softmax(1) @ x, r"matmul|mm"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:(?s).*No result was computed")
+@pytest.mark.parametrize("ext", [BatchGrad, BatchL2Grad, DiagGGNExact, KFLR])
+@pytest.mark.parametrize("name", ODD)
+def test_where_samples_meet(name: str, ext: type) -> None:
+    """Of equal blocks, the message says which; and what happens there."""
+    function, says = ODD[name]
+    row = Row(blocks(function), randn(D), train=True)
+    assert_says(lambda: run(row, ext()), says, THIRD)
+    if name != "batch-norm":  # may be warned about
+        with pytest.raises(REFUSALS):
+            run(row, ext())
+
+
+@pytest.mark.parametrize("factors", [KFAC, KFLR])
+def test_which_layer_is_ambiguous(factors: type) -> None:
+    """Of equal layers, the message says for which one factors are ambiguous."""
+    row = Row(
+        lambda: Lambda(
+            lambda m, x: m.layers[2](
+                m.layers[1](m.layers[0](x)).unflatten(1, (2, 2)).repeat(1, 1, 2)
+            ),
+            layers=nn.ModuleList([nn.Linear(D, D) for _ in range(3)]),
+        ),
+        randn(D),
+    )
+    with pytest.raises(REFUSALS) as caught:
+        run(row, factors())
+    assert "layers.2" in str(caught.value) and "weight_sharing" in str(caught.value)
+    assert "layers.1" not in str(caught.value)
+
+
+@pytest.mark.parametrize("ext", [BatchGrad, DiagGGNExact])
+def test_which_parameter_is_not_reached(ext: type) -> None:
+    """Of equal blocks, the warning says which one plays no part."""
+    row = Row(
+        lambda: Lambda(
+            lambda m, x: m.encoder[1](m.encoder[0](x)),
+            encoder=nn.Sequential(*[nn.Linear(D, D) for _ in range(3)]),
+        ),
+        randn(D),
+    )
+    assert_says(lambda: run(row, ext()), r"encoder\.2\.weight", r"encoder\.2\.bias")
+
+
+# The true reason
+
+
+@pytest.mark.parametrize(
+    "what", ["cache", "generator", "autocast", "no-grad", "dropout"]
+)
+@pytest.mark.parametrize("ext", [BatchGrad, DiagGGNExact])
+def test_true_reason(what: str, ext: type) -> None:
+    """A model is refused for what couples its samples, not for what looks unusual."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        h = m.f(x) * m.scale
+        if what == "cache":
+            m.cache.append(h)
+            h = sum(m.cache)
+        elif what == "generator":
+            h = h * torch.rand(h.shape, generator=m.generator, dtype=h.dtype)
+        elif what == "autocast":
+            with torch.autocast("cpu", torch.bfloat16):
+                h = m.f(h).to(x.dtype)
+        elif what == "no-grad":
+            with torch.no_grad():
+                m.cache.append(m.f(x))
+        else:
+            h = F.dropout(h)
+        return m.g(h - h.mean(0))
+
+    row = Row(
+        lambda: Lambda(
+            forward,
+            f=nn.Linear(D, D),
+            g=nn.Linear(D, 3),
+            scale=param(D),
+            cache=[],
+            generator=torch.Generator().manual_seed(0),
+        ),
+        randn(D),
+    )
+    with pytest.raises(REFUSALS) as caught:
+        run(row, ext())
+    assert "mean" in str(caught.value)
+    assert not re.search("(?i)repeat|random|cache|eval()", str(caught.value))
+
+
+# Other ways to differentiate inside of a context
+
+
+def batched(value: Tensor, params: List[Tensor]) -> List[Tensor]:
+    """Differentiate with several cotangents at once."""
+    ones = torch.ones(2, dtype=value.dtype)
+    return [
+        g[0]
+        for g in torch.autograd.grad(
+            value, params, grad_outputs=ones, is_grads_batched=True
+        )
+    ]
+
+
+def vectorized(value: Tensor, params: List[Tensor]) -> List[Tensor]:
+    """The same by a function for Jacobians."""
+    basis = torch.eye(1, dtype=value.dtype)
+
+    def pull(v: Tensor) -> Tuple[Tensor, ...]:
+        return torch.autograd.grad(value, params, v.squeeze(), retain_graph=True)
+
+    return [g[0] for g in torch.vmap(pull)(basis)]
+
+
+@pytest.mark.parametrize("differentiate", [batched, vectorized])
+@pytest.mark.parametrize("ext", [BatchGrad, DiagGGNExact])
+def test_batched_cotangents(ext: type, differentiate: Callable) -> None:
+    """Several cotangents at once: gradients are right, or it is refused by name."""
+    samples = reference(MLP)
+    model, loss, X = MLP.build()
+    model, loss = extend(model), extend(loss)
+    params = list(model.parameters())
+    value = MLP.run(model, loss, X)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with backpack(ext()):
+                gradients = differentiate(value, params)
+    except REFUSALS as error:
+        assert re.search("(?i)is_grads_batched|vmap|batched|vectori", str(error)), error
+        return
+    for g, expected in zip(gradients, samples.gradients.values()):
+        assert_agrees(g, expected.sum(0))
+    if all(hasattr(p, ext().savefield) for p in params):
+        assert_fields(model, [ext.__name__], samples)
+
+
+def test_jacobian_inside() -> None:
+    """A Jacobian of the model inside of a context is that of the plain model."""
+    model, _, X = MLP.build()
+    jacobian = torch.autograd.functional.jacobian
+    expected = jacobian(model, X[0])
+    for vectorize in (False, True):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                with backpack(BatchGrad(), retain_graph=True):
+                    actual = jacobian(extend(model), X[0], vectorize=vectorize)
+            except REFUSALS as error:
+                assert re.search(
+                    "(?i)is_grads_batched|vmap|batched|vectori", str(error)
+                )
+                continue
+        assert_agrees(actual, expected)
+
+
+@pytest.mark.filterwarnings("ignore:(?s).*torch.jit")
+def test_forward_mode() -> None:
+    """Derivatives in forward mode pass through an extended model."""
+    model, _, X = MLP.build()
+    tangent = torch.ones_like(X[0])
+    _, expected = torch.func.jvp(model, X, (tangent,))
+    model = extend(model)
+    with backpack(BatchGrad()), torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(X[0], tangent)
+        actual = torch.autograd.forward_ad.unpack_dual(model(dual)).tangent
+    assert_agrees(actual.detach(), expected.detach())
+    with backpack(BatchGrad()):
+        _, actual = torch.func.jvp(model, X, (tangent,))
+    assert_agrees(actual.detach(), expected.detach())
+
+
+def test_hessian_vector_product_inside() -> None:
+    """A product with the Hessian, by two backward passes inside of the context."""
+    results = []
+    for extended in (False, True):
+        model, loss, X = MLP.build()
+        if extended:
+            model, loss = extend(model), extend(loss)
+        params = list(model.parameters())
+        value = MLP.run(model, loss, X)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with backpack(*[BatchGrad()] if extended else []):
+                grads = torch.autograd.grad(value, params, create_graph=True)
+            products = torch.autograd.grad(sum(g.sin().sum() for g in grads), params)
+        results.append(products)
+    for actual, expected in zip(*reversed(results)):
+        assert_agrees(actual, expected)
+
+
+# check=True
+
+
+def key_bias(t: int) -> Row:
+    """Make a row with attention, whose key bias has no influence."""
+    return Row(
+        lambda: Lambda(
+            lambda m, x: m.a(x, x, x)[0],
+            a=nn.MultiheadAttention(D, 2, batch_first=True),
+        ),
+        randn(t, D),
+    )
+
+
+def shift_before_softmax(m: Module, x: Tensor) -> Tensor:
+    """Add a number to all scores before the softmax."""
+    return (m.f(x) + m.shift).softmax(1)
+
+
+class Sum(Module):
+    """Two terms whose gradients cancel exactly."""
+
+    def __init__(self):
+        """Create the weight."""
+        super().__init__()
+        self.weight, self.f = param(D), nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add and subtract."""
+        return self.f(x) + ((x * self.weight).sum(1) - x @ self.weight)[:, None]
+
+
+CHECKED: Dict[str, Row] = {
+    "key-bias": key_bias(3),
+    "key-bias-time-is-batch": key_bias(N),
+    "shift-before-softmax": Row(
+        lambda: Lambda(shift_before_softmax, f=nn.Linear(D, 3), shift=param(1)),
+        randn(D),
+    ),
+    "bias-before-a-norm": Row(
+        lambda: nn.Sequential(
+            nn.Conv1d(2, 2, 1), nn.InstanceNorm1d(2), nn.Flatten(), nn.Linear(8, 2)
+        ),
+        randn(2, 4),
+    ),
+    "scale-before-a-norm": Row(
+        lambda: Lambda(
+            lambda m, x: F.normalize(x * m.scale.exp(), dim=1) * m.w,
+            scale=param(),
+            w=param(D),
+        ),
+        randn(D),
+    ),
+    "terms-that-cancel": Row(Sum, randn(D)),
+    "zero-targets": MLP._replace(objective=lambda f, loss: loss(f, f.detach())),
+    "dead-units": Row(
+        lambda: Lambda(
+            lambda m, x: m.g((m.f(x) - 100).relu()),
+            f=nn.Linear(D, D),
+            g=nn.Linear(D, 2),
+        ),
+        randn(D),
+    ),
+    "sparse-table": Row(
+        lambda: nn.Sequential(nn.Embedding(5, D, sparse=True), nn.Linear(D, 3)),
+        tokens(3),
+    ),
+    "sparse-bag": Row(
+        lambda: nn.Sequential(
+            nn.EmbeddingBag(5, D, mode="sum", sparse=True), nn.Linear(D, 3)
+        ),
+        tokens(3),
+    ),
+    "padding": Row(
+        lambda: nn.Sequential(nn.Embedding(5, D, padding_idx=1), nn.Linear(D, 3)),
+        tokens(N),
+    ),
+    "tied": Row(
+        lambda: Lambda(lambda m, i: m.e(i).tanh() @ m.e.weight.T, e=nn.Embedding(5, D)),
+        tokens(3),
+    ),
+    "flattened": MLP._replace(
+        X=randn(3, D),
+        objective=lambda f, loss: loss(f.flatten(0, 1), real(f.flatten(0, 1))),
+    ),
+    "far-from-zero": MLP._replace(
+        X=lambda: (1e4 + torch.randn(N, D, dtype=F64),),
+        objective=lambda f, loss: loss(f, real(f) * 1e-6),
+    ),
+    "large-and-small-layers": Row(
+        lambda: Lambda(
+            lambda m, x: m.g(m.f(x) * 1e-8).tanh() * 1e8,
+            f=nn.Linear(D, D),
+            g=nn.Linear(D, 3),
+        ),
+        randn(D),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("ext", [BatchGrad, BatchL2Grad, DiagGGNExact])
+@pytest.mark.parametrize("name", CHECKED)
+def test_no_false_alarm(name: str, ext: type, dtype: torch.dtype) -> None:
+    """``check=True`` is silent about what is right, also where gradients are zero."""
+    row = CHECKED[name]
+    model, loss, X = row.build()
+    model, loss = extend(model.to(dtype)), extend(loss)
+    X = tuple(x.to(dtype) if x.is_floating_point() else x for x in X)
+    value = row.run(model, loss, X)
+    with backpack(ext(), check=True):
+        value.backward()
+    for p in model.parameters():
+        assert hasattr(p, ext().savefield)
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_checked_is_right(name: str) -> None:
+    """And what it checks is right."""
+    quantities = [q for q in FIRST_ORDER if q != "Variance"]
+    if name in ("terms-that-cancel", "zero-targets", "scale-before-a-norm"):
+        quantities = ["BatchGrad"]  # squares of rounding errors
+    assert_right(CHECKED[name]._replace(quantities=quantities), check=True)
+
+
+class MixesBackward(torch.autograd.Function):
+    """The identity, whose backward pass mixes samples."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Copy."""
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        """Mix, so that the sum over samples stays."""
+        return g + 0.5 * (g.roll(1, 0) - g)
+
+
+class MixesBehindTheBack(torch.autograd.Function):
+    """A mean over samples, by a library that no tracking sees."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Average neighbours."""
+        array = x.detach().numpy()
+        return torch.from_numpy(0.5 * array + 0.5 * array[::-1].copy())
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        """Do the same to gradients."""
+        return 0.5 * g + 0.5 * g.flip(0)
+
+
+UNSEEN = {
+    "backward": lambda m, x: m.g(MixesBackward.apply(m.f(x))),
+    "another-library": lambda m, x: m.g(MixesBehindTheBack.apply(m.f(x))),
+    "hook": lambda m, x: m.g(with_hook(m.f(x))),
+}
+
+
+def with_hook(x: Tensor) -> Tensor:
+    """Register a hook that mixes the samples' gradients."""
+    x.register_hook(lambda g: 0.5 * g + 0.5 * g.flip(0))
+    return x
+
+
+@pytest.mark.parametrize("ext", [BatchGrad, BatchL2Grad, SumGradSquared, DiagGGNExact])
+@pytest.mark.parametrize("name", UNSEEN)
+def test_coupling_that_is_not_seen(name: str, ext: type) -> None:
+    """Samples that meet where nothing sees it are found by the isolation probe."""
+    if name == "hook" and ext is DiagGGNExact:
+        pytest.skip("columns do not run the hooks of tensors")
+    row = Row(
+        lambda: Lambda(UNSEEN[name], f=nn.Linear(D, D), g=nn.Linear(D, 3)), randn(D)
+    )
+    with pytest.raises(REFUSALS) as caught:
+        run(row, ext(), check=True)
+    assert re.search(r"(?i)sample", str(caught.value)), caught.value
+
+
+def test_check_finds_what_is_missing() -> None:
+    """Gradients from a term that is no sample's are found, and the parameter named."""
+    row = MLP._replace(
+        value=lambda m, loss, X: loss(f := m(*X), real(f)) + m[0].weight.pow(2).sum()
+    )
+    with pytest.raises(REFUSALS, match=r"0\.weight"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run(row, BatchGrad(), check=True)
+
+
+# Squares of what is out of range
+
+
+EXTREME = {
+    "large-inputs": (1e200, 1e-200),
+    "large-gradients": (1e-200, 1e200),
+    "small-inputs": (1e-170, 1e60),
+}
+LAYERS: Dict[str, Tuple[Callable[[], Module], Tuple[int, ...]]] = {
+    "linear": (lambda: nn.Linear(3, 2, bias=False), (3,)),
+    "positions": (lambda: nn.Linear(3, 2, bias=False), (5, 3)),
+    "many-positions": (lambda: nn.Linear(3, 2, bias=False), (40, 3)),
+    "conv": (lambda: nn.Conv1d(3, 2, 2, bias=False), (3, 4)),
+    "matmul": (lambda: Lambda(lambda m, x: x @ m.w, w=param(3, 2)), (3,)),
+}
+
+
+@pytest.mark.parametrize("quantity", [q for q in FIRST_ORDER if q != "BatchGrad"])
+@pytest.mark.parametrize("scales", EXTREME)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_squares_out_of_range(layer: str, scales: str, quantity: str) -> None:
+    """Squares are right where the factors' own squares over- or underflow."""
+    make, shape = LAYERS[layer]
+    inputs, outputs = EXTREME[scales]
+    model, X = extend(make().to(F64)), inputs * torch.randn(N, *shape, dtype=F64)
+    (weight,) = model.parameters()
+    value = (f := model(X)).mul(real(f)).mul(outputs).sum()
+    with backpack(BatchGrad(), getattr(extensions, quantity)()):
+        value.backward()
+    field, function, _ = QUANTITIES[quantity]
+    gradients = weight.grad_batch
+    scale = gradients.abs().max()
+    expected = function(gradients / scale) * scale * scale
+    assert expected.isfinite().all() and expected.any()
+    assert_agrees(getattr(weight, field), expected, quantity)
+
+
+# Regions of the forward pass in which something else holds, and the converter
+
+
+class Regions(Module):
+    """A model with a part that is not to be trained, or runs in another type."""
+
+    def __init__(self, region: str):
+        """Create the layers."""
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, 3)
+        self.region = region
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layers."""
+        if self.region == "no-grad":
+            with torch.no_grad():
+                frozen = self.b(x).sigmoid()
+        elif self.region == "set-grad-enabled":
+            torch.set_grad_enabled(False)
+            frozen = self.b(x).sigmoid()
+            torch.set_grad_enabled(True)
+        elif self.region == "detach":
+            frozen = self.b(x).sigmoid().detach()
+        else:
+            frozen = x
+        return self.c(self.a(x).sigmoid() * frozen + self.b(x))
+
+
+@pytest.mark.parametrize("region", ["no-grad", "set-grad-enabled", "detach", "none"])
+def test_converter_keeps_regions(region: str) -> None:
+    """A converted model trains what the model trains, or it is not converted."""
+    row = Row(lambda: Regions(region), randn(D))
+    samples = reference(row._replace(alone=False))
+    model, loss, X = row.build()
+    try:
+        converted = extend(model, use_converter=True)
+    except REFUSALS as error:
+        says = r"(?i)grad|autocast|detach|control|region"
+        assert re.search(says, str(error)), error
+        return
+    value = row.run(converted, extend(loss), X)
+    with backpack(BatchGrad(), DiagGGNExact()):
+        value.backward()
+    assert_fields(model, ["BatchGrad", "DiagGGNExact"], samples)
+
+
+BROADCASTS = ["sum", "product", "column-first", "difference"]
+
+
+@pytest.mark.parametrize("name", BROADCASTS)
+def test_converter_broadcasts(name: str) -> None:
+    """Sums and products of ``[N, 1]`` and ``[N, C]`` are right in module rules."""
+    row = Row(lambda: Broadcast(name), randn(D))
+    samples = reference(row)
+    model, loss, X = row.build()
+    try:
+        converted = extend(model, use_converter=True)
+        value = row.run(converted, extend(loss), X)
+        with backpack(extensions.GGNMP(), DiagGGNExact()):
+            value.backward()
+    except REFUSALS as error:
+        assert re.search(r"(?i)broadcast|shape|Sum|mul|sub|add", str(error)), error
+        return
+    assert_fields(model, ["DiagGGNExact"], samples)
+    for key, p in parameters(model).items():
+        unit = torch.eye(p.numel(), dtype=F64).reshape(-1, *p.shape)
+        block = p.ggnmp(unit).reshape(p.numel(), -1)
+        assert_agrees(block, samples.blocks[key].sum(0), key, rtol=1e-7)
+
+
+class Broadcast(Module):
+    """A model that combines a matrix and a column."""
+
+    def __init__(self, name: str):
+        """Create the layers."""
+        super().__init__()
+        self.a, self.column, self.name = nn.Linear(D, 3), nn.Linear(D, 1), name
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Combine."""
+        if self.name == "sum":
+            return self.a(x) + self.column(x)
+        if self.name == "product":
+            return self.a(x) * self.column(x)
+        if self.name == "column-first":
+            return self.column(x) + self.a(x)
+        return self.a(x) - self.column(x)
+
+
+def test_fields_of_all_quantities() -> None:
+    """A small model is right to begin with."""
+    assert_fields(compute(MLP, list(QUANTITIES)), list(QUANTITIES), reference(MLP))

@@ -1,0 +1,757 @@
+"""Samples are followed through every operation: kept apart, they are right, or refused.
+
+Rows move samples about between two uses of parameters: views, windows, flattening,
+routing, sorting, time-first layers; with as many positions as samples and with another
+number of them."""
+
+from typing import Callable, Dict
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import F64
+from per_sample import (
+    FIRST_ORDER,
+    LENGTHS,
+    Lambda,
+    N,
+    Row,
+    assert_right,
+    assert_right_or_refused,
+    param,
+    randn,
+    tokens,
+)
+from torch import Tensor, nn
+from torch.nn import Module
+from torch.nn.utils.rnn import (
+    pack_padded_sequence,
+    pack_sequence,
+    pad_packed_sequence,
+    pad_sequence,
+)
+from torch.utils.checkpoint import checkpoint
+
+D = 4
+
+
+def moving(function: Callable, *shape: int, **parts: Callable[[], Module]) -> Row:
+    """Make a row that moves samples about between two layers.
+
+    Args:
+        function: Function of the model and of data ``[N, *shape]``; the model has a
+            linear layer ``f`` for the last axis, a normalization ``g`` with parameters,
+            and a parameter ``p`` of that size.
+        shape: Shape of a sample.
+        parts: Makers of further layers.
+
+    Returns:
+        The row.
+    """
+    return Row(
+        lambda: Lambda(
+            lambda m, x: function(m, m.first(x).tanh()).sin(),
+            first=nn.Linear(shape[-1], shape[-1]),
+            **{
+                "f": nn.Linear(D, D),
+                "g": nn.LayerNorm(D),
+                "p": param(D),
+                **{name: make() for name, make in parts.items()},
+            },
+        ),
+        randn(*shape),
+    )
+
+
+def plain(m: Module, x: Tensor) -> Tensor:
+    """Use all parameters that a model has by default, on the last axis."""
+    return m.g(m.f(x).tanh()) + m.p * x
+
+
+def there_and_back(there: Callable, back: Callable) -> Callable:
+    """Make a function that uses parameters on samples that were moved."""
+    return lambda m, x: back(plain(m, there(x)), x)
+
+
+def windows(x: Tensor) -> Tensor:
+    """Split ``[N, T, D]`` into windows ``[N * W, t, D]`` of two positions."""
+    x = F.pad(x, (0, 0, 0, x.shape[1] % 2))
+    return x.view(len(x), -1, 2, x.shape[-1]).flatten(0, 1)
+
+
+MOVES: Dict[str, Callable] = {  # of x [N, T, D]
+    "transpose": there_and_back(
+        lambda x: x.transpose(0, 1), lambda z, x: z.mT.mT.transpose(0, 1)
+    ),
+    "permute": there_and_back(
+        lambda x: x.permute(1, 0, 2), lambda z, x: z.permute(1, 0, 2)
+    ),
+    "movedim": there_and_back(lambda x: x.movedim(0, 1), lambda z, x: z.movedim(1, 0)),
+    "swapaxes-contiguous": there_and_back(
+        lambda x: x.swapaxes(0, 1).contiguous(), lambda z, x: z.swapaxes(0, 1)
+    ),
+    "einsum-transposes": there_and_back(
+        lambda x: torch.einsum("ntd->tnd", x), lambda z, x: torch.einsum("tnd->ntd", z)
+    ),
+    "flatten": there_and_back(lambda x: x.flatten(0, 1), lambda z, x: z.view_as(x)),
+    "reshape": there_and_back(
+        lambda x: x.reshape(-1, D), lambda z, x: z.reshape(len(x), -1, D)
+    ),
+    "flatten-time-first": there_and_back(
+        lambda x: x.transpose(0, 1).flatten(0, 1),
+        lambda z, x: z.unflatten(0, (x.shape[1], len(x))).transpose(0, 1),
+    ),
+    "flatten-and-stay": lambda m, x: plain(m, x.flatten(0, 1)).view(len(x), -1),
+    "windows": lambda m, x: plain(m, windows(x)).view(len(x), -1),
+    "attention-in-windows": lambda m, x: (
+        lambda z: (z @ plain(m, z).mT).softmax(-1) @ z
+    )(windows(x)).view(len(x), -1),
+    "shifted-windows": lambda m, x: plain(m, windows(x.roll(-1, 1))).view(len(x), -1),
+    "unfold": lambda m, x: plain(m, x.unfold(1, 2, 1).mT),
+    "chunk-features": lambda m, x: plain(m, torch.cat(x.chunk(2, -1)[::-1], -1)),
+    "chunk-samples": lambda m, x: torch.cat([plain(m, z) for z in x.chunk(2)]),
+    "split-samples": lambda m, x: torch.cat([plain(m, z) for z in x.split(1)]),
+    "unbind-time": lambda m, x: torch.stack([plain(m, z) for z in x.unbind(1)], 1),
+    "unbind-samples": lambda m, x: torch.stack([plain(m, z) for z in x]),
+    "samples-by-index": lambda m, x: torch.stack(
+        [plain(m, x[n]) for n in range(len(x))]
+    ),
+    "steps-by-index": lambda m, x: sum(plain(m, x[:, t]) for t in range(x.shape[1])),
+    "stack-in-front": lambda m, x: plain(m, torch.stack([x, x.cos()])).prod(0),
+    "stack-behind": lambda m, x: plain(m, torch.stack([x, x.cos()], 1)).flatten(1),
+    "cat-of-two-batches": lambda m, x: torch.cat(  # as SimCLR has it
+        plain(m, torch.cat([x, x.cos()])).chunk(2), -1
+    ),
+    "cat-of-one-half": lambda m, x: plain(m, torch.cat([x, x[: len(x) // 2]]))[
+        : len(x)
+    ],
+    "repeat": lambda m, x: plain(m, x.repeat(2, 1, 1)).unflatten(0, (2, -1)).sum(0),
+    "repeat-interleave": lambda m, x: plain(m, x.repeat_interleave(2, 0))
+    .unflatten(0, (-1, 2))
+    .prod(1),
+    "expand-beams": lambda m, x: plain(
+        m, x[:, None].expand(-1, 3, -1, -1).reshape(-1, *x.shape[1:])
+    ).view(len(x), -1),
+    "tile": lambda m, x: plain(m, x.tile(2, 1, 1))[: len(x)],
+    "reverse-and-back": there_and_back(lambda x: x.flip(0), lambda z, x: z.flip(0)),
+    "roll-and-back": there_and_back(lambda x: x.roll(1, 0), lambda z, x: z.roll(-1, 0)),
+    "permutation-and-back": lambda m, x: plain(m, x[permutation(x)])[
+        permutation(x).argsort()
+    ],
+    "index-select-and-back": lambda m, x: plain(
+        m, x.index_select(0, permutation(x))
+    ).index_select(0, permutation(x).argsort()),
+    "sorted-by-length": lambda m, x: sorted_by(m, x, x[:, 0, 0]),
+    "sorted-by-index": lambda m, x: (
+        lambda order: torch.zeros_like(x).index_copy(0, order, plain(m, x[order]))
+    )(x[:, 0, 0].argsort()),
+    "flip-time": lambda m, x: plain(m, x.flip(1)),
+    "roll-time": lambda m, x: plain(m, x.roll(1, 1)),
+    "cumulative-time": lambda m, x: plain(m, x).cumsum(1),
+    "softmax-over-time": lambda m, x: plain(m, x.softmax(1)),
+    "sort-over-time": lambda m, x: plain(m, x.sort(1).values),
+    "top-over-time": lambda m, x: plain(m, x.topk(2, 1).values),
+    "max-over-time": lambda m, x: plain(m, x.max(1).values),
+    "gather-time": lambda m, x: plain(m, x.gather(1, x.argsort(1))),
+    "take-along-time": lambda m, x: plain(
+        m, x.take_along_dim(x.argsort(1, descending=True), 1)
+    ),
+    "last-of-each": lambda m, x: plain(m, x[torch.arange(len(x)), x[..., 0].argmax(1)]),
+    "shift-and-pad": lambda m, x: plain(m, F.pad(x, (0, 0, 1, 0))[:, :-1]),
+    "triangular": lambda m, x: plain(m, torch.tril(x @ x.mT) @ x),
+    "matmul-of-two": lambda m, x: plain(m, x) @ plain(m, x.cos()).mT,
+    "bmm-of-two": lambda m, x: torch.bmm(plain(m, x), x.mT),
+    "einsum-of-two": lambda m, x: torch.einsum("nsd,ntd->nst", plain(m, x), x),
+    "outer-of-two": lambda m, x: plain(m, x)[:, :, None] * x[:, None],
+    "attention": lambda m, x: F.scaled_dot_product_attention(plain(m, x), x, x),
+    "causal-attention": lambda m, x: F.scaled_dot_product_attention(
+        plain(m, x), x, x, is_causal=True
+    ),
+    "in-place-on-a-slice": lambda m, x: in_place(x, plain(m, x)),
+    "written-to-a-buffer": lambda m, x: buffered(x, plain(m, x)),
+    "written-step-by-step": lambda m, x: step_by_step(x, plain(m, x)),
+    "as-strided": lambda m, x: plain(
+        m, x.contiguous().as_strided((len(x), 2, D), (x.shape[1] * D, D, 1))
+    ),
+    "diagonal": lambda m, x: plain(
+        m, (x @ x.mT).diagonal(dim1=1, dim2=2)[..., None] * x
+    ),
+    "where": lambda m, x: torch.where(x > 0, plain(m, x), x),
+    "where-by-sample": lambda m, x: torch.where(x[:, :1, :1] > 0, plain(m, x), x.cos()),
+    "masked-fill": lambda m, x: plain(m, x).masked_fill(x < 0, 0.0),
+    "checkpointed": lambda m, x: checkpoint(
+        lambda z: plain(m, z.flatten(0, 1)).view_as(z), x, use_reentrant=False
+    ),
+    "random-mixture-of-time": lambda m, x: plain(
+        m, x[:, torch.arange(x.shape[1]).flip(0)]
+    ),
+    "broadcast-pairs": lambda m, x: (plain(m, x)[:, None] - x[:, :, None])
+    .pow(2)
+    .sum(-1),
+    "cdist": lambda m, x: torch.cdist(plain(m, x), x.cos()),
+    "fft": lambda m, x: torch.fft.rfft(plain(m, x), dim=1).abs(),
+    "convolution-over-time": lambda m, x: F.conv1d(
+        x.mT, m.p.expand(D, 1, D)[..., :2], groups=D
+    ).mT
+    + plain(m, x)[:, 1:],
+    "interpolate": lambda m, x: F.interpolate(plain(m, x).mT, scale_factor=2.0).mT,
+    "pool-over-time": lambda m, x: F.avg_pool1d(plain(m, x).mT, 2).mT,
+    "dropped-batch-axis": lambda m, x: torch.stack(
+        [plain(m, z.squeeze(0)) for z in x.split(1)]
+    ),
+    "tolist": lambda m, x: torch.stack(
+        [plain(m, z) * (1 + round(abs(z[0, 0].item()))) for z in x]
+    ),
+}
+
+
+def permutation(x: Tensor) -> Tensor:
+    """Return an order of the samples, that is no cycle of two."""
+    order = [2, 0, 3, 1] if len(x) == 4 else list(range(len(x)))
+    return torch.tensor(order)
+
+
+def sorted_by(m: Module, x: Tensor, keys: Tensor) -> Tensor:
+    """Use parameters on samples in the order of keys, and put them back."""
+    _, order = keys.sort(descending=True)
+    _, back = order.sort()
+    return plain(m, x[order])[back]
+
+
+def in_place(x: Tensor, z: Tensor) -> Tensor:
+    """Change the first half of the features in place."""
+    x = x.clone()
+    x[..., : D // 2] += z[..., D // 2 :]
+    x[:, 0].mul_(z[:, -1])
+    return x
+
+
+def buffered(x: Tensor, z: Tensor) -> Tensor:
+    """Write into a buffer with time in front, as caches are."""
+    out = x.new_zeros(x.shape[1] + 1, len(x), D)
+    out[1:] = z.transpose(0, 1)
+    out[0] = x[:, 0]
+    return out.transpose(0, 1)
+
+
+def step_by_step(x: Tensor, z: Tensor) -> Tensor:
+    """Write into a buffer, each step and each sample by itself."""
+    out = torch.empty_like(x)
+    for t in range(x.shape[1]):
+        out[:, t] = z[:, t] * x[:, t - 1]
+    for n in range(len(x)):
+        out[n] = out[n].clone() * z[n]
+    return out
+
+
+MOVE_ROWS = {
+    f"{name}-{t}": moving(function, t, D)
+    for name, function in MOVES.items()
+    for t in LENGTHS
+}
+
+
+def experts() -> Module:
+    """Make two experts."""
+    return nn.ModuleList([nn.Linear(D, D), nn.Linear(D, D)])
+
+
+def by_mask(m: Module, x: Tensor) -> Tensor:
+    """Send each token to one of two experts, by a mask."""
+    scores, out = m.router(x), torch.zeros_like(x)
+    route = (scores[..., 0] > 0).long()
+    for i, expert in enumerate(m.experts):
+        out[route == i] = expert(x[route == i])
+    return plain(m, out * scores.amax(-1, keepdim=True))
+
+
+def by_index(m: Module, x: Tensor) -> Tensor:
+    """Send each token to its best experts, as Mixtral does."""
+    flat = x.reshape(-1, D)
+    weights, chosen = m.router(flat).softmax(-1).topk(1, -1)
+    out = torch.zeros_like(flat)
+    for i, expert in enumerate(m.experts):
+        rows, rank = torch.where(chosen == i)
+        mine = expert(flat[rows]) * weights[rows, rank, None]
+        out.index_add_(0, rows, mine)
+    return plain(m, out.view_as(x))
+
+
+def by_sorting(m: Module, x: Tensor) -> Tensor:
+    """Sort tokens by expert, run each expert on its part, and sort back."""
+    flat = x.reshape(-1, D)
+    scores = m.router(flat)
+    order = scores.argmax(-1).argsort(stable=True)
+    counts = scores.argmax(-1).bincount(minlength=2).tolist()
+    parts = [e(z) for e, z in zip(m.experts, flat[order].split(counts))]
+    out = torch.cat(parts)[order.argsort()] * scores.max(-1, keepdim=True).values
+    return plain(m, out.view_as(x))
+
+
+def by_one_hot(m: Module, x: Tensor) -> Tensor:
+    """Weigh all experts by gates, as a dense mixture."""
+    gates = m.router(x).softmax(-1)
+    return plain(m, sum(gates[..., i, None] * e(x) for i, e in enumerate(m.experts)))
+
+
+def by_sample(m: Module, x: Tensor) -> Tensor:
+    """Send whole samples to experts; as many experts get some as there are."""
+    out = x.new_zeros(x.shape)
+    route = torch.arange(len(x)) % 2 if len(x) > 1 else torch.zeros(1)
+    for i, expert in enumerate(m.experts):
+        rows = (route == i).nonzero().squeeze(1)
+        out = out.index_copy(0, rows, expert(x[rows]))
+    return plain(m, out)
+
+
+def by_stacked_weights(m: Module, x: Tensor) -> Tensor:
+    """Pick each token's weight from those of all experts."""
+    weights = torch.stack([e.weight for e in m.experts])
+    biases = torch.stack([e.bias for e in m.experts])
+    route = (x[..., 0] > 0).long()
+    out = torch.einsum("ntoi,nti->nto", weights[route], x) + biases[route]
+    return plain(m, out + m.router(x).sum(-1, keepdim=True))
+
+
+def ragged(m: Module, x: Tensor) -> Tensor:
+    """Use parameters on the tokens that a mask leaves, a number that differs."""
+    mask, out = x[..., 0] > -0.3, torch.zeros_like(x)
+    out[mask] = plain(m, x[mask])
+    return out
+
+
+ROUTING = (
+    {
+        f"{name}-{t}": moving(
+            function, t, D, experts=experts, router=lambda: nn.Linear(D, 2)
+        )._replace(alone=name != "by-sample")
+        for name, function in {
+            "by-mask": by_mask,
+            "by-index": by_index,
+            "by-sorting": by_sorting,
+            "by-one-hot": by_one_hot,
+            "by-sample": lambda m, x: by_sample(m, x)
+            + m.router(x).sum(-1, keepdim=True),
+            "by-stacked-weights": by_stacked_weights,
+        }.items()
+        for t in LENGTHS
+    }
+    | {f"ragged-{t}": moving(ragged, t, D) for t in LENGTHS}
+    | {
+        f"masked-scatter-{t}": moving(
+            lambda m, x: x.masked_scatter(x > 0, plain(m, x)[x > 0]), t, D
+        )
+        for t in LENGTHS
+    }
+)
+
+
+def image(function: Callable, size: int, **parts: Callable[[], Module]) -> Row:
+    """Make a row that moves pixels ``[N, D, size, size]`` about."""
+    return moving(
+        lambda m, x: function(m, x.movedim(-1, 1)), size, size, D, **parts
+    )._replace(quantities=["BatchGrad", "BatchL2Grad", "DiagGGNExact"])
+
+
+def channels_last(m: Module, x: Tensor) -> Tensor:
+    """Use parameters on the features of all pixels, and pool."""
+    return plain(m, x.movedim(1, -1)).mean((1, 2))
+
+
+def swin(x: Tensor, w: int) -> Tensor:
+    """Split images ``[N, H, W, D]`` into windows ``[N * K, w * w, D]``."""
+    n, h, _, d = x.shape
+    x = x.view(n, h // w, w, h // w, w, d)
+    return x.permute(0, 1, 3, 2, 4, 5).reshape(-1, w * w, d)
+
+
+def unswin(z: Tensor, x: Tensor, w: int) -> Tensor:
+    """Put windows together again."""
+    n, h, _, d = x.shape
+    z = z.view(n, h // w, h // w, w, w, d)
+    return z.permute(0, 1, 3, 2, 4, 5).reshape(n, h, h, d)
+
+
+def windowed(m: Module, x: Tensor) -> Tensor:
+    """Attend within windows, that are shifted and shifted back."""
+    x = x.movedim(1, -1)
+    z = swin(x.roll((-1, -1), (1, 2)), 2)
+    z = (plain(m, z) @ z.mT + m.bias).softmax(-1) @ z
+    z = unswin(z, x, 2).roll((1, 1), (1, 2))
+    return plain(m, z).mean((1, 2))
+
+
+IMAGES = {
+    f"{name}-{size}": image(function, size, **parts)
+    for size in (2, N)
+    for name, (function, parts) in {
+        "channels-last": (channels_last, {}),
+        "pixel-shuffle": (
+            lambda m, x: F.pixel_shuffle(m.c(x), 2)[..., 0]
+            + channels_last(m, x)[:, :1, None],
+            {"c": lambda: nn.Conv2d(D, 4, 1)},
+        ),
+        "pixel-unshuffle": (
+            lambda m, x: m.c(F.pixel_unshuffle(x, 2)).flatten(1)
+            + channels_last(m, x)[:, :1],
+            {"c": lambda: nn.Conv2d(4 * D, 2, 1)},
+        ),
+        "unfold": (
+            lambda m, x: m.c(F.unfold(x, 2)).mean(-1) + channels_last(m, x)[:, :2],
+            {"c": lambda: nn.Conv1d(4 * D, 2, 1)},
+        ),
+        "fold": (
+            lambda m, x: F.fold(
+                F.unfold(x, 2, stride=2) * m.p.repeat(4)[:, None],
+                x.shape[2:],
+                2,
+                stride=2,
+            ).mean((2, 3))
+            + channels_last(m, x),
+            {},
+        ),
+        "patches": (
+            lambda m, x: plain(
+                m,
+                x.unfold(2, 2, 2)
+                .unfold(3, 2, 2)
+                .flatten(4)
+                .movedim(1, 3)
+                .flatten(1, 2)
+                .mean(-1),
+            ).mean(1),
+            {},
+        ),
+        "windowed": (windowed, {"bias": lambda: param(4, 4)}),
+        "roll": (lambda m, x: channels_last(m, x.roll((1, 1), (2, 3))), {}),
+        "rot90": (
+            lambda m, x: plain(m, x.rot90(1, (2, 3)).movedim(1, -1))[:, 0, 0],
+            {},
+        ),
+        "grid-sample": (
+            lambda m, x: channels_last(
+                m,
+                F.grid_sample(x, x.movedim(1, -1)[..., :2].tanh(), align_corners=False),
+            ),
+            {},
+        ),
+        "channel-shuffle": (lambda m, x: channels_last(m, F.channel_shuffle(x, 2)), {}),
+        "video": (  # frames as samples of a 2d layer, as in TimeSformer
+            lambda m, x: m.c(x.movedim(2, 1).reshape(-1, D, 1, x.shape[3])).view(
+                len(x), -1
+            )
+            + channels_last(m, x)[:, :1],
+            {"c": lambda: nn.Conv2d(D, 1, 1)},
+        ),
+    }.items()
+}
+
+
+class First(Module):
+    """A layer's first output."""
+
+    def __init__(self, layer: Module):
+        """Store the layer."""
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Call it; attention on itself."""
+        attends = isinstance(self.layer, nn.MultiheadAttention)
+        out = self.layer(x, x, x) if attends else self.layer(x)
+        return out[0] if isinstance(out, tuple) else out
+
+
+def first(layer: Module, x: Tensor) -> Tensor:
+    """Call a layer that wants time first, and put samples in front again."""
+    return layer(x.transpose(0, 1))[0].transpose(0, 1)
+
+
+def run_packed(m: Module, x: Tensor, order: bool) -> Tensor:
+    """Run a recurrent layer on sequences of different lengths."""
+    n, t, _ = x.shape
+    # by the data, so that each sample has its length in every batch
+    lengths = [1 + int(abs(z[0, 0].item()) * 10) % t for z in x]
+    if order:
+        steps = sorted(range(n), key=lambda i: -lengths[i])
+        sequence = pack_sequence([x[i][: lengths[i]] for i in steps])
+    else:
+        sequence = pack_padded_sequence(
+            x, torch.tensor(lengths), batch_first=True, enforce_sorted=False
+        )
+    out, _ = m.r(sequence)
+    padded, _ = pad_packed_sequence(out, batch_first=True, total_length=t)
+    if order:
+        padded = padded[torch.tensor(steps).argsort()]
+    return plain(m, padded)
+
+
+def rnn(cls: type, **options: bool) -> Callable[[], Module]:
+    """Make a function that makes a recurrent layer."""
+    return lambda: cls(D, D, **options)
+
+
+TIME_FIRST = {
+    f"{name}-{t}": moving(function, t, D, **parts)
+    for t in LENGTHS
+    for name, (function, parts) in {
+        "rnn": (lambda m, x: plain(m, first(m.r, x)), {"r": rnn(nn.RNN)}),
+        "gru": (lambda m, x: plain(m, first(m.r, plain(m, x))), {"r": rnn(nn.GRU)}),
+        "lstm-last": (
+            lambda m, x: plain(m, m.r(x.transpose(0, 1))[0][-1]),
+            {"r": rnn(nn.LSTM)},
+        ),
+        "lstm-state": (
+            lambda m, x: plain(m, m.r(x.transpose(0, 1))[1][1][0]),
+            {"r": rnn(nn.LSTM)},
+        ),
+        "beside-batch-first": (
+            lambda m, x: plain(m, m.b(first(m.r, x))[0]),
+            {"r": rnn(nn.GRU), "b": rnn(nn.GRU, batch_first=True)},
+        ),
+        "everything-time-first": (
+            lambda m, x: plain(m, m.r(plain(m, x.transpose(0, 1)))[0]).transpose(0, 1),
+            {"r": rnn(nn.GRU)},
+        ),
+        "cells": (
+            lambda m, x: cells(m, x.transpose(0, 1)),
+            {"c": lambda: nn.GRUCell(D, D)},
+        ),
+        "attention": (
+            lambda m, x: plain(m, m.a(*[x.transpose(0, 1)] * 3)[0]).transpose(0, 1),
+            {"a": lambda: nn.MultiheadAttention(D, 2)},
+        ),
+        "attention-of-two": (
+            lambda m, x: m.a(
+                plain(m, x[:, :1]).transpose(0, 1), *[x.transpose(0, 1)] * 2
+            )[0][0],
+            {"a": lambda: nn.MultiheadAttention(D, 2)},
+        ),
+        "encoder-layer": (
+            lambda m, x: plain(m, m.e(x.transpose(0, 1)).transpose(0, 1)),
+            {"e": lambda: nn.TransformerEncoderLayer(D, 2, 4, 0.0)},
+        ),
+        "linear-on-steps": (
+            lambda m, x: torch.stack([plain(m, z) for z in x.transpose(0, 1)]).prod(0),
+            {},
+        ),
+        "positions-time-first": (
+            lambda m, x: plain(
+                m, x.transpose(0, 1) + m.e.weight[: x.shape[1], None]
+            ).transpose(0, 1),
+            {"e": lambda: nn.Embedding(N, D)},
+        ),
+        "convolution-beside": (
+            lambda m, x: plain(m, m.c(first(m.r, x).mT).mT),
+            {"r": rnn(nn.RNN), "c": lambda: nn.Conv1d(D, D, 3, padding=1)},
+        ),
+        "packed": (
+            lambda m, x: run_packed(m, x, False),
+            {"r": rnn(nn.GRU, batch_first=True)},
+        ),
+        "packed-by-hand": (
+            lambda m, x: run_packed(m, x, True),
+            {"r": rnn(nn.LSTM, batch_first=True)},
+        ),
+        "padded-by-hand": (
+            lambda m, x: plain(m, pad_sequence([z * 2 for z in x], batch_first=True)),
+            {},
+        ),
+    }.items()
+}
+
+
+def cells(m: Module, x: Tensor) -> Tensor:
+    """Run a cell over time, which is in front."""
+    h = x[0]
+    for step in x[1:]:
+        h = m.c(step, h)
+    return plain(m, h)
+
+
+# Statistics over the batch that carry no gradient: the share of a sample is what the
+# gradient of its own prediction is
+WITHOUT_GRADIENT = {
+    "detached-mean": lambda m, x: plain(m, x - x.mean(0).detach()),
+    "detached-norm": lambda m, x: plain(m, x / x.norm().detach()),
+    "norm-without-grad": lambda m, x: plain(m, x * without_grad(x)),
+    "largest-as-number": lambda m, x: plain(m, x / x.abs().max().item()),
+    "argmax-over-samples": lambda m, x: plain(m, x * (x.argmax(0) + 1)),
+    "histogram": lambda m, x: plain(m, x * (x > 0).to(x.dtype).mean()),
+    "quantized-by-the-batch": lambda m, x: plain(
+        m, x + (x.round() * x.detach().std() - x).detach()
+    ),
+}
+
+
+def without_grad(x: Tensor) -> Tensor:
+    """Compute the deviation of the batch, outside of autograd."""
+    with torch.no_grad():
+        return x.std()
+
+
+CONSTANT_ROWS = {
+    f"{name}-{t}": moving(function, t, D)._replace(alone=False)
+    for name, function in WITHOUT_GRADIENT.items()
+    for t in LENGTHS
+}
+
+TABLES = {
+    "move": MOVE_ROWS,
+    "routing": ROUTING,
+    "image": IMAGES,
+    "time-first": TIME_FIRST,
+    "constant": CONSTANT_ROWS,
+}
+
+
+@pytest.mark.parametrize(
+    "table, row", [(table, row) for table, rows in TABLES.items() for row in rows]
+)
+def test_right(table: str, row: str) -> None:
+    """Samples that are kept apart are right, wherever they are."""
+    assert_right(TABLES[table][row])
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", MOVES)
+def test_small_batches(name: str, batch: int) -> None:
+    """One sample, and as few as there are positions or axes."""
+    row = moving(MOVES[name], 2, D)
+    assert_right(
+        row._replace(
+            X=randn(2, D, batch=batch),
+            quantities=["BatchGrad", "BatchL2Grad", "DiagGGNExact"],
+        )
+    )
+
+
+# The library may say no to these, with a reason
+EITHER = {
+    "centered-data": Row(
+        lambda: nn.Linear(D, 3),
+        randn(D),
+        alone=False,
+        predict=lambda m, X: m(X[0] - X[0].mean(0)),
+    ),
+    "data-centered-by-the-model": Row(
+        lambda: Lambda(lambda m, x: m.f(x - x.mean(0)), f=nn.Linear(D, 3)),
+        randn(D),
+        alone=False,
+        says=r"mean|sub",
+    ),
+    "rows-picked-by-data": moving(
+        lambda m, x: plain(m, x.flatten(0, 1)[x.flatten(0, 1)[:, 0].argsort()])[
+            x.flatten(0, 1)[:, 0].argsort().argsort()
+        ].view_as(x),
+        3,
+        D,
+    )._replace(says=r"getitem|index|sort|view|layer_norm|linear"),
+    "block-diagonal-graph": Row(  # edges stay within samples
+        lambda: Lambda(
+            lambda m, x: (
+                m.f(
+                    torch.block_diag(*[torch.ones(3, 3, dtype=F64)] * len(x))
+                    @ x.flatten(0, 1)
+                )
+            ).view(len(x), -1),
+            f=nn.Linear(D, 2),
+        ),
+        randn(3, D),
+        says=r"matmul|mm",
+    ),
+    "identity-matmul": moving(
+        lambda m, x: plain(m, torch.eye(len(x), dtype=F64) @ x), D
+    )._replace(says=r"matmul|mm"),
+    "scatter-to-zeros": moving(
+        lambda m, x: plain(m, x.new_zeros(x.shape).scatter_add(1, x.argsort(1), x)),
+        3,
+        D,
+    )._replace(says=r"scatter"),
+    "masked-select": moving(
+        lambda m, x: plain(m, x.masked_select(x[..., :1] > -9).view_as(x)), 3, D
+    )._replace(says=r"masked_select|view"),
+    "numpy-order": moving(
+        lambda m, x: plain(m, x[torch.from_numpy(permutation(x).numpy())])[
+            permutation(x).argsort()
+        ],
+        3,
+        D,
+    )._replace(says=r"getitem|index"),
+}
+
+
+@pytest.mark.parametrize("row", EITHER)
+def test_right_or_refused(row: str) -> None:
+    """It is right for each sample, or refused by the operation's name."""
+    assert_right_or_refused(EITHER[row])
+
+
+@pytest.mark.parametrize("t", LENGTHS)
+def test_several_inputs(t: int) -> None:
+    """Inputs of all kinds hold samples, by keyword and inside of containers, too."""
+
+    def forward(m: Module, x: Dict, *, mask: Tensor, scale: float = 1.0) -> Tensor:
+        h = m.e(x["ids"]) + m.f(x["more"][0])
+        h = h.masked_fill(~mask[..., None], 0.0) * scale
+        return m.g(h.tanh()).sum(1)
+
+    row = Row(
+        lambda: Lambda(
+            forward, e=nn.Embedding(5, D), f=nn.Linear(2, D), g=nn.Linear(D, 3)
+        ),
+        lambda: (
+            torch.randint(5, (N, t)),
+            torch.randn(N, t, 2, dtype=F64),
+            torch.rand(N, t) > 0.3,
+        ),
+        predict=lambda m, X: m({"ids": X[0], "more": [X[1]]}, mask=X[2], scale=0.5),
+    )
+    assert_right(row)
+
+
+@pytest.mark.parametrize("inputs", ["shared-mask", "shared-table", "number"])
+@pytest.mark.parametrize("t", LENGTHS)
+def test_inputs_that_samples_share(inputs: str, t: int) -> None:
+    """An input that is no batch, although it may be as long as one, is a constant."""
+    torch.manual_seed(5)
+    shared = {
+        "shared-mask": torch.randn(t, t, dtype=F64),
+        "shared-table": torch.randn(t, t, dtype=F64).tanh(),
+        "number": torch.tensor(0.5, dtype=F64),
+    }[inputs]
+    row = Row(
+        lambda: Lambda(
+            lambda m, x, shared: (plain(m, x) @ x.mT * shared).softmax(-1) @ x,
+            f=nn.Linear(D, D),
+            g=nn.LayerNorm(D),
+            p=param(D),
+        ),
+        randn(t, D),
+        predict=lambda m, X: m(*X, shared),
+        says=r"axis|sample|batch|input|mul",
+    )
+    assert_right_or_refused(row)
+
+
+TOKENS = Row(
+    lambda: Lambda(
+        lambda m, i: m.f(m.e(i).tanh()).flatten(0, 1),
+        e=nn.Embedding(5, D),
+        f=nn.Linear(D, 5),
+    ),
+    tokens(3),
+)
+
+
+@pytest.mark.parametrize("t", LENGTHS)
+def test_flattened_model(t: int) -> None:
+    """A model that returns rows, of which a sample has several."""
+    assert_right(TOKENS._replace(X=tokens(t)))
+
+
+def test_first_order_only_needs_first_order() -> None:
+    """Each quantity alone is as right as all together."""
+    row = MOVE_ROWS["flatten-time-first-3"]
+    for quantity in FIRST_ORDER:
+        assert_right(row._replace(quantities=[quantity]))

@@ -1,0 +1,383 @@
+"""Where samples meet, what separates them is refused, and the operation is named.
+
+In the model, between model and loss, in a loss that the model computes itself; layers
+that get a sequence in place of a batch, and layers that contradict each other.
+"""
+
+from typing import Callable, Dict, Tuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import F64
+from per_sample import (
+    LENGTHS,
+    REFUSALS,
+    Lambda,
+    N,
+    Row,
+    assert_refused,
+    assert_right_or_refused,
+    param,
+    randn,
+)
+from test_samples import D, First, permutation
+from torch import Tensor, nn
+from torch.nn import Module
+
+
+class Norm(Module):
+    """A normalization by statistics of the batch, written by hand."""
+
+    def __init__(self, size: int):
+        """Create scale and shift."""
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(size)), param(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize."""
+        return (x - x.mean(0)) * x.var(0).rsqrt() * self.scale + self.shift
+
+
+COUPLINGS: Dict[str, Tuple[Callable, str]] = {  # of x [N, D], and what is named
+    "permutation": (lambda m, x: x + x[permutation(x)], r"add|getitem|index"),
+    "roll": (lambda m, x: x + x.roll(1, 0), r"add|roll"),
+    "flip": (lambda m, x: x * x.flip(0), r"mul|flip"),
+    "mixup": (
+        lambda m, x: torch.lerp(x, x[permutation(x)], 0.3),
+        r"lerp|getitem|index",
+    ),
+    "mean": (lambda m, x: x - x.mean(0), r"mean"),
+    "mean-of-everything": (lambda m, x: x - x.mean(), r"mean"),
+    "sum": (lambda m, x: x / (3 + x.sum(0)), r"sum"),
+    "standard-deviation": (lambda m, x: x / x.std(0), r"std"),
+    "variance": (lambda m, x: x * x.var(0), r"var"),
+    "norm-of-the-batch": (lambda m, x: x / x.norm(), r"norm"),
+    "largest": (lambda m, x: x - x.max(0).values, r"max"),
+    "largest-of-all": (lambda m, x: x / x.abs().amax(), r"max"),
+    "median": (lambda m, x: x - x.median(0).values, r"median"),
+    "softmax": (lambda m, x: x.softmax(0), r"softmax"),
+    "log-softmax": (lambda m, x: F.log_softmax(x, dim=0), r"softmax"),
+    "logsumexp": (lambda m, x: x - x.logsumexp(0), r"logsumexp"),
+    "cumulative-sum": (lambda m, x: x.cumsum(0), r"cumsum"),
+    "cumulative-product": (lambda m, x: (2 + x).cumprod(0), r"cumprod"),
+    "sort": (lambda m, x: x.sort(0).values, r"sort"),
+    "top": (lambda m, x: x - x.topk(2, 0).values[1], r"topk"),
+    "difference": (lambda m, x: torch.diff(x, dim=0, prepend=x[:1]), r"diff|sub"),
+    "running": (lambda m, x: running(x), r"add|mul|stack"),
+    "similarity": (lambda m, x: x @ x.T, r"matmul|mm"),
+    "similarity-of-two": (lambda m, x: m.f(x) @ m.f(x.cos()).T, r"matmul|mm"),
+    "similarity-einsum": (lambda m, x: torch.einsum("nd,md->nm", x, m.f(x)), r"einsum"),
+    "gram": (lambda m, x: x @ (x.T @ x), r"matmul|mm"),
+    "attention-over-samples": (
+        lambda m, x: F.scaled_dot_product_attention(x[None], x[None], x[None])[0],
+        r"scaled_dot_product_attention",
+    ),
+    "attention-layer-over-samples": (
+        lambda m, x: m.a(x[:, None], x[:, None], x[:, None])[0][:, 0],
+        r"MultiheadAttention|multi_head_attention|matmul|bmm|softmax|attention|axis",
+    ),
+    "recurrent-over-samples": (lambda m, x: m.r(x[:, None])[0][:, 0], r"GRU|gru|axis"),
+    "convolution-over-samples": (
+        lambda m, x: F.conv1d(
+            x.T[None], m.p.expand(D, 1, D)[..., :1].repeat(1, 1, 3), padding=1, groups=D
+        )[0].T,
+        r"conv1d",
+    ),
+    "distances": (lambda m, x: torch.cdist(x, x.cos()), r"cdist"),
+    "pairs": (lambda m, x: (x[:, None] - x[None]).pow(2).sum(-1), r"sub"),
+    "neighbour": (lambda m, x: torch.cat([x[:1], x[1:] - x[:-1]]), r"sub"),
+    "graph": (
+        lambda m, x: torch.eye(len(x), dtype=F64).roll(1, 0) @ x + x,
+        r"matmul|mm|add",
+    ),
+    "graph-mixes": (
+        lambda m, x: torch.ones(len(x), len(x), dtype=F64) @ x,
+        r"matmul|mm",
+    ),
+    "scatter-mean": (
+        lambda m, x: x.new_zeros(2, D).index_add(0, torch.arange(len(x)) % 2, x)[
+            torch.arange(len(x)) % 2
+        ],
+        r"index_add|getitem",
+    ),
+    "batch-norm": (lambda m, x: m.n(x), r"batch.?norm"),
+    "batch-norm-function": (
+        lambda m, x: F.batch_norm(x, None, None, training=True),
+        r"batch_norm",
+    ),
+    "batch-norm-by-hand": (lambda m, x: m.h(x), r"mean|var"),
+    "layer-norm-over-samples": (lambda m, x: F.layer_norm(x, x.shape), r"layer_norm"),
+    "normalize-over-samples": (lambda m, x: F.normalize(x, dim=0), r"norm"),
+    "memory-that-mixes": (lambda m, x: (x @ m.m.tanh().T).softmax(0) @ m.m, r"softmax"),
+    "sinkhorn": (lambda m, x: sinkhorn(x), r"sum|div|logsumexp|softmax"),
+    "squeeze-over-samples": (
+        lambda m, x: x * torch.sigmoid(m.f(x.mean(0, keepdim=True))),
+        r"mean",
+    ),
+    "whitening": (
+        lambda m, x: x @ torch.linalg.inv(x.T @ x + torch.eye(D, dtype=F64)),
+        r"matmul|mm|inv",
+    ),
+    "svd": (lambda m, x: torch.linalg.svdvals(x).sum() * x, r"svd|linalg"),
+    "addbmm": (
+        lambda m, x: torch.addbmm(x, x[:, :, None], x[:, None]),
+        r"addbmm",
+    ),
+    "flattened-the-wrong-way": (lambda m, x: x.T.reshape(len(x), D) + x, r"add"),
+    "in-place": (lambda m, x: x.clone().add_(x[permutation(x)]), r"add_|getitem|index"),
+    "setitem": (lambda m, x: shifted_in_place(x), r"setitem|mul|add"),
+    "loss-weights": (lambda m, x: x * x.sum(1).softmax(0)[:, None], r"softmax"),
+    "gate-of-the-batch": (lambda m, x: x * x.mean().sigmoid(), r"mean"),
+}
+
+
+def running(x: Tensor) -> Tensor:
+    """Average over samples, one after the other."""
+    rows = [x[0]]
+    for row in x[1:]:
+        rows.append(0.9 * rows[-1] + 0.1 * row)
+    return torch.stack(rows)
+
+
+def sinkhorn(x: Tensor) -> Tensor:
+    """Balance assignments over the batch, as SwAV does."""
+    q = x.exp()
+    for _ in range(2):
+        q = q / q.sum(0, keepdim=True)
+        q = q / q.sum(1, keepdim=True)
+    return q
+
+
+def shifted_in_place(x: Tensor) -> Tensor:
+    """Multiply each sample by the one before, in place."""
+    x = x.clone()
+    x[1:] = x[1:].clone() * x[:-1].clone()
+    return x
+
+
+def coupled(name: str) -> Row:
+    """Make a row in which samples meet between two layers."""
+    function, says = COUPLINGS[name]
+    parts = {
+        "a": lambda: nn.MultiheadAttention(D, 2),
+        "r": lambda: nn.GRU(D, D),
+        "n": lambda: nn.BatchNorm1d(D),
+        "h": lambda: Norm(D),
+        "m": lambda: param(N, D),
+    }
+    own = {  # what the function uses
+        "attention-layer-over-samples": "a",
+        "recurrent-over-samples": "r",
+        "batch-norm": "n",
+        "batch-norm-by-hand": "h",
+        "memory-that-mixes": "m",
+    }.get(name)
+    return Row(
+        lambda: Lambda(
+            lambda m, x: m.last(function(m, m.f(x).tanh())) * m.p,
+            f=nn.Linear(D, D),
+            last=nn.Linear(N if name in SQUARE else D, D),
+            p=param(D),
+            **({own: parts[own]()} if own else {}),
+        ),
+        randn(D),
+        train=True,
+        says=says,
+    )
+
+
+SQUARE = (
+    "similarity",
+    "similarity-of-two",
+    "similarity-einsum",
+    "distances",
+    "pairs",
+)
+BATCH_NORMS = ("batch-norm", "batch-norm-function")  # as in 1.7, a warning is enough
+QUANTITIES = ["BatchGrad", "BatchL2Grad", "DiagGGNExact"]
+
+
+@pytest.mark.parametrize("quantity", QUANTITIES)
+@pytest.mark.parametrize("name", COUPLINGS)
+def test_samples_that_meet(name: str, quantity: str) -> None:
+    """What separates samples is refused, and the operation is named."""
+    kinds = (*REFUSALS, UserWarning) if name in BATCH_NORMS else REFUSALS
+    assert_refused(coupled(name), quantity, kinds=kinds)
+
+
+def contrastive(f: Tensor, loss: Module) -> Tensor:
+    """Compare each sample with all others, as CLIP does."""
+    a, b = f.chunk(2, 1)
+    return loss(a @ b.T, torch.arange(len(f)))
+
+
+def symmetric_contrastive(f: Tensor, loss: Module) -> Tensor:
+    """Do so in both directions."""
+    a, b = F.normalize(f, dim=1).chunk(2, 1)
+    logits, y = a @ b.mT * 5, torch.arange(len(f))
+    return (loss(logits, y) + loss(logits.mT, y)) / 2
+
+
+def of_two_views(f: Tensor, loss: Module) -> Tensor:
+    """Compare all samples with all, of two views in one batch."""
+    z = torch.cat([f, f.cos()])
+    scores = (z @ z.T).masked_fill(torch.eye(len(z), dtype=torch.bool), -1e9)
+    return loss(scores, torch.arange(len(z)).roll(len(f)))
+
+
+def margins(f: Tensor, loss: Module) -> Tensor:
+    """Compare the differences of neighbours, as ranking losses do."""
+    return loss(f[1:] - f[:-1], torch.ones_like(f[1:]))
+
+
+def covariance(f: Tensor, loss: Module) -> Tensor:
+    """Compare the covariance of features with the identity, as Barlow Twins does."""
+    z = (f - f.mean(0)) / f.std(0)
+    return loss(z.T @ z / len(f), torch.eye(f.shape[1], dtype=f.dtype))
+
+
+def centered(f: Tensor, loss: Module) -> Tensor:
+    """Compare predictions with their mean taken away."""
+    return loss(f - f.mean(0), torch.zeros_like(f))
+
+
+COUPLING_LOSSES = {
+    "contrastive": (contrastive, nn.CrossEntropyLoss, r"matmul|mm"),
+    "symmetric": (symmetric_contrastive, nn.CrossEntropyLoss, r"matmul|mm"),
+    "two-views": (of_two_views, nn.CrossEntropyLoss, r"matmul|mm"),
+    "margins": (margins, nn.MSELoss, r"sub"),
+    "covariance": (covariance, nn.MSELoss, r"mean|std|matmul|mm"),
+    "centered": (centered, nn.MSELoss, r"mean"),
+}
+
+
+@pytest.mark.parametrize("quantity", QUANTITIES)
+@pytest.mark.parametrize("name", COUPLING_LOSSES)
+def test_losses_in_which_samples_meet(name: str, quantity: str) -> None:
+    """Samples that meet between the model and the loss are refused, too."""
+    objective, loss, says = COUPLING_LOSSES[name]
+    row = Row(lambda: nn.Linear(D, D), randn(D), loss, objective, says=says)
+    assert_refused(row, quantity)
+
+
+@pytest.mark.parametrize("quantity", QUANTITIES)
+@pytest.mark.parametrize("name", COUPLING_LOSSES)
+def test_losses_in_which_samples_meet_inside_the_model(
+    name: str, quantity: str
+) -> None:
+    """The same where the model computes its loss itself."""
+    objective, loss, says = COUPLING_LOSSES[name]
+    row = Row(
+        lambda: Lambda(
+            lambda m, x: objective(m.f(x), m.loss), f=nn.Linear(D, D), loss=loss()
+        ),
+        randn(D),
+        value=lambda model, loss, X: model(*X),
+        says=says,
+    )
+    assert_refused(row, quantity)
+
+
+def without_batch(layer: Callable[[], Module], *shape: int) -> Row:
+    """Make a row in which a layer gets a sequence that has no batch axis."""
+    return Row(
+        lambda: nn.Sequential(nn.Linear(D, D), First(layer()), nn.Linear(D, 2)),
+        randn(*shape, batch=N),
+        says=r"batch|axis|sequence|2.?(-?d|dim|axes)",
+    )
+
+
+# [T, D] is a sequence, and no batch of samples
+UNBATCHED = {
+    "rnn": without_batch(lambda: nn.RNN(D, D), D),
+    "lstm": without_batch(lambda: nn.LSTM(D, D), D),
+    "gru": without_batch(lambda: nn.GRU(D, D, batch_first=True), D),
+    "gru-of-two-layers": without_batch(lambda: nn.GRU(D, 2, 2, bidirectional=True), D),
+    "attention": without_batch(lambda: nn.MultiheadAttention(D, 2), D),
+    "attention-batch-first": without_batch(
+        lambda: nn.MultiheadAttention(D, 2, batch_first=True), D
+    ),
+    "encoder-layer": without_batch(
+        lambda: nn.TransformerEncoderLayer(D, 2, D, 0.0, batch_first=True), D
+    ),
+}
+
+
+@pytest.mark.parametrize("quantity", QUANTITIES)
+@pytest.mark.parametrize("row", UNBATCHED)
+def test_no_batch_axis(row: str, quantity: str) -> None:
+    """A sequence without a batch axis is refused."""
+    assert_refused(UNBATCHED[row], quantity)
+
+
+def turned(m: Module, X: Tuple[Tensor, ...]) -> Tensor:
+    """Call a model that wants time first; what it returns has samples first again."""
+    return m(*[x.transpose(0, 1) for x in X]).transpose(0, 1)
+
+
+# The model's input has samples on axis 1; only the layers know
+TIME_FIRST_INPUTS = {
+    f"{name}-{t}": Row(
+        model, randn(t, D), predict=turned, says=r"GRU|gru|attention|axis|batch|meet"
+    )
+    for t in LENGTHS
+    for name, model in {
+        "gru": lambda: nn.Sequential(
+            nn.Linear(D, D), First(nn.GRU(D, D)), nn.Linear(D, 2)
+        ),
+        "attention": lambda: nn.Sequential(
+            nn.Linear(D, D), First(nn.MultiheadAttention(D, 2)), nn.Linear(D, 2)
+        ),
+        "encoder": lambda: nn.Sequential(
+            nn.TransformerEncoderLayer(D, 2, D, 0.0), nn.Linear(D, 2)
+        ),
+        "gru-behind-a-table": lambda: nn.Sequential(
+            nn.LayerNorm(D), First(nn.LSTM(D, D))
+        ),
+    }.items()
+}
+
+
+@pytest.mark.parametrize("row", TIME_FIRST_INPUTS)
+def test_time_first_inputs(row: str) -> None:
+    """Layers that work along axis 0 are refused, or right for samples on axis 1."""
+    assert_right_or_refused(TIME_FIRST_INPUTS[row])
+
+
+@pytest.mark.parametrize("quantity", QUANTITIES)
+def test_layers_that_contradict_each_other(quantity: str) -> None:
+    """One layer works along axis 0, the other one along axis 1: samples meet."""
+    layers = First(nn.GRU(D, D)), First(nn.GRU(D, D, batch_first=True))
+    row = Row(lambda: nn.Sequential(*layers), randn(N, D), says=r"GRU|gru|axis|batch")
+    assert_refused(row, quantity)
+
+
+@pytest.mark.parametrize("first_time", [True, False])
+def test_operations_that_depend_on_values(first_time: bool) -> None:
+    """What an operation did to samples once is no promise for the next time."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        h = m.f(x).tanh()
+        mask = torch.ones_like(h, dtype=torch.bool) if m.all else h > 0
+        return m.g(torch.where(mask, h, h.transpose(0, 1)))
+
+    def model(everywhere: bool) -> Row:
+        return Row(
+            lambda: Lambda(
+                forward, f=nn.Linear(D, D), g=nn.Linear(D, 2), all=everywhere
+            ),
+            randn(N, D),
+            alone=False,
+            says=r"where|linear",
+        )
+
+    def run(everywhere: bool) -> None:
+        if everywhere:
+            assert_right_or_refused(model(True))
+        else:
+            assert_refused(model(False), "BatchGrad")
+            assert_refused(model(False), "DiagGGNExact")
+
+    run(first_time)
+    run(not first_time)

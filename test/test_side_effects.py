@@ -1,0 +1,832 @@
+"""Nobody can tell that a model was extended, but by the fields.
+
+A forward pass runs once and leaves what it leaves without us; hooks see the same
+gradients at the same time; exceptions leave nothing behind, and neither do passes.
+"""
+
+import gc
+import random
+import re
+import weakref
+from typing import Any, Callable, Dict, Iterator, List
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import F64, Tensors
+from oracle import assert_agrees
+from per_sample import (
+    REFUSALS,
+    Lambda,
+    N,
+    Row,
+    assert_fields,
+    assert_right,
+    compute,
+    param,
+    randn,
+    real,
+    reference,
+)
+from torch import Tensor, nn
+from torch.nn import Module
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from backpack import backpack, extend, memory_cleanup
+from backpack.context import CTX
+from backpack.extensions import KFLR, BatchGrad, BatchL2Grad, DiagGGNExact, Variance
+
+D = 4
+
+
+def layers(**parts: Any) -> Callable[[Callable], Callable[[], Module]]:
+    """Make a decorator that makes a model out of its forward pass.
+
+    Args:
+        parts: Functions that make further parts.
+
+    Returns:
+        The decorator.
+    """
+
+    def decorate(function: Callable) -> Callable[[], Module]:
+        return lambda: Lambda(
+            function,
+            f=nn.Linear(D, D),
+            g=nn.Linear(D, 3),
+            w=param(D, D),
+            log=[],
+            **{name: make() for name, make in parts.items()},
+        )
+
+    return decorate
+
+
+# Forward passes that leave something; ``log`` says what they have seen
+
+
+@layers(calls=lambda: 0)
+def counts(m: Module, x: Tensor) -> Tensor:
+    """Count calls."""
+    m.calls += 1
+    m.log.append(m.calls)
+    return m.g(m.f(x).tanh() @ m.w)
+
+
+@layers()
+def appends(m: Module, x: Tensor) -> Tensor:
+    """Keep what was computed."""
+    h = m.f(x).tanh() @ m.w
+    m.log.append(h.detach().clone())
+    m.log.append(len(x))
+    return m.g(h)
+
+
+@layers(
+    mean=lambda: nn.Buffer(torch.zeros(D)), steps=lambda: nn.Buffer(torch.zeros(()))
+)
+def averages(m: Module, x: Tensor) -> Tensor:
+    """Update statistics that nothing depends on."""
+    h = m.f(x).tanh() @ m.w
+    m.mean.mul_(0.9).add_(0.1 * h.detach().mean(0))
+    m.steps += 1
+    return m.g(h)
+
+
+@layers(mean=lambda: nn.Buffer(torch.zeros(D)))
+def centers(m: Module, x: Tensor) -> Tensor:
+    """Use statistics that are updated first, and carry no gradient."""
+    h = m.f(x).tanh() @ m.w
+    m.mean.lerp_(h.detach().mean(0), 0.1)
+    return m.g(h - m.mean)
+
+
+@layers(generator=lambda: torch.Generator().manual_seed(3))
+def own_generator(m: Module, x: Tensor) -> Tensor:
+    """Draw from a generator of its own."""
+    m.generator.manual_seed(3)
+    h = m.f(x).tanh() @ m.w
+    noise = torch.rand(h.shape, generator=m.generator, dtype=h.dtype)
+    m.log.append(noise.clone())
+    return m.g(h * noise)
+
+
+@layers()
+def global_generator(m: Module, x: Tensor) -> Tensor:
+    """Draw from the global generator."""
+    h = F.dropout(m.f(x), 0.5) @ m.w
+    return m.g(h * torch.rand_like(h) + torch.randn(D, dtype=h.dtype))
+
+
+@layers(gate=lambda: nn.Parameter(torch.zeros(())))
+def gate_of_zero(m: Module, x: Tensor) -> Tensor:
+    """Add noise, through a gate that is closed."""
+    h = m.f(x).tanh()
+    with torch.no_grad():
+        m.gate.zero_()
+    return m.g(h + m.gate * (h @ m.w) * torch.randn_like(h))
+
+
+@layers(scale=lambda: nn.Parameter(torch.zeros(D)))
+def deviation_of_zero(m: Module, x: Tensor) -> Tensor:
+    """Draw weights, whose deviation is zero."""
+    with torch.no_grad():
+        m.scale.zero_()
+    noise = torch.randn(D, D, dtype=x.dtype)
+    return m.g(m.f(x).tanh() @ (m.w + noise * m.scale))
+
+
+@layers()
+def python_random(m: Module, x: Tensor) -> Tensor:
+    """Draw from Python's generator."""
+    random.seed(len(m.log))
+    factor = random.random()
+    m.log.append(factor)
+    return m.g(m.f(x).tanh() @ m.w * factor)
+
+
+@layers(cache=dict)
+def fills_a_cache(m: Module, x: Tensor) -> Tensor:
+    """Concatenate to what is cached, as key-value caches do."""
+    h = (m.f(x).tanh() @ m.w)[:, None]
+    key = torch.cat([m.cache.get("key", h[:, :0]), h], 1)
+    m.cache["key"] = key.detach()
+    m.log.append(tuple(key.shape))
+    return m.g(key.sum(1))
+
+
+@layers(state=dict)
+def keeps_a_state(m: Module, x: Tensor) -> Tensor:
+    """Start from the state in which the last pass ended."""
+    h = m.f(x).tanh() @ m.w + m.state.pop("h", 0.0)
+    m.state["h"] = h.detach().clone()
+    return m.g(h)
+
+
+@layers()
+def without_grad(m: Module, x: Tensor) -> Tensor:
+    """Compute a target with the same layers, outside of autograd."""
+    with torch.no_grad():
+        target = m.f(x.cos()) @ m.w
+        m.log.append(torch.is_grad_enabled())
+    h = m.f(x).tanh() @ m.w
+    m.log.append(torch.is_grad_enabled())
+    return m.g(h * target)
+
+
+@layers()
+def grad_disabled_by_call(m: Module, x: Tensor) -> Tensor:
+    """Do the same by a call."""
+    torch.set_grad_enabled(False)
+    target = m.f(x.cos()) @ m.w
+    torch.set_grad_enabled(True)
+    return m.g((m.f(x).tanh() @ m.w) * target)
+
+
+@layers()
+def inference(m: Module, x: Tensor) -> Tensor:
+    """Compute a factor in inference mode."""
+    with torch.inference_mode():
+        factor = float((m.f(x.cos()) @ m.w).abs().mean())
+    return m.g((m.f(x).tanh() @ m.w) * 2 + (x * 0 + round(factor) * 0))
+
+
+@layers()
+def averages_weights(m: Module, x: Tensor) -> Tensor:
+    """Keep an average of a weight, and use it as a constant."""
+    with torch.no_grad():
+        average = 0.9 * m.w + 0.1 * m.f.weight
+    return m.g(m.f(x).tanh() @ m.w + x @ average)
+
+
+@layers()
+def looks_at_gradients(m: Module, x: Tensor) -> Tensor:
+    """Register hooks on tensors inside."""
+    h = m.f(x).tanh() @ m.w
+    h.register_hook(lambda g: m.log.append(g.clone()))
+    return m.g(h)
+
+
+@layers(second=lambda: nn.Linear(D, D))
+def raises_and_catches(m: Module, x: Tensor) -> Tensor:
+    """Fail, and go on."""
+    try:
+        m.second(x[:, :1])
+    except RuntimeError as error:
+        m.log.append(str(error))
+    return m.g(m.second(m.f(x).tanh() @ m.w))
+
+
+@layers()
+def recomputes(m: Module, x: Tensor) -> Tensor:
+    """Compute a part again in the backward pass, with the same random numbers."""
+
+    def inside(x: Tensor) -> Tensor:
+        m.log.append("inside")
+        return F.dropout(m.f(x), 0.5).tanh() @ m.w
+
+    return m.g(checkpoint(inside, x, use_reentrant=False))
+
+
+@layers()
+def differentiates_inside(m: Module, x: Tensor) -> Tensor:
+    """Differentiate a function of constants inside."""
+    with torch.enable_grad():
+        z = x.detach().requires_grad_()
+        (g,) = torch.autograd.grad(z.pow(2).sum(), z)
+    return m.g(m.f(x + 0.1 * g).tanh() @ m.w)
+
+
+PASSES = {
+    "counts": counts,
+    "appends": appends,
+    "averages": averages,
+    "centers": centers,
+    "own-generator": own_generator,
+    "global-generator": global_generator,
+    "gate-of-zero": gate_of_zero,
+    "deviation-of-zero": deviation_of_zero,
+    "python-random": python_random,
+    "fills-a-cache": fills_a_cache,
+    "keeps-a-state": keeps_a_state,
+    "without-grad": without_grad,
+    "grad-disabled-by-call": grad_disabled_by_call,
+    "inference": inference,
+    "averages-weights": averages_weights,
+    "looks-at-gradients": looks_at_gradients,
+    "raises-and-catches": raises_and_catches,
+    "recomputes": recomputes,
+    "differentiates-inside": differentiates_inside,
+}
+FORWARD_PASSES = {
+    name: Row(make, randn(D), train=True, alone=False) for name, make in PASSES.items()
+}
+
+
+def traced(row: Row, *exts: Any, extended: bool) -> Dict[str, Any]:
+    """Run a forward and a backward pass, and collect all that there is afterwards.
+
+    Args:
+        row: The row.
+        exts: Active extensions, if any.
+        extended: Whether model and loss are extended.
+
+    Returns:
+        Output, random state, gradients, buffers, calls of hooks, and the model's log.
+    """
+    model, loss, X = row.build()
+    if extended:
+        model, loss = extend(model), extend(loss)
+    calls: List[str] = []
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(
+            lambda m, i, name=name: calls.append(f"before {name}")
+        )
+        module.register_forward_hook(
+            lambda m, i, o, name=name: calls.append(f"after {name}")
+        )
+    torch.manual_seed(1)
+    f = row.predict(model, X)
+    state = torch.get_rng_state()
+    value = row.objective(f, loss)
+    with backpack(*exts):
+        value.backward()
+    return {
+        "output": f.detach(),
+        "state": state,
+        "state afterwards": torch.get_rng_state(),
+        "gradients": [p.grad for p in model.parameters()],
+        "buffers": list(model.buffers()),
+        "calls": calls,
+        "log": model.log,
+        "plain attributes": [
+            model.__dict__.get(n) for n in ("calls", "cache", "state")
+        ],
+    }
+
+
+def assert_same(actual: Any, expected: Any, what: str) -> None:
+    """Assert that two things are the same, tensors up to rounding."""
+    if isinstance(expected, Tensor):
+        if expected.is_floating_point():
+            assert_agrees(actual, expected, what)
+        else:
+            assert torch.equal(actual, expected), what
+    elif isinstance(expected, (list, tuple)):
+        assert len(actual) == len(expected), f"{what}: {len(actual)} entries"
+        for i, (a, e) in enumerate(zip(actual, expected)):
+            assert_same(a, e, f"{what}[{i}]")
+    elif isinstance(expected, dict):
+        assert actual.keys() == expected.keys(), what
+        for key, value in expected.items():
+            assert_same(actual[key], value, f"{what}[{key}]")
+    else:
+        assert actual == expected, f"{what}: {actual} != {expected}"
+
+
+EXTENSIONS: Dict[str, Callable[[], List]] = {
+    "none": lambda: [],
+    "BatchGrad": lambda: [BatchGrad()],
+    "norms": lambda: [BatchL2Grad(), Variance()],
+    "DiagGGNExact": lambda: [DiagGGNExact()],
+    "all": lambda: [BatchGrad(), BatchL2Grad(), DiagGGNExact(), KFLR("expand")],
+}
+
+
+@pytest.mark.parametrize("exts", EXTENSIONS)
+@pytest.mark.parametrize("name", FORWARD_PASSES)
+def test_forward_pass_runs_once(name: str, exts: str) -> None:
+    """What a pass leaves is what it leaves without us, hooks and gradients included."""
+    row = FORWARD_PASSES[name]
+    expected = traced(row, extended=False)
+    actual = traced(row, *EXTENSIONS[exts](), extended=True)
+    assert torch.equal(actual["output"], expected["output"])
+    assert_same(actual, expected, name)
+
+
+@pytest.mark.parametrize("name", FORWARD_PASSES)
+def test_what_runs_once_is_right(name: str) -> None:
+    """And all quantities are right."""
+    assert_right(FORWARD_PASSES[name])
+
+
+def test_cache_of_the_user() -> None:
+    """A cache that is passed as an argument is filled once, over several steps."""
+
+    def forward(m: Module, x: Tensor, cache: List) -> Tensor:
+        cache.append(m.f(x).tanh() * m.p)
+        return m.g(torch.stack(list(cache), 1).softmax(1).prod(1) + x)
+
+    def steps(m: Module, X: Tensors) -> Tensor:
+        cache: List[Tensor] = []
+        out = [m(X[0] * (i + 1), cache) for i in range(3)]
+        assert len(cache) == 3
+        return torch.stack(out, 1)
+
+    row = Row(
+        lambda: Lambda(forward, f=nn.Linear(D, D), p=param(D), g=nn.Linear(D, 2)),
+        randn(D),
+        predict=steps,
+    )
+    assert_right(row)
+
+
+def checkpointed(reentrant: bool) -> Row:
+    """Make a row with a part that is computed again in the backward pass."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        def inside(z: Tensor) -> Tensor:
+            return (m.f(z) * m.p).tanh() @ m.p.diag()
+
+        return m.g(checkpoint(inside, m.e(x), use_reentrant=reentrant))
+
+    return Row(
+        lambda: Lambda(
+            forward,
+            e=nn.Linear(D, D),
+            f=nn.Linear(D, D),
+            p=param(D),
+            g=nn.Linear(D, 2),
+        ),
+        randn(D),
+    )
+
+
+def test_checkpoint() -> None:
+    """A part that is computed again is right."""
+    assert_right(checkpointed(reentrant=False))
+
+
+@pytest.mark.parametrize("quantity", ["BatchGrad", "BatchL2Grad", "DiagGGNExact"])
+def test_reentrant_checkpoint(quantity: str) -> None:
+    """The way in which autograd can only run backward is right, or refused by name."""
+    row = checkpointed(reentrant=True)
+    try:
+        model = compute(row, [quantity])
+    except REFUSALS as error:
+        says = r"(?i)checkpoint|re-?entrant|'?\b(p|f\.weight)\b"
+        assert re.search(says, str(error)), error
+        return
+    assert_fields(model, [quantity], reference(checkpointed(reentrant=False)))
+
+
+@pytest.mark.parametrize("where", ["part", "all"])
+def test_autocast(where: str) -> None:
+    """Parts that run in low precision by themselves give fields of full precision."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            h = F.linear(x, m.w) + m.f(x)
+            h = m.g(h) if where == "all" else h
+        return h.float() if where == "all" else m.g(h.float())
+
+    row = Row(
+        lambda: Lambda(forward, f=nn.Linear(D, D), g=nn.Linear(D, 2), w=param(D, D)),
+        randn(D),
+    )
+    model, loss, X = row.build()
+    model, loss = extend(model.float()), extend(loss)
+    f = model(X[0].float())
+    with backpack(BatchGrad(), DiagGGNExact()):
+        loss(f, real(f)).backward()
+    plain = row._replace(
+        model=lambda: Lambda(
+            lambda m, x: m.g(F.linear(x, m.w) + m.f(x)),
+            f=nn.Linear(D, D),
+            g=nn.Linear(D, 2),
+            w=param(D, D),
+        )
+    )
+    for p in model.parameters():
+        assert p.grad_batch.dtype == p.diag_ggn_exact.dtype == torch.float32
+        error = (p.grad_batch.sum(0) - p.grad).abs().max()
+        assert error < 0.02 * p.grad.abs().max()
+    assert_fields(model, ["BatchGrad", "DiagGGNExact"], reference(plain), rtol=0.1)
+
+
+# Hooks in the backward pass
+
+
+def chain() -> Module:
+    """Make a chain of layers, one with a bare parameter, one functional."""
+    return nn.Sequential(
+        nn.Linear(D, D),
+        Lambda(lambda m, x: (x * m.p).tanh(), p=param(D)),
+        nn.Linear(D, D),
+        Lambda(lambda m, x: F.linear(x.sin(), m.w, m.b), w=param(D, D), b=param(D)),
+        nn.Linear(D, 2),
+    )
+
+
+def seen(model: Module) -> List:
+    """Copy the gradients that are there."""
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def tensor_hooks(model: Module, events: List) -> None:
+    """Look from hooks of the layers' outputs."""
+    for i, layer in enumerate(model):
+        layer.register_forward_hook(
+            lambda m, x, out, i=i: out.register_hook(
+                lambda g, i=i: events.append((f"tensor {i}", g.clone(), seen(model)))
+            )
+            and None
+        )
+
+
+def module_hooks(model: Module, events: List) -> None:
+    """Look from backward hooks of the layers, behind the first one."""
+    for i, layer in enumerate(model[1:]):
+        layer.register_full_backward_hook(
+            lambda m, gi, go, i=i: events.append((f"module {i}", go, seen(model)))
+        )
+
+
+def parameter_hooks(model: Module, events: List) -> None:
+    """Look from hooks of the parameters."""
+    for name, p in model.named_parameters():
+        p.register_hook(lambda g, name=name: events.append((name, g.clone())))
+
+
+def accumulation_hooks(model: Module, events: List) -> None:
+    """Look after a gradient was accumulated."""
+    for name, p in model.named_parameters():
+        p.register_post_accumulate_grad_hook(
+            lambda p, name=name: events.append((name, p.grad.clone()))
+        )
+
+
+def node_hooks(model: Module, events: List) -> None:
+    """Look from the nodes that accumulate gradients."""
+    for name, p in model.named_parameters():
+        node = torch.autograd.graph.get_gradient_edge(p).node
+        node.register_prehook(lambda g, name=name: events.append((name, g[0].clone())))
+        model.__dict__.setdefault("nodes", []).append(node)  # else it would die
+
+
+def engine_callback(model: Module, events: List) -> None:
+    """Look at the end of the pass."""
+
+    def queue(g: Tensor) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(
+            lambda: events.append(("end", seen(model)))
+        )
+
+    model[-1].register_forward_hook(lambda m, x, out: out.register_hook(queue) and None)
+
+
+def optimizer_in_backward(model: Module, events: List) -> None:
+    """Step and forget each gradient as soon as it is there."""
+    for p in model.parameters():
+        optimizer = torch.optim.SGD([p], lr=0.1)
+
+        def step(p: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            events.append(p.grad.clone())
+            optimizer.step()
+            optimizer.zero_grad()
+
+        p.register_post_accumulate_grad_hook(step)
+
+
+HOOKS = [
+    tensor_hooks,
+    module_hooks,
+    parameter_hooks,
+    accumulation_hooks,
+    node_hooks,
+    engine_callback,
+    optimizer_in_backward,
+]
+
+
+def by_name(events: List) -> List:
+    """Sort the events that belong to parameters; their order is the engine's."""
+    return sorted(events, key=lambda e: str(e[0]) if isinstance(e, tuple) else "")
+
+
+@pytest.mark.parametrize("exts", EXTENSIONS)
+@pytest.mark.parametrize("hooks", HOOKS)
+def test_hooks_see_gradients_in_time(hooks: Callable, exts: str) -> None:
+    """Gradients are there when plain autograd would have them there."""
+    row, results = Row(chain, randn(D)), []
+    for extended in (False, True):
+        events: List = []
+        model, loss, X = row.build()
+        if extended:
+            model, loss = extend(model), extend(loss)
+        hooks(model, events)
+        value = row.run(model, loss, X)
+        with backpack(*(EXTENSIONS[exts]() if extended else [])):
+            value.backward()
+        events = by_name(events) if hooks is not optimizer_in_backward else events
+        results.append((events, [p.detach() for p in model.parameters()], seen(model)))
+    assert_same(results[1], results[0], "events")
+
+
+# Exceptions
+
+
+class OwnError(Exception):
+    """An error in a user's code."""
+
+
+def failing(error: type) -> Callable:
+    """Make a function that raises an error."""
+
+    def fail(*args: Any) -> None:
+        raise error
+
+    return fail
+
+
+class FailsBackward(torch.autograd.Function):
+    """The identity, whose backward pass raises what is there to raise."""
+
+    error: Any = None
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Copy."""
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        """Raise."""
+        if FailsBackward.error is not None:
+            raise FailsBackward.error
+        return g.clone()
+
+
+@pytest.fixture(autouse=True)
+def no_error() -> Iterator[None]:
+    """Leave no error to be raised."""
+    yield
+    FailsBackward.error = None
+
+
+def fragile() -> Module:
+    """Make a model that fails in its forward pass if it is told to."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        h = FailsBackward.apply(m.f(x).tanh() @ m.w)
+        if m.fails is not None:
+            raise m.fails
+        return m.g(h)
+
+    return Lambda(
+        forward, f=nn.Linear(D, D), w=param(D, D), g=nn.Linear(D, 2), fails=None
+    )
+
+
+def in_forward(model: Module, error: type) -> Callable[[], None]:
+    """Let the forward pass fail."""
+    model.fails = error
+    return lambda: setattr(model, "fails", None)
+
+
+def in_forward_hook(model: Module, error: type) -> Callable[[], None]:
+    """Let a forward hook fail."""
+    return model.f.register_forward_hook(failing(error)).remove
+
+
+def in_pre_hook(model: Module, error: type) -> Callable[[], None]:
+    """Let a hook before the forward pass fail."""
+    return model.g.register_forward_pre_hook(failing(error)).remove
+
+
+def in_tensor_hook(model: Module, error: type) -> Callable[[], None]:
+    """Let the hook of a tensor fail."""
+    return model.f.register_forward_hook(
+        lambda m, x, out: out.register_hook(failing(error)) and None
+    ).remove
+
+
+def in_accumulation(model: Module, error: type) -> Callable[[], None]:
+    """Let a hook fail after a gradient was accumulated."""
+    return model.w.register_post_accumulate_grad_hook(failing(error)).remove
+
+
+def in_backward(model: Module, error: type) -> Callable[[], None]:
+    """Let the backward pass of an operation fail."""
+    FailsBackward.error = error
+    return lambda: setattr(FailsBackward, "error", None)
+
+
+FAULTS = [
+    in_forward,
+    in_forward_hook,
+    in_pre_hook,
+    in_tensor_hook,
+    in_accumulation,
+    in_backward,
+]
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+@pytest.mark.parametrize("error", [OwnError, KeyboardInterrupt])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults(fault: Callable, error: type, inside: bool) -> None:
+    """An exception leaves nothing behind; the model can be freed, the next is right."""
+    row = Row(fragile, randn(D), says=r"FailsBackward|\bw\b|\bf\b")
+    samples = reference(row)
+    model, loss, X = row.build()
+    model, loss = extend(model), extend(loss)
+    depth = torch._C._len_torch_function_stack()
+    for _ in range(2):
+        undo = fault(model, error)
+        with pytest.raises(error):
+            value = None if inside else row.run(model, loss, X)
+            with backpack(BatchGrad(), DiagGGNExact()):
+                (row.run(model, loss, X) if inside else value).backward()
+        undo()
+        assert not CTX.get_active_exts()
+        assert torch._C._len_torch_function_stack() == depth
+    model.zero_grad()
+    value = row.run(model, loss, X)
+    with backpack(BatchGrad(), DiagGGNExact()):
+        value.backward()
+    assert_fields(model, ["BatchGrad", "DiagGGNExact"], samples)
+    reference_to_model = weakref.ref(model)
+    del model, value, undo
+    gc.collect()
+    assert reference_to_model() is None
+
+
+@pytest.mark.parametrize("error", [OwnError, KeyboardInterrupt])
+def test_fault_in_the_extension_hook(error: type) -> None:
+    """The same for the context's own hook."""
+    row = Row(chain, randn(D))
+    model, loss, X = row.build()
+    model, loss = extend(model), extend(loss)
+    value = row.run(model, loss, X)
+    with pytest.raises(error):
+        with backpack(BatchGrad(), extension_hook=failing(error)):
+            value.backward()
+    assert not CTX.get_active_exts()
+    value = row.run(model, loss, X)
+    with backpack(BatchGrad()):
+        value.backward()
+    assert_fields(model, ["BatchGrad"], reference(row))
+
+
+def test_fault_leaves_nothing_on_inputs() -> None:
+    """Inputs that a failed pass has seen are as good as new, in another role too."""
+    row = Row(fragile, randn(D))
+    model, loss, X = row.build()
+    model, loss = extend(model), extend(loss)
+    undo = in_forward(model, OwnError)
+    with pytest.raises(OwnError):
+        row.run(model, loss, X)
+    undo()
+    other = extend(nn.Linear(D, 2).to(F64))
+    f = other(X[0].T.contiguous()[:, : len(X[0])].T)
+    with backpack(BatchGrad()):
+        loss(f, real(f)).backward()
+    assert_agrees(other.weight.grad_batch.sum(0), other.weight.grad)
+    assert other.weight.grad_batch.shape == (N, 2, D)
+
+
+# Memory
+
+
+MODELS_THAT_DIE = {
+    "chain": chain,
+    "expression": lambda: Lambda(
+        lambda m, x: m.g(F.linear(x, m.w.tanh() @ m.w)),
+        w=param(D, D),
+        g=nn.Linear(D, 2),
+    ),
+    "flattened": lambda: Lambda(
+        lambda m, x: m.g((x[:, None] * m.w).flatten(0, 1)).view(len(x), -1),
+        w=param(D, D),
+        g=nn.Linear(D, 2),
+    ),
+    "parametrized": lambda: nn.Sequential(
+        parametrizations.weight_norm(nn.Linear(D, D)), nn.Linear(D, 2)
+    ),
+    "attention": lambda: Lambda(
+        lambda m, x: m.a(*[x[:, None]] * 3)[0][:, 0],
+        a=nn.MultiheadAttention(D, 2, batch_first=True),
+    ),
+}
+
+
+def watch(model: Module) -> List:
+    """Collect weak references to what layers return."""
+    watched: List = []
+    for module in model.modules():
+        module.register_forward_hook(
+            lambda m, x, out: watched.append(
+                weakref.ref(out[0] if isinstance(out, tuple) else out)
+            )
+        )
+    return watched
+
+
+@pytest.mark.parametrize("end", ["backward", "dropped", "outside", "failed"])
+@pytest.mark.parametrize("name", MODELS_THAT_DIE)
+def test_nothing_is_kept(name: str, end: str) -> None:
+    """What a pass has computed dies with it, at once, and so does the model."""
+    row = Row(MODELS_THAT_DIE[name], randn(D))
+    model, loss, X = row.build()
+    model, loss = extend(model), extend(loss)
+    compute_once(row, model, loss, X, "backward")  # what is imported lazily
+    watched, inputs = watch(model), weakref.ref(X[0])
+    gc.collect()
+    gc.disable()
+    try:
+        compute_once(row, model, loss, X, end)
+        memory_cleanup(model)
+        memory_cleanup(loss)
+        del X
+        alive = [ref() for ref in watched if ref() is not None]
+        assert watched and not alive and inputs() is None
+        died = weakref.ref(model)
+        del model
+    finally:
+        gc.enable()
+    gc.collect()
+    assert died() is None
+
+
+def compute_once(row: Row, model: Module, loss: Module, X: Tensors, end: str) -> None:
+    """Run a pass and end it in some way."""
+    value = row.run(model, loss, X)
+    if end == "failed":
+        value = value * torch.tensor(1.0, dtype=F64).requires_grad_()
+        value.register_hook(failing(OwnError))
+    if end == "outside":
+        value.backward()
+    elif end in ("backward", "failed"):
+        try:
+            with backpack(BatchGrad(), DiagGGNExact()):
+                value.backward()
+        except OwnError:
+            pass
+
+
+@pytest.mark.parametrize("name", MODELS_THAT_DIE)
+def test_forward_passes_do_not_add_up(name: str) -> None:
+    """A hundred forward passes without a backward pass keep what one keeps."""
+    row = Row(MODELS_THAT_DIE[name], randn(D))
+    model, loss, X = row.build()
+    model, loss, counts = extend(model), extend(loss), []
+    for steps in (3, 100):
+        for _ in range(steps):
+            row.run(model, loss, X)
+        gc.collect()
+        counts.append(sum(issubclass(type(o), Tensor) for o in gc.get_objects()))
+    assert counts[1] <= counts[0]
+
+
+def test_hook_handles_do_not_grow() -> None:
+    """Models that are extended and dropped leave no handles."""
+    sizes = []
+    for _ in range(3):
+        for _ in range(20):
+            extend(chain())
+        gc.collect()
+        extend(nn.Linear(1, 1))
+        sizes.append(len(CTX.hook_handles))
+    assert sizes[1] <= sizes[0] + 1 and sizes[2] <= sizes[0] + 2, sizes

@@ -1,0 +1,268 @@
+"""Tensors count as they were used, and results are on those that were given.
+
+Parameters of a functional call, parameters that are swapped or modified before the
+backward pass, cached parametrizations, statistics that move.
+"""
+
+import warnings
+from typing import Dict, Tuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import Tensors
+from oracle import assert_agrees
+from per_sample import (
+    Lambda,
+    N,
+    Row,
+    assert_fields,
+    assert_right,
+    param,
+    randn,
+    real,
+    reference,
+)
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import Module
+from torch.nn.utils import parametrizations, parametrize
+
+from backpack import backpack, extend
+from backpack.extensions import BatchGrad, BatchL2Grad, DiagGGNExact
+
+D = 4
+
+
+def chain() -> Module:
+    """Make a chain of layers, one with a bare parameter, one functional."""
+    return nn.Sequential(
+        nn.Linear(D, D),
+        Lambda(lambda m, x: (x * m.p).tanh(), p=param(D)),
+        nn.Linear(D, D),
+        Lambda(lambda m, x: F.linear(x.sin(), m.w, m.b), w=param(D, D), b=param(D)),
+        nn.Linear(D, 2),
+    )
+
+
+def given(row: Row) -> Tuple[Module, Module, Tensors, Dict[str, Tensor]]:
+    """Build an extended model, and other parameters for it."""
+    model, loss, X = row.build()
+    others = {
+        name: (p.detach() * 0.5 + 0.1).requires_grad_()
+        for name, p in model.named_parameters()
+    }
+    return extend(model), extend(loss), X, others
+
+
+def with_parameters(row: Row, others: Dict[str, Tensor]) -> Row:
+    """Make the row's model have other parameters, for the reference."""
+
+    def predict(m: Module, X: Tensors) -> Tensor:
+        with torch.no_grad():
+            for name, p in m.named_parameters():
+                p.copy_(others[name])
+        return row.predict(m, X)
+
+    return row._replace(predict=predict)
+
+
+def assert_on(given: Dict[str, Tensor], row: Row) -> None:
+    """Assert that tensors carry the fields that a row's parameters should have."""
+    samples = reference(with_parameters(row, given))
+    for name, tensor in given.items():
+        assert_agrees(tensor.grad_batch, samples.gradients[name], name)
+        assert_agrees(tensor.diag_ggn_exact, samples.diagonals[name].sum(0), name)
+        assert_agrees(tensor.grad, samples.gradients[name].sum(0), name)
+
+
+TIED_CHAIN = {
+    "chain": chain,
+    "functional": lambda: Lambda(
+        lambda m, x: F.linear((x @ m.w).tanh() + m.f(x), m.w),
+        w=param(D, D),
+        f=nn.Linear(D, D),
+    ),
+    "table": lambda: Lambda(
+        lambda m, x: m.e((x[:, 0] > 0).long()) * m.p + m.f(x),
+        e=nn.Embedding(2, D),
+        p=param(D),
+        f=nn.Linear(D, D),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TIED_CHAIN)
+def test_functional_call(name: str) -> None:
+    """Results are on the tensors that were given, nothing is on the model's own."""
+    row = Row(TIED_CHAIN[name], randn(D))
+    model, loss, X, others = given(row)
+    f = functional_call(model, others, X)
+    with backpack(BatchGrad(), DiagGGNExact()):
+        loss(f, real(f)).backward()
+    assert_on(others, row)
+    for p in model.parameters():
+        assert p.grad is None and not hasattr(p, "grad_batch")
+
+
+@pytest.mark.parametrize("name", TIED_CHAIN)
+def test_functional_call_with_computed_parameters(name: str) -> None:
+    """Parameters that were computed from others, as by a step of first-order MAML."""
+    row = Row(TIED_CHAIN[name], randn(D))
+    model, loss, X, others = given(row)
+    f = functional_call(model, others, X)
+    steps = torch.autograd.grad(loss(f.cos(), real(f)), list(others.values()))
+    after = {n: 0.5 * p - 0.1 * s for (n, p), s in zip(others.items(), steps)}
+    f = functional_call(model, after, X)
+    with backpack(BatchGrad(), DiagGGNExact()):
+        loss(f, real(f)).backward()
+    samples = reference(with_parameters(row, {n: t.detach() for n, t in after.items()}))
+    for n, p in others.items():
+        assert_agrees(p.grad_batch, 0.5 * samples.gradients[n], n)
+        assert_agrees(p.diag_ggn_exact, 0.25 * samples.diagonals[n].sum(0), n)
+        assert_agrees(p.grad, 0.5 * samples.gradients[n].sum(0), n)
+
+
+def test_maml() -> None:
+    """A step that is differentiated through: right, or refused by name."""
+    row = Row(chain, randn(D))
+    model, loss, X, _ = given(row)
+    params = dict(model.named_parameters())
+    f = model(*X)
+    inner = torch.autograd.grad(
+        loss(f.cos(), real(f)), list(params.values()), create_graph=True
+    )
+    after = {n: p - 0.1 * s for (n, p), s in zip(params.items(), inner)}
+    f = functional_call(model, after, (X[0].sin(),))
+    value = loss(f, real(f))
+    expected = []
+    for n in range(N):  # the step is that of the whole batch
+        part = F.mse_loss(f[n], real(f)[n]) / N
+        expected.append(
+            torch.autograd.grad(part, list(params.values()), retain_graph=True)
+        )
+    try:
+        with backpack(BatchGrad()):
+            value.backward()
+    except RuntimeError as error:
+        assert any(name in str(error) for name in params), error
+        return
+    for i, p in enumerate(params.values()):
+        assert_agrees(p.grad_batch, torch.stack([row[i] for row in expected]))
+
+
+@pytest.mark.parametrize("name", TIED_CHAIN)
+def test_parameters_that_are_swapped(name: str) -> None:
+    """A parameter that is replaced before the backward pass keeps its results."""
+    row = Row(TIED_CHAIN[name], randn(D))
+    model, loss, X, _ = given(row)
+    value, used = row.run(model, loss, X), dict(model.named_parameters())
+    for key in used:
+        prefix, _, own = key.rpartition(".")
+        module = model.get_submodule(prefix)
+        setattr(module, own, nn.Parameter(torch.zeros_like(used[key])))
+    with backpack(BatchGrad(), DiagGGNExact()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        value.backward()
+    samples = reference(row)
+    for key, p in used.items():
+        assert_agrees(p.grad_batch, samples.gradients[key], key)
+        assert_agrees(p.diag_ggn_exact, samples.diagonals[key].sum(0), key)
+
+
+MODIFIED = {  # parameters that autograd does not need any more
+    "first-weight": lambda m: m[0].weight,
+    "bias": lambda m: m[3].b,
+    "last-bias": lambda m: m[4].bias,
+}
+
+
+@pytest.mark.parametrize("which", MODIFIED)
+def test_parameters_that_are_modified(which: str) -> None:
+    """A parameter that changes before the backward pass counts as it was used."""
+    row = Row(chain, randn(D))
+    model, loss, X, _ = given(row)
+    value = row.run(model, loss, X)
+    with torch.no_grad():
+        MODIFIED[which](model).add_(1.0)
+    with backpack(BatchGrad(), BatchL2Grad(), DiagGGNExact()):
+        value.backward()
+    assert_fields(model, ["BatchGrad", "BatchL2Grad", "DiagGGNExact"], reference(row))
+
+
+CACHED = {
+    "weight-norm": lambda: nn.Sequential(
+        parametrizations.weight_norm(nn.Linear(D, D)), nn.Tanh(), nn.Linear(D, 2)
+    ),
+    "called-twice": lambda: Lambda(
+        lambda m, x: m.f(m.f(x).tanh()), f=parametrizations.weight_norm(nn.Linear(D, D))
+    ),
+    "two-models-of-one-parametrization": lambda: Lambda(
+        lambda m, x: m.f(x) * F.linear(x, m.f.weight),
+        f=parametrizations.spectral_norm(nn.Linear(D, D)),
+    ),
+    "table": lambda: Lambda(
+        lambda m, x: m.e((x[:, 0] > 0).long()) + x,
+        e=parametrizations.weight_norm(nn.Embedding(2, D)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_cached_parametrizations(name: str) -> None:
+    """A weight that is computed once for several calls."""
+    assert_right(Row(CACHED[name], randn(D), around=parametrize.cached))
+
+
+def test_cached_parametrizations_of_several_passes() -> None:
+    """The same for several forward passes before the backward pass."""
+
+    def twice(m: Module, X: Tensors) -> Tensor:
+        return torch.cat([m(*X), m(X[0].cos())], 1)
+
+    assert_right(
+        Row(CACHED["weight-norm"], randn(D), around=parametrize.cached, predict=twice)
+    )
+
+
+NORMALIZATIONS = {
+    "BatchNorm1d": lambda: nn.BatchNorm1d(D),
+    "not-affine": lambda: nn.BatchNorm1d(D, affine=False),
+    "by-hand": lambda: Lambda(
+        lambda m, x: moving(m, x),
+        mean=nn.Buffer(torch.zeros(D)),
+        scale=param(D),
+    ),
+}
+
+
+def moving(m: Module, x: Tensor) -> Tensor:
+    """Subtract an average, that moves in training mode; not in place."""
+    if m.training:
+        m.mean = 0.5 * m.mean + 0.5 * x.detach().mean(0)
+    return (x - m.mean) * m.scale
+
+
+@pytest.mark.parametrize("name", NORMALIZATIONS)
+def test_statistics_that_move(name: str) -> None:
+    """Statistics that move between forward and backward pass count as used."""
+    row = Row(
+        lambda: nn.Sequential(
+            nn.Linear(D, D), NORMALIZATIONS[name](), nn.Tanh(), nn.Linear(D, 2)
+        ),
+        randn(D),
+    )
+    model, loss, X = row.build()
+    model, loss = extend(model), extend(loss)
+    value = row.run(model, loss, X)
+    # new tensors, as autograd has an eye on the old ones
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            module.running_mean = module.running_mean.clone()
+            module.running_var = module.running_var.clone()
+    model.train()
+    model(X[0] * 3 + 1)
+    model.eval()
+    with backpack(BatchGrad(), BatchL2Grad(), DiagGGNExact()):
+        value.backward()
+    assert_fields(model, ["BatchGrad", "BatchL2Grad", "DiagGGNExact"], reference(row))

@@ -1,0 +1,745 @@
+"""Parameters enter a model through operations: each use is right for each sample.
+
+Rows are functions in which data meets parameters: every spelling of a linear map,
+convolutions, tables, scales and shifts, normalizations, attention; with as many
+positions as samples and with another number of them.
+"""
+
+import math
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, Callable, List
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import F64
+from oracle import assert_agrees, oracle, parameters
+from per_sample import (
+    FIRST_ORDER,
+    LENGTHS,
+    QUANTITIES,
+    Lambda,
+    N,
+    Row,
+    assert_fields,
+    assert_right,
+    assert_right_or_refused,
+    classes,
+    lookup,
+    param,
+    real,
+    reference,
+    tokens,
+    use,
+)
+from torch import Tensor, nn
+from torch.nn import Module
+
+from backpack import backpack, extend, extensions
+
+W, B = {"w": (3, 4)}, {"w": (3, 4), "b": (3,)}
+IO = {"w": (4, 3), "b": (3,)}
+
+LINEAR = {
+    "linear": use(lambda m, x: F.linear(x, m.w, m.b), 4, **B),
+    "linear-no-bias": use(lambda m, x: F.linear(x, m.w), 4, **W),
+    "linear-keywords": use(
+        lambda m, x: F.linear(bias=m.b, weight=m.w, input=x), 4, **B
+    ),
+    "matmul-transposed": use(lambda m, x: x @ m.w.T + m.b, 4, **B),
+    "matmul": use(lambda m, x: torch.matmul(x, m.w) + m.b, 4, **IO),
+    "method": use(lambda m, x: x.matmul(m.w).add(m.b), 4, **IO),
+    "mm": use(lambda m, x: torch.mm(x, m.w), 4, w=(4, 3)),
+    "mm-method": use(lambda m, x: x.mm(m.w.t()), 4, **W),
+    "mm-from-the-left": use(lambda m, x: (m.w @ x.T).T, 4, **W),
+    "mm-from-the-left-mm": use(lambda m, x: torch.mm(m.w, x.t()).mT, 4, **W),
+    "addmm": use(lambda m, x: torch.addmm(m.b, x, m.w), 4, **IO),
+    "addmm-scaled": use(
+        lambda m, x: torch.addmm(m.b, x, m.w, beta=0.5, alpha=2.0), 4, **IO
+    ),
+    "addmm-data": use(lambda m, x: torch.addmm(x, x, m.w), 4, w=(4, 4)),
+    "addmm-transposed": use(lambda m, x: torch.addmm(m.b[:, None], m.w, x.T).T, 4, **B),
+    "mv": use(lambda m, x: torch.mv(x, m.w), 4, w=(4,)),
+    "matmul-vector": use(lambda m, x: x @ m.w, 4, w=(4,)),
+    "addmv": use(lambda m, x: torch.addmv(m.b.expand(len(x)), x, m.w), 4, w=(4,), b=()),
+    "inner": use(lambda m, x: torch.inner(x, m.w), 4, **W),
+    "einsum": use(lambda m, x: torch.einsum("ni,oi->no", x, m.w), 4, **W),
+    "einsum-last": use(lambda m, x: torch.einsum("io,ni->on", m.w, x).T, 4, w=(4, 3)),
+    "einsum-list": use(lambda m, x: torch.einsum("...i,oi->...o", [x, m.w]), 4, **W),
+    "einsum-three": use(
+        lambda m, x: torch.einsum("ni,nj,oij->no", x, x.cos(), m.w), 4, w=(3, 4, 4)
+    ),
+    "einsum-low-rank": use(
+        lambda m, x: torch.einsum("ni,ri,or->no", x, m.u, m.v), 4, u=(2, 4), v=(3, 2)
+    ),
+    "tensordot": use(lambda m, x: torch.tensordot(x, m.w, 1), 4, w=(4, 3)),
+    "tensordot-axes": use(
+        lambda m, x: torch.tensordot(x, m.w, dims=([1], [1])), 4, **W
+    ),
+    "tensordot-parameter-first": use(
+        lambda m, x: torch.tensordot(m.w, x, dims=([1], [1])).T, 4, **W
+    ),
+    "sum-of-products": use(lambda m, x: (x[:, None] * m.w).sum(-1), 4, **W),
+    "bilinear": use(
+        lambda m, x: F.bilinear(x, x.cos(), m.w, m.b), 4, w=(3, 4, 4), b=(3,)
+    ),
+    "quadratic-form": use(lambda m, x: ((x @ m.w) * x).sum(1), 4, w=(4, 4)),
+    "outer": use(lambda m, x: torch.outer(x.sum(1), m.w), 4, w=(3,)),
+    "kron": use(lambda m, x: torch.kron(x, m.w[None]), 4, w=(2,)),
+    "cdist": use(lambda m, x: torch.cdist(x, m.w), 4, **W),
+    "distance-to-prototypes": use(
+        lambda m, x: (x[:, None] - m.w).pow(2).sum(-1), 4, **W
+    ),
+    "cosine-similarity": use(
+        lambda m, x: F.cosine_similarity(x[:, None], m.w[None], dim=-1), 4, **W
+    ),
+} | {
+    f"{name}-{t}": use(function, t, 4, **parts)
+    for t in LENGTHS
+    for name, (function, parts) in {
+        "linear-positions": (lambda m, x: F.linear(x, m.w, m.b), B),
+        "matmul-positions": (lambda m, x: x @ m.w + m.b, IO),
+        "conv1d-of-gpt": (
+            lambda m, x: torch.addmm(m.b, x.reshape(-1, 4), m.w).view(*x.shape[:2], 3),
+            IO,
+        ),
+        "bmm-expanded": (
+            lambda m, x: torch.bmm(x, m.w.expand(len(x), 4, 3)),
+            {"w": (4, 3)},
+        ),
+        "bmm-repeated": (
+            lambda m, x: torch.bmm(x, m.w.repeat(len(x), 1, 1)),
+            {"w": (4, 3)},
+        ),
+        "baddbmm": (
+            lambda m, x: torch.baddbmm(m.b, x, m.w.expand(len(x), 4, 3)),
+            IO,
+        ),
+        "bmm-from-the-left": (
+            lambda m, x: torch.bmm(m.w.expand(len(x), 3, 4), x.mT),
+            W,
+        ),
+        "einsum-positions": (lambda m, x: torch.einsum("nti,oi->nto", x, m.w), W),
+        "einsum-heads": (
+            lambda m, x: torch.einsum("bsd,dhk->bhsk", x, m.w),
+            {"w": (4, 2, 2)},
+        ),
+        "einsum-a-weight-for-each-position": (
+            lambda m, x: torch.einsum("nti,tio->nto", x, m.w[: x.shape[1]]),
+            {"w": (N, 4, 2)},
+        ),
+        "matmul-a-weight-for-each-position": (
+            lambda m, x: (x[:, :, None] @ m.w[: x.shape[1]])[:, :, 0],
+            {"w": (N, 4, 2)},
+        ),
+        "einsum-sum-of-positions": (
+            lambda m, x: torch.einsum("nti,oi->no", x, m.w),
+            W,
+        ),
+        "tensordot-positions": (
+            lambda m, x: torch.tensordot(x, m.w, dims=([1, 2], [0, 1])),
+            {"w": (t, 4, 2)},
+        ),
+        "mix-positions": (
+            lambda m, x: torch.einsum("nti,st->nsi", x, m.w),
+            {"w": (2, t)},
+        ),
+        "matmul-from-the-left": (lambda m, x: m.w @ x, {"w": (2, t)}),
+    }.items()
+}
+
+CONVOLUTIONS = {
+    "conv1d": use(lambda m, x: F.conv1d(x, m.w, m.b), 2, 5, w=(3, 2, 2), b=(3,)),
+    "conv1d-options": use(
+        lambda m, x: F.conv1d(x, m.w, stride=2, padding=1, dilation=2, groups=2),
+        2,
+        5,
+        w=(4, 1, 2),
+    ),
+    "conv1d-same": use(
+        lambda m, x: F.conv1d(x, m.w, m.b, padding="same"), 2, 4, w=(2, 2, 3), b=(2,)
+    ),
+    "conv2d": use(
+        lambda m, x: F.conv2d(x, m.w, m.b, padding=1), 2, 2, 3, w=(2, 2, 3, 3), b=(2,)
+    ),
+    "conv2d-depthwise": use(
+        lambda m, x: F.conv2d(x, m.w, None, 1, 0, 1, 2), 2, 3, 3, w=(2, 1, 2, 2)
+    ),
+    "conv3d": use(lambda m, x: F.conv3d(x, m.w), 2, 2, 2, 3, w=(2, 2, 2, 2, 2)),
+    "torch-conv2d": use(
+        lambda m, x: torch.conv2d(x, m.w, m.b), 2, 2, 3, w=(2, 2, 2, 2), b=(2,)
+    ),
+    "convolution": use(
+        lambda m, x: torch.convolution(x, m.w, m.b, [1], [0], [1], False, [0], 1),
+        2,
+        4,
+        w=(2, 2, 2),
+        b=(2,),
+    ),
+    "conv-transpose1d": use(
+        lambda m, x: F.conv_transpose1d(x, m.w, m.b), 2, 3, w=(2, 2, 2), b=(2,)
+    ),
+    "conv-transpose2d-options": use(
+        lambda m, x: F.conv_transpose2d(
+            x, m.w, None, stride=2, output_padding=1, groups=2
+        ),
+        2,
+        2,
+        2,
+        w=(2, 1, 2, 2),
+    ),
+    "unfold-and-matmul": use(lambda m, x: m.w @ F.unfold(x, 2), 2, 3, 3, w=(2, 8)),
+    "conv-of-one-image": use(  # the batch as channels: a filter for each sample
+        lambda m, x: F.conv1d(
+            x.reshape(1, -1, x.shape[-1]),
+            m.w.repeat(len(x), 1, 1),
+            groups=len(x) * 2,
+        ).view(len(x), 2, -1),
+        2,
+        4,
+        w=(2, 1, 2),
+    ),
+}
+
+TABLE = {"w": (5, 3)}
+LOOKUPS = {
+    f"{name}-{t}": lookup(function, t, **parts)
+    for t in LENGTHS
+    for name, (function, parts) in {
+        "embedding": (lambda m, i: F.embedding(i, m.w).sin(), TABLE),
+        "embedding-padding": (
+            lambda m, i: F.embedding(i, m.w, padding_idx=2).sin(),
+            TABLE,
+        ),
+        "getitem": (lambda m, i: m.w[i].sin(), TABLE),
+        "getitem-columns": (lambda m, i: m.w[:, i % 3].movedim(0, -1).sin(), TABLE),
+        "getitem-two-axes": (lambda m, i: m.w[i, i.flip(1) % 3].sin(), TABLE),
+        "index-select": (
+            lambda m, i: m.w.index_select(0, i.flatten()).view(*i.shape, -1).sin(),
+            TABLE,
+        ),
+        "gather": (
+            lambda m, i: m.w.expand(len(i), -1, -1)
+            .gather(1, i[..., None].expand(-1, -1, 3))
+            .sin(),
+            TABLE,
+        ),
+        "take-along-dim": (
+            lambda m, i: torch.take_along_dim(m.w.T[None], i[:, None], 2).sin(),
+            TABLE,
+        ),
+        "take": (lambda m, i: torch.take(m.w, i).sin(), TABLE),
+        "one-hot": (lambda m, i: (F.one_hot(i, 5).to(m.w.dtype) @ m.w).sin(), TABLE),
+        "embedding-bag": (
+            lambda m, i: F.embedding_bag(i, m.w, mode="sum").sin(),
+            TABLE,
+        ),
+        "embedding-bag-mean": (lambda m, i: F.embedding_bag(i, m.w).sin(), TABLE),
+        "embedding-bag-weights": (
+            lambda m, i: F.embedding_bag(
+                i, m.w, mode="sum", per_sample_weights=i.to(F64).cos()
+            ).sin(),
+            TABLE,
+        ),
+        "embedding-of-an-expression": (
+            lambda m, i: F.embedding(i, m.w.tanh() @ m.v).sin(),
+            {"w": (5, 2), "v": (2, 3)},
+        ),
+        "two-tables": (
+            lambda m, i: (m.w[i] + m.v[i % 2] * m.w[i.flip(1)]).sin(),
+            {"w": (5, 3), "v": (2, 3)},
+        ),
+        "factorized": (  # as ALBERT does
+            lambda m, i: (F.embedding(i, m.w) @ m.v.T).sin(),
+            {"w": (5, 2), "v": (3, 2)},
+        ),
+        "sparse": (lambda m, i: F.embedding(i, m.w, sparse=True).sin(), TABLE),
+    }.items()
+} | {
+    "getitem-of-one-index": lookup(lambda m, i: m.w[i].sin(), **TABLE),
+}
+
+# x is [N, 3, 4]
+SHIFT = {"w": (4,)}
+ELEMENTWISE = {
+    "mul": lambda m, x: x * m.w,
+    "mul-parameter-first": lambda m, x: m.w * x,
+    "mul-method": lambda m, x: x.mul(m.w),
+    "mul-in-place": lambda m, x: x.clone().mul_(m.w),
+    "add": lambda m, x: x + m.w,
+    "add-alpha": lambda m, x: torch.add(x, m.w, alpha=2),
+    "add-in-place": lambda m, x: x.clone().add_(m.w, alpha=0.5),
+    "iadd": lambda m, x: iadd(x.clone(), m.w),
+    "sub": lambda m, x: x - m.w,
+    "rsub": lambda m, x: m.w - x,
+    "rsub-function": lambda m, x: torch.rsub(x, m.w),
+    "div": lambda m, x: x / (2 + m.w.cos()),
+    "rdiv": lambda m, x: m.w / (2 + x),
+    "scale-and-shift": lambda m, x: x * (1 + m.w) + m.w.sin(),
+    "addcmul": lambda m, x: torch.addcmul(m.w, x, m.w, value=0.5),
+    "addcmul-in-place": lambda m, x: x.clone().addcmul_(x, m.w),
+    "addcdiv": lambda m, x: torch.addcdiv(x, m.w, 2 + x.cos()),
+    "lerp-end": lambda m, x: torch.lerp(x, m.w.expand_as(x), 0.3),
+    "lerp-weight": lambda m, x: torch.lerp(x, x.cos(), m.w),
+    "pow": lambda m, x: (2 + x).pow(m.w),
+    "pow-of-a-parameter": lambda m, x: (2 + m.w.sin()) ** x,
+    "where": lambda m, x: torch.where(x > 0, x, m.w),
+    "maximum": lambda m, x: torch.maximum(x, m.w),
+    "clamp": lambda m, x: x.clamp(min=m.w),
+    "hypot": lambda m, x: torch.hypot(x, m.w),
+    "atan2": lambda m, x: torch.atan2(x, m.w),
+    "logaddexp": lambda m, x: torch.logaddexp(x, m.w),
+    "slice-in-place": lambda m, x: slice_in_place(x, m.w),
+    "setitem": lambda m, x: setitem(x, m.w),
+    "masked-by-a-parameter": lambda m, x: masked(x, m.w),
+    "index-add": lambda m, x: x.index_add(
+        1, torch.tensor([0, 2]), m.w.expand(len(x), 2, 4)
+    ),
+    "index-put": lambda m, x: x.index_put((torch.arange(len(x)), torch.tensor(1)), m.w),
+    "gate": lambda m, x: torch.sigmoid(m.w) * x + (1 - torch.sigmoid(m.w)) * x.cos(),
+    "swish-beta": lambda m, x: x * torch.sigmoid(m.w * x),
+    "prelu": lambda m, x: F.prelu(x.mT, m.w).mT,
+    "glu-with-a-parameter": lambda m, x: F.glu(torch.cat([x, m.w.expand_as(x)], -1)),
+    "stack-with-a-parameter": lambda m, x: torch.stack([x, m.w.expand_as(x)], 1),
+    "vecdot": lambda m, x: torch.linalg.vecdot(x, m.w),
+    "cross": lambda m, x: torch.linalg.cross(x[..., :3], m.w[:3].expand_as(x[..., :3])),
+    "complex": lambda m, x: torch.view_as_real(torch.complex(x, m.w.expand_as(x)) ** 2),
+}
+
+
+def iadd(x: Tensor, w: Tensor) -> Tensor:
+    """Add in place, by the operator."""
+    x += w
+    return x
+
+
+def slice_in_place(x: Tensor, w: Tensor) -> Tensor:
+    """Change a part of a tensor in place."""
+    x = x.clone()
+    x[:, 1:] *= w
+    x[..., 0].add_(w[0])
+    return x
+
+
+def setitem(x: Tensor, w: Tensor) -> Tensor:
+    """Write a parameter into the data."""
+    x = x.clone()
+    x[:, 0] = w
+    return x
+
+
+def masked(x: Tensor, w: Tensor) -> Tensor:
+    """Write a parameter where data says so, as masked models do."""
+    x = x.clone()
+    x[x[..., 0] > 0] = w
+    return x
+
+
+ELEMENTWISE_ROWS = {
+    name: use(function, 3, 4, **SHIFT) for name, function in ELEMENTWISE.items()
+} | {
+    "scalar": use(lambda m, x: x * m.w, 4, w=()),
+    "scalar-shift": use(lambda m, x: m.w + x, 3, 4, w=()),
+    "scalar-item-of-a-parameter": use(lambda m, x: x * m.w[1] + m.w[0], 3, w=(2,)),
+    "gate-of-zero": use(
+        lambda m, x: x + m.gate.tanh() * (x @ m.w),
+        4,
+        w=(4, 4),
+        gate=lambda: nn.Parameter(torch.zeros(())),
+    ),
+    "layer-scale": use(
+        lambda m, x: x + m.g * m.f(x), 4, g=(4,), f=lambda: nn.Linear(4, 4)
+    ),
+    "as-many-numbers-as-samples": use(lambda m, x: x * m.w, N, w=(N,)),
+    "a-square-of-samples": use(lambda m, x: x * m.w + m.w, N, N, w=(N, N)),
+    "a-column-of-samples": use(lambda m, x: x * m.w, N, 2, w=(N, 1)),
+}
+
+
+def rms(x: Tensor) -> Tensor:
+    """Normalize by the root of the mean square."""
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+
+
+G4 = {"w": (4,), "b": (4,)}
+NORMS = {
+    "layer-norm": use(lambda m, x: F.layer_norm(x, (4,), m.w, m.b), 3, 4, **G4),
+    "layer-norm-no-bias": use(
+        lambda m, x: F.layer_norm(x, (4,), weight=m.w), 4, w=(4,)
+    ),
+    "layer-norm-two-axes": use(
+        lambda m, x: torch.layer_norm(x, (N, 3), m.w, m.b), N, 3, w=(N, 3), b=(N, 3)
+    ),
+    "rms-norm": use(lambda m, x: F.rms_norm(x, (4,), m.w, 1e-5), 3, 4, w=(4,)),
+    "rms-norm-by-hand": use(lambda m, x: m.w * rms(x), 3, 4, w=(4,)),
+    "rms-norm-of-gemma": use(lambda m, x: rms(x) * (1.0 + m.w), N, 4, w=(4,)),
+    "layer-norm-by-hand": use(
+        lambda m, x: m.w * (x - x.mean(-1, keepdim=True)) / x.std(-1, keepdim=True)
+        + m.b,
+        3,
+        4,
+        **G4,
+    ),
+    "scale-norm": use(lambda m, x: m.g * F.normalize(x, dim=-1), 3, 4, g=()),
+    "group-norm": use(lambda m, x: F.group_norm(x, 2, m.w, m.b), 4, 3, **G4),
+    "instance-norm": use(
+        lambda m, x: F.instance_norm(x, weight=m.w, bias=m.b), 4, 3, **G4
+    ),
+    "batch-norm": use(
+        lambda m, x: F.batch_norm(x, m.mean, m.var, m.w, m.b),
+        4,
+        3,
+        **G4,
+        mean=lambda: nn.Buffer(torch.zeros(4)),
+        var=lambda: nn.Buffer(torch.ones(4)),
+    ),
+    "frozen-batch-norm": use(
+        lambda m, x: x * (m.w * m.var.rsqrt())[:, None]
+        + (m.b - m.mean * m.w * m.var.rsqrt())[:, None],
+        4,
+        3,
+        **G4,
+        mean=lambda: nn.Buffer(torch.zeros(4)),
+        var=lambda: nn.Buffer(torch.ones(4)),
+    ),
+    "adaptive-layer-norm": use(
+        lambda m, x: F.layer_norm(x, (4,)) * (1 + m.s(x.mean(1))[:, None]),
+        3,
+        4,
+        s=lambda: nn.Linear(4, 4),
+    ),
+    "global-response-norm": use(
+        lambda m, x: m.w * (x * x.norm(dim=1, keepdim=True)) + m.b + x, 3, 4, **G4
+    ),
+}
+
+
+def packed(t: int, **options: Any) -> Callable:
+    """Make a function that attends within the sequence, by PyTorch's function."""
+
+    def function(m: Module, x: Tensor) -> Tensor:
+        q = x.transpose(0, 1)
+        out, _ = F.multi_head_attention_forward(
+            q, q, q, 4, 2, m.w, m.b, None, None, False, 0.0, m.out, m.c, **options
+        )
+        return out.transpose(0, 1)
+
+    return function
+
+
+PACKED = {"w": (12, 4), "b": (12,), "out": (4, 4), "c": (4,)}
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Any = 0.0) -> Tensor:
+    """Attend by hand."""
+    scores = q @ k.mT / math.sqrt(q.shape[-1]) + bias
+    return scores.softmax(-1) @ v
+
+
+def relative(t: int) -> Tensor:
+    """Return the distances of all pairs of positions, from zero on."""
+    i = torch.arange(t)
+    return i[None] - i[:, None] + t - 1
+
+
+def heads(x: Tensor) -> Tensor:
+    """Split features into two heads ``[N, 2, T, 2]``."""
+    return x.unflatten(-1, (2, 2)).transpose(1, 2)
+
+
+def alibi(m: Module, x: Tensor) -> Tensor:
+    """Attend with biases that grow with the distance, by slopes that are learned."""
+    distance = relative(x.shape[1]).to(x.dtype).abs()
+    bias = m.slopes[:, None, None] * distance
+    return attend(heads(x), heads(x.cos()), heads(x), bias)
+
+
+def rotate(m: Module, x: Tensor) -> Tensor:
+    """Rotate queries and keys by angles that are learned."""
+    angle = torch.arange(x.shape[1], dtype=x.dtype)[:, None] * m.w
+    q = torch.cat([x[..., :2] * angle.cos(), x[..., 2:] * angle.sin()], -1)
+    return attend(q, q, x)
+
+
+ATTENTION = {
+    f"{name}-{t}": use(function, t, 4, **parts)
+    for t in LENGTHS
+    for name, (function, parts) in {
+        "multi-head-attention-forward": (packed(t), PACKED),
+        "attention-with-biases": (
+            lambda m, x: m.a(x, x, x)[0],
+            {
+                "a": lambda: nn.MultiheadAttention(
+                    4, 2, add_bias_kv=True, batch_first=True
+                )
+            },
+        ),
+        "attention-separate-projections": (
+            lambda m, x: m.a(x, x[..., :3], x[..., :2])[0],
+            {
+                "a": lambda: nn.MultiheadAttention(
+                    4, 2, kdim=3, vdim=2, batch_first=True
+                )
+            },
+        ),
+        "attention-weights": (
+            lambda m, x: torch.cat(m.a(x, x, x), -1),
+            {"a": lambda: nn.MultiheadAttention(4, 1, batch_first=True)},
+        ),
+        "learned-keys-and-values": (
+            lambda m, x: F.scaled_dot_product_attention(
+                x, m.k.expand(len(x), -1, -1), m.v.expand(len(x), -1, -1)
+            ),
+            {"k": (N, 4), "v": (N, 4)},
+        ),
+        "learned-keys-that-broadcast": (
+            lambda m, x: F.scaled_dot_product_attention(
+                heads(x), heads(m.k[None]), heads(m.v[None])
+            ),
+            {"k": (3, 4), "v": (3, 4)},
+        ),
+        "learned-queries": (  # as in the Perceiver
+            lambda m, x: attend(m.q, x, x),
+            {"q": (2, 4)},
+        ),
+        "as-many-learned-queries-as-samples": (
+            lambda m, x: attend(m.q.unsqueeze(0), x, x),
+            {"q": (N, 4)},
+        ),
+        "learned-queries-by-pytorch": (
+            lambda m, x: m.a(m.q.repeat(len(x), 1, 1), x, x)[0],
+            {
+                "q": (1, N, 4),
+                "a": lambda: nn.MultiheadAttention(4, 2, batch_first=True),
+            },
+        ),
+        "prefix": (  # as in prefix tuning
+            lambda m, x: attend(
+                x,
+                torch.cat([m.k.expand(len(x), -1, -1), x], 1),
+                torch.cat([m.v.expand(len(x), -1, -1), x], 1),
+            ),
+            {"k": (2, 4), "v": (2, 4)},
+        ),
+        "sinks": (
+            lambda m, x: torch.cat(
+                [x @ x.mT, m.sink.expand(len(x), x.shape[1], 1)], -1
+            ).softmax(-1)[..., :-1]
+            @ x,
+            {"sink": (1,)},
+        ),
+        "relative-bias": (
+            lambda m, x: attend(x, x, x, m.table[relative(x.shape[1])]),
+            {"table": (2 * N,)},
+        ),
+        "relative-bias-of-heads": (  # as in T5 and Swin
+            lambda m, x: attend(
+                heads(x),
+                heads(x),
+                heads(x),
+                m.table(relative(x.shape[1])).permute(2, 0, 1)[None],
+            ),
+            {"table": lambda: nn.Embedding(2 * N, 2)},
+        ),
+        "relative-bias-as-mask": (
+            lambda m, x: F.scaled_dot_product_attention(
+                x, x, x, attn_mask=m.table[relative(x.shape[1])]
+            ),
+            {"table": (2 * N,)},
+        ),
+        "relative-bias-as-mask-of-pytorch": (
+            lambda m, x: m.a(x, x, x, attn_mask=m.table[relative(x.shape[1])])[0],
+            {
+                "table": (2 * N,),
+                "a": lambda: nn.MultiheadAttention(4, 2, batch_first=True),
+            },
+        ),
+        "relative-keys": (  # as in Shaw et al.
+            lambda m, x: (
+                x @ x.mT + torch.einsum("nti,tsi->nts", x, m.r[relative(x.shape[1])])
+            ).softmax(-1)
+            @ x,
+            {"r": (2 * N, 4)},
+        ),
+        "content-bias": (  # as in Transformer-XL
+            lambda m, x: attend(x + m.u, x, x) + attend(x + m.v, x.cos(), x),
+            {"u": (4,), "v": (4,)},
+        ),
+        "alibi": (alibi, {"slopes": (2,)}),
+        "rotary": (rotate, {"w": (2,)}),
+        "temperature": (
+            lambda m, x: (x @ x.mT * m.scale.exp()).softmax(-1) @ x,
+            {"scale": ()},
+        ),
+        "query-bias-without-key-bias": (  # as in BEiT
+            lambda m, x: F.linear(x, m.w, torch.cat([m.q, torch.zeros_like(m.q), m.v])),
+            {"w": (6, 4), "q": (2,), "v": (2,)},
+        ),
+    }.items()
+}
+
+
+# The library may say no to these, with a reason
+EITHER = {
+    "scale-grad-by-frequency": lookup(
+        lambda m, i: F.embedding(i, m.w, scale_grad_by_freq=True).sin(), 3, **TABLE
+    )._replace(alone=False, says="embedding|scale_grad_by_freq"),
+    "embedding-bag-offsets": Row(
+        lambda: Lambda(
+            lambda m, i: F.embedding_bag(
+                i.flatten(), m.w, torch.arange(len(i)) * i.shape[1]
+            ),
+            w=param(5, 3),
+        ),
+        tokens(3),
+        says="embedding_bag|offsets|w",
+    ),
+    "custom-function": use(lambda m, x: Double.apply(x, m.w), 4, w=(4,))._replace(
+        says=r"\bw\b|Double"
+    ),
+    "custom-function-of-a-parameter": use(
+        lambda m, x: x * Double.apply(m.w, m.w), 4, w=(4,)
+    )._replace(says=r"\bw\b|Double"),
+    "vmap": use(
+        lambda m, x: torch.vmap(lambda row: row @ m.w)(x), 4, w=(4, 3)
+    )._replace(says="vmap|\\bw\\b"),
+    "vmap-of-a-layer": use(
+        lambda m, x: torch.vmap(m.f)(x), 4, f=lambda: nn.Linear(4, 3)
+    )._replace(says="vmap|weight"),
+    "derivative-inside": use(  # a force, as in energy models
+        lambda m, x: energy_gradient(m, x), 4, w=(4, 3)
+    )._replace(says=r"\bw\b", quantities=FIRST_ORDER),
+}
+
+
+def energy_gradient(m: Module, x: Tensor) -> Tensor:
+    """Differentiate a function of the data inside the forward pass."""
+    energy = (x @ m.w).cos().sum()
+    (force,) = torch.autograd.grad(energy, x, create_graph=True)
+    return force
+
+
+class Double(torch.autograd.Function):
+    """A product with a backward pass of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        """Multiply."""
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        """Differentiate the product."""
+        x, w = ctx.saved_tensors
+        gw = g * x
+        return g * w, gw.sum_to_size(w.shape)
+
+
+TABLES = {
+    "linear": LINEAR,
+    "convolution": CONVOLUTIONS,
+    "lookup": LOOKUPS,
+    "elementwise": ELEMENTWISE_ROWS,
+    "norm": NORMS,
+    "attention": ATTENTION,
+}
+
+
+@pytest.mark.parametrize(
+    "table, row", [(table, row) for table, rows in TABLES.items() for row in rows]
+)
+def test_right(table: str, row: str) -> None:
+    """Every quantity of every parameter agrees with plain autograd."""
+    assert_right(TABLES[table][row])
+
+
+@pytest.mark.parametrize("row", EITHER)
+def test_right_or_refused(row: str) -> None:
+    """It is right for each sample, or refused by name."""
+    assert_right_or_refused(EITHER[row])
+
+
+@pytest.mark.parametrize(
+    "row", ["linear", "addmm", "einsum-heads-4", "conv1d-of-gpt-3"]
+)
+def test_cross_entropy(row: str) -> None:
+    """The same with a Hessian that depends on the prediction."""
+    assert_right(
+        LINEAR[row]._replace(
+            loss=nn.CrossEntropyLoss,
+            objective=lambda f, loss: loss(f.flatten(1), classes(f.flatten(1))),
+        )
+    )
+
+
+@pytest.mark.parametrize("row", ["linear", "addmm", "einsum-heads-4", "einsum-three"])
+def test_reference(row: str) -> None:
+    """The reference of rows agrees with the one that all other tests have."""
+    row = LINEAR[row]
+    model, loss, X = row.build()
+    problem, samples = (model, loss, X, (real(model(*X).detach()),)), reference(row)
+    for name, expected in {
+        "batch_grad": samples.gradients,
+        "diag_ggn_batch": samples.diagonals,
+        "batch_ggn": samples.blocks,
+    }.items():
+        for key, value in oracle(name, *problem).items():
+            assert_agrees(expected[key], value, f"{name} of {key}")
+
+
+LOW_PRECISION = {
+    "linear": LINEAR["linear"],
+    "addmm": LINEAR["addmm"],
+    "einsum-positions": LINEAR["einsum-positions-4"],
+    "elementwise": ELEMENTWISE_ROWS["scale-and-shift"],
+    "norm": NORMS["rms-norm-by-hand"],
+}
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.1, torch.float16: 0.02}
+
+
+def in_type(
+    row: Row, dtype: torch.dtype, around: Callable, quantities: List[str]
+) -> Module:
+    """Compute quantities of a row's model, brought to another type.
+
+    Args:
+        row: The row.
+        dtype: The type.
+        around: Makes a context for the forward pass.
+        quantities: Names of quantities.
+
+    Returns:
+        The model, whose parameters carry the fields.
+    """
+    model, loss, X = row.build()
+    model, loss = extend(model.to(dtype)), extend(loss)
+    X = tuple(x.to(dtype) if x.is_floating_point() else x for x in X)
+    with around():
+        value = row.objective(model(*X), loss)
+    with backpack(*[getattr(extensions, name)() for name in quantities]):
+        value.backward()
+    for quantity in quantities:
+        field = QUANTITIES[quantity][0]
+        types = {getattr(p, field).dtype for p in parameters(model).values()}
+        assert types == {dtype}
+    return model
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("name", LOW_PRECISION)
+def test_low_precision(name: str, dtype: torch.dtype) -> None:
+    """Fields have the parameter's type, and its digits."""
+    row, quantities = LOW_PRECISION[name], ["BatchGrad", "DiagGGNExact"]
+    model = in_type(row, dtype, nullcontext, quantities)
+    assert_fields(model, quantities, reference(row), rtol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("name", LOW_PRECISION)
+def test_autocast(name: str) -> None:
+    """Under autocast, fields have the parameter's type."""
+    row, quantities = LOW_PRECISION[name], ["BatchGrad", "DiagGGNExact"]
+    around = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+    model = in_type(row, torch.float32, around, quantities)
+    assert_fields(model, quantities, reference(row), rtol=0.1)

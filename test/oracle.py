@@ -81,7 +81,7 @@ def assert_agrees(
     if wrong.any():
         places = wrong.nonzero()[:5].tolist()
         lines = [
-            f"  at {tuple(i)}: {float(actual[tuple(i)])} != {float(expected[tuple(i)])}"
+            f"  at {tuple(i)}: {actual[tuple(i)].item()} != {expected[tuple(i)].item()}"
             for i in places
         ]
         raise AssertionError(

@@ -1595,22 +1595,29 @@ def test_slices_of_half_precision_numbers() -> None:
 
 
 @pytest.mark.usefixtures("cpu")
-def test_distributed_data_parallel() -> None:
-    """A model inside ``DistributedDataParallel``."""
+@pytest.mark.parametrize("static_graph", [False, True])
+def test_distributed_data_parallel(static_graph: bool) -> None:
+    """A model inside ``DistributedDataParallel``, pass after pass."""
     problem = small()
     ref = Reference(*deepcopy(problem))
+    plain, plain_loss, X, y = deepcopy(problem)
+    plain_loss(plain(*X), *y).backward()
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         model, loss = extend(problem.model), extend(problem.loss)
-        parallel = nn.parallel.DistributedDataParallel(model)
-        value = loss(parallel(*problem.X), *problem.y)
-        with backpack(BatchGrad(), DiagGGNExact()):
-            value.backward()
+        parallel = nn.parallel.DistributedDataParallel(model, static_graph=static_graph)
+        for _ in range(3):
+            parallel.zero_grad()
+            value = loss(parallel(*problem.X), *problem.y)
+            with backpack(BatchGrad(), DiagGGNExact()):
+                value.backward()
+            assert_fields(model, "BatchGrad", ref)
+            assert_fields(model, "DiagGGNExact", ref)
+            for mine, other in zip(model.parameters(), plain.parameters()):
+                oracle.assert_agrees(mine.grad, other.grad, "gradient")
     finally:
         torch.distributed.destroy_process_group()
-    assert_fields(model, "BatchGrad", ref)
-    assert_fields(model, "DiagGGNExact", ref)
 
 
 # Monte-Carlo

@@ -75,6 +75,19 @@ class Problem(NamedTuple):
     sequence: bool = False
 
 
+class Transposed(Module):
+    """A layer with its weight in the order of inputs and outputs."""
+
+    def __init__(self, features: int):
+        """Draw the weight."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(features, features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply with the weight."""
+        return torch.tanh(x @ self.weight)
+
+
 def mlp(outputs: int, *before: Module) -> Module:
     """Build a network with a normalization, for inputs of 4 features."""
     hidden = nn.Linear(4, 3), nn.LayerNorm(3), nn.Sigmoid()
@@ -113,6 +126,13 @@ PROBLEMS = {
         nn.CrossEntropyLoss,
         lambda: torch.tensor([0, 2, 1, 1, 0, 2]),
         sequence=True,
+    ),
+    # the factor of the input comes first, and is as large as that of the output
+    "transposed": Problem(
+        lambda: nn.Sequential(Transposed(4), nn.Linear(4, 3)),
+        lambda: torch.randn(N, 4, dtype=F64),
+        nn.CrossEntropyLoss,
+        lambda: torch.tensor([0, 2, 1, 1, 0, 2]),
     ),
 }
 FACTORS = {

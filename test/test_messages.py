@@ -885,7 +885,7 @@ PASSES: Dict[str, Row] = {
         for ext in (BatchGrad, DiagGGNExact)
         for name, make, operation in (
             ("layer", lambda: nn.Linear(3, 3), "Linear"),
-            ("operation", lambda: Layers(lambda m, x: x @ m.a.weight.T), "matmul"),
+            ("recurrent", lambda: Sequential(nn.RNN(3, 3), ReduceTuple()), "RNN"),
         )
     },
     "not-reached": Row(

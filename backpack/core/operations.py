@@ -183,9 +183,9 @@ class LayerLike(Operation):
         plain = type(self.derivatives) is ConvNDDerivatives
         return x.shape[2:].numel() * len(x) // n if plain else 0
 
-    def product(  # noqa: D102
+    def product(
         self, key: Key, shape: torch.Size, cotangents: Tensor, out: Placement, n: int
-    ) -> Optional[PerSample]:
+    ) -> Optional[PerSample]:  # noqa: D102
         x, name, lead = self.data, self.names[key], 1
         if self._features is not None:
             lead = x.dim() - self._features[0]
@@ -280,9 +280,9 @@ class Contraction(Operation):
         size = prod(self.data.shape[axis] for axis in self._inputs)
         return self.data.numel() // max(1, size * n)
 
-    def product(  # noqa: D102
+    def product(
         self, key: Key, shape: torch.Size, cotangents: Tensor, out: Placement, n: int
-    ) -> Optional[PerSample]:
+    ) -> Optional[PerSample]:  # noqa: D102
         outputs, inputs = self._outputs, self._inputs
         if n == 1:
             out = _anywhere(cotangents.shape[1:], outputs)
@@ -327,9 +327,9 @@ class Broadcast(Operation):
         super().__init__(data, [key])
         self._scale = scale
 
-    def product(  # noqa: D102
+    def product(
         self, key: Key, shape: torch.Size, cotangents: Tensor, out: Placement, n: int
-    ) -> Optional[PerSample]:
+    ) -> Optional[PerSample]:  # noqa: D102
         if n == 1:
             extra = cotangents.dim() - 1 - len(shape)
             taken = [i + extra for i, size in enumerate(shape) if size != 1]

@@ -61,8 +61,8 @@ SEPARATE_USE = (
     "context."
 )
 OUTSIDE_USE = (
-    "Parameters are used where extensions can't see it: {names}. Their quantities would "
-    "be wrong. Use a parameter only inside of extended modules, in operations of "
+    "Parameters are used where extensions can't see it: {names}. Their quantities "
+    "would be wrong. Use a parameter only inside of extended modules, in operations of "
     "PyTorch (not in a compiled or scripted piece, or a function with a backward of "
     "its own), and differentiate no term that contains a derivative of the network."
 )
@@ -72,8 +72,8 @@ MISSING_TERM = (
     "and extend these: `lossfunc = extend(lossfunc)`."
 )
 REENTRANT = (
-    "A part of the model runs inside `checkpoint(..., use_reentrant=True)`, which hides "
-    "what it computes. Use `checkpoint(..., use_reentrant=False)`."
+    "A part of the model runs inside `checkpoint(..., use_reentrant=True)`, which "
+    "hides what it computes. Use `checkpoint(..., use_reentrant=False)`."
 )
 
 

@@ -260,9 +260,8 @@ def _probe(
     """Ask which entries move with which samples, by derivatives in both directions."""
     n, metadata = sources[0].known.n, edge.node._input_metadata[edge.output_nr]
     current = state()
-    before, current.pulling = current.pulling, True
     try:
-        with torch.enable_grad():
+        with current.pull(), torch.enable_grad():
             cotangent = torch.zeros(
                 shape, dtype=metadata.dtype, device=metadata.device
             ).requires_grad_()
@@ -281,12 +280,11 @@ def _probe(
         ]
         if not pairs:
             return None
-        return _numbers(cotangent, pairs, shape, n, _names(nodes))
+        with current.pull():
+            return _numbers(cotangent, pairs, shape, n, _names(nodes))
     except RuntimeError as error:
         first = str(error).split("\n")[0]
         return Mixed(f"{_names(nodes)} ({first})", False)
-    finally:
-        current.pulling = before
 
 
 def _numbers(

@@ -254,7 +254,7 @@ def _remove_mode(tracker: Tracker) -> None:
         torch._C._push_on_torch_function_stack(mode)
 
 
-# ------------------------------------------------------------------- layers of the table
+# ------------------------------------------------------------------ layers of the table
 
 _AXES = {nn.Linear: (1, 1), nn.Embedding: (0, 1)}
 _BATCH_AXES = {
@@ -443,7 +443,7 @@ def _placements(
     return [mixed] * len(outputs)
 
 
-# ------------------------------------------------------------------------------- records
+# ------------------------------------------------------------------------------ records
 
 
 def _record(
@@ -468,7 +468,9 @@ def _record(
             lambda x: x.view_as(x) if _is_own_leaf(module, x) else x, output
         )
     outputs = tensor_outputs(output)
-    constant = _constants(outputs, tracker) if len(outputs) > 1 else ()
+    # what comes out of a layer that is looked at as a whole has no mark yet
+    several = len(outputs) > 1 and frame.row is None
+    constant = _constants(outputs, tracker) if several else ()
     edges = _edges(outputs, constant)
     if len(outputs) > 1 and _differ(edges):
         marks = [getattr(x, MARK, None) for x in outputs]

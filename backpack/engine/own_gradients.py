@@ -52,6 +52,8 @@ def find_own(
         constant = use.constants[index]
         if others or constant.leaf is not param or not isinstance(operation, Operation):
             continue
+        if param in inspection.outside or not param.requires_grad:
+            continue  # used by a penalty, too; frozen after the forward pass
         positions = operation.positions(constant.key, use.n)
         if positions < least or not _is_plain(param):
             continue

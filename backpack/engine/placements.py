@@ -31,7 +31,8 @@ MARK = "_backpack_samples"  # attribute of a tensor that depends on the model's 
 POINTWISE = frozenset(
     "add sub mul div rsub add_ sub_ mul_ div_ __iadd__ __imul__ __isub__ __itruediv__ "
     "__radd__ __rsub__ __rmul__ __rtruediv__ __rdiv__ __add__ __sub__ __mul__ "
-    "__truediv__ __neg__ __pow__ neg pow gelu relu silu tanh sigmoid exp log sqrt rsqrt "
+    "__truediv__ __neg__ __pow__ neg pow gelu relu silu tanh sigmoid exp log sqrt "
+    "rsqrt "
     "dropout to float double half bfloat16 contiguous clone detach type_as masked_fill "
     "masked_fill_ clamp abs sin cos softplus hardswish hardsigmoid hardtanh relu_ "
     "leaky_relu elu mish relu6 square erf reciprocal addcmul addcdiv maximum minimum "

@@ -27,8 +27,8 @@ MAX_COLUMNS = 10
 
 OTHER_SAMPLES = (
     "{ext}: the loss {loss} has {loss_size} samples, but {size} went into {module}, so "
-    "what the loss takes for samples are none there. Compute the loss from this model's "
-    "output by operations that keep samples apart."
+    "what the loss takes for samples are none there. Compute the loss from this "
+    "model's output by operations that keep samples apart."
 )
 BACKWARD_HOOKS = (
     "{ext}: {module} has a backward hook, which runs for each of the columns that are "
@@ -217,8 +217,7 @@ class PullColumns:
         edges = [GradientEdge(t.node, t.entry.output_nr) for t in targets]
         stacks = [_Stack(len(columns)) for _ in targets]
         current = self._running.state
-        current.pulling = True
-        try:
+        with current.pull():
             for column in columns.unbind():
                 pulled = torch.autograd.grad(
                     edge,
@@ -230,8 +229,6 @@ class PullColumns:
                 )
                 for stack, target, part in zip(stacks, targets, pulled):
                     stack.put(target.entry.in_shape(part))
-        finally:
-            current.pulling = False
         result: Dict[Any, Cotangents] = {}
         for stack, target in zip(stacks, targets):
             owner = target.entry.owner

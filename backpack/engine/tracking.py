@@ -1,4 +1,4 @@
-"""Watches a forward pass operation by operation: where samples are, what uses parameters.
+"""Watches a forward pass, operation by operation: samples, and uses of parameters.
 
 Tensors that depend on the model's inputs carry a mark that says where their samples
 are. An operation in which such a tensor meets one that needs a gradient and depends on
@@ -26,7 +26,8 @@ from backpack.engine.uses import Constant, Use, edge_of, on_one_node
 
 # Methods and properties that return no tensor, or change nothing of one
 _QUIET = frozenset(
-    "size dim is_floating_point stride numel __len__ is_contiguous get_device ndimension "
+    "size dim is_floating_point stride numel __len__ is_contiguous get_device "
+    "ndimension "
     "is_complex item __bool__ tolist __int__ __float__ element_size storage_offset "
     "data_ptr __repr__ __format__ __hash__ register_hook __contains__ __index__ "
     "is_same_size untyped_storage retain_grad numpy __str__ is_set_to is_shared "

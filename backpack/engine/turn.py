@@ -170,13 +170,10 @@ class Turn:
         """Ask the graph for the mask of a dropout layer, which values do not tell."""
         edge, x = self.backward_pass.dropouts[self.call], self.call.input_edges[0]
         current = state()
-        current.pulling = True
-        try:
+        with current.pull():
             ones = torch.ones_like(self.call.outputs[0])
             with without_hooks(self.call.tensors()):
                 return torch.autograd.grad(edge, x, ones, retain_graph=True)[0].detach()
-        finally:
-            current.pulling = False
 
     def _note_dropouts(self) -> None:
         """Remember where the outputs of dropout layers sit that lead to this loss."""

@@ -374,8 +374,7 @@ def batched_vjp(
         "create_graph": create_graph,
         "allow_unused": True,
     }
-    before, current.pulling = current.pulling, True
-    try:
+    with current.pull():
         if len(flat[0]) == 1:
             rows = torch.autograd.grad(outputs, inputs, [x[0] for x in flat], **options)
             found = [None if x is None else x.unsqueeze(0) for x in rows]
@@ -388,8 +387,6 @@ def batched_vjp(
                 )
             except RuntimeError:  # not every operation can be vmapped
                 found = _one_by_one(outputs, inputs, flat, options)
-    finally:
-        current.pulling = before
     dense = [x.to_dense() if x is not None and x.is_sparse else x for x in found]
     return [None if x is None else x.unflatten(0, tuple(sizes)) for x in dense]
 

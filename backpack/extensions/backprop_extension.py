@@ -158,7 +158,7 @@ class BackpropExtension(ABC):  # noqa: B024
         """
         return True
 
-    def compute(self, turn: Any) -> None:
+    def compute(self, turn: Any) -> None:  # noqa: B027
         """Compute values of parameters all of whose uses have had their gradient.
 
         Args:

@@ -161,8 +161,8 @@ def _autograd_ggn_exact_columns(
     Args:
         X: Inputs ``[N, *]`` of the model.
         y: Targets.
-        model: Model with D elements of trainable parameters, not all of which have to
-            enter the output.
+        model: Model with D elements of trainable parameters. Some may not enter the
+            output.
         loss_function: Loss function of the model's output and the targets.
         idx: Indices of the columns to compute. ``None`` means all.
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from typing import Any, Callable, ClassVar, Optional, Sequence, Tuple
+from contextlib import contextmanager
+from typing import Any, Callable, ClassVar, Iterator, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -61,6 +62,20 @@ class State:
         """Whether inputs and outputs are kept after a backward pass."""
         return self.retain_graph or any(ext.keeps_io for ext in self.active_exts)
 
+    @contextmanager
+    def pull(self) -> Iterator[None]:
+        """Keep hooks of the graph from running while columns are pulled back.
+
+        Yields:
+            Nothing.
+        """
+        before, self.pulling = self.pulling, True
+        try:
+            with _without_sink():
+                yield
+        finally:
+            self.pulling = before
+
     def visit(
         self, owner: Any, g_out: Tuple[Optional[Tensor], ...], entries: Sequence[Any]
     ) -> None:
@@ -92,6 +107,28 @@ def _is_batched(x: Tensor) -> bool:
     if torch._C._has_storage(x):  # a quick answer
         return False
     return "Batched" in repr(torch._C._dispatch_keys(x))
+
+
+@contextmanager
+def _without_sink() -> Iterator[None]:
+    """Keep ``DistributedDataParallel`` from taking columns for the backward pass.
+
+    With ``static_graph=True``, a node at the model's output waits for it.
+    """
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        yield
+        return
+    sink = getattr(torch.nn.parallel.distributed, "_DDPSink", None)
+    if sink is None:
+        yield
+        return
+    backward = sink.backward
+    sink.backward = staticmethod(lambda ctx, *gradients: (None, *gradients))
+    try:
+        yield
+    finally:
+        sink.backward = staticmethod(backward)
 
 
 def state() -> State:

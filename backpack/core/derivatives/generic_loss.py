@@ -29,9 +29,9 @@ NO_CURVATURE = (
     "log-softmax before it: use CrossEntropyLoss."
 )
 NOT_FINITE = (
-    "{module}: the Hessian of the loss at the prediction is not finite (it contains NaN "
-    "or infinity), so that there are no second-order quantities. Use a loss that is "
-    "twice differentiable there, or check the prediction."
+    "{module}: the Hessian of the loss at the prediction is not finite (it contains "
+    "NaN or infinity), so that there are no second-order quantities. Use a loss that "
+    "is twice differentiable there, or check the prediction."
 )
 NOT_TWICE = (
     "{module}: autograd cannot differentiate this loss twice, which second-order "
@@ -76,7 +76,9 @@ class GenericLossDerivatives(BaseLossDerivatives):
         def hessian_mat_prod(mat: Tensor) -> Tensor:
             try:
                 columns = pull_columns(gradient, prediction, mat, create_graph)[0]
-            except RuntimeError as error:  # of autograd: the second derivative is unknown
+            except (
+                RuntimeError
+            ) as error:  # of autograd: the second derivative is unknown
                 text = NOT_TWICE.format(module=module)
                 raise NotImplementedError(f"{text} ({error})") from error
             return columns.to(mat.dtype)

@@ -71,7 +71,7 @@ class PerSample(ABC):
 
     @property
     def plain(self) -> PerSample:
-        """The same products of a single column, with factors in the parameter's order."""
+        """The same products, with factors in the order of the parameter's axes."""
         return self
 
     def gathered(self, gather: Gather) -> PerSample:

@@ -54,7 +54,8 @@ class Order(NamedTuple):
                 return "transpose(0, 1)"  # in each of a convolution's groups
         runs[-1].extend(range(i, len(shape)))
         axes = [j for place in range(len(runs)) for j in runs[self.axes.index(place)]]
-        if axes == [1, 0, *range(2, len(shape))]:
+        swapped = [1, 0, *range(2, len(shape))]
+        if [j for j in axes if shape[j] > 1] == [j for j in swapped if shape[j] > 1]:
             return "transpose(0, 1)"
         return f"permute({', '.join(map(str, axes))})"
 

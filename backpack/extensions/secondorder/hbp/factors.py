@@ -36,9 +36,10 @@ TRANSPOSED = (
 
 
 TOO_LARGE = (
-    "{ext} (field '{field}'): {what} would get a dense block with {size} rows, {memory}, "
-    "more than dense_limit={limit} allows. Use DiagGGNExact or DiagGGNMC for it, whose "
-    "results are as large as the parameter, freeze it, or raise {ext}(dense_limit=...)."
+    "{ext} (field '{field}'): {what} would get a dense block with {size} rows, "
+    "{memory}, more than dense_limit={limit} allows. Use DiagGGNExact or DiagGGNMC for "
+    "it, whose results are as large as the parameter, freeze it, or raise "
+    "{ext}(dense_limit=...)."
 )
 
 

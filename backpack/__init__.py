@@ -27,6 +27,7 @@ from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.utils.disable import disable
 from backpack.utils.hooks import EXTENDED, no_op
 from backpack.utils.module_classification import is_no_op
+from backpack.utils.older_torch import make_backward_overridable
 from backpack.utils.state import state
 
 __all__ = [
@@ -38,6 +39,8 @@ __all__ = [
     "extensions",
     "memory_cleanup",
 ]
+
+make_backward_overridable()
 
 
 class _Announce(TorchFunctionMode):

@@ -11,8 +11,10 @@ from torch.nn import Module
 
 from backpack.core.per_sample.base import PerSample
 from backpack.core.table import lookup
+from backpack.engine.turn import current_turn
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.saved_quantities import SavedQuantities
+from backpack.extensions.shards import Piece, Shard, shard_of
 from backpack.utils.subsampling import Subsampling, as_subsampling, check_subsampling
 
 FAIL_ERROR = "ERROR"
@@ -36,8 +38,11 @@ class BackpropExtension(ABC):  # noqa: B024
             not influence each other.
         refuses_coupled_samples: Whether it is an error if a batch normalization in
             training mode makes them do so. It is a warning otherwise.
+        shard: What the last backward pass has seen, if several processes share the
+            batch.
     """
 
+    shard: Optional[Shard] = None
     keeps_io = False
     pulls_columns = False
     adds_up_from: Optional[int] = None
@@ -199,6 +204,26 @@ class BackpropExtension(ABC):  # noqa: B024
             "Override `accumulate_backpropagated_quantities`."
         )
 
+    def over_shards(self, value: Any, piece: Piece) -> Any:
+        """Make a parameter's value for the whole batch of those of its shards.
+
+        It runs in all processes at once, see :func:`backpack.distributed.reduce`.
+
+        Args:
+            value: Value for this process' samples.
+            piece: This process' share of the batch, with sums over processes.
+
+        Returns:
+            Value for the whole batch.
+
+        Raises:
+            NotImplementedError: If the extension does not define it.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__}: this extension does not define how values of "
+            "several processes combine. Override `over_shards`."
+        )
+
     def __call__(
         self, module: Module, g_inp: Tuple[Tensor, ...], g_out: Tuple[Tensor, ...]
     ) -> None:
@@ -209,6 +234,9 @@ class BackpropExtension(ABC):  # noqa: B024
             g_inp: Gradients at its inputs, as far as they exist.
             g_out: Gradients at its outputs.
         """
+        shard = shard_of(self)
+        if shard is not None and current_turn().call.is_loss:
+            shard.meet(current_turn())
         extension = self.get_module_extension(module)
         if extension is None:
             self._on_unknown(module)

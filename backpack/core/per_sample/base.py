@@ -24,6 +24,9 @@ from backpack.core.per_sample import sums
 from backpack.utils.types import accumulator_dtype, full_precision
 from backpack.utils.unsqueeze import flatten
 
+# Concatenates tensors of several processes along an axis
+Gather = Callable[[Tensor, int], Tensor]
+
 
 class PerSample(ABC):
     """The products ``S[v, n]ᵀ J[n]`` for one parameter, in some form.
@@ -70,6 +73,17 @@ class PerSample(ABC):
     def plain(self) -> PerSample:
         """The same products, with factors in the order of the parameter's axes."""
         return self
+
+    def gathered(self, gather: Gather) -> PerSample:
+        """Put the samples of several processes together.
+
+        Args:
+            gather: Concatenates tensors of all processes along an axis.
+
+        Returns:
+            Products for all samples.
+        """
+        return Dense(gather(self.individual(), 1), self.shape)
 
     def merge(self, other: PerSample) -> PerSample:
         """Add the products that another call contributes to the same parameter.

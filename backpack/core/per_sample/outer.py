@@ -14,7 +14,7 @@ from backpack.core.fast import tuning
 from backpack.core.fast.matmul import bmm, gram, has_fast_blas, is_fast_product, matmul
 from backpack.core.fast.memory import huge_empty
 from backpack.core.per_sample import sums
-from backpack.core.per_sample.base import PerSample
+from backpack.core.per_sample.base import Gather, PerSample
 from backpack.core.per_sample.order import Order, transposed
 from backpack.core.per_sample.unfolding import Unfolding
 from backpack.utils.types import full_precision
@@ -266,6 +266,13 @@ class Outer(PerSample):
             picked = torch.as_tensor(samples, dtype=torch.long, device=self.b.device)
         direct = self._direct and self._direct.select(picked)
         return self.like(lambda: self.a[picked], self.b[:, picked], direct)
+
+    def gathered(self, gather: Gather) -> PerSample:  # noqa: D102
+        d, p = self._sizes
+        if self.positions * (d + p) >= d * p:  # the products are fewer numbers
+            return super().gathered(gather)
+        a, b = gather(self.a, 0), gather(self.b, 1)
+        return self.like(lambda: a, b)
 
     @property
     def is_transposed(self) -> bool:

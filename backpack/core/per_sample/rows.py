@@ -8,7 +8,7 @@ import torch
 from einops import einsum
 from torch import Tensor
 
-from backpack.core.per_sample.base import PerSample
+from backpack.core.per_sample.base import Gather, PerSample
 from backpack.core.per_sample.sums import chunks
 from backpack.utils.types import full_precision
 
@@ -51,6 +51,10 @@ class Rows(PerSample):
     def select(self, samples: Sequence[int]) -> Rows:  # noqa: D102
         ids, valid = self.ids[samples], self.valid[samples]
         return Rows(ids, self.b[:, samples], self.shape, valid)
+
+    def gathered(self, gather: Gather) -> PerSample:  # noqa: D102
+        ids, valid = gather(self.ids, 0), gather(self.valid, 0)
+        return Rows(ids, gather(self.b, 1), self.shape, valid)
 
     def input_diagonal(self, average: bool) -> Tensor:
         """Sum the squares of the inputs, which are one-hot vectors.

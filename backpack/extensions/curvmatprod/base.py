@@ -22,6 +22,7 @@ from backpack.extensions.curvature import Curvature
 from backpack.extensions.curvmatprod.operator import Operator, Step
 from backpack.extensions.secondorder.module_rules import ModuleRule, WalkingExtension
 from backpack.extensions.secondorder.walk import check_samples_apart, without_autocast
+from backpack.extensions.shards import Piece
 from backpack.utils.disable import disable
 
 PARAMETER_RESIDUAL = (
@@ -192,3 +193,22 @@ class CurvatureProduct(WalkingExtension):
         """
         existing, other = Operator.wrap(existing), Operator.wrap(other)
         return existing.merge(other, type(self).__name__)
+
+    def over_shards(
+        self, value: Callable[[Tensor], Tensor], piece: Piece
+    ) -> Callable[[Tensor], Tensor]:
+        """Make the product with the whole batch's matrix.
+
+        Args:
+            value: Product with that of this process' samples.
+            piece: This process' share of the batch.
+
+        Returns:
+            Function that maps ``[K, *p]`` to the same shape, to be called by all
+            processes at once with the same columns.
+        """
+
+        def product(mat: Tensor) -> Tensor:
+            return piece.sum(value(mat), piece.weight)
+
+        return product

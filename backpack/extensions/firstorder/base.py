@@ -14,6 +14,7 @@ from backpack.core.per_sample.base import PerSample
 from backpack.core.table import LAYERS, REGISTERED
 from backpack.extensions.backprop_extension import FAIL_WARN, BackpropExtension
 from backpack.extensions.module_extension import ModuleExtension
+from backpack.extensions.shards import is_shared, shard_of
 from backpack.utils.errors import batch_norm_raise_error_if_train
 
 
@@ -128,20 +129,40 @@ class GradientReduction(FirstOrderBackpropExtension):
         """
         return self.reduce(self.select(gradients))
 
+    def parts(self, gradients: PerSample) -> Any:
+        """Return what has to be known of a shard besides its value.
+
+        Args:
+            gradients: The individual gradients of a parameter.
+
+        Returns:
+            What :meth:`over_shards` needs. Default: ``None``.
+        """
+        return None
+
     def compute(self, turn: Any) -> None:
         """Reduce the individual gradients of parameters.
 
         Args:
             turn: The parameters' turn.
         """
-        for param, gradients in turn.gradients().items():
-            turn.save(self, param, self.reduce_selected(gradients.plain))
+        shard = shard_of(self)
+        for param, product in turn.gradients().items():
+            gradients = product.plain
+            turn.save(self, param, self.reduce_selected(gradients))
+            if shard is not None:
+                shard.samples = gradients.batch_size
+                shard.parts[param] = self.parts(gradients)
 
     def is_customized(self, module: Module) -> bool:  # noqa: D102
         return self.get_module_extension(module) is not _BUILT_IN
 
     def runs_on(self, call: Any) -> bool:  # noqa: D102
-        return isinstance(call.module, _BatchNorm) or self.is_customized(call.module)
+        return (
+            isinstance(call.module, _BatchNorm)
+            or self.is_customized(call.module)
+            or (call.is_loss and is_shared())  # it tells what a mean divides by
+        )
 
     def get_module_extension(self, module: Module) -> ModuleExtension:
         """Look up what to do on a module.

@@ -1,11 +1,16 @@
 """Pairwise dot products of individual gradients."""
 
+from __future__ import annotations
+
 from typing import List
 
+import torch
 from torch import Tensor
 
 from backpack.core.per_sample.base import PerSample
 from backpack.extensions.firstorder.base import GradientReduction
+from backpack.extensions.shards import Piece
+from backpack.utils.types import as_type
 
 
 class BatchDotGrad(GradientReduction):
@@ -27,3 +32,11 @@ class BatchDotGrad(GradientReduction):
     @staticmethod
     def reduce(gradients: PerSample) -> Tensor:  # noqa: D102
         return gradients.dots()
+
+    def parts(self, gradients: PerSample) -> PerSample:  # noqa: D102
+        return self.select(gradients)
+
+    def over_shards(self, value: Tensor, piece: Piece) -> Tensor:  # noqa: D102
+        factors = piece.required_parts(self).gathered(piece.gather)
+        weight = piece.gather(torch.full_like(value[:, 0], piece.weight))
+        return as_type(factors.dots() * weight.outer(weight), value.dtype)

@@ -1,11 +1,14 @@
 """Individual gradients."""
 
+from __future__ import annotations
+
 from typing import List
 
 from torch import Tensor
 
 from backpack.core.per_sample.base import PerSample
 from backpack.extensions.firstorder.base import GradientReduction
+from backpack.extensions.shards import Piece
 
 
 class BatchGrad(GradientReduction):
@@ -30,3 +33,6 @@ class BatchGrad(GradientReduction):
     @staticmethod
     def reduce(gradients: PerSample) -> Tensor:  # noqa: D102
         return gradients.individual()[0]
+
+    def over_shards(self, value: Tensor, piece: Piece) -> Tensor:  # noqa: D102
+        return piece.local(value, piece.weight)

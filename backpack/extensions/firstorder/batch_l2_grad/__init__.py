@@ -1,5 +1,7 @@
 """Squared norms of individual gradients."""
 
+from __future__ import annotations
+
 from math import prod
 
 from torch import Tensor
@@ -8,6 +10,7 @@ from torch.nn import Module
 from backpack.core.per_sample.base import PerSample
 from backpack.core.per_sample.outer import prefers_gram
 from backpack.extensions.firstorder.base import GradientReduction
+from backpack.extensions.shards import Piece
 
 
 class BatchL2Grad(GradientReduction):
@@ -31,3 +34,6 @@ class BatchL2Grad(GradientReduction):
     @staticmethod
     def reduce(gradients: PerSample) -> Tensor:  # noqa: D102
         return gradients.sq_norms()
+
+    def over_shards(self, value: Tensor, piece: Piece) -> Tensor:  # noqa: D102
+        return piece.local(value, piece.weight**2)

@@ -1,9 +1,12 @@
 """Second moment of individual gradients."""
 
+from __future__ import annotations
+
 from torch import Tensor
 
 from backpack.core.per_sample.base import PerSample
 from backpack.extensions.firstorder.base import GradientReduction
+from backpack.extensions.shards import Piece
 
 
 class SumGradSquared(GradientReduction):
@@ -20,3 +23,6 @@ class SumGradSquared(GradientReduction):
     @staticmethod
     def reduce(gradients: PerSample) -> Tensor:  # noqa: D102
         return gradients.squares()
+
+    def over_shards(self, value: Tensor, piece: Piece) -> Tensor:  # noqa: D102
+        return piece.sum(value, piece.weight**2)

@@ -1,9 +1,13 @@
 """Variance of individual gradients."""
 
+from __future__ import annotations
+
 from torch import Tensor
 
 from backpack.core.per_sample.base import PerSample
 from backpack.extensions.firstorder.base import GradientReduction
+from backpack.extensions.shards import Piece, is_shared
+from backpack.utils.types import as_type, full_precision
 
 
 class Variance(GradientReduction):
@@ -24,3 +28,16 @@ class Variance(GradientReduction):
     @staticmethod
     def reduce(gradients: PerSample) -> Tensor:  # noqa: D102
         return gradients.variance()
+
+    def reduce_selected(self, gradients: PerSample) -> Tensor:  # noqa: D102
+        gradients.keeps_total |= is_shared()
+        return self.reduce(gradients)
+
+    def parts(self, gradients: PerSample) -> Tensor:  # noqa: D102
+        return gradients.total() / gradients.batch_size
+
+    def over_shards(self, value: Tensor, piece: Piece) -> Tensor:  # noqa: D102
+        mean = full_precision(piece.required_parts(self)) * piece.weight
+        deviation = mean - piece.sum(mean, piece.share)
+        variance = full_precision(value) * piece.weight**2 + deviation**2
+        return as_type(piece.sum(variance, piece.share), value.dtype)

@@ -1,5 +1,7 @@
 """The diagonal of the generalized Gauss-Newton matrix, in total or for each sample."""
 
+from __future__ import annotations
+
 from typing import Optional
 
 from torch import Generator, Tensor
@@ -11,6 +13,7 @@ from backpack.extensions.secondorder.columns import (
     fisher_source,
 )
 from backpack.extensions.secondorder.hbp.hbp_options import LossHessianStrategy
+from backpack.extensions.shards import Piece
 
 
 class _Diagonal(ColumnExtension):
@@ -54,6 +57,10 @@ class _Diagonal(ColumnExtension):
 
     def finish(self, product: PerSample, statistic: Tensor) -> Tensor:  # noqa: D102
         return product.finish_squares(statistic, self.SUM_BATCH)
+
+    def over_shards(self, value: Tensor, piece: Piece) -> Tensor:  # noqa: D102
+        combine = piece.sum if self.SUM_BATCH else piece.local
+        return combine(value, piece.weight)
 
 
 class DiagGGN(_Diagonal):

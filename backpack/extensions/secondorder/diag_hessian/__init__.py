@@ -15,6 +15,7 @@ from backpack.extensions.secondorder.diag_hessian.signed_columns import (
     factor,
 )
 from backpack.extensions.secondorder.module_rules import WalkingExtension
+from backpack.extensions.shards import Piece
 
 
 class DiagHessian(WalkingExtension):
@@ -73,6 +74,10 @@ class DiagHessian(WalkingExtension):
             Columns that both share, added, and those that only one has.
         """
         return SignedColumns.wrap(existing).merge(SignedColumns.wrap(other))
+
+    def over_shards(self, value: Tensor, piece: Piece) -> Tensor:  # noqa: D102
+        combine = piece.sum if self.SUM_BATCH else piece.local
+        return combine(value, piece.weight)
 
 
 class BatchDiagHessian(DiagHessian):

@@ -24,6 +24,7 @@ from backpack.extensions.secondorder.hbp.hbp_options import (
 from backpack.extensions.secondorder.hbp.hbpbase import HBPBaseModule
 from backpack.extensions.secondorder.hbp.losses import HBPLoss
 from backpack.extensions.secondorder.module_rules import WalkingExtension
+from backpack.extensions.shards import Piece, shard_of
 
 __all__ = [
     "BackpropStrategy",
@@ -39,6 +40,11 @@ __all__ = [
 BRANCHES = (
     "{ext}: an output is used several times, and a curvature matrix that is averaged "
     "over the batch does not tell how the branches interact. Use KFLR or KFAC."
+)
+
+AVERAGES = (
+    "{ext}: it multiplies averages over the batch, and those of several processes do "
+    "not combine. Use KFLR or KFAC."
 )
 
 
@@ -199,6 +205,30 @@ class HBP(WalkingExtension):
             raise NotImplementedError(BRANCHES.format(ext=type(self).__name__))
         return existing + other
 
+    def over_shards(self, value: List[Tensor], piece: Piece) -> List[Tensor]:
+        """Make factors for the whole batch: each is a sum, or a mean, over samples.
+
+        Args:
+            value: Factors for this process' samples.
+            piece: This process' share of the batch.
+
+        Returns:
+            Factors for the whole batch.
+
+        Raises:
+            NotImplementedError: If averages over the batch are multiplied.
+        """
+        averages_inputs = ExpectationApproximation.should_average_param_jac(
+            self.ea_strategy
+        )
+        if averages_inputs or BackpropStrategy.is_batch_average(self.backprop_strategy):
+            raise NotImplementedError(AVERAGES.format(ext=type(self).__name__))
+        position = factors.input_position(value, bool(piece.parts))
+        return [
+            piece.sum(factor, piece.share if i == position else piece.weight)
+            for i, factor in enumerate(value)
+        ]
+
 
 DENSE_LIMIT = 2**14  # a GiB in single precision
 
@@ -248,6 +278,9 @@ class KroneckerFactors(ColumnExtension, HBP):
         what = where.describe(param)
         factors.refuse_large(self, what, product)
         factors.refuse_ambiguous(self, what, product)
+        shard = shard_of(self)
+        if shard is not None:
+            shard.parts[param] = factors.is_transposed(product)
 
     def statistic(self, product: PerSample) -> Tensor:  # noqa: D102
         return factors.output_factor(product, self.weight_sharing)

@@ -238,7 +238,36 @@ def with_input_factor(
     else:
         factor = product.input_gram(reciprocal(scale))
     factor = squeeze_group(factor)
-    return [factor, output] if product.is_transposed else [output, factor]
+    return [factor, output] if is_transposed(product) else [output, factor]
+
+
+def is_transposed(product: PerSample) -> bool:
+    """Tell whether the factor of the input comes first, as a matrix is transposed.
+
+    Args:
+        product: Products of any columns and the parameter's Jacobian.
+
+    Returns:
+        Whether it does.
+    """
+    return isinstance(product, Outer) and product.is_transposed
+
+
+def input_position(factors: List[Tensor], transposed: bool) -> Optional[int]:
+    """Tell which of a parameter's factors is that of its layer's input.
+
+    Args:
+        factors: The factors, see :class:`~backpack.extensions.secondorder.hbp.HBP`.
+        transposed: Whether the parameter is the transpose of a layer's matrix.
+
+    Returns:
+        Its position; ``None`` if there is none.
+    """
+    if len(factors) == 1:
+        return None
+    if factors[0].dim() == 1:  # an embedding's is diagonal
+        return 0
+    return 0 if transposed else 1
 
 
 def squeeze_group(factor: Tensor) -> Tensor:

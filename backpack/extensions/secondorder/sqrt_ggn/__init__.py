@@ -1,5 +1,7 @@
 """The square root of the generalized Gauss-Newton matrix."""
 
+from __future__ import annotations
+
 from typing import List, Optional
 
 import torch
@@ -12,6 +14,7 @@ from backpack.extensions.secondorder.columns import (
     fisher_source,
 )
 from backpack.extensions.secondorder.hbp.hbp_options import LossHessianStrategy
+from backpack.extensions.shards import Piece
 
 
 class SqrtGGN(ColumnExtension):
@@ -46,6 +49,9 @@ class SqrtGGN(ColumnExtension):
         return torch.cat([existing, other])
 
     add = combine
+
+    def over_shards(self, value: Tensor, piece: Piece) -> Tensor:  # noqa: D102
+        return piece.local(value, piece.weight**0.5, dim=1)
 
 
 class SqrtGGNExact(SqrtGGN):

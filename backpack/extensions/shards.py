@@ -1,0 +1,212 @@
+"""What one of several processes remembers of its backward pass, to combine the results.
+
+Each process computes quantities of its own samples, its shard of the batch;
+:func:`backpack.distributed.reduce` makes quantities of the whole batch of them.
+"""
+
+from __future__ import annotations
+
+from math import nan
+from typing import Any, List, MutableMapping, NamedTuple, Optional, Tuple, Union
+from weakref import ref
+
+import torch
+from torch import Tensor, distributed
+from torch.nn import Module
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from backpack.core.table import find_loss
+from backpack.engine.turn import Turn
+from backpack.utils.state import state
+from backpack.utils.types import as_type, full_precision
+
+
+class Shard:
+    """What a backward pass has seen of the batch.
+
+    A copy of an extension, or a stored one, has none.
+
+    Attributes:
+        samples: Number of samples; ``None`` if it is not known.
+        divisors: What each loss divides the sum of its terms by: ``None`` if it does
+            not, ``nan`` if that is not known.
+        parts: What is needed besides a parameter's field, by parameter.
+    """
+
+    def __init__(self, backward_pass: Any):
+        """Start with nothing.
+
+        Args:
+            backward_pass: The backward pass that is running.
+        """
+        self._backward_pass = ref(backward_pass)
+        self.samples: Optional[int] = None
+        self.divisors: List[Optional[Union[float, Tensor]]] = []
+        self.parts: MutableMapping[Tensor, Any] = WeakTensorKeyDictionary()
+
+    def is_of(self, backward_pass: Any) -> bool:
+        """Tell whether it is about a backward pass.
+
+        Args:
+            backward_pass: The backward pass.
+
+        Returns:
+            Whether it is.
+        """
+        return self._backward_pass() is backward_pass
+
+    def meet(self, turn: Turn) -> None:
+        """Note what a loss tells.
+
+        Args:
+            turn: The loss's turn.
+        """
+        self.divisors.append(_divisor(turn.module))
+        self.samples = self.samples or turn.call.n
+
+    def __reduce__(self) -> Tuple:
+        """Leave nothing in a copy: what is remembered is about this process."""
+        return type(None), ()
+
+
+class Piece(NamedTuple):
+    """One process' share of a batch, with what is needed to put shares together.
+
+    Attributes:
+        weight: What turns this process' summands of the loss into those of the whole
+            batch: n_r / n for a mean over n_r of n samples, one for a sum.
+        share: Fraction n_r / n of the samples.
+        parts: What the extension has kept besides the field, for this parameter.
+        gathers: Whether values of single samples are collected from all processes.
+        group: The processes.
+    """
+
+    weight: float
+    share: float
+    parts: Any
+    gathers: bool
+    group: Any
+
+    def required_parts(self, ext: Any) -> Any:
+        """Return what the extension has kept besides the field.
+
+        Args:
+            ext: The extension.
+
+        Returns:
+            What it has kept.
+
+        Raises:
+            NotImplementedError: If it has not, because a user's rule made the value.
+        """
+        if self.parts is None:
+            raise NotImplementedError(
+                f"{type(ext).__name__}: the value of a rule of your own does not tell "
+                "what is needed to combine it with those of other processes. Override "
+                "`over_shards`."
+            )
+        return self.parts
+
+    def sum(self, value: Tensor, factor: float) -> Tensor:
+        """Sum a tensor over processes.
+
+        Args:
+            value: Tensor of the same shape ``[*]`` in every process.
+            factor: What this process' tensor is multiplied by before.
+
+        Returns:
+            Sum of shape ``[*]``, in every process.
+        """
+        total = _scaled(value, factor).contiguous()
+        total = total.clone() if total is value else total
+        distributed.all_reduce(total, group=self.group)
+        return as_type(total, value.dtype)
+
+    def local(self, value: Tensor, factor: float, dim: int = 0) -> Tensor:
+        """Rescale what belongs to single samples, and gather it if that is asked for.
+
+        Args:
+            value: Tensor ``[*, N, *]``.
+            factor: What it is multiplied by.
+            dim: Axis of the samples. Default: 0.
+
+        Returns:
+            The same for this process' samples, or for all processes' in their order.
+        """
+        scaled = as_type(_scaled(value, factor), value.dtype)
+        return self.gather(scaled, dim) if self.gathers else scaled
+
+    def gather(self, value: Tensor, dim: int = 0) -> Tensor:
+        """Concatenate tensors of all processes.
+
+        Args:
+            value: Tensor ``[*, n, *]``, where n may differ among processes.
+            dim: Axis to concatenate along. Default: 0.
+
+        Returns:
+            Tensor of the processes' entries, in their order.
+
+        Raises:
+            ValueError: If the shapes differ in other axes.
+        """
+        shapes: List[Any] = [None] * distributed.get_world_size(self.group)
+        distributed.all_gather_object(shapes, tuple(value.shape), group=self.group)
+        sizes = [shape[dim] if dim < len(shape) else 0 for shape in shapes]
+        others = {shape[:dim] + shape[dim + 1 :] for shape in shapes}
+        if len(others) > 1:
+            raise ValueError(
+                f"Processes have values of shapes {shapes}, that cannot be put together"
+                f" along axis {dim}. Use inputs that differ in the batch axis only."
+            )
+        # collectives want the same size everywhere
+        rows = value.movedim(dim, 0)
+        padded = rows.new_zeros(max(sizes), *rows.shape[1:])
+        padded[: len(rows)] = rows
+        pieces = [torch.empty_like(padded) for _ in sizes]
+        distributed.all_gather(pieces, padded, group=self.group)
+        pieces = [piece[:size] for piece, size in zip(pieces, sizes)]
+        return torch.cat(pieces).movedim(0, dim)
+
+
+def _scaled(value: Tensor, factor: float) -> Tensor:
+    """Multiply a tensor; without weight it is not looked at, as the mean of nothing."""
+    if factor == 1.0:
+        return value
+    return full_precision(value) * factor if factor else torch.zeros_like(value)
+
+
+def is_shared() -> bool:
+    """Tell whether several processes may share the work.
+
+    Returns:
+        Whether a process group was initialized that has more than one of them.
+    """
+    available = distributed.is_available() and distributed.is_initialized()
+    return available and distributed.get_world_size() > 1
+
+
+def shard_of(extension: Any) -> Optional[Shard]:
+    """Return what an extension remembers of the backward pass that is running.
+
+    Args:
+        extension: The extension, which keeps it.
+
+    Returns:
+        What is remembered, ``None`` where nothing is shared.
+    """
+    if not is_shared():
+        return None
+    running = state().backward_pass
+    if extension.shard is None or not extension.shard.is_of(running):
+        extension.shard = Shard(running)
+    return extension.shard
+
+
+def _divisor(loss: Module) -> Optional[Union[float, Tensor]]:
+    """Tell what a loss divides by, see :class:`Shard`."""
+    reduction = getattr(loss, "reduction", None)
+    if reduction is None:
+        return nan
+    if reduction not in ("mean", "batchmean"):
+        return None
+    return 1.0 / find_loss(loss).derivatives._reduction_factor(loss)

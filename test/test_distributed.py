@@ -1,0 +1,511 @@
+"""Quantities of a batch that several processes share are those of one process.
+
+The processes compute all rows, the tests compare. Each process reports its results, and
+the errors that it got.
+"""
+
+import re
+from datetime import timedelta
+from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Tuple, Type
+
+import pytest
+import torch
+from oracle import assert_agrees
+from torch import Tensor, distributed, multiprocessing, nn
+from torch.nn import Module
+
+from backpack import backpack, extend
+from backpack.core.derivatives.bcewithlogitsloss import BCELossWithLogitsDerivatives
+from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
+from backpack.core.derivatives.mseloss import MSELossDerivatives
+from backpack.distributed import reduce
+from backpack.extensions import (
+    GGNMP,
+    HBP,
+    HMP,
+    KFAC,
+    KFLR,
+    KFRA,
+    PCHMP,
+    BatchDiagGGNExact,
+    BatchDiagGGNMC,
+    BatchDiagHessian,
+    BatchDotGrad,
+    BatchGrad,
+    BatchL2Grad,
+    DiagGGNExact,
+    DiagGGNMC,
+    DiagHessian,
+    SqrtGGNExact,
+    SqrtGGNMC,
+    SumGradSquared,
+    Variance,
+)
+from backpack.extensions.backprop_extension import BackpropExtension
+
+pytestmark = [
+    pytest.mark.usefixtures("cpu"),
+    pytest.mark.skipif(
+        not (distributed.is_available() and distributed.is_gloo_available()),
+        reason="this PyTorch has no gloo",
+    ),
+]
+
+F64 = torch.float64
+N = 6
+# Numbers of samples of each process
+SPLITS = {
+    "2-even": (3, 3),
+    "2-uneven": (1, 5),
+    "3-even": (2, 2, 2),
+    "3-uneven": (3, 1, 2),
+}
+
+
+class Problem(NamedTuple):
+    """A row: a model, its inputs, a loss and targets; quantities that are refused."""
+
+    model: Callable[[], Module]
+    x: Callable[[], Tensor]
+    loss: Callable[..., Module]
+    y: Callable[[], Tensor]
+    sequence: bool = False
+    refused: Tuple[str, ...] = ()
+
+
+class Transposed(Module):
+    """A layer with its weight in the order of inputs and outputs."""
+
+    def __init__(self, features: int):
+        """Draw the weight."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(features, features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply with the weight."""
+        return torch.tanh(x @ self.weight)
+
+
+def mlp(outputs: int, *before: Module) -> Module:
+    """Build a network with a normalization, for inputs of 4 features."""
+    hidden = nn.Linear(4, 3), nn.LayerNorm(3), nn.Sigmoid()
+    return nn.Sequential(*before, *hidden, nn.Linear(3, outputs))
+
+
+PROBLEMS = {
+    # the mean divides by the weights of the targets
+    "weighted": Problem(
+        lambda: mlp(3),
+        lambda: torch.randn(N, 4, dtype=F64) + 3,
+        lambda **options: nn.CrossEntropyLoss(
+            weight=torch.tensor([0.2, 1.0, 3.0], dtype=F64), **options
+        ),
+        lambda: torch.tensor([0, 2, 1, 1, 0, 2]),
+    ),
+    "embedding": Problem(
+        lambda: mlp(2, nn.Embedding(5, 4)),
+        lambda: torch.tensor([0, 3, 3, 1, 0, 4]),
+        nn.BCEWithLogitsLoss,
+        lambda: torch.rand(N, 2, dtype=F64).round(),
+    ),
+    "conv": Problem(
+        lambda: nn.Sequential(
+            *(nn.Conv2d(2, 6, 3), nn.Tanh(), nn.Flatten(), nn.Linear(24, 2)),
+        ),
+        lambda: torch.randn(N, 2, 4, 4, dtype=F64),
+        nn.MSELoss,
+        lambda: torch.rand(N, 2, dtype=F64),
+    ),
+    "sequence": Problem(
+        lambda: nn.Sequential(
+            nn.Linear(4, 5), nn.Sigmoid(), nn.Flatten(), nn.Linear(10, 3)
+        ),
+        lambda: torch.randn(N, 2, 4, dtype=F64),
+        nn.CrossEntropyLoss,
+        lambda: torch.tensor([0, 2, 1, 1, 0, 2]),
+        sequence=True,
+    ),
+    # the factor of the input comes first, and is as large as that of the output
+    "transposed": Problem(
+        lambda: nn.Sequential(Transposed(4), nn.Linear(4, 3)),
+        lambda: torch.randn(N, 4, dtype=F64),
+        nn.CrossEntropyLoss,
+        lambda: torch.tensor([0, 2, 1, 1, 0, 2]),
+        refused=("PCHMP",),  # the module is not known to be linear in its parameter
+    ),
+}
+FACTORS = {
+    "KFAC": lambda **options: KFAC(2, **options),
+    "KFLR": KFLR,
+    "empirical": lambda **options: KFAC(fisher_type="empirical", **options),
+}
+# Kronecker factors, by how positions that share a weight are treated
+KRONECKER: Dict[str, Callable[[], BackpropExtension]] = {
+    f"{name}-{sharing}": lambda make=make, sharing=sharing: make(weight_sharing=sharing)
+    for name, make in FACTORS.items()
+    for sharing in (None, "expand", "reduce")
+}
+OTHERS: Dict[str, Callable[[], BackpropExtension]] = {
+    ext.__name__: ext
+    for ext in (
+        *(BatchGrad, BatchL2Grad, BatchDotGrad, SumGradSquared, Variance),
+        *(DiagGGNExact, DiagGGNMC, BatchDiagGGNExact, BatchDiagGGNMC, DiagHessian),
+        *(BatchDiagHessian, SqrtGGNExact, SqrtGGNMC, HMP, GGNMP, PCHMP),
+    )
+}
+QUANTITIES = {**OTHERS, **KRONECKER}
+# Where the samples are in what belongs to single samples
+SAMPLES = {
+    **dict.fromkeys(["BatchGrad", "BatchL2Grad", "BatchDiagGGNExact"], 0),
+    **dict.fromkeys(["BatchDiagGGNMC", "BatchDiagHessian"], 0),
+    **dict.fromkeys(["SqrtGGNExact", "SqrtGGNMC"], 1),
+}
+
+
+def give_draws(patch: pytest.MonkeyPatch) -> None:
+    """Make what is sampled for a sample a function of its prediction.
+
+    Args:
+        patch: What makes the change.
+    """
+
+    def classes(self: Any, f: Tensor, mc_samples: int, *rest: Any) -> Tensor:
+        return f.argsort(1).movedim(1, 0)[:mc_samples]
+
+    def gradients(self: Any, f: Tensor, mc_samples: int, *rest: Any) -> Tensor:
+        return torch.stack([f.detach() + 1 - i for i in range(mc_samples)])
+
+    def bits(self: Any, f: Tensor, mc_samples: int, *rest: Any) -> Tensor:
+        return torch.stack([(f > 0.1 * i).to(f.dtype) for i in range(mc_samples)])
+
+    patch.setattr(CrossEntropyLossDerivatives, "_sample_targets", classes)
+    patch.setattr(BCELossWithLogitsDerivatives, "_sample_targets", bits)
+    patch.setattr(MSELossDerivatives, "_compute_sampled_grads_manual", gradients)
+
+
+def run(
+    problem: Problem, reduction: str, samples: slice, *extensions: BackpropExtension
+) -> Module:
+    """Run a backward pass on some of the samples.
+
+    Args:
+        problem: The row.
+        reduction: Reduction of the loss.
+        samples: Which samples.
+        extensions: What is computed.
+
+    Returns:
+        The model, with fields.
+    """
+    torch.manual_seed(0)
+    model = extend(problem.model().to(F64))
+    x, y = problem.x()[samples], problem.y()[samples]
+    loss = extend(problem.loss(reduction=reduction))
+    with backpack(*extensions):
+        loss(model(x), y).backward()
+    return model
+
+
+def fields(model: Module, ext: BackpropExtension) -> List[Any]:
+    """Collect an extension's values; functions by what they do with two columns."""
+    values = []
+    for param in model.parameters():
+        value = getattr(param, ext.savefield)
+        if callable(value):
+            torch.manual_seed(1)
+            value = value(torch.randn(2, *param.shape, dtype=F64))
+        values.append(value)
+    return values
+
+
+def defined(name: str, problem: Problem) -> bool:
+    """Tell whether a quantity is defined for a problem, without a choice."""
+    ambiguous = problem.sequence and name in KRONECKER and name.endswith("None")
+    return not ambiguous and name not in problem.refused
+
+
+def batches(counts: Tuple[int, ...]) -> List[slice]:
+    """Divide the samples among processes."""
+    ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+    return [slice(end - count, end) for end, count in zip(ends, counts)]
+
+
+def compute(
+    row: Tuple[str, str, str], samples: slice, names: Iterable[str], **options: Any
+) -> Dict[str, List[Any]]:
+    """Compute quantities of a row.
+
+    Args:
+        row: Names of problem, reduction and split.
+        samples: This process' samples.
+        names: Names of the quantities.
+        options: How to reduce them. Without any, they are not.
+
+    Returns:
+        Values by the name of the quantity.
+    """
+    problem, results = PROBLEMS[row[0]], {}
+    some = {name: QUANTITIES[name]() for name in names if defined(name, problem)}
+    # those that share a field can't be computed together
+    passes: List[Dict[str, BackpropExtension]] = [
+        {name: ext for name, ext in some.items() if name not in KRONECKER},
+        *({name: some[name]} for name in some if name in KRONECKER),
+    ]
+    for exts in passes:
+        model = run(problem, row[1], samples, *exts.values())
+        if options:
+            reduce(model.parameters(), exts.values(), **options)
+        results.update({name: fields(model, ext) for name, ext in exts.items()})
+    return results
+
+
+class Refused(NamedTuple):
+    """What is refused: what to call in a process, an error, and what it says."""
+
+    run: Callable[[int, slice], None]
+    error: Type[Exception]
+    says: str
+
+
+def refuse(
+    *extensions: BackpropExtension, again: bool = False, **options: Any
+) -> Callable[[int, slice], None]:
+    """Make a pass whose quantities can't be reduced."""
+
+    def call(rank: int, samples: slice) -> None:
+        model = run(PROBLEMS["weighted"], "mean", samples, *extensions)
+        for _ in range(1 + again):
+            reduce(model.parameters(), extensions, **options)
+
+    return call
+
+
+def functional(count: bool, *extensions: BackpropExtension) -> Callable:
+    """Make a pass from a loss that is not extended."""
+
+    def call(rank: int, samples: slice) -> List[Any]:
+        problem, (ext, *_) = PROBLEMS["weighted"], extensions
+        torch.manual_seed(0)
+        model = extend(problem.model().to(F64))
+        x, y = problem.x()[samples], problem.y()[samples]
+        with backpack(*extensions):
+            nn.functional.cross_entropy(model(x), y).backward()
+        options = {"count": len(x)} if count else {}
+        if distributed.get_world_size() > 1:
+            reduce(model.parameters(), extensions, **options)
+        return fields(model, ext)
+
+    return call
+
+
+def one_parameter_less(rank: int, samples: slice) -> None:
+    """Freeze a parameter in the first process only."""
+    problem, ext = PROBLEMS["weighted"], BatchGrad()
+    model, loss = extend(problem.model().to(F64)), extend(nn.CrossEntropyLoss())
+    model[0].weight.requires_grad_(rank > 0)
+    with backpack(ext):
+        loss(model(problem.x()[samples]), problem.y()[samples]).backward()
+    reduce(model.parameters(), [ext])
+
+
+def with_a_graph(rank: int, samples: slice) -> None:
+    """Reduce what can be differentiated."""
+    problem, ext = PROBLEMS["weighted"], Variance()
+    model, loss = extend(problem.model().to(F64)), extend(nn.CrossEntropyLoss())
+    value = loss(model(problem.x()[samples]), problem.y()[samples])
+    with backpack(ext):
+        torch.autograd.grad(value, list(model.parameters()), create_graph=True)
+    reduce(model.parameters(), [ext])
+
+
+def two_losses(rank: int, samples: slice) -> None:
+    """Reduce what comes from a mean and from a sum."""
+    problem, ext = PROBLEMS["weighted"], DiagGGNExact()
+    model, x, y = extend(problem.model().to(F64)), problem.x(), problem.y()
+    mean, total = (extend(nn.CrossEntropyLoss(reduction=r)) for r in ("mean", "sum"))
+    f = model(x[samples])
+    with backpack(ext):
+        (mean(f, y[samples]) + total(f, y[samples])).backward()
+    reduce(model.parameters(), [ext])
+
+
+def lengths(rank: int, samples: slice) -> None:
+    """Reduce what comes from sequences of another length in each process."""
+    ext, model = BatchDotGrad(), extend(nn.Linear(30, 20).to(F64))
+    loss, x = extend(nn.MSELoss()), torch.randn(2, 2 + rank, 30, dtype=F64)
+    with backpack(ext):
+        loss(model(x), torch.zeros_like(model(x))).backward()
+    reduce(model.parameters(), [ext])
+
+
+class Own(BackpropExtension):
+    """An extension that does not say how it is reduced."""
+
+    def __init__(self):
+        """Compute nothing."""
+        super().__init__("own", {}, fail_mode="SILENT")
+
+
+def own(rank: int, samples: slice) -> None:
+    """Reduce values of an extension that does not say how."""
+    ext, model = Own(), nn.Linear(1, 1)
+    model.weight.own = torch.ones(1)
+    ext.over_shards(model.weight.own, None)
+
+
+CHEN = "E(J^T) E(H) E(J)"
+REFUSED = {
+    "KFRA": Refused(refuse(KFRA()), NotImplementedError, "KFRA.*Use KFLR"),
+    "averaged inputs": Refused(
+        refuse(HBP("ggn", "exact", "sqrt", CHEN)), NotImplementedError, "HBP.*Use KFLR"
+    ),
+    "twice": Refused(refuse(BatchGrad(), again=True), ValueError, "BatchGrad.*once"),
+    "no pass": Refused(
+        lambda rank, samples: reduce([], [KFAC()]), ValueError, "KFAC.*backward pass"
+    ),
+    "no count": Refused(functional(False, BatchGrad()), ValueError, "count="),
+    "parameters": Refused(one_parameter_less, ValueError, "parameters with a value"),
+    "graph": Refused(with_a_graph, ValueError, "Variance.*create_graph"),
+    "extensions": Refused(
+        lambda rank, samples: refuse(*[BatchGrad(), Variance()][: rank + 1])(
+            0, samples
+        ),
+        ValueError,
+        "numbers of extensions",
+    ),
+    "two losses": Refused(two_losses, NotImplementedError, "several losses"),
+    "lengths": Refused(lengths, ValueError, "shapes.*axis 0"),
+    "own": Refused(own, NotImplementedError, "Own.*over_shards"),
+}
+
+
+def work(rank: int, counts: Dict[str, Tuple[int, ...]], folder: str) -> None:
+    """Compute all rows in one of several processes.
+
+    Args:
+        rank: Number of the process.
+        counts: Numbers of samples, by the name of a split.
+        folder: Where processes meet, and results are saved.
+    """
+    torch.set_num_threads(1)
+    give_draws(pytest.MonkeyPatch())
+    (world,) = {len(numbers) for numbers in counts.values()}
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(minutes=5),
+    )
+    results: Dict[Any, Any] = {}
+    try:
+        for row in rows(world):
+            samples = batches(counts[row[2]])[rank]
+            results[row, "all"] = compute(row, samples, QUANTITIES, gather=True)
+            results[row, "own"] = compute(row, samples, SAMPLES, gather=False)
+        samples = batches(next(reversed(counts.values())))[rank]
+        results["functional"] = functional(True, Variance())(rank, samples)
+        for name, refused in REFUSED.items():
+            try:
+                refused.run(rank, samples)
+            except (NotImplementedError, ValueError) as error:
+                results[name] = type(error), str(error)
+    finally:
+        distributed.destroy_process_group()
+    torch.save(results, Path(folder) / f"{rank}.pt")
+
+
+def rows(world: int) -> List[Tuple[str, str, str]]:
+    """List names of problem, reduction and split for a number of processes."""
+    return [
+        (problem, reduction, split)
+        for problem in PROBLEMS
+        for reduction in ("mean", "sum")
+        for split, counts in SPLITS.items()
+        if len(counts) == world
+    ]
+
+
+@lru_cache(maxsize=None)
+def in_processes(world: int) -> List[Dict]:
+    """Run several processes.
+
+    Args:
+        world: How many.
+
+    Returns:
+        Results of each process.
+    """
+    counts = {name: split for name, split in SPLITS.items() if len(split) == world}
+    with TemporaryDirectory() as folder:
+        multiprocessing.spawn(work, (counts, folder), nprocs=world)
+        return [
+            torch.load(Path(folder) / f"{rank}.pt", weights_only=False)
+            for rank in range(world)
+        ]
+
+
+@lru_cache(maxsize=None)
+def in_one_process(problem: str, reduction: str) -> Dict[str, List[Any]]:
+    """Compute all quantities of a problem from the whole batch."""
+    with pytest.MonkeyPatch.context() as patch:
+        give_draws(patch)
+        return compute((problem, reduction, ""), slice(0, N), QUANTITIES)
+
+
+ROWS = [
+    (world, row, quantity)
+    for world in (2, 3)
+    for row in rows(world)
+    for quantity in QUANTITIES
+    if defined(quantity, PROBLEMS[row[0]])
+]
+
+
+@pytest.mark.parametrize(
+    "world, row, quantity",
+    ROWS,
+    ids=["-".join((*row, quantity)) for _, row, quantity in ROWS],
+)
+def test_reduce(world: int, row: Tuple[str, str, str], quantity: str):
+    """Every process has what one process computes; its own samples, or all of them."""
+    expected = in_one_process(*row[:2])[quantity]
+    for rank, results in enumerate(in_processes(world)):
+        for value, truth in zip(results[row, "all"][quantity], expected):
+            assert_agrees(value, truth, f"process {rank}", rtol=1e-10)
+        if quantity in SAMPLES:
+            samples = batches(SPLITS[row[2]])[rank]
+            own = (*(slice(None),) * SAMPLES[quantity], samples)
+            for value, truth in zip(results[row, "own"][quantity], expected):
+                assert_agrees(value, truth[own], f"process {rank}", rtol=1e-10)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_count(world: int):
+    """A mean loss that is not extended is told from its number of samples."""
+    ext = Variance()
+    problem = PROBLEMS["weighted"]._replace(loss=nn.CrossEntropyLoss)
+    expected = fields(run(problem, "mean", slice(0, N), ext), ext)
+    for results in in_processes(world):
+        for value, truth in zip(results["functional"], expected):
+            assert_agrees(value, truth, rtol=1e-10)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str, world: int):
+    """What can't be reduced is an error in every process, none of which waits."""
+    for results in in_processes(world):
+        error, text = results[name]
+        assert error is REFUSED[name].error
+        assert re.search(REFUSED[name].says, text)
+
+
+def test_nothing_is_remembered_alone():
+    """Where no other process shares the work, extensions remember nothing."""
+    ext = BatchDotGrad()
+    run(PROBLEMS["weighted"], "mean", slice(0, N), ext)
+    assert ext.shard is None

@@ -1563,6 +1563,22 @@ def test_default_device() -> None:
         assert_right(values, QUANTITIES[name].expected(ref, drawn), name)
 
 
+@pytest.mark.parametrize("number", [torch.inf, torch.nan])
+def test_sample_without_numbers(number: float) -> None:
+    """A sample that is not finite disturbs no other, nor is it taken for coupling."""
+    model = Lambda(lambda m, x: x @ m.w, w=Parameter(torch.randn(13, 3))).to(F64)
+    X, y = torch.randn(N, 13, dtype=F64), torch.randn(N, 3, dtype=F64)
+    others = [0, 2, 3]
+    expected = 2 / y.numel() * torch.einsum("ni,no->nio", X, X @ model.w - y)
+    X[1, 2] = number
+    use(BatchGrad(), BatchL2Grad())(model, nn.MSELoss(), (X,), (y,))
+    assert_right(
+        {"w": model.w.grad_batch[others]}, {"w": expected[others]}, "BatchGrad"
+    )
+    norms = expected.square().sum((1, 2))[others]
+    assert_right({"w": model.w.batch_l2[others]}, {"w": norms}, "BatchL2Grad")
+
+
 def test_sums_of_half_precision_numbers() -> None:
     """Sums over many samples accumulate in float32 or better."""
     size, dtype = 3000, torch.bfloat16

@@ -774,6 +774,10 @@ EXTREME = {
     "large-inputs": (1e200, 1e-200),
     "large-gradients": (1e-200, 1e200),
     "small-inputs": (1e-170, 1e60),
+    "different-samples": (
+        torch.tensor([1e200, 1.0, 1e-200, 1e100], dtype=F64),
+        torch.tensor([1e-200, 1.0, 1e200, 1e-100], dtype=F64),
+    ),
 }
 LAYERS: Dict[str, Tuple[Callable[[], Module], Tuple[int, ...]]] = {
     "linear": (lambda: nn.Linear(3, 2, bias=False), (3,)),
@@ -790,10 +794,11 @@ LAYERS: Dict[str, Tuple[Callable[[], Module], Tuple[int, ...]]] = {
 def test_squares_out_of_range(layer: str, scales: str, quantity: str) -> None:
     """Squares are right where the factors' own squares over- or underflow."""
     make, shape = LAYERS[layer]
-    inputs, outputs = EXTREME[scales]
-    model, X = extend(make().to(F64)), inputs * torch.randn(N, *shape, dtype=F64)
+    inputs, outputs = (torch.as_tensor(s, dtype=F64).expand(N) for s in EXTREME[scales])
+    model, X = extend(make().to(F64)), torch.randn(N, *shape, dtype=F64)
     (weight,) = model.parameters()
-    value = (f := model(X)).mul(real(f)).mul(outputs).sum()
+    f = model(X * inputs.view(-1, *[1] * len(shape)))
+    value = f.mul(real(f)).mul(outputs.view(-1, *[1] * (f.dim() - 1))).sum()
     with backpack(BatchGrad(), getattr(extensions, quantity)()):
         value.backward()
     field, function, _ = QUANTITIES[quantity]

@@ -315,11 +315,10 @@ class Finder:
             new: List[Any] = []
             for x, i in zip(flat, numbers):
                 if isinstance(x, Tensor):
-                    x = x.detach()
+                    # a copy: nothing of the model's, like statistics, may change
+                    x = _finite(x.detach())
                     if i is not None and select is not None:
                         x = _disturbed(x, select(i), integers)
-                    else:  # running statistics: nothing of the model's may change
-                        x = x.clone()
                 new.append(x)
             with torch.random.fork_rng(cuda):
                 torch.manual_seed(0)
@@ -399,12 +398,19 @@ def _is_along_last(name: str, args: Sequence[Any], kwargs: Dict, x: Tensor) -> b
     return args[0] is x and dim in (-1, x.dim() - 1)
 
 
+def _finite(x: Tensor) -> Tensor:
+    """Copy a tensor without the infinity and NaN that it may contain: these are marks."""
+    if x.is_floating_point() and x.layout is torch.strided:
+        return x.nan_to_num(0.0, 1.0, -1.0)
+    return x.clone()
+
+
 def _disturbed(x: Tensor, where: Tensor, integers: bool) -> Tensor:
     """Replace entries by NaN; integers, if asked for, by other ones that occur."""
     if _is_inexact(x):
         return x.masked_fill(where, nan)
     if not integers or not x.numel():
-        return x.clone()
+        return x
     if x.dtype == torch.bool:
         return x ^ where
     highest, lowest = x.max(), x.min()

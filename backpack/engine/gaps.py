@@ -20,6 +20,8 @@ from backpack.engine.placements import MARK
 from backpack.engine.uses import edge_of
 from backpack.utils.state import state
 
+CONSTANT = "backpack.constant"  # where a node keeps that it stands for a parameter
+
 # Nodes that map entries one by one
 _POINTWISE = frozenset(
     f"{name}Backward0"
@@ -197,6 +199,8 @@ def _sources(edge: GradientEdge) -> Tuple[List[_Source], List[Node]]:
         if place in seen:
             continue
         seen.add(place)
+        if CONSTANT in node.metadata:
+            continue
         found = at_node(node, number)
         if found is not None:
             sources.append(_Source(GradientEdge(node, number), *found))

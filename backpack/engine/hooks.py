@@ -178,7 +178,7 @@ def _start(frame: _Frame, args: Tuple, kwargs: Dict[str, Any]) -> None:
         elif x.grad_fn is None and len(x) == n:
             inputs.append((x, FIRST))
     frame.tracker = _THREAD.tracker = Tracker(n, inputs)
-    frame.tracker.owner = frame.call
+    frame.tracker.owner, frame.tracker.root = frame.call, frame.call.module_ref
     frame.tracker.__enter__()
 
 
@@ -298,6 +298,8 @@ def _is_plain(module: Module, row: Row) -> bool:
     own = module._parameters
     names = own if row.params is None else row.params
     if any(child is not None for child in module._modules.values()):
+        return False
+    if any(p is not None and p.grad_fn is not None for p in own.values()):
         return False
     return all(name in own for name in names) and len(own) <= len(names)
 

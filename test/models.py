@@ -319,6 +319,33 @@ class VisionTransformer(Module):
         return self.head(self.norm(x)[:, 0])
 
 
+class HandwrittenVisionTransformer(VisionTransformer):
+    """The same as one with PyTorch's attention, with layers for its projections."""
+
+    def __init__(self, model: VisionTransformer):
+        """Take over the parameters.
+
+        Args:
+            model: The vision transformer.
+        """
+        super().__init__(SelfAttention)
+        state = model.state_dict()
+        names = {name: self.original_name(name) for name in self.state_dict()}
+        self.double().load_state_dict({n: state[old] for n, old in names.items()})
+
+    def original_name(self, name: str) -> str:
+        """Translate the name of a parameter.
+
+        Args:
+            name: The name in this model.
+
+        Returns:
+            The name in the vision transformer with PyTorch's attention.
+        """
+        name = name.replace("attn.qkv.", "attn.attn.in_proj_")
+        return name.replace("attn.proj.", "attn.attn.out_proj.")
+
+
 class GPT(Module):
     """Causal decoder; the head's weight is the token embedding's.
 
@@ -532,8 +559,43 @@ class MixtureOfExperts(Module):
         experts = torch.stack([expert(x) for expert in self.experts], dim=1)
         x = torch.bmm(gate.unsqueeze(1), experts).squeeze(1)
         gate = F.softmax(self.gate2(x), dim=-1)
-        experts = torch.einsum("nd,edc->nec", x, self.w) + self.b
-        return torch.einsum("ne,nec->nc", gate, experts)
+        return torch.einsum("ne,nec->nc", gate, self.project(x) + self.b)
+
+    def project(self, x: Tensor) -> Tensor:
+        """Map ``[N, 4]`` to what the second experts add their biases to."""
+        return torch.einsum("nd,edc->nec", x, self.w)
+
+
+class LinearMixtureOfExperts(MixtureOfExperts):
+    """The same, with one linear layer for the second experts."""
+
+    def __init__(self, model: MixtureOfExperts):
+        """Take over the parameters.
+
+        Args:
+            model: The mixture of experts.
+        """
+        super().__init__()
+        state = model.state_dict()
+        weight = state.pop("w").transpose(1, 2).flatten(0, 1)
+        del self.w
+        self.layer = nn.Linear(4, len(weight), bias=False)
+        self.double().load_state_dict({**state, "layer.weight": weight})
+
+    def project(self, x: Tensor) -> Tensor:
+        """Map ``[N, 4]`` to what the second experts add their biases to."""
+        return self.layer(x).unflatten(1, self.b.shape)
+
+    def original_name(self, name: str) -> str:
+        """Translate the name of a parameter.
+
+        Args:
+            name: The name in this model.
+
+        Returns:
+            The name in the mixture of experts.
+        """
+        return "w" if name == "layer.weight" else name
 
 
 class Architecture(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from cases import F64
 from oracle import assert_agrees, parameters
-from per_sample import REFUSALS, Lambda, N, compute, lookup, real, reference
+from per_sample import REFUSALS, Lambda, N, compute, lookup, real, reference, use
 from test_expressions import EXPRESSIONS, TIED
 from test_uses import LINEAR
 from torch import Tensor, nn
@@ -60,6 +60,27 @@ def test_factors(row: str) -> None:
         factors = [f.diag() if f.dim() == 1 else f for f in factors]
         assert rows < params[name].numel() or params[name].dim() == 1
         assert_agrees(kfacs_to_mat(factors), blocks[name].sum(0), name)
+
+
+ORDERS = {
+    "permute(0, 2, 1)": ("ni,eio->neo", (2, 4, 3)),
+    "permute(1, 2, 0)": ("ni,ieo->neo", (4, 2, 3)),
+    "permute(0, 2, 3, 1)": ("ni,eipo->nepo", (2, 4, 2, 3)),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_order_of_axes(order: str) -> None:
+    """Factors stand for a weight with its axes in an order, which a warning names."""
+    equation, shape = ORDERS[order]
+    row = use(lambda m, x: torch.einsum(equation, x, m.w), 4, w=shape)
+    one = row._replace(X=lambda: tuple(x[:1] for x in row.X()))
+    with pytest.warns(UserWarning, match=re.escape(f"`weight.{order}`")):
+        model = compute(one, ["KFLR"])
+    axes = [int(axis) for axis in re.findall(r"\d", order)]
+    places = torch.arange(model.w.numel()).view(shape).permute(axes).flatten()
+    block = reference(one).blocks["w"].sum(0)[places][:, places]
+    assert_agrees(kfacs_to_mat(model.w.kflr), block, order)
 
 
 def gpt_layer(m: Module, x: Tensor) -> Tensor:

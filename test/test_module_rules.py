@@ -1177,8 +1177,14 @@ COUPLING = {
     "softmax": (nn.Softmax(dim=0), "axis 0"),
     "softmax from the end": (nn.LogSoftmax(dim=-2), "axis 0"),
     "softmin": (nn.Softmin(dim=0), "axis 0"),
-    "layer norm": (nn.LayerNorm([4, 4]), "axis 0.*normalized_shape"),
-    "rms norm": (nn.RMSNorm([4, 4]), "axis 0.*normalized_shape"),
+    "layer norm": (
+        nn.LayerNorm([4, 4]),
+        r"layer_norm.*\(4, 4\).*axis 0|axis 0.*normalized_shape",
+    ),
+    "rms norm": (
+        nn.RMSNorm([4, 4]),
+        r"rms_norm.*\(4, 4\).*axis 0|axis 0.*normalized_shape",
+    ),
 }
 PER_SAMPLE = [DiagHessian, BatchDiagHessian, PCHMP, KFRA]
 

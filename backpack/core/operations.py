@@ -354,7 +354,8 @@ class Broadcast(Operation):
         sums = [i + 2 for i, size in enumerate(full) if size == 1 and rest[i] != 1]
         positions = [i for i in sums if i < 2 + len(rest) - len(shape)]
         if (
-            len(shape) == 1
+            self.data is None  # as in a layer's bias
+            and len(shape) == 1
             and positions == sums
             and sums
             and len(rest) == len(sums) + 1

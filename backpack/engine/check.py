@@ -26,8 +26,8 @@ CHECK_FAILED = (
 NOT_ISOLATED = (
     "check=True: the gradient of one sample reaches other samples at the output of "
     "{operation}, though no operation of the forward pass has brought them together. A "
-    "hook does, or a function with a backward of its own. Let these treat each sample by "
-    "itself; else, quantities of individual samples are not defined."
+    "hook does, or a function with a backward of its own. Let these treat each sample "
+    "by itself; else, quantities of individual samples are not defined."
 )
 
 
@@ -104,24 +104,22 @@ def check_isolation(inspection: Inspection, current: State) -> None:
     columns_only = all(ext.pulls_columns for ext in current.active_exts)
     owners = (*inspection.calls, *inspection.uses)
     tensors = [x for owner in owners for x in owner.tensors()] if columns_only else ()
-    before, current.pulling = current.pulling, True
-    try:
-        with without_hooks(tensors) if columns_only else nullcontext():
-            for edge, known in _starts(inspection) if places else ():
-                for bit, wanted, column in _columns(edge, known):
-                    pulled = torch.autograd.grad(
-                        [edge],
-                        [place for _, _, place in places],
-                        [column],
-                        retain_graph=True,
-                        allow_unused=True,
-                    )
-                    for (use, index, _), g in zip(places, pulled):
-                        if g is not None and _reaches_others(use, index, g, bit, wanted):
-                            text = NOT_ISOLATED.format(operation=use.describe())
-                            raise RuntimeError(text)
-    finally:
-        current.pulling = before
+    quiet = without_hooks(tensors) if columns_only else nullcontext()
+    with current.pull(), quiet:
+        for edge, known in _starts(inspection) if places else ():
+            for bit, wanted, column in _columns(edge, known):
+                pulled = torch.autograd.grad(
+                    [edge],
+                    [place for _, _, place in places],
+                    [column],
+                    retain_graph=True,
+                    allow_unused=True,
+                )
+                for (use, index, _), g in zip(places, pulled):
+                    if g is None or not _reaches_others(use, index, g, bit, wanted):
+                        continue
+                    text = NOT_ISOLATED.format(operation=use.describe())
+                    raise RuntimeError(text)
 
 
 def _starts(inspection: Inspection) -> Iterator[Tuple[GradientEdge, Known]]:
@@ -139,7 +137,8 @@ def _starts(inspection: Inspection) -> Iterator[Tuple[GradientEdge, Known]]:
         for node in nodes:
             for number, index, owner in entries_of(node):
                 if owner is call:
-                    yield GradientEdge(node, number), Known(call.placements[index], call.n)
+                    known = Known(call.placements[index], call.n)
+                    yield GradientEdge(node, number), known
 
 
 def _columns(edge: GradientEdge, known: Known) -> Iterator[Tuple[int, int, Tensor]]:

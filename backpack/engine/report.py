@@ -36,8 +36,8 @@ NOTHING_EXTENDED = (
 )
 
 ONLY_OUTSIDE = (
-    "No backward pass ran inside of this context, but one did before, outside of it, so "
-    "nothing was computed. Call `backward()` inside of `with backpack(...)`."
+    "No backward pass ran inside of this context, but one did before, outside of it, "
+    "so nothing was computed. Call `backward()` inside of `with backpack(...)`."
 )
 
 

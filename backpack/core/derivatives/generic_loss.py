@@ -113,9 +113,6 @@ class GenericLossDerivatives(BaseLossDerivatives):
             return hessian
         if not hessian.isfinite().all():
             raise ValueError(NOT_FINITE.format(module=module))
-        if not hessian.any():
-            warn(NO_CURVATURE.format(module=module), stacklevel=2)
-            return hessian
 
         # if samples are coupled, these are sums of blocks, which a vector that differs
         # between samples reveals; drawing it must not change the user's random numbers
@@ -135,6 +132,8 @@ class GenericLossDerivatives(BaseLossDerivatives):
                 "(axis 0 of the prediction), but second-order quantities need a loss "
                 "that is a sum over samples. Let each term depend on one sample only."
             )
+        if not hessian.any():
+            warn(NO_CURVATURE.format(module=module), stacklevel=2)
         return hessian
 
     def _sum_hessian(

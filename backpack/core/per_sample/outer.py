@@ -166,6 +166,7 @@ class Outer(PerSample):
         self.order = order
         self._direct = direct
         self._unfolding = unfolding
+        self._plain: Optional[Outer] = None
         self.num_columns, self.batch_size, self.groups, self.positions, p = b.shape
         # known without unfolding the inputs
         self._sizes = (shape.numel() // max(1, self.groups * p), p)
@@ -277,11 +278,14 @@ class Outer(PerSample):
             return False
         return 1 in {d, p} != {1} or self.order == Order((p, d), (1, 0))
 
-    @cached_property
+    @property
     def plain(self) -> PerSample:  # noqa: D102
         if not self.is_transposed or self.num_columns != 1 or self.groups != 1:
             return self
-        return Outer(lambda: self.b[0], self.a.unsqueeze(0), self.shape)
+        if self._plain is None:
+            a = self.b[0]  # without a cycle, which would live on
+            self._plain = Outer(lambda: a, self.a.unsqueeze(0), self.shape)
+        return self._plain
 
     @property
     def is_reordered(self) -> bool:

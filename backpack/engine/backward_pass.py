@@ -295,7 +295,7 @@ class BackwardPass:
             warn(SEPARATE_USE.format(names=names), stacklevel=5)
 
     def _behind_uses(self) -> List[Tensor]:
-        """Find parameters of expressions that a derivative of the network is part of."""
+        """Find parameters of expressions that contain a derivative of the network."""
         constants = [constant for use in self._groups_of for constant in use.constants]
         sources = dict.fromkeys(c.source.node for c in constants if c.source)
         found: List[Tensor] = []

@@ -67,13 +67,14 @@ def steps_aside() -> bool:
     """Tell whether there is nothing to capture.
 
     Returns:
-        Whether gradients or storing are switched off, a function transform runs the
-        forward pass, or a backward pass repeats it for a checkpoint.
+        Whether gradients or storing are switched off, a function transform or a tracer
+        runs the forward pass, or a backward pass repeats it for a checkpoint.
     """
     return (
         not torch.is_grad_enabled()
         or not disable.should_store_io()
         or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
         or torch._C._current_graph_task_id() != -1
     )
 
@@ -470,6 +471,8 @@ def _record(
             lambda x: x.view_as(x) if _is_own_leaf(module, x) else x, output
         )
     outputs = tensor_outputs(output)
+    if any(x.is_nested and x.layout is torch.strided for x in outputs):
+        return None  # they have no shape
     # what comes out of a layer that is looked at as a whole has no mark yet
     several = len(outputs) > 1 and frame.row is None
     constant = _constants(outputs, tracker) if several else ()

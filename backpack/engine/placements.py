@@ -399,7 +399,7 @@ def _is_along_last(name: str, args: Sequence[Any], kwargs: Dict, x: Tensor) -> b
 
 
 def _finite(x: Tensor) -> Tensor:
-    """Copy a tensor without the infinity and NaN that it may contain: these are marks."""
+    """Copy a tensor, without infinity and NaN: these are marks."""
     if x.is_floating_point() and x.layout is torch.strided:
         return x.nan_to_num(0.0, 1.0, -1.0)
     return x.clone()

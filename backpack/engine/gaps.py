@@ -97,7 +97,7 @@ def explain(x: Tensor) -> Optional[Known]:
         graph and nothing is known of it.
     """
     mark = getattr(x, MARK, None)
-    if mark is not None and (x.grad_fn is None or mark[1] is not None):
+    if mark and (x.grad_fn is None or mark[1] is not None):
         return None if mark[1] is None else Known(mark[1], mark[0].n)
     return None if x.grad_fn is None else explain_edge(edge_of(x), x.shape)
 
@@ -220,7 +220,7 @@ def _leaf(node: Node) -> Optional[_Source]:
     """Tell whether a leaf of the graph is data: an input that requires a gradient."""
     x = node.variable
     mark = getattr(x, MARK, None)
-    if mark is not None:
+    if mark:
         known = Known(mark[1], mark[0].n)
     elif isinstance(x, torch.nn.Parameter) or not x.dim():
         return None

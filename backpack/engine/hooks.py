@@ -27,7 +27,7 @@ from backpack.core.operations import LayerLike, Operation
 from backpack.core.table import Row, find_row
 from backpack.engine.gaps import Known, explain
 from backpack.engine.graph import is_leaf
-from backpack.engine.placements import MARK, Pass, place
+from backpack.engine.placements import MARK, Pass, place, placement_of
 from backpack.engine.record import Call
 from backpack.engine.tracking import Tracker
 from backpack.engine.uses import Constant, Entry, Use, edge_of, entries_at, on_one_node
@@ -348,9 +348,7 @@ class LayerCall(Operation):
 def _input_of(module: Module, x: Tensor, tracker: Optional[Tracker]) -> Known:
     """Tell where the samples of a layer's input are."""
     if tracker is not None:
-        mark = getattr(x, MARK, None)
-        placement = mark[1] if mark is not None and mark[0] is tracker.key else None
-        return Known(placement, tracker.n)
+        return Known(placement_of(x, tracker.key), tracker.n)
     known = explain(x)
     if known is not None:
         return known
@@ -508,11 +506,11 @@ def _record(
         placements = _note_use(frame, module, args, outputs, tracker)
         if tracker is not None:
             for x, placement in zip(outputs, placements):
-                setattr(x, MARK, (tracker.key, placement))
+                place(x, placement, tracker.key)
         call.placements = placements
     if frame.tracker is not None and not call.is_loss:
         call.n = frame.tracker.n
-        call.placements = [_placement(x, frame.tracker) for x in outputs]
+        call.placements = [placement_of(x, frame.tracker.key) for x in outputs]
     _attach(call, outputs, edges)
     return replaced
 
@@ -521,7 +519,7 @@ def _constants(outputs: List[Tensor], tracker: Optional[Tracker]) -> Set[int]:
     """Find outputs that hold no samples: the way of gradients to them is another."""
     if tracker is None:
         return set()
-    return {id(x) for x in outputs if _placement(x, tracker) is None}
+    return {id(x) for x in outputs if placement_of(x, tracker.key) is None}
 
 
 def _edges(
@@ -531,11 +529,6 @@ def _edges(
         edge_of(x) if x.requires_grad and id(x) not in constant else None
         for x in outputs
     ]
-
-
-def _placement(x: Tensor, tracker: Tracker) -> Placement:
-    mark = getattr(x, MARK, None)
-    return mark[1] if mark is not None and mark[0] is tracker.key else None
 
 
 def _note_loss(call: Call, tracker: Optional[Tracker]) -> None:

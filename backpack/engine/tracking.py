@@ -152,7 +152,7 @@ class Tracker(TorchFunctionMode):
         for x in items:
             if isinstance(x, Tensor):
                 mark = getattr(x, MARK, None)
-                if mark is not None and mark[0] is key:
+                if mark and mark[0] is key:
                     if mark[1] is not None:
                         data.append(x)
                     elif x.requires_grad:
@@ -250,7 +250,7 @@ class Tracker(TorchFunctionMode):
         if any(type(placement) is Mixed for placement in placements):
             placements = [self._located(placement) for placement in placements]
         for x, placement in zip(outs, placements):
-            setattr(x, MARK, (self.key, placement))
+            place(x, placement, self.key)
         for x, placement in zip(outs, placements):
             if type(placement) is Mixed:
                 _note_meeting(x, placement)

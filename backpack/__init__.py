@@ -223,6 +223,7 @@ def extend(module: Module, debug: bool = False, use_converter: bool = False) -> 
             _register_hooks(child)
             child._backpack_extend = True
     EXTENDED.add(module)
+    CTX.forget_dead_handles()
     return module
 
 

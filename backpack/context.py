@@ -31,7 +31,6 @@ class CTX:
     extension_hook = _FromState()
     retain_graph = _FromState()
     hook_handles: List[RemovableHandle] = []
-    _live_handles = 0
 
     @staticmethod
     def set_active_exts(active_exts: Iterable[BackpropExtension]) -> None:
@@ -124,11 +123,13 @@ class CTX:
         Args:
             hook_handle: The handle.
         """
+        CTX.hook_handles.append(hook_handle)
+
+    @staticmethod
+    def forget_dead_handles() -> None:
+        """Forget the handles of hooks whose modules are gone: models come and go."""
         handles = CTX.hook_handles
-        handles.append(hook_handle)
-        if len(handles) >= 2 * CTX._live_handles + 64:  # models come and go
-            CTX.hook_handles = [h for h in handles if h.hooks_dict_ref() is not None]
-            CTX._live_handles = len(CTX.hook_handles)
+        CTX.hook_handles = [h for h in handles if h.hooks_dict_ref() is not None]
 
     @staticmethod
     def remove_hooks() -> None:

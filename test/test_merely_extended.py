@@ -5,7 +5,8 @@ of tensor; it can be traced, scripted, transformed and copied.
 """
 
 from copy import deepcopy
-from typing import Callable, Dict, Tuple
+from io import BytesIO
+from typing import Any, Callable, Dict, Tuple
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import Module
 
-from backpack import disable, extend
+from backpack import backpack, disable, extend
+from backpack.extensions import BatchGrad
 
 D = 4
 
@@ -130,3 +132,41 @@ def test_compiled_after_it_was_extended(name: str) -> None:
     holder = function if isinstance(function, Module) else model
     for actual, expected in zip(holder.parameters(), plain.parameters()):
         assert torch.equal(actual.grad, expected.grad)
+
+
+def saved(x: Any) -> Any:
+    """Save something, and load it as PyTorch does by default: nothing but tensors."""
+    buffer = BytesIO()
+    torch.save(x, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+@pytest.mark.parametrize("copy", [saved, deepcopy])
+def test_tensors_that_were_seen_can_be_copied(copy: Callable) -> None:
+    """Inputs, states and outputs can be saved, and used again."""
+    model = extend(
+        Lambda(
+            lambda m, x: m.f(x) * m.w + keep(m, x),
+            f=nn.Linear(D, D),
+            w=param(D),
+            state=nn.Buffer(torch.zeros(N, D)),
+        )
+    )
+    x = torch.randn(N, D)
+    out = model(x)
+    assert torch.equal(copy(out.detach()), out.detach())
+    assert copy is deepcopy or torch.equal(copy(out), out)  # which is no leaf
+    model.load_state_dict(copy(model.state_dict()))
+    again = copy(x)
+    assert torch.equal(again, x) and torch.equal(model.state, x)
+    with backpack(BatchGrad()):
+        model(again).square().sum().backward()
+    for p in model.parameters():
+        assert torch.allclose(p.grad_batch.sum(0), p.grad)
+
+
+def keep(m: Module, x: Tensor) -> Tensor:
+    """Remember the last input in a buffer."""
+    before, m.state = m.state, 1.0 * x
+    return before

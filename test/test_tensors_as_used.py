@@ -61,7 +61,10 @@ def with_parameters(row: Row, others: Dict[str, Tensor]) -> Row:
     def predict(m: Module, X: Tensors) -> Tensor:
         with torch.no_grad():
             for name, p in m.named_parameters():
-                p.copy_(others[name])
+                if not torch.equal(
+                    p, others[name]
+                ):  # once: autograd keeps an eye on it
+                    p.copy_(others[name])
         return row.predict(m, X)
 
     return row._replace(predict=predict)

@@ -27,6 +27,7 @@ from backpack.engine.graph import (
     describe,
     entries_of,
     is_sum,
+    leaves_behind,
     operation_name,
     tail_terms,
     takes_part,
@@ -281,7 +282,7 @@ class BackwardPass:
                 raise NotImplementedError(message)
             warn(message, stacklevel=5)
         separate, entangled = inspection.uses_outside(set(map(id, params)))
-        entangled += self._never_seen(params)
+        entangled += self._never_seen(params) + self._behind_uses()
         if entangled:
             names = describe(entangled)
             raise NotImplementedError(OUTSIDE_USE.format(names=names))
@@ -292,6 +293,16 @@ class BackwardPass:
         if separate:
             names = describe(separate)
             warn(SEPARATE_USE.format(names=names), stacklevel=5)
+
+    def _behind_uses(self) -> List[Tensor]:
+        """Find parameters of expressions that contain a derivative of the network."""
+        constants = [constant for use in self._groups_of for constant in use.constants]
+        sources = dict.fromkeys(c.source.node for c in constants if c.source)
+        found: List[Tensor] = []
+        for source in sources:
+            if any(e.owner.is_use for node in walk([source]) for e in entries_of(node)):
+                found += leaves_behind(source)
+        return list({id(x): x for x in found}.values())
 
     def _never_seen(self, seen: List[Tensor]) -> List[Tensor]:
         """Find parameters of modules that were watched, none of whose uses were."""

@@ -20,6 +20,8 @@ from backpack.engine.placements import MARK
 from backpack.engine.uses import edge_of
 from backpack.utils.state import state
 
+CONSTANT = "backpack.constant"  # where a node keeps that it stands for a parameter
+
 # Nodes that map entries one by one
 _POINTWISE = frozenset(
     f"{name}Backward0"
@@ -95,7 +97,7 @@ def explain(x: Tensor) -> Optional[Known]:
         graph and nothing is known of it.
     """
     mark = getattr(x, MARK, None)
-    if mark is not None and (x.grad_fn is None or mark[1] is not None):
+    if mark and (x.grad_fn is None or mark[1] is not None):
         return None if mark[1] is None else Known(mark[1], mark[0].n)
     return None if x.grad_fn is None else explain_edge(edge_of(x), x.shape)
 
@@ -197,6 +199,8 @@ def _sources(edge: GradientEdge) -> Tuple[List[_Source], List[Node]]:
         if place in seen:
             continue
         seen.add(place)
+        if CONSTANT in node.metadata:
+            continue
         found = at_node(node, number)
         if found is not None:
             sources.append(_Source(GradientEdge(node, number), *found))
@@ -216,7 +220,7 @@ def _leaf(node: Node) -> Optional[_Source]:
     """Tell whether a leaf of the graph is data: an input that requires a gradient."""
     x = node.variable
     mark = getattr(x, MARK, None)
-    if mark is not None:
+    if mark:
         known = Known(mark[1], mark[0].n)
     elif isinstance(x, torch.nn.Parameter) or not x.dim():
         return None

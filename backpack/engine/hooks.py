@@ -27,7 +27,7 @@ from backpack.core.operations import LayerLike, Operation
 from backpack.core.table import Row, find_row
 from backpack.engine.gaps import Known, explain
 from backpack.engine.graph import is_leaf
-from backpack.engine.placements import MARK, Pass, place
+from backpack.engine.placements import MARK, Pass, place, placement_of
 from backpack.engine.record import Call
 from backpack.engine.tracking import Tracker
 from backpack.engine.uses import Constant, Entry, Use, edge_of, entries_at, on_one_node
@@ -67,13 +67,14 @@ def steps_aside() -> bool:
     """Tell whether there is nothing to capture.
 
     Returns:
-        Whether gradients or storing are switched off, a function transform runs the
-        forward pass, or a backward pass repeats it for a checkpoint.
+        Whether gradients or storing are switched off, a function transform or a tracer
+        runs the forward pass, or a backward pass repeats it for a checkpoint.
     """
     return (
         not torch.is_grad_enabled()
         or not disable.should_store_io()
         or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
         or torch._C._current_graph_task_id() != -1
     )
 
@@ -178,7 +179,7 @@ def _start(frame: _Frame, args: Tuple, kwargs: Dict[str, Any]) -> None:
         elif x.grad_fn is None and len(x) == n:
             inputs.append((x, FIRST))
     frame.tracker = _THREAD.tracker = Tracker(n, inputs)
-    frame.tracker.owner = frame.call
+    frame.tracker.owner, frame.tracker.root = frame.call, frame.call.module_ref
     frame.tracker.__enter__()
 
 
@@ -299,6 +300,8 @@ def _is_plain(module: Module, row: Row) -> bool:
     names = own if row.params is None else row.params
     if any(child is not None for child in module._modules.values()):
         return False
+    if any(p is not None and p.grad_fn is not None for p in own.values()):
+        return False
     return all(name in own for name in names) and len(own) <= len(names)
 
 
@@ -345,9 +348,7 @@ class LayerCall(Operation):
 def _input_of(module: Module, x: Tensor, tracker: Optional[Tracker]) -> Known:
     """Tell where the samples of a layer's input are."""
     if tracker is not None:
-        mark = getattr(x, MARK, None)
-        placement = mark[1] if mark is not None and mark[0] is tracker.key else None
-        return Known(placement, tracker.n)
+        return Known(placement_of(x, tracker.key), tracker.n)
     known = explain(x)
     if known is not None:
         return known
@@ -468,6 +469,8 @@ def _record(
             lambda x: x.view_as(x) if _is_own_leaf(module, x) else x, output
         )
     outputs = tensor_outputs(output)
+    if any(x.is_nested and x.layout is torch.strided for x in outputs):
+        return None  # they have no shape
     # what comes out of a layer that is looked at as a whole has no mark yet
     several = len(outputs) > 1 and frame.row is None
     constant = _constants(outputs, tracker) if several else ()
@@ -503,11 +506,11 @@ def _record(
         placements = _note_use(frame, module, args, outputs, tracker)
         if tracker is not None:
             for x, placement in zip(outputs, placements):
-                setattr(x, MARK, (tracker.key, placement))
+                place(x, placement, tracker.key)
         call.placements = placements
     if frame.tracker is not None and not call.is_loss:
         call.n = frame.tracker.n
-        call.placements = [_placement(x, frame.tracker) for x in outputs]
+        call.placements = [placement_of(x, frame.tracker.key) for x in outputs]
     _attach(call, outputs, edges)
     return replaced
 
@@ -516,7 +519,7 @@ def _constants(outputs: List[Tensor], tracker: Optional[Tracker]) -> Set[int]:
     """Find outputs that hold no samples: the way of gradients to them is another."""
     if tracker is None:
         return set()
-    return {id(x) for x in outputs if _placement(x, tracker) is None}
+    return {id(x) for x in outputs if placement_of(x, tracker.key) is None}
 
 
 def _edges(
@@ -526,11 +529,6 @@ def _edges(
         edge_of(x) if x.requires_grad and id(x) not in constant else None
         for x in outputs
     ]
-
-
-def _placement(x: Tensor, tracker: Tracker) -> Placement:
-    mark = getattr(x, MARK, None)
-    return mark[1] if mark is not None and mark[0] is tracker.key else None
 
 
 def _note_loss(call: Call, tracker: Optional[Tracker]) -> None:

@@ -76,7 +76,13 @@ def _has_bias(use: Any, index: int) -> bool:
 
 
 def _is_plain(param: Tensor) -> bool:
-    """Tell whether a gradient keeps its digits when it is added up."""
+    """Tell whether a gradient may be formed here.
+
+    It must keep its digits when it is added up, and nothing may change the parameter
+    as soon as it has its gradient: the node of its use has not run yet.
+    """
+    if getattr(param, "_post_accumulate_grad_hooks", None):
+        return False
     return accumulator_dtype(param.dtype) == param.dtype and not param.is_sparse
 
 

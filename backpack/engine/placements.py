@@ -8,6 +8,7 @@ function, shapes, placements and plain arguments.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from math import ceil, log2, nan
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
@@ -56,6 +57,24 @@ BY_VALUE = SELECTING | frozenset(
 )
 
 
+class Mark(tuple):
+    """A forward pass and a placement: what a tensor knows of its samples.
+
+    Tensors that users save must not contain it, nor need this package to be loaded:
+    what is saved in its place is empty, and no mark.
+    """
+
+    __slots__ = ()
+
+    def __reduce__(self) -> Tuple[Any, ...]:
+        """Return something empty that PyTorch loads without asking."""
+        return OrderedDict, ()
+
+    def __deepcopy__(self, memo: Dict) -> Mark:
+        """A copy of a tensor has its samples where the tensor has them."""
+        return self
+
+
 class Pass:
     """Stands for a forward pass, in the marks of its tensors.
 
@@ -85,7 +104,7 @@ def placement_of(x: Tensor, key: Pass) -> Placement:
         The placement.
     """
     mark = getattr(x, MARK, None)
-    return None if mark is None or mark[0] is not key else mark[1]
+    return mark[1] if mark and mark[0] is key else None
 
 
 def place(x: Tensor, placement: Placement, key: Pass) -> None:
@@ -96,7 +115,7 @@ def place(x: Tensor, placement: Placement, key: Pass) -> None:
         placement: The placement.
         key: Stands for the forward pass.
     """
-    setattr(x, MARK, (key, placement))
+    setattr(x, MARK, Mark((key, placement)))
 
 
 class Finder:
@@ -399,7 +418,7 @@ def _is_along_last(name: str, args: Sequence[Any], kwargs: Dict, x: Tensor) -> b
 
 
 def _finite(x: Tensor) -> Tensor:
-    """Copy a tensor without infinity and NaN, which are marks."""
+    """Copy a tensor, without infinity and NaN: these are marks."""
     if x.is_floating_point() and x.layout is torch.strided:
         return x.nan_to_num(0.0, 1.0, -1.0)
     return x.clone()

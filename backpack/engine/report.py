@@ -17,9 +17,8 @@ NOT_REACHED = (
 NOT_RECORDED = (
     "no call of its module was recorded. It was extended after the forward pass; or "
     "that ran inside `disable()`, `torch.compile` or a transform of `torch.func`; or a "
-    "function took the parameter, instead of its module; or the module's output holds "
-    "no floating-point tensors in tuples, lists or dictionaries. Call `extend` first, "
-    "then the module itself, and without any of these"
+    "function took the parameter while no extended module was being called. Call "
+    "`extend` first, then the module itself, and without any of these"
 )
 NO_HOOKS = "the hooks were removed from its module; extend it again"
 NOT_IN_RULE = (

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from backpack.core.layout import Layout, Mixed, Placement, sample_numbers, simplify
 from backpack.core.operations import find_operation
-from backpack.engine.gaps import explain
+from backpack.engine.gaps import CONSTANT, explain
 from backpack.engine.graph import MEETING
 from backpack.engine.placements import MARK, Finder, Pass, place
 from backpack.engine.uses import Constant, Use, edge_of, on_one_node
@@ -98,6 +98,7 @@ class Tracker(TorchFunctionMode):
         key: Stands for the call, in tensors' marks.
         suspended: Whether a layer is being called that is looked at as a whole.
         owner: Record of the innermost extended module that is being called.
+        root: Weak reference to the outermost one.
     """
 
     def __init__(self, n: int, inputs: Sequence[Tuple[Tensor, Placement]]):
@@ -112,7 +113,8 @@ class Tracker(TorchFunctionMode):
         self.suspended = 0
         self.owner: Any = None
         self._finder = Finder(n, self.key)
-        self._constants: Set[int] = set()
+        self.root: Optional[Callable[[], Any]] = None
+        self._given: Optional[Set[int]] = None  # computed tensors that are parameters
         for x, placement in inputs:
             place(x, placement, self.key)
 
@@ -150,7 +152,7 @@ class Tracker(TorchFunctionMode):
         for x in items:
             if isinstance(x, Tensor):
                 mark = getattr(x, MARK, None)
-                if mark is not None and mark[0] is key:
+                if mark and mark[0] is key:
                     if mark[1] is not None:
                         data.append(x)
                     elif x.requires_grad:
@@ -191,6 +193,8 @@ class Tracker(TorchFunctionMode):
         Functions of one's own, compiled and scripted pieces are not seen. What they
         return is asked for in the graph.
         """
+        if self._is_given(x):
+            x.grad_fn.metadata[CONSTANT] = True
         with torch._C.DisableTorchFunction():
             known = explain(x)
         placement: Placement = None
@@ -199,6 +203,15 @@ class Tracker(TorchFunctionMode):
             placement = known.placement if same else Mixed("another batch", False)
         place(x, placement, self.key)
         return placement is None
+
+    def _is_given(self, x: Tensor) -> bool:
+        """Tell whether a tensor is in a parameter's place, by a functional call."""
+        if self._given is None:
+            root = None if self.root is None else self.root()
+            modules = () if root is None else root.modules()
+            params = [p for module in modules for p in module._parameters.values()]
+            self._given = {id(p) for p in params if p is not None and p.grad_fn}
+        return id(x) in self._given
 
     def _run(
         self,
@@ -237,7 +250,7 @@ class Tracker(TorchFunctionMode):
         if any(type(placement) is Mixed for placement in placements):
             placements = [self._located(placement) for placement in placements]
         for x, placement in zip(outs, placements):
-            setattr(x, MARK, (self.key, placement))
+            place(x, placement, self.key)
         for x, placement in zip(outs, placements):
             if type(placement) is Mixed:
                 _note_meeting(x, placement)

@@ -1,14 +1,8 @@
 """Squared norms of individual gradients."""
 
-from __future__ import annotations
-
-from math import prod
-
 from torch import Tensor
-from torch.nn import Module
 
 from backpack.core.per_sample.base import PerSample
-from backpack.core.per_sample.outer import prefers_gram
 from backpack.extensions.firstorder.base import GradientReduction
 from backpack.extensions.shards import Piece
 
@@ -24,12 +18,6 @@ class BatchL2Grad(GradientReduction):
     def __init__(self):
         """Set the field."""
         super().__init__("batch_l2")
-
-    def adds_up(self, module: Module, positions: int) -> bool:  # noqa: D102
-        if not super().adds_up(module, positions):
-            return False
-        channels, *features = module.weight.shape
-        return not prefers_gram(positions, prod(features), channels, adds_up=True)
 
     @staticmethod
     def reduce(gradients: PerSample) -> Tensor:  # noqa: D102

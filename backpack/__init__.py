@@ -20,7 +20,13 @@ from backpack.context import CTX
 from backpack.converter.convert import convert_module_to_backpack
 from backpack.engine.backward_pass import BackwardPass
 from backpack.engine.graph import root_nodes
-from backpack.engine.hooks import enter_call, forget_interrupted, is_hooked, leave_call
+from backpack.engine.hooks import (
+    enter_call,
+    forget_interrupted,
+    is_hooked,
+    leave_call,
+    scriptable,
+)
 from backpack.engine.record import clear_stored
 from backpack.engine.report import Report
 from backpack.extensions.backprop_extension import BackpropExtension
@@ -223,6 +229,7 @@ def extend(module: Module, debug: bool = False, use_converter: bool = False) -> 
             _register_hooks(child)
             child._backpack_extend = True
     EXTENDED.add(module)
+    Module.__prepare_scriptable__ = scriptable
     CTX.forget_dead_handles()
     return module
 

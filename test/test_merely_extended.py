@@ -123,15 +123,20 @@ def disabled(model: Module) -> Callable:
 def test_compiled_after_it_was_extended(name: str) -> None:
     """A model that is extended can be traced, scripted, transformed and copied."""
     torch.manual_seed(0)
-    plain, x = mlp(), torch.randn(N, D)
-    model = extend(deepcopy(plain))
-    function = COMPILERS[name](model, x)
-    assert torch.equal(function(x), plain(x))
-    function(x).sum().backward()
-    plain(x).sum().backward()
-    holder = function if isinstance(function, Module) else model
-    for actual, expected in zip(holder.parameters(), plain.parameters()):
-        assert torch.equal(actual.grad, expected.grad)
+    plain, x, results = mlp(), torch.randn(N, D), []
+    for model in (extend(deepcopy(plain)), plain):
+        function = COMPILERS[name](model, x)
+        out = function(x)
+        function(x).sum().backward()
+        holder = function if isinstance(function, Module) else model
+        results.append([out, *[p.grad for p in holder.parameters()]])
+    for actual, expected in zip(*results):
+        assert torch.equal(actual, expected)
+    with backpack(BatchGrad()):  # it is extended still
+        model = extend(deepcopy(plain))
+        COMPILERS[name](model, x)
+        model(x).sum().backward()
+    assert all(hasattr(p, "grad_batch") for p in model.parameters())
 
 
 def saved(x: Any) -> Any:

@@ -104,7 +104,7 @@ COUPLINGS: Dict[str, Tuple[Callable, str]] = {  # of x [N, D], and what is named
     "batch-norm": (lambda m, x: m.n(x), r"batch.?norm"),
     "batch-norm-function": (
         lambda m, x: F.batch_norm(x, None, None, training=True),
-        r"batch_norm",
+        r"batch_norm|BatchNorm",
     ),
     "batch-norm-by-hand": (lambda m, x: m.h(x), r"mean|var"),
     "layer-norm-over-samples": (lambda m, x: F.layer_norm(x, x.shape), r"layer_norm"),

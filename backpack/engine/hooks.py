@@ -10,6 +10,8 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from collections import OrderedDict
+from copy import copy
 from typing import Any, Dict, Iterable, List, Optional, Set, Tuple
 
 import torch
@@ -552,6 +554,31 @@ def is_hooked(module: Module) -> bool:
         Whether ``extend`` has registered its hook, and it was not removed.
     """
     return leave_call in module._forward_hooks.values()
+
+
+def scriptable(module: Module) -> Module:
+    """Copy a model without our hooks: ``torch.jit.script`` compiles all that it finds.
+
+    It asks modules for what to compile by their method ``__prepare_scriptable__``.
+
+    Args:
+        module: The model, with or without extended modules inside.
+
+    Returns:
+        A model that shares everything else; the same one if nothing is extended.
+    """
+    modules = list(module.modules())
+    if not any(map(is_hooked, modules)):
+        return module
+    copies = {m: copy(m) for m in modules}
+    for clone in copies.values():
+        own, state = (enter_call, leave_call), vars(clone)
+        children = state["_modules"].items()
+        state["_modules"] = {n: c and copies[c] for n, c in children}
+        for hooks in ("_forward_hooks", "_forward_pre_hooks"):
+            kept = {key: f for key, f in state[hooks].items() if f not in own}
+            state[hooks] = OrderedDict(kept)
+    return copies[module]
 
 
 def _differ(edges: List[Optional[GradientEdge]]) -> bool:

@@ -266,8 +266,8 @@ class PullColumns:
         """
         group = turn.group
         if (ext, group) not in self._covered:
-            owners = [use.owner for use in group.uses]
-            if any(call is not None and call.is_loss for call in owners):
+            modules = {m for call in self._losses() for m in call.module.modules()}
+            if not modules.isdisjoint(turn.modules):
                 self._running.exempt(ext, group)  # no curvature starts above it
                 return
             explain_missing(ext, turn, bool(self._running.loss_factors))
@@ -291,6 +291,12 @@ class PullColumns:
                     yield param, ext.finish(product, statistic)
             elif statistic is not None:
                 yield param, ext.finish(turn.gradients()[param], statistic)
+
+    def _losses(self) -> List[Call]:
+        """List the losses in the graph."""
+        inspection = self._running.inspection
+        calls = () if inspection is None else inspection.calls
+        return [call for call in calls if call.is_loss and not call.released]
 
     def _stored_products(
         self, source: Any, group: Group, numbers: Tuple[int, ...]

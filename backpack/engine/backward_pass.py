@@ -22,6 +22,7 @@ from backpack.core.per_sample.base import PerSample
 from backpack.engine.check import Check, check_isolation
 from backpack.engine.gaps import explain_parents, name_of
 from backpack.engine.graph import (
+    SILENT,
     Inspection,
     additive_terms,
     describe,
@@ -300,7 +301,8 @@ class BackwardPass:
         sources = dict.fromkeys(c.source.node for c in constants if c.source)
         found: List[Tensor] = []
         for source in sources:
-            if any(e.owner.is_use for node in walk([source]) for e in entries_of(node)):
+            behind = walk([source], stop=SILENT)
+            if any(e.owner.is_use for node in behind for e in entries_of(node)):
                 found += leaves_behind(source)
         return list({id(x): x for x in found}.values())
 

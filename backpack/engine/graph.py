@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from functools import cached_property
-from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Sequence, Set, Tuple
+from typing import (
+    Any,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+)
 
 import torch
 from torch import Tensor
@@ -16,6 +27,7 @@ from backpack.core.layout import Mixed
 from backpack.engine.uses import ENTRIES, Entry, Use
 from backpack.utils.hooks import EXTENDED, represent
 
+SILENT = "backpack.silent"  # where a node says that no sample gets through it
 MEETING = "backpack.meeting"  # where a node of the graph keeps that samples have met
 
 # Nodes through which a sum of terms can be followed
@@ -90,11 +102,12 @@ def producing_calls(edge: GradientEdge) -> List[Entry]:
     return entries
 
 
-def walk(starts: Iterable[Node]) -> Iterator[Node]:
+def walk(starts: Iterable[Node], stop: Optional[str] = None) -> Iterator[Node]:
     """Walk through the graph, towards its leaves.
 
     Args:
         starts: Where to begin.
+        stop: Don't go on from nodes with this entry in their metadata. Default: none.
 
     Yields:
         All nodes that can be reached, each once.
@@ -104,6 +117,8 @@ def walk(starts: Iterable[Node]) -> Iterator[Node]:
     while queue:
         node = queue.pop()
         yield node
+        if stop is not None and stop in node.metadata:
+            continue
         for parent, _ in node.next_functions:
             if parent is not None and parent not in seen:
                 seen.add(parent)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from backpack.core.layout import Layout, Mixed, Placement, sample_numbers, simplify
 from backpack.core.operations import find_operation
 from backpack.engine.gaps import CONSTANT, explain
-from backpack.engine.graph import MEETING
+from backpack.engine.graph import MEETING, SILENT
 from backpack.engine.placements import MARK, Finder, Pass, place
 from backpack.engine.uses import Constant, Use, edge_of, on_one_node
 
@@ -252,7 +252,9 @@ class Tracker(TorchFunctionMode):
         for x, placement in zip(outs, placements):
             place(x, placement, self.key)
         for x, placement in zip(outs, placements):
-            if type(placement) is Mixed:
+            if placement is None and x.grad_fn is not None:
+                x.grad_fn.metadata[SILENT] = True
+            elif type(placement) is Mixed:
                 _note_meeting(x, placement)
         hooked, placed = outs, placements
         if kind.writes and outs[0]._base is not None:
@@ -361,8 +363,8 @@ class Tracker(TorchFunctionMode):
     ) -> None:
         """Remember a use, at the node of the graph that produced its result."""
         both = [(x, p) for x, p in zip(outs, placements) if x.requires_grad]
-        if not both:
-            return
+        if all(p is None for _, p in both):
+            return  # samples gave no more than a shape: what came out is a constant
         operation = None
         if len(outs) == 1 and not (kind.writes and outs[0] is not args[0]):
             keys = [pair.key for pair in pairs]

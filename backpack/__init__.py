@@ -35,6 +35,7 @@ from backpack.utils.hooks import EXTENDED, no_op
 from backpack.utils.module_classification import is_no_op
 from backpack.utils.older_torch import make_backward_overridable
 from backpack.utils.state import state
+from backpack.utils.types import Grads
 
 __all__ = [
     "BackpropExtension",
@@ -265,9 +266,7 @@ def hook_store_io(
     leave_call(module, input, {}, output)
 
 
-def hook_run_extensions(
-    module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]
-) -> None:
+def hook_run_extensions(module: Module, g_inp: Grads, g_out: Grads) -> None:
     """Run the active extensions on a module by hand.
 
     Args:

@@ -31,10 +31,7 @@ class Call:
     """Call of a function or method, whose arguments may contain further calls."""
 
     def __init__(
-        self,
-        target: Union[str, Callable],
-        args: Sequence[Any],
-        kwargs: Dict[str, Any],
+        self, target: Union[str, Callable], args: Sequence[Any], kwargs: Dict[str, Any]
     ):
         """Store function and arguments.
 

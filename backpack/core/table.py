@@ -7,16 +7,7 @@ layer needs besides its derivatives.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import (
-    Any,
-    Dict,
-    Mapping,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Tuple,
-    Type,
-)
+from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Type
 
 from torch import Tensor, nn
 from torch.nn import Module

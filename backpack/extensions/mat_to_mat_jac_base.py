@@ -4,12 +4,12 @@ from functools import partial
 from typing import Any, List, Tuple, Union
 
 from torch import Tensor
-from torch.nn import Module
 
 from backpack.core.derivatives.input_base import BaseDerivatives
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.secondorder.walk import linearize_here
+from backpack.utils.types import Grads, Layer
 
 
 class MatToJacMat(ModuleExtension):
@@ -40,7 +40,7 @@ class MatToJacMat(ModuleExtension):
     def backpropagate(
         self,
         ext: BackpropExtension,
-        module: Module,
+        module: Layer,
         grad_inp: Tuple[Tensor],
         grad_out: Tuple[Tensor],
         backproped: Union[List[Tensor], Tensor],
@@ -87,9 +87,9 @@ class ParameterRule(MatToJacMat):
         self,
         name: str,
         ext: BackpropExtension,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
+        module: Layer,
+        g_inp: Grads,
+        g_out: Grads,
         backproped: Any,
     ) -> Any:
         """Compute a parameter's value.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, List, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, List, Sequence
 from warnings import warn
 
 from torch import Tensor
-from torch.nn import Module
 
 from backpack.engine.turn import current_turn
+from backpack.utils.types import Grads, Layer
 
 if TYPE_CHECKING:
     from backpack.extensions.backprop_extension import BackpropExtension
@@ -52,9 +52,9 @@ class ModuleExtension:
     def backpropagate(
         self,
         extension: BackpropExtension,
-        module: Module,
-        g_inp: Tuple[Tensor, ...],
-        g_out: Tuple[Tensor, ...],
+        module: Layer,
+        g_inp: Grads,
+        g_out: Grads,
         bpQuantities: Any,
     ) -> Any:
         """Pull a quantity back from the module's output to its inputs.
@@ -79,11 +79,7 @@ class ModuleExtension:
         )
 
     def check_hyperparameters_module_extension(
-        self,
-        ext: BackpropExtension,
-        module: Module,
-        g_inp: Tuple[Tensor, ...],
-        g_out: Tuple[Tensor, ...],
+        self, ext: BackpropExtension, module: Layer, g_inp: Grads, g_out: Grads
     ) -> None:
         """Refuse options of the module that are not supported, by an exception.
 
@@ -100,11 +96,7 @@ class ModuleExtension:
         return type(self).backpropagate is not ModuleExtension.backpropagate
 
     def __call__(
-        self,
-        extension: BackpropExtension,
-        module: Module,
-        g_inp: Tuple[Tensor, ...],
-        g_out: Tuple[Tensor, ...],
+        self, extension: BackpropExtension, module: Layer, g_inp: Grads, g_out: Grads
     ) -> None:
         """Run on a module: save each parameter's value, pass the quantity on.
 

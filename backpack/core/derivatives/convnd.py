@@ -2,7 +2,7 @@
 
 from contextlib import AbstractContextManager
 from math import prod
-from typing import Optional, Sequence, Tuple
+from typing import Optional, Sequence
 
 import torch
 from einops import rearrange
@@ -18,6 +18,7 @@ from backpack.core.per_sample.order import Order
 from backpack.core.per_sample.outer import Direct, Outer
 from backpack.core.per_sample.unfolding import Unfolding
 from backpack.utils.conv import ConvNd, pad_input, unfold_by_conv
+from backpack.utils.types import Grads, Layer
 
 
 class weight_jac_t_save_memory(AbstractContextManager):  # noqa: N801
@@ -107,7 +108,7 @@ def _weight_gradient(
     return weight_gradient
 
 
-def pads_symmetric_zeros(module: ConvNd) -> bool:
+def pads_symmetric_zeros(module: Layer) -> bool:
     """Tell whether the library's convolution pads by itself as the layer does.
 
     Args:
@@ -119,7 +120,7 @@ def pads_symmetric_zeros(module: ConvNd) -> bool:
     return module.padding_mode == "zeros" and not isinstance(module.padding, str)
 
 
-def without_bias(module: ConvNd) -> ConvNd:
+def without_bias(module: Layer) -> ConvNd:
     """Copy a layer without its bias.
 
     Args:
@@ -147,7 +148,7 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
         """
         self.conv_dims = N
 
-    def linear_part(self, module: ConvNd, x: Tensor) -> Tensor:
+    def linear_part(self, module: Layer, x: Tensor) -> Tensor:
         """Apply the convolution without its bias.
 
         Args:
@@ -160,7 +161,7 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
         return without_bias(module).forward(x)
 
     def _param_jac_mat_prod(
-        self, param_str: str, module: ConvNd, g_inp: Tuple, g_out: Tuple, mat: Tensor
+        self, param_str: str, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
         if param_str != "bias":
             return super()._param_jac_mat_prod(param_str, module, g_inp, g_out, mat)
@@ -168,7 +169,7 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
         return mat.expand(-1, *module.output.shape)
 
     def _jac_t_mat_prod(
-        self, module: ConvNd, g_inp: Tuple, g_out: Tuple, mat: Tensor
+        self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
         if not pads_symmetric_zeros(module):
             return super()._jac_t_mat_prod(module, g_inp, g_out, mat)
@@ -189,10 +190,10 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
         )
         return self.reshape_like_input(products, module)
 
-    def _output_padding(self, module: ConvNd) -> Sequence[int]:
+    def _output_padding(self, module: Layer) -> Sequence[int]:
         return [0] * self.conv_dims
 
-    def get_unfolded_input(self, module: ConvNd) -> Tensor:
+    def get_unfolded_input(self, module: Layer) -> Tensor:
         """Unfold the input of the layer.
 
         Args:
@@ -204,7 +205,7 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
         return self._unfold(module, module.input0, None)
 
     def product(
-        self, name: str, module: ConvNd, inputs: Sequence[Tensor], cotangents: Tensor
+        self, name: str, module: Layer, inputs: Sequence[Tensor], cotangents: Tensor
     ) -> PerSample:
         """Describe the products of cotangents and a parameter's Jacobian.
 
@@ -237,21 +238,19 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
             sums_positions=True,
         )
 
-    def _unfolding(self, module: ConvNd, x: Tensor) -> Optional[Unfolding]:
+    def _unfolding(self, module: Layer, x: Tensor) -> Optional[Unfolding]:
         """Return faster ways to unfold some samples of the input."""
         return Unfolding(module, x)
 
     def _unfold(
-        self, module: ConvNd, x: Tensor, out_size: Optional[Sequence[int]]
+        self, module: Layer, x: Tensor, out_size: Optional[Sequence[int]]
     ) -> Tensor:
         return unfold_by_conv(x, module)
 
-    def _order(self, module: ConvNd) -> Optional[Order]:
+    def _order(self, module: Layer) -> Optional[Order]:
         return None
 
-    def _direct(
-        self, module: ConvNd, x: Tensor, cotangents: Tensor
-    ) -> Optional[Direct]:
+    def _direct(self, module: Layer, x: Tensor, cotangents: Tensor) -> Optional[Direct]:
         """Return how to form products without unfolding, if that is faster.
 
         It is for a single column, unless unfolding is only a change of view.

@@ -4,10 +4,10 @@ from typing import Callable, Dict, List, Optional
 
 import torch
 from torch import Tensor
-from torch.nn import LSTM
 from torch.nn.functional import linear
 
 from backpack.core.derivatives.recurrent import Chain, Factors, RecurrentDerivatives
+from backpack.utils.types import Layer
 
 
 class LSTMDerivatives(RecurrentDerivatives):
@@ -20,12 +20,12 @@ class LSTMDerivatives(RecurrentDerivatives):
 
     num_states = 2
 
-    def _forward(self, module: LSTM) -> Callable:
+    def _forward(self, module: Layer) -> Callable:
         return torch.lstm
 
     def _pull_back(
         self,
-        module: LSTM,
+        module: Layer,
         chain: Chain,
         cotangents: List[Tensor],
         last: Optional[Tensor],

@@ -5,11 +5,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any, Iterator, Optional, Tuple
+from typing import Any, Iterator, Optional
 
 import torch
 from torch import Generator, Tensor
-from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from backpack.core.derivatives.loss_base import BaseLossDerivatives, split_columns
@@ -27,6 +26,7 @@ from backpack.extensions.secondorder.walk import (
 )
 from backpack.utils.errors import batch_norm_raise_error_if_train
 from backpack.utils.subsampling import Subsampling, subsample
+from backpack.utils.types import Grads, Layer
 
 FISHER_TYPES = ("mc", "empirical")
 
@@ -60,7 +60,7 @@ class Source:
         """The same source without columns combined."""
         return replace(self, compact=False)
 
-    def columns(self, derivatives: BaseLossDerivatives, module: Module) -> Tensor:
+    def columns(self, derivatives: BaseLossDerivatives, module: Layer) -> Tensor:
         """Compute the columns at the loss input.
 
         Args:
@@ -82,7 +82,7 @@ class Source:
         return derivatives.sqrt_hessian(module, (), ())
 
     def chunks(
-        self, derivatives: BaseLossDerivatives, module: Module, size: int
+        self, derivatives: BaseLossDerivatives, module: Layer, size: int
     ) -> Iterator[Tensor]:
         """Compute the columns at the loss input, some at a time.
 
@@ -141,11 +141,7 @@ class ReduceColumns(ModuleExtension):
     """Reduce the columns at a module's output; the same for every module."""
 
     def __call__(
-        self,
-        extension: ColumnExtension,
-        module: Module,
-        g_inp: Tuple[Tensor, ...],
-        g_out: Tuple[Tensor, ...],
+        self, extension: ColumnExtension, module: Layer, g_inp: Grads, g_out: Grads
     ) -> None:
         """Save the extension's value on each parameter of a module.
 
@@ -161,11 +157,7 @@ class ReduceColumns(ModuleExtension):
             self._walk(extension, module, g_inp, g_out)
 
     def _walk(
-        self,
-        extension: ColumnExtension,
-        module: Module,
-        g_inp: Tuple[Tensor, ...],
-        g_out: Tuple[Tensor, ...],
+        self, extension: ColumnExtension, module: Layer, g_inp: Grads, g_out: Grads
     ) -> None:
         """Do the same by module rules: a user's module extension takes part."""
         turn = current_turn()
@@ -362,7 +354,7 @@ class ColumnExtension(SecondOrderBackpropExtension):
             call.is_loss or refused or self.walks_modules or self.is_customized(module)
         )
 
-    def is_customized(self, module: Module) -> bool:
+    def is_customized(self, module: Layer) -> bool:
         """Tell whether a user registered what to do on a module.
 
         Args:

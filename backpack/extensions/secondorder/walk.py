@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Callable, List, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Callable, List, Sequence
 
 import torch
 from torch import Tensor
@@ -19,16 +19,12 @@ from backpack.core.derivatives.stored import (
     scratch_copy,
     stored_inputs,
 )
-from backpack.core.linearization import (
-    Columns,
-    Linearization,
-    freeze,
-    freeze_at,
-)
+from backpack.core.linearization import Columns, Linearization, freeze, freeze_at
 from backpack.core.table import GENERIC, works_in_place
 from backpack.engine.turn import NOT_A_CHAIN, current_turn
 from backpack.utils.disable import disable
 from backpack.utils.errors import raise_error_if_coupled
+from backpack.utils.types import Grads, Layer
 
 if TYPE_CHECKING:
     from backpack.engine.turn import Turn
@@ -249,7 +245,7 @@ def check_samples_apart(
 
 
 def linearize_here(
-    derivatives: BaseDerivatives, module: Module, g_out: Tuple[Tensor, ...], ext: Any
+    derivatives: BaseDerivatives, module: Layer, g_out: Grads, ext: Any
 ) -> Linearization:
     """Linearize the call whose turn it is, with derivatives that a user has chosen.
 

@@ -9,7 +9,6 @@ from warnings import warn
 import torch
 from einops import einsum, rearrange
 from torch import Tensor
-from torch.nn import Module
 
 from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
 from backpack.core.derivatives.stored import stored_inputs
@@ -18,6 +17,7 @@ from backpack.core.per_sample.base import PerSample, Summed
 from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.rows import Rows
 from backpack.core.per_sample.sums import reciprocal
+from backpack.utils.types import Layer
 from backpack.utils.unsqueeze import flatten
 
 WEIGHT_SHARING = (None, "expand", "reduce")
@@ -157,7 +157,7 @@ def output_factor(product: PerSample, weight_sharing: Optional[str]) -> Tensor:
 def averaged_output_factor(
     derivatives: BaseParameterDerivatives,
     name: str,
-    module: Module,
+    module: Layer,
     product: PerSample,
     mat: Tensor,
     weight_sharing: Optional[str],

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, List, Optional, Tuple
+from typing import TYPE_CHECKING, List, Optional
 
 from torch import Tensor
-from torch.nn import Module
 
 from backpack.core.linearization import Linearization
 from backpack.extensions.curvature import Curvature
@@ -15,7 +14,7 @@ from backpack.extensions.secondorder.hbp.hbp_options import (
     ExpectationApproximation,
 )
 from backpack.extensions.secondorder.module_rules import ModuleRule
-from backpack.utils.types import as_type
+from backpack.utils.types import Grads, Layer, as_type
 from backpack.utils.unsqueeze import flatten
 
 if TYPE_CHECKING:
@@ -40,9 +39,9 @@ class HBPBaseModule(ModuleRule):
         self,
         name: str,
         ext: HBP,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
+        module: Layer,
+        g_inp: Grads,
+        g_out: Grads,
         backproped: Tensor,
     ) -> List[Tensor]:
         """Form a parameter's Kronecker factors.
@@ -113,12 +112,7 @@ class HBPBaseModule(ModuleRule):
         return [self.backpropagate_batch_average(*args)] * len(linear.positions)
 
     def backpropagate_sqrt(
-        self,
-        ext: HBP,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
-        H: Tensor,
+        self, ext: HBP, module: Layer, g_inp: Grads, g_out: Grads, H: Tensor
     ) -> Tensor:
         """Pull columns back.
 
@@ -135,12 +129,7 @@ class HBPBaseModule(ModuleRule):
         return self.derivatives.jac_t_mat_prod(module, g_inp, g_out, H)
 
     def backpropagate_batch_average(
-        self,
-        ext: HBP,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
-        H: Tensor,
+        self, ext: HBP, module: Layer, g_inp: Grads, g_out: Grads, H: Tensor
     ) -> Tensor:
         """Pull a matrix back that is averaged over the batch.
 
@@ -162,7 +151,7 @@ class HBPBaseModule(ModuleRule):
         return mat if residual is None else self.add_diag_to_mat(residual, mat)
 
     def second_order_module_effects(
-        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]
+        self, module: Layer, g_inp: Grads, g_out: Grads
     ) -> Optional[Tensor]:
         """Sum the diagonal residuals Σ_k δ_k ∂²z_k/∂x² of all samples.
 

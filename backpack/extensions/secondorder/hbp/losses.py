@@ -18,6 +18,7 @@ from backpack.extensions.secondorder.hbp.hbp_options import (
     LossHessianStrategy,
 )
 from backpack.extensions.secondorder.hbp.hbpbase import HBPBaseModule
+from backpack.utils.types import Grads, Layer
 from backpack.utils.unsqueeze import flatten
 
 if TYPE_CHECKING:
@@ -41,12 +42,7 @@ class HBPLoss(HBPBaseModule):
     """Compute the loss Hessian, or columns of its factor."""
 
     def backpropagate(
-        self,
-        ext: HBP,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
-        backproped: Any,
+        self, ext: HBP, module: Layer, g_inp: Grads, g_out: Grads, backproped: Any
     ) -> Tensor:
         """Compute what is pulled back.
 
@@ -89,9 +85,7 @@ class HBPLoss(HBPBaseModule):
         if strategy == LossHessianStrategy.EXACT:
             return self.derivatives.sqrt_hessian
 
-        def sampled(
-            module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]
-        ) -> Tensor:
+        def sampled(module: Layer, g_inp: Grads, g_out: Grads) -> Tensor:
             samples = ext.get_num_mc_samples()
             return self.derivatives.sqrt_hessian_sampled(
                 module, g_inp, g_out, mc_samples=samples

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Tuple, Type
+from typing import TYPE_CHECKING, Type
 
 from torch import Tensor
 from torch.nn import Module
 
 from backpack.core.table import LAYERS
 from backpack.extensions.mat_to_mat_jac_base import ParameterRule
+from backpack.utils.types import Grads, Layer
 
 if TYPE_CHECKING:
     from backpack.extensions.backprop_extension import BackpropExtension
@@ -24,9 +25,9 @@ class SqrtGGNBaseModule(ParameterRule):
         self,
         name: str,
         ext: BackpropExtension,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
+        module: Layer,
+        g_inp: Grads,
+        g_out: Grads,
         backproped: Tensor,
     ) -> Tensor:
         """Multiply columns with a parameter's transposed Jacobian.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Tuple, Union
 
 from torch import Tensor
-from torch.nn import Module
 
 from backpack.core.derivatives.bcewithlogitsloss import BCELossWithLogitsDerivatives
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
@@ -13,6 +12,7 @@ from backpack.core.derivatives.mseloss import MSELossDerivatives
 from backpack.engine.turn import loss_scale
 from backpack.extensions.secondorder.hbp.hbp_options import LossHessianStrategy
 from backpack.extensions.secondorder.sqrt_ggn.base import SqrtGGNBaseModule
+from backpack.utils.types import Layer
 
 if TYPE_CHECKING:
     from backpack.extensions.secondorder.sqrt_ggn import SqrtGGNExact, SqrtGGNMC
@@ -24,7 +24,7 @@ class SqrtGGNBaseLossModule(SqrtGGNBaseModule):
     def backpropagate(
         self,
         ext: Union[SqrtGGNExact, SqrtGGNMC],
-        module: Module,
+        module: Layer,
         grad_inp: Tuple[Tensor],
         grad_out: Tuple[Tensor],
         backproped: None,

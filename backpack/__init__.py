@@ -230,7 +230,7 @@ def extend(module: Module, debug: bool = False, use_converter: bool = False) -> 
             _register_hooks(child)
             child._backpack_extend = True
     EXTENDED.add(module)
-    Module.__prepare_scriptable__ = scriptable
+    Module.__prepare_scriptable__ = scriptable  # type: ignore[attr-defined]
     CTX.forget_dead_handles()
     return module
 

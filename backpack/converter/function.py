@@ -41,7 +41,7 @@ class Call:
                 dictionaries and slices, a :class:`Placeholder` or :class:`Call`.
             kwargs: Keyword arguments, likewise.
         """
-        self.target = target
+        self.target: Any = target
         self.args = args
         self.kwargs = kwargs
 

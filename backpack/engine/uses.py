@@ -80,7 +80,7 @@ class Entry(NamedTuple):
     """Which of a node's outputs is which output of a call or a use."""
 
     output_nr: int
-    index: int
+    index: int  # type: ignore[assignment]
     owner: Any  # a Call or a Use
 
     def in_shape(self, gradient: Optional[Tensor]) -> Optional[Tensor]:

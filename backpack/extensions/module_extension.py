@@ -1,17 +1,12 @@
 """What an extension does on one kind of module."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, List, Sequence
+from typing import Any, List, Optional, Sequence
 from warnings import warn
 
-from torch import Tensor
+from torch.nn import Parameter
 
 from backpack.engine.turn import current_turn
 from backpack.utils.types import Grads, Layer
-
-if TYPE_CHECKING:
-    from backpack.extensions.backprop_extension import BackpropExtension
 
 
 class ModuleExtension:
@@ -31,7 +26,7 @@ class ModuleExtension:
         ...         return g_out[0].sum(0)
     """
 
-    def __init__(self, params: List[str] = None):
+    def __init__(self, params: Optional[List[str]] = None):
         """Store which parameters have a method.
 
         Args:
@@ -51,7 +46,7 @@ class ModuleExtension:
 
     def backpropagate(
         self,
-        extension: BackpropExtension,
+        extension: Any,
         module: Layer,
         g_inp: Grads,
         g_out: Grads,
@@ -79,7 +74,7 @@ class ModuleExtension:
         )
 
     def check_hyperparameters_module_extension(
-        self, ext: BackpropExtension, module: Layer, g_inp: Grads, g_out: Grads
+        self, ext: Any, module: Layer, g_inp: Grads, g_out: Grads
     ) -> None:
         """Refuse options of the module that are not supported, by an exception.
 
@@ -96,7 +91,7 @@ class ModuleExtension:
         return type(self).backpropagate is not ModuleExtension.backpropagate
 
     def __call__(
-        self, extension: BackpropExtension, module: Layer, g_inp: Grads, g_out: Grads
+        self, extension: Any, module: Layer, g_inp: Grads, g_out: Grads
     ) -> None:
         """Run on a module: save each parameter's value, pass the quantity on.
 
@@ -111,7 +106,7 @@ class ModuleExtension:
         quantity = turn.incoming(extension)
         for name in self.__params:
             param = getattr(module, name, None)
-            if isinstance(param, Tensor) and param.requires_grad:
+            if isinstance(param, Parameter) and param.requires_grad:
                 value = getattr(self, name)(extension, module, g_inp, g_out, quantity)
                 turn.save_alone(extension, param, value)
         walks = extension.expects_backpropagation_quantities() and turn.walks(extension)

@@ -49,8 +49,8 @@ class AdaptiveAvgPoolNDDerivatives(AvgPoolNDDerivatives):
         return size, list(size), [0] * self.N
 
     def _sizes(self, module: Layer) -> Tuple[List[int], List[int]]:
-        return tuple(
-            list(tensor.shape[-self.N :]) for tensor in (module.input0, module.output)
+        return list(module.input0.shape[-self.N :]), list(
+            module.output.shape[-self.N :]
         )
 
 

@@ -91,7 +91,7 @@ class BatchNormNdDerivatives(ScaleShiftDerivatives):
         product = self._over_shared_axes(param_str, module, mat)
         return product.summed() if sum_batch else product.individual()
 
-    def _restrict(self, module: Layer, subsampling: Subsampling = None) -> BatchNormNd:
+    def _restrict(self, module: Layer, subsampling: Subsampling = None) -> Layer:
         if subsampling is not None:
             batch_norm_raise_error_if_train(module)
         return super()._restrict(module, subsampling)

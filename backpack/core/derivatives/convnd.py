@@ -2,7 +2,7 @@
 
 from contextlib import AbstractContextManager
 from math import prod
-from typing import Optional, Sequence
+from typing import Dict, Optional, Sequence
 
 import torch
 from einops import rearrange
@@ -17,7 +17,7 @@ from backpack.core.per_sample.base import PerSample, Summed
 from backpack.core.per_sample.order import Order
 from backpack.core.per_sample.outer import Direct, Outer
 from backpack.core.per_sample.unfolding import Unfolding
-from backpack.utils.conv import ConvNd, pad_input, unfold_by_conv
+from backpack.utils.conv import pad_input, unfold_by_conv
 from backpack.utils.types import Grads, Layer
 
 
@@ -67,8 +67,8 @@ def weight_gradients(
     if n == 0:
         return x.new_zeros(v, n, *weight_shape)
     if v == n == 1:
-        options = weight_shape, groups, transposed
-        gradient = _weight_gradient(x, cotangents[0], *options, **geometry)
+        options = weight_shape, groups, transposed, geometry
+        gradient = _weight_gradient(x, cotangents[0], *options)
         return gradient.view(1, 1, *weight_shape)
     b = rearrange(cotangents, "v n (g p) ... -> 1 (n g v p) ...", g=groups)
     x = x.reshape(1, -1, *x.shape[2:])
@@ -78,7 +78,7 @@ def weight_gradients(
     else:  # weight [C_out, C_in / G, *k]
         shape = (n * v * weight_shape[0], *weight_shape[1:])
         pattern = "(n g v p) c ... -> v n (g p) c ..."
-    gradients = _weight_gradient(x, b, shape, n * groups, transposed, **geometry)
+    gradients = _weight_gradient(x, b, shape, n * groups, transposed, geometry)
     sizes = {"n": n, "v": v} if transposed else {"n": n, "v": v, "g": groups}
     return rearrange(gradients, pattern, **sizes)
 
@@ -88,8 +88,8 @@ def _weight_gradient(
     gradient: Tensor,
     shape: Sequence[int],
     groups: int,
-    transposed: bool = False,
-    **geometry: Sequence[int],
+    transposed: bool,
+    geometry: Dict[str, Sequence[int]],
 ) -> Tensor:
     """Compute a convolution's weight gradient, of the given shape."""
     _, weight_gradient, _ = torch.ops.aten.convolution_backward(
@@ -120,7 +120,7 @@ def pads_symmetric_zeros(module: Layer) -> bool:
     return module.padding_mode == "zeros" and not isinstance(module.padding, str)
 
 
-def without_bias(module: Layer) -> ConvNd:
+def without_bias(module: Layer) -> Layer:
     """Copy a layer without its bias.
 
     Args:

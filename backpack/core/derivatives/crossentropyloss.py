@@ -1,6 +1,6 @@
 """Softmax cross-entropy: the negative log-likelihood of a categorical distribution."""
 
-from typing import Callable, Iterator, Optional, Tuple, Union
+from typing import Any, Callable, Iterator, Optional, Tuple, Union
 
 import torch
 from torch import Generator, Size, Tensor
@@ -25,7 +25,7 @@ class CrossEntropyLossDerivatives(ClosedFormNLLLossDerivatives):
 
     def _prediction_and_weights(
         self, module: Layer, subsampling: Subsampling = None
-    ) -> Tuple[Tensor, Tensor]:
+    ) -> Tuple[Tensor, Any]:
         if subsampling is not None and module.input0.dim() == 1:
             raise ValueError(
                 "CrossEntropyLoss on a prediction of shape [C] has no batch axis, and "
@@ -165,6 +165,7 @@ class CrossEntropyLossDerivatives(ClosedFormNLLLossDerivatives):
             Columns ``[V · d1 · …, N, C, d1, …]``.
         """
         prediction, root_weights = self._prepare(module, subsampling)
+        assert isinstance(root_weights, Tensor)  # one for each term
         terms = factor(_classes_last(prediction).log_softmax(-1), classes)
         terms = terms * _classes_last(root_weights)[..., None]
         num_samples = 1 if prediction.dim() == 1 else len(prediction)

@@ -155,8 +155,8 @@ def generic_product(
     Returns:
         The products, ``[V, N, *p]``.
     """
-    options = {"kwargs": kwargs, "random_state": random_state}
-    return generic_products([name], module, inputs, cotangents, **options)[name]
+    args = [name], module, inputs, cotangents, kwargs, random_state
+    return generic_products(*args)[name]
 
 
 def generic_products(
@@ -290,7 +290,7 @@ class _Repeated:
             leaves = list(self.leaves)
             for x, (i, axis) in zip(sample, in_axes.items()):
                 leaves[i] = x.unsqueeze(axis)
-            out, pull_back = vjp(lambda *p: self.forward(leaves, p), *self.params)
+            out, pull_back = vjp(lambda *p: self.forward(leaves, p), *self.params)[:2]
             # a loop over columns: nested vmaps are not right for all operations
             products = [
                 pull_back([c[v].unsqueeze(a) for c, a in zip(columns, self.axes)])

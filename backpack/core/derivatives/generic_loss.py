@@ -149,8 +149,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
         diagonal = hessian.diagonal(dim1=1, dim2=2)
         if torch.equal(hessian, torch.diag_embed(diagonal)):
             eigenvalues = diagonal
-            options = {"dtype": diagonal.dtype, "device": diagonal.device}
-            eigenvectors = torch.eye(diagonal.shape[1], **options)
+            eigenvectors = torch.eye(diagonal.shape[1]).to(diagonal)
         else:
             eigenvalues, eigenvectors = torch.linalg.eigh(hessian)
             noise = 100 * hessian.shape[1] * torch.finfo(hessian.dtype).eps

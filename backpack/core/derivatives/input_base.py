@@ -171,7 +171,7 @@ class BaseDerivatives(ABC):  # noqa: B024
             self._sandwich(self._restrict(module, [n]), g_inp, g_out, mat)
             for n in range(samples)
         )
-        return sum(products) / samples
+        return sum(products) / samples  # type: ignore[return-value]
 
     def _sandwich(
         self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor

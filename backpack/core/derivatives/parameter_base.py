@@ -2,7 +2,7 @@
 
 from abc import ABC
 from functools import partial
-from typing import Any, Callable, Tuple
+from typing import Any, Callable, Sequence, Tuple
 
 from torch import Tensor, no_grad, stack, zeros_like
 from torch.func import functional_call, vjp
@@ -149,7 +149,7 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
         return generic_products([name], copy, inputs, cotangents, outputs=outputs)[name]
 
     def product(
-        self, name: str, module: Layer, inputs: Tuple[Any, ...], cotangents: Tensor
+        self, name: str, module: Layer, inputs: Sequence[Any], cotangents: Tensor
     ) -> PerSample:
         """Describe the per-sample vector-Jacobian products of a parameter.
 
@@ -238,9 +238,10 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
             with no_grad():
                 return stack([forward(v, zeros) for v in mat])
         # w ↦ Jᵀ w is linear, so pulling v back through it gives J v, see R_op
-        output, pull = vjp(lambda param: forward(param, {}), getattr(module, param_str))
+        given = getattr(module, param_str)
+        output, pull = vjp(lambda param: forward(param, {}), given)[:2]
         checked(module, output)
-        _, push = vjp(lambda w: pull(w)[0], zeros_like(output))
+        push = vjp(lambda w: pull(w)[0], zeros_like(output))[1]
         return stack([push(v)[0] for v in mat])
 
     _weight_jac_mat_prod = _for_parameter("weight", "_param_jac_mat_prod")

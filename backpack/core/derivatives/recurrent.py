@@ -253,13 +253,13 @@ class RecurrentDerivatives(BaseParameterDerivatives):
         d_output, *d_states = self._cotangents(module, cotangents, steps)
         products = {}
         for layer, chains in reversed(list(enumerate(layers))):
-            d_input = 0.0
-            for k, d_after in enumerate(d_output.chunk(directions, dim=-1)):
+            d_input: Any = 0.0
+            for k, d_chain in enumerate(d_output.chunk(directions, dim=-1)):
                 d_last, d_cell = (
                     None if mat is None else mat[:, layer * directions + k]
                     for mat in d_states
                 )
-                d_after = list(_flip_if(k, d_after).unbind())
+                d_after = list(_flip_if(k, d_chain).unbind())
                 if d_last is not None:
                     d_after[-1] = d_after[-1] + d_last
                 factors = self._pull_back(module, chains[k], d_after, d_cell)
@@ -454,13 +454,13 @@ def pull_through_time(
     Returns:
         Cotangents with what the later steps contribute, ``[T, V, N, h]``.
     """
-    slopes = slopes.unbind()
-    direct = None if direct is None else direct.unbind()
+    steps = slopes.unbind()
+    kept = None if direct is None else direct.unbind()
     totals = [cotangents[-1]]
     for t in reversed(range(1, len(cotangents))):
-        total = cotangents[t - 1] + spread(totals[-1], slopes[t]) @ weight_hh
-        if direct is not None:
-            total = torch.addcmul(total, direct[t], totals[-1])
+        total = cotangents[t - 1] + spread(totals[-1], steps[t]) @ weight_hh
+        if kept is not None:
+            total = torch.addcmul(total, kept[t], totals[-1])
         totals.append(total)
     return torch.stack(totals[::-1])
 
@@ -535,7 +535,7 @@ def _chain(
     x, after = _flip_if(reverse, x), _flip_if(reverse, after)
     before = torch.cat([initial[0].unsqueeze(0), after[:-1]])
     kinds = Chain._fields[4:]
-    weights = [getattr(module, kind + suffix, None) for kind in kinds]
+    weights: List[Any] = [getattr(module, kind + suffix, None) for kind in kinds]
     return Chain(x, before, after, tuple(initial), *weights)
 
 
@@ -552,12 +552,12 @@ def _describe(
     Returns:
         The products by the parameters' names.
     """
-    products = {}
+    products: Dict[str, PerSample] = {}
     for kind, (b, a) in factors.items():
         weight, bias = f"weight_{kind}{suffix}", f"bias_{kind}{suffix}"
         inputs = rearrange(a, "t n d -> n 1 t d")
         products[weight] = Outer(
-            lambda inputs=inputs: inputs,
+            lambda inputs=inputs: inputs,  # type: ignore[misc]
             rearrange(b, "t v n p -> v n 1 t p"),
             getattr(module, weight).shape,
         )

@@ -195,7 +195,7 @@ def _mat_prod_accept_vectors(
     @wraps(mat_prod)
     def wrapped(self, module, g_inp, g_out, mat, *args, **kwargs):
         kwargs = _named_options(mat_prod, args, kwargs)
-        is_vec = vec_criterion(mat, module)
+        is_vec = vec_criterion(mat, module)  # type: ignore[call-arg]
         mat = _add_V_dim(mat) if is_vec else mat
         result = mat_prod(self, module, g_inp, g_out, mat, **kwargs)
         return _remove_V_dim(result) if is_vec else result

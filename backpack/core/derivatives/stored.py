@@ -1,6 +1,6 @@
 """A module's last call, as it is stored on the module, and copies to repeat it with."""
 
-from typing import Any, Tuple
+from typing import Any, List, Tuple
 
 from torch import Tensor, enable_grad
 from torch.nn import Module, Parameter
@@ -35,7 +35,7 @@ def stored_inputs(module: Layer) -> Tuple[Any, ...]:
     Returns:
         The inputs.
     """
-    inputs = []
+    inputs: List[Any] = []
     while hasattr(module, f"input{len(inputs)}"):
         inputs.append(getattr(module, f"input{len(inputs)}"))
     return tuple(inputs)

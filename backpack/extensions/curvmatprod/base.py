@@ -37,7 +37,7 @@ class CurvatureProductRule(ModuleRule):
     def parameter(
         self,
         name: str,
-        ext: CurvatureProduct,
+        ext: Any,
         module: Layer,
         g_inp: Grads,
         g_out: Grads,
@@ -99,7 +99,7 @@ class CurvatureProductRule(ModuleRule):
 
     def pull_back(
         self,
-        ext: CurvatureProduct,
+        ext: Any,
         linear: Linearization,
         backproped: Callable[[Tensor], Tensor],
     ) -> List[Operator]:

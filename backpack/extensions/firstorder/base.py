@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, Dict, List, Type
+from typing import Any, Dict, List, Optional, Type
 
 from torch import Tensor
 from torch.nn import Module
@@ -63,7 +63,7 @@ class BuiltIn(FirstOrderModuleExtension):
     """Stands for what is computed for all parameters, whatever their modules are."""
 
     def __call__(
-        self, extension: GradientReduction, module: Module, g_inp: Grads, g_out: Grads
+        self, extension: Any, module: Module, g_inp: Grads, g_out: Grads
     ) -> None:
         """Refuse what couples samples; else, parameters have a turn of their own.
 
@@ -78,7 +78,7 @@ class BuiltIn(FirstOrderModuleExtension):
             batch_norm_raise_error_if_train(module, refuse)
 
 
-_BUILT_IN = BuiltIn()
+_BUILT_IN: ModuleExtension = BuiltIn()
 _REGISTERED = {layer: _BUILT_IN for layer in REGISTERED if LAYERS[layer].params != ()}
 
 
@@ -91,7 +91,7 @@ class GradientReduction(FirstOrderBackpropExtension):
     separates_samples = True
     # From this number of positions on, a layer's gradients are added up, while they are
     # formed, faster than autograd computes their sum.
-    adds_up_from = 16
+    adds_up_from: Optional[int] = 16
 
     def __init__(self, savefield: str, subsampling: Subsampling = None):
         """Store where values are saved.

@@ -11,7 +11,7 @@ import torch
 from torch import Generator, Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from backpack.core.derivatives.loss_base import BaseLossDerivatives, split_columns
+from backpack.core.derivatives.loss_base import split_columns
 from backpack.core.per_sample.base import PerSample
 from backpack.core.table import GENERIC, built_in, find_loss
 from backpack.engine.turn import current_turn
@@ -60,7 +60,7 @@ class Source:
         """The same source without columns combined."""
         return replace(self, compact=False)
 
-    def columns(self, derivatives: BaseLossDerivatives, module: Layer) -> Tensor:
+    def columns(self, derivatives: Any, module: Layer) -> Tensor:
         """Compute the columns at the loss input.
 
         Args:
@@ -71,7 +71,9 @@ class Source:
             Columns ``[V, N, *]``.
         """
         if self.strategy == "sampling":
-            options = {} if self.generator is None else {"generator": self.generator}
+            options: Any = (
+                {} if self.generator is None else {"generator": self.generator}
+            )
             return derivatives.sqrt_hessian_sampled(
                 module, (), (), mc_samples=self.mc_samples, **options
             )
@@ -81,9 +83,7 @@ class Source:
             return derivatives.sqrt_hessian_compact(module, (), ())
         return derivatives.sqrt_hessian(module, (), ())
 
-    def chunks(
-        self, derivatives: BaseLossDerivatives, module: Layer, size: int
-    ) -> Iterator[Tensor]:
+    def chunks(self, derivatives: Any, module: Layer, size: int) -> Iterator[Tensor]:
         """Compute the columns at the loss input, some at a time.
 
         Args:
@@ -141,7 +141,7 @@ class ReduceColumns(ModuleExtension):
     """Reduce the columns at a module's output; the same for every module."""
 
     def __call__(
-        self, extension: ColumnExtension, module: Layer, g_inp: Grads, g_out: Grads
+        self, extension: Any, module: Layer, g_inp: Grads, g_out: Grads
     ) -> None:
         """Save the extension's value on each parameter of a module.
 
@@ -156,9 +156,7 @@ class ReduceColumns(ModuleExtension):
         if extension.walks_modules:
             self._walk(extension, module, g_inp, g_out)
 
-    def _walk(
-        self, extension: ColumnExtension, module: Layer, g_inp: Grads, g_out: Grads
-    ) -> None:
+    def _walk(self, extension: Any, module: Layer, g_inp: Grads, g_out: Grads) -> None:
         """Do the same by module rules: a user's module extension takes part."""
         turn = current_turn()
         if turn.call.is_loss:
@@ -204,7 +202,7 @@ class ColumnExtension(SecondOrderBackpropExtension):
     additive = True
     pulls_columns = True
     separates_samples = True
-    default_rule = ReduceColumns()
+    default_rule: Optional[ModuleExtension] = ReduceColumns()
 
     def __init__(self, savefield: str, source: Source, subsampling: Subsampling = None):
         """Store where columns come from and values go to.

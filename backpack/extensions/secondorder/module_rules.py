@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, List, Type
+from typing import Any, List, Optional, Type
 
 import torch
 
@@ -31,9 +31,7 @@ class ModuleRule(ParameterRule):
     """What a quantity does on a module whose derivatives are known."""
 
     @abstractmethod
-    def pull_back(
-        self, ext: WalkingExtension, linear: Linearization, backproped: Any
-    ) -> List[Any]:
+    def pull_back(self, ext: Any, linear: Linearization, backproped: Any) -> List[Any]:
         """Pull the quantity back from the module's output to its inputs.
 
         Args:
@@ -47,7 +45,7 @@ class ModuleRule(ParameterRule):
 
     def backpropagate(
         self,
-        ext: WalkingExtension,
+        ext: Any,
         module: Layer,
         g_inp: Grads,
         g_out: Grads,
@@ -78,7 +76,7 @@ class ApplyRules(ModuleExtension):
 
     @torch.no_grad()
     def __call__(
-        self, extension: WalkingExtension, module: Layer, g_inp: Grads, g_out: Grads
+        self, extension: Any, module: Layer, g_inp: Grads, g_out: Grads
     ) -> None:
         """Save each parameter's value, pass the quantity on.
 
@@ -96,9 +94,7 @@ class ApplyRules(ModuleExtension):
             elif not skips(turn, extension):
                 self._apply(extension, module, g_inp, g_out)
 
-    def _apply(
-        self, extension: WalkingExtension, module: Layer, g_inp: Grads, g_out: Grads
-    ) -> None:
+    def _apply(self, extension: Any, module: Layer, g_inp: Grads, g_out: Grads) -> None:
         turn = current_turn()
         if extension.separates_samples:
             check_batch_first(turn, extension)
@@ -128,7 +124,7 @@ class WalkingExtension(SecondOrderBackpropExtension):
     """
 
     separates_samples = True
-    default_rule = ApplyRules()
+    default_rule: Optional[ModuleExtension] = ApplyRules()
     rule: Type[ModuleRule]
 
     def __init__(self, savefield: str):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Callable, List, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Iterable, List
 
 import torch
 from torch import Tensor
@@ -148,7 +148,7 @@ def check_batch_first(turn: Turn, extension: BackpropExtension) -> None:
 
 
 def linearize(
-    turn: Turn, extension: BackpropExtension, positions: Sequence[int], frozen: Module
+    turn: Turn, extension: BackpropExtension, positions: Iterable[int], frozen: Layer
 ) -> Linearization:
     """Linearize a call in the inputs that a quantity is passed on to.
 
@@ -164,7 +164,8 @@ def linearize(
     Raises:
         RuntimeError: If the forward pass must be repeated, and cannot be.
     """
-    linear = Linearization(turn.row.derivatives, frozen, turn.g_out, positions)
+    g_out: Any = turn.g_out
+    linear = Linearization(turn.row.derivatives, frozen, g_out, positions)
     if linear.is_joint or _repeats(turn):
         with torch.no_grad(), disable():
             again = scratch_copy(frozen).forward(*stored_inputs(frozen))

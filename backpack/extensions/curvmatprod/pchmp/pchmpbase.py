@@ -61,4 +61,5 @@ class PCHMPBase(CurvatureProductRule):
             Products of the same shape.
         """
         linear = Linearization(self.derivatives, freeze(module), g_out)
-        return make_residual(linear, ext.CURVATURES[modify])([mat])[0]
+        (product,) = make_residual(linear, ext.CURVATURES[modify])([mat])
+        return product

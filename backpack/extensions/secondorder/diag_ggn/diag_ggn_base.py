@@ -1,6 +1,6 @@
 """The GGN's diagonal on a module with known derivatives."""
 
-from typing import List, Union
+from typing import List, Optional, Union
 
 from torch import Tensor
 
@@ -17,8 +17,8 @@ class DiagGGNBaseModule(ParameterRule):
     def __init__(
         self,
         derivatives: Union[BaseDerivatives, BaseParameterDerivatives],
-        params: List[str] = None,
-        sum_batch: bool = None,
+        params: Optional[List[str]] = None,
+        sum_batch: Optional[bool] = None,
     ):
         """Store the derivatives, and create a method for each parameter.
 

@@ -89,7 +89,7 @@ def refuse_ambiguous(ext: Any, what: str, product: PerSample) -> None:
     Raises:
         NotImplementedError: If a choice is needed and was not made.
     """
-    if isinstance(product, Outer) and product.is_reordered:
+    if isinstance(product, Outer) and product.order and product.is_reordered:
         warned = ext.__dict__.setdefault("_warned_of", set())
         if what not in warned:
             warned.add(what)
@@ -177,13 +177,16 @@ def averaged_output_factor(
     """
     n, shape = product.batch_size, module.output.shape[1:]
     affine = isinstance(product, (Outer, Summed)) and derivatives.affine_in_params
-    if affine and product.groups == product.positions == 1:
+    one = (
+        isinstance(product, (Outer, Summed)) and product.groups * product.positions == 1
+    )
+    if affine and one:
         return mat.unsqueeze(0).clone()
     if n == 0:  # the mean of nothing
         groups, _, size = arrange(product).shape[2:]
         return mat.new_full((groups, size, size), nan)
     if isinstance(product, Rows):
-        layout = (1, product.positions, product.b.shape[-1])
+        layout = torch.Size((1, product.positions, product.b.shape[-1]))
     elif isinstance(product, (Outer, Summed)):
         inputs = stored_inputs(module)
         if affine:  # what is arranged is the same for all samples

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, List, Optional
+from typing import TYPE_CHECKING, Any, List, Optional
 
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from backpack.utils.types import Grads, Layer, as_type
 from backpack.utils.unsqueeze import flatten
 
 if TYPE_CHECKING:
-    from backpack.extensions.secondorder.hbp import HBP
+    pass
 
 SEVERAL_INPUTS = (
     "{ext}: {module} has several inputs that parameters take part in, and a curvature "
@@ -38,7 +38,7 @@ class HBPBaseModule(ModuleRule):
     def parameter(
         self,
         name: str,
-        ext: HBP,
+        ext: Any,
         module: Layer,
         g_inp: Grads,
         g_out: Grads,
@@ -78,7 +78,7 @@ class HBPBaseModule(ModuleRule):
         return factors.with_input_factor(product, output, sharing, average)
 
     def pull_back(
-        self, ext: HBP, linear: Linearization, backproped: Tensor
+        self, ext: Any, linear: Linearization, backproped: Tensor
     ) -> List[Tensor]:
         """Pull columns, or a matrix that is averaged over the batch, back.
 
@@ -112,7 +112,7 @@ class HBPBaseModule(ModuleRule):
         return [self.backpropagate_batch_average(*args)] * len(linear.positions)
 
     def backpropagate_sqrt(
-        self, ext: HBP, module: Layer, g_inp: Grads, g_out: Grads, H: Tensor
+        self, ext: Any, module: Layer, g_inp: Grads, g_out: Grads, H: Tensor
     ) -> Tensor:
         """Pull columns back.
 
@@ -129,7 +129,7 @@ class HBPBaseModule(ModuleRule):
         return self.derivatives.jac_t_mat_prod(module, g_inp, g_out, H)
 
     def backpropagate_batch_average(
-        self, ext: HBP, module: Layer, g_inp: Grads, g_out: Grads, H: Tensor
+        self, ext: Any, module: Layer, g_inp: Grads, g_out: Grads, H: Tensor
     ) -> Tensor:
         """Pull a matrix back that is averaged over the batch.
 

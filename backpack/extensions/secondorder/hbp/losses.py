@@ -1,12 +1,9 @@
 """Hessian backpropagation starts at the loss."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, Callable, Tuple
+from typing import Any, Callable
 
 from einops import einsum
 from torch import Tensor
-from torch.nn import Module
 
 from backpack.core.derivatives.bcewithlogitsloss import BCELossWithLogitsDerivatives
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
@@ -20,9 +17,6 @@ from backpack.extensions.secondorder.hbp.hbp_options import (
 from backpack.extensions.secondorder.hbp.hbpbase import HBPBaseModule
 from backpack.utils.types import Grads, Layer
 from backpack.utils.unsqueeze import flatten
-
-if TYPE_CHECKING:
-    from backpack.extensions.secondorder.hbp import HBP
 
 
 def flatten_square(matrix: Tensor) -> Tensor:
@@ -42,7 +36,7 @@ class HBPLoss(HBPBaseModule):
     """Compute the loss Hessian, or columns of its factor."""
 
     def backpropagate(
-        self, ext: HBP, module: Layer, g_inp: Grads, g_out: Grads, backproped: Any
+        self, ext: Any, module: Layer, g_inp: Grads, g_out: Grads, backproped: Any
     ) -> Tensor:
         """Compute what is pulled back.
 
@@ -68,9 +62,7 @@ class HBPLoss(HBPBaseModule):
             return einsum(flat, flat, "v n i, v n j -> i j")
         return result
 
-    def make_loss_hessian_func(
-        self, ext: HBP
-    ) -> Callable[[Module, Tuple[Tensor], Tuple[Tensor]], Tensor]:
+    def make_loss_hessian_func(self, ext: Any) -> Callable[..., Tensor]:
         """Choose how the loss Hessian is represented.
 
         Args:

@@ -1,8 +1,6 @@
 """The square root of the GGN on a module with known derivatives."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Type
+from typing import Any, Type
 
 from torch import Tensor
 from torch.nn import Module
@@ -10,9 +8,6 @@ from torch.nn import Module
 from backpack.core.table import LAYERS
 from backpack.extensions.mat_to_mat_jac_base import ParameterRule
 from backpack.utils.types import Grads, Layer
-
-if TYPE_CHECKING:
-    from backpack.extensions.backprop_extension import BackpropExtension
 
 
 class SqrtGGNBaseModule(ParameterRule):
@@ -24,7 +19,7 @@ class SqrtGGNBaseModule(ParameterRule):
     def parameter(
         self,
         name: str,
-        ext: BackpropExtension,
+        ext: Any,
         module: Layer,
         g_inp: Grads,
         g_out: Grads,
@@ -68,7 +63,7 @@ def on_layer(layer: Type[Module], path: str) -> Type[SqrtGGNBaseModule]:
 
     def init(self: SqrtGGNBaseModule) -> None:
         """Set the derivatives and the parameters."""
-        SqrtGGNBaseModule.__init__(self, row.derivatives, list(row.params))
+        SqrtGGNBaseModule.__init__(self, row.derivatives, list(row.params or ()))
 
     doc = f"Square root of the GGN on ``{layer.__name__}``."
     body = {"__init__": init, "__doc__": doc, "__module__": path}

@@ -35,6 +35,7 @@ from backpack.utils.hooks import EXTENDED, no_op
 from backpack.utils.module_classification import is_no_op
 from backpack.utils.older_torch import make_backward_overridable
 from backpack.utils.state import state
+from backpack.utils.types import Grads
 
 __all__ = [
     "BackpropExtension",
@@ -229,7 +230,7 @@ def extend(module: Module, debug: bool = False, use_converter: bool = False) -> 
             _register_hooks(child)
             child._backpack_extend = True
     EXTENDED.add(module)
-    Module.__prepare_scriptable__ = scriptable
+    Module.__prepare_scriptable__ = scriptable  # type: ignore[attr-defined]
     CTX.forget_dead_handles()
     return module
 
@@ -265,9 +266,7 @@ def hook_store_io(
     leave_call(module, input, {}, output)
 
 
-def hook_run_extensions(
-    module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]
-) -> None:
+def hook_run_extensions(module: Module, g_inp: Grads, g_out: Grads) -> None:
     """Run the active extensions on a module by hand.
 
     Args:

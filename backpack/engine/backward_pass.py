@@ -568,7 +568,7 @@ class BackwardPass:
             return False
         return not any(ext.runs_on(call) for ext in current.active_exts)
 
-    def parameters(self, call: Call) -> List[Tuple[str, Parameter]]:
+    def parameters(self, call: Call) -> List[Tuple[str, Any]]:
         """List the parameters a call is responsible for, as far as they take part.
 
         Args:

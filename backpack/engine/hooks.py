@@ -40,8 +40,10 @@ from backpack.utils.module_classification import is_loss, is_no_op
 class _Frame:
     """A call of a module that has not returned yet."""
 
-    __slots__ = ("module", "call", "running", "called", "calls", "since", "tracker")
-    __slots__ += ("outer", "row", "suspends")
+    __slots__ = (
+        *("module", "call", "running", "called", "calls", "since", "tracker"),
+        *("outer", "row", "suspends"),
+    )
 
     def __init__(self, module: Module, running: int):
         self.module, self.running = module, running
@@ -260,7 +262,7 @@ def _remove_mode(tracker: Tracker) -> None:
 # ------------------------------------------------------------------ layers of the table
 
 _AXES = {nn.Linear: (1, 1), nn.Embedding: (0, 1)}
-_BATCH_AXES = {
+_BATCH_AXES: Dict[Any, int] = {
     **{nn.Conv1d: 3, nn.Conv2d: 4, nn.Conv3d: 5},
     **{nn.ConvTranspose1d: 3, nn.ConvTranspose2d: 4, nn.ConvTranspose3d: 5},
 }
@@ -609,6 +611,7 @@ def _is_own_leaf(module: Module, x: Any) -> bool:
 
 def _parameters(module: Module, args: Tuple, frame: _Frame) -> Dict[str, Tensor]:
     """Collect the parameters for which no call further inside is responsible."""
+    own: Dict[str, Tensor]
     own = {n: p for n, p in module._parameters.items() if p is not None}
     if isinstance(module, FunctionModule):
         arguments = enumerate(args)

@@ -112,10 +112,7 @@ class Report:
             warn(NOTHING_EXTENDED, stacklevel=3)
 
     def _collect(
-        self,
-        root: Module,
-        extensions: Sequence[Any],
-        missing: Dict[str, List[str]],
+        self, root: Module, extensions: Sequence[Any], missing: Dict[str, List[str]]
     ) -> None:
         """Collect the names of a model's parameters without a result, by reason."""
         for name, param in root.named_parameters():

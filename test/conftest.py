@@ -81,11 +81,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Rows that are not right yet, by name, and what is missing
 OPEN = {
-    "test_factors[addmm-transposed]": "a rule for shifts with two axes in addmm",
-    "test_factors[one-token]": "a use of a looked-up row of a batch of one is not seen",
-    "test_right_or_refused[block-diagonal-graph]": "no reason is given for no result",
-    "test_unusual_losses[with-a-layer-3]": "its layer's parameters have no curvature",
-    "test_unusual_losses[with-a-layer-4]": "its layer's parameters have no curvature",
     "test_samples_kept_apart": "more than one in a hundred right models is refused",
 }
 

@@ -170,6 +170,7 @@ def _start(frame: _Frame, args: Tuple, kwargs: Dict[str, Any]) -> None:
     data = [x for x in tensors if not isinstance(x, Parameter)] or tensors
     known = [explain(x) for x in data]
     sizes = [k.n for k in known if k is not None and not isinstance(k.placement, Mixed)]
+    sizes = sizes or [k.n for k in known if k is not None]
     if not sizes:
         raw = [x for x in data if x.grad_fn is None]
         if not raw:
@@ -295,7 +296,17 @@ def _row_of_call(
         return row if _keeps_samples(module, x) else None
     if not row.accepts(module, args) or not _is_plain(module, row):
         return None
+    if isinstance(module, nn.RNNBase) and not _takes_samples(module, x, tracker):
+        return None
     return row
+
+
+def _takes_samples(module: Module, x: Tensor, tracker: Optional[Tracker]) -> bool:
+    """Tell whether what a recurrent layer takes for the batch are the samples."""
+    axis, known = int(not module.batch_first), _input_of(module, x, tracker)
+    if x.dim() < 3 or x.shape[axis] != known.n:
+        return False
+    return known.n == 1 or known.placement == Layout(axis, 1)
 
 
 def _is_plain(module: Module, row: Row) -> bool:
@@ -432,11 +443,6 @@ def _placements(
     name, placement = f"`{type(module).__name__}` on {list(x.shape)}", known.placement
     mixed = Mixed(name, module=weakref.ref(module))
     if isinstance(module, nn.RNNBase):
-        axis = int(not module.batch_first)
-        if placement is None or x.dim() < 3:
-            return [mixed._replace(is_known=False)] * len(outputs)
-        if placement != Layout(axis, 1):
-            return [mixed] * len(outputs)
         return [Layout(output_batch_axis(module, i), 1) for i in range(len(outputs))]
     if isinstance(placement, Mixed) or placement is None:
         return [placement] * len(outputs)
@@ -513,6 +519,7 @@ def _record(
                 place(x, placement, tracker.key)
         call.placements = placements
     if frame.tracker is not None and not call.is_loss:
+        frame.tracker.note_dropped(outputs)
         call.n = frame.tracker.n
         call.placements = [placement_of(x, frame.tracker.key) for x in outputs]
     _attach(call, outputs, edges)

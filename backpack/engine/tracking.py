@@ -287,6 +287,18 @@ class Tracker(TorchFunctionMode):
             return placement
         return placement._replace(module=self.owner.module_ref)
 
+    def note_dropped(self, outputs: Sequence[Tensor]) -> None:
+        """Say where samples have met, if nothing that comes out depends on any.
+
+        Args:
+            outputs: What the model returned.
+        """
+        met, outs = self._finder.dropped, [x for x in outputs if x.grad_fn is not None]
+        if met is not None and all(self._finder.of(x) is None for x in outs):
+            for x in outs:
+                place(x, met, self.key)
+                _note_meeting(x, met)
+
     def _write_to_base(self, view: Tensor, base: Tensor) -> None:
         """Pass on where samples are from a view that was written to, to its base."""
         placement, known = self._finder.of(view), self._finder.of(base)

@@ -79,12 +79,6 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_default_device(config.getoption("--device"))
 
 
-# Rows that are not right yet, by name, and what is missing
-OPEN = {
-    "test_samples_kept_apart": "more than one in a hundred right models is refused",
-}
-
-
 def pytest_collection_modifyitems(
     config: pytest.Config, items: List[pytest.Item]
 ) -> None:
@@ -94,8 +88,6 @@ def pytest_collection_modifyitems(
         if torch.__version__ < version:
             reason = f"before torch {version}, {why}"
             item.add_marker(pytest.mark.skip(reason=reason))
-        if item.name in OPEN:
-            item.add_marker(pytest.mark.xfail(reason=OPEN[item.name], strict=False))
     if not config.getoption("--light"):
         return
     seen: Counter = Counter()

@@ -599,11 +599,20 @@ class BackwardPass:
                 f"output, and {module} has an output of shape {list(output.shape)}. "
                 "Use reduction='mean' or reduction='sum'."
             )
+        if turn.call.is_function and self._is_inside(turn.call):
+            return
         factor = float(g_out)
         self.loss_factors.append(factor)
-        if factor != 1.0:
+        if factor != 1.0 and not turn.call.is_function:
             warn(MODIFIED_LOSS.format(module=module, factor=factor), stacklevel=2)
         self.pull_back.meet(turn, second_order)
+
+    def _is_inside(self, call: Call) -> bool:
+        """Tell whether more than a sum was made of a loss that a model has called."""
+        if self.inspection is None:
+            return True
+        terms, _ = additive_terms(self.inspection.roots)
+        return set(terms).isdisjoint(self.inspection.calls[call])
 
 
 def met_before_losses(inspection: Inspection) -> List[Mixed]:

@@ -26,7 +26,7 @@ from backpack.converter.function import FunctionModule
 from backpack.core.derivatives.generic import output_batch_axis, tensor_outputs
 from backpack.core.layout import FIRST, Layout, Mixed, Placement
 from backpack.core.operations import LayerLike, Operation
-from backpack.core.table import Row, find_row
+from backpack.core.table import Row, find_loss_module, find_row
 from backpack.engine.gaps import Known, explain
 from backpack.engine.graph import is_leaf
 from backpack.engine.placements import MARK, Pass, place, placement_of
@@ -185,6 +185,7 @@ def _start(frame: _Frame, args: Tuple, kwargs: Dict[str, Any]) -> None:
             inputs.append((x, FIRST))
     frame.tracker = _THREAD.tracker = Tracker(n, inputs)
     frame.tracker.owner, frame.tracker.root = frame.call, frame.call.module_ref
+    frame.tracker.note_loss = _note_function
     frame.tracker.__enter__()
 
 
@@ -502,7 +503,7 @@ def _record(
         call.is_loss, call.loss_module = True, module
     call.is_composite = any(True for _ in module.children())
     call.is_transparent = bool(frame.called)
-    if call.is_transparent and call.is_loss:
+    if call.is_loss:
         for ref in frame.calls:  # the outermost loss module is the loss
             if ref() is not None:
                 ref().is_loss = False
@@ -551,6 +552,25 @@ def _note_loss(call: Call, tracker: Optional[Tracker]) -> None:
     if known is None:
         known = Known(FIRST, len(x) if x.dim() else 1)
     call.placement, call.n = known
+
+
+def _note_function(func: Any, args: Tuple, kwargs: Dict[str, Any], out: Tensor) -> None:
+    """Record a loss that a model has called as a function."""
+    if any(is_loss(frame.module) for frame in _THREAD.frames):
+        return  # it is the loss
+    with torch._C.DisableTorchFunction():
+        found = find_loss_module(func, args, kwargs)
+        if found is None:
+            return
+        module, operands = found
+        call, edges = Call(module), [edge_of(out)]
+        call.finish(module, operands, {}, [out], edges, {})
+        call.is_loss = call.is_function = True
+        call.loss_module = module  # nobody else owns it
+        for frame in _THREAD.frames:
+            frame.calls.append(weakref.ref(call))
+        _note_loss(call, None)
+        _attach(call, [out], edges)
 
 
 def is_hooked(module: Module) -> bool:

@@ -234,7 +234,7 @@ class Finder:
             except (
                 Exception
             ) as error:  # whatever it is, the operation's own call passed
-                found = [Mixed(f"{name} ({_first_line(error)})", False)] * len(outs)
+                found = [Mixed(f"`{name}` ({_first_line(error)})", False)] * len(outs)
                 key = None
         if key is not None:
             if len(self._remembered) >= self._MOST:
@@ -246,7 +246,9 @@ class Finder:
         self, found: List[Placement], outs: Sequence[Tensor]
     ) -> List[Placement]:
         """Take what samples have met in for a constant, if it has no gradient."""
-        mixed = [isinstance(p, Mixed) and not x.requires_grad for p, x in zip(found, outs)]
+        mixed = [
+            isinstance(p, Mixed) and not x.requires_grad for p, x in zip(found, outs)
+        ]
         if True not in mixed:
             return found
         self.dropped = self.dropped or found[mixed.index(True)]

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from backpack.core.layout import Layout, Mixed, Placement, sample_numbers, simplify
 from backpack.core.operations import find_operation
+from backpack.core.table import LOSS_FUNCTIONS
 from backpack.engine.gaps import CONSTANT, explain
 from backpack.engine.graph import MEETING, SILENT
 from backpack.engine.placements import MARK, Finder, Pass, place
@@ -46,6 +47,7 @@ class Kind(NamedTuple):
     is_quiet: bool
     writes: bool
     opened: Optional[Callable]
+    is_loss: bool
 
 
 def _without_overrides(func: FunctionType) -> Callable:
@@ -86,7 +88,9 @@ def _kind_of(func: Any) -> Kind:
         or name == "__setitem__"
         or (name.startswith("__i") and name not in ("__invert__", "__index__"))
     )
-    kind = _KINDS[func] = Kind(name, quiet, writes, _OPENED.get(func))
+    kind = _KINDS[func] = Kind(
+        name, quiet, writes, _OPENED.get(func), func in LOSS_FUNCTIONS
+    )
     return kind
 
 
@@ -99,6 +103,7 @@ class Tracker(TorchFunctionMode):
         suspended: Whether a layer is being called that is looked at as a whole.
         owner: Record of the innermost extended module that is being called.
         root: Weak reference to the outermost one.
+        note_loss: Called with losses that are functions, their arguments and results.
     """
 
     def __init__(self, n: int, inputs: Sequence[Tuple[Tensor, Placement]]):
@@ -114,6 +119,7 @@ class Tracker(TorchFunctionMode):
         self.owner: Any = None
         self._finder = Finder(n, self.key)
         self.root: Optional[Callable[[], Any]] = None
+        self.note_loss: Callable = lambda *_: None
         self._given: Optional[Set[int]] = None  # computed tensors that are parameters
         for x, placement in inputs:
             place(x, placement, self.key)
@@ -263,6 +269,8 @@ class Tracker(TorchFunctionMode):
             hooked, placed = [base], [self._finder.of(base)]
         if pairs is not None:
             self._record(func, kind, args, kwargs, pairs, hooked, placed, since)
+        elif kind.is_loss and out.grad_fn is not None and not out.dim():
+            self.note_loss(func, args, kwargs, out)
         return out
 
     def _place(

@@ -33,6 +33,7 @@ from backpack.engine.placements import MARK, Pass, place, placement_of
 from backpack.engine.record import Call
 from backpack.engine.tracking import Tracker
 from backpack.engine.uses import Constant, Entry, Use, edge_of, entries_at, on_one_node
+from backpack.utils.compiling import untraced
 from backpack.utils.disable import disable
 from backpack.utils.module_classification import is_loss, is_no_op
 
@@ -76,6 +77,7 @@ def steps_aside() -> bool:
     """
     return (
         not torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
         or not disable.should_store_io()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
@@ -117,7 +119,10 @@ def enter_call(
     Returns:
         The arguments, guarded against interruptions, for an outermost call.
     """
-    if torch.compiler.is_compiling() or steps_aside():
+    if torch.compiler.is_dynamo_compiling():
+        traced = not torch.is_grad_enabled()
+        return None if traced else untraced(enter_call, module, args, kwargs)
+    if steps_aside():
         return None
     caller = sys._getframe(1)
     frames, tracker = _THREAD.frames, _THREAD.tracker
@@ -213,8 +218,9 @@ def leave_call(
     Returns:
         A replacement for outputs that are leaves of the graph, else ``None``.
     """
-    if torch.compiler.is_compiling():
-        return None
+    if torch.compiler.is_dynamo_compiling():
+        traced = not torch.is_grad_enabled()
+        return None if traced else untraced(leave_call, module, args, kwargs, output)
     frame = _pop_frame(module) if _THREAD.frames else None
     if type(kwargs) is _Guard:
         kwargs = dict(kwargs)  # the record would keep what keeps the record

@@ -15,7 +15,7 @@ from typing import Callable, Dict, Iterator, List, Tuple
 
 import pytest
 import torch
-from cases import FIRST_ORDER
+from cases import FIRST_ORDER, make_extension
 from torch import Tensor, nn
 from torch.nn import Module
 from torch.utils.checkpoint import checkpoint
@@ -158,7 +158,7 @@ def make() -> List:
     Returns:
         One of each kind of quantity.
     """
-    return [getattr(extensions, name)() for name in FIRST_ORDER + EXACT]
+    return [make_extension(name) for name in FIRST_ORDER + EXACT]
 
 
 def build(name: str) -> Tuple[Module, Module, Tensor, Tensor]:
@@ -415,7 +415,7 @@ model = extend(nn.Sequential(
 ))
 loss = extend(nn.CrossEntropyLoss())
 x, y = torch.rand(batch, features), torch.randint(classes, (batch,))
-exts = [getattr(extensions, quantity)()]
+exts = [make_extension(quantity)]
 
 def run():
     with backpack(*exts):

@@ -184,7 +184,7 @@ class WeightedGrad(GradientReduction):
                 factor = self._factor(running.reductions, product.batch_size)
             if isinstance(self._given, Tensor):
                 weights = self.weights = self._checked(self._given, gradients)
-                kept[param] = gradients.weighted_sum(weights * factor)
+                kept[param] = _sum(gradients, weights, factor)
                 continue
             by_dots = self._of == "dots"
             gradients = gradients.formed(by_dots)
@@ -195,7 +195,7 @@ class WeightedGrad(GradientReduction):
                 found, weights = self._decide(entry.statistic, gradients)
                 (self.dots if by_dots else self.norms)[param] = found
                 self.weights[param] = weights
-                kept[param] = gradients.weighted_sum(weights * factor)
+                kept[param] = _sum(gradients, weights, factor)
 
     def conclude(self, backward_pass: Any) -> Dict[Tensor, Tensor]:
         """Decide on the weights, and sum individual gradients.
@@ -230,7 +230,7 @@ class WeightedGrad(GradientReduction):
         else:
             self.norms = found
         return {
-            param: gradients.weighted_sum(self.weights.to(gradients.device) * factor)
+            param: _sum(gradients, self.weights, factor)
             for param, (gradients, _, _, factor) in waiting.items()
         }
 
@@ -297,3 +297,9 @@ class WeightedGrad(GradientReduction):
             text = {"what": what, "instead": "scale='summand' and a sum"}
             raise NotImplementedError(NOT_SHARED.format(ext=name, **text))
         return piece.sum(value, 1.0)
+
+
+def _sum(gradients: PerSample, weights: Tensor, factor: float) -> Tensor:
+    """Sum individual gradients ``[1, N, *p]``, with weights and a factor."""
+    weights = weights.to(gradients.device) * factor
+    return gradients.weighted_sum(weights).squeeze(0)

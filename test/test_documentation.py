@@ -12,6 +12,7 @@ from typing import Any, Iterator, List, Set, Tuple
 import pytest
 import support
 import torch
+from cases import make_extension
 
 import backpack
 from backpack import extensions
@@ -72,7 +73,7 @@ def pages() -> List[Path]:
 def test_quantities_are_described():
     """README, quantities and API show every quantity and the name of its field."""
     for quantity in support.QUANTITIES:
-        name, field = quantity.__name__, quantity().savefield
+        name, field = quantity.__name__, make_extension(quantity.__name__).savefield
         for page in (ROOT / "README.md", DOCS / "quantities.rst"):
             text = page.read_text()
             assert f"`{name}" in text and f"`{field}`" in text, (page.name, name)
@@ -84,7 +85,7 @@ def test_options_are_described():
     text = (DOCS / "quantities.rst").read_text()
     for quantity in support.QUANTITIES:
         options = inspect.signature(quantity).parameters.values()
-        shown = [f"{o.name}={o.default!r}".replace("'", '"') for o in options]
+        shown = [str(o.replace(annotation=o.empty)).replace("'", '"') for o in options]
         assert f"``{quantity.__name__}({', '.join(shown)})``" in text
 
 

@@ -307,6 +307,7 @@ def test_only_fields_are_left(name: str):
     fields = [getattr(p, e.savefield, None) for e in exts for p in model.parameters()]
     # some are views of all of a tensor
     fields += [field._base for field in fields if field is not None]
+    fields += [x for e in exts for x in vars(e).values()]  # what one may read there
     gradients = {id(p.grad) for p in (*model.parameters(), x)}
     left = set(map(id, alive(Tensor))) - before - set(map(id, fields)) - gradients
     assert not left
@@ -415,7 +416,7 @@ model = extend(nn.Sequential(
 ))
 loss = extend(nn.CrossEntropyLoss())
 x, y = torch.rand(batch, features), torch.randint(classes, (batch,))
-exts = [make_extension(quantity)]
+exts = [getattr(extensions, quantity)()]
 
 def run():
     with backpack(*exts):

@@ -47,6 +47,7 @@ class State:
         debug: Whether to print what is run.
         extension_hook: Function to run on each module after the extensions.
         retain_graph: Whether to keep inputs and outputs for another backward pass.
+        gradient: Whether gradients are accumulated.
         check: Whether to check individual gradients.
         in_context: Whether a context is active, with extensions or without.
         report: What has happened inside the context.
@@ -67,6 +68,7 @@ class State:
         self.debug = False
         self.extension_hook: Callable[[Module], None] = no_op
         self.retain_graph = False
+        self.gradient = True
         self.check = False
         self.in_context = False
         self.report: Any = None

@@ -1,5 +1,6 @@
 """What holds for every test: one thread, and random numbers that repeat."""
 
+import gc
 from collections import Counter
 from typing import Iterator, List
 
@@ -51,6 +52,15 @@ SINCE = {
     "test_slices_of_half_precision_numbers": HALF,
     "test_sums_of_half_precision_numbers": HALF,
 }
+
+
+def pytest_collection_finish() -> None:
+    """Keep what has been collected out of the way of the garbage collector.
+
+    It looks at all objects each time, and tests of memory call it often.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -158,7 +158,7 @@ class LayerLike(Operation):
             features: Number of axes that are no rows, of input and output. Default:
                 ``None`` if all but the first are none.
         """
-        super().__init__(data, names)
+        super().__init__(data, list(names))
         self.derivatives, self.layer, self.names = derivatives, layer, names
         self._features = features
         self._arranged: Optional[Tuple[Any, Tensor]] = None
@@ -192,7 +192,7 @@ class LayerLike(Operation):
         if n == 1 and lead > 0:
             out = Layout(0, x.shape[0])
         try:
-            arrangement = Arrangement(out, x.shape[:lead], n)
+            arrangement = Arrangement(out, x.shape[:lead], n)  # type: ignore[arg-type]
         except ValueError:
             return None
         dtype = getattr(self.layer, name).dtype
@@ -294,7 +294,7 @@ class Contraction(Operation):
         elif isinstance(out, Tensor):
             out = out.movedim([*outputs], [*range(-len(outputs), 0)])
         try:
-            arrangement = Arrangement(out, rows, n)
+            arrangement = Arrangement(out, rows, n)  # type: ignore[arg-type]
         except ValueError:
             return None
         b = arrangement.rows(b, 1).flatten(3)
@@ -579,9 +579,9 @@ def _matmul(
 def _rmatmul(
     args: Sequence[Any], kwargs: Dict[str, Any], constants: Keys
 ) -> Optional[Operation]:
-    found = _matmul(args[::-1], kwargs, [1 - key for key in constants])
-    if found is not None:
-        found.key = 1 - found.key
+    found = _matmul(args[::-1], kwargs, [1 - int(key) for key in constants])
+    if isinstance(found, Contraction):
+        found.key = 1 - int(found.key)
         found.keys = (found.key,)
     return found
 
@@ -632,7 +632,7 @@ def _einsum(
     terms = operands.split(",")
     if any(len(set(term)) < len(term) for term in (*terms, out)):
         return None
-    return _einsum_with(constants[0] - 1, terms, out, args[1:])
+    return _einsum_with(int(constants[0]) - 1, terms, out, args[1:])
 
 
 def _einsum_with(

@@ -77,7 +77,7 @@ class Row(NamedTuple):
         several_outputs: Whether the derivatives take cotangents of several outputs.
     """
 
-    derivatives: BaseDerivatives
+    derivatives: Any
     params: Optional[Tuple[str, ...]] = ()
     min_dim: int = 1
     several_outputs: bool = False
@@ -329,7 +329,8 @@ def find_row(module: Module, losses: bool = False) -> Optional[Row]:
     Returns:
         Its row, or ``None`` where only the generic rule is right.
     """
-    row, names = _find_own(type(module), losses)
+    cls: Any = type(module)
+    row, names = _find_own(cls, losses)
     return row if vars(module).keys().isdisjoint(names) else None
 
 

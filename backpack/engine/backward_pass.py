@@ -568,7 +568,7 @@ class BackwardPass:
             return False
         return not any(ext.runs_on(call) for ext in current.active_exts)
 
-    def parameters(self, call: Call) -> List[Tuple[str, Parameter]]:
+    def parameters(self, call: Call) -> List[Tuple[str, Any]]:
         """List the parameters a call is responsible for, as far as they take part.
 
         Args:
@@ -593,7 +593,7 @@ class BackwardPass:
         if not second_order:
             return
         module, output, (g_out, *_) = turn.module, turn.call.outputs[0], turn.g_out
-        if output.numel() != 1 or getattr(module, "reduction", "") == "none":
+        if output.numel() != 1:
             raise ValueError(
                 f"{type(second_order[0]).__name__} starts at a loss with a scalar "
                 f"output, and {module} has an output of shape {list(output.shape)}. "

@@ -345,7 +345,8 @@ class Inspection:
             if any(entries_of(node) for node in walk([term]))
         ]
         data_nodes = set(walk(data_terms))
-        separate, entangled = [], []
+        separate: List[Tensor] = []
+        entangled: List[Tensor] = []
         for param, nodes in outside.items():
             mixed = not data_nodes.isdisjoint(nodes)
             (entangled if mixed else separate).append(param)

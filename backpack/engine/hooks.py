@@ -33,6 +33,7 @@ from backpack.engine.placements import MARK, Pass, place, placement_of
 from backpack.engine.record import Call
 from backpack.engine.tracking import Tracker
 from backpack.engine.uses import Constant, Entry, Use, edge_of, entries_at, on_one_node
+from backpack.utils.compiling import untraced
 from backpack.utils.disable import disable
 from backpack.utils.module_classification import is_loss, is_no_op
 
@@ -40,8 +41,10 @@ from backpack.utils.module_classification import is_loss, is_no_op
 class _Frame:
     """A call of a module that has not returned yet."""
 
-    __slots__ = ("module", "call", "running", "called", "calls", "since", "tracker")
-    __slots__ += ("outer", "row", "suspends")
+    __slots__ = (
+        *("module", "call", "running", "called", "calls", "since", "tracker"),
+        *("outer", "row", "suspends"),
+    )
 
     def __init__(self, module: Module, running: int):
         self.module, self.running = module, running
@@ -74,6 +77,7 @@ def steps_aside() -> bool:
     """
     return (
         not torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
         or not disable.should_store_io()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
@@ -115,7 +119,10 @@ def enter_call(
     Returns:
         The arguments, guarded against interruptions, for an outermost call.
     """
-    if torch.compiler.is_compiling() or steps_aside():
+    if torch.compiler.is_dynamo_compiling():
+        traced = not torch.is_grad_enabled()
+        return None if traced else untraced(enter_call, module, args, kwargs)
+    if steps_aside():
         return None
     caller = sys._getframe(1)
     frames, tracker = _THREAD.frames, _THREAD.tracker
@@ -211,8 +218,9 @@ def leave_call(
     Returns:
         A replacement for outputs that are leaves of the graph, else ``None``.
     """
-    if torch.compiler.is_compiling():
-        return None
+    if torch.compiler.is_dynamo_compiling():
+        traced = not torch.is_grad_enabled()
+        return None if traced else untraced(leave_call, module, args, kwargs, output)
     frame = _pop_frame(module) if _THREAD.frames else None
     if type(kwargs) is _Guard:
         kwargs = dict(kwargs)  # the record would keep what keeps the record
@@ -262,7 +270,7 @@ def _remove_mode(tracker: Tracker) -> None:
 # ------------------------------------------------------------------ layers of the table
 
 _AXES = {nn.Linear: (1, 1), nn.Embedding: (0, 1)}
-_BATCH_AXES = {
+_BATCH_AXES: Dict[Any, int] = {
     **{nn.Conv1d: 3, nn.Conv2d: 4, nn.Conv3d: 5},
     **{nn.ConvTranspose1d: 3, nn.ConvTranspose2d: 4, nn.ConvTranspose3d: 5},
 }
@@ -636,6 +644,7 @@ def _is_own_leaf(module: Module, x: Any) -> bool:
 
 def _parameters(module: Module, args: Tuple, frame: _Frame) -> Dict[str, Tensor]:
     """Collect the parameters for which no call further inside is responsible."""
+    own: Dict[str, Tensor]
     own = {n: p for n, p in module._parameters.items() if p is not None}
     if isinstance(module, FunctionModule):
         arguments = enumerate(args)

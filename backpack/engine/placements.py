@@ -378,8 +378,8 @@ class Finder:
         unseen = [torch.zeros(o.shape, dtype=torch.bool, device=o.device) for o in outs]
         mixed = [False] * len(outs)
         for bit in range(max(1, ceil(log2(n))) if n > 1 else 1):
-            ones = run(lambda i, b=bit: (i >= 0) & (i >> b & 1 == 1))
-            zeros = run(lambda i, b=bit: (i >= 0) & (i >> b & 1 == 0))
+            ones = run(lambda i, b=bit: (i >= 0) & (i >> b & 1 == 1))  # type: ignore[misc]
+            zeros = run(lambda i, b=bit: (i >= 0) & (i >> b & 1 == 0))  # type: ignore[misc]
             for j, (p, q) in enumerate(zip(ones, zeros)):
                 if _is_inexact(p) and not integers:
                     p, q = p.isnan(), q.isnan()

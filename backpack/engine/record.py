@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from functools import lru_cache
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
@@ -71,7 +71,7 @@ class Call:
     placement: Any = None
     placements: Any = None
     n = 0
-    graphless: Sequence[Module] = ()
+    graphless: Iterable[Module] = ()
     edges_before: Sequence[List[GradientEdge]] = ()
 
     def __init__(self, module: Module):

@@ -24,6 +24,7 @@ from backpack.engine.gaps import CONSTANT, explain
 from backpack.engine.graph import MEETING, SILENT
 from backpack.engine.placements import MARK, Finder, Pass, place
 from backpack.engine.uses import Constant, Use, edge_of, on_one_node
+from backpack.utils.compiling import untraced
 
 # Methods and properties that return no tensor, or change nothing of one
 _QUIET = frozenset(
@@ -137,6 +138,9 @@ class Tracker(TorchFunctionMode):
         kwargs: Optional[Dict[str, Any]] = None,
     ) -> Any:
         """Run an operation; remember what matters of it."""
+        if torch.compiler.is_dynamo_compiling():
+            run = Tracker.__torch_function__
+            return untraced(run, self, func, types, args, kwargs)
         kwargs = kwargs or {}
         kind = _KINDS.get(func)
         if kind is None:

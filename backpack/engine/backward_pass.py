@@ -41,6 +41,7 @@ from backpack.engine.record import Call
 from backpack.engine.turn import Turn
 from backpack.engine.uses import Entry, Use, refuse
 from backpack.utils.hooks import no_op
+from backpack.utils.parallel import is_parallel, move_to_shards, refuse_parts
 from backpack.utils.state import State
 
 MODIFIED_LOSS = (
@@ -268,6 +269,8 @@ class BackwardPass:
             reached = [*inspection.reached, *params]
             reached = reached if inputs is None else tree_leaves(inputs)
             report.reached.update(map(id, reached))
+        names = ", ".join(type(ext).__name__ for ext in self.state.active_exts)
+        refuse_parts(names, [*inspection.reached, *params])
         if any(ext.pulls_columns for ext in self.state.active_exts):
             self._warn_of_terms()
         if not self._separating:
@@ -386,6 +389,12 @@ class BackwardPass:
             ext.saved_quantities.clear()
         if self._check is not None:
             self._check.remove()
+        if self.inspection is not None and is_parallel():
+            exts, report = self.state.active_exts, self.state.report
+            for ext, shard in move_to_shards(self.inspection.calls, exts):
+                if report is not None:
+                    report.reached.add(id(shard))
+                    report.saved.add((id(ext), id(shard)))
         self._gradients.clear()
         self._own.clear()
         self.kept.clear()

@@ -20,6 +20,7 @@ from torch.autograd import Function
 from backpack.core.operations import Operation
 from backpack.engine.graph import Inspection, describe, takes_part
 from backpack.engine.parameters import Group
+from backpack.utils.parallel import is_parallel
 from backpack.utils.state import State
 from backpack.utils.types import accumulator_dtype
 
@@ -131,10 +132,7 @@ def find_own(
         Identities of the parameters.
     """
     limits = [ext.adds_up_from for ext in extensions if ext.adds_up_from is not None]
-    several_processes = (
-        torch.distributed.is_available() and torch.distributed.is_initialized()
-    )
-    if not limits or several_processes or not inspection.allows_inputs:
+    if not limits or is_parallel() or not inspection.allows_inputs:
         return set()
     least, found = min(limits), set()
     for group in groups:

@@ -32,7 +32,15 @@ from backpack.engine.graph import is_leaf
 from backpack.engine.placements import MARK, Pass, place, placement_of
 from backpack.engine.record import Call
 from backpack.engine.tracking import Tracker
-from backpack.engine.uses import Constant, Entry, Use, edge_of, entries_at, on_one_node
+from backpack.engine.uses import (
+    Constant,
+    Entry,
+    Use,
+    edge_of,
+    entries_at,
+    listen,
+    on_one_node,
+)
 from backpack.utils.disable import disable
 from backpack.utils.module_classification import is_loss, is_no_op
 
@@ -505,6 +513,7 @@ def _record(
     if _THREAD.frames:
         returned.append((module, weakref.ref(call)))
     else:
+        call.inside = [ref for _, ref in returned]
         returned.clear()
     if call.is_loss:
         _note_loss(call, tracker)
@@ -669,6 +678,8 @@ def _attach(
         call.graphless, _THREAD.graphless = _THREAD.graphless, None
     for i, (node, number, *_) in inner:  # one node, see `on_one_node`
         entries_at(node).append(Entry(number, i, call))
+        if not _THREAD.frames:  # where a backward pass without a context is noticed
+            listen(node)
 
 
 def _is_own_result(call: Call, base: Tensor, output: Tensor) -> bool:

@@ -96,7 +96,7 @@ class State:
             if not (self.in_context or owner.is_use):
                 self.outside = owner.module_ref
             if not (self.in_context and self.retain_graph):
-                owner.release()
+                owner.release_all()
             return
         if any(g is not None and _is_batched(g) for g in g_out):
             names = ", ".join(type(ext).__name__ for ext in self.active_exts)

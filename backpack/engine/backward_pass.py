@@ -31,6 +31,7 @@ from backpack.engine.graph import (
     leaves_behind,
     operation_name,
     tail_terms,
+    targets_below,
     walk,
     will_run,
 )
@@ -39,7 +40,7 @@ from backpack.engine.parameters import Group, Products, find_groups, in_type_of
 from backpack.engine.pull_columns import PullColumns
 from backpack.engine.record import Call
 from backpack.engine.turn import Turn
-from backpack.engine.uses import Entry, Use, refuse
+from backpack.engine.uses import Entry, Use, listen, refuse
 from backpack.utils.hooks import no_op
 from backpack.utils.parallel import is_parallel, move_to_shards, refuse_parts
 from backpack.utils.state import State
@@ -225,6 +226,7 @@ class BackwardPass:
         self.kept: Dict[Any, Any] = {}
         self.reductions: List[Optional[str]] = []
         self._creates_graph = creates_graph
+        self._idle: Dict[Call, List[Node]] = {}
         if (current.active_exts or not current.gradient) and roots:
             self.inspection = Inspection(roots)
             self._find_groups(list(self.inspection.uses))
@@ -237,6 +239,36 @@ class BackwardPass:
         self.accumulated = choose(
             current, self.groups, self.inspection, accumulates, plain
         )
+        if self.inspection is not None:
+            self._listen()
+        elif roots and current.extension_hook is not no_op:
+            listen_below(roots)
+
+    def _listen(self) -> None:
+        """Let uses and calls have their turns, but for calls with nothing to do."""
+        for nodes in self.inspection.uses.values():
+            for node, _ in nodes.values():
+                listen(node)
+        for call, nodes in self.inspection.calls.items():
+            call.check_live()
+            if self._has_nothing_to_do(call):
+                self._idle[call] = nodes
+                continue
+            for node in nodes:
+                listen(node)
+        if self._is_filtered:
+            self._forget_idle()
+
+    def _forget_idle(self) -> None:
+        """Forget calls with nothing to do, unless their tensors' hooks matter."""
+        if not any(ext.pulls_columns for ext in self.state.active_exts):
+            for call in self._idle:
+                self._pass_by(call)
+
+    def _pass_by(self, call: Call) -> None:
+        if self.state.report is not None:
+            self.state.report.met.add(id(call.module))
+        call.release()
 
     def _find_groups(self, uses: Sequence[Use]) -> None:
         """Find out which parameters wait for which uses."""
@@ -395,6 +427,10 @@ class BackwardPass:
                 if report is not None:
                     report.reached.add(id(shard))
                     report.saved.add((id(ext), id(shard)))
+        for call in self._idle if self._is_filtered else ():
+            if not call.released:
+                self._pass_by(call)
+        self._idle.clear()
         self._gradients.clear()
         self._own.clear()
         self.kept.clear()
@@ -430,6 +466,10 @@ class BackwardPass:
             if any(will_run(node) for node, _ in nodes.values())
         ]
         self._find_groups(uses)
+        for call, nodes in list(self._idle.items()):
+            if not any(map(will_run, nodes)):
+                del self._idle[call]
+        self._forget_idle()
 
     def _take_use(self, use: Use, g_out: Tuple[Optional[Tensor], ...]) -> None:
         if self.inspection is None:
@@ -551,13 +591,15 @@ class BackwardPass:
         Raises:
             RuntimeError: If inputs and output were dropped before.
         """  # noqa: DAR401
-        current, module = self.state, call.module
+        if call in self._idle:
+            return
         call.check_live()
+        if self._has_nothing_to_do(call):
+            self._pass_by(call)
+            return
+        current, module = self.state, call.module
         if current.report is not None:
             current.report.met.add(id(module))
-        if self._has_nothing_to_do(call):
-            call.release()
-            return
         call.store(raw=True)
         with Turn(call, self, g_out, entries) as turn:
             if call.is_loss:
@@ -697,6 +739,16 @@ def raise_released(module: Any) -> None:
     raise RuntimeError(RELEASED.format(module=module))
 
 
+def listen_below(nodes: Sequence[Node]) -> None:
+    """Let all uses and calls that something was computed from have their turns.
+
+    Args:
+        nodes: Where it sits in the graph.
+    """
+    for target in targets_below(nodes):
+        listen(target.node)
+
+
 def begin_unannounced(current: State) -> None:
     """Begin a backward pass that did not go through PyTorch's Python interface.
 
@@ -705,6 +757,7 @@ def begin_unannounced(current: State) -> None:
     """
     graph = torch.is_grad_enabled()
     running = current.backward_pass = BackwardPass(current, creates_graph=graph)
+    listen_below([torch._C._current_autograd_node()])
 
     def end() -> None:
         try:

@@ -128,7 +128,7 @@ class State:
                 State.outside = owner.module_ref
                 self.check_context()
             if not (self.in_context and self.retain_graph):
-                owner.release()
+                owner.release_all()
             return
         if any(g is not None and _is_batched(g) for g in g_out):
             names = ", ".join(type(ext).__name__ for ext in self.active_exts)

@@ -7,6 +7,7 @@ the results off the parameters.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
 from backpack import extensions
+from backpack.compiled import CompiledStep
 from backpack.context import CTX
 from backpack.converter.convert import convert_module_to_backpack
 from backpack.engine.backward_pass import BackwardPass
@@ -39,6 +41,7 @@ from backpack.utils.state import state
 __all__ = [
     "BackpropExtension",
     "backpack",
+    "compile_step",
     "convert_module_to_backpack",
     "disable",
     "extend",
@@ -52,7 +55,12 @@ make_backward_overridable()
 class _Announce(TorchFunctionMode):
     """Announces backward passes: everything they remember is forgotten at their end."""
 
-    _BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+    # where the cotangents are that one may give them
+    _COTANGENT = {
+        Tensor.backward: (1, "gradient"),
+        torch.autograd.backward: (1, "grad_tensors", "grad_variables"),
+        torch.autograd.grad: (2, "grad_outputs"),
+    }
 
     def __torch_function__(
         self,
@@ -62,7 +70,7 @@ class _Announce(TorchFunctionMode):
         kwargs: Optional[Dict[str, Any]] = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in self._BACKWARD:
+        if func not in self._COTANGENT:
             return func(*args, **kwargs)
         current = state()
         if current.backward_pass is not None:  # announced by the context inside this
@@ -75,8 +83,10 @@ class _Announce(TorchFunctionMode):
             inputs = args[1]
         accumulates = func is not torch.autograd.grad and len(args) < 2
         accumulates = accumulates and not kwargs.get("create_graph")
-        roots = root_nodes(outputs[0])
-        with BackwardPass(current, roots, inputs, accumulates) as running:
+        roots, begins = root_nodes(outputs[0]), self._COTANGENT[func]
+        given = [*args[begins[0] : begins[0] + 1], *map(kwargs.get, begins[1:])]
+        plain = all(x is None for x in given)
+        with BackwardPass(current, roots, inputs, accumulates, plain) as running:
             if running.leaves:
                 kwargs = {**kwargs, "inputs": running.leaves}
             return func(*args, **kwargs)
@@ -182,6 +192,59 @@ class backpack(AbstractContextManager):  # noqa: N801
         if exc_type is None:
             report.warn(self.exts, current.outside() is not None)
         current.outside = no_op
+
+
+def compile_step(
+    closure: Callable[..., Tensor],
+    *exts: BackpropExtension,
+    backend: Union[str, Callable] = "inductor",
+    mode: Optional[str] = None,
+) -> CompiledStep:
+    """Compile a whole step: forward pass, backward pass, and all quantities.
+
+    The result is called with tensors, and leaves what a plain step leaves: gradients
+    are added to ``.grad``, quantities are saved on the parameters, running statistics
+    are updated, random numbers are new ones. Parameters may change between two calls;
+    shapes, types, modes (``train()``, ``eval()``) and ``requires_grad`` as well, for
+    which the step is compiled again. Until then, everything else is as it was when it
+    was compiled: numbers that are not in tensors, and which way Python has gone.
+
+    Before it is compiled, the step is run twice by Python. That leaves no trace in
+    tensors; but what is printed, counted or appended to a list happens then, and not
+    afterwards.
+
+    Args:
+        closure: Computes the loss from tensors, with modules that are extended.
+        exts: Extensions. Those that save functions cannot be compiled.
+        backend: Backend of :func:`torch.compile`. Default: ``"inductor"``.
+        mode: Mode of :func:`torch.compile`; ``"reduce-overhead"`` replays CUDA graphs.
+            Default: ``None``.
+
+    Returns:
+        The step: a function of the closure's tensors that returns the loss, detached.
+
+    Example:
+        >>> from torch import manual_seed, rand, tensor
+        >>> from torch.nn import CrossEntropyLoss, Linear
+        >>> from backpack.extensions import BatchL2Grad
+        >>> _ = manual_seed(0)
+        >>> model, lossfunc = extend(Linear(3, 2)), extend(CrossEntropyLoss())
+        >>> step = compile_step(
+        ...     lambda X, y: lossfunc(model(X), y), BatchL2Grad(), backend="aot_eager"
+        ... )
+        >>> loss = step(rand(5, 3), tensor([0, 1, 0, 1, 1]))
+        >>> model.weight.batch_l2.shape
+        torch.Size([5])
+    """
+    return CompiledStep(
+        closure,
+        partial(backpack, *exts),
+        exts,
+        partial(
+            torch.compile, backend=backend, mode=mode, fullgraph=True, dynamic=False
+        ),
+        mode in ("reduce-overhead", "max-autotune"),
+    )
 
 
 def extend(module: Module, debug: bool = False, use_converter: bool = False) -> Module:

@@ -14,7 +14,7 @@ from warnings import warn
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 from torch.utils._pytree import tree_leaves
 
 from backpack.core.layout import Mixed
@@ -42,13 +42,19 @@ from backpack.engine.record import Call
 from backpack.engine.turn import Turn
 from backpack.engine.uses import Entry, Use, refuse
 from backpack.utils.hooks import no_op
-from backpack.utils.state import State
+from backpack.utils.state import State, may_look
 
 MODIFIED_LOSS = (
     "The loss was modified after {module}: the gradient at its output is {factor}, not "
     "1. Second-order quantities contain this factor, and nothing else of what was done "
     "to the loss. If they should not, run the backward pass from the loss module's "
     "output itself."
+)
+MAYBE_MODIFIED = (
+    "The backward pass does not begin at the output of {module}. Second-order "
+    "quantities contain the gradient there, which would have to be waited for to be "
+    "named, and nothing else of what was done to the loss. If it is not 1 and should "
+    "be, run the backward pass from the loss module's output itself."
 )
 NOT_EXTENDED_BATCH_NORM = (
     "A {module} in training mode, which is not extended, couples the samples of the "
@@ -167,7 +173,7 @@ class BackwardPass:
 
     Attributes:
         state: What is active.
-        loss_factors: Gradients at the outputs of the losses that were met.
+        met_loss: Whether a loss was met whose columns were pulled back.
         walked: Extensions that have passed quantities from module to module.
         dropouts: Where the output of each call of a dropout layer sits in the graph, if
             an extension walks from module to module.
@@ -183,6 +189,7 @@ class BackwardPass:
         roots: Sequence[Node] = (),
         inputs: Any = None,
         accumulates: bool = False,
+        plain: bool = False,
     ):
         """Begin.
 
@@ -193,6 +200,7 @@ class BackwardPass:
                 leaf tensors.
             accumulates: Whether it does nothing but accumulate gradients. Default:
                 ``False``.
+            plain: Whether it begins with ones. Default: ``False``.
 
         Raises:
             RuntimeError: If a parameter is used where extensions can't see it.
@@ -200,7 +208,7 @@ class BackwardPass:
         self.state = current
         self._separating = [x for x in current.active_exts if x.separates_samples]
         self._check = Check(self) if current.check else None
-        self.loss_factors: List[float] = []
+        self.met_loss, self._is_plain = False, plain
         self.walked: Set[Any] = set()
         self.dropouts: Dict[Call, GradientEdge] = {}
         self.saved_alone: Set[Tuple[Any, Parameter]] = set()
@@ -599,11 +607,34 @@ class BackwardPass:
                 f"output, and {module} has an output of shape {list(output.shape)}. "
                 "Use reduction='mean' or reduction='sum'."
             )
-        factor = float(g_out)
-        self.loss_factors.append(factor)
-        if factor != 1.0:
-            warn(MODIFIED_LOSS.format(module=module, factor=factor), stacklevel=2)
+        self.met_loss = True
+        if not (self._is_plain and is_root(turn.call, self.inspection)):
+            self._warn_of_factor(module, g_out)
         self.pull_back.meet(turn, second_order)
+
+    @staticmethod
+    def _warn_of_factor(module: Module, factor: Tensor) -> None:
+        """Warn of a modified loss, where it is known, or likely."""
+        if not may_look(factor):
+            warn(MAYBE_MODIFIED.format(module=module), stacklevel=3)
+        elif factor != 1.0:
+            text = MODIFIED_LOSS.format(module=module, factor=float(factor))
+            warn(text, stacklevel=3)
+
+
+def is_root(call: Call, inspection: Optional[Inspection]) -> bool:
+    """Tell whether a backward pass begins at nothing but a loss.
+
+    Args:
+        call: The call of the loss.
+        inspection: What the graph looks like, if it is known.
+
+    Returns:
+        Whether it does, and no hook can change the gradient there.
+    """
+    if inspection is None or set(inspection.roots) != set(inspection.calls[call]):
+        return False
+    return not any(x._backward_hooks for x in call.tensors())
 
 
 def met_before_losses(inspection: Inspection) -> List[Mixed]:

@@ -7,6 +7,7 @@ from torch.autograd import grad
 from torch.nn import AlphaDropout, Dropout, FeatureAlphaDropout, Module
 
 from backpack.core.derivatives.elementwise import PiecewiseLinearDerivatives
+from backpack.utils.state import may_look
 from backpack.utils.subsampling import subsample
 
 MASK = "_backpack_mask"
@@ -35,7 +36,8 @@ def drawn_mask(module: Module) -> Tensor:
         Scaled mask of shape ``[N, *in]``; ones in evaluation mode.
 
     Raises:
-        RuntimeError: If the mask cannot be recovered.
+        RuntimeError: If the mask cannot be recovered. Where values must not be looked
+            at, those that are not determined are NaN.
     """
     if MASK in module.__dict__:
         return module.__dict__[MASK]
@@ -53,7 +55,8 @@ def drawn_mask(module: Module) -> Tensor:
             mask = None
         if mask is not None:
             return mask
-    if isinstance(module, (AlphaDropout, FeatureAlphaDropout)) or (x == 0).any():
+    alpha = isinstance(module, (AlphaDropout, FeatureAlphaDropout))
+    if alpha or may_look(x) and (x == 0).any():
         reason = "its graph was freed, and input and output do not determine it"
         raise RuntimeError(UNKNOWN_MASK.format(module=module, reason=reason))
     return (z / x).detach()

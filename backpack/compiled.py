@@ -36,6 +36,10 @@ NOT_TRACED = (
     "no `.item()`, no indexing with a mask), and draw from PyTorch's own generator. "
     "Leave out what does, or run a plain backward pass."
 )
+NO_LEAF = (
+    "A compiled step takes tensors that are no part of a graph, but argument {index} was "
+    "computed from tensors that require a gradient. Detach it, or compute it inside."
+)
 REPLACED = (
     "compile_step(...): the forward pass of {module} puts another tensor into its "
     "buffer '{name}', which a graph cannot do. Write into the buffer, in place."
@@ -97,10 +101,14 @@ class CompiledStep:
 
         Raises:
             TypeError: If an argument is no tensor.
+            ValueError: If one is part of a graph.
             NotImplementedError: If the step cannot be compiled.
         """  # noqa: DAR401
         if not all(isinstance(x, Tensor) for x in tensors):
             raise TypeError(f"A compiled step takes tensors, got {tensors!r}.")
+        for index, x in enumerate(tensors):
+            if x.grad_fn is not None:
+                raise ValueError(NO_LEAF.format(index=index))
         graphs = self._graphs.setdefault(_kinds(tensors), [])
         graph = next((g for g in graphs if _state(g.modules) == g.state), None)
         if graph is None:

@@ -37,8 +37,9 @@ NOT_TRACED = (
     "Leave out what does, or run a plain backward pass."
 )
 NO_LEAF = (
-    "A compiled step takes tensors that are no part of a graph, but argument {index} was "
-    "computed from tensors that require a gradient. Detach it, or compute it inside."
+    "A compiled step takes tensors that are no part of a graph, but argument {index} "
+    "was computed from tensors that require a gradient. Detach it, or compute it "
+    "inside."
 )
 REPLACED = (
     "compile_step(...): the forward pass of {module} puts another tensor into its "

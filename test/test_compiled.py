@@ -1,7 +1,7 @@
-"""A step that is traced or compiled leaves what a plain one does, and waits for nothing.
+"""A step that is traced or compiled leaves what a plain one does.
 
-The table of all networks and quantities runs the recorded graph as it is. Compilers take
-long: each network is compiled once in the usual run, with a few quantities; with
+The table of all networks and quantities runs the recorded graph as it is. Compilers
+take long: each network is compiled once in the usual run, with a few quantities; with
 ``BACKPACK_TEST_LONG=1`` with each of them.
 """
 

@@ -54,7 +54,8 @@ class _Graph(NamedTuple):
         run: Maps arguments and ``lifted`` to the numbers of all results.
         lifted: Tensors that the step reads and writes besides its arguments.
         leaves: What gets a gradient: positions of arguments, and other tensors.
-        spec: Structure of the results: the loss, gradients, fields of each leaf.
+        spec: Structure of the results: what extensions keep, the loss, gradients and
+            fields of each leaf.
         modules: Modules that were called, and those inside.
         state: What the graph is right for, see :func:`_state`.
     """
@@ -121,7 +122,9 @@ class CompiledStep:
             numbers = graph.run(*tensors, *graph.lifted)
             if self._copies:
                 numbers = [x if x is None else x.clone() for x in numbers]
-            loss, *results = tree_unflatten(numbers, graph.spec)
+            kept, loss, *results = tree_unflatten(numbers, graph.spec)
+            for ext, values in zip(self._extensions, kept):
+                vars(ext).update(values)
             for leaf, (gradient, fields) in zip(leaves, results):
                 if gradient is not None and leaf.grad is not None:
                     leaf.grad += gradient
@@ -146,7 +149,7 @@ class CompiledStep:
                 with self._context():
                     loss.backward()
                 results += [(leaf.grad, self._fields(leaf)) for leaf in leaves]
-            numbers, spec = tree_flatten(results)
+            numbers, spec = tree_flatten([list(map(_kept, self._extensions)), *results])
             specs[:] = [spec]
             return numbers
 
@@ -183,6 +186,15 @@ class CompiledStep:
                     text = NO_TENSORS.format(ext=name, field=ext.savefield)
                     raise NotImplementedError(text)
         return found
+
+
+def _kept(ext: BackpropExtension) -> Dict[str, Any]:
+    """Collect what an extension keeps, like the norms that decided on weights."""
+    return {
+        name: value
+        for name, value in vars(ext).items()
+        if any(isinstance(x, Tensor) for x in tree_flatten(value)[0])
+    }
 
 
 def _kinds(tensors: Tuple[Tensor, ...]) -> Tuple:

@@ -26,8 +26,15 @@ from backpack.extensions.backprop_extension import BackpropExtension
 LONG = int(os.environ.get("BACKPACK_TEST_LONG", "0"))
 FUNCTIONS = ("HMP", "GGNMP", "PCHMP")
 SHARING = {"weight_sharing": "expand"}
-OPTIONS: Dict[str, Dict[str, Any]] = {"KFAC": SHARING, "KFLR": SHARING}
-FIRST = ["BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance", "BatchDotGrad"]
+OPTIONS: Dict[str, Dict[str, Any]] = {
+    "KFAC": SHARING,
+    "KFLR": SHARING,
+    "ClippedGrad": {"max_norm": 0.1},
+}
+FIRST = [
+    *("BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance", "BatchDotGrad"),
+    "ClippedGrad",
+]
 EXACT = ["DiagGGNExact", "BatchDiagGGNExact", "SqrtGGNExact", "KFLR"]
 SAMPLED = ["DiagGGNMC", "BatchDiagGGNMC", "SqrtGGNMC", "KFAC"]
 WALKING = ["KFRA", "DiagHessian", "BatchDiagHessian"]
@@ -146,6 +153,9 @@ class Step:
                 found[f"{name}.{field}"] = getattr(param, field)
                 delattr(param, field) if field != "grad" else None
             param.grad = None
+        for ext in exts:
+            if hasattr(ext, "norms"):
+                found["norms"] = ext.norms
         return found
 
 
@@ -157,7 +167,7 @@ def make(name: str) -> BackpropExtension:
 def compare(
     step: Step, compiled: CompiledStep, exts: List[BackpropExtension], seeded: bool
 ) -> None:
-    """Compare both ways to take a step, twice, with other parameters the second time."""
+    """Compare both ways to take a step, twice, with other parameters the second."""
     fields = tuple(make(name).savefield for name in SAMPLED)
     for seed in range(2):
         torch.manual_seed(seed)

@@ -9,6 +9,7 @@ from warnings import warn
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
+from torch.nn import Module
 
 from backpack.core.fast.memory import huge_empty, may_write
 from backpack.core.layout import FIRST, Layout, Mixed, once, ranks
@@ -20,6 +21,7 @@ from backpack.engine.record import Call
 from backpack.engine.turn import Turn
 from backpack.engine.uses import Use, refuse
 from backpack.utils.hooks import name_module, without_hooks
+from backpack.utils.parallel import gather
 
 # Columns that are pulled back at a time. Memory does not grow with the number of
 # columns beyond it.
@@ -68,6 +70,7 @@ class PullColumns:
         self._covered: Set[Tuple[Any, Group]] = set()
         # number of columns that went from module to module, of all losses so far
         self._walking: Dict[Any, int] = {}
+        self._of_losses: Set[Module] = set()  # with all modules inside
 
     def meet(self, turn: Turn, extensions: List[Any]) -> None:
         """Pull the columns of a loss back for all extensions that use them.
@@ -76,6 +79,7 @@ class PullColumns:
             turn: The loss's turn.
             extensions: Second-order extensions.
         """
+        self._of_losses.update(turn.module.modules())
         columns = [x for x in extensions if x.pulls_columns and not x.walks_modules]
         by_source: Dict[Any, List[Any]] = {}
         share_all = any(not x.source.compact and x.source.is_exact for x in columns)
@@ -134,6 +138,7 @@ class PullColumns:
 
         calls = [loss, *dict.fromkeys(t.entry.owner for t in reached)]
         _warn_of_hooks([c for c in calls if not c.is_use], extensions[0])
+        gather(c.module for c in calls if not c.is_use)
         tensors = [x for call in calls for x in call.tensors()]
         scale, sources = turn.loss_scale(), {ext.source for ext in extensions}
         totals: Dict[Key, Any] = {}
@@ -266,8 +271,7 @@ class PullColumns:
         """
         group = turn.group
         if (ext, group) not in self._covered:
-            modules = {m for call in self._losses() for m in call.module.modules()}
-            if not modules.isdisjoint(turn.modules):
+            if not self._of_losses.isdisjoint(turn.modules):
                 self._running.exempt(ext, group)  # no curvature starts above it
                 return
             explain_missing(ext, turn, self._running.met_loss)
@@ -291,12 +295,6 @@ class PullColumns:
                     yield param, ext.finish(product, statistic)
             elif statistic is not None:
                 yield param, ext.finish(turn.gradients()[param], statistic)
-
-    def _losses(self) -> List[Call]:
-        """List the losses in the graph."""
-        inspection = self._running.inspection
-        calls = () if inspection is None else inspection.calls
-        return [call for call in calls if call.is_loss and not call.released]
 
     def _stored_products(
         self, source: Any, group: Group, numbers: Tuple[int, ...]

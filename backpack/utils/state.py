@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import (
     Any,
     Callable,
@@ -17,6 +18,7 @@ from typing import (
     Dict,
     Hashable,
     Iterator,
+    List,
     Optional,
     Sequence,
     Tuple,
@@ -26,10 +28,22 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from backpack.utils.compiling import COMPILED_AUTOGRAD, is_compiled_autograd
 from backpack.utils.hooks import no_op
+from backpack.utils.parallel import without_sinks
 
 _KEY = "backpack.utils.state"
 _MOST_ANSWERS = 10_000  # that are remembered
+
+# The innermost context, for this task of `asyncio`, which threads may inherit
+ENTERED: ContextVar[Any] = ContextVar("backpack", default=None)
+
+MIXED_UP = (
+    "This backward pass runs in another `with backpack(...)` than the one around it in "
+    "the code: tasks of asyncio take turns inside of their contexts, or the pass runs "
+    "in another thread than the context was entered in. Enter the context where "
+    "`backward()` is called, right before it, and leave it without `await`."
+)
 
 BATCHED = (
     "{exts}: this backward pass computes several gradients at once (by "
@@ -46,16 +60,19 @@ class State:
         debug: Whether to print what is run.
         extension_hook: Function to run on each module after the extensions.
         retain_graph: Whether to keep inputs and outputs for another backward pass.
+        gradient: Whether gradients are accumulated.
         check: Whether to check individual gradients.
         in_context: Whether a context is active, with extensions or without.
         report: What has happened inside the context.
         backward_pass: The backward pass that is running.
+        contexts: What announces backward passes, of each context that is active.
         pulling: Whether columns are being pulled back, so that hooks must not run.
         outside: Weak reference to a module through which a backward pass went while no
-            context was active; ``None`` if there was no such pass.
+            context was active, in any thread; ``None`` if there was no such pass.
         begin: Begins a backward pass that nobody has announced.
     """
 
+    outside: ClassVar[Callable[[], Optional[Module]]] = staticmethod(no_op)
     begin: ClassVar[Callable[[State], None]]
 
     def __init__(self):
@@ -64,12 +81,13 @@ class State:
         self.debug = False
         self.extension_hook: Callable[[Module], None] = no_op
         self.retain_graph = False
+        self.gradient = True
         self.check = False
         self.in_context = False
         self.report: Any = None
         self.backward_pass: Any = None
+        self.contexts: List[Any] = []
         self.pulling = False
-        self.outside: Callable[[], Optional[Module]] = no_op
 
     @property
     def keeps_io(self) -> bool:
@@ -85,10 +103,24 @@ class State:
         """
         before, self.pulling = self.pulling, True
         try:
-            with _without_sink():
+            with without_sinks():
                 yield
         finally:
             self.pulling = before
+
+    def check_context(self) -> None:
+        """Refuse a backward pass that belongs to another context than the active one.
+
+        Raises:
+            RuntimeError: If threads or tasks of ``asyncio`` have mixed them up.
+            NotImplementedError: If the pass is being compiled.
+        """
+        entered = ENTERED.get()
+        if entered is not (self.contexts[-1] if self.contexts else None):
+            raise RuntimeError(MIXED_UP)
+        if self.active_exts and is_compiled_autograd():
+            names = ", ".join(type(ext).__name__ for ext in self.active_exts)
+            raise NotImplementedError(COMPILED_AUTOGRAD.format(exts=names))
 
     def visit(
         self, owner: Any, g_out: Tuple[Optional[Tensor], ...], entries: Sequence[Any]
@@ -105,7 +137,8 @@ class State:
         """
         if not self.active_exts and self.extension_hook is no_op:
             if not (self.in_context or owner.is_use):
-                self.outside = owner.module_ref
+                State.outside = owner.module_ref
+                self.check_context()
             if not (self.in_context and self.retain_graph):
                 owner.release()
             return
@@ -171,28 +204,6 @@ def _is_batched(x: Tensor) -> bool:
     if torch._C._has_storage(x):  # a quick answer
         return False
     return "Batched" in repr(torch._C._dispatch_keys(x))
-
-
-@contextmanager
-def _without_sink() -> Iterator[None]:
-    """Keep ``DistributedDataParallel`` from taking columns for the backward pass.
-
-    With ``static_graph=True``, a node at the model's output waits for it.
-    """
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        yield
-        return
-    sink = getattr(torch.nn.parallel.distributed, "_DDPSink", None)
-    if sink is None:
-        yield
-        return
-    backward = sink.backward
-    sink.backward = staticmethod(lambda ctx, *gradients: (None, *gradients))
-    try:
-        yield
-    finally:
-        sink.backward = staticmethod(backward)
 
 
 def state() -> State:

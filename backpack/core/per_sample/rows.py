@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Optional, Sequence, Tuple
+from typing import Optional, Sequence, Tuple, Union
 
 import torch
 from einops import einsum
 from torch import Tensor
 
 from backpack.core.per_sample.base import Gather, PerSample
-from backpack.core.per_sample.sums import chunks
+from backpack.core.per_sample.sums import chunks, scaled
 from backpack.utils.types import full_precision
 
 
@@ -48,7 +48,7 @@ class Rows(PerSample):
         valid = torch.cat([self.valid, other.valid], dim=1)
         return Rows(ids, torch.cat([self.b, other.b], dim=2), self.shape, valid)
 
-    def select(self, samples: Sequence[int]) -> Rows:  # noqa: D102
+    def select(self, samples: Union[Sequence[int], slice]) -> Rows:  # noqa: D102
         ids, valid = self.ids[samples], self.valid[samples]
         return Rows(ids, self.b[:, samples], self.shape, valid)
 
@@ -86,6 +86,9 @@ class Rows(PerSample):
     def summed(self) -> Tensor:  # noqa: D102
         out = self.b.new_zeros(self.num_columns, *self.shape)
         return out.index_add(1, self.ids.flatten(), self.b.flatten(1, 2))
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:  # noqa: D102
+        return Rows(self.ids, scaled(self.b, weights, 1), self.shape).summed()
 
     def sq_norms(self) -> Tensor:  # noqa: D102
         samples, _, sums, _ = self._segments()

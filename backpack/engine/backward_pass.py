@@ -14,7 +14,7 @@ from warnings import warn
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 from torch.utils._pytree import tree_leaves
 
 from backpack.core.layout import Mixed
@@ -43,13 +43,19 @@ from backpack.engine.turn import Turn
 from backpack.engine.uses import Entry, Use, listen, refuse
 from backpack.utils.hooks import no_op
 from backpack.utils.parallel import is_parallel, move_to_shards, refuse_parts
-from backpack.utils.state import State
+from backpack.utils.state import State, may_look
 
 MODIFIED_LOSS = (
     "The loss was modified after {module}: the gradient at its output is {factor}, not "
     "1. Second-order quantities contain this factor, and nothing else of what was done "
     "to the loss. If they should not, run the backward pass from the loss module's "
     "output itself."
+)
+MAYBE_MODIFIED = (
+    "The backward pass does not begin at the output of {module}. Second-order "
+    "quantities contain the gradient there, which would have to be waited for to be "
+    "named, and nothing else of what was done to the loss. If it is not 1 and should "
+    "be, run the backward pass from the loss module's output itself."
 )
 NOT_EXTENDED_BATCH_NORM = (
     "A {module} in training mode, which is not extended, couples the samples of the "
@@ -165,7 +171,7 @@ class BackwardPass:
 
     Attributes:
         state: What is active.
-        loss_factors: Gradients at the outputs of the losses that were met.
+        met_loss: Whether a loss was met whose columns were pulled back.
         walked: Extensions that have passed quantities from module to module.
         dropouts: Where the output of each call of a dropout layer sits in the graph, if
             an extension walks from module to module.
@@ -185,6 +191,7 @@ class BackwardPass:
         inputs: Any = None,
         accumulates: bool = True,
         creates_graph: bool = False,
+        begins_with_one: bool = False,
     ):
         """Begin.
 
@@ -197,6 +204,8 @@ class BackwardPass:
                 with respect to. Default: ``True``.
             creates_graph: Whether what it computes can be differentiated. Default:
                 ``False``.
+            begins_with_one: Whether the gradient at its beginning is known to be one.
+                Default: ``False``.
 
         Raises:
             RuntimeError: If a parameter is used where extensions can't see it.
@@ -204,7 +213,7 @@ class BackwardPass:
         self.state = current
         self._separating = [x for x in current.active_exts if x.separates_samples]
         self._check = Check(self) if current.check else None
-        self.loss_factors: List[float] = []
+        self.met_loss, self._begins_with_one = False, begins_with_one and bool(roots)
         self.walked: Set[Any] = set()
         self.dropouts: Dict[Call, GradientEdge] = {}
         self.saved_alone: Set[Tuple[Any, Parameter]] = set()
@@ -681,11 +690,26 @@ class BackwardPass:
             )
         if turn.call.is_function and self._is_inside(turn.call):
             return
-        factor = float(g_out)
-        self.loss_factors.append(factor)
-        if factor != 1.0 and not turn.call.is_function:
-            warn(MODIFIED_LOSS.format(module=module, factor=factor), stacklevel=2)
+        self.met_loss = True
+        is_root = self._begins_with_one and self._is_root(turn.call)
+        if not (is_root or turn.call.is_function):
+            self._warn_of_factor(module, g_out)
         self.pull_back.meet(turn, second_order)
+
+    def _is_root(self, call: Call) -> bool:
+        """Tell whether all begins at a loss, where no hook changes the gradient."""
+        if set(self.inspection.roots) != set(self.inspection.calls[call]):
+            return False
+        return not any(x._backward_hooks for x in call.tensors())
+
+    @staticmethod
+    def _warn_of_factor(module: Module, factor: Tensor) -> None:
+        """Warn of a modified loss, where it is known, or likely."""
+        if not may_look(factor):
+            warn(MAYBE_MODIFIED.format(module=module), stacklevel=3)
+        elif factor != 1.0:
+            text = MODIFIED_LOSS.format(module=module, factor=float(factor))
+            warn(text, stacklevel=3)
 
     def _is_inside(self, call: Call) -> bool:
         """Tell whether more than a sum was made of a loss that a model has called."""

@@ -71,3 +71,34 @@ def test_no_page_is_wider_than_its_window(window: int, tmp_path: Path):
     assert found.popitem()[1] > 500
     assert len(found) > 60
     assert {page: pixels for page, pixels in found.items() if pixels > 0} == {}
+
+
+@pytest.mark.skipif(not HTML.is_dir(), reason="make build-docs writes the pages")
+@pytest.mark.parametrize(
+    "words, page",
+    [
+        ("clip", "howto/clipping"),
+        ("laplac", "howto/laplace"),
+        ("memori", "howto/memory"),
+        ("kfac", "howto/kfac_step"),
+        ("influenc", "howto/influence"),
+        ("timm", "howto/stock_models"),
+        ("batch normal", "howto/batch_norm"),
+        ("mix precis", "howto/mixed_precision"),
+        ("gpus", "howto/several_gpus"),
+        ("prune", "gallery/example_pruning"),
+        ("spectrum", "gallery/example_ggn_spectrum"),
+        ("transform", "gallery/example_transformer"),
+    ],
+)
+def test_search_finds_tasks(words: str, page: str):
+    """The title of the right page has what one would search for."""
+    text = (HTML / "searchindex.js").read_text()
+    index = json.loads(text[text.index("(") + 1 : text.rindex(")")])
+    for word in words.split():
+        found = index["titleterms"][word]
+        names = [
+            index["docnames"][n]
+            for n in (found if isinstance(found, list) else [found])
+        ]
+        assert page in names, (word, names)

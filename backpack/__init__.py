@@ -54,7 +54,14 @@ make_backward_overridable()
 class _Announce(TorchFunctionMode):
     """Announces backward passes: everything they remember is forgotten at their end."""
 
-    _BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+    # and the names of their arguments
+    _BACKWARD = {
+        Tensor.backward: "self gradient retain_graph create_graph inputs",
+        torch.autograd.backward: (
+            "tensors grad_tensors retain_graph create_graph grad_variables inputs"
+        ),
+        torch.autograd.grad: "outputs inputs grad_outputs retain_graph create_graph",
+    }
 
     def __init__(self, before: Dict[str, Any]):
         """Remember what was active before, and in which context the task was.
@@ -85,17 +92,16 @@ class _Announce(TorchFunctionMode):
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return func(*args, **kwargs)  # a transform's own
         current.check_context()
-        outputs = [*args, *(kwargs[k] for k in ("tensors", "outputs") if k in kwargs)]
-        inputs = kwargs.get("inputs")
-        if func is torch.autograd.grad and len(args) > 1:
-            inputs = args[1]
-        accumulates = func is not torch.autograd.grad and len(args) < 2
-        accumulates = accumulates and not kwargs.get("create_graph")
-        roots = root_nodes(outputs[0])
-        with BackwardPass(current, roots, inputs, accumulates) as running:
-            if running.leaves:
-                kwargs = {**kwargs, "inputs": running.leaves}
-            return func(*args, **kwargs)
+        names = self._BACKWARD[func].split()
+        bound = {**dict(zip(names, args)), **kwargs}
+        roots, inputs = root_nodes(bound[names[0]]), bound.get("inputs")
+        accumulates = func is not torch.autograd.grad
+        graph = bool(bound.get("create_graph"))
+        with BackwardPass(current, roots, inputs, accumulates, graph) as running:
+            if running.accumulated.inputs is None:
+                return func(*args, **kwargs)
+            bound["inputs"] = running.accumulated.inputs
+            return func(bound.pop(names[0]), **bound)
 
 
 class backpack(AbstractContextManager):  # noqa: N801
@@ -111,6 +117,7 @@ class backpack(AbstractContextManager):  # noqa: N801
         retain_graph: Whether inputs and outputs are kept for another backward pass.
         check: Whether samples are checked to be separate, and their gradients to add
             up.
+        gradient: Whether gradients are accumulated in ``.grad``.
 
     Example:
         >>> from torch import manual_seed, rand, tensor
@@ -132,6 +139,7 @@ class backpack(AbstractContextManager):  # noqa: N801
         debug: bool = False,
         retain_graph: bool = False,
         check: bool = False,
+        gradient: bool = True,
     ):
         """Choose what to compute.
 
@@ -149,10 +157,15 @@ class backpack(AbstractContextManager):  # noqa: N801
                 for which this is not so. It catches what hooks and functions with a
                 backward of their own do behind the scenes. Default: ``False``, which
                 costs nothing.
+            gradient: Whether ``backward()`` accumulates gradients. If not, weights'
+                gradients are not even computed, ``.grad`` of all tensors stays what it
+                was, and hooks for gradients of parameters do not run. The model must
+                not be called by way of ``DistributedDataParallel``, which waits for
+                gradients; its ``no_sync()`` does not. Default: ``True``.
 
         Raises:
-            ValueError: If an argument is no instance of an extension, or the extension
-                hook is no function.
+            ValueError: If an argument is no instance of an extension, the extension
+                hook is no function, or options contradict each other.
         """
         for ext in exts:
             if not isinstance(ext, BackpropExtension):
@@ -170,12 +183,25 @@ class backpack(AbstractContextManager):  # noqa: N801
                 "backpack(extension_hook=...) expects a function that is called with "
                 f"a module, for example extension_hook=print, got {extension_hook!r}."
             )
+        replacing = [type(x).__name__ for x in exts if x.replaces_gradient]
+        if len(replacing) > 1 or (replacing and (check or not gradient)):
+            raise ValueError(
+                f"{' and '.join(replacing)}: replace_grad=True decides what becomes of "
+                "`.grad`. Use it for one extension, with gradient=True, and without "
+                "check=True, which compares with the gradient."
+            )
+        if check and not gradient:
+            raise ValueError(
+                "backpack(check=True, gradient=False): the check compares individual "
+                "gradients with the gradient. Use one of both."
+            )
         self.exts = tuple(dict.fromkeys(exts))  # one that is there twice runs once
         self.debug = debug
         self.extension_hook = no_op if extension_hook is None else extension_hook
         self.retain_graph = retain_graph
         self.check = check
         self._entered: List[_Announce] = []
+        self.gradient = gradient
 
     def __enter__(self) -> None:
         """Activate the extensions."""
@@ -190,6 +216,7 @@ class backpack(AbstractContextManager):  # noqa: N801
         current.active_exts, current.extension_hook = self.exts, self.extension_hook
         current.debug, current.retain_graph = self.debug, self.retain_graph
         current.check, current.report = self.check, announce.report
+        current.gradient = self.gradient
         current.in_context = True
         announce.__enter__()
 

@@ -43,6 +43,7 @@ class Quantity(NamedTuple):
         uses: What it is good for, with papers.
         example: Code after the backward pass.
         also: Other extensions in the example.
+        arguments: What extensions in the example are made with.
     """
 
     title: str
@@ -56,6 +57,7 @@ class Quantity(NamedTuple):
     uses: List[str]
     example: str
     also: List[str] = []
+    arguments: Dict[str, str] = {}
 
 
 MEAN = "With a mean loss, it carries the factor {factor}; with a sum, none."
@@ -188,6 +190,44 @@ Sums over parameters give those of the whole gradients.""",
         "    g = p.grad_batch.flatten(1)\n"
         "    assert torch.allclose(p.batch_dot, g @ g.T, atol=1e-6)",
         ["BatchGrad"],
+    ),
+    Quantity(
+        "Weighted and clipped sums: WeightedGrad, ClippedGrad",
+        ["WeightedGrad", "ClippedGrad"],
+        ["grad_weighted", "grad_clipped"],
+        ["[*p]", "[*p]"],
+        "weighted sum of individual gradients, by their norms or dot products",
+        r"""A sum of individual gradients :math:`g_n`, with weights that are given, or
+follow from norms over all parameters, or from all dot products; clipping is the case
+:math:`w_n = \min(1, C / \lVert g_n \rVert)`:
+
+.. math:: \sum_n w_n g_n\,.
+
+Norms are known when every layer has had its turn; the sums are formed then, from
+factors, in the same backward pass. ``norms`` and ``weights`` of the extension are there
+after it.""",
+        "With ``scale=\"summand\"``, :math:`g_n` are the summands of the gradient, which "
+        "carry 1/N for a mean loss; with ``scale=\"sample\"``, the gradients of the "
+        "samples' own losses.",
+        "As much memory as the gradient, and the inputs and cotangents of all layers "
+        "until the pass ends. With ``replace_grad=True``, the gradient itself is not "
+        "formed.",
+        [
+            "Clipping for differential privacy: Abadi et al., *Deep learning with "
+            "differential privacy*, 2016; in one pass: Bu et al., *Differentially "
+            "private optimization on large model at small cost*, 2022",
+            "Weights from dot products: Quinton and Rey, *Jacobian descent for "
+            "multi-objective optimization*, 2024",
+        ],
+        "gradients = [p.grad_batch for p in model.parameters()]\n"
+        "norms = torch.cat([g.flatten(1) for g in gradients], 1).norm(dim=1)\n"
+        "weights = (0.1 / norms).clamp(max=1)\n"
+        "for p in model.parameters():\n"
+        "    clipped = torch.einsum('n,n...->...', weights, p.grad_batch)\n"
+        "    assert torch.allclose(p.grad_clipped, clipped, atol=1e-6)\n"
+        "    assert torch.allclose(p.grad_weighted, p.grad, atol=1e-6)",
+        ["BatchGrad"],
+        {"WeightedGrad": "torch.ones(8)", "ClippedGrad": "0.1"},
     ),
     Quantity(
         "Diagonal of the GGN: DiagGGNExact, DiagGGNMC",
@@ -517,7 +557,8 @@ def code(quantity: Quantity) -> str:
         Python code.
     """
     names = [*quantity.names, *quantity.also]
-    calls = ", ".join(f"{name}()" for name in names)
+    given = quantity.arguments
+    calls = ", ".join(f"{name}({given.get(name, '')})" for name in names)
     setup = SETUP.format(names=", ".join(names), calls=calls)
     return f"{setup}{quantity.example}".strip()
 

@@ -31,6 +31,8 @@ QUANTITIES: Tuple[Type[BackpropExtension], ...] = (
     extensions.SumGradSquared,
     extensions.Variance,
     extensions.BatchDotGrad,
+    extensions.WeightedGrad,
+    extensions.ClippedGrad,
     extensions.DiagGGNExact,
     extensions.DiagGGNMC,
     extensions.BatchDiagGGNExact,

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import (
     Any,
     Callable,
@@ -19,7 +19,7 @@ from typing import (
 import oracle
 import pytest
 import torch
-from cases import Problem
+from cases import Problem, make_extension
 from models import (
     ARCHITECTURES,
     HandwrittenVisionTransformer,
@@ -337,6 +337,9 @@ QUANTITIES: Dict[str, Quantity] = {
     "SumGradSquared": Quantity(SumGradSquared, _of_gradients("sum_grad_squared")),
     "Variance": Quantity(Variance, _of_gradients("variance")),
     "BatchDotGrad": Quantity(BatchDotGrad, _of_gradients("batch_dot")),
+    "WeightedGrad": Quantity(
+        partial(make_extension, "WeightedGrad"), _of_gradients("weighted_sum")
+    ),
     "DiagGGNExact": Quantity(DiagGGNExact, _of_columns(lambda p: p.pow(2).sum((0, 1)))),
     "BatchDiagGGNExact": Quantity(
         BatchDiagGGNExact, _of_columns(lambda p: p.pow(2).sum(0))

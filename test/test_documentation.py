@@ -12,6 +12,7 @@ from typing import Any, Iterator, List, Set, Tuple
 import pytest
 import support
 import torch
+from cases import make_extension
 
 import backpack
 from backpack import extensions
@@ -82,7 +83,7 @@ def test_quantities_are_described(quantity_pages: Any):
     by_name = {name: q for q in quantity_pages.QUANTITIES for name in q.names}
     assert set(by_name) == {quantity.__name__ for quantity in support.QUANTITIES}
     for quantity in support.QUANTITIES:
-        name, field = quantity.__name__, quantity().savefield
+        name, field = quantity.__name__, make_extension(quantity.__name__).savefield
         page = quantity_pages.page(by_name[name])
         assert f"``{name}``: saved in ``{field}``" in page
         assert f".. autoclass:: backpack.extensions.{name}\n" in page
@@ -100,9 +101,9 @@ def test_costs_are_those_that_were_recorded(quantity_pages: Any):
     for quantity in quantity_pages.QUANTITIES:
         shown = "\n".join(quantity_pages.cost_table(quantity.names))
         for name in quantity.names:
-            assert f"``{name}``" in shown
             for values in recorded.values():
                 if name in values:
+                    assert f"``{name}``" in shown
                     time, memory = values[name][:2]
                     assert f"     - {time}\n     - {memory}" in shown
                     assert f"| `{name}` | {time} | {memory} |" in text

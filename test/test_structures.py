@@ -24,6 +24,7 @@ from cases import (
     classes,
     like,
     loss_case,
+    make_extension,
     randn,
     tensors,
 )
@@ -47,6 +48,7 @@ QUANTITIES: Dict[str, str] = {
     "SumGradSquared": "sum_grad_squared",
     "Variance": "variance",
     "BatchDotGrad": "batch_dot",
+    "WeightedGrad": "weighted_sum",
     "DiagGGNExact": "diag_ggn",
     "BatchDiagGGNExact": "diag_ggn_batch",
     "SqrtGGNExact": "batch_ggn",
@@ -75,7 +77,7 @@ def make(names: List[str]) -> List[extensions.BatchGrad]:
     Returns:
         The extensions.
     """
-    return [getattr(extensions, name)() for name in names]
+    return [make_extension(name) for name in names]
 
 
 def fields(model: Module, names: List[str]) -> Dict[str, Dict[str, Tensor]]:

@@ -31,17 +31,17 @@ from backpack.engine.graph import (
     leaves_behind,
     operation_name,
     tail_terms,
-    takes_part,
     walk,
     will_run,
 )
-from backpack.engine.own_gradients import find_own, hand_over
+from backpack.engine.own_gradients import choose, hand_over
 from backpack.engine.parameters import Group, Products, find_groups, in_type_of
 from backpack.engine.pull_columns import PullColumns
 from backpack.engine.record import Call
 from backpack.engine.turn import Turn
 from backpack.engine.uses import Entry, Use, refuse
 from backpack.utils.hooks import no_op
+from backpack.utils.parallel import is_parallel, move_to_shards, refuse_parts
 from backpack.utils.state import State
 
 MODIFIED_LOSS = (
@@ -156,10 +156,7 @@ class ParameterTurn:
             param: The parameter.
             value: The value.
         """
-        setattr(param, ext.savefield, in_type_of(value, param))
-        report = self.backward_pass.state.report
-        if report is not None:
-            report.saved.add((id(ext), id(param)))
+        self.backward_pass.save(ext, param, value)
 
 
 class BackwardPass:
@@ -175,6 +172,9 @@ class BackwardPass:
             combined with that of another call.
         pull_back: What losses have pulled back.
         inspection: What the graph looks like, if it is known.
+        accumulated: Which gradients autograd accumulates.
+        kept: What extensions keep until all parameters have had their turn.
+        reductions: How the extended losses reduce, as their modules say.
     """
 
     def __init__(
@@ -182,7 +182,8 @@ class BackwardPass:
         current: State,
         roots: Sequence[Node] = (),
         inputs: Any = None,
-        accumulates: bool = False,
+        accumulates: bool = True,
+        creates_graph: bool = False,
     ):
         """Begin.
 
@@ -191,7 +192,9 @@ class BackwardPass:
             roots: Where the backward pass begins in the graph, if it is known.
             inputs: With respect to what it differentiates. Default: ``None``, for all
                 leaf tensors.
-            accumulates: Whether it does nothing but accumulate gradients. Default:
+            accumulates: Whether it accumulates gradients, in what it differentiates
+                with respect to. Default: ``True``.
+            creates_graph: Whether what it computes can be differentiated. Default:
                 ``False``.
 
         Raises:
@@ -219,25 +222,21 @@ class BackwardPass:
         self.pull_back = PullColumns(self)
         if current.report is not None:
             current.report.begin(current.active_exts)
-        self._own_gradients: Set[int] = set()
-        self.leaves: List[Tensor] = []
-        if current.active_exts and roots:
+        self.kept: Dict[Any, Any] = {}
+        self.reductions: List[Optional[str]] = []
+        self._creates_graph = creates_graph
+        if (current.active_exts or not current.gradient) and roots:
             self.inspection = Inspection(roots)
             self._find_groups(list(self.inspection.uses))
             self._inspect(inputs)
+            losses = [c.loss_module for c in self.inspection.calls if c.is_loss]
+            self.reductions = [getattr(loss, "reduction", None) for loss in losses]
             if current.check and self._separating:
                 check_isolation(self.inspection, current)
-            if accumulates and inputs is None and not current.check:
-                self._leave_out()
-
-    def _leave_out(self) -> None:
-        """Choose parameters that autograd shall leave out."""
-        groups, exts = self.groups, self.state.active_exts
-        own = self._own_gradients = find_own(groups, self.inspection, exts)
-        if own:
-            leaves = [*self.inspection.reached, *(p for g in groups for p in g.params)]
-            unique = {id(x): x for x in leaves if x.requires_grad and id(x) not in own}
-            self.leaves = list(unique.values())
+        plain = accumulates and inputs is None and not creates_graph
+        self.accumulated = choose(
+            current, self.groups, self.inspection, accumulates, plain
+        )
 
     def _find_groups(self, uses: Sequence[Use]) -> None:
         """Find out which parameters wait for which uses."""
@@ -270,6 +269,8 @@ class BackwardPass:
             reached = [*inspection.reached, *params]
             reached = reached if inputs is None else tree_leaves(inputs)
             report.reached.update(map(id, reached))
+        names = ", ".join(type(ext).__name__ for ext in self.state.active_exts)
+        refuse_parts(names, [*inspection.reached, *params])
         if any(ext.pulls_columns for ext in self.state.active_exts):
             self._warn_of_terms()
         if not self._separating:
@@ -346,12 +347,41 @@ class BackwardPass:
 
     def __exit__(self, exc_type: Optional[type], *exc_info) -> None:
         """End; check the results, if this was asked for."""
-        self.finish()
-        self.state.backward_pass = self._outer
-        if exc_type is not None and self.state.report is not None:
-            self.state.report.failed = True
+        failed = True
+        try:
+            if exc_type is None:
+                self.conclude()
+                failed = False
+        finally:
+            self.finish()
+            self.state.backward_pass = self._outer
+            if failed and self.state.report is not None:
+                self.state.report.failed = True
         if exc_type is None and self._check is not None:
             self._check.compare()
+
+    def conclude(self) -> None:
+        """Save the values that need all parameters; none if one of them fails."""
+        exts = self.state.active_exts
+        with torch.set_grad_enabled(self._creates_graph):
+            values = [ext.conclude(self) if ext in self.kept else {} for ext in exts]
+        for ext, found in zip(exts, values):
+            for param, value in found.items():
+                self.save(ext, param, value)
+            if found and ext.replaces_gradient:
+                hand_over({p: vars(p).pop(ext.savefield) for p in found})
+
+    def save(self, ext: Any, param: Tensor, value: Any) -> None:
+        """Save a value on a parameter.
+
+        Args:
+            ext: The extension whose field it is.
+            param: The parameter.
+            value: The value.
+        """
+        setattr(param, ext.savefield, in_type_of(value, param))
+        if self.state.report is not None:
+            self.state.report.saved.add((id(ext), id(param)))
 
     def finish(self) -> None:
         """Forget what is left."""
@@ -359,8 +389,15 @@ class BackwardPass:
             ext.saved_quantities.clear()
         if self._check is not None:
             self._check.remove()
+        if self.inspection is not None and is_parallel():
+            exts, report = self.state.active_exts, self.state.report
+            for ext, shard in move_to_shards(self.inspection.calls, exts):
+                if report is not None:
+                    report.reached.add(id(shard))
+                    report.saved.add((id(ext), id(shard)))
         self._gradients.clear()
         self._own.clear()
+        self.kept.clear()
         self._groups_of.clear()
         self.inspection, self._inputs = None, None
         self.pull_back.forget_all()  # they refer to each other
@@ -458,7 +495,7 @@ class BackwardPass:
         Returns:
             Whether it does.
         """
-        return id(param) in self._own_gradients
+        return id(param) in self.accumulated.own
 
     def own_products(self, use: Use) -> Products:
         """Describe what a use contributes to the individual gradients.
@@ -580,7 +617,8 @@ class BackwardPass:
         return [
             (name, param)
             for name, param in call.parameters.items()
-            if param.requires_grad and (not call.is_composite or takes_part(param))
+            if param.requires_grad
+            and (not call.is_composite or self.accumulated.reaches(param))
         ]
 
     def _meet_loss(self, turn: Turn) -> None:
@@ -665,10 +703,14 @@ def begin_unannounced(current: State) -> None:
     Args:
         current: What is active.
     """
-    running = current.backward_pass = BackwardPass(current)
+    graph = torch.is_grad_enabled()
+    running = current.backward_pass = BackwardPass(current, creates_graph=graph)
 
     def end() -> None:
-        running.finish()
+        try:
+            running.conclude()
+        finally:
+            running.finish()
         if current.backward_pass is running:
             current.backward_pass = None
 

@@ -273,6 +273,15 @@ class Inspection:
         """Names of the nodes."""
         return {type(node).__name__ for node in self._nodes}
 
+    @property
+    def turns(self) -> List[GradientEdge]:
+        """Where calls and uses have their turn, if autograd leads there."""
+        places = [node for nodes in self.calls.values() for node in nodes]
+        for outputs in self.uses.values():
+            places += [node for node, _ in outputs.values()]
+        places = [node for node in places or self.roots if not is_leaf(node)]
+        return [GradientEdge(node, 0) for node in dict.fromkeys(places)]
+
     @cached_property
     def outside(self) -> Dict[Tensor, List[Node]]:
         """Nodes that use a parameter where nothing has seen it."""

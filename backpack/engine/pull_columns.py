@@ -21,6 +21,7 @@ from backpack.engine.record import Call
 from backpack.engine.turn import Turn
 from backpack.engine.uses import Use, refuse
 from backpack.utils.hooks import name_module, without_hooks
+from backpack.utils.parallel import gather
 
 # Columns that are pulled back at a time. Memory does not grow with the number of
 # columns beyond it.
@@ -137,6 +138,7 @@ class PullColumns:
 
         calls = [loss, *dict.fromkeys(t.entry.owner for t in reached)]
         _warn_of_hooks([c for c in calls if not c.is_use], extensions[0])
+        gather(c.module for c in calls if not c.is_use)
         tensors = [x for call in calls for x in call.tensors()]
         scale, sources = turn.loss_scale(), {ext.source for ext in extensions}
         totals: Dict[Key, Any] = {}

@@ -41,6 +41,9 @@ _QUIET = frozenset(
 _TENSOR_PROPERTIES = frozenset("T mT H mH data real imag".split())
 
 
+VIEWS_OF = "_backpack_uses"  # attribute of a tensor of which uses returned a view
+
+
 class Kind(NamedTuple):
     """What is known of an operation by its name."""
 
@@ -243,6 +246,8 @@ class Tracker(TorchFunctionMode):
             shown = written.detach()
             place(shown, self._finder.of(written), self.key)
             deciding = [shown if x is written else x for x in deciding]
+            if written._base is not None:
+                self._leave_views(written._base)
         out = func(*args, **kwargs)
         result = written if out is None and name == "__setitem__" else out
         if type(result) is Tensor or isinstance(result, Tensor):
@@ -311,6 +316,18 @@ class Tracker(TorchFunctionMode):
                 place(x, met, self.key)
                 _note_meeting(x, met)
 
+    def _leave_views(self, base: Tensor) -> None:
+        """Attach uses to what they have computed, which only views are left of.
+
+        An operation in place takes the views' nodes out of the graph.
+        """
+        for use in vars(base).pop(VIEWS_OF, ()):
+            (view,) = use.tensors() or (None,)
+            if view is not None:
+                with torch._C.DisableTorchFunction(), torch.no_grad():
+                    placement = self._of_base(view, use.placements[0], base, None)
+                use.move(base, placement)
+
     def _write_to_base(self, view: Tensor, base: Tensor) -> None:
         """Pass on where samples are from a view that was written to, to its base."""
         placement, known = self._finder.of(view), self._finder.of(base)
@@ -319,19 +336,24 @@ class Tracker(TorchFunctionMode):
                 place(base, placement, self.key)
             return
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            if not base.is_contiguous():
-                place(base, Mixed("writing to a view", False), self.key)
-                return
-            shape, device = base.shape, base.device
-            if known is None:
-                numbers = torch.full(shape, -1, device=device)
-            else:
-                numbers = sample_numbers(known, shape, self.n, device).clone()
-            offset = view.storage_offset() - base.storage_offset()
-            part = numbers.as_strided(view.shape, view.stride(), offset)
-            new = sample_numbers(placement, view.shape, self.n, device)
-            part.copy_(new.where(new >= 0, part))
-            place(base, simplify(numbers, self.n), self.key)
+            place(base, self._of_base(view, placement, base, known), self.key)
+
+    def _of_base(
+        self, view: Tensor, placement: Placement, base: Tensor, known: Placement
+    ) -> Placement:
+        """Tell where samples are in a tensor, from those in a view of it."""
+        if not base.is_contiguous() or isinstance(placement, Mixed):
+            return Mixed("writing to a view", False)
+        shape, device = base.shape, base.device
+        if known is None:
+            numbers = torch.full(shape, -1, device=device)
+        else:
+            numbers = sample_numbers(known, shape, self.n, device).clone()
+        offset = view.storage_offset() - base.storage_offset()
+        part = numbers.as_strided(view.shape, view.stride(), offset)
+        new = sample_numbers(placement, view.shape, self.n, device)
+        part.copy_(new.where(new >= 0, part))
+        return simplify(numbers, self.n)
 
     # ----------------------------------------------------------------------------- uses
 
@@ -400,8 +422,16 @@ class Tracker(TorchFunctionMode):
         placements = [p for _, p in both]
         use = Use(kind.name, pairs, self.n, placements, self.owner, operation, since)
         use.attach([x for x, _ in both])
+        if len(both) == 1 and _made_base(both[0][0], since):
+            vars(both[0][0]._base).setdefault(VIEWS_OF, []).append(use)
         if self.owner is not None:
             self.owner.uses.append(use)
+
+
+def _made_base(x: Tensor, since: int) -> bool:
+    """Tell whether a result is a view of what its own operation has computed."""
+    node = None if x._base is None else x._base.grad_fn
+    return node is not None and since <= node._sequence_nr() and node is not x.grad_fn
 
 
 def _note_meeting(x: Tensor, placement: Mixed) -> None:

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 from backpack.core.derivatives.dropout import MASK
 from backpack.core.table import Row, find_row_or_generic, works_in_place
 from backpack.engine.graph import producing_calls, targets_below
-from backpack.engine.parameters import in_type_of
 from backpack.engine.record import Call
 from backpack.engine.uses import Entry
 from backpack.utils.hooks import without_hooks
@@ -354,10 +353,7 @@ class Turn:
             param: The parameter.
             value: The value.
         """
-        setattr(param, extension.savefield, in_type_of(value, param))
-        report = self.backward_pass.state.report
-        if report is not None:
-            report.saved.add((id(extension), id(param)))
+        self.backward_pass.save(extension, param, value)
 
     def save_alone(self, extension: Any, param: Parameter, value: Any) -> None:
         """Save a value that cannot be combined with that of another call.

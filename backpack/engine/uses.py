@@ -230,6 +230,18 @@ class Use:
                 node, number = base.grad_fn, base.output_nr
             entries_at(node).append(Entry(number, index, self))
 
+    def move(self, base: Tensor, placement: Placement) -> None:
+        """Attach it to what its only output is a view of, whose node will be lost.
+
+        Args:
+            base: What it has computed.
+            placement: Where the samples are there.
+        """
+        (view,) = self.tensors()
+        entries_at(view.grad_fn).remove(Entry(view.output_nr, 0, self))
+        self.operation, self.placements = None, [placement]
+        self.attach([base])
+
     def _is_own_result(self, base: Tensor, output: Tensor) -> bool:
         operation = self.operation
         data = None if operation is None else operation.data

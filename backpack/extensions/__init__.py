@@ -5,8 +5,10 @@ from backpack.extensions.firstorder import (
     BatchDotGrad,
     BatchGrad,
     BatchL2Grad,
+    ClippedGrad,
     SumGradSquared,
     Variance,
+    WeightedGrad,
 )
 from backpack.extensions.secondorder import (
     HBP,
@@ -30,6 +32,7 @@ __all__ = [
     "BatchDotGrad",
     "BatchGrad",
     "BatchL2Grad",
+    "ClippedGrad",
     "DiagGGNExact",
     "DiagGGNMC",
     "DiagHessian",
@@ -44,4 +47,5 @@ __all__ = [
     "SqrtGGNMC",
     "SumGradSquared",
     "Variance",
+    "WeightedGrad",
 ]

@@ -34,6 +34,8 @@ class BackpropExtension(ABC):  # noqa: B024
             individual gradients are formed and cheap to add up; ``None`` for never.
         pulls_columns: Whether it reduces columns that losses pull back.
         walks_modules: Whether quantities go from module to module.
+        replaces_gradient: Whether what it computes is accumulated in ``.grad``, instead
+            of the gradient.
         separates_samples: Whether the values presume that axis 0 holds samples which do
             not influence each other.
         refuses_coupled_samples: Whether it is an error if a batch normalization in
@@ -47,6 +49,7 @@ class BackpropExtension(ABC):  # noqa: B024
     pulls_columns = False
     adds_up_from: Optional[int] = None
     walks_modules = False
+    replaces_gradient = False
     separates_samples = False
     refuses_coupled_samples = True
 
@@ -162,6 +165,18 @@ class BackpropExtension(ABC):  # noqa: B024
             turn: The parameters' turn. Default: nothing to do, as the extension works
                 module by module.
         """
+
+    def conclude(self, backward_pass: Any) -> Dict[Tensor, Any]:
+        """Compute values that need all parameters, when each of them has had its turn.
+
+        Args:
+            backward_pass: The backward pass. What the extension has put into its
+                ``kept`` is there; without that, this is not called.
+
+        Returns:
+            Values by parameter. Default: none.
+        """
+        return {}
 
     def is_customized(self, module: Layer) -> bool:
         """Tell whether a user registered what to do on a module.

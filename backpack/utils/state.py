@@ -19,6 +19,7 @@ from torch.nn import Module
 
 from backpack.utils.compiling import COMPILED_AUTOGRAD, is_compiled_autograd
 from backpack.utils.hooks import no_op
+from backpack.utils.parallel import without_sinks
 
 _KEY = "backpack.utils.state"
 
@@ -47,6 +48,7 @@ class State:
         debug: Whether to print what is run.
         extension_hook: Function to run on each module after the extensions.
         retain_graph: Whether to keep inputs and outputs for another backward pass.
+        gradient: Whether gradients are accumulated.
         check: Whether to check individual gradients.
         in_context: Whether a context is active, with extensions or without.
         report: What has happened inside the context.
@@ -67,6 +69,7 @@ class State:
         self.debug = False
         self.extension_hook: Callable[[Module], None] = no_op
         self.retain_graph = False
+        self.gradient = True
         self.check = False
         self.in_context = False
         self.report: Any = None
@@ -88,7 +91,7 @@ class State:
         """
         before, self.pulling = self.pulling, True
         try:
-            with _without_sink():
+            with without_sinks():
                 yield
         finally:
             self.pulling = before
@@ -141,28 +144,6 @@ def _is_batched(x: Tensor) -> bool:
     if torch._C._has_storage(x):  # a quick answer
         return False
     return "Batched" in repr(torch._C._dispatch_keys(x))
-
-
-@contextmanager
-def _without_sink() -> Iterator[None]:
-    """Keep ``DistributedDataParallel`` from taking columns for the backward pass.
-
-    With ``static_graph=True``, a node at the model's output waits for it.
-    """
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        yield
-        return
-    sink = getattr(torch.nn.parallel.distributed, "_DDPSink", None)
-    if sink is None:
-        yield
-        return
-    backward = sink.backward
-    sink.backward = staticmethod(lambda ctx, *gradients: (None, *gradients))
-    try:
-        yield
-    finally:
-        sink.backward = staticmethod(backward)
 
 
 def state() -> State:

@@ -124,6 +124,28 @@ class PerSample(ABC):
         """
         return self.individual().sum(1)
 
+    @abstractmethod
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Sum the products over samples, each multiplied with a weight.
+
+        Args:
+            weights: Weights of shape ``[N]``.
+
+        Returns:
+            Sums of shape ``[V, *p]``, in the type in which they are accumulated.
+        """
+
+    def formed(self, for_dots: bool = False) -> PerSample:
+        """Form the products, if a reduction would do so and another one will follow.
+
+        Args:
+            for_dots: Whether that is :meth:`dots`. Default: ``False``, for norms.
+
+        Returns:
+            The products at hand; the same as before where factors are cheaper.
+        """
+        return self
+
     def total(self) -> Tensor:
         """Sum the products of a single column over samples, if that is still to do.
 
@@ -284,6 +306,11 @@ class PerSample(ABC):
         return self._cotangents.dtype
 
     @property
+    def version(self) -> int:
+        """What grows when cotangents are modified in place."""
+        return self._cotangents._version
+
+    @property
     def device(self) -> torch.device:
         """Device of the products."""
         return self._cotangents.device
@@ -335,6 +362,10 @@ class Dense(PerSample):
 
     def summed(self) -> Tensor:  # noqa: D102
         return self.products.sum(1)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:  # noqa: D102
+        products = full_precision(self.products)
+        return torch.einsum("vn...,n->v...", products, weights.to(products.dtype))
 
 
 class Summed(Dense):

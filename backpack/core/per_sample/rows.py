@@ -9,7 +9,7 @@ from einops import einsum
 from torch import Tensor
 
 from backpack.core.per_sample.base import Gather, PerSample
-from backpack.core.per_sample.sums import chunks
+from backpack.core.per_sample.sums import chunks, scaled
 from backpack.utils.types import full_precision
 
 
@@ -86,6 +86,9 @@ class Rows(PerSample):
     def summed(self) -> Tensor:  # noqa: D102
         out = self.b.new_zeros(self.num_columns, *self.shape)
         return out.index_add(1, self.ids.flatten(), self.b.flatten(1, 2))
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:  # noqa: D102
+        return Rows(self.ids, scaled(self.b, weights, 1), self.shape).summed()
 
     def sq_norms(self) -> Tensor:  # noqa: D102
         samples, _, sums = self._segments()

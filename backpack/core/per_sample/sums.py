@@ -167,6 +167,23 @@ def add_rows(total: Optional[Tensor], rows: Tensor) -> Tensor:
     return part if several else part.clone()
 
 
+def scaled(x: Tensor, powers: Optional[Tensor], axis: int = 0) -> Tensor:
+    """Multiply the samples of a tensor with numbers, in full precision.
+
+    Args:
+        x: Tensor with samples on an axis.
+        powers: Numbers of shape ``[N]``, ``None`` for one.
+        axis: The axis. Default: 0.
+
+    Returns:
+        The product.
+    """
+    x = full_precision(x)
+    if powers is None:
+        return x
+    return x * powers.to(x.dtype).view(-1, *[1] * (x.dim() - 1 - axis))
+
+
 class Moments(NamedTuple):
     """What determines the variance of rows.
 

@@ -253,3 +253,11 @@ def test_links_lead_to_files(name: str):
                 re.sub(r"[^\w -]", "", t.lower()).replace(" ", "-") for t in titles
             ]
             assert not anchor or anchor in slugs, link
+
+
+def test_one_version():
+    """What is cited is what is installed."""
+    version = re.search(
+        r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M
+    )
+    assert f"\nversion: {version[1]}\n" in (ROOT / "CITATION.cff").read_text()

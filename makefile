@@ -41,7 +41,8 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet \
 	--constraint $(CONSTRAINTS)
 
 BLACK = $(BIN)/black --config black.toml
-SPHINX = $(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet
+SPHINX = $(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet \
+	-d docs_src/_build/doctrees
 
 .DEFAULT_GOAL := help
 

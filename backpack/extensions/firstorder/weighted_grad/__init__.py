@@ -28,8 +28,8 @@ OTHER_SAMPLES = (
 )
 UNKNOWN_SCALE = (
     "{ext}(scale='sample'): the extended losses of this backward pass have the "
-    "reductions {found}, so that it is not known whether they average over samples. Extend the "
-    "loss, `lossfunc = extend(lossfunc)`, or use scale='summand'."
+    "reductions {found}, so that it is not known whether they average over samples. "
+    "Extend the loss, `lossfunc = extend(lossfunc)`, or use scale='summand'."
 )
 MODIFIED = (
     "{ext}: a tensor that gradients of parameters are made of was modified in place "
@@ -67,9 +67,9 @@ class WeightedGrad(GradientReduction):
     c gₙ is the gradient of the sample's own loss.
 
     Weights are given, or a function of the norms ‖c gₙ‖ or of the dot products
-    c² gᵢᵀ gⱼ over all parameters, in a single backward pass. It keeps layers' inputs and
-    cotangents until all norms are known, and forms individual gradients only where
-    these are smaller (Lee, Kifer, 2021, "Scaling up differentially private deep
+    c² gᵢᵀ gⱼ over all parameters. One backward pass is enough: layers' inputs and
+    cotangents are kept until all norms are known, individual gradients only where they
+    are smaller (Lee, Kifer, 2021, "Scaling up differentially private deep
     learning with fast per-example gradient clipping"; Bu et al., 2023, "Differentially
     private optimization on large model at small cost").
 

@@ -213,6 +213,10 @@ class BackwardPass:
         )
         self._groups_of: Dict[Use, List[Group]] = {}
         self._is_filtered = inputs is None
+        exts = [ext for ext in current.active_exts if ext.pulls_columns]
+        self._at_output = [
+            x for x in exts if not x.expects_backpropagation_quantities()
+        ]
         self._gradients: Dict[Use, List[Optional[Tensor]]] = {}
         self._own: Dict[Use, Products] = {}
         self._partial: Dict[Tensor, PerSample] = {}
@@ -268,7 +272,8 @@ class BackwardPass:
             reached = [*inspection.reached, *params]
             reached = reached if inputs is None else tree_leaves(inputs)
             report.reached.update(map(id, reached))
-        if any(ext.pulls_columns for ext in self.state.active_exts):
+        exts = [ext for ext in self.state.active_exts if ext.pulls_columns]
+        if any(ext not in self._at_output for ext in exts):
             self._warn_of_terms()
         if not self._separating:
             return
@@ -407,6 +412,9 @@ class BackwardPass:
         """
         if not self._is_filtered:
             self._filter()
+        if self._at_output:
+            starting, self._at_output = self._at_output, []
+            self.pull_back.meet_output(starting)
         if owner.is_use:
             self._take_use(owner, g_out)
         else:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from math import isclose
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Type, Union
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
 
 from torch import Tensor
-from torch.nn import Module
 
 from backpack.core.per_sample.base import PerSample
 from backpack.extensions.firstorder.base import GradientReduction
-from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.shards import Piece, shard_of
 from backpack.utils.subsampling import Subsampling
 
@@ -38,10 +36,6 @@ MODIFIED = (
 )
 OTHER_WEIGHTS = (
     "{ext}: expected a tensor with a weight for each of {n} samples, got {found}."
-)
-NO_RULES = (
-    "{ext}: a rule for a module has no say in weights that depend on all parameters. "
-    "Leave it out; all modules are supported, or write an extension of your own."
 )
 NOT_SHARED = (
     "{ext}: weights that depend on {what} differ among processes, which know no more "
@@ -83,6 +77,7 @@ class WeightedGrad(GradientReduction):
         weights: The weights ``[N]``, or a dictionary of them by parameter.
     """
 
+    takes_rules = False
     field = "grad_weighted"
 
     def __init__(
@@ -132,24 +127,6 @@ class WeightedGrad(GradientReduction):
         self.norms: Any = None
         self.dots: Any = None
         self.weights: Any = None
-
-    def set_module_extension(
-        self,
-        module: Type[Module],
-        extension: ModuleExtension,
-        overwrite: bool = False,
-    ) -> None:
-        """Refuse a rule for a class of modules.
-
-        Args:
-            module: The class.
-            extension: What to do on it.
-            overwrite: Whether an existing entry is replaced. Default: ``False``.
-
-        Raises:
-            NotImplementedError: Always.
-        """
-        raise NotImplementedError(NO_RULES.format(ext=type(self).__name__))
 
     @staticmethod
     def reduce(gradients: PerSample) -> Tensor:

@@ -40,6 +40,7 @@ from backpack.extensions import (
     BatchDiagGGNMC,
     BatchDotGrad,
     BatchGrad,
+    BatchJacobian,
     BatchL2Grad,
     DiagGGNExact,
     DiagGGNMC,
@@ -340,6 +341,7 @@ QUANTITIES: Dict[str, Quantity] = {
     "WeightedGrad": Quantity(
         partial(make_extension, "WeightedGrad"), _of_gradients("weighted_sum")
     ),
+    "BatchJacobian": Quantity(BatchJacobian, _of_gradients("batch_jacobian")),
     "DiagGGNExact": Quantity(DiagGGNExact, _of_columns(lambda p: p.pow(2).sum((0, 1)))),
     "BatchDiagGGNExact": Quantity(
         BatchDiagGGNExact, _of_columns(lambda p: p.pow(2).sum(0))

@@ -52,6 +52,7 @@ QUANTITIES: Dict[str, str] = {
     "DiagGGNExact": "diag_ggn",
     "BatchDiagGGNExact": "diag_ggn_batch",
     "SqrtGGNExact": "batch_ggn",
+    "BatchJacobian": "batch_jacobian",
 }
 
 

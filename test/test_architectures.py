@@ -341,7 +341,13 @@ QUANTITIES: Dict[str, Quantity] = {
     "WeightedGrad": Quantity(
         partial(make_extension, "WeightedGrad"), _of_gradients("weighted_sum")
     ),
-    "BatchJacobian": Quantity(BatchJacobian, _of_gradients("batch_jacobian")),
+    "BatchJacobian": Quantity(  # in any order of features
+        BatchJacobian,
+        lambda ref, _: {
+            name: blocks(jac) for name, jac in ref.gradients("batch_jacobian").items()
+        },
+        blocks,
+    ),
     "DiagGGNExact": Quantity(DiagGGNExact, _of_columns(lambda p: p.pow(2).sum((0, 1)))),
     "BatchDiagGGNExact": Quantity(
         BatchDiagGGNExact, _of_columns(lambda p: p.pow(2).sum(0))

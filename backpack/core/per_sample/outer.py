@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from math import frexp, inf
-from typing import Callable, Iterator, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Iterator, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 from einops import einsum, rearrange
@@ -171,14 +171,12 @@ class Outer(PerSample):
         return self.b
 
     def merge(self, other: PerSample) -> PerSample:  # noqa: D102
-        alike = (
-            isinstance(other, Outer)
-            and self.batch_size == other.batch_size
+        if not isinstance(other, Outer) or not (
+            self.batch_size == other.batch_size
             and self.b.shape[2::2] == other.b.shape[2::2]
             and self._sizes == other._sizes
             and (self.order, self.shape) == (other.order, other.shape)
-        )
-        if not alike:
+        ):
             return super().merge(other)
         a = torch.cat([self.a, other.a], dim=2)
         b = torch.cat([self.b, other.b], dim=3)
@@ -247,8 +245,8 @@ class Outer(PerSample):
             return mat.reshape(*mat.shape[:-3], *self.shape)
         return self.order(mat, self.shape)
 
-    def select(self, samples: Sequence[int]) -> Outer:  # noqa: D102
-        picked = samples
+    def select(self, samples: Union[Sequence[int], slice]) -> Outer:  # noqa: D102
+        picked: Any = samples
         if not isinstance(samples, slice):  # once, on the device
             picked = torch.as_tensor(samples, dtype=torch.long, device=self.b.device)
         direct = self._direct and self._direct.select(picked)
@@ -506,9 +504,8 @@ class Outer(PerSample):
         pattern = "n g t k, m g s k -> g n t m s"
         a, columns = self._moderate_a(), self._moderate_b()
         gram_a = einsum(a, a, pattern)
-        return sum(
-            (einsum(b, b, pattern) * gram_a).sum((0, 2, 4)) for b in columns.unbind()
-        )
+        dots = ((einsum(b, b, pattern) * gram_a).sum((0, 2, 4)) for b in columns)
+        return sum(dots)
 
     def input_gram(self, scale: float) -> Tensor:
         """Sum the outer products of the inputs with themselves.
@@ -526,7 +523,7 @@ class Outer(PerSample):
                 return gram(rows * scale**0.5)
             return gram(rows).mul_(scale)
         size = self.groups * self.positions * self._sizes[0]
-        total = 0.0
+        total: Any = 0.0
         for samples in sums.chunks(self.batch_size, size, tuning.UNFOLDED_ELEMENTS):
             total = total + gram(full_precision(unfolding.features(samples)))
         return total.mul_(scale)
@@ -558,7 +555,7 @@ class Outer(PerSample):
         powers = powers_of_two(full_precision(a))
         a = sums.scaled(a, None if powers is None else 1 / powers).flatten(0, 1)
         gram_a = bmm(a, a.mT)
-        total = 0.0
+        total: Any = 0.0
         for b in sums.scaled(self.b[:, samples], powers, 1).flatten(1, 2).unbind():
             dots = (gram_a * bmm(b, b.mT)).unflatten(0, (-1, self.groups))
             total = total + dots.sum((1, 2, 3))

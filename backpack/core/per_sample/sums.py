@@ -1,7 +1,7 @@
 """Sums over rows and columns: squares, dots, moments; buffers cut into chunks."""
 
 from math import inf
-from typing import Iterator, NamedTuple, Optional, Tuple
+from typing import Any, Iterator, NamedTuple, Optional, Tuple
 
 import torch
 from einops import einsum
@@ -114,9 +114,10 @@ def sum_of_dots(columns: Tensor) -> Tensor:
     if columns.shape[2] <= tuning.BLOCKED_ELEMENTS and is_fast(
         columns[0], columns[0].mT
     ):
-        return sum(matmul(rows, rows.mT) for rows in columns)
+        products = (matmul(rows, rows.mT) for rows in columns)
+        return sum(products)  # type: ignore[return-value]
     pieces, rest = cut(columns)
-    dots = sum(bmm(rows, rows.mT).sum(0) for rows in pieces.transpose(1, 2))
+    dots: Any = sum(bmm(rows, rows.mT).sum(0) for rows in pieces.transpose(1, 2))
     return dots if rest is None else dots + sum_of_dots(rest)
 
 
@@ -192,7 +193,7 @@ class Moments(NamedTuple):
         deviations: Sum of their squared deviations from the mean, of shape ``[*]``.
     """
 
-    count: int
+    count: int  # type: ignore[assignment]
     mean: Tensor
     deviations: Tensor
 

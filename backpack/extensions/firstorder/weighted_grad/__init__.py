@@ -269,7 +269,8 @@ class WeightedGrad(GradientReduction):
                 raise NotImplementedError(NOT_SHARED.format(ext=name, **text))
         if not sample or piece.weight == 1.0:
             return piece.sum(value, piece.weight)
-        if not isclose(piece.weight, piece.share):
+        unequal = value.new_tensor(float(not isclose(piece.weight, piece.share)))
+        if piece.sum(unequal, 1.0) > 0:  # in any process
             what = "means that count samples unequally"
             text = {"what": what, "instead": "scale='summand' and a sum"}
             raise NotImplementedError(NOT_SHARED.format(ext=name, **text))

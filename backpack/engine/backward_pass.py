@@ -236,10 +236,8 @@ class BackwardPass:
             self.reductions = [getattr(loss, "reduction", None) for loss in losses]
             if current.check and self._separating:
                 check_isolation(self.inspection, current)
-        plain = accumulates and inputs is None and not creates_graph
-        self.accumulated = choose(
-            current, self.groups, self.inspection, accumulates, plain
-        )
+        args = accumulates, inputs is None, creates_graph
+        self.accumulated = choose(current, self.groups, self.inspection, *args)
 
     def _find_groups(self, uses: Sequence[Use]) -> None:
         """Find out which parameters wait for which uses."""

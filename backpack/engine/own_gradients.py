@@ -74,7 +74,8 @@ def choose(
     groups: Sequence[Group],
     inspection: Optional[Inspection],
     accumulates: bool,
-    plain: bool,
+    of_all: bool,
+    creates_graph: bool,
 ) -> Accumulated:
     """Choose which gradients autograd accumulates.
 
@@ -83,7 +84,8 @@ def choose(
         groups: The parameters of the backward pass.
         inspection: What its graph looks like, if it is known.
         accumulates: Whether it accumulates gradients.
-        plain: Whether it accumulates those of all leaves, and does nothing else.
+        of_all: Whether these are those of all leaves.
+        creates_graph: Whether what it computes can be differentiated.
 
     Returns:
         The choice.
@@ -93,7 +95,7 @@ def choose(
     """
     params = {id(p): p for group in groups for p in group.params}
     replacing = [ext for ext in current.active_exts if ext.replaces_gradient]
-    own = set()
+    own, plain = set(), accumulates and of_all and not creates_graph
     if replacing or not current.gradient:
         text = {"who": "backpack", "option": "gradient=False"}
         if replacing:
@@ -101,7 +103,8 @@ def choose(
             text = {"who": who, "option": "replace_grad=True"}
         elif not accumulates:
             return Accumulated()  # torch.autograd.grad
-        if inspection is None or not (plain or accumulates and not replacing):
+        possible = plain if replacing else of_all
+        if inspection is None or not possible:
             raise NotImplementedError(NOT_ALL.format(**text))
         if not inspection.allows_inputs:
             raise NotImplementedError(REENTRANT.format(**text))

@@ -36,7 +36,7 @@ from per_sample import (
 from torch import Tensor, nn
 from torch.nn import Module
 
-from backpack import backpack, extend, extensions
+from backpack import backpack, extend
 
 W, B = {"w": (3, 4)}, {"w": (3, 4), "b": (3,)}
 IO = {"w": (4, 3), "b": (3,)}

@@ -224,6 +224,10 @@ class BackwardPass:
         )
         self._groups_of: Dict[Use, List[Group]] = {}
         self._is_filtered = inputs is None
+        exts = [ext for ext in current.active_exts if ext.pulls_columns]
+        self._at_output = [
+            x for x in exts if not x.expects_backpropagation_quantities()
+        ]
         self._gradients: Dict[Use, List[Optional[Tensor]]] = {}
         self._own: Dict[Use, Products] = {}
         self._partial: Dict[Tensor, PerSample] = {}
@@ -244,10 +248,8 @@ class BackwardPass:
             self.reductions = [getattr(loss, "reduction", None) for loss in losses]
             if current.check and self._separating:
                 check_isolation(self.inspection, current)
-        plain = accumulates and inputs is None and not creates_graph
-        self.accumulated = choose(
-            current, self.groups, self.inspection, accumulates, plain
-        )
+        args = accumulates, inputs is None, creates_graph
+        self.accumulated = choose(current, self.groups, self.inspection, *args)
         if self.inspection is not None:
             self._listen()
         elif roots and current.extension_hook is not no_op:
@@ -312,7 +314,8 @@ class BackwardPass:
             report.reached.update(map(id, reached))
         names = ", ".join(type(ext).__name__ for ext in self.state.active_exts)
         refuse_parts(names, [*inspection.reached, *params])
-        if any(ext.pulls_columns for ext in self.state.active_exts):
+        exts = [ext for ext in self.state.active_exts if ext.pulls_columns]
+        if any(ext not in self._at_output for ext in exts):
             self._warn_of_terms()
         if not self._separating:
             return
@@ -461,6 +464,9 @@ class BackwardPass:
         """
         if not self._is_filtered:
             self._filter()
+        if self._at_output:
+            starting, self._at_output = self._at_output, []
+            self.pull_back.meet_output(starting)
         if owner.is_use:
             self._take_use(owner, g_out)
         else:

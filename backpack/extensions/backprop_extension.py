@@ -35,6 +35,7 @@ class BackpropExtension(ABC):  # noqa: B024
             individual gradients are formed and cheap to add up; ``None`` for never.
         pulls_columns: Whether it reduces columns that losses pull back.
         walks_modules: Whether quantities go from module to module.
+        takes_rules: Whether a user may register what to do on a class of modules.
         replaces_gradient: Whether what it computes is accumulated in ``.grad``, instead
             of the gradient.
         separates_samples: Whether the values presume that axis 0 holds samples which do
@@ -50,6 +51,7 @@ class BackpropExtension(ABC):  # noqa: B024
     pulls_columns = False
     adds_up_from: Optional[int] = None
     walks_modules = False
+    takes_rules = True
     replaces_gradient = False
     separates_samples = False
     refuses_coupled_samples = True
@@ -96,7 +98,14 @@ class BackpropExtension(ABC):  # noqa: B024
 
         Raises:
             ValueError: If there is an entry and it shall not be replaced.
+            NotImplementedError: If the extension takes no rules.
         """
+        if not self.takes_rules:
+            raise NotImplementedError(
+                f"{type(self).__name__} takes no rules for {module.__name__} or any "
+                "other module: it works on all of them. Leave the rule out, or use it "
+                "in an extension of your own."
+            )
         if module in self.__module_extensions and not overwrite:
             raise ValueError(
                 f"{type(self).__name__} already has a module extension for "

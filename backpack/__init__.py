@@ -19,7 +19,7 @@ from backpack import extensions
 from backpack.context import CTX
 from backpack.converter.convert import convert_module_to_backpack
 from backpack.engine.backward_pass import BackwardPass
-from backpack.engine.graph import root_nodes
+from backpack.engine.graph import root_edges
 from backpack.engine.hooks import (
     enter_call,
     forget_interrupted,
@@ -91,7 +91,7 @@ class _Announce(TorchFunctionMode):
             inputs = args[1]
         accumulates = func is not torch.autograd.grad and len(args) < 2
         accumulates = accumulates and not kwargs.get("create_graph")
-        roots = root_nodes(outputs[0])
+        roots = root_edges(outputs[0])
         with BackwardPass(current, roots, inputs, accumulates) as running:
             if running.leaves:
                 kwargs = {**kwargs, "inputs": running.leaves}

@@ -180,7 +180,7 @@ class BackwardPass:
     def __init__(
         self,
         current: State,
-        roots: Sequence[Node] = (),
+        roots: Sequence[GradientEdge] = (),
         inputs: Any = None,
         accumulates: bool = False,
     ):

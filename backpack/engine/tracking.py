@@ -412,7 +412,8 @@ class Tracker(TorchFunctionMode):
         if all(p is None for _, p in both):
             return  # samples gave no more than a shape: what came out is a constant
         operation = None
-        if len(outs) == 1 and not (kind.writes and outs[0] is not args[0]):
+        written_to_base = kind.writes and outs[0] is not args[0]
+        if len(outs) == 1 and not written_to_base and not outs[0].is_complex():
             keys = [pair.key for pair in pairs]
             operation = find_operation(func, args, kwargs, keys)
         if operation is not None and operation.data is not None:

@@ -238,9 +238,11 @@ class Use:
             placement: Where the samples are there.
         """
         (view,) = self.tensors()
-        entries_at(view.grad_fn).remove(Entry(view.output_nr, 0, self))
-        self.operation, self.placements = None, [placement]
-        self.attach([base])
+        entries, entry = entries_at(view.grad_fn), Entry(view.output_nr, 0, self)
+        if entry in entries:
+            entries.remove(entry)
+            self.operation, self.placements = None, [placement]
+            self.attach([base])
 
     def _is_own_result(self, base: Tensor, output: Tensor) -> bool:
         operation = self.operation
@@ -429,6 +431,9 @@ class _Together(Function):
     def backward(ctx: Any, *gradients: Optional[Tensor]) -> Tuple:
         """Hand the gradients on."""
         return gradients
+
+
+Together = _Together._backward_cls  # the class of such nodes
 
 
 def on_one_node(output: Any, leave: Container[int] = ()) -> Any:

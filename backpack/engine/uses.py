@@ -230,17 +230,18 @@ class Use:
                 node, number = base.grad_fn, base.output_nr
             entries_at(node).append(Entry(number, index, self))
 
-    def move(self, base: Tensor, placement: Placement) -> None:
+    def move(self, node: Node, base: Tensor, placement: Placement) -> None:
         """Attach it to what its only output is a view of, whose node will be lost.
 
         Args:
+            node: Node of the output.
             base: What it has computed.
             placement: Where the samples are there.
         """
-        (view,) = self.tensors()
-        entries, entry = entries_at(view.grad_fn), Entry(view.output_nr, 0, self)
-        if entry in entries:
-            entries.remove(entry)
+        entries = node.metadata.get(ENTRIES, [])
+        mine = [entry for entry in entries if entry.owner is self]
+        if mine:
+            entries.remove(*mine)
             self.operation, self.placements = None, [placement]
             self.attach([base])
 

@@ -21,7 +21,7 @@ from backpack.compiled import CompiledStep
 from backpack.context import CTX
 from backpack.converter.convert import convert_module_to_backpack
 from backpack.engine.backward_pass import BackwardPass
-from backpack.engine.graph import root_nodes
+from backpack.engine.graph import root_edges
 from backpack.engine.hooks import (
     enter_call,
     forget_interrupted,
@@ -97,7 +97,7 @@ class _Announce(TorchFunctionMode):
         current.check_context()
         names = self._BACKWARD[func].split()
         bound = {**dict(zip(names, args)), **kwargs}
-        roots, inputs = root_nodes(bound[names[0]]), bound.get("inputs")
+        roots, inputs = root_edges(bound[names[0]]), bound.get("inputs")
         accumulates = func is not torch.autograd.grad
         graph = bool(bound.get("create_graph"))
         cotangents = map(bound.get, ("gradient", "grad_tensors", "grad_variables"))

@@ -187,7 +187,7 @@ class BackwardPass:
     def __init__(
         self,
         current: State,
-        roots: Sequence[Node] = (),
+        roots: Sequence[GradientEdge] = (),
         inputs: Any = None,
         accumulates: bool = True,
         creates_graph: bool = False,
@@ -253,7 +253,7 @@ class BackwardPass:
         if self.inspection is not None:
             self._listen()
         elif roots and current.extension_hook is not no_op:
-            listen_below(roots)
+            listen_below([edge.node for edge in roots])
 
     def _listen(self) -> None:
         """Let uses and calls have their turns, but for calls with nothing to do."""

@@ -9,7 +9,6 @@ to module, and the extension hook is called.
 from __future__ import annotations
 
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
-from warnings import warn
 
 import torch
 from torch import Tensor
@@ -41,7 +40,7 @@ from backpack.engine.pull_columns import PullColumns
 from backpack.engine.record import Call
 from backpack.engine.turn import Turn
 from backpack.engine.uses import Entry, Use, refuse
-from backpack.utils.hooks import no_op
+from backpack.utils.hooks import name_module, no_op, warn_user
 from backpack.utils.state import State
 
 MODIFIED_LOSS = (
@@ -281,7 +280,7 @@ class BackwardPass:
             message = NOT_EXTENDED_BATCH_NORM.format(module=module)
             if any(ext.refuses_coupled_samples for ext in self._separating):
                 raise NotImplementedError(message)
-            warn(message, stacklevel=5)
+            warn_user(message)
         separate, entangled = inspection.uses_outside(set(map(id, params)))
         entangled += self._never_seen(params) + self._behind_uses()
         if entangled:
@@ -293,7 +292,7 @@ class BackwardPass:
             refuse(self._names(), met, "any parameter")
         if separate:
             names = describe(separate)
-            warn(SEPARATE_USE.format(names=names), stacklevel=5)
+            warn_user(SEPARATE_USE.format(names=names))
 
     def _behind_uses(self) -> List[Tensor]:
         """Find parameters of expressions that contain a derivative of the network."""
@@ -334,7 +333,7 @@ class BackwardPass:
             and any(e.owner.is_use for node in walk([term]) for e in entries_of(node))
         ]
         if missing:
-            warn(MISSING_TERM.format(nodes=", ".join(missing)), stacklevel=5)
+            warn_user(MISSING_TERM.format(nodes=", ".join(missing)))
 
     def _names(self) -> str:
         return ", ".join(type(ext).__name__ for ext in self._separating)
@@ -344,7 +343,7 @@ class BackwardPass:
         self._outer, self.state.backward_pass = self.state.backward_pass, self
         return self
 
-    def __exit__(self, exc_type: Optional[type], *exc_info) -> None:
+    def __exit__(self, exc_type: Optional[type], *exc_info: Any) -> None:
         """End; check the results, if this was asked for."""
         self.finish()
         self.state.backward_pass = self._outer
@@ -528,7 +527,7 @@ class BackwardPass:
             g_inp = (None,) * len(call.arguments)
             for ext in current.active_exts:
                 if current.debug:
-                    print(f"[DEBUG] Running extension {ext} on {module}")
+                    print(f"[DEBUG] Running extension {ext} on {name_module(module)}")
                 ext(module, g_inp, turn.g_out)
         waiting = [use for use in call.uses if self._groups_of.get(use)]
         if waiting:
@@ -549,7 +548,7 @@ class BackwardPass:
         current, module = self.state, call.module
         try:
             if current.debug:
-                print(f"[DEBUG] Running extension hook on {module}")
+                print(f"[DEBUG] Running extension hook on {name_module(module)}")
             if current.extension_hook is not no_op:
                 current.extension_hook(module)
         finally:
@@ -596,13 +595,14 @@ class BackwardPass:
         if output.numel() != 1 or getattr(module, "reduction", "") == "none":
             raise ValueError(
                 f"{type(second_order[0]).__name__} starts at a loss with a scalar "
-                f"output, and {module} has an output of shape {list(output.shape)}. "
+                f"output, and {name_module(module)} "
+                f"has an output of shape {list(output.shape)}. "
                 "Use reduction='mean' or reduction='sum'."
             )
         factor = float(g_out)
         self.loss_factors.append(factor)
         if factor != 1.0:
-            warn(MODIFIED_LOSS.format(module=module, factor=factor), stacklevel=2)
+            warn_user(MODIFIED_LOSS.format(module=name_module(module), factor=factor))
         self.pull_back.meet(turn, second_order)
 
 
@@ -647,7 +647,7 @@ def raise_released(module: Any) -> None:
     """
     from backpack.engine.record import RELEASED
 
-    raise RuntimeError(RELEASED.format(module=module))
+    raise RuntimeError(RELEASED.format(module=name_module(module)))
 
 
 def begin_unannounced(current: State) -> None:

@@ -58,7 +58,7 @@ class _Frame:
 
 
 class _Thread(threading.local):
-    def __init__(self):
+    def __init__(self) -> None:
         self.frames: List[_Frame] = []
         self.tracker: Optional[Tracker] = None
         self.graphless: Optional[weakref.WeakSet[Module]] = None

@@ -20,7 +20,7 @@ from backpack.engine.graph import producing_calls, targets_below
 from backpack.engine.parameters import in_type_of
 from backpack.engine.record import Call
 from backpack.engine.uses import Entry
-from backpack.utils.hooks import without_hooks
+from backpack.utils.hooks import name_module, without_hooks
 from backpack.utils.state import state
 from backpack.utils.subsampling import subsample
 
@@ -90,7 +90,9 @@ def loss_scale(module: Module, factor: Tensor) -> Tensor:
         ValueError: If the loss was multiplied by a negative number.
     """
     if factor < 0:
-        raise ValueError(NEGATIVE_LOSS.format(module=module, factor=float(factor)))
+        raise ValueError(
+            NEGATIVE_LOSS.format(module=name_module(module), factor=float(factor))
+        )
     return factor.sqrt()
 
 
@@ -160,7 +162,7 @@ class Turn:
         self._mode.__enter__()
         return self
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, *exc_info: Any) -> None:
         """Return to the turn that was current before."""
         _CURRENT.turn = self._outer
         self._mode.__exit__(*exc_info)

@@ -17,7 +17,7 @@ class MatToJacMat(ModuleExtension):
     Example:
         >>> from backpack.core.derivatives.linear import LinearDerivatives
         >>> class SquaredColumns(MatToJacMat):
-        ...     def __init__(self):
+        ...     def __init__(self) -> None:
         ...         super().__init__(LinearDerivatives(), params=["bias"])
         ...
         ...     def bias(self, ext, module, g_inp, g_out, backproped):

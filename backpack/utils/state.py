@@ -47,7 +47,7 @@ class State:
 
     begin: ClassVar[Callable[[State], None]]
 
-    def __init__(self):
+    def __init__(self) -> None:
         """Start with nothing active."""
         self.active_exts: Tuple[Any, ...] = ()
         self.debug = False

@@ -40,6 +40,7 @@ from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
 from backpack.core.derivatives.stored import stored_inputs
 from backpack.core.per_sample.base import PerSample, Summed
 from backpack.core.per_sample.outer import Outer
+from backpack.utils.hooks import name_module
 from backpack.utils.subsampling import Subsampling, subsample
 from backpack.utils.types import Grads, Layer
 
@@ -158,7 +159,7 @@ class RecurrentDerivatives(BaseParameterDerivatives):
                 can be right.
         """
         if isinstance(inputs[0], PackedSequence):
-            raise NotImplementedError(PACKED.format(module=module))
+            raise NotImplementedError(PACKED.format(module=name_module(module)))
         random = module.training and module.dropout > 0 and module.num_layers > 1
         return not random and inputs[0].dim() == 3
 
@@ -195,7 +196,7 @@ class RecurrentDerivatives(BaseParameterDerivatives):
             raise NotImplementedError(
                 NOT_SUPPORTED.format(
                     derivatives=type(self).__name__,
-                    module=module,
+                    module=name_module(module),
                     dropout=module.dropout,
                     training=module.training,
                     dim=inputs[0].dim(),
@@ -579,5 +580,5 @@ def _check_batch_first(module: Layer, subsampling: Subsampling) -> None:
     """
     if subsampling is not None and not module.batch_first:
         raise NotImplementedError(
-            TIME_FIRST.format(module=module, subsampling=subsampling)
+            TIME_FIRST.format(module=name_module(module), subsampling=subsampling)
         )

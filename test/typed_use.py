@@ -70,7 +70,8 @@ def extended() -> Tuple[nn.Sequential, nn.CrossEntropyLoss]:
     assert_type(layer.weight, Tensor)
     model = extend(nn.Sequential(layer, nn.ReLU()), debug=False, use_converter=False)
     assert_type(model, nn.Sequential)
-    assert_type(model[0], nn.Module)
+    first: nn.Module = model[0]
+    assert_type(first(torch.rand(5, 784)), Any)
     converted = extend(model, use_converter=True)
     assert_type(converted, GraphModule)
     assert_type(extend(model, False, True), GraphModule)

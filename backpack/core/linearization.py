@@ -341,11 +341,7 @@ class ParameterLinearization:
     """
 
     def __init__(
-        self,
-        derivatives: Any,
-        module: Layer,
-        g_out: Tuple[Tensor, ...],
-        name: str,
+        self, derivatives: Any, module: Layer, g_out: Tuple[Tensor, ...], name: str
     ):
         """Store what to linearize.
 

@@ -7,10 +7,21 @@ layer needs besides its derivatives.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Type
+from inspect import signature
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    Type,
+)
 
 from torch import Tensor, nn
-from torch.nn import Module
+from torch.nn import Module, functional
 
 from backpack.core.derivatives import activations, adaptive_avg_pool_nd, normalization
 from backpack.core.derivatives.avgpoolnd import AvgPoolNDDerivatives
@@ -201,6 +212,21 @@ LOSSES: Dict[Type[Module], Row] = {
     nn.BCEWithLogitsLoss: Row(BCELossWithLogitsDerivatives()),
 }
 
+# Losses, and the modules that compute the same
+LOSS_FUNCTIONS: Dict[Callable, Type[Module]] = {
+    functional.cross_entropy: nn.CrossEntropyLoss,
+    functional.nll_loss: nn.NLLLoss,
+    functional.mse_loss: nn.MSELoss,
+    functional.l1_loss: nn.L1Loss,
+    functional.smooth_l1_loss: nn.SmoothL1Loss,
+    functional.huber_loss: nn.HuberLoss,
+    functional.binary_cross_entropy: nn.BCELoss,
+    functional.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
+    functional.kl_div: nn.KLDivLoss,
+    functional.poisson_nll_loss: nn.PoissonNLLLoss,
+    functional.gaussian_nll_loss: nn.GaussianNLLLoss,
+}
+
 # Work in place if told so, and their derivative can be told from the output as well
 READ_FROM_OUTPUT = (nn.ReLU, nn.ReLU6, nn.Hardtanh, nn.LeakyReLU)
 
@@ -347,3 +373,30 @@ def find_loss(module: Module) -> Row:
         Its row, or the one for losses in general.
     """
     return find_row(module, losses=True) or GENERIC_LOSS
+
+
+def find_loss_module(
+    func: Callable, args: Sequence[Any], kwargs: Dict[str, Any]
+) -> Optional[Tuple[Module, Tuple[Any, ...]]]:
+    """Describe a loss that was called as a function.
+
+    Args:
+        func: The function.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+
+    Returns:
+        The module that computes the same, and what it is called with; ``None`` if there
+        is none.
+    """
+    cls, names = LOSS_FUNCTIONS[func], signature(func).parameters
+    given = signature(func).bind(*args, **kwargs).arguments
+    operands = list(names)[: len(signature(cls.forward).parameters) - 1]
+    options = {
+        name: value
+        for name, value in given.items()
+        if name not in operands and value is not names[name].default
+    }
+    if not options.keys() <= signature(cls).parameters.keys():
+        return None
+    return cls(**options), tuple(given[name] for name in operands)

@@ -54,6 +54,7 @@ class Call:
         placements: Where they are in each output, if it was called by the user.
         n: Number of samples, for the same.
         is_loss: Whether the call computes a loss.
+        is_function: Whether that was a function, which the model has called.
         loss_module: The module if it is a loss, which may be owned by nobody else.
         released: Whether inputs and outputs have been dropped.
         columns: Columns ``[V, N, *]`` at each output, by their source.
@@ -64,6 +65,7 @@ class Call:
     """
 
     is_use = is_loss = is_composite = is_transparent = released = False
+    is_function = False
     is_altered = False
     loss_module: Optional[Module] = None
     placement: Any = None

@@ -15,9 +15,9 @@ NOT_REACHED = (
 )
 NOT_RECORDED = (
     "no call of its module was recorded. It was extended after the forward pass; or "
-    "that ran inside `disable()`, `torch.compile` or a transform of `torch.func`; or a "
-    "function took the parameter while no extended module was being called. Call "
-    "`extend` first, then the module itself, and without any of these"
+    "that ran inside `disable()` or a transform of `torch.func`; or a function took the "
+    "the parameter while no extended module was being called. Call `extend` first, then "
+    "the module itself, and without any of these"
 )
 NO_HOOKS = "the hooks were removed from its module; extend it again"
 NOT_IN_RULE = (
@@ -34,8 +34,9 @@ NOTHING_EXTENDED = (
 )
 
 ONLY_OUTSIDE = (
-    "No backward pass ran inside of this context, but one did before, outside of it, "
-    "so nothing was computed. Call `backward()` inside of `with backpack(...)`."
+    "No backward pass ran inside of this context, but one did outside of it, before or "
+    "in another thread, so nothing was computed. Call `backward()` inside of `with "
+    "backpack(...)`, in the same thread."
 )
 
 

@@ -37,12 +37,7 @@ class MatToJacMat(ModuleExtension):
         super().__init__(params)
 
     def backpropagate(
-        self,
-        ext: Any,
-        module: Layer,
-        grad_inp: Grads,
-        grad_out: Grads,
-        backproped: Any,
+        self, ext: Any, module: Layer, grad_inp: Grads, grad_out: Grads, backproped: Any
     ) -> Any:
         """Multiply columns with the transposed Jacobian.
 

@@ -69,7 +69,7 @@ class ModuleExtension:
         warn_user(
             f"{type(extension).__name__}: {type(self).__name__} does not override "
             "`backpropagate`, so nothing is passed on through "
-            f"{name_module(module)}. Override it if layers before need the quantity.",
+            f"{name_module(module)}. Override it if layers before need the quantity."
         )
 
     def check_hyperparameters_module_extension(

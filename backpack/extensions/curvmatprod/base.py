@@ -99,10 +99,7 @@ class CurvatureProductRule(ModuleRule):
         return product
 
     def pull_back(
-        self,
-        ext: Any,
-        linear: Linearization,
-        backproped: Callable[[Tensor], Tensor],
+        self, ext: Any, linear: Linearization, backproped: Callable[[Tensor], Tensor]
     ) -> List[Operator]:
         """Compose the product with this module's step.
 

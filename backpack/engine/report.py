@@ -15,9 +15,9 @@ NOT_REACHED = (
 )
 NOT_RECORDED = (
     "no call of its module was recorded. It was extended after the forward pass; or "
-    "that ran inside `disable()` or a transform of `torch.func`; or a function took the "
-    "the parameter while no extended module was being called. Call `extend` first, then "
-    "the module itself, and without any of these"
+    "that ran inside `disable()` or a transform of `torch.func`; or a function took "
+    "the parameter while no extended module was being called. Call `extend` first, "
+    "then the module itself, and without any of these"
 )
 NO_HOOKS = "the hooks were removed from its module; extend it again"
 NOT_IN_RULE = (

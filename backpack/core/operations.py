@@ -161,7 +161,6 @@ class LayerLike(Operation):
         super().__init__(data, list(names))
         self.derivatives, self.layer, self.names = derivatives, layer, names
         self._features = features
-        self._arranged: Optional[Tuple[Any, Tensor]] = None
 
     def is_possible(self, placement: Placement) -> bool:  # noqa: D102
         axes = 1

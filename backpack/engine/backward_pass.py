@@ -212,9 +212,7 @@ class BackwardPass:
         self._is_filtered = inputs is None
         self._gradients: Dict[Use, List[Optional[Tensor]]] = {}
         self._own: Dict[Use, Products] = {}
-        self._partial: Dict[Tensor, PerSample] = {}
         self._waiting: Dict[Call, int] = {}
-        self._hooks: Dict[Call, Any] = {}
         self.pull_back = PullColumns(self)
         if current.report is not None:
             current.report.begin(current.active_exts)

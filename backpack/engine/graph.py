@@ -20,7 +20,6 @@ from typing import (
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from backpack.core.layout import Mixed
@@ -506,18 +505,6 @@ def describe(params: Sequence[Tensor]) -> str:
         f"a tensor of shape {list(p.shape)}" for p in params if id(p) not in names
     ]
     return ", ".join([*names.values(), *unnamed])
-
-
-def is_parameter(x: Tensor) -> bool:
-    """Tell whether a leaf is a parameter, and not data.
-
-    Args:
-        x: Leaf of the graph.
-
-    Returns:
-        Whether it is.
-    """
-    return isinstance(x, Parameter)
 
 
 def root_nodes(tensors: object) -> List[Node]:

@@ -1,14 +1,10 @@
 """Derivatives of average pooling to a given output size."""
 
-from typing import List, Tuple, Union
-
-from torch.nn import AdaptiveAvgPool1d, AdaptiveAvgPool2d, AdaptiveAvgPool3d
+from typing import List, Tuple
 
 from backpack.core.derivatives.avgpoolnd import AvgPoolNDDerivatives
 from backpack.utils.hooks import name_module
 from backpack.utils.types import Layer
-
-AdaptiveAvgPool = Union[AdaptiveAvgPool1d, AdaptiveAvgPool2d, AdaptiveAvgPool3d]
 
 
 class AdaptiveAvgPoolNDDerivatives(AvgPoolNDDerivatives):

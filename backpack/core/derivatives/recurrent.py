@@ -30,7 +30,6 @@ from weakref import ref
 import torch
 from einops import rearrange
 from torch import Tensor
-from torch.nn import GRU, LSTM, RNN
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -44,7 +43,6 @@ from backpack.utils.hooks import name_module
 from backpack.utils.subsampling import Subsampling, subsample
 from backpack.utils.types import Grads, Layer
 
-Recurrent = Union[RNN, LSTM, GRU]
 Mats = Sequence[Optional[Tensor]]
 
 PACKED = (
@@ -411,7 +409,7 @@ class RecurrentDerivatives(BaseParameterDerivatives):
         _check_batch_first(module, subsampling)
         return super().jac_t_mat_prod(module, g_inp, g_out, mat, subsampling)
 
-    def _restrict(self, module: Layer, subsampling: Subsampling = None) -> Recurrent:
+    def _restrict(self, module: Layer, subsampling: Subsampling = None) -> Layer:
         """Select samples; the batch is not the first axis of states.
 
         Args:

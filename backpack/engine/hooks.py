@@ -66,7 +66,7 @@ class _Frame:
 
 
 class _Thread(threading.local):
-    def __init__(self):
+    def __init__(self) -> None:
         self.frames: List[_Frame] = []
         # inside of the outermost frame: modules, and records of their calls
         self.returned: List[Tuple[Optional[Module], weakref.ref]] = []

@@ -173,16 +173,15 @@ def with_backpack(order: Dict[str, Any]) -> Task:
     def forward(X: Tensor, y: Tensor) -> Tensor:
         return evaluate(loss, model(X), y)
 
-    def step(X: Tensor, y: Tensor) -> None:
-        value = forward(X, y)
-        with backpack(extension):
-            value.backward()
-
-    if compiled:
-        step = compile_step(forward, extension)
+    step = compile_step(forward, extension)  # when it is called
 
     def run() -> None:
-        step(X, y)
+        if compiled:
+            step(X, y)
+        else:
+            value = forward(X, y)
+            with backpack(extension):
+                value.backward()
         for (name, param), vector in zip(model.named_parameters(), vectors):
             if not hasattr(param, field):
                 raise RuntimeError(f"no result for {name}")

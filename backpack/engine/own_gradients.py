@@ -5,8 +5,8 @@ else to accumulate, and some whose gradient costs less here than there. First-or
 extensions form the individual gradients of layers whose weight many positions share. To
 add these up on the way costs less than what autograd does for the same result: multiply
 all inputs with all cotangents once more. Such a gradient is handed to autograd in the
-turn of its use, when it would have arrived anyway: by a backward pass of its own through
-nothing but the node that accumulates it, so that all hooks run.
+turn of its use, when it would have arrived anyway: by a backward pass of its own,
+through nothing but the node that accumulates it, so that all hooks run.
 
 The backward pass is run towards the leaves that are not left out, and to the nodes at
 which there are turns, where nothing is accumulated.

@@ -40,8 +40,8 @@ BACKWARD_HOOKS = (
 
 NOT_ONE_OUTPUT = (
     "{ext} starts at the output of an extended model, and expects one in a backward "
-    "pass. Found: {found}. Extend the model as a whole, differentiate a function of one "
-    "of its outputs, `output.sum().backward()`, and do so by PyTorch's functions."
+    "pass. Found: {found}. Extend the model as a whole, differentiate a function of "
+    "one of its outputs, `output.sum().backward()`, and do so by PyTorch's functions."
 )
 NOT_BEHIND = (
     "{ext}: the output of the extended model does not depend on {names}, which the "

@@ -492,8 +492,8 @@ vectors to :math:`G v`.""",
 times the gradient at the operation's output, brought to the parameters by Jacobians.
 In the positive-curvature Hessian, each of these is changed before it enters: negative
 entries (eigenvalues, if it is not diagonal) become zero (``modify="clip"``) or change
-sign (``modify="abs"``). The field is a function that maps ``[K, *p]`` to ``[K,
-        *p]``.""",
+sign (``modify="abs"``). The field is a function that maps ``[K, *p]`` to
+``[K, *p]``.""",
         MEAN.format(factor="1/N"),
         "About two gradients for each vector; vectors share passes.",
         [

@@ -9,12 +9,11 @@ to module, and the extension hook is called.
 from __future__ import annotations
 
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
-from warnings import warn
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 from torch.utils._pytree import tree_leaves
 
 from backpack.core.layout import Mixed
@@ -31,6 +30,7 @@ from backpack.engine.graph import (
     leaves_behind,
     operation_name,
     tail_terms,
+    targets_below,
     walk,
     will_run,
 )
@@ -39,15 +39,22 @@ from backpack.engine.parameters import Group, Products, find_groups, in_type_of
 from backpack.engine.pull_columns import PullColumns
 from backpack.engine.record import Call
 from backpack.engine.turn import Turn
-from backpack.engine.uses import Entry, Use, refuse
-from backpack.utils.hooks import no_op
-from backpack.utils.state import State
+from backpack.engine.uses import Entry, Use, listen, refuse
+from backpack.utils.hooks import name_module, no_op, warn_user
+from backpack.utils.parallel import is_parallel, move_to_shards, refuse_parts
+from backpack.utils.state import State, may_look
 
 MODIFIED_LOSS = (
     "The loss was modified after {module}: the gradient at its output is {factor}, not "
     "1. Second-order quantities contain this factor, and nothing else of what was done "
     "to the loss. If they should not, run the backward pass from the loss module's "
     "output itself."
+)
+MAYBE_MODIFIED = (
+    "The backward pass does not begin at the output of {module}. Second-order "
+    "quantities contain the gradient there, which would have to be waited for to be "
+    "named, and nothing else of what was done to the loss. If it is not 1 and should "
+    "be, run the backward pass from the loss module's output itself."
 )
 NOT_EXTENDED_BATCH_NORM = (
     "A {module} in training mode, which is not extended, couples the samples of the "
@@ -163,7 +170,7 @@ class BackwardPass:
 
     Attributes:
         state: What is active.
-        loss_factors: Gradients at the outputs of the losses that were met.
+        met_loss: Whether a loss was met whose columns were pulled back.
         walked: Extensions that have passed quantities from module to module.
         dropouts: Where the output of each call of a dropout layer sits in the graph, if
             an extension walks from module to module.
@@ -179,10 +186,11 @@ class BackwardPass:
     def __init__(
         self,
         current: State,
-        roots: Sequence[Node] = (),
+        roots: Sequence[GradientEdge] = (),
         inputs: Any = None,
         accumulates: bool = True,
         creates_graph: bool = False,
+        begins_with_one: bool = False,
     ):
         """Begin.
 
@@ -195,6 +203,8 @@ class BackwardPass:
                 with respect to. Default: ``True``.
             creates_graph: Whether what it computes can be differentiated. Default:
                 ``False``.
+            begins_with_one: Whether the gradient at its beginning is known to be one.
+                Default: ``False``.
 
         Raises:
             RuntimeError: If a parameter is used where extensions can't see it.
@@ -202,7 +212,7 @@ class BackwardPass:
         self.state = current
         self._separating = [x for x in current.active_exts if x.separates_samples]
         self._check = Check(self) if current.check else None
-        self.loss_factors: List[float] = []
+        self.met_loss, self._begins_with_one = False, begins_with_one and bool(roots)
         self.walked: Set[Any] = set()
         self.dropouts: Dict[Call, GradientEdge] = {}
         self.saved_alone: Set[Tuple[Any, Parameter]] = set()
@@ -219,15 +229,14 @@ class BackwardPass:
         ]
         self._gradients: Dict[Use, List[Optional[Tensor]]] = {}
         self._own: Dict[Use, Products] = {}
-        self._partial: Dict[Tensor, PerSample] = {}
         self._waiting: Dict[Call, int] = {}
-        self._hooks: Dict[Call, Any] = {}
         self.pull_back = PullColumns(self)
         if current.report is not None:
             current.report.begin(current.active_exts)
         self.kept: Dict[Any, Any] = {}
         self.reductions: List[Optional[str]] = []
         self._creates_graph = creates_graph
+        self._idle: Dict[Call, List[Node]] = {}
         if (current.active_exts or not current.gradient) and roots:
             self.inspection = Inspection(roots)
             self._find_groups(list(self.inspection.uses))
@@ -238,6 +247,36 @@ class BackwardPass:
                 check_isolation(self.inspection, current)
         args = accumulates, inputs is None, creates_graph
         self.accumulated = choose(current, self.groups, self.inspection, *args)
+        if self.inspection is not None:
+            self._listen()
+        elif roots and current.extension_hook is not no_op:
+            listen_below([edge.node for edge in roots])
+
+    def _listen(self) -> None:
+        """Let uses and calls have their turns, but for calls with nothing to do."""
+        for nodes in self.inspection.uses.values():
+            for node, _ in nodes.values():
+                listen(node)
+        for call, nodes in self.inspection.calls.items():
+            call.check_live()
+            if self._has_nothing_to_do(call):
+                self._idle[call] = nodes
+                continue
+            for node in nodes:
+                listen(node)
+        if self._is_filtered:
+            self._forget_idle()
+
+    def _forget_idle(self) -> None:
+        """Forget calls with nothing to do, unless their tensors' hooks matter."""
+        if not any(ext.pulls_columns for ext in self.state.active_exts):
+            for call in self._idle:
+                self._pass_by(call)
+
+    def _pass_by(self, call: Call) -> None:
+        if self.state.report is not None:
+            self.state.report.met.add(id(call.module))
+        call.release()
 
     def _find_groups(self, uses: Sequence[Use]) -> None:
         """Find out which parameters wait for which uses."""
@@ -270,6 +309,8 @@ class BackwardPass:
             reached = [*inspection.reached, *params]
             reached = reached if inputs is None else tree_leaves(inputs)
             report.reached.update(map(id, reached))
+        names = ", ".join(type(ext).__name__ for ext in self.state.active_exts)
+        refuse_parts(names, [*inspection.reached, *params])
         exts = [ext for ext in self.state.active_exts if ext.pulls_columns]
         if any(ext not in self._at_output for ext in exts):
             self._warn_of_terms()
@@ -282,7 +323,7 @@ class BackwardPass:
             message = NOT_EXTENDED_BATCH_NORM.format(module=module)
             if any(ext.refuses_coupled_samples for ext in self._separating):
                 raise NotImplementedError(message)
-            warn(message, stacklevel=5)
+            warn_user(message)
         separate, entangled = inspection.uses_outside(set(map(id, params)))
         entangled += self._never_seen(params) + self._behind_uses()
         if entangled:
@@ -294,7 +335,7 @@ class BackwardPass:
             refuse(self._names(), met, "any parameter")
         if separate:
             names = describe(separate)
-            warn(SEPARATE_USE.format(names=names), stacklevel=5)
+            warn_user(SEPARATE_USE.format(names=names))
 
     def _behind_uses(self) -> List[Tensor]:
         """Find parameters of expressions that contain a derivative of the network."""
@@ -335,7 +376,7 @@ class BackwardPass:
             and any(e.owner.is_use for node in walk([term]) for e in entries_of(node))
         ]
         if missing:
-            warn(MISSING_TERM.format(nodes=", ".join(missing)), stacklevel=5)
+            warn_user(MISSING_TERM.format(nodes=", ".join(missing)))
 
     def _names(self) -> str:
         return ", ".join(type(ext).__name__ for ext in self._separating)
@@ -345,7 +386,7 @@ class BackwardPass:
         self._outer, self.state.backward_pass = self.state.backward_pass, self
         return self
 
-    def __exit__(self, exc_type: Optional[type], *exc_info) -> None:
+    def __exit__(self, exc_type: Optional[type], *exc_info: Any) -> None:
         """End; check the results, if this was asked for."""
         failed = True
         try:
@@ -389,6 +430,16 @@ class BackwardPass:
             ext.saved_quantities.clear()
         if self._check is not None:
             self._check.remove()
+        if self.inspection is not None and is_parallel():
+            exts, report = self.state.active_exts, self.state.report
+            for ext, shard in move_to_shards(self.inspection.calls, exts):
+                if report is not None:
+                    report.reached.add(id(shard))
+                    report.saved.add((id(ext), id(shard)))
+        for call in self._idle if self._is_filtered else ():
+            if not call.released:
+                self._pass_by(call)
+        self._idle.clear()
         self._gradients.clear()
         self._own.clear()
         self.kept.clear()
@@ -427,6 +478,10 @@ class BackwardPass:
             if any(will_run(node) for node, _ in nodes.values())
         ]
         self._find_groups(uses)
+        for call, nodes in list(self._idle.items()):
+            if not any(map(will_run, nodes)):
+                del self._idle[call]
+        self._forget_idle()
 
     def _take_use(self, use: Use, g_out: Tuple[Optional[Tensor], ...]) -> None:
         if self.inspection is None:
@@ -548,13 +603,15 @@ class BackwardPass:
         Raises:
             RuntimeError: If inputs and output were dropped before.
         """  # noqa: DAR401
-        current, module = self.state, call.module
+        if call in self._idle:
+            return
         call.check_live()
+        if self._has_nothing_to_do(call):
+            self._pass_by(call)
+            return
+        current, module = self.state, call.module
         if current.report is not None:
             current.report.met.add(id(module))
-        if self._has_nothing_to_do(call):
-            call.release()
-            return
         call.store(raw=True)
         with Turn(call, self, g_out, entries) as turn:
             if call.is_loss:
@@ -562,7 +619,7 @@ class BackwardPass:
             g_inp = (None,) * len(call.arguments)
             for ext in current.active_exts:
                 if current.debug:
-                    print(f"[DEBUG] Running extension {ext} on {module}")
+                    print(f"[DEBUG] Running extension {ext} on {name_module(module)}")
                 ext(module, g_inp, turn.g_out)
         waiting = [use for use in call.uses if self._groups_of.get(use)]
         if waiting:
@@ -583,7 +640,7 @@ class BackwardPass:
         current, module = self.state, call.module
         try:
             if current.debug:
-                print(f"[DEBUG] Running extension hook on {module}")
+                print(f"[DEBUG] Running extension hook on {name_module(module)}")
             if current.extension_hook is not no_op:
                 current.extension_hook(module)
         finally:
@@ -631,16 +688,32 @@ class BackwardPass:
         if output.numel() != 1:
             raise ValueError(
                 f"{type(second_order[0]).__name__} starts at a loss with a scalar "
-                f"output, and {module} has an output of shape {list(output.shape)}. "
+                f"output, and {name_module(module)} "
+                f"has an output of shape {list(output.shape)}. "
                 "Use reduction='mean' or reduction='sum'."
             )
         if turn.call.is_function and self._is_inside(turn.call):
             return
-        factor = float(g_out)
-        self.loss_factors.append(factor)
-        if factor != 1.0 and not turn.call.is_function:
-            warn(MODIFIED_LOSS.format(module=module, factor=factor), stacklevel=2)
+        self.met_loss = True
+        is_root = self._begins_with_one and self._is_root(turn.call)
+        if not (is_root or turn.call.is_function):
+            self._warn_of_factor(module, g_out)
         self.pull_back.meet(turn, second_order)
+
+    def _is_root(self, call: Call) -> bool:
+        """Tell whether all begins at a loss, where no hook changes the gradient."""
+        if set(self.inspection.roots) != set(self.inspection.calls[call]):
+            return False
+        return not any(x._backward_hooks for x in call.tensors())
+
+    @staticmethod
+    def _warn_of_factor(module: Module, factor: Tensor) -> None:
+        """Warn of a modified loss, where it is known, or likely."""
+        if not may_look(factor):
+            warn_user(MAYBE_MODIFIED.format(module=name_module(module)))
+        elif factor != 1.0:
+            text = {"module": name_module(module), "factor": float(factor)}
+            warn_user(MODIFIED_LOSS.format(**text))
 
     def _is_inside(self, call: Call) -> bool:
         """Tell whether more than a sum was made of a loss that a model has called."""
@@ -691,7 +764,17 @@ def raise_released(module: Any) -> None:
     """
     from backpack.engine.record import RELEASED
 
-    raise RuntimeError(RELEASED.format(module=module))
+    raise RuntimeError(RELEASED.format(module=name_module(module)))
+
+
+def listen_below(nodes: Sequence[Node]) -> None:
+    """Let all uses and calls that something was computed from have their turns.
+
+    Args:
+        nodes: Where it sits in the graph.
+    """
+    for target in targets_below(nodes):
+        listen(target.node)
 
 
 def begin_unannounced(current: State) -> None:
@@ -702,6 +785,7 @@ def begin_unannounced(current: State) -> None:
     """
     graph = torch.is_grad_enabled()
     running = current.backward_pass = BackwardPass(current, creates_graph=graph)
+    listen_below([torch._C._current_autograd_node()])
 
     def end() -> None:
         try:

@@ -5,7 +5,7 @@ else to accumulate, and some whose gradient costs less here than there. First-or
 extensions form the individual gradients of layers whose weight many positions share. To
 add these up on the way costs less than what autograd does for the same result: multiply
 all inputs with all cotangents once more. Such a gradient is handed to autograd in the
-turn of its use, when it would have arrived anyway: by a backward pass of its own,
+turn of its use, when it would have arrived anyway: by a backward pass of its own
 through nothing but the node that accumulates it, so that all hooks run.
 
 The backward pass is run towards the leaves that are not left out, and to the nodes at
@@ -23,6 +23,7 @@ from torch.autograd import Function
 from backpack.core.operations import Operation
 from backpack.engine.graph import Inspection, describe, takes_part
 from backpack.engine.parameters import Group
+from backpack.utils.parallel import is_parallel
 from backpack.utils.state import State
 from backpack.utils.types import accumulator_dtype
 
@@ -137,10 +138,7 @@ def find_own(
         Identities of the parameters.
     """
     limits = [ext.adds_up_from for ext in extensions if ext.adds_up_from is not None]
-    several_processes = (
-        torch.distributed.is_available() and torch.distributed.is_initialized()
-    )
-    if not limits or several_processes or not inspection.allows_inputs:
+    if not limits or is_parallel() or not inspection.allows_inputs:
         return set()
     least, found = min(limits), set()
     for group in groups:

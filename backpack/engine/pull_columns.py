@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from itertools import chain
 from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
-from warnings import warn
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.nn import Module
 
-from backpack.core.fast.memory import huge_empty
-from backpack.core.layout import FIRST, Layout, Mixed, ranks, sample_numbers
+from backpack.core.fast.memory import huge_empty, may_write
+from backpack.core.layout import FIRST, Layout, Mixed, once, ranks, sample_numbers
 from backpack.core.per_sample.base import PerSample
 from backpack.core.table import find_loss
 from backpack.engine.graph import Origin, Target, targets_below, will_run
@@ -20,7 +19,8 @@ from backpack.engine.parameters import Group
 from backpack.engine.record import Call
 from backpack.engine.turn import Turn, refuse_several_calls
 from backpack.engine.uses import Use, refuse
-from backpack.utils.hooks import name_module, without_hooks
+from backpack.utils.hooks import name_module, warn_user, without_hooks
+from backpack.utils.parallel import gather
 
 # Columns that are pulled back at a time. Memory does not grow with the number of
 # columns beyond it.
@@ -39,9 +39,10 @@ BACKWARD_HOOKS = (
 )
 
 NOT_ONE_OUTPUT = (
-    "{ext} starts at the output of an extended model, and expects one in a backward "
-    "pass. Found: {found}. Extend the model as a whole, differentiate a function of "
-    "one of its outputs, `output.sum().backward()`, and do so by PyTorch's functions."
+    "{ext} starts at the output of an extended model, and expects one in a "
+    "backward pass. Found: {found}. Extend the model as a whole, differentiate a "
+    "function of one of its outputs, `output.sum().backward()`, and do so by PyTorch's "
+    "functions."
 )
 NOT_BEHIND = (
     "{ext}: the output of the extended model does not depend on {names}, which the "
@@ -172,6 +173,7 @@ class PullColumns:
 
         calls = [loss, *dict.fromkeys(t.entry.owner for t in reached)]
         _warn_of_hooks([c for c in calls if not c.is_use], extensions[0])
+        gather(c.module for c in calls if not c.is_use)
         tensors = [x for call in calls for x in call.tensors()]
         sources = {ext.source for ext in extensions}
         totals: Dict[Key, Any] = {}
@@ -233,7 +235,7 @@ class PullColumns:
                         loss=loss.module,
                         loss_size=loss.n,
                         size=owner.n,
-                        module=module,
+                        module=name_module(module),
                     )
                 )
 
@@ -310,7 +312,7 @@ class PullColumns:
             if not ext.expects_backpropagation_quantities():
                 text = {"ext": type(ext).__name__, "names": turn.names()}
                 raise NotImplementedError(NOT_BEHIND.format(**text))
-            explain_missing(ext, turn, bool(self._running.loss_factors))
+            explain_missing(ext, turn, self._running.met_loss)
             return
         stored: Dict[Tensor, PerSample] = {}
         numbers = self._waiting.get((ext, group))
@@ -431,14 +433,25 @@ def columns_of(source: Any, loss: Call, derivatives: Any) -> Iterator[Tensor]:
     along_rows = isinstance(placement, Layout) and placement.axis == 0
     if isinstance(placement, torch.Tensor):
         along_rows = placement.numel() == placement.shape[0]
-    if along_rows:
+    if not along_rows:
+        number, most = torch.arange(rows, device=x.device), rows
+    elif isinstance(placement, Layout):
         _, number = ranks(placement, rows, loss.n, x.device)
+        most = rows // loss.n
     else:
-        number = torch.arange(rows, device=x.device)
+        number, most = once(
+            placement, "ranks", lambda: _ranks(placement, rows, loss.n, x.device)
+        )
     number = number.view(-1, *[1] * (x.dim() - 1))
     for chunk in chunks:
-        for rank in range(int(number.max()) + 1):
+        for rank in range(most):
             yield chunk * (number == rank)
+
+
+def _ranks(placement: Tensor, *sizes: Any) -> Tuple[Tensor, int]:
+    """Number the rows of each sample, and count those of the largest."""
+    _, number = ranks(placement, *sizes)
+    return number, int(number.max()) + 1
 
 
 def _columns_of_loss(source: Any, turn: Turn) -> Iterator[Tensor]:
@@ -525,7 +538,7 @@ class _Stack:
 
     def put(self, column: Optional[Tensor]) -> None:
         """Put the next column."""
-        if column is not None and self._size > 1 and not torch.is_grad_enabled():
+        if column is not None and self._size > 1 and may_write():
             if self._out is None:
                 shape = (self._size, *column.shape)
                 self._out = huge_empty(shape, column.dtype, column.device)
@@ -593,6 +606,8 @@ def _warn_of_hooks(calls: List[Call], ext: Any) -> None:
     """
     for call in calls:
         if call.module._backward_hooks or call.module._backward_pre_hooks:
-            text = BACKWARD_HOOKS.format(ext=type(ext).__name__, module=call.module)
-            warn(text, stacklevel=2)
+            text = BACKWARD_HOOKS.format(
+                ext=type(ext).__name__, module=name_module(call.module)
+            )
+            warn_user(text)
             return

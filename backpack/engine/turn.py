@@ -19,8 +19,8 @@ from backpack.core.table import Row, find_row_or_generic, works_in_place
 from backpack.engine.graph import producing_calls, targets_below
 from backpack.engine.record import Call
 from backpack.engine.uses import Entry
-from backpack.utils.hooks import without_hooks
-from backpack.utils.state import state
+from backpack.utils.hooks import name_module, without_hooks
+from backpack.utils.state import may_look, state
 from backpack.utils.subsampling import subsample
 
 EXTEND_LOSS = (
@@ -86,10 +86,12 @@ def loss_scale(module: Module, factor: Tensor) -> Tensor:
         Square root of the gradient.
 
     Raises:
-        ValueError: If the loss was multiplied by a negative number.
+        ValueError: If the loss was multiplied by a negative number, which must not be
+            looked at everywhere, see :func:`may_look`; the root is NaN then.
     """
-    if factor < 0:
-        raise ValueError(NEGATIVE_LOSS.format(module=module, factor=float(factor)))
+    if may_look(factor) and factor < 0:
+        text = {"module": name_module(module), "factor": float(factor)}
+        raise ValueError(NEGATIVE_LOSS.format(**text))
     return factor.sqrt()
 
 
@@ -159,7 +161,7 @@ class Turn:
         self._mode.__enter__()
         return self
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, *exc_info: Any) -> None:
         """Return to the turn that was current before."""
         _CURRENT.turn = self._outer
         self._mode.__exit__(*exc_info)
@@ -308,7 +310,7 @@ class Turn:
 
     def _explain_missing(self, extension: Any) -> None:
         text = _text(extension, self.module)
-        if self.walks(extension) and self.backward_pass.loss_factors:
+        if self.walks(extension) and self.backward_pass.met_loss:
             raise NotImplementedError(NOT_A_CHAIN.format(**text))
         raise AssertionError(EXTEND_LOSS.format(**text))
 

@@ -57,6 +57,20 @@ class Target(NamedTuple):
     node: Node
 
 
+class Origin(NamedTuple):
+    """Where columns start: at a loss's prediction, or at a model's output.
+
+    Attributes:
+        call: The call of the loss or the model.
+        edge: Where prediction or output sit in the graph.
+        placement: Where the samples are in there.
+    """
+
+    call: Any
+    edge: GradientEdge
+    placement: Any
+
+
 def entries_of(node: Node) -> List[Entry]:
     """Return what ends in a node.
 
@@ -274,6 +288,34 @@ class Inspection:
     def names(self) -> Set[str]:
         """Names of the nodes."""
         return {type(node).__name__ for node in self._nodes}
+
+    def outputs(self) -> List[Origin]:
+        """Find the outputs of extended models that no other module has gone on from.
+
+        Returns:
+            The outputs.
+        """
+        found: List[Origin] = []
+        below: Set[Node] = set()
+        for call, nodes in self.calls.items():
+            if call.placements is None or not below.isdisjoint(nodes):
+                continue
+            below.update(walk(nodes))
+            for node in nodes:
+                for number, index, owner in entries_of(node):
+                    if owner is call:
+                        edge = GradientEdge(node, number)
+                        found.append(Origin(call, edge, call.placements[index]))
+        return found
+
+    @property
+    def turns(self) -> List[GradientEdge]:
+        """Where calls and uses have their turn, if autograd leads there."""
+        places = [node for nodes in self.calls.values() for node in nodes]
+        for outputs in self.uses.values():
+            places += [node for node, _ in outputs.values()]
+        places = [node for node in places or self.roots if not is_leaf(node)]
+        return [GradientEdge(node, 0) for node in dict.fromkeys(places)]
 
     @cached_property
     def outside(self) -> Dict[Tensor, List[Node]]:

@@ -20,6 +20,7 @@ copyright = "2025, The BackPACK authors"
 version = release = installed_version("backpack-for-pytorch")
 
 extensions = [
+    "mathml",
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
@@ -84,6 +85,7 @@ html_title = f"BackPACK {release}"
 html_static_path = ["_static"]
 html_css_files = ["backpack.css"]
 html_favicon = html_logo = "_static/logo.svg"
+html_math_renderer = "mathml"
 html_copy_source = html_show_sourcelink = True
 html_theme_options = {
     "top_of_page_buttons": ["view"],

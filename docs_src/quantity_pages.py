@@ -206,8 +206,8 @@ follow from norms over all parameters, or from all dot products; clipping is the
 Norms are known when every layer has had its turn; the sums are formed then, from
 factors, in the same backward pass. ``norms`` and ``weights`` of the extension are there
 after it.""",
-        "With ``scale=\"summand\"``, :math:`g_n` are the summands of the gradient, which "
-        "carry 1/N for a mean loss; with ``scale=\"sample\"``, the gradients of the "
+        'With ``scale="summand"``, :math:`g_n` are the summands of the gradient, which '
+        'carry 1/N for a mean loss; with ``scale="sample"``, the gradients of the '
         "samples' own losses.",
         "As much memory as the gradient, and the inputs and cotangents of all layers "
         "until the pass ends. With ``replace_grad=True``, the gradient itself is not "
@@ -580,8 +580,8 @@ def page(quantity: Quantity) -> str:
     lines += [f"   {line}".rstrip() for line in code(quantity).splitlines()]
     lines += ["", "Cost", "----", "", quantity.cost, "", *cost_table(quantity.names)]
     lines += ["What for", "--------", "", *(f"- {use}" for use in quantity.uses), ""]
-    for name in quantity.names:
-        lines += [f".. minigallery:: backpack.extensions.{name}", ""]
+    objects = " ".join(f"backpack.extensions.{name}" for name in quantity.names)
+    lines += [f".. minigallery:: {objects}", ""]
     lines += ["Options", "-------", ""]
     for name in quantity.names:
         lines += [f".. autoclass:: backpack.extensions.{name}", "   :no-members:", ""]
@@ -615,7 +615,9 @@ def write(folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     for quantity in QUANTITIES:
         put(folder / f"{quantity.names[0]}.rst", page(quantity))
-    put(folder / "overview.inc", table("quantities/"))
+    pages = [f"   quantities/{quantity.names[0]}" for quantity in QUANTITIES]
+    toctree = [".. toctree::", "   :hidden:", "", *pages, ""]
+    put(folder / "overview.inc", "\n".join([table("quantities/"), *toctree]))
     put(folder / "compared.inc", "\n".join(compared()))
     put(folder / "overview-api.inc", table("../quantities/"))
 

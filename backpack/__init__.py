@@ -7,6 +7,7 @@ the results off the parameters.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
 from backpack import extensions
+from backpack.compiled import CompiledStep
 from backpack.context import CTX
 from backpack.converter.convert import convert_module_to_backpack
 from backpack.engine.backward_pass import BackwardPass
@@ -41,6 +43,7 @@ from backpack.utils.types import Grads
 __all__ = [
     "BackpropExtension",
     "backpack",
+    "compile_step",
     "convert_module_to_backpack",
     "disable",
     "extend",
@@ -97,7 +100,9 @@ class _Announce(TorchFunctionMode):
         roots, inputs = root_nodes(bound[names[0]]), bound.get("inputs")
         accumulates = func is not torch.autograd.grad
         graph = bool(bound.get("create_graph"))
-        with BackwardPass(current, roots, inputs, accumulates, graph) as running:
+        cotangents = map(bound.get, ("gradient", "grad_tensors", "grad_variables"))
+        one = accumulates and all(x is None for x in cotangents)
+        with BackwardPass(current, roots, inputs, accumulates, graph, one) as running:
             if running.accumulated.inputs is None:
                 return func(*args, **kwargs)
             bound["inputs"] = running.accumulated.inputs
@@ -237,6 +242,64 @@ class backpack(AbstractContextManager):  # noqa: N801
         if exc_type is None:
             announce.report.warn(self.exts, State.outside() is not None)
         State.outside = staticmethod(no_op)
+
+
+def compile_step(
+    closure: Callable[..., Tensor],
+    *exts: BackpropExtension,
+    gradient: bool = True,
+    backend: Union[str, Callable] = "inductor",
+    mode: Optional[str] = None,
+) -> CompiledStep:
+    """Compile a whole step: forward pass, backward pass, and all quantities.
+
+    The result is called with tensors, and leaves what a plain step leaves: gradients
+    are added to ``.grad``, quantities are saved on the parameters, running statistics
+    are updated, random numbers are new ones. Parameters may change between two calls;
+    shapes, types, modes (``train()``, ``eval()``) and ``requires_grad`` as well, for
+    which the step is compiled again. Until then, everything else is as it was when it
+    was compiled: numbers that are not in tensors, and which way Python has gone.
+
+    Before it is compiled, the step is run twice by Python. That leaves no trace in
+    tensors; but what is printed, counted or appended to a list happens then, and not
+    afterwards.
+
+    Args:
+        closure: Computes the loss from tensors, with modules that are extended.
+        exts: Extensions. Those that save functions cannot be compiled.
+        gradient: As for :class:`backpack`, whose other options are about what Python
+            does while the pass goes on.
+        backend: Backend of :func:`torch.compile`. Default: ``"inductor"``.
+        mode: Mode of :func:`torch.compile`; ``"reduce-overhead"`` replays CUDA graphs.
+            Default: ``None``.
+
+    Returns:
+        The step: a function of the closure's tensors that returns the loss, detached.
+
+    Example:
+        >>> from torch import manual_seed, rand, tensor
+        >>> from torch.nn import CrossEntropyLoss, Linear
+        >>> from backpack.extensions import BatchL2Grad
+        >>> _ = manual_seed(0)
+        >>> model, lossfunc = extend(Linear(3, 2)), extend(CrossEntropyLoss())
+        >>> step = compile_step(
+        ...     lambda X, y: lossfunc(model(X), y), BatchL2Grad(), backend="aot_eager"
+        ... )
+        >>> loss = step(rand(5, 3), tensor([0, 1, 0, 1, 1]))
+        >>> model.weight.batch_l2.shape
+        torch.Size([5])
+    """
+    context = partial(backpack, *exts, gradient=gradient)
+    context()  # which checks the arguments
+    return CompiledStep(
+        closure,
+        context,
+        exts,
+        partial(
+            torch.compile, backend=backend, mode=mode, fullgraph=True, dynamic=False
+        ),
+        mode in ("reduce-overhead", "max-autotune"),
+    )
 
 
 def extend(module: Module, debug: bool = False, use_converter: bool = False) -> Module:

@@ -14,7 +14,7 @@ from warnings import warn
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 from torch.utils._pytree import tree_leaves
 
 from backpack.core.layout import Mixed
@@ -31,6 +31,7 @@ from backpack.engine.graph import (
     leaves_behind,
     operation_name,
     tail_terms,
+    targets_below,
     walk,
     will_run,
 )
@@ -39,16 +40,22 @@ from backpack.engine.parameters import Group, Products, find_groups, in_type_of
 from backpack.engine.pull_columns import PullColumns
 from backpack.engine.record import Call
 from backpack.engine.turn import Turn
-from backpack.engine.uses import Entry, Use, refuse
+from backpack.engine.uses import Entry, Use, listen, refuse
 from backpack.utils.hooks import no_op
 from backpack.utils.parallel import is_parallel, move_to_shards, refuse_parts
-from backpack.utils.state import State
+from backpack.utils.state import State, may_look
 
 MODIFIED_LOSS = (
     "The loss was modified after {module}: the gradient at its output is {factor}, not "
     "1. Second-order quantities contain this factor, and nothing else of what was done "
     "to the loss. If they should not, run the backward pass from the loss module's "
     "output itself."
+)
+MAYBE_MODIFIED = (
+    "The backward pass does not begin at the output of {module}. Second-order "
+    "quantities contain the gradient there, which would have to be waited for to be "
+    "named, and nothing else of what was done to the loss. If it is not 1 and should "
+    "be, run the backward pass from the loss module's output itself."
 )
 NOT_EXTENDED_BATCH_NORM = (
     "A {module} in training mode, which is not extended, couples the samples of the "
@@ -164,7 +171,7 @@ class BackwardPass:
 
     Attributes:
         state: What is active.
-        loss_factors: Gradients at the outputs of the losses that were met.
+        met_loss: Whether a loss was met whose columns were pulled back.
         walked: Extensions that have passed quantities from module to module.
         dropouts: Where the output of each call of a dropout layer sits in the graph, if
             an extension walks from module to module.
@@ -184,6 +191,7 @@ class BackwardPass:
         inputs: Any = None,
         accumulates: bool = True,
         creates_graph: bool = False,
+        begins_with_one: bool = False,
     ):
         """Begin.
 
@@ -196,6 +204,8 @@ class BackwardPass:
                 with respect to. Default: ``True``.
             creates_graph: Whether what it computes can be differentiated. Default:
                 ``False``.
+            begins_with_one: Whether the gradient at its beginning is known to be one.
+                Default: ``False``.
 
         Raises:
             RuntimeError: If a parameter is used where extensions can't see it.
@@ -203,7 +213,7 @@ class BackwardPass:
         self.state = current
         self._separating = [x for x in current.active_exts if x.separates_samples]
         self._check = Check(self) if current.check else None
-        self.loss_factors: List[float] = []
+        self.met_loss, self._begins_with_one = False, begins_with_one and bool(roots)
         self.walked: Set[Any] = set()
         self.dropouts: Dict[Call, GradientEdge] = {}
         self.saved_alone: Set[Tuple[Any, Parameter]] = set()
@@ -225,6 +235,7 @@ class BackwardPass:
         self.kept: Dict[Any, Any] = {}
         self.reductions: List[Optional[str]] = []
         self._creates_graph = creates_graph
+        self._idle: Dict[Call, List[Node]] = {}
         if (current.active_exts or not current.gradient) and roots:
             self.inspection = Inspection(roots)
             self._find_groups(list(self.inspection.uses))
@@ -237,6 +248,36 @@ class BackwardPass:
         self.accumulated = choose(
             current, self.groups, self.inspection, accumulates, plain
         )
+        if self.inspection is not None:
+            self._listen()
+        elif roots and current.extension_hook is not no_op:
+            listen_below(roots)
+
+    def _listen(self) -> None:
+        """Let uses and calls have their turns, but for calls with nothing to do."""
+        for nodes in self.inspection.uses.values():
+            for node, _ in nodes.values():
+                listen(node)
+        for call, nodes in self.inspection.calls.items():
+            call.check_live()
+            if self._has_nothing_to_do(call):
+                self._idle[call] = nodes
+                continue
+            for node in nodes:
+                listen(node)
+        if self._is_filtered:
+            self._forget_idle()
+
+    def _forget_idle(self) -> None:
+        """Forget calls with nothing to do, unless their tensors' hooks matter."""
+        if not any(ext.pulls_columns for ext in self.state.active_exts):
+            for call in self._idle:
+                self._pass_by(call)
+
+    def _pass_by(self, call: Call) -> None:
+        if self.state.report is not None:
+            self.state.report.met.add(id(call.module))
+        call.release()
 
     def _find_groups(self, uses: Sequence[Use]) -> None:
         """Find out which parameters wait for which uses."""
@@ -395,6 +436,10 @@ class BackwardPass:
                 if report is not None:
                     report.reached.add(id(shard))
                     report.saved.add((id(ext), id(shard)))
+        for call in self._idle if self._is_filtered else ():
+            if not call.released:
+                self._pass_by(call)
+        self._idle.clear()
         self._gradients.clear()
         self._own.clear()
         self.kept.clear()
@@ -430,6 +475,10 @@ class BackwardPass:
             if any(will_run(node) for node, _ in nodes.values())
         ]
         self._find_groups(uses)
+        for call, nodes in list(self._idle.items()):
+            if not any(map(will_run, nodes)):
+                del self._idle[call]
+        self._forget_idle()
 
     def _take_use(self, use: Use, g_out: Tuple[Optional[Tensor], ...]) -> None:
         if self.inspection is None:
@@ -551,13 +600,15 @@ class BackwardPass:
         Raises:
             RuntimeError: If inputs and output were dropped before.
         """  # noqa: DAR401
-        current, module = self.state, call.module
+        if call in self._idle:
+            return
         call.check_live()
+        if self._has_nothing_to_do(call):
+            self._pass_by(call)
+            return
+        current, module = self.state, call.module
         if current.report is not None:
             current.report.met.add(id(module))
-        if self._has_nothing_to_do(call):
-            call.release()
-            return
         call.store(raw=True)
         with Turn(call, self, g_out, entries) as turn:
             if call.is_loss:
@@ -639,11 +690,26 @@ class BackwardPass:
             )
         if turn.call.is_function and self._is_inside(turn.call):
             return
-        factor = float(g_out)
-        self.loss_factors.append(factor)
-        if factor != 1.0 and not turn.call.is_function:
-            warn(MODIFIED_LOSS.format(module=module, factor=factor), stacklevel=2)
+        self.met_loss = True
+        is_root = self._begins_with_one and self._is_root(turn.call)
+        if not (is_root or turn.call.is_function):
+            self._warn_of_factor(module, g_out)
         self.pull_back.meet(turn, second_order)
+
+    def _is_root(self, call: Call) -> bool:
+        """Tell whether all begins at a loss, where no hook changes the gradient."""
+        if set(self.inspection.roots) != set(self.inspection.calls[call]):
+            return False
+        return not any(x._backward_hooks for x in call.tensors())
+
+    @staticmethod
+    def _warn_of_factor(module: Module, factor: Tensor) -> None:
+        """Warn of a modified loss, where it is known, or likely."""
+        if not may_look(factor):
+            warn(MAYBE_MODIFIED.format(module=module), stacklevel=3)
+        elif factor != 1.0:
+            text = MODIFIED_LOSS.format(module=module, factor=float(factor))
+            warn(text, stacklevel=3)
 
     def _is_inside(self, call: Call) -> bool:
         """Tell whether more than a sum was made of a loss that a model has called."""
@@ -697,6 +763,16 @@ def raise_released(module: Any) -> None:
     raise RuntimeError(RELEASED.format(module=module))
 
 
+def listen_below(nodes: Sequence[Node]) -> None:
+    """Let all uses and calls that something was computed from have their turns.
+
+    Args:
+        nodes: Where it sits in the graph.
+    """
+    for target in targets_below(nodes):
+        listen(target.node)
+
+
 def begin_unannounced(current: State) -> None:
     """Begin a backward pass that did not go through PyTorch's Python interface.
 
@@ -705,6 +781,7 @@ def begin_unannounced(current: State) -> None:
     """
     graph = torch.is_grad_enabled()
     running = current.backward_pass = BackwardPass(current, creates_graph=graph)
+    listen_below([torch._C._current_autograd_node()])
 
     def end() -> None:
         try:

@@ -1,8 +1,8 @@
 """Which gradients autograd accumulates, and which it leaves out.
 
 It leaves out all of them where nobody wants gradients, or an extension has something
-else to accumulate; and some whose gradient costs less here than there. First-order extensions form the individual gradients of layers whose weight many
-positions share. To add these up on the way costs less than what autograd does for the
+else to accumulate; and some whose gradient costs less here than there. First-order
+extensions form the individual gradients of layers whose weight many positions share. To add these up on the way costs less than what autograd does for the
 same result: multiply all inputs with all cotangents once more. The backward pass is
 then run without these parameters, and their gradient is handed to autograd in the turn
 of their use, when it would have arrived anyway: by a backward pass of its own through

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.nn import Module
 
-from backpack.core.fast.memory import huge_empty
-from backpack.core.layout import FIRST, Layout, Mixed, ranks
+from backpack.core.fast.memory import huge_empty, may_write
+from backpack.core.layout import FIRST, Layout, Mixed, once, ranks
 from backpack.core.per_sample.base import PerSample
 from backpack.core.table import find_loss
 from backpack.engine.graph import Target, targets_below, will_run
@@ -274,7 +274,7 @@ class PullColumns:
             if not self._of_losses.isdisjoint(turn.modules):
                 self._running.exempt(ext, group)  # no curvature starts above it
                 return
-            explain_missing(ext, turn, bool(self._running.loss_factors))
+            explain_missing(ext, turn, self._running.met_loss)
             return
         stored: Dict[Tensor, PerSample] = {}
         numbers = self._waiting.get((ext, group))
@@ -395,14 +395,25 @@ def columns_of(source: Any, loss: Call, derivatives: Any) -> Iterator[Tensor]:
     along_rows = isinstance(placement, Layout) and placement.axis == 0
     if isinstance(placement, torch.Tensor):
         along_rows = placement.numel() == placement.shape[0]
-    if along_rows:
+    if not along_rows:
+        number, most = torch.arange(rows, device=x.device), rows
+    elif isinstance(placement, Layout):
         _, number = ranks(placement, rows, loss.n, x.device)
+        most = rows // loss.n
     else:
-        number = torch.arange(rows, device=x.device)
+        number, most = once(
+            placement, "ranks", lambda: _ranks(placement, rows, loss.n, x.device)
+        )
     number = number.view(-1, *[1] * (x.dim() - 1))
     for chunk in chunks:
-        for rank in range(int(number.max()) + 1):
+        for rank in range(most):
             yield chunk * (number == rank)
+
+
+def _ranks(placement: Tensor, *sizes: Any) -> Tuple[Tensor, int]:
+    """Number the rows of each sample, and count those of the largest."""
+    _, number = ranks(placement, *sizes)
+    return number, int(number.max()) + 1
 
 
 def explain_missing(ext: Any, turn: Any, met_loss: bool) -> None:
@@ -444,7 +455,7 @@ class _Stack:
 
     def put(self, column: Optional[Tensor]) -> None:
         """Put the next column."""
-        if column is not None and self._size > 1 and not torch.is_grad_enabled():
+        if column is not None and self._size > 1 and may_write():
             if self._out is None:
                 shape = (self._size, *column.shape)
                 self._out = huge_empty(shape, column.dtype, column.device)

@@ -20,7 +20,7 @@ from backpack.engine.graph import producing_calls, targets_below
 from backpack.engine.record import Call
 from backpack.engine.uses import Entry
 from backpack.utils.hooks import without_hooks
-from backpack.utils.state import state
+from backpack.utils.state import may_look, state
 from backpack.utils.subsampling import subsample
 
 EXTEND_LOSS = (
@@ -86,9 +86,10 @@ def loss_scale(module: Module, factor: Tensor) -> Tensor:
         Square root of the gradient.
 
     Raises:
-        ValueError: If the loss was multiplied by a negative number.
+        ValueError: If the loss was multiplied by a negative number, which must not be
+            looked at everywhere, see :func:`may_look`; the root is NaN then.
     """
-    if factor < 0:
+    if may_look(factor) and factor < 0:
         raise ValueError(NEGATIVE_LOSS.format(module=module, factor=float(factor)))
     return factor.sqrt()
 
@@ -315,7 +316,7 @@ class Turn:
 
     def _explain_missing(self, extension: Any) -> None:
         text = self._text(extension, self.module)
-        if self.walks(extension) and self.backward_pass.loss_factors:
+        if self.walks(extension) and self.backward_pass.met_loss:
             raise NotImplementedError(NOT_A_CHAIN.format(**text))
         raise AssertionError(EXTEND_LOSS.format(**text))
 

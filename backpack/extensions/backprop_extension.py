@@ -6,6 +6,7 @@ from abc import ABC
 from typing import Any, Dict, Optional, Type
 from warnings import warn
 
+from torch import Tensor
 from torch.nn import Module
 
 from backpack.core.per_sample.base import PerSample

@@ -11,7 +11,18 @@ import ctypes
 import sys
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Callable, ClassVar, Iterator, List, Optional, Sequence, Tuple
+from typing import (
+    Any,
+    Callable,
+    ClassVar,
+    Dict,
+    Hashable,
+    Iterator,
+    List,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 import torch
 from torch import Tensor
@@ -22,6 +33,7 @@ from backpack.utils.hooks import no_op
 from backpack.utils.parallel import without_sinks
 
 _KEY = "backpack.utils.state"
+_MOST_ANSWERS = 10_000  # that are remembered
 
 # The innermost context, for this task of `asyncio`, which threads may inherit
 ENTERED: ContextVar[Any] = ContextVar("backpack", default=None)
@@ -128,7 +140,7 @@ class State:
                 State.outside = owner.module_ref
                 self.check_context()
             if not (self.in_context and self.retain_graph):
-                owner.release()
+                owner.release_all()
             return
         if any(g is not None and _is_batched(g) for g in g_out):
             names = ", ".join(type(ext).__name__ for ext in self.active_exts)
@@ -137,6 +149,54 @@ class State:
             State.begin(self)
         if any(g is not None for g in g_out) or owner.is_use:
             self.backward_pass.take_turn(owner, g_out, entries)
+
+
+def is_traced() -> bool:
+    """Tell whether somebody records the operations, to run them again.
+
+    Returns:
+        Whether a dispatch mode is active. Operations are functions of tensors then:
+        memory that is written piece by piece would be copied as often.
+    """
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def may_look(x: Tensor) -> bool:
+    """Tell whether a choice may depend on a tensor's numbers.
+
+    An accelerator would have to finish all that it was asked for, and who traces a pass
+    sees no numbers. Where they must not be looked at, the way that is always right is
+    taken, and what would be an error for what the numbers are becomes NaN.
+
+    Args:
+        x: The tensor.
+
+    Returns:
+        Whether it may: on the CPU, and where ``check=True`` asks for it.
+    """
+    return state().check or (x.device.type == "cpu" and not is_traced())
+
+
+_ANSWERS: Dict[Hashable, Any] = {}
+
+
+def ask(x: Tensor, key: Hashable, question: Callable[[], Any]) -> Any:
+    """Ask for what only numbers tell, and what kind and shapes of operands decide.
+
+    Args:
+        x: A tensor whose numbers are looked at.
+        key: Kind and shapes.
+        question: Looks at the numbers.
+
+    Returns:
+        The answer. Where numbers must not be looked at, see :func:`may_look`, it is the
+        one that was given the last time, if there was one.
+    """
+    if may_look(x) or key not in _ANSWERS:
+        if len(_ANSWERS) >= _MOST_ANSWERS:
+            _ANSWERS.clear()
+        _ANSWERS[key] = question()
+    return _ANSWERS[key]
 
 
 def _is_batched(x: Tensor) -> bool:

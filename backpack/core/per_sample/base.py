@@ -20,7 +20,7 @@ from typing import (
 import torch
 from torch import Tensor
 
-from backpack.core.fast.memory import huge_empty
+from backpack.core.fast.memory import huge_empty, may_write
 from backpack.core.per_sample import sums
 from backpack.utils.types import accumulator_dtype, full_precision
 from backpack.utils.unsqueeze import flatten
@@ -230,7 +230,7 @@ class PerSample(ABC):
         return total.contiguous()
 
     def _squares_per_sample(self) -> Tensor:
-        if torch.is_grad_enabled():
+        if not may_write():
             return full_precision(self.individual()).pow(2).sum(0)
         dtype = accumulator_dtype(self.dtype)
         out = huge_empty((self.batch_size, *self.shape), dtype, self.device)

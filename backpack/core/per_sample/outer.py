@@ -12,11 +12,12 @@ from torch import Tensor
 
 from backpack.core.fast import tuning
 from backpack.core.fast.matmul import bmm, gram, has_fast_blas, is_fast_product, matmul
-from backpack.core.fast.memory import huge_empty
+from backpack.core.fast.memory import huge_empty, may_write
 from backpack.core.per_sample import sums
 from backpack.core.per_sample.base import Dense, Gather, PerSample
 from backpack.core.per_sample.order import Order, transposed
 from backpack.core.per_sample.unfolding import Unfolding
+from backpack.utils.state import may_look
 from backpack.utils.types import full_precision
 from backpack.utils.unsqueeze import flatten
 
@@ -54,16 +55,19 @@ def powers_of_two(a: Tensor) -> Optional[Tensor]:
         a: Inputs of shape ``[N, *]``.
 
     Returns:
-        Powers of two of shape ``[N]``, ``None`` if inputs are of moderate size.
+        Powers of two of shape ``[N]``, ``None`` if inputs are known to be of moderate
+        size.
     """
     if not a.numel():
         return None
     size = torch.linalg.vector_norm(a.detach().flatten(1), inf, 1)
-    smallest, largest = map(float, size.aminmax())
-    if 2.0**-MODERATE <= smallest and largest <= 2.0**MODERATE:  # a quick answer
-        return None
+    looks = may_look(size)
+    if looks:
+        smallest, largest = map(float, size.aminmax())
+        if 2.0**-MODERATE <= smallest and largest <= 2.0**MODERATE:  # a quick answer
+            return None
     exponents = torch.frexp(size).exponent
-    if bool((exponents.abs() <= MODERATE).all()):
+    if looks and bool((exponents.abs() <= MODERATE).all()):
         return None
     most = frexp(torch.finfo(a.dtype).max)[1] - MODERATE
     return torch.ldexp(torch.ones_like(size), exponents.clamp(-most, most))
@@ -288,7 +292,7 @@ class Outer(PerSample):
             self.num_columns == 1 < self.positions
             and self.shape.numel() >= tuning.LARGE_PRODUCT
             and self.batch_size > 0
-            and not torch.is_grad_enabled()
+            and may_write()
             # a GPU multiplies all matrices at once
             and (self._direct is not None or self.device.type == "cpu")
         )
@@ -484,6 +488,8 @@ class Outer(PerSample):
     def variance(self) -> Tensor:  # noqa: D102
         if self.positions > 1 or self.batch_size == 0:
             return super().variance()
+        if not may_look(self._cotangents):
+            return super().variance()
         # Two matrix products are all it takes, unless moment and squared mean cancel
         a, b = self._moderate_a().squeeze(2), self._moderate_b()[0].squeeze(2)
         total = sum_outer_products(b, a)
@@ -587,7 +593,7 @@ def outer_products(b: Tensor, a: Tensor) -> Tensor:
     Returns:
         Outer products of shape ``[V, N, G, p, d]``.
     """
-    if torch.is_grad_enabled():
+    if not may_write():
         return b.unsqueeze(-1) * a.unsqueeze(-2)
     out = huge_empty((*b.shape, a.shape[-1]), b.dtype, b.device)
     return torch.mul(b.unsqueeze(-1), a.unsqueeze(-2), out=out)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from backpack.core.fast import tuning
 from backpack.core.fast.matmul import bmm, is_fast, matmul
+from backpack.core.fast.memory import may_write
 from backpack.utils.types import accumulator_dtype, full_precision
 from backpack.utils.unsqueeze import flatten_any_order
 
@@ -237,4 +238,4 @@ def add_moments(moments: Optional[Moments], rows: Tensor) -> Moments:
 def _is_slice_by_slice(rows: Tensor) -> bool:
     """Tell whether it is faster to go through rows one by one, in place."""
     large = rows.numel() >= tuning.SLICE_ELEMENTS * max(1, len(rows))
-    return large and not torch.is_grad_enabled()
+    return large and may_write()

@@ -1,8 +1,8 @@
 """The scripts in ``examples/`` run; those that were there in 1.7, with its calls alone.
 
 Each script checks its own results with plain autograd, so that running it is a test. It
-is a page of the gallery: it must print what it is about, and draw something. Those of 1.7
-use nothing but what ``public_interface.txt`` promises.
+is a page of the gallery: it must print what it is about, and draw something. Those of
+1.7 use nothing but what ``public_interface.txt`` promises.
 The code in the developer manual runs, too, and what it quotes is in the library.
 """
 

@@ -47,8 +47,6 @@ autodoc_default_options = {
 autodoc_typehints = "description"
 autodoc_typehints_format = "short"
 autodoc_inherit_docstrings = False
-# a name that two modules define, in hints that are not evaluated
-autodoc_type_aliases = {"Call": "backpack.engine.record.Call"}
 autosummary_generate = False
 python_maximum_signature_line_length = 70
 napoleon_google_docstring = True

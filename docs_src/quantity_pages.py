@@ -307,6 +307,31 @@ The small matrix of dot products of the columns has the same nonzero eigenvalues
         ["DiagGGNExact"],
     ),
     Quantity(
+        "Jacobian of the output: BatchJacobian",
+        ["BatchJacobian"],
+        ["jacobian"],
+        ["[C, N, *p]"],
+        "Jacobian of the model's output, without a loss",
+        r"""The derivative of each feature :math:`c` of the model's output
+:math:`f(x_n)`, in the order in which a sample's features are in the output:
+
+.. math:: J_{c,n} = \nabla_p f_c(x_n)\,.
+
+It starts at the output of the extended model. No loss is needed:
+``model(X).sum().backward()`` is enough, and ``backpack(..., gradient=False)`` leaves
+``.grad`` alone. If there is a loss, it does not matter.""",
+        "It knows of no loss, and has no scale.",
+        "C columns are pulled back; C · N gradients of memory. ``subsampling`` selects "
+        "samples.",
+        [
+            "Kernels of networks: Jacot et al., *Neural tangent kernel*, 2018",
+            "Predictions of linearized networks: Immer et al., *Improving predictions "
+            "of Bayesian neural nets via local linearization*, 2021",
+        ],
+        "p = model[2].bias\n"
+        "assert torch.allclose(p.jacobian, torch.eye(3).unsqueeze(1).expand(3, 8, 3))",
+    ),
+    Quantity(
         "Kronecker factors, sampled: KFAC",
         ["KFAC"],
         ["kfac"],

@@ -256,6 +256,6 @@ def test_links_lead_to_files(name: str):
 
 
 def test_one_version():
-    """What is cited is what is installed."""
-    version = f"\nversion: {import_module('backpack').__version__}\n"
-    assert version in (ROOT / "CITATION.cff").read_text()
+    """What is cited is what is there."""
+    cited = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {backpack.__version__}\n" in cited

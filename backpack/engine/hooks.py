@@ -42,7 +42,7 @@ from backpack.engine.uses import (
     on_one_node,
 )
 from backpack.utils.disable import disable
-from backpack.utils.module_classification import is_loss, is_no_op
+from backpack.utils.module_classification import NO_OPS, is_loss, is_no_op
 
 
 class _Frame:
@@ -472,17 +472,14 @@ def _record(
         return None
     tracker = frame.tracker or _THREAD.tracker
     replaced = None
-    if isinstance(output, Tensor):
-        is_leaf_itself = output.is_leaf and isinstance(output, Parameter)
-    else:
-        is_leaf_itself = any(_is_own_leaf(module, x) for x in tree_leaves(output))
-    if is_leaf_itself:
+    single = type(output) is Tensor
+    if not single and any(_is_own_leaf(module, x) for x in tree_leaves(output)):
         # a leaf outlives the graph; its alias is part of the graph and owns the call
         output = replaced = tree_map(
             lambda x: x.view_as(x) if _is_own_leaf(module, x) else x, output
         )
     outputs = tensor_outputs(output)
-    if any(x.is_nested and x.layout is torch.strided for x in outputs):
+    if any([x.is_nested and x.layout is torch.strided for x in outputs]):
         return None  # they have no shape
     # what comes out of a layer that is looked at as a whole has no mark yet
     several = len(outputs) > 1 and frame.row is None
@@ -499,11 +496,12 @@ def _record(
     call = frame.call
     call.finish(module, args, kwargs, outputs, edges, _parameters(module, args, frame))
     call.is_altered = _comes_late(module)
-    if not is_no_op(module):
+    if not isinstance(module, NO_OPS):
         call.store(raw=False)
     if _computes_loss(call, outputs, tracker is None or frame.tracker is tracker):
         call.is_loss, call.loss_module = True, module
-    call.is_composite = any(x is not None for x in module._modules.values())
+    inside = module._modules
+    call.is_composite = bool(inside) and any(x is not None for x in inside.values())
     returned = _THREAD.returned
     call.is_transparent = len(returned) > frame.start
     if call.is_transparent and call.is_loss:
@@ -622,7 +620,8 @@ def _is_own_leaf(module: Module, x: Any) -> bool:
 
 def _parameters(module: Module, args: Tuple, frame: _Frame) -> Dict[str, Tensor]:
     """Collect the parameters for which no call further inside is responsible."""
-    own = {n: p for n, p in module._parameters.items() if p is not None}
+    own = module._parameters
+    own = {n: p for n, p in own.items() if p is not None} if own else {}
     if isinstance(module, FunctionModule):
         arguments = enumerate(args)
         own.update({f"input{i}": x for i, x in arguments if isinstance(x, Parameter)})
@@ -650,10 +649,10 @@ def _parameters(module: Module, args: Tuple, frame: _Frame) -> Dict[str, Tensor]
 def _computes_loss(call: Call, outputs: List[Tensor], outermost: bool) -> bool:
     """Tell whether a call maps a prediction, which has a graph, to a number."""
     module = call.module
+    if not outputs or outputs[0].numel() != 1 or outputs[0].dim() > 1:
+        return is_loss(module)
     if is_loss(module):
         return True
-    if not outputs or outputs[0].dim() > 0 and outputs[0].shape != (1,):
-        return False
     if next(module.parameters(), None) is None:
         return outputs[0].dim() == 0 or call.input_edges[:1] not in ([], [None])
     edge = call.input_edges[0] if call.input_edges else None

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn import Module, Parameter
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import _global_forward_hooks
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
@@ -137,11 +138,11 @@ def enter_call(
     with torch._C.DisableTorchFunction():
         if tracker is not None:
             frame.outer, tracker.owner = tracker.owner, frame.call
-            if not tracker.suspended and isinstance(module, nn.RNNBase):
-                frame.row = _row_of_call(module, args, kwargs, tracker)
-            if frame.row is not None:
-                frame.suspends = True
-                tracker.suspended += 1
+            if not tracker.suspended and module._parameters:
+                frame.row = _row_inside(module, args, kwargs, tracker)
+                if frame.row is not None:
+                    frame.suspends = True
+                    tracker.suspended += 1
         else:
             frame.row = _row_of_call(module, args, kwargs, None)
             if frame.row is None:
@@ -307,6 +308,32 @@ def _row_of_call(
     return row
 
 
+def _row_inside(
+    module: Module, args: Tuple, kwargs: Dict[str, Any], tracker: Tracker
+) -> Optional[Row]:
+    """Look up the rule for a call inside of a model, which then is a use as a whole.
+
+    Samples must be where the layer takes them to be. Everything else is watched.
+    """
+    is_recurrent = isinstance(module, nn.RNNBase)
+    if len(args) != 1 and not is_recurrent:
+        return None
+    row = _row_of_call(module, args, kwargs, tracker)
+    if row is None or is_recurrent:
+        return row
+    if isinstance(module, _NormBase) and (
+        module.training or module.running_mean is None
+    ):
+        return None  # samples meet
+    placement = placement_of(args[0], tracker.key)
+    if type(placement) is not Layout or row.params == ():
+        return None
+    features = _features(module)
+    axes = 1 if features is None else args[0].dim() - features[0]
+    last = next(reversed(module._forward_pre_hooks.values()))
+    return row if placement.axis < axes and last is enter_call else None
+
+
 def _is_plain(module: Module, row: Row) -> bool:
     """Tell whether all parameters are the layer's own, and none is computed."""
     own = module._parameters
@@ -402,9 +429,7 @@ def _operation(
 ) -> Optional[Operation]:
     if row.several_outputs:
         return LayerCall(row.derivatives, module, list(args))
-    if isinstance(
-        module, (nn.modules.batchnorm._BatchNorm, nn.InstanceNorm1d.__mro__[1])
-    ):
+    if isinstance(module, _NormBase):
         return _normalization(module, row, args, names)
     features = _features(module)
     keys = {name: name for name in names}

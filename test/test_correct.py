@@ -1943,7 +1943,7 @@ REFUSALS = {
         f"steps-first-{ext.__name__}": Refusal(
             on_row(STEPS_FIRST, ext()),
             NotImplementedError,
-            rf"(?s){ext.__name__}: samples have met in `LSTM` on \[6, 4, 3\] of "
+            rf"(?s){ext.__name__}: samples have met in `lstm` on \[6, 4, 3\] of "
             r"LSTM\(3, 4\) \('recurrent' of Lambda\).*batch axis is axis 0",
         )
         for ext in (BatchGrad, SumGradSquared, DiagGGNExact)

@@ -13,7 +13,7 @@ from typing import Any, Callable, List
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import F64
+from cases import F64, make_extension
 from oracle import assert_agrees, oracle, parameters
 from per_sample import (
     FIRST_ORDER,
@@ -36,7 +36,7 @@ from per_sample import (
 from torch import Tensor, nn
 from torch.nn import Module
 
-from backpack import backpack, extend, extensions
+from backpack import backpack, extend
 
 W, B = {"w": (3, 4)}, {"w": (3, 4), "b": (3,)}
 IO = {"w": (4, 3), "b": (3,)}
@@ -718,7 +718,7 @@ def in_type(
     X = tuple(x.to(dtype) if x.is_floating_point() else x for x in X)
     with around():
         value = row.objective(model(*X), loss)
-    with backpack(*[getattr(extensions, name)() for name in quantities]):
+    with backpack(*[make_extension(name) for name in quantities]):
         value.backward()
     for quantity in quantities:
         field = QUANTITIES[quantity][0]

@@ -82,8 +82,14 @@ def _reshaped(
     """Tell where samples are in another view of the same entries."""
     if placement is None or isinstance(placement, Mixed):
         return placement
-    numbers = sample_numbers(placement, before, n, torch.device("cpu"))
-    return simplify(numbers.reshape(shape), n)
+    key = "reshaped", placement, before, shape, n
+    if isinstance(placement, Tensor) or key not in _REMEMBERED:
+        numbers = sample_numbers(placement, before, n, torch.device("cpu"))
+        found = simplify(numbers.reshape(shape), n)
+        if isinstance(placement, Tensor):
+            return found
+        _REMEMBERED[key] = found
+    return _REMEMBERED[key]
 
 
 def explain(x: Tensor) -> Optional[Known]:

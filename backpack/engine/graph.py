@@ -57,6 +57,20 @@ class Target(NamedTuple):
     node: Node
 
 
+class Origin(NamedTuple):
+    """Where columns start: at a loss's prediction, or at a model's output.
+
+    Attributes:
+        call: The call of the loss or the model.
+        edge: Where prediction or output sit in the graph.
+        placement: Where the samples are in there.
+    """
+
+    call: Any
+    edge: GradientEdge
+    placement: Any
+
+
 def entries_of(node: Node) -> List[Entry]:
     """Return what ends in a node.
 
@@ -273,6 +287,34 @@ class Inspection:
         """Names of the nodes."""
         return {type(node).__name__ for node in self._nodes}
 
+    def outputs(self) -> List[Origin]:
+        """Find the outputs of extended models that no other module has gone on from.
+
+        Returns:
+            The outputs.
+        """
+        found: List[Origin] = []
+        below: Set[Node] = set()
+        for call, nodes in self.calls.items():
+            if call.placements is None or not below.isdisjoint(nodes):
+                continue
+            below.update(walk(nodes))
+            for node in nodes:
+                for number, index, owner in entries_of(node):
+                    if owner is call:
+                        edge = GradientEdge(node, number)
+                        found.append(Origin(call, edge, call.placements[index]))
+        return found
+
+    @property
+    def turns(self) -> List[GradientEdge]:
+        """Where calls and uses have their turn, if autograd leads there."""
+        places = [node for nodes in self.calls.values() for node in nodes]
+        for outputs in self.uses.values():
+            places += [node for node, _ in outputs.values()]
+        places = [node for node in places or self.roots if not is_leaf(node)]
+        return [GradientEdge(node, 0) for node in dict.fromkeys(places)]
+
     @cached_property
     def outside(self) -> Dict[Tensor, List[Node]]:
         """Nodes that use a parameter where nothing has seen it."""
@@ -345,7 +387,8 @@ class Inspection:
             if any(entries_of(node) for node in walk([term]))
         ]
         data_nodes = set(walk(data_terms))
-        separate, entangled = [], []
+        separate: List[Tensor] = []
+        entangled: List[Tensor] = []
         for param, nodes in outside.items():
             mixed = not data_nodes.isdisjoint(nodes)
             (entangled if mixed else separate).append(param)
@@ -364,7 +407,7 @@ class Inspection:
         return [
             met
             for node, met in self.meetings.items()
-            if not (node in harmless and operation_name(met) in _SUMS)
+            if not (node in harmless and _adds_up(node, met))
         ]
 
     @property
@@ -390,6 +433,12 @@ class Inspection:
             if node._saved_training and shape[0] > 1 and not known:
                 return f"BatchNorm{max(1, len(shape) - 2)}d"
         return None
+
+
+def _adds_up(node: Node, met: Mixed) -> bool:
+    """Tell whether samples have met in nothing but a sum of what they contribute."""
+    name = operation_name(met)
+    return name in _SUMS or name.strip("_ir") in ("add", "sub") and _is_scalar(node)
 
 
 def tail_terms(roots: Sequence[Node]) -> List[Node]:

@@ -19,10 +19,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from backpack.core.layout import Layout, Mixed, Placement, sample_numbers, simplify
 from backpack.core.operations import find_operation
+from backpack.core.table import LOSS_FUNCTIONS
 from backpack.engine.gaps import CONSTANT, explain
 from backpack.engine.graph import MEETING, SILENT
 from backpack.engine.placements import FORGET, MARK, Finder, Mark, Pass
 from backpack.engine.uses import Constant, Use, edge_of, on_one_node
+from backpack.utils.compiling import untraced
 
 # Methods and properties that return no tensor, or change nothing of one
 _QUIET = frozenset(
@@ -39,6 +41,9 @@ _QUIET = frozenset(
 _TENSOR_PROPERTIES = frozenset("T mT H mH data real imag".split())
 
 
+VIEWS_OF = "_backpack_uses"  # attribute of a tensor of which uses returned a view
+
+
 class Kind(NamedTuple):
     """What is known of an operation by its name."""
 
@@ -46,6 +51,7 @@ class Kind(NamedTuple):
     is_quiet: bool
     writes: bool
     opened: Optional[Callable]
+    is_loss: bool
 
 
 def _without_overrides(func: FunctionType) -> Callable:
@@ -86,7 +92,9 @@ def _kind_of(func: Any) -> Kind:
         or name == "__setitem__"
         or (name.startswith("__i") and name not in ("__invert__", "__index__"))
     )
-    kind = _KINDS[func] = Kind(name, quiet, writes, _OPENED.get(func))
+    kind = _KINDS[func] = Kind(
+        name, quiet, writes, _OPENED.get(func), func in LOSS_FUNCTIONS
+    )
     return kind
 
 
@@ -99,6 +107,7 @@ class Tracker(TorchFunctionMode):
         suspended: Whether a layer is being called that is looked at as a whole.
         owner: Record of the innermost extended module that is being called.
         root: Weak reference to the outermost one.
+        note_loss: Called with losses that are functions, their arguments and results.
     """
 
     def __init__(self, n: int, inputs: Sequence[Tuple[Tensor, Placement]]):
@@ -114,6 +123,7 @@ class Tracker(TorchFunctionMode):
         self.owner: Any = None
         self._finder = Finder(n, self.key)
         self.root: Optional[Callable[[], Any]] = None
+        self.note_loss: Callable = lambda *_: None
         self._given: Optional[Set[int]] = None  # computed tensors that are parameters
         self._marks: Dict[int, Mark] = {}
         for x, placement in inputs:
@@ -129,6 +139,9 @@ class Tracker(TorchFunctionMode):
         kwargs: Optional[Dict[str, Any]] = None,
     ) -> Any:
         """Run an operation; remember what matters of it."""
+        if torch.compiler.is_dynamo_compiling():
+            run = Tracker.__torch_function__
+            return untraced(run, self, func, types, args, kwargs)
         kind = _KINDS.get(func) or _kind_of(func)
         kwargs = kwargs or {}
         if kind.is_quiet or self.suspended:
@@ -251,6 +264,8 @@ class Tracker(TorchFunctionMode):
             self._place(shown, self._finder.of(written))
             seen = (shown, *args[1:])
             deciding = [shown if x is written else x for x in _deciding(data)]
+            if written._base is not None:
+                self._leave_views(written._base)
         out = func(*args, **kwargs)
         result = written if out is None and name == "__setitem__" else out
         if type(result) is Tensor or isinstance(result, Tensor):
@@ -283,6 +298,8 @@ class Tracker(TorchFunctionMode):
         if pairs is not None:
             placements = list(map(self._finder.of, hooked))
             self._record(func, kind, args, kwargs, pairs, hooked, placements, since)
+        elif kind.is_loss and out.grad_fn is not None and not out.dim():
+            self.note_loss(func, args, kwargs, out)
         return out
 
     def _place(self, x: Tensor, placement: Placement) -> None:
@@ -298,6 +315,30 @@ class Tracker(TorchFunctionMode):
             return placement
         return placement._replace(module=self.owner.module_ref)
 
+    def note_dropped(self, outputs: Sequence[Tensor]) -> None:
+        """Say where samples have met, if nothing that comes out depends on any.
+
+        Args:
+            outputs: What the model returned.
+        """
+        met, outs = self._finder.dropped, [x for x in outputs if x.grad_fn is not None]
+        if met is not None and all(self._finder.of(x) is None for x in outs):
+            for x in outs:
+                self._place(x, met)
+                _note_meeting(x, met)
+
+    def _leave_views(self, base: Tensor) -> None:
+        """Attach uses to what they have computed, which only views are left of.
+
+        An operation in place takes the views' nodes out of the graph.
+        """
+        for use in vars(base).pop(VIEWS_OF, ()):
+            (view,) = use.tensors() or (None,)
+            if view is not None:
+                with torch._C.DisableTorchFunction(), torch.no_grad():
+                    placement = self._of_base(view, use.placements[0], base, None)
+                use.move(base, placement)
+
     def _write_to_base(self, view: Tensor, base: Tensor) -> None:
         """Pass on where samples are from a view that was written to, to its base."""
         placement, known = self._finder.of(view), self._finder.of(base)
@@ -306,19 +347,24 @@ class Tracker(TorchFunctionMode):
                 self._place(base, placement)
             return
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            if not base.is_contiguous():
-                self._place(base, Mixed("writing to a view", False))
-                return
-            shape, device = base.shape, base.device
-            if known is None:
-                numbers = torch.full(shape, -1, device=device)
-            else:
-                numbers = sample_numbers(known, shape, self.n, device).clone()
-            offset = view.storage_offset() - base.storage_offset()
-            part = numbers.as_strided(view.shape, view.stride(), offset)
-            new = sample_numbers(placement, view.shape, self.n, device)
-            part.copy_(new.where(new >= 0, part))
-            self._place(base, simplify(numbers, self.n))
+            self._place(base, self._of_base(view, placement, base, known))
+
+    def _of_base(
+        self, view: Tensor, placement: Placement, base: Tensor, known: Placement
+    ) -> Placement:
+        """Tell where samples are in a tensor, from those in a view of it."""
+        if not base.is_contiguous() or isinstance(placement, Mixed):
+            return Mixed("writing to a view", False)
+        shape, device = base.shape, base.device
+        if known is None:
+            numbers = torch.full(shape, -1, device=device)
+        else:
+            numbers = sample_numbers(known, shape, self.n, device).clone()
+        offset = view.storage_offset() - base.storage_offset()
+        part = numbers.as_strided(view.shape, view.stride(), offset)
+        new = sample_numbers(placement, view.shape, self.n, device)
+        part.copy_(new.where(new >= 0, part))
+        return simplify(numbers, self.n)
 
     # ----------------------------------------------------------------------------- uses
 
@@ -387,8 +433,16 @@ class Tracker(TorchFunctionMode):
         placements = [p for _, p in both]
         use = Use(kind.name, pairs, self.n, placements, self.owner, operation, since)
         use.attach([x for x, _ in both])
+        if len(both) == 1 and _made_base(both[0][0], since):
+            vars(both[0][0]._base).setdefault(VIEWS_OF, []).append(use)
         if self.owner is not None:
             self.owner.uses.append(use)
+
+
+def _made_base(x: Tensor, since: int) -> bool:
+    """Tell whether a result is a view of what its own operation has computed."""
+    node = None if x._base is None else x._base.grad_fn
+    return node is not None and since <= node._sequence_nr() and node is not x.grad_fn
 
 
 def _deciding(data: List[Tensor]) -> List[Tensor]:

@@ -81,7 +81,7 @@ class Entry(NamedTuple):
     """Which of a node's outputs is which output of a call or a use."""
 
     output_nr: int
-    index: int
+    index: int  # type: ignore[assignment]
     owner: Any  # a Call or a Use
 
     def in_shape(self, gradient: Optional[Tensor]) -> Optional[Tensor]:
@@ -231,6 +231,18 @@ class Use:
                 node, number = base.grad_fn, base.output_nr
             entries_at(node).append(Entry(number, index, self))
 
+    def move(self, base: Tensor, placement: Placement) -> None:
+        """Attach it to what its only output is a view of, whose node will be lost.
+
+        Args:
+            base: What it has computed.
+            placement: Where the samples are there.
+        """
+        (view,) = self.tensors()
+        entries_at(view.grad_fn).remove(Entry(view.output_nr, 0, self))
+        self.operation, self.placements = None, [placement]
+        self.attach([base])
+
     def _is_own_result(self, base: Tensor, output: Tensor) -> bool:
         operation = self.operation
         data = None if operation is None else operation.data
@@ -304,11 +316,7 @@ class Use:
                         break  # autograd has kept what it needs, or says so
                     raise RuntimeError(MODIFIED.format(operation=self.describe()))
                 product = operation.product(
-                    constant.key,
-                    constant.shape,
-                    mats,
-                    self.placements[0],
-                    self.n,
+                    constant.key, constant.shape, mats, self.placements[0], self.n
                 )
                 if product is None:
                     break
@@ -372,11 +380,7 @@ def batched_vjp(
     current, create_graph = state(), torch.is_grad_enabled()
     sizes = cotangents[0].shape[:2]
     flat = [x.flatten(0, 1) for x in cotangents]
-    options = {
-        "retain_graph": True,
-        "create_graph": create_graph,
-        "allow_unused": True,
-    }
+    options = {"retain_graph": True, "create_graph": create_graph, "allow_unused": True}
     with current.pull():
         if len(flat[0]) == 1:
             rows = torch.autograd.grad(outputs, inputs, [x[0] for x in flat], **options)

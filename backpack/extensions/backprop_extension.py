@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from typing import Any, Dict, Optional, Tuple, Type
+from typing import Any, Dict, Optional, Type
 from warnings import warn
 
 from torch import Tensor
@@ -16,6 +16,7 @@ from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.saved_quantities import SavedQuantities
 from backpack.extensions.shards import Piece, Shard, shard_of
 from backpack.utils.subsampling import Subsampling, as_subsampling, check_subsampling
+from backpack.utils.types import Grads, Layer
 
 FAIL_ERROR = "ERROR"
 FAIL_WARN = "WARNING"
@@ -34,6 +35,9 @@ class BackpropExtension(ABC):  # noqa: B024
             individual gradients are formed and cheap to add up; ``None`` for never.
         pulls_columns: Whether it reduces columns that losses pull back.
         walks_modules: Whether quantities go from module to module.
+        takes_rules: Whether a user may register what to do on a class of modules.
+        replaces_gradient: Whether what it computes is accumulated in ``.grad``, instead
+            of the gradient.
         separates_samples: Whether the values presume that axis 0 holds samples which do
             not influence each other.
         refuses_coupled_samples: Whether it is an error if a batch normalization in
@@ -47,6 +51,8 @@ class BackpropExtension(ABC):  # noqa: B024
     pulls_columns = False
     adds_up_from: Optional[int] = None
     walks_modules = False
+    takes_rules = True
+    replaces_gradient = False
     separates_samples = False
     refuses_coupled_samples = True
 
@@ -81,10 +87,7 @@ class BackpropExtension(ABC):  # noqa: B024
         self._subsampling = as_subsampling(type(self).__name__, subsampling)
 
     def set_module_extension(
-        self,
-        module: Type[Module],
-        extension: ModuleExtension,
-        overwrite: bool = False,
+        self, module: Type[Module], extension: ModuleExtension, overwrite: bool = False
     ) -> None:
         """Register what to do on a class of modules.
 
@@ -95,7 +98,14 @@ class BackpropExtension(ABC):  # noqa: B024
 
         Raises:
             ValueError: If there is an entry and it shall not be replaced.
+            NotImplementedError: If the extension takes no rules.
         """
+        if not self.takes_rules:
+            raise NotImplementedError(
+                f"{type(self).__name__} takes no rules for {module.__name__} or any "
+                "other module: it works on all of them. Leave the rule out, or use it "
+                "in an extension of your own."
+            )
         if module in self.__module_extensions and not overwrite:
             raise ValueError(
                 f"{type(self).__name__} already has a module extension for "
@@ -103,7 +113,7 @@ class BackpropExtension(ABC):  # noqa: B024
             )
         self.__module_extensions[module] = extension
 
-    def get_module_extension(self, module: Module) -> Optional[ModuleExtension]:
+    def get_module_extension(self, module: Layer) -> Optional[ModuleExtension]:
         """Look up what to do on a module.
 
         The exact class goes first, then its bases. What is built in for a class does
@@ -166,7 +176,19 @@ class BackpropExtension(ABC):  # noqa: B024
                 module by module.
         """
 
-    def is_customized(self, module: Module) -> bool:
+    def conclude(self, backward_pass: Any) -> Dict[Tensor, Any]:
+        """Compute values that need all parameters, when each of them has had its turn.
+
+        Args:
+            backward_pass: The backward pass. What the extension has put into its
+                ``kept`` is there; without that, this is not called.
+
+        Returns:
+            Values by parameter. Default: none.
+        """
+        return {}
+
+    def is_customized(self, module: Layer) -> bool:
         """Tell whether a user registered what to do on a module.
 
         Args:
@@ -224,9 +246,7 @@ class BackpropExtension(ABC):  # noqa: B024
             "several processes combine. Override `over_shards`."
         )
 
-    def __call__(
-        self, module: Module, g_inp: Tuple[Tensor, ...], g_out: Tuple[Tensor, ...]
-    ) -> None:
+    def __call__(self, module: Layer, g_inp: Grads, g_out: Grads) -> None:
         """Run on a module.
 
         Args:
@@ -243,7 +263,7 @@ class BackpropExtension(ABC):  # noqa: B024
         else:
             extension(self, module, g_inp, g_out)
 
-    def _on_unknown(self, module: Module) -> None:
+    def _on_unknown(self, module: Layer) -> None:
         """Handle a module for which nothing is registered.
 
         Args:

@@ -132,6 +132,8 @@ def draw(row: Row, sizes: Sizes) -> Dict[str, Any]:
 def draw_targets(batch: Dict[str, Any], predictions: Tensor) -> Tensor:
     """Draw a class for each prediction; what is predicted for padding is ignored.
 
+    Where the model gets targets, these are the ones.
+
     Args:
         batch: Keyword arguments of the model.
         predictions: Predictions ``[N, *, C]``.
@@ -139,6 +141,10 @@ def draw_targets(batch: Dict[str, Any], predictions: Tensor) -> Tensor:
     Returns:
         Classes ``[N, *]``.
     """
+    if "labels" in batch:
+        return batch["labels"][..., -predictions[0, ..., 0].numel() :]
+    if "end_positions" in batch:
+        return torch.stack([batch["start_positions"], batch["end_positions"]], 1)
     generator = torch.Generator().manual_seed(3)
     shape = predictions.shape[:-1]
     targets = torch.randint(predictions.shape[-1], shape, generator=generator)
@@ -230,8 +236,10 @@ def train_step(row: Row, sizes: Sizes, *extensions: BackpropExtension) -> Pass:
     """
     model, lossfunc = prepared(row, sizes), nn.CrossEntropyLoss()
     calls: Counter = Counter()
-    for name, module in model.named_modules():
+    handles = [
         module.register_forward_hook(lambda *_, name=name: calls.update([name]))
+        for name, module in model.named_modules()
+    ]
     if extensions:
         model, lossfunc = extend(model), extend(lossfunc)
 
@@ -247,6 +255,8 @@ def train_step(row: Row, sizes: Sizes, *extensions: BackpropExtension) -> Pass:
             value = lossfunc(predictions.flatten(0, -2), targets.flatten())
         with backpack(*extensions) if extensions else nullcontext():
             value.backward()
+    for handle in handles:  # all models of a class may share an activation
+        handle.remove()
     return Pass(
         model,
         value.detach(),

@@ -3,11 +3,11 @@
 from typing import Sequence
 
 from torch import Tensor
-from torch.nn import Embedding
 
 from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
 from backpack.core.per_sample.base import PerSample
 from backpack.core.per_sample.rows import Rows
+from backpack.utils.types import Layer
 
 
 class EmbeddingDerivatives(BaseParameterDerivatives):
@@ -15,11 +15,11 @@ class EmbeddingDerivatives(BaseParameterDerivatives):
 
     affine_in_params = True
 
-    def hessian_is_zero(self, module: Embedding) -> bool:  # noqa: D102
+    def hessian_is_zero(self, module: Layer) -> bool:  # noqa: D102
         return True
 
     def product(
-        self, name: str, module: Embedding, inputs: Sequence[Tensor], cotangents: Tensor
+        self, name: str, module: Layer, inputs: Sequence[Tensor], cotangents: Tensor
     ) -> PerSample:
         """Describe the products of cotangents and the weight's Jacobian.
 
@@ -38,7 +38,8 @@ class EmbeddingDerivatives(BaseParameterDerivatives):
         b = cotangents.reshape(v, n, positions, dim)
         if module.scale_grad_by_freq:
             # torch divides by the number of times an index occurs in the batch
-            counts = ids.flatten().bincount(minlength=module.num_embeddings)
+            counts = b.new_zeros(module.num_embeddings)
+            counts = counts.index_add(0, ids.flatten(), b.new_ones(ids.numel()))
             b = b / counts[ids].unsqueeze(-1)
         valid = None
         if module.padding_idx is not None:

@@ -3,8 +3,8 @@
 from collections import OrderedDict
 from contextlib import contextmanager
 from copy import copy
-from math import sqrt
-from typing import Any, Callable, Iterator, List, Optional, Tuple
+from math import nan, sqrt
+from typing import Any, Callable, Iterator, Optional
 from warnings import warn
 
 import torch
@@ -17,7 +17,9 @@ from backpack.core.derivatives.loss_base import (
     loss_inputs,
 )
 from backpack.hessianfree.lop import pull_back, pull_columns
-from backpack.utils.subsampling import subsample
+from backpack.utils.state import ask, may_look
+from backpack.utils.subsampling import Subsampling, subsample
+from backpack.utils.types import Grads, Layer
 from backpack.utils.unsqueeze import flatten
 
 # Errors in the Hessian, relative to its largest entry, that go unnoticed. Rounding
@@ -60,7 +62,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
         return False
 
     def _make_hessian_mat_prod(
-        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]
+        self, module: Layer, g_inp: Grads, g_out: Grads
     ) -> Callable[[Tensor], Tensor]:
         if _is_linear_in_pieces(module):
             return torch.zeros_like
@@ -82,7 +84,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
 
         return hessian_mat_prod
 
-    def _hessian(self, module: Module) -> Tensor:
+    def _hessian(self, module: Layer) -> Tensor:
         """Compute the Hessian blocks of all samples.
 
         Args:
@@ -111,51 +113,40 @@ class GenericLossDerivatives(BaseLossDerivatives):
         hessian = hessian.reshape(len(basis), num_samples, len(basis)).movedim(0, 1)
         if num_samples == 0:
             return hessian
-        if not hessian.isfinite().all():
+        looks = may_look(hessian)
+        if looks and not hessian.isfinite().all():
             raise ValueError(NOT_FINITE.format(module=module))
 
-        # if samples are coupled, these are sums of blocks, which a vector that differs
-        # between samples reveals; drawing it must not change the user's random numbers
-        generator = torch.Generator(prediction.device).manual_seed(0)
-        vector = torch.randn(
-            (1, *prediction.shape),
-            generator=generator,
-            dtype=prediction.dtype,
-            device=prediction.device,
+        key = (
+            "couples",
+            type(module),
+            repr(module),
+            *(_kind(x) for x in loss_inputs(module)),
         )
-        product = hessian_mat_prod(vector).reshape(num_samples, -1, 1)
-        blocks_only = hessian.transpose(1, 2) @ vector.reshape(num_samples, -1, 1)
-        tolerance = TOLERANCE * blocks_only.abs().max()
-        if ((product - blocks_only).abs() > tolerance).any():
+        if ask(hessian, key, lambda: _couples(prediction, hessian, hessian_mat_prod)):
             raise NotImplementedError(
                 f"{type(module).__name__}: the Hessian of the loss couples samples "
                 "(axis 0 of the prediction), but second-order quantities need a loss "
                 "that is a sum over samples. Let each term depend on one sample only."
             )
-        if not hessian.any():
+        if looks and not hessian.any():
             warn(NO_CURVATURE.format(module=module), stacklevel=2)
         return hessian
 
-    def _sum_hessian(
-        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]
-    ) -> Tensor:
+    def _sum_hessian(self, module: Layer, g_inp: Grads, g_out: Grads) -> Tensor:
         return self._hessian(module).sum(0).to(module.input0.dtype)
 
     def _sqrt_hessian(
-        self,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
-        subsampling: Optional[List[int]] = None,
+        self, module: Layer, g_inp: Grads, g_out: Grads, subsampling: Subsampling = None
     ) -> Tensor:
         hessian = subsample(self._hessian(module), subsampling=subsampling)
         if len(hessian) == 0:
             return module.input0.new_zeros(hessian.shape[1], *module.input0[:0].shape)
         diagonal = hessian.diagonal(dim1=1, dim2=2)
-        if torch.equal(hessian, torch.diag_embed(diagonal)):
+        looks = may_look(hessian)
+        if looks and torch.equal(hessian, torch.diag_embed(diagonal)):
             eigenvalues = diagonal
-            options = {"dtype": diagonal.dtype, "device": diagonal.device}
-            eigenvectors = torch.eye(diagonal.shape[1], **options)
+            eigenvectors = torch.eye(diagonal.shape[1]).to(diagonal)
         else:
             eigenvalues, eigenvectors = torch.linalg.eigh(hessian)
             noise = 100 * hessian.shape[1] * torch.finfo(hessian.dtype).eps
@@ -163,7 +154,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
             eigenvalues = eigenvalues.where(eigenvalues.abs() > noise, 0.0)
 
         tolerance = TOLERANCE * eigenvalues.abs().max()
-        if (eigenvalues < -tolerance).any():
+        if looks and (eigenvalues < -tolerance).any():
             raise ValueError(
                 f"{type(module).__name__}: the Hessian of the loss at the prediction "
                 f"is not positive semi-definite (eigenvalues between "
@@ -174,6 +165,8 @@ class GenericLossDerivatives(BaseLossDerivatives):
         positive = eigenvalues > 0
         # the inner `where` keeps the derivative of the root finite at zero
         root = eigenvalues.where(positive, 1.0).sqrt().where(positive, 0.0)
+        if not looks:
+            root = root.where(eigenvalues >= -tolerance, nan)
         factor = eigenvectors * root[:, None, :]  # [n, feature, v]
         columns = factor.movedim(2, 0).reshape(
             -1, len(factor), *module.input0.shape[1:]
@@ -181,20 +174,22 @@ class GenericLossDerivatives(BaseLossDerivatives):
         return columns.to(module.input0.dtype)
 
     def _sqrt_hessian_compact(
-        self, module: Module, subsampling: Optional[List[int]] = None
+        self, module: Layer, subsampling: Subsampling = None
     ) -> Tensor:
         columns = self._sqrt_hessian(module, (), (), subsampling)
+        if not may_look(columns):
+            return columns
         used = flatten(columns, 1).any(1)
         used[0] |= ~used.any()  # at least one column, of zeros
         return columns[used]
 
     def _sqrt_hessian_sampled(
         self,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
+        module: Layer,
+        g_inp: Grads,
+        g_out: Grads,
         mc_samples: int = 1,
-        subsampling: Optional[List[int]] = None,
+        subsampling: Subsampling = None,
         generator: Optional[Generator] = None,
     ) -> Tensor:
         """Combine the exact columns with random signs: E[(S r)(S r)ᵀ] = S Sᵀ.
@@ -222,8 +217,40 @@ class GenericLossDerivatives(BaseLossDerivatives):
         return sampled / sqrt(mc_samples)
 
 
+def _kind(x: Any) -> Any:
+    """Return type and shape of a tensor, and other values as they are."""
+    return (x.dtype, x.device, x.shape) if isinstance(x, Tensor) else repr(x)
+
+
+def _couples(
+    prediction: Tensor, hessian: Tensor, mat_prod: Callable[[Tensor], Tensor]
+) -> bool:
+    """Tell whether the blocks of a Hessian are not all that there is of it.
+
+    If samples are coupled, what was taken for blocks are sums of blocks, which a vector
+    that differs between samples reveals.
+
+    Args:
+        prediction: Prediction of shape ``[N, *]``.
+        hessian: Blocks of shape ``[N, D, D]``.
+        mat_prod: Multiplies columns ``[V, N, *]`` with the Hessian.
+
+    Returns:
+        Whether samples are coupled.
+    """
+    # drawing the vector must not change the user's random numbers
+    generator = torch.Generator(prediction.device).manual_seed(0)
+    options = {"dtype": prediction.dtype, "device": prediction.device}
+    shape = (1, *prediction.shape)
+    vector = torch.randn(shape, generator=generator, **options)
+    product = mat_prod(vector).reshape(len(prediction), -1, 1)
+    blocks_only = hessian.transpose(1, 2) @ vector.reshape(len(prediction), -1, 1)
+    tolerance = TOLERANCE * blocks_only.abs().max()
+    return bool(((product - blocks_only).abs() > tolerance).any())
+
+
 @contextmanager
-def _naming(module: Module) -> Iterator[None]:
+def _naming(module: Layer) -> Iterator[None]:
     """Name the loss where autograd knows no second derivative of an operation."""
     try:
         yield
@@ -234,7 +261,7 @@ def _naming(module: Module) -> Iterator[None]:
         raise
 
 
-def _check_differentiable(module: Module, gradient: Tensor, cotangent: Tensor) -> None:
+def _check_differentiable(module: Layer, gradient: Tensor, cotangent: Tensor) -> None:
     """Refuse a loss whose backward pass is unknown to autograd.
 
     The gradient is linear in the cotangent at the loss. If autograd sees no connection,
@@ -255,7 +282,7 @@ def _check_differentiable(module: Module, gradient: Tensor, cotangent: Tensor) -
         raise NotImplementedError(NOT_TWICE.format(module=module))
 
 
-def _is_linear_in_pieces(module: Module) -> bool:
+def _is_linear_in_pieces(module: Layer) -> bool:
     """Tell whether a loss has no curvature, where autograd can't tell."""
     if type(module) is MultiMarginLoss:
         return module.p == 1
@@ -267,7 +294,7 @@ def _to_double(value: Any) -> Any:
     return value.double() if is_float else value
 
 
-def _double_copy(module: Module) -> Module:
+def _double_copy(module: Layer) -> Module:
     """Copy a loss module to float64, without its hooks and sharing all else.
 
     Args:

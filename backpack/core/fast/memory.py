@@ -3,19 +3,20 @@
 import ctypes
 import sys
 from functools import lru_cache
-from typing import Optional, Sequence
+from typing import Callable, Optional, Sequence
 
 import torch
 from torch import Tensor
 
 from backpack.core.fast import tuning
+from backpack.utils.state import is_traced
 
 _PAGE = 4096
 _MADV_HUGEPAGE = 14
 
 
 @lru_cache(maxsize=None)
-def _madvise() -> Optional[ctypes._CFuncPtr]:
+def _madvise() -> Optional[Callable]:
     """Look up the C library's ``madvise``.
 
     Returns:
@@ -24,6 +25,15 @@ def _madvise() -> Optional[ctypes._CFuncPtr]:
     if not sys.platform.startswith("linux"):
         return None
     return getattr(ctypes.CDLL(None), "madvise", None)
+
+
+def may_write() -> bool:
+    """Tell whether a result may be written into memory piece by piece.
+
+    Returns:
+        Whether neither a graph is built nor operations are recorded.
+    """
+    return not (torch.is_grad_enabled() or is_traced())
 
 
 def huge_empty(

@@ -14,12 +14,13 @@ from typing import (
     Optional,
     Sequence,
     Tuple,
+    Union,
 )
 
 import torch
 from torch import Tensor
 
-from backpack.core.fast.memory import huge_empty
+from backpack.core.fast.memory import huge_empty, may_write
 from backpack.core.per_sample import sums
 from backpack.utils.types import accumulator_dtype, full_precision
 from backpack.utils.unsqueeze import flatten
@@ -59,7 +60,7 @@ class PerSample(ABC):
         """
 
     @abstractmethod
-    def select(self, samples: Sequence[int]) -> PerSample:
+    def select(self, samples: Union[Sequence[int], slice]) -> PerSample:
         """Restrict to some samples.
 
         Args:
@@ -122,6 +123,28 @@ class PerSample(ABC):
             Sums of shape ``[V, *p]``.
         """
         return self.individual().sum(1)
+
+    @abstractmethod
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Sum the products over samples, each multiplied with a weight.
+
+        Args:
+            weights: Weights of shape ``[N]``.
+
+        Returns:
+            Sums of shape ``[V, *p]``, in the type in which they are accumulated.
+        """
+
+    def formed(self, for_dots: bool = False) -> PerSample:
+        """Form the products, if a reduction would do so and another one will follow.
+
+        Args:
+            for_dots: Whether that is :meth:`dots`. Default: ``False``, for norms.
+
+        Returns:
+            The products at hand; the same as before where factors are cheaper.
+        """
+        return self
 
     def total(self) -> Tensor:
         """Sum the products of a single column over samples, if that is still to do.
@@ -207,7 +230,7 @@ class PerSample(ABC):
         return total.contiguous()
 
     def _squares_per_sample(self) -> Tensor:
-        if torch.is_grad_enabled():
+        if not may_write():
             return full_precision(self.individual()).pow(2).sum(0)
         dtype = accumulator_dtype(self.dtype)
         out = huge_empty((self.batch_size, *self.shape), dtype, self.device)
@@ -283,6 +306,11 @@ class PerSample(ABC):
         return self._cotangents.dtype
 
     @property
+    def version(self) -> int:
+        """What grows when cotangents are modified in place."""
+        return self._cotangents._version
+
+    @property
     def device(self) -> torch.device:
         """Device of the products."""
         return self._cotangents.device
@@ -329,11 +357,15 @@ class Dense(PerSample):
     def sq_norms(self) -> Tensor:  # noqa: D102
         return sums.sum_axis(sums.sum_of_squares(self.products, 2), 0)
 
-    def select(self, samples: Sequence[int]) -> Dense:  # noqa: D102
+    def select(self, samples: Union[Sequence[int], slice]) -> Dense:  # noqa: D102
         return Dense(self.products[:, samples], self.shape)
 
     def summed(self) -> Tensor:  # noqa: D102
         return self.products.sum(1)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:  # noqa: D102
+        products = full_precision(self.products)
+        return torch.einsum("vn...,n->v...", products, weights.to(products.dtype))
 
 
 class Summed(Dense):
@@ -366,7 +398,7 @@ class Summed(Dense):
         self._products: Optional[Tensor] = None
 
     @property
-    def products(self) -> Tensor:
+    def products(self) -> Tensor:  # type: ignore[override]
         """The products themselves; formed when first asked for."""
         if self._products is None:
             self._products = sums.sum_axis(self.b, 2)
@@ -377,13 +409,12 @@ class Summed(Dense):
         return self.b
 
     def merge(self, other: PerSample) -> PerSample:  # noqa: D102
-        alike = isinstance(other, Summed) and self.batch_size == other.batch_size
-        if not alike:
+        if not isinstance(other, Summed) or self.batch_size != other.batch_size:
             return super().merge(other)
         b = torch.cat([self.b, other.b], dim=2)
         return Summed(b, self.shape, self.groups, self.sums_positions)
 
-    def select(self, samples: Sequence[int]) -> Summed:  # noqa: D102
+    def select(self, samples: Union[Sequence[int], slice]) -> Summed:  # noqa: D102
         b = self.b[:, samples]
         return Summed(b, self.shape, self.groups, self.sums_positions)
 

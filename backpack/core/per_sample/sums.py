@@ -1,7 +1,7 @@
 """Sums over rows and columns: squares, dots, moments; buffers cut into chunks."""
 
 from math import inf
-from typing import Iterator, NamedTuple, Optional, Tuple
+from typing import Any, Iterator, NamedTuple, Optional, Tuple
 
 import torch
 from einops import einsum
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from backpack.core.fast import tuning
 from backpack.core.fast.matmul import bmm, is_fast, matmul
+from backpack.core.fast.memory import may_write
 from backpack.utils.types import accumulator_dtype, full_precision
 from backpack.utils.unsqueeze import flatten_any_order
 
@@ -114,9 +115,10 @@ def sum_of_dots(columns: Tensor) -> Tensor:
     if columns.shape[2] <= tuning.BLOCKED_ELEMENTS and is_fast(
         columns[0], columns[0].mT
     ):
-        return sum(matmul(rows, rows.mT) for rows in columns)
+        products = (matmul(rows, rows.mT) for rows in columns)
+        return sum(products)  # type: ignore[return-value]
     pieces, rest = cut(columns)
-    dots = sum(bmm(rows, rows.mT).sum(0) for rows in pieces.transpose(1, 2))
+    dots: Any = sum(bmm(rows, rows.mT).sum(0) for rows in pieces.transpose(1, 2))
     return dots if rest is None else dots + sum_of_dots(rest)
 
 
@@ -166,6 +168,23 @@ def add_rows(total: Optional[Tensor], rows: Tensor) -> Tensor:
     return part if several else part.clone()
 
 
+def scaled(x: Tensor, powers: Optional[Tensor], axis: int = 0) -> Tensor:
+    """Multiply the samples of a tensor with numbers, in full precision.
+
+    Args:
+        x: Tensor with samples on an axis.
+        powers: Numbers of shape ``[N]``, ``None`` for one.
+        axis: The axis. Default: 0.
+
+    Returns:
+        The product.
+    """
+    x = full_precision(x)
+    if powers is None:
+        return x
+    return x * powers.to(x.dtype).view(-1, *[1] * (x.dim() - 1 - axis))
+
+
 class Moments(NamedTuple):
     """What determines the variance of rows.
 
@@ -175,7 +194,7 @@ class Moments(NamedTuple):
         deviations: Sum of their squared deviations from the mean, of shape ``[*]``.
     """
 
-    count: int
+    count: int  # type: ignore[assignment]
     mean: Tensor
     deviations: Tensor
 
@@ -219,4 +238,4 @@ def add_moments(moments: Optional[Moments], rows: Tensor) -> Moments:
 def _is_slice_by_slice(rows: Tensor) -> bool:
     """Tell whether it is faster to go through rows one by one, in place."""
     large = rows.numel() >= tuning.SLICE_ELEMENTS * max(1, len(rows))
-    return large and not torch.is_grad_enabled()
+    return large and may_write()

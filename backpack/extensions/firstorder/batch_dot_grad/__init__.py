@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import List
-
 import torch
 from torch import Tensor
 
 from backpack.core.per_sample.base import PerSample
 from backpack.extensions.firstorder.base import GradientReduction
 from backpack.extensions.shards import Piece
+from backpack.utils.subsampling import Subsampling
 from backpack.utils.types import as_type
 
 
@@ -20,7 +19,7 @@ class BatchDotGrad(GradientReduction):
     gradient (see :class:`~backpack.extensions.BatchGrad`).
     """
 
-    def __init__(self, subsampling: List[int] = None):
+    def __init__(self, subsampling: Subsampling = None):
         """Choose the samples.
 
         Args:

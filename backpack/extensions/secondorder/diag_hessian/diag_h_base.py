@@ -6,7 +6,6 @@ from typing import Any, List, Tuple
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
 from backpack.core.derivatives.generic import find_parameter
 from backpack.core.linearization import Linearization, ParameterLinearization
@@ -15,6 +14,8 @@ from backpack.extensions.secondorder.diag_hessian.signed_columns import (
     factor,
 )
 from backpack.extensions.secondorder.module_rules import ModuleRule
+from backpack.utils.state import may_look
+from backpack.utils.types import Grads, Layer
 from backpack.utils.unsqueeze import flatten
 
 
@@ -34,9 +35,9 @@ class DiagHBaseModule(ModuleRule):
         self,
         name: str,
         ext: Any,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
+        module: Layer,
+        g_inp: Grads,
+        g_out: Grads,
         backproped: SignedColumns,
     ) -> Tensor:
         """Compute the diagonal for a parameter.
@@ -102,7 +103,7 @@ def residual_columns(linear: Linearization) -> Tuple[Tensor, Tensor]:
 
     Returns:
         Columns ``[V, N, H]`` for all inputs' H features, and signs ``[V, N]``. There
-        are none for what is zero for every sample.
+        are none for what is known to be zero for every sample.
     """
     if linear.residual_is_zero:
         empty = linear.g_out[0].new_zeros(0, len(linear.g_out[0]))
@@ -113,5 +114,7 @@ def residual_columns(linear: Linearization) -> Tuple[Tensor, Tensor]:
         sign = diagonal.sign().T
     else:
         columns, sign = factor(linear.residual_matrices())
+    if not may_look(sign):
+        return columns, sign
     some = sign.ne(0).any(1)
     return columns[some], sign[some]

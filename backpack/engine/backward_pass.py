@@ -9,7 +9,6 @@ to module, and the extension hook is called.
 from __future__ import annotations
 
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
-from warnings import warn
 
 import torch
 from torch import Tensor
@@ -41,7 +40,7 @@ from backpack.engine.pull_columns import PullColumns
 from backpack.engine.record import Call
 from backpack.engine.turn import Turn
 from backpack.engine.uses import Entry, Use, listen, refuse
-from backpack.utils.hooks import no_op
+from backpack.utils.hooks import name_module, no_op, warn_user
 from backpack.utils.parallel import is_parallel, move_to_shards, refuse_parts
 from backpack.utils.state import State, may_look
 
@@ -187,7 +186,7 @@ class BackwardPass:
     def __init__(
         self,
         current: State,
-        roots: Sequence[Node] = (),
+        roots: Sequence[GradientEdge] = (),
         inputs: Any = None,
         accumulates: bool = True,
         creates_graph: bool = False,
@@ -231,9 +230,7 @@ class BackwardPass:
         ]
         self._gradients: Dict[Use, List[Optional[Tensor]]] = {}
         self._own: Dict[Use, Products] = {}
-        self._partial: Dict[Tensor, PerSample] = {}
         self._waiting: Dict[Call, int] = {}
-        self._hooks: Dict[Call, Any] = {}
         self.pull_back = PullColumns(self)
         if current.report is not None:
             current.report.begin(current.active_exts)
@@ -254,7 +251,7 @@ class BackwardPass:
         if self.inspection is not None:
             self._listen()
         elif roots and current.extension_hook is not no_op:
-            listen_below(roots)
+            listen_below([edge.node for edge in roots])
 
     def _listen(self) -> None:
         """Let uses and calls have their turns, but for calls with nothing to do."""
@@ -327,7 +324,7 @@ class BackwardPass:
             message = NOT_EXTENDED_BATCH_NORM.format(module=module)
             if any(ext.refuses_coupled_samples for ext in self._separating):
                 raise NotImplementedError(message)
-            warn(message, stacklevel=5)
+            warn_user(message)
         separate, entangled = inspection.uses_outside(set(map(id, params)))
         entangled += self._never_seen(params) + self._behind_uses()
         if entangled:
@@ -339,7 +336,7 @@ class BackwardPass:
             refuse(self._names(), met, "any parameter")
         if separate:
             names = describe(separate)
-            warn(SEPARATE_USE.format(names=names), stacklevel=5)
+            warn_user(SEPARATE_USE.format(names=names))
 
     def _behind_uses(self) -> List[Tensor]:
         """Find parameters of expressions that contain a derivative of the network."""
@@ -380,7 +377,7 @@ class BackwardPass:
             and any(e.owner.is_use for node in walk([term]) for e in entries_of(node))
         ]
         if missing:
-            warn(MISSING_TERM.format(nodes=", ".join(missing)), stacklevel=5)
+            warn_user(MISSING_TERM.format(nodes=", ".join(missing)))
 
     def _names(self) -> str:
         return ", ".join(type(ext).__name__ for ext in self._separating)
@@ -390,7 +387,7 @@ class BackwardPass:
         self._outer, self.state.backward_pass = self.state.backward_pass, self
         return self
 
-    def __exit__(self, exc_type: Optional[type], *exc_info) -> None:
+    def __exit__(self, exc_type: Optional[type], *exc_info: Any) -> None:
         """End; check the results, if this was asked for."""
         failed = True
         try:
@@ -623,7 +620,7 @@ class BackwardPass:
             g_inp = (None,) * len(call.arguments)
             for ext in current.active_exts:
                 if current.debug:
-                    print(f"[DEBUG] Running extension {ext} on {module}")
+                    print(f"[DEBUG] Running extension {ext} on {name_module(module)}")
                 ext(module, g_inp, turn.g_out)
         waiting = [use for use in call.uses if self._groups_of.get(use)]
         if waiting:
@@ -644,7 +641,7 @@ class BackwardPass:
         current, module = self.state, call.module
         try:
             if current.debug:
-                print(f"[DEBUG] Running extension hook on {module}")
+                print(f"[DEBUG] Running extension hook on {name_module(module)}")
             if current.extension_hook is not no_op:
                 current.extension_hook(module)
         finally:
@@ -692,7 +689,8 @@ class BackwardPass:
         if output.numel() != 1:
             raise ValueError(
                 f"{type(second_order[0]).__name__} starts at a loss with a scalar "
-                f"output, and {module} has an output of shape {list(output.shape)}. "
+                f"output, and {name_module(module)} "
+                f"has an output of shape {list(output.shape)}. "
                 "Use reduction='mean' or reduction='sum'."
             )
         if turn.call.is_function and self._is_inside(turn.call):
@@ -713,10 +711,10 @@ class BackwardPass:
     def _warn_of_factor(module: Module, factor: Tensor) -> None:
         """Warn of a modified loss, where it is known, or likely."""
         if not may_look(factor):
-            warn(MAYBE_MODIFIED.format(module=module), stacklevel=3)
+            warn_user(MAYBE_MODIFIED.format(module=name_module(module)))
         elif factor != 1.0:
-            text = MODIFIED_LOSS.format(module=module, factor=float(factor))
-            warn(text, stacklevel=3)
+            text = {"module": name_module(module), "factor": float(factor)}
+            warn_user(MODIFIED_LOSS.format(**text))
 
     def _is_inside(self, call: Call) -> bool:
         """Tell whether more than a sum was made of a loss that a model has called."""
@@ -767,7 +765,7 @@ def raise_released(module: Any) -> None:
     """
     from backpack.engine.record import RELEASED
 
-    raise RuntimeError(RELEASED.format(module=module))
+    raise RuntimeError(RELEASED.format(module=name_module(module)))
 
 
 def listen_below(nodes: Sequence[Node]) -> None:

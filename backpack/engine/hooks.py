@@ -67,7 +67,7 @@ class _Frame:
 
 
 class _Thread(threading.local):
-    def __init__(self):
+    def __init__(self) -> None:
         self.frames: List[_Frame] = []
         # inside of the outermost frame: modules, and records of their calls
         self.returned: List[Tuple[Optional[Module], weakref.ref]] = []
@@ -315,7 +315,7 @@ def _row_of_call(
         return row if _keeps_samples(module, x) else None
     if not row.accepts(module, args) or not _is_plain(module, row):
         return None
-    if isinstance(module, nn.RNNBase) and not _takes_samples(module, x, tracker):
+    if isinstance(module, nn.RNNBase) and not _takes_samples(module, args, tracker):
         return None
     return row
 
@@ -346,12 +346,25 @@ def _row_inside(
     return row if placement.axis < axes and last is enter_call else None
 
 
-def _takes_samples(module: Module, x: Tensor, tracker: Optional[Tracker]) -> bool:
+def _takes_samples(module: Module, args: Tuple, tracker: Optional[Tracker]) -> bool:
     """Tell whether what a recurrent layer takes for the batch are the samples."""
-    axis, known = int(not module.batch_first), _input_of(module, x, tracker)
-    if x.dim() < 3 or x.shape[axis] != known.n:
-        return False
-    return known.n == 1 or known.placement == Layout(axis, 1)
+    x, *states = args
+    n, placement = _input_of(module, x, tracker)[::-1]
+    places = [(x, int(not module.batch_first), placement)]
+    for h in tree_leaves(states):
+        if isinstance(h, Tensor) and h.requires_grad:
+            known = (
+                explain(h)
+                if tracker is None
+                else Known(placement_of(h, tracker.key), n)
+            )
+            if known is None or known.placement is None:
+                return False  # a parameter
+            places.append((h, 1, known.placement))
+    return x.dim() == 3 and all(
+        y.shape[axis] == n and (n == 1 or placement == Layout(axis, 1))
+        for y, axis, placement in places
+    )
 
 
 def _is_plain(module: Module, row: Row) -> bool:

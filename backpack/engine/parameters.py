@@ -51,7 +51,7 @@ class Group:
             the last use has its gradient.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         """Start without any."""
         self.params: List[Tensor] = []
         self.members: List[Member] = []

@@ -9,6 +9,7 @@ function, shapes, placements and plain arguments.
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import partial
 from math import ceil, log2, nan
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
@@ -376,8 +377,7 @@ class Finder:
         unseen = [torch.zeros(o.shape, dtype=torch.bool, device=o.device) for o in outs]
         mixed = [False] * len(outs)
         for bit in range(max(1, ceil(log2(n))) if n > 1 else 1):
-            ones = run(lambda i, b=bit: (i >= 0) & (i >> b & 1 == 1))  # type: ignore[misc]
-            zeros = run(lambda i, b=bit: (i >= 0) & (i >> b & 1 == 0))  # type: ignore[misc]
+            ones, zeros = (run(partial(_has_bit, bit, value)) for value in (1, 0))
             for j, (p, q) in enumerate(zip(ones, zeros)):
                 if _is_inexact(p) and not integers:
                     p, q = p.isnan(), q.isnan()
@@ -447,6 +447,10 @@ def _finite(x: Tensor) -> Tensor:
     if x.is_floating_point() and x.layout is torch.strided:
         return x.nan_to_num(0.0, 1.0, -1.0)
     return x.clone()
+
+
+def _has_bit(bit: int, value: int, samples: Tensor) -> Tensor:
+    return (samples >= 0) & (samples >> bit & 1 == value)
 
 
 def _disturbed(x: Tensor, where: Tensor, integers: bool) -> Tensor:

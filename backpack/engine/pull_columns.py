@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import chain
 from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
-from warnings import warn
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from backpack.engine.parameters import Group
 from backpack.engine.record import Call
 from backpack.engine.turn import Turn, refuse_several_calls
 from backpack.engine.uses import Use, refuse
-from backpack.utils.hooks import name_module, without_hooks
+from backpack.utils.hooks import name_module, warn_user, without_hooks
 from backpack.utils.parallel import gather
 
 # Columns that are pulled back at a time. Memory does not grow with the number of
@@ -41,8 +40,9 @@ BACKWARD_HOOKS = (
 
 NOT_ONE_OUTPUT = (
     "{ext} starts at the output of an extended model, and expects one in a "
-    "backward pass. Found: {found}. Extend the model as a whole, differentiate a function of one "
-    "of its outputs, `output.sum().backward()`, and do so by PyTorch's functions."
+    "backward pass. Found: {found}. Extend the model as a whole, differentiate a "
+    "function of one of its outputs, `output.sum().backward()`, and do so by PyTorch's "
+    "functions."
 )
 NOT_BEHIND = (
     "{ext}: the output of the extended model does not depend on {names}, which the "
@@ -235,7 +235,7 @@ class PullColumns:
                         loss=loss.module,
                         loss_size=loss.n,
                         size=owner.n,
-                        module=module,
+                        module=name_module(module),
                     )
                 )
 
@@ -604,6 +604,8 @@ def _warn_of_hooks(calls: List[Call], ext: Any) -> None:
     """
     for call in calls:
         if call.module._backward_hooks or call.module._backward_pre_hooks:
-            text = BACKWARD_HOOKS.format(ext=type(ext).__name__, module=call.module)
-            warn(text, stacklevel=2)
+            text = BACKWARD_HOOKS.format(
+                ext=type(ext).__name__, module=name_module(call.module)
+            )
+            warn_user(text)
             return

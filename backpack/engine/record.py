@@ -174,7 +174,7 @@ class Call:
             RuntimeError: If they were.
         """
         if self.released:
-            raise RuntimeError(RELEASED.format(module=self.module))
+            raise RuntimeError(RELEASED.format(module=name_module(self.module)))
 
     @property
     def module(self) -> Module:

@@ -44,6 +44,26 @@ _TENSOR_PROPERTIES = frozenset("T mT H mH data real imag".split())
 VIEWS_OF = "_backpack_uses"  # attribute of a tensor of which uses returned a view
 
 
+class View(NamedTuple):
+    """Which part of its base a view is."""
+
+    shape: torch.Size
+    stride: Tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> View:
+        """Read it off a tensor.
+
+        Args:
+            x: The tensor.
+
+        Returns:
+            Its shape, strides and offset.
+        """
+        return cls(x.shape, x.stride(), x.storage_offset())
+
+
 class Kind(NamedTuple):
     """What is known of an operation by its name."""
 
@@ -332,12 +352,10 @@ class Tracker(TorchFunctionMode):
 
         An operation in place takes the views' nodes out of the graph.
         """
-        for use in vars(base).pop(VIEWS_OF, ()):
-            (view,) = use.tensors() or (None,)
-            if view is not None:
-                with torch._C.DisableTorchFunction(), torch.no_grad():
-                    placement = self._of_base(view, use.placements[0], base, None)
-                use.move(base, placement)
+        for use, node, view in vars(base).pop(VIEWS_OF, ()):
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                placement = self._of_base(view, use.placements[0], base, None)
+            use.move(node, base, placement)
 
     def _write_to_base(self, view: Tensor, base: Tensor) -> None:
         """Pass on where samples are from a view that was written to, to its base."""
@@ -347,10 +365,10 @@ class Tracker(TorchFunctionMode):
                 self._place(base, placement)
             return
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            self._place(base, self._of_base(view, placement, base, known))
+            self._place(base, self._of_base(View.of(view), placement, base, known))
 
     def _of_base(
-        self, view: Tensor, placement: Placement, base: Tensor, known: Placement
+        self, view: View, placement: Placement, base: Tensor, known: Placement
     ) -> Placement:
         """Tell where samples are in a tensor, from those in a view of it."""
         if not base.is_contiguous() or isinstance(placement, Mixed):
@@ -360,8 +378,8 @@ class Tracker(TorchFunctionMode):
             numbers = torch.full(shape, -1, device=device)
         else:
             numbers = sample_numbers(known, shape, self.n, device).clone()
-        offset = view.storage_offset() - base.storage_offset()
-        part = numbers.as_strided(view.shape, view.stride(), offset)
+        offset = view.offset - base.storage_offset()
+        part = numbers.as_strided(view.shape, view.stride, offset)
         new = sample_numbers(placement, view.shape, self.n, device)
         part.copy_(new.where(new >= 0, part))
         return simplify(numbers, self.n)
@@ -423,7 +441,8 @@ class Tracker(TorchFunctionMode):
         if all(p is None for _, p in both):
             return  # samples gave no more than a shape: what came out is a constant
         operation = None
-        if len(outs) == 1 and not (kind.writes and outs[0] is not args[0]):
+        written_to_base = kind.writes and outs[0] is not args[0]
+        if len(outs) == 1 and not written_to_base and not outs[0].is_complex():
             keys = [pair.key for pair in pairs]
             operation = find_operation(func, args, kwargs, keys)
         if operation is not None and operation.data is not None:
@@ -434,7 +453,9 @@ class Tracker(TorchFunctionMode):
         use = Use(kind.name, pairs, self.n, placements, self.owner, operation, since)
         use.attach([x for x, _ in both])
         if len(both) == 1 and _made_base(both[0][0], since):
-            vars(both[0][0]._base).setdefault(VIEWS_OF, []).append(use)
+            x = both[0][0]
+            entry = use, x.grad_fn, View.of(x)
+            vars(x._base).setdefault(VIEWS_OF, []).append(entry)
         if self.owner is not None:
             self.owner.uses.append(use)
 

@@ -19,7 +19,7 @@ from backpack.core.table import Row, find_row_or_generic, works_in_place
 from backpack.engine.graph import producing_calls, targets_below
 from backpack.engine.record import Call
 from backpack.engine.uses import Entry
-from backpack.utils.hooks import without_hooks
+from backpack.utils.hooks import name_module, without_hooks
 from backpack.utils.state import may_look, state
 from backpack.utils.subsampling import subsample
 
@@ -90,7 +90,8 @@ def loss_scale(module: Module, factor: Tensor) -> Tensor:
             looked at everywhere, see :func:`may_look`; the root is NaN then.
     """
     if may_look(factor) and factor < 0:
-        raise ValueError(NEGATIVE_LOSS.format(module=module, factor=float(factor)))
+        text = {"module": name_module(module), "factor": float(factor)}
+        raise ValueError(NEGATIVE_LOSS.format(**text))
     return factor.sqrt()
 
 
@@ -160,7 +161,7 @@ class Turn:
         self._mode.__enter__()
         return self
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, *exc_info: Any) -> None:
         """Return to the turn that was current before."""
         _CURRENT.turn = self._outer
         self._mode.__exit__(*exc_info)

@@ -231,17 +231,20 @@ class Use:
                 node, number = base.grad_fn, base.output_nr
             entries_at(node).append(Entry(number, index, self))
 
-    def move(self, base: Tensor, placement: Placement) -> None:
+    def move(self, node: Node, base: Tensor, placement: Placement) -> None:
         """Attach it to what its only output is a view of, whose node will be lost.
 
         Args:
+            node: Node of the output.
             base: What it has computed.
             placement: Where the samples are there.
         """
-        (view,) = self.tensors()
-        entries_at(view.grad_fn).remove(Entry(view.output_nr, 0, self))
-        self.operation, self.placements = None, [placement]
-        self.attach([base])
+        entries = node.metadata.get(ENTRIES, [])
+        mine = [entry for entry in entries if entry.owner is self]
+        if mine:
+            entries.remove(*mine)
+            self.operation, self.placements = None, [placement]
+            self.attach([base])
 
     def _is_own_result(self, base: Tensor, output: Tensor) -> bool:
         operation = self.operation
@@ -432,6 +435,9 @@ class _Together(Function):
     def backward(ctx: Any, *gradients: Optional[Tensor]) -> Tuple:
         """Hand the gradients on."""
         return gradients
+
+
+Together = _Together._backward_cls  # the class of such nodes
 
 
 def on_one_node(output: Any, leave: Container[int] = ()) -> Any:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from typing import Any, Dict, Optional, Type
-from warnings import warn
+from typing import Any, Dict, Mapping, Optional, Tuple, Type
 
 from torch import Tensor
 from torch.nn import Module
@@ -15,12 +14,18 @@ from backpack.engine.turn import current_turn
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.saved_quantities import SavedQuantities
 from backpack.extensions.shards import Piece, Shard, shard_of
-from backpack.utils.subsampling import Subsampling, as_subsampling, check_subsampling
-from backpack.utils.types import Grads, Layer
+from backpack.utils.hooks import name_module, represent_call, warn_user
+from backpack.utils.subsampling import (
+    Selection,
+    Subsampling,
+    as_subsampling,
+    check_subsampling,
+)
+from backpack.utils.types import FailMode, Grads, Layer
 
-FAIL_ERROR = "ERROR"
-FAIL_WARN = "WARNING"
-FAIL_SILENT = "SILENT"
+FAIL_ERROR: FailMode = "ERROR"
+FAIL_WARN: FailMode = "WARNING"
+FAIL_SILENT: FailMode = "SILENT"
 FAIL_MODES = (FAIL_ERROR, FAIL_WARN, FAIL_SILENT)
 
 
@@ -46,6 +51,7 @@ class BackpropExtension(ABC):  # noqa: B024
             batch.
     """
 
+    _arguments: Tuple[Tuple[Any, ...], Dict[str, Any]] = (), {}
     shard: Optional[Shard] = None
     keeps_io = False
     pulls_columns = False
@@ -56,12 +62,27 @@ class BackpropExtension(ABC):  # noqa: B024
     separates_samples = False
     refuses_coupled_samples = True
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Remember the constructor's arguments, for the ``repr``."""
+        extension = super().__new__(cls)
+        extension._arguments = args, kwargs
+        return extension
+
+    def __repr__(self) -> str:
+        """Return how the extension was made.
+
+        Returns:
+            The class with the arguments that were given.
+        """
+        args, kwargs = self._arguments
+        return represent_call(type(self).__name__, args, kwargs)
+
     def __init__(
         self,
         savefield: str,
-        module_exts: Dict[Type[Module], ModuleExtension],
-        fail_mode: str = FAIL_ERROR,
-        subsampling: Subsampling = None,
+        module_exts: Mapping[Any, ModuleExtension],
+        fail_mode: FailMode = FAIL_ERROR,
+        subsampling: Selection = None,
     ):
         """Store what to do on which module.
 
@@ -279,9 +300,9 @@ class BackpropExtension(ABC):  # noqa: B024
             return
         message = (
             f"Extension {type(self).__name__} (field '{self.savefield}') has no module "
-            f"extension for {type(module).__name__}: {module}. Register one with "
-            f"`set_module_extension({type(module).__name__}, ...)`."
+            f"extension for {type(module).__name__}: {name_module(module)}. Register "
+            f"one with `set_module_extension({type(module).__name__}, ...)`."
         )
         if self._fail_mode == FAIL_ERROR:
             raise NotImplementedError(message)
-        warn(message, stacklevel=3)
+        warn_user(message)

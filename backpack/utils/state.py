@@ -75,7 +75,7 @@ class State:
     outside: ClassVar[Callable[[], Optional[Module]]] = staticmethod(no_op)
     begin: ClassVar[Callable[[State], None]]
 
-    def __init__(self):
+    def __init__(self) -> None:
         """Start with nothing active."""
         self.active_exts: Tuple[Any, ...] = ()
         self.debug = False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from math import nan
 from typing import Any, Callable, List, Optional
-from warnings import warn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,7 +18,8 @@ from backpack.core.per_sample.base import PerSample, Summed
 from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.rows import Rows
 from backpack.core.per_sample.sums import reciprocal
-from backpack.utils.types import Layer
+from backpack.utils.hooks import warn_user
+from backpack.utils.types import Layer, WeightSharing
 from backpack.utils.unsqueeze import flatten
 
 _WARNED: WeakKeyDictionary = WeakKeyDictionary()  # extensions, of parameters
@@ -105,7 +105,7 @@ def refuse_ambiguous(
                 what=what(),
                 how=product.order.describe(product.shape),
             )
-            warn(text, stacklevel=2)
+            warn_user(text)
     if ext.weight_sharing is not None:
         return
     reason = None
@@ -140,7 +140,9 @@ def arrange(product: PerSample) -> Tensor:
     return flatten(product.individual(), 2)[:, :, None, None]
 
 
-def output_factor(product: PerSample, weight_sharing: Optional[str]) -> Tensor:
+def output_factor(
+    product: PerSample, weight_sharing: Optional[WeightSharing]
+) -> Tensor:
     """Form the factor of a layer's output from columns.
 
     Args:
@@ -166,7 +168,7 @@ def averaged_output_factor(
     module: Layer,
     product: PerSample,
     mat: Tensor,
-    weight_sharing: Optional[str],
+    weight_sharing: Optional[WeightSharing],
 ) -> Tensor:
     """Form the factor of a layer's output from a matrix for all samples.
 
@@ -217,7 +219,7 @@ def averaged_output_factor(
 def with_input_factor(
     product: PerSample,
     output: Tensor,
-    weight_sharing: Optional[str],
+    weight_sharing: Optional[WeightSharing],
     average: bool = False,
 ) -> List[Tensor]:
     """Put the factor of a layer's input next to that of its output.

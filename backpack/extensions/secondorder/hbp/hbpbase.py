@@ -14,6 +14,7 @@ from backpack.extensions.secondorder.hbp.hbp_options import (
     ExpectationApproximation,
 )
 from backpack.extensions.secondorder.module_rules import ModuleRule
+from backpack.utils.hooks import name_module
 from backpack.utils.types import Grads, Layer, as_type
 from backpack.utils.unsqueeze import flatten
 
@@ -66,7 +67,7 @@ class HBPBaseModule(ModuleRule):
         product = derivatives.stored_product(name, module, g_inp, g_out, columns)
         factors.refuse_ambiguous(
             ext,
-            lambda: f"{module} (parameter '{name}')",
+            lambda: f"{name_module(module)} (parameter '{name}')",
             product,
             getattr(module, name),
         )
@@ -103,13 +104,17 @@ class HBPBaseModule(ModuleRule):
             if Curvature.require_residual(curv_type) and not linear.residual_is_zero:
                 raise NotImplementedError(
                     NO_RESIDUAL.format(
-                        ext=type(ext).__name__, module=linear.module, curv=curv_type
+                        ext=type(ext).__name__,
+                        module=name_module(linear.module),
+                        curv=curv_type,
                     )
                 )
             return linear.jac_t(backproped)
         if linear.is_joint:
             raise NotImplementedError(
-                SEVERAL_INPUTS.format(ext=type(ext).__name__, module=linear.module)
+                SEVERAL_INPUTS.format(
+                    ext=type(ext).__name__, module=name_module(linear.module)
+                )
             )
         backproped = as_type(backproped, linear.module.output.dtype)
         args = ext, linear.module, (), linear.g_out, backproped

@@ -41,7 +41,8 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet \
 	--constraint $(CONSTRAINTS)
 
 BLACK = $(BIN)/black --config black.toml
-SPHINX = $(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet
+SPHINX = $(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet \
+	-d docs_src/_build/doctrees
 
 .DEFAULT_GOAL := help
 
@@ -88,7 +89,7 @@ test-models: $(MODELS_VENV)/.installed ## Models of transformers, timm and peft;
 ##@ Format
 
 .PHONY: format-check
-format-check: black-check isort-check flake8 pydocstyle ## All checks of form below
+format-check: black-check isort-check flake8 pydocstyle mypy ## All checks below
 
 .PHONY: black
 black: install-dev ## Format the code with black
@@ -113,6 +114,10 @@ flake8: install-dev ## Look for mistakes with flake8 and bugbear
 .PHONY: pydocstyle
 pydocstyle: install-dev ## Check the docstrings (Google style)
 	$(BIN)/pydocstyle $(SOURCES)
+
+.PHONY: mypy
+mypy: install-dev ## Check the types
+	$(BIN)/mypy
 
 ##@ Measure and document
 
@@ -173,7 +178,8 @@ conda-env: ## Make the conda environment "backpack" for development
 .PHONY: clean
 clean: ## Remove environments and everything that other targets wrote
 	rm -rf .venv .venv-* build dist *.egg-info docs_src/_build docs_src/_generated \
-		docs_src/gallery docs_src/internals docs_src/quantities examples/*.png .pytest_cache .hypothesis
+		docs_src/gallery docs_src/internals docs_src/quantities examples/*.png \
+		.mypy_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # The files that follow mark a finished installation: make repeats it only when the

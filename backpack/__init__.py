@@ -6,12 +6,25 @@ the results off the parameters.
 
 from __future__ import annotations
 
+import inspect
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Callable, Dict, List, Optional, Tuple, Union
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    List,
+    Literal,
+    Optional,
+    Tuple,
+    TypeVar,
+    Union,
+    overload,
+)
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 from torch.jit import ScriptModule
 from torch.nn import Module
 from torch.overrides import TorchFunctionMode
@@ -21,7 +34,7 @@ from backpack.compiled import CompiledStep
 from backpack.context import CTX
 from backpack.converter.convert import convert_module_to_backpack
 from backpack.engine.backward_pass import BackwardPass
-from backpack.engine.graph import root_nodes
+from backpack.engine.graph import root_edges
 from backpack.engine.hooks import (
     enter_call,
     forget_interrupted,
@@ -32,9 +45,10 @@ from backpack.engine.hooks import (
 from backpack.engine.record import clear_stored
 from backpack.engine.report import Report
 from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.summary import summary
 from backpack.utils.compiling import is_compiled, untraced
 from backpack.utils.disable import disable
-from backpack.utils.hooks import EXTENDED, no_op
+from backpack.utils.hooks import EXTENDED, no_op, represent_call
 from backpack.utils.module_classification import is_no_op
 from backpack.utils.older_torch import make_backward_overridable
 from backpack.utils.state import ENTERED, State, state
@@ -49,7 +63,11 @@ __all__ = [
     "extend",
     "extensions",
     "memory_cleanup",
+    "summary",
 ]
+
+__version__ = "1.8.0"
+M = TypeVar("M", bound=Module)
 
 make_backward_overridable()
 
@@ -97,7 +115,7 @@ class _Announce(TorchFunctionMode):
         current.check_context()
         names = self._BACKWARD[func].split()
         bound = {**dict(zip(names, args)), **kwargs}
-        roots, inputs = root_nodes(bound[names[0]]), bound.get("inputs")
+        roots, inputs = root_edges(bound[names[0]]), bound.get("inputs")
         accumulates = func is not torch.autograd.grad
         graph = bool(bound.get("create_graph"))
         cotangents = map(bound.get, ("gradient", "grad_tensors", "grad_variables"))
@@ -208,6 +226,21 @@ class backpack(AbstractContextManager):  # noqa: N801
         self._entered: List[_Announce] = []
         self.gradient = gradient
 
+    def __repr__(self) -> str:
+        """Return what is computed inside, and whether this is inside.
+
+        Returns:
+            The context with the arguments that differ from the defaults.
+        """
+        defaults = inspect.signature(type(self)).parameters
+        values = {k: getattr(self, k) for k in list(defaults)[1:]}
+        values["extension_hook"] = (
+            None if self.extension_hook is no_op else self.extension_hook
+        )
+        given = {k: v for k, v in values.items() if v != defaults[k].default}
+        text = represent_call(type(self).__name__, self.exts, given)
+        return f"{text}  # active" if self._entered else text
+
     def __enter__(self) -> None:
         """Activate the extensions."""
         if torch.compiler.is_dynamo_compiling():
@@ -225,7 +258,7 @@ class backpack(AbstractContextManager):  # noqa: N801
         current.in_context = True
         announce.__enter__()
 
-    def __exit__(self, exc_type: Optional[type], *exc_info) -> None:
+    def __exit__(self, exc_type: Optional[type], *exc_info: Any) -> None:
         """Restore what was active before; report parameters without a result."""
         if torch.compiler.is_dynamo_compiling():
             return untraced(backpack.__exit__, self, exc_type, *exc_info)
@@ -302,7 +335,27 @@ def compile_step(
     )
 
 
-def extend(module: Module, debug: bool = False, use_converter: bool = False) -> Module:
+@overload
+def extend(module: M, debug: bool = ..., use_converter: Literal[False] = ...) -> M: ...
+
+
+@overload
+def extend(
+    module: Module, debug: bool = ..., *, use_converter: Literal[True]
+) -> GraphModule: ...
+
+
+@overload
+def extend(
+    module: Module, debug: bool, use_converter: Literal[True]
+) -> GraphModule: ...
+
+
+@overload
+def extend(module: Module, debug: bool = ..., use_converter: bool = ...) -> Module: ...
+
+
+def extend(module: Any, debug: bool = False, use_converter: bool = False) -> Any:
     """Make a model or a loss ready for additional quantities.
 
     Extends all modules inside, too. Extending a second time adds nothing.
@@ -345,7 +398,7 @@ def extend(module: Module, debug: bool = False, use_converter: bool = False) -> 
             continue  # passes everything on to the module that was compiled
         if not getattr(child, "_backpack_extend", False):
             if debug:
-                print(f"[DEBUG] Extending {child}")
+                print(f"[DEBUG] Extending {f'{name}: ' if name else ''}{child}")
             _register_hooks(child)
             child._backpack_extend = True
     EXTENDED.add(module)

@@ -206,8 +206,8 @@ follow from norms over all parameters, or from all dot products; clipping is the
 Norms are known when every layer has had its turn; the sums are formed then, from
 factors, in the same backward pass. ``norms`` and ``weights`` of the extension are there
 after it.""",
-        "With ``scale=\"summand\"``, :math:`g_n` are the summands of the gradient, which "
-        "carry 1/N for a mean loss; with ``scale=\"sample\"``, the gradients of the "
+        'With ``scale="summand"``, :math:`g_n` are the summands of the gradient, which '
+        'carry 1/N for a mean loss; with ``scale="sample"``, the gradients of the '
         "samples' own losses.",
         "As much memory as the gradient, and the inputs and cotangents of all layers "
         "until the pass ends. With ``replace_grad=True``, the gradient itself is not "
@@ -305,6 +305,31 @@ The small matrix of dot products of the columns has the same nonzero eigenvalues
         "    diagonal = (V.T @ V).diag().reshape(p.shape)\n"
         "    assert torch.allclose(diagonal, p.diag_ggn_exact)",
         ["DiagGGNExact"],
+    ),
+    Quantity(
+        "Jacobian of the output: BatchJacobian",
+        ["BatchJacobian"],
+        ["jacobian"],
+        ["[C, N, *p]"],
+        "Jacobian of the model's output, without a loss",
+        r"""The derivative of each feature :math:`c` of the model's output
+:math:`f(x_n)`, in the order in which a sample's features are in the output:
+
+.. math:: J_{c,n} = \nabla_p f_c(x_n)\,.
+
+It starts at the output of the extended model. No loss is needed:
+``model(X).sum().backward()`` is enough, and ``backpack(..., gradient=False)`` leaves
+``.grad`` alone. If there is a loss, it does not matter.""",
+        "It knows of no loss, and has no scale.",
+        "C columns are pulled back; C · N gradients of memory. ``subsampling`` selects "
+        "samples.",
+        [
+            "Kernels of networks: Jacot et al., *Neural tangent kernel*, 2018",
+            "Predictions of linearized networks: Immer et al., *Improving predictions "
+            "of Bayesian neural nets via local linearization*, 2021",
+        ],
+        "p = model[2].bias\n"
+        "assert torch.allclose(p.jacobian, torch.eye(3).unsqueeze(1).expand(3, 8, 3))",
     ),
     Quantity(
         "Kronecker factors, sampled: KFAC",
@@ -580,8 +605,8 @@ def page(quantity: Quantity) -> str:
     lines += [f"   {line}".rstrip() for line in code(quantity).splitlines()]
     lines += ["", "Cost", "----", "", quantity.cost, "", *cost_table(quantity.names)]
     lines += ["What for", "--------", "", *(f"- {use}" for use in quantity.uses), ""]
-    for name in quantity.names:
-        lines += [f".. minigallery:: backpack.extensions.{name}", ""]
+    objects = " ".join(f"backpack.extensions.{name}" for name in quantity.names)
+    lines += [f".. minigallery:: {objects}", ""]
     lines += ["Options", "-------", ""]
     for name in quantity.names:
         lines += [f".. autoclass:: backpack.extensions.{name}", "   :no-members:", ""]
@@ -615,7 +640,9 @@ def write(folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     for quantity in QUANTITIES:
         put(folder / f"{quantity.names[0]}.rst", page(quantity))
-    put(folder / "overview.inc", table("quantities/"))
+    pages = [f"   quantities/{quantity.names[0]}" for quantity in QUANTITIES]
+    toctree = [".. toctree::", "   :hidden:", "", *pages, ""]
+    put(folder / "overview.inc", "\n".join([table("quantities/"), *toctree]))
     put(folder / "compared.inc", "\n".join(compared()))
     put(folder / "overview-api.inc", table("../quantities/"))
 

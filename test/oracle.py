@@ -325,6 +325,32 @@ def model_jacobians(
     return {name: torch.stack(column) for name, column in zip(params, zip(*rows))}
 
 
+def batch_jacobian(
+    model: Module,
+    loss: Module,
+    X: Tensors,
+    y: Tensors,
+    subsampling: Optional[Sequence[int]] = None,
+    create_graph: bool = False,
+) -> Dict[str, Tensor]:
+    """Compute the model's Jacobian for each sample, whatever the loss is.
+
+    Args:
+        model: The model.
+        loss: Not used.
+        X: Inputs of the model.
+        y: Not used.
+        subsampling: Samples to select.
+        create_graph: Whether the result can be differentiated. Default: ``False``.
+
+    Returns:
+        Jacobians ``[F, N, *p]``.
+    """
+    picked = list(range(len(X[0])) if subsampling is None else subsampling)
+    jacobians = model_jacobians(model, X, create_graph)
+    return {name: jac[picked].transpose(0, 1) for name, jac in jacobians.items()}
+
+
 def sqrt_ggn(
     model: Module,
     loss: Module,
@@ -669,6 +695,7 @@ QUANTITIES: Dict[str, Callable[..., Dict[str, Value]]] = {
     "variance": variance,
     "batch_dot": batch_dot,
     "weighted_sum": weighted_sum,
+    "batch_jacobian": batch_jacobian,
     "sqrt_ggn": sqrt_ggn,
     "batch_ggn": batch_ggn,
     "diag_ggn": diag_ggn,

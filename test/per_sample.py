@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.autograd import grad
 from torch.nn import Module
 
-from backpack import backpack, extend, extensions
+from backpack import backpack, extend
 
 N = 4
 LENGTHS = (3, N)  # of sequences: as many positions as samples, or not

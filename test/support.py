@@ -39,6 +39,7 @@ QUANTITIES: Tuple[Type[BackpropExtension], ...] = (
     extensions.BatchDiagGGNMC,
     extensions.SqrtGGNExact,
     extensions.SqrtGGNMC,
+    extensions.BatchJacobian,
     extensions.KFAC,
     extensions.KFLR,
     extensions.KFRA,
@@ -222,7 +223,9 @@ def of_losses() -> Matrix:
         loss: {
             quantity.__name__: Cell(
                 Rule.AUTOGRAD
-                if issubclass(quantity, FirstOrderBackpropExtension)
+                if issubclass(
+                    quantity, (FirstOrderBackpropExtension, extensions.BatchJacobian)
+                )
                 else rule
             )
             for quantity in QUANTITIES

@@ -40,6 +40,7 @@ from backpack.extensions import (
     BatchDiagGGNMC,
     BatchDotGrad,
     BatchGrad,
+    BatchJacobian,
     BatchL2Grad,
     DiagGGNExact,
     DiagGGNMC,
@@ -339,6 +340,13 @@ QUANTITIES: Dict[str, Quantity] = {
     "BatchDotGrad": Quantity(BatchDotGrad, _of_gradients("batch_dot")),
     "WeightedGrad": Quantity(
         partial(make_extension, "WeightedGrad"), _of_gradients("weighted_sum")
+    ),
+    "BatchJacobian": Quantity(  # in any order of features
+        BatchJacobian,
+        lambda ref, _: {
+            name: blocks(jac) for name, jac in ref.gradients("batch_jacobian").items()
+        },
+        blocks,
     ),
     "DiagGGNExact": Quantity(DiagGGNExact, _of_columns(lambda p: p.pow(2).sum((0, 1)))),
     "BatchDiagGGNExact": Quantity(

@@ -14,7 +14,6 @@ from backpack.context import CTX
 from backpack.custom_module.branching import Parallel, SumModule
 from backpack.custom_module.reduce_tuple import ReduceTuple
 from backpack.extensions import BatchGrad, DiagGGNExact, SqrtGGNExact, Variance
-from backpack.extensions.backprop_extension import BackpropExtension
 
 # all but HBP, which has no default
 NAMES = [name for name in extensions.__all__ if name != "HBP"]

@@ -52,6 +52,7 @@ from backpack.extensions import (
     BatchDiagGGNMC,
     BatchDotGrad,
     BatchGrad,
+    BatchJacobian,
     BatchL2Grad,
     ClippedGrad,
     DiagGGNExact,
@@ -135,6 +136,10 @@ QUANTITIES = {
     "SqrtGGNMC": Quantity(SqrtGGNMC, "sqrt_ggn", SAMPLING, columns="sampling"),
     "SqrtGGNMC-some": Quantity(
         SqrtGGNMC, "sqrt_ggn", {**SAMPLING, **SUBSAMPLING}, SUBSAMPLING, "sampling"
+    ),
+    "BatchJacobian": Quantity(BatchJacobian, "batch_jacobian"),
+    "BatchJacobian-some": Quantity(
+        BatchJacobian, "batch_jacobian", SUBSAMPLING, SUBSAMPLING
     ),
     "KFLR": Quantity(KFLR, "kronecker_factors"),
     "KFAC": Quantity(KFAC, "kronecker_factors", SAMPLING, columns="sampling"),

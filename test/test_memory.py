@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import Module
 from torch.utils.checkpoint import checkpoint
 
-from backpack import backpack, extend, extensions
+from backpack import backpack, extend
 from backpack.engine.record import Call
 from backpack.extensions import SqrtGGNExact
 

@@ -13,6 +13,7 @@ from typing import Dict, List
 import pytest
 
 HTML = Path(__file__).parents[1] / "docs_src" / "_build" / "html"
+INDEX = HTML / "searchindex.js"
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run
 --disable-background-networking --disable-component-update --disable-sync
@@ -58,7 +59,7 @@ def excess(pages: List[str], window: int, folder: Path) -> Dict[str, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HTML.is_dir(), reason="make build-docs writes the pages")
+@pytest.mark.skipif(not INDEX.is_file(), reason="make build-docs writes the pages")
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium")
 @pytest.mark.parametrize("window", [390, 1400])
 def test_no_page_is_wider_than_its_window(window: int, tmp_path: Path):
@@ -71,3 +72,34 @@ def test_no_page_is_wider_than_its_window(window: int, tmp_path: Path):
     assert found.popitem()[1] > 500
     assert len(found) > 60
     assert {page: pixels for page, pixels in found.items() if pixels > 0} == {}
+
+
+@pytest.mark.skipif(not INDEX.is_file(), reason="make build-docs writes the pages")
+@pytest.mark.parametrize(
+    "words, page",
+    [
+        ("clip", "howto/clipping"),
+        ("laplac", "howto/laplace"),
+        ("memori", "howto/memory"),
+        ("kfac", "howto/kfac_step"),
+        ("influenc", "howto/influence"),
+        ("timm", "howto/stock_models"),
+        ("batch normal", "howto/batch_norm"),
+        ("mix precis", "howto/mixed_precision"),
+        ("gpus", "howto/several_gpus"),
+        ("prune", "gallery/example_pruning"),
+        ("spectrum", "gallery/example_ggn_spectrum"),
+        ("transform", "gallery/example_transformer"),
+    ],
+)
+def test_search_finds_tasks(words: str, page: str):
+    """The title of the right page has what one would search for."""
+    text = INDEX.read_text()
+    index = json.loads(text[text.index("(") + 1 : text.rindex(")")])
+    for word in words.split():
+        found = index["titleterms"][word]
+        names = [
+            index["docnames"][n]
+            for n in (found if isinstance(found, list) else [found])
+        ]
+        assert page in names, (word, names)

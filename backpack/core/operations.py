@@ -161,7 +161,6 @@ class LayerLike(Operation):
         super().__init__(data, list(names))
         self.derivatives, self.layer, self.names = derivatives, layer, names
         self._features = features
-        self._arranged: Optional[Tuple[Any, Tensor]] = None
 
     def is_possible(self, placement: Placement) -> bool:  # noqa: D102
         axes = 1
@@ -593,14 +592,14 @@ def _addmm(
 ) -> Optional[Operation]:
     if len(args) != 3 or kwargs:
         return None
-    factors = [key - 1 for key in constants if key] or [1]
+    factors = [int(key) - 1 for key in constants if key] or [1]
     found = _matmul(args[1:], {}, factors)
-    if found is None:
+    if not isinstance(found, Contraction):
         return None
     (column,) = found.outputs
     if 0 in constants and (1, 1, *args[0].shape)[-2:][1 - column] != 1:
         return None  # rows of the result get different shifts
-    found.key, found.keys = found.key + 1, tuple(constants)
+    found.key, found.keys = int(found.key) + 1, tuple(constants)
     return found
 
 

@@ -9,7 +9,6 @@ to module, and the extension hook is called.
 from __future__ import annotations
 
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
-from warnings import warn
 
 import torch
 from torch import Tensor
@@ -31,6 +30,7 @@ from backpack.engine.graph import (
     leaves_behind,
     operation_name,
     tail_terms,
+    targets_below,
     walk,
     will_run,
 )
@@ -39,8 +39,8 @@ from backpack.engine.parameters import Group, Products, find_groups, in_type_of
 from backpack.engine.pull_columns import PullColumns
 from backpack.engine.record import Call
 from backpack.engine.turn import Turn
-from backpack.engine.uses import Entry, Use, refuse
-from backpack.utils.hooks import no_op
+from backpack.engine.uses import Entry, Use, listen, refuse
+from backpack.utils.hooks import name_module, no_op, warn_user
 from backpack.utils.parallel import is_parallel, move_to_shards, refuse_parts
 from backpack.utils.state import State, may_look
 
@@ -186,7 +186,7 @@ class BackwardPass:
     def __init__(
         self,
         current: State,
-        roots: Sequence[Node] = (),
+        roots: Sequence[GradientEdge] = (),
         inputs: Any = None,
         accumulates: bool = True,
         creates_graph: bool = False,
@@ -223,17 +223,20 @@ class BackwardPass:
         )
         self._groups_of: Dict[Use, List[Group]] = {}
         self._is_filtered = inputs is None
+        exts = [ext for ext in current.active_exts if ext.pulls_columns]
+        self._at_output = [
+            x for x in exts if not x.expects_backpropagation_quantities()
+        ]
         self._gradients: Dict[Use, List[Optional[Tensor]]] = {}
         self._own: Dict[Use, Products] = {}
-        self._partial: Dict[Tensor, PerSample] = {}
         self._waiting: Dict[Call, int] = {}
-        self._hooks: Dict[Call, Any] = {}
         self.pull_back = PullColumns(self)
         if current.report is not None:
             current.report.begin(current.active_exts)
         self.kept: Dict[Any, Any] = {}
         self.reductions: List[Optional[str]] = []
         self._creates_graph = creates_graph
+        self._idle: Dict[Call, List[Node]] = {}
         if (current.active_exts or not current.gradient) and roots:
             self.inspection = Inspection(roots)
             self._find_groups(list(self.inspection.uses))
@@ -242,10 +245,38 @@ class BackwardPass:
             self.reductions = [getattr(loss, "reduction", None) for loss in losses]
             if current.check and self._separating:
                 check_isolation(self.inspection, current)
-        plain = accumulates and inputs is None and not creates_graph
-        self.accumulated = choose(
-            current, self.groups, self.inspection, accumulates, plain
-        )
+        args = accumulates, inputs is None, creates_graph
+        self.accumulated = choose(current, self.groups, self.inspection, *args)
+        if self.inspection is not None:
+            self._listen()
+        elif roots and current.extension_hook is not no_op:
+            listen_below([edge.node for edge in roots])
+
+    def _listen(self) -> None:
+        """Let uses and calls have their turns, but for calls with nothing to do."""
+        for nodes in self.inspection.uses.values():
+            for node, _ in nodes.values():
+                listen(node)
+        for call, nodes in self.inspection.calls.items():
+            call.check_live()
+            if self._has_nothing_to_do(call):
+                self._idle[call] = nodes
+                continue
+            for node in nodes:
+                listen(node)
+        if self._is_filtered:
+            self._forget_idle()
+
+    def _forget_idle(self) -> None:
+        """Forget calls with nothing to do, unless their tensors' hooks matter."""
+        if not any(ext.pulls_columns for ext in self.state.active_exts):
+            for call in self._idle:
+                self._pass_by(call)
+
+    def _pass_by(self, call: Call) -> None:
+        if self.state.report is not None:
+            self.state.report.met.add(id(call.module))
+        call.release()
 
     def _find_groups(self, uses: Sequence[Use]) -> None:
         """Find out which parameters wait for which uses."""
@@ -280,7 +311,8 @@ class BackwardPass:
             report.reached.update(map(id, reached))
         names = ", ".join(type(ext).__name__ for ext in self.state.active_exts)
         refuse_parts(names, [*inspection.reached, *params])
-        if any(ext.pulls_columns for ext in self.state.active_exts):
+        exts = [ext for ext in self.state.active_exts if ext.pulls_columns]
+        if any(ext not in self._at_output for ext in exts):
             self._warn_of_terms()
         if not self._separating:
             return
@@ -291,7 +323,7 @@ class BackwardPass:
             message = NOT_EXTENDED_BATCH_NORM.format(module=module)
             if any(ext.refuses_coupled_samples for ext in self._separating):
                 raise NotImplementedError(message)
-            warn(message, stacklevel=5)
+            warn_user(message)
         separate, entangled = inspection.uses_outside(set(map(id, params)))
         entangled += self._never_seen(params) + self._behind_uses()
         if entangled:
@@ -303,7 +335,7 @@ class BackwardPass:
             refuse(self._names(), met, "any parameter")
         if separate:
             names = describe(separate)
-            warn(SEPARATE_USE.format(names=names), stacklevel=5)
+            warn_user(SEPARATE_USE.format(names=names))
 
     def _behind_uses(self) -> List[Tensor]:
         """Find parameters of expressions that contain a derivative of the network."""
@@ -344,7 +376,7 @@ class BackwardPass:
             and any(e.owner.is_use for node in walk([term]) for e in entries_of(node))
         ]
         if missing:
-            warn(MISSING_TERM.format(nodes=", ".join(missing)), stacklevel=5)
+            warn_user(MISSING_TERM.format(nodes=", ".join(missing)))
 
     def _names(self) -> str:
         return ", ".join(type(ext).__name__ for ext in self._separating)
@@ -354,7 +386,7 @@ class BackwardPass:
         self._outer, self.state.backward_pass = self.state.backward_pass, self
         return self
 
-    def __exit__(self, exc_type: Optional[type], *exc_info) -> None:
+    def __exit__(self, exc_type: Optional[type], *exc_info: Any) -> None:
         """End; check the results, if this was asked for."""
         failed = True
         try:
@@ -404,6 +436,10 @@ class BackwardPass:
                 if report is not None:
                     report.reached.add(id(shard))
                     report.saved.add((id(ext), id(shard)))
+        for call in self._idle if self._is_filtered else ():
+            if not call.released:
+                self._pass_by(call)
+        self._idle.clear()
         self._gradients.clear()
         self._own.clear()
         self.kept.clear()
@@ -425,6 +461,9 @@ class BackwardPass:
         """
         if not self._is_filtered:
             self._filter()
+        if self._at_output:
+            starting, self._at_output = self._at_output, []
+            self.pull_back.meet_output(starting)
         if owner.is_use:
             self._take_use(owner, g_out)
         else:
@@ -439,6 +478,10 @@ class BackwardPass:
             if any(will_run(node) for node, _ in nodes.values())
         ]
         self._find_groups(uses)
+        for call, nodes in list(self._idle.items()):
+            if not any(map(will_run, nodes)):
+                del self._idle[call]
+        self._forget_idle()
 
     def _take_use(self, use: Use, g_out: Tuple[Optional[Tensor], ...]) -> None:
         if self.inspection is None:
@@ -560,13 +603,15 @@ class BackwardPass:
         Raises:
             RuntimeError: If inputs and output were dropped before.
         """  # noqa: DAR401
-        current, module = self.state, call.module
+        if call in self._idle:
+            return
         call.check_live()
+        if self._has_nothing_to_do(call):
+            self._pass_by(call)
+            return
+        current, module = self.state, call.module
         if current.report is not None:
             current.report.met.add(id(module))
-        if self._has_nothing_to_do(call):
-            call.release()
-            return
         call.store(raw=True)
         with Turn(call, self, g_out, entries) as turn:
             if call.is_loss:
@@ -574,7 +619,7 @@ class BackwardPass:
             g_inp = (None,) * len(call.arguments)
             for ext in current.active_exts:
                 if current.debug:
-                    print(f"[DEBUG] Running extension {ext} on {module}")
+                    print(f"[DEBUG] Running extension {ext} on {name_module(module)}")
                 ext(module, g_inp, turn.g_out)
         waiting = [use for use in call.uses if self._groups_of.get(use)]
         if waiting:
@@ -595,7 +640,7 @@ class BackwardPass:
         current, module = self.state, call.module
         try:
             if current.debug:
-                print(f"[DEBUG] Running extension hook on {module}")
+                print(f"[DEBUG] Running extension hook on {name_module(module)}")
             if current.extension_hook is not no_op:
                 current.extension_hook(module)
         finally:
@@ -643,7 +688,8 @@ class BackwardPass:
         if output.numel() != 1:
             raise ValueError(
                 f"{type(second_order[0]).__name__} starts at a loss with a scalar "
-                f"output, and {module} has an output of shape {list(output.shape)}. "
+                f"output, and {name_module(module)} "
+                f"has an output of shape {list(output.shape)}. "
                 "Use reduction='mean' or reduction='sum'."
             )
         if turn.call.is_function and self._is_inside(turn.call):
@@ -664,10 +710,10 @@ class BackwardPass:
     def _warn_of_factor(module: Module, factor: Tensor) -> None:
         """Warn of a modified loss, where it is known, or likely."""
         if not may_look(factor):
-            warn(MAYBE_MODIFIED.format(module=module), stacklevel=3)
+            warn_user(MAYBE_MODIFIED.format(module=name_module(module)))
         elif factor != 1.0:
-            text = MODIFIED_LOSS.format(module=module, factor=float(factor))
-            warn(text, stacklevel=3)
+            text = {"module": name_module(module), "factor": float(factor)}
+            warn_user(MODIFIED_LOSS.format(**text))
 
     def _is_inside(self, call: Call) -> bool:
         """Tell whether more than a sum was made of a loss that a model has called."""
@@ -718,7 +764,17 @@ def raise_released(module: Any) -> None:
     """
     from backpack.engine.record import RELEASED
 
-    raise RuntimeError(RELEASED.format(module=module))
+    raise RuntimeError(RELEASED.format(module=name_module(module)))
+
+
+def listen_below(nodes: Sequence[Node]) -> None:
+    """Let all uses and calls that something was computed from have their turns.
+
+    Args:
+        nodes: Where it sits in the graph.
+    """
+    for target in targets_below(nodes):
+        listen(target.node)
 
 
 def begin_unannounced(current: State) -> None:
@@ -729,6 +785,7 @@ def begin_unannounced(current: State) -> None:
     """
     graph = torch.is_grad_enabled()
     running = current.backward_pass = BackwardPass(current, creates_graph=graph)
+    listen_below([torch._C._current_autograd_node()])
 
     def end() -> None:
         try:

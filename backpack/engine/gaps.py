@@ -292,7 +292,7 @@ def _probe(
             return None
         with current.pull():
             return _numbers(cotangent, pairs, shape, n, _names(nodes))
-    except RuntimeError as error:
+    except Exception as error:  # of any type, where a function has its own backward
         first = str(error).split("\n")[0]
         return Mixed(f"{_names(nodes)} ({first})", False)
 

@@ -24,7 +24,7 @@ from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from backpack.core.layout import Mixed
-from backpack.engine.uses import ENTRIES, Entry, Use
+from backpack.engine.uses import ENTRIES, Entry, Together, Use
 from backpack.utils.hooks import EXTENDED, represent
 
 SILENT = "backpack.silent"  # where a node says that no sample gets through it
@@ -55,6 +55,20 @@ class Target(NamedTuple):
 
     entry: Entry
     node: Node
+
+
+class Origin(NamedTuple):
+    """Where columns start: at a loss's prediction, or at a model's output.
+
+    Attributes:
+        call: The call of the loss or the model.
+        edge: Where prediction or output sit in the graph.
+        placement: Where the samples are in there.
+    """
+
+    call: Any
+    edge: GradientEdge
+    placement: Any
 
 
 def entries_of(node: Node) -> List[Entry]:
@@ -212,7 +226,7 @@ class Inspection:
         meetings: Nodes at which samples have met.
     """
 
-    def __init__(self, roots: Sequence[Node]):
+    def __init__(self, roots: Sequence[GradientEdge]):
         """Inspect a graph.
 
         Args:
@@ -223,33 +237,35 @@ class Inspection:
         self.uses: Dict[Use, Dict[int, Tuple[Node, int]]] = {}
         self.reached: Dict[Tensor, List[Node]] = {}
         self.meetings: Dict[Node, Mixed] = {}
-        self._names: Set[str] = set()
         self._stand_ins: Dict[Node, int] = {}  # and when their use was over
         self._direct: Dict[int, List[Tuple[int, int]]] = {}  # by parameter
         self._shared: List[Node] = []  # reached several times
-        self._nodes = list(dict.fromkeys(roots))
-        seen = set(self._nodes)
-        for node in self._nodes:  # which grows meanwhile
-            parents = node.next_functions
-            metadata = node.metadata
-            if metadata:
-                self._note(node, metadata)
-            for parent, _ in parents:
+        self._nodes: List[Node] = []
+        seen: Set[Any] = set()
+        queue: List[Tuple[Optional[Node], Sequence[Any]]] = [(None, roots)]
+        for node, parents in queue:  # which grows meanwhile
+            for parent, number, *_ in parents:
                 if parent is None:
                     continue
                 until = self._stand_ins.get(parent)
                 if until is not None and node._sequence_nr() < until:
                     continue  # the way of a use
                 if not parent.next_functions and is_leaf(parent):
-                    self.reached.setdefault(parent.variable, []).append(node)
-                elif parent in seen:
+                    users = self.reached.setdefault(parent.variable, [])
+                    users += [node] if node else []
+                    continue
+                if parent in seen:
                     self._shared.append(parent)
                 else:
                     seen.add(parent)
                     self._nodes.append(parent)
-        for node in roots:
-            if is_leaf(node):
-                self.reached.setdefault(node.variable, [])
+                    if parent.metadata:
+                        self._note(parent, parent.metadata)
+                    if type(parent) is not Together:
+                        queue.append((parent, parent.next_functions))
+                if type(parent) is Together and (parent, number) not in seen:
+                    seen.add((parent, number))  # not what else was returned
+                    queue.append((parent, parent.next_functions[number : number + 1]))
 
     def _note(self, node: Node, metadata: Dict[str, Any]) -> None:
         for number, index, owner in metadata.get(ENTRIES, ()):
@@ -272,6 +288,25 @@ class Inspection:
     def names(self) -> Set[str]:
         """Names of the nodes."""
         return {type(node).__name__ for node in self._nodes}
+
+    def outputs(self) -> List[Origin]:
+        """Find the outputs of extended models that no other module has gone on from.
+
+        Returns:
+            The outputs.
+        """
+        found: List[Origin] = []
+        below: Set[Node] = set()
+        for call, nodes in self.calls.items():
+            if call.placements is None or not below.isdisjoint(nodes):
+                continue
+            below.update(walk(nodes))
+            for node in nodes:
+                for number, index, owner in entries_of(node):
+                    if owner is call:
+                        edge = GradientEdge(node, number)
+                        found.append(Origin(call, edge, call.placements[index]))
+        return found
 
     @property
     def turns(self) -> List[GradientEdge]:
@@ -408,7 +443,7 @@ def _adds_up(node: Node, met: Mixed) -> bool:
     return name in _SUMS or name.strip("_ir") in ("add", "sub") and _is_scalar(node)
 
 
-def tail_terms(roots: Sequence[Node]) -> List[Node]:
+def tail_terms(roots: Sequence[GradientEdge]) -> List[Node]:
     """Find the terms of what is differentiated that no module has computed.
 
     Args:
@@ -434,7 +469,7 @@ def operation_name(met: Mixed) -> str:
 
 
 def additive_terms(
-    roots: Sequence[Node], through_losses: bool = False
+    roots: Sequence[GradientEdge], through_losses: bool = False
 ) -> Tuple[List[Node], List[Node]]:
     """Split what is differentiated into the terms of a sum.
 
@@ -447,13 +482,18 @@ def additive_terms(
     """
     terms: List[Node] = []
     passed: List[Node] = []
-    queue, seen = list(roots), set()
+    queue, seen = [(edge.node, edge.output_nr) for edge in roots], set()
     while queue:
-        node = queue.pop()
-        if node in seen:
+        node, number = place = queue.pop()
+        joins = type(node) is Together
+        if (place if joins else node) in seen:
             continue
-        seen.add(node)
-        parents = [parent for parent, _ in node.next_functions if parent is not None]
+        seen.add(place if joins else node)
+        edges = (
+            node.next_functions[number : number + 1] if joins else node.next_functions
+        )
+        edges = [edge for edge in edges if edge[0] is not None]
+        parents = [parent for parent, _ in edges]
         name = type(node).__name__
         single = name in _SCALING and len(parents) == 1
         calls = [e for e in entries_of(node) if not e.owner.is_use]
@@ -462,10 +502,9 @@ def additive_terms(
             single = torch.Size(node._input_metadata[0].shape).numel() == 1
         if through_losses and parents and _is_scalar(node):
             single = single or all(map(_is_scalar, parents))
-        together = through_losses and name == "_TogetherBackward"
-        if (name in _ADDITIVE or single or together) and not is_loss:
+        if (name in _ADDITIVE or single or joins) and not is_loss:
             passed.append(node)
-            queue.extend(parents)
+            queue.extend(edges)
         else:
             terms.append(node)
     return terms, passed
@@ -529,14 +568,14 @@ def is_parameter(x: Tensor) -> bool:
     return isinstance(x, Parameter)
 
 
-def root_nodes(tensors: object) -> List[Node]:
+def root_edges(tensors: object) -> List[GradientEdge]:
     """Find where a backward pass begins.
 
     Args:
         tensors: Tensor, gradient edge, or a sequence of them.
 
     Returns:
-        Their nodes.
+        Their places in the graph.
     """
     if isinstance(tensors, (Tensor, GradientEdge)):
         tensors = [tensors]
@@ -544,4 +583,4 @@ def root_nodes(tensors: object) -> List[Node]:
         get_gradient_edge(x) if isinstance(x, Tensor) and x.requires_grad else x
         for x in tensors
     ]
-    return [edge.node for edge in edges if isinstance(edge, GradientEdge)]
+    return [edge for edge in edges if isinstance(edge, GradientEdge)]

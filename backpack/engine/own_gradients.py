@@ -1,12 +1,15 @@
 """Which gradients autograd accumulates, and which it leaves out.
 
 It leaves out all of them where nobody wants gradients, or an extension has something
-else to accumulate; and some whose gradient costs less here than there. First-order extensions form the individual gradients of layers whose weight many
-positions share. To add these up on the way costs less than what autograd does for the
-same result: multiply all inputs with all cotangents once more. The backward pass is
-then run without these parameters, and their gradient is handed to autograd in the turn
-of their use, when it would have arrived anyway: by a backward pass of its own through
-nothing but the node that accumulates it, so that all hooks run.
+else to accumulate, and some whose gradient costs less here than there. First-order
+extensions form the individual gradients of layers whose weight many positions share. To
+add these up on the way costs less than what autograd does for the same result: multiply
+all inputs with all cotangents once more. Such a gradient is handed to autograd in the
+turn of its use, when it would have arrived anyway: by a backward pass of its own
+through nothing but the node that accumulates it, so that all hooks run.
+
+The backward pass is run towards the leaves that are not left out, and to the nodes at
+which there are turns, where nothing is accumulated.
 """
 
 from __future__ import annotations
@@ -72,7 +75,8 @@ def choose(
     groups: Sequence[Group],
     inspection: Optional[Inspection],
     accumulates: bool,
-    plain: bool,
+    of_all: bool,
+    creates_graph: bool,
 ) -> Accumulated:
     """Choose which gradients autograd accumulates.
 
@@ -81,7 +85,8 @@ def choose(
         groups: The parameters of the backward pass.
         inspection: What its graph looks like, if it is known.
         accumulates: Whether it accumulates gradients.
-        plain: Whether it accumulates those of all leaves, and does nothing else.
+        of_all: Whether these are those of all leaves.
+        creates_graph: Whether what it computes can be differentiated.
 
     Returns:
         The choice.
@@ -91,7 +96,7 @@ def choose(
     """
     params = {id(p): p for group in groups for p in group.params}
     replacing = [ext for ext in current.active_exts if ext.replaces_gradient]
-    own = set()
+    own, plain = set(), accumulates and of_all and not creates_graph
     if replacing or not current.gradient:
         text = {"who": "backpack", "option": "gradient=False"}
         if replacing:
@@ -99,7 +104,8 @@ def choose(
             text = {"who": who, "option": "replace_grad=True"}
         elif not accumulates:
             return Accumulated()  # torch.autograd.grad
-        if inspection is None or not (plain or accumulates and not replacing):
+        possible = plain if replacing else of_all
+        if inspection is None or not possible:
             raise NotImplementedError(NOT_ALL.format(**text))
         if not inspection.allows_inputs:
             raise NotImplementedError(REENTRANT.format(**text))
@@ -190,8 +196,11 @@ def hand_over(gradients: Dict[Tensor, Tensor]) -> None:
     """Hand gradients that autograd leaves out to it.
 
     Args:
-        gradients: The gradients.
+        gradients: The gradients by parameter; empty afterwards, since what somebody
+            else owns is copied.
     """
+    params, values = list(gradients), list(gradients.values())
+    gradients.clear()
     with torch.enable_grad():
-        handed_over = _Gradients.apply(list(gradients.values()), *gradients)
+        handed_over = _Gradients.apply(values, *params)
     torch.autograd.backward(handed_over)

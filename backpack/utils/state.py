@@ -75,7 +75,7 @@ class State:
     outside: ClassVar[Callable[[], Optional[Module]]] = staticmethod(no_op)
     begin: ClassVar[Callable[[State], None]]
 
-    def __init__(self):
+    def __init__(self) -> None:
         """Start with nothing active."""
         self.active_exts: Tuple[Any, ...] = ()
         self.debug = False
@@ -140,7 +140,7 @@ class State:
                 State.outside = owner.module_ref
                 self.check_context()
             if not (self.in_context and self.retain_graph):
-                owner.release()
+                owner.release_all()
             return
         if any(g is not None and _is_batched(g) for g in g_out):
             names = ", ".join(type(ext).__name__ for ext in self.active_exts)

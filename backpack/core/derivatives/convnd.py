@@ -2,7 +2,7 @@
 
 from contextlib import AbstractContextManager
 from math import prod
-from typing import Dict, Optional, Sequence
+from typing import Any, Dict, Optional, Sequence
 
 import torch
 from einops import rearrange
@@ -35,7 +35,7 @@ class weight_jac_t_save_memory(AbstractContextManager):  # noqa: N801
         """
         self.save_memory = save_memory
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, *exc_info: Any) -> None:
         """Leave the context; exceptions pass through."""
 
 

@@ -5,6 +5,7 @@ from torch.autograd import grad
 from torch.nn import AlphaDropout, FeatureAlphaDropout, Module
 
 from backpack.core.derivatives.elementwise import PiecewiseLinearDerivatives
+from backpack.utils.hooks import name_module
 from backpack.utils.state import may_look
 from backpack.utils.subsampling import Subsampling, subsample
 from backpack.utils.types import Grads, Layer
@@ -45,7 +46,9 @@ def drawn_mask(module: Layer) -> Tensor:
         return ones_like(x)
     if module.inplace:
         raise RuntimeError(
-            UNKNOWN_MASK.format(module=module, reason="it has overwritten its input")
+            UNKNOWN_MASK.format(
+                module=name_module(module), reason="it has overwritten its input"
+            )
         )
     if x.requires_grad and z.requires_grad:
         try:
@@ -57,7 +60,9 @@ def drawn_mask(module: Layer) -> Tensor:
     alpha = isinstance(module, (AlphaDropout, FeatureAlphaDropout))
     if alpha or may_look(x) and (x == 0).any():
         reason = "its graph was freed, and input and output do not determine it"
-        raise RuntimeError(UNKNOWN_MASK.format(module=module, reason=reason))
+        raise RuntimeError(
+            UNKNOWN_MASK.format(module=name_module(module), reason=reason)
+        )
     return (z / x).detach()
 
 

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from copy import copy
 from math import nan, sqrt
 from typing import Any, Callable, Iterator, Optional
-from warnings import warn
 
 import torch
 from torch import Generator, Tensor
@@ -17,6 +16,7 @@ from backpack.core.derivatives.loss_base import (
     loss_inputs,
 )
 from backpack.hessianfree.lop import pull_back, pull_columns
+from backpack.utils.hooks import name_module, warn_user
 from backpack.utils.state import ask, may_look
 from backpack.utils.subsampling import Subsampling, subsample
 from backpack.utils.types import Grads, Layer
@@ -115,7 +115,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
             return hessian
         looks = may_look(hessian)
         if looks and not hessian.isfinite().all():
-            raise ValueError(NOT_FINITE.format(module=module))
+            raise ValueError(NOT_FINITE.format(module=name_module(module)))
 
         key = (
             "couples",
@@ -130,7 +130,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
                 "that is a sum over samples. Let each term depend on one sample only."
             )
         if looks and not hessian.any():
-            warn(NO_CURVATURE.format(module=module), stacklevel=2)
+            warn_user(NO_CURVATURE.format(module=name_module(module)))
         return hessian
 
     def _sum_hessian(self, module: Layer, g_inp: Grads, g_out: Grads) -> Tensor:
@@ -256,7 +256,7 @@ def _naming(module: Layer) -> Iterator[None]:
         yield
     except RuntimeError as error:
         if "not implemented" in str(error) or "differentiate twice" in str(error):
-            text = NOT_TWICE.format(module=module)
+            text = NOT_TWICE.format(module=name_module(module))
             raise NotImplementedError(f"{text} ({error})") from error
         raise
 
@@ -279,7 +279,7 @@ def _check_differentiable(module: Layer, gradient: Tensor, cotangent: Tensor) ->
         gradient.sum(), cotangent, retain_graph=True, allow_unused=True
     ) != (None,)
     if not connected:
-        raise NotImplementedError(NOT_TWICE.format(module=module))
+        raise NotImplementedError(NOT_TWICE.format(module=name_module(module)))
 
 
 def _is_linear_in_pieces(module: Layer) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, Dict, List, Optional, Type
+from typing import Any, List, Mapping, Optional, Type
 
 from torch import Tensor
 from torch.nn import Module
@@ -16,8 +16,8 @@ from backpack.extensions.backprop_extension import FAIL_WARN, BackpropExtension
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.shards import is_shared, shard_of
 from backpack.utils.errors import batch_norm_raise_error_if_train
-from backpack.utils.subsampling import Subsampling
-from backpack.utils.types import Grads
+from backpack.utils.subsampling import Selection
+from backpack.utils.types import FailMode, Grads
 
 
 class FirstOrderModuleExtension(ModuleExtension):
@@ -33,9 +33,9 @@ class FirstOrderBackpropExtension(BackpropExtension):
     def __init__(
         self,
         savefield: str,
-        module_exts: Dict[Type[Module], ModuleExtension],
-        fail_mode: str = FAIL_WARN,
-        subsampling: Subsampling = None,
+        module_exts: Mapping[Any, ModuleExtension],
+        fail_mode: FailMode = FAIL_WARN,
+        subsampling: Selection = None,
     ):
         """Store what to do on which module.
 
@@ -93,7 +93,7 @@ class GradientReduction(FirstOrderBackpropExtension):
     # formed, faster than autograd computes their sum.
     adds_up_from: Optional[int] = 16
 
-    def __init__(self, savefield: str, subsampling: Subsampling = None):
+    def __init__(self, savefield: str, subsampling: Selection = None):
         """Store where values are saved.
 
         Args:

@@ -25,8 +25,8 @@ from backpack.extensions.secondorder.walk import (
     skips,
 )
 from backpack.utils.errors import batch_norm_raise_error_if_train
-from backpack.utils.subsampling import Subsampling, subsample
-from backpack.utils.types import Grads, Layer
+from backpack.utils.subsampling import Selection, subsample
+from backpack.utils.types import FisherType, Grads, Layer
 
 FISHER_TYPES = ("mc", "empirical")
 
@@ -101,7 +101,7 @@ class Source:
 
 
 def fisher_source(
-    name: str, fisher_type: str, mc_samples: int, generator: Optional[Generator]
+    name: str, fisher_type: FisherType, mc_samples: int, generator: Optional[Generator]
 ) -> Source:
     """Choose whose targets the gradients of the Fisher are taken for.
 
@@ -204,7 +204,7 @@ class ColumnExtension(SecondOrderBackpropExtension):
     separates_samples = True
     default_rule: Optional[ModuleExtension] = ReduceColumns()
 
-    def __init__(self, savefield: str, source: Source, subsampling: Subsampling = None):
+    def __init__(self, savefield: str, source: Source, subsampling: Selection = None):
         """Store where columns come from and values go to.
 
         Args:

@@ -24,6 +24,7 @@ from backpack.core.table import GENERIC, works_in_place
 from backpack.engine.turn import NOT_A_CHAIN, current_turn
 from backpack.utils.disable import disable
 from backpack.utils.errors import raise_error_if_coupled
+from backpack.utils.hooks import name_module
 from backpack.utils.state import ask
 from backpack.utils.types import Grads, Layer
 
@@ -109,11 +110,15 @@ def skips(turn: Turn, extension: BackpropExtension) -> bool:
     if call.is_transparent:
         # in a converted model, they are arguments of the modules inside
         if parameters and not consists_of_modules(module):
-            text = NOT_A_CHAIN.format(ext=ext, field=extension.savefield, module=module)
+            text = NOT_A_CHAIN.format(
+                ext=ext, field=extension.savefield, module=name_module(module)
+            )
             raise NotImplementedError(text)
         return True
     if any(g is not None for g in turn.g_out[1:]):
-        raise NotImplementedError(SEVERAL_OUTPUTS.format(ext=ext, module=module))
+        raise NotImplementedError(
+            SEVERAL_OUTPUTS.format(ext=ext, module=name_module(module))
+        )
     if extension.refuses_coupled_samples:
         raise_error_if_coupled(module, call.arguments)
     overwrites = getattr(module, "inplace", False) and any(call.passes_on)
@@ -123,7 +128,7 @@ def skips(turn: Turn, extension: BackpropExtension) -> bool:
         and not works_in_place(module)
         and (module.training or not is_dropout)
     ):
-        raise NotImplementedError(IN_PLACE.format(ext=ext, module=module))
+        raise NotImplementedError(IN_PLACE.format(ext=ext, module=name_module(module)))
     call.check_unchanged()
     waits = extension.saved_quantities.retrieve_quantity(id(call), delete_old=False)
     return waits is None and not parameters
@@ -143,7 +148,7 @@ def check_batch_first(turn: Turn, extension: BackpropExtension) -> None:
     if axis > 0:
         raise NotImplementedError(
             SAMPLES_NOT_FIRST.format(
-                ext=type(extension).__name__, module=turn.module, axis=axis
+                ext=type(extension).__name__, module=name_module(turn.module), axis=axis
             )
         )
 
@@ -198,7 +203,7 @@ def check_samples_kept(linear: Linearization, extension: BackpropExtension) -> N
         raise NotImplementedError(
             SAMPLES_REARRANGED.format(
                 ext=type(extension).__name__,
-                module=linear.module,
+                module=name_module(linear.module),
                 before=" and ".join(map(str, before)),
                 after=after,
             )
@@ -249,7 +254,9 @@ def check_samples_apart(
         )
     if meet:
         ext = type(extension).__name__
-        raise NotImplementedError(SAMPLES_MEET.format(ext=ext, module=linear.module))
+        raise NotImplementedError(
+            SAMPLES_MEET.format(ext=ext, module=name_module(linear.module))
+        )
 
 
 def linearize_here(

@@ -8,7 +8,7 @@ from torch import Tensor
 from backpack.core.per_sample.base import PerSample
 from backpack.extensions.firstorder.base import GradientReduction
 from backpack.extensions.shards import Piece
-from backpack.utils.subsampling import Subsampling
+from backpack.utils.subsampling import Selection
 from backpack.utils.types import as_type
 
 
@@ -19,7 +19,7 @@ class BatchDotGrad(GradientReduction):
     gradient (see :class:`~backpack.extensions.BatchGrad`).
     """
 
-    def __init__(self, subsampling: Subsampling = None):
+    def __init__(self, subsampling: Selection = None):
         """Choose the samples.
 
         Args:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from math import isclose
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Type, Union
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
 
 from torch import Tensor
-from torch.nn import Module
 
 from backpack.core.per_sample.base import PerSample
 from backpack.extensions.firstorder.base import GradientReduction
-from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.shards import Piece, shard_of
 from backpack.utils.subsampling import Subsampling
 
@@ -28,8 +26,8 @@ OTHER_SAMPLES = (
 )
 UNKNOWN_SCALE = (
     "{ext}(scale='sample'): the extended losses of this backward pass have the "
-    "reductions {found}, so that it is not known whether they average over samples. Extend the "
-    "loss, `lossfunc = extend(lossfunc)`, or use scale='summand'."
+    "reductions {found}, so that it is not known whether they average over samples. "
+    "Extend the loss, `lossfunc = extend(lossfunc)`, or use scale='summand'."
 )
 MODIFIED = (
     "{ext}: a tensor that gradients of parameters are made of was modified in place "
@@ -38,10 +36,6 @@ MODIFIED = (
 )
 OTHER_WEIGHTS = (
     "{ext}: expected a tensor with a weight for each of {n} samples, got {found}."
-)
-NO_RULES = (
-    "{ext}: a rule for a module has no say in weights that depend on all parameters. "
-    "Leave it out; all modules are supported, or write an extension of your own."
 )
 NOT_SHARED = (
     "{ext}: weights that depend on {what} differ among processes, which know no more "
@@ -67,9 +61,9 @@ class WeightedGrad(GradientReduction):
     c gₙ is the gradient of the sample's own loss.
 
     Weights are given, or a function of the norms ‖c gₙ‖ or of the dot products
-    c² gᵢᵀ gⱼ over all parameters, in a single backward pass. It keeps layers' inputs and
-    cotangents until all norms are known, and forms individual gradients only where
-    these are smaller (Lee, Kifer, 2021, "Scaling up differentially private deep
+    c² gᵢᵀ gⱼ over all parameters. One backward pass is enough: layers' inputs and
+    cotangents are kept until all norms are known, individual gradients only where they
+    are smaller (Lee, Kifer, 2021, "Scaling up differentially private deep
     learning with fast per-example gradient clipping"; Bu et al., 2023, "Differentially
     private optimization on large model at small cost").
 
@@ -83,6 +77,7 @@ class WeightedGrad(GradientReduction):
         weights: The weights ``[N]``, or a dictionary of them by parameter.
     """
 
+    takes_rules = False
     field = "grad_weighted"
 
     def __init__(
@@ -132,24 +127,6 @@ class WeightedGrad(GradientReduction):
         self.norms: Any = None
         self.dots: Any = None
         self.weights: Any = None
-
-    def set_module_extension(
-        self,
-        module: Type[Module],
-        extension: ModuleExtension,
-        overwrite: bool = False,
-    ) -> None:
-        """Refuse a rule for a class of modules.
-
-        Args:
-            module: The class.
-            extension: What to do on it.
-            overwrite: Whether an existing entry is replaced. Default: ``False``.
-
-        Raises:
-            NotImplementedError: Always.
-        """
-        raise NotImplementedError(NO_RULES.format(ext=type(self).__name__))
 
     @staticmethod
     def reduce(gradients: PerSample) -> Tensor:
@@ -292,7 +269,8 @@ class WeightedGrad(GradientReduction):
                 raise NotImplementedError(NOT_SHARED.format(ext=name, **text))
         if not sample or piece.weight == 1.0:
             return piece.sum(value, piece.weight)
-        if not isclose(piece.weight, piece.share):
+        unequal = value.new_tensor(float(not isclose(piece.weight, piece.share)))
+        if piece.sum(unequal, 1.0) > 0:  # in any process
             what = "means that count samples unequally"
             text = {"what": what, "instead": "scale='summand' and a sum"}
             raise NotImplementedError(NOT_SHARED.format(ext=name, **text))

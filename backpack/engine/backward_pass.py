@@ -408,10 +408,11 @@ class BackwardPass:
         with torch.set_grad_enabled(self._creates_graph):
             values = [ext.conclude(self) if ext in self.kept else {} for ext in exts]
         for ext, found in zip(exts, values):
-            for param, value in found.items():
-                self.save(ext, param, value)
-            if found and ext.replaces_gradient:
-                hand_over({p: vars(p).pop(ext.savefield) for p in found})
+            params = list(found)
+            for param in params:  # what is handed over has no other owner
+                self.save(ext, param, found.pop(param))
+            if params and ext.replaces_gradient:
+                hand_over({p: vars(p).pop(ext.savefield) for p in params})
 
     def save(self, ext: Any, param: Tensor, value: Any) -> None:
         """Save a value on a parameter.

@@ -219,7 +219,7 @@ def blocks() -> List[Tuple[str, str]]:
 def test_manual_runs():
     """The manual's own code runs from top to bottom; it makes assertions."""
     code = "\n".join(code for file, code in blocks() if not file)
-    assert code.count("assert ") == 5
+    assert code.count("assert ") == 6
     exec(compile(code, str(MANUAL), "exec"), {"__name__": "manual"})
 
 

@@ -22,6 +22,7 @@ from backpack.core.derivatives.generic import generic_product, tensor_outputs
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.fast import matmul, tuning
 from backpack.core.per_sample.base import Dense, PerSample, Summed, merge_all
+from backpack.core.per_sample.maps import dots_between, projected
 from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.rows import Rows
 from backpack.core.per_sample.sums import add_rows
@@ -135,6 +136,29 @@ def rows(kind: Type[PerSample] = PerSample) -> Iterator:
             yield pytest.param(case, i, id=f"{case.id}-{name}{i}")
 
 
+def projections(shape: torch.Size, dtype: torch.dtype) -> List[Tensor]:
+    """Make matrices for both sides of a parameter, one side for a vector."""
+    axes = (shape[0], shape[1:].numel()) if len(shape) > 1 else (shape.numel(),)
+    return [
+        torch.arange(k * axis, dtype=F64).sin().reshape(k, axis).to(dtype)
+        for k, axis in zip((2, 4), axes)
+    ]
+
+
+def project(p: PerSample) -> Tensor:
+    """Project products from both sides."""
+    return projected(p.plain, projections(p.shape, p.dtype)).individual()
+
+
+def projection(m: Tensor) -> Tensor:
+    """Compute what :func:`project` has to return."""
+    left, *right = projections(m.shape[2:], m.dtype)
+    rows = m.reshape(*m.shape[:2], left.shape[1], -1)
+    rows = torch.einsum("kp,vnpd->vnkd", left, rows)
+    return rows @ right[0].T if right else rows.squeeze(-1)
+
+
+QUERIES = [-1, 0, -1]
 REDUCTIONS: Dict[str, Tuple[Callable, Callable]] = {
     "individual": (lambda p: p.individual(), lambda m: m),
     "summed": (lambda p: p.summed(), lambda m: m.sum(1)),
@@ -146,7 +170,17 @@ REDUCTIONS: Dict[str, Tuple[Callable, Callable]] = {
         lambda m: torch.einsum("vnp,vmp->nm", m.flatten(2), m.flatten(2)),
     ),
     "variance": (lambda p: p.variance(), lambda m: m[0].var(0, unbiased=False)),
+    "projected": (project, projection),
+    "dots-others": (
+        lambda p: dots_between(p.plain, p.plain.select(QUERIES)),
+        lambda m: m[0].unsqueeze(-1).flatten(1) @ m[0, QUERIES].reshape(3, -1).T,
+    ),
+    "dots-tensors": (
+        lambda p: dots_between(p.plain, Dense(p.individual()[:, QUERIES], p.shape)),
+        lambda m: m[0].unsqueeze(-1).flatten(1) @ m[0, QUERIES].reshape(3, -1).T,
+    ),
 }
+ONE_COLUMN = ("variance", "projected", "dots-others", "dots-tensors")
 
 
 def check_reductions(
@@ -163,7 +197,7 @@ def check_reductions(
         rtol: Relative tolerance.
     """
     for name, (reduction, formula) in REDUCTIONS.items():
-        if name == "variance" and len(individual) > 1:
+        if name in ONE_COLUMN and len(individual) > 1:
             continue
         products = make()
         products.keeps_total = len(individual) == 1

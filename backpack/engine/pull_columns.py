@@ -112,7 +112,10 @@ class PullColumns:
         if not targets:
             return
         self._check(loss, list(wanted), extensions[0])
-        chunks = columns_of(source, loss, find_loss(loss.module).derivatives)
+        derivatives = find_loss(loss.module).derivatives
+        chunks = columns_of(source, loss, derivatives)
+        if not source.is_exact:  # not to be drawn twice
+            chunks = iter(drawn := list(chunks))
         first = next(chunks)
         many = len(first) == MAX_COLUMNS
         at_once: Dict[Group, List[Any]] = {}
@@ -137,10 +140,14 @@ class PullColumns:
         tensors = [x for call in calls for x in call.tensors()]
         scale, sources = turn.loss_scale(), {ext.source for ext in extensions}
         totals: Dict[Key, Any] = {}
-        last: Dict[Tensor, PerSample] = {}
-        for chunk in chain([first], chunks):
+        last: Dict[Key, PerSample] = {}
+
+        def pull(chunk: Tensor) -> Dict[Any, Cotangents]:
             with without_hooks(tensors):
-                pulled = self._pull_chunk(edge, targets, chunk * scale)
+                return self._pull_chunk(edge, targets, chunk * scale)
+
+        for chunk in chain([first], chunks):
+            pulled = pull(chunk)
             for group, some in keep.items():
                 use = group.uses[0]
                 new = self._append(use, sources, pulled[use], len(chunk))
@@ -148,24 +155,44 @@ class PullColumns:
                     self._waiting.setdefault((ext, group), []).extend(new)
             for call in customized:
                 append_columns(call, sources, pulled[call], len(chunk))
-            of = self._products_of(pulled)
-            for group, some in at_once.items():
-                for param, product in group.products(of).items():
-                    for ext in some:
-                        ext.check(group, param, product)
-                        part = ext.statistic(product)
-                        key = ext, param
-                        totals[key] = (
-                            ext.combine(totals[key], part) if key in totals else part
-                        )
-                    if not group.is_simple:
-                        last[param] = product
-        for (ext, param), total in totals.items():
-            if param in last:
-                value = ext.finish(last[param], total)
-                _add(self._values, (ext, param), value, ext.add)
+            for ext, group, param, product in self._products(at_once, pulled):
+                ext.check(group, param, product)
+                part = ext.for_parameter(param).statistic(product)
+                _add(totals, (ext, param), part, ext.combine)
+                if ext.looks_again or not group.is_simple:
+                    last[ext, param] = product
+        again = {
+            key: key[0].for_parameter(key[1]).again(last[key], totals[key])
+            for key in totals
+            if key[0].looks_again
+        }
+        again = {key: by for key, by in again.items() if by is not None}
+        if again:
+            seconds: Dict[Key, Any] = {}
+            chunks = columns_of(source, loss, derivatives) if source.is_exact else drawn
+            for chunk in chunks:
+                for ext, _, param, product in self._products(at_once, pull(chunk)):
+                    if (ext, param) in again:
+                        part = again[ext, param].statistic(product)
+                        _add(seconds, (ext, param), part, ext.combine)
+            for key, value in seconds.items():
+                del totals[key]
+                _add(self._values, key, value, key[0].add)
+        for key, total in totals.items():
+            if key in last:
+                _add(self._values, key, key[0].finish(last[key], total), key[0].add)
             else:
-                _add(self._statistics, (ext, param), total, ext.combine)
+                _add(self._statistics, key, total, key[0].combine)
+
+    def _products(
+        self, at_once: Dict[Group, List[Any]], pulled: Dict[Any, Cotangents]
+    ) -> Iterator[Tuple[Any, Group, Tensor, PerSample]]:
+        """Form the products of a chunk of columns, for each extension and parameter."""
+        of = self._products_of(pulled)
+        for group, extensions in at_once.items():
+            for param, product in group.products(of).items():
+                for ext in extensions:
+                    yield ext, group, param, product
 
     def _products_of(self, pulled: Dict[Any, Cotangents]) -> Any:
         """Make a function that forms the products of a use, once."""
@@ -277,18 +304,21 @@ class PullColumns:
         if numbers is not None:
             stored = self._stored_products(ext.source, group, tuple(numbers))
         for param in group.params:
-            key = ext, param
-            if key in self._values:
-                yield param, self._values.pop(key)
-                continue
-            statistic, product = self._statistics.pop(key, None), stored.get(param)
+            key, by = (ext, param), ext.for_parameter(param)
+            value, product = self._values.pop(key, None), stored.get(param)
+            statistic = self._statistics.pop(key, None)
             if product is not None:
                 ext.check(group, param, product)
-                if statistic is None:
-                    yield param, ext.reduce(product)
-                else:  # one loss's columns were reduced at once, the other's stored
-                    statistic = ext.combine(statistic, ext.statistic(product))
+                # one loss's columns may have been reduced at once, the other's stored
+                if statistic is not None:
+                    statistic = ext.combine(statistic, by.statistic(product))
                     yield param, ext.finish(product, statistic)
+                elif value is not None:
+                    yield param, ext.add(value, by.reduce(product))
+                else:
+                    yield param, by.reduce(product)
+            elif value is not None:
+                yield param, value
             elif statistic is not None:
                 yield param, ext.finish(turn.gradients()[param], statistic)
 

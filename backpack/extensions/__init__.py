@@ -3,12 +3,15 @@
 from backpack.extensions.curvmatprod import GGNMP, HMP, PCHMP
 from backpack.extensions.firstorder import (
     BatchDotGrad,
+    BatchFactors,
     BatchGrad,
     BatchL2Grad,
+    BatchProjectGrad,
     SumGradSquared,
     Variance,
 )
 from backpack.extensions.secondorder import (
+    EKFAC,
     HBP,
     KFAC,
     KFLR,
@@ -28,11 +31,14 @@ __all__ = [
     "BatchDiagGGNMC",
     "BatchDiagHessian",
     "BatchDotGrad",
+    "BatchFactors",
     "BatchGrad",
     "BatchL2Grad",
+    "BatchProjectGrad",
     "DiagGGNExact",
     "DiagGGNMC",
     "DiagHessian",
+    "EKFAC",
     "GGNMP",
     "HBP",
     "HMP",

@@ -1,9 +1,19 @@
 """First-order quantities: from the gradient at each layer's output."""
 
 from backpack.extensions.firstorder.batch_dot_grad import BatchDotGrad
+from backpack.extensions.firstorder.batch_factors import BatchFactors
 from backpack.extensions.firstorder.batch_grad import BatchGrad
 from backpack.extensions.firstorder.batch_l2_grad import BatchL2Grad
+from backpack.extensions.firstorder.batch_project_grad import BatchProjectGrad
 from backpack.extensions.firstorder.sum_grad_squared import SumGradSquared
 from backpack.extensions.firstorder.variance import Variance
 
-__all__ = ["BatchDotGrad", "BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance"]
+__all__ = [
+    "BatchDotGrad",
+    "BatchFactors",
+    "BatchGrad",
+    "BatchL2Grad",
+    "BatchProjectGrad",
+    "SumGradSquared",
+    "Variance",
+]

@@ -7,6 +7,7 @@ from backpack.extensions.secondorder.diag_ggn import (
     DiagGGNMC,
 )
 from backpack.extensions.secondorder.diag_hessian import BatchDiagHessian, DiagHessian
+from backpack.extensions.secondorder.ekfac import EKFAC
 from backpack.extensions.secondorder.hbp import HBP, KFAC, KFLR, KFRA
 from backpack.extensions.secondorder.sqrt_ggn import SqrtGGNExact, SqrtGGNMC
 
@@ -17,6 +18,7 @@ __all__ = [
     "DiagGGNExact",
     "DiagGGNMC",
     "DiagHessian",
+    "EKFAC",
     "HBP",
     "KFAC",
     "KFLR",

@@ -32,19 +32,30 @@ from cases import (
     loss_case,
     randn,
 )
-from oracle import assert_agrees, loss_hessians, oracle, parameters
+from oracle import (
+    ByShape,
+    assert_agrees,
+    loss_hessians,
+    oracle,
+    others,
+    parameters,
+    projections,
+)
 from torch import Tensor, nn
 from torch.nn import Module
 
 from backpack import backpack, extend
 from backpack.extensions import (
+    EKFAC,
     KFAC,
     KFLR,
     BatchDiagGGNExact,
     BatchDiagGGNMC,
     BatchDotGrad,
+    BatchFactors,
     BatchGrad,
     BatchL2Grad,
+    BatchProjectGrad,
     DiagGGNExact,
     DiagGGNMC,
     SqrtGGNExact,
@@ -87,6 +98,7 @@ SHARING = {
 }
 SAMPLING = {"mc_samples": M}
 SUBSAMPLING = {"subsampling": SOME}
+PROJECTIONS = {"projection": ByShape(projections)}
 
 QUANTITIES = {
     "BatchGrad": Quantity(BatchGrad, "batch_grad"),
@@ -96,6 +108,20 @@ QUANTITIES = {
     "Variance": Quantity(Variance, "variance"),
     "BatchDotGrad": Quantity(BatchDotGrad, "batch_dot"),
     "BatchDotGrad-some": Quantity(BatchDotGrad, "batch_dot", SUBSAMPLING, SUBSAMPLING),
+    "BatchDotGrad-other": Quantity(
+        BatchDotGrad, "batch_dot_other", {"other": ByShape(others)}
+    ),
+    "BatchFactors-all": Quantity(BatchFactors, "batch_grad"),
+    "BatchFactors-some": Quantity(BatchFactors, "batch_grad", SUBSAMPLING, SUBSAMPLING),
+    "BatchProjectGrad-all": Quantity(
+        BatchProjectGrad, "batch_project", PROJECTIONS
+    ),
+    "BatchProjectGrad-some": Quantity(
+        BatchProjectGrad,
+        "batch_project",
+        {**PROJECTIONS, **SUBSAMPLING},
+        SUBSAMPLING,
+    ),
     "DiagGGNExact": Quantity(DiagGGNExact, "diag_ggn"),
     "DiagGGNMC": Quantity(DiagGGNMC, "diag_ggn", SAMPLING, columns="sampling"),
     "BatchDiagGGNExact": Quantity(BatchDiagGGNExact, "diag_ggn_batch"),
@@ -122,6 +148,12 @@ QUANTITIES = {
         )
         for name, args in SHARING.items()
     },
+    "EKFAC-expand": Quantity(
+        EKFAC, "ekfac", {"fisher_type": "exact"}, SHARING["expand"], "exact"
+    ),
+    "EKFAC-reduce": Quantity(
+        EKFAC, "ekfac", {**SAMPLING, **SHARING["reduce"]}, SHARING["reduce"], "sampling"
+    ),
 }
 
 
@@ -137,7 +169,7 @@ def is_defined(case: Case, name: str) -> bool:
         those of recurrent layers are tested elsewhere, and A of an embedding is not
         diagonal if positions are averaged.
     """
-    if QUANTITIES[name].reference != "kronecker_factors":
+    if QUANTITIES[name].reference not in ("kronecker_factors", "ekfac"):
         return True
     if case in RECURRENT or (case in EMBEDDING and case.ambiguous and "reduce" in name):
         return False
@@ -244,7 +276,12 @@ def check(
     quantity, problem = QUANTITIES[name], case.build()
     options = limit(quantity.options, len(problem.X[0]))
     if quantity.columns is not None:
-        options = {**options, "columns": columns[quantity.columns]}
+        exact = columns.get(quantity.columns, columns.get("compact"))
+        options = {**options, "columns": exact}
+    if quantity.reference == "ekfac":
+        options["bases"] = {param: value[:-1] for param, value in actual.items()}
+    if quantity.extension is BatchFactors:
+        actual = {param: value.individual() for param, value in actual.items()}
     expected = oracle(quantity.reference, *problem, **options)
     assert set(actual) == set(expected)
     for param, value in expected.items():

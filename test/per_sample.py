@@ -24,7 +24,15 @@ from typing import (
 
 import torch
 from cases import F64, Tensors, randomize
-from oracle import assert_agrees, jacobian, parameters, sample
+from oracle import (
+    ByShape,
+    assert_agrees,
+    jacobian,
+    parameters,
+    project,
+    projections,
+    sample,
+)
 from torch import Tensor, nn
 from torch.autograd import grad
 from torch.nn import Module
@@ -244,9 +252,13 @@ QUANTITIES: Dict[str, Tuple[str, Callable[[Tensor], Tensor], bool]] = {
     "SumGradSquared": ("sum_grad_squared", lambda g: g.pow(2).sum(0), True),
     "Variance": ("variance", lambda g: (g - g.mean(0)).pow(2).mean(0), True),
     "BatchDotGrad": ("batch_dot", lambda g: rows_of(g) @ rows_of(g).T, True),
+    "BatchFactors": ("grad_factors", lambda g: g, True),
+    "BatchProjectGrad": ("grad_projected", project, True),
     "DiagGGNExact": ("diag_ggn_exact", lambda d: d.sum(0), False),
     "BatchDiagGGNExact": ("diag_ggn_exact_batch", lambda d: d, False),
 }
+ARGUMENTS: Dict[str, Tuple[Any, ...]] = {"BatchProjectGrad": (ByShape(projections),)}
+LINEAR = ("BatchGrad", "BatchFactors", "BatchProjectGrad")  # in the gradients
 FIRST_ORDER = [name for name, (_, _, first) in QUANTITIES.items() if first]
 
 
@@ -296,13 +308,15 @@ def assert_fields(
         missing = [name for name, p in params.items() if not hasattr(p, field)]
         assert not missing, f"no {field}: {missing}"
         actual = {name: getattr(p, field) for name, p in params.items()}
+        if quantity == "BatchFactors":
+            actual = {name: value.individual() for name, value in actual.items()}
         if rtol:
             scale = rtol * size(expected)
             for name, right in expected.items():
                 wrong = (actual[name].to(F64) - right).abs().max()
                 assert wrong <= scale, f"{quantity} of {name}: off by {wrong}"
         else:
-            noise = 1e-12 if quantity == "BatchGrad" else 1e-23
+            noise = 1e-12 if quantity in LINEAR else 1e-23
             assert_equal(actual, expected, quantity, noise)
 
 
@@ -319,7 +333,7 @@ def compute(row: Row, quantities: Sequence[str], **options: Any) -> Module:
     """
     model, loss, X = row.build()
     model, loss = extend(model), extend(loss)
-    exts = [getattr(extensions, name)() for name in quantities]
+    exts = [getattr(extensions, n)(*ARGUMENTS.get(n, ())) for n in quantities]
     with row.around():
         value = row.run(model, loss, X)
         with backpack(*exts, **options):

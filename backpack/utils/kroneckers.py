@@ -140,7 +140,7 @@ def two_kfacs_to_mat(A: Tensor, B: Tensor) -> Tensor:
         ValueError: If one is no matrix.
     """
     _check_factors([A, B])
-    return kron(A, B)
+    return kron(A.contiguous(), B.contiguous())  # eigenvectors are stored by column
 
 
 def kfacs_to_mat(factors: Sequence[Tensor]) -> Tensor:

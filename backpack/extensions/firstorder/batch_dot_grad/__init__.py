@@ -59,14 +59,14 @@ class BatchDotGrad(GradientReduction):
         if self._other is None:
             return super().reduce_for(param, gradients)
         others = self._other.get(param)
+        known = isinstance(others, (Tensor, FactoredGradients))
+        if not known or others.shape[1:] != param.shape or not len(others.shape):
+            got = f"shape {list(others.shape)}" if known else type(others).__name__
+            shape = list(param.shape)
+            raise ValueError(NO_GRADIENTS.format(shape=shape, got=got))
         if isinstance(others, Tensor):
             tensors = others.detach().to(gradients.device, gradients.dtype)
             others = FactoredGradients(Dense(tensors.unsqueeze(0), param.shape))
-        shape = getattr(others, "shape", None)
-        if not isinstance(others, FactoredGradients) or shape[1:] != param.shape:
-            got = type(others).__name__ if shape is None else f"shape {list(shape)}"
-            shape = list(param.shape)
-            raise ValueError(NO_GRADIENTS.format(shape=shape, got=got))
         return others.dots(self.select(gradients))
 
     @staticmethod

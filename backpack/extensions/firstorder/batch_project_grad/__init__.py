@@ -62,7 +62,7 @@ class BatchProjectGrad(GradientReduction):
 
     def __init__(
         self,
-        projection: Union[int, Mapping[Tensor, Matrices]],
+        projection: Union[int, Mapping[Tensor, Matrices]] = 16,
         subsampling: List[int] = None,
         generator: Optional[Generator] = None,
     ):
@@ -72,7 +72,7 @@ class BatchProjectGrad(GradientReduction):
             projection: Number k of rows of random projections, with normal entries of
                 variance 1/k. They are drawn when a parameter is first met, and kept, so
                 that all batches share them. Or a mapping from each parameter to
-                ``(P_out, P_in)``, for one with a single axis to ``P``.
+                ``(P_out, P_in)``, for one with a single axis to ``P``. Default: ``16``.
             subsampling: Samples to consider, by index; the scale stays that of the full
                 batch. Default: ``None`` for all.
             generator: Random number generator. Default: PyTorch's global one.

@@ -251,9 +251,11 @@ def project(g: Tensor) -> Tensor:
 
 batch_project = of_gradients(project)
 batch_dot_other = of_gradients(
-    lambda g: g.reshape(len(g), -1) @ others(g.shape[1:]).flatten(1).T
-    if g.dim() > 1
-    else g.reshape(-1, 1) @ others(()).reshape(1, -1)
+    lambda g: (
+        g.reshape(len(g), -1) @ others(g.shape[1:]).flatten(1).T
+        if g.dim() > 1
+        else g.reshape(-1, 1) @ others(()).reshape(1, -1)
+    )
 )
 
 

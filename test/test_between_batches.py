@@ -186,7 +186,9 @@ def test_random_projections() -> None:
         loss(model(x), y).backward()
     for p in model.parameters():
         assert_agrees(again.matrices(p), project.matrices(p))
-    entries = torch.cat([m.flatten() for p in model.parameters() for m in again.matrices(p)])
+    entries = torch.cat(
+        [m.flatten() for p in model.parameters() for m in again.matrices(p)]
+    )
     assert abs(float(entries.var()) * 5 - 1) < 0.5
 
 
@@ -292,7 +294,12 @@ def test_refused(name: str) -> None:
 
 def test_samples_met() -> None:
     """Where samples have met, no individual gradient is saved or projected."""
-    for extension in (BatchFactors(), BatchProjectGrad(2), EKFAC(), BatchDotGrad(other={})):
+    for extension in (
+        BatchFactors(),
+        BatchProjectGrad(2),
+        EKFAC(),
+        BatchDotGrad(other={}),
+    ):
         model, loss, x, y = problem()
         f = model(x)
         value = loss(f - f.mean(0), y)

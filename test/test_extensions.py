@@ -113,9 +113,7 @@ QUANTITIES = {
     ),
     "BatchFactors-all": Quantity(BatchFactors, "batch_grad"),
     "BatchFactors-some": Quantity(BatchFactors, "batch_grad", SUBSAMPLING, SUBSAMPLING),
-    "BatchProjectGrad-all": Quantity(
-        BatchProjectGrad, "batch_project", PROJECTIONS
-    ),
+    "BatchProjectGrad-all": Quantity(BatchProjectGrad, "batch_project", PROJECTIONS),
     "BatchProjectGrad-some": Quantity(
         BatchProjectGrad,
         "batch_project",

@@ -479,7 +479,9 @@ def check(spec: Spec) -> None:
     if defined_factors(model):
         passes = [DENSE + EXPAND, REDUCE]
         if any(isinstance(m, nn.ConvTranspose2d) for m in model.modules()):
-            passes[0].remove("EKFAC-expand")  # its rows are those of a transposed weight
+            passes[0].remove(
+                "EKFAC-expand"
+            )  # its rows are those of a transposed weight
     for names in passes:
         model, loss, X, y = spec.build()
         ref = Reference(*spec.build())

@@ -178,10 +178,7 @@ class PerSample(ABC):
             Squared norms of shape ``[N]``.
         """
         return torch.cat(
-            [
-                sums.sum_axis(sums.sum_of_squares(block, 2), 0)
-                for block in self.pieces()
-            ]
+            [sums.sum_axis(sums.sum_of_squares(block, 2), 0) for block in self.pieces()]
         )
 
     def squares(self, sum_batch: bool = True) -> Tensor:

@@ -115,9 +115,7 @@ def _rotated(products: Tensor, matrices: Matrices) -> Tensor:
     """Multiply products ``[V, N, *]`` that are at hand."""
     groups = next((m.shape[:-2] for m in matrices if m is not None), ())
     sizes = [-1 if m is None else m.shape[-1] for m in matrices]
-    rows = full_precision(products).reshape(
-        products.shape[:2].numel(), *groups, *sizes
-    )
+    rows = full_precision(products).reshape(products.shape[:2].numel(), *groups, *sizes)
     return rotate(matrices, rows).unflatten(0, products.shape[:2])
 
 
@@ -177,8 +175,5 @@ def dots_between(product: PerSample, other: PerSample) -> Tensor:
             return (rows @ b[0, :, 0, 0].unsqueeze(-1)).squeeze(-1)
     rows = flatten(other.individual(), 2)
     return torch.cat(
-        [
-            sums.sum_of_dots(flatten(block, 2), rows)
-            for block in product.pieces()
-        ]
+        [sums.sum_of_dots(flatten(block, 2), rows) for block in product.pieces()]
     )

@@ -274,9 +274,7 @@ class ColumnExtension(SecondOrderBackpropExtension):
         """
         return self
 
-    def again(
-        self, product: PerSample, statistic: Tensor
-    ) -> Optional[ColumnExtension]:
+    def again(self, product: PerSample, statistic: Tensor) -> Optional[ColumnExtension]:
         """Return what reduces all columns once more, if their statistic has to be known.
 
         Args:

@@ -13,7 +13,6 @@ from backpack.extensions.firstorder.batch_factors import FactoredGradients
 from backpack.extensions.shards import Piece
 from backpack.utils.types import as_type
 
-
 NO_MAPPING = (
     "BatchDotGrad: other must be a mapping from parameters to gradients of another batch,"
     " got {got}. Pass for instance other={{p: p.grad_factors for p in model.parameters()}},"

@@ -55,7 +55,7 @@ def damped(ekfac: List[Tensor]) -> Tensor:
     return basis @ (ekfac[-1].flatten() + DAMPING).diag() @ basis.T
 
 
-# How gradients are preconditioned, and the block they are multiplied with the inverse of
+# How gradients are preconditioned, and the block whose inverse they are multiplied with
 CURVATURES: Dict[str, Tuple[Callable, Callable]] = {
     "none": (lambda p: None, lambda p: torch.eye(p.numel(), dtype=p.dtype)),
     "KFLR": (lambda p: p.kflr, lambda p: shifted(p.kflr)),

@@ -170,7 +170,7 @@ def basis(shape: torch.Size) -> List[Tensor]:
 
 
 def against_others() -> BackpropExtension:
-    """Make dot products with the gradients of another batch, in a field of their own."""
+    """Make dot products with another batch, in a field of their own."""
     ext = BatchDotGrad(other=ByShape(others))
     ext.savefield = "batch_dot_others"
     return ext

@@ -469,8 +469,8 @@ def _damped(
     if positive and values.numel() and values.min() <= 0:
         raise ValueError(
             f"The smallest eigenvalue is {float(values.min()):.1e} with a damping of "
-            f"{damping}, and the matrix has no inverse, logarithm or root. Use a larger "
-            "damping."
+            f"{damping}, and the matrix has no inverse, logarithm or root. "
+            "Use a larger damping."
         )
     return bases, values
 

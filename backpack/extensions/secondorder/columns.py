@@ -275,7 +275,7 @@ class ColumnExtension(SecondOrderBackpropExtension):
         return self
 
     def again(self, product: PerSample, statistic: Tensor) -> Optional[ColumnExtension]:
-        """Return what reduces all columns once more, if their statistic has to be known.
+        """Return what reduces all columns once more, if it needs their statistic.
 
         Args:
             product: Products of any columns and the parameter's Jacobian.

@@ -14,13 +14,13 @@ from backpack.extensions.shards import Piece
 from backpack.utils.types import as_type
 
 NO_MAPPING = (
-    "BatchDotGrad: other must be a mapping from parameters to gradients of another batch,"
-    " got {got}. Pass for instance other={{p: p.grad_factors for p in model.parameters()}},"
-    " with what BatchFactors has saved."
+    "BatchDotGrad: other must be a mapping from parameters to gradients of another "
+    "batch, got {got}. Pass for instance what BatchFactors has saved, "
+    "other={{p: p.grad_factors for p in model.parameters()}}."
 )
 NO_GRADIENTS = (
-    "BatchDotGrad: other has no gradients [Q, *p] for a parameter of shape {shape}, but "
-    "{got}. Pass what BatchFactors has saved on each trainable parameter, or tensors."
+    "BatchDotGrad: other has no gradients [Q, *p] for a parameter of shape {shape}, "
+    "but {got}. Pass what BatchFactors has saved on each trainable parameter, or tensors."
 )
 
 

@@ -1,4 +1,4 @@
-"""Individual gradients that are saved as factors, for dot products with other batches."""
+"""Individual gradients, saved as factors for dot products with other batches."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from backpack.utils.types import as_type, full_precision
 from backpack.utils.unsqueeze import flatten
 
 ONCE = (
-    "These gradients are preconditioned by the eigenvalues of EKFAC already. Choose one "
-    "curvature, and call `precondition` on the gradients as they were saved."
+    "These gradients have been divided by eigenvalues already. Choose one curvature, "
+    "and call `precondition` on the gradients as they were saved."
 )
 OTHER_SIZE = (
     "The curvature stands for {rows} elements, and the gradients of this parameter, of "
@@ -32,7 +32,7 @@ OTHER_SIZE = (
 class FactoredGradients:
     """Individual gradients of one parameter, kept as factors where these are smaller.
 
-    What :class:`BatchFactors` saves. It owns its memory, and knows nothing of the graph.
+    What :class:`BatchFactors` saves. It owns its memory, and no graph leads to it.
     """
 
     def __init__(

@@ -17,12 +17,12 @@ from backpack.utils.types import accumulator_dtype
 Matrices = Union[Tensor, Sequence[Tensor]]
 
 OTHER_PROJECTION = (
-    "BatchProjectGrad: expected a positive number of rows, or a mapping from parameters "
-    "to matrices, got {got!r}. Pass for instance BatchProjectGrad(16)."
+    "BatchProjectGrad: expected a positive number of rows, or a mapping from "
+    "parameters to matrices, got {got!r}. Pass for instance BatchProjectGrad(16)."
 )
 MISSING = (
-    "BatchProjectGrad: there are no matrices for a parameter of shape {shape}. Pass some "
-    "for each trainable parameter, or a number to draw them."
+    "BatchProjectGrad: there are no matrices for a parameter of shape {shape}. Pass "
+    "some for each trainable parameter, or a number to draw them."
 )
 OTHER_SHAPES = (
     "BatchProjectGrad: a parameter of shape {shape} is projected by {number}, with "
@@ -50,8 +50,8 @@ class BatchProjectGrad(GradientReduction):
     """Individual gradients, projected from both sides (LoGra).
 
     Saved in ``grad_projected``, of shape ``[N, k_out, k_in]``: P_out Gₙ P_inᵀ, where Gₙ
-    is the individual gradient (see :class:`~backpack.extensions.BatchGrad`) as a matrix:
-    the parameter's first axis are its rows, all others its columns. Biases, and all
+    is the individual gradient (see :class:`~backpack.extensions.BatchGrad`) as a
+    matrix: the parameter's first axis are its rows, all others its columns. Biases, and all
     parameters with less than two axes, are projected from one side: ``[N, k]``. For
     linear layers, convolutions without groups and embeddings, no gradient is formed;
     for other parameters, some samples' at a time (Choe et al., 2024, "What is your data

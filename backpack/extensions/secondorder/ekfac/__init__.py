@@ -26,8 +26,8 @@ OTHER_BASIS = (
     "{{p: p.ekfac for p in model.parameters()}}, with the same weight_sharing."
 )
 NO_BASIS = (
-    "EKFAC: processes have eigenvectors of their own, and eigenvalues in different bases "
-    "do not combine. Pass the same eigenvectors to each of them, by EKFAC(basis=...)."
+    "EKFAC: processes have eigenvectors of their own, and eigenvalues in different "
+    "bases do not combine. Pass the same eigenvectors to each of them, by EKFAC(basis=...)."
 )
 
 
@@ -63,12 +63,12 @@ class EKFAC(KroneckerFactors):
             fisher_type: ``"mc"`` for targets drawn from the model's own distribution,
                 ``"exact"`` for the exact loss Hessian, ``"empirical"`` for the targets
                 of the batch. Default: ``"mc"``.
-            weight_sharing: ``"expand"``, ``"reduce"`` or ``None``: how the factors, whose
-                eigenvectors are used, are defined where positions share a weight. E
-                does not depend on it otherwise. Default: ``"expand"``.
-            basis: Eigenvectors for each parameter, as a former pass has saved them, with
-                or without eigenvalues: E is then computed in this basis, and that of
-                several batches may be added up. Default: ``None`` for those of this
+            weight_sharing: ``"expand"``, ``"reduce"`` or ``None``: how the factors,
+                whose eigenvectors are used, are defined where positions share a weight.
+                E does not depend on it otherwise. Default: ``"expand"``.
+            basis: Eigenvectors for each parameter, as a former pass has saved them,
+                with or without eigenvalues: E is then computed in this basis, and that
+                of several batches may be added up. Default: ``None`` for those of this
                 batch.
             generator: Random number generator. Default: PyTorch's global one.
             dense_limit: Number of rows that a factor may have; parameters with larger

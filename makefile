@@ -111,9 +111,12 @@ else
 endif
 
 .PHONY: build-docs
-build-docs: $(VENV)/.installed-docs ## Run the documentation's examples, then build it
-	$(SPHINX) -b doctest docs_src docs_src/_build/doctest
-	$(SPHINX) -b html docs_src docs_src/_build/html
+build-docs: $(VENV)/.installed-docs ## Run the gallery, build the documentation, check it
+	MPLBACKEND=Agg $(SPHINX) -b html docs_src docs_src/_build/html
+	$(SPHINX) -b doctest -D plot_gallery=0 docs_src docs_src/_build/doctest
+	$(BIN)/codespell README*.md CONTRIBUTING.md changelog.md examples docs_src backpack \
+		--skip "*/_build,*/_generated,*/gallery,*/internals,*.svg,*.json,*.gz" \
+		--ignore-words docs_src/spelling.txt
 	@echo "Open docs_src/_build/html/index.html"
 
 ##@ Install
@@ -132,7 +135,7 @@ conda-env: ## Make the conda environment "backpack" for development
 .PHONY: clean
 clean: ## Remove environments and everything that other targets wrote
 	rm -rf .venv .venv-* build dist *.egg-info docs_src/_build docs_src/_generated \
-		examples/*.png .pytest_cache .hypothesis
+		docs_src/gallery docs_src/internals docs_src/quantities examples/*.png .pytest_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # The files that follow mark a finished installation: make repeats it only when the

@@ -30,11 +30,13 @@ from backpack.engine.hooks import (
 from backpack.engine.record import clear_stored
 from backpack.engine.report import Report
 from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.utils.compiling import is_compiled, untraced
 from backpack.utils.disable import disable
 from backpack.utils.hooks import EXTENDED, no_op
 from backpack.utils.module_classification import is_no_op
 from backpack.utils.older_torch import make_backward_overridable
-from backpack.utils.state import state
+from backpack.utils.state import ENTERED, State, state
+from backpack.utils.types import Grads
 
 __all__ = [
     "BackpropExtension",
@@ -54,6 +56,16 @@ class _Announce(TorchFunctionMode):
 
     _BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
+    def __init__(self, before: Dict[str, Any]):
+        """Remember what was active before, and in which context the task was.
+
+        Args:
+            before: What was active.
+        """
+        super().__init__()
+        self.before, self.task = before, ENTERED.get()
+        self.report = Report()
+
     def __torch_function__(
         self,
         func: Callable,
@@ -64,11 +76,15 @@ class _Announce(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in self._BACKWARD:
             return func(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            run = _Announce.__torch_function__
+            return untraced(run, self, func, types, args, kwargs)
         current = state()
         if current.backward_pass is not None:  # announced by the context inside this
             return func(*args, **kwargs)
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return func(*args, **kwargs)  # a transform's own
+        current.check_context()
         outputs = [*args, *(kwargs[k] for k in ("tensors", "outputs") if k in kwargs)]
         inputs = kwargs.get("inputs")
         if func is torch.autograd.grad and len(args) > 1:
@@ -159,29 +175,41 @@ class backpack(AbstractContextManager):  # noqa: N801
         self.extension_hook = no_op if extension_hook is None else extension_hook
         self.retain_graph = retain_graph
         self.check = check
-        self._outer: List[Tuple[Dict[str, Any], _Announce]] = []
+        self._entered: List[_Announce] = []
 
     def __enter__(self) -> None:
         """Activate the extensions."""
+        if torch.compiler.is_dynamo_compiling():
+            return untraced(backpack.__enter__, self)
         forget_interrupted()
-        current, announce = state(), _Announce()
-        self._outer.append((dict(vars(current)), announce))
+        current = state()
+        announce = _Announce(dict(vars(current)))
+        self._entered.append(announce)
+        current.contexts.append(announce)
+        ENTERED.set(announce)
         current.active_exts, current.extension_hook = self.exts, self.extension_hook
         current.debug, current.retain_graph = self.debug, self.retain_graph
-        current.check, current.report = self.check, Report()
+        current.check, current.report = self.check, announce.report
         current.in_context = True
         announce.__enter__()
 
     def __exit__(self, exc_type: Optional[type], *exc_info) -> None:
         """Restore what was active before; report parameters without a result."""
-        current, (outer, announce) = state(), self._outer.pop()
-        report = current.report
+        if torch.compiler.is_dynamo_compiling():
+            return untraced(backpack.__exit__, self, exc_type, *exc_info)
+        current, announce = state(), self._entered.pop()
         forget_interrupted()
         announce.__exit__(exc_type, *exc_info)
-        vars(current).update(outer)
+        position = current.contexts.index(announce)
+        del current.contexts[position]
+        if position == len(current.contexts):
+            vars(current).update(announce.before)
+        else:  # a task of asyncio leaves before another that entered later
+            current.contexts[position].before = announce.before
+        ENTERED.set(announce.task)
         if exc_type is None:
-            report.warn(self.exts, current.outside() is not None)
-        current.outside = no_op
+            announce.report.warn(self.exts, State.outside() is not None)
+        State.outside = staticmethod(no_op)
 
 
 def extend(module: Module, debug: bool = False, use_converter: bool = False) -> Module:
@@ -223,13 +251,15 @@ def extend(module: Module, debug: bool = False, use_converter: bool = False) -> 
     for name, child in module.named_modules():
         if "parametrizations" in name.split("."):
             continue  # called for a parameter, not for samples
+        if is_compiled(child):
+            continue  # passes everything on to the module that was compiled
         if not getattr(child, "_backpack_extend", False):
             if debug:
                 print(f"[DEBUG] Extending {child}")
             _register_hooks(child)
             child._backpack_extend = True
     EXTENDED.add(module)
-    Module.__prepare_scriptable__ = scriptable
+    Module.__prepare_scriptable__ = scriptable  # type: ignore[attr-defined]
     CTX.forget_dead_handles()
     return module
 
@@ -265,9 +295,7 @@ def hook_store_io(
     leave_call(module, input, {}, output)
 
 
-def hook_run_extensions(
-    module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]
-) -> None:
+def hook_run_extensions(module: Module, g_inp: Grads, g_out: Grads) -> None:
     """Run the active extensions on a module by hand.
 
     Args:

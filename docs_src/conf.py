@@ -1,5 +1,6 @@
 """Settings of Sphinx; ``make build-docs`` builds the documentation."""
 
+import os
 import sys
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -8,8 +9,10 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "test")]
 
 import model_table  # noqa: E402
+import quantity_pages  # noqa: E402
 import reference  # noqa: E402
 import support_table  # noqa: E402
+import torch_inventory  # noqa: E402
 
 project = "BackPACK"
 author = "The BackPACK authors"
@@ -17,43 +20,101 @@ copyright = "2025, The BackPACK authors"
 version = release = installed_version("backpack-for-pytorch")
 
 extensions = [
+    "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.doctest",
+    "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "sphinx_gallery.gen_gallery",
 ]
-exclude_patterns = ["_build", "_generated"]
-# two classes are called Call, and type hints name no module
-suppress_warnings = ["ref.python"]
+exclude_patterns = ["_build", "gallery/*.ipynb"]
 
 # the examples of these pages are run; those in docstrings are excerpts
 doctest_test_doctest_blocks = ""
 
+# Docstrings: every argument with its type, a class's own members once
 autodoc_default_options = {
     "members": True,
     "show-inheritance": True,
     "member-order": "bysource",
     "ignore-module-all": True,
 }
-autodoc_typehints = "signature"
+autodoc_typehints = "description"
 autodoc_typehints_format = "short"
+autodoc_inherit_docstrings = False
+# a name that two modules define, in hints that are not evaluated
+autodoc_type_aliases = {"Call": "backpack.engine.record.Call"}
+autosummary_generate = False
+python_maximum_signature_line_length = 70
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 
-html_theme = "alabaster"
-html_theme_options = {
-    "description": "More than a gradient from one backward pass",
-    "fixed_sidebar": True,
-    "page_width": "1080px",
-    "sidebar_width": "230px",
+# Links into other documentation. What is linked to in PyTorch's is listed in
+# torch_inventory.py, so that no network is needed.
+inventory = HERE / "_generated" / "torch.inv"
+intersphinx_mapping = {"torch": (torch_inventory.URL, str(inventory))}
+
+# The gallery: each script is run, and a failing one fails the build
+sphinx_gallery_conf = {
+    "examples_dirs": str(HERE.parent / "examples"),
+    "gallery_dirs": "gallery",
+    "filename_pattern": r"/example_",
+    "ignore_pattern": r"^demo\.py",
+    "within_subsection_order": "gallery_order.ByTask",
+    "doc_module": ("backpack",),
+    "backreferences_dir": "_generated/backreferences",
+    "prefer_full_module": {r"backpack\.extensions"},
+    "reference_url": {"backpack": None},
+    "abort_on_example_error": False,
+    "only_warn_on_example_error": False,
+    "capture_repr": (),
+    "remove_config_comments": True,
+    "thumbnail_size": (480, 320),
+    "plot_gallery": "True",
 }
 
-# written from the package itself: the table of layers, and the pages of all modules;
-# from what the tests found: the table of models
+# Layout
+html_theme = "furo"
+html_title = f"BackPACK {release}"
+html_static_path = ["_static"]
+html_css_files = ["backpack.css"]
+html_favicon = html_logo = "_static/logo.svg"
+html_copy_source = html_show_sourcelink = True
+html_theme_options = {
+    "top_of_page_buttons": ["view"],
+    "navigation_with_keys": True,
+    "light_css_variables": {
+        "color-brand-primary": "#a8450c",
+        "color-brand-content": "#a8450c",
+    },
+    "dark_css_variables": {
+        "color-brand-primary": "#ff9d5c",
+        "color-brand-content": "#ff9d5c",
+    },
+}
+# whoever hosts the source names its address, and gets links to edit each page
+if repository := os.environ.get("DOCS_REPOSITORY"):
+    html_theme_options.update(
+        source_repository=repository,
+        source_branch=os.environ.get("DOCS_BRANCH", "main"),
+        source_directory="docs_src/",
+        top_of_page_buttons=["view", "edit"],
+    )
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+copybutton_exclude = ".linenos, .gp, .go"
+
+# Written from the package itself: the table of layers, a page for each quantity, the
+# reference of all modules; from what the tests found: the table of models
 generated = HERE / "_generated"
 generated.mkdir(exist_ok=True)
-(generated / "support.rst").write_text(support_table.table())
-(generated / "models.rst").write_text(model_table.tables())
-(generated / "modules.rst").write_text(reference.modules())
+(generated / "support.inc").write_text(support_table.table())
+(generated / "models.inc").write_text(model_table.tables())
+torch_inventory.write(inventory)
+reference.write(HERE / "internals")
+quantity_pages.write(HERE / "quantities")

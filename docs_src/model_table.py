@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 from typing import Any, Dict, List
 
-from support_table import list_table
+from support_table import folded, list_table
 
 RESULTS = Path(__file__).parent / "models.json"
+MOST_ROWS = 40  # of a table that is unfolded
 COLUMNS = {
     "first order": "first order",
     "DiagGGNExact": "``DiagGGNExact``",
@@ -78,11 +79,15 @@ def tables() -> str:
     notes: List[str] = []
     for kind in dict.fromkeys(row["kind"] for row in rows):
         body = [cells(row, notes) for row in rows if row["kind"] == kind]
-        header = [kind, "setting", *COLUMNS.values()]
-        lines += list_table(header, body)
+        header = ["model", "setting", *COLUMNS.values()]
+        for start in range(0, len(body), MOST_ROWS):
+            part = body[start : start + MOST_ROWS]
+            title = f"{kind} ({start + 1} to {start + len(part)} of {len(body)})"
+            title = title if len(body) > MOST_ROWS else f"{kind} ({len(body)})"
+            lines += folded(title, list_table(header, part))
     if notes:
-        lines += ["Notes:", ""]
-        lines += [f"{i}. ``{literal(note)}``" for i, note in enumerate(notes, start=1)]
+        body = [f"{i}. ``{literal(note)}``" for i, note in enumerate(notes, start=1)]
+        lines += folded(f"Notes ({len(notes)})", body)
     return "\n".join(lines + [""])
 
 

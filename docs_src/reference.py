@@ -1,34 +1,47 @@
-"""Writes the reference of all modules that the page on the API does not show."""
+"""Writes the reference of all modules that the pages on the API do not show."""
 
-import re
 from itertools import groupby
 from pathlib import Path
 from pkgutil import walk_packages
-from typing import List
+from typing import Dict, List
+
+from quantity_pages import put
 
 import backpack
 from backpack import extensions
 
-API = Path(__file__).with_name("api.rst")
+PAGES = Path(__file__).with_name("api")
 
 
-def modules() -> str:
-    """List every public module of the package, by the package it is in.
+def modules() -> Dict[str, List[str]]:
+    """List every public module of the package that no page shows.
 
     Returns:
-        reStructuredText.
+        Names of modules by the package they are in.
     """
-    shown = set(re.findall(r"automodule:: (\S+)", API.read_text()))
-    quantities = ", ".join(extensions.__all__)  # these are shown, too
+    shown = {
+        line.split()[-1]
+        for page in PAGES.glob("*.rst")
+        for line in page.read_text().splitlines()
+        if line.startswith(".. automodule:: ")
+    }
     names = [info.name for info in walk_packages(backpack.__path__, "backpack.")]
     rest = [name for name in sorted(names) if name not in shown]
-    lines: List[str] = []
-    for package, members in groupby(rest, lambda name: ".".join(name.split(".")[:3])):
-        lines += [package, "~" * len(package), ""]
+    groups = groupby(rest, lambda name: ".".join(name.split(".")[:2]))
+    return {package: list(members) for package, members in groups}
+
+
+def write(folder: Path) -> None:
+    """Write a page for each package.
+
+    Args:
+        folder: Where the pages go.
+    """
+    folder.mkdir(exist_ok=True)
+    excluded = ", ".join(extensions.__all__)  # these have pages of their own
+    for package, members in modules().items():
+        lines = [package, "=" * len(package), ""]
         for name in members:
-            lines += [
-                f".. automodule:: {name}",
-                f"   :exclude-members: {quantities}",
-                "",
-            ]
-    return "\n".join(lines)
+            lines += [name, "-" * len(name), "", f".. automodule:: {name}"]
+            lines += [f"   :exclude-members: {excluded}", ""]
+        put(folder / f"{package}.rst", "\n".join(lines))

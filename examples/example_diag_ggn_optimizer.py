@@ -1,22 +1,19 @@
-"""Write an optimizer that uses curvature: scale the gradient by the GGN's diagonal.
+"""
+An optimizer that uses curvature
+================================
 
 Gradient descent takes the same learning rate for all parameters, though the loss bends
 strongly in some directions and hardly in others. The diagonal of the generalized
 Gauss-Newton matrix (GGN) tells the two apart, entry by entry. With learning rate and
 damping, the update is
 
-    p  <-  p - lr * grad / (diag_ggn + damping)
-
-You learn how little that takes: an optimizer finds the diagonal where it finds the
-gradient, on the parameter. The exact diagonal needs as many columns as there are
-classes, pulled back through the network; ``DiagGGNMC`` draws a few random ones instead,
-which is cheaper, and takes a smaller learning rate, because it is noisy.
+.. math:: p \\leftarrow p - \\eta \\; \\frac{g}{\\mathrm{diag}(G) + \\lambda} \\,.
 """
 
-from typing import Iterable, List, Tuple
+from typing import Iterable, List
 
+import matplotlib.pyplot as plt
 import torch
-from torch import Tensor
 from torch.nn import (
     Conv2d,
     CrossEntropyLoss,
@@ -27,7 +24,6 @@ from torch.nn import (
     ReLU,
     Sequential,
 )
-from torch.nn.utils import parameters_to_vector
 from torch.optim import SGD, Optimizer
 from torch.testing import assert_close
 
@@ -39,25 +35,19 @@ from backpack.utils.examples import (
     load_one_batch_mnist,
 )
 
+# %%
+# The optimizer
+# -------------
+# It finds the diagonal where it finds the gradient: on the parameter.
+
 
 class DiagGGNOptimizer(Optimizer):
     """Gradient descent, where each entry has a step size of its own."""
 
     def __init__(
-        self,
-        params: Iterable[Parameter],
-        field: str,
-        lr: float = 0.03,
-        damping: float = 0.1,
+        self, params: Iterable[Parameter], field: str, lr: float, damping: float = 0.1
     ):
-        """Set the options.
-
-        Args:
-            params: The parameters.
-            field: Where the diagonal is found: ``"diag_ggn_exact"``, ``"diag_ggn_mc"``.
-            lr: Learning rate.
-            damping: What is added to the diagonal.
-        """
+        """Set the options; ``field`` is where the diagonal is found."""
         super().__init__(params, {"lr": lr, "damping": damping, "field": field})
 
     @torch.no_grad()
@@ -69,12 +59,16 @@ class DiagGGNOptimizer(Optimizer):
                 p.addcdiv_(p.grad, curvature, value=-group["lr"])
 
 
-def make_model() -> Sequential:
-    """Make the network, with the same parameters each time.
+# %%
+# Train with it
+# -------------
+# The exact diagonal needs as many columns as there are classes, pulled back through the
+# network. ``DiagGGNMC`` draws a few random ones instead, which is cheaper, and takes a
+# smaller learning rate, because it is noisy.
 
-    Returns:
-        A network for images ``[N, 1, 28, 28]`` with ten outputs, extended.
-    """
+
+def make_model() -> Sequential:
+    """Make the network, with the same parameters each time."""
     torch.manual_seed(0)
     model = Sequential(
         *(Conv2d(1, 6, 5, stride=2), ReLU(), MaxPool2d(2)),
@@ -83,73 +77,55 @@ def make_model() -> Sequential:
     return extend(model)
 
 
-def evaluate(model: Sequential, X: Tensor, y: Tensor) -> Tuple[float, float]:
-    """Evaluate the network.
-
-    Args:
-        model: The network.
-        X: Images ``[N, 1, 28, 28]``.
-        y: Labels ``[N]``.
-
-    Returns:
-        Loss, and the share of images that are classified correctly.
-    """
-    with torch.no_grad():
-        output = model(X)
-        correct = (output.argmax(dim=1) == y).double().mean()
-        return CrossEntropyLoss()(output, y).item(), correct.item()
+images, labels = load_one_batch_mnist(batch_size=1000, shuffle=False)
+lossfunc = extend(CrossEntropyLoss())
 
 
-def train(name: str, extensions: List, lr: float, epochs: int = 2) -> float:
-    """Train the network on the packaged images, and print how it goes.
-
-    Args:
-        name: What is printed.
-        extensions: What the optimizer needs; none for gradient descent.
-        lr: Learning rate.
-        epochs: Number of passes over the images. Default: 2.
-
-    Returns:
-        The loss at the end.
-    """
-    model, lossfunc = make_model(), extend(CrossEntropyLoss())
+def train(extensions: List, lr: float, epochs: int = 3) -> List[float]:
+    """Train, and return the loss on all images, before training and every 4 steps."""
+    model, losses, steps = make_model(), [], 0
     optimizer: Optimizer = SGD(model.parameters(), lr=lr)
     if extensions:
         field = extensions[0].savefield
         optimizer = DiagGGNOptimizer(model.parameters(), field, lr=lr)
-
-    all_images = load_one_batch_mnist(batch_size=1000, shuffle=False)
     for _ in range(epochs):
         for X, y in get_mnist_dataloader(batch_size=64):
+            if steps % 4 == 0:
+                with torch.no_grad():
+                    losses.append(CrossEntropyLoss()(model(images), labels).item())
             optimizer.zero_grad()
             with backpack(*extensions):
                 lossfunc(model(X), y).backward()
             optimizer.step()
-    loss, correct = evaluate(model, *all_images)
-    print(f"{name:<17} loss {loss:.3f}, {100 * correct:.1f} % correct")
-    return loss
+            steps += 1
+    return losses
 
 
-def check_diagonal() -> None:
-    """Check some entries of the diagonal against plain automatic differentiation."""
-    X, y = load_one_batch_mnist(batch_size=10)
-    X, model = X.double(), make_model().double()
-    with backpack(DiagGGNExact()):
-        extend(CrossEntropyLoss())(model(X), y).backward()
-    diagonal = parameters_to_vector([p.diag_ggn_exact for p in model.parameters()])
-    idx = list(range(0, len(diagonal), 101))
-    expected = autograd_diag_ggn_exact(X, y, model, CrossEntropyLoss(), idx=idx)
-    assert_close(diagonal[idx], expected, rtol=1e-8, atol=1e-12)
+losses = {
+    "gradient descent": train([], lr=0.1),
+    "DiagGGNExact": train([DiagGGNExact()], lr=0.03),
+    "DiagGGNMC": train([DiagGGNMC(mc_samples=5)], lr=0.02),
+}
+fig, ax = plt.subplots(figsize=(6, 4), layout="constrained")
+for name, values in losses.items():
+    ax.plot(range(0, 4 * len(values), 4), values, label=name)
+    print(f"{name:<17} loss {values[-1]:.3f}")
+ax.set(xlabel="step", ylabel="loss on all images")
+ax.legend()
+ax.grid(alpha=0.3)
+plt.show()
+sgd, exact, sampled = (values[-1] for values in losses.values())
+assert max(exact, sampled) < sgd
 
+# %%
+# Check
+# -----
+# Some entries of the diagonal agree with plain automatic differentiation.
 
-def main() -> None:
-    """Train with plain gradients, and with gradients scaled by two diagonals."""
-    check_diagonal()
-    sgd = train("gradient descent", [], lr=0.1)
-    exact = train("DiagGGNExact", [DiagGGNExact()], lr=0.03)
-    sampled = train("DiagGGNMC", [DiagGGNMC(mc_samples=5)], lr=0.02)
-    assert max(exact, sampled) < sgd
-
-
-if __name__ == "__main__":
-    main()
+X, y, model = images[:10].double(), labels[:10], make_model().double()
+with backpack(DiagGGNExact()):
+    lossfunc(model(X), y).backward()
+diagonal = torch.cat([p.diag_ggn_exact.flatten() for p in model.parameters()])
+idx = list(range(0, len(diagonal), 101))
+expected = autograd_diag_ggn_exact(X, y, model, CrossEntropyLoss(), idx=idx)
+assert_close(diagonal[idx], expected, rtol=1e-8, atol=1e-12)

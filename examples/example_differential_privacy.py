@@ -1,173 +1,131 @@
-"""Train with differential privacy: clip each sample's gradient, then add noise.
+"""
+Differential privacy: clip each sample's gradient, then add noise
+=================================================================
 
 A network trained in the usual way may remember single images. DP-SGD (Abadi et al.,
 2016, "Deep learning with differential privacy") prevents that by two changes to the
 gradient: each sample's gradient is scaled down until its norm is at most C, so that no
 image can have more influence than that; and normal noise with a standard deviation
 proportional to C hides what influence is left.
-
-The first change needs individual gradients and their norms over *all* parameters. You
-learn how to get both from one backward pass: ``BatchGrad`` gives the gradients, and
-``BatchL2Grad`` the squared norms, parameter by parameter, for hardly any extra cost.
-
-One detail to watch: with ``CrossEntropyLoss()``, the loss is a mean, and what BackPACK
-calls individual gradients are the summands of its gradient, each with a factor 1/N. To
-clip the samples' own gradients, use ``reduction="sum"``.
-
-How much privacy is spent after so and so many steps is another question, which takes an
-accountant from a privacy library; here we only look at the gradients.
 """
 
-from typing import Iterable
+from typing import List
 
+import matplotlib.pyplot as plt
 import torch
-from torch import Tensor
+from torch import Tensor, einsum
 from torch.nn import (
     Conv2d,
     CrossEntropyLoss,
     Flatten,
     Linear,
     MaxPool2d,
+    Module,
     Parameter,
     ReLU,
     Sequential,
 )
-from torch.optim import Optimizer
 from torch.testing import assert_close
 
 from backpack import backpack, extend
 from backpack.extensions import BatchGrad, BatchL2Grad
 from backpack.utils.examples import get_mnist_dataloader, load_one_batch_mnist
 
+# %%
+# A private step
+# --------------
+# Clipping needs individual gradients and their norms over *all* parameters. One
+# backward pass gives both: ``BatchGrad`` the gradients, ``BatchL2Grad`` the squared
+# norms for each parameter. With ``reduction="sum"`` they are the samples' own
+# gradients; with a mean, each would have a factor 1/N.
 
-class DPSGD(Optimizer):
-    """Stochastic gradient descent with clipped and noisy gradients."""
-
-    def __init__(
-        self,
-        params: Iterable[Parameter],
-        lr: float = 0.1,
-        max_norm: float = 1.0,
-        noise: float = 1.0,
-    ):
-        """Set the options.
-
-        Args:
-            params: The parameters.
-            lr: Learning rate.
-            max_norm: C, the norm that no sample's gradient exceeds.
-            noise: Standard deviation of the noise in the sum, relative to C.
-        """
-        super().__init__(params, {"lr": lr, "max_norm": max_norm, "noise": noise})
-
-    def scales(self) -> Tensor:
-        """Compute what each sample's gradient is multiplied by.
-
-        Returns:
-            Factors ``[N]`` of at most one.
-        """
-        (group,) = self.param_groups
-        norms = sum(p.batch_l2 for p in group["params"]).sqrt()
-        return (group["max_norm"] / norms).clamp(max=1.0)
-
-    def clipped(self, p: Parameter) -> Tensor:
-        """Add up the clipped gradients of all samples.
-
-        Args:
-            p: A parameter.
-
-        Returns:
-            The sum, of the parameter's shape.
-        """
-        return torch.einsum("n,n...->...", self.scales(), p.grad_batch)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Make a step, after a backward pass with both extensions."""
-        (group,) = self.param_groups
-        for p in group["params"]:
-            noise = torch.randn_like(p) * group["noise"] * group["max_norm"]
-            batch_size = len(p.grad_batch)
-            p.add_(self.clipped(p) + noise, alpha=-group["lr"] / batch_size)
+lossfunc = extend(CrossEntropyLoss(reduction="sum"))
 
 
-def make_model() -> Sequential:
-    """Make the network.
-
-    Returns:
-        A network for images ``[N, 1, 28, 28]`` with ten outputs, extended.
-    """
-    model = Sequential(
-        *(Conv2d(1, 8, 5, stride=2), ReLU(), MaxPool2d(2)),
-        *(Flatten(), Linear(288, 10)),
-    )
-    return extend(model)
+def norms(params: List[Parameter]) -> Tensor:
+    """Return the norm of each sample's gradient, over all parameters: ``[N]``."""
+    return sum(p.batch_l2 for p in params).sqrt()
 
 
-def check_clipping() -> None:
-    """Compare with clipping by hand, one sample at a time."""
-    X, y = load_one_batch_mnist(batch_size=8)
-    X, model = X.double(), make_model().double()
-    lossfunc = extend(CrossEntropyLoss(reduction="sum"))
-    params = list(model.parameters())
-    optimizer = DPSGD(params, max_norm=2.0)
-    with backpack(BatchGrad(), BatchL2Grad()):
-        lossfunc(model(X), y).backward()
-
-    expected = [torch.zeros_like(p) for p in params]
-    num_clipped = 0
-    for x, label in zip(X.split(1), y.split(1)):
-        grads = torch.autograd.grad(CrossEntropyLoss()(model(x), label), params)
-        norm = torch.cat([g.flatten() for g in grads]).norm()
-        num_clipped += int(norm > 2)
-        for total, g in zip(expected, grads):
-            total.add_(g * min(1.0, 2 / norm.item()))
-    assert num_clipped > 0
-    for p, total in zip(params, expected):
-        assert_close(optimizer.clipped(p), total, rtol=1e-8, atol=1e-12)
-    print(f"Clipping agrees with a loop over samples ({num_clipped} of 8 are clipped).")
+def clipped(params: List[Parameter], max_norm: float) -> List[Tensor]:
+    """Scale each sample's gradient down to a norm of at most ``max_norm``."""
+    scales = (max_norm / norms(params)).clamp(max=1.0)
+    return [einsum("n,n...->n...", scales, p.grad_batch) for p in params]
 
 
-def train(noise: float, epochs: int = 3) -> float:
-    """Train the network on the packaged images.
+@torch.no_grad()
+def private_step(
+    params: List[Parameter], lr: float, max_norm: float, noise: float
+) -> None:
+    """Step along the mean of the clipped gradients, with noise in their sum."""
+    for p, gradients in zip(params, clipped(params, max_norm)):
+        total = gradients.sum(0) + noise * max_norm * torch.randn_like(p)
+        p.sub_(lr * total / len(gradients))
 
-    Args:
-        noise: Standard deviation of the noise in the sum, relative to C.
-        epochs: Number of passes over the images. Default: 3.
 
-    Returns:
-        Share of the images that are classified correctly at the end.
-    """
+# %%
+# The price of privacy
+# --------------------
+# The more noise there is, the less the network learns. How much privacy is spent after
+# so many steps is another question, which takes an accountant from a privacy library.
+
+
+def make_model() -> Module:
+    """Make the same extended network each time."""
     torch.manual_seed(0)
-    model = make_model()
-    lossfunc = extend(CrossEntropyLoss(reduction="sum"))
-    optimizer = DPSGD(model.parameters(), lr=0.5, noise=noise)
-    clipped = []
-    for _ in range(epochs):
+    layers = [Conv2d(1, 8, 5, stride=2), ReLU(), MaxPool2d(2), Flatten()]
+    return extend(Sequential(*layers, Linear(288, 10)))
+
+
+images, labels = load_one_batch_mnist(batch_size=1000, shuffle=False)
+accuracies, all_norms = {}, []
+for noise in (0.0, 1.0, 10.0):
+    model, accuracies[noise] = make_model(), []
+    params = list(model.parameters())
+    for _epoch in range(3):
         for X, y in get_mnist_dataloader(batch_size=100):
             with backpack(BatchGrad(), BatchL2Grad()):
                 lossfunc(model(X), y).backward()
-            clipped.append((optimizer.scales() < 1).double().mean().item())
-            optimizer.step()
+            if noise == 1.0:
+                all_norms.append(norms(params))
+            private_step(params, lr=0.5, max_norm=1.0, noise=noise)
+            with torch.no_grad():
+                correct = (model(images).argmax(dim=1) == labels).double().mean()
+            accuracies[noise].append(correct.item())
 
-    X, y = load_one_batch_mnist(batch_size=1000, shuffle=False)
-    correct = (model(X).argmax(dim=1) == y).double().mean().item()
-    share = sum(clipped) / len(clipped)
-    print(
-        f"noise {noise:>4}: {100 * correct:.1f} % of the images are classified "
-        f"correctly; {100 * share:.0f} % of the gradients were clipped"
-    )
-    return correct
+fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
+for noise, values in accuracies.items():
+    left.plot(values, label=f"noise {noise:g}")
+    print(f"noise {noise:>4}: {100 * values[-1]:.1f} % of the images are correct")
+left.set(xlabel="step", ylabel="share of correct images", ylim=(0, 1))
+left.legend()
+right.hist(all_norms[0].tolist(), 20, alpha=0.6, label="first step")
+right.hist(all_norms[-1].tolist(), 20, alpha=0.6, label="last step")
+right.axvline(1.0, color="k", linestyle="--", label="clipped to this norm")
+right.set(xlabel="norm of a sample's gradient", ylabel="samples (noise 1)")
+right.legend()
+plt.show()
+assert accuracies[0.0][-1] > 0.7
+assert accuracies[1.0][-1] > accuracies[10.0][-1], "more noise, less accuracy"
 
+# %%
+# Check
+# -----
+# Clipped gradients have the norms they should, and they are those of a loop over
+# samples.
 
-def main() -> None:
-    """Check the clipping, then train with three levels of noise."""
-    torch.manual_seed(0)
-    check_clipping()
-    correct = [train(noise) for noise in (0.0, 1.0, 10.0)]
-    assert correct[0] > 0.7
-    assert correct[1] > correct[2], "more noise, less accuracy"
-
-
-if __name__ == "__main__":
-    main()
+X, y, model = images[:8].double(), labels[:8], make_model().double()
+params = list(model.parameters())
+with backpack(BatchGrad(), BatchL2Grad()):
+    lossfunc(model(X), y).backward()
+before, result = norms(params), clipped(params, max_norm=2.0)
+after = torch.cat([g.flatten(1) for g in result], dim=1).norm(dim=1)
+assert before.max() > 2
+assert_close(after, before.clamp(max=2.0), rtol=1e-8, atol=1e-12)
+for n in range(len(X)):
+    loss = CrossEntropyLoss()(model(X[[n]]), y[[n]])
+    grads = torch.autograd.grad(loss, params)
+    norm = torch.cat([g.flatten() for g in grads]).norm()
+    for actual, g in zip(result, grads):
+        assert_close(actual[n], g * min(1.0, 2 / norm.item()), rtol=1e-8, atol=1e-12)
+print("Clipping agrees with a loop over samples.")

@@ -1,31 +1,24 @@
-"""Train with several processes, and curvature of the whole batch in each of them.
+"""
+Several processes: curvature of the whole batch in each of them
+===============================================================
 
 ``DistributedDataParallel`` gives each process a part of the batch, and averages the
 gradients. Other quantities stay those of the part: a diagonal of the generalized
-Gauss-Newton matrix (GGN) from 32 of 64 images is a different one in each process, and
-if it scales the update, the networks drift apart.
-
-``backpack.distributed.reduce`` is called after the backward pass, and leaves in each
-process what a single one would have computed from all images. You learn where the call
-goes, and see that nothing else changes. Each process makes a step with the diagonal,
-
-    p  <-  p - lr * grad / (diag_ggn + damping)
-
-and prints the variance of individual gradients, which needs all images, too. At the end
-the parameters agree among processes, and with a training without any of this.
-
-Start it with ``torchrun --nproc-per-node 2 examples/example_distributed.py``, or
-without ``torchrun``, and it does so itself.
+Gauss-Newton matrix (GGN) from half of the images is a different one in each process,
+and if it scales the update, the networks drift apart. ``backpack.distributed.reduce``,
+after the backward pass, leaves in each process what a single one would have computed.
 """
 
 import os
 import subprocess
 import sys
-from typing import List, Optional, Tuple
+from tempfile import TemporaryDirectory
+from typing import Tuple
 
+import matplotlib.pyplot as plt
 import torch
 from torch import Tensor, distributed
-from torch.nn import CrossEntropyLoss, Linear, Module, Sequential, Sigmoid
+from torch.nn import CrossEntropyLoss, Linear, Sequential, Sigmoid
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 from torch.testing import assert_close
@@ -35,87 +28,87 @@ from backpack.distributed import reduce
 from backpack.extensions import DiagGGNExact, Variance
 from backpack.utils.examples import load_one_batch_mnist
 
+# %%
+# Where the call goes
+# -------------------
+# Each process makes steps with gradient and diagonal, from its own images.
 
-def make_model() -> Module:
-    """Make the network, with the same parameters each time.
 
-    Returns:
-        A network for vectors ``[N, 784]`` with ten outputs, extended.
-    """
+def train(
+    X: Tensor, y: Tensor, shared: bool, reduced: bool, steps: int = 15
+) -> Tuple[Tensor, Tensor]:
+    """Return all parameters after each step, and the variance of the gradients."""
     torch.manual_seed(0)
-    model = Sequential(Linear(784, 16), Sigmoid(), Linear(16, 10)).double()
-    return extend(model)
-
-
-def train(X: Tensor, y: Tensor, shared: bool, steps: int = 5) -> Tuple[Tensor, float]:
-    """Train the network on a batch, or on this process' part of it.
-
-    Args:
-        X: Images ``[N, 784]``.
-        y: Labels ``[N]``.
-        shared: Whether the other processes have the rest of the batch.
-        steps: Number of steps. Default: 5.
-
-    Returns:
-        All parameters as a vector, and the mean variance of individual gradients.
-    """
-    model, lossfunc = make_model(), extend(CrossEntropyLoss())
-    extensions = DiagGGNExact(), Variance()
+    model = extend(Sequential(Linear(784, 16), Sigmoid(), Linear(16, 10)).double())
     predict = DistributedDataParallel(model) if shared else model
+    params, lossfunc, history = list(model.parameters()), extend(CrossEntropyLoss()), []
+    extensions = DiagGGNExact(), Variance()
     for _ in range(steps):
         model.zero_grad()
         with backpack(*extensions):
             lossfunc(predict(X), y).backward()
-        if shared:
-            reduce(model.parameters(), extensions)
+        if reduced:
+            reduce(params, extensions)
         with torch.no_grad():
-            for p in model.parameters():
+            for p in params:
                 p.addcdiv_(p.grad, p.diag_ggn_exact + 0.1, value=-0.1)
-    variance = parameters_to_vector([p.variance for p in model.parameters()])
-    return parameters_to_vector(model.parameters()).detach(), variance.mean().item()
+        history.append(parameters_to_vector(params).detach())
+    return torch.stack(history), parameters_to_vector(p.variance for p in params)
 
 
-def work() -> None:
-    """Train in one of several processes, and compare with the others."""
+# %%
+# Two processes
+# -------------
+# ``torchrun --nproc-per-node 2 script.py`` runs a script in two processes, and sets
+# ``RANK`` in each. This script starts itself in that way, and each process leaves what
+# it has found in a file, once with and once without ``reduce``.
+
+X, y = load_one_batch_mnist(batch_size=64, shuffle=False, flat=True)
+X = X.double()
+
+if "RANK" in os.environ:
     distributed.init_process_group("gloo")
-    rank, world = distributed.get_rank(), distributed.get_world_size()
-    X, y = load_one_batch_mnist(batch_size=32 * world, shuffle=False, flat=True)
-    X = X.double()
-
+    rank = distributed.get_rank()
     own = slice(32 * rank, 32 * (rank + 1))
-    parameters, variance = train(X[own], y[own], shared=True)
-    print(f"Process {rank} of {world}: mean variance {variance:.6e}", flush=True)
-
-    from_all: List[Optional[Tensor]] = [None] * world
-    distributed.all_gather_object(from_all, parameters)
-    for others in from_all:
-        assert torch.equal(others, parameters)
-    expected, expected_variance = train(X, y, shared=False)
-    assert_close(parameters, expected)
-    assert_close(variance, expected_variance)
+    found = [train(X[own], y[own], shared=True, reduced=r) for r in (True, False)]
+    torch.save(found, os.path.join(os.environ["RESULTS"], f"{rank}.pt"))
     distributed.barrier()
-    if rank == 0:
-        print("All processes have the parameters of a training by one process")
     distributed.destroy_process_group()
+    sys.exit()
 
-
-def start(processes: int = 2) -> None:
-    """Start several processes that run this script.
-
-    Args:
-        processes: How many. Default: 2.
-    """
+with TemporaryDirectory() as folder:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, "--nproc-per-node", str(processes), __file__]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    result = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, text=True, check=True
-    )
-    print(result.stdout, end="")
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "RESULTS": folder}
+    script = globals().get("__file__", "example_distributed.py")  # not in notebooks
+    command = [*torchrun, "--nproc-per-node", "2", script]
+    subprocess.run(command, env=environment, stderr=subprocess.PIPE, check=True)
+    first, second = (torch.load(os.path.join(folder, f"{r}.pt")) for r in range(2))
 
+# %%
+# Processes that drift apart
+# --------------------------
+# Without ``reduce``, gradients are averaged, but each process scales them with a
+# diagonal of its own. With it, all parameters agree among processes, to the last bit.
 
-if __name__ == "__main__":
-    if "RANK" in os.environ:
-        work()
-    else:
-        start()
+expected, variance = train(X, y, shared=False, reduced=False)
+fig, ax = plt.subplots(figsize=(6, 3.5), layout="constrained")
+for index, label in enumerate(["with reduce", "without reduce"]):
+    distance = (first[index][0] - second[index][0]).norm(dim=1)
+    ax.plot(range(1, len(distance) + 1), distance.tolist(), "o-", label=label)
+    print(f"Distance of the processes' networks, {label}: {distance[-1]:.1e}")
+ax.set(xlabel="step", ylabel="distance of two processes' parameters")
+ax.legend()
+ax.grid(alpha=0.3)
+plt.show()
+
+# %%
+# Check
+# -----
+# Parameters, and the variance of individual gradients, which needs all images, too, are
+# those of a training by one process.
+
+assert torch.equal(first[0][0], second[0][0])
+assert not torch.allclose(first[1][0], second[1][0])
+assert_close(first[0][0], expected)
+assert_close(first[0][1], variance)
+print("All processes have the parameters of a training by one process.")

@@ -1,21 +1,21 @@
-"""Differentiate what BackPACK computes: the gradient of the gradient's variance.
+"""
+Differentiate what BackPACK computes
+====================================
 
 A quantity is a function of the network's parameters, and sometimes you want to change
-the parameters so that it becomes smaller or larger. You learn how: build the graph of
-the backward pass (``create_graph=True``), and the fields of the parameters become part
-of it. From there, it is ordinary automatic differentiation.
+the parameters so that it becomes smaller or larger. Build the graph of the backward
+pass (``create_graph=True``), and the fields of the parameters become part of it. From
+there, it is ordinary automatic differentiation.
 
 The quantity of this example is the noise of stochastic gradients: the variance of the
-individual gradients, summed over all entries. We compute its gradient, check it, and
-follow it downhill, together with the loss. The network learns as usual, while its
-samples keep pulling in more similar directions.
-
-We call ``torch.autograd.grad`` rather than ``backward``, which would store a gradient
-that is itself part of a graph in ``.grad``, and warn that such graphs are not freed.
+individual gradients, summed over all entries. We follow its gradient downhill, together
+with the loss. The network learns as usual, while its samples pull in more similar
+directions.
 """
 
 from typing import List, Tuple
 
+import matplotlib.pyplot as plt
 import torch
 from torch import Tensor
 from torch.nn import Conv2d, CrossEntropyLoss, Flatten, Linear, Module, Sequential, Tanh
@@ -25,105 +25,84 @@ from backpack import backpack, extend
 from backpack.extensions import Variance
 from backpack.utils.examples import load_one_batch_mnist
 
+# %%
+# A quantity in the graph
+# -----------------------
+# We call ``torch.autograd.grad`` rather than ``backward``, which would store a gradient
+# that is itself part of a graph in ``.grad``, and warn that such graphs are not freed.
 
-def make_problem(batch_size: int) -> Tuple[Module, Module, Tensor, Tensor]:
-    """Make the same network and data each time.
-
-    Args:
-        batch_size: Number N of images.
-
-    Returns:
-        Extended network, extended loss, images ``[N, 1, 28, 28]`` and labels ``[N]``.
-    """
-    torch.manual_seed(0)
-    model = Sequential(
-        *(Conv2d(1, 4, 6, stride=4), Tanh(), Flatten(), Linear(144, 10)),
-    ).double()
-    X, y = load_one_batch_mnist(batch_size)
-    return extend(model), extend(CrossEntropyLoss()), X.double(), y
+lossfunc = extend(CrossEntropyLoss())
 
 
-def noise(model: Module, lossfunc: Module, X: Tensor, y: Tensor) -> Tuple:
-    """Compute the variance of individual gradients so that it can be differentiated.
-
-    Args:
-        model: The extended network.
-        lossfunc: The extended loss.
-        X: Images ``[N, 1, 28, 28]``.
-        y: Labels ``[N]``.
-
-    Returns:
-        Loss, its gradient, and the sum of all variances times N squared: without the
-        factor 1/N that the mean loss puts into each summand of the gradient.
-    """
+def noise(model: Module, X: Tensor, y: Tensor) -> Tuple:
+    """Return the loss, its gradient, and the noise as a part of the graph."""
     loss, params = lossfunc(model(X), y), list(model.parameters())
     with backpack(Variance()):
         gradient = torch.autograd.grad(loss, params, create_graph=True)
+    # times N squared: without the factor 1/N of the mean loss in each summand
     return loss, gradient, len(X) ** 2 * sum(p.variance.sum() for p in params)
 
 
-def autograd_noise(model: Module, X: Tensor, y: Tensor) -> Tensor:
-    """Compute the same with plain automatic differentiation, sample by sample.
-
-    Args:
-        model: The network.
-        X: Images ``[N, 1, 28, 28]``.
-        y: Labels ``[N]``.
-
-    Returns:
-        The sum of all variances.
-    """
-    params, rows = list(model.parameters()), []
-    for x, label in zip(X.split(1), y.split(1)):
-        loss = CrossEntropyLoss()(model(x), label)
-        grads = torch.autograd.grad(loss, params, create_graph=True)
-        rows.append(torch.cat([g.flatten() for g in grads]))
-    return torch.stack(rows).var(0, unbiased=False).sum()
+# %%
+# Minimize the loss plus a multiple of the noise
+# ----------------------------------------------
 
 
-def train(weight: float, num_steps: int = 60, lr: float = 0.1) -> List[float]:
-    """Minimize the loss plus a multiple of the noise.
+def make_model() -> Module:
+    """Make the same extended network each time."""
+    torch.manual_seed(0)
+    layers = [Conv2d(1, 4, 6, stride=4), Tanh(), Flatten(), Linear(144, 10)]
+    return extend(Sequential(*layers).double())
 
-    Args:
-        weight: The multiple.
-        num_steps: Number of steps. Default: 60.
-        lr: Learning rate. Default: 0.1.
 
-    Returns:
-        Loss and noise before the last step.
-    """
-    model, lossfunc, X, y = make_problem(batch_size=100)
+def train(weight: float, num_steps: int = 60, lr: float = 0.1) -> List[List[float]]:
+    """Return losses and noises before each step."""
+    model, history = make_model(), []
     params = list(model.parameters())
     for _ in range(num_steps):
-        loss, gradient, variance = noise(model, lossfunc, X, y)
+        loss, gradient, variance = noise(model, X, y)
         of_noise = torch.autograd.grad(variance, params)
         with torch.no_grad():
             for p, g, h in zip(params, gradient, of_noise):
                 p.sub_(lr * (g + weight * h))
-    values = [loss.item(), variance.item()]
-    print(f"weight of the noise {weight}: loss {values[0]:.3f}, noise {values[1]:.3f}")
-    return values
+        history.append([loss.item(), variance.item()])
+    return [list(values) for values in zip(*history)]
 
 
-def main() -> None:
-    """Differentiate the variance, check the result, and use it."""
-    model, lossfunc, X, y = make_problem(batch_size=8)
-    params = list(model.parameters())
-    _, _, variance = noise(model, lossfunc, X, y)
-    expected = autograd_noise(model, X, y)
-    assert_close(variance, expected, rtol=1e-8, atol=1e-12)
-    for (name, _), g, g_expected in zip(
-        model.named_parameters(),
-        torch.autograd.grad(variance, params),
-        torch.autograd.grad(expected, params),
-    ):
-        assert_close(g, g_expected, rtol=1e-8, atol=1e-12)
-        print(f"Gradient of the noise in {name}: {list(g.shape)}, norm {g.norm():.3f}")
-    print("It agrees with plain automatic differentiation.")
+torch.manual_seed(0)
+X, y = load_one_batch_mnist(batch_size=100)
+X = X.double()
+results = {weight: train(weight) for weight in (0.0, 0.01, 0.02)}
 
-    without, with_penalty = train(0.0), train(0.02)
-    assert with_penalty[1] < without[1]
+fig, axes = plt.subplots(1, 2, figsize=(8, 3.5), layout="constrained")
+for weight, (losses, noises) in results.items():
+    print(
+        f"weight of the noise {weight}: loss {losses[-1]:.3f}, noise {noises[-1]:.3f}"
+    )
+    axes[0].plot(losses, label=f"weight of the noise {weight}")
+    axes[1].plot(noises)
+axes[0].set(xlabel="step", ylabel="loss")
+axes[0].legend()
+axes[1].set(xlabel="step", ylabel="noise: variance of the gradients")
+plt.show()
+assert results[0.02][1][-1] < results[0.01][1][-1] < results[0.0][1][-1]
 
+# %%
+# Check
+# -----
+# The noise and its gradient agree with plain automatic differentiation, where the
+# individual gradients are computed sample by sample.
 
-if __name__ == "__main__":
-    main()
+model, X, y = make_model(), X[:8], y[:8]
+params, rows = list(model.parameters()), []
+_, _, variance = noise(model, X, y)
+for x, label in zip(X.split(1), y.split(1)):
+    loss = CrossEntropyLoss()(model(x), label)
+    grads = torch.autograd.grad(loss, params, create_graph=True)
+    rows.append(torch.cat([g.flatten() for g in grads]))
+expected = torch.stack(rows).var(0, unbiased=False).sum()
+assert_close(variance, expected, rtol=1e-8, atol=1e-12)
+for g, g_expected in zip(
+    torch.autograd.grad(variance, params), torch.autograd.grad(expected, params)
+):
+    assert_close(g, g_expected, rtol=1e-8, atol=1e-12)

@@ -1,35 +1,33 @@
-"""Go through the same graph twice, with other quantities the second time.
+"""
+Go through the same graph twice
+===============================
 
 Usually a graph is used once: PyTorch frees it during the backward pass, and BackPACK
 drops what it has kept of each layer, its inputs and its output. There are occasions to
 use it again, for instance to decide after a look at the gradients whether second-order
-quantities are worth the effort. You learn
-
-- that it takes two switches, one for each: ``backward(retain_graph=True)`` and
-  ``backpack(..., retain_graph=True)``,
-- where inputs and outputs are kept (``module.input0``, ``module.output``),
-- how to get rid of them: the last backward pass does it, and if there is none,
-  ``memory_cleanup``.
+quantities are worth the effort. It takes two switches, ``backward(retain_graph=True)``
+and ``backpack(..., retain_graph=True)``.
 """
 
+import matplotlib.pyplot as plt
 import torch
-from torch.nn import Conv2d, CrossEntropyLoss, Flatten, Linear, Module, ReLU, Sequential
+from torch.nn import Conv2d, CrossEntropyLoss, Flatten, Linear, ReLU, Sequential
 from torch.testing import assert_close
 
 from backpack import backpack, extend, memory_cleanup
 from backpack.extensions import BatchGrad, DiagGGNExact, Variance
 from backpack.utils.examples import load_one_batch_mnist
 
+torch.manual_seed(0)
+X, y = load_one_batch_mnist(batch_size=16)
+X = X.double()
+layers = [Conv2d(1, 4, 5, stride=3), ReLU(), Flatten(), Linear(256, 10)]
+model, lossfunc = extend(Sequential(*layers).double()), extend(CrossEntropyLoss())
+params = list(model.parameters())
 
-def count_kept(model: Module) -> int:
-    """Count the numbers that modules keep: inputs and outputs.
 
-    Args:
-        model: The network.
-
-    Returns:
-        How many.
-    """
+def count_kept() -> int:
+    """Count the numbers that modules keep: ``module.input0``, ``module.output``."""
     kept = [
         getattr(module, name)
         for module in model.modules()
@@ -39,63 +37,68 @@ def count_kept(model: Module) -> int:
     return sum(tensor.numel() for tensor in kept)
 
 
-def main() -> None:
-    """Compute quantities in three passes through one graph."""
-    torch.manual_seed(0)
-    X, y = load_one_batch_mnist(batch_size=16)
-    X = X.double()
-    model = Sequential(
-        *(Conv2d(1, 4, 5, stride=3), ReLU(), Flatten(), Linear(256, 10)),
-    ).double()
-    model, lossfunc = extend(model), extend(CrossEntropyLoss())
+# %%
+# Look first, then decide
+# -----------------------
+# The first pass computes the noise of the gradients: their standard deviation, relative
+# to the mean. If there is a lot, the second pass computes curvature, from the same
+# graph. It is the last one, and drops what was kept.
 
-    # what is to come out: each quantity in a forward and a backward pass of its own
-    expected = {}
-    for extension in (BatchGrad(), Variance(), DiagGGNExact()):
-        with backpack(extension):
-            lossfunc(model(X), y).backward()
-        field = extension.savefield
-        expected[field] = [getattr(p, field) for p in model.parameters()]
-    print(f"Numbers kept after such a pass: {count_kept(model)}")
+counts = {"before": count_kept()}
+loss = lossfunc(model(X), y)
+counts["forward pass"] = count_kept()
 
-    loss = lossfunc(model(X), y)
-    print(f"Numbers kept after the forward pass: {count_kept(model)}")
+with backpack(BatchGrad(), Variance(), retain_graph=True):
+    loss.backward(retain_graph=True)
+counts["backward pass,\nretain_graph=True"] = count_kept()
 
-    with backpack(BatchGrad(), Variance(), retain_graph=True):
-        loss.backward(retain_graph=True)
-    kept = count_kept(model)
-    assert kept > 0
-    print(f"Numbers kept after a backward pass with retain_graph=True: {kept}")
-
-    squared_mean = sum(p.grad_batch.mean(0).square().sum() for p in model.parameters())
-    variance = sum(p.variance.sum() for p in model.parameters())
-    print(f"Noise of the gradients: {(variance / squared_mean).sqrt():.2f}")
-
+squared_mean = sum(p.grad_batch.mean(0).square().sum() for p in params)
+noise = (sum(p.variance.sum() for p in params) / squared_mean).sqrt()
+print(f"Noise of the gradients: {noise:.2f}")
+if noise > 0.5:
     with backpack(DiagGGNExact()):
         loss.backward()
-    assert count_kept(model) == 0
-    print(f"Numbers kept after the last backward pass: {count_kept(model)}")
+counts["last\nbackward pass"] = count_kept()
 
-    for field, values in expected.items():
-        for p, value in zip(model.parameters(), values):
-            assert_close(getattr(p, field), value, rtol=1e-8, atol=1e-12)
-    print("The quantities are the same as from separate graphs.")
+# %%
+# A forward pass without a backward pass leaves tensors behind, too. ``memory_cleanup``
+# drops them.
 
-    # Forgot something? The graph is gone, and you are told so.
-    try:
-        with backpack(BatchGrad()):
-            loss.backward()
-    except RuntimeError as error:
-        print(f"A further pass fails: {str(error).split('. ')[0]}.")
-    else:
-        raise AssertionError("the graph should have been freed")
+lossfunc(model(X), y)
+counts["another\nforward pass"] = count_kept()
+memory_cleanup(model)
+counts["memory_cleanup"] = count_kept()
 
-    # A forward pass without a backward pass leaves tensors behind, too.
-    lossfunc(model(X), y)
-    assert count_kept(model) > 0
-    memory_cleanup(model)
-    assert count_kept(model) == 0
+fig, ax = plt.subplots(figsize=(8, 3), layout="constrained")
+ax.step(range(len(counts)), list(counts.values()), where="mid")
+ax.set_xticks(range(len(counts)), counts, fontsize=8)
+ax.set_ylabel("numbers that modules keep")
+ax.grid(alpha=0.3)
+plt.show()
+assert [bool(count) for count in counts.values()] == [False, True, True] + [
+    *(False, True, False)
+]
 
+# %%
+# Forgot something? The graph is gone, and you are told so.
 
-if __name__ == "__main__":
-    main()
+try:
+    with backpack(BatchGrad()):
+        loss.backward()
+except RuntimeError as error:
+    print(f"A further pass fails: {str(error).split('. ')[0]}.")
+else:
+    raise AssertionError("the graph should have been freed")
+
+# %%
+# Check
+# -----
+# The quantities are the same as from graphs of their own.
+
+fields = {"grad_batch": BatchGrad, "variance": Variance, "diag_ggn_exact": DiagGGNExact}
+found = {field: [getattr(p, field) for p in params] for field in fields}
+for field, extension in fields.items():
+    with backpack(extension()):
+        lossfunc(model(X), y).backward()
+    for p, value in zip(params, found[field]):
+        assert_close(getattr(p, field), value, rtol=1e-8, atol=1e-12)

@@ -1,21 +1,14 @@
-"""Recurrent networks: read an image row by row.
+"""
+Recurrent networks: which rows of an image matter
+=================================================
 
 A recurrent layer sees a sequence. Here it is the 28 rows of an MNIST image, from top to
-bottom, and the output after the last row is classified. You learn
-
-- that the batch axis must come first (``batch_first=True``), as everywhere in BackPACK,
-- how to put a recurrent layer into a ``Sequential``: it returns a tuple, of which
-  ``ReduceTuple`` takes one element, and ``Slicing`` takes the last time step,
-- that ``extend(model, use_converter=True)`` does the same to a network that is written
-  in the usual way, and splits a recurrent layer with several layers into single ones.
-
-Individual gradients are computed for all parameters of the recurrent layer, and so is
-the diagonal of the generalized Gauss-Newton matrix (GGN).
+bottom, and the output after the last row is classified. The batch axis comes first
+(``batch_first=True``), as everywhere in BackPACK. All parameters of a recurrent layer
+get individual gradients, and quantities of the Gauss-Newton family.
 """
 
-from copy import deepcopy
-from typing import Tuple
-
+import matplotlib.pyplot as plt
 import torch
 from torch import Tensor
 from torch.nn import LSTM, RNN, CrossEntropyLoss, Linear, Module, Sequential
@@ -38,83 +31,71 @@ class Classifier(Module):
         self.head = Linear(6, 10)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Classify.
-
-        Args:
-            rows: Sequences ``[N, T, 28]``.
-
-        Returns:
-            Outputs ``[N, 10]``.
-        """
+        """Map sequences ``[N, T, 28]`` to outputs ``[N, 10]``."""
         output, _ = self.recurrent(rows)
         return self.head(output[:, -1])
 
 
-def make_sequential(recurrent: Module) -> Sequential:
-    """Put a recurrent layer and a classifier into a sequence of modules.
+# %%
+# As it is, in a Sequential, or converted
+# ---------------------------------------
+# The network may be written in the usual way. Where modules are wanted only, as for
+# quantities of the Hessian, a recurrent layer returns a tuple, of which ``ReduceTuple``
+# takes one element and ``Slicing`` the last time step. ``use_converter=True`` does the
+# same to a network, and splits an LSTM with several layers into single ones.
 
-    Args:
-        recurrent: A recurrent layer with 6 hidden features.
-
-    Returns:
-        A network for sequences ``[N, T, 28]`` with ten outputs.
-    """
-    last_step = (slice(None), -1)
-    return Sequential(recurrent, ReduceTuple(0), Slicing(last_step), Linear(6, 10))
-
-
-def check(
-    name: str, model: Module, reference: Module, data: Tuple[Tensor, Tensor]
-) -> None:
-    """Compute both quantities, and compare with plain automatic differentiation.
-
-    Args:
-        name: What is printed.
-        model: The extended network.
-        reference: The same network, not extended.
-        data: Sequences ``[N, T, 28]`` and labels ``[N]``.
-    """
-    X, y = data
+torch.manual_seed(0)
+images, y = load_one_batch_mnist(batch_size=64)
+X = images.squeeze(1).double()  # [N, 28, 28]: the rows are the time steps
+pick = [ReduceTuple(0), Slicing((slice(None), -1))]
+networks = {
+    "LSTM with two layers": extend(Classifier().double()),
+    "RNN in a Sequential": extend(
+        Sequential(RNN(28, 6, batch_first=True), *pick, Linear(6, 10)).double()
+    ),
+    "LSTM, converted": extend(Classifier().double(), use_converter=True),
+}
+lossfunc = extend(CrossEntropyLoss())
+for title, model in networks.items():
     with backpack(BatchGrad(), DiagGGNExact()):
-        extend(CrossEntropyLoss())(model(X), y).backward()
-    print(name)
-    for param_name, p in model.named_parameters():
-        norms = p.grad_batch.flatten(start_dim=1).norm(dim=1)
-        print(
-            f"  {param_name:<30} grad_batch {str(list(p.grad_batch.shape)):<11} "
-            f"norms {norms.min():.4f} to {norms.max():.4f}, "
-            f"trace of the GGN {p.diag_ggn_exact.sum():.4f}"
-        )
+        lossfunc(model(X), y).backward()
+    print(title)
+    for name, p in model.named_parameters():
+        print(f"  {name:<28} {str(list(p.grad_batch.shape)):<12}", end="")
+        print(f"trace of the GGN {p.diag_ggn_exact.sum():.4f}")
 
-    params, own = list(reference.parameters()), list(model.parameters())
-    assert all(torch.equal(p, q) for p, q in zip(own, params))
-    for n, (x, label) in enumerate(zip(X.split(1), y.split(1))):
-        loss = CrossEntropyLoss()(reference(x), label) / len(X)
-        grads = torch.autograd.grad(loss, params)
-        for p, grad in zip(own, grads):
-            assert_close(p.grad_batch[n], grad, rtol=1e-8, atol=1e-12)
-    diagonal = torch.cat([p.diag_ggn_exact.flatten() for p in own])
-    idx = list(range(0, len(diagonal), 29))
-    expected = autograd_diag_ggn_exact(X, y, reference, CrossEntropyLoss(), idx=idx)
+# %%
+# Columns of pixels
+# -----------------
+# The first layer's weight has an entry for each column of pixels and each of the four
+# gates of an LSTM. How far does the gradient of an image reach into them? The norms for
+# each sample and column, next to the images that have the largest ones.
+
+model = networks["LSTM with two layers"]
+weight = model.recurrent.weight_ih_l0
+by_column = weight.grad_batch.norm(dim=1)  # [N, 28]
+strongest = by_column.norm(dim=1).argsort(descending=True)[:5]
+fig, axes = plt.subplots(2, 5, figsize=(8, 3.2), sharex=True, layout="constrained")
+for (top, bottom), n in zip(axes.T, strongest.tolist()):
+    top.imshow(X[n].numpy(), cmap="gray", aspect="auto")
+    top.set_axis_off()
+    bottom.bar(range(28), by_column[n].tolist(), width=1.0)
+    bottom.set_ylim(0, by_column.max().item())
+axes[1, 0].set_ylabel("norm of the gradient")
+plt.show()
+
+# %%
+# Check
+# -----
+# One sample at a time, with plain automatic differentiation, on all three networks.
+
+for model in networks.values():
+    params = list(model.parameters())
+    for n in range(3):
+        loss = CrossEntropyLoss()(model(X[[n]]), y[[n]]) / len(X)
+        for p, expected in zip(params, torch.autograd.grad(loss, params)):
+            assert_close(p.grad_batch[n], expected, rtol=1e-8, atol=1e-12)
+    diagonal = torch.cat([p.diag_ggn_exact.flatten() for p in params])
+    idx = list(range(0, len(diagonal), 97))
+    expected = autograd_diag_ggn_exact(X, y, model, CrossEntropyLoss(), idx=idx)
     assert_close(diagonal[idx], expected, rtol=1e-8, atol=1e-12)
-
-
-def main() -> None:
-    """Look at three recurrent networks."""
-    torch.manual_seed(0)
-    images, y = load_one_batch_mnist(batch_size=4)
-    data = (images.squeeze(1).double(), y)  # [N, 28, 28]: the rows are the time steps
-    networks = [
-        ("RNN", make_sequential(RNN(28, 6, batch_first=True)), False),
-        ("LSTM", make_sequential(LSTM(28, 6, batch_first=True)), False),
-        ("LSTM with two layers, converted", Classifier(), True),
-    ]
-    for name, network, use_converter in networks:
-        reference = network.double()
-        model = extend(deepcopy(reference), use_converter=use_converter)
-        check(name, model, reference, data)
-    print("All agree with plain automatic differentiation, one sample at a time.")
-
-
-if __name__ == "__main__":
-    main()

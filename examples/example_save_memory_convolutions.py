@@ -1,26 +1,20 @@
-"""How much memory convolutions need.
+"""
+How much memory convolutions need
+=================================
 
 Textbooks turn a convolution into a matrix product: "unfolding" copies, for each
-position of the kernel, the part of the image underneath it. Second-order quantities of
-the kernel multiply what is pulled back, V columns for each sample, with that unfolded
-image. A straightforward implementation copies it once more for each column, which takes
-a lot of memory.
-
-For that reason, programs may switch between two algorithms:
-
-    from backpack.core.derivatives.convnd import weight_jac_t_save_memory
-
-    with weight_jac_t_save_memory(save_memory=True):
-        loss.backward()
-
-The switch still exists, so that these programs run. In this version it has nothing left
-to do: no product with a convolution's kernel copies the unfolded input for each column.
-You learn how to convince yourself, by a look at every tensor that PyTorch makes during
-the backward pass: the largest one is compared with the size that the copies would have.
+position of the kernel, the part of the image underneath it. Second-order quantities
+multiply what is pulled back, V columns for each sample, with that unfolded image, and a
+straightforward implementation copies it once more for each column. Programs for
+BackPACK 1.7 may switch that off with ``weight_jac_t_save_memory``. The switch still
+exists, so that they run; but it has nothing left to do: no product copies the unfolded
+input for each column. You learn how to see that, by a look at every tensor that PyTorch
+makes during the backward pass.
 """
 
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Dict, Tuple
 
+import matplotlib.pyplot as plt
 import torch
 from torch import Tensor
 from torch.nn import Conv2d, CrossEntropyLoss, Flatten, Linear, ReLU, Sequential
@@ -33,39 +27,14 @@ from backpack.core.derivatives.convnd import weight_jac_t_save_memory
 from backpack.extensions import BatchDiagGGNExact, DiagGGNExact, SqrtGGNExact
 from backpack.utils.examples import autograd_diag_ggn_exact, load_one_batch_mnist
 
-EXTENSIONS = (DiagGGNExact, BatchDiagGGNExact, SqrtGGNExact)
-
 
 class LargestTensor(TorchDispatchMode):
-    """Watches all operations inside a context.
+    """Watches all operations inside a context, for the largest tensor they make."""
 
-    Attributes:
-        numel: Number of entries of the largest tensor that occupies memory of its own.
-    """
+    numel = 0
 
-    def __init__(self):
-        """Start with nothing."""
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(
-        self,
-        func: Callable,
-        types: Tuple,
-        args: Tuple = (),
-        kwargs: Dict[str, Any] = None,
-    ) -> Any:
-        """Run an operation, and look at what comes out.
-
-        Args:
-            func: The operation.
-            types: Types of its arguments.
-            args: Positional arguments.
-            kwargs: Keyword arguments.
-
-        Returns:
-            The result of the operation.
-        """
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run an operation, and look at what comes out."""
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
             if isinstance(x, Tensor):
@@ -75,25 +44,23 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def compute(
-    model: Sequential, X: Tensor, y: Tensor, save_memory: bool
-) -> Tuple[Dict[str, List[Tensor]], Dict[str, int]]:
-    """Compute quantities, each in a pass of its own.
+# %%
+# Measure
+# -------
 
-    Args:
-        model: The extended network.
-        X: Images ``[N, 1, 28, 28]``.
-        y: Labels ``[N]``.
-        save_memory: Which algorithm is asked for.
+torch.manual_seed(0)
+images, labels = load_one_batch_mnist(batch_size=32)
+images, lossfunc = images.double(), extend(CrossEntropyLoss())
+layers = [Conv2d(1, 4, 5, stride=2), ReLU(), Conv2d(4, 6, 5, stride=2), ReLU()]
+model = extend(Sequential(*layers, Flatten(), Linear(96, 10)).double())
+EXTENSIONS = (DiagGGNExact, BatchDiagGGNExact, SqrtGGNExact)
 
-    Returns:
-        Values of all parameters, and the size of the largest tensor, by field.
-    """
-    lossfunc = extend(CrossEntropyLoss())
+
+def compute(num_samples: int, save_memory: bool = True) -> Tuple[Dict, Dict]:
+    """Return all parameters' values, and the size of the largest tensor, by field."""
     values, sizes = {}, {}
-    for make_extension in EXTENSIONS:
-        extension = make_extension()
-        loss = lossfunc(model(X), y)
+    for extension in (cls() for cls in EXTENSIONS):
+        loss = lossfunc(model(images[:num_samples]), labels[:num_samples])
         with backpack(extension), weight_jac_t_save_memory(save_memory=save_memory):
             with LargestTensor() as largest:
                 loss.backward()
@@ -103,40 +70,36 @@ def compute(
     return values, sizes
 
 
-def main() -> None:
-    """Ask for both algorithms, compare what comes out, and measure."""
-    torch.manual_seed(0)
-    X, y = load_one_batch_mnist(batch_size=16)
-    X = X.double()
-    model = Sequential(
-        *(Conv2d(1, 4, 5, stride=2), ReLU(), Conv2d(4, 6, 5, stride=2), ReLU()),
-        *(Flatten(), Linear(96, 10)),
-    ).double()
-    model = extend(model)
+batch_sizes, columns, kernel, positions = [4, 8, 16, 32], 10, 1 * 5 * 5, 12 * 12
+sizes = [compute(n)[1] for n in batch_sizes]
+copied = [columns * n * kernel * positions for n in batch_sizes]
 
-    values, sizes = compute(model, X, y, save_memory=True)
-    others, _ = compute(model, X, y, save_memory=False)
-    for field, tensors in values.items():
-        for value, other in zip(tensors, others[field]):
-            assert_close(value, other, rtol=1e-8, atol=1e-12)
+fig, ax = plt.subplots(figsize=(6, 4), layout="constrained")
+ax.plot(batch_sizes, copied, "k--", label="unfolded input, for each column")
+ax.plot(batch_sizes, [c / columns for c in copied], "k:", label="unfolded input")
+for field, marker in zip(sizes[0], "osv"):
+    ax.plot(batch_sizes, [s[field] for s in sizes], f"{marker}-", label=field)
+ax.set(xlabel="samples", ylabel="numbers in the largest tensor")
+ax.set(xscale="log", yscale="log")
+ax.set_xticks(batch_sizes, batch_sizes)
+ax.legend(fontsize=8)
+plt.show()
+for field, size in sizes[-1].items():
+    print(f"Largest tensor while computing {field}: {size} of {copied[-1]}")
+assert all(max(s.values()) < c / 2 for s, c in zip(sizes, copied))
 
-    few = slice(0, 4)
-    with backpack(DiagGGNExact()):
-        extend(CrossEntropyLoss())(model(X[few]), y[few]).backward()
-    diagonal = torch.cat([p.diag_ggn_exact.flatten() for p in model.parameters()])
-    idx = list(range(0, 4 * 25 + 4 + 6 * 100, 31))  # the two convolutions
-    expected = autograd_diag_ggn_exact(X[few], y[few], model, CrossEntropyLoss(), idx)
-    assert_close(diagonal[idx], expected, rtol=1e-8, atol=1e-12)
-    print("Both ways agree with each other, and with plain automatic differentiation.")
+# %%
+# Check
+# -----
+# The switch changes nothing, and values agree with plain automatic differentiation.
 
-    num_columns, kernel, positions = 10, 1 * 5 * 5, 12 * 12
-    unfolded = len(X) * kernel * positions
-    print(f"Unfolded input of the first convolution: {unfolded} numbers")
-    print(f"... copied for each of {num_columns} columns: {num_columns * unfolded}")
-    for field, size in sizes.items():
-        print(f"Largest tensor while computing {field}: {size}")
-        assert size < num_columns * unfolded / 2
-
-
-if __name__ == "__main__":
-    main()
+values, others = compute(4)[0], compute(4, save_memory=False)[0]
+for field, tensors in values.items():
+    for value, other in zip(tensors, others[field]):
+        assert_close(value, other, rtol=1e-8, atol=1e-12)
+diagonal = torch.cat([d.flatten() for d in values["diag_ggn_exact"]])
+idx = list(range(0, 4 * 25 + 4 + 6 * 100, 31))  # the two convolutions
+expected = autograd_diag_ggn_exact(
+    images[:4], labels[:4], model, CrossEntropyLoss(), idx
+)
+assert_close(diagonal[idx], expected, rtol=1e-8, atol=1e-12)

@@ -66,17 +66,59 @@ def test_every_public_name_is_documented(name: str):
 
 def pages() -> List[Path]:
     """List the pages of the documentation, and the first one to read."""
-    return [*sorted(DOCS.glob("*.rst")), ROOT / "README.md"]
+    folders = (DOCS, DOCS / "howto", DOCS / "api")
+    return [*(p for f in folders for p in sorted(f.glob("*.rst"))), ROOT / "README.md"]
 
 
-def test_quantities_are_described():
-    """README, quantities and API show every quantity and the name of its field."""
+@pytest.fixture
+def quantity_pages(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Import what writes a page for each quantity."""
+    monkeypatch.syspath_prepend(str(DOCS))
+    return import_module("quantity_pages")
+
+
+def test_quantities_are_described(quantity_pages: Any):
+    """README, overview and a page show every quantity, its field and its API."""
+    by_name = {name: q for q in quantity_pages.QUANTITIES for name in q.names}
+    assert set(by_name) == {quantity.__name__ for quantity in support.QUANTITIES}
     for quantity in support.QUANTITIES:
         name, field = quantity.__name__, quantity().savefield
-        for page in (ROOT / "README.md", DOCS / "quantities.rst"):
-            text = page.read_text()
-            assert f"`{name}" in text and f"`{field}`" in text, (page.name, name)
-        assert f"backpack.extensions.{name}\n" in (DOCS / "api.rst").read_text()
+        page = quantity_pages.page(by_name[name])
+        assert f"``{name}``: saved in ``{field}``" in page
+        assert f".. autoclass:: backpack.extensions.{name}\n" in page
+        for text in (
+            (ROOT / "README.md").read_text(),
+            (DOCS / "quantities.rst").read_text(),
+        ):
+            assert f"`{name}" in text and f"`{field}`" in text, name
+        table = quantity_pages.table("")
+        assert re.search(rf":doc:`[^<]*\b{name}\b", table) and f"``{field}``" in table
+
+
+def test_costs_are_those_that_were_recorded(quantity_pages: Any):
+    """Pages show the benchmark's numbers, for each quantity that has some."""
+    recorded = quantity_pages.recorded()
+    text = quantity_pages.BENCHMARK.read_text()
+    assert len(recorded) == len(quantity_pages.NETWORKS)
+    for quantity in quantity_pages.QUANTITIES:
+        shown = "\n".join(quantity_pages.cost_table(quantity.names))
+        for name in quantity.names:
+            has_some = any(name in values for values in recorded.values())
+            assert (f"``{name}``" in shown) == has_some
+            for values in recorded.values():
+                if name in values:
+                    time, memory = values[name][:2]
+                    assert f"     - {time}\n     - {memory}" in shown
+                    assert f"| `{name}` | {time} | {memory} |" in text
+
+
+@pytest.mark.parametrize("page", range(19))
+def test_code_on_pages_of_quantities_runs(page: int, quantity_pages: Any):
+    """The example on each page of a quantity runs, and makes assertions."""
+    quantity = quantity_pages.QUANTITIES[page]
+    code = quantity_pages.code(quantity)
+    assert "assert " in code and len(quantity_pages.QUANTITIES) == 19
+    exec(compile(code, quantity.title, "exec"), {})
 
 
 def test_options_are_described():
@@ -90,7 +132,7 @@ def test_options_are_described():
 
 def test_names_to_import_from_the_package_are_described():
     """The page on the API shows what ``backpack`` exports."""
-    text = (DOCS / "api.rst").read_text()
+    text = (DOCS / "api" / "users.rst").read_text()
     for name in set(backpack.__all__) - {"BackpropExtension", "extensions"}:
         assert re.search(rf"auto\w+:: backpack\.{name}$", text, re.MULTILINE), name
 
@@ -127,16 +169,17 @@ def test_messages_are_quoted_as_they_are():
 
 
 def test_support_table_is_shown(monkeypatch: pytest.MonkeyPatch):
-    """The documentation's table has a row for each layer and loss, and all notes."""
+    """The table has a row for each layer and loss, a column for each quantity."""
     monkeypatch.syspath_prepend(str(DOCS))
-    text = import_module("support_table").table()
-    matrix = {**support.of_layers(), **support.of_losses()}
-    for name, row in matrix.items():
+    module = import_module("support_table")
+    text = module.table()
+    for name, row in {**support.of_layers(), **support.of_losses()}.items():
         title = name if " " in name else f"``{name}``"
-        assert f"   * - {title}\n" in text
+        assert f"      * - {title}\n" in text
         assert all(cell.note in text for cell in row.values())
+        assert all(module.SYMBOLS[cell.rule] in text for cell in row.values())
     for quantity in set(extensions.__all__) - {"HBP"}:
-        assert text.count(f"| ``{quantity}``\n") == 2
+        assert f"``{quantity}``" in text
 
 
 def test_model_table_is_shown(monkeypatch: pytest.MonkeyPatch):
@@ -145,12 +188,25 @@ def test_model_table_is_shown(monkeypatch: pytest.MonkeyPatch):
     module = import_module("model_table")
     text = module.tables()
     rows = json.loads(module.RESULTS.read_text())["rows"].values()
-    assert text.count("   * - ") == len(rows) + len({row["kind"] for row in rows})
+    assert text.count("   * - ") == len(rows) + text.count(":header-rows:")
     for row in rows:
-        assert f"   * - {row['name']}\n     - {row['setting']}\n" in text
+        lines = f"   * - {row['name']}\n        - {row['setting']}".rstrip()
+        assert f"{lines}\n" in text
         for part in module.COLUMNS:
             reason = row["parts"].get(part, {}).get("reason", "")
             assert module.literal(reason) in text
+
+
+@pytest.mark.parametrize("name", ["support_table", "model_table"])
+def test_tables_that_are_unfolded_are_short(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Large tables are folded, and none has more than 40 rows."""
+    monkeypatch.syspath_prepend(str(DOCS))
+    module = import_module(name)
+    text = getattr(module, {"support_table": "table", "model_table": "tables"}[name])()
+    parts = text.split(".. list-table::")
+    assert len(parts) > 5
+    assert all(part.count("   * - ") <= 41 for part in parts[1:])
+    assert text.count("   .. list-table::") == len(parts) - 1, "not all are folded"
 
 
 def names_in_code(page: Path) -> Set[str]:

@@ -370,7 +370,6 @@ SCRIPTS: Dict[str, Callable[[Module], Module]] = {
 NOT_RECORDED = {
     "function": (lambda m, x: F.linear(x, m.weight, m.bias), nn.Linear(3, 3)),
     "disabled": (in_disable, nn.Linear(3, 3)),
-    "compiled": (lambda m, x: torch.compile(m, backend="eager")(x), nn.Linear(3, 3)),
     "vmap": (lambda m, x: torch.func.vmap(m)(x), nn.Linear(3, 3)),
 }
 SEQUENCE = Sequential(nn.Linear(3, 2), nn.Flatten(), nn.Linear(4, 3))

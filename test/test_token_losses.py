@@ -472,6 +472,79 @@ def test_loss_inside(form: str, t: int) -> None:
     assert_right(row)
 
 
+FUNCTIONS: Dict[str, Callable[[Tensor], Tensor]] = {
+    "cross-entropy": lambda f: F.cross_entropy(f.flatten(0, 1), labels(f).flatten()),
+    "cross-entropy-options": lambda f: F.cross_entropy(
+        f.mT, some(f), WEIGHT, label_smoothing=0.2, reduction="sum"
+    ),
+    "keywords": lambda f: F.cross_entropy(target=labels(f), input=f.mT, ignore_index=1),
+    "module": lambda f: nn.CrossEntropyLoss(WEIGHT)(f.mT, labels(f)),
+    "scaled": lambda f: -F.cross_entropy(f.mT, soft(f).mT).div(-7),
+    "mse": lambda f: F.mse_loss(f, real(f)),
+    "mse-sum": lambda f: F.mse_loss(f, real(f), reduction="sum"),
+    "huber": lambda f: F.huber_loss(f, real(f), delta=0.3),
+    "smooth-l1": lambda f: F.smooth_l1_loss(f, real(f), beta=0.3),
+    "bce-with-logits": lambda f: F.binary_cross_entropy_with_logits(
+        f, soft(f), pos_weight=WEIGHT
+    ),
+    "poisson-nll": lambda f: F.poisson_nll_loss(f, soft(f), log_input=True),
+    "gaussian-nll": lambda f: F.gaussian_nll_loss(f, real(f), soft(f), full=True),
+    "two": lambda f: F.mse_loss(f, real(f)) + 0.5 * F.cross_entropy(f.mT, labels(f)),
+    "each-sample": lambda f: sum(F.mse_loss(x, real(x)) for x in f) / len(f),
+    "two-parts": lambda f: F.mse_loss(f[:, :1], real(f[:, :1]))
+    + F.huber_loss(f[:, 1:], real(f[:, 1:])),
+}
+
+
+def computing(function: Callable[[Tensor], Tensor], t: int) -> Row:
+    """Make a row with a model that computes a function of its prediction."""
+    return Row(
+        lambda: Lambda(
+            lambda m, i, inside=False: function(m.body(i)) if inside else m.body(i),
+            body=body(),
+        ),
+        tokens(t),
+        objective=lambda f, _: function(f),
+        value=lambda m, _, X: m(*X, inside=True),
+    )
+
+
+@pytest.mark.parametrize("t", LENGTHS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_inside(name: str, t: int) -> None:
+    """A model that computes its loss by functions is as good as one with modules."""
+    assert_right(computing(FUNCTIONS[name], t))
+
+
+NO_LOSSES: Dict[str, Callable[[Tensor], Tensor]] = {
+    "exp": lambda f: F.mse_loss(f, real(f)).exp(),
+    "root": lambda f: F.mse_loss(f, real(f)).sqrt(),
+    "square": lambda f: F.mse_loss(f, real(f)) ** 2,
+    "product": lambda f: F.mse_loss(f, real(f)) * F.cross_entropy(f.mT, labels(f)),
+    "weighted": lambda f: F.mse_loss(f, real(f), weight=soft(f)),
+    "no-reduction": lambda f: F.mse_loss(f, real(f), reduction="none").sum(),
+    "by-hand": lambda f: (f - real(f)).square().mean(),
+}
+
+
+@pytest.mark.parametrize("name", NO_LOSSES)
+def test_functions_that_are_no_losses(name: str) -> None:
+    """Second order needs a loss whose Hessian is known; a function of one is none."""
+    row = computing(NO_LOSSES[name], 3)
+    assert_refused(row, "DiagGGNExact", "extended loss", (AssertionError,))
+
+
+@pytest.mark.parametrize("function", ["binary_cross_entropy", "nll_loss", "kl_div"])
+def test_functions_of_probabilities(function: str) -> None:
+    """Losses of what no longer is a score are right in first order."""
+    of_scores = {
+        "binary_cross_entropy": lambda f: F.binary_cross_entropy(f.sigmoid(), soft(f)),
+        "nll_loss": lambda f: F.nll_loss(f.log_softmax(-1).mT, labels(f)),
+        "kl_div": lambda f: F.kl_div(f.log_softmax(-1), soft(f), reduction="batchmean"),
+    }[function]
+    assert_right(computing(of_scores, 3)._replace(quantities=FIRST_ORDER))
+
+
 class Dictionary(nn.CrossEntropyLoss):
     """A loss that returns a dictionary beside its value."""
 

@@ -106,7 +106,7 @@ def transform_remove_duplicates(module: GraphModule, debug: bool) -> GraphModule
     return recompile(module)
 
 
-def check_backpack_compatible(module: Module, debug: bool) -> None:
+def check_backpack_compatible(module: GraphModule, debug: bool) -> None:
     """Check that only modules operate on tensors, and none of them in place.
 
     Args:

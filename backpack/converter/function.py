@@ -31,10 +31,7 @@ class Call:
     """Call of a function or method, whose arguments may contain further calls."""
 
     def __init__(
-        self,
-        target: Union[str, Callable],
-        args: Sequence[Any],
-        kwargs: Dict[str, Any],
+        self, target: Union[str, Callable], args: Sequence[Any], kwargs: Dict[str, Any]
     ):
         """Store function and arguments.
 
@@ -44,7 +41,7 @@ class Call:
                 dictionaries and slices, a :class:`Placeholder` or :class:`Call`.
             kwargs: Keyword arguments, likewise.
         """
-        self.target = target
+        self.target: Any = target
         self.args = args
         self.kwargs = kwargs
 

@@ -62,7 +62,7 @@ def transform_inplace_to_normal(
             if getattr(child, "inplace", False):
                 if debug:
                     print(f"  {child}: not in place")
-                child.inplace = False
+                child.inplace = False  # type: ignore[assignment]
         return
 
     kinds = find_kinds(module)
@@ -88,7 +88,7 @@ def transform_inplace_to_normal(
             undo(node)
             continue
         if origin[source].op == "get_attr":
-            path = origin[source].target.rpartition(".")[0]
+            path = str(origin[source].target).rpartition(".")[0]
             raise Untraceable(path, f"it changes its {origin[source].target} in place")
         if NO_GRAD in node.meta and NO_GRAD not in origin[source].meta:
             # its value changes, while its gradient stays what it was

@@ -1,7 +1,7 @@
 """Questions to a traced graph: what a node does, and what its value depends on."""
 
 import operator
-from typing import Any, Callable, Dict, Optional, Union
+from typing import Any, Callable, Dict, Union
 
 import torch
 from torch.fx import GraphModule, Node
@@ -39,7 +39,7 @@ ROWWISE_MODULES = tuple(
 )
 
 
-def target_name(target: Target) -> str:
+def target_name(target: Any) -> str:
     """Look up the name of a function or method.
 
     Args:
@@ -60,10 +60,10 @@ def operation(node: Node) -> str:
     Returns:
         Name of a function or method; of an attribute, if that is what it reads.
     """
-    return node.args[1] if node.target is getattr else target_name(node.target)
+    return target_name(node.args[1] if node.target is getattr else node.target)
 
 
-def called(node: Node) -> Optional[Module]:
+def called(node: Any) -> Any:
     """Look up the module that a node calls.
 
     Args:
@@ -74,7 +74,7 @@ def called(node: Node) -> Optional[Module]:
     """
     if node.op != "call_module":
         return None
-    return node.graph.owning_module.get_submodule(node.target)
+    return node.graph.owning_module.get_submodule(str(node.target))
 
 
 def is_index(node: Node) -> bool:
@@ -93,7 +93,7 @@ def is_index(node: Node) -> bool:
     )
 
 
-def find_kinds(graph_module: GraphModule) -> Dict[Node, str]:
+def find_kinds(graph_module: Any) -> Dict[Node, str]:
     """Tell sizes, what does not depend on the input's values, and the rest apart.
 
     Args:
@@ -155,7 +155,7 @@ def is_batch_size(node: Any, of: Node) -> bool:
     """
     if not isinstance(node, Node) or node.op not in OPERATION:
         return False
-    source = node.args[0]
+    source: Any = node.args[0]
     if node.target is operator.getitem and node.args[1] == 0:
         whole = ("size",), (getattr, "shape")
         if (source.target, *source.args[1:]) not in whole:

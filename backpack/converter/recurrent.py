@@ -1,7 +1,7 @@
 """Stacked recurrent layers, split into single ones."""
 
 from collections import OrderedDict
-from typing import Dict, List, Optional, Tuple, Union
+from typing import Any, Dict, List, Optional, Tuple, Union
 
 from torch.fx import GraphModule, Node
 from torch.nn import LSTM, RNN, Dropout, Module, Sequential
@@ -43,7 +43,7 @@ def make_rnn_backpack(module: Union[RNN, LSTM]) -> Module:
     options = {"bias": module.bias, "batch_first": batch_first, "device": "meta"}
     if isinstance(module, RNN):
         options["nonlinearity"] = module.nonlinearity
-    layers = OrderedDict()
+    layers: OrderedDict[str, Module] = OrderedDict()
     for idx in range(module.num_layers):
         if idx > 0:
             layers[f"reduce_tuple_{idx}"] = ReduceTuple(0)
@@ -84,7 +84,8 @@ def _picked(node: Node) -> Optional[int]:
     module = called(node)
     if isinstance(module, ReduceTuple):
         return module.index
-    return node.args[1] if node.op in OPERATION and is_index(node) else None
+    index: Any = node.args[1] if node.op in OPERATION and is_index(node) else None
+    return index
 
 
 def transform_lstm_rnn(module: Module, debug: bool) -> GraphModule:
@@ -115,7 +116,7 @@ def transform_lstm_rnn(module: Module, debug: bool) -> GraphModule:
         if debug:
             print(f"  {target}: {layers}")
         for node in nodes:
-            value = node.args[0]
+            value: Any = node.args[0]
             with graph.inserting_before(node):
                 for name, _ in layers.named_children():
                     value = graph.call_module(f"{target}.{name}", (value,))

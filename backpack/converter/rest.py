@@ -1,6 +1,6 @@
 """Operations that no known module stands for."""
 
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Sequence, Tuple
 
 import torch
 from torch.fx import GraphModule, Node
@@ -43,24 +43,24 @@ def transform_rest_to_function_modules(module: Module, debug: bool) -> GraphModu
     kinds = find_kinds(graph_module)
     folded = {node: _folds(node, kinds) for node in graph.nodes}
     # Collect before changing any node: expressions reach back through folded ones
-    found = []
+    found: List[Tuple[Node, Module, Tuple[Node, ...], Sequence[Node]]] = []
     for node in graph.nodes:
         if node.op not in OPERATION or kinds[node] == "size":
             continue
         if folded[node] and all(user.op in OPERATION for user in node.users):
             continue
         if is_index(node) and _is_tuple(node.args[0], folded):
-            found.append((node, ReduceTuple(node.args[1]), (node.args[0],), ()))
+            found.append((node, ReduceTuple(node.args[1]), node.args[:1], ()))
             continue
         parts = _parts(node, folded)
-        inputs = {s: None for part in parts for s in part.all_input_nodes}
-        inputs = [source for source in inputs if not folded[source]]
+        sources = dict.fromkeys(s for part in parts for s in part.all_input_nodes)
+        inputs = [source for source in sources if not folded[source]]
         inputs.sort(key=lambda source: source.op == "get_attr")
         positions = {source: idx for idx, source in enumerate(inputs)}
         new_module = FunctionModule(_expression(node, positions, {}))
         found.append((node, new_module, tuple(inputs), parts))
-    for node, new_module, inputs, parts in found:
-        install(graph_module, node, new_module, inputs, debug, parts)
+    for replacement in found:
+        install(graph_module, *replacement[:3], debug, replacement[3])
     erase_unused(graph_module)
     return recompile(graph_module)
 

@@ -144,8 +144,8 @@ def _trace_once(root: Module, keep_whole: Tuple[str, ...]) -> GraphModule:
         if names and path != "":
             raise Untraceable(path, f"it sets its attributes {sorted(names)}")
     if changes[""]:
-        names = sorted(changes[""])
-        warn(LOST_STATE.format(name=type(root).__name__, attributes=names))
+        own = sorted(changes[""])
+        warn(LOST_STATE.format(name=type(root).__name__, attributes=own))
 
     saved = root.state_dict(keep_vars=True)
     originals = dict(root.named_modules(remove_duplicate=False))

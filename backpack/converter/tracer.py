@@ -153,7 +153,7 @@ class BackpackTracer(Tracer):
         Args:
             keep_whole: Qualified names of further modules to stop at. Default: None.
         """
-        super().__init__(autowrap_modules=(math, einops))
+        super().__init__(autowrap_modules=(math, einops))  # type: ignore[arg-type]
         self.keep_whole = keep_whole
         self._path = ""  # innermost module that was entered with gradients on
 

@@ -9,7 +9,7 @@ differentiated by autograd in all of these inputs at once.
 from __future__ import annotations
 
 from functools import reduce
-from typing import Any, Callable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterable, List, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from torch.func import functional_call
 from torch.nn import Module, Parameter
 
 from backpack.core.derivatives.generic import argument_position, find_parameter
-from backpack.core.derivatives.input_base import BaseDerivatives
 from backpack.core.derivatives.stored import (
     OUTPUT_TYPE,
     checked,
@@ -28,11 +27,11 @@ from backpack.core.derivatives.sum_module import SumModuleDerivatives
 from backpack.hessianfree.lop import pull_back, pull_columns
 from backpack.hessianfree.rop import R_op
 from backpack.utils.disable import disable
-from backpack.utils.subsampling import subsample
-from backpack.utils.types import HALF, as_type, full_precision
+from backpack.utils.subsampling import Subsampling, subsample
+from backpack.utils.types import HALF, Layer, as_type, full_precision
 from backpack.utils.unsqueeze import flatten
 
-Columns = List[Optional[Tensor]]
+Columns = List[Any]
 _FROZEN = "_backpack_frozen"  # marks the copies that ``freeze`` makes
 
 NOT_TWICE = (
@@ -48,7 +47,7 @@ CHANGED = (
 )
 
 
-def freeze(module: Module) -> Module:
+def freeze(module: Layer) -> Layer:
     """Copy a module such that the copy keeps the present inputs and output.
 
     Args:
@@ -106,8 +105,8 @@ class Snapshot:
             module: Frozen module.
         """
         self._module = module
-        tensors = (*module.parameters(), *stored_inputs(module), module.output)
-        tensors = [x.detach() for x in tensors if isinstance(x, Tensor)]  # no graph
+        values = (*module.parameters(), *stored_inputs(module), module.output)
+        tensors = [x.detach() for x in values if isinstance(x, Tensor)]  # no graph
         self._seen = [(x, x._version) for x in tensors]
 
     def check(self, ext: str, name: str) -> None:
@@ -138,10 +137,10 @@ class Linearization:
 
     def __init__(
         self,
-        derivatives: BaseDerivatives,
-        module: Module,
+        derivatives: Any,
+        module: Layer,
         g_out: Tuple[Tensor, ...],
-        positions: Sequence[int] = (0,),
+        positions: Iterable[int] = (0,),
     ):
         """Store what to linearize.
 
@@ -160,7 +159,7 @@ class Linearization:
         self._copies = shapes == {module.output.shape}
         self.is_joint = not self._copies and (self._sums or self.positions != [0])
 
-    def select(self, subsampling: List[int]) -> Linearization:
+    def select(self, subsampling: Subsampling) -> Linearization:
         """Restrict to some samples.
 
         Args:
@@ -204,7 +203,8 @@ class Linearization:
         """
         columns, dtype = self._typed(columns), self.module.output.dtype
         if self._copies:
-            return sum(column for column in columns if column is not None).to(dtype)
+            total: Any = sum(column for column in columns if column is not None)
+            return total.to(dtype)
         if not self.is_joint:
             args = self.module, (), self.g_out, columns[0]
             return self.derivatives.jac_mat_prod(*args).to(dtype)
@@ -341,8 +341,8 @@ class ParameterLinearization:
 
     def __init__(
         self,
-        derivatives: BaseDerivatives,
-        module: Module,
+        derivatives: Any,
+        module: Layer,
         g_out: Tuple[Tensor, ...],
         name: str,
     ):

@@ -158,7 +158,7 @@ class LayerLike(Operation):
             features: Number of axes that are no rows, of input and output. Default:
                 ``None`` if all but the first are none.
         """
-        super().__init__(data, names)
+        super().__init__(data, list(names))
         self.derivatives, self.layer, self.names = derivatives, layer, names
         self._features = features
         self._arranged: Optional[Tuple[Any, Tensor]] = None
@@ -192,7 +192,7 @@ class LayerLike(Operation):
         if n == 1 and lead > 0:
             out = Layout(0, x.shape[0])
         try:
-            arrangement = Arrangement(out, x.shape[:lead], n)
+            arrangement = Arrangement(out, x.shape[:lead], n)  # type: ignore[arg-type]
         except ValueError:
             return None
         dtype = getattr(self.layer, name).dtype
@@ -238,6 +238,7 @@ class Contraction(Operation):
 
     Attributes:
         key: Which argument the matrix is.
+        outputs: Axes of the output that come from the matrix.
     """
 
     def __init__(
@@ -248,7 +249,6 @@ class Contraction(Operation):
         outputs: Sequence[int],
         weight_axes: Sequence[int],
         scale: float = 1.0,
-        shift: Optional[Key] = None,
     ):
         """Store which axes are contracted.
 
@@ -260,10 +260,9 @@ class Contraction(Operation):
             outputs: Axes of the output that come from the matrix.
             weight_axes: Where the matrix has its output axes, then its input axes.
             scale: Number that the product is multiplied by. Default: 1.
-            shift: Which argument is added to each row. Default: ``None``.
         """
-        super().__init__(data, [key] if shift is None else [key, shift])
-        self.key, self._inputs, self._outputs = key, inputs, outputs
+        super().__init__(data, [key])
+        self.key, self._inputs, self.outputs = key, inputs, outputs
         self._weight_axes, self._scale = list(weight_axes), scale
 
     def is_possible(self, placement: Placement) -> bool:  # noqa: D102
@@ -283,7 +282,7 @@ class Contraction(Operation):
     def product(
         self, key: Key, shape: torch.Size, cotangents: Tensor, out: Placement, n: int
     ) -> Optional[PerSample]:  # noqa: D102
-        outputs, inputs = self._outputs, self._inputs
+        outputs, inputs = self.outputs, self._inputs
         if n == 1:
             out = _anywhere(cotangents.shape[1:], outputs)
         b = cotangents.movedim([o + 1 for o in outputs], [*range(-len(outputs), 0)])
@@ -295,13 +294,15 @@ class Contraction(Operation):
         elif isinstance(out, Tensor):
             out = out.movedim([*outputs], [*range(-len(outputs), 0)])
         try:
-            arrangement = Arrangement(out, rows, n)
+            arrangement = Arrangement(out, rows, n)  # type: ignore[arg-type]
         except ValueError:
             return None
         b = arrangement.rows(b, 1).flatten(3)
         if key != self.key:
             if prod(shape) != b.shape[-1]:
                 return None
+            if len(shape) > 1:
+                return Dense(b.sum(2).unflatten(-1, shape), shape)
             return Summed(b, shape)
         x = self.data.movedim([*inputs], [*range(-len(inputs), 0)])
         a = arrangement.rows(as_type(x, b.dtype)).flatten(2)
@@ -498,6 +499,13 @@ def _embedding(args: Sequence[Any], kwargs: Dict[str, Any]) -> Optional[Operatio
     return LayerLike(EmbeddingDerivatives(), layer, keys, bound["input"], (0, 1))
 
 
+def _rows(args: Sequence[Any], kwargs: Dict[str, Any]) -> Optional[Operation]:
+    weight, ids = args
+    if not isinstance(ids, Tensor) or ids.dtype != torch.long or weight.dim() != 2:
+        return None
+    return None if bool((ids < 0).any()) else _embedding(args, kwargs)
+
+
 def _layer_norm(derivatives: BaseParameterDerivatives, names: str) -> Callable:
     def rule(args: Sequence[Any], kwargs: Dict[str, Any]) -> Optional[Operation]:
         bound = _bound(names, args, kwargs)
@@ -571,23 +579,26 @@ def _matmul(
 def _rmatmul(
     args: Sequence[Any], kwargs: Dict[str, Any], constants: Keys
 ) -> Optional[Operation]:
-    found = _matmul(args[::-1], kwargs, [1 - key for key in constants])
-    if found is not None:
-        found.key = 1 - found.key
+    found = _matmul(args[::-1], kwargs, [1 - int(key) for key in constants])
+    if isinstance(found, Contraction):
+        found.key = 1 - int(found.key)
         found.keys = (found.key,)
     return found
 
 
-def _addmm(args: Sequence[Any], kwargs: Dict[str, Any]) -> Optional[Operation]:
+def _addmm(
+    args: Sequence[Any], kwargs: Dict[str, Any], constants: Keys
+) -> Optional[Operation]:
     if len(args) != 3 or kwargs:
         return None
-    shift, x, weight = args
-    if x.dim() != 2 or not weight.requires_grad and not shift.requires_grad:
+    factors = [key - 1 for key in constants if key] or [1]
+    found = _matmul(args[1:], {}, factors)
+    if found is None:
         return None
-    if shift.requires_grad and shift.dim() != 1:
-        return None
-    found = Contraction(2, x, [1], [1], [1, 0], shift=0)
-    found.keys = tuple(i for i in (0, 2) if args[i].requires_grad)
+    (column,) = found.outputs
+    if 0 in constants and (1, 1, *args[0].shape)[-2:][1 - column] != 1:
+        return None  # rows of the result get different shifts
+    found.key, found.keys = found.key + 1, tuple(constants)
     return found
 
 
@@ -621,7 +632,7 @@ def _einsum(
     terms = operands.split(",")
     if any(len(set(term)) < len(term) for term in (*terms, out)):
         return None
-    return _einsum_with(constants[0] - 1, terms, out, args[1:])
+    return _einsum_with(int(constants[0]) - 1, terms, out, args[1:])
 
 
 def _einsum_with(
@@ -685,8 +696,8 @@ _TIMES = Rule(_mul, True)
 
 OPERATIONS: Dict[Callable, Rule] = {
     functional.linear: Rule(_linear),
-    torch.addmm: Rule(_addmm),
-    Tensor.addmm: Rule(_addmm),
+    torch.addmm: Rule(_addmm, True),
+    Tensor.addmm: Rule(_addmm, True),
     torch.mm: Rule(_matmul, True),
     Tensor.mm: Rule(_matmul, True),
     torch.matmul: Rule(_matmul, True),
@@ -702,6 +713,7 @@ OPERATIONS: Dict[Callable, Rule] = {
     torch.conv_transpose2d: Rule(_conv_transpose(2)),
     torch.conv_transpose3d: Rule(_conv_transpose(3)),
     functional.embedding: Rule(_embedding),
+    Tensor.__getitem__: Rule(_rows),
     functional.layer_norm: Rule(_LAYER_NORM),
     functional.rms_norm: Rule(_RMS_NORM),
     torch.rms_norm: Rule(_RMS_NORM),

@@ -7,8 +7,10 @@ layer needs besides its derivatives.
 from __future__ import annotations
 
 from functools import lru_cache
+from inspect import signature
 from typing import (
     Any,
+    Callable,
     Dict,
     Mapping,
     NamedTuple,
@@ -19,7 +21,7 @@ from typing import (
 )
 
 from torch import Tensor, nn
-from torch.nn import Module
+from torch.nn import Module, functional
 
 from backpack.core.derivatives import activations, adaptive_avg_pool_nd, normalization
 from backpack.core.derivatives.avgpoolnd import AvgPoolNDDerivatives
@@ -75,7 +77,7 @@ class Row(NamedTuple):
         several_outputs: Whether the derivatives take cotangents of several outputs.
     """
 
-    derivatives: BaseDerivatives
+    derivatives: Any
     params: Optional[Tuple[str, ...]] = ()
     min_dim: int = 1
     several_outputs: bool = False
@@ -210,6 +212,21 @@ LOSSES: Dict[Type[Module], Row] = {
     nn.BCEWithLogitsLoss: Row(BCELossWithLogitsDerivatives()),
 }
 
+# Losses, and the modules that compute the same
+LOSS_FUNCTIONS: Dict[Callable, Type[Module]] = {
+    functional.cross_entropy: nn.CrossEntropyLoss,
+    functional.nll_loss: nn.NLLLoss,
+    functional.mse_loss: nn.MSELoss,
+    functional.l1_loss: nn.L1Loss,
+    functional.smooth_l1_loss: nn.SmoothL1Loss,
+    functional.huber_loss: nn.HuberLoss,
+    functional.binary_cross_entropy: nn.BCELoss,
+    functional.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
+    functional.kl_div: nn.KLDivLoss,
+    functional.poisson_nll_loss: nn.PoissonNLLLoss,
+    functional.gaussian_nll_loss: nn.GaussianNLLLoss,
+}
+
 # Work in place if told so, and their derivative can be told from the output as well
 READ_FROM_OUTPUT = (nn.ReLU, nn.ReLU6, nn.Hardtanh, nn.LeakyReLU)
 
@@ -312,7 +329,8 @@ def find_row(module: Module, losses: bool = False) -> Optional[Row]:
     Returns:
         Its row, or ``None`` where only the generic rule is right.
     """
-    row, names = _find_own(type(module), losses)
+    cls: Any = type(module)
+    row, names = _find_own(cls, losses)
     return row if vars(module).keys().isdisjoint(names) else None
 
 
@@ -355,3 +373,30 @@ def find_loss(module: Module) -> Row:
         Its row, or the one for losses in general.
     """
     return find_row(module, losses=True) or GENERIC_LOSS
+
+
+def find_loss_module(
+    func: Callable, args: Sequence[Any], kwargs: Dict[str, Any]
+) -> Optional[Tuple[Module, Tuple[Any, ...]]]:
+    """Describe a loss that was called as a function.
+
+    Args:
+        func: The function.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+
+    Returns:
+        The module that computes the same, and what it is called with; ``None`` if there
+        is none.
+    """
+    cls, names = LOSS_FUNCTIONS[func], signature(func).parameters
+    given = signature(func).bind(*args, **kwargs).arguments
+    operands = list(names)[: len(signature(cls.forward).parameters) - 1]
+    options = {
+        name: value
+        for name, value in given.items()
+        if name not in operands and value is not names[name].default
+    }
+    if not options.keys() <= signature(cls).parameters.keys():
+        return None
+    return cls(**options), tuple(given[name] for name in operands)

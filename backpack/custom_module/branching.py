@@ -1,6 +1,6 @@
 """Modules for computation graphs that branch: feed several modules, then merge."""
 
-from typing import Any, OrderedDict, Tuple, Union
+from typing import Any, Optional, OrderedDict, Tuple, Union
 
 from torch import Tensor
 from torch.nn import Module
@@ -31,13 +31,11 @@ class _Branch(Module):
             args: The branches, or one ordered dictionary of named branches.
         """
         super().__init__()
-        named = (
-            args[0].items()
-            if len(args) == 1 and isinstance(args[0], dict)
-            else ((str(idx), module) for idx, module in enumerate(args))
-        )
-        for name, module in named:
-            self.add_module(name, module)
+        named: Any = dict(enumerate(args))
+        if len(args) == 1 and isinstance(args[0], dict):
+            named = args[0]
+        for name, module in named.items():
+            self.add_module(str(name), module)
 
     def forward(self, input: Tensor) -> Tuple[Any, ...]:
         """Evaluate all branches.
@@ -60,7 +58,7 @@ class Parallel(Module):
     def __init__(
         self,
         *args: Union[OrderedDict[str, Module], Module],
-        merge_module: Module = None,
+        merge_module: Optional[Module] = None,
     ):
         """Use the given modules as branches.
 

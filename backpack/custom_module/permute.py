@@ -72,7 +72,7 @@ class Permute(Module):
             if order[0] != 0:
                 self._raise_batch_axis_moves(self.swap)
             self.dims = tuple(order)
-        return input.permute(self.dims)
+        return input.permute(self.dims or ())
 
     def extra_repr(self) -> str:
         """Describe the options for the module's ``repr``.

@@ -568,7 +568,7 @@ class BackwardPass:
             return False
         return not any(ext.runs_on(call) for ext in current.active_exts)
 
-    def parameters(self, call: Call) -> List[Tuple[str, Parameter]]:
+    def parameters(self, call: Call) -> List[Tuple[str, Any]]:
         """List the parameters a call is responsible for, as far as they take part.
 
         Args:
@@ -593,17 +593,26 @@ class BackwardPass:
         if not second_order:
             return
         module, output, (g_out, *_) = turn.module, turn.call.outputs[0], turn.g_out
-        if output.numel() != 1 or getattr(module, "reduction", "") == "none":
+        if output.numel() != 1:
             raise ValueError(
                 f"{type(second_order[0]).__name__} starts at a loss with a scalar "
                 f"output, and {module} has an output of shape {list(output.shape)}. "
                 "Use reduction='mean' or reduction='sum'."
             )
+        if turn.call.is_function and self._is_inside(turn.call):
+            return
         factor = float(g_out)
         self.loss_factors.append(factor)
-        if factor != 1.0:
+        if factor != 1.0 and not turn.call.is_function:
             warn(MODIFIED_LOSS.format(module=module, factor=factor), stacklevel=2)
         self.pull_back.meet(turn, second_order)
+
+    def _is_inside(self, call: Call) -> bool:
+        """Tell whether more than a sum was made of a loss that a model has called."""
+        if self.inspection is None:
+            return True
+        terms, _ = additive_terms(self.inspection.roots)
+        return set(terms).isdisjoint(self.inspection.calls[call])
 
 
 def met_before_losses(inspection: Inspection) -> List[Mixed]:

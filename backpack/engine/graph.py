@@ -345,7 +345,8 @@ class Inspection:
             if any(entries_of(node) for node in walk([term]))
         ]
         data_nodes = set(walk(data_terms))
-        separate, entangled = [], []
+        separate: List[Tensor] = []
+        entangled: List[Tensor] = []
         for param, nodes in outside.items():
             mixed = not data_nodes.isdisjoint(nodes)
             (entangled if mixed else separate).append(param)
@@ -364,7 +365,7 @@ class Inspection:
         return [
             met
             for node, met in self.meetings.items()
-            if not (node in harmless and operation_name(met) in _SUMS)
+            if not (node in harmless and _adds_up(node, met))
         ]
 
     @property
@@ -390,6 +391,12 @@ class Inspection:
             if node._saved_training and shape[0] > 1 and not known:
                 return f"BatchNorm{max(1, len(shape) - 2)}d"
         return None
+
+
+def _adds_up(node: Node, met: Mixed) -> bool:
+    """Tell whether samples have met in nothing but a sum of what they contribute."""
+    name = operation_name(met)
+    return name in _SUMS or name.strip("_ir") in ("add", "sub") and _is_scalar(node)
 
 
 def tail_terms(roots: Sequence[Node]) -> List[Node]:

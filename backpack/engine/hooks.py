@@ -26,13 +26,14 @@ from backpack.converter.function import FunctionModule
 from backpack.core.derivatives.generic import output_batch_axis, tensor_outputs
 from backpack.core.layout import FIRST, Layout, Mixed, Placement
 from backpack.core.operations import LayerLike, Operation
-from backpack.core.table import Row, find_row
+from backpack.core.table import Row, find_loss_module, find_row
 from backpack.engine.gaps import Known, explain
 from backpack.engine.graph import is_leaf
 from backpack.engine.placements import MARK, Pass, place, placement_of
 from backpack.engine.record import Call
 from backpack.engine.tracking import Tracker
 from backpack.engine.uses import Constant, Entry, Use, edge_of, entries_at, on_one_node
+from backpack.utils.compiling import untraced
 from backpack.utils.disable import disable
 from backpack.utils.module_classification import is_loss, is_no_op
 
@@ -40,8 +41,10 @@ from backpack.utils.module_classification import is_loss, is_no_op
 class _Frame:
     """A call of a module that has not returned yet."""
 
-    __slots__ = ("module", "call", "running", "called", "calls", "since", "tracker")
-    __slots__ += ("outer", "row", "suspends")
+    __slots__ = (
+        *("module", "call", "running", "called", "calls", "since", "tracker"),
+        *("outer", "row", "suspends"),
+    )
 
     def __init__(self, module: Module, running: int):
         self.module, self.running = module, running
@@ -74,6 +77,7 @@ def steps_aside() -> bool:
     """
     return (
         not torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
         or not disable.should_store_io()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
@@ -115,7 +119,10 @@ def enter_call(
     Returns:
         The arguments, guarded against interruptions, for an outermost call.
     """
-    if torch.compiler.is_compiling() or steps_aside():
+    if torch.compiler.is_dynamo_compiling():
+        traced = not torch.is_grad_enabled()
+        return None if traced else untraced(enter_call, module, args, kwargs)
+    if steps_aside():
         return None
     caller = sys._getframe(1)
     frames, tracker = _THREAD.frames, _THREAD.tracker
@@ -168,6 +175,7 @@ def _start(frame: _Frame, args: Tuple, kwargs: Dict[str, Any]) -> None:
     data = [x for x in tensors if not isinstance(x, Parameter)] or tensors
     known = [explain(x) for x in data]
     sizes = [k.n for k in known if k is not None and not isinstance(k.placement, Mixed)]
+    sizes = sizes or [k.n for k in known if k is not None]
     if not sizes:
         raw = [x for x in data if x.grad_fn is None]
         if not raw:
@@ -182,6 +190,7 @@ def _start(frame: _Frame, args: Tuple, kwargs: Dict[str, Any]) -> None:
             inputs.append((x, FIRST))
     frame.tracker = _THREAD.tracker = Tracker(n, inputs)
     frame.tracker.owner, frame.tracker.root = frame.call, frame.call.module_ref
+    frame.tracker.note_loss = _note_function
     frame.tracker.__enter__()
 
 
@@ -209,8 +218,9 @@ def leave_call(
     Returns:
         A replacement for outputs that are leaves of the graph, else ``None``.
     """
-    if torch.compiler.is_compiling():
-        return None
+    if torch.compiler.is_dynamo_compiling():
+        traced = not torch.is_grad_enabled()
+        return None if traced else untraced(leave_call, module, args, kwargs, output)
     frame = _pop_frame(module) if _THREAD.frames else None
     if type(kwargs) is _Guard:
         kwargs = dict(kwargs)  # the record would keep what keeps the record
@@ -260,7 +270,7 @@ def _remove_mode(tracker: Tracker) -> None:
 # ------------------------------------------------------------------ layers of the table
 
 _AXES = {nn.Linear: (1, 1), nn.Embedding: (0, 1)}
-_BATCH_AXES = {
+_BATCH_AXES: Dict[Any, int] = {
     **{nn.Conv1d: 3, nn.Conv2d: 4, nn.Conv3d: 5},
     **{nn.ConvTranspose1d: 3, nn.ConvTranspose2d: 4, nn.ConvTranspose3d: 5},
 }
@@ -293,7 +303,17 @@ def _row_of_call(
         return row if _keeps_samples(module, x) else None
     if not row.accepts(module, args) or not _is_plain(module, row):
         return None
+    if isinstance(module, nn.RNNBase) and not _takes_samples(module, x, tracker):
+        return None
     return row
+
+
+def _takes_samples(module: Module, x: Tensor, tracker: Optional[Tracker]) -> bool:
+    """Tell whether what a recurrent layer takes for the batch are the samples."""
+    axis, known = int(not module.batch_first), _input_of(module, x, tracker)
+    if x.dim() < 3 or x.shape[axis] != known.n:
+        return False
+    return known.n == 1 or known.placement == Layout(axis, 1)
 
 
 def _is_plain(module: Module, row: Row) -> bool:
@@ -430,11 +450,6 @@ def _placements(
     name, placement = f"`{type(module).__name__}` on {list(x.shape)}", known.placement
     mixed = Mixed(name, module=weakref.ref(module))
     if isinstance(module, nn.RNNBase):
-        axis = int(not module.batch_first)
-        if placement is None or x.dim() < 3:
-            return [mixed._replace(is_known=False)] * len(outputs)
-        if placement != Layout(axis, 1):
-            return [mixed] * len(outputs)
         return [Layout(output_batch_axis(module, i), 1) for i in range(len(outputs))]
     if isinstance(placement, Mixed) or placement is None:
         return [placement] * len(outputs)
@@ -494,7 +509,7 @@ def _record(
         call.is_loss, call.loss_module = True, module
     call.is_composite = any(True for _ in module.children())
     call.is_transparent = bool(frame.called)
-    if call.is_transparent and call.is_loss:
+    if call.is_loss:
         for ref in frame.calls:  # the outermost loss module is the loss
             if ref() is not None:
                 ref().is_loss = False
@@ -511,6 +526,7 @@ def _record(
                 place(x, placement, tracker.key)
         call.placements = placements
     if frame.tracker is not None and not call.is_loss:
+        frame.tracker.note_dropped(outputs)
         call.n = frame.tracker.n
         call.placements = [placement_of(x, frame.tracker.key) for x in outputs]
     _attach(call, outputs, edges)
@@ -542,6 +558,25 @@ def _note_loss(call: Call, tracker: Optional[Tracker]) -> None:
     if known is None:
         known = Known(FIRST, len(x) if x.dim() else 1)
     call.placement, call.n = known
+
+
+def _note_function(func: Any, args: Tuple, kwargs: Dict[str, Any], out: Tensor) -> None:
+    """Record a loss that a model has called as a function."""
+    if any(is_loss(frame.module) for frame in _THREAD.frames):
+        return  # it is the loss
+    with torch._C.DisableTorchFunction():
+        found = find_loss_module(func, args, kwargs)
+        if found is None:
+            return
+        module, operands = found
+        call, edges = Call(module), [edge_of(out)]
+        call.finish(module, operands, {}, [out], edges, {})
+        call.is_loss = call.is_function = True
+        call.loss_module = module  # nobody else owns it
+        for frame in _THREAD.frames:
+            frame.calls.append(weakref.ref(call))
+        _note_loss(call, None)
+        _attach(call, [out], edges)
 
 
 def is_hooked(module: Module) -> bool:
@@ -609,6 +644,7 @@ def _is_own_leaf(module: Module, x: Any) -> bool:
 
 def _parameters(module: Module, args: Tuple, frame: _Frame) -> Dict[str, Tensor]:
     """Collect the parameters for which no call further inside is responsible."""
+    own: Dict[str, Tensor]
     own = {n: p for n, p in module._parameters.items() if p is not None}
     if isinstance(module, FunctionModule):
         arguments = enumerate(args)

@@ -167,9 +167,7 @@ class Group:
         return found
 
     def _pull_back(
-        self,
-        expressions: Dict[GradientEdge, PerSample],
-        found: Dict[Tensor, PerSample],
+        self, expressions: Dict[GradientEdge, PerSample], found: Dict[Tensor, PerSample]
     ) -> None:
         """Take products from expressions on to the parameters behind them."""
         outputs, columns = list(expressions), []

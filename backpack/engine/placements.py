@@ -25,6 +25,8 @@ from backpack.core.layout import (
     simplify,
 )
 
+_INDEXES = (torch.long, torch.int)  # types of numbers that pick rows
+
 MARK = "_backpack_samples"  # attribute of a tensor that depends on the model's inputs
 
 # Operations that map entries of the same place: where all operands' samples agree, so
@@ -124,6 +126,7 @@ class Finder:
     Attributes:
         n: Number N of samples.
         key: Stands for the forward pass, in tensors' marks.
+        dropped: Where samples have met in something without a gradient.
     """
 
     _remembered: Dict[Tuple, List[Placement]] = {}
@@ -137,6 +140,7 @@ class Finder:
             key: Stands for the forward pass.
         """
         self.n, self.key = n, key
+        self.dropped: Optional[Mixed] = None
 
     def of(self, x: Tensor) -> Placement:
         """Return where a tensor's samples are.
@@ -220,27 +224,35 @@ class Finder:
         for x in data:
             placement = self.of(x)
             if isinstance(placement, Mixed):
-                return [placement if out.requires_grad else None for out in outs]
+                return self._differentiable([placement] * len(outs), outs)
         key = self._key(func, name, args, kwargs, data)
         if key is not None and key in self._remembered:
-            return self._remembered[key]
+            return self._differentiable(self._remembered[key], outs)
         with torch._C.DisableTorchFunction(), torch.no_grad():
             try:
                 found = self._run(func, name, args, kwargs, outs, data)
             except (
                 Exception
             ) as error:  # whatever it is, the operation's own call passed
-                found = [Mixed(f"{name} ({_first_line(error)})", False)] * len(outs)
+                found = [Mixed(f"`{name}` ({_first_line(error)})", False)] * len(outs)
                 key = None
-        found = [
-            None if isinstance(p, Mixed) and not out.requires_grad else p
-            for p, out in zip(found, outs)
-        ]
         if key is not None:
             if len(self._remembered) >= self._MOST:
                 self._remembered.clear()
             self._remembered[key] = found
-        return found
+        return self._differentiable(found, outs)
+
+    def _differentiable(
+        self, found: List[Placement], outs: Sequence[Tensor]
+    ) -> List[Placement]:
+        """Take what samples have met in for a constant, if it has no gradient."""
+        mixed = [
+            isinstance(p, Mixed) and not x.requires_grad for p, x in zip(found, outs)
+        ]
+        if True not in mixed:
+            return found
+        self.dropped = self.dropped or found[mixed.index(True)]
+        return [None if lost else p for p, lost in zip(found, mixed)]
 
     def _key(
         self, func: Callable, name: str, args: Any, kwargs: Any, data: List[Tensor]
@@ -292,11 +304,10 @@ class Finder:
             new_args, new_kwargs = tree_unflatten(new, spec)
             return func(*new_args, **new_kwargs)
 
-        if name == "embedding" and numbers[0] is not None and numbers[1] is None:
-            placement = self.of(flat[0])
-            if isinstance(placement, Tensor):
-                placement = placement.unsqueeze(-1)
-            return [placement]
+        if name in ("embedding", "__getitem__") and len(args) > 1:
+            placement = self._looked_up(*args[:2])
+            if placement is not None:
+                return [placement]
         if name in SELECTING and numbers[0] is not None:
             return [simplify(call([numbers[0].contiguous(), *flat[1:]]), n)]
         if name == "as_strided":
@@ -316,6 +327,19 @@ class Finder:
             ]
         return found
 
+    def _looked_up(self, table: Any, ids: Any) -> Placement:
+        """Tell where samples are in rows of a table that were picked by data."""
+        if isinstance(ids, Tensor) and ids.is_floating_point():
+            table, ids = ids, table  # as functions of torch.nn.functional have it
+        if not (isinstance(table, Tensor) and isinstance(ids, Tensor) and ids.dim()):
+            return None
+        if ids.dtype not in _INDEXES or self.of(table) is not None:
+            return None
+        placement = self.of(ids)
+        if isinstance(placement, Tensor):
+            placement = placement[(..., *[None] * (table.dim() - 1))]
+        return placement
+
     def _probe(
         self,
         call: Callable,
@@ -332,14 +356,17 @@ class Finder:
 
         def run(select: Optional[Callable[[Tensor], Tensor]]) -> List[Tensor]:
             new: List[Any] = []
-            for x, i in zip(flat, numbers):
-                if isinstance(x, Tensor):
-                    # a copy: nothing of the model's, like statistics, may change
-                    x = _finite(x.detach())
-                    if i is not None and select is not None:
-                        x = _disturbed(x, select(i), integers)
-                new.append(x)
             with torch.random.fork_rng(cuda):
+                torch.manual_seed(0)
+                for x, i in zip(flat, numbers):
+                    if isinstance(x, Tensor):
+                        # a copy: nothing of the model's, like statistics, may change
+                        x = _finite(x.detach())
+                        if i is None and integers and _is_inexact(x):
+                            x = torch.rand_like(x)  # which entries are picked, shows
+                        elif i is not None and select is not None:
+                            x = _disturbed(x, select(i), integers)
+                    new.append(x)
                 torch.manual_seed(0)
                 result = call(new)
             result = new[0] if result is None else result
@@ -351,8 +378,8 @@ class Finder:
         unseen = [torch.zeros(o.shape, dtype=torch.bool, device=o.device) for o in outs]
         mixed = [False] * len(outs)
         for bit in range(max(1, ceil(log2(n))) if n > 1 else 1):
-            ones = run(lambda i, b=bit: (i >= 0) & (i >> b & 1 == 1))
-            zeros = run(lambda i, b=bit: (i >= 0) & (i >> b & 1 == 0))
+            ones = run(lambda i, b=bit: (i >= 0) & (i >> b & 1 == 1))  # type: ignore[misc]
+            zeros = run(lambda i, b=bit: (i >= 0) & (i >> b & 1 == 0))  # type: ignore[misc]
             for j, (p, q) in enumerate(zip(ones, zeros)):
                 if _is_inexact(p) and not integers:
                     p, q = p.isnan(), q.isnan()
@@ -433,6 +460,8 @@ def _disturbed(x: Tensor, where: Tensor, integers: bool) -> Tensor:
     if x.dtype == torch.bool:
         return x ^ where
     highest, lowest = x.max(), x.min()
+    if highest == lowest:  # what is an index stays one
+        lowest = torch.where(highest > 0, highest - 1, highest + 1)
     return torch.where(where, torch.where(x == highest, lowest, highest), x)
 
 

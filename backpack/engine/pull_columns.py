@@ -9,6 +9,7 @@ from warnings import warn
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
+from torch.nn import Module
 
 from backpack.core.fast.memory import huge_empty
 from backpack.core.layout import FIRST, Layout, Mixed, ranks
@@ -68,6 +69,7 @@ class PullColumns:
         self._covered: Set[Tuple[Any, Group]] = set()
         # number of columns that went from module to module, of all losses so far
         self._walking: Dict[Any, int] = {}
+        self._of_losses: Set[Module] = set()  # with all modules inside
 
     def meet(self, turn: Turn, extensions: List[Any]) -> None:
         """Pull the columns of a loss back for all extensions that use them.
@@ -76,6 +78,7 @@ class PullColumns:
             turn: The loss's turn.
             extensions: Second-order extensions.
         """
+        self._of_losses.update(turn.module.modules())
         columns = [x for x in extensions if x.pulls_columns and not x.walks_modules]
         by_source: Dict[Any, List[Any]] = {}
         share_all = any(not x.source.compact and x.source.is_exact for x in columns)
@@ -293,8 +296,7 @@ class PullColumns:
         """
         group = turn.group
         if (ext, group) not in self._covered:
-            modules = {m for call in self._losses() for m in call.module.modules()}
-            if not modules.isdisjoint(turn.modules):
+            if not self._of_losses.isdisjoint(turn.modules):
                 self._running.exempt(ext, group)  # no curvature starts above it
                 return
             explain_missing(ext, turn, bool(self._running.loss_factors))
@@ -321,12 +323,6 @@ class PullColumns:
                 yield param, value
             elif statistic is not None:
                 yield param, ext.finish(turn.gradients()[param], statistic)
-
-    def _losses(self) -> List[Call]:
-        """List the losses in the graph."""
-        inspection = self._running.inspection
-        calls = () if inspection is None else inspection.calls
-        return [call for call in calls if call.is_loss and not call.released]
 
     def _stored_products(
         self, source: Any, group: Group, numbers: Tuple[int, ...]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from functools import lru_cache
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
@@ -54,6 +54,7 @@ class Call:
         placements: Where they are in each output, if it was called by the user.
         n: Number of samples, for the same.
         is_loss: Whether the call computes a loss.
+        is_function: Whether that was a function, which the model has called.
         loss_module: The module if it is a loss, which may be owned by nobody else.
         released: Whether inputs and outputs have been dropped.
         columns: Columns ``[V, N, *]`` at each output, by their source.
@@ -64,12 +65,13 @@ class Call:
     """
 
     is_use = is_loss = is_composite = is_transparent = released = False
+    is_function = False
     is_altered = False
     loss_module: Optional[Module] = None
     placement: Any = None
     placements: Any = None
     n = 0
-    graphless: Sequence[Module] = ()
+    graphless: Iterable[Module] = ()
     edges_before: Sequence[List[GradientEdge]] = ()
 
     def __init__(self, module: Module):

@@ -16,9 +16,9 @@ NOT_REACHED = (
 )
 NOT_RECORDED = (
     "no call of its module was recorded. It was extended after the forward pass; or "
-    "that ran inside `disable()`, `torch.compile` or a transform of `torch.func`; or a "
-    "function took the parameter while no extended module was being called. Call "
-    "`extend` first, then the module itself, and without any of these"
+    "that ran inside `disable()` or a transform of `torch.func`; or a function took the "
+    "parameter while no extended module was being called. Call `extend` first, then "
+    "the module itself, and without any of these"
 )
 NO_HOOKS = "the hooks were removed from its module; extend it again"
 NOT_IN_RULE = (
@@ -35,8 +35,9 @@ NOTHING_EXTENDED = (
 )
 
 ONLY_OUTSIDE = (
-    "No backward pass ran inside of this context, but one did before, outside of it, "
-    "so nothing was computed. Call `backward()` inside of `with backpack(...)`."
+    "No backward pass ran inside of this context, but one did outside of it, before or "
+    "in another thread, so nothing was computed. Call `backward()` inside of `with "
+    "backpack(...)`, in the same thread."
 )
 
 
@@ -112,10 +113,7 @@ class Report:
             warn(NOTHING_EXTENDED, stacklevel=3)
 
     def _collect(
-        self,
-        root: Module,
-        extensions: Sequence[Any],
-        missing: Dict[str, List[str]],
+        self, root: Module, extensions: Sequence[Any], missing: Dict[str, List[str]]
     ) -> None:
         """Collect the names of a model's parameters without a result, by reason."""
         for name, param in root.named_parameters():

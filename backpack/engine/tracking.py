@@ -19,10 +19,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from backpack.core.layout import Layout, Mixed, Placement, sample_numbers, simplify
 from backpack.core.operations import find_operation
+from backpack.core.table import LOSS_FUNCTIONS
 from backpack.engine.gaps import CONSTANT, explain
 from backpack.engine.graph import MEETING, SILENT
 from backpack.engine.placements import MARK, Finder, Pass, place
 from backpack.engine.uses import Constant, Use, edge_of, on_one_node
+from backpack.utils.compiling import untraced
 
 # Methods and properties that return no tensor, or change nothing of one
 _QUIET = frozenset(
@@ -46,6 +48,7 @@ class Kind(NamedTuple):
     is_quiet: bool
     writes: bool
     opened: Optional[Callable]
+    is_loss: bool
 
 
 def _without_overrides(func: FunctionType) -> Callable:
@@ -86,7 +89,9 @@ def _kind_of(func: Any) -> Kind:
         or name == "__setitem__"
         or (name.startswith("__i") and name not in ("__invert__", "__index__"))
     )
-    kind = _KINDS[func] = Kind(name, quiet, writes, _OPENED.get(func))
+    kind = _KINDS[func] = Kind(
+        name, quiet, writes, _OPENED.get(func), func in LOSS_FUNCTIONS
+    )
     return kind
 
 
@@ -99,6 +104,7 @@ class Tracker(TorchFunctionMode):
         suspended: Whether a layer is being called that is looked at as a whole.
         owner: Record of the innermost extended module that is being called.
         root: Weak reference to the outermost one.
+        note_loss: Called with losses that are functions, their arguments and results.
     """
 
     def __init__(self, n: int, inputs: Sequence[Tuple[Tensor, Placement]]):
@@ -114,6 +120,7 @@ class Tracker(TorchFunctionMode):
         self.owner: Any = None
         self._finder = Finder(n, self.key)
         self.root: Optional[Callable[[], Any]] = None
+        self.note_loss: Callable = lambda *_: None
         self._given: Optional[Set[int]] = None  # computed tensors that are parameters
         for x, placement in inputs:
             place(x, placement, self.key)
@@ -128,6 +135,9 @@ class Tracker(TorchFunctionMode):
         kwargs: Optional[Dict[str, Any]] = None,
     ) -> Any:
         """Run an operation; remember what matters of it."""
+        if torch.compiler.is_dynamo_compiling():
+            run = Tracker.__torch_function__
+            return untraced(run, self, func, types, args, kwargs)
         kwargs = kwargs or {}
         kind = _KINDS.get(func)
         if kind is None:
@@ -263,6 +273,8 @@ class Tracker(TorchFunctionMode):
             hooked, placed = [base], [self._finder.of(base)]
         if pairs is not None:
             self._record(func, kind, args, kwargs, pairs, hooked, placed, since)
+        elif kind.is_loss and out.grad_fn is not None and not out.dim():
+            self.note_loss(func, args, kwargs, out)
         return out
 
     def _place(
@@ -286,6 +298,18 @@ class Tracker(TorchFunctionMode):
         if type(placement) is not Mixed or placement.module or self.owner is None:
             return placement
         return placement._replace(module=self.owner.module_ref)
+
+    def note_dropped(self, outputs: Sequence[Tensor]) -> None:
+        """Say where samples have met, if nothing that comes out depends on any.
+
+        Args:
+            outputs: What the model returned.
+        """
+        met, outs = self._finder.dropped, [x for x in outputs if x.grad_fn is not None]
+        if met is not None and all(self._finder.of(x) is None for x in outs):
+            for x in outs:
+                place(x, met, self.key)
+                _note_meeting(x, met)
 
     def _write_to_base(self, view: Tensor, base: Tensor) -> None:
         """Pass on where samples are from a view that was written to, to its base."""

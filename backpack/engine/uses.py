@@ -80,7 +80,7 @@ class Entry(NamedTuple):
     """Which of a node's outputs is which output of a call or a use."""
 
     output_nr: int
-    index: int
+    index: int  # type: ignore[assignment]
     owner: Any  # a Call or a Use
 
     def in_shape(self, gradient: Optional[Tensor]) -> Optional[Tensor]:
@@ -301,11 +301,7 @@ class Use:
                         break  # autograd has kept what it needs, or says so
                     raise RuntimeError(MODIFIED.format(operation=self.describe()))
                 product = operation.product(
-                    constant.key,
-                    constant.shape,
-                    mats,
-                    self.placements[0],
-                    self.n,
+                    constant.key, constant.shape, mats, self.placements[0], self.n
                 )
                 if product is None:
                     break
@@ -369,11 +365,7 @@ def batched_vjp(
     current, create_graph = state(), torch.is_grad_enabled()
     sizes = cotangents[0].shape[:2]
     flat = [x.flatten(0, 1) for x in cotangents]
-    options = {
-        "retain_graph": True,
-        "create_graph": create_graph,
-        "allow_unused": True,
-    }
+    options = {"retain_graph": True, "create_graph": create_graph, "allow_unused": True}
     with current.pull():
         if len(flat[0]) == 1:
             rows = torch.autograd.grad(outputs, inputs, [x[0] for x in flat], **options)

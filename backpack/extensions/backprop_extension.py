@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC
-from typing import Any, Dict, Optional, Tuple, Type
+from typing import Any, Dict, Optional, Type
 from warnings import warn
 
-from torch import Tensor
 from torch.nn import Module
 
 from backpack.core.per_sample.base import PerSample
@@ -16,6 +15,7 @@ from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.saved_quantities import SavedQuantities
 from backpack.extensions.shards import Piece, Shard, shard_of
 from backpack.utils.subsampling import Subsampling, as_subsampling, check_subsampling
+from backpack.utils.types import Grads, Layer
 
 FAIL_ERROR = "ERROR"
 FAIL_WARN = "WARNING"
@@ -81,10 +81,7 @@ class BackpropExtension(ABC):  # noqa: B024
         self._subsampling = as_subsampling(type(self).__name__, subsampling)
 
     def set_module_extension(
-        self,
-        module: Type[Module],
-        extension: ModuleExtension,
-        overwrite: bool = False,
+        self, module: Type[Module], extension: ModuleExtension, overwrite: bool = False
     ) -> None:
         """Register what to do on a class of modules.
 
@@ -103,7 +100,7 @@ class BackpropExtension(ABC):  # noqa: B024
             )
         self.__module_extensions[module] = extension
 
-    def get_module_extension(self, module: Module) -> Optional[ModuleExtension]:
+    def get_module_extension(self, module: Layer) -> Optional[ModuleExtension]:
         """Look up what to do on a module.
 
         The exact class goes first, then its bases. What is built in for a class does
@@ -166,7 +163,7 @@ class BackpropExtension(ABC):  # noqa: B024
                 module by module.
         """
 
-    def is_customized(self, module: Module) -> bool:
+    def is_customized(self, module: Layer) -> bool:
         """Tell whether a user registered what to do on a module.
 
         Args:
@@ -224,9 +221,7 @@ class BackpropExtension(ABC):  # noqa: B024
             "several processes combine. Override `over_shards`."
         )
 
-    def __call__(
-        self, module: Module, g_inp: Tuple[Tensor, ...], g_out: Tuple[Tensor, ...]
-    ) -> None:
+    def __call__(self, module: Layer, g_inp: Grads, g_out: Grads) -> None:
         """Run on a module.
 
         Args:
@@ -243,7 +238,7 @@ class BackpropExtension(ABC):  # noqa: B024
         else:
             extension(self, module, g_inp, g_out)
 
-    def _on_unknown(self, module: Module) -> None:
+    def _on_unknown(self, module: Layer) -> None:
         """Handle a module for which nothing is registered.
 
         Args:

@@ -1,15 +1,12 @@
 """Module extensions that pull columns back with a module's derivatives."""
 
 from functools import partial
-from typing import Any, List, Tuple, Union
-
-from torch import Tensor
-from torch.nn import Module
+from typing import Any, List, Optional
 
 from backpack.core.derivatives.input_base import BaseDerivatives
-from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.secondorder.walk import linearize_here
+from backpack.utils.types import Grads, Layer
 
 
 class MatToJacMat(ModuleExtension):
@@ -27,24 +24,26 @@ class MatToJacMat(ModuleExtension):
         ...         return backproped.square().sum((0, 1))
     """
 
-    def __init__(self, derivatives: BaseDerivatives, params: List[str] = None):
+    def __init__(
+        self, derivatives: BaseDerivatives, params: Optional[List[str]] = None
+    ):
         """Store the derivatives.
 
         Args:
             derivatives: The module's derivatives.
             params: Names of parameters that have a method. Default: ``None``.
         """
-        self.derivatives = derivatives
+        self.derivatives: Any = derivatives
         super().__init__(params)
 
     def backpropagate(
         self,
-        ext: BackpropExtension,
-        module: Module,
-        grad_inp: Tuple[Tensor],
-        grad_out: Tuple[Tensor],
-        backproped: Union[List[Tensor], Tensor],
-    ) -> Union[List[Tensor], Tensor, None]:
+        ext: Any,
+        module: Layer,
+        grad_inp: Grads,
+        grad_out: Grads,
+        backproped: Any,
+    ) -> Any:
         """Multiply columns with the transposed Jacobian.
 
         Args:
@@ -71,7 +70,9 @@ class MatToJacMat(ModuleExtension):
 class ParameterRule(MatToJacMat):
     """The same computation for every parameter: its method is :meth:`parameter`."""
 
-    def __init__(self, derivatives: BaseDerivatives, params: List[str] = None):
+    def __init__(
+        self, derivatives: BaseDerivatives, params: Optional[List[str]] = None
+    ):
         """Create a method for each parameter, unless the class has one.
 
         Args:
@@ -86,10 +87,10 @@ class ParameterRule(MatToJacMat):
     def parameter(
         self,
         name: str,
-        ext: BackpropExtension,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
+        ext: Any,
+        module: Layer,
+        g_inp: Grads,
+        g_out: Grads,
         backproped: Any,
     ) -> Any:
         """Compute a parameter's value.

@@ -1,17 +1,12 @@
 """What an extension does on one kind of module."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, List, Sequence, Tuple
+from typing import Any, List, Optional, Sequence
 from warnings import warn
 
-from torch import Tensor
-from torch.nn import Module
+from torch.nn import Parameter
 
 from backpack.engine.turn import current_turn
-
-if TYPE_CHECKING:
-    from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.utils.types import Grads, Layer
 
 
 class ModuleExtension:
@@ -31,7 +26,7 @@ class ModuleExtension:
         ...         return g_out[0].sum(0)
     """
 
-    def __init__(self, params: List[str] = None):
+    def __init__(self, params: Optional[List[str]] = None):
         """Store which parameters have a method.
 
         Args:
@@ -51,10 +46,10 @@ class ModuleExtension:
 
     def backpropagate(
         self,
-        extension: BackpropExtension,
-        module: Module,
-        g_inp: Tuple[Tensor, ...],
-        g_out: Tuple[Tensor, ...],
+        extension: Any,
+        module: Layer,
+        g_inp: Grads,
+        g_out: Grads,
         bpQuantities: Any,
     ) -> Any:
         """Pull a quantity back from the module's output to its inputs.
@@ -79,11 +74,7 @@ class ModuleExtension:
         )
 
     def check_hyperparameters_module_extension(
-        self,
-        ext: BackpropExtension,
-        module: Module,
-        g_inp: Tuple[Tensor, ...],
-        g_out: Tuple[Tensor, ...],
+        self, ext: Any, module: Layer, g_inp: Grads, g_out: Grads
     ) -> None:
         """Refuse options of the module that are not supported, by an exception.
 
@@ -100,11 +91,7 @@ class ModuleExtension:
         return type(self).backpropagate is not ModuleExtension.backpropagate
 
     def __call__(
-        self,
-        extension: BackpropExtension,
-        module: Module,
-        g_inp: Tuple[Tensor, ...],
-        g_out: Tuple[Tensor, ...],
+        self, extension: Any, module: Layer, g_inp: Grads, g_out: Grads
     ) -> None:
         """Run on a module: save each parameter's value, pass the quantity on.
 
@@ -119,7 +106,7 @@ class ModuleExtension:
         quantity = turn.incoming(extension)
         for name in self.__params:
             param = getattr(module, name, None)
-            if isinstance(param, Tensor) and param.requires_grad:
+            if isinstance(param, Parameter) and param.requires_grad:
                 value = getattr(self, name)(extension, module, g_inp, g_out, quantity)
                 turn.save_alone(extension, param, value)
         walks = extension.expects_backpropagation_quantities() and turn.walks(extension)

@@ -146,7 +146,7 @@ def pad_input(input: Tensor, module: ConvNd) -> Tensor:
         total = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size)]
         sides = [(size // 2, size - size // 2) for size in total]
     else:
-        sides = [(size, size) for size in module.padding]
+        sides = [(int(size), int(size)) for size in module.padding]
     amounts = [size for pair in reversed(sides) for size in pair]
     if not any(amounts):
         return input

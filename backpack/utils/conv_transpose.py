@@ -6,7 +6,7 @@ falls between entries or outside. Features are ordered channel first, then kerne
 position.
 """
 
-from typing import Callable, Optional, Sequence, Tuple, Type
+from typing import Any, Callable, Optional, Sequence, Tuple, Type
 
 from torch import Tensor
 from torch.nn import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d, Module
@@ -99,15 +99,8 @@ def unfold_by_conv_transpose(
     check_batched(input, module)
     kernel_size, dims = module.kernel_size, len(module.kernel_size)
     amounts = []
-    for axis, (k, s, p, d, extra) in enumerate(
-        zip(
-            kernel_size,
-            module.stride,
-            module.padding,
-            module.dilation,
-            module.output_padding,
-        )
-    ):
+    options: Any = (kernel_size, module.stride, module.padding, module.dilation)
+    for axis, (k, s, p, d, extra) in enumerate(zip(*options, module.output_padding)):
         size, reach = input.shape[2 + axis], d * (k - 1)
         out = (size - 1) * s - 2 * p + reach + 1 + extra
         if output_size is not None:

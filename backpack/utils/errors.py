@@ -1,10 +1,10 @@
 """Checks of modules that end in an error or in a warning."""
 
-from typing import Any, Sequence, Union
+from typing import Any, Sequence
 from warnings import warn
 
 from torch import Tensor, nn
-from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, Module
+from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from backpack.utils.hooks import name_module
@@ -27,7 +27,7 @@ _ALONG_LAST = (nn.LayerNorm, nn.RMSNorm)
 
 
 def batch_norm_raise_error_if_train(
-    module: Union[BatchNorm1d, BatchNorm2d, BatchNorm3d], raise_error: bool = True
+    module: _BatchNorm, raise_error: bool = True
 ) -> None:
     """Refuse, or warn about, a batch normalization that couples samples.
 

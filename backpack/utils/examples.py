@@ -121,7 +121,7 @@ def load_one_batch_mnist(
         ValueError: If there are fewer than ``batch_size`` images.
     """
     loader = get_mnist_dataloader(batch_size, shuffle, folder)
-    available = len(loader.dataset)
+    available = len(loader.dataset)  # type: ignore[arg-type]
     if batch_size > available:
         raise ValueError(
             f"Expected batch_size to be at most {available}, the number of images, got "
@@ -133,7 +133,11 @@ def load_one_batch_mnist(
 
 
 def autograd_diag_ggn_exact(
-    X: Tensor, y: Tensor, model: Module, loss_function: Module, idx: List[int] = None
+    X: Tensor,
+    y: Tensor,
+    model: Module,
+    loss_function: Module,
+    idx: Optional[List[int]] = None,
 ) -> Tensor:
     """Compute the diagonal of the GGN by plain automatic differentiation.
 
@@ -154,7 +158,11 @@ def autograd_diag_ggn_exact(
 
 
 def _autograd_ggn_exact_columns(
-    X: Tensor, y: Tensor, model: Module, loss_function: Module, idx: List[int] = None
+    X: Tensor,
+    y: Tensor,
+    model: Module,
+    loss_function: Module,
+    idx: Optional[List[int]] = None,
 ) -> Iterator[Tuple[int, Tensor]]:
     """Compute columns of the GGN by plain automatic differentiation.
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import Module
 
 # Modules on which `extend` was called
-EXTENDED = weakref.WeakSet()
+EXTENDED: weakref.WeakSet[Module] = weakref.WeakSet()
 
 
 def represent(module: Module) -> str:

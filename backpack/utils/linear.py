@@ -1,14 +1,12 @@
 """Diagonals of a fully-connected layer's curvature."""
 
 from torch import Tensor
-from torch.nn import Linear
 
 from backpack.utils.outer_products import sum_squared_outer_products, sum_squares
+from backpack.utils.types import Layer
 
 
-def extract_weight_diagonal(
-    module: Linear, S: Tensor, sum_batch: bool = True
-) -> Tensor:
+def extract_weight_diagonal(module: Layer, S: Tensor, sum_batch: bool = True) -> Tensor:
     """Return the diagonal of Σ_v Jᵀ s_v s_vᵀ J for the weight.
 
     J is the output's Jacobian with respect to the weight. The input is read from
@@ -29,7 +27,7 @@ def extract_weight_diagonal(
     return sum_squared_outer_products(x, s, sum_batch).squeeze(-3)
 
 
-def extract_bias_diagonal(module: Linear, S: Tensor, sum_batch: bool = True) -> Tensor:
+def extract_bias_diagonal(module: Layer, S: Tensor, sum_batch: bool = True) -> Tensor:
     """Return the diagonal of Σ_v Jᵀ s_v s_vᵀ J for the bias.
 
     J is the output's Jacobian with respect to the bias.

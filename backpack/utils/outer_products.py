@@ -5,6 +5,8 @@ column v, Σ_t s_t a_tᵀ: features a of the (unfolded) input and the vector s a
 output, summed over the positions t that share the weight.
 """
 
+from typing import Any
+
 from torch import Tensor, matmul, promote_types
 
 
@@ -21,7 +23,7 @@ def sum_squared_outer_products(x: Tensor, S: Tensor, sum_batch: bool = True) -> 
     """
     dtype = promote_types(x.dtype, S.dtype)
     a = x.to(dtype).mT
-    squares = sum(matmul(column.to(dtype), a).square() for column in S)
+    squares: Any = sum(matmul(column.to(dtype), a).square() for column in S)
     return squares.sum(0) if sum_batch else squares
 
 

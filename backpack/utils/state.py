@@ -10,15 +10,27 @@ from __future__ import annotations
 import ctypes
 import sys
 from contextlib import contextmanager
-from typing import Any, Callable, ClassVar, Iterator, Optional, Sequence, Tuple
+from contextvars import ContextVar
+from typing import Any, Callable, ClassVar, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
+from backpack.utils.compiling import COMPILED_AUTOGRAD, is_compiled_autograd
 from backpack.utils.hooks import no_op
 
 _KEY = "backpack.utils.state"
+
+# The innermost context, for this task of `asyncio`, which threads may inherit
+ENTERED: ContextVar[Any] = ContextVar("backpack", default=None)
+
+MIXED_UP = (
+    "This backward pass runs in another `with backpack(...)` than the one around it in "
+    "the code: tasks of asyncio take turns inside of their contexts, or the pass runs "
+    "in another thread than the context was entered in. Enter the context where "
+    "`backward()` is called, right before it, and leave it without `await`."
+)
 
 BATCHED = (
     "{exts}: this backward pass computes several gradients at once (by "
@@ -39,12 +51,14 @@ class State:
         in_context: Whether a context is active, with extensions or without.
         report: What has happened inside the context.
         backward_pass: The backward pass that is running.
+        contexts: What announces backward passes, of each context that is active.
         pulling: Whether columns are being pulled back, so that hooks must not run.
         outside: Weak reference to a module through which a backward pass went while no
-            context was active; ``None`` if there was no such pass.
+            context was active, in any thread; ``None`` if there was no such pass.
         begin: Begins a backward pass that nobody has announced.
     """
 
+    outside: ClassVar[Callable[[], Optional[Module]]] = staticmethod(no_op)
     begin: ClassVar[Callable[[State], None]]
 
     def __init__(self):
@@ -57,8 +71,8 @@ class State:
         self.in_context = False
         self.report: Any = None
         self.backward_pass: Any = None
+        self.contexts: List[Any] = []
         self.pulling = False
-        self.outside: Callable[[], Optional[Module]] = no_op
 
     @property
     def keeps_io(self) -> bool:
@@ -79,6 +93,20 @@ class State:
         finally:
             self.pulling = before
 
+    def check_context(self) -> None:
+        """Refuse a backward pass that belongs to another context than the active one.
+
+        Raises:
+            RuntimeError: If threads or tasks of ``asyncio`` have mixed them up.
+            NotImplementedError: If the pass is being compiled.
+        """
+        entered = ENTERED.get()
+        if entered is not (self.contexts[-1] if self.contexts else None):
+            raise RuntimeError(MIXED_UP)
+        if self.active_exts and is_compiled_autograd():
+            names = ", ".join(type(ext).__name__ for ext in self.active_exts)
+            raise NotImplementedError(COMPILED_AUTOGRAD.format(exts=names))
+
     def visit(
         self, owner: Any, g_out: Tuple[Optional[Tensor], ...], entries: Sequence[Any]
     ) -> None:
@@ -94,7 +122,8 @@ class State:
         """
         if not self.active_exts and self.extension_hook is no_op:
             if not (self.in_context or owner.is_use):
-                self.outside = owner.module_ref
+                State.outside = owner.module_ref
+                self.check_context()
             if not (self.in_context and self.retain_graph):
                 owner.release()
             return

@@ -1,9 +1,14 @@
 """Types of numbers, and conversions that cost next to nothing where there are none."""
 
-from typing import Any
+from typing import Any, Tuple
 
 import torch
 from torch import Tensor
+
+# A module whose class its rule knows, with `input0`, …, `output` of its call
+Layer = Any
+# Gradients at the inputs of a module, or at its outputs
+Grads = Tuple[Tensor, ...]
 
 HALF = (torch.float16, torch.bfloat16)
 

@@ -132,6 +132,8 @@ def draw(row: Row, sizes: Sizes) -> Dict[str, Any]:
 def draw_targets(batch: Dict[str, Any], predictions: Tensor) -> Tensor:
     """Draw a class for each prediction; what is predicted for padding is ignored.
 
+    Where the model gets targets, these are the ones.
+
     Args:
         batch: Keyword arguments of the model.
         predictions: Predictions ``[N, *, C]``.
@@ -139,6 +141,10 @@ def draw_targets(batch: Dict[str, Any], predictions: Tensor) -> Tensor:
     Returns:
         Classes ``[N, *]``.
     """
+    if "labels" in batch:
+        return batch["labels"][..., -predictions[0, ..., 0].numel() :]
+    if "end_positions" in batch:
+        return torch.stack([batch["start_positions"], batch["end_positions"]], 1)
     generator = torch.Generator().manual_seed(3)
     shape = predictions.shape[:-1]
     targets = torch.randint(predictions.shape[-1], shape, generator=generator)

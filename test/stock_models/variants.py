@@ -178,8 +178,7 @@ def contrasted(num_samples: int, length: int) -> Batch:
 
 
 CHECKPOINTS = {part: "use_reentrant=False" for part in PARTS}
-NO_LOSS = {part: "no extended loss" for part in ("DiagGGNExact", "Kronecker")}
-COUPLED = {"first order": "sample", "side effects": "sample", **NO_LOSS}
+COUPLED = {part: "sample" for part in PARTS}
 
 SETTINGS = [
     Row("Decoders", "GPT-2", GPT2, padded, shifted, "padded"),
@@ -214,7 +213,6 @@ SETTINGS = [
         shifted,
         "loss inside",
         own_loss=True,
-        refused=NO_LOSS,
     ),
     Row(
         "Decoders",
@@ -292,7 +290,6 @@ SETTINGS = [
         shifted,
         "loss inside",
         own_loss=True,
-        refused=NO_LOSS,
     ),
     Row(
         "Decoders",
@@ -346,7 +343,6 @@ SETTINGS = [
         logits,
         "classification, loss inside",
         own_loss=True,
-        refused=NO_LOSS,
     ),
     Row(
         "Encoders",
@@ -380,7 +376,6 @@ SETTINGS = [
         answer_logits,
         "question answering, loss inside",
         own_loss=True,
-        refused=NO_LOSS,
     ),
     Row(
         "Encoders",
@@ -446,7 +441,6 @@ SETTINGS = [
         logits,
         "loss inside",
         own_loss=True,
-        refused=NO_LOSS,
     ),
     Row(
         "Encoder-decoders",
@@ -489,7 +483,6 @@ SETTINGS = [
         logits,
         "loss inside",
         own_loss=True,
-        refused=NO_LOSS,
     ),
     Row(
         "Vision",

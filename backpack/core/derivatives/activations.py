@@ -1,23 +1,23 @@
 """Derivatives of activation functions in closed form, each with f'(x) and f''(x)."""
 
 from abc import abstractmethod
-from typing import List, Tuple
 
 from torch import Tensor, ones_like, sigmoid, zeros_like
-from torch.nn import Module
 
 from backpack.core.derivatives.elementwise import (
     ElementwiseDerivatives,
     PiecewiseLinearDerivatives,
 )
 from backpack.core.derivatives.stored import subsampled
+from backpack.utils.subsampling import Subsampling
+from backpack.utils.types import Grads, Layer
 
 
 class ActivationDerivatives(ElementwiseDerivatives):
     """Derivatives of an activation function, from its stored input x and output z."""
 
     @abstractmethod
-    def first_derivative(self, module: Module) -> Tensor:
+    def first_derivative(self, module: Layer) -> Tensor:
         """Compute the first derivative at each element.
 
         Args:
@@ -27,7 +27,7 @@ class ActivationDerivatives(ElementwiseDerivatives):
             f'(x) of shape ``[N, *in]``.
         """
 
-    def second_derivative(self, module: Module) -> Tensor:
+    def second_derivative(self, module: Layer) -> Tensor:
         """Compute the second derivative at each element.
 
         Args:
@@ -39,24 +39,18 @@ class ActivationDerivatives(ElementwiseDerivatives):
         return zeros_like(module.input0)
 
     def df(
-        self,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
-        subsampling: List[int] = None,
+        self, module: Layer, g_inp: Grads, g_out: Grads, subsampling: Subsampling = None
     ) -> Tensor:  # noqa: D102
         return self.first_derivative(subsampled(module, subsampling))
 
-    def d2f(
-        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]
-    ) -> Tensor:  # noqa: D102
+    def d2f(self, module: Layer, g_inp: Grads, g_out: Grads) -> Tensor:  # noqa: D102
         return self.second_derivative(module)
 
 
 class ReLUDerivatives(ActivationDerivatives, PiecewiseLinearDerivatives):
     """Derivatives of :class:`torch.nn.ReLU`: 1 where x > 0, else 0."""
 
-    def first_derivative(self, module: Module) -> Tensor:  # noqa: D102
+    def first_derivative(self, module: Layer) -> Tensor:  # noqa: D102
         # right even if the output overwrote the input: both have the same sign;
         # and twice as fast as converting x > 0
         return module.input0.sign().clamp_(min=0)
@@ -65,7 +59,7 @@ class ReLUDerivatives(ActivationDerivatives, PiecewiseLinearDerivatives):
 class LeakyReLUDerivatives(ActivationDerivatives, PiecewiseLinearDerivatives):
     """Derivatives of :class:`torch.nn.LeakyReLU`: 1 where x > 0, else the slope."""
 
-    def first_derivative(self, module: Module) -> Tensor:  # noqa: D102
+    def first_derivative(self, module: Layer) -> Tensor:  # noqa: D102
         x = module.input0
         return ones_like(x).where(x > 0, module.negative_slope)
 
@@ -73,41 +67,41 @@ class LeakyReLUDerivatives(ActivationDerivatives, PiecewiseLinearDerivatives):
 class SigmoidDerivatives(ActivationDerivatives):
     """Derivatives of :class:`torch.nn.Sigmoid`: σ (1 - σ), σ (1 - σ) (1 - 2 σ)."""
 
-    def first_derivative(self, module: Module) -> Tensor:  # noqa: D102
+    def first_derivative(self, module: Layer) -> Tensor:  # noqa: D102
         return module.output * (1 - module.output)
 
-    def second_derivative(self, module: Module) -> Tensor:  # noqa: D102
+    def second_derivative(self, module: Layer) -> Tensor:  # noqa: D102
         return self.first_derivative(module) * (1 - 2 * module.output)
 
 
 class LogSigmoidDerivatives(ActivationDerivatives):
     """Derivatives of :class:`torch.nn.LogSigmoid`: σ(-x), -σ(x) σ(-x)."""
 
-    def first_derivative(self, module: Module) -> Tensor:  # noqa: D102
+    def first_derivative(self, module: Layer) -> Tensor:  # noqa: D102
         return sigmoid(-module.input0)
 
-    def second_derivative(self, module: Module) -> Tensor:  # noqa: D102
+    def second_derivative(self, module: Layer) -> Tensor:  # noqa: D102
         return -sigmoid(module.input0) * self.first_derivative(module)
 
 
 class TanhDerivatives(ActivationDerivatives):
     """Derivatives of :class:`torch.nn.Tanh`: 1 - z², -2 z (1 - z²)."""
 
-    def first_derivative(self, module: Module) -> Tensor:  # noqa: D102
+    def first_derivative(self, module: Layer) -> Tensor:  # noqa: D102
         return 1 - module.output**2
 
-    def second_derivative(self, module: Module) -> Tensor:  # noqa: D102
+    def second_derivative(self, module: Layer) -> Tensor:  # noqa: D102
         return -2 * module.output * self.first_derivative(module)
 
 
 class ELUDerivatives(ActivationDerivatives):
     """Derivatives of :class:`torch.nn.ELU`: α exp(x) where x < 0, else 1 and 0."""
 
-    def first_derivative(self, module: Module) -> Tensor:  # noqa: D102
+    def first_derivative(self, module: Layer) -> Tensor:  # noqa: D102
         x = module.input0
         return ones_like(x).where(x > 0, module.alpha * x.exp())
 
-    def second_derivative(self, module: Module) -> Tensor:  # noqa: D102
+    def second_derivative(self, module: Layer) -> Tensor:  # noqa: D102
         x = module.input0
         return zeros_like(x).where(x >= 0, module.alpha * x.exp())
 
@@ -118,10 +112,10 @@ class SELUDerivatives(ActivationDerivatives):
     alpha = 1.6732632423543772
     scale = 1.0507009873554805
 
-    def first_derivative(self, module: Module) -> Tensor:  # noqa: D102
+    def first_derivative(self, module: Layer) -> Tensor:  # noqa: D102
         x = module.input0
         return self.scale * ones_like(x).where(x > 0, self.alpha * x.exp())
 
-    def second_derivative(self, module: Module) -> Tensor:  # noqa: D102
+    def second_derivative(self, module: Layer) -> Tensor:  # noqa: D102
         x = module.input0
         return self.scale * zeros_like(x).where(x >= 0, self.alpha * x.exp())

@@ -5,6 +5,7 @@ from typing import List, Tuple, Union
 from torch.nn import AdaptiveAvgPool1d, AdaptiveAvgPool2d, AdaptiveAvgPool3d
 
 from backpack.core.derivatives.avgpoolnd import AvgPoolNDDerivatives
+from backpack.utils.types import Layer
 
 AdaptiveAvgPool = Union[AdaptiveAvgPool1d, AdaptiveAvgPool2d, AdaptiveAvgPool3d]
 
@@ -15,7 +16,7 @@ class AdaptiveAvgPoolNDDerivatives(AvgPoolNDDerivatives):
     If the output size divides the input size, all pooling windows are alike.
     """
 
-    def check_parameters(self, module: AdaptiveAvgPool) -> None:
+    def check_parameters(self, module: Layer) -> None:
         """Check that all pooling windows are alike.
 
         Args:
@@ -33,7 +34,7 @@ class AdaptiveAvgPoolNDDerivatives(AvgPoolNDDerivatives):
             )
 
     def get_avg_pool_parameters(
-        self, module: AdaptiveAvgPool
+        self, module: Layer
     ) -> Tuple[List[int], List[int], List[int]]:
         """Return the geometry of the average pooling that does the same.
 
@@ -47,9 +48,9 @@ class AdaptiveAvgPoolNDDerivatives(AvgPoolNDDerivatives):
         size = [i // o for i, o in zip(*self._sizes(module))]
         return size, list(size), [0] * self.N
 
-    def _sizes(self, module: AdaptiveAvgPool) -> Tuple[List[int], List[int]]:
-        return tuple(
-            list(tensor.shape[-self.N :]) for tensor in (module.input0, module.output)
+    def _sizes(self, module: Layer) -> Tuple[List[int], List[int]]:
+        return list(module.input0.shape[-self.N :]), list(
+            module.output.shape[-self.N :]
         )
 
 

@@ -2,9 +2,8 @@
 
 from typing import Any, Tuple
 
-from torch.nn import Module
-
 from backpack.core.derivatives.linear_map import LinearMapDerivatives
+from backpack.utils.types import Layer
 
 
 class AvgPoolNDDerivatives(LinearMapDerivatives):
@@ -18,14 +17,14 @@ class AvgPoolNDDerivatives(LinearMapDerivatives):
         """
         self.N = N
 
-    def check_parameters(self, module: Module) -> None:
+    def check_parameters(self, module: Layer) -> None:
         """Accept every option.
 
         Args:
             module: Average pooling module.
         """
 
-    def get_avg_pool_parameters(self, module: Module) -> Tuple[Any, Any, Any]:
+    def get_avg_pool_parameters(self, module: Layer) -> Tuple[Any, Any, Any]:
         """Return the geometry of the pooling windows.
 
         Args:

@@ -1,6 +1,6 @@
 """Derivatives of batch normalization."""
 
-from typing import List, Tuple, Union
+from typing import Union
 
 import torch
 from torch import Tensor
@@ -9,7 +9,8 @@ from torch.nn.functional import batch_norm
 
 from backpack.core.derivatives.normalization import ScaleShiftDerivatives
 from backpack.utils.errors import batch_norm_raise_error_if_train
-from backpack.utils.subsampling import subsample
+from backpack.utils.subsampling import Subsampling, subsample
+from backpack.utils.types import Grads, Layer
 
 BatchNormNd = Union[BatchNorm1d, BatchNorm2d, BatchNorm3d]
 
@@ -22,7 +23,7 @@ class BatchNormNdDerivatives(ScaleShiftDerivatives):
     respect to the parameters, there is one for each sample in every mode.
     """
 
-    def hessian_is_zero(self, module: BatchNormNd) -> bool:
+    def hessian_is_zero(self, module: Layer) -> bool:
         """Tell whether the output is linear in the input: with fixed statistics.
 
         Args:
@@ -34,10 +35,10 @@ class BatchNormNdDerivatives(ScaleShiftDerivatives):
         return not self._uses_batch(module)
 
     @staticmethod
-    def _uses_batch(module: BatchNormNd) -> bool:
+    def _uses_batch(module: Layer) -> bool:
         return module.training or module.running_mean is None
 
-    def normalize(self, module: BatchNormNd, x: Tensor) -> Tensor:
+    def normalize(self, module: Layer, x: Tensor) -> Tensor:
         """Normalize as the layer does.
 
         Args:
@@ -54,7 +55,7 @@ class BatchNormNdDerivatives(ScaleShiftDerivatives):
         return batch_norm(x, *statistics, training=from_batch, eps=module.eps)
 
     def _jac_mat_prod(
-        self, module: BatchNormNd, g_inp: Tuple, g_out: Tuple, mat: Tensor
+        self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
         if self._uses_batch(module):
             return super()._jac_mat_prod(module, g_inp, g_out, mat)
@@ -64,7 +65,7 @@ class BatchNormNdDerivatives(ScaleShiftDerivatives):
         return mat * scale
 
     def _jac_t_mat_prod(
-        self, module: BatchNormNd, g_inp: Tuple, g_out: Tuple, mat: Tensor
+        self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
         if self._uses_batch(module):
             return super()._jac_t_mat_prod(module, g_inp, g_out, mat)
@@ -73,12 +74,12 @@ class BatchNormNdDerivatives(ScaleShiftDerivatives):
     def _param_mjp(
         self,
         param_str: str,
-        module: BatchNormNd,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
+        module: Layer,
+        g_inp: Grads,
+        g_out: Grads,
         mat: Tensor,
         sum_batch: bool = True,
-        subsampling: List[int] = None,
+        subsampling: Subsampling = None,
     ) -> Tensor:
         if subsampling is None or not self._uses_batch(module):
             return super()._param_mjp(
@@ -90,14 +91,12 @@ class BatchNormNdDerivatives(ScaleShiftDerivatives):
         product = self._over_shared_axes(param_str, module, mat)
         return product.summed() if sum_batch else product.individual()
 
-    def _restrict(
-        self, module: BatchNormNd, subsampling: List[int] = None
-    ) -> BatchNormNd:
+    def _restrict(self, module: Layer, subsampling: Subsampling = None) -> Layer:
         if subsampling is not None:
             batch_norm_raise_error_if_train(module)
         return super()._restrict(module, subsampling)
 
-    def _inverse_deviation(self, module: BatchNormNd, x: Tensor) -> Tensor:
+    def _inverse_deviation(self, module: Layer, x: Tensor) -> Tensor:
         return self._per_channel(torch.rsqrt(module.running_var + module.eps), x)
 
     @staticmethod

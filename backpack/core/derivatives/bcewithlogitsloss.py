@@ -5,11 +5,10 @@ from typing import Optional, Union
 import torch
 from torch import Generator, Tensor
 from torch.distributions import Bernoulli
-from torch.nn import BCEWithLogitsLoss
 from torch.nn.functional import logsigmoid
 
 from backpack.core.derivatives.nll_base import ElementwiseNLLLossDerivatives
-from backpack.utils.types import full_precision
+from backpack.utils.types import Layer, full_precision
 
 
 class BCELossWithLogitsDerivatives(ElementwiseNLLLossDerivatives):
@@ -26,7 +25,7 @@ class BCELossWithLogitsDerivatives(ElementwiseNLLLossDerivatives):
     def _root_plain_hessian(self, prediction: Tensor) -> Tensor:
         return (0.5 * (logsigmoid(prediction) + logsigmoid(-prediction))).exp()
 
-    def _hessian_weights(self, module: BCEWithLogitsLoss) -> Union[float, Tensor]:
+    def _hessian_weights(self, module: Layer) -> Union[float, Tensor]:
         weights = super()._hessian_weights(module)
         if module.pos_weight is not None:
             labels = full_precision(module.input1)

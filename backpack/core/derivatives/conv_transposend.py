@@ -14,8 +14,8 @@ from backpack.core.derivatives.convnd import (
 )
 from backpack.core.per_sample.order import Order, simplest
 from backpack.core.per_sample.outer import Direct
-from backpack.utils.conv import ConvTransposeNd
 from backpack.utils.conv_transpose import unfold_by_conv_transpose
+from backpack.utils.types import Layer
 
 
 class ConvTransposeNDDerivatives(ConvNDDerivatives):
@@ -25,7 +25,7 @@ class ConvTransposeNDDerivatives(ConvNDDerivatives):
     covered as well as ``output_padding``.
     """
 
-    def linear_part(self, module: ConvTransposeNd, x: Tensor) -> Tensor:
+    def linear_part(self, module: Layer, x: Tensor) -> Tensor:
         """Apply the transposed convolution without its bias.
 
         Args:
@@ -38,26 +38,24 @@ class ConvTransposeNDDerivatives(ConvNDDerivatives):
         size = list(module.output.shape[2:])
         return without_bias(module).forward(x, output_size=size)
 
-    def _output_padding(self, module: ConvTransposeNd) -> Sequence[int]:
+    def _output_padding(self, module: Layer) -> Sequence[int]:
         return _output_padding(module, module.input0.shape[2:], module.output.shape[2:])
 
     def _unfold(
-        self, module: ConvTransposeNd, x: Tensor, out_size: Optional[Sequence[int]]
+        self, module: Layer, x: Tensor, out_size: Optional[Sequence[int]]
     ) -> Tensor:
         return unfold_by_conv_transpose(x, module, out_size)
 
-    def _order(self, module: ConvTransposeNd) -> Optional[Order]:
+    def _order(self, module: Layer) -> Optional[Order]:
         channels, features, *kernel = module.weight.shape
         groups = module.groups
         sizes = (groups, features, channels // groups, prod(kernel))
         return simplest(sizes, (0, 2, 1, 3))
 
-    def _unfolding(self, module: ConvTransposeNd, x: Tensor) -> None:
+    def _unfolding(self, module: Layer, x: Tensor) -> None:
         """Return nothing: there is no other way to unfold."""
 
-    def _direct(
-        self, module: ConvTransposeNd, x: Tensor, cotangents: Tensor
-    ) -> Optional[Direct]:
+    def _direct(self, module: Layer, x: Tensor, cotangents: Tensor) -> Optional[Direct]:
         if len(cotangents) > 1:
             return None
         output_padding = _output_padding(module, x.shape[2:], cotangents.shape[3:])
@@ -75,7 +73,7 @@ class ConvTransposeNDDerivatives(ConvNDDerivatives):
 
 
 def _output_padding(
-    module: ConvTransposeNd, in_size: torch.Size, out_size: torch.Size
+    module: Layer, in_size: torch.Size, out_size: torch.Size
 ) -> List[int]:
     """Compute the output padding of a call from the sizes of its input and output."""
     sizes = zip(

@@ -2,7 +2,7 @@
 
 from contextlib import AbstractContextManager
 from math import prod
-from typing import Optional, Sequence, Tuple
+from typing import Dict, Optional, Sequence
 
 import torch
 from einops import rearrange
@@ -17,7 +17,8 @@ from backpack.core.per_sample.base import PerSample, Summed
 from backpack.core.per_sample.order import Order
 from backpack.core.per_sample.outer import Direct, Outer
 from backpack.core.per_sample.unfolding import Unfolding
-from backpack.utils.conv import ConvNd, pad_input, unfold_by_conv
+from backpack.utils.conv import pad_input, unfold_by_conv
+from backpack.utils.types import Grads, Layer
 
 
 class weight_jac_t_save_memory(AbstractContextManager):  # noqa: N801
@@ -66,8 +67,8 @@ def weight_gradients(
     if n == 0:
         return x.new_zeros(v, n, *weight_shape)
     if v == n == 1:
-        options = weight_shape, groups, transposed
-        gradient = _weight_gradient(x, cotangents[0], *options, **geometry)
+        options = weight_shape, groups, transposed, geometry
+        gradient = _weight_gradient(x, cotangents[0], *options)
         return gradient.view(1, 1, *weight_shape)
     b = rearrange(cotangents, "v n (g p) ... -> 1 (n g v p) ...", g=groups)
     x = x.reshape(1, -1, *x.shape[2:])
@@ -77,7 +78,7 @@ def weight_gradients(
     else:  # weight [C_out, C_in / G, *k]
         shape = (n * v * weight_shape[0], *weight_shape[1:])
         pattern = "(n g v p) c ... -> v n (g p) c ..."
-    gradients = _weight_gradient(x, b, shape, n * groups, transposed, **geometry)
+    gradients = _weight_gradient(x, b, shape, n * groups, transposed, geometry)
     sizes = {"n": n, "v": v} if transposed else {"n": n, "v": v, "g": groups}
     return rearrange(gradients, pattern, **sizes)
 
@@ -87,8 +88,8 @@ def _weight_gradient(
     gradient: Tensor,
     shape: Sequence[int],
     groups: int,
-    transposed: bool = False,
-    **geometry: Sequence[int],
+    transposed: bool,
+    geometry: Dict[str, Sequence[int]],
 ) -> Tensor:
     """Compute a convolution's weight gradient, of the given shape."""
     _, weight_gradient, _ = torch.ops.aten.convolution_backward(
@@ -107,7 +108,7 @@ def _weight_gradient(
     return weight_gradient
 
 
-def pads_symmetric_zeros(module: ConvNd) -> bool:
+def pads_symmetric_zeros(module: Layer) -> bool:
     """Tell whether the library's convolution pads by itself as the layer does.
 
     Args:
@@ -119,7 +120,7 @@ def pads_symmetric_zeros(module: ConvNd) -> bool:
     return module.padding_mode == "zeros" and not isinstance(module.padding, str)
 
 
-def without_bias(module: ConvNd) -> ConvNd:
+def without_bias(module: Layer) -> Layer:
     """Copy a layer without its bias.
 
     Args:
@@ -147,7 +148,7 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
         """
         self.conv_dims = N
 
-    def linear_part(self, module: ConvNd, x: Tensor) -> Tensor:
+    def linear_part(self, module: Layer, x: Tensor) -> Tensor:
         """Apply the convolution without its bias.
 
         Args:
@@ -160,7 +161,7 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
         return without_bias(module).forward(x)
 
     def _param_jac_mat_prod(
-        self, param_str: str, module: ConvNd, g_inp: Tuple, g_out: Tuple, mat: Tensor
+        self, param_str: str, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
         if param_str != "bias":
             return super()._param_jac_mat_prod(param_str, module, g_inp, g_out, mat)
@@ -168,7 +169,7 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
         return mat.expand(-1, *module.output.shape)
 
     def _jac_t_mat_prod(
-        self, module: ConvNd, g_inp: Tuple, g_out: Tuple, mat: Tensor
+        self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
         if not pads_symmetric_zeros(module):
             return super()._jac_t_mat_prod(module, g_inp, g_out, mat)
@@ -189,10 +190,10 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
         )
         return self.reshape_like_input(products, module)
 
-    def _output_padding(self, module: ConvNd) -> Sequence[int]:
+    def _output_padding(self, module: Layer) -> Sequence[int]:
         return [0] * self.conv_dims
 
-    def get_unfolded_input(self, module: ConvNd) -> Tensor:
+    def get_unfolded_input(self, module: Layer) -> Tensor:
         """Unfold the input of the layer.
 
         Args:
@@ -204,7 +205,7 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
         return self._unfold(module, module.input0, None)
 
     def product(
-        self, name: str, module: ConvNd, inputs: Sequence[Tensor], cotangents: Tensor
+        self, name: str, module: Layer, inputs: Sequence[Tensor], cotangents: Tensor
     ) -> PerSample:
         """Describe the products of cotangents and a parameter's Jacobian.
 
@@ -237,21 +238,19 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
             sums_positions=True,
         )
 
-    def _unfolding(self, module: ConvNd, x: Tensor) -> Optional[Unfolding]:
+    def _unfolding(self, module: Layer, x: Tensor) -> Optional[Unfolding]:
         """Return faster ways to unfold some samples of the input."""
         return Unfolding(module, x)
 
     def _unfold(
-        self, module: ConvNd, x: Tensor, out_size: Optional[Sequence[int]]
+        self, module: Layer, x: Tensor, out_size: Optional[Sequence[int]]
     ) -> Tensor:
         return unfold_by_conv(x, module)
 
-    def _order(self, module: ConvNd) -> Optional[Order]:
+    def _order(self, module: Layer) -> Optional[Order]:
         return None
 
-    def _direct(
-        self, module: ConvNd, x: Tensor, cotangents: Tensor
-    ) -> Optional[Direct]:
+    def _direct(self, module: Layer, x: Tensor, cotangents: Tensor) -> Optional[Direct]:
         """Return how to form products without unfolding, if that is faster.
 
         It is for a single column, unless unfolding is only a change of view.

@@ -1,15 +1,15 @@
 """Softmax cross-entropy: the negative log-likelihood of a categorical distribution."""
 
-from typing import Callable, Iterator, List, Optional, Tuple, Union
+from typing import Any, Callable, Iterator, Optional, Tuple, Union
 
 import torch
 from torch import Generator, Size, Tensor
 from torch.distributions import Categorical
-from torch.nn import CrossEntropyLoss
 
 from backpack.core.derivatives.loss_base import split_columns
 from backpack.core.derivatives.nll_base import ClosedFormNLLLossDerivatives
-from backpack.utils.types import full_precision
+from backpack.utils.subsampling import Subsampling
+from backpack.utils.types import Grads, Layer, full_precision
 
 ALL = slice(None)
 
@@ -24,8 +24,8 @@ class CrossEntropyLossDerivatives(ClosedFormNLLLossDerivatives):
     """
 
     def _prediction_and_weights(
-        self, module: CrossEntropyLoss, subsampling: Optional[List[int]] = None
-    ) -> Tuple[Tensor, Tensor]:
+        self, module: Layer, subsampling: Subsampling = None
+    ) -> Tuple[Tensor, Any]:
         if subsampling is not None and module.input0.dim() == 1:
             raise ValueError(
                 "CrossEntropyLoss on a prediction of shape [C] has no batch axis, and "
@@ -43,7 +43,7 @@ class CrossEntropyLossDerivatives(ClosedFormNLLLossDerivatives):
     def _get_mean_normalization(input: Tensor) -> int:
         return input.numel() // input.shape[_class_axis(input)]
 
-    def _hessian_weights(self, module: CrossEntropyLoss) -> Tensor:
+    def _hessian_weights(self, module: Layer) -> Tensor:
         """Return c s for each term.
 
         Args:
@@ -66,14 +66,14 @@ class CrossEntropyLossDerivatives(ClosedFormNLLLossDerivatives):
         return (weights * factor).unsqueeze(axis)
 
     def _reduction_factor(
-        self, module: CrossEntropyLoss, weights: Optional[Tensor] = None
+        self, module: Layer, weights: Optional[Tensor] = None
     ) -> Union[float, Tensor]:
         if module.reduction != "mean" or module.input1.is_floating_point():
             return super()._reduction_factor(module)
         weights = self._target_weights(module) if weights is None else weights
         return 1.0 / weights.sum()
 
-    def _target_weights(self, module: CrossEntropyLoss) -> Tensor:
+    def _target_weights(self, module: Layer) -> Tensor:
         """Return Σ_c w_c q_c for each term, before label smoothing.
 
         Args:
@@ -93,9 +93,7 @@ class CrossEntropyLossDerivatives(ClosedFormNLLLossDerivatives):
             return valid.to(full_precision(module.input0).dtype)
         return full_precision(class_weights)[target.where(valid, 0).long()] * valid
 
-    def sum_hessian(
-        self, module: CrossEntropyLoss, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]
-    ) -> Tensor:
+    def sum_hessian(self, module: Layer, g_inp: Grads, g_out: Grads) -> Tensor:
         """Sum the loss Hessians of all samples.
 
         Args:
@@ -111,21 +109,17 @@ class CrossEntropyLossDerivatives(ClosedFormNLLLossDerivatives):
         return super().sum_hessian(module, g_inp, g_out).reshape(*shape, *shape)
 
     def _sqrt_hessian(
-        self,
-        module: CrossEntropyLoss,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
-        subsampling: Optional[List[int]] = None,
+        self, module: Layer, g_inp: Grads, g_out: Grads, subsampling: Subsampling = None
     ) -> Tensor:
         return self._columns(module, subsampling, _factor)
 
     def _sqrt_hessian_compact(
-        self, module: CrossEntropyLoss, subsampling: Optional[List[int]] = None
+        self, module: Layer, subsampling: Subsampling = None
     ) -> Tensor:
         return self._columns(module, subsampling, _triangular_factor)
 
     def sqrt_hessian_chunks(
-        self, module: CrossEntropyLoss, size: int, compact: bool
+        self, module: Layer, size: int, compact: bool
     ) -> Iterator[Tensor]:
         """Compute a factor for some classes at a time; all would be quadratic in them.
 
@@ -153,8 +147,8 @@ class CrossEntropyLossDerivatives(ClosedFormNLLLossDerivatives):
 
     def _columns(
         self,
-        module: CrossEntropyLoss,
-        subsampling: Optional[List[int]],
+        module: Layer,
+        subsampling: Subsampling,
         factor: Callable[[Tensor, slice], Tensor],
         classes: slice = ALL,
     ) -> Tensor:
@@ -171,6 +165,7 @@ class CrossEntropyLossDerivatives(ClosedFormNLLLossDerivatives):
             Columns ``[V · d1 · …, N, C, d1, …]``.
         """
         prediction, root_weights = self._prepare(module, subsampling)
+        assert isinstance(root_weights, Tensor)  # one for each term
         terms = factor(_classes_last(prediction).log_softmax(-1), classes)
         terms = terms * _classes_last(root_weights)[..., None]
         num_samples = 1 if prediction.dim() == 1 else len(prediction)
@@ -183,7 +178,7 @@ class CrossEntropyLossDerivatives(ClosedFormNLLLossDerivatives):
         return columns.to(module.input0.dtype)
 
     def _make_hessian_mat_prod(
-        self, module: CrossEntropyLoss, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]
+        self, module: Layer, g_inp: Grads, g_out: Grads
     ) -> Callable[[Tensor], Tensor]:
         prediction, weights = self._prediction_and_weights(module)
         axis = _class_axis(prediction)

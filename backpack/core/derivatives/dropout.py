@@ -1,13 +1,12 @@
 """Derivatives of dropout, with the mask that was drawn in the forward pass."""
 
-from typing import List, Tuple
-
 from torch import Tensor, ones_like
 from torch.autograd import grad
-from torch.nn import AlphaDropout, Dropout, FeatureAlphaDropout, Module
+from torch.nn import AlphaDropout, FeatureAlphaDropout, Module
 
 from backpack.core.derivatives.elementwise import PiecewiseLinearDerivatives
-from backpack.utils.subsampling import subsample
+from backpack.utils.subsampling import Subsampling, subsample
+from backpack.utils.types import Grads, Layer
 
 MASK = "_backpack_mask"
 """Attribute of a module that holds the scaled mask of its last call, ``[N, *in]``."""
@@ -20,7 +19,7 @@ UNKNOWN_MASK = (
 )
 
 
-def drawn_mask(module: Module) -> Tensor:
+def drawn_mask(module: Layer) -> Tensor:
     """Return the factor dz/dx of each element in the module's last call.
 
     In training mode, an input of value zero is zero in the output whether it was
@@ -59,7 +58,7 @@ def drawn_mask(module: Module) -> Tensor:
     return (z / x).detach()
 
 
-def store_mask(module: Module) -> None:
+def store_mask(module: Layer) -> None:
     """Keep the mask of a dropout module's last call for later, if it drew one.
 
     Args:
@@ -74,11 +73,7 @@ class DropoutDerivatives(PiecewiseLinearDerivatives):
     """Derivatives of all dropout modules: by element, by channel, alpha dropout."""
 
     def df(
-        self,
-        module: Dropout,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
-        subsampling: List[int] = None,
+        self, module: Layer, g_inp: Grads, g_out: Grads, subsampling: Subsampling = None
     ) -> Tensor:
         """Return the scaled mask, see :func:`drawn_mask`.
 
@@ -93,7 +88,7 @@ class DropoutDerivatives(PiecewiseLinearDerivatives):
         """
         return subsample(drawn_mask(module), subsampling=subsampling)
 
-    def _restrict(self, module: Module, subsampling: List[int] = None) -> Module:
+    def _restrict(self, module: Layer, subsampling: Subsampling = None) -> Module:
         restricted = super()._restrict(module, subsampling)
         if subsampling is not None:  # no graph connects the selected samples
             restricted.__dict__[MASK] = self.df(module, (), (), subsampling)

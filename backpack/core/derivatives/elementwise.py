@@ -1,13 +1,12 @@
 """Derivatives of functions that act on each element on its own."""
 
-from typing import List, Tuple
-
 from torch import Tensor, ones_like, zeros_like
-from torch.nn import Module
 
 from backpack.core.derivatives.input_base import BaseDerivatives
 from backpack.core.derivatives.stored import evaluate, subsampled
 from backpack.hessianfree.lop import pull_columns
+from backpack.utils.subsampling import Subsampling
+from backpack.utils.types import Grads, Layer
 from backpack.utils.unsqueeze import flatten
 
 
@@ -19,11 +18,7 @@ class ElementwiseDerivatives(BaseDerivatives):
     """
 
     def df(
-        self,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
-        subsampling: List[int] = None,
+        self, module: Layer, g_inp: Grads, g_out: Grads, subsampling: Subsampling = None
     ) -> Tensor:
         """Compute the first derivative at each element.
 
@@ -39,7 +34,7 @@ class ElementwiseDerivatives(BaseDerivatives):
         x, y = evaluate(subsampled(module, subsampling))
         return pull_columns(y, x, [ones_like(y)])[0].squeeze(0)
 
-    def d2f(self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]) -> Tensor:
+    def d2f(self, module: Layer, g_inp: Grads, g_out: Grads) -> Tensor:
         """Compute the second derivative at each element.
 
         Args:
@@ -55,12 +50,10 @@ class ElementwiseDerivatives(BaseDerivatives):
         delta, ones = ones_like(module.output), ones_like(module.input0)
         return self._differentiate_twice(module, (delta,), ones.unsqueeze(0)).squeeze(0)
 
-    def hessian_is_diagonal(self, module: Module) -> bool:  # noqa: D102
+    def hessian_is_diagonal(self, module: Layer) -> bool:  # noqa: D102
         return True
 
-    def hessian_diagonal(
-        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]
-    ) -> Tensor:
+    def hessian_diagonal(self, module: Layer, g_inp: Grads, g_out: Grads) -> Tensor:
         """Compute the diagonal of the residual.
 
         Args:
@@ -74,17 +67,17 @@ class ElementwiseDerivatives(BaseDerivatives):
         return self.d2f(module, g_inp, g_out) * g_out[0]
 
     def _jac_mat_prod(
-        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
+        self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
         return self.df(module, g_inp, g_out) * mat
 
     def _jac_t_mat_prod(
-        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
+        self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
         return self.df(module, g_inp, g_out) * mat
 
     def _ea_jac_t_mat_jac_prod(
-        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
+        self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
         df = flatten(self.df(module, g_inp, g_out), 1)
         return (df.T @ (df / df.shape[0])).mul_(mat)  # few passes over matrices
@@ -93,5 +86,5 @@ class ElementwiseDerivatives(BaseDerivatives):
 class PiecewiseLinearDerivatives(ElementwiseDerivatives):
     """Derivatives of an elementwise function that is linear in pieces."""
 
-    def hessian_is_zero(self, module: Module) -> bool:  # noqa: D102
+    def hessian_is_zero(self, module: Layer) -> bool:  # noqa: D102
         return True

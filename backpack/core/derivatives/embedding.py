@@ -3,11 +3,11 @@
 from typing import Sequence
 
 from torch import Tensor
-from torch.nn import Embedding
 
 from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
 from backpack.core.per_sample.base import PerSample
 from backpack.core.per_sample.rows import Rows
+from backpack.utils.types import Layer
 
 
 class EmbeddingDerivatives(BaseParameterDerivatives):
@@ -15,11 +15,11 @@ class EmbeddingDerivatives(BaseParameterDerivatives):
 
     affine_in_params = True
 
-    def hessian_is_zero(self, module: Embedding) -> bool:  # noqa: D102
+    def hessian_is_zero(self, module: Layer) -> bool:  # noqa: D102
         return True
 
     def product(
-        self, name: str, module: Embedding, inputs: Sequence[Tensor], cotangents: Tensor
+        self, name: str, module: Layer, inputs: Sequence[Tensor], cotangents: Tensor
     ) -> PerSample:
         """Describe the products of cotangents and the weight's Jacobian.
 

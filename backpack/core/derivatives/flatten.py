@@ -1,11 +1,9 @@
 """Derivatives of modules that keep all elements in place, or only reshape them."""
 
-from typing import Tuple
-
 from torch import Tensor
-from torch.nn import Module
 
 from backpack.core.derivatives.linear_map import LinearMapDerivatives
+from backpack.utils.types import Grads, Layer
 
 
 class FlattenDerivatives(LinearMapDerivatives):
@@ -15,11 +13,11 @@ class FlattenDerivatives(LinearMapDerivatives):
     """
 
     def _jac_mat_prod(
-        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
+        self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
         return self.reshape_like_output(mat, module)
 
     def _jac_t_mat_prod(
-        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
+        self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
         return self.reshape_like_input(mat, module)

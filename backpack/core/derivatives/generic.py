@@ -12,12 +12,13 @@ from warnings import catch_warnings, filterwarnings
 import torch
 from torch import Tensor
 from torch.func import functional_call, vjp, vmap
-from torch.nn import GRU, LSTM, RNN, Module, MultiheadAttention, Parameter
+from torch.nn import GRU, LSTM, RNN, MultiheadAttention, Parameter
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from backpack.converter.function import FunctionModule
 from backpack.core.per_sample.base import Dense
 from backpack.utils.disable import disable
+from backpack.utils.types import Layer
 
 Cotangents = Union[Tensor, Sequence[Optional[Tensor]]]
 
@@ -51,7 +52,7 @@ class RandomState:
             yield
 
 
-def output_batch_axis(module: Module, index: int) -> int:
+def output_batch_axis(module: Layer, index: int) -> int:
     """Return which axis of a module's output holds the samples.
 
     Args:
@@ -69,7 +70,7 @@ def output_batch_axis(module: Module, index: int) -> int:
     return int(not isinstance(module, MultiheadAttention))
 
 
-def input_batch_axis(module: Module, index: int) -> int:
+def input_batch_axis(module: Layer, index: int) -> int:
     """Return which axis of a module's input holds the samples.
 
     Args:
@@ -102,7 +103,7 @@ def tensor_outputs(output: Any) -> List[Tensor]:
     return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
 
 
-def argument_position(module: Module, name: str) -> Optional[int]:
+def argument_position(module: Layer, name: str) -> Optional[int]:
     """Tell which argument of an operation a parameter is.
 
     The converter turns operations into modules, whose arguments may be parameters.
@@ -117,7 +118,7 @@ def argument_position(module: Module, name: str) -> Optional[int]:
     return int(name[5:]) if isinstance(module, FunctionModule) else None
 
 
-def find_parameter(module: Module, name: str) -> Tensor:
+def find_parameter(module: Layer, name: str) -> Tensor:
     """Look up a parameter by its name in a call.
 
     Args:
@@ -134,7 +135,7 @@ def find_parameter(module: Module, name: str) -> Tensor:
 
 def generic_product(
     name: str,
-    module: Module,
+    module: Layer,
     inputs: Sequence[Any],
     cotangents: Cotangents,
     kwargs: Optional[Dict[str, Any]] = None,
@@ -154,13 +155,13 @@ def generic_product(
     Returns:
         The products, ``[V, N, *p]``.
     """
-    options = {"kwargs": kwargs, "random_state": random_state}
-    return generic_products([name], module, inputs, cotangents, **options)[name]
+    args = [name], module, inputs, cotangents, kwargs, random_state
+    return generic_products(*args)[name]
 
 
 def generic_products(
     names: Sequence[str],
-    module: Module,
+    module: Layer,
     inputs: Sequence[Any],
     cotangents: Cotangents,
     kwargs: Optional[Dict[str, Any]] = None,
@@ -214,7 +215,7 @@ class _Repeated:
     def __init__(
         self,
         names: Sequence[str],
-        module: Module,
+        module: Layer,
         args: Sequence[Any],
         kwargs: Dict[str, Any],
         cotangents: Cotangents,
@@ -289,7 +290,7 @@ class _Repeated:
             leaves = list(self.leaves)
             for x, (i, axis) in zip(sample, in_axes.items()):
                 leaves[i] = x.unsqueeze(axis)
-            out, pull_back = vjp(lambda *p: self.forward(leaves, p), *self.params)
+            out, pull_back = vjp(lambda *p: self.forward(leaves, p), *self.params)[:2]
             # a loop over columns: nested vmaps are not right for all operations
             products = [
                 pull_back([c[v].unsqueeze(a) for c, a in zip(columns, self.axes)])
@@ -382,7 +383,7 @@ class _Repeated:
 
 
 @contextmanager
-def _attributes_restored(module: Module) -> Iterator[None]:
+def _attributes_restored(module: Layer) -> Iterator[None]:
     """Undo what a forward pass does to the attributes of a module and those inside."""
     before = [(child, dict(vars(child))) for child in module.modules()]
     try:

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from contextlib import contextmanager
 from copy import copy
 from math import sqrt
-from typing import Any, Callable, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Iterator, Optional
 from warnings import warn
 
 import torch
@@ -17,7 +17,8 @@ from backpack.core.derivatives.loss_base import (
     loss_inputs,
 )
 from backpack.hessianfree.lop import pull_back, pull_columns
-from backpack.utils.subsampling import subsample
+from backpack.utils.subsampling import Subsampling, subsample
+from backpack.utils.types import Grads, Layer
 from backpack.utils.unsqueeze import flatten
 
 # Errors in the Hessian, relative to its largest entry, that go unnoticed. Rounding
@@ -60,7 +61,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
         return False
 
     def _make_hessian_mat_prod(
-        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]
+        self, module: Layer, g_inp: Grads, g_out: Grads
     ) -> Callable[[Tensor], Tensor]:
         if _is_linear_in_pieces(module):
             return torch.zeros_like
@@ -82,7 +83,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
 
         return hessian_mat_prod
 
-    def _hessian(self, module: Module) -> Tensor:
+    def _hessian(self, module: Layer) -> Tensor:
         """Compute the Hessian blocks of all samples.
 
         Args:
@@ -136,17 +137,11 @@ class GenericLossDerivatives(BaseLossDerivatives):
             warn(NO_CURVATURE.format(module=module), stacklevel=2)
         return hessian
 
-    def _sum_hessian(
-        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]
-    ) -> Tensor:
+    def _sum_hessian(self, module: Layer, g_inp: Grads, g_out: Grads) -> Tensor:
         return self._hessian(module).sum(0).to(module.input0.dtype)
 
     def _sqrt_hessian(
-        self,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
-        subsampling: Optional[List[int]] = None,
+        self, module: Layer, g_inp: Grads, g_out: Grads, subsampling: Subsampling = None
     ) -> Tensor:
         hessian = subsample(self._hessian(module), subsampling=subsampling)
         if len(hessian) == 0:
@@ -154,8 +149,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
         diagonal = hessian.diagonal(dim1=1, dim2=2)
         if torch.equal(hessian, torch.diag_embed(diagonal)):
             eigenvalues = diagonal
-            options = {"dtype": diagonal.dtype, "device": diagonal.device}
-            eigenvectors = torch.eye(diagonal.shape[1], **options)
+            eigenvectors = torch.eye(diagonal.shape[1]).to(diagonal)
         else:
             eigenvalues, eigenvectors = torch.linalg.eigh(hessian)
             noise = 100 * hessian.shape[1] * torch.finfo(hessian.dtype).eps
@@ -181,7 +175,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
         return columns.to(module.input0.dtype)
 
     def _sqrt_hessian_compact(
-        self, module: Module, subsampling: Optional[List[int]] = None
+        self, module: Layer, subsampling: Subsampling = None
     ) -> Tensor:
         columns = self._sqrt_hessian(module, (), (), subsampling)
         used = flatten(columns, 1).any(1)
@@ -190,11 +184,11 @@ class GenericLossDerivatives(BaseLossDerivatives):
 
     def _sqrt_hessian_sampled(
         self,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
+        module: Layer,
+        g_inp: Grads,
+        g_out: Grads,
         mc_samples: int = 1,
-        subsampling: Optional[List[int]] = None,
+        subsampling: Subsampling = None,
         generator: Optional[Generator] = None,
     ) -> Tensor:
         """Combine the exact columns with random signs: E[(S r)(S r)ᵀ] = S Sᵀ.
@@ -223,7 +217,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
 
 
 @contextmanager
-def _naming(module: Module) -> Iterator[None]:
+def _naming(module: Layer) -> Iterator[None]:
     """Name the loss where autograd knows no second derivative of an operation."""
     try:
         yield
@@ -234,7 +228,7 @@ def _naming(module: Module) -> Iterator[None]:
         raise
 
 
-def _check_differentiable(module: Module, gradient: Tensor, cotangent: Tensor) -> None:
+def _check_differentiable(module: Layer, gradient: Tensor, cotangent: Tensor) -> None:
     """Refuse a loss whose backward pass is unknown to autograd.
 
     The gradient is linear in the cotangent at the loss. If autograd sees no connection,
@@ -255,7 +249,7 @@ def _check_differentiable(module: Module, gradient: Tensor, cotangent: Tensor) -
         raise NotImplementedError(NOT_TWICE.format(module=module))
 
 
-def _is_linear_in_pieces(module: Module) -> bool:
+def _is_linear_in_pieces(module: Layer) -> bool:
     """Tell whether a loss has no curvature, where autograd can't tell."""
     if type(module) is MultiMarginLoss:
         return module.p == 1
@@ -267,7 +261,7 @@ def _to_double(value: Any) -> Any:
     return value.double() if is_float else value
 
 
-def _double_copy(module: Module) -> Module:
+def _double_copy(module: Layer) -> Module:
     """Copy a loss module to float64, without its hooks and sharing all else.
 
     Args:

@@ -4,7 +4,6 @@ from typing import Callable, Dict, List, Optional
 
 import torch
 from torch import Tensor
-from torch.nn import GRU
 from torch.nn.functional import linear
 
 from backpack.core.derivatives.recurrent import (
@@ -14,6 +13,7 @@ from backpack.core.derivatives.recurrent import (
     pull_through_time,
     spread,
 )
+from backpack.utils.types import Layer
 
 
 class GRUDerivatives(RecurrentDerivatives):
@@ -25,12 +25,12 @@ class GRUDerivatives(RecurrentDerivatives):
     cotangents at i_n and h_n differ.
     """
 
-    def _forward(self, module: GRU) -> Callable:
+    def _forward(self, module: Layer) -> Callable:
         return torch.gru
 
     def _pull_back(
         self,
-        module: GRU,
+        module: Layer,
         chain: Chain,
         cotangents: List[Tensor],
         last: Optional[Tensor],

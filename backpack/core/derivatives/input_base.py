@@ -14,7 +14,7 @@ for every module that is differentiable in its first input; other inputs are con
 
 from abc import ABC
 from math import nan
-from typing import List, Tuple
+from typing import Tuple
 
 from torch import Tensor, ones_like, stack, zeros_like
 from torch.autograd import grad
@@ -24,7 +24,8 @@ from backpack.core.derivatives import shape_check
 from backpack.core.derivatives.stored import evaluate, subsampled
 from backpack.hessianfree.lop import pull_columns
 from backpack.hessianfree.rop import R_op
-from backpack.utils.subsampling import num_selected
+from backpack.utils.subsampling import Subsampling, num_selected
+from backpack.utils.types import Grads, Layer
 from backpack.utils.unsqueeze import flatten
 
 NO_DIAGONAL_HESSIAN = (
@@ -43,7 +44,7 @@ class BaseDerivatives(ABC):  # noqa: B024
     @shape_check.jac_mat_prod_accept_vectors
     @shape_check.jac_mat_prod_check_shapes
     def jac_mat_prod(
-        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
+        self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
         """Multiply with the Jacobian of the output with respect to the input.
 
@@ -59,7 +60,7 @@ class BaseDerivatives(ABC):  # noqa: B024
         return self._jac_mat_prod(module, g_inp, g_out, mat)
 
     def _jac_mat_prod(
-        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
+        self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
         x, y = evaluate(module)
         return stack([R_op(y, x, v)[0] for v in mat.to(x.dtype)])
@@ -68,11 +69,11 @@ class BaseDerivatives(ABC):  # noqa: B024
     @shape_check.jac_t_mat_prod_check_shapes
     def jac_t_mat_prod(
         self,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
+        module: Layer,
+        g_inp: Grads,
+        g_out: Grads,
         mat: Tensor,
-        subsampling: List[int] = None,
+        subsampling: Subsampling = None,
     ) -> Tensor:
         """Multiply with the transposed Jacobian of the output w.r.t. the input.
 
@@ -91,7 +92,7 @@ class BaseDerivatives(ABC):  # noqa: B024
         return self._jac_t_mat_prod(module, g_inp, g_out, mat)
 
     def _jac_t_mat_prod(
-        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
+        self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
         """Multiply with the transposed Jacobian, see :meth:`jac_t_mat_prod`.
 
@@ -107,7 +108,7 @@ class BaseDerivatives(ABC):  # noqa: B024
         x, y = evaluate(module)
         return pull_columns(y, x, mat)[0]
 
-    def _restrict(self, module: Module, subsampling: List[int] = None) -> Module:
+    def _restrict(self, module: Layer, subsampling: Subsampling = None) -> Module:
         """Select samples before the maths.
 
         Args:
@@ -130,7 +131,7 @@ class BaseDerivatives(ABC):  # noqa: B024
         return subsampled(module, subsampling)
 
     def ea_jac_t_mat_jac_prod(
-        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
+        self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
         """Multiply with the Jacobian from both sides and average over samples.
 
@@ -162,7 +163,7 @@ class BaseDerivatives(ABC):  # noqa: B024
         return self._ea_jac_t_mat_jac_prod(module, g_inp, g_out, mat)
 
     def _ea_jac_t_mat_jac_prod(
-        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
+        self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
         # one sample after the other, as a single one needs memory [out, in] already
         samples = 1 if self.jacobian_is_shared(module) else module.output.shape[0]
@@ -170,10 +171,10 @@ class BaseDerivatives(ABC):  # noqa: B024
             self._sandwich(self._restrict(module, [n]), g_inp, g_out, mat)
             for n in range(samples)
         )
-        return sum(products) / samples
+        return sum(products) / samples  # type: ignore[return-value]
 
     def _sandwich(
-        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
+        self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
         """Multiply with one sample's Jacobian from both sides.
 
@@ -191,7 +192,7 @@ class BaseDerivatives(ABC):  # noqa: B024
             mat = flatten(self._jac_t_mat_prod(module, g_inp, g_out, rows), 1).T
         return mat
 
-    def jacobian_is_shared(self, module: Module) -> bool:
+    def jacobian_is_shared(self, module: Layer) -> bool:
         """Tell whether every sample has the same Jacobian with respect to the input.
 
         Args:
@@ -203,7 +204,7 @@ class BaseDerivatives(ABC):  # noqa: B024
         """
         return False
 
-    def hessian_is_zero(self, module: Module) -> bool:
+    def hessian_is_zero(self, module: Layer) -> bool:
         """Tell whether all second derivatives w.r.t. the input vanish (∂²z/∂x² = 0).
 
         Args:
@@ -214,7 +215,7 @@ class BaseDerivatives(ABC):  # noqa: B024
         """
         return False
 
-    def hessian_is_diagonal(self, module: Module) -> bool:
+    def hessian_is_diagonal(self, module: Layer) -> bool:
         """Tell whether Σ_k δ_k ∂²z_k/∂x² is diagonal for every δ.
 
         Args:
@@ -233,9 +234,7 @@ class BaseDerivatives(ABC):  # noqa: B024
         """
         return False
 
-    def hessian_diagonal(
-        self, module: Module, g_in: Tuple[Tensor], g_out: Tuple[Tensor]
-    ) -> Tensor:
+    def hessian_diagonal(self, module: Layer, g_in: Grads, g_out: Grads) -> Tensor:
         """Compute the diagonal of the residual Σ_k δ_k ∂²z_k/∂x², if it is diagonal.
 
         Args:
@@ -261,7 +260,7 @@ class BaseDerivatives(ABC):  # noqa: B024
     @shape_check.residual_mat_prod_accept_vectors
     @shape_check.residual_mat_prod_check_shapes
     def residual_mat_prod(
-        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
+        self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
         """Multiply with the residual Σ_k δ_k ∂²z_k/∂x².
 
@@ -277,7 +276,7 @@ class BaseDerivatives(ABC):  # noqa: B024
         return self._residual_mat_prod(module, g_inp, g_out, mat)
 
     def _residual_mat_prod(
-        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
+        self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
         if self.hessian_is_zero(module):
             return zeros_like(mat)
@@ -286,9 +285,7 @@ class BaseDerivatives(ABC):  # noqa: B024
         return self._differentiate_twice(module, g_out, mat)
 
     @staticmethod
-    def _differentiate_twice(
-        module: Module, g_out: Tuple[Tensor], mat: Tensor
-    ) -> Tensor:
+    def _differentiate_twice(module: Layer, g_out: Grads, mat: Tensor) -> Tensor:
         """Multiply with the Hessian of x ↦ ⟨δ, f(x)⟩.
 
         Args:
@@ -306,7 +303,7 @@ class BaseDerivatives(ABC):  # noqa: B024
 
     @classmethod
     def reshape_like_input(
-        cls, mat: Tensor, module: Module, subsampling: List[int] = None
+        cls, mat: Tensor, module: Layer, subsampling: Subsampling = None
     ) -> Tensor:
         """Reshape a matrix like the input, with an additional leading axis.
 
@@ -321,7 +318,7 @@ class BaseDerivatives(ABC):  # noqa: B024
         return cls._reshape_like(mat, module.input0.shape, subsampling)
 
     @classmethod
-    def reshape_like_output(cls, mat: Tensor, module: Module) -> Tensor:
+    def reshape_like_output(cls, mat: Tensor, module: Layer) -> Tensor:
         """Reshape a matrix like the output, with an additional leading axis.
 
         Args:
@@ -335,7 +332,7 @@ class BaseDerivatives(ABC):  # noqa: B024
 
     @staticmethod
     def _reshape_like(
-        mat: Tensor, shape: Tuple[int, ...], subsampling: List[int] = None
+        mat: Tensor, shape: Tuple[int, ...], subsampling: Subsampling = None
     ) -> Tensor:
         columns = -1 if mat.numel() else len(mat)
         return mat.reshape(columns, num_selected(shape[0], subsampling), *shape[1:])

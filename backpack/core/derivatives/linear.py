@@ -1,16 +1,16 @@
 """Derivatives of the linear layer, on inputs with any number of axes."""
 
 from math import prod
-from typing import Sequence, Tuple
+from typing import Sequence
 
 from einops import rearrange
 from torch import Size, Tensor, no_grad
-from torch.nn import Linear, Module
 
 from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
 from backpack.core.fast.matmul import matmul
 from backpack.core.per_sample.base import PerSample, Summed
 from backpack.core.per_sample.outer import Outer
+from backpack.utils.types import Grads, Layer
 
 
 class LinearDerivatives(BaseParameterDerivatives):
@@ -22,11 +22,11 @@ class LinearDerivatives(BaseParameterDerivatives):
 
     affine_in_params = True
 
-    def hessian_is_zero(self, module: Linear) -> bool:  # noqa: D102
+    def hessian_is_zero(self, module: Layer) -> bool:  # noqa: D102
         return True
 
     def product(
-        self, name: str, module: Linear, inputs: Sequence[Tensor], cotangents: Tensor
+        self, name: str, module: Layer, inputs: Sequence[Tensor], cotangents: Tensor
     ) -> PerSample:
         """Describe the products of cotangents and a parameter's Jacobian.
 
@@ -51,7 +51,7 @@ class LinearDerivatives(BaseParameterDerivatives):
 
     @no_grad()
     def _param_jac_mat_prod(
-        self, param_str: str, module: Linear, g_inp: Tuple, g_out: Tuple, mat: Tensor
+        self, param_str: str, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
         axes = [1] * (module.output.dim() - 1)
         if param_str == "bias":
@@ -63,17 +63,17 @@ class LinearDerivatives(BaseParameterDerivatives):
         return products.reshape(*x.shape[:-1], *mat.shape[:2]).movedim(-2, 0)
 
     def _jac_mat_prod(
-        self, module: Linear, g_inp: Tuple, g_out: Tuple, mat: Tensor
+        self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
         return mat @ module.weight.mT
 
     def _jac_t_mat_prod(
-        self, module: Linear, g_inp: Tuple, g_out: Tuple, mat: Tensor
+        self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
         return mat @ module.weight
 
     def _ea_jac_t_mat_jac_prod(
-        self, module: Linear, g_inp: Tuple, g_out: Tuple, mat: Tensor
+        self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
         # the Jacobian is the weight at each position, for every sample
         positions = module.input0.shape[1:-1].numel()
@@ -86,7 +86,7 @@ class LinearDerivatives(BaseParameterDerivatives):
         return rearrange(out, "i (t s j) -> (t i) (s j)", t=positions, j=i)
 
     @staticmethod
-    def _get_additional_dims(module: Module) -> Size:
+    def _get_additional_dims(module: Layer) -> Size:
         """Return the sizes of the axes between samples and features.
 
         Args:

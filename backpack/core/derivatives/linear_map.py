@@ -1,12 +1,10 @@
 """Derivatives of modules without parameters that are linear in their input."""
 
-from typing import Tuple
-
 from torch import Tensor, enable_grad
 from torch.autograd import grad
-from torch.nn import Module
 
 from backpack.core.derivatives.input_base import BaseDerivatives
+from backpack.utils.types import Grads, Layer
 
 
 class LinearMapDerivatives(BaseDerivatives):
@@ -17,7 +15,7 @@ class LinearMapDerivatives(BaseDerivatives):
     large mini-batch.
     """
 
-    def linear_part(self, module: Module, x: Tensor) -> Tensor:
+    def linear_part(self, module: Layer, x: Tensor) -> Tensor:
         """Multiply each sample with the Jacobian.
 
         Args:
@@ -30,20 +28,20 @@ class LinearMapDerivatives(BaseDerivatives):
         """
         return module.forward(x)
 
-    def hessian_is_zero(self, module: Module) -> bool:  # noqa: D102
+    def hessian_is_zero(self, module: Layer) -> bool:  # noqa: D102
         return True
 
-    def jacobian_is_shared(self, module: Module) -> bool:  # noqa: D102
+    def jacobian_is_shared(self, module: Layer) -> bool:  # noqa: D102
         return True
 
     def _jac_mat_prod(
-        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
+        self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
         products = self.linear_part(module, mat.flatten(0, 1))
         return self.reshape_like_output(products, module)
 
     def _jac_t_mat_prod(
-        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
+        self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
         columns = mat.flatten(0, 1)
         shape = (columns.shape[0], *module.input0.shape[1:])

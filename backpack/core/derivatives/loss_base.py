@@ -1,17 +1,18 @@
 """Second derivatives of a loss with respect to its input, see ``input_base.py``."""
 
 from abc import ABC, abstractmethod
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Generator, Size, Tensor, nn
-from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
 from backpack.core.derivatives import shape_check
 from backpack.core.derivatives.input_base import BaseDerivatives
 from backpack.core.derivatives.stored import stored_inputs
 from backpack.core.per_sample.sums import reciprocal
+from backpack.utils.subsampling import Subsampling
+from backpack.utils.types import Grads, Layer
 
 NO_SCALAR_LOSS = (
     "{derivatives} needs a loss whose output is a scalar, but {module} has an output "
@@ -19,7 +20,7 @@ NO_SCALAR_LOSS = (
 )
 
 
-def loss_inputs(module: Module) -> Tuple[Any, ...]:
+def loss_inputs(module: Layer) -> Tuple[Any, ...]:
     """Collect the inputs of a loss module's call, prediction first.
 
     Args:
@@ -97,11 +98,7 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
     """
 
     def sqrt_hessian(
-        self,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
-        subsampling: List[int] = None,
+        self, module: Layer, g_inp: Grads, g_out: Grads, subsampling: Subsampling = None
     ) -> Tensor:
         """Compute a factor S of the loss Hessian: Σ_v S_vn S_vnᵀ = ∂²𝓛/∂xₙ².
 
@@ -124,20 +121,12 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
 
     @abstractmethod
     def _sqrt_hessian(
-        self,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
-        subsampling: List[int] = None,
+        self, module: Layer, g_inp: Grads, g_out: Grads, subsampling: Subsampling = None
     ) -> Tensor:
         """Compute a factor of the loss Hessian, see :meth:`sqrt_hessian`."""
 
     def sqrt_hessian_compact(
-        self,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
-        subsampling: Optional[List[int]] = None,
+        self, module: Layer, g_inp: Grads, g_out: Grads, subsampling: Subsampling = None
     ) -> Tensor:
         """Compute a factor like :meth:`sqrt_hessian` with as few columns as is known.
 
@@ -161,7 +150,7 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
         return result
 
     def sqrt_hessian_chunks(
-        self, module: Module, size: int, compact: bool
+        self, module: Layer, size: int, compact: bool
     ) -> Iterator[Tensor]:
         """Compute a factor like :meth:`sqrt_hessian`, some columns at a time.
 
@@ -180,17 +169,17 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
         yield from split_columns(factor(module, (), ()), size)
 
     def _sqrt_hessian_compact(
-        self, module: Module, subsampling: Optional[List[int]] = None
+        self, module: Layer, subsampling: Subsampling = None
     ) -> Tensor:
         return self._sqrt_hessian(module, (), (), subsampling)
 
     def sqrt_hessian_sampled(
         self,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
+        module: Layer,
+        g_inp: Grads,
+        g_out: Grads,
         mc_samples: int = 1,
-        subsampling: Optional[List[int]] = None,
+        subsampling: Subsampling = None,
         generator: Optional[Generator] = None,
     ) -> Tensor:
         """Draw a factor S of the loss Hessian: E[Σ_v S_vn S_vnᵀ] = ∂²𝓛/∂xₙ².
@@ -219,18 +208,18 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
     @abstractmethod
     def _sqrt_hessian_sampled(
         self,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
+        module: Layer,
+        g_inp: Grads,
+        g_out: Grads,
         mc_samples: int = 1,
-        subsampling: List[int] = None,
+        subsampling: Subsampling = None,
     ) -> Tensor:
         """Draw a factor of the loss Hessian, see :meth:`sqrt_hessian_sampled`."""
 
     @shape_check.make_hessian_mat_prod_accept_vectors
     @shape_check.make_hessian_mat_prod_check_shapes
     def make_hessian_mat_prod(
-        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]
+        self, module: Layer, g_inp: Grads, g_out: Grads
     ) -> Callable[[Tensor], Tensor]:
         """Make a function that multiplies with the loss Hessian ∂²𝓛/∂x².
 
@@ -251,13 +240,11 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
 
     @abstractmethod
     def _make_hessian_mat_prod(
-        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]
+        self, module: Layer, g_inp: Grads, g_out: Grads
     ) -> Callable[[Tensor], Tensor]:
         """Make a product with the Hessian, see :meth:`make_hessian_mat_prod`."""
 
-    def sum_hessian(
-        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]
-    ) -> Tensor:
+    def sum_hessian(self, module: Layer, g_inp: Grads, g_out: Grads) -> Tensor:
         """Sum the loss Hessians of all samples.
 
         Args:
@@ -274,9 +261,7 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
         self._check_scalar(module)
         return self._sum_hessian(module, g_inp, g_out)
 
-    def _sum_hessian(
-        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]
-    ) -> Tensor:
+    def _sum_hessian(self, module: Layer, g_inp: Grads, g_out: Grads) -> Tensor:
         # products with one unit vector per feature, the same for each sample
         x = module.input0
         batch_shape, shape = self._split_shape(x)
@@ -298,7 +283,7 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
         """
         return x.shape[:1], x.shape[1:]
 
-    def scaled_gradient(self, module: Module) -> Tensor:
+    def scaled_gradient(self, module: Layer) -> Tensor:
         """Compute the column of the empirical Fisher: c Σₙ ∇ℓₙ ∇ℓₙᵀ = Σₙ sₙ sₙᵀ.
 
         Args:
@@ -323,7 +308,7 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
             )
         return (gradient / self._reduction_factor(module) ** 0.5).unsqueeze(0)
 
-    def _reduction_factor(self, module: Module) -> Union[float, Tensor]:
+    def _reduction_factor(self, module: Layer) -> Union[float, Tensor]:
         """Return c, one over what the loss divides the sum over its terms by.
 
         Args:
@@ -339,7 +324,7 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
         elementwise = reduction == "mean" and isinstance(module, _ELEMENTWISE)
         return reciprocal(x.numel() if elementwise else len(x))
 
-    def check_psd(self, module: Module) -> None:
+    def check_psd(self, module: Layer) -> None:
         """Refuse a loss that the GGN is not defined for, by an exception.
 
         Args:
@@ -349,7 +334,7 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
         if not self.hessian_is_psd():
             self.sqrt_hessian(module, (), ())
 
-    def _check_scalar(self, module: Module) -> None:
+    def _check_scalar(self, module: Layer) -> None:
         """Refuse losses whose output is no scalar, which any single number is.
 
         Args:

@@ -1,13 +1,13 @@
 """Derivatives of long short-term memory, with or without projection."""
 
-from typing import Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional
 
 import torch
 from torch import Tensor
-from torch.nn import LSTM
 from torch.nn.functional import linear
 
 from backpack.core.derivatives.recurrent import Chain, Factors, RecurrentDerivatives
+from backpack.utils.types import Layer
 
 
 class LSTMDerivatives(RecurrentDerivatives):
@@ -20,12 +20,12 @@ class LSTMDerivatives(RecurrentDerivatives):
 
     num_states = 2
 
-    def _forward(self, module: LSTM) -> Callable:
+    def _forward(self, module: Layer) -> Callable:
         return torch.lstm
 
     def _pull_back(
         self,
-        module: LSTM,
+        module: Layer,
         chain: Chain,
         cotangents: List[Tensor],
         last: Optional[Tensor],
@@ -36,10 +36,10 @@ class LSTMDerivatives(RecurrentDerivatives):
         i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
 
         keep = f.unbind()
-        cells = [chain.initial[1]]
+        states = [chain.initial[1]]
         for keep_t, new in zip(keep, (i * g).unbind()):
-            cells.append(torch.addcmul(new, keep_t, cells[-1]))
-        cells = torch.stack(cells)
+            states.append(torch.addcmul(new, keep_t, states[-1]))
+        cells = torch.stack(states)
         tanh_c = cells[1:].tanh()
 
         # derivatives of m w.r.t. c' and o, and of c' w.r.t. i, f, g (before activation)
@@ -48,8 +48,9 @@ class LSTMDerivatives(RecurrentDerivatives):
         to_f, to_o = cells[:-1] * f * (1 - f), tanh_c * o * (1 - o)
         slopes = torch.stack([to_i, to_f, to_g, to_o], dim=2).unbind()
 
-        totals, d_gates = [], []
-        d_cell = 0.0 if last is None else last
+        totals: List[Tensor] = []
+        d_gates: List[Tensor] = []
+        d_cell: Any = 0.0 if last is None else last
         for t in reversed(range(len(cotangents))):
             total = cotangents[t]
             if d_gates:

@@ -1,6 +1,6 @@
 """Derivatives of maximum pooling over one to three axes."""
 
-from typing import List, Tuple, Union
+from typing import Tuple, Union
 
 from torch import Tensor
 from torch.nn import (
@@ -10,12 +10,12 @@ from torch.nn import (
     MaxPool1d,
     MaxPool2d,
     MaxPool3d,
-    Module,
     functional,
 )
 
 from backpack.core.derivatives.input_base import BaseDerivatives
-from backpack.utils.subsampling import subsample
+from backpack.utils.subsampling import Subsampling, subsample
+from backpack.utils.types import Grads, Layer
 
 MaxPool = Union[MaxPool1d, MaxPool2d, MaxPool3d]
 AdaptiveMaxPool = Union[AdaptiveMaxPool1d, AdaptiveMaxPool2d, AdaptiveMaxPool3d]
@@ -36,10 +36,10 @@ class MaxPoolNDDerivatives(BaseDerivatives):
         """
         self.N = N
 
-    def hessian_is_zero(self, module: Module) -> bool:  # noqa: D102
+    def hessian_is_zero(self, module: Layer) -> bool:  # noqa: D102
         return True
 
-    def get_pooling_idx(self, module: MaxPool, subsampling: List[int] = None) -> Tensor:
+    def get_pooling_idx(self, module: Layer, subsampling: Subsampling = None) -> Tensor:
         """Find the positions of the maxima.
 
         Args:
@@ -54,7 +54,7 @@ class MaxPoolNDDerivatives(BaseDerivatives):
         )
         return idx
 
-    def _pool(self, module: MaxPool, x: Tensor) -> Tuple[Tensor, Tensor]:
+    def _pool(self, module: Layer, x: Tensor) -> Tuple[Tensor, Tensor]:
         """Pool.
 
         Args:
@@ -75,7 +75,7 @@ class MaxPoolNDDerivatives(BaseDerivatives):
             return_indices=True,
         )
 
-    def _columns_idx(self, module: Module, mat: Tensor) -> Tensor:
+    def _columns_idx(self, module: Layer, mat: Tensor) -> Tensor:
         """Repeat the positions for all columns.
 
         Args:
@@ -90,14 +90,14 @@ class MaxPoolNDDerivatives(BaseDerivatives):
         return idx.expand(mat.shape[0], *idx.shape)
 
     def _jac_mat_prod(
-        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
+        self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
         columns = mat.flatten(start_dim=-self.N)
         products = columns.gather(-1, self._columns_idx(module, mat))
         return self.reshape_like_output(products, module)
 
     def _jac_t_mat_prod(
-        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
+        self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
         columns = mat.flatten(start_dim=-self.N)
         positions = module.input0.shape[-self.N :].numel()
@@ -109,8 +109,6 @@ class MaxPoolNDDerivatives(BaseDerivatives):
 class AdaptiveMaxPoolNDDerivatives(MaxPoolNDDerivatives):
     """Derivatives of maximum pooling to a given output size."""
 
-    def _pool(
-        self, module: AdaptiveMaxPool, x: Tensor
-    ) -> Tuple[Tensor, Tensor]:  # noqa: D102
+    def _pool(self, module: Layer, x: Tensor) -> Tuple[Tensor, Tensor]:  # noqa: D102
         pool = getattr(functional, f"adaptive_max_pool{self.N}d")
         return pool(x, module.output_size, return_indices=True)

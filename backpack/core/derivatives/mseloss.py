@@ -6,10 +6,10 @@ from typing import Optional
 import torch
 from torch import Generator, Tensor
 from torch.distributions import Normal
-from torch.nn import MSELoss
 
 from backpack.core.derivatives.nll_base import ElementwiseNLLLossDerivatives
 from backpack.core.per_sample.sums import reciprocal
+from backpack.utils.types import Layer
 
 
 class MSELossDerivatives(ElementwiseNLLLossDerivatives):
@@ -25,7 +25,7 @@ class MSELossDerivatives(ElementwiseNLLLossDerivatives):
     def _root_plain_hessian(self, prediction: Tensor) -> Tensor:
         return torch.full_like(prediction, sqrt(2.0))
 
-    def _hessian_weights(self, module: MSELoss) -> float:
+    def _hessian_weights(self, module: Layer) -> float:
         # a target with more axes than the prediction repeats each of its elements
         shape = torch.broadcast_shapes(module.input0.shape, module.input1.shape)
         if module.reduction == "mean":

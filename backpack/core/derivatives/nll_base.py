@@ -11,12 +11,11 @@ With ``subsampling``, rows are selected and c stays that of the full batch.
 
 from abc import abstractmethod
 from math import sqrt
-from typing import Callable, List, Optional, Tuple, Union
+from typing import Callable, Optional, Tuple, Union
 
 import torch
 from torch import Generator, Tensor
 from torch.distributions import Distribution
-from torch.nn import Module
 
 from backpack.core.derivatives.loss_base import (
     BaseLossDerivatives,
@@ -24,8 +23,8 @@ from backpack.core.derivatives.loss_base import (
     loss_inputs,
 )
 from backpack.core.per_sample.sums import reciprocal
-from backpack.utils.subsampling import subsample
-from backpack.utils.types import full_precision
+from backpack.utils.subsampling import Subsampling, subsample
+from backpack.utils.types import Grads, Layer, full_precision
 
 
 class NLLLossDerivatives(BaseLossDerivatives):
@@ -51,16 +50,12 @@ class NLLLossDerivatives(BaseLossDerivatives):
         self.use_autograd = use_autograd
 
     def _sqrt_hessian(
-        self,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
-        subsampling: Optional[List[int]] = None,
+        self, module: Layer, g_inp: Grads, g_out: Grads, subsampling: Subsampling = None
     ) -> Tensor:
         raise NotImplementedError(self._sampled_only("_sqrt_hessian"))
 
     def _make_hessian_mat_prod(
-        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]
+        self, module: Layer, g_inp: Grads, g_out: Grads
     ) -> Callable[[Tensor], Tensor]:
         raise NotImplementedError(self._sampled_only("_make_hessian_mat_prod"))
 
@@ -72,7 +67,7 @@ class NLLLossDerivatives(BaseLossDerivatives):
 
     # What a subclass describes
 
-    def _verify_support(self, module: Module) -> None:
+    def _verify_support(self, module: Layer) -> None:
         """Raise an error if an option of the loss module is not supported.
 
         Args:
@@ -113,7 +108,7 @@ class NLLLossDerivatives(BaseLossDerivatives):
             "with reduction='mean'."
         )
 
-    def _hessian_weights(self, module: Module) -> Union[float, Tensor]:
+    def _hessian_weights(self, module: Layer) -> Union[float, Tensor]:
         """Return what the options multiply the plain Hessian by, including c.
 
         Args:
@@ -125,7 +120,7 @@ class NLLLossDerivatives(BaseLossDerivatives):
         """
         return self._reduction_factor(module)
 
-    def _reduction_factor(self, module: Module) -> Union[float, Tensor]:
+    def _reduction_factor(self, module: Layer) -> Union[float, Tensor]:
         mean = module.reduction == "mean"
         if not mean:
             return 1.0
@@ -135,11 +130,11 @@ class NLLLossDerivatives(BaseLossDerivatives):
 
     def _sqrt_hessian_sampled(
         self,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
+        module: Layer,
+        g_inp: Grads,
+        g_out: Grads,
         mc_samples: int = 1,
-        subsampling: Optional[List[int]] = None,
+        subsampling: Subsampling = None,
         generator: Optional[Generator] = None,
     ) -> Tensor:
         prediction, root_weights = self._prepare(module, subsampling)
@@ -246,12 +241,12 @@ class NLLLossDerivatives(BaseLossDerivatives):
 
     # Shared by the rules
 
-    def check_psd(self, module: Module) -> None:  # noqa: D102
+    def check_psd(self, module: Layer) -> None:  # noqa: D102
         super().check_psd(module)
         self._prepare(module)
 
     def _prepare(
-        self, module: Module, subsampling: Optional[List[int]] = None
+        self, module: Layer, subsampling: Subsampling = None
     ) -> Tuple[Tensor, Union[float, Tensor]]:
         """Check the loss; return the selected predictions and square root of weights.
 
@@ -279,7 +274,7 @@ class NLLLossDerivatives(BaseLossDerivatives):
         return prediction, weights.sqrt()
 
     def _prediction_and_weights(
-        self, module: Module, subsampling: Optional[List[int]] = None
+        self, module: Layer, subsampling: Subsampling = None
     ) -> Tuple[Tensor, Union[float, Tensor]]:
         self._verify_support(module)
         loss_inputs(module)
@@ -330,11 +325,7 @@ class ElementwiseNLLLossDerivatives(ClosedFormNLLLossDerivatives):
         return input.numel()
 
     def _sqrt_hessian(
-        self,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
-        subsampling: Optional[List[int]] = None,
+        self, module: Layer, g_inp: Grads, g_out: Grads, subsampling: Subsampling = None
     ) -> Tensor:
         prediction, root_weights = self._prepare(module, subsampling)
         root = self._root_plain_hessian(prediction) * root_weights
@@ -343,7 +334,7 @@ class ElementwiseNLLLossDerivatives(ClosedFormNLLLossDerivatives):
         return columns.reshape(len(columns), *root.shape).to(module.input0.dtype)
 
     def _make_hessian_mat_prod(
-        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]
+        self, module: Layer, g_inp: Grads, g_out: Grads
     ) -> Callable[[Tensor], Tensor]:
         prediction, weights = self._prediction_and_weights(module)
         diagonal = self._root_plain_hessian(prediction) ** 2 * weights

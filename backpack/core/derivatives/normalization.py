@@ -9,11 +9,11 @@ from abc import abstractmethod
 from typing import Any, Optional, Sequence, Tuple
 
 from torch import Tensor
-from torch.nn import Module
 from torch.nn.functional import group_norm, instance_norm, layer_norm, rms_norm
 
 from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
 from backpack.core.per_sample.base import Dense, PerSample
+from backpack.utils.types import Layer
 
 
 class ScaleShiftDerivatives(BaseParameterDerivatives):
@@ -22,7 +22,7 @@ class ScaleShiftDerivatives(BaseParameterDerivatives):
     affine_in_params = True
 
     @abstractmethod
-    def normalize(self, module: Module, x: Tensor) -> Tensor:
+    def normalize(self, module: Layer, x: Tensor) -> Tensor:
         """Compute the normalized input.
 
         Args:
@@ -33,7 +33,7 @@ class ScaleShiftDerivatives(BaseParameterDerivatives):
             Normalized input ``x̂`` of shape ``[N, *]``.
         """
 
-    def shared_axes(self, module: Module, x: Tensor) -> Tuple[int, ...]:
+    def shared_axes(self, module: Layer, x: Tensor) -> Tuple[int, ...]:
         """Return the axes that share an entry of the parameters.
 
         Args:
@@ -46,7 +46,7 @@ class ScaleShiftDerivatives(BaseParameterDerivatives):
         return tuple(range(2, x.dim()))
 
     def product(
-        self, name: str, module: Module, inputs: Sequence[Tensor], cotangents: Tensor
+        self, name: str, module: Layer, inputs: Sequence[Tensor], cotangents: Tensor
     ) -> PerSample:
         """Describe the products of cotangents and a parameter's Jacobian.
 
@@ -64,7 +64,7 @@ class ScaleShiftDerivatives(BaseParameterDerivatives):
         return self._over_shared_axes(name, module, cotangents)
 
     def _over_shared_axes(
-        self, name: str, module: Module, cotangents: Tensor
+        self, name: str, module: Layer, cotangents: Tensor
     ) -> PerSample:
         """Sum ``[V, N, *]``, with the weight's times ``x̂``, over the shared axes."""
         axes = [axis + 1 for axis in self.shared_axes(module, cotangents[0])]
@@ -75,7 +75,7 @@ class ScaleShiftDerivatives(BaseParameterDerivatives):
 class LayerNormDerivatives(ScaleShiftDerivatives):
     """Derivatives of :class:`torch.nn.LayerNorm`."""
 
-    def supports(self, module: Module, inputs: Tuple[Any, ...]) -> bool:
+    def supports(self, module: Layer, inputs: Tuple[Any, ...]) -> bool:
         """Tell whether there is an axis of samples next to those that are normalized.
 
         Args:
@@ -87,31 +87,31 @@ class LayerNormDerivatives(ScaleShiftDerivatives):
         """
         return inputs[0].dim() > len(module.normalized_shape)
 
-    def normalize(self, module: Module, x: Tensor) -> Tensor:  # noqa: D102
+    def normalize(self, module: Layer, x: Tensor) -> Tensor:  # noqa: D102
         return layer_norm(x, module.normalized_shape, eps=module.eps)
 
-    def shared_axes(self, module: Module, x: Tensor) -> Tuple[int, ...]:  # noqa: D102
+    def shared_axes(self, module: Layer, x: Tensor) -> Tuple[int, ...]:  # noqa: D102
         return tuple(range(1, x.dim() - len(module.normalized_shape)))
 
 
 class RMSNormDerivatives(LayerNormDerivatives):
     """Derivatives of :class:`torch.nn.RMSNorm`."""
 
-    def normalize(self, module: Module, x: Tensor) -> Tensor:  # noqa: D102
+    def normalize(self, module: Layer, x: Tensor) -> Tensor:  # noqa: D102
         return rms_norm(x, module.normalized_shape, eps=module.eps)
 
 
 class GroupNormDerivatives(ScaleShiftDerivatives):
     """Derivatives of :class:`torch.nn.GroupNorm`."""
 
-    def normalize(self, module: Module, x: Tensor) -> Tensor:  # noqa: D102
+    def normalize(self, module: Layer, x: Tensor) -> Tensor:  # noqa: D102
         return group_norm(x, module.num_groups, eps=module.eps)
 
 
 class InstanceNormNdDerivatives(ScaleShiftDerivatives):
     """Derivatives of :class:`torch.nn.InstanceNorm1d`, ``2d`` and ``3d``."""
 
-    def normalize(self, module: Module, x: Tensor) -> Tensor:  # noqa: D102
+    def normalize(self, module: Layer, x: Tensor) -> Tensor:  # noqa: D102
         use_input_stats = module.training or module.running_mean is None
         mean: Optional[Tensor] = None if use_input_stats else module.running_mean
         var: Optional[Tensor] = None if use_input_stats else module.running_var

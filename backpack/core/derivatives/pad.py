@@ -6,13 +6,13 @@ from torch import Tensor
 from torch.nn.functional import pad as pad_tensor
 
 from backpack.core.derivatives.linear_map import LinearMapDerivatives
-from backpack.custom_module.pad import Pad
+from backpack.utils.types import Layer
 
 
 class PadDerivatives(LinearMapDerivatives):
     """Derivatives of ``Pad`` in every mode, as long as it adds no samples."""
 
-    def linear_part(self, module: Pad, x: Tensor) -> Tensor:
+    def linear_part(self, module: Layer, x: Tensor) -> Tensor:
         """Pad with zeros instead of the constant, see the overridden method.
 
         Args:
@@ -26,7 +26,7 @@ class PadDerivatives(LinearMapDerivatives):
         return pad_tensor(x, module.pad, mode=module.mode)
 
     @staticmethod
-    def no_pad_batch_axis(module: Pad) -> None:
+    def no_pad_batch_axis(module: Layer) -> None:
         """Refuse to add samples.
 
         Args:

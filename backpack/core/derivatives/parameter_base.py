@@ -2,11 +2,10 @@
 
 from abc import ABC
 from functools import partial
-from typing import Any, Callable, List, Tuple
+from typing import Any, Callable, Sequence, Tuple
 
 from torch import Tensor, no_grad, stack, zeros_like
 from torch.func import functional_call, vjp
-from torch.nn import Module
 
 from backpack.core.derivatives import shape_check
 from backpack.core.derivatives.generic import generic_product, generic_products
@@ -19,7 +18,8 @@ from backpack.core.derivatives.stored import (
     stored_inputs,
 )
 from backpack.core.per_sample.base import Dense, PerSample
-from backpack.utils.types import as_type
+from backpack.utils.subsampling import Subsampling
+from backpack.utils.types import Grads, Layer, as_type
 
 
 def _for_parameter(name: str, method: str) -> Callable[..., Tensor]:
@@ -46,7 +46,7 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
 
     affine_in_params = False
 
-    def supports(self, module: Module, inputs: Tuple[Any, ...]) -> bool:
+    def supports(self, module: Layer, inputs: Tuple[Any, ...]) -> bool:
         """Tell whether :meth:`product` covers a call.
 
         Args:
@@ -62,12 +62,12 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
     def param_mjp(
         self,
         param_str: str,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
+        module: Layer,
+        g_inp: Grads,
+        g_out: Grads,
         mat: Tensor,
         sum_batch: bool = True,
-        subsampling: List[int] = None,
+        subsampling: Subsampling = None,
     ) -> Tensor:
         """Multiply with the transposed Jacobian of the output w.r.t. a parameter.
 
@@ -98,12 +98,12 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
     def _param_mjp(
         self,
         param_str: str,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
+        module: Layer,
+        g_inp: Grads,
+        g_out: Grads,
         mat: Tensor,
         sum_batch: bool = True,
-        subsampling: List[int] = None,
+        subsampling: Subsampling = None,
     ) -> Tensor:
         restricted = self._restrict(module, subsampling)
         product = self._stored_product(param_str, restricted, mat)
@@ -114,12 +114,7 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
     _bias_jac_t_mat_prod = _for_parameter("bias", "_param_mjp")
 
     def stored_product(
-        self,
-        name: str,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
-        cotangents: Tensor,
+        self, name: str, module: Layer, g_inp: Grads, g_out: Grads, cotangents: Tensor
     ) -> PerSample:
         """Describe the products of :meth:`param_mjp` for the stored inputs.
 
@@ -145,7 +140,7 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
         return Dense(products, products.shape[2:])
 
     def _stored_product(
-        self, name: str, module: Module, cotangents: Tensor
+        self, name: str, module: Layer, cotangents: Tensor
     ) -> PerSample:
         inputs = stored_inputs(module)
         if type(self).product is not BaseParameterDerivatives.product:
@@ -154,7 +149,7 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
         return generic_products([name], copy, inputs, cotangents, outputs=outputs)[name]
 
     def product(
-        self, name: str, module: Module, inputs: Tuple[Any, ...], cotangents: Tensor
+        self, name: str, module: Layer, inputs: Sequence[Any], cotangents: Tensor
     ) -> PerSample:
         """Describe the per-sample vector-Jacobian products of a parameter.
 
@@ -172,7 +167,7 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
         return generic_product(name, module, inputs, cotangents)
 
     def weight_jac_mat_prod(
-        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
+        self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
         """Multiply with the Jacobian of the output with respect to the weight.
 
@@ -188,7 +183,7 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
         return self.param_jac_mat_prod("weight", module, g_inp, g_out, mat)
 
     def bias_jac_mat_prod(
-        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor], mat: Tensor
+        self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
         """Multiply with the Jacobian of the output with respect to the bias.
 
@@ -204,12 +199,7 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
         return self.param_jac_mat_prod("bias", module, g_inp, g_out, mat)
 
     def param_jac_mat_prod(
-        self,
-        param_str: str,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
-        mat: Tensor,
+        self, param_str: str, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
         """Multiply with the Jacobian of the output with respect to a parameter.
 
@@ -234,12 +224,7 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
         return shape_check._remove_V_dim(result) if is_vec else result
 
     def _param_jac_mat_prod(
-        self,
-        param_str: str,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
-        mat: Tensor,
+        self, param_str: str, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
         inputs, scratch = stored_inputs(module), scratch_copy(module)
 
@@ -253,9 +238,10 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
             with no_grad():
                 return stack([forward(v, zeros) for v in mat])
         # w ↦ Jᵀ w is linear, so pulling v back through it gives J v, see R_op
-        output, pull = vjp(lambda param: forward(param, {}), getattr(module, param_str))
+        given = getattr(module, param_str)
+        output, pull = vjp(lambda param: forward(param, {}), given)[:2]
         checked(module, output)
-        _, push = vjp(lambda w: pull(w)[0], zeros_like(output))
+        push = vjp(lambda w: pull(w)[0], zeros_like(output))[1]
         return stack([push(v)[0] for v in mat])
 
     _weight_jac_mat_prod = _for_parameter("weight", "_param_jac_mat_prod")

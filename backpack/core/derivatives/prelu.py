@@ -3,18 +3,18 @@
 from typing import Sequence
 
 from torch import Tensor
-from torch.nn import PReLU
 
 from backpack.core.derivatives.elementwise import PiecewiseLinearDerivatives
 from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
 from backpack.core.per_sample.base import Dense
+from backpack.utils.types import Layer
 
 
 class PReLUDerivatives(PiecewiseLinearDerivatives, BaseParameterDerivatives):
     """Derivatives of :class:`torch.nn.PReLU`."""
 
     def product(
-        self, name: str, module: PReLU, inputs: Sequence[Tensor], cotangents: Tensor
+        self, name: str, module: Layer, inputs: Sequence[Tensor], cotangents: Tensor
     ) -> Dense:
         """Describe the products of cotangents and the slopes' Jacobian.
 

@@ -40,7 +40,8 @@ from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
 from backpack.core.derivatives.stored import stored_inputs
 from backpack.core.per_sample.base import PerSample, Summed
 from backpack.core.per_sample.outer import Outer
-from backpack.utils.subsampling import subsample
+from backpack.utils.subsampling import Subsampling, subsample
+from backpack.utils.types import Grads, Layer
 
 Recurrent = Union[RNN, LSTM, GRU]
 Mats = Sequence[Optional[Tensor]]
@@ -110,7 +111,7 @@ class RecurrentDerivatives(BaseParameterDerivatives):
     num_states = 1
 
     @abstractmethod
-    def _forward(self, module: Recurrent) -> Callable[..., Tuple[Tensor, ...]]:
+    def _forward(self, module: Layer) -> Callable[..., Tuple[Tensor, ...]]:
         """Return the function that runs a layer, hidden states first in its result.
 
         Args:
@@ -123,7 +124,7 @@ class RecurrentDerivatives(BaseParameterDerivatives):
     @abstractmethod
     def _pull_back(
         self,
-        module: Recurrent,
+        module: Layer,
         chain: Chain,
         cotangents: List[Tensor],
         last: Optional[Tensor],
@@ -141,7 +142,7 @@ class RecurrentDerivatives(BaseParameterDerivatives):
             state to gates), and maybe ``"hr"`` (projection).
         """
 
-    def supports(self, module: Recurrent, inputs: Sequence[Any]) -> bool:
+    def supports(self, module: Layer, inputs: Sequence[Any]) -> bool:
         """Tell whether :meth:`product` covers a call.
 
         Args:
@@ -164,7 +165,7 @@ class RecurrentDerivatives(BaseParameterDerivatives):
     def product(
         self,
         name: str,
-        module: Recurrent,
+        module: Layer,
         inputs: Sequence[Any],
         cotangents: Union[Tensor, Mats],
     ) -> PerSample:
@@ -204,7 +205,7 @@ class RecurrentDerivatives(BaseParameterDerivatives):
         return self._shared_products(module, inputs, mats)[name]
 
     def _shared_products(
-        self, module: Recurrent, inputs: Sequence[Any], mats: Mats
+        self, module: Layer, inputs: Sequence[Any], mats: Mats
     ) -> Dict[str, PerSample]:
         """Look up the products of all parameters, or compute them.
 
@@ -235,7 +236,7 @@ class RecurrentDerivatives(BaseParameterDerivatives):
         return products
 
     def products(
-        self, module: Recurrent, inputs: Sequence[Any], cotangents: Mats
+        self, module: Layer, inputs: Sequence[Any], cotangents: Mats
     ) -> Dict[str, PerSample]:
         """Describe the products of all parameters, from one recursion through time.
 
@@ -252,13 +253,13 @@ class RecurrentDerivatives(BaseParameterDerivatives):
         d_output, *d_states = self._cotangents(module, cotangents, steps)
         products = {}
         for layer, chains in reversed(list(enumerate(layers))):
-            d_input = 0.0
-            for k, d_after in enumerate(d_output.chunk(directions, dim=-1)):
+            d_input: Any = 0.0
+            for k, d_chain in enumerate(d_output.chunk(directions, dim=-1)):
                 d_last, d_cell = (
                     None if mat is None else mat[:, layer * directions + k]
                     for mat in d_states
                 )
-                d_after = list(_flip_if(k, d_after).unbind())
+                d_after = list(_flip_if(k, d_chain).unbind())
                 if d_last is not None:
                     d_after[-1] = d_after[-1] + d_last
                 factors = self._pull_back(module, chains[k], d_after, d_cell)
@@ -270,7 +271,7 @@ class RecurrentDerivatives(BaseParameterDerivatives):
         return products
 
     def _cotangents(
-        self, module: Recurrent, mats: Mats, steps: int
+        self, module: Layer, mats: Mats, steps: int
     ) -> Tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
         """Bring the columns at a module's outputs into one form.
 
@@ -295,7 +296,7 @@ class RecurrentDerivatives(BaseParameterDerivatives):
             output = rearrange(output, f"{axes} -> t v n h")
         return output, hidden, cell
 
-    def _chains(self, module: Recurrent, inputs: Sequence[Any]) -> List[List[Chain]]:
+    def _chains(self, module: Layer, inputs: Sequence[Any]) -> List[List[Chain]]:
         """Repeat the forward pass, layer by layer.
 
         Args:
@@ -326,7 +327,7 @@ class RecurrentDerivatives(BaseParameterDerivatives):
         return layers
 
     def _run(
-        self, module: Recurrent, layer: int, x: Tensor, initial: List[Tensor]
+        self, module: Layer, layer: int, x: Tensor, initial: List[Tensor]
     ) -> Tensor:
         """Compute the hidden states of a layer.
 
@@ -360,12 +361,12 @@ class RecurrentDerivatives(BaseParameterDerivatives):
     def param_mjp(
         self,
         param_str: str,
-        module: Recurrent,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
+        module: Layer,
+        g_inp: Grads,
+        g_out: Grads,
         mat: Tensor,
         sum_batch: bool = True,
-        subsampling: List[int] = None,
+        subsampling: Subsampling = None,
     ) -> Tensor:
         """Multiply with the transposed Jacobian of the first output, see the base.
 
@@ -388,11 +389,11 @@ class RecurrentDerivatives(BaseParameterDerivatives):
 
     def jac_t_mat_prod(
         self,
-        module: Recurrent,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
+        module: Layer,
+        g_inp: Grads,
+        g_out: Grads,
         mat: Tensor,
-        subsampling: List[int] = None,
+        subsampling: Subsampling = None,
     ) -> Tensor:
         """Multiply with the first output's transposed Jacobian, see the base.
 
@@ -409,7 +410,7 @@ class RecurrentDerivatives(BaseParameterDerivatives):
         _check_batch_first(module, subsampling)
         return super().jac_t_mat_prod(module, g_inp, g_out, mat, subsampling)
 
-    def _restrict(self, module: Recurrent, subsampling: List[int] = None) -> Recurrent:
+    def _restrict(self, module: Layer, subsampling: Subsampling = None) -> Recurrent:
         """Select samples; the batch is not the first axis of states.
 
         Args:
@@ -453,13 +454,13 @@ def pull_through_time(
     Returns:
         Cotangents with what the later steps contribute, ``[T, V, N, h]``.
     """
-    slopes = slopes.unbind()
-    direct = None if direct is None else direct.unbind()
+    steps = slopes.unbind()
+    kept = None if direct is None else direct.unbind()
     totals = [cotangents[-1]]
     for t in reversed(range(1, len(cotangents))):
-        total = cotangents[t - 1] + spread(totals[-1], slopes[t]) @ weight_hh
-        if direct is not None:
-            total = torch.addcmul(total, direct[t], totals[-1])
+        total = cotangents[t - 1] + spread(totals[-1], steps[t]) @ weight_hh
+        if kept is not None:
+            total = torch.addcmul(total, kept[t], totals[-1])
         totals.append(total)
     return torch.stack(totals[::-1])
 
@@ -477,7 +478,7 @@ def spread(cotangents: Tensor, slopes: Tensor) -> Tensor:
     return (cotangents.unsqueeze(-2) * slopes).flatten(-2)
 
 
-def _state_sizes(module: Recurrent) -> Tuple[int, int]:
+def _state_sizes(module: Layer) -> Tuple[int, int]:
     """Return the numbers of features of hidden and cell states.
 
     Args:
@@ -516,7 +517,7 @@ def _flip_if(reverse: int, sequence: Tensor) -> Tensor:
 
 
 def _chain(
-    module: Recurrent, suffix: str, x: Tensor, after: Tensor, initial: List[Tensor]
+    module: Layer, suffix: str, x: Tensor, after: Tensor, initial: List[Tensor]
 ) -> Chain:
     """Collect what belongs to a chain.
 
@@ -534,12 +535,12 @@ def _chain(
     x, after = _flip_if(reverse, x), _flip_if(reverse, after)
     before = torch.cat([initial[0].unsqueeze(0), after[:-1]])
     kinds = Chain._fields[4:]
-    weights = [getattr(module, kind + suffix, None) for kind in kinds]
+    weights: List[Any] = [getattr(module, kind + suffix, None) for kind in kinds]
     return Chain(x, before, after, tuple(initial), *weights)
 
 
 def _describe(
-    module: Recurrent, suffix: str, factors: Dict[str, Factors]
+    module: Layer, suffix: str, factors: Dict[str, Factors]
 ) -> Dict[str, PerSample]:
     """Describe the products of a chain's parameters.
 
@@ -551,12 +552,12 @@ def _describe(
     Returns:
         The products by the parameters' names.
     """
-    products = {}
+    products: Dict[str, PerSample] = {}
     for kind, (b, a) in factors.items():
         weight, bias = f"weight_{kind}{suffix}", f"bias_{kind}{suffix}"
         inputs = rearrange(a, "t n d -> n 1 t d")
         products[weight] = Outer(
-            lambda inputs=inputs: inputs,
+            lambda inputs=inputs: inputs,  # type: ignore[misc]
             rearrange(b, "t v n p -> v n 1 t p"),
             getattr(module, weight).shape,
         )
@@ -566,7 +567,7 @@ def _describe(
     return products
 
 
-def _check_batch_first(module: Recurrent, subsampling: Optional[List[int]]) -> None:
+def _check_batch_first(module: Layer, subsampling: Subsampling) -> None:
     """Refuse to select samples that are not on the first axis.
 
     Args:

@@ -4,7 +4,6 @@ from typing import Callable, Dict, List, Optional
 
 import torch
 from torch import Tensor
-from torch.nn import RNN
 
 from backpack.core.derivatives.recurrent import (
     Chain,
@@ -13,6 +12,7 @@ from backpack.core.derivatives.recurrent import (
     pull_through_time,
     spread,
 )
+from backpack.utils.types import Layer
 
 
 class RNNDerivatives(RecurrentDerivatives):
@@ -21,12 +21,12 @@ class RNNDerivatives(RecurrentDerivatives):
     A step is h' = σ(W_ih x + b_ih + W_hh h + b_hh).
     """
 
-    def _forward(self, module: RNN) -> Callable:
+    def _forward(self, module: Layer) -> Callable:
         return {"tanh": torch.rnn_tanh, "relu": torch.rnn_relu}[module.nonlinearity]
 
     def _pull_back(
         self,
-        module: RNN,
+        module: Layer,
         chain: Chain,
         cotangents: List[Tensor],
         last: Optional[Tensor],

@@ -13,7 +13,8 @@ from typing import Any, Callable, Dict, List
 from torch import Size, Tensor, empty
 from torch.nn import Module
 
-from backpack.utils.subsampling import num_selected
+from backpack.utils.subsampling import Subsampling, num_selected
+from backpack.utils.types import Layer
 
 
 def _add_V_dim(mat: Tensor) -> Tensor:
@@ -84,7 +85,7 @@ def check_same_V_dim(mat1: Tensor, mat2: Tensor) -> None:
         )
 
 
-def _subsampled_like(tensor: Tensor, subsampling: List[int] = None) -> Tensor:
+def _subsampled_like(tensor: Tensor, subsampling: Subsampling = None) -> Tensor:
     """Return a tensor without data that has the shape of the sub-sampled one.
 
     Args:
@@ -101,7 +102,7 @@ def _subsampled_like(tensor: Tensor, subsampling: List[int] = None) -> Tensor:
 
 
 def _check_like(
-    mat: Tensor, module: Module, name: str, diff: int = 1, *args: Any, **kwargs: Any
+    mat: Tensor, module: Layer, name: str, diff: int = 1, *args: Any, **kwargs: Any
 ) -> None:
     """Check that a matrix has the shape of a module's tensor after its leading axes.
 
@@ -122,7 +123,7 @@ def _check_like(
 
 def check_like_with_sum_batch(
     mat: Tensor,
-    module: Module,
+    module: Layer,
     name: str,
     sum_batch: bool = True,
     *args: Any,
@@ -142,7 +143,7 @@ def check_like_with_sum_batch(
 
 
 def _same_dim_as(
-    mat: Tensor, module: Module, name: str, *args: Any, **kwargs: Any
+    mat: Tensor, module: Layer, name: str, *args: Any, **kwargs: Any
 ) -> bool:
     """Tell whether a matrix has as many axes as a module's tensor: it lacks ``V``.
 
@@ -194,7 +195,7 @@ def _mat_prod_accept_vectors(
     @wraps(mat_prod)
     def wrapped(self, module, g_inp, g_out, mat, *args, **kwargs):
         kwargs = _named_options(mat_prod, args, kwargs)
-        is_vec = vec_criterion(mat, module)
+        is_vec = vec_criterion(mat, module)  # type: ignore[call-arg]
         mat = _add_V_dim(mat) if is_vec else mat
         result = mat_prod(self, module, g_inp, g_out, mat, **kwargs)
         return _remove_V_dim(result) if is_vec else result

@@ -3,18 +3,18 @@
 from torch import Tensor
 
 from backpack.core.derivatives.linear_map import LinearMapDerivatives
-from backpack.custom_module.slicing import Slicing
+from backpack.utils.types import Layer
 
 
 class SlicingDerivatives(LinearMapDerivatives):
     """Derivatives of ``Slicing``, as long as it keeps all samples."""
 
-    def linear_part(self, module: Slicing, x: Tensor) -> Tensor:  # noqa: D102
+    def linear_part(self, module: Layer, x: Tensor) -> Tensor:  # noqa: D102
         self.no_slice_batch_axis(module)
         return module.forward(x)
 
     @staticmethod
-    def no_slice_batch_axis(module: Slicing) -> None:
+    def no_slice_batch_axis(module: Layer) -> None:
         """Refuse to select samples.
 
         Args:

@@ -6,7 +6,8 @@ from torch import Tensor, enable_grad
 from torch.nn import Module, Parameter
 
 from backpack.core.derivatives.generic import is_repetition
-from backpack.utils.subsampling import subsample
+from backpack.utils.subsampling import Subsampling, subsample
+from backpack.utils.types import Layer
 
 NO_FLOAT_INPUT = (
     "{module} has an input of type {dtype} and no derivative with respect to it. Only "
@@ -25,7 +26,7 @@ OUTPUT_TYPE = "_backpack_output_type"
 """Attribute of copies of modules: their output's type before it was converted."""
 
 
-def stored_inputs(module: Module) -> Tuple[Any, ...]:
+def stored_inputs(module: Layer) -> Tuple[Any, ...]:
     """Collect the inputs of a module's last forward pass.
 
     Args:
@@ -34,13 +35,13 @@ def stored_inputs(module: Module) -> Tuple[Any, ...]:
     Returns:
         The inputs.
     """
-    inputs = []
+    inputs: List[Any] = []
     while hasattr(module, f"input{len(inputs)}"):
         inputs.append(getattr(module, f"input{len(inputs)}"))
     return tuple(inputs)
 
 
-def shallow_copy(module: Module, **attributes: Any) -> Module:
+def shallow_copy(module: Layer, **attributes: Any) -> Module:
     """Copy a module without copying anything it holds.
 
     Args:
@@ -55,7 +56,7 @@ def shallow_copy(module: Module, **attributes: Any) -> Module:
     return copy
 
 
-def scratch_copy(module: Module, **attributes: Any) -> Module:
+def scratch_copy(module: Layer, **attributes: Any) -> Module:
     """Copy a module such that evaluating the copy leaves the module alone.
 
     Args:
@@ -75,7 +76,7 @@ def scratch_copy(module: Module, **attributes: Any) -> Module:
     )
 
 
-def subsampled(module: Module, subsampling: List[int] = None) -> Module:
+def subsampled(module: Layer, subsampling: Subsampling = None) -> Module:
     """Restrict a module's stored inputs and output to some samples.
 
     Args:
@@ -114,7 +115,7 @@ def first_tensor(output: Any) -> Tensor:
     return output
 
 
-def recorded_output(module: Module) -> Tensor:
+def recorded_output(module: Layer) -> Tensor:
     """Return a module's output in the type, and so the precision, that it had.
 
     Args:
@@ -127,7 +128,7 @@ def recorded_output(module: Module) -> Tensor:
     return output.to(vars(module).get(OUTPUT_TYPE, output.dtype))
 
 
-def checked(module: Module, output: Any) -> Tensor:
+def checked(module: Layer, output: Any) -> Tensor:
     """Check that repeating a module's forward pass gave its stored output.
 
     Args:
@@ -147,7 +148,7 @@ def checked(module: Module, output: Any) -> Tensor:
     return output
 
 
-def evaluate(module: Module) -> Tuple[Tensor, Tensor]:
+def evaluate(module: Layer) -> Tuple[Tensor, Tensor]:
     """Compute a module's output anew at its stored inputs, with a graph of its own.
 
     Args:

@@ -3,7 +3,7 @@
 import ctypes
 import sys
 from functools import lru_cache
-from typing import Optional, Sequence
+from typing import Callable, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ _MADV_HUGEPAGE = 14
 
 
 @lru_cache(maxsize=None)
-def _madvise() -> Optional[ctypes._CFuncPtr]:
+def _madvise() -> Optional[Callable]:
     """Look up the C library's ``madvise``.
 
     Returns:

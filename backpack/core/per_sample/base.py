@@ -14,6 +14,7 @@ from typing import (
     Optional,
     Sequence,
     Tuple,
+    Union,
 )
 
 import torch
@@ -59,7 +60,7 @@ class PerSample(ABC):
         """
 
     @abstractmethod
-    def select(self, samples: Sequence[int]) -> PerSample:
+    def select(self, samples: Union[Sequence[int], slice]) -> PerSample:
         """Restrict to some samples.
 
         Args:
@@ -334,7 +335,7 @@ class Dense(PerSample):
     def sq_norms(self) -> Tensor:  # noqa: D102
         return sums.sum_axis(sums.sum_of_squares(self.products, 2), 0)
 
-    def select(self, samples: Sequence[int]) -> Dense:  # noqa: D102
+    def select(self, samples: Union[Sequence[int], slice]) -> Dense:  # noqa: D102
         return Dense(self.products[:, samples], self.shape)
 
     def summed(self) -> Tensor:  # noqa: D102
@@ -371,7 +372,7 @@ class Summed(Dense):
         self._products: Optional[Tensor] = None
 
     @property
-    def products(self) -> Tensor:
+    def products(self) -> Tensor:  # type: ignore[override]
         """The products themselves; formed when first asked for."""
         if self._products is None:
             self._products = sums.sum_axis(self.b, 2)
@@ -382,13 +383,12 @@ class Summed(Dense):
         return self.b
 
     def merge(self, other: PerSample) -> PerSample:  # noqa: D102
-        alike = isinstance(other, Summed) and self.batch_size == other.batch_size
-        if not alike:
+        if not isinstance(other, Summed) or self.batch_size != other.batch_size:
             return super().merge(other)
         b = torch.cat([self.b, other.b], dim=2)
         return Summed(b, self.shape, self.groups, self.sums_positions)
 
-    def select(self, samples: Sequence[int]) -> Summed:  # noqa: D102
+    def select(self, samples: Union[Sequence[int], slice]) -> Summed:  # noqa: D102
         b = self.b[:, samples]
         return Summed(b, self.shape, self.groups, self.sums_positions)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from math import frexp, inf
-from typing import Callable, Iterator, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Iterator, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 from einops import einsum, rearrange
@@ -192,7 +192,9 @@ class Outer(PerSample):
         return self.b
 
     def merge(self, other: PerSample) -> PerSample:  # noqa: D102
-        if self.batch_size != other.batch_size or not self._is_like(other):
+        if not isinstance(other, Outer) or not (
+            self.batch_size == other.batch_size and self._is_like(other)
+        ):
             return super().merge(other)
         a = torch.cat([self.a, other.a], dim=2)
         b = torch.cat([self.b, other.b], dim=3)
@@ -270,8 +272,8 @@ class Outer(PerSample):
             return mat.reshape(*mat.shape[:-3], *self.shape)
         return self.order(mat, self.shape)
 
-    def select(self, samples: Sequence[int]) -> Outer:  # noqa: D102
-        picked = samples
+    def select(self, samples: Union[Sequence[int], slice]) -> Outer:  # noqa: D102
+        picked: Any = samples
         if not isinstance(samples, slice):  # once, on the device
             picked = torch.as_tensor(samples, dtype=torch.long, device=self.b.device)
         direct = self._direct and self._direct.select(picked)
@@ -514,7 +516,7 @@ class Outer(PerSample):
         other = self if other is None else other
         pattern = "n g t k, m g s k -> g n t m s"
         gram_a = einsum(self._moderate_a(), other._moderate_a(), pattern)
-        columns = zip(self._moderate_b().unbind(), other._moderate_b().unbind())
+        columns = zip(self._moderate_b(), other._moderate_b())
         return sum((einsum(*b, pattern) * gram_a).sum((0, 2, 4)) for b in columns)
 
     def is_cheaper_as_factors(self, other: Outer) -> bool:
@@ -547,7 +549,7 @@ class Outer(PerSample):
                 return gram(rows * scale**0.5)
             return gram(rows).mul_(scale)
         size = self.groups * self.positions * self._sizes[0]
-        total = 0.0
+        total: Any = 0.0
         for samples in sums.chunks(self.batch_size, size, tuning.UNFOLDED_ELEMENTS):
             total = total + gram(full_precision(unfolding.features(samples)))
         return total.mul_(scale)
@@ -579,7 +581,7 @@ class Outer(PerSample):
         powers = powers_of_two(full_precision(a))
         a = scaled(a, None if powers is None else 1 / powers).flatten(0, 1)
         gram_a = bmm(a, a.mT)
-        total = 0.0
+        total: Any = 0.0
         for b in scaled(self.b[:, samples], powers, 1).flatten(1, 2).unbind():
             dots = (gram_a * bmm(b, b.mT)).unflatten(0, (-1, self.groups))
             total = total + dots.sum((1, 2, 3))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Optional, Sequence, Tuple
+from typing import Optional, Sequence, Tuple, Union
 
 import torch
 from einops import einsum
@@ -48,7 +48,7 @@ class Rows(PerSample):
         valid = torch.cat([self.valid, other.valid], dim=1)
         return Rows(ids, torch.cat([self.b, other.b], dim=2), self.shape, valid)
 
-    def select(self, samples: Sequence[int]) -> Rows:  # noqa: D102
+    def select(self, samples: Union[Sequence[int], slice]) -> Rows:  # noqa: D102
         ids, valid = self.ids[samples], self.valid[samples]
         return Rows(ids, self.b[:, samples], self.shape, valid)
 

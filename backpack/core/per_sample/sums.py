@@ -1,7 +1,7 @@
 """Sums over rows and columns: squares, dots, moments; buffers cut into chunks."""
 
 from math import inf
-from typing import Iterator, NamedTuple, Optional, Tuple
+from typing import Any, Iterator, NamedTuple, Optional, Tuple
 
 import torch
 from einops import einsum
@@ -117,10 +117,11 @@ def sum_of_dots(columns: Tensor, others: Optional[Tensor] = None) -> Tensor:
     if columns.shape[2] <= tuning.BLOCKED_ELEMENTS and is_fast(
         columns[0], others[0].mT
     ):
-        return sum(matmul(rows, more.mT) for rows, more in zip(columns, others))
+        products = (matmul(rows, more.mT) for rows, more in zip(columns, others))
+        return sum(products)  # type: ignore[return-value]
     (pieces, rest), (more, more_rest) = cut(columns), cut(others)
     both = zip(pieces.transpose(1, 2), more.transpose(1, 2))
-    dots = sum(bmm(rows, row.mT).sum(0) for rows, row in both)
+    dots: Any = sum(bmm(rows, row.mT).sum(0) for rows, row in both)
     return dots if rest is None else dots + sum_of_dots(rest, more_rest)
 
 
@@ -179,7 +180,7 @@ class Moments(NamedTuple):
         deviations: Sum of their squared deviations from the mean, of shape ``[*]``.
     """
 
-    count: int
+    count: int  # type: ignore[assignment]
     mean: Tensor
     deviations: Tensor
 

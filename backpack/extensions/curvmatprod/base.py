@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from functools import partialmethod
-from typing import Any, Callable, List, Tuple
+from typing import Any, Callable, List
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
 from backpack.core.derivatives.batchnorm_nd import BatchNormNdDerivatives
 from backpack.core.derivatives.loss_base import BaseLossDerivatives
@@ -24,6 +23,7 @@ from backpack.extensions.secondorder.module_rules import ModuleRule, WalkingExte
 from backpack.extensions.secondorder.walk import check_samples_apart, without_autocast
 from backpack.extensions.shards import Piece
 from backpack.utils.disable import disable
+from backpack.utils.types import Grads, Layer
 
 PARAMETER_RESIDUAL = (
     "{ext}: {module} is not known to be linear in its parameter '{name}', and the "
@@ -37,10 +37,10 @@ class CurvatureProductRule(ModuleRule):
     def parameter(
         self,
         name: str,
-        ext: CurvatureProduct,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
+        ext: Any,
+        module: Layer,
+        g_inp: Grads,
+        g_out: Grads,
         backproped: Callable[[Tensor], Tensor],
     ) -> Callable[[Tensor], Tensor]:
         """Make the product with a parameter's block.
@@ -99,7 +99,7 @@ class CurvatureProductRule(ModuleRule):
 
     def pull_back(
         self,
-        ext: CurvatureProduct,
+        ext: Any,
         linear: Linearization,
         backproped: Callable[[Tensor], Tensor],
     ) -> List[Operator]:
@@ -157,10 +157,7 @@ class CurvatureProduct(WalkingExtension):
         self.curv_type = curv_type
 
     def start(
-        self,
-        derivatives: BaseLossDerivatives,
-        module: Module,
-        g_out: Tuple[Tensor, ...],
+        self, derivatives: BaseLossDerivatives, module: Layer, g_out: Grads
     ) -> Operator:
         """Compute the product with the loss Hessian.
 

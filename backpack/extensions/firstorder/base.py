@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Tuple, Type
+from typing import Any, Dict, List, Optional, Type
 
 from torch import Tensor
 from torch.nn import Module
@@ -15,6 +15,8 @@ from backpack.extensions.backprop_extension import FAIL_WARN, BackpropExtension
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.shards import is_shared, shard_of
 from backpack.utils.errors import batch_norm_raise_error_if_train
+from backpack.utils.subsampling import Subsampling
+from backpack.utils.types import Grads
 
 
 class FirstOrderModuleExtension(ModuleExtension):
@@ -32,7 +34,7 @@ class FirstOrderBackpropExtension(BackpropExtension):
         savefield: str,
         module_exts: Dict[Type[Module], ModuleExtension],
         fail_mode: str = FAIL_WARN,
-        subsampling: List[int] = None,
+        subsampling: Subsampling = None,
     ):
         """Store what to do on which module.
 
@@ -60,11 +62,7 @@ class BuiltIn(FirstOrderModuleExtension):
     """Stands for what is computed for all parameters, whatever their modules are."""
 
     def __call__(
-        self,
-        extension: GradientReduction,
-        module: Module,
-        g_inp: Tuple[Tensor, ...],
-        g_out: Tuple[Tensor, ...],
+        self, extension: Any, module: Module, g_inp: Grads, g_out: Grads
     ) -> None:
         """Refuse what couples samples; else, parameters have a turn of their own.
 
@@ -79,7 +77,7 @@ class BuiltIn(FirstOrderModuleExtension):
             batch_norm_raise_error_if_train(module, refuse)
 
 
-_BUILT_IN = BuiltIn()
+_BUILT_IN: ModuleExtension = BuiltIn()
 _REGISTERED = {layer: _BUILT_IN for layer in REGISTERED if LAYERS[layer].params != ()}
 
 
@@ -92,9 +90,9 @@ class GradientReduction(FirstOrderBackpropExtension):
     separates_samples = True
     # From this number of positions on, a layer's gradients are added up, while they are
     # formed, faster than autograd computes their sum.
-    adds_up_from = 16
+    adds_up_from: Optional[int] = 16
 
-    def __init__(self, savefield: str, subsampling: List[int] = None):
+    def __init__(self, savefield: str, subsampling: Subsampling = None):
         """Store where values are saved.
 
         Args:
@@ -220,8 +218,8 @@ class ReducedLayer(FirstOrderModuleExtension):
         def method(
             ext: BackpropExtension,
             module: Module,
-            g_inp: Tuple[Tensor, ...],
-            g_out: Tuple[Tensor, ...],
+            g_inp: Grads,
+            g_out: Grads,
             bpQuantities: Any,  # noqa: N803
         ) -> Tensor:
             products = self._derivatives.stored_product(

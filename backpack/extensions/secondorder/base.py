@@ -1,13 +1,11 @@
 """Base class of second-order extensions."""
 
-from typing import Optional, Tuple
-
-from torch import Tensor
-from torch.nn import Module
+from typing import Optional
 
 from backpack.engine.turn import current_turn
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.module_extension import ModuleExtension
+from backpack.utils.types import Grads, Layer
 
 
 class SecondOrderBackpropExtension(BackpropExtension):
@@ -33,7 +31,7 @@ class SecondOrderBackpropExtension(BackpropExtension):
         """
         return True
 
-    def get_module_extension(self, module: Module) -> Optional[ModuleExtension]:
+    def get_module_extension(self, module: Layer) -> Optional[ModuleExtension]:
         """Look up what to do on a module.
 
         Args:
@@ -44,9 +42,7 @@ class SecondOrderBackpropExtension(BackpropExtension):
         """
         return super().get_module_extension(module) or self.default_rule
 
-    def __call__(
-        self, module: Module, g_inp: Tuple[Tensor, ...], g_out: Tuple[Tensor, ...]
-    ) -> None:
+    def __call__(self, module: Layer, g_inp: Grads, g_out: Grads) -> None:
         """Run on a module, unless it only calls others, which come later.
 
         Args:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any, Iterator, Optional, Sequence, Tuple
+from typing import Any, Iterator, Optional, Sequence
 
 import torch
 from torch import Generator, Tensor
-from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from backpack.core.derivatives.loss_base import BaseLossDerivatives, split_columns
+from backpack.core.derivatives.loss_base import split_columns
 from backpack.core.per_sample.base import PerSample
 from backpack.core.table import GENERIC, built_in, find_loss
 from backpack.engine.turn import current_turn
@@ -27,6 +26,7 @@ from backpack.extensions.secondorder.walk import (
 )
 from backpack.utils.errors import batch_norm_raise_error_if_train
 from backpack.utils.subsampling import Subsampling, subsample
+from backpack.utils.types import Grads, Layer
 
 FISHER_TYPES = ("mc", "empirical")
 EXACT_TOO = ("mc", "exact", "empirical")
@@ -61,7 +61,7 @@ class Source:
         """The same source without columns combined."""
         return replace(self, compact=False)
 
-    def columns(self, derivatives: BaseLossDerivatives, module: Module) -> Tensor:
+    def columns(self, derivatives: Any, module: Layer) -> Tensor:
         """Compute the columns at the loss input.
 
         Args:
@@ -72,7 +72,9 @@ class Source:
             Columns ``[V, N, *]``.
         """
         if self.strategy == "sampling":
-            options = {} if self.generator is None else {"generator": self.generator}
+            options: Any = (
+                {} if self.generator is None else {"generator": self.generator}
+            )
             return derivatives.sqrt_hessian_sampled(
                 module, (), (), mc_samples=self.mc_samples, **options
             )
@@ -82,9 +84,7 @@ class Source:
             return derivatives.sqrt_hessian_compact(module, (), ())
         return derivatives.sqrt_hessian(module, (), ())
 
-    def chunks(
-        self, derivatives: BaseLossDerivatives, module: Module, size: int
-    ) -> Iterator[Tensor]:
+    def chunks(self, derivatives: Any, module: Layer, size: int) -> Iterator[Tensor]:
         """Compute the columns at the loss input, some at a time.
 
         Args:
@@ -149,11 +149,7 @@ class ReduceColumns(ModuleExtension):
     """Reduce the columns at a module's output; the same for every module."""
 
     def __call__(
-        self,
-        extension: ColumnExtension,
-        module: Module,
-        g_inp: Tuple[Tensor, ...],
-        g_out: Tuple[Tensor, ...],
+        self, extension: Any, module: Layer, g_inp: Grads, g_out: Grads
     ) -> None:
         """Save the extension's value on each parameter of a module.
 
@@ -168,13 +164,7 @@ class ReduceColumns(ModuleExtension):
         if extension.walks_modules:
             self._walk(extension, module, g_inp, g_out)
 
-    def _walk(
-        self,
-        extension: ColumnExtension,
-        module: Module,
-        g_inp: Tuple[Tensor, ...],
-        g_out: Tuple[Tensor, ...],
-    ) -> None:
+    def _walk(self, extension: Any, module: Layer, g_inp: Grads, g_out: Grads) -> None:
         """Do the same by module rules: a user's module extension takes part."""
         turn = current_turn()
         if turn.call.is_loss:
@@ -223,7 +213,7 @@ class ColumnExtension(SecondOrderBackpropExtension):
     looks_again = False
     pulls_columns = True
     separates_samples = True
-    default_rule = ReduceColumns()
+    default_rule: Optional[ModuleExtension] = ReduceColumns()
 
     def __init__(self, savefield: str, source: Source, subsampling: Subsampling = None):
         """Store where columns come from and values go to.
@@ -396,7 +386,7 @@ class ColumnExtension(SecondOrderBackpropExtension):
             call.is_loss or refused or self.walks_modules or self.is_customized(module)
         )
 
-    def is_customized(self, module: Module) -> bool:
+    def is_customized(self, module: Layer) -> bool:
         """Tell whether a user registered what to do on a module.
 
         Args:

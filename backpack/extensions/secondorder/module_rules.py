@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, List, Tuple, Type
+from typing import Any, List, Optional, Type
 
 import torch
-from torch import Tensor
-from torch.nn import Module
 
 from backpack.core.derivatives.loss_base import BaseLossDerivatives
 from backpack.core.linearization import Linearization
-from backpack.core.table import (
-    GENERIC,
-    built_in,
-    find_loss,
-)
+from backpack.core.table import GENERIC, built_in, find_loss
 from backpack.engine.turn import current_turn
 from backpack.extensions.mat_to_mat_jac_base import ParameterRule
 from backpack.extensions.module_extension import ModuleExtension
@@ -30,15 +24,14 @@ from backpack.extensions.secondorder.walk import (
     without_autocast,
 )
 from backpack.utils.disable import disable
+from backpack.utils.types import Grads, Layer
 
 
 class ModuleRule(ParameterRule):
     """What a quantity does on a module whose derivatives are known."""
 
     @abstractmethod
-    def pull_back(
-        self, ext: WalkingExtension, linear: Linearization, backproped: Any
-    ) -> List[Any]:
+    def pull_back(self, ext: Any, linear: Linearization, backproped: Any) -> List[Any]:
         """Pull the quantity back from the module's output to its inputs.
 
         Args:
@@ -52,10 +45,10 @@ class ModuleRule(ParameterRule):
 
     def backpropagate(
         self,
-        ext: WalkingExtension,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
+        ext: Any,
+        module: Layer,
+        g_inp: Grads,
+        g_out: Grads,
         backproped: Any,
     ) -> Any:
         """Pull the quantity back from the module's output to its inputs.
@@ -83,11 +76,7 @@ class ApplyRules(ModuleExtension):
 
     @torch.no_grad()
     def __call__(
-        self,
-        extension: WalkingExtension,
-        module: Module,
-        g_inp: Tuple[Tensor, ...],
-        g_out: Tuple[Tensor, ...],
+        self, extension: Any, module: Layer, g_inp: Grads, g_out: Grads
     ) -> None:
         """Save each parameter's value, pass the quantity on.
 
@@ -105,13 +94,7 @@ class ApplyRules(ModuleExtension):
             elif not skips(turn, extension):
                 self._apply(extension, module, g_inp, g_out)
 
-    def _apply(
-        self,
-        extension: WalkingExtension,
-        module: Module,
-        g_inp: Tuple[Tensor, ...],
-        g_out: Tuple[Tensor, ...],
-    ) -> None:
+    def _apply(self, extension: Any, module: Layer, g_inp: Grads, g_out: Grads) -> None:
         turn = current_turn()
         if extension.separates_samples:
             check_batch_first(turn, extension)
@@ -141,7 +124,7 @@ class WalkingExtension(SecondOrderBackpropExtension):
     """
 
     separates_samples = True
-    default_rule = ApplyRules()
+    default_rule: Optional[ModuleExtension] = ApplyRules()
     rule: Type[ModuleRule]
 
     def __init__(self, savefield: str):
@@ -156,10 +139,7 @@ class WalkingExtension(SecondOrderBackpropExtension):
 
     @abstractmethod
     def start(
-        self,
-        derivatives: BaseLossDerivatives,
-        module: Module,
-        g_out: Tuple[Tensor, ...],
+        self, derivatives: BaseLossDerivatives, module: Layer, g_out: Grads
     ) -> Any:
         """Compute the quantity at the loss input.
 

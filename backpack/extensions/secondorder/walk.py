@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Callable, List, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Iterable, List
 
 import torch
 from torch import Tensor
@@ -19,16 +19,12 @@ from backpack.core.derivatives.stored import (
     scratch_copy,
     stored_inputs,
 )
-from backpack.core.linearization import (
-    Columns,
-    Linearization,
-    freeze,
-    freeze_at,
-)
+from backpack.core.linearization import Columns, Linearization, freeze, freeze_at
 from backpack.core.table import GENERIC, works_in_place
 from backpack.engine.turn import NOT_A_CHAIN, current_turn
 from backpack.utils.disable import disable
 from backpack.utils.errors import raise_error_if_coupled
+from backpack.utils.types import Grads, Layer
 
 if TYPE_CHECKING:
     from backpack.engine.turn import Turn
@@ -152,7 +148,7 @@ def check_batch_first(turn: Turn, extension: BackpropExtension) -> None:
 
 
 def linearize(
-    turn: Turn, extension: BackpropExtension, positions: Sequence[int], frozen: Module
+    turn: Turn, extension: BackpropExtension, positions: Iterable[int], frozen: Layer
 ) -> Linearization:
     """Linearize a call in the inputs that a quantity is passed on to.
 
@@ -168,7 +164,8 @@ def linearize(
     Raises:
         RuntimeError: If the forward pass must be repeated, and cannot be.
     """
-    linear = Linearization(turn.row.derivatives, frozen, turn.g_out, positions)
+    g_out: Any = turn.g_out
+    linear = Linearization(turn.row.derivatives, frozen, g_out, positions)
     if linear.is_joint or _repeats(turn):
         with torch.no_grad(), disable():
             again = scratch_copy(frozen).forward(*stored_inputs(frozen))
@@ -249,7 +246,7 @@ def check_samples_apart(
 
 
 def linearize_here(
-    derivatives: BaseDerivatives, module: Module, g_out: Tuple[Tensor, ...], ext: Any
+    derivatives: BaseDerivatives, module: Layer, g_out: Grads, ext: Any
 ) -> Linearization:
     """Linearize the call whose turn it is, with derivatives that a user has chosen.
 

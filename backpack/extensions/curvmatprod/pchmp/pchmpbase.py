@@ -1,14 +1,14 @@
 """Products with the positive-curvature Hessian, for modules with known derivatives."""
 
-from typing import Any, Tuple
+from typing import Any
 
 from torch import Tensor
-from torch.nn import Module
 
 from backpack.core.linearization import Linearization, freeze
 from backpack.extensions.curvature import ResidualModifications
 from backpack.extensions.curvmatprod.base import CurvatureProductRule
 from backpack.extensions.curvmatprod.operator import make_residual
+from backpack.utils.types import Grads, Layer
 
 
 class PCHMPBase(CurvatureProductRule):
@@ -41,9 +41,9 @@ class PCHMPBase(CurvatureProductRule):
     def modified_residual_mat_prod(
         self,
         ext: Any,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
+        module: Layer,
+        g_inp: Grads,
+        g_out: Grads,
         mat: Tensor,
         modify: str,
     ) -> Tensor:
@@ -61,4 +61,5 @@ class PCHMPBase(CurvatureProductRule):
             Products of the same shape.
         """
         linear = Linearization(self.derivatives, freeze(module), g_out)
-        return make_residual(linear, ext.CURVATURES[modify])([mat])[0]
+        (product,) = make_residual(linear, ext.CURVATURES[modify])([mat])
+        return product

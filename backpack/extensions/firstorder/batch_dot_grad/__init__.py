@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import List, Mapping, Optional, Union
+from typing import Mapping, Optional, Union
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from backpack.core.per_sample.base import Dense, PerSample
 from backpack.extensions.firstorder.base import GradientReduction
 from backpack.extensions.firstorder.batch_factors import FactoredGradients
 from backpack.extensions.shards import Piece
+from backpack.utils.subsampling import Subsampling
 from backpack.utils.types import as_type
 
 NO_MAPPING = (
@@ -20,7 +21,8 @@ NO_MAPPING = (
 )
 NO_GRADIENTS = (
     "BatchDotGrad: other has no gradients [Q, *p] for a parameter of shape {shape}, "
-    "but {got}. Pass what BatchFactors has saved on each trainable parameter, or tensors."
+    "but {got}. Pass what BatchFactors has saved on each trainable parameter, or "
+    "tensors."
 )
 
 
@@ -34,7 +36,7 @@ class BatchDotGrad(GradientReduction):
 
     def __init__(
         self,
-        subsampling: List[int] = None,
+        subsampling: Subsampling = None,
         other: Optional[Mapping[Tensor, Union[Tensor, FactoredGradients]]] = None,
     ):
         """Choose the samples.
@@ -54,6 +56,10 @@ class BatchDotGrad(GradientReduction):
         super().__init__("batch_dot", subsampling=subsampling)
         self._other = other
 
+    @staticmethod
+    def reduce(gradients: PerSample) -> Tensor:  # noqa: D102
+        return gradients.dots()
+
     def reduce_for(self, param: Tensor, gradients: PerSample) -> Tensor:  # noqa: D102
         if self._other is None:
             return super().reduce_for(param, gradients)
@@ -67,10 +73,6 @@ class BatchDotGrad(GradientReduction):
             tensors = others.detach().to(gradients.device, gradients.dtype)
             others = FactoredGradients(Dense(tensors.unsqueeze(0), param.shape))
         return others.dots(self.select(gradients))
-
-    @staticmethod
-    def reduce(gradients: PerSample) -> Tensor:  # noqa: D102
-        return gradients.dots()
 
     def parts(self, gradients: PerSample) -> PerSample:  # noqa: D102
         return self.select(gradients) if self._other is None else None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import List
-
 from torch import Tensor
 
 from backpack.core.per_sample.base import PerSample
 from backpack.extensions.firstorder.base import GradientReduction
 from backpack.extensions.shards import Piece
+from backpack.utils.subsampling import Subsampling
 
 
 class BatchGrad(GradientReduction):
@@ -21,7 +20,7 @@ class BatchGrad(GradientReduction):
 
     refuses_coupled_samples = False
 
-    def __init__(self, subsampling: List[int] = None):
+    def __init__(self, subsampling: Subsampling = None):
         """Choose the samples.
 
         Args:

@@ -1,6 +1,6 @@
 """Squared norms of individual gradients on a layer with derivatives of its own."""
 
-from typing import List
+from typing import List, Optional
 
 from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
 from backpack.extensions.firstorder.base import ReducedLayer
@@ -10,7 +10,9 @@ from backpack.extensions.firstorder.batch_l2_grad import BatchL2Grad
 class BatchL2Base(ReducedLayer):
     """Compute squared norms of individual gradients with a layer's derivatives."""
 
-    def __init__(self, params: List[str], derivatives: BaseParameterDerivatives = None):
+    def __init__(
+        self, params: List[str], derivatives: Optional[BaseParameterDerivatives] = None
+    ):
         """Create a method for each parameter.
 
         Args:
@@ -18,4 +20,4 @@ class BatchL2Base(ReducedLayer):
             derivatives: The layer's derivatives. Default: ``None``, if a subclass
                 defines all methods.
         """
-        super().__init__(BatchL2Grad, derivatives, params)
+        super().__init__(BatchL2Grad, derivatives, params)  # type: ignore[arg-type]

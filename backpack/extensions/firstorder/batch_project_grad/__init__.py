@@ -51,8 +51,8 @@ class BatchProjectGrad(GradientReduction):
 
     Saved in ``grad_projected``, of shape ``[N, k_out, k_in]``: P_out Gₙ P_inᵀ, where Gₙ
     is the individual gradient (see :class:`~backpack.extensions.BatchGrad`) as a
-    matrix: the parameter's first axis are its rows, all others its columns. Biases, and all
-    parameters with less than two axes, are projected from one side: ``[N, k]``. For
+    matrix: the parameter's first axis are its rows, all others its columns. Biases, and
+    all parameters with less than two axes, are projected from one side: ``[N, k]``. For
     linear layers, convolutions without groups and embeddings, no gradient is formed;
     for other parameters, some samples' at a time (Choe et al., 2024, "What is your data
     worth to GPT?").

@@ -1,6 +1,6 @@
 """Second moments of individual gradients on a layer with derivatives of its own."""
 
-from typing import List
+from typing import List, Optional
 
 from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
 from backpack.extensions.firstorder.base import ReducedLayer
@@ -10,7 +10,9 @@ from backpack.extensions.firstorder.sum_grad_squared import SumGradSquared
 class SGSBase(ReducedLayer):
     """Compute sums of squared individual gradients with a layer's derivatives."""
 
-    def __init__(self, derivatives: BaseParameterDerivatives, params: List[str] = None):
+    def __init__(
+        self, derivatives: BaseParameterDerivatives, params: Optional[List[str]] = None
+    ):
         """Create a method for each parameter.
 
         Args:

@@ -1,7 +1,7 @@
 """Variance of individual gradients on a layer, from two other building blocks."""
 
 from functools import partial
-from typing import Any, List, Tuple
+from typing import Any, List
 
 from torch import Tensor
 from torch.nn import Module
@@ -10,6 +10,7 @@ from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.firstorder.base import FirstOrderModuleExtension
 from backpack.extensions.firstorder.gradient.base import GradBaseModule
 from backpack.extensions.firstorder.sum_grad_squared.sgs_base import SGSBase
+from backpack.utils.types import Grads
 
 
 class VarianceBaseModule(FirstOrderModuleExtension):
@@ -40,8 +41,8 @@ class VarianceBaseModule(FirstOrderModuleExtension):
         name: str,
         ext: BackpropExtension,
         module: Module,
-        g_inp: Tuple[Tensor, ...],
-        g_out: Tuple[Tensor, ...],
+        g_inp: Grads,
+        g_out: Grads,
         bpQuantities: Any,  # noqa: N803
     ) -> Tensor:
         args, samples = (ext, module, g_inp, g_out, bpQuantities), len(g_out[0])

@@ -1,14 +1,14 @@
 """The GGN's diagonal on a module with known derivatives."""
 
-from typing import List, Tuple, Union
+from typing import List, Optional, Union
 
 from torch import Tensor
-from torch.nn import Module
 
 from backpack.core.derivatives.input_base import BaseDerivatives
 from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.mat_to_mat_jac_base import ParameterRule
+from backpack.utils.types import Grads, Layer
 
 
 class DiagGGNBaseModule(ParameterRule):
@@ -17,8 +17,8 @@ class DiagGGNBaseModule(ParameterRule):
     def __init__(
         self,
         derivatives: Union[BaseDerivatives, BaseParameterDerivatives],
-        params: List[str] = None,
-        sum_batch: bool = None,
+        params: Optional[List[str]] = None,
+        sum_batch: Optional[bool] = None,
     ):
         """Store the derivatives, and create a method for each parameter.
 
@@ -35,9 +35,9 @@ class DiagGGNBaseModule(ParameterRule):
         self,
         name: str,
         ext: BackpropExtension,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
+        module: Layer,
+        g_inp: Grads,
+        g_out: Grads,
         backproped: Tensor,
     ) -> Tensor:
         """Compute the diagonal for a parameter.

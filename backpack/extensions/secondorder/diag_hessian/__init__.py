@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Tuple
-
 from torch import Tensor
-from torch.nn import Module
 
 from backpack.core.derivatives.generic_loss import GenericLossDerivatives
 from backpack.core.derivatives.loss_base import BaseLossDerivatives
@@ -16,6 +13,7 @@ from backpack.extensions.secondorder.diag_hessian.signed_columns import (
 )
 from backpack.extensions.secondorder.module_rules import WalkingExtension
 from backpack.extensions.shards import Piece
+from backpack.utils.types import Grads, Layer
 
 
 class DiagHessian(WalkingExtension):
@@ -34,10 +32,7 @@ class DiagHessian(WalkingExtension):
         super().__init__("diag_h")
 
     def start(
-        self,
-        derivatives: BaseLossDerivatives,
-        module: Module,
-        g_out: Tuple[Tensor, ...],
+        self, derivatives: BaseLossDerivatives, module: Layer, g_out: Grads
     ) -> SignedColumns:
         """Compute signed columns of the loss Hessian.
 

@@ -6,7 +6,6 @@ from typing import Any, List, Tuple
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
 from backpack.core.derivatives.generic import find_parameter
 from backpack.core.linearization import Linearization, ParameterLinearization
@@ -15,6 +14,7 @@ from backpack.extensions.secondorder.diag_hessian.signed_columns import (
     factor,
 )
 from backpack.extensions.secondorder.module_rules import ModuleRule
+from backpack.utils.types import Grads, Layer
 from backpack.utils.unsqueeze import flatten
 
 
@@ -34,9 +34,9 @@ class DiagHBaseModule(ModuleRule):
         self,
         name: str,
         ext: Any,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
+        module: Layer,
+        g_inp: Grads,
+        g_out: Grads,
         backproped: SignedColumns,
     ) -> Tensor:
         """Compute the diagonal for a parameter.

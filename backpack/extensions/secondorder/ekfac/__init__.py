@@ -27,7 +27,8 @@ OTHER_BASIS = (
 )
 NO_BASIS = (
     "EKFAC: processes have eigenvectors of their own, and eigenvalues in different "
-    "bases do not combine. Pass the same eigenvectors to each of them, by EKFAC(basis=...)."
+    "bases do not combine. Pass the same eigenvectors to each of them, by "
+    "EKFAC(basis=...)."
 )
 
 

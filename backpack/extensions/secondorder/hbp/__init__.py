@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Optional, Tuple
+from typing import Any, List, Optional
 
 from torch import Generator, Tensor
-from torch.nn import Module
 
 from backpack.core.derivatives.loss_base import BaseLossDerivatives
 from backpack.core.per_sample.base import PerSample
@@ -25,6 +24,7 @@ from backpack.extensions.secondorder.hbp.hbpbase import HBPBaseModule
 from backpack.extensions.secondorder.hbp.losses import HBPLoss
 from backpack.extensions.secondorder.module_rules import WalkingExtension
 from backpack.extensions.shards import Piece, shard_of
+from backpack.utils.types import Grads, Layer
 
 __all__ = [
     "BackpropStrategy",
@@ -171,10 +171,7 @@ class HBP(WalkingExtension):
         return 1
 
     def start(
-        self,
-        derivatives: BaseLossDerivatives,
-        module: Module,
-        g_out: Tuple[Tensor, ...],
+        self, derivatives: BaseLossDerivatives, module: Layer, g_out: Grads
     ) -> Tensor:
         """Compute what is pulled back from the loss.
 

@@ -9,7 +9,6 @@ from warnings import warn
 import torch
 from einops import einsum, rearrange
 from torch import Tensor
-from torch.nn import Module
 
 from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
 from backpack.core.derivatives.stored import stored_inputs
@@ -18,6 +17,7 @@ from backpack.core.per_sample.base import PerSample, Summed
 from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.rows import Rows
 from backpack.core.per_sample.sums import reciprocal
+from backpack.utils.types import Layer
 from backpack.utils.unsqueeze import flatten
 
 WEIGHT_SHARING = (None, "expand", "reduce")
@@ -89,7 +89,7 @@ def refuse_ambiguous(ext: Any, what: str, product: PerSample) -> None:
     Raises:
         NotImplementedError: If a choice is needed and was not made.
     """
-    if isinstance(product, Outer) and product.is_reordered:
+    if isinstance(product, Outer) and product.order and product.is_reordered:
         warned = ext.__dict__.setdefault("_warned_of", set())
         if what not in warned:
             warned.add(what)
@@ -157,7 +157,7 @@ def output_factor(product: PerSample, weight_sharing: Optional[str]) -> Tensor:
 def averaged_output_factor(
     derivatives: BaseParameterDerivatives,
     name: str,
-    module: Module,
+    module: Layer,
     product: PerSample,
     mat: Tensor,
     weight_sharing: Optional[str],
@@ -177,13 +177,16 @@ def averaged_output_factor(
     """
     n, shape = product.batch_size, module.output.shape[1:]
     affine = isinstance(product, (Outer, Summed)) and derivatives.affine_in_params
-    if affine and product.groups == product.positions == 1:
+    one = (
+        isinstance(product, (Outer, Summed)) and product.groups * product.positions == 1
+    )
+    if affine and one:
         return mat.unsqueeze(0).clone()
     if n == 0:  # the mean of nothing
         groups, _, size = arrange(product).shape[2:]
         return mat.new_full((groups, size, size), nan)
     if isinstance(product, Rows):
-        layout = (1, product.positions, product.b.shape[-1])
+        layout = torch.Size((1, product.positions, product.b.shape[-1]))
     elif isinstance(product, (Outer, Summed)):
         inputs = stored_inputs(module)
         if affine:  # what is arranged is the same for all samples

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, List, Optional, Tuple
+from typing import TYPE_CHECKING, Any, List, Optional
 
 from torch import Tensor
-from torch.nn import Module
 
 from backpack.core.linearization import Linearization
 from backpack.extensions.curvature import Curvature
@@ -15,11 +14,11 @@ from backpack.extensions.secondorder.hbp.hbp_options import (
     ExpectationApproximation,
 )
 from backpack.extensions.secondorder.module_rules import ModuleRule
-from backpack.utils.types import as_type
+from backpack.utils.types import Grads, Layer, as_type
 from backpack.utils.unsqueeze import flatten
 
 if TYPE_CHECKING:
-    from backpack.extensions.secondorder.hbp import HBP
+    pass
 
 SEVERAL_INPUTS = (
     "{ext}: {module} has several inputs that parameters take part in, and a curvature "
@@ -39,10 +38,10 @@ class HBPBaseModule(ModuleRule):
     def parameter(
         self,
         name: str,
-        ext: HBP,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
+        ext: Any,
+        module: Layer,
+        g_inp: Grads,
+        g_out: Grads,
         backproped: Tensor,
     ) -> List[Tensor]:
         """Form a parameter's Kronecker factors.
@@ -79,7 +78,7 @@ class HBPBaseModule(ModuleRule):
         return factors.with_input_factor(product, output, sharing, average)
 
     def pull_back(
-        self, ext: HBP, linear: Linearization, backproped: Tensor
+        self, ext: Any, linear: Linearization, backproped: Tensor
     ) -> List[Tensor]:
         """Pull columns, or a matrix that is averaged over the batch, back.
 
@@ -113,12 +112,7 @@ class HBPBaseModule(ModuleRule):
         return [self.backpropagate_batch_average(*args)] * len(linear.positions)
 
     def backpropagate_sqrt(
-        self,
-        ext: HBP,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
-        H: Tensor,
+        self, ext: Any, module: Layer, g_inp: Grads, g_out: Grads, H: Tensor
     ) -> Tensor:
         """Pull columns back.
 
@@ -135,12 +129,7 @@ class HBPBaseModule(ModuleRule):
         return self.derivatives.jac_t_mat_prod(module, g_inp, g_out, H)
 
     def backpropagate_batch_average(
-        self,
-        ext: HBP,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
-        H: Tensor,
+        self, ext: Any, module: Layer, g_inp: Grads, g_out: Grads, H: Tensor
     ) -> Tensor:
         """Pull a matrix back that is averaged over the batch.
 
@@ -162,7 +151,7 @@ class HBPBaseModule(ModuleRule):
         return mat if residual is None else self.add_diag_to_mat(residual, mat)
 
     def second_order_module_effects(
-        self, module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]
+        self, module: Layer, g_inp: Grads, g_out: Grads
     ) -> Optional[Tensor]:
         """Sum the diagonal residuals Σ_k δ_k ∂²z_k/∂x² of all samples.
 

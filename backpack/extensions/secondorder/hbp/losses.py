@@ -1,12 +1,9 @@
 """Hessian backpropagation starts at the loss."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, Callable, Tuple
+from typing import Any, Callable
 
 from einops import einsum
 from torch import Tensor
-from torch.nn import Module
 
 from backpack.core.derivatives.bcewithlogitsloss import BCELossWithLogitsDerivatives
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
@@ -18,10 +15,8 @@ from backpack.extensions.secondorder.hbp.hbp_options import (
     LossHessianStrategy,
 )
 from backpack.extensions.secondorder.hbp.hbpbase import HBPBaseModule
+from backpack.utils.types import Grads, Layer
 from backpack.utils.unsqueeze import flatten
-
-if TYPE_CHECKING:
-    from backpack.extensions.secondorder.hbp import HBP
 
 
 def flatten_square(matrix: Tensor) -> Tensor:
@@ -41,12 +36,7 @@ class HBPLoss(HBPBaseModule):
     """Compute the loss Hessian, or columns of its factor."""
 
     def backpropagate(
-        self,
-        ext: HBP,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
-        backproped: Any,
+        self, ext: Any, module: Layer, g_inp: Grads, g_out: Grads, backproped: Any
     ) -> Tensor:
         """Compute what is pulled back.
 
@@ -72,9 +62,7 @@ class HBPLoss(HBPBaseModule):
             return einsum(flat, flat, "v n i, v n j -> i j")
         return result
 
-    def make_loss_hessian_func(
-        self, ext: HBP
-    ) -> Callable[[Module, Tuple[Tensor], Tuple[Tensor]], Tensor]:
+    def make_loss_hessian_func(self, ext: Any) -> Callable[..., Tensor]:
         """Choose how the loss Hessian is represented.
 
         Args:
@@ -89,9 +77,7 @@ class HBPLoss(HBPBaseModule):
         if strategy == LossHessianStrategy.EXACT:
             return self.derivatives.sqrt_hessian
 
-        def sampled(
-            module: Module, g_inp: Tuple[Tensor], g_out: Tuple[Tensor]
-        ) -> Tensor:
+        def sampled(module: Layer, g_inp: Grads, g_out: Grads) -> Tensor:
             samples = ext.get_num_mc_samples()
             return self.derivatives.sqrt_hessian_sampled(
                 module, g_inp, g_out, mc_samples=samples

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import List, Optional
+from typing import Optional
 
 import torch
 from torch import Generator, Tensor
@@ -15,6 +15,7 @@ from backpack.extensions.secondorder.columns import (
 )
 from backpack.extensions.secondorder.hbp.hbp_options import LossHessianStrategy
 from backpack.extensions.shards import Piece
+from backpack.utils.subsampling import Subsampling
 
 
 class SqrtGGN(ColumnExtension):
@@ -26,7 +27,7 @@ class SqrtGGN(ColumnExtension):
         self,
         loss_hessian_strategy: str,
         savefield: str,
-        subsampling: Optional[List[int]],
+        subsampling: Subsampling,
         source: Optional[Source] = None,
     ):
         """Choose how the loss Hessian is factored.
@@ -62,7 +63,7 @@ class SqrtGGNExact(SqrtGGN):
     GGN's Gram matrix (Dangel, Tatzel, Hennig, 2022, "ViViT").
     """
 
-    def __init__(self, subsampling: List[int] = None):
+    def __init__(self, subsampling: Subsampling = None):
         """Choose the samples.
 
         Args:
@@ -81,7 +82,7 @@ class SqrtGGNMC(SqrtGGN):
     def __init__(
         self,
         mc_samples: int = 1,
-        subsampling: List[int] = None,
+        subsampling: Subsampling = None,
         generator: Optional[Generator] = None,
         fisher_type: str = "mc",
     ):

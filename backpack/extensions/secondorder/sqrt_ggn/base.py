@@ -1,17 +1,13 @@
 """The square root of the GGN on a module with known derivatives."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Tuple, Type
+from typing import Any, Type
 
 from torch import Tensor
 from torch.nn import Module
 
 from backpack.core.table import LAYERS
 from backpack.extensions.mat_to_mat_jac_base import ParameterRule
-
-if TYPE_CHECKING:
-    from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.utils.types import Grads, Layer
 
 
 class SqrtGGNBaseModule(ParameterRule):
@@ -23,10 +19,10 @@ class SqrtGGNBaseModule(ParameterRule):
     def parameter(
         self,
         name: str,
-        ext: BackpropExtension,
-        module: Module,
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
+        ext: Any,
+        module: Layer,
+        g_inp: Grads,
+        g_out: Grads,
         backproped: Tensor,
     ) -> Tensor:
         """Multiply columns with a parameter's transposed Jacobian.
@@ -67,7 +63,7 @@ def on_layer(layer: Type[Module], path: str) -> Type[SqrtGGNBaseModule]:
 
     def init(self: SqrtGGNBaseModule) -> None:
         """Set the derivatives and the parameters."""
-        SqrtGGNBaseModule.__init__(self, row.derivatives, list(row.params))
+        SqrtGGNBaseModule.__init__(self, row.derivatives, list(row.params or ()))
 
     doc = f"Square root of the GGN on ``{layer.__name__}``."
     body = {"__init__": init, "__doc__": doc, "__module__": path}

@@ -1,14 +1,14 @@
 """The square root of the GGN on batch normalization."""
 
-from typing import Tuple, Union
+from typing import Union
 
-from torch import Tensor
 from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d
 
 from backpack.core.derivatives.batchnorm_nd import BatchNormNdDerivatives
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.secondorder.sqrt_ggn.base import SqrtGGNBaseModule
 from backpack.utils.errors import batch_norm_raise_error_if_train
+from backpack.utils.types import Grads
 
 
 class SqrtGGNBatchNormNd(SqrtGGNBaseModule):
@@ -22,8 +22,8 @@ class SqrtGGNBatchNormNd(SqrtGGNBaseModule):
         self,
         ext: BackpropExtension,
         module: Union[BatchNorm1d, BatchNorm2d, BatchNorm3d],
-        g_inp: Tuple[Tensor],
-        g_out: Tuple[Tensor],
+        g_inp: Grads,
+        g_out: Grads,
     ) -> None:
         """Refuse training mode.
 

@@ -1,11 +1,8 @@
 """The square root of the GGN starts at the loss."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Tuple, Union
+from typing import Any
 
 from torch import Tensor
-from torch.nn import Module
 
 from backpack.core.derivatives.bcewithlogitsloss import BCELossWithLogitsDerivatives
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
@@ -13,9 +10,7 @@ from backpack.core.derivatives.mseloss import MSELossDerivatives
 from backpack.engine.turn import loss_scale
 from backpack.extensions.secondorder.hbp.hbp_options import LossHessianStrategy
 from backpack.extensions.secondorder.sqrt_ggn.base import SqrtGGNBaseModule
-
-if TYPE_CHECKING:
-    from backpack.extensions.secondorder.sqrt_ggn import SqrtGGNExact, SqrtGGNMC
+from backpack.utils.types import Grads, Layer
 
 
 class SqrtGGNBaseLossModule(SqrtGGNBaseModule):
@@ -23,10 +18,10 @@ class SqrtGGNBaseLossModule(SqrtGGNBaseModule):
 
     def backpropagate(
         self,
-        ext: Union[SqrtGGNExact, SqrtGGNMC],
-        module: Module,
-        grad_inp: Tuple[Tensor],
-        grad_out: Tuple[Tensor],
+        ext: Any,
+        module: Layer,
+        grad_inp: Grads,
+        grad_out: Grads,
         backproped: None,
     ) -> Tensor:
         """Factor the loss Hessian, as the extension wants it.

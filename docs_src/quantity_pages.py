@@ -209,8 +209,8 @@ and ``BatchDotGrad(other=...)`` compares it with the gradients of any batch, see
         "numbers for each sample and position.",
         [
             "Influence functions: Koh and Liang, *Understanding black-box predictions "
-            "via influence functions*, 2017; with EKFAC: Grosse et al., *Studying large "
-            "language model generalization with influence functions*, 2023",
+            "via influence functions*, 2017; with EKFAC: Grosse et al., *Studying "
+            "large language model generalization with influence functions*, 2023",
         ],
         "queries = {p: p.grad_factors for p in model.parameters()}\n"
         "with backpack(BatchDotGrad(other=queries)):\n"

@@ -151,11 +151,13 @@ class PullColumns:
 
         for chunk in chain([first], chunks):
             pulled = pull(chunk)
+            kept: Dict[Use, range] = {}  # a layer's weight and bias share a use
             for group, some in keep.items():
                 use = group.uses[0]
-                new = self._append(use, sources, pulled[use], len(chunk))
+                if use not in kept:
+                    kept[use] = self._append(use, sources, pulled[use], len(chunk))
                 for ext in some:
-                    self._waiting.setdefault((ext, group), []).extend(new)
+                    self._waiting.setdefault((ext, group), []).extend(kept[use])
             for call in customized:
                 append_columns(call, sources, pulled[call], len(chunk))
             for ext, group, param, product in self._products(at_once, pulled):

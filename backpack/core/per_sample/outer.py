@@ -544,7 +544,7 @@ class Outer(PerSample):
         """
         unfolding = self._unfolder()
         if unfolding is None:
-            rows = full_precision(self.a).permute(1, 3, 0, 2).flatten(2)
+            rows = sums.features_first(full_precision(self.a), 1)
             if 0 < rows.shape[2] < rows.shape[1]:  # they are fewer numbers
                 return gram(rows * scale**0.5)
             return gram(rows).mul_(scale)

@@ -99,6 +99,19 @@ def sum_of_squares(x: Tensor, start: int) -> Tensor:
     return torch.linalg.vector_norm(x, dim=axes, dtype=dtype).square_()
 
 
+def features_first(x: Tensor, groups: int) -> Tensor:
+    """Arrange features as rows; the order of what they are multiplied over is any.
+
+    Args:
+        x: Tensor of shape ``[*, G, T, d]``.
+        groups: The axis of G.
+
+    Returns:
+        Tensor of shape ``[G, d, K]``: a view where rows lie in memory one by one.
+    """
+    return flatten_any_order(x.movedim((groups, -1), (0, 1)), 2)
+
+
 def sum_of_dots(columns: Tensor, others: Optional[Tensor] = None) -> Tensor:
     """Compute pairwise dot products, summed over columns.
 

@@ -16,7 +16,7 @@ from backpack.core.fast.matmul import gram
 from backpack.core.per_sample.base import PerSample, Summed
 from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.rows import Rows
-from backpack.core.per_sample.sums import reciprocal
+from backpack.core.per_sample.sums import features_first, reciprocal
 from backpack.utils.types import Layer
 from backpack.utils.unsqueeze import flatten
 
@@ -149,7 +149,7 @@ def output_factor(product: PerSample, weight_sharing: Optional[str]) -> Tensor:
 
     def compute() -> Tensor:
         summed = b.sum(3, keepdim=True) if sums else b
-        return gram(summed.permute(2, 4, 0, 1, 3).flatten(2))
+        return gram(features_first(summed, 2))
 
     return product.share(("output factor", sums), b, compute)  # for weight and bias
 

@@ -13,10 +13,14 @@ from backpack.core.per_sample.maps import dots_between, in_order, mapped
 from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.sums import chunks
 from backpack.extensions.firstorder.base import GradientReduction
-from backpack.utils.kroneckers import damped_inv_kfacs, ekfac_mat_prod
+from backpack.utils.kroneckers import (
+    damped_inv_kfacs,
+    ekfac_mat_prod,
+    rotate,
+    transposed,
+)
 from backpack.utils.subsampling import Subsampling, as_subsampling, check_subsampling
 from backpack.utils.types import as_type, full_precision
-from backpack.utils.unsqueeze import flatten
 
 ONCE = (
     "These gradients have been divided by eigenvalues already. Choose one curvature, "
@@ -83,9 +87,8 @@ class FactoredGradients:
         """
         if self._ekfac is None:
             return self._product.individual()[0]
-        rows = flatten(full_precision(in_order(self._product).individual()[0]), 1)
-        product = ekfac_mat_prod(self._ekfac, -1.0, self._damping)
-        rows = as_type(product(rows.mT).mT, self._product.dtype)
+        rows = rotate(self._ekfac[:-1], self._divided()).flatten(1)
+        rows = as_type(rows, self._product.dtype)
         if isinstance(self._product, Outer) and self._product.is_reordered:
             sizes = self._product.groups, self._product.b.shape[-1], -1
             return self._product.fold(rows.reshape(len(rows), *sizes))
@@ -144,12 +147,19 @@ class FactoredGradients:
         """
         if self._ekfac is None:
             return dots_between(gradients, self._product)
-        size, most = self._product.shape.numel(), tuning.UNFOLDED_ELEMENTS
-        parts = []
-        for some in chunks(len(self), size, most):
-            tensors = self.select(some).individual().unsqueeze(0)
-            parts.append(dots_between(gradients, Dense(tensors, self._product.shape)))
+        *bases, values = self._ekfac
+        rotated = mapped(in_order(gradients), transposed(bases))
+        parts, shape = [], rotated.shape
+        for some in chunks(len(self), values.numel(), tuning.UNFOLDED_ELEMENTS):
+            tensors = self.select(some)._divided().reshape(1, -1, *shape)
+            parts.append(dots_between(rotated, Dense(tensors, shape)))
         return torch.cat(parts, 1)
+
+    def _divided(self) -> Tensor:
+        """Divide the gradients, in the basis of eigenvectors, by eigenvalues."""
+        *bases, values = self._ekfac
+        rotated = mapped(in_order(self._product), transposed(bases)).individual()[0]
+        return rotated.reshape(-1, *values.shape) / (values + self._damping)
 
 
 class BatchFactors(GradientReduction):

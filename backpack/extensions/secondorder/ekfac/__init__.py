@@ -5,15 +5,25 @@ from __future__ import annotations
 from copy import copy
 from typing import Any, List, Mapping, Optional, Sequence, Union
 
+import torch
 from torch import Generator, Tensor
 
+from backpack.core.fast.matmul import gram
 from backpack.core.per_sample.base import PerSample, Summed
 from backpack.core.per_sample.maps import squares_after
 from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.rows import Rows
+from backpack.core.per_sample.sums import features_first
 from backpack.extensions.secondorder.columns import EXACT_TOO, fisher_source
 from backpack.extensions.secondorder.hbp import DENSE_LIMIT, KroneckerFactors
-from backpack.extensions.secondorder.hbp.factors import with_input_factor
+from backpack.extensions.secondorder.hbp.factors import (
+    arrange,
+    input_position,
+    is_transposed,
+    of_output,
+    squeeze_group,
+    with_input_factor,
+)
 from backpack.extensions.shards import Piece
 from backpack.utils.kroneckers import eigen_kfacs, transposed
 from backpack.utils.types import full_precision
@@ -110,13 +120,35 @@ class EKFAC(KroneckerFactors):
     ) -> Optional[EKFAC]:  # noqa: D102
         if self._fixed is not None:
             return None
-        factors = with_input_factor(product, statistic, self.weight_sharing)
-        return self._within([eigen_kfacs([full_precision(f)])[0] for f in factors])
+        key = "eigenvectors", self.weight_sharing
+        b = arrange(product)
+        output = product.share(key, b, lambda: eigenvectors(statistic))
+        return self._within(self._bases(product, output))
 
     def reduce(self, product: PerSample) -> List[Tensor]:  # noqa: D102
-        statistic = self.statistic(product)
-        second = self.again(product, statistic)
-        return statistic if second is None else second.statistic(product)
+        if self._fixed is not None:
+            return self.statistic(product)
+        output = of_output(product, self.weight_sharing, eigenvectors_of_gram)
+        return self._within(self._bases(product, output)).statistic(product)
+
+    def _bases(self, product: PerSample, output: Tensor) -> List[Tensor]:
+        """Put eigenvectors of the input's factor next to those of the output's."""
+        few = 2 * product.batch_size * getattr(product, "positions", 1)
+        if (
+            isinstance(product, Outer)
+            and self.weight_sharing != "reduce"
+            and 0 < few <= product.inputs_size
+        ):
+            rows = features_first(full_precision(product.a), 1)
+            bases = [output, eigenvectors_of_gram(rows)]
+            bases = [squeeze_group(basis) for basis in bases]
+            return bases[::-1] if product.is_transposed else bases
+        factors = with_input_factor(product, output, self.weight_sharing)
+        place = input_position(factors, is_transposed(product))
+        return [
+            eigenvectors(factor) if i == place else factor
+            for i, factor in enumerate(factors)
+        ]
 
     def finish(
         self, product: PerSample, statistic: List[Tensor]
@@ -170,6 +202,40 @@ class EKFAC(KroneckerFactors):
         if self._basis is None:
             raise NotImplementedError(NO_BASIS)
         return [*value[:-1], piece.sum(value[-1], piece.weight)]
+
+
+def eigenvectors(factor: Tensor) -> Tensor:
+    """Diagonalize a factor.
+
+    Args:
+        factor: Factor ``[*, p, p]``, or a vector for a diagonal one.
+
+    Returns:
+        Eigenvectors of the same shape.
+    """
+    return eigen_kfacs([full_precision(factor)])[0]
+
+
+def eigenvectors_of_gram(rows: Tensor) -> Tensor:
+    """Diagonalize the product of matrices with their transposes.
+
+    If there are less columns than half the rows, a QR decomposition finds their range:
+    of 784 rows and 128 columns in 9 ms, where all eigenvectors take 57.
+
+    Args:
+        rows: Matrices of shape ``[G, D, K]``.
+
+    Returns:
+        Eigenvectors of shape ``[G, D, D]``.
+    """
+    size, number = rows.shape[-2:]
+    rows = full_precision(rows)
+    if not 0 < 2 * number <= size:
+        return eigenvectors(gram(rows))
+    basis, triangle = torch.linalg.qr(rows, mode="complete")
+    triangle = triangle[..., :number, :]
+    inside = basis[..., :number] @ eigenvectors(triangle @ triangle.mT)
+    return torch.cat([basis[..., number:], inside], -1)
 
 
 def basis_shapes(product: PerSample) -> List[List[int]]:

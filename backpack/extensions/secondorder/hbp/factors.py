@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import nan
-from typing import Any, List, Optional
+from typing import Any, Callable, List, Optional
 from warnings import warn
 
 import torch
@@ -144,14 +144,30 @@ def output_factor(product: PerSample, weight_sharing: Optional[str]) -> Tensor:
     Returns:
         Factors of shape ``[G, p, p]``.
     """
+    return of_output(product, weight_sharing, gram)
+
+
+def of_output(
+    product: PerSample, weight_sharing: Optional[str], of_rows: Callable
+) -> Tensor:
+    """Compute from the columns at a layer's output what its parameters share.
+
+    Args:
+        product: Products of columns and the parameter's Jacobian.
+        weight_sharing: How weight sharing is treated.
+        of_rows: Function of features ``[G, p, K]`` as rows.
+
+    Returns:
+        What the function returns.
+    """
     b = arrange(product)
     sums = weight_sharing != "expand" and b.shape[3] > 1
 
     def compute() -> Tensor:
         summed = b.sum(3, keepdim=True) if sums else b
-        return gram(features_first(summed, 2))
+        return of_rows(features_first(summed, 2))
 
-    return product.share(("output factor", sums), b, compute)  # for weight and bias
+    return product.share((of_rows, sums), b, compute)  # for weight and bias
 
 
 def averaged_output_factor(

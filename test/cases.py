@@ -5,18 +5,48 @@ same numbers every time. The tensors are small and in float64.
 """
 
 import warnings
-from typing import Any, Callable, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
+from oracle import ByShape, projections
 from torch import Tensor, nn
 from torch.nn import Module, Parameter
 from torch.nn.utils import parametrizations
+
+from backpack import extensions
+from backpack.extensions.backprop_extension import BackpropExtension
 
 Tensors = Tuple[Tensor, ...]
 
 F64 = torch.float64
 N = 3
 FIRST_ORDER = ["BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance", "BatchDotGrad"]
+FIRST_ORDER += ["WeightedGrad"]
+
+
+def inverse(norms: Tensor) -> Tensor:
+    """Return weights that make all gradients nearly unit: ``oracle.by_norms``."""
+    return 1 / (0.1 + norms)
+
+
+# Arguments of extensions, where there is no default
+ARGUMENTS: Dict[str, Dict[str, Any]] = {
+    "BatchProjectGrad": {"projection": ByShape(projections)},
+    "ClippedGrad": {"max_norm": 0.3},
+    "WeightedGrad": {"weights": inverse},
+}
+
+
+def make_extension(name: str) -> BackpropExtension:
+    """Create an extension.
+
+    Args:
+        name: Name of its class.
+
+    Returns:
+        The extension.
+    """
+    return getattr(extensions, name)(**ARGUMENTS.get(name, {}))
 
 
 class Problem(NamedTuple):

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import (
     Any,
     Callable,
@@ -19,7 +19,7 @@ from typing import (
 import oracle
 import pytest
 import torch
-from cases import Problem
+from cases import Problem, make_extension
 from models import (
     ARCHITECTURES,
     HandwrittenVisionTransformer,
@@ -42,6 +42,7 @@ from backpack.extensions import (
     BatchDotGrad,
     BatchFactors,
     BatchGrad,
+    BatchJacobian,
     BatchL2Grad,
     BatchProjectGrad,
     DiagGGNExact,
@@ -366,6 +367,16 @@ QUANTITIES: Dict[str, Quantity] = {
     "BatchProjectGrad": Quantity(
         lambda: BatchProjectGrad(oracle.ByShape(oracle.projections)),
         _of_gradients("batch_project"),
+    ),
+    "WeightedGrad": Quantity(
+        partial(make_extension, "WeightedGrad"), _of_gradients("weighted_sum")
+    ),
+    "BatchJacobian": Quantity(  # in any order of features
+        BatchJacobian,
+        lambda ref, _: {
+            name: blocks(jac) for name, jac in ref.gradients("batch_jacobian").items()
+        },
+        lambda value, right: (blocks(value), right),
     ),
     "DiagGGNExact": Quantity(DiagGGNExact, _of_columns(lambda p: p.pow(2).sum((0, 1)))),
     "BatchDiagGGNExact": Quantity(

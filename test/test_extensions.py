@@ -4,7 +4,7 @@ All quantities of a case are computed in one backward pass, which also shows tha
 do not get in each other's way; on a few cases each one runs alone and in pairs, too.
 """
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import combinations
 from typing import (
     Any,
@@ -28,6 +28,7 @@ from cases import (
     RECURRENT,
     Case,
     classes,
+    inverse,
     layer_case,
     loss_case,
     randn,
@@ -35,6 +36,8 @@ from cases import (
 from oracle import (
     ByShape,
     assert_agrees,
+    by_dots,
+    clip,
     loss_hessians,
     oracle,
     others,
@@ -54,14 +57,17 @@ from backpack.extensions import (
     BatchDotGrad,
     BatchFactors,
     BatchGrad,
+    BatchJacobian,
     BatchL2Grad,
     BatchProjectGrad,
+    ClippedGrad,
     DiagGGNExact,
     DiagGGNMC,
     SqrtGGNExact,
     SqrtGGNMC,
     SumGradSquared,
     Variance,
+    WeightedGrad,
 )
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.secondorder.columns import Source
@@ -100,6 +106,9 @@ SAMPLING = {"mc_samples": M}
 SUBSAMPLING = {"subsampling": SOME}
 PROJECTIONS = {"projection": ByShape(projections)}
 
+MAX_NORM = 0.3
+
+
 QUANTITIES = {
     "BatchGrad": Quantity(BatchGrad, "batch_grad"),
     "BatchGrad-some": Quantity(BatchGrad, "batch_grad", SUBSAMPLING, SUBSAMPLING),
@@ -120,6 +129,19 @@ QUANTITIES = {
         {**PROJECTIONS, **SUBSAMPLING},
         SUBSAMPLING,
     ),
+    "WeightedGrad": Quantity(WeightedGrad, "weighted_sum", {"weights": inverse}),
+    "WeightedGrad-dots": Quantity(
+        WeightedGrad,
+        "weighted_sum",
+        {"weights": lambda dots: dots.sum(1), "of": "dots", **SUBSAMPLING},
+        {"weights": by_dots, **SUBSAMPLING},
+    ),
+    "ClippedGrad": Quantity(
+        ClippedGrad,
+        "weighted_sum",
+        {"max_norm": MAX_NORM, "scale": "sample"},
+        {"weights": partial(clip, max_norm=MAX_NORM), "scale": "sample"},
+    ),
     "DiagGGNExact": Quantity(DiagGGNExact, "diag_ggn"),
     "DiagGGNMC": Quantity(DiagGGNMC, "diag_ggn", SAMPLING, columns="sampling"),
     "BatchDiagGGNExact": Quantity(BatchDiagGGNExact, "diag_ggn_batch"),
@@ -133,6 +155,10 @@ QUANTITIES = {
     "SqrtGGNMC": Quantity(SqrtGGNMC, "sqrt_ggn", SAMPLING, columns="sampling"),
     "SqrtGGNMC-some": Quantity(
         SqrtGGNMC, "sqrt_ggn", {**SAMPLING, **SUBSAMPLING}, SUBSAMPLING, "sampling"
+    ),
+    "BatchJacobian": Quantity(BatchJacobian, "batch_jacobian"),
+    "BatchJacobian-some": Quantity(
+        BatchJacobian, "batch_jacobian", SUBSAMPLING, SUBSAMPLING
     ),
     "KFLR": Quantity(KFLR, "kronecker_factors"),
     "KFAC": Quantity(KFAC, "kronecker_factors", SAMPLING, columns="sampling"),
@@ -167,6 +193,8 @@ def is_defined(case: Case, name: str) -> bool:
         those of recurrent layers are tested elsewhere, and A of an embedding is not
         diagonal if positions are averaged.
     """
+    if name == "ClippedGrad":  # the scale of samples' losses must be known
+        return hasattr(case.loss(), "reduction")
     if QUANTITIES[name].reference not in ("kronecker_factors", "ekfac"):
         return True
     if case in RECURRENT or (case in EMBEDDING and case.ambiguous and "reduce" in name):

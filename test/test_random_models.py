@@ -36,7 +36,10 @@ EXPAND = ["KFAC-expand", "KFLR-expand", "EKFAC-expand"]
 REDUCE = ["KFAC-reduce", "KFLR-reduce"]
 
 # Quantities that are linear in the cotangents; all others are quadratic.
-LINEAR = ("BatchGrad", "BatchFactors", "BatchProjectGrad", "SqrtGGNMC")
+LINEAR = (
+    *("BatchGrad", "BatchFactors", "BatchProjectGrad"),
+    *("BatchJacobian", "SqrtGGNMC", "WeightedGrad"),
+)
 
 
 class Step(Module):

@@ -3,14 +3,17 @@
 And where there is no reason, nothing is said: ``check=True`` raises no false alarm.
 """
 
+import pickle
 import re
 import warnings
+from copy import deepcopy
+from pathlib import Path
 from typing import Any, Callable, Dict, List, Tuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import F64
+from cases import F64, make_extension
 from oracle import assert_agrees, parameters
 from per_sample import (
     FIRST_ORDER,
@@ -33,7 +36,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import Module
 
-from backpack import backpack, extend, extensions
+from backpack import __version__, backpack, extend, extensions, summary
 from backpack.extensions import (
     KFAC,
     KFLR,
@@ -788,7 +791,10 @@ LAYERS: Dict[str, Tuple[Callable[[], Module], Tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("quantity", [q for q in FIRST_ORDER if q != "BatchGrad"])
+SQUARES = [q for q in FIRST_ORDER if q not in ("BatchGrad", "WeightedGrad")]
+
+
+@pytest.mark.parametrize("quantity", SQUARES)
 @pytest.mark.parametrize("scales", EXTREME)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_squares_out_of_range(layer: str, scales: str, quantity: str) -> None:
@@ -799,7 +805,7 @@ def test_squares_out_of_range(layer: str, scales: str, quantity: str) -> None:
     (weight,) = model.parameters()
     f = model(X * inputs.view(-1, *[1] * len(shape)))
     value = f.mul(real(f)).mul(outputs.view(-1, *[1] * (f.dim() - 1))).sum()
-    with backpack(BatchGrad(), getattr(extensions, quantity)()):
+    with backpack(BatchGrad(), make_extension(quantity)):
         value.backward()
     field, function, _ = QUANTITIES[quantity]
     gradients = weight.grad_batch
@@ -901,3 +907,74 @@ class Broadcast(Module):
 def test_fields_of_all_quantities() -> None:
     """A small model is right to begin with."""
     assert_fields(compute(MLP, list(QUANTITIES)), list(QUANTITIES), reference(MLP))
+
+
+# What is shown of an extension or a context is what could be typed in
+SHOWN = [
+    "BatchGrad()",
+    "BatchGrad([0, 2])",
+    "BatchGrad(subsampling=slice(0, 2, None))",
+    "BatchDiagHessian()",
+    "KFAC(mc_samples=2, weight_sharing='reduce')",
+    "SqrtGGNMC(2, [0])",
+    "PCHMP(modify='abs')",
+    "backpack(BatchGrad(), KFLR())",
+    "backpack(DiagGGNExact(), retain_graph=True)",
+    "backpack(check=True)",
+]
+
+
+@pytest.mark.parametrize("text", SHOWN)
+def test_shown_as_typed_in(text: str) -> None:
+    """The ``repr`` is the call, also of copies; that of a context says if it is on."""
+    names = {**vars(extensions), "backpack": backpack}
+    made = eval(text, names)
+    if isinstance(made, backpack):
+        with made:
+            assert repr(made) == f"{text}  # active"
+    else:
+        assert repr(deepcopy(made)) == repr(pickle.loads(pickle.dumps(made))) == text
+    assert repr(made) == text
+
+
+def test_summary() -> None:
+    """Each field of each parameter has a row: shapes and bytes, also in HTML."""
+    model = extend(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1, bias=False)))
+    loss = extend(nn.MSELoss())
+    with backpack(extensions.BatchGrad(), KFLR(), extensions.HMP()):
+        loss(model(torch.randn(5, 4)), torch.zeros(5, 1)).backward()
+    table = summary(model)
+    expected = {
+        ("0.weight", "grad_batch", "[5, 3, 4]", 5 * 12 * 4),
+        ("0.weight", "kflr", "[3, 3], [4, 4]", (9 + 16) * 4),
+        ("0.weight", "hmp", "function", 0),
+        ("0.bias", "grad_batch", "[5, 3]", 5 * 3 * 4),
+        ("0.bias", "kflr", "[3, 3]", 9 * 4),
+        ("0.bias", "hmp", "function", 0),
+        ("1.weight", "grad_batch", "[5, 1, 3]", 5 * 3 * 4),
+        ("1.weight", "kflr", "[1, 1], [3, 3]", (1 + 9) * 4),
+        ("1.weight", "hmp", "function", 0),
+    }
+    assert set(table.rows) == expected and len(table.rows) == len(expected)
+    assert len({len(line) for line in str(table).split("\n")}) == 1
+    assert table._repr_html_().count("<tr>") == 1 + len(expected)
+    for cell in expected.pop():
+        assert str(cell) in str(table) and f"<td>{cell}</td>" in table._repr_html_()
+
+
+def test_version() -> None:
+    """The version is the newest one that the changelog describes, or the next."""
+    changelog = (Path(__file__).parents[1] / "changelog.md").read_text()
+    assert f"## [{__version__}]" in changelog
+
+
+def test_debug_names_modules(capsys: pytest.CaptureFixture) -> None:
+    """What is printed says which of several equal layers it is about."""
+    model = extend(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), debug=True)
+    assert "Extending 1: Linear(" in capsys.readouterr().out
+    with backpack(extensions.BatchGrad(), debug=True):
+        model(torch.ones(3, 2)).sum().backward()
+    out = capsys.readouterr().out
+    for name in "01":
+        pattern = rf"BatchGrad\(\) on Linear\(.*\) \('{name}' of Sequential\)"
+        assert re.search(pattern, out), out

@@ -6,7 +6,6 @@ from functools import wraps
 from inspect import signature
 from typing import Any, Callable, Dict, Iterator, Optional, Set, Tuple
 from unittest.mock import patch
-from warnings import warn
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from torch.nn import Module
 
 from backpack.converter.reading import leaves
 from backpack.converter.tracer import BackpackTracer, TrainingFlag, Untraceable, keep
+from backpack.utils.hooks import warn_user
 
 # Functions that make a tensor of given sizes: torch.fx sees those of tensors only
 FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "zeros")
@@ -145,7 +145,7 @@ def _trace_once(root: Module, keep_whole: Tuple[str, ...]) -> GraphModule:
             raise Untraceable(path, f"it sets its attributes {sorted(names)}")
     if changes[""]:
         own = sorted(changes[""])
-        warn(LOST_STATE.format(name=type(root).__name__, attributes=own))
+        warn_user(LOST_STATE.format(name=type(root).__name__, attributes=own))
 
     saved = root.state_dict(keep_vars=True)
     originals = dict(root.named_modules(remove_duplicate=False))

@@ -5,7 +5,6 @@ import math
 import operator
 import sys
 from typing import Any, Callable, Dict, List, Tuple
-from warnings import warn
 
 import einops
 import torch
@@ -17,6 +16,7 @@ from torch.jit import ScriptModule
 from torch.nn import Module
 
 from backpack.custom_module.branching import Parallel, _Branch
+from backpack.utils.hooks import warn_user
 
 NO_GRAD = "no_grad"  # key in the metadata of nodes
 
@@ -59,7 +59,7 @@ class TrainingFlag(int):
         if not self.is_root:
             raise TraceError("it depends on self.training")
         name, mode = type(self.owner).__name__, "training" if self == 1 else "eval"
-        warn(FIXED_MODE.format(name=name, mode=mode), stacklevel=2)
+        warn_user(FIXED_MODE.format(name=name, mode=mode))
         return self == 1
 
 

@@ -27,6 +27,7 @@ from backpack.core.derivatives.sum_module import SumModuleDerivatives
 from backpack.hessianfree.lop import pull_back, pull_columns
 from backpack.hessianfree.rop import R_op
 from backpack.utils.disable import disable
+from backpack.utils.hooks import name_module
 from backpack.utils.subsampling import Subsampling, subsample
 from backpack.utils.types import HALF, Layer, as_type, full_precision
 from backpack.utils.unsqueeze import flatten
@@ -120,7 +121,7 @@ class Snapshot:
             RuntimeError: If one was.
         """
         if any(x._version != version for x, version in self._seen):
-            text = CHANGED.format(ext=ext, name=name, module=self._module)
+            text = CHANGED.format(ext=ext, name=name, module=name_module(self._module))
             raise RuntimeError(text)
 
 
@@ -340,11 +341,7 @@ class ParameterLinearization:
     """
 
     def __init__(
-        self,
-        derivatives: Any,
-        module: Layer,
-        g_out: Tuple[Tensor, ...],
-        name: str,
+        self, derivatives: Any, module: Layer, g_out: Tuple[Tensor, ...], name: str
     ):
         """Store what to linearize.
 
@@ -387,7 +384,9 @@ class ParameterLinearization:
         try:
             return torch.stack([R_op(y, param, v)[0] for v in columns])
         except NotImplementedError as error:
-            text = NOT_TWICE.format(module=self.module, name=self.name, error=error)
+            text = NOT_TWICE.format(
+                module=name_module(self.module), name=self.name, error=error
+            )
             raise NotImplementedError(text) from error
 
     def jac_t(self, columns: Tensor) -> Tensor:

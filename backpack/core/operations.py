@@ -39,7 +39,7 @@ from backpack.core.derivatives.normalization import (
     RMSNormDerivatives,
 )
 from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
-from backpack.core.layout import Arrangement, Layout, Placement
+from backpack.core.layout import Arrangement, Layout, Placement, once
 from backpack.core.per_sample.base import Dense, PerSample, Summed
 from backpack.core.per_sample.order import simplest
 from backpack.core.per_sample.outer import Outer
@@ -161,7 +161,6 @@ class LayerLike(Operation):
         super().__init__(data, list(names))
         self.derivatives, self.layer, self.names = derivatives, layer, names
         self._features = features
-        self._arranged: Optional[Tuple[Any, Tensor]] = None
 
     def is_possible(self, placement: Placement) -> bool:  # noqa: D102
         axes = 1
@@ -292,7 +291,9 @@ class Contraction(Operation):
                 return None
             out = Layout(out.axis - sum(o < out.axis for o in outputs), out.inner)
         elif isinstance(out, Tensor):
-            out = out.movedim([*outputs], [*range(-len(outputs), 0)])
+            last = [*range(-len(outputs), 0)]
+            moved, key_of = out, ("moved", *outputs)
+            out = once(moved, key_of, lambda: moved.movedim([*outputs], last))
         try:
             arrangement = Arrangement(out, rows, n)  # type: ignore[arg-type]
         except ValueError:
@@ -591,14 +592,14 @@ def _addmm(
 ) -> Optional[Operation]:
     if len(args) != 3 or kwargs:
         return None
-    factors = [key - 1 for key in constants if key] or [1]
+    factors = [int(key) - 1 for key in constants if key] or [1]
     found = _matmul(args[1:], {}, factors)
-    if found is None:
+    if not isinstance(found, Contraction):
         return None
     (column,) = found.outputs
     if 0 in constants and (1, 1, *args[0].shape)[-2:][1 - column] != 1:
         return None  # rows of the result get different shifts
-    found.key, found.keys = found.key + 1, tuple(constants)
+    found.key, found.keys = int(found.key) + 1, tuple(constants)
     return found
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from typing import Any, Dict, Iterable, List, Optional, Sequence, Set, Tuple
-from warnings import warn
 
 from torch.nn import Module, Parameter
 
 from backpack.engine.hooks import is_hooked
-from backpack.utils.hooks import EXTENDED
+from backpack.utils.hooks import EXTENDED, warn_user
 
 NOT_REACHED = (
     "the backward pass did not reach it; compute the loss from it, or freeze it with "
@@ -16,9 +15,9 @@ NOT_REACHED = (
 )
 NOT_RECORDED = (
     "no call of its module was recorded. It was extended after the forward pass; or "
-    "that ran inside `disable()` or a transform of `torch.func`; or a function took the "
-    "parameter while no extended module was being called. Call `extend` first, then "
-    "the module itself, and without any of these"
+    "that ran inside `disable()` or a transform of `torch.func`; or a function took "
+    "the parameter while no extended module was being called. Call `extend` first, "
+    "then the module itself, and without any of these"
 )
 NO_HOOKS = "the hooks were removed from its module; extend it again"
 NOT_IN_RULE = (
@@ -54,7 +53,7 @@ class Report:
         failed: Whether a backward pass ended in an exception, which says enough.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         """Start with nothing."""
         self.saved: Set[Tuple[int, int]] = set()
         self.reached: Set[int] = set()
@@ -92,7 +91,7 @@ class Report:
             ran_outside: Whether there was a backward pass before the context.
         """
         if extensions and ran_outside and not self.ran:
-            warn(ONLY_OUTSIDE, stacklevel=3)
+            warn_user(ONLY_OUTSIDE)
         if self.failed or not (extensions and self.reached):
             return
         keys, wanted = [id(ext) for ext in extensions], self.wanted
@@ -108,9 +107,9 @@ class Report:
                 self._collect(root, extensions, missing)
         if missing:
             lines = [f"- {', '.join(v)}: {reason}" for reason, v in missing.items()]
-            warn("\n".join([INTRODUCTION, *lines]), stacklevel=3)
+            warn_user("\n".join([INTRODUCTION, *lines]))
         elif self.met <= self.plain:
-            warn(NOTHING_EXTENDED, stacklevel=3)
+            warn_user(NOTHING_EXTENDED)
 
     def _collect(
         self, root: Module, extensions: Sequence[Any], missing: Dict[str, List[str]]

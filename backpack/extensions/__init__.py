@@ -7,8 +7,10 @@ from backpack.extensions.firstorder import (
     BatchGrad,
     BatchL2Grad,
     BatchProjectGrad,
+    ClippedGrad,
     SumGradSquared,
     Variance,
+    WeightedGrad,
 )
 from backpack.extensions.secondorder import (
     EKFAC,
@@ -19,6 +21,7 @@ from backpack.extensions.secondorder import (
     BatchDiagGGNExact,
     BatchDiagGGNMC,
     BatchDiagHessian,
+    BatchJacobian,
     DiagGGNExact,
     DiagGGNMC,
     DiagHessian,
@@ -33,8 +36,10 @@ __all__ = [
     "BatchDotGrad",
     "BatchFactors",
     "BatchGrad",
+    "BatchJacobian",
     "BatchL2Grad",
     "BatchProjectGrad",
+    "ClippedGrad",
     "DiagGGNExact",
     "DiagGGNMC",
     "DiagHessian",
@@ -50,4 +55,5 @@ __all__ = [
     "SqrtGGNMC",
     "SumGradSquared",
     "Variance",
+    "WeightedGrad",
 ]

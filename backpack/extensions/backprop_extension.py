@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC
-from typing import Any, Dict, Optional, Type
-from warnings import warn
+from typing import Any, Dict, Mapping, Optional, Tuple, Type
 
+from torch import Tensor
 from torch.nn import Module
 
 from backpack.core.per_sample.base import PerSample
@@ -14,12 +14,18 @@ from backpack.engine.turn import current_turn
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.saved_quantities import SavedQuantities
 from backpack.extensions.shards import Piece, Shard, shard_of
-from backpack.utils.subsampling import Subsampling, as_subsampling, check_subsampling
-from backpack.utils.types import Grads, Layer
+from backpack.utils.hooks import name_module, represent_call, warn_user
+from backpack.utils.subsampling import (
+    Selection,
+    Subsampling,
+    as_subsampling,
+    check_subsampling,
+)
+from backpack.utils.types import FailMode, Grads, Layer
 
-FAIL_ERROR = "ERROR"
-FAIL_WARN = "WARNING"
-FAIL_SILENT = "SILENT"
+FAIL_ERROR: FailMode = "ERROR"
+FAIL_WARN: FailMode = "WARNING"
+FAIL_SILENT: FailMode = "SILENT"
 FAIL_MODES = (FAIL_ERROR, FAIL_WARN, FAIL_SILENT)
 
 
@@ -34,6 +40,9 @@ class BackpropExtension(ABC):  # noqa: B024
             individual gradients are formed and cheap to add up; ``None`` for never.
         pulls_columns: Whether it reduces columns that losses pull back.
         walks_modules: Whether quantities go from module to module.
+        takes_rules: Whether a user may register what to do on a class of modules.
+        replaces_gradient: Whether what it computes is accumulated in ``.grad``, instead
+            of the gradient.
         separates_samples: Whether the values presume that axis 0 holds samples which do
             not influence each other.
         refuses_coupled_samples: Whether it is an error if a batch normalization in
@@ -42,20 +51,38 @@ class BackpropExtension(ABC):  # noqa: B024
             batch.
     """
 
+    _arguments: Tuple[Tuple[Any, ...], Dict[str, Any]] = (), {}
     shard: Optional[Shard] = None
     keeps_io = False
     pulls_columns = False
     adds_up_from: Optional[int] = None
     walks_modules = False
+    takes_rules = True
+    replaces_gradient = False
     separates_samples = False
     refuses_coupled_samples = True
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Remember the constructor's arguments, for the ``repr``."""
+        extension = super().__new__(cls)
+        extension._arguments = args, kwargs
+        return extension
+
+    def __repr__(self) -> str:
+        """Return how the extension was made.
+
+        Returns:
+            The class with the arguments that were given.
+        """
+        args, kwargs = self._arguments
+        return represent_call(type(self).__name__, args, kwargs)
 
     def __init__(
         self,
         savefield: str,
-        module_exts: Dict[Type[Module], ModuleExtension],
-        fail_mode: str = FAIL_ERROR,
-        subsampling: Subsampling = None,
+        module_exts: Mapping[Any, ModuleExtension],
+        fail_mode: FailMode = FAIL_ERROR,
+        subsampling: Selection = None,
     ):
         """Store what to do on which module.
 
@@ -92,7 +119,14 @@ class BackpropExtension(ABC):  # noqa: B024
 
         Raises:
             ValueError: If there is an entry and it shall not be replaced.
+            NotImplementedError: If the extension takes no rules.
         """
+        if not self.takes_rules:
+            raise NotImplementedError(
+                f"{type(self).__name__} takes no rules for {module.__name__} or any "
+                "other module: it works on all of them. Leave the rule out, or use it "
+                "in an extension of your own."
+            )
         if module in self.__module_extensions and not overwrite:
             raise ValueError(
                 f"{type(self).__name__} already has a module extension for "
@@ -162,6 +196,18 @@ class BackpropExtension(ABC):  # noqa: B024
             turn: The parameters' turn. Default: nothing to do, as the extension works
                 module by module.
         """
+
+    def conclude(self, backward_pass: Any) -> Dict[Tensor, Any]:
+        """Compute values that need all parameters, when each of them has had its turn.
+
+        Args:
+            backward_pass: The backward pass. What the extension has put into its
+                ``kept`` is there; without that, this is not called.
+
+        Returns:
+            Values by parameter. Default: none.
+        """
+        return {}
 
     def is_customized(self, module: Layer) -> bool:
         """Tell whether a user registered what to do on a module.
@@ -254,9 +300,9 @@ class BackpropExtension(ABC):  # noqa: B024
             return
         message = (
             f"Extension {type(self).__name__} (field '{self.savefield}') has no module "
-            f"extension for {type(module).__name__}: {module}. Register one with "
-            f"`set_module_extension({type(module).__name__}, ...)`."
+            f"extension for {type(module).__name__}: {name_module(module)}. Register "
+            f"one with `set_module_extension({type(module).__name__}, ...)`."
         )
         if self._fail_mode == FAIL_ERROR:
             raise NotImplementedError(message)
-        warn(message, stacklevel=3)
+        warn_user(message)

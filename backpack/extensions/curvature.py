@@ -5,7 +5,7 @@ residual Σ_k δ_k ∂²z_k/∂x² for each operation (Dangel, Harmeling, Hennig
 block-diagonal curvature approximations for feedforward architectures").
 """
 
-from typing import Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional
 
 from torch import Tensor, zeros_like
 
@@ -115,9 +115,7 @@ class Curvature:
         return curv_type in (cls.PCH_ABS, cls.PCH_CLIP)
 
     @classmethod
-    def modify_residual(
-        cls, residual: Optional[Tensor], curv_type: str
-    ) -> Optional[Tensor]:
+    def modify_residual(cls, residual: Optional[Tensor], curv_type: str) -> Any:
         """Modify a residual as the curvature matrix wants it.
 
         Args:

@@ -17,7 +17,7 @@ class MatToJacMat(ModuleExtension):
     Example:
         >>> from backpack.core.derivatives.linear import LinearDerivatives
         >>> class SquaredColumns(MatToJacMat):
-        ...     def __init__(self):
+        ...     def __init__(self) -> None:
         ...         super().__init__(LinearDerivatives(), params=["bias"])
         ...
         ...     def bias(self, ext, module, g_inp, g_out, backproped):
@@ -37,12 +37,7 @@ class MatToJacMat(ModuleExtension):
         super().__init__(params)
 
     def backpropagate(
-        self,
-        ext: Any,
-        module: Layer,
-        grad_inp: Grads,
-        grad_out: Grads,
-        backproped: Any,
+        self, ext: Any, module: Layer, grad_inp: Grads, grad_out: Grads, backproped: Any
     ) -> Any:
         """Multiply columns with the transposed Jacobian.
 

@@ -1,11 +1,11 @@
 """What an extension does on one kind of module."""
 
 from typing import Any, List, Optional, Sequence
-from warnings import warn
 
 from torch.nn import Parameter
 
 from backpack.engine.turn import current_turn
+from backpack.utils.hooks import name_module, warn_user
 from backpack.utils.types import Grads, Layer
 
 
@@ -19,7 +19,7 @@ class ModuleExtension:
     Example:
         >>> from torch.nn import Linear
         >>> class SumOfGradients(ModuleExtension):
-        ...     def __init__(self):
+        ...     def __init__(self) -> None:
         ...         super().__init__(params=["bias"])
         ...
         ...     def bias(self, ext, module, g_inp, g_out, bpQuantities):
@@ -66,11 +66,10 @@ class ModuleExtension:
             Quantity at the input; a list with one entry for each input if the module
             has several, or ``None`` if nothing is passed on.
         """
-        warn(
+        warn_user(
             f"{type(extension).__name__}: {type(self).__name__} does not override "
-            f"`backpropagate`, so nothing is passed on through {module}. Override it "
-            "if layers before need the quantity.",
-            stacklevel=2,
+            "`backpropagate`, so nothing is passed on through "
+            f"{name_module(module)}. Override it if layers before need the quantity."
         )
 
     def check_hyperparameters_module_extension(

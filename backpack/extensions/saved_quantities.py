@@ -6,7 +6,7 @@ from typing import Any, Callable, Dict, Optional
 class SavedQuantities:
     """Quantities that wait for their call's turn in the backward pass."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         """Start with none."""
         self._saved_quantities: Dict[int, Any] = {}
 

@@ -30,8 +30,8 @@ def untraced(function: Callable, *args: Any) -> Any:
 
 
 _EAGER: Dict[Callable, Callable] = {}
-untraced._torchdynamo_disable = True
-untraced._torchdynamo_disable_msg = (
+untraced._torchdynamo_disable = True  # type: ignore[attr-defined]
+untraced._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
     "extended modules look at every operation and run as they are; compile without "
     "fullgraph=True"
 )

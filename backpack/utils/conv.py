@@ -19,6 +19,7 @@ from torch.nn import (
 )
 from torch.nn.functional import conv1d, conv2d, conv3d, pad
 
+from backpack.utils.hooks import name_module
 from backpack.utils.outer_products import sum_squared_outer_products, sum_squares
 
 ConvNd = Union[Conv1d, Conv2d, Conv3d]
@@ -87,8 +88,9 @@ def check_batched(input: Tensor, module: Union[ConvNd, ConvTransposeNd]) -> None
     expected = 2 + len(module.kernel_size)
     if input.ndim != expected:
         raise ValueError(
-            f"{module}: expected an input [N, C_in, *] with {expected} axes, got shape "
-            f"{list(input.shape)}. An input without batch axis needs `unsqueeze(0)`."
+            f"{name_module(module)}: expected an input [N, C_in, *] with {expected} "
+            f"axes, got shape {list(input.shape)}. An input without batch axis needs "
+            "`unsqueeze(0)`."
         )
 
 

@@ -2,6 +2,7 @@
 
 import threading
 from contextlib import AbstractContextManager
+from typing import Any
 
 
 class _Switch(threading.local):
@@ -41,7 +42,7 @@ class disable(AbstractContextManager):  # noqa: N801
         """Switch storing off."""
         _SWITCH.depth += 1
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, *exc_info: Any) -> None:
         """Switch storing back to what it was."""
         _SWITCH.depth -= 1
 

@@ -1,13 +1,12 @@
 """Checks of modules that end in an error or in a warning."""
 
 from typing import Any, Sequence
-from warnings import warn
 
 from torch import Tensor, nn
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from backpack.utils.hooks import name_module
+from backpack.utils.hooks import name_module, warn_user
 from backpack.utils.state import state
 
 BATCH_NORM_TRAIN_MESSAGE = (
@@ -51,7 +50,7 @@ def batch_norm_raise_error_if_train(
     )
     if raise_error:
         raise NotImplementedError(message)
-    warn(message, stacklevel=2)
+    warn_user(message)
 
 
 def _active_extensions() -> str:

@@ -1,8 +1,11 @@
 """Which modules were extended, what they are called, and users' hooks."""
 
+import sys
 import weakref
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Dict, Iterable, Iterator, List, Optional, Tuple
+from warnings import warn
 
 from torch import Tensor
 from torch.nn import Module
@@ -24,6 +27,21 @@ def represent(module: Module) -> str:
     return type(module).__name__ if has_children else str(module)
 
 
+def represent_call(name: str, args: Iterable[Any], kwargs: Dict[str, Any]) -> str:
+    """Write down a call as it could be typed in.
+
+    Args:
+        name: What is called.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+
+    Returns:
+        The call.
+    """
+    given = [*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())]
+    return f"{name}({', '.join(given)})"
+
+
 def name_module(module: Module) -> str:
     """Name a module, for a message: what it is, and where in its model.
 
@@ -37,7 +55,7 @@ def name_module(module: Module) -> str:
     text = represent(module)
     for root in sorted(EXTENDED, key=lambda m: -sum(1 for _ in m.modules())):
         for name, child in root.named_modules():
-            if child is module:
+            if child._forward_hooks is module._forward_hooks:  # or a copy of ours
                 return f"{text} ('{name}' of {type(root).__name__})" if name else text
     return text
 
@@ -80,3 +98,20 @@ def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
             current.update(before)
         for x, grad in retained:
             x.grad = grad
+
+
+def warn_user(message: str) -> None:
+    """Warn at the line of the program that led here.
+
+    Args:
+        message: The text.
+    """
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and _is_inner(frame):
+        level, frame = level + 1, frame.f_back
+    warn(message, stacklevel=level + 1)
+
+
+def _is_inner(frame: FrameType) -> bool:
+    package = frame.f_globals.get("__name__", "").partition(".")[0]
+    return package in ("backpack", "torch", "contextlib", "functools")

@@ -6,6 +6,8 @@ from typing import Any, List, Optional, Sequence, Union
 
 from torch import Tensor
 
+# What users pass, and what it is stored as
+Selection = Union[Sequence[int], Tensor, slice, None]
 Subsampling = Optional[Union[List[int], slice]]
 
 
@@ -44,7 +46,7 @@ def num_selected(size: int, subsampling: Subsampling) -> int:
     return len(subsampling)
 
 
-def as_subsampling(name: str, subsampling: Any) -> Subsampling:
+def as_subsampling(name: str, subsampling: Selection) -> Subsampling:
     """Check the option ``subsampling`` of an extension.
 
     Args:
@@ -59,8 +61,9 @@ def as_subsampling(name: str, subsampling: Any) -> Subsampling:
     """
     if subsampling is None or isinstance(subsampling, slice):
         return subsampling
-    is_tensor = isinstance(subsampling, Tensor)
-    values = subsampling.tolist() if is_tensor else subsampling
+    values: Any = subsampling
+    if isinstance(subsampling, Tensor):
+        values = subsampling.tolist()
     several = isinstance(values, Sequence) and not isinstance(values, (str, bytes))
     if several and not any(isinstance(n, bool) for n in values):
         with suppress(TypeError):

@@ -1,6 +1,6 @@
 """Types of numbers, and conversions that cost next to nothing where there are none."""
 
-from typing import Any, Tuple
+from typing import Any, Literal, Tuple
 
 import torch
 from torch import Tensor
@@ -9,6 +9,11 @@ from torch import Tensor
 Layer = Any
 # Gradients at the inputs of a module, or at its outputs
 Grads = Tuple[Tensor, ...]
+
+# Options of extensions
+FailMode = Literal["ERROR", "WARNING", "SILENT"]
+FisherType = Literal["mc", "empirical"]
+WeightSharing = Literal["expand", "reduce"]
 
 HALF = (torch.float16, torch.bfloat16)
 

@@ -1,13 +1,10 @@
 """Derivatives of average pooling to a given output size."""
 
-from typing import List, Tuple, Union
-
-from torch.nn import AdaptiveAvgPool1d, AdaptiveAvgPool2d, AdaptiveAvgPool3d
+from typing import List, Tuple
 
 from backpack.core.derivatives.avgpoolnd import AvgPoolNDDerivatives
+from backpack.utils.hooks import name_module
 from backpack.utils.types import Layer
-
-AdaptiveAvgPool = Union[AdaptiveAvgPool1d, AdaptiveAvgPool2d, AdaptiveAvgPool3d]
 
 
 class AdaptiveAvgPoolNDDerivatives(AvgPoolNDDerivatives):
@@ -28,9 +25,10 @@ class AdaptiveAvgPoolNDDerivatives(AvgPoolNDDerivatives):
         sizes_in, sizes_out = self._sizes(module)
         if any(i % o for i, o in zip(sizes_in, sizes_out)):
             raise NotImplementedError(
-                f"{module} is no average pooling with a fixed window. Expected an "
-                f"input whose size is a multiple of the output size {sizes_out}, got "
-                f"{sizes_in}. Choose another output size, or torch.nn.AvgPool{self.N}d."
+                f"{name_module(module)} is no average pooling with a fixed window. "
+                "Expected an input whose size is a multiple of the output size "
+                f"{sizes_out}, got {sizes_in}. Choose another output size, or "
+                f"torch.nn.AvgPool{self.N}d."
             )
 
     def get_avg_pool_parameters(
@@ -57,7 +55,7 @@ class AdaptiveAvgPoolNDDerivatives(AvgPoolNDDerivatives):
 class AdaptiveAvgPool1dDerivatives(AdaptiveAvgPoolNDDerivatives):
     """Derivatives of :class:`torch.nn.AdaptiveAvgPool1d`."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         """Set the number of pooled axes."""
         super().__init__(N=1)
 
@@ -65,7 +63,7 @@ class AdaptiveAvgPool1dDerivatives(AdaptiveAvgPoolNDDerivatives):
 class AdaptiveAvgPool2dDerivatives(AdaptiveAvgPoolNDDerivatives):
     """Derivatives of :class:`torch.nn.AdaptiveAvgPool2d`."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         """Set the number of pooled axes."""
         super().__init__(N=2)
 
@@ -73,6 +71,6 @@ class AdaptiveAvgPool2dDerivatives(AdaptiveAvgPoolNDDerivatives):
 class AdaptiveAvgPool3dDerivatives(AdaptiveAvgPoolNDDerivatives):
     """Derivatives of :class:`torch.nn.AdaptiveAvgPool3d`."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         """Set the number of pooled axes."""
         super().__init__(N=3)

@@ -6,6 +6,6 @@ from backpack.core.derivatives.avgpoolnd import AvgPoolNDDerivatives
 class AvgPool1DDerivatives(AvgPoolNDDerivatives):
     """Derivatives of :class:`torch.nn.AvgPool1d`."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         """Set the number of pooled axes."""
         super().__init__(N=1)

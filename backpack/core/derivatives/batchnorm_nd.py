@@ -1,18 +1,13 @@
 """Derivatives of batch normalization."""
 
-from typing import Union
-
 import torch
 from torch import Tensor
-from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d
 from torch.nn.functional import batch_norm
 
 from backpack.core.derivatives.normalization import ScaleShiftDerivatives
 from backpack.utils.errors import batch_norm_raise_error_if_train
 from backpack.utils.subsampling import Subsampling, subsample
 from backpack.utils.types import Grads, Layer
-
-BatchNormNd = Union[BatchNorm1d, BatchNorm2d, BatchNorm3d]
 
 
 class BatchNormNdDerivatives(ScaleShiftDerivatives):

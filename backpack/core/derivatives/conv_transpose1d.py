@@ -6,6 +6,6 @@ from backpack.core.derivatives.conv_transposend import ConvTransposeNDDerivative
 class ConvTranspose1DDerivatives(ConvTransposeNDDerivatives):
     """Derivatives of :class:`torch.nn.ConvTranspose1d`."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         """Set the number of spatial axes."""
         super().__init__(1)

@@ -6,6 +6,6 @@ from backpack.core.derivatives.conv_transposend import ConvTransposeNDDerivative
 class ConvTranspose2DDerivatives(ConvTransposeNDDerivatives):
     """Derivatives of :class:`torch.nn.ConvTranspose2d`."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         """Set the number of spatial axes."""
         super().__init__(2)

@@ -5,7 +5,7 @@ columns. It is slow and always right, so it serves the layers nobody wrote a rul
 and the fast rules are tested against it.
 """
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 from warnings import catch_warnings, filterwarnings
 
@@ -23,33 +23,6 @@ from backpack.utils.types import Layer
 Cotangents = Union[Tensor, Sequence[Optional[Tensor]]]
 
 _SEQUENCE_MODULES = (RNN, LSTM, GRU, MultiheadAttention)
-
-
-class RandomState:
-    """State of the random number generators at the beginning of a module's call.
-
-    A forward pass that draws random numbers can then be repeated exactly.
-    """
-
-    def __init__(self, device: torch.device):
-        """Remember the state.
-
-        Args:
-            device: Device of the module's inputs.
-        """
-        self.device = device
-        self.cpu = torch.get_rng_state()
-        self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    @contextmanager
-    def replay(self) -> Iterator[None]:
-        """Repeat the random numbers inside the context, and none of it outside."""
-        devices = [] if self.cuda is None else [self.device]
-        with torch.random.fork_rng(devices):
-            torch.set_rng_state(self.cpu)
-            if self.cuda is not None:
-                torch.cuda.set_rng_state(self.cuda, self.device)
-            yield
 
 
 def output_batch_axis(module: Layer, index: int) -> int:
@@ -139,165 +112,119 @@ def generic_product(
     inputs: Sequence[Any],
     cotangents: Cotangents,
     kwargs: Optional[Dict[str, Any]] = None,
-    random_state: Optional[RandomState] = None,
+    outputs: Optional[Sequence[Tensor]] = None,
 ) -> Dense:
-    """Compute products of cotangents and one parameter's Jacobian for any module.
+    """Compute products of cotangents and a parameter's Jacobian for any module.
 
     Args:
-        name: The parameter's (dotted) name in the module.
-        module: The module.
-        inputs: Positional arguments of its call.
-        cotangents: Columns at its output, see :func:`generic_products`.
-        kwargs: Keyword arguments of its call. Default: ``None``.
-        random_state: State of the random number generators before the call. Default:
-            ``None``.
-
-    Returns:
-        The products, ``[V, N, *p]``.
-    """
-    args = [name], module, inputs, cotangents, kwargs, random_state
-    return generic_products(*args)[name]
-
-
-def generic_products(
-    names: Sequence[str],
-    module: Layer,
-    inputs: Sequence[Any],
-    cotangents: Cotangents,
-    kwargs: Optional[Dict[str, Any]] = None,
-    random_state: Optional[RandomState] = None,
-    outputs: Optional[Sequence[Optional[Tensor]]] = None,
-) -> Dict[str, Dense]:
-    """Compute products of cotangents and parameters' Jacobians for any module.
-
-    Args:
-        names: The parameters' (dotted) names in the module, see
+        name: The parameter's (dotted) name in the module, see
             :func:`argument_position`.
         module: The module.
         inputs: Positional arguments of its call.
         cotangents: Columns ``[V, N, *]`` at its output; a sequence (in which ``None``
             stands for zero) if it has several.
         kwargs: Keyword arguments of its call. Default: ``None``.
-        random_state: What the call found in the random number generators, if it drew
-            from them. Default: ``None``.
         outputs: The call's outputs, to check that repeating the call gives the same.
-            ``None`` for those that were modified since. Default: ``None``.
+            Default: ``None``.
 
     Returns:
-        The products, ``[V, N, *p]``, by name.
+        The products, ``[V, N, *p]``.
 
     Raises:
         RuntimeError: If the forward pass cannot be repeated.
     """
-    repeated = _Repeated(names, module, inputs, kwargs or {}, cotangents, outputs)
-    repeated.recompute_outputs(random_state)
+    repeated = _Repeated(name, module, inputs, kwargs or {}, cotangents)
     try:
-        products = repeated.vmapped()
+        products, again = repeated.vmapped()
+        is_right = repeated.gave(outputs, again)
     except Exception:
         # not every operation can be vmapped: random and data-dependent ones can't; and
         # a forward pass may refuse a batch of one with any error of its own
-        products = None
-    if products is None:
-        products = repeated.masked(random_state)
-    if products is None:
-        raise RuntimeError(
-            f"{type(module).__name__}: repeating the forward pass gave another output, "
-            "so quantities of its own parameters can't be computed. The module draws "
-            "random numbers or keeps a state. Call eval(), or put the parameters "
-            f"({', '.join(names)}) and the random part into modules of their own."
-        )
-    return products
+        is_right = False
+    if not is_right:
+        products, again = repeated.masked()
+        if not repeated.gave(outputs, again):
+            raise RuntimeError(
+                f"{type(module).__name__}: repeating the forward pass gave another "
+                "output, so quantities of its own parameters can't be computed. The "
+                "module draws random numbers or keeps a state. Call eval(), or put the "
+                f"parameter ({name}) and the random part into modules of their own."
+            )
+    return Dense(products, repeated.param.shape)
 
 
 class _Repeated:
-    """A module's call, to be repeated with other values of some parameters."""
+    """A module's call, to be repeated with other values of a parameter."""
 
     def __init__(
         self,
-        names: Sequence[str],
+        name: str,
         module: Layer,
         args: Sequence[Any],
         kwargs: Dict[str, Any],
         cotangents: Cotangents,
-        outputs: Optional[Sequence[Optional[Tensor]]],
     ):
-        self.names = list(names)
-        self.module = module
+        self.name, self.module = name, module
         self.args, self.kwargs = tuple(args), kwargs
         self.leaves, self.spec = tree_flatten((self.args, kwargs))
-        positions = [argument_position(module, name) for name in names]
-        self.params = [
-            module.get_parameter(name) if i is None else self.args[i]
-            for name, i in zip(names, positions)
-        ]
+        self.position = argument_position(module, name)
+        own = self.position is None
+        self.param = module.get_parameter(name) if own else args[self.position]
         mats = [cotangents] if isinstance(cotangents, Tensor) else list(cotangents)
         self.mats = {i: mat for i, mat in enumerate(mats) if mat is not None}
         self.axes = [output_batch_axis(module, i) for i in self.mats]
-        self.outputs = None if outputs is None else [outputs[i] for i in self.mats]
         first = next(iter(self.mats.values()))
         self.num_columns, self.batch_size = len(first), first.shape[1 + self.axes[0]]
 
-    def forward(self, leaves: Sequence[Any], values: Sequence[Tensor]) -> List[Tensor]:
+    def forward(self, leaves: Sequence[Any], value: Tensor) -> List[Tensor]:
         """Repeat the call.
 
         Args:
             leaves: Flattened arguments.
-            values: Values of the parameters.
+            value: Value of the parameter.
 
         Returns:
             Those outputs that have cotangents.
         """
         args, kwargs = tree_unflatten(list(leaves), self.spec)
-        args, replaced = list(args), {}
-        for name, value in zip(self.names, values):
-            position = argument_position(self.module, name)
-            if position is None:
-                replaced[name] = value
-            else:
-                args[position] = value
-        buffers = {name: x.clone() for name, x in self.module.named_buffers()}
+        values = {name: x.clone() for name, x in self.module.named_buffers()}
+        args = list(args)
+        if self.position is None:
+            values[self.name] = value
+        else:
+            args[self.position] = value
         with disable(), _attributes_restored(self.module):
-            out = functional_call(
-                self.module, {**buffers, **replaced}, tuple(args), kwargs
-            )
+            out = functional_call(self.module, values, tuple(args), kwargs)
         out = tensor_outputs(out)
         return [out[i] for i in self.mats]
 
-    def recompute_outputs(self, random_state: Optional[RandomState]) -> None:
-        """Find out what the outputs were that have been modified in place.
+    def gave(self, expected: Optional[Sequence[Tensor]], again: List[Tensor]) -> bool:
+        """Tell whether the outputs are those of the call, as far as they are known."""
+        known = [expected[i] for i in self.mats] if expected else []
+        return all(is_repetition(out, before) for out, before in zip(again, known))
 
-        Args:
-            random_state: State of the random number generators before the call.
-        """
-        if self.outputs is None or all(x is not None for x in self.outputs):
-            return
-        with torch.no_grad(), random_state.replay() if random_state else nullcontext():
-            again = self.forward(self.leaves, self.params)
-        pairs = zip(self.outputs, again)
-        self.outputs = [x if known is None else known for known, x in pairs]
-
-    def vmapped(self) -> Optional[Dict[str, Dense]]:
+    def vmapped(self) -> Tuple[Tensor, List[Tensor]]:
         """Differentiate for one sample, and vmap over samples.
 
         Returns:
-            The products, ``None`` if the outputs are not those of the call.
+            The products ``[V, N, *p]``, and the outputs.
         """
         in_axes = self._input_axes()
 
         def one_sample(
             sample: List[Tensor], columns: List[Tensor]
-        ) -> Tuple[List[Tensor], List[Tensor]]:
+        ) -> Tuple[Tensor, List[Tensor]]:
             leaves = list(self.leaves)
             for x, (i, axis) in zip(sample, in_axes.items()):
                 leaves[i] = x.unsqueeze(axis)
-            out, pull_back = vjp(lambda *p: self.forward(leaves, p), *self.params)[:2]
+            out, pull_back = vjp(lambda p: self.forward(leaves, p), self.param)[:2]
             # a loop over columns: nested vmaps are not right for all operations
             products = [
-                pull_back([c[v].unsqueeze(a) for c, a in zip(columns, self.axes)])
+                pull_back([c[v].unsqueeze(a) for c, a in zip(columns, self.axes)])[0]
                 for v in range(self.num_columns)
             ]
             out = [x.squeeze(axis) for x, axis in zip(out, self.axes)]
-            return [torch.stack(list(column)) for column in zip(*products)], out
+            return torch.stack(products), out
 
         mapped = vmap(
             one_sample,
@@ -307,32 +234,22 @@ class _Repeated:
         with catch_warnings():
             # operations that vmap has no rule for are slow, which this rule is anyway
             filterwarnings("ignore", "There is a performance drop")
-            stacked, outputs = mapped(
+            products, outputs = mapped(
                 [self.leaves[i] for i in in_axes], list(self.mats.values())
             )
-        outputs = [out.movedim(0, axis) for out, axis in zip(outputs, self.axes)]
-        return self._checked(stacked, outputs)
+        return products, [x.movedim(0, axis) for x, axis in zip(outputs, self.axes)]
 
-    def masked(self, random_state: Optional[RandomState]) -> Optional[Dict[str, Dense]]:
+    def masked(self) -> Tuple[Tensor, List[Tensor]]:
         """Repeat the whole batch's call; differentiate for each sample and column.
 
-        Args:
-            random_state: State of the random number generators before the call.
-
         Returns:
-            The products, ``None`` if the outputs are not those of the call.
+            The products ``[V, N, *p]``, and the outputs.
         """
         create_graph = torch.is_grad_enabled()
-        values = self.params
-        if not create_graph:
-            values = [param.detach().requires_grad_() for param in values]
+        value = self.param if create_graph else self.param.detach().requires_grad_()
         with torch.enable_grad():
-            if random_state is None:
-                outputs = self.forward(self.leaves, values)
-            else:
-                with random_state.replay():
-                    outputs = self.forward(self.leaves, values)
-
+            outputs = self.forward(self.leaves, value)
+        options = {"retain_graph": True, "materialize_grads": True}
         rows = []
         for v in range(self.num_columns):
             for n in range(self.batch_size):
@@ -340,27 +257,17 @@ class _Repeated:
                     _only_sample(mat[v], axis, n)
                     for mat, axis in zip(self.mats.values(), self.axes)
                 ]
-                gradients = torch.autograd.grad(
-                    outputs,
-                    values,
-                    masked,
-                    retain_graph=True,
-                    create_graph=create_graph,
-                    materialize_grads=True,
+                (row,) = torch.autograd.grad(
+                    outputs, value, masked, create_graph=create_graph, **options
                 )
-                rows.append([x.to_dense() if x.is_sparse else x for x in gradients])
+                rows.append(row.to_dense() if row.is_sparse else row)
         sizes = (self.num_columns, self.batch_size)
-        stacked = [torch.stack(column).unflatten(0, sizes) for column in zip(*rows)]
-        return self._checked(stacked, outputs)
+        return torch.stack(rows).unflatten(0, sizes), outputs
 
     def _input_axes(self) -> Dict[int, int]:
         """Find out which arguments hold samples, and along which axis."""
-        num_args = len(tree_flatten(self.args)[0])
-        shared = {
-            num_args + i
-            for i, (name, _) in enumerate(self.kwargs.items())
-            if name == "attn_mask"
-        }
+        first = len(tree_flatten(self.args)[0])
+        shared = [i for i, name in enumerate(self.kwargs, first) if name == "attn_mask"]
         axes = {}
         for i, x in enumerate(self.leaves):
             if not isinstance(x, Tensor) or isinstance(x, Parameter) or i in shared:
@@ -369,17 +276,6 @@ class _Repeated:
             if x.dim() > axis and x.shape[axis] == self.batch_size:
                 axes[i] = axis
         return axes
-
-    def _checked(
-        self, stacked: Sequence[Tensor], outputs: Sequence[Tensor]
-    ) -> Optional[Dict[str, Dense]]:
-        for out, expected in zip(outputs, self.outputs or []):
-            if not is_repetition(out, expected):
-                return None
-        return {
-            name: Dense(products, param.shape)
-            for name, products, param in zip(self.names, stacked, self.params)
-        }
 
 
 @contextmanager

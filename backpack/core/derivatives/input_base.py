@@ -24,6 +24,7 @@ from backpack.core.derivatives import shape_check
 from backpack.core.derivatives.stored import evaluate, subsampled
 from backpack.hessianfree.lop import pull_columns
 from backpack.hessianfree.rop import R_op
+from backpack.utils.hooks import name_module
 from backpack.utils.subsampling import Subsampling, num_selected
 from backpack.utils.types import Grads, Layer
 from backpack.utils.unsqueeze import flatten
@@ -124,9 +125,9 @@ class BaseDerivatives(ABC):  # noqa: B024
         sizes = module.input0.shape[:1], module.output.shape[:1]
         if subsampling is not None and sizes[0] != sizes[1]:
             raise ValueError(
-                f"{module} maps an input with {list(sizes[0])} samples (axis 0) to an "
-                f"output with {list(sizes[1])}, so that samples cannot be told apart. "
-                "Axis 0 must hold the samples before and after the module."
+                f"{name_module(module)} maps an input with {list(sizes[0])} samples "
+                f"(axis 0) to an output with {list(sizes[1])}, so that samples cannot "
+                "be told apart. Axis 0 must hold the samples before and after it."
             )
         return subsampled(module, subsampling)
 
@@ -155,7 +156,7 @@ class BaseDerivatives(ABC):  # noqa: B024
         if mat.shape != (out, out):
             raise RuntimeError(
                 f"Expected a matrix of shape [{out}, {out}] for the output features of "
-                f"{module}, but got {list(mat.shape)}."
+                f"{name_module(module)}, but got {list(mat.shape)}."
             )
         if len(module.output) == 0:  # the mean of nothing
             size = module.input0.shape[1:].numel()
@@ -251,7 +252,7 @@ class BaseDerivatives(ABC):  # noqa: B024
         if not self.hessian_is_diagonal(module):
             raise NotImplementedError(
                 NO_DIAGONAL_HESSIAN.format(
-                    derivatives=type(self).__name__, module=module
+                    derivatives=type(self).__name__, module=name_module(module)
                 )
             )
         ones = ones_like(module.input0).unsqueeze(0)

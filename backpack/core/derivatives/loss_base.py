@@ -11,6 +11,7 @@ from backpack.core.derivatives import shape_check
 from backpack.core.derivatives.input_base import BaseDerivatives
 from backpack.core.derivatives.stored import stored_inputs
 from backpack.core.per_sample.sums import reciprocal
+from backpack.utils.hooks import name_module
 from backpack.utils.subsampling import Subsampling
 from backpack.utils.types import Grads, Layer
 
@@ -347,7 +348,7 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
             raise ValueError(
                 NO_SCALAR_LOSS.format(
                     derivatives=type(self).__name__,
-                    module=module,
+                    module=name_module(module),
                     shape=list(module.output.shape),
                 )
             )

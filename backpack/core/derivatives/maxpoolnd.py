@@ -1,24 +1,15 @@
 """Derivatives of maximum pooling over one to three axes."""
 
-from typing import Tuple, Union
+from typing import Tuple
 
 from torch import Tensor
 from torch.nn import (
-    AdaptiveMaxPool1d,
-    AdaptiveMaxPool2d,
-    AdaptiveMaxPool3d,
-    MaxPool1d,
-    MaxPool2d,
-    MaxPool3d,
     functional,
 )
 
 from backpack.core.derivatives.input_base import BaseDerivatives
 from backpack.utils.subsampling import Subsampling, subsample
 from backpack.utils.types import Grads, Layer
-
-MaxPool = Union[MaxPool1d, MaxPool2d, MaxPool3d]
-AdaptiveMaxPool = Union[AdaptiveMaxPool1d, AdaptiveMaxPool2d, AdaptiveMaxPool3d]
 
 
 class MaxPoolNDDerivatives(BaseDerivatives):

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn.functional import pad as pad_tensor
 
 from backpack.core.derivatives.linear_map import LinearMapDerivatives
+from backpack.utils.hooks import name_module
 from backpack.utils.types import Layer
 
 
@@ -37,8 +38,8 @@ class PadDerivatives(LinearMapDerivatives):
         """
         if len(module.pad) >= 2 * module.input0.dim():
             raise ValueError(
-                f"{module} pads axis 0, which holds the samples. Expected at most "
-                f"{2 * (module.input0.dim() - 1)} sizes for an input of shape "
+                f"{name_module(module)} pads axis 0, which holds the samples. Expected "
+                f"at most {2 * (module.input0.dim() - 1)} sizes for an input of shape "
                 f"{list(module.input0.shape)}, got pad={tuple(module.pad)}."
             )
 

@@ -8,7 +8,7 @@ from torch import Tensor, no_grad, stack, zeros_like
 from torch.func import functional_call, vjp
 
 from backpack.core.derivatives import shape_check
-from backpack.core.derivatives.generic import generic_product, generic_products
+from backpack.core.derivatives.generic import generic_product
 from backpack.core.derivatives.input_base import BaseDerivatives
 from backpack.core.derivatives.stored import (
     checked,
@@ -146,7 +146,7 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
         if type(self).product is not BaseParameterDerivatives.product:
             return self.product(name, module, inputs, cotangents)
         outputs, copy = [recorded_output(module)], scratch_copy(module)
-        return generic_products([name], copy, inputs, cotangents, outputs=outputs)[name]
+        return generic_product(name, copy, inputs, cotangents, outputs=outputs)
 
     def product(
         self, name: str, module: Layer, inputs: Sequence[Any], cotangents: Tensor

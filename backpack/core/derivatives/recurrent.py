@@ -30,7 +30,6 @@ from weakref import ref
 import torch
 from einops import rearrange
 from torch import Tensor
-from torch.nn import GRU, LSTM, RNN
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -40,10 +39,10 @@ from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
 from backpack.core.derivatives.stored import stored_inputs
 from backpack.core.per_sample.base import PerSample, Summed
 from backpack.core.per_sample.outer import Outer
+from backpack.utils.hooks import name_module
 from backpack.utils.subsampling import Subsampling, subsample
 from backpack.utils.types import Grads, Layer
 
-Recurrent = Union[RNN, LSTM, GRU]
 Mats = Sequence[Optional[Tensor]]
 
 PACKED = (
@@ -158,7 +157,7 @@ class RecurrentDerivatives(BaseParameterDerivatives):
                 can be right.
         """
         if isinstance(inputs[0], PackedSequence):
-            raise NotImplementedError(PACKED.format(module=module))
+            raise NotImplementedError(PACKED.format(module=name_module(module)))
         random = module.training and module.dropout > 0 and module.num_layers > 1
         return not random and inputs[0].dim() == 3
 
@@ -195,7 +194,7 @@ class RecurrentDerivatives(BaseParameterDerivatives):
             raise NotImplementedError(
                 NOT_SUPPORTED.format(
                     derivatives=type(self).__name__,
-                    module=module,
+                    module=name_module(module),
                     dropout=module.dropout,
                     training=module.training,
                     dim=inputs[0].dim(),
@@ -410,7 +409,7 @@ class RecurrentDerivatives(BaseParameterDerivatives):
         _check_batch_first(module, subsampling)
         return super().jac_t_mat_prod(module, g_inp, g_out, mat, subsampling)
 
-    def _restrict(self, module: Layer, subsampling: Subsampling = None) -> Recurrent:
+    def _restrict(self, module: Layer, subsampling: Subsampling = None) -> Layer:
         """Select samples; the batch is not the first axis of states.
 
         Args:
@@ -579,5 +578,5 @@ def _check_batch_first(module: Layer, subsampling: Subsampling) -> None:
     """
     if subsampling is not None and not module.batch_first:
         raise NotImplementedError(
-            TIME_FIRST.format(module=module, subsampling=subsampling)
+            TIME_FIRST.format(module=name_module(module), subsampling=subsampling)
         )

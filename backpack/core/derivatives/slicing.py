@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from backpack.core.derivatives.linear_map import LinearMapDerivatives
+from backpack.utils.hooks import name_module
 from backpack.utils.types import Layer
 
 
@@ -26,6 +27,6 @@ class SlicingDerivatives(LinearMapDerivatives):
         first = module.slice_info[0]
         if not (first == slice(None) or first is Ellipsis):
             raise ValueError(
-                f"{module} selects from axis 0, which holds the samples. Expected a "
-                f"full slice (slice(None)) for this axis, got {first}."
+                f"{name_module(module)} selects from axis 0, which holds the samples. "
+                f"Expected a full slice (slice(None)) for this axis, got {first}."
             )

@@ -23,6 +23,7 @@ from backpack.extensions.secondorder.module_rules import ModuleRule, WalkingExte
 from backpack.extensions.secondorder.walk import check_samples_apart, without_autocast
 from backpack.extensions.shards import Piece
 from backpack.utils.disable import disable
+from backpack.utils.hooks import name_module
 from backpack.utils.types import Grads, Layer
 
 PARAMETER_RESIDUAL = (
@@ -66,7 +67,7 @@ class CurvatureProductRule(ModuleRule):
         if residual and Curvature.is_pch(ext.curv_type):
             raise NotImplementedError(
                 PARAMETER_RESIDUAL.format(
-                    ext=type(ext).__name__, module=module, name=name
+                    ext=type(ext).__name__, module=name_module(module), name=name
                 )
             )
 
@@ -85,7 +86,7 @@ class CurvatureProductRule(ModuleRule):
             if columns.shape[1:] != shape:
                 raise ValueError(
                     f"Expected [K, {', '.join(map(str, shape))}] for the parameter "
-                    f"'{name}' of {module}, got {list(mat.shape)}."
+                    f"'{name}' of {name_module(module)}, got {list(mat.shape)}."
                 )
             snapshot.check(ext_name, name)
             backproped.check(ext_name, name)
@@ -98,10 +99,7 @@ class CurvatureProductRule(ModuleRule):
         return product
 
     def pull_back(
-        self,
-        ext: Any,
-        linear: Linearization,
-        backproped: Callable[[Tensor], Tensor],
+        self, ext: Any, linear: Linearization, backproped: Callable[[Tensor], Tensor]
     ) -> List[Operator]:
         """Compose the product with this module's step.
 
@@ -123,7 +121,7 @@ class CurvatureProductRule(ModuleRule):
 class BatchNormProductRule(CurvatureProductRule):
     """Products with a curvature matrix on batch normalization, in either mode."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         """Set derivatives and parameters."""
         super().__init__(BatchNormNdDerivatives(), params=["weight", "bias"])
 

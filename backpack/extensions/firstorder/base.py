@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Optional, Type
+from typing import Any, List, Mapping, Optional, Type
 
 from torch import Tensor
 from torch.nn import Module
@@ -15,8 +15,8 @@ from backpack.extensions.backprop_extension import FAIL_WARN, BackpropExtension
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.shards import is_shared, shard_of
 from backpack.utils.errors import batch_norm_raise_error_if_train
-from backpack.utils.subsampling import Subsampling
-from backpack.utils.types import Grads
+from backpack.utils.subsampling import Selection
+from backpack.utils.types import FailMode, Grads
 
 
 class FirstOrderModuleExtension(ModuleExtension):
@@ -32,9 +32,9 @@ class FirstOrderBackpropExtension(BackpropExtension):
     def __init__(
         self,
         savefield: str,
-        module_exts: Dict[Type[Module], ModuleExtension],
-        fail_mode: str = FAIL_WARN,
-        subsampling: Subsampling = None,
+        module_exts: Mapping[Any, ModuleExtension],
+        fail_mode: FailMode = FAIL_WARN,
+        subsampling: Selection = None,
     ):
         """Store what to do on which module.
 
@@ -92,7 +92,7 @@ class GradientReduction(FirstOrderBackpropExtension):
     # formed, faster than autograd computes their sum.
     adds_up_from: Optional[int] = 16
 
-    def __init__(self, savefield: str, subsampling: Subsampling = None):
+    def __init__(self, savefield: str, subsampling: Selection = None):
         """Store where values are saved.
 
         Args:
@@ -169,7 +169,8 @@ class GradientReduction(FirstOrderBackpropExtension):
                 shard.parts[param] = self.parts(gradients)
 
     def is_customized(self, module: Module) -> bool:  # noqa: D102
-        return self.get_module_extension(module) is not _BUILT_IN
+        # not by identity: extensions may be copies
+        return type(self.get_module_extension(module)) is not BuiltIn
 
     def runs_on(self, call: Any) -> bool:  # noqa: D102
         if type(self).__call__ is not FirstOrderBackpropExtension.__call__:

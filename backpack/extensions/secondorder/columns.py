@@ -25,7 +25,7 @@ from backpack.extensions.secondorder.walk import (
     skips,
 )
 from backpack.utils.errors import batch_norm_raise_error_if_train
-from backpack.utils.subsampling import Subsampling, subsample
+from backpack.utils.subsampling import Selection, subsample
 from backpack.utils.types import Grads, Layer
 
 FISHER_TYPES = ("mc", "empirical")
@@ -215,7 +215,7 @@ class ColumnExtension(SecondOrderBackpropExtension):
     separates_samples = True
     default_rule: Optional[ModuleExtension] = ReduceColumns()
 
-    def __init__(self, savefield: str, source: Source, subsampling: Subsampling = None):
+    def __init__(self, savefield: str, source: Source, subsampling: Selection = None):
         """Store where columns come from and values go to.
 
         Args:
@@ -395,4 +395,5 @@ class ColumnExtension(SecondOrderBackpropExtension):
         Returns:
             Whether it is so.
         """
-        return self.get_module_extension(module) is not self.default_rule
+        # not by identity: extensions may be copies
+        return type(self.get_module_extension(module)) is not type(self.default_rule)

@@ -44,12 +44,7 @@ class ModuleRule(ParameterRule):
         """
 
     def backpropagate(
-        self,
-        ext: Any,
-        module: Layer,
-        g_inp: Grads,
-        g_out: Grads,
-        backproped: Any,
+        self, ext: Any, module: Layer, g_inp: Grads, g_out: Grads, backproped: Any
     ) -> Any:
         """Pull the quantity back from the module's output to its inputs.
 

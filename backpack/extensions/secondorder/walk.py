@@ -24,6 +24,8 @@ from backpack.core.table import GENERIC, works_in_place
 from backpack.engine.turn import NOT_A_CHAIN, current_turn
 from backpack.utils.disable import disable
 from backpack.utils.errors import raise_error_if_coupled
+from backpack.utils.hooks import name_module
+from backpack.utils.state import ask
 from backpack.utils.types import Grads, Layer
 
 if TYPE_CHECKING:
@@ -108,11 +110,15 @@ def skips(turn: Turn, extension: BackpropExtension) -> bool:
     if call.is_transparent:
         # in a converted model, they are arguments of the modules inside
         if parameters and not consists_of_modules(module):
-            text = NOT_A_CHAIN.format(ext=ext, field=extension.savefield, module=module)
+            text = NOT_A_CHAIN.format(
+                ext=ext, field=extension.savefield, module=name_module(module)
+            )
             raise NotImplementedError(text)
         return True
     if any(g is not None for g in turn.g_out[1:]):
-        raise NotImplementedError(SEVERAL_OUTPUTS.format(ext=ext, module=module))
+        raise NotImplementedError(
+            SEVERAL_OUTPUTS.format(ext=ext, module=name_module(module))
+        )
     if extension.refuses_coupled_samples:
         raise_error_if_coupled(module, call.arguments)
     overwrites = getattr(module, "inplace", False) and any(call.passes_on)
@@ -122,7 +128,7 @@ def skips(turn: Turn, extension: BackpropExtension) -> bool:
         and not works_in_place(module)
         and (module.training or not is_dropout)
     ):
-        raise NotImplementedError(IN_PLACE.format(ext=ext, module=module))
+        raise NotImplementedError(IN_PLACE.format(ext=ext, module=name_module(module)))
     call.check_unchanged()
     waits = extension.saved_quantities.retrieve_quantity(id(call), delete_old=False)
     return waits is None and not parameters
@@ -142,7 +148,7 @@ def check_batch_first(turn: Turn, extension: BackpropExtension) -> None:
     if axis > 0:
         raise NotImplementedError(
             SAMPLES_NOT_FIRST.format(
-                ext=type(extension).__name__, module=turn.module, axis=axis
+                ext=type(extension).__name__, module=name_module(turn.module), axis=axis
             )
         )
 
@@ -197,7 +203,7 @@ def check_samples_kept(linear: Linearization, extension: BackpropExtension) -> N
         raise NotImplementedError(
             SAMPLES_REARRANGED.format(
                 ext=type(extension).__name__,
-                module=linear.module,
+                module=name_module(linear.module),
                 before=" and ".join(map(str, before)),
                 after=after,
             )
@@ -239,10 +245,18 @@ def check_samples_apart(
             drawn = torch.randn(x.shape, generator=generator, device=device).to(x.dtype)
             mask = some.reshape(*some.shape, *[1] * (x.dim() - 1))
             columns.append(drawn.where(mask, 0))
-        meet = any(result[~some].any() for result in product(columns))
+        module = linear.module
+        key = "meet", type(extension), type(module), repr(module), *sizes
+        meet = ask(
+            columns[0],
+            key,
+            lambda: any(result[~some].any() for result in product(columns)),
+        )
     if meet:
         ext = type(extension).__name__
-        raise NotImplementedError(SAMPLES_MEET.format(ext=ext, module=linear.module))
+        raise NotImplementedError(
+            SAMPLES_MEET.format(ext=ext, module=name_module(linear.module))
+        )
 
 
 def linearize_here(

@@ -1,5 +1,7 @@
 """Products with the positive-curvature Hessian."""
 
+from typing import Literal
+
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.curvmatprod.base import CurvatureProduct
 from backpack.extensions.curvmatprod.pchmp.pchmpbase import PCHMPBase
@@ -22,7 +24,9 @@ class PCHMP(CurvatureProduct):
     rule = PCHMPBase
     CURVATURES = {"clip": Curvature.PCH_CLIP, "abs": Curvature.PCH_ABS}
 
-    def __init__(self, savefield: str = "pchmp", modify: str = "clip"):
+    def __init__(
+        self, savefield: str = "pchmp", modify: Literal["clip", "abs"] = "clip"
+    ):
         """Choose the field, and what becomes of negative curvature.
 
         Args:

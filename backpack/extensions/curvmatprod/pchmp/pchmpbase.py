@@ -1,6 +1,6 @@
 """Products with the positive-curvature Hessian, for modules with known derivatives."""
 
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -45,7 +45,7 @@ class PCHMPBase(CurvatureProductRule):
         g_inp: Grads,
         g_out: Grads,
         mat: Tensor,
-        modify: str,
+        modify: Literal["clip", "abs"],
     ) -> Tensor:
         """Multiply with the module's residual, made positive semi-definite.
 

@@ -11,7 +11,7 @@ from backpack.core.per_sample.base import Dense, PerSample
 from backpack.extensions.firstorder.base import GradientReduction
 from backpack.extensions.firstorder.batch_factors import FactoredGradients
 from backpack.extensions.shards import Piece
-from backpack.utils.subsampling import Subsampling
+from backpack.utils.subsampling import Selection
 from backpack.utils.types import as_type
 
 NO_MAPPING = (
@@ -36,7 +36,7 @@ class BatchDotGrad(GradientReduction):
 
     def __init__(
         self,
-        subsampling: Subsampling = None,
+        subsampling: Selection = None,
         other: Optional[Mapping[Tensor, Union[Tensor, FactoredGradients]]] = None,
     ):
         """Choose the samples.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import List, Optional, Sequence
+from typing import Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from backpack.utils.kroneckers import (
     rotate,
     transposed,
 )
-from backpack.utils.subsampling import Subsampling, as_subsampling, check_subsampling
+from backpack.utils.subsampling import Selection, as_subsampling, check_subsampling
 from backpack.utils.types import as_type, full_precision
 
 ONCE = (
@@ -64,7 +64,7 @@ class FactoredGradients:
         """Return the number Q of samples."""
         return self._product.batch_size
 
-    def select(self, subsampling: Subsampling) -> FactoredGradients:
+    def select(self, subsampling: Selection) -> FactoredGradients:
         """Restrict to some samples.
 
         Args:
@@ -74,8 +74,8 @@ class FactoredGradients:
             The gradients of these samples.
         """
         name = type(self).__name__
-        check_subsampling(name, subsampling, len(self))
         picked = as_subsampling(name, subsampling)
+        check_subsampling(name, picked, len(self))
         product = self._product if picked is None else self._product.select(picked)
         return FactoredGradients(product, self._ekfac, self._damping)
 
@@ -174,7 +174,7 @@ class BatchFactors(GradientReduction):
 
     adds_up_from = None
 
-    def __init__(self, subsampling: List[int] = None):
+    def __init__(self, subsampling: Selection = None):
         """Choose the samples.
 
         Args:

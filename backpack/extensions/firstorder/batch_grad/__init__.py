@@ -7,7 +7,7 @@ from torch import Tensor
 from backpack.core.per_sample.base import PerSample
 from backpack.extensions.firstorder.base import GradientReduction
 from backpack.extensions.shards import Piece
-from backpack.utils.subsampling import Subsampling
+from backpack.utils.subsampling import Selection
 
 
 class BatchGrad(GradientReduction):
@@ -20,7 +20,7 @@ class BatchGrad(GradientReduction):
 
     refuses_coupled_samples = False
 
-    def __init__(self, subsampling: Subsampling = None):
+    def __init__(self, subsampling: Selection = None):
         """Choose the samples.
 
         Args:

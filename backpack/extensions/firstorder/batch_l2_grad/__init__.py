@@ -15,7 +15,7 @@ class BatchL2Grad(GradientReduction):
     where their norm can be computed faster from the layer's inputs and cotangents.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         """Set the field."""
         super().__init__("batch_l2")
 

@@ -12,6 +12,7 @@ from backpack.core.per_sample.base import PerSample
 from backpack.core.per_sample.maps import projected
 from backpack.extensions.firstorder.base import GradientReduction
 from backpack.extensions.shards import Piece
+from backpack.utils.subsampling import Selection
 from backpack.utils.types import accumulator_dtype
 
 Matrices = Union[Tensor, Sequence[Tensor]]
@@ -63,7 +64,7 @@ class BatchProjectGrad(GradientReduction):
     def __init__(
         self,
         projection: Union[int, Mapping[Tensor, Matrices]] = 16,
-        subsampling: List[int] = None,
+        subsampling: Selection = None,
         generator: Optional[Generator] = None,
     ):
         """Choose the projections.

@@ -16,7 +16,7 @@ class SumGradSquared(GradientReduction):
     gradient (see :class:`~backpack.extensions.BatchGrad`).
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         """Set the field."""
         super().__init__("sum_grad_squared")
 

@@ -21,7 +21,7 @@ class Variance(GradientReduction):
 
     adds_up_from = 1
 
-    def __init__(self):
+    def __init__(self) -> None:
         """Set the field."""
         super().__init__("variance")
 

@@ -14,6 +14,7 @@ from backpack.extensions.secondorder.columns import (
 )
 from backpack.extensions.secondorder.hbp.hbp_options import LossHessianStrategy
 from backpack.extensions.shards import Piece
+from backpack.utils.types import FisherType
 
 
 class _Diagonal(ColumnExtension):
@@ -81,7 +82,7 @@ class DiagGGNExact(DiagGGN):
     curvature matrix-vector products for second-order gradient descent").
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         """Set strategy and field."""
         super().__init__(LossHessianStrategy.EXACT, "diag_ggn_exact")
 
@@ -95,7 +96,7 @@ class _Sampled(_Diagonal):
         self,
         mc_samples: int = 1,
         generator: Optional[Generator] = None,
-        fisher_type: str = "mc",
+        fisher_type: FisherType = "mc",
     ):
         """Choose the number of Monte-Carlo samples and what draws them.
 
@@ -127,7 +128,7 @@ class BatchDiagGGNExact(BatchDiagGGN):
     :class:`DiagGGNExact`.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         """Set strategy and field."""
         super().__init__(LossHessianStrategy.EXACT, "diag_ggn_exact_batch")
 

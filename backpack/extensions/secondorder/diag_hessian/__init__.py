@@ -27,7 +27,7 @@ class DiagHessian(WalkingExtension):
     SUM_BATCH = True
     rule = DiagHBaseModule
 
-    def __init__(self):
+    def __init__(self) -> None:
         """Set the field."""
         super().__init__("diag_h")
 
@@ -84,6 +84,6 @@ class BatchDiagHessian(DiagHessian):
 
     SUM_BATCH = False
 
-    def __init__(self):
+    def __init__(self) -> None:
         """Set the field."""
         WalkingExtension.__init__(self, "diag_h_batch")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, List, Optional
 
 from torch import Generator, Tensor
@@ -24,7 +25,7 @@ from backpack.extensions.secondorder.hbp.hbpbase import HBPBaseModule
 from backpack.extensions.secondorder.hbp.losses import HBPLoss
 from backpack.extensions.secondorder.module_rules import WalkingExtension
 from backpack.extensions.shards import Piece, shard_of
-from backpack.utils.types import Grads, Layer
+from backpack.utils.types import FisherType, Grads, Layer, WeightSharing
 
 __all__ = [
     "BackpropStrategy",
@@ -91,7 +92,7 @@ class HBP(WalkingExtension):
         backprop_strategy: str,
         ea_strategy: str,
         savefield: str = "hbp",
-        weight_sharing: Optional[str] = None,
+        weight_sharing: Optional[WeightSharing] = None,
     ):
         """Choose what is pulled back.
 
@@ -240,7 +241,7 @@ class KroneckerFactors(ColumnExtension, HBP):
         self,
         savefield: str,
         source: Source,
-        weight_sharing: Optional[str] = None,
+        weight_sharing: Optional[WeightSharing] = None,
         dense_limit: int = DENSE_LIMIT,
     ):
         """Choose how weight sharing is treated.
@@ -272,9 +273,9 @@ class KroneckerFactors(ColumnExtension, HBP):
             param: The parameter.
             product: Products of columns and its Jacobian.
         """
-        what = where.describe(param)
+        what = partial(where.describe, param)
         factors.refuse_large(self, what, product)
-        factors.refuse_ambiguous(self, what, product)
+        factors.refuse_ambiguous(self, what, product, param)
         shard = shard_of(self)
         if shard is not None:
             shard.parts[param] = factors.is_transposed(product)
@@ -315,9 +316,9 @@ class KFAC(KroneckerFactors):
     def __init__(
         self,
         mc_samples: int = 1,
-        weight_sharing: Optional[str] = None,
+        weight_sharing: Optional[WeightSharing] = None,
         generator: Optional[Generator] = None,
-        fisher_type: str = "mc",
+        fisher_type: FisherType = "mc",
         dense_limit: int = DENSE_LIMIT,
     ):
         """Choose the number of samples and how weight sharing is treated.
@@ -344,7 +345,9 @@ class KFLR(KroneckerFactors):
     """
 
     def __init__(
-        self, weight_sharing: Optional[str] = None, dense_limit: int = DENSE_LIMIT
+        self,
+        weight_sharing: Optional[WeightSharing] = None,
+        dense_limit: int = DENSE_LIMIT,
     ):
         """Choose how weight sharing is treated.
 
@@ -366,7 +369,7 @@ class KFRA(HBP):
     output that is used several times is refused.
     """
 
-    def __init__(self, weight_sharing: Optional[str] = None):
+    def __init__(self, weight_sharing: Optional[WeightSharing] = None):
         """Choose how weight sharing is treated.
 
         Args:

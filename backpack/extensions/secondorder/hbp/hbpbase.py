@@ -14,6 +14,7 @@ from backpack.extensions.secondorder.hbp.hbp_options import (
     ExpectationApproximation,
 )
 from backpack.extensions.secondorder.module_rules import ModuleRule
+from backpack.utils.hooks import name_module
 from backpack.utils.types import Grads, Layer, as_type
 from backpack.utils.unsqueeze import flatten
 
@@ -64,8 +65,12 @@ class HBPBaseModule(ModuleRule):
         if not is_sqrt:  # only their shape counts
             columns = backproped.new_zeros(()).expand(1, *module.output.shape)
         product = derivatives.stored_product(name, module, g_inp, g_out, columns)
-        what = f"{module} (parameter '{name}')"
-        factors.refuse_ambiguous(ext, what, product)
+        factors.refuse_ambiguous(
+            ext,
+            lambda: f"{name_module(module)} (parameter '{name}')",
+            product,
+            getattr(module, name),
+        )
         if is_sqrt:
             output = factors.output_factor(product, sharing)
         else:
@@ -99,13 +104,17 @@ class HBPBaseModule(ModuleRule):
             if Curvature.require_residual(curv_type) and not linear.residual_is_zero:
                 raise NotImplementedError(
                     NO_RESIDUAL.format(
-                        ext=type(ext).__name__, module=linear.module, curv=curv_type
+                        ext=type(ext).__name__,
+                        module=name_module(linear.module),
+                        curv=curv_type,
                     )
                 )
             return linear.jac_t(backproped)
         if linear.is_joint:
             raise NotImplementedError(
-                SEVERAL_INPUTS.format(ext=type(ext).__name__, module=linear.module)
+                SEVERAL_INPUTS.format(
+                    ext=type(ext).__name__, module=name_module(linear.module)
+                )
             )
         backproped = as_type(backproped, linear.module.output.dtype)
         args = ext, linear.module, (), linear.g_out, backproped

@@ -89,7 +89,7 @@ class HBPLoss(HBPBaseModule):
 class HBPMSELoss(HBPLoss):
     """Hessian backpropagation from :class:`torch.nn.MSELoss`."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         """Set the derivatives."""
         super().__init__(MSELossDerivatives())
 
@@ -97,7 +97,7 @@ class HBPMSELoss(HBPLoss):
 class HBPCrossEntropyLoss(HBPLoss):
     """Hessian backpropagation from :class:`torch.nn.CrossEntropyLoss`."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         """Set the derivatives."""
         super().__init__(CrossEntropyLossDerivatives())
 
@@ -105,6 +105,6 @@ class HBPCrossEntropyLoss(HBPLoss):
 class HBPBCEWithLogitsLoss(HBPLoss):
     """Hessian backpropagation from :class:`torch.nn.BCEWithLogitsLoss`."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         """Set the derivatives."""
         super().__init__(BCELossWithLogitsDerivatives())

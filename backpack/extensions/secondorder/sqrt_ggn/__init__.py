@@ -15,7 +15,8 @@ from backpack.extensions.secondorder.columns import (
 )
 from backpack.extensions.secondorder.hbp.hbp_options import LossHessianStrategy
 from backpack.extensions.shards import Piece
-from backpack.utils.subsampling import Subsampling
+from backpack.utils.subsampling import Selection
+from backpack.utils.types import FisherType
 
 
 class SqrtGGN(ColumnExtension):
@@ -27,7 +28,7 @@ class SqrtGGN(ColumnExtension):
         self,
         loss_hessian_strategy: str,
         savefield: str,
-        subsampling: Subsampling,
+        subsampling: Selection,
         source: Optional[Source] = None,
     ):
         """Choose how the loss Hessian is factored.
@@ -63,7 +64,7 @@ class SqrtGGNExact(SqrtGGN):
     GGN's Gram matrix (Dangel, Tatzel, Hennig, 2022, "ViViT").
     """
 
-    def __init__(self, subsampling: Subsampling = None):
+    def __init__(self, subsampling: Selection = None):
         """Choose the samples.
 
         Args:
@@ -82,9 +83,9 @@ class SqrtGGNMC(SqrtGGN):
     def __init__(
         self,
         mc_samples: int = 1,
-        subsampling: Subsampling = None,
+        subsampling: Selection = None,
         generator: Optional[Generator] = None,
-        fisher_type: str = "mc",
+        fisher_type: FisherType = "mc",
     ):
         """Choose the number of Monte-Carlo samples, and the samples of the batch.
 

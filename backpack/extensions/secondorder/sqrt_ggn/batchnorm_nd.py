@@ -14,7 +14,7 @@ from backpack.utils.types import Grads
 class SqrtGGNBatchNormNd(SqrtGGNBaseModule):
     """Square root of the GGN on batch normalization, in evaluation mode."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         """Set the derivatives and the parameters."""
         super().__init__(BatchNormNdDerivatives(), params=["weight", "bias"])
 

@@ -56,7 +56,7 @@ class SqrtGGNBaseLossModule(SqrtGGNBaseModule):
 class SqrtGGNMSELoss(SqrtGGNBaseLossModule):
     """Columns of the loss Hessian's factor of :class:`torch.nn.MSELoss`."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         """Set the derivatives."""
         super().__init__(MSELossDerivatives())
 
@@ -64,7 +64,7 @@ class SqrtGGNMSELoss(SqrtGGNBaseLossModule):
 class SqrtGGNCrossEntropyLoss(SqrtGGNBaseLossModule):
     """Columns of the loss Hessian's factor of :class:`torch.nn.CrossEntropyLoss`."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         """Set the derivatives."""
         super().__init__(CrossEntropyLossDerivatives())
 
@@ -72,6 +72,6 @@ class SqrtGGNCrossEntropyLoss(SqrtGGNBaseLossModule):
 class SqrtGGNBCEWithLogithsLoss(SqrtGGNBaseLossModule):
     """Columns of the loss Hessian's factor of :class:`torch.nn.BCEWithLogitsLoss`."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         """Set the derivatives."""
         super().__init__(BCELossWithLogitsDerivatives())

@@ -192,6 +192,66 @@ Sums over parameters give those of the whole gradients.""",
         ["BatchGrad"],
     ),
     Quantity(
+        "Gradients for other batches: BatchFactors",
+        ["BatchFactors"],
+        ["grad_factors"],
+        ["object"],
+        "individual gradients, saved as factors",
+        r"""The individual gradients of a batch, for dot products with those of others.
+The gradient of a linear map for one sample is a sum over positions,
+
+.. math:: g_n = \sum_t b_{n,t} \otimes a_{n,t}\,,
+
+and what is saved are its factors, or the gradient itself where it has fewer numbers.
+``precondition(p.kfac, damping)`` multiplies it with the inverse of a curvature matrix,
+and ``BatchDotGrad(other=...)`` compares it with the gradients of any batch, see
+:doc:`../quantities`.""",
+        MEAN.format(factor="c = 1/N"),
+        "A copy of the factors: for a linear layer of I inputs and O outputs I + O "
+        "numbers for each sample and position.",
+        [
+            "Influence functions: Koh and Liang, *Understanding black-box predictions "
+            "via influence functions*, 2017; with EKFAC: Grosse et al., *Studying "
+            "large language model generalization with influence functions*, 2023",
+        ],
+        "queries = {p: p.grad_factors for p in model.parameters()}\n"
+        "with backpack(BatchDotGrad(other=queries)):\n"
+        "    lossfunc(model(X[:5]), y[:5]).backward()\n"
+        "for p in model.parameters():\n"
+        "    assert p.batch_dot.shape == (5, 8)\n"
+        "    assert torch.allclose(p.grad_factors.individual(), p.grad_batch)",
+        ["BatchGrad", "BatchDotGrad"],
+    ),
+    Quantity(
+        "Projected gradients: BatchProjectGrad",
+        ["BatchProjectGrad"],
+        ["grad_projected"],
+        ["[N, k_out, k_in]"],
+        "individual gradients, projected from both sides",
+        r"""A weight's gradient is a matrix :math:`G_n`, with the weight's first axis as
+rows and all others as columns:
+
+.. math:: P_\text{out} G_n P_\text{in}^\top\,.
+
+Biases, and other parameters with a single axis, are projected from one side,
+:math:`P g_n`. Projections are random, or given for each parameter.""",
+        MEAN.format(factor="c = 1/N"),
+        "k² numbers for each sample and weight. For linear maps, convolutions and "
+        "embeddings, individual gradients are not formed.",
+        [
+            "LoGra: Choe et al., *What is your data worth to GPT?*, 2024",
+        ],
+        "G = model[0].weight.grad_batch\n"
+        "assert model[0].weight.grad_projected.shape == (8, 16, 16)\n"
+        "project = BatchProjectGrad(2)\n"
+        "with backpack(project):\n"
+        "    lossfunc(model(X), y).backward()\n"
+        "P_out, P_in = project.matrices(model[0].weight)\n"
+        "expected = P_out @ G @ P_in.T\n"
+        "assert torch.allclose(model[0].weight.grad_projected, expected, atol=1e-6)",
+        ["BatchGrad"],
+    ),
+    Quantity(
         "Weighted and clipped sums: WeightedGrad, ClippedGrad",
         ["WeightedGrad", "ClippedGrad"],
         ["grad_weighted", "grad_clipped"],
@@ -358,6 +418,38 @@ to the layer's output. Where positions share a weight (convolutions, tokens),
         ],
         "B, A = model[0].weight.kfac\n"
         "assert B.shape == (5, 5) and torch.allclose(A, X.T @ X / 8, atol=1e-6)",
+    ),
+    Quantity(
+        "Corrected eigenvalues of Kronecker factors: EKFAC",
+        ["EKFAC"],
+        ["ekfac"],
+        ["list of tensors"],
+        "eigenvectors of Kronecker factors, corrected eigenvalues",
+        r"""Eigenvectors of the factors that :doc:`KFAC <KFAC>` computes, and the
+diagonal of the GGN in their basis:
+
+.. math:: G \approx (Q_B \otimes Q_A) \operatorname{diag}(E) (Q_B \otimes Q_A)^\top\,,
+   \qquad E = \sum_n \sum_v (Q_B^\top G_{n,v} Q_A)^2\,,
+
+where :math:`G_{n,v}` is a column, pulled back to the weight: no other eigenvalues are
+closer to the GGN's block in this basis. Columns are exact, drawn, or (``"empirical"``)
+gradients.""",
+        "E carries the scale of the loss, eigenvectors have none.",
+        "As for Kronecker factors, and eigendecompositions of I³ + O³ operations for a "
+        "layer of I inputs and O outputs. More than ten columns are pulled back twice, "
+        "in chunks. With ``basis``, there are no decompositions.",
+        [
+            "George et al., *Fast approximate natural gradient descent in a "
+            "Kronecker-factored eigenbasis*, 2018",
+            "Influence functions: Grosse et al., *Studying large language model "
+            "generalization with influence functions*, 2023",
+        ],
+        "from backpack.utils.kroneckers import ekfac_mat_prod\n\n"
+        "Q_B, Q_A, E = model[0].weight.ekfac\n"
+        "assert Q_B.shape == (5, 5) and Q_A.shape == (4, 4) and E.shape == (5, 4)\n"
+        "natural_gradient = ekfac_mat_prod([Q_B, Q_A, E], power=-1, damping=1e-2)\n"
+        "step = natural_gradient(model[0].weight.grad.flatten())\n"
+        "assert step.shape == (20,)",
     ),
     Quantity(
         "Kronecker factors, exact: KFLR",

@@ -5,9 +5,10 @@ same numbers every time. The tensors are small and in float64.
 """
 
 import warnings
-from typing import Any, Callable, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
+from oracle import ByShape, projections
 from torch import Tensor, nn
 from torch.nn import Module, Parameter
 from torch.nn.utils import parametrizations
@@ -29,7 +30,11 @@ def inverse(norms: Tensor) -> Tensor:
 
 
 # Arguments of extensions, where there is no default
-ARGUMENTS = {"WeightedGrad": {"weights": inverse}, "ClippedGrad": {"max_norm": 0.3}}
+ARGUMENTS: Dict[str, Dict[str, Any]] = {
+    "BatchProjectGrad": {"projection": ByShape(projections)},
+    "ClippedGrad": {"max_norm": 0.3},
+    "WeightedGrad": {"weights": inverse},
+}
 
 
 def make_extension(name: str) -> BackpropExtension:

@@ -189,6 +189,76 @@ variance = of_gradients(lambda g: ((g - g.mean(0)) ** 2).mean(0))
 batch_dot = of_gradients(lambda g: g.reshape(len(g), -1) @ g.reshape(len(g), -1).T)
 
 
+class ByShape(dict):
+    """Values for each parameter that depend on nothing but its shape."""
+
+    def __init__(self, function: Callable[[Sequence[int]], Any]):
+        """Store the function of a shape."""
+        super().__init__()
+        self.function = function
+
+    def get(self, param: Tensor, default: Any = None) -> Any:
+        """Compute the value for a parameter."""
+        return self.function(param.shape)
+
+
+def others(shape: Sequence[int]) -> Tensor:
+    """Make gradients of another batch ``[5, *p]``, always the same.
+
+    Args:
+        shape: Shape of a parameter.
+
+    Returns:
+        The gradients.
+    """
+    rows = torch.arange(5 * torch.Size(shape).numel(), dtype=torch.float64).sin()
+    return rows.reshape(5, *shape)
+
+
+def projections(shape: Sequence[int]) -> List[Tensor]:
+    """Make matrices for both sides of a parameter, always the same.
+
+    Args:
+        shape: Shape of a parameter.
+
+    Returns:
+        Matrices with as many columns as the parameter has rows, and columns. One for a
+        parameter without columns.
+    """
+    axes = [torch.Size(shape).numel()]
+    if len(shape) > 1:
+        axes = [shape[0], axes[0] // shape[0]]
+    return [
+        torch.arange(k * axis, dtype=torch.float64).cos().reshape(k, axis)
+        for k, axis in zip((2, 3), axes)
+    ]
+
+
+def project(g: Tensor) -> Tensor:
+    """Project individual gradients from both sides.
+
+    Args:
+        g: Individual gradients ``[N, *p]``.
+
+    Returns:
+        Projected gradients, ``[N, 2, 3]`` or ``[N, 2]``.
+    """
+    left, *right = projections(g.shape[1:])
+    if not right:
+        return torch.stack([left @ row.flatten() for row in g])
+    return torch.stack([left @ row.flatten(1) @ right[0].T for row in g])
+
+
+batch_project = of_gradients(project)
+batch_dot_other = of_gradients(
+    lambda g: (
+        g.reshape(len(g), -1) @ others(g.shape[1:]).flatten(1).T
+        if g.dim() > 1
+        else g.reshape(-1, 1) @ others(()).reshape(1, -1)
+    )
+)
+
+
 def by_norms(g: Tensor) -> Tensor:
     """Return weights of gradients ``[N, P]`` that make all of them nearly unit."""
     return 1 / (0.1 + (g**2).sum(1).sqrt())
@@ -523,6 +593,61 @@ def kronecker_factors(
     return factors
 
 
+def ekfac(
+    model: Module,
+    loss: Module,
+    X: Tensors,
+    y: Tensors,
+    columns: Tensor,
+    bases: Dict[str, List[Tensor]],
+    weight_sharing: Optional[str] = None,
+) -> Dict[str, List[Tensor]]:
+    """Check eigenvectors of Kronecker factors, and square the gradients in their basis.
+
+    Args:
+        model: The model.
+        loss: The loss module.
+        X: Inputs of the model.
+        y: Inputs of the loss after the prediction.
+        columns: See :func:`batch_ggn`.
+        bases: Eigenvectors of each parameter's factors, which are not unique.
+        weight_sharing: See :func:`kronecker_factors`.
+
+    Returns:
+        The same eigenvectors, and the sum over columns and samples of the squares.
+    """
+    problem = model, loss, X, y
+    factors = kronecker_factors(*problem, columns, weight_sharing)
+    result = {}
+    for name, products in sqrt_ggn(*problem, columns).items():
+        assert len(bases[name]) == len(factors[name]), name
+        matrices = []
+        for basis, factor in zip(bases[name], factors[name]):
+            if factor.dim() == 1:
+                assert_agrees(basis, torch.ones_like(factor), name)
+                basis, factor = basis.diag(), factor.diag()
+            eye = torch.eye(factor.shape[-1], dtype=factor.dtype)
+            assert (basis.mT @ basis - eye).abs().max() < 1e-10, f"{name}: orthogonal"
+            rotated = basis.mT @ factor @ basis
+            rest = (rotated - rotated * eye).abs().max()
+            assert rest <= 1e-10 * factor.abs().max(), f"{name}: not diagonal"
+            matrices.append(basis if basis.dim() == 3 else basis.unsqueeze(0))
+        groups = len(matrices[0])
+        rows = products.reshape(-1, *products.shape[2:])
+        layer = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(layer, _CONV_TRANSPOSES) and len(matrices) == 2:
+            rows = rows.unflatten(1, (groups, -1)).transpose(2, 3)
+        rows = rows.reshape(len(rows), groups, matrices[0].shape[-1], -1)
+        rows = torch.einsum("kgod,gop->kgpd", rows, matrices[0])
+        if len(matrices) == 2:
+            rows = torch.einsum("kgod,gdi->kgoi", rows, matrices[1])
+        else:
+            rows = rows.squeeze(-1)
+        squares = without_single_group(rows.pow(2).sum(0))
+        result[name] = [*bases[name], squares]
+    return result
+
+
 def without_single_group(factor: Tensor) -> Tensor:
     """Drop the group axis if there is a single group.
 
@@ -694,6 +819,8 @@ QUANTITIES: Dict[str, Callable[..., Dict[str, Value]]] = {
     "sum_grad_squared": sum_grad_squared,
     "variance": variance,
     "batch_dot": batch_dot,
+    "batch_dot_other": batch_dot_other,
+    "batch_project": batch_project,
     "weighted_sum": weighted_sum,
     "batch_jacobian": batch_jacobian,
     "sqrt_ggn": sqrt_ggn,
@@ -701,4 +828,5 @@ QUANTITIES: Dict[str, Callable[..., Dict[str, Value]]] = {
     "diag_ggn": diag_ggn,
     "diag_ggn_batch": diag_ggn_batch,
     "kronecker_factors": kronecker_factors,
+    "ekfac": ekfac,
 }

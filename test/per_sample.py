@@ -24,7 +24,14 @@ from typing import (
 
 import torch
 from cases import F64, Tensors, make_extension, randomize
-from oracle import assert_agrees, by_norms, jacobian, parameters, sample
+from oracle import (
+    assert_agrees,
+    by_norms,
+    jacobian,
+    parameters,
+    project,
+    sample,
+)
 from torch import Tensor, nn
 from torch.autograd import grad
 from torch.nn import Module
@@ -254,10 +261,14 @@ QUANTITIES: Dict[str, Tuple[str, Any, bool]] = {
     "SumGradSquared": ("sum_grad_squared", lambda g: g.pow(2).sum(0), True),
     "Variance": ("variance", lambda g: (g - g.mean(0)).pow(2).mean(0), True),
     "BatchDotGrad": ("batch_dot", lambda g: rows_of(g) @ rows_of(g).T, True),
+    "BatchFactors": ("grad_factors", lambda g: g, True),
+    "BatchProjectGrad": ("grad_projected", project, True),
     "WeightedGrad": ("grad_weighted", OfAll(by_norms), True),
     "DiagGGNExact": ("diag_ggn_exact", lambda d: d.sum(0), False),
     "BatchDiagGGNExact": ("diag_ggn_exact_batch", lambda d: d, False),
 }
+# Linear in the gradients
+LINEAR = ("BatchGrad", "BatchFactors", "BatchProjectGrad", "WeightedGrad")
 FIRST_ORDER = [name for name, (_, _, first) in QUANTITIES.items() if first]
 
 
@@ -311,14 +322,15 @@ def assert_fields(
         missing = [name for name, p in params.items() if not hasattr(p, field)]
         assert not missing, f"no {field}: {missing}"
         actual = {name: getattr(p, field) for name, p in params.items()}
+        if quantity == "BatchFactors":
+            actual = {name: value.individual() for name, value in actual.items()}
         if rtol:
             scale = rtol * size(expected)
             for name, right in expected.items():
                 wrong = (actual[name].to(F64) - right).abs().max()
                 assert wrong <= scale, f"{quantity} of {name}: off by {wrong}"
         else:
-            linear = quantity in ("BatchGrad", "WeightedGrad")
-            noise = 1e-12 if linear else 1e-23
+            noise = 1e-12 if quantity in LINEAR else 1e-23
             assert_equal(actual, expected, quantity, noise)
 
 

@@ -14,7 +14,7 @@ from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Tuple, Type
 import pytest
 import torch
 from cases import inverse
-from oracle import assert_agrees
+from oracle import ByShape, assert_agrees, others, projections
 from torch import Tensor, distributed, multiprocessing, nn
 from torch.nn import Module
 
@@ -24,6 +24,7 @@ from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivativ
 from backpack.core.derivatives.mseloss import MSELossDerivatives
 from backpack.distributed import reduce
 from backpack.extensions import (
+    EKFAC,
     GGNMP,
     HBP,
     HMP,
@@ -35,9 +36,11 @@ from backpack.extensions import (
     BatchDiagGGNMC,
     BatchDiagHessian,
     BatchDotGrad,
+    BatchFactors,
     BatchGrad,
     BatchJacobian,
     BatchL2Grad,
+    BatchProjectGrad,
     ClippedGrad,
     DiagGGNExact,
     DiagGGNMC,
@@ -115,6 +118,7 @@ PROBLEMS = {
         lambda: torch.tensor([0, 3, 3, 1, 0, 4]),
         nn.BCEWithLogitsLoss,
         lambda: torch.rand(N, 2, dtype=F64).round(),
+        refused=("EKFAC-basis",),  # whose shapes are those of other layers
     ),
     "conv": Problem(
         lambda: nn.Sequential(
@@ -164,11 +168,34 @@ OTHERS: Dict[str, Callable[[], BackpropExtension]] = {
 OTHERS["WeightedGrad"] = lambda: WeightedGrad(inverse, scale="sample")
 OTHERS["ClippedGrad"] = lambda: ClippedGrad(0.5, "parameter", "sample")
 OTHERS["BatchJacobian"] = BatchJacobian
-QUANTITIES = {**OTHERS, **KRONECKER}
+
+
+def basis(shape: torch.Size) -> List[Tensor]:
+    """Make eigenvectors for a parameter that is no embedding."""
+    sizes = [shape[0], shape[1:].numel()][: len(shape)]
+    rows = [torch.arange(n * n, dtype=F64).sin().reshape(n, n) for n in sizes]
+    return [torch.linalg.eigh(row + row.T).eigenvectors for row in rows]
+
+
+def against_others() -> BackpropExtension:
+    """Make dot products with another batch, in a field of their own."""
+    ext = BatchDotGrad(other=ByShape(others))
+    ext.savefield = "batch_dot_others"
+    return ext
+
+
+# What depends on the parameter
+BY_SHAPE: Dict[str, Callable[[], BackpropExtension]] = {
+    "BatchDotGrad-other": against_others,
+    "BatchProjectGrad": lambda: BatchProjectGrad(ByShape(projections)),
+    "EKFAC-basis": lambda: EKFAC(2, basis=ByShape(basis)),
+}
+QUANTITIES = {**OTHERS, **BY_SHAPE, **KRONECKER}
 # Where the samples are in what belongs to single samples
 SAMPLES = {
     **dict.fromkeys(["BatchGrad", "BatchL2Grad", "BatchDiagGGNExact"], 0),
     **dict.fromkeys(["BatchDiagGGNMC", "BatchDiagHessian"], 0),
+    **dict.fromkeys(["BatchDotGrad-other", "BatchProjectGrad"], 0),
     **dict.fromkeys(["SqrtGGNExact", "SqrtGGNMC", "BatchJacobian"], 1),
 }
 
@@ -369,6 +396,11 @@ REFUSED = {
     "KFRA": Refused(refuse(KFRA()), NotImplementedError, "KFRA.*Use KFLR"),
     "averaged inputs": Refused(
         refuse(HBP("ggn", "exact", "sqrt", CHEN)), NotImplementedError, "HBP.*Use KFLR"
+    ),
+    "EKFAC": Refused(refuse(EKFAC()), NotImplementedError, "EKFAC.*basis="),
+    "factors": Refused(refuse(BatchFactors()), NotImplementedError, "BatchFactors.*"),
+    "projections": Refused(
+        refuse(BatchProjectGrad(2)), ValueError, "BatchProjectGrad.*generator"
     ),
     "twice": Refused(refuse(BatchGrad(), again=True), ValueError, "BatchGrad.*once"),
     "no pass": Refused(

@@ -34,26 +34,32 @@ from cases import (
     randn,
 )
 from oracle import (
+    ByShape,
     assert_agrees,
     by_dots,
     clip,
     loss_hessians,
     oracle,
+    others,
     parameters,
+    projections,
 )
 from torch import Tensor, nn
 from torch.nn import Module
 
 from backpack import backpack, extend
 from backpack.extensions import (
+    EKFAC,
     KFAC,
     KFLR,
     BatchDiagGGNExact,
     BatchDiagGGNMC,
     BatchDotGrad,
+    BatchFactors,
     BatchGrad,
     BatchJacobian,
     BatchL2Grad,
+    BatchProjectGrad,
     ClippedGrad,
     DiagGGNExact,
     DiagGGNMC,
@@ -98,6 +104,7 @@ SHARING = {
 }
 SAMPLING = {"mc_samples": M}
 SUBSAMPLING = {"subsampling": SOME}
+PROJECTIONS = {"projection": ByShape(projections)}
 
 MAX_NORM = 0.3
 
@@ -110,6 +117,18 @@ QUANTITIES = {
     "Variance": Quantity(Variance, "variance"),
     "BatchDotGrad": Quantity(BatchDotGrad, "batch_dot"),
     "BatchDotGrad-some": Quantity(BatchDotGrad, "batch_dot", SUBSAMPLING, SUBSAMPLING),
+    "BatchDotGrad-other": Quantity(
+        BatchDotGrad, "batch_dot_other", {"other": ByShape(others)}
+    ),
+    "BatchFactors-all": Quantity(BatchFactors, "batch_grad"),
+    "BatchFactors-some": Quantity(BatchFactors, "batch_grad", SUBSAMPLING, SUBSAMPLING),
+    "BatchProjectGrad-all": Quantity(BatchProjectGrad, "batch_project", PROJECTIONS),
+    "BatchProjectGrad-some": Quantity(
+        BatchProjectGrad,
+        "batch_project",
+        {**PROJECTIONS, **SUBSAMPLING},
+        SUBSAMPLING,
+    ),
     "WeightedGrad": Quantity(WeightedGrad, "weighted_sum", {"weights": inverse}),
     "WeightedGrad-dots": Quantity(
         WeightedGrad,
@@ -153,6 +172,12 @@ QUANTITIES = {
         )
         for name, args in SHARING.items()
     },
+    "EKFAC-expand": Quantity(
+        EKFAC, "ekfac", {"fisher_type": "exact"}, SHARING["expand"], "exact"
+    ),
+    "EKFAC-reduce": Quantity(
+        EKFAC, "ekfac", {**SAMPLING, **SHARING["reduce"]}, SHARING["reduce"], "sampling"
+    ),
 }
 
 
@@ -170,7 +195,7 @@ def is_defined(case: Case, name: str) -> bool:
     """
     if name == "ClippedGrad":  # the scale of samples' losses must be known
         return hasattr(case.loss(), "reduction")
-    if QUANTITIES[name].reference != "kronecker_factors":
+    if QUANTITIES[name].reference not in ("kronecker_factors", "ekfac"):
         return True
     if case in RECURRENT or (case in EMBEDDING and case.ambiguous and "reduce" in name):
         return False
@@ -277,7 +302,12 @@ def check(
     quantity, problem = QUANTITIES[name], case.build()
     options = limit(quantity.options, len(problem.X[0]))
     if quantity.columns is not None:
-        options = {**options, "columns": columns[quantity.columns]}
+        exact = columns.get(quantity.columns, columns.get("compact"))
+        options = {**options, "columns": exact}
+    if quantity.reference == "ekfac":
+        options["bases"] = {param: value[:-1] for param, value in actual.items()}
+    if quantity.extension is BatchFactors:
+        actual = {param: value.individual() for param, value in actual.items()}
     expected = oracle(quantity.reference, *problem, **options)
     assert set(actual) == set(expected)
     for param, value in expected.items():

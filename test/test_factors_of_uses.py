@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import Module
 
 from backpack import backpack, extend
-from backpack.extensions import KFAC, KFLR
+from backpack.extensions import EKFAC, KFAC, KFLR
 from backpack.utils.kroneckers import kfacs_to_mat
 
 FACTORS = {
@@ -60,6 +60,22 @@ def test_factors(row: str) -> None:
         factors = [f.diag() if f.dim() == 1 else f for f in factors]
         assert rows < params[name].numel() or params[name].dim() == 1
         assert_agrees(kfacs_to_mat(factors), blocks[name].sum(0), name)
+
+
+@pytest.mark.parametrize("row", FACTORS)
+def test_eigenvalues(row: str) -> None:
+    """Corrected eigenvalues are the diagonal of the GGN's block in their basis."""
+    block = {name: b.sum(0) for name, b in reference(FACTORS[row]).blocks.items()}
+    model, loss, X = FACTORS[row].build()
+    value = FACTORS[row].run(extend(model), extend(loss), X)
+    with backpack(EKFAC(fisher_type="exact")):
+        value.backward()
+    for name, param in parameters(model).items():
+        *bases, values = param.ekfac
+        bases = [basis.diag() if basis.dim() == 1 else basis for basis in bases]
+        basis = kfacs_to_mat(bases)
+        diagonal = (basis.T @ block[name] @ basis).diagonal()
+        assert_agrees(values.flatten(), diagonal, name)
 
 
 ORDERS = {

@@ -197,3 +197,98 @@ def test_letters_and_equation() -> None:
     products = [factors[0] @ m @ factors[1].T for m in mat.unbind(-1)]
     truth = torch.stack(products, dim=-1)
     assert_close(result, truth)
+
+
+# Factors as they are saved: of a weight, a bias, an embedding, a convolution's groups
+SAVED = {
+    "two": [(3,), (2,)],
+    "one": [(4,)],
+    "three": [(2,), (3,), (2,)],
+    "diagonal": [None, (2,)],
+    "groups": [(2, 3), (2, 2)],
+    "groups-bias": [(2, 3)],
+}
+
+
+def saved(shapes: List) -> List[Tensor]:
+    """Draw symmetric positive definite factors in the form in which they are saved."""
+    factors = []
+    for shape in shapes:
+        if shape is None:
+            factors.append(rand(3, dtype=float64) + 0.1)
+        else:
+            drawn = [make_spd_factors([shape[-1]])[0] for _ in range(prod(shape[:-1]))]
+            factors.append(torch.stack(drawn) if len(shape) > 1 else drawn[0])
+    return factors
+
+
+def block(factors: List[Tensor]) -> Tensor:
+    """Form the matrix that saved factors stand for."""
+    factors = [diag(factor) if factor.dim() == 1 else factor for factor in factors]
+    if factors[0].dim() == 3:
+        return torch.block_diag(*map(dense, zip(*factors)))
+    return dense(factors)
+
+
+@pytest.mark.parametrize("damping", [0.0, 0.3])
+@pytest.mark.parametrize("key", SAVED)
+def test_powers(key: str, damping: float) -> None:
+    """Powers and determinant are those of the dense matrix, with damping."""
+    factors = saved(SAVED[key])
+    matrix = block(factors)
+    damped = matrix + damping * eye(len(matrix), dtype=float64)
+    ekfac = kroneckers.eigen_kfacs(factors)
+    assert_close(kroneckers.ekfac_logdet(ekfac, damping), damped.logdet())
+    mat = rand(len(matrix), 3, dtype=float64)
+
+    def product(power: float, mat: Tensor = mat) -> Tensor:
+        return kroneckers.ekfac_mat_prod(ekfac, power, damping)(mat)
+
+    assert_close(product(1), damped @ mat)
+    assert_close(product(2), damped @ damped @ mat)
+    assert_close(product(-1), damped.inverse() @ mat)
+    assert_close(product(0.5, product(0.5)), damped @ mat)
+    assert_close(product(-0.5, product(-0.5)), damped.inverse() @ mat)
+    assert_close(product(-1, mat[:, 0]), damped.inverse() @ mat[:, 0])
+
+
+def test_powers_of_singular_matrices() -> None:
+    """What has no inverse is refused, what rounding has left below zero is zero."""
+    ekfac = kroneckers.eigen_kfacs([diag(torch.tensor([1.0, -1e-18], dtype=float64))])
+    mat = eye(2, dtype=float64)
+    assert_close(kroneckers.ekfac_mat_prod(ekfac, 2.0)(mat), diag(mat[0]))
+    for power in (-1.0, 0.5):
+        with pytest.raises(ValueError, match="Use a larger damping"):
+            kroneckers.ekfac_mat_prod(ekfac, power)
+        kroneckers.ekfac_mat_prod(ekfac, power, damping=0.1)
+    with pytest.raises(ValueError, match="Use a larger damping"):
+        kroneckers.ekfac_logdet(ekfac)
+    with pytest.raises(ValueError, match="one or more Kronecker factors"):
+        kroneckers.eigen_kfacs([])
+    with pytest.raises(ValueError, match=re.escape("matrix [2, V] or a vector [2]")):
+        kroneckers.ekfac_mat_prod(ekfac)(eye(3, dtype=float64))
+
+
+@pytest.mark.parametrize("key", SAVED)
+def test_pi_shifts(key: str) -> None:
+    """The shifts multiply to the damping, in proportion to the mean eigenvalues."""
+    factors, damping = saved(SAVED[key]), 0.3
+    shifts = kroneckers.pi_shifts(factors, damping)
+    assert abs(prod(shifts) - damping) < 1e-12
+    means = [kroneckers.eigen_kfacs([f])[-1].mean() for f in factors]
+    ratios = [shift / float(mean) for shift, mean in zip(shifts, means)]
+    assert max(ratios) - min(ratios) < 1e-12 * max(ratios)
+    inverses = [
+        (F + shift * eye(F.shape[-1], dtype=float64)).inverse()
+        for F, shift in zip([F.diag() if F.dim() == 1 else F for F in factors], shifts)
+    ]
+    result = kroneckers.damped_inv_kfacs(factors, damping)
+    assert [x.shape for x in result] == [x.shape for x in factors]
+    assert_close(block(result), block(inverses))
+    if key == "two":
+        B, A = factors
+        pi = float(((B.trace() / 3) / (A.trace() / 2)) ** 0.5)
+        assert abs(shifts[0] - pi * damping**0.5) < 1e-12
+        assert abs(shifts[1] - damping**0.5 / pi) < 1e-12
+        zero = torch.zeros_like(B)
+        assert kroneckers.pi_shifts([zero, A], 0.25) == [0.5, 0.5]

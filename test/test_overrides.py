@@ -22,6 +22,7 @@ from backpack.core.derivatives.generic import generic_product, tensor_outputs
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.fast import matmul, tuning
 from backpack.core.per_sample.base import Dense, PerSample, Summed, merge_all
+from backpack.core.per_sample.maps import dots_between, projected
 from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.rows import Rows
 from backpack.core.per_sample.sums import add_rows
@@ -140,6 +141,29 @@ def weights(n: int) -> Tensor:
     return torch.arange(n, dtype=F64).sub(1).sin()
 
 
+def projections(shape: torch.Size, dtype: torch.dtype) -> List[Tensor]:
+    """Make matrices for both sides of a parameter, one side for a vector."""
+    axes = (shape[0], shape[1:].numel()) if len(shape) > 1 else (shape.numel(),)
+    return [
+        torch.arange(k * axis, dtype=F64).sin().reshape(k, axis).to(dtype)
+        for k, axis in zip((2, 4), axes)
+    ]
+
+
+def project(p: PerSample) -> Tensor:
+    """Project products from both sides."""
+    return projected(p.plain, projections(p.shape, p.dtype)).individual()
+
+
+def projection(m: Tensor) -> Tensor:
+    """Compute what :func:`project` has to return."""
+    left, *right = projections(m.shape[2:], m.dtype)
+    rows = m.reshape(*m.shape[:2], left.shape[1], -1)
+    rows = torch.einsum("kp,vnpd->vnkd", left, rows)
+    return rows @ right[0].T if right else rows.squeeze(-1)
+
+
+QUERIES = [-1, 0, -1]
 REDUCTIONS: Dict[str, Tuple[Callable, Callable]] = {
     "individual": (lambda p: p.individual(), lambda m: m),
     "summed": (lambda p: p.summed(), lambda m: m.sum(1)),
@@ -160,7 +184,17 @@ REDUCTIONS: Dict[str, Tuple[Callable, Callable]] = {
         lambda m: (m**2).flatten(2).sum((0, 2)),
     ),
     "variance": (lambda p: p.variance(), lambda m: m[0].var(0, unbiased=False)),
+    "projected": (project, projection),
+    "dots-others": (
+        lambda p: dots_between(p.plain, p.plain.select(QUERIES)),
+        lambda m: m[0].unsqueeze(-1).flatten(1) @ m[0, QUERIES].reshape(3, -1).T,
+    ),
+    "dots-tensors": (
+        lambda p: dots_between(p.plain, Dense(p.individual()[:, QUERIES], p.shape)),
+        lambda m: m[0].unsqueeze(-1).flatten(1) @ m[0, QUERIES].reshape(3, -1).T,
+    ),
 }
+ONE_COLUMN = ("variance", "projected", "dots-others", "dots-tensors")
 
 
 def check_reductions(
@@ -177,7 +211,7 @@ def check_reductions(
         rtol: Relative tolerance.
     """
     for name, (reduction, formula) in REDUCTIONS.items():
-        if name == "variance" and len(individual) > 1:
+        if name in ONE_COLUMN and len(individual) > 1:
             continue
         products = make()
         products.keeps_total = len(individual) == 1

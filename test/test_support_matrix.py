@@ -236,6 +236,8 @@ def run(
         if callable(value):
             value = value(torch.ones_like(param))
             assert value.shape == param.shape
+        if isinstance(ext, extensions.BatchFactors):
+            value = value.individual()
         for tensor in value if isinstance(value, list) else [value]:
             assert tensor.dtype == F64 and tensor.isfinite().all()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import chain
-from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Set, Tuple
 
 import torch
 from torch import Tensor
@@ -108,8 +109,10 @@ class PullColumns:
             check_first_argument(loss, columns[0])
             return
         for source, some in by_source.items():
-            chunks = _columns_of_loss(source, turn)
-            self._start(Origin(loss, edge, loss.placement), chunks, some)
+            make = partial(_columns_of_loss, source, turn)
+            if not source.is_exact:  # not to be drawn twice
+                make = partial(iter, list(make()))
+            self._start(Origin(loss, edge, loss.placement), make, some)
 
     def meet_output(self, extensions: List[Any]) -> None:
         """Pull the identity back from the model's output, for its Jacobian.
@@ -126,10 +129,14 @@ class PullColumns:
             names = [name_module(origin.call.module) for origin in origins]
             found = ", ".join(names) or "none"
             raise NotImplementedError(NOT_ONE_OUTPUT.format(ext=name, found=found))
-        self._start(origins[0], identity_columns(origins[0], name), extensions)
+        make = partial(identity_columns, origins[0], name)
+        self._start(origins[0], make, extensions)
 
     def _start(
-        self, origin: Origin, chunks: Iterator[Tensor], extensions: List[Any]
+        self,
+        origin: Origin,
+        columns: Callable[[], Iterator[Tensor]],
+        extensions: List[Any],
     ) -> None:
         """Pull columns back from a loss or an output, and store or reduce them."""
         loss, edge = origin.call, origin.edge
@@ -152,6 +159,7 @@ class PullColumns:
         if not targets:
             return
         self._check(origin, list(wanted), extensions[0])
+        chunks = columns()
         first = next(chunks)
         many = len(first) == MAX_COLUMNS
         at_once: Dict[Group, List[Any]] = {}
@@ -177,35 +185,60 @@ class PullColumns:
         tensors = [x for call in calls for x in call.tensors()]
         sources = {ext.source for ext in extensions}
         totals: Dict[Key, Any] = {}
-        last: Dict[Tensor, PerSample] = {}
-        for chunk in chain([first], chunks):
+        last: Dict[Key, PerSample] = {}
+
+        def pull(chunk: Tensor) -> Dict[Any, Cotangents]:
             with without_hooks(tensors):
-                pulled = self._pull_chunk(edge, targets, chunk)
+                return self._pull_chunk(edge, targets, chunk)
+
+        for chunk in chain([first], chunks):
+            pulled = pull(chunk)
+            kept: Dict[Use, range] = {}  # a layer's weight and bias share a use
             for group, some in keep.items():
                 use = group.uses[0]
-                new = self._append(use, sources, pulled[use], len(chunk))
+                if use not in kept:
+                    kept[use] = self._append(use, sources, pulled[use], len(chunk))
                 for ext in some:
-                    self._waiting.setdefault((ext, group), []).extend(new)
+                    self._waiting.setdefault((ext, group), []).extend(kept[use])
             for call in customized:
                 append_columns(call, sources, pulled[call], len(chunk))
-            of = self._products_of(pulled)
-            for group, some in at_once.items():
-                for param, product in group.products(of).items():
-                    for ext in some:
-                        ext.check(group, param, product)
-                        part = ext.statistic(product)
-                        key = ext, param
-                        totals[key] = (
-                            ext.combine(totals[key], part) if key in totals else part
-                        )
-                    if not group.is_simple:
-                        last[param] = product
-        for (ext, param), total in totals.items():
-            if param in last:
-                value = ext.finish(last[param], total)
-                _add(self._values, (ext, param), value, ext.add)
+            for ext, group, param, product in self._products(at_once, pulled):
+                ext.check(group, param, product)
+                part = ext.for_parameter(param).statistic(product)
+                _add(totals, (ext, param), part, ext.combine)
+                if ext.looks_again or not group.is_simple:
+                    last[ext, param] = product
+        again = {
+            key: key[0].for_parameter(key[1]).again(last[key], totals[key])
+            for key in totals
+            if key[0].looks_again
+        }
+        again = {key: by for key, by in again.items() if by is not None}
+        if again:
+            seconds: Dict[Key, Any] = {}
+            for chunk in columns():
+                for ext, _, param, product in self._products(at_once, pull(chunk)):
+                    if (ext, param) in again:
+                        part = again[ext, param].statistic(product)
+                        _add(seconds, (ext, param), part, ext.combine)
+            for key, value in seconds.items():
+                del totals[key]
+                _add(self._values, key, value, key[0].add)
+        for key, total in totals.items():
+            if key in last:
+                _add(self._values, key, key[0].finish(last[key], total), key[0].add)
             else:
-                _add(self._statistics, (ext, param), total, ext.combine)
+                _add(self._statistics, key, total, key[0].combine)
+
+    def _products(
+        self, at_once: Dict[Group, List[Any]], pulled: Dict[Any, Cotangents]
+    ) -> Iterator[Tuple[Any, Group, Tensor, PerSample]]:
+        """Form the products of a chunk of columns, for each extension and parameter."""
+        of = self._products_of(pulled)
+        for group, extensions in at_once.items():
+            for param, product in group.products(of).items():
+                for ext in extensions:
+                    yield ext, group, param, product
 
     def _products_of(self, pulled: Dict[Any, Cotangents]) -> Any:
         """Make a function that forms the products of a use, once."""
@@ -320,18 +353,21 @@ class PullColumns:
         if numbers is not None:
             stored = self._stored_products(ext.source, group, tuple(numbers))
         for param in group.params:
-            key = ext, param
-            if key in self._values:
-                yield param, self._values.pop(key)
-                continue
-            statistic, product = self._statistics.pop(key, None), stored.get(param)
+            key, by = (ext, param), ext.for_parameter(param)
+            value, product = self._values.pop(key, None), stored.get(param)
+            statistic = self._statistics.pop(key, None)
             if product is not None:
                 ext.check(group, param, product)
-                if statistic is None:
-                    yield param, ext.reduce(product)
-                else:  # one loss's columns were reduced at once, the other's stored
-                    statistic = ext.combine(statistic, ext.statistic(product))
+                # one loss's columns may have been reduced at once, the other's stored
+                if statistic is not None:
+                    statistic = ext.combine(statistic, by.statistic(product))
                     yield param, ext.finish(product, statistic)
+                elif value is not None:
+                    yield param, ext.add(value, by.reduce(product))
+                else:
+                    yield param, by.reduce(product)
+            elif value is not None:
+                yield param, value
             elif statistic is not None:
                 yield param, ext.finish(turn.gradients()[param], statistic)
 

@@ -3,15 +3,21 @@
 A list of factors ``[F1, F2, ...]`` stands for the matrix F1 ⊗ F2 ⊗ ... . The factors of
 a layer's curvature approximate its block for row-major flattened parameters. Products
 act on matrices whose *rows* are the parameter's elements, ``[D, V]``.
+
+A list ``[Q1, Q2, ..., E]`` stands for (Q1 ⊗ Q2 ⊗ ...) diag(E) (Q1 ⊗ Q2 ⊗ ...)ᵀ with
+orthogonal Q: what :class:`~backpack.extensions.EKFAC` saves, and what
+:func:`eigen_kfacs` makes of factors. Powers, determinants and exact damping are those
+of E. These functions also take factors as they are saved for groups, ``[G, p, p]``, and
+a diagonal one as a vector.
 """
 
 from functools import reduce
 from itertools import islice
 from math import prod
 from string import ascii_lowercase
-from typing import Callable, Iterator, List, Sequence, Union
+from typing import Callable, Iterator, List, Optional, Sequence, Tuple, Union
 
-from torch import Tensor, einsum, kron
+from torch import Tensor, einsum, kron, ones_like
 from torch.linalg import eigh
 
 MAX_INVERSE_EIGENVALUE = 1e8
@@ -134,7 +140,7 @@ def two_kfacs_to_mat(A: Tensor, B: Tensor) -> Tensor:
         ValueError: If one is no matrix.
     """
     _check_factors([A, B])
-    return kron(A, B)
+    return kron(A.contiguous(), B.contiguous())  # eigenvectors are stored by column
 
 
 def kfacs_to_mat(factors: Sequence[Tensor]) -> Tensor:
@@ -291,3 +297,216 @@ def apply_inv_kfac_mat_prod(
         ValueError: If the factors are no matrices, or the shifts or ``mat`` do not fit.
     """
     return inv_kfac_mat_prod(factors, shift=shift)(mat)
+
+
+def pi_shifts(factors: Sequence[Tensor], damping: float) -> List[float]:
+    """Divide a damping among factors by the size of their eigenvalues.
+
+    The factors F1 + s1 I and F2 + s2 I with s1 = π √λ, s2 = √λ / π stand in for
+    F1 ⊗ F2 + λ I, where π² is the ratio of the factors' mean eigenvalues (Martens &
+    Grosse, 2015, section 6.3). For any number k of factors: λ^(1/k), times the mean
+    eigenvalue over the geometric mean of all.
+
+    Args:
+        factors: Symmetric positive semi-definite factors, see :func:`eigen_kfacs`.
+        damping: λ, not negative.
+
+    Returns:
+        A shift for each factor, as :func:`inv_kfacs` takes them.
+    """
+    means = [
+        float(factor.mean() if is_vector(factor) else _trace(factor) / _rows(factor))
+        for factor in factors
+    ]
+    root, number = damping ** (1 / len(factors)), len(factors)
+    middle = prod(means) ** (1 / number)
+    return [root * (mean / middle if middle else 1.0) for mean in means]
+
+
+def damped_inv_kfacs(factors: Sequence[Tensor], damping: float) -> List[Tensor]:
+    """Invert factors to which a damping is added, see :func:`pi_shifts`.
+
+    Args:
+        factors: Factors as they are saved, see :func:`eigen_kfacs`.
+        damping: λ, positive where a factor is singular.
+
+    Returns:
+        Inverses of the same shapes; the list stands for an approximation of the inverse
+        of the damped product. For the inverse itself, which has no Kronecker factors,
+        see :func:`ekfac_mat_prod`.
+
+    Raises:
+        ValueError: If a damped factor is singular.
+    """  # noqa: DAR401
+    inverses = []
+    for factor, shift in zip(factors, pi_shifts(factors, damping)):
+        (basis,), values = _damped(eigen_kfacs([factor]), shift, True)
+        inverse = values.reciprocal()
+        if not is_vector(basis):
+            inverse = (basis * inverse.unsqueeze(-2)) @ basis.mT
+        inverses.append(inverse)
+    return inverses
+
+
+def _rows(factor: Tensor) -> int:
+    """Count the rows of a factor, in all groups."""
+    return factor.shape[:-1].numel()
+
+
+def _trace(factor: Tensor) -> Tensor:
+    """Sum the diagonals of a factor, of all groups."""
+    return factor.diagonal(dim1=-2, dim2=-1).sum()
+
+
+def eigen_kfacs(factors: Sequence[Tensor]) -> List[Tensor]:
+    """Diagonalize symmetric positive semi-definite Kronecker factors.
+
+    Args:
+        factors: Factors ``[p, p]``, with groups ``[G, p, p]``; a vector ``[p]`` is a
+            diagonal matrix.
+
+    Returns:
+        Eigenvectors of each factor, and the eigenvalues of their product, of shape
+        ``[p1, p2, ...]``, with groups ``[G, p1, p2, ...]``. The eigenvectors of a
+        diagonal factor are a vector of ones, the diagonal of I. Eigenvalues that
+        rounding has left below zero are zero.
+
+    Raises:
+        ValueError: If there is no factor.
+    """
+    if not factors:
+        raise ValueError("Expected one or more Kronecker factors, got none.")
+    bases, product = [], None
+    for i, factor in enumerate(factors):
+        if is_vector(factor):
+            values, basis = factor, ones_like(factor)
+        else:
+            values, basis = eigh(factor)
+        values = values.clamp(min=0)
+        bases.append(basis)
+        if product is None:
+            product = values
+        else:
+            rest = values.shape[:-1] + (1,) * i
+            product = product.unsqueeze(-1) * values.reshape(*rest, -1)
+    return [*bases, product]
+
+
+def ekfac_mat_prod(
+    ekfac: Sequence[Tensor], power: float = 1.0, damping: float = 0.0
+) -> Callable[[Tensor], Tensor]:
+    """Return the function that multiplies with a power of a damped matrix.
+
+    It is Q (E + λ)^power Qᵀ: 1 for a product, -1 for one with the inverse, 0.5 and -0.5
+    for the square root and its inverse.
+
+    Args:
+        ekfac: Eigenvectors and eigenvalues, ``[Q1, Q2, ..., E]``.
+        power: The power. Default: ``1.0``.
+        damping: λ, which is added to each eigenvalue of the product: exact damping.
+            Default: ``0.0``.
+
+    Returns:
+        Function that maps a matrix ``[D, V]``, where D is the number of eigenvalues, to
+        ``[D, V]``, and a vector ``[D]`` to a vector. It raises a ``ValueError`` for any
+        other shape.
+
+    Raises:
+        ValueError: If the power is not defined for an eigenvalue that is zero, or
+            negative.
+    """
+    bases, values = _damped(ekfac, damping, not (power >= 0 and power == int(power)))
+    scale = values.pow(power)
+
+    def product(mat: Tensor) -> Tensor:
+        """Multiply with columns, or with a single vector.
+
+        Args:
+            mat: Matrix ``[D, V]``, or vector ``[D]``.
+
+        Returns:
+            The product, of the same shape.
+
+        Raises:
+            ValueError: If it has another shape.
+        """
+        size = values.numel()
+        if mat.ndim not in (1, 2) or len(mat) != size:
+            raise ValueError(
+                f"Expected a matrix [{size}, V] or a vector [{size}], as there are "
+                f"eigenvalues, got shape {list(mat.shape)}. Flatten a parameter-shaped "
+                "tensor, with one column per vector."
+            )
+        rows = mat.reshape(size, -1).T.reshape(-1, *values.shape)
+        rows = rotate(bases, rotate(transposed(bases), rows) * scale)
+        return rows.flatten(1).T.reshape(mat.shape)
+
+    return product
+
+
+def ekfac_logdet(ekfac: Sequence[Tensor], damping: float = 0.0) -> Tensor:
+    """Compute the logarithm of the determinant of a damped matrix.
+
+    Args:
+        ekfac: Eigenvectors and eigenvalues, ``[Q1, Q2, ..., E]``.
+        damping: λ, which is added to each eigenvalue. Default: ``0.0``.
+
+    Returns:
+        Σ log(E + λ), a number.
+
+    Raises:
+        ValueError: If an eigenvalue is zero, or negative.
+    """  # noqa: DAR401
+    return _damped(ekfac, damping, True)[1].log().sum()
+
+
+def _damped(
+    ekfac: Sequence[Tensor], damping: float, positive: bool
+) -> Tuple[Sequence[Tensor], Tensor]:
+    """Add damping to the eigenvalues; refuse what has no inverse, if asked to."""
+    *bases, values = ekfac
+    values = values + damping
+    if positive and values.numel() and values.min() <= 0:
+        raise ValueError(
+            f"The smallest eigenvalue is {float(values.min()):.1e} with a damping of "
+            f"{damping}, and the matrix has no inverse, logarithm or root. "
+            "Use a larger damping."
+        )
+    return bases, values
+
+
+def transposed(matrices: Sequence[Tensor]) -> List[Tensor]:
+    """Transpose matrices, of which a vector is a diagonal one.
+
+    Args:
+        matrices: Matrices ``[*, q, p]``, and vectors.
+
+    Returns:
+        Matrices ``[*, p, q]``, and the vectors.
+    """
+    return [mat if is_vector(mat) else mat.mT for mat in matrices]
+
+
+def rotate(matrices: Sequence[Optional[Tensor]], rows: Tensor) -> Tensor:
+    """Multiply each of the last axes with a matrix.
+
+    Args:
+        matrices: A matrix ``[q, p]`` for each axis, with groups ``[G, q, p]``; a vector
+            ``[p]`` is a diagonal matrix, ``None`` the identity.
+        rows: Tensor of shape ``[K, p1, p2, ...]``, with groups ``[K, G, p1, ...]``.
+
+    Returns:
+        Tensor of shape ``[K, q1, q2, ...]``, with groups ``[K, G, q1, ...]``.
+    """
+    for axis, matrix in enumerate(matrices, start=-len(matrices)):
+        if matrix is None:
+            continue
+        last = rows.movedim(axis, -1)
+        if is_vector(matrix):
+            last = last * matrix
+        elif is_matrix(matrix):
+            last = last @ matrix.mT
+        else:
+            last = einsum("kg...p,gqp->kg...q", last, matrix)
+        rows = last.movedim(-1, axis)
+    return rows

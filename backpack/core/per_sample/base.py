@@ -165,6 +165,14 @@ class PerSample(ABC):
         for samples in self._sample_chunks():
             yield self.block(samples)
 
+    def pieces(self) -> Iterator[Tensor]:
+        """Form the products of all samples, some at a time.
+
+        Yields:
+            Products of shape ``[V, n, *p]``.
+        """
+        yield from self._adding_up(self._blocks())
+
     def _adding_up(self, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
         """Add blocks up on their way, if their sum is asked for.
 
@@ -193,10 +201,7 @@ class PerSample(ABC):
             Squared norms of shape ``[N]``.
         """
         return torch.cat(
-            [
-                sums.sum_axis(sums.sum_of_squares(block, 2), 0)
-                for block in self._adding_up(self._blocks())
-            ]
+            [sums.sum_axis(sums.sum_of_squares(block, 2), 0) for block in self.pieces()]
         )
 
     def squares(self, sum_batch: bool = True) -> Tensor:
@@ -225,7 +230,7 @@ class PerSample(ABC):
         if not sum_batch:
             return self._squares_per_sample()
         total: Optional[Tensor] = None
-        for block in self._adding_up(self._blocks()):
+        for block in self.pieces():
             total = sums.add_squares(total, block.flatten(0, 1))
         return total.contiguous()
 

@@ -11,7 +11,7 @@ from einops import einsum, rearrange
 from torch import Tensor
 
 from backpack.core.fast import tuning
-from backpack.core.fast.matmul import bmm, gram, has_fast_blas, is_fast_product, matmul
+from backpack.core.fast.matmul import bmm, gram, has_fast_blas, is_fast_product
 from backpack.core.fast.memory import huge_empty, may_write
 from backpack.core.per_sample import sums
 from backpack.core.per_sample.base import Dense, Gather, PerSample
@@ -166,6 +166,11 @@ class Outer(PerSample):
             self._a = self._make_a()
         return self._a
 
+    @property
+    def inputs_size(self) -> int:
+        """Number d of features of the inputs."""
+        return self._sizes[0]
+
     def _unfolder(self) -> Optional[Unfolding]:
         """Return faster ways to unfold, unless the inputs are unfolded already."""
         return self._unfolding if self._a is None else None
@@ -175,18 +180,22 @@ class Outer(PerSample):
         return self.b
 
     def merge(self, other: PerSample) -> PerSample:  # noqa: D102
-        if not isinstance(other, Outer) or not (
-            self.batch_size == other.batch_size
-            and self.b.shape[2::2] == other.b.shape[2::2]
-            and self._sizes == other._sizes
-            and (self.order, self.shape) == (other.order, other.shape)
-        ):
+        if self.batch_size != other.batch_size or not self._is_like(other):
             return super().merge(other)
         a = torch.cat([self.a, other.a], dim=2)
         b = torch.cat([self.b, other.b], dim=3)
         result = self.like(lambda: a, b)
         result.sums_positions = self.sums_positions and other.sums_positions
         return result
+
+    def _is_like(self, other: PerSample) -> bool:
+        """Tell whether other products have factors of the same kind."""
+        return (
+            isinstance(other, Outer)
+            and self.b.shape[2::2] == other.b.shape[2::2]
+            and self._sizes == other._sizes
+            and (self.order, self.shape) == (other.order, other.shape)
+        )
 
     def like(
         self,
@@ -258,7 +267,8 @@ class Outer(PerSample):
 
     def gathered(self, gather: Gather) -> PerSample:  # noqa: D102
         d, p = self._sizes
-        if self.positions * (d + p) >= d * p:  # the products are fewer numbers
+        many = self.positions * (d + p) >= d * p
+        if many and not self.is_reordered:  # the products are fewer numbers
             return super().gathered(gather)
         a, b = gather(self.a, 0), gather(self.b, 1)
         return self.like(lambda: a, b)
@@ -346,11 +356,21 @@ class Outer(PerSample):
             ``[*, G, p, d]`` to ``[*, *p]``.
         """
         unfolding = self._unfolder()
-        if unfolding is None:
-            return lambda samples: self.a[samples], self.fold
-        if any_order and self._one_by_one:
+        if unfolding is not None and any_order and self._one_by_one:
             return unfolding.rows, unfolding.fold_rows
-        return lambda samples: unfolding.matrices(samples).mT, self.fold
+        return self.inputs, self.fold
+
+    def inputs(self, samples: slice) -> Tensor:
+        """Unfold the inputs of some samples.
+
+        Args:
+            samples: Which ones (n of them).
+
+        Returns:
+            Inputs of shape ``[n, G, T, d]``.
+        """
+        unfolding = self._unfolder()
+        return self.a[samples] if unfolding is None else unfolding.matrices(samples).mT
 
     def _products(
         self, any_order: bool, out: Optional[Tensor] = None
@@ -436,8 +456,8 @@ class Outer(PerSample):
         return self.like(lambda: full_precision(self.a), b).summed()
 
     def formed(self, for_dots: bool = False) -> PerSample:  # noqa: D102
-        forms = self._dots_form if for_dots else self._norms_form
-        return Dense(self.individual(), self.shape) if forms else self
+        few = self.is_cheaper_as_factors(self) if for_dots else not self._norms_form
+        return self if few else Dense(self.individual(), self.shape)
 
     @cached_property
     def _powers(self) -> Optional[Tensor]:
@@ -459,12 +479,6 @@ class Outer(PerSample):
             self.positions, *self._sizes, adds_up
         )
 
-    @property
-    def _dots_form(self) -> bool:
-        """Whether products are formed for their dot products."""
-        (n, t), (d, p) = (self.batch_size, self.positions), self._sizes
-        return n * t**2 * (d + p) >= (t + n) * d * p
-
     def sq_norms(self) -> Tensor:  # noqa: D102
         if self.positions == 1:
             b = sums.sum_axis(sums.sum_of_squares(self._moderate_b(), 3), 0)
@@ -485,8 +499,8 @@ class Outer(PerSample):
             return statistic
         a = self._moderate_a().squeeze(2).pow(2)
         if sum_batch:
-            return self.fold(sum_outer_products(statistic, a))
-        return self.fold(outer_products(statistic.unsqueeze(0), a).squeeze(0))
+            return self.fold(sums.sum_outer_products(statistic, a))
+        return self.fold(sums.outer_products(statistic.unsqueeze(0), a).squeeze(0))
 
     def variance(self) -> Tensor:  # noqa: D102
         if self.positions > 1 or self.batch_size == 0:
@@ -495,8 +509,8 @@ class Outer(PerSample):
             return super().variance()
         # Two matrix products are all it takes, unless moment and squared mean cancel
         a, b = self._moderate_a().squeeze(2), self._moderate_b()[0].squeeze(2)
-        total = sum_outer_products(b, a)
-        moment = sum_outer_products(b.pow(2) / self.batch_size, a.pow(2))
+        total = sums.sum_outer_products(b, a)
+        moment = sums.sum_outer_products(b.pow(2) / self.batch_size, a.pow(2))
         variance = torch.addcmul(moment, total, total, value=-1 / self.batch_size**2)
         excess = torch.sub(moment, variance, alpha=CANCELLATION)
         if self.keeps_total:
@@ -505,16 +519,30 @@ class Outer(PerSample):
             return super().variance()
         return self.fold(variance)
 
-    def dots(self) -> Tensor:  # noqa: D102
-        if self._dots_form:
+    def dots(self, other: Optional[Outer] = None) -> Tensor:  # noqa: D102
+        if other is None and not self.is_cheaper_as_factors(self):
             if self._is_large:
                 return sums.sum_of_dots(flatten(self._collect(any_order=True), 2))
             return super().dots()
+        other = self if other is None else other
         pattern = "n g t k, m g s k -> g n t m s"
-        a, columns = self._moderate_a(), self._moderate_b()
-        gram_a = einsum(a, a, pattern)
-        dots = ((einsum(b, b, pattern) * gram_a).sum((0, 2, 4)) for b in columns)
-        return sum(dots)
+        gram_a = einsum(self._moderate_a(), other._moderate_a(), pattern)
+        columns = zip(self._moderate_b(), other._moderate_b())
+        return sum((einsum(*b, pattern) * gram_a).sum((0, 2, 4)) for b in columns)
+
+    def is_cheaper_as_factors(self, other: Outer) -> bool:
+        """Tell whether dot products take fewer multiplications by factors.
+
+        Args:
+            other: Products for the same parameter.
+
+        Returns:
+            Whether they do, and the factors are alike.
+        """
+        n, t, q, s = self.batch_size, self.positions, other.batch_size, other.positions
+        d, p = self._sizes
+        formed = n * t + n * q + (0 if other is self else q * s)
+        return self._is_like(other) and n * t * q * s * (d + p) < formed * d * p
 
     def input_gram(self, scale: float) -> Tensor:
         """Sum the outer products of the inputs with themselves.
@@ -527,7 +555,7 @@ class Outer(PerSample):
         """
         unfolding = self._unfolder()
         if unfolding is None:
-            rows = full_precision(self.a).permute(1, 3, 0, 2).flatten(2)
+            rows = sums.features_first(full_precision(self.a), 1)
             if 0 < rows.shape[2] < rows.shape[1]:  # they are fewer numbers
                 return gram(rows * scale**0.5)
             return gram(rows).mul_(scale)
@@ -541,7 +569,7 @@ class Outer(PerSample):
         """Form ``[V, n, G, p, d]``, with the columns as rows of one product."""
         a, b = self.a[samples], self.b[:, samples]
         if self.positions == 1:
-            return outer_products(b.squeeze(3), a.squeeze(2))
+            return sums.outer_products(b.squeeze(3), a.squeeze(2))
         v, n, g, t, p = b.shape
         rows = b.permute(1, 2, 0, 4, 3).reshape(n * g, v * p, t)
         products = bmm(rows, a.flatten(0, 1)).reshape(n, g, v, p, a.shape[-1])
@@ -565,34 +593,3 @@ class Outer(PerSample):
             dots = (gram_a * bmm(b, b.mT)).unflatten(0, (-1, self.groups))
             total = total + dots.sum((1, 2, 3))
         return total
-
-
-def sum_outer_products(b: Tensor, a: Tensor) -> Tensor:
-    """Sum outer products over samples.
-
-    Args:
-        b: Left factors of shape ``[N, G, p]``.
-        a: Right factors of shape ``[N, G, d]``.
-
-    Returns:
-        Sums of shape ``[G, p, d]``.
-    """
-    if b.shape[1] == 1:  # which takes fewer steps
-        return matmul(b.squeeze(1).T, a.squeeze(1)).unsqueeze(0)
-    return bmm(b.permute(1, 2, 0), a.transpose(0, 1))
-
-
-def outer_products(b: Tensor, a: Tensor) -> Tensor:
-    """Form outer products, in memory that is cheap to touch for the first time.
-
-    Args:
-        b: Left factors of shape ``[V, N, G, p]``.
-        a: Right factors of shape ``[N, G, d]``.
-
-    Returns:
-        Outer products of shape ``[V, N, G, p, d]``.
-    """
-    if not may_write():
-        return b.unsqueeze(-1) * a.unsqueeze(-2)
-    out = huge_empty((*b.shape, a.shape[-1]), b.dtype, b.device)
-    return torch.mul(b.unsqueeze(-1), a.unsqueeze(-2), out=out)

@@ -113,14 +113,18 @@ class Rows(PerSample):
         absent = (self.batch_size - occurrences).unsqueeze(1)
         return (total + absent * mean.pow(2)) / self.batch_size
 
-    def dots(self) -> Tensor:  # noqa: D102
+    def dots(self, other: Optional[Rows] = None) -> Tensor:  # noqa: D102
         samples, ids, sums, _ = self._segments()
-        dots = sums.new_zeros(self.batch_size, self.batch_size)
-        for rows in chunks(ids.numel(), ids.numel()):
-            same = (ids[rows].unsqueeze(1) == ids).to(sums.dtype)
-            pairs = einsum(sums[:, rows], sums, "v r k, v s k -> r s") * same
-            by_sample = pairs.new_zeros(len(pairs), self.batch_size)
-            by_sample = by_sample.index_add(1, samples, pairs)
+        batch, columns, others = samples, ids, sums
+        size = self.batch_size if other is None else other.batch_size
+        if other is not None:
+            batch, columns, others, _ = other._segments()
+        dots = sums.new_zeros(self.batch_size, size)
+        for rows in chunks(ids.numel(), columns.numel()):
+            same = (ids[rows].unsqueeze(1) == columns).to(sums.dtype)
+            pairs = einsum(sums[:, rows], others, "v r k, v s k -> r s") * same
+            by_sample = pairs.new_zeros(len(pairs), size)
+            by_sample = by_sample.index_add(1, batch, pairs)
             dots = dots.index_add(0, samples[rows], by_sample)
         return dots
 

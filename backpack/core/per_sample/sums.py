@@ -9,7 +9,7 @@ from torch import Tensor
 
 from backpack.core.fast import tuning
 from backpack.core.fast.matmul import bmm, is_fast, matmul
-from backpack.core.fast.memory import may_write
+from backpack.core.fast.memory import huge_empty, may_write
 from backpack.utils.types import accumulator_dtype, full_precision
 from backpack.utils.unsqueeze import flatten_any_order
 
@@ -99,27 +99,43 @@ def sum_of_squares(x: Tensor, start: int) -> Tensor:
     return torch.linalg.vector_norm(x, dim=axes, dtype=dtype).square_()
 
 
-def sum_of_dots(columns: Tensor) -> Tensor:
+def features_first(x: Tensor, groups: int) -> Tensor:
+    """Arrange features as rows; the order of what they are multiplied over is any.
+
+    Args:
+        x: Tensor of shape ``[*, G, T, d]``.
+        groups: The axis of G.
+
+    Returns:
+        Tensor of shape ``[G, d, K]``: a view where rows lie in memory one by one.
+    """
+    return flatten_any_order(x.movedim((groups, -1), (0, 1)), 2)
+
+
+def sum_of_dots(columns: Tensor, others: Optional[Tensor] = None) -> Tensor:
     """Compute pairwise dot products, summed over columns.
 
     Args:
         columns: Tensor of shape ``[V, N, D]``.
+        others: Tensor of shape ``[V, Q, D]``. Default: ``None`` for the same.
 
     Returns:
-        Dot products of shape ``[N, N]``.
+        Dot products of shape ``[N, Q]``.
     """
     exact = accumulator_dtype(columns.dtype) == columns.dtype
     columns = full_precision(columns)
+    others = columns if others is None else full_precision(others)
     if columns.shape[2] <= tuning.PIECE_ELEMENTS or columns.is_cuda or not exact:
-        return einsum(columns, columns, "v n d, v m d -> n m")
+        return einsum(columns, others, "v n d, v m d -> n m")
     if columns.shape[2] <= tuning.BLOCKED_ELEMENTS and is_fast(
-        columns[0], columns[0].mT
+        columns[0], others[0].mT
     ):
-        products = (matmul(rows, rows.mT) for rows in columns)
+        products = (matmul(rows, more.mT) for rows, more in zip(columns, others))
         return sum(products)  # type: ignore[return-value]
-    pieces, rest = cut(columns)
-    dots: Any = sum(bmm(rows, rows.mT).sum(0) for rows in pieces.transpose(1, 2))
-    return dots if rest is None else dots + sum_of_dots(rest)
+    (pieces, rest), (more, more_rest) = cut(columns), cut(others)
+    both = zip(pieces.transpose(1, 2), more.transpose(1, 2))
+    dots: Any = sum(bmm(rows, row.mT).sum(0) for rows, row in both)
+    return dots if rest is None else dots + sum_of_dots(rest, more_rest)
 
 
 def add_squares(total: Optional[Tensor], rows: Tensor) -> Tensor:
@@ -239,3 +255,34 @@ def _is_slice_by_slice(rows: Tensor) -> bool:
     """Tell whether it is faster to go through rows one by one, in place."""
     large = rows.numel() >= tuning.SLICE_ELEMENTS * max(1, len(rows))
     return large and may_write()
+
+
+def sum_outer_products(b: Tensor, a: Tensor) -> Tensor:
+    """Sum outer products over samples.
+
+    Args:
+        b: Left factors of shape ``[N, G, p]``.
+        a: Right factors of shape ``[N, G, d]``.
+
+    Returns:
+        Sums of shape ``[G, p, d]``.
+    """
+    if b.shape[1] == 1:  # which takes fewer steps
+        return matmul(b.squeeze(1).T, a.squeeze(1)).unsqueeze(0)
+    return bmm(b.permute(1, 2, 0), a.transpose(0, 1))
+
+
+def outer_products(b: Tensor, a: Tensor) -> Tensor:
+    """Form outer products, in memory that is cheap to touch for the first time.
+
+    Args:
+        b: Left factors of shape ``[V, N, G, p]``.
+        a: Right factors of shape ``[N, G, d]``.
+
+    Returns:
+        Outer products of shape ``[V, N, G, p, d]``.
+    """
+    if not may_write():
+        return b.unsqueeze(-1) * a.unsqueeze(-2)
+    out = huge_empty((*b.shape, a.shape[-1]), b.dtype, b.device)
+    return torch.mul(b.unsqueeze(-1), a.unsqueeze(-2), out=out)

@@ -1,8 +1,10 @@
 """First-order quantities: from the gradient at each layer's output."""
 
 from backpack.extensions.firstorder.batch_dot_grad import BatchDotGrad
+from backpack.extensions.firstorder.batch_factors import BatchFactors
 from backpack.extensions.firstorder.batch_grad import BatchGrad
 from backpack.extensions.firstorder.batch_l2_grad import BatchL2Grad
+from backpack.extensions.firstorder.batch_project_grad import BatchProjectGrad
 from backpack.extensions.firstorder.clipped_grad import ClippedGrad
 from backpack.extensions.firstorder.sum_grad_squared import SumGradSquared
 from backpack.extensions.firstorder.variance import Variance
@@ -10,8 +12,10 @@ from backpack.extensions.firstorder.weighted_grad import WeightedGrad
 
 __all__ = [
     "BatchDotGrad",
+    "BatchFactors",
     "BatchGrad",
     "BatchL2Grad",
+    "BatchProjectGrad",
     "ClippedGrad",
     "SumGradSquared",
     "Variance",

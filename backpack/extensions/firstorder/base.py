@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import Any, List, Mapping, Optional, Type
 
 from torch import Tensor
@@ -105,16 +104,33 @@ class GradientReduction(FirstOrderBackpropExtension):
             self.adds_up_from = None
 
     @staticmethod
-    @abstractmethod
     def reduce(gradients: PerSample) -> Tensor:
         """Reduce the individual gradients of a parameter.
+
+        What depends on which parameter it is defines :meth:`reduce_for` instead.
 
         Args:
             gradients: The gradients, ``[1, N, *p]`` in some form.
 
         Returns:
             The quantity.
+
+        Raises:
+            NotImplementedError: If it depends on the parameter.
         """
+        raise NotImplementedError("This quantity depends on which parameter it is.")
+
+    def reduce_for(self, param: Tensor, gradients: PerSample) -> Tensor:
+        """Reduce the individual gradients of a parameter that is known.
+
+        Args:
+            param: The parameter.
+            gradients: The gradients of all samples, ``[1, N, *p]`` in some form.
+
+        Returns:
+            The quantity.
+        """
+        return self.reduce_selected(gradients)
 
     def reduce_selected(self, gradients: PerSample) -> Tensor:
         """Reduce the individual gradients of the samples that are considered.
@@ -147,7 +163,7 @@ class GradientReduction(FirstOrderBackpropExtension):
         shard = shard_of(self)
         for param, product in turn.gradients().items():
             gradients = product.plain
-            turn.save(self, param, self.reduce_selected(gradients))
+            turn.save(self, param, self.reduce_for(param, gradients))
             if shard is not None:
                 shard.samples = gradients.batch_size
                 shard.parts[param] = self.parts(gradients)

@@ -8,6 +8,7 @@ from backpack.extensions.secondorder.diag_ggn import (
     DiagGGNMC,
 )
 from backpack.extensions.secondorder.diag_hessian import BatchDiagHessian, DiagHessian
+from backpack.extensions.secondorder.ekfac import EKFAC
 from backpack.extensions.secondorder.hbp import HBP, KFAC, KFLR, KFRA
 from backpack.extensions.secondorder.sqrt_ggn import SqrtGGNExact, SqrtGGNMC
 
@@ -19,6 +20,7 @@ __all__ = [
     "DiagGGNExact",
     "DiagGGNMC",
     "DiagHessian",
+    "EKFAC",
     "HBP",
     "KFAC",
     "KFLR",

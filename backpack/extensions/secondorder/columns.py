@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any, Iterator, Optional
+from typing import Any, Iterator, Optional, Sequence
 
 import torch
 from torch import Generator, Tensor
@@ -26,9 +26,10 @@ from backpack.extensions.secondorder.walk import (
 )
 from backpack.utils.errors import batch_norm_raise_error_if_train
 from backpack.utils.subsampling import Selection, subsample
-from backpack.utils.types import FisherType, Grads, Layer
+from backpack.utils.types import Grads, Layer
 
 FISHER_TYPES = ("mc", "empirical")
+EXACT_TOO = ("mc", "exact", "empirical")
 
 
 @dataclass(frozen=True)
@@ -101,15 +102,20 @@ class Source:
 
 
 def fisher_source(
-    name: str, fisher_type: FisherType, mc_samples: int, generator: Optional[Generator]
+    name: str,
+    fisher_type: str,
+    mc_samples: int,
+    generator: Optional[Generator],
+    types: Sequence[str] = FISHER_TYPES,
 ) -> Source:
     """Choose whose targets the gradients of the Fisher are taken for.
 
     Args:
         name: Name of the extension.
-        fisher_type: ``"mc"`` or ``"empirical"``.
+        fisher_type: ``"mc"``, ``"empirical"`` or ``"exact"``.
         mc_samples: Number of Monte-Carlo samples, for ``"mc"``.
         generator: Random number generator, for ``"mc"``.
+        types: Which of them there are. Default: all but ``"exact"``.
 
     Returns:
         The source of columns.
@@ -128,10 +134,12 @@ def fisher_source(
             f"{name}: generator must be a torch.Generator or None, got {generator!r}. "
             "Pass `torch.Generator(device).manual_seed(0)`, with the model's device."
         )
-    if fisher_type not in FISHER_TYPES:
+    if fisher_type not in types:
         raise ValueError(
-            f"{name}: fisher_type must be one of {FISHER_TYPES}, got {fisher_type!r}."
+            f"{name}: fisher_type must be one of {types}, got {fisher_type!r}."
         )
+    if fisher_type == "exact":
+        return Source("exact", compact=True)
     if fisher_type == "empirical":
         return Source("empirical")
     return Source("sampling", mc_samples, generator)
@@ -180,7 +188,8 @@ class ReduceColumns(ModuleExtension):
                 name, frozen, (), g_out, all_samples
             )
             extension.check(turn.call, param, product)
-            turn.save_alone(extension, param, extension.reduce(product))
+            value = extension.for_parameter(param).reduce(product)
+            turn.save_alone(extension, param, value)
         producers = turn.producers(extension)
         if producers:
             linear = linearize(turn, extension, producers, freeze_call(turn))
@@ -197,9 +206,11 @@ class ColumnExtension(SecondOrderBackpropExtension):
         source: Where the columns come from.
         loss_hessian_strategy: How the loss Hessian is factored.
         additive: Whether the quantity is a sum over columns.
+        looks_again: Whether columns may be needed twice, see :meth:`again`.
     """
 
     additive = True
+    looks_again = False
     pulls_columns = True
     separates_samples = True
     default_rule: Optional[ModuleExtension] = ReduceColumns()
@@ -241,6 +252,29 @@ class ColumnExtension(SecondOrderBackpropExtension):
             The quantity. By default the statistic itself.
         """
         return statistic
+
+    def for_parameter(self, param: Tensor) -> ColumnExtension:
+        """Return what reduces the columns at a parameter.
+
+        Args:
+            param: The parameter.
+
+        Returns:
+            The extension itself, unless what it does depends on the parameter.
+        """
+        return self
+
+    def again(self, product: PerSample, statistic: Tensor) -> Optional[ColumnExtension]:
+        """Return what reduces all columns once more, if it needs their statistic.
+
+        Args:
+            product: Products of any columns and the parameter's Jacobian.
+            statistic: Sum of all columns' statistics.
+
+        Returns:
+            Extension whose statistics replace the first ones; ``None`` by default.
+        """
+        return None
 
     def combine(self, existing: Tensor, other: Tensor) -> Tensor:
         """Combine the statistics of two sets of columns.

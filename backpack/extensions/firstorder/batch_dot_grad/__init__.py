@@ -1,41 +1,85 @@
-"""Pairwise dot products of individual gradients."""
+"""Dot products of individual gradients: with each other, or with another batch's."""
 
 from __future__ import annotations
+
+from typing import Mapping, Optional, Union
 
 import torch
 from torch import Tensor
 
-from backpack.core.per_sample.base import PerSample
+from backpack.core.per_sample.base import Dense, PerSample
 from backpack.extensions.firstorder.base import GradientReduction
+from backpack.extensions.firstorder.batch_factors import FactoredGradients
 from backpack.extensions.shards import Piece
 from backpack.utils.subsampling import Selection
 from backpack.utils.types import as_type
+
+NO_MAPPING = (
+    "BatchDotGrad: other must be a mapping from parameters to gradients of another "
+    "batch, got {got}. Pass for instance what BatchFactors has saved, "
+    "other={{p: p.grad_factors for p in model.parameters()}}."
+)
+NO_GRADIENTS = (
+    "BatchDotGrad: other has no gradients [Q, *p] for a parameter of shape {shape}, "
+    "but {got}. Pass what BatchFactors has saved on each trainable parameter, or "
+    "tensors."
+)
 
 
 class BatchDotGrad(GradientReduction):
     """Pairwise dot products of the individual gradients, for each parameter.
 
     Saved in ``batch_dot``, of shape ``[N, N]``: gᵢᵀ gⱼ with the summands gₙ of the
-    gradient (see :class:`~backpack.extensions.BatchGrad`).
+    gradient (see :class:`~backpack.extensions.BatchGrad`). With the gradients of Q
+    samples of another batch, given as ``other``, it is of shape ``[N, Q]``.
     """
 
-    def __init__(self, subsampling: Selection = None):
+    def __init__(
+        self,
+        subsampling: Selection = None,
+        other: Optional[Mapping[Tensor, Union[Tensor, FactoredGradients]]] = None,
+    ):
         """Choose the samples.
 
         Args:
             subsampling: Samples whose dot products are computed, by index; the scale
                 stays that of the full batch. Default: ``None`` for all.
+            other: For each parameter, individual gradients of another batch: what
+                :class:`~backpack.extensions.BatchFactors` has saved, preconditioned or
+                not, or a tensor ``[Q, *p]``. Default: ``None`` for the same batch.
+
+        Raises:
+            ValueError: If ``other`` is no mapping.
         """
+        if not isinstance(other, (Mapping, type(None))):
+            raise ValueError(NO_MAPPING.format(got=type(other).__name__))
         super().__init__("batch_dot", subsampling=subsampling)
+        self._other = other
 
     @staticmethod
     def reduce(gradients: PerSample) -> Tensor:  # noqa: D102
         return gradients.dots()
 
+    def reduce_for(self, param: Tensor, gradients: PerSample) -> Tensor:  # noqa: D102
+        if self._other is None:
+            return super().reduce_for(param, gradients)
+        others = self._other.get(param)
+        known = isinstance(others, (Tensor, FactoredGradients))
+        if not known or others.shape[1:] != param.shape or not len(others.shape):
+            got = f"shape {list(others.shape)}" if known else type(others).__name__
+            shape = list(param.shape)
+            raise ValueError(NO_GRADIENTS.format(shape=shape, got=got))
+        if isinstance(others, Tensor):
+            tensors = others.detach().to(gradients.device, gradients.dtype)
+            others = FactoredGradients(Dense(tensors.unsqueeze(0), param.shape))
+        return others.dots(self.select(gradients))
+
     def parts(self, gradients: PerSample) -> PerSample:  # noqa: D102
-        return self.select(gradients)
+        return self.select(gradients) if self._other is None else None
 
     def over_shards(self, value: Tensor, piece: Piece) -> Tensor:  # noqa: D102
+        if self._other is not None:
+            return piece.local(value, piece.weight)
         factors = piece.required_parts(self).gathered(piece.gather)
         weight = piece.gather(torch.full_like(value[:, 0], piece.weight))
         return as_type(factors.dots() * weight.outer(weight), value.dtype)

@@ -17,7 +17,7 @@ from backpack.core.fast.matmul import gram
 from backpack.core.per_sample.base import PerSample, Summed
 from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.rows import Rows
-from backpack.core.per_sample.sums import reciprocal
+from backpack.core.per_sample.sums import features_first, reciprocal
 from backpack.utils.hooks import warn_user
 from backpack.utils.types import Layer, WeightSharing
 from backpack.utils.unsqueeze import flatten
@@ -152,14 +152,30 @@ def output_factor(
     Returns:
         Factors of shape ``[G, p, p]``.
     """
+    return of_output(product, weight_sharing, gram)
+
+
+def of_output(
+    product: PerSample, weight_sharing: Optional[str], of_rows: Callable
+) -> Tensor:
+    """Compute from the columns at a layer's output what its parameters share.
+
+    Args:
+        product: Products of columns and the parameter's Jacobian.
+        weight_sharing: How weight sharing is treated.
+        of_rows: Function of features ``[G, p, K]`` as rows.
+
+    Returns:
+        What the function returns.
+    """
     b = arrange(product)
     sums = weight_sharing != "expand" and b.shape[3] > 1
 
     def compute() -> Tensor:
         summed = b.sum(3, keepdim=True) if sums else b
-        return gram(summed.permute(2, 4, 0, 1, 3).flatten(2))
+        return of_rows(features_first(summed, 2))
 
-    return product.share(("output factor", sums), b, compute)  # for weight and bias
+    return product.share((of_rows, sums), b, compute)  # for weight and bias
 
 
 def averaged_output_factor(

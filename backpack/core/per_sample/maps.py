@@ -1,0 +1,179 @@
+"""Products multiplied with matrices from both sides; dot products of two batches."""
+
+from __future__ import annotations
+
+from typing import Optional, Sequence
+
+import torch
+from torch import Tensor
+
+from backpack.core.fast import tuning
+from backpack.core.per_sample import sums
+from backpack.core.per_sample.base import Dense, PerSample
+from backpack.core.per_sample.order import Order
+from backpack.core.per_sample.outer import Outer
+from backpack.core.per_sample.rows import Rows
+from backpack.utils.kroneckers import rotate
+from backpack.utils.types import full_precision
+from backpack.utils.unsqueeze import flatten
+
+Matrices = Sequence[Optional[Tensor]]
+
+
+def in_order(product: PerSample) -> PerSample:
+    """Describe products as the matrices that Kronecker factors belong to.
+
+    Args:
+        product: Products for a parameter.
+
+    Returns:
+        Products ``[V, N, G, p, d]`` where the parameter has its axes in another order;
+        else the same as before.
+    """
+    if not isinstance(product, Outer) or not product.is_reordered:
+        return product
+    shape = torch.Size([product.groups, product.b.shape[-1], product.inputs_size])
+    return Outer(lambda: product.a, product.b, shape)
+
+
+def mapped(product: PerSample, matrices: Matrices) -> PerSample:
+    """Multiply each product with a matrix for each of its Kronecker factors.
+
+    The product L S Rᵀ of an outer product S = Σ b ⊗ a has the factors L b and R a.
+
+    Args:
+        product: Products for a parameter.
+        matrices: Square matrices of the factors' shapes ``[p, p]``, in their order,
+            with groups ``[G, p, p]``; a vector is a diagonal matrix, ``None`` the
+            identity.
+
+    Returns:
+        Products for the same parameter.
+    """
+    if isinstance(product, Outer):
+        on_b, on_a = matrices[::-1] if product.is_transposed else matrices
+        return product.like(*_factors(product, on_b, on_a))
+    if isinstance(product, Rows):
+        on_rows, on_b = matrices
+        b = _times(product.b, on_b)
+        if on_rows is not None:
+            b = b * on_rows[product.ids].unsqueeze(-1)
+        return Rows(product.ids, b, product.shape, product.valid)
+    products = _rotated(product.individual(), matrices)
+    return Dense(products.reshape(*products.shape[:2], *product.shape), product.shape)
+
+
+def projected(product: PerSample, matrices: Sequence[Tensor]) -> PerSample:
+    """Multiply each product, as a matrix ``[P, D]``, with matrices from both sides.
+
+    Rows of the matrix are the first axis of the parameter, columns all others. A
+    parameter with a single axis, or none, is a vector.
+
+    Args:
+        product: Products of a single column for a parameter.
+        matrices: Matrices ``[K, P]`` and ``[L, D]``; for a vector one.
+
+    Returns:
+        Products of shape ``[1, N, K, L]``; for a vector ``[1, N, K]``.
+    """
+    shape = torch.Size([len(matrix) for matrix in matrices])
+    if isinstance(product, Outer) and product.groups == 1 and len(matrices) == 2:
+        order = None
+        if product.is_transposed:
+            order, matrices = Order((shape[1], shape[0]), (1, 0)), matrices[::-1]
+        fits = product.b.shape[-1] == matrices[0].shape[-1]
+        if fits and not product.is_reordered:
+            return Outer(*_factors(product, *matrices), shape, order)
+    if isinstance(product, Rows):
+        on_ids, on_b = matrices
+        b = on_ids.mT[product.ids] * product.valid.unsqueeze(-1)
+        a = _times(product.b, on_b)
+        return Outer(lambda: a[0].unsqueeze(1), b[None, :, None], shape)
+    blocks = [_rotated(block, matrices) for block in product.pieces()]
+    return Dense(torch.cat(blocks, 1), shape)
+
+
+def _factors(product: Outer, on_b: Optional[Tensor], on_a: Optional[Tensor]):
+    """Multiply the factors of outer products; inputs when they are asked for."""
+
+    def inputs() -> Tensor:
+        if on_a is None:
+            return product.a
+        size = product.groups * product.positions * product.inputs_size
+        some = sums.chunks(product.batch_size, size, tuning.UNFOLDED_ELEMENTS)
+        return torch.cat([_times(product.inputs(n), on_a) for n in some])
+
+    return inputs, _times(product.b, on_b)
+
+
+def _times(rows: Tensor, matrix: Optional[Tensor]) -> Tensor:
+    """Multiply rows with a matrix, ``None`` for the identity."""
+    return rows if matrix is None else full_precision(rows) @ matrix.mT
+
+
+def _rotated(products: Tensor, matrices: Matrices) -> Tensor:
+    """Multiply products ``[V, N, *]`` that are at hand."""
+    groups = next((m.shape[:-2] for m in matrices if m is not None), ())
+    sizes = [-1 if m is None else m.shape[-1] for m in matrices]
+    rows = full_precision(products).reshape(products.shape[:2].numel(), *groups, *sizes)
+    return rotate(matrices, rows).unflatten(0, products.shape[:2])
+
+
+def squares_after(product: PerSample, matrices: Sequence[Tensor]) -> Tensor:
+    """Square the products after they are multiplied with matrices, and sum.
+
+    With T positions, a factor is multiplied before the products are formed where this
+    takes fewer multiplications than to do so afterwards.
+
+    Args:
+        product: Products ``[V, N, *p]``.
+        matrices: See :func:`mapped`.
+
+    Returns:
+        Sum over columns and samples, in the shape of the matrices' rows: ``[p]``,
+        ``[p, d]``, with groups ``[G, p]``, ``[G, p, d]``.
+    """
+    product = in_order(product)
+    lead = matrices[-1].shape[:-2]
+    shape = (*lead, *(matrix.shape[-1] for matrix in matrices))
+    if not isinstance(product, Outer) or product.positions == 1:
+        return mapped(product, matrices).squares().reshape(shape)
+    d, p = product.inputs_size, product.b.shape[-1]
+    first = [product.positions <= d, product.positions <= product.num_columns * p]
+    first = first[::-1] if product.is_transposed else first
+    before = [matrix if now else None for matrix, now in zip(matrices, first)]
+    after = [None if now else matrix for matrix, now in zip(matrices, first)]
+    part, total = mapped(product, before) if any(first) else product, None
+    if all(first):
+        return part.squares().reshape(shape)
+    for block in part.pieces():
+        block = _rotated(block.reshape(*block.shape[:2], *shape), after)
+        total = sums.add_squares(total, block.flatten(0, 1))
+    return total
+
+
+def dots_between(product: PerSample, other: PerSample) -> Tensor:
+    """Compute dot products of the products of two batches.
+
+    Args:
+        product: Products ``[1, N, *p]``.
+        other: Products ``[1, Q, *p]`` for the same parameter.
+
+    Returns:
+        Dot products of shape ``[N, Q]``.
+    """
+    if isinstance(product, Rows) and isinstance(other, Rows):
+        return product.dots(other)
+    if isinstance(product, Outer):
+        if isinstance(other, Outer) and product.is_cheaper_as_factors(other):
+            return product.dots(other)
+        if product.positions == product.groups == 1 and product.order is None:
+            mats = full_precision(other.individual()[0])
+            a, b = full_precision(product.a[:, 0, 0]), full_precision(product.b)
+            p, d = b.shape[-1], a.shape[-1]
+            rows = (a @ mats.reshape(-1, d).mT).unflatten(1, (len(mats), p))
+            return (rows @ b[0, :, 0, 0].unsqueeze(-1)).squeeze(-1)
+    rows = flatten(other.individual(), 2)
+    return torch.cat(
+        [sums.sum_of_dots(flatten(block, 2), rows) for block in product.pieces()]
+    )

@@ -1,0 +1,188 @@
+"""Individual gradients, saved as factors for dot products with other batches."""
+
+from __future__ import annotations
+
+from typing import Optional, Sequence
+
+import torch
+from torch import Tensor
+
+from backpack.core.fast import tuning
+from backpack.core.per_sample.base import Dense, PerSample
+from backpack.core.per_sample.maps import dots_between, in_order, mapped
+from backpack.core.per_sample.outer import Outer
+from backpack.core.per_sample.sums import chunks
+from backpack.extensions.firstorder.base import GradientReduction
+from backpack.utils.kroneckers import (
+    damped_inv_kfacs,
+    ekfac_mat_prod,
+    rotate,
+    transposed,
+)
+from backpack.utils.subsampling import Selection, as_subsampling, check_subsampling
+from backpack.utils.types import as_type, full_precision
+
+ONCE = (
+    "These gradients have been divided by eigenvalues already. Choose one curvature, "
+    "and call `precondition` on the gradients as they were saved."
+)
+OTHER_SIZE = (
+    "The curvature stands for {rows} elements, and the gradients of this parameter, of "
+    "shape {shape}, have {size}. Pass what KFAC, KFLR or EKFAC has saved on the same "
+    "parameter."
+)
+
+
+class FactoredGradients:
+    """Individual gradients of one parameter, kept as factors where these are smaller.
+
+    What :class:`BatchFactors` saves. It owns its memory, and no graph leads to it.
+    """
+
+    def __init__(
+        self,
+        product: PerSample,
+        ekfac: Optional[Sequence[Tensor]] = None,
+        damping: float = 0.0,
+    ):
+        """Store the gradients.
+
+        Args:
+            product: The gradients, ``[1, Q, *p]`` in some form.
+            ekfac: Eigenvectors and eigenvalues of what they are divided by. Default:
+                ``None`` for nothing.
+            damping: What is added to the eigenvalues. Default: ``0.0``.
+        """
+        self._product, self._ekfac, self._damping = product, ekfac, damping
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the gradients, ``[Q, *p]``."""
+        return torch.Size([len(self), *self._product.shape])
+
+    def __len__(self) -> int:
+        """Return the number Q of samples."""
+        return self._product.batch_size
+
+    def select(self, subsampling: Selection) -> FactoredGradients:
+        """Restrict to some samples.
+
+        Args:
+            subsampling: Indices, or a slice.
+
+        Returns:
+            The gradients of these samples.
+        """
+        name = type(self).__name__
+        picked = as_subsampling(name, subsampling)
+        check_subsampling(name, picked, len(self))
+        product = self._product if picked is None else self._product.select(picked)
+        return FactoredGradients(product, self._ekfac, self._damping)
+
+    def individual(self) -> Tensor:
+        """Form the gradients.
+
+        Returns:
+            Gradients of shape ``[Q, *p]``.
+        """
+        if self._ekfac is None:
+            return self._product.individual()[0]
+        rows = rotate(self._ekfac[:-1], self._divided()).flatten(1)
+        rows = as_type(rows, self._product.dtype)
+        if isinstance(self._product, Outer) and self._product.is_reordered:
+            sizes = self._product.groups, self._product.b.shape[-1], -1
+            return self._product.fold(rows.reshape(len(rows), *sizes))
+        return rows.reshape(self.shape)
+
+    def precondition(
+        self, curvature: Sequence[Tensor], damping: float
+    ) -> FactoredGradients:
+        """Multiply the gradients with the inverse of a damped curvature matrix.
+
+        Kronecker factors are damped one by one (see
+        :func:`backpack.utils.kroneckers.pi_shifts`), so that gradients stay factored.
+        With EKFAC, each eigenvalue is damped, exactly; the gradients are divided by
+        them some samples at a time, when they are needed. For exact damping of KFAC's
+        factors pass :func:`backpack.utils.kroneckers.eigen_kfacs` of them.
+
+        Args:
+            curvature: What KFAC, KFLR or EKFAC has saved on the parameter: factors, or
+                eigenvectors and eigenvalues.
+            damping: λ.
+
+        Returns:
+            Preconditioned gradients.
+
+        Raises:
+            ValueError: If the curvature does not fit, is singular, or if the gradients
+                have been divided by eigenvalues before.
+        """
+        if self._ekfac is not None:
+            raise ValueError(ONCE)
+        curvature = [full_precision(matrix) for matrix in curvature]
+        is_eigen = len(curvature) == 3 or (
+            len(curvature) == 2 and curvature[1].dim() == curvature[0].dim() - 1
+        )
+        factors = curvature[:-1] if is_eigen else curvature
+        sizes = torch.Size([factor.shape[-1] for factor in factors])
+        rows = factors[-1].shape[:-2].numel() * sizes.numel()
+        size = self._product.shape.numel()
+        if rows != size:
+            shape = list(self._product.shape)
+            raise ValueError(OTHER_SIZE.format(rows=rows, shape=shape, size=size))
+        if is_eigen:
+            ekfac_mat_prod(curvature, -1.0, damping)  # to refuse what is singular
+            return FactoredGradients(self._product, curvature, damping)
+        inverses = damped_inv_kfacs(factors, damping)
+        return FactoredGradients(mapped(self._product, inverses))
+
+    def dots(self, gradients: PerSample) -> Tensor:
+        """Compute dot products with the individual gradients of another batch.
+
+        Args:
+            gradients: Gradients ``[1, N, *p]`` in some form.
+
+        Returns:
+            Dot products of shape ``[N, Q]``.
+        """
+        if self._ekfac is None:
+            return dots_between(gradients, self._product)
+        *bases, values = self._ekfac
+        rotated = mapped(in_order(gradients), transposed(bases))
+        parts, shape = [], rotated.shape
+        for some in chunks(len(self), values.numel(), tuning.UNFOLDED_ELEMENTS):
+            tensors = self.select(some)._divided().reshape(1, -1, *shape)
+            parts.append(dots_between(rotated, Dense(tensors, shape)))
+        return torch.cat(parts, 1)
+
+    def _divided(self) -> Tensor:
+        """Divide the gradients, in the basis of eigenvectors, by eigenvalues."""
+        *bases, values = self._ekfac
+        rotated = mapped(in_order(self._product), transposed(bases)).individual()[0]
+        return rotated.reshape(-1, *values.shape) / (values + self._damping)
+
+
+class BatchFactors(GradientReduction):
+    """Individual gradients, saved as factors where these are smaller.
+
+    Saved in ``grad_factors``, an object (:class:`FactoredGradients`) that stands for
+    the individual gradients ``[N, *p]`` (see :class:`~backpack.extensions.BatchGrad`):
+    a linear layer's gradient for a sample with T positions is kept as T vectors of
+    inputs and of cotangents. It can be preconditioned, and passed to
+    ``BatchDotGrad(other=...)`` in another backward pass. It can't be differentiated.
+    """
+
+    adds_up_from = None
+
+    def __init__(self, subsampling: Selection = None):
+        """Choose the samples.
+
+        Args:
+            subsampling: Samples whose gradients are saved, by index; the scale stays
+                that of the full batch. Default: ``None`` for all.
+        """
+        super().__init__("grad_factors", subsampling=subsampling)
+
+    @staticmethod
+    def reduce(gradients: PerSample) -> FactoredGradients:  # noqa: D102
+        return FactoredGradients(gradients.gathered(lambda x, _: x.detach().clone()))

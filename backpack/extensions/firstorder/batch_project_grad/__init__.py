@@ -1,0 +1,139 @@
+"""Individual gradients, projected from both sides."""
+
+from __future__ import annotations
+
+from typing import List, Mapping, MutableMapping, Optional, Sequence, Union
+
+import torch
+from torch import Generator, Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from backpack.core.per_sample.base import PerSample
+from backpack.core.per_sample.maps import projected
+from backpack.extensions.firstorder.base import GradientReduction
+from backpack.extensions.shards import Piece
+from backpack.utils.subsampling import Selection
+from backpack.utils.types import accumulator_dtype
+
+Matrices = Union[Tensor, Sequence[Tensor]]
+
+OTHER_PROJECTION = (
+    "BatchProjectGrad: expected a positive number of rows, or a mapping from "
+    "parameters to matrices, got {got!r}. Pass for instance BatchProjectGrad(16)."
+)
+MISSING = (
+    "BatchProjectGrad: there are no matrices for a parameter of shape {shape}. Pass "
+    "some for each trainable parameter, or a number to draw them."
+)
+OTHER_SHAPES = (
+    "BatchProjectGrad: a parameter of shape {shape} is projected by {number}, with "
+    "{columns} columns, got shapes {got}."
+)
+OTHER_MATRICES = (
+    "BatchProjectGrad: processes have drawn different projections. Pass matrices, or a "
+    "generator with the same seed in each process."
+)
+
+
+def sides(shape: torch.Size) -> List[int]:
+    """Tell how many columns the projections of a parameter have.
+
+    Args:
+        shape: The parameter's shape ``[*p]``.
+
+    Returns:
+        Length of the first axis, and of all others together; for a vector its length.
+    """
+    return [shape[0], shape[1:].numel()] if len(shape) > 1 else [shape.numel()]
+
+
+class BatchProjectGrad(GradientReduction):
+    """Individual gradients, projected from both sides (LoGra).
+
+    Saved in ``grad_projected``, of shape ``[N, k_out, k_in]``: P_out Gₙ P_inᵀ, where Gₙ
+    is the individual gradient (see :class:`~backpack.extensions.BatchGrad`) as a
+    matrix: the parameter's first axis are its rows, all others its columns. Biases, and
+    all parameters with less than two axes, are projected from one side: ``[N, k]``. For
+    linear layers, convolutions without groups and embeddings, no gradient is formed;
+    for other parameters, some samples' at a time (Choe et al., 2024, "What is your data
+    worth to GPT?").
+    """
+
+    adds_up_from = None
+
+    def __init__(
+        self,
+        projection: Union[int, Mapping[Tensor, Matrices]] = 16,
+        subsampling: Selection = None,
+        generator: Optional[Generator] = None,
+    ):
+        """Choose the projections.
+
+        Args:
+            projection: Number k of rows of random projections, with normal entries of
+                variance 1/k. They are drawn when a parameter is first met, and kept, so
+                that all batches share them. Or a mapping from each parameter to
+                ``(P_out, P_in)``, for one with a single axis to ``P``. Default: ``16``.
+            subsampling: Samples to consider, by index; the scale stays that of the full
+                batch. Default: ``None`` for all.
+            generator: Random number generator. Default: PyTorch's global one.
+
+        Raises:
+            ValueError: If the projection is neither.
+        """
+        is_number = isinstance(projection, int) and not isinstance(projection, bool)
+        if not (is_number and projection > 0 or isinstance(projection, Mapping)):
+            raise ValueError(OTHER_PROJECTION.format(got=projection))
+        super().__init__("grad_projected", subsampling=subsampling)
+        self._projection, self._generator = projection, generator
+        self._drawn: MutableMapping[Tensor, List[Tensor]] = WeakTensorKeyDictionary()
+
+    def matrices(self, param: Tensor) -> List[Tensor]:
+        """Return the projections of a parameter; draw them if they are random and new.
+
+        Args:
+            param: The parameter, of shape ``[*p]``.
+
+        Returns:
+            ``[P_out, P_in]``; for a parameter with a single axis, or none, ``[P]``.
+
+        Raises:
+            ValueError: If there are none, or their shapes do not fit.
+        """
+        columns = sides(param.shape)
+        if not isinstance(self._projection, Mapping):
+            if param not in self._drawn:
+                self._drawn[param] = [self._draw(size, param) for size in columns]
+            return self._drawn[param]
+        found = self._projection.get(param)
+        if found is None:
+            raise ValueError(MISSING.format(shape=list(param.shape)))
+        found = [found] if isinstance(found, Tensor) else list(found)
+        got = [list(matrix.shape) for matrix in found]
+        if [shape[1:] for shape in got] != [[size] for size in columns]:
+            number = "a matrix" if len(columns) == 1 else "two matrices"
+            shape = list(param.shape)
+            text = {"shape": shape, "number": number, "columns": columns, "got": got}
+            raise ValueError(OTHER_SHAPES.format(**text))
+        return found
+
+    def _draw(self, size: int, param: Tensor) -> Tensor:
+        """Draw a matrix ``[k, size]``."""
+        k, generator = self._projection, self._generator
+        device = param.device if generator is None else generator.device
+        dtype = accumulator_dtype(param.dtype)
+        options = {"generator": generator, "device": device, "dtype": dtype}
+        return torch.randn(k, size, **options).to(param.device) / k**0.5
+
+    def reduce_for(self, param: Tensor, gradients: PerSample) -> Tensor:  # noqa: D102
+        dtype = accumulator_dtype(param.dtype)
+        matrices = [m.to(param.device, dtype) for m in self.matrices(param)]
+        return projected(self.select(gradients), matrices).individual()[0]
+
+    def over_shards(self, value: Tensor, piece: Piece) -> Tensor:  # noqa: D102
+        if not isinstance(self._projection, Mapping):
+            seed = None if self._generator is None else self._generator.initial_seed()
+            seeds = piece.gather(torch.tensor([-1 if seed is None else seed]))
+            if seed is None or len(seeds.unique()) > 1:
+                raise ValueError(OTHER_MATRICES)
+        return piece.local(value, piece.weight)

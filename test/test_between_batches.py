@@ -1,0 +1,308 @@
+"""Gradients of one batch against those of another, preconditioned and projected.
+
+What a pass has saved serves another one: factored gradients, eigenvectors, projections.
+The reference are dense gradients and dense curvature of the same parameter.
+"""
+
+import re
+from typing import Any, Callable, Dict, List, Tuple
+
+import pytest
+import torch
+from cases import CONV, CONV_TRANSPOSE, EMBEDDING, F64, LINEAR, Case, randomize
+from oracle import assert_agrees, parameters
+from torch import Tensor, nn
+from torch.nn import Module
+
+from backpack import backpack, extend
+from backpack.extensions import (
+    EKFAC,
+    KFLR,
+    BatchDotGrad,
+    BatchFactors,
+    BatchGrad,
+    BatchProjectGrad,
+)
+from backpack.utils.kroneckers import eigen_kfacs, kfacs_to_mat, pi_shifts
+
+DAMPING = 0.1
+
+
+def dense(factors: List[Tensor]) -> Tensor:
+    """Form the block that factors, stacked for groups, stand for."""
+    factors = [factor.diag() if factor.dim() == 1 else factor for factor in factors]
+    if factors[0].dim() == 2:
+        return kfacs_to_mat(factors)
+    return torch.block_diag(*map(kfacs_to_mat, zip(*factors)))
+
+
+def eye(factor: Tensor) -> Tensor:
+    """Return the identity, in the form in which a factor is saved."""
+    if factor.dim() == 1:
+        return torch.ones_like(factor)
+    return torch.eye(factor.shape[-1], dtype=factor.dtype).expand_as(factor)
+
+
+def shifted(factors: List[Tensor]) -> Tensor:
+    """Form the block of factors that are damped one by one."""
+    shifts = pi_shifts(factors, DAMPING)
+    return dense([f + shift * eye(f) for f, shift in zip(factors, shifts)])
+
+
+def damped(ekfac: List[Tensor]) -> Tensor:
+    """Form the block of eigenvectors and eigenvalues, damped."""
+    basis = dense(ekfac[:-1])
+    return basis @ (ekfac[-1].flatten() + DAMPING).diag() @ basis.T
+
+
+# How gradients are preconditioned, and the block whose inverse they are multiplied with
+CURVATURES: Dict[str, Tuple[Callable, Callable]] = {
+    "none": (lambda p: None, lambda p: torch.eye(p.numel(), dtype=p.dtype)),
+    "KFLR": (lambda p: p.kflr, lambda p: shifted(p.kflr)),
+    "KFLR-exact": (
+        lambda p: eigen_kfacs(p.kflr),
+        lambda p: damped(eigen_kfacs(p.kflr)),
+    ),
+    "EKFAC": (lambda p: p.ekfac, lambda p: damped(p.ekfac)),
+}
+
+
+def places(p: Tensor, layer: Module) -> Tensor:
+    """Return the places of a parameter's elements in the order of its factors."""
+    numbers = torch.arange(p.numel()).reshape(p.shape)
+    if not getattr(layer, "transposed", False) or p.dim() == 1:
+        return numbers.flatten()
+    return numbers.unflatten(0, (layer.groups, -1)).transpose(1, 2).flatten()
+
+
+@pytest.mark.filterwarnings("ignore:.*stand for `weight.transpose:UserWarning")
+@pytest.mark.parametrize(
+    "case", [*LINEAR, *CONV, *CONV_TRANSPOSE, *EMBEDDING], ids=lambda case: case.id
+)
+def test_dots(case: Case) -> None:
+    """Dot products with gradients that were saved are those of dense gradients."""
+    model, loss, X, y = case.build()
+    model, loss = extend(model), extend(loss)
+    picked = [-1, 0, -1]
+    saves = BatchFactors(subsampling=picked), BatchGrad()
+    curvature = KFLR("expand"), EKFAC(fisher_type="exact")
+    with backpack(*saves, *curvature):
+        loss(model(*X), *y).backward()
+    params = parameters(model)
+    layers = {n: model.get_submodule(n.rpartition(".")[0]) for n in params}
+    for key, (curvature, block) in CURVATURES.items():
+        others = {p: p.grad_factors for p in params.values()}
+        if key != "none":
+            others = {
+                p: g.precondition(curvature(p), DAMPING) for p, g in others.items()
+            }
+        with backpack(BatchDotGrad(other=others)):
+            loss(model(*X), *y).backward()
+        for name, p in params.items():
+            order = places(p, layers[name])
+            rows = p.grad_batch.reshape(len(p.grad_batch), -1)[:, order]
+            right = torch.linalg.solve(block(p), rows[picked].T).T
+            assert_agrees(p.batch_dot, rows @ right.T, f"{key}: {name}")
+            formed = others[p].individual()
+            assert formed.shape == others[p].shape == (3, *p.shape)
+            assert len(others[p]) == 3
+            assert_agrees(formed.reshape(3, -1)[:, order], right, f"{key}: {name}")
+            some = others[p].select([2]).individual()
+            assert_agrees(some, formed[[2]], name)
+
+
+def problem(
+    positions: Tuple[int, ...] = (), classes: int = 3
+) -> Tuple[Module, Module, Tensor, Tensor]:
+    """Make a small network and data, with positions that share weights or not."""
+    torch.manual_seed(0)
+    head = nn.Flatten() if positions else nn.Identity()
+    size = 3 * torch.Size(positions).numel()
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), head, nn.Linear(size, classes))
+    x = torch.randn(4, *positions, 4, dtype=F64)
+    return (
+        extend(randomize(model.to(F64))),
+        extend(nn.CrossEntropyLoss()),
+        x,
+        torch.arange(4) % classes,
+    )
+
+
+@pytest.mark.parametrize("classes", [3, 12])
+def test_basis_of_another_pass(classes: int) -> None:
+    """Eigenvalues of parts of the data, in one basis, add up to those of all."""
+    model, loss, x, y = problem((2,), classes)
+    with backpack(EKFAC(fisher_type="exact")):
+        loss(model(x), y).backward()
+    params = list(model.parameters())
+    whole = [p.ekfac for p in params]
+    basis = {p: p.ekfac[:-1] for p in params}
+    totals: List[Any] = [0.0] * len(params)
+    for some in (slice(0, 1), slice(1, 4)):
+        with backpack(EKFAC(fisher_type="exact", basis=basis)):
+            (loss(model(x[some]), y[some])).backward()
+        share = len(y[some]) / len(y)
+        totals = [total + share * p.ekfac[-1] for total, p in zip(totals, params)]
+    for p, expected, total in zip(params, whole, totals):
+        assert_agrees(p.ekfac[:-1], expected[:-1])
+        assert_agrees(total, expected[-1])
+    # with eigenvalues, and two losses that share it
+    two = [extend(nn.CrossEntropyLoss(reduction="sum")) for _ in range(2)]
+    with backpack(EKFAC(fisher_type="exact", basis={p: p.ekfac for p in params})):
+        f = model(x)
+        (two[0](f, y) + two[1](f, y)).backward()
+    for p, expected in zip(params, whole):
+        assert_agrees(p.ekfac[-1], 2 * 4 * expected[-1])
+
+
+def test_empirical() -> None:
+    """Of the empirical Fisher, eigenvalues are those of individual gradients."""
+    model, loss, x, y = problem((2,))
+    with backpack(EKFAC(fisher_type="empirical"), BatchGrad()):
+        loss(model(x), y).backward()
+    for p in model.parameters():
+        basis = dense(p.ekfac[:-1])
+        rotated = p.grad_batch.flatten(1) @ basis
+        assert_agrees(p.ekfac[-1].flatten(), len(x) * rotated.pow(2).sum(0))
+
+
+def test_random_projections() -> None:
+    """Two batches share the projections that were drawn; a generator repeats them."""
+    model, loss, x, y = problem()
+    generator = torch.Generator().manual_seed(1)
+    project = BatchProjectGrad(5, generator=generator)
+    again = BatchProjectGrad(5, generator=torch.Generator().manual_seed(1))
+    for batch in (x, x.flip(1)):
+        with backpack(project, BatchGrad()):
+            loss(model(batch), y).backward()
+        for p in model.parameters():
+            left, *right = project.matrices(p)
+            g = p.grad_batch
+            expected = left @ g.mT if not right else left @ g @ right[0].T
+            expected = expected.T if not right else expected
+            assert_agrees(p.grad_projected, expected)
+            assert left.shape[0] == 5
+    with backpack(again):
+        loss(model(x), y).backward()
+    for p in model.parameters():
+        assert_agrees(again.matrices(p), project.matrices(p))
+    entries = torch.cat(
+        [m.flatten() for p in model.parameters() for m in again.matrices(p)]
+    )
+    assert abs(float(entries.var()) * 5 - 1) < 0.5
+
+
+def with_other(other: Any) -> Callable:
+    """Make a pass with the gradients of another batch."""
+
+    def run(model: Module, loss: Module, x: Tensor, y: Tensor) -> None:
+        with backpack(BatchDotGrad(other=other)):
+            loss(model(x), y).backward()
+
+    return run
+
+
+def precondition(curvature: Callable, damping: float, times: int = 1) -> Callable:
+    """Make a pass that preconditions the first weight's gradients."""
+
+    def run(model: Module, loss: Module, x: Tensor, y: Tensor) -> None:
+        with backpack(BatchFactors(), KFLR(), EKFAC()):
+            loss(model(x), y).backward()
+        gradients = model[0].weight.grad_factors
+        for _ in range(times):
+            gradients = gradients.precondition(curvature(model), damping)
+
+    return run
+
+
+def project_by(*args: Any) -> Callable:
+    """Make a pass with projections."""
+
+    def run(model: Module, loss: Module, x: Tensor, y: Tensor) -> None:
+        with backpack(BatchProjectGrad(*args)):
+            loss(model(x), y).backward()
+
+    return run
+
+
+def two_losses(model: Module, loss: Module, x: Tensor, y: Tensor) -> None:
+    """Let two losses see the same parameters, through many columns."""
+    model, _, x, y = problem(classes=12)
+    f = model(x)
+    with backpack(EKFAC(fisher_type="exact")):
+        (loss(f, y) + extend(nn.CrossEntropyLoss())(f, y)).backward()
+
+
+def without_basis(model: Module, loss: Module, x: Tensor, y: Tensor) -> None:
+    """Give eigenvectors for none of the parameters."""
+    with backpack(EKFAC(basis={})):
+        loss(model(x), y).backward()
+
+
+REFUSED: Dict[str, Tuple[Callable, type, str]] = {
+    "other-missing": (with_other({}), ValueError, "no gradients [Q, *p]"),
+    "other-shape": (
+        lambda model, *rest: with_other(
+            {p: torch.zeros(2, 7) for p in model.parameters()}
+        )(model, *rest),
+        ValueError,
+        "shape [2, 7]",
+    ),
+    "other-no-mapping": (with_other(3), ValueError, "must be a mapping"),
+    "singular": (
+        precondition(lambda m: eigen_kfacs([0 * f for f in m[0].weight.kflr]), 0.0),
+        ValueError,
+        "Use a larger damping",
+    ),
+    "curvature-of-another": (
+        precondition(lambda m: m[3].weight.ekfac, 0.1),
+        ValueError,
+        "saved on the same parameter",
+    ),
+    "twice": (
+        precondition(lambda m: m[0].weight.ekfac, 0.1, 2),
+        ValueError,
+        "Choose one curvature",
+    ),
+    "projection": (project_by(0), ValueError, "got 0"),
+    "projection-missing": (project_by({}), ValueError, "no matrices"),
+    "projection-shape": (
+        lambda model, *rest: project_by(
+            {p: torch.zeros(2, 7) for p in model.parameters()}
+        )(model, *rest),
+        ValueError,
+        "[[2, 7]]",
+    ),
+    "fisher-type": (
+        lambda *_: EKFAC(fisher_type="other"),
+        ValueError,
+        "'mc', 'exact', 'empirical'",
+    ),
+    "two-losses": (two_losses, NotImplementedError, "Kronecker products do not add"),
+    "basis": (without_basis, ValueError, "Pass what EKFAC has saved"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Loss was modified")
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    """What does not fit is refused, with what to do about it."""
+    run, error, says = REFUSED[name]
+    with pytest.raises(error, match=re.escape(says)):
+        run(*problem())
+
+
+def test_samples_met() -> None:
+    """Where samples have met, no individual gradient is saved or projected."""
+    for extension in (
+        BatchFactors(),
+        BatchProjectGrad(2),
+        EKFAC(),
+        BatchDotGrad(other={}),
+    ):
+        model, loss, x, y = problem()
+        f = model(x)
+        value = loss(f - f.mean(0), y)
+        with pytest.raises(NotImplementedError, match=type(extension).__name__):
+            with backpack(extension):
+                value.backward()

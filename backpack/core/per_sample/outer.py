@@ -441,7 +441,7 @@ class Outer(PerSample):
         if self._is_direct:
             return self._direct.form(self._direct.inputs, self._direct.cotangents, True)
         if self.num_columns == self.positions == 1:  # which takes fewer steps
-            total = sum_outer_products(self.b[0].squeeze(2), self.a.squeeze(2))
+            total = sums.sum_outer_products(self.b[0].squeeze(2), self.a.squeeze(2))
             return self.fold(total).unsqueeze(0)
         b = rearrange(self.b, "v n g t p -> g (v p) (n t)")
         a = rearrange(self.a, "n g t d -> g (n t) d")

@@ -48,6 +48,7 @@ QUANTITIES: Dict[str, Dict[str, Any]] = {
     "SumGradSquared": {},
     "Variance": {},
     "BatchDotGrad": {},
+    "ClippedGrad": {"max_norm": 0.01, "replace_grad": True},
     "DiagGGNMC": {"mc_samples": 1},
     "DiagGGNExact": {},
     "BatchDiagGGNMC": {"mc_samples": 1},

@@ -167,7 +167,8 @@ def with_backpack(order: Dict[str, Any]) -> Task:
     if not order["options"].keys() <= signature(extension_cls).parameters.keys():
         raise Unavailable
     extension = extension_cls(**order["options"])
-    field = extension.savefield
+    replaces = getattr(extension, "replaces_gradient", False)
+    field = "grad" if replaces else extension.savefield
     vectors = [torch.ones_like(p).unsqueeze(0) for p in model.parameters()]
 
     def forward(X: Tensor, y: Tensor) -> Tensor:
@@ -183,9 +184,9 @@ def with_backpack(order: Dict[str, Any]) -> Task:
             with backpack(extension):
                 value.backward()
         for (name, param), vector in zip(model.named_parameters(), vectors):
-            if not hasattr(param, field):
+            result = getattr(param, field, None)
+            if result is None:
                 raise RuntimeError(f"no result for {name}")
-            result = getattr(param, field)
             if callable(result):
                 result(vector)
 
@@ -401,7 +402,7 @@ def expected(order: Dict[str, Any]) -> Dict[str, Tensor]:
     """
     quantity = order["quantity"]
     reduce = {**REDUCTIONS, "extended": lambda g: g.sum(0)}.get(quantity)
-    if reduce is None:
+    if reduce is None and quantity != "ClippedGrad":
         return {}
     model, loss, X, y = build(order)
     outputs, params = model(X), dict(model.named_parameters())
@@ -413,7 +414,12 @@ def expected(order: Dict[str, Any]) -> Dict[str, Tensor]:
         )
         for n in range(len(X))
     ]
-    individual = map(torch.stack, zip(*gradients))
+    individual = list(map(torch.stack, zip(*gradients)))
+    if quantity == "ClippedGrad":
+        norms = torch.cat([g.flatten(1) for g in individual], 1).norm(dim=1)
+        weights = (order["options"]["max_norm"] / norms).clamp(max=1)
+        individual = [weights.view(-1, *[1] * (g.dim() - 1)) * g for g in individual]
+        reduce = lambda g: g.sum(0)  # noqa: E731
     return {name: reduce(g) for name, g in zip(params, individual)}
 
 

@@ -542,14 +542,10 @@ class Outer(PerSample):
         a, b = self.a[samples], self.b[:, samples]
         if self.positions == 1:
             return outer_products(b.squeeze(3), a.squeeze(2))
-        rows = rearrange(b, "v n g t p -> (n g) (v p) t")
-        columns = rearrange(a, "n g t d -> (n g) t d")
-        return rearrange(
-            bmm(rows, columns),
-            "(n g) (v p) d -> v n g p d",
-            g=self.groups,
-            v=self.num_columns,
-        )
+        v, n, g, t, p = b.shape
+        rows = b.permute(1, 2, 0, 4, 3).reshape(n * g, v * p, t)
+        products = bmm(rows, a.flatten(0, 1)).reshape(n, g, v, p, a.shape[-1])
+        return products.permute(2, 0, 1, 3, 4)
 
     def _elements_per_sample(self) -> int:
         rows = self.num_columns * self.groups * self.positions * self.b.shape[-1]

@@ -54,6 +54,10 @@ REDUCTIONS: Dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+# Quantities that are measured as one compiled graph, too
+COMPILED = ("BatchGrad", "BatchL2Grad", "DiagGGNMC", "DiagGGNExact", "KFAC")
+
+
 class Unavailable(Exception):
     """The package does not offer this quantity."""
 
@@ -141,8 +145,11 @@ def with_backpack(order: Dict[str, Any]) -> Task:
     Raises:
         Unavailable: If this version has no such extension, or not these options.
     """
-    from backpack import backpack, extend, extensions
+    from backpack import backpack, compile_step, extend, extensions
 
+    compiled = order["package"] == "compiled"
+    if compiled and order["quantity"] not in COMPILED:
+        raise Unavailable
     model, loss, X, y = build(order)
     model, loss = extend(model), extend(loss)
 
@@ -160,17 +167,26 @@ def with_backpack(order: Dict[str, Any]) -> Task:
     if not order["options"].keys() <= signature(extension_cls).parameters.keys():
         raise Unavailable
     extension = extension_cls(**order["options"])
-    field = extension.savefield
+    replaces = getattr(extension, "replaces_gradient", False)
+    field = "grad" if replaces else extension.savefield
     vectors = [torch.ones_like(p).unsqueeze(0) for p in model.parameters()]
 
+    def forward(X: Tensor, y: Tensor) -> Tensor:
+        return evaluate(loss, model(X), y)
+
+    step = compile_step(forward, extension)  # when it is called
+
     def run() -> None:
-        value = evaluate(loss, model(X), y)
-        with backpack(extension):
-            value.backward()
+        if compiled:
+            step(X, y)
+        else:
+            value = forward(X, y)
+            with backpack(extension):
+                value.backward()
         for (name, param), vector in zip(model.named_parameters(), vectors):
-            if not hasattr(param, field):
+            result = getattr(param, field, None)
+            if result is None:
                 raise RuntimeError(f"no result for {name}")
-            result = getattr(param, field)
             if callable(result):
                 result(vector)
 
@@ -367,6 +383,7 @@ def with_curvlinops(order: Dict[str, Any]) -> Task:
 
 PACKAGES: Dict[str, Callable[[Dict[str, Any]], Task]] = {
     "backpack": with_backpack,
+    "compiled": with_backpack,
     "opacus": with_opacus,
     "torch.func": with_torch_func,
     "curvlinops": with_curvlinops,
@@ -385,7 +402,7 @@ def expected(order: Dict[str, Any]) -> Dict[str, Tensor]:
     """
     quantity = order["quantity"]
     reduce = {**REDUCTIONS, "extended": lambda g: g.sum(0)}.get(quantity)
-    if reduce is None:
+    if reduce is None and quantity != "ClippedGrad":
         return {}
     model, loss, X, y = build(order)
     outputs, params = model(X), dict(model.named_parameters())
@@ -397,7 +414,12 @@ def expected(order: Dict[str, Any]) -> Dict[str, Tensor]:
         )
         for n in range(len(X))
     ]
-    individual = map(torch.stack, zip(*gradients))
+    individual = list(map(torch.stack, zip(*gradients)))
+    if quantity == "ClippedGrad":
+        norms = torch.cat([g.flatten(1) for g in individual], 1).norm(dim=1)
+        weights = (order["options"]["max_norm"] / norms).clamp(max=1)
+        individual = [weights.view(-1, *[1] * (g.dim() - 1)) * g for g in individual]
+        reduce = lambda g: g.sum(0)  # noqa: E731
     return {name: reduce(g) for name, g in zip(params, individual)}
 
 

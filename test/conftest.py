@@ -42,6 +42,8 @@ LIGHT = 12
 # Rows that PyTorch itself could not run at first: since which version it can, and why
 TRACING = "2.9", "tracing takes no proxies inside of a tuple"
 HALF = "2.6", "there is no MSE of bfloat16 on the CPU"
+SHARDS = "2.6", "fully_shard works on a GPU only"
+WARNS = "2.6", "the compiler warns of what it leaves out, which is an error here"
 SINCE = {
     "test_same_model[inplace-keywords-eval]": TRACING,
     "test_same_model[inplace-keywords-train]": TRACING,
@@ -49,6 +51,11 @@ SINCE = {
     "test_spellings[Flatten-7]": TRACING,
     "test_spellings[FunctionModule-28]": TRACING,
     "test_gradient[half precision]": HALF,
+    "test_right[compiled-step]": WARNS,
+    "test_shared_model[FSDP2]": SHARDS,
+    "test_shared_model[FSDP2-each]": SHARDS,
+    "test_shared_model[FSDP2-each-kept]": SHARDS,
+    "test_shared_model[FSDP2-extended-later]": SHARDS,
     "test_slices_of_half_precision_numbers": HALF,
     "test_sums_of_half_precision_numbers": HALF,
 }

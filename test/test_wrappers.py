@@ -166,12 +166,11 @@ def awaits_before(p: Pass) -> None:
 @contextmanager
 def on_meta() -> Iterator[None]:
     """Create tensors without numbers, where nobody says otherwise."""
-    before = torch.get_default_device()
     torch.set_default_device("meta")
     try:
         yield
     finally:
-        torch.set_default_device(before)
+        torch.set_default_device(None)
 
 
 class Marked(Tensor):
@@ -211,7 +210,7 @@ def compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which the compiler reads
+@pytest.mark.filterwarnings("ignore:The .grad attribute|Graph break")  # the compiler's
 @pytest.mark.usefixtures("cpu", "compiler")
 @pytest.mark.parametrize("name", RIGHT)
 def test_right(name: str) -> None:
@@ -259,7 +258,8 @@ def handed_to_a_thread(p: Pass) -> None:
 
 def compiled_backward(p: Pass) -> None:
     """Compile the backward pass."""
-    enabled = torch._dynamo.compiled_autograd._enable
+    module = torch._dynamo.compiled_autograd
+    enabled = getattr(module, "_enable", None) or module.enable  # before torch 2.6
     with quantities(), enabled(torch.compile(backend="eager")):
         p.value().backward()
 
@@ -275,12 +275,12 @@ REFUSED: Dict[str, Tuple[Callable[[Pass], None], Type[Exception], str]] = {
     "whole-graph": (
         lambda p: p.run(compiled(p.model, fullgraph=True)),
         Exception,
-        "(?s)without fullgraph=True",
+        "untraced",
     ),
 }
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which the compiler reads
+@pytest.mark.filterwarnings("ignore:The .grad attribute|Graph break")  # the compiler's
 @pytest.mark.usefixtures("cpu", "compiler")
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
@@ -399,10 +399,7 @@ DDP = nn.parallel.DistributedDataParallel
 
 def sharded(model: Module, each: bool = False, **options: Any) -> Module:
     """Shard a model's parameters: of each layer by itself, or of all."""
-    try:
-        from torch.distributed.fsdp import fully_shard
-    except ImportError:  # before torch 2.6
-        from torch.distributed._composable.fsdp import fully_shard
+    from torch.distributed.fsdp import fully_shard
 
     mesh = distributed.device_mesh.init_device_mesh("cpu", (WORLD,))
     for layer in model if each else ():
@@ -510,7 +507,10 @@ def work(rank: int, folder: str) -> None:
         world_size=WORLD,
         timeout=timedelta(minutes=5),
     )
-    results: Dict[Any, Any] = {name: share(name, rank) for name in SHARED}
+    results: Dict[Any, Any] = {}
+    for name in SHARED:
+        if not name.startswith("FSDP2") or torch.__version__ >= "2.6":
+            results[name] = share(name, rank)
     for name, (wrap, _) in APART.items():
         p = build()
         model = wrap(p.model)

@@ -211,6 +211,7 @@ class BackwardPass:
         """  # noqa: DAR401
         self.state = current
         self._separating = [x for x in current.active_exts if x.separates_samples]
+        self._keeps_io = current.keeps_io
         self._check = Check(self) if current.check else None
         self.met_loss, self._begins_with_one = False, begins_with_one and bool(roots)
         self.walked: Set[Any] = set()
@@ -407,10 +408,11 @@ class BackwardPass:
         with torch.set_grad_enabled(self._creates_graph):
             values = [ext.conclude(self) if ext in self.kept else {} for ext in exts]
         for ext, found in zip(exts, values):
-            for param, value in found.items():
-                self.save(ext, param, value)
-            if found and ext.replaces_gradient:
-                hand_over({p: vars(p).pop(ext.savefield) for p in found})
+            params = list(found)
+            for param in params:  # what is handed over has no other owner
+                self.save(ext, param, found.pop(param))
+            if params and ext.replaces_gradient:
+                hand_over({p: vars(p).pop(ext.savefield) for p in params})
 
     def save(self, ext: Any, param: Tensor, value: Any) -> None:
         """Save a value on a parameter.
@@ -506,25 +508,25 @@ class BackwardPass:
         turn = ParameterTurn(group, self)
         if self._separating:
             for use in group.uses:
-                if any(g is not None for g in self._gradients[use]):
-                    use.check(self._names(), group.names)
+                if any([g is not None for g in self._gradients[use]]):
+                    use.check(self._names, group.names)
         if self._check is not None:
             self._check.add(turn)
+        modules = turn.modules
         for ext in self.state.active_exts:
-            if not any(ext.is_customized(module) for module in turn.modules):
+            if not any([ext.is_customized(module) for module in modules]):
                 ext.compute(turn)
         if any(map(self.is_left_out, group.params)):
             gradients = turn.gradients()
             hand_over({param: gradients[param].plain.total() for param in gradients})
         self.pull_back.forget(group)
-        keeps = self.state.keeps_io
         for use in group.uses:
             groups = self._groups_of[use]
             groups.remove(group)
             if not groups:
                 self._gradients.pop(use, None)
                 self._own.pop(use, None)
-                if not keeps:
+                if not self._keeps_io:
                     use.release()
                 self._went(use.owner)
 
@@ -645,7 +647,7 @@ class BackwardPass:
                 current.extension_hook(module)
         finally:
             call.columns = {}
-            if current.keeps_io:
+            if self._keeps_io:
                 call.store(raw=False)
             else:
                 call.release()
@@ -653,7 +655,7 @@ class BackwardPass:
     def _has_nothing_to_do(self, call: Call) -> bool:
         """Tell whether a call's turn would change nothing: a quick answer."""
         current = self.state
-        if current.debug or current.keeps_io:
+        if current.debug or self._keeps_io:
             return False
         if current.extension_hook is not no_op:
             return False
@@ -702,7 +704,8 @@ class BackwardPass:
 
     def _is_root(self, call: Call) -> bool:
         """Tell whether all begins at a loss, where no hook changes the gradient."""
-        if set(self.inspection.roots) != set(self.inspection.calls[call]):
+        roots = {edge.node for edge in self.inspection.roots}
+        if roots != set(self.inspection.calls[call]):
             return False
         return not any(x._backward_hooks for x in call.tensors())
 

@@ -1,4 +1,4 @@
-"""Which modules were extended, what they are called, and users' hooks."""
+"""Which modules were extended, what things are called, warnings, and users' hooks."""
 
 import sys
 import weakref

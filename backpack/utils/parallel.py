@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-_AT_INPUTS = "RegisterPostBackwardFunction"
 # Nodes that act when a backward pass comes by
 _SINKS = {
     # with static_graph=True, one at the model's output waits for the pass
     "torch.nn.parallel.distributed": "_DDPSink",
-    # those at the inputs of what is sharded give parameters away; before torch 2.6
-    # (first) they were elsewhere
-    "torch.distributed._composable.fsdp._fsdp_param_group": _AT_INPUTS,
-    "torch.distributed.fsdp._fully_shard._fsdp_param_group": _AT_INPUTS,
+    # those at the inputs of what is sharded give its parameters away
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group": (
+        "RegisterPostBackwardFunction"
+    ),
 }
 
 FLAT = (

@@ -7,7 +7,7 @@ from numbers import Real
 from torch import Tensor
 
 from backpack.extensions.firstorder.weighted_grad import WeightedGrad
-from backpack.utils.subsampling import Subsampling
+from backpack.utils.subsampling import Selection
 
 
 class ClippedGrad(WeightedGrad):
@@ -29,7 +29,7 @@ class ClippedGrad(WeightedGrad):
         per: str = "all",
         scale: str = "summand",
         replace_grad: bool = False,
-        subsampling: Subsampling = None,
+        subsampling: Selection = None,
     ):
         """Choose the norm.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from backpack.core.per_sample.base import PerSample
 from backpack.extensions.firstorder.base import GradientReduction
 from backpack.extensions.shards import Piece, shard_of
-from backpack.utils.subsampling import Subsampling
+from backpack.utils.subsampling import Selection
 
 Weights = Union[Tensor, Callable[[Tensor], Tensor]]
 
@@ -87,7 +87,7 @@ class WeightedGrad(GradientReduction):
         per: str = "all",
         scale: str = "summand",
         replace_grad: bool = False,
-        subsampling: Subsampling = None,
+        subsampling: Selection = None,
     ):
         """Choose the weights.
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import List
-
 from torch import Tensor
 
 from backpack.extensions.secondorder.columns import ColumnExtension, Source
 from backpack.extensions.secondorder.sqrt_ggn import SqrtGGN
 from backpack.extensions.shards import Piece
+from backpack.utils.subsampling import Selection
 
 
 class BatchJacobian(SqrtGGN):
@@ -28,7 +27,7 @@ class BatchJacobian(SqrtGGN):
 
     takes_rules = False
 
-    def __init__(self, subsampling: List[int] = None):
+    def __init__(self, subsampling: Selection = None):
         """Choose the samples.
 
         Args:

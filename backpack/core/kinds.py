@@ -1,0 +1,350 @@
+"""Kinds of operations that parameters enter: a layer, a contraction, a broadcast.
+
+Each tells for its constants how cotangents become products, with samples wherever they
+are. Which operation is of which kind: :mod:`backpack.core.operations`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from math import prod
+from typing import Any, Dict, Optional, Sequence, Tuple, Union
+
+import torch
+from torch import Tensor
+
+from backpack.core.derivatives.convnd import ConvNDDerivatives
+from backpack.core.derivatives.linear import LinearDerivatives
+from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
+from backpack.core.layout import Arrangement, Layout, Placement, once
+from backpack.core.per_sample.base import Dense, PerSample, Summed
+from backpack.core.per_sample.order import simplest
+from backpack.core.per_sample.outer import Outer
+from backpack.core.per_sample.rows import Rows
+from backpack.utils.types import as_type
+
+Key = Union[int, str]  # where an argument stands: its position, or its keyword
+
+
+class Operation(ABC):
+    """An operation with constants, and how to form products with their Jacobians.
+
+    Attributes:
+        data: The operand that holds samples.
+        keys: Which arguments the rule covers.
+        takes_all: Whether it takes the cotangents of several outputs, in a list.
+    """
+
+    takes_all = False
+
+    def __init__(self, data: Optional[Tensor], keys: Sequence[Key]):
+        """Store the operand.
+
+        Args:
+            data: The operand that holds samples, ``None`` if products don't need it.
+            keys: Which arguments the rule covers.
+        """
+        self.data, self.keys = data, tuple(keys)
+        self._version = None if data is None else data._version
+
+    @property
+    def is_modified(self) -> bool:
+        """Whether the operand was modified in place since."""
+        return self.data is not None and self.data._version != self._version
+
+    def reads_data(self, key: Key) -> bool:
+        """Tell whether products with a constant's Jacobian are made of the operand.
+
+        Args:
+            key: Which argument the constant is.
+
+        Returns:
+            Whether they are.
+        """
+        return self.data is not None
+
+    @abstractmethod
+    def product(
+        self, key: Key, shape: torch.Size, cotangents: Tensor, out: Layout, n: int
+    ) -> Optional[PerSample]:
+        """Describe the products of cotangents and a constant's Jacobian.
+
+        Args:
+            key: Which argument.
+            shape: Its shape.
+            cotangents: Columns ``[V, *out]`` at the output.
+            out: Where the output's samples are.
+            n: Number N of samples.
+
+        Returns:
+            The products, ``None`` if the rule does not cover it.
+        """
+
+    def positions(self, key: Key, n: int) -> int:
+        """Count the positions of a sample that share a constant, for outer products.
+
+        Args:
+            key: Which argument the constant is.
+            n: Number N of samples.
+
+        Returns:
+            Their number; 0 if products with its Jacobian have another form.
+        """
+        return 0
+
+    def is_possible(self, placement: Placement) -> bool:
+        """Tell whether the rule is for operands with samples at a place.
+
+        A batch of one is anywhere.
+
+        Args:
+            placement: Where the operand's samples are.
+
+        Returns:
+            Whether it is.
+        """
+        return True
+
+
+class LayerLike(Operation):
+    """What a layer does: its derivatives tell the products.
+
+    Attributes:
+        derivatives: The layer's derivatives.
+        layer: Its options.
+        names: The parameters' names in the layer, by argument.
+        features: Number of axes that are no rows, of input and output; ``None`` if all
+            but the first are none.
+    """
+
+    def __init__(
+        self,
+        derivatives: BaseParameterDerivatives,
+        layer: Any,
+        names: Dict[Key, str],
+        data: Tensor,
+        features: Optional[Tuple[int, int]] = None,
+    ):
+        """Store the layer that does the same.
+
+        Args:
+            derivatives: The layer's derivatives.
+            layer: Its options.
+            names: The parameters' names in the layer, by argument.
+            data: The input.
+            features: Number of axes that are no rows, of input and output. Default:
+                ``None`` if all but the first are none.
+        """
+        super().__init__(data, list(names))
+        self.derivatives, self.layer, self.names = derivatives, layer, names
+        self._features = features
+
+    def is_possible(self, placement: Placement) -> bool:  # noqa: D102
+        axes = 1
+        if self._features is not None:
+            axes = self.data.dim() - self._features[0]
+        if isinstance(placement, Layout):
+            return placement.axis < axes
+        return isinstance(placement, Tensor) and axes > 0
+
+    def reads_data(self, key: Key) -> bool:  # noqa: D102
+        return self.names[key] != "bias"
+
+    def positions(self, key: Key, n: int) -> int:  # noqa: D102
+        x = self.data
+        if self.names[key] != "weight" or not n:
+            return 0
+        if isinstance(self.derivatives, LinearDerivatives):
+            return x.shape[:-1].numel() // n
+        plain = type(self.derivatives) is ConvNDDerivatives
+        return x.shape[2:].numel() * len(x) // n if plain else 0
+
+    def product(
+        self, key: Key, shape: torch.Size, cotangents: Tensor, out: Placement, n: int
+    ) -> Optional[PerSample]:  # noqa: D102
+        x, name, lead = self.data, self.names[key], 1
+        if self._features is not None:
+            lead = x.dim() - self._features[0]
+        if n == 1 and lead > 0:
+            out = Layout(0, x.shape[0])
+        try:
+            arrangement = Arrangement(out, x.shape[:lead], n)  # type: ignore[arg-type]
+        except ValueError:
+            return None
+        dtype = getattr(self.layer, name).dtype
+        x, b = as_type(x, dtype), as_type(cotangents, dtype)
+        derivatives, layer = self.derivatives, self.layer
+        if arrangement.is_trivial:
+            return derivatives.product(name, layer, [x], b)
+        x, b = arrangement.rows(x), arrangement.rows(b, 1)
+        if self._features is not None:
+            return derivatives.product(name, layer, [x], b)
+        x, b = x.flatten(0, 1), b.flatten(1, 2)
+        return merge_rows(derivatives.product(name, layer, [x], b), n)
+
+
+def merge_rows(product: PerSample, n: int) -> PerSample:
+    """Add up the products of each sample's rows.
+
+    Args:
+        product: Products of N·R rows, sample by sample.
+        n: Number N of samples.
+
+    Returns:
+        Products of N samples.
+    """
+    if isinstance(product, Outer):
+        a = product.a.unflatten(0, (n, -1)).transpose(1, 2).flatten(2, 3)
+        b = product.b.unflatten(1, (n, -1)).transpose(2, 3).flatten(3, 4)
+        return product.like(lambda: a, b)
+    if isinstance(product, Summed):
+        b = product.b.unflatten(1, (n, -1)).flatten(2, 3)
+        return Summed(b, product.shape, product.groups, product.sums_positions)
+    if isinstance(product, Rows):
+        ids = product.ids.unflatten(0, (n, -1)).flatten(1)
+        valid = product.valid.unflatten(0, (n, -1)).flatten(1)
+        b = product.b.unflatten(1, (n, -1)).flatten(2, 3)
+        return Rows(ids, b, product.shape, valid)
+    products = product.individual().unflatten(1, (n, -1)).sum(2)
+    return Dense(products, product.shape)
+
+
+class Contraction(Operation):
+    """A product of rows with a matrix: ``out[r, o] = Σᵢ x[r, i] W[i, o]``.
+
+    Attributes:
+        key: Which argument the matrix is.
+        outputs: Axes of the output that come from the matrix.
+    """
+
+    def __init__(
+        self,
+        key: Key,
+        data: Tensor,
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        weight_axes: Sequence[int],
+        scale: float = 1.0,
+    ):
+        """Store which axes are contracted.
+
+        Args:
+            key: Which argument the matrix is.
+            data: The other operand.
+            inputs: Its axes that are contracted; the others are rows, in the order of
+                the output's.
+            outputs: Axes of the output that come from the matrix.
+            weight_axes: Where the matrix has its output axes, then its input axes.
+            scale: Number that the product is multiplied by. Default: 1.
+        """
+        super().__init__(data, [key])
+        self.key, self._inputs, self.outputs = key, inputs, outputs
+        self._weight_axes, self._scale = list(weight_axes), scale
+
+    def is_possible(self, placement: Placement) -> bool:  # noqa: D102
+        if isinstance(placement, Layout):
+            return placement.axis not in self._inputs
+        return isinstance(placement, Tensor)
+
+    def reads_data(self, key: Key) -> bool:  # noqa: D102
+        return key == self.key
+
+    def positions(self, key: Key, n: int) -> int:  # noqa: D102
+        if key != self.key or not n:
+            return 0
+        size = prod(self.data.shape[axis] for axis in self._inputs)
+        return self.data.numel() // max(1, size * n)
+
+    def product(
+        self, key: Key, shape: torch.Size, cotangents: Tensor, out: Placement, n: int
+    ) -> Optional[PerSample]:  # noqa: D102
+        outputs, inputs = self.outputs, self._inputs
+        if n == 1:
+            out = _anywhere(cotangents.shape[1:], outputs)
+        b = cotangents.movedim([o + 1 for o in outputs], [*range(-len(outputs), 0)])
+        rows = b.shape[1 : b.dim() - len(outputs)]
+        if isinstance(out, Layout):
+            if out.axis in outputs:
+                return None
+            out = Layout(out.axis - sum(o < out.axis for o in outputs), out.inner)
+        elif isinstance(out, Tensor):
+            last = [*range(-len(outputs), 0)]
+            moved, key_of = out, ("moved", *outputs)
+            out = once(moved, key_of, lambda: moved.movedim([*outputs], last))
+        try:
+            arrangement = Arrangement(out, rows, n)  # type: ignore[arg-type]
+        except ValueError:
+            return None
+        b = arrangement.rows(b, 1).flatten(3)
+        if key != self.key:
+            if prod(shape) != b.shape[-1]:
+                return None
+            if len(shape) > 1:
+                return Dense(b.sum(2).unflatten(-1, shape), shape)
+            return Summed(b, shape)
+        x = self.data.movedim([*inputs], [*range(-len(inputs), 0)])
+        a = arrangement.rows(as_type(x, b.dtype)).flatten(2)
+        if self._scale != 1.0:
+            b = b * self._scale
+        axes = self._weight_axes
+        sizes = [shape[axis] for axis in axes]
+        order = simplest(sizes, [axes.index(i) for i in range(len(axes))])
+        return Outer(lambda: a.unsqueeze(1), b.unsqueeze(2), shape, order)
+
+
+class Broadcast(Operation):
+    """``x + c`` or ``x * c`` for a constant that is broadcast along the samples."""
+
+    def __init__(self, key: Key, data: Optional[Tensor], scale: float = 1.0):
+        """Store the other operand.
+
+        Args:
+            key: Which argument the constant is.
+            data: What it is multiplied with, ``None`` if it is added.
+            scale: Number that it is multiplied with. Default: 1.
+        """
+        super().__init__(data, [key])
+        self._scale = scale
+
+    def product(
+        self, key: Key, shape: torch.Size, cotangents: Tensor, out: Placement, n: int
+    ) -> Optional[PerSample]:  # noqa: D102
+        if n == 1:
+            extra = cotangents.dim() - 1 - len(shape)
+            taken = [i + extra for i, size in enumerate(shape) if size != 1]
+            out = _anywhere(cotangents.shape[1:], taken)
+        if not isinstance(out, Layout):
+            return None
+        missing = cotangents.dim() - 1 - len(shape)
+        full = [1] * missing + list(shape)
+        if missing < 0 or full[out.axis] != 1:
+            return None
+        if self.data is not None:
+            cotangents = cotangents * self.data
+        if self._scale != 1.0:
+            cotangents = cotangents * self._scale
+        axis, inner = out
+        sizes = cotangents.shape[1:]
+        b = cotangents.movedim(axis + 1, 1)
+        del full[axis]
+        rest = [size for i, size in enumerate(sizes) if i != axis]
+        if sizes[axis] != n * inner or inner > 1:
+            b = b.unflatten(1, (-1, n, inner)).sum((1, 3))
+        sums = [i + 2 for i, size in enumerate(full) if size == 1 and rest[i] != 1]
+        positions = [i for i in sums if i < 2 + len(rest) - len(shape)]
+        if (
+            self.data is None  # as in a layer's bias
+            and len(shape) == 1
+            and positions == sums
+            and sums
+            and len(rest) == len(sums) + 1
+        ):
+            return Summed(b.reshape(len(b), n, -1, shape[0]), shape)
+        b = b.sum(sums) if sums else b
+        return Dense(b.reshape(len(b), n, *shape), shape)
+
+
+def _anywhere(shape: Sequence[int], taken: Sequence[int]) -> Optional[Layout]:
+    """Say where a single sample is: along any axis that is not taken."""
+    free = [axis for axis in range(len(shape)) if axis not in taken]
+    return Layout(free[0], shape[free[0]]) if free else None

@@ -23,6 +23,7 @@ from backpack.core.fast import tuning
 from backpack.core.fast.memory import huge_empty
 from backpack.engine.graph import describe, leaves_behind
 from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.utils.parallel import is_parallel
 
 NO_TENSORS = (
     "compile_step(...): {ext} saves functions in '{field}', which no graph can return. "
@@ -37,6 +38,10 @@ NOT_TRACED = (
     "{error}. It must do the same for all numbers in its tensors (no `if` about them, "
     "no `.item()`, no indexing with a mask), and draw from PyTorch's own generator. "
     "Leave out what does, or run a plain backward pass."
+)
+PROCESSES = (
+    "compile_step(...): this is one of several processes, which exchange gradients "
+    "while the pass goes on; a graph has no such moments. Run a plain backward pass."
 )
 NO_LEAF = (
     "A compiled step takes tensors that are no part of a graph, but argument {index} "
@@ -144,6 +149,8 @@ class CompiledStep:
 
     def _record(self, tensors: Tuple[Tensor, ...]) -> _Graph:
         """Run a step as it is, then record it; everything else stays as before."""
+        if is_parallel():
+            raise NotImplementedError(PROCESSES)
         modules: Dict[Module, None] = {}
         specs: List[Any] = []
         leaves: List[Tensor] = []

@@ -408,6 +408,14 @@ def test_refused(row: Refused):
     assert all(p.grad is None for p in step.model.parameters())
 
 
+def test_one_of_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch):
+    """Processes exchange gradients while a pass goes on."""
+    monkeypatch.setattr("backpack.compiled.is_parallel", lambda: True)
+    step = Step()
+    with pytest.raises(NotImplementedError, match="one of several processes"):
+        step.traced(make("BatchGrad"))(*step.data)
+
+
 def negative(step: Step, X: Tensor, y: Tensor) -> Tensor:
     """Compute a loss times a negative number."""
     return -step.loss(step.model(X), y)

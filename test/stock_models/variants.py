@@ -376,6 +376,7 @@ SETTINGS = [
         answer_logits,
         "question answering, loss inside",
         own_loss=True,
+        refused={"Kronecker": "two losses"},
     ),
     Row(
         "Encoders",

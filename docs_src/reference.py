@@ -39,9 +39,12 @@ def write(folder: Path) -> None:
     """
     folder.mkdir(exist_ok=True)
     excluded = ", ".join(extensions.__all__)  # these have pages of their own
+    exported = {f"backpack.{name}" for name in backpack.__all__ if name != "extensions"}
     for package, members in modules().items():
         lines = [package, "=" * len(package), ""]
         for name in members:
             lines += [name, "-" * len(name), "", f".. automodule:: {name}"]
-            lines += [f"   :exclude-members: {excluded}", ""]
+            # a function of the same name as its module is shown to users
+            hidden = ["   :no-index:"] if name in exported else []
+            lines += [f"   :exclude-members: {excluded}", *hidden, ""]
         put(folder / f"{package}.rst", "\n".join(lines))

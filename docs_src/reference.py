@@ -1,5 +1,6 @@
 """Writes the reference of all modules that the pages on the API do not show."""
 
+import re
 from itertools import groupby
 from pathlib import Path
 from pkgutil import walk_packages
@@ -38,7 +39,10 @@ def write(folder: Path) -> None:
         folder: Where the pages go.
     """
     folder.mkdir(exist_ok=True)
-    excluded = ", ".join(extensions.__all__)  # these have pages of their own
+    text = "\n".join(page.read_text() for page in PAGES.glob("*.rst"))
+    shown = re.findall(r"auto(?:class|function):: [\w.]+\.(\w+)$", text, re.M)
+    # what has a place of its own
+    excluded = ", ".join(sorted({*extensions.__all__, *shown}))
     exported = {f"backpack.{name}" for name in backpack.__all__ if name != "extensions"}
     for package, members in modules().items():
         lines = [package, "=" * len(package), ""]

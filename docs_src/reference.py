@@ -40,14 +40,17 @@ def write(folder: Path) -> None:
     """
     folder.mkdir(exist_ok=True)
     text = "\n".join(page.read_text() for page in PAGES.glob("*.rst"))
-    shown = re.findall(r"auto(?:class|function):: [\w.]+\.(\w+)$", text, re.M)
-    # what has a place of its own
-    excluded = ", ".join(sorted({*extensions.__all__, *shown}))
+    shown = re.findall(r"auto(?:class|function):: ([\w.]+)$", text, re.M)
     exported = {f"backpack.{name}" for name in backpack.__all__ if name != "extensions"}
     for package, members in modules().items():
         lines = [package, "=" * len(package), ""]
         for name in members:
             lines += [name, "-" * len(name), "", f".. automodule:: {name}"]
+            own = [
+                path[len(name) + 1 :] for path in shown if path.startswith(f"{name}.")
+            ]
+            # what has a place of its own
+            excluded = ", ".join([*extensions.__all__, *own])
             # a function of the same name as its module is shown to users
             hidden = ["   :no-index:"] if name in exported else []
             lines += [f"   :exclude-members: {excluded}", *hidden, ""]

@@ -1,5 +1,6 @@
 """Writes the reference of all modules that the pages on the API do not show."""
 
+import re
 from itertools import groupby
 from pathlib import Path
 from pkgutil import walk_packages
@@ -38,10 +39,19 @@ def write(folder: Path) -> None:
         folder: Where the pages go.
     """
     folder.mkdir(exist_ok=True)
-    excluded = ", ".join(extensions.__all__)  # these have pages of their own
+    text = "\n".join(page.read_text() for page in PAGES.glob("*.rst"))
+    shown = re.findall(r"auto(?:class|function):: ([\w.]+)$", text, re.M)
+    exported = {f"backpack.{name}" for name in backpack.__all__ if name != "extensions"}
     for package, members in modules().items():
         lines = [package, "=" * len(package), ""]
         for name in members:
             lines += [name, "-" * len(name), "", f".. automodule:: {name}"]
-            lines += [f"   :exclude-members: {excluded}", ""]
+            own = [
+                path[len(name) + 1 :] for path in shown if path.startswith(f"{name}.")
+            ]
+            # what has a place of its own
+            excluded = ", ".join([*extensions.__all__, *own])
+            # a function of the same name as its module is shown to users
+            hidden = ["   :no-index:"] if name in exported else []
+            lines += [f"   :exclude-members: {excluded}", *hidden, ""]
         put(folder / f"{package}.rst", "\n".join(lines))

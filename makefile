@@ -12,6 +12,21 @@ PEERS_VENV := .venv-peers
 MODELS_VENV := .venv-models
 MODELS_ARGS ?=
 
+# What an installed wheel has to do
+WHEEL_VENV := $(VENV)-wheel
+define SMOKE_TEST
+import torch
+from backpack import backpack, extend
+from backpack.extensions import DiagGGNExact
+from backpack.utils.examples import load_one_batch_mnist
+X, y = load_one_batch_mnist(8, flat=True)
+model, loss = extend(torch.nn.Linear(784, 10)), extend(torch.nn.CrossEntropyLoss())
+with backpack(DiagGGNExact()):
+    loss(model(X), y).backward()
+assert model.weight.diag_ggn_exact.shape == (10, 784)
+endef
+export SMOKE_TEST
+
 # The oldest versions that are promised. A python3.9 that runs, or else pyenv's.
 OLDEST_VENV := $(VENV)-oldest
 PYTHON_OLDEST ?= $(shell for python in python3.9 \
@@ -26,7 +41,8 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet \
 	--constraint $(CONSTRAINTS)
 
 BLACK = $(BIN)/black --config black.toml
-SPHINX = $(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet
+SPHINX = $(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet \
+	-d docs_src/_build/doctrees
 
 .DEFAULT_GOAL := help
 
@@ -123,6 +139,29 @@ build-docs: $(VENV)/.installed-docs ## Run the gallery, build the documentation,
 		--ignore-words docs_src/spelling.txt
 	@echo "Open docs_src/_build/html/index.html"
 
+.PHONY: check-pages
+check-pages: install-dev ## Look whether pages fit into phones and screens; needs chromium
+	$(BIN)/python -m pytest test/test_pages.py
+
+##@ Release
+
+.PHONY: release-check
+release-check: $(VENV)/.installed-release ## Build wheel and sources; test both, as they are
+	rm -rf dist build $(WHEEL_VENV)
+	$(BIN)/python -m build --no-isolation --outdir dist
+	$(BIN)/python -m twine check --strict dist/*
+	$(PYTHON) -m venv $(WHEEL_VENV)
+	$(WHEEL_VENV)/bin/python -m pip --disable-pip-version-check install --quiet \
+		--constraint $(CONSTRAINTS) dist/*.whl
+	cd dist && ../$(WHEEL_VENV)/bin/python -W error -c "$$SMOKE_TEST"
+	mkdir -p build/sources
+	tar -xzf dist/*.tar.gz -C build/sources --strip-components 1
+	cd build/sources && PYTHONPATH=$$PWD $(call PYTEST_IN,$(abspath $(VENV))) --light
+
+.PHONY: release
+release: $(VENV)/.installed-release ## Upload what `make release-check` has built
+	$(BIN)/python -m twine upload dist/*
+
 ##@ Install
 
 .PHONY: install
@@ -159,6 +198,10 @@ $(VENV)/.installed: pyproject.toml setup.py $(CONSTRAINTS) | $(BIN)/python
 
 $(VENV)/.installed-docs: $(VENV)/.installed
 	$(PIP) --no-build-isolation --editable .[docs]
+	@touch $@
+
+$(VENV)/.installed-release: $(VENV)/.installed
+	$(PIP) --no-build-isolation --editable .[release]
 	@touch $@
 
 $(OLDEST_VENV)/.installed: pyproject.toml setup.py requirements/oldest.txt

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import (
     Any,
     Callable,
@@ -29,10 +30,11 @@ from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
 from backpack import extensions
+from backpack.compiled import CompiledStep
 from backpack.context import CTX
 from backpack.converter.convert import convert_module_to_backpack
 from backpack.engine.backward_pass import BackwardPass
-from backpack.engine.graph import root_nodes
+from backpack.engine.graph import root_edges
 from backpack.engine.hooks import (
     enter_call,
     forget_interrupted,
@@ -55,6 +57,7 @@ from backpack.utils.types import Grads
 __all__ = [
     "BackpropExtension",
     "backpack",
+    "compile_step",
     "convert_module_to_backpack",
     "disable",
     "extend",
@@ -72,7 +75,14 @@ make_backward_overridable()
 class _Announce(TorchFunctionMode):
     """Announces backward passes: everything they remember is forgotten at their end."""
 
-    _BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+    # and the names of their arguments
+    _BACKWARD = {
+        Tensor.backward: "self gradient retain_graph create_graph inputs",
+        torch.autograd.backward: (
+            "tensors grad_tensors retain_graph create_graph grad_variables inputs"
+        ),
+        torch.autograd.grad: "outputs inputs grad_outputs retain_graph create_graph",
+    }
 
     def __init__(self, before: Dict[str, Any]):
         """Remember what was active before, and in which context the task was.
@@ -103,17 +113,18 @@ class _Announce(TorchFunctionMode):
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return func(*args, **kwargs)  # a transform's own
         current.check_context()
-        outputs = [*args, *(kwargs[k] for k in ("tensors", "outputs") if k in kwargs)]
-        inputs = kwargs.get("inputs")
-        if func is torch.autograd.grad and len(args) > 1:
-            inputs = args[1]
-        accumulates = func is not torch.autograd.grad and len(args) < 2
-        accumulates = accumulates and not kwargs.get("create_graph")
-        roots = root_nodes(outputs[0])
-        with BackwardPass(current, roots, inputs, accumulates) as running:
-            if running.leaves:
-                kwargs = {**kwargs, "inputs": running.leaves}
-            return func(*args, **kwargs)
+        names = self._BACKWARD[func].split()
+        bound = {**dict(zip(names, args)), **kwargs}
+        roots, inputs = root_edges(bound[names[0]]), bound.get("inputs")
+        accumulates = func is not torch.autograd.grad
+        graph = bool(bound.get("create_graph"))
+        cotangents = map(bound.get, ("gradient", "grad_tensors", "grad_variables"))
+        one = accumulates and all(x is None for x in cotangents)
+        with BackwardPass(current, roots, inputs, accumulates, graph, one) as running:
+            if running.accumulated.inputs is None:
+                return func(*args, **kwargs)
+            bound["inputs"] = running.accumulated.inputs
+            return func(bound.pop(names[0]), **bound)
 
 
 class backpack(AbstractContextManager):  # noqa: N801
@@ -129,6 +140,7 @@ class backpack(AbstractContextManager):  # noqa: N801
         retain_graph: Whether inputs and outputs are kept for another backward pass.
         check: Whether samples are checked to be separate, and their gradients to add
             up.
+        gradient: Whether gradients are accumulated in ``.grad``.
 
     Example:
         >>> from torch import manual_seed, rand, tensor
@@ -150,6 +162,7 @@ class backpack(AbstractContextManager):  # noqa: N801
         debug: bool = False,
         retain_graph: bool = False,
         check: bool = False,
+        gradient: bool = True,
     ):
         """Choose what to compute.
 
@@ -167,10 +180,15 @@ class backpack(AbstractContextManager):  # noqa: N801
                 for which this is not so. It catches what hooks and functions with a
                 backward of their own do behind the scenes. Default: ``False``, which
                 costs nothing.
+            gradient: Whether ``backward()`` accumulates gradients. If not, weights'
+                gradients are not even computed, ``.grad`` of all tensors stays what it
+                was, and hooks for gradients of parameters do not run. The model must
+                not be called by way of ``DistributedDataParallel``, which waits for
+                gradients; its ``no_sync()`` does not. Default: ``True``.
 
         Raises:
-            ValueError: If an argument is no instance of an extension, or the extension
-                hook is no function.
+            ValueError: If an argument is no instance of an extension, the extension
+                hook is no function, or options contradict each other.
         """
         for ext in exts:
             if not isinstance(ext, BackpropExtension):
@@ -188,12 +206,25 @@ class backpack(AbstractContextManager):  # noqa: N801
                 "backpack(extension_hook=...) expects a function that is called with "
                 f"a module, for example extension_hook=print, got {extension_hook!r}."
             )
+        replacing = [type(x).__name__ for x in exts if x.replaces_gradient]
+        if len(replacing) > 1 or (replacing and (check or not gradient)):
+            raise ValueError(
+                f"{' and '.join(replacing)}: replace_grad=True decides what becomes of "
+                "`.grad`. Use it for one extension, with gradient=True, and without "
+                "check=True, which compares with the gradient."
+            )
+        if check and not gradient:
+            raise ValueError(
+                "backpack(check=True, gradient=False): the check compares individual "
+                "gradients with the gradient. Use one of both."
+            )
         self.exts = tuple(dict.fromkeys(exts))  # one that is there twice runs once
         self.debug = debug
         self.extension_hook = no_op if extension_hook is None else extension_hook
         self.retain_graph = retain_graph
         self.check = check
         self._entered: List[_Announce] = []
+        self.gradient = gradient
 
     def __repr__(self) -> str:
         """Return what is computed inside, and whether this is inside.
@@ -223,6 +254,7 @@ class backpack(AbstractContextManager):  # noqa: N801
         current.active_exts, current.extension_hook = self.exts, self.extension_hook
         current.debug, current.retain_graph = self.debug, self.retain_graph
         current.check, current.report = self.check, announce.report
+        current.gradient = self.gradient
         current.in_context = True
         announce.__enter__()
 
@@ -243,6 +275,64 @@ class backpack(AbstractContextManager):  # noqa: N801
         if exc_type is None:
             announce.report.warn(self.exts, State.outside() is not None)
         State.outside = staticmethod(no_op)
+
+
+def compile_step(
+    closure: Callable[..., Tensor],
+    *exts: BackpropExtension,
+    gradient: bool = True,
+    backend: Union[str, Callable] = "inductor",
+    mode: Optional[str] = None,
+) -> CompiledStep:
+    """Compile a whole step: forward pass, backward pass, and all quantities.
+
+    The result is called with tensors, and leaves what a plain step leaves: gradients
+    are added to ``.grad``, quantities are saved on the parameters, running statistics
+    are updated, random numbers are new ones. Parameters may change between two calls;
+    shapes, types, modes (``train()``, ``eval()``) and ``requires_grad`` as well, for
+    which the step is compiled again. Until then, everything else is as it was when it
+    was compiled: numbers that are not in tensors, and which way Python has gone.
+
+    Before it is compiled, the step is run twice by Python. That leaves no trace in
+    tensors; but what is printed, counted or appended to a list happens then, and not
+    afterwards.
+
+    Args:
+        closure: Computes the loss from tensors, with modules that are extended.
+        exts: Extensions. Those that save functions cannot be compiled.
+        gradient: As for :class:`backpack`, whose other options are about what Python
+            does while the pass goes on.
+        backend: Backend of :func:`torch.compile`. Default: ``"inductor"``.
+        mode: Mode of :func:`torch.compile`; ``"reduce-overhead"`` replays CUDA graphs.
+            Default: ``None``.
+
+    Returns:
+        The step: a function of the closure's tensors that returns the loss, detached.
+
+    Example:
+        >>> from torch import manual_seed, rand, tensor
+        >>> from torch.nn import CrossEntropyLoss, Linear
+        >>> from backpack.extensions import BatchL2Grad
+        >>> _ = manual_seed(0)
+        >>> model, lossfunc = extend(Linear(3, 2)), extend(CrossEntropyLoss())
+        >>> step = compile_step(
+        ...     lambda X, y: lossfunc(model(X), y), BatchL2Grad(), backend="aot_eager"
+        ... )
+        >>> loss = step(rand(5, 3), tensor([0, 1, 0, 1, 1]))
+        >>> model.weight.batch_l2.shape
+        torch.Size([5])
+    """
+    context = partial(backpack, *exts, gradient=gradient)
+    context()  # which checks the arguments
+    return CompiledStep(
+        closure,
+        context,
+        exts,
+        partial(
+            torch.compile, backend=backend, mode=mode, fullgraph=True, dynamic=False
+        ),
+        mode in ("reduce-overhead", "max-autotune"),
+    )
 
 
 @overload

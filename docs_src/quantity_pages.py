@@ -43,6 +43,7 @@ class Quantity(NamedTuple):
         uses: What it is good for, with papers.
         example: Code after the backward pass.
         also: Other extensions in the example.
+        arguments: What extensions in the example are made with.
     """
 
     title: str
@@ -56,6 +57,7 @@ class Quantity(NamedTuple):
     uses: List[str]
     example: str
     also: List[str] = []
+    arguments: Dict[str, str] = {}
 
 
 MEAN = "With a mean loss, it carries the factor {factor}; with a sum, none."
@@ -190,6 +192,44 @@ Sums over parameters give those of the whole gradients.""",
         ["BatchGrad"],
     ),
     Quantity(
+        "Weighted and clipped sums: WeightedGrad, ClippedGrad",
+        ["WeightedGrad", "ClippedGrad"],
+        ["grad_weighted", "grad_clipped"],
+        ["[*p]", "[*p]"],
+        "weighted sum of individual gradients, by their norms or dot products",
+        r"""A sum of individual gradients :math:`g_n`, with weights that are given, or
+follow from norms over all parameters, or from all dot products; clipping is the case
+:math:`w_n = \min(1, C / \lVert g_n \rVert)`:
+
+.. math:: \sum_n w_n g_n\,.
+
+Norms are known when every layer has had its turn; the sums are formed then, from
+factors, in the same backward pass. ``norms`` and ``weights`` of the extension are there
+after it.""",
+        'With ``scale="summand"``, :math:`g_n` are the summands of the gradient, which '
+        'carry 1/N for a mean loss; with ``scale="sample"``, the gradients of the '
+        "samples' own losses.",
+        "As much memory as the gradient, and the inputs and cotangents of all layers "
+        "until the pass ends. With ``replace_grad=True``, the gradient itself is not "
+        "formed.",
+        [
+            "Clipping for differential privacy: Abadi et al., *Deep learning with "
+            "differential privacy*, 2016; in one pass: Bu et al., *Differentially "
+            "private optimization on large model at small cost*, 2022",
+            "Weights from dot products: Quinton and Rey, *Jacobian descent for "
+            "multi-objective optimization*, 2024",
+        ],
+        "gradients = [p.grad_batch for p in model.parameters()]\n"
+        "norms = torch.cat([g.flatten(1) for g in gradients], 1).norm(dim=1)\n"
+        "weights = (0.1 / norms).clamp(max=1)\n"
+        "for p in model.parameters():\n"
+        "    clipped = torch.einsum('n,n...->...', weights, p.grad_batch)\n"
+        "    assert torch.allclose(p.grad_clipped, clipped, atol=1e-6)\n"
+        "    assert torch.allclose(p.grad_weighted, p.grad, atol=1e-6)",
+        ["BatchGrad"],
+        {"WeightedGrad": "torch.ones(8)", "ClippedGrad": "0.1"},
+    ),
+    Quantity(
         "Diagonal of the GGN: DiagGGNExact, DiagGGNMC",
         ["DiagGGNExact", "DiagGGNMC"],
         ["diag_ggn_exact", "diag_ggn_mc"],
@@ -265,6 +305,31 @@ The small matrix of dot products of the columns has the same nonzero eigenvalues
         "    diagonal = (V.T @ V).diag().reshape(p.shape)\n"
         "    assert torch.allclose(diagonal, p.diag_ggn_exact)",
         ["DiagGGNExact"],
+    ),
+    Quantity(
+        "Jacobian of the output: BatchJacobian",
+        ["BatchJacobian"],
+        ["jacobian"],
+        ["[C, N, *p]"],
+        "Jacobian of the model's output, without a loss",
+        r"""The derivative of each feature :math:`c` of the model's output
+:math:`f(x_n)`, in the order in which a sample's features are in the output:
+
+.. math:: J_{c,n} = \nabla_p f_c(x_n)\,.
+
+It starts at the output of the extended model. No loss is needed:
+``model(X).sum().backward()`` is enough, and ``backpack(..., gradient=False)`` leaves
+``.grad`` alone. If there is a loss, it does not matter.""",
+        "It knows of no loss, and has no scale.",
+        "C columns are pulled back; C · N gradients of memory. ``subsampling`` selects "
+        "samples.",
+        [
+            "Kernels of networks: Jacot et al., *Neural tangent kernel*, 2018",
+            "Predictions of linearized networks: Immer et al., *Improving predictions "
+            "of Bayesian neural nets via local linearization*, 2021",
+        ],
+        "p = model[2].bias\n"
+        "assert torch.allclose(p.jacobian, torch.eye(3).unsqueeze(1).expand(3, 8, 3))",
     ),
     Quantity(
         "Kronecker factors, sampled: KFAC",
@@ -427,8 +492,8 @@ vectors to :math:`G v`.""",
 times the gradient at the operation's output, brought to the parameters by Jacobians.
 In the positive-curvature Hessian, each of these is changed before it enters: negative
 entries (eigenvalues, if it is not diagonal) become zero (``modify="clip"``) or change
-sign (``modify="abs"``). The field is a function that maps ``[K, *p]`` to ``[K,
-        *p]``.""",
+sign (``modify="abs"``). The field is a function that maps ``[K, *p]`` to
+``[K, *p]``.""",
         MEAN.format(factor="1/N"),
         "About two gradients for each vector; vectors share passes.",
         [
@@ -517,7 +582,8 @@ def code(quantity: Quantity) -> str:
         Python code.
     """
     names = [*quantity.names, *quantity.also]
-    calls = ", ".join(f"{name}()" for name in names)
+    given = quantity.arguments
+    calls = ", ".join(f"{name}({given.get(name, '')})" for name in names)
     setup = SETUP.format(names=", ".join(names), calls=calls)
     return f"{setup}{quantity.example}".strip()
 

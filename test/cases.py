@@ -12,11 +12,36 @@ from torch import Tensor, nn
 from torch.nn import Module, Parameter
 from torch.nn.utils import parametrizations
 
+from backpack import extensions
+from backpack.extensions.backprop_extension import BackpropExtension
+
 Tensors = Tuple[Tensor, ...]
 
 F64 = torch.float64
 N = 3
 FIRST_ORDER = ["BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance", "BatchDotGrad"]
+FIRST_ORDER += ["WeightedGrad"]
+
+
+def inverse(norms: Tensor) -> Tensor:
+    """Return weights that make all gradients nearly unit: ``oracle.by_norms``."""
+    return 1 / (0.1 + norms)
+
+
+# Arguments of extensions, where there is no default
+ARGUMENTS = {"WeightedGrad": {"weights": inverse}, "ClippedGrad": {"max_norm": 0.3}}
+
+
+def make_extension(name: str) -> BackpropExtension:
+    """Create an extension.
+
+    Args:
+        name: Name of its class.
+
+    Returns:
+        The extension.
+    """
+    return getattr(extensions, name)(**ARGUMENTS.get(name, {}))
 
 
 class Problem(NamedTuple):

@@ -189,6 +189,56 @@ variance = of_gradients(lambda g: ((g - g.mean(0)) ** 2).mean(0))
 batch_dot = of_gradients(lambda g: g.reshape(len(g), -1) @ g.reshape(len(g), -1).T)
 
 
+def by_norms(g: Tensor) -> Tensor:
+    """Return weights of gradients ``[N, P]`` that make all of them nearly unit."""
+    return 1 / (0.1 + (g**2).sum(1).sqrt())
+
+
+def by_dots(g: Tensor) -> Tensor:
+    """Return weights of gradients ``[N, P]`` that tell how they agree."""
+    return (g @ g.T).sum(1)
+
+
+def clip(g: Tensor, max_norm: float) -> Tensor:
+    """Return weights of gradients ``[N, P]`` that clip them to a norm."""
+    return (max_norm / (g**2).sum(1).sqrt()).clamp(max=1)
+
+
+def weighted_sum(
+    model: Module,
+    loss: Module,
+    X: Tensors,
+    y: Tensors,
+    weights: Callable[[Tensor], Tensor] = by_norms,
+    scale: str = "summand",
+    subsampling: Optional[Sequence[int]] = None,
+    create_graph: bool = False,
+) -> Dict[str, Tensor]:
+    """Sum individual gradients with weights that depend on all parameters.
+
+    Args:
+        model: The model.
+        loss: The loss module.
+        X: Inputs of the model.
+        y: Inputs of the loss after the prediction.
+        weights: Maps individual gradients of all parameters ``[N, P]`` to ``[N]``.
+        scale: ``"sample"`` if gradients are those of the samples' own losses.
+        subsampling: Samples to select.
+        create_graph: Whether the result can be differentiated. Default: ``False``.
+
+    Returns:
+        Sums ``[*p]``.
+    """
+    averages = scale == "sample" and "mean" in loss.reduction
+    gradients = individual_gradients(model, loss, X, y, create_graph)
+    picked = range(len(X[0])) if subsampling is None else subsampling
+    factor = len(X[0]) if averages else 1
+    gradients = {n: factor * g[list(picked)] for n, g in gradients.items()}
+    rows = torch.cat([g.reshape(len(g), -1) for g in gradients.values()], 1)
+    w = weights(rows)
+    return {n: torch.tensordot(w, g, 1) for n, g in gradients.items()}
+
+
 # GGN family
 
 
@@ -273,6 +323,32 @@ def model_jacobians(
         for n in range(len(X[0]))
     ]
     return {name: torch.stack(column) for name, column in zip(params, zip(*rows))}
+
+
+def batch_jacobian(
+    model: Module,
+    loss: Module,
+    X: Tensors,
+    y: Tensors,
+    subsampling: Optional[Sequence[int]] = None,
+    create_graph: bool = False,
+) -> Dict[str, Tensor]:
+    """Compute the model's Jacobian for each sample, whatever the loss is.
+
+    Args:
+        model: The model.
+        loss: Not used.
+        X: Inputs of the model.
+        y: Not used.
+        subsampling: Samples to select.
+        create_graph: Whether the result can be differentiated. Default: ``False``.
+
+    Returns:
+        Jacobians ``[F, N, *p]``.
+    """
+    picked = list(range(len(X[0])) if subsampling is None else subsampling)
+    jacobians = model_jacobians(model, X, create_graph)
+    return {name: jac[picked].transpose(0, 1) for name, jac in jacobians.items()}
 
 
 def sqrt_ggn(
@@ -618,6 +694,8 @@ QUANTITIES: Dict[str, Callable[..., Dict[str, Value]]] = {
     "sum_grad_squared": sum_grad_squared,
     "variance": variance,
     "batch_dot": batch_dot,
+    "weighted_sum": weighted_sum,
+    "batch_jacobian": batch_jacobian,
     "sqrt_ggn": sqrt_ggn,
     "batch_ggn": batch_ggn,
     "diag_ggn": diag_ggn,

@@ -23,13 +23,13 @@ from typing import (
 )
 
 import torch
-from cases import F64, Tensors, randomize
-from oracle import assert_agrees, jacobian, parameters, sample
+from cases import F64, Tensors, make_extension, randomize
+from oracle import assert_agrees, by_norms, jacobian, parameters, sample
 from torch import Tensor, nn
 from torch.autograd import grad
 from torch.nn import Module
 
-from backpack import backpack, extend, extensions
+from backpack import backpack, extend
 
 N = 4
 LENGTHS = (3, N)  # of sequences: as many positions as samples, or not
@@ -237,13 +237,24 @@ def rows_of(g: Tensor) -> Tensor:
     return g.reshape(len(g), -1)
 
 
+class OfAll(NamedTuple):
+    """A sum of gradients with weights that depend on those of all parameters.
+
+    Attributes:
+        weights: Maps gradients of all parameters ``[N, P]`` to weights ``[N]``.
+    """
+
+    weights: Callable[[Tensor], Tensor]
+
+
 # Field, quantity of a sample's shares [N, *p], and whether of the gradient
-QUANTITIES: Dict[str, Tuple[str, Callable[[Tensor], Tensor], bool]] = {
+QUANTITIES: Dict[str, Tuple[str, Any, bool]] = {
     "BatchGrad": ("grad_batch", lambda g: g, True),
     "BatchL2Grad": ("batch_l2", lambda g: rows_of(g).pow(2).sum(1), True),
     "SumGradSquared": ("sum_grad_squared", lambda g: g.pow(2).sum(0), True),
     "Variance": ("variance", lambda g: (g - g.mean(0)).pow(2).mean(0), True),
     "BatchDotGrad": ("batch_dot", lambda g: rows_of(g) @ rows_of(g).T, True),
+    "WeightedGrad": ("grad_weighted", OfAll(by_norms), True),
     "DiagGGNExact": ("diag_ggn_exact", lambda d: d.sum(0), False),
     "BatchDiagGGNExact": ("diag_ggn_exact_batch", lambda d: d, False),
 }
@@ -291,7 +302,11 @@ def assert_fields(
     for quantity in quantities:
         field, function, first = QUANTITIES[quantity]
         shares = samples.gradients if first else samples.diagonals
-        expected = {name: function(share) for name, share in shares.items()}
+        if isinstance(function, OfAll):
+            weights = function.weights(torch.cat([*map(rows_of, shares.values())], 1))
+            expected = {n: torch.tensordot(weights, g, 1) for n, g in shares.items()}
+        else:
+            expected = {name: function(share) for name, share in shares.items()}
         assert all(torch.isfinite(value).all() for value in expected.values())
         missing = [name for name, p in params.items() if not hasattr(p, field)]
         assert not missing, f"no {field}: {missing}"
@@ -302,7 +317,8 @@ def assert_fields(
                 wrong = (actual[name].to(F64) - right).abs().max()
                 assert wrong <= scale, f"{quantity} of {name}: off by {wrong}"
         else:
-            noise = 1e-12 if quantity == "BatchGrad" else 1e-23
+            linear = quantity in ("BatchGrad", "WeightedGrad")
+            noise = 1e-12 if linear else 1e-23
             assert_equal(actual, expected, quantity, noise)
 
 
@@ -319,7 +335,7 @@ def compute(row: Row, quantities: Sequence[str], **options: Any) -> Module:
     """
     model, loss, X = row.build()
     model, loss = extend(model), extend(loss)
-    exts = [getattr(extensions, name)() for name in quantities]
+    exts = [make_extension(name) for name in quantities]
     with row.around():
         value = row.run(model, loss, X)
         with backpack(*exts, **options):

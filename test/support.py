@@ -31,12 +31,15 @@ QUANTITIES: Tuple[Type[BackpropExtension], ...] = (
     extensions.SumGradSquared,
     extensions.Variance,
     extensions.BatchDotGrad,
+    extensions.WeightedGrad,
+    extensions.ClippedGrad,
     extensions.DiagGGNExact,
     extensions.DiagGGNMC,
     extensions.BatchDiagGGNExact,
     extensions.BatchDiagGGNMC,
     extensions.SqrtGGNExact,
     extensions.SqrtGGNMC,
+    extensions.BatchJacobian,
     extensions.KFAC,
     extensions.KFLR,
     extensions.KFRA,
@@ -220,7 +223,9 @@ def of_losses() -> Matrix:
         loss: {
             quantity.__name__: Cell(
                 Rule.AUTOGRAD
-                if issubclass(quantity, FirstOrderBackpropExtension)
+                if issubclass(
+                    quantity, (FirstOrderBackpropExtension, extensions.BatchJacobian)
+                )
                 else rule
             )
             for quantity in QUANTITIES

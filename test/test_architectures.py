@@ -3,7 +3,7 @@
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import (
     Any,
     Callable,
@@ -19,7 +19,7 @@ from typing import (
 import oracle
 import pytest
 import torch
-from cases import Problem
+from cases import Problem, make_extension
 from models import (
     ARCHITECTURES,
     HandwrittenVisionTransformer,
@@ -40,6 +40,7 @@ from backpack.extensions import (
     BatchDiagGGNMC,
     BatchDotGrad,
     BatchGrad,
+    BatchJacobian,
     BatchL2Grad,
     DiagGGNExact,
     DiagGGNMC,
@@ -337,6 +338,16 @@ QUANTITIES: Dict[str, Quantity] = {
     "SumGradSquared": Quantity(SumGradSquared, _of_gradients("sum_grad_squared")),
     "Variance": Quantity(Variance, _of_gradients("variance")),
     "BatchDotGrad": Quantity(BatchDotGrad, _of_gradients("batch_dot")),
+    "WeightedGrad": Quantity(
+        partial(make_extension, "WeightedGrad"), _of_gradients("weighted_sum")
+    ),
+    "BatchJacobian": Quantity(  # in any order of features
+        BatchJacobian,
+        lambda ref, _: {
+            name: blocks(jac) for name, jac in ref.gradients("batch_jacobian").items()
+        },
+        blocks,
+    ),
     "DiagGGNExact": Quantity(DiagGGNExact, _of_columns(lambda p: p.pow(2).sum((0, 1)))),
     "BatchDiagGGNExact": Quantity(
         BatchDiagGGNExact, _of_columns(lambda p: p.pow(2).sum(0))

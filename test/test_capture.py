@@ -1,9 +1,11 @@
 """What extending does to a module, and what it sees in a backward pass."""
 
-from typing import Any, Callable, Dict, List, Tuple, Type
+from functools import partial
+from typing import Any, Callable, Dict, List, Tuple
 
 import pytest
 import torch
+from cases import make_extension
 from torch import Tensor, nn
 from torch.nn import Module
 
@@ -12,10 +14,13 @@ from backpack.context import CTX
 from backpack.custom_module.branching import Parallel, SumModule
 from backpack.custom_module.reduce_tuple import ReduceTuple
 from backpack.extensions import BatchGrad, DiagGGNExact, SqrtGGNExact, Variance
-from backpack.extensions.backprop_extension import BackpropExtension
 
 # all but HBP, which has no default
-ALL = [getattr(extensions, name) for name in extensions.__all__ if name != "HBP"]
+NAMES = [name for name in extensions.__all__ if name != "HBP"]
+ALL = [pytest.param(partial(make_extension, name), id=name) for name in NAMES]
+# those whose values are there when all parameters have had their turn
+LATE = ("ClippedGrad", "WeightedGrad")
+IN_TURN = [param for param in ALL if param.id not in LATE]
 N = 3
 
 
@@ -321,8 +326,8 @@ def keep(run: Callable, value: Tensor, params: List[Tensor]) -> None:
 
 @pytest.mark.parametrize("times", [1, 3])
 @pytest.mark.parametrize("first", FIRST_PASSES)
-@pytest.mark.parametrize("quantity", ALL, ids=lambda cls: cls.__name__)
-def test_kept_without_extensions(quantity: Type, first: str, times: int):
+@pytest.mark.parametrize("quantity", ALL)
+def test_kept_without_extensions(quantity: Callable, first: str, times: int):
     """``retain_graph=True`` keeps them without extensions, too."""
     ext, fields = quantity(), []
     for passes in (0, times):
@@ -409,11 +414,9 @@ def test_order_of_containers():
     assert not any(fields for name, fields in seen.items() if name != "scale")
 
 
-@pytest.mark.parametrize("quantity", ALL, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("quantity", IN_TURN)
 @pytest.mark.parametrize("num_classes", [2, 12])
-def test_results_are_formed_in_turn(
-    quantity: Type[BackpropExtension], num_classes: int
-):
+def test_results_are_formed_in_turn(quantity: Callable, num_classes: int):
     """A layer has its field when its hook runs, and not before."""
     model = extend(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, num_classes)))
     loss, ext = extend(nn.CrossEntropyLoss()), quantity()
@@ -428,8 +431,8 @@ def test_results_are_formed_in_turn(
             assert fields == ([ext.savefield] if name in names else [])
 
 
-@pytest.mark.parametrize("quantity", ALL, ids=lambda cls: cls.__name__)
-def test_hook_may_delete(quantity: Type[BackpropExtension]):
+@pytest.mark.parametrize("quantity", IN_TURN)
+def test_hook_may_delete(quantity: Callable):
     """The hook sees fields and input, and may compress and delete the field."""
     model, loss, x, y = small()
     ext, compressed = quantity(), {}
@@ -453,8 +456,8 @@ def test_hook_may_delete(quantity: Type[BackpropExtension]):
     assert not any(hasattr(param, ext.savefield) for param in model.parameters())
 
 
-@pytest.mark.parametrize("quantity", ALL, ids=lambda cls: cls.__name__)
-def test_hook_may_overwrite(quantity: Type[BackpropExtension]):
+@pytest.mark.parametrize("quantity", IN_TURN)
+def test_hook_may_overwrite(quantity: Callable):
     """What the hook does to a field changes nothing else: it owns its memory."""
     layers = [nn.Conv2d(2, 3, 2), nn.ReLU(), nn.Conv2d(3, 2, 2), nn.Flatten()]
     model = extend(nn.Sequential(*layers, nn.Linear(2, 2), nn.Linear(2, 3)))
@@ -545,8 +548,8 @@ def test_silent_by_default(capsys: pytest.CaptureFixture):
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("quantity", ALL, ids=lambda cls: cls.__name__)
-def test_nothing_left_in_saved_quantities(quantity: Type[BackpropExtension]):
+@pytest.mark.parametrize("quantity", ALL)
+def test_nothing_left_in_saved_quantities(quantity: Callable):
     """Nothing waits for a turn that does not come."""
     model, loss, x, y = small()
     ext = quantity()

@@ -8,6 +8,7 @@ from typing import Any, Callable, List, Type
 
 import pytest
 import torch
+from cases import make_extension
 from torch import Tensor, nn
 from torch.nn import Module
 
@@ -28,7 +29,7 @@ SECOND_ORDER = [
     getattr(extensions, name)
     for name in extensions.__all__
     if name != "HBP"  # has no default
-    if getattr(extensions, name)().expects_backpropagation_quantities()
+    if make_extension(name).expects_backpropagation_quantities()
 ]
 N = 3
 

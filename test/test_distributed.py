@@ -13,6 +13,7 @@ from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Tuple, Type
 
 import pytest
 import torch
+from cases import inverse
 from oracle import assert_agrees
 from torch import Tensor, distributed, multiprocessing, nn
 from torch.nn import Module
@@ -35,7 +36,9 @@ from backpack.extensions import (
     BatchDiagHessian,
     BatchDotGrad,
     BatchGrad,
+    BatchJacobian,
     BatchL2Grad,
+    ClippedGrad,
     DiagGGNExact,
     DiagGGNMC,
     DiagHessian,
@@ -43,6 +46,7 @@ from backpack.extensions import (
     SqrtGGNMC,
     SumGradSquared,
     Variance,
+    WeightedGrad,
 )
 from backpack.extensions.backprop_extension import BackpropExtension
 
@@ -104,6 +108,7 @@ PROBLEMS = {
             weight=torch.tensor([0.2, 1.0, 3.0], dtype=F64), **options
         ),
         lambda: torch.tensor([0, 2, 1, 1, 0, 2]),
+        refused=("WeightedGrad", "ClippedGrad"),  # they count samples unequally
     ),
     "embedding": Problem(
         lambda: mlp(2, nn.Embedding(5, 4)),
@@ -156,12 +161,15 @@ OTHERS: Dict[str, Callable[[], BackpropExtension]] = {
         *(BatchDiagHessian, SqrtGGNExact, SqrtGGNMC, HMP, GGNMP, PCHMP),
     )
 }
+OTHERS["WeightedGrad"] = lambda: WeightedGrad(inverse, scale="sample")
+OTHERS["ClippedGrad"] = lambda: ClippedGrad(0.5, "parameter", "sample")
+OTHERS["BatchJacobian"] = BatchJacobian
 QUANTITIES = {**OTHERS, **KRONECKER}
 # Where the samples are in what belongs to single samples
 SAMPLES = {
     **dict.fromkeys(["BatchGrad", "BatchL2Grad", "BatchDiagGGNExact"], 0),
     **dict.fromkeys(["BatchDiagGGNMC", "BatchDiagHessian"], 0),
-    **dict.fromkeys(["SqrtGGNExact", "SqrtGGNMC"], 1),
+    **dict.fromkeys(["SqrtGGNExact", "SqrtGGNMC", "BatchJacobian"], 1),
 }
 
 
@@ -378,6 +386,17 @@ REFUSED = {
     ),
     "two losses": Refused(two_losses, NotImplementedError, "several losses"),
     "lengths": Refused(lengths, ValueError, "shapes.*axis 0"),
+    "unequal samples": Refused(
+        refuse(WeightedGrad(inverse, scale="sample")), NotImplementedError, "unequally"
+    ),
+    "summands": Refused(
+        refuse(ClippedGrad(1.0)), NotImplementedError, "ClippedGrad.*scale='sample'"
+    ),
+    "dots": Refused(
+        refuse(WeightedGrad(lambda dots: dots.sum(1), of="dots")),
+        NotImplementedError,
+        "WeightedGrad.*dot products.*Use norms",
+    ),
     "own": Refused(own, NotImplementedError, "Own.*over_shards"),
 }
 

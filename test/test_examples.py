@@ -39,6 +39,17 @@ SCRIPTS: Dict[str, str] = {
     "subsampling": "% off",
     "trace_estimation": "1000 vectors",
 }
+# Those of tasks, which use what 1.7 does not have
+SCRIPTS_OF_TASKS: Dict[str, str] = {
+    "ggn_spectrum": "They are eigenvectors.",
+    "influence": "Steps change the loss as the dot products say.",
+    "kfac_training": "after 100 steps. KFAC needs",
+    "laplace": "Laplace, all layers: confidence",
+    "noise_scale": "Noise scale",
+    "pruning": "50 %: loss",
+    "transformer": "KFAC",
+}
+ALL_SCRIPTS = {**SCRIPTS, **SCRIPTS_OF_TASKS}
 
 
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
@@ -58,12 +69,12 @@ def path(name: str) -> Path:
 
 def test_table_is_complete():
     """Every script in the folder has a row, and the other way around."""
-    assert {path(name) for name in SCRIPTS} == set(FOLDER.glob("example_*.py"))
+    assert {path(name) for name in ALL_SCRIPTS} == set(FOLDER.glob("example_*.py"))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cpu")
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", ALL_SCRIPTS)
 def test_runs(name: str, capsys, monkeypatch):
     """A script runs to its end, warns of nothing, and says what it is about."""
     monkeypatch.delenv(examples.MNIST_FOLDER_VARIABLE, raising=False)
@@ -71,13 +82,13 @@ def test_runs(name: str, capsys, monkeypatch):
     monkeypatch.setattr(pyplot, "show", lambda: None)
     runpy.run_path(str(path(name)), run_name="__main__")
     printed = capsys.readouterr()
-    assert SCRIPTS[name] in printed.out
+    assert ALL_SCRIPTS[name] in printed.out
     assert not printed.err
     assert pyplot.get_fignums(), "a page of the gallery has a picture"
     pyplot.close("all")
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", ALL_SCRIPTS)
 def test_is_a_page(name: str):
     """A script has a title, cells with text, and no more than 120 lines of code."""
     text = path(name).read_text()

@@ -4,7 +4,7 @@ All quantities of a case are computed in one backward pass, which also shows tha
 do not get in each other's way; on a few cases each one runs alone and in pairs, too.
 """
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import combinations
 from typing import (
     Any,
@@ -28,11 +28,19 @@ from cases import (
     RECURRENT,
     Case,
     classes,
+    inverse,
     layer_case,
     loss_case,
     randn,
 )
-from oracle import assert_agrees, loss_hessians, oracle, parameters
+from oracle import (
+    assert_agrees,
+    by_dots,
+    clip,
+    loss_hessians,
+    oracle,
+    parameters,
+)
 from torch import Tensor, nn
 from torch.nn import Module
 
@@ -44,13 +52,16 @@ from backpack.extensions import (
     BatchDiagGGNMC,
     BatchDotGrad,
     BatchGrad,
+    BatchJacobian,
     BatchL2Grad,
+    ClippedGrad,
     DiagGGNExact,
     DiagGGNMC,
     SqrtGGNExact,
     SqrtGGNMC,
     SumGradSquared,
     Variance,
+    WeightedGrad,
 )
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.secondorder.columns import Source
@@ -88,6 +99,9 @@ SHARING = {
 SAMPLING = {"mc_samples": M}
 SUBSAMPLING = {"subsampling": SOME}
 
+MAX_NORM = 0.3
+
+
 QUANTITIES = {
     "BatchGrad": Quantity(BatchGrad, "batch_grad"),
     "BatchGrad-some": Quantity(BatchGrad, "batch_grad", SUBSAMPLING, SUBSAMPLING),
@@ -96,6 +110,19 @@ QUANTITIES = {
     "Variance": Quantity(Variance, "variance"),
     "BatchDotGrad": Quantity(BatchDotGrad, "batch_dot"),
     "BatchDotGrad-some": Quantity(BatchDotGrad, "batch_dot", SUBSAMPLING, SUBSAMPLING),
+    "WeightedGrad": Quantity(WeightedGrad, "weighted_sum", {"weights": inverse}),
+    "WeightedGrad-dots": Quantity(
+        WeightedGrad,
+        "weighted_sum",
+        {"weights": lambda dots: dots.sum(1), "of": "dots", **SUBSAMPLING},
+        {"weights": by_dots, **SUBSAMPLING},
+    ),
+    "ClippedGrad": Quantity(
+        ClippedGrad,
+        "weighted_sum",
+        {"max_norm": MAX_NORM, "scale": "sample"},
+        {"weights": partial(clip, max_norm=MAX_NORM), "scale": "sample"},
+    ),
     "DiagGGNExact": Quantity(DiagGGNExact, "diag_ggn"),
     "DiagGGNMC": Quantity(DiagGGNMC, "diag_ggn", SAMPLING, columns="sampling"),
     "BatchDiagGGNExact": Quantity(BatchDiagGGNExact, "diag_ggn_batch"),
@@ -109,6 +136,10 @@ QUANTITIES = {
     "SqrtGGNMC": Quantity(SqrtGGNMC, "sqrt_ggn", SAMPLING, columns="sampling"),
     "SqrtGGNMC-some": Quantity(
         SqrtGGNMC, "sqrt_ggn", {**SAMPLING, **SUBSAMPLING}, SUBSAMPLING, "sampling"
+    ),
+    "BatchJacobian": Quantity(BatchJacobian, "batch_jacobian"),
+    "BatchJacobian-some": Quantity(
+        BatchJacobian, "batch_jacobian", SUBSAMPLING, SUBSAMPLING
     ),
     "KFLR": Quantity(KFLR, "kronecker_factors"),
     "KFAC": Quantity(KFAC, "kronecker_factors", SAMPLING, columns="sampling"),
@@ -137,6 +168,8 @@ def is_defined(case: Case, name: str) -> bool:
         those of recurrent layers are tested elsewhere, and A of an embedding is not
         diagonal if positions are averaged.
     """
+    if name == "ClippedGrad":  # the scale of samples' losses must be known
+        return hasattr(case.loss(), "reduction")
     if QUANTITIES[name].reference != "kronecker_factors":
         return True
     if case in RECURRENT or (case in EMBEDDING and case.ambiguous and "reduce" in name):

@@ -8,7 +8,7 @@ from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import pytest
 import torch
-from cases import F64, FIRST_ORDER
+from cases import F64, FIRST_ORDER, make_extension
 from oracle import assert_agrees
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
@@ -281,17 +281,14 @@ def summing() -> List:
 
 
 PASSES = {
-    **{
-        name: Pass(lambda name=name: [getattr(extensions, name)()])
-        for name in FIRST_ORDER
-    },
+    **{name: Pass(lambda name=name: [make_extension(name)]) for name in FIRST_ORDER},
     "Gram matrices": Pass(lambda: [extensions.BatchL2Grad()], model=wide_net),
     "sums, not Gram matrices": Pass(
         lambda: [extensions.BatchL2Grad()],
         model=lambda: wide_net(80),
         shape=(N, 2, 9, 9),
     ),
-    "all": Pass(lambda: [getattr(extensions, name)() for name in FIRST_ORDER]),
+    "all": Pass(lambda: [make_extension(name) for name in FIRST_ORDER]),
     "with columns": Pass(lambda: [extensions.KFAC(), extensions.BatchGrad()]),
     "columns only": Pass(lambda: [extensions.DiagGGNExact()]),
     "subsampling": Pass(lambda: [extensions.BatchGrad(subsampling=[0, 2])]),

@@ -15,12 +15,12 @@ from typing import Callable, Dict, Iterator, List, Tuple
 
 import pytest
 import torch
-from cases import FIRST_ORDER
+from cases import FIRST_ORDER, make_extension
 from torch import Tensor, nn
 from torch.nn import Module
 from torch.utils.checkpoint import checkpoint
 
-from backpack import backpack, extend, extensions
+from backpack import backpack, extend
 from backpack.engine.record import Call
 from backpack.extensions import SqrtGGNExact
 
@@ -158,7 +158,7 @@ def make() -> List:
     Returns:
         One of each kind of quantity.
     """
-    return [getattr(extensions, name)() for name in FIRST_ORDER + EXACT]
+    return [make_extension(name) for name in FIRST_ORDER + EXACT]
 
 
 def build(name: str) -> Tuple[Module, Module, Tensor, Tensor]:
@@ -307,6 +307,7 @@ def test_only_fields_are_left(name: str):
     fields = [getattr(p, e.savefield, None) for e in exts for p in model.parameters()]
     # some are views of all of a tensor
     fields += [field._base for field in fields if field is not None]
+    fields += [x for e in exts for x in vars(e).values()]  # what one may read there
     gradients = {id(p.grad) for p in (*model.parameters(), x)}
     left = set(map(id, alive(Tensor))) - before - set(map(id, fields)) - gradients
     assert not left

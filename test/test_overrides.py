@@ -135,6 +135,11 @@ def rows(kind: Type[PerSample] = PerSample) -> Iterator:
             yield pytest.param(case, i, id=f"{case.id}-{name}{i}")
 
 
+def weights(n: int) -> Tensor:
+    """Return a weight for each sample, always the same; one of them is zero."""
+    return torch.arange(n, dtype=F64).sub(1).sin()
+
+
 REDUCTIONS: Dict[str, Tuple[Callable, Callable]] = {
     "individual": (lambda p: p.individual(), lambda m: m),
     "summed": (lambda p: p.summed(), lambda m: m.sum(1)),
@@ -144,6 +149,15 @@ REDUCTIONS: Dict[str, Tuple[Callable, Callable]] = {
     "dots": (
         lambda p: p.dots(),
         lambda m: torch.einsum("vnp,vmp->nm", m.flatten(2), m.flatten(2)),
+    ),
+    "weighted_sum": (
+        lambda p: p.weighted_sum(weights(p.batch_size)),
+        lambda m: torch.einsum("vn...,n->v...", m, weights(m.shape[1]).to(m)),
+    ),
+    "formed": (lambda p: p.formed().individual(), lambda m: m),
+    "formed-for-dots": (
+        lambda p: p.formed(for_dots=True).sq_norms(),
+        lambda m: (m**2).flatten(2).sum((0, 2)),
     ),
     "variance": (lambda p: p.variance(), lambda m: m[0].var(0, unbiased=False)),
 }

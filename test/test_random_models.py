@@ -36,7 +36,7 @@ EXPAND = ["KFAC-expand", "KFLR-expand"]
 REDUCE = ["KFAC-reduce", "KFLR-reduce"]
 
 # Quantities that are linear in the cotangents; all others are quadratic.
-LINEAR = ("BatchGrad", "SqrtGGNMC")
+LINEAR = ("BatchGrad", "BatchJacobian", "SqrtGGNMC", "WeightedGrad")
 
 
 class Step(Module):

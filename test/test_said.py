@@ -13,7 +13,7 @@ from typing import Any, Callable, Dict, List, Tuple
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import F64
+from cases import F64, make_extension
 from oracle import assert_agrees, parameters
 from per_sample import (
     FIRST_ORDER,
@@ -791,7 +791,10 @@ LAYERS: Dict[str, Tuple[Callable[[], Module], Tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("quantity", [q for q in FIRST_ORDER if q != "BatchGrad"])
+SQUARES = [q for q in FIRST_ORDER if q not in ("BatchGrad", "WeightedGrad")]
+
+
+@pytest.mark.parametrize("quantity", SQUARES)
 @pytest.mark.parametrize("scales", EXTREME)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_squares_out_of_range(layer: str, scales: str, quantity: str) -> None:
@@ -802,7 +805,7 @@ def test_squares_out_of_range(layer: str, scales: str, quantity: str) -> None:
     (weight,) = model.parameters()
     f = model(X * inputs.view(-1, *[1] * len(shape)))
     value = f.mul(real(f)).mul(outputs.view(-1, *[1] * (f.dim() - 1))).sum()
-    with backpack(BatchGrad(), getattr(extensions, quantity)()):
+    with backpack(BatchGrad(), make_extension(quantity)):
         value.backward()
     field, function, _ = QUANTITIES[quantity]
     gradients = weight.grad_batch

@@ -4,7 +4,7 @@ Rows move samples about between two uses of parameters: views, windows, flatteni
 routing, sorting, time-first layers; with as many positions as samples and with another
 number of them."""
 
-from typing import Callable, Dict
+from typing import Any, Callable, Dict
 
 import pytest
 import torch
@@ -30,6 +30,7 @@ from torch.nn.utils.rnn import (
     pad_packed_sequence,
     pad_sequence,
 )
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 D = 4
@@ -513,6 +514,22 @@ TIME_FIRST = {
             lambda m, x: plain(m, m.r(plain(m, x.transpose(0, 1)))[0]).transpose(0, 1),
             {"r": rnn(nn.GRU)},
         ),
+        "two-batches": (
+            lambda m, x: plain(m, first(m.r, torch.cat([x, x.cos()]))[len(x) :]),
+            {"r": rnn(nn.GRU)},
+        ),
+        "sorted": (
+            lambda m, x: plain(m, first(m.r, x[order(x)]))[order(x).argsort()],
+            {"r": rnn(nn.LSTM)},
+        ),
+        "state-of-samples": (
+            lambda m, x: m.r(x.transpose(0, 1), plain(m, x[:, 0])[None])[0][-1],
+            {"r": rnn(nn.GRU)},
+        ),
+        "state-of-parameters": (
+            lambda m, x: plain(m, m.r(x, m.p.expand(1, len(x), D).contiguous())[0]),
+            {"r": rnn(nn.RNN, batch_first=True)},
+        ),
         "cells": (
             lambda m, x: cells(m, x.transpose(0, 1)),
             {"c": lambda: nn.GRUCell(D, D)},
@@ -559,6 +576,11 @@ TIME_FIRST = {
         ),
     }.items()
 }
+
+
+def order(x: Tensor) -> Tensor:
+    """Return an order of the samples that depends on what they hold."""
+    return x.detach().flatten(1).sum(1).argsort()
 
 
 def cells(m: Module, x: Tensor) -> Tensor:
@@ -624,6 +646,29 @@ def test_small_batches(name: str, batch: int) -> None:
             quantities=["BatchGrad", "BatchL2Grad", "DiagGGNExact"],
         )
     )
+
+
+# What else a model returns, where samples may have met
+BESIDE: Dict[str, Callable[[Tensor], Any]] = {
+    "similarities": lambda h: (h, h @ h.T),
+    "similarities-first": lambda h: {"scores": h @ h.T, "h": h},
+    "mean": lambda h: [h.mean(0), {"h": h}],
+    "loss": lambda h: (F.mse_loss(h, h.detach().roll(1, 0)), h),
+    "itself": lambda h: (h, h.sin(), h),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_is_not_differentiated(name: str) -> None:
+    """Samples may meet in what a model returns beside its prediction."""
+    row = Row(
+        lambda: Lambda(lambda m, x: BESIDE[name](m.f(x).tanh()), f=nn.Linear(D, 2)),
+        randn(D),
+        predict=lambda m, X: next(
+            x for x in tree_leaves(m(*X)) if x.shape == (len(X[0]), 2)
+        ),
+    )
+    assert_right(row)
 
 
 # The library may say no to these, with a reason

@@ -39,9 +39,20 @@ class Norm(Module):
         return (x - x.mean(0)) * x.var(0).rsqrt() * self.scale + self.shift
 
 
+def without_grad(x: Tensor) -> Tensor:
+    """Compute the mean of the batch, outside of autograd."""
+    with torch.no_grad():
+        return x.mean(0)
+
+
 COUPLINGS: Dict[str, Tuple[Callable, str]] = {  # of x [N, D], and what is named
     "permutation": (lambda m, x: x + x[permutation(x)], r"add|getitem|index"),
     "roll": (lambda m, x: x + x.roll(1, 0), r"add|roll"),
+    "mean-with-and-without-gradient": (
+        lambda m, x: x - without_grad(x) - x.mean(0),
+        r"mean",
+    ),
+    "state": (lambda m, x: m.r(x[None], x.flip(0)[None])[0][0], r"gru|flip"),
     "flip": (lambda m, x: x * x.flip(0), r"mul|flip"),
     "mixup": (
         lambda m, x: torch.lerp(x, x[permutation(x)], 0.3),
@@ -169,6 +180,7 @@ def coupled(name: str) -> Row:
     own = {  # what the function uses
         "attention-layer-over-samples": "a",
         "recurrent-over-samples": "r",
+        "state": "r",
         "batch-norm": "n",
         "batch-norm-by-hand": "h",
         "memory-that-mixes": "m",

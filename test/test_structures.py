@@ -24,6 +24,7 @@ from cases import (
     classes,
     like,
     loss_case,
+    make_extension,
     randn,
     tensors,
 )
@@ -47,9 +48,11 @@ QUANTITIES: Dict[str, str] = {
     "SumGradSquared": "sum_grad_squared",
     "Variance": "variance",
     "BatchDotGrad": "batch_dot",
+    "WeightedGrad": "weighted_sum",
     "DiagGGNExact": "diag_ggn",
     "BatchDiagGGNExact": "diag_ggn_batch",
     "SqrtGGNExact": "batch_ggn",
+    "BatchJacobian": "batch_jacobian",
 }
 
 
@@ -75,7 +78,7 @@ def make(names: List[str]) -> List[extensions.BatchGrad]:
     Returns:
         The extensions.
     """
-    return [getattr(extensions, name)() for name in names]
+    return [make_extension(name) for name in names]
 
 
 def fields(model: Module, names: List[str]) -> Dict[str, Dict[str, Tensor]]:
@@ -114,10 +117,10 @@ def check(
     """
     names = list(QUANTITIES) if names is None else names
     actual = fields(model, names)
+    for name, param in reference.model.named_parameters() if only is not None else ():
+        param.requires_grad_(name in only)
     for name in names:
         expected = oracle(QUANTITIES[name], *reference)
-        if only is not None:
-            expected = {param: expected[param] for param in only}
         assert set(actual[name]) == set(expected), name
         for param, value in expected.items():
             computed = actual[name][param]

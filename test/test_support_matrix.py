@@ -23,7 +23,7 @@ from typing import (
 import pytest
 import support
 import torch
-from cases import F64, LogCosh, Through, classes, like
+from cases import F64, LogCosh, Through, classes, like, make_extension
 from support import OTHER, OTHER_LOSS, OTHER_PLAIN, Rule
 from test_derivatives import CASES, ExpScale
 from test_module_rules import Gate, Power
@@ -250,9 +250,9 @@ def test_cells_of_layers(setting: Setting, rules: Dict[Module, Set[Rule]]):
         extend(model)
         if cell.rule is Rule.REFUSED:
             with pytest.raises(NotImplementedError, match="known to be linear in its"):
-                run(model, loss, x, y, quantity())
+                run(model, loss, x, y, make_extension(quantity.__name__))
         else:
-            run(model, loss, x, y, quantity())
+            run(model, loss, x, y, make_extension(quantity.__name__))
             expected = set() if cell.rule is Rule.AUTOGRAD else {cell.rule}
             if setting.has_formula and "like linear maps" in cell.note:
                 expected = {Rule.FAST}
@@ -289,7 +289,7 @@ def test_cells_of_losses(
         if cell.rule is not Rule.AUTOGRAD:
             extend(loss)
             assert cell.rule is (Rule.GENERIC if generic else Rule.FAST)
-        run(model, loss, x, targets(model(x)), quantity())
+        run(model, loss, x, targets(model(x)), make_extension(quantity.__name__))
 
 
 def test_every_row_of_losses_is_computed():
@@ -317,12 +317,12 @@ def test_note_on_training_mode(row: str, layer: Callable, inputs: Callable):
         extend(model).train()
         if quantity is extensions.BatchGrad:
             with pytest.warns(UserWarning, match="training mode"):
-                run(model, loss, x, y, quantity())
+                run(model, loss, x, y, make_extension(quantity.__name__))
         elif allowed:
-            run(model, loss, x, y, quantity())
+            run(model, loss, x, y, make_extension(quantity.__name__))
         else:
             with pytest.raises(NotImplementedError, match="training mode"):
-                run(model, loss, x, y, quantity())
+                run(model, loss, x, y, make_extension(quantity.__name__))
 
 
 SHARED_WEIGHTS = [
@@ -369,7 +369,7 @@ def test_note_on_weight_sharing(setting: Setting, name: str):
         extend(model)
         if choice is None:
             with pytest.raises(NotImplementedError, match="weight_sharing='expand'"):
-                run(model, loss, x, y, quantity())
+                run(model, loss, x, y, make_extension(quantity.__name__))
         else:
             run(model, loss, x, y, quantity(weight_sharing=choice))
 
@@ -427,9 +427,9 @@ def test_notes_on_other_modules(
         extend(model)
         if note in LAYER_CELLS[OTHER][quantity.__name__].note:
             with pytest.raises(NotImplementedError, match=error):
-                run(model, loss, x, y, quantity())
+                run(model, loss, x, y, make_extension(quantity.__name__))
         else:
-            run(model, loss, x, y, quantity())
+            run(model, loss, x, y, make_extension(quantity.__name__))
 
 
 def test_every_note_is_tested():

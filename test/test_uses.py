@@ -13,7 +13,7 @@ from typing import Any, Callable, List
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import F64
+from cases import F64, make_extension
 from oracle import assert_agrees, oracle, parameters
 from per_sample import (
     FIRST_ORDER,
@@ -36,7 +36,7 @@ from per_sample import (
 from torch import Tensor, nn
 from torch.nn import Module
 
-from backpack import backpack, extend, extensions
+from backpack import backpack, extend
 
 W, B = {"w": (3, 4)}, {"w": (3, 4), "b": (3,)}
 IO = {"w": (4, 3), "b": (3,)}
@@ -100,6 +100,15 @@ LINEAR = {
     for name, (function, parts) in {
         "linear-positions": (lambda m, x: F.linear(x, m.w, m.b), B),
         "matmul-positions": (lambda m, x: x @ m.w + m.b, IO),
+        "view-in-place": (
+            lambda m, x: torch.einsum("nti,oi->not", x, m.w).mul_(m.b[:, None]).exp(),
+            B,
+        ),
+        "slice-of-view-in-place": (
+            lambda m, x: torch.einsum("nti,oi->not", x, m.w)[:, 1:].mul_(2),
+            {"w": (3, 4)},
+        ),
+        "spectrum": (lambda m, x: torch.fft.rfft(x).mul(m.w).abs(), {"w": (3,)}),
         "conv1d-of-gpt": (
             lambda m, x: torch.addmm(m.b, x.reshape(-1, 4), m.w).view(*x.shape[:2], 3),
             IO,
@@ -213,6 +222,8 @@ LOOKUPS = {
             TABLE,
         ),
         "getitem": (lambda m, i: m.w[i].sin(), TABLE),
+        "getitem-equal": (lambda m, i: m.w[i * 0].sin(), TABLE),
+        "getitem-negative": (lambda m, i: m.w[-i - 1].sin(), TABLE),
         "getitem-columns": (lambda m, i: m.w[:, i % 3].movedim(0, -1).sin(), TABLE),
         "getitem-two-axes": (lambda m, i: m.w[i, i.flip(1) % 3].sin(), TABLE),
         "index-select": (
@@ -718,7 +729,7 @@ def in_type(
     X = tuple(x.to(dtype) if x.is_floating_point() else x for x in X)
     with around():
         value = row.objective(model(*X), loss)
-    with backpack(*[getattr(extensions, name)() for name in quantities]):
+    with backpack(*[make_extension(name) for name in quantities]):
         value.backward()
     for quantity in quantities:
         field = QUANTITIES[quantity][0]

@@ -16,7 +16,7 @@ from torch import Tensor
 from backpack.core.derivatives.convnd import ConvNDDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
-from backpack.core.layout import Arrangement, Layout, Placement
+from backpack.core.layout import Arrangement, Layout, Placement, once
 from backpack.core.per_sample.base import Dense, PerSample, Summed
 from backpack.core.per_sample.order import simplest
 from backpack.core.per_sample.outer import Outer
@@ -268,7 +268,9 @@ class Contraction(Operation):
                 return None
             out = Layout(out.axis - sum(o < out.axis for o in outputs), out.inner)
         elif isinstance(out, Tensor):
-            out = out.movedim([*outputs], [*range(-len(outputs), 0)])
+            last = [*range(-len(outputs), 0)]
+            moved, key_of = out, ("moved", *outputs)
+            out = once(moved, key_of, lambda: moved.movedim([*outputs], last))
         try:
             arrangement = Arrangement(out, rows, n)  # type: ignore[arg-type]
         except ValueError:

@@ -13,7 +13,7 @@ axes, cut into windows, or routed row by row. A *placement* says where it is:
 
 from __future__ import annotations
 
-from typing import Any, Callable, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Hashable, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -112,6 +112,23 @@ def simplify(numbers: Tensor, n: int) -> Union[Layout, Tensor, None]:
     return numbers.clone()
 
 
+def once(placement: Tensor, what: Hashable, compute: Callable[[], Any]) -> Any:
+    """Look at sample numbers once: the next pass has the same ones.
+
+    Args:
+        placement: Sample numbers.
+        what: What is computed from them.
+        compute: Computes it.
+
+    Returns:
+        The result.
+    """
+    known = placement.__dict__.setdefault("_backpack_known", {})
+    if what not in known:
+        known[what] = compute()
+    return known[what]
+
+
 class Arrangement:
     """Brings tensors into the form ``[N, R, *]``: the rows of each sample.
 
@@ -142,20 +159,23 @@ class Arrangement:
         inside = placement.shape[placement.dim() - (placement.dim() - lead) :]
         if placement.dim() < lead or any(size != 1 for size in inside):
             raise ValueError("samples lie within rows")
-        numbers = placement.reshape(placement.shape[:lead]).expand(self._rows).flatten()
+        self._index, self._filled = once(
+            placement, ("rows", n, self._rows), lambda: self._sort(placement)
+        )
+
+    def _sort(self, placement: Tensor) -> Tuple[Tensor, Optional[Tensor]]:
+        """Find the rows of each sample, and which places they fill ``[N, R]``."""
+        numbers = placement.reshape(placement.shape[: len(self._rows)])
+        numbers = numbers.expand(self._rows).flatten()
         order = torch.argsort(numbers, stable=True)
         order = order[int((numbers < 0).sum()) :]
         if not len(order):
-            self._index = order
-            return
-        counts = torch.bincount(numbers[order], minlength=n)
-        width = int(counts.max())
+            return order, None
+        counts = torch.bincount(numbers[order], minlength=self._n)
         starts = counts.cumsum(0) - counts
-        place = torch.arange(width, device=numbers.device)
-        self._filled = place < counts.unsqueeze(1)
+        place = torch.arange(int(counts.max()), device=numbers.device)
         index = (starts.unsqueeze(1) + place).clamp(max=len(order) - 1)
-        self._index = order[index.flatten()]
-        self._width = width
+        return order[index.flatten()], place < counts.unsqueeze(1)
 
     @property
     def is_trivial(self) -> bool:
@@ -182,7 +202,7 @@ class Arrangement:
             return x.new_zeros(*front, self._n, 1, *features)
         if self._index is not None:
             x = x.reshape(*front, -1, *features).index_select(lead, self._index)
-            x = x.unflatten(lead, (self._n, self._width))
+            x = x.unflatten(lead, self._filled.shape)
             mask = self._filled.view(*self._filled.shape, *[1] * len(features))
             return x.where(mask, x.new_zeros(()))  # others' infinity is none here
         axis, inner = self._layout

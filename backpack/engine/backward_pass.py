@@ -13,7 +13,7 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 from torch.utils._pytree import tree_leaves
 
 from backpack.core.layout import Mixed
@@ -30,24 +30,31 @@ from backpack.engine.graph import (
     leaves_behind,
     operation_name,
     tail_terms,
-    takes_part,
+    targets_below,
     walk,
     will_run,
 )
-from backpack.engine.own_gradients import find_own, hand_over
+from backpack.engine.own_gradients import choose, hand_over
 from backpack.engine.parameters import Group, Products, find_groups, in_type_of
 from backpack.engine.pull_columns import PullColumns
 from backpack.engine.record import Call
 from backpack.engine.turn import Turn
-from backpack.engine.uses import Entry, Use, refuse
+from backpack.engine.uses import Entry, Use, listen, refuse
 from backpack.utils.hooks import name_module, no_op, warn_user
-from backpack.utils.state import State
+from backpack.utils.parallel import is_parallel, move_to_shards, refuse_parts
+from backpack.utils.state import State, may_look
 
 MODIFIED_LOSS = (
     "The loss was modified after {module}: the gradient at its output is {factor}, not "
     "1. Second-order quantities contain this factor, and nothing else of what was done "
     "to the loss. If they should not, run the backward pass from the loss module's "
     "output itself."
+)
+MAYBE_MODIFIED = (
+    "The backward pass does not begin at the output of {module}. Second-order "
+    "quantities contain the gradient there, which would have to be waited for to be "
+    "named, and nothing else of what was done to the loss. If it is not 1 and should "
+    "be, run the backward pass from the loss module's output itself."
 )
 NOT_EXTENDED_BATCH_NORM = (
     "A {module} in training mode, which is not extended, couples the samples of the "
@@ -155,10 +162,7 @@ class ParameterTurn:
             param: The parameter.
             value: The value.
         """
-        setattr(param, ext.savefield, in_type_of(value, param))
-        report = self.backward_pass.state.report
-        if report is not None:
-            report.saved.add((id(ext), id(param)))
+        self.backward_pass.save(ext, param, value)
 
 
 class BackwardPass:
@@ -166,7 +170,7 @@ class BackwardPass:
 
     Attributes:
         state: What is active.
-        loss_factors: Gradients at the outputs of the losses that were met.
+        met_loss: Whether a loss was met whose columns were pulled back.
         walked: Extensions that have passed quantities from module to module.
         dropouts: Where the output of each call of a dropout layer sits in the graph, if
             an extension walks from module to module.
@@ -174,14 +178,19 @@ class BackwardPass:
             combined with that of another call.
         pull_back: What losses have pulled back.
         inspection: What the graph looks like, if it is known.
+        accumulated: Which gradients autograd accumulates.
+        kept: What extensions keep until all parameters have had their turn.
+        reductions: How the extended losses reduce, as their modules say.
     """
 
     def __init__(
         self,
         current: State,
-        roots: Sequence[Node] = (),
+        roots: Sequence[GradientEdge] = (),
         inputs: Any = None,
-        accumulates: bool = False,
+        accumulates: bool = True,
+        creates_graph: bool = False,
+        begins_with_one: bool = False,
     ):
         """Begin.
 
@@ -190,8 +199,12 @@ class BackwardPass:
             roots: Where the backward pass begins in the graph, if it is known.
             inputs: With respect to what it differentiates. Default: ``None``, for all
                 leaf tensors.
-            accumulates: Whether it does nothing but accumulate gradients. Default:
+            accumulates: Whether it accumulates gradients, in what it differentiates
+                with respect to. Default: ``True``.
+            creates_graph: Whether what it computes can be differentiated. Default:
                 ``False``.
+            begins_with_one: Whether the gradient at its beginning is known to be one.
+                Default: ``False``.
 
         Raises:
             RuntimeError: If a parameter is used where extensions can't see it.
@@ -199,7 +212,7 @@ class BackwardPass:
         self.state = current
         self._separating = [x for x in current.active_exts if x.separates_samples]
         self._check = Check(self) if current.check else None
-        self.loss_factors: List[float] = []
+        self.met_loss, self._begins_with_one = False, begins_with_one and bool(roots)
         self.walked: Set[Any] = set()
         self.dropouts: Dict[Call, GradientEdge] = {}
         self.saved_alone: Set[Tuple[Any, Parameter]] = set()
@@ -210,31 +223,60 @@ class BackwardPass:
         )
         self._groups_of: Dict[Use, List[Group]] = {}
         self._is_filtered = inputs is None
+        exts = [ext for ext in current.active_exts if ext.pulls_columns]
+        self._at_output = [
+            x for x in exts if not x.expects_backpropagation_quantities()
+        ]
         self._gradients: Dict[Use, List[Optional[Tensor]]] = {}
         self._own: Dict[Use, Products] = {}
         self._waiting: Dict[Call, int] = {}
         self.pull_back = PullColumns(self)
         if current.report is not None:
             current.report.begin(current.active_exts)
-        self._own_gradients: Set[int] = set()
-        self.leaves: List[Tensor] = []
-        if current.active_exts and roots:
+        self.kept: Dict[Any, Any] = {}
+        self.reductions: List[Optional[str]] = []
+        self._creates_graph = creates_graph
+        self._idle: Dict[Call, List[Node]] = {}
+        if (current.active_exts or not current.gradient) and roots:
             self.inspection = Inspection(roots)
             self._find_groups(list(self.inspection.uses))
             self._inspect(inputs)
+            losses = [c.loss_module for c in self.inspection.calls if c.is_loss]
+            self.reductions = [getattr(loss, "reduction", None) for loss in losses]
             if current.check and self._separating:
                 check_isolation(self.inspection, current)
-            if accumulates and inputs is None and not current.check:
-                self._leave_out()
+        args = accumulates, inputs is None, creates_graph
+        self.accumulated = choose(current, self.groups, self.inspection, *args)
+        if self.inspection is not None:
+            self._listen()
+        elif roots and current.extension_hook is not no_op:
+            listen_below([edge.node for edge in roots])
 
-    def _leave_out(self) -> None:
-        """Choose parameters that autograd shall leave out."""
-        groups, exts = self.groups, self.state.active_exts
-        own = self._own_gradients = find_own(groups, self.inspection, exts)
-        if own:
-            leaves = [*self.inspection.reached, *(p for g in groups for p in g.params)]
-            unique = {id(x): x for x in leaves if x.requires_grad and id(x) not in own}
-            self.leaves = list(unique.values())
+    def _listen(self) -> None:
+        """Let uses and calls have their turns, but for calls with nothing to do."""
+        for nodes in self.inspection.uses.values():
+            for node, _ in nodes.values():
+                listen(node)
+        for call, ends in self.inspection.calls.items():
+            call.check_live()
+            if self._has_nothing_to_do(call):
+                self._idle[call] = ends
+                continue
+            for node in ends:
+                listen(node)
+        if self._is_filtered:
+            self._forget_idle()
+
+    def _forget_idle(self) -> None:
+        """Forget calls with nothing to do, unless their tensors' hooks matter."""
+        if not any(ext.pulls_columns for ext in self.state.active_exts):
+            for call in self._idle:
+                self._pass_by(call)
+
+    def _pass_by(self, call: Call) -> None:
+        if self.state.report is not None:
+            self.state.report.met.add(id(call.module))
+        call.release()
 
     def _find_groups(self, uses: Sequence[Use]) -> None:
         """Find out which parameters wait for which uses."""
@@ -267,7 +309,10 @@ class BackwardPass:
             reached = [*inspection.reached, *params]
             reached = reached if inputs is None else tree_leaves(inputs)
             report.reached.update(map(id, reached))
-        if any(ext.pulls_columns for ext in self.state.active_exts):
+        names = ", ".join(type(ext).__name__ for ext in self.state.active_exts)
+        refuse_parts(names, [*inspection.reached, *params])
+        exts = [ext for ext in self.state.active_exts if ext.pulls_columns]
+        if any(ext not in self._at_output for ext in exts):
             self._warn_of_terms()
         if not self._separating:
             return
@@ -343,12 +388,41 @@ class BackwardPass:
 
     def __exit__(self, exc_type: Optional[type], *exc_info: Any) -> None:
         """End; check the results, if this was asked for."""
-        self.finish()
-        self.state.backward_pass = self._outer
-        if exc_type is not None and self.state.report is not None:
-            self.state.report.failed = True
+        failed = True
+        try:
+            if exc_type is None:
+                self.conclude()
+                failed = False
+        finally:
+            self.finish()
+            self.state.backward_pass = self._outer
+            if failed and self.state.report is not None:
+                self.state.report.failed = True
         if exc_type is None and self._check is not None:
             self._check.compare()
+
+    def conclude(self) -> None:
+        """Save the values that need all parameters; none if one of them fails."""
+        exts = self.state.active_exts
+        with torch.set_grad_enabled(self._creates_graph):
+            values = [ext.conclude(self) if ext in self.kept else {} for ext in exts]
+        for ext, found in zip(exts, values):
+            for param, value in found.items():
+                self.save(ext, param, value)
+            if found and ext.replaces_gradient:
+                hand_over({p: vars(p).pop(ext.savefield) for p in found})
+
+    def save(self, ext: Any, param: Tensor, value: Any) -> None:
+        """Save a value on a parameter.
+
+        Args:
+            ext: The extension whose field it is.
+            param: The parameter.
+            value: The value.
+        """
+        setattr(param, ext.savefield, in_type_of(value, param))
+        if self.state.report is not None:
+            self.state.report.saved.add((id(ext), id(param)))
 
     def finish(self) -> None:
         """Forget what is left."""
@@ -356,8 +430,19 @@ class BackwardPass:
             ext.saved_quantities.clear()
         if self._check is not None:
             self._check.remove()
+        if self.inspection is not None and is_parallel():
+            exts, report = self.state.active_exts, self.state.report
+            for ext, shard in move_to_shards(self.inspection.calls, exts):
+                if report is not None:
+                    report.reached.add(id(shard))
+                    report.saved.add((id(ext), id(shard)))
+        for call in self._idle if self._is_filtered else ():
+            if not call.released:
+                self._pass_by(call)
+        self._idle.clear()
         self._gradients.clear()
         self._own.clear()
+        self.kept.clear()
         self._groups_of.clear()
         self.inspection, self._inputs = None, None
         self.pull_back.forget_all()  # they refer to each other
@@ -376,6 +461,9 @@ class BackwardPass:
         """
         if not self._is_filtered:
             self._filter()
+        if self._at_output:
+            starting, self._at_output = self._at_output, []
+            self.pull_back.meet_output(starting)
         if owner.is_use:
             self._take_use(owner, g_out)
         else:
@@ -390,6 +478,10 @@ class BackwardPass:
             if any(will_run(node) for node, _ in nodes.values())
         ]
         self._find_groups(uses)
+        for call, nodes in list(self._idle.items()):
+            if not any(map(will_run, nodes)):
+                del self._idle[call]
+        self._forget_idle()
 
     def _take_use(self, use: Use, g_out: Tuple[Optional[Tensor], ...]) -> None:
         if self.inspection is None:
@@ -455,7 +547,7 @@ class BackwardPass:
         Returns:
             Whether it does.
         """
-        return id(param) in self._own_gradients
+        return id(param) in self.accumulated.own
 
     def own_products(self, use: Use) -> Products:
         """Describe what a use contributes to the individual gradients.
@@ -511,13 +603,15 @@ class BackwardPass:
         Raises:
             RuntimeError: If inputs and output were dropped before.
         """  # noqa: DAR401
-        current, module = self.state, call.module
+        if call in self._idle:
+            return
         call.check_live()
+        if self._has_nothing_to_do(call):
+            self._pass_by(call)
+            return
+        current, module = self.state, call.module
         if current.report is not None:
             current.report.met.add(id(module))
-        if self._has_nothing_to_do(call):
-            call.release()
-            return
         call.store(raw=True)
         with Turn(call, self, g_out, entries) as turn:
             if call.is_loss:
@@ -577,7 +671,8 @@ class BackwardPass:
         return [
             (name, param)
             for name, param in call.parameters.items()
-            if param.requires_grad and (not call.is_composite or takes_part(param))
+            if param.requires_grad
+            and (not call.is_composite or self.accumulated.reaches(param))
         ]
 
     def _meet_loss(self, turn: Turn) -> None:
@@ -599,11 +694,26 @@ class BackwardPass:
             )
         if turn.call.is_function and self._is_inside(turn.call):
             return
-        factor = float(g_out)
-        self.loss_factors.append(factor)
-        if factor != 1.0 and not turn.call.is_function:
-            warn_user(MODIFIED_LOSS.format(module=name_module(module), factor=factor))
+        self.met_loss = True
+        is_root = self._begins_with_one and self._is_root(turn.call)
+        if not (is_root or turn.call.is_function):
+            self._warn_of_factor(module, g_out)
         self.pull_back.meet(turn, second_order)
+
+    def _is_root(self, call: Call) -> bool:
+        """Tell whether all begins at a loss, where no hook changes the gradient."""
+        if set(self.inspection.roots) != set(self.inspection.calls[call]):
+            return False
+        return not any(x._backward_hooks for x in call.tensors())
+
+    @staticmethod
+    def _warn_of_factor(module: Module, factor: Tensor) -> None:
+        """Warn of a modified loss, where it is known, or likely."""
+        if not may_look(factor):
+            warn_user(MAYBE_MODIFIED.format(module=name_module(module)))
+        elif factor != 1.0:
+            name = name_module(module)
+            warn_user(MODIFIED_LOSS.format(module=name, factor=float(factor)))
 
     def _is_inside(self, call: Call) -> bool:
         """Tell whether more than a sum was made of a loss that a model has called."""
@@ -657,16 +767,31 @@ def raise_released(module: Any) -> None:
     raise RuntimeError(RELEASED.format(module=name_module(module)))
 
 
+def listen_below(nodes: Sequence[Node]) -> None:
+    """Let all uses and calls that something was computed from have their turns.
+
+    Args:
+        nodes: Where it sits in the graph.
+    """
+    for target in targets_below(nodes):
+        listen(target.node)
+
+
 def begin_unannounced(current: State) -> None:
     """Begin a backward pass that did not go through PyTorch's Python interface.
 
     Args:
         current: What is active.
     """
-    running = current.backward_pass = BackwardPass(current)
+    graph = torch.is_grad_enabled()
+    running = current.backward_pass = BackwardPass(current, creates_graph=graph)
+    listen_below([torch._C._current_autograd_node()])
 
     def end() -> None:
-        running.finish()
+        try:
+            running.conclude()
+        finally:
+            running.finish()
         if current.backward_pass is running:
             current.backward_pass = None
 

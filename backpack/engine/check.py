@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from backpack.core.layout import Layout, sample_numbers
 from backpack.engine.gaps import Known
-from backpack.engine.graph import Inspection, describe, entries_of, walk
+from backpack.engine.graph import Inspection, describe
 from backpack.utils.hooks import without_hooks
 from backpack.utils.state import State
 
@@ -129,16 +129,8 @@ def _starts(inspection: Inspection) -> Iterator[Tuple[GradientEdge, Known]]:
         edge = loss.input_edges[0] if loss.input_edges else None
         if edge is not None:
             yield edge, Known(loss.placement, loss.n)
-    below: set = set()
-    for call, nodes in inspection.calls.items() if not losses else ():
-        if call.placements is None or not below.isdisjoint(nodes):
-            continue
-        below.update(walk(nodes))
-        for node in nodes:
-            for number, index, owner in entries_of(node):
-                if owner is call:
-                    known = Known(call.placements[index], call.n)
-                    yield GradientEdge(node, number), known
+    for call, edge, placement in inspection.outputs() if not losses else ():
+        yield edge, Known(placement, call.n)
 
 
 def _columns(edge: GradientEdge, known: Known) -> Iterator[Tuple[int, int, Tensor]]:

@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from backpack.core.layout import Mixed
-from backpack.engine.uses import ENTRIES, Entry, Use
+from backpack.engine.uses import ENTRIES, Entry, Together, Use
 from backpack.utils.hooks import EXTENDED, represent
 
 SILENT = "backpack.silent"  # where a node says that no sample gets through it
@@ -54,6 +54,20 @@ class Target(NamedTuple):
 
     entry: Entry
     node: Node
+
+
+class Origin(NamedTuple):
+    """Where columns start: at a loss's prediction, or at a model's output.
+
+    Attributes:
+        call: The call of the loss or the model.
+        edge: Where prediction or output sit in the graph.
+        placement: Where the samples are in there.
+    """
+
+    call: Any
+    edge: GradientEdge
+    placement: Any
 
 
 def entries_of(node: Node) -> List[Entry]:
@@ -211,44 +225,46 @@ class Inspection:
         meetings: Nodes at which samples have met.
     """
 
-    def __init__(self, roots: Sequence[Node]):
+    def __init__(self, roots: Sequence[GradientEdge]):
         """Inspect a graph.
 
         Args:
             roots: Where the backward pass begins.
         """
-        self.roots = roots
+        self.roots = [edge.node for edge in roots]
         self.calls: Dict[Any, List[Node]] = {}
         self.uses: Dict[Use, Dict[int, Tuple[Node, int]]] = {}
         self.reached: Dict[Tensor, List[Node]] = {}
         self.meetings: Dict[Node, Mixed] = {}
-        self._names: Set[str] = set()
         self._stand_ins: Dict[Node, int] = {}  # and when their use was over
         self._direct: Dict[int, List[Tuple[int, int]]] = {}  # by parameter
         self._shared: List[Node] = []  # reached several times
-        self._nodes = list(dict.fromkeys(roots))
-        seen = set(self._nodes)
-        for node in self._nodes:  # which grows meanwhile
-            parents = node.next_functions
-            metadata = node.metadata
-            if metadata:
-                self._note(node, metadata)
-            for parent, _ in parents:
+        self._nodes: List[Node] = []
+        seen: Set[Any] = set()
+        queue: List[Tuple[Optional[Node], Sequence[Any]]] = [(None, roots)]
+        for node, parents in queue:  # which grows meanwhile
+            for parent, number, *_ in parents:
                 if parent is None:
                     continue
                 until = self._stand_ins.get(parent)
                 if until is not None and node._sequence_nr() < until:
                     continue  # the way of a use
                 if not parent.next_functions and is_leaf(parent):
-                    self.reached.setdefault(parent.variable, []).append(node)
-                elif parent in seen:
+                    users = self.reached.setdefault(parent.variable, [])
+                    users += [node] if node else []
+                    continue
+                if parent in seen:
                     self._shared.append(parent)
                 else:
                     seen.add(parent)
                     self._nodes.append(parent)
-        for node in roots:
-            if is_leaf(node):
-                self.reached.setdefault(node.variable, [])
+                    if parent.metadata:
+                        self._note(parent, parent.metadata)
+                    if type(parent) is not Together:
+                        queue.append((parent, parent.next_functions))
+                if type(parent) is Together and (parent, number) not in seen:
+                    seen.add((parent, number))  # not what else was returned
+                    queue.append((parent, parent.next_functions[number : number + 1]))
 
     def _note(self, node: Node, metadata: Dict[str, Any]) -> None:
         for number, index, owner in metadata.get(ENTRIES, ()):
@@ -271,6 +287,34 @@ class Inspection:
     def names(self) -> Set[str]:
         """Names of the nodes."""
         return {type(node).__name__ for node in self._nodes}
+
+    def outputs(self) -> List[Origin]:
+        """Find the outputs of extended models that no other module has gone on from.
+
+        Returns:
+            The outputs.
+        """
+        found: List[Origin] = []
+        below: Set[Node] = set()
+        for call, nodes in self.calls.items():
+            if call.placements is None or not below.isdisjoint(nodes):
+                continue
+            below.update(walk(nodes))
+            for node in nodes:
+                for number, index, owner in entries_of(node):
+                    if owner is call:
+                        edge = GradientEdge(node, number)
+                        found.append(Origin(call, edge, call.placements[index]))
+        return found
+
+    @property
+    def turns(self) -> List[GradientEdge]:
+        """Where calls and uses have their turn, if autograd leads there."""
+        places = [node for nodes in self.calls.values() for node in nodes]
+        for outputs in self.uses.values():
+            places += [node for node, _ in outputs.values()]
+        places = [node for node in places or self.roots if not is_leaf(node)]
+        return [GradientEdge(node, 0) for node in dict.fromkeys(places)]
 
     @cached_property
     def outside(self) -> Dict[Tensor, List[Node]]:
@@ -507,14 +551,14 @@ def describe(params: Sequence[Tensor]) -> str:
     return ", ".join([*names.values(), *unnamed])
 
 
-def root_nodes(tensors: object) -> List[Node]:
+def root_edges(tensors: object) -> List[GradientEdge]:
     """Find where a backward pass begins.
 
     Args:
         tensors: Tensor, gradient edge, or a sequence of them.
 
     Returns:
-        Their nodes.
+        Their places in the graph.
     """
     if isinstance(tensors, (Tensor, GradientEdge)):
         tensors = [tensors]
@@ -522,4 +566,4 @@ def root_nodes(tensors: object) -> List[Node]:
         get_gradient_edge(x) if isinstance(x, Tensor) and x.requires_grad else x
         for x in tensors
     ]
-    return [edge.node for edge in edges if isinstance(edge, GradientEdge)]
+    return [edge for edge in edges if isinstance(edge, GradientEdge)]

@@ -32,7 +32,15 @@ from backpack.engine.graph import is_leaf
 from backpack.engine.placements import MARK, Pass, place, placement_of
 from backpack.engine.record import Call
 from backpack.engine.tracking import Tracker
-from backpack.engine.uses import Constant, Entry, Use, edge_of, entries_at, on_one_node
+from backpack.engine.uses import (
+    Constant,
+    Entry,
+    Use,
+    edge_of,
+    entries_at,
+    listen,
+    on_one_node,
+)
 from backpack.utils.compiling import untraced
 from backpack.utils.disable import disable
 from backpack.utils.module_classification import is_loss, is_no_op
@@ -42,15 +50,14 @@ class _Frame:
     """A call of a module that has not returned yet."""
 
     __slots__ = (
-        *("module", "call", "running", "called", "calls", "since", "tracker"),
+        *("module", "call", "running", "start", "since", "tracker"),
         *("outer", "row", "suspends"),
     )
 
     def __init__(self, module: Module, running: int):
         self.module, self.running = module, running
         self.call = Call(module)
-        self.called: Set[Module] = set()
-        self.calls: List[weakref.ref] = []
+        self.start = len(_THREAD.returned)
         self.since = torch._C._autograd._get_sequence_nr()
         self.tracker: Optional[Tracker] = None  # if it was started here
         self.outer: Any = None  # record of the module around
@@ -61,6 +68,8 @@ class _Frame:
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.frames: List[_Frame] = []
+        # inside of the outermost frame: modules, and records of their calls
+        self.returned: List[Tuple[Optional[Module], weakref.ref]] = []
         self.tracker: Optional[Tracker] = None
         self.graphless: Optional[weakref.WeakSet[Module]] = None
 
@@ -129,6 +138,8 @@ def enter_call(
     if frames and not _is_running(frames[-1], caller.f_back):
         forget_interrupted(2)
         tracker = _THREAD.tracker
+    if not frames:
+        _THREAD.returned.clear()
     frame = _Frame(module, id(caller))
     with torch._C.DisableTorchFunction():
         if tracker is not None:
@@ -303,17 +314,30 @@ def _row_of_call(
         return row if _keeps_samples(module, x) else None
     if not row.accepts(module, args) or not _is_plain(module, row):
         return None
-    if isinstance(module, nn.RNNBase) and not _takes_samples(module, x, tracker):
+    if isinstance(module, nn.RNNBase) and not _takes_samples(module, args, tracker):
         return None
     return row
 
 
-def _takes_samples(module: Module, x: Tensor, tracker: Optional[Tracker]) -> bool:
+def _takes_samples(module: Module, args: Tuple, tracker: Optional[Tracker]) -> bool:
     """Tell whether what a recurrent layer takes for the batch are the samples."""
-    axis, known = int(not module.batch_first), _input_of(module, x, tracker)
-    if x.dim() < 3 or x.shape[axis] != known.n:
-        return False
-    return known.n == 1 or known.placement == Layout(axis, 1)
+    x, *states = args
+    n, placement = _input_of(module, x, tracker)[::-1]
+    places = [(x, int(not module.batch_first), placement)]
+    for h in tree_leaves(states):
+        if isinstance(h, Tensor) and h.requires_grad:
+            known = (
+                explain(h)
+                if tracker is None
+                else Known(placement_of(h, tracker.key), n)
+            )
+            if known is None or known.placement is None:
+                return False  # a parameter
+            places.append((h, 1, known.placement))
+    return x.dim() == 3 and all(
+        y.shape[axis] == n and (n == 1 or placement == Layout(axis, 1))
+        for y, axis, placement in places
+    )
 
 
 def _is_plain(module: Module, row: Row) -> bool:
@@ -507,16 +531,18 @@ def _record(
         call.store(raw=False)
     if _computes_loss(call, outputs, tracker is None or frame.tracker is tracker):
         call.is_loss, call.loss_module = True, module
-    call.is_composite = any(True for _ in module.children())
-    call.is_transparent = bool(frame.called)
+    call.is_composite = any(x is not None for x in module._modules.values())
+    returned = _THREAD.returned
+    call.is_transparent = any(m is not None for m, _ in returned[frame.start :])
     if call.is_loss:
-        for ref in frame.calls:  # the outermost loss module is the loss
+        for _, ref in returned[frame.start :]:  # the outermost loss module is the loss
             if ref() is not None:
                 ref().is_loss = False
-    for outer in _THREAD.frames:
-        # with all modules inside: this call is responsible for them
-        outer.called.update(module.modules() if call.is_composite else (module,))
-        outer.calls.append(weakref.ref(call))
+    if _THREAD.frames:
+        returned.append((module, weakref.ref(call)))
+    else:
+        call.inside = [ref for _, ref in returned]
+        returned.clear()
     if call.is_loss:
         _note_loss(call, tracker)
     elif frame.row is not None:
@@ -573,8 +599,7 @@ def _note_function(func: Any, args: Tuple, kwargs: Dict[str, Any], out: Tensor) 
         call.finish(module, operands, {}, [out], edges, {})
         call.is_loss = call.is_function = True
         call.loss_module = module  # nobody else owns it
-        for frame in _THREAD.frames:
-            frame.calls.append(weakref.ref(call))
+        _THREAD.returned.append((None, weakref.ref(call)))
         _note_loss(call, None)
         _attach(call, [out], edges)
 
@@ -649,10 +674,21 @@ def _parameters(module: Module, args: Tuple, frame: _Frame) -> Dict[str, Tensor]
     if isinstance(module, FunctionModule):
         arguments = enumerate(args)
         own.update({f"input{i}": x for i, x in arguments if isinstance(x, Parameter)})
-    if not module._modules:
+    inside = list(module._modules.values())
+    if not inside:
         return own
+    called = {x for x, _ in _THREAD.returned[frame.start :] if x is not None}
+    for child in inside:  # which grows meanwhile
+        if child is not None and child not in called:
+            if child._parameters:
+                break
+            inside.extend(child._modules.values())
+    else:
+        return own
+    # what was called is responsible for all modules inside
+    called = {x for outer in called for x in outer.modules()}
     for prefix, child in module.named_modules():
-        if child is not module and child not in frame.called and not is_no_op(child):
+        if child is not module and child not in called and not is_no_op(child):
             for name, param in child._parameters.items():
                 if param is not None:
                     own[f"{prefix}.{name}"] = param
@@ -690,6 +726,8 @@ def _attach(
         call.graphless, _THREAD.graphless = _THREAD.graphless, None
     for i, (node, number, *_) in inner:  # one node, see `on_one_node`
         entries_at(node).append(Entry(number, i, call))
+        if not _THREAD.frames:  # where a backward pass without a context is noticed
+            listen(node)
 
 
 def _is_own_result(call: Call, base: Tensor, output: Tensor) -> bool:

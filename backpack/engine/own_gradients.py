@@ -1,35 +1,143 @@
-"""Parameters whose gradient costs less here than in autograd, which leaves it out.
+"""Which gradients autograd accumulates, and which it leaves out.
 
-First-order extensions form the individual gradients of layers whose weight many
-positions share. To add these up on the way costs less than what autograd does for the
-same result: multiply all inputs with all cotangents once more. The backward pass is
-then run without these parameters, and their gradient is handed to autograd in the turn
-of their use, when it would have arrived anyway: by a backward pass of its own through
-nothing but the node that accumulates it, so that all hooks run.
+It leaves out all of them where nobody wants gradients, or an extension has something
+else to accumulate, and some whose gradient costs less here than there. First-order
+extensions form the individual gradients of layers whose weight many positions share. To
+add these up on the way costs less than what autograd does for the same result: multiply
+all inputs with all cotangents once more. Such a gradient is handed to autograd in the
+turn of its use, when it would have arrived anyway: by a backward pass of its own
+through nothing but the node that accumulates it, so that all hooks run.
+
+The backward pass is run towards the leaves that are not left out, and to the nodes at
+which there are turns, where nothing is accumulated.
 """
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
+from typing import (
+    AbstractSet,
+    Any,
+    Dict,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+)
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from backpack.core.operations import Operation
-from backpack.engine.graph import Inspection
+from backpack.engine.graph import Inspection, describe, takes_part
 from backpack.engine.parameters import Group
+from backpack.utils.parallel import is_parallel
+from backpack.utils.state import State
 from backpack.utils.types import accumulator_dtype
+
+NOT_ALL = (
+    "{who}({option}): this backward pass accumulates no gradients, or those of some "
+    "parameters only, or such that can be differentiated, or was not started from "
+    "Python. Call `loss.backward()`, without `inputs` and `create_graph`."
+)
+REENTRANT = (
+    "{who}({option}): a part of the model runs inside `checkpoint(..., "
+    "use_reentrant=True)`, which needs the gradients of its parameters. Use "
+    "`checkpoint(..., use_reentrant=False)`."
+)
+PENALTY = (
+    "{who}({option}): parameters are also used in terms of the loss that belong to no "
+    "sample, like a regularizer: {names}. Differentiate these in a backward pass of "
+    "their own, outside of the context; gradients add up."
+)
+
+
+class Accumulated(NamedTuple):
+    """Which gradients autograd accumulates.
+
+    Attributes:
+        own: Identities of parameters whose gradient is formed here, in their turn.
+        reached: Identities of all leaves of the graph, if some are left out.
+        inputs: What autograd shall differentiate with respect to: leaves, and places at
+            which nothing is accumulated; ``None`` for what it would do by itself.
+    """
+
+    own: AbstractSet[int] = frozenset()
+    reached: Optional[Set[int]] = None
+    inputs: Optional[List[Any]] = None
+
+    def reaches(self, param: Tensor) -> bool:
+        """Tell whether the backward pass that is running reaches a parameter.
+
+        Args:
+            param: The parameter.
+
+        Returns:
+            Whether it does, or would do if the parameter were not left out.
+        """
+        return takes_part(param) if self.reached is None else id(param) in self.reached
+
+
+def choose(
+    current: State,
+    groups: Sequence[Group],
+    inspection: Optional[Inspection],
+    accumulates: bool,
+    of_all: bool,
+    creates_graph: bool,
+) -> Accumulated:
+    """Choose which gradients autograd accumulates.
+
+    Args:
+        current: What is active.
+        groups: The parameters of the backward pass.
+        inspection: What its graph looks like, if it is known.
+        accumulates: Whether it accumulates gradients.
+        of_all: Whether these are those of all leaves.
+        creates_graph: Whether what it computes can be differentiated.
+
+    Returns:
+        The choice.
+
+    Raises:
+        NotImplementedError: If the user's choice is not possible.
+    """
+    params = {id(p): p for group in groups for p in group.params}
+    replacing = [ext for ext in current.active_exts if ext.replaces_gradient]
+    own, plain = set(), accumulates and of_all and not creates_graph
+    if replacing or not current.gradient:
+        text = {"who": "backpack", "option": "gradient=False"}
+        if replacing:
+            who = type(replacing[0]).__name__
+            text = {"who": who, "option": "replace_grad=True"}
+        elif not accumulates:
+            return Accumulated()  # torch.autograd.grad
+        possible = plain if replacing else of_all
+        if inspection is None or not possible:
+            raise NotImplementedError(NOT_ALL.format(**text))
+        if not inspection.allows_inputs:
+            raise NotImplementedError(REENTRANT.format(**text))
+        outside = [p for p in inspection.outside if id(p) in params]
+        if outside and replacing:
+            text["names"] = describe(outside)
+            raise NotImplementedError(PENALTY.format(**text))
+    elif plain and inspection is not None and not current.check:
+        own = find_own(groups, inspection, current.active_exts)
+    if not (own or replacing or not current.gradient):
+        return Accumulated()
+    leaves = {id(x): x for x in inspection.reached if x.requires_grad}
+    leaves.update({i: p for i, p in params.items() if p.requires_grad})
+    left_out = own or (params if current.gradient else leaves)
+    inputs = [x for number, x in leaves.items() if number not in left_out]
+    return Accumulated(own, set(leaves), [*inputs, *inspection.turns])
 
 
 def find_own(
     groups: Sequence[Group], inspection: Inspection, extensions: Sequence[Any]
 ) -> Set[int]:
     """Find the parameters whose gradient costs less here than in autograd.
-
-    The node of each use must be run without them, for the sake of its operand: that
-    leads to other leaves, and the first one's to one that is not left out. A use whose
-    operand has no gradient keeps its bias instead.
 
     Args:
         groups: The parameters of the backward pass.
@@ -40,10 +148,7 @@ def find_own(
         Identities of the parameters.
     """
     limits = [ext.adds_up_from for ext in extensions if ext.adds_up_from is not None]
-    several_processes = (
-        torch.distributed.is_available() and torch.distributed.is_initialized()
-    )
-    if not limits or several_processes or not inspection.allows_inputs:
+    if not limits or is_parallel() or not inspection.allows_inputs:
         return set()
     least, found = min(limits), set()
     for group in groups:
@@ -57,9 +162,6 @@ def find_own(
         positions = operation.positions(constant.key, use.n)
         if positions < least or not _is_plain(param):
             continue
-        data = operation.data
-        if not data.requires_grad and not _has_bias(use, index):
-            continue
         if not any(
             ext.is_customized(use.owner.module)
             for ext in extensions
@@ -67,12 +169,6 @@ def find_own(
         ):
             found.add(id(param))
     return found
-
-
-def _has_bias(use: Any, index: int) -> bool:
-    """Tell whether autograd runs a use's node for another, small parameter."""
-    others = [c for i, c in enumerate(use.constants) if i != index]
-    return any(c.leaf is not None and len(c.shape) == 1 for c in others)
 
 
 def _is_plain(param: Tensor) -> bool:

@@ -8,6 +8,7 @@ one joint vector-Jacobian product leads from expressions to parameters.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
@@ -68,10 +69,10 @@ class Group:
         (use, index), *others = self.members
         return not others and use.constants[index].leaf is not None
 
-    @property
+    @cached_property
     def uses(self) -> List[Use]:
-        """The uses, each once."""
-        return list(dict.fromkeys(use for use, _ in self.members))
+        """The uses, each once; asked for when all members are known."""
+        return list(dict.fromkeys([use for use, _ in self.members]))
 
     def describe(self, param: Tensor) -> str:
         """Name a parameter and where it is used, for a message.

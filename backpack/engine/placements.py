@@ -28,6 +28,7 @@ from backpack.core.layout import (
 
 _INDEXES = (torch.long, torch.int)  # types of numbers that pick rows
 
+FORGET: List[Any] = []  # makes a key that nothing is remembered by: it has no hash
 MARK = "_backpack_samples"  # attribute of a tensor that depends on the model's inputs
 
 # Operations that map entries of the same place: where all operands' samples agree, so
@@ -130,7 +131,8 @@ class Finder:
         dropped: Where samples have met in something without a gradient.
     """
 
-    _remembered: Dict[Tuple, List[Placement]] = {}
+    # placements of the results, and their shapes
+    _remembered: Dict[Tuple, Tuple[List[Placement], List[torch.Size]]] = {}
     _MOST = 50_000  # signatures that are remembered
 
     def __init__(self, n: int, key: Pass):
@@ -154,21 +156,28 @@ class Finder:
         """
         return placement_of(x, self.key)
 
-    def quick(
-        self, name: str, args: Sequence[Any], kwargs: Dict, data: List[Tensor], out: Any
-    ) -> Placement:
-        """Answer for the most frequent operations without running them.
+    def recall(self, key: Tuple, outs: Sequence[Tensor]) -> Optional[List[Placement]]:
+        """Remember where an operation has moved samples to.
 
         Args:
-            name: Name of the operation.
-            args: Positional arguments.
-            kwargs: Keyword arguments.
-            data: Operands that depend on samples and decide.
-            out: The result.
+            key: What this depends on.
+            outs: Tensors that it returned.
 
         Returns:
-            The placement of the result, ``None`` if the operation must be run.
+            A placement for each result, ``None`` if it is not known.
         """
+        try:
+            known = self._remembered.get(key)
+        except TypeError:  # an argument has no hash
+            return None
+        if known is None or known[1] != [out.shape for out in outs]:
+            return None
+        return self._differentiable(known[0], outs)
+
+    def _quick(
+        self, name: str, args: Sequence[Any], kwargs: Dict, data: List[Tensor], out: Any
+    ) -> Placement:
+        """Answer for the most frequent operations without running them."""
         if name in POINTWISE:
             return self._pointwise(data, out)
         if name in ROWWISE and len(data) == 1:
@@ -206,6 +215,7 @@ class Finder:
         kwargs: Dict[str, Any],
         outs: Sequence[Tensor],
         data: List[Tensor],
+        key: Tuple,
     ) -> List[Placement]:
         """Find where an operation has moved samples to.
 
@@ -216,19 +226,24 @@ class Finder:
             kwargs: Keyword arguments.
             outs: Tensors that it returned.
             data: Operands that depend on samples and decide.
+            key: By which the result may be remembered.
 
         Returns:
             A placement for each result.
         """
+        quick = self._quick(name, args, kwargs, data, outs[0])
+        if quick is not None and len(outs) == 1:
+            self._remember(key, [quick], outs)
+            return [quick]
         if self.n == 0:
             return [FIRST] * len(outs)
         for x in data:
             placement = self.of(x)
             if isinstance(placement, Mixed):
                 return self._differentiable([placement] * len(outs), outs)
-        key = self._key(func, name, args, kwargs, data)
-        if key is not None and key in self._remembered:
-            return self._differentiable(self._remembered[key], outs)
+        by_value = name in BY_VALUE
+        if name == "__getitem__" and not _has_tensor(args[1]):
+            by_value = False
         with torch._C.DisableTorchFunction(), torch.no_grad():
             try:
                 found = self._run(func, name, args, kwargs, outs, data)
@@ -236,50 +251,33 @@ class Finder:
                 Exception
             ) as error:  # whatever it is, the operation's own call passed
                 found = [Mixed(f"`{name}` ({_first_line(error)})", False)] * len(outs)
-                key = None
-        if key is not None:
-            if len(self._remembered) >= self._MOST:
-                self._remembered.clear()
-            self._remembered[key] = found
+                by_value = True
+        if not by_value:
+            self._remember(key, found, outs)
         return self._differentiable(found, outs)
 
     def _differentiable(
         self, found: List[Placement], outs: Sequence[Tensor]
     ) -> List[Placement]:
         """Take what samples have met in for a constant, if it has no gradient."""
-        mixed = [
-            isinstance(p, Mixed) and not x.requires_grad for p, x in zip(found, outs)
-        ]
+        mixed = [type(p) is Mixed and not x.requires_grad for p, x in zip(found, outs)]
         if True not in mixed:
             return found
         self.dropped = self.dropped or found[mixed.index(True)]
         return [None if lost else p for p, lost in zip(found, mixed)]
 
-    def _key(
-        self, func: Callable, name: str, args: Any, kwargs: Any, data: List[Tensor]
-    ) -> Optional[Tuple]:
-        """Make a key under which a result may be remembered, if it may be."""
-        indexes = name in ("__getitem__", "__setitem__") and not _has_tensor(args[1])
-        if name in BY_VALUE and not (indexes and name == "__getitem__"):
-            return None
-        if any(type(self.of(x)) is not Layout for x in data):
-            return None
+    def _remember(
+        self, key: Tuple, found: List[Placement], outs: Sequence[Tensor]
+    ) -> None:
+        """Remember placements, unless they depend on the operands' own numbers."""
+        if any(isinstance(x, (Tensor, Mixed)) for x in key):
+            return
+        if len(self._remembered) >= self._MOST:
+            self._remembered.clear()
         try:
-            named = tuple((k, self._signature(v)) for k, v in kwargs.items())
-            key = (func, self.n, tuple(map(self._signature, args)), named)
-            hash(key)
-        except TypeError:
-            return None
-        return key
-
-    def _signature(self, x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return x.shape, self.of(x), x.requires_grad, x.dtype
-        if type(x) in (tuple, list):
-            return tuple(map(self._signature, x))
-        if type(x) is slice:
-            return "slice", x.start, x.stop, x.step
-        return type(x), x
+            self._remembered[key] = found, [out.shape for out in outs]
+        except TypeError:  # an argument has no hash
+            pass
 
     def _run(
         self,

@@ -10,16 +10,17 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.nn import Module
 
-from backpack.core.fast.memory import huge_empty
-from backpack.core.layout import FIRST, Layout, Mixed, ranks
+from backpack.core.fast.memory import huge_empty, may_write
+from backpack.core.layout import FIRST, Layout, Mixed, once, ranks, sample_numbers
 from backpack.core.per_sample.base import PerSample
 from backpack.core.table import find_loss
-from backpack.engine.graph import Target, targets_below, will_run
+from backpack.engine.graph import Origin, Target, targets_below, will_run
 from backpack.engine.parameters import Group
 from backpack.engine.record import Call
-from backpack.engine.turn import Turn
+from backpack.engine.turn import Turn, refuse_several_calls
 from backpack.engine.uses import Use, refuse
 from backpack.utils.hooks import name_module, warn_user, without_hooks
+from backpack.utils.parallel import gather
 
 # Columns that are pulled back at a time. Memory does not grow with the number of
 # columns beyond it.
@@ -35,6 +36,22 @@ BACKWARD_HOOKS = (
     "pulled back from the loss, too, and sees them instead of gradients. Hooks of "
     "tensors don't: use `tensor.register_hook` on the module's input or output, or "
     "remove the hook before the forward pass."
+)
+
+NOT_ONE_OUTPUT = (
+    "{ext} starts at the output of an extended model, and expects one in a "
+    "backward pass. Found: {found}. Extend the model as a whole, differentiate a "
+    "function of one of its outputs, `output.sum().backward()`, and do so by PyTorch's "
+    "functions."
+)
+NOT_BEHIND = (
+    "{ext}: the output of the extended model does not depend on {names}, which the "
+    "backward pass uses elsewhere. Extend the model as a whole."
+)
+OTHER_FEATURES = (
+    "{ext}: samples have different numbers of features in the output of {module}, or "
+    "some of its entries belong to none. Return a tensor in which each sample has as "
+    "many entries."
 )
 
 Cotangents = List[Optional[Tensor]]
@@ -86,15 +103,36 @@ class PullColumns:
             if share_all and source.compact:
                 source = source.complete
             by_source.setdefault(source, []).append(ext)
-        for source, some in by_source.items():
-            self._start(turn, source, some)
-
-    def _start(self, turn: Turn, source: Any, extensions: List[Any]) -> None:
-        """Pull the columns of one source back from a loss, and store or reduce them."""
         loss, edge = turn.call, turn.call.input_edges[0]
-        if edge is None:
-            check_first_argument(loss, extensions[0])
+        if by_source and edge is None:
+            check_first_argument(loss, columns[0])
             return
+        for source, some in by_source.items():
+            chunks = _columns_of_loss(source, turn)
+            self._start(Origin(loss, edge, loss.placement), chunks, some)
+
+    def meet_output(self, extensions: List[Any]) -> None:
+        """Pull the identity back from the model's output, for its Jacobian.
+
+        Args:
+            extensions: Extensions whose columns start there.
+
+        Raises:
+            NotImplementedError: If there is not exactly one output.
+        """
+        inspection, name = self._running.inspection, type(extensions[0]).__name__
+        origins = [] if inspection is None else inspection.outputs()
+        if len(origins) != 1:
+            names = [name_module(origin.call.module) for origin in origins]
+            found = ", ".join(names) or "none"
+            raise NotImplementedError(NOT_ONE_OUTPUT.format(ext=name, found=found))
+        self._start(origins[0], identity_columns(origins[0], name), extensions)
+
+    def _start(
+        self, origin: Origin, chunks: Iterator[Tensor], extensions: List[Any]
+    ) -> None:
+        """Pull columns back from a loss or an output, and store or reduce them."""
+        loss, edge = origin.call, origin.edge
         reached = targets_below([edge.node])
         running = [t for t in reached if will_run(t.node)]
         uses = {t.entry.owner for t in running if t.entry.owner.is_use}
@@ -113,8 +151,7 @@ class PullColumns:
         targets = [t for t in running if t.entry.owner in wanted]
         if not targets:
             return
-        self._check(loss, list(wanted), extensions[0])
-        chunks = columns_of(source, loss, find_loss(loss.module).derivatives)
+        self._check(origin, list(wanted), extensions[0])
         first = next(chunks)
         many = len(first) == MAX_COLUMNS
         at_once: Dict[Group, List[Any]] = {}
@@ -128,7 +165,7 @@ class PullColumns:
                 custom = [m for m in modules if ext.is_customized(m)]
                 if custom:
                     if len(custom) < len(modules):
-                        turn.refuse_several_calls(ext, custom[0])
+                        refuse_several_calls(ext, custom[0])
                 elif many and ext.additive or not group.is_simple:
                     at_once.setdefault(group, []).append(ext)
                 else:
@@ -136,13 +173,14 @@ class PullColumns:
 
         calls = [loss, *dict.fromkeys(t.entry.owner for t in reached)]
         _warn_of_hooks([c for c in calls if not c.is_use], extensions[0])
+        gather(c.module for c in calls if not c.is_use)
         tensors = [x for call in calls for x in call.tensors()]
-        scale, sources = turn.loss_scale(), {ext.source for ext in extensions}
+        sources = {ext.source for ext in extensions}
         totals: Dict[Key, Any] = {}
         last: Dict[Tensor, PerSample] = {}
         for chunk in chain([first], chunks):
             with without_hooks(tensors):
-                pulled = self._pull_chunk(edge, targets, chunk * scale)
+                pulled = self._pull_chunk(edge, targets, chunk)
             for group, some in keep.items():
                 use = group.uses[0]
                 new = self._append(use, sources, pulled[use], len(chunk))
@@ -181,9 +219,9 @@ class PullColumns:
 
         return of
 
-    def _check(self, loss: Call, owners: List[Any], ext: Any) -> None:
+    def _check(self, origin: Origin, owners: List[Any], ext: Any) -> None:
         """Check that the loss and all uses agree on what the samples are."""
-        name, placement = type(ext).__name__, loss.placement
+        name, loss, placement = type(ext).__name__, origin.call, origin.placement
         if isinstance(placement, Mixed):
             refuse(name, placement, f"what {name_module(loss.module)} is computed from")
         for owner in owners:
@@ -271,7 +309,10 @@ class PullColumns:
             if not self._of_losses.isdisjoint(turn.modules):
                 self._running.exempt(ext, group)  # no curvature starts above it
                 return
-            explain_missing(ext, turn, bool(self._running.loss_factors))
+            if not ext.expects_backpropagation_quantities():
+                text = {"ext": type(ext).__name__, "names": turn.names()}
+                raise NotImplementedError(NOT_BEHIND.format(**text))
+            explain_missing(ext, turn, self._running.met_loss)
             return
         stored: Dict[Tensor, PerSample] = {}
         numbers = self._waiting.get((ext, group))
@@ -392,14 +433,70 @@ def columns_of(source: Any, loss: Call, derivatives: Any) -> Iterator[Tensor]:
     along_rows = isinstance(placement, Layout) and placement.axis == 0
     if isinstance(placement, torch.Tensor):
         along_rows = placement.numel() == placement.shape[0]
-    if along_rows:
+    if not along_rows:
+        number, most = torch.arange(rows, device=x.device), rows
+    elif isinstance(placement, Layout):
         _, number = ranks(placement, rows, loss.n, x.device)
+        most = rows // loss.n
     else:
-        number = torch.arange(rows, device=x.device)
+        number, most = once(
+            placement, "ranks", lambda: _ranks(placement, rows, loss.n, x.device)
+        )
     number = number.view(-1, *[1] * (x.dim() - 1))
     for chunk in chunks:
-        for rank in range(int(number.max()) + 1):
+        for rank in range(most):
             yield chunk * (number == rank)
+
+
+def _ranks(placement: Tensor, *sizes: Any) -> Tuple[Tensor, int]:
+    """Number the rows of each sample, and count those of the largest."""
+    _, number = ranks(placement, *sizes)
+    return number, int(number.max()) + 1
+
+
+def _columns_of_loss(source: Any, turn: Turn) -> Iterator[Tensor]:
+    """Compute columns at a loss input, of the scale that the loss has.
+
+    Args:
+        source: Where the columns come from.
+        turn: The loss's turn.
+
+    Yields:
+        Columns ``[V, *in]`` with V at most ``MAX_COLUMNS``.
+    """
+    derivatives = find_loss(turn.module).derivatives
+    for chunk in columns_of(source, turn.call, derivatives):
+        yield chunk * turn.loss_scale()
+
+
+def identity_columns(origin: Origin, name: str) -> Iterator[Tensor]:
+    """Make a column for each feature of an output: the same one of all samples.
+
+    Args:
+        origin: The output.
+        name: Name of the extension, for messages.
+
+    Yields:
+        Columns ``[V, *out]`` with V at most ``MAX_COLUMNS``, in the order in which a
+        sample's features are in the output.
+
+    Raises:
+        NotImplementedError: If samples have different numbers of features.
+    """
+    (call, edge, placement), n = origin, origin.call.n
+    metadata = edge.node._input_metadata[edge.output_nr]
+    shape, device = torch.Size(metadata.shape), metadata.device
+    numbers = sample_numbers(placement, shape, n, device).flatten()
+    counts = torch.bincount(numbers + 1, minlength=n + 1).tolist()
+    if counts[0] or len({*counts[1:]}) > 1:
+        text = OTHER_FEATURES.format(ext=name, module=name_module(call.module))
+        raise NotImplementedError(text)
+    features = torch.argsort(numbers, stable=True).view(n, -1).T
+    for some in features.split(MAX_COLUMNS):
+        columns = torch.zeros(
+            len(some), len(numbers), dtype=metadata.dtype, device=device
+        )
+        yield columns.scatter_(1, some, 1.0).view(-1, *shape)
 
 
 def explain_missing(ext: Any, turn: Any, met_loss: bool) -> None:
@@ -441,7 +538,7 @@ class _Stack:
 
     def put(self, column: Optional[Tensor]) -> None:
         """Put the next column."""
-        if column is not None and self._size > 1 and not torch.is_grad_enabled():
+        if column is not None and self._size > 1 and may_write():
             if self._out is None:
                 shape = (self._size, *column.shape)
                 self._out = huge_empty(shape, column.dtype, column.device)

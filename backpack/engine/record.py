@@ -62,6 +62,7 @@ class Call:
         is_transparent: Whether modules inside were called.
         is_altered: Whether a hook may have changed the output before it was recorded.
         graphless: Modules called before, whose outputs are not part of a graph.
+        inside: Calls that happened inside, for one that is inside of no other.
     """
 
     is_use = is_loss = is_composite = is_transparent = released = False
@@ -72,6 +73,7 @@ class Call:
     placements: Any = None
     n = 0
     graphless: Iterable[Module] = ()
+    inside: Sequence[weakref.ref] = ()
     edges_before: Sequence[List[GradientEdge]] = ()
 
     def __init__(self, module: Module):
@@ -220,6 +222,14 @@ class Call:
                 attributes[name] = value
                 stored.append(name)
         attributes[_STORED] = stored
+
+    def release_all(self) -> None:
+        """Drop what this call and those inside of it keep."""
+        for call in (self, *[ref() for ref in self.inside]):
+            if call is not None:
+                for use in call.uses:
+                    use.release()
+                call.release()
 
     def release(self) -> None:
         """Drop inputs and outputs, here and on the modules."""

@@ -13,16 +13,16 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Se
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn import Parameter, functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from backpack.core.layout import Layout, Mixed, Placement, sample_numbers, simplify
 from backpack.core.operations import find_operation
 from backpack.core.table import LOSS_FUNCTIONS
 from backpack.engine.gaps import CONSTANT, explain
 from backpack.engine.graph import MEETING, SILENT
-from backpack.engine.placements import MARK, Finder, Pass, place
+from backpack.engine.placements import FORGET, MARK, Finder, Mark, Pass
 from backpack.engine.uses import Constant, Use, edge_of, on_one_node
 from backpack.utils.compiling import untraced
 
@@ -39,6 +39,22 @@ _QUIET = frozenset(
 )
 # Properties that are tensors
 _TENSOR_PROPERTIES = frozenset("T mT H mH data real imag".split())
+
+
+VIEWS_OF = "_backpack_uses"  # attribute of a tensor of which uses returned a view
+
+
+class View(NamedTuple):
+    """Which part of its base a view is."""
+
+    shape: torch.Size
+    stride: Tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> View:
+        """Read it off a tensor."""
+        return cls(x.shape, x.stride(), x.storage_offset())
 
 
 class Kind(NamedTuple):
@@ -122,8 +138,9 @@ class Tracker(TorchFunctionMode):
         self.root: Optional[Callable[[], Any]] = None
         self.note_loss: Callable = lambda *_: None
         self._given: Optional[Set[int]] = None  # computed tensors that are parameters
+        self._marks: Dict[int, Mark] = {}
         for x, placement in inputs:
-            place(x, placement, self.key)
+            self._place(x, placement)
 
     # ----------------------------------------------------------------- every operation
 
@@ -138,44 +155,60 @@ class Tracker(TorchFunctionMode):
         if torch.compiler.is_dynamo_compiling():
             run = Tracker.__torch_function__
             return untraced(run, self, func, types, args, kwargs)
+        kind = _KINDS.get(func) or _kind_of(func)
         kwargs = kwargs or {}
-        kind = _KINDS.get(func)
-        if kind is None:
-            kind = _kind_of(func)
         if kind.is_quiet or self.suspended:
             return func(*args, **kwargs)
         data: List[Tensor] = []
         constants: List[Tensor] = []
-        self._sort(args, data, constants)
+        key = [func, self.n, torch.is_grad_enabled()]
+        self._look(args, key, data, constants)
         if kwargs:
-            self._sort(kwargs.values(), data, constants)
+            key += kwargs
+            self._look(kwargs.values(), key, data, constants)
         if not data:
             return func(*args, **kwargs)
         if kind.opened is not None and constants:
             with self:
                 return kind.opened(*args, **kwargs)
-        return self._run(func, kind, args, kwargs, data, constants)
+        return self._run(func, kind, args, kwargs, data, constants, tuple(key))
 
-    def _sort(self, items: Any, data: List[Tensor], constants: List[Tensor]) -> None:
-        """Sort operands into those with samples, and those that need a gradient."""
-        key = self.key
+    def _look(
+        self, items: Any, key: List[Any], data: List[Tensor], constants: List[Tensor]
+    ) -> None:
+        """Sort operands into those with samples, and those that need a gradient.
+
+        What the result's placement depends on is added to a key.
+        """
         for x in items:
-            if isinstance(x, Tensor):
+            kind = type(x)
+            if kind is Tensor or kind is Parameter or isinstance(x, Tensor):
                 mark = getattr(x, MARK, None)
-                if mark and mark[0] is key:
-                    if mark[1] is not None:
-                        data.append(x)
-                    elif x.requires_grad:
-                        constants.append(x)
-                elif x._base is not None and self._is_view_of_data(x):
+                known = mark and mark[0] is self.key
+                placement = mark[1] if known else self._unmarked(x)
+                needs_gradient = x.requires_grad
+                if placement is not None:
                     data.append(x)
-                elif x.requires_grad:
-                    if x.grad_fn is None or self._is_constant(x):
-                        constants.append(x)
-                    else:
-                        data.append(x)
-            elif type(x) in (tuple, list):
-                self._sort(x, data, constants)
+                elif needs_gradient:
+                    constants.append(x)
+                shape = FORGET if x.is_nested else x.shape
+                key += (shape, placement, needs_gradient, x.dtype)
+            elif kind is tuple or kind is list:
+                key += (kind, len(x))
+                self._look(x, key, data, constants)
+            elif kind is slice:
+                ends = (x.start, x.stop, x.step)
+                key += (kind, *(FORGET if isinstance(e, Tensor) else e for e in ends))
+            else:
+                key += (kind, x)
+
+    def _unmarked(self, x: Tensor) -> Placement:
+        """Tell where the samples are in a tensor that nothing is known of yet."""
+        if x._base is not None and self._is_view_of_data(x):
+            return self._finder.of(x)
+        if x.grad_fn is None or self._is_constant(x):
+            return None
+        return self._finder.of(x)
 
     def _is_view_of_data(self, x: Tensor) -> bool:
         """Tell whether something with samples was written to the base of a view."""
@@ -186,7 +219,7 @@ class Tracker(TorchFunctionMode):
         if not isinstance(placement, Mixed):
             with torch._C.DisableTorchFunction(), torch.no_grad():
                 placement = self._through_view(x, base, placement)
-        place(x, placement, self.key)
+        self._place(x, placement)
         return placement is not None
 
     def _through_view(self, x: Tensor, base: Tensor, placement: Any) -> Placement:
@@ -211,7 +244,7 @@ class Tracker(TorchFunctionMode):
         if known is not None:
             same = known.n == self.n
             placement = known.placement if same else Mixed("another batch", False)
-        place(x, placement, self.key)
+        self._place(x, placement)
         return placement is None
 
     def _is_given(self, x: Tensor) -> bool:
@@ -231,18 +264,21 @@ class Tracker(TorchFunctionMode):
         kwargs: Dict[str, Any],
         data: List[Tensor],
         constants: List[Tensor],
+        key: Tuple,
     ) -> Any:
         name, pairs, since = kind.name, None, 0
         if constants and torch.is_grad_enabled():
             since = torch._C._autograd._get_sequence_nr()
             args, kwargs, pairs = self._stand_in(kind, args, kwargs, constants)
         written = args[0] if kind.writes and args else None
-        deciding = [x for x in data if x.requires_grad] or data
-        shown = None
+        seen, deciding = args, None
         if isinstance(written, Tensor):  # its shape may change
             shown = written.detach()
-            place(shown, self._finder.of(written), self.key)
-            deciding = [shown if x is written else x for x in deciding]
+            self._place(shown, self._finder.of(written))
+            seen = (shown, *args[1:])
+            deciding = [shown if x is written else x for x in _deciding(data)]
+            if written._base is not None:
+                self._leave_views(written._base)
         out = func(*args, **kwargs)
         result = written if out is None and name == "__setitem__" else out
         if type(result) is Tensor or isinstance(result, Tensor):
@@ -250,52 +286,45 @@ class Tracker(TorchFunctionMode):
         elif isinstance(result, (tuple, list)):
             if pairs is not None:
                 result = out = on_one_node(result)
-            outs = [x for x in tree_flatten(result)[0] if isinstance(x, Tensor)]
+            outs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         else:
             return out
         if not outs:
             return out
-        seen = args if shown is None else (shown, *args[1:])
-        placements = self._place(func, name, seen, kwargs, outs, deciding)
-        if any(type(placement) is Mixed for placement in placements):
-            placements = [self._located(placement) for placement in placements]
+        placements = self._finder.recall(key, outs)
+        if placements is None:
+            deciding = deciding or _deciding(data)
+            find = self._finder.find
+            placements = find(func, name, seen, kwargs, outs, deciding, key)
         for x, placement in zip(outs, placements):
-            place(x, placement, self.key)
-        for x, placement in zip(outs, placements):
-            if placement is None and x.grad_fn is not None:
-                x.grad_fn.metadata[SILENT] = True
+            if placement is None:
+                if x.grad_fn is not None:
+                    x.grad_fn.metadata[SILENT] = True
             elif type(placement) is Mixed:
+                placement = self._located(placement)
                 _note_meeting(x, placement)
-        hooked, placed = outs, placements
+            self._place(x, placement)
+        hooked = outs
         if kind.writes and outs[0]._base is not None:
-            base = outs[0]._base
-            self._write_to_base(outs[0], base)
-            hooked, placed = [base], [self._finder.of(base)]
+            hooked = [outs[0]._base]
+            self._write_to_base(outs[0], hooked[0])
         if pairs is not None:
-            self._record(func, kind, args, kwargs, pairs, hooked, placed, since)
+            placements = list(map(self._finder.of, hooked))
+            self._record(func, kind, args, kwargs, pairs, hooked, placements, since)
         elif kind.is_loss and out.grad_fn is not None and not out.dim():
             self.note_loss(func, args, kwargs, out)
         return out
 
-    def _place(
-        self,
-        func: Callable,
-        name: str,
-        args: Tuple,
-        kwargs: Dict[str, Any],
-        outs: List[Tensor],
-        deciding: List[Tensor],
-    ) -> List[Placement]:
-        """Find out where the results' samples are."""
-        if len(outs) == 1:
-            placement = self._finder.quick(name, args, kwargs, deciding, outs[0])
-            if placement is not None:
-                return [placement]
-        return self._finder.find(func, name, args, kwargs, outs, deciding)
+    def _place(self, x: Tensor, placement: Placement) -> None:
+        """Mark a tensor; many have the same placement."""
+        mark = self._marks.get(id(placement))
+        if mark is None:  # it keeps the placement, and with it the identity
+            mark = self._marks[id(placement)] = Mark((self.key, placement))
+        setattr(x, MARK, mark)
 
-    def _located(self, placement: Placement) -> Placement:
+    def _located(self, placement: Mixed) -> Mixed:
         """Say in which module samples have met."""
-        if type(placement) is not Mixed or placement.module or self.owner is None:
+        if placement.module or self.owner is None:
             return placement
         return placement._replace(module=self.owner.module_ref)
 
@@ -308,30 +337,45 @@ class Tracker(TorchFunctionMode):
         met, outs = self._finder.dropped, [x for x in outputs if x.grad_fn is not None]
         if met is not None and all(self._finder.of(x) is None for x in outs):
             for x in outs:
-                place(x, met, self.key)
+                self._place(x, met)
                 _note_meeting(x, met)
+
+    def _leave_views(self, base: Tensor) -> None:
+        """Attach uses to what they have computed, which only views are left of.
+
+        An operation in place takes the views' nodes out of the graph.
+        """
+        for use, node, view in vars(base).pop(VIEWS_OF, ()):
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                placement = self._of_base(view, use.placements[0], base, None)
+            use.move(node, base, placement)
 
     def _write_to_base(self, view: Tensor, base: Tensor) -> None:
         """Pass on where samples are from a view that was written to, to its base."""
         placement, known = self._finder.of(view), self._finder.of(base)
         if isinstance(known, Mixed) or not isinstance(placement, (Layout, Tensor)):
             if isinstance(placement, Mixed):
-                place(base, placement, self.key)
+                self._place(base, placement)
             return
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            if not base.is_contiguous():
-                place(base, Mixed("writing to a view", False), self.key)
-                return
-            shape, device = base.shape, base.device
-            if known is None:
-                numbers = torch.full(shape, -1, device=device)
-            else:
-                numbers = sample_numbers(known, shape, self.n, device).clone()
-            offset = view.storage_offset() - base.storage_offset()
-            part = numbers.as_strided(view.shape, view.stride(), offset)
-            new = sample_numbers(placement, view.shape, self.n, device)
-            part.copy_(new.where(new >= 0, part))
-            place(base, simplify(numbers, self.n), self.key)
+            self._place(base, self._of_base(View.of(view), placement, base, known))
+
+    def _of_base(
+        self, view: View, placement: Placement, base: Tensor, known: Placement
+    ) -> Placement:
+        """Tell where samples are in a tensor, from those in a view of it."""
+        if not base.is_contiguous() or isinstance(placement, Mixed):
+            return Mixed("writing to a view", False)
+        shape, device = base.shape, base.device
+        if known is None:
+            numbers = torch.full(shape, -1, device=device)
+        else:
+            numbers = sample_numbers(known, shape, self.n, device).clone()
+        offset = view.offset - base.storage_offset()
+        part = numbers.as_strided(view.shape, view.stride, offset)
+        new = sample_numbers(placement, view.shape, self.n, device)
+        part.copy_(new.where(new >= 0, part))
+        return simplify(numbers, self.n)
 
     # ----------------------------------------------------------------------------- uses
 
@@ -351,7 +395,7 @@ class Tracker(TorchFunctionMode):
                 aliases[id(x)] = alias = x[...]
                 pairs.append(Constant(x, edge_of(alias), i))
             elif type(x) in (tuple, list):
-                flat = False
+                flat = flat and not any(isinstance(y, Tensor) for y in x)
         for name, x in kwargs.items():
             if id(x) in wanted and id(x) not in aliases:
                 aliases[id(x)] = alias = x[...]
@@ -390,7 +434,8 @@ class Tracker(TorchFunctionMode):
         if all(p is None for _, p in both):
             return  # samples gave no more than a shape: what came out is a constant
         operation = None
-        if len(outs) == 1 and not (kind.writes and outs[0] is not args[0]):
+        written_to_base = kind.writes and outs[0] is not args[0]
+        if len(outs) == 1 and not written_to_base and not outs[0].is_complex():
             keys = [pair.key for pair in pairs]
             operation = find_operation(func, args, kwargs, keys)
         if operation is not None and operation.data is not None:
@@ -400,8 +445,23 @@ class Tracker(TorchFunctionMode):
         placements = [p for _, p in both]
         use = Use(kind.name, pairs, self.n, placements, self.owner, operation, since)
         use.attach([x for x, _ in both])
+        if len(both) == 1 and _made_base(both[0][0], since):
+            x = both[0][0]
+            entry = use, x.grad_fn, View.of(x)
+            vars(x._base).setdefault(VIEWS_OF, []).append(entry)
         if self.owner is not None:
             self.owner.uses.append(use)
+
+
+def _made_base(x: Tensor, since: int) -> bool:
+    """Tell whether a result is a view of what its own operation has computed."""
+    node = None if x._base is None else x._base.grad_fn
+    return node is not None and since <= node._sequence_nr() and node is not x.grad_fn
+
+
+def _deciding(data: List[Tensor]) -> List[Tensor]:
+    """Choose operands that say where samples are: those with a gradient, if any."""
+    return [x for x in data if x.requires_grad] or data
 
 
 def _note_meeting(x: Tensor, placement: Mixed) -> None:

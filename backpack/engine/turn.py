@@ -17,11 +17,10 @@ from torch.utils._pytree import tree_leaves
 from backpack.core.derivatives.dropout import MASK
 from backpack.core.table import Row, find_row_or_generic, works_in_place
 from backpack.engine.graph import producing_calls, targets_below
-from backpack.engine.parameters import in_type_of
 from backpack.engine.record import Call
 from backpack.engine.uses import Entry
 from backpack.utils.hooks import name_module, without_hooks
-from backpack.utils.state import state
+from backpack.utils.state import may_look, state
 from backpack.utils.subsampling import subsample
 
 EXTEND_LOSS = (
@@ -87,9 +86,10 @@ def loss_scale(module: Module, factor: Tensor) -> Tensor:
         Square root of the gradient.
 
     Raises:
-        ValueError: If the loss was multiplied by a negative number.
+        ValueError: If the loss was multiplied by a negative number, which must not be
+            looked at everywhere, see :func:`may_look`; the root is NaN then.
     """
-    if factor < 0:
+    if may_look(factor) and factor < 0:
         raise ValueError(
             NEGATIVE_LOSS.format(module=name_module(module), factor=float(factor))
         )
@@ -256,7 +256,7 @@ class Turn:
 
     def _check_first(self, extension: Any, entry: Entry) -> None:
         if entry.index > 0:
-            text = self._text(extension, entry.owner.module)
+            text = _text(extension, entry.owner.module)
             raise NotImplementedError(OTHER_OUTPUT.format(index=entry.index, **text))
 
     def _check_no_parameters(self, extension: Any, node: Node) -> None:
@@ -266,7 +266,7 @@ class Turn:
             if call.is_use:
                 continue
             if any(param.requires_grad for param in call.parameters.values()):
-                text = self._text(extension, call.module)
+                text = _text(extension, call.module)
                 raise NotImplementedError(NOT_A_CHAIN.format(**text))
 
     def walks(self, extension: Any) -> bool:
@@ -309,16 +309,9 @@ class Turn:
         columns = self.call.columns[extension.source][0]
         return subsample(columns, dim=1, subsampling=extension.get_subsampling())
 
-    def _text(self, extension: Any, module: Module) -> Dict[str, Any]:
-        return {
-            "ext": type(extension).__name__,
-            "field": extension.savefield,
-            "module": module,
-        }
-
     def _explain_missing(self, extension: Any) -> None:
-        text = self._text(extension, self.module)
-        if self.walks(extension) and self.backward_pass.loss_factors:
+        text = _text(extension, self.module)
+        if self.walks(extension) and self.backward_pass.met_loss:
             raise NotImplementedError(NOT_A_CHAIN.format(**text))
         raise AssertionError(EXTEND_LOSS.format(**text))
 
@@ -356,10 +349,7 @@ class Turn:
             param: The parameter.
             value: The value.
         """
-        setattr(param, extension.savefield, in_type_of(value, param))
-        report = self.backward_pass.state.report
-        if report is not None:
-            report.saved.add((id(extension), id(param)))
+        self.backward_pass.save(extension, param, value)
 
     def save_alone(self, extension: Any, param: Parameter, value: Any) -> None:
         """Save a value that cannot be combined with that of another call.
@@ -373,18 +363,25 @@ class Turn:
         """
         saved = self.backward_pass.saved_alone
         if (extension, param) in saved:
-            self.refuse_several_calls(extension, self.module)
+            refuse_several_calls(extension, self.module)
         saved.add((extension, param))
         self.save(extension, param, value)
 
-    def refuse_several_calls(self, extension: Any, module: Module) -> None:
-        """Refuse a parameter that takes part in several calls.
 
-        Args:
-            extension: The extension that works on a single one.
-            module: A module that has the parameter.
+def refuse_several_calls(extension: Any, module: Module) -> None:
+    """Refuse a parameter that takes part in several calls.
 
-        Raises:
-            NotImplementedError: Always.
-        """
-        raise NotImplementedError(SAVED_TWICE.format(**self._text(extension, module)))
+    Args:
+        extension: The extension that works on a single one.
+        module: A module that has the parameter.
+
+    Raises:
+        NotImplementedError: Always.
+    """
+    text = _text(extension, module)
+    raise NotImplementedError(SAVED_TWICE.format(**text))
+
+
+def _text(extension: Any, module: Module) -> Dict[str, Any]:
+    name, field = type(extension).__name__, extension.savefield
+    return {"ext": name, "field": field, "module": module}

@@ -36,6 +36,7 @@ from backpack.utils.hooks import name_module, without_hooks
 from backpack.utils.state import state
 
 ENTRIES = "backpack.entries"  # where a node of the graph keeps what ends in it
+LISTENS = "backpack.listens"  # where it says that what ends in it has a turn
 # Cotangents that are masked for the generic rule have at most so many elements at once.
 MASKED_ELEMENTS = 2**24
 
@@ -230,6 +231,21 @@ class Use:
                 node, number = base.grad_fn, base.output_nr
             entries_at(node).append(Entry(number, index, self))
 
+    def move(self, node: Node, base: Tensor, placement: Placement) -> None:
+        """Attach it to what its only output is a view of, whose node will be lost.
+
+        Args:
+            node: Node of the output.
+            base: What it has computed.
+            placement: Where the samples are there.
+        """
+        entries = node.metadata.get(ENTRIES, [])
+        mine = [entry for entry in entries if entry.owner is self]
+        if mine:
+            entries.remove(*mine)
+            self.operation, self.placements = None, [placement]
+            self.attach([base])
+
     def _is_own_result(self, base: Tensor, output: Tensor) -> bool:
         operation = self.operation
         data = None if operation is None else operation.data
@@ -256,6 +272,8 @@ class Use:
     def release(self) -> None:
         """Drop the operands."""
         self.operation, self.released = None, True
+
+    release_all = release
 
     def check(self, what: str, names: Callable[[], str]) -> None:
         """Refuse a use after samples have met.
@@ -419,6 +437,9 @@ class _Together(Function):
         return gradients
 
 
+Together = _Together._backward_cls  # the class of such nodes
+
+
 def on_one_node(output: Any, leave: Container[int] = ()) -> Any:
     """Give several outputs a node of their own.
 
@@ -448,20 +469,27 @@ def on_one_node(output: Any, leave: Container[int] = ()) -> Any:
 
 
 def entries_at(node: Node) -> List[Entry]:
-    """Return the list of what ends in a node, which its hook works on.
+    """Return the list of what ends in a node.
 
     Args:
         node: Node of the graph.
 
     Returns:
-        The list; a hook is registered if there was none.
+        The list.
+    """
+    return node.metadata.setdefault(ENTRIES, [])
+
+
+def listen(node: Node) -> None:
+    """Let what ends in a node have its turn when the gradients there are known.
+
+    Args:
+        node: Node of the graph, which has such entries.
     """
     metadata = node.metadata
-    entries = metadata.get(ENTRIES)
-    if entries is None:
-        metadata[ENTRIES] = entries = []
-        node.register_prehook(partial(_run, entries))
-    return entries
+    if LISTENS not in metadata:
+        metadata[LISTENS] = True
+        node.register_prehook(partial(_run, metadata[ENTRIES]))
 
 
 def _run(entries: List[Entry], gradients: Tuple[Optional[Tensor], ...]) -> None:

@@ -5,8 +5,10 @@ from backpack.extensions.firstorder import (
     BatchDotGrad,
     BatchGrad,
     BatchL2Grad,
+    ClippedGrad,
     SumGradSquared,
     Variance,
+    WeightedGrad,
 )
 from backpack.extensions.secondorder import (
     HBP,
@@ -16,6 +18,7 @@ from backpack.extensions.secondorder import (
     BatchDiagGGNExact,
     BatchDiagGGNMC,
     BatchDiagHessian,
+    BatchJacobian,
     DiagGGNExact,
     DiagGGNMC,
     DiagHessian,
@@ -29,7 +32,9 @@ __all__ = [
     "BatchDiagHessian",
     "BatchDotGrad",
     "BatchGrad",
+    "BatchJacobian",
     "BatchL2Grad",
+    "ClippedGrad",
     "DiagGGNExact",
     "DiagGGNMC",
     "DiagHessian",
@@ -44,4 +49,5 @@ __all__ = [
     "SqrtGGNMC",
     "SumGradSquared",
     "Variance",
+    "WeightedGrad",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC
 from typing import Any, Dict, Mapping, Optional, Tuple, Type
 
+from torch import Tensor
 from torch.nn import Module
 
 from backpack.core.per_sample.base import PerSample
@@ -39,6 +40,9 @@ class BackpropExtension(ABC):  # noqa: B024
             individual gradients are formed and cheap to add up; ``None`` for never.
         pulls_columns: Whether it reduces columns that losses pull back.
         walks_modules: Whether quantities go from module to module.
+        takes_rules: Whether a user may register what to do on a class of modules.
+        replaces_gradient: Whether what it computes is accumulated in ``.grad``, instead
+            of the gradient.
         separates_samples: Whether the values presume that axis 0 holds samples which do
             not influence each other.
         refuses_coupled_samples: Whether it is an error if a batch normalization in
@@ -53,6 +57,8 @@ class BackpropExtension(ABC):  # noqa: B024
     pulls_columns = False
     adds_up_from: Optional[int] = None
     walks_modules = False
+    takes_rules = True
+    replaces_gradient = False
     separates_samples = False
     refuses_coupled_samples = True
 
@@ -113,7 +119,14 @@ class BackpropExtension(ABC):  # noqa: B024
 
         Raises:
             ValueError: If there is an entry and it shall not be replaced.
+            NotImplementedError: If the extension takes no rules.
         """
+        if not self.takes_rules:
+            raise NotImplementedError(
+                f"{type(self).__name__} takes no rules for {module.__name__} or any "
+                "other module: it works on all of them. Leave the rule out, or use it "
+                "in an extension of your own."
+            )
         if module in self.__module_extensions and not overwrite:
             raise ValueError(
                 f"{type(self).__name__} already has a module extension for "
@@ -183,6 +196,18 @@ class BackpropExtension(ABC):  # noqa: B024
             turn: The parameters' turn. Default: nothing to do, as the extension works
                 module by module.
         """
+
+    def conclude(self, backward_pass: Any) -> Dict[Tensor, Any]:
+        """Compute values that need all parameters, when each of them has had its turn.
+
+        Args:
+            backward_pass: The backward pass. What the extension has put into its
+                ``kept`` is there; without that, this is not called.
+
+        Returns:
+            Values by parameter. Default: none.
+        """
+        return {}
 
     def is_customized(self, module: Layer) -> bool:
         """Tell whether a user registered what to do on a module.

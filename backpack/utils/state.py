@@ -11,7 +11,18 @@ import ctypes
 import sys
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Callable, ClassVar, Iterator, List, Optional, Sequence, Tuple
+from typing import (
+    Any,
+    Callable,
+    ClassVar,
+    Dict,
+    Hashable,
+    Iterator,
+    List,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 import torch
 from torch import Tensor
@@ -19,8 +30,10 @@ from torch.nn import Module
 
 from backpack.utils.compiling import COMPILED_AUTOGRAD, is_compiled_autograd
 from backpack.utils.hooks import no_op
+from backpack.utils.parallel import without_sinks
 
 _KEY = "backpack.utils.state"
+_MOST_ANSWERS = 10_000  # that are remembered
 
 # The innermost context, for this task of `asyncio`, which threads may inherit
 ENTERED: ContextVar[Any] = ContextVar("backpack", default=None)
@@ -47,6 +60,7 @@ class State:
         debug: Whether to print what is run.
         extension_hook: Function to run on each module after the extensions.
         retain_graph: Whether to keep inputs and outputs for another backward pass.
+        gradient: Whether gradients are accumulated.
         check: Whether to check individual gradients.
         in_context: Whether a context is active, with extensions or without.
         report: What has happened inside the context.
@@ -67,6 +81,7 @@ class State:
         self.debug = False
         self.extension_hook: Callable[[Module], None] = no_op
         self.retain_graph = False
+        self.gradient = True
         self.check = False
         self.in_context = False
         self.report: Any = None
@@ -88,7 +103,7 @@ class State:
         """
         before, self.pulling = self.pulling, True
         try:
-            with _without_sink():
+            with without_sinks():
                 yield
         finally:
             self.pulling = before
@@ -125,7 +140,7 @@ class State:
                 State.outside = owner.module_ref
                 self.check_context()
             if not (self.in_context and self.retain_graph):
-                owner.release()
+                owner.release_all()
             return
         if any(g is not None and _is_batched(g) for g in g_out):
             names = ", ".join(type(ext).__name__ for ext in self.active_exts)
@@ -136,33 +151,59 @@ class State:
             self.backward_pass.take_turn(owner, g_out, entries)
 
 
+def is_traced() -> bool:
+    """Tell whether somebody records the operations, to run them again.
+
+    Returns:
+        Whether a dispatch mode is active. Operations are functions of tensors then:
+        memory that is written piece by piece would be copied as often.
+    """
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def may_look(x: Tensor) -> bool:
+    """Tell whether a choice may depend on a tensor's numbers.
+
+    An accelerator would have to finish all that it was asked for, and who traces a pass
+    sees no numbers. Where they must not be looked at, the way that is always right is
+    taken, and what would be an error for what the numbers are becomes NaN.
+
+    Args:
+        x: The tensor.
+
+    Returns:
+        Whether it may: on the CPU, and where ``check=True`` asks for it.
+    """
+    return state().check or (x.device.type == "cpu" and not is_traced())
+
+
+_ANSWERS: Dict[Hashable, Any] = {}
+
+
+def ask(x: Tensor, key: Hashable, question: Callable[[], Any]) -> Any:
+    """Ask for what only numbers tell, and what kind and shapes of operands decide.
+
+    Args:
+        x: A tensor whose numbers are looked at.
+        key: Kind and shapes.
+        question: Looks at the numbers.
+
+    Returns:
+        The answer. Where numbers must not be looked at, see :func:`may_look`, it is the
+        one that was given the last time, if there was one.
+    """
+    if may_look(x) or key not in _ANSWERS:
+        if len(_ANSWERS) >= _MOST_ANSWERS:
+            _ANSWERS.clear()
+        _ANSWERS[key] = question()
+    return _ANSWERS[key]
+
+
 def _is_batched(x: Tensor) -> bool:
     """Tell whether a tensor stands for several, in either of PyTorch's ``vmap``."""
     if torch._C._has_storage(x):  # a quick answer
         return False
     return "Batched" in repr(torch._C._dispatch_keys(x))
-
-
-@contextmanager
-def _without_sink() -> Iterator[None]:
-    """Keep ``DistributedDataParallel`` from taking columns for the backward pass.
-
-    With ``static_graph=True``, a node at the model's output waits for it.
-    """
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        yield
-        return
-    sink = getattr(torch.nn.parallel.distributed, "_DDPSink", None)
-    if sink is None:
-        yield
-        return
-    backward = sink.backward
-    sink.backward = staticmethod(lambda ctx, *gradients: (None, *gradients))
-    try:
-        yield
-    finally:
-        sink.backward = staticmethod(backward)
 
 
 def state() -> State:

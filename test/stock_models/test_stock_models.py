@@ -236,8 +236,10 @@ def train_step(row: Row, sizes: Sizes, *extensions: BackpropExtension) -> Pass:
     """
     model, lossfunc = prepared(row, sizes), nn.CrossEntropyLoss()
     calls: Counter = Counter()
-    for name, module in model.named_modules():
+    handles = [
         module.register_forward_hook(lambda *_, name=name: calls.update([name]))
+        for name, module in model.named_modules()
+    ]
     if extensions:
         model, lossfunc = extend(model), extend(lossfunc)
 
@@ -253,6 +255,8 @@ def train_step(row: Row, sizes: Sizes, *extensions: BackpropExtension) -> Pass:
             value = lossfunc(predictions.flatten(0, -2), targets.flatten())
         with backpack(*extensions) if extensions else nullcontext():
             value.backward()
+    for handle in handles:  # all models of a class may share an activation
+        handle.remove()
     return Pass(
         model,
         value.detach(),

@@ -42,6 +42,7 @@ class weight_jac_t_save_memory(AbstractContextManager):  # noqa: N801
 def weight_gradients(
     x: Tensor,
     cotangents: Tensor,
+    sum_batch: bool,
     weight_shape: torch.Size,
     groups: int,
     transposed: bool = False,
@@ -55,21 +56,22 @@ def weight_gradients(
     Args:
         x: Padded inputs of shape ``[n, C_in, *]``.
         cotangents: Columns of shape ``[V, n, C_out, *]``.
+        sum_batch: Whether they are summed over samples.
         weight_shape: Shape ``[*p]`` of the weight.
         groups: Number of groups.
         transposed: Whether the convolution is transposed. Default: ``False``.
         geometry: ``stride``, ``padding``, ``dilation``, ``output_padding``.
 
     Returns:
-        Gradients of shape ``[V, n, *p]``.
+        Gradients of shape ``[V, n, *p]``, without n if they are summed.
     """
     v, n = cotangents.shape[:2]
     if n == 0:
-        return x.new_zeros(v, n, *weight_shape)
-    if v == n == 1:
-        options = weight_shape, groups, transposed, geometry
-        gradient = _weight_gradient(x, cotangents[0], *options)
-        return gradient.view(1, 1, *weight_shape)
+        return x.new_zeros(v, *(() if sum_batch else (n,)), *weight_shape)
+    if sum_batch or v == n == 1:
+        options = weight_shape, groups, transposed
+        columns = [_weight_gradient(x, b, *options, geometry) for b in cotangents]
+        return torch.stack(columns) if sum_batch else columns[0][None, None]
     b = rearrange(cotangents, "v n (g p) ... -> 1 (n g v p) ...", g=groups)
     x = x.reshape(1, -1, *x.shape[2:])
     if transposed:  # weight [C_in, C_out / G, *k]
@@ -266,10 +268,11 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
             return None
         pads = pads_symmetric_zeros(module)
 
-        def form(x: Tensor, cotangents: Tensor) -> Tensor:
+        def form(x: Tensor, cotangents: Tensor, sum_batch: bool) -> Tensor:
             return weight_gradients(
                 x if pads else pad_input(x, module),
                 cotangents,
+                sum_batch,
                 weight.shape,
                 module.groups,
                 stride=module.stride,

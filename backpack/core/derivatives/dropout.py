@@ -6,6 +6,7 @@ from torch.nn import AlphaDropout, FeatureAlphaDropout, Module
 
 from backpack.core.derivatives.elementwise import PiecewiseLinearDerivatives
 from backpack.utils.hooks import name_module
+from backpack.utils.state import may_look
 from backpack.utils.subsampling import Subsampling, subsample
 from backpack.utils.types import Grads, Layer
 
@@ -35,7 +36,8 @@ def drawn_mask(module: Layer) -> Tensor:
         Scaled mask of shape ``[N, *in]``; ones in evaluation mode.
 
     Raises:
-        RuntimeError: If the mask cannot be recovered.
+        RuntimeError: If the mask cannot be recovered. Where values must not be looked
+            at, those that are not determined are NaN.
     """
     if MASK in module.__dict__:
         return module.__dict__[MASK]
@@ -55,7 +57,8 @@ def drawn_mask(module: Layer) -> Tensor:
             mask = None
         if mask is not None:
             return mask
-    if isinstance(module, (AlphaDropout, FeatureAlphaDropout)) or (x == 0).any():
+    alpha = isinstance(module, (AlphaDropout, FeatureAlphaDropout))
+    if alpha or may_look(x) and (x == 0).any():
         reason = "its graph was freed, and input and output do not determine it"
         raise RuntimeError(
             UNKNOWN_MASK.format(module=name_module(module), reason=reason)

@@ -38,7 +38,8 @@ class EmbeddingDerivatives(BaseParameterDerivatives):
         b = cotangents.reshape(v, n, positions, dim)
         if module.scale_grad_by_freq:
             # torch divides by the number of times an index occurs in the batch
-            counts = ids.flatten().bincount(minlength=module.num_embeddings)
+            counts = b.new_zeros(module.num_embeddings)
+            counts = counts.index_add(0, ids.flatten(), b.new_ones(ids.numel()))
             b = b / counts[ids].unsqueeze(-1)
         valid = None
         if module.padding_idx is not None:

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from contextlib import contextmanager
 from copy import copy
-from math import sqrt
+from math import nan, sqrt
 from typing import Any, Callable, Iterator, Optional
 
 import torch
@@ -17,6 +17,7 @@ from backpack.core.derivatives.loss_base import (
 )
 from backpack.hessianfree.lop import pull_back, pull_columns
 from backpack.utils.hooks import name_module, warn_user
+from backpack.utils.state import ask, may_look
 from backpack.utils.subsampling import Subsampling, subsample
 from backpack.utils.types import Grads, Layer
 from backpack.utils.unsqueeze import flatten
@@ -112,28 +113,23 @@ class GenericLossDerivatives(BaseLossDerivatives):
         hessian = hessian.reshape(len(basis), num_samples, len(basis)).movedim(0, 1)
         if num_samples == 0:
             return hessian
-        if not hessian.isfinite().all():
+        looks = may_look(hessian)
+        if looks and not hessian.isfinite().all():
             raise ValueError(NOT_FINITE.format(module=name_module(module)))
 
-        # if samples are coupled, these are sums of blocks, which a vector that differs
-        # between samples reveals; drawing it must not change the user's random numbers
-        generator = torch.Generator(prediction.device).manual_seed(0)
-        vector = torch.randn(
-            (1, *prediction.shape),
-            generator=generator,
-            dtype=prediction.dtype,
-            device=prediction.device,
+        key = (
+            "couples",
+            type(module),
+            repr(module),
+            *(_kind(x) for x in loss_inputs(module)),
         )
-        product = hessian_mat_prod(vector).reshape(num_samples, -1, 1)
-        blocks_only = hessian.transpose(1, 2) @ vector.reshape(num_samples, -1, 1)
-        tolerance = TOLERANCE * blocks_only.abs().max()
-        if ((product - blocks_only).abs() > tolerance).any():
+        if ask(hessian, key, lambda: _couples(prediction, hessian, hessian_mat_prod)):
             raise NotImplementedError(
                 f"{type(module).__name__}: the Hessian of the loss couples samples "
                 "(axis 0 of the prediction), but second-order quantities need a loss "
                 "that is a sum over samples. Let each term depend on one sample only."
             )
-        if not hessian.any():
+        if looks and not hessian.any():
             warn_user(NO_CURVATURE.format(module=name_module(module)))
         return hessian
 
@@ -147,7 +143,8 @@ class GenericLossDerivatives(BaseLossDerivatives):
         if len(hessian) == 0:
             return module.input0.new_zeros(hessian.shape[1], *module.input0[:0].shape)
         diagonal = hessian.diagonal(dim1=1, dim2=2)
-        if torch.equal(hessian, torch.diag_embed(diagonal)):
+        looks = may_look(hessian)
+        if looks and torch.equal(hessian, torch.diag_embed(diagonal)):
             eigenvalues = diagonal
             eigenvectors = torch.eye(diagonal.shape[1]).to(diagonal)
         else:
@@ -157,7 +154,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
             eigenvalues = eigenvalues.where(eigenvalues.abs() > noise, 0.0)
 
         tolerance = TOLERANCE * eigenvalues.abs().max()
-        if (eigenvalues < -tolerance).any():
+        if looks and (eigenvalues < -tolerance).any():
             raise ValueError(
                 f"{type(module).__name__}: the Hessian of the loss at the prediction "
                 f"is not positive semi-definite (eigenvalues between "
@@ -168,6 +165,8 @@ class GenericLossDerivatives(BaseLossDerivatives):
         positive = eigenvalues > 0
         # the inner `where` keeps the derivative of the root finite at zero
         root = eigenvalues.where(positive, 1.0).sqrt().where(positive, 0.0)
+        if not looks:
+            root = root.where(eigenvalues >= -tolerance, nan)
         factor = eigenvectors * root[:, None, :]  # [n, feature, v]
         columns = factor.movedim(2, 0).reshape(
             -1, len(factor), *module.input0.shape[1:]
@@ -178,6 +177,8 @@ class GenericLossDerivatives(BaseLossDerivatives):
         self, module: Layer, subsampling: Subsampling = None
     ) -> Tensor:
         columns = self._sqrt_hessian(module, (), (), subsampling)
+        if not may_look(columns):
+            return columns
         used = flatten(columns, 1).any(1)
         used[0] |= ~used.any()  # at least one column, of zeros
         return columns[used]
@@ -214,6 +215,38 @@ class GenericLossDerivatives(BaseLossDerivatives):
         )
         sampled = torch.einsum("mvn,vn...->mn...", 2 * signs - 1, columns)
         return sampled / sqrt(mc_samples)
+
+
+def _kind(x: Any) -> Any:
+    """Return type and shape of a tensor, and other values as they are."""
+    return (x.dtype, x.device, x.shape) if isinstance(x, Tensor) else repr(x)
+
+
+def _couples(
+    prediction: Tensor, hessian: Tensor, mat_prod: Callable[[Tensor], Tensor]
+) -> bool:
+    """Tell whether the blocks of a Hessian are not all that there is of it.
+
+    If samples are coupled, what was taken for blocks are sums of blocks, which a vector
+    that differs between samples reveals.
+
+    Args:
+        prediction: Prediction of shape ``[N, *]``.
+        hessian: Blocks of shape ``[N, D, D]``.
+        mat_prod: Multiplies columns ``[V, N, *]`` with the Hessian.
+
+    Returns:
+        Whether samples are coupled.
+    """
+    # drawing the vector must not change the user's random numbers
+    generator = torch.Generator(prediction.device).manual_seed(0)
+    options: Any = {"dtype": prediction.dtype, "device": prediction.device}
+    shape = (1, *prediction.shape)
+    vector = torch.randn(shape, generator=generator, **options)
+    product = mat_prod(vector).reshape(len(prediction), -1, 1)
+    blocks_only = hessian.transpose(1, 2) @ vector.reshape(len(prediction), -1, 1)
+    tolerance = TOLERANCE * blocks_only.abs().max()
+    return bool(((product - blocks_only).abs() > tolerance).any())
 
 
 @contextmanager

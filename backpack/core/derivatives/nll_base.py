@@ -23,6 +23,7 @@ from backpack.core.derivatives.loss_base import (
     loss_inputs,
 )
 from backpack.core.per_sample.sums import reciprocal
+from backpack.utils.state import may_look
 from backpack.utils.subsampling import Subsampling, subsample
 from backpack.utils.types import Grads, Layer, full_precision
 
@@ -259,12 +260,13 @@ class NLLLossDerivatives(BaseLossDerivatives):
 
         Raises:
             ValueError: If a weight is negative: the Hessian is not positive
-                semi-definite, and has no square root.
+                semi-definite, and has no square root. Where weights must not be looked
+                at, it is NaN.
         """
         prediction, weights = self._prediction_and_weights(module, subsampling)
         if not isinstance(weights, Tensor):
             return prediction, sqrt(weights)
-        if (weights < 0).any():
+        if may_look(weights) and (weights < 0).any():
             raise ValueError(
                 f"{type(module).__name__}: the Hessian of the loss is not positive "
                 "semi-definite, because the targets or weights are such that the total "

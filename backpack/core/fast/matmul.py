@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from backpack.core.fast import tuning
-from backpack.core.fast.memory import huge_empty
+from backpack.core.fast.memory import huge_empty, may_write
 
 
 @lru_cache(maxsize=None)
@@ -74,7 +74,7 @@ def has_fast_matmul(x: Tensor) -> bool:
     return (
         x.dtype == torch.float32
         and x.device.type == "cpu"
-        and not torch.is_grad_enabled()
+        and may_write()
         and torch._C._get_mkldnn_enabled()
         and _onednn() is not None
     )
@@ -166,7 +166,7 @@ def bmm(a: Tensor, b: Tensor, times: int = 1, out: Optional[Tensor] = None) -> T
     if len(a) == 1:  # up to a third faster than a batch of one matrix
         target = None if out is None else out[0]
         return matmul(a[0], b[0], times, target).unsqueeze(0)
-    if torch.is_grad_enabled():
+    if not may_write():
         return torch.bmm(a, b)
     if out is None:
         out = huge_empty((*a.shape[:2], b.shape[2]), a.dtype, a.device)
@@ -190,7 +190,7 @@ def gram(rows: Tensor) -> Tensor:
     """
     size, summands = rows.shape[1:]
     small = size < tuning.MIN_ROWS or summands < tuning.MIN_SUMMANDS
-    if small or torch.is_grad_enabled():
+    if small or not may_write():
         return bmm(rows, rows.mT)
     out = rows.new_empty(len(rows), size, size)
     step = -(-size // (tuning.STRIPS * tuning.LANES)) * tuning.LANES

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from backpack.core.fast import tuning
+from backpack.utils.state import is_traced
 
 _PAGE = 4096
 _MADV_HUGEPAGE = 14
@@ -24,6 +25,15 @@ def _madvise() -> Optional[Callable]:
     if not sys.platform.startswith("linux"):
         return None
     return getattr(ctypes.CDLL(None), "madvise", None)
+
+
+def may_write() -> bool:
+    """Tell whether a result may be written into memory piece by piece.
+
+    Returns:
+        Whether neither a graph is built nor operations are recorded.
+    """
+    return not (torch.is_grad_enabled() or is_traced())
 
 
 def huge_empty(

@@ -20,7 +20,7 @@ from typing import (
 import torch
 from torch import Tensor
 
-from backpack.core.fast.memory import huge_empty
+from backpack.core.fast.memory import huge_empty, may_write
 from backpack.core.per_sample import sums
 from backpack.utils.types import accumulator_dtype, full_precision
 from backpack.utils.unsqueeze import flatten
@@ -124,6 +124,28 @@ class PerSample(ABC):
         """
         return self.individual().sum(1)
 
+    @abstractmethod
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Sum the products over samples, each multiplied with a weight.
+
+        Args:
+            weights: Weights of shape ``[N]``.
+
+        Returns:
+            Sums of shape ``[V, *p]``, in the type in which they are accumulated.
+        """
+
+    def formed(self, for_dots: bool = False) -> PerSample:
+        """Form the products, if a reduction would do so and another one will follow.
+
+        Args:
+            for_dots: Whether that is :meth:`dots`. Default: ``False``, for norms.
+
+        Returns:
+            The products at hand; the same as before where factors are cheaper.
+        """
+        return self
+
     def total(self) -> Tensor:
         """Sum the products of a single column over samples, if that is still to do.
 
@@ -208,7 +230,7 @@ class PerSample(ABC):
         return total.contiguous()
 
     def _squares_per_sample(self) -> Tensor:
-        if torch.is_grad_enabled():
+        if not may_write():
             return full_precision(self.individual()).pow(2).sum(0)
         dtype = accumulator_dtype(self.dtype)
         out = huge_empty((self.batch_size, *self.shape), dtype, self.device)
@@ -284,6 +306,11 @@ class PerSample(ABC):
         return self._cotangents.dtype
 
     @property
+    def version(self) -> int:
+        """What grows when cotangents are modified in place."""
+        return self._cotangents._version
+
+    @property
     def device(self) -> torch.device:
         """Device of the products."""
         return self._cotangents.device
@@ -335,6 +362,10 @@ class Dense(PerSample):
 
     def summed(self) -> Tensor:  # noqa: D102
         return self.products.sum(1)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:  # noqa: D102
+        products = full_precision(self.products)
+        return torch.einsum("vn...,n->v...", products, weights.to(products.dtype))
 
 
 class Summed(Dense):

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from backpack.core.fast import tuning
 from backpack.core.fast.matmul import bmm, gram, has_fast_blas, is_fast_product, matmul
-from backpack.core.fast.memory import huge_empty
+from backpack.core.fast.memory import huge_empty, may_write
 from backpack.core.per_sample import sums
-from backpack.core.per_sample.base import Gather, PerSample
+from backpack.core.per_sample.base import Dense, Gather, PerSample
 from backpack.core.per_sample.order import Order, transposed
 from backpack.core.per_sample.unfolding import Unfolding
+from backpack.utils.state import may_look
 from backpack.utils.types import full_precision
 from backpack.utils.unsqueeze import flatten
 
@@ -54,36 +55,22 @@ def powers_of_two(a: Tensor) -> Optional[Tensor]:
         a: Inputs of shape ``[N, *]``.
 
     Returns:
-        Powers of two of shape ``[N]``, ``None`` if inputs are of moderate size.
+        Powers of two of shape ``[N]``, ``None`` if inputs are known to be of moderate
+        size.
     """
     if not a.numel():
         return None
     size = torch.linalg.vector_norm(a.detach().flatten(1), inf, 1)
-    smallest, largest = map(float, size.aminmax())
-    if 2.0**-MODERATE <= smallest and largest <= 2.0**MODERATE:  # a quick answer
-        return None
+    looks = may_look(size)
+    if looks:
+        smallest, largest = map(float, size.aminmax())
+        if 2.0**-MODERATE <= smallest and largest <= 2.0**MODERATE:  # a quick answer
+            return None
     exponents = torch.frexp(size).exponent
-    if bool((exponents.abs() <= MODERATE).all()):
+    if looks and bool((exponents.abs() <= MODERATE).all()):
         return None
     most = frexp(torch.finfo(a.dtype).max)[1] - MODERATE
     return torch.ldexp(torch.ones_like(size), exponents.clamp(-most, most))
-
-
-def scaled(x: Tensor, powers: Optional[Tensor], axis: int = 0) -> Tensor:
-    """Multiply the samples of a tensor with numbers, in full precision.
-
-    Args:
-        x: Tensor with samples on an axis.
-        powers: Numbers of shape ``[N]``, ``None`` for one.
-        axis: The axis. Default: 0.
-
-    Returns:
-        The product.
-    """
-    x = full_precision(x)
-    if powers is None:
-        return x
-    return x * powers.view(-1, *[1] * (x.dim() - 1 - axis))
 
 
 class Direct(NamedTuple):
@@ -92,12 +79,13 @@ class Direct(NamedTuple):
     Attributes:
         inputs: Inputs of shape ``[N, *]``.
         cotangents: Cotangents of shape ``[V, N, *]``.
-        form: Maps both, restricted to n samples, to their products ``[V, n, *p]``.
+        form: Maps both, restricted to n samples, to their products ``[V, n, *p]``; to
+            their sum ``[V, *p]`` if its third argument is true.
     """
 
     inputs: Tensor
     cotangents: Tensor
-    form: Callable[[Tensor, Tensor], Tensor]
+    form: Callable[[Tensor, Tensor, bool], Tensor]
 
     def select(self, samples: Union[slice, Tensor]) -> Direct:
         """Restrict to some samples.
@@ -116,7 +104,7 @@ class Direct(NamedTuple):
         Returns:
             Products of shape ``[V, N, *p]``.
         """
-        return self.form(self.inputs, self.cotangents)
+        return self.form(self.inputs, self.cotangents, False)
 
 
 class Outer(PerSample):
@@ -304,7 +292,7 @@ class Outer(PerSample):
             self.num_columns == 1 < self.positions
             and self.shape.numel() >= tuning.LARGE_PRODUCT
             and self.batch_size > 0
-            and not torch.is_grad_enabled()
+            and may_write()
             # a GPU multiplies all matrices at once
             and (self._direct is not None or self.device.type == "cpu")
         )
@@ -430,10 +418,23 @@ class Outer(PerSample):
         return self.fold(self._outer(samples))
 
     def summed(self) -> Tensor:  # noqa: D102
+        if self._is_direct:
+            return self._direct.form(self._direct.inputs, self._direct.cotangents, True)
         b = rearrange(self.b, "v n g t p -> g (v p) (n t)")
         a = rearrange(self.a, "n g t d -> g (n t) d")
         products = bmm(b, a).unflatten(1, (self.num_columns, -1))
         return self.fold(products.transpose(0, 1))
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:  # noqa: D102
+        if self._is_direct:
+            x, cotangents, form = self._direct
+            return form(full_precision(x), sums.scaled(cotangents, weights, 1), True)
+        b = sums.scaled(self.b, weights, 1)
+        return self.like(lambda: full_precision(self.a), b).summed()
+
+    def formed(self, for_dots: bool = False) -> PerSample:  # noqa: D102
+        forms = self._dots_form if for_dots else self._norms_form
+        return Dense(self.individual(), self.shape) if forms else self
 
     @cached_property
     def _powers(self) -> Optional[Tensor]:
@@ -442,17 +443,30 @@ class Outer(PerSample):
 
     def _moderate_a(self) -> Tensor:
         powers = self._powers
-        return scaled(self.a, None if powers is None else 1 / powers)
+        return sums.scaled(self.a, None if powers is None else 1 / powers)
 
     def _moderate_b(self) -> Tensor:
-        return scaled(self.b, self._powers, 1)
+        return sums.scaled(self.b, self._powers, 1)
+
+    @property
+    def _norms_form(self) -> bool:
+        """Whether products are formed for their norms."""
+        adds_up = self.keeps_total and self._total is None
+        return self.positions > 1 and not prefers_gram(
+            self.positions, *self._sizes, adds_up
+        )
+
+    @property
+    def _dots_form(self) -> bool:
+        """Whether products are formed for their dot products."""
+        (n, t), (d, p) = (self.batch_size, self.positions), self._sizes
+        return n * t**2 * (d + p) >= (t + n) * d * p
 
     def sq_norms(self) -> Tensor:  # noqa: D102
         if self.positions == 1:
             b = sums.sum_axis(sums.sum_of_squares(self._moderate_b(), 3), 0)
             return sums.sum_axis(b * sums.sum_of_squares(self._moderate_a(), 2), 1)
-        adds_up = self.keeps_total and self._total is None
-        if not prefers_gram(self.positions, *self._sizes, adds_up):
+        if self._norms_form:
             return super().sq_norms()
         return torch.cat([self._gram_norms(n) for n in self._gram_chunks()])
 
@@ -474,6 +488,8 @@ class Outer(PerSample):
     def variance(self) -> Tensor:  # noqa: D102
         if self.positions > 1 or self.batch_size == 0:
             return super().variance()
+        if not may_look(self._cotangents):
+            return super().variance()
         # Two matrix products are all it takes, unless moment and squared mean cancel
         a, b = self._moderate_a().squeeze(2), self._moderate_b()[0].squeeze(2)
         total = sum_outer_products(b, a)
@@ -487,9 +503,7 @@ class Outer(PerSample):
         return self.fold(variance)
 
     def dots(self) -> Tensor:  # noqa: D102
-        n, t = self.batch_size, self.positions
-        d, p = self._sizes
-        if n * t**2 * (d + p) >= (t + n) * d * p:
+        if self._dots_form:
             if self._is_large:
                 return sums.sum_of_dots(flatten(self._collect(any_order=True), 2))
             return super().dots()
@@ -545,10 +559,10 @@ class Outer(PerSample):
         unfolding = self._unfolder()
         a = unfolding.rows(samples) if unfolding else self.a[samples]
         powers = powers_of_two(full_precision(a))
-        a = scaled(a, None if powers is None else 1 / powers).flatten(0, 1)
+        a = sums.scaled(a, None if powers is None else 1 / powers).flatten(0, 1)
         gram_a = bmm(a, a.mT)
         total: Any = 0.0
-        for b in scaled(self.b[:, samples], powers, 1).flatten(1, 2).unbind():
+        for b in sums.scaled(self.b[:, samples], powers, 1).flatten(1, 2).unbind():
             dots = (gram_a * bmm(b, b.mT)).unflatten(0, (-1, self.groups))
             total = total + dots.sum((1, 2, 3))
         return total
@@ -579,7 +593,7 @@ def outer_products(b: Tensor, a: Tensor) -> Tensor:
     Returns:
         Outer products of shape ``[V, N, G, p, d]``.
     """
-    if torch.is_grad_enabled():
+    if not may_write():
         return b.unsqueeze(-1) * a.unsqueeze(-2)
     out = huge_empty((*b.shape, a.shape[-1]), b.dtype, b.device)
     return torch.mul(b.unsqueeze(-1), a.unsqueeze(-2), out=out)

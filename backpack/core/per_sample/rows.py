@@ -9,7 +9,7 @@ from einops import einsum
 from torch import Tensor
 
 from backpack.core.per_sample.base import Gather, PerSample
-from backpack.core.per_sample.sums import chunks
+from backpack.core.per_sample.sums import chunks, scaled
 from backpack.utils.types import full_precision
 
 
@@ -70,7 +70,7 @@ class Rows(PerSample):
         if not average:
             return counts.index_add(0, self.ids.flatten(), valid.flatten())
         ones = Rows(self.ids, self.valid[None, ..., None], self.shape)
-        _, ids, sums = ones._segments()
+        _, ids, sums, _ = ones._segments()
         means = sums[0, :, 0] / self.ids.shape[1]
         return counts.index_add(0, ids, means.pow(2))
 
@@ -87,30 +87,34 @@ class Rows(PerSample):
         out = self.b.new_zeros(self.num_columns, *self.shape)
         return out.index_add(1, self.ids.flatten(), self.b.flatten(1, 2))
 
+    def weighted_sum(self, weights: Tensor) -> Tensor:  # noqa: D102
+        return Rows(self.ids, scaled(self.b, weights, 1), self.shape).summed()
+
     def sq_norms(self) -> Tensor:  # noqa: D102
-        samples, _, sums = self._segments()
+        samples, _, sums, _ = self._segments()
         norms = sums.pow(2).sum((0, 2))
         return norms.new_zeros(self.batch_size).index_add(0, samples, norms)
 
     def partial_squares(self, sum_batch: bool) -> Tensor:  # noqa: D102
         if not sum_batch:
             return super().partial_squares(sum_batch)
-        _, ids, sums = self._segments()
+        _, ids, sums, _ = self._segments()
         squares = sums.pow(2).sum(0)
         return squares.new_zeros(self.shape).index_add(0, ids, squares)
 
     def variance(self) -> Tensor:  # noqa: D102
         # Only the pairs (sample, index) that occur deviate from "zero minus mean".
-        _, ids, sums = self._segments()
+        _, ids, sums, occurs = self._segments()
+        occurs = occurs.to(sums.dtype)
         mean = sums.new_zeros(self.shape).index_add(0, ids, sums[0]) / self.batch_size
-        deviation = (sums[0] - mean[ids]).pow(2)
+        deviation = (sums[0] - mean[ids]).pow(2) * occurs.unsqueeze(1)
         total = torch.zeros_like(mean).index_add(0, ids, deviation)
-        occurrences = torch.bincount(ids, minlength=self.shape[0])
-        absent = (self.batch_size - occurrences).to(mean.dtype).unsqueeze(1)
+        occurrences = occurs.new_zeros(self.shape[0]).index_add(0, ids, occurs)
+        absent = (self.batch_size - occurrences).unsqueeze(1)
         return (total + absent * mean.pow(2)) / self.batch_size
 
     def dots(self) -> Tensor:  # noqa: D102
-        samples, ids, sums = self._segments()
+        samples, ids, sums, _ = self._segments()
         dots = sums.new_zeros(self.batch_size, self.batch_size)
         for rows in chunks(ids.numel(), ids.numel()):
             same = (ids[rows].unsqueeze(1) == ids).to(sums.dtype)
@@ -120,17 +124,25 @@ class Rows(PerSample):
             dots = dots.index_add(0, samples[rows], by_sample)
         return dots
 
-    def _segments(self) -> Tuple[Tensor, Tensor, Tensor]:
+    def _segments(self) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
         """Add up the rows of each pair (sample, index) that occurs.
 
+        There are as many places as rows, R = N T: how many pairs occur is a number that
+        only the device knows. The last ones are empty, with sums of zero.
+
         Returns:
-            The R pairs' samples ``[R]``, indices ``[R]`` and row sums ``[V, R, D]``.
+            The pairs' samples ``[R]``, indices ``[R]`` and row sums ``[V, R, D]``; and
+            whether a pair is there ``[R]``.
         """
         vocabulary = self.shape[0]
         offsets = vocabulary * torch.arange(self.batch_size, device=self.ids.device)
         keys = (self.ids + offsets.unsqueeze(1)).flatten()
-        pairs, position = torch.unique(keys, return_inverse=True)
-        b = full_precision(self.b.flatten(1, 2))
-        sums = b.new_zeros(self.num_columns, pairs.numel(), b.shape[-1])
-        sums = sums.index_add(1, position, b)
-        return pairs // vocabulary, pairs % vocabulary, sums
+        keys, order = keys.sort(stable=True)
+        begins = torch.ones_like(keys, dtype=torch.bool)
+        begins[1:] = keys[1:] != keys[:-1]
+        position = begins.cumsum(0) - 1
+        b = full_precision(self.b.flatten(1, 2))[:, order]
+        sums = torch.zeros_like(b).index_add(1, position, b)
+        pairs = torch.zeros_like(keys).scatter(0, position, keys)
+        occurs = torch.zeros_like(begins).scatter(0, position, True)
+        return pairs // vocabulary, pairs % vocabulary, sums, occurs

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from backpack.core.fast import tuning
 from backpack.core.fast.matmul import bmm, is_fast, matmul
+from backpack.core.fast.memory import may_write
 from backpack.utils.types import accumulator_dtype, full_precision
 from backpack.utils.unsqueeze import flatten_any_order
 
@@ -167,6 +168,23 @@ def add_rows(total: Optional[Tensor], rows: Tensor) -> Tensor:
     return part if several else part.clone()
 
 
+def scaled(x: Tensor, powers: Optional[Tensor], axis: int = 0) -> Tensor:
+    """Multiply the samples of a tensor with numbers, in full precision.
+
+    Args:
+        x: Tensor with samples on an axis.
+        powers: Numbers of shape ``[N]``, ``None`` for one.
+        axis: The axis. Default: 0.
+
+    Returns:
+        The product.
+    """
+    x = full_precision(x)
+    if powers is None:
+        return x
+    return x * powers.to(x.dtype).view(-1, *[1] * (x.dim() - 1 - axis))
+
+
 class Moments(NamedTuple):
     """What determines the variance of rows.
 
@@ -220,4 +238,4 @@ def add_moments(moments: Optional[Moments], rows: Tensor) -> Moments:
 def _is_slice_by_slice(rows: Tensor) -> bool:
     """Tell whether it is faster to go through rows one by one, in place."""
     large = rows.numel() >= tuning.SLICE_ELEMENTS * max(1, len(rows))
-    return large and not torch.is_grad_enabled()
+    return large and may_write()

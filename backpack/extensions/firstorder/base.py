@@ -153,7 +153,8 @@ class GradientReduction(FirstOrderBackpropExtension):
                 shard.parts[param] = self.parts(gradients)
 
     def is_customized(self, module: Module) -> bool:  # noqa: D102
-        return self.get_module_extension(module) is not _BUILT_IN
+        # not by identity: extensions may be copies
+        return type(self.get_module_extension(module)) is not BuiltIn
 
     def runs_on(self, call: Any) -> bool:  # noqa: D102
         if type(self).__call__ is not FirstOrderBackpropExtension.__call__:

@@ -1,5 +1,6 @@
 """Second-order quantities: from a quantity that is pulled back from the loss."""
 
+from backpack.extensions.secondorder.batch_jacobian import BatchJacobian
 from backpack.extensions.secondorder.diag_ggn import (
     BatchDiagGGNExact,
     BatchDiagGGNMC,
@@ -14,6 +15,7 @@ __all__ = [
     "BatchDiagGGNExact",
     "BatchDiagGGNMC",
     "BatchDiagHessian",
+    "BatchJacobian",
     "DiagGGNExact",
     "DiagGGNMC",
     "DiagHessian",

@@ -361,4 +361,5 @@ class ColumnExtension(SecondOrderBackpropExtension):
         Returns:
             Whether it is so.
         """
-        return self.get_module_extension(module) is not self.default_rule
+        # not by identity: extensions may be copies
+        return type(self.get_module_extension(module)) is not type(self.default_rule)

@@ -25,6 +25,7 @@ from backpack.engine.turn import NOT_A_CHAIN, current_turn
 from backpack.utils.disable import disable
 from backpack.utils.errors import raise_error_if_coupled
 from backpack.utils.hooks import name_module
+from backpack.utils.state import ask
 from backpack.utils.types import Grads, Layer
 
 if TYPE_CHECKING:
@@ -244,7 +245,13 @@ def check_samples_apart(
             drawn = torch.randn(x.shape, generator=generator, device=device).to(x.dtype)
             mask = some.reshape(*some.shape, *[1] * (x.dim() - 1))
             columns.append(drawn.where(mask, 0))
-        meet = any(result[~some].any() for result in product(columns))
+        module = linear.module
+        key = "meet", type(extension), type(module), repr(module), *sizes
+        meet = ask(
+            columns[0],
+            key,
+            lambda: any(result[~some].any() for result in product(columns)),
+        )
     if meet:
         ext = type(extension).__name__
         raise NotImplementedError(

@@ -14,6 +14,7 @@ from backpack.extensions.secondorder.diag_hessian.signed_columns import (
     factor,
 )
 from backpack.extensions.secondorder.module_rules import ModuleRule
+from backpack.utils.state import may_look
 from backpack.utils.types import Grads, Layer
 from backpack.utils.unsqueeze import flatten
 
@@ -102,7 +103,7 @@ def residual_columns(linear: Linearization) -> Tuple[Tensor, Tensor]:
 
     Returns:
         Columns ``[V, N, H]`` for all inputs' H features, and signs ``[V, N]``. There
-        are none for what is zero for every sample.
+        are none for what is known to be zero for every sample.
     """
     if linear.residual_is_zero:
         empty = linear.g_out[0].new_zeros(0, len(linear.g_out[0]))
@@ -113,5 +114,7 @@ def residual_columns(linear: Linearization) -> Tuple[Tensor, Tensor]:
         sign = diagonal.sign().T
     else:
         columns, sign = factor(linear.residual_matrices())
+    if not may_look(sign):
+        return columns, sign
     some = sign.ne(0).any(1)
     return columns[some], sign[some]

@@ -9,6 +9,7 @@ import torch
 from einops import einsum
 from torch import Tensor
 
+from backpack.utils.state import may_look
 from backpack.utils.types import full_precision
 from backpack.utils.unsqueeze import flatten
 
@@ -204,12 +205,18 @@ class SignedColumns:
     def by_sign(self) -> Iterator[Tuple[int, Tensor]]:
         """Split the columns by their signs.
 
+        Where numbers must not be looked at, both signs are taken for present.
+
         Yields:
             1 and columns ``[V, N, *]`` that are zero where the sign is not 1, then -1
             and those of the opposite sign, as far as there are any.
         """
         for sign in (1, -1):
             matches = self.sign == sign
+            if not may_look(matches):
+                mask = matches.reshape(*matches.shape, *[1] * (self.columns.dim() - 2))
+                yield sign, self.columns.where(mask, 0)
+                continue
             if matches.all() and matches.numel():
                 yield sign, self.columns
                 return

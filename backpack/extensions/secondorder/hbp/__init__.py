@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, List, Optional
 
 from torch import Generator, Tensor
@@ -272,9 +273,9 @@ class KroneckerFactors(ColumnExtension, HBP):
             param: The parameter.
             product: Products of columns and its Jacobian.
         """
-        what = where.describe(param)
+        what = partial(where.describe, param)
         factors.refuse_large(self, what, product)
-        factors.refuse_ambiguous(self, what, product)
+        factors.refuse_ambiguous(self, what, product, param)
         shard = shard_of(self)
         if shard is not None:
             shard.parts[param] = factors.is_transposed(product)

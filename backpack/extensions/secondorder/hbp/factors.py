@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from math import nan
-from typing import Any, List, Optional
+from typing import Any, Callable, List, Optional
+from weakref import WeakKeyDictionary
 
 import torch
 from einops import einsum, rearrange
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
 from backpack.core.derivatives.stored import stored_inputs
@@ -20,6 +22,7 @@ from backpack.utils.hooks import warn_user
 from backpack.utils.types import Layer, WeightSharing
 from backpack.utils.unsqueeze import flatten
 
+_WARNED: WeakKeyDictionary = WeakKeyDictionary()  # extensions, of parameters
 WEIGHT_SHARING = (None, "expand", "reduce")
 AMBIGUOUS = (
     "{ext}: {reason} in {what}, and there is more than one way "
@@ -43,12 +46,12 @@ TOO_LARGE = (
 )
 
 
-def refuse_large(ext: Any, what: str, product: PerSample) -> None:
+def refuse_large(ext: Any, what: Callable[[], str], product: PerSample) -> None:
     """Refuse parameters with a factor above a limit, before it is allocated.
 
     Args:
         ext: The extension, with its ``dense_limit``.
-        what: The parameter, and where it is used.
+        what: Names the parameter, and where it is used.
         product: Products of columns and its Jacobian.
 
     Raises:
@@ -70,7 +73,7 @@ def refuse_large(ext: Any, what: str, product: PerSample) -> None:
             TOO_LARGE.format(
                 ext=type(ext).__name__,
                 field=ext.savefield,
-                what=what,
+                what=what(),
                 size=size,
                 memory=f"{memory:.1f} GiB",
                 limit=ext.dense_limit,
@@ -78,25 +81,28 @@ def refuse_large(ext: Any, what: str, product: PerSample) -> None:
         )
 
 
-def refuse_ambiguous(ext: Any, what: str, product: PerSample) -> None:
+def refuse_ambiguous(
+    ext: Any, what: Callable[[], str], product: PerSample, param: Tensor
+) -> None:
     """Refuse parameters whose factors are ambiguous; warn of transposed ones.
 
     Args:
         ext: The extension, with its ``weight_sharing``.
-        what: The parameter, and where it is used.
+        what: Names the parameter, and where it is used.
         product: Products of columns and its Jacobian.
+        param: The parameter.
 
     Raises:
         NotImplementedError: If a choice is needed and was not made.
     """
     if isinstance(product, Outer) and product.order and product.is_reordered:
-        warned = ext.__dict__.setdefault("_warned_of", set())
-        if what not in warned:
-            warned.add(what)
+        warned = _WARNED.setdefault(ext, WeakIdKeyDictionary())
+        if param not in warned:
+            warned[param] = True
             text = TRANSPOSED.format(
                 ext=type(ext).__name__,
                 field=ext.savefield,
-                what=what,
+                what=what(),
                 how=product.order.describe(product.shape),
             )
             warn_user(text)
@@ -112,7 +118,7 @@ def refuse_ambiguous(ext: Any, what: str, product: PerSample) -> None:
         reason = f"{product.positions} positions share the weight"
     if reason is not None:
         raise NotImplementedError(
-            AMBIGUOUS.format(ext=type(ext).__name__, reason=reason, what=what)
+            AMBIGUOUS.format(ext=type(ext).__name__, reason=reason, what=what())
         )
 
 

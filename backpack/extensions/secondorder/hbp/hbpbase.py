@@ -65,8 +65,12 @@ class HBPBaseModule(ModuleRule):
         if not is_sqrt:  # only their shape counts
             columns = backproped.new_zeros(()).expand(1, *module.output.shape)
         product = derivatives.stored_product(name, module, g_inp, g_out, columns)
-        what = f"{name_module(module)} (parameter '{name}')"
-        factors.refuse_ambiguous(ext, what, product)
+        factors.refuse_ambiguous(
+            ext,
+            lambda: f"{name_module(module)} (parameter '{name}')",
+            product,
+            getattr(module, name),
+        )
         if is_sqrt:
             output = factors.output_factor(product, sharing)
         else:

@@ -1,0 +1,338 @@
+"""A whole step as one compiled graph: forward and backward pass, and all quantities.
+
+A step is run once as it is, so that all layouts are known, and once more to record its
+operations. What it reads and writes besides its arguments, parameters and running
+statistics, become inputs of the graph, which :func:`torch.compile` compiles.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Tuple
+from warnings import catch_warnings, simplefilter
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from backpack.engine.graph import describe, leaves_behind
+from backpack.extensions.backprop_extension import BackpropExtension
+
+NO_TENSORS = (
+    "compile_step(...): {ext} saves functions in '{field}', which no graph can return. "
+    "Run it in a plain backward pass, inside `with backpack(...)`."
+)
+HOOKS = (
+    "compile_step(...): {names} has a hook, which would run once, when the step is "
+    "traced, and never again. Remove it, or run a plain backward pass."
+)
+NOT_TRACED = (
+    "compile_step(...): the step runs as it is, but its operations cannot be recorded: "
+    "{error}. It must do the same for all numbers in its tensors (no `if` about them, "
+    "no `.item()`, no indexing with a mask), and draw from PyTorch's own generator. "
+    "Leave out what does, or run a plain backward pass."
+)
+NO_LEAF = (
+    "A compiled step takes tensors that are no part of a graph, but argument {index} "
+    "was computed from tensors that require a gradient. Detach it, or compute it "
+    "inside."
+)
+REPLACED = (
+    "compile_step(...): the forward pass of {module} puts another tensor into its "
+    "buffer '{name}', which a graph cannot do. Write into the buffer, in place."
+)
+
+
+class _Graph(NamedTuple):
+    """A step that was recorded.
+
+    Attributes:
+        run: Maps arguments and ``lifted`` to the numbers of all results.
+        lifted: Tensors that the step reads and writes besides its arguments.
+        leaves: What gets a gradient: positions of arguments, and other tensors.
+        spec: Structure of the results: what extensions keep, the loss, gradients and
+            fields of each leaf.
+        modules: Modules that were called, and those inside.
+        state: What the graph is right for, see :func:`_state`.
+    """
+
+    run: Callable[..., List[Tensor]]
+    lifted: List[Tensor]
+    leaves: List[Any]
+    spec: Any
+    modules: List[Module]
+    state: Tuple
+
+
+class CompiledStep:
+    """Runs steps that were compiled, see :func:`compile_step`."""
+
+    def __init__(
+        self,
+        closure: Callable[..., Tensor],
+        context: Callable[[], Any],
+        extensions: Tuple[BackpropExtension, ...],
+        compiler: Callable[[Callable], Callable],
+        copies: bool,
+    ):
+        """Remember what to compile.
+
+        Args:
+            closure: Computes the loss.
+            context: Makes the context for the backward pass.
+            extensions: The extensions in it.
+            compiler: Compiles a graph.
+            copies: Whether results must be copied before the next step runs.
+        """
+        self._closure, self._context = closure, context
+        self._extensions, self._compiler, self._copies = extensions, compiler, copies
+        self._graphs: Dict[Tuple, List[_Graph]] = {}
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        """Run a step.
+
+        Args:
+            tensors: Arguments of the closure.
+
+        Returns:
+            The loss, without a graph.
+
+        Raises:
+            TypeError: If an argument is no tensor.
+            ValueError: If one is part of a graph.
+            NotImplementedError: If the step cannot be compiled.
+        """  # noqa: DAR401
+        if not all(isinstance(x, Tensor) for x in tensors):
+            raise TypeError(f"A compiled step takes tensors, got {tensors!r}.")
+        for index, x in enumerate(tensors):
+            if x.grad_fn is not None:
+                raise ValueError(NO_LEAF.format(index=index))
+        graphs = self._graphs.setdefault(_kinds(tensors), [])
+        graph = next((g for g in graphs if _state(g.modules) == g.state), None)
+        if graph is None:
+            graph = self._record(tensors)
+            graphs.append(graph)
+        leaves = [tensors[x] if isinstance(x, int) else x for x in graph.leaves]
+        _check_hooks(leaves)
+        with torch.no_grad():
+            numbers = graph.run(*tensors, *graph.lifted)
+            if self._copies:
+                numbers = [x if x is None else x.clone() for x in numbers]
+            kept, loss, *results = tree_unflatten(numbers, graph.spec)
+            for ext, values in zip(self._extensions, kept):
+                vars(ext).update(values)
+            for leaf, (gradient, fields) in zip(leaves, results):
+                if gradient is not None and leaf.grad is not None:
+                    leaf.grad += gradient
+                elif gradient is not None:
+                    leaf.grad = gradient
+                for name, value in fields.items():
+                    setattr(leaf, name, value)
+        return loss
+
+    def _record(self, tensors: Tuple[Tensor, ...]) -> _Graph:
+        """Run a step as it is, then record it; everything else stays as before."""
+        modules: Dict[Module, None] = {}
+        specs: List[Any] = []
+        leaves: List[Tensor] = []
+
+        def step(*tensors: Tensor) -> List[Tensor]:
+            loss = self._closure(*tensors)
+            leaves[:] = () if loss.grad_fn is None else leaves_behind(loss.grad_fn)
+            _check_hooks(leaves)
+            results: List[Any] = [loss.detach()]
+            with _set_aside(leaves, [ext.savefield for ext in self._extensions]):
+                with self._context():
+                    loss.backward()
+                results += [(leaf.grad, self._fields(leaf)) for leaf in leaves]
+            numbers, spec = tree_flatten([list(map(_kept, self._extensions)), *results])
+            specs[:] = [spec]
+            return numbers
+
+        with _as_before(modules):
+            step(*tensors)
+            state = _state(modules)
+        with _as_before(modules), catch_warnings():
+            simplefilter("ignore")  # they have been seen
+            try:
+                graph = make_fx(step)(*tensors)
+            except Exception as error:
+                raise NotImplementedError(NOT_TRACED.format(error=error)) from error
+        lifted = _lift(graph)
+        for x in lifted:
+            torch._dynamo.mark_static_address(x)
+        places = {id(x): i for i, x in enumerate(tensors)}
+        return _Graph(
+            self._compiler(graph),
+            lifted,
+            [places.get(id(leaf), leaf) for leaf in leaves],
+            specs[0],
+            list(modules),
+            state,
+        )
+
+    def _fields(self, leaf: Tensor) -> Dict[str, Any]:
+        """Collect what the extensions have saved on a leaf."""
+        found = {}
+        for ext in self._extensions:
+            if hasattr(leaf, ext.savefield):
+                value = found[ext.savefield] = getattr(leaf, ext.savefield)
+                if not all(isinstance(x, Tensor) for x in tree_flatten(value)[0]):
+                    name = type(ext).__name__
+                    text = NO_TENSORS.format(ext=name, field=ext.savefield)
+                    raise NotImplementedError(text)
+        return found
+
+
+def _kept(ext: BackpropExtension) -> Dict[str, Any]:
+    """Collect what an extension keeps, like the norms that decided on weights."""
+    return {
+        name: value
+        for name, value in vars(ext).items()
+        if any(isinstance(x, Tensor) for x in tree_flatten(value)[0])
+    }
+
+
+def _kinds(tensors: Tuple[Tensor, ...]) -> Tuple:
+    """Describe arguments, and PyTorch's switches, as far as operations depend on it."""
+    switches = (
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        *(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")),
+    )
+    return switches + tuple(
+        (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in tensors
+    )
+
+
+def _state(modules: Iterable[Module]) -> Tuple:
+    """Describe modules, as far as operations depend on it."""
+    return tuple(
+        (
+            module.training,
+            *(
+                (name, id(x), x.dtype, x.device, x.shape, x.requires_grad)
+                for tensors in (module._parameters, module._buffers)
+                for name, x in tensors.items()
+                if x is not None
+            ),
+        )
+        for module in modules
+    )
+
+
+def _check_hooks(leaves: List[Tensor]) -> None:
+    """Refuse hooks of users, which are no operations."""
+    hooked = [
+        leaf
+        for leaf in leaves
+        if leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None)
+    ]
+    if hooked:
+        raise NotImplementedError(HOOKS.format(names=describe(hooked)))
+
+
+@contextmanager
+def _as_before(modules: Dict[Module, None]) -> Iterator[None]:
+    """Restore random numbers and running statistics.
+
+    Args:
+        modules: Modules that are called, and those inside, as far as they are known;
+            others are added.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        NotImplementedError: If a buffer has become another tensor.
+    """
+    before: List[Tuple[Module, str, Tensor, Tensor]] = []
+
+    def note(module: Module) -> None:
+        modules[module] = None
+        for name, x in module._buffers.items():
+            if x is not None:
+                before.append((module, name, x, x.clone()))
+
+    def look(module: Module, args: Any) -> None:
+        for child in module.modules():
+            if child not in modules:
+                note(child)
+
+    for module in modules:
+        note(module)
+    handle = register_module_forward_pre_hook(look)
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        handle.remove()
+        with torch.no_grad():
+            for _, _, x, value in before:
+                x.copy_(value)
+    for module, name, x, _ in before:
+        if module._buffers.get(name) is not x:
+            raise NotImplementedError(REPLACED.format(module=module, name=name))
+
+
+@contextmanager
+def _set_aside(leaves: List[Tensor], fields: List[str]) -> Iterator[None]:
+    """Let leaves have no gradient and no fields for a while.
+
+    Args:
+        leaves: The leaves.
+        fields: Names of the fields.
+
+    Yields:
+        Nothing.
+    """
+    names = ["grad", *fields]
+    before = [{n: getattr(x, n) for n in names if hasattr(x, n)} for x in leaves]
+
+    def clear() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+            for field in fields:
+                vars(leaf).pop(field, None)
+
+    clear()
+    try:
+        yield
+    finally:
+        clear()
+        for leaf, values in zip(leaves, before):
+            for name, value in values.items():
+                setattr(leaf, name, value)
+
+
+def _lift(graph: GraphModule) -> List[Tensor]:
+    """Make inputs of the tensors that a graph has as attributes.
+
+    Args:
+        graph: The graph, which is changed.
+
+    Returns:
+        The tensors, in the order of the inputs.
+    """
+    lifted: List[Tensor] = []
+    inputs: Dict[int, Any] = {}
+    nodes = graph.graph.nodes
+    first = next(x for x in nodes if x.op not in ("placeholder", "get_attr"))
+    for node in list(nodes):
+        x = getattr(graph, node.target) if node.op == "get_attr" else None
+        if not isinstance(x, Tensor):
+            continue
+        if id(x) not in inputs:
+            with graph.graph.inserting_before(first):
+                inputs[id(x)] = graph.graph.placeholder(f"lifted_{len(lifted)}")
+            lifted.append(x)
+        node.replace_all_uses_with(inputs[id(x)])
+        graph.graph.erase_node(node)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return lifted

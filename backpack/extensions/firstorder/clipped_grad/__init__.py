@@ -1,0 +1,66 @@
+"""Sums of individual gradients that are clipped: no sample has more than its share."""
+
+from __future__ import annotations
+
+from numbers import Real
+
+from torch import Tensor
+
+from backpack.extensions.firstorder.weighted_grad import WeightedGrad
+from backpack.utils.subsampling import Selection
+
+
+class ClippedGrad(WeightedGrad):
+    """Sum of the individual gradients, clipped to a norm.
+
+    Saved in ``grad_clipped``, of shape ``[*p]``: c Σₙ wₙ gₙ with weights
+    wₙ = min(1, C / ‖c gₙ‖), such that no sample contributes more than the norm C
+    (Abadi et al., 2016, "Deep learning with differential privacy"). gₙ are the summands
+    of the gradient, and c is the scale, see
+    :class:`~backpack.extensions.WeightedGrad`, as are ``norms``, ``weights``, and when
+    values are there.
+    """
+
+    field = "grad_clipped"
+
+    def __init__(
+        self,
+        max_norm: float,
+        per: str = "all",
+        scale: str = "summand",
+        replace_grad: bool = False,
+        subsampling: Selection = None,
+    ):
+        """Choose the norm.
+
+        Args:
+            max_norm: The norm C.
+            per: Whether norms are over ``"all"`` parameters, or each ``"parameter"`` is
+                clipped by itself. Default: ``"all"``.
+            scale: ``"summand"``: gₙ are clipped and summed, the loss's summands.
+                ``"sample"``: the gradients of the samples' own losses are, N gₙ for a
+                loss that is a mean; divide the result by N for a mean of clipped
+                gradients. Default: ``"summand"``.
+            replace_grad: Whether the result is accumulated in ``.grad``, in place of
+                the gradient and of the field. Default: ``False``.
+            subsampling: Samples to sum over, by index. Default: ``None`` for all.
+
+        Raises:
+            ValueError: If the norm is not positive.
+        """
+        self.max_norm: float = max_norm
+        if not isinstance(max_norm, Real) or not max_norm > 0:
+            raise ValueError(
+                f"{type(self).__name__}: max_norm must be a positive number, got "
+                f"{max_norm!r}."
+            )
+        super().__init__(
+            self._clip,
+            per=per,
+            scale=scale,
+            replace_grad=replace_grad,
+            subsampling=subsampling,
+        )
+
+    def _clip(self, norms: Tensor) -> Tensor:
+        return self.max_norm / norms.clamp(min=self.max_norm)

@@ -1,0 +1,284 @@
+"""Weighted sums of individual gradients: weights that depend on all parameters."""
+
+from __future__ import annotations
+
+from math import isclose
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
+
+from torch import Tensor
+
+from backpack.core.per_sample.base import PerSample
+from backpack.extensions.firstorder.base import GradientReduction
+from backpack.extensions.shards import Piece, shard_of
+from backpack.utils.subsampling import Selection
+
+Weights = Union[Tensor, Callable[[Tensor], Tensor]]
+
+CHOICES = {
+    "of": ("norms", "dots"),
+    "per": ("all", "parameter"),
+    "scale": ("summand", "sample"),
+}
+OTHER_SAMPLES = (
+    "{ext}: parameters have seen different numbers of samples ({sizes}), so that there "
+    "are no norms over all of them. Use per='parameter', or a backward pass for each "
+    "model."
+)
+UNKNOWN_SCALE = (
+    "{ext}(scale='sample'): the extended losses of this backward pass have the "
+    "reductions {found}, so that it is not known whether they average over samples. "
+    "Extend the loss, `lossfunc = extend(lossfunc)`, or use scale='summand'."
+)
+MODIFIED = (
+    "{ext}: a tensor that gradients of parameters are made of was modified in place "
+    "before the backward pass was over. Don't modify inputs or gradients of layers in "
+    "hooks; return new tensors."
+)
+OTHER_WEIGHTS = (
+    "{ext}: expected a tensor with a weight for each of {n} samples, got {found}."
+)
+NOT_SHARED = (
+    "{ext}: weights that depend on {what} differ among processes, which know no more "
+    "than their own samples. Use {instead}."
+)
+
+
+class _Kept(NamedTuple):
+    """What is kept of a parameter until all of them have had their turn."""
+
+    gradients: PerSample
+    version: int
+    statistic: Tensor
+    factor: float
+
+
+class WeightedGrad(GradientReduction):
+    """Sum of the individual gradients, each with a weight that they may decide.
+
+    Saved in ``grad_weighted``, of shape ``[*p]``: c Σₙ wₙ gₙ with the summands gₙ of
+    the gradient (see :class:`~backpack.extensions.BatchGrad`), which carry a factor 1/N
+    if the loss is a mean. c is one, and N for ``scale="sample"`` and a mean, so that
+    c gₙ is the gradient of the sample's own loss.
+
+    Weights are given, or a function of the norms ‖c gₙ‖ or of the dot products
+    c² gᵢᵀ gⱼ over all parameters. One backward pass is enough: layers' inputs and
+    cotangents are kept until all norms are known, individual gradients only where they
+    are smaller (Lee, Kifer, 2021, "Scaling up differentially private deep
+    learning with fast per-example gradient clipping"; Bu et al., 2023, "Differentially
+    private optimization on large model at small cost").
+
+    Values are there when the backward pass is over; an extension hook does not see
+    them. All parameters are those of extended modules that the backward pass reaches.
+
+    Attributes:
+        norms: After a backward pass, the norms ``[N]``, or a dictionary of them by
+            parameter; ``None`` if weights do not depend on them.
+        dots: The dot products ``[N, N]``, likewise.
+        weights: The weights ``[N]``, or a dictionary of them by parameter.
+    """
+
+    takes_rules = False
+    field = "grad_weighted"
+
+    def __init__(
+        self,
+        weights: Weights,
+        of: str = "norms",
+        per: str = "all",
+        scale: str = "summand",
+        replace_grad: bool = False,
+        subsampling: Selection = None,
+    ):
+        """Choose the weights.
+
+        Args:
+            weights: Tensor ``[N]``, or function that maps what ``of`` says to one.
+            of: What the function gets: ``"norms"`` for a tensor ``[N]``, ``"dots"`` for
+                the matrix ``[N, N]`` of dot products. Default: ``"norms"``.
+            per: Whether norms and dot products are over ``"all"`` parameters, or of
+                each ``"parameter"`` by itself, which then has weights of its own.
+                Default: ``"all"``.
+            scale: ``"summand"``: the loss's scale, c = 1. ``"sample"``: that of the
+                samples' own losses, c = N if the loss, which must be extended, is a
+                mean. Default: ``"summand"``.
+            replace_grad: Whether the result is accumulated in ``.grad``, in place of
+                the gradient, which is then not computed, and of the field. Hooks for
+                gradients run with it, after the backward pass. Default: ``False``.
+            subsampling: Samples to sum over, by index; N is then their number, but for
+                the scale. Default: ``None`` for all.
+
+        Raises:
+            ValueError: If an option is not one of those.
+        """
+        super().__init__(self.field, subsampling=subsampling)
+        name = type(self).__name__
+        for option, value in {"of": of, "per": per, "scale": scale}.items():
+            if value not in CHOICES[option]:
+                raise ValueError(
+                    f"{name}: {option} must be one of {CHOICES[option]}, got {value!r}."
+                )
+        if not (callable(weights) or isinstance(weights, Tensor)):
+            raise ValueError(
+                f"{name}: weights must be a tensor, or a function of {of}, got "
+                f"{weights!r}."
+            )
+        self._given, self._of, self._per, self._scale = weights, of, per, scale
+        self.replaces_gradient = replace_grad
+        self.norms: Any = None
+        self.dots: Any = None
+        self.weights: Any = None
+
+    @staticmethod
+    def reduce(gradients: PerSample) -> Tensor:
+        """Compute what weights depend on, unless that is dot products.
+
+        Args:
+            gradients: Individual gradients ``[1, N, *p]``.
+
+        Returns:
+            Their squared norms ``[N]``.
+        """
+        return gradients.sq_norms()
+
+    def compute(self, turn: Any) -> None:
+        """Compute what weights depend on, and keep what their sum will be made of.
+
+        Args:
+            turn: The parameters' turn.
+        """
+        running, shard = turn.backward_pass, shard_of(self)
+        if self not in running.kept:
+            several = self._per == "parameter"
+            self.norms, self.dots = ({}, {}) if several else (None, None)
+            self.weights = {} if several else None
+        kept = running.kept.setdefault(self, {})
+        for param, product in turn.gradients().items():
+            if shard is not None:
+                shard.samples = product.batch_size
+                shard.parts[param] = self._scale
+            gradients, factor = self.select(product.plain), 1.0
+            if self._scale == "sample":
+                factor = self._factor(running.reductions, product.batch_size)
+            if isinstance(self._given, Tensor):
+                weights = self.weights = self._checked(self._given, gradients)
+                kept[param] = _sum(gradients, weights, factor)
+                continue
+            by_dots = self._of == "dots"
+            gradients = gradients.formed(by_dots)
+            statistic = gradients.dots() if by_dots else self.reduce(gradients)
+            entry = _Kept(gradients, gradients.version, statistic * factor**2, factor)
+            kept[param] = entry
+            if self._per == "parameter":
+                found, weights = self._decide(entry.statistic, gradients)
+                (self.dots if by_dots else self.norms)[param] = found
+                self.weights[param] = weights
+                kept[param] = _sum(gradients, weights, factor)
+
+    def conclude(self, backward_pass: Any) -> Dict[Tensor, Tensor]:
+        """Decide on the weights, and sum individual gradients.
+
+        Args:
+            backward_pass: The backward pass.
+
+        Returns:
+            The weighted sums.
+
+        Raises:
+            NotImplementedError: If parameters have seen different samples.
+            RuntimeError: If what was kept was modified since.
+        """
+        kept = backward_pass.kept[self]
+        waiting = {p: x for p, x in kept.items() if isinstance(x, _Kept)}
+        if not waiting:
+            return kept
+        first = next(iter(waiting.values()))
+        name = type(self).__name__
+        sizes = {len(entry.statistic) for entry in waiting.values()}
+        if len(sizes) > 1:
+            text = OTHER_SAMPLES.format(ext=name, sizes=sorted(sizes))
+            raise NotImplementedError(text)
+        if any(x.gradients.version != x.version for x in waiting.values()):
+            raise RuntimeError(MODIFIED.format(ext=name))
+        device = first.statistic.device
+        total: Any = sum(entry.statistic.to(device) for entry in waiting.values())
+        found, self.weights = self._decide(total, first.gradients)
+        if self._of == "dots":
+            self.dots = found
+        else:
+            self.norms = found
+        return {
+            param: _sum(gradients, self.weights, factor)
+            for param, (gradients, _, _, factor) in waiting.items()
+        }
+
+    def _factor(self, reductions: List[Optional[str]], n: int) -> float:
+        """Tell what makes summands of the loss of the samples' own losses."""
+        averages = {reduction in ("mean", "batchmean") for reduction in reductions}
+        known = all(r in ("mean", "batchmean", "sum") for r in reductions)
+        if not known or len(averages) != 1:
+            text = {"ext": type(self).__name__, "found": reductions}
+            raise ValueError(UNKNOWN_SCALE.format(**text))
+        return float(n) if averages == {True} else 1.0
+
+    def _decide(self, statistic: Tensor, gradients: PerSample) -> Tuple[Tensor, Tensor]:
+        """Turn squared norms, or dot products, into weights.
+
+        Args:
+            statistic: Squared norms ``[N]``, or dot products ``[N, N]``.
+            gradients: Individual gradients of a parameter.
+
+        Returns:
+            What the function of the user gets, and the weights.
+        """
+        found = statistic
+        if self._of == "norms":  # whose derivative at zero shall be zero
+            positive = statistic != 0
+            found = statistic.where(positive, 1.0).sqrt().where(positive, 0.0)
+        given: Any = self._given  # a function, or weights
+        return found, self._checked(given(found), gradients)
+
+    def _checked(self, weights: Any, gradients: PerSample) -> Tensor:
+        n = gradients.batch_size
+        if not (isinstance(weights, Tensor) and weights.shape == (n,)):
+            found = list(weights.shape) if isinstance(weights, Tensor) else weights
+            name = type(self).__name__
+            raise ValueError(OTHER_WEIGHTS.format(ext=name, n=n, found=found))
+        return weights
+
+    def over_shards(self, value: Tensor, piece: Piece) -> Tensor:
+        """Sum over processes: what a sample contributes depends on itself alone.
+
+        Args:
+            value: Weighted sum over this process' samples.
+            piece: This process' share of the batch, with sums over processes.
+
+        Returns:
+            Weighted sum over all samples.
+
+        Raises:
+            NotImplementedError: If weights depend on other samples, or on the scale of
+                this process' loss.
+        """  # noqa: DAR401
+        name, sample = type(self).__name__, piece.required_parts(self) == "sample"
+        if not isinstance(self._given, Tensor):
+            if self._of == "dots":
+                text = {"what": "dot products", "instead": "norms"}
+                raise NotImplementedError(NOT_SHARED.format(ext=name, **text))
+            if not sample and piece.weight != 1.0:
+                what = "norms of the summands of a mean"
+                text = {"what": what, "instead": "scale='sample'"}
+                raise NotImplementedError(NOT_SHARED.format(ext=name, **text))
+        if not sample or piece.weight == 1.0:
+            return piece.sum(value, piece.weight)
+        unequal = value.new_tensor(float(not isclose(piece.weight, piece.share)))
+        if piece.sum(unequal, 1.0) > 0:  # in any process
+            what = "means that count samples unequally"
+            text = {"what": what, "instead": "scale='summand' and a sum"}
+            raise NotImplementedError(NOT_SHARED.format(ext=name, **text))
+        return piece.sum(value, 1.0)
+
+
+def _sum(gradients: PerSample, weights: Tensor, factor: float) -> Tensor:
+    """Sum individual gradients ``[1, N, *p]``, with weights and a factor."""
+    weights = weights.to(gradients.device) * factor
+    return gradients.weighted_sum(weights).squeeze(0)

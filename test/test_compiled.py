@@ -1,0 +1,426 @@
+"""A step that is traced or compiled leaves what a plain one does.
+
+The table of all networks and quantities runs the recorded graph as it is. Compilers
+take long: one network is compiled in the usual run, with two quantities; with
+``BACKPACK_TEST_LONG=1`` each of them, with all.
+"""
+
+import os
+import warnings
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+
+import pytest
+import torch
+from cases import F64, randomize
+from oracle import assert_agrees
+from torch import Tensor, nn
+from torch.nn import Module
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from backpack import backpack, compile_step, extend, extensions
+from backpack.compiled import CompiledStep
+from backpack.extensions.backprop_extension import BackpropExtension
+
+LONG = int(os.environ.get("BACKPACK_TEST_LONG", "0"))
+FUNCTIONS = ("HMP", "GGNMP", "PCHMP")
+SHARING = {"weight_sharing": "expand"}
+OPTIONS: Dict[str, Dict[str, Any]] = {
+    "KFAC": SHARING,
+    "KFLR": SHARING,
+    "ClippedGrad": {"max_norm": 0.1},
+}
+FIRST = [
+    *("BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance", "BatchDotGrad"),
+    "ClippedGrad",
+]
+EXACT = ["DiagGGNExact", "BatchDiagGGNExact", "SqrtGGNExact", "KFLR"]
+SAMPLED = ["DiagGGNMC", "BatchDiagGGNMC", "SqrtGGNMC", "KFAC"]
+WALKING = ["KFRA", "DiagHessian", "BatchDiagHessian"]
+QUANTITIES = [*FIRST, *EXACT, *SAMPLED, *WALKING]
+
+
+class Block(Module):
+    """Attention and two dense layers, each normalised before and added."""
+
+    def __init__(self, features: int = 4):
+        """Make the layers."""
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(features), nn.LayerNorm(features)
+        self.attention_in = nn.Linear(features, 3 * features)
+        self.attention_out = nn.Linear(features, features)
+        self.dense = nn.Sequential(
+            nn.Linear(features, 6), nn.GELU(), nn.Linear(6, features)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Update features ``[N, T, D]``."""
+        q, k, v = self.attention_in(self.norm1(x)).chunk(3, dim=-1)
+        x = x + self.attention_out(nn.functional.scaled_dot_product_attention(q, k, v))
+        return x + self.dense(self.norm2(x))
+
+
+class Transformer(Module):
+    """A table of tokens, a block, and a head on the mean over positions."""
+
+    def __init__(self):
+        """Make the layers."""
+        super().__init__()
+        self.tokens, self.block = nn.Embedding(5, 4, padding_idx=0), Block()
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Compute logits ``[N, C]``."""
+        return self.head(self.block(self.tokens(tokens)).mean(1))
+
+
+def mlp() -> Module:
+    """Make dense layers, with an activation that has a curvature."""
+    return nn.Sequential(nn.Linear(6, 5), nn.Sigmoid(), nn.Linear(5, 4))
+
+
+def convolutions() -> Module:
+    """Make a convolutional network that draws, and has running statistics."""
+    norm = nn.BatchNorm2d(3).eval()
+    return nn.Sequential(
+        *(nn.Conv2d(2, 3, 3, padding=1), norm, nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Dropout(0.3), nn.Linear(12, 4)),
+    )
+
+
+class Network(NamedTuple):
+    """A network, its data, and which quantities it has."""
+
+    make: Callable[[], Module]
+    data: Callable[[], Tensor]
+    walks: bool = True
+
+
+NETWORKS = {
+    "mlp": Network(mlp, lambda: torch.randn(3, 6, dtype=F64)),
+    "conv": Network(convolutions, lambda: torch.randn(3, 2, 4, 4, dtype=F64)),
+    "transformer": Network(Transformer, lambda: torch.randint(5, (3, 4)), False),
+}
+CASES = [
+    pytest.param(network, name, id=f"{network}-{name}")
+    for network, row in NETWORKS.items()
+    for name in QUANTITIES
+    if row.walks or name not in WALKING
+]
+# Networks with quantities that are recorded together; one by one takes long
+GROUPS = [
+    pytest.param(network, names, id=f"{network}-{names[0]}")
+    for network, row in NETWORKS.items()
+    for names in (
+        [[x] for x in QUANTITIES] if LONG else [FIRST, EXACT, SAMPLED, WALKING]
+    )
+    if row.walks or names[0] not in WALKING
+]
+
+
+class Step:
+    """A model, and a loss of it."""
+
+    def __init__(self, network: str = "mlp", loss: Optional[Module] = None):
+        """Build both."""
+        row = NETWORKS[network]
+        self.model = extend(randomize(row.make().to(F64)))
+        self.loss = extend((loss or nn.CrossEntropyLoss()).to(F64))
+        self.data = row.data(), torch.randint(4, (3,))
+
+    def closure(self, X: Tensor, y: Tensor) -> Tensor:
+        """Compute the loss."""
+        return self.loss(self.model(X), y)
+
+    def plain(self, *exts: BackpropExtension) -> Tensor:
+        """Run it as it is."""
+        loss = self.closure(*self.data)
+        with backpack(*exts):
+            loss.backward()
+        return loss.detach()
+
+    def traced(self, *exts: BackpropExtension) -> CompiledStep:
+        """Make a step that runs what was recorded, and compiles nothing."""
+        context = partial(backpack, *exts)
+        return CompiledStep(self.closure, context, exts, lambda graph: graph, False)
+
+    def taken(self, *exts: BackpropExtension) -> Dict[str, Any]:
+        """Collect gradients and quantities, and remove them."""
+        found = {}
+        for name, param in self.model.named_parameters():
+            for field in ("grad", *(ext.savefield for ext in exts)):
+                found[f"{name}.{field}"] = getattr(param, field)
+                delattr(param, field) if field != "grad" else None
+            param.grad = None
+        for ext in exts:
+            if hasattr(ext, "norms"):
+                found["norms"] = ext.norms
+        return found
+
+
+def make(name: str) -> BackpropExtension:
+    """Make an extension with its options."""
+    return getattr(extensions, name)(**OPTIONS.get(name, {}))
+
+
+def compare(
+    step: Step, compiled: CompiledStep, exts: List[BackpropExtension], seeded: bool
+) -> None:
+    """Compare both ways to take a step, twice, with other parameters the second."""
+    fields = tuple(make(name).savefield for name in SAMPLED)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        loss = compiled(*step.data)
+        found = step.taken(*exts)
+        torch.manual_seed(seed)
+        assert_agrees(loss, step.plain(*exts), "loss")
+        for name, expected in step.taken(*exts).items():
+            if seeded or not name.endswith(fields):
+                assert_agrees(found[name], expected, f"{name}, step {seed}")
+        with torch.no_grad():
+            for param in step.model.parameters():
+                param *= 1.1
+
+
+LOOKS = {
+    torch.ops.aten._local_scalar_dense,
+    torch.ops.aten.equal,
+    torch.ops.aten.nonzero,
+    torch.ops.aten.masked_select,
+    torch.ops.aten._unique2,
+    torch.ops.aten.bincount,
+}
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses operations whose result, or its shape, the program has to wait for."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: D105
+        indices = args[1] if func.overloadpacket is torch.ops.aten.index else ()
+        masks = any(x is not None and x.dtype == torch.bool for x in indices)
+        assert func.overloadpacket not in LOOKS and not masks, f"{func} waits"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("network, name", CASES)
+def test_nothing_waits(network: str, name: str):
+    """From the second pass on, nothing has to be waited for, and all is the same."""
+    step, ext = Step(network), make(name)
+    step.plain(ext)
+    step.taken(ext)
+    torch.manual_seed(1)
+    with NoWaiting():
+        step.plain(ext)
+    found = step.taken(ext)
+    torch.manual_seed(1)
+    step.plain(ext)
+    for what, expected in step.taken(ext).items():
+        assert_agrees(found[what], expected, what)
+
+
+@pytest.mark.parametrize("network, names", GROUPS)
+def test_traced(network: str, names: List[str]):
+    """A recorded step leaves what a plain one does, with other parameters, too."""
+    step, exts = Step(network), [make(name) for name in names]
+    compare(step, step.traced(*exts), exts, seeded=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("network", NETWORKS if LONG else ["mlp"])
+def test_compiled(network: str):
+    """So does a compiled one, which draws other random numbers."""
+    step = Step(network)
+    step.model.eval()
+    names = QUANTITIES if LONG else ["BatchGrad", "DiagGGNExact"]
+    walks = NETWORKS[network].walks
+    exts = [make(name) for name in names if walks or name not in WALKING]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the compiler's own
+        compare(step, compile_step(step.closure, *exts), exts, seeded=False)
+
+
+def test_random_numbers():
+    """Each step draws anew, and what is drawn before or after is not touched."""
+    step, ext = Step("conv"), make("DiagGGNMC")
+    run = step.traced(ext)
+    torch.manual_seed(0)
+    losses = [run(*step.data) for _ in range(3)]
+    assert len({loss.item() for loss in losses}) == 3
+    after = torch.rand(())
+    torch.manual_seed(0)
+    assert [step.plain(ext).item() for _ in range(3)] == [x.item() for x in losses]
+    assert torch.rand(()) == after
+
+
+def test_running_statistics():
+    """They move once for each step, and gradients add up."""
+    norm = nn.BatchNorm1d(5, dtype=F64)
+    step = Step()
+    step.model.insert(1, extend(norm))
+    run = step.traced()
+    before = norm.running_mean.clone()
+    for number in (1, 2, 3):
+        run(*step.data)
+        assert norm.num_batches_tracked == number
+        assert not torch.equal(norm.running_mean, before)
+        before = norm.running_mean.clone()
+    gradient = norm.weight.grad / 3
+    norm.weight.grad = None
+    step.plain()
+    assert_agrees(gradient, norm.weight.grad)
+
+
+def other_batch(step: Step) -> None:
+    """Take fewer samples."""
+    step.data = tuple(x[:2] for x in step.data)
+
+
+def freeze(step: Step) -> None:
+    """Freeze a parameter."""
+    step.model[0].weight.requires_grad_(False)
+
+
+def replace(step: Step) -> None:
+    """Put another parameter in the place of one."""
+    weight = torch.ones(5, 6, dtype=F64)
+    step.model[0].weight = nn.Parameter(weight)
+
+
+CHANGES: Dict[str, Tuple[str, Callable[[Step], Any]]] = {
+    "batch size": ("mlp", other_batch),
+    "frozen": ("mlp", freeze),
+    "replaced": ("mlp", replace),
+    "evaluation mode": ("conv", lambda step: step.model.eval()),
+    "numbers": ("mlp", lambda step: step.model[0].weight.data.mul_(2)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes(change: str):
+    """A step is recorded anew for what operations depend on, and only then."""
+    network, apply = CHANGES[change]
+    step, exts = Step(network), [make("BatchL2Grad")]
+    run = step.traced(*exts)
+    run(*step.data)
+    step.taken(*exts)
+    apply(step)
+    trainable = [p for p in step.model.parameters() if p.requires_grad]
+    results = []
+    for take in (lambda: run(*step.data), lambda: step.plain(*exts)):
+        torch.manual_seed(0)
+        take()
+        results.append([(p.grad, p.batch_l2) for p in trainable])
+        for p in trainable:
+            p.grad = None
+            del p.batch_l2
+    for found, expected in zip(*results):
+        assert_agrees(found, expected, change)
+
+
+def looks(X: Tensor) -> Tensor:
+    """Depend on a number."""
+    return X * X.sum().item()
+
+
+class Replaces(Module):
+    """Puts another tensor into its buffer."""
+
+    def __init__(self):
+        """Make the buffer."""
+        super().__init__()
+        self.register_buffer("mean", torch.zeros((), dtype=F64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Subtract nothing."""
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
+        return x
+
+
+class Refused(NamedTuple):
+    """What is asked for, and what is said."""
+
+    message: str
+    error: type = NotImplementedError
+    name: str = "BatchGrad"
+    prepare: Callable[[Step], Any] = lambda step: None
+    wrap: Callable[[Tensor], Any] = lambda x: x
+
+
+REFUSED = {
+    **{name: Refused(f"{name} saves functions in", name=name) for name in FUNCTIONS},
+    "value": Refused("operations cannot be recorded.*item", wrap=looks),
+    "number": Refused("takes tensors", TypeError, wrap=lambda x: 3),
+    "graph": Refused(
+        "part of a graph", ValueError, wrap=lambda x: x.clone().requires_grad_() * 2
+    ),
+    "hook": Refused(
+        "'0.weight' of Sequential.*has a hook",
+        prepare=lambda step: step.model[0].weight.register_hook(lambda g: g),
+    ),
+    "buffer": Refused(
+        "'mean'", prepare=lambda step: step.model.insert(0, extend(Replaces()))
+    ),
+}
+
+
+@pytest.mark.parametrize("row", REFUSED.values(), ids=REFUSED)
+def test_refused(row: Refused):
+    """What no graph can do is refused, and everything is as it was before."""
+    step = Step()
+    row.prepare(step)
+    X, y = step.data
+    closure = step.closure
+    if row.wrap is looks:
+        step.closure = lambda X, y: closure(looks(X), y)
+    else:
+        X = row.wrap(X)
+    before = torch.random.get_rng_state()
+    with pytest.raises(row.error, match=f"(?s){row.message}"):
+        step.traced(make(row.name))(X, y)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert all(p.grad is None for p in step.model.parameters())
+
+
+def negative(step: Step, X: Tensor, y: Tensor) -> Tensor:
+    """Compute a loss times a negative number."""
+    return -step.loss(step.model(X), y)
+
+
+UNSEEN: Dict[str, Tuple[Callable, Optional[str], str]] = {
+    "halved": (lambda s, X, y: s.loss(s.model(X), y) / 2, "does not begin", "same"),
+    "negative": (negative, "does not begin", "nan"),
+    "huge inputs": (lambda s, X, y: s.loss(s.model(1e200 * X), y), None, "same"),
+    "alike": (lambda s, X, y: s.loss(s.model(X[:1] + 1e-9 * X), y), None, "same"),
+}
+
+
+@pytest.mark.parametrize("case", UNSEEN)
+@pytest.mark.parametrize("name", ["DiagGGNExact", "BatchL2Grad", "Variance"])
+def test_unseen_numbers(case: str, name: str):
+    """What numbers decide is right without a look at them, or no number at all."""
+    closure, warning, result = UNSEEN[case]
+    second, ext, step = name == "DiagGGNExact", make(name), Step()
+
+    def run() -> Dict[str, Any]:
+        loss = closure(step, *step.data)
+        with backpack(ext):
+            loss.backward()
+        return step.taken(ext)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = run() if not (second and result == "nan") else {}
+    warns = pytest.warns(UserWarning, match=warning) if warning and second else None
+    with NoWaiting(), nullcontext() if warns is None else warns:
+        found = run()
+    if second and result == "nan":
+        with pytest.raises(ValueError, match="multiplied by"):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                run()
+        for param in dict(step.model.named_parameters()):
+            assert found[f"{param}.{ext.savefield}"].isnan().any()
+        return
+    for what, value in expected.items():
+        assert_agrees(found[what], value, what, rtol=1e-6 if case == "alike" else 1e-8)

@@ -1,0 +1,589 @@
+"""A model or a pass inside of what others wrap around it: right, or refused by name.
+
+Compilers, threads, tasks of asyncio, copies; replicas and shards of several processes,
+which compute all rows of theirs, while the tests compare.
+"""
+
+import asyncio
+import gc
+import os
+import pickle
+import re
+import threading
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
+from datetime import timedelta
+from functools import lru_cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Tuple, Type
+
+import oracle
+import pytest
+import torch
+from per_sample import Row as Problem
+from per_sample import against_classes, assert_fields, classes, randn, reference
+from test_distributed import KRONECKER, OTHERS
+from torch import Tensor, distributed, multiprocessing, nn
+from torch.nn import Module
+
+from backpack import backpack, disable, extend
+from backpack.extensions import (
+    HBP,
+    KFAC,
+    KFRA,
+    BatchGrad,
+    BatchL2Grad,
+    DiagGGNExact,
+    Variance,
+)
+
+F64 = torch.float64
+D = 4
+STEPS = 1000 if os.environ.get("BACKPACK_TEST_LONG") else 20
+
+
+def mlp() -> Module:
+    """Make a small model, which two processes can share layer by layer."""
+    return nn.Sequential(nn.Linear(D, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+PROBLEM = Problem(mlp, randn(D), nn.CrossEntropyLoss, against_classes)
+QUANTITIES = {
+    "BatchGrad": BatchGrad,
+    "Variance": Variance,
+    "DiagGGNExact": DiagGGNExact,
+}
+
+
+class Pass(NamedTuple):
+    """An extended model and loss, and what they are applied to."""
+
+    model: Module
+    loss: Module
+    x: Tensor
+    y: Tensor
+
+    def value(self, model: Any = None, loss: Any = None) -> Tensor:
+        """Compute the loss, with the model or the loss in another guise."""
+        loss = self.loss if loss is None else loss
+        model = self.model if model is None else model
+        return loss(model(self.x), self.y)
+
+    def run(self, model: Any = None, loss: Any = None, around: Any = None) -> None:
+        """Compute all quantities."""
+        with around or nullcontext(), quantities():
+            self.value(model, loss).backward()
+
+
+def quantities() -> backpack:
+    """Make a context for all quantities."""
+    return backpack(*(make() for make in QUANTITIES.values()))
+
+
+def build(wrap: Callable[[Module], Module] = extend) -> Pass:
+    """Make a pass."""
+    model, loss, (x,) = PROBLEM.build()
+    return Pass(wrap(model), extend(loss), x, classes(torch.empty(len(x), 3)))
+
+
+compiled = partial(torch.compile, backend="aot_eager")
+
+
+def first_layer_compiled(model: Module) -> Module:
+    """Compile the first layer only."""
+    model[0] = compiled(model[0])
+    return extend(model)
+
+
+def in_thread(function: Callable[[], Any]) -> None:
+    """Run a function in another thread; its error is ours."""
+    errors: List[BaseException] = []
+
+    def work() -> None:
+        try:
+            function()
+        except BaseException as error:  # noqa: B036
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+def whole_step(p: Pass) -> None:
+    """Compile forward pass, context and backward pass together."""
+    compiled(p.run)()
+
+
+def closure(p: Pass) -> None:
+    """Let an optimizer call what computes the loss."""
+    optimizer = torch.optim.SGD(p.model.parameters(), lr=0.0)
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        with quantities():
+            value = p.value()
+            value.backward()
+        return value
+
+    optimizer.step(step)
+
+
+def forward_elsewhere(p: Pass) -> None:
+    """Run the forward pass in another thread."""
+    values: List[Tensor] = []
+    in_thread(lambda: values.append(p.value()))
+    with quantities():
+        values[0].backward()
+
+
+def without_gradients(p: Pass) -> None:
+    """Run the backward pass where no gradients are recorded."""
+    value = p.value()
+    with torch.no_grad(), quantities():
+        value.backward()
+
+
+def awaits_before(p: Pass) -> None:
+    """Let other tasks run between forward and backward pass, and in the context."""
+
+    async def task(other: Pass) -> None:
+        value = other.value()
+        await asyncio.sleep(0)
+        with quantities():
+            value.backward()
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        await asyncio.gather(*(task(other) for other in (build(), p, build())))
+
+    asyncio.run(main())
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Create tensors without numbers, where nobody says otherwise."""
+    before = torch.get_default_device()
+    torch.set_default_device("meta")
+    try:
+        yield
+    finally:
+        torch.set_default_device(before)
+
+
+class Marked(Tensor):
+    """Tensors of a class of their own."""
+
+
+# Right, pass after pass: how to make the model, how to run a pass
+RIGHT: Dict[str, Tuple[Callable[[], Pass], Callable[[Pass], None]]] = {
+    "compiled-then-extended": (lambda: build(lambda m: extend(compiled(m))), Pass.run),
+    "extended-then-compiled": (build, lambda p: p.run(compiled(p.model))),
+    "compiled-in-place": (lambda: build(compiled_in_place), Pass.run),
+    "compiled-layer": (lambda: build(first_layer_compiled), Pass.run),
+    "compiled-loss": (build, lambda p: p.run(loss=compiled(p.loss))),
+    "compiled-step": (build, whole_step),
+    "closure": (build, closure),
+    "forward-in-a-thread": (build, forward_elsewhere),
+    "pass-in-a-thread": (build, lambda p: in_thread(p.run)),
+    "no-grad-around-backward": (build, without_gradients),
+    "awaits-before-the-context": (build, awaits_before),
+    "default-device": (build, lambda p: p.run(around=on_meta())),
+    "subclass": (build, lambda p: p._replace(x=p.x.as_subclass(Marked)).run()),
+    "data-parallel": (build, lambda p: p.run(nn.DataParallel(p.model))),
+}
+
+
+def compiled_in_place(model: Module) -> Module:
+    """Compile what a module does when it is called."""
+    model.compile(backend="aot_eager")
+    return extend(model)
+
+
+@pytest.fixture
+def compiler() -> Iterator[None]:
+    """Forget what was compiled, before and afterwards."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which the compiler reads
+@pytest.mark.usefixtures("cpu", "compiler")
+@pytest.mark.parametrize("name", RIGHT)
+def test_right(name: str) -> None:
+    """Quantities are those of the plain pass."""
+    make, run = RIGHT[name]
+    p = make()
+    for _ in range(2):
+        run(p)
+        plain = getattr(p.model, "_orig_mod", p.model)
+        for parameter in plain.parameters():
+            oracle.assert_agrees(parameter.grad_batch.sum(0), parameter.grad)
+            parameter.grad = None
+        if type(plain[0]).__name__ == "OptimizedModule":
+            plain = nn.Sequential(plain[0]._orig_mod, *plain[1:])
+        assert_fields(plain, list(QUANTITIES), reference(PROBLEM))
+        for parameter in plain.parameters():
+            for make_extension in QUANTITIES.values():
+                delattr(parameter, make_extension().savefield)
+
+
+def interleaved(p: Pass) -> None:
+    """Let two tasks enter their contexts before either runs its backward pass."""
+
+    async def task(other: Pass) -> None:
+        with quantities():
+            value = other.value()
+            await asyncio.sleep(0)
+            value.backward()
+
+    async def main() -> None:
+        await asyncio.gather(task(p), task(build()))
+
+    asyncio.run(main())
+
+
+def handed_to_a_thread(p: Pass) -> None:
+    """Run the backward pass in a thread that inherits the task's variables."""
+
+    async def main() -> None:
+        with quantities():
+            await asyncio.to_thread(p.value().backward)
+
+    asyncio.run(main())
+
+
+def compiled_backward(p: Pass) -> None:
+    """Compile the backward pass."""
+    enabled = torch._dynamo.compiled_autograd._enable
+    with quantities(), enabled(torch.compile(backend="eager")):
+        p.value().backward()
+
+
+REFUSED: Dict[str, Tuple[Callable[[Pass], None], Type[Exception], str]] = {
+    "interleaved-tasks": (interleaved, RuntimeError, "asyncio.*without `await`"),
+    "handed-to-a-thread": (handed_to_a_thread, RuntimeError, "another thread"),
+    "compiled-autograd": (
+        compiled_backward,
+        NotImplementedError,
+        "BatchGrad.*compiled autograd.*compiled_autograd = False",
+    ),
+    "whole-graph": (
+        lambda p: p.run(compiled(p.model, fullgraph=True)),
+        Exception,
+        "(?s)without fullgraph=True",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which the compiler reads
+@pytest.mark.usefixtures("cpu", "compiler")
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    """An error says what is not possible, and the next pass is right."""
+    import torch._dynamo.compiled_autograd  # noqa: F401
+
+    function, error, says = REFUSED[name]
+    with pytest.raises(error, match=says):
+        function(build())
+    assert not torch._C._len_torch_function_stack()
+    p = build()
+    p.run()
+    assert_fields(p.model, list(QUANTITIES), reference(PROBLEM))
+
+
+def test_backward_in_another_thread() -> None:
+    """A warning says that the context saw no backward pass."""
+    p = build()
+    with pytest.warns(UserWarning, match="in another thread"):
+        with quantities():
+            in_thread(lambda: p.value().backward())
+
+
+def test_tasks_that_leave_in_any_order() -> None:
+    """Contexts that overlap without a pass leave nothing active."""
+
+    async def task(delay: int) -> None:
+        with quantities():
+            for _ in range(delay):
+                await asyncio.sleep(0)
+
+    async def main() -> None:
+        await asyncio.gather(task(1), task(3), task(2))
+
+    asyncio.run(main())
+    p = build()
+    p.value().backward()
+    assert not any(hasattr(x, "grad_batch") for x in p.model.parameters())
+
+
+def test_threads_share_a_model_and_a_loss() -> None:
+    """Each thread's pass has its own inputs, though passes take turns anywhere."""
+    p, turns, lock = build(), threading.Barrier(2), threading.Lock()
+
+    def work(number: int) -> None:
+        x = p.x + number
+        for _ in range(5):
+            turns.wait()
+            value = p._replace(x=x).value()
+            turns.wait()
+            with lock:
+                with quantities():
+                    value.backward()
+                samples = reference(
+                    PROBLEM._replace(X=lambda: (PROBLEM.X()[0] + number,))
+                )
+                assert_fields(p.model, list(QUANTITIES), samples)
+
+    errors: List[BaseException] = []
+
+    def first() -> None:
+        try:
+            work(1)
+        except BaseException as error:  # noqa: B036
+            errors.append(error)
+            turns.abort()
+
+    other = threading.Thread(target=first)
+    other.start()
+    try:
+        work(0)
+    finally:
+        other.join()
+    assert not errors
+
+
+EXTENSIONS: Dict[str, Callable[[], Any]] = {
+    **OTHERS,
+    **KRONECKER,
+    "KFRA": KFRA,
+    "HBP": lambda: HBP("ggn", "exact", "average", "E(J^T) E(H) E(J)"),
+}
+COPIES = {"deepcopy": deepcopy, "pickle": lambda ext: pickle.loads(pickle.dumps(ext))}
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
+@pytest.mark.parametrize("copy", COPIES)
+@pytest.mark.parametrize("name", EXTENSIONS)
+def test_copies_of_extensions(name: str, copy: str, used: bool) -> None:
+    """A copy computes what the original does."""
+    original, results = EXTENSIONS[name](), []
+
+    def run(ext: Any) -> List[Tensor]:
+        p = build()
+        with backpack(ext):
+            p.value().backward()
+        values = [getattr(x, ext.savefield) for x in p.model.parameters()]
+        columns = [torch.ones(2, *x.shape, dtype=F64) for x in p.model.parameters()]
+        values = [v(c) if callable(v) else v for v, c in zip(values, columns)]
+        return [t for v in values for t in (v if isinstance(v, list) else [v])]
+
+    if used:
+        run(original)
+    for ext in (COPIES[copy](original), original):
+        torch.manual_seed(0)
+        results.append(run(ext))
+    assert results[0] and len(results[0]) == len(results[1])
+    assert all(map(torch.equal, *results))
+
+
+# -------------------------------------------------------------------- several processes
+
+WORLD = 2
+DDP = nn.parallel.DistributedDataParallel
+
+
+def sharded(model: Module, each: bool = False, **options: Any) -> Module:
+    """Shard a model's parameters: of each layer by itself, or of all."""
+    try:
+        from torch.distributed.fsdp import fully_shard
+    except ImportError:  # before torch 2.6
+        from torch.distributed._composable.fsdp import fully_shard
+
+    mesh = distributed.device_mesh.init_device_mesh("cpu", (WORLD,))
+    for layer in model if each else ():
+        if next(layer.parameters(), None) is not None:
+            fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def flat(model: Module, **options: Any) -> Module:
+    """Put all parameters into one, which is sharded."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
+
+
+def tensor_parallel(model: Module) -> Module:
+    """Divide the layers themselves."""
+    from torch.distributed.tensor import parallel
+
+    plan = {"0": parallel.ColwiseParallel(), "2": parallel.RowwiseParallel()}
+    mesh = distributed.device_mesh.init_device_mesh("cpu", (WORLD,))
+    return parallel.parallelize_module(model, mesh, plan)
+
+
+# Right: how to wrap an extended model; whether gradients are averaged
+SHARED: Dict[str, Callable[[Module], Module]] = {
+    "DDP": DDP,
+    "DDP-static": partial(DDP, static_graph=True),
+    "DDP-unused": partial(DDP, find_unused_parameters=True),
+    "DDP-views": partial(DDP, gradient_as_bucket_view=True),
+    "DDP-static-views": partial(DDP, static_graph=True, gradient_as_bucket_view=True),
+    "FSDP2": sharded,
+    "FSDP2-each": partial(sharded, each=True),
+    "FSDP2-each-kept": partial(sharded, each=True, reshard_after_forward=False),
+    "DDP-extended-later": lambda m: extend(DDP(m)),
+    "FSDP2-extended-later": lambda m: extend(sharded(m, each=True)),
+}
+# Refused: how to wrap it, and what the error says
+APART: Dict[str, Tuple[Callable[[Module], Module], str]] = {
+    "FSDP1": (flat, "BatchGrad.*FullyShardedDataParallel.*fully_shard"),
+    "FSDP1-original": (
+        partial(flat, use_orig_params=True),
+        "BatchGrad.*FullyShardedDataParallel.*fully_shard",
+    ),
+    "tensor-parallel": (tensor_parallel, "BatchGrad.*DTensors.*fully_shard"),
+}
+
+
+def own_part(p: Pass, rank: int) -> Pass:
+    """Take a process' samples: one in the first, all others in the second."""
+    samples = slice(0, 1) if rank == 0 else slice(1, None)
+    return p._replace(x=p.x[samples], y=p.y[samples])
+
+
+def whole(x: Any) -> Tensor:
+    """Collect a tensor that processes share."""
+    x = x.full_tensor() if hasattr(x, "full_tensor") else x
+    return x.detach().clone()
+
+
+def share(name: str, rank: int) -> List[Dict[str, List[Tensor]]]:
+    """Run passes of a model that processes share, and collect fields and gradients."""
+    later = name.endswith("later")
+    p = own_part(build((lambda m: m) if later else extend), rank)
+    model, results = SHARED[name](p.model), []
+    syncs = [nullcontext, nullcontext]
+    if name in ("DDP", "DDP-views"):
+        syncs.append(model.no_sync)
+    for sync in syncs:
+        model.zero_grad()
+        p.run(model, around=sync())
+        params = list(model.parameters())
+        fields = {ext: make().savefield for ext, make in QUANTITIES.items()}
+        fields["gradient"] = "grad"
+        results.append(
+            {key: [whole(getattr(x, f)) for x in params] for key, f in fields.items()}
+        )
+    return results
+
+
+def train(rank: int, extended: bool, static: bool) -> Tuple[List[Tensor], List[int]]:
+    """Train with replicas; count tensors on the way."""
+    p, counts = own_part(build(extend if extended else lambda m: m), rank), []
+    model = DDP(p.model, static_graph=static)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exts = [BatchL2Grad(), KFAC()] if extended else []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with backpack(*exts):
+            p.value(model).backward()
+        optimizer.step()
+        if step in (STEPS // 2, STEPS - 1):
+            gc.collect()
+            counts.append(sum(issubclass(type(x), Tensor) for x in gc.get_objects()))
+    return [x.detach().clone() for x in p.model.parameters()], counts
+
+
+def work(rank: int, folder: str) -> None:
+    """Compute all rows in one of several processes."""
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=WORLD,
+        timeout=timedelta(minutes=5),
+    )
+    results: Dict[Any, Any] = {name: share(name, rank) for name in SHARED}
+    for name, (wrap, _) in APART.items():
+        p = build()
+        model = wrap(p.model)
+        with disable():
+            expected = p.value(model).detach()
+        assert torch.equal(p.value(model).detach(), expected)  # merely extended
+        try:
+            p.run(model)
+        except NotImplementedError as error:
+            results[name] = str(error)
+    for key in [(e, s) for e in (False, True) for s in (False, True)]:
+        results[key] = train(rank, *key)
+    torch.save(results, Path(folder) / f"{rank}.pt")
+    distributed.destroy_process_group()
+
+
+@lru_cache(maxsize=None)
+def in_processes() -> List[Dict]:
+    """Run the processes; results of each of them."""
+    with TemporaryDirectory() as folder:
+        multiprocessing.spawn(work, (folder,), nprocs=WORLD)
+        return [torch.load(Path(folder) / f"{r}.pt") for r in range(WORLD)]
+
+
+processes = pytest.mark.skipif(
+    not (distributed.is_available() and distributed.is_gloo_available()),
+    reason="this PyTorch has no gloo",
+)
+
+
+@processes
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_model(name: str) -> None:
+    """Fields are those of a process' own samples, gradients are averages."""
+    parts = [own_part(build(lambda m: m), rank) for rank in range(WORLD)]
+    own = [
+        oracle.individual_gradients(p.model, p.loss, (p.x,), (p.y,)).values()
+        for p in parts
+    ]
+    averages = [sum(g.sum(0) for g in gs) / WORLD for gs in zip(*own)]
+    for rank, results in enumerate(in_processes()):
+        p, gradients = parts[rank], list(own[rank])
+        diagonals = oracle.diag_ggn(p.model, p.loss, (p.x,), (p.y,)).values()
+        for number, fields in enumerate(results[name]):
+            synced = number < 2
+            sums = [g.sum(0) for g in gradients]
+            expected = {
+                "gradient": averages if synced else sums,
+                "BatchGrad": gradients,
+                "Variance": [g.var(0, correction=0) for g in gradients],
+                "DiagGGNExact": list(diagonals),
+            }
+            for key, values in expected.items():
+                oracle.assert_agrees(fields[key], values, f"{key}, process {rank}")
+
+
+@processes
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("name", APART)
+def test_refused_parts(name: str) -> None:
+    """What no process has as a whole is refused by name, in each of them."""
+    for results in in_processes():
+        assert re.search(APART[name][1], results[name])
+
+
+@processes
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("static", [False, True], ids=["", "static"])
+def test_training(static: bool) -> None:
+    """Replicas train as without extensions, step for step; memory does not grow."""
+    plain = in_processes()[0][False, static][0]
+    for results in in_processes():
+        weights, counts = results[True, static]
+        assert all(map(torch.equal, weights, plain))
+        assert counts[1] == counts[0]

@@ -19,6 +19,8 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from backpack.core.fast import tuning
+from backpack.core.fast.memory import huge_empty
 from backpack.engine.graph import describe, leaves_behind
 from backpack.extensions.backprop_extension import BackpropExtension
 
@@ -51,9 +53,11 @@ class _Graph(NamedTuple):
     """A step that was recorded.
 
     Attributes:
-        run: Maps arguments and ``lifted`` to the numbers of all results.
+        run: Maps arguments, ``lifted`` and memory to the numbers of all results.
         lifted: Tensors that the step reads and writes besides its arguments.
         leaves: What gets a gradient: positions of arguments, and other tensors.
+        large: Which results are written to memory that the graph is given, and their
+            shapes, types and devices.
         spec: Structure of the results: what extensions keep, the loss, gradients and
             fields of each leaf.
         modules: Modules that were called, and those inside.
@@ -63,6 +67,7 @@ class _Graph(NamedTuple):
     run: Callable[..., List[Tensor]]
     lifted: List[Tensor]
     leaves: List[Any]
+    large: Dict[int, Tuple]
     spec: Any
     modules: List[Module]
     state: Tuple
@@ -119,9 +124,12 @@ class CompiledStep:
         leaves = [tensors[x] if isinstance(x, int) else x for x in graph.leaves]
         _check_hooks(leaves)
         with torch.no_grad():
-            numbers = graph.run(*tensors, *graph.lifted)
+            memory = {i: huge_empty(*kind) for i, kind in graph.large.items()}
+            numbers = list(graph.run(*tensors, *graph.lifted, *memory.values()))
             if self._copies:
                 numbers = [x if x is None else x.clone() for x in numbers]
+            for i, x in memory.items():
+                numbers[i] = x
             kept, loss, *results = tree_unflatten(numbers, graph.spec)
             for ext, values in zip(self._extensions, kept):
                 vars(ext).update(values)
@@ -150,7 +158,7 @@ class CompiledStep:
                     loss.backward()
                 results += [(leaf.grad, self._fields(leaf)) for leaf in leaves]
             numbers, spec = tree_flatten([list(map(_kept, self._extensions)), *results])
-            specs[:] = [spec]
+            specs[:] = spec, numbers
             return numbers
 
         with _as_before(modules):
@@ -162,7 +170,8 @@ class CompiledStep:
                 graph = make_fx(step)(*tensors)
             except Exception as error:
                 raise NotImplementedError(NOT_TRACED.format(error=error)) from error
-        lifted = _lift(graph)
+        spec, numbers = specs
+        lifted, large = _lift(graph), _use_memory(graph, numbers)
         for x in lifted:
             torch._dynamo.mark_static_address(x)
         places = {id(x): i for i, x in enumerate(tensors)}
@@ -170,7 +179,8 @@ class CompiledStep:
             self._compiler(graph),
             lifted,
             [places.get(id(leaf), leaf) for leaf in leaves],
-            specs[0],
+            large,
+            spec,
             list(modules),
             state,
         )
@@ -336,3 +346,31 @@ def _lift(graph: GraphModule) -> List[Tensor]:
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return lifted
+
+
+def _use_memory(graph: GraphModule, numbers: List[Any]) -> Dict[int, Tuple]:
+    """Let large results be written to memory from outside, which is cheap to touch.
+
+    Args:
+        graph: The graph, which is changed.
+        numbers: Its results.
+
+    Returns:
+        Which results these are, and their shapes, types and devices.
+    """
+    nodes = graph.graph.nodes
+    *_, output = nodes
+    first = next(x for x in nodes if x.op != "placeholder")
+    results, large = list(output.args[0]), {}
+    for i, (node, x) in enumerate(zip(results, numbers)):
+        if not isinstance(x, Tensor) or x.device.type != "cpu":
+            continue
+        if x.is_contiguous() and x.numel() * x.element_size() >= tuning.HUGE_BYTES:
+            with graph.graph.inserting_before(first):
+                memory = graph.graph.placeholder(f"memory_{i}")
+            with graph.graph.inserting_before(output):
+                graph.graph.call_function(torch.ops.aten.copy_.default, (memory, node))
+            results[i], large[i] = None, (x.shape, x.dtype, x.device)
+    output.args = (results,)
+    graph.recompile()
+    return large

@@ -496,6 +496,7 @@ def parse_arguments() -> Namespace:
     add = parser.add_argument
     add("--networks", nargs="+", choices=list(PROBLEMS), default=list(PROBLEMS))
     add("--quantities", nargs="+", choices=list(QUANTITIES), default=list(QUANTITIES))
+    add("--compiled", action="store_true", help="add steps by compile_step(...)")
     add("--peers", help="interpreter of the environment with other packages")
     add("--batch-size", type=int, help="instead of each network's own")
     add("--rounds", type=int, default=25, help="pairs per quantity, at most")
@@ -545,6 +546,10 @@ def main() -> None:
     """Measure, print the tables, and record them if that is asked for."""
     args = parse_arguments()
     contenders = [Contender("BackPACK 1.8", "backpack", sys.executable, "#1f6fb2")]
+    if args.compiled:
+        contenders.append(
+            Contender("compiled", "compiled", sys.executable, "#123a5e"),
+        )
     if args.peers:
         contenders += [
             Contender("BackPACK 1.7.1", "backpack", args.peers, "#b9bec5"),

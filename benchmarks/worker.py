@@ -54,6 +54,10 @@ REDUCTIONS: Dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+# Quantities that are measured as one compiled graph, too
+COMPILED = ("BatchGrad", "BatchL2Grad", "DiagGGNMC", "DiagGGNExact", "KFAC")
+
+
 class Unavailable(Exception):
     """The package does not offer this quantity."""
 
@@ -141,8 +145,11 @@ def with_backpack(order: Dict[str, Any]) -> Task:
     Raises:
         Unavailable: If this version has no such extension, or not these options.
     """
-    from backpack import backpack, extend, extensions
+    from backpack import backpack, compile_step, extend, extensions
 
+    compiled = order["package"] == "compiled"
+    if compiled and order["quantity"] not in COMPILED:
+        raise Unavailable
     model, loss, X, y = build(order)
     model, loss = extend(model), extend(loss)
 
@@ -163,10 +170,18 @@ def with_backpack(order: Dict[str, Any]) -> Task:
     field = extension.savefield
     vectors = [torch.ones_like(p).unsqueeze(0) for p in model.parameters()]
 
+    def forward(X: Tensor, y: Tensor) -> Tensor:
+        return evaluate(loss, model(X), y)
+
+    step = compile_step(forward, extension)  # when it is called
+
     def run() -> None:
-        value = evaluate(loss, model(X), y)
-        with backpack(extension):
-            value.backward()
+        if compiled:
+            step(X, y)
+        else:
+            value = forward(X, y)
+            with backpack(extension):
+                value.backward()
         for (name, param), vector in zip(model.named_parameters(), vectors):
             if not hasattr(param, field):
                 raise RuntimeError(f"no result for {name}")
@@ -367,6 +382,7 @@ def with_curvlinops(order: Dict[str, Any]) -> Task:
 
 PACKAGES: Dict[str, Callable[[Dict[str, Any]], Task]] = {
     "backpack": with_backpack,
+    "compiled": with_backpack,
     "opacus": with_opacus,
     "torch.func": with_torch_func,
     "curvlinops": with_curvlinops,

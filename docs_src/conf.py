@@ -20,6 +20,7 @@ copyright = "2025, The BackPACK authors"
 version = release = installed_version("backpack-for-pytorch")
 
 extensions = [
+    "mathml",
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
@@ -46,8 +47,6 @@ autodoc_default_options = {
 autodoc_typehints = "description"
 autodoc_typehints_format = "short"
 autodoc_inherit_docstrings = False
-# a name that two modules define, in hints that are not evaluated
-autodoc_type_aliases = {"Call": "backpack.engine.record.Call"}
 autosummary_generate = False
 python_maximum_signature_line_length = 70
 napoleon_google_docstring = True
@@ -84,6 +83,7 @@ html_title = f"BackPACK {release}"
 html_static_path = ["_static"]
 html_css_files = ["backpack.css"]
 html_favicon = html_logo = "_static/logo.svg"
+html_math_renderer = "mathml"
 html_copy_source = html_show_sourcelink = True
 html_theme_options = {
     "top_of_page_buttons": ["view"],

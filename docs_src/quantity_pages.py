@@ -605,8 +605,8 @@ def page(quantity: Quantity) -> str:
     lines += [f"   {line}".rstrip() for line in code(quantity).splitlines()]
     lines += ["", "Cost", "----", "", quantity.cost, "", *cost_table(quantity.names)]
     lines += ["What for", "--------", "", *(f"- {use}" for use in quantity.uses), ""]
-    for name in quantity.names:
-        lines += [f".. minigallery:: backpack.extensions.{name}", ""]
+    objects = " ".join(f"backpack.extensions.{name}" for name in quantity.names)
+    lines += [f".. minigallery:: {objects}", ""]
     lines += ["Options", "-------", ""]
     for name in quantity.names:
         lines += [f".. autoclass:: backpack.extensions.{name}", "   :no-members:", ""]
@@ -640,7 +640,9 @@ def write(folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     for quantity in QUANTITIES:
         put(folder / f"{quantity.names[0]}.rst", page(quantity))
-    put(folder / "overview.inc", table("quantities/"))
+    pages = [f"   quantities/{quantity.names[0]}" for quantity in QUANTITIES]
+    toctree = [".. toctree::", "   :hidden:", "", *pages, ""]
+    put(folder / "overview.inc", "\n".join([table("quantities/"), *toctree]))
     put(folder / "compared.inc", "\n".join(compared()))
     put(folder / "overview-api.inc", table("../quantities/"))
 

@@ -5,8 +5,8 @@ Laplace approximation: a network that knows what it doesn't know
 A trained network is sure of itself everywhere, also far away from any data. The Laplace
 approximation (MacKay, 1992) makes a distribution of its weights: a Gaussian around what
 was trained, whose precision is the curvature of the loss, and with it a distribution of
-predictions. Curvature of the last layer alone is often enough. Here are both, for
-petals of irises.
+predictions. The curvature of the last layer is cheap; that of all layers knows more.
+Here are both, for petals of irises.
 """
 
 from typing import List, Tuple

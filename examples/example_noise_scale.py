@@ -43,7 +43,8 @@ def trace_and_square() -> tuple[Tensor, Tensor]:
     return trace, sum(p.grad.square().sum() for p in params) - trace / N
 
 
-optimizer, scales, losses = torch.optim.SGD(params, lr=0.05, momentum=0.9), [], []
+optimizer = torch.optim.SGD(params, lr=0.05, momentum=0.9)
+traces, squares, losses = [], [], []
 for step in range(60):
     batch = torch.randperm(1000)[:250]
     optimizer.zero_grad()
@@ -51,7 +52,8 @@ for step in range(60):
     with backpack(Variance()):
         loss.backward()
     trace, square = trace_and_square()
-    scales.append((trace / square).item())
+    traces.append(trace.item())
+    squares.append(square.item())
     losses.append(loss.item())
     if step == 20:
         predicted = trace.item()
@@ -67,12 +69,23 @@ for step in range(60):
 # %%
 # What it tells
 # -------------
+# Both parts are averaged over steps before they are divided: the squared norm is close
+# to zero at times.
+#
 # Left: in the beginning samples agree, and small batches do; later on, larger ones pay.
 # Right: that the formula holds. The squared error of a gradient from B samples is
 # tr(Σ) / B, as one batch of another size has predicted.
 
+
+def smooth(values: list[float]) -> list[float]:
+    """Average each value with up to nine before it."""
+    recent = [values[max(0, i - 9) : i + 1] for i in range(len(values))]
+    return [sum(few) / len(few) for few in recent]
+
+
+scales = [trace / square for trace, square in zip(smooth(traces), smooth(squares))]
 fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
-left.semilogy([max(scale, 1) for scale in scales])
+left.semilogy(scales)
 left.set(xlabel="step", ylabel="noise scale: batch size to choose")
 left.grid(alpha=0.3)
 means = {B: sum(values) / len(values) for B, values in errors.items()}
@@ -82,7 +95,7 @@ right.set(xlabel="batch size", ylabel="squared error of the gradient")
 right.legend()
 plt.show()
 
-early, late = sum(scales[:5]) / 5, sum(scales[-5:]) / 5
+early, late = scales[4], scales[-1]
 print(f"Noise scale {early:.0f} at the start, {late:.0f} after {len(scales)} steps")
 assert late > 3 * early and losses[-1] < losses[0] / 2
 assert all(0.6 < means[B] / (predicted / B) < 1.6 for B in means)

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from backpack import backpack, compile_step, extend, extensions
 from backpack.compiled import CompiledStep
+from backpack.core.fast import tuning
 from backpack.extensions.backprop_extension import BackpropExtension
 
 LONG = int(os.environ.get("BACKPACK_TEST_LONG", "0"))
@@ -238,6 +239,31 @@ def test_compiled(network: str):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the compiler's own
         compare(step, compile_step(step.closure, *exts), exts, seeded=False)
+
+
+def test_large_results(monkeypatch: pytest.MonkeyPatch):
+    """They are written to memory from outside, which is another one in each step."""
+    monkeypatch.setattr(tuning, "HUGE_BYTES", 64)
+    step, ext = Step(), make("BatchGrad")
+    run, weight = step.traced(ext), step.model[0].weight
+    compare(step, run, [ext], seeded=True)
+    run(*step.data)
+    before, value = weight.grad_batch, weight.grad_batch.clone()
+    run(2 * step.data[0], step.data[1])
+    assert torch.equal(before, value) and not torch.equal(before, weight.grad_batch)
+
+
+def test_argument_with_gradient():
+    """An argument that requires a gradient gets one."""
+    step, ext = Step(), make("BatchGrad")
+    run = step.traced(ext)
+    for _ in range(2):
+        X = torch.randn(3, 6, dtype=F64, requires_grad=True)
+        step.data = X, step.data[1]
+        run(*step.data)
+        found, X.grad = X.grad, None
+        step.plain(ext)
+        assert_agrees(found, X.grad)
 
 
 def test_random_numbers():

@@ -211,6 +211,7 @@ class BackwardPass:
         """  # noqa: DAR401
         self.state = current
         self._separating = [x for x in current.active_exts if x.separates_samples]
+        self._keeps_io = current.keeps_io
         self._check = Check(self) if current.check else None
         self.met_loss, self._begins_with_one = False, begins_with_one and bool(roots)
         self.walked: Set[Any] = set()
@@ -506,25 +507,25 @@ class BackwardPass:
         turn = ParameterTurn(group, self)
         if self._separating:
             for use in group.uses:
-                if any(g is not None for g in self._gradients[use]):
-                    use.check(self._names(), group.names)
+                if any([g is not None for g in self._gradients[use]]):
+                    use.check(self._names, group.names)
         if self._check is not None:
             self._check.add(turn)
+        modules = turn.modules
         for ext in self.state.active_exts:
-            if not any(ext.is_customized(module) for module in turn.modules):
+            if not any([ext.is_customized(module) for module in modules]):
                 ext.compute(turn)
         if any(map(self.is_left_out, group.params)):
             gradients = turn.gradients()
             hand_over({param: gradients[param].plain.total() for param in gradients})
         self.pull_back.forget(group)
-        keeps = self.state.keeps_io
         for use in group.uses:
             groups = self._groups_of[use]
             groups.remove(group)
             if not groups:
                 self._gradients.pop(use, None)
                 self._own.pop(use, None)
-                if not keeps:
+                if not self._keeps_io:
                     use.release()
                 self._went(use.owner)
 
@@ -645,7 +646,7 @@ class BackwardPass:
                 current.extension_hook(module)
         finally:
             call.columns = {}
-            if current.keeps_io:
+            if self._keeps_io:
                 call.store(raw=False)
             else:
                 call.release()
@@ -653,7 +654,7 @@ class BackwardPass:
     def _has_nothing_to_do(self, call: Call) -> bool:
         """Tell whether a call's turn would change nothing: a quick answer."""
         current = self.state
-        if current.debug or current.keeps_io:
+        if current.debug or self._keeps_io:
             return False
         if current.extension_hook is not no_op:
             return False
@@ -712,8 +713,8 @@ class BackwardPass:
         if not may_look(factor):
             warn_user(MAYBE_MODIFIED.format(module=name_module(module)))
         elif factor != 1.0:
-            name = name_module(module)
-            warn_user(MODIFIED_LOSS.format(module=name, factor=float(factor)))
+            text = {"module": name_module(module), "factor": float(factor)}
+            warn_user(MODIFIED_LOSS.format(**text))
 
     def _is_inside(self, call: Call) -> bool:
         """Tell whether more than a sum was made of a loss that a model has called."""

@@ -231,7 +231,7 @@ class Inspection:
         Args:
             roots: Where the backward pass begins.
         """
-        self.roots = [edge.node for edge in roots]
+        self.roots = roots
         self.calls: Dict[Any, List[Node]] = {}
         self.uses: Dict[Use, Dict[int, Tuple[Node, int]]] = {}
         self.reached: Dict[Tensor, List[Node]] = {}
@@ -442,7 +442,7 @@ def _adds_up(node: Node, met: Mixed) -> bool:
     return name in _SUMS or name.strip("_ir") in ("add", "sub") and _is_scalar(node)
 
 
-def tail_terms(roots: Sequence[Node]) -> List[Node]:
+def tail_terms(roots: Sequence[GradientEdge]) -> List[Node]:
     """Find the terms of what is differentiated that no module has computed.
 
     Args:
@@ -468,7 +468,7 @@ def operation_name(met: Mixed) -> str:
 
 
 def additive_terms(
-    roots: Sequence[Node], through_losses: bool = False
+    roots: Sequence[GradientEdge], through_losses: bool = False
 ) -> Tuple[List[Node], List[Node]]:
     """Split what is differentiated into the terms of a sum.
 
@@ -481,13 +481,18 @@ def additive_terms(
     """
     terms: List[Node] = []
     passed: List[Node] = []
-    queue, seen = list(roots), set()
+    queue, seen = [(edge.node, edge.output_nr) for edge in roots], set()
     while queue:
-        node = queue.pop()
-        if node in seen:
+        node, number = place = queue.pop()
+        joins = type(node) is Together
+        if (place if joins else node) in seen:
             continue
-        seen.add(node)
-        parents = [parent for parent, _ in node.next_functions if parent is not None]
+        seen.add(place if joins else node)
+        edges = (
+            node.next_functions[number : number + 1] if joins else node.next_functions
+        )
+        edges = [edge for edge in edges if edge[0] is not None]
+        parents = [parent for parent, _ in edges]
         name = type(node).__name__
         single = name in _SCALING and len(parents) == 1
         calls = [e for e in entries_of(node) if not e.owner.is_use]
@@ -496,10 +501,9 @@ def additive_terms(
             single = torch.Size(node._input_metadata[0].shape).numel() == 1
         if through_losses and parents and _is_scalar(node):
             single = single or all(map(_is_scalar, parents))
-        together = through_losses and name == "_TogetherBackward"
-        if (name in _ADDITIVE or single or together) and not is_loss:
+        if (name in _ADDITIVE or single or joins) and not is_loss:
             passed.append(node)
-            queue.extend(parents)
+            queue.extend(edges)
         else:
             terms.append(node)
     return terms, passed

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn import Module, Parameter
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import _global_forward_hooks
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
@@ -43,7 +44,7 @@ from backpack.engine.uses import (
 )
 from backpack.utils.compiling import untraced
 from backpack.utils.disable import disable
-from backpack.utils.module_classification import is_loss, is_no_op
+from backpack.utils.module_classification import NO_OPS, is_loss, is_no_op
 
 
 class _Frame:
@@ -144,11 +145,11 @@ def enter_call(
     with torch._C.DisableTorchFunction():
         if tracker is not None:
             frame.outer, tracker.owner = tracker.owner, frame.call
-            if not tracker.suspended and isinstance(module, nn.RNNBase):
-                frame.row = _row_of_call(module, args, kwargs, tracker)
-            if frame.row is not None:
-                frame.suspends = True
-                tracker.suspended += 1
+            if not tracker.suspended and module._parameters:
+                frame.row = _row_inside(module, args, kwargs, tracker)
+                if frame.row is not None:
+                    frame.suspends = True
+                    tracker.suspended += 1
         else:
             frame.row = _row_of_call(module, args, kwargs, None)
             if frame.row is None:
@@ -319,6 +320,32 @@ def _row_of_call(
     return row
 
 
+def _row_inside(
+    module: Module, args: Tuple, kwargs: Dict[str, Any], tracker: Tracker
+) -> Optional[Row]:
+    """Look up the rule for a call inside of a model, which then is a use as a whole.
+
+    Samples must be where the layer takes them to be. Everything else is watched.
+    """
+    is_recurrent = isinstance(module, nn.RNNBase)
+    if len(args) != 1 and not is_recurrent:
+        return None
+    row = _row_of_call(module, args, kwargs, tracker)
+    if row is None or is_recurrent:
+        return row
+    if isinstance(module, _NormBase) and (
+        module.training or module.running_mean is None
+    ):
+        return None  # samples meet
+    placement = placement_of(args[0], tracker.key)
+    if type(placement) is not Layout or row.params == ():
+        return None
+    features = _features(module)
+    axes = 1 if features is None else args[0].dim() - features[0]
+    last = next(reversed(module._forward_pre_hooks.values()))
+    return row if placement.axis < axes and last is enter_call else None
+
+
 def _takes_samples(module: Module, args: Tuple, tracker: Optional[Tracker]) -> bool:
     """Tell whether what a recurrent layer takes for the batch are the samples."""
     x, *states = args
@@ -435,9 +462,7 @@ def _operation(
 ) -> Optional[Operation]:
     if row.several_outputs:
         return LayerCall(row.derivatives, module, list(args))
-    if isinstance(
-        module, (nn.modules.batchnorm._BatchNorm, nn.InstanceNorm1d.__mro__[1])
-    ):
+    if isinstance(module, _NormBase):
         return _normalization(module, row, args, names)
     features = _features(module)
     keys = {name: name for name in names}
@@ -500,17 +525,14 @@ def _record(
         return None
     tracker = frame.tracker or _THREAD.tracker
     replaced = None
-    if isinstance(output, Tensor):
-        is_leaf_itself = output.is_leaf and isinstance(output, Parameter)
-    else:
-        is_leaf_itself = any(_is_own_leaf(module, x) for x in tree_leaves(output))
-    if is_leaf_itself:
+    single = type(output) is Tensor
+    if not single and any(_is_own_leaf(module, x) for x in tree_leaves(output)):
         # a leaf outlives the graph; its alias is part of the graph and owns the call
         output = replaced = tree_map(
             lambda x: x.view_as(x) if _is_own_leaf(module, x) else x, output
         )
     outputs = tensor_outputs(output)
-    if any(x.is_nested and x.layout is torch.strided for x in outputs):
+    if any([x.is_nested and x.layout is torch.strided for x in outputs]):
         return None  # they have no shape
     # what comes out of a layer that is looked at as a whole has no mark yet
     several = len(outputs) > 1 and frame.row is None
@@ -527,11 +549,12 @@ def _record(
     call = frame.call
     call.finish(module, args, kwargs, outputs, edges, _parameters(module, args, frame))
     call.is_altered = _comes_late(module)
-    if not is_no_op(module):
+    if not isinstance(module, NO_OPS):
         call.store(raw=False)
     if _computes_loss(call, outputs, tracker is None or frame.tracker is tracker):
         call.is_loss, call.loss_module = True, module
-    call.is_composite = any(x is not None for x in module._modules.values())
+    inside = module._modules
+    call.is_composite = bool(inside) and any(x is not None for x in inside.values())
     returned = _THREAD.returned
     call.is_transparent = any(m is not None for m, _ in returned[frame.start :])
     if call.is_loss:
@@ -698,10 +721,10 @@ def _parameters(module: Module, args: Tuple, frame: _Frame) -> Dict[str, Tensor]
 def _computes_loss(call: Call, outputs: List[Tensor], outermost: bool) -> bool:
     """Tell whether a call maps a prediction, which has a graph, to a number."""
     module = call.module
+    if not outputs or outputs[0].numel() != 1 or outputs[0].dim() > 1:
+        return is_loss(module)
     if is_loss(module):
         return True
-    if not outputs or outputs[0].dim() > 0 and outputs[0].shape != (1,):
-        return False
     if next(module.parameters(), None) is None:
         return outputs[0].dim() == 0 or call.input_edges[:1] not in ([], [None])
     edge = call.input_edges[0] if call.input_edges else None

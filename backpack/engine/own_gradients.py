@@ -206,8 +206,11 @@ def hand_over(gradients: Dict[Tensor, Tensor]) -> None:
     """Hand gradients that autograd leaves out to it.
 
     Args:
-        gradients: The gradients.
+        gradients: The gradients by parameter; empty afterwards, since what somebody
+            else owns is copied.
     """
+    params, values = list(gradients), list(gradients.values())
+    gradients.clear()
     with torch.enable_grad():
-        handed_over = _Gradients.apply(list(gradients.values()), *gradients)
+        handed_over = _Gradients.apply(values, *params)
     torch.autograd.backward(handed_over)

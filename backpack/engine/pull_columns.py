@@ -79,9 +79,9 @@ class PullColumns:
         # values of parameters with several uses
         self._values: Dict[Key, Any] = {}
         # columns at uses, by source, and which of them an extension waits for
-        self._stored: Dict[Tuple[Any, Use], Cotangents] = {}
+        self._stored: Dict[Use, Dict[Any, Cotangents]] = {}
         self._waiting: Dict[Tuple[Any, Group], List[int]] = {}
-        self._formed: Dict[Tuple, Any] = {}
+        self._formed: Dict[Use, Dict[Tuple, Any]] = {}
         self._covered: Set[Tuple[Any, Group]] = set()
         # number of columns that went from module to module, of all losses so far
         self._walking: Dict[Any, int] = {}
@@ -286,10 +286,11 @@ class PullColumns:
         """Store columns at a use, behind those that are there already."""
         before = 0
         for source in sources:
-            stored = self._stored.setdefault((source, use), [None] * use.num_outputs)
+            all_stored = self._stored.setdefault(use, {})
+            stored = all_stored.get(source, [None] * use.num_outputs)
             before = next((len(a) for a in stored if a is not None), 0)
             count = 0 if all(b is None for b in columns) else number
-            self._stored[source, use] = [
+            all_stored[source] = [
                 _append(a, before, b, count) for a, b in zip(stored, columns)
             ]
         return range(before, before + number)
@@ -340,15 +341,15 @@ class PullColumns:
         """Describe products with stored columns; formed once for all extensions."""
 
         def of(use: Use) -> Any:
-            key = source, use, numbers
-            if key not in self._formed:
-                columns = self._stored[source, use]
+            formed, key = self._formed.setdefault(use, {}), (source, numbers)
+            if key not in formed:
+                columns = self._stored[use][source]
                 count = next(len(x) for x in columns if x is not None)
                 if len(numbers) < count:
                     some = list(numbers)
                     columns = [None if x is None else x[some] for x in columns]
-                self._formed[key] = use.products(columns, self._running.nodes(use))
-            return self._formed[key]
+                formed[key] = use.products(columns, self._running.nodes(use))
+            return formed[key]
 
         return group.products(of)
 
@@ -359,12 +360,9 @@ class PullColumns:
             group: Parameters whose turn is over.
         """
         for use in group.uses:
-            if len(self._running.groups_of(use)) > 1:
-                continue
-            for key in [key for key in self._stored if key[1] is use]:
-                del self._stored[key]
-            for key in [key for key in self._formed if key[1] is use]:
-                del self._formed[key]
+            if len(self._running.groups_of(use)) <= 1:
+                self._stored.pop(use, None)
+                self._formed.pop(use, None)
 
     def forget_all(self) -> None:
         """Forget everything, the backward pass included."""

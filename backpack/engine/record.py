@@ -74,6 +74,8 @@ class Call:
     n = 0
     graphless: Iterable[Module] = ()
     inside: Sequence[weakref.ref] = ()
+    arguments: Sequence[Any] = ()
+    output_shapes: Sequence[Any] = ()
     edges_before: Sequence[List[GradientEdge]] = ()
 
     def __init__(self, module: Module):
@@ -84,10 +86,7 @@ class Call:
         """
         self.module_ref = weakref.ref(module)
         self.uses: List[Use] = []
-        self.parameters: Dict[str, Tensor] = {}
         self.columns: Dict[Any, List[Optional[Tensor]]] = {}
-        self.arguments: List[Any] = []
-        self.output_shapes: List[Any] = []
 
     def finish(
         self,
@@ -110,7 +109,7 @@ class Call:
         """
         self.training = module.training
         self.parameters = parameters
-        self.arguments = _bind(module, args, kwargs)
+        self.arguments = _bind(module, args, kwargs) if kwargs else list(args)
         edges = self.input_edges = list(map(_edge, self.arguments))
         self.passes_on = [edge is not None and edge in output_edges for edge in edges]
         if True in self.passes_on:
@@ -123,8 +122,8 @@ class Call:
             self.arguments = _bind(module, args, kwargs)
         self.args, self.kwargs = args, kwargs
         self.versions = list(map(_version, self.arguments))
-        self.outputs = list(map(Tensor.detach, outputs))
-        self.output_versions = list(map(_version, self.outputs))
+        self.outputs = [x.detach() for x in outputs]
+        self.output_versions = [x._version for x in outputs]
         self._returned = list(map(weakref.ref, outputs))  # they own this call
         self.output_shapes = [out.shape for out in outputs]
 
@@ -215,10 +214,11 @@ class Call:
         module = self.module
         clear_stored(module)
         attributes, stored = module.__dict__, []
+        taken = (attributes, module._parameters, module._buffers, module._modules)
         inputs = self.arguments if raw else map(_detach, self.arguments)
         values = (self.outputs[0] if self.outputs else None, *inputs)
         for name, value in zip(_names(type(module), len(values)), values):
-            if not _is_taken(attributes, name):
+            if name is not None and not any([name in own for own in taken]):
                 attributes[name] = value
                 stored.append(name)
         attributes[_STORED] = stored
@@ -279,8 +279,6 @@ def _detach(value: Any) -> Any:
 
 def _bind(module: Module, args: Tuple, kwargs: Dict[str, Any]) -> List[Any]:
     """Bring arguments into the order of the forward function's signature."""
-    if not kwargs:
-        return list(args)
     try:
         bound = inspect.signature(module.forward).bind(*args, **kwargs)
     except TypeError:
@@ -302,17 +300,6 @@ def _names(cls: type, number: int) -> Tuple[Optional[str], ...]:
     """Return the attributes for an output and inputs; ``None`` if the class has it."""
     names = ("output", *(f"input{i}" for i in range(number - 1)))
     return tuple(None if hasattr(cls, name) else name for name in names)
-
-
-def _is_taken(own: Dict[str, Any], name: Optional[str]) -> bool:
-    """Tell whether a module, whose ``__dict__`` this is, has an attribute."""
-    return (
-        name is None
-        or name in own
-        or name in own["_parameters"]
-        or name in own["_buffers"]
-        or name in own["_modules"]
-    )
 
 
 def clear_stored(module: Module) -> None:

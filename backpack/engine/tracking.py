@@ -53,7 +53,14 @@ class View(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor) -> View:
-        """Read it off a tensor."""
+        """Read it off a tensor.
+
+        Args:
+            x: The tensor.
+
+        Returns:
+            Its shape, strides and offset.
+        """
         return cls(x.shape, x.stride(), x.storage_offset())
 
 

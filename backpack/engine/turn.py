@@ -90,9 +90,8 @@ def loss_scale(module: Module, factor: Tensor) -> Tensor:
             looked at everywhere, see :func:`may_look`; the root is NaN then.
     """
     if may_look(factor) and factor < 0:
-        raise ValueError(
-            NEGATIVE_LOSS.format(module=name_module(module), factor=float(factor))
-        )
+        text = {"module": name_module(module), "factor": float(factor)}
+        raise ValueError(NEGATIVE_LOSS.format(**text))
     return factor.sqrt()
 
 

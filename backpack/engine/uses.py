@@ -275,12 +275,12 @@ class Use:
 
     release_all = release
 
-    def check(self, what: str, names: Callable[[], str]) -> None:
+    def check(self, what: Callable[[], str], names: Callable[[], str]) -> None:
         """Refuse a use after samples have met.
 
         Args:
-            what: Who asks.
-            names: Names of the parameters.
+            what: Names who asks.
+            names: Names the parameters.
 
         Raises:
             NotImplementedError: If samples are not separate at an output.
@@ -289,7 +289,7 @@ class Use:
             if placement is None:
                 placement = Mixed(f"`{self.name}`", False)
             if isinstance(placement, Mixed):
-                refuse(what, placement, names())
+                refuse(what(), placement, names())
 
     def products(
         self, cotangents: Sequence[Optional[Tensor]], nodes: Dict[int, Node]

@@ -420,6 +420,9 @@ class Outer(PerSample):
     def summed(self) -> Tensor:  # noqa: D102
         if self._is_direct:
             return self._direct.form(self._direct.inputs, self._direct.cotangents, True)
+        if self.num_columns == self.positions == 1:  # which takes fewer steps
+            total = sum_outer_products(self.b[0].squeeze(2), self.a.squeeze(2))
+            return self.fold(total).unsqueeze(0)
         b = rearrange(self.b, "v n g t p -> g (v p) (n t)")
         a = rearrange(self.a, "n g t d -> g (n t) d")
         products = bmm(b, a).unflatten(1, (self.num_columns, -1))
@@ -539,14 +542,10 @@ class Outer(PerSample):
         a, b = self.a[samples], self.b[:, samples]
         if self.positions == 1:
             return outer_products(b.squeeze(3), a.squeeze(2))
-        rows = rearrange(b, "v n g t p -> (n g) (v p) t")
-        columns = rearrange(a, "n g t d -> (n g) t d")
-        return rearrange(
-            bmm(rows, columns),
-            "(n g) (v p) d -> v n g p d",
-            g=self.groups,
-            v=self.num_columns,
-        )
+        v, n, g, t, p = b.shape
+        rows = b.permute(1, 2, 0, 4, 3).reshape(n * g, v * p, t)
+        products = bmm(rows, a.flatten(0, 1)).reshape(n, g, v, p, a.shape[-1])
+        return products.permute(2, 0, 1, 3, 4)
 
     def _elements_per_sample(self) -> int:
         rows = self.num_columns * self.groups * self.positions * self.b.shape[-1]

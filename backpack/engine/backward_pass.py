@@ -703,7 +703,8 @@ class BackwardPass:
 
     def _is_root(self, call: Call) -> bool:
         """Tell whether all begins at a loss, where no hook changes the gradient."""
-        if set(self.inspection.roots) != set(self.inspection.calls[call]):
+        roots = {edge.node for edge in self.inspection.roots}
+        if roots != set(self.inspection.calls[call]):
             return False
         return not any(x._backward_hooks for x in call.tensors())
 

@@ -313,7 +313,8 @@ class Inspection:
         places = [node for nodes in self.calls.values() for node in nodes]
         for outputs in self.uses.values():
             places += [node for node, _ in outputs.values()]
-        places = [node for node in places or self.roots if not is_leaf(node)]
+        places = places or [edge.node for edge in self.roots]
+        places = [node for node in places if not is_leaf(node)]
         return [GradientEdge(node, 0) for node in dict.fromkeys(places)]
 
     @cached_property
@@ -488,7 +489,7 @@ def additive_terms(
         if (place if joins else node) in seen:
             continue
         seen.add(place if joins else node)
-        edges = (
+        edges: Any = (
             node.next_functions[number : number + 1] if joins else node.next_functions
         )
         edges = [edge for edge in edges if edge[0] is not None]

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from backpack.converter.function import FunctionModule
 from backpack.core.per_sample.base import Dense
 from backpack.utils.disable import disable
+from backpack.utils.state import ask
 from backpack.utils.types import Layer
 
 Cotangents = Union[Tensor, Sequence[Optional[Tensor]]]

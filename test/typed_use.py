@@ -14,6 +14,7 @@ from typing_extensions import assert_type
 import backpack as package
 from backpack import (
     backpack,
+    compile_step,
     convert_module_to_backpack,
     disable,
     extend,
@@ -34,7 +35,9 @@ from backpack.extensions import (
     BatchDiagHessian,
     BatchDotGrad,
     BatchGrad,
+    BatchJacobian,
     BatchL2Grad,
+    ClippedGrad,
     DiagGGNExact,
     DiagGGNMC,
     DiagHessian,
@@ -42,6 +45,7 @@ from backpack.extensions import (
     SqrtGGNMC,
     SumGradSquared,
     Variance,
+    WeightedGrad,
 )
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.curvature import Curvature
@@ -89,6 +93,8 @@ def quantities() -> List[BackpropExtension]:
         *(BatchGrad(subsampling=(0, 2)), BatchGrad(range(2))),
         BatchGrad(subsampling=torch.tensor([0, 2])),
         *(BatchDotGrad(subsampling=[0]), BatchL2Grad(), SumGradSquared(), Variance()),
+        *(ClippedGrad(1.0), BatchJacobian([0])),
+        WeightedGrad(lambda norms: norms.reciprocal(), replace_grad=True),
         *(DiagGGNExact(), BatchDiagGGNExact(), DiagHessian(), BatchDiagHessian()),
         DiagGGNMC(mc_samples=2, generator=generator, fisher_type="empirical"),
         BatchDiagGGNMC(generator=None, fisher_type="mc"),
@@ -125,6 +131,10 @@ def passes(exts: List[BackpropExtension]) -> None:
         loss_function(model(X), y).backward()
     with backpack(BatchGrad(), Variance(), check=True):
         loss_function(model(X), y).backward()
+    with backpack(BatchJacobian(), gradient=False):
+        model(X).sum().backward()
+    step = compile_step(lambda X, y: loss_function(model(X), y), BatchL2Grad())
+    step(X, y)
     with disable():
         assert_type(disable.should_store_io(), bool)
     for _, param in model.named_parameters():

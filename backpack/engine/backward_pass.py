@@ -258,12 +258,12 @@ class BackwardPass:
         for nodes in self.inspection.uses.values():
             for node, _ in nodes.values():
                 listen(node)
-        for call, nodes in self.inspection.calls.items():
+        for call, ends in self.inspection.calls.items():
             call.check_live()
             if self._has_nothing_to_do(call):
-                self._idle[call] = nodes
+                self._idle[call] = ends
                 continue
-            for node in nodes:
+            for node in ends:
                 listen(node)
         if self._is_filtered:
             self._forget_idle()

@@ -20,7 +20,6 @@ from typing import (
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from backpack.core.layout import Mixed
@@ -314,7 +313,8 @@ class Inspection:
         places = [node for nodes in self.calls.values() for node in nodes]
         for outputs in self.uses.values():
             places += [node for node, _ in outputs.values()]
-        places = [node for node in places or self.roots if not is_leaf(node)]
+        places = places or [edge.node for edge in self.roots]
+        places = [node for node in places if not is_leaf(node)]
         return [GradientEdge(node, 0) for node in dict.fromkeys(places)]
 
     @cached_property
@@ -489,7 +489,7 @@ def additive_terms(
         if (place if joins else node) in seen:
             continue
         seen.add(place if joins else node)
-        edges = (
+        edges: Any = (
             node.next_functions[number : number + 1] if joins else node.next_functions
         )
         edges = [edge for edge in edges if edge[0] is not None]
@@ -554,18 +554,6 @@ def describe(params: Sequence[Tensor]) -> str:
         f"a tensor of shape {list(p.shape)}" for p in params if id(p) not in names
     ]
     return ", ".join([*names.values(), *unnamed])
-
-
-def is_parameter(x: Tensor) -> bool:
-    """Tell whether a leaf is a parameter, and not data.
-
-    Args:
-        x: Leaf of the graph.
-
-    Returns:
-        Whether it is.
-    """
-    return isinstance(x, Parameter)
 
 
 def root_edges(tensors: object) -> List[GradientEdge]:

@@ -14,7 +14,17 @@ which there are turns, where nothing is accumulated.
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import (
+    AbstractSet,
+    Any,
+    Dict,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+)
 
 import torch
 from torch import Tensor
@@ -54,7 +64,7 @@ class Accumulated(NamedTuple):
             which nothing is accumulated; ``None`` for what it would do by itself.
     """
 
-    own: Set[int] = frozenset()
+    own: AbstractSet[int] = frozenset()
     reached: Optional[Set[int]] = None
     inputs: Optional[List[Any]] = None
 

@@ -103,7 +103,7 @@ def gather(modules: Iterable[Module]) -> None:
     """
     for module in modules if is_parallel() else ():
         if any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__):
-            module.unshard()
+            module.unshard()  # type: ignore[operator]
 
 
 def move_to_shards(

@@ -240,7 +240,7 @@ def _couples(
     """
     # drawing the vector must not change the user's random numbers
     generator = torch.Generator(prediction.device).manual_seed(0)
-    options = {"dtype": prediction.dtype, "device": prediction.device}
+    options: Any = {"dtype": prediction.dtype, "device": prediction.device}
     shape = (1, *prediction.shape)
     vector = torch.randn(shape, generator=generator, **options)
     product = mat_prod(vector).reshape(len(prediction), -1, 1)

@@ -48,12 +48,12 @@ class ClippedGrad(WeightedGrad):
         Raises:
             ValueError: If the norm is not positive.
         """
+        self.max_norm: float = max_norm
         if not isinstance(max_norm, Real) or not max_norm > 0:
             raise ValueError(
                 f"{type(self).__name__}: max_norm must be a positive number, got "
                 f"{max_norm!r}."
             )
-        self.max_norm = max_norm
         super().__init__(
             self._clip,
             per=per,

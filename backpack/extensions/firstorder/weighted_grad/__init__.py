@@ -200,7 +200,7 @@ class WeightedGrad(GradientReduction):
         if any(x.gradients.version != x.version for x in waiting.values()):
             raise RuntimeError(MODIFIED.format(ext=name))
         device = first.statistic.device
-        total = sum(entry.statistic.to(device) for entry in waiting.values())
+        total: Any = sum(entry.statistic.to(device) for entry in waiting.values())
         found, self.weights = self._decide(total, first.gradients)
         if self._of == "dots":
             self.dots = found
@@ -234,7 +234,8 @@ class WeightedGrad(GradientReduction):
         if self._of == "norms":  # whose derivative at zero shall be zero
             positive = statistic != 0
             found = statistic.where(positive, 1.0).sqrt().where(positive, 0.0)
-        return found, self._checked(self._given(found), gradients)
+        given: Any = self._given  # a function, or weights
+        return found, self._checked(given(found), gradients)
 
     def _checked(self, weights: Any, gradients: PerSample) -> Tensor:
         n = gradients.batch_size

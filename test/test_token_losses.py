@@ -679,6 +679,29 @@ def test_several_losses(name: str, t: int) -> None:
     assert_right(SEVERAL[name].row(t))
 
 
+ONE_NUMBER: Dict[str, Tuple[Callable[..., Module], Tensor]] = {
+    "mse": (nn.MSELoss, torch.tensor([[0.5]], dtype=F64)),
+    "cross-entropy": (nn.CrossEntropyLoss, torch.tensor([1])),
+    "binary": (nn.BCEWithLogitsLoss, torch.ones(1, 1, dtype=F64)),
+}
+
+
+@pytest.mark.parametrize("name", ONE_NUMBER)
+def test_one_number_is_a_scalar(name: str) -> None:
+    """A loss of one sample that is not reduced has the curvature of its sum."""
+    make, y = ONE_NUMBER[name]
+    outputs = C if y.dim() == 1 else 1
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, outputs)).to(F64)
+    model, X, found = extend(model), torch.rand(1, 4, dtype=F64), []
+    for reduction in ("none", "sum"):
+        exts = extensions.DiagGGNExact(), extensions.KFLR(), extensions.DiagHessian()
+        with backpack(*exts):
+            extend(make(reduction=reduction))(model(X), y).backward()
+        fields = [ext.savefield for ext in exts]
+        found.append([[getattr(p, f) for p in model.parameters()] for f in fields])
+    assert_agrees(*found)
+
+
 OTHER_TERMS = {
     "function": lambda f: F.mse_loss(f, real(f)),
     "by-hand": lambda f: (f - real(f)).pow(2).mean(),

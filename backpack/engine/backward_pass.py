@@ -8,7 +8,7 @@ to module, and the extension hook is called.
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor
@@ -16,30 +16,21 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.nn import Module, Parameter
 from torch.utils._pytree import tree_leaves
 
-from backpack.core.layout import Mixed
-from backpack.core.per_sample.base import PerSample
 from backpack.engine.check import Check, check_isolation
-from backpack.engine.gaps import explain_parents, name_of
-from backpack.engine.graph import (
-    SILENT,
-    Inspection,
-    additive_terms,
-    describe,
-    entries_of,
-    is_sum,
-    leaves_behind,
-    operation_name,
-    tail_terms,
-    targets_below,
-    walk,
-    will_run,
-)
+from backpack.engine.coverage import check_samples, names_of, warn_of_terms
+from backpack.engine.graph import Inspection, additive_terms, targets_below, will_run
 from backpack.engine.own_gradients import choose, hand_over
-from backpack.engine.parameters import Group, Products, find_groups, in_type_of
+from backpack.engine.parameters import (
+    Group,
+    ParameterTurn,
+    Products,
+    find_groups,
+    in_type_of,
+)
 from backpack.engine.pull_columns import PullColumns
 from backpack.engine.record import Call
 from backpack.engine.turn import Turn
-from backpack.engine.uses import Entry, Use, listen, refuse
+from backpack.engine.uses import Entry, Use, listen
 from backpack.utils.hooks import name_module, no_op, warn_user
 from backpack.utils.parallel import is_parallel, move_to_shards, refuse_parts
 from backpack.utils.state import State, may_look
@@ -56,113 +47,6 @@ MAYBE_MODIFIED = (
     "named, and nothing else of what was done to the loss. If it is not 1 and should "
     "be, run the backward pass from the loss module's output itself."
 )
-NOT_EXTENDED_BATCH_NORM = (
-    "A {module} in training mode, which is not extended, couples the samples of the "
-    "batch, so that quantities of individual samples are not defined. Call `.eval()` "
-    "on it, or replace it with a layer that treats samples separately."
-)
-SEPARATE_USE = (
-    "Parameters are also used in terms of the loss that no extended module computes, "
-    "like a regularizer: {names}. Their individual gradients do not sum to the "
-    "gradient, and quantities do not contain those terms. Add what they contribute by "
-    "hand, or differentiate them in a backward pass of their own, outside of the "
-    "context."
-)
-OUTSIDE_USE = (
-    "Parameters are used where extensions can't see it: {names}. Their quantities "
-    "would be wrong. Use a parameter only inside of extended modules, in operations of "
-    "PyTorch (not in a compiled or scripted piece, or a function with a backward of "
-    "its own), and differentiate no term that contains a derivative of the network."
-)
-MISSING_TERM = (
-    "Terms of the loss come from no extended loss module ({nodes}), so that their "
-    "curvature is missing in second-order quantities. Compute them with loss modules, "
-    "and extend these: `lossfunc = extend(lossfunc)`."
-)
-REENTRANT = (
-    "A part of the model runs inside `checkpoint(..., use_reentrant=True)`, which "
-    "hides what it computes. Use `checkpoint(..., use_reentrant=False)`."
-)
-
-
-class ParameterTurn:
-    """Parameters of which everything is known: what extensions compute from.
-
-    Attributes:
-        group: The parameters and their uses.
-        backward_pass: The backward pass that is running.
-    """
-
-    def __init__(self, group: Group, backward_pass: BackwardPass):
-        """Begin the turn.
-
-        Args:
-            group: The parameters and their uses.
-            backward_pass: The backward pass that is running.
-        """
-        self.group, self.backward_pass = group, backward_pass
-        self._gradients: Optional[Dict[Tensor, PerSample]] = None
-
-    @property
-    def modules(self) -> List[Any]:
-        """Modules in which the parameters were used, as far as they exist."""
-        owners = [use.owner for use in self.group.uses]
-        return [owner.module for owner in owners if owner is not None]
-
-    def names(self) -> str:
-        """Name the parameters, for a message.
-
-        Returns:
-            Their qualified names.
-        """
-        return self.group.names()
-
-    def gradients(self) -> Dict[Tensor, PerSample]:
-        """Describe the individual gradients of the parameters.
-
-        Returns:
-            For each parameter that a gradient has reached, the products with V = 1.
-        """
-        if self._gradients is None:
-            running = self.backward_pass
-            self._gradients = self.group.products(
-                running.own_products, self.group.collected
-            )
-            for param, product in self._gradients.items():
-                product.plain.keeps_total = running.is_left_out(param)
-        return self._gradients
-
-    def size_of_terms(self) -> float:
-        """Estimate the size of the terms that gradients are sums of.
-
-        Returns:
-            Sum of the absolute values of all cotangents and their factors.
-        """
-        total = 0.0
-        for use in self.group.uses:
-            total += self.backward_pass.size_of_terms(use)
-        return total
-
-    def columns(self, ext: Any) -> Iterator[Tuple[Tensor, Any]]:
-        """Compute an extension's values from what losses have pulled back.
-
-        Args:
-            ext: The extension.
-
-        Yields:
-            Parameters, and their values.
-        """
-        yield from self.backward_pass.pull_back.values(ext, self)
-
-    def save(self, ext: Any, param: Tensor, value: Any) -> None:
-        """Save a value on a parameter.
-
-        Args:
-            ext: The extension whose field it is.
-            param: The parameter.
-            value: The value.
-        """
-        self.backward_pass.save(ext, param, value)
 
 
 class BackwardPass:
@@ -310,77 +194,12 @@ class BackwardPass:
             reached = [*inspection.reached, *params]
             reached = reached if inputs is None else tree_leaves(inputs)
             report.reached.update(map(id, reached))
-        names = ", ".join(type(ext).__name__ for ext in self.state.active_exts)
-        refuse_parts(names, [*inspection.reached, *params])
-        exts = [ext for ext in self.state.active_exts if ext.pulls_columns]
-        if any(ext not in self._at_output for ext in exts):
-            self._warn_of_terms()
-        if not self._separating:
-            return
-        if not inspection.allows_inputs:
-            raise NotImplementedError(f"{self._names()}: {REENTRANT}")
-        module = inspection.coupling()
-        if module is not None:
-            message = NOT_EXTENDED_BATCH_NORM.format(module=module)
-            if any(ext.refuses_coupled_samples for ext in self._separating):
-                raise NotImplementedError(message)
-            warn_user(message)
-        separate, entangled = inspection.uses_outside(set(map(id, params)))
-        entangled += self._never_seen(params) + self._behind_uses()
-        if entangled:
-            names = describe(entangled)
-            raise NotImplementedError(OUTSIDE_USE.format(names=names))
-        for met in (*inspection.coupled(), *met_before_losses(inspection)):
-            if operation_name(met) in ("batch_norm", "native_batch_norm"):
-                continue
-            refuse(self._names(), met, "any parameter")
-        if separate:
-            names = describe(separate)
-            warn_user(SEPARATE_USE.format(names=names))
-
-    def _behind_uses(self) -> List[Tensor]:
-        """Find parameters of expressions that contain a derivative of the network."""
-        constants = [constant for use in self._groups_of for constant in use.constants]
-        sources = dict.fromkeys(c.source.node for c in constants if c.source)
-        found: List[Tensor] = []
-        for source in sources:
-            behind = walk([source], stop=SILENT)
-            if any(e.owner.is_use for node in behind for e in entries_of(node)):
-                found += leaves_behind(source)
-        return list({id(x): x for x in found}.values())
-
-    def _never_seen(self, seen: List[Tensor]) -> List[Tensor]:
-        """Find parameters of modules that were watched, none of whose uses were."""
-        known = set(map(id, seen))
-        reached = {id(p): p for p in self.inspection.reached if id(p) not in known}
-        if not reached or not known:
-            return []
-        found: Dict[int, Tensor] = {}
-        for call in self.inspection.calls:
-            if not call.released and not call.is_loss:
-                for param in call.module.parameters():
-                    if id(param) in reached:
-                        found[id(param)] = param
-        return list(found.values())
-
-    def _warn_of_terms(self) -> None:
-        """Warn of terms whose curvature nobody knows."""
-        terms, _ = additive_terms(self.inspection.roots)
-        owners = {term: [e.owner for e in entries_of(term)] for term in terms}
-        losses = [t for t in terms if any(is_loss(x) for x in owners[t])]
-        if not losses or len(losses) == len(terms):
-            return
-        missing = [
-            type(term).__name__
-            for term in terms
-            if term not in losses
-            and any(e.owner.is_use for node in walk([term]) for e in entries_of(node))
-        ]
-        if missing:
-            warn_user(MISSING_TERM.format(nodes=", ".join(missing)))
-
-    def _names(self) -> str:
-        return ", ".join(type(ext).__name__ for ext in self._separating)
+        exts = self.state.active_exts
+        refuse_parts(names_of(exts), [*inspection.reached, *params])
+        if any(ext.pulls_columns and ext not in self._at_output for ext in exts):
+            warn_of_terms(inspection)
+        if self._separating:
+            check_samples(inspection, list(self._groups_of), params, self._separating)
 
     def __enter__(self) -> BackwardPass:
         """Make this the thread's backward pass."""
@@ -724,36 +543,6 @@ class BackwardPass:
             return True
         terms, _ = additive_terms(self.inspection.roots)
         return set(terms).isdisjoint(self.inspection.calls[call])
-
-
-def met_before_losses(inspection: Inspection) -> List[Mixed]:
-    """Find where samples have met between a model and its loss.
-
-    Args:
-        inspection: What the graph looks like.
-
-    Returns:
-        What is known of the losses' predictions.
-    """
-    placements = [call.placement for call in inspection.calls if call.is_loss]
-    for node in tail_terms(inspection.roots):
-        behind = explain_parents(node)
-        placements += [known.placement for known in behind]
-        if any(known.n > 1 for known in behind) and not is_sum(node):
-            placements.append(Mixed(name_of(node)))
-    return [p for p in placements if isinstance(p, Mixed)]
-
-
-def is_loss(owner: Any) -> bool:
-    """Tell whether something is the call of a loss.
-
-    Args:
-        owner: A use or a call.
-
-    Returns:
-        Whether it is.
-    """
-    return not owner.is_use and owner.is_loss
 
 
 def raise_released(module: Any) -> None:

@@ -9,7 +9,7 @@ one joint vector-Jacobian product leads from expressions to parameters.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -179,6 +179,86 @@ class Group:
         for param, products in zip(self.params, pulled):
             if products is not None:
                 _merge(found, param, Dense(products, param.shape))
+
+
+class ParameterTurn:
+    """Parameters of which everything is known: what extensions compute from.
+
+    Attributes:
+        group: The parameters and their uses.
+        backward_pass: The backward pass that is running.
+    """
+
+    def __init__(self, group: Group, backward_pass: Any):
+        """Begin the turn.
+
+        Args:
+            group: The parameters and their uses.
+            backward_pass: The backward pass that is running.
+        """
+        self.group, self.backward_pass = group, backward_pass
+        self._gradients: Optional[Dict[Tensor, PerSample]] = None
+
+    @property
+    def modules(self) -> List[Any]:
+        """Modules in which the parameters were used, as far as they exist."""
+        owners = [use.owner for use in self.group.uses]
+        return [owner.module for owner in owners if owner is not None]
+
+    def names(self) -> str:
+        """Name the parameters, for a message.
+
+        Returns:
+            Their qualified names.
+        """
+        return self.group.names()
+
+    def gradients(self) -> Dict[Tensor, PerSample]:
+        """Describe the individual gradients of the parameters.
+
+        Returns:
+            For each parameter that a gradient has reached, the products with V = 1.
+        """
+        if self._gradients is None:
+            running = self.backward_pass
+            self._gradients = self.group.products(
+                running.own_products, self.group.collected
+            )
+            for param, product in self._gradients.items():
+                product.plain.keeps_total = running.is_left_out(param)
+        return self._gradients
+
+    def size_of_terms(self) -> float:
+        """Estimate the size of the terms that gradients are sums of.
+
+        Returns:
+            Sum of the absolute values of all cotangents and their factors.
+        """
+        total = 0.0
+        for use in self.group.uses:
+            total += self.backward_pass.size_of_terms(use)
+        return total
+
+    def columns(self, ext: Any) -> Iterator[Tuple[Tensor, Any]]:
+        """Compute an extension's values from what losses have pulled back.
+
+        Args:
+            ext: The extension.
+
+        Yields:
+            Parameters, and their values.
+        """
+        yield from self.backward_pass.pull_back.values(ext, self)
+
+    def save(self, ext: Any, param: Tensor, value: Any) -> None:
+        """Save a value on a parameter.
+
+        Args:
+            ext: The extension whose field it is.
+            param: The parameter.
+            value: The value.
+        """
+        self.backward_pass.save(ext, param, value)
 
 
 def _merge(found: Dict[Any, PerSample], key: Any, product: PerSample) -> None:

@@ -1,0 +1,135 @@
+"""Columns that are pulled back: where they start, at a loss or at a model's output."""
+
+from __future__ import annotations
+
+from typing import Any, Iterator, Tuple
+
+import torch
+from torch import Tensor
+
+from backpack.core.layout import FIRST, Layout, once, ranks, sample_numbers
+from backpack.core.table import find_loss
+from backpack.engine.graph import Origin
+from backpack.engine.record import Call
+from backpack.engine.turn import Turn
+from backpack.utils.hooks import name_module
+
+# Columns that are pulled back at a time. Memory does not grow with the number of
+# columns beyond it.
+MAX_COLUMNS = 10
+
+OTHER_FEATURES = (
+    "{ext}: samples have different numbers of features in the output of {module}, or "
+    "some of its entries belong to none. Return a tensor in which each sample has as "
+    "many entries."
+)
+
+
+def check_first_argument(loss: Call, ext: Any) -> None:
+    """Refuse a loss whose prediction is another argument than the first.
+
+    Args:
+        loss: The loss's call, whose first argument is not part of a graph.
+        ext: The extension that is running.
+
+    Raises:
+        NotImplementedError: If another argument is.
+    """
+    others = [i for i, e in enumerate(loss.input_edges) if e is not None]
+    if others:
+        raise NotImplementedError(
+            f"{type(ext).__name__}: the first argument of {loss.module}, which is the "
+            f"prediction, has no graph, but argument {others[0]} has. Pass the "
+            "prediction first, and the target after it."
+        )
+
+
+def columns_of(source: Any, loss: Call, derivatives: Any) -> Iterator[Tensor]:
+    """Compute columns at the loss input, such that samples have a row each.
+
+    Where a sample has several rows, like the tokens of a sentence, an exact factor has
+    columns for each of them; the Hessian is block-diagonal. A sampled factor draws a
+    target for each row, which is uncorrelated with the others'.
+
+    Args:
+        source: Where the columns come from.
+        loss: The loss's call.
+        derivatives: Its derivatives.
+
+    Yields:
+        Columns ``[V, *in]`` with V at most ``MAX_COLUMNS``.
+    """
+    chunks = source.chunks(derivatives, loss.module, MAX_COLUMNS)
+    placement, x = loss.placement, loss.inputs[0]
+    rows = len(x) if x.dim() else 1
+    plain = placement is None or placement == FIRST and rows == loss.n
+    if plain or not source.is_exact or rows == 0:
+        yield from chunks
+        return
+    along_rows = isinstance(placement, Layout) and placement.axis == 0
+    if isinstance(placement, torch.Tensor):
+        along_rows = placement.numel() == placement.shape[0]
+    if not along_rows:
+        number, most = torch.arange(rows, device=x.device), rows
+    elif isinstance(placement, Layout):
+        _, number = ranks(placement, rows, loss.n, x.device)
+        most = rows // loss.n
+    else:
+        number, most = once(
+            placement, "ranks", lambda: _ranks(placement, rows, loss.n, x.device)
+        )
+    number = number.view(-1, *[1] * (x.dim() - 1))
+    for chunk in chunks:
+        for rank in range(most):
+            yield chunk * (number == rank)
+
+
+def _ranks(placement: Tensor, *sizes: Any) -> Tuple[Tensor, int]:
+    """Number the rows of each sample, and count those of the largest."""
+    _, number = ranks(placement, *sizes)
+    return number, int(number.max()) + 1
+
+
+def columns_of_loss(source: Any, turn: Turn) -> Iterator[Tensor]:
+    """Compute columns at a loss input, of the scale that the loss has.
+
+    Args:
+        source: Where the columns come from.
+        turn: The loss's turn.
+
+    Yields:
+        Columns ``[V, *in]`` with V at most ``MAX_COLUMNS``.
+    """
+    derivatives = find_loss(turn.module).derivatives
+    for chunk in columns_of(source, turn.call, derivatives):
+        yield chunk * turn.loss_scale()
+
+
+def identity_columns(origin: Origin, name: str) -> Iterator[Tensor]:
+    """Make a column for each feature of an output: the same one of all samples.
+
+    Args:
+        origin: The output.
+        name: Name of the extension, for messages.
+
+    Yields:
+        Columns ``[V, *out]`` with V at most ``MAX_COLUMNS``, in the order in which a
+        sample's features are in the output.
+
+    Raises:
+        NotImplementedError: If samples have different numbers of features.
+    """
+    (call, edge, placement), n = origin, origin.call.n
+    metadata = edge.node._input_metadata[edge.output_nr]
+    shape, device = torch.Size(metadata.shape), metadata.device
+    numbers = sample_numbers(placement, shape, n, device).flatten()
+    counts = torch.bincount(numbers + 1, minlength=n + 1).tolist()
+    if counts[0] or len({*counts[1:]}) > 1:
+        text = OTHER_FEATURES.format(ext=name, module=name_module(call.module))
+        raise NotImplementedError(text)
+    features = torch.argsort(numbers, stable=True).view(n, -1).T
+    for some in features.split(MAX_COLUMNS):
+        columns = torch.zeros(
+            len(some), len(numbers), dtype=metadata.dtype, device=device
+        )
+        yield columns.scatter_(1, some, 1.0).view(-1, *shape)

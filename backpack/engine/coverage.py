@@ -1,0 +1,183 @@
+"""What a backward pass looks for before it begins: is everything seen that matters?
+
+Each way from the loss to a parameter must lead through a use, and samples must not have
+met before it. Terms of the loss may belong to no sample, or have no known curvature.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Sequence
+
+from torch import Tensor
+
+from backpack.core.layout import Mixed
+from backpack.engine.gaps import explain_parents, name_of
+from backpack.engine.graph import (
+    SILENT,
+    Inspection,
+    additive_terms,
+    describe,
+    entries_of,
+    is_sum,
+    leaves_behind,
+    operation_name,
+    tail_terms,
+    walk,
+)
+from backpack.engine.uses import Use, refuse
+from backpack.utils.hooks import warn_user
+
+NOT_EXTENDED_BATCH_NORM = (
+    "A {module} in training mode, which is not extended, couples the samples of the "
+    "batch, so that quantities of individual samples are not defined. Call `.eval()` "
+    "on it, or replace it with a layer that treats samples separately."
+)
+SEPARATE_USE = (
+    "Parameters are also used in terms of the loss that no extended module computes, "
+    "like a regularizer: {names}. Their individual gradients do not sum to the "
+    "gradient, and quantities do not contain those terms. Add what they contribute by "
+    "hand, or differentiate them in a backward pass of their own, outside of the "
+    "context."
+)
+OUTSIDE_USE = (
+    "Parameters are used where extensions can't see it: {names}. Their quantities "
+    "would be wrong. Use a parameter only inside of extended modules, in operations of "
+    "PyTorch (not in a compiled or scripted piece, or a function with a backward of "
+    "its own), and differentiate no term that contains a derivative of the network."
+)
+MISSING_TERM = (
+    "Terms of the loss come from no extended loss module ({nodes}), so that their "
+    "curvature is missing in second-order quantities. Compute them with loss modules, "
+    "and extend these: `lossfunc = extend(lossfunc)`."
+)
+REENTRANT = (
+    "A part of the model runs inside `checkpoint(..., use_reentrant=True)`, which "
+    "hides what it computes. Use `checkpoint(..., use_reentrant=False)`."
+)
+
+
+def names_of(extensions: Sequence[Any]) -> str:
+    """Name extensions, for a message.
+
+    Args:
+        extensions: The extensions.
+
+    Returns:
+        Their names.
+    """
+    return ", ".join(type(ext).__name__ for ext in extensions)
+
+
+def check_samples(
+    inspection: Inspection,
+    uses: Sequence[Use],
+    params: Sequence[Tensor],
+    extensions: Sequence[Any],
+) -> None:
+    """Refuse a graph in which samples are not separate, or parameters not seen.
+
+    Args:
+        inspection: What the graph looks like.
+        uses: The uses in it.
+        params: Their parameters.
+        extensions: Extensions that separate samples.
+
+    Raises:
+        NotImplementedError: If quantities would be wrong.
+    """
+    names = names_of(extensions)
+    if not inspection.allows_inputs:
+        raise NotImplementedError(f"{names}: {REENTRANT}")
+    module = inspection.coupling()
+    if module is not None:
+        message = NOT_EXTENDED_BATCH_NORM.format(module=module)
+        if any(ext.refuses_coupled_samples for ext in extensions):
+            raise NotImplementedError(message)
+        warn_user(message)
+    separate, entangled = inspection.uses_outside(set(map(id, params)))
+    entangled += _never_seen(inspection, params) + _behind_uses(uses)
+    if entangled:
+        raise NotImplementedError(OUTSIDE_USE.format(names=describe(entangled)))
+    for met in (*inspection.coupled(), *met_before_losses(inspection)):
+        if operation_name(met) not in ("batch_norm", "native_batch_norm"):
+            refuse(names, met, "any parameter")
+    if separate:
+        warn_user(SEPARATE_USE.format(names=describe(separate)))
+
+
+def _behind_uses(uses: Sequence[Use]) -> List[Tensor]:
+    """Find parameters of expressions that contain a derivative of the network."""
+    constants = [constant for use in uses for constant in use.constants]
+    sources = dict.fromkeys(c.source.node for c in constants if c.source)
+    found: List[Tensor] = []
+    for source in sources:
+        behind = walk([source], stop=SILENT)
+        if any(e.owner.is_use for node in behind for e in entries_of(node)):
+            found += leaves_behind(source)
+    return list({id(x): x for x in found}.values())
+
+
+def _never_seen(inspection: Inspection, seen: Sequence[Tensor]) -> List[Tensor]:
+    """Find parameters of modules that were watched, none of whose uses were."""
+    known = set(map(id, seen))
+    reached = {id(p): p for p in inspection.reached if id(p) not in known}
+    if not reached or not known:
+        return []
+    found: Dict[int, Tensor] = {}
+    for call in inspection.calls:
+        if not call.released and not call.is_loss:
+            for param in call.module.parameters():
+                if id(param) in reached:
+                    found[id(param)] = param
+    return list(found.values())
+
+
+def warn_of_terms(inspection: Inspection) -> None:
+    """Warn of terms whose curvature nobody knows.
+
+    Args:
+        inspection: What the graph looks like.
+    """
+    terms, _ = additive_terms(inspection.roots)
+    owners = {term: [e.owner for e in entries_of(term)] for term in terms}
+    losses = [t for t in terms if any(is_loss(x) for x in owners[t])]
+    if not losses or len(losses) == len(terms):
+        return
+    missing = [
+        type(term).__name__
+        for term in terms
+        if term not in losses
+        and any(e.owner.is_use for node in walk([term]) for e in entries_of(node))
+    ]
+    if missing:
+        warn_user(MISSING_TERM.format(nodes=", ".join(missing)))
+
+
+def met_before_losses(inspection: Inspection) -> List[Mixed]:
+    """Find where samples have met between a model and its loss.
+
+    Args:
+        inspection: What the graph looks like.
+
+    Returns:
+        What is known of the losses' predictions.
+    """
+    placements = [call.placement for call in inspection.calls if call.is_loss]
+    for node in tail_terms(inspection.roots):
+        behind = explain_parents(node)
+        placements += [known.placement for known in behind]
+        if any(known.n > 1 for known in behind) and not is_sum(node):
+            placements.append(Mixed(name_of(node)))
+    return [p for p in placements if isinstance(p, Mixed)]
+
+
+def is_loss(owner: Any) -> bool:
+    """Tell whether something is the call of a loss.
+
+    Args:
+        owner: A use or a call.
+
+    Returns:
+        Whether it is.
+    """
+    return not owner.is_use and owner.is_loss

@@ -1,0 +1,275 @@
+"""Calls of layers of the table, each of which is a use as a whole.
+
+Their rules say what the samples of a result are, and where its parameters enter: what
+happens inside is not watched.
+"""
+
+from __future__ import annotations
+
+import weakref
+from types import SimpleNamespace
+from typing import Any, Dict, List, Optional, Tuple
+
+from torch import Tensor, nn
+from torch.nn import Module
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_leaves
+
+from backpack.core.derivatives.generic import output_batch_axis
+from backpack.core.layout import Layout, Mixed, Placement
+from backpack.core.operations import LayerLike, Operation
+from backpack.core.table import Row, find_row
+from backpack.engine.gaps import Known, explain
+from backpack.engine.placements import placement_of
+from backpack.engine.record import Call
+from backpack.engine.tracking import Tracker
+from backpack.engine.uses import Constant, Use
+from backpack.utils.module_classification import is_loss
+
+_AXES = {nn.Linear: (1, 1), nn.Embedding: (0, 1)}
+_BATCH_AXES: Dict[Any, int] = {
+    **{nn.Conv1d: 3, nn.Conv2d: 4, nn.Conv3d: 5},
+    **{nn.ConvTranspose1d: 3, nn.ConvTranspose2d: 4, nn.ConvTranspose3d: 5},
+}
+
+
+def row_of_call(
+    module: Module, args: Tuple, kwargs: Dict[str, Any], tracker: Optional[Tracker]
+) -> Optional[Row]:
+    """Look up the rule for a call that is a use as a whole, or needs no watching.
+
+    Args:
+        module: The module.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        tracker: What watches the operations around, ``None`` if nothing does.
+
+    Returns:
+        The row, ``None`` if what happens inside has to be watched.
+    """
+    if is_loss(module):
+        return find_row(module, losses=True)
+    row = find_row(module)
+    if row is None or kwargs or not args or not isinstance(args[0], Tensor):
+        return None
+    x = args[0]
+    if row.params == ():
+        return row if _keeps_samples(module, x) else None
+    if not row.accepts(module, args) or not _is_plain(module, row):
+        return None
+    if isinstance(module, nn.RNNBase) and not _takes_samples(module, args, tracker):
+        return None
+    return row
+
+
+def row_inside(
+    module: Module, args: Tuple, kwargs: Dict[str, Any], tracker: Tracker
+) -> Optional[Row]:
+    """Look up the rule for a call inside of a model, which then is a use as a whole.
+
+    Samples must be where the layer takes them to be. Everything else is watched.
+
+    Args:
+        module: The module.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        tracker: What watches the operations around.
+
+    Returns:
+        The row, ``None`` if what happens inside has to be watched.
+    """
+    is_recurrent = isinstance(module, nn.RNNBase)
+    if len(args) != 1 and not is_recurrent:
+        return None
+    row = row_of_call(module, args, kwargs, tracker)
+    if row is None or is_recurrent:
+        return row
+    if isinstance(module, _NormBase) and (
+        module.training or module.running_mean is None
+    ):
+        return None  # samples meet
+    placement = placement_of(args[0], tracker.key)
+    if type(placement) is not Layout or row.params == ():
+        return None
+    features = _features(module)
+    axes = 1 if features is None else args[0].dim() - features[0]
+    return row if placement.axis < axes else None
+
+
+def _takes_samples(module: Module, args: Tuple, tracker: Optional[Tracker]) -> bool:
+    """Tell whether what a recurrent layer takes for the batch are the samples."""
+    x, *states = args
+    n, placement = _input_of(module, x, tracker)[::-1]
+    places = [(x, int(not module.batch_first), placement)]
+    for h in tree_leaves(states):
+        if isinstance(h, Tensor) and h.requires_grad:
+            known = (
+                explain(h)
+                if tracker is None
+                else Known(placement_of(h, tracker.key), n)
+            )
+            if known is None or known.placement is None:
+                return False  # a parameter
+            places.append((h, 1, known.placement))
+    return x.dim() == 3 and all(
+        y.shape[axis] == n and (n == 1 or placement == Layout(axis, 1))
+        for y, axis, placement in places
+    )
+
+
+def _is_plain(module: Module, row: Row) -> bool:
+    """Tell whether all parameters are the layer's own, and none is computed."""
+    own = module._parameters
+    names = own if row.params is None else row.params
+    if any(child is not None for child in module._modules.values()):
+        return False
+    if any(p is not None and p.grad_fn is not None for p in own.values()):
+        return False
+    return all(name in own for name in names) and len(own) <= len(names)
+
+
+_MOVES = (nn.Softmax, nn.LogSoftmax, nn.GLU, nn.Flatten, nn.Unflatten)
+
+
+def _keeps_samples(module: Module, x: Tensor) -> bool:
+    """Tell whether a layer without parameters leaves samples on axis 0 as they are."""
+    if isinstance(module, nn.Flatten):
+        return module.start_dim > 0
+    if isinstance(module, nn.Identity):
+        return True
+    return type(module).__module__.startswith("torch.nn") and not isinstance(
+        module, _MOVES
+    )
+
+
+class LayerCall(Operation):
+    """A call of a layer with several outputs, by its derivatives."""
+
+    takes_all = True
+
+    def __init__(self, derivatives: Any, module: Module, arguments: List[Any]):
+        """Store the call.
+
+        Args:
+            derivatives: The layer's derivatives.
+            module: The layer.
+            arguments: What went in.
+        """
+        super().__init__(arguments[0], list(module._parameters))
+        self._derivatives, self._module = derivatives, module
+        self._arguments, self._training = arguments, module.training
+
+    def product(self, key, shape, cotangents, out, n):  # noqa: D102
+        module = self._module
+        training, module.training = module.training, self._training
+        try:
+            return self._derivatives.product(key, module, self._arguments, cotangents)
+        finally:
+            module.training = training
+
+
+def _input_of(module: Module, x: Tensor, tracker: Optional[Tracker]) -> Known:
+    """Tell where the samples of a layer's input are."""
+    if tracker is not None:
+        return Known(placement_of(x, tracker.key), tracker.n)
+    known = explain(x)
+    if known is not None:
+        return known
+    axis = 0
+    if isinstance(module, nn.RNNBase):
+        axis = int(not module.batch_first)
+    return Known(Layout(axis, 1), x.shape[axis] if x.dim() > axis else 1)
+
+
+def note_use(
+    call: Call,
+    row: Row,
+    args: Tuple,
+    outputs: List[Tensor],
+    tracker: Optional[Tracker],
+    since: int,
+) -> List[Placement]:
+    """Record a call of a layer of the table as a use; say where samples are then.
+
+    Args:
+        call: The call.
+        row: The layer's row of the table.
+        args: Positional arguments.
+        outputs: What the layer returned.
+        tracker: What watches the operations around, ``None`` if nothing does.
+        since: Number of nodes that the graph had before.
+
+    Returns:
+        Where the samples are in each output.
+    """
+    module, x = call.module, args[0]
+    known = _input_of(module, x, tracker)
+    call.n = known.n
+    placements = _placements(module, row, x, known, outputs)
+    if row.params == ():
+        return placements
+    constants = [
+        Constant(p, None, name)
+        for name, p in module._parameters.items()
+        if p is not None and p.requires_grad
+    ]
+    pairs = [(o, p) for o, p in zip(outputs, placements) if o.requires_grad]
+    if constants and len(pairs) == len(outputs):
+        operation = _operation(module, row, args, [c.key for c in constants])
+        outs, places = [o for o, _ in pairs], [p for _, p in pairs]
+        name = type(module).__name__
+        use = Use(name, constants, known.n, places, call, operation, since)
+        use.attach(outs)
+        call.uses.append(use)
+    return placements
+
+
+def _operation(
+    module: Module, row: Row, args: Tuple, names: List[str]
+) -> Optional[Operation]:
+    if row.several_outputs:
+        return LayerCall(row.derivatives, module, list(args))
+    if isinstance(module, _NormBase):
+        return _normalization(module, row, args, names)
+    features = _features(module)
+    keys = {name: name for name in names}
+    return LayerLike(row.derivatives, module, keys, args[0], features)
+
+
+def _normalization(
+    module: Module, row: Row, args: Tuple, names: List[str]
+) -> Operation:
+    """Copy running statistics, which may move before the backward pass."""
+    layer = SimpleNamespace(eps=module.eps, training=module.training)
+    layer.weight, layer.bias = module.weight, module.bias
+    mean, var = module.running_mean, module.running_var
+    layer.running_mean = None if mean is None else mean.clone()
+    layer.running_var = None if var is None else var.clone()
+    return LayerLike(row.derivatives, layer, {n: n for n in names}, args[0])
+
+
+def _features(module: Module) -> Optional[Tuple[int, int]]:
+    for cls, features in _AXES.items():
+        if isinstance(module, cls):
+            return features
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        return (len(module.normalized_shape),) * 2
+    return None
+
+
+def _placements(
+    module: Module, row: Row, x: Tensor, known: Known, outputs: List[Tensor]
+) -> List[Placement]:
+    """Tell where the samples are in a layer's outputs."""
+    name, placement = f"`{type(module).__name__}` on {list(x.shape)}", known.placement
+    mixed = Mixed(name, module=weakref.ref(module))
+    if isinstance(module, nn.RNNBase):
+        return [Layout(output_batch_axis(module, i), 1) for i in range(len(outputs))]
+    if isinstance(placement, Mixed) or placement is None:
+        return [placement] * len(outputs)
+    features, axes = _features(module), 1
+    if features is not None:
+        axes = x.dim() - features[0]
+    if isinstance(placement, Layout) and placement.axis < axes:
+        return [placement] * len(outputs)
+    return [mixed] * len(outputs)

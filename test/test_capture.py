@@ -343,6 +343,7 @@ def test_kept_without_extensions(quantity: Callable, first: str, times: int):
         for param in model.parameters():
             field = getattr(param, ext.savefield)
             field = field(torch.ones(1, *param.shape)) if callable(field) else field
+            field = getattr(field, "individual", lambda f=field: f)()
             fields.append(field if isinstance(field, list) else [field])
     half = len(fields) // 2
     for without, after in zip(fields[:half], fields[half:]):

@@ -1369,8 +1369,12 @@ def test_hook_changes_the_output(when: str, layer: int) -> None:
         handle = nn.modules.module.register_module_forward_hook(double)
     else:
         handle = changed.register_forward_hook(double, prepend=when == "first")
+    is_last = layer == 2 or when == "for all"
     for _ in range(2):
-        check(problem)
+        check(problem, [q for q in DENSE if not is_last or q != "BatchJacobian"])
+    if is_last:
+        with pytest.raises(NotImplementedError, match="has a forward hook"):
+            compute(*problem, ["BatchJacobian"])
     handle.remove()
 
 

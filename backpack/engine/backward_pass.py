@@ -328,7 +328,7 @@ class BackwardPass:
         if self._separating:
             for use in group.uses:
                 if any([g is not None for g in self._gradients[use]]):
-                    use.check(self._names, group.names)
+                    use.check(lambda: names_of(self._separating), group.names)
         if self._check is not None:
             self._check.add(turn)
         modules = turn.modules

@@ -119,9 +119,9 @@ def identity_columns(origin: Origin, name: str) -> Iterator[Tensor]:
     Raises:
         NotImplementedError: If samples have different numbers of features.
     """
-    (call, edge, placement), n = origin, origin.call.n
+    (call, edge, placement, shape), n = origin, origin.call.n
     metadata = edge.node._input_metadata[edge.output_nr]
-    shape, device = torch.Size(metadata.shape), metadata.device
+    device = metadata.device
     numbers = sample_numbers(placement, shape, n, device).flatten()
     counts = torch.bincount(numbers + 1, minlength=n + 1).tolist()
     if counts[0] or len({*counts[1:]}) > 1:
@@ -132,4 +132,4 @@ def identity_columns(origin: Origin, name: str) -> Iterator[Tensor]:
         columns = torch.zeros(
             len(some), len(numbers), dtype=metadata.dtype, device=device
         )
-        yield columns.scatter_(1, some, 1.0).view(-1, *shape)
+        yield columns.scatter_(1, some, 1.0).view(-1, *metadata.shape)

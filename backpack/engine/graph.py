@@ -63,11 +63,13 @@ class Origin(NamedTuple):
         call: The call of the loss or the model.
         edge: Where prediction or output sit in the graph.
         placement: Where the samples are in there.
+        shape: Shape of the output, of which the node's may be another view.
     """
 
     call: Any
     edge: GradientEdge
     placement: Any
+    shape: Optional[torch.Size] = None
 
 
 def entries_of(node: Node) -> List[Entry]:
@@ -303,8 +305,12 @@ class Inspection:
             for node in nodes:
                 for number, index, owner in entries_of(node):
                     if owner is call:
-                        edge = GradientEdge(node, number)
-                        found.append(Origin(call, edge, call.placements[index]))
+                        edge, placement = (
+                            GradientEdge(node, number),
+                            call.placements[index],
+                        )
+                        shape = call.output_shapes[index]
+                        found.append(Origin(call, edge, placement, shape))
         return found
 
     @property

@@ -10,6 +10,7 @@ import weakref
 from types import SimpleNamespace
 from typing import Any, Dict, List, Optional, Tuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _NormBase
@@ -81,6 +82,8 @@ def row_inside(
     is_recurrent = isinstance(module, nn.RNNBase)
     if len(args) != 1 and not is_recurrent:
         return None
+    if not is_recurrent and torch.is_autocast_enabled(args[0].device.type):
+        return None  # autograd keeps a copy of the input, which may be overwritten
     row = row_of_call(module, args, kwargs, tracker)
     if row is None or is_recurrent:
         return row

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.nn import Module
+from torch.nn.modules.module import _global_forward_hooks
 
 from backpack.core.fast.memory import huge_empty, may_write
 from backpack.core.layout import Mixed
@@ -25,7 +26,7 @@ from backpack.engine.parameters import Group
 from backpack.engine.record import Call
 from backpack.engine.turn import Turn, refuse_several_calls
 from backpack.engine.uses import Use, refuse
-from backpack.utils.hooks import name_module, warn_user, without_hooks
+from backpack.utils.hooks import EXTENDED, name_module, warn_user, without_hooks
 from backpack.utils.parallel import gather
 
 OTHER_SAMPLES = (
@@ -45,6 +46,11 @@ NOT_ONE_OUTPUT = (
     "backward pass. Found: {found}. Extend the model as a whole, differentiate a "
     "function of one of its outputs, `output.sum().backward()`, and do so by PyTorch's "
     "functions."
+)
+HOOKED_OUTPUT = (
+    "{ext}: {module} has a forward hook, which may change the output that the Jacobian "
+    "is about, after it was seen. Remove the hook, or let a module of the model do "
+    "what it does."
 )
 NOT_BEHIND = (
     "{ext}: the output of the extended model does not depend on {names}, which the "
@@ -117,7 +123,7 @@ class PullColumns:
             extensions: Extensions whose columns start there.
 
         Raises:
-            NotImplementedError: If there is not exactly one output.
+            NotImplementedError: If there is not exactly one output, or hooks change it.
         """
         inspection, name = self._running.inspection, type(extensions[0]).__name__
         origins = [] if inspection is None else inspection.outputs()
@@ -125,6 +131,10 @@ class PullColumns:
             names = [name_module(origin.call.module) for origin in origins]
             found = ", ".join(names) or "none"
             raise NotImplementedError(NOT_ONE_OUTPUT.format(ext=name, found=found))
+        hooked = _changed_by_hooks(origins[0].call.module)
+        if hooked is not None:
+            text = {"ext": name, "module": name_module(hooked)}
+            raise NotImplementedError(HOOKED_OUTPUT.format(**text))
         make = partial(identity_columns, origins[0], name)
         self._start(origins[0], make, extensions)
 
@@ -417,6 +427,16 @@ class PullColumns:
         if before == 0:
             return columns
         return torch.cat([columns.new_zeros(before, *columns.shape[1:]), columns])
+
+
+def _changed_by_hooks(module: Module) -> Optional[Module]:
+    """Find hooks of users on a module, or around it, that run after ours."""
+    around = [m for root in EXTENDED for m in root.modules() if module in m.modules()]
+    for m in around:
+        hooks = (*m._forward_hooks.values(), *_global_forward_hooks.values())
+        if any(not getattr(h, "__module__", "").startswith("backpack.") for h in hooks):
+            return m
+    return None
 
 
 def explain_missing(ext: Any, turn: Any, met_loss: bool) -> None:

@@ -86,7 +86,7 @@ def projected(product: PerSample, matrices: Sequence[Tensor]) -> PerSample:
             return Outer(*_factors(product, *matrices), shape, order)
     if isinstance(product, Rows):
         on_ids, on_b = matrices
-        b = on_ids.mT[product.ids] * product.valid.unsqueeze(-1)
+        b = full_precision(on_ids).mT[product.ids] * product.valid.unsqueeze(-1)
         a = _times(product.b, on_b)
         return Outer(lambda: a[0].unsqueeze(1), b[None, :, None], shape)
     blocks = [_rotated(block, matrices) for block in product.pieces()]
@@ -98,17 +98,21 @@ def _factors(product: Outer, on_b: Optional[Tensor], on_a: Optional[Tensor]):
 
     def inputs() -> Tensor:
         if on_a is None:
-            return product.a
+            return product.a if on_b is None else full_precision(product.a)
         size = product.groups * product.positions * product.inputs_size
         some = sums.chunks(product.batch_size, size, tuning.UNFOLDED_ELEMENTS)
         return torch.cat([_times(product.inputs(n), on_a) for n in some])
 
-    return inputs, _times(product.b, on_b)
+    same = on_a is None and on_b is None
+    return inputs, _times(product.b if same else full_precision(product.b), on_b)
 
 
 def _times(rows: Tensor, matrix: Optional[Tensor]) -> Tensor:
     """Multiply rows with a matrix, ``None`` for the identity."""
-    return rows if matrix is None else full_precision(rows) @ matrix.mT
+    if matrix is None:
+        return rows
+    rows = full_precision(rows)
+    return rows @ matrix.to(rows.dtype).mT
 
 
 def _rotated(products: Tensor, matrices: Matrices) -> Tensor:
@@ -116,7 +120,8 @@ def _rotated(products: Tensor, matrices: Matrices) -> Tensor:
     groups = next((m.shape[:-2] for m in matrices if m is not None), ())
     sizes = [-1 if m is None else m.shape[-1] for m in matrices]
     rows = full_precision(products).reshape(products.shape[:2].numel(), *groups, *sizes)
-    return rotate(matrices, rows).unflatten(0, products.shape[:2])
+    same = [m if m is None else m.to(rows.dtype) for m in matrices]
+    return rotate(same, rows).unflatten(0, products.shape[:2])
 
 
 def squares_after(product: PerSample, matrices: Sequence[Tensor]) -> Tensor:

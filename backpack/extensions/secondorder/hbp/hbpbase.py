@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, List, Optional
 
 from torch import Tensor
@@ -69,7 +70,7 @@ class HBPBaseModule(ModuleRule):
             ext,
             lambda: f"{name_module(module)} (parameter '{name}')",
             product,
-            getattr(module, name),
+            attrgetter(name)(module),
         )
         if is_sqrt:
             output = factors.output_factor(product, sharing)

@@ -129,8 +129,8 @@ def _starts(inspection: Inspection) -> Iterator[Tuple[GradientEdge, Known]]:
         edge = loss.input_edges[0] if loss.input_edges else None
         if edge is not None:
             yield edge, Known(loss.placement, loss.n)
-    for call, edge, placement in inspection.outputs() if not losses else ():
-        yield edge, Known(placement, call.n)
+    for origin in inspection.outputs() if not losses else ():
+        yield origin.edge, Known(origin.placement, origin.call.n)
 
 
 def _columns(edge: GradientEdge, known: Known) -> Iterator[Tuple[int, int, Tensor]]:

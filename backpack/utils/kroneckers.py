@@ -15,7 +15,7 @@ from functools import reduce
 from itertools import islice
 from math import prod
 from string import ascii_lowercase
-from typing import Callable, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple, Union
 
 from torch import Tensor, einsum, kron, ones_like
 from torch.linalg import eigh
@@ -376,7 +376,8 @@ def eigen_kfacs(factors: Sequence[Tensor]) -> List[Tensor]:
     """
     if not factors:
         raise ValueError("Expected one or more Kronecker factors, got none.")
-    bases, product = [], None
+    bases: List[Tensor] = []
+    product: Any = None
     for i, factor in enumerate(factors):
         if is_vector(factor):
             values, basis = factor, ones_like(factor)

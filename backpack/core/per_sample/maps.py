@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Optional, Sequence
+from typing import Callable, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -93,7 +93,9 @@ def projected(product: PerSample, matrices: Sequence[Tensor]) -> PerSample:
     return Dense(torch.cat(blocks, 1), shape)
 
 
-def _factors(product: Outer, on_b: Optional[Tensor], on_a: Optional[Tensor]):
+def _factors(
+    product: Outer, on_b: Optional[Tensor], on_a: Optional[Tensor]
+) -> Tuple[Callable[[], Tensor], Tensor]:
     """Multiply the factors of outer products; inputs when they are asked for."""
 
     def inputs() -> Tensor:

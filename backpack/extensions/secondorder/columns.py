@@ -231,7 +231,7 @@ class ColumnExtension(SecondOrderBackpropExtension):
         self.walks_modules = False
 
     @abstractmethod
-    def statistic(self, product: PerSample) -> Tensor:
+    def statistic(self, product: PerSample) -> Any:
         """Reduce columns to what adds up over columns.
 
         Args:
@@ -241,7 +241,7 @@ class ColumnExtension(SecondOrderBackpropExtension):
             The statistic.
         """
 
-    def finish(self, product: PerSample, statistic: Tensor) -> Any:
+    def finish(self, product: PerSample, statistic: Any) -> Any:
         """Turn the sum of all columns' statistics into the quantity.
 
         Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Mapping, Optional, Union
+from typing import Any, Mapping, Optional, Union
 
 import torch
 from torch import Tensor
@@ -63,7 +63,7 @@ class BatchDotGrad(GradientReduction):
     def reduce_for(self, param: Tensor, gradients: PerSample) -> Tensor:  # noqa: D102
         if self._other is None:
             return super().reduce_for(param, gradients)
-        others = self._other.get(param)
+        others: Any = self._other.get(param)
         known = isinstance(others, (Tensor, FactoredGradients))
         if not known or others.shape[1:] != param.shape or not len(others.shape):
             got = f"shape {list(others.shape)}" if known else type(others).__name__
@@ -74,7 +74,7 @@ class BatchDotGrad(GradientReduction):
             others = FactoredGradients(Dense(tensors.unsqueeze(0), param.shape))
         return others.dots(self.select(gradients))
 
-    def parts(self, gradients: PerSample) -> PerSample:  # noqa: D102
+    def parts(self, gradients: PerSample) -> Any:  # noqa: D102
         return self.select(gradients) if self._other is None else None
 
     def over_shards(self, value: Tensor, piece: Piece) -> Tensor:  # noqa: D102

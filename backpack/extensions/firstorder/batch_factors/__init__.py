@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Optional, Sequence
+from typing import Any, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -157,7 +157,7 @@ class FactoredGradients:
 
     def _divided(self) -> Tensor:
         """Divide the gradients, in the basis of eigenvectors, by eigenvalues."""
-        *bases, values = self._ekfac
+        *bases, values = self._ekfac  # type: ignore[misc]
         rotated = mapped(in_order(self._product), transposed(bases)).individual()[0]
         return rotated.reshape(-1, *values.shape) / (values + self._damping)
 
@@ -184,5 +184,5 @@ class BatchFactors(GradientReduction):
         super().__init__("grad_factors", subsampling=subsampling)
 
     @staticmethod
-    def reduce(gradients: PerSample) -> FactoredGradients:  # noqa: D102
+    def reduce(gradients: PerSample) -> Any:  # noqa: D102
         return FactoredGradients(gradients.gathered(lambda x, _: x.detach().clone()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import List, Mapping, MutableMapping, Optional, Sequence, Union
+from typing import Any, List, Mapping, MutableMapping, Optional, Sequence, Union
 
 import torch
 from torch import Generator, Tensor
@@ -82,7 +82,7 @@ class BatchProjectGrad(GradientReduction):
             ValueError: If the projection is neither.
         """
         is_number = isinstance(projection, int) and not isinstance(projection, bool)
-        if not (is_number and projection > 0 or isinstance(projection, Mapping)):
+        if not (isinstance(projection, Mapping) or is_number and projection > 0):
             raise ValueError(OTHER_PROJECTION.format(got=projection))
         super().__init__("grad_projected", subsampling=subsampling)
         self._projection, self._generator = projection, generator
@@ -119,10 +119,10 @@ class BatchProjectGrad(GradientReduction):
 
     def _draw(self, size: int, param: Tensor) -> Tensor:
         """Draw a matrix ``[k, size]``."""
-        k, generator = self._projection, self._generator
+        k, generator = int(self._projection), self._generator  # type: ignore[arg-type]
         device = param.device if generator is None else generator.device
         dtype = accumulator_dtype(param.dtype)
-        options = {"generator": generator, "device": device, "dtype": dtype}
+        options: Any = {"generator": generator, "device": device, "dtype": dtype}
         return torch.randn(k, size, **options).to(param.device) / k**0.5
 
     def reduce_for(self, param: Tensor, gradients: PerSample) -> Tensor:  # noqa: D102

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
-from typing import Any, List, Mapping, Optional, Sequence, Union
+from typing import Any, List, Mapping, Optional, Sequence
 
 import torch
 from torch import Generator, Tensor
@@ -26,7 +26,7 @@ from backpack.extensions.secondorder.hbp.factors import (
 )
 from backpack.extensions.shards import Piece
 from backpack.utils.kroneckers import eigen_kfacs, transposed
-from backpack.utils.types import full_precision
+from backpack.utils.types import WeightSharing, full_precision
 
 Basis = Mapping[Tensor, Sequence[Tensor]]
 
@@ -62,7 +62,7 @@ class EKFAC(KroneckerFactors):
         self,
         mc_samples: int = 1,
         fisher_type: str = "mc",
-        weight_sharing: Optional[str] = "expand",
+        weight_sharing: Optional[WeightSharing] = "expand",
         basis: Optional[Basis] = None,
         generator: Optional[Generator] = None,
         dense_limit: int = DENSE_LIMIT,
@@ -102,9 +102,7 @@ class EKFAC(KroneckerFactors):
         bound._fixed = list(bases)
         return bound
 
-    def statistic(
-        self, product: PerSample
-    ) -> Union[Tensor, List[Tensor]]:  # noqa: D102
+    def statistic(self, product: PerSample) -> Any:  # noqa: D102
         if self._fixed is None:
             return super().statistic(product)
         expected = basis_shapes(product)
@@ -116,7 +114,7 @@ class EKFAC(KroneckerFactors):
         return [*bases, squares_after(product, transposed(bases))]
 
     def again(
-        self, product: PerSample, statistic: Union[Tensor, List[Tensor]]
+        self, product: PerSample, statistic: Any
     ) -> Optional[EKFAC]:  # noqa: D102
         if self._fixed is not None:
             return None
@@ -150,9 +148,7 @@ class EKFAC(KroneckerFactors):
             for i, factor in enumerate(factors)
         ]
 
-    def finish(
-        self, product: PerSample, statistic: List[Tensor]
-    ) -> List[Tensor]:  # noqa: D102
+    def finish(self, product: PerSample, statistic: Any) -> List[Tensor]:  # noqa: D102
         return statistic
 
     def combine(self, existing: Any, other: Any) -> Any:

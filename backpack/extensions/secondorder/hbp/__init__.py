@@ -280,12 +280,10 @@ class KroneckerFactors(ColumnExtension, HBP):
         if shard is not None:
             shard.parts[param] = factors.is_transposed(product)
 
-    def statistic(self, product: PerSample) -> Tensor:  # noqa: D102
+    def statistic(self, product: PerSample) -> Any:  # noqa: D102
         return factors.output_factor(product, self.weight_sharing)
 
-    def finish(
-        self, product: PerSample, statistic: Tensor
-    ) -> List[Tensor]:  # noqa: D102
+    def finish(self, product: PerSample, statistic: Any) -> List[Tensor]:  # noqa: D102
         return factors.with_input_factor(product, statistic, self.weight_sharing)
 
     def add(self, existing: List[Tensor], other: List[Tensor]) -> List[Tensor]:

@@ -569,6 +569,19 @@ def test_samples_that_meet(record_property: Callable) -> None:
     assert not seen["right"] and seen["refused"]
 
 
+# Rows that a long run has found
+FOUND = [
+    Spec([Step("order-and-back", "lookup", 0)], None, "last-token", 3, 1),
+    Spec([Step("flip-and-back", "prefix", 0)], None, "last-token", 2, 1),
+]
+
+
+@pytest.mark.parametrize("spec", FOUND, ids=["numbers-that-agree", "constant-in-front"])
+def test_what_was_wrong(spec: Spec) -> None:
+    """What nothing is known of is no sample's own, and no constant is left out."""
+    assert_right_alone(spec)
+
+
 @pytest.mark.parametrize("move", sorted({**BATCH_MOVES, **ROW_MOVES}))
 def test_common_moves_are_not_refused(move: str) -> None:
     """No move is refused by itself, with as many positions as samples or not."""

@@ -532,7 +532,10 @@ def in_processes() -> List[Dict]:
     """Run the processes; results of each of them."""
     with TemporaryDirectory() as folder:
         multiprocessing.spawn(work, (folder,), nprocs=WORLD)
-        return [torch.load(Path(folder) / f"{r}.pt") for r in range(WORLD)]
+        return [
+            torch.load(Path(folder) / f"{r}.pt", weights_only=True)
+            for r in range(WORLD)
+        ]
 
 
 processes = pytest.mark.skipif(

@@ -105,6 +105,7 @@ def simplify(numbers: Tensor, n: int) -> Union[Layout, Tensor, None]:
             if (size // n) % inner == 0:
                 if bool(((place // inner % n == highest) | ~seen).all()):
                     return Layout(axis, inner)
+    numbers = _filled(numbers, n)
     for axis in range(numbers.dim()):  # one number for a row, where it is possible
         first = numbers.narrow(axis, 0, 1)
         if numbers.shape[axis] > 1 and bool((numbers == first).all()):
@@ -127,6 +128,23 @@ def once(placement: Tensor, what: Hashable, compute: Callable[[], Any]) -> Any:
     if what not in known:
         known[what] = compute()
     return known[what]
+
+
+def _filled(numbers: Tensor, n: int) -> Tensor:
+    """Let what is unknown belong to the sample that has the rest of its slice.
+
+    If other samples use it, they meet there, which is found out.
+    """
+    known = numbers >= 0
+    for axis in range(numbers.dim()):
+        others = [d for d in range(numbers.dim()) if d != axis]
+        if bool(known.all()) or not others:
+            break
+        highest = numbers.amax(others, keepdim=True)
+        lowest = numbers.where(known, n).amin(others, keepdim=True)
+        if bool(((highest == lowest) | (highest < 0)).all()):
+            return numbers.where(known, highest)
+    return numbers
 
 
 class Arrangement:

@@ -8,6 +8,7 @@ to module, and the extension hook is called.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
 import torch
@@ -326,9 +327,12 @@ class BackwardPass:
         """Compute the values of parameters whose uses all have had their gradient."""
         turn = ParameterTurn(group, self)
         if self._separating:
+            who = partial(names_of, self._separating)
             for use in group.uses:
-                if any([g is not None for g in self._gradients[use]]):
-                    use.check(lambda: names_of(self._separating), group.names)
+                gradients = self._gradients[use]
+                if any([g is not None for g in gradients]):
+                    use.check(who, group.names)
+                    use.check_cotangents(gradients, who, group.names)
         if self._check is not None:
             self._check.add(turn)
         modules = turn.modules

@@ -32,7 +32,7 @@ FORGET: List[Any] = []  # makes a key that nothing is remembered by: it has no h
 MARK = "_backpack_samples"  # attribute of a tensor that depends on the model's inputs
 
 # Operations that map entries of the same place: where all operands' samples agree, so
-# do the result's. `test_layouts.py` holds each of them against a run with NaN.
+# do the result's.
 POINTWISE = frozenset(
     "add sub mul div rsub add_ sub_ mul_ div_ __iadd__ __imul__ __isub__ __itruediv__ "
     "__radd__ __rsub__ __rmul__ __rtruediv__ __rdiv__ __add__ __sub__ __mul__ "
@@ -42,6 +42,9 @@ POINTWISE = frozenset(
     "masked_fill_ clamp abs sin cos softplus hardswish hardsigmoid hardtanh relu_ "
     "leaky_relu elu mish relu6 square erf reciprocal addcmul addcdiv maximum minimum "
     "where clamp_min clamp_max true_divide multiply subtract divide exp_ log1p expm1 "
+    "remainder fmod floor_divide __mod__ __floordiv__ long int bool sign floor ceil "
+    "round trunc eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ isnan "
+    "logical_and logical_or logical_not __and__ __or__ __invert__ bitwise_and "
     "requires_grad_ selu celu logsigmoid softsign tanhshrink hardshrink softshrink "
     "threshold silu_ tanh_ sigmoid_ clamp_ dropout_ alpha_dropout".split()
 )
@@ -207,6 +210,17 @@ class Finder:
                 return None
         return common
 
+    def _combined(self, data: List[Tensor], out: Tensor) -> Placement:
+        """Combine any placements, entry by entry; ``None`` if they do not agree."""
+        numbers = torch.full(out.shape, -1, device=out.device)
+        for x in data:
+            own = sample_numbers(self.of(x), x.shape, self.n, x.device)
+            own = own.broadcast_to(out.shape).to(out.device)
+            if bool(((own >= 0) & (numbers >= 0) & (own != numbers)).any()):
+                return None
+            numbers = own.where(own >= 0, numbers)
+        return simplify(numbers, self.n)
+
     def find(
         self,
         func: Callable,
@@ -311,6 +325,10 @@ class Finder:
             return [simplify(call([numbers[0].contiguous(), *flat[1:]]), n)]
         if name == "as_strided":
             return [_in_memory(flat[0], numbers[0], outs[0], n)]
+        if name in POINTWISE and len(outs) == 1:
+            combined = self._combined(data, outs[0])
+            if combined is not None:
+                return [combined]
         found: List[Placement] = [None] * len(outs)
         for integers in (False, True):  # what NaN shows; else what a change of numbers
             kinds = [_is_inexact(x) for x, i in zip(flat, numbers) if i is not None]
@@ -396,7 +414,11 @@ class Finder:
             elif mixed[j]:
                 found.append(Mixed(describe(name, flat, numbers)))
             else:
-                found.append(simplify(got[j].masked_fill(unseen[j], -1), n))
+                placement = simplify(got[j].masked_fill(unseen[j], -1), n)
+                some = isinstance(placement, Tensor) and not _is_inexact(out)
+                if some and bool(unseen[j].any()) and _all_known(numbers):
+                    placement = None  # another number may give the same one: a constant
+                found.append(placement)
         return found
 
 
@@ -413,6 +435,11 @@ def describe(name: str, flat: Sequence[Any], numbers: Sequence[Any]) -> str:
     """
     shapes = [list(x.shape) for x, i in zip(flat, numbers) if i is not None]
     return f"`{name}` on {' and '.join(map(str, shapes))}"
+
+
+def _all_known(numbers: Sequence[Optional[Tensor]]) -> bool:
+    """Tell whether each entry of all operands belongs to a sample."""
+    return all(bool((i >= 0).all()) for i in numbers if i is not None)
 
 
 def _first_line(error: Exception) -> str:

@@ -33,7 +33,7 @@ from backpack.core.operations import Operation
 from backpack.core.per_sample.base import Dense, PerSample
 from backpack.core.per_sample.sums import chunks
 from backpack.utils.hooks import name_module, without_hooks
-from backpack.utils.state import state
+from backpack.utils.state import may_look, state
 
 ENTRIES = "backpack.entries"  # where a node of the graph keeps what ends in it
 LISTENS = "backpack.listens"  # where it says that what ends in it has a turn
@@ -290,6 +290,28 @@ class Use:
                 placement = Mixed(f"`{self.name}`", False)
             if isinstance(placement, Mixed):
                 refuse(what(), placement, names())
+
+    def check_cotangents(
+        self,
+        cotangents: Sequence[Optional[Tensor]],
+        what: Callable[[], str],
+        names: Callable[[], str],
+    ) -> None:
+        """Refuse cotangents at entries whose sample is not known.
+
+        Args:
+            cotangents: Gradient at each output, ``None`` for zero.
+            what: Who asks.
+            names: Names of the parameters.
+
+        Raises:
+            NotImplementedError: If there are some.
+        """
+        for placement, x in zip(self.placements, cotangents):
+            if x is None or not isinstance(placement, Tensor) or not may_look(x):
+                continue
+            if bool((x != 0).logical_and(placement < 0).any()):
+                refuse(what(), Mixed(f"`{self.name}`", False), names())
 
     def products(
         self, cotangents: Sequence[Optional[Tensor]], nodes: Dict[int, Node]

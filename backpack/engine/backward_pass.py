@@ -329,10 +329,10 @@ class BackwardPass:
         if self._separating:
             who = partial(names_of, self._separating)
             for use in group.uses:
-                gradients = self._gradients[use]
-                if any([g is not None for g in gradients]):
+                cotangents = self._gradients[use]
+                if any([g is not None for g in cotangents]):
                     use.check(who, group.names)
-                    use.check_cotangents(gradients, who, group.names)
+                    use.check_cotangents(cotangents, who, group.names)
         if self._check is not None:
             self._check.add(turn)
         modules = turn.modules

@@ -337,11 +337,6 @@ class Finder:
             found = self._probe(call, name, flat, numbers, outs, integers)
             if any(p is not None for p in found):
                 break
-        if name in POINTWISE:
-            found = [
-                self._pointwise(data, out) if p is None else p
-                for p, out in zip(found, outs)
-            ]
         return found
 
     def _looked_up(self, table: Any, ids: Any) -> Placement:

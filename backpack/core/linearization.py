@@ -27,9 +27,9 @@ from backpack.core.derivatives.sum_module import SumModuleDerivatives
 from backpack.hessianfree.lop import pull_back, pull_columns
 from backpack.hessianfree.rop import R_op
 from backpack.utils.disable import disable
-from backpack.utils.hooks import name_module
+from backpack.utils.hooks import message
 from backpack.utils.subsampling import Subsampling, subsample
-from backpack.utils.types import HALF, Layer, as_type, full_precision
+from backpack.utils.types import HALF, Layer, MatProd, as_type, full_precision
 from backpack.utils.unsqueeze import flatten
 
 Columns = List[Any]
@@ -121,7 +121,7 @@ class Snapshot:
             RuntimeError: If one was.
         """
         if any(x._version != version for x, version in self._seen):
-            text = CHANGED.format(ext=ext, name=name, module=name_module(self._module))
+            text = message(CHANGED, ext=ext, name=name, module=self._module)
             raise RuntimeError(text)
 
 
@@ -384,9 +384,8 @@ class ParameterLinearization:
         try:
             return torch.stack([R_op(y, param, v)[0] for v in columns])
         except NotImplementedError as error:
-            text = NOT_TWICE.format(
-                module=name_module(self.module), name=self.name, error=error
-            )
+            who = {"module": self.module, "name": self.name}
+            text = message(NOT_TWICE, error=error, **who)
             raise NotImplementedError(text) from error
 
     def jac_t(self, columns: Tensor) -> Tensor:
@@ -456,7 +455,7 @@ class ParameterLinearization:
         return param, checked(self.module, output)
 
 
-def _only(n: int) -> Callable[[Tensor], Tensor]:
+def _only(n: int) -> MatProd:
     def select(delta: Tensor) -> Tensor:
         selected = torch.zeros_like(delta)
         selected[n] = delta[n]

@@ -76,10 +76,10 @@ class ParameterRule(MatToJacMat):
         """
         for name in params or []:
             if not hasattr(self, name):
-                setattr(self, name, partial(self.parameter, name))
+                setattr(self, name, partial(self.method, name))
         super().__init__(derivatives, params)
 
-    def parameter(
+    def method(
         self,
         name: str,
         ext: Any,
@@ -88,13 +88,30 @@ class ParameterRule(MatToJacMat):
         g_out: Grads,
         backproped: Any,
     ) -> Any:
-        """Compute a parameter's value.
+        """Compute a parameter's value, as a module extension does.
 
         Args:
             name: Name of the parameter.
             ext: The extension that is running.
             module: The module, with its inputs and output.
             g_inp: Gradients at the inputs, as far as they exist.
+            g_out: Gradients at the outputs.
+            backproped: What was pulled back to the module's output.
+
+        Returns:
+            The value.
+        """
+        return self.parameter(name, ext, module, g_out, backproped)
+
+    def parameter(
+        self, name: str, ext: Any, module: Layer, g_out: Grads, backproped: Any
+    ) -> Any:
+        """Compute a parameter's value.
+
+        Args:
+            name: Name of the parameter.
+            ext: The extension that is running.
+            module: The module, with its inputs and output.
             g_out: Gradients at the outputs.
             backproped: What was pulled back to the module's output.
 

@@ -6,16 +6,16 @@ from torch import Tensor, nn
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from backpack.utils.hooks import name_module, warn_user
+from backpack.utils.hooks import message, warn_user
 from backpack.utils.state import state
 
-BATCH_NORM_TRAIN_MESSAGE = (
+BATCH_NORM_TRAIN = (
     "{exts}{module} {reason}: it normalizes with statistics of the whole "
     "mini-batch, so the loss is no sum of per-sample losses and quantities of "
     "individual samples are not defined. Call `.eval()` on the module, or replace it "
     "with a layer that treats samples separately, e.g. `GroupNorm`."
 )
-ALONG_SAMPLES_MESSAGE = (
+ALONG_SAMPLES = (
     "{exts}{module} acts along axis 0 of its input of shape {shape}, where the samples "
     "are, so the loss is no sum of per-sample losses and quantities of individual "
     "samples are not defined. Let it act along other axes (`{option}`)."
@@ -45,12 +45,11 @@ def batch_norm_raise_error_if_train(
         reason = "keeps no running statistics"
     else:
         return
-    message = BATCH_NORM_TRAIN_MESSAGE.format(
-        exts=_active_extensions(), module=name_module(module), reason=reason
-    )
+    exts = _active_extensions()
+    text = message(BATCH_NORM_TRAIN, exts=exts, module=module, reason=reason)
     if raise_error:
-        raise NotImplementedError(message)
-    warn_user(message)
+        raise NotImplementedError(text)
+    warn_user(text)
 
 
 def _active_extensions() -> str:
@@ -92,11 +91,6 @@ def raise_error_if_coupled(module: Module, inputs: Sequence[Any]) -> None:
         batch_norm_raise_error_if_train(module)
     elif acts_along_samples(module, inputs[0]):
         option = "normalized_shape" if isinstance(module, _ALONG_LAST) else "dim"
-        raise NotImplementedError(
-            ALONG_SAMPLES_MESSAGE.format(
-                exts=_active_extensions(),
-                module=name_module(module),
-                shape=list(inputs[0].shape),
-                option=option,
-            )
-        )
+        found = {"module": module, "shape": inputs[0].shape, "option": option}
+        exts = _active_extensions()
+        raise NotImplementedError(message(ALONG_SAMPLES, exts=exts, **found))

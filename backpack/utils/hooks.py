@@ -7,7 +7,7 @@ from types import FrameType
 from typing import Any, Dict, Iterable, Iterator, List, Optional, Tuple
 from warnings import warn
 
-from torch import Tensor
+from torch import Size, Tensor
 from torch.nn import Module
 
 # Modules on which `extend` was called
@@ -58,6 +58,28 @@ def name_module(module: Module) -> str:
             if child._forward_hooks is module._forward_hooks:  # or a copy of ours
                 return f"{text} ('{name}' of {type(root).__name__})" if name else text
     return text
+
+
+def message(text: str, **values: Any) -> str:
+    """Complete a message.
+
+    Args:
+        text: The message, with names in braces.
+        values: What these stand for. A module is described with its name in a model,
+            ``ext`` and ``derivatives`` with their class, and a shape as a list.
+
+    Returns:
+        The message.
+    """
+    return text.format(**{name: _shown(name, x) for name, x in values.items()})
+
+
+def _shown(name: str, value: Any) -> Any:
+    if isinstance(value, Module):
+        return name_module(value)
+    if name in ("ext", "derivatives") and not isinstance(value, str):
+        return type(value).__name__
+    return list(value) if isinstance(value, Size) else value
 
 
 def no_op(*args: Any, **kwargs: Any) -> None:

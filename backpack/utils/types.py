@@ -1,19 +1,24 @@
 """Types of numbers, and conversions that cost next to nothing where there are none."""
 
-from typing import Any, Literal, Tuple
+from typing import Any, Callable, Literal, Optional, Tuple
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 # A module whose class its rule knows, with `input0`, …, `output` of its call
 Layer = Any
 # Gradients at the inputs of a module, or at its outputs
 Grads = Tuple[Tensor, ...]
 
+# Multiplies with a matrix
+MatProd = Callable[[Tensor], Tensor]
+
 # Options of extensions
 FailMode = Literal["ERROR", "WARNING", "SILENT"]
 FisherType = Literal["mc", "empirical"]
-WeightSharing = Literal["expand", "reduce"]
+WeightSharing = Optional[Literal["expand", "reduce"]]
+# Where random numbers come from. ``None``: from PyTorch's global generator
+Randomness = Optional[Generator]
 
 HALF = (torch.float16, torch.bfloat16)
 

@@ -1,14 +1,14 @@
 """Binary cross-entropy with logits: the negative log-likelihood of a Bernoulli."""
 
-from typing import Optional, Union
+from typing import Union
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 from torch.distributions import Bernoulli
 from torch.nn.functional import logsigmoid
 
 from backpack.core.derivatives.nll_base import ElementwiseNLLLossDerivatives
-from backpack.utils.types import Layer, full_precision
+from backpack.utils.types import Layer, Randomness, full_precision
 
 
 class BCELossWithLogitsDerivatives(ElementwiseNLLLossDerivatives):
@@ -37,10 +37,7 @@ class BCELossWithLogitsDerivatives(ElementwiseNLLLossDerivatives):
         return weights
 
     def _sample_targets(
-        self,
-        subsampled_input: Tensor,
-        mc_samples: int,
-        generator: Optional[Generator] = None,
+        self, subsampled_input: Tensor, mc_samples: int, generator: Randomness = None
     ) -> Tensor:
         probabilities = subsampled_input.detach().sigmoid()
         return torch.bernoulli(
@@ -48,10 +45,7 @@ class BCELossWithLogitsDerivatives(ElementwiseNLLLossDerivatives):
         )
 
     def _compute_sampled_grads_manual(
-        self,
-        subsampled_input: Tensor,
-        mc_samples: int,
-        generator: Optional[Generator] = None,
+        self, subsampled_input: Tensor, mc_samples: int, generator: Randomness = None
     ) -> Tensor:
         targets = self._sample_targets(subsampled_input, mc_samples, generator)
         # σ(f) − y, without the cancellation for y = 1

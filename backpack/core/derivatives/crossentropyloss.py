@@ -3,13 +3,13 @@
 from typing import Any, Callable, Iterator, Optional, Tuple, Union
 
 import torch
-from torch import Generator, Size, Tensor
+from torch import Size, Tensor
 from torch.distributions import Categorical
 
 from backpack.core.derivatives.loss_base import split_columns
 from backpack.core.derivatives.nll_base import ClosedFormNLLLossDerivatives
 from backpack.utils.subsampling import Subsampling
-from backpack.utils.types import Grads, Layer, full_precision
+from backpack.utils.types import Grads, Layer, MatProd, Randomness, full_precision
 
 ALL = slice(None)
 
@@ -179,7 +179,7 @@ class CrossEntropyLossDerivatives(ClosedFormNLLLossDerivatives):
 
     def _make_hessian_mat_prod(
         self, module: Layer, g_inp: Grads, g_out: Grads
-    ) -> Callable[[Tensor], Tensor]:
+    ) -> MatProd:
         prediction, weights = self._prediction_and_weights(module)
         axis = _class_axis(prediction)
         probabilities = prediction.softmax(axis)
@@ -194,7 +194,7 @@ class CrossEntropyLossDerivatives(ClosedFormNLLLossDerivatives):
         self,
         subsampled_input: Tensor,
         mc_samples: int,
-        generator: Optional[Generator] = None,
+        generator: Randomness = None,
         probabilities: Optional[Tensor] = None,
     ) -> Tensor:
         if probabilities is None:
@@ -202,10 +202,7 @@ class CrossEntropyLossDerivatives(ClosedFormNLLLossDerivatives):
         return _draw(probabilities.detach(), mc_samples, generator)
 
     def _compute_sampled_grads_manual(
-        self,
-        subsampled_input: Tensor,
-        mc_samples: int,
-        generator: Optional[Generator] = None,
+        self, subsampled_input: Tensor, mc_samples: int, generator: Randomness = None
     ) -> Tensor:
         probabilities = _classes_last(subsampled_input).softmax(-1)
         targets = self._sample_targets(
@@ -225,9 +222,7 @@ def _classes_last(prediction: Tensor) -> Tensor:
     return prediction.movedim(_class_axis(prediction), -1)
 
 
-def _draw(
-    probabilities: Tensor, mc_samples: int, generator: Optional[Generator]
-) -> Tensor:
+def _draw(probabilities: Tensor, mc_samples: int, generator: Randomness) -> Tensor:
     """Draw classes by inverting their distribution function: a class per number.
 
     ``torch.multinomial`` draws a number per class. As ours are in (0, 1], a class of

@@ -5,7 +5,7 @@ from torch.autograd import grad
 from torch.nn import AlphaDropout, FeatureAlphaDropout, Module
 
 from backpack.core.derivatives.elementwise import PiecewiseLinearDerivatives
-from backpack.utils.hooks import name_module
+from backpack.utils.hooks import message
 from backpack.utils.state import may_look
 from backpack.utils.subsampling import Subsampling, subsample
 from backpack.utils.types import Grads, Layer
@@ -45,11 +45,8 @@ def drawn_mask(module: Layer) -> Tensor:
     if not module.training:
         return ones_like(x)
     if module.inplace:
-        raise RuntimeError(
-            UNKNOWN_MASK.format(
-                module=name_module(module), reason="it has overwritten its input"
-            )
-        )
+        reason = "it has overwritten its input"
+        raise RuntimeError(message(UNKNOWN_MASK, module=module, reason=reason))
     if x.requires_grad and z.requires_grad:
         try:
             (mask,) = grad(z, x, ones_like(z), retain_graph=True, allow_unused=True)
@@ -60,9 +57,7 @@ def drawn_mask(module: Layer) -> Tensor:
     alpha = isinstance(module, (AlphaDropout, FeatureAlphaDropout))
     if alpha or may_look(x) and (x == 0).any():
         reason = "its graph was freed, and input and output do not determine it"
-        raise RuntimeError(
-            UNKNOWN_MASK.format(module=name_module(module), reason=reason)
-        )
+        raise RuntimeError(message(UNKNOWN_MASK, module=module, reason=reason))
     return (z / x).detach()
 
 

@@ -4,10 +4,10 @@ from collections import OrderedDict
 from contextlib import contextmanager
 from copy import copy
 from math import nan, sqrt
-from typing import Any, Callable, Iterator, Optional
+from typing import Any, Iterator
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 from torch.nn import Module, MultiLabelMarginLoss, MultiMarginLoss
 
 from backpack.core.derivatives.loss_base import (
@@ -16,10 +16,10 @@ from backpack.core.derivatives.loss_base import (
     loss_inputs,
 )
 from backpack.hessianfree.lop import pull_back, pull_columns
-from backpack.utils.hooks import name_module, warn_user
+from backpack.utils.hooks import message, warn_user
 from backpack.utils.state import ask, may_look
 from backpack.utils.subsampling import Subsampling, subsample
-from backpack.utils.types import Grads, Layer
+from backpack.utils.types import Grads, Layer, MatProd, Randomness
 from backpack.utils.unsqueeze import flatten
 
 # Errors in the Hessian, relative to its largest entry, that go unnoticed. Rounding
@@ -63,7 +63,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
 
     def _make_hessian_mat_prod(
         self, module: Layer, g_inp: Grads, g_out: Grads
-    ) -> Callable[[Tensor], Tensor]:
+    ) -> MatProd:
         if _is_linear_in_pieces(module):
             return torch.zeros_like
         create_graph = torch.is_grad_enabled() and module.input0.requires_grad
@@ -115,7 +115,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
             return hessian
         looks = may_look(hessian)
         if looks and not hessian.isfinite().all():
-            raise ValueError(NOT_FINITE.format(module=name_module(module)))
+            raise ValueError(message(NOT_FINITE, module=module))
 
         key = (
             "couples",
@@ -130,7 +130,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
                 "that is a sum over samples. Let each term depend on one sample only."
             )
         if looks and not hessian.any():
-            warn_user(NO_CURVATURE.format(module=name_module(module)))
+            warn_user(message(NO_CURVATURE, module=module))
         return hessian
 
     def _sum_hessian(self, module: Layer, g_inp: Grads, g_out: Grads) -> Tensor:
@@ -190,7 +190,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
         g_out: Grads,
         mc_samples: int = 1,
         subsampling: Subsampling = None,
-        generator: Optional[Generator] = None,
+        generator: Randomness = None,
     ) -> Tensor:
         """Combine the exact columns with random signs: E[(S r)(S r)ᵀ] = S Sᵀ.
 
@@ -222,9 +222,7 @@ def _kind(x: Any) -> Any:
     return (x.dtype, x.device, x.shape) if isinstance(x, Tensor) else repr(x)
 
 
-def _couples(
-    prediction: Tensor, hessian: Tensor, mat_prod: Callable[[Tensor], Tensor]
-) -> bool:
+def _couples(prediction: Tensor, hessian: Tensor, mat_prod: MatProd) -> bool:
     """Tell whether the blocks of a Hessian are not all that there is of it.
 
     If samples are coupled, what was taken for blocks are sums of blocks, which a vector
@@ -256,7 +254,7 @@ def _naming(module: Layer) -> Iterator[None]:
         yield
     except RuntimeError as error:
         if "not implemented" in str(error) or "differentiate twice" in str(error):
-            text = NOT_TWICE.format(module=name_module(module))
+            text = message(NOT_TWICE, module=module)
             raise NotImplementedError(f"{text} ({error})") from error
         raise
 
@@ -279,7 +277,7 @@ def _check_differentiable(module: Layer, gradient: Tensor, cotangent: Tensor) ->
         gradient.sum(), cotangent, retain_graph=True, allow_unused=True
     ) != (None,)
     if not connected:
-        raise NotImplementedError(NOT_TWICE.format(module=name_module(module)))
+        raise NotImplementedError(message(NOT_TWICE, module=module))
 
 
 def _is_linear_in_pieces(module: Layer) -> bool:

@@ -1,6 +1,6 @@
 """Derivatives of gated recurrent units."""
 
-from typing import Callable, Dict, List, Optional
+from typing import Dict, List, Optional
 
 import torch
 from torch import Tensor
@@ -25,20 +25,12 @@ class GRUDerivatives(RecurrentDerivatives):
     cotangents at i_n and h_n differ.
     """
 
-    def _forward(self, module: Layer) -> Callable:
-        return torch.gru
-
     def _pull_back(
-        self,
-        module: Layer,
-        chain: Chain,
-        cotangents: List[Tensor],
-        last: Optional[Tensor],
+        self, module: Layer, chain: Chain, d_after: List[Tensor], last: Optional[Tensor]
     ) -> Dict[str, Factors]:
         i_r, i_z, i_n = linear(chain.x, chain.weight_ih, chain.bias_ih).chunk(3, -1)
-        h_r, h_z, h_n = linear(chain.before, chain.weight_hh, chain.bias_hh).chunk(
-            3, -1
-        )
+        gates = linear(chain.before, chain.weight_hh, chain.bias_hh)
+        h_r, h_z, h_n = gates.chunk(3, -1)
         r, z = (i_r + h_r).sigmoid(), (i_z + h_z).sigmoid()
         n = (i_n + r * h_n).tanh()
 
@@ -48,8 +40,8 @@ class GRUDerivatives(RecurrentDerivatives):
         slopes_ih = torch.stack([to_r, to_z, to_n], dim=2)
         slopes_hh = torch.stack([to_r, to_z, to_n * r], dim=2)
 
-        d_after = pull_through_time(cotangents, slopes_hh, chain.weight_hh, z)
+        totals = pull_through_time(d_after, slopes_hh, chain.weight_hh, z)
         return {
-            "ih": (spread(d_after, slopes_ih.unsqueeze(1)), chain.x),
-            "hh": (spread(d_after, slopes_hh.unsqueeze(1)), chain.before),
+            "ih": (spread(totals, slopes_ih.unsqueeze(1)), chain.x),
+            "hh": (spread(totals, slopes_hh.unsqueeze(1)), chain.before),
         }

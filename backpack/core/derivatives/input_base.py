@@ -24,7 +24,7 @@ from backpack.core.derivatives import shape_check
 from backpack.core.derivatives.stored import evaluate, subsampled
 from backpack.hessianfree.lop import pull_columns
 from backpack.hessianfree.rop import R_op
-from backpack.utils.hooks import name_module
+from backpack.utils.hooks import message, name_module
 from backpack.utils.subsampling import Subsampling, num_selected
 from backpack.utils.types import Grads, Layer
 from backpack.utils.unsqueeze import flatten
@@ -250,11 +250,8 @@ class BaseDerivatives(ABC):  # noqa: B024
             NotImplementedError: If the residual is not diagonal.
         """
         if not self.hessian_is_diagonal(module):
-            raise NotImplementedError(
-                NO_DIAGONAL_HESSIAN.format(
-                    derivatives=type(self).__name__, module=name_module(module)
-                )
-            )
+            text = message(NO_DIAGONAL_HESSIAN, derivatives=self, module=module)
+            raise NotImplementedError(text)
         ones = ones_like(module.input0).unsqueeze(0)
         return self._differentiate_twice(module, g_out, ones).squeeze(0)
 

@@ -1,7 +1,7 @@
 """Second derivatives of a loss with respect to its input, see ``input_base.py``."""
 
 from abc import ABC, abstractmethod
-from typing import Any, Callable, Dict, Iterator, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterator, Sequence, Tuple, Union
 
 import torch
 from torch import Generator, Size, Tensor, nn
@@ -11,9 +11,9 @@ from backpack.core.derivatives import shape_check
 from backpack.core.derivatives.input_base import BaseDerivatives
 from backpack.core.derivatives.stored import stored_inputs
 from backpack.core.per_sample.sums import reciprocal
-from backpack.utils.hooks import name_module
+from backpack.utils.hooks import message
 from backpack.utils.subsampling import Subsampling
-from backpack.utils.types import Grads, Layer
+from backpack.utils.types import Grads, Layer, MatProd, Randomness
 
 NO_SCALAR_LOSS = (
     "{derivatives} needs a loss whose output is a scalar, but {module} has an output "
@@ -70,7 +70,7 @@ def split_columns(columns: Tensor, size: int) -> Sequence[Tensor]:
     return columns.split(size) if len(columns) > size else [columns]
 
 
-def as_option(generator: Optional[Generator]) -> Dict[str, Generator]:
+def as_option(generator: Randomness) -> Dict[str, Generator]:
     """Pass a generator on only if there is one.
 
     Methods that override ours may not know the keyword.
@@ -181,7 +181,7 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
         g_out: Grads,
         mc_samples: int = 1,
         subsampling: Subsampling = None,
-        generator: Optional[Generator] = None,
+        generator: Randomness = None,
     ) -> Tensor:
         """Draw a factor S of the loss Hessian: E[Σ_v S_vn S_vnᵀ] = ∂²𝓛/∂xₙ².
 
@@ -221,7 +221,7 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
     @shape_check.make_hessian_mat_prod_check_shapes
     def make_hessian_mat_prod(
         self, module: Layer, g_inp: Grads, g_out: Grads
-    ) -> Callable[[Tensor], Tensor]:
+    ) -> MatProd:
         """Make a function that multiplies with the loss Hessian ∂²𝓛/∂x².
 
         Args:
@@ -242,7 +242,7 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
     @abstractmethod
     def _make_hessian_mat_prod(
         self, module: Layer, g_inp: Grads, g_out: Grads
-    ) -> Callable[[Tensor], Tensor]:
+    ) -> MatProd:
         """Make a product with the Hessian, see :meth:`make_hessian_mat_prod`."""
 
     def sum_hessian(self, module: Layer, g_inp: Grads, g_out: Grads) -> Tensor:
@@ -345,10 +345,6 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
             ValueError: If the loss is no scalar.
         """
         if module.output.numel() != 1:
-            raise ValueError(
-                NO_SCALAR_LOSS.format(
-                    derivatives=type(self).__name__,
-                    module=name_module(module),
-                    shape=list(module.output.shape),
-                )
-            )
+            who = {"derivatives": self, "module": module}
+            shape = module.output.shape
+            raise ValueError(message(NO_SCALAR_LOSS, **who, shape=shape))

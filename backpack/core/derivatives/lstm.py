@@ -1,6 +1,6 @@
 """Derivatives of long short-term memory, with or without projection."""
 
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Dict, List, Optional
 
 import torch
 from torch import Tensor
@@ -20,15 +20,8 @@ class LSTMDerivatives(RecurrentDerivatives):
 
     num_states = 2
 
-    def _forward(self, module: Layer) -> Callable:
-        return torch.lstm
-
     def _pull_back(
-        self,
-        module: Layer,
-        chain: Chain,
-        cotangents: List[Tensor],
-        last: Optional[Tensor],
+        self, module: Layer, chain: Chain, d_after: List[Tensor], last: Optional[Tensor]
     ) -> Dict[str, Factors]:
         gates = linear(chain.x, chain.weight_ih, chain.bias_ih)
         gates = gates + linear(chain.before, chain.weight_hh, chain.bias_hh)
@@ -51,8 +44,8 @@ class LSTMDerivatives(RecurrentDerivatives):
         totals: List[Tensor] = []
         d_gates: List[Tensor] = []
         d_cell: Any = 0.0 if last is None else last
-        for t in reversed(range(len(cotangents))):
-            total = cotangents[t]
+        for t in reversed(range(len(d_after))):
+            total = d_after[t]
             if d_gates:
                 total = total + d_gates[-1] @ chain.weight_hh
             d_m = total if chain.weight_hr is None else total @ chain.weight_hr

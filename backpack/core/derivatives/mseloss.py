@@ -1,15 +1,14 @@
 """Mean squared error: the negative log-likelihood of a normal with variance ½."""
 
 from math import sqrt
-from typing import Optional
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 from torch.distributions import Normal
 
 from backpack.core.derivatives.nll_base import ElementwiseNLLLossDerivatives
 from backpack.core.per_sample.sums import reciprocal
-from backpack.utils.types import Layer
+from backpack.utils.types import Layer, Randomness
 
 
 class MSELossDerivatives(ElementwiseNLLLossDerivatives):
@@ -33,27 +32,19 @@ class MSELossDerivatives(ElementwiseNLLLossDerivatives):
         return shape.numel() / max(1, module.input0.numel())
 
     def _sample_targets(
-        self,
-        subsampled_input: Tensor,
-        mc_samples: int,
-        generator: Optional[Generator] = None,
+        self, subsampled_input: Tensor, mc_samples: int, generator: Randomness = None
     ) -> Tensor:
         noise = _standard_normal(subsampled_input, mc_samples, generator)
         return subsampled_input.detach() + sqrt(0.5) * noise
 
     def _compute_sampled_grads_manual(
-        self,
-        subsampled_input: Tensor,
-        mc_samples: int,
-        generator: Optional[Generator] = None,
+        self, subsampled_input: Tensor, mc_samples: int, generator: Randomness = None
     ) -> Tensor:
         # 2 (f − y) for y = f + √½ ε, without the cancellation
         return -sqrt(2.0) * _standard_normal(subsampled_input, mc_samples, generator)
 
 
-def _standard_normal(
-    like: Tensor, mc_samples: int, generator: Optional[Generator]
-) -> Tensor:
+def _standard_normal(like: Tensor, mc_samples: int, generator: Randomness) -> Tensor:
     return torch.randn(
         (mc_samples, *like.shape),
         generator=generator,

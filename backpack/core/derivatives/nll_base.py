@@ -11,10 +11,10 @@ With ``subsampling``, rows are selected and c stays that of the full batch.
 
 from abc import abstractmethod
 from math import sqrt
-from typing import Callable, Optional, Tuple, Union
+from typing import Tuple, Union
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 from torch.distributions import Distribution
 
 from backpack.core.derivatives.loss_base import (
@@ -25,7 +25,7 @@ from backpack.core.derivatives.loss_base import (
 from backpack.core.per_sample.sums import reciprocal
 from backpack.utils.state import may_look
 from backpack.utils.subsampling import Subsampling, subsample
-from backpack.utils.types import Grads, Layer, full_precision
+from backpack.utils.types import Grads, Layer, MatProd, Randomness, full_precision
 
 
 class NLLLossDerivatives(BaseLossDerivatives):
@@ -57,7 +57,7 @@ class NLLLossDerivatives(BaseLossDerivatives):
 
     def _make_hessian_mat_prod(
         self, module: Layer, g_inp: Grads, g_out: Grads
-    ) -> Callable[[Tensor], Tensor]:
+    ) -> MatProd:
         raise NotImplementedError(self._sampled_only("_make_hessian_mat_prod"))
 
     def _sampled_only(self, method: str) -> str:
@@ -136,7 +136,7 @@ class NLLLossDerivatives(BaseLossDerivatives):
         g_out: Grads,
         mc_samples: int = 1,
         subsampling: Subsampling = None,
-        generator: Optional[Generator] = None,
+        generator: Randomness = None,
     ) -> Tensor:
         prediction, root_weights = self._prepare(module, subsampling)
         grads = self.compute_sampled_grads(
@@ -145,10 +145,7 @@ class NLLLossDerivatives(BaseLossDerivatives):
         return (grads * (root_weights / sqrt(mc_samples))).to(module.input0.dtype)
 
     def compute_sampled_grads(
-        self,
-        subsampled_input: Tensor,
-        mc_samples: int,
-        generator: Optional[Generator] = None,
+        self, subsampled_input: Tensor, mc_samples: int, generator: Randomness = None
     ) -> Tensor:
         """Compute gradients of the plain loss for targets drawn from the model.
 
@@ -170,7 +167,7 @@ class NLLLossDerivatives(BaseLossDerivatives):
         )
 
     def _compute_sampled_grads_autograd(
-        self, subsampled_input: Tensor, mc_samples: int, generator: Optional[Generator]
+        self, subsampled_input: Tensor, mc_samples: int, generator: Randomness
     ) -> Tensor:
         create_graph = torch.is_grad_enabled() and subsampled_input.requires_grad
         with torch.enable_grad():
@@ -190,10 +187,7 @@ class NLLLossDerivatives(BaseLossDerivatives):
         return torch.stack(grads)
 
     def _compute_sampled_grads_manual(
-        self,
-        subsampled_input: Tensor,
-        mc_samples: int,
-        generator: Optional[Generator] = None,
+        self, subsampled_input: Tensor, mc_samples: int, generator: Randomness = None
     ) -> Tensor:
         """Compute what :meth:`compute_sampled_grads` returns in closed form.
 
@@ -214,10 +208,7 @@ class NLLLossDerivatives(BaseLossDerivatives):
         )
 
     def _sample_targets(
-        self,
-        subsampled_input: Tensor,
-        mc_samples: int,
-        generator: Optional[Generator] = None,
+        self, subsampled_input: Tensor, mc_samples: int, generator: Randomness = None
     ) -> Tensor:
         """Draw targets from the model's own distribution.
 
@@ -337,7 +328,7 @@ class ElementwiseNLLLossDerivatives(ClosedFormNLLLossDerivatives):
 
     def _make_hessian_mat_prod(
         self, module: Layer, g_inp: Grads, g_out: Grads
-    ) -> Callable[[Tensor], Tensor]:
+    ) -> MatProd:
         prediction, weights = self._prediction_and_weights(module)
         diagonal = self._root_plain_hessian(prediction) ** 2 * weights
         return lambda mat: (diagonal * mat).to(mat.dtype)

@@ -14,17 +14,7 @@ from abc import abstractmethod
 from contextlib import nullcontext
 from copy import copy
 from functools import partial
-from typing import (
-    Any,
-    Callable,
-    Dict,
-    List,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Tuple,
-    Union,
-)
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 from weakref import ref
 
 import torch
@@ -36,12 +26,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from backpack.core.derivatives.generic import input_batch_axis
 from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
+from backpack.core.derivatives.shape_check import check_batch_first
 from backpack.core.derivatives.stored import stored_inputs
 from backpack.core.per_sample.base import PerSample, Summed
 from backpack.core.per_sample.outer import Outer
-from backpack.utils.hooks import name_module
+from backpack.utils.hooks import message
 from backpack.utils.subsampling import Subsampling, subsample
-from backpack.utils.types import Grads, Layer
+from backpack.utils.types import Layer
 
 Mats = Sequence[Optional[Tensor]]
 
@@ -57,11 +48,6 @@ NOT_SUPPORTED = (
     "of 3. Call `.eval()`, put `torch.nn.Dropout` modules between single-layer modules,"
     " or use `backpack.core.derivatives.generic.generic_product`."
 )
-TIME_FIRST = (
-    "{module} cannot select samples (subsampling={subsampling}), because they are not "
-    "on axis 0 of its input and output. Use batch_first=True."
-)
-
 # Products of a call's parameters, by the first cotangent they were computed from. They
 # must not own that tensor, or neither would ever be freed; a graph could own it.
 _PRODUCTS = WeakTensorKeyDictionary()
@@ -110,30 +96,15 @@ class RecurrentDerivatives(BaseParameterDerivatives):
     num_states = 1
 
     @abstractmethod
-    def _forward(self, module: Layer) -> Callable[..., Tuple[Tensor, ...]]:
-        """Return the function that runs a layer, hidden states first in its result.
-
-        Args:
-            module: The module.
-
-        Returns:
-            Function like :func:`torch.gru`.
-        """
-
-    @abstractmethod
     def _pull_back(
-        self,
-        module: Layer,
-        chain: Chain,
-        cotangents: List[Tensor],
-        last: Optional[Tensor],
+        self, module: Layer, chain: Chain, d_after: List[Tensor], last: Optional[Tensor]
     ) -> Dict[str, Factors]:
         """Propagate cotangents back through one chain.
 
         Args:
             module: The module.
             chain: The chain.
-            cotangents: At the hidden state after each step, ``[V, N, h]``.
+            d_after: Cotangents at the hidden state after each step, ``[V, N, h]``.
             last: At the last cell state, ``[V, N, h]``. ``None`` if zero.
 
         Returns:
@@ -157,7 +128,7 @@ class RecurrentDerivatives(BaseParameterDerivatives):
                 can be right.
         """
         if isinstance(inputs[0], PackedSequence):
-            raise NotImplementedError(PACKED.format(module=name_module(module)))
+            raise NotImplementedError(message(PACKED, module=module))
         random = module.training and module.dropout > 0 and module.num_layers > 1
         return not random and inputs[0].dim() == 3
 
@@ -191,15 +162,9 @@ class RecurrentDerivatives(BaseParameterDerivatives):
             NotImplementedError: If the call is not supported, see :meth:`supports`.
         """
         if not self.supports(module, inputs):
-            raise NotImplementedError(
-                NOT_SUPPORTED.format(
-                    derivatives=type(self).__name__,
-                    module=name_module(module),
-                    dropout=module.dropout,
-                    training=module.training,
-                    dim=inputs[0].dim(),
-                )
-            )
+            options = {"dropout": module.dropout, "training": module.training}
+            who = {"derivatives": self, "module": module, "dim": inputs[0].dim()}
+            raise NotImplementedError(message(NOT_SUPPORTED, **who, **options))
         mats = [cotangents] if isinstance(cotangents, Tensor) else list(cotangents)
         return self._shared_products(module, inputs, mats)[name]
 
@@ -344,70 +309,13 @@ class RecurrentDerivatives(BaseParameterDerivatives):
         # cuDNN wants the weights of all layers, and cannot be differentiated twice;
         # torch 2.9 warns of its own settings where they are touched
         no_cudnn = torch.backends.cudnn.flags(enabled=False)
+        run = getattr(torch, module.mode.lower())  # like torch.gru, torch.rnn_tanh
+        states = initial if self.num_states > 1 else initial[0]
+        parameters = [weight for chain in weights for weight in chain]
+        directed = {"bidirectional": module.bidirectional, "batch_first": False}
+        plain = {"num_layers": 1, "dropout": 0.0, "train": False}
         with no_cudnn if x.is_cuda else nullcontext():
-            return self._forward(module)(
-                x,
-                initial if self.num_states > 1 else initial[0],
-                [weight for chain in weights for weight in chain],
-                has_biases=module.bias,
-                num_layers=1,
-                dropout=0.0,
-                train=False,
-                bidirectional=module.bidirectional,
-                batch_first=False,
-            )[0]
-
-    def param_mjp(
-        self,
-        param_str: str,
-        module: Layer,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Tensor,
-        sum_batch: bool = True,
-        subsampling: Subsampling = None,
-    ) -> Tensor:
-        """Multiply with the transposed Jacobian of the first output, see the base.
-
-        Args:
-            param_str: Name of the parameter.
-            module: Module with stored input and output.
-            g_inp: Gradients of the loss with respect to the module's inputs.
-            g_out: Gradients of the loss with respect to the module's outputs.
-            mat: Columns at the first output.
-            sum_batch: Whether to sum over samples. Default: ``True``.
-            subsampling: Selected samples, if the module has ``batch_first``.
-
-        Returns:
-            Products of shape ``[V, *p]``, or ``[V, N, *p]``.
-        """
-        _check_batch_first(module, subsampling)
-        return super().param_mjp(
-            param_str, module, g_inp, g_out, mat, sum_batch, subsampling
-        )
-
-    def jac_t_mat_prod(
-        self,
-        module: Layer,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Tensor,
-        subsampling: Subsampling = None,
-    ) -> Tensor:
-        """Multiply with the first output's transposed Jacobian, see the base.
-
-        Args:
-            module: Module with stored input and output.
-            g_inp: Gradients of the loss with respect to the module's inputs.
-            g_out: Gradients of the loss with respect to the module's outputs.
-            mat: Columns at the first output.
-            subsampling: Selected samples, if the module has ``batch_first``.
-
-        Returns:
-            Products of the input's shape, with a leading axis V.
-        """
-        _check_batch_first(module, subsampling)
-        return super().jac_t_mat_prod(module, g_inp, g_out, mat, subsampling)
+            return run(x, states, parameters, module.bias, **plain, **directed)[0]
 
     def _restrict(self, module: Layer, subsampling: Subsampling = None) -> Layer:
         """Select samples; the batch is not the first axis of states.
@@ -422,7 +330,7 @@ class RecurrentDerivatives(BaseParameterDerivatives):
         Raises:
             NotImplementedError: If the module does not have ``batch_first``.
         """
-        _check_batch_first(module, subsampling)
+        check_batch_first(module, subsampling)
         if subsampling is None:
             return module
         restricted = copy(module)
@@ -564,19 +472,3 @@ def _describe(
             cotangents = rearrange(b, "t v n p -> v n t p")
             products[bias] = Summed(cotangents, getattr(module, bias).shape)
     return products
-
-
-def _check_batch_first(module: Layer, subsampling: Subsampling) -> None:
-    """Refuse to select samples that are not on the first axis.
-
-    Args:
-        module: The module.
-        subsampling: Selected samples.
-
-    Raises:
-        NotImplementedError: If samples are selected and not on the first axis.
-    """
-    if subsampling is not None and not module.batch_first:
-        raise NotImplementedError(
-            TIME_FIRST.format(module=name_module(module), subsampling=subsampling)
-        )

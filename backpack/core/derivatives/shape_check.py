@@ -13,8 +13,14 @@ from typing import Any, Callable, Dict, List
 from torch import Size, Tensor, empty
 from torch.nn import Module
 
+from backpack.utils.hooks import message
 from backpack.utils.subsampling import Subsampling, num_selected
 from backpack.utils.types import Layer
+
+TIME_FIRST = (
+    "{module} cannot select samples (subsampling={subsampling}), because they are not "
+    "on axis 0 of its input and output. Use batch_first=True."
+)
 
 
 def _add_V_dim(mat: Tensor) -> Tensor:
@@ -101,6 +107,21 @@ def _subsampled_like(tensor: Tensor, subsampling: Subsampling = None) -> Tensor:
     return empty(Size([size]) + tensor.shape[1:], device="meta")
 
 
+def check_batch_first(module: Layer, subsampling: Subsampling) -> None:
+    """Refuse to select samples that are not on the first axis.
+
+    Args:
+        module: The module.
+        subsampling: Selected samples.
+
+    Raises:
+        NotImplementedError: If samples are selected and not on the first axis.
+    """
+    if subsampling is not None and not getattr(module, "batch_first", True):
+        text = message(TIME_FIRST, module=module, subsampling=subsampling)
+        raise NotImplementedError(text)
+
+
 def _check_like(
     mat: Tensor, module: Layer, name: str, diff: int = 1, *args: Any, **kwargs: Any
 ) -> None:
@@ -115,9 +136,10 @@ def _check_like(
         kwargs: Options of the product. ``subsampling`` selects from a stored input or
             output.
     """
-    like = getattr(module, name)
+    like, subsampling = getattr(module, name), kwargs.get("subsampling")
     if name == "output" or name.startswith("input"):
-        like = _subsampled_like(like, kwargs.get("subsampling"))
+        check_batch_first(module, subsampling)
+        like = _subsampled_like(like, subsampling)
     check_shape(mat, like, diff=diff)
 
 

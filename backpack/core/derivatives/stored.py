@@ -6,7 +6,7 @@ from torch import Tensor, enable_grad
 from torch.nn import Module, Parameter
 
 from backpack.core.derivatives.generic import is_repetition
-from backpack.utils.hooks import name_module
+from backpack.utils.hooks import message
 from backpack.utils.state import ask
 from backpack.utils.subsampling import Subsampling, subsample
 from backpack.utils.types import Layer
@@ -149,7 +149,7 @@ def checked(module: Layer, output: Any) -> Tensor:
     repeated, expected = output.detach(), recorded_output(module)
     key = "repeats", type(module), repr(module), expected.shape
     if not ask(repeated, key, lambda: is_repetition(repeated, expected)):
-        raise RuntimeError(NOT_REPEATED.format(module=name_module(module)))
+        raise RuntimeError(message(NOT_REPEATED, module=module))
     return output
 
 
@@ -167,9 +167,7 @@ def evaluate(module: Layer) -> Tuple[Tensor, Tensor]:
     """
     x, *others = stored_inputs(module)
     if not x.is_floating_point():
-        raise ValueError(
-            NO_FLOAT_INPUT.format(module=name_module(module), dtype=x.dtype)
-        )
+        raise ValueError(message(NO_FLOAT_INPUT, module=module, dtype=x.dtype))
     x = x.detach().requires_grad_()
     with enable_grad():
         # a module may work in-place, which is forbidden on leaves

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partialmethod
-from typing import Any, Callable, List
+from typing import Any, List
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ from backpack.extensions.secondorder.module_rules import ModuleRule, WalkingExte
 from backpack.extensions.secondorder.walk import check_samples_apart, without_autocast
 from backpack.extensions.shards import Piece
 from backpack.utils.disable import disable
-from backpack.utils.hooks import name_module
-from backpack.utils.types import Grads, Layer
+from backpack.utils.hooks import message, name_module
+from backpack.utils.types import Grads, Layer, MatProd
 
 PARAMETER_RESIDUAL = (
     "{ext}: {module} is not known to be linear in its parameter '{name}', and the "
@@ -36,21 +36,14 @@ class CurvatureProductRule(ModuleRule):
     """Products with a curvature matrix on a module with known derivatives."""
 
     def parameter(
-        self,
-        name: str,
-        ext: Any,
-        module: Layer,
-        g_inp: Grads,
-        g_out: Grads,
-        backproped: Callable[[Tensor], Tensor],
-    ) -> Callable[[Tensor], Tensor]:
+        self, name: str, ext: Any, module: Layer, g_out: Grads, backproped: MatProd
+    ) -> MatProd:
         """Make the product with a parameter's block.
 
         Args:
             name: Name of the parameter.
             ext: The extension that is running.
             module: The module, with its inputs and output.
-            g_inp: Gradients at the inputs, as far as they exist.
             g_out: Gradients at the outputs.
             backproped: Product with the matrix at the output, ``[V, N, *out]``.
 
@@ -65,11 +58,8 @@ class CurvatureProductRule(ModuleRule):
         snapshot, ext_name = Snapshot(frozen), type(ext).__name__
         residual = linear.has_residual and Curvature.require_residual(ext.curv_type)
         if residual and Curvature.is_pch(ext.curv_type):
-            raise NotImplementedError(
-                PARAMETER_RESIDUAL.format(
-                    ext=type(ext).__name__, module=name_module(module), name=name
-                )
-            )
+            text = message(PARAMETER_RESIDUAL, ext=ext, module=module, name=name)
+            raise NotImplementedError(text)
 
         @torch.no_grad()
         def product(mat: Tensor) -> Tensor:
@@ -99,7 +89,7 @@ class CurvatureProductRule(ModuleRule):
         return product
 
     def pull_back(
-        self, ext: Any, linear: Linearization, backproped: Callable[[Tensor], Tensor]
+        self, ext: Any, linear: Linearization, backproped: MatProd
     ) -> List[Operator]:
         """Compose the product with this module's step.
 
@@ -125,8 +115,8 @@ class BatchNormProductRule(CurvatureProductRule):
         """Set derivatives and parameters."""
         super().__init__(BatchNormNdDerivatives(), params=["weight", "bias"])
 
-    weight = partialmethod(CurvatureProductRule.parameter, "weight")
-    bias = partialmethod(CurvatureProductRule.parameter, "bias")
+    weight = partialmethod(CurvatureProductRule.method, "weight")
+    bias = partialmethod(CurvatureProductRule.method, "bias")
 
 
 class CurvatureProduct(WalkingExtension):
@@ -189,9 +179,7 @@ class CurvatureProduct(WalkingExtension):
         existing, other = Operator.wrap(existing), Operator.wrap(other)
         return existing.merge(other, type(self).__name__)
 
-    def over_shards(
-        self, value: Callable[[Tensor], Tensor], piece: Piece
-    ) -> Callable[[Tensor], Tensor]:
+    def over_shards(self, value: MatProd, piece: Piece) -> MatProd:
         """Make the product with the whole batch's matrix.
 
         Args:

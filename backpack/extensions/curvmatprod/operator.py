@@ -18,6 +18,7 @@ from backpack.core.linearization import Columns, Linearization, Snapshot
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.secondorder.walk import without_autocast
 from backpack.utils.disable import disable
+from backpack.utils.types import MatProd
 from backpack.utils.unsqueeze import flatten
 
 _BORN = count()
@@ -112,7 +113,7 @@ class Operator:
     def __init__(
         self,
         uses: Sequence[Tuple[Step, int]] = (),
-        functions: Sequence[Callable[[Tensor], Tensor]] = (),
+        functions: Sequence[MatProd] = (),
         is_opaque: bool = False,
         snapshots: Sequence[Snapshot] = (),
     ):

@@ -26,7 +26,7 @@ from backpack.extensions.secondorder.walk import (
 )
 from backpack.utils.errors import batch_norm_raise_error_if_train
 from backpack.utils.subsampling import Selection, subsample
-from backpack.utils.types import Grads, Layer
+from backpack.utils.types import Grads, Layer, Randomness
 
 FISHER_TYPES = ("mc", "empirical")
 EXACT_TOO = ("mc", "exact", "empirical")
@@ -48,7 +48,7 @@ class Source:
 
     strategy: str
     mc_samples: int = 1
-    generator: Optional[Generator] = None
+    generator: Randomness = None
     compact: bool = False
 
     @property
@@ -105,7 +105,7 @@ def fisher_source(
     name: str,
     fisher_type: str,
     mc_samples: int,
-    generator: Optional[Generator],
+    generator: Randomness,
     types: Sequence[str] = FISHER_TYPES,
 ) -> Source:
     """Choose whose targets the gradients of the Fisher are taken for.

@@ -101,7 +101,7 @@ class ApplyRules(ModuleExtension):
         for name, param in turn.parameters():
             covers = row is not GENERIC and row.covers(module, name)
             rule = extension.rule((row if covers else GENERIC).derivatives)
-            value = rule.parameter(name, extension, frozen, g_inp, g_out, quantity)
+            value = rule.parameter(name, extension, frozen, g_out, quantity)
             turn.save_alone(extension, param, value)
         if producers:
             rule = extension.rule(row.derivatives)

@@ -24,7 +24,7 @@ from backpack.core.table import GENERIC, works_in_place
 from backpack.engine.turn import NOT_A_CHAIN, current_turn
 from backpack.utils.disable import disable
 from backpack.utils.errors import raise_error_if_coupled
-from backpack.utils.hooks import name_module
+from backpack.utils.hooks import message
 from backpack.utils.state import ask
 from backpack.utils.types import Grads, Layer
 
@@ -105,20 +105,16 @@ def skips(turn: Turn, extension: BackpropExtension) -> bool:
     Raises:
         NotImplementedError: If modules do not describe the graph.
     """
-    call, module, ext = turn.call, turn.module, type(extension).__name__
-    parameters = turn.parameters()
+    call, module, parameters = turn.call, turn.module, turn.parameters()
+    who = {"ext": extension, "module": module}
     if call.is_transparent:
         # in a converted model, they are arguments of the modules inside
         if parameters and not consists_of_modules(module):
-            text = NOT_A_CHAIN.format(
-                ext=ext, field=extension.savefield, module=name_module(module)
-            )
+            text = message(NOT_A_CHAIN, field=extension.savefield, **who)
             raise NotImplementedError(text)
         return True
     if any(g is not None for g in turn.g_out[1:]):
-        raise NotImplementedError(
-            SEVERAL_OUTPUTS.format(ext=ext, module=name_module(module))
-        )
+        raise NotImplementedError(message(SEVERAL_OUTPUTS, **who))
     if extension.refuses_coupled_samples:
         raise_error_if_coupled(module, call.arguments)
     overwrites = getattr(module, "inplace", False) and any(call.passes_on)
@@ -128,7 +124,7 @@ def skips(turn: Turn, extension: BackpropExtension) -> bool:
         and not works_in_place(module)
         and (module.training or not is_dropout)
     ):
-        raise NotImplementedError(IN_PLACE.format(ext=ext, module=name_module(module)))
+        raise NotImplementedError(message(IN_PLACE, **who))
     call.check_unchanged()
     waits = extension.saved_quantities.retrieve_quantity(id(call), delete_old=False)
     return waits is None and not parameters
@@ -146,11 +142,8 @@ def check_batch_first(turn: Turn, extension: BackpropExtension) -> None:
     """
     axis = input_batch_axis(turn.module, 0)
     if axis > 0:
-        raise NotImplementedError(
-            SAMPLES_NOT_FIRST.format(
-                ext=type(extension).__name__, module=name_module(turn.module), axis=axis
-            )
-        )
+        text = message(SAMPLES_NOT_FIRST, ext=extension, module=turn.module, axis=axis)
+        raise NotImplementedError(text)
 
 
 def linearize(
@@ -200,14 +193,9 @@ def check_samples_kept(linear: Linearization, extension: BackpropExtension) -> N
     before = [len(x) if x.dim() else 1 for x in linear.inputs()]
     after = len(linear.g_out[0]) if linear.g_out[0].dim() else 1
     if any(size != after for size in before):
-        raise NotImplementedError(
-            SAMPLES_REARRANGED.format(
-                ext=type(extension).__name__,
-                module=name_module(linear.module),
-                before=" and ".join(map(str, before)),
-                after=after,
-            )
-        )
+        sizes = {"before": " and ".join(map(str, before)), "after": after}
+        who = {"ext": extension, "module": linear.module}
+        raise NotImplementedError(message(SAMPLES_REARRANGED, **who, **sizes))
 
 
 def check_samples_apart(
@@ -253,10 +241,8 @@ def check_samples_apart(
             lambda: any(result[~some].any() for result in product(columns)),
         )
     if meet:
-        ext = type(extension).__name__
-        raise NotImplementedError(
-            SAMPLES_MEET.format(ext=ext, module=name_module(linear.module))
-        )
+        text = message(SAMPLES_MEET, ext=extension, module=linear.module)
+        raise NotImplementedError(text)
 
 
 def linearize_here(

@@ -11,6 +11,7 @@ from backpack.core.per_sample.base import Dense, PerSample
 from backpack.extensions.firstorder.base import GradientReduction
 from backpack.extensions.firstorder.batch_factors import FactoredGradients
 from backpack.extensions.shards import Piece
+from backpack.utils.hooks import message
 from backpack.utils.subsampling import Selection
 from backpack.utils.types import as_type
 
@@ -67,8 +68,7 @@ class BatchDotGrad(GradientReduction):
         known = isinstance(others, (Tensor, FactoredGradients))
         if not known or others.shape[1:] != param.shape or not len(others.shape):
             got = f"shape {list(others.shape)}" if known else type(others).__name__
-            shape = list(param.shape)
-            raise ValueError(NO_GRADIENTS.format(shape=shape, got=got))
+            raise ValueError(message(NO_GRADIENTS, shape=param.shape, got=got))
         if isinstance(others, Tensor):
             tensors = others.detach().to(gradients.device, gradients.dtype)
             others = FactoredGradients(Dense(tensors.unsqueeze(0), param.shape))

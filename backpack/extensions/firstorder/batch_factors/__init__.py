@@ -13,6 +13,7 @@ from backpack.core.per_sample.maps import dots_between, in_order, mapped
 from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.sums import chunks
 from backpack.extensions.firstorder.base import GradientReduction
+from backpack.utils.hooks import message
 from backpack.utils.kroneckers import (
     damped_inv_kfacs,
     ekfac_mat_prod,
@@ -128,8 +129,8 @@ class FactoredGradients:
         rows = factors[-1].shape[:-2].numel() * sizes.numel()
         size = self._product.shape.numel()
         if rows != size:
-            shape = list(self._product.shape)
-            raise ValueError(OTHER_SIZE.format(rows=rows, shape=shape, size=size))
+            text = {"rows": rows, "shape": self._product.shape, "size": size}
+            raise ValueError(message(OTHER_SIZE, **text))
         if is_eigen:
             ekfac_mat_prod(curvature, -1.0, damping)  # to refuse what is singular
             return FactoredGradients(self._product, curvature, damping)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Mapping, MutableMapping, Optional, Sequence, Union
+from typing import Any, List, Mapping, MutableMapping, Sequence, Union
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from backpack.core.per_sample.base import PerSample
 from backpack.core.per_sample.maps import projected
 from backpack.extensions.firstorder.base import GradientReduction
 from backpack.extensions.shards import Piece
+from backpack.utils.hooks import message
 from backpack.utils.subsampling import Selection
-from backpack.utils.types import accumulator_dtype
+from backpack.utils.types import Randomness, accumulator_dtype
 
 Matrices = Union[Tensor, Sequence[Tensor]]
 
@@ -65,7 +66,7 @@ class BatchProjectGrad(GradientReduction):
         self,
         projection: Union[int, Mapping[Tensor, Matrices]] = 16,
         subsampling: Selection = None,
-        generator: Optional[Generator] = None,
+        generator: Randomness = None,
     ):
         """Choose the projections.
 
@@ -107,14 +108,13 @@ class BatchProjectGrad(GradientReduction):
             return self._drawn[param]
         found = self._projection.get(param)
         if found is None:
-            raise ValueError(MISSING.format(shape=list(param.shape)))
+            raise ValueError(message(MISSING, shape=param.shape))
         found = [found] if isinstance(found, Tensor) else list(found)
         got = [list(matrix.shape) for matrix in found]
         if [shape[1:] for shape in got] != [[size] for size in columns]:
             number = "a matrix" if len(columns) == 1 else "two matrices"
-            shape = list(param.shape)
-            text = {"shape": shape, "number": number, "columns": columns, "got": got}
-            raise ValueError(OTHER_SHAPES.format(**text))
+            text = {"number": number, "columns": columns, "got": got}
+            raise ValueError(message(OTHER_SHAPES, shape=param.shape, **text))
         return found
 
     def _draw(self, size: int, param: Tensor) -> Tensor:

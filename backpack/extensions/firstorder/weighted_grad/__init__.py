@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from math import isclose
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
 
 from torch import Tensor
 
 from backpack.core.per_sample.base import PerSample
 from backpack.extensions.firstorder.base import GradientReduction
 from backpack.extensions.shards import Piece, shard_of
+from backpack.utils.hooks import message
 from backpack.utils.subsampling import Selection
+from backpack.utils.types import MatProd
 
-Weights = Union[Tensor, Callable[[Tensor], Tensor]]
+Weights = Union[Tensor, MatProd]
 
 CHOICES = {
     "of": ("norms", "dots"),
@@ -192,13 +194,12 @@ class WeightedGrad(GradientReduction):
         if not waiting:
             return kept
         first = next(iter(waiting.values()))
-        name = type(self).__name__
         sizes = {len(entry.statistic) for entry in waiting.values()}
         if len(sizes) > 1:
-            text = OTHER_SAMPLES.format(ext=name, sizes=sorted(sizes))
+            text = message(OTHER_SAMPLES, ext=self, sizes=sorted(sizes))
             raise NotImplementedError(text)
         if any(x.gradients.version != x.version for x in waiting.values()):
-            raise RuntimeError(MODIFIED.format(ext=name))
+            raise RuntimeError(message(MODIFIED, ext=self))
         device = first.statistic.device
         total: Any = sum(entry.statistic.to(device) for entry in waiting.values())
         found, self.weights = self._decide(total, first.gradients)
@@ -216,8 +217,7 @@ class WeightedGrad(GradientReduction):
         averages = {reduction in ("mean", "batchmean") for reduction in reductions}
         known = all(r in ("mean", "batchmean", "sum") for r in reductions)
         if not known or len(averages) != 1:
-            text = {"ext": type(self).__name__, "found": reductions}
-            raise ValueError(UNKNOWN_SCALE.format(**text))
+            raise ValueError(message(UNKNOWN_SCALE, ext=self, found=reductions))
         return float(n) if averages == {True} else 1.0
 
     def _decide(self, statistic: Tensor, gradients: PerSample) -> Tuple[Tensor, Tensor]:
@@ -240,9 +240,8 @@ class WeightedGrad(GradientReduction):
     def _checked(self, weights: Any, gradients: PerSample) -> Tensor:
         n = gradients.batch_size
         if not (isinstance(weights, Tensor) and weights.shape == (n,)):
-            found = list(weights.shape) if isinstance(weights, Tensor) else weights
-            name = type(self).__name__
-            raise ValueError(OTHER_WEIGHTS.format(ext=name, n=n, found=found))
+            found = weights.shape if isinstance(weights, Tensor) else weights
+            raise ValueError(message(OTHER_WEIGHTS, ext=self, n=n, found=found))
         return weights
 
     def over_shards(self, value: Tensor, piece: Piece) -> Tensor:
@@ -259,23 +258,23 @@ class WeightedGrad(GradientReduction):
             NotImplementedError: If weights depend on other samples, or on the scale of
                 this process' loss.
         """  # noqa: DAR401
-        name, sample = type(self).__name__, piece.required_parts(self) == "sample"
+        sample = piece.required_parts(self) == "sample"
         if not isinstance(self._given, Tensor):
             if self._of == "dots":
-                text = {"what": "dot products", "instead": "norms"}
-                raise NotImplementedError(NOT_SHARED.format(ext=name, **text))
+                self._refuse_shared("dot products", "norms")
             if not sample and piece.weight != 1.0:
-                what = "norms of the summands of a mean"
-                text = {"what": what, "instead": "scale='sample'"}
-                raise NotImplementedError(NOT_SHARED.format(ext=name, **text))
+                self._refuse_shared("norms of the summands of a mean", "scale='sample'")
         if not sample or piece.weight == 1.0:
             return piece.sum(value, piece.weight)
         unequal = value.new_tensor(float(not isclose(piece.weight, piece.share)))
         if piece.sum(unequal, 1.0) > 0:  # in any process
             what = "means that count samples unequally"
-            text = {"what": what, "instead": "scale='summand' and a sum"}
-            raise NotImplementedError(NOT_SHARED.format(ext=name, **text))
+            self._refuse_shared(what, "scale='summand' and a sum")
         return piece.sum(value, 1.0)
+
+    def _refuse_shared(self, what: str, instead: str) -> None:
+        text = message(NOT_SHARED, ext=self, what=what, instead=instead)
+        raise NotImplementedError(text)
 
 
 def _sum(gradients: PerSample, weights: Tensor, factor: float) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Optional
 
-from torch import Generator, Tensor
+from torch import Tensor
 
 from backpack.core.per_sample.base import PerSample
 from backpack.extensions.secondorder.columns import (
@@ -14,7 +14,7 @@ from backpack.extensions.secondorder.columns import (
 )
 from backpack.extensions.secondorder.hbp.hbp_options import LossHessianStrategy
 from backpack.extensions.shards import Piece
-from backpack.utils.types import FisherType
+from backpack.utils.types import FisherType, Randomness
 
 
 class _Diagonal(ColumnExtension):
@@ -95,7 +95,7 @@ class _Sampled(_Diagonal):
     def __init__(
         self,
         mc_samples: int = 1,
-        generator: Optional[Generator] = None,
+        generator: Randomness = None,
         fisher_type: FisherType = "mc",
     ):
         """Choose the number of Monte-Carlo samples and what draws them.

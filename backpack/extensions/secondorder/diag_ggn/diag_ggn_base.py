@@ -1,12 +1,11 @@
 """The GGN's diagonal on a module with known derivatives."""
 
-from typing import List, Optional, Union
+from typing import Any, List, Optional, Union
 
 from torch import Tensor
 
 from backpack.core.derivatives.input_base import BaseDerivatives
 from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
-from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.mat_to_mat_jac_base import ParameterRule
 from backpack.utils.types import Grads, Layer
 
@@ -32,13 +31,7 @@ class DiagGGNBaseModule(ParameterRule):
         super().__init__(derivatives, params)
 
     def parameter(
-        self,
-        name: str,
-        ext: BackpropExtension,
-        module: Layer,
-        g_inp: Grads,
-        g_out: Grads,
-        backproped: Tensor,
+        self, name: str, ext: Any, module: Layer, g_out: Grads, backproped: Tensor
     ) -> Tensor:
         """Compute the diagonal for a parameter.
 
@@ -46,7 +39,6 @@ class DiagGGNBaseModule(ParameterRule):
             name: Name of the parameter.
             ext: The extension that is running.
             module: The module, with its inputs and output.
-            g_inp: Gradients at the inputs, as far as they exist.
             g_out: Gradients at the outputs.
             backproped: Columns ``[V, N, *out]``.
 
@@ -56,6 +48,5 @@ class DiagGGNBaseModule(ParameterRule):
         sum_batch = self._sum_batch
         if sum_batch is None:
             sum_batch = getattr(ext, "SUM_BATCH", True)
-        args = module, g_inp, g_out, backproped
-        product = self.derivatives.stored_product(name, *args)
+        product = self.derivatives.stored_product(name, module, (), g_out, backproped)
         return product.squares(sum_batch)

@@ -32,13 +32,7 @@ class DiagHBaseModule(ModuleRule):
     MINUS = -1.0
 
     def parameter(
-        self,
-        name: str,
-        ext: Any,
-        module: Layer,
-        g_inp: Grads,
-        g_out: Grads,
-        backproped: SignedColumns,
+        self, name: str, ext: Any, module: Layer, g_out: Grads, backproped: Any
     ) -> Tensor:
         """Compute the diagonal for a parameter.
 
@@ -46,7 +40,6 @@ class DiagHBaseModule(ModuleRule):
             name: Name of the parameter.
             ext: The extension that is running.
             module: The module, with its inputs and output.
-            g_inp: Gradients at the inputs, as far as they exist.
             g_out: Gradients at the outputs.
             backproped: Signed columns at the output.
 
@@ -56,7 +49,7 @@ class DiagHBaseModule(ModuleRule):
         param, sum_batch = find_parameter(module, name), ext.SUM_BATCH
         diagonal, derivatives = None, self.derivatives
         for sign, columns in SignedColumns.wrap(backproped).by_sign():
-            product = derivatives.stored_product(name, module, g_inp, g_out, columns)
+            product = derivatives.stored_product(name, module, (), g_out, columns)
             part = product.squares(sum_batch).mul_(sign)
             diagonal = part if diagonal is None else diagonal.add_(part)
         if diagonal is None:

@@ -6,7 +6,7 @@ from copy import copy
 from typing import Any, List, Mapping, Optional, Sequence
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from backpack.core.fast.matmul import gram
 from backpack.core.per_sample.base import PerSample, Summed
@@ -25,8 +25,9 @@ from backpack.extensions.secondorder.hbp.factors import (
     with_input_factor,
 )
 from backpack.extensions.shards import Piece
+from backpack.utils.hooks import message
 from backpack.utils.kroneckers import eigen_kfacs, transposed
-from backpack.utils.types import WeightSharing, full_precision
+from backpack.utils.types import Randomness, WeightSharing, full_precision
 
 Basis = Mapping[Tensor, Sequence[Tensor]]
 
@@ -62,9 +63,9 @@ class EKFAC(KroneckerFactors):
         self,
         mc_samples: int = 1,
         fisher_type: str = "mc",
-        weight_sharing: Optional[WeightSharing] = "expand",
+        weight_sharing: WeightSharing = "expand",
         basis: Optional[Basis] = None,
-        generator: Optional[Generator] = None,
+        generator: Randomness = None,
         dense_limit: int = DENSE_LIMIT,
     ):
         """Choose columns, and the basis.
@@ -109,8 +110,8 @@ class EKFAC(KroneckerFactors):
         bases = [full_precision(basis) for basis in self._fixed[: len(expected)]]
         got = [list(basis.shape) for basis in bases]
         if got != expected:
-            text = {"expected": expected, "shape": list(product.shape), "got": got}
-            raise ValueError(OTHER_BASIS.format(**text))
+            text = {"expected": expected, "shape": product.shape, "got": got}
+            raise ValueError(message(OTHER_BASIS, **text))
         return [*bases, squares_after(product, transposed(bases))]
 
     def again(

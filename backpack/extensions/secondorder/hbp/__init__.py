@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, List, Optional
+from typing import Any, List
 
-from torch import Generator, Tensor
+from torch import Tensor
 
 from backpack.core.derivatives.loss_base import BaseLossDerivatives
 from backpack.core.per_sample.base import PerSample
@@ -25,7 +25,8 @@ from backpack.extensions.secondorder.hbp.hbpbase import HBPBaseModule
 from backpack.extensions.secondorder.hbp.losses import HBPLoss
 from backpack.extensions.secondorder.module_rules import WalkingExtension
 from backpack.extensions.shards import Piece, shard_of
-from backpack.utils.types import FisherType, Grads, Layer, WeightSharing
+from backpack.utils.hooks import message
+from backpack.utils.types import FisherType, Grads, Layer, Randomness, WeightSharing
 
 __all__ = [
     "BackpropStrategy",
@@ -92,7 +93,7 @@ class HBP(WalkingExtension):
         backprop_strategy: str,
         ea_strategy: str,
         savefield: str = "hbp",
-        weight_sharing: Optional[WeightSharing] = None,
+        weight_sharing: WeightSharing = None,
     ):
         """Choose what is pulled back.
 
@@ -200,7 +201,7 @@ class HBP(WalkingExtension):
             NotImplementedError: If averages over the batch are pulled back.
         """
         if BackpropStrategy.is_batch_average(self.backprop_strategy):
-            raise NotImplementedError(BRANCHES.format(ext=type(self).__name__))
+            raise NotImplementedError(message(BRANCHES, ext=self))
         return existing + other
 
     def over_shards(self, value: List[Tensor], piece: Piece) -> List[Tensor]:
@@ -220,7 +221,7 @@ class HBP(WalkingExtension):
             self.ea_strategy
         )
         if averages_inputs or BackpropStrategy.is_batch_average(self.backprop_strategy):
-            raise NotImplementedError(AVERAGES.format(ext=type(self).__name__))
+            raise NotImplementedError(message(AVERAGES, ext=self))
         position = factors.input_position(value, bool(piece.parts))
         return [
             piece.sum(factor, piece.share if i == position else piece.weight)
@@ -241,7 +242,7 @@ class KroneckerFactors(ColumnExtension, HBP):
         self,
         savefield: str,
         source: Source,
-        weight_sharing: Optional[WeightSharing] = None,
+        weight_sharing: WeightSharing = None,
         dense_limit: int = DENSE_LIMIT,
     ):
         """Choose how weight sharing is treated.
@@ -314,8 +315,8 @@ class KFAC(KroneckerFactors):
     def __init__(
         self,
         mc_samples: int = 1,
-        weight_sharing: Optional[WeightSharing] = None,
-        generator: Optional[Generator] = None,
+        weight_sharing: WeightSharing = None,
+        generator: Randomness = None,
         fisher_type: FisherType = "mc",
         dense_limit: int = DENSE_LIMIT,
     ):
@@ -343,9 +344,7 @@ class KFLR(KroneckerFactors):
     """
 
     def __init__(
-        self,
-        weight_sharing: Optional[WeightSharing] = None,
-        dense_limit: int = DENSE_LIMIT,
+        self, weight_sharing: WeightSharing = None, dense_limit: int = DENSE_LIMIT
     ):
         """Choose how weight sharing is treated.
 
@@ -367,7 +366,7 @@ class KFRA(HBP):
     output that is used several times is refused.
     """
 
-    def __init__(self, weight_sharing: Optional[WeightSharing] = None):
+    def __init__(self, weight_sharing: WeightSharing = None):
         """Choose how weight sharing is treated.
 
         Args:

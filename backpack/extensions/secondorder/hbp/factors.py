@@ -18,7 +18,7 @@ from backpack.core.per_sample.base import PerSample, Summed
 from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.rows import Rows
 from backpack.core.per_sample.sums import features_first, reciprocal
-from backpack.utils.hooks import warn_user
+from backpack.utils.hooks import message, warn_user
 from backpack.utils.types import Layer, WeightSharing
 from backpack.utils.unsqueeze import flatten
 
@@ -40,9 +40,9 @@ TRANSPOSED = (
 
 TOO_LARGE = (
     "{ext} (field '{field}'): {what} would get a dense block with {size} rows, "
-    "{memory}, more than dense_limit={limit} allows. Use DiagGGNExact or DiagGGNMC for "
-    "it, whose results are as large as the parameter, freeze it, or raise "
-    "{ext}(dense_limit=...)."
+    "{memory:.1f} GiB, more than dense_limit={limit} allows. Use DiagGGNExact or "
+    "DiagGGNMC for it, whose results are as large as the parameter, freeze it, or "
+    "raise {ext}(dense_limit=...)."
 )
 
 
@@ -69,16 +69,11 @@ def refuse_large(ext: Any, what: Callable[[], str], product: PerSample) -> None:
     size = max(sizes)
     if size > ext.dense_limit:
         memory = groups * size**2 * product.dtype.itemsize / 2**30
-        raise NotImplementedError(
-            TOO_LARGE.format(
-                ext=type(ext).__name__,
-                field=ext.savefield,
-                what=what(),
-                size=size,
-                memory=f"{memory:.1f} GiB",
-                limit=ext.dense_limit,
-            )
+        sizes_found = {"size": size, "memory": memory, "limit": ext.dense_limit}
+        text = message(
+            TOO_LARGE, ext=ext, field=ext.savefield, what=what(), **sizes_found
         )
+        raise NotImplementedError(text)
 
 
 def refuse_ambiguous(
@@ -99,13 +94,8 @@ def refuse_ambiguous(
         warned = _WARNED.setdefault(ext, WeakIdKeyDictionary())
         if param not in warned:
             warned[param] = True
-            text = TRANSPOSED.format(
-                ext=type(ext).__name__,
-                field=ext.savefield,
-                what=what(),
-                how=product.order.describe(product.shape),
-            )
-            warn_user(text)
+            how, field = product.order.describe(product.shape), ext.savefield
+            warn_user(message(TRANSPOSED, ext=ext, field=field, what=what(), how=how))
     if ext.weight_sharing is not None:
         return
     reason = None
@@ -117,9 +107,8 @@ def refuse_ambiguous(
     elif isinstance(product, Rows) and product.positions > 1:
         reason = f"{product.positions} positions share the weight"
     if reason is not None:
-        raise NotImplementedError(
-            AMBIGUOUS.format(ext=type(ext).__name__, reason=reason, what=what())
-        )
+        text = message(AMBIGUOUS, ext=ext, reason=reason, what=what())
+        raise NotImplementedError(text)
 
 
 def arrange(product: PerSample) -> Tensor:
@@ -140,9 +129,7 @@ def arrange(product: PerSample) -> Tensor:
     return flatten(product.individual(), 2)[:, :, None, None]
 
 
-def output_factor(
-    product: PerSample, weight_sharing: Optional[WeightSharing]
-) -> Tensor:
+def output_factor(product: PerSample, weight_sharing: WeightSharing) -> Tensor:
     """Form the factor of a layer's output from columns.
 
     Args:
@@ -184,7 +171,7 @@ def averaged_output_factor(
     module: Layer,
     product: PerSample,
     mat: Tensor,
-    weight_sharing: Optional[WeightSharing],
+    weight_sharing: WeightSharing,
 ) -> Tensor:
     """Form the factor of a layer's output from a matrix for all samples.
 
@@ -235,7 +222,7 @@ def averaged_output_factor(
 def with_input_factor(
     product: PerSample,
     output: Tensor,
-    weight_sharing: Optional[WeightSharing],
+    weight_sharing: WeightSharing,
     average: bool = False,
 ) -> List[Tensor]:
     """Put the factor of a layer's input next to that of its output.

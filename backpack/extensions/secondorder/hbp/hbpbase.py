@@ -15,7 +15,7 @@ from backpack.extensions.secondorder.hbp.hbp_options import (
     ExpectationApproximation,
 )
 from backpack.extensions.secondorder.module_rules import ModuleRule
-from backpack.utils.hooks import name_module
+from backpack.utils.hooks import message, name_module
 from backpack.utils.types import Grads, Layer, as_type
 from backpack.utils.unsqueeze import flatten
 
@@ -38,13 +38,7 @@ class HBPBaseModule(ModuleRule):
     """Pull columns, or a matrix that is averaged over the batch, back to the input."""
 
     def parameter(
-        self,
-        name: str,
-        ext: Any,
-        module: Layer,
-        g_inp: Grads,
-        g_out: Grads,
-        backproped: Tensor,
+        self, name: str, ext: Any, module: Layer, g_out: Grads, backproped: Tensor
     ) -> List[Tensor]:
         """Form a parameter's Kronecker factors.
 
@@ -52,7 +46,6 @@ class HBPBaseModule(ModuleRule):
             name: Name of the parameter.
             ext: The extension that is running.
             module: The module, with its inputs and output.
-            g_inp: Gradients at the inputs, as far as they exist.
             g_out: Gradients at the outputs.
             backproped: Columns ``[V, N, *out]``, or a matrix ``[out, out]``.
 
@@ -65,7 +58,7 @@ class HBPBaseModule(ModuleRule):
         columns = backproped
         if not is_sqrt:  # only their shape counts
             columns = backproped.new_zeros(()).expand(1, *module.output.shape)
-        product = derivatives.stored_product(name, module, g_inp, g_out, columns)
+        product = derivatives.stored_product(name, module, (), g_out, columns)
         factors.refuse_ambiguous(
             ext,
             lambda: f"{name_module(module)} (parameter '{name}')",
@@ -103,20 +96,14 @@ class HBPBaseModule(ModuleRule):
         if BackpropStrategy.is_sqrt(ext.get_backprop_strategy()):
             curv_type = ext.get_curv_type()
             if Curvature.require_residual(curv_type) and not linear.residual_is_zero:
-                raise NotImplementedError(
-                    NO_RESIDUAL.format(
-                        ext=type(ext).__name__,
-                        module=name_module(linear.module),
-                        curv=curv_type,
-                    )
+                text = message(
+                    NO_RESIDUAL, ext=ext, module=linear.module, curv=curv_type
                 )
+                raise NotImplementedError(text)
             return linear.jac_t(backproped)
         if linear.is_joint:
-            raise NotImplementedError(
-                SEVERAL_INPUTS.format(
-                    ext=type(ext).__name__, module=name_module(linear.module)
-                )
-            )
+            text = message(SEVERAL_INPUTS, ext=ext, module=linear.module)
+            raise NotImplementedError(text)
         backproped = as_type(backproped, linear.module.output.dtype)
         args = ext, linear.module, (), linear.g_out, backproped
         return [self.backpropagate_batch_average(*args)] * len(linear.positions)

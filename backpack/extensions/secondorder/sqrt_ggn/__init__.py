@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Optional
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from backpack.core.per_sample.base import PerSample
 from backpack.extensions.secondorder.columns import (
@@ -16,7 +16,7 @@ from backpack.extensions.secondorder.columns import (
 from backpack.extensions.secondorder.hbp.hbp_options import LossHessianStrategy
 from backpack.extensions.shards import Piece
 from backpack.utils.subsampling import Selection
-from backpack.utils.types import FisherType
+from backpack.utils.types import FisherType, Randomness
 
 
 class SqrtGGN(ColumnExtension):
@@ -84,7 +84,7 @@ class SqrtGGNMC(SqrtGGN):
         self,
         mc_samples: int = 1,
         subsampling: Selection = None,
-        generator: Optional[Generator] = None,
+        generator: Randomness = None,
         fisher_type: FisherType = "mc",
     ):
         """Choose the number of Monte-Carlo samples, and the samples of the batch.

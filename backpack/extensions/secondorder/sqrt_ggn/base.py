@@ -17,13 +17,7 @@ class SqrtGGNBaseModule(ParameterRule):
     """
 
     def parameter(
-        self,
-        name: str,
-        ext: Any,
-        module: Layer,
-        g_inp: Grads,
-        g_out: Grads,
-        backproped: Tensor,
+        self, name: str, ext: Any, module: Layer, g_out: Grads, backproped: Tensor
     ) -> Tensor:
         """Multiply columns with a parameter's transposed Jacobian.
 
@@ -31,22 +25,14 @@ class SqrtGGNBaseModule(ParameterRule):
             name: Name of the parameter.
             ext: The extension that is running.
             module: The module, with its inputs and output.
-            g_inp: Gradients at the inputs, as far as they exist.
             g_out: Gradients at the outputs.
             backproped: Columns ``[V, N, *out]``.
 
         Returns:
             Products of shape ``[V, N, *p]``.
         """
-        return self.derivatives.param_mjp(
-            name,
-            module,
-            g_inp,
-            g_out,
-            backproped,
-            sum_batch=False,
-            subsampling=ext.get_subsampling(),
-        )
+        args, subsampling = (module, (), g_out, backproped), ext.get_subsampling()
+        return self.derivatives.param_mjp(name, *args, False, subsampling)
 
 
 def on_layer(layer: Type[Module], path: str) -> Type[SqrtGGNBaseModule]:

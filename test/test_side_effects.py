@@ -9,7 +9,8 @@ import random
 import re
 import weakref
 from contextlib import nullcontext
-from typing import Any, Callable, Dict, Iterator, List
+from functools import partial
+from typing import Any, Callable, Dict, Iterator, List, Tuple
 
 import pytest
 import torch
@@ -230,6 +231,21 @@ def recomputes(m: Module, x: Tensor) -> Tensor:
     return m.g(checkpoint(inside, x, use_reentrant=False))
 
 
+@layers(table=lambda: nn.Embedding(D, D), steps=lambda: nn.Buffer(torch.zeros(())))
+def recomputes_expressions(m: Module, x: Tensor) -> Tensor:
+    """Do so with operations that only a product with autograd is known for."""
+
+    def inside(x: Tensor) -> Tensor:
+        m.steps += 1
+        m.log.append("inside")
+        h = F.dropout(m.f(x), 0.5) @ (m.w / m.w.norm(dim=1, keepdim=True)).tanh()
+        h = torch.logcumsumexp(h * m.table(torch.arange(D)).prod(0), 1)
+        return torch.cdist(h[:, None], m.w.expand(len(x), D, D))[:, 0]
+
+    nested = partial(checkpoint, inside, use_reentrant=False)
+    return m.g(checkpoint(nested, x, use_reentrant=False))
+
+
 @layers()
 def differentiates_inside(m: Module, x: Tensor) -> Tensor:
     """Differentiate a function of constants inside."""
@@ -237,6 +253,33 @@ def differentiates_inside(m: Module, x: Tensor) -> Tensor:
         z = x.detach().requires_grad_()
         (g,) = torch.autograd.grad(z.pow(2).sum(), z)
     return m.g(m.f(x + 0.1 * g).tanh() @ m.w)
+
+
+class Offset(Module):
+    """A layer that is called with no tensor, but a shape."""
+
+    def __init__(self):
+        """Create the parameter."""
+        super().__init__()
+        self.weight = param(D)
+
+    def forward(self, shape: Tuple[int, ...]) -> Tensor:
+        """Repeat the parameter.
+
+        Args:
+            shape: Shape of the result.
+
+        Returns:
+            Tensor of this shape.
+        """
+        return self.weight.expand(shape)
+
+
+@layers(offset=Offset)
+def takes_a_shape(m: Module, x: Tensor) -> Tensor:
+    """Ask a layer for constants of a shape, as position tables are."""
+    h = m.f(x).tanh() @ m.w + m.offset(x.shape)
+    return m.g(h * m.offset((len(x), D)))
 
 
 PASSES = {
@@ -258,7 +301,9 @@ PASSES = {
     "looks-at-gradients": looks_at_gradients,
     "raises-and-catches": raises_and_catches,
     "recomputes": recomputes,
+    "recomputes-expressions": recomputes_expressions,
     "differentiates-inside": differentiates_inside,
+    "takes-a-shape": takes_a_shape,
 }
 FORWARD_PASSES = {
     name: Row(make, randn(D), train=True, alone=False) for name, make in PASSES.items()
@@ -329,6 +374,7 @@ def assert_same(actual: Any, expected: Any, what: str) -> None:
         assert actual == expected, f"{what}: {actual} != {expected}"
 
 
+COLUMNS = 3  # of the loss Hessian's factor
 EXTENSIONS: Dict[str, Callable[[], List]] = {
     "none": lambda: [],
     "BatchGrad": lambda: [BatchGrad()],
@@ -346,12 +392,13 @@ def test_forward_pass_runs_once(name: str, exts: str) -> None:
     expected = traced(row, extended=False)
     actual = traced(row, *EXTENSIONS[exts](), extended=True)
     assert torch.equal(actual["output"], expected["output"])
-    if name == "recomputes" and exts in ("DiagGGNExact", "all"):
+    if name.startswith("recomputes") and exts in ("DiagGGNExact", "all"):
         # PyTorch computes it again for each backward pass, like that of a column
         for key in ("calls in the backward pass", "log in the backward pass"):
-            times = len(actual[key]) // len(expected[key])
-            assert times > 1 and actual[key] == times * expected[key]
+            assert actual[key] == (1 + COLUMNS) * expected[key]
             actual[key] = expected[key]
+        for buffer, once in zip(actual.pop("buffers"), expected.pop("buffers")):
+            assert buffer == 1 + (1 + COLUMNS) * (once - 1)
     assert_same(actual, expected, name)
 
 

@@ -82,8 +82,6 @@ def row_inside(
     is_recurrent = isinstance(module, nn.RNNBase)
     if len(args) != 1 and not is_recurrent:
         return None
-    if not is_recurrent and torch.is_autocast_enabled(args[0].device.type):
-        return None  # autograd keeps a copy of the input, which may be overwritten
     row = row_of_call(module, args, kwargs, tracker)
     if row is None or is_recurrent:
         return row
@@ -94,6 +92,8 @@ def row_inside(
     placement = placement_of(args[0], tracker.key)
     if type(placement) is not Layout or row.params == ():
         return None
+    if torch.is_autocast_enabled(args[0].device.type):
+        return None  # autograd keeps a copy of the input, which may be overwritten
     features = _features(module)
     axes = 1 if features is None else args[0].dim() - features[0]
     return row if placement.axis < axes else None

@@ -18,7 +18,8 @@ from torch.nn import Module
 
 from backpack.core.per_sample.base import Dense, PerSample
 from backpack.core.per_sample.outer import Outer
-from backpack.engine.graph import describe, is_leaf, leaves_behind
+from backpack.engine.graph import describe, is_leaf, leaves_behind, walk
+from backpack.engine.saved import SAVED, fetch
 from backpack.engine.uses import Constant, Use, batched_vjp
 from backpack.utils.hooks import name_module, represent
 from backpack.utils.types import as_type
@@ -175,6 +176,8 @@ class Group:
         for product in expressions.values():
             columns.append(product.individual())
         inputs = [get_gradient_edge(p) for p in self.params]
+        for node in walk(edge.node for edge in outputs):
+            fetch(node.metadata.get(SAVED, ()))
         pulled = batched_vjp(outputs, inputs, columns)
         for param, products in zip(self.params, pulled):
             if products is not None:

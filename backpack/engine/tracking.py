@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from backpack.core.layout import Layout, Mixed, Placement, sample_numbers, simplify
 from backpack.core.operations import find_operation
 from backpack.core.table import LOSS_FUNCTIONS
+from backpack.engine import saved as saved_tensors
 from backpack.engine.gaps import CONSTANT, explain
 from backpack.engine.graph import MEETING, SILENT
 from backpack.engine.placements import FORGET, MARK, Finder, Mark, Pass
@@ -174,7 +175,11 @@ class Tracker(TorchFunctionMode):
             key += kwargs
             self._look(kwargs.values(), key, data, constants)
         if not data:
-            return func(*args, **kwargs)
+            if not constants:
+                return func(*args, **kwargs)
+            out, saved = saved_tensors.run(func, args, kwargs)
+            saved_tensors.note(tree_leaves(out), saved)
+            return out
         if kind.opened is not None and constants:
             with self:
                 return kind.opened(*args, **kwargs)
@@ -286,7 +291,11 @@ class Tracker(TorchFunctionMode):
             deciding = [shown if x is written else x for x in _deciding(data)]
             if written._base is not None:
                 self._leave_views(written._base)
-        out = func(*args, **kwargs)
+        saved: List[Any] = []
+        if pairs is None:
+            out = func(*args, **kwargs)
+        else:
+            out, saved = saved_tensors.run(func, args, kwargs)
         result = written if out is None and name == "__setitem__" else out
         if type(result) is Tensor or isinstance(result, Tensor):
             outs = [result]
@@ -317,7 +326,9 @@ class Tracker(TorchFunctionMode):
             self._write_to_base(outs[0], hooked[0])
         if pairs is not None:
             placements = list(map(self._finder.of, hooked))
-            self._record(func, kind, args, kwargs, pairs, hooked, placements, since)
+            self._record(
+                func, kind, args, kwargs, pairs, hooked, placements, since, saved
+            )
         elif kind.is_loss and out.grad_fn is not None and not out.dim():
             self.note_loss(func, args, kwargs, out)
         return out
@@ -435,10 +446,12 @@ class Tracker(TorchFunctionMode):
         outs: List[Tensor],
         placements: List[Placement],
         since: int,
+        saved: List[Any],
     ) -> None:
         """Remember a use, at the node of the graph that produced its result."""
         both = [(x, p) for x, p in zip(outs, placements) if x.requires_grad]
         if all(p is None for _, p in both):
+            saved_tensors.note(outs, saved)
             return  # samples gave no more than a shape: what came out is a constant
         operation = None
         written_to_base = kind.writes and outs[0] is not args[0]
@@ -451,6 +464,7 @@ class Tracker(TorchFunctionMode):
                 operation = None
         placements = [p for _, p in both]
         use = Use(kind.name, pairs, self.n, placements, self.owner, operation, since)
+        use.saved = saved
         use.attach([x for x, _ in both])
         if len(both) == 1 and _made_base(both[0][0], since):
             x = both[0][0]

@@ -32,6 +32,7 @@ from backpack.core.layout import Mixed, Placement, one_sample_each
 from backpack.core.operations import Operation
 from backpack.core.per_sample.base import Dense, PerSample
 from backpack.core.per_sample.sums import chunks
+from backpack.engine.saved import Saved, fetch
 from backpack.utils.hooks import name_module, without_hooks
 from backpack.utils.state import may_look, state
 
@@ -160,6 +161,7 @@ class Use:
         until: Number of nodes that the graph had afterwards.
         output_shapes: Shapes of the outputs.
         released: Whether operands have been dropped.
+        saved: What the operation keeps for its derivative, where hooks get that.
     """
 
     is_use = True
@@ -191,6 +193,7 @@ class Use:
         self._owner = None if owner is None else weakref.ref(owner)
         self.since, self.until = since, torch._C._autograd._get_sequence_nr()
         self.released = False
+        self.saved: List[Saved] = []
         self.output_shapes: List[torch.Size] = []
         self._outputs: List[Any] = []
 
@@ -272,6 +275,7 @@ class Use:
     def release(self) -> None:
         """Drop the operands."""
         self.operation, self.released = None, True
+        self.saved = []
 
     release_all = release
 
@@ -360,6 +364,7 @@ class Use:
         stand_ins = [constant.stand_in for constant in self.constants]
         columns = len(cotangents[used[0]])
         size = sum(cotangents[i].numel() for i in used)
+        fetch(self.saved)
         parts: List[List[Optional[Tensor]]] = []
         for samples in chunks(self.n, size, MASKED_ELEMENTS):
             masked = [

@@ -1,0 +1,113 @@
+"""What operations keep for the backward pass, where somebody has hooks on that.
+
+A checkpoint drops it, and runs its part of the model again for each backward pass, and
+so for each product of ours that needs something of it. What our products will need is
+therefore asked for in the name of the pass that is running, which gets it from us.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, Iterable, List, Tuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from backpack.utils.state import state
+
+SAVED = "backpack.saved"  # where a node of a constant's graph keeps what was saved
+
+# torch has it since 2.8; before, checkpoints run more often
+_innermost_hooks: Callable = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None
+)
+
+
+class Saved:
+    """A tensor that an operation has saved, in somebody's hands."""
+
+    __slots__ = ("_packed", "_unpack")
+
+    def __init__(self, packed: Any, unpack: Callable[[Any], Tensor]):
+        """Store what is known of it.
+
+        Args:
+            packed: What the hook has made of the tensor.
+            unpack: The hook that returns the tensor.
+        """
+        self._packed, self._unpack = packed, unpack
+
+    def ask(self) -> Tensor:
+        """Ask for the tensor; for a checkpoint, at most once in a backward pass.
+
+        Returns:
+            The tensor.
+        """
+        return self._unpack(self._packed)
+
+    def unpack(self) -> Tensor:
+        """Give the tensor to autograd.
+
+        Returns:
+            The tensor.
+        """
+        current = state()
+        fetched = _fetched()
+        if self not in fetched:
+            return self.ask()
+        return fetched[self] if current.pulling else fetched.pop(self)
+
+
+def _fetched() -> Dict[Saved, Tensor]:
+    """Return what the backward pass that is running has asked for."""
+    running = state().backward_pass
+    return {} if running is None else running.kept.setdefault(SAVED, {})
+
+
+def run(func: Callable, args: Tuple, kwargs: Dict[str, Any]) -> Tuple[Any, List[Saved]]:
+    """Run an operation.
+
+    Args:
+        func: The operation.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+
+    Returns:
+        Its result, and what it has saved, if somebody has hooks on that.
+    """
+    hooks = _innermost_hooks(False)
+    saved: List[Saved] = []
+    if hooks is None:
+        return func(*args, **kwargs), saved
+    pack, unpack = hooks
+
+    def keep(x: Tensor) -> Saved:
+        saved.append(Saved(pack(x), unpack))
+        return saved[-1]
+
+    with saved_tensors_hooks(keep, Saved.unpack):
+        return func(*args, **kwargs), saved
+
+
+def note(outputs: Iterable[Any], saved: List[Saved]) -> None:
+    """Remember what was saved in computing a constant, at its nodes of the graph.
+
+    Args:
+        outputs: What came out.
+        saved: What was saved.
+    """
+    for x in outputs if saved else ():
+        if isinstance(x, Tensor) and x.grad_fn is not None:
+            x.grad_fn.metadata.setdefault(SAVED, []).extend(saved)
+
+
+def fetch(saved: Iterable[Saved]) -> None:
+    """Ask for tensors before a product needs them, which is no pass of its own then.
+
+    Args:
+        saved: The tensors.
+    """
+    fetched = _fetched()
+    for x in saved:
+        if x not in fetched:
+            fetched[x] = x.ask()

@@ -344,6 +344,34 @@ class ViT(Module):
         return self.head(self.norm(self.blocks(x))[:, 0])
 
 
+class MeanOverPositions(Module):
+    """The mean over positions, as a module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Average.
+
+        Args:
+            x: Features ``[N, T, D]``.
+
+        Returns:
+            Their mean over positions, of shape ``[N, D]``.
+        """
+        return x.mean(1)
+
+
+def transformer() -> Sequential:
+    """Make a transformer of dense layers, which classifies sequences.
+
+    Returns:
+        A network for inputs of shape ``[N, T, 32]``.
+    """
+    return Sequential(
+        Linear(32, FEATURES),
+        *(ViTBlock() for _ in range(LAYERS)),
+        *(LayerNorm(FEATURES), MeanOverPositions(), Linear(FEATURES, 10)),
+    )
+
+
 class ResidualBlock(Module):
     """Two convolutions with normalisation, added to the input."""
 
@@ -482,5 +510,11 @@ PROBLEMS: Dict[str, Problem] = {
         tokens=True,
     ),
     "vit": Problem("ViT, 4 layers, T = 65", ViT, 820_964, (3, 32, 32), 100, 8),
+    "transformer": Problem(
+        "Transformer, 4 layers, T = 64", transformer, 798_858, (64, 32), 10, 16
+    ),
+    "transformer256": Problem(
+        "Transformer, 4 layers, T = 256", transformer, 798_858, (256, 32), 10, 8
+    ),
     "resnet18": Problem("ResNet-18", resnet18, 11_279_112, (3, 64, 64), 200, 8),
 }

@@ -51,6 +51,11 @@ QUANTITIES: Dict[str, Dict[str, Any]] = {
     "BatchFactors": {},
     "BatchProjectGrad": {},
     "ClippedGrad": {"max_norm": 0.01, "replace_grad": True},
+    "WeightedGrad-dots": {
+        "weights": "mean of dots",
+        "of": "dots",
+        "replace_grad": True,
+    },
     "DiagGGNMC": {"mc_samples": 1},
     "DiagGGNExact": {},
     "BatchDiagGGNMC": {"mc_samples": 1},
@@ -60,10 +65,17 @@ QUANTITIES: Dict[str, Dict[str, Any]] = {
     "KFAC": {"mc_samples": 1},
     "KFAC-expand": {"mc_samples": 1, "weight_sharing": "expand"},
     "KFAC-reduce": {"mc_samples": 1, "weight_sharing": "reduce"},
+    "KFAC-expand-only": {
+        "mc_samples": 1,
+        "weight_sharing": "expand",
+        "gradient": False,
+    },
     "KFLR": {},
     "KFRA": {},
     "EKFAC": {},
+    "EKFAC-only": {"gradient": False},
     "EKFAC-exact": {"fisher_type": "exact"},
+    "EKFAC-exact-only": {"fisher_type": "exact", "gradient": False},
     "DiagHessian": {},
     "BatchDiagHessian": {},
     "HMP": {},
@@ -73,11 +85,13 @@ QUANTITIES: Dict[str, Dict[str, Any]] = {
 
 # Quantities that are left out, and for which networks. The reasons are in the page,
 # under "How it is measured".
-TRANSFORMERS = ("gpt2", "llama", "vit")
+SEQUENCES = ("transformer", "transformer256")
+TRANSFORMERS = ("gpt2", "llama", "vit", *SEQUENCES)
 EXCLUDED: Tuple[Tuple[Tuple[str, ...], Tuple[str, ...]], ...] = (
     (("KFRA",), ("3c3d", "allcnnc")),
-    (("KFAC-expand", "KFAC-reduce"), ("mlp",)),
+    (("KFAC-reduce",), ("mlp",)),
     (("KFAC",), TRANSFORMERS),
+    (("EKFAC-exact", "EKFAC-exact-only"), ("gpt2", "llama", "vit", "resnet18")),
     (
         ("DiagGGNExact", "BatchDiagGGNExact", "SqrtGGNExact", "KFLR"),
         (*TRANSFORMERS, "resnet18"),

@@ -54,6 +54,12 @@ REDUCTIONS: Dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+# Functions cannot be sent in lines of JSON: this one takes dot products [N, N]
+WEIGHTS: Dict[str, Callable[[Tensor], Tensor]] = {
+    "mean of dots": lambda dots: dots.mean(1),
+}
+
+
 # Quantities that are measured as one compiled graph, too
 COMPILED = ("BatchGrad", "BatchL2Grad", "DiagGGNMC", "DiagGGNExact", "KFAC")
 
@@ -164,9 +170,16 @@ def with_backpack(order: Dict[str, Any]) -> Task:
     extension_cls = getattr(extensions, order["quantity"].split("-")[0], None)
     if extension_cls is None:
         raise Unavailable
-    if not order["options"].keys() <= signature(extension_cls).parameters.keys():
+    options, context = dict(order["options"]), {}
+    if "gradient" in options:  # of the context, not of the extension
+        context["gradient"] = options.pop("gradient")
+    if "weights" in options:
+        options["weights"] = WEIGHTS[options["weights"]]
+    wanted = {**context, **options}
+    known = {*signature(extension_cls).parameters, *signature(backpack).parameters}
+    if not wanted.keys() <= known:
         raise Unavailable
-    extension = extension_cls(**order["options"])
+    extension = extension_cls(**options)
     replaces = getattr(extension, "replaces_gradient", False)
     field = "grad" if replaces else extension.savefield
     vectors = [torch.ones_like(p).unsqueeze(0) for p in model.parameters()]
@@ -181,7 +194,7 @@ def with_backpack(order: Dict[str, Any]) -> Task:
             step(X, y)
         else:
             value = forward(X, y)
-            with backpack(extension):
+            with backpack(extension, **context):
                 value.backward()
         for (name, param), vector in zip(model.named_parameters(), vectors):
             result = getattr(param, field, None)
@@ -200,9 +213,9 @@ def with_backpack(order: Dict[str, Any]) -> Task:
 def with_opacus(order: Dict[str, Any]) -> Task:
     """Make the task that reduces individual gradients from Opacus.
 
-    Norms are computed without them where Opacus can, by ghost clipping: where no
-    parameter has several names. Opacus wants a batch axis at each layer, so that
-    positions are looked up for each sample.
+    Norms and clipped sums are computed without them where Opacus can, by ghost clipping:
+    where no parameter has several names. Opacus wants a batch axis at each layer, so
+    that positions are looked up for each sample.
 
     Args:
         order: Says which problem, batch size, device and quantity.
@@ -217,10 +230,12 @@ def with_opacus(order: Dict[str, Any]) -> Task:
         GradSampleModule,
         GradSampleModuleFastGradientClipping,
     )
+    from opacus.optimizers import DPOptimizerFastGradientClipping
+    from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 
     quantity = order["quantity"]
     reduce = REDUCTIONS.get(quantity)
-    if reduce is None:
+    if reduce is None and quantity != "ClippedGrad":
         raise Unavailable
 
     model, loss, X, y = build(order)
@@ -232,6 +247,27 @@ def with_opacus(order: Dict[str, Any]) -> Task:
                 lambda _, inputs: inputs[0].expand(len(X), -1)
             )
     found: Dict[str, Tensor] = {}
+
+    if quantity == "ClippedGrad":
+        if len(names) != len(params):
+            raise RuntimeError("ghost clipping takes no parameter with several names")
+        # of the samples' own losses, which are N times the summands
+        max_norm = order["options"]["max_norm"] * len(X)
+        wrapped = GradSampleModuleFastGradientClipping(
+            model, max_grad_norm=max_norm, use_ghost_clipping=True
+        )
+        optimizer = DPOptimizerFastGradientClipping(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            noise_multiplier=0.0,
+            max_grad_norm=max_norm,
+            expected_batch_size=len(X),
+        )
+        clipped = DPLossFastGradientClipping(wrapped, optimizer, loss)
+        return Task(
+            lambda: clipped(wrapped(X), y).backward(),
+            lambda: clear_fields(model),
+            lambda: {name: p.grad / len(X) for name, p in params.items()},
+        )
 
     if quantity == "BatchL2Grad" and len(names) == len(params):
         wrapped = GradSampleModuleFastGradientClipping(
@@ -331,7 +367,7 @@ class ClassesFirst(Module):
 
 
 def with_curvlinops(order: Dict[str, Any]) -> Task:
-    """Make the task that computes Kronecker factors with curvlinops.
+    """Make the task that computes Kronecker factors, or EKFAC, with curvlinops.
 
     Args:
         order: Says which problem, batch size, device, quantity and options.
@@ -343,11 +379,14 @@ def with_curvlinops(order: Dict[str, Any]) -> Task:
         Unavailable: If the quantity is another one.
         RuntimeError: If it knows too few of the network's layers for a comparison.
     """
-    from curvlinops import KFACLinearOperator
+    from curvlinops import EKFACLinearOperator, KFACLinearOperator
 
-    approximation = order["options"].get("weight_sharing")
-    if not order["quantity"].startswith("KFAC") or approximation is None:
+    options, corrected = order["options"], order["quantity"].startswith("EKFAC")
+    approximation = options.get("weight_sharing", "expand" if corrected else None)
+    if not (corrected or order["quantity"].startswith("KFAC")) or not approximation:
         raise Unavailable
+    make = EKFACLinearOperator if corrected else KFACLinearOperator
+    exact = options.get("fisher_type") == "exact"
 
     model, loss, X, y = build(order)
     layers = [layer for layer in model.modules() if isinstance(layer, (Linear, Conv2d))]
@@ -360,18 +399,22 @@ def with_curvlinops(order: Dict[str, Any]) -> Task:
     operators = []
 
     def run() -> None:
-        operator = KFACLinearOperator(
+        operator = make(
             ClassesFirst(model),
             loss,
             params,
             [(X, y)],
             check_deterministic=False,
-            mc_samples=order["options"]["mc_samples"],
+            fisher_type="type-2" if exact else "mc",
+            mc_samples=options.get("mc_samples", 1),
             kfac_approx=approximation,
             num_per_example_loss_terms=y.numel() // len(X),
             num_data=len(X),
         )
-        operator.compute_kronecker_factors()
+        if corrected:
+            operator.trace  # asks for eigenvalues, hence for everything
+        else:
+            operator.compute_kronecker_factors()
         operators.append(operator)
 
     def clear() -> None:
@@ -402,7 +445,8 @@ def expected(order: Dict[str, Any]) -> Dict[str, Tensor]:
     """
     quantity = order["quantity"]
     reduce = {**REDUCTIONS, "extended": lambda g: g.sum(0)}.get(quantity)
-    if reduce is None and quantity != "ClippedGrad":
+    weighted = quantity == "ClippedGrad" or quantity.startswith("WeightedGrad")
+    if reduce is None and not weighted:
         return {}
     model, loss, X, y = build(order)
     outputs, params = model(X), dict(model.named_parameters())
@@ -415,9 +459,12 @@ def expected(order: Dict[str, Any]) -> Dict[str, Tensor]:
         for n in range(len(X))
     ]
     individual = list(map(torch.stack, zip(*gradients)))
-    if quantity == "ClippedGrad":
-        norms = torch.cat([g.flatten(1) for g in individual], 1).norm(dim=1)
-        weights = (order["options"]["max_norm"] / norms).clamp(max=1)
+    if weighted:
+        rows = torch.cat([g.flatten(1) for g in individual], 1)
+        if quantity == "ClippedGrad":
+            weights = (order["options"]["max_norm"] / rows.norm(dim=1)).clamp(max=1)
+        else:
+            weights = WEIGHTS[order["options"]["weights"]](rows @ rows.T)
         individual = [weights.view(-1, *[1] * (g.dim() - 1)) * g for g in individual]
         reduce = lambda g: g.sum(0)  # noqa: E731
     return {name: reduce(g) for name, g in zip(params, individual)}

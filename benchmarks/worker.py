@@ -151,7 +151,7 @@ def with_backpack(order: Dict[str, Any]) -> Task:
     Raises:
         Unavailable: If this version has no such extension, or not these options.
     """
-    from backpack import backpack, compile_step, extend, extensions
+    from backpack import backpack, extend, extensions
 
     compiled = order["package"] == "compiled"
     if compiled and order["quantity"] not in COMPILED:
@@ -187,7 +187,10 @@ def with_backpack(order: Dict[str, Any]) -> Task:
     def forward(X: Tensor, y: Tensor) -> Tensor:
         return evaluate(loss, model(X), y)
 
-    step = compile_step(forward, extension)  # when it is called
+    if compiled:
+        from backpack import compile_step
+
+        step = compile_step(forward, extension)  # when it is called
 
     def run() -> None:
         if compiled:
@@ -462,7 +465,10 @@ def expected(order: Dict[str, Any]) -> Dict[str, Tensor]:
     if weighted:
         rows = torch.cat([g.flatten(1) for g in individual], 1)
         if quantity == "ClippedGrad":
-            weights = (order["options"]["max_norm"] / rows.norm(dim=1)).clamp(max=1)
+            # Opacus divides by a bit more than the norms of the samples' own gradients
+            more = 1e-6 / len(X) if order["package"] == "opacus" else 0.0
+            norms = rows.norm(dim=1) + more
+            weights = (order["options"]["max_norm"] / norms).clamp(max=1)
         else:
             weights = WEIGHTS[order["options"]["weights"]](rows @ rows.T)
         individual = [weights.view(-1, *[1] * (g.dim() - 1)) * g for g in individual]

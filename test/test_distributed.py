@@ -1,21 +1,19 @@
 """Quantities of a batch that several processes share are those of one process.
 
-The processes compute all rows, the tests compare. Each process reports its results, and
+The processes compute a row, its test compares. Each process reports its results, and
 the errors that it got.
 """
 
 import re
-from datetime import timedelta
-from functools import lru_cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Tuple, Type
+from functools import lru_cache, partial
+from typing import Any, Callable, Dict, List, NamedTuple, Tuple, Type
 
 import pytest
 import torch
 from cases import inverse
 from oracle import ByShape, assert_agrees, others, projections
-from torch import Tensor, distributed, multiprocessing, nn
+from processes import in_processes, needs_processes
+from torch import Tensor, distributed, nn
 from torch.nn import Module
 
 from backpack import backpack, extend
@@ -53,15 +51,10 @@ from backpack.extensions import (
 )
 from backpack.extensions.backprop_extension import BackpropExtension
 
-pytestmark = [
-    pytest.mark.usefixtures("cpu"),
-    pytest.mark.skipif(
-        not (distributed.is_available() and distributed.is_gloo_available()),
-        reason="this PyTorch has no gloo",
-    ),
-]
+pytestmark = needs_processes
 
 F64 = torch.float64
+Row = Tuple[str, str, str]
 N = 6
 # Numbers of samples of each process
 SPLITS = {
@@ -111,7 +104,8 @@ PROBLEMS = {
             weight=torch.tensor([0.2, 1.0, 3.0], dtype=F64), **options
         ),
         lambda: torch.tensor([0, 2, 1, 1, 0, 2]),
-        refused=("WeightedGrad", "ClippedGrad"),  # they count samples unequally
+        # they count samples unequally
+        refused=("WeightedGrad", "ClippedGrad", "ClippedGrad-all"),
     ),
     "embedding": Problem(
         lambda: mlp(2, nn.Embedding(5, 4)),
@@ -150,6 +144,8 @@ FACTORS = {
     "KFAC": lambda **options: KFAC(2, **options),
     "KFLR": KFLR,
     "empirical": lambda **options: KFAC(fisher_type="empirical", **options),
+    "HBP": partial(HBP, "ggn", "exact", "sqrt", "E[J^T E(H) J]"),
+    "HBP-sampled": partial(HBP, "ggn", "sampling", "sqrt", "E[J^T E(H) J]"),
 }
 # Kronecker factors, by how positions that share a weight are treated
 KRONECKER: Dict[str, Callable[[], BackpropExtension]] = {
@@ -167,6 +163,7 @@ OTHERS: Dict[str, Callable[[], BackpropExtension]] = {
 }
 OTHERS["WeightedGrad"] = lambda: WeightedGrad(inverse, scale="sample")
 OTHERS["ClippedGrad"] = lambda: ClippedGrad(0.5, "parameter", "sample")
+OTHERS["ClippedGrad-all"] = lambda: ClippedGrad(0.5, scale="sample")
 OTHERS["BatchJacobian"] = BatchJacobian
 
 
@@ -177,17 +174,13 @@ def basis(shape: torch.Size) -> List[Tensor]:
     return [torch.linalg.eigh(row + row.T).eigenvectors for row in rows]
 
 
-def against_others() -> BackpropExtension:
-    """Make dot products with another batch, in a field of their own."""
-    ext = BatchDotGrad(other=ByShape(others))
-    ext.savefield = "batch_dot_others"
-    return ext
-
-
 # What depends on the parameter
 BY_SHAPE: Dict[str, Callable[[], BackpropExtension]] = {
-    "BatchDotGrad-other": against_others,
+    "BatchDotGrad-other": lambda: BatchDotGrad(other=ByShape(others)),
     "BatchProjectGrad": lambda: BatchProjectGrad(ByShape(projections)),
+    "BatchProjectGrad-drawn": lambda: BatchProjectGrad(
+        2, generator=torch.Generator().manual_seed(3)
+    ),
     "EKFAC-basis": lambda: EKFAC(2, basis=ByShape(basis)),
 }
 QUANTITIES = {**OTHERS, **BY_SHAPE, **KRONECKER}
@@ -197,6 +190,24 @@ SAMPLES = {
     **dict.fromkeys(["BatchDiagGGNMC", "BatchDiagHessian"], 0),
     **dict.fromkeys(["BatchDotGrad-other", "BatchProjectGrad"], 0),
     **dict.fromkeys(["SqrtGGNExact", "SqrtGGNMC", "BatchJacobian"], 1),
+}
+WEIGHTS = torch.arange(N, dtype=F64).cos()
+# What a user says of single samples: those of a process, and which are considered
+SELECTED: Dict[str, Callable[[slice, List[int]], BackpropExtension]] = {
+    "BatchGrad": lambda samples, some: BatchGrad(some),
+    "BatchDotGrad": lambda samples, some: BatchDotGrad(subsampling=some),
+    "BatchProjectGrad": lambda samples, some: BatchProjectGrad(
+        ByShape(projections), subsampling=some
+    ),
+    "SqrtGGNExact": lambda samples, some: SqrtGGNExact(some),
+    "BatchJacobian": lambda samples, some: BatchJacobian(some),
+    "ClippedGrad": lambda samples, some: ClippedGrad(
+        0.5, scale="sample", subsampling=some
+    ),
+    "WeightedGrad-given": lambda samples, some: WeightedGrad(WEIGHTS[samples]),
+    "WeightedGrad-some": lambda samples, some: WeightedGrad(
+        WEIGHTS[samples][some], subsampling=some
+    ),
 }
 
 
@@ -268,33 +279,50 @@ def batches(counts: Tuple[int, ...]) -> List[slice]:
     return [slice(end - count, end) for end, count in zip(ends, counts)]
 
 
+def in_fields(
+    quantities: Dict[str, Callable[..., BackpropExtension]],
+    problem: Problem,
+    *args: Any,
+) -> Dict[str, BackpropExtension]:
+    """Make the extensions that are defined for a problem, each with its own field."""
+    exts = {k: make(*args) for k, make in quantities.items() if defined(k, problem)}
+    for name, ext in exts.items():
+        ext.savefield = name
+    return exts
+
+
 def compute(
-    row: Tuple[str, str, str], samples: slice, names: Iterable[str], **options: Any
+    row: Row, samples: slice, exts: Dict[str, BackpropExtension], **options: Any
 ) -> Dict[str, List[Any]]:
     """Compute quantities of a row.
 
     Args:
         row: Names of problem, reduction and split.
         samples: This process' samples.
-        names: Names of the quantities.
+        exts: What computes them, by their names.
         options: How to reduce them. Without any, they are not.
 
     Returns:
         Values by the name of the quantity.
     """
-    problem, results = PROBLEMS[row[0]], {}
-    some = {name: QUANTITIES[name]() for name in names if defined(name, problem)}
-    # those that share a field can't be computed together
-    passes: List[Dict[str, BackpropExtension]] = [
-        {name: ext for name, ext in some.items() if name not in KRONECKER},
-        *({name: some[name]} for name in some if name in KRONECKER),
+    with pytest.MonkeyPatch.context() as patch:
+        give_draws(patch)
+        model = run(PROBLEMS[row[0]], row[1], samples, *exts.values())
+    if options:
+        reduce(model.parameters(), exts.values(), **options)
+    return {name: fields(model, ext) for name, ext in exts.items()}
+
+
+def compute_part(rank: int, row: Row) -> List[Dict[str, List[Any]]]:
+    """Compute a row in one of several processes: all samples, own ones, some."""
+    problem, samples = PROBLEMS[row[0]], batches(SPLITS[row[2]])[rank]
+    own = in_fields({name: QUANTITIES[name] for name in SAMPLES}, problem)
+    some = in_fields(SELECTED, problem, samples, [0])
+    return [
+        compute(row, samples, in_fields(QUANTITIES, problem), gather=True),
+        compute(row, samples, own, gather=False),
+        compute(row, samples, some, gather=True),
     ]
-    for exts in passes:
-        model = run(problem, row[1], samples, *exts.values())
-        if options:
-            reduce(model.parameters(), exts.values(), **options)
-        results.update({name: fields(model, ext) for name, ext in exts.items()})
-    return results
 
 
 class Refused(NamedTuple):
@@ -433,105 +461,54 @@ REFUSED = {
 }
 
 
-def work(rank: int, counts: Dict[str, Tuple[int, ...]], folder: str) -> None:
-    """Compute all rows in one of several processes.
-
-    Args:
-        rank: Number of the process.
-        counts: Numbers of samples, by the name of a split.
-        folder: Where processes meet, and results are saved.
-    """
-    torch.set_num_threads(1)
-    give_draws(pytest.MonkeyPatch())
-    (world,) = {len(numbers) for numbers in counts.values()}
-    distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(minutes=5),
-    )
-    results: Dict[Any, Any] = {}
-    try:
-        for row in rows(world):
-            samples = batches(counts[row[2]])[rank]
-            results[row, "all"] = compute(row, samples, QUANTITIES, gather=True)
-            results[row, "own"] = compute(row, samples, SAMPLES, gather=False)
-        samples = batches(next(reversed(counts.values())))[rank]
-        results["functional"] = functional(True, Variance())(rank, samples)
-        for name, refused in REFUSED.items():
-            try:
-                refused.run(rank, samples)
-            except (NotImplementedError, ValueError) as error:
-                results[name] = type(error), str(error)
-    finally:
-        distributed.destroy_process_group()
-    torch.save(results, Path(folder) / f"{rank}.pt")
+def refuse_part(rank: int, world: int, name: str) -> Tuple[Type[Exception], str]:
+    """Try in one of several processes what is refused."""
+    samples = batches(SPLITS[f"{world}-uneven"])[rank]
+    with pytest.raises(REFUSED[name].error) as error:
+        REFUSED[name].run(rank, samples)
+    return error.type, str(error.value)
 
 
-def rows(world: int) -> List[Tuple[str, str, str]]:
-    """List names of problem, reduction and split for a number of processes."""
-    return [
-        (problem, reduction, split)
-        for problem in PROBLEMS
-        for reduction in ("mean", "sum")
-        for split, counts in SPLITS.items()
-        if len(counts) == world
-    ]
+def count_part(rank: int, world: int) -> List[Any]:
+    """Compute the variance in one of several processes, with a function for a loss."""
+    samples = batches(SPLITS[f"{world}-uneven"])[rank]
+    return functional(True, Variance())(rank, samples)
 
 
 @lru_cache(maxsize=None)
-def in_processes(world: int) -> List[Dict]:
-    """Run several processes.
-
-    Args:
-        world: How many.
-
-    Returns:
-        Results of each process.
-    """
-    counts = {name: split for name, split in SPLITS.items() if len(split) == world}
-    with TemporaryDirectory() as folder:
-        multiprocessing.spawn(work, (counts, folder), nprocs=world)
-        return [
-            torch.load(Path(folder) / f"{rank}.pt", weights_only=False)
-            for rank in range(world)
-        ]
-
-
-@lru_cache(maxsize=None)
-def in_one_process(problem: str, reduction: str) -> Dict[str, List[Any]]:
+def in_one_process(*row: str) -> Dict[str, List[Any]]:
     """Compute all quantities of a problem from the whole batch."""
-    with pytest.MonkeyPatch.context() as patch:
-        give_draws(patch)
-        return compute((problem, reduction, ""), slice(0, N), QUANTITIES)
+    exts = in_fields(QUANTITIES, PROBLEMS[row[0]])
+    return compute((*row, ""), slice(0, N), exts)
 
 
 ROWS = [
-    (world, row, quantity)
-    for world in (2, 3)
-    for row in rows(world)
-    for quantity in QUANTITIES
-    if defined(quantity, PROBLEMS[row[0]])
+    (problem, reduction, split)
+    for split in SPLITS
+    for problem in PROBLEMS
+    for reduction in ("mean", "sum")
 ]
 
 
-@pytest.mark.parametrize(
-    "world, row, quantity",
-    ROWS,
-    ids=["-".join((*row, quantity)) for _, row, quantity in ROWS],
-)
-def test_reduce(world: int, row: Tuple[str, str, str], quantity: str):
+@pytest.mark.parametrize("row", ROWS, ids="-".join)
+def test_reduce(row: Row):
     """Every process has what one process computes; its own samples, or all of them."""
-    expected = in_one_process(*row[:2])[quantity]
-    for rank, results in enumerate(in_processes(world)):
-        for value, truth in zip(results[row, "all"][quantity], expected):
-            assert_agrees(value, truth, f"process {rank}", rtol=1e-10)
-        if quantity in SAMPLES:
-            samples = batches(SPLITS[row[2]])[rank]
-            own = (*(slice(None),) * SAMPLES[quantity], samples)
-            for value, truth in zip(results[row, "own"][quantity], expected):
-                assert_agrees(value, truth[own], f"process {rank}", rtol=1e-10)
+    expected, counts = in_one_process(*row[:2]), SPLITS[row[2]]
+    parts = batches(counts)
+    firsts = [part.start for part in parts]
+    exts = in_fields(SELECTED, PROBLEMS[row[0]], slice(0, N), firsts)
+    chosen = compute(row, slice(0, N), exts)
+    for rank, results in enumerate(in_processes(len(counts), compute_part, row)):
+        own = {
+            name: [x[(*(slice(None),) * axis, parts[rank])] for x in expected[name]]
+            for name, axis in SAMPLES.items()
+            if name in expected
+        }
+        for values, truths in zip(results, (expected, own, chosen)):
+            assert values.keys() == truths.keys()
+            for name, truth in truths.items():
+                what = f"{name}, process {rank}"
+                assert_agrees(values[name], truth, what, rtol=1e-10)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -540,17 +517,15 @@ def test_count(world: int):
     ext = Variance()
     problem = PROBLEMS["weighted"]._replace(loss=nn.CrossEntropyLoss)
     expected = fields(run(problem, "mean", slice(0, N), ext), ext)
-    for results in in_processes(world):
-        for value, truth in zip(results["functional"], expected):
-            assert_agrees(value, truth, rtol=1e-10)
+    for values in in_processes(world, count_part, world):
+        assert_agrees(values, expected, rtol=1e-10)
 
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str, world: int):
     """What can't be reduced is an error in every process, none of which waits."""
-    for results in in_processes(world):
-        error, text = results[name]
+    for error, text in in_processes(world, refuse_part, world, name):
         assert error is REFUSED[name].error
         assert re.search(REFUSED[name].says, text)
 

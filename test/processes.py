@@ -1,0 +1,109 @@
+"""Processes that share work, for tests of what they compute together.
+
+They start when a test asks for them first, and wait for what is asked next.
+"""
+
+import atexit
+import pickle
+import traceback
+from contextlib import suppress
+from datetime import timedelta
+from functools import lru_cache
+from itertools import count
+from multiprocessing.connection import Connection, wait
+from tempfile import TemporaryDirectory
+from typing import Any, Callable, List, Tuple
+
+import pytest
+import torch
+from torch import distributed, multiprocessing
+
+MOST = 3
+NAMES = count()
+
+needs_processes = [
+    pytest.mark.usefixtures("cpu"),
+    pytest.mark.skipif(
+        not (distributed.is_available() and distributed.is_gloo_available()),
+        reason="this PyTorch has no gloo",
+    ),
+]
+
+
+def _serve(rank: int, folder: str, pipe: Connection) -> None:
+    """Do what is asked for, in a group of as many processes as are asked for."""
+    torch.set_num_threads(1)
+    with suppress(EOFError):
+        while True:
+            name, world, function, args = pipe.recv()
+            distributed.init_process_group(
+                "gloo",
+                init_method=f"file://{folder}/{name}",
+                rank=rank,
+                world_size=world,
+                timeout=timedelta(minutes=5),
+            )
+            try:
+                answer = True, function(rank, *args)
+            except Exception:
+                answer = False, traceback.format_exc()
+            # tensors by their numbers: what is shared would need this process
+            pipe.send_bytes(pickle.dumps(answer))
+            distributed.destroy_process_group()
+
+
+@lru_cache(maxsize=None)
+def _start() -> Tuple[Callable[[], None], List[Connection]]:
+    """Start the processes; return what ends them, and how to talk to them."""
+    folder, context = TemporaryDirectory(), multiprocessing.get_context("spawn")
+    pipes = [context.Pipe() for _ in range(MOST)]
+    processes = [
+        context.Process(target=_serve, args=(rank, folder.name, pipe), daemon=True)
+        for rank, (_, pipe) in enumerate(pipes)
+    ]
+    for process, (_, pipe) in zip(processes, pipes):
+        process.start()
+        pipe.close()  # so that a process that dies is noticed
+
+    def stop() -> None:
+        for process in processes:
+            process.terminate()
+            process.join()
+        folder.cleanup()
+
+    atexit.register(stop)
+    return stop, [pipe for pipe, _ in pipes]
+
+
+@lru_cache(maxsize=None)
+def in_processes(world: int, function: Callable[..., Any], *args: Any) -> List[Any]:
+    """Call a function in several processes.
+
+    Args:
+        world: How many.
+        function: Function of a process' number and ``args``, which can be pickled.
+        args: Further arguments.
+
+    Returns:
+        What each process returns; the same objects every time.
+
+    Raises:
+        RuntimeError: If one of them fails. All are ended, and start anew next time.
+    """
+    stop, pipes = _start()
+    answers: List[Any] = [None] * world
+    waiting, name = {pipe: rank for rank, pipe in enumerate(pipes[:world])}, next(NAMES)
+    for pipe in waiting:
+        pipe.send((name, world, function, args))
+    try:
+        while waiting:
+            for pipe in wait(list(waiting)):
+                rank = waiting.pop(pipe)
+                right, answers[rank] = pickle.loads(pipe.recv_bytes())
+                if not right:
+                    raise RuntimeError(f"Process {rank}: {answers[rank]}")
+    except BaseException:
+        stop()
+        _start.cache_clear()
+        raise
+    return answers

@@ -65,6 +65,8 @@ class Model(Module):
         self.alias, self.tied = self.w[0], nn.Linear(D, D)
         self.tied.weight = self.w[1]
         self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(D))
+        self.register_buffer("var", torch.full((D,), 2.0))
         self.steps = steps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -130,7 +132,83 @@ ROWS: Dict[str, Leaf] = {
     "pairs": lambda m, x, i: torch.cat([x[..., :1] * m.v[i][:1], x[..., 1:]], -1),
     "twice": lambda m, x, i: m.f[i](m.f[i](x).tanh()),
     "frozen-part": lambda m, x, i: x @ torch.cat([m.w[i][:1].detach(), m.w[i][1:]]),
+    "linear-keywords": lambda m, x, i: F.linear(input=x, bias=m.v[i], weight=m.w[i]),
+    "linear-of-a-vector": lambda m, x, i: x * F.linear(x, m.v[i])[..., None],
+    "matmul-of-a-vector": lambda m, x, i: x * (x @ m.v[i])[..., None],
+    "from-the-left": lambda m, x, i: (m.w[i] @ x[..., None])[..., 0].sin(),
+    "addmm-scaled": lambda m, x, i: torch.addmm(
+        m.v[i], x.reshape(-1, D), m.w[i], beta=0.5, alpha=2.0
+    ).view(x.shape),
+    "baddbmm": lambda m, x, i: torch.baddbmm(
+        m.v[i], x.reshape(1, -1, D), m.w[i][None]
+    ).view(x.shape),
+    "inner": lambda m, x, i: torch.inner(x, m.w[i]).sin(),
+    "einsum-of-three": lambda m, x, i: torch.einsum(
+        "...i,io,...o->...o", x, m.w[i], x.cos()
+    ),
+    "einsum-diagonal": lambda m, x, i: torch.einsum("...i,ii->...i", x, m.w[i]),
+    "tensordot-axes": lambda m, x, i: torch.tensordot(x, m.w[i], dims=([-1], [1])),
+    "bilinear-function": lambda m, x, i: F.bilinear(
+        x, x.cos(), torch.stack(list(m.w)), m.v[i]
+    ).sin(),
+    "distances": lambda m, x, i: torch.cdist(x.reshape(1, -1, D), m.w[i][None])
+    .view(x.shape)
+    .sin(),
+    "cosines": lambda m, x, i: F.cosine_similarity(x[..., None, :], m.w[i], dim=-1) + x,
+    "normalized": lambda m, x, i: F.linear(x, F.normalize(m.w[i], dim=1)),
+    "instance-scale": lambda m, x, i: F.prelu(x.reshape(-1, D), m.v[i]).view_as(x),
+    "group-norm": lambda m, x, i: F.group_norm(
+        x.reshape(-1, D), 1, m.v[i], m.v[i - 1], 1e-2
+    ).view_as(x),
+    "batch-norm-evaluated": lambda m, x, i: F.batch_norm(
+        x.reshape(-1, D), m.mean, m.var, m.v[i], m.v[i - 1]
+    ).view_as(x),
+    "lerp": lambda m, x, i: torch.lerp(x, x.cos(), m.v[i].sigmoid()),
+    "power": lambda m, x, i: (x.square() + 0.5).pow(m.v[i]).sin(),
+    "clamp": lambda m, x, i: x.clamp(max=m.v[i]) + x,
+    "largest": lambda m, x, i: torch.fmax(x, m.v[i]) + x,
+    "numbers-only": lambda m, x, i: x + torch.nansum(x * m.v[i], -1, keepdim=True),
+    "soft-choice": lambda m, x, i: torch.where(x > 0, x, 0.0) @ m.w[i] + x.nan_to_num(),
+    "broadcast": lambda m, x, i: torch.mul(*torch.broadcast_tensors(x, m.v[i])),
+    "written-in": lambda m, x, i: overwrite(x, m.v[i]),
+    "filled": lambda m, x, i: x.masked_fill(x > 0.5, m.v[i][0]) + x,
+    "column": lambda m, x, i: x + m.table[i].T[:, bucket(x)].movedim(0, -1),
+    "entries": lambda m, x, i: x
+    * m.w[i][bucket(x) % D, bucket(x.cos()) % D][..., None],
+    "gathered": lambda m, x, i: x
+    + m.table[i].gather(0, bucket(x).reshape(-1, 1).expand(-1, D)).view_as(x),
+    "one-hot": lambda m, x, i: x + F.one_hot(bucket(x), 8).to(x.dtype) @ m.table[i],
+    "bag": lambda m, x, i: x
+    + F.embedding_bag(bucket(x).reshape(-1, 1), m.table[i], mode="sum").view_as(x),
+    "padded-lookup": lambda m, x, i: x
+    + F.embedding(bucket(x), m.table[i], padding_idx=-3),
+    "decomposed": lambda m, x, i: x
+    + (
+        torch.linalg.cholesky(
+            x[..., None] * x[..., None, :] + torch.eye(D, dtype=x.dtype)
+        )
+        @ m.v[i]
+    ),
+    "solved": lambda m, x, i: torch.linalg.solve(
+        m.w[i] @ m.w[i].T + torch.eye(D, dtype=x.dtype), x[..., None]
+    )[..., 0],
+    "sorted-features": lambda m, x, i: x.sort(-1).values * m.v[i],
+    "scattered-features": lambda m, x, i: (x @ m.w[i]).scatter(-1, x.argsort(-1), x)
+    * m.v[i],
+    "fourier": lambda m, x, i: torch.fft.rfft(x, dim=-1).abs() @ m.w[i][:2] + x,
+    "cumulated-features": lambda m, x, i: (x * m.v[i]).cumsum(-1).sin(),
+    "rounded": lambda m, x, i: (x.round() - x).detach() * m.v[i] + x,
+    "tied-view": lambda m, x, i: F.linear(x, m.w[i].view(-1).view(D, D).T).sin()
+    + F.linear(x, m.w[i]),
 }
+
+
+def overwrite(x: Tensor, v: Tensor) -> Tensor:
+    """Write a parameter over the last feature, and scale the first one in place."""
+    x = x.clone()
+    x[..., -1] = v[-1]
+    x[..., 0] *= v[0]
+    return x
 
 
 def bucket(x: Tensor) -> Tensor:
@@ -187,6 +265,63 @@ SEQUENCES: Dict[str, Leaf] = {
     + x,
     "scan": lambda m, x, i: scan(x, m.w[i]),
     "pool-and-gate": lambda m, x, i: x * torch.sigmoid(m.f[i](x.mean(1, keepdim=True))),
+    "attention-function": lambda m, x, i: time_first(
+        x,
+        lambda z: F.multi_head_attention_forward(
+            *(z, z, z, D, 1, torch.cat(list(m.w)), torch.cat(list(m.v))),
+            *(None, None, False, 0.0, m.w[i], m.v[i]),
+        )[0],
+    ),
+    "fused-attention": lambda m, x, i: F.scaled_dot_product_attention(
+        x @ m.w[i], x, m.f[i](x), is_causal=True
+    ),
+    "bias-as-mask": lambda m, x, i: F.scaled_dot_product_attention(
+        *(x, x, x @ m.w[i]), attn_mask=m.table[i][distance(x.shape[1]), 0]
+    ),
+    "cumulated": lambda m, x, i: (x * m.v[i]).cumsum(1).sin(),
+    "cumulated-maximum": lambda m, x, i: (x @ m.w[i]).cummax(1).values,
+    "top-of-time": lambda m, x, i: x + (x @ m.w[i]).topk(1, 1).values,
+    "sorted-time": lambda m, x, i: x.sort(1).values @ m.w[i],
+    "gathered-time": lambda m, x, i: x.gather(1, x.argsort(1)) * m.v[i],
+    "added-by-index": lambda m, x, i: (x @ m.w[i]).index_add(
+        1, torch.arange(x.shape[1]).flip(0), x
+    ),
+    "scattered-time": lambda m, x, i: (x * m.v[i]).scatter_add(1, x.argsort(1), x),
+    "rolled-time": lambda m, x, i: x.roll(1, 1) @ m.w[i] + x.flip(1) * m.v[i],
+    "pooled-time": lambda m, x, i: x
+    + F.adaptive_max_pool1d((x * m.v[i]).mT, 1).mT
+    + F.adaptive_avg_pool1d(x.mT, 1).mT @ m.w[i],
+    "overlapping": lambda m, x, i: (
+        F.pad(x, (0, 0, 1, 0)).unfold(1, 2, 1) * m.v[i][:2]
+    ).sum(-1),
+    "strided": lambda m, x, i: x
+    * m.v[i]
+    * x.contiguous().as_strided((len(x), 1, D), (x.shape[1] * D, D, 1)),
+    "image-convolution": lambda m, x, i: F.conv2d(
+        x[:, None], m.w[i][None, None], m.v[i][:1], padding=1
+    )[:, 0],
+    "transposed-convolution": lambda m, x, i: F.conv_transpose1d(
+        x.mT, m.w[i][:, :, None], m.v[i]
+    ).mT.sin(),
+    "instance-norm": lambda m, x, i: F.instance_norm(
+        x[:, :, None], weight=m.table[i][: x.shape[1], 0]
+    )[:, :, 0],
+    "layer-norm-of-sequences": lambda m, x, i: F.layer_norm(
+        x, x.shape[1:], m.table[i][: x.shape[1]], m.table[i - 1][: x.shape[1]], 1e-2
+    ),
+    "each-with-a-token": lambda m, x, i: torch.stack(
+        [(torch.cat([m.v[i][None], z]) @ m.w[i]).cumsum(0)[1:] for z in x]
+    ),
+    "each-beside-a-constant": lambda m, x, i: torch.stack(
+        [torch.hstack([z, m.v[i].expand_as(z)])[..., 1:-2] + z for z in x]
+    ),
+    "normalized-over-time": lambda m, x, i: F.normalize(x * m.v[i] + 0.1, dim=1),
+    "deviation": lambda m, x, i: x * m.v[i]
+    - (x @ m.w[i]).std(1, correction=0, keepdim=True).nan_to_num(),
+    "shared-cell": lambda m, x, i: x
+    + torch.gru_cell(
+        *(x[:, 0], x[:, -1], torch.cat(list(m.w)), torch.cat([m.w[i]] * 3))
+    )[:, None],
 }
 
 
@@ -229,8 +364,7 @@ def order_of(x: Tensor) -> Tensor:
 def routed(x: Tensor, f: Inner, mask: Tensor) -> Tensor:
     """Apply a function to some rows."""
     out = x.clone()
-    if mask.any():
-        out[mask] = f(x[mask])
+    out[mask] = f(x[mask])
     return out
 
 
@@ -240,8 +374,7 @@ def by_expert(x: Tensor, f: Inner) -> Tensor:
     route, out = bucket(flat) % 2, torch.zeros_like(flat)
     for e in range(2):
         rows = torch.where(route == e)[0]
-        if len(rows):
-            out = out.index_add(0, rows, f(flat[rows]) * (e + 1))
+        out = out.index_add(0, rows, f(flat[rows]) * (e + 1))
     return out.view_as(x)
 
 
@@ -284,6 +417,18 @@ BATCH_MOVES: Dict[str, Move] = {  # to [n, t, D], samples in front
     "windows": windows,
     "checkpoint": lambda x, f: checkpoint(f, x, use_reentrant=False),
     "written": written,
+    "tiled": lambda x, f: f(x.tile(2, 1, 1)).view(2, *x.shape).amax(0),
+    "expanded": lambda x, f: f(x[:, None].expand(-1, 2, -1, -1).flatten(0, 1))
+    .unflatten(0, (-1, 2))
+    .sum(1),
+    "uneven-parts": lambda x, f: torch.cat([f(z) for z in x.tensor_split(3)]),
+    "index-select": lambda x, f: torch.zeros_like(x).index_copy(
+        0, order_of(x), f(x.index_select(0, order_of(x)))
+    ),
+    "flip-time": lambda x, f: f(x.flip(1)).flip(1),
+    "later-steps": lambda x, f: torch.cat([x[:, :1], f(x)[:, 1:]], 1),
+    "in-place": lambda x, f: f(x.clone()).clone().mul_(0.5).add_(x),
+    "last-axis": lambda x, f: f(x.permute(2, 1, 0).contiguous().permute(2, 1, 0)),
 }
 ROW_MOVES: Dict[str, Move] = {  # to any shape [*, D]
     "transpose": lambda x, f: f(x.transpose(0, 1)).transpose(0, 1),
@@ -302,6 +447,22 @@ ROW_MOVES: Dict[str, Move] = {  # to any shape [*, D]
     "experts": by_expert,
     "sorted": sorted_rows,
     "images": lambda x, f: f(x[:, None].expand(-1, 2, -1, -1)).mean(1),
+    "each-token": lambda x, f: torch.stack([f(z) for z in x.flatten(0, 1)]).view_as(x),
+    "windows-of-two": lambda x, f: f(F.pad(x, (0, 0, 1, 0)).unfold(1, 2, 1).mT).sum(2),
+    "top": lambda x, f: x + f(x.topk(1, 1).values),
+    "picked": lambda x, f: x + f(x[torch.arange(len(x)), x[..., 0].argmax(1)])[:, None],
+    "pairs": lambda x, f: f(x[:, None] - x[:, :, None]).sum(2),
+    "time-in-front-and-flat": lambda x, f: f(torch.cat(list(x.unbind(1))))
+    .view(-1, len(x), D)
+    .transpose(0, 1),
+    "positions-by-number": lambda x, f: torch.zeros_like(x).index_put(
+        (x[..., 0] > 0).nonzero(as_tuple=True), f(x[x[..., 0] > 0]), accumulate=True
+    )
+    + x,
+    "selected": lambda x, f: x.masked_scatter(
+        (x[..., :1] > 0).expand_as(x), f(x[x[..., 0] > 0])
+    ),
+    "leading-axes": lambda x, f: f(x[None, :, None])[0, :, 0],
 }
 
 
@@ -334,6 +495,28 @@ COUPLINGS: Dict[str, Callable[[Tensor], Tensor]] = {  # of at least two samples
     "running": lambda x: torch.stack([x[max(0, n - 1)] + x[n] for n in range(len(x))]),
     "wrong-view": lambda x: x.flatten(0, 1).roll(1, 0).view_as(x) + x,
     "batch-statistics": lambda x: F.batch_norm(x.mT, None, None, training=True).mT,
+    "numbers-only": lambda x: x - 0.5 * x.nanmean(0),
+    "largest-of-two": lambda x: x + torch.fmax(x, x.roll(1, 0)),
+    "rank": lambda x: x - x.kthvalue(1 + len(x) // 2, 0).values,
+    "sorted": lambda x: x.sort(0).values,
+    "renormalized": lambda x: x.renorm(2, 2, 0.1),
+    "other-strides": lambda x: x
+    + x.contiguous().as_strided((1, *x.shape[1:]), (1, D, 1), D * x.shape[1]),
+    "interpolated": lambda x: F.interpolate(x.permute(2, 1, 0), size=len(x) + 1)
+    .add(1)
+    .cumsum(2)
+    .permute(2, 1, 0)[1:],
+    "one-for-all": lambda x: x * x[:1],
+    "shifted-in-place": lambda x: torch.cat([x[-1:], x[:-1]]).mul_(x),
+    "repeated-otherwise": lambda x: (x.repeat(2, 1, 1) + x.repeat_interleave(2, 0))[
+        len(x) // 2 : len(x) // 2 + len(x)
+    ],
+    "padded-around": lambda x: x
+    + F.pad(x.permute(2, 1, 0), (1, 1), mode="circular").permute(2, 1, 0)[2:],
+    "spectrum": lambda x: x * torch.linalg.svdvals(x.flatten(1)).sum(),
+    "differences": lambda x: torch.diff(x, dim=0, prepend=x[-1:]),
+    "added-by-index": lambda x: x.index_add(0, torch.arange(len(x)).roll(1), x),
+    "pooled": lambda x: x + F.max_pool1d(x.permute(2, 1, 0), 2, 1).amax(2).mT,
 }
 
 OBJECTIVES: Dict[str, Tuple[Callable[[], Module], Callable]] = {

@@ -203,6 +203,39 @@ MOVES: Dict[str, Callable] = {  # of x [N, T, D]
     "tolist": lambda m, x: torch.stack(
         [plain(m, z) * (1 + round(abs(z[0, 0].item()))) for z in x]
     ),
+    "token-for-each-sample": lambda m, x: torch.stack(
+        [plain(m, torch.cat([m.p[None], z])) for z in x]
+    ),
+    "constant-beside-each-sample": lambda m, x: torch.stack(
+        [torch.hstack([z, m.p.expand_as(z)]) + m.g(m.f(z[:1])).sum() for z in x]
+    ),
+    "sums-of-numbers": lambda m, x: plain(m, x.nansum(1)) * x.nanmean(1),
+    "larger-numbers": lambda m, x: torch.fmax(plain(m, x), x),
+    "replaced-numbers": lambda m, x: plain(m, x.nan_to_num()).nan_to_num(),
+    "sampled-from-a-parameter": lambda m, x: F.grid_sample(
+        m.f.weight[None, None].expand(len(x), 1, -1, -1),
+        plain(m, x)[:, :, None, :2],
+        padding_mode="border",
+        align_corners=False,
+    ),
+    "eigenvalues-of-each-sample": lambda m, x: torch.linalg.eigvalsh(
+        plain(m, x).mT @ plain(m, x) + torch.arange(D).diag()
+    ),
+    "factor-of-each-sample": lambda m, x: torch.linalg.cholesky(
+        plain(m, x).mT @ plain(m, x) + torch.eye(D)
+    ),
+    "singular-values-of-each-sample": lambda m, x: torch.linalg.svdvals(
+        plain(m, x) @ m.f.weight
+    )[:, :2],
+    "broadcast-tensors": lambda m, x: torch.mul(
+        *torch.broadcast_tensors(plain(m, x), m.p)
+    ),
+    "grids-of-each-sample": lambda m, x: torch.stack(
+        [torch.mul(*torch.meshgrid(z, m.p, indexing="ij")) for z in plain(m, x)[:, 0]]
+    ),
+    "parts-without-samples": lambda m, x: torch.cat(
+        [plain(m, z) * m.p for z in x.tensor_split(3)]
+    ),
 }
 
 

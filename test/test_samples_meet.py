@@ -140,6 +140,20 @@ COUPLINGS: Dict[str, Tuple[Callable, str]] = {  # of x [N, D], and what is named
     "setitem": (lambda m, x: shifted_in_place(x), r"setitem|mul|add"),
     "loss-weights": (lambda m, x: x * x.sum(1).softmax(0)[:, None], r"softmax"),
     "gate-of-the-batch": (lambda m, x: x * x.mean().sigmoid(), r"mean"),
+    # operations that leave out what is no number, or compare it with none
+    "sum-of-numbers": (lambda m, x: x / (3 + x.nansum(0)), r"nansum|div|add"),
+    "mean-of-numbers": (lambda m, x: x - x.nanmean(0), r"nanmean|sub"),
+    "median-of-numbers": (lambda m, x: x - x.nanmedian(0).values, r"nanmedian|sub"),
+    "quantile-of-numbers": (lambda m, x: x - x.nanquantile(0.3, 0), r"quantile|sub"),
+    "larger-number": (lambda m, x: x + torch.fmax(x, x.roll(1, 0)), r"fmax|add"),
+    "smaller-number": (lambda m, x: x + torch.fmin(x, x.flip(0)), r"fmin|add"),
+    "rank": (lambda m, x: x - x.kthvalue(2, 0).values, r"kthvalue|sub"),
+    "renormalized": (lambda m, x: x.renorm(2, 1, 0.1), r"renorm"),
+    "as-strided": (  # which rows these are, only strides tell
+        lambda m, x: x.contiguous().as_strided((N, N), (N, 1))
+        + x.T.contiguous().T.as_strided((N, N), (N, 1)),
+        r"as_strided|add",
+    ),
 }
 
 

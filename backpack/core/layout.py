@@ -90,12 +90,31 @@ def simplify(numbers: Tensor, n: int) -> Union[Layout, Tensor, None]:
     known = numbers >= 0
     if not bool(known.any()):
         return None
+    layout, seen = _regular(numbers, n), numbers[known].unique()
+    if layout is not None and len(seen) == n:
+        return layout
+    filled = _filled(numbers, n)
+    if bool((filled < 0).any()):
+        if layout is not None and len(seen) > 1:
+            return layout
+        if layout is None and len(seen) == 1:  # a single sample's, beside constants
+            filled = seen.expand_as(numbers)
+    numbers = filled
+    for axis in range(numbers.dim()):  # one number for a row, where it is possible
+        first = numbers.narrow(axis, 0, 1)
+        if numbers.shape[axis] > 1 and bool((numbers == first).all()):
+            numbers = first
+    return numbers.clone()
+
+
+def _regular(numbers: Tensor, n: int) -> Optional[Layout]:
+    """Find a layout that agrees with sample numbers where they are known."""
     for axis, size in enumerate(numbers.shape):
         if size % n:
             continue
         others = [d for d in range(numbers.dim()) if d != axis]
         highest = numbers.amax(others) if others else numbers
-        lowest = numbers.where(known, n)
+        lowest = numbers.where(numbers >= 0, n)
         lowest = lowest.amin(others) if others else lowest
         seen = highest >= 0
         if not bool(((highest == lowest) | ~seen).all()):
@@ -105,12 +124,7 @@ def simplify(numbers: Tensor, n: int) -> Union[Layout, Tensor, None]:
             if (size // n) % inner == 0:
                 if bool(((place // inner % n == highest) | ~seen).all()):
                     return Layout(axis, inner)
-    numbers = _filled(numbers, n)
-    for axis in range(numbers.dim()):  # one number for a row, where it is possible
-        first = numbers.narrow(axis, 0, 1)
-        if numbers.shape[axis] > 1 and bool((numbers == first).all()):
-            numbers = first
-    return numbers.clone()
+    return None
 
 
 def once(placement: Tensor, what: Hashable, compute: Callable[[], Any]) -> Any:

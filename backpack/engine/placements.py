@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from functools import partial
-from math import ceil, log2, nan
+from math import ceil, inf, log2, nan
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
@@ -27,6 +27,11 @@ from backpack.core.layout import (
 )
 
 _INDEXES = (torch.long, torch.int)  # types of numbers that pick rows
+
+# What replaces samples in trial runs
+NOT_A_NUMBER = (nan,)  # most operations return it wherever it went
+EXTREMES = (nan, inf, -inf)  # for those that leave it out, like `nansum` and `fmax`
+OTHER_NUMBERS = (None,)  # for those that fail, like decompositions: numbers close by
 
 FORGET: List[Any] = []  # makes a key that nothing is remembered by: it has no hash
 MARK = "_backpack_samples"  # attribute of a tensor that depends on the model's inputs
@@ -54,14 +59,23 @@ ROWWISE = frozenset("linear layer_norm rms_norm softmax log_softmax".split())
 SELECTING = frozenset(
     "__getitem__ index_select gather take_along_dim masked_select".split()
 )
-# Operations whose result's placement depends on values: never remembered
-BY_VALUE = SELECTING | frozenset(
+# Operations that move entries to where the values of an operand say
+MOVING = frozenset(
     "index_add index_add_ index_copy index_copy_ index_fill index_fill_ scatter "
     "scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_put "
     "index_put_ __setitem__ repeat_interleave nonzero masked_scatter masked_scatter_ "
-    "unique bincount grouped_mm _grouped_mm where sort argsort topk max min kthvalue "
-    "mode median searchsorted bucketize".split()
+    "unique bincount grouped_mm _grouped_mm where".split()
 )
+# Operations whose result's placement depends on values: never remembered
+BY_VALUE = (
+    SELECTING
+    | MOVING
+    | frozenset(
+        "sort argsort topk max min kthvalue mode median searchsorted bucketize".split()
+    )
+)
+# Operations whose result's placement depends on strides, which no key contains
+BY_STRIDES = frozenset("as_strided as_strided_ as_strided_scatter set_".split())
 
 
 class Mark(tuple):
@@ -255,18 +269,18 @@ class Finder:
             placement = self.of(x)
             if isinstance(placement, Mixed):
                 return self._differentiable([placement] * len(outs), outs)
-        by_value = name in BY_VALUE
+        by_value = name in BY_VALUE or name in BY_STRIDES
         if name == "__getitem__" and not _has_tensor(args[1]):
             by_value = False
         with torch._C.DisableTorchFunction(), torch.no_grad():
             try:
-                found = self._run(func, name, args, kwargs, outs, data)
+                found, lasts = self._run(func, name, args, kwargs, outs, data)
             except (
                 Exception
             ) as error:  # whatever it is, the operation's own call passed
                 found = [Mixed(f"`{name}` ({_first_line(error)})", False)] * len(outs)
-                by_value = True
-        if not by_value:
+                lasts = False
+        if lasts and not by_value:
             self._remember(key, found, outs)
         return self._differentiable(found, outs)
 
@@ -301,7 +315,8 @@ class Finder:
         kwargs: Dict[str, Any],
         outs: Sequence[Tensor],
         data: List[Tensor],
-    ) -> List[Placement]:
+    ) -> Tuple[List[Placement], bool]:
+        """Find placements; and tell whether they are the same for other numbers."""
         n, deciding = self.n, {id(x) for x in data}
         flat, spec = tree_flatten((tuple(args), kwargs))
         numbers: List[Optional[Tensor]] = [
@@ -320,24 +335,28 @@ class Finder:
         if name in ("embedding", "__getitem__") and len(args) > 1:
             placement = self._looked_up(*args[:2])
             if placement is not None:
-                return [placement]
+                return [placement], True
         if name in SELECTING and numbers[0] is not None:
-            return [simplify(call([numbers[0].contiguous(), *flat[1:]]), n)]
+            return [simplify(call([numbers[0].contiguous(), *flat[1:]]), n)], True
         if name == "as_strided":
-            return [_in_memory(flat[0], numbers[0], outs[0], n)]
+            return [_in_memory(flat[0], numbers[0], outs[0], n)], True
         if name in POINTWISE and len(outs) == 1:
             combined = self._combined(data, outs[0])
             if combined is not None:
-                return [combined]
+                return [combined], True
+        kinds = [_is_inexact(x) for x, i in zip(flat, numbers) if i is not None]
+        probe = partial(self._probe, call, name, flat, numbers, outs)
         found: List[Placement] = [None] * len(outs)
-        for integers in (False, True):  # what NaN shows; else what a change of numbers
-            kinds = [_is_inexact(x) for x, i in zip(flat, numbers) if i is not None]
-            if integers not in [not kind for kind in kinds]:
-                continue
-            found = self._probe(call, name, flat, numbers, outs, integers)
-            if any(p is not None for p in found):
-                break
-        return found
+        if True in kinds:
+            try:
+                found, hides = probe(NOT_A_NUMBER)
+            except Exception:  # an algorithm that needs numbers
+                return probe(OTHER_NUMBERS)[0], False
+            if hides:
+                return probe(EXTREMES)[0], False
+        if False in kinds and all(p is None for p in found):
+            found, _ = probe(NOT_A_NUMBER, True)
+        return found, True
 
     def _looked_up(self, table: Any, ids: Any) -> Placement:
         """Tell where samples are in rows of a table that were picked by data."""
@@ -359,14 +378,22 @@ class Finder:
         flat: List[Any],
         numbers: List[Optional[Tensor]],
         outs: Sequence[Tensor],
-        integers: bool,
-    ) -> List[Placement]:
-        """Run an operation on samples whose number has a bit, and on the others."""
+        marks: Sequence[Optional[float]],
+        integers: bool = False,
+    ) -> Tuple[List[Placement], bool]:
+        """Run an operation on samples whose number has a bit, and on the others.
+
+        Returns:
+            A placement for each result; and whether NaN has not shown all that depends
+            on samples.
+        """
         n = self.n
         devices = {x.device for x in flat if isinstance(x, Tensor)}
         cuda = [device for device in devices if device.type == "cuda"]
 
-        def run(select: Optional[Callable[[Tensor], Tensor]]) -> List[Tensor]:
+        def run(
+            select: Optional[Callable[[Tensor], Tensor]], mark: Any
+        ) -> List[Tensor]:
             new: List[Any] = []
             with torch.random.fork_rng(cuda):
                 torch.manual_seed(0)
@@ -377,28 +404,44 @@ class Finder:
                         if i is None and integers and _is_inexact(x):
                             x = torch.rand_like(x)  # which entries are picked, shows
                         elif i is not None and select is not None:
-                            x = _disturbed(x, select(i), integers)
+                            x = _disturbed(x, select(i), mark, integers)
                     new.append(x)
                 torch.manual_seed(0)
                 result = call(new)
             result = new[0] if result is None else result
             return [x for x in tree_flatten(result)[0] if isinstance(x, Tensor)]
 
+        by_nan = marks == NOT_A_NUMBER and not integers
         exact = any(not _is_inexact(out) for out in outs)
-        plain = run(None) if integers or exact else None
+        asks = by_nan and name not in MOVING and any(x.requires_grad for x in outs)
+        plain = run(None, None) if asks or exact or not by_nan else None
+
+        def changed(select: Callable, some: Sequence[Any]) -> List[Tensor]:
+            """Tell which entries of each result a mark changes."""
+            found = [
+                torch.zeros(o.shape, dtype=torch.bool, device=o.device) for o in outs
+            ]
+            for mark in some:
+                for j, x in enumerate(run(select, mark)):
+                    shown = by_nan and mark is nan and _is_inexact(x)
+                    found[j] |= x.isnan() if shown else _differs(x, plain[j])
+            return found
+
         got = [torch.zeros(o.shape, dtype=torch.long, device=o.device) for o in outs]
         unseen = [torch.zeros(o.shape, dtype=torch.bool, device=o.device) for o in outs]
-        mixed = [False] * len(outs)
+        shown = [torch.zeros_like(x) for x in unseen]
+        mixed, hides = [False] * len(outs), False
         for bit in range(max(1, ceil(log2(n))) if n > 1 else 1):
-            ones, zeros = (run(partial(_has_bit, bit, value)) for value in (1, 0))
+            halves = [partial(_has_bit, bit, value) for value in (1, 0)]
+            ones, zeros = (changed(half, marks) for half in halves)
             for j, (p, q) in enumerate(zip(ones, zeros)):
-                if _is_inexact(p) and not integers:
-                    p, q = p.isnan(), q.isnan()
-                else:
-                    p, q = p != plain[j], q != plain[j]
                 mixed[j] = mixed[j] or bool((p & q).any())
                 got[j] += p.long() << bit
                 unseen[j] |= ~(p | q)
+            for half, seen in zip(halves, (ones, zeros)) if asks and not bit else ():
+                for j, x in enumerate(changed(half, EXTREMES)):
+                    hides, shown[j] = hides or bool((x & ~seen[j]).any()), shown[j] | x
+        hides = hides or any(bool((x & y).any()) for x, y in zip(shown, unseen))
         found: List[Placement] = []
         for j, out in enumerate(outs):
             selected = None
@@ -414,7 +457,7 @@ class Finder:
                 if some and bool(unseen[j].any()) and _all_known(numbers):
                     placement = None  # another number may give the same one: a constant
                 found.append(placement)
-        return found
+        return found, hides
 
 
 def describe(name: str, flat: Sequence[Any], numbers: Sequence[Any]) -> str:
@@ -475,10 +518,18 @@ def _has_bit(bit: int, value: int, samples: Tensor) -> Tensor:
     return (samples >= 0) & (samples >> bit & 1 == value)
 
 
-def _disturbed(x: Tensor, where: Tensor, integers: bool) -> Tensor:
-    """Replace entries by NaN; integers, if asked for, by other ones that occur."""
+def _differs(x: Tensor, plain: Tensor) -> Tensor:
+    """Tell which entries differ; two that are no numbers do not."""
+    return (x != plain) & ~((x != x) & (plain != plain))
+
+
+def _disturbed(
+    x: Tensor, where: Tensor, mark: Optional[float], integers: bool
+) -> Tensor:
+    """Replace entries by a mark; integers, if asked for, by other ones that occur."""
     if _is_inexact(x):
-        return x.masked_fill(where, nan)
+        near = x * (1 + 1e-2 * torch.rand_like(x)) + 1e-3 if mark is None else mark
+        return x.copy_(torch.where(where, near, x))  # with the strides it had
     if not integers or not x.numel():
         return x
     if x.dtype == torch.bool:

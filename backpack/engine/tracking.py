@@ -300,8 +300,6 @@ class Tracker(TorchFunctionMode):
         if type(result) is Tensor or isinstance(result, Tensor):
             outs = [result]
         elif isinstance(result, (tuple, list)):
-            if pairs is not None:
-                result = out = on_one_node(result)
             outs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         else:
             return out
@@ -312,6 +310,10 @@ class Tracker(TorchFunctionMode):
             deciding = deciding or _deciding(data)
             find = self._finder.find
             placements = find(func, name, seen, kwargs, outs, deciding, key)
+        if pairs is not None and result is not outs[0]:
+            constant = [id(x) for x, p in zip(outs, placements) if p is None]
+            result = out = on_one_node(result, constant)
+            outs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         for x, placement in zip(outs, placements):
             if placement is None:
                 if x.grad_fn is not None:
@@ -449,10 +451,12 @@ class Tracker(TorchFunctionMode):
         saved: List[Any],
     ) -> None:
         """Remember a use, at the node of the graph that produced its result."""
-        both = [(x, p) for x, p in zip(outs, placements) if x.requires_grad]
-        if all(p is None for _, p in both):
+        # where samples gave no more than a shape, what came out is a constant
+        pairs_of = zip(outs, placements)
+        both = [(x, p) for x, p in pairs_of if x.requires_grad and p is not None]
+        if not both:
             saved_tensors.note(outs, saved)
-            return  # samples gave no more than a shape: what came out is a constant
+            return
         operation = None
         written_to_base = kind.writes and outs[0] is not args[0]
         if len(outs) == 1 and not written_to_base and not outs[0].is_complex():

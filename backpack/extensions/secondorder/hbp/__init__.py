@@ -59,7 +59,7 @@ class HBP(WalkingExtension):
     - weight of a linear layer or a convolution: ``[B, A]``, A = (1/N) Σ a aᵀ
       (those of a transposed convolution stand for ``weight.transpose(0, 1)``, and a
       warning says so),
-    - their bias: ``[B]``,
+    - their bias, or a vector that is added along the last axis: ``[B]``,
     - weight of an embedding: ``[A, B]``, where A is diagonal and stored as a vector:
       how often each index occurs per sample,
     - any other parameter (normalization layers, parameters of other modules):

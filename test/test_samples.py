@@ -4,7 +4,7 @@ Rows move samples about between two uses of parameters: views, windows, flatteni
 routing, sorting, time-first layers; with as many positions as samples and with another
 number of them."""
 
-from typing import Any, Callable, Dict
+from typing import Any, Callable, Dict, List, Tuple
 
 import pytest
 import torch
@@ -651,7 +651,55 @@ CONSTANT_ROWS = {
     for t in LENGTHS
 }
 
+
+def bags(offsets: List[int], inside: bool = False, **options: Any) -> Row:
+    """Make a row with a table of which each sample has a bag of rows.
+
+    Args:
+        offsets: Where each bag begins, among all their entries.
+        inside: Whether offsets are made by the model, and entries weighted by data.
+        options: Options of the table.
+
+    Returns:
+        The row, whose entries are N by 2 if offsets are made inside.
+    """
+
+    def forward(m: Module, x: Tensor, ids: Tensor, *given: Tensor) -> Tensor:
+        weights = None
+        if inside:
+            given, ids = (torch.tensor(offsets),), ids.flatten()
+            weights = m.f(x).flatten()
+        rows = m.t(ids, *given, per_sample_weights=weights)
+        return m.g(rows * x + m.f(x).prod(1, keepdim=True))
+
+    def draw() -> Tuple[Tensor, ...]:
+        x, given = torch.randn(N, D, dtype=F64), torch.tensor(offsets)
+        if inside:
+            return x, torch.randint(5, (N, 2))
+        return x, torch.randint(5, (max(offsets) + 1,)), given
+
+    return Row(
+        lambda: Lambda(
+            forward,
+            t=nn.EmbeddingBag(5, D, **options),
+            f=nn.Linear(D, 2),
+            g=nn.Linear(D, 3),
+        ),
+        draw,
+        alone=False,
+    )
+
+
+BAGS = {
+    "mean": bags([0, 3, 4, 8]),
+    "empty": bags([0, 3, 3, 8], mode="sum"),
+    "one-each": bags([0, 1, 2, 3]),
+    "last": bags([0, 3, 4, 8, 9], mode="max", include_last_offset=True),
+    "weighted": bags([0, 2, 4, 6], inside=True, mode="sum"),
+}
+
 TABLES = {
+    "bags": BAGS,
     "move": MOVE_ROWS,
     "routing": ROUTING,
     "image": IMAGES,
@@ -749,6 +797,10 @@ EITHER = {
     "masked-select": moving(
         lambda m, x: plain(m, x.masked_select(x[..., :1] > -9).view_as(x)), 3, D
     )._replace(says=r"masked_select|view"),
+    "bags-of-as-many-entries": bags([0, 2, 2, 3])._replace(says="embedding_bag"),
+    "bags-of-two-samples": bags([0, 3, 4, 6], inside=True, mode="sum")._replace(
+        says="embedding_bag"
+    ),
     "numpy-order": moving(
         lambda m, x: plain(m, x[torch.from_numpy(permutation(x).numpy())])[
             permutation(x).argsort()

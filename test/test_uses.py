@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.nn import Module
 
 from backpack import backpack, extend
+from backpack.extensions import BatchGrad, BatchL2Grad, DiagGGNExact, Variance
 
 W, B = {"w": (3, 4)}, {"w": (3, 4), "b": (3,)}
 IO = {"w": (4, 3), "b": (3,)}
@@ -317,6 +318,50 @@ ELEMENTWISE = {
     "cross": lambda m, x: torch.linalg.cross(x[..., :3], m.w[:3].expand_as(x[..., :3])),
     "complex": lambda m, x: torch.view_as_real(torch.complex(x, m.w.expand_as(x)) ** 2),
 }
+
+
+# With a parameter of complex numbers, for which only what is linear is defined
+COMPLEX = {
+    "matrix": lambda m, z: z @ m.w,
+    "scale": lambda m, z: z * m.w[0] + m.w[1],
+    "conjugate": lambda m, z: z @ m.w.mH,
+    "spectrum": lambda m, z: torch.fft.ifft(torch.fft.fft(z) * m.w[0]),
+}
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+def test_complex_parameters(name: str) -> None:
+    """Individual gradients are right, and what squares them is refused."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        z = m.f(torch.complex(m.first(x), x))
+        return m.last(COMPLEX[name](m, z).abs())
+
+    model = Lambda(
+        forward,
+        first=nn.Linear(4, 4, dtype=F64),
+        f=nn.Linear(4, 4, dtype=torch.cdouble),
+        w=nn.Parameter(torch.randn(4, 4, dtype=torch.cdouble)),
+        last=nn.Linear(4, 3, dtype=F64),
+    )
+    x, loss = torch.randn(N, 4, dtype=F64), nn.CrossEntropyLoss()
+    params = dict(model.named_parameters())
+    shares = F.cross_entropy(model(x), classes(model(x)), reduction="none") / N
+    rows = [
+        torch.autograd.grad(share, list(params.values()), retain_graph=True)
+        for share in shares
+    ]
+    model, loss = extend(model), extend(loss)
+    with backpack(BatchGrad()):
+        loss(model(x), classes(model(x))).backward()
+    for (n, p), gradients in zip(params.items(), zip(*rows)):
+        assert_agrees(p.grad_batch, torch.stack(gradients), n)
+        assert_agrees(p.grad, sum(gradients), n)
+    for ext in (BatchL2Grad(), Variance(), DiagGGNExact()):
+        value, names = loss(model(x), classes(model(x))), "'f.weight'.*'w'|'w'.*'f.wei"
+        with pytest.raises(NotImplementedError, match=f"complex.*({names})"):
+            with backpack(ext):
+                value.backward()
 
 
 def iadd(x: Tensor, w: Tensor) -> Tensor:

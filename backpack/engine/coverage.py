@@ -55,6 +55,12 @@ REENTRANT = (
     "hides what it computes. Use `checkpoint(..., use_reentrant=False)`."
 )
 
+COMPLEX = (
+    "{ext} is not defined for parameters that are complex numbers: {names}. Make them "
+    "real parameters of shape [*, 2], and use `torch.view_as_complex(parameter)`: real "
+    "and imaginary parts have quantities of their own then."
+)
+
 
 def names_of(extensions: Sequence[Any]) -> str:
     """Name extensions, for a message.
@@ -86,6 +92,11 @@ def check_samples(
         NotImplementedError: If quantities would be wrong.
     """
     names = names_of(extensions)
+    numbers = [param for param in params if param.is_complex()]
+    real = [ext for ext in extensions if not ext.takes_complex]
+    if numbers and real:
+        text = {"ext": names_of(real), "names": describe(numbers)}
+        raise NotImplementedError(COMPLEX.format(**text))
     if not inspection.allows_inputs:
         raise NotImplementedError(f"{names}: {REENTRANT}")
     module = inspection.coupling()

@@ -126,7 +126,8 @@ def _is_plain(module: Module, row: Row) -> bool:
     names = own if row.params is None else row.params
     if any(child is not None for child in module._modules.values()):
         return False
-    if any(p is not None and p.grad_fn is not None for p in own.values()):
+    given = [p for p in own.values() if p is not None]
+    if any(p.grad_fn is not None or p.is_complex() for p in given):
         return False
     return all(name in own for name in names) and len(own) <= len(names)
 

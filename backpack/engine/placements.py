@@ -272,6 +272,8 @@ class Finder:
         by_value = name in BY_VALUE or name in BY_STRIDES
         if name == "__getitem__" and not _has_tensor(args[1]):
             by_value = False
+        if name == "embedding_bag":
+            by_value = _has_tensor([*args[2:], *kwargs.values()])
         with torch._C.DisableTorchFunction(), torch.no_grad():
             try:
                 found, lasts = self._run(func, name, args, kwargs, outs, data)
@@ -336,6 +338,10 @@ class Finder:
             placement = self._looked_up(*args[:2])
             if placement is not None:
                 return [placement], True
+        if name == "embedding_bag":
+            placement = self._bags(outs[0], *args, **kwargs)
+            if placement is not None:
+                return [placement], True
         if name in SELECTING and numbers[0] is not None:
             return [simplify(call([numbers[0].contiguous(), *flat[1:]]), n)], True
         if name == "as_strided":
@@ -370,6 +376,33 @@ class Finder:
         if isinstance(placement, Tensor):
             placement = placement[(..., *[None] * (table.dim() - 1))]
         return placement
+
+    def _bags(
+        self,
+        out: Tensor,
+        input: Tensor,
+        weight: Tensor,
+        offsets: Any = None,
+        *more: Any,
+        **named: Any,
+    ) -> Placement:
+        """Tell which sample has which bag, if bags lie in memory one by one."""
+        if offsets is None:
+            return None
+        device, n = out.device, self.n
+        numbers = torch.full((len(out),), -1, device=device)
+        if self.of(offsets) is not None:
+            found = sample_numbers(self.of(offsets), offsets.shape, n, device)
+            numbers = found[: len(out)].clone()
+        entries = torch.arange(len(input), device=device)
+        bags = torch.searchsorted(offsets[: len(out)], entries, right=True) - 1
+        for x in (input, *more, *named.values()):  # and weights of the entries
+            if isinstance(x, Tensor) and self.of(x) is not None:
+                own = sample_numbers(self.of(x), x.shape, n, device)
+                numbers[bags] = own.where(numbers[bags] < 0, numbers[bags])
+                if bool(((own >= 0) & (numbers[bags] != own)).any()):
+                    return Mixed("`embedding_bag`")
+        return simplify(numbers[:, None].expand(out.shape), n)
 
     def _probe(
         self,

@@ -47,6 +47,8 @@ class BackpropExtension(ABC):  # noqa: B024
             not influence each other.
         refuses_coupled_samples: Whether it is an error if a batch normalization in
             training mode makes them do so. It is a warning otherwise.
+        takes_complex: Whether it is defined for parameters that are complex numbers:
+            it is linear in what their products are.
         shard: What the last backward pass has seen, if several processes share the
             batch.
     """
@@ -61,6 +63,7 @@ class BackpropExtension(ABC):  # noqa: B024
     replaces_gradient = False
     separates_samples = False
     refuses_coupled_samples = True
+    takes_complex = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Remember the constructor's arguments, for the ``repr``."""

@@ -19,6 +19,7 @@ class BatchGrad(GradientReduction):
     """
 
     refuses_coupled_samples = False
+    takes_complex = True
 
     def __init__(self, subsampling: Selection = None):
         """Choose the samples.

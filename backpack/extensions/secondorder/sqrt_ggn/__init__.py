@@ -23,6 +23,7 @@ class SqrtGGN(ColumnExtension):
     """Base class for the columns of the GGN's square root."""
 
     additive = False
+    takes_complex = True
 
     def __init__(
         self,

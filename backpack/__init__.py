@@ -324,15 +324,10 @@ def compile_step(
     """
     context = partial(backpack, *exts, gradient=gradient)
     context()  # which checks the arguments
-    return CompiledStep(
-        closure,
-        context,
-        exts,
-        partial(
-            torch.compile, backend=backend, mode=mode, fullgraph=True, dynamic=False
-        ),
-        mode in ("reduce-overhead", "max-autotune"),
-    )
+    options = {"backend": backend, "mode": mode}
+    compiler = partial(torch.compile, fullgraph=True, dynamic=False, **options)
+    copies = mode in ("reduce-overhead", "max-autotune")
+    return CompiledStep(closure, context, exts, compiler, copies)
 
 
 @overload

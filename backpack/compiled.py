@@ -182,15 +182,9 @@ class CompiledStep:
         for x in lifted:
             torch._dynamo.mark_static_address(x)
         places = {id(x): i for i, x in enumerate(tensors)}
-        return _Graph(
-            self._compiler(graph),
-            lifted,
-            [places.get(id(leaf), leaf) for leaf in leaves],
-            large,
-            spec,
-            list(modules),
-            state,
-        )
+        found = [places.get(id(leaf), leaf) for leaf in leaves]
+        run = self._compiler(graph)
+        return _Graph(run, lifted, found, large, spec, list(modules), state)
 
     def _fields(self, leaf: Tensor) -> Dict[str, Any]:
         """Collect what the extensions have saved on a leaf."""

@@ -80,10 +80,7 @@ class Summary:
         Returns:
             The table in HTML.
         """
-        rows = [
-            (tag, row)
-            for tag, row in zip("h" + "d" * len(self.rows), [_HEADER, *self.rows])
-        ]
+        rows = zip("h" + "d" * len(self.rows), [_HEADER, *self.rows])
         cells = [
             "".join(f"<t{tag}>{escape(str(c))}</t{tag}>" for c in row)
             for tag, row in rows

@@ -9,14 +9,18 @@ differentiated by autograd in all of these inputs at once.
 from __future__ import annotations
 
 from functools import reduce
-from typing import Any, Callable, Iterable, List, Sequence, Tuple
+from typing import Any, Iterable, List, Sequence, Tuple
 
 import torch
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn import Module, Parameter
 
-from backpack.core.derivatives.generic import argument_position, find_parameter
+from backpack.core.derivatives.generic import (
+    argument_position,
+    find_parameter,
+    only_sample,
+)
 from backpack.core.derivatives.stored import (
     OUTPUT_TYPE,
     checked,
@@ -29,8 +33,8 @@ from backpack.hessianfree.rop import R_op
 from backpack.utils.disable import disable
 from backpack.utils.hooks import message
 from backpack.utils.subsampling import Subsampling, subsample
-from backpack.utils.types import HALF, Layer, MatProd, as_type, full_precision
-from backpack.utils.unsqueeze import flatten
+from backpack.utils.types import HALF, Layer, as_type, full_precision
+from backpack.utils.unsqueeze import flatten, unit_columns
 
 Columns = List[Any]
 _FROZEN = "_backpack_frozen"  # marks the copies that ``freeze`` makes
@@ -429,15 +433,13 @@ class ParameterLinearization:
         """
         param, y = self._evaluate()
         delta = self.g_out[0]
-        samples: Sequence[Callable] = [lambda d: d]
+        deltas = [delta]
         if not sum_batch:
-            samples = [_only(n) for n in range(len(delta))]
-        basis = torch.eye(param.numel(), dtype=param.dtype, device=param.device)
-        basis = basis.reshape(-1, *param.shape)
+            deltas = [only_sample(delta, 0, n) for n in range(len(delta))]
         diagonals = []
-        for select in samples:
-            gradients = _gradients(y, [param], select(delta))
-            products = pull_columns(gradients, param, basis)[0]
+        for part in deltas:
+            gradients = _gradients(y, [param], part)
+            products = pull_columns(gradients, param, unit_columns(param, 0))[0]
             diagonal = flatten(products, 1).diagonal().reshape(param.shape)
             diagonals.append(diagonal)
         return diagonals[0] if sum_batch else torch.stack(diagonals)
@@ -453,15 +455,6 @@ class ParameterLinearization:
         with torch.enable_grad(), disable():
             output = functional_call(copy, own, tuple(inputs))
         return param, checked(self.module, output)
-
-
-def _only(n: int) -> MatProd:
-    def select(delta: Tensor) -> Tensor:
-        selected = torch.zeros_like(delta)
-        selected[n] = delta[n]
-        return selected
-
-    return select
 
 
 def _gradients(y: Tensor, xs: List[Tensor], delta: Tensor) -> Tuple[Tensor, ...]:

@@ -1,59 +1,10 @@
 """The quantities that can be computed in a backward pass."""
 
+from backpack.extensions import firstorder, secondorder
 from backpack.extensions.curvmatprod import GGNMP, HMP, PCHMP
-from backpack.extensions.firstorder import (
-    BatchDotGrad,
-    BatchFactors,
-    BatchGrad,
-    BatchL2Grad,
-    BatchProjectGrad,
-    ClippedGrad,
-    SumGradSquared,
-    Variance,
-    WeightedGrad,
-)
-from backpack.extensions.secondorder import (
-    EKFAC,
-    HBP,
-    KFAC,
-    KFLR,
-    KFRA,
-    BatchDiagGGNExact,
-    BatchDiagGGNMC,
-    BatchDiagHessian,
-    BatchJacobian,
-    DiagGGNExact,
-    DiagGGNMC,
-    DiagHessian,
-    SqrtGGNExact,
-    SqrtGGNMC,
-)
+from backpack.extensions.firstorder import *  # noqa: F401, F403
+from backpack.extensions.secondorder import *  # noqa: F401, F403
 
-__all__ = [
-    "BatchDiagGGNExact",
-    "BatchDiagGGNMC",
-    "BatchDiagHessian",
-    "BatchDotGrad",
-    "BatchFactors",
-    "BatchGrad",
-    "BatchJacobian",
-    "BatchL2Grad",
-    "BatchProjectGrad",
-    "ClippedGrad",
-    "DiagGGNExact",
-    "DiagGGNMC",
-    "DiagHessian",
-    "EKFAC",
-    "GGNMP",
-    "HBP",
-    "HMP",
-    "KFAC",
-    "KFLR",
-    "KFRA",
-    "PCHMP",
-    "SqrtGGNExact",
-    "SqrtGGNMC",
-    "SumGradSquared",
-    "Variance",
-    "WeightedGrad",
-]
+__all__ = ["GGNMP", "HMP", "PCHMP"]
+__all__ += firstorder.__all__
+__all__ += secondorder.__all__

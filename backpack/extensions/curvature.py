@@ -71,18 +71,13 @@ class Curvature:
     PCH_ABS = "pch-abs"
     CHOICES: List[str] = [HESSIAN, GGN, PCH_CLIP, PCH_ABS]
 
-    REQUIRE_PSD_LOSS_HESSIAN: Dict[str, bool] = {
+    REQUIRE_PSD_LOSS_HESSIAN = {
         HESSIAN: False,
         GGN: True,
         PCH_ABS: True,
         PCH_CLIP: True,
     }
-    REQUIRE_RESIDUAL: Dict[str, bool] = {
-        HESSIAN: True,
-        GGN: False,
-        PCH_ABS: True,
-        PCH_CLIP: True,
-    }
+    REQUIRE_RESIDUAL = {HESSIAN: True, GGN: False, PCH_ABS: True, PCH_CLIP: True}
     RESIDUAL_MODS: Dict[str, Callable[[Tensor], Tensor]] = {
         HESSIAN: ResidualModifications.nothing,
         GGN: ResidualModifications.to_zero,

@@ -1,9 +1,9 @@
 """Module extensions that pull columns back with a module's derivatives."""
 
-from functools import partial
 from typing import Any, List, Optional
 
 from backpack.core.derivatives.input_base import BaseDerivatives
+from backpack.core.linearization import Linearization
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.secondorder.walk import linearize_here
 from backpack.utils.types import Grads, Layer
@@ -58,69 +58,18 @@ class MatToJacMat(ModuleExtension):
         linear = linearize_here(self.derivatives, module, grad_out, ext)
         if subsampling is not None:
             linear = linear.select(subsampling)
-        columns = linear.jac_t(backproped)
-        return columns[0] if linear.positions == [0] else linear.at_positions(columns)
+        values = self.pull_back(ext, linear, backproped)
+        return values[0] if linear.positions == [0] else linear.at_positions(values)
 
-
-class ParameterRule(MatToJacMat):
-    """The same computation for every parameter: its method is :meth:`parameter`."""
-
-    def __init__(
-        self, derivatives: BaseDerivatives, params: Optional[List[str]] = None
-    ):
-        """Create a method for each parameter, unless the class has one.
+    def pull_back(self, ext: Any, linear: Linearization, backproped: Any) -> List[Any]:
+        """Pull a quantity back from the module's output to its inputs.
 
         Args:
-            derivatives: The module's derivatives.
-            params: Names of the parameters. Default: ``None``, for no parameter.
-        """
-        for name in params or []:
-            if not hasattr(self, name):
-                setattr(self, name, partial(self.method, name))
-        super().__init__(derivatives, params)
-
-    def method(
-        self,
-        name: str,
-        ext: Any,
-        module: Layer,
-        g_inp: Grads,
-        g_out: Grads,
-        backproped: Any,
-    ) -> Any:
-        """Compute a parameter's value, as a module extension does.
-
-        Args:
-            name: Name of the parameter.
             ext: The extension that is running.
-            module: The module, with its inputs and output.
-            g_inp: Gradients at the inputs, as far as they exist.
-            g_out: Gradients at the outputs.
-            backproped: What was pulled back to the module's output.
+            linear: The module, linearized in these inputs.
+            backproped: Quantity at the output; here: columns ``[V, N, *out]``.
 
         Returns:
-            The value.
+            Quantity at each of the inputs.
         """
-        return self.parameter(name, ext, module, g_out, backproped)
-
-    def parameter(
-        self, name: str, ext: Any, module: Layer, g_out: Grads, backproped: Any
-    ) -> Any:
-        """Compute a parameter's value.
-
-        Args:
-            name: Name of the parameter.
-            ext: The extension that is running.
-            module: The module, with its inputs and output.
-            g_out: Gradients at the outputs.
-            backproped: What was pulled back to the module's output.
-
-        Returns:
-            The value.
-
-        Raises:
-            NotImplementedError: If the class does not define it.
-        """
-        raise NotImplementedError(
-            f"{type(self).__name__} has to define `parameter`, or a method '{name}'."
-        )
+        return linear.jac_t(backproped)

@@ -1,5 +1,6 @@
 """What an extension does on one kind of module."""
 
+from functools import partial
 from typing import Any, List, Optional, Sequence
 
 from torch.nn import Parameter
@@ -112,3 +113,64 @@ class ModuleExtension:
         if walks and turn.call.input_requires_grad:
             passed_on = self.backpropagate(extension, module, g_inp, g_out, quantity)
             turn.pass_on(extension, passed_on)
+
+
+class ParameterRule(ModuleExtension):
+    """The same computation for every parameter: its method is :meth:`parameter`."""
+
+    def __init__(self, params: Optional[List[str]] = None):
+        """Create a method for each parameter, unless the class has one.
+
+        Args:
+            params: Names of the parameters. Default: ``None``, for no parameter.
+        """
+        for name in params or []:
+            if not hasattr(self, name):
+                setattr(self, name, partial(self.method, name))
+        super().__init__(params)
+
+    def method(
+        self,
+        name: str,
+        ext: Any,
+        module: Layer,
+        g_inp: Grads,
+        g_out: Grads,
+        backproped: Any,
+    ) -> Any:
+        """Compute a parameter's value, as a module extension does.
+
+        Args:
+            name: Name of the parameter.
+            ext: The extension that is running.
+            module: The module, with its inputs and output.
+            g_inp: Gradients at the inputs, as far as they exist.
+            g_out: Gradients at the outputs.
+            backproped: What was pulled back to the module's output.
+
+        Returns:
+            The value.
+        """
+        return self.parameter(name, ext, module, g_out, backproped)
+
+    def parameter(
+        self, name: str, ext: Any, module: Layer, g_out: Grads, backproped: Any
+    ) -> Any:
+        """Compute a parameter's value.
+
+        Args:
+            name: Name of the parameter.
+            ext: The extension that is running.
+            module: The module, with its inputs and output.
+            g_out: Gradients at the outputs.
+            backproped: What was pulled back to the module's output.
+
+        Returns:
+            The value.
+
+        Raises:
+            NotImplementedError: If the class does not define it.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has to define `parameter`, or a method '{name}'."
+        )

@@ -84,14 +84,9 @@ def pull_back(
     result = [zeros_like(x, requires_grad=False) for x in xs]
     if pairs and active:
         outputs, cotangents = zip(*pairs)
-        products = grad(
-            outputs,
-            [xs[i] for i in active],
-            grad_outputs=cotangents,
-            retain_graph=retain_graph,
-            create_graph=create_graph,
-            allow_unused=True,
-        )
+        options = {"retain_graph": retain_graph, "create_graph": create_graph}
+        inputs = [xs[i] for i in active]
+        products = grad(outputs, inputs, cotangents, allow_unused=True, **options)
         for i, product in zip(active, products):
             if product is not None:
                 result[i] = product

@@ -5,25 +5,19 @@ patch that the kernel with K elements covers. Features are ordered channel first
 kernel position, as in ``torch.nn.Unfold``.
 """
 
-from typing import Callable, Dict, Optional, Tuple, Type, TypeVar, Union
+from typing import Callable, Dict, List, Optional, Tuple, Type, TypeVar, Union
 
-from torch import Tensor
-from torch.nn import (
-    Conv1d,
-    Conv2d,
-    Conv3d,
-    ConvTranspose1d,
-    ConvTranspose2d,
-    ConvTranspose3d,
-    Module,
-)
+from torch import Tensor, nn
+from torch.nn import Module
 from torch.nn.functional import conv1d, conv2d, conv3d, pad
 
 from backpack.utils.hooks import name_module
 from backpack.utils.outer_products import sum_squared_outer_products, sum_squares
 
-ConvNd = Union[Conv1d, Conv2d, Conv3d]
-ConvTransposeNd = Union[ConvTranspose1d, ConvTranspose2d, ConvTranspose3d]
+ConvNd = Union[nn.Conv1d, nn.Conv2d, nn.Conv3d]
+ConvTransposeNd = Union[nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d]
+AnyConv = Union[ConvNd, ConvTransposeNd]
+Sizes = Tuple[int, ...]  # one for each spatial axis
 T = TypeVar("T")
 
 
@@ -57,7 +51,7 @@ def get_conv_module(N: int) -> Type[Module]:
     Raises:
         ValueError: If ``N`` is none of these.
     """
-    return select_by_dimension({1: Conv1d, 2: Conv2d, 3: Conv3d}, N)
+    return select_by_dimension({1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}, N)
 
 
 def get_conv_function(N: int) -> Callable:
@@ -75,7 +69,7 @@ def get_conv_function(N: int) -> Callable:
     return select_by_dimension({1: conv1d, 2: conv2d, 3: conv3d}, N)
 
 
-def check_batched(input: Tensor, module: Union[ConvNd, ConvTransposeNd]) -> None:
+def check_batched(input: Tensor, module: AnyConv) -> None:
     """Check that a (transposed) convolution's input has a batch axis.
 
     Args:
@@ -95,10 +89,7 @@ def check_batched(input: Tensor, module: Union[ConvNd, ConvTransposeNd]) -> None
 
 
 def windows(
-    input: Tensor,
-    kernel_size: Tuple[int, ...],
-    stride: Tuple[int, ...],
-    dilation: Tuple[int, ...],
+    input: Tensor, kernel_size: Sizes, stride: Sizes, dilation: Sizes
 ) -> Tensor:
     """View the input through a sliding window.
 
@@ -118,7 +109,7 @@ def windows(
     return input.permute(0, 1, *kernel, *positions)
 
 
-def flatten_windows(view: Tensor, kernel_size: Tuple[int, ...]) -> Tensor:
+def flatten_windows(view: Tensor, kernel_size: Sizes) -> Tensor:
     """Merge the axes of windows into features and positions.
 
     Args:
@@ -272,10 +263,7 @@ def get_weight_gradient_factors(
 
 
 def sum_squared_weight_gradients(
-    module: Union[ConvNd, ConvTransposeNd],
-    unfolded_input: Tensor,
-    S: Tensor,
-    sum_batch: bool,
+    module: AnyConv, unfolded_input: Tensor, S: Tensor, sum_batch: bool
 ) -> Tensor:
     """Square the weight gradients of a (transposed) convolution and sum over columns.
 
@@ -316,9 +304,7 @@ def extract_weight_diagonal(
     return squares.reshape(*squares.shape[:-3], *module.weight.shape)
 
 
-def extract_bias_diagonal(
-    module: Union[ConvNd, ConvTransposeNd], S: Tensor, sum_batch: bool = True
-) -> Tensor:
+def extract_bias_diagonal(module: AnyConv, S: Tensor, sum_batch: bool = True) -> Tensor:
     """Return the diagonal of Σ_v Jᵀ s_v s_vᵀ J for a (transposed) convolution's bias.
 
     J is the output's Jacobian with respect to the bias.
@@ -335,14 +321,30 @@ def extract_bias_diagonal(
     return sum_squares(S.flatten(start_dim=3).sum(3), sum_batch)
 
 
+def smallest_sizes(sizes: Sizes, *options: Sizes) -> List[int]:
+    """Compute the smallest input sizes that a convolution maps to an output.
+
+    Args:
+        sizes: Sizes of the output, one for each spatial axis.
+        options: Strides, paddings, kernel sizes and dilations, in this order.
+
+    Returns:
+        Sizes of the input.
+    """
+    return [
+        (size - 1) * s - 2 * p + d * (k - 1) + 1
+        for size, s, p, k, d in zip(sizes, *options)
+    ]
+
+
 def _grad_input_padding(
     grad_output: Tensor,
-    input_size: Tuple[int, ...],
-    stride: Tuple[int, ...],
-    padding: Tuple[int, ...],
-    kernel_size: Tuple[int, ...],
-    dilation: Optional[Tuple[int, ...]] = None,
-) -> Tuple[int, ...]:
+    input_size: Sizes,
+    stride: Sizes,
+    padding: Sizes,
+    kernel_size: Sizes,
+    dilation: Optional[Sizes] = None,
+) -> Sizes:
     """Return the output padding with which a transposed convolution undoes the shape.
 
     Several input sizes give the same output size of a strided convolution.
@@ -369,12 +371,8 @@ def _grad_input_padding(
             f"{dims + 2} entries for a kernel of {dims} axes, got output shape "
             f"{list(grad_output.shape)} and input size {list(input_size)}."
         )
-    smallest = [
-        (size - 1) * s - 2 * p + d * (k - 1) + 1
-        for size, s, p, d, k in zip(
-            grad_output.shape[2:], stride, padding, dilation or (1,) * dims, kernel_size
-        )
-    ]
+    options = stride, padding, kernel_size, dilation or (1,) * dims
+    smallest = smallest_sizes(grad_output.shape[2:], *options)
     spatial = input_size[-dims:]
     output_padding = tuple(size - low for size, low in zip(spatial, smallest))
     if any(not 0 <= extra < s for extra, s in zip(output_padding, stride)):

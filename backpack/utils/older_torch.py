@@ -28,24 +28,11 @@ def _overridable(plain: Any) -> Any:
     """
 
     @wraps(plain)
-    def backward(
-        tensors,
-        grad_tensors=None,
-        retain_graph=None,
-        create_graph=False,
-        grad_variables=None,
-        inputs=None,
-    ):
-        options = {
-            "grad_tensors": grad_tensors,
-            "retain_graph": retain_graph,
-            "create_graph": create_graph,
-            "grad_variables": grad_variables,
-            "inputs": inputs,
-        }
+    def backward(tensors: Any, *args: Any, **options: Any) -> Any:
         tensor_likes = tensors if isinstance(tensors, (list, tuple)) else (tensors,)
         if has_torch_function(tensor_likes):
-            return handle_torch_function(backward, tensor_likes, tensors, **options)
-        return plain(tensors, **options)
+            args = (tensors, *args)
+            return handle_torch_function(backward, tensor_likes, *args, **options)
+        return plain(tensors, *args, **options)
 
     return backward

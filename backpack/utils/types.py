@@ -1,6 +1,6 @@
 """Types of numbers, and conversions that cost next to nothing where there are none."""
 
-from typing import Any, Callable, Literal, Optional, Tuple
+from typing import Any, Callable, Dict, Literal, Optional, Tuple
 
 import torch
 from torch import Generator, Tensor
@@ -35,6 +35,18 @@ def as_type(value: Any, dtype: torch.dtype) -> Any:
     """
     differs = isinstance(value, Tensor) and value.dtype != dtype
     return value.to(dtype) if differs and value.is_floating_point() else value
+
+
+def kind(x: Tensor) -> Dict[str, Any]:
+    """Describe a tensor's numbers, for functions that create tensors like it.
+
+    Args:
+        x: Tensor.
+
+    Returns:
+        The keyword arguments ``dtype`` and ``device``.
+    """
+    return {"dtype": x.dtype, "device": x.device}
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -3,7 +3,7 @@
 from functools import wraps
 from typing import Callable
 
-from torch import Tensor
+from torch import Tensor, eye
 
 
 def kfacmp_unsqueeze_if_missing_dim(
@@ -44,6 +44,21 @@ def flatten(x: Tensor, start: int) -> Tensor:
         Tensor of shape ``[*, D]``.
     """
     return x.unsqueeze(-1).flatten(start)
+
+
+def unit_columns(x: Tensor, start: int) -> Tensor:
+    """Create a column for each feature, which is one there and zero elsewhere.
+
+    Args:
+        x: Tensor ``[*, *in]``.
+        start: First axis of the features.
+
+    Returns:
+        Columns ``[in, *, *in]``, the same for all entries of the axes before.
+    """
+    shape = x.shape[start:]
+    basis = eye(shape.numel(), dtype=x.dtype, device=x.device)
+    return basis.reshape(len(basis), *[1] * start, *shape).expand(-1, *x.shape)
 
 
 def flatten_any_order(x: Tensor, start: int) -> Tensor:

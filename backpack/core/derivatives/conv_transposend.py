@@ -2,18 +2,19 @@
 
 from functools import partial
 from math import prod
-from typing import List, Optional, Sequence
+from typing import Optional, Sequence
 
-import torch
 from torch import Tensor
 
 from backpack.core.derivatives.convnd import (
     ConvNDDerivatives,
+    Geometry,
     weight_gradients,
     without_bias,
 )
 from backpack.core.per_sample.order import Order, simplest
 from backpack.core.per_sample.outer import Direct
+from backpack.utils.conv import smallest_sizes
 from backpack.utils.conv_transpose import unfold_by_conv_transpose
 from backpack.utils.types import Layer
 
@@ -38,8 +39,12 @@ class ConvTransposeNDDerivatives(ConvNDDerivatives):
         size = list(module.output.shape[2:])
         return without_bias(module).forward(x, output_size=size)
 
-    def _output_padding(self, module: Layer) -> Sequence[int]:
-        return _output_padding(module, module.input0.shape[2:], module.output.shape[2:])
+    def _geometry(self, module: Layer, x: Tensor, output: Tensor) -> Geometry:
+        sizes = module.stride, module.padding, module.dilation
+        options = module.stride, module.padding, module.kernel_size, module.dilation
+        smallest = smallest_sizes(x.shape[2:], *options)
+        rest = [size - low for size, low in zip(output.shape[2:], smallest)]
+        return Geometry(*sizes, True, rest)
 
     def _unfold(
         self, module: Layer, x: Tensor, out_size: Optional[Sequence[int]]
@@ -58,33 +63,10 @@ class ConvTransposeNDDerivatives(ConvNDDerivatives):
     def _direct(self, module: Layer, x: Tensor, cotangents: Tensor) -> Optional[Direct]:
         if len(cotangents) > 1:
             return None
-        output_padding = _output_padding(module, x.shape[2:], cotangents.shape[3:])
         form = partial(
             weight_gradients,
             weight_shape=module.weight.shape,
             groups=module.groups,
-            transposed=True,
-            stride=module.stride,
-            padding=module.padding,
-            dilation=module.dilation,
-            output_padding=output_padding,
+            geometry=self._geometry(module, x, cotangents[0]),
         )
         return Direct(x, cotangents, form)
-
-
-def _output_padding(
-    module: Layer, in_size: torch.Size, out_size: torch.Size
-) -> List[int]:
-    """Compute the output padding of a call from the sizes of its input and output."""
-    sizes = zip(
-        in_size,
-        out_size,
-        module.stride,
-        module.padding,
-        module.dilation,
-        module.kernel_size,
-    )
-    return [
-        out - ((size - 1) * s - 2 * p + d * (k - 1) + 1)
-        for size, out, s, p, d, k in sizes
-    ]

@@ -2,7 +2,7 @@
 
 from contextlib import AbstractContextManager
 from math import prod
-from typing import Any, Dict, Optional, Sequence
+from typing import Any, NamedTuple, Optional, Sequence
 
 import torch
 from einops import rearrange
@@ -39,14 +39,31 @@ class weight_jac_t_save_memory(AbstractContextManager):  # noqa: N801
         """Leave the context; exceptions pass through."""
 
 
+class Geometry(NamedTuple):
+    """Options of a convolution, as :func:`torch.convolution` takes them.
+
+    Attributes:
+        stride: Stride.
+        padding: Zeros on both sides.
+        dilation: Dilation.
+        transposed: Whether it is a transposed convolution.
+        output_padding: Rows at one side of a transposed convolution's output.
+    """
+
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    transposed: bool
+    output_padding: Sequence[int]
+
+
 def weight_gradients(
     x: Tensor,
     cotangents: Tensor,
     sum_batch: bool,
     weight_shape: torch.Size,
     groups: int,
-    transposed: bool = False,
-    **geometry: Sequence[int],
+    geometry: Geometry,
 ) -> Tensor:
     """Compute weight gradients of each column and sample with one library call.
 
@@ -59,18 +76,17 @@ def weight_gradients(
         sum_batch: Whether they are summed over samples.
         weight_shape: Shape ``[*p]`` of the weight.
         groups: Number of groups.
-        transposed: Whether the convolution is transposed. Default: ``False``.
-        geometry: ``stride``, ``padding``, ``dilation``, ``output_padding``.
+        geometry: Geometry of the convolution.
 
     Returns:
         Gradients of shape ``[V, n, *p]``, without n if they are summed.
     """
-    v, n = cotangents.shape[:2]
+    (v, n), transposed = cotangents.shape[:2], geometry.transposed
     if n == 0:
         return x.new_zeros(v, *(() if sum_batch else (n,)), *weight_shape)
     if sum_batch or v == n == 1:
-        options = weight_shape, groups, transposed
-        columns = [_weight_gradient(x, b, *options, geometry) for b in cotangents]
+        options = weight_shape, groups, geometry
+        columns = [_weight_gradient(x, b, *options) for b in cotangents]
         return torch.stack(columns) if sum_batch else columns[0][None, None]
     b = rearrange(cotangents, "v n (g p) ... -> 1 (n g v p) ...", g=groups)
     x = x.reshape(1, -1, *x.shape[2:])
@@ -80,34 +96,17 @@ def weight_gradients(
     else:  # weight [C_out, C_in / G, *k]
         shape = (n * v * weight_shape[0], *weight_shape[1:])
         pattern = "(n g v p) c ... -> v n (g p) c ..."
-    gradients = _weight_gradient(x, b, shape, n * groups, transposed, geometry)
+    gradients = _weight_gradient(x, b, shape, n * groups, geometry)
     sizes = {"n": n, "v": v} if transposed else {"n": n, "v": v, "g": groups}
     return rearrange(gradients, pattern, **sizes)
 
 
 def _weight_gradient(
-    x: Tensor,
-    gradient: Tensor,
-    shape: Sequence[int],
-    groups: int,
-    transposed: bool,
-    geometry: Dict[str, Sequence[int]],
+    x: Tensor, gradient: Tensor, shape: Sequence[int], groups: int, geometry: Geometry
 ) -> Tensor:
-    """Compute a convolution's weight gradient, of the given shape."""
-    _, weight_gradient, _ = torch.ops.aten.convolution_backward(
-        gradient,
-        x,
-        x.new_empty(shape),  # not read; if it had gaps, it would be copied
-        None,
-        geometry["stride"],
-        geometry["padding"],
-        geometry["dilation"],
-        transposed,
-        geometry["output_padding"],
-        groups,
-        (False, True, False),
-    )
-    return weight_gradient
+    weight = x.new_empty(shape)  # not read; if it had gaps, it would be copied
+    args = gradient, x, weight, None, *geometry, groups, (False, True, False)
+    return torch.ops.aten.convolution_backward(*args)[1]
 
 
 def pads_symmetric_zeros(module: Layer) -> bool:
@@ -177,23 +176,25 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
             return super()._jac_t_mat_prod(module, g_inp, g_out, mat)
         columns = mat.flatten(0, 1)
         shape = (len(columns), *module.input0.shape[1:])
-        products, _, _ = torch.ops.aten.convolution_backward(
-            columns,
-            columns.new_empty(shape),  # not read, either
-            module.weight,
-            None,
-            module.stride,
-            module.padding,
-            module.dilation,
-            module.transposed,
-            self._output_padding(module),
-            module.groups,
-            (True, False, False),
-        )
+        x = columns.new_empty(shape)  # not read, either
+        geometry = self._geometry(module, module.input0, module.output)
+        args = columns, x, module.weight, None, *geometry, module.groups
+        products, *_ = torch.ops.aten.convolution_backward(*args, (True, False, False))
         return self.reshape_like_input(products, module)
 
-    def _output_padding(self, module: Layer) -> Sequence[int]:
-        return [0] * self.conv_dims
+    def _geometry(self, module: Layer, x: Tensor, output: Tensor) -> Geometry:
+        """Describe a call of a layer that pads with zeros on both sides.
+
+        Args:
+            module: The layer.
+            x: Its input, ``[N, C_in, *]``.
+            output: Its output, ``[N, C_out, *]``, or something as large.
+
+        Returns:
+            The geometry.
+        """
+        sizes = module.stride, module.padding, module.dilation
+        return Geometry(*sizes, False, [0] * self.conv_dims)
 
     def get_unfolded_input(self, module: Layer) -> Tensor:
         """Unfold the input of the layer.
@@ -268,17 +269,12 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
             return None
         pads = pads_symmetric_zeros(module)
 
+        geometry = self._geometry(module, x, cotangents[0])
+        if not pads:
+            geometry = geometry._replace(padding=[0] * self.conv_dims)
+
         def form(x: Tensor, cotangents: Tensor, sum_batch: bool) -> Tensor:
-            return weight_gradients(
-                x if pads else pad_input(x, module),
-                cotangents,
-                sum_batch,
-                weight.shape,
-                module.groups,
-                stride=module.stride,
-                padding=module.padding if pads else [0] * self.conv_dims,
-                dilation=module.dilation,
-                output_padding=[0] * self.conv_dims,
-            )
+            x, options = x if pads else pad_input(x, module), (module.groups, geometry)
+            return weight_gradients(x, cotangents, sum_batch, weight.shape, *options)
 
         return Direct(x, cotangents, form)

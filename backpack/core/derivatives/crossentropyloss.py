@@ -9,7 +9,7 @@ from torch.distributions import Categorical
 from backpack.core.derivatives.loss_base import split_columns
 from backpack.core.derivatives.nll_base import ClosedFormNLLLossDerivatives
 from backpack.utils.subsampling import Subsampling
-from backpack.utils.types import Grads, Layer, MatProd, Randomness, full_precision
+from backpack.utils.types import Grads, Layer, MatProd, Randomness, full_precision, kind
 
 ALL = slice(None)
 
@@ -237,13 +237,8 @@ def _draw(probabilities: Tensor, mc_samples: int, generator: Randomness) -> Tens
         Classes of shape ``[M, *]``.
     """
     cdf = probabilities.cumsum(-1)
-    uniform = torch.rand(
-        *cdf.shape[:-1],
-        mc_samples,
-        generator=generator,
-        dtype=cdf.dtype,
-        device=cdf.device,
-    )
+    shape = (*cdf.shape[:-1], mc_samples)
+    uniform = torch.rand(shape, generator=generator, **kind(cdf))
     drawn = torch.searchsorted(cdf, (1 - uniform) * cdf[..., -1:])
     # it points past the end where probabilities are NaN
     return drawn.clamp_(max=cdf.shape[-1] - 1).movedim(-1, 0)

@@ -71,10 +71,7 @@ class ElementwiseDerivatives(BaseDerivatives):
     ) -> Tensor:
         return self.df(module, g_inp, g_out) * mat
 
-    def _jac_t_mat_prod(
-        self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
-    ) -> Tensor:
-        return self.df(module, g_inp, g_out) * mat
+    _jac_t_mat_prod = _jac_mat_prod
 
     def _ea_jac_t_mat_jac_prod(
         self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor

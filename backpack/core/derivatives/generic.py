@@ -260,7 +260,7 @@ class _Repeated:
         for v in range(self.num_columns):
             for n in range(self.batch_size):
                 masked = [
-                    _only_sample(mat[v], axis, n)
+                    only_sample(mat[v], axis, n)
                     for mat, axis in zip(self.mats.values(), self.axes)
                 ]
                 (row,) = torch.autograd.grad(
@@ -296,7 +296,7 @@ def _attributes_restored(module: Layer) -> Iterator[None]:
             vars(child).update(attributes)
 
 
-def _only_sample(mat: Tensor, axis: int, n: int) -> Tensor:
+def only_sample(mat: Tensor, axis: int, n: int) -> Tensor:
     """Set a column to zero except for one sample."""
     index = torch.tensor([n], device=mat.device)
     return torch.zeros_like(mat).index_copy(axis, index, mat.index_select(axis, index))

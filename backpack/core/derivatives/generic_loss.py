@@ -19,8 +19,8 @@ from backpack.hessianfree.lop import pull_back, pull_columns
 from backpack.utils.hooks import message, warn_user
 from backpack.utils.state import ask, may_look
 from backpack.utils.subsampling import Subsampling, subsample
-from backpack.utils.types import Grads, Layer, MatProd, Randomness
-from backpack.utils.unsqueeze import flatten
+from backpack.utils.types import Grads, Layer, MatProd, Randomness, kind
+from backpack.utils.unsqueeze import flatten, unit_columns
 
 # Errors in the Hessian, relative to its largest entry, that go unnoticed. Rounding
 # errors reach this size only if all samples are saturated.
@@ -101,28 +101,17 @@ class GenericLossDerivatives(BaseLossDerivatives):
         num_samples = len(prediction)
         hessian_mat_prod = self._make_hessian_mat_prod(module, (), ())
 
-        basis = torch.eye(
-            prediction.shape[1:].numel(),
-            dtype=prediction.dtype,
-            device=prediction.device,
-        )
-        columns = basis.reshape(-1, 1, *prediction.shape[1:]).expand(
-            -1, *prediction.shape
-        )
-        hessian = hessian_mat_prod(columns)
-        hessian = hessian.reshape(len(basis), num_samples, len(basis)).movedim(0, 1)
+        columns = unit_columns(prediction, 1)
+        size, hessian = len(columns), hessian_mat_prod(columns)
+        hessian = hessian.reshape(size, num_samples, size).movedim(0, 1)
         if num_samples == 0:
             return hessian
         looks = may_look(hessian)
         if looks and not hessian.isfinite().all():
             raise ValueError(message(NOT_FINITE, module=module))
 
-        key = (
-            "couples",
-            type(module),
-            repr(module),
-            *(_kind(x) for x in loss_inputs(module)),
-        )
+        inputs = map(_describe, loss_inputs(module))
+        key = "couples", type(module), repr(module), *inputs
         if ask(hessian, key, lambda: _couples(prediction, hessian, hessian_mat_prod)):
             raise NotImplementedError(
                 f"{type(module).__name__}: the Hessian of the loss couples samples "
@@ -206,18 +195,13 @@ class GenericLossDerivatives(BaseLossDerivatives):
             Columns, divided by √M, shape ``[M, N, *]``.
         """
         columns = self._sqrt_hessian(module, g_inp, g_out, subsampling)
-        signs = torch.randint(
-            2,
-            (mc_samples, *columns.shape[:2]),
-            generator=generator,
-            dtype=columns.dtype,
-            device=columns.device,
-        )
+        shape = (mc_samples, *columns.shape[:2])
+        signs = torch.randint(2, shape, generator=generator, **kind(columns))
         sampled = torch.einsum("mvn,vn...->mn...", 2 * signs - 1, columns)
         return sampled / sqrt(mc_samples)
 
 
-def _kind(x: Any) -> Any:
+def _describe(x: Any) -> Any:
     """Return type and shape of a tensor, and other values as they are."""
     return (x.dtype, x.device, x.shape) if isinstance(x, Tensor) else repr(x)
 
@@ -238,9 +222,8 @@ def _couples(prediction: Tensor, hessian: Tensor, mat_prod: MatProd) -> bool:
     """
     # drawing the vector must not change the user's random numbers
     generator = torch.Generator(prediction.device).manual_seed(0)
-    options: Any = {"dtype": prediction.dtype, "device": prediction.device}
     shape = (1, *prediction.shape)
-    vector = torch.randn(shape, generator=generator, **options)
+    vector = torch.randn(shape, generator=generator, **kind(prediction))
     product = mat_prod(vector).reshape(len(prediction), -1, 1)
     blocks_only = hessian.transpose(1, 2) @ vector.reshape(len(prediction), -1, 1)
     tolerance = TOLERANCE * blocks_only.abs().max()

@@ -14,6 +14,7 @@ from backpack.core.per_sample.sums import reciprocal
 from backpack.utils.hooks import message
 from backpack.utils.subsampling import Subsampling
 from backpack.utils.types import Grads, Layer, MatProd, Randomness
+from backpack.utils.unsqueeze import unit_columns
 
 NO_SCALAR_LOSS = (
     "{derivatives} needs a loss whose output is a scalar, but {module} has an output "
@@ -265,13 +266,9 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
     def _sum_hessian(self, module: Layer, g_inp: Grads, g_out: Grads) -> Tensor:
         # products with one unit vector per feature, the same for each sample
         x = module.input0
-        batch_shape, shape = self._split_shape(x)
-        size = shape.numel()
-        basis = torch.eye(size, dtype=x.dtype, device=x.device)
-        basis = basis.reshape(size, *[1] * len(batch_shape), *shape)
-        basis = basis.expand(size, *x.shape)
+        basis = unit_columns(x, len(self._split_shape(x)[0]))
         columns = self._make_hessian_mat_prod(module, g_inp, g_out)(basis)
-        return columns.reshape(size, -1, size).sum(1)
+        return columns.reshape(len(basis), -1, len(basis)).sum(1)
 
     def _split_shape(self, x: Tensor) -> Tuple[Size, Size]:
         """Split the prediction's shape into batch axis and feature axes.

@@ -3,9 +3,7 @@
 from typing import Tuple
 
 from torch import Tensor
-from torch.nn import (
-    functional,
-)
+from torch.nn import functional
 
 from backpack.core.derivatives.input_base import BaseDerivatives
 from backpack.utils.subsampling import Subsampling, subsample
@@ -56,15 +54,8 @@ class MaxPoolNDDerivatives(BaseDerivatives):
             Maxima and their positions, both of shape ``[N, *out]``.
         """
         pool = getattr(functional, f"max_pool{self.N}d")
-        return pool(
-            x,
-            module.kernel_size,
-            stride=module.stride,
-            padding=module.padding,
-            dilation=module.dilation,
-            ceil_mode=module.ceil_mode,
-            return_indices=True,
-        )
+        options = module.stride, module.padding, module.dilation, module.ceil_mode
+        return pool(x, module.kernel_size, *options, return_indices=True)
 
     def _columns_idx(self, module: Layer, mat: Tensor) -> Tensor:
         """Repeat the positions for all columns.

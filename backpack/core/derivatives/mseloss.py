@@ -8,7 +8,7 @@ from torch.distributions import Normal
 
 from backpack.core.derivatives.nll_base import ElementwiseNLLLossDerivatives
 from backpack.core.per_sample.sums import reciprocal
-from backpack.utils.types import Layer, Randomness
+from backpack.utils.types import Layer, Randomness, kind
 
 
 class MSELossDerivatives(ElementwiseNLLLossDerivatives):
@@ -45,9 +45,5 @@ class MSELossDerivatives(ElementwiseNLLLossDerivatives):
 
 
 def _standard_normal(like: Tensor, mc_samples: int, generator: Randomness) -> Tensor:
-    return torch.randn(
-        (mc_samples, *like.shape),
-        generator=generator,
-        dtype=like.dtype,
-        device=like.device,
-    )
+    shape = (mc_samples, *like.shape)
+    return torch.randn(shape, generator=generator, **kind(like))

@@ -11,10 +11,11 @@ With ``subsampling``, rows are selected and c stays that of the full batch.
 
 from abc import abstractmethod
 from math import sqrt
-from typing import Tuple, Union
+from typing import Any, Tuple, Union
 
 import torch
 from torch import Tensor
+from torch.autograd import grad
 from torch.distributions import Distribution
 
 from backpack.core.derivatives.loss_base import (
@@ -175,15 +176,9 @@ class NLLLossDerivatives(BaseLossDerivatives):
                 subsampled_input = subsampled_input.detach().requires_grad_()
             distribution = self._make_distribution(subsampled_input)
             targets = self._sample_targets(subsampled_input, mc_samples, generator)
-            grads = [
-                torch.autograd.grad(
-                    -distribution.log_prob(target).sum(),
-                    subsampled_input,
-                    retain_graph=True,
-                    create_graph=create_graph,
-                )[0]
-                for target in targets
-            ]
+            losses = (-distribution.log_prob(target).sum() for target in targets)
+            options: Any = {"retain_graph": True, "create_graph": create_graph}
+            grads = [grad(loss, subsampled_input, **options)[0] for loss in losses]
         return torch.stack(grads)
 
     def _compute_sampled_grads_manual(

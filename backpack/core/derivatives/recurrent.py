@@ -281,12 +281,11 @@ class RecurrentDerivatives(BaseParameterDerivatives):
         for layer in range(module.num_layers):
             initial = [s.split(directions)[layer] for s in states]
             output = self._run(module, layer, x, initial)
-            layers.append(
-                [
-                    _chain(module, _suffix(layer, k), x, after, [s[k] for s in initial])
-                    for k, after in enumerate(output.chunk(directions, dim=-1))
-                ]
-            )
+            chains = []
+            for k, after in enumerate(output.chunk(directions, dim=-1)):
+                states_k, suffix = [s[k] for s in initial], _suffix(layer, k)
+                chains.append(_chain(module, suffix, x, after, states_k))
+            layers.append(chains)
             x = output
         return layers
 

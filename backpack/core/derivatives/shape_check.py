@@ -338,15 +338,11 @@ def _make_decorators(in_name: str, out_name: str) -> List[Callable]:
     Returns:
         Decorator to accept vectors, decorator to check shapes.
     """
+    is_vector = partial(_same_dim_as, name=in_name)
+    checks = [partial(_check_like, name=name) for name in (in_name, out_name)]
     return [
-        partial(
-            _mat_prod_accept_vectors, vec_criterion=partial(_same_dim_as, name=in_name)
-        ),
-        partial(
-            mat_prod_check_shapes,
-            in_check=partial(_check_like, name=in_name),
-            out_check=partial(_check_like, name=out_name),
-        ),
+        partial(_mat_prod_accept_vectors, vec_criterion=is_vector),
+        partial(mat_prod_check_shapes, in_check=checks[0], out_check=checks[1]),
     ]
 
 

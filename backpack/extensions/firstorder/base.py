@@ -8,11 +8,10 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
 from backpack.core.per_sample.base import PerSample
 from backpack.core.table import LAYERS, REGISTERED
 from backpack.extensions.backprop_extension import FAIL_WARN, BackpropExtension
-from backpack.extensions.module_extension import ModuleExtension
+from backpack.extensions.module_extension import ModuleExtension, ParameterRule
 from backpack.extensions.shards import is_shared, shard_of
 from backpack.utils.errors import batch_norm_raise_error_if_train
 from backpack.utils.subsampling import Selection
@@ -193,39 +192,39 @@ class GradientReduction(FirstOrderBackpropExtension):
         return super().get_module_extension(module) or _BUILT_IN
 
 
-class ReducedLayer(FirstOrderModuleExtension):
-    """Building block for users: a quantity on a layer with derivatives of its own."""
+class ReducedLayer(FirstOrderModuleExtension, ParameterRule):
+    """Building block for users: a quantity on a layer with derivatives of its own.
 
-    def __init__(
-        self,
-        quantity: Type[GradientReduction],
-        derivatives: BaseParameterDerivatives,
-        params: List[str],
-    ):
+    Attributes:
+        quantity: The extension whose reduction is used.
+    """
+
+    quantity: Type[GradientReduction]
+
+    def __init__(self, derivatives: Any, params: List[str]):
         """Create a method for each parameter.
 
         Args:
-            quantity: The extension whose reduction is used.
             derivatives: The layer's derivatives.
             params: Names of the parameters.
         """
         self._derivatives = derivatives
-        for name in params:
-            if not hasattr(self, name):
-                setattr(self, name, self._make_method(quantity, name))
         super().__init__(params=params)
 
-    def _make_method(self, quantity: Type[GradientReduction], name: str):
-        def method(
-            ext: BackpropExtension,
-            module: Module,
-            g_inp: Grads,
-            g_out: Grads,
-            bpQuantities: Any,  # noqa: N803
-        ) -> Tensor:
-            products = self._derivatives.stored_product(
-                name, module, g_inp, g_out, g_out[0].unsqueeze(0)
-            )
-            return quantity.reduce(ext.select(products))
+    def parameter(
+        self, name: str, ext: Any, module: Module, g_out: Grads, backproped: None
+    ) -> Tensor:
+        """Reduce the individual gradients of a parameter.
 
-        return method
+        Args:
+            name: Name of the parameter.
+            ext: The extension that is running.
+            module: The module, with its inputs and output.
+            g_out: Gradients at the outputs.
+            backproped: Nothing.
+
+        Returns:
+            The quantity.
+        """
+        args = name, module, (), g_out, g_out[0].unsqueeze(0)
+        return self.quantity.reduce(ext.select(self._derivatives.stored_product(*args)))

@@ -11,15 +11,14 @@ from backpack.core.derivatives.loss_base import BaseLossDerivatives
 from backpack.core.linearization import Linearization
 from backpack.core.table import GENERIC, built_in, find_loss
 from backpack.engine.turn import current_turn
-from backpack.extensions.mat_to_mat_jac_base import ParameterRule
-from backpack.extensions.module_extension import ModuleExtension
+from backpack.extensions.mat_to_mat_jac_base import MatToJacMat
+from backpack.extensions.module_extension import ModuleExtension, ParameterRule
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 from backpack.extensions.secondorder.walk import (
     check_batch_first,
     check_samples_kept,
     freeze_call,
     linearize,
-    linearize_here,
     skips,
     without_autocast,
 )
@@ -27,7 +26,7 @@ from backpack.utils.disable import disable
 from backpack.utils.types import Grads, Layer
 
 
-class ModuleRule(ParameterRule):
+class ModuleRule(MatToJacMat, ParameterRule):
     """What a quantity does on a module whose derivatives are known."""
 
     @abstractmethod
@@ -45,25 +44,8 @@ class ModuleRule(ParameterRule):
 
     def backpropagate(
         self, ext: Any, module: Layer, g_inp: Grads, g_out: Grads, backproped: Any
-    ) -> Any:
-        """Pull the quantity back from the module's output to its inputs.
-
-        Args:
-            ext: The extension that is running.
-            module: The module, with its inputs and output.
-            g_inp: Gradients at the inputs, as far as they exist.
-            g_out: Gradients at the outputs.
-            backproped: Quantity at the output.
-
-        Returns:
-            Quantity at the input, or a list with one entry for each input; ``None``
-            for an input of integers.
-        """
-        if not module.input0.is_floating_point():
-            return None
-        linear = linearize_here(self.derivatives, module, g_out, ext)
-        values = self.pull_back(ext, linear, backproped)
-        return values[0] if linear.positions == [0] else linear.at_positions(values)
+    ) -> Any:  # noqa: D102
+        return super().backpropagate(ext, module, g_inp, g_out, backproped)
 
 
 class ApplyRules(ModuleExtension):

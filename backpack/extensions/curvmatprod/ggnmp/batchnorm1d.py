@@ -6,7 +6,3 @@ from backpack.extensions.curvmatprod.ggnmp.ggnmpbase import GGNMPBase
 
 class GGNMPBatchNorm1d(BatchNormProductRule, GGNMPBase):
     """Products with the generalized Gauss-Newton matrix on batch normalization."""
-
-    def __init__(self) -> None:
-        """Set derivatives and parameters."""
-        super().__init__()

@@ -6,7 +6,3 @@ from backpack.extensions.curvmatprod.hmp.hmpbase import HMPBase
 
 class HMPBatchNorm1d(BatchNormProductRule, HMPBase):
     """Products with the Hessian on batch normalization."""
-
-    def __init__(self) -> None:
-        """Set derivatives and parameters."""
-        super().__init__()

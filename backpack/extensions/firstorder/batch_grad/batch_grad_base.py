@@ -10,6 +10,8 @@ from backpack.extensions.firstorder.batch_grad import BatchGrad
 class BatchGradBase(ReducedLayer):
     """Compute individual gradients with a layer's derivatives."""
 
+    quantity = BatchGrad
+
     def __init__(self, derivatives: BaseParameterDerivatives, params: List[str]):
         """Create a method for each parameter.
 
@@ -17,4 +19,4 @@ class BatchGradBase(ReducedLayer):
             derivatives: The layer's derivatives.
             params: Names of the parameters.
         """
-        super().__init__(BatchGrad, derivatives, params)
+        super().__init__(derivatives, params)

@@ -10,6 +10,8 @@ from backpack.extensions.firstorder.batch_l2_grad import BatchL2Grad
 class BatchL2Base(ReducedLayer):
     """Compute squared norms of individual gradients with a layer's derivatives."""
 
+    quantity = BatchL2Grad
+
     def __init__(
         self, params: List[str], derivatives: Optional[BaseParameterDerivatives] = None
     ):
@@ -20,4 +22,4 @@ class BatchL2Base(ReducedLayer):
             derivatives: The layer's derivatives. Default: ``None``, if a subclass
                 defines all methods.
         """
-        super().__init__(BatchL2Grad, derivatives, params)  # type: ignore[arg-type]
+        super().__init__(derivatives, params)

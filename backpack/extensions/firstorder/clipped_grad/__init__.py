@@ -54,13 +54,8 @@ class ClippedGrad(WeightedGrad):
                 f"{type(self).__name__}: max_norm must be a positive number, got "
                 f"{max_norm!r}."
             )
-        super().__init__(
-            self._clip,
-            per=per,
-            scale=scale,
-            replace_grad=replace_grad,
-            subsampling=subsampling,
-        )
+        options = per, scale, replace_grad, subsampling
+        super().__init__(self._clip, "norms", *options)
 
     def _clip(self, norms: Tensor) -> Tensor:
         return self.max_norm / norms.clamp(min=self.max_norm)

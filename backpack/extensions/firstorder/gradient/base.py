@@ -20,6 +20,8 @@ class _Gradient(GradientReduction):
 class GradBaseModule(ReducedLayer):
     """Compute the gradient with a layer's derivatives."""
 
+    quantity = _Gradient
+
     def __init__(self, derivatives: BaseParameterDerivatives, params: List[str]):
         """Create a method for each parameter.
 
@@ -27,4 +29,4 @@ class GradBaseModule(ReducedLayer):
             derivatives: The layer's derivatives.
             params: Names of the parameters.
         """
-        super().__init__(_Gradient, derivatives, params)
+        super().__init__(derivatives, params)

@@ -10,6 +10,8 @@ from backpack.extensions.firstorder.sum_grad_squared import SumGradSquared
 class SGSBase(ReducedLayer):
     """Compute sums of squared individual gradients with a layer's derivatives."""
 
+    quantity = SumGradSquared
+
     def __init__(
         self, derivatives: BaseParameterDerivatives, params: Optional[List[str]] = None
     ):
@@ -19,4 +21,4 @@ class SGSBase(ReducedLayer):
             derivatives: The layer's derivatives.
             params: Names of the parameters. Default: ``None``, for no parameter.
         """
-        super().__init__(SumGradSquared, derivatives, params or [])
+        super().__init__(derivatives, params or [])

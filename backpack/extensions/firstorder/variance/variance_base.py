@@ -1,19 +1,18 @@
 """Variance of individual gradients on a layer, from two other building blocks."""
 
-from functools import partial
 from typing import Any, List
 
 from torch import Tensor
 from torch.nn import Module
 
-from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.firstorder.base import FirstOrderModuleExtension
 from backpack.extensions.firstorder.gradient.base import GradBaseModule
 from backpack.extensions.firstorder.sum_grad_squared.sgs_base import SGSBase
+from backpack.extensions.module_extension import ParameterRule
 from backpack.utils.types import Grads
 
 
-class VarianceBaseModule(FirstOrderModuleExtension):
+class VarianceBaseModule(FirstOrderModuleExtension, ParameterRule):
     """Subtract the squared mean from the second moment.
 
     If the mean is much larger than the deviation, digits cancel. The library's own
@@ -31,20 +30,23 @@ class VarianceBaseModule(FirstOrderModuleExtension):
             sgs_extension: Computes the sum of squared individual gradients.
         """
         self._grad, self._sgs = grad_extension, sgs_extension
-        for name in params:
-            if not hasattr(self, name):
-                setattr(self, name, partial(self._variance, name))
         super().__init__(params=params)
 
-    def _variance(
-        self,
-        name: str,
-        ext: BackpropExtension,
-        module: Module,
-        g_inp: Grads,
-        g_out: Grads,
-        bpQuantities: Any,  # noqa: N803
+    def parameter(
+        self, name: str, ext: Any, module: Module, g_out: Grads, backproped: None
     ) -> Tensor:
-        args, samples = (ext, module, g_inp, g_out, bpQuantities), len(g_out[0])
+        """Combine what the two others compute.
+
+        Args:
+            name: Name of the parameter.
+            ext: The extension that is running.
+            module: The module, with its inputs and output.
+            g_out: Gradients at the outputs.
+            backproped: Nothing.
+
+        Returns:
+            The variance ``[*p]``.
+        """
+        args, samples = (ext, module, (), g_out, backproped), len(g_out[0])
         mean = getattr(self._grad, name)(*args) / samples
         return getattr(self._sgs, name)(*args) / samples - mean**2

@@ -6,11 +6,12 @@ from torch import Tensor
 
 from backpack.core.derivatives.input_base import BaseDerivatives
 from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
-from backpack.extensions.mat_to_mat_jac_base import ParameterRule
+from backpack.extensions.mat_to_mat_jac_base import MatToJacMat
+from backpack.extensions.module_extension import ParameterRule
 from backpack.utils.types import Grads, Layer
 
 
-class DiagGGNBaseModule(ParameterRule):
+class DiagGGNBaseModule(MatToJacMat, ParameterRule):
     """Pull columns back, and square their products with the parameters' Jacobians."""
 
     def __init__(

@@ -152,11 +152,7 @@ class SignedColumns:
         Returns:
             All columns.
         """
-        return SignedColumns(
-            torch.cat([self.columns, other.columns]),
-            torch.cat([self.sign, other.sign]),
-            self.segments + other.segments,
-        )
+        return _join([self, other])
 
     def merge(self, other: SignedColumns) -> SignedColumns:
         """Add columns that come from the same place, and append all others.
@@ -172,12 +168,11 @@ class SignedColumns:
             (segment,) = part.segments
             known = parts.get(segment.key)
             if known is not None:
-                share = known.segments[0].share + segment.share
-                part = SignedColumns(
-                    known.columns + part.columns,
-                    part.sign,
-                    [segment._replace(share=share)],
+                segment = segment._replace(
+                    share=known.segments[0].share + segment.share
                 )
+                columns = known.columns + part.columns
+                part = SignedColumns(columns, part.sign, [segment])
             parts[segment.key] = part
         return _join(list(parts.values()))
 

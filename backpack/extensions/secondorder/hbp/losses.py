@@ -1,5 +1,6 @@
 """Hessian backpropagation starts at the loss."""
 
+from functools import partial
 from typing import Any, Callable
 
 from einops import einsum
@@ -76,14 +77,8 @@ class HBPLoss(HBPBaseModule):
             return self.derivatives.sum_hessian
         if strategy == LossHessianStrategy.EXACT:
             return self.derivatives.sqrt_hessian
-
-        def sampled(module: Layer, g_inp: Grads, g_out: Grads) -> Tensor:
-            samples = ext.get_num_mc_samples()
-            return self.derivatives.sqrt_hessian_sampled(
-                module, g_inp, g_out, mc_samples=samples
-            )
-
-        return sampled
+        samples = ext.get_num_mc_samples()
+        return partial(self.derivatives.sqrt_hessian_sampled, mc_samples=samples)
 
 
 class HBPMSELoss(HBPLoss):

@@ -6,11 +6,12 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack.core.table import LAYERS
-from backpack.extensions.mat_to_mat_jac_base import ParameterRule
+from backpack.extensions.mat_to_mat_jac_base import MatToJacMat
+from backpack.extensions.module_extension import ParameterRule
 from backpack.utils.types import Grads, Layer
 
 
-class SqrtGGNBaseModule(ParameterRule):
+class SqrtGGNBaseModule(MatToJacMat, ParameterRule):
     """Pull columns back, and multiply them with the parameters' Jacobians.
 
     A building block for extensions that are assembled by hand.

@@ -1,14 +1,11 @@
 """The square root of the GGN on batch normalization."""
 
-from typing import Union
-
-from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d
+from typing import Any
 
 from backpack.core.derivatives.batchnorm_nd import BatchNormNdDerivatives
-from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.secondorder.sqrt_ggn.base import SqrtGGNBaseModule
 from backpack.utils.errors import batch_norm_raise_error_if_train
-from backpack.utils.types import Grads
+from backpack.utils.types import Grads, Layer
 
 
 class SqrtGGNBatchNormNd(SqrtGGNBaseModule):
@@ -19,11 +16,7 @@ class SqrtGGNBatchNormNd(SqrtGGNBaseModule):
         super().__init__(BatchNormNdDerivatives(), params=["weight", "bias"])
 
     def check_hyperparameters_module_extension(
-        self,
-        ext: BackpropExtension,
-        module: Union[BatchNorm1d, BatchNorm2d, BatchNorm3d],
-        g_inp: Grads,
-        g_out: Grads,
+        self, ext: Any, module: Layer, g_inp: Grads, g_out: Grads
     ) -> None:
         """Refuse training mode.
 

@@ -1,5 +1,6 @@
 """The square root of the GGN starts at the loss."""
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -38,18 +39,11 @@ class SqrtGGNBaseLossModule(SqrtGGNBaseModule):
         """
         strategy, subsampling = ext.get_loss_hessian_strategy(), ext.get_subsampling()
         LossHessianStrategy.check_exists(strategy)
+        factor: Any = self.derivatives.sqrt_hessian
         if strategy == LossHessianStrategy.SAMPLING:
-            columns = self.derivatives.sqrt_hessian_sampled(
-                module,
-                grad_inp,
-                grad_out,
-                mc_samples=ext.get_num_mc_samples(),
-                subsampling=subsampling,
-            )
-        else:
-            columns = self.derivatives.sqrt_hessian(
-                module, grad_inp, grad_out, subsampling=subsampling
-            )
+            samples = ext.get_num_mc_samples()
+            factor = partial(self.derivatives.sqrt_hessian_sampled, mc_samples=samples)
+        columns = factor(module, grad_inp, grad_out, subsampling=subsampling)
         return columns * loss_scale(module, grad_out[0])
 
 

@@ -5,17 +5,9 @@ from copy import deepcopy
 from torch.fx import GraphModule
 from torch.nn import Module
 
+from backpack.converter import known
 from backpack.converter.editing import erase_unused, get_free_name, recompile
 from backpack.converter.inplace import transform_inplace_to_normal
-from backpack.converter.known import (
-    transform_add_to_sum_module,
-    transform_flatten_to_module,
-    transform_functions_to_modules,
-    transform_get_item_to_module,
-    transform_mul_to_scale_module,
-    transform_permute_to_module,
-    transform_transpose_to_module,
-)
 from backpack.converter.no_grad import transform_no_grad_to_detach
 from backpack.converter.reading import OPERATION, called, find_kinds
 from backpack.converter.recurrent import transform_lstm_rnn
@@ -62,13 +54,13 @@ def convert_module_to_backpack(module: Module, debug: bool) -> GraphModule:
     transform_no_grad_to_detach(graph_module, debug)
     erase_unused(graph_module)
     for transform in (
-        transform_functions_to_modules,
-        transform_get_item_to_module,
-        transform_permute_to_module,
-        transform_transpose_to_module,
-        transform_add_to_sum_module,
-        transform_mul_to_scale_module,
-        transform_flatten_to_module,
+        known.transform_functions_to_modules,
+        known.transform_get_item_to_module,
+        known.transform_permute_to_module,
+        known.transform_transpose_to_module,
+        known.transform_add_to_sum_module,
+        known.transform_mul_to_scale_module,
+        known.transform_flatten_to_module,
         transform_lstm_rnn,
         transform_rest_to_function_modules,
         transform_remove_duplicates,

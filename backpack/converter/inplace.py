@@ -18,17 +18,8 @@ from torch.nn import (
     Unflatten,
 )
 
+from backpack.converter import reading
 from backpack.converter.editing import change_node_to_module, recompile
-from backpack.converter.reading import (
-    OPERATION,
-    TUPLE_MODULES,
-    VIEW_NAMES,
-    Target,
-    called,
-    find_kinds,
-    operation,
-    target_name,
-)
 from backpack.converter.tracer import NO_GRAD, Untraceable
 
 VIEW_MODULES = (Identity, Flatten, Unflatten, Dropout, Dropout1d, Dropout2d, Dropout3d)
@@ -65,14 +56,17 @@ def transform_inplace_to_normal(
                 child.inplace = False  # type: ignore[assignment]
         return
 
-    kinds = find_kinds(module)
+    kinds = reading.find_kinds(module)
     order = {node: idx for idx, node in enumerate(module.graph.nodes)}
     origin: Dict[Node, Node] = {}
     for node in list(module.graph.nodes):
         source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
-        views = node.op in OPERATION and operation(node) in VIEW_NAMES
-        of_tuple = source and isinstance(called(source), TUPLE_MODULES)
-        views = views or isinstance(called(node), VIEW_MODULES)
+        views = (
+            node.op in reading.OPERATION
+            and reading.operation(node) in reading.VIEW_NAMES
+        )
+        of_tuple = source and isinstance(reading.called(source), reading.TUPLE_MODULES)
+        views = views or isinstance(reading.called(node), VIEW_MODULES)
         if source and views and not of_tuple:
             origin[node] = origin[source]
         else:
@@ -116,10 +110,10 @@ def _find_inplace(node: Node) -> Optional[Callable[[Node], None]]:
         Function that makes the node return a new tensor, ``None`` if it does already.
     """
     if node.op == "call_module":
-        return _copy_module if getattr(called(node), "inplace", False) else None
-    if node.op not in OPERATION:
+        return _copy_module if getattr(reading.called(node), "inplace", False) else None
+    if node.op not in reading.OPERATION:
         return None
-    name = target_name(node.target)
+    name = reading.target_name(node.target)
     if node.target is operator.setitem:
         return _clone_first
     if getattr(node.target, "__module__", None) == "_operator":
@@ -130,9 +124,9 @@ def _find_inplace(node: Node) -> Optional[Callable[[Node], None]]:
     return _clear_inplace_argument if node.kwargs.get("inplace") else None
 
 
-def _out_of_place(node: Node) -> Optional[Target]:
+def _out_of_place(node: Node) -> Optional[reading.Target]:
     """Counterpart of an in-place function, method or operator that is not in place."""
-    name = target_name(node.target)
+    name = reading.target_name(node.target)
     if node.op == "call_method":
         return name[:-1] if hasattr(Tensor, name[:-1]) else None
     if getattr(node.target, "__module__", None) == "_operator":
@@ -154,7 +148,7 @@ def _clear_inplace_argument(node: Node) -> None:
 
 
 def _copy_module(node: Node) -> None:
-    module = deepcopy(called(node))
+    module = deepcopy(reading.called(node))
     module.inplace = False
     mode, root = module.training, node.graph.owning_module
     name, inputs = type(module).__name__.lower(), tuple(node.all_input_nodes)

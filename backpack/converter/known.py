@@ -7,16 +7,8 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.nn import LSTM, Flatten, Module
 
+from backpack.converter import reading
 from backpack.converter.editing import as_graph, install, recompile
-from backpack.converter.reading import (
-    OPERATION,
-    TUPLE_MODULES,
-    called,
-    find_kinds,
-    is_batch_size,
-    is_index,
-    leaves,
-)
 from backpack.converter.rules import RULES
 from backpack.converter.tracer import is_user_module
 from backpack.custom_module.reduce_tuple import ReduceTuple
@@ -36,9 +28,9 @@ def _apply_rules(module: Module, debug: bool, kind: str) -> GraphModule:
         Graph module.
     """
     graph_module = as_graph(module)
-    kinds = find_kinds(graph_module)
+    kinds = reading.find_kinds(graph_module)
     for node in graph_module.graph.nodes:
-        if node.op not in OPERATION or kinds[node] != "tensor":
+        if node.op not in reading.OPERATION or kinds[node] != "tensor":
             continue
         rule = RULES[kind].get(node.target)
         match = rule and _match(rule, node, kinds)
@@ -95,7 +87,7 @@ def _match(
         for name in ("input", "other")
         if isinstance(bound.arguments.get(name), Node)
     ]
-    if len(tensors) < len(leaves((node.args, node.kwargs), Node)):
+    if len(tensors) < len(reading.leaves((node.args, node.kwargs), Node)):
         return None
     if any(kinds[tensor] != "tensor" for tensor in tensors):
         return None
@@ -115,12 +107,16 @@ def transform_flatten_to_module(module: Module, debug: bool) -> GraphModule:
     """
     graph_module = _apply_rules(module, debug, "flatten")
     for node in graph_module.graph.nodes:
-        if node.op not in OPERATION or node.target not in RESHAPES:
+        if node.op not in reading.OPERATION or node.target not in RESHAPES:
             continue
         input, *shape = node.args or (None,)
         if len(shape) == 1 and isinstance(shape[0], (tuple, list)):
             shape = shape[0]
-        if len(shape) == 2 and shape[1] == -1 and is_batch_size(shape[0], input):
+        if (
+            len(shape) == 2
+            and shape[1] == -1
+            and reading.is_batch_size(shape[0], input)
+        ):
             install(graph_module, node, Flatten(), (input,), debug)
     return recompile(graph_module)
 
@@ -137,7 +133,7 @@ def transform_get_item_to_module(module: Module, debug: bool) -> GraphModule:
     """
     graph_module = _apply_rules(module, debug, "getitem")
     for node in graph_module.graph.nodes:
-        if is_index(node) and _returns_tuple(node.args[0]):
+        if reading.is_index(node) and _returns_tuple(node.args[0]):
             new_module = ReduceTuple(node.args[1])
             install(graph_module, node, new_module, node.args[:1], debug)
     return recompile(graph_module)
@@ -145,9 +141,9 @@ def transform_get_item_to_module(module: Module, debug: bool) -> GraphModule:
 
 def _returns_tuple(node: Node) -> bool:
     """Whether a node calls a module whose output is a tuple, or takes one from it."""
-    module = called(node)
+    module = reading.called(node)
     if isinstance(module, ReduceTuple) and module.index == 1:
-        return isinstance(called(node.args[0]), LSTM)
-    if isinstance(module, TUPLE_MODULES):
+        return isinstance(reading.called(node.args[0]), LSTM)
+    if isinstance(module, reading.TUPLE_MODULES):
         return True
     return module is not None and is_user_module(module)

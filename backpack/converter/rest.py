@@ -7,22 +7,14 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.nn import Module
 
+from backpack.converter import reading
 from backpack.converter.editing import as_graph, erase_unused, install, recompile
 from backpack.converter.function import Call, FunctionModule, Placeholder
-from backpack.converter.reading import (
-    OPERATION,
-    SIZE_MODULES,
-    VIEW_NAMES,
-    find_kinds,
-    is_index,
-    operation,
-    target_name,
-)
 from backpack.converter.tracer import TrainingFlag
 from backpack.custom_module.reduce_tuple import ReduceTuple
 
 # What is known to give the same when it is done once more...
-KNOWN_PACKAGES = (*SIZE_MODULES, "torch", "einops", "backpack")
+KNOWN_PACKAGES = (*reading.SIZE_MODULES, "torch", "einops", "backpack")
 # ... unless its name contains one of these, or PyTorch has marked it as random
 RANDOM_PARTS = ("dropout", "gumbel", "fractional", "multi_head")
 
@@ -40,16 +32,16 @@ def transform_rest_to_function_modules(module: Module, debug: bool) -> GraphModu
     graph_module = as_graph(module)
     graph = graph_module.graph
     erase_unused(graph_module)
-    kinds = find_kinds(graph_module)
+    kinds = reading.find_kinds(graph_module)
     folded = {node: _folds(node, kinds) for node in graph.nodes}
     # Collect before changing any node: expressions reach back through folded ones
     found: List[Tuple[Node, Module, Tuple[Node, ...], Sequence[Node]]] = []
     for node in graph.nodes:
-        if node.op not in OPERATION or kinds[node] == "size":
+        if node.op not in reading.OPERATION or kinds[node] == "size":
             continue
-        if folded[node] and all(user.op in OPERATION for user in node.users):
+        if folded[node] and all(user.op in reading.OPERATION for user in node.users):
             continue
-        if is_index(node) and _is_tuple(node.args[0], folded):
+        if reading.is_index(node) and _is_tuple(node.args[0], folded):
             found.append((node, ReduceTuple(node.args[1]), node.args[:1], ()))
             continue
         parts = _parts(node, folded)
@@ -76,21 +68,23 @@ def _folds(node: Node, kinds: Dict[Node, str]) -> bool:
         ``True`` for sizes, for what is made of parameters, and for what only serves to
         take elements from.
     """
-    if node.op not in OPERATION:
+    if node.op not in reading.OPERATION:
         return False
     if kinds[node] == "size":
         return True
     if kinds[node] == "constant":
         # The output of a module of its own would have no samples. What is detached is
         # one, such that its parameters take no part in the operations that use it.
-        return operation(node) not in ("detach", "data") and _is_repeatable(node)
-    cheap = len(node.users) == 1 or operation(node) in VIEW_NAMES
-    return cheap and all(is_index(user) for user in node.users)
+        return reading.operation(node) not in ("detach", "data") and _is_repeatable(
+            node
+        )
+    cheap = len(node.users) == 1 or reading.operation(node) in reading.VIEW_NAMES
+    return cheap and all(reading.is_index(user) for user in node.users)
 
 
 def _is_repeatable(node: Node) -> bool:
     """Whether an operation may be done once for each of its users."""
-    name = target_name(node.target).rstrip("_")
+    name = reading.target_name(node.target).rstrip("_")
     aten = getattr(torch.ops.aten, name, None)
     tags = {
         tag for o in (aten.overloads() if aten else ()) for tag in getattr(aten, o).tags
@@ -106,9 +100,9 @@ def _is_repeatable(node: Node) -> bool:
 def _is_tuple(node: Node, folded: Dict[Node, bool]) -> bool:
     """Whether a function seems to return a tuple: only elements of it are used."""
     return (
-        node.op in OPERATION
+        node.op in reading.OPERATION
         and not folded[node]
-        and all(is_index(user) for user in node.users)
+        and all(reading.is_index(user) for user in node.users)
     )
 
 

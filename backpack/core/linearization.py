@@ -16,11 +16,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn import Module, Parameter
 
-from backpack.core.derivatives.generic import (
-    argument_position,
-    find_parameter,
-    only_sample,
-)
+from backpack.core.derivatives import generic
 from backpack.core.derivatives.stored import (
     OUTPUT_TYPE,
     checked,
@@ -366,7 +362,7 @@ class ParameterLinearization:
     @property
     def parameter(self) -> Tensor:
         """The parameter."""
-        return find_parameter(self.module, self.name)
+        return generic.find_parameter(self.module, self.name)
 
     def jac(self, columns: Tensor) -> Tensor:
         """Multiply with the Jacobian.
@@ -435,7 +431,7 @@ class ParameterLinearization:
         delta = self.g_out[0]
         deltas = [delta]
         if not sum_batch:
-            deltas = [only_sample(delta, 0, n) for n in range(len(delta))]
+            deltas = [generic.only_sample(delta, 0, n) for n in range(len(delta))]
         diagonals = []
         for part in deltas:
             gradients = _gradients(y, [param], part)
@@ -447,7 +443,7 @@ class ParameterLinearization:
     def _evaluate(self) -> Tuple[Tensor, Tensor]:
         param = self.parameter.detach().requires_grad_()
         inputs, copy = list(stored_inputs(self.module)), scratch_copy(self.module)
-        own, position = {}, argument_position(self.module, self.name)
+        own, position = {}, generic.argument_position(self.module, self.name)
         if position is None:
             own[self.name] = param
         else:

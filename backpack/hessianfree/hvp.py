@@ -4,20 +4,14 @@ from typing import Optional, Tuple
 
 from torch import Tensor, ones_like
 
-from backpack.hessianfree.lop import (
-    Tensors,
-    as_tuple,
-    check_has_graph,
-    check_match,
-    pull_back,
-)
+from backpack.hessianfree import lop
 
 
 def hessian_vector_product(
     f: Tensor,
-    params: Tensors,
-    v: Tensors,
-    grad_params: Optional[Tensors] = None,
+    params: lop.Tensors,
+    v: lop.Tensors,
+    grad_params: Optional[lop.Tensors] = None,
     detach: bool = True,
 ) -> Tuple[Tensor, ...]:
     """Multiply a vector with the Hessian of a scalar (Pearlmutter, 1994).
@@ -41,17 +35,17 @@ def hessian_vector_product(
         ValueError: If ``f`` is no scalar, or if the entries of ``v`` or
             ``grad_params`` do not match the parameters in number and shape.
     """
-    params, v = as_tuple(params), as_tuple(v)
+    params, v = lop.as_tuple(params), lop.as_tuple(v)
     if f.numel() != 1:
         raise ValueError(
             f"Expected a scalar f, got shape {list(f.shape)}. Reduce it, for example "
             "with `f.sum()`."
         )
-    check_match(v, params)
-    gradient = params if grad_params is None else as_tuple(grad_params)
-    check_match(gradient, params)
+    lop.check_match(v, params)
+    gradient = params if grad_params is None else lop.as_tuple(grad_params)
+    lop.check_match(gradient, params)
     if grad_params is None or not any(g.requires_grad for g in gradient):
         # A gradient without graph is that of a linear f, or was detached by mistake.
-        check_has_graph([f])
-        gradient = pull_back([f], params, [ones_like(f)], True, create_graph=True)
-    return pull_back(gradient, params, v, True, create_graph=not detach)
+        lop.check_has_graph([f])
+        gradient = lop.pull_back([f], params, [ones_like(f)], True, create_graph=True)
+    return lop.pull_back(gradient, params, v, True, create_graph=not detach)

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn.functional import batch_norm
 
 from backpack.core.derivatives.normalization import ScaleShiftDerivatives
+from backpack.core.per_sample.base import PerSample
 from backpack.utils.errors import batch_norm_raise_error_if_train
 from backpack.utils.subsampling import Subsampling, subsample
 from backpack.utils.types import Grads, Layer
@@ -66,25 +67,15 @@ class BatchNormNdDerivatives(ScaleShiftDerivatives):
             return super()._jac_t_mat_prod(module, g_inp, g_out, mat)
         return self._jac_mat_prod(module, g_inp, g_out, mat)  # it is diagonal
 
-    def _param_mjp(
-        self,
-        param_str: str,
-        module: Layer,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Tensor,
-        sum_batch: bool = True,
-        subsampling: Subsampling = None,
-    ) -> Tensor:
+    def _selected_product(
+        self, name: str, module: Layer, mat: Tensor, subsampling: Subsampling
+    ) -> PerSample:
         if subsampling is None or not self._uses_batch(module):
-            return super()._param_mjp(
-                param_str, module, g_inp, g_out, mat, sum_batch, subsampling
-            )
-        if param_str == "weight":  # the statistics are those of all samples
+            return super()._selected_product(name, module, mat, subsampling)
+        if name == "weight":  # the statistics are those of all samples
             normalized = self.normalize(module, module.input0)
             mat = mat * subsample(normalized, subsampling=subsampling)
-        product = self._over_shared_axes(param_str, module, mat)
-        return product.summed() if sum_batch else product.individual()
+        return self._over_shared_axes(name, module, mat)
 
     def _restrict(self, module: Layer, subsampling: Subsampling = None) -> Layer:
         if subsampling is not None:

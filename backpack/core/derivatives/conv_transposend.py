@@ -6,12 +6,7 @@ from typing import Optional, Sequence
 
 from torch import Tensor
 
-from backpack.core.derivatives.convnd import (
-    ConvNDDerivatives,
-    Geometry,
-    weight_gradients,
-    without_bias,
-)
+from backpack.core.derivatives import convnd
 from backpack.core.per_sample.order import Order, simplest
 from backpack.core.per_sample.outer import Direct
 from backpack.utils.conv import smallest_sizes
@@ -19,7 +14,7 @@ from backpack.utils.conv_transpose import unfold_by_conv_transpose
 from backpack.utils.types import Layer
 
 
-class ConvTransposeNDDerivatives(ConvNDDerivatives):
+class ConvTransposeNDDerivatives(convnd.ConvNDDerivatives):
     """Derivatives of :class:`torch.nn.ConvTranspose1d`, ``2d`` and ``3d``.
 
     The output's size comes from the call, so that ``forward(x, output_size=...)`` is
@@ -37,14 +32,14 @@ class ConvTransposeNDDerivatives(ConvNDDerivatives):
             Tensor of shape ``[M, C_out, *]``.
         """
         size = list(module.output.shape[2:])
-        return without_bias(module).forward(x, output_size=size)
+        return convnd.without_bias(module).forward(x, output_size=size)
 
-    def _geometry(self, module: Layer, x: Tensor, output: Tensor) -> Geometry:
+    def _geometry(self, module: Layer, x: Tensor, output: Tensor) -> convnd.Geometry:
         sizes = module.stride, module.padding, module.dilation
         options = module.stride, module.padding, module.kernel_size, module.dilation
         smallest = smallest_sizes(x.shape[2:], *options)
         rest = [size - low for size, low in zip(output.shape[2:], smallest)]
-        return Geometry(*sizes, True, rest)
+        return convnd.Geometry(*sizes, True, rest)
 
     def _unfold(
         self, module: Layer, x: Tensor, out_size: Optional[Sequence[int]]
@@ -64,7 +59,7 @@ class ConvTransposeNDDerivatives(ConvNDDerivatives):
         if len(cotangents) > 1:
             return None
         form = partial(
-            weight_gradients,
+            convnd.weight_gradients,
             weight_shape=module.weight.shape,
             groups=module.groups,
             geometry=self._geometry(module, x, cotangents[0]),

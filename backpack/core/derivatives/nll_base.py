@@ -18,18 +18,14 @@ from torch import Tensor
 from torch.autograd import grad
 from torch.distributions import Distribution
 
-from backpack.core.derivatives.loss_base import (
-    BaseLossDerivatives,
-    as_option,
-    loss_inputs,
-)
+from backpack.core.derivatives import loss_base
 from backpack.core.per_sample.sums import reciprocal
 from backpack.utils.state import may_look
 from backpack.utils.subsampling import Subsampling, subsample
 from backpack.utils.types import Grads, Layer, MatProd, Randomness, full_precision
 
 
-class NLLLossDerivatives(BaseLossDerivatives):
+class NLLLossDerivatives(loss_base.BaseLossDerivatives):
     """Derivatives of a negative log-likelihood with a factorising distribution.
 
     A subclass that provides ``_verify_support``, ``_make_distribution``,
@@ -141,7 +137,7 @@ class NLLLossDerivatives(BaseLossDerivatives):
     ) -> Tensor:
         prediction, root_weights = self._prepare(module, subsampling)
         grads = self.compute_sampled_grads(
-            prediction, mc_samples, **as_option(generator)
+            prediction, mc_samples, **loss_base.as_option(generator)
         )
         return (grads * (root_weights / sqrt(mc_samples))).to(module.input0.dtype)
 
@@ -164,7 +160,7 @@ class NLLLossDerivatives(BaseLossDerivatives):
                 subsampled_input, mc_samples, generator
             )
         return self._compute_sampled_grads_manual(
-            subsampled_input, mc_samples, **as_option(generator)
+            subsampled_input, mc_samples, **loss_base.as_option(generator)
         )
 
     def _compute_sampled_grads_autograd(
@@ -265,7 +261,7 @@ class NLLLossDerivatives(BaseLossDerivatives):
         self, module: Layer, subsampling: Subsampling = None
     ) -> Tuple[Tensor, Union[float, Tensor]]:
         self._verify_support(module)
-        loss_inputs(module)
+        loss_base.loss_inputs(module)
         weights = self._hessian_weights(module)
         if isinstance(weights, Tensor):
             weights = subsample(weights, subsampling=subsampling)

@@ -7,16 +7,9 @@ from typing import Any, Callable, Sequence, Tuple
 from torch import Tensor, no_grad, stack, zeros_like
 from torch.func import functional_call, vjp
 
-from backpack.core.derivatives import shape_check
+from backpack.core.derivatives import shape_check, stored
 from backpack.core.derivatives.generic import generic_product
 from backpack.core.derivatives.input_base import BaseDerivatives
-from backpack.core.derivatives.stored import (
-    checked,
-    first_tensor,
-    recorded_output,
-    scratch_copy,
-    stored_inputs,
-)
 from backpack.core.per_sample.base import Dense, PerSample
 from backpack.utils.subsampling import Subsampling
 from backpack.utils.types import Grads, Layer, as_type
@@ -105,9 +98,13 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
         sum_batch: bool = True,
         subsampling: Subsampling = None,
     ) -> Tensor:
-        restricted = self._restrict(module, subsampling)
-        product = self._stored_product(param_str, restricted, mat)
+        product = self._selected_product(param_str, module, mat, subsampling)
         return product.summed() if sum_batch else product.individual()
+
+    def _selected_product(
+        self, name: str, module: Layer, mat: Tensor, subsampling: Subsampling
+    ) -> PerSample:
+        return self._stored_product(name, self._restrict(module, subsampling), mat)
 
     # a class for a layer of its own may override these, and the same for other names
     _weight_jac_t_mat_prod = _for_parameter("weight", "_param_mjp")
@@ -142,10 +139,10 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
     def _stored_product(
         self, name: str, module: Layer, cotangents: Tensor
     ) -> PerSample:
-        inputs = stored_inputs(module)
+        inputs = stored.stored_inputs(module)
         if type(self).product is not BaseParameterDerivatives.product:
             return self.product(name, module, inputs, cotangents)
-        outputs, copy = [recorded_output(module)], scratch_copy(module)
+        outputs, copy = [stored.recorded_output(module)], stored.scratch_copy(module)
         return generic_product(name, copy, inputs, cotangents, outputs=outputs)
 
     def product(
@@ -226,11 +223,11 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
     def _param_jac_mat_prod(
         self, param_str: str, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
-        inputs, scratch = stored_inputs(module), scratch_copy(module)
+        inputs, scratch = stored.stored_inputs(module), stored.scratch_copy(module)
 
         def forward(param: Tensor, others: dict) -> Tensor:
             params = {**others, param_str: param}
-            return first_tensor(functional_call(scratch, params, inputs))
+            return stored.first_tensor(functional_call(scratch, params, inputs))
 
         if self.affine_in_params:
             params = module.named_parameters()
@@ -240,7 +237,7 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
         # w ↦ Jᵀ w is linear, so pulling v back through it gives J v, see R_op
         given = getattr(module, param_str)
         output, pull = vjp(lambda param: forward(param, {}), given)[:2]
-        checked(module, output)
+        stored.checked(module, output)
         push = vjp(lambda w: pull(w)[0], zeros_like(output))[1]
         return stack([push(v)[0] for v in mat])
 

@@ -17,13 +17,8 @@ from backpack.core.table import GENERIC, built_in, find_loss
 from backpack.engine.turn import current_turn
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.module_extension import ModuleExtension
+from backpack.extensions.secondorder import walk
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
-from backpack.extensions.secondorder.walk import (
-    check_samples_kept,
-    freeze_call,
-    linearize,
-    skips,
-)
 from backpack.utils.errors import batch_norm_raise_error_if_train
 from backpack.utils.subsampling import Selection, subsample
 from backpack.utils.types import Grads, Layer, Randomness
@@ -174,14 +169,14 @@ class ReduceColumns(ModuleExtension):
             columns = turn.backward_pass.pull_back.behind(extension, columns)
             turn.pass_on(extension, columns * turn.loss_scale())
             return
-        if skips(turn, extension):
+        if walk.skips(turn, extension):
             return
         columns, some = turn.incoming(extension), extension.get_subsampling()
         all_samples = columns
         if some is not None:
             all_samples = columns.new_zeros(len(columns), *turn.call.output_shapes[0])
             all_samples[:, some] = columns
-        frozen, row = freeze_call(turn), turn.row
+        frozen, row = walk.freeze_call(turn), turn.row
         for name, param in turn.parameters():
             known = row if row.covers(module, name) else GENERIC
             product = known.derivatives.stored_product(
@@ -192,10 +187,10 @@ class ReduceColumns(ModuleExtension):
             turn.save_alone(extension, param, value)
         producers = turn.producers(extension)
         if producers:
-            linear = linearize(turn, extension, producers, freeze_call(turn))
+            linear = walk.linearize(turn, extension, producers, walk.freeze_call(turn))
             linear = linear if some is None else linear.select(some)
             pulled = linear.jac_t(columns)
-            check_samples_kept(linear, extension)
+            walk.check_samples_kept(linear, extension)
             turn.pass_on(extension, linear.at_positions(pulled))
 
 

@@ -13,15 +13,8 @@ from backpack.core.table import GENERIC, built_in, find_loss
 from backpack.engine.turn import current_turn
 from backpack.extensions.mat_to_mat_jac_base import MatToJacMat
 from backpack.extensions.module_extension import ModuleExtension, ParameterRule
+from backpack.extensions.secondorder import walk
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
-from backpack.extensions.secondorder.walk import (
-    check_batch_first,
-    check_samples_kept,
-    freeze_call,
-    linearize,
-    skips,
-    without_autocast,
-)
 from backpack.utils.disable import disable
 from backpack.utils.types import Grads, Layer
 
@@ -64,22 +57,22 @@ class ApplyRules(ModuleExtension):
             g_out: Gradients at the outputs.
         """
         turn = current_turn()
-        with disable(), without_autocast(g_out[0]):
+        with disable(), walk.without_autocast(g_out[0]):
             if turn.call.is_loss:
                 derivatives = find_loss(module).derivatives
                 turn.pass_on(extension, extension.start(derivatives, module, g_out))
-            elif not skips(turn, extension):
+            elif not walk.skips(turn, extension):
                 self._apply(extension, module, g_inp, g_out)
 
     def _apply(self, extension: Any, module: Layer, g_inp: Grads, g_out: Grads) -> None:
         turn = current_turn()
         if extension.separates_samples:
-            check_batch_first(turn, extension)
+            walk.check_batch_first(turn, extension)
         quantity = turn.incoming(extension)
-        row, frozen = turn.row, freeze_call(turn)
+        row, frozen = turn.row, walk.freeze_call(turn)
         producers = turn.producers(extension)
         if producers:
-            linear = linearize(turn, extension, producers, frozen)
+            linear = walk.linearize(turn, extension, producers, frozen)
         for name, param in turn.parameters():
             covers = row is not GENERIC and row.covers(module, name)
             rule = extension.rule((row if covers else GENERIC).derivatives)
@@ -89,7 +82,7 @@ class ApplyRules(ModuleExtension):
             rule = extension.rule(row.derivatives)
             values = rule.pull_back(extension, linear, quantity)
             if extension.separates_samples:
-                check_samples_kept(linear, extension)
+                walk.check_samples_kept(linear, extension)
             turn.pass_on(extension, linear.at_positions(values))
 
 

@@ -10,15 +10,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack.converter.reading import consists_of_modules
+from backpack.core.derivatives import stored
 from backpack.core.derivatives.dropout import DropoutDerivatives
 from backpack.core.derivatives.generic import input_batch_axis
 from backpack.core.derivatives.input_base import BaseDerivatives
-from backpack.core.derivatives.stored import (
-    OVERWRITTEN,
-    checked,
-    scratch_copy,
-    stored_inputs,
-)
 from backpack.core.linearization import Columns, Linearization, freeze, freeze_at
 from backpack.core.table import GENERIC, works_in_place
 from backpack.engine.turn import NOT_A_CHAIN, current_turn
@@ -68,7 +63,7 @@ def freeze_call(turn: Turn) -> Module:
     call = turn.call
     frozen = freeze_at(call.module, call.arguments, call.outputs[0])
     if call.unchanged_outputs()[0] is None and not _repeats(turn):
-        frozen.__dict__[OVERWRITTEN] = True
+        frozen.__dict__[stored.OVERWRITTEN] = True
     return frozen
 
 
@@ -167,9 +162,9 @@ def linearize(
     linear = Linearization(turn.row.derivatives, frozen, g_out, positions)
     if linear.is_joint or _repeats(turn):
         with torch.no_grad(), disable():
-            again = scratch_copy(frozen).forward(*stored_inputs(frozen))
+            again = stored.scratch_copy(frozen).forward(*stored.stored_inputs(frozen))
         try:
-            checked(frozen, again)
+            stored.checked(frozen, again)
         except RuntimeError as error:
             raise RuntimeError(f"{type(extension).__name__}: {error}") from error
         if extension.separates_samples:

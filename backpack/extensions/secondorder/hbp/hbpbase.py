@@ -9,11 +9,7 @@ from torch import Tensor
 
 from backpack.core.linearization import Linearization
 from backpack.extensions.curvature import Curvature
-from backpack.extensions.secondorder.hbp import factors
-from backpack.extensions.secondorder.hbp.hbp_options import (
-    BackpropStrategy,
-    ExpectationApproximation,
-)
+from backpack.extensions.secondorder.hbp import factors, hbp_options
 from backpack.extensions.secondorder.module_rules import ModuleRule
 from backpack.utils.hooks import message, name_module
 from backpack.utils.types import Grads, Layer, as_type
@@ -54,7 +50,7 @@ class HBPBaseModule(ModuleRule):
         """
         backproped = as_type(backproped, module.output.dtype)
         sharing, derivatives = ext.weight_sharing, self.derivatives
-        is_sqrt = BackpropStrategy.is_sqrt(ext.get_backprop_strategy())
+        is_sqrt = hbp_options.BackpropStrategy.is_sqrt(ext.get_backprop_strategy())
         columns = backproped
         if not is_sqrt:  # only their shape counts
             columns = backproped.new_zeros(()).expand(1, *module.output.shape)
@@ -71,7 +67,7 @@ class HBPBaseModule(ModuleRule):
             output = factors.averaged_output_factor(
                 derivatives, name, module, product, backproped, sharing
             )
-        average = ExpectationApproximation.should_average_param_jac(
+        average = hbp_options.ExpectationApproximation.should_average_param_jac(
             ext.get_ea_strategy()
         )
         return factors.with_input_factor(product, output, sharing, average)
@@ -93,7 +89,7 @@ class HBPBaseModule(ModuleRule):
             NotImplementedError: If the inputs interact in a matrix, or columns do not
                 contain what the curvature needs.
         """
-        if BackpropStrategy.is_sqrt(ext.get_backprop_strategy()):
+        if hbp_options.BackpropStrategy.is_sqrt(ext.get_backprop_strategy()):
             curv_type = ext.get_curv_type()
             if Curvature.require_residual(curv_type) and not linear.residual_is_zero:
                 text = message(

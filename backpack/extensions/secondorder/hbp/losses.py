@@ -11,10 +11,7 @@ from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivativ
 from backpack.core.derivatives.mseloss import MSELossDerivatives
 from backpack.engine.turn import loss_scale
 from backpack.extensions.curvature import Curvature
-from backpack.extensions.secondorder.hbp.hbp_options import (
-    BackpropStrategy,
-    LossHessianStrategy,
-)
+from backpack.extensions.secondorder.hbp import hbp_options
 from backpack.extensions.secondorder.hbp.hbpbase import HBPBaseModule
 from backpack.utils.types import Grads, Layer
 from backpack.utils.unsqueeze import flatten
@@ -53,12 +50,12 @@ class HBPLoss(HBPBaseModule):
         """
         scale = loss_scale(module, g_out[0]).detach()
         result = self.make_loss_hessian_func(ext)(module, g_inp, g_out)
-        if ext.get_loss_hessian_strategy() == LossHessianStrategy.SUM:
+        if ext.get_loss_hessian_strategy() == hbp_options.LossHessianStrategy.SUM:
             if Curvature.REQUIRE_PSD_LOSS_HESSIAN[ext.get_curv_type()]:
                 self.derivatives.check_psd(module)  # a sum of them does not tell
             return flatten_square(result) * scale**2
         result = result * scale
-        if BackpropStrategy.is_batch_average(ext.get_backprop_strategy()):
+        if hbp_options.BackpropStrategy.is_batch_average(ext.get_backprop_strategy()):
             flat = flatten(result, 2)
             return einsum(flat, flat, "v n i, v n j -> i j")
         return result
@@ -73,9 +70,9 @@ class HBPLoss(HBPBaseModule):
             Function of module and gradients at inputs and output.
         """
         strategy = ext.get_loss_hessian_strategy()
-        if strategy == LossHessianStrategy.SUM:
+        if strategy == hbp_options.LossHessianStrategy.SUM:
             return self.derivatives.sum_hessian
-        if strategy == LossHessianStrategy.EXACT:
+        if strategy == hbp_options.LossHessianStrategy.EXACT:
             return self.derivatives.sqrt_hessian
         samples = ext.get_num_mc_samples()
         return partial(self.derivatives.sqrt_hessian_sampled, mc_samples=samples)

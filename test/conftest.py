@@ -52,7 +52,17 @@ SINCE = {
     "test_spellings[FunctionModule-28]": TRACING,
     "test_gradient[half precision]": HALF,
     "test_right[compiled-step]": WARNS,
+    "test_gradients_left_out[FSDP2-each-kept-gradient=False-gradient=False-plain]": (
+        SHARDS
+    ),
+    "test_gradients_left_out[FSDP2-each-replace_grad]": SHARDS,
+    "test_gradients_left_out[FSDP2-gradient=False-gradient=False-plain]": SHARDS,
+    "test_gradients_left_out[FSDP2-plain-replace_grad]": SHARDS,
     "test_shared_model[FSDP2]": SHARDS,
+    "test_shared_model[FSDP2-apart-parts]": SHARDS,
+    "test_shared_model[FSDP2-apart]": SHARDS,
+    "test_shared_model[FSDP2-blocks-kept]": SHARDS,
+    "test_shared_model[FSDP2-blocks]": SHARDS,
     "test_shared_model[FSDP2-each]": SHARDS,
     "test_shared_model[FSDP2-each-kept]": SHARDS,
     "test_shared_model[FSDP2-extended-later]": SHARDS,

@@ -21,13 +21,10 @@ from torch import distributed, multiprocessing
 MOST = 3
 NAMES = count()
 
-needs_processes = [
-    pytest.mark.usefixtures("cpu"),
-    pytest.mark.skipif(
-        not (distributed.is_available() and distributed.is_gloo_available()),
-        reason="this PyTorch has no gloo",
-    ),
-]
+needs_gloo = pytest.mark.skipif(
+    not (distributed.is_available() and distributed.is_gloo_available()),
+    reason="this PyTorch has no gloo",
+)
 
 
 def _serve(rank: int, folder: str, pipe: Connection) -> None:

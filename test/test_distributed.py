@@ -12,7 +12,7 @@ import pytest
 import torch
 from cases import inverse
 from oracle import ByShape, assert_agrees, others, projections
-from processes import in_processes, needs_processes
+from processes import in_processes, needs_gloo
 from torch import Tensor, distributed, nn
 from torch.nn import Module
 
@@ -51,7 +51,7 @@ from backpack.extensions import (
 )
 from backpack.extensions.backprop_extension import BackpropExtension
 
-pytestmark = needs_processes
+pytestmark = [pytest.mark.usefixtures("cpu"), needs_gloo]
 
 F64 = torch.float64
 Row = Tuple[str, str, str]

@@ -12,19 +12,28 @@ import re
 import threading
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from datetime import timedelta
 from functools import lru_cache, partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Tuple, Type
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    NamedTuple,
+    Optional,
+    Tuple,
+    Type,
+    Union,
+)
 
 import oracle
 import pytest
 import torch
 from per_sample import Row as Problem
 from per_sample import against_classes, assert_fields, classes, randn, reference
+from processes import in_processes, needs_gloo
 from test_distributed import KRONECKER, OTHERS
-from torch import Tensor, distributed, multiprocessing, nn
+from torch import Tensor, distributed, nn
 from torch.nn import Module
 
 from backpack import backpack, disable, extend
@@ -36,6 +45,7 @@ from backpack.extensions import (
     BatchL2Grad,
     DiagGGNExact,
     Variance,
+    WeightedGrad,
 )
 
 F64 = torch.float64
@@ -81,9 +91,11 @@ def quantities() -> backpack:
     return backpack(*(make() for make in QUANTITIES.values()))
 
 
-def build(wrap: Callable[[Module], Module] = extend) -> Pass:
+def build(
+    wrap: Callable[[Module], Module] = extend, problem: Problem = PROBLEM
+) -> Pass:
     """Make a pass."""
-    model, loss, (x,) = PROBLEM.build()
+    model, loss, (x,) = problem.build()
     return Pass(wrap(model), extend(loss), x, classes(torch.empty(len(x), 3)))
 
 
@@ -402,7 +414,7 @@ def sharded(model: Module, each: bool = False, **options: Any) -> Module:
     from torch.distributed.fsdp import fully_shard
 
     mesh = distributed.device_mesh.init_device_mesh("cpu", (WORLD,))
-    for layer in model if each else ():
+    for layer in model.children() if each else ():
         if next(layer.parameters(), None) is not None:
             fully_shard(layer, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
@@ -424,18 +436,84 @@ def tensor_parallel(model: Module) -> Module:
     return parallel.parallelize_module(model, mesh, plan)
 
 
-# Right: how to wrap an extended model; whether gradients are averaged
-SHARED: Dict[str, Callable[[Module], Module]] = {
-    "DDP": DDP,
-    "DDP-static": partial(DDP, static_graph=True),
-    "DDP-unused": partial(DDP, find_unused_parameters=True),
-    "DDP-views": partial(DDP, gradient_as_bucket_view=True),
-    "DDP-static-views": partial(DDP, static_graph=True, gradient_as_bucket_view=True),
-    "FSDP2": sharded,
-    "FSDP2-each": partial(sharded, each=True),
-    "FSDP2-each-kept": partial(sharded, each=True, reshard_after_forward=False),
-    "DDP-extended-later": lambda m: extend(DDP(m)),
-    "FSDP2-extended-later": lambda m: extend(sharded(m, each=True)),
+class Block(Module):
+    """Layers around which data goes, with a parameter of its own."""
+
+    def __init__(self) -> None:
+        """Make the layers."""
+        super().__init__()
+        self.first, self.second = nn.Linear(D, 4), nn.Linear(4, D)
+        self.scale = nn.Parameter(torch.ones(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add what the layers compute."""
+        return x + self.scale * self.second(torch.tanh(self.first(x)))
+
+
+class Apart(Module):
+    """Blocks between which functions are called."""
+
+    def __init__(self) -> None:
+        """Make the blocks."""
+        super().__init__()
+        self.first, self.second, self.third = Block(), Block(), nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rearrange what blocks compute, before the next one gets it."""
+        for block in (self.first, self.second):
+            x = block(x).reshape(len(x), 2, -1).transpose(1, 2).flatten(1)
+        return self.third(x)
+
+
+def extended_parts(model: Module) -> Module:
+    """Extend what a model consists of, and not the model."""
+    for part in model.children():
+        extend(part)
+    return model
+
+
+class Shared(NamedTuple):
+    """A row: how to wrap a model, which is extended before, or whose parts are."""
+
+    wrap: Callable[[Module], Module]
+    extended: Callable[[Module], Module] = extend
+    problem: Problem = PROBLEM
+
+    def make(self, rank: int) -> Pass:
+        """Make a process' part of a pass; its model is not wrapped yet."""
+        return own_part(build(self.extended, self.problem), rank)
+
+
+def later(model: Module) -> Module:
+    """Leave a model as it is."""
+    return model
+
+
+BLOCKS = PROBLEM._replace(
+    model=lambda: nn.Sequential(Block(), Block(), nn.Linear(D, 3))
+)
+APART_BLOCKS = PROBLEM._replace(model=Apart)
+by_layer = partial(sharded, each=True)
+kept = partial(by_layer, reshard_after_forward=False)
+SHARED: Dict[str, Shared] = {
+    "DDP": Shared(DDP),
+    "DDP-static": Shared(partial(DDP, static_graph=True)),
+    "DDP-unused": Shared(partial(DDP, find_unused_parameters=True)),
+    "DDP-views": Shared(partial(DDP, gradient_as_bucket_view=True)),
+    "DDP-static-views": Shared(
+        partial(DDP, static_graph=True, gradient_as_bucket_view=True)
+    ),
+    "FSDP2": Shared(sharded),
+    "FSDP2-each": Shared(by_layer),
+    "FSDP2-each-kept": Shared(kept),
+    "DDP-extended-later": Shared(lambda m: extend(DDP(m)), later),
+    "FSDP2-extended-later": Shared(lambda m: extend(by_layer(m)), later),
+    "DDP-blocks": Shared(DDP, problem=BLOCKS),
+    "FSDP2-blocks": Shared(by_layer, problem=BLOCKS),
+    "FSDP2-blocks-kept": Shared(kept, problem=BLOCKS),
+    "FSDP2-apart": Shared(by_layer, problem=APART_BLOCKS),
+    "FSDP2-apart-parts": Shared(by_layer, extended_parts, APART_BLOCKS),
+    "DDP-apart-parts": Shared(DDP, extended_parts, APART_BLOCKS),
 }
 # Refused: how to wrap it, and what the error says
 APART: Dict[str, Tuple[Callable[[Module], Module], str]] = {
@@ -460,11 +538,10 @@ def whole(x: Any) -> Tensor:
     return x.detach().clone()
 
 
-def share(name: str, rank: int) -> List[Dict[str, List[Tensor]]]:
+def share(rank: int, name: str) -> List[Dict[str, List[Tensor]]]:
     """Run passes of a model that processes share, and collect fields and gradients."""
-    later = name.endswith("later")
-    p = own_part(build((lambda m: m) if later else extend), rank)
-    model, results = SHARED[name](p.model), []
+    p, results = SHARED[name].make(rank), []
+    model = SHARED[name].wrap(p.model)
     syncs = [nullcontext, nullcontext]
     if name in ("DDP", "DDP-views"):
         syncs.append(model.no_sync)
@@ -478,6 +555,76 @@ def share(name: str, rank: int) -> List[Dict[str, List[Tensor]]]:
             {key: [whole(getattr(x, f)) for x in params] for key, f in fields.items()}
         )
     return results
+
+
+# What keeps autograd from accumulating gradients: extensions, and whether there are any
+LEFT_OUT: Dict[str, Tuple[Callable[[], List[Any]], bool]] = {
+    "plain": (lambda: [], True),
+    "gradient=False": (lambda: [BatchGrad()], False),
+    "replace_grad": (
+        lambda: [BatchGrad(), WeightedGrad(torch.sigmoid, replace_grad=True)],
+        True,
+    ),
+}
+
+
+class Passes(NamedTuple):
+    """A row: how a model is shared, passes one after another, what the last one says.
+
+    The last pass is right, if nothing is to be said.
+    """
+
+    wrapped: str
+    passes: Tuple[str, ...]
+    says: str = ""
+
+
+PASSES = [
+    Passes(name, (option, option, "plain"))
+    for name in ("DDP", "DDP-unused", "DDP-views", "FSDP2", "FSDP2-each-kept")
+    for option in ("gradient=False", "replace_grad")
+    if not (name.startswith("FSDP2") and option == "replace_grad")
+]
+PASSES += [
+    Passes("DDP-static", ("plain", option, option, "plain"))
+    for option in ("gradient=False", "replace_grad")
+]
+FIRST = "DistributedDataParallel.static_graph=True.*first"
+PASSES += [
+    Passes("DDP-static", ("gradient=False",), f"backpack.gradient=False.*{FIRST}"),
+    Passes("DDP-static", ("replace_grad",), f"WeightedGrad.replace_grad=True.*{FIRST}"),
+    Passes("FSDP2-each", ("replace_grad",), "WeightedGrad.replace_grad=True.*shard"),
+    Passes("FSDP2", ("plain", "replace_grad"), "WeightedGrad.*fully_shard.*gather"),
+]
+
+
+def pass_by_pass(rank: int, row: Passes) -> List[Union[str, List[Optional[Tensor]]]]:
+    """Run the passes of a row, and collect gradients, or what is said."""
+    p, results = SHARED[row.wrapped].make(rank), []
+    model = SHARED[row.wrapped].wrap(p.model)
+    for name in row.passes:
+        model.zero_grad()
+        make, gradient = LEFT_OUT[name]
+        try:
+            with backpack(*make(), gradient=gradient):
+                p.value(model).backward()
+        except NotImplementedError as error:
+            return [*results, str(error)]
+        grads = [x.grad for x in model.parameters()]
+        results.append([None if x is None else whole(x) for x in grads])
+    return results
+
+
+def refuse_part(rank: int, name: str) -> str:
+    """Run a pass of what no process has as a whole; what the error says."""
+    p = build()
+    model = APART[name][0](p.model)
+    with disable():
+        expected = p.value(model).detach()
+    assert torch.equal(p.value(model).detach(), expected)  # merely extended
+    with pytest.raises(NotImplementedError) as error:
+        p.run(model)
+    return str(error.value)
 
 
 def train(rank: int, extended: bool, static: bool) -> Tuple[List[Tensor], List[int]]:
@@ -497,96 +644,98 @@ def train(rank: int, extended: bool, static: bool) -> Tuple[List[Tensor], List[i
     return [x.detach().clone() for x in p.model.parameters()], counts
 
 
-def work(rank: int, folder: str) -> None:
-    """Compute all rows in one of several processes."""
-    torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=WORLD,
-        timeout=timedelta(minutes=5),
-    )
-    results: Dict[Any, Any] = {}
-    for name in SHARED:
-        if not name.startswith("FSDP2") or torch.__version__ >= "2.6":
-            results[name] = share(name, rank)
-    for name, (wrap, _) in APART.items():
-        p = build()
-        model = wrap(p.model)
-        with disable():
-            expected = p.value(model).detach()
-        assert torch.equal(p.value(model).detach(), expected)  # merely extended
-        try:
-            p.run(model)
-        except NotImplementedError as error:
-            results[name] = str(error)
-    for key in [(e, s) for e in (False, True) for s in (False, True)]:
-        results[key] = train(rank, *key)
-    torch.save(results, Path(folder) / f"{rank}.pt")
-    distributed.destroy_process_group()
+class Part(NamedTuple):
+    """What a process computes from its samples alone, by plain autograd."""
+
+    gradients: List[Tensor]
+    diagonals: List[Tensor]
+
+    @property
+    def sums(self) -> List[Tensor]:
+        """Compute the gradient."""
+        return [g.sum(0) for g in self.gradients]
+
+    @property
+    def weighted(self) -> List[Tensor]:
+        """Compute the sum of gradients, weighted by a function of their norms."""
+        weights = sum(g.flatten(1).square().sum(1) for g in self.gradients).sqrt()
+        return [torch.tensordot(weights.sigmoid(), g, 1) for g in self.gradients]
 
 
 @lru_cache(maxsize=None)
-def in_processes() -> List[Dict]:
-    """Run the processes; results of each of them."""
-    with TemporaryDirectory() as folder:
-        multiprocessing.spawn(work, (folder,), nprocs=WORLD)
-        return [
-            torch.load(Path(folder) / f"{r}.pt", weights_only=True)
-            for r in range(WORLD)
-        ]
+def alone(rank: int, name: str) -> Part:
+    """Compute what a process has to have of its own."""
+    p = SHARED[name]._replace(extended=later).make(rank)
+    args = p.model, p.loss, (p.x,), (p.y,)
+    gradients = oracle.individual_gradients(*args)
+    return Part(list(gradients.values()), list(oracle.diag_ggn(*args).values()))
 
 
-processes = pytest.mark.skipif(
-    not (distributed.is_available() and distributed.is_gloo_available()),
-    reason="this PyTorch has no gloo",
-)
+def average(by_process: List[List[Tensor]]) -> List[Tensor]:
+    """Average over processes."""
+    return [sum(values) / WORLD for values in zip(*by_process)]
 
 
-@processes
+@needs_gloo
 @pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize("name", SHARED)
 def test_shared_model(name: str) -> None:
     """Fields are those of a process' own samples, gradients are averages."""
-    parts = [own_part(build(lambda m: m), rank) for rank in range(WORLD)]
-    own = [
-        oracle.individual_gradients(p.model, p.loss, (p.x,), (p.y,)).values()
-        for p in parts
-    ]
-    averages = [sum(g.sum(0) for g in gs) / WORLD for gs in zip(*own)]
-    for rank, results in enumerate(in_processes()):
-        p, gradients = parts[rank], list(own[rank])
-        diagonals = oracle.diag_ggn(p.model, p.loss, (p.x,), (p.y,)).values()
-        for number, fields in enumerate(results[name]):
+    parts = [alone(rank, name) for rank in range(WORLD)]
+    averages = average([part.sums for part in parts])
+    for rank, results in enumerate(in_processes(WORLD, share, name)):
+        gradients = parts[rank].gradients
+        for number, fields in enumerate(results):
             synced = number < 2
-            sums = [g.sum(0) for g in gradients]
             expected = {
-                "gradient": averages if synced else sums,
+                "gradient": averages if synced else parts[rank].sums,
                 "BatchGrad": gradients,
                 "Variance": [g.var(0, correction=0) for g in gradients],
-                "DiagGGNExact": list(diagonals),
+                "DiagGGNExact": parts[rank].diagonals,
             }
             for key, values in expected.items():
                 oracle.assert_agrees(fields[key], values, f"{key}, process {rank}")
 
 
-@processes
+@needs_gloo
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("row", PASSES, ids=lambda r: "-".join((r.wrapped, *r.passes)))
+def test_gradients_left_out(row: Passes) -> None:
+    """Gradients are left out in all processes, or replaced and averaged, or refused."""
+    parts = [alone(rank, row.wrapped) for rank in range(WORLD)]
+    expected = {
+        "plain": average([part.sums for part in parts]),
+        "replace_grad": average([part.weighted for part in parts]),
+        "gradient=False": [None] * len(parts[0].gradients),
+    }
+    for results in in_processes(WORLD, pass_by_pass, row):
+        if row.says:
+            assert re.search(row.says, results.pop())
+        else:
+            assert len(results) == len(row.passes)
+        for name, found in zip(row.passes, results):
+            for value, truth in zip(found, expected[name]):
+                if truth is None:
+                    assert value is None
+                else:
+                    oracle.assert_agrees(value, truth, name)
+
+
+@needs_gloo
 @pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize("name", APART)
 def test_refused_parts(name: str) -> None:
     """What no process has as a whole is refused by name, in each of them."""
-    for results in in_processes():
-        assert re.search(APART[name][1], results[name])
+    for says in in_processes(WORLD, refuse_part, name):
+        assert re.search(APART[name][1], says)
 
 
-@processes
+@needs_gloo
 @pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize("static", [False, True], ids=["", "static"])
 def test_training(static: bool) -> None:
     """Replicas train as without extensions, step for step; memory does not grow."""
-    plain = in_processes()[0][False, static][0]
-    for results in in_processes():
-        weights, counts = results[True, static]
+    plain, _ = in_processes(WORLD, train, False, False)[0]
+    for weights, counts in in_processes(WORLD, train, True, static):
         assert all(map(torch.equal, weights, plain))
         assert counts[1] == counts[0]

@@ -232,7 +232,8 @@ class BackwardPass:
             for param in params:  # what is handed over has no other owner
                 self.save(ext, param, found.pop(param))
             if params and ext.replaces_gradient:
-                hand_over({p: vars(p).pop(ext.savefield) for p in params})
+                grads = {p: vars(p).pop(ext.savefield) for p in params}
+                hand_over(grads, type(ext).__name__, self.inspection.calls)
 
     def save(self, ext: Any, param: Tensor, value: Any) -> None:
         """Save a value on a parameter.

@@ -18,6 +18,7 @@ from backpack.core.layout import FIRST, Mixed, Placement, sample_numbers, simpli
 from backpack.engine.graph import VIEWS, entries_of, is_leaf
 from backpack.engine.placements import MARK
 from backpack.engine.uses import edge_of
+from backpack.utils.parallel import SINKS
 from backpack.utils.state import state
 
 CONSTANT = "backpack.constant"  # where a node keeps that it stands for a parameter
@@ -216,7 +217,9 @@ def _sources(edge: GradientEdge) -> Tuple[List[_Source], List[Node]]:
             if source is not None:
                 sources.append(source)
             continue
-        if node not in nodes:
+        if type(node).__name__ in SINKS:
+            queue.append(node.next_functions[number])
+        elif node not in nodes:
             nodes.append(node)
             queue.extend((p, nr) for p, nr in node.next_functions if p is not None)
     return [s for s in sources if s.known.placement is not None], nodes

@@ -225,6 +225,7 @@ class Inspection:
         uses: Uses in it, and the node and its output number for each output.
         reached: The leaf tensors it reaches, and the nodes that use them past any use.
         meetings: Nodes at which samples have met.
+        nodes: All nodes, but those inside of uses.
     """
 
     def __init__(self, roots: Sequence[GradientEdge]):
@@ -241,7 +242,7 @@ class Inspection:
         self._stand_ins: Dict[Node, int] = {}  # and when their use was over
         self._direct: Dict[int, List[Tuple[int, int]]] = {}  # by parameter
         self._shared: List[Node] = []  # reached several times
-        self._nodes: List[Node] = []
+        self.nodes: List[Node] = []
         seen: Set[Any] = set()
         queue: List[Tuple[Optional[Node], Sequence[Any]]] = [(None, roots)]
         for node, parents in queue:  # which grows meanwhile
@@ -259,7 +260,7 @@ class Inspection:
                     self._shared.append(parent)
                 else:
                     seen.add(parent)
-                    self._nodes.append(parent)
+                    self.nodes.append(parent)
                     if parent.metadata:
                         self._note(parent, parent.metadata)
                     if type(parent) is not Together:
@@ -288,7 +289,7 @@ class Inspection:
     @cached_property
     def names(self) -> Set[str]:
         """Names of the nodes."""
-        return {type(node).__name__ for node in self._nodes}
+        return {type(node).__name__ for node in self.nodes}
 
     def outputs(self) -> List[Origin]:
         """Find the outputs of extended models that no other module has gone on from.
@@ -366,7 +367,7 @@ class Inspection:
                 inner[use] = set(_walk_since(outputs, use.since))
             if node in inner[use] and node not in outputs:
                 entered[node] = use
-        for node in self._nodes if entered else ():
+        for node in self.nodes if entered else ():
             for parent, _ in node.next_functions:
                 use = entered.get(parent)
                 if use is None or node in inner[use]:
@@ -432,7 +433,7 @@ class Inspection:
             What it is called, ``None`` if there is none.
         """
         names = {name for name in self.names if "BatchNorm" in name}
-        for node in self._nodes if names else ():
+        for node in self.nodes if names else ():
             if type(node).__name__ not in names:
                 continue
             shape = node._input_metadata[0].shape

@@ -18,6 +18,7 @@ from typing import (
     AbstractSet,
     Any,
     Dict,
+    Iterable,
     List,
     NamedTuple,
     Optional,
@@ -33,7 +34,7 @@ from torch.autograd import Function
 from backpack.core.operations import Operation
 from backpack.engine.graph import Inspection, describe, takes_part
 from backpack.engine.parameters import Group
-from backpack.utils.parallel import is_parallel
+from backpack.utils.parallel import is_parallel, refuse_gathered, refuse_late
 from backpack.utils.state import State
 from backpack.utils.types import accumulator_dtype
 
@@ -119,6 +120,7 @@ def choose(
             raise NotImplementedError(NOT_ALL.format(**text))
         if not inspection.allows_inputs:
             raise NotImplementedError(REENTRANT.format(**text))
+        refuse_late("{who}({option})".format(**text), inspection.nodes)
         outside = [p for p in inspection.outside if id(p) in params]
         if outside and replacing:
             text["names"] = describe(outside)
@@ -202,13 +204,21 @@ class _Gradients(Function):
         return None, *gradients
 
 
-def hand_over(gradients: Dict[Tensor, Tensor]) -> None:
+def hand_over(
+    gradients: Dict[Tensor, Tensor], who: str = "", calls: Iterable[Any] = ()
+) -> None:
     """Hand gradients that autograd leaves out to it.
 
     Args:
         gradients: The gradients by parameter; empty afterwards, since what somebody
             else owns is copied.
-    """
+        who: Which extension replaces gradients after the pass. Default: none.
+        calls: Records of the modules' calls in that pass. Default: none.
+
+    Raises:
+        NotImplementedError: If parameters are parts that processes have gathered.
+    """  # noqa: DAR401
+    refuse_gathered(f"{who}(replace_grad=True)", calls)
     params, values = list(gradients), list(gradients.values())
     gradients.clear()
     with torch.enable_grad():

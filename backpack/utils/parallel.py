@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
-from typing import Any, Iterable, Iterator, Tuple
+from typing import Any, Iterable, Iterator, List, Tuple
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-# Nodes that act when a backward pass comes by
+# Nodes that act when a backward pass comes by, and pass on what they get: modules,
+# names of functions there
 _SINKS = {
     # with static_graph=True, one at the model's output waits for the pass
     "torch.nn.parallel.distributed": "_DDPSink",
     # those at the inputs of what is sharded give its parameters away
     "torch.distributed.fsdp._fully_shard._fsdp_param_group": (
         "RegisterPostBackwardFunction"
+    ),
+}
+SINKS = frozenset(f"{name}Backward" for name in _SINKS.values())
+# What hooks at the outputs of what is sharded do. That the pass will end: they must not
+# see in another one inside of it. Outside, there are parameters to gather for no pass.
+_AT_OUTPUTS = {
+    "torch.distributed.fsdp._fully_shard._fsdp_state": (
+        *("FSDPState", "_register_root_post_backward_final_callback"),
+    ),
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group": (
+        *("FSDPParamGroup", "pre_backward"),
     ),
 }
 
@@ -30,6 +42,16 @@ SHARDED = (
     "and no process knows the whole of a sample. Use "
     "`torch.distributed.fsdp.fully_shard`, which gathers parameters before they are "
     "used, or DistributedDataParallel."
+)
+STATIC = (
+    "{option}: DistributedDataParallel(static_graph=True) learns in the first backward "
+    "pass which gradients there are, and would wait for none ever after. Run that pass "
+    "without, or leave out static_graph=True."
+)
+GATHERED = (
+    "{option}: `fully_shard` gathers gradients from all processes before the backward "
+    "pass is over, and weighted ones are known after it. Use DistributedDataParallel, "
+    "or read the field and do without the option."
 )
 
 
@@ -72,23 +94,65 @@ def refuse_parts(extensions: str, params: Iterable[Tensor]) -> None:
             raise NotImplementedError(SHARDED.format(exts=extensions))
 
 
+def refuse_late(option: str, nodes: Iterable[Any]) -> None:
+    """Refuse to leave out gradients where other processes would learn it for good.
+
+    Args:
+        option: What leaves them out or replaces them, and whose option it is.
+        nodes: Nodes of the backward pass.
+
+    Raises:
+        NotImplementedError: If that is the first pass of replicas with a static graph.
+    """
+    for node in nodes if is_parallel() else ():
+        if type(node).__name__ == "_DDPSinkBackward":
+            replicas = node.ddp_weakref()
+            if replicas is not None and replicas.static_graph:
+                raise NotImplementedError(STATIC.format(option=option))
+
+
+def refuse_gathered(option: str, calls: Iterable[Any]) -> None:
+    """Refuse to replace gradients of which each process keeps a part.
+
+    Args:
+        option: What replaces them, and whose option it is.
+        calls: Records of the modules' calls.
+
+    Raises:
+        NotImplementedError: If ``fully_shard`` has spread parameters.
+    """
+    if is_parallel() and any(True for _ in _shards(calls)):
+        raise NotImplementedError(GATHERED.format(option=option))
+
+
 @contextmanager
 def without_sinks() -> Iterator[None]:
-    """Keep nodes of other processes' making from taking columns for a backward pass.
+    """Keep what acts for other processes from taking columns for a backward pass.
 
     Yields:
         Nothing.
     """
-    modules = [(sys.modules.get(m), name) for m, name in _SINKS.items()]
-    found = [getattr(m, name, None) for m, name in modules] if is_parallel() else []
-    sinks = {sink: sink.backward for sink in found if sink is not None}
-    for sink in sinks:
-        sink.backward = staticmethod(_pass_on)
+    before: List[Tuple[Any, str, Any]] = []
+    states: List[Any] = []
+    inside = torch._C._current_graph_task_id() != -1
+    if is_parallel():
+        for module, name in _SINKS.items():
+            sink = getattr(sys.modules.get(module), name, None)
+            if sink is not None:
+                before.append((sink, "backward", staticmethod(sink.backward)))
+                sink.backward = staticmethod(_pass_on)
+        for module, (owner, name) in _AT_OUTPUTS.items():
+            cls = getattr(sys.modules.get(module), owner, None)
+            if cls is not None and not (inside and name == "pre_backward"):
+                before.append((cls, name, getattr(cls, name)))
+                setattr(cls, name, lambda self, *args: states.append(self))
     try:
         yield
     finally:
-        for sink, backward in sinks.items():
-            sink.backward = staticmethod(backward)
+        for owner, name, value in before:
+            setattr(owner, name, value)
+        for x in () if inside else states:
+            x._training_state = type(x._training_state).IDLE
 
 
 def _pass_on(ctx: Any, *gradients: Any) -> Any:
@@ -106,6 +170,16 @@ def gather(modules: Iterable[Module]) -> None:
             module.unshard()  # type: ignore[operator]
 
 
+def _shards(calls: Iterable[Any]) -> Iterator[Tuple[Tensor, Tensor]]:
+    """List gathered parameters, and the shards that have replaced them."""
+    for call in calls:
+        for name, param in call.parameters.items():
+            path, _, key = name.rpartition(".")
+            shard = call.module.get_submodule(path)._parameters.get(key)
+            if shard is not None and shard is not param and is_sharded(shard):
+                yield param, shard
+
+
 def move_to_shards(
     calls: Iterable[Any], extensions: Iterable[Any]
 ) -> Iterator[Tuple[Any, Tensor]]:
@@ -118,13 +192,8 @@ def move_to_shards(
     Yields:
         An extension, and a parameter that has its field now.
     """
-    for call in calls:
-        for name, param in call.parameters.items():
-            path, _, key = name.rpartition(".")
-            shard = call.module.get_submodule(path)._parameters.get(key)
-            if shard is None or shard is param or not is_sharded(shard):
-                continue
-            for ext in extensions:
-                if hasattr(param, ext.savefield):
-                    setattr(shard, ext.savefield, vars(param).pop(ext.savefield))
-                    yield ext, shard
+    for param, shard in _shards(calls):
+        for ext in extensions:
+            if hasattr(param, ext.savefield):
+                setattr(shard, ext.savefield, vars(param).pop(ext.savefield))
+                yield ext, shard

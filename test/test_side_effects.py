@@ -389,6 +389,11 @@ EXTENSIONS: Dict[str, Callable[[], List]] = {
 def test_forward_pass_runs_once(name: str, exts: str) -> None:
     """What a pass leaves is what it leaves without us, hooks and gradients included."""
     row = FORWARD_PASSES[name]
+    told = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+    if name == "recomputes-expressions" and not told:
+        pytest.skip(
+            "this version of torch does not tell who has hooks on what it saves"
+        )
     expected = traced(row, extended=False)
     actual = traced(row, *EXTENSIONS[exts](), extended=True)
     assert torch.equal(actual["output"], expected["output"])

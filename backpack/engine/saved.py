@@ -17,7 +17,7 @@ from backpack.utils.state import state
 
 SAVED = "backpack.saved"  # where a node of a constant's graph keeps what was saved
 
-# torch has it since 2.8; before, checkpoints run more often
+# Older versions of torch don't tell; there, checkpoints run more often.
 _innermost_hooks: Callable = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None
 )

@@ -109,7 +109,7 @@ for noise in (0.0, 10.0, 1.0):
     left.plot(accuracies[noise], label=f"noise {noise:g}: {spent(noise)}")
     share = 100 * accuracies[noise][-1]
     print(f"noise {noise:>4}: {share:.1f} % of the images are correct; {spent(noise)}")
-left.set(xlabel="step", ylabel="share of correct images", ylim=(0, 1))
+left.set(xlabel="step", ylabel="share of correct images", ylim=(0, 1.1))
 left.legend(fontsize=8)
 right.hist(norms[0].tolist(), 20, alpha=0.6, label="first step")
 right.hist(norms[-1].tolist(), 20, alpha=0.6, label="last step")

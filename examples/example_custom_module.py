@@ -77,7 +77,7 @@ class StretchDiagGGN(ModuleExtension):
         """Return the squares of the columns at the weight, summed: ``[F]``."""
         return (bpQuantities * module.input0).square().sum(dim=(0, 1))
 
-    def backpropagate(self, ext, module, g_inp, g_out, bpQuantities):  # noqa: N803
+    def backpropagate(self, extension, module, g_inp, g_out, bpQuantities):
         """Return columns at the input: the weight is the Jacobian's diagonal."""
         return bpQuantities * module.weight
 

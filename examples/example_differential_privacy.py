@@ -13,7 +13,7 @@ from typing import List
 
 import matplotlib.pyplot as plt
 import torch
-from torch import Tensor, einsum
+from torch import Tensor
 from torch.nn import (
     Conv2d,
     CrossEntropyLoss,
@@ -21,53 +21,53 @@ from torch.nn import (
     Linear,
     MaxPool2d,
     Module,
-    Parameter,
     ReLU,
     Sequential,
 )
 from torch.testing import assert_close
 
 from backpack import backpack, extend
-from backpack.extensions import BatchGrad, BatchL2Grad
-from backpack.utils.examples import get_mnist_dataloader, load_one_batch_mnist
+from backpack.extensions import ClippedGrad
+from backpack.utils.examples import load_one_batch_mnist
+
+try:  # counts how much privacy is spent
+    from opacus.accountants import RDPAccountant
+except ImportError:
+    RDPAccountant = None
 
 # %%
 # A private step
 # --------------
-# Clipping needs individual gradients and their norms over *all* parameters. One
-# backward pass gives both: ``BatchGrad`` the gradients, ``BatchL2Grad`` the squared
-# norms for each parameter. With ``reduction="sum"`` they are the samples' own
-# gradients; with a mean, each would have a factor 1/N.
+# Clipping needs the norms over *all* parameters before the first gradient can be
+# summed. ``ClippedGrad`` does both in one backward pass, and forms no individual
+# gradient of a layer where its factors are smaller. With ``replace_grad=True`` the sum
+# of clipped gradients is what ``.grad`` gets, so that any optimizer can take over.
+#
+# The loss is a sum: its summands are the samples' own losses. With a mean,
+# ``scale="sample"`` says that these are meant.
 
+images, labels = load_one_batch_mnist(batch_size=1000, shuffle=False)
 lossfunc = extend(CrossEntropyLoss(reduction="sum"))
+MAX_NORM, RATE = 1.0, 0.1  # of a gradient; chance of an image to be in a batch
+clipping = ClippedGrad(MAX_NORM, replace_grad=True)
 
 
-def norms(params: List[Parameter]) -> Tensor:
-    """Return the norm of each sample's gradient, over all parameters: ``[N]``."""
-    return sum(p.batch_l2 for p in params).sqrt()
-
-
-def clipped(params: List[Parameter], max_norm: float) -> List[Tensor]:
-    """Scale each sample's gradient down to a norm of at most ``max_norm``."""
-    scales = (max_norm / norms(params)).clamp(max=1.0)
-    return [einsum("n,n...->n...", scales, p.grad_batch) for p in params]
-
-
-@torch.no_grad()
-def private_step(
-    params: List[Parameter], lr: float, max_norm: float, noise: float
-) -> None:
-    """Step along the mean of the clipped gradients, with noise in their sum."""
-    for p, gradients in zip(params, clipped(params, max_norm)):
-        total = gradients.sum(0) + noise * max_norm * torch.randn_like(p)
-        p.sub_(lr * total / len(gradients))
+def private_gradient(model: Module, X: Tensor, y: Tensor, noise: float) -> None:
+    """Set ``.grad`` to the mean of the clipped gradients, with noise."""
+    model.zero_grad()
+    with backpack(clipping):
+        lossfunc(model(X), y).backward()
+    for p in model.parameters():
+        p.grad += noise * MAX_NORM * torch.randn_like(p)
+        p.grad /= RATE * len(images)
 
 
 # %%
 # The price of privacy
 # --------------------
-# The more noise there is, the less the network learns. How much privacy is spent after
-# so many steps is another question, which takes an accountant from a privacy library.
+# The more noise there is, the less the network learns. How much privacy is spent, an
+# accountant counts: here that of Opacus, if it is installed. It takes for granted that
+# each image is in a batch by chance, independently of all others.
 
 
 def make_model() -> Module:
@@ -77,31 +77,43 @@ def make_model() -> Module:
     return extend(Sequential(*layers, Linear(288, 10)))
 
 
-images, labels = load_one_batch_mnist(batch_size=1000, shuffle=False)
-accuracies, all_norms = {}, []
-for noise in (0.0, 1.0, 10.0):
-    model, accuracies[noise] = make_model(), []
-    params = list(model.parameters())
-    for _epoch in range(3):
-        for X, y in get_mnist_dataloader(batch_size=100):
-            with backpack(BatchGrad(), BatchL2Grad()):
-                lossfunc(model(X), y).backward()
-            if noise == 1.0:
-                all_norms.append(norms(params))
-            private_step(params, lr=0.5, max_norm=1.0, noise=noise)
-            with torch.no_grad():
-                correct = (model(images).argmax(dim=1) == labels).double().mean()
-            accuracies[noise].append(correct.item())
+def train(noise: float, steps: int = 30) -> List[float]:
+    """Train privately, and return the share of correct images after each step."""
+    model, correct = make_model(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(steps):
+        batch = torch.rand(len(images)) < RATE
+        private_gradient(model, images[batch], labels[batch], noise)
+        optimizer.step()
+        norms.append(clipping.norms)
+        with torch.no_grad():
+            correct.append((model(images).argmax(1) == labels).double().mean().item())
+    return correct
+
+
+def spent(noise: float, steps: int = 30) -> str:
+    """Return the privacy that a training has spent, in words."""
+    if not noise or RDPAccountant is None:
+        return "not private" if not noise else "Opacus would count what is spent"
+    accountant = RDPAccountant()
+    for _ in range(steps):
+        accountant.step(noise_multiplier=noise, sample_rate=RATE)
+    return f"privacy ε = {accountant.get_epsilon(delta=1e-4):.2g}, δ = 0.0001"
+
 
 fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
-for noise, values in accuracies.items():
-    left.plot(values, label=f"noise {noise:g}")
-    print(f"noise {noise:>4}: {100 * values[-1]:.1f} % of the images are correct")
-left.set(xlabel="step", ylabel="share of correct images", ylim=(0, 1))
-left.legend()
-right.hist(all_norms[0].tolist(), 20, alpha=0.6, label="first step")
-right.hist(all_norms[-1].tolist(), 20, alpha=0.6, label="last step")
-right.axvline(1.0, color="k", linestyle="--", label="clipped to this norm")
+accuracies = {}
+for noise in (0.0, 10.0, 1.0):
+    norms: List[Tensor] = []
+    accuracies[noise] = train(noise)
+    left.plot(accuracies[noise], label=f"noise {noise:g}: {spent(noise)}")
+    share = 100 * accuracies[noise][-1]
+    print(f"noise {noise:>4}: {share:.1f} % of the images are correct; {spent(noise)}")
+left.set(xlabel="step", ylabel="share of correct images", ylim=(0, 1.1))
+left.legend(fontsize=8)
+right.hist(norms[0].tolist(), 20, alpha=0.6, label="first step")
+right.hist(norms[-1].tolist(), 20, alpha=0.6, label="last step")
+right.axvline(MAX_NORM, color="k", linestyle="--", label="clipped to this norm")
 right.set(xlabel="norm of a sample's gradient", ylabel="samples (noise 1)")
 right.legend()
 plt.show()
@@ -111,21 +123,22 @@ assert accuracies[1.0][-1] > accuracies[10.0][-1], "more noise, less accuracy"
 # %%
 # Check
 # -----
-# Clipped gradients have the norms they should, and they are those of a loop over
+# Clipped gradients have the norms they should, and their sum is that of a loop over
 # samples.
 
 X, y, model = images[:8].double(), labels[:8], make_model().double()
+private_gradient(model, X, y, noise=0.0)
+assert clipping.norms.max() > MAX_NORM
+clipped = clipping.weights * clipping.norms
+assert_close(clipped, clipping.norms.clamp(max=MAX_NORM), rtol=1e-8, atol=1e-12)
 params = list(model.parameters())
-with backpack(BatchGrad(), BatchL2Grad()):
-    lossfunc(model(X), y).backward()
-before, result = norms(params), clipped(params, max_norm=2.0)
-after = torch.cat([g.flatten(1) for g in result], dim=1).norm(dim=1)
-assert before.max() > 2
-assert_close(after, before.clamp(max=2.0), rtol=1e-8, atol=1e-12)
+expected = [torch.zeros_like(p) for p in params]
 for n in range(len(X)):
     loss = CrossEntropyLoss()(model(X[[n]]), y[[n]])
     grads = torch.autograd.grad(loss, params)
     norm = torch.cat([g.flatten() for g in grads]).norm()
-    for actual, g in zip(result, grads):
-        assert_close(actual[n], g * min(1.0, 2 / norm.item()), rtol=1e-8, atol=1e-12)
+    assert_close(norm, clipping.norms[n], rtol=1e-8, atol=1e-12)
+    for total, g in zip(expected, grads):
+        total += g * min(1.0, MAX_NORM / norm.item()) / (RATE * len(images))
+assert_close([p.grad for p in params], expected, rtol=1e-8, atol=1e-12)
 print("Clipping agrees with a loop over samples.")

@@ -9,7 +9,7 @@ from torch.nn import Module
 class Slicing(Module):
     """Index a tensor with slices and integers."""
 
-    def __init__(self, slice_info: Tuple[Union[slice, int]]):
+    def __init__(self, slice_info: Tuple[Union[slice, int], ...]):
         """Store the index.
 
         Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from typing import Any, Dict, Mapping, Optional, Tuple, Type
+from typing import Any, Dict, Mapping, Optional, Tuple, Type, TypeVar
 
 from torch import Tensor
 from torch.nn import Module
@@ -27,6 +27,7 @@ FAIL_ERROR: FailMode = "ERROR"
 FAIL_WARN: FailMode = "WARNING"
 FAIL_SILENT: FailMode = "SILENT"
 FAIL_MODES = (FAIL_ERROR, FAIL_WARN, FAIL_SILENT)
+Extension = TypeVar("Extension", bound="BackpropExtension")
 
 
 class BackpropExtension(ABC):  # noqa: B024
@@ -65,7 +66,7 @@ class BackpropExtension(ABC):  # noqa: B024
     refuses_coupled_samples = True
     takes_complex = False
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls: Type[Extension], *args: Any, **kwargs: Any) -> Extension:
         """Remember the constructor's arguments, for the ``repr``."""
         extension = super().__new__(cls)
         extension._arguments = args, kwargs

@@ -5,7 +5,7 @@ from typing import Any, Type
 from torch import Tensor
 from torch.nn import Module
 
-from backpack.core.table import LAYERS
+from backpack.core.table import LAYERS, Row
 from backpack.extensions.mat_to_mat_jac_base import MatToJacMat
 from backpack.extensions.module_extension import ParameterRule
 from backpack.utils.types import Grads, Layer
@@ -36,7 +36,21 @@ class SqrtGGNBaseModule(MatToJacMat, ParameterRule):
         return self.derivatives.param_mjp(name, *args, False, subsampling)
 
 
-def on_layer(layer: Type[Module], path: str) -> Type[SqrtGGNBaseModule]:
+class SqrtGGNOnLayer(SqrtGGNBaseModule):
+    """The rule of a layer of the table.
+
+    Attributes:
+        row: The layer's row.
+    """
+
+    row: Row
+
+    def __init__(self) -> None:
+        """Set the derivatives and the parameters."""
+        super().__init__(self.row.derivatives, list(self.row.params or ()))
+
+
+def on_layer(layer: Type[Module], path: str) -> Type[SqrtGGNOnLayer]:
     """Make the class of a layer's rule, which takes no arguments.
 
     Args:
@@ -46,12 +60,6 @@ def on_layer(layer: Type[Module], path: str) -> Type[SqrtGGNBaseModule]:
     Returns:
         The class, with the derivatives and the parameters in the table.
     """
-    row, name = LAYERS[layer], f"SqrtGGN{layer.__name__}"
-
-    def init(self: SqrtGGNBaseModule) -> None:
-        """Set the derivatives and the parameters."""
-        SqrtGGNBaseModule.__init__(self, row.derivatives, list(row.params or ()))
-
     doc = f"Square root of the GGN on ``{layer.__name__}``."
-    body = {"__init__": init, "__doc__": doc, "__module__": path}
-    return type(name, (SqrtGGNBaseModule,), body)
+    body = {"row": LAYERS[layer], "__doc__": doc, "__module__": path}
+    return type(f"SqrtGGN{layer.__name__}", (SqrtGGNOnLayer,), body)

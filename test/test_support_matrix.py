@@ -41,7 +41,7 @@ from backpack.custom_module.branching import Parallel
 from backpack.custom_module.reduce_tuple import ReduceTuple
 from backpack.engine.turn import Turn
 from backpack.engine.uses import Use
-from backpack.extensions.secondorder import module_rules
+from backpack.extensions.secondorder import walk
 
 FROZEN = Path(__file__).with_name("support_matrix.txt")
 LAYER_CELLS, LOSS_CELLS = support.of_layers(), support.of_losses()
@@ -217,7 +217,7 @@ def rules(monkeypatch: pytest.MonkeyPatch) -> Dict[Module, Set[Rule]]:
     places = [
         (Use, "_generic", generic),
         (Use, "products", products),
-        (module_rules, "freeze_call", freeze_call),
+        (walk, "freeze_call", freeze_call),
     ]
     originals = [getattr(owner, name) for owner, name, _ in places]
     for owner, name, replacement in places:

@@ -309,6 +309,8 @@ class Broadcast(Operation):
     def product(
         self, key: Key, shape: torch.Size, cotangents: Tensor, out: Placement, n: int
     ) -> Optional[PerSample]:  # noqa: D102
+        if n and not cotangents.numel():  # no sample was sent here
+            return Dense(cotangents.new_zeros(len(cotangents), n, *shape), shape)
         if n == 1:
             extra = cotangents.dim() - 1 - len(shape)
             taken = [i + extra for i, size in enumerate(shape) if size != 1]

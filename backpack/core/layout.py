@@ -230,7 +230,10 @@ class Arrangement:
         """
         features = tuple(x.shape[lead + len(self._rows) :])
         front = tuple(x.shape[:lead])
-        if self._index is not None and not len(self._index):
+        none_there = 0 in self._rows or (
+            self._index is not None and not len(self._index)
+        )
+        if self._n and none_there:
             return x.new_zeros(*front, self._n, 1, *features)
         if self._index is not None:
             x = x.reshape(*front, -1, *features).index_select(lead, self._index)

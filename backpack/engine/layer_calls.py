@@ -115,7 +115,8 @@ def _takes_samples(module: Module, args: Tuple, tracker: Optional[Tracker]) -> b
                 return False  # a parameter
             places.append((h, 1, known.placement))
     return x.dim() == 3 and all(
-        y.shape[axis] == n and (n == 1 or placement == Layout(axis, 1))
+        y.shape[axis] == n
+        and (placement is not None if n == 1 else placement == Layout(axis, 1))
         for y, axis, placement in places
     )
 

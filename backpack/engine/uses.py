@@ -332,7 +332,7 @@ class Use:
         Raises:
             RuntimeError: If they need an input that was modified in place since.
         """
-        if all(x is None or (self.n and not x.numel()) for x in cotangents):
+        if all(x is None for x in cotangents):
             return [None] * len(self.constants)
         operation = self.operation
         if operation is not None and (len(cotangents) == 1 or operation.takes_all):

@@ -83,7 +83,7 @@ test-long: install-dev ## The whole suite, with thousands of random inputs per p
 
 .PHONY: test-models
 test-models: BIN = $(MODELS_VENV)/bin
-test-models: $(MODELS_VENV)/.installed ## Models of transformers, timm and peft; updates docs_src/models.json
+test-models: $(MODELS_VENV)/.installed ## Models of transformers, timm, ...; updates docs_src/models.json
 	$(PYTEST) test/stock_models --durations=10 $(MODELS_ARGS)
 
 ##@ Format
@@ -223,8 +223,8 @@ $(PEERS_VENV)/.installed: requirements/peers.txt $(CONSTRAINTS)
 		--no-deps --requirement requirements/peers.txt
 	@touch $@
 
-# torchvision registers operations for which this torch has no kernels, and fails; timm
-# imports it, but uses nothing that needs them.
+# torchvision registers operations for which this torch has no kernels, and fails; its
+# models that are tested, and timm, use nothing that needs them.
 $(MODELS_VENV)/.installed: requirements/models.txt $(CONSTRAINTS)
 	$(PYTHON) -m venv $(MODELS_VENV)
 	$(MODELS_VENV)/bin/python -m pip --disable-pip-version-check install --quiet \

@@ -1,10 +1,12 @@
 """Writes what came out of the table to ``docs_src/models.json``, for the documentation.
 
-A run of some rows replaces what is known of these; rows that are gone are dropped.
+A run of some rows replaces what is known of these; rows that are gone are dropped. The
+file is written every minute, so that a run that is stopped has not been for nothing.
 """
 
 import json
 import os
+import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Dict, Iterator
@@ -15,6 +17,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 RESULTS = Path(__file__).parents[2] / "docs_src" / "models.json"
 REPORTS: Dict[str, Dict[str, Any]] = {}
+WRITTEN = [time.monotonic()]  # when the file was, the last time
 STATES = ["right", "refused", "wrong", "fails"]  # the last one that occurs counts
 
 
@@ -48,12 +51,18 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         first_line = about["reason"].strip().partition("\n")[0]
         known = {"state": about["state"], "reason": first_line[:300]}
     parts["parts"][about["part"]] = known
+    if time.monotonic() > WRITTEN[-1] + 60 and "PYTEST_XDIST_WORKER" not in os.environ:
+        write()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Write the file, once for all workers."""
-    if hasattr(session.config, "workerinput") or not REPORTS:
-        return
+    if REPORTS and "PYTEST_XDIST_WORKER" not in os.environ:
+        write()
+
+
+def write() -> None:
+    """Write what has come out so far, next to what was known before."""
     from variants import ROWS
 
     stored = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else {}
@@ -68,9 +77,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
             "seconds": round(new.get("seconds", old["seconds"])),
             "parts": {**old["parts"], **new["parts"]},
         }
-    packages = ["torch", "transformers", "timm", "peft"]
+    packages = ["torch", "transformers", "timm", "torchvision", "peft"]
     results = {
         "versions": {name: version(name).partition("+")[0] for name in packages},
         "rows": rows,
     }
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    WRITTEN.append(time.monotonic())

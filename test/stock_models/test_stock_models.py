@@ -168,11 +168,12 @@ def prepared(row: Row, sizes: Sizes) -> Module:
     Returns:
         The model, without gradients.
     """
-    key, model = (row.id, sizes), row.model()
-    if key not in UNUSED:
+    key = (row.id, sizes)
+    if key not in UNUSED:  # on a model of its own: some keep what they have computed
+        model = row.model()
         shares(row, model, sizes).sum().backward()
         UNUSED[key] = [n for n, p in model.named_parameters() if p.grad is None]
-        model.zero_grad()
+    model = row.model()
     for name in UNUSED[key]:
         model.get_parameter(name).requires_grad_(False)
     return model
@@ -383,25 +384,27 @@ def linear_layers(row: Row, sizes: Sizes) -> Tuple[Dict[str, Layer], Tensor]:
     owners = Counter(
         param for _, param in model.named_parameters(remove_duplicate=False)
     )
-    layers = {}
+    single = {}
     for name, layer_calls in calls.items():
-        layer = model.get_submodule(name)
-        weight = layer.weight
+        weight = model.get_submodule(name).weight
         if len(layer_calls) > 1 or owners[weight] > 1 or "expert" in name:
             continue
         ((features, zeros),) = layer_calls
-        if not weight.requires_grad or features.equal(others[name][0][0]):
-            continue
-        entries = predictions.flatten()
-        rows = [
-            torch.autograd.grad(entry, [zeros, weight], retain_graph=True)
-            for entry in entries
-        ]
-        jacobian = torch.stack([row[0] for row in rows]).flatten(1, -2)
+        if weight.requires_grad and not features.equal(others[name][0][0]):
+            single[name] = features, zeros, weight
+    places = [x for _, zeros, weight in single.values() for x in (zeros, weight)]
+    rows = [
+        torch.autograd.grad(entry, places, retain_graph=True)
+        for entry in predictions.flatten()
+        if places
+    ]
+    layers = {}
+    for index, (name, (features, _, _)) in enumerate(single.items()):
+        jacobian = torch.stack([row[2 * index] for row in rows]).flatten(1, -2)
+        total = torch.stack([row[2 * index + 1] for row in rows])
         features = features.flatten(0, -2)
-        transposed = isinstance(layer, Conv1D)
+        transposed = isinstance(model.get_submodule(name), Conv1D)
         product = torch.einsum("frp,rd->fpd", jacobian, features)
-        total = torch.stack([row[1] for row in rows])
         product = product.mT if transposed else product
         if torch.allclose(product, total, rtol=1e-6, atol=1e-12):  # no other use
             layers[name] = Layer(features, jacobian, transposed)

@@ -8,6 +8,8 @@ import timm
 import torch
 import transformers
 from architectures import ARCHITECTURES, GPT2, GPT_SIZES, LLAMA
+from further import FURTHER
+from handwritten import HANDWRITTEN
 from rows import (
     CLASSES,
     GROUPED,
@@ -680,4 +682,4 @@ ADAPTERS = [
     ),
 ]
 
-ROWS: List[Row] = [*ARCHITECTURES, *SETTINGS, *ADAPTERS]
+ROWS: List[Row] = [*ARCHITECTURES, *FURTHER, *SETTINGS, *ADAPTERS, *HANDWRITTEN]

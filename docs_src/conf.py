@@ -47,6 +47,7 @@ autodoc_default_options = {
 autodoc_typehints = "description"
 autodoc_typehints_format = "short"
 autodoc_inherit_docstrings = False
+autoclass_content = "both"
 autosummary_generate = False
 python_maximum_signature_line_length = 70
 napoleon_google_docstring = True

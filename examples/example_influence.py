@@ -26,12 +26,8 @@ from backpack.utils.examples import load_one_batch_mnist
 torch.manual_seed(0)
 digits, labels = load_one_batch_mnist(batch_size=1000, shuffle=False)
 images = avg_pool2d(digits, 2).flatten(1).double()  # 14 x 14 pixels
-train, test, y_train, y_test = (
-    images[:200],
-    images[500:600],
-    labels[:200],
-    labels[500:600],
-)
+train, y_train = images[:200], labels[:200]
+test, y_test = images[500:600], labels[500:600]
 model = extend(Sequential(Linear(196, 12), Tanh(), Linear(12, 10)).double())
 lossfunc = extend(CrossEntropyLoss(reduction="sum"))
 params, DECAY = list(model.parameters()), 1.0

@@ -103,3 +103,12 @@ def test_search_finds_tasks(words: str, page: str):
             for n in (found if isinstance(found, list) else [found])
         ]
         assert page in names, (word, names)
+
+
+@pytest.mark.skipif(not INDEX.is_file(), reason="make build-docs writes the pages")
+def test_arguments_are_shown():
+    """Pages show a constructor's arguments, with defaults and what they mean."""
+    page = (HTML / "quantities" / "EKFAC.html").read_text()
+    text = re.sub(r"<[^>]+>", "", page)
+    assert "dense_limit=16384" in text and "kwargs" not in text
+    assert "Number of Monte-Carlo samples." in text

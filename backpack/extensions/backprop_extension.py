@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
+from inspect import Signature, signature
 from typing import Any, Dict, Mapping, Optional, Tuple, Type, TypeVar
 
 from torch import Tensor
@@ -54,6 +55,7 @@ class BackpropExtension(ABC):  # noqa: B024
             batch.
     """
 
+    __signature__: Signature
     _arguments: Tuple[Tuple[Any, ...], Dict[str, Any]] = (), {}
     shard: Optional[Shard] = None
     keeps_io = False
@@ -65,6 +67,12 @@ class BackpropExtension(ABC):  # noqa: B024
     separates_samples = False
     refuses_coupled_samples = True
     takes_complex = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let tools show the constructor's arguments, not those of ``__new__``."""
+        super().__init_subclass__(**kwargs)
+        arguments = list(signature(cls.__init__).parameters.values())
+        cls.__signature__ = Signature(arguments[1:])
 
     def __new__(cls: Type[Extension], *args: Any, **kwargs: Any) -> Extension:
         """Remember the constructor's arguments, for the ``repr``."""

@@ -82,7 +82,7 @@ def row_inside(
     is_recurrent = isinstance(module, nn.RNNBase)
     if len(args) != 1 and not is_recurrent:
         return None
-    if not is_recurrent and torch.is_autocast_enabled(args[0].device.type):
+    if not is_recurrent and torch._C._is_any_autocast_enabled():
         return None  # autograd keeps a copy of the input, which may be overwritten
     row = row_of_call(module, args, kwargs, tracker)
     if row is None or is_recurrent:
@@ -264,8 +264,7 @@ def _placements(
     module: Module, row: Row, x: Tensor, known: Known, outputs: List[Tensor]
 ) -> List[Placement]:
     """Tell where the samples are in a layer's outputs."""
-    name, placement = f"`{type(module).__name__}` on {list(x.shape)}", known.placement
-    mixed = Mixed(name, module=weakref.ref(module))
+    placement = known.placement
     if isinstance(module, nn.RNNBase):
         return [Layout(output_batch_axis(module, i), 1) for i in range(len(outputs))]
     if isinstance(placement, Mixed) or placement is None:
@@ -275,4 +274,5 @@ def _placements(
         axes = x.dim() - features[0]
     if isinstance(placement, Layout) and placement.axis < axes:
         return [placement] * len(outputs)
-    return [mixed] * len(outputs)
+    name = f"`{type(module).__name__}` on {list(x.shape)}"
+    return [Mixed(name, module=weakref.ref(module))] * len(outputs)

@@ -240,6 +240,7 @@ class Contraction(Operation):
         super().__init__(data, [key])
         self.key, self._inputs, self.outputs = key, inputs, outputs
         self._weight_axes, self._scale = list(weight_axes), scale
+        self._kept: Optional[Tuple[Tensor, Any]] = None  # cotangents, and as rows
 
     def is_possible(self, placement: Placement) -> bool:  # noqa: D102
         if isinstance(placement, Layout):
@@ -258,30 +259,21 @@ class Contraction(Operation):
     def product(
         self, key: Key, shape: torch.Size, cotangents: Tensor, out: Placement, n: int
     ) -> Optional[PerSample]:  # noqa: D102
-        outputs, inputs = self.outputs, self._inputs
-        if n == 1:
-            out = _anywhere(cotangents.shape[1:], outputs)
-        b = cotangents.movedim([o + 1 for o in outputs], [*range(-len(outputs), 0)])
-        rows = b.shape[1 : b.dim() - len(outputs)]
-        if isinstance(out, Layout):
-            if out.axis in outputs:
-                return None
-            out = Layout(out.axis - sum(o < out.axis for o in outputs), out.inner)
-        elif isinstance(out, Tensor):
-            last = [*range(-len(outputs), 0)]
-            moved, key_of = out, ("moved", *outputs)
-            out = once(moved, key_of, lambda: moved.movedim([*outputs], last))
-        try:
-            arrangement = Arrangement(out, rows, n)  # type: ignore[arg-type]
-        except ValueError:
+        kept, self._kept = self._kept, None
+        if kept is None or kept[0] is not cotangents:
+            kept = cotangents, self._arrange(cotangents, out, n)
+            if len(self.keys) > 1:  # the next one has the same
+                self._kept = kept
+        if kept[1] is None:
             return None
-        b = arrangement.rows(b, 1).flatten(3)
+        arrangement, b = kept[1]
         if key != self.key:
             if prod(shape) != b.shape[-1]:
                 return None
             if len(shape) > 1:
                 return Dense(b.sum(2).unflatten(-1, shape), shape)
             return Summed(b, shape)
+        inputs = self._inputs
         x = self.data.movedim([*inputs], [*range(-len(inputs), 0)])
         a = arrangement.rows(as_type(x, b.dtype)).flatten(2)
         if self._scale != 1.0:
@@ -290,6 +282,29 @@ class Contraction(Operation):
         sizes = [shape[axis] for axis in axes]
         order = simplest(sizes, [axes.index(i) for i in range(len(axes))])
         return Outer(lambda: a.unsqueeze(1), b.unsqueeze(2), shape, order)
+
+    def _arrange(
+        self, cotangents: Tensor, out: Placement, n: int
+    ) -> Optional[Tuple[Arrangement, Tensor]]:
+        """Arrange cotangents as rows of samples, ``[V, N, R, features]``."""
+        outputs = self.outputs
+        if n == 1:
+            out = _anywhere(cotangents.shape[1:], outputs)
+        b = cotangents.movedim([o + 1 for o in outputs], [*range(-len(outputs), 0)])
+        rows = b.shape[1 : b.dim() - len(outputs)]
+        if isinstance(out, Layout):
+            if out.axis in outputs:
+                return None
+            out = Layout(out.axis - sum([o < out.axis for o in outputs]), out.inner)
+        elif isinstance(out, Tensor):
+            last = [*range(-len(outputs), 0)]
+            moved, key_of = out, ("moved", *outputs)
+            out = once(moved, key_of, lambda: moved.movedim([*outputs], last))
+        try:
+            arrangement = Arrangement(out, rows, n)  # type: ignore[arg-type]
+        except ValueError:
+            return None
+        return arrangement, arrangement.rows(b, 1).flatten(3)
 
 
 class Broadcast(Operation):

@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.nn import Module, Parameter
 from torch.utils._pytree import tree_leaves
 
+from backpack.core.layout import Layout
 from backpack.engine.check import Check, check_isolation
 from backpack.engine.coverage import check_samples, names_of, warn_of_terms
 from backpack.engine.graph import Inspection, additive_terms, targets_below, will_run
@@ -331,6 +332,8 @@ class BackwardPass:
             who = partial(names_of, self._separating)
             for use in group.uses:
                 cotangents = self._gradients[use]
+                if all([type(place) is Layout for place in use.placements]):
+                    continue
                 if any([g is not None for g in cotangents]):
                     use.check(who, group.names)
                     use.check_cotangents(cotangents, who, group.names)

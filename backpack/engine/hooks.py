@@ -15,8 +15,11 @@ from copy import copy
 from typing import Any, Dict, Iterable, List, Optional, Set, Tuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
+from torch._C import _current_graph_task_id, _get_tracing_state
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd.graph import GradientEdge
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import Module, Parameter
 from torch.nn.modules.module import _global_forward_hooks
 from torch.nn.utils.rnn import PackedSequence
@@ -77,12 +80,12 @@ def steps_aside() -> bool:
         runs the forward pass, or a backward pass repeats it for a checkpoint.
     """
     return (
-        not torch.is_grad_enabled()
-        or torch.compiler.is_compiling()
+        not is_grad_enabled()
+        or is_compiling()
         or not disable.should_store_io()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
-        or torch._C._current_graph_task_id() != -1
+        or peek_interpreter_stack() is not None
+        or _get_tracing_state() is not None
+        or _current_graph_task_id() != -1
     )
 
 
@@ -120,8 +123,8 @@ def enter_call(
     Returns:
         The arguments, guarded against interruptions, for an outermost call.
     """
-    if torch.compiler.is_dynamo_compiling():
-        traced = not torch.is_grad_enabled()
+    if is_dynamo_compiling():
+        traced = not is_grad_enabled()
         return None if traced else untraced(enter_call, module, args, kwargs)
     if steps_aside():
         return None
@@ -140,7 +143,7 @@ def enter_call(
                 frame.row = row_inside(module, args, kwargs, tracker)
                 if frame.row is not None:
                     frame.suspends = True
-                    tracker.suspended += 1
+                    tracker.suspend()
         else:
             if not _comes_late(module):
                 frame.row = row_of_call(module, args, kwargs, None)
@@ -222,13 +225,13 @@ def leave_call(
     Returns:
         A replacement for outputs that are leaves of the graph, else ``None``.
     """
-    if torch.compiler.is_dynamo_compiling():
-        traced = not torch.is_grad_enabled()
+    if is_dynamo_compiling():
+        traced = not is_grad_enabled()
         return None if traced else untraced(leave_call, module, args, kwargs, output)
     frame = _pop_frame(module) if _THREAD.frames else None
     if type(kwargs) is _Guard:
         kwargs = dict(kwargs)  # the record would keep what keeps the record
-    if output is None or steps_aside():
+    if output is None or frame is None or steps_aside():
         return None
     # a function mode, like that of our context, would see each look at a tensor
     with torch._C.DisableTorchFunction():
@@ -237,7 +240,11 @@ def leave_call(
 
 def _pop_frame(module: Module) -> Optional[_Frame]:
     frames = _THREAD.frames
-    for position in reversed(range(len(frames))):
+    if frames[-1].module is module:
+        frame = frames.pop()
+        _leave(frame)
+        return frame
+    for position in reversed(range(len(frames) - 1)):
         if frames[position].module is module:
             while len(frames) > position + 1:
                 _leave(frames.pop())
@@ -256,7 +263,7 @@ def _leave(frame: _Frame) -> None:
     elif tracker is not None:
         tracker.owner = frame.outer
         if frame.suspends:
-            tracker.suspended -= 1
+            tracker.resume()
 
 
 def _remove_mode(tracker: Tracker) -> None:
@@ -279,11 +286,9 @@ def _record(
     args: Tuple,
     kwargs: Dict[str, Any],
     output: Any,
-    frame: Optional[_Frame],
+    frame: _Frame,
 ) -> Optional[Any]:
     """Make the record of a call; see :func:`leave_call`."""
-    if frame is None:
-        return None
     tracker = frame.tracker or _THREAD.tracker
     replaced = None
     single = type(output) is Tensor
@@ -293,8 +298,9 @@ def _record(
             lambda x: x.view_as(x) if _is_own_leaf(module, x) else x, output
         )
     outputs = tensor_outputs(output)
-    if any([x.is_nested and x.layout is torch.strided for x in outputs]):
-        return None  # they have no shape
+    for x in outputs:
+        if x.is_nested and x.layout is torch.strided:
+            return None  # they have no shape
     # what comes out of a layer that is looked at as a whole has no mark yet
     several = len(outputs) > 1 and frame.row is None
     constant = _constants(outputs, tracker) if several else ()
@@ -309,15 +315,18 @@ def _record(
         edges = _edges(outputs, constant)
     call = frame.call
     call.finish(module, args, kwargs, outputs, edges, _parameters(module, args, frame))
-    call.is_altered = _comes_late(module)
+    if _comes_late(module):
+        call.is_altered = True
     if not isinstance(module, NO_OPS):
         call.store(raw=False)
-    if _computes_loss(call, outputs, tracker is None or frame.tracker is tracker):
+    outermost = tracker is None or frame.tracker is tracker
+    if _computes_loss(module, call, outputs, outermost):
         call.is_loss, call.loss_module = True, module
-    inside = module._modules
-    call.is_composite = bool(inside) and any(x is not None for x in inside.values())
+    if module._modules:
+        call.is_composite = any([x is not None for x in module._modules.values()])
     returned = _THREAD.returned
-    call.is_transparent = any(m is not None for m, _ in returned[frame.start :])
+    if len(returned) > frame.start:
+        call.is_transparent = any([m is not None for m, _ in returned[frame.start :]])
     if call.is_loss:
         for _, ref in returned[frame.start :]:  # the outermost loss module is the loss
             if ref() is not None:
@@ -465,9 +474,9 @@ def _parameters(module: Module, args: Tuple, frame: _Frame) -> Dict[str, Tensor]
     if isinstance(module, FunctionModule):
         arguments = enumerate(args)
         own.update({f"input{i}": x for i, x in arguments if isinstance(x, Parameter)})
-    inside = list(module._modules.values())
-    if not inside:
+    if not module._modules:
         return own
+    inside = list(module._modules.values())
     called = {x for x, _ in _THREAD.returned[frame.start :] if x is not None}
     for child in inside:  # which grows meanwhile
         if child is not None and child not in called:
@@ -486,9 +495,10 @@ def _parameters(module: Module, args: Tuple, frame: _Frame) -> Dict[str, Tensor]
     return own
 
 
-def _computes_loss(call: Call, outputs: List[Tensor], outermost: bool) -> bool:
+def _computes_loss(
+    module: Module, call: Call, outputs: List[Tensor], outermost: bool
+) -> bool:
     """Tell whether a call maps a prediction, which has a graph, to a number."""
-    module = call.module
     if not outputs or outputs[0].numel() != 1 or outputs[0].dim() > 1:
         return is_loss(module)
     if is_loss(module):

@@ -92,7 +92,7 @@ def row_inside(
     placement = placement_of(args[0], tracker.key)
     if type(placement) is not Layout or row.params == ():
         return None
-    if torch.is_autocast_enabled(args[0].device.type):
+    if torch._C._is_any_autocast_enabled():
         return None  # autograd keeps a copy of the input, which may be overwritten
     features = _features(module)
     axes = 1 if features is None else args[0].dim() - features[0]
@@ -266,8 +266,7 @@ def _placements(
     module: Module, row: Row, x: Tensor, known: Known, outputs: List[Tensor]
 ) -> List[Placement]:
     """Tell where the samples are in a layer's outputs."""
-    name, placement = f"`{type(module).__name__}` on {list(x.shape)}", known.placement
-    mixed = Mixed(name, module=weakref.ref(module))
+    placement = known.placement
     if isinstance(module, nn.RNNBase):
         return [Layout(output_batch_axis(module, i), 1) for i in range(len(outputs))]
     if isinstance(placement, Mixed) or placement is None:
@@ -277,4 +276,5 @@ def _placements(
         axes = x.dim() - features[0]
     if isinstance(placement, Layout) and placement.axis < axes:
         return [placement] * len(outputs)
-    return [mixed] * len(outputs)
+    name = f"`{type(module).__name__}` on {list(x.shape)}"
+    return [Mixed(name, module=weakref.ref(module))] * len(outputs)

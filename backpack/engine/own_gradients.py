@@ -154,21 +154,19 @@ def find_own(
         return set()
     least, found = min(limits), set()
     for group in groups:
-        (use, index), *others = group.members
-        operation, (param, *_) = use.operation, group.params
-        constant = use.constants[index]
-        if others or constant.leaf is not param or not isinstance(operation, Operation):
+        param, *_ = group.params
+        members = [(use, use.constants[index]) for use, index in group.members]
+        if any([constant.leaf is not param for _, constant in members]):
+            continue
+        if not all([isinstance(use.operation, Operation) for use, _ in members]):
             continue
         if param in inspection.outside or not param.requires_grad:
             continue  # used by a penalty, too; frozen after the forward pass
-        positions = operation.positions(constant.key, use.n)
+        positions = sum([u.operation.positions(c.key, u.n) for u, c in members])
         if positions < least or not _is_plain(param):
             continue
-        if not any(
-            ext.is_customized(use.owner.module)
-            for ext in extensions
-            if use.owner is not None
-        ):
+        owners = [use.owner for use, _ in members if use.owner is not None]
+        if not any(ext.is_customized(x.module) for ext in extensions for x in owners):
             found.add(id(param))
     return found
 

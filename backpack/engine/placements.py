@@ -191,6 +191,25 @@ class Finder:
             return None
         return self._differentiable(known[0], outs)
 
+    def recall_layout(self, key: Tuple, out: Tensor) -> Optional[Layout]:
+        """Remember where an operation has moved samples to: a quick answer.
+
+        Args:
+            key: What this depends on.
+            out: The only tensor that it returned.
+
+        Returns:
+            The layout, ``None`` if :meth:`recall` has to be asked.
+        """
+        try:
+            known = self._remembered.get(key)
+        except TypeError:  # an argument has no hash
+            return None
+        if known is None or known[1] != [out.shape]:
+            return None
+        placement = known[0][0]
+        return placement if type(placement) is Layout else None
+
     def _quick(
         self, name: str, args: Sequence[Any], kwargs: Dict, data: List[Tensor], out: Any
     ) -> Placement:
@@ -300,7 +319,8 @@ class Finder:
         self, key: Tuple, found: List[Placement], outs: Sequence[Tensor]
     ) -> None:
         """Remember placements, unless they depend on the operands' own numbers."""
-        if any(isinstance(x, (Tensor, Mixed)) for x in key):
+        operands = [x for x in key if type(x) is tuple]
+        if any(isinstance(placement, (Tensor, Mixed)) for _, placement, *_ in operands):
             return
         if len(self._remembered) >= self._MOST:
             self._remembered.clear()

@@ -110,7 +110,10 @@ class Call:
         self.training = module.training
         self.parameters = parameters
         self.arguments = _bind(module, args, kwargs) if kwargs else list(args)
-        edges = self.input_edges = list(map(_edge, self.arguments))
+        edges = self.input_edges = [
+            edge_of(x) if isinstance(x, Tensor) and x.requires_grad else None
+            for x in self.arguments
+        ]
         self.passes_on = [edge is not None and edge in output_edges for edge in edges]
         if True in self.passes_on:
             # Its own output, which this call must not own: the module returned an
@@ -121,7 +124,7 @@ class Call:
             args, kwargs = _detach(args), _detach(kwargs)
             self.arguments = _bind(module, args, kwargs)
         self.args, self.kwargs = args, kwargs
-        self.versions = list(map(_version, self.arguments))
+        self.versions = _versions(self.arguments)
         self.outputs = [x.detach() for x in outputs]
         self.output_versions = [x._version for x in outputs]
         self._returned = list(map(weakref.ref, outputs))  # they own this call
@@ -202,7 +205,7 @@ class Call:
         Raises:
             RuntimeError: If an input was modified in place.
         """
-        if list(map(_version, self.arguments)) != self.versions:
+        if _versions(self.arguments) != self.versions:
             raise RuntimeError(MODIFIED.format(operation=name_module(self.module)))
 
     def store(self, raw: bool) -> None:
@@ -214,11 +217,13 @@ class Call:
         module = self.module
         clear_stored(module)
         attributes, stored = module.__dict__, []
-        taken = (attributes, module._parameters, module._buffers, module._modules)
+        params, buffers = attributes["_parameters"], attributes["_buffers"]
         inputs = self.arguments if raw else map(_detach, self.arguments)
         values = (self.outputs[0] if self.outputs else None, *inputs)
         for name, value in zip(_names(type(module), len(values)), values):
-            if name is not None and not any([name in own for own in taken]):
+            if name is None or name in attributes or name in params or name in buffers:
+                continue
+            if name not in attributes["_modules"]:
                 attributes[name] = value
                 stored.append(name)
         attributes[_STORED] = stored
@@ -246,13 +251,6 @@ class Call:
         self.released = True
 
 
-def _edge(x: Any) -> Optional[GradientEdge]:
-    """Return where a tensor sits in the graph, ``None`` if it does not."""
-    if not (isinstance(x, Tensor) and x.requires_grad):
-        return None
-    return edge_of(x)
-
-
 def _edges_before(edge: GradientEdge) -> List[GradientEdge]:
     """List what a node was computed from, unless calls are attached to it already."""
     if calls_at(edge.node):
@@ -261,9 +259,9 @@ def _edges_before(edge: GradientEdge) -> List[GradientEdge]:
     return [GradientEdge(node, nr) for node, nr in parents if node is not None]
 
 
-def _version(x: Any) -> Optional[int]:
-    """Return what grows with each modification in place."""
-    return x._version if isinstance(x, Tensor) else None
+def _versions(values: Sequence[Any]) -> List[Optional[int]]:
+    """Return what grows with each modification of tensors in place."""
+    return [x._version if isinstance(x, Tensor) else None for x in values]
 
 
 def _detach(value: Any) -> Any:
@@ -308,5 +306,6 @@ def clear_stored(module: Module) -> None:
     Args:
         module: The module.
     """
-    for name in module.__dict__.pop(_STORED, ()):
-        module.__dict__.pop(name, None)
+    attributes = module.__dict__
+    for name in attributes.pop(_STORED, ()):
+        attributes.pop(name, None)

@@ -12,7 +12,8 @@ from types import FunctionType
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter, functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -141,6 +142,7 @@ class Tracker(TorchFunctionMode):
         super().__init__()
         self.n, self.key = n, Pass(n)
         self.suspended = 0
+        self._taken_off: List[Any] = []
         self.owner: Any = None
         self._finder = Finder(n, self.key)
         self.root: Optional[Callable[[], Any]] = None
@@ -149,6 +151,22 @@ class Tracker(TorchFunctionMode):
         self._marks: Dict[int, Mark] = {}
         for x, placement in inputs:
             self._place(x, placement)
+
+    def suspend(self) -> None:
+        """Stop watching: a layer is called that is looked at as a whole."""
+        self.suspended += 1
+        top = torch._C._len_torch_function_stack() - 1
+        # what is not on the stack costs nothing
+        if top >= 0 and torch._C._get_function_stack_at(top) is self:
+            self._taken_off.append(torch._C._pop_torch_function_stack())
+        else:
+            self._taken_off.append(None)
+
+    def resume(self) -> None:
+        """Go on as before the layer was called."""
+        self.suspended -= 1
+        if self._taken_off.pop() is not None:
+            torch._C._push_on_torch_function_stack(self)
 
     # ----------------------------------------------------------------- every operation
 
@@ -160,7 +178,7 @@ class Tracker(TorchFunctionMode):
         kwargs: Optional[Dict[str, Any]] = None,
     ) -> Any:
         """Run an operation; remember what matters of it."""
-        if torch.compiler.is_dynamo_compiling():
+        if is_dynamo_compiling():
             run = Tracker.__torch_function__
             return untraced(run, self, func, types, args, kwargs)
         kind = _KINDS.get(func) or _kind_of(func)
@@ -169,7 +187,7 @@ class Tracker(TorchFunctionMode):
             return func(*args, **kwargs)
         data: List[Tensor] = []
         constants: List[Tensor] = []
-        key = [func, self.n, torch.is_grad_enabled()]
+        key = [func, self.n, is_grad_enabled()]
         self._look(args, key, data, constants)
         if kwargs:
             key += kwargs
@@ -204,7 +222,7 @@ class Tracker(TorchFunctionMode):
                 elif needs_gradient:
                     constants.append(x)
                 shape = FORGET if x.is_nested else x.shape
-                key += (shape, placement, needs_gradient, x.dtype)
+                key.append((shape, placement, needs_gradient, x.dtype))
             elif kind is tuple or kind is list:
                 key += (kind, len(x))
                 self._look(x, key, data, constants)
@@ -279,7 +297,7 @@ class Tracker(TorchFunctionMode):
         key: Tuple,
     ) -> Any:
         name, pairs, since = kind.name, None, 0
-        if constants and torch.is_grad_enabled():
+        if constants and is_grad_enabled():
             since = torch._C._autograd._get_sequence_nr()
             args, kwargs, pairs = self._stand_in(kind, args, kwargs, constants)
         written = args[0] if kind.writes and args else None
@@ -294,6 +312,11 @@ class Tracker(TorchFunctionMode):
         saved: List[Any] = []
         if pairs is None:
             out = func(*args, **kwargs)
+            if type(out) is Tensor and not (kind.writes or kind.is_loss):
+                placement = self._finder.recall_layout(key, out)
+                if placement is not None:  # the most frequent case
+                    self._place(out, placement)
+                    return out
         else:
             out, saved = saved_tensors.run(func, args, kwargs)
         result = written if out is None and name == "__setitem__" else out

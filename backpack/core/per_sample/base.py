@@ -105,7 +105,18 @@ class PerSample(ABC):
                 "gradients are not defined. Axis 0 must be the batch in every call: "
                 "keep the samples there, or give each call a parameter of its own."
             )
-        return Dense(self.individual() + other.individual(), self.shape)
+        return Dense(other.added_to(self.individual()), self.shape)
+
+    def added_to(self, products: Tensor) -> Tensor:
+        """Add these products to others.
+
+        Args:
+            products: Products of shape ``[V, N, *p]``, which may be overwritten.
+
+        Returns:
+            The sum of both.
+        """
+        return products + self.individual()
 
     def individual(self) -> Tensor:
         """Form all products.

@@ -8,6 +8,7 @@ import torch
 from einops import einsum
 from torch import Tensor
 
+from backpack.core.fast.memory import may_write
 from backpack.core.per_sample.base import Gather, PerSample
 from backpack.core.per_sample.sums import chunks, scaled
 from backpack.utils.types import full_precision
@@ -43,7 +44,7 @@ class Rows(PerSample):
 
     def merge(self, other: PerSample) -> PerSample:  # noqa: D102
         if not isinstance(other, Rows) or self.batch_size != other.batch_size:
-            return super().merge(other)
+            return other.merge(self)  # rows are added to what is there
         ids = torch.cat([self.ids, other.ids], dim=1)
         valid = torch.cat([self.valid, other.valid], dim=1)
         return Rows(ids, torch.cat([self.b, other.b], dim=2), self.shape, valid)
@@ -75,13 +76,19 @@ class Rows(PerSample):
         return counts.index_add(0, ids, means.pow(2))
 
     def block(self, samples: slice) -> Tensor:  # noqa: D102
-        ids, b = self.ids[samples], self.b[:, samples]
-        (v, n), (vocabulary, _) = b.shape[:2], self.shape
-        offsets = vocabulary * torch.arange(n, device=ids.device)
-        rows = (ids + offsets.unsqueeze(1)).flatten()
-        out = b.new_zeros(v, n * vocabulary, b.shape[-1])
-        out = out.index_add(1, rows, b.flatten(1, 2))
-        return out.reshape(v, n, *self.shape)
+        is_all = len(range(self.batch_size)[samples]) == self.batch_size
+        part = self if is_all else self.select(samples)
+        shape = part.num_columns, part.batch_size, *self.shape
+        return part.added_to(self.b.new_zeros(shape))
+
+    def added_to(self, products: Tensor) -> Tensor:  # noqa: D102
+        if products.dtype != self.dtype:
+            return super().added_to(products)
+        offsets = self.shape[0] * torch.arange(len(self.ids), device=self.ids.device)
+        rows = (self.ids + offsets.unsqueeze(1)).flatten()
+        flat, b = products.flatten(1, 2), self.b.flatten(1, 2)
+        add = flat.index_add_ if may_write() else flat.index_add
+        return add(1, rows, b).view(products.shape)
 
     def summed(self) -> Tensor:  # noqa: D102
         out = self.b.new_zeros(self.num_columns, *self.shape)

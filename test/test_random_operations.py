@@ -253,6 +253,7 @@ SEQUENCES: Dict[str, Leaf] = {
         torch.cat([m.table[i - 1][:2].expand(len(x), 2, D), x], 1),
     ),
     "gru": lambda m, x, i: time_first(x, lambda z: m.gru(z)[0]),
+    "positions-gru": lambda m, x, i: x + m.gru(m.table[i][: x.shape[1], None])[0][:, 0],
     "conv": lambda m, x, i: m.conv(x.mT).mT.tanh(),
     "functional-conv": lambda m, x, i: F.conv1d(
         x.mT, torch.stack([m.w[i], m.w[i - 1], m.w[i]], -1), padding="same"
@@ -767,6 +768,9 @@ FOUND = {
     "nothing-of-one-sample": Spec([Step("experts", "linear", 0)], None, "mse", 1, 1),
     "no-expression-of-one-sample": Spec(
         [Step("experts", "adapter", 0)], None, "mse", 1, 1
+    ),
+    "recurrent-constant-beside-one-sample": Spec(
+        [Step("stay", "positions-gru", 0)], None, "mse", 1, 3
     ),
     "no-shift-of-one-sample": Spec(
         [Step("uneven-parts", "shift", 0)], None, "mse", 1, 1

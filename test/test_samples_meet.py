@@ -147,6 +147,10 @@ COUPLINGS: Dict[str, Tuple[Callable, str]] = {  # of x [N, D], and what is named
     "quantile-of-numbers": (lambda m, x: x - x.nanquantile(0.3, 0), r"quantile|sub"),
     "larger-number": (lambda m, x: x + torch.fmax(x, x.roll(1, 0)), r"fmax|add"),
     "smaller-number": (lambda m, x: x + torch.fmin(x, x.flip(0)), r"fmin|add"),
+    "larger-number-of-every-other": (  # of those with one bit in common
+        lambda m, x: x + torch.fmax(x, x.roll(2, 0)),
+        r"fmax|add",
+    ),
     "rank": (lambda m, x: x - x.kthvalue(2, 0).values, r"kthvalue|sub"),
     "renormalized": (lambda m, x: x.renorm(2, 1, 0.1), r"renorm"),
     "as-strided": (  # which rows these are, only strides tell

@@ -114,7 +114,7 @@ def _takes_samples(module: Module, args: Tuple, tracker: Optional[Tracker]) -> b
             if known is None or known.placement is None:
                 return False  # a parameter
             places.append((h, 1, known.placement))
-    return x.dim() == 3 and all(
+    return all(
         y.shape[axis] == n
         and (placement is not None if n == 1 else placement == Layout(axis, 1))
         for y, axis, placement in places

@@ -269,3 +269,33 @@ def test_statistics_that_move(name: str) -> None:
     with backpack(BatchGrad(), BatchL2Grad(), DiagGGNExact()):
         value.backward()
     assert_fields(model, ["BatchGrad", "BatchL2Grad", "DiagGGNExact"], reference(row))
+
+
+FIRST_LAYERS = {
+    "layer": lambda: nn.Sequential(nn.BatchNorm1d(D), nn.Linear(D, 2)),
+    "function": lambda: Lambda(
+        lambda m, x: m.f(
+            F.batch_norm(
+                *(x, m.n.running_mean, m.n.running_var, m.n.weight, m.n.bias),
+                training=m.n.training,
+            )
+        ),
+        n=nn.BatchNorm1d(D),
+        f=nn.Linear(D, 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FIRST_LAYERS)
+def test_statistics_that_move_in_place(name: str) -> None:
+    """The same in place, where autograd does not look at them: in the first layer."""
+    row = Row(FIRST_LAYERS[name], randn(D))
+    model, loss, X = row.build()
+    model, loss = extend(model), extend(loss)
+    value = row.run(model, loss, X)
+    model.train()
+    model(X[0] * 3 + 1)
+    model.eval()
+    with backpack(BatchGrad(), BatchL2Grad()):
+        value.backward()
+    assert_fields(model, ["BatchGrad", "BatchL2Grad"], reference(row))

@@ -96,7 +96,7 @@ def note(outputs: Iterable[Any], saved: List[Saved]) -> None:
         outputs: What came out.
         saved: What was saved.
     """
-    for x in outputs if saved else ():
+    for x in outputs:
         if isinstance(x, Tensor) and x.grad_fn is not None:
             x.grad_fn.metadata.setdefault(SAVED, []).extend(saved)
 

@@ -196,7 +196,8 @@ class Tracker(TorchFunctionMode):
             if not constants:
                 return func(*args, **kwargs)
             out, saved = saved_tensors.run(func, args, kwargs)
-            saved_tensors.note(tree_leaves(out), saved)
+            if saved:
+                saved_tensors.note(tree_leaves(out), saved)
             return out
         if kind.opened is not None and constants:
             with self:

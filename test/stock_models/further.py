@@ -350,7 +350,7 @@ OTHERS = [
         five_tokens,
         logits,
     ),
-    Row("Mixed", "SigLIP", siglip, image_and_text, both_embeddings),
+    Row("Mixed", "SigLIP (two towers)", siglip, image_and_text, both_embeddings),
     Row("Mixed", "BLIP", blip, image_and_text, logits),
     Row("Mixed", "LLaVA", llava, image_in_text, shifted),
     Row(
@@ -365,7 +365,7 @@ OTHERS = [
     Row("Mixed", "PatchTST", patch_tst, series, lambda out: out.prediction_logits),
     Row(
         "Mixed",
-        "SigLIP",
+        "SigLIP (two towers)",
         siglip,
         contrasted,
         both_embeddings,

@@ -23,6 +23,7 @@ from backpack.core.fast import tuning
 from backpack.core.fast.memory import huge_empty
 from backpack.engine.graph import describe, leaves_behind
 from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.secondorder.walk import without_autocast
 from backpack.utils.parallel import is_parallel
 
 NO_TENSORS = (
@@ -130,7 +131,9 @@ class CompiledStep:
         _check_hooks(leaves)
         with torch.no_grad():
             memory = {i: huge_empty(*kind) for i, kind in graph.large.items()}
-            numbers = list(graph.run(*tensors, *graph.lifted, *memory.values()))
+            args = *tensors, *graph.lifted, *memory.values()
+            with without_autocast(args[0]):  # the graph has its casts
+                numbers = list(graph.run(*args))
             if self._copies:
                 numbers = [x if x is None else x.clone() for x in numbers]
             for i, x in memory.items():
@@ -210,10 +213,15 @@ def _kept(ext: BackpropExtension) -> Dict[str, Any]:
 
 def _kinds(tensors: Tuple[Tensor, ...]) -> Tuple:
     """Describe arguments, and PyTorch's switches, as far as operations depend on it."""
+    devices = sorted({"cpu", "cuda", *(x.device.type for x in tensors)})
     switches = (
         torch.is_grad_enabled(),
         torch.get_default_dtype(),
-        *(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")),
+        *(
+            torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+            for device in devices
+            if torch.amp.is_autocast_available(device)
+        ),
     )
     return switches + tuple(
         (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in tensors
@@ -278,11 +286,13 @@ def _as_before(modules: Dict[Module, None]) -> Iterator[None]:
         note(module)
     handle = register_module_forward_pre_hook(look)
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    torch.clear_autocast_cache()  # what is cast outside must not be taken for data
     try:
         with torch.random.fork_rng(devices):
             yield
     finally:
         handle.remove()
+        torch.clear_autocast_cache()
         with torch.no_grad():
             for _, _, x, value in before:
                 x.copy_(value)

@@ -11,14 +11,13 @@ from datetime import timedelta
 from functools import lru_cache
 from itertools import count
 from multiprocessing.connection import Connection, wait
-from tempfile import TemporaryDirectory
 from typing import Any, Callable, List, Tuple
 
 import pytest
 import torch
 from torch import distributed, multiprocessing
 
-MOST = 3
+HOST, MOST = "127.0.0.1", 3
 NAMES = count()
 
 needs_gloo = pytest.mark.skipif(
@@ -27,22 +26,23 @@ needs_gloo = pytest.mark.skipif(
 )
 
 
-def _serve(rank: int, folder: str, pipe: Connection) -> None:
+def _serve(rank: int, port: int, pipe: Connection) -> None:
     """Do what is asked for, in a group of as many processes as are asked for."""
     torch.set_num_threads(1)
+    store = distributed.TCPStore(HOST, port, is_master=False)
     with suppress(EOFError):
         while True:
             name, world, function, args = pipe.recv()
             distributed.init_process_group(
                 "gloo",
-                init_method=f"file://{folder}/{name}",
+                store=distributed.PrefixStore(name, store),
                 rank=rank,
                 world_size=world,
                 timeout=timedelta(minutes=5),
             )
             try:
                 answer = True, function(rank, *args)
-            except Exception:
+            except BaseException:  # noqa: B036, those of pytest are no exceptions
                 answer = False, traceback.format_exc()
             # tensors by their numbers: what is shared would need this process
             pipe.send_bytes(pickle.dumps(answer))
@@ -50,12 +50,14 @@ def _serve(rank: int, folder: str, pipe: Connection) -> None:
 
 
 @lru_cache(maxsize=None)
-def _start() -> Tuple[Callable[[], None], List[Connection]]:
-    """Start the processes; return what ends them, and how to talk to them."""
-    folder, context = TemporaryDirectory(), multiprocessing.get_context("spawn")
+def _start() -> Tuple[Callable[[], None], Any, List[Connection]]:
+    """Start the processes; return what ends them, where they meet, how to ask them."""
+    # where processes meet outlives each of their groups
+    store = distributed.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe() for _ in range(MOST)]
     processes = [
-        context.Process(target=_serve, args=(rank, folder.name, pipe), daemon=True)
+        context.Process(target=_serve, args=(rank, store.port, pipe), daemon=True)
         for rank, (_, pipe) in enumerate(pipes)
     ]
     for process, (_, pipe) in zip(processes, pipes):
@@ -66,10 +68,9 @@ def _start() -> Tuple[Callable[[], None], List[Connection]]:
         for process in processes:
             process.terminate()
             process.join()
-        folder.cleanup()
 
     atexit.register(stop)
-    return stop, [pipe for pipe, _ in pipes]
+    return stop, store, [pipe for pipe, _ in pipes]
 
 
 @lru_cache(maxsize=None)
@@ -87,9 +88,10 @@ def in_processes(world: int, function: Callable[..., Any], *args: Any) -> List[A
     Raises:
         RuntimeError: If one of them fails. All are ended, and start anew next time.
     """
-    stop, pipes = _start()
+    stop, _, pipes = _start()
     answers: List[Any] = [None] * world
-    waiting, name = {pipe: rank for rank, pipe in enumerate(pipes[:world])}, next(NAMES)
+    waiting = {pipe: rank for rank, pipe in enumerate(pipes[:world])}
+    name = str(next(NAMES))
     for pipe in waiting:
         pipe.send((name, world, function, args))
     try:

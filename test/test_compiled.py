@@ -344,6 +344,27 @@ def test_changes(change: str):
         assert_agrees(found, expected, change)
 
 
+def test_autocast():
+    """A step is recorded anew for each type that autocast runs operations in."""
+    step, ext = Step(), make("BatchGrad")
+    step.model.float()
+    step.data = step.data[0].float(), step.data[1]
+    run, found = step.traced(ext), {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            for _ in range(2):
+                run(*step.data)
+                found[dtype] = step.taken(ext)
+                step.plain(ext)
+                for name, expected in step.taken(ext).items():
+                    assert torch.equal(found[dtype][name], expected), name
+                for param in step.model.parameters():
+                    param.data *= 1.5
+                torch.clear_autocast_cache()  # as at the end of each context
+    weights = [results["0.weight.grad"] for results in found.values()]
+    assert not any(torch.equal(weights[i], weights[i - 1]) for i in range(3))
+
+
 def looks(X: Tensor) -> Tensor:
     """Depend on a number."""
     return X * X.sum().item()

@@ -1424,7 +1424,7 @@ def test_autocast(ext: Callable, inside: bool):
     layers = [
         *(nn.Conv1d(2, 4, 2), nn.BatchNorm1d(4).eval(), nn.Tanh(), nn.Flatten()),
         *(nn.Linear(8, 4), nn.LayerNorm(4), nn.Softmax(1), nn.GELU()),
-        *([Mixed()] if ext is not PCHMP else []),
+        *([Mixed(), Scaled()] if ext is not PCHMP else []),
         nn.Linear(4, 3),
     ]
     exact = randomize(Sequential(*layers))
@@ -1449,6 +1449,19 @@ def test_autocast(ext: Callable, inside: bool):
         for right, result in zip(a, b) if isinstance(a, list) else [(a, b)]:
             assert result.dtype == torch.float32
             assert (right - result).norm() < 0.2 * right.norm() + 1e-6
+
+
+class Scaled(Module):
+    """A module without a rule, whose output is more precise than what is inside."""
+
+    def __init__(self):
+        """Create the parameters."""
+        super().__init__()
+        self.weight, self.scale = (nn.Parameter(torch.rand(4, 4)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply, and scale the result."""
+        return x + (x @ self.weight) * self.scale.sum(0)
 
 
 class Mixed(Module):

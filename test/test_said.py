@@ -674,16 +674,23 @@ CHECKED: Dict[str, Row] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str
+)
 @pytest.mark.parametrize("ext", [BatchGrad, BatchL2Grad, DiagGGNExact])
 @pytest.mark.parametrize("name", CHECKED)
 def test_no_false_alarm(name: str, ext: type, dtype: torch.dtype) -> None:
-    """``check=True`` is silent about what is right, also where gradients are zero."""
-    row = CHECKED[name]
+    """``check=True`` is silent about what is right, also where gradients are zero.
+
+    With bfloat16, this is the type that autocast runs operations in.
+    """
+    row, casts = CHECKED[name], dtype == torch.bfloat16
+    dtype = torch.float32 if casts else dtype
     model, loss, X = row.build()
     model, loss = extend(model.to(dtype)), extend(loss)
     X = tuple(x.to(dtype) if x.is_floating_point() else x for x in X)
-    value = row.run(model, loss, X)
+    with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+        value = row.run(model, loss, X)
     with backpack(ext(), check=True):
         value.backward()
     for p in model.parameters():

@@ -9,7 +9,7 @@ differentiated by autograd in all of these inputs at once.
 from __future__ import annotations
 
 from functools import reduce
-from typing import Any, Iterable, List, Sequence, Tuple
+from typing import Any, Iterable, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -63,19 +63,26 @@ def freeze(module: Layer) -> Layer:
     return freeze_at(module, stored_inputs(module), module.output)
 
 
-def freeze_at(module: Module, inputs: Sequence[Any], output: Tensor) -> Module:
+def freeze_at(
+    module: Module,
+    inputs: Sequence[Any],
+    output: Tensor,
+    precision: Optional[torch.dtype] = None,
+) -> Module:
     """Copy a module such that the copy keeps the inputs and the output of a call.
 
     Args:
         module: The module.
         inputs: The call's inputs.
         output: Its output.
+        precision: Type that operations inside were run in, if the output's does not
+            tell. Default: ``None``.
 
     Returns:
         The copy, see :func:`freeze`.
     """
     stored = {f"input{i}": _frozen(x) for i, x in enumerate(inputs)}
-    stored["output"] = output.detach()
+    stored["output"], kind = output.detach(), precision or output.dtype
     halves = {name: x for name, x in stored.items() if _is_half(x)}
     if halves:
         own = [p for p in (*module.parameters(), *inputs) if isinstance(p, Parameter)]
@@ -83,7 +90,7 @@ def freeze_at(module: Module, inputs: Sequence[Any], output: Tensor) -> Module:
         types = [x.dtype for x in floats if x.is_floating_point()]
         widest = reduce(torch.promote_types, types) if types else output.dtype
         stored.update((name, as_type(x, widest)) for name, x in halves.items())
-    return scratch_copy(module, **stored, **{_FROZEN: True, OUTPUT_TYPE: output.dtype})
+    return scratch_copy(module, **stored, **{_FROZEN: True, OUTPUT_TYPE: kind})
 
 
 def _is_half(x: Any) -> bool:

@@ -36,6 +36,7 @@ from backpack.engine.uses import Entry, Use, listen
 from backpack.utils.hooks import name_module, no_op, warn_user
 from backpack.utils.parallel import is_parallel, move_to_shards, refuse_parts
 from backpack.utils.state import State, may_look
+from backpack.utils.types import full_precision
 
 MODIFIED_LOSS = (
     "The loss was modified after {module}: the gradient at its output is {factor}, not "
@@ -97,7 +98,7 @@ class BackwardPass:
         """  # noqa: DAR401
         self.state = current
         self._separating = [x for x in current.active_exts if x.separates_samples]
-        self._keeps_io = current.keeps_io
+        self._keeps_io, self._creates_graph = current.keeps_io, creates_graph
         self._check = Check(self) if current.check else None
         self.met_loss, self._begins_with_one = False, begins_with_one and bool(roots)
         self.walked: Set[Any] = set()
@@ -122,7 +123,6 @@ class BackwardPass:
             current.report.begin(current.active_exts)
         self.kept: Dict[Any, Any] = {}
         self.reductions: List[Optional[str]] = []
-        self._creates_graph = creates_graph
         self._idle: Dict[Call, List[Node]] = {}
         if (current.active_exts or not current.gradient) and roots:
             self.inspection = Inspection(roots)
@@ -391,20 +391,22 @@ class BackwardPass:
             self._own[use] = use.products(self._gradients[use], self.nodes(use))
         return self._own[use]
 
-    def size_of_terms(self, use: Use) -> float:
+    def size_of_terms(self, use: Use) -> Tuple[float, float]:
         """Estimate the size of the terms that a use's gradients are sums of.
 
         Args:
             use: The use.
 
         Returns:
-            Sum of the absolute values of its cotangents, times the largest operand.
+            Sum of its cotangents' absolute values, times the largest operand; and eps.
         """
-        size = sum(float(g.abs().sum()) for g in self._gradients[use] if g is not None)
+        given = [g for g in self._gradients[use] if g is not None]
+        size = sum(float(full_precision(g).abs().sum()) for g in given)
+        eps = max((torch.finfo(g.dtype).eps for g in given), default=0.0)
         data = None if use.operation is None else use.operation.data
         if data is None or not data.is_floating_point() or not data.numel():
-            return size
-        return size * max(1.0, float(data.abs().max()))
+            return size, eps
+        return size * max(1.0, float(data.abs().max())), eps
 
     def nodes(self, use: Use) -> Dict[int, Tuple[Node, int]]:
         """Return where a use's outputs sit in the graph.

@@ -45,7 +45,7 @@ class Check:
             backward_pass: The backward pass that is running.
         """
         self._sums: Dict[Tensor, Tensor] = {}
-        self._sizes: Dict[Tensor, float] = {}
+        self._sizes: Dict[Tensor, Tuple[float, float]] = {}
         self._gradients: Dict[Tensor, Tensor] = {}
         self._handles: List[RemovableHandle] = []
 
@@ -76,7 +76,7 @@ class Check:
         wrong = [
             param
             for param, gradient in self._gradients.items()
-            if not _close(self._sums[param], gradient, self._sizes[param])
+            if not _close(self._sums[param], gradient, *self._sizes[param])
         ]
         if wrong:
             raise RuntimeError(CHECK_FAILED.format(names=describe(wrong)))
@@ -160,10 +160,10 @@ def _reaches_others(use: Any, index: int, g: Tensor, bit: int, wanted: int) -> b
     return bool((others & (g.reshape(shape).nan_to_num() != 0)).any())
 
 
-def _close(result: Tensor, expected: Tensor, size: float) -> bool:
+def _close(result: Tensor, expected: Tensor, size: float, eps: float) -> bool:
     """Compare up to rounding errors; NaN and infinity equal themselves."""
     expected = expected.to_dense() if expected.is_sparse else expected
-    tolerance = torch.finfo(expected.dtype).eps ** 0.5
+    tolerance = max(eps, torch.finfo(expected.dtype).eps) ** 0.5
     finite = expected[expected.isfinite()]
     scale = float(finite.abs().max()) if finite.numel() else 1.0
     scale = max(scale, size)

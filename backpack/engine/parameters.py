@@ -231,16 +231,15 @@ class ParameterTurn:
                 product.plain.keeps_total = running.is_left_out(param)
         return self._gradients
 
-    def size_of_terms(self) -> float:
+    def size_of_terms(self) -> Tuple[float, float]:
         """Estimate the size of the terms that gradients are sums of.
 
         Returns:
-            Sum of the absolute values of all cotangents and their factors.
+            Sum of the absolute values of all cotangents and their factors; precision of
+            the coarsest.
         """
-        total = 0.0
-        for use in self.group.uses:
-            total += self.backward_pass.size_of_terms(use)
-        return total
+        sizes = [self.backward_pass.size_of_terms(use) for use in self.group.uses]
+        return sum(size for size, _ in sizes), max(eps for _, eps in sizes)
 
     def columns(self, ext: Any) -> Iterator[Tuple[Tensor, Any]]:
         """Compute an extension's values from what losses have pulled back.

@@ -12,6 +12,7 @@ import weakref
 from functools import lru_cache
 from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.nn import Module
@@ -46,6 +47,7 @@ class Call:
         output_versions: What grows with each modification of them in place.
         training: Whether the module was in training mode.
         output_shapes: Their shapes, which are remembered.
+        precision: Type that autocast ran operations in; ``None`` without autocast.
         parameters: The tensors in the place of the module's own parameters, by (dotted)
             name, and of those of modules inside that were not called themselves; for
             an operation that the converter made a module, its arguments.
@@ -72,6 +74,7 @@ class Call:
     placement: Any = None
     placements: Any = None
     n = 0
+    precision: Optional[torch.dtype] = None
     graphless: Iterable[Module] = ()
     inside: Sequence[weakref.ref] = ()
     arguments: Sequence[Any] = ()
@@ -129,6 +132,10 @@ class Call:
         self.output_versions = [x._version for x in outputs]
         self._returned = list(map(weakref.ref, outputs))  # they own this call
         self.output_shapes = [out.shape for out in outputs]
+        device = outputs[0].device.type if outputs else "cpu"
+        if torch.amp.is_autocast_available(device):
+            if torch.is_autocast_enabled(device):
+                self.precision = torch.get_autocast_dtype(device)
 
     @property
     def input_requires_grad(self) -> bool:

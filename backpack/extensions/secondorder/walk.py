@@ -61,7 +61,8 @@ def freeze_call(turn: Turn) -> Module:
         Copy of the module, see :func:`freeze`.
     """
     call = turn.call
-    frozen = freeze_at(call.module, call.arguments, call.outputs[0])
+    output, precision = call.outputs[0], call.precision
+    frozen = freeze_at(call.module, call.arguments, output, precision)
     if call.unchanged_outputs()[0] is None and not _repeats(turn):
         frozen.__dict__[stored.OVERWRITTEN] = True
     return frozen

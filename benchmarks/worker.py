@@ -216,9 +216,9 @@ def with_backpack(order: Dict[str, Any]) -> Task:
 def with_opacus(order: Dict[str, Any]) -> Task:
     """Make the task that reduces individual gradients from Opacus.
 
-    Norms and clipped sums are computed without them where Opacus can, by ghost clipping:
-    where no parameter has several names. Opacus wants a batch axis at each layer, so
-    that positions are looked up for each sample.
+    Norms and clipped sums are computed without them where Opacus can, by ghost
+    clipping: where no parameter has several names. Opacus wants a batch axis at each
+    layer, so that positions are looked up for each sample.
 
     Args:
         order: Says which problem, batch size, device and quantity.

@@ -45,12 +45,14 @@ from backpack.extensions import (
     BatchJacobian,
     BatchL2Grad,
     BatchProjectGrad,
+    ClippedGrad,
     DiagGGNExact,
     DiagGGNMC,
     SqrtGGNExact,
     SqrtGGNMC,
     SumGradSquared,
     Variance,
+    WeightedGrad,
 )
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.secondorder.columns import Source
@@ -115,16 +117,20 @@ class Reference:
             self._cache[key] = function()
         return self._cache[key]
 
-    def gradients(self, quantity: str) -> Values:
+    def gradients(self, quantity: str, **options: Any) -> Values:
         """Compute a first-order quantity.
 
         Args:
             quantity: Its name in the oracle.
+            **options: Its options.
 
         Returns:
             Its value by parameter.
         """
-        return self._once(quantity, lambda: oracle.oracle(quantity, *self.problem))
+        return self._once(
+            f"{quantity} {options}",
+            lambda: oracle.oracle(quantity, *self.problem, **options),
+        )
 
     def by_sample(self, columns: Tensor) -> Tensor:
         """Arrange columns at a loss input that has several rows for each sample.
@@ -310,8 +316,8 @@ class Quantity(NamedTuple):
     convert: Callable[[Any, Any], Tuple[Any, Any]] = lambda value, right: (value, right)
 
 
-def _of_gradients(name: str) -> Expected:
-    return lambda ref, _: ref.gradients(name)
+def _of_gradients(name: str, **options: Any) -> Expected:
+    return lambda ref, _: ref.gradients(name, **options)
 
 
 def _of_columns(function: Callable[[Tensor], Tensor]) -> Expected:
@@ -353,12 +359,19 @@ def in_basis(value: List[Tensor], products: Tensor) -> Tuple[Any, Any]:
     return value[-1], rows.pow(2).sum(0)
 
 
+MAX_NORM = 0.2
+CLIPPED = _of_gradients("weighted_sum", weights=partial(oracle.clip, max_norm=MAX_NORM))
+
 QUANTITIES: Dict[str, Quantity] = {
     "BatchGrad": Quantity(BatchGrad, _of_gradients("batch_grad")),
     "BatchL2Grad": Quantity(BatchL2Grad, _of_gradients("batch_l2")),
     "SumGradSquared": Quantity(SumGradSquared, _of_gradients("sum_grad_squared")),
     "Variance": Quantity(Variance, _of_gradients("variance")),
     "BatchDotGrad": Quantity(BatchDotGrad, _of_gradients("batch_dot")),
+    "BatchDotGrad-other": Quantity(
+        lambda: BatchDotGrad(other=oracle.ByShape(oracle.others)),
+        _of_gradients("batch_dot_other"),
+    ),
     "BatchFactors": Quantity(
         BatchFactors,
         _of_gradients("batch_grad"),
@@ -370,6 +383,14 @@ QUANTITIES: Dict[str, Quantity] = {
     ),
     "WeightedGrad": Quantity(
         partial(make_extension, "WeightedGrad"), _of_gradients("weighted_sum")
+    ),
+    "WeightedGrad-dots": Quantity(
+        lambda: WeightedGrad(lambda dots: dots.sum(1), of="dots"),
+        _of_gradients("weighted_sum", weights=oracle.by_dots),
+    ),
+    "ClippedGrad": Quantity(lambda: ClippedGrad(MAX_NORM), CLIPPED),
+    "ClippedGrad-replaces": Quantity(
+        lambda: ClippedGrad(MAX_NORM, replace_grad=True), CLIPPED
     ),
     "BatchJacobian": Quantity(  # in any order of features
         BatchJacobian,
@@ -398,6 +419,11 @@ QUANTITIES: Dict[str, Quantity] = {
     "KFLR-expand": Quantity(lambda: KFLR(weight_sharing="expand"), _factors("expand")),
     "EKFAC-expand": Quantity(
         lambda: EKFAC(fisher_type="exact"), _of_columns(lambda p: p), in_basis
+    ),
+    "EKFAC-reduce": Quantity(
+        lambda: EKFAC(mc_samples=2, weight_sharing="reduce"),
+        _of_columns(lambda p: p),
+        in_basis,
     ),
     "KFAC-reduce": Quantity(
         lambda: KFAC(mc_samples=2, weight_sharing="reduce"), _factors("reduce")
@@ -449,6 +475,32 @@ def drawn_by(ext: Any, recorded: Dict[Source, Tensor]) -> Optional[Tensor]:
     return columns
 
 
+def make(name: str) -> BackpropExtension:
+    """Create a quantity's extension, with a field of its own.
+
+    Args:
+        name: Name of the quantity.
+
+    Returns:
+        The extension.
+    """
+    extension = QUANTITIES[name].extension()
+    extension.savefield = name
+    return extension
+
+
+def field_of(extension: BackpropExtension) -> str:
+    """Tell where an extension's values are after a pass.
+
+    Args:
+        extension: The extension.
+
+    Returns:
+        The attribute of a parameter.
+    """
+    return "grad" if extension.replaces_gradient else extension.savefield
+
+
 def compute(
     model: Module,
     loss: Module,
@@ -456,6 +508,7 @@ def compute(
     y: Tuple,
     names: List[str],
     use_converter: bool = False,
+    gradient: bool = True,
 ) -> Results:
     """Compute quantities of all parameters with the library, in one backward pass.
 
@@ -466,30 +519,32 @@ def compute(
         y: Inputs of the loss after the prediction.
         names: Which quantities.
         use_converter: Whether the model is converted. Default: ``False``.
+        gradient: Whether the pass accumulates gradients. Default: ``True``.
 
     Returns:
         For each quantity its values by parameter, and the columns that were drawn.
     """
-    exts = {name: QUANTITIES[name].extension() for name in names}
+    exts = {name: make(name) for name in names}
+    if any(ext.replaces_gradient for ext in exts.values()):
+        model.zero_grad()
     model, loss = extend(model, use_converter=use_converter), extend(loss)
     value = loss(model(*X), *y)
-    with recorded_columns() as recorded, backpack(*exts.values()):
+    with recorded_columns() as recorded, backpack(*exts.values(), gradient=gradient):
         value.backward()
     results = {}
     for name, ext in exts.items():
         values = {
-            n: getattr(p, ext.savefield) for n, p in oracle.parameters(model).items()
+            n: getattr(p, field_of(ext)) for n, p in oracle.parameters(model).items()
         }
         second_order = ext.expects_backpropagation_quantities()
         results[name] = (values, drawn_by(ext, recorded) if second_order else None)
     return results
 
 
-# KFAC and KFLR save under the same name, whatever their options: two passes
-PASSES = (
-    [name for name in QUANTITIES if not name.endswith("-reduce")],
-    ["KFAC-reduce", "KFLR-reduce"],
-)
+# the second one accumulates no gradients
+BY_THEMSELVES = ["WeightedGrad-dots", "ClippedGrad", "BatchDotGrad-other"]
+BY_THEMSELVES += [name for name in QUANTITIES if name.endswith("-reduce")]
+PASSES = ([q for q in QUANTITIES if q not in BY_THEMSELVES], BY_THEMSELVES)
 
 
 UNBATCHED = [name for name, row in ARCHITECTURES.items() if row.unbatched]
@@ -524,7 +579,8 @@ def reference(architecture: str, unbatched: bool = False) -> Reference:
 @lru_cache(maxsize=2)
 def results(architecture: str, index: int) -> Results:
     """Run the library on an architecture, once for all quantities of a pass."""
-    return compute(*build(architecture, unbatched=False), PASSES[index])
+    problem = build(architecture, unbatched=False)
+    return compute(*problem, PASSES[index], gradient=not index)
 
 
 def assert_right(actual: Values, expected: Values, quantity: str) -> None:

@@ -23,6 +23,8 @@ from test_architectures import (
     Reference,
     assert_right,
     compute,
+    field_of,
+    make,
 )
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
@@ -1445,7 +1447,7 @@ def test_repetition_leaves_no_trace() -> None:
     value = extend(loss)(model(*X), *y)
     twin(model[0](*X))
     last = module.last
-    with backpack(*[QUANTITIES[name].extension() for name in DENSE]):
+    with backpack(*[make(name) for name in DENSE]):
         value.backward()
     assert module.times == twin.times and module.last is last
     for name, expected in twin.named_buffers():
@@ -1499,11 +1501,11 @@ def test_low_precision_model(dtype: torch.dtype) -> None:
     model, loss = extend(deepcopy(problem.model).to(dtype)), extend(problem.loss)
     value = loss(model(*[x.to(dtype) for x in problem.X]), *problem.y)
     names = [n for n in DENSE if "MC" not in n and n != "BatchFactors"]
-    with backpack(*[QUANTITIES[name].extension() for name in names], KFLR()):
+    with backpack(*[make(name) for name in names], KFLR()):
         value.backward()
     rtol = 20 * torch.finfo(dtype).eps
     for name in names:
-        field = QUANTITIES[name].extension().savefield
+        field = field_of(make(name))
         expected = QUANTITIES[name].expected(ref, None)
         for n, v in fields(model, field).items():
             assert v.dtype == dtype
@@ -1520,10 +1522,10 @@ def test_autocast() -> None:
     names = [n for n in DENSE if "MC" not in n and n != "BatchFactors"]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         value = loss(model(problem.X[0].float()), *problem.y)
-    with backpack(*[QUANTITIES[name].extension() for name in names]):
+    with backpack(*[make(name) for name in names]):
         value.backward()
     for name in names:
-        field = QUANTITIES[name].extension().savefield
+        field = field_of(make(name))
         expected = QUANTITIES[name].expected(ref, None)
         for n, v in fields(model, field).items():
             assert v.dtype == torch.float32

@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, Phase, example, given
 from hypothesis import seed as with_seed
 from hypothesis import settings
 from hypothesis import strategies as st
-from test_architectures import QUANTITIES, Reference, compute
+from test_architectures import BY_THEMSELVES, PASSES, QUANTITIES, Reference, compute
 from torch import Tensor, nn
 from torch.nn import Module, ModuleList, Parameter
 from torch.nn.utils.parametrizations import weight_norm
@@ -33,12 +33,13 @@ SEED = int(os.environ.get("BACKPACK_TEST_SEED", random.randrange(2**32)))
 
 DENSE = [name for name in QUANTITIES if "KF" not in name]
 EXPAND = ["KFAC-expand", "KFLR-expand", "EKFAC-expand"]
-REDUCE = ["KFAC-reduce", "KFLR-reduce"]
+REDUCE = ["KFAC-reduce", "KFLR-reduce", "EKFAC-reduce"]
 
 # Quantities that are linear in the cotangents; all others are quadratic.
 LINEAR = (
     *("BatchGrad", "BatchFactors", "BatchProjectGrad"),
-    *("BatchJacobian", "SqrtGGNMC", "WeightedGrad"),
+    *("BatchJacobian", "SqrtGGNMC", "WeightedGrad", "WeightedGrad-dots"),
+    *("ClippedGrad", "ClippedGrad-replaces", "BatchDotGrad-other"),
 )
 
 
@@ -487,19 +488,19 @@ def defined_factors(model: Module, has_positions: bool) -> bool:
 def check(spec: Spec) -> None:
     """Compare all quantities of a random problem."""
     model, loss, X, y = spec.build()
-    passes = [DENSE]
+    names = DENSE
     if defined_factors(model, spec.domain != "vector"):
-        passes = [DENSE + EXPAND, REDUCE]
+        names = DENSE + EXPAND + REDUCE
         if any(isinstance(m, nn.ConvTranspose2d) for m in model.modules()):
-            passes[0].remove(
-                "EKFAC-expand"
-            )  # its rows are those of a transposed weight
-    for names in passes:
-        model, loss, X, y = spec.build()
-        ref = Reference(*spec.build())
-        if is_saturated(ref):
-            continue
-        for name, (actual, drawn) in compute(model, loss, X, y, names).items():
+            # its rows are those of a transposed weight
+            names = [name for name in names if not name.startswith("EKFAC")]
+    ref = Reference(*spec.build())
+    if is_saturated(ref):
+        return
+    for some in PASSES:
+        picked, gradient = [q for q in some if q in names], some is not BY_THEMSELVES
+        results = compute(*spec.build(), picked, gradient=gradient)
+        for name, (actual, drawn) in results.items():
             assert_right(name, actual, QUANTITIES[name].expected(ref, drawn))
 
 

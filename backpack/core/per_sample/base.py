@@ -382,7 +382,8 @@ class Dense(PerSample):
 
     def weighted_sum(self, weights: Tensor) -> Tensor:  # noqa: D102
         products = full_precision(self.products)
-        return torch.einsum("vn...,n->v...", products, weights.to(products.dtype))
+        rows = products.reshape(*products.shape[:2], -1)
+        return (weights.to(rows.dtype) @ rows).reshape(-1, *self.shape)
 
 
 class Summed(Dense):

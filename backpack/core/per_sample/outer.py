@@ -73,6 +73,22 @@ def powers_of_two(a: Tensor) -> Optional[Tensor]:
     return torch.ldexp(torch.ones_like(size), exponents.clamp(-most, most))
 
 
+def is_exact(squares: Tensor) -> bool:
+    """Tell whether sums of squares can have lost nothing to the range of numbers.
+
+    Args:
+        squares: Sums of squares ``[*]``.
+
+    Returns:
+        Whether it is known that none is too small or too large.
+    """
+    if not squares.numel() or not may_look(squares):
+        return False
+    most = torch.finfo(squares.dtype).max ** 0.5
+    smallest, largest = map(float, squares.detach().aminmax())
+    return 1 / most <= smallest and largest <= most
+
+
 class Direct(NamedTuple):
     """How to form products without unfolding the inputs.
 
@@ -441,11 +457,15 @@ class Outer(PerSample):
     def summed(self) -> Tensor:  # noqa: D102
         if self._is_direct:
             return self._direct.form(self._direct.inputs, self._direct.cotangents, True)
+        return self._sum_of(self.b, self.a)
+
+    def _sum_of(self, b: Tensor, a: Tensor) -> Tensor:
+        """Sum outer products of factors of this kind: ``[V, *p]``."""
         if self.num_columns == self.positions == 1:  # which takes fewer steps
-            total = sums.sum_outer_products(self.b[0].squeeze(2), self.a.squeeze(2))
+            total = sums.sum_outer_products(b[0].squeeze(2), a.squeeze(2))
             return self.fold(total).unsqueeze(0)
-        b = rearrange(self.b, "v n g t p -> g (v p) (n t)")
-        a = rearrange(self.a, "n g t d -> g (n t) d")
+        b = rearrange(b, "v n g t p -> g (v p) (n t)")
+        a = rearrange(a, "n g t d -> g (n t) d")
         products = bmm(b, a).unflatten(1, (self.num_columns, -1))
         return self.fold(products.transpose(0, 1))
 
@@ -453,8 +473,8 @@ class Outer(PerSample):
         if self._is_direct:
             x, cotangents, form = self._direct
             return form(full_precision(x), sums.scaled(cotangents, weights, 1), True)
-        b = sums.scaled(self.b, weights, 1)
-        return self.like(lambda: full_precision(self.a), b).summed()
+        b, a = sums.scaled(self.b, weights, 1), full_precision(self.a)
+        return self._sum_of(b, a)
 
     def formed(self, for_dots: bool = False) -> PerSample:  # noqa: D102
         few = self.is_cheaper_as_factors(self) if for_dots else not self._norms_form
@@ -482,8 +502,11 @@ class Outer(PerSample):
 
     def sq_norms(self) -> Tensor:  # noqa: D102
         if self.positions == 1:
-            b = sums.sum_axis(sums.sum_of_squares(self._moderate_b(), 3), 0)
-            return sums.sum_axis(b * sums.sum_of_squares(self._moderate_a(), 2), 1)
+            a, b = sums.sum_of_squares(self.a, 2), sums.sum_of_squares(self.b, 3)
+            if not (is_exact(a) and is_exact(b)):
+                a = sums.sum_of_squares(self._moderate_a(), 2)
+                b = sums.sum_of_squares(self._moderate_b(), 3)
+            return sums.sum_axis(sums.sum_axis(b, 0) * a, 1)
         if self._norms_form:
             return super().sq_norms()
         return torch.cat([self._gram_norms(n) for n in self._gram_chunks()])
@@ -526,6 +549,10 @@ class Outer(PerSample):
                 return sums.sum_of_dots(flatten(self._collect(any_order=True), 2))
             return super().dots()
         other = self if other is None else other
+        if self.groups * self.positions * other.positions == 1:  # which is a view
+            gram_a = self._moderate_a()[:, 0, 0] @ other._moderate_a()[:, 0, 0].mT
+            b = self._moderate_b()[:, :, 0, 0] @ other._moderate_b()[:, :, 0, 0].mT
+            return sums.sum_axis(b, 0) * gram_a
         pattern = "n g t k, m g s k -> g n t m s"
         gram_a = einsum(self._moderate_a(), other._moderate_a(), pattern)
         columns = zip(self._moderate_b(), other._moderate_b())

@@ -279,5 +279,6 @@ class WeightedGrad(GradientReduction):
 
 def _sum(gradients: PerSample, weights: Tensor, factor: float) -> Tensor:
     """Sum individual gradients ``[1, N, *p]``, with weights and a factor."""
-    weights = weights.to(gradients.device) * factor
+    weights = weights.to(gradients.device)
+    weights = weights if factor == 1.0 else weights * factor
     return gradients.weighted_sum(weights).squeeze(0)

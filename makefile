@@ -153,7 +153,7 @@ release-check: $(VENV)/.installed-release ## Build wheel and sources; test both,
 	$(PYTHON) -m venv $(WHEEL_VENV)
 	$(WHEEL_VENV)/bin/python -m pip --disable-pip-version-check install --quiet \
 		--constraint $(CONSTRAINTS) dist/*.whl
-	cd dist && ../$(WHEEL_VENV)/bin/python -c "$$SMOKE_TEST"
+	cd dist && $(abspath $(WHEEL_VENV))/bin/python -c "$$SMOKE_TEST"
 	mkdir -p build/sources
 	tar -xzf dist/*.tar.gz -C build/sources --strip-components 1
 	cd build/sources && PYTHONPATH=$$PWD $(call PYTEST_IN,$(abspath $(VENV))) --light

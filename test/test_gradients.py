@@ -56,6 +56,31 @@ def sequence_net() -> Module:
     return nn.Sequential(*layers).to(F64)
 
 
+class Tied(nn.Module):
+    """A table of rows that is the last layer's weight, too; on 17 positions."""
+
+    def __init__(self):
+        """Make the layers."""
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.table = nn.Linear(2, 3), nn.Embedding(2, 3)
+        self.last = nn.Linear(3, 2)
+        self.last.weight = self.table.weight
+        self.to(F64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Use the table twice.
+
+        Args:
+            x: Inputs ``[N, T, 2]``.
+
+        Returns:
+            Outputs ``[N, T, 2]``.
+        """
+        rows = self.table((x[..., 0] > 0).long())
+        return self.last((self.first(x) + rows).tanh())
+
+
 def wide_net(channels: int = 40) -> Module:
     """Convolutions with more features than it takes for Gram matrices to pay.
 
@@ -294,6 +319,12 @@ PASSES = {
     "subsampling": Pass(lambda: [extensions.BatchGrad(subsampling=[0, 2])]),
     "a user's rule": Pass(custom),
     "sequence": Pass(model=sequence_net, shape=SEQUENCES),
+    **{
+        f"tied, {name}": Pass(
+            lambda name=name: [make_extension(name)], model=Tied, shape=SEQUENCES
+        )
+        for name in FIRST_ORDER
+    },
     "large": Pass(model=large_net, shape=VECTORS),
     "large, subsampling": Pass(
         lambda: [extensions.BatchGrad(subsampling=[0, 2])],

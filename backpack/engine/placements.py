@@ -9,13 +9,11 @@ function, shapes, placements and plain arguments.
 from __future__ import annotations
 
 from collections import OrderedDict
-from functools import partial
-from math import ceil, inf, log2, nan
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
 from backpack.core.layout import (
     FIRST,
@@ -25,13 +23,9 @@ from backpack.core.layout import (
     sample_numbers,
     simplify,
 )
+from backpack.engine.trials import MOVING, Trial
 
 _INDEXES = (torch.long, torch.int)  # types of numbers that pick rows
-
-# What replaces samples in trial runs
-NOT_A_NUMBER = (nan,)  # most operations return it wherever it went
-EXTREMES = (nan, inf, -inf)  # for those that leave it out, like `nansum` and `fmax`
-OTHER_NUMBERS = (None,)  # for those that fail, like decompositions: numbers close by
 
 FORGET: List[Any] = []  # makes a key that nothing is remembered by: it has no hash
 MARK = "_backpack_samples"  # attribute of a tensor that depends on the model's inputs
@@ -58,13 +52,6 @@ ROWWISE = frozenset("linear layer_norm rms_norm softmax log_softmax".split())
 # Operations that pick entries by the values of an operand: run on sample numbers
 SELECTING = frozenset(
     "__getitem__ index_select gather take_along_dim masked_select".split()
-)
-# Operations that move entries to where the values of an operand say
-MOVING = frozenset(
-    "index_add index_add_ index_copy index_copy_ index_fill index_fill_ scatter "
-    "scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_put "
-    "index_put_ __setitem__ repeat_interleave nonzero masked_scatter masked_scatter_ "
-    "unique bincount grouped_mm _grouped_mm where".split()
 )
 # Operations whose result's placement depends on values: never remembered
 BY_VALUE = (
@@ -350,10 +337,7 @@ class Finder:
             for x in flat
         ]
 
-        def call(new: List[Any]) -> Any:
-            new_args, new_kwargs = tree_unflatten(new, spec)
-            return func(*new_args, **new_kwargs)
-
+        trial = Trial(func, name, flat, spec, numbers, outs, n)
         if name in ("embedding", "__getitem__") and len(args) > 1:
             placement = self._looked_up(*args[:2])
             if placement is not None:
@@ -363,26 +347,15 @@ class Finder:
             if placement is not None:
                 return [placement], True
         if name in SELECTING and numbers[0] is not None:
-            return [simplify(call([numbers[0].contiguous(), *flat[1:]]), n)], True
+            picked = trial.call([numbers[0].contiguous(), *flat[1:]])
+            return [simplify(picked, n)], True
         if name == "as_strided":
             return [_in_memory(flat[0], numbers[0], outs[0], n)], True
         if name in POINTWISE and len(outs) == 1:
             combined = self._combined(data, outs[0])
             if combined is not None:
                 return [combined], True
-        kinds = [_is_inexact(x) for x, i in zip(flat, numbers) if i is not None]
-        probe = partial(self._probe, call, name, flat, numbers, outs)
-        found: List[Placement] = [None] * len(outs)
-        if True in kinds:
-            try:
-                found, hides = probe(NOT_A_NUMBER)
-            except Exception:  # an algorithm that needs numbers
-                return probe(OTHER_NUMBERS)[0], False
-            if hides:
-                return probe(EXTREMES)[0], False
-        if False in kinds and all(p is None for p in found):
-            found, _ = probe(NOT_A_NUMBER, True)
-        return found, True
+        return trial.find()
 
     def _looked_up(self, table: Any, ids: Any) -> Placement:
         """Tell where samples are in rows of a table that were picked by data."""
@@ -424,121 +397,9 @@ class Finder:
                     return Mixed("`embedding_bag`")
         return simplify(numbers[:, None].expand(out.shape), n)
 
-    def _probe(
-        self,
-        call: Callable,
-        name: str,
-        flat: List[Any],
-        numbers: List[Optional[Tensor]],
-        outs: Sequence[Tensor],
-        marks: Sequence[Optional[float]],
-        integers: bool = False,
-    ) -> Tuple[List[Placement], bool]:
-        """Run an operation on samples whose number has a bit, and on the others.
-
-        Returns:
-            A placement for each result; and whether NaN has not shown all that depends
-            on samples.
-        """
-        n = self.n
-        devices = {x.device for x in flat if isinstance(x, Tensor)}
-        cuda = [device for device in devices if device.type == "cuda"]
-
-        def run(
-            select: Optional[Callable[[Tensor], Tensor]], mark: Any
-        ) -> List[Tensor]:
-            new: List[Any] = []
-            with torch.random.fork_rng(cuda):
-                torch.manual_seed(0)
-                for x, i in zip(flat, numbers):
-                    if isinstance(x, Tensor):
-                        # a copy: nothing of the model's, like statistics, may change
-                        x = _finite(x.detach())
-                        if i is None and integers and _is_inexact(x):
-                            x = torch.rand_like(x)  # which entries are picked, shows
-                        elif i is not None and select is not None:
-                            x = _disturbed(x, select(i), mark, integers)
-                    new.append(x)
-                torch.manual_seed(0)
-                result = call(new)
-            result = new[0] if result is None else result
-            return [x for x in tree_flatten(result)[0] if isinstance(x, Tensor)]
-
-        by_nan = marks == NOT_A_NUMBER and not integers
-        exact = any(not _is_inexact(out) for out in outs)
-        asks = by_nan and name not in MOVING and any(x.requires_grad for x in outs)
-        plain = run(None, None) if asks or exact or not by_nan else None
-
-        def changed(select: Callable, some: Sequence[Any]) -> List[Tensor]:
-            """Tell which entries of each result a mark changes."""
-            found = [
-                torch.zeros(o.shape, dtype=torch.bool, device=o.device) for o in outs
-            ]
-            for mark in some:
-                for j, x in enumerate(run(select, mark)):
-                    shown = by_nan and mark is nan and _is_inexact(x)
-                    found[j] |= x.isnan() if shown else _differs(x, plain[j])
-            return found
-
-        got = [torch.zeros(o.shape, dtype=torch.long, device=o.device) for o in outs]
-        unseen = [torch.zeros(o.shape, dtype=torch.bool, device=o.device) for o in outs]
-        shown = [torch.zeros_like(x) for x in unseen]
-        mixed, hides = [False] * len(outs), False
-        for bit in range(max(1, ceil(log2(n))) if n > 1 else 1):
-            halves = [partial(_has_bit, bit, value) for value in (1, 0)]
-            ones, zeros = (changed(half, marks) for half in halves)
-            for j, (p, q) in enumerate(zip(ones, zeros)):
-                mixed[j] = mixed[j] or bool((p & q).any())
-                got[j] += p.long() << bit
-                unseen[j] |= ~(p | q)
-            for half, seen in zip(halves, (ones, zeros)) if asks and not bit else ():
-                for j, x in enumerate(changed(half, EXTREMES)):
-                    hides, shown[j] = hides or bool((x & ~seen[j]).any()), shown[j] | x
-        hides = hides or any(bool((x & y).any()) for x, y in zip(shown, unseen))
-        found: List[Placement] = []
-        for j, out in enumerate(outs):
-            selected = None
-            if not _is_inexact(out):
-                selected = _of_integers(call, flat, numbers, out, n)
-            if selected is not None:
-                found.append(selected)
-            elif mixed[j]:
-                found.append(Mixed(describe(name, flat, numbers)))
-            else:
-                placement = simplify(got[j].masked_fill(unseen[j], -1), n)
-                some = isinstance(placement, Tensor) and not _is_inexact(out)
-                if some and bool(unseen[j].any()) and _all_known(numbers):
-                    placement = None  # another number may give the same one: a constant
-                found.append(placement)
-        return found, hides
-
-
-def describe(name: str, flat: Sequence[Any], numbers: Sequence[Any]) -> str:
-    """Describe an operation for a message.
-
-    Args:
-        name: Its name.
-        flat: Its arguments.
-        numbers: Those that depend on samples are not ``None`` here.
-
-    Returns:
-        Name and shapes.
-    """
-    shapes = [list(x.shape) for x, i in zip(flat, numbers) if i is not None]
-    return f"`{name}` on {' and '.join(map(str, shapes))}"
-
-
-def _all_known(numbers: Sequence[Optional[Tensor]]) -> bool:
-    """Tell whether each entry of all operands belongs to a sample."""
-    return all(bool((i >= 0).all()) for i in numbers if i is not None)
-
 
 def _first_line(error: Exception) -> str:
     return str(error).split("\n")[0][:100]
-
-
-def _is_inexact(x: Any) -> bool:
-    return isinstance(x, Tensor) and (x.dtype.is_floating_point or x.is_complex())
 
 
 def _has_tensor(x: Any) -> bool:
@@ -560,70 +421,6 @@ def _is_along_last(name: str, args: Sequence[Any], kwargs: Dict, x: Tensor) -> b
     return args[0] is x and dim in (-1, x.dim() - 1)
 
 
-def _finite(x: Tensor) -> Tensor:
-    """Copy a tensor, without infinity and NaN: these are marks."""
-    if x.is_floating_point() and x.layout is torch.strided:
-        return x.nan_to_num(0.0, 1.0, -1.0)
-    return x.clone()
-
-
-def _has_bit(bit: int, value: int, samples: Tensor) -> Tensor:
-    return (samples >= 0) & (samples >> bit & 1 == value)
-
-
-def _differs(x: Tensor, plain: Tensor) -> Tensor:
-    """Tell which entries differ; two that are no numbers do not."""
-    return (x != plain) & ~((x != x) & (plain != plain))
-
-
-def _disturbed(
-    x: Tensor, where: Tensor, mark: Optional[float], integers: bool
-) -> Tensor:
-    """Replace entries by a mark; integers, if asked for, by other ones that occur."""
-    if _is_inexact(x):
-        near = x * (1 + 1e-2 * torch.rand_like(x)) + 1e-3 if mark is None else mark
-        return x.copy_(torch.where(where, near, x))  # with the strides it had
-    if not integers or not x.numel():
-        return x
-    if x.dtype == torch.bool:
-        return x ^ where
-    highest, lowest = x.max(), x.min()
-    if highest == lowest:  # what is an index stays one
-        lowest = torch.where(highest > 0, highest - 1, highest + 1)
-    return torch.where(where, torch.where(x == highest, lowest, highest), x)
-
-
-def _of_integers(
-    call: Callable,
-    flat: List[Any],
-    numbers: List[Optional[Tensor]],
-    out: Tensor,
-    n: int,
-) -> Placement:
-    """Find where integers are that an operation returned; they have no gradient.
-
-    Is it a view or a selection of one operand?
-    """
-    which = [j for j, i in enumerate(numbers) if i is not None]
-    x, i = flat[which[0]], numbers[which[0]]
-    if len(which) == 1 and x.numel():
-        try:
-            entries = torch.arange(x.numel(), device=x.device).view(x.shape)
-            moved = call(_with(flat, which[0], entries))
-            if _selects(call, flat, which[0], moved, out):
-                return simplify(i.flatten()[moved], n)
-        except Exception:  # it takes no integers: no view, then
-            pass
-    return None
-
-
-def _with(flat: List[Any], position: int, x: Tensor) -> List[Any]:
-    """Replace an operand; copy the others, to which an operation may write."""
-    new = [y.clone() if isinstance(y, Tensor) else y for y in flat]
-    new[position] = x
-    return new
-
-
 def _in_memory(x: Tensor, numbers: Tensor, out: Tensor, n: int) -> Placement:
     """Find where samples are in another view of a tensor's memory."""
     size = x.untyped_storage().nbytes() // x.element_size()
@@ -631,23 +428,3 @@ def _in_memory(x: Tensor, numbers: Tensor, out: Tensor, n: int) -> Placement:
     view = memory.as_strided(x.shape, x.stride(), x.storage_offset())
     view.copy_(numbers)
     return simplify(memory.as_strided(out.shape, out.stride(), out.storage_offset()), n)
-
-
-def _selects(
-    call: Callable, flat: List[Any], position: int, moved: Any, out: Tensor
-) -> bool:
-    """Tell whether an operation only moves the entries of an operand."""
-    x = flat[position]
-    if not isinstance(moved, Tensor) or moved.shape != out.shape:
-        return False
-    if moved.dtype != torch.long or not moved.numel():
-        return False
-    if int(moved.min()) < 0 or int(moved.max()) >= x.numel():
-        return False
-    generator = torch.Generator(x.device).manual_seed(0)
-    random = torch.randint(
-        -(2**40), 2**40, x.shape, generator=generator, device=x.device
-    )
-    again = call(_with(flat, position, random))
-    same = bool((x.flatten()[moved] == out).all())
-    return same and bool((random.flatten()[moved] == again).all())

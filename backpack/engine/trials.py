@@ -1,0 +1,285 @@
+"""Runs an operation again, to see to which entries of its results samples go.
+
+Its operands are copied, and some samples replaced by NaN, which most operations return
+wherever it went. For those that leave it out or fail, there are other numbers. Each
+sample is told from the others by the bits of its number.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from math import ceil, inf, log2, nan
+from typing import Any, Callable, List, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from backpack.core.layout import Mixed, Placement, simplify
+
+# What replaces samples
+NOT_A_NUMBER = (nan,)  # most operations return it wherever it went
+EXTREMES = (nan, inf, -inf)  # for those that leave it out, like `nansum` and `fmax`
+OTHER_NUMBERS = (None,)  # for those that fail, like decompositions: numbers close by
+
+# Operations that move entries to where the values of an operand say
+MOVING = frozenset(
+    "index_add index_add_ index_copy index_copy_ index_fill index_fill_ scatter "
+    "scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_put "
+    "index_put_ __setitem__ repeat_interleave nonzero masked_scatter masked_scatter_ "
+    "unique bincount grouped_mm _grouped_mm where".split()
+)
+
+
+class Trial:
+    """An operation that is run again, on copies of its operands."""
+
+    def __init__(
+        self,
+        func: Callable,
+        name: str,
+        flat: List[Any],
+        spec: TreeSpec,
+        numbers: List[Optional[Tensor]],
+        outs: Sequence[Tensor],
+        n: int,
+    ):
+        """Store the operation.
+
+        Args:
+            func: The operation.
+            name: Its name.
+            flat: Its arguments, as leaves of a tree.
+            spec: The tree.
+            numbers: Sample numbers of the entries of each argument; ``None`` for those
+                that do not depend on samples.
+            outs: Tensors that it has returned.
+            n: Number N of samples.
+        """
+        self._func, self._name, self._flat, self._spec = func, name, flat, spec
+        self._numbers, self._outs, self._n = numbers, outs, n
+        devices = {x.device for x in flat if isinstance(x, Tensor)}
+        self._cuda = [device for device in devices if device.type == "cuda"]
+
+    def call(self, flat: List[Any]) -> Any:
+        """Run the operation.
+
+        Args:
+            flat: Arguments, as leaves of the tree.
+
+        Returns:
+            What it returns.
+        """
+        args, kwargs = tree_unflatten(flat, self._spec)
+        return self._func(*args, **kwargs)
+
+    def find(self) -> Tuple[List[Placement], bool]:
+        """Find out where samples are in the results.
+
+        Returns:
+            A placement for each result; and whether they are the same for other numbers
+            in the operands.
+        """
+        pairs = zip(self._flat, self._numbers)
+        kinds = [_is_inexact(x) for x, i in pairs if i is not None]
+        found: List[Placement] = [None] * len(self._outs)
+        if True in kinds:
+            try:
+                found, hides = self._probe(NOT_A_NUMBER)
+            except Exception:  # an algorithm that needs numbers
+                return self._probe(OTHER_NUMBERS)[0], False
+            if hides and not self._is_random():
+                return self._probe(EXTREMES)[0], False
+        if False in kinds and all(p is None for p in found):
+            found, _ = self._probe(NOT_A_NUMBER, True)
+        return found, True
+
+    def _run(
+        self,
+        select: Optional[Callable[[Tensor], Tensor]] = None,
+        mark: Optional[float] = nan,
+        integers: bool = False,
+        seed: int = 0,
+    ) -> List[Tensor]:
+        """Run the operation with marks at some of the samples."""
+        new: List[Any] = []
+        with torch.random.fork_rng(self._cuda):
+            torch.manual_seed(0)
+            for x, i in zip(self._flat, self._numbers):
+                if isinstance(x, Tensor):
+                    # a copy: nothing of the model's, like statistics, may change
+                    x = _finite(x.detach())
+                    if i is None and integers and _is_inexact(x):
+                        x = torch.rand_like(x)  # which entries are picked, shows
+                    elif i is not None and select is not None:
+                        x = _disturbed(x, select(i), mark, integers)
+                new.append(x)
+            torch.manual_seed(seed)
+            result = self.call(new)
+        result = new[0] if result is None else result
+        return [x for x in tree_flatten(result)[0] if isinstance(x, Tensor)]
+
+    def _is_random(self) -> bool:
+        """Tell whether results differ by more than what marks change: by what is drawn.
+
+        How much is drawn may depend on the numbers, as for ``rrelu``.
+        """
+        pairs = zip(self._run(seed=0), self._run(seed=1))
+        return any(bool(_differs(x, y).any()) for x, y in pairs)
+
+    def _probe(
+        self, marks: Sequence[Optional[float]], integers: bool = False
+    ) -> Tuple[List[Placement], bool]:
+        """Run the operation on samples whose number has a bit, and on the others.
+
+        Returns:
+            A placement for each result; and whether NaN has not shown all that depends
+            on samples.
+        """
+        n, outs = self._n, self._outs
+        by_nan = marks == NOT_A_NUMBER and not integers
+        exact = any(not _is_inexact(out) for out in outs)
+        asks = by_nan and self._name not in MOVING
+        asks = asks and any(x.requires_grad for x in outs)
+        needs_plain = asks or exact or not by_nan
+        plain = self._run(integers=integers) if needs_plain else None
+
+        def changed(select: Callable, some: Sequence[Any]) -> List[Tensor]:
+            """Tell which entries of each result a mark changes."""
+            found = list(map(_nowhere, outs))
+            for mark in some:
+                for j, x in enumerate(self._run(select, mark, integers)):
+                    shown = by_nan and mark is nan and _is_inexact(x)
+                    found[j] |= x.isnan() if shown else _differs(x, plain[j])
+            return found
+
+        got = [_nowhere(out).long() for out in outs]
+        unseen, shown = list(map(_nowhere, outs)), list(map(_nowhere, outs))
+        mixed, hides = [False] * len(outs), False
+        for bit in range(max(1, ceil(log2(n))) if n > 1 else 1):
+            halves = [partial(_has_bit, bit, value) for value in (1, 0)]
+            ones, zeros = (changed(half, marks) for half in halves)
+            for j, (p, q) in enumerate(zip(ones, zeros)):
+                mixed[j] = mixed[j] or bool((p & q).any())
+                got[j] += p.long() << bit
+                unseen[j] |= ~(p | q)
+            for half, seen in zip(halves, (ones, zeros)) if asks and not bit else ():
+                for j, x in enumerate(changed(half, EXTREMES)):
+                    hides, shown[j] = hides or bool((x & ~seen[j]).any()), shown[j] | x
+        hides = hides or any(bool((x & y).any()) for x, y in zip(shown, unseen))
+        found: List[Placement] = []
+        for j, out in enumerate(outs):
+            selected = None if _is_inexact(out) else self._of_integers(out)
+            if selected is not None:
+                found.append(selected)
+            elif mixed[j]:
+                found.append(Mixed(describe(self._name, self._flat, self._numbers)))
+            else:
+                placement = simplify(got[j].masked_fill(unseen[j], -1), n)
+                some = isinstance(placement, Tensor) and not _is_inexact(out)
+                if some and bool(unseen[j].any()) and _all_known(self._numbers):
+                    placement = None  # another number may give the same one: a constant
+                found.append(placement)
+        return found, hides
+
+    def _of_integers(self, out: Tensor) -> Placement:
+        """Find where integers are that an operation returned; they have no gradient.
+
+        Is it a view or a selection of one operand?
+        """
+        which = [j for j, i in enumerate(self._numbers) if i is not None]
+        x, i = self._flat[which[0]], self._numbers[which[0]]
+        if len(which) == 1 and x.numel():
+            try:
+                entries = torch.arange(x.numel(), device=x.device).view(x.shape)
+                moved = self.call(_with(self._flat, which[0], entries))
+                if self._selects(which[0], moved, out):
+                    return simplify(i.flatten()[moved], self._n)
+            except Exception:  # it takes no integers: no view, then
+                pass
+        return None
+
+    def _selects(self, position: int, moved: Any, out: Tensor) -> bool:
+        """Tell whether an operation only moves the entries of an operand."""
+        x = self._flat[position]
+        if not isinstance(moved, Tensor) or moved.shape != out.shape:
+            return False
+        if moved.dtype != torch.long or not moved.numel():
+            return False
+        if int(moved.min()) < 0 or int(moved.max()) >= x.numel():
+            return False
+        generator = torch.Generator(x.device).manual_seed(0)
+        random = torch.randint(
+            -(2**40), 2**40, x.shape, generator=generator, device=x.device
+        )
+        again = self.call(_with(self._flat, position, random))
+        same = bool((x.flatten()[moved] == out).all())
+        return same and bool((random.flatten()[moved] == again).all())
+
+
+def describe(name: str, flat: Sequence[Any], numbers: Sequence[Any]) -> str:
+    """Describe an operation for a message.
+
+    Args:
+        name: Its name.
+        flat: Its arguments.
+        numbers: Those that depend on samples are not ``None`` here.
+
+    Returns:
+        Name and shapes.
+    """
+    shapes = [list(x.shape) for x, i in zip(flat, numbers) if i is not None]
+    return f"`{name}` on {' and '.join(map(str, shapes))}"
+
+
+def _all_known(numbers: Sequence[Optional[Tensor]]) -> bool:
+    """Tell whether each entry of all operands belongs to a sample."""
+    return all(bool((i >= 0).all()) for i in numbers if i is not None)
+
+
+def _is_inexact(x: Any) -> bool:
+    return isinstance(x, Tensor) and (x.dtype.is_floating_point or x.is_complex())
+
+
+def _nowhere(x: Tensor) -> Tensor:
+    return torch.zeros(x.shape, dtype=torch.bool, device=x.device)
+
+
+def _finite(x: Tensor) -> Tensor:
+    """Copy a tensor, without infinity and NaN: these are marks."""
+    if x.is_floating_point() and x.layout is torch.strided:
+        return x.nan_to_num(0.0, 1.0, -1.0)
+    return x.clone()
+
+
+def _has_bit(bit: int, value: int, samples: Tensor) -> Tensor:
+    return (samples >= 0) & (samples >> bit & 1 == value)
+
+
+def _differs(x: Tensor, plain: Tensor) -> Tensor:
+    """Tell which entries differ; two that are no numbers do not."""
+    return (x != plain) & ~((x != x) & (plain != plain))
+
+
+def _disturbed(
+    x: Tensor, where: Tensor, mark: Optional[float], integers: bool
+) -> Tensor:
+    """Replace entries by a mark; integers, if asked for, by other ones that occur."""
+    if _is_inexact(x):
+        near = x * (1 + 1e-2 * torch.rand_like(x)) + 1e-3 if mark is None else mark
+        return x.copy_(torch.where(where, near, x))  # with the strides it had
+    if not integers or not x.numel():
+        return x
+    if x.dtype == torch.bool:
+        return x ^ where
+    highest, lowest = x.max(), x.min()
+    if highest == lowest:  # what is an index stays one
+        lowest = torch.where(highest > 0, highest - 1, highest + 1)
+    return torch.where(where, torch.where(x == highest, lowest, highest), x)
+
+
+def _with(flat: List[Any], position: int, x: Tensor) -> List[Any]:
+    """Replace an operand; copy the others, to which an operation may write."""
+    new = [y.clone() if isinstance(y, Tensor) else y for y in flat]
+    new[position] = x
+    return new

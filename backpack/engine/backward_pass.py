@@ -106,15 +106,12 @@ class BackwardPass:
         self.saved_alone: Set[Tuple[Any, Parameter]] = set()
         self.inspection: Optional[Inspection] = None
         self._inputs = inputs
-        self._needs_gradients = current.check or any(
-            not ext.expects_backpropagation_quantities() for ext in current.active_exts
-        )
+        exts = current.active_exts
+        plain = [x for x in exts if not x.expects_backpropagation_quantities()]
+        self._needs_gradients = current.check or bool(plain)
         self._groups_of: Dict[Use, List[Group]] = {}
         self._is_filtered = inputs is None
-        exts = [ext for ext in current.active_exts if ext.pulls_columns]
-        self._at_output = [
-            x for x in exts if not x.expects_backpropagation_quantities()
-        ]
+        self._at_output = [x for x in plain if x.pulls_columns]
         self._gradients: Dict[Use, List[Optional[Tensor]]] = {}
         self._own: Dict[Use, Products] = {}
         self._waiting: Dict[Call, int] = {}

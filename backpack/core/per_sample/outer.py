@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cached_property
-from math import frexp, inf
 from typing import Any, Callable, Iterator, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
@@ -21,8 +20,6 @@ from backpack.utils.state import may_look
 from backpack.utils.types import full_precision
 from backpack.utils.unsqueeze import flatten
 
-# Inputs up to this power of two, and down to its inverse, can be squared as they are.
-MODERATE = 8
 # A difference may be so many times smaller than what is subtracted: a digit is lost.
 CANCELLATION = 10.0
 
@@ -42,51 +39,6 @@ def prefers_gram(positions: int, d: int, p: int, adds_up: bool = False) -> bool:
     if adds_up and positions >= tuning.GRAM_POSITIONS[has_fast_blas()]:
         return False
     return positions * (d + p) < d * p
-
-
-def powers_of_two(a: Tensor) -> Optional[Tensor]:
-    """Find what brings each sample's inputs to the size of one.
-
-    The squares of inputs and cotangents may be out of the range of numbers where those
-    of their products are not. Inputs are divided by these powers, and cotangents
-    multiplied with them, which is exact.
-
-    Args:
-        a: Inputs of shape ``[N, *]``.
-
-    Returns:
-        Powers of two of shape ``[N]``, ``None`` if inputs are known to be of moderate
-        size.
-    """
-    if not a.numel():
-        return None
-    size = torch.linalg.vector_norm(a.detach().flatten(1), inf, 1)
-    looks = may_look(size)
-    if looks:
-        smallest, largest = map(float, size.aminmax())
-        if 2.0**-MODERATE <= smallest and largest <= 2.0**MODERATE:  # a quick answer
-            return None
-    exponents = torch.frexp(size).exponent
-    if looks and bool((exponents.abs() <= MODERATE).all()):
-        return None
-    most = frexp(torch.finfo(a.dtype).max)[1] - MODERATE
-    return torch.ldexp(torch.ones_like(size), exponents.clamp(-most, most))
-
-
-def is_exact(squares: Tensor) -> bool:
-    """Tell whether sums of squares can have lost nothing to the range of numbers.
-
-    Args:
-        squares: Sums of squares ``[*]``.
-
-    Returns:
-        Whether it is known that none is too small or too large.
-    """
-    if not squares.numel() or not may_look(squares):
-        return False
-    most = torch.finfo(squares.dtype).max ** 0.5
-    smallest, largest = map(float, squares.detach().aminmax())
-    return 1 / most <= smallest and largest <= most
 
 
 class Direct(NamedTuple):
@@ -482,8 +434,8 @@ class Outer(PerSample):
 
     @cached_property
     def _powers(self) -> Optional[Tensor]:
-        """Powers of two that inputs are divided by, see :func:`powers_of_two`."""
-        return powers_of_two(full_precision(self.a))
+        """Powers of two that inputs are divided by, see :func:`~sums.powers_of_two`."""
+        return sums.powers_of_two(full_precision(self.a))
 
     def _moderate_a(self) -> Tensor:
         powers = self._powers
@@ -503,7 +455,7 @@ class Outer(PerSample):
     def sq_norms(self) -> Tensor:  # noqa: D102
         if self.positions == 1:
             a, b = sums.sum_of_squares(self.a, 2), sums.sum_of_squares(self.b, 3)
-            if not (is_exact(a) and is_exact(b)):
+            if not (sums.is_exact(a) and sums.is_exact(b)):
                 a = sums.sum_of_squares(self._moderate_a(), 2)
                 b = sums.sum_of_squares(self._moderate_b(), 3)
             return sums.sum_axis(sums.sum_axis(b, 0) * a, 1)
@@ -613,7 +565,7 @@ class Outer(PerSample):
     def _gram_norms(self, samples: slice) -> Tensor:
         unfolding = self._unfolder()
         a = unfolding.rows(samples) if unfolding else self.a[samples]
-        powers = powers_of_two(full_precision(a))
+        powers = sums.powers_of_two(full_precision(a))
         a = sums.scaled(a, None if powers is None else 1 / powers).flatten(0, 1)
         gram_a = bmm(a, a.mT)
         total: Any = 0.0

@@ -1,6 +1,6 @@
 """Sums over rows and columns: squares, dots, moments; buffers cut into chunks."""
 
-from math import inf
+from math import frexp, inf
 from typing import Any, Iterator, NamedTuple, Optional, Tuple
 
 import torch
@@ -10,8 +10,12 @@ from torch import Tensor
 from backpack.core.fast import tuning
 from backpack.core.fast.matmul import bmm, is_fast, matmul
 from backpack.core.fast.memory import huge_empty, may_write
+from backpack.utils.state import may_look
 from backpack.utils.types import accumulator_dtype, full_precision
 from backpack.utils.unsqueeze import flatten_any_order
+
+# Inputs up to this power of two, and down to its inverse, can be squared as they are.
+MODERATE = 8
 
 
 def reciprocal(number: float) -> float:
@@ -201,6 +205,51 @@ def scaled(x: Tensor, powers: Optional[Tensor], axis: int = 0) -> Tensor:
     if powers is None:
         return x
     return x * powers.to(x.dtype).view(-1, *[1] * (x.dim() - 1 - axis))
+
+
+def powers_of_two(a: Tensor) -> Optional[Tensor]:
+    """Find what brings each sample's inputs to the size of one.
+
+    The squares of inputs and cotangents may be out of the range of numbers where those
+    of their products are not. Inputs are divided by these powers, and cotangents
+    multiplied with them, which is exact.
+
+    Args:
+        a: Inputs of shape ``[N, *]``.
+
+    Returns:
+        Powers of two of shape ``[N]``, ``None`` if inputs are known to be of moderate
+        size.
+    """
+    if not a.numel():
+        return None
+    size = torch.linalg.vector_norm(a.detach().flatten(1), inf, 1)
+    looks = may_look(size)
+    if looks:
+        smallest, largest = map(float, size.aminmax())
+        if 2.0**-MODERATE <= smallest and largest <= 2.0**MODERATE:  # a quick answer
+            return None
+    exponents = torch.frexp(size).exponent
+    if looks and bool((exponents.abs() <= MODERATE).all()):
+        return None
+    most = frexp(torch.finfo(a.dtype).max)[1] - MODERATE
+    return torch.ldexp(torch.ones_like(size), exponents.clamp(-most, most))
+
+
+def is_exact(squares: Tensor) -> bool:
+    """Tell whether sums of squares can have lost nothing to the range of numbers.
+
+    Args:
+        squares: Sums of squares ``[*]``.
+
+    Returns:
+        Whether it is known that none is too small or too large.
+    """
+    if not squares.numel() or not may_look(squares):
+        return False
+    most = torch.finfo(squares.dtype).max ** 0.5
+    smallest, largest = map(float, squares.detach().aminmax())
+    return 1 / most <= smallest and largest <= most
 
 
 class Moments(NamedTuple):

@@ -314,9 +314,9 @@ class Tracker(TorchFunctionMode):
         if pairs is None:
             out = func(*args, **kwargs)
             if type(out) is Tensor and not (kind.writes or kind.is_loss):
-                placement = self._finder.recall_layout(key, out)
-                if placement is not None:  # the most frequent case
-                    self._place(out, placement)
+                layout = self._finder.recall_layout(key, out)
+                if layout is not None:  # the most frequent case
+                    self._place(out, layout)
                     return out
         else:
             out, saved = saved_tensors.run(func, args, kwargs)

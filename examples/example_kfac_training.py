@@ -87,13 +87,15 @@ class WithKFAC:
 class WithEKFAC(WithKFAC):
     """Divides by corrected eigenvalues, in the eigenvectors of Kronecker factors."""
 
-    def extensions(self) -> List:  # noqa: D102
+    def extensions(self) -> List:
+        """List what the next backward pass shall compute."""
         if self.steps == 0:
             return [KFAC()]
         kfac = [KFAC()] if self.steps % EVERY == 0 else []
         return [EKFAC(basis=self.basis), *kfac]
 
-    def update(self) -> None:  # noqa: D102
+    def update(self) -> None:
+        """Update the eigenvectors, and the eigenvalues in them."""
         if self.steps > 0:
             for p in self.params:
                 self.basis[p][-1].lerp_(p.ekfac[-1], 1 - DECAY)
@@ -159,11 +161,8 @@ for name, (rates, *how) in METHODS.items():
     axes[1].semilogy(times, losses)
     goal = goal if needed else losses[-1]  # where SGD ends
     needed[name] = next(step for step, loss in enumerate(losses) if loss <= goal)
-    step = needed[name]
-    print(
-        f"{name:5}: loss {losses[-1]:.3f} after 100 steps, {times[-1]:.1f} s", end="; "
-    )
-    print(f"{goal:.3f} after {step} steps, {times[step]:.1f} s")
+    print(f"{name}: loss {losses[-1]:.3f} after 100 steps, {times[-1]:.1f} s", end="; ")
+    print(f"{goal:.3f} after {needed[name]} steps, {times[needed[name]]:.1f} s")
 axes[0].set(xlabel="step", ylabel="loss on all images")
 axes[1].set(xlabel="seconds on one CPU")
 axes[0].legend()

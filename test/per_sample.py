@@ -187,11 +187,22 @@ class Samples(NamedTuple):
         gradients: Individual gradients ``[N, *p]``.
         diagonals: Diagonals of the samples' GGN ``[N, *p]``.
         blocks: The samples' GGN ``[N, P, P]``.
+        curvature: Largest entry of the loss's Hessian.
     """
 
     gradients: Dict[str, Tensor]
     diagonals: Dict[str, Tensor]
     blocks: Dict[str, Tensor]
+    curvature: float
+
+    @property
+    def is_saturated(self) -> bool:
+        """Whether the Hessian is too small for its digits to be known.
+
+        Autograd computes its entries as differences of numbers around one, and so with
+        an error of about 1e-16, whatever their size.
+        """
+        return 0 < self.curvature < 1e-7
 
 
 def reference(row: Row) -> Samples:
@@ -236,7 +247,7 @@ def reference(row: Row) -> Samples:
         name: blocks[name].diagonal(dim1=1, dim2=2).reshape_as(gradients[name])
         for name in params
     }
-    return Samples(gradients, diagonals, blocks)
+    return Samples(gradients, diagonals, blocks, float(hessian.abs().max()))
 
 
 def rows_of(g: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ SCRIPTS_OF_TASKS: Dict[str, str] = {
     "differential_privacy": "Clipping agrees with a loop",
     "ggn_spectrum": "They are eigenvectors.",
     "influence": "Products between batches agree with autograd.",
-    "kfac_training": "KFAC : loss 0.0",
+    "kfac_training": "KFAC: loss 0.0",
     "laplace": "Laplace, all layers: confidence",
     "noise_scale": "Noise scale",
     "pruning": "50 %: loss",

@@ -297,7 +297,16 @@ def _attributes_restored(module: Layer) -> Iterator[None]:
 
 
 def only_sample(mat: Tensor, axis: int, n: int) -> Tensor:
-    """Set a column to zero except for one sample."""
+    """Set a column to zero except for one sample.
+
+    Args:
+        mat: The column, with N samples.
+        axis: The axis they are on.
+        n: Number of the sample.
+
+    Returns:
+        A copy with zeros.
+    """
     index = torch.tensor([n], device=mat.device)
     return torch.zeros_like(mat).index_copy(axis, index, mat.index_select(axis, index))
 

@@ -43,8 +43,10 @@ class Rows(PerSample):
         return self.b
 
     def merge(self, other: PerSample) -> PerSample:  # noqa: D102
-        if not isinstance(other, Rows) or self.batch_size != other.batch_size:
+        if not isinstance(other, Rows):
             return other.merge(self)  # rows are added to what is there
+        if self.batch_size != other.batch_size:
+            return super().merge(other)
         ids = torch.cat([self.ids, other.ids], dim=1)
         valid = torch.cat([self.valid, other.valid], dim=1)
         return Rows(ids, torch.cat([self.b, other.b], dim=2), self.shape, valid)

@@ -783,6 +783,9 @@ FOUND = {
     "recurrent-constant-beside-one-sample": Spec(
         [Step("stay", "positions-gru", 0)], None, "mse", 1, 3
     ),
+    "vectors-of-one-sample": Spec(
+        [Step("each-token", "layer", 0)], None, "last-token", 1, 2
+    ),
     "no-shift-of-one-sample": Spec(
         [Step("uneven-parts", "shift", 0)], None, "mse", 1, 1
     ),

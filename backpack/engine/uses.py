@@ -371,6 +371,11 @@ class Use:
                 one_sample_each(self.placements[i], cotangents[i], self.n, samples)
                 for i in used
             ]
+            if self.operation is not None and len(edges) == 1:
+                # the node's result may have another shape, see `attach`
+                node, number, *_ = edges[0]
+                mats, shape = masked[0], node._input_metadata[number].shape
+                masked = [mats.reshape(*mats.shape[:2], *shape)]
             with without_hooks(self.tensors()):
                 parts.append(batched_vjp(edges, stand_ins, masked))
         found: List[Optional[PerSample]] = []

@@ -58,8 +58,7 @@ class Trial:
         """
         self._func, self._name, self._flat, self._spec = func, name, flat, spec
         self._numbers, self._outs, self._n = numbers, outs, n
-        devices = {x.device for x in flat if isinstance(x, Tensor)}
-        self._cuda = [device for device in devices if device.type == "cuda"]
+        self._devices = {x.device for x in flat if isinstance(x, Tensor)}
 
     def call(self, flat: List[Any]) -> Any:
         """Run the operation.
@@ -103,8 +102,8 @@ class Trial:
     ) -> List[Tensor]:
         """Run the operation with marks at some of the samples."""
         new: List[Any] = []
-        with torch.random.fork_rng(self._cuda):
-            torch.manual_seed(0)
+        with torch.random.fork_rng([d for d in self._devices if d.type == "cuda"]):
+            self._seed(0)
             for x, i in zip(self._flat, self._numbers):
                 if isinstance(x, Tensor):
                     # a copy: nothing of the model's, like statistics, may change
@@ -114,10 +113,17 @@ class Trial:
                     elif i is not None and select is not None:
                         x = _disturbed(x, select(i), mark, integers)
                 new.append(x)
-            torch.manual_seed(seed)
+            self._seed(seed)
             result = self.call(new)
         result = new[0] if result is None else result
         return [x for x in tree_flatten(result)[0] if isinstance(x, Tensor)]
+
+    def _seed(self, seed: int) -> None:
+        """Draw the same numbers again."""
+        if all(device.type == "cpu" for device in self._devices):
+            torch.default_generator.manual_seed(seed)
+        else:  # which formats a stack, to tell of errors on devices: milliseconds
+            torch.manual_seed(seed)
 
     def _is_random(self) -> bool:
         """Tell whether results differ by more than what marks change: by what is drawn.

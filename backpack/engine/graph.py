@@ -306,12 +306,9 @@ class Inspection:
             for node in nodes:
                 for number, index, owner in entries_of(node):
                     if owner is call:
-                        edge, placement = (
-                            GradientEdge(node, number),
-                            call.placements[index],
-                        )
-                        shape = call.output_shapes[index]
-                        found.append(Origin(call, edge, placement, shape))
+                        edge = GradientEdge(node, number)
+                        what = call.placements[index], call.output_shapes[index]
+                        found.append(Origin(call, edge, *what))
         return found
 
     @property

@@ -170,13 +170,8 @@ class Finder:
         Returns:
             A placement for each result, ``None`` if it is not known.
         """
-        try:
-            known = self._remembered.get(key)
-        except TypeError:  # an argument has no hash
-            return None
-        if known is None or known[1] != [out.shape for out in outs]:
-            return None
-        return self._differentiable(known[0], outs)
+        found = self._known(key, outs)
+        return None if found is None else self._differentiable(found, outs)
 
     def recall_layout(self, key: Tuple, out: Tensor) -> Optional[Layout]:
         """Remember where an operation has moved samples to: a quick answer.
@@ -188,14 +183,18 @@ class Finder:
         Returns:
             The layout, ``None`` if :meth:`recall` has to be asked.
         """
+        found = self._known(key, [out])
+        placement = found[0] if found else None
+        return placement if type(placement) is Layout else None
+
+    def _known(self, key: Tuple, outs: Sequence[Tensor]) -> Optional[List[Placement]]:
+        """Look up what is remembered, if results have the shapes they had then."""
         try:
             known = self._remembered.get(key)
         except TypeError:  # an argument has no hash
             return None
-        if known is None or known[1] != [out.shape]:
-            return None
-        placement = known[0][0]
-        return placement if type(placement) is Layout else None
+        same = known is not None and known[1] == [out.shape for out in outs]
+        return known[0] if same else None
 
     def _quick(
         self, name: str, args: Sequence[Any], kwargs: Dict, data: List[Tensor], out: Any
@@ -283,9 +282,7 @@ class Finder:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             try:
                 found, lasts = self._run(func, name, args, kwargs, outs, data)
-            except (
-                Exception
-            ) as error:  # whatever it is, the operation's own call passed
+            except Exception as error:  # the operation's own call has passed
                 found = [Mixed(f"`{name}` ({_first_line(error)})", False)] * len(outs)
                 lasts = False
         if lasts and not by_value:

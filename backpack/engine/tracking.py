@@ -141,8 +141,7 @@ class Tracker(TorchFunctionMode):
         """
         super().__init__()
         self.n, self.key = n, Pass(n)
-        self.suspended = 0
-        self._taken_off: List[Any] = []
+        self.suspended = self._is_off = False
         self.owner: Any = None
         self._finder = Finder(n, self.key)
         self.root: Optional[Callable[[], Any]] = None
@@ -154,19 +153,17 @@ class Tracker(TorchFunctionMode):
 
     def suspend(self) -> None:
         """Stop watching: a layer is called that is looked at as a whole."""
-        self.suspended += 1
+        self.suspended = True
         top = torch._C._len_torch_function_stack() - 1
-        # what is not on the stack costs nothing
-        if top >= 0 and torch._C._get_function_stack_at(top) is self:
-            self._taken_off.append(torch._C._pop_torch_function_stack())
-        else:
-            self._taken_off.append(None)
+        self._is_off = top >= 0 and torch._C._get_function_stack_at(top) is self
+        if self._is_off:  # what is not on the stack costs nothing
+            torch._C._pop_torch_function_stack()
 
     def resume(self) -> None:
         """Go on as before the layer was called."""
-        self.suspended -= 1
-        if self._taken_off.pop() is not None:
+        if self._is_off:
             torch._C._push_on_torch_function_stack(self)
+        self.suspended = self._is_off = False
 
     # ----------------------------------------------------------------- every operation
 

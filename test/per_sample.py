@@ -187,7 +187,7 @@ class Samples(NamedTuple):
         gradients: Individual gradients ``[N, *p]``.
         diagonals: Diagonals of the samples' GGN ``[N, *p]``.
         blocks: The samples' GGN ``[N, P, P]``.
-        curvature: Largest entry of the loss's Hessian.
+        curvature: Largest entry of a sample's Hessian, where that is smallest.
     """
 
     gradients: Dict[str, Tensor]
@@ -247,7 +247,9 @@ def reference(row: Row) -> Samples:
         name: blocks[name].diagonal(dim1=1, dim2=2).reshape_as(gradients[name])
         for name in params
     }
-    return Samples(gradients, diagonals, blocks, float(hessian.abs().max()))
+    curvatures = [float(hessian[mine].abs().max()) for mine in places if len(mine)]
+    curved = [curvature for curvature in curvatures if curvature > 0]
+    return Samples(gradients, diagonals, blocks, min(curved, default=0.0))
 
 
 def rows_of(g: Tensor) -> Tensor:

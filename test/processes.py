@@ -5,6 +5,7 @@ They start when a test asks for them first, and wait for what is asked next.
 
 import atexit
 import pickle
+import time
 import traceback
 from contextlib import suppress
 from datetime import timedelta
@@ -18,6 +19,8 @@ import torch
 from torch import distributed, multiprocessing
 
 HOST, MOST = "127.0.0.1", 3
+FREE = b"free"  # what a process says that has left its last group
+PATIENCE = 180.0  # seconds
 NAMES = count()
 
 needs_gloo = pytest.mark.skipif(
@@ -26,19 +29,24 @@ needs_gloo = pytest.mark.skipif(
 )
 
 
+class DidNotMeetError(Exception):
+    """Processes did not come together, whatever they were asked for."""
+
+
 def _serve(rank: int, port: int, pipe: Connection) -> None:
     """Do what is asked for, in a group of as many processes as are asked for."""
     torch.set_num_threads(1)
     store = distributed.TCPStore(HOST, port, is_master=False)
     with suppress(EOFError):
         while True:
+            pipe.send_bytes(FREE)
             name, world, function, args = pipe.recv()
             distributed.init_process_group(
                 "gloo",
                 store=distributed.PrefixStore(name, store),
                 rank=rank,
                 world_size=world,
-                timeout=timedelta(minutes=5),
+                timeout=timedelta(seconds=PATIENCE),
             )
             try:
                 answer = True, function(rank, *args)
@@ -73,9 +81,43 @@ def _start() -> Tuple[Callable[[], None], Any, List[Connection]]:
     return stop, store, [pipe for pipe, _ in pipes]
 
 
+def _end() -> None:
+    """End the processes; they are started anew when they are needed."""
+    stop, _, _ = _start()
+    stop()
+    _start.cache_clear()
+
+
+def _ask(world: int, function: Callable[..., Any], args: Tuple) -> List[Any]:
+    """Call a function in several processes that have left their former group."""
+    _, _, pipes = _start()
+    waiting = {pipe: rank for rank, pipe in enumerate(pipes[:world])}
+    deadline = time.monotonic() + PATIENCE
+    for pipe in waiting:
+        if not pipe.poll(max(0.0, deadline - time.monotonic())):
+            raise DidNotMeetError("A process does not leave its former group.")
+        pipe.recv_bytes()
+    name = str(next(NAMES))
+    for pipe in waiting:
+        pipe.send((name, world, function, args))
+    answers: List[Any] = [None] * world
+    while waiting:
+        for pipe in wait(list(waiting)):
+            rank = waiting.pop(pipe)
+            try:
+                right, answers[rank] = pickle.loads(pipe.recv_bytes())
+            except EOFError as error:
+                raise DidNotMeetError(f"Process {rank} has ended.") from error
+            if not right:
+                raise RuntimeError(f"Process {rank}: {answers[rank]}")
+    return answers
+
+
 @lru_cache(maxsize=None)
 def in_processes(world: int, function: Callable[..., Any], *args: Any) -> List[Any]:
     """Call a function in several processes.
+
+    Processes that do not come together are asked once more, newly started.
 
     Args:
         world: How many.
@@ -87,22 +129,14 @@ def in_processes(world: int, function: Callable[..., Any], *args: Any) -> List[A
 
     Raises:
         RuntimeError: If one of them fails. All are ended, and start anew next time.
+        DidNotMeetError: If they did not come together twice.
     """
-    stop, _, pipes = _start()
-    answers: List[Any] = [None] * world
-    waiting = {pipe: rank for rank, pipe in enumerate(pipes[:world])}
-    name = str(next(NAMES))
-    for pipe in waiting:
-        pipe.send((name, world, function, args))
     try:
-        while waiting:
-            for pipe in wait(list(waiting)):
-                rank = waiting.pop(pipe)
-                right, answers[rank] = pickle.loads(pipe.recv_bytes())
-                if not right:
-                    raise RuntimeError(f"Process {rank}: {answers[rank]}")
+        try:
+            return _ask(world, function, args)
+        except DidNotMeetError:
+            _end()
+            return _ask(world, function, args)
     except BaseException:
-        stop()
-        _start.cache_clear()
+        _end()
         raise
-    return answers

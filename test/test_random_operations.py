@@ -204,7 +204,10 @@ ROWS: Dict[str, Leaf] = {
     "sorted-features": lambda m, x, i: x.sort(-1).values * m.v[i],
     "scattered-features": lambda m, x, i: (x @ m.w[i]).scatter(-1, x.argsort(-1), x)
     * m.v[i],
-    "fourier": lambda m, x, i: torch.fft.rfft(x, dim=-1).abs() @ m.w[i][:2] + x,
+    # none of no samples: PyTorch's transform fails there
+    "fourier": lambda m, x, i: (
+        torch.fft.rfft(x, dim=-1).abs() @ m.w[i][:2] + x if len(x) else x
+    ),
     "cumulated-features": lambda m, x, i: (x * m.v[i]).cumsum(-1).sin(),
     "rounded": lambda m, x, i: (x.round() - x).detach() * m.v[i] + x,
     "tied-view": lambda m, x, i: F.linear(x, m.w[i].view(-1).view(D, D).T).sin()

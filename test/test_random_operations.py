@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import F64
-from hypothesis import HealthCheck, Phase, given
+from hypothesis import HealthCheck, Phase, given, reject
 from hypothesis import seed as with_seed
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -204,10 +204,7 @@ ROWS: Dict[str, Leaf] = {
     "sorted-features": lambda m, x, i: x.sort(-1).values * m.v[i],
     "scattered-features": lambda m, x, i: (x @ m.w[i]).scatter(-1, x.argsort(-1), x)
     * m.v[i],
-    # none of no samples: PyTorch's transform fails there
-    "fourier": lambda m, x, i: (
-        torch.fft.rfft(x, dim=-1).abs() @ m.w[i][:2] + x if len(x) else x
-    ),
+    "fourier": lambda m, x, i: torch.fft.rfft(x, dim=-1).abs() @ m.w[i][:2] + x,
     "cumulated-features": lambda m, x, i: (x * m.v[i]).cumsum(-1).sin(),
     "rounded": lambda m, x, i: (x.round() - x).detach() * m.v[i] + x,
     "tied-view": lambda m, x, i: F.linear(x, m.w[i].view(-1).view(D, D).T).sin()
@@ -699,7 +696,10 @@ def meet(row: Row) -> bool:
 def check(spec: Spec, seen: Counter) -> None:
     """Assert that a problem is right, or refused; and counted among what was seen."""
     row = spec.row()
-    plain = plain_pass(row)
+    try:
+        plain = plain_pass(row)
+    except (RuntimeError, UserWarning):  # nothing to compare with
+        reject()
     try:
         model = compute(row, QUANTITIES)
     except NotImplementedError as error:

@@ -16,6 +16,7 @@ from functools import lru_cache, partial
 from typing import (
     Any,
     Callable,
+    ContextManager,
     Dict,
     Iterator,
     List,
@@ -420,11 +421,30 @@ def sharded(model: Module, each: bool = False, **options: Any) -> Module:
     return fully_shard(model, mesh=mesh, **options)
 
 
-def flat(model: Module, **options: Any) -> Module:
+def flat(model: Module, use_orig_params: bool = True, **options: Any) -> Module:
     """Put all parameters into one, which is sharded."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
+    options.update(device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+    return FullyShardedDataParallel(model, **options)
+
+
+def has_parameters(module: Module, recurse: bool, **_: Any) -> bool:
+    """Tell which parts of a model are sharded by themselves, and look into all."""
+    return recurse or isinstance(module, (nn.Linear, Block))
+
+
+class Twice(Module):
+    """A model that is called twice."""
+
+    def __init__(self, model: Module) -> None:
+        """Store the model."""
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add up what it says of two inputs."""
+        return self.model(x) + self.model(x.cos())
 
 
 def tensor_parallel(model: Module) -> Module:
@@ -465,6 +485,24 @@ class Apart(Module):
         return self.third(x)
 
 
+class Tied(Module):
+    """Parameters that are used twice, by way of expressions; others are frozen."""
+
+    def __init__(self) -> None:
+        """Make the parameters."""
+        super().__init__()
+        self.first, self.second = nn.Linear(D, 4), nn.Linear(D, 4, bias=False)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Linear(4, 3).requires_grad_(False)
+        self.scale = nn.Parameter(torch.rand(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Use a weight, its columns, and the same transposed."""
+        x = self.second(torch.tanh(self.first(x))) * self.scale.exp()
+        x = torch.nn.functional.linear(x, self.first.weight.t(), self.scale)
+        return self.frozen(x) + x[:, :2] @ self.first.weight[:3, :2].tanh().T
+
+
 def extended_parts(model: Module) -> Module:
     """Extend what a model consists of, and not the model."""
     for part in model.children():
@@ -492,8 +530,10 @@ def later(model: Module) -> Module:
 BLOCKS = PROBLEM._replace(
     model=lambda: nn.Sequential(Block(), Block(), nn.Linear(D, 3))
 )
+TIED = PROBLEM._replace(model=Tied)
 APART_BLOCKS = PROBLEM._replace(model=Apart)
 by_layer = partial(sharded, each=True)
+flat_by_layer = partial(flat, auto_wrap_policy=has_parameters)
 kept = partial(by_layer, reshard_after_forward=False)
 SHARED: Dict[str, Shared] = {
     "DDP": Shared(DDP),
@@ -506,6 +546,15 @@ SHARED: Dict[str, Shared] = {
     "FSDP2": Shared(sharded),
     "FSDP2-each": Shared(by_layer),
     "FSDP2-each-kept": Shared(kept),
+    "FSDP1": Shared(flat),
+    "FSDP1-each": Shared(flat_by_layer),
+    "FSDP1-extended-later": Shared(lambda m: extend(flat_by_layer(m)), later),
+    "FSDP1-blocks": Shared(flat_by_layer, problem=BLOCKS),
+    "FSDP1-apart": Shared(flat_by_layer, problem=APART_BLOCKS),
+    "FSDP1-apart-parts": Shared(flat_by_layer, extended_parts, APART_BLOCKS),
+    "FSDP1-tied": Shared(flat, problem=TIED),
+    "FSDP2-tied": Shared(sharded, problem=TIED),
+    "DDP-tied": Shared(DDP, problem=TIED),
     "DDP-extended-later": Shared(lambda m: extend(DDP(m)), later),
     "FSDP2-extended-later": Shared(lambda m: extend(by_layer(m)), later),
     "DDP-blocks": Shared(DDP, problem=BLOCKS),
@@ -517,10 +566,19 @@ SHARED: Dict[str, Shared] = {
 }
 # Refused: how to wrap it, and what the error says
 APART: Dict[str, Tuple[Callable[[Module], Module], str]] = {
-    "FSDP1": (flat, "BatchGrad.*FullyShardedDataParallel.*fully_shard"),
-    "FSDP1-original": (
-        partial(flat, use_orig_params=True),
-        "BatchGrad.*FullyShardedDataParallel.*fully_shard",
+    "FSDP1": (
+        partial(flat, use_orig_params=False),
+        "BatchGrad.*FullyShardedDataParallel.*use_orig_params=True.*fully_shard",
+    ),
+    "FSDP1-twice": (
+        lambda m: Twice(flat(m)),
+        "BatchGrad.*FullyShardedDataParallel.*several times.*fully_shard",
+    ),
+    "FSDP1-transposed-twice": (
+        lambda m: Twice(
+            flat(extend(nn.Sequential(*m, nn.Linear(3, D), Tied()).double()))
+        ),
+        "BatchGrad.*FullyShardedDataParallel.*several times.*fully_shard",
     ),
     "tensor-parallel": (tensor_parallel, "BatchGrad.*DTensors.*fully_shard"),
 }
@@ -538,6 +596,15 @@ def whole(x: Any) -> Tensor:
     return x.detach().clone()
 
 
+def whole_gradients(model: Module) -> ContextManager:
+    """Collect the gradients of parameters that were put into one."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    if isinstance(model, FullyShardedDataParallel):
+        return FullyShardedDataParallel.summon_full_params(model, with_grads=True)
+    return nullcontext()
+
+
 def share(rank: int, name: str) -> List[Dict[str, List[Tensor]]]:
     """Run passes of a model that processes share, and collect fields and gradients."""
     p, results = SHARED[name].make(rank), []
@@ -548,12 +615,15 @@ def share(rank: int, name: str) -> List[Dict[str, List[Tensor]]]:
     for sync in syncs:
         model.zero_grad()
         p.run(model, around=sync())
-        params = list(model.parameters())
+        frozen = [x for x in model.parameters() if not x.requires_grad]
+        assert not any(hasattr(x, "grad_batch") for x in frozen)
+        params = [x for x in model.parameters() if x.requires_grad]
         fields = {ext: make().savefield for ext, make in QUANTITIES.items()}
         fields["gradient"] = "grad"
-        results.append(
-            {key: [whole(getattr(x, f)) for x in params] for key, f in fields.items()}
-        )
+        with whole_gradients(model):
+            results.append(
+                {k: [whole(getattr(x, f)) for x in params] for k, f in fields.items()}
+            )
     return results
 
 
@@ -581,9 +651,12 @@ class Passes(NamedTuple):
 
 PASSES = [
     Passes(name, (option, option, "plain"))
-    for name in ("DDP", "DDP-unused", "DDP-views", "FSDP2", "FSDP2-each-kept")
+    for name in (
+        *("DDP", "DDP-unused", "DDP-views", "FSDP2", "FSDP2-each-kept"),
+        *("FSDP1", "FSDP1-each"),
+    )
     for option in ("gradient=False", "replace_grad")
-    if not (name.startswith("FSDP2") and option == "replace_grad")
+    if not (name.startswith("FSDP") and option == "replace_grad")
 ]
 PASSES += [
     Passes("DDP-static", ("plain", option, option, "plain"))
@@ -595,6 +668,7 @@ PASSES += [
     Passes("DDP-static", ("replace_grad",), f"WeightedGrad.replace_grad=True.*{FIRST}"),
     Passes("FSDP2-each", ("replace_grad",), "WeightedGrad.replace_grad=True.*shard"),
     Passes("FSDP2", ("plain", "replace_grad"), "WeightedGrad.*fully_shard.*gather"),
+    Passes("FSDP1-each", ("replace_grad",), "WeightedGrad.replace_grad=True.*gather"),
 ]
 
 
@@ -610,8 +684,9 @@ def pass_by_pass(rank: int, row: Passes) -> List[Union[str, List[Optional[Tensor
                 p.value(model).backward()
         except NotImplementedError as error:
             return [*results, str(error)]
-        grads = [x.grad for x in model.parameters()]
-        results.append([None if x is None else whole(x) for x in grads])
+        with whole_gradients(model):
+            grads = [x.grad for x in model.parameters()]
+            results.append([None if x is None else whole(x) for x in grads])
     return results
 
 

@@ -16,6 +16,7 @@ from functools import lru_cache, partial
 from typing import (
     Any,
     Callable,
+    ContextManager,
     Dict,
     Iterator,
     List,
@@ -35,6 +36,7 @@ from processes import in_processes, needs_gloo
 from test_distributed import KRONECKER, OTHERS
 from torch import Tensor, distributed, nn
 from torch.nn import Module
+from torch.utils.flop_counter import FlopCounterMode
 
 from backpack import backpack, disable, extend
 from backpack.extensions import (
@@ -50,6 +52,8 @@ from backpack.extensions import (
 
 F64 = torch.float64
 D = 4
+# What the compiler warns of, be it in Python 3.13.0
+COMPILER = "The .grad attribute|Graph break|Guards may run slower"
 STEPS = 1000 if os.environ.get("BACKPACK_TEST_LONG") else 20
 
 
@@ -189,6 +193,158 @@ class Marked(Tensor):
     """Tensors of a class of their own."""
 
 
+def with_averages(p: Pass) -> None:
+    """Copy and average parameters between forward and backward pass; use the copy."""
+    value = p.value()
+    averages = torch.optim.swa_utils.AveragedModel(p.model)
+    with quantities():
+        value.backward()
+    averages.update_parameters(p.model)
+    assert not any(hasattr(x, "grad_batch") for x in averages.parameters())
+    p.run(averages)
+    assert_fields(averages.module, list(QUANTITIES), reference(PROBLEM))
+
+
+def evaluated_in_between(p: Pass) -> None:
+    """Evaluate the model after the forward pass, and inside of the context."""
+    value = p.value()
+    with torch.inference_mode():
+        p.value(p.model.eval())
+    with quantities():
+        with torch.no_grad():
+            p.value(p.model.train())
+        value.backward()
+
+
+def transformed_in_between(p: Pass) -> None:
+    """Compute the same by function transforms, inside of the context."""
+    params = {name: x.detach() for name, x in p.model.named_parameters()}
+
+    def value(params: Dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        out = torch.func.functional_call(p.model, params, (x.unsqueeze(0),))
+        return nn.functional.cross_entropy(out, y.unsqueeze(0))
+
+    with quantities():
+        loss = p.value()
+        gradients = torch.func.vmap(torch.func.grad(value), (None, 0, 0))
+        expected = gradients(params, p.x, p.y)
+        loss.backward()
+    for name, x in p.model.named_parameters():
+        oracle.assert_agrees(x.grad_batch * len(p.x), expected[name])
+
+
+def lightning(p: Pass) -> None:
+    """Let a trainer call what computes the loss, through another module."""
+
+    class Task(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.loss = p.model, p.loss
+
+        def forward(self, batch: Tuple[Tensor, Tensor]) -> Tensor:
+            return self.loss(self.model(batch[0]), batch[1])
+
+    task = nn.Sequential(Task())
+    closure(p._replace(model=task, x=(p.x, p.y), loss=lambda loss, _: loss))
+
+
+def accelerate(p: Pass) -> None:
+    """Replace the method ``forward`` of the model."""
+    forward = p.model.forward
+    p.model.forward = lambda *args: torch.utils._pytree.tree_map(
+        Tensor.double, forward(*args)
+    )
+    p.run()
+    del p.model.forward
+
+
+def multi_gradient_hook(p: Pass) -> None:
+    """Let a hook wait for the gradients of all parameters."""
+    seen: List[Any] = []
+    handle = torch.autograd.graph.register_multi_grad_hook(
+        list(p.model.parameters()), seen.append
+    )
+    p.run()
+    handle.remove()
+    assert len(seen) == 1
+    for x, gradient in zip(p.model.parameters(), seen[0]):
+        oracle.assert_agrees(gradient, x.grad)
+
+
+def parameters_swapped(p: Pass) -> None:
+    """Let modules exchange their parameters when they are converted and loaded."""
+    state, future = deepcopy(p.model.state_dict()), torch.__future__
+    future.set_swap_module_params_on_conversion(True)
+    try:
+        p.model.float().double().load_state_dict(state)
+    finally:
+        future.set_swap_module_params_on_conversion(False)
+    p.run()
+
+
+def with_dtype(dtype: torch.dtype, p: Pass) -> None:
+    """Change the type that new tensors have."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        p.run()
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Allow deterministic algorithms only."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def anomalies() -> Iterator[None]:
+    """Look for anomalies."""
+    with pytest.warns(UserWarning, match="Anomaly"):
+        mode = torch.autograd.detect_anomaly()
+    with mode:
+        yield
+
+
+@contextmanager
+def counted() -> Iterator[None]:
+    """Count operations."""
+    with FlopCounterMode(display=False) as counter:
+        yield
+    assert counter.get_total_flops()
+
+
+def other_layer(p: Pass) -> None:
+    """Replace a layer, and extend the model once more."""
+    layer = nn.Linear(4, 3, dtype=F64)
+    layer.load_state_dict(p.model[2].state_dict())
+    p.model[2] = layer
+    extend(p.model)
+    p.run()
+
+
+def other_parametrization(p: Pass) -> None:
+    """Register a parametrization, run a pass, and remove it."""
+    parametrize = nn.utils.parametrize
+    parametrize.register_parametrization(p.model[0], "weight", nn.Identity())
+    p.run()
+    original = p.model[0].parametrizations.weight.original
+    oracle.assert_agrees(original.grad_batch.sum(0), original.grad)
+    p.model.zero_grad()
+    parametrize.remove_parametrizations(p.model[0], "weight")
+    p.run()
+
+
+def exported(model: Module) -> Module:
+    """Export a model as a program, in which functions take the parameters."""
+    return extend(torch.export.export(model, (randn(D)()[0],)).module())
+
+
 # Right, pass after pass: how to make the model, how to run a pass
 RIGHT: Dict[str, Tuple[Callable[[], Pass], Callable[[Pass], None]]] = {
     "compiled-then-extended": (lambda: build(lambda m: extend(compiled(m))), Pass.run),
@@ -205,6 +361,37 @@ RIGHT: Dict[str, Tuple[Callable[[], Pass], Callable[[Pass], None]]] = {
     "default-device": (build, lambda p: p.run(around=on_meta())),
     "subclass": (build, lambda p: p._replace(x=p.x.as_subclass(Marked)).run()),
     "data-parallel": (build, lambda p: p.run(nn.DataParallel(p.model))),
+    "averages": (build, with_averages),
+    "evaluated-in-between": (build, evaluated_in_between),
+    "transformed-in-between": (build, transformed_in_between),
+    "lightning": (build, lightning),
+    "accelerate": (build, accelerate),
+    "multi-gradient-hook": (build, multi_gradient_hook),
+    "parameters-swapped": (build, parameters_swapped),
+    "default-dtype-half": (build, partial(with_dtype, torch.bfloat16)),
+    "default-dtype-double": (build, partial(with_dtype, F64)),
+    "deterministic": (build, lambda p: p.run(around=deterministic())),
+    "anomalies": (build, lambda p: p.run(around=anomalies())),
+    "operations-counted": (build, lambda p: p.run(around=counted())),
+    "saved-on-cpu": (
+        build,
+        lambda p: p.run(around=torch.autograd.graph.save_on_cpu()),
+    ),
+    "saved-tensors-mutable": (
+        build,
+        lambda p: p.run(around=torch.autograd.graph.allow_mutation_on_saved_tensors()),
+    ),
+    "one-thread": (
+        build,
+        lambda p: p.run(around=torch.autograd.set_multithreading_enabled(False)),
+    ),
+    "another-layer": (build, other_layer),
+    "parametrization": (build, other_parametrization),
+    "exported": (lambda: build(exported), Pass.run),
+    "exchanged-by-fx": (
+        lambda: build(lambda m: extend(torch.fx.symbolic_trace(extend(m)))),
+        Pass.run,
+    ),
 }
 
 
@@ -222,7 +409,7 @@ def compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute|Graph break")  # the compiler's
+@pytest.mark.filterwarnings(f"ignore:{COMPILER}")
 @pytest.mark.usefixtures("cpu", "compiler")
 @pytest.mark.parametrize("name", RIGHT)
 def test_right(name: str) -> None:
@@ -235,7 +422,7 @@ def test_right(name: str) -> None:
         for parameter in plain.parameters():
             oracle.assert_agrees(parameter.grad_batch.sum(0), parameter.grad)
             parameter.grad = None
-        if type(plain[0]).__name__ == "OptimizedModule":
+        if type(getattr(plain, "0")).__name__ == "OptimizedModule":
             plain = nn.Sequential(plain[0]._orig_mod, *plain[1:])
         assert_fields(plain, list(QUANTITIES), reference(PROBLEM))
         for parameter in plain.parameters():
@@ -292,7 +479,7 @@ REFUSED: Dict[str, Tuple[Callable[[Pass], None], Type[Exception], str]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute|Graph break")  # the compiler's
+@pytest.mark.filterwarnings(f"ignore:{COMPILER}")
 @pytest.mark.usefixtures("cpu", "compiler")
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
@@ -420,11 +607,30 @@ def sharded(model: Module, each: bool = False, **options: Any) -> Module:
     return fully_shard(model, mesh=mesh, **options)
 
 
-def flat(model: Module, **options: Any) -> Module:
+def flat(model: Module, use_orig_params: bool = True, **options: Any) -> Module:
     """Put all parameters into one, which is sharded."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
+    options.update(device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+    return FullyShardedDataParallel(model, **options)
+
+
+def has_parameters(module: Module, recurse: bool, **_: Any) -> bool:
+    """Tell which parts of a model are sharded by themselves, and look into all."""
+    return recurse or isinstance(module, (nn.Linear, Block))
+
+
+class Twice(Module):
+    """A model that is called twice."""
+
+    def __init__(self, model: Module) -> None:
+        """Store the model."""
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add up what it says of two inputs."""
+        return self.model(x) + self.model(x.cos())
 
 
 def tensor_parallel(model: Module) -> Module:
@@ -465,6 +671,24 @@ class Apart(Module):
         return self.third(x)
 
 
+class Tied(Module):
+    """Parameters that are used twice, by way of expressions; others are frozen."""
+
+    def __init__(self) -> None:
+        """Make the parameters."""
+        super().__init__()
+        self.first, self.second = nn.Linear(D, 4), nn.Linear(D, 4, bias=False)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Linear(4, 3).requires_grad_(False)
+        self.scale = nn.Parameter(torch.rand(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Use a weight, its columns, and the same transposed."""
+        x = self.second(torch.tanh(self.first(x))) * self.scale.exp()
+        x = torch.nn.functional.linear(x, self.first.weight.t(), self.scale)
+        return self.frozen(x) + x[:, :2] @ self.first.weight[:3, :2].tanh().T
+
+
 def extended_parts(model: Module) -> Module:
     """Extend what a model consists of, and not the model."""
     for part in model.children():
@@ -492,8 +716,10 @@ def later(model: Module) -> Module:
 BLOCKS = PROBLEM._replace(
     model=lambda: nn.Sequential(Block(), Block(), nn.Linear(D, 3))
 )
+TIED = PROBLEM._replace(model=Tied)
 APART_BLOCKS = PROBLEM._replace(model=Apart)
 by_layer = partial(sharded, each=True)
+flat_by_layer = partial(flat, auto_wrap_policy=has_parameters)
 kept = partial(by_layer, reshard_after_forward=False)
 SHARED: Dict[str, Shared] = {
     "DDP": Shared(DDP),
@@ -506,6 +732,15 @@ SHARED: Dict[str, Shared] = {
     "FSDP2": Shared(sharded),
     "FSDP2-each": Shared(by_layer),
     "FSDP2-each-kept": Shared(kept),
+    "FSDP1": Shared(flat),
+    "FSDP1-each": Shared(flat_by_layer),
+    "FSDP1-extended-later": Shared(lambda m: extend(flat_by_layer(m)), later),
+    "FSDP1-blocks": Shared(flat_by_layer, problem=BLOCKS),
+    "FSDP1-apart": Shared(flat_by_layer, problem=APART_BLOCKS),
+    "FSDP1-apart-parts": Shared(flat_by_layer, extended_parts, APART_BLOCKS),
+    "FSDP1-tied": Shared(flat, problem=TIED),
+    "FSDP2-tied": Shared(sharded, problem=TIED),
+    "DDP-tied": Shared(DDP, problem=TIED),
     "DDP-extended-later": Shared(lambda m: extend(DDP(m)), later),
     "FSDP2-extended-later": Shared(lambda m: extend(by_layer(m)), later),
     "DDP-blocks": Shared(DDP, problem=BLOCKS),
@@ -517,10 +752,19 @@ SHARED: Dict[str, Shared] = {
 }
 # Refused: how to wrap it, and what the error says
 APART: Dict[str, Tuple[Callable[[Module], Module], str]] = {
-    "FSDP1": (flat, "BatchGrad.*FullyShardedDataParallel.*fully_shard"),
-    "FSDP1-original": (
-        partial(flat, use_orig_params=True),
-        "BatchGrad.*FullyShardedDataParallel.*fully_shard",
+    "FSDP1": (
+        partial(flat, use_orig_params=False),
+        "BatchGrad.*FullyShardedDataParallel.*use_orig_params=True.*fully_shard",
+    ),
+    "FSDP1-twice": (
+        lambda m: Twice(flat(m)),
+        "BatchGrad.*FullyShardedDataParallel.*several times.*fully_shard",
+    ),
+    "FSDP1-transposed-twice": (
+        lambda m: Twice(
+            flat(extend(nn.Sequential(*m, nn.Linear(3, D), Tied()).double()))
+        ),
+        "BatchGrad.*FullyShardedDataParallel.*several times.*fully_shard",
     ),
     "tensor-parallel": (tensor_parallel, "BatchGrad.*DTensors.*fully_shard"),
 }
@@ -538,6 +782,15 @@ def whole(x: Any) -> Tensor:
     return x.detach().clone()
 
 
+def whole_gradients(model: Module) -> ContextManager:
+    """Collect the gradients of parameters that were put into one."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    if isinstance(model, FullyShardedDataParallel):
+        return FullyShardedDataParallel.summon_full_params(model, with_grads=True)
+    return nullcontext()
+
+
 def share(rank: int, name: str) -> List[Dict[str, List[Tensor]]]:
     """Run passes of a model that processes share, and collect fields and gradients."""
     p, results = SHARED[name].make(rank), []
@@ -548,12 +801,15 @@ def share(rank: int, name: str) -> List[Dict[str, List[Tensor]]]:
     for sync in syncs:
         model.zero_grad()
         p.run(model, around=sync())
-        params = list(model.parameters())
+        frozen = [x for x in model.parameters() if not x.requires_grad]
+        assert not any(hasattr(x, "grad_batch") for x in frozen)
+        params = [x for x in model.parameters() if x.requires_grad]
         fields = {ext: make().savefield for ext, make in QUANTITIES.items()}
         fields["gradient"] = "grad"
-        results.append(
-            {key: [whole(getattr(x, f)) for x in params] for key, f in fields.items()}
-        )
+        with whole_gradients(model):
+            results.append(
+                {k: [whole(getattr(x, f)) for x in params] for k, f in fields.items()}
+            )
     return results
 
 
@@ -581,9 +837,12 @@ class Passes(NamedTuple):
 
 PASSES = [
     Passes(name, (option, option, "plain"))
-    for name in ("DDP", "DDP-unused", "DDP-views", "FSDP2", "FSDP2-each-kept")
+    for name in (
+        *("DDP", "DDP-unused", "DDP-views", "FSDP2", "FSDP2-each-kept"),
+        *("FSDP1", "FSDP1-each"),
+    )
     for option in ("gradient=False", "replace_grad")
-    if not (name.startswith("FSDP2") and option == "replace_grad")
+    if not (name.startswith("FSDP") and option == "replace_grad")
 ]
 PASSES += [
     Passes("DDP-static", ("plain", option, option, "plain"))
@@ -595,6 +854,7 @@ PASSES += [
     Passes("DDP-static", ("replace_grad",), f"WeightedGrad.replace_grad=True.*{FIRST}"),
     Passes("FSDP2-each", ("replace_grad",), "WeightedGrad.replace_grad=True.*shard"),
     Passes("FSDP2", ("plain", "replace_grad"), "WeightedGrad.*fully_shard.*gather"),
+    Passes("FSDP1-each", ("replace_grad",), "WeightedGrad.replace_grad=True.*gather"),
 ]
 
 
@@ -610,8 +870,9 @@ def pass_by_pass(rank: int, row: Passes) -> List[Union[str, List[Optional[Tensor
                 p.value(model).backward()
         except NotImplementedError as error:
             return [*results, str(error)]
-        grads = [x.grad for x in model.parameters()]
-        results.append([None if x is None else whole(x) for x in grads])
+        with whole_gradients(model):
+            grads = [x.grad for x in model.parameters()]
+            results.append([None if x is None else whole(x) for x in grads])
     return results
 
 

@@ -25,6 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from backpack.core.layout import Mixed
 from backpack.engine.uses import ENTRIES, Entry, Together, Use
 from backpack.utils.hooks import EXTENDED, represent
+from backpack.utils.parallel import parts
 
 SILENT = "backpack.silent"  # where a node says that no sample gets through it
 MEETING = "backpack.meeting"  # where a node of the graph keeps that samples have met
@@ -200,7 +201,8 @@ def leaves_behind(node: Node) -> List[Tensor]:
     Returns:
         The tensors.
     """
-    return [x.variable for x in walk([node]) if is_leaf(x)]
+    nodes = list(walk([node]))
+    return [x for leaf in nodes if is_leaf(leaf) for x in parts(leaf.variable, nodes)]
 
 
 def _walk_since(starts: Sequence[Node], since: int) -> Iterator[Node]:

@@ -175,9 +175,10 @@ def _is_plain(param: Tensor) -> bool:
     """Tell whether a gradient may be formed here.
 
     It must keep its digits when it is added up, and nothing may change the parameter
-    as soon as it has its gradient: the node of its use has not run yet.
+    as soon as it has its gradient: the node of its use has not run yet. Hooks may wait
+    for the gradients of several parameters in one and the same pass.
     """
-    if getattr(param, "_post_accumulate_grad_hooks", None):
+    if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
         return False
     return accumulator_dtype(param.dtype) == param.dtype and not param.is_sparse
 

@@ -159,7 +159,7 @@ class Group:
             constant = use.constants[index]
             if product is None:
                 continue
-            leaf, edge, product = _behind_views(constant, product)
+            leaf, edge, product = _behind_views(constant, product, self.params)
             if leaf is not None:
                 _merge(found, leaf, product)
             else:
@@ -268,13 +268,14 @@ def _merge(found: Dict[Any, PerSample], key: Any, product: PerSample) -> None:
 
 
 def _behind_views(
-    constant: Constant, product: PerSample
+    constant: Constant, product: PerSample, params: Sequence[Tensor]
 ) -> Tuple[Optional[Tensor], Optional[GradientEdge], PerSample]:
     """Go through views of a parameter, which keep the products' form.
 
     Args:
         constant: A constant.
         product: Products with its Jacobian.
+        params: The parameters behind it.
 
     Returns:
         The parameter, if it is all that is left; the place of the expression, if not;
@@ -283,7 +284,8 @@ def _behind_views(
     if constant.leaf is not None:
         return constant.leaf, None, product
     edge, shape = constant.source, constant.shape
-    while isinstance(product, Outer):
+    ends = {param.grad_fn: param for param in params if param.grad_fn is not None}
+    while isinstance(product, Outer) and edge.node not in ends:
         node = edge.node
         if is_leaf(node):
             return node.variable, None, product
@@ -308,6 +310,8 @@ def _behind_views(
         edge, shape = GradientEdge(parent, parents[0][1]), before
     if is_leaf(edge.node):
         return edge.node.variable, None, product
+    if edge.node in ends:
+        return ends[edge.node], None, product
     return None, edge, product
 
 

@@ -187,7 +187,9 @@ class PullColumns:
 
         calls = [loss, *dict.fromkeys(t.entry.owner for t in reached)]
         _warn_of_hooks([c for c in calls if not c.is_use], extensions[0])
-        gather(c.module for c in calls if not c.is_use)
+        # in the order of the graph, which is that of other processes
+        params = [p for g in self._running.groups if g in groups for p in g.params]
+        gather([c.module for c in calls if not c.is_use], params)
         tensors = [x for call in calls for x in call.tensors()]
         sources = {ext.source for ext in extensions}
         totals: Dict[Key, Any] = {}

@@ -34,6 +34,7 @@ from backpack.core.per_sample.base import Dense, PerSample
 from backpack.core.per_sample.sums import chunks
 from backpack.engine.saved import Saved, fetch
 from backpack.utils.hooks import name_module, without_hooks
+from backpack.utils.parallel import is_in_place
 from backpack.utils.state import may_look, state
 
 ENTRIES = "backpack.entries"  # where a node of the graph keeps what ends in it
@@ -122,7 +123,7 @@ class Constant:
             stand_in: Where its alias sits in the graph.
             key: Which argument it is.
         """
-        self.leaf = x if x.grad_fn is None else None
+        self.leaf = x if x.grad_fn is None or is_in_place(x) else None
         self.source = None if self.leaf is x else edge_of(x)
         self.stand_in, self.key, self.shape = stand_in, key, x.shape
         self.dtype = x.dtype

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
-from typing import Any, Iterable, Iterator, List, Tuple
+from typing import Any, Container, Iterable, Iterator, List, Set, Tuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,13 @@ _AT_OUTPUTS = {
 
 FLAT = (
     "{exts}: a part of the model is inside of FullyShardedDataParallel, which puts all "
-    "parameters into one that no operation uses. Use "
+    "parameters into one that no operation uses. Use its option use_orig_params=True, "
+    "`torch.distributed.fsdp.fully_shard`, or DistributedDataParallel."
+)
+AGAIN = (
+    "{exts}: what FullyShardedDataParallel(use_orig_params=True) contains is called "
+    "several times before the backward pass, each time with tensors of its own in the "
+    "parameters' place, or uses parameters where extensions can't see it. Use "
     "`torch.distributed.fsdp.fully_shard`, or DistributedDataParallel."
 )
 SHARDED = (
@@ -49,9 +55,9 @@ STATIC = (
     "without, or leave out static_graph=True."
 )
 GATHERED = (
-    "{option}: `fully_shard` gathers gradients from all processes before the backward "
-    "pass is over, and weighted ones are known after it. Use DistributedDataParallel, "
-    "or read the field and do without the option."
+    "{option}: `fully_shard` and FullyShardedDataParallel gather gradients from all "
+    "processes before the backward pass is over, and weighted ones are known after it. "
+    "Use DistributedDataParallel, or read the field and do without the option."
 )
 
 
@@ -85,11 +91,16 @@ def refuse_parts(extensions: str, params: Iterable[Tensor]) -> None:
         params: The parameters, as the graph knows them.
 
     Raises:
-        NotImplementedError: If there is one.
+        NotImplementedError: If there is one, or one of which there are several copies.
     """
+    seen: Set[Tuple[int, int]] = set()
     for param in params if is_parallel() else ():
-        if getattr(param, "_is_flat_param", False):
-            raise NotImplementedError(FLAT.format(exts=extensions))
+        place = id(param._base), param.storage_offset()
+        if getattr(param, "_is_flat_param", False) or place in seen:
+            text = AGAIN if place in seen or param._tensors else FLAT
+            raise NotImplementedError(text.format(exts=extensions))
+        if _is_unflat(param):
+            seen.add(place)
         if is_sharded(param):
             raise NotImplementedError(SHARDED.format(exts=extensions))
 
@@ -119,7 +130,7 @@ def refuse_gathered(option: str, calls: Iterable[Any]) -> None:
         calls: Records of the modules' calls.
 
     Raises:
-        NotImplementedError: If ``fully_shard`` has spread parameters.
+        NotImplementedError: If parameters are spread over processes.
     """
     if is_parallel() and any(True for _ in _shards(calls)):
         raise NotImplementedError(GATHERED.format(option=option))
@@ -159,25 +170,75 @@ def _pass_on(ctx: Any, *gradients: Any) -> Any:
     return (None, *gradients)
 
 
-def gather(modules: Iterable[Module]) -> None:
-    """Gather the parameters that ``fully_shard`` has spread, until autograd is there.
+def gather(modules: Iterable[Module], params: Iterable[Tensor]) -> None:
+    """Gather parameters that are spread over processes, until autograd is there.
 
     Args:
         modules: Modules that columns are pulled back through.
+        params: Parameters of the backward pass.
     """
-    for module in modules if is_parallel() else ():
+    if not is_parallel():
+        return
+    for module in modules:
         if any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__):
             module.unshard()  # type: ignore[operator]
+    for flat in {id(x._base): x._base for x in params if _is_unflat(x)}.values():
+        # what runs when the gradient is there knows whose parameters these are
+        hook = flat._post_backward_hook_state[-1]
+        state, handle = hook.hooks_dict_ref()[hook.id].args
+        before = handle._training_state
+        handle._training_state = type(before).BACKWARD_PRE
+        streams = state._unshard_stream, state._pre_unshard_stream
+        runtime = sys.modules["torch.distributed.fsdp._runtime_utils"]
+        runtime._unshard(state, handle, *streams)
+        state._device_handle.current_stream().wait_stream(streams[0])
+        handle._training_state = before
+
+
+def _is_unflat(x: Tensor) -> bool:
+    """Tell whether a tensor is a view of what parameters have been put into."""
+    return getattr(x._base, "_is_flat_param", False)
+
+
+def is_in_place(x: Tensor) -> bool:
+    """Tell whether FullyShardedDataParallel has put a tensor in a parameter's place.
+
+    Args:
+        x: The tensor.
+
+    Returns:
+        Whether it is one of the parts of a flat parameter, as far as the modules have
+        such parameters for their users, too.
+    """
+    if not is_parallel() or not _is_unflat(x):
+        return False
+    return any(x is part for part in x._base._tensors or ())
+
+
+def parts(param: Tensor, nodes: Container[Any]) -> List[Tensor]:
+    """List the parts of a flat parameter that stand for parameters.
+
+    Args:
+        param: A parameter.
+        nodes: Nodes of the graph.
+
+    Returns:
+        Parts that sit at these nodes; the parameter itself if it is not flat.
+    """
+    tensors = getattr(param, "_tensors", None) if is_parallel() else None
+    found = [x for x in tensors or () if x is not None and x.grad_fn in nodes]
+    return found or [param]
 
 
 def _shards(calls: Iterable[Any]) -> Iterator[Tuple[Tensor, Tensor]]:
-    """List gathered parameters, and the shards that have replaced them."""
+    """List gathered parameters, and what has replaced them: shards."""
     for call in calls:
         for name, param in call.parameters.items():
             path, _, key = name.rpartition(".")
             shard = call.module.get_submodule(path)._parameters.get(key)
-            if shard is not None and shard is not param and is_sharded(shard):
-                yield param, shard
+            if shard is not None and shard is not param:
+                if is_sharded(shard) or _is_unflat(param):
+                    yield param, shard
 
 
 def move_to_shards(
@@ -195,5 +256,7 @@ def move_to_shards(
     for param, shard in _shards(calls):
         for ext in extensions:
             if hasattr(param, ext.savefield):
-                setattr(shard, ext.savefield, vars(param).pop(ext.savefield))
-                yield ext, shard
+                value = vars(param).pop(ext.savefield)
+                if shard.requires_grad:  # parts of a flat parameter all do
+                    setattr(shard, ext.savefield, value)
+                    yield ext, shard

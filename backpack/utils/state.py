@@ -34,6 +34,8 @@ from backpack.utils.parallel import without_sinks
 
 _KEY = "backpack.utils.state"
 _MOST_ANSWERS = 10_000  # that are remembered
+_KEYS = torch._C._TorchDispatchModeKey
+_TRACERS = (_KEYS.PROXY, _KEYS.FAKE, _KEYS.FUNCTIONAL)  # other modes count, or print
 
 # The innermost context, for this task of `asyncio`, which threads may inherit
 ENTERED: ContextVar[Any] = ContextVar("backpack", default=None)
@@ -155,10 +157,12 @@ def is_traced() -> bool:
     """Tell whether somebody records the operations, to run them again.
 
     Returns:
-        Whether a dispatch mode is active. Operations are functions of tensors then:
-        memory that is written piece by piece would be copied as often.
+        Whether a dispatch mode that traces is active. Operations are functions of
+        tensors then: memory that is written piece by piece would be copied as often.
     """
-    return torch._C._len_torch_dispatch_stack() > 0
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
 
 
 def may_look(x: Tensor) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Se
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch._C._functorch import peek_interpreter_stack
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter, functional
 from torch.overrides import TorchFunctionMode
@@ -180,8 +181,8 @@ class Tracker(TorchFunctionMode):
             return untraced(run, self, func, types, args, kwargs)
         kind = _KINDS.get(func) or _kind_of(func)
         kwargs = kwargs or {}
-        if kind.is_quiet or self.suspended:
-            return func(*args, **kwargs)
+        if kind.is_quiet or self.suspended or peek_interpreter_stack() is not None:
+            return func(*args, **kwargs)  # a transform's tensors are no samples'
         data: List[Tensor] = []
         constants: List[Tensor] = []
         key = [func, self.n, is_grad_enabled()]

@@ -108,12 +108,14 @@ def check_samples(
             raise NotImplementedError(message)
         warn_user(message)
     separate, entangled = inspection.uses_outside(set(map(id, params)))
-    entangled += _never_seen(inspection, params) + _behind_uses(uses)
+    entangled += _behind_uses(uses)
+    if not entangled:
+        for met in (*inspection.coupled(), *met_before_losses(inspection)):
+            if operation_name(met) not in ("batch_norm", "native_batch_norm"):
+                refuse(names, met, "any parameter")
+    entangled += _never_seen(inspection, params)
     if entangled:
         raise NotImplementedError(OUTSIDE_USE.format(names=describe(entangled)))
-    for met in (*inspection.coupled(), *met_before_losses(inspection)):
-        if operation_name(met) not in ("batch_norm", "native_batch_norm"):
-            refuse(names, met, "any parameter")
     if separate:
         warn_user(SEPARATE_USE.format(names=describe(separate)))
 

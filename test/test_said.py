@@ -7,6 +7,7 @@ import pickle
 import re
 import warnings
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Tuple
 
@@ -210,12 +211,30 @@ def test_losses_that_are_differentiable_once(name: str, ext: type) -> None:
     assert re.search(rf"(?is){name}.*(twice|second|differentia)", str(caught.value))
 
 
-def test_losses_that_are_differentiable_once_in_first_order() -> None:
+@pytest.mark.parametrize(
+    "objective",
+    [
+        *NOT_TWICE.values(),
+        (nn.Identity, lambda f, _: ctc(f, F.ctc_loss)),
+        (nn.Identity, lambda f, _: ctc(f, partial(F.ctc_loss, reduction="sum"))),
+        (nn.Identity, lambda f, _: Once.apply(f - real(f)).mean()),
+    ],
+    ids=[*NOT_TWICE, "ctc_loss", "ctc_loss-sum", "function"],
+)
+def test_losses_that_are_differentiable_once_in_first_order(
+    objective: Tuple[Callable, Callable],
+) -> None:
     """First order needs one derivative only."""
-    loss, objective = NOT_TWICE["OnceLoss"]
-    model = run(MLP._replace(loss=loss, objective=objective), BatchGrad())
-    for p in model.parameters():
-        assert_agrees(p.grad_batch.sum(0), p.grad)
+    row = MLP._replace(loss=objective[0], objective=objective[1])
+    model = run(row, BatchGrad())
+    plain, loss, X = row.build()
+    for n in range(N):
+        f = plain(*X)[n : n + 1]
+        others = plain(*X).detach()
+        value = row.objective(torch.cat([others[:n], f, others[n + 1 :]]), loss)
+        gradients = torch.autograd.grad(value, list(plain.parameters()))
+        for p, gradient in zip(model.parameters(), gradients):
+            assert_agrees(p.grad_batch[n], gradient)
 
 
 @pytest.mark.parametrize("ext", [DiagGGNExact, KFLR])

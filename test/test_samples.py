@@ -817,30 +817,51 @@ def test_right_or_refused(row: str) -> None:
     assert_right_or_refused(EITHER[row])
 
 
+class Batch:
+    """Inputs as attributes of an object."""
+
+    def __init__(self, **inputs: Any):
+        """Store the inputs."""
+        vars(self).update(inputs)
+
+    def __getitem__(self, name: str) -> Any:
+        """Look up an input, as in a dictionary."""
+        return vars(self)[name]
+
+
+@pytest.mark.parametrize("container", [dict, Batch])
 @pytest.mark.parametrize("t", LENGTHS)
-def test_several_inputs(t: int) -> None:
+def test_several_inputs(t: int, container: Callable) -> None:
     """Inputs of all kinds hold samples, by keyword and inside of containers, too."""
 
-    def forward(m: Module, x: Dict, *, mask: Tensor, scale: float = 1.0) -> Tensor:
-        h = m.e(x["ids"]) + m.f(x["more"][0])
-        h = h.masked_fill(~mask[..., None], 0.0) * scale
+    def forward(m: Module, x: Any, scale: float = 1.0) -> Tensor:
+        h = m.e(x["ids"]) + m.f(x["more"][0]) * m.w
+        h = h.masked_fill(~x["mask"][..., None], 0.0) * scale
         return m.g(h.tanh()).sum(1)
 
     row = Row(
         lambda: Lambda(
-            forward, e=nn.Embedding(5, D), f=nn.Linear(2, D), g=nn.Linear(D, 3)
+            forward,
+            e=nn.Embedding(5, D),
+            f=nn.Linear(2, D),
+            g=nn.Linear(D, 3),
+            w=param(D),
         ),
         lambda: (
             torch.randint(5, (N, t)),
             torch.randn(N, t, 2, dtype=F64),
             torch.rand(N, t) > 0.3,
         ),
-        predict=lambda m, X: m({"ids": X[0], "more": [X[1]]}, mask=X[2], scale=0.5),
+        predict=lambda m, X: m(
+            x=container(ids=X[0], more=[X[1]], mask=X[2]), scale=0.5
+        ),
     )
     assert_right(row)
 
 
-@pytest.mark.parametrize("inputs", ["shared-mask", "shared-table", "number"])
+@pytest.mark.parametrize(
+    "inputs", ["shared-mask", "shared-table", "number", "first-number"]
+)
 @pytest.mark.parametrize("t", LENGTHS)
 def test_inputs_that_samples_share(inputs: str, t: int) -> None:
     """An input that is no batch, although it may be as long as one, is a constant."""
@@ -849,6 +870,7 @@ def test_inputs_that_samples_share(inputs: str, t: int) -> None:
         "shared-mask": torch.randn(t, t, dtype=F64),
         "shared-table": torch.randn(t, t, dtype=F64).tanh(),
         "number": torch.tensor(0.5, dtype=F64),
+        "first-number": torch.tensor([0.5], dtype=F64),
     }[inputs]
     row = Row(
         lambda: Lambda(
@@ -858,8 +880,10 @@ def test_inputs_that_samples_share(inputs: str, t: int) -> None:
             p=param(D),
         ),
         randn(t, D),
-        predict=lambda m, X: m(*X, shared),
-        says=r"axis|sample|batch|input|mul",
+        predict=lambda m, X: (
+            m(shared=shared, x=X[0]) if inputs == "first-number" else m(*X, shared)
+        ),
+        says="another input" if inputs == "first-number" else "axis|sample|batch|mul",
     )
     assert_right_or_refused(row)
 

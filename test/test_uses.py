@@ -28,6 +28,7 @@ from per_sample import (
     classes,
     lookup,
     param,
+    randn,
     real,
     reference,
     tokens,
@@ -636,6 +637,23 @@ ATTENTION = {
 }
 
 
+def of_inputs(function: Callable[[Tensor], Tensor], says: str) -> Row:
+    """Make a row in which a layer gets a function of the inputs.
+
+    Args:
+        function: The function.
+        says: Pattern for what a refusal says.
+
+    Returns:
+        The row.
+    """
+    return Row(
+        lambda: Lambda(lambda m, x: m.layer(function(x)), layer=nn.Linear(4, 3)),
+        randn(4),
+        says=f"layer.weight.*{says}",
+    )
+
+
 # The library may say no to these, with a reason
 EITHER = {
     "scale-grad-by-frequency": lookup(
@@ -663,6 +681,29 @@ EITHER = {
     "vmap-of-a-layer": use(
         lambda m, x: torch.vmap(m.f)(x), 4, f=lambda: nn.Linear(4, 3)
     )._replace(says="vmap|weight"),
+    # what comes out has no gradient, and nothing is known of it
+    "vmap-of-inputs": of_inputs(torch.vmap(lambda row: row / row.norm()), "torch.func"),
+    "numbers-of-inputs": of_inputs(
+        lambda x: torch.tensor(x.tolist(), dtype=x.dtype), "numbers in Python"
+    ),
+    "numpy-of-inputs": of_inputs(lambda x: torch.from_numpy(x.numpy() + 1), "NumPy"),
+    "vmap-over-parameters": Row(  # an ensemble
+        lambda: Lambda(
+            lambda m, x: torch.vmap(lambda w: (x @ w).tanh())(m.w).mean(0),
+            w=param(2, 4, 3),
+        ),
+        randn(4),
+        says="'w'.*torch.func",
+    ),
+    "derivative-of-a-layer": Row(
+        lambda: Lambda(
+            lambda m, x: torch.func.grad(lambda x: m.f(x).tanh().sum())(x),
+            f=nn.Linear(4, 4),
+        ),
+        randn(4),
+        says="f.weight.*torch.func",
+        quantities=FIRST_ORDER,
+    ),
     "derivative-inside": use(  # a force, as in energy models
         lambda m, x: energy_gradient(m, x), 4, w=(4, 3)
     )._replace(says=r"\bw\b", quantities=FIRST_ORDER),

@@ -42,8 +42,10 @@ SEPARATE_USE = (
 OUTSIDE_USE = (
     "Parameters are used where extensions can't see it: {names}. Their quantities "
     "would be wrong. Use a parameter only inside of extended modules, in operations of "
-    "PyTorch (not in a compiled or scripted piece, or a function with a backward of "
-    "its own), and differentiate no term that contains a derivative of the network."
+    "PyTorch (not in a compiled or scripted piece, a transform of `torch.func`, or a "
+    "function with a backward of its own), and on what such operations make of the "
+    "inputs (not NumPy, or numbers in Python: do that before, and hand over what comes "
+    "out); and differentiate no term that contains a derivative of the network."
 )
 MISSING_TERM = (
     "Terms of the loss come from no extended loss module ({nodes}), so that their "
@@ -106,12 +108,14 @@ def check_samples(
             raise NotImplementedError(message)
         warn_user(message)
     separate, entangled = inspection.uses_outside(set(map(id, params)))
-    entangled += _never_seen(inspection, params) + _behind_uses(uses)
+    entangled += _behind_uses(uses)
+    if not entangled:
+        for met in (*inspection.coupled(), *met_before_losses(inspection)):
+            if operation_name(met) not in ("batch_norm", "native_batch_norm"):
+                refuse(names, met, "any parameter")
+    entangled += _never_seen(inspection, params)
     if entangled:
         raise NotImplementedError(OUTSIDE_USE.format(names=describe(entangled)))
-    for met in (*inspection.coupled(), *met_before_losses(inspection)):
-        if operation_name(met) not in ("batch_norm", "native_batch_norm"):
-            refuse(names, met, "any parameter")
     if separate:
         warn_user(SEPARATE_USE.format(names=describe(separate)))
 
@@ -129,10 +133,13 @@ def _behind_uses(uses: Sequence[Use]) -> List[Tensor]:
 
 
 def _never_seen(inspection: Inspection, seen: Sequence[Tensor]) -> List[Tensor]:
-    """Find parameters of modules that were watched, none of whose uses were."""
+    """Find parameters of modules that were watched, none of whose uses were.
+
+    The data they were used on may have come from where nothing was seen.
+    """
     known = set(map(id, seen))
     reached = {id(p): p for p in inspection.reached if id(p) not in known}
-    if not reached or not known:
+    if not reached:
         return []
     found: Dict[int, Tensor] = {}
     for call in inspection.calls:

@@ -7,6 +7,7 @@ to earlier tensors, whose samples are known, says which entry depends on which s
 
 from __future__ import annotations
 
+from contextlib import suppress
 from math import ceil, log2
 from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -170,6 +171,7 @@ _STRUCTURAL = frozenset(
     "Sigmoid Tanh Relu Exp Log Pow Sum Mean".split()
 ) | {"SqueezeBackward1"}
 _REMEMBERED: Dict[Tuple, Placement] = {}
+_MOST_ENTRIES = 1024  # of a result that is asked for entry by entry
 
 
 def _structure(
@@ -296,8 +298,36 @@ def _probe(
         with current.pull():
             return _numbers(cotangent, pairs, shape, n, _names(nodes))
     except Exception as error:  # of any type, where a function has its own backward
+        if shape.numel() <= _MOST_ENTRIES:
+            with suppress(Exception), current.pull():
+                return _one_by_one(edge, shape, sources, _names(nodes))
         first = str(error).split("\n")[0]
         return Mixed(f"{_names(nodes)} ({first})", False)
+
+
+def _one_by_one(
+    edge: GradientEdge, shape: torch.Size, sources: Sequence[_Source], names: str
+) -> Placement:
+    """Ask which samples each entry depends on, where there is no second derivative."""
+    n, metadata = sources[0].known.n, edge.node._input_metadata[edge.output_nr]
+    found: List[int] = []
+    for row in torch.eye(shape.numel(), dtype=metadata.dtype, device=metadata.device):
+        pulled = torch.autograd.grad(
+            [edge],
+            [source.edge for source in sources],
+            [row.reshape(shape)],
+            retain_graph=True,
+            allow_unused=True,
+        )
+        samples = set()
+        for g, source in zip(pulled, sources):
+            if g is not None:
+                own = sample_numbers(source.known.placement, g.shape, n, g.device)
+                samples |= set(own[g != 0].tolist()) - {-1}
+        if len(samples) > 1:
+            return Mixed(names)
+        found += samples or {-1}
+    return simplify(torch.tensor(found, device=metadata.device).reshape(shape), n)
 
 
 def _numbers(

@@ -177,7 +177,7 @@ def _start(frame: _Frame, args: Tuple, kwargs: Dict[str, Any]) -> None:
     for x in (*args, *kwargs.values()):
         if isinstance(x, PackedSequence):
             _place_packed(x)
-    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    tensors = _tensors_in((args, kwargs))
     tensors = [x for x in tensors if x.dim() and not x.is_nested and not x.is_meta]
     data = [x for x in tensors if not isinstance(x, Parameter)] or tensors
     known = [explain(x) for x in data]
@@ -198,7 +198,21 @@ def _start(frame: _Frame, args: Tuple, kwargs: Dict[str, Any]) -> None:
     frame.tracker = _THREAD.tracker = Tracker(n, inputs)
     frame.tracker.owner, frame.tracker.root = frame.call, frame.call.module_ref
     frame.tracker.note_loss = _note_function
+    if n == 1:  # or what comes first is a number that all samples share
+        frame.tracker.longer = {len(x) for x in data if len(x) > 1}
     frame.tracker.__enter__()
+
+
+def _tensors_in(arguments: Any) -> List[Tensor]:
+    """List the tensors in arguments, those that objects have as attributes too."""
+    found: List[Tensor] = []
+    for x in tree_leaves(arguments):
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif hasattr(x, "__dict__") and not isinstance(x, (Module, type)):
+            inside = tree_leaves(list(vars(x).values()))
+            found += [y for y in inside if isinstance(y, Tensor)]
+    return found
 
 
 def _place_packed(x: PackedSequence) -> None:
@@ -345,7 +359,7 @@ def _record(
                 place(x, placement, tracker.key)
         call.placements = placements
     if frame.tracker is not None and not call.is_loss:
-        frame.tracker.note_dropped(outputs)
+        frame.tracker.note_outputs(outputs)
         call.n = frame.tracker.n
         call.placements = [placement_of(x, frame.tracker.key) for x in outputs]
     _attach(call, outputs, edges)

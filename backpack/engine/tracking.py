@@ -13,6 +13,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Se
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch._C._functorch import peek_interpreter_stack
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter, functional
 from torch.overrides import TorchFunctionMode
@@ -43,6 +44,10 @@ _QUIET = frozenset(
 _TENSOR_PROPERTIES = frozenset("T mT H mH data real imag".split())
 
 
+ONE_SAMPLE = (
+    "a forward pass whose first input has length 1, and whose result has length {0}, "
+    "like another input (give what all samples share last, or without axes)"
+)
 VIEWS_OF = "_backpack_uses"  # attribute of a tensor of which uses returned a view
 
 
@@ -130,6 +135,7 @@ class Tracker(TorchFunctionMode):
         owner: Record of the innermost extended module that is being called.
         root: Weak reference to the outermost one.
         note_loss: Called with losses that are functions, their arguments and results.
+        longer: Lengths of other inputs, if the first one has a single sample.
     """
 
     def __init__(self, n: int, inputs: Sequence[Tuple[Tensor, Placement]]):
@@ -146,6 +152,7 @@ class Tracker(TorchFunctionMode):
         self._finder = Finder(n, self.key)
         self.root: Optional[Callable[[], Any]] = None
         self.note_loss: Callable = lambda *_: None
+        self.longer: Set[int] = set()
         self._given: Optional[Set[int]] = None  # computed tensors that are parameters
         self._marks: Dict[int, Mark] = {}
         for x, placement in inputs:
@@ -180,8 +187,8 @@ class Tracker(TorchFunctionMode):
             return untraced(run, self, func, types, args, kwargs)
         kind = _KINDS.get(func) or _kind_of(func)
         kwargs = kwargs or {}
-        if kind.is_quiet or self.suspended:
-            return func(*args, **kwargs)
+        if kind.is_quiet or self.suspended or peek_interpreter_stack() is not None:
+            return func(*args, **kwargs)  # a transform's tensors are no samples'
         data: List[Tensor] = []
         constants: List[Tensor] = []
         key = [func, self.n, is_grad_enabled()]
@@ -369,17 +376,22 @@ class Tracker(TorchFunctionMode):
             return placement
         return placement._replace(module=self.owner.module_ref)
 
-    def note_dropped(self, outputs: Sequence[Tensor]) -> None:
+    def note_outputs(self, outputs: Sequence[Tensor]) -> None:
         """Say where samples have met, if nothing that comes out depends on any.
+
+        And that it is not known where they are, if there is a single one, but results
+        as long as another input.
 
         Args:
             outputs: What the model returned.
         """
         met, outs = self._finder.dropped, [x for x in outputs if x.grad_fn is not None]
-        if met is not None and all(self._finder.of(x) is None for x in outs):
-            for x in outs:
-                self._place(x, met)
-                _note_meeting(x, met)
+        if met is None or not all(self._finder.of(x) is None for x in outs):
+            longer = [len(x) for x in outs if x.dim() and len(x) in self.longer]
+            met = Mixed(ONE_SAMPLE.format(longer[0]), False) if longer else None
+        for x in outs if met is not None else ():
+            self._place(x, met)
+            _note_meeting(x, met)
 
     def _leave_views(self, base: Tensor) -> None:
         """Attach uses to what they have computed, which only views are left of.

@@ -206,6 +206,16 @@ class backpack(AbstractContextManager):  # noqa: N801
                 "backpack(extension_hook=...) expects a function that is called with "
                 f"a module, for example extension_hook=print, got {extension_hook!r}."
             )
+        self.exts = tuple(dict.fromkeys(exts))  # one that is there twice runs once
+        fields = [x.savefield for x in self.exts if not x.replaces_gradient]
+        shared = sorted({field for field in fields if fields.count(field) > 1})
+        if shared:
+            names = [repr(x) for x in self.exts if x.savefield in shared]
+            raise ValueError(
+                f"backpack({', '.join(names)}): these save values in the same field, "
+                f"{' and '.join(map(repr, shared))}, and the last one would replace "
+                "the others. Give them fields of their own, `ext.savefield = 'name'`."
+            )
         replacing = [type(x).__name__ for x in exts if x.replaces_gradient]
         if len(replacing) > 1 or (replacing and (check or not gradient)):
             raise ValueError(
@@ -218,7 +228,6 @@ class backpack(AbstractContextManager):  # noqa: N801
                 "backpack(check=True, gradient=False): the check compares individual "
                 "gradients with the gradient. Use one of both."
             )
-        self.exts = tuple(dict.fromkeys(exts))  # one that is there twice runs once
         self.debug = debug
         self.extension_hook = no_op if extension_hook is None else extension_hook
         self.retain_graph = retain_graph

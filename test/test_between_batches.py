@@ -4,6 +4,7 @@ What a pass has saved serves another one: factored gradients, eigenvectors, proj
 The reference are dense gradients and dense curvature of the same parameter.
 """
 
+import pickle
 import re
 from typing import Any, Callable, Dict, List, Tuple
 
@@ -107,8 +108,53 @@ def test_dots(case: Case) -> None:
             assert formed.shape == others[p].shape == (3, *p.shape)
             assert len(others[p]) == 3
             assert_agrees(formed.reshape(3, -1)[:, order], right, f"{key}: {name}")
-            some = others[p].select([2]).individual()
+            some = pickle.loads(pickle.dumps(others[p])).select([2]).individual()
             assert_agrees(some, formed[[2]], name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("key", CURVATURES)
+def test_types(key: str, dtype: torch.dtype) -> None:
+    """Gradients, curvature and the other batch may be of any type."""
+    model, loss, x, y = problem((2,))
+    with backpack(BatchFactors(), BatchGrad(), KFLR("expand"), EKFAC()):
+        loss(model(x), y).backward()
+    params = dict(model.named_parameters())
+    others = {n: p.grad_factors for n, p in params.items()}
+    dense_others = {n: p.grad_batch.to(dtype) for n, p in params.items()}
+    if key != "none":
+        for n, p in params.items():
+            small = [factor.to(dtype) for factor in CURVATURES[key][0](p)]
+            others[n] = others[n].precondition(small, DAMPING)
+    for kind in (F64, dtype):
+        model.to(kind)
+        for given in (others, dense_others):
+            other = {params[n]: g for n, g in given.items()}
+            with backpack(BatchDotGrad(other=other), BatchGrad()):
+                loss(model(x.to(kind)), y).backward()
+            for n, p in params.items():
+                assert p.batch_dot.dtype == kind
+                g = given[n]
+                right = (g if given is dense_others else g.individual()).double()
+                rows = p.grad_batch.double().flatten(1) @ right.flatten(1).T
+                bound = float(rows.abs().max() + right.norm() * p.grad_batch.norm())
+                near = bound * (1e-9 if kind == F64 else 8 * torch.finfo(kind).eps)
+                assert (p.batch_dot.double() - rows).abs().max() <= near
+
+
+def test_moved() -> None:
+    """Factors are converted, indices of embeddings are not."""
+    layer, loss = extend(nn.Embedding(5, 2).to(F64)), extend(nn.MSELoss())
+    index = torch.tensor([[0, 1], [4, 4]])
+    with backpack(BatchFactors(), KFLR("expand")):
+        loss(layer(index), torch.ones(2, 2, 2, dtype=F64)).backward()
+    saved = layer.weight.grad_factors
+    for gradients in (saved, saved.precondition(eigen_kfacs(layer.weight.kflr), 0.1)):
+        moved = gradients.to(torch.float32)
+        assert moved.dtype == torch.float32 and moved.to("meta").dtype == moved.dtype
+        assert gradients.dtype == F64
+        error = moved.individual() - gradients.individual()
+        assert 0 < error.abs().max() < 1e-6
 
 
 def problem(
@@ -206,7 +252,7 @@ def precondition(curvature: Callable, damping: float, times: int = 1) -> Callabl
     """Make a pass that preconditions the first weight's gradients."""
 
     def run(model: Module, loss: Module, x: Tensor, y: Tensor) -> None:
-        with backpack(BatchFactors(), KFLR(), EKFAC()):
+        with backpack(BatchFactors(), KFLR("expand"), EKFAC()):
             loss(model(x), y).backward()
         gradients = model[0].weight.grad_factors
         for _ in range(times):
@@ -223,6 +269,12 @@ def project_by(*args: Any) -> Callable:
             loss(model(x), y).backward()
 
     return run
+
+
+def many() -> Tuple[Module, Module, Tensor, Tensor]:
+    """Make a problem with so many positions that gradients are formed."""
+    model, loss, x, y = problem((5,))
+    return model, extend(nn.CrossEntropyLoss()), x, y
 
 
 def two_losses(model: Module, loss: Module, x: Tensor, y: Tensor) -> None:
@@ -248,6 +300,16 @@ REFUSED: Dict[str, Tuple[Callable, type, str]] = {
         ValueError,
         "shape [2, 7]",
     ),
+    "other-complex": (
+        lambda model, *rest: with_other(
+            {
+                p: torch.zeros(2, *p.shape, dtype=torch.cfloat)
+                for p in model.parameters()
+            }
+        )(model, *rest),
+        ValueError,
+        "torch.complex64 of shape",
+    ),
     "other-no-mapping": (with_other(3), ValueError, "must be a mapping"),
     "singular": (
         precondition(lambda m: eigen_kfacs([0 * f for f in m[0].weight.kflr]), 0.0),
@@ -258,6 +320,26 @@ REFUSED: Dict[str, Tuple[Callable, type, str]] = {
         precondition(lambda m: m[3].weight.ekfac, 0.1),
         ValueError,
         "saved on the same parameter",
+    ),
+    "curvature-of-the-transpose": (
+        precondition(lambda m: m[0].weight.kflr[::-1], 0.1),
+        ValueError,
+        "factors of shapes [[4, 4], [3, 3]]",
+    ),
+    "curvature-of-the-transpose-at-hand": (
+        lambda *_: precondition(lambda m: m[0].weight.kflr[::-1], 0.1)(*many()),
+        ValueError,
+        "factors of shapes [[4, 4], [3, 3]]",
+    ),
+    "curvature-not-finite": (
+        precondition(lambda m: [torch.nan * f for f in m[0].weight.kflr], 0.1),
+        RuntimeError,
+        "NaN or infinite",
+    ),
+    "damping": (
+        precondition(lambda m: m[0].weight.kflr, -0.1),
+        ValueError,
+        "damping that is not negative",
     ),
     "twice": (
         precondition(lambda m: m[0].weight.ekfac, 0.1, 2),
@@ -272,6 +354,20 @@ REFUSED: Dict[str, Tuple[Callable, type, str]] = {
         )(model, *rest),
         ValueError,
         "[[2, 7]]",
+    ),
+    "projection-numbers": (
+        lambda model, *rest: project_by({p: [1, 2] for p in model.parameters()})(
+            model, *rest
+        ),
+        ValueError,
+        "got [1, 2]",
+    ),
+    "projection-complex": (
+        lambda model, *rest: project_by(
+            {p: torch.zeros(2, len(p), dtype=torch.cfloat) for p in model.parameters()}
+        )(model, *rest),
+        ValueError,
+        "of real numbers",
     ),
     "fisher-type": (
         lambda *_: EKFAC(fisher_type="other"),

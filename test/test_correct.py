@@ -45,8 +45,12 @@ from backpack.extensions import (
     BatchDiagGGNExact,
     BatchDiagGGNMC,
     BatchDotGrad,
+    BatchFactors,
     BatchGrad,
+    BatchJacobian,
     BatchL2Grad,
+    BatchProjectGrad,
+    ClippedGrad,
     DiagGGNExact,
     DiagGGNMC,
     DiagHessian,
@@ -54,6 +58,7 @@ from backpack.extensions import (
     SqrtGGNMC,
     SumGradSquared,
     Variance,
+    WeightedGrad,
 )
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
 from backpack.extensions.module_extension import ModuleExtension
@@ -2334,6 +2339,8 @@ def test_empty_batch(name: str, loss: Callable, reduction: str) -> None:
     ggn = DiagGGNExact(), BatchDiagGGNExact(), SqrtGGNExact(), DiagGGNMC()
     factors = [ext(weight_sharing="expand") for ext in (KFAC, KFLR, KFRA)]
     rules = () if name == "embedding" else (DiagHessian(), HMP())
+    sums = ClippedGrad(1.0), WeightedGrad(lambda dots: dots.sum(1), of="dots")
+    exts = (*exts, *sums, BatchJacobian(), BatchFactors(), BatchProjectGrad(2))
     with backpack(*exts, *ggn, *factors[: 3 if rules else 2], *rules):
         loss(model(x), y).backward()
     for param in model.parameters():
@@ -2344,6 +2351,11 @@ def test_empty_batch(name: str, loss: Callable, reduction: str) -> None:
         assert not param.sum_grad_squared.any()
         assert param.diag_ggn_exact.shape == param.shape
         assert not param.diag_ggn_exact.any()
+        for field in (param.grad_clipped, param.grad_weighted):
+            assert field.shape == param.shape and not field.any()
+        assert param.jacobian.shape == (3, 0, *param.shape)
+        assert param.grad_factors.individual().shape == (0, *param.shape)
+        assert param.grad_projected.shape == (0, 2, 2)[: min(param.dim(), 2) + 1]
         assert param.diag_ggn_exact_batch.shape == (0, *param.shape)
         assert param.sqrt_ggn_exact.shape == (3, 0, *param.shape)
         assert not param.grad.any() and not param.diag_ggn_mc.any()

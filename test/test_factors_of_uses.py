@@ -78,6 +78,23 @@ def test_eigenvalues(row: str) -> None:
         assert_agrees(values.flatten(), diagonal, name)
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_table_of_positions(shared: bool) -> None:
+    """It has a dense block if it is a constant, the factors of an embedding else."""
+
+    def apply(m: Module, tokens: Tensor, positions: Tensor) -> Tensor:
+        positions = torch.arange(3) if shared else positions
+        return m.head((m.token(tokens) + m.table(positions)).tanh()).mT
+
+    parts = {"token": nn.Embedding(5, 4), "table": nn.Embedding(6, 4)}
+    model = extend(Lambda(apply, **parts, head=nn.Linear(4, 3)))
+    tokens, loss = torch.randint(5, (N, 3)), extend(nn.CrossEntropyLoss())
+    with backpack(KFLR(weight_sharing="expand")):
+        loss(model(tokens, torch.arange(3).expand(N, 3)), tokens % 3).backward()
+    shapes = [tuple(factor.shape) for factor in model.table.weight.kflr]
+    assert shapes == ([(24, 24)] if shared else [(6,), (4, 4)])
+
+
 ORDERS = {
     "permute(0, 2, 1)": ("ni,eio->neo", (2, 4, 3)),
     "permute(1, 2, 0)": ("ni,ieo->neo", (4, 2, 3)),

@@ -269,6 +269,74 @@ def test_powers_of_singular_matrices() -> None:
         kroneckers.ekfac_mat_prod(ekfac)(eye(3, dtype=float64))
 
 
+HALF = [torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
+def test_types(dtype: torch.dtype) -> None:
+    """Factors of any type are diagonalized and inverted, with vectors of any type."""
+    factors = [factor.to(dtype) for factor in make_spd_factors([3, 2])]
+    exact = [factor.double() for factor in factors]
+    ekfac, vector = kroneckers.eigen_kfacs(factors), rand(6, dtype=float64)
+    matrix, near = dense(exact), {"rtol": 1e-4, "atol": 1e-4, "check_dtype": False}
+    functions = {
+        kroneckers.kfac_mat_prod(factors): matrix,
+        kroneckers.inv_kfac_mat_prod(factors): matrix.inverse(),
+        kroneckers.inv_kfac_mat_prod(factors, torch.zeros(2)): matrix.inverse(),
+        kroneckers.kfac_mat_prod(kroneckers.damped_inv_kfacs(factors, 0.1)): dense(
+            kroneckers.damped_inv_kfacs(exact, 0.1)
+        ),
+        kroneckers.ekfac_mat_prod(ekfac, -1.0): matrix.inverse(),
+    }
+    for function, expected in functions.items():
+        for right in (vector, vector.float()):
+            result = function(right)
+            assert result.dtype == right.dtype
+            testing.assert_close(result, expected @ vector, **near)
+
+
+NAN = torch.full((2, 2), torch.nan)
+IDENTITY = eye(2)
+REFUSED = {
+    "not finite": (lambda: kroneckers.inv_kfacs([NAN]), RuntimeError, "NaN"),
+    "not finite, diagonalized": (
+        lambda: kroneckers.eigen_kfacs([IDENTITY, NAN]),
+        RuntimeError,
+        "shape [2, 2] has no eigenvectors: it has entries that are NaN",
+    ),
+    "not square": (
+        lambda: kroneckers.eigen_kfacs([zeros(2, 3)]),
+        ValueError,
+        "one of shape [2, 3]",
+    ),
+    "factors for eigenvectors": (
+        lambda: kroneckers.ekfac_mat_prod([IDENTITY, IDENTITY]),
+        ValueError,
+        "eigen_kfacs makes them of factors; got shapes [[2, 2], [2, 2]]",
+    ),
+    "a factor for eigenvectors": (
+        lambda: kroneckers.ekfac_logdet([IDENTITY]),
+        ValueError,
+        "got shapes [[2, 2]]",
+    ),
+    "nothing": (lambda: kroneckers.ekfac_logdet([]), ValueError, "got shapes []"),
+    "negative damping": (
+        lambda: kroneckers.damped_inv_kfacs([IDENTITY, IDENTITY], -0.1),
+        ValueError,
+        "not negative, got 2 factors and -0.1",
+    ),
+    "no factors": (lambda: kroneckers.pi_shifts([], 0.1), ValueError, "got 0 factors"),
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_refused(key: str) -> None:
+    """What has no result is an error that says so."""
+    do, kind, says = REFUSED[key]
+    with pytest.raises(kind, match=re.escape(says)):
+        do()
+
+
 @pytest.mark.parametrize("key", SAVED)
 def test_pi_shifts(key: str) -> None:
     """The shifts multiply to the damping, in proportion to the mean eigenvalues."""

@@ -86,6 +86,9 @@ OPTIONS = {
         "dots",
     ),
     "clipped": Options(lambda: ClippedGrad(0.175), partial(clip, max_norm=0.175)),
+    "clipped-infinite": Options(
+        partial(ClippedGrad, float("inf")), partial(clip, max_norm=float("inf"))
+    ),
     "clipped-parameter-sample": Options(
         lambda: ClippedGrad(0.3, "parameter", "sample"),
         partial(clip, max_norm=0.3),
@@ -121,7 +124,7 @@ def test_options(name: str, case: Case):
             assert_agrees(pick(ext.dots), g @ g.T)
         else:
             assert_agrees(pick(ext.norms), g.norm(dim=1))
-    if name.startswith("clipped") and row.per == "all":  # some are, and some are not
+    if name == "clipped":  # some are, and some are not
         assert 0 < (ext.weights == 1).sum() < len(ext.weights) or case is SUM
 
 
@@ -155,16 +158,19 @@ def test_without_gradient(case: Case):
 def test_replaced(case: Case):
     """The result is added to ``.grad``, in place of gradient and field."""
     model, loss, X, y = extended(case)
-    ext = WeightedGrad(inverse, replace_grad=True)
+    ext, beside = WeightedGrad(inverse, replace_grad=True), WeightedGrad(inverse)
     params = parameters(model)
     for p in list(params.values())[::2]:
         p.grad = torch.ones_like(p)
     before = {n: 0.0 if p.grad is None else p.grad.clone() for n, p in params.items()}
-    with backpack(ext):
+    with backpack(beside, ext):
         loss(model(*X), *y).backward()
     for name, value in oracle("weighted_sum", *case.build()).items():
-        assert not hasattr(params[name], ext.savefield)
         assert_agrees(params[name].grad.to_dense(), value + before[name], name)
+        assert_agrees(vars(params[name]).pop(beside.savefield), value, name)
+    with backpack(ext):
+        loss(model(*X), *y).backward()
+    assert not any(hasattr(p, ext.savefield) for p in params.values())
 
 
 class Counts(TorchDispatchMode):
@@ -376,16 +382,31 @@ REFUSED: Dict[str, Tuple[Callable[[], Any], type, str]] = {
     "per": (lambda: ClippedGrad(1.0, per="x"), ValueError, "ClippedGrad: per must be"),
     "scale": (lambda: ClippedGrad(1.0, scale=2), ValueError, "scale must be.*2"),
     "weights": (lambda: WeightedGrad(3), ValueError, "weights must be.*3"),
+    "one field": (
+        lambda: backpack(ClippedGrad(1.0), BatchGrad(), ClippedGrad(2.0)),
+        ValueError,
+        r"ClippedGrad\(1.0\), ClippedGrad\(2.0\)\): .*'grad_clipped'.*savefield",
+    ),
     "max_norm": (lambda: ClippedGrad(0), ValueError, "max_norm must be.*0"),
     "given weights": (
         lambda: step(WeightedGrad(torch.ones(2))),
         ValueError,
-        r"WeightedGrad: expected .* of 3 samples, got \[2\]",
+        r"WeightedGrad: expected .* of 3 samples, got .*\[2\]",
+    ),
+    "complex weights": (
+        lambda: step(WeightedGrad(lambda norms: torch.complex(norms, norms))),
+        ValueError,
+        r"real weight.*complex128",
+    ),
+    "sparse weights": (
+        lambda: step(WeightedGrad(lambda norms: norms.to_sparse())),
+        ValueError,
+        r"dense tensor.*sparse",
     ),
     "weights of a function": (
         lambda: step(WeightedGrad(lambda norms: norms.sum())),
         ValueError,
-        r"of 3 samples, got \[\]",
+        r"of 3 samples, got .*\[\]",
     ),
     "subsampling": (
         lambda: step(ClippedGrad(1.0, subsampling=[7])),

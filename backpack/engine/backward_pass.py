@@ -9,7 +9,7 @@ to module, and the extension hook is called.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor
@@ -226,12 +226,14 @@ class BackwardPass:
         with torch.set_grad_enabled(self._creates_graph):
             values = [ext.conclude(self) if ext in self.kept else {} for ext in exts]
         for ext, found in zip(exts, values):
-            params = list(found)
-            for param in params:  # what is handed over has no other owner
-                self.save(ext, param, found.pop(param))
-            if params and ext.replaces_gradient:
-                grads = {p: vars(p).pop(ext.savefield) for p in params}
+            if (
+                found and ext.replaces_gradient
+            ):  # what is handed over has no other owner
+                grads = {p: in_type_of(found.pop(p), p) for p in list(found)}
+                self.exempt(ext, grads)
                 hand_over(grads, type(ext).__name__, self.inspection.calls)
+            for param, value in found.items():
+                self.save(ext, param, value)
 
     def save(self, ext: Any, param: Tensor, value: Any) -> None:
         """Save a value on a parameter.
@@ -242,8 +244,7 @@ class BackwardPass:
             value: The value.
         """
         setattr(param, ext.savefield, in_type_of(value, param))
-        if self.state.report is not None:
-            self.state.report.saved.add((id(ext), id(param)))
+        self.exempt(ext, [param])
 
     def finish(self) -> None:
         """Forget what is left."""
@@ -354,15 +355,15 @@ class BackwardPass:
                     use.release()
                 self._went(use.owner)
 
-    def exempt(self, ext: Any, group: Group) -> None:
-        """Note that parameters get no value, for a reason that needs no report.
+    def exempt(self, ext: Any, params: Iterable[Tensor]) -> None:
+        """Note that parameters need no report: they have a value, or shall have none.
 
         Args:
             ext: The extension.
-            group: The parameters.
+            params: The parameters.
         """
         if self.state.report is not None:
-            self.state.report.saved.update((id(ext), id(p)) for p in group.params)
+            self.state.report.saved.update((id(ext), id(p)) for p in params)
 
     def is_left_out(self, param: Tensor) -> bool:
         """Tell whether autograd leaves a parameter out, whose gradient is formed here.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any, Iterator, Tuple
 
 import torch
@@ -127,9 +128,10 @@ def identity_columns(origin: Origin, name: str) -> Iterator[Tensor]:
     if counts[0] or len({*counts[1:]}) > 1:
         text = OTHER_FEATURES.format(ext=name, module=name_module(call.module))
         raise NotImplementedError(text)
-    features = torch.argsort(numbers, stable=True).view(n, -1).T
+    size = counts[1] if n else prod(filter(None, shape))
+    features = torch.argsort(numbers, stable=True).view(n, size).T
     for some in features.split(MAX_COLUMNS):
         columns = torch.zeros(
             len(some), len(numbers), dtype=metadata.dtype, device=device
         )
-        yield columns.scatter_(1, some, 1.0).view(-1, *metadata.shape)
+        yield columns.scatter_(1, some, 1.0).view(len(some), *metadata.shape)

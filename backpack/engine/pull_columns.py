@@ -349,7 +349,7 @@ class PullColumns:
         group = turn.group
         if (ext, group) not in self._covered:
             if not self._of_losses.isdisjoint(turn.modules):
-                self._running.exempt(ext, group)  # no curvature starts above it
+                self._running.exempt(ext, group.params)  # no curvature starts above it
                 return
             if not ext.expects_backpropagation_quantities():
                 text = {"ext": type(ext).__name__, "names": turn.names()}

@@ -11,19 +11,23 @@ of E. These functions also take factors as they are saved for groups, ``[G, p, p
 a diagonal one as a vector.
 """
 
+from contextlib import suppress
 from functools import reduce
 from itertools import islice
 from math import prod
 from string import ascii_lowercase
 from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple, Union
 
-from torch import Tensor, einsum, kron, ones_like
-from torch.linalg import eigh
+from torch import Tensor, einsum, kron, ones, ones_like, promote_types
+from torch.linalg import LinAlgError, eigh
+
+from backpack.utils.state import may_look
+from backpack.utils.types import full_precision
 
 MAX_INVERSE_EIGENVALUE = 1e8
 """Largest magnitude of an eigenvalue of an inverse factor."""
 
-Shift = Union[None, float, Sequence[float]]
+Shift = Union[None, float, Sequence[float], Tensor]
 """Damping: none, one value for all factors, or one value for each factor."""
 
 
@@ -197,8 +201,9 @@ def kfac_mat_prod(factors: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
                 f"the Kronecker factors have columns, got shape {list(mat.shape)}. "
                 "Flatten a parameter-shaped tensor, with one column per vector."
             )
+        dtype = reduce(promote_types, [factor.dtype for factor in factors], mat.dtype)
         operand = mat.reshape(*cols, mat.shape[1:].numel())
-        result = einsum(equation, operand, *factors)
+        result = einsum(equation, *(x.to(dtype) for x in (operand, *factors)))
         return result.reshape(prod(rows), *mat.shape[1:])
 
     return product
@@ -236,6 +241,7 @@ def inv_kfacs(factors: Sequence[Tensor], shift: Shift = None) -> List[Tensor]:
             these are no matrices.
     """
     _check_factors(factors)
+    shift = shift.tolist() if isinstance(shift, Tensor) else shift
     shifts = shift if isinstance(shift, Sequence) else [shift or 0.0] * len(factors)
     if len(shifts) != len(factors):
         raise ValueError(
@@ -255,10 +261,41 @@ def _inverse(mat: Tensor, shift: float) -> Tensor:
     Returns:
         The inverse ``[D, D]``, with eigenvalues of bounded magnitude.
     """
-    eigenvalues, eigenvectors = eigh(mat)
+    eigenvalues, eigenvectors = _eigh(mat)
     inverse = (eigenvalues + shift).reciprocal()
     inverse = inverse.clamp(-MAX_INVERSE_EIGENVALUE, MAX_INVERSE_EIGENVALUE)
     return (eigenvectors * inverse) @ eigenvectors.T
+
+
+def _eigh(mat: Tensor) -> Tuple[Tensor, Tensor]:
+    """Diagonalize symmetric matrices ``[*, D, D]``, in single precision or better.
+
+    Args:
+        mat: The matrices.
+
+    Returns:
+        Eigenvalues ``[*, D]`` and eigenvectors ``[*, D, D]``.
+
+    Raises:
+        ValueError: If the matrices are not square.
+        LinAlgError: If there are none: a ``RuntimeError``.
+    """  # noqa: DAR401
+    if mat.dim() < 2 or mat.shape[-1] != mat.shape[-2]:
+        raise ValueError(
+            f"Expected symmetric Kronecker factors, got one of shape {list(mat.shape)}."
+        )
+    found, reason = None, "the algorithm failed to converge"
+    with suppress(LinAlgError):
+        found = eigh(full_precision(mat))
+    if found is None or may_look(mat):
+        if not mat.isfinite().all():
+            found, reason = None, "it has entries that are NaN or infinite"
+    if found is None:
+        raise LinAlgError(
+            f"A Kronecker factor of shape {list(mat.shape)} has no eigenvectors: "
+            f"{reason}. Look whether the loss is finite, and the batch not empty."
+        )
+    return found
 
 
 def inv_kfac_mat_prod(
@@ -313,7 +350,15 @@ def pi_shifts(factors: Sequence[Tensor], damping: float) -> List[float]:
 
     Returns:
         A shift for each factor, as :func:`inv_kfacs` takes them.
+
+    Raises:
+        ValueError: If the damping is negative, or if there is no factor.
     """
+    if not factors or damping < 0:
+        raise ValueError(
+            "Expected one or more Kronecker factors and a damping that is not "
+            f"negative, got {len(factors)} factors and {damping}."
+        )
     means = [
         float(factor.mean() if is_vector(factor) else _trace(factor) / _rows(factor))
         for factor in factors
@@ -336,7 +381,7 @@ def damped_inv_kfacs(factors: Sequence[Tensor], damping: float) -> List[Tensor]:
         see :func:`ekfac_mat_prod`.
 
     Raises:
-        ValueError: If a damped factor is singular.
+        ValueError: If a damped factor is singular, or the damping negative.
     """  # noqa: DAR401
     inverses = []
     for factor, shift in zip(factors, pi_shifts(factors, damping)):
@@ -382,7 +427,7 @@ def eigen_kfacs(factors: Sequence[Tensor]) -> List[Tensor]:
         if is_vector(factor):
             values, basis = factor, ones_like(factor)
         else:
-            values, basis = eigh(factor)
+            values, basis = _eigh(factor)
         values = values.clamp(min=0)
         bases.append(basis)
         if product is None:
@@ -438,7 +483,8 @@ def ekfac_mat_prod(
                 f"eigenvalues, got shape {list(mat.shape)}. Flatten a parameter-shaped "
                 "tensor, with one column per vector."
             )
-        rows = mat.reshape(size, -1).T.reshape(-1, *values.shape)
+        rows = mat.to(promote_types(mat.dtype, values.dtype))
+        rows = rows.reshape(size, -1).T.reshape(-1, *values.shape)
         rows = rotate(bases, rotate(transposed(bases), rows) * scale)
         return rows.flatten(1).T.reshape(mat.shape)
 
@@ -465,7 +511,14 @@ def _damped(
     ekfac: Sequence[Tensor], damping: float, positive: bool
 ) -> Tuple[Sequence[Tensor], Tensor]:
     """Add damping to the eigenvalues; refuse what has no inverse, if asked to."""
-    *bases, values = ekfac
+    *bases, values = ekfac or [ones(())]
+    groups = bases[0].shape[:-2] if bases else ()
+    if not bases or values.shape != (*groups, *(basis.shape[-1] for basis in bases)):
+        raise ValueError(
+            "Expected eigenvectors and eigenvalues [Q1, Q2, ..., E], as EKFAC saves "
+            "them, and eigen_kfacs makes them of factors; got shapes "
+            f"{[list(x.shape) for x in ekfac]}."
+        )
     values = values + damping
     if positive and values.numel() and values.min() <= 0:
         raise ValueError(
@@ -502,7 +555,7 @@ def rotate(matrices: Sequence[Optional[Tensor]], rows: Tensor) -> Tensor:
     for axis, matrix in enumerate(matrices, start=-len(matrices)):
         if matrix is None:
             continue
-        last = rows.movedim(axis, -1)
+        last, matrix = rows.movedim(axis, -1), matrix.to(rows.dtype)
         if is_vector(matrix):
             last = last * matrix
         elif is_matrix(matrix):

@@ -374,6 +374,9 @@ class Dense(PerSample):
     def sq_norms(self) -> Tensor:  # noqa: D102
         return sums.sum_axis(sums.sum_of_squares(self.products, 2), 0)
 
+    def gathered(self, gather: Gather) -> Dense:  # noqa: D102
+        return Dense(gather(self.products, 1), self.shape)
+
     def select(self, samples: Union[Sequence[int], slice]) -> Dense:  # noqa: D102
         return Dense(self.products[:, samples], self.shape)
 
@@ -381,9 +384,8 @@ class Dense(PerSample):
         return self.products.sum(1)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:  # noqa: D102
-        products = full_precision(self.products)
-        rows = products.reshape(*products.shape[:2], -1)
-        return (weights.to(rows.dtype) @ rows).reshape(-1, *self.shape)
+        rows = flatten(full_precision(self.products), 2)
+        return (weights.to(rows.dtype) @ rows).reshape(self.num_columns, *self.shape)
 
 
 class Summed(Dense):

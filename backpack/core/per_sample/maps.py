@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Callable, Optional, Sequence, Tuple
+from typing import Callable, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
 from backpack.core.fast import tuning
 from backpack.core.per_sample import sums
-from backpack.core.per_sample.base import Dense, PerSample
+from backpack.core.per_sample.base import Dense, PerSample, Summed
 from backpack.core.per_sample.order import Order
 from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.rows import Rows
@@ -34,6 +34,27 @@ def in_order(product: PerSample) -> PerSample:
         return product
     shape = torch.Size([product.groups, product.b.shape[-1], product.inputs_size])
     return Outer(lambda: product.a, product.b, shape)
+
+
+def factor_shapes(product: PerSample) -> List[List[int]]:
+    """Tell which shapes the Kronecker factors of a parameter have.
+
+    Args:
+        product: Products of any columns and the parameter's Jacobian.
+
+    Returns:
+        Shapes in the order of the factors.
+    """
+    if isinstance(product, Rows):
+        rows, size = product.shape
+        return [[rows], [size, size]]
+    sizes, groups = [product.shape.numel()], 1
+    if isinstance(product, Outer):
+        groups, sizes = product.groups, [product.b.shape[-1], product.inputs_size]
+        sizes = sizes[::-1] if product.is_transposed else sizes
+    elif isinstance(product, Summed):
+        groups, sizes = product.groups, [sizes[0] // product.groups]
+    return [[groups, n, n] if groups > 1 else [n, n] for n in sizes]
 
 
 def mapped(product: PerSample, matrices: Matrices) -> PerSample:
@@ -122,8 +143,7 @@ def _rotated(products: Tensor, matrices: Matrices) -> Tensor:
     groups = next((m.shape[:-2] for m in matrices if m is not None), ())
     sizes = [-1 if m is None else m.shape[-1] for m in matrices]
     rows = full_precision(products).reshape(products.shape[:2].numel(), *groups, *sizes)
-    same = [m if m is None else m.to(rows.dtype) for m in matrices]
-    return rotate(same, rows).unflatten(0, products.shape[:2])
+    return rotate(matrices, rows).unflatten(0, products.shape[:2])
 
 
 def squares_after(product: PerSample, matrices: Sequence[Tensor]) -> Tensor:

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, Callable, Iterator, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
 
 import torch
 from einops import einsum, rearrange
@@ -133,6 +143,11 @@ class Outer(PerSample):
         if self._a is None:
             self._a = self._make_a()
         return self._a
+
+    def __getstate__(self) -> Dict[str, Any]:
+        """Return the factors, without the functions that form them."""
+        forgotten = dict.fromkeys(("_make_a", "_direct", "_unfolding", "_plain"))
+        return {**vars(self), "_a": self.a, **forgotten, "shared": None}
 
     @property
     def inputs_size(self) -> int:

@@ -223,7 +223,8 @@ def powers_of_two(a: Tensor) -> Optional[Tensor]:
     """
     if not a.numel():
         return None
-    size = torch.linalg.vector_norm(a.detach().flatten(1), inf, 1)
+    rows = a.detach().flatten(1)  # their norms take ten times as long
+    size = torch.maximum(rows.amax(1), -rows.amin(1))
     looks = may_look(size)
     if looks:
         smallest, largest = map(float, size.aminmax())

@@ -13,7 +13,7 @@ from backpack.extensions.firstorder.batch_factors import FactoredGradients
 from backpack.extensions.shards import Piece
 from backpack.utils.hooks import message
 from backpack.utils.subsampling import Selection
-from backpack.utils.types import as_type
+from backpack.utils.types import accumulator_dtype, as_type
 
 NO_MAPPING = (
     "BatchDotGrad: other must be a mapping from parameters to gradients of another "
@@ -65,14 +65,15 @@ class BatchDotGrad(GradientReduction):
         if self._other is None:
             return super().reduce_for(param, gradients)
         others: Any = self._other.get(param)
-        known = isinstance(others, (Tensor, FactoredGradients))
-        if not known or others.shape[1:] != param.shape or not len(others.shape):
-            got = f"shape {list(others.shape)}" if known else type(others).__name__
-            raise ValueError(message(NO_GRADIENTS, shape=param.shape, got=got))
-        if isinstance(others, Tensor):
-            tensors = others.detach().to(gradients.device, gradients.dtype)
-            others = FactoredGradients(Dense(tensors.unsqueeze(0), param.shape))
-        return others.dots(self.select(gradients))
+        got = type(others).__name__
+        if isinstance(others, Tensor) and others.dim():
+            others = FactoredGradients(Dense(others.detach()[None], others.shape[1:]))
+        if isinstance(others, FactoredGradients):
+            got = f"{others.dtype} of shape {list(others.shape)}"
+            if others.shape[1:] == param.shape and others.dtype.is_floating_point:
+                dtype = accumulator_dtype(gradients.dtype)
+                return others.to(gradients.device, dtype).dots(self.select(gradients))
+        raise ValueError(message(NO_GRADIENTS, shape=param.shape, got=got))
 
     def parts(self, gradients: PerSample) -> Any:  # noqa: D102
         return self.select(gradients) if self._other is None else None

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional, Sequence
+from itertools import accumulate
+from operator import mul
+from typing import Any, List, Optional, Sequence
 
 import torch
 from torch import Tensor
 
 from backpack.core.fast import tuning
 from backpack.core.per_sample.base import Dense, PerSample
-from backpack.core.per_sample.maps import dots_between, in_order, mapped
+from backpack.core.per_sample.maps import (
+    dots_between,
+    factor_shapes,
+    in_order,
+    mapped,
+)
 from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.sums import chunks
 from backpack.extensions.firstorder.base import GradientReduction
@@ -27,9 +34,9 @@ ONCE = (
     "These gradients have been divided by eigenvalues already. Choose one curvature, "
     "and call `precondition` on the gradients as they were saved."
 )
-OTHER_SIZE = (
-    "The curvature stands for {rows} elements, and the gradients of this parameter, of "
-    "shape {shape}, have {size}. Pass what KFAC, KFLR or EKFAC has saved on the same "
+OTHER_CURVATURE = (
+    "The curvature has factors of shapes {got}, which do not fit the gradients of a "
+    "parameter of shape {shape}. Pass what KFAC, KFLR or EKFAC has saved on the same "
     "parameter."
 )
 
@@ -60,6 +67,11 @@ class FactoredGradients:
     def shape(self) -> torch.Size:
         """Shape of the gradients, ``[Q, *p]``."""
         return torch.Size([len(self), *self._product.shape])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the gradients."""
+        return self._product.dtype
 
     def __len__(self) -> int:
         """Return the number Q of samples."""
@@ -95,6 +107,24 @@ class FactoredGradients:
             return self._product.fold(rows.reshape(len(rows), *sizes))
         return rows.reshape(self.shape)
 
+    def to(self, *args: Any, **kwargs: Any) -> FactoredGradients:
+        """Move or convert the gradients, and what they are divided by.
+
+        Args:
+            args: Device, type, or both, as for :meth:`torch.Tensor.to`.
+            kwargs: The same, by name.
+
+        Returns:
+            The gradients there.
+        """
+
+        def convert(x: Tensor, axis: int = 0) -> Tensor:
+            moved = x.to(*args, **kwargs)
+            return moved if x.is_floating_point() else x.to(moved.device)  # indices
+
+        ekfac = None if self._ekfac is None else [convert(x) for x in self._ekfac]
+        return FactoredGradients(self._product.gathered(convert), ekfac, self._damping)
+
     def precondition(
         self, curvature: Sequence[Tensor], damping: float
     ) -> FactoredGradients:
@@ -125,17 +155,29 @@ class FactoredGradients:
             len(curvature) == 2 and curvature[1].dim() == curvature[0].dim() - 1
         )
         factors = curvature[:-1] if is_eigen else curvature
-        sizes = torch.Size([factor.shape[-1] for factor in factors])
-        rows = factors[-1].shape[:-2].numel() * sizes.numel()
-        size = self._product.shape.numel()
-        if rows != size:
-            text = {"rows": rows, "shape": self._product.shape, "size": size}
-            raise ValueError(message(OTHER_SIZE, **text))
+        got = [list(factor.shape) for factor in factors]
+        if not self._fits(got):
+            text = {"got": got, "shape": self._product.shape}
+            raise ValueError(message(OTHER_CURVATURE, **text))
         if is_eigen:
             ekfac_mat_prod(curvature, -1.0, damping)  # to refuse what is singular
             return FactoredGradients(self._product, curvature, damping)
         inverses = damped_inv_kfacs(factors, damping)
         return FactoredGradients(mapped(self._product, inverses))
+
+    def _fits(self, shapes: List[List[int]]) -> bool:
+        """Tell whether factors of some shapes are those of this parameter."""
+        product = self._product
+        if not isinstance(product, Dense):
+            return shapes == factor_shapes(product)
+        # gradients at hand have forgotten how they came about
+        size, first = product.shape.numel(), accumulate(product.shape, mul)
+        rows = [torch.Size(shape[:-1] or shape).numel() for shape in shapes]
+        if len(rows) != 2:
+            return rows == [size]
+        groups = shapes[0][0] if len(shapes[0]) == 3 else 1
+        in_order_ = rows[0] == groups or rows[0] in first
+        return in_order_ and rows[0] * rows[1] == size * groups
 
     def dots(self, gradients: PerSample) -> Tensor:
         """Compute dot products with the individual gradients of another batch.
@@ -160,7 +202,8 @@ class FactoredGradients:
         """Divide the gradients, in the basis of eigenvectors, by eigenvalues."""
         *bases, values = self._ekfac  # type: ignore[misc]
         rotated = mapped(in_order(self._product), transposed(bases)).individual()[0]
-        return rotated.reshape(-1, *values.shape) / (values + self._damping)
+        values = values.to(rotated.dtype) + self._damping
+        return rotated.reshape(-1, *values.shape) / values
 
 
 class BatchFactors(GradientReduction):

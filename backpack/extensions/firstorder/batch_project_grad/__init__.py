@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any, List, Mapping, MutableMapping, Sequence, Union
 
 import torch
@@ -27,8 +28,8 @@ MISSING = (
     "some for each trainable parameter, or a number to draw them."
 )
 OTHER_SHAPES = (
-    "BatchProjectGrad: a parameter of shape {shape} is projected by {number}, with "
-    "{columns} columns, got shapes {got}."
+    "BatchProjectGrad: a parameter of shape {shape} is projected by {number} of real "
+    "numbers, with {columns} columns, got {got}."
 )
 OTHER_MATRICES = (
     "BatchProjectGrad: processes have drawn different projections. Pass matrices, or a "
@@ -82,8 +83,9 @@ class BatchProjectGrad(GradientReduction):
         Raises:
             ValueError: If the projection is neither.
         """
-        is_number = isinstance(projection, int) and not isinstance(projection, bool)
-        if not (isinstance(projection, Mapping) or is_number and projection > 0):
+        given: Any = projection
+        is_number = isinstance(given, Integral) and not isinstance(given, bool)
+        if not (isinstance(given, Mapping) or is_number and given > 0):
             raise ValueError(OTHER_PROJECTION.format(got=projection))
         super().__init__("grad_projected", subsampling=subsampling)
         self._projection, self._generator = projection, generator
@@ -110,8 +112,12 @@ class BatchProjectGrad(GradientReduction):
         if found is None:
             raise ValueError(message(MISSING, shape=param.shape))
         found = [found] if isinstance(found, Tensor) else list(found)
-        got = [list(matrix.shape) for matrix in found]
-        if [shape[1:] for shape in got] != [[size] for size in columns]:
+        got: List[Any] = found
+        fits = False
+        if all(isinstance(m, Tensor) and not m.is_complex() for m in found):
+            got = [list(matrix.shape) for matrix in found]
+            fits = [shape[1:] for shape in got] == [[size] for size in columns]
+        if not fits:
             number = "a matrix" if len(columns) == 1 else "two matrices"
             text = {"number": number, "columns": columns, "got": got}
             raise ValueError(message(OTHER_SHAPES, shape=param.shape, **text))

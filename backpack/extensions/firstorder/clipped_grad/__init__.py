@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from numbers import Real
 
+import torch
 from torch import Tensor
 
 from backpack.extensions.firstorder.weighted_grad import WeightedGrad
@@ -34,7 +35,7 @@ class ClippedGrad(WeightedGrad):
         """Choose the norm.
 
         Args:
-            max_norm: The norm C.
+            max_norm: The norm C. ``float("inf")`` clips nothing.
             per: Whether norms are over ``"all"`` parameters, or each ``"parameter"`` is
                 clipped by itself. Default: ``"all"``.
             scale: ``"summand"``: gₙ are clipped and summed, the loss's summands.
@@ -58,4 +59,6 @@ class ClippedGrad(WeightedGrad):
         super().__init__(self._clip, "norms", *options)
 
     def _clip(self, norms: Tensor) -> Tensor:
-        return self.max_norm / norms.clamp(min=self.max_norm)
+        range_ = torch.finfo(norms.dtype)
+        norm = min(max(self.max_norm, range_.tiny), range_.max)  # which may be infinite
+        return torch.where(norms <= norm, 1.0, norm / norms.clamp(min=norm))

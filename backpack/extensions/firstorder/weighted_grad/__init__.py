@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import isclose
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
 
+import torch
 from torch import Tensor
 
 from backpack.core.per_sample.base import PerSample
@@ -37,7 +38,8 @@ MODIFIED = (
     "hooks; return new tensors."
 )
 OTHER_WEIGHTS = (
-    "{ext}: expected a tensor with a weight for each of {n} samples, got {found}."
+    "{ext}: expected a dense tensor with a real weight for each of {n} samples, got "
+    "{found}."
 )
 NOT_SHARED = (
     "{ext}: weights that depend on {what} differ among processes, which know no more "
@@ -239,10 +241,13 @@ class WeightedGrad(GradientReduction):
 
     def _checked(self, weights: Any, gradients: PerSample) -> Tensor:
         n = gradients.batch_size
-        if not (isinstance(weights, Tensor) and weights.shape == (n,)):
-            found = weights.shape if isinstance(weights, Tensor) else weights
-            raise ValueError(message(OTHER_WEIGHTS, ext=self, n=n, found=found))
-        return weights
+        found = weights
+        if isinstance(weights, Tensor):
+            real = weights.layout == torch.strided and not weights.is_complex()
+            if real and weights.shape == (n,):
+                return weights
+            found = f"{weights.dtype}, {weights.layout}, {list(weights.shape)}"
+        raise ValueError(message(OTHER_WEIGHTS, ext=self, n=n, found=found))
 
     def over_shards(self, value: Tensor, piece: Piece) -> Tensor:
         """Sum over processes: what a sample contributes depends on itself alone.

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from backpack.core.fast.matmul import gram
-from backpack.core.per_sample.base import PerSample, Summed
-from backpack.core.per_sample.maps import squares_after
+from backpack.core.per_sample.base import PerSample
+from backpack.core.per_sample.maps import factor_shapes, squares_after
 from backpack.core.per_sample.outer import Outer
-from backpack.core.per_sample.rows import Rows
 from backpack.core.per_sample.sums import features_first
 from backpack.extensions.secondorder.columns import EXACT_TOO, fisher_source
 from backpack.extensions.secondorder.hbp import DENSE_LIMIT, KroneckerFactors
@@ -106,7 +105,7 @@ class EKFAC(KroneckerFactors):
     def statistic(self, product: PerSample) -> Any:  # noqa: D102
         if self._fixed is None:
             return super().statistic(product)
-        expected = basis_shapes(product)
+        expected = factor_shapes(product)
         bases = [full_precision(basis) for basis in self._fixed[: len(expected)]]
         got = [list(basis.shape) for basis in bases]
         if got != expected:
@@ -233,24 +232,3 @@ def eigenvectors_of_gram(rows: Tensor) -> Tensor:
     triangle = triangle[..., :number, :]
     inside = basis[..., :number] @ eigenvectors(triangle @ triangle.mT)
     return torch.cat([basis[..., number:], inside], -1)
-
-
-def basis_shapes(product: PerSample) -> List[List[int]]:
-    """Tell which shapes the eigenvectors of a parameter's factors have.
-
-    Args:
-        product: Products of any columns and the parameter's Jacobian.
-
-    Returns:
-        Shapes in the order of the factors.
-    """
-    if isinstance(product, Rows):
-        rows, size = product.shape
-        return [[rows], [size, size]]
-    sizes, groups = [product.shape.numel()], 1
-    if isinstance(product, Outer):
-        groups, sizes = product.groups, [product.b.shape[-1], product.inputs_size]
-        sizes = sizes[::-1] if product.is_transposed else sizes
-    elif isinstance(product, Summed):
-        groups, sizes = product.groups, [sizes[0] // product.groups]
-    return [[groups, n, n] if groups > 1 else [n, n] for n in sizes]

@@ -7,6 +7,7 @@ gradients at the same time; exceptions leave nothing behind, and neither do pass
 import gc
 import random
 import re
+import sys
 import weakref
 from contextlib import nullcontext
 from functools import partial
@@ -37,6 +38,7 @@ from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend, memory_cleanup
 from backpack.context import CTX
+from backpack.engine import hooks
 from backpack.extensions import KFLR, BatchGrad, BatchL2Grad, DiagGGNExact, Variance
 
 D = 4
@@ -794,6 +796,59 @@ def test_fault_in_the_extension_hook(error: type) -> None:
     with backpack(BatchGrad()):
         value.backward()
     assert_fields(model, ["BatchGrad"], reference(row))
+
+
+class Lines:
+    """Notes which lines of a file are run, and is interrupted at one of them."""
+
+    def __init__(self, file: str, stop: int = 0):
+        """Choose the file, and the line."""
+        self.file, self.stop = file, stop
+        self.seen: Dict[int, None] = {}
+
+    def __call__(self, frame: Any, event: str, arg: Any) -> Any:
+        """Trace a call, or a line of one."""
+        code = frame.f_code
+        if code.co_filename != self.file or code.co_name == "__del__":
+            return None  # Python lets nothing out of the latter
+        if event == "line":
+            if frame.f_lineno == self.stop:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            self.seen[frame.f_lineno] = None
+        return self
+
+    def trace(self, function: Callable) -> None:
+        """Run a function."""
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            function()
+        finally:
+            sys.settrace(before)
+
+
+@pytest.mark.parametrize("make", [fragile, chain])
+def test_interrupted_anywhere(make: Callable) -> None:
+    """Ctrl-C at any line of our own hooks leaves nothing behind, either."""
+    row = Row(make, randn(D))
+    model, loss, X = row.build()
+    model, loss = extend(model), extend(loss)
+    depth = torch._C._len_torch_function_stack()
+    lines = Lines(hooks.__file__)
+    row.run(model, loss, X)
+    lines.trace(lambda: row.run(model, loss, X))
+    assert len(lines.seen) > 100
+    for line in lines.seen:
+        with pytest.raises(KeyboardInterrupt):
+            Lines(hooks.__file__, line).trace(lambda: row.run(model, loss, X))
+        assert torch._C._len_torch_function_stack() == depth, line
+        model.zero_grad()
+        value = row.run(model, loss, X)
+        with backpack(BatchGrad()):
+            value.backward()
+        for p in model.parameters():
+            assert_agrees(p.__dict__.pop("grad_batch").sum(0), p.grad, f"line {line}")
 
 
 def test_fault_leaves_nothing_on_inputs() -> None:

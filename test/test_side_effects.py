@@ -116,6 +116,30 @@ def own_generator(m: Module, x: Tensor) -> Tensor:
     return m.g(h * noise)
 
 
+@layers(generator=lambda: torch.Generator().manual_seed(3))
+def draws_by_values(m: Module, x: Tensor) -> Tensor:
+    """Draw from a generator of its own, as often as the values say."""
+    h = m.f(x).tanh() @ m.w
+    m.generator.manual_seed(3)
+    mask = torch.bernoulli(h.detach().sigmoid(), generator=m.generator)
+    m.log.append(m.generator.get_state())
+    ids = torch.multinomial(h.softmax(1).detach(), 2, generator=m.generator)
+    m.log.append(m.generator.get_state())
+    noise = h.detach().clone().normal_(generator=m.generator)
+    m.log.append(m.generator.get_state())
+    return m.g(h * mask + h.gather(1, ids).sum(1, keepdim=True) + noise)
+
+
+@layers()
+def calls_a_function_of_numbers(m: Module, x: Tensor) -> Tensor:
+    """Let a function of Python compute entry by entry."""
+    h = m.f(x).tanh() @ m.w
+    factors = h.detach().clone()
+    factors.apply_(lambda number: m.log.append(number) or number * number)
+    factors.map_(h.detach(), lambda a, b: m.log.append(b) or a - b)
+    return m.g(h * factors)
+
+
 @layers()
 def global_generator(m: Module, x: Tensor) -> Tensor:
     """Draw from the global generator."""
@@ -290,6 +314,8 @@ PASSES = {
     "averages": averages,
     "centers": centers,
     "own-generator": own_generator,
+    "draws-by-values": draws_by_values,
+    "calls-a-function-of-numbers": calls_a_function_of_numbers,
     "global-generator": global_generator,
     "gate-of-zero": gate_of_zero,
     "deviation-of-zero": deviation_of_zero,
@@ -609,11 +635,17 @@ def by_name(events: List) -> List:
     return sorted(events, key=lambda e: str(e[0]) if isinstance(e, tuple) else "")
 
 
+@pytest.mark.parametrize("shape", [(D,), (20, D)], ids=str)
 @pytest.mark.parametrize("exts", EXTENSIONS)
 @pytest.mark.parametrize("hooks", HOOKS)
-def test_hooks_see_gradients_in_time(hooks: Callable, exts: str) -> None:
-    """Gradients are there when plain autograd would have them there."""
-    row, results = Row(chain, randn(D)), []
+def test_hooks_see_gradients_in_time(
+    hooks: Callable, exts: str, shape: Tuple[int, ...]
+) -> None:
+    """Gradients are there when plain autograd would have them there.
+
+    Of layers with many positions, gradients may be formed by us.
+    """
+    row, results = Row(chain, randn(*shape)), []
     seen_by_columns = hooks is module_hooks and exts in ("DiagGGNExact", "all")
     for extended in (False, True):
         events: List = []
@@ -672,6 +704,7 @@ class FailsBackward(torch.autograd.Function):
     """The identity, whose backward pass raises what is there to raise."""
 
     error: Any = None
+    passes = 0  # that are right
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -681,8 +714,9 @@ class FailsBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
         """Raise."""
-        if FailsBackward.error is not None:
+        if FailsBackward.error is not None and not FailsBackward.passes:
             raise FailsBackward.error
+        FailsBackward.passes = max(0, FailsBackward.passes - 1)
         return g.clone()
 
 
@@ -741,7 +775,30 @@ def in_backward(model: Module, error: type) -> Callable[[], None]:
     return lambda: setattr(FailsBackward, "error", None)
 
 
+def in_second_backward(model: Module, error: type) -> Callable[[], None]:
+    """Let it fail later on: in the turn of a loss, this is where columns end."""
+    FailsBackward.error, FailsBackward.passes = error, 1
+    return lambda: setattr(FailsBackward, "error", None)
+
+
+def in_layer_of_the_loss(model: Module, error: type) -> Callable[[], None]:
+    """Let the loss's own forward pass fail, inside of all its hooks."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(nn.MSELoss, "forward", failing(error))
+    return patch.undo
+
+
+def in_extension(model: Module, error: type) -> Callable[[], None]:
+    """Let an extension fail while it computes."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(BatchGrad, "compute", failing(error))
+    return patch.undo
+
+
 FAULTS = [
+    in_second_backward,
+    in_layer_of_the_loss,
+    in_extension,
     in_forward,
     in_forward_hook,
     in_pre_hook,

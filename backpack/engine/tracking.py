@@ -227,8 +227,8 @@ class Tracker(TorchFunctionMode):
             elif kind is slice:
                 ends = (x.start, x.stop, x.step)
                 key += (kind, *(FORGET if isinstance(e, Tensor) else e for e in ends))
-            else:
-                key += (kind, x)
+            else:  # a generator would live on
+                key += (kind, FORGET if kind is torch.Generator else x)
 
     def _unmarked(self, x: Tensor) -> Placement:
         """Tell where the samples are in a tensor that nothing is known of yet."""

@@ -855,6 +855,26 @@ def test_fault_in_the_extension_hook(error: type) -> None:
     assert_fields(model, ["BatchGrad"], reference(row))
 
 
+def test_interruption_that_is_kept() -> None:
+    """The same while the exception is kept, as notebooks do, and with it its frames."""
+    row = Row(fragile, randn(D))
+    model, loss, X = row.build()
+    model, loss = extend(model), extend(loss)
+    depth = torch._C._len_torch_function_stack()
+    undo = in_forward(model, KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt) as kept:
+        row.run(model, loss, X)
+    undo()
+    with torch.device("cpu"):  # a mode above what is left of the call
+        value = row.run(model, loss, X)
+        assert torch._C._len_torch_function_stack() == depth + 1
+        with backpack(BatchGrad()):
+            value.backward()
+    assert torch._C._len_torch_function_stack() == depth
+    assert_fields(model, ["BatchGrad"], reference(row))
+    assert kept.value is not None
+
+
 class Lines:
     """Notes which lines of a file are run, and is interrupted at one of them."""
 

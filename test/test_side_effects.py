@@ -838,6 +838,27 @@ def test_faults(fault: Callable, error: type, inside: bool) -> None:
     assert reference_to_model() is None
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["at-the-end", "and-again"])
+@pytest.mark.parametrize(
+    "fault",
+    [in_tensor_hook, in_accumulation, in_backward, in_second_backward, in_extension],
+)
+def test_fault_that_is_caught_inside(fault: Callable, again: bool) -> None:
+    """The same if the context goes on, which then has nothing to warn of."""
+    row = Row(fragile, randn(D))
+    model, loss, X = row.build()
+    model, loss = extend(model), extend(loss)
+    undo = fault(model, OwnError)
+    with backpack(BatchGrad(), DiagGGNExact()):
+        with pytest.raises(OwnError):
+            row.run(model, loss, X).backward()
+        undo()
+        if again:
+            row.run(model, loss, X).backward()
+    if again:
+        assert_fields(model, ["BatchGrad", "DiagGGNExact"], reference(row))
+
+
 @pytest.mark.parametrize("error", [OwnError, KeyboardInterrupt])
 def test_fault_in_the_extension_hook(error: type) -> None:
     """The same for the context's own hook."""

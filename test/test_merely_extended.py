@@ -44,6 +44,21 @@ class OfOwnClass(Tensor):
     """A tensor of another class."""
 
 
+def in_place(m: Module, x: Tensor) -> Tensor:
+    """Write to views."""
+    h = m.f(x)
+    h[:, 1:] *= m.p
+    y = x.clone()
+    y[:, 1:] = h[:, :-1] + x[:, :-1]
+    return y
+
+
+def nested_inside(m: Module, x: Tensor) -> Tensor:
+    """Compute with parts of different sizes at once."""
+    parts = torch.nested.as_nested_tensor([x[:1], x[1:]])
+    return torch.nested.to_padded_tensor(m.f(parts) * 2.0, 0.5) * m.p
+
+
 def packed(m: Module, x: Tensor) -> Tensor:
     """Call a recurrent layer with sequences of different lengths."""
     lengths = torch.tensor([3, 1, 2, 3])
@@ -84,6 +99,14 @@ MERELY: Dict[str, Tuple[Callable[[], Module], Callable[[], Tensor]]] = {
     ),
     "meta": (meta(mlp), lambda: torch.randn(N, D, device="meta")),
     "meta-in-operations": (meta(Own), lambda: torch.randn(N, D, device="meta")),
+    "meta-in-place": (
+        meta(lambda: Lambda(in_place, f=nn.Linear(D, D), p=param(D - 1))),
+        lambda: torch.randn(N, D, device="meta"),
+    ),
+    "nested-inside": (
+        lambda: Lambda(nested_inside, f=nn.Linear(D, 2), p=param(2)),
+        lambda: torch.randn(N, D),
+    ),
     "subclass-in-operations": (
         Own,
         lambda: torch.randn(N, D).as_subclass(OfOwnClass),

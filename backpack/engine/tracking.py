@@ -43,6 +43,7 @@ _QUIET = frozenset(
 _TENSOR_PROPERTIES = frozenset("T mT H mH data real imag".split())
 
 
+_NESTED = Mixed("what has made a nested tensor", False)
 VIEWS_OF = "_backpack_uses"  # attribute of a tensor of which uses returned a view
 
 
@@ -232,6 +233,9 @@ class Tracker(TorchFunctionMode):
 
     def _unmarked(self, x: Tensor) -> Placement:
         """Tell where the samples are in a tensor that nothing is known of yet."""
+        if x.is_nested and x.layout is torch.strided:  # it has no shape
+            self._place(x, _NESTED)
+            return _NESTED
         if x._base is not None and self._is_view_of_data(x):
             return self._finder.of(x)
         if x.grad_fn is None or self._is_constant(x):

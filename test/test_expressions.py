@@ -5,7 +5,8 @@ hypernetworks; one parameter under several names, in several layers, several tim
 one operation. A use counts once, wherever its parameters are kept.
 """
 
-from typing import Any, Callable, Dict, List
+from functools import partial
+from typing import Any, Callable, Dict, List, Optional
 
 import pytest
 import torch
@@ -535,6 +536,26 @@ def aliased_layer() -> Module:
     return Lambda(lambda m, x: m.b(m.a(x).tanh()), a=layer, b=layer)
 
 
+def alike(
+    make: Callable, first: str, *others: str, call: Optional[Callable] = None
+) -> Module:
+    """Make a model with a layer that has one parameter in several places."""
+    layer = make()
+    for name in others:
+        setattr(layer, name, getattr(layer, first))
+    return Lambda(
+        call or (lambda m, x: first_of(m.layer(x)) * m.p), layer=layer, p=param(4)
+    )
+
+
+def first_of(out: Any) -> Tensor:
+    """Return what a layer puts out, without states."""
+    return out[0] if isinstance(out, tuple) else out
+
+
+ALIKE = ("weight_ih_l0", "weight_hh_l0")
+
+
 def transposed() -> Module:
     """Make an autoencoder whose decoder has the transposed weight."""
     return Lambda(lambda m, x: F.linear(m.f(x).tanh(), m.f.weight.T), f=nn.Linear(4, 3))
@@ -590,6 +611,39 @@ TIED = {
         lambda m, x: F.linear(F.linear(x, m.w).tanh(), m.w), 4, w=(4, 4)
     ),
     "twice-in-one-operation": use(lambda m, x: torch.addcmul(m.w, x, m.w), 4, w=(4,)),
+    "between-two-of-itself": use(lambda m, x: torch.lerp(m.w, x, m.w), 4, w=(4,)),
+    "scale-and-shift-of-a-norm": use(
+        lambda m, x: F.layer_norm(x, (4,), m.w, m.w), 4, w=(4,)
+    ),
+    "scale-and-shift-of-groups": use(
+        lambda m, x: F.group_norm(x, 2, weight=m.w, bias=m.w), 4, N, w=(4,)
+    ),
+    "scale-and-shift-of-statistics": use(
+        lambda m, x: F.batch_norm(x, x.new_ones(4), x.new_ones(4) * 2, m.w, m.w),
+        4,
+        w=(4,),
+    ),
+    **{
+        f"{name}-with-one-parameter": Row(partial(alike, make, *names), randn(3, 4))
+        for name, make, names in [
+            ("norm", lambda: nn.LayerNorm(4), ("weight", "bias")),
+            ("rnn", lambda: nn.RNN(4, 4, batch_first=True), ALIKE),
+            ("gru", lambda: nn.GRU(4, 4, batch_first=True), ALIKE),
+            ("lstm", lambda: nn.LSTM(4, 4, batch_first=True), ALIKE),
+        ]
+    },
+    "attention-with-one-projection": Row(
+        lambda: alike(
+            lambda: nn.MultiheadAttention(4, 2, kdim=3, vdim=3, batch_first=True),
+            "k_proj_weight",
+            "v_proj_weight",
+            call=lambda m, x: m.layer(x, x[..., :3], x[..., 1:])[0] * m.p,
+        ),
+        randn(N, 4),
+    ),
+    "convolution-and-its-bias-in-one": use(
+        lambda m, x: F.conv1d(x, m.w, m.w[:, 0, 0]), 4, N, w=(3, 4, 2)
+    ),
     "weight-and-bias-in-one": use(
         lambda m, x: F.linear(x, m.w, m.w[:, 0]), 4, w=(3, 4)
     ),

@@ -14,6 +14,7 @@ from per_sample import Lambda, N, param
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import Module
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from backpack import backpack, disable, extend
 from backpack.extensions import BatchGrad
@@ -24,6 +25,45 @@ D = 4
 def mlp() -> Module:
     """Make a small model."""
     return nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 2))
+
+
+class Own(Module):
+    """A model whose parameters meet data in operations."""
+
+    def __init__(self) -> None:
+        """Create the parameters."""
+        super().__init__()
+        self.fc, self.w, self.scale = nn.Linear(D, D), param(D, 2), param(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Predict."""
+        return torch.softmax(torch.matmul(self.fc(x), self.w) * self.scale, -1)
+
+
+class OfOwnClass(Tensor):
+    """A tensor of another class."""
+
+
+def in_place(m: Module, x: Tensor) -> Tensor:
+    """Write to views."""
+    h = m.f(x)
+    h[:, 1:] *= m.p
+    y = x.clone()
+    y[:, 1:] = h[:, :-1] + x[:, :-1]
+    return y
+
+
+def nested_inside(m: Module, x: Tensor) -> Tensor:
+    """Compute with parts of different sizes at once."""
+    parts = torch.nested.as_nested_tensor([x[:1], x[1:]])
+    return torch.nested.to_padded_tensor(m.f(parts) * 2.0, 0.5) * m.p
+
+
+def packed(m: Module, x: Tensor) -> Tensor:
+    """Call a recurrent layer with sequences of different lengths."""
+    lengths = torch.tensor([3, 1, 2, 3])
+    out, _ = m.r(pack_padded_sequence(x, lengths, True, enforce_sorted=False))
+    return out.data * m.p
 
 
 def sparse_layer() -> Module:
@@ -51,7 +91,32 @@ MERELY: Dict[str, Tuple[Callable[[], Module], Callable[[], Tensor]]] = {
             [torch.ones(2, D), torch.ones(3, D)], layout=torch.jagged
         ),
     ),
+    "nested-jagged-in-operations": (
+        lambda: Lambda(lambda m, x: (x.tanh() @ m.w) * m.b, w=param(D, 2), b=param(2)),
+        lambda: torch.nested.nested_tensor(
+            [torch.ones(2, D), torch.ones(3, D)], layout=torch.jagged
+        ),
+    ),
     "meta": (meta(mlp), lambda: torch.randn(N, D, device="meta")),
+    "meta-in-operations": (meta(Own), lambda: torch.randn(N, D, device="meta")),
+    "meta-in-place": (
+        meta(lambda: Lambda(in_place, f=nn.Linear(D, D), p=param(D - 1))),
+        lambda: torch.randn(N, D, device="meta"),
+    ),
+    "nested-inside": (
+        lambda: Lambda(nested_inside, f=nn.Linear(D, 2), p=param(2)),
+        lambda: torch.randn(N, D),
+    ),
+    "subclass-in-operations": (
+        Own,
+        lambda: torch.randn(N, D).as_subclass(OfOwnClass),
+    ),
+    "packed": (
+        lambda: Lambda(packed, r=nn.GRU(D, 2, batch_first=True), p=param(2)),
+        lambda: torch.randn(N, 3, D),
+    ),
+    "no-samples-in-operations": (Own, lambda: torch.randn(0, D)),
+    "one-axis-in-operations": (Own, lambda: torch.randn(D)),
     "no-samples": (mlp, lambda: torch.randn(0, D)),
     "one-axis": (mlp, lambda: torch.randn(D)),
     "complex": (
@@ -119,11 +184,12 @@ def disabled(model: Module) -> Callable:
 
 
 @pytest.mark.filterwarnings("ignore:(?s).*(torch.jit|deprecated)")
+@pytest.mark.parametrize("make", [mlp, Own])
 @pytest.mark.parametrize("name", COMPILERS)
-def test_compiled_after_it_was_extended(name: str) -> None:
+def test_compiled_after_it_was_extended(name: str, make: Callable) -> None:
     """A model that is extended can be traced, scripted, transformed and copied."""
     torch.manual_seed(0)
-    plain, x, results = mlp(), torch.randn(N, D), []
+    plain, x, results = make().float(), torch.randn(N, D), []
     for model in (extend(deepcopy(plain)), plain):
         function = COMPILERS[name](model, x)
         out = function(x)

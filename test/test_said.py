@@ -276,8 +276,32 @@ class Centered(Module):
         return F.mse_loss(f - f.mean(0), y)
 
 
+class PairsInOne(torch.autograd.Function):
+    """Compare all with all, where no operation is seen."""
+
+    @staticmethod
+    def forward(ctx: Any, f: Tensor) -> Tensor:
+        """Average the squares of all differences."""
+        ctx.save_for_backward(f)
+        return (f[:, None] - f[None]).pow(2).mean()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        """Differentiate, in a way that can be differentiated."""
+        (f,) = ctx.saved_tensors
+        return g * (f - f.mean(0)) * 4 / f.numel()
+
+
+class Hidden(Module):
+    """A loss that couples samples in a function of its own."""
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        """Compare all with all."""
+        return PairsInOne.apply(f)
+
+
 @pytest.mark.parametrize("ext", [KFRA, KFLR, DiagGGNExact])
-@pytest.mark.parametrize("loss", [Negative, Saddle, Pairs, Centered])
+@pytest.mark.parametrize("loss", [Negative, Saddle, Pairs, Centered, Hidden])
 def test_losses_without_a_factor(loss: type, ext: type) -> None:
     """A loss that couples samples, or isn't convex, is refused for all curvatures."""
     row = MLP._replace(loss=loss)

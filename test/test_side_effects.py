@@ -7,6 +7,7 @@ gradients at the same time; exceptions leave nothing behind, and neither do pass
 import gc
 import random
 import re
+import sys
 import weakref
 from contextlib import nullcontext
 from functools import partial
@@ -37,6 +38,7 @@ from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend, memory_cleanup
 from backpack.context import CTX
+from backpack.engine import hooks
 from backpack.extensions import KFLR, BatchGrad, BatchL2Grad, DiagGGNExact, Variance
 
 D = 4
@@ -112,6 +114,30 @@ def own_generator(m: Module, x: Tensor) -> Tensor:
     noise = torch.rand(h.shape, generator=m.generator, dtype=h.dtype)
     m.log.append(noise.clone())
     return m.g(h * noise)
+
+
+@layers(generator=lambda: torch.Generator().manual_seed(3))
+def draws_by_values(m: Module, x: Tensor) -> Tensor:
+    """Draw from a generator of its own, as often as the values say."""
+    h = m.f(x).tanh() @ m.w
+    m.generator.manual_seed(3)
+    mask = torch.bernoulli(h.detach().sigmoid(), generator=m.generator)
+    m.log.append(m.generator.get_state())
+    ids = torch.multinomial(h.softmax(1).detach(), 2, generator=m.generator)
+    m.log.append(m.generator.get_state())
+    noise = h.detach().clone().normal_(generator=m.generator)
+    m.log.append(m.generator.get_state())
+    return m.g(h * mask + h.gather(1, ids).sum(1, keepdim=True) + noise)
+
+
+@layers()
+def calls_a_function_of_numbers(m: Module, x: Tensor) -> Tensor:
+    """Let a function of Python compute entry by entry."""
+    h = m.f(x).tanh() @ m.w
+    factors = h.detach().clone()
+    factors.apply_(lambda number: m.log.append(number) or number * number)
+    factors.map_(h.detach(), lambda a, b: m.log.append(b) or a - b)
+    return m.g(h * factors)
 
 
 @layers()
@@ -288,6 +314,8 @@ PASSES = {
     "averages": averages,
     "centers": centers,
     "own-generator": own_generator,
+    "draws-by-values": draws_by_values,
+    "calls-a-function-of-numbers": calls_a_function_of_numbers,
     "global-generator": global_generator,
     "gate-of-zero": gate_of_zero,
     "deviation-of-zero": deviation_of_zero,
@@ -607,11 +635,17 @@ def by_name(events: List) -> List:
     return sorted(events, key=lambda e: str(e[0]) if isinstance(e, tuple) else "")
 
 
+@pytest.mark.parametrize("shape", [(D,), (20, D)], ids=str)
 @pytest.mark.parametrize("exts", EXTENSIONS)
 @pytest.mark.parametrize("hooks", HOOKS)
-def test_hooks_see_gradients_in_time(hooks: Callable, exts: str) -> None:
-    """Gradients are there when plain autograd would have them there."""
-    row, results = Row(chain, randn(D)), []
+def test_hooks_see_gradients_in_time(
+    hooks: Callable, exts: str, shape: Tuple[int, ...]
+) -> None:
+    """Gradients are there when plain autograd would have them there.
+
+    Of layers with many positions, gradients may be formed by us.
+    """
+    row, results = Row(chain, randn(*shape)), []
     seen_by_columns = hooks is module_hooks and exts in ("DiagGGNExact", "all")
     for extended in (False, True):
         events: List = []
@@ -670,6 +704,7 @@ class FailsBackward(torch.autograd.Function):
     """The identity, whose backward pass raises what is there to raise."""
 
     error: Any = None
+    passes = 0  # that are right
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -679,8 +714,9 @@ class FailsBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
         """Raise."""
-        if FailsBackward.error is not None:
+        if FailsBackward.error is not None and not FailsBackward.passes:
             raise FailsBackward.error
+        FailsBackward.passes = max(0, FailsBackward.passes - 1)
         return g.clone()
 
 
@@ -739,7 +775,30 @@ def in_backward(model: Module, error: type) -> Callable[[], None]:
     return lambda: setattr(FailsBackward, "error", None)
 
 
+def in_second_backward(model: Module, error: type) -> Callable[[], None]:
+    """Let it fail later on: in the turn of a loss, this is where columns end."""
+    FailsBackward.error, FailsBackward.passes = error, 1
+    return lambda: setattr(FailsBackward, "error", None)
+
+
+def in_layer_of_the_loss(model: Module, error: type) -> Callable[[], None]:
+    """Let the loss's own forward pass fail, inside of all its hooks."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(nn.MSELoss, "forward", failing(error))
+    return patch.undo
+
+
+def in_extension(model: Module, error: type) -> Callable[[], None]:
+    """Let an extension fail while it computes."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(BatchGrad, "compute", failing(error))
+    return patch.undo
+
+
 FAULTS = [
+    in_second_backward,
+    in_layer_of_the_loss,
+    in_extension,
     in_forward,
     in_forward_hook,
     in_pre_hook,
@@ -779,6 +838,27 @@ def test_faults(fault: Callable, error: type, inside: bool) -> None:
     assert reference_to_model() is None
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["at-the-end", "and-again"])
+@pytest.mark.parametrize(
+    "fault",
+    [in_tensor_hook, in_accumulation, in_backward, in_second_backward, in_extension],
+)
+def test_fault_that_is_caught_inside(fault: Callable, again: bool) -> None:
+    """The same if the context goes on, which then has nothing to warn of."""
+    row = Row(fragile, randn(D))
+    model, loss, X = row.build()
+    model, loss = extend(model), extend(loss)
+    undo = fault(model, OwnError)
+    with backpack(BatchGrad(), DiagGGNExact()):
+        with pytest.raises(OwnError):
+            row.run(model, loss, X).backward()
+        undo()
+        if again:
+            row.run(model, loss, X).backward()
+    if again:
+        assert_fields(model, ["BatchGrad", "DiagGGNExact"], reference(row))
+
+
 @pytest.mark.parametrize("error", [OwnError, KeyboardInterrupt])
 def test_fault_in_the_extension_hook(error: type) -> None:
     """The same for the context's own hook."""
@@ -794,6 +874,79 @@ def test_fault_in_the_extension_hook(error: type) -> None:
     with backpack(BatchGrad()):
         value.backward()
     assert_fields(model, ["BatchGrad"], reference(row))
+
+
+def test_interruption_that_is_kept() -> None:
+    """The same while the exception is kept, as notebooks do, and with it its frames."""
+    row = Row(fragile, randn(D))
+    model, loss, X = row.build()
+    model, loss = extend(model), extend(loss)
+    depth = torch._C._len_torch_function_stack()
+    undo = in_forward(model, KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt) as kept:
+        row.run(model, loss, X)
+    undo()
+    with torch.device("cpu"):  # a mode above what is left of the call
+        value = row.run(model, loss, X)
+        assert torch._C._len_torch_function_stack() == depth + 1
+        with backpack(BatchGrad()):
+            value.backward()
+    assert torch._C._len_torch_function_stack() == depth
+    assert_fields(model, ["BatchGrad"], reference(row))
+    assert kept.value is not None
+
+
+class Lines:
+    """Notes which lines of a file are run, and is interrupted at one of them."""
+
+    def __init__(self, file: str, stop: int = 0):
+        """Choose the file, and the line."""
+        self.file, self.stop = file, stop
+        self.seen: Dict[int, None] = {}
+
+    def __call__(self, frame: Any, event: str, arg: Any) -> Any:
+        """Trace a call, or a line of one."""
+        code = frame.f_code
+        if code.co_filename != self.file or code.co_name == "__del__":
+            return None  # Python lets nothing out of the latter
+        if event == "line":
+            if frame.f_lineno == self.stop:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            self.seen[frame.f_lineno] = None
+        return self
+
+    def trace(self, function: Callable) -> None:
+        """Run a function."""
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            function()
+        finally:
+            sys.settrace(before)
+
+
+@pytest.mark.parametrize("make", [fragile, chain])
+def test_interrupted_anywhere(make: Callable) -> None:
+    """Ctrl-C at any line of our own hooks leaves nothing behind, either."""
+    row = Row(make, randn(D))
+    model, loss, X = row.build()
+    model, loss = extend(model), extend(loss)
+    depth = torch._C._len_torch_function_stack()
+    lines = Lines(hooks.__file__)
+    row.run(model, loss, X)
+    lines.trace(lambda: row.run(model, loss, X))
+    assert len(lines.seen) > 100
+    for line in lines.seen:
+        with pytest.raises(KeyboardInterrupt):
+            Lines(hooks.__file__, line).trace(lambda: row.run(model, loss, X))
+        assert torch._C._len_torch_function_stack() == depth, line
+        model.zero_grad()
+        value = row.run(model, loss, X)
+        with backpack(BatchGrad()):
+            value.backward()
+        for p in model.parameters():
+            assert_agrees(p.__dict__.pop("grad_batch").sum(0), p.grad, f"line {line}")
 
 
 def test_fault_leaves_nothing_on_inputs() -> None:

@@ -5,7 +5,7 @@ backward pass, cached parametrizations, statistics that move.
 """
 
 import warnings
-from typing import Dict, Tuple
+from typing import Callable, Dict, Tuple
 
 import pytest
 import torch
@@ -173,21 +173,40 @@ def test_parameters_that_are_swapped(name: str) -> None:
         assert_agrees(p.diag_ggn_exact, samples.diagonals[key].sum(0), key)
 
 
-MODIFIED = {  # parameters that autograd does not need any more
-    "first-weight": lambda m: m[0].weight,
-    "bias": lambda m: m[3].b,
-    "last-bias": lambda m: m[4].bias,
+MODIFIED: Dict[str, Tuple[Callable, Callable]] = {  # what autograd needs no more
+    "first-weight": (chain, lambda m: m[0].weight),
+    "bias": (chain, lambda m: m[3].b),
+    "last-bias": (chain, lambda m: m[4].bias),
+    "table": (TIED_CHAIN["table"], lambda m: m.e.weight),
+    "first-product": (
+        lambda: Lambda(lambda m, x: m.f((x @ m.w).sin()), w=param(D, D), f=chain()[0]),
+        lambda m: m.w,
+    ),
+    "shift": (
+        lambda: Lambda(lambda m, x: m.f(x + m.b), b=param(D), f=nn.Linear(D, 2)),
+        lambda m: m.b,
+    ),
+    "first-slopes": (
+        lambda: nn.Sequential(nn.Linear(D, 3), Lambda(shifted, b=param(3), c=param(1))),
+        lambda m: m[1].c,
+    ),
 }
+
+
+def shifted(m: Module, x: Tensor) -> Tensor:
+    """Add two parameters of different shapes."""
+    return x.sin() + m.b + m.c
 
 
 @pytest.mark.parametrize("which", MODIFIED)
 def test_parameters_that_are_modified(which: str) -> None:
     """A parameter that changes before the backward pass counts as it was used."""
-    row = Row(chain, randn(D))
+    make, changed = MODIFIED[which]
+    row = Row(make, randn(D))
     model, loss, X, _ = given(row)
     value = row.run(model, loss, X)
     with torch.no_grad():
-        MODIFIED[which](model).add_(1.0)
+        changed(model).add_(1.0)
     with backpack(BatchGrad(), BatchL2Grad(), DiagGGNExact()):
         value.backward()
     assert_fields(model, ["BatchGrad", "BatchL2Grad", "DiagGGNExact"], reference(row))

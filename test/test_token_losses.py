@@ -274,6 +274,20 @@ OBJECTIVES: Dict[str, Objective] = {
     "samples-by-index": Objective(
         lambda f, ls: ls(f[[2, 0, 0, 1]].mT, labels(f)[[2, 0, 0, 1]])
     ),
+    "samples-picked": Objective(
+        lambda f, ls: ls(f.mean(1)[[2, 0, 0, 1]], labels(f)[[2, 0, 0, 1], 0])
+    ),
+    "samples-masked": Objective(
+        lambda f, ls: ls(
+            f[:, 0][labels(f)[:, 0] > 0], labels(f)[labels(f)[:, 0] > 0, 0]
+        )
+    ),
+    "samples-in-another-order": Objective(
+        lambda f, ls: ls(f[:, 0].flip(0), labels(f)[:, 0])
+    ),
+    "samples-twice": Objective(
+        lambda f, ls: ls(torch.cat([f[:, 0], f[:, -1]]), labels(f)[:, 0].repeat(2))
+    ),
     "per-step": Objective(per_step),
     "per-sample": Objective(per_sample_loop),
     "pooled": Objective(lambda f, ls: ls(f.mean(1), labels(f)[:, 0])),

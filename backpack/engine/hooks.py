@@ -97,7 +97,7 @@ def forget_interrupted(depth: int = 1) -> None:
     """
     frames = _THREAD.frames
     while frames and not _is_running(frames[-1], sys._getframe(depth)):
-        _leave(frames.pop())
+        _leave_last()
 
 
 def _is_running(frame: _Frame, python_frame: Any) -> bool:
@@ -136,6 +136,8 @@ def enter_call(
     if not frames:
         _THREAD.returned.clear()
     frame = _Frame(module, id(caller))
+    frames.append(frame)
+    guard = _Guard(frame, kwargs) if len(frames) == 1 else None
     with torch._C.DisableTorchFunction():
         if tracker is not None:
             frame.outer, tracker.owner = tracker.owner, frame.call
@@ -149,10 +151,7 @@ def enter_call(
                 frame.row = row_of_call(module, args, kwargs, None)
             if frame.row is None:
                 _start(frame, args, kwargs)
-    frames.append(frame)
-    if len(frames) == 1:
-        return args, _Guard(frame, kwargs)
-    return None
+    return None if guard is None else (args, guard)
 
 
 class _Guard(dict):
@@ -161,15 +160,15 @@ class _Guard(dict):
     No hook runs after Ctrl-C, but what was local to the call is freed.
     """
 
+    _frame: Optional[_Frame] = None  # the first line can be interrupted as well
+
     def __init__(self, frame: _Frame, kwargs: Dict[str, Any]):
         super().__init__(kwargs)
         self._frame = frame
 
     def __del__(self) -> None:
-        frames = _THREAD.frames
-        if self._frame in frames:
-            while self._frame in frames:
-                _leave(frames.pop())
+        while self._frame in _THREAD.frames:
+            _leave_last()
 
 
 def _start(frame: _Frame, args: Tuple, kwargs: Dict[str, Any]) -> None:
@@ -254,23 +253,17 @@ def leave_call(
 
 def _pop_frame(module: Module) -> Optional[_Frame]:
     frames = _THREAD.frames
-    if frames[-1].module is module:
-        frame = frames.pop()
-        _leave(frame)
-        return frame
-    for position in reversed(range(len(frames) - 1)):
+    for position in reversed(range(len(frames))):
         if frames[position].module is module:
             while len(frames) > position + 1:
-                _leave(frames.pop())
-            frame = frames.pop()
-            _leave(frame)
-            return frame
+                _leave_last()
+            return _leave_last()
     return None
 
 
-def _leave(frame: _Frame) -> None:
-    """Go on as before a call."""
-    tracker = _THREAD.tracker
+def _leave_last() -> _Frame:
+    """Go on as before the innermost call, which is forgotten when all that is done."""
+    frame, tracker = _THREAD.frames[-1], _THREAD.tracker
     if frame.tracker is not None:
         _THREAD.tracker = None
         _remove_mode(frame.tracker)
@@ -278,6 +271,7 @@ def _leave(frame: _Frame) -> None:
         tracker.owner = frame.outer
         if frame.suspends:
             tracker.resume()
+    return _THREAD.frames.pop()
 
 
 def _remove_mode(tracker: Tracker) -> None:

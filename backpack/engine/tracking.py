@@ -48,6 +48,7 @@ ONE_SAMPLE = (
     "a forward pass whose first input has length 1, and whose result has length {0}, "
     "like another input (give what all samples share last, or without axes)"
 )
+_NESTED = Mixed("what has made a nested tensor", False)
 VIEWS_OF = "_backpack_uses"  # attribute of a tensor of which uses returned a view
 
 
@@ -234,11 +235,14 @@ class Tracker(TorchFunctionMode):
             elif kind is slice:
                 ends = (x.start, x.stop, x.step)
                 key += (kind, *(FORGET if isinstance(e, Tensor) else e for e in ends))
-            else:
-                key += (kind, x)
+            else:  # a generator would live on
+                key += (kind, FORGET if kind is torch.Generator else x)
 
     def _unmarked(self, x: Tensor) -> Placement:
         """Tell where the samples are in a tensor that nothing is known of yet."""
+        if x.is_nested and x.layout is torch.strided:  # it has no shape
+            self._place(x, _NESTED)
+            return _NESTED
         if x._base is not None and self._is_view_of_data(x):
             return self._finder.of(x)
         if x.grad_fn is None or self._is_constant(x):

@@ -105,9 +105,10 @@ class Trial:
         with torch.random.fork_rng([d for d in self._devices if d.type == "cuda"]):
             self._seed(0)
             for x, i in zip(self._flat, self._numbers):
+                # a copy: nothing of the model's, like statistics, may change
+                x = _copied(x)
                 if isinstance(x, Tensor):
-                    # a copy: nothing of the model's, like statistics, may change
-                    x = _finite(x.detach())
+                    x = _finite(x)
                     if i is None and integers and _is_inexact(x):
                         x = torch.rand_like(x)  # which entries are picked, shows
                     elif i is not None and select is not None:
@@ -251,11 +252,20 @@ def _nowhere(x: Tensor) -> Tensor:
     return torch.zeros(x.shape, dtype=torch.bool, device=x.device)
 
 
+def _copied(x: Any) -> Any:
+    """Copy an operand that an operation may change."""
+    if isinstance(x, torch.Generator):
+        copy = torch.Generator(x.device)
+        copy.set_state(x.get_state())
+        return copy
+    return x.detach().clone() if isinstance(x, Tensor) else x
+
+
 def _finite(x: Tensor) -> Tensor:
-    """Copy a tensor, without infinity and NaN: these are marks."""
+    """Replace infinity and NaN in a copy: these are marks."""
     if x.is_floating_point() and x.layout is torch.strided:
-        return x.nan_to_num(0.0, 1.0, -1.0)
-    return x.clone()
+        x.nan_to_num_(0.0, 1.0, -1.0)
+    return x
 
 
 def _has_bit(bit: int, value: int, samples: Tensor) -> Tensor:
@@ -286,6 +296,6 @@ def _disturbed(
 
 def _with(flat: List[Any], position: int, x: Tensor) -> List[Any]:
     """Replace an operand; copy the others, to which an operation may write."""
-    new = [y.clone() if isinstance(y, Tensor) else y for y in flat]
+    new = list(map(_copied, flat))
     new[position] = x
     return new

@@ -17,14 +17,15 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from backpack.core.fast import tuning
-from backpack.core.fast.memory import huge_empty
+from backpack.core.fast.whole import call_whole
 from backpack.engine.graph import describe, leaves_behind
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.secondorder.walk import without_autocast
 from backpack.utils.parallel import is_parallel
+from backpack.utils.state import state
 
 NO_TENSORS = (
     "compile_step(...): {ext} saves functions in '{field}', which no graph can return. "
@@ -59,11 +60,10 @@ class _Graph(NamedTuple):
     """A step that was recorded.
 
     Attributes:
-        run: Maps arguments, ``lifted`` and memory to the numbers of all results.
+        run: Maps arguments and ``lifted`` to the numbers of all results.
         lifted: Tensors that the step reads and writes besides its arguments.
         leaves: What gets a gradient: positions of arguments, and other tensors.
-        large: Which results are written to memory that the graph is given, and their
-            shapes, types and devices.
+        calls: Functions that it calls as a whole, which it keeps alive.
         spec: Structure of the results: what extensions keep, the loss, gradients and
             fields of each leaf.
         modules: Modules that were called, and those inside.
@@ -73,10 +73,38 @@ class _Graph(NamedTuple):
     run: Callable[..., List[Tensor]]
     lifted: List[Tensor]
     leaves: List[Any]
-    large: Dict[int, Tuple]
+    calls: List[Any]
     spec: Any
     modules: List[Module]
     state: Tuple
+
+
+class _Whole(TorchDispatchMode):
+    """Collects functions and operations that the compiler leaves whole."""
+
+    # of which it makes slower ones
+    OPERATIONS = (
+        torch.ops.aten.max_pool2d_with_indices.default,
+        torch.ops.aten.max_pool2d_with_indices_backward.default,
+    )
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        super().__init__()
+        self.calls: List[Any] = []
+
+    def __enter__(self) -> _Whole:  # noqa: D105
+        state().calls = self.calls
+        return super().__enter__()
+
+    def __exit__(self, *exc_info: Any) -> None:  # noqa: D105
+        state().calls = None
+        super().__exit__(*exc_info)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: D105
+        if func in self.OPERATIONS and not kwargs:
+            return call_whole(func, *args)
+        return func(*args, **(kwargs or {}))
 
 
 class CompiledStep:
@@ -130,14 +158,11 @@ class CompiledStep:
         leaves = [tensors[x] if isinstance(x, int) else x for x in graph.leaves]
         _check_hooks(leaves)
         with torch.no_grad():
-            memory = {i: huge_empty(*kind) for i, kind in graph.large.items()}
-            args = *tensors, *graph.lifted, *memory.values()
+            args = *tensors, *graph.lifted
             with without_autocast(args[0]):  # the graph has its casts
                 numbers = list(graph.run(*args))
             if self._copies:
                 numbers = [x if x is None else x.clone() for x in numbers]
-            for i, x in memory.items():
-                numbers[i] = x
             kept, loss, *results = tree_unflatten(numbers, graph.spec)
             for ext, values in zip(self._extensions, kept):
                 vars(ext).update(values)
@@ -168,26 +193,31 @@ class CompiledStep:
                     loss.backward()
                 results += [(leaf.grad, self._fields(leaf)) for leaf in leaves]
             numbers, spec = tree_flatten([list(map(_kept, self._extensions)), *results])
-            specs[:] = spec, numbers
+            specs[:] = [spec]
             return numbers
+
+        whole = _Whole()
+
+        def recorded(*tensors: Tensor) -> List[Tensor]:
+            with whole:
+                return step(*tensors)
 
         with _as_before(modules):
             step(*tensors)
-            state = _state(modules)
+            kind = _state(modules)
         with _as_before(modules), catch_warnings():
             simplefilter("ignore")  # they have been seen
             try:
-                graph = make_fx(step)(*tensors)
+                graph = make_fx(recorded)(*tensors)
             except Exception as error:
                 raise NotImplementedError(NOT_TRACED.format(error=error)) from error
-        spec, numbers = specs
-        lifted, large = _lift(graph), _use_memory(graph, numbers)
+        lifted = _lift(graph)
         for x in lifted:
             torch._dynamo.mark_static_address(x)
         places = {id(x): i for i, x in enumerate(tensors)}
         found = [places.get(id(leaf), leaf) for leaf in leaves]
         run = self._compiler(graph)
-        return _Graph(run, lifted, found, large, spec, list(modules), state)
+        return _Graph(run, lifted, found, whole.calls, *specs, list(modules), kind)
 
     def _fields(self, leaf: Tensor) -> Dict[str, Any]:
         """Collect what the extensions have saved on a leaf."""
@@ -357,31 +387,3 @@ def _lift(graph: GraphModule) -> List[Tensor]:
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return lifted
-
-
-def _use_memory(graph: GraphModule, numbers: List[Any]) -> Dict[int, Tuple]:
-    """Let large results be written to memory from outside, which is cheap to touch.
-
-    Args:
-        graph: The graph, which is changed.
-        numbers: Its results.
-
-    Returns:
-        Which results these are, and their shapes, types and devices.
-    """
-    nodes = graph.graph.nodes
-    *_, output = nodes
-    first = next(x for x in nodes if x.op != "placeholder")
-    results, large = list(output.args[0]), {}
-    for i, (node, x) in enumerate(zip(results, numbers)):
-        if not isinstance(x, Tensor) or x.device.type != "cpu":
-            continue
-        if x.is_contiguous() and x.numel() * x.element_size() >= tuning.HUGE_BYTES:
-            with graph.graph.inserting_before(first):
-                memory = graph.graph.placeholder(f"memory_{i}")
-            with graph.graph.inserting_before(output):
-                graph.graph.call_function(torch.ops.aten.copy_.default, (memory, node))
-            results[i], large[i] = None, (x.shape, x.dtype, x.device)
-    output.args = (results,)
-    graph.recompile()
-    return large

@@ -69,6 +69,7 @@ class State:
         backward_pass: The backward pass that is running.
         contexts: What announces backward passes, of each context that is active.
         pulling: Whether columns are being pulled back, so that hooks must not run.
+        calls: What a step that is recorded calls as a whole; ``None`` without such.
         outside: Weak reference to a module through which a backward pass went while no
             context was active, in any thread; ``None`` if there was no such pass.
         begin: Begins a backward pass that nobody has announced.
@@ -90,6 +91,7 @@ class State:
         self.backward_pass: Any = None
         self.contexts: List[Any] = []
         self.pulling = False
+        self.calls: Optional[List[Any]] = None
 
     @property
     def keeps_io(self) -> bool:

@@ -2,13 +2,12 @@
 
 from functools import partial
 from math import prod
-from typing import Optional, Sequence
+from typing import Callable, Optional, Sequence
 
 from torch import Tensor
 
 from backpack.core.derivatives import convnd
 from backpack.core.per_sample.order import Order, simplest
-from backpack.core.per_sample.outer import Direct
 from backpack.utils.conv import smallest_sizes
 from backpack.utils.conv_transpose import unfold_by_conv_transpose
 from backpack.utils.types import Layer
@@ -55,13 +54,14 @@ class ConvTransposeNDDerivatives(convnd.ConvNDDerivatives):
     def _unfolding(self, module: Layer, x: Tensor) -> None:
         """Return nothing: there is no other way to unfold."""
 
-    def _direct(self, module: Layer, x: Tensor, cotangents: Tensor) -> Optional[Direct]:
+    def _direct(
+        self, module: Layer, x: Tensor, cotangents: Tensor
+    ) -> Optional[Callable]:
         if len(cotangents) > 1:
             return None
-        form = partial(
+        return partial(
             convnd.weight_gradients,
             weight_shape=module.weight.shape,
             groups=module.groups,
             geometry=self._geometry(module, x, cotangents[0]),
         )
-        return Direct(x, cotangents, form)

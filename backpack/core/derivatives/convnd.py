@@ -2,7 +2,7 @@
 
 from contextlib import AbstractContextManager
 from math import prod
-from typing import Any, NamedTuple, Optional, Sequence
+from typing import Any, Callable, NamedTuple, Optional, Sequence
 
 import torch
 from einops import rearrange
@@ -15,7 +15,8 @@ from backpack.core.fast import tuning
 from backpack.core.fast.matmul import has_fast_matmul
 from backpack.core.per_sample.base import PerSample, Summed
 from backpack.core.per_sample.order import Order
-from backpack.core.per_sample.outer import Direct, Outer
+from backpack.core.per_sample.outer import Outer
+from backpack.core.per_sample.sources import Source
 from backpack.core.per_sample.unfolding import Unfolding
 from backpack.utils.conv import pad_input, unfold_by_conv
 from backpack.utils.types import Grads, Layer
@@ -231,12 +232,15 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
             unfolded = self._unfold(module, x, out_size)
             return rearrange(unfolded, "n (g d) t -> n g t d", g=g)
 
+        def again(x: Tensor, cotangents: Tensor) -> PerSample:
+            return self.product(name, module, (x,), cotangents)
+
         return Outer(
             unfolded,
             cotangents.reshape(v, n, g, channels // g, prod(out_size)).mT,
             module.weight.shape,
             self._order(module),
-            self._direct(module, x, cotangents),
+            Source(x, cotangents, again, self._direct(module, x, cotangents)),
             self._unfolding(module, x),
             sums_positions=True,
         )
@@ -253,7 +257,9 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
     def _order(self, module: Layer) -> Optional[Order]:
         return None
 
-    def _direct(self, module: Layer, x: Tensor, cotangents: Tensor) -> Optional[Direct]:
+    def _direct(
+        self, module: Layer, x: Tensor, cotangents: Tensor
+    ) -> Optional[Callable]:
         """Return how to form products without unfolding, if that is faster.
 
         It is for a single column, unless unfolding is only a change of view.
@@ -277,4 +283,4 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
             x, options = x if pads else pad_input(x, module), (module.groups, geometry)
             return weight_gradients(x, cotangents, sum_batch, weight.shape, *options)
 
-        return Direct(x, cotangents, form)
+        return form

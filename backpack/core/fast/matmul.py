@@ -17,6 +17,7 @@ from torch import Tensor
 
 from backpack.core.fast import tuning
 from backpack.core.fast.memory import huge_empty, may_write
+from backpack.core.fast.whole import whole
 
 
 @lru_cache(maxsize=None)
@@ -177,6 +178,7 @@ def bmm(a: Tensor, b: Tensor, times: int = 1, out: Optional[Tensor] = None) -> T
     return out
 
 
+@whole
 def gram(rows: Tensor) -> Tensor:
     """Multiply all rows with each other.
 

@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import (
-    Any,
-    Callable,
-    Dict,
-    Iterator,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Tuple,
-    Union,
-)
+from functools import cached_property, partial
+from typing import Any, Callable, Dict, Iterator, Optional, Sequence, Tuple, Union
 
 import torch
 from einops import einsum, rearrange
@@ -25,6 +15,7 @@ from backpack.core.fast.memory import huge_empty, may_write
 from backpack.core.per_sample import sums
 from backpack.core.per_sample.base import Dense, Gather, PerSample
 from backpack.core.per_sample.order import Order, transposed
+from backpack.core.per_sample.sources import Source, whole_reduction
 from backpack.core.per_sample.unfolding import Unfolding
 from backpack.utils.state import may_look
 from backpack.utils.types import full_precision
@@ -51,38 +42,10 @@ def prefers_gram(positions: int, d: int, p: int, adds_up: bool = False) -> bool:
     return positions * (d + p) < d * p
 
 
-class Direct(NamedTuple):
-    """How to form products without unfolding the inputs.
-
-    Attributes:
-        inputs: Inputs of shape ``[N, *]``.
-        cotangents: Cotangents of shape ``[V, N, *]``.
-        form: Maps both, restricted to n samples, to their products ``[V, n, *p]``; to
-            their sum ``[V, *p]`` if its third argument is true.
-    """
-
-    inputs: Tensor
-    cotangents: Tensor
-    form: Callable[[Tensor, Tensor, bool], Tensor]
-
-    def select(self, samples: Union[slice, Tensor]) -> Direct:
-        """Restrict to some samples.
-
-        Args:
-            samples: Which ones.
-
-        Returns:
-            The same for these samples.
-        """
-        return Direct(self.inputs[samples], self.cotangents[:, samples], self.form)
-
-    def products(self) -> Tensor:
-        """Form the products of all samples.
-
-        Returns:
-            Products of shape ``[V, N, *p]``.
-        """
-        return self.form(self.inputs, self.cotangents, False)
+def _with_factors(
+    shape: torch.Size, order: Optional[Order], convention: bool, a: Tensor, b: Tensor
+) -> Outer:
+    return Outer(lambda: a, b, shape, order, sums_positions=convention)
 
 
 class Outer(PerSample):
@@ -108,7 +71,7 @@ class Outer(PerSample):
         b: Tensor,
         shape: torch.Size,
         order: Optional[Order] = None,
-        direct: Optional[Direct] = None,
+        source: Optional[Source] = None,
         unfolding: Optional[Unfolding] = None,
         sums_positions: bool = False,
     ):
@@ -119,18 +82,19 @@ class Outer(PerSample):
             b: Cotangents of shape ``[V, N, G, T, p]``.
             shape: The parameter's shape ``[*p]``.
             order: How the parameter's axes lie in ``[G, p, d]``. Default: ``None``.
-            direct: A faster way than unfolding to form products. Default: ``None``.
+            source: What all this was made of, with a faster way than unfolding to form
+                products, maybe. Default: ``None``, for ``a`` and ``b``.
             unfolding: Faster ways than ``a`` to unfold the inputs of some samples.
                 Default: ``None``.
             sums_positions: Convention for Kronecker factors. Default: ``False``.
         """
         self.sums_positions = sums_positions
+        self._source = source
         self._make_a = a
         self._a: Optional[Tensor] = None
         self.b = b
         self.shape = shape
         self.order = order
-        self._direct = direct
         self._unfolding = unfolding
         self._plain: Optional[Outer] = None
         self.num_columns, self.batch_size, self.groups, self.positions, p = b.shape
@@ -146,13 +110,20 @@ class Outer(PerSample):
 
     def __getstate__(self) -> Dict[str, Any]:
         """Return the factors, without the functions that form them."""
-        forgotten = dict.fromkeys(("_make_a", "_direct", "_unfolding", "_plain"))
+        forgotten = dict.fromkeys(("_make_a", "_source", "_unfolding", "_plain"))
         return {**vars(self), "_a": self.a, **forgotten, "shared": None}
 
     @property
     def inputs_size(self) -> int:
         """Number d of features of the inputs."""
         return self._sizes[0]
+
+    def made_of(self) -> Source:
+        """Tell what a reduction depends on."""
+        if self._source is not None and self._a is None:
+            return self._source
+        kind = self.shape, self.order, self.sums_positions
+        return Source(self.a, self.b, partial(_with_factors, *kind))
 
     def _unfolder(self) -> Optional[Unfolding]:
         """Return faster ways to unfold, unless the inputs are unfolded already."""
@@ -185,14 +156,14 @@ class Outer(PerSample):
         self,
         a: Optional[Callable[[], Tensor]] = None,
         b: Optional[Tensor] = None,
-        direct: Optional[Direct] = None,
+        source: Optional[Source] = None,
     ) -> Outer:
         """Describe other products of the same kind.
 
         Args:
             a: Function that returns the inputs. Default: ``None`` for the same.
             b: Cotangents. Default: ``None`` for the same.
-            direct: A faster way than unfolding. Default: ``None``.
+            source: What they are made of. Default: ``None``, for both.
 
         Returns:
             Products for the same parameter.
@@ -200,7 +171,7 @@ class Outer(PerSample):
         a = (lambda: self.a) if a is None else a
         b = self.b if b is None else b
         convention = self.sums_positions
-        return Outer(a, b, self.shape, self.order, direct, sums_positions=convention)
+        return Outer(a, b, self.shape, self.order, source, sums_positions=convention)
 
     def transposed(self) -> Outer:
         """Describe products with a matrix's Jacobian as those of its transpose.
@@ -246,8 +217,8 @@ class Outer(PerSample):
         picked: Any = samples
         if not isinstance(samples, slice):  # once, on the device
             picked = torch.as_tensor(samples, dtype=torch.long, device=self.b.device)
-        direct = self._direct and self._direct.select(picked)
-        return self.like(lambda: self.a[picked], self.b[:, picked], direct)
+        source = self._source and self._source.select(picked)
+        return self.like(lambda: self.a[picked], self.b[:, picked], source)
 
     def gathered(self, gather: Gather) -> PerSample:  # noqa: D102
         d, p = self._sizes
@@ -288,13 +259,18 @@ class Outer(PerSample):
             and self.batch_size > 0
             and may_write()
             # a GPU multiplies all matrices at once
-            and (self._direct is not None or self.device.type == "cpu")
+            and (self._forms is not None or self.device.type == "cpu")
         )
 
     @property
     def _is_direct(self) -> bool:
         """Whether products are formed without unfolding the inputs."""
-        return self._direct is not None and self._a is None
+        return self._forms is not None and self._a is None
+
+    @property
+    def _forms(self) -> Optional[Callable]:
+        """Forms products without unfolding the inputs, see :class:`Source`."""
+        return self._source and self._source.form
 
     def _blocks(self) -> Iterator[Tensor]:
         if not self._is_large:
@@ -387,6 +363,7 @@ class Outer(PerSample):
             return block[0, 0]
         return super()._add(total, block)
 
+    @whole_reduction
     def individual(self) -> Tensor:  # noqa: D102
         if not self._is_large:
             return super().individual()
@@ -402,7 +379,7 @@ class Outer(PerSample):
             Products of shape ``[1, N, *p]``.
         """
         if self._is_direct:
-            out = self._direct.products()
+            out = self._source.products()
         else:
             shape = 1, self.batch_size, *self.shape
             out = huge_empty(shape, self.dtype, self.device)
@@ -418,12 +395,13 @@ class Outer(PerSample):
 
     def block(self, samples: slice) -> Tensor:  # noqa: D102
         if self._is_direct:
-            return self._direct.select(samples).products()
+            return self._source.select(samples).products()
         return self.fold(self._outer(samples))
 
+    @whole_reduction
     def summed(self) -> Tensor:  # noqa: D102
         if self._is_direct:
-            return self._direct.form(self._direct.inputs, self._direct.cotangents, True)
+            return self._forms(self._source.inputs, self._source.cotangents, True)
         return self._sum_of(self.b, self.a)
 
     def _sum_of(self, b: Tensor, a: Tensor) -> Tensor:
@@ -436,10 +414,12 @@ class Outer(PerSample):
         products = bmm(b, a).unflatten(1, (self.num_columns, -1))
         return self.fold(products.transpose(0, 1))
 
+    @whole_reduction
     def weighted_sum(self, weights: Tensor) -> Tensor:  # noqa: D102
         if self._is_direct:
-            x, cotangents, form = self._direct
-            return form(full_precision(x), sums.scaled(cotangents, weights, 1), True)
+            x, cotangents, *_ = self._source
+            x, b = full_precision(x), sums.scaled(cotangents, weights, 1)
+            return self._forms(x, b, True)
         b, a = sums.scaled(self.b, weights, 1), full_precision(self.a)
         return self._sum_of(b, a)
 
@@ -467,6 +447,7 @@ class Outer(PerSample):
             self.positions, *self._sizes, adds_up
         )
 
+    @whole_reduction
     def sq_norms(self) -> Tensor:  # noqa: D102
         if self.positions == 1:
             a, b = sums.sum_of_squares(self.a, 2), sums.sum_of_squares(self.b, 3)
@@ -478,11 +459,13 @@ class Outer(PerSample):
             return super().sq_norms()
         return torch.cat([self._gram_norms(n) for n in self._gram_chunks()])
 
+    @whole_reduction
     def partial_squares(self, sum_batch: bool) -> Tensor:  # noqa: D102
         if self.positions > 1:
             return super().partial_squares(sum_batch)
         return sums.sum_axis(self._moderate_b().squeeze(3).pow(2), 0)
 
+    @whole_reduction
     def finish_squares(
         self, statistic: Tensor, sum_batch: bool
     ) -> Tensor:  # noqa: D102
@@ -493,6 +476,7 @@ class Outer(PerSample):
             return self.fold(sums.sum_outer_products(statistic, a))
         return self.fold(sums.outer_products(statistic.unsqueeze(0), a).squeeze(0))
 
+    @whole_reduction
     def variance(self) -> Tensor:  # noqa: D102
         if self.positions > 1 or self.batch_size == 0:
             return super().variance()
@@ -511,11 +495,17 @@ class Outer(PerSample):
         return self.fold(variance)
 
     def dots(self, other: Optional[Outer] = None) -> Tensor:  # noqa: D102
-        if other is None and not self.is_cheaper_as_factors(self):
+        return self._own_dots() if other is None else self._dots(other)
+
+    @whole_reduction
+    def _own_dots(self) -> Tensor:
+        if not self.is_cheaper_as_factors(self):
             if self._is_large:
                 return sums.sum_of_dots(flatten(self._collect(any_order=True), 2))
             return super().dots()
-        other = self if other is None else other
+        return self._dots(self)
+
+    def _dots(self, other: Outer) -> Tensor:
         if self.groups * self.positions * other.positions == 1:  # which is a view
             gram_a = self._moderate_a()[:, 0, 0] @ other._moderate_a()[:, 0, 0].mT
             b = self._moderate_b()[:, :, 0, 0] @ other._moderate_b()[:, :, 0, 0].mT
@@ -539,6 +529,7 @@ class Outer(PerSample):
         formed = n * t + n * q + (0 if other is self else q * s)
         return self._is_like(other) and n * t * q * s * (d + p) < formed * d * p
 
+    @whole_reduction
     def input_gram(self, scale: float) -> Tensor:
         """Sum the outer products of the inputs with themselves.
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from backpack.core.fast import tuning
 from backpack.core.fast.matmul import bmm, is_fast, matmul
 from backpack.core.fast.memory import huge_empty, may_write
+from backpack.core.fast.whole import whole
 from backpack.utils.state import may_look
 from backpack.utils.types import accumulator_dtype, full_precision
 from backpack.utils.unsqueeze import flatten_any_order
@@ -324,6 +325,7 @@ def sum_outer_products(b: Tensor, a: Tensor) -> Tensor:
     return bmm(b.permute(1, 2, 0), a.transpose(0, 1))
 
 
+@whole
 def outer_products(b: Tensor, a: Tensor) -> Tensor:
     """Form outer products, in memory that is cheap to touch for the first time.
 

@@ -1,0 +1,157 @@
+"""Functions that a compiler leaves whole.
+
+What a compiler makes of matrix products and convolutions, piece by piece and in place, is
+slower than the libraries. Where a step is recorded, such a function becomes a single
+operation, which calls it as if nothing was recorded.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from itertools import count
+from typing import Any, Callable, List, Sequence, TypeVar
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.library import Library, register_fake
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from backpack.utils.state import is_traced, state
+
+F = TypeVar("F", bound=Callable)
+
+_NUMBERS = count()
+
+
+class Call:
+    """A call of a function, with other tensors each time.
+
+    The step that was recorded keeps it alive.
+    """
+
+    def __init__(self, function: Callable, args: Sequence[Any]):
+        """Call the function for the first time.
+
+        Args:
+            function: The function. It may modify none of its arguments.
+            args: Its arguments: tensors on the CPU, and what stays the same. Results
+                are tensors, or ``None``.
+        """
+        leaves, self._spec = tree_flatten(list(args))
+        self.tensors = [x for x in leaves if isinstance(x, Tensor)]
+        self._rest = [None if isinstance(x, Tensor) else x for x in leaves]
+        self._places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        self._function, self.number = function, next(_NUMBERS)
+        with _disable_current_modes(), torch.no_grad():
+            numbers, self._results = tree_flatten(self._evaluate(self.tensors))
+        self._kinds = [
+            None if x is None else (x.shape, x.stride(), x.dtype) for x in numbers
+        ]
+
+    def _evaluate(self, tensors: Sequence[Tensor]) -> Any:
+        leaves = list(self._rest)
+        for place, x in zip(self._places, tensors):
+            leaves[place] = x
+        return self._function(*tree_unflatten(leaves, self._spec))
+
+    def run(self, tensors: Sequence[Tensor]) -> List[Tensor]:
+        """Call the function.
+
+        Args:
+            tensors: Its tensors.
+
+        Returns:
+            Its tensors' results, laid out as those of the first call, and in memory of
+            their own.
+        """
+        with torch.no_grad():
+            numbers, _ = tree_flatten(self._evaluate(tensors))
+        taken, results = {_memory(x) for x in tensors}, []
+        for x, kind in zip(numbers, self._kinds):
+            if kind:
+                if _memory(x) in taken or (x.stride(), x.dtype) != kind[1:]:
+                    x = torch.empty_strided(*kind[:2], dtype=kind[2]).copy_(x)
+                taken.add(_memory(x))
+                results.append(x)
+        return results
+
+    def empty(self) -> List[Tensor]:
+        """Make tensors like the results."""
+        kinds = (kind for kind in self._kinds if kind)
+        return [torch.empty_strided(*kind[:2], dtype=kind[2]) for kind in kinds]
+
+    def arranged(self, results: List[Tensor]) -> Any:
+        """Arrange results as the function does."""
+        rest = iter(results)
+        return tree_unflatten([x and next(rest) for x in self._kinds], self._results)
+
+    def __repr__(self) -> str:
+        """Tell it apart from calls in other processes, with which it may share code."""
+        name = getattr(self._function, "__qualname__", str(self._function))
+        return f"{name} -> {self._kinds}"
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr() if x.numel() else id(x)
+
+
+_CALLS: WeakValueDictionary[int, Call] = WeakValueDictionary()
+_NAME = "backpack::whole"
+_LIBRARY = Library("backpack", "DEF")
+_LIBRARY.define(
+    "whole(Tensor[] tensors, int number, str name) -> Tensor[]",
+    tags=(torch.Tag.needs_fixed_stride_order,),
+)
+_LIBRARY.impl("whole", lambda tensors, number, name: _CALLS[number].run(tensors), "CPU")
+register_fake(_NAME, lambda tensors, number, name: _CALLS[number].empty())
+
+
+def is_recorded() -> bool:
+    """Tell whether functions become single operations of a step that is recorded.
+
+    Returns:
+        Whether it is, and not inside of a function that is left whole; ``False``, too,
+        where a graph is built, or autocast chooses types.
+    """
+    if state().calls is None or not is_traced():
+        return False
+    return not (torch.is_grad_enabled() or torch._C._is_any_autocast_enabled())
+
+
+def call_whole(function: Callable, *args: Any) -> Any:
+    """Call a function as a single operation of the step that is recorded.
+
+    Args:
+        function: A function that returns new tensors, and modifies none.
+        args: Its arguments, with at least one tensor.
+
+    Returns:
+        What it returns.
+    """
+    tensors = [x for x in tree_flatten(list(args))[0] if isinstance(x, Tensor)]
+    if any(x.device.type != "cpu" for x in tensors):
+        return function(*args)
+    call = Call(function, args)
+    state().calls.append(call)
+    _CALLS[call.number] = call
+    operation = torch.ops.backpack.whole.default
+    return call.arranged(operation(call.tensors, call.number, repr(call)))
+
+
+def whole(function: F) -> F:
+    """Let a function become a single operation where a step is recorded.
+
+    Args:
+        function: A function that returns new tensors, and modifies none.
+
+    Returns:
+        The function.
+    """
+
+    @wraps(function)
+    def run(*args: Any) -> Any:
+        return call_whole(function, *args) if is_recorded() else function(*args)
+
+    return run  # type: ignore[return-value]

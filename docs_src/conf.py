@@ -111,11 +111,13 @@ copybutton_prompt_is_regexp = True
 copybutton_exclude = ".linenos, .gp, .go"
 
 # Written from the package itself: the table of layers, a page for each quantity, the
-# reference of all modules; from what the tests found: the table of models
+# reference of all modules. From what the tests found: the table of models. From what
+# the benchmark recorded: charts
 generated = HERE / "_generated"
 generated.mkdir(exist_ok=True)
 (generated / "support.inc").write_text(support_table.table())
 (generated / "models.inc").write_text(model_table.tables())
+quantity_pages.charts(generated)
 torch_inventory.write(inventory)
 reference.write(HERE / "internals")
 quantity_pages.write(HERE / "quantities")

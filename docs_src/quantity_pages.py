@@ -4,6 +4,8 @@ What is a matter of fact comes from elsewhere: options from the classes, cost fr
 the benchmark recorded.
 """
 
+import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Dict, List, NamedTuple
 
@@ -12,6 +14,15 @@ from support_table import folded, list_table
 BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "README.md"
 # networks of the benchmark that all quantities can be computed for
 NETWORKS = ("MLP 784-512-256-10", "3C3D", "All-CNN-C")
+# what the landing page shows of the first two, as far as it was measured
+CHARTS = {"mlp": NETWORKS[0], "3c3d": NETWORKS[1]}
+CHARTED = """
+BatchGrad BatchL2Grad Variance BatchDotGrad ClippedGrad DiagGGNMC DiagGGNExact KFAC
+EKFAC KFLR DiagHessian HMP
+""".split()
+
+# what is large, and a summary that may do instead
+LARGE_AND_SMALL = ["BatchGrad", "BatchL2Grad", "Variance", "SqrtGGNExact", "DiagGGNMC"]
 
 SETUP = """
 import torch
@@ -627,6 +638,29 @@ def compared() -> List[str]:
     return lines
 
 
+def charts(folder: Path) -> None:
+    """Draw what the benchmark recorded.
+
+    Args:
+        folder: Where the pictures go.
+    """
+    sys.path.append(str(BENCHMARK.parent))
+    run = import_module("run")  # needs matplotlib, which what tests import does not
+    run.plt.rcParams["svg.hashsalt"] = "backpack"
+    for name, start in CHARTS.items():
+        network = next(title for title in tables() if title.startswith(start))
+        header, *rows = tables()[network]
+        packages = [cell.removesuffix(": time") for cell in header[1::2]]
+        by_name = {cells[0].strip("`"): cells[1::2] for cells in rows}
+        times = {
+            quantity: [float(x) if x.strip("–") else None for x in by_name[quantity]]
+            for quantity in CHARTED
+            if quantity in by_name and any(by_name[quantity])
+        }
+        figure = run.draw(network, times, packages)
+        figure.savefig(folder / f"times-{name}.svg", metadata={"Date": None})
+
+
 def recorded() -> Dict[str, Dict[str, List[str]]]:
     """Read time and memory of each quantity, relative to a gradient.
 
@@ -737,6 +771,7 @@ def write(folder: Path) -> None:
     put(folder / "overview.inc", "\n".join([table("quantities/"), *toctree]))
     put(folder / "compared.inc", "\n".join(compared()))
     put(folder / "overview-api.inc", table("../quantities/"))
+    put(folder / "memory.inc", "\n".join(cost_table(LARGE_AND_SMALL)))
 
 
 def put(path: Path, text: str) -> None:

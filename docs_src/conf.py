@@ -45,6 +45,7 @@ autodoc_default_options = {
     "ignore-module-all": True,
 }
 autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
 autodoc_typehints_format = "short"
 autodoc_inherit_docstrings = False
 autoclass_content = "both"
@@ -75,6 +76,8 @@ sphinx_gallery_conf = {
     "capture_repr": (),
     "remove_config_comments": True,
     "thumbnail_size": (480, 320),
+    # each page has its own; their list would load styles from the network
+    "write_computation_times": False,
     "plot_gallery": "True",
 }
 

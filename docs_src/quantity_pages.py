@@ -633,8 +633,13 @@ def compared() -> List[str]:
     """
     lines: List[str] = []
     for network, (header, *rows) in tables().items():
-        shown = [[f"``{name.strip('`')}``", *cells] for name, *cells in rows]
-        lines += folded(network, list_table(header, shown))
+        title = [header[0], *(cell.removesuffix(": time") for cell in header[1::2])]
+        shown = [
+            [f"``{cells[0].strip('`')}``"]
+            + [f"{t}, {m}" if t else "" for t, m in zip(cells[1::2], cells[2::2])]
+            for cells in rows
+        ]
+        lines += folded(network, list_table(title, shown))
     return lines
 
 
@@ -711,7 +716,7 @@ def code(quantity: Quantity) -> str:
     given = quantity.arguments
     calls = ", ".join(f"{name}({given.get(name, '')})" for name in names)
     setup = SETUP.format(names=", ".join(names), calls=calls)
-    return f"{setup}{quantity.example}".strip()
+    return f"{setup}\n{quantity.example}".strip()
 
 
 def page(quantity: Quantity) -> str:

@@ -664,6 +664,7 @@ def charts(folder: Path) -> None:
         }
         figure = run.draw(network, times, packages)
         figure.savefig(folder / f"times-{name}.svg", metadata={"Date": None})
+        run.plt.close(figure)  # else it would be a picture of the first example
 
 
 def recorded() -> Dict[str, Dict[str, List[str]]]:

@@ -84,7 +84,8 @@ QUANTITIES = [
         ["grad_batch"],
         ["[N, *p]"],
         "individual gradients: the summands of ``.grad``",
-        r"""The summands of the gradient, one for each sample:
+        r"""The summands of the gradient, one for each sample (per-sample or per-example
+gradients):
 
 .. math:: g_n = c\, \nabla_p \ell_n\,, \qquad \sum_n g_n = \nabla_p \mathcal L\,.""",
         MEAN.format(factor="c = 1/N"),

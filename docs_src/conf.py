@@ -88,7 +88,7 @@ html_static_path = ["_static"]
 html_css_files = ["backpack.css"]
 html_favicon = html_logo = "_static/logo.svg"
 html_math_renderer = "mathml"
-html_search_scorer = "search_scores.js"
+html_search_scorer = str(HERE / "search_scores.js")
 html_copy_source = html_show_sourcelink = True
 html_theme_options = {
     "top_of_page_buttons": ["view"],

@@ -48,8 +48,9 @@ queries.forEach(words => {
 });
 setTimeout(() => {
   document.querySelectorAll("iframe").forEach(frame => {
-    const links = frame.contentDocument.querySelectorAll("#search-results ul.search > li > a");
-    found[frame.dataset.words] = [...links].slice(0, 3).map(a => a.getAttribute("href"));
+    const page = frame.contentDocument;
+    const links = [...page.querySelectorAll("#search-results ul.search > li > a")];
+    found[frame.dataset.words] = links.slice(0, 3).map(a => a.getAttribute("href"));
   });
   document.getElementById("result").textContent = JSON.stringify(found);
 }, 60000);

@@ -102,6 +102,16 @@ EXCLUDED: Tuple[Tuple[Tuple[str, ...], Tuple[str, ...]], ...] = (
     ),
 )
 
+# Bars in the charts, by what the report calls a package
+COLORS = {
+    "BackPACK 1.8": "#1f6fb2",
+    "compiled": "#123a5e",
+    "BackPACK 1.7.1": "#b9bec5",
+    "Opacus": "#e0a030",
+    "curvlinops": "#a06fb5",
+    "torch.func": "#6aa56a",
+}
+
 
 class Contender(NamedTuple):
     """A package that takes part.
@@ -110,13 +120,11 @@ class Contender(NamedTuple):
         title: What the report calls it.
         package: What the worker calls it.
         python: The interpreter of its environment.
-        color: Its bars in the chart.
     """
 
     title: str
     package: str
     python: str
-    color: str
 
 
 class Result(NamedTuple):
@@ -446,29 +454,26 @@ def title_of(problem: Problem, args: Namespace) -> str:
 
 
 def draw(
-    name: str,
-    rows: Dict[str, List[Result]],
-    contenders: List[Contender],
-    args: Namespace,
+    title: str, rows: Dict[str, List[Optional[float]]], packages: List[str]
 ) -> Figure:
     """Draw the times of one network as bars.
 
     Args:
-        name: Key of the network.
-        rows: Its results.
-        contenders: The packages.
-        args: The command line.
+        title: The network.
+        rows: Time of each quantity, relative to a gradient, for each package; ``None``
+            where there is no number.
+        packages: What the report calls them.
 
     Returns:
         The picture.
     """
     fig, ax = plt.subplots(figsize=(6, 1 + 0.42 * len(rows)), layout="constrained")
-    height = 0.8 / len(contenders)
-    for j, contender in enumerate(contenders):
+    height = 0.8 / len(packages)
+    for j, package in enumerate(packages):
         found = [
-            (i + (j + 0.5) * height - 0.4, row[j].time)
+            (i + (j + 0.5) * height - 0.4, row[j])
             for i, row in enumerate(rows.values())
-            if not row[j].failure
+            if row[j] is not None
         ]
         if found:
             positions, times = zip(*found)
@@ -477,8 +482,8 @@ def draw(
                 [time - 1 for time in times],
                 height,
                 left=1,
-                color=contender.color,
-                label=contender.title,
+                color=COLORS[package],
+                label=package,
             )
             for position, time in found:
                 ax.annotate(
@@ -496,7 +501,7 @@ def draw(
     ax.xaxis.set_minor_formatter(NullFormatter())
     ax.grid(axis="x", alpha=0.3)
     ax.set_axisbelow(True)
-    ax.set_title(title_of(PROBLEMS[name], args), fontsize=10)
+    ax.set_title(title, fontsize=10)
     ax.set_xlabel("time relative to a plain gradient")
     ax.set_yticks(range(len(rows)), list(rows))
     ax.spines[["top", "right"]].set_visible(False)
@@ -564,18 +569,16 @@ def measure_network(
 def main() -> None:
     """Measure, print the tables, and record them if that is asked for."""
     args = parse_arguments()
-    contenders = [Contender("BackPACK 1.8", "backpack", sys.executable, "#1f6fb2")]
+    contenders = [Contender("BackPACK 1.8", "backpack", sys.executable)]
     if args.compiled:
-        contenders.append(
-            Contender("compiled", "compiled", sys.executable, "#123a5e"),
-        )
+        contenders.append(Contender("compiled", "compiled", sys.executable))
     if args.peers:
         contenders += [
-            Contender("BackPACK 1.7.1", "backpack", args.peers, "#b9bec5"),
-            Contender("Opacus", "opacus", args.peers, "#e0a030"),
-            Contender("curvlinops", "curvlinops", args.peers, "#a06fb5"),
+            Contender("BackPACK 1.7.1", "backpack", args.peers),
+            Contender("Opacus", "opacus", args.peers),
+            Contender("curvlinops", "curvlinops", args.peers),
         ]
-    contenders.append(Contender("torch.func", "torch.func", sys.executable, "#6aa56a"))
+    contenders.append(Contender("torch.func", "torch.func", sys.executable))
     connections = [Connection(contender, args) for contender in contenders]
 
     missing = set()
@@ -588,9 +591,13 @@ def main() -> None:
             if args.record:
                 page = HERE / "README.md"
                 page.write_text(insert(page.read_text(), text))
-                draw(name, rows, contenders, args).savefig(
-                    HERE / f"results-{name}.png", dpi=120
-                )
+                times = {
+                    quantity: [None if r.failure else r.time for r in row]
+                    for quantity, row in rows.items()
+                }
+                packages = [contender.title for contender in contenders]
+                figure = draw(title_of(PROBLEMS[name], args), times, packages)
+                figure.savefig(HERE / f"results-{name}.png", dpi=120)
     finally:
         for connection in connections:
             connection.stop()

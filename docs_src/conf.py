@@ -45,6 +45,7 @@ autodoc_default_options = {
     "ignore-module-all": True,
 }
 autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
 autodoc_typehints_format = "short"
 autodoc_inherit_docstrings = False
 autoclass_content = "both"
@@ -75,6 +76,8 @@ sphinx_gallery_conf = {
     "capture_repr": (),
     "remove_config_comments": True,
     "thumbnail_size": (480, 320),
+    # each page has its own; their list would load styles from the network
+    "write_computation_times": False,
     "plot_gallery": "True",
 }
 
@@ -85,6 +88,7 @@ html_static_path = ["_static"]
 html_css_files = ["backpack.css"]
 html_favicon = html_logo = "_static/logo.svg"
 html_math_renderer = "mathml"
+html_search_scorer = str(HERE / "search_scores.js")
 html_copy_source = html_show_sourcelink = True
 html_theme_options = {
     "top_of_page_buttons": ["view"],
@@ -111,11 +115,13 @@ copybutton_prompt_is_regexp = True
 copybutton_exclude = ".linenos, .gp, .go"
 
 # Written from the package itself: the table of layers, a page for each quantity, the
-# reference of all modules; from what the tests found: the table of models
+# reference of all modules. From what the tests found: the table of models. From what
+# the benchmark recorded: charts
 generated = HERE / "_generated"
 generated.mkdir(exist_ok=True)
 (generated / "support.inc").write_text(support_table.table())
 (generated / "models.inc").write_text(model_table.tables())
+quantity_pages.charts(generated)
 torch_inventory.write(inventory)
 reference.write(HERE / "internals")
 quantity_pages.write(HERE / "quantities")

@@ -4,6 +4,8 @@ What is a matter of fact comes from elsewhere: options from the classes, cost fr
 the benchmark recorded.
 """
 
+import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Dict, List, NamedTuple
 
@@ -12,6 +14,15 @@ from support_table import folded, list_table
 BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "README.md"
 # networks of the benchmark that all quantities can be computed for
 NETWORKS = ("MLP 784-512-256-10", "3C3D", "All-CNN-C")
+# what the landing page shows of the first two, as far as it was measured
+CHARTS = {"mlp": NETWORKS[0], "3c3d": NETWORKS[1]}
+CHARTED = """
+BatchGrad BatchL2Grad Variance BatchDotGrad ClippedGrad DiagGGNMC DiagGGNExact KFAC
+EKFAC KFLR DiagHessian HMP
+""".split()
+
+# what is large, and a summary that may do instead
+LARGE_AND_SMALL = ["BatchGrad", "BatchL2Grad", "Variance", "SqrtGGNExact", "DiagGGNMC"]
 
 SETUP = """
 import torch
@@ -73,7 +84,8 @@ QUANTITIES = [
         ["grad_batch"],
         ["[N, *p]"],
         "individual gradients: the summands of ``.grad``",
-        r"""The summands of the gradient, one for each sample:
+        r"""The summands of the gradient, one for each sample (per-sample or per-example
+gradients):
 
 .. math:: g_n = c\, \nabla_p \ell_n\,, \qquad \sum_n g_n = \nabla_p \mathcal L\,.""",
         MEAN.format(factor="c = 1/N"),
@@ -622,9 +634,38 @@ def compared() -> List[str]:
     """
     lines: List[str] = []
     for network, (header, *rows) in tables().items():
-        shown = [[f"``{name.strip('`')}``", *cells] for name, *cells in rows]
-        lines += folded(network, list_table(header, shown))
+        title = [header[0], *(cell.removesuffix(": time") for cell in header[1::2])]
+        shown = [
+            [f"``{cells[0].strip('`')}``"]
+            + [f"{t}, {m}" if t else "" for t, m in zip(cells[1::2], cells[2::2])]
+            for cells in rows
+        ]
+        lines += folded(network, list_table(title, shown))
     return lines
+
+
+def charts(folder: Path) -> None:
+    """Draw what the benchmark recorded.
+
+    Args:
+        folder: Where the pictures go.
+    """
+    sys.path.append(str(BENCHMARK.parent))
+    run = import_module("run")  # needs matplotlib, which what tests import does not
+    run.plt.rcParams["svg.hashsalt"] = "backpack"
+    for name, start in CHARTS.items():
+        network = next(title for title in tables() if title.startswith(start))
+        header, *rows = tables()[network]
+        packages = [cell.removesuffix(": time") for cell in header[1::2]]
+        by_name = {cells[0].strip("`"): cells[1::2] for cells in rows}
+        times = {
+            quantity: [float(x) if x.strip("–") else None for x in by_name[quantity]]
+            for quantity in CHARTED
+            if quantity in by_name and any(by_name[quantity])
+        }
+        figure = run.draw(network, times, packages)
+        figure.savefig(folder / f"times-{name}.svg", metadata={"Date": None})
+        run.plt.close(figure)  # else it would be a picture of the first example
 
 
 def recorded() -> Dict[str, Dict[str, List[str]]]:
@@ -677,7 +718,7 @@ def code(quantity: Quantity) -> str:
     given = quantity.arguments
     calls = ", ".join(f"{name}({given.get(name, '')})" for name in names)
     setup = SETUP.format(names=", ".join(names), calls=calls)
-    return f"{setup}{quantity.example}".strip()
+    return f"{setup}\n{quantity.example}".strip()
 
 
 def page(quantity: Quantity) -> str:
@@ -737,6 +778,7 @@ def write(folder: Path) -> None:
     put(folder / "overview.inc", "\n".join([table("quantities/"), *toctree]))
     put(folder / "compared.inc", "\n".join(compared()))
     put(folder / "overview-api.inc", table("../quantities/"))
+    put(folder / "memory.inc", "\n".join(cost_table(LARGE_AND_SMALL)))
 
 
 def put(path: Path, text: str) -> None:

@@ -20,7 +20,7 @@ SYMBOLS: Dict[Rule, str] = {
     Rule.FAST: "●",
     Rule.MODULE: "◆",
     Rule.GENERIC: "○",
-    Rule.AUTOGRAD: "·",
+    Rule.AUTOGRAD: "–",
     Rule.REFUSED: "✗",
 }
 # by the file of PyTorch that a layer is defined in

@@ -37,14 +37,17 @@ model, lossfunc = extend(model), extend(CrossEntropyLoss())
 # %%
 # Ask for each quantity
 # ---------------------
-# First order comes first: individual gradients and what can be said about them. Then
-# diagonals, square roots and Kronecker factors of the generalized Gauss-Newton matrix
-# (GGN), exact or with Monte-Carlo samples (``MC``), and diagonals of the Hessian. The
-# last three are products with curvature matrices: functions rather than tensors.
+# First order comes first: individual gradients, and what can be said about them. Then
+# diagonals and square roots of the generalized Gauss-Newton matrix (GGN), exact or with
+# Monte-Carlo samples (``MC``), the Jacobian, Kronecker factors, and diagonals of the
+# Hessian. The last three are products with curvature matrices: functions rather than
+# tensors. Sums that clip and weight gradients, and gradients as factors, have examples
+# of their own.
 
-FIRST_ORDER = "BatchGrad BatchL2Grad SumGradSquared Variance"
+FIRST_ORDER = "BatchGrad BatchL2Grad SumGradSquared Variance BatchDotGrad"
 GGN = "DiagGGNExact DiagGGNMC BatchDiagGGNExact BatchDiagGGNMC SqrtGGNExact SqrtGGNMC"
-OTHERS = "KFAC KFLR KFRA DiagHessian BatchDiagHessian HMP GGNMP PCHMP"
+OTHERS = "BatchJacobian KFAC KFLR KFRA EKFAC DiagHessian BatchDiagHessian"
+PRODUCTS = "HMP GGNMP PCHMP"
 
 
 def describe(value) -> str:
@@ -52,11 +55,11 @@ def describe(value) -> str:
     if isinstance(value, Tensor):
         return str(list(value.shape))
     if isinstance(value, list):
-        return "Kronecker factors " + ", ".join(describe(factor) for factor in value)
+        return "matrices " + ", ".join(describe(factor) for factor in value)
     return "a function of [K, *p]"
 
 
-for name in f"{FIRST_ORDER} {GGN} {OTHERS}".split():
+for name in f"{FIRST_ORDER} {GGN} {OTHERS} {PRODUCTS}".split():
     extension = getattr(extensions, name)()
     model.zero_grad()
     with backpack(extension):
@@ -115,6 +118,7 @@ for p, column in zip(params, zip(*rows)):
         (p.batch_l2, g.flatten(1).square().sum(1)),
         (p.sum_grad_squared, g.square().sum(0)),
         (p.variance, g.var(0, unbiased=False)),
+        (p.batch_dot, g.flatten(1) @ g.flatten(1).T),
         (p.diag_ggn_exact_batch.sum(0), p.diag_ggn_exact),
         (p.sqrt_ggn_exact.square().sum((0, 1)), p.diag_ggn_exact),
         (p.diag_h_batch.sum(0), p.diag_h),

@@ -61,7 +61,7 @@ for title, model in networks.items():
         lossfunc(model(X), y).backward()
     print(title)
     for name, p in model.named_parameters():
-        print(f"  {name:<28} {str(list(p.grad_batch.shape)):<12}", end="")
+        print(f"  {name:<28} {str(list(p.grad_batch.shape)):<14}", end="")
         print(f"trace of the GGN {p.diag_ggn_exact.sum():.4f}")
 
 # %%

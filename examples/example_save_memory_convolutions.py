@@ -82,6 +82,7 @@ for field, marker in zip(sizes[0], "osv"):
 ax.set(xlabel="samples", ylabel="numbers in the largest tensor")
 ax.set(xscale="log", yscale="log")
 ax.set_xticks(batch_sizes, batch_sizes)
+ax.minorticks_off()
 ax.legend(fontsize=8)
 plt.show()
 for field, size in sizes[-1].items():

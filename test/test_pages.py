@@ -3,12 +3,13 @@
 For the pages that ``make build-docs`` has written, in a browser: ``make check-pages``.
 """
 
+import html
 import json
 import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Dict, List
+from typing import Any, Dict, List
 
 import pytest
 
@@ -37,6 +38,44 @@ frame.src = "%s/" + pages[0];
 </script>"""
 
 
+# Asks the built search, and notes the first pages that it shows.
+SEARCH = """<!doctype html><body><pre id="result"></pre><script>
+const queries = %s, found = {};
+queries.forEach(words => {
+  const frame = document.body.appendChild(document.createElement("iframe"));
+  frame.dataset.words = words;
+  frame.src = "%s/search.html?q=" + encodeURIComponent(words);
+});
+setTimeout(() => {
+  document.querySelectorAll("iframe").forEach(frame => {
+    const page = frame.contentDocument;
+    const links = [...page.querySelectorAll("#search-results ul.search > li > a")];
+    found[frame.dataset.words] = links.slice(0, 3).map(a => a.getAttribute("href"));
+  });
+  document.getElementById("result").textContent = JSON.stringify(found);
+}, 60000);
+</script>"""
+
+
+def run(page: str, folder: Path) -> Any:
+    """Open a page in the browser, and read what its script has found.
+
+    Args:
+        page: The page; it writes JSON into an element with the id ``result``.
+        folder: A folder for what the browser loads.
+
+    Returns:
+        What was found.
+    """
+    harness = folder / "harness.html"
+    harness.write_text(page)
+    command = [BROWSER, *FLAGS, f"--user-data-dir={folder}", harness.as_uri()]
+    output = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    found = re.search(r'<pre id="result">(\{.*?\})</pre>', output.stdout)
+    assert found, output.stderr[-2000:]
+    return json.loads(html.unescape(found[1]))
+
+
 def excess(pages: List[str], window: int, folder: Path) -> Dict[str, int]:
     """Measure by how much pages are wider than a window, with everything unfolded.
 
@@ -48,14 +87,8 @@ def excess(pages: List[str], window: int, folder: Path) -> Dict[str, int]:
     Returns:
         Number of pixels by page.
     """
-    harness = folder / "harness.html"
     root = HTML.as_uri()
-    harness.write_text(HARNESS % (window, json.dumps(pages), root, root))
-    command = [BROWSER, *FLAGS, f"--user-data-dir={folder}", harness.as_uri()]
-    output = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    found = re.search(r'<pre id="result">(\{.*?\})</pre>', output.stdout)
-    assert found, output.stderr[-2000:]
-    return json.loads(found[1])
+    return run(HARNESS % (window, json.dumps(pages), root, root), folder)
 
 
 @pytest.mark.slow
@@ -112,6 +145,48 @@ def test_search_finds_tasks(words: str, page: str):
             for n in (found if isinstance(found, list) else [found])
         ]
         assert page in names, (word, names)
+
+
+# What users type, and the page that has to be among the first three
+QUERIES = {
+    "clipping": "howto/clipping",
+    "DP-SGD": "howto/clipping",
+    "differential privacy": "howto/clipping",
+    "Laplace": "howto/laplace",
+    "uncertainty": "howto/laplace",
+    "KFAC": "howto/kfac_step",
+    "natural gradient": "howto/kfac_step",
+    "influence functions": "howto/influence",
+    "memory": "howto/memory",
+    "out of memory": "howto/memory",
+    "accumulate over batches": "howto/data_set",
+    "Monte Carlo": "howto/exact_or_sampled",
+    "batch norm": "howto/batch_norm",
+    "freeze layers": "howto/freezing",
+    "mixed precision": "howto/mixed_precision",
+    "autocast": "howto/mixed_precision",
+    "multiple GPUs": "howto/several_gpus",
+    "distributed": "howto/several_gpus",
+    "torch.compile": "howto/compile",
+    "missing field": "howto/debugging",
+    "HuggingFace": "howto/stock_models",
+    "transformers": "howto/stock_models",
+    "per-sample gradients": "quantities/BatchGrad",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not INDEX.is_file(), reason="make build-docs writes the pages")
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium")
+def test_search_shows_tasks_first(tmp_path: Path):
+    """The built search leads from words that users type to the page of the task."""
+    found = run(SEARCH % (json.dumps(list(QUERIES)), HTML.as_uri()), tmp_path)
+    missed = {
+        words: found[words]
+        for words, page in QUERIES.items()
+        if not any(f"/{page}.html" in link for link in found[words])
+    }
+    assert missed == {}
 
 
 @pytest.mark.skipif(not INDEX.is_file(), reason="make build-docs writes the pages")

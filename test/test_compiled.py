@@ -195,7 +195,13 @@ LOOKS = {
 
 
 class NoWaiting(TorchDispatchMode):
-    """Refuses operations whose result, or its shape, the program has to wait for."""
+    """Refuses operations whose result, or its shape, the program has to wait for.
+
+    It counts as one that traces, under which numbers are looked at as little as on an
+    accelerator.
+    """
+
+    _mode_key = torch._C._TorchDispatchModeKey.PROXY
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: D105
         indices = args[1] if func.overloadpacket is torch.ops.aten.index else ()

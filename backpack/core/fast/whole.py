@@ -1,7 +1,7 @@
 """Functions that a compiler leaves whole.
 
-What a compiler makes of matrix products and convolutions, piece by piece and in place, is
-slower than the libraries. Where a step is recorded, such a function becomes a single
+What a compiler makes of matrix products and convolutions, piece by piece and in place,
+is slower than the libraries. Where a step is recorded, such a function becomes a single
 operation, which calls it as if nothing was recorded.
 """
 
@@ -98,14 +98,21 @@ def _memory(x: Tensor) -> int:
 
 
 _CALLS: WeakValueDictionary[int, Call] = WeakValueDictionary()
-_NAME = "backpack::whole"
-_LIBRARY = Library("backpack", "DEF")
+_LIBRARY = Library("backpack", "FRAGMENT")
+# another one for each time that this file is imported in a process
+_NAME = next(
+    name
+    for name in map("whole{}".format, count())
+    if not hasattr(torch.ops.backpack, name)
+)
 _LIBRARY.define(
-    "whole(Tensor[] tensors, int number, str name) -> Tensor[]",
+    f"{_NAME}(Tensor[] tensors, int number, str name) -> Tensor[]",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
-_LIBRARY.impl("whole", lambda tensors, number, name: _CALLS[number].run(tensors), "CPU")
-register_fake(_NAME, lambda tensors, number, name: _CALLS[number].empty())
+_LIBRARY.impl(_NAME, lambda tensors, number, name: _CALLS[number].run(tensors), "CPU")
+register_fake(
+    f"backpack::{_NAME}", lambda tensors, number, name: _CALLS[number].empty()
+)
 
 
 def is_recorded() -> bool:
@@ -136,7 +143,7 @@ def call_whole(function: Callable, *args: Any) -> Any:
     call = Call(function, args)
     state().calls.append(call)
     _CALLS[call.number] = call
-    operation = torch.ops.backpack.whole.default
+    operation = getattr(torch.ops.backpack, _NAME).default
     return call.arranged(operation(call.tensors, call.number, repr(call)))
 
 

@@ -30,7 +30,7 @@ from backpack.engine.parameters import (
     in_type_of,
 )
 from backpack.engine.pull_columns import PullColumns
-from backpack.engine.record import Call
+from backpack.engine.record import RELEASED, Call
 from backpack.engine.turn import Turn
 from backpack.engine.uses import Entry, Use, listen
 from backpack.utils.hooks import name_module, no_op, warn_user
@@ -562,8 +562,6 @@ def raise_released(module: Any) -> None:
     Raises:
         RuntimeError: Always.
     """
-    from backpack.engine.record import RELEASED
-
     raise RuntimeError(RELEASED.format(module=name_module(module)))
 
 

@@ -48,7 +48,7 @@ from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.summary import summary
 from backpack.utils.compiling import is_compiled, untraced
 from backpack.utils.disable import disable
-from backpack.utils.hooks import EXTENDED, no_op, represent_call
+from backpack.utils.hooks import EXTENDED, no_op, represent_call, warn_user
 from backpack.utils.module_classification import is_no_op
 from backpack.utils.older_torch import make_backward_overridable
 from backpack.utils.state import ENTERED, State, state
@@ -207,15 +207,17 @@ class backpack(AbstractContextManager):  # noqa: N801
                 f"a module, for example extension_hook=print, got {extension_hook!r}."
             )
         self.exts = tuple(dict.fromkeys(exts))  # one that is there twice runs once
-        fields = [x.savefield for x in self.exts if not x.replaces_gradient]
-        shared = sorted({field for field in fields if fields.count(field) > 1})
-        if shared:
-            names = [repr(x) for x in self.exts if x.savefield in shared]
-            raise ValueError(
-                f"backpack({', '.join(names)}): these save values in the same field, "
-                f"{' and '.join(map(repr, shared))}, and the last one would replace "
-                "the others. Give them fields of their own, `ext.savefield = 'name'`."
-            )
+        saving: Dict[str, Dict[str, None]] = {}  # by field, in order
+        for ext in self.exts:
+            if not ext.replaces_gradient:
+                saving.setdefault(ext.savefield, {})[repr(ext)] = None
+        for field, names in saving.items():
+            if len(names) > 1:
+                warn_user(
+                    f"backpack({', '.join(names)}): these save values in the same "
+                    f"field, {field!r}, where those of the last one replace the "
+                    "others'. Give them fields of their own, `ext.savefield = 'name'`."
+                )
         replacing = [type(x).__name__ for x in exts if x.replaces_gradient]
         if len(replacing) > 1 or (replacing and (check or not gradient)):
             raise ValueError(

@@ -384,7 +384,7 @@ REFUSED: Dict[str, Tuple[Callable[[], Any], type, str]] = {
     "weights": (lambda: WeightedGrad(3), ValueError, "weights must be.*3"),
     "one field": (
         lambda: backpack(ClippedGrad(1.0), BatchGrad(), ClippedGrad(2.0)),
-        ValueError,
+        UserWarning,  # as an error
         r"ClippedGrad\(1.0\), ClippedGrad\(2.0\)\): .*'grad_clipped'.*savefield",
     ),
     "max_norm": (lambda: ClippedGrad(0), ValueError, "max_norm must be.*0"),

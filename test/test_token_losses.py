@@ -598,6 +598,19 @@ class ByHand(Module):
         return (f - y).square().mean().reshape(1)
 
 
+class ByHandWithAParameter(Module):
+    """The same, with a parameter by which predictions are multiplied."""
+
+    def __init__(self):
+        """Create the parameter."""
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        """Average."""
+        return (f * self.scale - y).square().mean()
+
+
 class ByHandWithMore(ByHand):
     """The same with something beside it."""
 
@@ -631,6 +644,7 @@ LOSS_MODULES = {
     "by-hand-and-dictionary": Objective(
         lambda f, ls: flat_real(f, ls)[0].sum(), ByHandWithMore
     ),
+    "by-hand-with-a-parameter": Objective(flat_real, ByHandWithAParameter),
     "with-a-parameter": Objective(flat, Scaled),
     "with-a-layer": Objective(flat, Prototypes),
 }

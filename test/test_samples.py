@@ -69,6 +69,17 @@ def plain(m: Module, x: Tensor) -> Tensor:
     return m.g(m.f(x).tanh()) + m.p * x
 
 
+def sparse(x: Tensor) -> Tensor:
+    """Make a sparse matrix that mixes the positions of ``[N, T, D]``."""
+    return torch.eye(x.shape[1]).roll(1, 0).to(x).to_sparse()
+
+
+def along_time(matrix: Tensor, x: Tensor) -> Tensor:
+    """Multiply each sample's positions by a matrix."""
+    rows = torch.sparse.mm(matrix, x.transpose(0, 1).flatten(1))
+    return rows.unflatten(1, (len(x), D)).transpose(0, 1)
+
+
 def there_and_back(there: Callable, back: Callable) -> Callable:
     """Make a function that uses parameters on samples that were moved."""
     return lambda m, x: back(plain(m, there(x)), x)
@@ -161,6 +172,7 @@ MOVES: Dict[str, Callable] = {  # of x [N, T, D]
     "shift-and-pad": lambda m, x: plain(m, F.pad(x, (0, 0, 1, 0))[:, :-1]),
     "triangular": lambda m, x: plain(m, torch.tril(x @ x.mT) @ x),
     "matmul-of-two": lambda m, x: plain(m, x) @ plain(m, x.cos()).mT,
+    "sparse-constant": lambda m, x: plain(m, along_time(sparse(x), x)),
     "bmm-of-two": lambda m, x: torch.bmm(plain(m, x), x.mT),
     "einsum-of-two": lambda m, x: torch.einsum("nsd,ntd->nst", plain(m, x), x),
     "outer-of-two": lambda m, x: plain(m, x)[:, :, None] * x[:, None],

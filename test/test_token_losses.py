@@ -590,6 +590,35 @@ class Scaled(Module):
         return F.cross_entropy(f * self.scale, y)
 
 
+class ByHand(Module):
+    """A loss without a loss of PyTorch inside."""
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        """Average in an axis of one entry."""
+        return (f - y).square().mean().reshape(1)
+
+
+class ByHandWithAParameter(Module):
+    """The same, with a parameter by which predictions are multiplied."""
+
+    def __init__(self):
+        """Create the parameter."""
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        """Average."""
+        return (f * self.scale - y).square().mean()
+
+
+class ByHandWithMore(ByHand):
+    """The same with something beside it."""
+
+    def forward(self, f: Tensor, y: Tensor) -> Tuple[Tensor, Dict]:
+        """Return a dictionary, too."""
+        return super().forward(f, y), {"largest": (f - y).abs().max()}
+
+
 class Prototypes(Module):
     """A loss with a layer: predictions are compared with learned prototypes."""
 
@@ -605,13 +634,17 @@ class Prototypes(Module):
 
 def flat_first(f: Tensor, loss: Module) -> Tensor:
     """Take a loss out of what a module returns beside it."""
-    out = flat(f, loss)
-    return out[0] if isinstance(out, tuple) else out
+    return flat(f, loss)[0]
 
 
 LOSS_MODULES = {
     "loss-and-dictionary": Objective(flat_first, Dictionary),
     "of-shape-one": Objective(lambda f, ls: flat_real(f, ls).sum(), OfShapeOne),
+    "by-hand-of-shape-one": Objective(lambda f, ls: flat_real(f, ls).sum(), ByHand),
+    "by-hand-and-dictionary": Objective(
+        lambda f, ls: flat_real(f, ls)[0].sum(), ByHandWithMore
+    ),
+    "by-hand-with-a-parameter": Objective(flat_real, ByHandWithAParameter),
     "with-a-parameter": Objective(flat, Scaled),
     "with-a-layer": Objective(flat, Prototypes),
 }

@@ -389,8 +389,6 @@ def _note_loss(call: Call, tracker: Optional[Tracker]) -> None:
 
 def _note_function(func: Any, args: Tuple, kwargs: Dict[str, Any], out: Tensor) -> None:
     """Record a loss that a model has called as a function."""
-    if any(is_loss(frame.module) for frame in _THREAD.frames):
-        return  # it is the loss
     with torch._C.DisableTorchFunction():
         found = find_loss_module(func, args, kwargs)
         if found is None:

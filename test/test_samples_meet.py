@@ -272,7 +272,13 @@ def centered(f: Tensor, loss: Module) -> Tensor:
     return loss(f - f.mean(0), torch.zeros_like(f))
 
 
+def soft_maximum(f: Tensor, loss: Module) -> Tensor:
+    """Give the samples weights that depend on all losses."""
+    return torch.stack([loss(row, torch.zeros_like(row)) for row in f]).logsumexp(0)
+
+
 COUPLING_LOSSES = {
+    "soft-maximum": (soft_maximum, nn.MSELoss, r"logsumexp"),
     "contrastive": (contrastive, nn.CrossEntropyLoss, r"matmul|mm"),
     "symmetric": (symmetric_contrastive, nn.CrossEntropyLoss, r"matmul|mm"),
     "two-views": (of_two_views, nn.CrossEntropyLoss, r"matmul|mm"),
@@ -305,6 +311,19 @@ def test_losses_in_which_samples_meet_inside_the_model(
         randn(D),
         value=lambda model, loss, X: model(*X),
         says=says,
+    )
+    assert_refused(row, quantity)
+
+
+@pytest.mark.parametrize("quantity", ["BatchGrad", "BatchL2Grad"])
+def test_hinges(quantity: str) -> None:
+    """A loss that ranks all samples is refused, although it consists of lines."""
+    row = Row(
+        lambda: nn.Linear(D, D),
+        randn(D),
+        nn.Identity,
+        lambda f, _: (f[:, None] - f + 100).relu().mean(),
+        says=r"sub|relu",
     )
     assert_refused(row, quantity)
 

@@ -357,6 +357,24 @@ UNREDUCED = {
     "sum-of-everything": Objective(
         lambda f, ls: ls(f, real(f)).sum(), lambda: nn.MSELoss(reduction="none")
     ),
+    **{
+        name: Objective(
+            lambda f, ls, of=of: of(ls(f.mT, labels(f)).mean(1)),
+            ce(reduction="none"),
+        )
+        for name, of in {
+            "sum-in-python": sum,
+            "sum-of-parts": lambda x: torch.stack([y.mean() for y in x.split(3)]).sum(),
+            "einsum": lambda x: torch.einsum("n,n->", x, real(x)),
+            "one-sample": lambda x: x[1:2].mean(),
+            "picked": lambda x: x.gather(0, torch.tensor([2])).squeeze(),
+            "largest": lambda x: x.topk(1)[0].mean(),
+            "largest-two": lambda x: x.topk(2)[0].mean(),
+            "to-one-place": lambda x: x.new_zeros(1).index_add(
+                0, torch.zeros(len(x), dtype=torch.long), x
+            )[0],
+        }.items()
+    },
 }
 
 
@@ -683,6 +701,10 @@ def two(first: Callable[[], Module], second: Callable[[], Module]) -> Callable:
 SEVERAL = {
     "two-of-one-prediction": Objective(
         lambda f, ls: flat(f, ls[0]) + flat_real(f, ls[1]),
+        two(nn.CrossEntropyLoss, nn.MSELoss),
+    ),
+    "two-stacked": Objective(
+        lambda f, ls: torch.stack([flat(f, ls[0]), flat_real(f, ls[1])]).sum(),
         two(nn.CrossEntropyLoss, nn.MSELoss),
     ),
     "two-ways-to-flatten": Objective(

@@ -11,7 +11,7 @@ from typing import Any, Dict, List, Sequence
 from torch import Tensor
 
 from backpack.core.layout import Mixed
-from backpack.engine.gaps import explain_parents, name_of
+from backpack.engine.gaps import explain_parents, is_separable, name_of
 from backpack.engine.graph import (
     SILENT,
     Inspection,
@@ -110,9 +110,15 @@ def check_samples(
     separate, entangled = inspection.uses_outside(set(map(id, params)))
     entangled += _behind_uses(uses)
     if not entangled:
-        for met in (*inspection.coupled(), *met_before_losses(inspection)):
-            if operation_name(met) not in ("batch_norm", "native_batch_norm"):
-                refuse(names, met, "any parameter")
+        refused = [
+            met
+            for met in (*inspection.coupled(), *_met_in_tails(inspection))
+            if operation_name(met) not in ("batch_norm", "native_batch_norm")
+        ]
+        if refused and is_separable(inspection.roots):
+            refused = []
+        for met in (*refused, *met_before_losses(inspection)):
+            refuse(names, met, "any parameter")
     entangled += _never_seen(inspection, params)
     if entangled:
         raise NotImplementedError(OUTSIDE_USE.format(names=describe(entangled)))
@@ -181,6 +187,12 @@ def met_before_losses(inspection: Inspection) -> List[Mixed]:
         What is known of the losses' predictions.
     """
     placements = [call.placement for call in inspection.calls if call.is_loss]
+    return [p for p in placements if isinstance(p, Mixed)]
+
+
+def _met_in_tails(inspection: Inspection) -> List[Mixed]:
+    """Find where samples have met in the terms of a loss that no module computes."""
+    placements: List[Any] = []
     for node in tail_terms(inspection.roots):
         behind = explain_parents(node)
         placements += [known.placement for known in behind]

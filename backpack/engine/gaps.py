@@ -140,7 +140,7 @@ def explain_edge(edge: GradientEdge, shape: torch.Size) -> Optional[Known]:
     known = at_node(edge.node, edge.output_nr)
     if known is not None and known[0] == shape:
         return known[1]
-    sources, nodes = _sources(edge)
+    sources, nodes = _sources([edge])
     if not sources:
         return None
     first = sources[0]
@@ -171,6 +171,14 @@ _STRUCTURAL = frozenset(
     "Sigmoid Tanh Relu Exp Log Pow Sum Mean".split()
 ) | {"SqueezeBackward1"}
 _REMEMBERED: Dict[Tuple, Placement] = {}
+# Linear in each operand
+_LINEAR = frozenset(
+    "Sum Mean Nansum Add Sub Rsub Neg Mul Div Dot Mv Mm Bmm Addmm Trace Cumsum Stack "
+    "Cat Split SplitWithSizes Unbind Select Slice Index IndexSelect Gather Scatter "
+    "MaskedSelect MaskedFill ScatterAdd IndexAdd IndexPut AsStrided Diagonal DiagEmbed "
+    "Copy CopySlices View UnsafeView ReshapeAlias Squeeze Unsqueeze Expand Transpose "
+    "T Permute Flip Repeat ConstantPadNd Clone Alias ToCopy _Together".split()
+)
 _MOST_ENTRIES = 1024  # of a result that is asked for entry by entry
 
 
@@ -198,11 +206,16 @@ def _structure(
     return (*parts, source.known, tuple(source.shape), tuple(shape))
 
 
-def _sources(edge: GradientEdge) -> Tuple[List[_Source], List[Node]]:
-    """Find tensors that something was computed from, whose samples are known."""
+def _sources(
+    edges: Sequence[GradientEdge], past_meetings: bool = False
+) -> Tuple[List[_Source], List[Node]]:
+    """Find tensors that something was computed from, whose samples are known.
+
+    Those in which samples have met are passed by, if that is asked for.
+    """
     sources: List[_Source] = []
     nodes: List[Node] = []
-    queue, seen = [(edge.node, edge.output_nr)], set()
+    queue, seen = [(edge.node, edge.output_nr) for edge in edges], set()
     while queue:
         node, number = place = queue.pop()
         if place in seen:
@@ -211,7 +224,8 @@ def _sources(edge: GradientEdge) -> Tuple[List[_Source], List[Node]]:
         if CONSTANT in node.metadata:
             continue
         found = at_node(node, number)
-        if found is not None:
+        met = found is not None and isinstance(found[1].placement, Mixed)
+        if found is not None and not (met and past_meetings):
             sources.append(_Source(GradientEdge(node, number), *found))
             continue
         if is_leaf(node):
@@ -305,6 +319,74 @@ def _probe(
         return Mixed(f"{_names(nodes)} ({first})", False)
 
 
+def is_separable(roots: Sequence[GradientEdge]) -> bool:
+    """Tell whether a value is a sum of functions of one sample each.
+
+    That is, whether it has no second derivative with respect to two samples, and only
+    linear operations where samples meet.
+
+    Args:
+        roots: Where the value sits in the graph.
+
+    Returns:
+        Whether it is known to be, as a function of what the last uses have computed.
+    """
+    sources, nodes = _sources(roots, past_meetings=True)
+    used = any(entry.owner.is_use for node in nodes for entry in entries_of(node))
+    if used or len({source.known.n for source in sources}) != 1:
+        return False
+    with suppress(Exception), state().pull(), torch.enable_grad():
+        return all(map(_may_take, nodes)) and _has_no_mixed_derivatives(roots, sources)
+    return False
+
+
+def _may_take(node: Node) -> bool:
+    """Tell whether an operation is linear, or gets samples that have not met.
+
+    Else, samples that meet in a function made of lines would have no second derivative
+    for some numbers. Functions of one's own need not have a true one.
+    """
+    if type(node).__name__.split("Backward")[0] in _LINEAR:
+        return True
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        return False
+    return not any(isinstance(x.placement, Mixed) for x in explain_parents(node))
+
+
+def _has_no_mixed_derivatives(
+    roots: Sequence[GradientEdge], sources: Sequence[_Source]
+) -> bool:
+    edges, n = [source.edge for source in sources], sources[0].known.n
+    metadata = [edge.node._input_metadata[edge.output_nr] for edge in roots]
+    ones = [torch.ones(m.shape, dtype=m.dtype, device=m.device) for m in metadata]
+    pulled = torch.autograd.grad(
+        roots, edges, ones, create_graph=True, allow_unused=True
+    )
+    numbers = [
+        sample_numbers(s.known.placement, s.shape, n, ones[0].device) for s in sources
+    ]
+    both = [
+        (g, i) for g, i in zip(pulled, numbers) if g is not None and g.requires_grad
+    ]
+    for bit in range(ceil(log2(n)) if both else 0):
+        masked = [_random(g) * ((i >= 0) & (i >> bit & 1 == 1)) for g, i in both]
+        mixed = torch.autograd.grad(
+            [g for g, _ in both], edges, masked, retain_graph=True, allow_unused=True
+        )
+        for h, i in zip(mixed, numbers):
+            if h is not None and bool(h[(i >= 0) & (i >> bit & 1 == 0)].any()):
+                return False
+    return True
+
+
+def _random(g: Tensor) -> Tensor:
+    """Draw numbers of a tensor's shape, always the same, none of which is small."""
+    generator = torch.Generator(g.device).manual_seed(0)
+    return (
+        torch.rand(g.shape, generator=generator, dtype=g.dtype, device=g.device) + 0.5
+    )
+
+
 def _one_by_one(
     edge: GradientEdge, shape: torch.Size, sources: Sequence[_Source], names: str
 ) -> Placement:
@@ -337,13 +419,9 @@ def _numbers(
     n: int,
     names: str,
 ) -> Placement:
-    generator = torch.Generator(cotangent.device).manual_seed(0)
     got = torch.zeros(shape, dtype=torch.long, device=cotangent.device)
     unseen = torch.zeros(shape, dtype=torch.bool, device=cotangent.device)
-    vectors = [
-        torch.rand(g.shape, generator=generator, dtype=g.dtype, device=g.device) + 0.5
-        for g, _ in pairs
-    ]
+    vectors = [_random(g) for g, _ in pairs]
     numbers = [
         sample_numbers(source.known.placement, g.shape, n, g.device)
         for g, source in pairs

@@ -342,8 +342,8 @@ def compile_step(
         if on_cpu and mode is None and backend == "inductor":
             # channels come last otherwise, which is slower for individual gradients
             options = {"options": {"layout_optimization": False}}
-        kinds = {"fullgraph": True, "dynamic": False, "backend": backend}
-        return torch.compile(graph, **kinds, **options)
+        options.update(backend=backend, fullgraph=True, dynamic=False)
+        return torch.compile(graph, **options)
 
     copies = mode in ("reduce-overhead", "max-autotune")
     return CompiledStep(closure, context, exts, compiler, copies)

@@ -212,7 +212,7 @@ class CompiledStep:
                     loss.backward()
                 results += [(leaf.grad, self._fields(leaf)) for leaf in leaves]
             numbers, spec = tree_flatten([list(map(_kept, self._extensions)), *results])
-            specs[:] = [spec]
+            specs[:] = (spec,)
             return numbers
 
         whole = _Whole()
@@ -237,7 +237,7 @@ class CompiledStep:
         found = [places.get(id(leaf), leaf) for leaf in leaves]
         on_cpu = all(x.device.type == "cpu" for x in (*tensors, *lifted))
         run = self._compiler(graph, on_cpu)
-        return _Graph(run, lifted, found, whole.calls, *specs, list(modules), kind)
+        return _Graph(run, lifted, found, whole.calls, specs[0], list(modules), kind)
 
     def _fields(self, leaf: Tensor) -> Dict[str, Any]:
         """Collect what the extensions have saved on a leaf."""

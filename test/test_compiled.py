@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from backpack import backpack, compile_step, extend, extensions
 from backpack.compiled import CompiledStep
-from backpack.core.fast import tuning
+from backpack.core.fast import tuning, whole
 from backpack.extensions.backprop_extension import BackpropExtension
 
 LONG = int(os.environ.get("BACKPACK_TEST_LONG", "0"))
@@ -272,7 +272,7 @@ def test_operations_left_whole(network: str):
     for call in graph.calls:
         tensors = [x.detach() for x in call.tensors]
         torch.library.opcheck(
-            torch.ops.backpack.whole.default,
+            getattr(torch.ops.backpack, whole._NAME).default,
             (tensors, call.number, repr(call)),
             test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_static"),
         )

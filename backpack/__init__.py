@@ -305,8 +305,9 @@ def compile_step(
     was compiled: numbers that are not in tensors, and which way Python has gone.
 
     Before it is compiled, the step is run twice by Python. That leaves no trace in
-    tensors; but what is printed, counted or appended to a list happens then, and not
-    afterwards.
+    arguments, parameters and buffers; but what the closure writes to other tensors is
+    written then, too, and what is printed, counted or appended to a list happens then,
+    and not afterwards.
 
     Args:
         closure: Computes the loss from tensors, with modules that are extended.
@@ -335,8 +336,15 @@ def compile_step(
     """
     context = partial(backpack, *exts, gradient=gradient)
     context()  # which checks the arguments
-    options = {"backend": backend, "mode": mode}
-    compiler = partial(torch.compile, fullgraph=True, dynamic=False, **options)
+
+    def compiler(graph: Callable, on_cpu: bool) -> Callable:
+        options: Dict[str, Any] = {"mode": mode}
+        if on_cpu and mode is None and backend == "inductor":
+            # channels come last otherwise, which is slower for individual gradients
+            options = {"options": {"layout_optimization": False}}
+        options.update(backend=backend, fullgraph=True, dynamic=False)
+        return torch.compile(graph, **options)
+
     copies = mode in ("reduce-overhead", "max-autotune")
     return CompiledStep(closure, context, exts, compiler, copies)
 

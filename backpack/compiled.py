@@ -8,6 +8,7 @@ statistics, become inputs of the graph, which :func:`torch.compile` compiles.
 from __future__ import annotations
 
 from contextlib import contextmanager
+from threading import RLock
 from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Tuple
 from warnings import catch_warnings, simplefilter
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -45,6 +46,14 @@ PROCESSES = (
     "compile_step(...): this is one of several processes, which exchange gradients "
     "while the pass goes on; a graph has no such moments. Run a plain backward pass."
 )
+NO_TENSOR = (
+    "A compiled step takes tensors, but argument {index} is of type {kind}. What is no "
+    "tensor is part of the closure: compile a step for each."
+)
+NO_LOSS = (
+    "compile_step(...): the closure must return the loss, a tensor with a single "
+    "number, and returned {kind}."
+)
 NO_LEAF = (
     "A compiled step takes tensors that are no part of a graph, but argument {index} "
     "was computed from tensors that require a gradient. Detach it, or compute it "
@@ -54,6 +63,9 @@ REPLACED = (
     "compile_step(...): the forward pass of {module} puts another tensor into its "
     "buffer '{name}', which a graph cannot do. Write into the buffer, in place."
 )
+
+# Recording changes PyTorch for all threads
+_RECORDING = RLock()
 
 
 class _Graph(NamedTuple):
@@ -86,6 +98,7 @@ class _Whole(TorchDispatchMode):
     OPERATIONS = (
         torch.ops.aten.max_pool2d_with_indices.default,
         torch.ops.aten.max_pool2d_with_indices_backward.default,
+        torch.ops.aten.constant_pad_nd.default,
     )
 
     def __init__(self) -> None:
@@ -115,7 +128,7 @@ class CompiledStep:
         closure: Callable[..., Tensor],
         context: Callable[[], Any],
         extensions: Tuple[BackpropExtension, ...],
-        compiler: Callable[[Callable], Callable],
+        compiler: Callable[[Callable, bool], Callable],
         copies: bool,
     ):
         """Remember what to compile.
@@ -124,7 +137,7 @@ class CompiledStep:
             closure: Computes the loss.
             context: Makes the context for the backward pass.
             extensions: The extensions in it.
-            compiler: Compiles a graph.
+            compiler: Compiles a graph; is told whether all its tensors are on the CPU.
             copies: Whether results must be copied before the next step runs.
         """
         self._closure, self._context = closure, context
@@ -141,20 +154,22 @@ class CompiledStep:
             The loss, without a graph.
 
         Raises:
-            TypeError: If an argument is no tensor.
+            TypeError: If an argument is no tensor, or the loss no number.
             ValueError: If one is part of a graph.
             NotImplementedError: If the step cannot be compiled.
         """  # noqa: DAR401
-        if not all(isinstance(x, Tensor) for x in tensors):
-            raise TypeError(f"A compiled step takes tensors, got {tensors!r}.")
         for index, x in enumerate(tensors):
+            if not isinstance(x, Tensor):
+                text = NO_TENSOR.format(index=index, kind=type(x).__name__)
+                raise TypeError(text)
             if x.grad_fn is not None:
                 raise ValueError(NO_LEAF.format(index=index))
-        graphs = self._graphs.setdefault(_kinds(tensors), [])
-        graph = next((g for g in graphs if _state(g.modules) == g.state), None)
-        if graph is None:
-            graph = self._record(tensors)
-            graphs.append(graph)
+        with _RECORDING:
+            graphs = self._graphs.setdefault(_kinds(tensors), [])
+            graph = next((g for g in graphs if _state(g.modules) == g.state), None)
+            if graph is None:
+                graph = self._record(tuple(map(_alias, tensors)))
+                graphs.append(graph)
         leaves = [tensors[x] if isinstance(x, int) else x for x in graph.leaves]
         _check_hooks(leaves)
         with torch.no_grad():
@@ -185,6 +200,10 @@ class CompiledStep:
 
         def step(*tensors: Tensor) -> List[Tensor]:
             loss = self._closure(*tensors)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                is_tensor = isinstance(loss, Tensor)
+                kind = f"shape {list(loss.shape)}" if is_tensor else f"{loss!r:.50}"
+                raise TypeError(NO_LOSS.format(kind=kind))
             leaves[:] = () if loss.grad_fn is None else leaves_behind(loss.grad_fn)
             _check_hooks(leaves)
             results: List[Any] = [loss.detach()]
@@ -193,7 +212,7 @@ class CompiledStep:
                     loss.backward()
                 results += [(leaf.grad, self._fields(leaf)) for leaf in leaves]
             numbers, spec = tree_flatten([list(map(_kept, self._extensions)), *results])
-            specs[:] = [spec]
+            specs[:] = (spec,)
             return numbers
 
         whole = _Whole()
@@ -202,10 +221,10 @@ class CompiledStep:
             with whole:
                 return step(*tensors)
 
-        with _as_before(modules):
+        with _as_before(modules, tensors):
             step(*tensors)
             kind = _state(modules)
-        with _as_before(modules), catch_warnings():
+        with _as_before(modules, tensors), catch_warnings():
             simplefilter("ignore")  # they have been seen
             try:
                 graph = make_fx(recorded)(*tensors)
@@ -216,8 +235,9 @@ class CompiledStep:
             torch._dynamo.mark_static_address(x)
         places = {id(x): i for i, x in enumerate(tensors)}
         found = [places.get(id(leaf), leaf) for leaf in leaves]
-        run = self._compiler(graph)
-        return _Graph(run, lifted, found, whole.calls, *specs, list(modules), kind)
+        on_cpu = all(x.device.type == "cpu" for x in (*tensors, *lifted))
+        run = self._compiler(graph, on_cpu)
+        return _Graph(run, lifted, found, whole.calls, specs[0], list(modules), kind)
 
     def _fields(self, leaf: Tensor) -> Dict[str, Any]:
         """Collect what the extensions have saved on a leaf."""
@@ -254,8 +274,19 @@ def _kinds(tensors: Tuple[Tensor, ...]) -> Tuple:
         ),
     )
     return switches + tuple(
-        (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in tensors
+        (
+            *(x.shape, x.stride(), x.dtype, x.device, x.requires_grad),
+            isinstance(x, Parameter) and id(x),
+        )
+        for x in tensors
     )
+
+
+def _alias(x: Tensor) -> Tensor:
+    """Tell an argument apart from all tensors that it may be the next time."""
+    if isinstance(x, Parameter):  # which may be one of the model's
+        return x
+    return x.detach().requires_grad_(x.requires_grad)
 
 
 def _state(modules: Iterable[Module]) -> Tuple:
@@ -286,12 +317,15 @@ def _check_hooks(leaves: List[Tensor]) -> None:
 
 
 @contextmanager
-def _as_before(modules: Dict[Module, None]) -> Iterator[None]:
-    """Restore random numbers and running statistics.
+def _as_before(
+    modules: Dict[Module, None], tensors: Tuple[Tensor, ...]
+) -> Iterator[None]:
+    """Restore random numbers, arguments and running statistics.
 
     Args:
         modules: Modules that are called, and those inside, as far as they are known;
             others are added.
+        tensors: The arguments.
 
     Yields:
         Nothing.
@@ -300,6 +334,7 @@ def _as_before(modules: Dict[Module, None]) -> Iterator[None]:
         NotImplementedError: If a buffer has become another tensor.
     """
     before: List[Tuple[Module, str, Tensor, Tensor]] = []
+    arguments = [(x, x._version, x.detach().clone()) for x in tensors]
 
     def note(module: Module) -> None:
         modules[module] = None
@@ -326,6 +361,9 @@ def _as_before(modules: Dict[Module, None]) -> Iterator[None]:
         with torch.no_grad():
             for _, _, x, value in before:
                 x.copy_(value)
+            for x, version, value in arguments:
+                if x._version != version:
+                    x.copy_(value)
     for module, name, x, _ in before:
         if module._buffers.get(name) is not x:
             raise NotImplementedError(REPLACED.format(module=module, name=name))

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from backpack import backpack, compile_step, extend, extensions
 from backpack.compiled import CompiledStep
-from backpack.core.fast import tuning
+from backpack.core.fast import tuning, whole
 from backpack.extensions.backprop_extension import BackpropExtension
 
 LONG = int(os.environ.get("BACKPACK_TEST_LONG", "0"))
@@ -144,7 +144,7 @@ class Step:
     def traced(self, *exts: BackpropExtension) -> CompiledStep:
         """Make a step that runs what was recorded, and compiles nothing."""
         context = partial(backpack, *exts)
-        return CompiledStep(self.closure, context, exts, lambda graph: graph, False)
+        return CompiledStep(self.closure, context, exts, lambda graph, _: graph, False)
 
     def taken(self, *exts: BackpropExtension) -> Dict[str, Any]:
         """Collect gradients and quantities, and remove them."""
@@ -247,16 +247,61 @@ def test_compiled(network: str):
         compare(step, compile_step(step.closure, *exts), exts, seeded=False)
 
 
-def test_large_results(monkeypatch: pytest.MonkeyPatch):
-    """They are written to memory from outside, which is another one in each step."""
+@pytest.mark.parametrize("network, names", [("mlp", FIRST), ("conv", FIRST + SAMPLED)])
+def test_large_results(network: str, names: List[str], monkeypatch: pytest.MonkeyPatch):
+    """They are formed as in a plain pass, in other memory in each step."""
     monkeypatch.setattr(tuning, "HUGE_BYTES", 64)
-    step, ext = Step(), make("BatchGrad")
-    run, weight = step.traced(ext), step.model[0].weight
-    compare(step, run, [ext], seeded=True)
+    monkeypatch.setattr(tuning, "LARGE_PRODUCT", 1)
+    step, exts = Step(network), [make(name) for name in names]
+    run, weight = step.traced(*exts), step.model[0].weight
+    compare(step, run, exts, seeded=True)
     run(*step.data)
     before, value = weight.grad_batch, weight.grad_batch.clone()
     run(2 * step.data[0], step.data[1])
     assert torch.equal(before, value) and not torch.equal(before, weight.grad_batch)
+
+
+@pytest.mark.parametrize("network", ["mlp", "conv"])
+def test_operations_left_whole(network: str):
+    """The compiler is told right what they return, and they modify nothing."""
+    step, exts = Step(network), [make(name) for name in FIRST + SAMPLED]
+    run = step.traced(*exts)
+    run(*step.data)
+    ((graph,),) = run._graphs.values()
+    assert len(graph.calls) > len(exts)
+    for call in graph.calls:
+        tensors = [x.detach() for x in call.tensors]
+        torch.library.opcheck(
+            getattr(torch.ops.backpack, whole._NAME).default,
+            (tensors, call.number, repr(call)),
+            test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_static"),
+        )
+
+
+ARGUMENTS: Dict[str, Callable[[Tensor], Tuple[Callable, List[List[Tensor]]]]] = {
+    "the same twice": lambda x: (lambda a, b: a + 2 * b, [[x, x], [x, 3 * x]]),
+    "one that is captured": lambda x: (lambda a: a + 2 * x, [[x], [3 * x]]),
+    "modified": lambda x: (lambda a: a.mul_(2), [[x], [x]]),
+    "expanded": lambda x: (lambda a: a, [[x[:1].expand(3, -1)], [x]]),
+}
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_arguments(case: str):
+    """Each call computes from its own arguments, whatever they were the first time."""
+    step, ext = Step(), make("BatchGrad")
+    (X, y), closure = step.data, step.closure
+    results = []
+    for take in ("traced", "plain"):
+        change, calls = ARGUMENTS[case](X.clone())
+        step.closure = lambda *x, f=change: closure(f(*x[:-1]), x[-1])
+        run = step.traced(ext)
+        for args in calls:
+            step.data = *args, y
+            run(*step.data) if take == "traced" else step.plain(ext)
+            results.append([*args, *step.taken(ext).values()])
+    for found, expected in zip(results[: len(calls)], results[len(calls) :]):
+        assert_agrees(found, expected, case)
 
 
 def test_argument_with_gradient():
@@ -390,6 +435,11 @@ class Replaces(Module):
         return x
 
 
+def without_mean(step: Step) -> None:
+    """Return several losses."""
+    step.loss.reduction = "none"
+
+
 class Refused(NamedTuple):
     """What is asked for, and what is said."""
 
@@ -403,7 +453,8 @@ class Refused(NamedTuple):
 REFUSED = {
     **{name: Refused(f"{name} saves functions in", name=name) for name in FUNCTIONS},
     "value": Refused("operations cannot be recorded.*item", wrap=looks),
-    "number": Refused("takes tensors", TypeError, wrap=lambda x: 3),
+    "number": Refused("argument 0 is of type int", TypeError, wrap=lambda x: 3),
+    "loss": Refused("returned shape \\[3\\]", TypeError, prepare=without_mean),
     "graph": Refused(
         "part of a graph", ValueError, wrap=lambda x: x.clone().requires_grad_() * 2
     ),

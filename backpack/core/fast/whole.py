@@ -1,8 +1,8 @@
 """Functions that a compiler leaves whole.
 
-What a compiler makes of matrix products and convolutions, piece by piece and in place,
-is slower than the libraries. Where a step is recorded, such a function becomes a single
-operation, which calls it as if nothing was recorded.
+What a compiler makes of products that are formed piece by piece, and in place, is
+slower. Where a step is recorded, such a function becomes a single operation. That calls
+it as if nothing was recorded, so that it may write, and look at numbers.
 """
 
 from __future__ import annotations

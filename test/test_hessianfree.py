@@ -69,6 +69,29 @@ class Unused(Module):
         return self.frozen(self.first(x).sigmoid())
 
 
+class Tied(Module):
+    """A model with a weight that is used twice, and a frozen bias before others."""
+
+    def __init__(self) -> None:
+        """Set up the parameters."""
+        super().__init__()
+        self.first, self.second = Linear(5, 5), Linear(5, 5)
+        self.second.weight = self.first.weight
+        self.first.bias.requires_grad_(False)
+        self.last = Linear(5, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the output.
+
+        Args:
+            x: Input ``[N, 5]``.
+
+        Returns:
+            Output ``[N, C]``.
+        """
+        return self.last(self.second(self.first(x).sigmoid()).tanh())
+
+
 class NewtonLoss(Module):
     """A loss function of one's own whose Hessian is not positive semi-definite."""
 
@@ -142,6 +165,7 @@ CASES: Dict[str, Tuple[Callable, Tuple[int, ...], Callable, Callable]] = {
         NewtonLoss,
         make_targets,
     ),
+    "tied-ce": (Tied, (N, 5), CrossEntropyLoss, make_labels),
     "unused-own-loss": (Unused, (N, 5), NewtonLoss, make_targets),
 }
 
@@ -308,6 +332,29 @@ def test_ggn_vector_product(problem: Problem) -> None:
         problem.loss, problem.output, problem.params[:1], tuple(v[:1])
     )
     check(result, problem.params[:1], ggn[:dim, :dim] @ v[0].flatten())
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["tanh-ce", "conv-ce", "tied-ce"])
+def test_products_of_low_precision(name: str, dtype: torch.dtype, inside: bool) -> None:
+    """Products after a forward pass under autocast are those of full precision."""
+    problem = Problem(name)
+    model, X, v = problem.model.float(), problem.X.float(), problem.vector()
+    active = [p for p in model.parameters() if p.requires_grad]
+    v = [x.float() for x, p in zip(v, problem.params) if p.requires_grad]
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype, enabled=enabled):
+            output = model(X)
+            loss = problem.loss_function(output.float(), problem.y)
+        with torch.autocast("cpu", dtype, enabled=enabled and inside):
+            hessian_vector = hessian_vector_product(loss, active, v)
+            ggn_vector = ggn_vector_product(loss, output, model, v)
+        results.append((*hessian_vector, *ggn_vector))
+    for expected, result in zip(*results):
+        assert result.dtype == expected.dtype
+        assert (result - expected).norm() < 0.05 * expected.norm() + 1e-3
 
 
 @pytest.mark.parametrize("R", [R_op, jacobian_vector_product])

@@ -535,6 +535,54 @@ def test_autocast(where: str) -> None:
     assert_fields(model, ["BatchGrad", "DiagGGNExact"], reference(plain), rtol=0.1)
 
 
+class Attention(Module):
+    """Attention with linear layers around it, and a product of bare parameters."""
+
+    def __init__(self) -> None:
+        """Make the layers."""
+        super().__init__()
+        self.into, self.out = nn.Linear(D, 3 * D), nn.Linear(D, 2)
+        self.w = param(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the output of three positions, one after the other in the input."""
+        q, k, v = self.into(torch.stack([x, x.sin(), x.cos()], 1)).chunk(3, -1)
+        x = F.scaled_dot_product_attention(q, k @ self.w.tanh(), v, is_causal=True)
+        return self.out(x.mean(1))
+
+
+@pytest.mark.parametrize("cached", [True, False], ids=["cached", "not-cached"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.filterwarnings("ignore:The loss was modified after MSELoss")
+def test_scaled_loss(dtype: torch.dtype, cached: bool) -> None:
+    """With a scaler, fields carry its scale; a step that overflows is left out."""
+    model, loss, (x,) = Row(Attention, randn(D)).build()
+    model, loss, x = extend(model.float()), extend(loss), x.float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = reference(Row(Attention, randn(D)))
+    before = [p.detach().clone() for p in model.parameters()]
+    for scale, overflows in ((2.0**6, False), (2.0**126, True)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        model.load_state_dict(dict(zip(model.state_dict(), before)))
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype, cache_enabled=cached):
+            f = model(x)
+        value = loss(f.float(), real(f).float())
+        with backpack(BatchGrad()):
+            scaler.scale(value).backward()
+        scaled = [p.grad_batch for p in model.parameters()]
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        same = [torch.equal(p, q) for p, q in zip(model.parameters(), before)]
+        if not overflows:
+            assert not any(same)
+            for p, g in zip(model.parameters(), scaled):
+                p.grad_batch = g / scale
+            assert_fields(model, ["BatchGrad"], expected, rtol=0.1)
+        elif dtype == torch.float16:
+            assert all(same) and not all(g.isfinite().all() for g in scaled)
+
+
 # Hooks in the backward pass
 
 

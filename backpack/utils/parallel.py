@@ -93,13 +93,14 @@ def refuse_parts(extensions: str, params: Iterable[Tensor]) -> None:
     Raises:
         NotImplementedError: If there is one, or one of which there are several copies.
     """
-    seen: Set[Tuple[int, int]] = set()
+    seen: Set[Any] = set()
     for param in params if is_parallel() else ():
-        place = id(param._base), param.storage_offset()
-        if getattr(param, "_is_flat_param", False) or place in seen:
-            text = AGAIN if place in seen or param._tensors else FLAT
+        whole = _flat(param)
+        place = whole is not None and (id(whole), param.storage_offset())
+        if whole is param or place in seen:
+            text = FLAT if not whole._tensors else AGAIN
             raise NotImplementedError(text.format(exts=extensions))
-        if _is_unflat(param):
+        if place:
             seen.add(place)
         if is_sharded(param):
             raise NotImplementedError(SHARDED.format(exts=extensions))
@@ -182,7 +183,8 @@ def gather(modules: Iterable[Module], params: Iterable[Tensor]) -> None:
     for module in modules:
         if any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__):
             module.unshard()  # type: ignore[operator]
-    for flat in {id(x._base): x._base for x in params if _is_unflat(x)}.values():
+    found = [flat for flat in map(_flat, params) if flat is not None]
+    for flat in {id(flat): flat for flat in found}.values():
         # what runs when the gradient is there knows whose parameters these are
         hook = flat._post_backward_hook_state[-1]
         state, handle = hook.hooks_dict_ref()[hook.id].args
@@ -195,9 +197,10 @@ def gather(modules: Iterable[Module], params: Iterable[Tensor]) -> None:
         handle._training_state = before
 
 
-def _is_unflat(x: Tensor) -> bool:
-    """Tell whether a tensor is a view of what parameters have been put into."""
-    return getattr(x._base, "_is_flat_param", False)
+def _flat(x: Tensor) -> Any:
+    """Return the flat parameter that a tensor is, or is a view of; ``None`` if not."""
+    base = x if x._base is None else x._base
+    return base if getattr(base, "_is_flat_param", False) else None
 
 
 def is_in_place(x: Tensor) -> bool:
@@ -210,9 +213,8 @@ def is_in_place(x: Tensor) -> bool:
         Whether it is one of the parts of a flat parameter, as far as the modules have
         such parameters for their users, too.
     """
-    if not is_parallel() or not _is_unflat(x):
-        return False
-    return any(x is part for part in x._base._tensors or ())
+    flat = _flat(x) if is_parallel() else None
+    return flat is not None and any(x is part for part in flat._tensors or ())
 
 
 def parts(param: Tensor, nodes: Container[Any]) -> List[Tensor]:
@@ -237,7 +239,7 @@ def _shards(calls: Iterable[Any]) -> Iterator[Tuple[Tensor, Tensor]]:
             path, _, key = name.rpartition(".")
             shard = call.module.get_submodule(path)._parameters.get(key)
             if shard is not None and shard is not param:
-                if is_sharded(shard) or _is_unflat(param):
+                if is_sharded(shard) or _flat(param) is not None:
                     yield param, shard
 
 

@@ -171,7 +171,6 @@ QUERIES = {
     "missing field": "howto/debugging",
     "HuggingFace": "howto/stock_models",
     "transformers": "howto/stock_models",
-    "per-sample gradients": "quantities/BatchGrad",
 }
 
 

@@ -551,6 +551,9 @@ def test_threads_share_a_model_and_a_loss() -> None:
     other.start()
     try:
         work(0)
+    except BaseException:
+        turns.abort()  # else the other one would wait for ever
+        raise
     finally:
         other.join()
     assert not errors

@@ -9,7 +9,9 @@ import gc
 import os
 import pickle
 import re
+import sys
 import threading
+import traceback
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from functools import lru_cache, partial
@@ -520,43 +522,47 @@ def test_tasks_that_leave_in_any_order() -> None:
     assert not any(hasattr(x, "grad_batch") for x in p.model.parameters())
 
 
-def test_threads_share_a_model_and_a_loss() -> None:
-    """Each thread's pass has its own inputs, though passes take turns anywhere."""
-    p, turns, lock = build(), threading.Barrier(2), threading.Lock()
+@pytest.fixture
+def many_turns() -> Iterator[None]:
+    """Let threads take turns wherever they can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
 
-    def work(number: int) -> None:
-        x = p.x + number
-        for _ in range(5):
-            turns.wait()
-            value = p._replace(x=x).value()
-            turns.wait()
-            with lock:
-                with quantities():
-                    value.backward()
-                samples = reference(
-                    PROBLEM._replace(X=lambda: (PROBLEM.X()[0] + number,))
-                )
-                assert_fields(p.model, list(QUANTITIES), samples)
 
-    errors: List[BaseException] = []
+@pytest.mark.usefixtures("many_turns")
+@pytest.mark.parametrize("own", [False, True], ids=["one-model", "own-models"])
+def test_threads_share_a_loss(own: bool) -> None:
+    """Each thread's pass has its own inputs; only fields of one model need a lock."""
+    problems = [build() for _ in range(3)] if own else [build()] * 3
+    lock = nullcontext() if own else threading.Lock()
+    loss = problems[0].loss
+    expected = [
+        reference(PROBLEM._replace(X=lambda n=n: (PROBLEM.X()[0] + n,)))
+        for n in range(3)
+    ]
+    found: Dict[int, Any] = {}
 
-    def first() -> None:
+    def work(n: int) -> None:
+        p = problems[n]._replace(x=problems[n].x + n, loss=loss)
         try:
-            work(1)
-        except BaseException as error:  # noqa: B036
-            errors.append(error)
-            turns.abort()
+            for _ in range(10):
+                value = p.value()
+                with lock:
+                    with quantities():
+                        value.backward()
+                    assert_fields(p.model, list(QUANTITIES), expected[n])
+        except BaseException:  # noqa: B036
+            found[n] = traceback.format_exc()
 
-    other = threading.Thread(target=first)
-    other.start()
-    try:
-        work(0)
-    except BaseException:
-        turns.abort()  # else the other one would wait for ever
-        raise
-    finally:
-        other.join()
-    assert not errors
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not found, "".join(found.values())
+    assert not hasattr(loss, "input0")
 
 
 EXTENSIONS: Dict[str, Callable[[], Any]] = {

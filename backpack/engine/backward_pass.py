@@ -30,7 +30,7 @@ from backpack.engine.parameters import (
     in_type_of,
 )
 from backpack.engine.pull_columns import PullColumns
-from backpack.engine.record import RELEASED, Call
+from backpack.engine.record import RELEASED, Call, lock_of
 from backpack.engine.turn import Turn
 from backpack.engine.uses import Entry, Use, listen
 from backpack.utils.hooks import name_module, no_op, warn_user
@@ -441,8 +441,8 @@ class BackwardPass:
         current, module = self.state, call.module
         if current.report is not None:
             current.report.met.add(id(module))
-        call.store(raw=True)
-        with Turn(call, self, g_out, entries) as turn:
+        with lock_of(module), Turn(call, self, g_out, entries) as turn:
+            call.store(raw=True)
             if call.is_loss:
                 self._meet_loss(turn)
             g_inp = (None,) * len(call.arguments)

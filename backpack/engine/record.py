@@ -10,7 +10,18 @@ from __future__ import annotations
 import inspect
 import weakref
 from functools import lru_cache
-from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple
+from threading import RLock
+from typing import (
+    Any,
+    ContextManager,
+    Dict,
+    Iterable,
+    List,
+    Optional,
+    Sequence,
+    Tuple,
+)
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -222,18 +233,20 @@ class Call:
             raw: Whether the inputs keep their connection to the graph.
         """
         module = self.module
-        clear_stored(module)
-        attributes, stored = module.__dict__, []
-        params, buffers = attributes["_parameters"], attributes["_buffers"]
         inputs = self.arguments if raw else map(_detach, self.arguments)
         values = (self.outputs[0] if self.outputs else None, *inputs)
-        for name, value in zip(_names(type(module), len(values)), values):
-            if name is None or name in attributes or name in params or name in buffers:
-                continue
-            if name not in attributes["_modules"]:
-                attributes[name] = value
-                stored.append(name)
-        attributes[_STORED] = stored
+        attributes, stored = module.__dict__, []
+        params, buffers = attributes["_parameters"], attributes["_buffers"]
+        modules = attributes["_modules"]
+        with lock_of(module):
+            clear_stored(module)
+            for name, value in zip(_names(type(module), len(values)), values):
+                if name is None or name in attributes or name in params:
+                    continue
+                if not (name in buffers or name in modules):
+                    attributes[name] = value
+                    stored.append(name)
+            attributes[_STORED] = stored
 
     def release_all(self) -> None:
         """Drop what this call and those inside of it keep."""
@@ -307,6 +320,23 @@ def _names(cls: type, number: int) -> Tuple[Optional[str], ...]:
     return tuple(None if hasattr(cls, name) else name for name in names)
 
 
+_LOCKS: WeakKeyDictionary[Module, Any] = WeakKeyDictionary()
+
+
+def lock_of(module: Module) -> ContextManager:
+    """Return what keeps other threads from storing anything on a module.
+
+    Threads may share a loss, or call a model while another one's backward pass uses it.
+
+    Args:
+        module: The module.
+
+    Returns:
+        Its lock, which a thread may take several times.
+    """
+    return _LOCKS.get(module) or _LOCKS.setdefault(module, RLock())
+
+
 def clear_stored(module: Module) -> None:
     """Delete the tensors that a forward pass stored on a module.
 
@@ -314,5 +344,7 @@ def clear_stored(module: Module) -> None:
         module: The module.
     """
     attributes = module.__dict__
-    for name in attributes.pop(_STORED, ()):
-        attributes.pop(name, None)
+    if _STORED in attributes:
+        with lock_of(module):
+            for name in attributes.pop(_STORED, ()):
+                attributes.pop(name, None)

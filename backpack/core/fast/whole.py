@@ -25,7 +25,7 @@ F = TypeVar("F", bound=Callable)
 _NUMBERS = count()
 
 
-class Call:
+class WholeCall:
     """A call of a function, with other tensors each time.
 
     The step that was recorded keeps it alive.
@@ -97,7 +97,7 @@ def _memory(x: Tensor) -> int:
     return x.untyped_storage().data_ptr() if x.numel() else id(x)
 
 
-_CALLS: WeakValueDictionary[int, Call] = WeakValueDictionary()
+_CALLS: WeakValueDictionary[int, WholeCall] = WeakValueDictionary()
 _LIBRARY = Library("backpack", "FRAGMENT")
 # another one for each time that this file is imported in a process
 _NAME = next(
@@ -140,7 +140,7 @@ def call_whole(function: Callable, *args: Any) -> Any:
     tensors = [x for x in tree_flatten(list(args))[0] if isinstance(x, Tensor)]
     if any(x.device.type != "cpu" for x in tensors):
         return function(*args)
-    call = Call(function, args)
+    call = WholeCall(function, args)
     state().calls.append(call)
     _CALLS[call.number] = call
     operation = getattr(torch.ops.backpack, _NAME).default

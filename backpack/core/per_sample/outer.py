@@ -15,7 +15,7 @@ from backpack.core.fast.memory import huge_empty, may_write
 from backpack.core.per_sample import sums
 from backpack.core.per_sample.base import Dense, Gather, PerSample
 from backpack.core.per_sample.order import Order, transposed
-from backpack.core.per_sample.sources import Source, whole_reduction
+from backpack.core.per_sample.sources import Operands, whole_reduction
 from backpack.core.per_sample.unfolding import Unfolding
 from backpack.utils.state import may_look
 from backpack.utils.types import full_precision
@@ -71,7 +71,7 @@ class Outer(PerSample):
         b: Tensor,
         shape: torch.Size,
         order: Optional[Order] = None,
-        source: Optional[Source] = None,
+        source: Optional[Operands] = None,
         unfolding: Optional[Unfolding] = None,
         sums_positions: bool = False,
     ):
@@ -118,12 +118,12 @@ class Outer(PerSample):
         """Number d of features of the inputs."""
         return self._sizes[0]
 
-    def made_of(self) -> Source:
+    def made_of(self) -> Operands:
         """Tell what a reduction depends on."""
         if self._source is not None and self._a is None:
             return self._source
         kind = self.shape, self.order, self.sums_positions
-        return Source(self.a, self.b, partial(_with_factors, *kind))
+        return Operands(self.a, self.b, partial(_with_factors, *kind))
 
     def _unfolder(self) -> Optional[Unfolding]:
         """Return faster ways to unfold, unless the inputs are unfolded already."""
@@ -156,7 +156,7 @@ class Outer(PerSample):
         self,
         a: Optional[Callable[[], Tensor]] = None,
         b: Optional[Tensor] = None,
-        source: Optional[Source] = None,
+        source: Optional[Operands] = None,
     ) -> Outer:
         """Describe other products of the same kind.
 
@@ -269,7 +269,7 @@ class Outer(PerSample):
 
     @property
     def _forms(self) -> Optional[Callable]:
-        """Forms products without unfolding the inputs, see :class:`Source`."""
+        """Forms products without unfolding the inputs, see :class:`Operands`."""
         return self._source and self._source.form
 
     def _blocks(self) -> Iterator[Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from backpack.core.fast.whole import call_whole, is_recorded
 
 
-class Source(NamedTuple):
+class Operands(NamedTuple):
     """What products were made of.
 
     Attributes:
@@ -27,7 +27,7 @@ class Source(NamedTuple):
     make: Callable[[Tensor, Tensor], Any]
     form: Optional[Callable[[Tensor, Tensor, bool], Tensor]] = None
 
-    def select(self, samples: Union[slice, Tensor]) -> Source:
+    def select(self, samples: Union[slice, Tensor]) -> Operands:
         """Restrict to some samples.
 
         Args:
@@ -37,7 +37,7 @@ class Source(NamedTuple):
             The same for these samples.
         """
         x, cotangents = self.inputs[samples], self.cotangents[:, samples]
-        return Source(x, cotangents, self.make, self.form)
+        return Operands(x, cotangents, self.make, self.form)
 
     def products(self) -> Tensor:
         """Form the products of all samples.

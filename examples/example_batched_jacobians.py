@@ -2,11 +2,11 @@
 Jacobians, and which images a network finds similar
 ===================================================
 
-How does each output of the network change with each weight, for each image?
-``BatchJacobian`` pulls back a column for each output, in one backward pass and without
-a loss. Or row by row: what BackPACK sees is the tensor that you call ``backward`` on.
-If that is one output, summed over the batch, then its "individual gradients" are a row
-of each sample's Jacobian.
+Individual gradients need not come from a loss. What BackPACK sees is the tensor that
+you call ``backward`` on: if that is one output of the network, summed over the batch,
+then its "individual gradients" are a row of each sample's Jacobian. Ten outputs take
+ten backward passes, whatever the batch size. (``BatchJacobian``, which BackPACK 1.7
+does not have, takes a single one.)
 """
 
 import matplotlib.pyplot as plt
@@ -16,8 +16,27 @@ from torch.nn import Conv2d, Flatten, Linear, MaxPool2d, Module, Sequential, Tan
 from torch.testing import assert_close
 
 from backpack import backpack, extend, memory_cleanup
-from backpack.extensions import BatchGrad, BatchJacobian
+from backpack.extensions import BatchGrad
 from backpack.utils.examples import load_one_batch_mnist
+
+# %%
+# Rows of the Jacobian
+# --------------------
+# The same graph is used ten times. PyTorch needs ``backward(retain_graph=True)`` for
+# that, and BackPACK ``backpack(..., retain_graph=True)``, so that it keeps each layer's
+# inputs and outputs as well. ``memory_cleanup`` drops them at the end.
+
+
+def jacobians(model: Module, X: Tensor) -> dict[str, Tensor]:
+    """Compute Jacobians ``[N, C, *p]`` of each parameter."""
+    output, rows = model(X), []
+    for c in range(output.shape[1]):
+        with backpack(BatchGrad(), retain_graph=True):
+            output[:, c].sum().backward(retain_graph=True)
+        rows.append({name: p.grad_batch for name, p in model.named_parameters()})
+    memory_cleanup(model)
+    return {name: torch.stack([row[name] for row in rows], dim=1) for name in rows[0]}
+
 
 torch.manual_seed(0)
 model = Sequential(
@@ -29,11 +48,9 @@ X, y = load_one_batch_mnist(batch_size=100)
 order = y.argsort()
 X, y = X[order].double(), y[order]
 
-with backpack(BatchJacobian(), gradient=False):
-    model(X).sum().backward()
-J = {name: p.jacobian for name, p in model.named_parameters()}
-for name, columns in J.items():
-    print(f"Jacobian of 10 outputs with respect to {name}: {list(columns.shape)}")
+J = jacobians(model, X)
+for name, rows in J.items():
+    print(f"Jacobian of 10 outputs with respect to {name}: {list(rows.shape)}")
 
 # %%
 # The tangent kernel
@@ -44,7 +61,7 @@ for name, columns in J.items():
 # is untrained: the squares along the diagonal are what its architecture alone makes of
 # the digits.
 
-kernel = sum(einsum("cnp,cmp->nm", j, j) for j in (j.flatten(2) for j in J.values()))
+kernel = sum(einsum("ncp,mcp->nm", j, j) for j in (j.flatten(2) for j in J.values()))
 length = kernel.diag().sqrt()
 cosine = kernel / length / length.unsqueeze(1)
 neighbors = cosine.clone().fill_diagonal_(0).argmax(dim=1)
@@ -68,30 +85,6 @@ print(f"a random one does for {100 * chance:.0f} %.")
 assert same > 0.5 > 2 * chance
 
 # %%
-# Row by row
-# ----------
-# With individual gradients, ten outputs take ten backward passes, through the same
-# graph. PyTorch needs ``backward(retain_graph=True)`` for that, and BackPACK
-# ``backpack(..., retain_graph=True)``, so that it keeps each layer's inputs and outputs
-# as well. ``memory_cleanup`` drops them at the end.
-
-
-def jacobians(model: Module, X: Tensor) -> dict[str, Tensor]:
-    """Compute Jacobians ``[C, N, *p]`` of each parameter."""
-    output, rows = model(X), []
-    for c in range(output.shape[1]):
-        with backpack(BatchGrad(), retain_graph=True):
-            output[:, c].sum().backward(retain_graph=True)
-        rows.append({name: p.grad_batch for name, p in model.named_parameters()})
-    memory_cleanup(model)
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-
-
-for name, rows in jacobians(model, X).items():
-    assert_close(rows, J[name], rtol=1e-8, atol=1e-12)
-assert not hasattr(model[0], "input0"), "the layers' inputs have been dropped"
-
-# %%
 # Check
 # -----
 # Plain automatic differentiation, sample by sample and output by output.
@@ -101,5 +94,6 @@ for n in range(3):
     for c, output in enumerate(model(X[[n]]).squeeze(0)):
         row = torch.autograd.grad(output, params, retain_graph=True)
         for j, expected in zip(J.values(), row):
-            assert_close(j[c, n], expected, rtol=1e-8, atol=1e-12)
+            assert_close(j[n, c], expected, rtol=1e-8, atol=1e-12)
 assert torch.linalg.eigvalsh(kernel).min() > -1e-8 * kernel.trace()
+assert not hasattr(model[0], "input0"), "the layers' inputs have been dropped"

@@ -83,7 +83,14 @@ class WholeCall:
         return [torch.empty_strided(*kind[:2], dtype=kind[2]) for kind in kinds]
 
     def arranged(self, results: List[Tensor]) -> Any:
-        """Arrange results as the function does."""
+        """Arrange results as the function does.
+
+        Args:
+            results: Its tensors' results.
+
+        Returns:
+            What it returns.
+        """
         rest = iter(results)
         return tree_unflatten([x and next(rest) for x in self._kinds], self._results)
 

@@ -315,17 +315,50 @@ def test_losses_in_which_samples_meet_inside_the_model(
     assert_refused(row, quantity)
 
 
+BY_HAND: Dict[str, Tuple[Callable[[Tensor], Tensor], str]] = {
+    "hinges": (lambda f: (f[:, None] - f + 100).relu().mean(), r"sub|relu"),
+    "neighbours": (lambda f: F.mse_loss(f[1:], f[:-1]), r"mse_loss"),
+    "neighbours-each": (
+        lambda f: F.smooth_l1_loss(f[1:] + 100, f[:-1], reduction="none").sum(),
+        r"smooth_l1_loss",
+    ),
+    "neighbours-on-lines": (
+        lambda f: F.huber_loss(f[1:] + 100, f[:-1]),
+        r"huber_loss",
+    ),
+    "neighbours-product": (lambda f: (f[1:] * f[:-1]).flatten().sum(), r"mul"),
+    "distances": (lambda f: torch.cdist(f[:2], f[2:], p=1.0).sum(), r"cdist"),
+    "all-distances": (lambda f: F.pdist(f).sum(), r"pdist"),
+    "products-of-those-before": (lambda f: f.cumprod(0).sum(), r"cumprod"),
+}
+
+
 @pytest.mark.parametrize("quantity", ["BatchGrad", "BatchL2Grad"])
-def test_hinges(quantity: str) -> None:
-    """A loss that ranks all samples is refused, although it consists of lines."""
+@pytest.mark.parametrize("name", BY_HAND)
+def test_losses_by_hand(name: str, quantity: str) -> None:
+    """Functions that no module computes, some of which consist of lines."""
+    function, says = BY_HAND[name]
     row = Row(
         lambda: nn.Linear(D, D),
         randn(D),
         nn.Identity,
-        lambda f, _: (f[:, None] - f + 100).relu().mean(),
-        says=r"sub|relu",
+        lambda f, _: function(f),
+        says=says,
     )
     assert_refused(row, quantity)
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss, nn.SmoothL1Loss])
+def test_losses_of_neighbours(loss: Callable[[], Module]) -> None:
+    """A loss that compares samples with each other, and not with targets."""
+    row = Row(
+        lambda: nn.Linear(D, D),
+        randn(D),
+        loss,
+        lambda f, compare: compare(f[1:], f[:-1]),
+        says=loss.__name__,
+    )
+    assert_refused(row, "BatchGrad")
 
 
 def without_batch(layer: Callable[[], Module], *shape: int) -> Row:

@@ -9,15 +9,24 @@ from __future__ import annotations
 from typing import Any, Dict, List, Sequence
 
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from backpack.core.layout import Mixed
-from backpack.engine.gaps import explain_parents, is_separable, name_of
+from backpack.engine.gaps import (
+    Known,
+    differ,
+    explain_parents,
+    is_coupled,
+    is_separable,
+    name_of,
+)
 from backpack.engine.graph import (
     SILENT,
     Inspection,
     additive_terms,
     describe,
     entries_of,
+    is_scalar,
     is_sum,
     leaves_behind,
     operation_name,
@@ -196,9 +205,16 @@ def _met_in_tails(inspection: Inspection) -> List[Mixed]:
     for node in tail_terms(inspection.roots):
         behind = explain_parents(node)
         placements += [known.placement for known in behind]
-        if any(known.n > 1 for known in behind) and not is_sum(node):
+        if any(known.n > 1 for known in behind) and _brings_together(node, behind):
             placements.append(Mixed(name_of(node)))
     return [p for p in placements if isinstance(p, Mixed)]
+
+
+def _brings_together(node: Node, behind: Sequence[Known]) -> bool:
+    """Tell whether samples meet in the operation with which a term of a loss ends."""
+    if is_sum(node):
+        return differ(behind)
+    return is_scalar(node) or is_coupled(node)
 
 
 def is_loss(owner: Any) -> bool:

@@ -127,6 +127,40 @@ def explain_parents(node: Node) -> List[Known]:
     return [known for known in found if known is not None]
 
 
+def differ(operands: Sequence[Known]) -> bool:
+    """Tell whether the same place belongs to different samples.
+
+    Args:
+        operands: What is known of the operands of an operation.
+
+    Returns:
+        Whether it does, in any two of them.
+    """
+    first, *others = operands or [None]
+    return not all(_agree(first.placement, x.placement) for x in others)
+
+
+def _agree(a: Placement, b: Placement) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b.to(a.device))
+    return not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b
+
+
+def is_coupled(node: Node) -> bool:
+    """Tell whether samples have met in the first result of a node.
+
+    Args:
+        node: Node of the graph.
+
+    Returns:
+        Whether it is known that they have.
+    """
+    shape = torch.Size(node._input_metadata[0].shape)
+    known = explain_edge(GradientEdge(node, 0), shape)
+    met = None if known is None else known.placement
+    return isinstance(met, Mixed) and met.is_known
+
+
 def explain_edge(edge: GradientEdge, shape: torch.Size) -> Optional[Known]:
     """Find where the samples are at a place in the graph.
 
@@ -173,11 +207,11 @@ _STRUCTURAL = frozenset(
 _REMEMBERED: Dict[Tuple, Placement] = {}
 # Linear in each operand
 _LINEAR = frozenset(
-    "Sum Mean Nansum Add Sub Rsub Neg Mul Div Dot Mv Mm Bmm Addmm Trace Cumsum Stack "
-    "Cat Split SplitWithSizes Unbind Select Slice Index IndexSelect Gather Scatter "
-    "MaskedSelect MaskedFill ScatterAdd IndexAdd IndexPut AsStrided Diagonal DiagEmbed "
-    "Copy CopySlices View UnsafeView ReshapeAlias Squeeze Unsqueeze Expand Transpose "
-    "T Permute Flip Repeat ConstantPadNd Clone Alias ToCopy _Together".split()
+    "Sum Mean Nansum Add Sub Rsub Neg Mul Div Lerp Dot Mv Mm Bmm Addmm Trace Cumsum "
+    "Stack Cat Split SplitWithSizes Unbind Select Slice Index IndexSelect Gather "
+    "Scatter MaskedSelect MaskedFill ScatterAdd IndexAdd IndexPut AsStrided Diagonal "
+    "DiagEmbed Copy CopySlices View UnsafeView ReshapeAlias Squeeze Unsqueeze Expand "
+    "Transpose T Permute Flip Repeat ConstantPadNd Clone Alias ToCopy _Together".split()
 )
 _MOST_ENTRIES = 1024  # of a result that is asked for entry by entry
 
@@ -341,7 +375,7 @@ def is_separable(roots: Sequence[GradientEdge]) -> bool:
 
 
 def _may_take(node: Node) -> bool:
-    """Tell whether an operation is linear, or gets samples that have not met.
+    """Tell whether an operation is linear, or gets the same samples everywhere.
 
     Else, samples that meet in a function made of lines would have no second derivative
     for some numbers. Functions of one's own need not have a true one.
@@ -350,7 +384,9 @@ def _may_take(node: Node) -> bool:
         return True
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         return False
-    return not any(isinstance(x.placement, Mixed) for x in explain_parents(node))
+    operands = explain_parents(node)
+    met = any(isinstance(x.placement, Mixed) for x in operands)
+    return not (met or differ(operands))
 
 
 def _has_no_mixed_derivatives(

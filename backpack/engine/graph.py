@@ -446,7 +446,7 @@ class Inspection:
 def _adds_up(node: Node, met: Mixed) -> bool:
     """Tell whether samples have met in nothing but a sum of what they contribute."""
     name = operation_name(met)
-    return name in _SUMS or name.strip("_ir") in ("add", "sub") and _is_scalar(node)
+    return name in _SUMS or name.strip("_ir") in ("add", "sub") and is_scalar(node)
 
 
 def tail_terms(roots: Sequence[GradientEdge]) -> List[Node]:
@@ -506,8 +506,8 @@ def additive_terms(
         is_loss = any(e.owner.is_loss for e in calls) and not through_losses
         if len(parents) == 1 and name in _OF_ONE_NUMBER:
             single = torch.Size(node._input_metadata[0].shape).numel() == 1
-        if through_losses and parents and _is_scalar(node):
-            single = single or all(map(_is_scalar, parents))
+        if through_losses and parents and is_scalar(node):
+            single = single or all(map(is_scalar, parents))
         if (name in _ADDITIVE or single or joins) and not is_loss:
             passed.append(node)
             queue.extend(edges)
@@ -517,7 +517,7 @@ def additive_terms(
 
 
 def is_sum(node: Node) -> bool:
-    """Tell whether a node adds up what samples contribute, or adds nothing up.
+    """Tell whether a node adds up what entries contribute, or adds nothing up.
 
     Args:
         node: Node at which the terms of a loss end.
@@ -525,7 +525,7 @@ def is_sum(node: Node) -> bool:
     Returns:
         Whether it is so.
     """
-    return not _is_scalar(node) or type(node).__name__.split("Backward")[0] in (
+    return type(node).__name__.split("Backward")[0] in (
         *("Sum", "Mean", "NllLoss", "NllLoss2D", "MseLoss", "SmoothL1Loss", "Nansum"),
         *("HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "KlDiv"),
         *("SoftMarginLoss", "MultiMarginLoss", "MultilabelMarginLoss", "CtcLoss"),
@@ -533,8 +533,15 @@ def is_sum(node: Node) -> bool:
     )
 
 
-def _is_scalar(node: Node) -> bool:
-    """Tell whether a node's first output is a single number."""
+def is_scalar(node: Node) -> bool:
+    """Tell whether a node's first output is a single number.
+
+    Args:
+        node: The node.
+
+    Returns:
+        Whether it is.
+    """
     if is_leaf(node):
         return node.variable.numel() == 1
     metadata = node._input_metadata

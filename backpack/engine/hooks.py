@@ -29,7 +29,7 @@ from backpack.converter.function import FunctionModule
 from backpack.core.derivatives.generic import tensor_outputs
 from backpack.core.layout import FIRST, Mixed, Placement
 from backpack.core.table import Row, find_loss_module
-from backpack.engine.gaps import Known, explain
+from backpack.engine.gaps import Known, differ, explain
 from backpack.engine.graph import is_leaf
 from backpack.engine.layer_calls import note_use, row_inside, row_of_call
 from backpack.engine.placements import MARK, Pass, place, placement_of
@@ -377,14 +377,18 @@ def _edges(
 
 
 def _note_loss(call: Call, tracker: Optional[Tracker]) -> None:
-    """Remember where the samples are in a loss's prediction."""
-    x = next(iter(call.arguments), None)
+    """Remember where the samples are in a loss's prediction, or that they meet."""
+    x, *others = call.arguments or [None]
     if not isinstance(x, Tensor):
         return
     known = explain(x)
     if known is None:
         known = Known(FIRST, len(x) if x.dim() else 1)
     call.placement, call.n = known
+    computed = [y for y in others if isinstance(y, Tensor) and y.grad_fn is not None]
+    behind = [known, *filter(None, map(explain, computed))]
+    if not isinstance(known.placement, Mixed) and differ(behind):
+        call.placement = Mixed(f"`{type(call.module).__name__}`")
 
 
 def _note_function(func: Any, args: Tuple, kwargs: Dict[str, Any], out: Tensor) -> None:

@@ -226,9 +226,8 @@ class BackwardPass:
         with torch.set_grad_enabled(self._creates_graph):
             values = [ext.conclude(self) if ext in self.kept else {} for ext in exts]
         for ext, found in zip(exts, values):
-            if (
-                found and ext.replaces_gradient
-            ):  # what is handed over has no other owner
+            if found and ext.replaces_gradient:
+                # what is handed over has no other owner
                 grads = {p: in_type_of(found.pop(p), p) for p in list(found)}
                 self.exempt(ext, grads)
                 hand_over(grads, type(ext).__name__, self.inspection.calls)

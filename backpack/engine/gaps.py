@@ -8,7 +8,6 @@ to earlier tensors, whose samples are known, says which entry depends on which s
 from __future__ import annotations
 
 from contextlib import suppress
-from math import ceil, log2
 from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
@@ -404,7 +403,7 @@ def _has_no_mixed_derivatives(
     both = [
         (g, i) for g, i in zip(pulled, numbers) if g is not None and g.requires_grad
     ]
-    for bit in range(ceil(log2(n)) if both else 0):
+    for bit in range((n - 1).bit_length() if both else 0):
         masked = [_random(g) * ((i >= 0) & (i >> bit & 1 == 1)) for g, i in both]
         mixed = torch.autograd.grad(
             [g for g, _ in both], edges, masked, retain_graph=True, allow_unused=True
@@ -418,9 +417,8 @@ def _has_no_mixed_derivatives(
 def _random(g: Tensor) -> Tensor:
     """Draw numbers of a tensor's shape, always the same, none of which is small."""
     generator = torch.Generator(g.device).manual_seed(0)
-    return (
-        torch.rand(g.shape, generator=generator, dtype=g.dtype, device=g.device) + 0.5
-    )
+    options = {"dtype": g.dtype, "device": g.device}
+    return torch.rand(g.shape, generator=generator, **options) + 0.5
 
 
 def _one_by_one(
@@ -462,7 +460,7 @@ def _numbers(
         sample_numbers(source.known.placement, g.shape, n, g.device)
         for g, source in pairs
     ]
-    for bit in range(max(1, ceil(log2(n)) if n > 1 else 1)):
+    for bit in range(max(1, (n - 1).bit_length())):
         moved: List[Tensor] = []
         for wanted in (1, 0):
             masked = [

@@ -43,7 +43,6 @@ _QUIET = frozenset(
 # Properties that are tensors
 _TENSOR_PROPERTIES = frozenset("T mT H mH data real imag".split())
 
-
 ONE_SAMPLE = (
     "a forward pass whose first input has length 1, and whose result has length {0}, "
     "like another input (give what all samples share last, or without axes)"
@@ -381,19 +380,21 @@ class Tracker(TorchFunctionMode):
         return placement._replace(module=self.owner.module_ref)
 
     def note_outputs(self, outputs: Sequence[Tensor]) -> None:
-        """Say where samples have met, if nothing that comes out depends on any.
+        """Mark outputs in which samples can't be told apart.
 
-        And that it is not known where they are, if there is a single one, but results
-        as long as another input.
+        None of them depends on a sample, as samples have met before; or there seems to
+        be one sample only, but an output is as long as another input.
 
         Args:
             outputs: What the model returned.
         """
         met, outs = self._finder.dropped, [x for x in outputs if x.grad_fn is not None]
-        if met is None or not all(self._finder.of(x) is None for x in outs):
-            longer = [len(x) for x in outs if x.dim() and len(x) in self.longer]
-            met = Mixed(ONE_SAMPLE.format(longer[0]), False) if longer else None
-        for x in outs if met is not None else ():
+        if met is None or any(self._finder.of(x) is not None for x in outs):
+            lengths = self.longer & {len(x) for x in outs if x.dim()}
+            if not lengths:
+                return
+            met = Mixed(ONE_SAMPLE.format(min(lengths)), False)
+        for x in outs:
             self._place(x, met)
             _note_meeting(x, met)
 

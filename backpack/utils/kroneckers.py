@@ -278,24 +278,25 @@ def _eigh(mat: Tensor) -> Tuple[Tensor, Tensor]:
 
     Raises:
         ValueError: If the matrices are not square.
-        LinAlgError: If there are none: a ``RuntimeError``.
+        LinAlgError: If they cannot be computed: a ``RuntimeError``.
     """  # noqa: DAR401
     if mat.dim() < 2 or mat.shape[-1] != mat.shape[-2]:
         raise ValueError(
             f"Expected symmetric Kronecker factors, got one of shape {list(mat.shape)}."
         )
-    found, reason = None, "the algorithm failed to converge"
+    found = None
     with suppress(LinAlgError):
         found = eigh(full_precision(mat))
-    if found is None or may_look(mat):
-        if not mat.isfinite().all():
-            found, reason = None, "it has entries that are NaN or infinite"
-    if found is None:
-        raise LinAlgError(
-            f"A Kronecker factor of shape {list(mat.shape)} has no eigenvectors: "
-            f"{reason}. Look whether the loss is finite, and the batch not empty."
-        )
-    return found
+    if (found is None or may_look(mat)) and not mat.isfinite().all():
+        reason = "it has entries that are NaN or infinite"
+    elif found is None:
+        reason = "the algorithm failed to converge"
+    else:
+        return found
+    raise LinAlgError(
+        f"A Kronecker factor of shape {list(mat.shape)} has no eigenvectors: {reason}. "
+        "Look whether the loss is finite, and the batch not empty."
+    )
 
 
 def inv_kfac_mat_prod(

@@ -95,12 +95,12 @@ def refuse_parts(extensions: str, params: Iterable[Tensor]) -> None:
     """
     seen: Set[Any] = set()
     for param in params if is_parallel() else ():
-        whole = _flat(param)
-        place = whole is not None and (id(whole), param.storage_offset())
-        if whole is param or place in seen:
-            text = FLAT if not whole._tensors else AGAIN
-            raise NotImplementedError(text.format(exts=extensions))
-        if place:
+        flat = _flat(param)
+        if flat is not None:
+            place = id(flat), param.storage_offset()
+            if flat is param or place in seen:
+                text = AGAIN if flat._tensors else FLAT
+                raise NotImplementedError(text.format(exts=extensions))
             seen.add(place)
         if is_sharded(param):
             raise NotImplementedError(SHARDED.format(exts=extensions))
@@ -185,7 +185,7 @@ def gather(modules: Iterable[Module], params: Iterable[Tensor]) -> None:
             module.unshard()  # type: ignore[operator]
     found = [flat for flat in map(_flat, params) if flat is not None]
     for flat in {id(flat): flat for flat in found}.values():
-        # what runs when the gradient is there knows whose parameters these are
+        # only its hook for the gradient knows which module is to gather it
         hook = flat._post_backward_hook_state[-1]
         state, handle = hook.hooks_dict_ref()[hook.id].args
         before = handle._training_state
@@ -259,6 +259,6 @@ def move_to_shards(
         for ext in extensions:
             if hasattr(param, ext.savefield):
                 value = vars(param).pop(ext.savefield)
-                if shard.requires_grad:  # parts of a flat parameter all do
+                if shard.requires_grad:  # a part of a flat parameter always does
                     setattr(shard, ext.savefield, value)
                     yield ext, shard

@@ -41,8 +41,7 @@ class WholeCall:
         """
         leaves, self._spec = tree_flatten(list(args))
         self.tensors = [x for x in leaves if isinstance(x, Tensor)]
-        self._rest = [None if isinstance(x, Tensor) else x for x in leaves]
-        self._places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        self._args = [Tensor if isinstance(x, Tensor) else x for x in leaves]
         self._function, self.number = function, next(_NUMBERS)
         with _disable_current_modes(), torch.no_grad():
             numbers, self._results = tree_flatten(self._evaluate(self.tensors))
@@ -51,9 +50,8 @@ class WholeCall:
         ]
 
     def _evaluate(self, tensors: Sequence[Tensor]) -> Any:
-        leaves = list(self._rest)
-        for place, x in zip(self._places, tensors):
-            leaves[place] = x
+        given = iter(tensors)
+        leaves = [next(given) if x is Tensor else x for x in self._args]
         return self._function(*tree_unflatten(leaves, self._spec))
 
     def run(self, tensors: Sequence[Tensor]) -> List[Tensor]:

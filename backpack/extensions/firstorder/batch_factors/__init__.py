@@ -170,14 +170,14 @@ class FactoredGradients:
         product = self._product
         if not isinstance(product, Dense):
             return shapes == factor_shapes(product)
-        # gradients at hand have forgotten how they came about
-        size, first = product.shape.numel(), accumulate(product.shape, mul)
+        # which axes are rows is not known of gradients that are at hand
+        size = product.shape.numel()
         rows = [torch.Size(shape[:-1] or shape).numel() for shape in shapes]
         if len(rows) != 2:
             return rows == [size]
         groups = shapes[0][0] if len(shapes[0]) == 3 else 1
-        in_order_ = rows[0] == groups or rows[0] in first
-        return in_order_ and rows[0] * rows[1] == size * groups
+        leading = {groups, *accumulate(product.shape, mul)}
+        return rows[0] in leading and rows[0] * rows[1] == size * groups
 
     def dots(self, gradients: PerSample) -> Tensor:
         """Compute dot products with the individual gradients of another batch.

@@ -112,12 +112,9 @@ class BatchProjectGrad(GradientReduction):
         if found is None:
             raise ValueError(message(MISSING, shape=param.shape))
         found = [found] if isinstance(found, Tensor) else list(found)
-        got: List[Any] = found
-        fits = False
-        if all(isinstance(m, Tensor) and not m.is_complex() for m in found):
-            got = [list(matrix.shape) for matrix in found]
-            fits = [shape[1:] for shape in got] == [[size] for size in columns]
-        if not fits:
+        real = all(isinstance(m, Tensor) and not m.is_complex() for m in found)
+        got: List[Any] = [list(m.shape) for m in found] if real else found
+        if not real or [shape[1:] for shape in got] != [[size] for size in columns]:
             number = "a matrix" if len(columns) == 1 else "two matrices"
             text = {"number": number, "columns": columns, "got": got}
             raise ValueError(message(OTHER_SHAPES, shape=param.shape, **text))

@@ -59,6 +59,6 @@ class ClippedGrad(WeightedGrad):
         super().__init__(self._clip, "norms", *options)
 
     def _clip(self, norms: Tensor) -> Tensor:
-        range_ = torch.finfo(norms.dtype)
-        norm = min(max(self.max_norm, range_.tiny), range_.max)  # which may be infinite
+        limits = torch.finfo(norms.dtype)  # C may be infinite, or zero in this type
+        norm = min(max(self.max_norm, limits.tiny), limits.max)
         return torch.where(norms <= norm, 1.0, norm / norms.clamp(min=norm))

@@ -18,15 +18,13 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import Module, Parameter
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from backpack.core.fast.whole import call_whole
+from backpack.core.fast.whole import WholeCalls
 from backpack.engine.graph import describe, leaves_behind
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.secondorder.walk import without_autocast
 from backpack.utils.parallel import is_parallel
-from backpack.utils.state import state
 
 NO_TENSORS = (
     "compile_step(...): {ext} saves functions in '{field}', which no graph can return. "
@@ -89,35 +87,6 @@ class _Graph(NamedTuple):
     spec: Any
     modules: List[Module]
     state: Tuple
-
-
-class _Whole(TorchDispatchMode):
-    """Collects functions and operations that the compiler leaves whole."""
-
-    # of which it makes slower ones
-    OPERATIONS = (
-        torch.ops.aten.max_pool2d_with_indices.default,
-        torch.ops.aten.max_pool2d_with_indices_backward.default,
-        torch.ops.aten.constant_pad_nd.default,
-    )
-
-    def __init__(self) -> None:
-        """Begin with none."""
-        super().__init__()
-        self.calls: List[Any] = []
-
-    def __enter__(self) -> _Whole:  # noqa: D105
-        state().calls = self.calls
-        return super().__enter__()
-
-    def __exit__(self, *exc_info: Any) -> None:  # noqa: D105
-        state().calls = None
-        super().__exit__(*exc_info)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: D105
-        if func in self.OPERATIONS and not kwargs:
-            return call_whole(func, *args)
-        return func(*args, **(kwargs or {}))
 
 
 class CompiledStep:
@@ -200,8 +169,8 @@ class CompiledStep:
 
         def step(*tensors: Tensor) -> List[Tensor]:
             loss = self._closure(*tensors)
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                is_tensor = isinstance(loss, Tensor)
+            is_tensor = isinstance(loss, Tensor)
+            if not is_tensor or loss.numel() != 1:
                 kind = f"shape {list(loss.shape)}" if is_tensor else f"{loss!r:.50}"
                 raise TypeError(NO_LOSS.format(kind=kind))
             leaves[:] = () if loss.grad_fn is None else leaves_behind(loss.grad_fn)
@@ -215,7 +184,7 @@ class CompiledStep:
             specs[:] = (spec,)
             return numbers
 
-        whole = _Whole()
+        whole = WholeCalls()
 
         def recorded(*tensors: Tensor) -> List[Tensor]:
             with whole:

@@ -20,6 +20,7 @@ from backpack.engine.placements import MARK
 from backpack.engine.uses import edge_of
 from backpack.utils.parallel import SINKS
 from backpack.utils.state import state
+from backpack.utils.types import kind
 
 CONSTANT = "backpack.constant"  # where a node keeps that it stands for a parameter
 
@@ -324,9 +325,7 @@ def _probe(
     current = state()
     try:
         with current.pull(), torch.enable_grad():
-            cotangent = torch.zeros(
-                shape, dtype=metadata.dtype, device=metadata.device
-            ).requires_grad_()
+            cotangent = torch.zeros(shape, **kind(metadata)).requires_grad_()
             pulled = torch.autograd.grad(
                 [edge],
                 [source.edge for source in sources],
@@ -393,7 +392,7 @@ def _has_no_mixed_derivatives(
 ) -> bool:
     edges, n = [source.edge for source in sources], sources[0].known.n
     metadata = [edge.node._input_metadata[edge.output_nr] for edge in roots]
-    ones = [torch.ones(m.shape, dtype=m.dtype, device=m.device) for m in metadata]
+    ones = [torch.ones(m.shape, **kind(m)) for m in metadata]
     pulled = torch.autograd.grad(
         roots, edges, ones, create_graph=True, allow_unused=True
     )
@@ -417,8 +416,7 @@ def _has_no_mixed_derivatives(
 def _random(g: Tensor) -> Tensor:
     """Draw numbers of a tensor's shape, always the same, none of which is small."""
     generator = torch.Generator(g.device).manual_seed(0)
-    options = {"dtype": g.dtype, "device": g.device}
-    return torch.rand(g.shape, generator=generator, **options) + 0.5
+    return torch.rand(g.shape, generator=generator, **kind(g)) + 0.5
 
 
 def _one_by_one(
@@ -427,7 +425,7 @@ def _one_by_one(
     """Ask which samples each entry depends on, where there is no second derivative."""
     n, metadata = sources[0].known.n, edge.node._input_metadata[edge.output_nr]
     found: List[int] = []
-    for row in torch.eye(shape.numel(), dtype=metadata.dtype, device=metadata.device):
+    for row in torch.eye(shape.numel(), **kind(metadata)):
         pulled = torch.autograd.grad(
             [edge],
             [source.edge for source in sources],

@@ -16,7 +16,7 @@ from backpack.core.fast.matmul import has_fast_matmul
 from backpack.core.per_sample.base import PerSample, Summed
 from backpack.core.per_sample.order import Order
 from backpack.core.per_sample.outer import Outer
-from backpack.core.per_sample.sources import Operands
+from backpack.core.per_sample.recipe import Recipe
 from backpack.core.per_sample.unfolding import Unfolding
 from backpack.utils.conv import pad_input, unfold_by_conv
 from backpack.utils.types import Grads, Layer
@@ -232,7 +232,7 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
             unfolded = self._unfold(module, x, out_size)
             return rearrange(unfolded, "n (g d) t -> n g t d", g=g)
 
-        def again(x: Tensor, cotangents: Tensor) -> PerSample:
+        def make(x: Tensor, cotangents: Tensor) -> PerSample:
             return self.product(name, module, (x,), cotangents)
 
         return Outer(
@@ -240,7 +240,7 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
             cotangents.reshape(v, n, g, channels // g, prod(out_size)).mT,
             module.weight.shape,
             self._order(module),
-            Operands(x, cotangents, again, self._direct(module, x, cotangents)),
+            Recipe(x, cotangents, make, self._direct(module, x, cotangents)),
             self._unfolding(module, x),
             sums_positions=True,
         )

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 from torch.library import Library, register_fake
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from backpack.utils.state import is_traced, state
@@ -167,3 +167,36 @@ def whole(function: F) -> F:
         return call_whole(function, *args) if is_recorded() else function(*args)
 
     return run  # type: ignore[return-value]
+
+
+class WholeCalls(TorchDispatchMode):
+    """While active, lets functions and operations stay whole.
+
+    Attributes:
+        OPERATIONS: Operations of PyTorch of which a compiler makes slower ones.
+        calls: What was called, which must live as long as the step that is recorded.
+    """
+
+    OPERATIONS = (
+        torch.ops.aten.max_pool2d_with_indices.default,
+        torch.ops.aten.max_pool2d_with_indices_backward.default,
+        torch.ops.aten.constant_pad_nd.default,
+    )
+
+    def __init__(self) -> None:
+        """Begin without calls."""
+        super().__init__()
+        self.calls: List[Call] = []
+
+    def __enter__(self) -> WholeCalls:  # noqa: D105
+        state().calls = self.calls
+        return super().__enter__()
+
+    def __exit__(self, *exc_info: Any) -> None:  # noqa: D105
+        state().calls = None
+        super().__exit__(*exc_info)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: D105
+        if func in self.OPERATIONS and not kwargs:
+            return call_whole(func, *args)
+        return func(*args, **(kwargs or {}))

@@ -12,5 +12,6 @@ form it has. The forms are
   (embeddings).
 
 Every reduction (norms, squares, dots, ...) is a method, written once per form, and uses
-the cheapest known formula for it. What several forms add up is in ``sums.py``.
+the cheapest known formula for it. What several forms add up is in ``sums.py``; how a
+reduction becomes a single operation of a compiled step, in ``recipe.py``.
 """

@@ -15,7 +15,7 @@ from backpack.core.fast.memory import huge_empty, may_write
 from backpack.core.per_sample import sums
 from backpack.core.per_sample.base import Dense, Gather, PerSample
 from backpack.core.per_sample.order import Order, transposed
-from backpack.core.per_sample.sources import Operands, whole_reduction
+from backpack.core.per_sample.recipe import Recipe, whole_reduction
 from backpack.core.per_sample.unfolding import Unfolding
 from backpack.utils.state import may_look
 from backpack.utils.types import full_precision
@@ -71,7 +71,7 @@ class Outer(PerSample):
         b: Tensor,
         shape: torch.Size,
         order: Optional[Order] = None,
-        source: Optional[Operands] = None,
+        recipe: Optional[Recipe] = None,
         unfolding: Optional[Unfolding] = None,
         sums_positions: bool = False,
     ):
@@ -82,14 +82,14 @@ class Outer(PerSample):
             b: Cotangents of shape ``[V, N, G, T, p]``.
             shape: The parameter's shape ``[*p]``.
             order: How the parameter's axes lie in ``[G, p, d]``. Default: ``None``.
-            source: What all this was made of, with a faster way than unfolding to form
-                products, maybe. Default: ``None``, for ``a`` and ``b``.
+            recipe: What all this was made of, maybe with a faster way than unfolding to
+                form products. Default: ``None``, for ``a`` and ``b``.
             unfolding: Faster ways than ``a`` to unfold the inputs of some samples.
                 Default: ``None``.
             sums_positions: Convention for Kronecker factors. Default: ``False``.
         """
         self.sums_positions = sums_positions
-        self._source = source
+        self._recipe = recipe
         self._make_a = a
         self._a: Optional[Tensor] = None
         self.b = b
@@ -110,7 +110,7 @@ class Outer(PerSample):
 
     def __getstate__(self) -> Dict[str, Any]:
         """Return the factors, without the functions that form them."""
-        forgotten = dict.fromkeys(("_make_a", "_source", "_unfolding", "_plain"))
+        forgotten = dict.fromkeys(("_make_a", "_recipe", "_unfolding", "_plain"))
         return {**vars(self), "_a": self.a, **forgotten, "shared": None}
 
     @property
@@ -118,12 +118,16 @@ class Outer(PerSample):
         """Number d of features of the inputs."""
         return self._sizes[0]
 
-    def made_of(self) -> Operands:
-        """Tell what a reduction depends on."""
-        if self._source is not None and self._a is None:
-            return self._source
+    def recipe(self) -> Recipe:
+        """Tell how to make the same products again, with other tensors.
+
+        Returns:
+            The recipe.
+        """
+        if self._recipe is not None and self._a is None:
+            return self._recipe
         kind = self.shape, self.order, self.sums_positions
-        return Operands(self.a, self.b, partial(_with_factors, *kind))
+        return Recipe(self.a, self.b, partial(_with_factors, *kind))
 
     def _unfolder(self) -> Optional[Unfolding]:
         """Return faster ways to unfold, unless the inputs are unfolded already."""
@@ -156,14 +160,14 @@ class Outer(PerSample):
         self,
         a: Optional[Callable[[], Tensor]] = None,
         b: Optional[Tensor] = None,
-        source: Optional[Operands] = None,
+        recipe: Optional[Recipe] = None,
     ) -> Outer:
         """Describe other products of the same kind.
 
         Args:
             a: Function that returns the inputs. Default: ``None`` for the same.
             b: Cotangents. Default: ``None`` for the same.
-            source: What they are made of. Default: ``None``, for both.
+            recipe: What they are made of. Default: ``None``, for both.
 
         Returns:
             Products for the same parameter.
@@ -171,7 +175,7 @@ class Outer(PerSample):
         a = (lambda: self.a) if a is None else a
         b = self.b if b is None else b
         convention = self.sums_positions
-        return Outer(a, b, self.shape, self.order, source, sums_positions=convention)
+        return Outer(a, b, self.shape, self.order, recipe, sums_positions=convention)
 
     def transposed(self) -> Outer:
         """Describe products with a matrix's Jacobian as those of its transpose.
@@ -217,8 +221,8 @@ class Outer(PerSample):
         picked: Any = samples
         if not isinstance(samples, slice):  # once, on the device
             picked = torch.as_tensor(samples, dtype=torch.long, device=self.b.device)
-        source = self._source and self._source.select(picked)
-        return self.like(lambda: self.a[picked], self.b[:, picked], source)
+        recipe = self._recipe and self._recipe.select(picked)
+        return self.like(lambda: self.a[picked], self.b[:, picked], recipe)
 
     def gathered(self, gather: Gather) -> PerSample:  # noqa: D102
         d, p = self._sizes
@@ -259,18 +263,18 @@ class Outer(PerSample):
             and self.batch_size > 0
             and may_write()
             # a GPU multiplies all matrices at once
-            and (self._forms is not None or self.device.type == "cpu")
+            and (self._form is not None or self.device.type == "cpu")
         )
 
     @property
     def _is_direct(self) -> bool:
         """Whether products are formed without unfolding the inputs."""
-        return self._forms is not None and self._a is None
+        return self._form is not None and self._a is None
 
     @property
-    def _forms(self) -> Optional[Callable]:
-        """Forms products without unfolding the inputs, see :class:`Operands`."""
-        return self._source and self._source.form
+    def _form(self) -> Optional[Callable]:
+        """Function that forms products without unfolding, see :class:`Recipe`."""
+        return self._recipe and self._recipe.form
 
     def _blocks(self) -> Iterator[Tensor]:
         if not self._is_large:
@@ -379,7 +383,7 @@ class Outer(PerSample):
             Products of shape ``[1, N, *p]``.
         """
         if self._is_direct:
-            out = self._source.products()
+            out = self._recipe.products()
         else:
             shape = 1, self.batch_size, *self.shape
             out = huge_empty(shape, self.dtype, self.device)
@@ -395,13 +399,13 @@ class Outer(PerSample):
 
     def block(self, samples: slice) -> Tensor:  # noqa: D102
         if self._is_direct:
-            return self._source.select(samples).products()
+            return self._recipe.select(samples).products()
         return self.fold(self._outer(samples))
 
     @whole_reduction
     def summed(self) -> Tensor:  # noqa: D102
         if self._is_direct:
-            return self._forms(self._source.inputs, self._source.cotangents, True)
+            return self._form(self._recipe.inputs, self._recipe.cotangents, True)
         return self._sum_of(self.b, self.a)
 
     def _sum_of(self, b: Tensor, a: Tensor) -> Tensor:
@@ -417,9 +421,9 @@ class Outer(PerSample):
     @whole_reduction
     def weighted_sum(self, weights: Tensor) -> Tensor:  # noqa: D102
         if self._is_direct:
-            x, cotangents, *_ = self._source
+            x, cotangents, *_ = self._recipe
             x, b = full_precision(x), sums.scaled(cotangents, weights, 1)
-            return self._forms(x, b, True)
+            return self._form(x, b, True)
         b, a = sums.scaled(self.b, weights, 1), full_precision(self.a)
         return self._sum_of(b, a)
 

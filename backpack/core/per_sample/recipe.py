@@ -1,4 +1,4 @@
-"""What products were made of, and reductions that become single operations."""
+"""How products are made, so that reductions of them can be single operations."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from backpack.core.fast.whole import call_whole, is_recorded
 
 
-class Operands(NamedTuple):
-    """What products were made of.
+class Recipe(NamedTuple):
+    """What products are made of, and how.
 
     Attributes:
         inputs: Inputs of shape ``[N, *]``.
@@ -27,7 +27,7 @@ class Operands(NamedTuple):
     make: Callable[[Tensor, Tensor], Any]
     form: Optional[Callable[[Tensor, Tensor, bool], Tensor]] = None
 
-    def select(self, samples: Union[slice, Tensor]) -> Operands:
+    def select(self, samples: Union[slice, Tensor]) -> Recipe:
         """Restrict to some samples.
 
         Args:
@@ -37,7 +37,7 @@ class Operands(NamedTuple):
             The same for these samples.
         """
         x, cotangents = self.inputs[samples], self.cotangents[:, samples]
-        return Operands(x, cotangents, self.make, self.form)
+        return self._replace(inputs=x, cotangents=cotangents)
 
     def products(self) -> Tensor:
         """Form the products of all samples.
@@ -52,8 +52,7 @@ def whole_reduction(reduction: Callable) -> Callable:
     """Let a reduction be a single operation where a step is recorded.
 
     Args:
-        reduction: Method of products that tell what they are made of, with
-            ``made_of()``.
+        reduction: Method of products that have a ``recipe()``.
 
     Returns:
         The method.
@@ -63,11 +62,12 @@ def whole_reduction(reduction: Callable) -> Callable:
     def run(self: Any, *args: Any, **options: Any) -> Tensor:
         if not is_recorded():
             return reduction(self, *args, **options)
-        source = self.made_of()
+        recipe = self.recipe()
         adds_up = self.keeps_total and self._total is None
-        reduce = partial(_reduce, partial(reduction, **options), source.make, adds_up)
-        result, total = call_whole(reduce, source.inputs, source.cotangents, *args)
-        self._total = self._total if total is None else total
+        reduce = partial(_reduce, partial(reduction, **options), recipe.make, adds_up)
+        result, total = call_whole(reduce, recipe.inputs, recipe.cotangents, *args)
+        if total is not None:
+            self._total = total
         return result
 
     return run

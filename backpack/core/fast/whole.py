@@ -28,7 +28,7 @@ _NUMBERS = count()
 class WholeCall:
     """A call of a function, with other tensors each time.
 
-    The step that was recorded keeps it alive.
+    The step that was recorded keeps it alive, so that it keeps no tensors itself.
     """
 
     def __init__(self, function: Callable, args: Sequence[Any]):
@@ -40,11 +40,10 @@ class WholeCall:
                 are tensors, or ``None``.
         """
         leaves, self._spec = tree_flatten(list(args))
-        self.tensors = [x for x in leaves if isinstance(x, Tensor)]
         self._args = [Tensor if isinstance(x, Tensor) else x for x in leaves]
         self._function, self.number = function, next(_NUMBERS)
         with _disable_current_modes(), torch.no_grad():
-            numbers, self._results = tree_flatten(self._evaluate(self.tensors))
+            numbers, self._results = tree_flatten(function(*args))
         self._kinds = [
             None if x is None else (x.shape, x.stride(), x.dtype) for x in numbers
         ]
@@ -149,7 +148,7 @@ def call_whole(function: Callable, *args: Any) -> Any:
     state().calls.append(call)
     _CALLS[call.number] = call
     operation = getattr(torch.ops.backpack, _NAME).default
-    return call.arranged(operation(call.tensors, call.number, repr(call)))
+    return call.arranged(operation(tensors, call.number, repr(call)))
 
 
 def whole(function: F) -> F:

@@ -20,7 +20,7 @@ from torch.nn import Module, Parameter
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from backpack.core.fast.whole import WholeCalls
+from backpack.core.fast.whole import KeepWhole
 from backpack.engine.graph import describe, leaves_behind
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.secondorder.walk import without_autocast
@@ -184,7 +184,7 @@ class CompiledStep:
             specs[:] = (spec,)
             return numbers
 
-        whole = WholeCalls()
+        whole = KeepWhole()
 
         def recorded(*tensors: Tensor) -> List[Tensor]:
             with whole:

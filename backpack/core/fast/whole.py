@@ -168,7 +168,7 @@ def whole(function: F) -> F:
     return run  # type: ignore[return-value]
 
 
-class WholeCalls(TorchDispatchMode):
+class KeepWhole(TorchDispatchMode):
     """While active, lets functions and operations stay whole.
 
     Attributes:
@@ -185,9 +185,9 @@ class WholeCalls(TorchDispatchMode):
     def __init__(self) -> None:
         """Begin without calls."""
         super().__init__()
-        self.calls: List[Call] = []
+        self.calls: List[WholeCall] = []
 
-    def __enter__(self) -> WholeCalls:  # noqa: D105
+    def __enter__(self) -> KeepWhole:  # noqa: D105
         state().calls = self.calls
         return super().__enter__()
 

@@ -218,7 +218,7 @@ class backpack(AbstractContextManager):  # noqa: N801
                     f"field, {field!r}, where those of the last one replace the "
                     "others'. Give them fields of their own, `ext.savefield = 'name'`."
                 )
-        replacing = [type(x).__name__ for x in exts if x.replaces_gradient]
+        replacing = [type(x).__name__ for x in self.exts if x.replaces_gradient]
         if len(replacing) > 1 or (replacing and (check or not gradient)):
             raise ValueError(
                 f"{' and '.join(replacing)}: replace_grad=True decides what becomes of "

@@ -345,6 +345,14 @@ def test_one_extension_twice(ext: type, same: bool) -> None:
         assert_agrees(getattr(a, field), getattr(b, field), ext.__name__)
 
 
+def test_one_that_replaces_gradients_twice() -> None:
+    """The same object runs once, too, where there may be only one."""
+    ext = extensions.ClippedGrad(1e-2, replace_grad=True)
+    once, twice = run(MLP, ext), run(MLP, ext, ext)
+    for a, b in zip(twice.parameters(), once.parameters()):
+        assert_agrees(a.grad, b.grad)
+
+
 # The backward pass was somewhere else
 
 

@@ -27,8 +27,8 @@ from backpack.extensions.secondorder.walk import without_autocast
 from backpack.utils.parallel import is_parallel
 
 NO_TENSORS = (
-    "compile_step(...): {ext} saves functions in '{field}', which no graph can return. "
-    "Run it in a plain backward pass, inside `with backpack(...)`."
+    "compile_step(...): {ext} saves objects in '{field}' that are no tensors, which no "
+    "graph can return. Run it in a plain backward pass, inside `with backpack(...)`."
 )
 HOOKS = (
     "compile_step(...): {names} has a hook, which would run once, when the step is "

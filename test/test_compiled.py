@@ -26,7 +26,7 @@ from backpack.core.fast import tuning, whole
 from backpack.extensions.backprop_extension import BackpropExtension
 
 LONG = int(os.environ.get("BACKPACK_TEST_LONG", "0"))
-FUNCTIONS = ("HMP", "GGNMP", "PCHMP")
+OBJECTS = ("HMP", "GGNMP", "PCHMP", "BatchFactors")
 SHARING = {"weight_sharing": "expand"}
 OPTIONS: Dict[str, Dict[str, Any]] = {
     "KFAC": SHARING,
@@ -483,7 +483,7 @@ class Refused(NamedTuple):
 
 
 REFUSED = {
-    **{name: Refused(f"{name} saves functions in", name=name) for name in FUNCTIONS},
+    **{name: Refused(f"{name} saves objects in", name=name) for name in OBJECTS},
     "value": Refused("operations cannot be recorded.*item", wrap=looks),
     "number": Refused("argument 0 is of type int", TypeError, wrap=lambda x: 3),
     "loss": Refused("returned shape \\[3\\]", TypeError, prepare=without_mean),

@@ -698,7 +698,7 @@ def check(spec: Spec, seen: Counter) -> None:
     row = spec.row()
     try:
         plain = plain_pass(row)
-    except (RuntimeError, UserWarning):  # nothing to compare with
+    except (RuntimeError, IndexError, UserWarning):  # nothing to compare with
         reject()
     try:
         model = compute(row, QUANTITIES)

@@ -192,7 +192,7 @@ class CompiledStep:
 
         with _as_before(modules, tensors):
             step(*tensors)
-            kind = _state(modules)
+            state = _state(modules)
         with _as_before(modules, tensors), catch_warnings():
             simplefilter("ignore")  # they have been seen
             try:
@@ -206,7 +206,7 @@ class CompiledStep:
         found = [places.get(id(leaf), leaf) for leaf in leaves]
         on_cpu = all(x.device.type == "cpu" for x in (*tensors, *lifted))
         run = self._compiler(graph, on_cpu)
-        return _Graph(run, lifted, found, whole.calls, specs[0], list(modules), kind)
+        return _Graph(run, lifted, found, whole.calls, specs[0], list(modules), state)
 
     def _fields(self, leaf: Tensor) -> Dict[str, Any]:
         """Collect what the extensions have saved on a leaf."""

@@ -126,7 +126,7 @@ def check_samples(
         ]
         if refused and is_separable(inspection.roots):
             refused = []
-        for met in (*refused, *met_before_losses(inspection)):
+        for met in (*refused, *_met_before_losses(inspection)):
             refuse(names, met, "any parameter")
     entangled += _never_seen(inspection, params)
     if entangled:
@@ -186,15 +186,8 @@ def warn_of_terms(inspection: Inspection) -> None:
         warn_user(MISSING_TERM.format(nodes=", ".join(missing)))
 
 
-def met_before_losses(inspection: Inspection) -> List[Mixed]:
-    """Find where samples have met between a model and its loss.
-
-    Args:
-        inspection: What the graph looks like.
-
-    Returns:
-        What is known of the losses' predictions.
-    """
+def _met_before_losses(inspection: Inspection) -> List[Mixed]:
+    """Find where samples have met between a model and its loss."""
     placements = [call.placement for call in inspection.calls if call.is_loss]
     return [p for p in placements if isinstance(p, Mixed)]
 

@@ -340,9 +340,9 @@ class BackwardPass:
         for ext in self.state.active_exts:
             if not any([ext.is_customized(module) for module in modules]):
                 ext.compute(turn)
-        if any(map(self.is_left_out, group.params)):
-            gradients = turn.gradients()
-            hand_over({param: gradients[param].plain.total() for param in gradients})
+        if any(map(self.is_left_out, group.params)):  # to the node that accumulates it
+            for param, product in turn.gradients().items():
+                torch.autograd.backward(param, product.plain.total())
         self.pull_back.forget(group)
         for use in group.uses:
             groups = self._groups_of[use]

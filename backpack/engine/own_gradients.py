@@ -203,16 +203,14 @@ class _Gradients(Function):
         return None, *gradients
 
 
-def hand_over(
-    gradients: Dict[Tensor, Tensor], who: str = "", calls: Iterable[Any] = ()
-) -> None:
-    """Hand gradients that autograd leaves out to it.
+def hand_over(gradients: Dict[Tensor, Tensor], who: str, calls: Iterable[Any]) -> None:
+    """Hand all gradients, which autograd has left out, to it: in one and the same pass.
 
     Args:
         gradients: The gradients by parameter; empty afterwards, since what somebody
             else owns is copied.
-        who: Which extension replaces gradients after the pass. Default: none.
-        calls: Records of the modules' calls in that pass. Default: none.
+        who: Which extension replaces gradients.
+        calls: Records of the modules' calls in the pass that is over.
 
     Raises:
         NotImplementedError: If parameters are parts that processes have gathered.

@@ -11,7 +11,17 @@ import torch
 import torch.nn.functional as F
 from cases import F64
 from oracle import assert_agrees, parameters
-from per_sample import REFUSALS, Lambda, N, compute, lookup, real, reference, use
+from per_sample import (
+    REFUSALS,
+    Lambda,
+    N,
+    assert_right,
+    compute,
+    lookup,
+    real,
+    reference,
+    use,
+)
 from test_expressions import EXPRESSIONS, TIED
 from test_uses import LINEAR
 from torch import Tensor, nn
@@ -78,21 +88,46 @@ def test_eigenvalues(row: str) -> None:
         assert_agrees(values.flatten(), diagonal, name)
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_table_of_positions(shared: bool) -> None:
-    """It has a dense block if it is a constant, the factors of an embedding else."""
+PICKED = {  # rows of a table that all samples share
+    "embedding": lambda m: F.embedding(torch.arange(1, 4), m.w),
+    "embedding-int": lambda m: F.embedding(torch.arange(1, 4, dtype=torch.int), m.w),
+    "embedding-padded": lambda m: F.embedding(torch.arange(1, 4), m.w, padding_idx=2),
+    "embedding-by-frequency": lambda m: F.embedding(
+        torch.tensor([1, 2, 2]), m.w, scale_grad_by_freq=True
+    ),
+    "embedding-in-front": lambda m: F.embedding(torch.arange(1, 4)[None], m.w),
+    "repeated": lambda m: F.embedding(torch.tensor([1, 2, 1]), m.w),
+    "index": lambda m: m.w[torch.tensor([3, 0, 2])],
+    "index-columns": lambda m: m.w[:3, torch.tensor([3, 0, 2, 1])],
+    "index-mask": lambda m: m.w[torch.tensor([0, 1, 1, 0, 1, 0], dtype=torch.bool)],
+    "index_select": lambda m: m.w.index_select(0, torch.tensor([1, 2, 5])),
+    "slice": lambda m: m.w[:3],
+    "slice-from-the-end": lambda m: m.w[-3:].unsqueeze(0),
+    "slice-steps": lambda m: m.w[::2],
+    "slice-columns": lambda m: m.w[:3, :1],
+}
+NO_TABLE = {"embedding-by-frequency", "index-columns", "slice-columns"}
 
-    def apply(m: Module, tokens: Tensor, positions: Tensor) -> Tensor:
-        positions = torch.arange(3) if shared else positions
-        return m.head((m.token(tokens) + m.table(positions)).tanh()).mT
 
-    parts = {"token": nn.Embedding(5, 4), "table": nn.Embedding(6, 4)}
-    model = extend(Lambda(apply, **parts, head=nn.Linear(4, 3)))
-    tokens, loss = torch.randint(5, (N, 3)), extend(nn.CrossEntropyLoss())
+@pytest.mark.parametrize("name", PICKED)
+def test_table_of_positions(name: str) -> None:
+    """It has the factors of an embedding, and gradients like any expression."""
+    row = use(lambda m, x: (x + PICKED[name](m)).sin().mT, 3, 4, w=(6, 4))
+    assert_right(row)
+    model, loss, X = row.build()
+    value = row.run(extend(model), extend(loss), X)
     with backpack(KFLR(weight_sharing="expand")):
-        loss(model(tokens, torch.arange(3).expand(N, 3)), tokens % 3).backward()
-    shapes = [tuple(factor.shape) for factor in model.table.weight.kflr]
-    assert shapes == ([(24, 24)] if shared else [(6,), (4, 4)])
+        value.backward()
+    if name in NO_TABLE:
+        assert [len(factor) for factor in model.w.kflr] == [model.w.numel()]
+        return
+    picked = torch.autograd.grad(PICKED[name](model).sum(), model.w)[0]
+    frequency, cotangents = model.w.kflr
+    assert_agrees(frequency, picked[:, 0] / 3, "how often a row is picked")
+    if name != "repeated":  # positions that share a row meet in its block
+        blocks = reference(row).blocks["w"].sum(0).view(6, 4, 6, 4)
+        blocks = blocks.diagonal(dim1=0, dim2=2).sum(-1)
+        assert_agrees(cotangents, blocks, "cotangents of all positions")
 
 
 ORDERS = {

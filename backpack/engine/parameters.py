@@ -18,6 +18,7 @@ from torch.nn import Module
 
 from backpack.core.per_sample.base import Dense, PerSample
 from backpack.core.per_sample.outer import Outer
+from backpack.core.per_sample.rows import Rows
 from backpack.engine.graph import describe, is_leaf, leaves_behind, walk
 from backpack.engine.saved import SAVED, fetch
 from backpack.engine.uses import Constant, Use, batched_vjp
@@ -285,7 +286,7 @@ def _behind_views(
         return constant.leaf, None, product
     edge, shape = constant.source, constant.shape
     ends = {param.grad_fn: param for param in params if param.grad_fn is not None}
-    while isinstance(product, Outer) and edge.node not in ends:
+    while type(product) in (Dense, Outer) and edge.node not in ends:
         node = edge.node
         if is_leaf(node):
             return node.variable, None, product
@@ -298,13 +299,18 @@ def _behind_views(
         else:
             before = torch.Size(parent._input_metadata[parents[0][1]].shape)
         two = len(shape) == len(before) == 2
-        if name in _TRANSPOSES and two and before == shape[::-1] and _swaps(node):
+        if name in _SAME_ORDER and before.numel() == shape.numel():
+            product = product.reshaped(before)
+        elif isinstance(product, Dense):
+            rows = _rows_of_table(node, product, before)
+            if rows is None:
+                break
+            product = rows
+        elif name in _TRANSPOSES and two and before == shape[::-1] and _swaps(node):
             try:
                 product = product.transposed()
             except ValueError:
                 break
-        elif name in _SAME_ORDER and before.numel() == shape.numel():
-            product = product.reshaped(before)
         else:
             break
         edge, shape = GradientEdge(parent, parents[0][1]), before
@@ -313,6 +319,60 @@ def _behind_views(
     if edge.node in ends:
         return ends[edge.node], None, product
     return None, edge, product
+
+
+def _rows_of_table(node: Node, product: Dense, shape: torch.Size) -> Optional[Rows]:
+    """Describe products with rows of a matrix, like a table of positions.
+
+    Args:
+        node: What may have picked rows, the same ones for all samples.
+        product: Products with the Jacobian of what was picked.
+        shape: Shape of the table.
+
+    Returns:
+        Products with the table's Jacobian, ``None`` if that was something else.
+    """
+    pick = _PICKS.get(type(node).__name__)
+    if pick is None or len(shape) != 2:
+        return None
+    fetch(node.metadata.get(SAVED, ()))
+    picked, products = pick(node), product.products
+    if picked is None or products.shape[-1] != shape[1]:
+        return None
+    ids = torch.arange(shape[0], device=products.device)[picked].flatten()
+    if ids.numel() * shape[1] != product.shape.numel():
+        return None
+    padding = getattr(node, "_saved_padding_idx", None)
+    ids = ids.expand(product.batch_size, -1)
+    valid = None if padding is None else (ids != _signed(padding)).to(products.dtype)
+    return Rows(ids, products.flatten(2).unflatten(2, (-1, shape[1])), shape, valid)
+
+
+def _signed(number: int) -> int:
+    """Read a number of the graph, which shows negative ones without their sign."""
+    return number - 2**64 if number >= 2**63 else number
+
+
+def _slice(node: Node) -> Optional[slice]:
+    ends = node._saved_start, node._saved_end, node._saved_step
+    return None if node._saved_dim else slice(*map(_signed, ends))
+
+
+def _index(node: Node) -> Optional[Tensor]:
+    index, *others = node._saved_indices
+    return None if others else index
+
+
+def _ids(node: Node) -> Optional[Tensor]:
+    return None if node._saved_scale_grad_by_freq else node._saved_indices
+
+
+_PICKS: Dict[str, Callable[[Node], Any]] = {
+    "EmbeddingBackward0": _ids,
+    "IndexBackward0": _index,
+    "IndexSelectBackward0": lambda n: None if n._saved_dim else n._saved_index,
+    "SliceBackward0": _slice,
+}
 
 
 def _swaps(node: Node) -> bool:

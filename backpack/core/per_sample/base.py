@@ -363,6 +363,17 @@ class Dense(PerSample):
     def _cotangents(self) -> Tensor:
         return self.products
 
+    def reshaped(self, shape: torch.Size) -> Dense:
+        """Describe products with the Jacobian of another view of the same numbers.
+
+        Args:
+            shape: Other shape of as many numbers.
+
+        Returns:
+            Products ``[V, N, *shape]``.
+        """
+        return Dense(self.products.reshape(*self.products.shape[:2], *shape), shape)
+
     def block(self, samples: slice) -> Tensor:  # noqa: D102
         return self.products[:, samples]
 

@@ -5,8 +5,9 @@ hypernetworks; one parameter under several names, in several layers, several tim
 one operation. A use counts once, wherever its parameters are kept.
 """
 
+import itertools
 from functools import partial
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional, Sequence
 
 import pytest
 import torch
@@ -556,6 +557,13 @@ def first_of(out: Any) -> Tensor:
 ALIKE = ("weight_ih_l0", "weight_hh_l0")
 
 
+def scaled(products: Sequence[str], m: Module, x: Tensor) -> Tensor:
+    """Scale by products of parameters, one after the other."""
+    for names in products:
+        x = x.sin() * torch.stack([getattr(m, name) for name in names]).prod(0)
+    return x
+
+
 def transposed() -> Module:
     """Make an autoencoder whose decoder has the transposed weight."""
     return Lambda(lambda m, x: F.linear(m.f(x).tanh(), m.f.weight.T), f=nn.Linear(4, 3))
@@ -686,6 +694,13 @@ TIED = {
         randn(4),
     ),
     "unrolled": use(lambda m, x: unrolled(m, x), 4, w=(4, 4), b=(4,)),
+    **{
+        "groups-joined-by-"
+        + "-".join(order): use(
+            partial(scaled, order), 4, a=(4,), b=(4,), c=(4,), d=(4,)
+        )
+        for order in itertools.permutations(["ab", "cd", "abcd"])
+    },
 }
 
 

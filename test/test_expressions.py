@@ -5,8 +5,9 @@ hypernetworks; one parameter under several names, in several layers, several tim
 one operation. A use counts once, wherever its parameters are kept.
 """
 
+import itertools
 from functools import partial
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional, Sequence
 
 import pytest
 import torch
@@ -428,8 +429,18 @@ def hooked(x: Tensor) -> Tensor:
     return x
 
 
+def after_a_step(w: Tensor, x: Tensor) -> Tensor:
+    """Return a weight for each sample, after a step that is differentiated through."""
+    own = w.expand(len(x), *w.shape)
+    value = (x[:, None] @ own).tanh().pow(2).sum()
+    return own - torch.autograd.grad(value, own, create_graph=True)[0]
+
+
 # Parameters that data make: the data's own, and no constants
 HYPERNETWORKS = {
+    "step-for-each-sample": use(  # as in MAML
+        lambda m, x: (x.cos()[:, None] @ after_a_step(m.w, x))[:, 0], 4, w=(4, 3)
+    ),
     "weight-for-each-sample": use(
         lambda m, x: torch.bmm(x[:, None], m.hyper(x.cos()).view(-1, 4, 3)),
         4,
@@ -554,6 +565,13 @@ def first_of(out: Any) -> Tensor:
 
 
 ALIKE = ("weight_ih_l0", "weight_hh_l0")
+
+
+def scaled(products: Sequence[str], m: Module, x: Tensor) -> Tensor:
+    """Scale by products of parameters, one after the other."""
+    for names in products:
+        x = x.sin() * torch.stack([getattr(m, name) for name in names]).prod(0)
+    return x
 
 
 def transposed() -> Module:
@@ -686,6 +704,13 @@ TIED = {
         randn(4),
     ),
     "unrolled": use(lambda m, x: unrolled(m, x), 4, w=(4, 4), b=(4,)),
+    **{
+        "groups-joined-by-"
+        + "-".join(order): use(
+            partial(scaled, order), 4, a=(4,), b=(4,), c=(4,), d=(4,)
+        )
+        for order in itertools.permutations(["ab", "cd", "abcd"])
+    },
 }
 
 

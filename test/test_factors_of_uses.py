@@ -209,6 +209,33 @@ def test_factors_like_those_of_a_layer(name: str, factors: type, sharing: str) -
         assert_agrees(actual, expected, what)
 
 
+def picks(m: Module, x: Tensor) -> Tensor:
+    """Send some positions to a layer, as an expert gets them."""
+    return x.new_zeros(*x.shape[:2], 2).index_put((m.sent,), m.f(x[m.sent]))
+
+
+def masks(m: Module, x: Tensor) -> Tensor:
+    """Do the same with zeros in place of the others."""
+    sent = m.sent.to(x.dtype).unsqueeze(-1)
+    return m.f(x * sent) * sent
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_factors_of_some_positions(sharing: str) -> None:
+    """Positions that only other samples have count as zeros."""
+    sent = torch.arange(3) < torch.tensor([3, 1, 0, 2]).unsqueeze(1)
+    results = []
+    for function in (picks, masks):
+        torch.manual_seed(0)
+        model = extend(Lambda(function, f=nn.Linear(4, 2), sent=sent).to(F64))
+        f, loss = model(torch.randn(N, 3, 4, dtype=F64)), extend(nn.MSELoss())
+        with backpack(KFLR(weight_sharing=sharing)):
+            loss(f, real(f)).backward()
+        results.append([p.kflr for p in model.parameters()])
+    for actual, expected, what in zip(*results, ("weight", "bias")):
+        assert_agrees(actual, expected, what)
+
+
 @pytest.mark.parametrize("t", [1, 3, N])
 def test_factors_of_attention(t: int) -> None:
     """Attention's packed projection has factors, and no dense block."""

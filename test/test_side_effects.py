@@ -281,6 +281,27 @@ def differentiates_inside(m: Module, x: Tensor) -> Tensor:
     return m.g(m.f(x + 0.1 * g).tanh() @ m.w)
 
 
+@layers()
+def steps_inside(m: Module, x: Tensor) -> Tensor:
+    """Take a step of first-order MAML: for all samples, and for each one."""
+    own = m.w.expand(len(x), D, D)
+    inner = (m.f(x)[:, None] @ own).tanh().pow(2).sum()
+    g, h = torch.autograd.grad(inner, [own, m.f.weight])
+    h = F.linear(x, m.f.weight - 0.1 * h, m.f.bias)[:, None] @ (own - 0.1 * g)
+    return m.g(h[:, 0].tanh())
+
+
+@layers()
+def descends_inside(m: Module, x: Tensor) -> Tensor:
+    """Look for inputs where the model is small, as energy-based models do."""
+    z = torch.randn_like(x)
+    for _ in range(2):
+        z.requires_grad_()
+        (g,) = torch.autograd.grad((m.f(z).tanh() @ m.w).sum(), z)
+        z = (z - 0.1 * g).detach()
+    return m.g(m.f(x).tanh() @ m.w - m.f(z).tanh() @ m.w)
+
+
 class Offset(Module):
     """A layer that is called with no tensor, but a shape."""
 
@@ -331,6 +352,8 @@ PASSES = {
     "recomputes": recomputes,
     "recomputes-expressions": recomputes_expressions,
     "differentiates-inside": differentiates_inside,
+    "steps-inside": steps_inside,
+    "descends-inside": descends_inside,
     "takes-a-shape": takes_a_shape,
 }
 FORWARD_PASSES = {

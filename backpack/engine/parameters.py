@@ -412,14 +412,14 @@ def find_groups(uses: Sequence[Use]) -> List[Group]:
 
 def _joined(params: Sequence[Tensor], by_param: Dict[int, Group]) -> Optional[Group]:
     """Return the group of some parameters, joined if there were several."""
-    groups = [by_param[id(p)] for p in params if id(p) in by_param]
+    # a group may have several of the parameters, and is joined once
+    groups = list(dict.fromkeys(by_param[id(p)] for p in params if id(p) in by_param))
     group = groups[0] if groups else Group()
     for other in groups[1:]:
-        if other is not group:
-            group.members.extend(other.members)
-            group.params.extend(other.params)
-            for p in other.params:
-                by_param[id(p)] = group
+        group.members.extend(other.members)
+        group.params.extend(other.params)
+        for p in other.params:
+            by_param[id(p)] = group
     for p in params:
         if id(p) not in by_param:
             by_param[id(p)] = group

@@ -114,6 +114,7 @@ def _kind_of(func: Any) -> Kind:
         name = getattr(getattr(func, "__self__", None), "__name__", name)
     quiet = name in _QUIET or (is_property and name not in _TENSOR_PROPERTIES)
     quiet = quiet or name in ("__set__", "__delete__", "backward")
+    quiet = quiet or func is torch.autograd.grad  # asks for these very tensors
     writes = (
         (name.endswith("_") and not name.endswith("__"))
         or name == "__setitem__"

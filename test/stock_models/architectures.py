@@ -10,6 +10,7 @@ from typing import Any, Callable, List
 import timm
 from rows import (
     CLASSES,
+    DEEPSEEK,
     EXPERTS,
     GROUPED,
     PAIR,
@@ -197,23 +198,7 @@ EXPERT_MODELS = [
     decoder("Qwen3-MoE", "qwen3_moe", EXPERTS, head_dim=4),
     decoder("OLMoE", "olmoe", EXPERTS),
     decoder("GraniteMoE", "granitemoe", EXPERTS),
-    decoder(
-        "DeepSeek-V3",
-        "deepseek_v3",
-        GROUPED,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=6,
-        n_group=2,
-        topk_group=1,
-        q_lora_rank=4,
-        kv_lora_rank=4,
-        qk_rope_head_dim=2,
-        qk_nope_head_dim=4,
-        v_head_dim=4,
-        first_k_dense_replace=1,
-        num_key_value_heads=2,
-    ),
+    decoder("DeepSeek-V3", "deepseek_v3", DEEPSEEK),
     decoder("GPT-OSS", "gpt_oss", EXPERTS, head_dim=4, sliding_window=3),
     translator(
         "Switch Transformer",

@@ -8,6 +8,7 @@ import transformers
 from architectures import decoder, encoder, image
 from rows import (
     CLASSES,
+    DEEPSEEK,
     EXPERTS,
     GROUPED,
     PARTS,
@@ -114,23 +115,7 @@ EXPERT_MODELS = [
         head_dim=4,
     ),
     decoder("PhiMoE", "phimoe", EXPERTS),
-    decoder(
-        "DeepSeek-V2",
-        "deepseek_v2",
-        GROUPED,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=6,
-        n_group=2,
-        topk_group=1,
-        q_lora_rank=4,
-        kv_lora_rank=4,
-        qk_rope_head_dim=2,
-        qk_nope_head_dim=4,
-        v_head_dim=4,
-        first_k_dense_replace=1,
-        num_key_value_heads=2,
-    ),
+    decoder("DeepSeek-V2", "deepseek_v2", DEEPSEEK),
 ]
 ENCODERS = [
     encoder("NomicBERT", "nomic_bert"),

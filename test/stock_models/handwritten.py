@@ -498,6 +498,48 @@ class OwnLayer(Binary):
         return self.head(Product.apply(x, self.first.weight).tanh() + self.first.bias)
 
 
+class SlotAttention(Module):
+    """Slots that begin as a mean and deviations, and compete for what is there."""
+
+    def __init__(self):
+        """Create the layers."""
+        super().__init__()
+        self.mean, self.deviation = (nn.Parameter(torch.randn(1, 1, D)) for _ in "12")
+        self.q, self.k, self.v = (nn.Linear(D, D, bias=False) for _ in range(3))
+        self.cell, self.norm = nn.GRUCell(D, D), nn.LayerNorm(D)
+        self.head = nn.Linear(D, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map a sequence ``[N, T, D]`` to logits of three slots."""
+        noise = torch.randn(len(x), 3, D, dtype=x.dtype)
+        mean = self.mean.expand(len(x), 3, -1)
+        slots = mean + self.deviation.exp().expand(len(x), 3, -1) * noise
+        k, v = self.k(x), self.v(x)
+        for _ in range(3):
+            near = torch.einsum("nid,njd->nij", self.q(self.norm(slots)), k).softmax(1)
+            near = near / near.sum(-1, keepdim=True)
+            found = torch.einsum("nij,njd->nid", near, v).reshape(-1, D)
+            slots = self.cell(found, slots.reshape(-1, D)).view(len(x), -1, D)
+        return self.head(slots)
+
+
+class MAML(Module):
+    """A weight that each sample adapts, by a step that is differentiated through."""
+
+    def __init__(self):
+        """Create the layers."""
+        super().__init__()
+        self.w, self.rate = nn.Parameter(torch.randn(D)), nn.Parameter(torch.zeros(D))
+        self.head = nn.Linear(D, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map a sequence ``[N, T, D]`` to logits, adapted to its sums."""
+        own = self.w.expand(len(x), -1)
+        inner = (torch.einsum("ntd,nd->nt", x, own) - x.sum(-1)).square().mean(1).sum()
+        (step,) = torch.autograd.grad(inner, own, create_graph=True)
+        return self.head(torch.tanh(x * (own - self.rate.exp() * step)[:, None]))
+
+
 UNSEEN = {
     part: "where extensions can't see it"
     for part in ("first order", "side effects", "DiagGGNExact", "Kronecker")
@@ -525,6 +567,8 @@ HANDWRITTEN: List[Row] = [
         ("Spatial transformer", SpatialTransformer, pixels(4, "x"), {}),
         ("Quantized", Quantized, vectors(D), {}),
         ("Binary", Binary, vectors(D), {}),
+        ("Slot attention", SlotAttention, points, {"train": True}),
+        ("MAML", MAML, points, {}),
         ("Layer with its own backward", OwnLayer, vectors(D), {"refused": UNSEEN}),
     )
 ]

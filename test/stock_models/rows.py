@@ -250,6 +250,21 @@ EXPERTS = {
     "moe_intermediate_size": 6,
     "shared_expert_intermediate_size": 6,
 }
+DEEPSEEK = {
+    **TEXT,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 6,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 4,
+    "kv_lora_rank": 4,
+    "qk_rope_head_dim": 2,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 4,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 2,
+}
 PATCHES = {**WIDTHS, "intermediate_size": 12, "image_size": 4, "patch_size": 2}
 STAGES = {"depths": [1, 1], "hidden_sizes": [4, 8]}
 SOUND = {

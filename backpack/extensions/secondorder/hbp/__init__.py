@@ -73,6 +73,9 @@ class HBP(WalkingExtension):
     - ``None``: B is that of the sum over the positions of a convolution, and A sums
       over them: BackPACK's convention. Everything else is refused.
 
+    Of samples with different numbers of positions, those that others have count as
+    zeros.
+
     With groups, the factors are stacked along a leading axis, ``[G, p, p]`` and
     ``[G, d, d]``.
 

@@ -74,6 +74,25 @@ def sample_numbers(
     return numbers.view(view).expand(tuple(shape))
 
 
+def spans(placement: Placement, shape: Sequence[int], axis: int) -> bool:
+    """Tell whether entries along an axis belong to different samples.
+
+    Args:
+        placement: Where samples are, of which there are several.
+        shape: Shape of the tensor.
+        axis: The axis, counted from the end.
+
+    Returns:
+        Whether some of them do.
+    """
+    if isinstance(placement, Layout):
+        return placement.axis == len(shape) + axis
+    if not isinstance(placement, Tensor) or placement.dim() < -axis:
+        return False
+    highest = placement.amax(axis, keepdim=True)
+    return bool(((placement >= 0) & (placement != highest)).any())
+
+
 def simplify(numbers: Tensor, n: int) -> Union[Layout, Tensor, None]:
     """Find the simplest placement that agrees with sample numbers where they are known.
 

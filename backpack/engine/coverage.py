@@ -11,7 +11,7 @@ from typing import Any, Dict, List, Sequence
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from backpack.core.layout import Mixed
+from backpack.core.layout import Mixed, spans
 from backpack.engine.gaps import (
     Known,
     differ,
@@ -205,9 +205,15 @@ def _met_in_tails(inspection: Inspection) -> List[Mixed]:
 
 def _brings_together(node: Node, behind: Sequence[Known]) -> bool:
     """Tell whether samples meet in the operation with which a term of a loss ends."""
-    if is_sum(node):
+    if not is_sum(node):
+        return is_scalar(node) or is_coupled(node)
+    name = type(node).__name__.split("Backward")[0]
+    if name not in ("MultiMarginLoss", "MultilabelMarginLoss", "CtcLoss"):
         return differ(behind)
-    return is_scalar(node) or is_coupled(node)
+    parent, number = node.next_functions[0]
+    shape = parent._input_metadata[number].shape
+    compared = [-1, -len(shape)] if name == "CtcLoss" else [-1]  # classes, and time
+    return any(spans(behind[0].placement, shape, axis) for axis in compared)
 
 
 def is_loss(owner: Any) -> bool:

@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from backpack.converter.function import FunctionModule
 from backpack.core.derivatives.generic import tensor_outputs
-from backpack.core.layout import FIRST, Mixed, Placement
-from backpack.core.table import Row, find_loss_module
+from backpack.core.layout import FIRST, Mixed, Placement, spans
+from backpack.core.table import Row, find_loss, find_loss_module
 from backpack.engine.gaps import Known, differ, explain
 from backpack.engine.graph import is_leaf
 from backpack.engine.layer_calls import note_use, row_inside, row_of_call
@@ -387,8 +387,10 @@ def _note_loss(call: Call, tracker: Optional[Tracker]) -> None:
     call.placement, call.n = known
     computed = [y for y in others if isinstance(y, Tensor) and y.grad_fn is not None]
     behind = [known, *filter(None, map(explain, computed))]
-    if not isinstance(known.placement, Mixed) and differ(behind):
-        call.placement = Mixed(f"`{type(call.module).__name__}`")
+    axis = find_loss(call.module).derivatives.compared_axis(x)
+    meet = axis is not None and known.n > 1 and spans(known.placement, x.shape, axis)
+    if not isinstance(known.placement, Mixed) and (meet or differ(behind)):
+        call.placement = Mixed(f"`{type(call.module).__name__}` on {list(x.shape)}")
 
 
 def _note_function(func: Any, args: Tuple, kwargs: Dict[str, Any], out: Tensor) -> None:

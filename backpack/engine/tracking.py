@@ -308,6 +308,7 @@ class Tracker(TorchFunctionMode):
         if constants and is_grad_enabled():
             since = torch._C._autograd._get_sequence_nr()
             args, kwargs, pairs = self._stand_in(kind, args, kwargs, constants)
+            pairs = pairs or None
         written = args[0] if kind.writes and args else None
         seen, deciding = args, None
         if isinstance(written, Tensor):  # its shape may change
@@ -445,8 +446,7 @@ class Tracker(TorchFunctionMode):
         pairs: List[Constant] = []
         aliases: Dict[int, Tensor] = {}
         if kind.writes and args and id(args[0]) in wanted:
-            x = wanted.pop(id(args[0]))  # what is overwritten is its own stand-in
-            pairs.append(Constant(x, edge_of(x), 0))
+            pairs += self._overwritten(wanted.pop(id(args[0])))
         flat = True
         for i, x in enumerate(args):
             if id(x) in wanted and id(x) not in aliases:
@@ -475,6 +475,18 @@ class Tracker(TorchFunctionMode):
         leaves, spec = tree_flatten((args, kwargs))
         args, kwargs = tree_unflatten([swap(x) for x in leaves], spec)
         return args, kwargs, pairs
+
+    def _overwritten(self, x: Tensor) -> List[Constant]:
+        """Let what an operation writes to be its own stand-in, at a node of its own.
+
+        Else, what is written might have been computed from it, and would count twice.
+        """
+        whole = x if x._base is None else x._base
+        if self._finder.of(whole) is not None:
+            return []  # the constant has entered with an earlier use
+        with torch._C.DisableTorchFunction():
+            x.mul_(1)
+        return [Constant(whole, edge_of(whole), 0)]
 
     def _record(
         self,

@@ -38,11 +38,13 @@ class Mixed(NamedTuple):
         operation: What brought them together, for messages.
         is_known: Whether they have; else, nothing could be found out.
         module: Weak reference to the innermost module in which it was, if there is one.
+        is_of_inputs: Whether it is not known which inputs are samples.
     """
 
     operation: str
     is_known: bool = True
     module: Optional[Callable[[], Any]] = None
+    is_of_inputs: bool = False
 
 
 Placement = Union[Layout, Tensor, Mixed, None]

@@ -124,7 +124,8 @@ def check_samples(
             for met in (*inspection.coupled(), *_met_in_tails(inspection))
             if operation_name(met) not in ("batch_norm", "native_batch_norm")
         ]
-        if refused and is_separable(inspection.roots):
+        refused.sort(key=lambda met: not met.is_of_inputs)
+        if refused and not refused[0].is_of_inputs and is_separable(inspection.roots):
             refused = []
         for met in (*refused, *_met_before_losses(inspection)):
             refuse(names, met, "any parameter")

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from copy import copy
+from types import FunctionType, ModuleType
 from typing import Any, Dict, Iterable, List, Optional, Set, Tuple
 
 import torch
@@ -34,7 +35,7 @@ from backpack.engine.graph import is_leaf
 from backpack.engine.layer_calls import note_use, row_inside, row_of_call
 from backpack.engine.placements import MARK, Pass, place, placement_of
 from backpack.engine.record import Call
-from backpack.engine.tracking import Tracker
+from backpack.engine.tracking import LIST_OF_SAMPLES, ONE_SAMPLE, Tracker
 from backpack.engine.uses import Entry, edge_of, entries_at, listen, on_one_node
 from backpack.utils.compiling import untraced
 from backpack.utils.disable import disable
@@ -198,19 +199,26 @@ def _start(frame: _Frame, args: Tuple, kwargs: Dict[str, Any]) -> None:
     frame.tracker.owner, frame.tracker.root = frame.call, frame.call.module_ref
     frame.tracker.note_loss = _note_function
     if n == 1:  # or what comes first is a number that all samples share
-        frame.tracker.longer = {len(x) for x in data if len(x) > 1}
+        frame.tracker.longer = {len(x): ONE_SAMPLE for x in data if len(x) > 1}
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, (list, tuple)) and len(x) not in (1, n):
+            sizes = {len(y) for y in x if isinstance(y, Tensor) and y.dim()}
+            if len(sizes) > 1 or sizes == {1}:  # or each tensor is a sample
+                frame.tracker.longer[len(x)] = LIST_OF_SAMPLES
     frame.tracker.__enter__()
 
 
-def _tensors_in(arguments: Any) -> List[Tensor]:
+_NO_DATA = (Module, type, FunctionType, ModuleType)  # objects that hold no inputs
+
+
+def _tensors_in(arguments: Any, depth: int = 2) -> List[Tensor]:
     """List the tensors in arguments, those that objects have as attributes too."""
     found: List[Tensor] = []
     for x in tree_leaves(arguments):
         if isinstance(x, Tensor):
             found.append(x)
-        elif hasattr(x, "__dict__") and not isinstance(x, (Module, type)):
-            inside = tree_leaves(list(vars(x).values()))
-            found += [y for y in inside if isinstance(y, Tensor)]
+        elif depth and hasattr(x, "__dict__") and not isinstance(x, _NO_DATA):
+            found += _tensors_in(list(vars(x).values()), depth - 1)
     return found
 
 

@@ -47,6 +47,10 @@ ONE_SAMPLE = (
     "a forward pass whose first input has length 1, and whose result has length {0}, "
     "like another input (give what all samples share last, or without axes)"
 )
+LIST_OF_SAMPLES = (
+    "a forward pass on a list of {0} tensors, whose result has length {0} (if each of "
+    "them is a sample, give a tensor that has samples on axis 0, padded if need be)"
+)
 _NESTED = Mixed("what has made a nested tensor", False)
 VIEWS_OF = "_backpack_uses"  # attribute of a tensor of which uses returned a view
 
@@ -135,7 +139,8 @@ class Tracker(TorchFunctionMode):
         owner: Record of the innermost extended module that is being called.
         root: Weak reference to the outermost one.
         note_loss: Called with losses that are functions, their arguments and results.
-        longer: Lengths of other inputs, if the first one has a single sample.
+        longer: Lengths of a result that say that samples are not on axis 0 of the
+            first input, and what there is instead.
     """
 
     def __init__(self, n: int, inputs: Sequence[Tuple[Tensor, Placement]]):
@@ -152,7 +157,7 @@ class Tracker(TorchFunctionMode):
         self._finder = Finder(n, self.key)
         self.root: Optional[Callable[[], Any]] = None
         self.note_loss: Callable = lambda *_: None
-        self.longer: Set[int] = set()
+        self.longer: Dict[int, str] = {}
         self._given: Optional[Set[int]] = None  # computed tensors that are parameters
         self._marks: Dict[int, Mark] = {}
         for x, placement in inputs:
@@ -391,13 +396,14 @@ class Tracker(TorchFunctionMode):
         """
         met, outs = self._finder.dropped, [x for x in outputs if x.grad_fn is not None]
         if met is None or any(self._finder.of(x) is not None for x in outs):
-            lengths = self.longer & {len(x) for x in outs if x.dim()}
+            lengths = self.longer.keys() & {len(x) for x in outs if x.dim()}
             if not lengths:
                 return
-            met = Mixed(ONE_SAMPLE.format(min(lengths)), False)
+            length = min(lengths)
+            met = Mixed(self.longer[length].format(length), False, None, True)
         for x in outs:
             self._place(x, met)
-            _note_meeting(x, met)
+            x.grad_fn.metadata[MEETING] = met
 
     def _leave_views(self, base: Tensor) -> None:
         """Attach uses to what they have computed, which only views are left of.

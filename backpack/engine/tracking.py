@@ -356,7 +356,9 @@ class Tracker(TorchFunctionMode):
                 if x.grad_fn is not None:
                     x.grad_fn.metadata[SILENT] = True
             elif type(placement) is Mixed:
-                placement = self._located(placement)
+                earlier = any(self._finder.of(y) is placement for y in data)
+                if not (earlier and placement.is_known):
+                    placement = self._located(placement)
                 _note_meeting(x, placement)
             self._place(x, placement)
         hooked = outs

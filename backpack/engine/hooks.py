@@ -202,8 +202,8 @@ def _start(frame: _Frame, args: Tuple, kwargs: Dict[str, Any]) -> None:
         frame.tracker.longer = {len(x): ONE_SAMPLE for x in data if len(x) > 1}
     for x in (*args, *kwargs.values()):
         if isinstance(x, (list, tuple)) and len(x) not in (1, n):
-            sizes = {len(y) for y in x if isinstance(y, Tensor) and y.dim()}
-            if len(sizes) > 1 or sizes == {1}:  # or each tensor is a sample
+            own = {len(y) for y in x if isinstance(y, Tensor) and y.dim()}
+            if len(own) > 1 or own == {1}:  # or each tensor is a sample
                 frame.tracker.longer[len(x)] = LIST_OF_SAMPLES
     frame.tracker.__enter__()
 

@@ -299,7 +299,55 @@ def prepared(m: Module, x: Tensor) -> Tensor:
     return m.f(x, m.weights.pop())
 
 
+def copies_of(w: Tensor, x: Tensor) -> Tensor:
+    """Copy a parameter for each sample."""
+    return w.repeat(len(x), 1)
+
+
+def added_to_what_it_was(m: Module, x: Tensor) -> Tensor:
+    """Add to copies of a parameter what was computed from them."""
+    h = copies_of(m.w, x)
+    h += (h + x) * 2
+    return h.addcmul_(x, h * 3)
+
+
+def written_from_itself(m: Module, x: Tensor) -> Tensor:
+    """Write into a column what was computed from it."""
+    h = copies_of(m.w, x)
+    h[:, 1] = h[:, 1] + x[:, 0]
+    h[:, 2] = (h + x).sum(1)
+    return h * m.w
+
+
+def written_in_parts(m: Module, x: Tensor) -> Tensor:
+    """Write into views of copies, one after the other."""
+    h = copies_of(m.w, x)
+    later = h[:, 2:]
+    h[:, 1] += x[:, 0]
+    h[:, 0].copy_(x[:, 3])
+    later *= x[:, :2]
+    h.view(-1)[::4].mul_(x[:, 2])
+    return h
+
+
+def written_to_a_batch_of(m: Module, x: Tensor) -> Tensor:
+    """Let data enter a tensor that holds a parameter, after and before it."""
+    h = torch.zeros_like(x)
+    h += m.w
+    h[:, 0] += x[:, 0]
+    h[:, 1] -= h[:, 0]
+    h[:, 2] = m.w[0]
+    return h
+
+
 EXPRESSIONS = {
+    **{
+        function.__name__.replace("_", "-"): use(function, 4, w=(4,))
+        for function in (
+            *(added_to_what_it_was, written_from_itself, written_in_parts),
+            written_to_a_batch_of,
+        )
+    },
     "weight-norm": use(
         lambda m, x: m.f(x), 4, f=lambda: parametrizations.weight_norm(nn.Linear(4, 3))
     ),

@@ -275,6 +275,15 @@ def dropped_hooks() -> None:
         value.backward()
 
 
+def replaced_layer() -> None:
+    """Replace a layer by one that is not extended."""
+    model, loss = extend(mlp()), extend(nn.CrossEntropyLoss())
+    model[1] = nn.Linear(3, 3)
+    value = loss(model(torch.randn(N, 3)), Y)
+    with backpack(BatchGrad()):
+        value.backward()
+
+
 def extended_late() -> None:
     """Extend after the forward pass."""
     model = mlp()
@@ -916,6 +925,13 @@ PASSES: Dict[str, Row] = {
         UserWarning,
         r"0\.weight, 0\.bias, 1\.weight, 1\.bias",
         "hooks were removed",
+        "extend it again",
+    ),
+    "layer-replaced": Row(
+        replaced_layer,
+        UserWarning,
+        r"\n- 1\.weight, 1\.bias",
+        "became part of the model after `extend`",
         "extend it again",
     ),
     "not-in-rule": Row(

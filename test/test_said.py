@@ -449,6 +449,18 @@ def test_where_samples_meet(name: str, ext: type) -> None:
             run(row, ext())
 
 
+@pytest.mark.parametrize("ext", [BatchGrad, DiagGGNExact])
+def test_samples_that_met_before_a_loss(ext: type) -> None:
+    """A loss whose operations are watched is not where samples have met before it."""
+    row = Row(
+        lambda: nn.Linear(D, D),
+        randn(D),
+        lambda: nn.KLDivLoss(reduction="batchmean"),
+        lambda f, loss: loss(f.log_softmax(0), real(f).softmax(1)),
+    )
+    assert_says(lambda: run(row, ext()), r"samples have met in `log_softmax`, so")
+
+
 @pytest.mark.parametrize("factors", [KFAC, KFLR])
 def test_which_layer_is_ambiguous(factors: type) -> None:
     """Of equal layers, the message says for which one factors are ambiguous."""

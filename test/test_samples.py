@@ -16,6 +16,7 @@ from per_sample import (
     Lambda,
     N,
     Row,
+    assert_refused,
     assert_right,
     assert_right_or_refused,
     param,
@@ -838,10 +839,15 @@ class Batch:
 
     def __getitem__(self, name: str) -> Any:
         """Look up an input, as in a dictionary."""
-        return vars(self)[name]
+        return vars(self)[str(name)]
 
 
-@pytest.mark.parametrize("container", [dict, Batch])
+def nested(more: List[Tensor], **inputs: Tensor) -> Batch:
+    """Make an object that holds another one."""
+    return Batch(more=Batch(**{"0": more[0]}), **inputs)
+
+
+@pytest.mark.parametrize("container", [dict, Batch, nested])
 @pytest.mark.parametrize("t", LENGTHS)
 def test_several_inputs(t: int, container: Callable) -> None:
     """Inputs of all kinds hold samples, by keyword and inside of containers, too."""
@@ -898,6 +904,52 @@ def test_inputs_that_samples_share(inputs: str, t: int) -> None:
         says="another input" if inputs == "first-number" else "axis|sample|batch|mul",
     )
     assert_right_or_refused(row)
+
+
+def ragged_parts(x: Tensor, shortest: int) -> List[Tensor]:
+    """Return as many positions of each sample as its number says."""
+    return [z[: shortest + n % 3] for n, z in enumerate(x)]
+
+
+# A list has a tensor for each sample, or the samples of one step
+LISTS: Dict[str, Tuple[Callable, Callable]] = {
+    "single-samples": (
+        lambda x: list(x.split(1)),
+        lambda m, xs: torch.cat([plain(m, x) for x in xs]),
+    ),
+    "different-lengths": (
+        lambda x: ragged_parts(x, 1),
+        lambda m, xs: torch.stack([plain(m, x).sum(0) for x in xs]),
+    ),
+    "different-lengths-padded": (
+        lambda x: tuple(ragged_parts(x, 1)),
+        lambda m, xs: plain(m, pad_sequence(list(xs), batch_first=True)),
+    ),
+    "different-lengths-from-two-on": (
+        lambda x: ragged_parts(x, 2),
+        lambda m, xs: torch.stack([plain(m, x).tanh().sum(0) for x in xs]),
+    ),
+    "steps": (
+        lambda x: list(x.unbind(1)),
+        lambda m, xs: sum(plain(m, x) for x in xs),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_of_tensors(name: str) -> None:
+    """A list of samples is refused, and one of steps is right."""
+    parts, forward = LISTS[name]
+    row = Row(
+        lambda: Lambda(forward, f=nn.Linear(D, D), g=nn.LayerNorm(D), p=param(D)),
+        randn(5, D),
+        predict=lambda m, X: m(parts(X[0])),
+        says=f"list of {N} tensors",
+    )
+    if name == "steps":
+        assert_right(row)
+    else:
+        assert_refused(row, "BatchGrad")
 
 
 TOKENS = Row(

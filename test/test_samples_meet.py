@@ -277,7 +277,60 @@ def soft_maximum(f: Tensor, loss: Module) -> Tensor:
     return torch.stack([loss(row, torch.zeros_like(row)) for row in f]).logsumexp(0)
 
 
+def pointing(f: Tensor) -> Tensor:
+    """Give a target that is a sample to each feature."""
+    return torch.arange(f.shape[1]) % len(f)
+
+
 COUPLING_LOSSES = {
+    # samples lie along the axis that a loss compares the entries of
+    "samples-as-classes": (
+        lambda f, loss: loss(f.T, pointing(f)),
+        nn.CrossEntropyLoss,
+        r"CrossEntropyLoss",
+    ),
+    "samples-as-classes-of-one-term": (
+        lambda f, loss: loss(f[:, 0], torch.tensor(1)),
+        nn.CrossEntropyLoss,
+        r"CrossEntropyLoss",
+    ),
+    "samples-as-classes-of-positions": (
+        lambda f, loss: loss(f[None], pointing(f)[None]),
+        nn.CrossEntropyLoss,
+        r"CrossEntropyLoss",
+    ),
+    "shuffled-samples-as-classes": (
+        lambda f, loss: loss(f[permutation(f)].T, pointing(f)),
+        nn.CrossEntropyLoss,
+        r"CrossEntropyLoss",
+    ),
+    "samples-as-scores": (
+        lambda f, loss: loss(f.T, pointing(f)),
+        nn.MultiMarginLoss,
+        r"multi_?margin_?loss",
+    ),
+    "samples-as-labels": (
+        lambda f, loss: loss(f[:, 0], (1 - torch.arange(len(f))).clamp(min=-1)),
+        nn.MultiLabelMarginLoss,
+        r"multilabel_?margin_?loss",
+    ),
+    "samples-as-steps": (
+        lambda f, loss: loss(
+            f.log_softmax(1), *map(torch.tensor, ([[1, 2]], [len(f)], [2]))
+        ),
+        nn.CTCLoss,
+        r"ctc_?loss",
+    ),
+    "samples-as-features": (
+        lambda f, loss: loss(f.T, f.T.cos(), torch.ones(f.shape[1])),
+        nn.CosineEmbeddingLoss,
+        r"CosineEmbeddingLoss|cosine_embedding_loss|mean|sum",
+    ),
+    "samples-as-coordinates": (
+        lambda f, loss: loss(f.T, f.T.cos(), f.T.sin()),
+        nn.TripletMarginLoss,
+        r"TripletMarginLoss|triplet_margin_loss|norm",
+    ),
     "soft-maximum": (soft_maximum, nn.MSELoss, r"logsumexp"),
     "contrastive": (contrastive, nn.CrossEntropyLoss, r"matmul|mm"),
     "symmetric": (symmetric_contrastive, nn.CrossEntropyLoss, r"matmul|mm"),
@@ -317,34 +370,72 @@ def test_losses_in_which_samples_meet_inside_the_model(
 
 BY_HAND: Dict[str, Tuple[Callable[[Tensor], Tensor], str]] = {
     "hinges": (lambda f: (f[:, None] - f + 100).relu().mean(), r"sub|relu"),
-    "neighbours": (lambda f: F.mse_loss(f[1:], f[:-1]), r"mse_loss"),
+    "neighbours": (lambda f: F.mse_loss(f[1:], f[:-1]), r"mse_?loss"),
     "neighbours-each": (
         lambda f: F.smooth_l1_loss(f[1:] + 100, f[:-1], reduction="none").sum(),
         r"smooth_l1_loss",
     ),
     "neighbours-on-lines": (
         lambda f: F.huber_loss(f[1:] + 100, f[:-1]),
-        r"huber_loss",
+        r"huber_?loss",
     ),
     "neighbours-product": (lambda f: (f[1:] * f[:-1]).flatten().sum(), r"mul"),
     "distances": (lambda f: torch.cdist(f[:2], f[2:], p=1.0).sum(), r"cdist"),
     "all-distances": (lambda f: F.pdist(f).sum(), r"pdist"),
     "products-of-those-before": (lambda f: f.cumprod(0).sum(), r"cumprod"),
+    # functions that would add up what samples contribute, if that were all
+    "similar-neighbours": (
+        lambda f: F.cosine_embedding_loss(f[1:], f[:-1], torch.ones(len(f) - 1)),
+        r"cosine_embedding_loss|div|mul|mean|sub",
+    ),
+    "ranked-neighbours": (
+        lambda f: F.margin_ranking_loss(f[1:, 0], f[:-1, 0], f.new_ones(len(f) - 1)),
+        r"margin_ranking_loss|sub|mean",
+    ),
+    "another-sample-is-negative": (
+        lambda f: F.triplet_margin_loss(f, f.cos(), f.roll(1, 0), reduction="sum"),
+        r"triplet_margin_loss|sub|norm|mean",
+    ),
+    "dot-product": (lambda f: f.flatten().dot(f.flip(0).flatten()), r"dot"),
+    "dot-product-of-vectors": (lambda f: torch.vdot(f[:, 0], f[:, 0].flip(0)), r"dot"),
+    "samples-as-classes": (
+        lambda f: F.cross_entropy(f.T, pointing(f)),
+        r"cross_?entropy|log_softmax",
+    ),
+    "samples-as-scores": (
+        lambda f: F.multi_margin_loss(f.T, pointing(f), p=2),
+        r"multi_margin_loss",
+    ),
+    "samples-as-labels": (
+        lambda f: F.multilabel_margin_loss(
+            f[:, 0], (1 - torch.arange(len(f))).clamp(min=-1)
+        ),
+        r"multilabel_margin_loss",
+    ),
 }
 
 
+@pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("quantity", ["BatchGrad", "BatchL2Grad"])
 @pytest.mark.parametrize("name", BY_HAND)
-def test_losses_by_hand(name: str, quantity: str) -> None:
-    """Functions that no module computes, some of which consist of lines."""
+def test_losses_by_hand(name: str, quantity: str, inside: bool) -> None:
+    """Functions that no module computes, or the model; some consist of lines."""
     function, says = BY_HAND[name]
-    row = Row(
-        lambda: nn.Linear(D, D),
-        randn(D),
-        nn.Identity,
-        lambda f, _: function(f),
-        says=says,
-    )
+    if inside:
+        row = Row(
+            lambda: Lambda(lambda m, x: function(m.f(x)), f=nn.Linear(D, D)),
+            randn(D),
+            value=lambda model, loss, X: model(*X),
+            says=says,
+        )
+    else:
+        row = Row(
+            lambda: nn.Linear(D, D),
+            randn(D),
+            nn.Identity,
+            lambda f, _: function(f),
+            says=says,
+        )
     assert_refused(row, quantity)
 
 

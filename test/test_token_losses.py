@@ -163,6 +163,11 @@ def per_sample_loop(f: Tensor, loss: Module) -> Tensor:
     return sum(loss(f[n], labels(f)[n]) for n in range(len(f)))
 
 
+def per_token(f: Tensor, loss: Module) -> Tensor:
+    """Add the losses of all tokens, each a vector without batch axis."""
+    return sum(map(loss, f.flatten(0, 1), labels(f).flatten()))
+
+
 def weighted_tokens(f: Tensor, loss: Module) -> Tensor:
     """Average over the tokens that count, after the loss."""
     mask = spread(f, 5).flatten()
@@ -290,6 +295,8 @@ OBJECTIVES: Dict[str, Objective] = {
     ),
     "per-step": Objective(per_step),
     "per-sample": Objective(per_sample_loop),
+    "per-token": Objective(per_token),
+    "per-token-smoothing": Objective(per_token, ce(weight=WEIGHT, label_smoothing=0.1)),
     "pooled": Objective(lambda f, ls: ls(f.mean(1), labels(f)[:, 0])),
     "scaled": Objective(lambda f, ls: 0.5 * flat(f, ls)),
     "divided-by-the-count": Objective(

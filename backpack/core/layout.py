@@ -38,11 +38,13 @@ class Mixed(NamedTuple):
         operation: What brought them together, for messages.
         is_known: Whether they have; else, nothing could be found out.
         module: Weak reference to the innermost module in which it was, if there is one.
+        is_of_inputs: Whether it is not known which inputs are samples.
     """
 
     operation: str
     is_known: bool = True
     module: Optional[Callable[[], Any]] = None
+    is_of_inputs: bool = False
 
 
 Placement = Union[Layout, Tensor, Mixed, None]
@@ -72,6 +74,25 @@ def sample_numbers(
     view = [1] * len(shape)
     view[axis] = -1
     return numbers.view(view).expand(tuple(shape))
+
+
+def spans(placement: Placement, shape: Sequence[int], axis: int) -> bool:
+    """Tell whether entries along an axis belong to different samples.
+
+    Args:
+        placement: Where samples are, of which there are several.
+        shape: Shape of the tensor.
+        axis: The axis, counted from the end.
+
+    Returns:
+        Whether some of them do.
+    """
+    if isinstance(placement, Layout):
+        return placement.axis == len(shape) + axis
+    if not isinstance(placement, Tensor) or placement.dim() < -axis:
+        return False
+    highest = placement.amax(axis, keepdim=True)
+    return bool(((placement >= 0) & (placement != highest)).any())
 
 
 def simplify(numbers: Tensor, n: int) -> Union[Layout, Tensor, None]:

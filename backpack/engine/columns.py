@@ -62,8 +62,9 @@ def columns_of(source: Any, loss: Call, derivatives: Any) -> Iterator[Tensor]:
     """
     chunks = source.chunks(derivatives, loss.module, MAX_COLUMNS)
     placement, x = loss.placement, loss.inputs[0]
+    alone = derivatives.compared_axis(x) == -x.dim()  # one term, without batch axis
     rows = len(x) if x.dim() else 1
-    plain = placement is None or placement == FIRST and rows == loss.n
+    plain = placement is None or alone or placement == FIRST and rows == loss.n
     if plain or not source.is_exact or rows == 0:
         yield from chunks
         return

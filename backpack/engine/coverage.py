@@ -11,7 +11,7 @@ from typing import Any, Dict, List, Sequence
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from backpack.core.layout import Mixed
+from backpack.core.layout import Mixed, spans
 from backpack.engine.gaps import (
     Known,
     differ,
@@ -124,7 +124,8 @@ def check_samples(
             for met in (*inspection.coupled(), *_met_in_tails(inspection))
             if operation_name(met) not in ("batch_norm", "native_batch_norm")
         ]
-        if refused and is_separable(inspection.roots):
+        refused.sort(key=lambda met: not met.is_of_inputs)
+        if refused and not refused[0].is_of_inputs and is_separable(inspection.roots):
             refused = []
         for met in (*refused, *_met_before_losses(inspection)):
             refuse(names, met, "any parameter")
@@ -205,9 +206,15 @@ def _met_in_tails(inspection: Inspection) -> List[Mixed]:
 
 def _brings_together(node: Node, behind: Sequence[Known]) -> bool:
     """Tell whether samples meet in the operation with which a term of a loss ends."""
-    if is_sum(node):
+    if not is_sum(node):
+        return is_scalar(node) or is_coupled(node)
+    name = type(node).__name__.split("Backward")[0]
+    if name not in ("MultiMarginLoss", "MultilabelMarginLoss", "CtcLoss"):
         return differ(behind)
-    return is_scalar(node) or is_coupled(node)
+    parent, number = node.next_functions[0]
+    shape = parent._input_metadata[number].shape
+    compared = [-1, -len(shape)] if name == "CtcLoss" else [-1]  # classes, and time
+    return any(spans(behind[0].placement, shape, axis) for axis in compared)
 
 
 def is_loss(owner: Any) -> bool:

@@ -49,6 +49,12 @@ _SUMS = frozenset(
     "dot vdot inner".split()
 )
 
+# Those of them in which operands are compared, or the entries of an axis
+_COMPARING = frozenset(
+    "multi_margin_loss multilabel_margin_loss cosine_embedding_loss "
+    "margin_ranking_loss triplet_margin_loss ctc_loss dot vdot inner".split()
+)
+
 
 class Target(NamedTuple):
     """An output of a call or a use, and the node of the graph that produced it."""
@@ -459,7 +465,12 @@ def tail_terms(roots: Sequence[GradientEdge]) -> List[Node]:
         Their nodes: at each, terms are summed that belong to samples, or samples meet.
     """
     terms, _ = additive_terms(roots, through_losses=True)
-    return [term for term in terms if not entries_of(term)]
+    met = [(term, term.metadata.get(MEETING)) for term in terms]
+    return [
+        term
+        for term, known in met
+        if not entries_of(term) or known and operation_name(known) in _COMPARING
+    ]
 
 
 def operation_name(met: Mixed) -> str:

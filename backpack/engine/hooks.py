@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from copy import copy
+from types import FunctionType, ModuleType
 from typing import Any, Dict, Iterable, List, Optional, Set, Tuple
 
 import torch
@@ -27,14 +28,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from backpack.converter.function import FunctionModule
 from backpack.core.derivatives.generic import tensor_outputs
-from backpack.core.layout import FIRST, Mixed, Placement
-from backpack.core.table import Row, find_loss_module
+from backpack.core.layout import FIRST, Mixed, Placement, spans
+from backpack.core.table import Row, find_loss, find_loss_module
 from backpack.engine.gaps import Known, differ, explain
 from backpack.engine.graph import is_leaf
 from backpack.engine.layer_calls import note_use, row_inside, row_of_call
 from backpack.engine.placements import MARK, Pass, place, placement_of
 from backpack.engine.record import Call
-from backpack.engine.tracking import Tracker
+from backpack.engine.tracking import LIST_OF_SAMPLES, ONE_SAMPLE, Tracker
 from backpack.engine.uses import Entry, edge_of, entries_at, listen, on_one_node
 from backpack.utils.compiling import untraced
 from backpack.utils.disable import disable
@@ -198,19 +199,26 @@ def _start(frame: _Frame, args: Tuple, kwargs: Dict[str, Any]) -> None:
     frame.tracker.owner, frame.tracker.root = frame.call, frame.call.module_ref
     frame.tracker.note_loss = _note_function
     if n == 1:  # or what comes first is a number that all samples share
-        frame.tracker.longer = {len(x) for x in data if len(x) > 1}
+        frame.tracker.longer = {len(x): ONE_SAMPLE for x in data if len(x) > 1}
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, (list, tuple)) and len(x) not in (1, n):
+            own = {len(y) for y in x if isinstance(y, Tensor) and y.dim()}
+            if len(own) > 1 or own == {1}:  # or each tensor is a sample
+                frame.tracker.longer[len(x)] = LIST_OF_SAMPLES
     frame.tracker.__enter__()
 
 
-def _tensors_in(arguments: Any) -> List[Tensor]:
+_NO_DATA = (Module, type, FunctionType, ModuleType)  # objects that hold no inputs
+
+
+def _tensors_in(arguments: Any, depth: int = 2) -> List[Tensor]:
     """List the tensors in arguments, those that objects have as attributes too."""
     found: List[Tensor] = []
     for x in tree_leaves(arguments):
         if isinstance(x, Tensor):
             found.append(x)
-        elif hasattr(x, "__dict__") and not isinstance(x, (Module, type)):
-            inside = tree_leaves(list(vars(x).values()))
-            found += [y for y in inside if isinstance(y, Tensor)]
+        elif depth and hasattr(x, "__dict__") and not isinstance(x, _NO_DATA):
+            found += _tensors_in(list(vars(x).values()), depth - 1)
     return found
 
 
@@ -387,8 +395,10 @@ def _note_loss(call: Call, tracker: Optional[Tracker]) -> None:
     call.placement, call.n = known
     computed = [y for y in others if isinstance(y, Tensor) and y.grad_fn is not None]
     behind = [known, *filter(None, map(explain, computed))]
-    if not isinstance(known.placement, Mixed) and differ(behind):
-        call.placement = Mixed(f"`{type(call.module).__name__}`")
+    axis = find_loss(call.module).derivatives.compared_axis(x)
+    meet = axis is not None and known.n > 1 and spans(known.placement, x.shape, axis)
+    if not isinstance(known.placement, Mixed) and (meet or differ(behind)):
+        call.placement = Mixed(f"`{type(call.module).__name__}` on {list(x.shape)}")
 
 
 def _note_function(func: Any, args: Tuple, kwargs: Dict[str, Any], out: Tensor) -> None:

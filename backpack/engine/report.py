@@ -19,7 +19,10 @@ NOT_RECORDED = (
     "the parameter while no extended module was being called. Call `extend` first, "
     "then the module itself, and without any of these"
 )
-NO_HOOKS = "the hooks were removed from its module; extend it again"
+NO_HOOKS = (
+    "its module became part of the model after `extend`, or the hooks were removed; "
+    "extend it again"
+)
 NOT_IN_RULE = (
     "{ext} has a rule for its module, {rule}, which saves nothing for it; add its name "
     "to the rule's `params`, or correct the spelling there"

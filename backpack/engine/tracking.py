@@ -47,6 +47,10 @@ ONE_SAMPLE = (
     "a forward pass whose first input has length 1, and whose result has length {0}, "
     "like another input (give what all samples share last, or without axes)"
 )
+LIST_OF_SAMPLES = (
+    "a forward pass on a list of {0} tensors, whose result has length {0} (if each of "
+    "them is a sample, give a tensor that has samples on axis 0, padded if need be)"
+)
 _NESTED = Mixed("what has made a nested tensor", False)
 VIEWS_OF = "_backpack_uses"  # attribute of a tensor of which uses returned a view
 
@@ -136,7 +140,8 @@ class Tracker(TorchFunctionMode):
         owner: Record of the innermost extended module that is being called.
         root: Weak reference to the outermost one.
         note_loss: Called with losses that are functions, their arguments and results.
-        longer: Lengths of other inputs, if the first one has a single sample.
+        longer: Lengths of a result that say that samples are not on axis 0 of the
+            first input, and what there is instead.
     """
 
     def __init__(self, n: int, inputs: Sequence[Tuple[Tensor, Placement]]):
@@ -153,7 +158,7 @@ class Tracker(TorchFunctionMode):
         self._finder = Finder(n, self.key)
         self.root: Optional[Callable[[], Any]] = None
         self.note_loss: Callable = lambda *_: None
-        self.longer: Set[int] = set()
+        self.longer: Dict[int, str] = {}
         self._given: Optional[Set[int]] = None  # computed tensors that are parameters
         self._marks: Dict[int, Mark] = {}
         for x, placement in inputs:
@@ -309,6 +314,7 @@ class Tracker(TorchFunctionMode):
         if constants and is_grad_enabled():
             since = torch._C._autograd._get_sequence_nr()
             args, kwargs, pairs = self._stand_in(kind, args, kwargs, constants)
+            pairs = pairs or None
         written = args[0] if kind.writes and args else None
         seen, deciding = args, None
         if isinstance(written, Tensor):  # its shape may change
@@ -351,7 +357,9 @@ class Tracker(TorchFunctionMode):
                 if x.grad_fn is not None:
                     x.grad_fn.metadata[SILENT] = True
             elif type(placement) is Mixed:
-                placement = self._located(placement)
+                earlier = any(self._finder.of(y) is placement for y in data)
+                if not (earlier and placement.is_known):
+                    placement = self._located(placement)
                 _note_meeting(x, placement)
             self._place(x, placement)
         hooked = outs
@@ -391,13 +399,14 @@ class Tracker(TorchFunctionMode):
         """
         met, outs = self._finder.dropped, [x for x in outputs if x.grad_fn is not None]
         if met is None or any(self._finder.of(x) is not None for x in outs):
-            lengths = self.longer & {len(x) for x in outs if x.dim()}
+            lengths = self.longer.keys() & {len(x) for x in outs if x.dim()}
             if not lengths:
                 return
-            met = Mixed(ONE_SAMPLE.format(min(lengths)), False)
+            length = min(lengths)
+            met = Mixed(self.longer[length].format(length), False, None, True)
         for x in outs:
             self._place(x, met)
-            _note_meeting(x, met)
+            x.grad_fn.metadata[MEETING] = met
 
     def _leave_views(self, base: Tensor) -> None:
         """Attach uses to what they have computed, which only views are left of.
@@ -446,8 +455,7 @@ class Tracker(TorchFunctionMode):
         pairs: List[Constant] = []
         aliases: Dict[int, Tensor] = {}
         if kind.writes and args and id(args[0]) in wanted:
-            x = wanted.pop(id(args[0]))  # what is overwritten is its own stand-in
-            pairs.append(Constant(x, edge_of(x), 0))
+            pairs += self._overwritten(wanted.pop(id(args[0])))
         flat = True
         for i, x in enumerate(args):
             if id(x) in wanted and id(x) not in aliases:
@@ -476,6 +484,18 @@ class Tracker(TorchFunctionMode):
         leaves, spec = tree_flatten((args, kwargs))
         args, kwargs = tree_unflatten([swap(x) for x in leaves], spec)
         return args, kwargs, pairs
+
+    def _overwritten(self, x: Tensor) -> List[Constant]:
+        """Let what an operation writes to be its own stand-in, at a node of its own.
+
+        Else, what is written might have been computed from it, and would count twice.
+        """
+        whole = x if x._base is None else x._base
+        if self._finder.of(whole) is not None:
+            return []  # the constant has entered with an earlier use
+        with torch._C.DisableTorchFunction():
+            x.mul_(1)
+        return [Constant(whole, edge_of(whole), 0)]
 
     def _record(
         self,

@@ -23,6 +23,9 @@ class CrossEntropyLossDerivatives(ClosedFormNLLLossDerivatives):
     softmax of the prediction. Its Hessian is s (diag(p) − p pᵀ) with s = Σ_c w_c q_c.
     """
 
+    def compared_axis(self, prediction: Tensor) -> int:  # noqa: D102
+        return _class_axis(prediction) - prediction.dim()
+
     def _prediction_and_weights(
         self, module: Layer, subsampling: Subsampling = None
     ) -> Tuple[Tensor, Any]:

@@ -1,7 +1,7 @@
 """Second derivatives of a loss with respect to its input, see ``input_base.py``."""
 
 from abc import ABC, abstractmethod
-from typing import Any, Dict, Iterator, Sequence, Tuple, Union
+from typing import Any, Dict, Iterator, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Generator, Size, Tensor, nn
@@ -98,6 +98,17 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
     Every method needs a loss module whose output is a scalar. The factor c, one over
     what the loss divides by, is always that of the full mini-batch.
     """
+
+    def compared_axis(self, prediction: Tensor) -> Optional[int]:
+        """Return the axis whose entries enter each term of the loss together.
+
+        Args:
+            prediction: The prediction.
+
+        Returns:
+            The axis, counted from the end; ``None`` if samples may lie along any.
+        """
+        return None
 
     def sqrt_hessian(
         self, module: Layer, g_inp: Grads, g_out: Grads, subsampling: Subsampling = None

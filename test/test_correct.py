@@ -2296,6 +2296,222 @@ def test_hooks_of_tensors(ext: Callable) -> None:
     oracle.assert_agrees(retained, wanted)
 
 
+def hooked_tensor(place: str) -> Callable[[Callable], Lambda]:
+    """Make a model with a hook on a tensor of its forward pass."""
+
+    def forward(m: Lambda, x: Tensor) -> Tensor:
+        at = SimpleNamespace(inner=m.f(x))
+        if place == "a-layers-output-that-is-gone":
+            at.inner.register_hook(m.hook)
+        at.outer = at.inner.tanh()
+        if place == "a-functions-result":
+            at.outer.register_hook(m.hook)
+        at.inner = at.outer.sin().roll(1, 1)
+        if place == "what-becomes-a-view":
+            at.inner.register_hook(m.hook)
+        at.outer = at.inner.unflatten(1, (2, 2)).transpose(1, 2).flatten(1)
+        weight = F.softplus(m.scale)
+        if place == "a-computed-parameter":
+            weight.register_hook(m.hook)
+        return m.h(m.g(at.outer).sigmoid() * weight)
+
+    return lambda hook: Lambda(
+        forward,
+        hook=hook,
+        scale=Parameter(torch.rand(4)),
+        **{name: nn.Linear(4, 4) for name in "fgh"},
+    )
+
+
+def hooked_module(name: str, pre: bool = False) -> Callable[[Callable], Lambda]:
+    """Make a model with a backward hook on one of its modules."""
+
+    def on_module(module: Module, gradients: Any, *_: Any) -> Any:
+        changed = [None if g is None else module.hook(g) for g in gradients]
+        return None if all(g is None for g in changed) else tuple(changed)
+
+    def make(hook: Callable) -> Lambda:
+        model = Lambda(
+            lambda m, x: m.g(m.part(m.f(x).mT.tanh()).flatten(1)) * m.scale,
+            f=nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Linear(2, 2)),
+            part=nn.Sequential(nn.LayerNorm(2), nn.Sequential(nn.Linear(2, 2))),
+            g=nn.Linear(4, 3),
+            scale=Parameter(torch.rand(3)),
+        )
+        module = model.get_submodule(name)
+        module.hook = hook
+        if pre:
+            module.register_full_backward_pre_hook(on_module)
+        else:
+            module.register_full_backward_hook(on_module)
+        return model
+
+    return make
+
+
+def implicit(hook: Callable) -> Lambda:
+    """Make a fixed point, differentiated by a hook that solves for the gradient."""
+
+    def forward(m: Lambda, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            z = torch.zeros_like(x)
+            for _ in range(60):
+                z = (0.3 * m.f(z) + x).tanh()
+        z = (0.3 * m.f(z) + x).tanh()
+        start = z.detach().requires_grad_()
+        again = (0.3 * m.f(start) + x).tanh()
+
+        def solve(g: Tensor) -> Tensor:
+            solution = g
+            for _ in range(60):
+                pulled = torch.autograd.grad(again, start, solution, retain_graph=True)
+                solution = g + pulled[0]
+            return solution
+
+        z.register_hook(lambda g: None if hook(g) is None else solve(g))
+        return m.g(z)
+
+    return Lambda(forward, f=nn.Linear(4, 4), g=nn.Linear(4, 3))
+
+
+def on_output(model: Module, x: Tensor, hook: Callable) -> Tensor:
+    """Call a model, and put a hook on its output."""
+    (f := model(x)).register_hook(hook)
+    return f
+
+
+def between(model: Module, x: Tensor, hook: Callable) -> Tensor:
+    """Call children, with a function between them whose result has a hook."""
+    (h := model[0](x).tanh()).register_hook(hook)
+    return model[2](h)
+
+
+def before_loss(model: Module, x: Tensor, hook: Callable) -> Tensor:
+    """Call a model, and a function on its output whose result has a hook."""
+    (f := model(x).sinh()).register_hook(hook)
+    return f
+
+
+def chain(_: Callable) -> Module:
+    """Make a model whose hooks are registered by who calls it."""
+    return mlp(nn.Tanh())
+
+
+def call(model: Module, x: Tensor, hook: Callable) -> Tensor:
+    """Call a model that has its hooks."""
+    return model(x)
+
+
+# Where a hook is: the model, how it is called, and whether it is on data
+USERS_HOOKS: Dict[str, Tuple[Callable, Callable, bool]] = {
+    **{
+        place: (hooked_tensor(place), call, place != "a-computed-parameter")
+        for place in (
+            *("a-layers-output-that-is-gone", "a-functions-result"),
+            *("what-becomes-a-view", "a-computed-parameter"),
+        )
+    },
+    **{
+        f"module-{name or 'model'}{'-before' * pre}": (
+            hooked_module(name, pre),
+            call,
+            True,
+        )
+        for name in ("f", "part", "part.0", "part.1.0", "g", "")
+        for pre in (False, True)
+        if (name not in ("f", "")) or pre  # what goes in there has no gradient
+    },
+    "fixed-point": (implicit, call, True),
+    "output": (chain, on_output, True),
+    "before-the-loss": (chain, before_loss, True),
+    "between-children": (chain, between, True),
+}
+CHANGES: Dict[str, Callable[[Tensor], Optional[Tensor]]] = {
+    "looks": lambda g: None,
+    "clamps": lambda g: g.clamp(-0.05, 0.05),
+    "clamps-in-place": lambda g: g.clamp_(-0.05, 0.05),
+    "reverses": lambda g: -g,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*has a backward hook", "ignore:Full backward hook")
+@pytest.mark.parametrize("ext", [BatchGrad, DiagGGNExact, BatchJacobian])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("place", USERS_HOOKS)
+def test_hooks_that_change_gradients(place: str, change: str, ext: Callable) -> None:
+    """First-order quantities are those of changed gradients; others are refused."""
+    make, run_model, on_data = USERS_HOOKS[place]
+    if change == "clamps-in-place" and ("module" in place or place == "fixed-point"):
+        pytest.skip("PyTorch allows it for tensors only")
+    if ext is BatchJacobian and place in ("between-children", "before-the-loss"):
+        pytest.skip("is about a model as a whole, and ends there")
+    torch.manual_seed(0)
+    seen, loss = [], nn.MSELoss(reduction="sum")
+
+    def hook(g: Tensor) -> Optional[Tensor]:
+        seen.append(g)
+        return CHANGES[change](g)
+
+    x, y = torch.randn(N, 4, dtype=F64), torch.randn(N, 1, dtype=F64)
+    model = randomize(make(hook).to(F64))
+    params, gradients = list(model.parameters()), []
+    for n in range(N):
+        f = run_model(model, x[n : n + 1], hook)
+        value = loss(f, y[n : n + 1].expand_as(f))
+        gradients.append(torch.autograd.grad(value, params))
+
+    for module in model if place == "between-children" else [model]:
+        extend(module)
+    loss, extension = extend(loss), ext()
+    with backpack(extension):
+        f = run_model(model, x, hook)
+        value = f.square().sum() if ext is BatchJacobian else loss(f, y.expand_as(f))
+        if change != "looks" and (ext is not BatchGrad or not on_data):
+            with pytest.raises(NotImplementedError, match="changes the gradient"):
+                value.backward()
+            return
+        value.backward()
+    assert "module" in place or len(seen) == len(gradients) + 1
+    fields = [getattr(p, extension.savefield) for p in params]
+    if ext is BatchGrad:
+        for field, samples in zip(fields, zip(*gradients)):
+            oracle.assert_agrees(field, torch.stack(samples))
+
+
+def test_hooks_of_parameters() -> None:
+    """What changes a parameter's gradient, in the end, has no part in quantities."""
+
+    def forward(m: Lambda, x: Tensor) -> Tensor:
+        m.scale.register_hook(lambda g: 0 * g)
+        return m.f(x * m.scale)
+
+    model = Lambda(forward, f=nn.Linear(4, 3), scale=Parameter(torch.rand(4))).to(F64)
+    x = torch.randn(N, 4, dtype=F64)
+    with torch.no_grad():
+        expected = 2 * (model.f(x * model.scale) @ model.f.weight) * x
+    loss = extend(nn.MSELoss(reduction="sum"))
+    with backpack(BatchGrad(), DiagGGNExact()):
+        f = extend(model)(x)
+        loss(f, torch.zeros_like(f)).backward()
+    oracle.assert_agrees(model.scale.grad_batch, expected)
+    assert not model.scale.grad.any() and model.scale.diag_ggn_exact.all()
+
+
+def test_hook_of_the_loss() -> None:
+    """What changes the gradient at a loss is a factor of it, and said."""
+    model, loss, X, y = small()
+    model, loss = extend(model), extend(loss)
+    with backpack(DiagGGNExact()):
+        loss(model(*X), *y).backward()
+    once = {p: p.diag_ggn_exact for p in model.parameters()}
+    with backpack(DiagGGNExact()):
+        (value := loss(model(*X), *y)).register_hook(lambda g: 2 * g)
+        with pytest.warns(UserWarning, match=r"gradient at its output is 2\.0"):
+            value.backward()
+    for p, right in once.items():
+        oracle.assert_agrees(p.diag_ggn_exact, 2 * right)
+
+
 def test_retained_gradients_accumulate() -> None:
     """What was collected in earlier passes stays."""
     model, loss, (x,), y = small()

@@ -830,6 +830,27 @@ def test_right_or_refused(row: str) -> None:
     assert_right_or_refused(EITHER[row])
 
 
+# What comes before the samples
+BEFORE: Dict[str, Callable[[], Tensor]] = {
+    "number": lambda: torch.tensor(0.7, dtype=F64),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:(?s).*nested tensors")
+@pytest.mark.parametrize("name", BEFORE)
+def test_input_before_the_samples(name: str) -> None:
+    """A first input that has no axis, or no shape, holds no samples."""
+
+    def forward(m: Module, first: Tensor, x: Tensor) -> Tensor:
+        if first.is_nested:
+            first = torch.nested.to_padded_tensor(first, 0.0).mean()
+        return m.f(x * first) * m.w
+
+    row = Row(lambda: Lambda(forward, f=nn.Linear(D, D), w=param(D)), randn(D))
+    assert_right(row._replace(predict=lambda m, X: m(BEFORE[name](), *X)))
+
+
 class Batch:
     """Inputs as attributes of an object."""
 

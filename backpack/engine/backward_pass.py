@@ -32,6 +32,7 @@ from backpack.engine.parameters import (
 from backpack.engine.pull_columns import PullColumns
 from backpack.engine.record import RELEASED, Call, lock_of
 from backpack.engine.turn import Turn
+from backpack.engine.user_hooks import guard_all
 from backpack.engine.uses import Entry, Use, listen
 from backpack.utils.hooks import name_module, no_op, warn_user
 from backpack.utils.parallel import is_parallel, move_to_shards, refuse_parts
@@ -127,6 +128,7 @@ class BackwardPass:
             self._inspect(inputs)
             losses = [c.loss_module for c in self.inspection.calls if c.is_loss]
             self.reductions = [getattr(loss, "reduction", None) for loss in losses]
+            guard_all(self.inspection, exts)
             if current.check and self._separating:
                 check_isolation(self.inspection, current)
         args = accumulates, inputs is None, creates_graph

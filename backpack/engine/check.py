@@ -105,7 +105,7 @@ def check_isolation(inspection: Inspection, current: State) -> None:
     owners = (*inspection.calls, *inspection.uses)
     tensors = [x for owner in owners for x in owner.tensors()] if columns_only else ()
     quiet = without_hooks(tensors) if columns_only else nullcontext()
-    with current.pull(), quiet:
+    with current.pull(columns_only), quiet:
         for edge, known in _starts(inspection) if places else ():
             for bit, wanted, column in _columns(edge, known):
                 pulled = torch.autograd.grad(

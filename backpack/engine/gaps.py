@@ -18,6 +18,7 @@ from backpack.core.layout import FIRST, Mixed, Placement, sample_numbers, simpli
 from backpack.engine.graph import VIEWS, entries_of, is_leaf
 from backpack.engine.placements import MARK
 from backpack.engine.uses import edge_of
+from backpack.utils.hooks import without_hooks
 from backpack.utils.parallel import SINKS
 from backpack.utils.state import state
 from backpack.utils.types import kind
@@ -107,7 +108,10 @@ def explain(x: Tensor) -> Optional[Known]:
     mark = getattr(x, MARK, None)
     if mark and (x.grad_fn is None or mark[1] is not None):
         return None if mark[1] is None else Known(mark[1], mark[0].n)
-    return None if x.grad_fn is None else explain_edge(edge_of(x), x.shape)
+    if x.grad_fn is None:
+        return None
+    with without_hooks([x]):
+        return explain_edge(edge_of(x), x.shape)
 
 
 def explain_parents(node: Node) -> List[Known]:

@@ -178,7 +178,7 @@ def _start(frame: _Frame, args: Tuple, kwargs: Dict[str, Any]) -> None:
         if isinstance(x, PackedSequence):
             _place_packed(x)
     tensors = _tensors_in((args, kwargs))
-    tensors = [x for x in tensors if x.dim() and not x.is_nested and not x.is_meta]
+    tensors = [x for x in tensors if x.dim() and not x.is_nested]
     data = [x for x in tensors if not isinstance(x, Parameter)] or tensors
     known = [explain(x) for x in data]
     sizes = [k.n for k in known if k is not None and not isinstance(k.placement, Mixed)]

@@ -176,7 +176,7 @@ class LayerCall(Operation):
 def _input_of(module: Module, x: Tensor, tracker: Optional[Tracker]) -> Known:
     """Tell where the samples of a layer's input are."""
     if tracker is not None:
-        return Known(placement_of(x, tracker.key), tracker.n)
+        return Known(tracker.find_placement(x), tracker.n)
     known = explain(x)
     if known is not None:
         return known

@@ -25,8 +25,9 @@ from backpack.engine.graph import Origin, Target, targets_below, will_run
 from backpack.engine.parameters import Group
 from backpack.engine.record import Call
 from backpack.engine.turn import Turn, refuse_several_calls
+from backpack.engine.user_hooks import warn_of_hooks
 from backpack.engine.uses import Use, refuse
-from backpack.utils.hooks import EXTENDED, name_module, warn_user, without_hooks
+from backpack.utils.hooks import EXTENDED, name_module, without_hooks
 from backpack.utils.parallel import gather
 
 OTHER_SAMPLES = (
@@ -34,13 +35,6 @@ OTHER_SAMPLES = (
     "what the loss takes for samples are none there. Compute the loss from this "
     "model's output by operations that keep samples apart."
 )
-BACKWARD_HOOKS = (
-    "{ext}: {module} has a backward hook, which runs for each of the columns that are "
-    "pulled back from the loss, too, and sees them instead of gradients. Hooks of "
-    "tensors don't: use `tensor.register_hook` on the module's input or output, or "
-    "remove the hook before the forward pass."
-)
-
 NOT_ONE_OUTPUT = (
     "{ext} starts at the output of an extended model, and expects one in a "
     "backward pass. Found: {found}. Extend the model as a whole, differentiate a "
@@ -186,7 +180,7 @@ class PullColumns:
                     keep.setdefault(group, []).append(ext)
 
         calls = [loss, *dict.fromkeys(t.entry.owner for t in reached)]
-        _warn_of_hooks([c for c in calls if not c.is_use], extensions[0])
+        warn_of_hooks([c for c in calls if not c.is_use], extensions[0])
         # in the order of the graph, which is that of other processes
         params = [p for g in self._running.groups if g in groups for p in g.params]
         gather([c.module for c in calls if not c.is_use], params)
@@ -537,19 +531,3 @@ def _append(
     if a is None and before > 0:
         a = b.new_zeros(before, *b.shape[1:])
     return b if a is None else torch.cat([a, b])
-
-
-def _warn_of_hooks(calls: List[Call], ext: Any) -> None:
-    """Warn of modules' backward hooks, which are part of the graph.
-
-    Args:
-        calls: Calls in the part of the graph that columns go through.
-        ext: An extension that uses them.
-    """
-    for call in calls:
-        if call.module._backward_hooks or call.module._backward_pre_hooks:
-            text = BACKWARD_HOOKS.format(
-                ext=type(ext).__name__, module=name_module(call.module)
-            )
-            warn_user(text)
-            return

@@ -26,6 +26,7 @@ from backpack.engine import saved as saved_tensors
 from backpack.engine.gaps import CONSTANT, explain
 from backpack.engine.graph import MEETING, SILENT
 from backpack.engine.placements import FORGET, MARK, Finder, Mark, Pass
+from backpack.engine.user_hooks import guard
 from backpack.engine.uses import Constant, Use, edge_of, on_one_node
 from backpack.utils.compiling import untraced
 
@@ -194,6 +195,8 @@ class Tracker(TorchFunctionMode):
         kind = _KINDS.get(func) or _kind_of(func)
         kwargs = kwargs or {}
         if kind.is_quiet or self.suspended or peek_interpreter_stack() is not None:
+            if kind.name == "register_hook" and len(args) == 2:
+                args = guard(*args, self._finder.of(args[0]) is None)
             return func(*args, **kwargs)  # a transform's tensors are no samples'
         data: List[Tensor] = []
         constants: List[Tensor] = []
@@ -243,6 +246,18 @@ class Tracker(TorchFunctionMode):
             else:  # a generator would live on
                 key += (kind, FORGET if kind is torch.Generator else x)
 
+    def find_placement(self, x: Tensor) -> Placement:
+        """Tell where the samples are in a tensor, which may be another one's alias.
+
+        Args:
+            x: The tensor.
+
+        Returns:
+            The placement.
+        """
+        placement = self._finder.of(x)
+        return self._unmarked(x) if placement is None else placement
+
     def _unmarked(self, x: Tensor) -> Placement:
         """Tell where the samples are in a tensor that nothing is known of yet."""
         if x.is_nested and x.layout is torch.strided:  # it has no shape
@@ -267,6 +282,8 @@ class Tracker(TorchFunctionMode):
         return placement is not None
 
     def _through_view(self, x: Tensor, base: Tensor, placement: Any) -> Placement:
+        if View.of(x) == View.of(base):
+            return placement
         numbers = sample_numbers(placement, base.shape, self.n, base.device)
         if not base.is_contiguous():
             return Mixed("a view of a tensor with gaps", False)

@@ -69,6 +69,7 @@ class State:
         backward_pass: The backward pass that is running.
         contexts: What announces backward passes, of each context that is active.
         pulling: Whether columns are being pulled back, so that hooks must not run.
+        quiet: Whether hooks of users must not run, either.
         calls: What a step that is recorded calls as a whole; ``None`` without such.
         outside: Weak reference to a module through which a backward pass went while no
             context was active, in any thread; ``None`` if there was no such pass.
@@ -90,7 +91,7 @@ class State:
         self.report: Any = None
         self.backward_pass: Any = None
         self.contexts: List[Any] = []
-        self.pulling = False
+        self.pulling = self.quiet = False
         self.calls: Optional[List[Any]] = None
 
     @property
@@ -99,18 +100,22 @@ class State:
         return self.retain_graph or any(ext.keeps_io for ext in self.active_exts)
 
     @contextmanager
-    def pull(self) -> Iterator[None]:
+    def pull(self, quiet: bool = True) -> Iterator[None]:
         """Keep hooks of the graph from running while columns are pulled back.
+
+        Args:
+            quiet: Whether this holds for hooks of users, too. Default: ``True``.
 
         Yields:
             Nothing.
         """
-        before, self.pulling = self.pulling, True
+        before = self.pulling, self.quiet
+        self.pulling, self.quiet = True, quiet
         try:
             with without_sinks():
                 yield
         finally:
-            self.pulling = before
+            self.pulling, self.quiet = before
 
     def check_context(self) -> None:
         """Refuse a backward pass that belongs to another context than the active one.

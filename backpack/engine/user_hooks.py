@@ -1,0 +1,142 @@
+"""Hooks of users that see gradients on their way: on tensors, and on modules.
+
+What they make of a gradient is what first-order quantities are about, too. They are no
+part of a derivative that columns could be pulled back through, or an expression of
+parameters: where that matters, a hook may look, and what changes gradients is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, List, Optional, Sequence, Tuple
+
+from torch import Tensor
+
+from backpack.engine.graph import Inspection
+from backpack.engine.record import Call
+from backpack.utils.hooks import name_module, warn_user
+from backpack.utils.state import state
+
+CHANGES = (
+    "{ext}: a hook of {what} changes the gradient, which is no part of the derivatives "
+    "that {ext} is computed from. Let hooks return None, or compute this quantity in a "
+    "backward pass through a model without that hook; first-order quantities are those "
+    "of the changed gradient."
+)
+CHANGES_OF_PARAMETERS = (
+    "{ext}: a hook of {what}, which is computed from parameters, changes the gradient, "
+    "and it is not known what the hook would make of that of a single sample. Let it "
+    "return None, or do what it does after the backward pass."
+)
+BACKWARD_HOOKS = (
+    "{ext}: {module} has a backward hook, which runs for each of the columns that are "
+    "pulled back from the loss, too, and sees them instead of gradients. Hooks of "
+    "tensors don't: use `tensor.register_hook` on the module's input or output, or "
+    "remove the hook before the forward pass."
+)
+
+_HOOKED = "BackwardHookFunctionBackward"  # where a module's hooks see the gradient
+_WATCHED = "backpack.watched"  # where such a node says that we look at its hooks
+
+
+class Guarded:
+    """A hook of a tensor that sees nothing but gradients."""
+
+    def __init__(self, hook: Callable, of_parameters: bool = False):
+        """Store what it is.
+
+        Args:
+            hook: The user's hook.
+            of_parameters: Whether the tensor is computed from parameters alone.
+        """
+        self._hook, self._of_parameters = hook, of_parameters
+
+    def __call__(self, gradient: Tensor) -> Optional[Tensor]:
+        """Run it on a gradient.
+
+        Args:
+            gradient: The gradient.
+
+        Returns:
+            What it returns.
+        """
+        if state().quiet:
+            return None
+        before = gradient._version
+        changed = self._hook(gradient)
+        is_same = changed is None or changed is gradient
+        if not is_same or gradient._version != before:
+            what = f"a tensor of shape {list(gradient.shape)}"
+            _refuse_change(what, self._of_parameters)
+        return changed
+
+
+def guard(x: Tensor, hook: Callable, of_parameters: bool) -> Tuple[Tensor, Callable]:
+    """Guard a hook that a model registers while it is watched.
+
+    Args:
+        x: The tensor.
+        hook: The hook.
+        of_parameters: Whether the tensor is computed from parameters alone.
+
+    Returns:
+        The tensor, and what to register in the hook's place: that of a leaf itself,
+        behind which there is nothing.
+    """
+    return x, hook if x.grad_fn is None else Guarded(hook, of_parameters)
+
+
+def guard_all(inspection: Inspection, extensions: Sequence[Any]) -> None:
+    """Guard the hooks of a graph that second-order quantities are computed from.
+
+    Args:
+        inspection: The graph.
+        extensions: The active extensions.
+    """
+    if not any(map(_is_second_order, extensions)):
+        return
+    tensors: List[Any] = []
+    for call in inspection.calls:
+        tensors += call.arguments if call.is_loss else call.tensors()
+    for x in tensors:
+        hooks = getattr(x, "_backward_hooks", None) or {}  # the node's very own
+        for key, hook in hooks.items():
+            if not isinstance(hook, Guarded):
+                hooks[key] = guard(x, hook, False)[1]
+    for node in inspection.nodes if _HOOKED in inspection.names else ():
+        if type(node).__name__ == _HOOKED and _WATCHED not in node.metadata:
+            node.metadata[_WATCHED] = True
+            node.register_hook(_compare)
+
+
+def _compare(after: Sequence[Optional[Tensor]], before: Sequence[Any]) -> None:
+    """Look at what a module's hooks made of the gradients at inputs or outputs."""
+    for x, y in zip(after, before):
+        if y is not None and x is not y:
+            _refuse_change(f"a module with a gradient of shape {list(y.shape)}", False)
+
+
+def _refuse_change(what: str, of_parameters: bool) -> None:
+    for ext in state().active_exts:
+        if _is_second_order(ext) or of_parameters and ext.separates_samples:
+            text = CHANGES_OF_PARAMETERS if of_parameters else CHANGES
+            raise NotImplementedError(text.format(ext=type(ext).__name__, what=what))
+
+
+def _is_second_order(ext: Any) -> bool:
+    return ext.pulls_columns or ext.expects_backpropagation_quantities()
+
+
+def warn_of_hooks(calls: List[Call], ext: Any) -> None:
+    """Warn of modules' backward hooks, which are part of the graph.
+
+    Args:
+        calls: Calls in the part of the graph that columns go through.
+        ext: An extension that uses them.
+    """
+    for call in calls:
+        if call.module._backward_hooks or call.module._backward_pre_hooks:
+            text = BACKWARD_HOOKS.format(
+                ext=type(ext).__name__, module=name_module(call.module)
+            )
+            warn_user(text)
+            return

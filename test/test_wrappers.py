@@ -698,6 +698,22 @@ class Tied(Module):
         return self.frozen(x) + x[:, :2] @ self.first.weight[:3, :2].tanh().T
 
 
+def frozen_between() -> Module:
+    """Make layers between which data goes through others that are frozen."""
+    frozen = nn.Sequential(nn.Linear(4, D), nn.Tanh()).requires_grad_(False)
+    return nn.Sequential(nn.Linear(D, 4), *frozen, nn.Linear(D, 3))
+
+
+def checkpointed(model: Module) -> Module:
+    """Extend a model, and let its blocks run once more in the backward pass."""
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
+
+    checkpoint_wrapper.apply_activation_checkpointing(
+        extend(model), check_fn=lambda module: isinstance(module, Block)
+    )
+    return model
+
+
 def extended_parts(model: Module) -> Module:
     """Extend what a model consists of, and not the model."""
     for part in model.children():
@@ -727,6 +743,7 @@ BLOCKS = PROBLEM._replace(
 )
 TIED = PROBLEM._replace(model=Tied)
 APART_BLOCKS = PROBLEM._replace(model=Apart)
+FROZEN = PROBLEM._replace(model=frozen_between)
 by_layer = partial(sharded, each=True)
 flat_by_layer = partial(flat, auto_wrap_policy=has_parameters)
 kept = partial(by_layer, reshard_after_forward=False)
@@ -758,6 +775,11 @@ SHARED: Dict[str, Shared] = {
     "FSDP2-apart": Shared(by_layer, problem=APART_BLOCKS),
     "FSDP2-apart-parts": Shared(by_layer, extended_parts, APART_BLOCKS),
     "DDP-apart-parts": Shared(DDP, extended_parts, APART_BLOCKS),
+    "FSDP1-frozen": Shared(flat_by_layer, problem=FROZEN),
+    "FSDP2-frozen": Shared(by_layer, problem=FROZEN),
+    "DDP-checkpoints": Shared(DDP, checkpointed, BLOCKS),
+    "FSDP1-checkpoints": Shared(flat_by_layer, checkpointed, BLOCKS),
+    "FSDP2-checkpoints": Shared(by_layer, checkpointed, BLOCKS),
 }
 # Refused: how to wrap it, and what the error says
 APART: Dict[str, Tuple[Callable[[Module], Module], str]] = {

@@ -347,6 +347,21 @@ def exported(model: Module) -> Module:
     return extend(torch.export.export(model, (randn(D)()[0],)).module())
 
 
+def exported_in_between(p: Pass) -> None:
+    """Export a model that is extended; its program computes the same."""
+    program = torch.export.export(p.model, (p.x,), strict=False).module()
+    assert torch.equal(program(p.x), p.model(p.x))
+    p.run()
+
+
+def compiled_for_any_size(p: Pass) -> None:
+    """Compile a model once, for any number of samples."""
+    model = compiled(p.model, dynamic=True)
+    p._replace(x=p.x[1:], y=p.y[1:]).run(model)
+    p.model.zero_grad()
+    p.run(model)
+
+
 # Right, pass after pass: how to make the model, how to run a pass
 RIGHT: Dict[str, Tuple[Callable[[], Pass], Callable[[Pass], None]]] = {
     "compiled-then-extended": (lambda: build(lambda m: extend(compiled(m))), Pass.run),
@@ -390,6 +405,8 @@ RIGHT: Dict[str, Tuple[Callable[[], Pass], Callable[[Pass], None]]] = {
     "another-layer": (build, other_layer),
     "parametrization": (build, other_parametrization),
     "exported": (lambda: build(exported), Pass.run),
+    "exported-in-between": (build, exported_in_between),
+    "compiled-for-any-size": (build, compiled_for_any_size),
     "exchanged-by-fx": (
         lambda: build(lambda m: extend(torch.fx.symbolic_trace(extend(m)))),
         Pass.run,
@@ -477,6 +494,16 @@ REFUSED: Dict[str, Tuple[Callable[[Pass], None], Type[Exception], str]] = {
         lambda p: p.run(compiled(p.model, fullgraph=True)),
         Exception,
         "untraced",
+    ),
+    "exported-strictly": (
+        lambda p: torch.export.export(p.model, (p.x,), strict=True),
+        Exception,
+        "untraced",
+    ),
+    "compiled-function-for-a-loss": (
+        lambda p: p.run(loss=compiled(nn.functional.cross_entropy)),
+        NotImplementedError,
+        "not known where.*`compiled_function`.*by the loss itself",
     ),
 }
 

@@ -60,10 +60,6 @@ WEIGHTS: Dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# Quantities that are measured as one compiled graph, too
-COMPILED = ("BatchGrad", "BatchL2Grad", "DiagGGNMC", "DiagGGNExact", "KFAC")
-
-
 class Unavailable(Exception):
     """The package does not offer this quantity."""
 
@@ -154,8 +150,6 @@ def with_backpack(order: Dict[str, Any]) -> Task:
     from backpack import backpack, extend, extensions
 
     compiled = order["package"] == "compiled"
-    if compiled and order["quantity"] not in COMPILED:
-        raise Unavailable
     model, loss, X, y = build(order)
     model, loss = extend(model), extend(loss)
 
@@ -190,7 +184,7 @@ def with_backpack(order: Dict[str, Any]) -> Task:
     if compiled:
         from backpack import compile_step
 
-        step = compile_step(forward, extension)  # when it is called
+        step = compile_step(forward, extension, **context)  # when it is called
 
     def run() -> None:
         if compiled:

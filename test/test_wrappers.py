@@ -347,6 +347,21 @@ def exported(model: Module) -> Module:
     return extend(torch.export.export(model, (randn(D)()[0],)).module())
 
 
+def exported_in_between(p: Pass) -> None:
+    """Export a model that is extended; its program computes the same."""
+    program = torch.export.export(p.model, (p.x,), strict=False).module()
+    assert torch.equal(program(p.x), p.model(p.x))
+    p.run()
+
+
+def compiled_for_any_size(p: Pass) -> None:
+    """Compile a model once, for any number of samples."""
+    model = compiled(p.model, dynamic=True)
+    p._replace(x=p.x[1:], y=p.y[1:]).run(model)
+    p.model.zero_grad()
+    p.run(model)
+
+
 # Right, pass after pass: how to make the model, how to run a pass
 RIGHT: Dict[str, Tuple[Callable[[], Pass], Callable[[Pass], None]]] = {
     "compiled-then-extended": (lambda: build(lambda m: extend(compiled(m))), Pass.run),
@@ -390,6 +405,8 @@ RIGHT: Dict[str, Tuple[Callable[[], Pass], Callable[[Pass], None]]] = {
     "another-layer": (build, other_layer),
     "parametrization": (build, other_parametrization),
     "exported": (lambda: build(exported), Pass.run),
+    "exported-in-between": (build, exported_in_between),
+    "compiled-for-any-size": (build, compiled_for_any_size),
     "exchanged-by-fx": (
         lambda: build(lambda m: extend(torch.fx.symbolic_trace(extend(m)))),
         Pass.run,
@@ -477,6 +494,16 @@ REFUSED: Dict[str, Tuple[Callable[[Pass], None], Type[Exception], str]] = {
         lambda p: p.run(compiled(p.model, fullgraph=True)),
         Exception,
         "untraced",
+    ),
+    "exported-strictly": (
+        lambda p: torch.export.export(p.model, (p.x,), strict=True),
+        Exception,
+        "untraced",
+    ),
+    "compiled-function-for-a-loss": (
+        lambda p: p.run(loss=compiled(nn.functional.cross_entropy)),
+        NotImplementedError,
+        "not known where.*`compiled_function`.*by the loss itself",
     ),
 }
 
@@ -698,6 +725,22 @@ class Tied(Module):
         return self.frozen(x) + x[:, :2] @ self.first.weight[:3, :2].tanh().T
 
 
+def frozen_between() -> Module:
+    """Make layers between which data goes through others that are frozen."""
+    frozen = nn.Sequential(nn.Linear(4, D), nn.Tanh()).requires_grad_(False)
+    return nn.Sequential(nn.Linear(D, 4), *frozen, nn.Linear(D, 3))
+
+
+def checkpointed(model: Module) -> Module:
+    """Extend a model, and let its blocks run once more in the backward pass."""
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
+
+    checkpoint_wrapper.apply_activation_checkpointing(
+        extend(model), check_fn=lambda module: isinstance(module, Block)
+    )
+    return model
+
+
 def extended_parts(model: Module) -> Module:
     """Extend what a model consists of, and not the model."""
     for part in model.children():
@@ -727,6 +770,7 @@ BLOCKS = PROBLEM._replace(
 )
 TIED = PROBLEM._replace(model=Tied)
 APART_BLOCKS = PROBLEM._replace(model=Apart)
+FROZEN = PROBLEM._replace(model=frozen_between)
 by_layer = partial(sharded, each=True)
 flat_by_layer = partial(flat, auto_wrap_policy=has_parameters)
 kept = partial(by_layer, reshard_after_forward=False)
@@ -758,6 +802,11 @@ SHARED: Dict[str, Shared] = {
     "FSDP2-apart": Shared(by_layer, problem=APART_BLOCKS),
     "FSDP2-apart-parts": Shared(by_layer, extended_parts, APART_BLOCKS),
     "DDP-apart-parts": Shared(DDP, extended_parts, APART_BLOCKS),
+    "FSDP1-frozen": Shared(flat_by_layer, problem=FROZEN),
+    "FSDP2-frozen": Shared(by_layer, problem=FROZEN),
+    "DDP-checkpoints": Shared(DDP, checkpointed, BLOCKS),
+    "FSDP1-checkpoints": Shared(flat_by_layer, checkpointed, BLOCKS),
+    "FSDP2-checkpoints": Shared(by_layer, checkpointed, BLOCKS),
 }
 # Refused: how to wrap it, and what the error says
 APART: Dict[str, Tuple[Callable[[Module], Module], str]] = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, Dict, List, Sequence
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from backpack.core.layout import Mixed, spans
@@ -200,7 +201,8 @@ def _met_in_tails(inspection: Inspection) -> List[Mixed]:
         behind = explain_parents(node)
         placements += [known.placement for known in behind]
         if any(known.n > 1 for known in behind) and _brings_together(node, behind):
-            placements.append(Mixed(name_of(node)))
+            own = isinstance(node, BackwardCFunction)
+            placements.append(Mixed(name_of(node), not own))  # nobody knows its parts
     return [p for p in placements if isinstance(p, Mixed)]
 
 

@@ -28,7 +28,7 @@ from backpack.engine.turn import Turn, refuse_several_calls
 from backpack.engine.user_hooks import warn_of_hooks
 from backpack.engine.uses import Use, refuse
 from backpack.utils.hooks import EXTENDED, name_module, without_hooks
-from backpack.utils.parallel import gather
+from backpack.utils.parallel import gathered
 
 OTHER_SAMPLES = (
     "{ext}: the loss {loss} has {loss_size} samples, but {size} went into {module}, so "
@@ -181,16 +181,13 @@ class PullColumns:
 
         calls = [loss, *dict.fromkeys(t.entry.owner for t in reached)]
         warn_of_hooks([c for c in calls if not c.is_use], extensions[0])
-        # in the order of the graph, which is that of other processes
-        params = [p for g in self._running.groups if g in groups for p in g.params]
-        gather([c.module for c in calls if not c.is_use], params)
         tensors = [x for call in calls for x in call.tensors()]
         sources = {ext.source for ext in extensions}
         totals: Dict[Key, Any] = {}
         last: Dict[Key, PerSample] = {}
 
         def pull(chunk: Tensor) -> Dict[Any, Cotangents]:
-            with without_hooks(tensors):
+            with gathered(tensors), without_hooks(tensors):
                 return self._pull_chunk(edge, targets, chunk)
 
         for chunk in chain([first], chunks):

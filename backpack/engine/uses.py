@@ -51,7 +51,8 @@ MET = (
 LOST = (
     "{what}: it is not known where the samples are after {operation}, so that "
     "quantities of individual samples can't be computed for {names}. Replace this "
-    "operation by others of PyTorch, or freeze the parameters."
+    "operation by others of PyTorch (what `torch.compile` has made of a loss, by the "
+    "loss itself), or freeze the parameters."
 )
 MODIFIED = (
     "{operation}: an input of this operation was modified in place after the forward "

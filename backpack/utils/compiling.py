@@ -33,7 +33,7 @@ _EAGER: Dict[Callable, Callable] = {}
 untraced._torchdynamo_disable = True  # type: ignore[attr-defined]
 untraced._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
     "extended modules look at every operation and run as they are; compile without "
-    "fullgraph=True"
+    "fullgraph=True, export with strict=False"
 )
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
-from typing import Any, Container, Iterable, Iterator, List, Set, Tuple
+from functools import partial
+from typing import Any, Container, Dict, Iterable, Iterator, List, Set, Tuple
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
 # Nodes that act when a backward pass comes by, and pass on what they get: modules,
 # names of functions there
@@ -171,30 +171,56 @@ def _pass_on(ctx: Any, *gradients: Any) -> Any:
     return (None, *gradients)
 
 
-def gather(modules: Iterable[Module], params: Iterable[Tensor]) -> None:
+@contextmanager
+def gathered(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Gather parameters that are spread over processes, until autograd is there.
 
+    A checkpoint inside may run its part of the model again: that is no forward pass,
+    after which parameters were given away.
+
     Args:
-        modules: Modules that columns are pulled back through.
-        params: Parameters of the backward pass.
+        tensors: What columns are pulled back through, in the order of other processes.
+            Its hooks know who gathers parameters, and do not run themselves.
+
+    Yields:
+        Nothing.
     """
-    if not is_parallel():
-        return
-    for module in modules:
-        if any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__):
-            module.unshard()  # type: ignore[operator]
-    found = [flat for flat in map(_flat, params) if flat is not None]
-    for flat in {id(flat): flat for flat in found}.values():
-        # only its hook for the gradient knows which module is to gather it
-        hook = flat._post_backward_hook_state[-1]
-        state, handle = hook.hooks_dict_ref()[hook.id].args
-        before = handle._training_state
-        handle._training_state = type(before).BACKWARD_PRE
-        streams = state._unshard_stream, state._pre_unshard_stream
-        runtime = sys.modules["torch.distributed.fsdp._runtime_utils"]
-        runtime._unshard(state, handle, *streams)
-        state._device_handle.current_stream().wait_stream(streams[0])
-        handle._training_state = before
+    owners: Dict[int, Tuple[Any, Any, str]] = {}
+    for x in tensors if is_parallel() else ():
+        hooks: Dict[int, Any] = x._backward_hooks or {}
+        for hook in hooks.values():
+            function = getattr(hook, "func", hook)
+            if getattr(function, "__qualname__", "") == "FSDPState._pre_backward":
+                owner = hook.__self__
+                owners.setdefault(id(owner), (owner, _gather, "PRE_BACKWARD"))
+            elif getattr(function, "__name__", "") == "_pre_backward_hook":
+                state, _, owner = hook.args
+                make = partial(_gather_flat, state)
+                owners.setdefault(id(owner), (owner, make, "BACKWARD_PRE"))
+    before = []
+    try:
+        for owner, gather, name in owners.values():
+            if owner is not None:  # a module without parameters of its own
+                before.append((owner, owner._training_state))
+                owner._training_state = type(owner._training_state)[name]
+                gather(owner)
+        yield
+    finally:
+        for owner, training_state in before:
+            owner._training_state = training_state
+
+
+def _gather(state: Any) -> None:
+    for module in state._modules:
+        module.unshard()
+
+
+def _gather_flat(state: Any, handle: Any) -> None:
+    streams = state._unshard_stream, state._pre_unshard_stream
+    sys.modules["torch.distributed.fsdp._runtime_utils"]._unshard(
+        state, handle, *streams
+    )
+    state._device_handle.current_stream().wait_stream(streams[0])
 
 
 def _flat(x: Tensor) -> Any:

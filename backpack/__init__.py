@@ -319,7 +319,7 @@ def compile_step(
             Default: ``None``.
 
     Returns:
-        The step: a function of the closure's tensors that returns the loss, detached.
+        The step, a function of the closure's tensors that returns the loss, detached.
 
     Example:
         >>> from torch import manual_seed, rand, tensor

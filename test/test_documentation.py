@@ -43,7 +43,7 @@ def inherited(owner: Any, name: str) -> bool:
 
 
 def undocumented(owner: Any, path: str, module: str) -> Iterator[str]:
-    """Find public names without docstring, and arguments that it does not explain."""
+    """Find public names without docstring, and what pages would not show of one."""
     for name, member in public_members(owner, module):
         doc = member.__doc__ or ("" if not inherited(owner, name) else None)
         if doc == "":
@@ -51,6 +51,10 @@ def undocumented(owner: Any, path: str, module: str) -> Iterator[str]:
         if inspect.isclass(member):
             yield from undocumented(member, f"{path}.{name}", module)
         elif doc is not None:
+            # what is in front of a colon would be shown as the type
+            returned = re.search(r"^ +(?:Returns|Yields):\n +(.*)$", doc, re.MULTILINE)
+            if returned and re.search(r":(\s|$)", returned[1]):
+                yield f"{path}.{name}: {returned[1]}"
             for argument in list(inspect.signature(member).parameters):
                 known = re.search(rf"^\s+{argument}: ", doc, re.MULTILINE)
                 if argument not in ("self", "cls") and not known:

@@ -456,7 +456,7 @@ def tail_terms(roots: Sequence[GradientEdge]) -> List[Node]:
         roots: Where the backward pass begins.
 
     Returns:
-        Their nodes: at each, terms are summed that belong to samples, or samples meet.
+        Their nodes. At each, terms are summed that belong to samples, or samples meet.
     """
     terms, _ = additive_terms(roots, through_losses=True)
     return [term for term in terms if not entries_of(term)]

@@ -3,9 +3,9 @@ Compile a step: one graph for gradient and quantities
 =====================================================
 
 A small network takes less time to compute than Python takes to start its operations.
-``compile_step`` records a step once, forward pass, backward pass and quantities, and hands
-all of it to ``torch.compile`` as one graph. Here it trains a network and watches the norms
-of individual gradients, next to the same training without a compiler.
+``compile_step`` records a step once, forward pass, backward pass and quantities, and
+hands all of it to ``torch.compile`` as one graph. Here it trains a network and watches
+the norms of individual gradients, next to the same training step by step.
 """
 
 from time import process_time
@@ -36,10 +36,10 @@ def make_model() -> Sequential:
 # The step
 # --------
 #
-# The closure takes tensors, and returns the loss. What it does besides is decided when it is
-# recorded: the network, the loss and the quantities. Batches and parameters may change. The
-# backend here runs the recorded operations as they are. The default one makes code of them,
-# which is faster and takes a C++ compiler.
+# The closure takes tensors, and returns the loss. What else it does is decided when it
+# is recorded: the network, the loss and the quantities. Batches and parameters may
+# change. The backend here runs the recorded operations as they are. The default one
+# makes code of them, which is faster and takes a C++ compiler.
 
 
 def compiled(model: Sequential) -> Callable[[Tensor, Tensor], Tensor]:
@@ -67,8 +67,8 @@ def plain(model: Sequential) -> Callable[[Tensor, Tensor], Tensor]:
 # Train
 # -----
 #
-# The step leaves gradients and quantities on the parameters, as always. So the rest of a
-# training does not change.
+# The step leaves gradients and quantities on the parameters, as always. So the rest of
+# a training does not change.
 
 
 def train(make_step: Callable) -> Tuple[List[Tensor], List[float]]:
@@ -89,11 +89,11 @@ def train(make_step: Callable) -> Tuple[List[Tensor], List[float]]:
 runs = {"plain": train(plain), "compiled": train(compiled)}
 
 # %%
-# The first call takes as long as the recording does. Each other one goes without what Python
-# does in a plain step: on small networks, that is much of it.
+# The first call takes as long as the recording does. Each other one goes without what
+# Python does in a plain step: on small networks, that is much of it.
 
 fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-for name, (norms, times) in runs.items():
+for name, (_, times) in runs.items():
     left.semilogy(times, label=name)
     first, later = times[0] / 1e3, sorted(times[1:])[len(times) // 2]
     print(f"{name}: first step {first:.2f} s, each other one {later:.2f} ms")

@@ -161,7 +161,8 @@ class backpack(AbstractContextManager):  # noqa: N801
             exts: Extensions, in the order in which they shall run on each module.
             extension_hook: Function that is run on each module after the extensions.
                 It may read and delete what they have saved. Default: ``None``.
-            debug: Whether to print a line for each extension and module. Default:
+            debug: Whether to print a line for each extension and module, and for every
+                ten columns of an exact quantity, which may take long. Default:
                 ``False``.
             retain_graph: Whether to keep inputs and outputs for another backward pass;
                 goes with ``backward(retain_graph=True)``. Default: ``False``.

@@ -133,15 +133,6 @@ class backpack(AbstractContextManager):  # noqa: N801
     Only the backward pass has to lie inside. Contexts nest: the inner one replaces the
     active extensions, and leaving it restores them, also after an exception.
 
-    Attributes:
-        exts: The extensions.
-        debug: Whether a line is printed for each extension and module.
-        extension_hook: Function that is run on each module after the extensions.
-        retain_graph: Whether inputs and outputs are kept for another backward pass.
-        check: Whether samples are checked to be separate, and their gradients to add
-            up.
-        gradient: Whether gradients are accumulated in ``.grad``.
-
     Example:
         >>> from torch import manual_seed, rand, tensor
         >>> from torch.nn import CrossEntropyLoss, Linear
@@ -170,7 +161,8 @@ class backpack(AbstractContextManager):  # noqa: N801
             exts: Extensions, in the order in which they shall run on each module.
             extension_hook: Function that is run on each module after the extensions.
                 It may read and delete what they have saved. Default: ``None``.
-            debug: Whether to print a line for each extension and module. Default:
+            debug: Whether to print a line for each extension and module, and for every
+                ten columns of an exact quantity, which may take long. Default:
                 ``False``.
             retain_graph: Whether to keep inputs and outputs for another backward pass;
                 goes with ``backward(retain_graph=True)``. Default: ``False``.
@@ -319,7 +311,7 @@ def compile_step(
             Default: ``None``.
 
     Returns:
-        The step: a function of the closure's tensors that returns the loss, detached.
+        The step, a function of the closure's tensors that returns the loss, detached.
 
     Example:
         >>> from torch import manual_seed, rand, tensor
@@ -369,7 +361,7 @@ def extend(
 def extend(module: Module, debug: bool = ..., use_converter: bool = ...) -> Module: ...
 
 
-def extend(module: Any, debug: bool = False, use_converter: bool = False) -> Any:
+def extend(module: Module, debug: bool = False, use_converter: bool = False) -> Module:
     """Make a model or a loss ready for additional quantities.
 
     Extends all modules inside, too. Extending a second time adds nothing.

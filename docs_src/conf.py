@@ -1,9 +1,14 @@
 """Settings of Sphinx; ``make build-docs`` builds the documentation."""
 
+import inspect
 import os
 import sys
 from importlib.metadata import version as installed_version
 from pathlib import Path
+from typing import Any, List, get_type_hints
+
+from sphinx.application import Sphinx
+from sphinx.pycode import ModuleAnalyzer
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "test")]
@@ -13,6 +18,8 @@ import quantity_pages  # noqa: E402
 import reference  # noqa: E402
 import support_table  # noqa: E402
 import torch_inventory  # noqa: E402
+
+from backpack.extensions.backprop_extension import BackpropExtension  # noqa: E402
 
 project = "BackPACK"
 author = "The BackPACK authors"
@@ -51,6 +58,58 @@ autodoc_inherit_docstrings = False
 autoclass_content = "both"
 autosummary_generate = False
 python_maximum_signature_line_length = 70
+
+# One signature of what type checkers see several of
+analyzer = ModuleAnalyzer.for_module("backpack")
+analyzer.analyze()
+analyzer.overloads.clear()
+
+
+def show_arguments(cls: type) -> None:
+    """Let a class and its subclasses show the constructor's arguments and their types.
+
+    Args:
+        cls: A class with a ``__new__`` that hides them.
+    """
+    _, *arguments = inspect.signature(cls.__init__).parameters.values()
+    types = get_type_hints(cls.__init__)
+    cls.__signature__ = inspect.Signature(
+        [x.replace(annotation=types.get(x.name, x.annotation)) for x in arguments]
+    )
+    for subclass in cls.__subclasses__():
+        show_arguments(subclass)
+
+
+show_arguments(BackpropExtension)
+
+
+def leave_out(
+    app: Sphinx, what: str, name: str, item: Any, options: Any, lines: List[str]
+) -> None:
+    """Leave out what a constructor says of itself: its arguments belong to the class.
+
+    Args:
+        app: The builder of the documentation.
+        what: The kind of item.
+        name: Its name.
+        item: The item.
+        options: How it is shown.
+        lines: Its docstring; a constructor's loses its first line.
+    """
+    own = inspect.getdoc(item.__init__) if what == "class" else None
+    if own and lines[:1] == own.splitlines()[:1]:
+        del lines[0]
+
+
+def setup(app: Sphinx) -> None:
+    """Register what changes docstrings, before they are parsed.
+
+    Args:
+        app: The builder of the documentation.
+    """
+    app.connect("autodoc-process-docstring", leave_out, priority=400)
+
+
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True

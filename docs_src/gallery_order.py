@@ -4,7 +4,7 @@ from pathlib import Path
 
 ORDER = """
 kfac_training laplace differential_privacy noise_scale influence pruning ggn_spectrum
-transformer distributed diag_ggn_optimizer cg_newton
+transformer distributed compiled_step diag_ggn_optimizer cg_newton
 all_in_one first_order_resnet rnn resnet_all_in_one custom_module extension_hook
 subsampling batched_jacobians grad_of_variance trace_estimation retain_graph
 save_memory_convolutions

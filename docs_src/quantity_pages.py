@@ -12,8 +12,8 @@ from typing import Dict, List, NamedTuple
 from support_table import folded, list_table
 
 BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "README.md"
-# networks of the benchmark that all quantities can be computed for
-NETWORKS = ("MLP 784-512-256-10", "3C3D", "All-CNN-C")
+# networks of the benchmark
+NETWORKS = ("MLP 784-512-256-10", "3C3D", "All-CNN-C", "GPT-2", "Llama", "ViT")
 # what the landing page shows of the first two, as far as it was measured
 CHARTS = {"mlp": NETWORKS[0], "3c3d": NETWORKS[1]}
 CHARTED = """
@@ -183,7 +183,7 @@ It is computed from centered gradients, so that it does not cancel.""",
         "Dot products of gradients: BatchDotGrad",
         ["BatchDotGrad"],
         ["batch_dot"],
-        ["[N, N]"],
+        ["[N, N] or [N, Q]"],
         "pairwise dot products of individual gradients",
         r"""For each pair of samples, and each parameter apart:
 
@@ -253,14 +253,14 @@ Biases, and other parameters with a single axis, are projected from one side,
         [
             "LoGra: Choe et al., *What is your data worth to GPT?*, 2024",
         ],
-        "G = model[0].weight.grad_batch\n"
-        "assert model[0].weight.grad_projected.shape == (8, 16, 16)\n"
+        "weight = next(model.parameters())\n"
+        "assert weight.grad_projected.shape == (8, 16, 16)\n"
         "project = BatchProjectGrad(2)\n"
         "with backpack(project):\n"
         "    lossfunc(model(X), y).backward()\n"
-        "P_out, P_in = project.matrices(model[0].weight)\n"
-        "expected = P_out @ G @ P_in.T\n"
-        "assert torch.allclose(model[0].weight.grad_projected, expected, atol=1e-6)",
+        "P_out, P_in = project.matrices(weight)\n"
+        "expected = P_out @ weight.grad_batch @ P_in.T\n"
+        "assert torch.allclose(weight.grad_projected, expected, atol=1e-6)",
         ["BatchGrad"],
     ),
     Quantity(
@@ -637,11 +637,30 @@ def compared() -> List[str]:
         title = [header[0], *(cell.removesuffix(": time") for cell in header[1::2])]
         shown = [
             [f"``{cells[0].strip('`')}``"]
-            + [f"{t}, {m}" if t else "" for t, m in zip(cells[1::2], cells[2::2])]
+            + [
+                f"{t}, {m}" if t.strip("–") else t
+                for t, m in zip(cells[1::2], cells[2::2])
+            ]
             for cells in rows
         ]
         lines += folded(network, list_table(title, shown))
-    return lines
+    header, *rows = sums()
+    title = "Clipped sums, weights from dot products, Kronecker factors"
+    return lines + folded(title, list_table(["quantity", *header[1:]], rows))
+
+
+def sums() -> List[List[str]]:
+    """Read the table of quantities that replace the gradient, or go without it.
+
+    Returns:
+        Rows of cells, with the header first.
+    """
+    section = BENCHMARK.read_text().split("\n## Clipped sums")[1].split("\n## ")[0]
+    return [
+        [cell.strip().replace("`", "``") for cell in line.strip("|").split("|")]
+        for line in section.splitlines()
+        if line.startswith("| ")
+    ]
 
 
 def charts(folder: Path) -> None:
@@ -675,7 +694,9 @@ def recorded() -> Dict[str, Dict[str, List[str]]]:
         For each network and quantity, time and memory.
     """
     return {
-        network: {name.strip("`"): cells for name, *cells in rows if cells[0]}
+        network: {
+            name.strip("`"): cells for name, *cells in rows if cells[0].strip("–")
+        }
         for network, (_, *rows) in tables().items()
     }
 
@@ -695,6 +716,13 @@ def cost_table(names: List[str]) -> List[str]:
         for network, values in recorded().items()
         for name in names
         if name in values
+    ]
+    (_, *networks), *others = sums()
+    rows += [
+        [network, name, *cell.split(", ")]
+        for name, *cells in others
+        if name.strip("`").split("-")[0] in names
+        for network, cell in zip(networks, cells)
     ]
     if not rows:
         return []
@@ -742,7 +770,8 @@ def page(quantity: Quantity) -> str:
     lines += [f".. minigallery:: {objects}", ""]
     lines += ["Options", "-------", ""]
     for name in quantity.names:
-        lines += [f".. autoclass:: backpack.extensions.{name}", "   :no-members:", ""]
+        lines += [f".. autoclass:: backpack.extensions.{name}", "   :no-members:"]
+        lines += ["   :no-show-inheritance:", ""]
     return "\n".join(lines)
 
 
@@ -761,7 +790,8 @@ def table(to_pages: str) -> str:
         both = zip(quantity.fields, quantity.shapes)
         fields = ", ".join(f"``{f}`` ``{s}``" for f, s in both)
         rows.append([link, fields, quantity.short])
-    return "\n".join(list_table(["extension", "field", "what it is"], rows))
+    header = ["extension", "field", "what it is"]
+    return "\n".join(list_table(header, rows, "support overview"))
 
 
 def write(folder: Path) -> None:

@@ -45,7 +45,9 @@ def write(folder: Path) -> None:
     for package, members in modules().items():
         lines = [package, "=" * len(package), ""]
         for name in members:
-            lines += [name, "-" * len(name), "", f".. automodule:: {name}"]
+            if name != package:
+                lines += [name, "-" * len(name), ""]
+            lines += [f".. automodule:: {name}"]
             own = [
                 path[len(name) + 1 :] for path in shown if path.startswith(f"{name}.")
             ]
@@ -54,4 +56,6 @@ def write(folder: Path) -> None:
             # a function of the same name as its module is shown to users
             hidden = ["   :no-index:"] if name in exported else []
             lines += [f"   :exclude-members: {excluded}", *hidden, ""]
+            if own or hidden:
+                lines += ["What users call is :doc:`elsewhere <../api/users>`.", ""]
         put(folder / f"{package}.rst", "\n".join(lines))

@@ -45,17 +45,20 @@ FAMILIES: Dict[str, str] = {
 }
 
 
-def list_table(header: List[str], rows: Iterable[List[str]]) -> List[str]:
+def list_table(
+    header: List[str], rows: Iterable[List[str]], style: str = "support"
+) -> List[str]:
     """Write a table.
 
     Args:
         header: Titles of the columns.
         rows: The cells of each row.
+        style: How it is shown, see ``_static/backpack.css``. Default: ``"support"``.
 
     Returns:
         Lines of reStructuredText.
     """
-    lines = [".. list-table::", "   :header-rows: 1", "   :class: support", ""]
+    lines = [".. list-table::", "   :header-rows: 1", f"   :class: {style}", ""]
     for row in [header, *rows]:
         lines += [
             f"   {'*' if first else ' '} - {cell}"

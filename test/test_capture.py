@@ -1,5 +1,6 @@
 """What extending does to a module, and what it sees in a backward pass."""
 
+import re
 from functools import partial
 from typing import Any, Callable, Dict, List, Tuple
 
@@ -539,6 +540,15 @@ def test_order_of_extensions(capsys: pytest.CaptureFixture):
             assert name in line and type(module).__name__ in line
         assert "hook" in lines[start + 3] and type(module).__name__ in lines[start + 3]
         assert lines[start + 4] == f"hook {type(module).__name__}"
+
+
+def test_debug_shows_progress(capsys: pytest.CaptureFixture):
+    """An exact quantity with many columns tells how far it is."""
+    model, loss = extend(nn.Linear(3, 25)), extend(nn.MSELoss())
+    with backpack(DiagGGNExact(), debug=True):
+        loss(model(torch.rand(2, 3)), torch.rand(2, 25)).backward()
+    counts = re.findall(r"pulled back (\d+) columns", capsys.readouterr().out)
+    assert counts == ["10", "20", "25"]
 
 
 def test_silent_by_default(capsys: pytest.CaptureFixture):

@@ -4,10 +4,11 @@ import ast
 import inspect
 import json
 import re
+import runpy
 from importlib import import_module
 from pathlib import Path
 from pkgutil import walk_packages
-from typing import Any, Iterator, List, Set, Tuple
+from typing import Any, Dict, Iterator, List, Set, Tuple
 
 import pytest
 import support
@@ -43,7 +44,7 @@ def inherited(owner: Any, name: str) -> bool:
 
 
 def undocumented(owner: Any, path: str, module: str) -> Iterator[str]:
-    """Find public names without docstring, and arguments that it does not explain."""
+    """Find public names without docstring, and what pages would not show of one."""
     for name, member in public_members(owner, module):
         doc = member.__doc__ or ("" if not inherited(owner, name) else None)
         if doc == "":
@@ -51,6 +52,10 @@ def undocumented(owner: Any, path: str, module: str) -> Iterator[str]:
         if inspect.isclass(member):
             yield from undocumented(member, f"{path}.{name}", module)
         elif doc is not None:
+            # what is in front of a colon would be shown as the type
+            returned = re.search(r"^ +(?:Returns|Yields):\n +(.*)$", doc, re.MULTILINE)
+            if returned and re.search(r":(\s|$)", returned[1]):
+                yield f"{path}.{name}: {returned[1]}"
             for argument in list(inspect.signature(member).parameters):
                 known = re.search(rf"^\s+{argument}: ", doc, re.MULTILINE)
                 if argument not in ("self", "cls") and not known:
@@ -253,6 +258,25 @@ def test_links_lead_to_files(name: str):
                 re.sub(r"[^\w -]", "", t.lower()).replace(" ", "-") for t in titles
             ]
             assert not anchor or anchor in slugs, link
+
+
+def test_links_on_an_index_are_absolute(monkeypatch: pytest.MonkeyPatch):
+    """A release that knows where its source is leads there from everywhere."""
+    pytest.importorskip("setuptools")
+    described: Dict[str, str] = {}
+    monkeypatch.setattr(
+        "setuptools.setup", lambda **settings: described.update(settings)
+    )
+    monkeypatch.chdir(ROOT)
+    for repository in ("", "https://host/project"):
+        monkeypatch.setenv("DOCS_REPOSITORY", repository)
+        runpy.run_path("setup.py")
+        links = re.findall(r"\]\(([^)\s]+)\)", described["long_description"])
+        assert (
+            f"{repository}/raw/main/docs_src/_static/demo.png" in links
+            or not repository
+        )
+        assert bool(repository) == all("://" in link for link in links)
 
 
 def test_one_version():

@@ -41,6 +41,7 @@ SCRIPTS: Dict[str, str] = {
 }
 # Those of tasks, which use what 1.7 does not have
 SCRIPTS_OF_TASKS: Dict[str, str] = {
+    "compiled_step": "The compiled step computes what the plain one does.",
     "differential_privacy": "Clipping agrees with a loop",
     "ggn_spectrum": "They are eigenvectors.",
     "influence": "Products between batches agree with autograd.",

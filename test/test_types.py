@@ -4,6 +4,7 @@
 """
 
 import ast
+import inspect
 import json
 import re
 import subprocess
@@ -11,10 +12,15 @@ import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import walk_packages
 from textwrap import dedent
 from typing import Dict, Iterator, Set, Tuple
 
 import pytest
+from torch import Tensor
+from torch.nn import Module
+
+import backpack
 
 ROOT = Path(__file__).parents[1]
 FILE = Path(__file__).with_name("typed_use.py")
@@ -88,14 +94,34 @@ def snippets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tuple[str, str]]:
         yield quantity.title, pages.code(quantity)
 
 
+def methods() -> Set[str]:
+    """List the names of methods that only the package's classes have."""
+    modules = [
+        import_module(info.name)
+        for info in walk_packages(backpack.__path__, "backpack.")
+    ]
+    names = {
+        name
+        for module in modules
+        for _, item in inspect.getmembers(module, inspect.isclass)
+        if item.__module__ == module.__name__
+        for name, _ in inspect.getmembers(item, inspect.isfunction)
+        if not name.startswith("_")
+    }
+    return names.difference(*map(dir, (Tensor, Module, dict, list, str)))
+
+
+METHODS = methods()
+
+
 def calls(code: str) -> Dict[str, Set[str]]:
-    """List what some code imports from the package, and calls.
+    """List what some code imports from the package, and calls; also methods.
 
     Args:
         code: The code.
 
     Returns:
-        Names of keyword arguments by full name.
+        Names of keyword arguments by full name, or by a method's name with a dot.
     """
     nodes = list(ast.walk(ast.parse(code)))
     imported = {
@@ -105,12 +131,22 @@ def calls(code: str) -> Dict[str, Set[str]]:
         and (node.module or "").split(".")[0] == "backpack"
         for alias in node.names
     }
+    others = {"self"} | {
+        alias.asname or alias.name
+        for node in nodes
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
     found: Dict[str, Set[str]] = {name: set() for name in imported.values()}
     for node in nodes:
         if isinstance(node, ast.Call):
             name, _, rest = ast.unparse(node.func).partition(".")
+            method, full = rest.rpartition(".")[2], ""
             if name in imported:
                 full = imported[name] + ("." + rest if rest else "")
+            elif method in METHODS and name not in others:
+                full = f".{method}"
+            if full:
                 arguments = {str(k.arg) for k in node.keywords if k.arg}
                 found.setdefault(full, set()).update(arguments)
     return found
@@ -135,3 +171,5 @@ def test_calls_are_seen() -> None:
     found = {"backpack.extend": {"debug"}, "backpack.utils": set()}
     assert calls(code) == {**found, "backpack.utils.f": {"a"}}
     assert calls("from torch import nn\nnn.Linear(2, 3, bias=False)") == {}
+    code = "p.grad_factors.precondition(kfac, damping=1)\nself.reduce(g).flatten(1)"
+    assert calls(code) == {".precondition": {"damping"}}

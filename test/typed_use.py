@@ -188,6 +188,8 @@ def between_batches(factors: Dict[Tensor, FactoredGradients]) -> None:
         with backpack(clipping, EKFAC(basis={})):
             loss_function(model(X), y).backward()
         print(clipping.norms, clipping.weights)
+        first = next(model.parameters())
+        assert_type(BatchProjectGrad(2).matrices(first), List[Tensor])
         ekfac: List[Tensor] = getattr(model[0].weight, "ekfac")  # noqa: B009
         factors = {p: g.precondition(ekfac, damping=0.1) for p, g in factors.items()}
         with backpack(BatchDotGrad(other=factors)):

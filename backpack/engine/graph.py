@@ -462,7 +462,7 @@ def tail_terms(roots: Sequence[GradientEdge]) -> List[Node]:
         roots: Where the backward pass begins.
 
     Returns:
-        Their nodes: at each, terms are summed that belong to samples, or samples meet.
+        Their nodes. At each, terms are summed that belong to samples, or samples meet.
     """
     terms, _ = additive_terms(roots, through_losses=True)
     met = [(term, term.metadata.get(MEETING)) for term in terms]

@@ -190,8 +190,12 @@ class PullColumns:
             with gathered(tensors), without_hooks(tensors):
                 return self._pull_chunk(edge, targets, chunk)
 
+        done = 0
         for chunk in chain([first], chunks):
             pulled = pull(chunk)
+            done += len(chunk)
+            if many and self._running.state.debug:
+                print(f"[DEBUG] {name_module(loss.module)}: pulled back {done} columns")
             kept: Dict[Use, range] = {}  # a layer's weight and bias share a use
             for group, some in keep.items():
                 use = group.uses[0]

@@ -286,7 +286,7 @@ class Turn:
             extension: The extension.
 
         Returns:
-            The quantity: columns ``[V, N, *out]`` for the GGN family, of the samples
+            The quantity, columns ``[V, N, *out]`` for the GGN family, of the samples
             that the extension considers; ``None`` for losses and for first-order
             extensions.
 

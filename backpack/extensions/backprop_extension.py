@@ -197,7 +197,7 @@ class BackpropExtension(ABC):  # noqa: B024
             call: The call.
 
         Returns:
-            Whether there may be. Default: ``True``.
+            Whether there may be, by default ``True``.
         """
         return True
 
@@ -217,7 +217,7 @@ class BackpropExtension(ABC):  # noqa: B024
                 ``kept`` is there; without that, this is not called.
 
         Returns:
-            Values by parameter. Default: none.
+            Values by parameter, by default none.
         """
         return {}
 

@@ -183,7 +183,7 @@ def may_look(x: Tensor) -> bool:
         x: The tensor.
 
     Returns:
-        Whether it may: on the CPU, and where ``check=True`` asks for it.
+        Whether it may, which is so on the CPU, and where ``check=True`` asks for it.
     """
     return state().check or (x.device.type == "cpu" and not is_traced())
 

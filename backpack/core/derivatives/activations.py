@@ -34,7 +34,7 @@ class ActivationDerivatives(ElementwiseDerivatives):
             module: Module with stored input and output.
 
         Returns:
-            f''(x) of shape ``[N, *in]``. Default: zero.
+            f''(x) of shape ``[N, *in]``, by default zero.
         """
         return zeros_like(module.input0)
 

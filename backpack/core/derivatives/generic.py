@@ -35,7 +35,7 @@ def output_batch_axis(module: Layer, index: int) -> int:
         index: Which of its output tensors.
 
     Returns:
-        The axis: 1 for outputs of recurrent and attention layers that put the sequence
+        The axis, 1 for outputs of recurrent and attention layers that put the sequence
         first, and for final hidden states, else 0.
     """
     if not isinstance(module, _SEQUENCE_MODULES):
@@ -53,7 +53,7 @@ def input_batch_axis(module: Layer, index: int) -> int:
         index: Which of its inputs.
 
     Returns:
-        The axis: 1 for inputs of recurrent and attention layers that put the sequence
+        The axis, 1 for inputs of recurrent and attention layers that put the sequence
         first, and for initial hidden states, else 0.
     """
     if isinstance(module, MultiheadAttention):

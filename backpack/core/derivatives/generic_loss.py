@@ -57,7 +57,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
         """Return whether the loss Hessian is positive semi-definite.
 
         Returns:
-            ``False``: it depends on the prediction, and ``sqrt_hessian`` checks it.
+            ``False``, as it depends on the prediction; ``sqrt_hessian`` checks it.
         """
         return False
 

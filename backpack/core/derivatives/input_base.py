@@ -212,7 +212,7 @@ class BaseDerivatives(ABC):  # noqa: B024
             module: Module with stored input and output.
 
         Returns:
-            Whether the output is (piecewise) linear in the input. Default: ``False``.
+            Whether the output is (piecewise) linear in the input, by default ``False``.
         """
         return False
 
@@ -223,7 +223,7 @@ class BaseDerivatives(ABC):  # noqa: B024
             module: Module with stored input and output.
 
         Returns:
-            Whether it is known to be diagonal. Default: whether it is zero.
+            Whether it is known to be diagonal, by default whether it is zero.
         """
         return self.hessian_is_zero(module)
 
@@ -231,7 +231,7 @@ class BaseDerivatives(ABC):  # noqa: B024
         """Tell whether the Hessian of the output is positive semi-definite.
 
         Returns:
-            Whether it is known to be so, for every input. Default: ``False``.
+            Whether it is known to be so, for every input, by default ``False``.
         """
         return False
 

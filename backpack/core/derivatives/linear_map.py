@@ -23,8 +23,8 @@ class LinearMapDerivatives(BaseDerivatives):
             x: Tensor of shape ``[M, *in]`` for any number M of samples.
 
         Returns:
-            Products of shape ``[M, *out]``. Default: the module's own forward pass,
-            which has to be overridden if it adds a constant.
+            Products of shape ``[M, *out]``, by default those of the module's own
+            forward pass, which has to be overridden if it adds a constant.
         """
         return module.forward(x)
 

@@ -47,7 +47,7 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
             inputs: Inputs of the call.
 
         Returns:
-            Whether it does; the generic rule must do otherwise. Default: ``True``.
+            Whether it does, by default ``True``; the generic rule must do otherwise.
         """
         return True
 
@@ -123,7 +123,7 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
             cotangents: Columns at the output, ``[V, N, *out]``.
 
         Returns:
-            The products: in the layer's form, unless a class has its own way to
+            The products, in the layer's form unless a class has its own way to
             multiply.
         """
         cotangents = as_type(cotangents, module.output.dtype)
@@ -158,8 +158,8 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
             cotangents: Columns at the call's output, ``[V, N, *out]``.
 
         Returns:
-            The products in the cheapest form that the layer has. Default: generic rule
-            that differentiates the module's own forward pass, sample by sample.
+            The products in the cheapest form that the layer has, by default those of
+            the module's own forward pass, differentiated sample by sample.
         """
         return generic_product(name, module, inputs, cotangents)
 

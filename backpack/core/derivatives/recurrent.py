@@ -268,7 +268,7 @@ class RecurrentDerivatives(BaseParameterDerivatives):
             inputs: Its inputs.
 
         Returns:
-            The chains of each layer: forward and, if bidirectional, backward.
+            The chains of each layer, forward and, if bidirectional, backward.
         """
         x, *given = tree_leaves(inputs)
         dtype, directions = module.weight_ih_l0.dtype, 1 + module.bidirectional

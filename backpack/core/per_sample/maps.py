@@ -157,8 +157,8 @@ def squares_after(product: PerSample, matrices: Sequence[Tensor]) -> Tensor:
         matrices: See :func:`mapped`.
 
     Returns:
-        Sum over columns and samples, in the shape of the matrices' rows: ``[p]``,
-        ``[p, d]``, with groups ``[G, p]``, ``[G, p, d]``.
+        Sum over columns and samples, in the shape of the matrices' rows, ``[p]``
+        or ``[p, d]``; with groups ``[G, p]``, ``[G, p, d]``.
     """
     product = in_order(product)
     lead = matrices[-1].shape[:-2]

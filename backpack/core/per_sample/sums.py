@@ -112,7 +112,7 @@ def features_first(x: Tensor, groups: int) -> Tensor:
         groups: The axis of G.
 
     Returns:
-        Tensor of shape ``[G, d, K]``: a view where rows lie in memory one by one.
+        Tensor of shape ``[G, d, K]``, a view where rows lie in memory one by one.
     """
     return flatten_any_order(x.movedim((groups, -1), (0, 1)), 2)
 
@@ -175,7 +175,7 @@ def add_rows(total: Optional[Tensor], rows: Tensor) -> Tensor:
         rows: Rows of shape ``[R, *]``.
 
     Returns:
-        The new total, of shape ``[*]``: no part of the rows' memory.
+        The new total, of shape ``[*]``, no part of the rows' memory.
     """
     several = len(rows) > 1
     if several and _is_slice_by_slice(rows):

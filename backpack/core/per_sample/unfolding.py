@@ -81,7 +81,7 @@ class Unfolding:
             mat: Products of shape ``[*, G, p, d]``.
 
         Returns:
-            Products of shape ``[*, *p]``: the same memory.
+            Products of shape ``[*, *p]``, in the same memory.
         """
         shape = self._module.weight.shape
         mat = mat.unflatten(-1, (shape[2:].numel(), shape[1])).mT

@@ -279,7 +279,7 @@ class ColumnExtension(SecondOrderBackpropExtension):
             other: Statistic of the other ones.
 
         Returns:
-            Statistic of all of them: their sum, by default.
+            Statistic of all of them, by default their sum.
         """
         return existing + other
 

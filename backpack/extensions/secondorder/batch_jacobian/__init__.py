@@ -15,7 +15,7 @@ class BatchJacobian(SqrtGGN):
 
     Saved in ``jacobian``, of shape ``[C, N, *p]``: the derivative of the c-th feature
     of sample n's output, in the order in which a sample's features are in the output,
-    whatever axes it has. No loss is needed, and no loss's scale enters:
+    whatever axes it has. No loss is needed, and no loss's scale enters::
 
         with backpack(BatchJacobian(), gradient=False):
             model(X).sum().backward()

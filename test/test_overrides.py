@@ -311,7 +311,7 @@ def test_large_layer(
 def test_add_rows(is_permuted: Tuple[bool, bool]):
     """Rows are added up in the order of their axes, however they lie in memory."""
     first, second = [
-        torch.rand(4, 140, 130).mT if permuted else torch.rand(4, 130, 140)
+        torch.rand(4, 540, 520).mT if permuted else torch.rand(4, 520, 540)
         for permuted in is_permuted
     ]
     with torch.no_grad():

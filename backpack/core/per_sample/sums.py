@@ -178,7 +178,8 @@ def add_rows(total: Optional[Tensor], rows: Tensor) -> Tensor:
         The new total, of shape ``[*]``, no part of the rows' memory.
     """
     several = len(rows) > 1
-    if several and _is_slice_by_slice(rows):
+    large = rows.numel() >= tuning.SUMMED_ELEMENTS
+    if several and large and _is_slice_by_slice(rows):
         total = torch.zeros_like(rows[0]) if total is None else total
         if total.stride() == rows.stride()[1:]:  # products with a vector beat sums
             flat = flatten_any_order(total, 0)

@@ -7,7 +7,7 @@ weights. :data:`ARCHITECTURES` holds a row per model, with inputs, loss, and tar
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F
@@ -606,8 +606,6 @@ class Architecture(NamedTuple):
         x: Makes the input.
         loss: Makes the loss.
         y: Makes the target.
-        unbatched: Parameters whose layer is called without a batch axis, because
-            samples share the result.
         unflattened: The same, where axis 0 of the loss input is the batch, if it is not
             here: several rows of the loss input belong to one sample.
     """
@@ -616,7 +614,6 @@ class Architecture(NamedTuple):
     x: Callable[[], Tensor]
     y: Callable[[], Tensor]
     loss: Callable[[], Module] = nn.CrossEntropyLoss
-    unbatched: Tuple[str, ...] = ()
     unflattened: Optional[Architecture] = None
 
     def problem(self, seed: Optional[int] = 0) -> Problem:
@@ -653,7 +650,6 @@ def gpt(flat: bool, *logit_rows: int, **options: Any) -> Architecture:
         classes(3, 4, num_classes=GPT.VOCABULARY),
         classes(*logit_rows, num_classes=GPT.VOCABULARY),
         lambda: nn.CrossEntropyLoss(reduction="sum"),
-        unbatched=("pos.weight",),
         **options,
     )
 

@@ -87,7 +87,6 @@ class Reference:
 
     Attributes:
         problem: Model, loss, inputs of the model, inputs of the loss after it.
-        dense: Parameters that have a dense block for Kronecker factors.
     """
 
     def __init__(
@@ -96,7 +95,6 @@ class Reference:
         loss: Module,
         X: Tuple,
         y: Tuple,
-        dense: Tuple[str, ...] = (),
     ):
         """Store the problem.
 
@@ -105,11 +103,8 @@ class Reference:
             loss: The loss, not extended.
             X: Inputs of the model.
             y: Inputs of the loss after the prediction.
-            dense: Parameters that have a dense block for Kronecker factors, because
-                samples cannot be told apart at their layer's output.
         """
         self.problem = (model, loss, X, y)
-        self.dense = dense
         self._cache: Dict[Any, Any] = {}
 
     def _once(self, key: Any, function: Callable[[], Any]) -> Any:
@@ -203,7 +198,7 @@ class Reference:
             kinds = {type(m) for m, _ in owners[param]}
             members = [call for m, _ in owners[param] for call in calls.get(m, [])]
             affine = len(kinds) == 1 and kinds <= {*_OUTER, nn.Embedding}
-            if affine and members and name not in self.dense:
+            if affine and members:
                 is_bias = owners[param][0][1] == "bias"
                 result[name] = kronecker(columns, members, sharing, *kinds, is_bias)
             else:
@@ -224,8 +219,11 @@ class Reference:
             calls: List[Tuple] = []
 
             def shift_output(layer, args, kwargs, out, calls=calls):
-                shift = torch.zeros_like(out, requires_grad=True)
                 args = tree_map(Tensor.detach, args)  # no path to earlier calls
+                if isinstance(layer, nn.Embedding) and args[0].dim() == 1:
+                    args = (args[0].unsqueeze(0),)  # positions that samples share
+                    out = out.unsqueeze(0)
+                shift = torch.zeros_like(out, requires_grad=True)
                 calls.append((layer, args, kwargs, shift))
                 return out + shift
 
@@ -547,15 +545,11 @@ BY_THEMSELVES += [name for name in QUANTITIES if name.endswith("-reduce")]
 PASSES = ([q for q in QUANTITIES if q not in BY_THEMSELVES], BY_THEMSELVES)
 
 
-UNBATCHED = [name for name, row in ARCHITECTURES.items() if row.unbatched]
-
-
-def build(architecture: str, unbatched: bool, flat: bool = True) -> Problem:
+def build(architecture: str, flat: bool = True) -> Problem:
     """Build an architecture.
 
     Args:
         architecture: Its name.
-        unbatched: Whether parameters whose layer sees no batch require a gradient.
         flat: Whether the loss input may have several rows for each sample.
 
     Returns:
@@ -563,23 +557,19 @@ def build(architecture: str, unbatched: bool, flat: bool = True) -> Problem:
     """
     row = ARCHITECTURES[architecture]
     row = row if flat or row.unflattened is None else row.unflattened
-    problem = row.problem()
-    for name in row.unbatched:
-        problem.model.get_parameter(name).requires_grad_(unbatched)
-    return problem
+    return row.problem()
 
 
 @lru_cache(maxsize=1)
-def reference(architecture: str, unbatched: bool = False) -> Reference:
+def reference(architecture: str) -> Reference:
     """Make the reference of an architecture, once for all quantities."""
-    dense = ARCHITECTURES[architecture].unbatched
-    return Reference(*build(architecture, unbatched, flat=False), dense)
+    return Reference(*build(architecture, flat=False))
 
 
 @lru_cache(maxsize=2)
 def results(architecture: str, index: int) -> Results:
     """Run the library on an architecture, once for all quantities of a pass."""
-    problem = build(architecture, unbatched=False)
+    problem = build(architecture)
     return compute(*problem, PASSES[index], gradient=not index)
 
 
@@ -606,13 +596,3 @@ def test_architecture(architecture: str, quantity: str) -> None:
     values, drawn = results(architecture, index)[quantity]
     expected = QUANTITIES[quantity].expected(reference(architecture), drawn)
     assert_right(values, expected, quantity)
-
-
-@pytest.mark.parametrize("quantity", QUANTITIES)
-@pytest.mark.parametrize("architecture", UNBATCHED)
-def test_unbatched(architecture: str, quantity: str) -> None:
-    """A position embedding that the batch shares is right."""
-    problem = build(architecture, unbatched=True)
-    ref = reference(architecture, unbatched=True)
-    values, drawn = compute(*problem, [quantity])[quantity]
-    assert_right(values, QUANTITIES[quantity].expected(ref, drawn), quantity)

@@ -39,7 +39,11 @@ _WATCHED = "backpack.watched"  # where such a node says that we look at its hook
 
 
 class Guarded:
-    """A hook of a tensor that sees nothing but gradients."""
+    """A hook of a tensor that sees nothing but gradients.
+
+    Attributes:
+        hook: The user's hook.
+    """
 
     def __init__(self, hook: Callable, of_parameters: bool = False):
         """Store what it is.
@@ -48,7 +52,7 @@ class Guarded:
             hook: The user's hook.
             of_parameters: Whether the tensor is computed from parameters alone.
         """
-        self._hook, self._of_parameters = hook, of_parameters
+        self.hook, self._of_parameters = hook, of_parameters
 
     def __call__(self, gradient: Tensor) -> Optional[Tensor]:
         """Run it on a gradient.
@@ -62,7 +66,7 @@ class Guarded:
         if state().quiet:
             return None
         before = gradient._version
-        changed = self._hook(gradient)
+        changed = self.hook(gradient)
         is_same = changed is None or changed is gradient
         if not is_same or gradient._version != before:
             what = f"a tensor of shape {list(gradient.shape)}"

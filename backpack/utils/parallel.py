@@ -188,7 +188,8 @@ def gathered(tensors: Iterable[Tensor]) -> Iterator[None]:
     owners: Dict[int, Tuple[Any, Any, str]] = {}
     for x in tensors if is_parallel() else ():
         hooks: Dict[int, Any] = x._backward_hooks or {}
-        for hook in hooks.values():
+        for guarded in hooks.values():
+            hook = getattr(guarded, "hook", guarded)
             function = getattr(hook, "func", hook)
             if getattr(function, "__qualname__", "") == "FSDPState._pre_backward":
                 owner = hook.__self__

@@ -5,6 +5,7 @@ backward pass, cached parametrizations, statistics that move.
 """
 
 import warnings
+from functools import partial
 from typing import Callable, Dict, Tuple
 
 import pytest
@@ -45,6 +46,18 @@ def chain() -> Module:
     )
 
 
+def recurrent(make: Callable[..., Module]) -> Module:
+    """Make a recurrent layer of two layers, with a layer before and one after."""
+    return nn.Sequential(
+        nn.Linear(D, D),
+        Lambda(
+            lambda m, x: m.r(x.view(len(x), 2, 2).sin())[0].flatten(1),
+            r=make(2, 2, num_layers=2, batch_first=True, bidirectional=True),
+        ),
+        nn.Linear(2 * D, 2),
+    )
+
+
 def given(row: Row) -> Tuple[Module, Module, Tensors, Dict[str, Tensor]]:
     """Build an extended model, and other parameters for it."""
     model, loss, X = row.build()
@@ -81,6 +94,10 @@ def assert_on(given: Dict[str, Tensor], row: Row) -> None:
 
 TIED_CHAIN = {
     "chain": chain,
+    **{
+        name: partial(recurrent, make)
+        for name, make in {"rnn": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}.items()
+    },
     "functional": lambda: Lambda(
         lambda m, x: F.linear((x @ m.w).tanh() + m.f(x), m.w),
         w=param(D, D),
@@ -191,6 +208,17 @@ MODIFIED: Dict[str, Tuple[Callable, Callable]] = {  # what autograd needs no mor
         lambda m: m[1].c,
     ),
 }
+
+
+@pytest.mark.parametrize("which", ["weight_ih_l0", "bias_hh_l1"])
+def test_recurrent_layer_that_is_modified(which: str) -> None:
+    """What its rule reads, and autograd does not, must be as it was."""
+    layer = extend(nn.GRU(D, 2, num_layers=2))
+    out, _ = layer(torch.randn(3, N, D))
+    with torch.no_grad():
+        getattr(layer, which).add_(1.0)
+    with pytest.raises(RuntimeError, match="modified"), backpack(BatchGrad()):
+        out.sum().backward()
 
 
 def shifted(m: Module, x: Tensor) -> Tensor:

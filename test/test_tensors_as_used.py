@@ -94,6 +94,12 @@ def assert_on(given: Dict[str, Tensor], row: Row) -> None:
 
 TIED_CHAIN = {
     "chain": chain,
+    "expressions": lambda: Lambda(
+        lambda m, x: (m.f(x * m.p[:D]) @ m.q.tanh()).sin() + m.q[1],
+        p=param(2 * D),
+        q=param(N, D),
+        f=nn.Linear(D, N),
+    ),
     **{
         name: partial(recurrent, make)
         for name, make in {"rnn": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}.items()

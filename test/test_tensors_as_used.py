@@ -11,12 +11,13 @@ from typing import Callable, Dict, Tuple
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Tensors
+from cases import F64, Tensors
 from oracle import assert_agrees
 from per_sample import (
     Lambda,
     N,
     Row,
+    against_classes,
     assert_fields,
     assert_right,
     param,
@@ -30,7 +31,16 @@ from torch.nn import Module
 from torch.nn.utils import parametrizations, parametrize
 
 from backpack import backpack, extend
-from backpack.extensions import BatchGrad, BatchL2Grad, DiagGGNExact
+from backpack.extensions import (
+    GGNMP,
+    HMP,
+    KFRA,
+    BatchDiagHessian,
+    BatchGrad,
+    BatchL2Grad,
+    DiagGGNExact,
+    DiagHessian,
+)
 
 D = 4
 
@@ -194,6 +204,65 @@ def test_parameters_that_are_swapped(name: str) -> None:
     for key, p in used.items():
         assert_agrees(p.grad_batch, samples.gradients[key], key)
         assert_agrees(p.diag_ggn_exact, samples.diagonals[key].sum(0), key)
+
+
+def swap(model: Module, others: Dict[str, Tensor]) -> None:
+    """Put other parameters into a model."""
+    for key, p in others.items():
+        prefix, _, own = key.rpartition(".")
+        setattr(model.get_submodule(prefix), own, nn.Parameter(p.detach()))
+
+
+BY_MODULES: Dict[str, Callable[[], Module]] = {
+    "dense": lambda: nn.Sequential(
+        nn.Linear(D, 5), nn.Sigmoid(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 2)
+    ),
+    "images": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 2, 2)),
+        nn.Conv2d(1, 2, 2, padding=1),
+        nn.PReLU(2),
+        nn.Conv2d(2, 2, 2),
+        nn.Flatten(),
+        nn.Linear(8, 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("make", [DiagHessian, BatchDiagHessian, KFRA, HMP, GGNMP])
+@pytest.mark.parametrize("when", ["functional", "before", "after"])
+@pytest.mark.parametrize("name", BY_MODULES)
+def test_module_rules(name: str, when: str, make: type) -> None:
+    """Rules that go from module to module read the parameters that were used."""
+    row = Row(BY_MODULES[name], randn(D), nn.CrossEntropyLoss, against_classes)
+    results = []
+    for how in ("own", when):
+        model, loss, X, others = given(row)
+        present = {key: p.detach().clone() for key, p in model.named_parameters()}
+        if how == "functional":
+            value, used = (
+                row.run(partial(functional_call, model, others), loss, X),
+                others,
+            )
+        else:
+            swap(model, others)
+            value, used = row.run(model, loss, X), dict(model.named_parameters())
+        if how == "before":
+            swap(model, present)
+        extension = make()
+        with backpack(extension), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the present ones have no result
+            value.backward()
+        if how == "after":
+            swap(model, present)
+        fields = [getattr(p, extension.savefield) for p in used.values()]
+        if make in (HMP, GGNMP):
+            pairs = zip(fields, used.values())
+            fields = [
+                multiply(torch.ones(1, *p.shape, dtype=F64)) for multiply, p in pairs
+            ]
+        results.append(fields)
+    for actual, expected, key in zip(*reversed(results), used):
+        assert_agrees(actual, expected, key)
 
 
 MODIFIED: Dict[str, Tuple[Callable, Callable]] = {  # what autograd needs no more

@@ -293,6 +293,26 @@ def old_weight_norm(layer: Module) -> Module:
         return nn.utils.weight_norm(layer)
 
 
+class WeightDrop(Module):
+    """A recurrent layer with a weight that is computed for each call, as AWD-LSTM."""
+
+    def __init__(self, make: Callable[..., Module]):
+        """Take a parameter away from the layer."""
+        super().__init__()
+        self.layer = make(4, 3, batch_first=True)
+        self.raw = nn.Parameter(self.layer.weight_hh_l0.detach())
+        del self.layer.weight_hh_l0
+        self.layer.weight_hh_l0 = self.raw.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Give the layer a part of the weight, and call it."""
+        dropped = torch.arange(3) == 1
+        self.layer.weight_hh_l0 = self.raw.masked_fill(dropped, 0.0)
+        names = self.layer._flat_weights_names
+        self.layer._flat_weights = [getattr(self.layer, name) for name in names]
+        return self.layer(x)[0]
+
+
 def prepared(m: Module, x: Tensor) -> Tensor:
     """Compute a weight in one module's method, use it in another's call."""
     m.weights.append(m.w.tanh())
@@ -360,6 +380,10 @@ EXPRESSIONS = {
     "weight-norm-deprecated": use(
         lambda m, x: m.f(x), 4, f=lambda: old_weight_norm(nn.Linear(4, 3))
     ),
+    **{
+        f"weight-drop-{name}": Row(partial(WeightDrop, make), randn(N, 4))
+        for name, make in {"rnn": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}.items()
+    },
     "spectral-norm": use(
         lambda m, x: m.f(x),
         4,

@@ -5,17 +5,19 @@ backward pass, cached parametrizations, statistics that move.
 """
 
 import warnings
+from functools import partial
 from typing import Callable, Dict, Tuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Tensors
+from cases import F64, Tensors
 from oracle import assert_agrees
 from per_sample import (
     Lambda,
     N,
     Row,
+    against_classes,
     assert_fields,
     assert_right,
     param,
@@ -29,7 +31,16 @@ from torch.nn import Module
 from torch.nn.utils import parametrizations, parametrize
 
 from backpack import backpack, extend
-from backpack.extensions import BatchGrad, BatchL2Grad, DiagGGNExact
+from backpack.extensions import (
+    GGNMP,
+    HMP,
+    KFRA,
+    BatchDiagHessian,
+    BatchGrad,
+    BatchL2Grad,
+    DiagGGNExact,
+    DiagHessian,
+)
 
 D = 4
 
@@ -42,6 +53,18 @@ def chain() -> Module:
         nn.Linear(D, D),
         Lambda(lambda m, x: F.linear(x.sin(), m.w, m.b), w=param(D, D), b=param(D)),
         nn.Linear(D, 2),
+    )
+
+
+def recurrent(make: Callable[..., Module]) -> Module:
+    """Make a recurrent layer of two layers, with a layer before and one after."""
+    return nn.Sequential(
+        nn.Linear(D, D),
+        Lambda(
+            lambda m, x: m.r(x.view(len(x), 2, 2).sin())[0].flatten(1),
+            r=make(2, 2, num_layers=2, batch_first=True, bidirectional=True),
+        ),
+        nn.Linear(2 * D, 2),
     )
 
 
@@ -81,6 +104,16 @@ def assert_on(given: Dict[str, Tensor], row: Row) -> None:
 
 TIED_CHAIN = {
     "chain": chain,
+    "expressions": lambda: Lambda(
+        lambda m, x: (m.f(x * m.p[:D]) @ m.q.tanh()).sin() + m.q[1],
+        p=param(2 * D),
+        q=param(N, D),
+        f=nn.Linear(D, N),
+    ),
+    **{
+        name: partial(recurrent, make)
+        for name, make in {"rnn": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}.items()
+    },
     "functional": lambda: Lambda(
         lambda m, x: F.linear((x @ m.w).tanh() + m.f(x), m.w),
         w=param(D, D),
@@ -173,6 +206,65 @@ def test_parameters_that_are_swapped(name: str) -> None:
         assert_agrees(p.diag_ggn_exact, samples.diagonals[key].sum(0), key)
 
 
+def swap(model: Module, others: Dict[str, Tensor]) -> None:
+    """Put other parameters into a model."""
+    for key, p in others.items():
+        prefix, _, own = key.rpartition(".")
+        setattr(model.get_submodule(prefix), own, nn.Parameter(p.detach()))
+
+
+BY_MODULES: Dict[str, Callable[[], Module]] = {
+    "dense": lambda: nn.Sequential(
+        nn.Linear(D, 5), nn.Sigmoid(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 2)
+    ),
+    "images": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 2, 2)),
+        nn.Conv2d(1, 2, 2, padding=1),
+        nn.PReLU(2),
+        nn.Conv2d(2, 2, 2),
+        nn.Flatten(),
+        nn.Linear(8, 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("make", [DiagHessian, BatchDiagHessian, KFRA, HMP, GGNMP])
+@pytest.mark.parametrize("when", ["functional", "before", "after"])
+@pytest.mark.parametrize("name", BY_MODULES)
+def test_module_rules(name: str, when: str, make: type) -> None:
+    """Rules that go from module to module read the parameters that were used."""
+    row = Row(BY_MODULES[name], randn(D), nn.CrossEntropyLoss, against_classes)
+    results = []
+    for how in ("own", when):
+        model, loss, X, others = given(row)
+        present = {key: p.detach().clone() for key, p in model.named_parameters()}
+        if how == "functional":
+            value, used = (
+                row.run(partial(functional_call, model, others), loss, X),
+                others,
+            )
+        else:
+            swap(model, others)
+            value, used = row.run(model, loss, X), dict(model.named_parameters())
+        if how == "before":
+            swap(model, present)
+        extension = make()
+        with backpack(extension), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the present ones have no result
+            value.backward()
+        if how == "after":
+            swap(model, present)
+        fields = [getattr(p, extension.savefield) for p in used.values()]
+        if make in (HMP, GGNMP):
+            pairs = zip(fields, used.values())
+            fields = [
+                multiply(torch.ones(1, *p.shape, dtype=F64)) for multiply, p in pairs
+            ]
+        results.append(fields)
+    for actual, expected, key in zip(*reversed(results), used):
+        assert_agrees(actual, expected, key)
+
+
 MODIFIED: Dict[str, Tuple[Callable, Callable]] = {  # what autograd needs no more
     "first-weight": (chain, lambda m: m[0].weight),
     "bias": (chain, lambda m: m[3].b),
@@ -191,6 +283,17 @@ MODIFIED: Dict[str, Tuple[Callable, Callable]] = {  # what autograd needs no mor
         lambda m: m[1].c,
     ),
 }
+
+
+@pytest.mark.parametrize("which", ["weight_ih_l0", "bias_hh_l1"])
+def test_recurrent_layer_that_is_modified(which: str) -> None:
+    """What its rule reads, and autograd does not, must be as it was."""
+    layer = extend(nn.GRU(D, 2, num_layers=2))
+    out, _ = layer(torch.randn(3, N, D))
+    with torch.no_grad():
+        getattr(layer, which).add_(1.0)
+    with pytest.raises(RuntimeError, match="modified"), backpack(BatchGrad()):
+        out.sum().backward()
 
 
 def shifted(m: Module, x: Tensor) -> Tensor:

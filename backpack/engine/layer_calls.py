@@ -124,7 +124,7 @@ def _takes_samples(module: Module, args: Tuple, tracker: Optional[Tracker]) -> b
 def _is_plain(module: Module, row: Row) -> bool:
     """Tell whether all parameters are the layer's own, and none is computed."""
     own = module._parameters
-    names = own if row.params is None else row.params
+    names = module._flat_weights_names if row.params is None else row.params
     if any(child is not None for child in module._modules.values()):
         return False
     given = [p for p in own.values() if p is not None]
@@ -161,16 +161,31 @@ class LayerCall(Operation):
             arguments: What went in.
         """
         super().__init__(arguments[0], list(module._parameters))
-        self._derivatives, self._module = derivatives, module
-        self._arguments, self._training = arguments, module.training
+        self._derivatives, self._arguments = derivatives, arguments
+        self._module = _as_called(module)
+        read = tree_leaves((arguments, list(module._parameters.values())))
+        self._read = [x for x in read if isinstance(x, Tensor)]
+        self._versions = [x._version for x in self._read]
+
+    @property
+    def is_modified(self) -> bool:
+        """Whether the input, a state, or a parameter was modified in place since."""
+        return [x._version for x in self._read] != self._versions
 
     def product(self, key, shape, cotangents, out, n):  # noqa: D102
-        module = self._module
-        training, module.training = module.training, self._training
-        try:
-            return self._derivatives.product(key, module, self._arguments, cotangents)
-        finally:
-            module.training = training
+        derivatives, module = self._derivatives, self._module
+        return derivatives.product(key, module, self._arguments, cotangents)
+
+
+def _as_called(module: Module) -> Module:
+    """Copy a recurrent layer, whose parameters may be replaced before they are read."""
+    copy, values = object.__new__(type(module)), vars(module)
+    options = {
+        n: x for n, x in values.items() if isinstance(x, (bool, float, int, str))
+    }
+    vars(copy).update(options, _all_weights=values["_all_weights"], _modules={})
+    vars(copy)["_parameters"] = dict(module._parameters)
+    return copy
 
 
 def _input_of(module: Module, x: Tensor, tracker: Optional[Tracker]) -> Known:

@@ -315,6 +315,9 @@ class Tracker(TorchFunctionMode):
             modules = () if root is None else root.modules()
             params = [p for module in modules for p in module._parameters.values()]
             self._given = {id(p) for p in params if p is not None and p.grad_fn}
+            for p in params:  # a leaf of another class might be an input
+                if p is not None and p.grad_fn is None and not isinstance(p, Parameter):
+                    self._place(p, None)
         return id(x) in self._given
 
     def _run(

@@ -95,8 +95,8 @@ def loss_scale(module: Module, factor: Tensor) -> Tensor:
     return factor.sqrt()
 
 
-def mode_of(call: Call) -> AbstractContextManager:
-    """Put a module into the mode in which it was called, inside the context.
+def as_called(call: Call) -> AbstractContextManager:
+    """Put a module into the mode in which it was called, with the parameters it had.
 
     Args:
         call: Its call.
@@ -104,20 +104,34 @@ def mode_of(call: Call) -> AbstractContextManager:
     Returns:
         The context.
     """
-    return _SAME if call.module.training == call.training else _other_mode(call)
+    module, others = call.module, []
+    for path, param in call.parameters.items():
+        prefix, _, name = path.rpartition(".")
+        own = (module.get_submodule(prefix) if prefix else module)._parameters
+        if own.get(name, param) is not param:
+            others.append((own, name, param))
+    same = not others and module.training == call.training
+    return _SAME if same else _other_state(call, others)
 
 
 _SAME = nullcontext()
 
 
 @contextmanager
-def _other_mode(call: Call) -> Iterator[None]:
-    module = call.module
-    module.training = call.training
+def _other_state(
+    call: Call, others: List[Tuple[Dict[str, Any], str, Tensor]]
+) -> Iterator[None]:
+    """Exchange the mode, and entries of dictionaries of parameters, for a while."""
+    module, present = call.module, [own[name] for own, name, _ in others]
+    training, module.training = module.training, call.training
+    for own, name, param in others:
+        own[name] = param
     try:
         yield
     finally:
-        module.training = not call.training
+        module.training = training
+        for (own, name, _), param in zip(others, present):
+            own[name] = param
 
 
 class Turn:
@@ -157,14 +171,14 @@ class Turn:
         self._outer, _CURRENT.turn = _CURRENT.turn, self
         if self.call in self.backward_pass.dropouts:
             self.module.__dict__[MASK] = self._drawn_mask()
-        self._mode = mode_of(self.call)
-        self._mode.__enter__()
+        self._state = as_called(self.call)
+        self._state.__enter__()
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
         """Return to the turn that was current before."""
         _CURRENT.turn = self._outer
-        self._mode.__exit__(*exc_info)
+        self._state.__exit__(*exc_info)
         self.module.__dict__.pop(MASK, None)
 
     def _drawn_mask(self) -> Tensor:

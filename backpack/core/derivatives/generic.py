@@ -7,6 +7,7 @@ and the fast rules are tested against it.
 
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 from warnings import catch_warnings, filterwarnings
 
@@ -103,9 +104,7 @@ def find_parameter(module: Layer, name: str) -> Tensor:
     Returns:
         The parameter.
     """
-    if argument_position(module, name) is None:
-        return module.get_parameter(name)
-    return getattr(module, name)
+    return attrgetter(name)(module)  # which may be a tensor of another class
 
 
 def generic_product(
@@ -171,7 +170,7 @@ class _Repeated:
         self.leaves, self.spec = tree_flatten((self.args, kwargs))
         self.position = argument_position(module, name)
         own = self.position is None
-        self.param = module.get_parameter(name) if own else args[self.position]
+        self.param = find_parameter(module, name) if own else args[self.position]
         mats = [cotangents] if isinstance(cotangents, Tensor) else list(cotangents)
         self.mats = {i: mat for i, mat in enumerate(mats) if mat is not None}
         self.axes = [output_batch_axis(module, i) for i in self.mats]

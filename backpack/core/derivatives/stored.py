@@ -66,12 +66,13 @@ def scratch_copy(module: Layer, **attributes: Any) -> Module:
         attributes: What the copy holds instead, by name.
 
     Returns:
-        Module that shares parameters, but neither buffers (running statistics) nor what
-        a hook stores on it or its children.
+        Module that shares the present parameters, but neither buffers (running
+        statistics) nor what a hook stores on it or its children.
     """
     buffers, children = module._buffers.items(), module._modules.items()
     return shallow_copy(
         module,
+        _parameters=dict(module._parameters),
         _buffers={name: b if b is None else b.clone() for name, b in buffers},
         _modules={name: m if m is None else scratch_copy(m) for name, m in children},
         **attributes,

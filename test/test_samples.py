@@ -24,6 +24,7 @@ from per_sample import (
     tokens,
 )
 from torch import Tensor, nn
+from torch.distributions import Beta, Dirichlet, Gamma
 from torch.nn import Module
 from torch.nn.utils.rnn import (
     pack_padded_sequence,
@@ -90,6 +91,27 @@ def windows(x: Tensor) -> Tensor:
     """Split ``[N, T, D]`` into windows ``[N * W, t, D]`` of two positions."""
     x = F.pad(x, (0, 0, 0, x.shape[1] % 2))
     return x.view(len(x), -1, 2, x.shape[-1]).flatten(0, 1)
+
+
+def by_python(x: Tensor) -> Tensor:
+    """Copy a tensor by way of lists."""
+    return torch.tensor(x.tolist(), dtype=x.dtype, device=x.device)
+
+
+class UnseenSine(torch.autograd.Function):
+    """A function of which nothing is seen, and whose derivative has none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Compute a sine."""
+        ctx.save_for_backward(x)
+        return by_python(x).sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """Multiply with the cosine."""
+        (x,) = ctx.saved_tensors
+        return gradient.detach() * by_python(x).cos()
 
 
 MOVES: Dict[str, Callable] = {  # of x [N, T, D]
@@ -246,6 +268,7 @@ MOVES: Dict[str, Callable] = {  # of x [N, T, D]
     "grids-of-each-sample": lambda m, x: torch.stack(
         [torch.mul(*torch.meshgrid(z, m.p, indexing="ij")) for z in plain(m, x)[:, 0]]
     ),
+    "unseen-function": lambda m, x: plain(m, UnseenSine.apply(x)),
     "parts-without-samples": lambda m, x: torch.cat(
         [plain(m, z) * m.p for z in x.tensor_split(3)]
     ),
@@ -658,9 +681,17 @@ def without_grad(x: Tensor) -> Tensor:
         return x.std()
 
 
+# Numbers are drawn for the batch; how many for a sample depends on its own
+DRAWN = {
+    "gamma": lambda m, x: plain(m, Gamma(x.exp(), m.p.exp()).rsample()),
+    "dirichlet": lambda m, x: plain(m, Dirichlet(x.exp()).rsample()),
+    "beta": lambda m, x: plain(m, Beta(m.f(x).exp(), m.p.exp()).rsample()),
+}
+
+
 CONSTANT_ROWS = {
     f"{name}-{t}": moving(function, t, D)._replace(alone=False)
-    for name, function in WITHOUT_GRADIENT.items()
+    for name, function in {**WITHOUT_GRADIENT, **DRAWN}.items()
     for t in LENGTHS
 }
 

@@ -45,7 +45,8 @@ POINTWISE = frozenset(
     "round trunc eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ isnan "
     "logical_and logical_or logical_not __and__ __or__ __invert__ bitwise_and "
     "requires_grad_ selu celu logsigmoid softsign tanhshrink hardshrink softshrink "
-    "threshold silu_ tanh_ sigmoid_ clamp_ dropout_ alpha_dropout apply_ map_".split()
+    "threshold silu_ tanh_ sigmoid_ clamp_ dropout_ alpha_dropout apply_ map_ "
+    "_standard_gamma".split()
 )
 # Operations along the last axis only
 ROWWISE = frozenset("linear layer_norm rms_norm softmax log_softmax".split())

@@ -24,6 +24,7 @@ from per_sample import (
     tokens,
 )
 from torch import Tensor, nn
+from torch.distributions import Beta, Dirichlet, Gamma
 from torch.nn import Module
 from torch.nn.utils.rnn import (
     pack_padded_sequence,
@@ -90,6 +91,27 @@ def windows(x: Tensor) -> Tensor:
     """Split ``[N, T, D]`` into windows ``[N * W, t, D]`` of two positions."""
     x = F.pad(x, (0, 0, 0, x.shape[1] % 2))
     return x.view(len(x), -1, 2, x.shape[-1]).flatten(0, 1)
+
+
+def by_python(x: Tensor) -> Tensor:
+    """Copy a tensor by way of lists."""
+    return torch.tensor(x.tolist(), dtype=x.dtype, device=x.device)
+
+
+class UnseenSine(torch.autograd.Function):
+    """A function of which nothing is seen, and whose derivative has none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Compute a sine."""
+        ctx.save_for_backward(x)
+        return by_python(x).sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """Multiply with the cosine."""
+        (x,) = ctx.saved_tensors
+        return gradient.detach() * by_python(x).cos()
 
 
 MOVES: Dict[str, Callable] = {  # of x [N, T, D]
@@ -246,6 +268,7 @@ MOVES: Dict[str, Callable] = {  # of x [N, T, D]
     "grids-of-each-sample": lambda m, x: torch.stack(
         [torch.mul(*torch.meshgrid(z, m.p, indexing="ij")) for z in plain(m, x)[:, 0]]
     ),
+    "unseen-function": lambda m, x: plain(m, UnseenSine.apply(x)),
     "parts-without-samples": lambda m, x: torch.cat(
         [plain(m, z) * m.p for z in x.tensor_split(3)]
     ),
@@ -658,9 +681,17 @@ def without_grad(x: Tensor) -> Tensor:
         return x.std()
 
 
+# Numbers are drawn for the batch; how many for a sample depends on its own
+DRAWN = {
+    "gamma": lambda m, x: plain(m, Gamma(x.exp(), m.p.exp()).rsample()),
+    "dirichlet": lambda m, x: plain(m, Dirichlet(x.exp()).rsample()),
+    "beta": lambda m, x: plain(m, Beta(m.f(x).exp(), m.p.exp()).rsample()),
+}
+
+
 CONSTANT_ROWS = {
     f"{name}-{t}": moving(function, t, D)._replace(alone=False)
-    for name, function in WITHOUT_GRADIENT.items()
+    for name, function in {**WITHOUT_GRADIENT, **DRAWN}.items()
     for t in LENGTHS
 }
 
@@ -971,6 +1002,81 @@ def test_lists_of_tensors(name: str) -> None:
         assert_right(row)
     else:
         assert_refused(row, "BatchGrad")
+
+
+def entries(order: Tensor) -> Tensor:
+    """Number the entries of rows ``[N, D]`` in an order."""
+    return order[:, None] * D + torch.arange(D)
+
+
+def permuting(order: Tensor) -> Tensor:
+    """Make a sparse matrix that brings rows into an order."""
+    places = torch.stack([torch.arange(len(order)), order])
+    values = torch.ones(len(order), dtype=F64)
+    return torch.sparse_coo_tensor(places, values, check_invariants=True)
+
+
+def to_rows(order: Tensor) -> Tensor:
+    """Make a grid that reads the rows of an image ``[N, D]`` in an order."""
+    rows = order.to(F64) * 2 / (len(order) - 1) - 1
+    columns = torch.linspace(-1, 1, D, dtype=F64)
+    return torch.stack(torch.meshgrid(rows, columns, indexing="ij")[::-1], -1)[None]
+
+
+# Operations that bring rows into an order that is an operand's value, not its shape
+ORDERED: Dict[str, Callable] = {
+    "take": lambda x, o: x.take(entries(o)),
+    "table-of-data": lambda x, o: F.embedding(o, x),
+    "bags-of-data": lambda x, o: F.embedding_bag(o[:, None], x, mode="sum"),
+    "gather": lambda x, o: x.gather(0, o[:, None].expand_as(x)),
+    "index-select": lambda x, o: x.index_select(0, o),
+    "index-reduce": lambda x, o: torch.zeros_like(x).index_reduce(
+        0, o.argsort(), x, "amax", include_self=False
+    ),
+    "index-copy": lambda x, o: torch.zeros_like(x).index_copy(0, o.argsort(), x),
+    "index-put": lambda x, o: torch.zeros_like(x).index_put((o.argsort(),), x),
+    "put": lambda x, o: torch.zeros_like(x).put(entries(o.argsort()), x),
+    "put-in-place": lambda x, o: torch.zeros_like(x).put_(entries(o.argsort()), x),
+    "scatter": lambda x, o: torch.zeros_like(x).scatter(
+        0, o.argsort()[:, None].expand_as(x), x
+    ),
+    "narrow": lambda x, o: x.repeat(2, 1).narrow(0, o[0], len(x)),
+    "sparse-matrix": lambda x, o: permuting(o) @ x,
+    "sparse-rows": lambda x, o: torch.mm(permuting(o).to_sparse_csr(), x),
+    "sparse-sum": lambda x, o: torch.sparse.addmm(torch.zeros_like(x), permuting(o), x),
+    "read-from-an-image": lambda x, o: F.grid_sample(
+        x[None, None], to_rows(o), mode="nearest", align_corners=True
+    )[0, 0],
+}
+
+
+def packed_rows(m: Module, x: Tensor, order: Tensor) -> Tensor:
+    """Use parameters on packed sequences, whose lengths differ from pass to pass."""
+    sequences = torch.stack([x, x.cos(), x.sin()], 1)
+    lengths = [3, 2, 2, 1] if order[0] else [3, 3, 1, 1]
+    packed = pack_padded_sequence(sequences, torch.tensor(lengths), True)
+    packed = packed._replace(data=plain(m, packed.data))
+    return pad_packed_sequence(packed, batch_first=True)[0].sum(1)
+
+
+@pytest.mark.filterwarnings("ignore:(?s).*(Sparse CSR|index_reduce|searchsorted)")
+@pytest.mark.parametrize("name", [*ORDERED, "packed"])
+def test_other_values_of_the_same_shape(name: str) -> None:
+    """Where an operation has moved samples to once is no promise for other values."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        order = torch.arange(len(x)).roll(-m.shift)
+        h = m.first(x).tanh()
+        if name == "packed":
+            return packed_rows(m, h, order)
+        return plain(m, ORDERED[name](h, order))[order.argsort()]
+
+    def model(shift: int) -> Module:
+        parts = {"f": nn.Linear(D, D), "g": nn.LayerNorm(D), "p": param(D)}
+        return Lambda(forward, first=nn.Linear(D, D), shift=shift, **parts)
+
+    for shift in (0, 1, 3):
+        assert_right(Row(lambda shift=shift: model(shift), randn(D), alone=False))
 
 
 TOKENS = Row(

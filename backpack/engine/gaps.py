@@ -131,6 +131,18 @@ def explain_parents(node: Node) -> List[Known]:
     return [known for known in found if known is not None]
 
 
+def is_function(node: Optional[Node]) -> bool:
+    """Tell whether a node is that of a function of one's own.
+
+    Args:
+        node: The node, if there is one.
+
+    Returns:
+        Whether it is.
+    """
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
 def differ(operands: Sequence[Known]) -> bool:
     """Tell whether the same place belongs to different samples.
 
@@ -343,10 +355,14 @@ def _probe(
             for g, source in zip(pulled, sources)
             if g is not None and g.requires_grad
         ]
-        if not pairs:
-            return None
-        with current.pull():
-            return _numbers(cotangent, pairs, shape, n, _names(nodes))
+        found: Placement = None
+        if pairs:
+            with current.pull():
+                found = _numbers(cotangent, pairs, shape, n, _names(nodes))
+        used = any(g is not None for g in pulled)
+        if found is None and used and any(map(is_function, nodes)):
+            raise RuntimeError("a function whose backward has no derivative")
+        return found
     except Exception as error:  # of any type, where a function has its own backward
         if shape.numel() <= _MOST_ENTRIES:
             with suppress(Exception), current.pull():
@@ -384,7 +400,7 @@ def _may_take(node: Node) -> bool:
     """
     if type(node).__name__.split("Backward")[0] in _LINEAR:
         return True
-    if isinstance(node, torch.autograd.function.BackwardCFunction):
+    if is_function(node):
         return False
     operands = explain_parents(node)
     met = any(isinstance(x.placement, Mixed) for x in operands)

@@ -13,7 +13,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from backpack.core.layout import (
     FIRST,
@@ -45,7 +45,8 @@ POINTWISE = frozenset(
     "round trunc eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ isnan "
     "logical_and logical_or logical_not __and__ __or__ __invert__ bitwise_and "
     "requires_grad_ selu celu logsigmoid softsign tanhshrink hardshrink softshrink "
-    "threshold silu_ tanh_ sigmoid_ clamp_ dropout_ alpha_dropout apply_ map_".split()
+    "threshold silu_ tanh_ sigmoid_ clamp_ dropout_ alpha_dropout apply_ map_ "
+    "_standard_gamma".split()
 )
 # Operations along the last axis only
 ROWWISE = frozenset("linear layer_norm rms_norm softmax log_softmax".split())
@@ -58,7 +59,8 @@ BY_VALUE = (
     SELECTING
     | MOVING
     | frozenset(
-        "sort argsort topk max min kthvalue mode median searchsorted bucketize".split()
+        "sort argsort topk max min kthvalue mode median searchsorted bucketize msort "
+        "cummax cummin".split()
     )
 )
 # Operations whose result's placement depends on strides, which no key contains
@@ -279,6 +281,7 @@ class Finder:
             by_value = False
         if name == "embedding_bag":
             by_value = _has_tensor([*args[2:], *kwargs.values()])
+        by_value = by_value or self._depends_on_values(name, args, kwargs, data)
         with torch._C.DisableTorchFunction(), torch.no_grad():
             try:
                 found, lasts = self._run(func, name, args, kwargs, outs, data)
@@ -288,6 +291,19 @@ class Finder:
         if lasts and not by_value:
             self._remember(key, found, outs)
         return self._differentiable(found, outs)
+
+    def _depends_on_values(
+        self, name: str, args: Sequence[Any], kwargs: Dict, data: List[Tensor]
+    ) -> bool:
+        """Tell whether another operand's values may say where samples go."""
+        operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if any(x.layout is not torch.strided for x in operands):
+            return True  # zeros that are not stored move nothing
+        if name == "grid_sample":
+            return any(self.of(x) != FIRST for x in data)
+        picks = any(x.dtype in _INDEXES for x in operands)
+        picks = picks and not name.endswith(("loss", "entropy"))  # these add all up
+        return picks and any(x.dtype not in _INDEXES for x in data)
 
     def _differentiable(
         self, found: List[Placement], outs: Sequence[Tensor]

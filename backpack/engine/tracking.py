@@ -23,7 +23,7 @@ from backpack.core.layout import Layout, Mixed, Placement, sample_numbers, simpl
 from backpack.core.operations import find_operation
 from backpack.core.table import LOSS_FUNCTIONS
 from backpack.engine import saved as saved_tensors
-from backpack.engine.gaps import CONSTANT, explain
+from backpack.engine.gaps import CONSTANT, explain, is_function
 from backpack.engine.graph import MEETING, SILENT
 from backpack.engine.placements import FORGET, MARK, Finder, Mark, Pass
 from backpack.engine.user_hooks import guard
@@ -229,6 +229,8 @@ class Tracker(TorchFunctionMode):
             if kind is Tensor or kind is Parameter or isinstance(x, Tensor):
                 mark = getattr(x, MARK, None)
                 known = mark and mark[0] is self.key
+                if known and mark[1] is None and is_function(x.grad_fn):
+                    known = False  # inside of the function, it had no gradient
                 placement = mark[1] if known else self._unmarked(x)
                 needs_gradient = x.requires_grad
                 if placement is not None:
@@ -418,6 +420,9 @@ class Tracker(TorchFunctionMode):
             outputs: What the model returned.
         """
         met, outs = self._finder.dropped, [x for x in outputs if x.grad_fn is not None]
+        for x in outs if met is not None else ():
+            if is_function(x.grad_fn) or not hasattr(x, MARK):  # where nothing was seen
+                self._unmarked(x)
         if met is None or any(self._finder.of(x) is not None for x in outs):
             lengths = self.longer.keys() & {len(x) for x in outs if x.dim()}
             if not lengths:

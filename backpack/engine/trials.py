@@ -89,6 +89,12 @@ class Trial:
                 return self._probe(OTHER_NUMBERS)[0], False
             if hides and not self._is_random():
                 return self._probe(EXTREMES)[0], False
+            if hides:  # what is drawn, and how much, tells nothing
+                lost = Mixed(describe(self._name, self._flat, self._numbers), False)
+                needed = [
+                    p is None and x.requires_grad for p, x in zip(found, self._outs)
+                ]
+                found = [lost if some else p for some, p in zip(needed, found)]
         if False in kinds and all(p is None for p in found):
             found, _ = self._probe(NOT_A_NUMBER, True)
         return found, True

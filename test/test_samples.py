@@ -851,6 +851,30 @@ def test_input_before_the_samples(name: str) -> None:
     assert_right(row._replace(predict=lambda m, X: m(BEFORE[name](), *X)))
 
 
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("t", LENGTHS)
+def test_features_of_another_model(t: int, graph: bool) -> None:
+    """What one model has computed, time first, keeps its samples in the next one."""
+    row = Row(
+        lambda: Lambda(
+            lambda m, x: None,
+            body=Lambda(
+                lambda m, x: (x.tanh() * m.s).transpose(0, 1),
+                s=param(D) if graph else 2.0,
+            ),
+            head=Lambda(lambda m, h: (m.f(h) * m.w).sin().mean(0), **head()),
+        ),
+        randn(t, D),
+    )
+
+    assert_right(row._replace(predict=lambda m, X: m.head(m.body(*X))))
+
+
+def head() -> Dict[str, Any]:
+    """Make the parts of a model that gets features."""
+    return {"f": nn.Linear(D, 3), "w": param(3)}
+
+
 class Batch:
     """Inputs as attributes of an object."""
 

@@ -55,7 +55,7 @@ BATCHED = (
 )
 
 FORWARD = (
-    "{exts}: this backward pass runs inside of `torch.autograd.forward_ad.dual_level()`, "
+    "{exts}: this backward pass runs in `torch.autograd.forward_ad.dual_level()`, "
     "where its gradients have tangents, and quantities have none. Run it after leaving "
     "the level, where the model's output has lost its tangent."
 )

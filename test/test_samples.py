@@ -851,6 +851,31 @@ def test_input_before_the_samples(name: str) -> None:
     assert_right(row._replace(predict=lambda m, X: m(BEFORE[name](), *X)))
 
 
+OF_TWO: Dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "distance": lambda a, b: (a - b).abs(),
+    "difference-over-steps": lambda a, b: (a[:, :-1] - b[:, 1:]).square(),
+    "difference-of-functions": lambda a, b: a.tanh() - b.tanh(),
+    "product": lambda a, b: a * b.exp(),
+    "larger": torch.maximum,
+    "chosen": lambda a, b: torch.where(a > 0, a, -b),
+    "side-by-side": lambda a, b: torch.cat([a, b], 1).flip(1),
+    "similarity": lambda a, b: F.cosine_similarity(a, b, -1)[..., None] * a,
+    "products": lambda a, b: F.scaled_dot_product_attention(a, b, b),
+}
+
+
+@pytest.mark.parametrize("t", LENGTHS)
+@pytest.mark.parametrize("name", OF_TWO)
+def test_function_of_two_inputs_with_gradients(name: str, t: int) -> None:
+    """What nobody has watched, of two tensors that need gradients, keeps samples."""
+    row = Row(
+        lambda: nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 2)),
+        lambda: (torch.randn(N, t, D, dtype=F64), torch.randn(N, t, D, dtype=F64)),
+        predict=lambda m, X: m(OF_TWO[name](*[x.clone().requires_grad_() for x in X])),
+    )
+    assert_right(row)
+
+
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("t", LENGTHS)
 def test_features_of_another_model(t: int, graph: bool) -> None:

@@ -9,6 +9,7 @@ import torch
 from cases import make_extension
 from torch import Tensor, nn
 from torch.nn import Module
+from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, disable, extend, extensions, memory_cleanup
 from backpack.context import CTX
@@ -235,6 +236,15 @@ def test_nothing_stored(context: Callable):
     model, loss, x, y = small()
     with context():
         loss(model(x), y)
+    assert not stored(model) and not stored(loss)
+
+
+def test_nothing_stored_by_a_checkpoint():
+    """What a backward pass computes again for a checkpoint is no forward pass."""
+    model, loss, x, y = small()
+    value = loss(checkpoint(model, x, use_reentrant=False), y)
+    with backpack(BatchGrad()):
+        value.backward()
     assert not stored(model) and not stored(loss)
 
 

@@ -34,6 +34,7 @@ from per_sample import (
     tokens,
 )
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.nn import Module
 
@@ -602,20 +603,82 @@ def test_jacobian_inside() -> None:
         assert_agrees(actual, expected)
 
 
+def in_dual_level(model: Module, x: Tensor) -> Tensor:
+    """Multiply the Jacobian and ones, with tensors that carry tangents."""
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        return forward_ad.unpack_dual(model(dual)).tangent
+
+
+def hessian_product(model: Module, x: Tensor) -> Tensor:
+    """Multiply a Hessian and ones, forward over reverse."""
+    params = dict(model.named_parameters())
+    ones = {name: torch.ones_like(p) for name, p in params.items()}
+
+    def value(values: Dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, values, x).sin().sum()
+
+    _, tangents = torch.func.jvp(torch.func.grad(value), (params,), (ones,))
+    return torch.cat([tangents[name].flatten() for name in params])
+
+
+FORWARD_MODES: Dict[str, Callable[[Module, Tensor], Tensor]] = {
+    "dual-level": in_dual_level,
+    "jvp": lambda m, x: torch.func.jvp(m, (x,), (torch.ones_like(x),))[1],
+    "jacfwd": lambda m, x: torch.func.jacfwd(m)(x),
+    "jacfwd-of-jacrev": lambda m, x: torch.func.hessian(lambda x: m(x).sum())(x),
+    "hessian-product": hessian_product,
+}
+OPERATIONS = Row(
+    lambda: Lambda(
+        lambda m, x: F.linear(m.f(x).tanh(), m.w) * m.s.exp(),
+        f=nn.Linear(D, D),
+        w=param(3, D),
+        s=param(3),
+    ),
+    randn(D),
+)
+
+
 @pytest.mark.filterwarnings("ignore:(?s).*torch.jit")
-def test_forward_mode() -> None:
-    """Derivatives in forward mode pass through an extended model."""
-    model, _, X = MLP.build()
-    tangent = torch.ones_like(X[0])
-    _, expected = torch.func.jvp(model, X, (tangent,))
-    model = extend(model)
-    with backpack(BatchGrad()), torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(X[0], tangent)
-        actual = torch.autograd.forward_ad.unpack_dual(model(dual)).tangent
+@pytest.mark.parametrize("row", [MLP, OPERATIONS], ids=["layers", "operations"])
+@pytest.mark.parametrize("name", FORWARD_MODES)
+def test_forward_mode(name: str, row: Row) -> None:
+    """Derivatives in forward mode pass through an extended model, and leave nothing."""
+    model, loss, X = row.build()
+    differentiate, samples = FORWARD_MODES[name], reference(row)
+    expected = differentiate(model, *X)
+    model, loss = extend(model), extend(loss)
+    with backpack(BatchGrad(), DiagGGNExact()):
+        actual = differentiate(model, *X)
+        row.run(model, loss, X).backward()
     assert_agrees(actual.detach(), expected.detach())
-    with backpack(BatchGrad()):
-        _, actual = torch.func.jvp(model, X, (tangent,))
-    assert_agrees(actual.detach(), expected.detach())
+    assert_fields(model, ["BatchGrad", "DiagGGNExact"], samples)
+
+
+@pytest.mark.parametrize("ext", [BatchGrad, DiagGGNExact])
+@pytest.mark.parametrize("row", [MLP, OPERATIONS], ids=["layers", "operations"])
+def test_backward_pass_with_tangents(row: Row, ext: type) -> None:
+    """Where gradients have tangents, it is refused; right when these are gone."""
+    model, loss, X = row._replace(loss=OwnSquare).build()
+    samples = reference(row._replace(loss=OwnSquare))
+    model, loss = extend(model), extend(loss)
+    with backpack(ext(), retain_graph=True):
+        with forward_ad.dual_level():
+            f = model(forward_ad.make_dual(X[0], torch.ones_like(X[0])))
+            value = loss(f, real(f))
+            with pytest.raises(NotImplementedError, match="dual_level"):
+                value.backward(retain_graph=True)
+        value.backward()
+    assert_fields(model, [ext.__name__], samples)
+
+
+class OwnSquare(Module):
+    """The squared error, of which PyTorch knows a derivative in each mode."""
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        """Compare."""
+        return (f - y).square().sum()
 
 
 def test_hessian_vector_product_inside() -> None:

@@ -882,6 +882,106 @@ def test_input_before_the_samples(name: str) -> None:
     assert_right(row._replace(predict=lambda m, X: m(BEFORE[name](), *X)))
 
 
+def styled(first: bool, style: Tensor) -> Row:
+    """Make a row in which all samples share a style, which comes first or last."""
+
+    def forward(m: Module, *X: Tensor) -> Tensor:
+        x, s = X[::-1] if first else X
+        return m.f(x * s) * m.w
+
+    return Row(
+        lambda: Lambda(forward, f=nn.Linear(D, D), w=param(D)),
+        randn(D),
+        predict=lambda m, X: m(*((style, *X) if first else (*X, style))),
+        says="first input has length 1, and whose result has length 4",
+    )
+
+
+def placed(t: int, *batch: int) -> Row:
+    """Make a row of one sample, as many rows as positions, and these as an input."""
+
+    def forward(m: Module, x: Tensor, positions: Tensor) -> Tensor:
+        return m.g((m.f(x) + m.p(positions)).tanh()).flatten(0, 1)
+
+    return Row(
+        lambda: Lambda(
+            forward, f=nn.Linear(D, D), p=nn.Embedding(t, D), g=nn.Linear(D, 2)
+        ),
+        randn(t, D, batch=1),
+        predict=lambda m, X: m(*X, torch.arange(t).reshape(*batch, t)),
+        says="if there is one sample, give other inputs a first axis of length 1",
+    )
+
+
+# A first input of length 1 may be the only sample, or what all samples share
+OF_LENGTH_ONE: Dict[str, Tuple[Row, bool]] = {
+    "style-first": (styled(True, torch.full((1, D), 0.7, dtype=F64)), False),
+    "style-last": (styled(False, torch.full((1, D), 0.7, dtype=F64)), True),
+    "number-first": (styled(True, torch.tensor(0.7, dtype=F64)), True),
+    "positions": (placed(3), False),
+    "positions-of-one-sample": (placed(3, 1), True),
+}
+
+
+@pytest.mark.parametrize("name", OF_LENGTH_ONE)
+def test_first_input_of_length_one(name: str) -> None:
+    """It is right, or the way out is said."""
+    row, is_right = OF_LENGTH_ONE[name]
+    if is_right:
+        assert_right(row._replace(says=None))
+    else:
+        assert_refused(row, "BatchGrad")
+
+
+OF_TWO: Dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "distance": lambda a, b: (a - b).abs(),
+    "difference-over-steps": lambda a, b: (a[:, :-1] - b[:, 1:]).square(),
+    "difference-of-functions": lambda a, b: a.tanh() - b.tanh(),
+    "product": lambda a, b: a * b.exp(),
+    "larger": torch.maximum,
+    "chosen": lambda a, b: torch.where(a > 0, a, -b),
+    "side-by-side": lambda a, b: torch.cat([a, b], 1).flip(1),
+    "similarity": lambda a, b: F.cosine_similarity(a, b, -1)[..., None] * a,
+    "products": lambda a, b: F.scaled_dot_product_attention(a, b, b),
+}
+
+
+@pytest.mark.parametrize("t", LENGTHS)
+@pytest.mark.parametrize("name", OF_TWO)
+def test_function_of_two_inputs_with_gradients(name: str, t: int) -> None:
+    """What nobody has watched, of two tensors that need gradients, keeps samples."""
+    row = Row(
+        lambda: nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 2)),
+        lambda: (torch.randn(N, t, D, dtype=F64), torch.randn(N, t, D, dtype=F64)),
+        predict=lambda m, X: m(OF_TWO[name](*[x.clone().requires_grad_() for x in X])),
+    )
+    assert_right(row)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("t", LENGTHS)
+def test_features_of_another_model(t: int, graph: bool) -> None:
+    """What one model has computed, time first, keeps its samples in the next one."""
+    row = Row(
+        lambda: Lambda(
+            lambda m, x: None,
+            body=Lambda(
+                lambda m, x: (x.tanh() * m.s).transpose(0, 1),
+                s=param(D) if graph else 2.0,
+            ),
+            head=Lambda(lambda m, h: (m.f(h) * m.w).sin().mean(0), **head()),
+        ),
+        randn(t, D),
+    )
+
+    assert_right(row._replace(predict=lambda m, X: m.head(m.body(*X))))
+
+
+def head() -> Dict[str, Any]:
+    """Make the parts of a model that gets features."""
+    return {"f": nn.Linear(D, 3), "w": param(3)}
+
+
 class Batch:
     """Inputs as attributes of an object."""
 

@@ -4,6 +4,7 @@ In the model, between model and loss, in a loss that the model computes itself; 
 that get a sequence in place of a batch, and layers that contradict each other.
 """
 
+from functools import partial
 from typing import Callable, Dict, Tuple
 
 import pytest
@@ -437,6 +438,61 @@ def test_losses_by_hand(name: str, quantity: str, inside: bool) -> None:
             says=says,
         )
     assert_refused(row, quantity)
+
+
+# What is chosen is a constant: as it is, each sample has a share of its own
+CHOICES: Dict[str, Callable[[Tensor], Tensor]] = {
+    "larger": lambda f: torch.maximum(f[1:], f[:-1]).sum(),
+    "smaller-of-pairs": lambda f: torch.fmin(f[::2], f[1::2]).square().sum(),
+    "largest": lambda f: f.amax(0).sum(),
+    "largest-of-stacked": lambda f: torch.stack([f[1:], f[:-1]]).amax(0).exp().sum(),
+    "where-larger": lambda f: torch.where(f[1:] > f[:-1], f[1:], f[:-1]).square().sum(),
+    "masked-by-neighbours": lambda f: (f[1:] * (f[:-1] > 0)).square().sum(),
+    "filled-by-neighbours": lambda f: f[1:].masked_fill(f[:-1] > 0, 0.5).exp().sum(),
+    "above-the-mean": lambda f: f[f > f.mean(0).detach()].square().sum(),
+    "signs-of-differences": lambda f: ((f - f.roll(1, 0)).sign() * f).sum(),
+    "differences-where-larger": lambda f: (
+        (f[1:] - f[:-1]).square() * (f[1:] > f[:-1])
+    ).sum(),
+    "sorted": lambda f: f.sort(0).values[:2].square().sum(),
+    "largest-ones": lambda f: f.flatten().topk(3).values.exp().sum(),
+    "largest-so-far": lambda f: f.cummax(0).values.square().sum(),
+    "row-of-the-largest": lambda f: f[f[:, 0].argmax()].square().sum(),
+    "median": lambda f: f.median(0).values.square().sum(),
+    "hinges-of-pairs": lambda f: (100 + f[1:] - f[:-1]).relu().sum(),
+}
+
+
+class Chosen(Module):
+    """A loss module of a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]):
+        """Store the function."""
+        super().__init__()
+        self.function = function
+
+    def forward(self, f: Tensor) -> Tensor:
+        """Call it."""
+        return self.function(f)
+
+
+@pytest.mark.parametrize("by_hand", [True, False], ids=["by-hand", "module"])
+@pytest.mark.parametrize("name", CHOICES)
+def test_losses_that_choose(name: str, by_hand: bool) -> None:
+    """Each sample's share in what was chosen is right, or samples have met."""
+    function = CHOICES[name]
+    row = Row(
+        lambda: nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 3)),
+        randn(D),
+        partial(Chosen, function),
+        (lambda f, _: function(f)) if by_hand else (lambda f, loss: loss(f)),
+        quantities=["BatchGrad", "Variance"] + ["DiagGGNExact"] * (not by_hand),
+        says="met in",
+    )
+    if "differences-where" in name or "hinges" in name:  # not separate as it is
+        assert_refused(row, "BatchGrad")
+    else:
+        assert_right_or_refused(row)
 
 
 @pytest.mark.parametrize("loss", [nn.MSELoss, nn.SmoothL1Loss])

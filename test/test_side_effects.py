@@ -464,16 +464,20 @@ def test_what_runs_once_is_right(name: str) -> None:
     assert_right(FORWARD_PASSES[name])
 
 
-def test_cache_of_the_user() -> None:
-    """A cache that is passed as an argument is filled once, over several steps."""
+@pytest.mark.parametrize("passed", [True, False], ids=["passed", "kept"])
+def test_cache_of_the_user(passed: bool) -> None:
+    """A cache, passed as an argument or kept, is filled once, over several steps."""
+    kept: List[Tensor] = []
 
-    def forward(m: Module, x: Tensor, cache: List) -> Tensor:
+    def forward(m: Module, x: Tensor, cache: List = kept) -> Tensor:
         cache.append(m.f(x).tanh() * m.p)
         return m.g(torch.stack(list(cache), 1).softmax(1).prod(1) + x)
 
     def steps(m: Module, X: Tensors) -> Tensor:
-        cache: List[Tensor] = []
-        out = [m(X[0] * (i + 1), cache) for i in range(3)]
+        kept.clear()
+        cache: List[Tensor] = [] if passed else kept
+        given = (cache,) if passed else ()
+        out = [m(X[0] * (i + 1), *given) for i in range(3)]
         assert len(cache) == 3
         return torch.stack(out, 1)
 

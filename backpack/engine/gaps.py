@@ -423,7 +423,8 @@ def _has_no_mixed_derivatives(
         (g, i) for g, i in zip(pulled, numbers) if g is not None and g.requires_grad
     ]
     for bit in range((n - 1).bit_length() if both else 0):
-        masked = [_random(g) * ((i >= 0) & (i >> bit & 1 == 1)) for g, i in both]
+        bits = [(i >= 0) & (i >> bit & 1 == 1) for _, i in both]
+        masked = [v * chosen for v, chosen in zip(_random([g for g, _ in both]), bits)]
         mixed = torch.autograd.grad(
             [g for g, _ in both], edges, masked, retain_graph=True, allow_unused=True
         )
@@ -433,10 +434,14 @@ def _has_no_mixed_derivatives(
     return True
 
 
-def _random(g: Tensor) -> Tensor:
-    """Draw numbers of a tensor's shape, always the same, none of which is small."""
-    generator = torch.Generator(g.device).manual_seed(0)
-    return torch.rand(g.shape, generator=generator, **kind(g)) + 0.5
+def _random(like: Sequence[Tensor]) -> List[Tensor]:
+    """Draw numbers for tensors, always the same, none of which is small.
+
+    Those of two tensors differ: a difference of equal ones would be zero.
+    """
+    draws = [torch.Generator(g.device).manual_seed(i) for i, g in enumerate(like)]
+    pairs = zip(like, draws)
+    return [torch.rand(g.shape, generator=draw, **kind(g)) + 0.5 for g, draw in pairs]
 
 
 def _one_by_one(
@@ -473,7 +478,7 @@ def _numbers(
 ) -> Placement:
     got = torch.zeros(shape, dtype=torch.long, device=cotangent.device)
     unseen = torch.zeros(shape, dtype=torch.bool, device=cotangent.device)
-    vectors = [_random(g) for g, _ in pairs]
+    vectors = _random([g for g, _ in pairs])
     numbers = [
         sample_numbers(source.known.placement, g.shape, n, g.device)
         for g, source in pairs

@@ -46,7 +46,8 @@ _TENSOR_PROPERTIES = frozenset("T mT H mH data real imag".split())
 
 ONE_SAMPLE = (
     "a forward pass whose first input has length 1, and whose result has length {0}, "
-    "like another input (give what all samples share last, or without axes)"
+    "like another input (give what all samples share last, or without axes; if there "
+    "is one sample, give other inputs a first axis of length 1, too)"
 )
 LIST_OF_SAMPLES = (
     "a forward pass on a list of {0} tensors, whose result has length {0} (if each of "

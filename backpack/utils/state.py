@@ -26,6 +26,7 @@ from typing import (
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Module
 
 from backpack.utils.compiling import COMPILED_AUTOGRAD, is_compiled_autograd
@@ -51,6 +52,12 @@ BATCHED = (
     "{exts}: this backward pass computes several gradients at once (by "
     "`is_grads_batched=True`, `vmap`, or `jacobian(..., vectorize=True)`), and "
     "quantities are those of a single one. Run it outside of the context."
+)
+
+FORWARD = (
+    "{exts}: this backward pass runs in `torch.autograd.forward_ad.dual_level()`, "
+    "where its gradients have tangents, and quantities have none. Run it after leaving "
+    "the level, where the model's output has lost its tangent."
 )
 
 
@@ -142,7 +149,7 @@ class State:
             entries: What ends in the same node of the graph.
 
         Raises:
-            NotImplementedError: If there are several gradients at once.
+            NotImplementedError: If there are several gradients at once, or tangents.
         """
         if not self.active_exts and self.extension_hook is no_op:
             if not (self.in_context or owner.is_use):
@@ -154,6 +161,9 @@ class State:
         if any(g is not None and _is_batched(g) for g in g_out):
             names = ", ".join(type(ext).__name__ for ext in self.active_exts)
             raise NotImplementedError(BATCHED.format(exts=names))
+        if forward_ad._current_level >= 0:
+            names = ", ".join(type(ext).__name__ for ext in self.active_exts)
+            raise NotImplementedError(FORWARD.format(exts=names))
         if self.backward_pass is None:
             State.begin(self)
         if any(g is not None for g in g_out) or owner.is_use:

@@ -14,7 +14,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import pytest
 import torch
-from cases import F64, randomize
+from cases import F64, inverse, randomize
 from oracle import assert_agrees
 from torch import Tensor, nn
 from torch.nn import Module
@@ -32,13 +32,17 @@ OPTIONS: Dict[str, Dict[str, Any]] = {
     "KFAC": SHARING,
     "KFLR": SHARING,
     "ClippedGrad": {"max_norm": 0.1},
+    "WeightedGrad": {"weights": inverse},
+    "BatchProjectGrad": {"projection": 2},
 }
 FIRST = [
     *("BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance", "BatchDotGrad"),
-    "ClippedGrad",
+    *("ClippedGrad", "WeightedGrad"),
 ]
-EXACT = ["DiagGGNExact", "BatchDiagGGNExact", "SqrtGGNExact", "KFLR"]
-SAMPLED = ["DiagGGNMC", "BatchDiagGGNMC", "SqrtGGNMC", "KFAC"]
+EXACT = ["DiagGGNExact", "BatchDiagGGNExact", "SqrtGGNExact", "KFLR", "BatchJacobian"]
+SAMPLED = [
+    *("DiagGGNMC", "BatchDiagGGNMC", "SqrtGGNMC", "KFAC", "EKFAC", "BatchProjectGrad"),
+]
 WALKING = ["KFRA", "DiagHessian", "BatchDiagHessian"]
 QUANTITIES = [*FIRST, *EXACT, *SAMPLED, *WALKING]
 
@@ -157,7 +161,7 @@ class Step:
             param.grad = None
         for ext in exts:
             if hasattr(ext, "norms"):
-                found["norms"] = ext.norms
+                found[f"norms for {ext.savefield}"] = ext.norms
         return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any, Iterator, Tuple
+from typing import Any, Iterator, List, Tuple
 
 import torch
 from torch import Tensor
@@ -125,11 +125,17 @@ def identity_columns(origin: Origin, name: str) -> Iterator[Tensor]:
     metadata = edge.node._input_metadata[edge.output_nr]
     device = metadata.device
     numbers = sample_numbers(placement, shape, n, device).flatten()
-    counts = torch.bincount(numbers + 1, minlength=n + 1).tolist()
-    if counts[0] or len({*counts[1:]}) > 1:
+    size, rest = divmod(prod(shape), n) if n else (prod(filter(None, shape)), 0)
+    if isinstance(placement, Tensor):
+
+        def count() -> List[int]:
+            return torch.bincount(numbers + 1, minlength=n + 1).tolist()
+
+        none, *counts = once(placement, ("features", tuple(shape)), count)
+        rest = none or len({*counts}) > 1
+    if rest:
         text = OTHER_FEATURES.format(ext=name, module=name_module(call.module))
         raise NotImplementedError(text)
-    size = counts[1] if n else prod(filter(None, shape))
     features = torch.argsort(numbers, stable=True).view(n, size).T
     for some in features.split(MAX_COLUMNS):
         columns = torch.zeros(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Tuple
+from functools import partial
+from typing import Any, Callable, List, Tuple
 
 import torch
 from torch import Tensor
 
 from backpack.core.derivatives.generic import find_parameter
+from backpack.core.fast.whole import call_whole, is_recorded
 from backpack.core.linearization import Linearization, ParameterLinearization
+from backpack.core.per_sample.base import PerSample
+from backpack.core.per_sample.outer import Outer
 from backpack.extensions.secondorder.diag_hessian.signed_columns import (
     SignedColumns,
     factor,
@@ -46,15 +50,21 @@ class DiagHBaseModule(ModuleRule):
         Returns:
             Diagonal of shape ``[*p]``, or ``[N, *p]`` for each sample.
         """
-        param, sum_batch = find_parameter(module, name), ext.SUM_BATCH
-        diagonal, derivatives = None, self.derivatives
-        for sign, columns in SignedColumns.wrap(backproped).by_sign():
-            product = derivatives.stored_product(name, module, (), g_out, columns)
-            part = product.squares(sum_batch).mul_(sign)
-            diagonal = part if diagonal is None else diagonal.add_(part)
-        if diagonal is None:
-            shape = param.shape if sum_batch else (len(module.output), *param.shape)
-            diagonal = param.new_zeros(shape)
+        shape, sum_batch = find_parameter(module, name).shape, ext.SUM_BATCH
+        columns = SignedColumns.wrap(backproped)
+
+        def make(_: Any, some: Tensor) -> PerSample:
+            return self.derivatives.stored_product(name, module, (), g_out, some)
+
+        args = columns.columns, columns.columns, columns.sign
+        product = make(*args[:2]) if is_recorded() else None
+        if isinstance(product, Outer):
+            recipe = product.recipe()
+            both = recipe.inputs, recipe.cotangents
+            reduce = partial(_signed_squares, recipe.make, sum_batch, shape)
+            diagonal = call_whole(reduce, *both, columns.sign)
+        else:
+            diagonal = _signed_squares(make, sum_batch, shape, *args)
         linear = ParameterLinearization(self.derivatives, module, g_out, name)
         if linear.has_residual:
             diagonal = diagonal + linear.residual_diagonal(sum_batch)
@@ -86,6 +96,24 @@ class DiagHBaseModule(ModuleRule):
             ]
             result = [old.append(more) for old, more in zip(result, new)]
         return [columns.compress() for columns in result]
+
+
+def _signed_squares(
+    make: Callable[[Tensor, Tensor], PerSample],
+    sum_batch: bool,
+    shape: torch.Size,
+    inputs: Tensor,
+    cotangents: Tensor,
+    sign: Tensor,
+) -> Tensor:
+    """Sum the squares of products, with the signs ``[V, N]`` of their columns."""
+    total = None
+    for one, columns in SignedColumns(cotangents, sign, []).by_sign():
+        part = make(inputs, columns).squares(sum_batch).mul_(one)
+        total = part if total is None else total.add_(part)
+    if total is None:
+        total = inputs.new_zeros(shape if sum_batch else (len(sign[0]), *shape))
+    return total
 
 
 def residual_columns(linear: Linearization) -> Tuple[Tensor, Tensor]:

@@ -90,7 +90,7 @@ class _Graph(NamedTuple):
 
 
 class CompiledStep:
-    """Runs steps that were compiled, see :func:`compile_step`."""
+    """Runs steps that were compiled, see :func:`backpack.compile_step`."""
 
     def __init__(
         self,

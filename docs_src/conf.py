@@ -41,6 +41,17 @@ extensions = [
 ]
 exclude_patterns = ["_build", "gallery/*.ipynb"]
 
+# Each reference leads somewhere, but for types of Python, of no public name, or without
+# a page of their own
+nitpicky = True
+nitpick_ignore_regex = [
+    ("py:class", r"\w+"),
+    ("py:class", r"(abc|contextlib|fractions|weakref)\..*"),
+    ("py:class", r"(.*\.)?(_\w+|[A-Z])(\..*)?"),
+    ("py:class", r"torch\.(distributed|overrides|utils\.hooks)\..*"),
+    ("py:class", r"backpack\.(converter\.function\.Call|summary\.Summary)"),
+]
+
 # the examples of these pages are run; those in docstrings are excerpts
 doctest_test_doctest_blocks = ""
 

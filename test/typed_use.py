@@ -147,6 +147,9 @@ def mistakes() -> None:
     KFAC(weight_sharing="both")  # type: ignore[arg-type]
     DiagGGNMC(fisher_type="exact")  # type: ignore[arg-type]
     PCHMP(modify="square")  # type: ignore[arg-type]
+    EKFAC(fisher_type="ecxat")  # type: ignore[arg-type]
+    ClippedGrad(1.0, scale="samples")  # type: ignore[arg-type]
+    WeightedGrad(torch.ones(3), of="dot")  # type: ignore[arg-type]
     extend(nn.ReLU)  # type: ignore[call-overload]
     backpack(BatchGrad)  # type: ignore[arg-type]
 

@@ -87,7 +87,7 @@ def loss_scale(module: Module, factor: Tensor) -> Tensor:
 
     Raises:
         ValueError: If the loss was multiplied by a negative number, which must not be
-            looked at everywhere, see :func:`may_look`; the root is NaN then.
+            looked at everywhere, see ``may_look``; the root is NaN then.
     """
     if may_look(factor) and factor < 0:
         text = {"module": name_module(module), "factor": float(factor)}

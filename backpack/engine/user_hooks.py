@@ -83,7 +83,7 @@ def guard(x: Tensor, hook: Callable, of_parameters: bool) -> Tuple[Tensor, Calla
         of_parameters: Whether the tensor is computed from parameters alone.
 
     Returns:
-        The tensor, and what to register in the hook's place: that of a leaf itself,
+        The tensor, and what to register in the hook's place; that of a leaf itself,
         behind which there is nothing.
     """
     return x, hook if x.grad_fn is None else Guarded(hook, of_parameters)

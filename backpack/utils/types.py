@@ -16,6 +16,8 @@ MatProd = Callable[[Tensor], Tensor]
 # Options of extensions
 FailMode = Literal["ERROR", "WARNING", "SILENT"]
 FisherType = Literal["mc", "empirical"]
+Over = Literal["all", "parameter"]
+Scale = Literal["summand", "sample"]
 WeightSharing = Optional[Literal["expand", "reduce"]]
 # Where random numbers come from. ``None``: from PyTorch's global generator
 Randomness = Optional[Generator]

@@ -41,7 +41,7 @@ class weight_jac_t_save_memory(AbstractContextManager):  # noqa: N801
 
 
 class Geometry(NamedTuple):
-    """Options of a convolution, as :func:`torch.convolution` takes them.
+    """Options of a convolution, as ``torch.convolution`` takes them.
 
     Attributes:
         stride: Stride.

@@ -4,7 +4,7 @@ A loss module computes 𝓛 = c Σₙ ℓₙ, where c is one over whatever ``red
 divides by, and one for ``"sum"``. The Hessian blocks Hₙ = ∂²𝓛 / ∂fₙ² contain c and
 every option of the loss (weights, masks, smoothing). Those options only rescale the
 Hessian of the plain negative log-likelihood, which is what is written here once: a
-subclass describes the likelihood and :meth:`NLLLossDerivatives._hessian_weights`.
+subclass describes the likelihood and ``NLLLossDerivatives._hessian_weights``.
 
 With ``subsampling``, rows are selected and c stays that of the full batch.
 """

@@ -149,7 +149,7 @@ class GradientReduction(FirstOrderBackpropExtension):
             gradients: The individual gradients of a parameter.
 
         Returns:
-            What :meth:`over_shards` needs, by default ``None``.
+            What ``over_shards`` needs, by default ``None``.
         """
         return None
 

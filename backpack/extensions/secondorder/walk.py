@@ -58,7 +58,7 @@ def freeze_call(turn: Turn) -> Module:
         turn: The call's turn.
 
     Returns:
-        Copy of the module, see :func:`freeze`.
+        Copy of the module, see ``freeze``.
     """
     call = turn.call
     output, precision = call.outputs[0], call.precision

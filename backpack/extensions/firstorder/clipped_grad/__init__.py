@@ -9,6 +9,7 @@ from torch import Tensor
 
 from backpack.extensions.firstorder.weighted_grad import WeightedGrad
 from backpack.utils.subsampling import Selection
+from backpack.utils.types import Over, Scale
 
 
 class ClippedGrad(WeightedGrad):
@@ -27,8 +28,8 @@ class ClippedGrad(WeightedGrad):
     def __init__(
         self,
         max_norm: float,
-        per: str = "all",
-        scale: str = "summand",
+        per: Over = "all",
+        scale: Scale = "summand",
         replace_grad: bool = False,
         subsampling: Selection = None,
     ):

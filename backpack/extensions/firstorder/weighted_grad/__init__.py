@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import isclose
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
+from typing import Any, Dict, List, Literal, NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from backpack.extensions.firstorder.base import GradientReduction
 from backpack.extensions.shards import Piece, shard_of
 from backpack.utils.hooks import message
 from backpack.utils.subsampling import Selection
-from backpack.utils.types import MatProd
+from backpack.utils.types import MatProd, Over, Scale
 
 Weights = Union[Tensor, MatProd]
 
@@ -87,9 +87,9 @@ class WeightedGrad(GradientReduction):
     def __init__(
         self,
         weights: Weights,
-        of: str = "norms",
-        per: str = "all",
-        scale: str = "summand",
+        of: Literal["norms", "dots"] = "norms",
+        per: Over = "all",
+        scale: Scale = "summand",
         replace_grad: bool = False,
         subsampling: Selection = None,
     ):

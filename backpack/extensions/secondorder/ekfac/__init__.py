@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
-from typing import Any, List, Mapping, Optional, Sequence
+from typing import Any, List, Literal, Mapping, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -61,7 +61,7 @@ class EKFAC(KroneckerFactors):
     def __init__(
         self,
         mc_samples: int = 1,
-        fisher_type: str = "mc",
+        fisher_type: Literal["mc", "exact", "empirical"] = "mc",
         weight_sharing: WeightSharing = "expand",
         basis: Optional[Basis] = None,
         generator: Randomness = None,

@@ -124,7 +124,7 @@ def _takes_samples(module: Module, args: Tuple, tracker: Optional[Tracker]) -> b
 def _is_plain(module: Module, row: Row) -> bool:
     """Tell whether all parameters are the layer's own, and none is computed."""
     own = module._parameters
-    names = module._flat_weights_names if row.params is None else row.params
+    names = vars(module)["_flat_weights_names"] if row.params is None else row.params
     if any(child is not None for child in module._modules.values()):
         return False
     given = [p for p in own.values() if p is not None]

@@ -297,8 +297,6 @@ class Finder:
     ) -> bool:
         """Tell whether another operand's values may say where samples go."""
         operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if any(x.layout is not torch.strided for x in operands):
-            return True  # zeros that are not stored move nothing
         if name == "grid_sample":
             return any(self.of(x) != FIRST for x in data)
         picks = any(x.dtype in _INDEXES for x in operands)

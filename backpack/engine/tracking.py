@@ -12,7 +12,7 @@ from types import FunctionType
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
-from torch import Tensor, is_grad_enabled
+from torch import Tensor, is_grad_enabled, strided
 from torch._C._functorch import peek_interpreter_stack
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter, functional
@@ -238,7 +238,8 @@ class Tracker(TorchFunctionMode):
                     data.append(x)
                 elif needs_gradient:
                     constants.append(x)
-                shape = FORGET if x.is_nested else x.shape
+                dense = x.layout is strided and not x.is_nested
+                shape = x.shape if dense else FORGET
                 key.append((shape, placement, needs_gradient, x.dtype))
             elif kind is tuple or kind is list:
                 key += (kind, len(x))

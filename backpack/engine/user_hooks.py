@@ -7,6 +7,7 @@ parameters: where that matters, a hook may look, and what changes gradients is r
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 from torch import Tensor
@@ -83,10 +84,16 @@ def guard(x: Tensor, hook: Callable, of_parameters: bool) -> Tuple[Tensor, Calla
         of_parameters: Whether the tensor is computed from parameters alone.
 
     Returns:
-        The tensor, and what to register in the hook's place; that of a leaf itself,
-        behind which there is nothing.
+        The tensor, and what to register in the hook's place: that of a leaf itself,
+        behind which there is nothing, and those by which wrappers of PyTorch's gather
+        parameters.
     """
-    return x, hook if x.grad_fn is None else Guarded(hook, of_parameters)
+    function = hook
+    while isinstance(function, partial):
+        function = function.func
+    is_torchs = str(getattr(function, "__module__", "")).startswith("torch.")
+    free = x.grad_fn is None or is_torchs
+    return x, hook if free else Guarded(hook, of_parameters)
 
 
 def guard_all(inspection: Inspection, extensions: Sequence[Any]) -> None:

@@ -171,6 +171,19 @@ def _pass_on(ctx: Any, *gradients: Any) -> Any:
     return (None, *gradients)
 
 
+def gathers(hook: Any) -> bool:
+    """Tell whether a tensor's hook gathers parameters, and leaves gradients alone.
+
+    Args:
+        hook: The hook.
+
+    Returns:
+        Whether it is one of what is sharded.
+    """
+    name = getattr(getattr(hook, "func", hook), "__qualname__", "")
+    return name in ("FSDPState._pre_backward", "_pre_backward_hook")
+
+
 @contextmanager
 def gathered(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Gather parameters that are spread over processes, until autograd is there.
@@ -188,13 +201,11 @@ def gathered(tensors: Iterable[Tensor]) -> Iterator[None]:
     owners: Dict[int, Tuple[Any, Any, str]] = {}
     for x in tensors if is_parallel() else ():
         hooks: Dict[int, Any] = x._backward_hooks or {}
-        for guarded in hooks.values():
-            hook = getattr(guarded, "hook", guarded)
-            function = getattr(hook, "func", hook)
-            if getattr(function, "__qualname__", "") == "FSDPState._pre_backward":
+        for hook in filter(gathers, hooks.values()):
+            if not isinstance(hook, partial):
                 owner = hook.__self__
                 owners.setdefault(id(owner), (owner, _gather, "PRE_BACKWARD"))
-            elif getattr(function, "__name__", "") == "_pre_backward_hook":
+            else:
                 state, _, owner = hook.args
                 make = partial(_gather_flat, state)
                 owners.setdefault(id(owner), (owner, make, "BACKWARD_PRE"))

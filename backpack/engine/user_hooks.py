@@ -7,7 +7,6 @@ parameters: where that matters, a hook may look, and what changes gradients is r
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 from torch import Tensor
@@ -15,6 +14,7 @@ from torch import Tensor
 from backpack.engine.graph import Inspection
 from backpack.engine.record import Call
 from backpack.utils.hooks import name_module, warn_user
+from backpack.utils.parallel import gathers
 from backpack.utils.state import state
 
 CHANGES = (
@@ -40,11 +40,7 @@ _WATCHED = "backpack.watched"  # where such a node says that we look at its hook
 
 
 class Guarded:
-    """A hook of a tensor that sees nothing but gradients.
-
-    Attributes:
-        hook: The user's hook.
-    """
+    """A hook of a tensor that sees nothing but gradients."""
 
     def __init__(self, hook: Callable, of_parameters: bool = False):
         """Store what it is.
@@ -53,7 +49,7 @@ class Guarded:
             hook: The user's hook.
             of_parameters: Whether the tensor is computed from parameters alone.
         """
-        self.hook, self._of_parameters = hook, of_parameters
+        self._hook, self._of_parameters = hook, of_parameters
 
     def __call__(self, gradient: Tensor) -> Optional[Tensor]:
         """Run it on a gradient.
@@ -67,7 +63,7 @@ class Guarded:
         if state().quiet:
             return None
         before = gradient._version
-        changed = self.hook(gradient)
+        changed = self._hook(gradient)
         is_same = changed is None or changed is gradient
         if not is_same or gradient._version != before:
             what = f"a tensor of shape {list(gradient.shape)}"
@@ -85,14 +81,9 @@ def guard(x: Tensor, hook: Callable, of_parameters: bool) -> Tuple[Tensor, Calla
 
     Returns:
         The tensor, and what to register in the hook's place: that of a leaf itself,
-        behind which there is nothing, and those by which wrappers of PyTorch's gather
-        parameters.
+        behind which there is nothing, and those that gather sharded parameters.
     """
-    function = hook
-    while isinstance(function, partial):
-        function = function.func
-    is_torchs = str(getattr(function, "__module__", "")).startswith("torch.")
-    free = x.grad_fn is None or is_torchs
+    free = x.grad_fn is None or gathers(hook)
     return x, hook if free else Guarded(hook, of_parameters)
 
 

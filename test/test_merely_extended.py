@@ -134,12 +134,12 @@ MERELY: Dict[str, Tuple[Callable[[], Module], Callable[[], Tensor]]] = {
 }
 
 
-def total(out: Tensor) -> Tensor:
-    """Add up everything that a model returns."""
+def total(out: Tensor, loss: Module) -> Tensor:
+    """Add up the losses of all that a model returns."""
     out = out.values() if out.is_nested and out.layout == torch.jagged else out
-    if out.is_nested:
-        return sum(t.sum() for t in out.unbind())
-    return out.abs().sum() if out.is_complex() else out.sum()
+    parts = out.unbind() if out.is_nested else (out,)
+    parts = [x.abs() if x.is_complex() else x for x in parts]
+    return sum(loss(x, torch.ones_like(x)) for x in parts)
 
 
 @pytest.mark.filterwarnings("ignore:(?s).*(Sparse CSR|nested tensors)")
@@ -151,10 +151,12 @@ def test_without_a_context(name: str) -> None:
     for extended in (False, True):
         torch.manual_seed(0)
         model, x = make(), data()
-        model = extend(model) if extended else model
-        out = model(x)
-        total(out).backward()
-        results.append([total(out).detach(), *[p.grad for p in model.parameters()]])
+        loss = nn.MSELoss(reduction="sum")
+        if extended:
+            model, loss = extend(model), extend(loss)
+        value = total(model(x), loss)
+        value.backward()
+        results.append([value.detach(), *[p.grad for p in model.parameters()]])
     for actual, expected in zip(*reversed(results)):
         assert actual.shape == expected.shape and actual.dtype == expected.dtype
         assert expected.is_meta or torch.equal(actual, expected)

@@ -52,6 +52,9 @@ class _Source(NamedTuple):
     known: Known
 
 
+NESTED = Mixed("what has made a nested tensor", False)
+
+
 def at_node(node: Node, output_nr: int) -> Optional[Tuple[torch.Size, Known]]:
     """Look up what is known of an output of a node.
 
@@ -62,7 +65,10 @@ def at_node(node: Node, output_nr: int) -> Optional[Tuple[torch.Size, Known]]:
     Returns:
         Its shape, and where its samples are; ``None`` if nothing is known.
     """
-    shape = torch.Size(node._input_metadata[output_nr].shape)
+    metadata = node._input_metadata[output_nr]
+    if metadata.is_cpp_nested_tensor:  # it has no shape
+        return torch.Size(), Known(NESTED, 1)
+    shape = torch.Size(metadata.shape)
     places = [(node, output_nr)]
     if type(node).__name__ in VIEWS:  # a layer's output may be a view of its result
         places.extend(node.next_functions[:1])

@@ -23,7 +23,7 @@ from backpack.core.layout import Layout, Mixed, Placement, sample_numbers, simpl
 from backpack.core.operations import find_operation
 from backpack.core.table import LOSS_FUNCTIONS
 from backpack.engine import saved as saved_tensors
-from backpack.engine.gaps import CONSTANT, explain, is_function
+from backpack.engine.gaps import CONSTANT, NESTED, explain, is_function
 from backpack.engine.graph import MEETING, SILENT
 from backpack.engine.placements import FORGET, MARK, Finder, Mark, Pass
 from backpack.engine.user_hooks import guard
@@ -53,7 +53,6 @@ LIST_OF_SAMPLES = (
     "a forward pass on a list of {0} tensors, whose result has length {0} (if each of "
     "them is a sample, give a tensor that has samples on axis 0, padded if need be)"
 )
-_NESTED = Mixed("what has made a nested tensor", False)
 VIEWS_OF = "_backpack_uses"  # attribute of a tensor of which uses returned a view
 
 
@@ -265,8 +264,8 @@ class Tracker(TorchFunctionMode):
     def _unmarked(self, x: Tensor) -> Placement:
         """Tell where the samples are in a tensor that nothing is known of yet."""
         if x.is_nested and x.layout is torch.strided:  # it has no shape
-            self._place(x, _NESTED)
-            return _NESTED
+            self._place(x, NESTED)
+            return NESTED
         if x._base is not None and self._is_view_of_data(x):
             return self._finder.of(x)
         if x.grad_fn is None or self._is_constant(x):

@@ -80,7 +80,7 @@ def guard(x: Tensor, hook: Callable, of_parameters: bool) -> Tuple[Tensor, Calla
         of_parameters: Whether the tensor is computed from parameters alone.
 
     Returns:
-        The tensor, and what to register in the hook's place: that of a leaf itself,
+        The tensor, and what to register in the hook's place; that of a leaf itself,
         behind which there is nothing, and those that gather sharded parameters.
     """
     free = x.grad_fn is None or gathers(hook)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, Dict, List, Sequence
 
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from backpack.core.layout import Mixed, spans
@@ -18,6 +17,7 @@ from backpack.engine.gaps import (
     differ,
     explain_parents,
     is_coupled,
+    is_function,
     is_separable,
     name_of,
 )
@@ -201,8 +201,8 @@ def _met_in_tails(inspection: Inspection) -> List[Mixed]:
         behind = explain_parents(node)
         placements += [known.placement for known in behind]
         if any(known.n > 1 for known in behind) and _brings_together(node, behind):
-            own = isinstance(node, BackwardCFunction)
-            placements.append(Mixed(name_of(node), not own))  # nobody knows its parts
+            # nobody knows the parts of a function of one's own
+            placements.append(Mixed(name_of(node), not is_function(node)))
     return [p for p in placements if isinstance(p, Mixed)]
 
 

@@ -196,7 +196,8 @@ class Tracker(TorchFunctionMode):
         kwargs = kwargs or {}
         if kind.is_quiet or self.suspended or peek_interpreter_stack() is not None:
             if kind.name == "register_hook" and len(args) == 2:
-                args = guard(*args, self._finder.of(args[0]) is None)
+                x, hook = args
+                args = x, guard(x, hook, self._finder.of(x) is None)
             return func(*args, **kwargs)  # a transform's tensors are no samples'
         data: List[Tensor] = []
         constants: List[Tensor] = []

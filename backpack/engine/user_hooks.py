@@ -7,7 +7,7 @@ parameters: where that matters, a hook may look, and what changes gradients is r
 
 from __future__ import annotations
 
-from typing import Any, Callable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, List, Optional, Sequence
 
 from torch import Tensor
 
@@ -71,7 +71,7 @@ class Guarded:
         return changed
 
 
-def guard(x: Tensor, hook: Callable, of_parameters: bool) -> Tuple[Tensor, Callable]:
+def guard(x: Tensor, hook: Callable, of_parameters: bool) -> Callable:
     """Guard a hook that a model registers while it is watched.
 
     Args:
@@ -80,11 +80,11 @@ def guard(x: Tensor, hook: Callable, of_parameters: bool) -> Tuple[Tensor, Calla
         of_parameters: Whether the tensor is computed from parameters alone.
 
     Returns:
-        The tensor, and what to register in the hook's place; that of a leaf itself,
-        behind which there is nothing, and those that gather sharded parameters.
+        What to register in its place. That is the hook itself for a leaf, behind which
+        there is nothing, and for what gathers sharded parameters.
     """
     free = x.grad_fn is None or gathers(hook)
-    return x, hook if free else Guarded(hook, of_parameters)
+    return hook if free else Guarded(hook, of_parameters)
 
 
 def guard_all(inspection: Inspection, extensions: Sequence[Any]) -> None:
@@ -103,7 +103,7 @@ def guard_all(inspection: Inspection, extensions: Sequence[Any]) -> None:
         hooks = getattr(x, "_backward_hooks", None) or {}  # the node's very own
         for key, hook in hooks.items():
             if not isinstance(hook, Guarded):
-                hooks[key] = guard(x, hook, False)[1]
+                hooks[key] = guard(x, hook, False)
     for node in inspection.nodes if _HOOKED in inspection.names else ():
         if type(node).__name__ == _HOOKED and _WATCHED not in node.metadata:
             node.metadata[_WATCHED] = True

@@ -115,6 +115,14 @@ MERELY: Dict[str, Tuple[Callable[[], Module], Callable[[], Tensor]]] = {
         lambda: Lambda(packed, r=nn.GRU(D, 2, batch_first=True), p=param(2)),
         lambda: torch.randn(N, 3, D),
     ),
+    "lazy-layers-in-operations": (
+        lambda: Lambda(
+            lambda m, x: m.g(m.n(m.f(x * m.p).tanh())),
+            **{"f": nn.LazyLinear(3), "n": nn.LazyBatchNorm1d(), "p": param(D)},
+            g=nn.LazyLinear(2),
+        ),
+        lambda: torch.randn(N, D),
+    ),
     "no-samples-in-operations": (Own, lambda: torch.randn(0, D)),
     "one-axis-in-operations": (Own, lambda: torch.randn(D)),
     "no-samples": (mlp, lambda: torch.randn(0, D)),

@@ -1058,6 +1058,22 @@ def test_inputs_that_samples_share(inputs: str, t: int) -> None:
     assert_right_or_refused(row)
 
 
+def test_shared_input_of_other_batches() -> None:
+    """What is as long as one batch is no batch in the next one for that reason."""
+    mask = torch.randn(3, 3, dtype=F64)
+    for size in (3, 2, 5, 1):
+        row = Row(
+            lambda: Lambda(
+                lambda m, x, mask: (plain(m, x) @ x.mT + mask).softmax(-1) @ x,
+                **{"f": nn.Linear(D, D), "g": nn.LayerNorm(D), "p": param(D)},
+            ),
+            randn(3, D, batch=size),
+            predict=lambda m, X: m(*X, mask),
+            says="axis|sample|batch" if size == 3 else None,
+        )
+        (assert_right_or_refused if row.says else assert_right)(row)
+
+
 def ragged_parts(x: Tensor, shortest: int) -> List[Tensor]:
     """Return as many positions of each sample as its number says."""
     return [z[: shortest + n % 3] for n, z in enumerate(x)]

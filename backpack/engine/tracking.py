@@ -16,6 +16,7 @@ from torch import Tensor, is_grad_enabled, strided
 from torch._C._functorch import peek_interpreter_stack
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter, functional
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -43,6 +44,7 @@ _QUIET = frozenset(
 )
 # Properties that are tensors
 _TENSOR_PROPERTIES = frozenset("T mT H mH data real imag".split())
+_SHAPELESS = {UninitializedParameter, UninitializedBuffer}  # of lazy layers
 
 ONE_SAMPLE = (
     "a forward pass whose first input has length 1, and whose result has length {0}, "
@@ -239,7 +241,7 @@ class Tracker(TorchFunctionMode):
                 elif needs_gradient:
                     constants.append(x)
                 dense = x.layout is strided and not x.is_nested
-                shape = x.shape if dense else FORGET
+                shape = x.shape if dense and kind not in _SHAPELESS else FORGET
                 key.append((shape, placement, needs_gradient, x.dtype))
             elif kind is tuple or kind is list:
                 key += (kind, len(x))

@@ -290,6 +290,8 @@ class Contraction(Operation):
         outputs = self.outputs
         if n == 1:
             out = _anywhere(cotangents.shape[1:], outputs)
+        if out is None:  # there is not one row
+            return None
         b = cotangents.movedim([o + 1 for o in outputs], [*range(-len(outputs), 0)])
         rows = b.shape[1 : b.dim() - len(outputs)]
         if isinstance(out, Layout):

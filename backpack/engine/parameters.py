@@ -23,6 +23,7 @@ from backpack.engine.graph import describe, is_leaf, leaves_behind, walk
 from backpack.engine.saved import SAVED, fetch
 from backpack.engine.uses import Constant, Use, batched_vjp
 from backpack.utils.hooks import name_module, represent
+from backpack.utils.state import state
 from backpack.utils.types import as_type
 
 Products = List[Optional[PerSample]]
@@ -336,7 +337,8 @@ def _rows_of_table(node: Node, product: Dense, shape: torch.Size) -> Optional[Ro
     if pick is None or len(shape) != 2:
         return None
     fetch(node.metadata.get(SAVED, ()))
-    picked, products = pick(node), product.products
+    with state().pull():  # the pass needs what was asked for as well
+        picked, products = pick(node), product.products
     if picked is None or products.shape[-1] != shape[1]:
         return None
     ids = torch.arange(shape[0], device=products.device)[picked].flatten()

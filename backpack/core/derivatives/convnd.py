@@ -105,6 +105,11 @@ def weight_gradients(
 def _weight_gradient(
     x: Tensor, gradient: Tensor, shape: Sequence[int], groups: int, geometry: Geometry
 ) -> Tensor:
+    # axes of length 1 may have strides of another memory format, which PyTorch then
+    # takes for the result's, too, and refuses to write to
+    x, gradient = [
+        t.flatten().view(t.shape) if t.is_contiguous() else t for t in (x, gradient)
+    ]
     weight = x.new_empty(shape)  # not read; if it had gaps, it would be copied
     args = gradient, x, weight, None, *geometry, groups, (False, True, False)
     return torch.ops.aten.convolution_backward(*args)[1]

@@ -5,7 +5,7 @@ that get a sequence in place of a batch, and layers that contradict each other.
 """
 
 from functools import partial
-from typing import Callable, Dict, Tuple
+from typing import Any, Callable, Dict, Tuple
 
 import pytest
 import torch
@@ -46,6 +46,34 @@ def without_grad(x: Tensor) -> Tensor:
         return x.mean(0)
 
 
+class Centered(torch.autograd.Function):
+    """Subtract the mean, with a backward pass of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Subtract it."""
+        return x - x.mean(0)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        """Differentiate that."""
+        return g - g.mean(0)
+
+
+class CenteredByNumber(torch.autograd.Function):
+    """Subtract the mean of everything as a number of Python."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Subtract it."""
+        return x - x.mean().item()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        """Differentiate that."""
+        return g - g.mean()
+
+
 COUPLINGS: Dict[str, Tuple[Callable, str]] = {  # of x [N, D], and what is named
     "permutation": (lambda m, x: x + x[permutation(x)], r"add|getitem|index"),
     "roll": (lambda m, x: x + x.roll(1, 0), r"add|roll"),
@@ -60,6 +88,8 @@ COUPLINGS: Dict[str, Tuple[Callable, str]] = {  # of x [N, D], and what is named
         r"lerp|getitem|index",
     ),
     "mean": (lambda m, x: x - x.mean(0), r"mean"),
+    "function": (lambda m, x: Centered.apply(x), r"centered"),
+    "function-of-a-number": (lambda m, x: CenteredByNumber.apply(x), r"centered"),
     "mean-of-everything": (lambda m, x: x - x.mean(), r"mean"),
     "sum": (lambda m, x: x / (3 + x.sum(0)), r"sum"),
     "standard-deviation": (lambda m, x: x / x.std(0), r"std"),

@@ -8,7 +8,7 @@ positions as samples and with another number of them.
 import math
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Callable, List
+from typing import Any, Callable, List, Tuple
 
 import pytest
 import torch
@@ -36,6 +36,7 @@ from per_sample import (
 )
 from torch import Tensor, nn
 from torch.nn import Module
+from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend
 from backpack.extensions import BatchGrad, BatchL2Grad, DiagGGNExact, Variance
@@ -669,12 +670,6 @@ EITHER = {
         tokens(3),
         says="embedding_bag|offsets|w",
     ),
-    "custom-function": use(lambda m, x: Double.apply(x, m.w), 4, w=(4,))._replace(
-        says=r"\bw\b|Double"
-    ),
-    "custom-function-of-a-parameter": use(
-        lambda m, x: x * Double.apply(m.w, m.w), 4, w=(4,)
-    )._replace(says=r"\bw\b|Double"),
     "vmap": use(
         lambda m, x: torch.vmap(lambda row: row @ m.w)(x), 4, w=(4, 3)
     )._replace(says="vmap|\\bw\\b"),
@@ -734,6 +729,84 @@ class Double(torch.autograd.Function):
         return g * w, gw.sum_to_size(w.shape)
 
 
+class Pair(torch.autograd.Function):
+    """Two results, whose derivatives can't be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, v: Tensor) -> Tuple[Tensor, Tensor]:
+        """Multiply twice."""
+        ctx.save_for_backward(x, w, v)
+        return x @ w, x * v
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor, h: Tensor) -> Any:
+        """Differentiate both."""
+        x, w, v = ctx.saved_tensors
+        rows = x.flatten(0, -2)
+        return (
+            g @ w.mT + h * v,
+            rows.mT @ g.flatten(0, -2),
+            (h * x).sum_to_size(v.shape),
+        )
+
+
+class Rounded(torch.autograd.Function):
+    """Numbers rounded to multiples of a step, whose size is learned."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, step: Tensor) -> Tensor:
+        """Round."""
+        ctx.save_for_backward(x, step)
+        return torch.round(x / step) * step
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        """Take the rounded numbers for the numbers."""
+        x, step = ctx.saved_tensors
+        return g, (g * (torch.round(x / step) - x / step)).sum().reshape(step.shape)
+
+
+def of_two(function: Callable, *more: int) -> Row:
+    """Make a row whose function has two parameters, ``w`` and ``v``."""
+    return use(function, *more, 4, w=(4, 4), v=(4,))
+
+
+FUNCTIONS = {
+    "with-a-parameter": of_two(lambda m, x: Double.apply(x, m.v) @ m.w),
+    "of-parameters-alone": of_two(lambda m, x: x * Double.apply(m.v, m.v) @ m.w),
+    "behind-its-own-parameter": of_two(
+        lambda m, x: Double.apply((x * m.v).tanh() @ m.w, m.v), 3
+    ),
+    "in-front-of-it": of_two(lambda m, x: Double.apply(x, m.v).sin() @ m.w * m.v),
+    "with-an-expression": of_two(
+        lambda m, x: (lambda e: Double.apply(x * e, e) @ m.w * e)(m.v.tanh())
+    ),
+    "with-a-parameter-and-its-expression": of_two(
+        lambda m, x: sum(Pair.apply(x, m.v.diag() * m.w, m.v))
+    ),
+    "in-a-chain": of_two(
+        lambda m, x: Double.apply(Pair.apply(Double.apply(x, m.v), m.w, m.v)[1], m.v), 3
+    ),
+    "crossed": of_two(
+        lambda m, x: (lambda a, b: Pair.apply(a, m.w, m.v)[0] + b)(
+            *Pair.apply(x, m.w, m.v)
+        )
+    ),
+    "first-of-two": of_two(lambda m, x: Pair.apply(x, m.w, m.v)[0].sin()),
+    "second-of-two": of_two(lambda m, x: Pair.apply(x @ m.w, m.w, m.v)[1]),
+    "for-each-sample": of_two(
+        lambda m, x: torch.stack([sum(Pair.apply(z[None], m.w, m.v))[0] for z in x])
+    ),
+    "in-a-checkpoint": of_two(
+        lambda m, x: checkpoint(
+            lambda z: Double.apply(z @ m.w, m.v).tanh(), x, use_reentrant=False
+        )
+    ),
+    "with-a-step-size": of_two(lambda m, x: Rounded.apply(x @ m.w, m.v[:1].exp())),
+}
+
+
 TABLES = {
     "linear": LINEAR,
     "convolution": CONVOLUTIONS,
@@ -741,6 +814,7 @@ TABLES = {
     "elementwise": ELEMENTWISE_ROWS,
     "norm": NORMS,
     "attention": ATTENTION,
+    "function": FUNCTIONS,
 }
 
 

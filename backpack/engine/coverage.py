@@ -52,10 +52,10 @@ SEPARATE_USE = (
 OUTSIDE_USE = (
     "Parameters are used where extensions can't see it: {names}. Their quantities "
     "would be wrong. Use a parameter only inside of extended modules, in operations of "
-    "PyTorch (not in a compiled or scripted piece, a transform of `torch.func`, or a "
-    "function with a backward of its own), and on what such operations make of the "
-    "inputs (not NumPy, or numbers in Python: do that before, and hand over what comes "
-    "out); and differentiate no term that contains a derivative of the network."
+    "PyTorch (not in a compiled or scripted piece, or a transform of `torch.func`), "
+    "and on what such operations make of the inputs (not NumPy, or numbers in Python: "
+    "do that before, and hand over what comes out); and differentiate no term that "
+    "contains a derivative of the network."
 )
 MISSING_TERM = (
     "Terms of the loss come from no extended loss module ({nodes}), so that their "

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from backpack.core.layout import FIRST, Mixed, Placement, sample_numbers, simplify
-from backpack.engine.graph import VIEWS, entries_of, is_leaf
+from backpack.engine.graph import VIEWS, entries_of, is_leaf, is_noted
 from backpack.engine.placements import MARK
-from backpack.engine.uses import edge_of
+from backpack.engine.uses import Constant, Use, edge_of
 from backpack.utils.hooks import without_hooks
 from backpack.utils.parallel import SINKS
 from backpack.utils.state import state
@@ -113,11 +113,51 @@ def explain(x: Tensor) -> Optional[Known]:
     """
     mark = getattr(x, MARK, None)
     if mark and (x.grad_fn is None or mark[1] is not None):
-        return None if mark[1] is None else Known(mark[1], mark[0].n)
-    if x.grad_fn is None:
+        known = None if mark[1] is None else Known(mark[1], mark[0].n)
+    elif x.grad_fn is None:
         return None
-    with without_hooks([x]):
-        return explain_edge(edge_of(x), x.shape)
+    else:
+        with without_hooks([x]):
+            known = explain_edge(edge_of(x), x.shape)
+        mark = None
+    if known is not None and (mark is None or is_function(x.grad_fn)):
+        note_functions(x, known)
+    return known
+
+
+def note_functions(x: Tensor, known: Known) -> None:
+    """Record functions of one's own as uses of the parameters that they take.
+
+    Args:
+        x: What they have computed, where nothing was watched.
+        known: Where its samples are.
+    """
+    last = edge_of(x)
+    if is_function(last.node) and is_noted(*last[:2]):
+        return
+    _, nodes = _sources([last])
+    places = [last, *(GradientEdge(*e) for node in nodes for e in node.next_functions)]
+    for edge in places:
+        if not is_function(edge.node) or is_noted(*edge[:2]):
+            continue
+        node, number, *_ = edge
+        parents = [GradientEdge(*e) for e in node.next_functions if e[0] is not None]
+        constants = [Constant.at(parent) for parent in parents if _is_constant(parent)]
+        shape = torch.Size(node._input_metadata[number].shape)
+        own = known if edge is last else explain_edge(edge, shape)
+        if own is not None and constants:
+            name = type(node).__name__.replace("Backward", "")
+            use = Use(name, constants, own.n, [own.placement], None, None)
+            use.is_function = True
+            use.attach_at(node, number, shape)
+
+
+def _is_constant(edge: GradientEdge) -> bool:
+    """Tell whether what sits at a place in the graph depends on parameters alone."""
+    if is_leaf(edge.node):
+        return _leaf(edge.node) is None
+    shape = torch.Size(edge.node._input_metadata[edge.output_nr].shape)
+    return explain_edge(edge, shape) is None
 
 
 def explain_parents(node: Node) -> List[Known]:

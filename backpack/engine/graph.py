@@ -91,6 +91,19 @@ def entries_of(node: Node) -> List[Entry]:
     return node.metadata.get(ENTRIES, [])
 
 
+def is_noted(node: Node, number: int) -> bool:
+    """Tell whether an output of a node is known to be that of a use.
+
+    Args:
+        node: Node of the graph.
+        number: Which of its outputs.
+
+    Returns:
+        Whether it is.
+    """
+    return any(e.owner.is_use and e.output_nr == number for e in entries_of(node))
+
+
 def calls_at(node: Node) -> List[Entry]:
     """Return the calls whose outputs a node produced.
 
@@ -249,6 +262,7 @@ class Inspection:
         self.meetings: Dict[Node, Mixed] = {}
         self._stand_ins: Dict[Node, int] = {}  # and when their use was over
         self._direct: Dict[int, List[Tuple[int, int]]] = {}  # by parameter
+        self._functions: Dict[Node, Set[Any]] = {}  # and the places of their constants
         self._shared: List[Node] = []  # reached several times
         self.nodes: List[Node] = []
         seen: Set[Any] = set()
@@ -260,6 +274,8 @@ class Inspection:
                 until = self._stand_ins.get(parent)
                 if until is not None and node._sequence_nr() < until:
                     continue  # the way of a use
+                if (parent, number) in self._functions.get(node, ()):
+                    continue  # that of a function's constant
                 if not parent.next_functions and is_leaf(parent):
                     users = self.reached.setdefault(parent.variable, [])
                     users += [node] if node else []
@@ -285,7 +301,10 @@ class Inspection:
             if owner not in self.uses:
                 self.uses[owner] = {}
                 for constant in owner.constants:
-                    if constant.stand_in is not None:
+                    if owner.is_function:
+                        taken = self._functions.setdefault(node, set())
+                        taken.add(tuple(constant.stand_in[:2]))
+                    elif constant.stand_in is not None:
                         self._stand_ins[constant.stand_in.node] = owner.until
                     else:
                         interval = owner.since, owner.until
@@ -342,6 +361,11 @@ class Inspection:
             ]
             if unseen:
                 found[param] = unseen
+        for node in self.nodes if self._functions else ():
+            for parent, number in node.next_functions:
+                if parent in self._functions and not is_noted(parent, number):
+                    for param in leaves_behind(parent):  # no turn is at this output
+                        found.setdefault(param, []).append(node)
         for constant, node in self._entered():
             leaf, source = constant.leaf, constant.source
             for param in [leaf] if source is None else leaves_behind(source.node):

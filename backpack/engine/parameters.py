@@ -21,7 +21,8 @@ from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.rows import Rows
 from backpack.engine.graph import describe, is_leaf, leaves_behind, walk
 from backpack.engine.saved import SAVED, fetch
-from backpack.engine.uses import Constant, Use, batched_vjp
+from backpack.engine.uses import Constant, Use
+from backpack.engine.vjp import batched_vjp
 from backpack.utils.hooks import name_module, represent
 from backpack.utils.state import state
 from backpack.utils.types import as_type

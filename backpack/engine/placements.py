@@ -135,6 +135,8 @@ class Finder:
         n: Number N of samples.
         key: Stands for the forward pass, in tensors' marks.
         dropped: Where samples have met in something without a gradient.
+        is_unsure: Whether they did so where no graph is made, or numbers were read
+            there. Inside of a function of one's own, they may have one after all.
     """
 
     # placements of the results, and their shapes
@@ -150,6 +152,7 @@ class Finder:
         """
         self.n, self.key = n, key
         self.dropped: Optional[Mixed] = None
+        self.is_unsure = False
 
     def of(self, x: Tensor) -> Placement:
         """Return where a tensor's samples are.
@@ -311,6 +314,7 @@ class Finder:
         if True not in mixed:
             return found
         self.dropped = self.dropped or found[mixed.index(True)]
+        self.is_unsure = self.is_unsure or not torch.is_grad_enabled()
         return [None if lost else p for p, lost in zip(found, mixed)]
 
     def _remember(

@@ -24,7 +24,14 @@ from backpack.core.layout import Layout, Mixed, Placement, sample_numbers, simpl
 from backpack.core.operations import find_operation
 from backpack.core.table import LOSS_FUNCTIONS
 from backpack.engine import saved as saved_tensors
-from backpack.engine.gaps import CONSTANT, NESTED, explain, is_function
+from backpack.engine.gaps import (
+    CONSTANT,
+    NESTED,
+    Known,
+    explain,
+    is_function,
+    note_functions,
+)
 from backpack.engine.graph import MEETING, SILENT
 from backpack.engine.placements import FORGET, MARK, Finder, Mark, Pass
 from backpack.engine.user_hooks import guard
@@ -42,6 +49,8 @@ _QUIET = frozenset(
     "is_conj is_neg is_signed type_ __dir__ _has_compatible_shallow_copy_type "
     "_is_view register_post_accumulate_grad_hook get_default_dtype".split()
 )
+# Those that make numbers of Python
+_READS = frozenset("item tolist numpy __bool__ __int__ __float__ __index__".split())
 # Properties that are tensors
 _TENSOR_PROPERTIES = frozenset("T mT H mH data real imag".split())
 _SHAPELESS = {UninitializedParameter, UninitializedBuffer}  # of lazy layers
@@ -200,6 +209,8 @@ class Tracker(TorchFunctionMode):
             if kind.name == "register_hook" and len(args) == 2:
                 x, hook = args
                 args = x, guard(x, hook, self._finder.of(x) is None)
+            elif kind.name in _READS and not is_grad_enabled():
+                self._finder.is_unsure = True
             return func(*args, **kwargs)  # a transform's tensors are no samples'
         data: List[Tensor] = []
         constants: List[Tensor] = []
@@ -232,8 +243,8 @@ class Tracker(TorchFunctionMode):
             if kind is Tensor or kind is Parameter or isinstance(x, Tensor):
                 mark = getattr(x, MARK, None)
                 known = mark and mark[0] is self.key
-                if known and mark[1] is None and is_function(x.grad_fn):
-                    known = False  # inside of the function, it had no gradient
+                if known and is_function(x.grad_fn):
+                    known = self._is_known(x, mark[1])
                 placement = mark[1] if known else self._unmarked(x)
                 needs_gradient = x.requires_grad
                 if placement is not None:
@@ -252,6 +263,14 @@ class Tracker(TorchFunctionMode):
             else:  # a generator would live on
                 key += (kind, FORGET if kind is torch.Generator else x)
 
+    def _is_known(self, x: Tensor, placement: Placement) -> bool:
+        """Tell whether what was seen inside of a function holds for its result."""
+        if placement is None or self._finder.is_unsure:
+            delattr(x, MARK)  # inside, nothing had a gradient
+            return False
+        note_functions(x, Known(placement, self.n))
+        return True
+
     def find_placement(self, x: Tensor) -> Placement:
         """Tell where the samples are in a tensor, which may be another one's alias.
 
@@ -262,7 +281,10 @@ class Tracker(TorchFunctionMode):
             The placement.
         """
         placement = self._finder.of(x)
-        return self._unmarked(x) if placement is None else placement
+        known = placement is not None
+        if known and is_function(x.grad_fn):
+            known = self._is_known(x, placement)
+        return placement if known else self._unmarked(x)
 
     def _unmarked(self, x: Tensor) -> Placement:
         """Tell where the samples are in a tensor that nothing is known of yet."""
@@ -424,6 +446,9 @@ class Tracker(TorchFunctionMode):
             outputs: What the model returned.
         """
         met, outs = self._finder.dropped, [x for x in outputs if x.grad_fn is not None]
+        for x in outs:
+            if is_function(x.grad_fn):
+                self.find_placement(x)
         for x in outs if met is not None else ():
             if is_function(x.grad_fn) or not hasattr(x, MARK):  # where nothing was seen
                 self._unmarked(x)

@@ -33,6 +33,7 @@ from backpack.core.operations import Operation
 from backpack.core.per_sample.base import Dense, PerSample
 from backpack.core.per_sample.sums import chunks
 from backpack.engine.saved import Saved, fetch
+from backpack.engine.vjp import batched_vjp, only_through
 from backpack.utils.hooks import name_module, without_hooks
 from backpack.utils.parallel import is_in_place
 from backpack.utils.state import may_look, state
@@ -116,6 +117,26 @@ class Constant:
 
     __slots__ = ("leaf", "source", "stand_in", "key", "shape", "dtype")
 
+    @classmethod
+    def at(cls, edge: GradientEdge) -> Constant:
+        """Describe what a function of one's own takes, which has no stand-in.
+
+        Args:
+            edge: Where it sits in the graph.
+
+        Returns:
+            The constant, which is its own stand-in.
+        """
+        node, number, *_ = edge
+        leaf = getattr(node, "variable", None)
+        metadata = None if leaf is not None else node._input_metadata[number]
+        constant = cls.__new__(cls)
+        constant.leaf, constant.source = leaf, None if leaf is not None else edge
+        constant.stand_in, constant.key = edge, None
+        like = leaf if metadata is None else metadata
+        constant.shape, constant.dtype = torch.Size(like.shape), like.dtype
+        return constant
+
     def __init__(self, x: Tensor, stand_in: Optional[GradientEdge], key: Any):
         """Store what it is.
 
@@ -164,9 +185,12 @@ class Use:
         output_shapes: Shapes of the outputs.
         released: Whether operands have been dropped.
         saved: What the operation keeps for its derivative, where hooks get that.
+        is_function: Whether it is a function of one's own, found in the graph: its
+            constants are what its node takes.
     """
 
     is_use = True
+    is_function = False
 
     def __init__(
         self,
@@ -235,6 +259,17 @@ class Use:
                 # a later operation in place would take the view's node out of the graph
                 node, number = base.grad_fn, base.output_nr
             entries_at(node).append(Entry(number, index, self))
+
+    def attach_at(self, node: Node, number: int, shape: torch.Size) -> None:
+        """Attach it to a place in the graph, whose tensor is not at hand.
+
+        Args:
+            node: The node that produced its only output.
+            number: Which of the node's outputs that is.
+            shape: Shape of the output.
+        """
+        self.output_shapes = [shape]
+        entries_at(node).append(Entry(number, 0, self))
 
     def move(self, node: Node, base: Tensor, placement: Placement) -> None:
         """Attach it to what its only output is a view of, whose node will be lost.
@@ -378,7 +413,9 @@ class Use:
                 node, number, *_ = edges[0]
                 mats, shape = masked[0], node._input_metadata[number].shape
                 masked = [mats.reshape(*mats.shape[:2], *shape)]
-            with without_hooks(self.tensors()):
+            # a function's constants have no stand-in of their own
+            alone = edges[0].node if self.is_function else None
+            with without_hooks(self.tensors()), only_through(alone):
                 parts.append(batched_vjp(edges, stand_ins, masked))
         found: List[Optional[PerSample]] = []
         for j, constant in enumerate(self.constants):
@@ -397,63 +434,6 @@ class Use:
             products = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
             found.append(Dense(products, constant.shape))
         return found
-
-
-def batched_vjp(
-    outputs: Sequence[GradientEdge],
-    inputs: Sequence[GradientEdge],
-    cotangents: Sequence[Tensor],
-) -> List[Optional[Tensor]]:
-    """Multiply cotangents with a transposed Jacobian, all at once where it is possible.
-
-    Args:
-        outputs: Where the outputs sit in the graph.
-        inputs: Where the inputs do.
-        cotangents: Columns ``[V, n, *out]`` at each output.
-
-    Returns:
-        Columns ``[V, n, *in]`` at each input, ``None`` where there is no path.
-    """
-    current, create_graph = state(), torch.is_grad_enabled()
-    sizes = cotangents[0].shape[:2]
-    flat = [x.flatten(0, 1) for x in cotangents]
-    options = {"retain_graph": True, "create_graph": create_graph, "allow_unused": True}
-    with current.pull():
-        if len(flat[0]) == 1:
-            rows = torch.autograd.grad(outputs, inputs, [x[0] for x in flat], **options)
-            found = [None if x is None else x.unsqueeze(0) for x in rows]
-        else:
-            try:
-                found = list(
-                    torch.autograd.grad(
-                        outputs, inputs, flat, is_grads_batched=True, **options
-                    )
-                )
-            except RuntimeError:  # not every operation can be vmapped
-                found = _one_by_one(outputs, inputs, flat, options)
-    dense = [x.to_dense() if x is not None and x.is_sparse else x for x in found]
-    return [None if x is None else x.unflatten(0, tuple(sizes)) for x in dense]
-
-
-def _one_by_one(
-    outputs: Sequence[GradientEdge],
-    inputs: Sequence[GradientEdge],
-    columns: Sequence[Tensor],
-    options: Dict[str, bool],
-) -> List[Optional[Tensor]]:
-    rows = [
-        torch.autograd.grad(outputs, inputs, list(some), **options)
-        for some in zip(*columns)
-    ]
-    found: List[Optional[Tensor]] = []
-    for parts in zip(*rows):
-        known = next((x for x in parts if x is not None), None)
-        if known is None:
-            found.append(None)
-            continue
-        dense = [torch.zeros_like(known) if x is None else x for x in parts]
-        found.append(torch.stack([x.to_dense() if x.is_sparse else x for x in dense]))
-    return found
 
 
 class _Together(Function):

@@ -1,0 +1,95 @@
+"""Vector-Jacobian products of a part of the graph, for several vectors at once."""
+
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from backpack.utils.state import state
+
+
+@contextmanager
+def only_through(node: Optional[Node]) -> Iterator[None]:
+    """Let gradients reach what a node takes, and go no further from there.
+
+    Args:
+        node: The node, ``None`` to let them go anywhere.
+
+    Yields:
+        Nothing.
+    """
+    hooks = [
+        parent.register_prehook(partial(_drop, number))
+        for parent, number in (() if node is None else node.next_functions)
+        if parent is not None and parent.next_functions
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _drop(number: int, gradients: Tuple[Any, ...]) -> Tuple[Any, ...]:
+    """Let a gradient go no further."""
+    return tuple(None if i == number else g for i, g in enumerate(gradients))
+
+
+def batched_vjp(
+    outputs: Sequence[GradientEdge],
+    inputs: Sequence[GradientEdge],
+    cotangents: Sequence[Tensor],
+) -> List[Optional[Tensor]]:
+    """Multiply cotangents with a transposed Jacobian, all at once where it is possible.
+
+    Args:
+        outputs: Where the outputs sit in the graph.
+        inputs: Where the inputs do.
+        cotangents: Columns ``[V, n, *out]`` at each output.
+
+    Returns:
+        Columns ``[V, n, *in]`` at each input, ``None`` where there is no path.
+    """
+    current, create_graph = state(), torch.is_grad_enabled()
+    sizes = cotangents[0].shape[:2]
+    flat = [x.flatten(0, 1) for x in cotangents]
+    options = {"retain_graph": True, "create_graph": create_graph, "allow_unused": True}
+    with current.pull():
+        if len(flat[0]) == 1:
+            rows = torch.autograd.grad(outputs, inputs, [x[0] for x in flat], **options)
+            found = [None if x is None else x.unsqueeze(0) for x in rows]
+        else:
+            try:
+                found = list(
+                    torch.autograd.grad(
+                        outputs, inputs, flat, is_grads_batched=True, **options
+                    )
+                )
+            except RuntimeError:  # not every operation can be vmapped
+                found = _one_by_one(outputs, inputs, flat, options)
+    dense = [x.to_dense() if x is not None and x.is_sparse else x for x in found]
+    return [None if x is None else x.unflatten(0, tuple(sizes)) for x in dense]
+
+
+def _one_by_one(
+    outputs: Sequence[GradientEdge],
+    inputs: Sequence[GradientEdge],
+    columns: Sequence[Tensor],
+    options: Dict[str, bool],
+) -> List[Optional[Tensor]]:
+    rows = [
+        torch.autograd.grad(outputs, inputs, list(some), **options)
+        for some in zip(*columns)
+    ]
+    found: List[Optional[Tensor]] = []
+    for parts in zip(*rows):
+        known = next((x for x in parts if x is not None), None)
+        if known is None:
+            found.append(None)
+            continue
+        dense = [torch.zeros_like(known) if x is None else x for x in parts]
+        found.append(torch.stack([x.to_dense() if x.is_sparse else x for x in dense]))
+    return found

@@ -321,6 +321,26 @@ def test_links_on_an_index_are_absolute(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_one_version():
-    """What is cited is what is there."""
+    """What is cited, and described as the newest version, is what is there."""
     cited = (ROOT / "CITATION.cff").read_text()
     assert f"\nversion: {backpack.__version__}\n" in cited
+    sections = re.findall(r"^## \[(.*)\]$", (ROOT / "changelog.md").read_text(), re.M)
+    assert sections[0] == backpack.__version__
+
+
+def test_workflows_call_make_targets():
+    """Continuous integration and hosting run nothing that is no target here."""
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "makefile").read_text(), re.M))
+    files = [*(ROOT / ".github" / "workflows").glob("*.yml"), ROOT / ".ci" / "run"]
+    files = [file for file in files if file.is_file()]  # the sources have none
+    called = set()
+    for file in files:
+        text = file.read_text()
+        matrix = re.findall(r"^ +target: \[(.*)\]$", text, re.M)
+        names = [name for row in matrix for name in re.split(r",? ", row)]
+        for command in re.findall(r"^ *- run: *(.*)$", text, re.M):
+            assert command.startswith("make "), (file, command)
+            chosen = command[5:] == "${{ matrix.target }}"
+            called.update(names if chosen else command[5:].split())
+        called.update(re.findall(r"^make ([a-z -]+)$", text, re.M))
+    assert called <= targets and (not files or "test" in called)

@@ -8,7 +8,6 @@ import re
 import warnings
 from copy import deepcopy
 from functools import partial
-from pathlib import Path
 from typing import Any, Callable, Dict, List, Tuple
 
 import pytest

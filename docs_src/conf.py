@@ -159,6 +159,7 @@ html_css_files = ["backpack.css"]
 html_favicon = html_logo = "_static/logo.svg"
 html_math_renderer = "mathml"
 html_search_scorer = str(HERE / "search_scores.js")
+html_use_index = html_domain_indices = False  # the search finds names
 html_copy_source = html_show_sourcelink = True
 html_theme_options = {
     "top_of_page_buttons": ["view"],

@@ -114,6 +114,20 @@ def test_costs_are_those_that_were_recorded(quantity_pages: Any):
                     assert f"| `{name}` | {time} | {memory} |" in text
 
 
+def test_times_of_compiled_steps_are_those_that_were_recorded(quantity_pages: Any):
+    """The page on compiled steps quotes what the benchmark says of them."""
+    _, rest = quantity_pages.BENCHMARK.read_text().split("**Steps that are compiled.")
+    mlp, conv = rest.split("\n- **")[0].split("MLP: ")[1].split("3C3D: ")
+    page = (DOCS / "howto" / "compile.rst").read_text()
+    quoted = re.search(r"take (.*) and (.*) of .* MLP, (.*) and (.*) on 3C3D", page)
+    recorded = [
+        re.search(rf"`{name}`\s([\d.]+\d)", text)[1]
+        for text in (mlp, conv)
+        for name in ("BatchGrad", "KFAC")
+    ]
+    assert list(quoted.groups()) == recorded
+
+
 def test_code_on_pages_of_quantities_runs(quantity_pages: Any):
     """The example on each page of a quantity runs, and makes assertions."""
     for quantity in quantity_pages.QUANTITIES:
@@ -138,26 +152,67 @@ def test_code_in_the_readme_runs():
     assert namespace["model"].weight.norms.shape == (32,)
 
 
-def messages() -> str:
-    """Collect the texts in the package's code: messages come from them."""
-    texts: List[str] = []
-    for path in (ROOT / "backpack").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                texts.append(node.value)
-    return "\n".join(texts)
+def text_of(node: ast.AST) -> str:
+    """Read a text of the package's code, with ``{}`` for what is filled in later."""
+    if isinstance(node, ast.BinOp):  # a sum of texts
+        return text_of(node.left) + text_of(node.right)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(text_of, node.values))
+    value = getattr(node, "value", None)
+    return value if isinstance(value, str) else "{}"
+
+
+def texts() -> Dict[str, str]:
+    """Collect the texts in the package's code: messages come from them.
+
+    Returns:
+        The texts, by the line that they start on.
+    """
+    found: Dict[str, str] = {}
+    for path in sorted((ROOT / "backpack").rglob("*.py")):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        parts = {id(x.value) for x in nodes if isinstance(x, ast.Expr)}  # docstrings
+        for node in nodes:  # from the outside to the inside
+            if isinstance(node, (ast.JoinedStr, ast.BinOp)):
+                parts.update(map(id, ast.iter_child_nodes(node)))
+            text = isinstance(node, (ast.JoinedStr, ast.BinOp, ast.Constant))
+            if text and id(node) not in parts:
+                where = f"{path.relative_to(ROOT / 'backpack')}:{node.lineno}"
+                found.setdefault(f"{where}:{node.col_offset}", text_of(node))
+    return found
+
+
+def quoted() -> List[str]:
+    """List the parts of messages by which the page on troubleshooting goes."""
+    page = (DOCS / "troubleshooting.rst").read_text()
+    titles = re.findall(r"^(``.*``)\n   \S", page, re.MULTILINE)
+    parts = [part for title in titles for part in re.findall(r"``(.*?)``", title)]
+    return parts + re.findall(r"^   \*([^*]+)\*:", page, re.MULTILINE)
 
 
 def test_messages_are_quoted_as_they_are():
     """Each message on the page on troubleshooting is one of the package's."""
-    text, known = (DOCS / "troubleshooting.rst").read_text(), messages()
-    titles = re.findall(r"^(``.*``)\n   \S", text, re.MULTILINE)
-    quoted = [part for title in titles for part in re.findall(r"``(.*?)``", title)]
-    quoted += re.findall(r"^   \*([^*]+)\*:", text, re.MULTILINE)
-    assert len(quoted) > 30
+    known = "\n".join(texts().values())
     from_python = "AttributeError: 'Parameter' object has no attribute 'grad_batch'"
-    missing = [part for part in quoted if part not in known and part != from_python]
-    assert missing == []
+    missing = [part for part in quoted() if part not in known and part != from_python]
+    assert len(quoted()) > 100 and missing == []
+
+
+# Called with tensors or options: what is wrong is in the call
+BY_THEMSELVES = ("core/", "custom_module/", "hessianfree/", "utils/examples.py")
+
+
+def test_messages_are_found_by_their_text():
+    """The page has each message with a way out, but for those about an argument."""
+    argument = r"\bgot (shape )?\{|must be|must have|[Ee]xpects?\b"
+    missing = {
+        where: text
+        for where, text in texts().items()
+        if re.search(r"[\w`)'}]\.\s[A-Z]", text)  # what is wrong; what to do
+        and not (where.startswith(BY_THEMSELVES) or re.search(argument, text))
+        and not any(part in text for part in quoted())
+    }
+    assert missing == {}
 
 
 def test_support_table_is_shown(monkeypatch: pytest.MonkeyPatch):
@@ -280,6 +335,26 @@ def test_links_on_an_index_are_absolute(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_one_version():
-    """What is cited is what is there."""
+    """What is cited, and described as the newest version, is what is there."""
     cited = (ROOT / "CITATION.cff").read_text()
     assert f"\nversion: {backpack.__version__}\n" in cited
+    sections = re.findall(r"^## \[(.*)\]$", (ROOT / "changelog.md").read_text(), re.M)
+    assert sections[0] == backpack.__version__
+
+
+def test_workflows_call_make_targets():
+    """Continuous integration and hosting run nothing that is no target here."""
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "makefile").read_text(), re.M))
+    files = [*(ROOT / ".github" / "workflows").glob("*.yml"), ROOT / ".ci" / "run"]
+    files = [file for file in files if file.is_file()]  # the sources have none
+    called = set()
+    for file in files:
+        text = file.read_text()
+        matrix = re.findall(r"^ +target: \[(.*)\]$", text, re.M)
+        names = [name for row in matrix for name in re.split(r",? ", row)]
+        for command in re.findall(r"^ *- run: *(.*)$", text, re.M):
+            assert command.startswith("make "), (file, command)
+            chosen = command[5:] == "${{ matrix.target }}"
+            called.update(names if chosen else command[5:].split())
+        called.update(re.findall(r"^make ([a-z -]+)$", text, re.M))
+    assert called <= targets and (not files or "test" in called)

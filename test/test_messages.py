@@ -101,6 +101,16 @@ def run(
         value(out, model).backward()
 
 
+def on_nested(layout: torch.layout, ext: BackpropExtension) -> None:
+    """Run a pass of a model whose input is a nested tensor."""
+    parts = [torch.rand(2, 3), torch.rand(1, 3)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's, on what is a prototype
+        x = torch.nested.nested_tensor(parts, layout=layout)
+    pad = torch.nested.to_padded_tensor
+    run(Layers(lambda model, x: pad(model.a(x), 0.0).sum(1)), ext, x=x, y=Y[:2])
+
+
 def mlp(*between: Module) -> Module:
     """Make a model with modules between two linear layers."""
     return Sequential(nn.Linear(3, 3), *between, nn.Linear(3, 3))
@@ -568,6 +578,17 @@ SAMPLES: Dict[str, Row] = {
             (DiagGGNExact, NotImplementedError),
             (DiagHessian, NotImplementedError),
         )
+    },
+    **{
+        f"nested-{layout}-{ext.__name__}": Row(
+            lambda ext=ext, layout=layout: on_nested(layout, ext()),
+            NotImplementedError,
+            rf"{ext.__name__}: .*Linear\(.*\('a' of Layers\)",
+            "samples are after what has made a nested tensor",
+            "pad it instead",
+        )
+        for layout in (torch.strided, torch.jagged)
+        for ext in (BatchGrad, DiagGGNExact, KFAC)
     },
     **{
         f"along-samples-{type(layer).__name__}-{ext.__name__}": Row(

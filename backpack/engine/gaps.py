@@ -52,7 +52,7 @@ class _Source(NamedTuple):
     known: Known
 
 
-NESTED = Mixed("what has made a nested tensor", False)
+NESTED = Mixed("what has made a nested tensor (pad it instead)", False)
 
 
 def at_node(node: Node, output_nr: int) -> Optional[Tuple[torch.Size, Known]]:
@@ -172,7 +172,9 @@ def explain_parents(node: Node) -> List[Known]:
     found = []
     for parent, number in node.next_functions:
         if parent is not None and not is_leaf(parent):
-            shape = torch.Size(parent._input_metadata[number].shape)
+            metadata = parent._input_metadata[number]
+            nested = metadata.is_cpp_nested_tensor
+            shape = torch.Size(() if nested else metadata.shape)
             found.append(explain_edge(GradientEdge(parent, number), shape))
     return [known for known in found if known is not None]
 

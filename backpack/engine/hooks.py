@@ -30,7 +30,7 @@ from backpack.converter.function import FunctionModule
 from backpack.core.derivatives.generic import tensor_outputs
 from backpack.core.layout import FIRST, Mixed, Placement, spans
 from backpack.core.table import Row, find_loss, find_loss_module
-from backpack.engine.gaps import Known, differ, explain
+from backpack.engine.gaps import NESTED, Known, differ, explain
 from backpack.engine.graph import is_leaf
 from backpack.engine.layer_calls import note_use, row_inside, row_of_call
 from backpack.engine.placements import MARK, Pass, place, placement_of
@@ -179,18 +179,19 @@ def _start(frame: _Frame, args: Tuple, kwargs: Dict[str, Any]) -> None:
         if isinstance(x, PackedSequence):
             _place_packed(x)
     tensors = _tensors_in((args, kwargs))
+    nested = [x for x in tensors if x.is_nested]
     tensors = [x for x in tensors if x.dim() and not x.is_nested]
     data = [x for x in tensors if not isinstance(x, Parameter)] or tensors
     known = [explain(x) for x in data]
     sizes = [k.n for k in known if k is not None and not isinstance(k.placement, Mixed)]
     sizes = sizes or [k.n for k in known if k is not None]
     if not sizes:
-        raw = [x for x in data if x.grad_fn is None]
+        raw = [x for x in data if x.grad_fn is None] or nested
         if not raw:
             return
-        sizes = [len(raw[0])]
+        sizes = [raw[0].size(0)]
     n = sizes[0]
-    inputs: List[Tuple[Tensor, Placement]] = []
+    inputs: List[Tuple[Tensor, Placement]] = [(x, NESTED) for x in nested]
     for x, k in zip(data, known):
         if k is not None and k.n == n:
             inputs.append((x, k.placement))

@@ -54,6 +54,8 @@ def row_of_call(
     if row is None or kwargs or not args or not isinstance(args[0], Tensor):
         return None
     x = args[0]
+    if x.is_nested:
+        return None
     if row.params == ():
         return row if _keeps_samples(module, x) else None
     if not row.accepts(module, args) or not _is_plain(module, row):

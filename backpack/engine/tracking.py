@@ -392,7 +392,9 @@ class Tracker(TorchFunctionMode):
         if not outs:
             return out
         placements = self._finder.recall(key, outs)
-        if placements is None:
+        if outs[0].is_nested:
+            placements = [NESTED] * len(outs)
+        elif placements is None:
             deciding = deciding or _deciding(data)
             find = self._finder.find
             placements = find(func, name, seen, kwargs, outs, deciding, key)
@@ -567,7 +569,7 @@ class Tracker(TorchFunctionMode):
         # where samples gave no more than a shape, what came out is a constant
         pairs_of = zip(outs, placements)
         both = [(x, p) for x, p in pairs_of if x.requires_grad and p is not None]
-        if not both:
+        if not both or outs[0].is_nested:  # which is refused where samples matter
             saved_tensors.note(outs, saved)
             return
         operation = None

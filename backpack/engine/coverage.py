@@ -35,7 +35,7 @@ from backpack.engine.graph import (
     walk,
 )
 from backpack.engine.uses import Use, refuse
-from backpack.utils.hooks import warn_user
+from backpack.utils.hooks import names_of, warn_user
 
 NOT_EXTENDED_BATCH_NORM = (
     "A {module} in training mode, which is not extended, couples the samples of the "
@@ -72,18 +72,6 @@ COMPLEX = (
     "real parameters of shape [*, 2], and use `torch.view_as_complex(parameter)`: real "
     "and imaginary parts have quantities of their own then."
 )
-
-
-def names_of(extensions: Sequence[Any]) -> str:
-    """Name extensions, for a message.
-
-    Args:
-        extensions: The extensions.
-
-    Returns:
-        Their names.
-    """
-    return ", ".join(type(ext).__name__ for ext in extensions)
 
 
 def check_samples(

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
 from backpack.core.derivatives.generic import output_batch_axis
+from backpack.core.derivatives.stored import shallow_copy
 from backpack.core.layout import Layout, Mixed, Placement
 from backpack.core.operations import LayerLike, Operation, statistics
 from backpack.core.table import Row, find_row
@@ -156,7 +157,9 @@ class LayerCall(Operation):
         """
         super().__init__(arguments[0], list(module._parameters))
         self._derivatives, self._arguments = derivatives, arguments
-        self._module = _as_called(module)
+        # its parameters may be replaced before they are read
+        own = dict(module._parameters)
+        self._module = shallow_copy(module, _parameters=own)
         read = tree_leaves((arguments, list(module._parameters.values())))
         self._read = [x for x in read if isinstance(x, Tensor)]
         self._versions = [x._version for x in self._read]
@@ -169,17 +172,6 @@ class LayerCall(Operation):
     def product(self, key, shape, cotangents, out, n):  # noqa: D102
         derivatives, module = self._derivatives, self._module
         return derivatives.product(key, module, self._arguments, cotangents)
-
-
-def _as_called(module: Module) -> Module:
-    """Copy a recurrent layer, whose parameters may be replaced before they are read."""
-    copy, values = object.__new__(type(module)), vars(module)
-    options = {
-        n: x for n, x in values.items() if isinstance(x, (bool, float, int, str))
-    }
-    vars(copy).update(options, _all_weights=values["_all_weights"], _modules={})
-    vars(copy)["_parameters"] = dict(module._parameters)
-    return copy
 
 
 def _input_of(module: Module, x: Tensor, tracker: Optional[Tracker]) -> Known:

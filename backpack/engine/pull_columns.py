@@ -23,8 +23,7 @@ from backpack.engine.columns import (
 )
 from backpack.engine.graph import Origin, Target, targets_below, will_run
 from backpack.engine.parameters import Group
-from backpack.engine.record import Call
-from backpack.engine.turn import Turn, refuse_several_calls
+from backpack.engine.turn import EXTEND_LOSS, Turn, refuse_several_calls
 from backpack.engine.user_hooks import warn_of_hooks
 from backpack.engine.uses import Use, refuse
 from backpack.utils.hooks import EXTENDED, name_module, without_hooks
@@ -200,11 +199,12 @@ class PullColumns:
             for group, some in keep.items():
                 use = group.uses[0]
                 if use not in kept:
-                    kept[use] = self._append(use, sources, pulled[use], len(chunk))
+                    stored = self._stored.setdefault(use, {})
+                    kept[use] = _put_behind(stored, sources, pulled[use], len(chunk))
                 for ext in some:
                     self._waiting.setdefault((ext, group), []).extend(kept[use])
             for call in customized:
-                append_columns(call, sources, pulled[call], len(chunk))
+                _put_behind(call.columns, sources, pulled[call], len(chunk))
             for ext, group, param, product in self._products(at_once, pulled):
                 ext.check(group, param, product)
                 part = ext.for_parameter(param).statistic(product)
@@ -262,18 +262,9 @@ class PullColumns:
             refuse(name, placement, f"what {name_module(loss.module)} is computed from")
         for owner in owners:
             if owner.is_use and owner.n != loss.n:
-                module = owner.name
-                if owner.owner is not None:
-                    module = name_module(owner.owner.module)
-                raise NotImplementedError(
-                    OTHER_SAMPLES.format(
-                        ext=name,
-                        loss=loss.module,
-                        loss_size=loss.n,
-                        size=owner.n,
-                        module=name_module(module),
-                    )
-                )
+                text = {"ext": name, "loss": loss.module, "loss_size": loss.n}
+                text.update(size=owner.n, module=owner.describe())
+                raise NotImplementedError(OTHER_SAMPLES.format(**text))
 
     def _pull_chunk(
         self, edge: GradientEdge, targets: List[Target], columns: Tensor
@@ -316,21 +307,6 @@ class PullColumns:
                 outputs[0] = columns.new_zeros(shape)
         return result
 
-    def _append(
-        self, use: Use, sources: Set[Any], columns: Cotangents, number: int
-    ) -> range:
-        """Store columns at a use, behind those that are there already."""
-        before = 0
-        for source in sources:
-            all_stored = self._stored.setdefault(use, {})
-            stored = all_stored.get(source, [None] * use.num_outputs)
-            before = next((len(a) for a in stored if a is not None), 0)
-            count = 0 if all(b is None for b in columns) else number
-            all_stored[source] = [
-                _append(a, before, b, count) for a, b in zip(stored, columns)
-            ]
-        return range(before, before + number)
-
     def values(self, ext: Any, turn: Any) -> Iterator[Tuple[Tensor, Any]]:
         """Compute an extension's values for parameters whose turn it is.
 
@@ -349,8 +325,8 @@ class PullColumns:
             if not ext.expects_backpropagation_quantities():
                 text = {"ext": type(ext).__name__, "names": turn.names()}
                 raise NotImplementedError(NOT_BEHIND.format(**text))
-            explain_missing(ext, turn, self._running.met_loss)
-            return
+            text = {"ext": type(ext).__name__, "field": ext.savefield}
+            raise AssertionError(EXTEND_LOSS.format(**text, module=group.where()))
         stored: Dict[Tensor, PerSample] = {}
         numbers = self._waiting.get((ext, group))
         if numbers is not None:
@@ -436,27 +412,6 @@ def _changed_by_hooks(module: Module) -> Optional[Module]:
     return None
 
 
-def explain_missing(ext: Any, turn: Any, met_loss: bool) -> None:
-    """Say that no loss has pulled anything back.
-
-    Args:
-        ext: The extension.
-        turn: The parameters' turn.
-        met_loss: Whether there was a loss.
-
-    Raises:
-        AssertionError: If there was none.
-    """
-    from backpack.engine.turn import EXTEND_LOSS
-
-    text = {
-        "ext": type(ext).__name__,
-        "field": ext.savefield,
-        "module": turn.group.where(),
-    }
-    raise AssertionError(EXTEND_LOSS.format(**text))
-
-
 def _add(totals: Dict, key: Tuple, part: Any, combine: Any) -> None:
     totals[key] = combine(totals[key], part) if key in totals else part
 
@@ -498,13 +453,16 @@ class _Stack:
         return self._out
 
 
-def append_columns(
-    call: Call, sources: Set[Any], columns: Cotangents, number: int
+def _put_behind(
+    all_stored: Dict[Any, Cotangents],
+    sources: Set[Any],
+    columns: Cotangents,
+    number: int,
 ) -> range:
-    """Store columns at a call's outputs, behind those that are there already.
+    """Store columns behind those that are there already.
 
     Args:
-        call: The call.
+        all_stored: Columns at each output of a use or a call, by source.
         sources: Where the columns come from.
         columns: Columns ``[V, *]`` at each output; ``None`` where there is no path.
         number: V.
@@ -514,12 +472,10 @@ def append_columns(
     """
     before = 0
     for source in sources:
-        stored = call.columns.setdefault(source, [None] * call.num_outputs)
-        if all(b is None for b in columns):
-            number = 0
+        stored = all_stored.get(source, [None] * len(columns))
         before = next((len(a) for a in stored if a is not None), 0)
         both = zip(stored, columns)
-        call.columns[source] = [_append(a, before, b, number) for a, b in both]
+        all_stored[source] = [_append(a, before, b, number) for a, b in both]
     return range(before, before + number)
 
 

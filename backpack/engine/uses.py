@@ -150,6 +150,26 @@ def edge_of(x: Tensor) -> GradientEdge:
     return get_gradient_edge(x) if node is None else GradientEdge(node, x.output_nr)
 
 
+def is_whole(view: Tensor, operands: Sequence[Tensor]) -> bool:
+    """Tell whether a view is all that an operation has computed, in another shape.
+
+    Args:
+        view: The view, which the operation has returned.
+        operands: What it was computed from.
+
+    Returns:
+        Whether its base is the result, and no operand.
+    """
+    base = view._base
+    return (
+        base.grad_fn is not None
+        and base.numel() == view.numel()
+        and base.is_contiguous()
+        and view.is_contiguous()
+        and all(x.data_ptr() != base.data_ptr() for x in operands)
+    )
+
+
 class Use:
     """An operation with constants.
 
@@ -231,7 +251,8 @@ class Use:
         for index, x in enumerate(outputs):
             node, number = x.grad_fn, x.output_nr
             base = x._base if len(outputs) == 1 else None
-            if base is not None and self._is_own_result(base, x):
+            data = None if self.operation is None else self.operation.data
+            if base is not None and data is not None and is_whole(x, [data]):
                 # a later operation in place would take the view's node out of the graph
                 node, number = base.grad_fn, base.output_nr
             entries_at(node).append(Entry(number, index, self))
@@ -250,18 +271,6 @@ class Use:
             entries.remove(*mine)
             self.operation, self.placements = None, [placement]
             self.attach([base])
-
-    def _is_own_result(self, base: Tensor, output: Tensor) -> bool:
-        operation = self.operation
-        data = None if operation is None else operation.data
-        return (
-            data is not None
-            and base.grad_fn is not None
-            and base.numel() == output.numel()
-            and base.is_contiguous()
-            and output.is_contiguous()
-            and data.data_ptr() != base.data_ptr()
-        )
 
     def tensors(self) -> List[Tensor]:
         """List its outputs, as far as they exist.

@@ -373,7 +373,6 @@ class Use:
         used = [i for i, x in enumerate(cotangents) if x is not None]
         edges = [GradientEdge(*nodes[i]) for i in used]
         stand_ins = [constant.stand_in for constant in self.constants]
-        columns = len(cotangents[used[0]])
         size = sum(cotangents[i].numel() for i in used)
         fetch(self.saved)
         parts: List[List[Optional[Tensor]]] = []
@@ -390,19 +389,10 @@ class Use:
             with without_hooks(self.tensors()):
                 parts.append(batched_vjp(edges, stand_ins, masked))
         found: List[Optional[PerSample]] = []
-        for j, constant in enumerate(self.constants):
-            known = [part[j] for part in parts if part[j] is not None]
-            if not known:
+        for constant, pieces in zip(self.constants, zip(*parts)):
+            if pieces[0] is None:  # there is no path, for no sample
                 found.append(None)
                 continue
-            pieces = [
-                (
-                    part[j]
-                    if part[j] is not None
-                    else known[0].new_zeros(columns, 0, *constant.shape)
-                )
-                for part in parts
-            ]
             products = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
             found.append(Dense(products, constant.shape))
         return found

@@ -494,8 +494,8 @@ def additive_terms(
         parents = [parent for parent, _ in edges]
         name = type(node).__name__
         single = name in _SCALING and len(parents) == 1
-        calls = [e for e in entries_of(node) if not e.owner.is_use]
-        is_loss = any(e.owner.is_loss for e in calls) and not through_losses
+        is_loss = any(entry.owner.is_loss for entry in entries_of(node))
+        is_loss = is_loss and not through_losses
         if len(parents) == 1 and name in _OF_ONE_NUMBER:
             single = torch.Size(node._input_metadata[0].shape).numel() == 1
         if through_losses and parents and is_scalar(node):

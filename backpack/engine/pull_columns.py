@@ -149,8 +149,7 @@ class PullColumns:
         customized = {
             t.entry.owner
             for t in running
-            if not t.entry.owner.is_use
-            and not t.entry.owner.is_loss
+            if not (t.entry.owner.is_use or t.entry.owner.is_loss)
             and any(ext.is_customized(t.entry.owner.module) for ext in extensions)
         }
         wanted = {use for some in groups.values() for use in some} | customized
@@ -164,7 +163,7 @@ class PullColumns:
         at_once: Dict[Group, List[Any]] = {}
         keep: Dict[Group, List[Any]] = {}
         for group in groups:
-            if any(owner.is_use and owner.released for owner in group.uses):
+            if any(use.released for use in group.uses):
                 continue
             modules = [u.owner.module for u in group.uses if u.owner is not None]
             for ext in extensions:

@@ -186,7 +186,7 @@ class Use:
         saved: What the operation keeps for its derivative, where hooks get that.
     """
 
-    is_use = True
+    is_use, is_loss = True, False
 
     def __init__(
         self,

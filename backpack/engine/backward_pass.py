@@ -34,7 +34,7 @@ from backpack.engine.record import RELEASED, Call, lock_of
 from backpack.engine.turn import Turn
 from backpack.engine.user_hooks import guard_all
 from backpack.engine.uses import Entry, Use, listen
-from backpack.utils.hooks import name_module, names_of, no_op, warn_user
+from backpack.utils.hooks import message, name_module, names_of, no_op, warn_user
 from backpack.utils.parallel import is_parallel, move_to_shards, refuse_parts
 from backpack.utils.state import State, may_look
 from backpack.utils.types import full_precision
@@ -541,10 +541,9 @@ class BackwardPass:
     def _warn_of_factor(module: Module, factor: Tensor) -> None:
         """Warn of a modified loss, where it is known, or likely."""
         if not may_look(factor):
-            warn_user(MAYBE_MODIFIED.format(module=name_module(module)))
+            warn_user(message(MAYBE_MODIFIED, module=module))
         elif factor != 1.0:
-            text = {"module": name_module(module), "factor": float(factor)}
-            warn_user(MODIFIED_LOSS.format(**text))
+            warn_user(message(MODIFIED_LOSS, module=module, factor=float(factor)))
 
     def _is_inside(self, call: Call) -> bool:
         """Tell whether more than a sum was made of a loss that a model has called."""

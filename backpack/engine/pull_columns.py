@@ -26,7 +26,7 @@ from backpack.engine.parameters import Group
 from backpack.engine.turn import EXTEND_LOSS, Turn, refuse_several_calls
 from backpack.engine.user_hooks import warn_of_hooks
 from backpack.engine.uses import Use, refuse
-from backpack.utils.hooks import EXTENDED, name_module, without_hooks
+from backpack.utils.hooks import EXTENDED, message, name_module, without_hooks
 from backpack.utils.parallel import gathered
 
 OTHER_SAMPLES = (
@@ -126,8 +126,7 @@ class PullColumns:
             raise NotImplementedError(NOT_ONE_OUTPUT.format(ext=name, found=found))
         hooked = _changed_by_hooks(origins[0].call.module)
         if hooked is not None:
-            text = {"ext": name, "module": name_module(hooked)}
-            raise NotImplementedError(HOOKED_OUTPUT.format(**text))
+            raise NotImplementedError(message(HOOKED_OUTPUT, ext=name, module=hooked))
         make = partial(identity_columns, origins[0], name)
         self._start(origins[0], make, extensions)
 
@@ -322,8 +321,8 @@ class PullColumns:
                 self._running.exempt(ext, group.params)  # no curvature starts above it
                 return
             if not ext.expects_backpropagation_quantities():
-                text = {"ext": type(ext).__name__, "names": turn.names()}
-                raise NotImplementedError(NOT_BEHIND.format(**text))
+                text = message(NOT_BEHIND, ext=ext, names=turn.names())
+                raise NotImplementedError(text)
             text = {"ext": type(ext).__name__, "field": ext.savefield}
             raise AssertionError(EXTEND_LOSS.format(**text, module=group.where()))
         stored: Dict[Tensor, PerSample] = {}

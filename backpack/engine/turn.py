@@ -19,7 +19,7 @@ from backpack.core.table import Row, find_row_or_generic, works_in_place
 from backpack.engine.graph import producing_calls, targets_below
 from backpack.engine.record import Call
 from backpack.engine.uses import Entry
-from backpack.utils.hooks import name_module, without_hooks
+from backpack.utils.hooks import message, without_hooks
 from backpack.utils.state import may_look, state
 from backpack.utils.subsampling import subsample
 
@@ -90,8 +90,7 @@ def loss_scale(module: Module, factor: Tensor) -> Tensor:
             looked at everywhere, see ``may_look``; the root is NaN then.
     """
     if may_look(factor) and factor < 0:
-        text = {"module": name_module(module), "factor": float(factor)}
-        raise ValueError(NEGATIVE_LOSS.format(**text))
+        raise ValueError(message(NEGATIVE_LOSS, module=module, factor=float(factor)))
     return factor.sqrt()
 
 

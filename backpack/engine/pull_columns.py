@@ -323,8 +323,8 @@ class PullColumns:
             if not ext.expects_backpropagation_quantities():
                 text = message(NOT_BEHIND, ext=ext, names=turn.names())
                 raise NotImplementedError(text)
-            text = {"ext": type(ext).__name__, "field": ext.savefield}
-            raise AssertionError(EXTEND_LOSS.format(**text, module=group.where()))
+            who = {"ext": ext, "field": ext.savefield, "module": group.where()}
+            raise AssertionError(message(EXTEND_LOSS, **who))
         stored: Dict[Tensor, PerSample] = {}
         numbers = self._waiting.get((ext, group))
         if numbers is not None:

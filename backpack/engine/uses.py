@@ -376,7 +376,8 @@ class Use:
         size = sum(cotangents[i].numel() for i in used)
         fetch(self.saved)
         parts: List[List[Optional[Tensor]]] = []
-        for samples in chunks(self.n, size, MASKED_ELEMENTS):
+        steps = list(chunks(self.n, size, MASKED_ELEMENTS))
+        for samples in steps:
             masked = [
                 one_sample_each(self.placements[i], cotangents[i], self.n, samples)
                 for i in used
@@ -390,10 +391,19 @@ class Use:
                 parts.append(batched_vjp(edges, stand_ins, masked))
         found: List[Optional[PerSample]] = []
         for constant, pieces in zip(self.constants, zip(*parts)):
-            if pieces[0] is None:  # there is no path, for no sample
+            known = next((x for x in pieces if x is not None), None)
+            if known is None:
                 found.append(None)
                 continue
-            products = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+            filled = [  # some samples may have no path
+                (
+                    known.new_zeros(len(known), n.stop - n.start, *constant.shape)
+                    if x is None
+                    else x
+                )
+                for x, n in zip(pieces, steps)
+            ]
+            products = filled[0] if len(filled) == 1 else torch.cat(filled, 1)
             found.append(Dense(products, constant.shape))
         return found
 

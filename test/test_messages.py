@@ -208,6 +208,16 @@ class Records(Module):
         return self.last
 
 
+class Aside(nn.Linear):
+    """Keeps a number that was computed before its output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[N, *]``."""
+        y = x @ self.weight.T
+        self.aside = y.sum()
+        return y + self.bias
+
+
 class ByMode(Module):
     """Does one thing in training, another one in evaluation."""
 
@@ -223,6 +233,15 @@ def released() -> None:
     with backpack(BatchGrad()):
         value.backward(retain_graph=True)
         value.backward()
+
+
+def released_operation() -> None:
+    """The same from what was computed on the way to an output that is gone."""
+    model = extend(Aside(3, 2))
+    model(torch.randn(N, 3))
+    with backpack(BatchGrad()):
+        model.aside.backward(retain_graph=True)
+        model.aside.backward()
 
 
 def hooked() -> None:
@@ -878,6 +897,13 @@ PASSES: Dict[str, Row] = {
         released,
         RuntimeError,
         r"CrossEntropyLoss\(\)",
+        "dropped after an earlier backward pass",
+        r"backpack\(\.\.\., retain_graph=True\)",
+    ),
+    "released-operation": Row(
+        released_operation,
+        RuntimeError,
+        r"`(__)?matmul(__)?`",
         "dropped after an earlier backward pass",
         r"backpack\(\.\.\., retain_graph=True\)",
     ),

@@ -1,5 +1,6 @@
 """Operations that a known module stands for, see ``rules.py``."""
 
+from functools import partial
 from inspect import signature
 from typing import Callable, Dict, Optional, Tuple
 
@@ -16,13 +17,13 @@ from backpack.custom_module.reduce_tuple import ReduceTuple
 RESHAPES = ("view", "reshape", torch.reshape)
 
 
-def _apply_rules(module: Module, debug: bool, kind: str) -> GraphModule:
+def _apply_rules(kind: str, module: Module, debug: bool) -> GraphModule:
     """Replace functions and methods by the modules that stand for them.
 
     Args:
+        kind: Which rules to apply.
         module: The model.
         debug: Print what is done.
-        kind: Which rules to apply.
 
     Returns:
         Graph module.
@@ -40,29 +41,11 @@ def _apply_rules(module: Module, debug: bool, kind: str) -> GraphModule:
     return recompile(graph_module)
 
 
-def _by_rules(kind: str) -> Callable[[Module, bool], GraphModule]:
-    """Make the function that replaces operations of a kind, see ``rules.py``."""
-
-    def transform(module: Module, debug: bool) -> GraphModule:
-        """Replace operations by the modules that stand for them.
-
-        Args:
-            module: The model.
-            debug: Print what is done.
-
-        Returns:
-            Graph module.
-        """
-        return _apply_rules(module, debug, kind)
-
-    return transform
-
-
-transform_functions_to_modules = _by_rules("function")
-transform_permute_to_module = _by_rules("permute")
-transform_transpose_to_module = _by_rules("transpose")
-transform_add_to_sum_module = _by_rules("add")
-transform_mul_to_scale_module = _by_rules("mul")
+transform_functions_to_modules = partial(_apply_rules, "function")
+transform_permute_to_module = partial(_apply_rules, "permute")
+transform_transpose_to_module = partial(_apply_rules, "transpose")
+transform_add_to_sum_module = partial(_apply_rules, "add")
+transform_mul_to_scale_module = partial(_apply_rules, "mul")
 
 
 def _match(
@@ -105,7 +88,7 @@ def transform_flatten_to_module(module: Module, debug: bool) -> GraphModule:
     Returns:
         Graph module.
     """
-    graph_module = _apply_rules(module, debug, "flatten")
+    graph_module = _apply_rules("flatten", module, debug)
     for node in graph_module.graph.nodes:
         if node.op not in reading.OPERATION or node.target not in RESHAPES:
             continue
@@ -131,7 +114,7 @@ def transform_get_item_to_module(module: Module, debug: bool) -> GraphModule:
     Returns:
         Graph module.
     """
-    graph_module = _apply_rules(module, debug, "getitem")
+    graph_module = _apply_rules("getitem", module, debug)
     for node in graph_module.graph.nodes:
         if reading.is_index(node) and _returns_tuple(node.args[0]):
             new_module = ReduceTuple(node.args[1])

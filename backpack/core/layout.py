@@ -182,6 +182,22 @@ def _filled(numbers: Tensor, n: int) -> Tensor:
     return numbers
 
 
+def has_bit(numbers: Tensor, bit: int, value: int = 1) -> Tensor:
+    """Tell which entries belong to samples whose number has a bit.
+
+    By their bits, samples are told apart in few steps.
+
+    Args:
+        numbers: Sample numbers, -1 where there is none.
+        bit: Which bit.
+        value: What it shall be. Default: 1.
+
+    Returns:
+        Whether it is so, for each entry.
+    """
+    return (numbers >= 0) & (numbers >> bit & 1 == value)
+
+
 class Arrangement:
     """Brings tensors into the form ``[N, R, *]``: the rows of each sample.
 

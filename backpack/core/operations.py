@@ -13,7 +13,7 @@ from typing import (
     Any,
     Callable,
     Dict,
-    List,
+    Mapping,
     NamedTuple,
     Optional,
     Sequence,
@@ -44,13 +44,11 @@ def _bound(names: str, args: Sequence[Any], kwargs: Dict[str, Any]) -> Dict[str,
     return {**dict(zip(names.split(), args)), **kwargs}
 
 
-def _keys(
-    names: str, args: Sequence[Any], wanted: Sequence[str], bound: Dict[str, Any]
-) -> Dict[Key, str]:
-    """Tell where arguments stand that need a gradient, by position or keyword."""
+def _keys(names: str, args: Sequence[Any], bound: Dict[str, Any]) -> Dict[Key, str]:
+    """Tell where parameters stand that need a gradient, by position or keyword."""
     order = names.split()
     keys: Dict[Key, str] = {}
-    for name in wanted:
+    for name in ("weight", "bias"):
         value = bound.get(name)
         if isinstance(value, Tensor) and value.requires_grad:
             position = order.index(name)
@@ -58,14 +56,39 @@ def _keys(
     return keys
 
 
+def _like(
+    derivatives: BaseParameterDerivatives,
+    names: str,
+    args: Sequence[Any],
+    bound: Dict[str, Any],
+    features: Optional[Tuple[int, int]] = None,
+    **options: Any,
+) -> LayerLike:
+    """Describe an operation by the layer that does the same.
+
+    Args:
+        derivatives: The layer's derivatives.
+        names: Names of the operation's arguments, in order.
+        args: Positional arguments.
+        bound: All arguments, by name.
+        features: Number of axes that are no rows, see :class:`LayerLike`.
+        options: The layer's options.
+
+    Returns:
+        The operation.
+    """
+    layer = SimpleNamespace(weight=bound.get("weight"), bias=bound.get("bias"))
+    vars(layer).update(options)
+    keys = _keys(names, args, bound)
+    return LayerLike(derivatives, layer, keys, bound["input"], features)
+
+
 def _linear(args: Sequence[Any], kwargs: Dict[str, Any]) -> Optional[Operation]:
     names = "input weight bias"
     bound = _bound(names, args, kwargs)
-    layer = SimpleNamespace(weight=bound["weight"], bias=bound.get("bias"))
-    keys = _keys(names, args, ("weight", "bias"), bound)
-    if layer.weight.dim() != 2:
+    if bound["weight"].dim() != 2:
         return None
-    return LayerLike(LinearDerivatives(), layer, keys, bound["input"], (1, 1))
+    return _like(LinearDerivatives(), names, args, bound, (1, 1))
 
 
 def _tuple(value: Any, size: int) -> Tuple[int, ...]:
@@ -74,76 +97,31 @@ def _tuple(value: Any, size: int) -> Tuple[int, ...]:
     return tuple(value) * (size if len(value) == 1 else 1)
 
 
-def _conv(axes: int) -> Callable:
+def _conv(axes: int, transposed: bool = False) -> Callable:
     names = "input weight bias stride padding dilation groups"
+    derivatives = ConvNDDerivatives(axes)
+    if transposed:
+        names = "input weight bias stride padding output_padding groups dilation"
+        derivatives = ConvTransposeNDDerivatives(axes)
 
     def rule(args: Sequence[Any], kwargs: Dict[str, Any]) -> Optional[Operation]:
         bound = _bound(names, args, kwargs)
-        x, weight = bound["input"], bound["weight"]
-        if x.dim() != axes + 2:
-            return None
         padding = bound.get("padding", 0)
-        groups = bound.get("groups", 1)
-        layer = SimpleNamespace(
-            weight=weight,
-            bias=bound.get("bias"),
+        if bound["input"].dim() != axes + 2:
+            return None
+        return _like(
+            derivatives,
+            names,
+            args,
+            bound,
             stride=_tuple(bound.get("stride", 1), axes),
             padding=padding if isinstance(padding, str) else _tuple(padding, axes),
-            dilation=_tuple(bound.get("dilation", 1), axes),
-            groups=groups,
-            kernel_size=tuple(weight.shape[2:]),
-            padding_mode="zeros",
-            in_channels=weight.shape[1] * groups,
-            out_channels=weight.shape[0],
-            transposed=False,
-            output_padding=(0,) * axes,
-        )
-        layer._reversed_padding_repeated_twice = _reversed_padding(layer)
-        keys = _keys(names, args, ("weight", "bias"), bound)
-        return LayerLike(ConvNDDerivatives(axes), layer, keys, x)
-
-    return rule
-
-
-def _reversed_padding(layer: Any) -> List[int]:
-    """Return the padding of both ends, the last axis first, as `pad` wants it."""
-    if layer.padding == "valid":
-        return [0] * (2 * len(layer.kernel_size))
-    both: List[int] = []
-    for i in reversed(range(len(layer.kernel_size))):
-        if layer.padding == "same":
-            total = layer.dilation[i] * (layer.kernel_size[i] - 1)
-            both += [total // 2, total - total // 2]
-        else:
-            both += [layer.padding[i]] * 2
-    return both
-
-
-def _conv_transpose(axes: int) -> Callable:
-    names = "input weight bias stride padding output_padding groups dilation"
-
-    def rule(args: Sequence[Any], kwargs: Dict[str, Any]) -> Optional[Operation]:
-        bound = _bound(names, args, kwargs)
-        x, weight = bound["input"], bound["weight"]
-        if x.dim() != axes + 2:
-            return None
-        groups = bound.get("groups", 1)
-        layer = SimpleNamespace(
-            weight=weight,
-            bias=bound.get("bias"),
-            stride=_tuple(bound.get("stride", 1), axes),
-            padding=_tuple(bound.get("padding", 0), axes),
             output_padding=_tuple(bound.get("output_padding", 0), axes),
             dilation=_tuple(bound.get("dilation", 1), axes),
-            groups=groups,
-            kernel_size=tuple(weight.shape[2:]),
+            groups=bound.get("groups", 1),
+            kernel_size=tuple(bound["weight"].shape[2:]),
             padding_mode="zeros",
-            in_channels=weight.shape[0],
-            out_channels=weight.shape[1] * groups,
-            transposed=True,
         )
-        keys = _keys(names, args, ("weight", "bias"), bound)
-        return LayerLike(ConvTransposeNDDerivatives(axes), layer, keys, x)
 
     return rule
 
@@ -153,17 +131,13 @@ def _embedding(args: Sequence[Any], kwargs: Dict[str, Any]) -> Optional[Operatio
     if args and isinstance(args[0], Tensor) and args[0].is_floating_point():
         names = "weight input padding_idx scale_grad_by_freq sparse"  # torch.embedding
     bound = _bound(names, args, kwargs)
-    weight, padding = bound["weight"], bound.get("padding_idx")
+    rows, padding = len(bound["weight"]), bound.get("padding_idx")
     if bound.get("scale_grad_by_freq"):
         return None  # it counts occurrences in the batch
     if padding is not None and padding < 0:
-        padding = None if names.startswith("weight") else padding + len(weight)
-    layer = SimpleNamespace(
-        weight=weight, padding_idx=padding, num_embeddings=len(weight)
-    )
-    layer.scale_grad_by_freq = False
-    keys = _keys(names, args, ("weight",), bound)
-    return LayerLike(EmbeddingDerivatives(), layer, keys, bound["input"], (0, 1))
+        padding = None if names.startswith("weight") else padding + rows
+    options = {"padding_idx": padding, "scale_grad_by_freq": False}
+    return _like(EmbeddingDerivatives(), names, args, bound, (0, 1), **options)
 
 
 def _rows(args: Sequence[Any], kwargs: Dict[str, Any]) -> Optional[Operation]:
@@ -178,11 +152,8 @@ def _layer_norm(derivatives: BaseParameterDerivatives, names: str) -> Callable:
         bound = _bound(names, args, kwargs)
         shape = tuple(bound["normalized_shape"])
         eps = bound.get("eps", 1e-5 if "bias" in names else None)
-        layer = SimpleNamespace(normalized_shape=shape, eps=eps)
-        layer.weight, layer.bias = bound.get("weight"), bound.get("bias")
-        keys = _keys(names, args, ("weight", "bias"), bound)
-        features = len(shape), len(shape)
-        return LayerLike(derivatives, layer, keys, bound["input"], features)
+        options = {"normalized_shape": shape, "eps": eps}
+        return _like(derivatives, names, args, bound, (len(shape),) * 2, **options)
 
     return rule
 
@@ -190,14 +161,19 @@ def _layer_norm(derivatives: BaseParameterDerivatives, names: str) -> Callable:
 def _group_norm(args: Sequence[Any], kwargs: Dict[str, Any]) -> Optional[Operation]:
     names = "input num_groups weight bias eps"
     bound = _bound(names, args, kwargs)
-    layer = SimpleNamespace(num_groups=bound["num_groups"], eps=bound.get("eps", 1e-5))
-    layer.weight, layer.bias = bound.get("weight"), bound.get("bias")
-    keys = _keys(names, args, ("weight", "bias"), bound)
-    return LayerLike(GroupNormDerivatives(), layer, keys, bound["input"])
+    options = {"num_groups": bound["num_groups"], "eps": bound.get("eps", 1e-5)}
+    return _like(GroupNormDerivatives(), names, args, bound, **options)
 
 
-def _statistics(bound: Dict[str, Any]) -> Dict[str, Optional[Tensor]]:
-    """Copy running statistics, which may move before the backward pass."""
+def statistics(bound: Mapping[str, Any]) -> Dict[str, Optional[Tensor]]:
+    """Copy running statistics, which may move before the backward pass.
+
+    Args:
+        bound: Where they are, by name.
+
+    Returns:
+        Mean and variance ``[C]``, ``None`` where there is none.
+    """
     found = {name: bound.get(name) for name in ("running_mean", "running_var")}
     return {name: x if x is None else x.clone() for name, x in found.items()}
 
@@ -206,11 +182,9 @@ def _instance_norm(args: Sequence[Any], kwargs: Dict[str, Any]) -> Optional[Oper
     names = "input running_mean running_var weight bias use_input_stats momentum eps"
     bound = _bound(names, args, kwargs)
     own = bound.get("use_input_stats", True)
-    layer = SimpleNamespace(training=own, eps=bound.get("eps", 1e-5))
-    vars(layer).update(_statistics({} if own else bound))
-    layer.weight, layer.bias = bound.get("weight"), bound.get("bias")
-    keys = _keys(names, args, ("weight", "bias"), bound)
-    return LayerLike(InstanceNormNdDerivatives(), layer, keys, bound["input"])
+    options = {"training": own, "eps": bound.get("eps", 1e-5)}
+    options.update(statistics({} if own else bound))
+    return _like(InstanceNormNdDerivatives(), names, args, bound, **options)
 
 
 def _batch_norm(args: Sequence[Any], kwargs: Dict[str, Any]) -> Optional[Operation]:
@@ -218,11 +192,8 @@ def _batch_norm(args: Sequence[Any], kwargs: Dict[str, Any]) -> Optional[Operati
     bound = _bound(names, args, kwargs)
     if bound.get("training") or bound.get("running_mean") is None:
         return None
-    layer = SimpleNamespace(training=False, eps=bound.get("eps", 1e-5))
-    vars(layer).update(_statistics(bound))
-    layer.weight, layer.bias = bound.get("weight"), bound.get("bias")
-    keys = _keys(names, args, ("weight", "bias"), bound)
-    return LayerLike(BatchNormNdDerivatives(), layer, keys, bound["input"])
+    options = {"training": False, "eps": bound.get("eps", 1e-5), **statistics(bound)}
+    return _like(BatchNormNdDerivatives(), names, args, bound, **options)
 
 
 Keys = Sequence[Key]  # which arguments are constants
@@ -376,9 +347,9 @@ OPERATIONS: Dict[Callable, Rule] = {
     torch.conv1d: Rule(_conv(1)),
     torch.conv2d: Rule(_conv(2)),
     torch.conv3d: Rule(_conv(3)),
-    torch.conv_transpose1d: Rule(_conv_transpose(1)),
-    torch.conv_transpose2d: Rule(_conv_transpose(2)),
-    torch.conv_transpose3d: Rule(_conv_transpose(3)),
+    torch.conv_transpose1d: Rule(_conv(1, True)),
+    torch.conv_transpose2d: Rule(_conv(2, True)),
+    torch.conv_transpose3d: Rule(_conv(3, True)),
     functional.embedding: Rule(_embedding),
     Tensor.__getitem__: Rule(_rows),
     functional.layer_norm: Rule(_LAYER_NORM),

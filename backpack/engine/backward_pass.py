@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from backpack.core.layout import Layout
 from backpack.engine.check import Check, check_isolation
-from backpack.engine.coverage import check_samples, names_of, warn_of_terms
+from backpack.engine.coverage import check_samples, warn_of_terms
 from backpack.engine.graph import Inspection, additive_terms, targets_below, will_run
 from backpack.engine.own_gradients import choose, hand_over
 from backpack.engine.parameters import (
@@ -34,7 +34,7 @@ from backpack.engine.record import RELEASED, Call, lock_of
 from backpack.engine.turn import Turn
 from backpack.engine.user_hooks import guard_all
 from backpack.engine.uses import Entry, Use, listen
-from backpack.utils.hooks import name_module, no_op, warn_user
+from backpack.utils.hooks import message, name_module, names_of, no_op, warn_user
 from backpack.utils.parallel import is_parallel, move_to_shards, refuse_parts
 from backpack.utils.state import State, may_look
 from backpack.utils.types import full_precision
@@ -314,8 +314,8 @@ class BackwardPass:
             self._groups_of[use] = groups
         groups = self._groups_of.get(use, [])
         if use.released and groups:
-            owner = use.owner
-            raise_released(owner.module if owner is not None else use.name)
+            text = RELEASED.format(module=use.describe())
+            raise RuntimeError(text)
         self._gradients[use] = [None if g is None else g.unsqueeze(0) for g in g_out]
         for group in list(groups):
             group.pending -= 1
@@ -541,10 +541,9 @@ class BackwardPass:
     def _warn_of_factor(module: Module, factor: Tensor) -> None:
         """Warn of a modified loss, where it is known, or likely."""
         if not may_look(factor):
-            warn_user(MAYBE_MODIFIED.format(module=name_module(module)))
+            warn_user(message(MAYBE_MODIFIED, module=module))
         elif factor != 1.0:
-            text = {"module": name_module(module), "factor": float(factor)}
-            warn_user(MODIFIED_LOSS.format(**text))
+            warn_user(message(MODIFIED_LOSS, module=module, factor=float(factor)))
 
     def _is_inside(self, call: Call) -> bool:
         """Tell whether more than a sum was made of a loss that a model has called."""
@@ -552,18 +551,6 @@ class BackwardPass:
             return True
         terms, _ = additive_terms(self.inspection.roots)
         return set(terms).isdisjoint(self.inspection.calls[call])
-
-
-def raise_released(module: Any) -> None:
-    """Refuse a second backward pass through what was dropped.
-
-    Args:
-        module: The module.
-
-    Raises:
-        RuntimeError: Always.
-    """
-    raise RuntimeError(RELEASED.format(module=name_module(module)))
 
 
 def listen_below(nodes: Sequence[Node]) -> None:

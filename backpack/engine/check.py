@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
-from math import ceil, log2
 from typing import Any, Dict, Iterator, List, Tuple
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
-from backpack.core.layout import Layout, sample_numbers
+from backpack.core.layout import Layout, has_bit, sample_numbers
 from backpack.engine.gaps import Known
 from backpack.engine.graph import Inspection, describe
 from backpack.utils.hooks import without_hooks
@@ -143,10 +142,10 @@ def _columns(edge: GradientEdge, known: Known) -> Iterator[Tuple[int, int, Tenso
     generator = torch.Generator(device).manual_seed(0)
     random = torch.rand(shape, generator=generator, device=device) + 0.5
     numbers = sample_numbers(placement, shape, n, device)
-    for bit in range(ceil(log2(n))):
+    for bit in range((n - 1).bit_length()):
         for wanted in (0, 1):
-            some = (numbers >= 0) & (numbers >> bit & 1 == wanted)
-            yield bit, wanted, random.where(some, 0.0).to(metadata.dtype)
+            some = random.where(has_bit(numbers, bit, wanted), 0.0)
+            yield bit, wanted, some.to(metadata.dtype)
 
 
 def _reaches_others(use: Any, index: int, g: Tensor, bit: int, wanted: int) -> bool:
@@ -155,7 +154,7 @@ def _reaches_others(use: Any, index: int, g: Tensor, bit: int, wanted: int) -> b
         return False
     shape = use.output_shapes[index]
     numbers = sample_numbers(placement, shape, use.n, g.device)
-    others = (numbers >= 0) & (numbers >> bit & 1 != wanted)
+    others = has_bit(numbers, bit, 1 - wanted)
     # zero times infinity is no number, and no influence
     return bool((others & (g.reshape(shape).nan_to_num() != 0)).any())
 

@@ -13,7 +13,7 @@ from backpack.core.table import find_loss
 from backpack.engine.graph import Origin
 from backpack.engine.record import Call
 from backpack.engine.turn import Turn
-from backpack.utils.hooks import name_module
+from backpack.utils.hooks import message
 
 # Columns that are pulled back at a time. Memory does not grow with the number of
 # columns beyond it.
@@ -134,8 +134,7 @@ def identity_columns(origin: Origin, name: str) -> Iterator[Tensor]:
         none, *counts = once(placement, ("features", tuple(shape)), count)
         rest = none or len({*counts}) > 1
     if rest:
-        text = OTHER_FEATURES.format(ext=name, module=name_module(call.module))
-        raise NotImplementedError(text)
+        raise NotImplementedError(message(OTHER_FEATURES, ext=name, module=call.module))
     features = torch.argsort(numbers, stable=True).view(n, size).T
     for some in features.split(MAX_COLUMNS):
         columns = torch.zeros(

@@ -35,7 +35,7 @@ from backpack.engine.graph import (
     walk,
 )
 from backpack.engine.uses import Use, refuse
-from backpack.utils.hooks import warn_user
+from backpack.utils.hooks import names_of, warn_user
 
 NOT_EXTENDED_BATCH_NORM = (
     "A {module} in training mode, which is not extended, couples the samples of the "
@@ -72,18 +72,6 @@ COMPLEX = (
     "real parameters of shape [*, 2], and use `torch.view_as_complex(parameter)`: real "
     "and imaginary parts have quantities of their own then."
 )
-
-
-def names_of(extensions: Sequence[Any]) -> str:
-    """Name extensions, for a message.
-
-    Args:
-        extensions: The extensions.
-
-    Returns:
-        Their names.
-    """
-    return ", ".join(type(ext).__name__ for ext in extensions)
 
 
 def check_samples(
@@ -174,8 +162,7 @@ def warn_of_terms(inspection: Inspection) -> None:
         inspection: What the graph looks like.
     """
     terms, _ = additive_terms(inspection.roots)
-    owners = {term: [e.owner for e in entries_of(term)] for term in terms}
-    losses = [t for t in terms if any(is_loss(x) for x in owners[t])]
+    losses = [t for t in terms if any(e.owner.is_loss for e in entries_of(t))]
     if not losses or len(losses) == len(terms):
         return
     missing = [
@@ -217,15 +204,3 @@ def _brings_together(node: Node, behind: Sequence[Known]) -> bool:
     shape = parent._input_metadata[number].shape
     compared = [-1, -len(shape)] if name == "CtcLoss" else [-1]  # classes, and time
     return any(spans(behind[0].placement, shape, axis) for axis in compared)
-
-
-def is_loss(owner: Any) -> bool:
-    """Tell whether something is the call of a loss.
-
-    Args:
-        owner: A use or a call.
-
-    Returns:
-        Whether it is.
-    """
-    return not owner.is_use and owner.is_loss

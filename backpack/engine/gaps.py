@@ -8,13 +8,21 @@ to earlier tensors, whose samples are known, says which entry depends on which s
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from backpack.core.layout import FIRST, Mixed, Placement, sample_numbers, simplify
+from backpack.core.layout import (
+    FIRST,
+    Mixed,
+    Placement,
+    has_bit,
+    sample_numbers,
+    simplify,
+)
 from backpack.engine.graph import VIEWS, entries_of, is_leaf, is_noted
 from backpack.engine.placements import MARK
 from backpack.engine.uses import Constant, Use, edge_of
@@ -32,6 +40,10 @@ _POINTWISE = frozenset(
     "Hardswish Hardsigmoid Hardtanh Mish Sqrt Rsqrt Abs Pow Mul Div Add Sub Log1P "
     "Expm1 Sin Cos Threshold Dropout NativeDropout ToCopy LogSigmoid Celu Clamp".split()
 )
+
+
+# Keeps the graph; `None` where there is no path
+_pull = partial(torch.autograd.grad, retain_graph=True, allow_unused=True)
 
 
 class Known(NamedTuple):
@@ -390,14 +402,8 @@ def _probe(
     try:
         with current.pull(), torch.enable_grad():
             cotangent = torch.zeros(shape, **kind(metadata)).requires_grad_()
-            pulled = torch.autograd.grad(
-                [edge],
-                [source.edge for source in sources],
-                [cotangent],
-                retain_graph=True,
-                create_graph=True,
-                allow_unused=True,
-            )
+            edges = [source.edge for source in sources]
+            pulled = _pull([edge], edges, [cotangent], create_graph=True)
         pairs = [
             (g, source)
             for g, source in zip(pulled, sources)
@@ -461,23 +467,19 @@ def _has_no_mixed_derivatives(
     edges, n = [source.edge for source in sources], sources[0].known.n
     metadata = [edge.node._input_metadata[edge.output_nr] for edge in roots]
     ones = [torch.ones(m.shape, **kind(m)) for m in metadata]
-    pulled = torch.autograd.grad(
-        roots, edges, ones, create_graph=True, allow_unused=True
-    )
+    pulled = _pull(roots, edges, ones, create_graph=True)
     numbers = [
         sample_numbers(s.known.placement, s.shape, n, ones[0].device) for s in sources
     ]
     both = [
         (g, i) for g, i in zip(pulled, numbers) if g is not None and g.requires_grad
     ]
+    gradients = [g for g, _ in both]
     for bit in range((n - 1).bit_length() if both else 0):
-        bits = [(i >= 0) & (i >> bit & 1 == 1) for _, i in both]
-        masked = [v * chosen for v, chosen in zip(_random([g for g, _ in both]), bits)]
-        mixed = torch.autograd.grad(
-            [g for g, _ in both], edges, masked, retain_graph=True, allow_unused=True
-        )
-        for h, i in zip(mixed, numbers):
-            if h is not None and bool(h[(i >= 0) & (i >> bit & 1 == 0)].any()):
+        vectors = zip(_random(gradients), both)
+        masked = [v * has_bit(i, bit) for v, (_, i) in vectors]
+        for h, i in zip(_pull(gradients, edges, masked), numbers):
+            if h is not None and bool(h[has_bit(i, bit, 0)].any()):
                 return False
     return True
 
@@ -498,14 +500,9 @@ def _one_by_one(
     """Ask which samples each entry depends on, where there is no second derivative."""
     n, metadata = sources[0].known.n, edge.node._input_metadata[edge.output_nr]
     found: List[int] = []
+    edges = [source.edge for source in sources]
     for row in torch.eye(shape.numel(), **kind(metadata)):
-        pulled = torch.autograd.grad(
-            [edge],
-            [source.edge for source in sources],
-            [row.reshape(shape)],
-            retain_graph=True,
-            allow_unused=True,
-        )
+        pulled = _pull([edge], edges, [row.reshape(shape)])
         samples = set()
         for g, source in zip(pulled, sources):
             if g is not None:
@@ -526,7 +523,8 @@ def _numbers(
 ) -> Placement:
     got = torch.zeros(shape, dtype=torch.long, device=cotangent.device)
     unseen = torch.zeros(shape, dtype=torch.bool, device=cotangent.device)
-    vectors = _random([g for g, _ in pairs])
+    gradients = [g for g, _ in pairs]
+    vectors = _random(gradients)
     numbers = [
         sample_numbers(source.known.placement, g.shape, n, g.device)
         for g, source in pairs
@@ -535,21 +533,11 @@ def _numbers(
         moved: List[Tensor] = []
         for wanted in (1, 0):
             masked = [
-                v.where((i >= 0) & (i >> bit & 1 == wanted), v.new_zeros(()))
+                v.where(has_bit(i, bit, wanted), v.new_zeros(()))
                 for v, i in zip(vectors, numbers)
             ]
-            (column,) = torch.autograd.grad(
-                [g for g, _ in pairs],
-                cotangent,
-                masked,
-                retain_graph=True,
-                allow_unused=True,
-            )
-            moved.append(
-                torch.zeros_like(got, dtype=torch.bool)
-                if column is None
-                else column != 0
-            )
+            (column,) = _pull(gradients, cotangent, masked)
+            moved.append(torch.zeros_like(unseen) if column is None else column != 0)
         ones, zeros = moved
         if bool((ones & zeros).any()):
             return Mixed(names)

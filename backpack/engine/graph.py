@@ -137,12 +137,16 @@ def producing_calls(edge: GradientEdge) -> List[Entry]:
     return entries
 
 
-def walk(starts: Iterable[Node], stop: Optional[str] = None) -> Iterator[Node]:
+def walk(
+    starts: Iterable[Node], stop: Optional[str] = None, since: int = 0
+) -> Iterator[Node]:
     """Walk through the graph, towards its leaves.
 
     Args:
         starts: Where to begin.
         stop: Don't go on from nodes with this entry in their metadata. Default: none.
+        since: Don't go on to nodes that were there before the graph had so many.
+            Default: 0.
 
     Yields:
         All nodes that can be reached, each once.
@@ -155,7 +159,9 @@ def walk(starts: Iterable[Node], stop: Optional[str] = None) -> Iterator[Node]:
         if stop is not None and stop in node.metadata:
             continue
         for parent, _ in node.next_functions:
-            if parent is not None and parent not in seen:
+            if parent is None or parent in seen:
+                continue
+            if not since or parent._sequence_nr() >= since:  # a leaf's is the largest
                 seen.add(parent)
                 queue.append(parent)
 
@@ -187,18 +193,6 @@ def will_run(node: Node) -> bool:
         return True
 
 
-def takes_part(param: Tensor) -> bool:
-    """Tell whether the backward pass that is running reaches a parameter.
-
-    Args:
-        param: The parameter.
-
-    Returns:
-        Whether it does.
-    """
-    return will_run(get_gradient_edge(param).node)
-
-
 def is_leaf(node: Any) -> bool:
     """Tell whether a node accumulates the gradient of a leaf tensor.
 
@@ -222,19 +216,6 @@ def leaves_behind(node: Node) -> List[Tensor]:
     """
     nodes = list(walk([node]))
     return [x for leaf in nodes if is_leaf(leaf) for x in parts(leaf.variable, nodes)]
-
-
-def _walk_since(starts: Sequence[Node], since: int) -> Iterator[Node]:
-    """Walk through the graph, but not to nodes that were there before."""
-    queue, seen = list(starts), set(starts)
-    while queue:
-        node = queue.pop()
-        yield node
-        for parent, _ in node.next_functions:
-            if parent is not None and parent not in seen:
-                if parent._sequence_nr() >= since:  # that of a leaf is the largest
-                    seen.add(parent)
-                    queue.append(parent)
 
 
 class Inspection:
@@ -393,7 +374,7 @@ class Inspection:
             use = uses[position]
             outputs = [x for x, _ in self.uses[use].values()]
             if use not in inner:
-                inner[use] = set(_walk_since(outputs, use.since))
+                inner[use] = set(walk(outputs, since=use.since))
             if node in inner[use] and node not in outputs:
                 entered[node] = use
         for node in self.nodes if entered else ():
@@ -401,7 +382,7 @@ class Inspection:
                 use = entered.get(parent)
                 if use is None or node in inner[use]:
                     continue
-                behind = set(_walk_since([parent], use.since))
+                behind = set(walk([parent], since=use.since))
                 for constant in use.constants:
                     if constant.node in behind:
                         yield constant, node
@@ -537,8 +518,8 @@ def additive_terms(
         parents = [parent for parent, _ in edges]
         name = type(node).__name__
         single = name in _SCALING and len(parents) == 1
-        calls = [e for e in entries_of(node) if not e.owner.is_use]
-        is_loss = any(e.owner.is_loss for e in calls) and not through_losses
+        is_loss = any(entry.owner.is_loss for entry in entries_of(node))
+        is_loss = is_loss and not through_losses
         if len(parents) == 1 and name in _OF_ONE_NUMBER:
             single = torch.Size(node._input_metadata[0].shape).numel() == 1
         if through_losses and parents and is_scalar(node):

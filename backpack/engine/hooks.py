@@ -36,7 +36,14 @@ from backpack.engine.layer_calls import note_use, row_inside, row_of_call
 from backpack.engine.placements import MARK, Pass, place, placement_of
 from backpack.engine.record import Call
 from backpack.engine.tracking import LIST_OF_SAMPLES, ONE_SAMPLE, Tracker
-from backpack.engine.uses import Entry, edge_of, entries_at, listen, on_one_node
+from backpack.engine.uses import (
+    Entry,
+    edge_of,
+    entries_at,
+    is_whole,
+    listen,
+    on_one_node,
+)
 from backpack.utils.compiling import untraced
 from backpack.utils.disable import disable
 from backpack.utils.module_classification import NO_OPS, is_loss, is_no_op
@@ -541,7 +548,8 @@ def _attach(
 ) -> None:
     """Attach a call to the nodes that produced its outputs."""
     base = outputs[0]._base if len(outputs) == 1 else None
-    if base is not None and _is_own_result(call, base, outputs[0]):
+    layer = base is not None and bool(call.parameters) and not call.is_composite
+    if layer and is_whole(outputs[0], call.inputs):  # as of linear layers on sequences
         # A later in-place operation would take the view's node out of the graph
         edges = [edge_of(base)]
     inner = [(i, e) for i, e in enumerate(edges) if e and not is_leaf(e.node)]
@@ -556,19 +564,3 @@ def _attach(
         entries_at(node).append(Entry(number, i, call))
         if not _THREAD.frames:  # where a backward pass without a context is noticed
             listen(node)
-
-
-def _is_own_result(call: Call, base: Tensor, output: Tensor) -> bool:
-    """Tell whether a layer's output is a view of its result, in another shape.
-
-    As linear layers do on sequences. Its gradient is then that of the result, reshaped.
-    """
-    return (
-        bool(call.parameters)
-        and not call.is_composite
-        and base.grad_fn is not None
-        and base.numel() == output.numel()
-        and base.is_contiguous()
-        and output.is_contiguous()
-        and all(x.data_ptr() != base.data_ptr() for x in call.inputs)
-    )

@@ -17,8 +17,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
 from backpack.core.derivatives.generic import output_batch_axis
+from backpack.core.derivatives.stored import shallow_copy
 from backpack.core.layout import Layout, Mixed, Placement
-from backpack.core.operations import LayerLike, Operation
+from backpack.core.operations import LayerLike, Operation, statistics
 from backpack.core.table import Row, find_row
 from backpack.engine.gaps import Known, explain
 from backpack.engine.placements import placement_of
@@ -28,10 +29,6 @@ from backpack.engine.uses import Constant, Use
 from backpack.utils.module_classification import is_loss
 
 _AXES = {nn.Linear: (1, 1), nn.Embedding: (0, 1)}
-_BATCH_AXES: Dict[Any, int] = {
-    **{nn.Conv1d: 3, nn.Conv2d: 4, nn.Conv3d: 5},
-    **{nn.ConvTranspose1d: 3, nn.ConvTranspose2d: 4, nn.ConvTranspose3d: 5},
-}
 
 
 def row_of_call(
@@ -96,9 +93,7 @@ def row_inside(
         return None
     if torch._C._is_any_autocast_enabled():
         return None  # autograd keeps a copy of the input, which may be overwritten
-    features = _features(module)
-    axes = 1 if features is None else args[0].dim() - features[0]
-    return row if placement.axis < axes else None
+    return row if placement.axis < _row_axes(module, args[0]) else None
 
 
 def _takes_samples(module: Module, args: Tuple, tracker: Optional[Tracker]) -> bool:
@@ -164,7 +159,9 @@ class LayerCall(Operation):
         """
         super().__init__(arguments[0], list(module._parameters))
         self._derivatives, self._arguments = derivatives, arguments
-        self._module = _as_called(module)
+        # its parameters may be replaced before they are read
+        own = dict(module._parameters)
+        self._module = shallow_copy(module, _parameters=own)
         read = tree_leaves((arguments, list(module._parameters.values())))
         self._read = [x for x in read if isinstance(x, Tensor)]
         self._versions = [x._version for x in self._read]
@@ -177,17 +174,6 @@ class LayerCall(Operation):
     def product(self, key, shape, cotangents, out, n):  # noqa: D102
         derivatives, module = self._derivatives, self._module
         return derivatives.product(key, module, self._arguments, cotangents)
-
-
-def _as_called(module: Module) -> Module:
-    """Copy a recurrent layer, whose parameters may be replaced before they are read."""
-    copy, values = object.__new__(type(module)), vars(module)
-    options = {
-        n: x for n, x in values.items() if isinstance(x, (bool, float, int, str))
-    }
-    vars(copy).update(options, _all_weights=values["_all_weights"], _modules={})
-    vars(copy)["_parameters"] = dict(module._parameters)
-    return copy
 
 
 def _input_of(module: Module, x: Tensor, tracker: Optional[Tracker]) -> Known:
@@ -251,23 +237,12 @@ def _operation(
 ) -> Optional[Operation]:
     if row.several_outputs:
         return LayerCall(row.derivatives, module, list(args))
+    layer: Any = module
     if isinstance(module, _NormBase):
-        return _normalization(module, row, args, names)
-    features = _features(module)
+        layer = SimpleNamespace(eps=module.eps, training=module.training)
+        vars(layer).update(statistics(module._buffers), **module._parameters)
     keys = {name: name for name in names}
-    return LayerLike(row.derivatives, module, keys, args[0], features)
-
-
-def _normalization(
-    module: Module, row: Row, args: Tuple, names: List[str]
-) -> Operation:
-    """Copy running statistics, which may move before the backward pass."""
-    layer = SimpleNamespace(eps=module.eps, training=module.training)
-    layer.weight, layer.bias = module.weight, module.bias
-    mean, var = module.running_mean, module.running_var
-    layer.running_mean = None if mean is None else mean.clone()
-    layer.running_var = None if var is None else var.clone()
-    return LayerLike(row.derivatives, layer, {n: n for n in names}, args[0])
+    return LayerLike(row.derivatives, layer, keys, args[0], _features(module))
 
 
 def _features(module: Module) -> Optional[Tuple[int, int]]:
@@ -279,6 +254,12 @@ def _features(module: Module) -> Optional[Tuple[int, int]]:
     return None
 
 
+def _row_axes(module: Module, x: Tensor) -> int:
+    """Count the leading axes of a layer's input that are rows."""
+    features = _features(module)
+    return 1 if features is None else x.dim() - features[0]
+
+
 def _placements(
     module: Module, row: Row, x: Tensor, known: Known, outputs: List[Tensor]
 ) -> List[Placement]:
@@ -288,10 +269,7 @@ def _placements(
         return [Layout(output_batch_axis(module, i), 1) for i in range(len(outputs))]
     if isinstance(placement, Mixed) or placement is None:
         return [placement] * len(outputs)
-    features, axes = _features(module), 1
-    if features is not None:
-        axes = x.dim() - features[0]
-    if isinstance(placement, Layout) and placement.axis < axes:
+    if isinstance(placement, Layout) and placement.axis < _row_axes(module, x):
         return [placement] * len(outputs)
     name = f"`{type(module).__name__}` on {list(x.shape)}"
     return [Mixed(name, module=weakref.ref(module))] * len(outputs)

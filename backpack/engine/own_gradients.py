@@ -30,9 +30,10 @@ from typing import (
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.graph import get_gradient_edge
 
 from backpack.core.operations import Operation
-from backpack.engine.graph import Inspection, describe, takes_part
+from backpack.engine.graph import Inspection, describe, will_run
 from backpack.engine.parameters import Group
 from backpack.utils.parallel import is_parallel, refuse_gathered, refuse_late
 from backpack.utils.state import State
@@ -78,7 +79,9 @@ class Accumulated(NamedTuple):
         Returns:
             Whether it does, or would do if the parameter were not left out.
         """
-        return takes_part(param) if self.reached is None else id(param) in self.reached
+        if self.reached is None:
+            return will_run(get_gradient_edge(param).node)
+        return id(param) in self.reached
 
 
 def choose(

@@ -23,11 +23,10 @@ from backpack.engine.columns import (
 )
 from backpack.engine.graph import Origin, Target, targets_below, will_run
 from backpack.engine.parameters import Group
-from backpack.engine.record import Call
-from backpack.engine.turn import Turn, refuse_several_calls
+from backpack.engine.turn import EXTEND_LOSS, Turn, refuse_several_calls
 from backpack.engine.user_hooks import warn_of_hooks
 from backpack.engine.uses import Use, refuse
-from backpack.utils.hooks import EXTENDED, name_module, without_hooks
+from backpack.utils.hooks import EXTENDED, message, name_module, without_hooks
 from backpack.utils.parallel import gathered
 
 OTHER_SAMPLES = (
@@ -127,8 +126,7 @@ class PullColumns:
             raise NotImplementedError(NOT_ONE_OUTPUT.format(ext=name, found=found))
         hooked = _changed_by_hooks(origins[0].call.module)
         if hooked is not None:
-            text = {"ext": name, "module": name_module(hooked)}
-            raise NotImplementedError(HOOKED_OUTPUT.format(**text))
+            raise NotImplementedError(message(HOOKED_OUTPUT, ext=name, module=hooked))
         make = partial(identity_columns, origins[0], name)
         self._start(origins[0], make, extensions)
 
@@ -150,8 +148,7 @@ class PullColumns:
         customized = {
             t.entry.owner
             for t in running
-            if not t.entry.owner.is_use
-            and not t.entry.owner.is_loss
+            if not (t.entry.owner.is_use or t.entry.owner.is_loss)
             and any(ext.is_customized(t.entry.owner.module) for ext in extensions)
         }
         wanted = {use for some in groups.values() for use in some} | customized
@@ -165,7 +162,7 @@ class PullColumns:
         at_once: Dict[Group, List[Any]] = {}
         keep: Dict[Group, List[Any]] = {}
         for group in groups:
-            if any(owner.is_use and owner.released for owner in group.uses):
+            if any(use.released for use in group.uses):
                 continue
             modules = [u.owner.module for u in group.uses if u.owner is not None]
             for ext in extensions:
@@ -200,11 +197,12 @@ class PullColumns:
             for group, some in keep.items():
                 use = group.uses[0]
                 if use not in kept:
-                    kept[use] = self._append(use, sources, pulled[use], len(chunk))
+                    stored = self._stored.setdefault(use, {})
+                    kept[use] = _put_behind(stored, sources, pulled[use], len(chunk))
                 for ext in some:
                     self._waiting.setdefault((ext, group), []).extend(kept[use])
             for call in customized:
-                append_columns(call, sources, pulled[call], len(chunk))
+                _put_behind(call.columns, sources, pulled[call], len(chunk))
             for ext, group, param, product in self._products(at_once, pulled):
                 ext.check(group, param, product)
                 part = ext.for_parameter(param).statistic(product)
@@ -262,18 +260,9 @@ class PullColumns:
             refuse(name, placement, f"what {name_module(loss.module)} is computed from")
         for owner in owners:
             if owner.is_use and owner.n != loss.n:
-                module = owner.name
-                if owner.owner is not None:
-                    module = name_module(owner.owner.module)
-                raise NotImplementedError(
-                    OTHER_SAMPLES.format(
-                        ext=name,
-                        loss=loss.module,
-                        loss_size=loss.n,
-                        size=owner.n,
-                        module=name_module(module),
-                    )
-                )
+                text = {"ext": name, "loss": loss.module, "loss_size": loss.n}
+                text.update(size=owner.n, module=owner.describe())
+                raise NotImplementedError(OTHER_SAMPLES.format(**text))
 
     def _pull_chunk(
         self, edge: GradientEdge, targets: List[Target], columns: Tensor
@@ -316,21 +305,6 @@ class PullColumns:
                 outputs[0] = columns.new_zeros(shape)
         return result
 
-    def _append(
-        self, use: Use, sources: Set[Any], columns: Cotangents, number: int
-    ) -> range:
-        """Store columns at a use, behind those that are there already."""
-        before = 0
-        for source in sources:
-            all_stored = self._stored.setdefault(use, {})
-            stored = all_stored.get(source, [None] * use.num_outputs)
-            before = next((len(a) for a in stored if a is not None), 0)
-            count = 0 if all(b is None for b in columns) else number
-            all_stored[source] = [
-                _append(a, before, b, count) for a, b in zip(stored, columns)
-            ]
-        return range(before, before + number)
-
     def values(self, ext: Any, turn: Any) -> Iterator[Tuple[Tensor, Any]]:
         """Compute an extension's values for parameters whose turn it is.
 
@@ -347,10 +321,10 @@ class PullColumns:
                 self._running.exempt(ext, group.params)  # no curvature starts above it
                 return
             if not ext.expects_backpropagation_quantities():
-                text = {"ext": type(ext).__name__, "names": turn.names()}
-                raise NotImplementedError(NOT_BEHIND.format(**text))
-            explain_missing(ext, turn, self._running.met_loss)
-            return
+                text = message(NOT_BEHIND, ext=ext, names=turn.names())
+                raise NotImplementedError(text)
+            who = {"ext": ext, "field": ext.savefield, "module": group.where()}
+            raise AssertionError(message(EXTEND_LOSS, **who))
         stored: Dict[Tensor, PerSample] = {}
         numbers = self._waiting.get((ext, group))
         if numbers is not None:
@@ -436,27 +410,6 @@ def _changed_by_hooks(module: Module) -> Optional[Module]:
     return None
 
 
-def explain_missing(ext: Any, turn: Any, met_loss: bool) -> None:
-    """Say that no loss has pulled anything back.
-
-    Args:
-        ext: The extension.
-        turn: The parameters' turn.
-        met_loss: Whether there was a loss.
-
-    Raises:
-        AssertionError: If there was none.
-    """
-    from backpack.engine.turn import EXTEND_LOSS
-
-    text = {
-        "ext": type(ext).__name__,
-        "field": ext.savefield,
-        "module": turn.group.where(),
-    }
-    raise AssertionError(EXTEND_LOSS.format(**text))
-
-
 def _add(totals: Dict, key: Tuple, part: Any, combine: Any) -> None:
     totals[key] = combine(totals[key], part) if key in totals else part
 
@@ -498,13 +451,16 @@ class _Stack:
         return self._out
 
 
-def append_columns(
-    call: Call, sources: Set[Any], columns: Cotangents, number: int
+def _put_behind(
+    all_stored: Dict[Any, Cotangents],
+    sources: Set[Any],
+    columns: Cotangents,
+    number: int,
 ) -> range:
-    """Store columns at a call's outputs, behind those that are there already.
+    """Store columns behind those that are there already.
 
     Args:
-        call: The call.
+        all_stored: Columns at each output of a use or a call, by source.
         sources: Where the columns come from.
         columns: Columns ``[V, *]`` at each output; ``None`` where there is no path.
         number: V.
@@ -514,12 +470,10 @@ def append_columns(
     """
     before = 0
     for source in sources:
-        stored = call.columns.setdefault(source, [None] * call.num_outputs)
-        if all(b is None for b in columns):
-            number = 0
+        stored = all_stored.get(source, [None] * len(columns))
         before = next((len(a) for a in stored if a is not None), 0)
         both = zip(stored, columns)
-        call.columns[source] = [_append(a, before, b, number) for a, b in both]
+        all_stored[source] = [_append(a, before, b, number) for a, b in both]
     return range(before, before + number)
 
 

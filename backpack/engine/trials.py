@@ -8,14 +8,14 @@ sample is told from the others by the bits of its number.
 from __future__ import annotations
 
 from functools import partial
-from math import ceil, inf, log2, nan
+from math import inf, nan
 from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from backpack.core.layout import Mixed, Placement, simplify
+from backpack.core.layout import Mixed, Placement, has_bit, simplify
 
 # What replaces samples
 NOT_A_NUMBER = (nan,)  # most operations return it wherever it went
@@ -169,8 +169,8 @@ class Trial:
         got = [_nowhere(out).long() for out in outs]
         unseen, shown = list(map(_nowhere, outs)), list(map(_nowhere, outs))
         mixed, hides = [False] * len(outs), False
-        for bit in range(max(1, ceil(log2(n))) if n > 1 else 1):
-            halves = [partial(_has_bit, bit, value) for value in (1, 0)]
+        for bit in range(max(1, (n - 1).bit_length())):
+            halves = [partial(has_bit, bit=bit, value=value) for value in (1, 0)]
             ones, zeros = (changed(half, marks) for half in halves)
             for j, (p, q) in enumerate(zip(ones, zeros)):
                 mixed[j] = mixed[j] or bool((p & q).any())
@@ -272,10 +272,6 @@ def _finite(x: Tensor) -> Tensor:
     if x.is_floating_point() and x.layout is torch.strided:
         x.nan_to_num_(0.0, 1.0, -1.0)
     return x
-
-
-def _has_bit(bit: int, value: int, samples: Tensor) -> Tensor:
-    return (samples >= 0) & (samples >> bit & 1 == value)
 
 
 def _differs(x: Tensor, plain: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from backpack.core.table import Row, find_row_or_generic, works_in_place
 from backpack.engine.graph import producing_calls, targets_below
 from backpack.engine.record import Call
 from backpack.engine.uses import Entry
-from backpack.utils.hooks import name_module, without_hooks
+from backpack.utils.hooks import message, without_hooks
 from backpack.utils.state import may_look, state
 from backpack.utils.subsampling import subsample
 
@@ -90,8 +90,7 @@ def loss_scale(module: Module, factor: Tensor) -> Tensor:
             looked at everywhere, see ``may_look``; the root is NaN then.
     """
     if may_look(factor) and factor < 0:
-        text = {"module": name_module(module), "factor": float(factor)}
-        raise ValueError(NEGATIVE_LOSS.format(**text))
+        raise ValueError(message(NEGATIVE_LOSS, module=module, factor=float(factor)))
     return factor.sqrt()
 
 
@@ -282,17 +281,6 @@ class Turn:
                 text = _text(extension, call.module)
                 raise NotImplementedError(NOT_A_CHAIN.format(**text))
 
-    def walks(self, extension: Any) -> bool:
-        """Tell whether a quantity goes from module to module for an extension.
-
-        Args:
-            extension: The extension.
-
-        Returns:
-            Whether it does, instead of being pulled back by autograd.
-        """
-        return getattr(extension, "walks_modules", True)
-
     def incoming(self, extension: Any) -> Any:
         """Return what an extension has pulled back to this call's output.
 
@@ -311,7 +299,7 @@ class Turn:
         needed = extension.expects_backpropagation_quantities()
         if not needed or self.call.is_loss:
             return None
-        if self.walks(extension):
+        if extension.walks_modules:
             saved = extension.saved_quantities
             quantity = saved.retrieve_quantity(id(self.call), delete_old=True)
             if quantity is None:
@@ -324,7 +312,7 @@ class Turn:
 
     def _explain_missing(self, extension: Any) -> None:
         text = _text(extension, self.module)
-        if self.walks(extension) and self.backward_pass.met_loss:
+        if extension.walks_modules and self.backward_pass.met_loss:
             raise NotImplementedError(NOT_A_CHAIN.format(**text))
         raise AssertionError(EXTEND_LOSS.format(**text))
 
@@ -354,16 +342,6 @@ class Turn:
                     raise NotImplementedError(text) from error
                 self.backward_pass.walked.add(extension)
 
-    def save(self, extension: Any, param: Parameter, value: Any) -> None:
-        """Save a value on a parameter.
-
-        Args:
-            extension: The extension whose field it is.
-            param: The parameter.
-            value: The value.
-        """
-        self.backward_pass.save(extension, param, value)
-
     def save_alone(self, extension: Any, param: Parameter, value: Any) -> None:
         """Save a value that cannot be combined with that of another call.
 
@@ -378,7 +356,7 @@ class Turn:
         if (extension, param) in saved:
             refuse_several_calls(extension, self.module)
         saved.add((extension, param))
-        self.save(extension, param, value)
+        self.backward_pass.save(extension, param, value)
 
 
 def refuse_several_calls(extension: Any, module: Module) -> None:

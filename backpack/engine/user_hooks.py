@@ -13,7 +13,7 @@ from torch import Tensor
 
 from backpack.engine.graph import Inspection
 from backpack.engine.record import Call
-from backpack.utils.hooks import name_module, warn_user
+from backpack.utils.hooks import message, warn_user
 from backpack.utils.parallel import gathers
 from backpack.utils.state import state
 
@@ -137,8 +137,5 @@ def warn_of_hooks(calls: List[Call], ext: Any) -> None:
     """
     for call in calls:
         if call.module._backward_hooks or call.module._backward_pre_hooks:
-            text = BACKWARD_HOOKS.format(
-                ext=type(ext).__name__, module=name_module(call.module)
-            )
-            warn_user(text)
+            warn_user(message(BACKWARD_HOOKS, ext=ext, module=call.module))
             return

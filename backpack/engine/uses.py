@@ -171,6 +171,26 @@ def edge_of(x: Tensor) -> GradientEdge:
     return get_gradient_edge(x) if node is None else GradientEdge(node, x.output_nr)
 
 
+def is_whole(view: Tensor, operands: Sequence[Tensor]) -> bool:
+    """Tell whether a view is all that an operation has computed, in another shape.
+
+    Args:
+        view: The view, which the operation has returned.
+        operands: What it was computed from.
+
+    Returns:
+        Whether its base is the result, and no operand.
+    """
+    base = view._base
+    return (
+        base.grad_fn is not None
+        and base.numel() == view.numel()
+        and base.is_contiguous()
+        and view.is_contiguous()
+        and all(x.data_ptr() != base.data_ptr() for x in operands)
+    )
+
+
 class Use:
     """An operation with constants.
 
@@ -189,7 +209,7 @@ class Use:
             constants are what its node takes.
     """
 
-    is_use = True
+    is_use, is_loss = True, False
     is_function = False
 
     def __init__(
@@ -255,7 +275,8 @@ class Use:
         for index, x in enumerate(outputs):
             node, number = x.grad_fn, x.output_nr
             base = x._base if len(outputs) == 1 else None
-            if base is not None and self._is_own_result(base, x):
+            data = None if self.operation is None else self.operation.data
+            if base is not None and data is not None and is_whole(x, [data]):
                 # a later operation in place would take the view's node out of the graph
                 node, number = base.grad_fn, base.output_nr
             entries_at(node).append(Entry(number, index, self))
@@ -285,18 +306,6 @@ class Use:
             entries.remove(*mine)
             self.operation, self.placements = None, [placement]
             self.attach([base])
-
-    def _is_own_result(self, base: Tensor, output: Tensor) -> bool:
-        operation = self.operation
-        data = None if operation is None else operation.data
-        return (
-            data is not None
-            and base.grad_fn is not None
-            and base.numel() == output.numel()
-            and base.is_contiguous()
-            and output.is_contiguous()
-            and data.data_ptr() != base.data_ptr()
-        )
 
     def tensors(self) -> List[Tensor]:
         """List its outputs, as far as they exist.
@@ -399,11 +408,11 @@ class Use:
         used = [i for i, x in enumerate(cotangents) if x is not None]
         edges = [GradientEdge(*nodes[i]) for i in used]
         stand_ins = [constant.stand_in for constant in self.constants]
-        columns = len(cotangents[used[0]])
         size = sum(cotangents[i].numel() for i in used)
         fetch(self.saved)
         parts: List[List[Optional[Tensor]]] = []
-        for samples in chunks(self.n, size, MASKED_ELEMENTS):
+        steps = list(chunks(self.n, size, MASKED_ELEMENTS))
+        for samples in steps:
             masked = [
                 one_sample_each(self.placements[i], cotangents[i], self.n, samples)
                 for i in used
@@ -418,20 +427,20 @@ class Use:
             with without_hooks(self.tensors()), only_through(alone):
                 parts.append(batched_vjp(edges, stand_ins, masked))
         found: List[Optional[PerSample]] = []
-        for j, constant in enumerate(self.constants):
-            known = [part[j] for part in parts if part[j] is not None]
-            if not known:
+        for constant, pieces in zip(self.constants, zip(*parts)):
+            known = next((x for x in pieces if x is not None), None)
+            if known is None:
                 found.append(None)
                 continue
-            pieces = [
+            filled = [  # some samples may have no path
                 (
-                    part[j]
-                    if part[j] is not None
-                    else known[0].new_zeros(columns, 0, *constant.shape)
+                    known.new_zeros(len(known), n.stop - n.start, *constant.shape)
+                    if x is None
+                    else x
                 )
-                for part in parts
+                for x, n in zip(pieces, steps)
             ]
-            products = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+            products = filled[0] if len(filled) == 1 else torch.cat(filled, 1)
             found.append(Dense(products, constant.shape))
         return found
 

@@ -109,8 +109,8 @@ class ModuleExtension:
             if isinstance(param, Parameter) and param.requires_grad:
                 value = getattr(self, name)(extension, module, g_inp, g_out, quantity)
                 turn.save_alone(extension, param, value)
-        walks = extension.expects_backpropagation_quantities() and turn.walks(extension)
-        if walks and turn.call.input_requires_grad:
+        needed = extension.expects_backpropagation_quantities()
+        if needed and extension.walks_modules and turn.call.input_requires_grad:
             passed_on = self.backpropagate(extension, module, g_inp, g_out, quantity)
             turn.pass_on(extension, passed_on)
 

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from backpack.core.table import find_loss
 from backpack.engine.turn import Turn
+from backpack.utils.parallel import is_parallel
 from backpack.utils.state import state
 from backpack.utils.types import as_type, full_precision
 
@@ -181,8 +182,7 @@ def is_shared() -> bool:
     Returns:
         Whether a process group was initialized that has more than one of them.
     """
-    available = distributed.is_available() and distributed.is_initialized()
-    return available and distributed.get_world_size() > 1
+    return is_parallel() and distributed.get_world_size() > 1
 
 
 def shard_of(extension: Any) -> Optional[Shard]:

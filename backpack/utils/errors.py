@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from backpack.utils.hooks import message, warn_user
+from backpack.utils.hooks import message, names_of, warn_user
 from backpack.utils.state import state
 
 BATCH_NORM_TRAIN = (
@@ -54,7 +54,7 @@ def batch_norm_raise_error_if_train(
 
 def _active_extensions() -> str:
     """Name the active extensions, for the beginning of a message."""
-    names = ", ".join(type(ext).__name__ for ext in state().active_exts)
+    names = names_of(state().active_exts)
     return f"{names}: " if names else ""
 
 

@@ -42,6 +42,18 @@ def represent_call(name: str, args: Iterable[Any], kwargs: Dict[str, Any]) -> st
     return f"{name}({', '.join(given)})"
 
 
+def names_of(extensions: Iterable[Any]) -> str:
+    """Name extensions, for a message.
+
+    Args:
+        extensions: The extensions.
+
+    Returns:
+        Their names.
+    """
+    return ", ".join(type(ext).__name__ for ext in extensions)
+
+
 def name_module(module: Module) -> str:
     """Name a module, for a message: what it is, and where in its model.
 

@@ -30,7 +30,7 @@ from torch.autograd import forward_ad
 from torch.nn import Module
 
 from backpack.utils.compiling import COMPILED_AUTOGRAD, is_compiled_autograd
-from backpack.utils.hooks import no_op
+from backpack.utils.hooks import names_of, no_op
 from backpack.utils.parallel import without_sinks
 
 _KEY = "backpack.utils.state"
@@ -135,7 +135,7 @@ class State:
         if entered is not (self.contexts[-1] if self.contexts else None):
             raise RuntimeError(MIXED_UP)
         if self.active_exts and is_compiled_autograd():
-            names = ", ".join(type(ext).__name__ for ext in self.active_exts)
+            names = names_of(self.active_exts)
             raise NotImplementedError(COMPILED_AUTOGRAD.format(exts=names))
 
     def visit(
@@ -159,11 +159,9 @@ class State:
                 owner.release_all()
             return
         if any(g is not None and _is_batched(g) for g in g_out):
-            names = ", ".join(type(ext).__name__ for ext in self.active_exts)
-            raise NotImplementedError(BATCHED.format(exts=names))
+            raise NotImplementedError(BATCHED.format(exts=names_of(self.active_exts)))
         if forward_ad._current_level >= 0:
-            names = ", ".join(type(ext).__name__ for ext in self.active_exts)
-            raise NotImplementedError(FORWARD.format(exts=names))
+            raise NotImplementedError(FORWARD.format(exts=names_of(self.active_exts)))
         if self.backward_pass is None:
             State.begin(self)
         if any(g is not None for g in g_out) or owner.is_use:

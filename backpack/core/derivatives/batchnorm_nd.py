@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import batch_norm
 
-from backpack.core.derivatives.normalization import ScaleShiftDerivatives
+from backpack.core.derivatives.normalization import ScaleShiftDerivatives, statistics
 from backpack.core.per_sample.base import PerSample
 from backpack.utils.errors import batch_norm_raise_error_if_train
 from backpack.utils.subsampling import Subsampling, subsample
@@ -32,7 +32,7 @@ class BatchNormNdDerivatives(ScaleShiftDerivatives):
 
     @staticmethod
     def _uses_batch(module: Layer) -> bool:
-        return module.training or module.running_mean is None
+        return statistics(module)[-1]
 
     def normalize(self, module: Layer, x: Tensor) -> Tensor:
         """Normalize as the layer does.
@@ -44,21 +44,18 @@ class BatchNormNdDerivatives(ScaleShiftDerivatives):
         Returns:
             Normalized input of shape ``[N, C, *]``.
         """
-        from_batch = self._uses_batch(module)
-        statistics = (None, None)
-        if not from_batch:
-            statistics = (module.running_mean, module.running_var)
-        return batch_norm(x, *statistics, training=from_batch, eps=module.eps)
+        mean, var, from_batch = statistics(module)
+        return batch_norm(x, mean, var, training=from_batch, eps=module.eps)
 
     def _jac_mat_prod(
         self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
         if self._uses_batch(module):
             return super()._jac_mat_prod(module, g_inp, g_out, mat)
-        scale = self._inverse_deviation(module, module.input0)
+        scale = torch.rsqrt(module.running_var + module.eps)
         if module.weight is not None:
-            scale = scale * self._per_channel(module.weight, module.input0)
-        return mat * scale
+            scale = scale * module.weight
+        return mat * scale.reshape(-1, *[1] * (module.input0.dim() - 2))
 
     def _jac_t_mat_prod(
         self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
@@ -81,11 +78,3 @@ class BatchNormNdDerivatives(ScaleShiftDerivatives):
         if subsampling is not None:
             batch_norm_raise_error_if_train(module)
         return super()._restrict(module, subsampling)
-
-    def _inverse_deviation(self, module: Layer, x: Tensor) -> Tensor:
-        return self._per_channel(torch.rsqrt(module.running_var + module.eps), x)
-
-    @staticmethod
-    def _per_channel(vector: Tensor, x: Tensor) -> Tensor:
-        """View ``[C]`` such that it broadcasts to ``[N, C, *]``."""
-        return vector.reshape(-1, *[1] * (x.dim() - 2))

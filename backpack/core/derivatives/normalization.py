@@ -16,6 +16,21 @@ from backpack.core.per_sample.base import Dense, PerSample
 from backpack.utils.types import Layer
 
 
+def statistics(module: Layer) -> Tuple[Optional[Tensor], Optional[Tensor], bool]:
+    """Tell what a layer normalizes with.
+
+    Args:
+        module: Batch or instance normalization.
+
+    Returns:
+        Running mean and variance ``[C]``, ``None`` if they are not used; and whether
+        it takes those of its input instead.
+    """
+    if module.training or module.running_mean is None:
+        return None, None, True
+    return module.running_mean, module.running_var, False
+
+
 class ScaleShiftDerivatives(BaseParameterDerivatives):
     """Derivatives of ``weight * x̂ + bias`` with respect to the parameters."""
 
@@ -112,9 +127,5 @@ class InstanceNormNdDerivatives(ScaleShiftDerivatives):
     """Derivatives of :class:`torch.nn.InstanceNorm1d`, ``2d`` and ``3d``."""
 
     def normalize(self, module: Layer, x: Tensor) -> Tensor:  # noqa: D102
-        use_input_stats = module.training or module.running_mean is None
-        mean: Optional[Tensor] = None if use_input_stats else module.running_mean
-        var: Optional[Tensor] = None if use_input_stats else module.running_var
-        return instance_norm(
-            x, mean, var, use_input_stats=use_input_stats, eps=module.eps
-        )
+        mean, var, from_input = statistics(module)
+        return instance_norm(x, mean, var, use_input_stats=from_input, eps=module.eps)

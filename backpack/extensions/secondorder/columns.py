@@ -11,7 +11,7 @@ import torch
 from torch import Generator, Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from backpack.core.derivatives.loss_base import split_columns
+from backpack.core.derivatives.loss_base import as_option, split_columns
 from backpack.core.per_sample.base import PerSample
 from backpack.core.table import GENERIC, built_in, find_loss
 from backpack.engine.turn import current_turn
@@ -67,9 +67,7 @@ class Source:
             Columns ``[V, N, *]``.
         """
         if self.strategy == "sampling":
-            options: Any = (
-                {} if self.generator is None else {"generator": self.generator}
-            )
+            options = as_option(self.generator)
             return derivatives.sqrt_hessian_sampled(
                 module, (), (), mc_samples=self.mc_samples, **options
             )

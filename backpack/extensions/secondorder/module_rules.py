@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, List, Optional, Type
+from typing import Any, Optional, Type
 
 import torch
 
 from backpack.core.derivatives.loss_base import BaseLossDerivatives
-from backpack.core.linearization import Linearization
 from backpack.core.table import GENERIC, built_in, find_loss
 from backpack.engine.turn import current_turn
 from backpack.extensions.mat_to_mat_jac_base import MatToJacMat
@@ -21,19 +20,6 @@ from backpack.utils.types import Grads, Layer
 
 class ModuleRule(MatToJacMat, ParameterRule):
     """What a quantity does on a module whose derivatives are known."""
-
-    @abstractmethod
-    def pull_back(self, ext: Any, linear: Linearization, backproped: Any) -> List[Any]:
-        """Pull the quantity back from the module's output to its inputs.
-
-        Args:
-            ext: The extension that is running.
-            linear: The module, linearized in these inputs.
-            backproped: Quantity at the output.
-
-        Returns:
-            Quantity at each of the inputs.
-        """
 
     def backpropagate(
         self, ext: Any, module: Layer, g_inp: Grads, g_out: Grads, backproped: Any

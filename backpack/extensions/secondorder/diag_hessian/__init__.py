@@ -50,10 +50,9 @@ class DiagHessian(WalkingExtension):
             shape = len(columns), *module.input0.shape
             columns = columns.reshape(shape).to(module.input0.dtype)
         else:
-            columns, sign = derivatives.sqrt_hessian_compact(module, (), ()), None
-        columns = columns.detach() * scale.abs().sqrt()
-        if sign is None:
+            columns = derivatives.sqrt_hessian_compact(module, (), ())
             sign = columns.new_ones(columns.shape[:2])
+        columns = columns.detach() * scale.abs().sqrt()
         return SignedColumns.create(columns, sign * scale.sign())
 
     def accumulate_backpropagated_quantities(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import nan
+from math import nan, prod
 from typing import Any, Callable, List, Optional
 from weakref import WeakKeyDictionary
 
@@ -15,6 +15,7 @@ from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
 from backpack.core.derivatives.stored import stored_inputs
 from backpack.core.fast.matmul import gram
 from backpack.core.per_sample.base import PerSample, Summed
+from backpack.core.per_sample.maps import factor_shapes
 from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.rows import Rows
 from backpack.core.per_sample.sums import features_first, reciprocal
@@ -57,22 +58,12 @@ def refuse_large(ext: Any, what: Callable[[], str], product: PerSample) -> None:
     Raises:
         NotImplementedError: If a factor would have too many rows.
     """
-    groups, sizes = 1, [product.shape.numel()]
-    if isinstance(product, Outer):
-        groups, p = product.groups, product.b.shape[-1]
-        sizes = [p, product.shape.numel() // max(1, groups * p)]
-    elif isinstance(product, Summed):
-        groups = product.groups
-        sizes = [product.shape.numel() // groups]
-    elif isinstance(product, Rows):
-        sizes = [product.b.shape[-1]]
-    size = max(sizes)
-    if size > ext.dense_limit:
-        memory = groups * size**2 * product.dtype.itemsize / 2**30
-        sizes_found = {"size": size, "memory": memory, "limit": ext.dense_limit}
-        text = message(
-            TOO_LARGE, ext=ext, field=ext.savefield, what=what(), **sizes_found
-        )
+    matrices = [shape for shape in factor_shapes(product) if len(shape) > 1]
+    largest = max(matrices, key=prod)
+    if largest[-1] > ext.dense_limit:
+        memory = prod(largest) * product.dtype.itemsize / 2**30
+        found = {"size": largest[-1], "memory": memory, "limit": ext.dense_limit}
+        text = message(TOO_LARGE, ext=ext, field=ext.savefield, what=what(), **found)
         raise NotImplementedError(text)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, List, Optional
+from typing import Any, List, Optional
 
 from torch import Tensor
 
@@ -14,9 +14,6 @@ from backpack.extensions.secondorder.module_rules import ModuleRule
 from backpack.utils.hooks import message, name_module
 from backpack.utils.types import Grads, Layer, as_type
 from backpack.utils.unsqueeze import flatten
-
-if TYPE_CHECKING:
-    pass
 
 SEVERAL_INPUTS = (
     "{ext}: {module} has several inputs that parameters take part in, and a curvature "

@@ -18,7 +18,7 @@ from typing import (
     Type,
 )
 
-import oracle as reference
+import oracle as oracles
 import pytest
 import torch
 from cases import (
@@ -296,7 +296,7 @@ def remembering() -> Iterator[None]:
     parts = "individual_gradients", "model_jacobians", "loss_hessians", "layer_factors"
     with pytest.MonkeyPatch.context() as patch:
         for part in parts:
-            patch.setattr(reference, part, lru_cache(32)(getattr(reference, part)))
+            patch.setattr(oracles, part, lru_cache(32)(getattr(oracles, part)))
         yield
 
 

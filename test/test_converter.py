@@ -1230,11 +1230,16 @@ QUANTITIES = {
 }
 
 
-def run(model, x, y, extension):
+def convert(model):
+    """Extend a model and convert it."""
+    return extend(model, use_converter=True)
+
+
+def run(converted, x, y, extension):
     """Run a backward pass on the converted model.
 
     Args:
-        model: The model.
+        converted: The model, see :func:`convert`.
         x: Its input.
         y: The target of the loss.
         extension: What to compute.
@@ -1242,7 +1247,6 @@ def run(model, x, y, extension):
     Returns:
         What was saved, by parameter name, and what was warned of.
     """
-    converted = extend(model, use_converter=True)
     lossfunc = extend(nn.MSELoss())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -1271,13 +1275,14 @@ def check_quantities(model, x, refused=None):
     gradients = individual_gradients(model, loss, (x,), (y,))
     hessian = hessians(model, loss, x, y)
     ggn = batch_ggn(model, loss, (x,), (y,))
+    converted = convert(model)
     for cls, expected in QUANTITIES.items():
         extension = cls()
         if cls in refused:
             with pytest.raises(NotImplementedError, match=refused[cls]):
-                run(model, x, y, extension)
+                run(converted, x, y, extension)
             continue
-        values, warned = run(model, x, y, extension)
+        values, warned = run(converted, x, y, extension)
         assert values.keys() == trained, cls
         frozen = {n for n, p in model.named_parameters() if p.requires_grad} - trained
         assert all(name in warned for name in frozen) and bool(frozen) == bool(warned)
@@ -1299,8 +1304,8 @@ class TwoWays(nn.Module):
     def __init__(self, function, shape_a, shape_b):
         super().__init__()
         self.function, self.shapes = function, (shape_a, shape_b)
-        self.a = nn.Linear(4, math.prod(shape_a))
-        self.b = nn.Linear(4, math.prod(shape_b))
+        self.a = nn.Linear(2, math.prod(shape_a))
+        self.b = nn.Linear(2, math.prod(shape_b))
 
     def forward(self, x):
         a = self.a(x).unflatten(1, self.shapes[0])
@@ -1367,11 +1372,11 @@ def test_broadcast(function, shape_a, shape_b):
     """Operands may have other shapes than the result."""
     torch.manual_seed(0)
     model = TwoWays(function, shape_a, shape_b).double()
-    x = torch.randn(N, 4, dtype=torch.float64)
+    x = torch.randn(N, 2, dtype=torch.float64)
     check_same(model, convert_module_to_backpack(model, debug=False), x)
     check_quantities(model, x)
     with pytest.raises(NotImplementedError, match="KFRA.*KFLR"):
-        run(model, x, torch.randn(N, 3, dtype=x.dtype), KFRA())
+        run(convert(model), x, torch.randn(N, 3, dtype=x.dtype), KFRA())
 
 
 def positive_curvature(model, x, y):
@@ -1425,8 +1430,8 @@ def test_broadcast_with_positive_curvature(name):
     """The second derivative of a product is modified for both factors at once."""
     torch.manual_seed(0)
     model = TwoWays(*PRODUCTS[name]).double()
-    x, y = torch.randn(N, 4).double(), torch.randn(N, 3).double()
-    values, _ = run(model, x, y, PCHMP(modify="clip"))
+    x, y = torch.randn(N, 2).double(), torch.randn(N, 3).double()
+    values, _ = run(convert(model), x, y, PCHMP(modify="clip"))
     for key, matrix in positive_curvature(model, x, y).items():
         vectors = torch.randn(2, *model.get_parameter(key).shape, dtype=x.dtype)
         assert_agrees(values[key](vectors), products(matrix)(vectors), key)
@@ -1468,15 +1473,15 @@ def test_broadcast_with_parameter(name, size):
     model = Lambda(
         lambda self, x: function(self.w, self.b(x)),
         w=nn.Parameter(torch.rand(shape) + 0.5),
-        b=nn.Linear(4, 3),
+        b=nn.Linear(2, 3),
     ).double()
-    x = torch.randn(size, 4, dtype=torch.float64)
+    x = torch.randn(size, 2, dtype=torch.float64)
     check_same(model, convert_module_to_backpack(model, debug=False), x)
     walking = (DiagHessian, BatchDiagHessian, HMP, GGNMP)
     check_quantities(model, x, {} if once else dict.fromkeys(walking, ALONE))
     if once:
         y = torch.randn(size, 3, dtype=x.dtype)
-        factor = run(model, x, y, KFRA())[0]["b.bias"][0]
+        factor = run(convert(model), x, y, KFRA())[0]["b.bias"][0]
         # the average of what each sample makes of the sum of the loss's Hessians
         jacobians = [
             torch.autograd.functional.jacobian(
@@ -1521,7 +1526,7 @@ def test_samples_meet(name, ext):
     with pytest.raises(
         NotImplementedError, match="samples (meet|have met)|axis 0|KFLR"
     ):
-        run(model, x, y, ext())
+        run(convert(model), x, y, ext())
 
 
 # Parts of a forward that switch gradients, or types

@@ -18,7 +18,7 @@ from cases import make_extension
 import backpack
 from backpack import extensions
 
-ROOT = Path(__file__).parents[1]
+ROOT, TESTS = Path(__file__).parents[1], Path(__file__).parent
 DOCS = ROOT / "docs_src"
 MODULES = ["backpack"] + [
     info.name for info in walk_packages(backpack.__path__, "backpack.")
@@ -313,6 +313,19 @@ def test_links_lead_to_files(name: str):
                 re.sub(r"[^\w -]", "", t.lower()).replace(" ", "-") for t in titles
             ]
             assert not anchor or anchor in slugs, link
+
+
+def test_promises_name_tests():
+    """Tests that the table of promises names as `file::test[row]` exist."""
+    last, named = "", []
+    pattern = r"`(\w*)::(\w*)(?:\[[^`]*)?`|`(\w+)`: `\["
+    for file, name, alone in re.findall(pattern, (TESTS / "README.md").read_text()):
+        last = file or alone or last
+        if name and last != "x":
+            named.append((TESTS / f"test_{last}.py", f"def test_{name}("))
+    texts = {path: path.read_text() for path, _ in named}
+    assert len(named) > 200
+    assert [name for path, name in named if name not in texts[path]] == []
 
 
 def test_links_on_an_index_are_absolute(monkeypatch: pytest.MonkeyPatch):

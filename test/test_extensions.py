@@ -18,6 +18,7 @@ from typing import (
     Type,
 )
 
+import oracle as oracles
 import pytest
 import torch
 from cases import (
@@ -27,6 +28,7 @@ from cases import (
     LAYER_CASES,
     RECURRENT,
     Case,
+    Problem,
     classes,
     inverse,
     layer_case,
@@ -288,6 +290,29 @@ def run_all(case: Case) -> Tuple[Fields, Dict[str, Tensor]]:
     return run(case, *[name for name in QUANTITIES if is_defined(case, name)])
 
 
+@pytest.fixture(scope="module", autouse=True)
+def remembering() -> Iterator[None]:
+    """Let the oracle remember what it makes several quantities of a case from."""
+    parts = "individual_gradients", "model_jacobians", "loss_hessians", "layer_factors"
+    with pytest.MonkeyPatch.context() as patch:
+        for part in parts:
+            patch.setattr(oracles, part, lru_cache(32)(getattr(oracles, part)))
+        yield
+
+
+@lru_cache(maxsize=2)
+def build(case: Case) -> Problem:
+    """Build a case for the oracle, which knows it again.
+
+    Args:
+        case: The case.
+
+    Returns:
+        Model, loss and data.
+    """
+    return case.build()
+
+
 def check(
     case: Case, name: str, actual: Dict[str, Any], columns: Dict[str, Tensor]
 ) -> None:
@@ -299,7 +324,7 @@ def check(
         actual: Values by parameter.
         columns: Columns that were pulled back.
     """
-    quantity, problem = QUANTITIES[name], case.build()
+    quantity, problem = QUANTITIES[name], build(case)
     options = limit(quantity.options, len(problem.X[0]))
     if quantity.columns is not None:
         exact = columns.get(quantity.columns, columns.get("compact"))
@@ -342,7 +367,7 @@ def test_quantity(case: Case, name: str):
 def test_exact_columns(case: Case):
     """The exact columns factor the dense loss Hessian, one per feature."""
     _, columns = run_all(case)
-    problem = case.build()
+    problem = build(case)
     dense = loss_hessians(*problem)
     assert len(columns["exact"]) == dense.shape[-1]
     assert_agrees(loss_hessians(*problem, columns["exact"]), dense, case.id)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from cases import F64, N, Problem, Temperature, classes, like, randn, randomize
 from oracle import assert_agrees, batch_ggn, parameters, sample
 from support import WITHOUT_RULE
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.autograd import grad
 from torch.autograd.functional import hessian
 from torch.nn import Module, Sequential
@@ -1259,6 +1259,34 @@ class Counter(Module):
         return x.sin() * self.calls
 
 
+class GatedNoise(Module):
+    """Adds noise through a gate that is closed, which hides it from the output."""
+
+    def __init__(self, **options: Any):
+        """Create the gate, a parameter of one entry; options go to ``randn``."""
+        super().__init__()
+        self.gate, self.options = nn.Parameter(torch.zeros(())), options
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add noise to ``[N, *]``."""
+        noise = torch.randn(x.shape, dtype=x.dtype, **self.options)
+        return x.sin() + self.gate * noise
+
+
+class DrawnScale(OwnScale):
+    """Draws its scale, with a deviation that is zero."""
+
+    def __init__(self):
+        """Create mean and deviation."""
+        super().__init__()
+        self.deviation = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply the sine of ``[N, 4]``."""
+        noise = torch.empty_like(self.scale).normal_()
+        return x.sin() * (self.scale + self.deviation**2 * noise)
+
+
 def changed(model: Module) -> None:
     """Change a parameter behind autograd's back."""
     model[2].scale.data.mul_(1.5)
@@ -1278,6 +1306,9 @@ UNREPEATABLE = {
     ),
     "parameter changed": (OwnScale, changed),
     "random": (nn.RReLU, None),
+    "random, times a gate of zero": (GatedNoise, None),
+    "random, by its own generator": (lambda: GatedNoise(generator=Generator()), None),
+    "random, with a deviation of zero": (DrawnScale, None),
     "state": (Counter, None),
 }
 

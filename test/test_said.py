@@ -1002,14 +1002,10 @@ def test_converter_broadcasts(name: str) -> None:
     row = Row(lambda: Broadcast(name), randn(D))
     samples = reference(row)
     model, loss, X = row.build()
-    try:
-        converted = extend(model, use_converter=True)
-        value = row.run(converted, extend(loss), X)
-        with backpack(extensions.GGNMP(), DiagGGNExact()):
-            value.backward()
-    except REFUSALS as error:
-        assert re.search(r"(?i)broadcast|shape|Sum|mul|sub|add", str(error)), error
-        return
+    converted = extend(model, use_converter=True)
+    value = row.run(converted, extend(loss), X)
+    with backpack(extensions.GGNMP(), DiagGGNExact()):
+        value.backward()
     assert_fields(model, ["DiagGGNExact"], samples)
     for key, p in parameters(model).items():
         unit = torch.eye(p.numel(), dtype=F64).reshape(-1, *p.shape)

@@ -538,27 +538,57 @@ def test_losses_of_neighbours(loss: Callable[[], Module]) -> None:
     assert_refused(row, "BatchGrad")
 
 
-def without_batch(layer: Callable[[], Module], *shape: int) -> Row:
-    """Make a row in which a layer gets a sequence that has no batch axis."""
+def without_batch(layer: Callable[[], Module], *shape: int, width: int = D) -> Row:
+    """Make a row in which a layer gets a sample that has no batch axis."""
     return Row(
-        lambda: nn.Sequential(nn.Linear(D, D), First(layer()), nn.Linear(D, 2)),
+        lambda: nn.Sequential(First(layer()), nn.Tanh(), nn.Linear(width, 2)),
         randn(*shape, batch=N),
-        says=r"batch|axis|sequence|2.?(-?d|dim|axes)",
+        says=r"samples have met in `\w*(rnn|lstm|gru|attention|bmm|conv|linear)",
     )
 
 
-# [T, D] is a sequence, and no batch of samples
+def after_a_layer(layer: Callable[[], Module]) -> Callable[[], Module]:
+    """Make a layer whose sequence depends on parameters."""
+    return lambda: First(nn.Sequential(nn.Linear(D, D), First(layer())))
+
+
+# [T, D] is a sequence, [C, H, W] an image, and no batch of samples
 UNBATCHED = {
-    "rnn": without_batch(lambda: nn.RNN(D, D), D),
-    "lstm": without_batch(lambda: nn.LSTM(D, D), D),
-    "gru": without_batch(lambda: nn.GRU(D, D, batch_first=True), D),
-    "gru-of-two-layers": without_batch(lambda: nn.GRU(D, 2, 2, bidirectional=True), D),
-    "attention": without_batch(lambda: nn.MultiheadAttention(D, 2), D),
+    "rnn": without_batch(after_a_layer(lambda: nn.RNN(D, D)), D),
+    "lstm": without_batch(after_a_layer(lambda: nn.LSTM(D, D)), D),
+    "lstm-first": without_batch(lambda: nn.LSTM(D, D, batch_first=True), D),
+    "gru": without_batch(after_a_layer(lambda: nn.GRU(D, D, batch_first=True)), D),
+    "gru-of-two-layers": without_batch(
+        after_a_layer(lambda: nn.GRU(D, 2, 2, bidirectional=True)), D
+    ),
+    "gru-with-a-state": without_batch(
+        lambda: Lambda(
+            lambda m, x: m.f(x, m.h.tanh())[0],
+            f=nn.GRU(D, D, batch_first=True),
+            h=param(1, D),
+        ),
+        D,
+    ),
+    "gru-cell": without_batch(lambda: nn.GRUCell(N, D)),
+    "attention": without_batch(after_a_layer(lambda: nn.MultiheadAttention(D, 2)), D),
     "attention-batch-first": without_batch(
-        lambda: nn.MultiheadAttention(D, 2, batch_first=True), D
+        after_a_layer(lambda: nn.MultiheadAttention(D, 2, batch_first=True)), D
     ),
     "encoder-layer": without_batch(
         lambda: nn.TransformerEncoderLayer(D, 2, D, 0.0, batch_first=True), D
+    ),
+    "decoder-layer": without_batch(
+        lambda: Lambda(
+            lambda m, x: m.f(x, x.cos()), f=nn.TransformerDecoderLayer(D, 2, D, 0.0)
+        ),
+        D,
+    ),
+    "convolution": without_batch(lambda: nn.Conv1d(N, N, 3, padding=1), D),
+    "convolution-of-an-image": without_batch(lambda: nn.Conv2d(N, 3, 2), 3, 3, width=2),
+    "transposed-convolution": without_batch(lambda: nn.ConvTranspose1d(N, 3, 1), D),
+    "vector": without_batch(lambda: nn.Linear(N, D)),
+    "bilinear": without_batch(
+        lambda: Lambda(lambda m, x: m.f(x, x.sin()), f=nn.Bilinear(N, N, D))
     ),
 }
 
@@ -566,7 +596,7 @@ UNBATCHED = {
 @pytest.mark.parametrize("quantity", QUANTITIES)
 @pytest.mark.parametrize("row", UNBATCHED)
 def test_no_batch_axis(row: str, quantity: str) -> None:
-    """A sequence without a batch axis is refused."""
+    """A sample without a batch axis is refused."""
     assert_refused(UNBATCHED[row], quantity)
 
 

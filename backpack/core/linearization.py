@@ -19,7 +19,7 @@ from torch.nn import Module, Parameter
 from backpack.core.derivatives import generic
 from backpack.core.derivatives.stored import (
     OUTPUT_TYPE,
-    checked,
+    repeat,
     scratch_copy,
     stored_inputs,
 )
@@ -336,8 +336,8 @@ class Linearization:
         with torch.enable_grad(), disable():
             for position, x in zip(self.positions, xs):
                 arguments[position] = x.clone()
-            output = scratch_copy(self.module).forward(*arguments)
-            return xs, checked(self.module, output)
+            forward = scratch_copy(self.module).forward
+            return xs, repeat(self.module, forward, *arguments)
 
 
 class ParameterLinearization:
@@ -456,8 +456,8 @@ class ParameterLinearization:
         else:
             inputs[position] = param
         with torch.enable_grad(), disable():
-            output = functional_call(copy, own, tuple(inputs))
-        return param, checked(self.module, output)
+            arguments = functional_call, copy, own, tuple(inputs)
+            return param, repeat(self.module, *arguments)
 
 
 def _gradients(y: Tensor, xs: List[Tensor], delta: Tensor) -> Tuple[Tensor, ...]:

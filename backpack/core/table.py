@@ -134,9 +134,9 @@ LAYERS: Dict[Type[Module], Row] = {
     nn.GroupNorm: Row(normalization.GroupNormDerivatives(), WEIGHT_BIAS, 2),
     nn.Embedding: Row(EmbeddingDerivatives(), WEIGHT, 1),
     nn.PReLU: Row(PReLUDerivatives(), WEIGHT, 1),
-    nn.RNN: Row(RNNDerivatives(), None, 3, several_outputs=True),
-    nn.LSTM: Row(LSTMDerivatives(), None, 3, several_outputs=True),
-    nn.GRU: Row(GRUDerivatives(), None, 3, several_outputs=True),
+    nn.RNN: Row(RNNDerivatives(), None, several_outputs=True),
+    nn.LSTM: Row(LSTMDerivatives(), None, several_outputs=True),
+    nn.GRU: Row(GRUDerivatives(), None, several_outputs=True),
     # activations
     nn.ReLU: Row(activations.ReLUDerivatives()),
     nn.LeakyReLU: Row(activations.LeakyReLUDerivatives()),

@@ -260,7 +260,7 @@ def leave_call(
     if is_dynamo_compiling():
         traced = not is_grad_enabled()
         return None if traced else untraced(leave_call, module, args, kwargs, output)
-    frame = _pop_frame(module) if _THREAD.frames else None
+    frame = _pop_frame(module, sys._getframe(1)) if _THREAD.frames else None
     if type(kwargs) is _Guard:
         kwargs = dict(kwargs)  # the record would keep what keeps the record
     if output is None or frame is None or steps_aside():
@@ -270,10 +270,17 @@ def leave_call(
         return _record(module, args, kwargs, output, frame)
 
 
-def _pop_frame(module: Module) -> Optional[_Frame]:
+def _pop_frame(module: Module, caller: Any) -> Optional[_Frame]:
+    """End a module's call, unless it was stepped aside from, inside of one that runs.
+
+    As is the repetition for a checkpoint, or a call without gradients.
+    """
     frames = _THREAD.frames
     for position in reversed(range(len(frames))):
-        if frames[position].module is module:
+        frame = frames[position]
+        if frame.module is module:
+            if frame.running != id(caller) and _is_running(frame, caller):
+                return None
             while len(frames) > position + 1:
                 _leave_last()
             return _leave_last()

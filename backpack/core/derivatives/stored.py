@@ -1,13 +1,15 @@
 """A module's last call, as it is stored on the module, and copies to repeat it with."""
 
-from typing import Any, List, Tuple
+from typing import Any, Callable, List, Tuple
 
-from torch import Tensor, enable_grad
+import torch
+from torch import Generator, Tensor, enable_grad
 from torch.nn import Module, Parameter
+from torch.overrides import TorchFunctionMode
 
 from backpack.core.derivatives.generic import is_repetition
 from backpack.utils.hooks import message
-from backpack.utils.state import ask
+from backpack.utils.state import ask, is_traced
 from backpack.utils.subsampling import Subsampling, subsample
 from backpack.utils.types import Layer
 
@@ -17,10 +19,11 @@ NO_FLOAT_INPUT = (
 )
 NOT_REPEATED = (
     "{module} is differentiated by repeating its forward pass, but the repetition gave "
-    "another output: it draws random numbers, keeps a state, depends on the number of "
-    "samples, takes keyword arguments out of order, or something was modified after "
-    "the call (its parameters, or its output by a layer with inplace=True). Write it "
-    "without these, or register a module extension for it."
+    "another output, or drew random numbers, which a factor of zero may hide: it draws "
+    "some, keeps a state, depends on the number of samples, takes keyword arguments "
+    "out of order, or something was modified after the call (its parameters, or its "
+    "output by a layer with inplace=True). Write it without these, or register a "
+    "module extension for it."
 )
 OVERWRITTEN = "_backpack_overwritten"
 """Marks copies of modules whose output was modified in place after the call."""
@@ -154,6 +157,52 @@ def checked(module: Layer, output: Any) -> Tensor:
     return output
 
 
+class _OwnGenerators(TorchFunctionMode):
+    """Notes whether operations draw from a generator that they are given."""
+
+    drew = False
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation."""
+        values = (*args, *(kwargs or {}).values())
+        self.drew = self.drew or any(isinstance(x, Generator) for x in values)
+        return func(*args, **(kwargs or {}))
+
+
+def repeat(module: Layer, forward: Callable, *inputs: Any) -> Tensor:
+    """Repeat a module's forward pass.
+
+    Its output alone does not say whether it is the same: where random numbers are
+    multiplied by zero, derivatives with respect to that zero are others.
+
+    Args:
+        module: Module with stored output.
+        forward: The forward pass.
+        inputs: Its inputs.
+
+    Returns:
+        The first tensor of the repetition's output.
+
+    Raises:
+        RuntimeError: If it is not the stored one, or random numbers were drawn.
+    """
+    before = None if is_traced() else _random_state(module)
+    with _OwnGenerators() as own:
+        output = forward(*inputs)
+    drew = before is not None and not torch.equal(before, _random_state(module))
+    if own.drew or drew:
+        raise RuntimeError(message(NOT_REPEATED, module=module))
+    return checked(module, output)
+
+
+def _random_state(module: Layer) -> Tensor:
+    device = module.output.device
+    cuda = device.type == "cuda"
+    return torch.cuda.get_rng_state(device) if cuda else torch.get_rng_state()
+
+
 def evaluate(module: Layer) -> Tuple[Tensor, Tensor]:
     """Compute a module's output anew at its stored inputs, with a graph of its own.
 
@@ -172,4 +221,4 @@ def evaluate(module: Layer) -> Tuple[Tensor, Tensor]:
     x = x.detach().requires_grad_()
     with enable_grad():
         # a module may work in-place, which is forbidden on leaves
-        return x, checked(module, scratch_copy(module).forward(x.clone(), *others))
+        return x, repeat(module, scratch_copy(module).forward, x.clone(), *others)

@@ -54,7 +54,7 @@ class _Frame:
 
     __slots__ = (
         *("module", "call", "running", "start", "since", "tracker"),
-        *("outer", "row", "suspends", "taken"),
+        *("outer", "row", "suspends"),
     )
 
     def __init__(self, module: Module, running: int):
@@ -66,7 +66,6 @@ class _Frame:
         self.outer: Any = None  # record of the module around
         self.row: Optional[Row] = None  # if the call is a use as a whole
         self.suspends = False
-        self.taken: List[Tensor] = []  # inputs that are taken for samples
 
 
 class _Thread(threading.local):
@@ -204,8 +203,6 @@ def _start(frame: _Frame, args: Tuple, kwargs: Dict[str, Any]) -> None:
             inputs.append((x, k.placement))
         elif x.grad_fn is None and len(x) == n:
             inputs.append((x, FIRST))
-            if not isinstance(x, Parameter):  # of which nobody else would know
-                frame.taken.append(x)
     frame.tracker = _THREAD.tracker = Tracker(n, inputs)
     frame.tracker.owner, frame.tracker.root = frame.call, frame.call.module_ref
     frame.tracker.note_loss = _note_function
@@ -293,9 +290,6 @@ def _leave_last() -> _Frame:
     if frame.tracker is not None:
         _THREAD.tracker = None
         _remove_mode(frame.tracker)
-        for x in frame.taken:  # in the next call, it may be something else
-            if placement_of(x, frame.tracker.key) is FIRST and x.grad_fn is None:
-                vars(x).pop(MARK)
     elif tracker is not None:
         tracker.owner = frame.outer
         if frame.suspends:

@@ -8,6 +8,7 @@ each such constant, and where its output sits in the graph is remembered.
 
 from __future__ import annotations
 
+import weakref
 from types import FunctionType
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
@@ -174,7 +175,9 @@ class Tracker(TorchFunctionMode):
         self._given: Optional[Set[int]] = None  # computed tensors that are parameters
         self._marks: Dict[int, Mark] = {}
         for x, placement in inputs:
-            self._place(x, placement)
+            self.key.inputs[id(x)] = weakref.ref(x), placement
+            if isinstance(x, Parameter):  # of which the graph knows nothing else
+                self._place(x, placement)
 
     def suspend(self) -> None:
         """Stop watching: a layer is called that is looked at as a whole."""
@@ -245,7 +248,7 @@ class Tracker(TorchFunctionMode):
                 known = mark and mark[0] is self.key
                 if known and is_function(x.grad_fn):
                     known = self._is_known(x, mark[1])
-                placement = mark[1] if known else self._unmarked(x)
+                placement = mark[1] if known else self.find_placement(x)
                 needs_gradient = x.requires_grad
                 if placement is not None:
                     data.append(x)

@@ -86,6 +86,27 @@ class Tied(Module):
         return self.head(self.embedding(ids).sin())
 
 
+class Positions(Module):
+    """Layers that never see the data: what they compute meets it later."""
+
+    def __init__(self):
+        """Create the layers."""
+        super().__init__()
+        self.table, self.mixer = nn.Embedding(4, 4), nn.Linear(4, 4)
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add a row that is computed from parameters alone.
+
+        Args:
+            x: Input ``[N, 4]``.
+
+        Returns:
+            Prediction.
+        """
+        return self.last(x + self.mixer(self.table(torch.tensor(2))))
+
+
 class Recurrent(Module):
     """A layer with several outputs, of different nodes of the graph."""
 
@@ -139,6 +160,7 @@ SINGLE_OUTPUT: Dict[str, Callable[[], Tuple[Module, Tensor]]] = {
         nn.Sequential(nn.Linear(4, 3), nn.ELU(inplace=True), nn.Identity()),
         torch.rand(N, 4),
     ),
+    "positions": lambda: (Positions(), torch.rand(N, 4)),
     "own_leaf": lambda: (
         nn.Sequential(Residual(), nn.Linear(4, 3)),
         torch.rand(N, 4).requires_grad_(),

@@ -302,6 +302,15 @@ def descends_inside(m: Module, x: Tensor) -> Tensor:
     return m.g(m.f(x).tanh() @ m.w - m.f(z).tanh() @ m.w)
 
 
+@layers()
+def calls_itself(m: Module, x: Tensor) -> Tensor:
+    """Start from a prediction of one's own, as self-conditioned models do."""
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            x = x + m(x).sum(1, keepdim=True)
+    return m.g(m.f(x).tanh() @ m.w)
+
+
 class Offset(Module):
     """A layer that is called with no tensor, but a shape."""
 
@@ -354,6 +363,7 @@ PASSES = {
     "differentiates-inside": differentiates_inside,
     "steps-inside": steps_inside,
     "descends-inside": descends_inside,
+    "calls-itself": calls_itself,
     "takes-a-shape": takes_a_shape,
 }
 FORWARD_PASSES = {
@@ -510,8 +520,32 @@ def checkpointed(reentrant: bool) -> Row:
     )
 
 
+def differentiates() -> Row:
+    """Make a row whose model looks for inputs where its first layer is small."""
+
+    def function(m: Module, x: Tensor) -> Tensor:
+        z = x.detach().requires_grad_()
+        (g,) = torch.autograd.grad(m.f(z).tanh().pow(2).sum(), z)
+        return m.g(m.f(x - 0.1 * g.detach()).tanh() * m.p)
+
+    return Row(
+        lambda: Lambda(function, f=nn.Linear(D, D), p=param(D), g=nn.Linear(D, 2)),
+        randn(D),
+    )
+
+
 def test_checkpoint() -> None:
     """A part that is computed again is right."""
+    assert_right(checkpointed(reentrant=False))
+
+
+def test_checkpoint_that_is_computed_again_inside() -> None:
+    """A model that differentiates runs a second time while it runs a first time."""
+    depth = torch._C._len_torch_function_stack()
+    whole = partial(checkpoint, use_reentrant=False)
+    row = differentiates()._replace(predict=lambda m, X: whole(m, *X))
+    assert_right(row)
+    assert torch._C._len_torch_function_stack() == depth
     assert_right(checkpointed(reentrant=False))
 
 

@@ -30,7 +30,7 @@ from backpack.engine.parameters import (
     in_type_of,
 )
 from backpack.engine.pull_columns import PullColumns
-from backpack.engine.record import RELEASED, Call, lock_of
+from backpack.engine.record import RELEASED, Call, clear_others, lock_of
 from backpack.engine.turn import Turn
 from backpack.engine.user_hooks import guard_all
 from backpack.engine.uses import Entry, Use, listen
@@ -262,11 +262,11 @@ class BackwardPass:
         for call in self._idle if self._is_filtered else ():
             if not call.released:
                 self._pass_by(call)
-        self._idle.clear()
-        self._gradients.clear()
-        self._own.clear()
-        self.kept.clear()
-        self._groups_of.clear()
+        if self.inspection is not None and not self._keeps_io:
+            clear_others(self.inspection.calls)
+        gradients, groups = self._gradients, self._groups_of
+        for kept in (self._idle, gradients, self._own, self.kept, groups):
+            kept.clear()
         self.inspection, self._inputs = None, None
         self.pull_back.forget_all()  # they refer to each other
 

@@ -13,6 +13,7 @@ from functools import lru_cache
 from threading import RLock
 from typing import (
     Any,
+    Collection,
     ContextManager,
     Dict,
     Iterable,
@@ -348,3 +349,17 @@ def clear_stored(module: Module) -> None:
         with lock_of(module):
             for name in attributes.pop(_STORED, ()):
                 attributes.pop(name, None)
+
+
+def clear_others(calls: Collection[Call]) -> None:
+    """Clear modules that were called inside of others, and have no turn of their own.
+
+    Such as those that never see what depends on inputs.
+
+    Args:
+        calls: The calls that have a turn.
+    """
+    for call in [ref() for outer in calls for ref in outer.inside]:
+        module = None if call is None or call in calls else call.module_ref()
+        if module is not None:
+            clear_stored(module)

@@ -9,22 +9,21 @@ each such constant, and where its output sits in the graph is remembered.
 from __future__ import annotations
 
 import weakref
-from types import FunctionType
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor, is_grad_enabled, strided
 from torch._C._functorch import peek_interpreter_stack
 from torch.compiler import is_dynamo_compiling
-from torch.nn import Parameter, functional
+from torch.nn import Parameter
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from backpack.core.layout import Layout, Mixed, Placement, sample_numbers, simplify
 from backpack.core.operations import find_operation
-from backpack.core.table import LOSS_FUNCTIONS
 from backpack.engine import saved as saved_tensors
+from backpack.engine.functions import KINDS, Kind, kind_of
 from backpack.engine.gaps import (
     CONSTANT,
     NESTED,
@@ -39,21 +38,6 @@ from backpack.engine.user_hooks import guard
 from backpack.engine.uses import Constant, Use, edge_of, on_one_node
 from backpack.utils.compiling import untraced
 
-# Methods and properties that return no tensor, or change nothing of one
-_QUIET = frozenset(
-    "size dim is_floating_point stride numel __len__ is_contiguous get_device "
-    "ndimension "
-    "is_complex item __bool__ tolist __int__ __float__ element_size storage_offset "
-    "data_ptr __repr__ __format__ __hash__ register_hook __contains__ __index__ "
-    "is_same_size untyped_storage retain_grad numpy __str__ is_set_to is_shared "
-    "is_pinned has_names dim_order __reduce_ex__ __deepcopy__ is_inference "
-    "is_conj is_neg is_signed type_ __dir__ _has_compatible_shallow_copy_type "
-    "_is_view register_post_accumulate_grad_hook get_default_dtype".split()
-)
-# Those that make numbers of Python
-_READS = frozenset("item tolist numpy __bool__ __int__ __float__ __index__".split())
-# Properties that are tensors
-_TENSOR_PROPERTIES = frozenset("T mT H mH data real imag".split())
 _SHAPELESS = {UninitializedParameter, UninitializedBuffer}  # of lazy layers
 
 ONE_SAMPLE = (
@@ -86,61 +70,6 @@ class View(NamedTuple):
             Its shape, strides and offset.
         """
         return cls(x.shape, x.stride(), x.storage_offset())
-
-
-class Kind(NamedTuple):
-    """What is known of an operation by its name."""
-
-    name: str
-    is_quiet: bool
-    writes: bool
-    opened: Optional[Callable]
-    is_loss: bool
-
-
-def _without_overrides(func: FunctionType) -> Callable:
-    """Copy a function of PyTorch that is written in Python, to look inside.
-
-    The original asks for overrides first, and would be handed to the mode as a whole.
-    """
-    names = dict(func.__globals__)
-    for name in ("has_torch_function", "has_torch_function_variadic"):
-        names[name] = lambda *_: False
-    names["has_torch_function_unary"] = lambda _: False
-    copy = FunctionType(
-        func.__code__, names, func.__name__, func.__defaults__, func.__closure__
-    )
-    copy.__kwdefaults__ = func.__kwdefaults__
-    return copy
-
-
-# Functions in Python that parameters enter in several places
-_OPENED = {
-    func: _without_overrides(func)
-    for func in (functional.multi_head_attention_forward,)
-}
-
-_KINDS: Dict[Any, Kind] = {}
-
-
-def _kind_of(func: Any) -> Kind:
-    """Classify an operation; asked once for each."""
-    name = getattr(func, "__name__", str(func))
-    is_property = name == "__get__"
-    if is_property:
-        name = getattr(getattr(func, "__self__", None), "__name__", name)
-    quiet = name in _QUIET or (is_property and name not in _TENSOR_PROPERTIES)
-    quiet = quiet or name in ("__set__", "__delete__", "backward")
-    quiet = quiet or func is torch.autograd.grad  # asks for these very tensors
-    writes = (
-        (name.endswith("_") and not name.endswith("__"))
-        or name == "__setitem__"
-        or (name.startswith("__i") and name not in ("__invert__", "__index__"))
-    )
-    kind = _KINDS[func] = Kind(
-        name, quiet, writes, _OPENED.get(func), func in LOSS_FUNCTIONS
-    )
-    return kind
 
 
 class Tracker(TorchFunctionMode):
@@ -206,13 +135,13 @@ class Tracker(TorchFunctionMode):
         if is_dynamo_compiling():
             run = Tracker.__torch_function__
             return untraced(run, self, func, types, args, kwargs)
-        kind = _KINDS.get(func) or _kind_of(func)
+        kind = KINDS.get(func) or kind_of(func)
         kwargs = kwargs or {}
         if kind.is_quiet or self.suspended or peek_interpreter_stack() is not None:
             if kind.name == "register_hook" and len(args) == 2:
                 x, hook = args
                 args = x, guard(x, hook, self._finder.of(x) is None)
-            elif kind.name in _READS and not is_grad_enabled():
+            elif kind.reads and not is_grad_enabled():
                 self._finder.is_unsure = True
             return func(*args, **kwargs)  # a transform's tensors are no samples'
         data: List[Tensor] = []

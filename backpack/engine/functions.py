@@ -1,0 +1,104 @@
+"""What is known of PyTorch's functions by their names, before they run."""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Any, Callable, Dict, NamedTuple, Optional
+
+import torch
+from torch.nn import functional
+
+from backpack.core.table import LOSS_FUNCTIONS
+
+# Methods and properties that return no tensor, or change nothing of one
+_QUIET = frozenset(
+    "size dim is_floating_point stride numel __len__ is_contiguous get_device "
+    "ndimension "
+    "is_complex item __bool__ tolist __int__ __float__ element_size storage_offset "
+    "data_ptr __repr__ __format__ __hash__ register_hook __contains__ __index__ "
+    "is_same_size untyped_storage retain_grad numpy __str__ is_set_to is_shared "
+    "is_pinned has_names dim_order __reduce_ex__ __deepcopy__ is_inference "
+    "is_conj is_neg is_signed type_ __dir__ _has_compatible_shallow_copy_type "
+    "_is_view register_post_accumulate_grad_hook get_default_dtype".split()
+)
+# Those that make numbers of Python
+_READS = frozenset("item tolist numpy __bool__ __int__ __float__ __index__".split())
+# Properties that are tensors
+_TENSOR_PROPERTIES = frozenset("T mT H mH data real imag".split())
+
+
+class Kind(NamedTuple):
+    """What is known of an operation by its name.
+
+    Attributes:
+        name: Its name.
+        is_quiet: Whether it returns no tensor, or changes nothing of one.
+        reads: Whether it makes numbers of Python.
+        writes: Whether it writes to its first operand.
+        opened: The same function, to look inside; ``None`` to take it as a whole.
+        is_loss: Whether it is a loss.
+    """
+
+    name: str
+    is_quiet: bool
+    reads: bool
+    writes: bool
+    opened: Optional[Callable]
+    is_loss: bool
+
+
+def _without_overrides(func: FunctionType) -> Callable:
+    """Copy a function of PyTorch that is written in Python, to look inside.
+
+    The original asks for overrides first, and would be handed to the mode as a whole.
+    """
+    names = dict(func.__globals__)
+    for name in ("has_torch_function", "has_torch_function_variadic"):
+        names[name] = lambda *_: False
+    names["has_torch_function_unary"] = lambda _: False
+    copy = FunctionType(
+        func.__code__, names, func.__name__, func.__defaults__, func.__closure__
+    )
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
+# Functions in Python that parameters enter in several places
+_OPENED = {
+    func: _without_overrides(func)
+    for func in (functional.multi_head_attention_forward,)
+}
+
+KINDS: Dict[Any, Kind] = {}  # of operations that have been seen
+
+
+def kind_of(func: Any) -> Kind:
+    """Classify an operation; asked once for each.
+
+    Args:
+        func: The operation.
+
+    Returns:
+        What is known of it, which is remembered in ``KINDS``.
+    """
+    name = getattr(func, "__name__", str(func))
+    is_property = name == "__get__"
+    if is_property:
+        name = getattr(getattr(func, "__self__", None), "__name__", name)
+    quiet = name in _QUIET or (is_property and name not in _TENSOR_PROPERTIES)
+    quiet = quiet or name in ("__set__", "__delete__", "backward")
+    quiet = quiet or func is torch.autograd.grad  # asks for these very tensors
+    writes = (
+        (name.endswith("_") and not name.endswith("__"))
+        or name == "__setitem__"
+        or (name.startswith("__i") and name not in ("__invert__", "__index__"))
+    )
+    kind = KINDS[func] = Kind(
+        name,
+        quiet,
+        name in _READS,
+        writes,
+        _OPENED.get(func),
+        func in LOSS_FUNCTIONS,
+    )
+    return kind

@@ -176,7 +176,10 @@ class backpack(AbstractContextManager):  # noqa: N801
                 costs nothing.
             gradient: Whether ``backward()`` accumulates gradients. If not, weights'
                 gradients are not even computed, ``.grad`` of all tensors stays what it
-                was, and hooks for gradients of parameters do not run. The model must
+                was, and hooks for gradients of parameters do not run. A single column
+                that all quantities are computed from may go through the model instead
+                of the gradient: who registers a hook for a tensor inside of the model,
+                or retains its gradient, shall do so in the forward pass. The model must
                 not be called by way of ``DistributedDataParallel``, which waits for
                 gradients; its ``no_sync()`` does not. Default: ``True``.
 

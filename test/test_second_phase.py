@@ -5,6 +5,7 @@ models elsewhere. Here are their options, what becomes of ``.grad``, what is ref
 """
 
 import gc
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
@@ -29,11 +30,13 @@ from torch.utils.checkpoint import checkpoint
 from backpack import backpack, extend
 from backpack.core.per_sample.base import PerSample
 from backpack.extensions import (
+    BatchDiagGGNMC,
     BatchGrad,
     BatchJacobian,
     BatchL2Grad,
     ClippedGrad,
     DiagGGNExact,
+    DiagGGNMC,
     WeightedGrad,
 )
 from backpack.extensions.backprop_extension import BackpropExtension
@@ -134,13 +137,21 @@ CALLED = [case for case in STRUCTURES if case.id not in ("functional", "transpos
 ROWS = [MLP, SUM, *LAYER_CASES, *CALLED]
 
 
+ASKED: Dict[str, Tuple[Callable[[], BackpropExtension], ...]] = {
+    "several": (BatchGrad, BatchL2Grad, partial(WeightedGrad, inverse), DiagGGNExact),
+    "one column": (DiagGGNMC, BatchDiagGGNMC),
+}
+
+
 @pytest.mark.parametrize("case", ROWS, ids=lambda case: case.id)
-def test_without_gradient(case: Case):
+@pytest.mark.parametrize("asked", ASKED)
+def test_without_gradient(asked: str, case: Case):
     """Without gradients, quantities are the same, and ``.grad`` is what it was."""
-    make = (BatchGrad, BatchL2Grad, partial(WeightedGrad, inverse), DiagGGNExact)
+    make = ASKED[asked]
     values: List[List[Tensor]] = []
     for gradient in (True, False):
         model, loss, X, y = extended(case)
+        torch.manual_seed(0)
         params = list(parameters(model).values())
         if not gradient:
             params[0].grad = old = torch.ones_like(params[0])
@@ -195,6 +206,9 @@ SETTINGS: Dict[str, Tuple[Callable[[], Tuple], Dict[str, Any], int]] = {
     "with": (lambda: (), {}, 3),
     "without": (lambda: (BatchL2Grad(),), {"gradient": False}, 1),
     "no extensions": (lambda: (), {"gradient": False}, 1),
+    # the pass that runs anyway has one
+    "one column": (lambda: (BatchDiagGGNMC(),), {"gradient": False}, 1),
+    "two columns": (lambda: (BatchDiagGGNMC(mc_samples=2),), {"gradient": False}, 3),
 }
 
 
@@ -209,6 +223,80 @@ def test_gradients_of_weights_are_not_formed(name: str):
     with backpack(*make(), **options), Counts() as counts:
         value.backward()
     assert counts.products == expected
+
+
+class Inner(nn.Module):
+    """Two layers, and somebody who looks at what is between them."""
+
+    def __init__(self, look: Callable[[Tensor], Any]):
+        """Make the layers."""
+        super().__init__()
+        self.first, self.second, self.look = nn.Linear(3, 3), nn.Linear(3, 2), look
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the output."""
+        inside = self.first(x).tanh()
+        self.look(inside)
+        return self.second(inside)
+
+
+def nowhere(x: Tensor) -> None:
+    """Don't look."""
+
+
+class Looks(NamedTuple):
+    """Where a user looks at gradients, and how losses are made."""
+
+    inside: bool = False
+    output: bool = False
+    loss: Callable[[Callable, Tensor, Tensor], Tensor] = lambda f, x, y: f(x, y)
+
+
+LOOKS = {
+    "inside": Looks(inside=True),
+    "output": Looks(output=True),
+    "halved": Looks(loss=lambda f, x, y: f(x, y) / 2),
+    "twice": Looks(loss=lambda f, x, y: f(x, y) + f(2 * x, y)),
+    "regularized": Looks(loss=lambda f, x, y: f(x, y) + x.square().sum()),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of what is no part of second order
+@pytest.mark.parametrize("how", ["register_hook", "retain_grad"])
+@pytest.mark.parametrize("where", LOOKS)
+def test_who_looks_sees_gradients(where: str, how: str):
+    """They are those of the loss, also where nobody else wants gradients."""
+    row, values, found = LOOKS[where], [], []
+    for context in (None, {}, {"gradient": False}):
+        log: List[Tensor] = []
+
+        def look(x: Tensor, seen: List[Tensor] = log) -> None:
+            if how == "register_hook":
+                x.register_hook(lambda g: seen.append(g.clone()))
+            else:
+                x.retain_grad()
+                seen.append(x)
+
+        torch.manual_seed(0)
+        model = extend(Inner(look if row.inside else nowhere).to(F64))
+        loss, x = extend(nn.MSELoss()), torch.rand(4, 3, dtype=F64)
+        output = model(x)
+        if row.output:
+            look(output)
+        value = row.loss(loss, output, torch.zeros(4, 2, dtype=F64))
+        ext = DiagGGNMC()
+        with nullcontext() if context is None else backpack(ext, **context):
+            value.backward()
+        found.append([x.grad if how == "retain_grad" else x for x in log])
+        if context is not None:
+            values.append([getattr(p, ext.savefield) for p in model.parameters()])
+    plain, *others = found
+    for some in others:
+        assert len(some) == len(plain) == (row.inside or row.output)
+        for gradient, expected in zip(some, plain):
+            assert_agrees(gradient, expected)
+    for one, other in zip(*values):
+        assert_agrees(one, other)
 
 
 def test_other_leaves():

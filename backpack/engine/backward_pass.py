@@ -67,6 +67,7 @@ class BackwardPass:
         pull_back: What losses have pulled back.
         inspection: What the graph looks like, if it is known.
         accumulated: Which gradients autograd accumulates.
+        gradients: What has arrived at uses: columns with V = 1 at each output.
         kept: What extensions keep until all parameters have had their turn.
         reductions: How the extended losses reduce, as their modules say.
     """
@@ -106,28 +107,27 @@ class BackwardPass:
         self.dropouts: Dict[Call, GradientEdge] = {}
         self.saved_alone: Set[Tuple[Any, Parameter]] = set()
         self.inspection: Optional[Inspection] = None
-        self._inputs = inputs
-        exts = current.active_exts
+        self._inputs, exts = inputs, current.active_exts
         plain = [x for x in exts if not x.expects_backpropagation_quantities()]
         self._needs_gradients = current.check or bool(plain)
         self._groups_of: Dict[Use, List[Group]] = {}
         self._is_filtered = inputs is None
         self._at_output = [x for x in plain if x.pulls_columns]
-        self._gradients: Dict[Use, List[Optional[Tensor]]] = {}
+        self.gradients: Dict[Use, List[Optional[Tensor]]] = {}
         self._own: Dict[Use, Products] = {}
         self._waiting: Dict[Call, int] = {}
         self.pull_back = PullColumns(self)
         if current.report is not None:
-            current.report.begin(current.active_exts)
+            current.report.begin(exts)
         self.kept: Dict[Any, Any] = {}
         self.reductions: List[Optional[str]] = []
         self._idle: Dict[Call, List[Node]] = {}
-        if (current.active_exts or not current.gradient) and roots:
+        if (exts or not current.gradient) and roots:
             self.inspection = Inspection(roots)
             self._find_groups(list(self.inspection.uses))
             self._inspect(inputs)
             losses = [c.loss_module for c in self.inspection.calls if c.is_loss]
-            self.reductions = [getattr(loss, "reduction", None) for loss in losses]
+            self.reductions = [getattr(x, "reduction", None) for x in losses]
             guard_all(self.inspection, exts)
             if current.check and self._separating:
                 check_isolation(self.inspection, current)
@@ -264,7 +264,7 @@ class BackwardPass:
                 self._pass_by(call)
         if self.inspection is not None and not self._keeps_io:
             clear_others(self.inspection.calls)
-        gradients, groups = self._gradients, self._groups_of
+        gradients, groups = self.gradients, self._groups_of
         for kept in (self._idle, gradients, self._own, self.kept, groups):
             kept.clear()
         self.inspection, self._inputs = None, None
@@ -314,7 +314,7 @@ class BackwardPass:
         if use.released and groups:
             text = RELEASED.format(module=use.describe())
             raise RuntimeError(text)
-        self._gradients[use] = [None if g is None else g.unsqueeze(0) for g in g_out]
+        self.gradients[use] = [None if g is None else g.unsqueeze(0) for g in g_out]
         for group in list(groups):
             group.pending -= 1
             if not group.pending:
@@ -328,7 +328,7 @@ class BackwardPass:
         if self._separating:
             who = partial(names_of, self._separating)
             for use in group.uses:
-                cotangents = self._gradients[use]
+                cotangents = self.gradients[use]
                 if all([type(place) is Layout for place in use.placements]):
                     continue
                 if any([g is not None for g in cotangents]):
@@ -348,7 +348,7 @@ class BackwardPass:
             groups = self._groups_of[use]
             groups.remove(group)
             if not groups:
-                self._gradients.pop(use, None)
+                self.gradients.pop(use, None)
                 self._own.pop(use, None)
                 if not self._keeps_io:
                     use.release()
@@ -385,7 +385,7 @@ class BackwardPass:
             Products with V = 1 for each of its constants.
         """
         if use not in self._own:
-            self._own[use] = use.products(self._gradients[use], self.nodes(use))
+            self._own[use] = use.products(self.gradients[use], self.nodes(use))
         return self._own[use]
 
     def size_of_terms(self, use: Use) -> Tuple[float, float]:
@@ -397,7 +397,7 @@ class BackwardPass:
         Returns:
             Sum of its cotangents' absolute values, times the largest operand; and eps.
         """
-        given = [g for g in self._gradients[use] if g is not None]
+        given = [g for g in self.gradients[use] if g is not None]
         size = sum(float(full_precision(g).abs().sum()) for g in given)
         eps = max((torch.finfo(g.dtype).eps for g in given), default=0.0)
         data = None if use.operation is None else use.operation.data

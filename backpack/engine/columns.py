@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any, Iterator, List, Tuple
+from typing import Any, Iterator, List, Optional, Tuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
 
 from backpack.core.layout import FIRST, Layout, once, ranks, sample_numbers
 from backpack.core.table import find_loss
-from backpack.engine.graph import Origin
+from backpack.engine.graph import Inspection, Origin, is_leaf
 from backpack.engine.record import Call
 from backpack.engine.turn import Turn
 from backpack.utils.hooks import message
@@ -43,6 +44,31 @@ def check_first_argument(loss: Call, ext: Any) -> None:
             f"prediction, has no graph, but argument {others[0]} has. Pass the "
             "prediction first, and the target after it."
         )
+
+
+def find_gateway(inspection: Inspection, edge: GradientEdge) -> Optional[Node]:
+    """Find the node that hands the gradient of a loss on to the model.
+
+    Args:
+        inspection: What the graph looks like.
+        edge: Where the loss's input sits in it.
+
+    Returns:
+        The node; ``None`` if there are several such, other ways to a leaf, or losses
+        elsewhere.
+    """
+    nodes = list(dict.fromkeys(root.node for root in inspection.roots))
+    last: List[Node] = []
+    for node in nodes:  # which grow meanwhile
+        for parent, number in node.next_functions:
+            if parent is edge.node and number == edge.output_nr:
+                last.append(node)
+            elif parent is edge.node or is_leaf(parent):
+                return None
+            elif parent is not None and parent not in nodes:
+                nodes.append(parent)
+    losses = [n for c, ends in inspection.calls.items() if c.is_loss for n in ends]
+    return last[0] if len(last) == 1 and set(losses) <= set(nodes) else None
 
 
 def columns_of(source: Any, loss: Call, derivatives: Any) -> Iterator[Tensor]:

@@ -19,15 +19,16 @@ from backpack.engine.columns import (
     MAX_COLUMNS,
     check_first_argument,
     columns_of_loss,
+    find_gateway,
     identity_columns,
 )
 from backpack.engine.graph import Origin, Target, targets_below, will_run
 from backpack.engine.parameters import Group
 from backpack.engine.turn import EXTEND_LOSS, Turn, refuse_several_calls
-from backpack.engine.user_hooks import warn_of_hooks
+from backpack.engine.user_hooks import sees_gradients, warn_of_hooks
 from backpack.engine.uses import Use, refuse
 from backpack.utils.hooks import EXTENDED, message, name_module, without_hooks
-from backpack.utils.parallel import gathered
+from backpack.utils.parallel import gathered, is_parallel
 
 OTHER_SAMPLES = (
     "{ext}: the loss {loss} has {loss_size} samples, but {size} went into {module}, so "
@@ -82,6 +83,8 @@ class PullColumns:
         # number of columns that went from module to module, of all losses so far
         self._walking: Dict[Any, int] = {}
         self._of_losses: Set[Module] = set()  # with all modules inside
+        # what exchanges the gradient at the loss for a column
+        self._exchanging: Any = None
 
     def meet(self, turn: Turn, extensions: List[Any]) -> None:
         """Pull the columns of a loss back for all extensions that use them.
@@ -107,7 +110,8 @@ class PullColumns:
             make = partial(columns_of_loss, source, turn)
             if not source.is_exact:  # not to be drawn twice
                 make = partial(iter, list(make()))
-            self._start(Origin(loss, edge, loss.placement), make, some)
+            alone = len(by_source) == 1
+            self._start(Origin(loss, edge, loss.placement), make, some, alone)
 
     def meet_output(self, extensions: List[Any]) -> None:
         """Pull the identity back from the model's output, for its Jacobian.
@@ -135,6 +139,7 @@ class PullColumns:
         origin: Origin,
         columns: Callable[[], Iterator[Tensor]],
         extensions: List[Any],
+        alone: bool = False,
     ) -> None:
         """Pull columns back from a loss or an output, and store or reduce them."""
         loss, edge = origin.call, origin.edge
@@ -159,6 +164,11 @@ class PullColumns:
         chunks = columns()
         first = next(chunks)
         many = len(first) == MAX_COLUMNS
+        if alone and len(first) == 1 and not customized:
+            second = next(chunks, None)
+            chunks = iter([]) if second is None else chain([second], chunks)
+            if second is None and self._carry(edge, first[0], list(groups), extensions):
+                return
         at_once: Dict[Group, List[Any]] = {}
         keep: Dict[Group, List[Any]] = {}
         for group in groups:
@@ -230,6 +240,58 @@ class PullColumns:
                 _add(self._values, key, key[0].finish(last[key], total), key[0].add)
             else:
                 _add(self._statistics, key, total, key[0].combine)
+
+    def _carry(
+        self, edge: GradientEdge, column: Tensor, groups: List[Group], exts: List[Any]
+    ) -> bool:
+        """Let the running backward pass carry a single column in place of the gradient.
+
+        Nobody needs the gradient then, and nothing has to be pulled back twice.
+
+        Args:
+            edge: Where the loss input sits in the graph.
+            column: The column ``[N, *]`` there.
+            groups: The parameters that the column reaches.
+            exts: All extensions that use it.
+
+        Returns:
+            Whether it does.
+        """
+        running, current = self._running, self._running.state
+        inspection, active = running.inspection, current.active_exts
+        # torch.autograd.grad returns them, a graph is for derivatives of theirs
+        needed = current.gradient or running.accumulated.inputs is None
+        if needed or torch.is_grad_enabled() or inspection is None or is_parallel():
+            return False
+        if any(x not in exts for x in active):
+            return False
+        if not all([g.is_simple and not g.uses[0].released for g in groups]):
+            return False
+        modules = [call.module for call in inspection.calls]
+        if any(ext.is_customized(module) for ext in active for module in modules):
+            return False
+        node = None if sees_gradients(inspection) else find_gateway(inspection, edge)
+        if node is None:
+            return False
+
+        def exchange(gradients: Tuple, _: Any) -> Tuple:
+            place, edges = (edge.node, edge.output_nr), node.next_functions
+            return tuple(
+                column if to == place else g for g, to in zip(gradients, edges)
+            )
+
+        self._exchanging = node.register_hook(exchange)
+        for group in groups:
+            for ext in exts:
+                self._covered.add((ext, group))
+                self._waiting[ext, group] = [0]
+        return True
+
+    def _columns_at(self, use: Use, source: Any) -> Cotangents:
+        """Return the columns that were stored at a use, or carried there."""
+        if self._exchanging is not None:
+            return self._running.gradients[use]
+        return self._stored[use][source]
 
     def _products(
         self, at_once: Dict[Group, List[Any]], pulled: Dict[Any, Cotangents]
@@ -356,8 +418,8 @@ class PullColumns:
         def of(use: Use) -> Any:
             formed, key = self._formed.setdefault(use, {}), (source, numbers)
             if key not in formed:
-                columns = self._stored[use][source]
-                count = next(len(x) for x in columns if x is not None)
+                columns = self._columns_at(use, source)
+                count = next((len(x) for x in columns if x is not None), 1)
                 if len(numbers) < count:
                     some = list(numbers)
                     columns = [None if x is None else x[some] for x in columns]
@@ -380,6 +442,8 @@ class PullColumns:
     def forget_all(self) -> None:
         """Forget everything, the backward pass included."""
         self._running = None
+        if self._exchanging is not None:
+            self._exchanging.remove()
         for store in (self._stored, self._formed, self._values, self._statistics):
             store.clear()
 

@@ -34,7 +34,7 @@ from backpack.engine.gaps import (
 )
 from backpack.engine.graph import MEETING, SILENT
 from backpack.engine.placements import FORGET, MARK, Finder, Mark, Pass
-from backpack.engine.user_hooks import guard
+from backpack.engine.user_hooks import SEEN, guard
 from backpack.engine.uses import Constant, Use, edge_of, on_one_node
 from backpack.utils.compiling import untraced
 
@@ -138,6 +138,8 @@ class Tracker(TorchFunctionMode):
         kind = KINDS.get(func) or kind_of(func)
         kwargs = kwargs or {}
         if kind.is_quiet or self.suspended or peek_interpreter_stack() is not None:
+            if kind.name in ("register_hook", "retain_grad") and args[0].grad_fn:
+                args[0].grad_fn.metadata[SEEN] = True
             if kind.name == "register_hook" and len(args) == 2:
                 x, hook = args
                 args = x, guard(x, hook, self._finder.of(x) is None)

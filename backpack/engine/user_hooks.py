@@ -36,6 +36,7 @@ BACKWARD_HOOKS = (
 )
 
 _HOOKED = "BackwardHookFunctionBackward"  # where a module's hooks see the gradient
+SEEN = "backpack.seen"  # where users look at the gradient of what a model computes
 _WATCHED = "backpack.watched"  # where such a node says that we look at its hooks
 
 
@@ -108,6 +109,24 @@ def guard_all(inspection: Inspection, extensions: Sequence[Any]) -> None:
         if type(node).__name__ == _HOOKED and _WATCHED not in node.metadata:
             node.metadata[_WATCHED] = True
             node.register_hook(_compare)
+
+
+def sees_gradients(inspection: Inspection) -> bool:
+    """Tell whether a user sees gradients on their way.
+
+    Args:
+        inspection: The graph.
+
+    Returns:
+        Whether modules have hooks, or tensors do, or such that retain their gradient,
+        as far as these are known.
+    """
+    if _HOOKED in inspection.names:
+        return True
+    if any(SEEN in node.metadata for node in inspection.nodes):
+        return True
+    tensors = [x for call in inspection.calls for x in call.tensors()]
+    return any(x._backward_hooks or x.retains_grad for x in tensors)
 
 
 def _compare(after: Sequence[Optional[Tensor]], before: Sequence[Any]) -> None:

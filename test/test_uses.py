@@ -201,6 +201,12 @@ CONVOLUTIONS = {
         2,
         w=(2, 1, 2, 2),
     ),
+    "conv1d-of-one-step": use(  # strides as if channels were the last axis
+        lambda m, x: F.conv1d(x.mT, m.w, m.b, padding=1), 1, 3, w=(2, 3, 3), b=(2,)
+    ),
+    "conv-transpose1d-of-one-step": use(
+        lambda m, x: F.conv_transpose1d(x.mT, m.w), 1, 3, w=(3, 2, 2)
+    ),
     "unfold-and-matmul": use(lambda m, x: m.w @ F.unfold(x, 2), 2, 3, 3, w=(2, 8)),
     "conv-of-one-image": use(  # the batch as channels: a filter for each sample
         lambda m, x: F.conv1d(
@@ -307,6 +313,16 @@ ELEMENTWISE = {
     "slice-in-place": lambda m, x: slice_in_place(x, m.w),
     "setitem": lambda m, x: setitem(x, m.w),
     "masked-by-a-parameter": lambda m, x: masked(x, m.w),
+    "picked-by-a-mask": lambda m, x: x.masked_scatter(
+        x > 0, m.w.expand_as(x)[x > 0].sin()
+    ),
+    "picked-by-masked-select": lambda m, x: x.masked_scatter(
+        x > 0, m.w.masked_select(mask=x > 0).sin()
+    ),
+    "picked-on-other-axes": lambda m, x: x.index_put(
+        (x[..., 0] > 0,), m.w.expand(2, *x.shape)[0, x[..., 0] > 0].sin()
+    ),
+    "picked-none": lambda m, x: x * m.w + m.w.expand_as(x)[x > 9].sum(),
     "index-add": lambda m, x: x.index_add(
         1, torch.tensor([0, 2]), m.w.expand(len(x), 2, 4)
     ),

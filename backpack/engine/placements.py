@@ -341,6 +341,11 @@ class Finder:
         data: List[Tensor],
     ) -> Tuple[List[Placement], bool]:
         """Find placements; and tell whether they are the same for other numbers."""
+        if name in ("__getitem__", "masked_select"):
+            x, index = *args, *map(kwargs.get, ("input", "mask")[len(args) :])
+            if self.of(x) is None:
+                args, data = self._without_masks(name, x, index)
+                func, name, kwargs = Tensor.__getitem__, "__getitem__", {}
         n, deciding = self.n, {id(x) for x in data}
         flat, spec = tree_flatten((tuple(args), kwargs))
         numbers: List[Optional[Tensor]] = [
@@ -371,6 +376,27 @@ class Finder:
             if combined is not None:
                 return [combined], True
         return trial.find()
+
+    def _without_masks(
+        self, name: str, x: Tensor, index: Any
+    ) -> Tuple[Tuple[Tensor, Any], List[Tensor]]:
+        """Let numbers pick what masks do: other masks would pick more, or fewer."""
+        parts: List[Any] = []
+        for part in index if isinstance(index, tuple) else (index,):
+            own = self.of(part) if isinstance(part, Tensor) else None
+            if own is None or part.dtype != torch.bool or not part.dim():
+                parts.append(part)
+                continue
+            numbers = sample_numbers(own, part.shape, self.n, part.device)
+            if name == "masked_select":
+                x, part, numbers = torch.broadcast_tensors(x, part, numbers)
+            picked = simplify(numbers[part], self.n)
+            for ids in part.nonzero(as_tuple=True):
+                place(ids, picked, self.key)
+                parts.append(ids)
+        operands = [y for y in tree_leaves(parts) if isinstance(y, Tensor)]
+        data = [y for y in operands if self.of(y) is not None]
+        return (x, tuple(parts) if len(parts) > 1 else parts[0]), data
 
     def _looked_up(self, table: Any, ids: Any) -> Placement:
         """Tell where samples are in rows of a table that were picked by data."""

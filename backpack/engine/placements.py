@@ -63,6 +63,10 @@ BY_VALUE = (
         "cummax cummin".split()
     )
 )
+# Operations that leave entries of their first operand where a mask is not set
+BY_MASKS = frozenset(
+    "masked_scatter masked_scatter_ index_put index_put_ __setitem__".split()
+)
 # Operations whose result's placement depends on strides, which no key contains
 BY_STRIDES = frozenset("as_strided as_strided_ as_strided_scatter set_".split())
 
@@ -375,7 +379,28 @@ class Finder:
             combined = self._combined(data, outs[0])
             if combined is not None:
                 return [combined], True
-        return trial.find()
+        found, lasts = trial.find()
+        if name in BY_MASKS and len(args) > 1 and not isinstance(found[0], Layout):
+            found = [self._left_by_mask(name, found[0], outs[0].shape, args[1])]
+        return found, lasts
+
+    def _left_by_mask(
+        self, name: str, placement: Placement, shape: torch.Size, mask: Any
+    ) -> Placement:
+        """Let what belongs to no sample be of the one whose mask has left it."""
+        if isinstance(mask, (tuple, list)) and mask:
+            mask = mask[0]
+        is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool
+        own = self.of(mask) if is_mask else None
+        if own is None or isinstance(placement, Mixed):
+            return placement
+        chosen = sample_numbers(own, mask.shape, self.n, mask.device)
+        if not name.startswith("masked"):  # along the first axes
+            chosen = chosen[(..., *[None] * (len(shape) - mask.dim()))]
+        if placement is not None:
+            known = sample_numbers(placement, shape, self.n, mask.device)
+            chosen = known.where(known >= 0, chosen)
+        return simplify(chosen.broadcast_to(shape), self.n)
 
     def _without_masks(
         self, name: str, x: Tensor, index: Any

@@ -470,6 +470,17 @@ EXPRESSIONS = {
         4,
         w=(4, 2),
     ),
+    "checkpointed-table": use(  # whose rows autograd has to ask for as well
+        lambda m, x: checkpoint(
+            lambda x: x * m.e(torch.arange(3)) + m.w[torch.tensor([1, 1, 4])],
+            x,
+            use_reentrant=False,
+        ),
+        3,
+        4,
+        e=lambda: nn.Embedding(5, 4),
+        w=(5, 4),
+    ),
     "computed-before-the-call": use(
         prepared,
         4,

@@ -183,6 +183,9 @@ ROWS: Dict[str, Leaf] = {
     "column": lambda m, x, i: x + m.table[i].T[:, bucket(x)].movedim(0, -1),
     "entries": lambda m, x, i: x
     * m.w[i][bucket(x) % D, bucket(x.cos()) % D][..., None],
+    "picked-by-a-mask": lambda m, x, i: x.masked_scatter(
+        x > 0, m.v[i].expand_as(x)[x > 0].sin()
+    ),
     "gathered": lambda m, x, i: x
     + m.table[i].gather(0, bucket(x).reshape(-1, 1).expand(-1, D)).view_as(x),
     "one-hot": lambda m, x, i: x + F.one_hot(bucket(x), 8).to(x.dtype) @ m.table[i],

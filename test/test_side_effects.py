@@ -212,6 +212,19 @@ def grad_disabled_by_call(m: Module, x: Tensor) -> Tensor:
     return m.g((m.f(x).tanh() @ m.w) * target)
 
 
+@layers(depth=lambda: 0)
+def calls_itself(m: Module, x: Tensor) -> Tensor:
+    """Call the whole model for a factor: without a gradient, and transformed."""
+    if m.depth:
+        return (m.f(x).cos() @ m.w).detach()
+    m.depth = 1
+    with torch.no_grad():
+        factor = m(x)
+    factor = factor + torch.vmap(m)(x)
+    m.depth = 0
+    return m.g((m.f(x).tanh() @ m.w) * factor)
+
+
 @layers()
 def inference(m: Module, x: Tensor) -> Tensor:
     """Compute a factor in inference mode."""
@@ -354,6 +367,7 @@ PASSES = {
     "keeps-a-state": keeps_a_state,
     "without-grad": without_grad,
     "grad-disabled-by-call": grad_disabled_by_call,
+    "calls-itself": calls_itself,
     "inference": inference,
     "averages-weights": averages_weights,
     "looks-at-gradients": looks_at_gradients,

@@ -978,6 +978,28 @@ def test_checkpoint_shares_a_parameter():
         del layer.weight.grad_batch
 
 
+@pytest.mark.parametrize("names", [[], FIRST_ORDER], ids=["none", "first-order"])
+def test_checkpoint_between_layers(names: List[str]):
+    """A checkpoint counts what is saved in operations that nobody has watched."""
+    torch.manual_seed(0)
+    layers = nn.Linear(5, 4), nn.Softmax(1), nn.Linear(4, 3), nn.Softmax(1)
+    x, y = torch.rand(N, 5, dtype=F64), torch.rand(N, 3, dtype=F64)
+    problem = Problem(nn.Sequential(*layers).double(), nn.MSELoss(), (x,), (y,))
+    first, act, second, _ = model = copy.deepcopy(problem.model)
+    loss = nn.MSELoss()
+    for module in (first, second, loss):
+        extend(module)
+
+    def inside(x: Tensor) -> Tensor:
+        return loss(act(second(act(first(x)))), y)
+
+    with backpack(*make(names)):
+        checkpoint(inside, x, use_reentrant=False).backward()
+    expected = torch.autograd.grad(loss(problem.model(x), y), problem.model[0].weight)
+    assert_agrees([first.weight.grad], expected, "gradient")
+    check(model, problem, names)
+
+
 def test_function_transforms():
     """Under ``torch.func``, an extended model is a plain one."""
     model, loss, (x,), (y,) = MLP.build()

@@ -201,6 +201,12 @@ CONVOLUTIONS = {
         2,
         w=(2, 1, 2, 2),
     ),
+    "conv1d-of-one-step": use(  # strides as if channels were the last axis
+        lambda m, x: F.conv1d(x.mT, m.w, m.b, padding=1), 1, 3, w=(2, 3, 3), b=(2,)
+    ),
+    "conv-transpose1d-of-one-step": use(
+        lambda m, x: F.conv_transpose1d(x.mT, m.w), 1, 3, w=(3, 2, 2)
+    ),
     "unfold-and-matmul": use(lambda m, x: m.w @ F.unfold(x, 2), 2, 3, 3, w=(2, 8)),
     "conv-of-one-image": use(  # the batch as channels: a filter for each sample
         lambda m, x: F.conv1d(
@@ -307,6 +313,18 @@ ELEMENTWISE = {
     "slice-in-place": lambda m, x: slice_in_place(x, m.w),
     "setitem": lambda m, x: setitem(x, m.w),
     "masked-by-a-parameter": lambda m, x: masked(x, m.w),
+    "picked-by-a-mask": lambda m, x: x.masked_scatter(
+        x > 0, m.w.expand_as(x)[x > 0].sin()
+    ),
+    "picked-by-masked-select": lambda m, x: x.masked_scatter(
+        x > 0, m.w.masked_select(mask=x > 0).sin()
+    ),
+    "picked-on-other-axes": lambda m, x: x.index_put(
+        (x[..., 0] > 0,), m.w.expand(2, *x.shape)[0, x[..., 0] > 0].sin()
+    ),
+    "left-by-a-mask": lambda m, x: m.w.expand_as(x).masked_scatter(x > 0.4, x[x > 0.4])
+    + left(x.flatten(0, 1), m.w).view_as(x),
+    "picked-none": lambda m, x: x * m.w + m.w.expand_as(x)[x > 9].sum(),
     "index-add": lambda m, x: x.index_add(
         1, torch.tensor([0, 2]), m.w.expand(len(x), 2, 4)
     ),
@@ -392,6 +410,20 @@ def masked(x: Tensor, w: Tensor) -> Tensor:
     x = x.clone()
     x[x[..., 0] > 0] = w
     return x
+
+
+def left(x: Tensor, w: Tensor) -> Tensor:
+    """Write data over rows of a parameter, none of a sample here and there."""
+    out, mask = w.expand_as(x).clone(), x[..., 0] > 0.4
+    out[mask] = x[mask]
+    return out
+
+
+def left_behind(x: Tensor, w: Tensor) -> Tensor:
+    """Do so where another axis is in front, with data of a single sample at most."""
+    out, mask = w.expand(x.shape[0], *x.shape).clone(), x[..., 0] > 0.4
+    out[:, mask] = x[mask].expand(len(x), -1, -1)
+    return out.mean(0)
 
 
 ELEMENTWISE_ROWS = {
@@ -670,6 +702,9 @@ EITHER = {
         tokens(3),
         says="embedding_bag|offsets|w",
     ),
+    "left-by-a-mask-behind": use(
+        lambda m, x: left_behind(x, m.w), 3, 4, w=(4,)
+    )._replace(says="__setitem__"),
     "vmap": use(
         lambda m, x: torch.vmap(lambda row: row @ m.w)(x), 4, w=(4, 3)
     )._replace(says="vmap|\\bw\\b"),

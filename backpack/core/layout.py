@@ -95,12 +95,16 @@ def spans(placement: Placement, shape: Sequence[int], axis: int) -> bool:
     return bool(((placement >= 0) & (placement != highest)).any())
 
 
-def simplify(numbers: Tensor, n: int) -> Union[Layout, Tensor, None]:
+def simplify(
+    numbers: Tensor, n: int, is_written: bool = False
+) -> Union[Layout, Tensor, None]:
     """Find the simplest placement that agrees with sample numbers where they are known.
 
     Args:
         numbers: Sample numbers, -1 where nothing is known.
         n: Number N of samples.
+        is_written: Whether samples were written over something, of which the rest may
+            belong to others. Default: ``False``.
 
     Returns:
         The placement, ``None`` if nothing is known.
@@ -114,7 +118,7 @@ def simplify(numbers: Tensor, n: int) -> Union[Layout, Tensor, None]:
     layout, seen = _regular(numbers, n), numbers[known].unique()
     if layout is not None and len(seen) == n:
         return layout
-    filled = _filled(numbers, n)
+    filled = numbers if is_written and layout is not None else _filled(numbers, n)
     if bool((filled < 0).any()):
         if layout is not None and len(seen) > 1:
             return layout

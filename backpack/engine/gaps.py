@@ -13,7 +13,7 @@ from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
 
 from backpack.core.layout import (
     FIRST,
@@ -264,7 +264,8 @@ def explain_edge(edge: GradientEdge, shape: torch.Size) -> Optional[Known]:
         return first.known
     key = _structure(nodes, sources, shape)
     if key is None or key not in _REMEMBERED:
-        placement = _probe(edge, shape, sources, nodes)
+        with saved_tensors_hooks(_same, _same):  # a checkpoint would count ours
+            placement = _probe(edge, shape, sources, nodes)
         if key is None:
             return Known(placement, first.known.n)
         if len(_REMEMBERED) > 1000:
@@ -388,6 +389,10 @@ def name_of(node: Node) -> str:
     name = type(node).__name__.split("Backward")[0]
     words = "".join(f"_{c.lower()}" if c.isupper() else c for c in name)
     return f"`{words.lstrip('_')}`"
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 def _probe(

@@ -64,6 +64,10 @@ BY_VALUE = (
         "cummax cummin".split()
     )
 )
+# Operations that leave entries of their first operand where a mask is not set
+BY_MASKS = frozenset(
+    "masked_scatter masked_scatter_ index_put index_put_ __setitem__".split()
+)
 # Operations whose result's placement depends on strides, which no key contains
 BY_STRIDES = frozenset("as_strided as_strided_ as_strided_scatter set_".split())
 
@@ -348,6 +352,11 @@ class Finder:
         data: List[Tensor],
     ) -> Tuple[List[Placement], bool]:
         """Find placements; and tell whether they are the same for other numbers."""
+        if name in ("__getitem__", "masked_select"):
+            x, index = *args, *map(kwargs.get, ("input", "mask")[len(args) :])
+            if self.of(x) is None:
+                args, data = self._without_masks(name, x, index)
+                func, name, kwargs = Tensor.__getitem__, "__getitem__", {}
         n, deciding = self.n, {id(x) for x in data}
         flat, spec = tree_flatten((tuple(args), kwargs))
         numbers: List[Optional[Tensor]] = [
@@ -377,7 +386,49 @@ class Finder:
             combined = self._combined(data, outs[0])
             if combined is not None:
                 return [combined], True
-        return trial.find()
+        found, lasts = trial.find()
+        if name in BY_MASKS and len(args) > 1 and not isinstance(found[0], Layout):
+            found = [self._left_by_mask(name, found[0], outs[0].shape, args[1])]
+        return found, lasts
+
+    def _left_by_mask(
+        self, name: str, placement: Placement, shape: torch.Size, mask: Any
+    ) -> Placement:
+        """Let what belongs to no sample be of the one whose mask has left it."""
+        if isinstance(mask, (tuple, list)) and mask:
+            mask = mask[0]
+        is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool
+        own = self.of(mask) if is_mask else None
+        if own is None or isinstance(placement, Mixed):
+            return placement
+        chosen = sample_numbers(own, mask.shape, self.n, mask.device)
+        if not name.startswith("masked"):  # along the first axes
+            chosen = chosen[(..., *[None] * (len(shape) - mask.dim()))]
+        if placement is not None:
+            known = sample_numbers(placement, shape, self.n, mask.device)
+            chosen = known.where(known >= 0, chosen)
+        return simplify(chosen.broadcast_to(shape), self.n)
+
+    def _without_masks(
+        self, name: str, x: Tensor, index: Any
+    ) -> Tuple[Tuple[Tensor, Any], List[Tensor]]:
+        """Let numbers pick what masks do: other masks would pick more, or fewer."""
+        parts: List[Any] = []
+        for part in index if isinstance(index, tuple) else (index,):
+            own = self.of(part) if isinstance(part, Tensor) else None
+            if own is None or part.dtype != torch.bool or not part.dim():
+                parts.append(part)
+                continue
+            numbers = sample_numbers(own, part.shape, self.n, part.device)
+            if name == "masked_select":
+                x, part, numbers = torch.broadcast_tensors(x, part, numbers)
+            picked = simplify(numbers[part], self.n)
+            for ids in part.nonzero(as_tuple=True):
+                place(ids, picked, self.key)
+                parts.append(ids)
+        operands = [y for y in tree_leaves(parts) if isinstance(y, Tensor)]
+        data = [y for y in operands if self.of(y) is not None]
+        return (x, tuple(parts) if len(parts) > 1 else parts[0]), data
 
     def _looked_up(self, table: Any, ids: Any) -> Placement:
         """Tell where samples are in rows of a table that were picked by data."""

@@ -188,7 +188,8 @@ class Trial:
             elif mixed[j]:
                 found.append(Mixed(describe(self._name, self._flat, self._numbers)))
             else:
-                placement = simplify(got[j].masked_fill(unseen[j], -1), n)
+                numbers = got[j].masked_fill(unseen[j], -1)
+                placement = simplify(numbers, n, self._name in MOVING)
                 some = isinstance(placement, Tensor) and not _is_inexact(out)
                 if some and bool(unseen[j].any()) and _all_known(self._numbers):
                     placement = None  # another number may give the same one: a constant

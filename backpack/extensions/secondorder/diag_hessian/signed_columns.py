@@ -194,7 +194,7 @@ class SignedColumns:
         flat = flatten(both.columns, 2)
         signed = flat * both.sign.unsqueeze(2).to(flat.dtype)
         columns, sign = factor(einsum(signed, flat, "v n i, v n j -> n i j"))
-        columns = columns.reshape(-1, *self.columns.shape[1:])
+        columns = columns.reshape(len(columns), *self.columns.shape[1:])
         return _join([SignedColumns.create(columns, sign), *rest])
 
     def by_sign(self) -> Iterator[Tuple[int, Tensor]]:

@@ -362,6 +362,22 @@ def compiled_for_any_size(p: Pass) -> None:
     p.run(model)
 
 
+def input_shared(p: Pass) -> None:
+    """Let another thread give the same input to another model, meanwhile."""
+    other = build(problem=TIED).model
+
+    class Model(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = p.model
+
+        def forward(self, x: Tensor) -> Tensor:
+            in_thread(lambda: other(x))
+            return self.model(x * 1.0)
+
+    p.run(extend(Model()))
+
+
 # Right, pass after pass: how to make the model, how to run a pass
 RIGHT: Dict[str, Tuple[Callable[[], Pass], Callable[[Pass], None]]] = {
     "compiled-then-extended": (lambda: build(lambda m: extend(compiled(m))), Pass.run),
@@ -373,6 +389,7 @@ RIGHT: Dict[str, Tuple[Callable[[], Pass], Callable[[Pass], None]]] = {
     "closure": (build, closure),
     "forward-in-a-thread": (build, forward_elsewhere),
     "pass-in-a-thread": (build, lambda p: in_thread(p.run)),
+    "input-shared-by-threads": (build, input_shared),
     "no-grad-around-backward": (build, without_gradients),
     "awaits-before-the-context": (build, awaits_before),
     "default-device": (build, lambda p: p.run(around=on_meta())),

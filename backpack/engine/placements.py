@@ -8,6 +8,7 @@ function, shapes, placements and plain arguments.
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
@@ -90,9 +91,11 @@ class Pass:
 
     Attributes:
         n: Number N of samples.
+        inputs: By identity, inputs and where their samples are. Other threads may put
+            their marks on the same tensors.
     """
 
-    __slots__ = ("n",)
+    __slots__ = ("n", "inputs")
 
     def __init__(self, n: int):
         """Store the number of samples.
@@ -101,6 +104,7 @@ class Pass:
             n: Number N of samples.
         """
         self.n = n
+        self.inputs: Dict[int, Tuple[weakref.ref[Tensor], Placement]] = {}
 
 
 def placement_of(x: Tensor, key: Pass) -> Placement:
@@ -114,7 +118,10 @@ def placement_of(x: Tensor, key: Pass) -> Placement:
         The placement.
     """
     mark = getattr(x, MARK, None)
-    return mark[1] if mark and mark[0] is key else None
+    if mark and mark[0] is key:
+        return mark[1]
+    ref, placement = key.inputs.get(id(x), (None, None))
+    return placement if ref is not None and ref() is x else None
 
 
 def place(x: Tensor, placement: Placement, key: Pass) -> None:

@@ -8,6 +8,7 @@ each such constant, and where its output sits in the graph is remembered.
 
 from __future__ import annotations
 
+import weakref
 from types import FunctionType
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
@@ -174,6 +175,7 @@ class Tracker(TorchFunctionMode):
         self._given: Optional[Set[int]] = None  # computed tensors that are parameters
         self._marks: Dict[int, Mark] = {}
         for x, placement in inputs:
+            self.key.inputs[id(x)] = weakref.ref(x), placement
             self._place(x, placement)
 
     def suspend(self) -> None:
@@ -288,6 +290,8 @@ class Tracker(TorchFunctionMode):
 
     def _unmarked(self, x: Tensor) -> Placement:
         """Tell where the samples are in a tensor that nothing is known of yet."""
+        if x.grad_fn is None and self._finder.of(x) is not None:
+            return self._finder.of(x)  # another thread has put its mark on an input
         if x.is_nested and x.layout is torch.strided:  # it has no shape
             self._place(x, NESTED)
             return NESTED

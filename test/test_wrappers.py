@@ -48,6 +48,7 @@ from backpack.extensions import (
     BatchGrad,
     BatchL2Grad,
     DiagGGNExact,
+    DiagHessian,
     Variance,
     WeightedGrad,
 )
@@ -668,6 +669,13 @@ def flat(model: Module, use_orig_params: bool = True, **options: Any) -> Module:
     return FullyShardedDataParallel(model, **options)
 
 
+def replicated(model: Module) -> Module:
+    """Put all parameters into one, of which each process has the whole."""
+    from torch.distributed.fsdp import ShardingStrategy
+
+    return flat(model, sharding_strategy=ShardingStrategy.NO_SHARD)
+
+
 def has_parameters(module: Module, recurse: bool, **_: Any) -> bool:
     """Tell which parts of a model are sharded by themselves, and look into all."""
     return recurse or isinstance(module, (nn.Linear, Block))
@@ -684,6 +692,19 @@ class Twice(Module):
     def forward(self, x: Tensor) -> Tensor:
         """Add up what it says of two inputs."""
         return self.model(x) + self.model(x.cos())
+
+
+class Around(Module):
+    """A model around another, of whose output it keeps a rearrangement only."""
+
+    def __init__(self, model: Module) -> None:
+        """Store the model."""
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Reverse what the model says, and reverse it again."""
+        return self.model(x).flip(1).reshape(len(x), 3).flip(1)
 
 
 def tensor_parallel(model: Module) -> Module:
@@ -806,6 +827,9 @@ SHARED: Dict[str, Shared] = {
     "FSDP1-each": Shared(flat_by_layer),
     "FSDP1-extended-later": Shared(lambda m: extend(flat_by_layer(m)), later),
     "FSDP1-blocks": Shared(flat_by_layer, problem=BLOCKS),
+    "FSDP1-replicated": Shared(replicated),
+    "FSDP1-inside": Shared(lambda m: Around(flat(m))),
+    "FSDP1-each-inside": Shared(lambda m: Around(flat_by_layer(m))),
     "FSDP1-apart": Shared(flat_by_layer, problem=APART_BLOCKS),
     "FSDP1-apart-parts": Shared(flat_by_layer, extended_parts, APART_BLOCKS),
     "FSDP1-tied": Shared(flat, problem=TIED),
@@ -861,7 +885,7 @@ def whole_gradients(model: Module) -> ContextManager:
     """Collect the gradients of parameters that were put into one."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    if isinstance(model, FullyShardedDataParallel):
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         return FullyShardedDataParallel.summon_full_params(model, with_grads=True)
     return nullcontext()
 
@@ -885,6 +909,24 @@ def share(rank: int, name: str) -> List[Dict[str, List[Tensor]]]:
             results.append(
                 {k: [whole(getattr(x, f)) for x in params] for k, f in fields.items()}
             )
+    return results
+
+
+WALKING = {"kfra": KFRA, "diag_h": DiagHessian}
+
+
+def walk(rank: int, name: str) -> List[List[Tensor]]:
+    """Compute what goes from module to module, and the same without other processes."""
+    row, results = SHARED[name], []
+    for wrap in (row.wrap, later):
+        p = row.make(rank)
+        model = wrap(p.model)
+        with backpack(*(make() for make in WALKING.values())):
+            p.value(model).backward()
+        with whole_gradients(model):
+            values = [getattr(x, f) for f in WALKING for x in model.parameters()]
+            flat = [x for v in values for x in (v if isinstance(v, list) else [v])]
+            results.append(list(map(whole, flat)))
     return results
 
 
@@ -1031,6 +1073,15 @@ def test_shared_model(name: str) -> None:
             }
             for key, values in expected.items():
                 oracle.assert_agrees(fields[key], values, f"{key}, process {rank}")
+
+
+@needs_gloo
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("name", ["DDP", "DDP-static", "FSDP1-each", "FSDP2-each"])
+def test_shared_model_walks(name: str) -> None:
+    """What goes from module to module is what a process computes by itself."""
+    for found, expected in in_processes(WORLD, walk, name):
+        oracle.assert_agrees(found, expected)
 
 
 @needs_gloo

@@ -62,6 +62,7 @@ from backpack.custom_module.pad import Pad
 from backpack.custom_module.permute import Permute
 from backpack.custom_module.scale_module import ScaleModule
 from backpack.custom_module.slicing import Slicing
+from backpack.utils.parallel import is_in_place
 
 WEIGHT = ("weight",)
 WEIGHT_BIAS = ("weight", "bias")
@@ -107,9 +108,8 @@ class Row(NamedTuple):
         Returns:
             Whether they do. Those of a parametrization are not the layer's own.
         """
-        return name in module._parameters and (
-            self.params is None or name in self.params
-        )
+        own = name in module._parameters or is_in_place(vars(module).get(name))
+        return own and (self.params is None or name in self.params)
 
 
 LAYERS: Dict[Type[Module], Row] = {

@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from backpack.core.layout import Mixed
 from backpack.engine.uses import ENTRIES, Entry, Together, Use
 from backpack.utils.hooks import EXTENDED, represent
-from backpack.utils.parallel import parts
+from backpack.utils.parallel import parts, past_sinks
 
 SILENT = "backpack.silent"  # where a node says that no sample gets through it
 MEETING = "backpack.meeting"  # where a node of the graph keeps that samples have met
@@ -125,14 +125,15 @@ def producing_calls(edge: GradientEdge) -> List[Entry]:
     Returns:
         The calls, in the order in which they returned.
     """
-    entries = [e for e in calls_at(edge.node) if e.output_nr == edge.output_nr]
-    parents = edge.node.next_functions
-    if not entries and type(edge.node).__name__ in VIEWS and parents[0][0] is not None:
-        shape = torch.Size(edge.node._input_metadata[0].shape)
+    node, number = past_sinks(edge.node, edge.output_nr)
+    entries = [e for e in calls_at(node) if e.output_nr == number]
+    parent, before = node.next_functions[0] if node.next_functions else (None, 0)
+    if not entries and parent is not None and type(node).__name__ in VIEWS:
+        shape = torch.Size(node._input_metadata[0].shape)
         entries = [
             e
-            for e in calls_at(parents[0][0])
-            if e.output_nr == parents[0][1] and e.owner.output_shapes[e.index] == shape
+            for e in calls_at(parent)
+            if e.output_nr == before and e.owner.output_shapes[e.index] == shape
         ]
     return entries
 

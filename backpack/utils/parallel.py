@@ -5,7 +5,19 @@ from __future__ import annotations
 import sys
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Container, Dict, Iterable, Iterator, List, Set, Tuple
+from types import FunctionType
+from typing import (
+    Any,
+    Callable,
+    Container,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Optional,
+    Set,
+    Tuple,
+)
 
 import torch
 from torch import Tensor
@@ -31,6 +43,9 @@ _AT_OUTPUTS = {
         *("FSDPParamGroup", "pre_backward"),
     ),
 }
+
+# The same of FullyShardedDataParallel, whose hooks hold the function itself
+_AT_FLAT_OUTPUTS = "torch.distributed.fsdp._runtime_utils", "_pre_backward_hook"
 
 FLAT = (
     "{exts}: a part of the model is inside of FullyShardedDataParallel, which puts all "
@@ -158,6 +173,15 @@ def without_sinks() -> Iterator[None]:
             if cls is not None and not (inside and name == "pre_backward"):
                 before.append((cls, name, getattr(cls, name)))
                 setattr(cls, name, lambda self, *args: states.append(self))
+        module, name = _AT_FLAT_OUTPUTS
+        hook = getattr(sys.modules.get(module), name, None)
+        if hook is not None:
+            code, defaults = hook.__code__, hook.__kwdefaults__
+            original = FunctionType(code, hook.__globals__)
+            original.__kwdefaults__ = defaults
+            before += [(hook, "__code__", code), (hook, "__kwdefaults__", defaults)]
+            hook.__code__ = _unless_root.__code__
+            hook.__kwdefaults__ = {"original": original if inside else _same}
     try:
         yield
     finally:
@@ -165,6 +189,32 @@ def without_sinks() -> Iterator[None]:
             setattr(owner, name, value)
         for x in () if inside else states:
             x._training_state = type(x._training_state).IDLE
+
+
+def past_sinks(node: Any, number: int) -> Tuple[Any, int]:
+    """Go past nodes that pass on what they get.
+
+    Args:
+        node: A node of the graph.
+        number: Which of its outputs.
+
+    Returns:
+        The same place, behind such nodes.
+    """
+    while type(node).__name__ in SINKS and node.next_functions[number][0] is not None:
+        node, number = node.next_functions[number]
+    return node, number
+
+
+def _unless_root(
+    state: Any, module: Any, handle: Any, gradient: Any, *_: Any, original: Callable
+) -> Any:
+    """Leave out what says that the pass will end; parts may gather parameters."""
+    return gradient if state._is_root else original(state, module, handle, gradient)
+
+
+def _same(state: Any, module: Any, handle: Any, gradient: Any, *_: Any) -> Any:
+    return gradient
 
 
 def _pass_on(ctx: Any, *gradients: Any) -> Any:
@@ -228,6 +278,8 @@ def _gather(state: Any) -> None:
 
 
 def _gather_flat(state: Any, handle: Any) -> None:
+    if not handle.uses_sharded_strategy:
+        return
     streams = state._unshard_stream, state._pre_unshard_stream
     sys.modules["torch.distributed.fsdp._runtime_utils"]._unshard(
         state, handle, *streams
@@ -241,7 +293,7 @@ def _flat(x: Tensor) -> Any:
     return base if getattr(base, "_is_flat_param", False) else None
 
 
-def is_in_place(x: Tensor) -> bool:
+def is_in_place(x: Optional[Tensor]) -> bool:
     """Tell whether FullyShardedDataParallel has put a tensor in a parameter's place.
 
     Args:
@@ -251,7 +303,7 @@ def is_in_place(x: Tensor) -> bool:
         Whether it is one of the parts of a flat parameter, as far as the modules have
         such parameters for their users, too.
     """
-    flat = _flat(x) if is_parallel() else None
+    flat = _flat(x) if is_parallel() and x is not None else None
     return flat is not None and any(x is part for part in flat._tensors or ())
 
 

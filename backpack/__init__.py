@@ -108,6 +108,8 @@ class _Announce(TorchFunctionMode):
             run = _Announce.__torch_function__
             return untraced(run, self, func, types, args, kwargs)
         current = state()
+        if torch._C._current_graph_task_id() == -1:
+            current.forget_unannounced()  # has failed
         if current.backward_pass is not None:  # announced by the context inside this
             return func(*args, **kwargs)
         if torch._C._functorch.peek_interpreter_stack() is not None:

@@ -4,6 +4,7 @@ import gc
 import threading
 import time
 import weakref
+from contextlib import nullcontext
 from typing import Any, Callable, List, Type
 
 import pytest
@@ -19,6 +20,7 @@ from backpack.extensions import (
     BatchGrad,
     BatchL2Grad,
     DiagGGNExact,
+    DiagHessian,
     SqrtGGNExact,
     Variance,
 )
@@ -139,15 +141,44 @@ def test_ctx_set():
         CTX.set_retain_graph(False)
 
 
-def test_ctx_active_by_hand():
-    """Extensions that are set by hand run, without a context."""
-    net, ext = Net(), BatchGrad()
-    CTX.set_active_exts((ext,))
+@pytest.mark.parametrize("make", [BatchGrad, DiagGGNExact, DiagHessian])
+def test_ctx_active_by_hand(make: Callable[[], BackpropExtension]):
+    """Extensions set by hand run without a context, also after a pass that fails."""
+    net, ext, found = Net(), make(), []
+    if make is not DiagHessian:  # which has no rule for two calls
+        layer = nn.Linear(4, 4)
+        net.model = extend(nn.Sequential(layer, nn.Sigmoid(), layer, net.model))
+
+    def fails(_: Module) -> None:
+        raise ValueError
+
+    for step in ("fails", "by-hand", "fails", "in-a-context"):
+        loss, by_hand = net(), step != "in-a-context"
+        CTX.set_active_exts((ext,) if by_hand else ())
+        CTX.set_extension_hook(fails if step == "fails" else no_op)
+        try:
+            with pytest.raises(ValueError) if step == "fails" else nullcontext():
+                with nullcontext() if by_hand else backpack(ext):
+                    loss.backward()
+        finally:
+            CTX.set_active_exts(())
+            CTX.set_extension_hook(no_op)
+        fields = [vars(x).pop(ext.savefield, None) for x in net.model.parameters()]
+        if step != "fails":
+            found.append(fields)
+    assert all(map(torch.allclose, *found))
+
+
+def test_ctx_active_by_hand_with_several_losses():
+    """What begins at several places can't be seen as a whole: refused."""
+    net = Net()
+    CTX.set_active_exts((BatchGrad(),))
     try:
-        net().backward()
+        with pytest.raises(RuntimeError, match="several losses.*with backpack"):
+            torch.autograd.backward([net(), net()])
     finally:
         CTX.set_active_exts(())
-    assert net.has("grad_batch")
+    assert state().backward_pass is None
 
 
 def test_hook_handles():

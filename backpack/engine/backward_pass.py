@@ -36,7 +36,7 @@ from backpack.engine.user_hooks import guard_all
 from backpack.engine.uses import Entry, Use, listen
 from backpack.utils.hooks import message, name_module, names_of, no_op, warn_user
 from backpack.utils.parallel import is_parallel, move_to_shards, refuse_parts
-from backpack.utils.state import State, may_look
+from backpack.utils.state import UNANNOUNCED, State, may_look
 from backpack.utils.types import full_precision
 
 MODIFIED_LOSS = (
@@ -307,11 +307,9 @@ class BackwardPass:
         self._forget_idle()
 
     def _take_use(self, use: Use, g_out: Tuple[Optional[Tensor], ...]) -> None:
-        if self.inspection is None:
-            groups = find_groups([use])
-            for group in groups:
-                group.pending = 1
-            self._groups_of[use] = groups
+        if self.state.unannounced is self and self.inspection is not None:
+            if use not in self.inspection.uses:
+                raise RuntimeError(UNANNOUNCED)
         groups = self._groups_of.get(use, [])
         if use.released and groups:
             text = RELEASED.format(module=use.describe())
@@ -569,17 +567,16 @@ def begin_unannounced(current: State) -> None:
     Args:
         current: What is active.
     """
-    graph = torch.is_grad_enabled()
-    running = current.backward_pass = BackwardPass(current, creates_graph=graph)
-    listen_below([torch._C._current_autograd_node()])
+    graph, root = torch.is_grad_enabled(), torch._C._current_autograd_node()
+    running = current.unannounced = current.backward_pass = BackwardPass(
+        current, [GradientEdge(root, 0)], (), False, graph
+    )
 
     def end() -> None:
         try:
             running.conclude()
         finally:
-            running.finish()
-        if current.backward_pass is running:
-            current.backward_pass = None
+            current.forget_unannounced()
 
     torch.autograd.Variable._execution_engine.queue_callback(end)
 

@@ -48,6 +48,12 @@ MIXED_UP = (
     "`backward()` is called, right before it, and leave it without `await`."
 )
 
+UNANNOUNCED = (
+    "Extensions were set by `CTX.set_active_exts`, and this backward pass began at "
+    "several losses or outputs. Only the first was seen. Run it in "
+    "`with backpack(...)`."
+)
+
 BATCHED = (
     "{exts}: this backward pass computes several gradients at once (by "
     "`is_grads_batched=True`, `vmap`, or `jacobian(..., vectorize=True)`), and "
@@ -74,6 +80,7 @@ class State:
         in_context: Whether a context is active, with extensions or without.
         report: What has happened inside the context.
         backward_pass: The backward pass that is running.
+        unannounced: The same, if nobody has announced it: outside of a context.
         contexts: What announces backward passes, of each context that is active.
         pulling: Whether columns are being pulled back, so that hooks must not run.
         quiet: Whether hooks of users must not run, either.
@@ -97,6 +104,7 @@ class State:
         self.in_context = False
         self.report: Any = None
         self.backward_pass: Any = None
+        self.unannounced: Any = None
         self.contexts: List[Any] = []
         self.pulling = self.quiet = False
         self.calls: Optional[List[Any]] = None
@@ -138,6 +146,14 @@ class State:
             names = names_of(self.active_exts)
             raise NotImplementedError(COMPILED_AUTOGRAD.format(exts=names))
 
+    def forget_unannounced(self) -> None:
+        """Forget a backward pass that nobody has announced: it is over, or failed."""
+        running, self.unannounced = self.unannounced, None
+        if running is not None:
+            running.finish()
+            if self.backward_pass is running:
+                self.backward_pass = None
+
     def visit(
         self, owner: Any, g_out: Tuple[Optional[Tensor], ...], entries: Sequence[Any]
     ) -> None:
@@ -165,7 +181,11 @@ class State:
         if self.backward_pass is None:
             State.begin(self)
         if any(g is not None for g in g_out) or owner.is_use:
-            self.backward_pass.take_turn(owner, g_out, entries)
+            try:
+                self.backward_pass.take_turn(owner, g_out, entries)
+            except BaseException:
+                self.forget_unannounced()  # no callback runs
+                raise
 
 
 def is_traced() -> bool:

@@ -169,6 +169,24 @@ def test_ctx_active_by_hand(make: Callable[[], BackpropExtension]):
     assert all(map(torch.allclose, *found))
 
 
+@pytest.mark.parametrize("by_hand", [False, True], ids=["context", "by-hand"])
+@pytest.mark.parametrize("accumulates", [False, True], ids=["grad", "backward"])
+def test_hook_without_extensions(by_hand: bool, accumulates: bool):
+    """A hook runs on each module, whatever the backward pass is asked for."""
+    net, seen = Net(), []
+    loss = net()
+    CTX.set_extension_hook(seen.append if by_hand else no_op)
+    try:
+        with nullcontext() if by_hand else backpack(extension_hook=seen.append):
+            if accumulates:
+                loss.backward()
+            else:
+                torch.autograd.grad(loss, list(net.model.parameters()))
+    finally:
+        CTX.set_extension_hook(no_op)
+    assert seen == [net.loss, net.model] and state().backward_pass is None
+
+
 def test_ctx_active_by_hand_with_several_losses():
     """What begins at several places can't be seen as a whole: refused."""
     net = Net()

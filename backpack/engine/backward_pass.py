@@ -282,7 +282,7 @@ class BackwardPass:
             g_out: Gradients at its outputs.
             entries: What ends in the same node of the graph.
         """
-        if not self._is_filtered:
+        if not self._is_filtered and self.inspection is not None:
             self._filter()
         if self._at_output:
             starting, self._at_output = self._at_output, []

@@ -316,7 +316,7 @@ def descends_inside(m: Module, x: Tensor) -> Tensor:
 
 
 @layers()
-def calls_itself(m: Module, x: Tensor) -> Tensor:
+def starts_from_itself(m: Module, x: Tensor) -> Tensor:
     """Start from a prediction of one's own, as self-conditioned models do."""
     if torch.is_grad_enabled():
         with torch.no_grad():
@@ -377,7 +377,7 @@ PASSES = {
     "differentiates-inside": differentiates_inside,
     "steps-inside": steps_inside,
     "descends-inside": descends_inside,
-    "calls-itself": calls_itself,
+    "starts-from-itself": starts_from_itself,
     "takes-a-shape": takes_a_shape,
 }
 FORWARD_PASSES = {

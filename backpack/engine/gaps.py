@@ -23,9 +23,9 @@ from backpack.core.layout import (
     sample_numbers,
     simplify,
 )
-from backpack.engine.graph import VIEWS, entries_of, is_leaf, is_noted
+from backpack.engine.graph import VIEWS, entries_of, is_leaf
 from backpack.engine.placements import MARK
-from backpack.engine.uses import Constant, Use, edge_of
+from backpack.engine.uses import Constant, Use, edge_of, is_noted
 from backpack.utils.hooks import without_hooks
 from backpack.utils.parallel import SINKS
 from backpack.utils.state import state

@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from backpack.core.layout import Mixed
-from backpack.engine.uses import ENTRIES, Entry, Together, Use
+from backpack.engine.uses import ENTRIES, Entry, Together, Use, is_noted
 from backpack.utils.hooks import EXTENDED, represent
 from backpack.utils.parallel import parts, past_sinks
 
@@ -89,19 +89,6 @@ def entries_of(node: Node) -> List[Entry]:
         The calls and uses, in the order in which they returned.
     """
     return node.metadata.get(ENTRIES, [])
-
-
-def is_noted(node: Node, number: int) -> bool:
-    """Tell whether an output of a node is known to be that of a use.
-
-    Args:
-        node: Node of the graph.
-        number: Which of its outputs.
-
-    Returns:
-        Whether it is.
-    """
-    return any(e.owner.is_use and e.output_nr == number for e in entries_of(node))
 
 
 def calls_at(node: Node) -> List[Entry]:

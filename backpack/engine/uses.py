@@ -503,6 +503,21 @@ def entries_at(node: Node) -> List[Entry]:
     return node.metadata.setdefault(ENTRIES, [])
 
 
+def is_noted(node: Node, number: int) -> bool:
+    """Tell whether an output of a node is known to be that of a use.
+
+    Args:
+        node: Node of the graph.
+        number: Which of its outputs.
+
+    Returns:
+        Whether it is.
+    """
+    return any(
+        e.owner.is_use and e.output_nr == number for e in node.metadata.get(ENTRIES, ())
+    )
+
+
 def listen(node: Node) -> None:
     """Let what ends in a node have its turn when the gradients there are known.
 

@@ -60,18 +60,19 @@ class Centered(torch.autograd.Function):
         return g - g.mean(0)
 
 
-class CenteredByNumber(torch.autograd.Function):
-    """Subtract the mean of everything as a number of Python."""
+class ComparedByNumber(torch.autograd.Function):
+    """Subtract an entry of the first sample, as a number of Python."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         """Subtract it."""
-        return x - x.mean().item()
+        return x - x.flatten()[0].item()
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
         """Differentiate that."""
-        return g - g.mean()
+        first = torch.arange(g.numel()).reshape(g.shape) == 0
+        return g - g.sum() * first
 
 
 COUPLINGS: Dict[str, Tuple[Callable, str]] = {  # of x [N, D], and what is named
@@ -89,7 +90,7 @@ COUPLINGS: Dict[str, Tuple[Callable, str]] = {  # of x [N, D], and what is named
     ),
     "mean": (lambda m, x: x - x.mean(0), r"mean"),
     "function": (lambda m, x: Centered.apply(x), r"centered"),
-    "function-of-a-number": (lambda m, x: CenteredByNumber.apply(x), r"centered"),
+    "function-of-a-number": (lambda m, x: ComparedByNumber.apply(x), r"compared"),
     "mean-of-everything": (lambda m, x: x - x.mean(), r"mean"),
     "sum": (lambda m, x: x / (3 + x.sum(0)), r"sum"),
     "standard-deviation": (lambda m, x: x / x.std(0), r"std"),

@@ -22,6 +22,7 @@ from per_sample import (
     Lambda,
     N,
     Row,
+    against_real,
     assert_fields,
     assert_right,
     assert_right_or_refused,
@@ -687,6 +688,17 @@ def of_inputs(function: Callable[[Tensor], Tensor], says: str) -> Row:
     )
 
 
+def of_two(function: Callable, *more: int) -> Row:
+    """Make a row whose function has two parameters, ``w`` and ``v``."""
+    return use(function, *more, 4, w=(4, 4), v=(4,))
+
+
+def keep(m: Module, result: Tensor, other: Tensor) -> Tensor:
+    """Keep what is no result, for a term of the loss."""
+    m.kept = other
+    return result
+
+
 # The library may say no to these, with a reason
 EITHER = {
     "scale-grad-by-frequency": lookup(
@@ -705,6 +717,13 @@ EITHER = {
     "left-by-a-mask-behind": use(
         lambda m, x: left_behind(x, m.w), 3, 4, w=(4,)
     )._replace(says="__setitem__"),
+    "function-whose-second-result-is-kept": of_two(
+        lambda m, x: keep(m, *Pair.apply(x, m.w, m.v))
+    )._replace(
+        value=lambda m, loss, X: against_real(m(*X), loss) + m.kept.square().sum(),
+        quantities=FIRST_ORDER,
+        says=r"\bw\b|\bv\b",
+    ),
     "vmap": use(
         lambda m, x: torch.vmap(lambda row: row @ m.w)(x), 4, w=(4, 3)
     )._replace(says="vmap|\\bw\\b"),
@@ -800,11 +819,6 @@ class Rounded(torch.autograd.Function):
         """Take the rounded numbers for the numbers."""
         x, step = ctx.saved_tensors
         return g, (g * (torch.round(x / step) - x / step)).sum().reshape(step.shape)
-
-
-def of_two(function: Callable, *more: int) -> Row:
-    """Make a row whose function has two parameters, ``w`` and ``v``."""
-    return use(function, *more, 4, w=(4, 4), v=(4,))
 
 
 FUNCTIONS = {

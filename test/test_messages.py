@@ -10,7 +10,7 @@ import re
 import warnings
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional
 
 import pytest
 import torch
@@ -330,22 +330,6 @@ def nothing_extended(*parts: Module) -> None:
     del loss  # the graph owns it until the backward pass
     with backpack(BatchGrad()):
         value.backward()
-
-
-class Scale(torch.autograd.Function):
-    """A function with a backward of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
-        """Multiply ``[N, 3]`` with ``[3]``."""
-        ctx.save_for_backward(x, scale)
-        return x * scale
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tuple[Tensor, Tensor]:
-        """Pull ``[N, 3]`` back."""
-        x, scale = ctx.saved_tensors
-        return g * scale, (g * x).sum(0)
 
 
 def in_disable(model: Module, x: Tensor) -> Tensor:
@@ -674,11 +658,13 @@ SAMPLES: Dict[str, Row] = {
         "Add what they contribute by hand",
     ),
     "used-outside": Row(
-        lambda: run(Layers(lambda m, x: Scale.apply(m.a(x), m.a.bias)), BatchGrad()),
+        lambda: run(
+            Layers(lambda m, x: torch.vmap(lambda z: z * m.a.bias)(m.a(x))), BatchGrad()
+        ),
         NotImplementedError,
         "'a.bias' of Layers",
         "used where extensions can't see it",
-        "in operations of PyTorch .*not in .* a function with a backward of its own",
+        "in operations of PyTorch .*not in .* a transform of `torch.func`",
     ),
     "used-outside-of-a-part": Row(
         part_used_outside,

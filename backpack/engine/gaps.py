@@ -150,9 +150,11 @@ def note_functions(x: Tensor, known: Known) -> None:
     _, nodes = _sources([last])
     places = [last, *(GradientEdge(*e) for node in nodes for e in node.next_functions)]
     for edge in places:
-        if not is_function(edge.node) or is_noted(*edge[:2]):
-            continue
         node, number, *_ = edge
+        if not is_function(node) or type(node).__name__ in SINKS:  # a wrapper's
+            continue
+        if is_noted(node, number):
+            continue
         parents = [GradientEdge(*e) for e in node.next_functions if e[0] is not None]
         constants = [Constant.at(parent) for parent in parents if _is_constant(parent)]
         shape = torch.Size(node._input_metadata[number].shape)

@@ -790,6 +790,7 @@ class Pair(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, w: Tensor, v: Tensor) -> Tuple[Tensor, Tensor]:
         """Multiply twice."""
         ctx.save_for_backward(x, w, v)
+        ctx.set_materialize_grads(False)
         return x @ w, x * v
 
     @staticmethod
@@ -797,12 +798,24 @@ class Pair(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor, h: Tensor) -> Any:
         """Differentiate both."""
         x, w, v = ctx.saved_tensors
+        g = x.new_zeros(len(x), *x.shape[1:-1], w.shape[1]) if g is None else g
+        h = torch.zeros_like(x) if h is None else h
         rows = x.flatten(0, -2)
         return (
             g @ w.mT + h * v,
             rows.mT @ g.flatten(0, -2),
             (h * x).sum_to_size(v.shape),
         )
+
+
+class Both(Pair):
+    """The same, if both results are used: without one's gradient, it has none."""
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, h: Tensor) -> Any:
+        """Differentiate both."""
+        assert g is not None and h is not None
+        return Pair.backward(ctx, g, h)
 
 
 class Rounded(torch.autograd.Function):
@@ -842,6 +855,7 @@ FUNCTIONS = {
             *Pair.apply(x, m.w, m.v)
         )
     ),
+    "with-both-results": of_two(lambda m, x: sum(Both.apply(x, m.w, m.v))),
     "first-of-two": of_two(lambda m, x: Pair.apply(x, m.w, m.v)[0].sin()),
     "second-of-two": of_two(lambda m, x: Pair.apply(x @ m.w, m.w, m.v)[1]),
     "for-each-sample": of_two(

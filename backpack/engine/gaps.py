@@ -160,10 +160,12 @@ def note_functions(x: Tensor, known: Known) -> None:
         shape = torch.Size(node._input_metadata[number].shape)
         own = known if edge is last else explain_edge(edge, shape)
         if own is not None and constants:
+            owners = [e.owner for e in entries_of(node)]
+            uses = [x for x in owners if x.is_use and x.is_function]
             name = type(node).__name__.replace("Backward", "")
-            use = Use(name, constants, own.n, [own.placement], None, None)
+            use = uses[0] if uses else Use(name, constants, own.n, [], None, None)
             use.is_function = True
-            use.attach_at(node, number, shape)
+            use.attach_at(edge, shape, own.placement)
 
 
 def _is_constant(edge: GradientEdge) -> bool:

@@ -281,16 +281,20 @@ class Use:
                 node, number = base.grad_fn, base.output_nr
             entries_at(node).append(Entry(number, index, self))
 
-    def attach_at(self, node: Node, number: int, shape: torch.Size) -> None:
+    def attach_at(
+        self, edge: GradientEdge, shape: torch.Size, where: Placement
+    ) -> None:
         """Attach it to a place in the graph, whose tensor is not at hand.
 
         Args:
-            node: The node that produced its only output.
-            number: Which of the node's outputs that is.
-            shape: Shape of the output.
+            edge: One of its outputs.
+            shape: Shape of that.
+            where: Where its samples are.
         """
-        self.output_shapes = [shape]
-        entries_at(node).append(Entry(number, 0, self))
+        index = len(self.output_shapes)
+        self.output_shapes.append(shape)
+        self.placements.append(where)
+        entries_at(edge.node).append(Entry(edge.output_nr, index, self))
 
     def move(self, node: Node, base: Tensor, placement: Placement) -> None:
         """Attach it to what its only output is a view of, whose node will be lost.

@@ -8,6 +8,7 @@ function, shapes, placements and plain arguments.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import OrderedDict
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
@@ -70,6 +71,9 @@ BY_MASKS = frozenset(
 )
 # Operations whose result's placement depends on strides, which no key contains
 BY_STRIDES = frozenset("as_strided as_strided_ as_strided_scatter set_".split())
+
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__
 
 
 class Mark(tuple):
@@ -146,8 +150,8 @@ class Finder:
         n: Number N of samples.
         key: Stands for the forward pass, in tensors' marks.
         dropped: Where samples have met in something without a gradient.
-        is_unsure: Whether they did so where no graph is made, or numbers were read
-            there. Inside of a function of one's own, they may have one after all.
+        is_unsure: Whether they did so inside of a function of one's own, or numbers
+            were read there. What it has computed may have one after all.
     """
 
     # placements of the results, and their shapes
@@ -325,7 +329,7 @@ class Finder:
         if True not in mixed:
             return found
         self.dropped = self.dropped or found[mixed.index(True)]
-        self.is_unsure = self.is_unsure or not torch.is_grad_enabled()
+        self.is_unsure = self.is_unsure or in_function()
         return [None if lost else p for p, lost in zip(found, mixed)]
 
     def _remember(
@@ -469,6 +473,18 @@ class Finder:
                 if bool(((own >= 0) & (numbers[bags] != own)).any()):
                     return Mixed("`embedding_bag`")
         return simplify(numbers[:, None].expand(out.shape), n)
+
+
+def in_function() -> bool:
+    """Tell whether a function with a backward of its own is running.
+
+    Returns:
+        Whether it is. No graph is made there.
+    """
+    frame = None if torch.is_grad_enabled() else sys._getframe(1)
+    while frame is not None and frame.f_code is not _APPLY:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _first_line(error: Exception) -> str:

@@ -33,7 +33,14 @@ from backpack.engine.gaps import (
     note_functions,
 )
 from backpack.engine.graph import MEETING, SILENT
-from backpack.engine.placements import FORGET, MARK, Finder, Mark, Pass
+from backpack.engine.placements import (
+    FORGET,
+    MARK,
+    Finder,
+    Mark,
+    Pass,
+    in_function,
+)
 from backpack.engine.user_hooks import SEEN, guard
 from backpack.engine.uses import Constant, Use, edge_of, on_one_node
 from backpack.utils.compiling import untraced
@@ -143,7 +150,7 @@ class Tracker(TorchFunctionMode):
             if kind.name == "register_hook" and len(args) == 2:
                 x, hook = args
                 args = x, guard(x, hook, self._finder.of(x) is None)
-            elif kind.reads and not is_grad_enabled():
+            elif kind.reads and in_function():
                 self._finder.is_unsure = True
             return func(*args, **kwargs)  # a transform's tensors are no samples'
         data: List[Tensor] = []

@@ -50,7 +50,10 @@ from backpack.utils.compiling import is_compiled, untraced
 from backpack.utils.disable import disable
 from backpack.utils.hooks import EXTENDED, no_op, represent_call, warn_user
 from backpack.utils.module_classification import is_no_op
-from backpack.utils.older_torch import make_backward_overridable
+from backpack.utils.older_torch import (
+    make_backward_overridable,
+    make_packed_sequences_trees,
+)
 from backpack.utils.state import ENTERED, State, state
 from backpack.utils.types import Grads
 
@@ -70,6 +73,7 @@ __version__ = "1.8.0"
 M = TypeVar("M", bound=Module)
 
 make_backward_overridable()
+make_packed_sequences_trees()
 
 
 class _Announce(TorchFunctionMode):

@@ -4,7 +4,9 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils._pytree import register_pytree_node, tree_leaves
 
 
 def make_backward_overridable() -> None:
@@ -15,6 +17,21 @@ def make_backward_overridable() -> None:
     """
     if torch.__version__ < "2.11":
         torch.autograd.backward = _overridable(torch.autograd.backward)
+
+
+def make_packed_sequences_trees() -> None:
+    """Let trees of tensors contain those of packed sequences.
+
+    There, a recurrent layer's results were not seen if it had packed ones.
+    """
+    one = torch.ones(1, dtype=torch.long, device="cpu")
+    packed = PackedSequence(one, one)
+    if len(tree_leaves(packed)) == 1:
+        register_pytree_node(
+            PackedSequence,
+            lambda x: (list(x), None),
+            lambda values, _: PackedSequence(*values),
+        )
 
 
 def _overridable(plain: Any) -> Any:

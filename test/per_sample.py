@@ -58,6 +58,23 @@ class Lambda(Module):
         return self.function(self, *args, **kwargs)
 
 
+class Once(torch.autograd.Function):
+    """A square that can be differentiated once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Square."""
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        """Differentiate."""
+        (x,) = ctx.saved_tensors
+        return 2 * x * g
+
+
 def param(*shape: int) -> nn.Parameter:
     """Make a parameter of normal numbers."""
     return nn.Parameter(torch.randn(shape))

@@ -21,6 +21,7 @@ from per_sample import (
     REFUSALS,
     Lambda,
     N,
+    Once,
     Row,
     assert_fields,
     assert_right,
@@ -34,7 +35,6 @@ from per_sample import (
 )
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 from torch.nn import Module
 
 from backpack import backpack, extend, extensions, summary
@@ -152,23 +152,6 @@ def test_curvature_that_is_zero_for_a_batch() -> None:
         loss=lambda: nn.HuberLoss(delta=100.0), quantities=["DiagGGNExact"]
     )
     assert_right(row)
-
-
-class Once(torch.autograd.Function):
-    """A square that can be differentiated once."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Square."""
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        """Differentiate."""
-        (x,) = ctx.saved_tensors
-        return 2 * x * g
 
 
 class OnceLoss(Module):

@@ -21,6 +21,7 @@ from per_sample import (
     QUANTITIES,
     Lambda,
     N,
+    Once,
     Row,
     against_real,
     assert_fields,
@@ -808,22 +809,6 @@ class Pair(torch.autograd.Function):
         )
 
 
-class SquaredOnce(torch.autograd.Function):
-    """A square whose derivative can't be differentiated again."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Square."""
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        """Differentiate the square."""
-        return 2 * ctx.saved_tensors[0] * g
-
-
 def counted(m: Module, x: Tensor) -> Tensor:
     """Keep statistics of the batch, as a table of codes does."""
     with torch.no_grad():
@@ -916,7 +901,7 @@ def test_right(table: str, row: str) -> None:
 def test_function_beside_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where samples meet outside of a function, what was seen inside holds for it."""
     monkeypatch.setattr("backpack.engine.gaps._MOST_ENTRIES", 0)  # large results
-    assert_right(use(lambda m, x: SquaredOnce.apply(counted(m, x)) * m.v, 4, v=(4,)))
+    assert_right(use(lambda m, x: Once.apply(counted(m, x)) * m.v, 4, v=(4,)))
 
 
 @pytest.mark.parametrize("row", EITHER)

@@ -32,6 +32,7 @@ from backpack.utils.state import state
 from backpack.utils.types import kind
 
 CONSTANT = "backpack.constant"  # where a node keeps that it stands for a parameter
+ASKED = "backpack.asked"  # behind which of its outputs functions were looked for
 
 # Nodes that map entries one by one
 _POINTWISE = frozenset(
@@ -145,8 +146,10 @@ def note_functions(x: Tensor, known: Known) -> None:
         known: Where its samples are.
     """
     last = edge_of(x)
-    if is_function(last.node) and is_noted(*last[:2]):
+    asked = last.node.metadata.setdefault(ASKED, set())
+    if last.output_nr in asked:  # an operand is looked at by each operation
         return
+    asked.add(last.output_nr)
     _, nodes = _sources([last])
     places = [last, *(GradientEdge(*e) for node in nodes for e in node.next_functions)]
     for edge in places:
@@ -155,25 +158,32 @@ def note_functions(x: Tensor, known: Known) -> None:
             continue
         if is_noted(node, number):
             continue
-        parents = [GradientEdge(*e) for e in node.next_functions if e[0] is not None]
-        constants = [Constant.at(parent) for parent in parents if _is_constant(parent)]
-        shape = torch.Size(node._input_metadata[number].shape)
-        own = known if edge is last else explain_edge(edge, shape)
-        if own is not None and constants:
-            owners = [e.owner for e in entries_of(node)]
-            uses = [x for x in owners if x.is_use and x.is_function]
-            name = type(node).__name__.replace("Backward", "")
-            use = uses[0] if uses else Use(name, constants, own.n, [], None, None)
-            use.is_function = True
-            use.attach_at(edge, shape, own.placement)
+        own = known if edge is last else _explain_place(edge)
+        use = None if own is None else _use_of(node, own.n)
+        if use is not None:
+            use.attach_at(edge, _shape_at(edge), own.placement)
+
+
+def _use_of(node: Node, n: int) -> Optional[Use]:
+    """Describe a function as a use, once for all its results; `None` if it is none."""
+    for entry in entries_of(node):
+        if entry.owner.is_use and entry.owner.is_function:
+            return entry.owner
+    parents = [GradientEdge(*e) for e in node.next_functions if e[0] is not None]
+    constants = [Constant.at(parent) for parent in parents if _is_constant(parent)]
+    if not constants:
+        return None
+    name = type(node).__name__.replace("Backward", "")
+    use = Use(name, constants, n, [], None, None)
+    use.is_function = True
+    return use
 
 
 def _is_constant(edge: GradientEdge) -> bool:
     """Tell whether what sits at a place in the graph depends on parameters alone."""
     if is_leaf(edge.node):
         return _leaf(edge.node) is None
-    shape = torch.Size(edge.node._input_metadata[edge.output_nr].shape)
-    return explain_edge(edge, shape) is None
+    return _explain_place(edge) is None
 
 
 def explain_parents(node: Node) -> List[Known]:
@@ -188,10 +198,7 @@ def explain_parents(node: Node) -> List[Known]:
     found = []
     for parent, number in node.next_functions:
         if parent is not None and not is_leaf(parent):
-            metadata = parent._input_metadata[number]
-            nested = metadata.is_cpp_nested_tensor
-            shape = torch.Size(() if nested else metadata.shape)
-            found.append(explain_edge(GradientEdge(parent, number), shape))
+            found.append(_explain_place(GradientEdge(parent, number)))
     return [known for known in found if known is not None]
 
 
@@ -235,10 +242,20 @@ def is_coupled(node: Node) -> bool:
     Returns:
         Whether it is known that they have.
     """
-    shape = torch.Size(node._input_metadata[0].shape)
-    known = explain_edge(GradientEdge(node, 0), shape)
+    known = _explain_place(GradientEdge(node, 0))
     met = None if known is None else known.placement
     return isinstance(met, Mixed) and met.is_known
+
+
+def _shape_at(edge: GradientEdge) -> torch.Size:
+    """Return the shape at a place in the graph; a nested tensor has none."""
+    metadata = edge.node._input_metadata[edge.output_nr]
+    return torch.Size(() if metadata.is_cpp_nested_tensor else metadata.shape)
+
+
+def _explain_place(edge: GradientEdge) -> Optional[Known]:
+    """Find where the samples are at a place, in the shape that the graph knows."""
+    return explain_edge(edge, _shape_at(edge))
 
 
 def explain_edge(edge: GradientEdge, shape: torch.Size) -> Optional[Known]:

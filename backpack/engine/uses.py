@@ -129,11 +129,10 @@ class Constant:
         """
         node, number, *_ = edge
         leaf = getattr(node, "variable", None)
-        metadata = None if leaf is not None else node._input_metadata[number]
+        like = node._input_metadata[number] if leaf is None else leaf
         constant = cls.__new__(cls)
-        constant.leaf, constant.source = leaf, None if leaf is not None else edge
+        constant.leaf, constant.source = leaf, edge if leaf is None else None
         constant.stand_in, constant.key = edge, None
-        like = leaf if metadata is None else metadata
         constant.shape, constant.dtype = torch.Size(like.shape), like.dtype
         return constant
 

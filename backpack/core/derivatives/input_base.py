@@ -42,8 +42,7 @@ class BaseDerivatives(ABC):  # noqa: B024
     :meth:`hessian_is_zero` and :meth:`hessian_is_diagonal` should say what is known.
     """
 
-    @shape_check.jac_mat_prod_accept_vectors
-    @shape_check.jac_mat_prod_check_shapes
+    @shape_check.product("input0", "output")
     def jac_mat_prod(
         self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
@@ -66,8 +65,7 @@ class BaseDerivatives(ABC):  # noqa: B024
         x, y = evaluate(module)
         return stack([R_op(y, x, v)[0] for v in mat.to(x.dtype)])
 
-    @shape_check.jac_t_mat_prod_accept_vectors
-    @shape_check.jac_t_mat_prod_check_shapes
+    @shape_check.product("output", "input0")
     def jac_t_mat_prod(
         self,
         module: Layer,
@@ -255,8 +253,7 @@ class BaseDerivatives(ABC):  # noqa: B024
         ones = ones_like(module.input0).unsqueeze(0)
         return self._differentiate_twice(module, g_out, ones).squeeze(0)
 
-    @shape_check.residual_mat_prod_accept_vectors
-    @shape_check.residual_mat_prod_check_shapes
+    @shape_check.product("input0", "input0")
     def residual_mat_prod(
         self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:

@@ -210,15 +210,14 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
         Returns:
             Products of shape ``[V, N, *out]``, or ``[N, *out]``.
         """
-        is_vec = shape_check._same_dim_as(mat, module, param_str)
-        mat = shape_check._add_V_dim(mat) if is_vec else mat
-        shape_check._check_like(mat, module, param_str)
         generic = partial(self._param_jac_mat_prod, param_str)
         multiply = getattr(self, f"_{param_str}_jac_mat_prod", generic)
-        result = multiply(module, g_inp, g_out, mat)
-        shape_check.check_same_V_dim(result, mat)
-        shape_check._check_like(result, module, "output")
-        return shape_check._remove_V_dim(result) if is_vec else result
+
+        @shape_check.product(param_str, "output")
+        def checked(self, *args: Any) -> Tensor:
+            return multiply(*args)
+
+        return checked(self, module, g_inp, g_out, mat)
 
     def _param_jac_mat_prod(
         self, param_str: str, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor

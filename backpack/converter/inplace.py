@@ -5,24 +5,17 @@ from copy import deepcopy
 from typing import Any, Callable, Dict, Optional
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
-from torch.nn import (
-    Dropout,
-    Dropout1d,
-    Dropout2d,
-    Dropout3d,
-    Flatten,
-    Identity,
-    Module,
-    Unflatten,
-)
 
 from backpack.converter import reading
 from backpack.converter.editing import change_node_to_module, recompile
 from backpack.converter.tracer import NO_GRAD, Untraceable
 
-VIEW_MODULES = (Identity, Flatten, Unflatten, Dropout, Dropout1d, Dropout2d, Dropout3d)
+VIEW_MODULES = (
+    *(nn.Identity, nn.Flatten, nn.Unflatten),
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+)
 
 ALIASED = (
     "Cannot convert: {node} changes a tensor in place that is also used later as "
@@ -32,7 +25,7 @@ ALIASED = (
 
 
 def transform_inplace_to_normal(
-    module: Module, debug: bool, initialize_recursion: bool = True
+    module: nn.Module, debug: bool, initialize_recursion: bool = True
 ) -> None:
     """Replace in-place operations by those that return a new tensor.
 

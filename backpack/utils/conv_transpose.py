@@ -8,21 +8,16 @@ position.
 
 from typing import Any, Callable, Optional, Sequence, Tuple, Type
 
-from torch import Tensor
-from torch.nn import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d, Module
-from torch.nn.functional import (
-    conv_transpose1d,
-    conv_transpose2d,
-    conv_transpose3d,
-    pad,
-)
+from torch import Tensor, nn
+from torch.nn import Module, functional
+from torch.nn.functional import pad
 
 from backpack.utils.conv import (
     ConvTransposeNd,
     check_batched,
     extract_bias_diagonal,
     flatten_windows,
-    select_by_dimension,
+    for_axes,
     sum_squared_weight_gradients,
     windows,
 )
@@ -49,9 +44,7 @@ def get_conv_transpose_module(N: int) -> Type[Module]:
     Raises:
         ValueError: If ``N`` is none of these.
     """
-    return select_by_dimension(
-        {1: ConvTranspose1d, 2: ConvTranspose2d, 3: ConvTranspose3d}, N
-    )
+    return for_axes(nn, "ConvTranspose", N)
 
 
 def get_conv_transpose_function(N: int) -> Callable:
@@ -67,9 +60,7 @@ def get_conv_transpose_function(N: int) -> Callable:
     Raises:
         ValueError: If ``N`` is none of these.
     """
-    return select_by_dimension(
-        {1: conv_transpose1d, 2: conv_transpose2d, 3: conv_transpose3d}, N
-    )
+    return for_axes(functional, "conv_transpose", N)
 
 
 def unfold_by_conv_transpose(

@@ -19,7 +19,7 @@ from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.secondorder import walk
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
-from backpack.utils.errors import batch_norm_raise_error_if_train
+from backpack.utils.errors import batch_norm_raise_error_if_train, check_choice
 from backpack.utils.subsampling import Selection, subsample
 from backpack.utils.types import Grads, Layer, Randomness
 
@@ -45,6 +45,48 @@ class Source:
     mc_samples: int = 1
     generator: Randomness = None
     compact: bool = False
+
+    @classmethod
+    def fisher(
+        cls,
+        ext: Any,
+        fisher_type: str,
+        mc_samples: int,
+        generator: Randomness,
+        types: Sequence[str] = FISHER_TYPES,
+    ) -> Source:
+        """Choose whose targets the gradients of the Fisher are taken for.
+
+        Args:
+            ext: The extension.
+            fisher_type: ``"mc"``, ``"empirical"`` or ``"exact"``.
+            mc_samples: Number of Monte-Carlo samples, for ``"mc"``.
+            generator: Random number generator, for ``"mc"``.
+            types: Which of them there are. Default: all but ``"exact"``.
+
+        Returns:
+            The source of columns.
+
+        Raises:
+            ValueError: If an option is not one of those.
+        """
+        name = type(ext).__name__
+        whole = isinstance(mc_samples, Integral) and not isinstance(mc_samples, bool)
+        if not whole or mc_samples < 1:
+            raise ValueError(
+                f"{name}: mc_samples must be a positive integer, got {mc_samples!r}. "
+                "Pass the number of targets to draw, for instance mc_samples=1."
+            )
+        if not isinstance(generator, (Generator, type(None))):
+            raise ValueError(
+                f"{name}: generator must be a torch.Generator or None, got "
+                f"{generator!r}. Pass `torch.Generator(device).manual_seed(0)`, with "
+                "the model's device."
+            )
+        check_choice(name, "fisher_type", fisher_type, types)
+        if fisher_type == "mc":
+            return cls("sampling", mc_samples, generator)
+        return cls(fisher_type, compact=fisher_type == "exact")
 
     @property
     def is_exact(self) -> bool:
@@ -92,50 +134,6 @@ class Source:
             yield from derivatives.sqrt_hessian_chunks(module, size, self.compact)
         else:
             yield from split_columns(self.columns(derivatives, module), size)
-
-
-def fisher_source(
-    name: str,
-    fisher_type: str,
-    mc_samples: int,
-    generator: Randomness,
-    types: Sequence[str] = FISHER_TYPES,
-) -> Source:
-    """Choose whose targets the gradients of the Fisher are taken for.
-
-    Args:
-        name: Name of the extension.
-        fisher_type: ``"mc"``, ``"empirical"`` or ``"exact"``.
-        mc_samples: Number of Monte-Carlo samples, for ``"mc"``.
-        generator: Random number generator, for ``"mc"``.
-        types: Which of them there are. Default: all but ``"exact"``.
-
-    Returns:
-        The source of columns.
-
-    Raises:
-        ValueError: If an option is not one of those.
-    """
-    whole = isinstance(mc_samples, Integral) and not isinstance(mc_samples, bool)
-    if not whole or mc_samples < 1:
-        raise ValueError(
-            f"{name}: mc_samples must be a positive integer, got {mc_samples!r}. Pass "
-            "the number of targets to draw, for instance mc_samples=1."
-        )
-    if not isinstance(generator, (Generator, type(None))):
-        raise ValueError(
-            f"{name}: generator must be a torch.Generator or None, got {generator!r}. "
-            "Pass `torch.Generator(device).manual_seed(0)`, with the model's device."
-        )
-    if fisher_type not in types:
-        raise ValueError(
-            f"{name}: fisher_type must be one of {types}, got {fisher_type!r}."
-        )
-    if fisher_type == "exact":
-        return Source("exact", compact=True)
-    if fisher_type == "empirical":
-        return Source("empirical")
-    return Source("sampling", mc_samples, generator)
 
 
 class ReduceColumns(ModuleExtension):

@@ -13,16 +13,8 @@ from backpack.core.per_sample.base import PerSample
 from backpack.core.per_sample.maps import factor_shapes, squares_after
 from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.sums import features_first
-from backpack.extensions.secondorder.columns import EXACT_TOO, fisher_source
-from backpack.extensions.secondorder.hbp import DENSE_LIMIT, KroneckerFactors
-from backpack.extensions.secondorder.hbp.factors import (
-    arrange,
-    input_position,
-    is_transposed,
-    of_output,
-    squeeze_group,
-    with_input_factor,
-)
+from backpack.extensions.secondorder.columns import EXACT_TOO, Source
+from backpack.extensions.secondorder.hbp import DENSE_LIMIT, KroneckerFactors, factors
 from backpack.extensions.shards import Piece
 from backpack.utils.hooks import message
 from backpack.utils.kroneckers import eigen_kfacs, transposed
@@ -85,8 +77,7 @@ class EKFAC(KroneckerFactors):
             dense_limit: Number of rows that a factor may have; parameters with larger
                 ones are refused before anything is allocated. Default: ``16384``.
         """
-        name = type(self).__name__
-        source = fisher_source(name, fisher_type, mc_samples, generator, EXACT_TOO)
+        source = Source.fisher(self, fisher_type, mc_samples, generator, EXACT_TOO)
         super().__init__("ekfac", source, weight_sharing, dense_limit)
         self._basis = basis
         self._fixed: Optional[List[Tensor]] = None
@@ -119,14 +110,14 @@ class EKFAC(KroneckerFactors):
         if self._fixed is not None:
             return None
         key = "eigenvectors", self.weight_sharing
-        b = arrange(product)
+        b = factors.arrange(product)
         output = product.share(key, b, lambda: eigenvectors(statistic))
         return self._within(self._bases(product, output))
 
     def reduce(self, product: PerSample) -> List[Tensor]:  # noqa: D102
         if self._fixed is not None:
             return self.statistic(product)
-        output = of_output(product, self.weight_sharing, eigenvectors_of_gram)
+        output = factors.of_output(product, self.weight_sharing, eigenvectors_of_gram)
         return self._within(self._bases(product, output)).statistic(product)
 
     def _bases(self, product: PerSample, output: Tensor) -> List[Tensor]:
@@ -139,13 +130,13 @@ class EKFAC(KroneckerFactors):
         ):
             rows = features_first(full_precision(product.a), 1)
             bases = [output, eigenvectors_of_gram(rows)]
-            bases = [squeeze_group(basis) for basis in bases]
+            bases = [factors.squeeze_group(basis) for basis in bases]
             return bases[::-1] if product.is_transposed else bases
-        factors = with_input_factor(product, output, self.weight_sharing)
-        place = input_position(factors, is_transposed(product))
+        known = factors.with_input_factor(product, output, self.weight_sharing)
+        place = factors.input_position(known, factors.is_transposed(product))
         return [
             eigenvectors(factor) if i == place else factor
-            for i, factor in enumerate(factors)
+            for i, factor in enumerate(known)
         ]
 
     def finish(self, product: PerSample, statistic: Any) -> List[Tensor]:  # noqa: D102

@@ -10,11 +10,7 @@ from torch import Tensor
 from backpack.core.derivatives.loss_base import BaseLossDerivatives
 from backpack.core.per_sample.base import PerSample
 from backpack.extensions.curvature import Curvature
-from backpack.extensions.secondorder.columns import (
-    ColumnExtension,
-    Source,
-    fisher_source,
-)
+from backpack.extensions.secondorder.columns import ColumnExtension, Source
 from backpack.extensions.secondorder.hbp import factors
 from backpack.extensions.secondorder.hbp.hbp_options import (
     BackpropStrategy,
@@ -25,6 +21,7 @@ from backpack.extensions.secondorder.hbp.hbpbase import HBPBaseModule
 from backpack.extensions.secondorder.hbp.losses import HBPLoss
 from backpack.extensions.secondorder.module_rules import WalkingExtension
 from backpack.extensions.shards import Piece, shard_of
+from backpack.utils.errors import check_choice
 from backpack.utils.hooks import message
 from backpack.utils.types import FisherType, Grads, Layer, Randomness, WeightSharing
 
@@ -123,11 +120,7 @@ class HBP(WalkingExtension):
                 f"{name}: a sum of loss Hessians has no columns to pull back. Use "
                 "loss_hessian_strategy='exact' or 'sampling'."
             )
-        if weight_sharing not in factors.WEIGHT_SHARING:
-            raise ValueError(
-                f"{name}: weight_sharing must be one of {factors.WEIGHT_SHARING}, got "
-                f"{weight_sharing!r}."
-            )
+        check_choice(name, "weight_sharing", weight_sharing, factors.WEIGHT_SHARING)
         super().__init__(savefield)
         self.curv_type = curv_type
         self.loss_hessian_strategy = loss_hessian_strategy
@@ -335,7 +328,7 @@ class KFAC(KroneckerFactors):
             dense_limit: Number of rows that a factor may have; parameters with larger
                 ones are refused before anything is allocated. Default: ``16384``.
         """
-        source = fisher_source(type(self).__name__, fisher_type, mc_samples, generator)
+        source = Source.fisher(self, fisher_type, mc_samples, generator)
         super().__init__("kfac", source, weight_sharing, dense_limit)
 
 

@@ -8,11 +8,7 @@ import torch
 from torch import Tensor
 
 from backpack.core.per_sample.base import PerSample
-from backpack.extensions.secondorder.columns import (
-    ColumnExtension,
-    Source,
-    fisher_source,
-)
+from backpack.extensions.secondorder.columns import ColumnExtension, Source
 from backpack.extensions.secondorder.hbp.hbp_options import LossHessianStrategy
 from backpack.extensions.shards import Piece
 from backpack.utils.subsampling import Selection
@@ -98,7 +94,7 @@ class SqrtGGNMC(SqrtGGN):
             fisher_type: ``"mc"`` for targets drawn from the model's own distribution,
                 ``"empirical"`` for those of the batch. Default: ``"mc"``.
         """
-        source = fisher_source(type(self).__name__, fisher_type, mc_samples, generator)
+        source = Source.fisher(self, fisher_type, mc_samples, generator)
         super().__init__(
             LossHessianStrategy.SAMPLING, "sqrt_ggn_mc", subsampling, source
         )

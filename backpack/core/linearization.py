@@ -13,20 +13,12 @@ from typing import Any, Iterable, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
 from torch.nn import Module, Parameter
 
-from backpack.core.derivatives import generic
-from backpack.core.derivatives.stored import (
-    OUTPUT_TYPE,
-    repeat,
-    scratch_copy,
-    stored_inputs,
-)
+from backpack.core.derivatives import generic, stored
 from backpack.core.derivatives.sum_module import SumModuleDerivatives
 from backpack.hessianfree.lop import pull_back, pull_columns
 from backpack.hessianfree.rop import R_op
-from backpack.utils.disable import disable
 from backpack.utils.hooks import message
 from backpack.utils.subsampling import Subsampling, subsample
 from backpack.utils.types import HALF, Layer, as_type, full_precision
@@ -60,7 +52,7 @@ def freeze(module: Layer) -> Layer:
     """
     if _FROZEN in vars(module):
         return module
-    return freeze_at(module, stored_inputs(module), module.output)
+    return freeze_at(module, stored.stored_inputs(module), module.output)
 
 
 def freeze_at(
@@ -81,16 +73,18 @@ def freeze_at(
     Returns:
         The copy, see :func:`freeze`.
     """
-    stored = {f"input{i}": _frozen(x) for i, x in enumerate(inputs)}
-    stored["output"], kind = output.detach(), precision or output.dtype
-    halves = {name: x for name, x in stored.items() if _is_half(x)}
+    values = {f"input{i}": _frozen(x) for i, x in enumerate(inputs)}
+    values["output"], kind = output.detach(), precision or output.dtype
+    halves = {name: x for name, x in values.items() if _is_half(x)}
     if halves:
         own = [p for p in (*module.parameters(), *inputs) if isinstance(p, Parameter)]
         floats = [x for x in own or inputs if isinstance(x, Tensor)]
         types = [x.dtype for x in floats if x.is_floating_point()]
         widest = reduce(torch.promote_types, types) if types else output.dtype
-        stored.update((name, as_type(x, widest)) for name, x in halves.items())
-    return scratch_copy(module, **stored, **{_FROZEN: True, OUTPUT_TYPE: kind})
+        values.update((name, as_type(x, widest)) for name, x in halves.items())
+    return stored.scratch_copy(
+        module, **values, **{_FROZEN: True, stored.OUTPUT_TYPE: kind}
+    )
 
 
 def _is_half(x: Any) -> bool:
@@ -113,7 +107,7 @@ class Snapshot:
             module: Frozen module.
         """
         self._module = module
-        values = (*module.parameters(), *stored_inputs(module), module.output)
+        values = (*module.parameters(), *stored.stored_inputs(module), module.output)
         tensors = [x.detach() for x in values if isinstance(x, Tensor)]  # no graph
         self._seen = [(x, x._version) for x in tensors]
 
@@ -217,7 +211,7 @@ class Linearization:
             args = self.module, (), self.g_out, columns[0]
             return self.derivatives.jac_mat_prod(*args).to(dtype)
         columns = self.filled(columns)
-        xs, y = self._evaluate()
+        xs, y = stored.evaluate(self.module, self.positions)
         if not y.requires_grad:
             return y.new_zeros(len(columns[0]), *y.shape)
         return torch.stack([R_op(y, xs, vs)[0] for vs in zip(*columns)])
@@ -237,7 +231,7 @@ class Linearization:
         if not self.is_joint:
             args = self.module, (), self.g_out, columns
             return self._typed([self.derivatives.jac_t_mat_prod(*args)])
-        xs, y = self._evaluate()
+        xs, y = stored.evaluate(self.module, self.positions)
         return pull_columns(y, xs, columns)
 
     def residual(self, columns: Columns) -> Columns:
@@ -254,7 +248,7 @@ class Linearization:
             args = self.module, (), self.g_out, columns[0]
             return self._typed([self.derivatives.residual_mat_prod(*args)])
         columns = self.filled(columns)
-        xs, y = self._evaluate()
+        xs, y = stored.evaluate(self.module, self.positions)
         gradients = _gradients(y, xs, self.g_out[0])
         return pull_columns(gradients, xs, zip(*columns))
 
@@ -330,15 +324,6 @@ class Linearization:
         """Give columns the types of the inputs."""
         return [as_type(column, x.dtype) for column, x in zip(columns, self.inputs())]
 
-    def _evaluate(self) -> Tuple[List[Tensor], Tensor]:
-        arguments = list(stored_inputs(self.module))
-        xs = [arguments[i].detach().requires_grad_() for i in self.positions]
-        with torch.enable_grad(), disable():
-            for position, x in zip(self.positions, xs):
-                arguments[position] = x.clone()
-            forward = scratch_copy(self.module).forward
-            return xs, repeat(self.module, forward, *arguments)
-
 
 class ParameterLinearization:
     """A module at one of its parameters: products with Jacobian and residual.
@@ -387,7 +372,7 @@ class ParameterLinearization:
             return self.derivatives.param_jac_mat_prod(
                 self.name, self.module, (), self.g_out, columns
             )
-        param, y = self._evaluate()
+        param, y = stored.evaluate_parameter(self.module, self.name)
         try:
             return torch.stack([R_op(y, param, v)[0] for v in columns])
         except NotImplementedError as error:
@@ -409,7 +394,7 @@ class ParameterLinearization:
             return self.derivatives.param_mjp(
                 self.name, self.module, (), self.g_out, columns
             )
-        param, y = self._evaluate()
+        param, y = stored.evaluate_parameter(self.module, self.name)
         return pull_columns(y, param, columns)[0]
 
     def residual(self, columns: Tensor) -> Tensor:
@@ -421,7 +406,7 @@ class ParameterLinearization:
         Returns:
             Columns ``[V, *p]``.
         """
-        param, y = self._evaluate()
+        param, y = stored.evaluate_parameter(self.module, self.name)
         gradients = _gradients(y, [param], self.g_out[0])
         return pull_columns(gradients, param, columns)[0]
 
@@ -434,7 +419,7 @@ class ParameterLinearization:
         Returns:
             Diagonal of shape ``[*p]``, or ``[N, *p]`` without summation over samples.
         """
-        param, y = self._evaluate()
+        param, y = stored.evaluate_parameter(self.module, self.name)
         delta = self.g_out[0]
         deltas = [delta]
         if not sum_batch:
@@ -446,18 +431,6 @@ class ParameterLinearization:
             diagonal = flatten(products, 1).diagonal().reshape(param.shape)
             diagonals.append(diagonal)
         return diagonals[0] if sum_batch else torch.stack(diagonals)
-
-    def _evaluate(self) -> Tuple[Tensor, Tensor]:
-        param = self.parameter.detach().requires_grad_()
-        inputs, copy = list(stored_inputs(self.module)), scratch_copy(self.module)
-        own, position = {}, generic.argument_position(self.module, self.name)
-        if position is None:
-            own[self.name] = param
-        else:
-            inputs[position] = param
-        with torch.enable_grad(), disable():
-            arguments = functional_call, copy, own, tuple(inputs)
-            return param, repeat(self.module, *arguments)
 
 
 def _gradients(y: Tensor, xs: List[Tensor], delta: Tensor) -> Tuple[Tensor, ...]:

@@ -62,8 +62,8 @@ class BaseDerivatives(ABC):  # noqa: B024
     def _jac_mat_prod(
         self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
-        x, y = evaluate(module)
-        return stack([R_op(y, x, v)[0] for v in mat.to(x.dtype)])
+        xs, y = evaluate(module)
+        return stack([R_op(y, xs, v)[0] for v in mat.to(xs[0].dtype)])
 
     @shape_check.product("output", "input0")
     def jac_t_mat_prod(
@@ -104,8 +104,8 @@ class BaseDerivatives(ABC):  # noqa: B024
         Returns:
             Products of shape ``[V, N, *in]``.
         """
-        x, y = evaluate(module)
-        return pull_columns(y, x, mat)[0]
+        xs, y = evaluate(module)
+        return pull_columns(y, xs, mat)[0]
 
     def _restrict(self, module: Layer, subsampling: Subsampling = None) -> Module:
         """Select samples before the maths.
@@ -291,10 +291,10 @@ class BaseDerivatives(ABC):  # noqa: B024
         Returns:
             Products of the same shape.
         """
-        x, y = evaluate(module)
+        xs, y = evaluate(module)
         delta = g_out[0].detach().to(y.dtype)
-        (gradient,) = grad(y, x, delta, create_graph=True)
-        return pull_columns(gradient, x, mat)[0]
+        (gradient,) = grad(y, xs, delta, create_graph=True)
+        return pull_columns(gradient, xs, mat)[0]
 
     @classmethod
     def reshape_like_input(

@@ -5,12 +5,13 @@ from functools import partial
 from typing import Any, Callable, Sequence, Tuple
 
 from torch import Tensor, no_grad, stack, zeros_like
-from torch.func import functional_call, vjp
+from torch.func import functional_call
 
 from backpack.core.derivatives import shape_check, stored
 from backpack.core.derivatives.generic import generic_product
 from backpack.core.derivatives.input_base import BaseDerivatives
 from backpack.core.per_sample.base import Dense, PerSample
+from backpack.hessianfree.rop import R_op
 from backpack.utils.subsampling import Subsampling
 from backpack.utils.types import Grads, Layer, as_type
 
@@ -222,23 +223,16 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
     def _param_jac_mat_prod(
         self, param_str: str, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
+        if not self.affine_in_params:
+            param, y = stored.evaluate_parameter(module, param_str)
+            return stack([R_op(y, param, v)[0] for v in mat])
         inputs, scratch = stored.stored_inputs(module), stored.scratch_copy(module)
-
-        def forward(param: Tensor, others: dict) -> Tensor:
-            params = {**others, param_str: param}
-            return stored.first_tensor(functional_call(scratch, params, inputs))
-
-        if self.affine_in_params:
-            params = module.named_parameters()
-            zeros = {name: zeros_like(p) for name, p in params if name != param_str}
-            with no_grad():
-                return stack([forward(v, zeros) for v in mat])
-        # w ↦ Jᵀ w is linear, so pulling v back through it gives J v, see R_op
-        given = getattr(module, param_str)
-        output, pull = vjp(lambda param: forward(param, {}), given)[:2]
-        stored.checked(module, output)
-        push = vjp(lambda w: pull(w)[0], zeros_like(output))[1]
-        return stack([push(v)[0] for v in mat])
+        zeros = {name: zeros_like(p) for name, p in module.named_parameters()}
+        with no_grad():
+            outputs = [
+                functional_call(scratch, {**zeros, param_str: v}, inputs) for v in mat
+            ]
+        return stack([stored.first_tensor(output) for output in outputs])
 
     _weight_jac_mat_prod = _for_parameter("weight", "_param_jac_mat_prod")
     _bias_jac_mat_prod = _for_parameter("bias", "_param_jac_mat_prod")

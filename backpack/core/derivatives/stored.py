@@ -1,13 +1,15 @@
 """A module's last call, as it is stored on the module, and copies to repeat it with."""
 
-from typing import Any, Callable, List, Tuple
+from typing import Any, Callable, List, Sequence, Tuple
 
 import torch
 from torch import Generator, Tensor, enable_grad
+from torch.func import functional_call
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
-from backpack.core.derivatives.generic import is_repetition
+from backpack.core.derivatives import generic
+from backpack.utils.disable import disable
 from backpack.utils.hooks import message
 from backpack.utils.state import ask, is_traced
 from backpack.utils.subsampling import Subsampling, subsample
@@ -152,7 +154,7 @@ def checked(module: Layer, output: Any) -> Tensor:
         return output
     repeated, expected = output.detach(), recorded_output(module)
     key = "repeats", type(module), repr(module), expected.shape
-    if not ask(repeated, key, lambda: is_repetition(repeated, expected)):
+    if not ask(repeated, key, lambda: generic.is_repetition(repeated, expected)):
         raise RuntimeError(message(NOT_REPEATED, module=module))
     return output
 
@@ -203,22 +205,50 @@ def _random_state(module: Layer) -> Tensor:
     return torch.cuda.get_rng_state(device) if cuda else torch.get_rng_state()
 
 
-def evaluate(module: Layer) -> Tuple[Tensor, Tensor]:
+def evaluate(
+    module: Layer, positions: Sequence[int] = (0,)
+) -> Tuple[List[Tensor], Tensor]:
     """Compute a module's output anew at its stored inputs, with a graph of its own.
 
     Args:
         module: Module with stored inputs.
+        positions: Which of them the graph shall lead to. Default: the first.
 
     Returns:
-        Input ``[N, *in]`` and output ``[N, *out]``, connected by a graph.
+        These inputs ``[N, *in]``, and the output ``[N, *out]``.
 
     Raises:
-        ValueError: If the input is not of floating point type.
+        ValueError: If an input is not of floating point type.
     """
-    x, *others = stored_inputs(module)
-    if not x.is_floating_point():
-        raise ValueError(message(NO_FLOAT_INPUT, module=module, dtype=x.dtype))
-    x = x.detach().requires_grad_()
-    with enable_grad():
-        # a module may work in-place, which is forbidden on leaves
-        return x, repeat(module, scratch_copy(module).forward, x.clone(), *others)
+    inputs = list(stored_inputs(module))
+    for i in positions:
+        if not inputs[i].is_floating_point():
+            text = message(NO_FLOAT_INPUT, module=module, dtype=inputs[i].dtype)
+            raise ValueError(text)
+    xs = [inputs[i].detach().requires_grad_() for i in positions]
+    with enable_grad(), disable():
+        for i, x in zip(positions, xs):
+            inputs[i] = x.clone()  # a module may work in-place, forbidden on leaves
+        return xs, repeat(module, scratch_copy(module).forward, *inputs)
+
+
+def evaluate_parameter(module: Layer, name: str) -> Tuple[Tensor, Tensor]:
+    """Compute a module's output anew, with a graph that leads to a parameter.
+
+    Args:
+        module: Module with stored inputs.
+        name: The parameter's name, see :func:`generic.argument_position`.
+
+    Returns:
+        The parameter ``[*p]``, and the output ``[N, *out]``.
+    """
+    param = generic.find_parameter(module, name).detach().requires_grad_()
+    inputs, own = list(stored_inputs(module)), {}
+    position = generic.argument_position(module, name)
+    if position is None:
+        own[name] = param
+    else:
+        inputs[position] = param
+    with enable_grad(), disable():
+        arguments = functional_call, scratch_copy(module), own, tuple(inputs)
+        return param, repeat(module, *arguments)

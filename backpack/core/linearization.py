@@ -9,7 +9,7 @@ differentiated by autograd in all of these inputs at once.
 from __future__ import annotations
 
 from functools import reduce
-from typing import Any, Iterable, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -73,7 +73,7 @@ def freeze_at(
     Returns:
         The copy, see :func:`freeze`.
     """
-    values = {f"input{i}": _frozen(x) for i, x in enumerate(inputs)}
+    values: Dict[str, Any] = {f"input{i}": _frozen(x) for i, x in enumerate(inputs)}
     values["output"], kind = output.detach(), precision or output.dtype
     halves = {name: x for name, x in values.items() if _is_half(x)}
     if halves:
@@ -82,9 +82,8 @@ def freeze_at(
         types = [x.dtype for x in floats if x.is_floating_point()]
         widest = reduce(torch.promote_types, types) if types else output.dtype
         values.update((name, as_type(x, widest)) for name, x in halves.items())
-    return stored.scratch_copy(
-        module, **values, **{_FROZEN: True, stored.OUTPUT_TYPE: kind}
-    )
+    values.update({_FROZEN: True, stored.OUTPUT_TYPE: kind})
+    return stored.scratch_copy(module, **values)
 
 
 def _is_half(x: Any) -> bool:

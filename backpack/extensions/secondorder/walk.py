@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Callable, Iterable, List
+from typing import Any, Callable, Iterable, List
 
 import torch
 from torch import Tensor
@@ -16,16 +16,13 @@ from backpack.core.derivatives.generic import input_batch_axis
 from backpack.core.derivatives.input_base import BaseDerivatives
 from backpack.core.linearization import Columns, Linearization, freeze, freeze_at
 from backpack.core.table import GENERIC, works_in_place
-from backpack.engine.turn import NOT_A_CHAIN, current_turn
+from backpack.engine.turn import NOT_A_CHAIN, Turn, current_turn
+from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.utils.disable import disable
 from backpack.utils.errors import raise_error_if_coupled
 from backpack.utils.hooks import message
 from backpack.utils.state import ask
 from backpack.utils.types import Grads, Layer
-
-if TYPE_CHECKING:
-    from backpack.engine.turn import Turn
-    from backpack.extensions.backprop_extension import BackpropExtension
 
 IN_PLACE = (
     "{ext}: {module} has overwritten its input (inplace=True), which its derivatives "

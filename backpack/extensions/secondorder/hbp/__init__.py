@@ -120,12 +120,16 @@ class HBP(WalkingExtension):
                 f"{name}: a sum of loss Hessians has no columns to pull back. Use "
                 "loss_hessian_strategy='exact' or 'sampling'."
             )
-        check_choice(name, "weight_sharing", weight_sharing, factors.WEIGHT_SHARING)
+        self._set_weight_sharing(weight_sharing)
         super().__init__(savefield)
         self.curv_type = curv_type
         self.loss_hessian_strategy = loss_hessian_strategy
         self.backprop_strategy = backprop_strategy
         self.ea_strategy = ea_strategy
+
+    def _set_weight_sharing(self, weight_sharing: WeightSharing) -> None:
+        name, choices = type(self).__name__, factors.WEIGHT_SHARING
+        check_choice(name, "weight_sharing", weight_sharing, choices)
         self.weight_sharing = weight_sharing
 
     def get_curv_type(self) -> str:
@@ -234,6 +238,10 @@ class KroneckerFactors(ColumnExtension, HBP):
     B = Σ S Sᵀ over columns S and samples, see :class:`HBP`.
     """
 
+    curv_type = Curvature.GGN
+    backprop_strategy = BackpropStrategy.SQRT
+    ea_strategy = ExpectationApproximation.BOTEV_MARTENS
+
     def __init__(
         self,
         savefield: str,
@@ -249,18 +257,9 @@ class KroneckerFactors(ColumnExtension, HBP):
             weight_sharing: ``"expand"``, ``"reduce"`` or ``None``. Default: ``None``.
             dense_limit: Number of rows that a factor may have. Default: ``16384``.
         """
+        self._set_weight_sharing(weight_sharing)
         self.dense_limit = dense_limit
-        exact = source.strategy == LossHessianStrategy.EXACT
-        HBP.__init__(
-            self,
-            Curvature.GGN,
-            LossHessianStrategy.EXACT if exact else LossHessianStrategy.SAMPLING,
-            BackpropStrategy.SQRT,
-            ExpectationApproximation.BOTEV_MARTENS,
-            savefield,
-            weight_sharing,
-        )
-        ColumnExtension.__init__(self, savefield, source)
+        super().__init__(savefield, source)
 
     def check(self, where: Any, param: Tensor, product: PerSample) -> None:
         """Refuse parameters whose factors are ambiguous, or too large.

@@ -276,11 +276,8 @@ def _state(modules: Iterable[Module]) -> Tuple:
 
 def _check_hooks(leaves: List[Tensor]) -> None:
     """Refuse hooks of users, which are no operations."""
-    hooked = [
-        leaf
-        for leaf in leaves
-        if leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None)
-    ]
+    kinds = "_backward_hooks", "_post_accumulate_grad_hooks"
+    hooked = [x for x in leaves if any(getattr(x, kind, None) for kind in kinds)]
     if hooked:
         raise NotImplementedError(HOOKS.format(names=describe(hooked)))
 

@@ -151,9 +151,8 @@ def _weights(reports: Tuple[_Report, ...]) -> Tuple[List[float], List[float]]:
     names = [report.name for report in reports]
     for rank, report in enumerate(reports):
         if report.error:
-            raise ValueError(
-                f"reduce(...): {report.name} {report.error} (process {rank})"
-            )
+            what = f"{report.name} {report.error}"
+            raise ValueError(f"reduce(...): {what} (process {rank})")
     disagreements: Dict[str, Any] = {
         "extensions": names,
         "parameters with a value": [report.present for report in reports],

@@ -54,12 +54,10 @@ def transform_inplace_to_normal(
     origin: Dict[Node, Node] = {}
     for node in list(module.graph.nodes):
         source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
-        views = (
-            node.op in reading.OPERATION
-            and reading.operation(node) in reading.VIEW_NAMES
-        )
         of_tuple = source and isinstance(reading.called(source), reading.TUPLE_MODULES)
-        views = views or isinstance(reading.called(node), VIEW_MODULES)
+        views = isinstance(reading.called(node), VIEW_MODULES)
+        if node.op in reading.OPERATION:
+            views = reading.operation(node) in reading.VIEW_NAMES
         if source and views and not of_tuple:
             origin[node] = origin[source]
         else:

@@ -351,13 +351,9 @@ class Broadcast(Operation):
             b = b.unflatten(1, (-1, n, inner)).sum((1, 3))
         sums = [i + 2 for i, size in enumerate(full) if size == 1 and rest[i] != 1]
         positions = [i for i in sums if i < 2 + len(rest) - len(shape)]
-        if (
-            self.data is None  # as in a layer's bias
-            and len(shape) == 1
-            and positions == sums
-            and sums
-            and len(rest) == len(sums) + 1
-        ):
+        is_vector = len(shape) == 1 and len(rest) == len(sums) + 1
+        # as in a layer's bias
+        if self.data is None and is_vector and sums and positions == sums:
             return Summed(b.reshape(len(b), n, -1, shape[0]), shape)
         b = b.sum(sums) if sums else b
         return Dense(b.reshape(len(b), n, *shape), shape)

@@ -279,13 +279,9 @@ class Linearization:
         Returns:
             Symmetric matrices of shape ``[N, H, H]``.
         """
-        inputs = self.inputs()
-        sizes, like = [x.shape[1:].numel() for x in inputs], self.g_out[0]
-        basis = torch.eye(sum(sizes), dtype=like.dtype, device=like.device)
-        columns = [
-            part.reshape(-1, 1, *x.shape[1:]).expand(-1, *x.shape)
-            for part, x in zip(basis.split(sizes, dim=1), inputs)
-        ]
+        size, like = sum(x.shape[1:].numel() for x in self.inputs()), self.g_out[0]
+        basis = torch.eye(size, dtype=like.dtype, device=like.device)
+        columns = self.split(basis.unsqueeze(1).expand(-1, len(like), -1))
         products = torch.cat([flatten(c, 2) for c in self.residual(columns)], dim=2)
         matrices = products.movedim(0, 1)
         matrices = (matrices + matrices.mT) / 2
@@ -314,10 +310,8 @@ class Linearization:
             Columns at each input.
         """
         count = next(len(column) for column in columns if column is not None)
-        return [
-            x.new_zeros(count, *x.shape) if column is None else column
-            for column, x in zip(columns, self.inputs())
-        ]
+        pairs = zip(columns, self.inputs())
+        return [x.new_zeros(count, *x.shape) if c is None else c for c, x in pairs]
 
     def _typed(self, columns: Columns) -> Columns:
         """Give columns the types of the inputs."""
@@ -368,9 +362,8 @@ class ParameterLinearization:
             NotImplementedError: If PyTorch can't differentiate the module twice.
         """
         if self._by_rule:
-            return self.derivatives.param_jac_mat_prod(
-                self.name, self.module, (), self.g_out, columns
-            )
+            args = self.name, self.module, (), self.g_out, columns
+            return self.derivatives.param_jac_mat_prod(*args)
         param, y = stored.evaluate_parameter(self.module, self.name)
         try:
             return torch.stack([R_op(y, param, v)[0] for v in columns])
@@ -390,9 +383,8 @@ class ParameterLinearization:
         """
         columns = as_type(columns, self.module.output.dtype)
         if self._by_rule:
-            return self.derivatives.param_mjp(
-                self.name, self.module, (), self.g_out, columns
-            )
+            args = self.name, self.module, (), self.g_out, columns
+            return self.derivatives.param_mjp(*args)
         param, y = stored.evaluate_parameter(self.module, self.name)
         return pull_columns(y, param, columns)[0]
 

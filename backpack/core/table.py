@@ -283,9 +283,8 @@ def _methods(cls: type) -> tuple[str, ...]:
         Their names.
     """
     own = (base for base in cls.__mro__ if not issubclass(Module, base))
-    names = {
-        name for base in own for name, value in vars(base).items() if callable(value)
-    }
+    members = [member for base in own for member in vars(base).items()]
+    names = {name for name, value in members if callable(value)}
     return tuple(name for name in names - _SETUP if not name.startswith("__"))
 
 
@@ -382,11 +381,8 @@ def find_loss_module(
     cls, names = LOSS_FUNCTIONS[func], signature(func).parameters
     given = signature(func).bind(*args, **kwargs).arguments
     operands = list(names)[: len(signature(cls.forward).parameters) - 1]
-    options = {
-        name: value
-        for name, value in given.items()
-        if name not in operands and value is not names[name].default
-    }
+    others = [name for name in given if name not in operands]
+    options = {n: given[n] for n in others if given[n] is not names[n].default}
     if not options.keys() <= signature(cls).parameters.keys():
         return None
     return cls(**options), tuple(given[name] for name in operands)

@@ -330,10 +330,8 @@ def smallest_sizes(sizes: Sizes, *options: Sizes) -> List[int]:
     Returns:
         Sizes of the input.
     """
-    return [
-        (size - 1) * s - 2 * p + d * (k - 1) + 1
-        for size, s, p, k, d in zip(sizes, *options)
-    ]
+    axes = zip(sizes, *options)
+    return [(size - 1) * s - 2 * p + d * (k - 1) + 1 for size, s, p, k, d in axes]
 
 
 def _grad_input_padding(

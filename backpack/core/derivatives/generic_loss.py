@@ -157,10 +157,8 @@ class GenericLossDerivatives(BaseLossDerivatives):
         if not looks:
             root = root.where(eigenvalues >= -tolerance, nan)
         factor = eigenvectors * root[:, None, :]  # [n, feature, v]
-        columns = factor.movedim(2, 0).reshape(
-            -1, len(factor), *module.input0.shape[1:]
-        )
-        return columns.to(module.input0.dtype)
+        columns = factor.movedim(2, 0).to(module.input0.dtype)
+        return columns.reshape(-1, len(factor), *module.input0.shape[1:])
 
     def _sqrt_hessian_compact(
         self, module: Layer, subsampling: Subsampling = None

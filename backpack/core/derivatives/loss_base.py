@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from typing import Any, Dict, Iterator, Optional, Sequence, Tuple, Union
 
 import torch
-from torch import Generator, Size, Tensor, nn
+from torch import Size, Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from backpack.core.derivatives import shape_check
@@ -71,7 +71,7 @@ def split_columns(columns: Tensor, size: int) -> Sequence[Tensor]:
     return columns.split(size) if len(columns) > size else [columns]
 
 
-def as_option(generator: Randomness) -> Dict[str, Generator]:
+def as_option(generator: Randomness) -> Dict[str, Any]:
     """Pass a generator on only if there is one.
 
     Methods that override ours may not know the keyword.
@@ -212,9 +212,8 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
             ValueError: If the loss is no scalar.
         """
         self._check_scalar(module)
-        result = self._sqrt_hessian_sampled(
-            module, g_inp, g_out, mc_samples, subsampling, **as_option(generator)
-        )
+        args = module, g_inp, g_out, mc_samples, subsampling
+        result = self._sqrt_hessian_sampled(*args, **as_option(generator))
         shape_check._check_like(result, module, "input0", subsampling=subsampling)
         return result
 

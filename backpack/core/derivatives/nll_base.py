@@ -119,8 +119,7 @@ class NLLLossDerivatives(loss_base.BaseLossDerivatives):
         return self._reduction_factor(module)
 
     def _reduction_factor(self, module: Layer) -> Union[float, Tensor]:
-        mean = module.reduction == "mean"
-        if not mean:
+        if module.reduction != "mean":
             return 1.0
         return reciprocal(self._get_mean_normalization(module.input0))
 
@@ -136,9 +135,8 @@ class NLLLossDerivatives(loss_base.BaseLossDerivatives):
         generator: Randomness = None,
     ) -> Tensor:
         prediction, root_weights = self._prepare(module, subsampling)
-        grads = self.compute_sampled_grads(
-            prediction, mc_samples, **loss_base.as_option(generator)
-        )
+        options = loss_base.as_option(generator)
+        grads = self.compute_sampled_grads(prediction, mc_samples, **options)
         return (grads * (root_weights / sqrt(mc_samples))).to(module.input0.dtype)
 
     def compute_sampled_grads(
@@ -155,13 +153,10 @@ class NLLLossDerivatives(loss_base.BaseLossDerivatives):
             Would-be gradients with respect to the prediction, without the loss's
             options, reduction, and without 1/√M. Shape ``[M, N, *]``.
         """
+        x, options = subsampled_input, loss_base.as_option(generator)
         if self.use_autograd:
-            return self._compute_sampled_grads_autograd(
-                subsampled_input, mc_samples, generator
-            )
-        return self._compute_sampled_grads_manual(
-            subsampled_input, mc_samples, **loss_base.as_option(generator)
-        )
+            return self._compute_sampled_grads_autograd(x, mc_samples, generator)
+        return self._compute_sampled_grads_manual(x, mc_samples, **options)
 
     def _compute_sampled_grads_autograd(
         self, subsampled_input: Tensor, mc_samples: int, generator: Randomness

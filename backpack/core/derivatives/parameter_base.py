@@ -82,9 +82,8 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
         shape_check._check_like(mat, module, "output", subsampling=subsampling)
         generic = partial(self._param_mjp, param_str)
         multiply = getattr(self, f"_{param_str}_jac_t_mat_prod", generic)
-        result = multiply(
-            module, g_inp, g_out, mat, sum_batch=sum_batch, subsampling=subsampling
-        )
+        options: Any = {"sum_batch": sum_batch, "subsampling": subsampling}
+        result = multiply(module, g_inp, g_out, mat, **options)
         shape_check.check_same_V_dim(result, mat)
         shape_check.check_like_with_sum_batch(result, module, param_str, sum_batch)
         return result
@@ -229,9 +228,8 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
         inputs, scratch = stored.stored_inputs(module), stored.scratch_copy(module)
         zeros = {name: zeros_like(p) for name, p in module.named_parameters()}
         with no_grad():
-            outputs = [
-                functional_call(scratch, {**zeros, param_str: v}, inputs) for v in mat
-            ]
+            values = ({**zeros, param_str: v} for v in mat)
+            outputs = [functional_call(scratch, each, inputs) for each in values]
         return stack([stored.first_tensor(output) for output in outputs])
 
     _weight_jac_mat_prod = _for_parameter("weight", "_param_jac_mat_prod")

@@ -159,11 +159,9 @@ class Operator:
         """
         if self.is_opaque or other.is_opaque:
             raise NotImplementedError(OPAQUE.format(ext=name))
-        return Operator(
-            self.uses + other.uses,
-            self.functions + other.functions,
-            snapshots=self.snapshots + other.snapshots,
-        )
+        uses, functions = self.uses + other.uses, self.functions + other.functions
+        snapshots = self.snapshots + other.snapshots
+        return Operator(uses, functions, snapshots=snapshots)
 
     def check(self, ext: str, name: str) -> None:
         """Check that nothing was modified that the matrix is computed from.

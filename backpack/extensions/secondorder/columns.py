@@ -109,10 +109,8 @@ class Source:
             Columns ``[V, N, *]``.
         """
         if self.strategy == "sampling":
-            options = as_option(self.generator)
-            return derivatives.sqrt_hessian_sampled(
-                module, (), (), mc_samples=self.mc_samples, **options
-            )
+            options = {"mc_samples": self.mc_samples, **as_option(self.generator)}
+            return derivatives.sqrt_hessian_sampled(module, (), (), **options)
         if self.strategy == "empirical":
             return derivatives.scaled_gradient(module)
         if self.compact:
@@ -174,10 +172,8 @@ class ReduceColumns(ModuleExtension):
             all_samples[:, some] = columns
         frozen, row = walk.freeze_call(turn), turn.row
         for name, param in turn.parameters():
-            known = row if row.covers(module, name) else GENERIC
-            product = known.derivatives.stored_product(
-                name, frozen, (), g_out, all_samples
-            )
+            rule = (row if row.covers(module, name) else GENERIC).derivatives
+            product = rule.stored_product(name, frozen, (), g_out, all_samples)
             extension.check(turn.call, param, product)
             value = extension.for_parameter(param).reduce(product)
             turn.save_alone(extension, param, value)
@@ -216,9 +212,8 @@ class ColumnExtension(SecondOrderBackpropExtension):
         """
         self.source, self.loss_hessian_strategy = source, source.strategy
         # not the next class in line: KFAC and KFLR have a second base class
-        BackpropExtension.__init__(
-            self, savefield, built_in(self.default_rule), subsampling=subsampling
-        )
+        rules = built_in(self.default_rule)
+        BackpropExtension.__init__(self, savefield, rules, subsampling=subsampling)
         self.walks_modules = False
 
     @abstractmethod
@@ -371,11 +366,8 @@ class ColumnExtension(SecondOrderBackpropExtension):
         self.source = replace(self.source, compact=False)
 
     def runs_on(self, call: Any) -> bool:  # noqa: D102
-        module = call.module
-        refused = isinstance(module, _BatchNorm)
-        return (
-            call.is_loss or refused or self.walks_modules or self.is_customized(module)
-        )
+        checked = call.is_loss or isinstance(call.module, _BatchNorm)
+        return checked or self.walks_modules or self.is_customized(call.module)
 
     def is_customized(self, module: Layer) -> bool:
         """Tell whether a user registered what to do on a module.

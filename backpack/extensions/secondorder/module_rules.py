@@ -89,9 +89,7 @@ class WalkingExtension(SecondOrderBackpropExtension):
         Args:
             savefield: Attribute of a parameter under which its value is saved.
         """
-        SecondOrderBackpropExtension.__init__(
-            self, savefield, built_in(self.default_rule)
-        )
+        super().__init__(savefield, built_in(self.default_rule))
 
     @abstractmethod
     def start(

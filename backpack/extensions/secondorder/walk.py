@@ -112,11 +112,8 @@ def skips(turn: Turn, extension: BackpropExtension) -> bool:
         raise_error_if_coupled(module, call.arguments)
     overwrites = getattr(module, "inplace", False) and any(call.passes_on)
     is_dropout = isinstance(turn.row.derivatives, DropoutDerivatives)
-    if (
-        overwrites
-        and not works_in_place(module)
-        and (module.training or not is_dropout)
-    ):
+    is_identity = is_dropout and not module.training
+    if overwrites and not (works_in_place(module) or is_identity):
         raise NotImplementedError(message(IN_PLACE, **who))
     call.check_unchanged()
     waits = extension.saved_quantities.retrieve_quantity(id(call), delete_old=False)
@@ -226,13 +223,13 @@ def check_samples_apart(
             drawn = torch.randn(x.shape, generator=generator, device=device).to(x.dtype)
             mask = some.reshape(*some.shape, *[1] * (x.dim() - 1))
             columns.append(drawn.where(mask, 0))
+
+        def find() -> bool:
+            return any(result[~some].any() for result in product(columns))
+
         module = linear.module
         key = "meet", type(extension), type(module), repr(module), *sizes
-        meet = ask(
-            columns[0],
-            key,
-            lambda: any(result[~some].any() for result in product(columns)),
-        )
+        meet = ask(columns[0], key, find)
     if meet:
         text = message(SAMPLES_MEET, ext=extension, module=linear.module)
         raise NotImplementedError(text)

@@ -89,11 +89,8 @@ class DiagHBaseModule(ModuleRule):
         result = [backproped.replace(columns, ways) for columns in pulled]
         columns, sign = residual_columns(linear)
         if len(sign):
-            key = object()
-            new = [
-                SignedColumns.create(part, sign, ways, key)
-                for part in linear.split(columns)
-            ]
+            key, parts = object(), linear.split(columns)
+            new = [SignedColumns.create(part, sign, ways, key) for part in parts]
             result = [old.append(more) for old, more in zip(result, new)]
         return [columns.compress() for columns in result]
 

@@ -168,9 +168,8 @@ class SignedColumns:
             (segment,) = part.segments
             known = parts.get(segment.key)
             if known is not None:
-                segment = segment._replace(
-                    share=known.segments[0].share + segment.share
-                )
+                share = known.segments[0].share + segment.share
+                segment = segment._replace(share=share)
                 columns = known.columns + part.columns
                 part = SignedColumns(columns, part.sign, [segment])
             parts[segment.key] = part
@@ -208,8 +207,8 @@ class SignedColumns:
         """
         for sign in (1, -1):
             matches = self.sign == sign
+            mask = matches.reshape(*matches.shape, *[1] * (self.columns.dim() - 2))
             if not may_look(matches):
-                mask = matches.reshape(*matches.shape, *[1] * (self.columns.dim() - 2))
                 yield sign, self.columns.where(mask, 0)
                 continue
             if matches.all() and matches.numel():
@@ -217,10 +216,7 @@ class SignedColumns:
                 return
             some = matches.any(1)
             if some.any():
-                mask = matches[some].reshape(
-                    -1, self.sign.shape[1], *[1] * (self.columns.dim() - 2)
-                )
-                yield sign, self.columns[some].where(mask, 0)
+                yield sign, self.columns[some].where(mask[some], 0)
 
     def _split(self) -> List[SignedColumns]:
         sizes = [segment.size for segment in self.segments]

@@ -134,10 +134,9 @@ class EKFAC(KroneckerFactors):
             return bases[::-1] if product.is_transposed else bases
         known = factors.with_input_factor(product, output, self.weight_sharing)
         place = factors.input_position(known, factors.is_transposed(product))
-        return [
-            eigenvectors(factor) if i == place else factor
-            for i, factor in enumerate(known)
-        ]
+        if place is not None:
+            known[place] = eigenvectors(known[place])
+        return known
 
     def finish(self, product: PerSample, statistic: Any) -> List[Tensor]:  # noqa: D102
         return statistic

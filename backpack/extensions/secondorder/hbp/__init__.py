@@ -217,10 +217,8 @@ class HBP(WalkingExtension):
         Raises:
             NotImplementedError: If averages over the batch are multiplied.
         """
-        averages_inputs = ExpectationApproximation.should_average_param_jac(
-            self.ea_strategy
-        )
-        if averages_inputs or BackpropStrategy.is_batch_average(self.backprop_strategy):
+        averages = ExpectationApproximation.should_average_param_jac(self.ea_strategy)
+        if averages or BackpropStrategy.is_batch_average(self.backprop_strategy):
             raise NotImplementedError(message(AVERAGES, ext=self))
         position = factors.input_position(value, bool(piece.parts))
         return [

@@ -52,21 +52,18 @@ class HBPBaseModule(ModuleRule):
         if not is_sqrt:  # only their shape counts
             columns = backproped.new_zeros(()).expand(1, *module.output.shape)
         product = derivatives.stored_product(name, module, (), g_out, columns)
-        factors.refuse_ambiguous(
-            ext,
-            lambda: f"{name_module(module)} (parameter '{name}')",
-            product,
-            attrgetter(name)(module),
-        )
+
+        def what() -> str:
+            return f"{name_module(module)} (parameter '{name}')"
+
+        factors.refuse_ambiguous(ext, what, product, attrgetter(name)(module))
         if is_sqrt:
             output = factors.output_factor(product, sharing)
         else:
-            output = factors.averaged_output_factor(
-                derivatives, name, module, product, backproped, sharing
-            )
-        average = hbp_options.ExpectationApproximation.should_average_param_jac(
-            ext.get_ea_strategy()
-        )
+            args = derivatives, name, module, product, backproped, sharing
+            output = factors.averaged_output_factor(*args)
+        approximation = hbp_options.ExpectationApproximation
+        average = approximation.should_average_param_jac(ext.get_ea_strategy())
         return factors.with_input_factor(product, output, sharing, average)
 
     def pull_back(

@@ -95,6 +95,5 @@ class SqrtGGNMC(SqrtGGN):
                 ``"empirical"`` for those of the batch. Default: ``"mc"``.
         """
         source = Source.fisher(self, fisher_type, mc_samples, generator)
-        super().__init__(
-            LossHessianStrategy.SAMPLING, "sqrt_ggn_mc", subsampling, source
-        )
+        strategy = LossHessianStrategy.SAMPLING
+        super().__init__(strategy, "sqrt_ggn_mc", subsampling, source)

@@ -9,7 +9,7 @@ differentiated by autograd in all of these inputs at once.
 from __future__ import annotations
 
 from functools import reduce
-from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import Any, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from backpack.utils.subsampling import Subsampling, subsample
 from backpack.utils.types import HALF, Layer, as_type, full_precision
 from backpack.utils.unsqueeze import flatten, unit_columns
 
-Columns = List[Any]
+Columns = list[Any]
 _FROZEN = "_backpack_frozen"  # marks the copies that ``freeze`` makes
 
 NOT_TWICE = (
@@ -59,7 +59,7 @@ def freeze_at(
     module: Module,
     inputs: Sequence[Any],
     output: Tensor,
-    precision: Optional[torch.dtype] = None,
+    precision: torch.dtype | None = None,
 ) -> Module:
     """Copy a module such that the copy keeps the inputs and the output of a call.
 
@@ -73,7 +73,7 @@ def freeze_at(
     Returns:
         The copy, see :func:`freeze`.
     """
-    values: Dict[str, Any] = {f"input{i}": _frozen(x) for i, x in enumerate(inputs)}
+    values: dict[str, Any] = {f"input{i}": _frozen(x) for i, x in enumerate(inputs)}
     values["output"], kind = output.detach(), precision or output.dtype
     halves = {name: x for name, x in values.items() if _is_half(x)}
     if halves:
@@ -140,7 +140,7 @@ class Linearization:
         self,
         derivatives: Any,
         module: Layer,
-        g_out: Tuple[Tensor, ...],
+        g_out: tuple[Tensor, ...],
         positions: Iterable[int] = (0,),
     ):
         """Store what to linearize.
@@ -173,7 +173,7 @@ class Linearization:
         g_out = (subsample(self.g_out[0], subsampling=subsampling),)
         return Linearization(self.derivatives, module, g_out, self.positions)
 
-    def inputs(self) -> List[Tensor]:
+    def inputs(self) -> list[Tensor]:
         """Collect the inputs that it is linearized in.
 
         Returns:
@@ -181,7 +181,7 @@ class Linearization:
         """
         return [getattr(self.module, f"input{i}") for i in self.positions]
 
-    def at_positions(self, values: Sequence[Any]) -> List[Any]:
+    def at_positions(self, values: Sequence[Any]) -> list[Any]:
         """Arrange one value for each input in the order of all arguments.
 
         Args:
@@ -287,7 +287,7 @@ class Linearization:
         matrices = (matrices + matrices.mT) / 2
         return full_precision(matrices)
 
-    def split(self, columns: Tensor) -> List[Tensor]:
+    def split(self, columns: Tensor) -> list[Tensor]:
         """Split columns whose rows are all inputs' features.
 
         Args:
@@ -300,7 +300,7 @@ class Linearization:
         parts = columns.split([x.shape[1:].numel() for x in inputs], dim=2)
         return [part.reshape(-1, *x.shape) for part, x in zip(parts, inputs)]
 
-    def filled(self, columns: Columns) -> List[Tensor]:
+    def filled(self, columns: Columns) -> list[Tensor]:
         """Replace what is not given by zeros.
 
         Args:
@@ -326,7 +326,7 @@ class ParameterLinearization:
     """
 
     def __init__(
-        self, derivatives: Any, module: Layer, g_out: Tuple[Tensor, ...], name: str
+        self, derivatives: Any, module: Layer, g_out: tuple[Tensor, ...], name: str
     ):
         """Store what to linearize.
 
@@ -424,5 +424,5 @@ class ParameterLinearization:
         return diagonals[0] if sum_batch else torch.stack(diagonals)
 
 
-def _gradients(y: Tensor, xs: List[Tensor], delta: Tensor) -> Tuple[Tensor, ...]:
+def _gradients(y: Tensor, xs: list[Tensor], delta: Tensor) -> tuple[Tensor, ...]:
     return pull_back([y], xs, [delta.to(y.dtype)], True, create_graph=True)

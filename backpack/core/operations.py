@@ -9,7 +9,7 @@ returns ``None``; autograd then does it, see :mod:`backpack.engine.uses`.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Mapping, NamedTuple, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -35,10 +35,10 @@ class Called(NamedTuple):
     """
 
     args: Sequence[Any]
-    kwargs: Dict[str, Any]
+    kwargs: dict[str, Any]
     keys: Sequence[Any]
 
-    def bind(self, names: str) -> Dict[str, Any]:
+    def bind(self, names: str) -> dict[str, Any]:
         """Name the arguments, positional ones first.
 
         Args:
@@ -49,7 +49,7 @@ class Called(NamedTuple):
         """
         return {**dict(zip(names.split(), self.args)), **self.kwargs}
 
-    def operand(self) -> Optional[int]:
+    def operand(self) -> int | None:
         """Tell which one of two operands, and no options, is the constant.
 
         Returns:
@@ -65,8 +65,8 @@ Rule = Callable[[Called], Optional[Operation]]
 def _like(
     derivatives: BaseParameterDerivatives,
     call: Called,
-    bound: Dict[str, Any],
-    features: Optional[Tuple[int, int]] = None,
+    bound: dict[str, Any],
+    features: tuple[int, int] | None = None,
     **options: Any,
 ) -> LayerLike:
     """Describe an operation by the layer that does the same.
@@ -83,7 +83,7 @@ def _like(
     """
     layer = SimpleNamespace(weight=bound.get("weight"), bias=bound.get("bias"))
     vars(layer).update(options)
-    keys: Dict[Key, str] = {}
+    keys: dict[Key, str] = {}
     for position, (name, value) in enumerate(bound.items()):
         needs_gradient = isinstance(value, Tensor) and value.requires_grad
         if name in ("weight", "bias") and needs_gradient:
@@ -91,14 +91,14 @@ def _like(
     return LayerLike(derivatives, layer, keys, bound["input"], features)
 
 
-def _linear(call: Called) -> Optional[Operation]:
+def _linear(call: Called) -> Operation | None:
     bound = call.bind("input weight bias")
     if bound["weight"].dim() != 2:
         return None
     return _like(LinearDerivatives(), call, bound, (1, 1))
 
 
-def _tuple(value: Any, size: int) -> Tuple[int, ...]:
+def _tuple(value: Any, size: int) -> tuple[int, ...]:
     if isinstance(value, int):
         return (value,) * size
     return tuple(value) * (size if len(value) == 1 else 1)
@@ -111,7 +111,7 @@ def _conv(axes: int, transposed: bool = False) -> Callable:
         names = "input weight bias stride padding output_padding groups dilation"
         derivatives = ConvTransposeNDDerivatives(axes)
 
-    def rule(call: Called) -> Optional[Operation]:
+    def rule(call: Called) -> Operation | None:
         bound = call.bind(names)
         padding = bound.get("padding", 0)
         if bound["input"].dim() != axes + 2:
@@ -132,7 +132,7 @@ def _conv(axes: int, transposed: bool = False) -> Callable:
     return rule
 
 
-def _embedding(call: Called) -> Optional[Operation]:
+def _embedding(call: Called) -> Operation | None:
     names = "input weight padding_idx max_norm norm_type scale_grad_by_freq sparse"
     first = call.args[0] if call.args else None
     if isinstance(first, Tensor) and first.is_floating_point():
@@ -147,7 +147,7 @@ def _embedding(call: Called) -> Optional[Operation]:
     return _like(EmbeddingDerivatives(), call, bound, (0, 1), **options)
 
 
-def _rows(call: Called) -> Optional[Operation]:
+def _rows(call: Called) -> Operation | None:
     weight, ids = call.args
     if not isinstance(ids, Tensor) or ids.dtype != torch.long or weight.dim() != 2:
         return None
@@ -155,7 +155,7 @@ def _rows(call: Called) -> Optional[Operation]:
 
 
 def _layer_norm(derivatives: BaseParameterDerivatives, names: str) -> Callable:
-    def rule(call: Called) -> Optional[Operation]:
+    def rule(call: Called) -> Operation | None:
         bound = call.bind(names)
         shape = tuple(bound["normalized_shape"])
         eps = bound.get("eps", 1e-5 if "bias" in names else None)
@@ -165,7 +165,7 @@ def _layer_norm(derivatives: BaseParameterDerivatives, names: str) -> Callable:
     return rule
 
 
-def _group_norm(call: Called) -> Optional[Operation]:
+def _group_norm(call: Called) -> Operation | None:
     bound = call.bind("input num_groups weight bias eps")
     options = {"num_groups": bound["num_groups"], "eps": bound.get("eps", 1e-5)}
     return _like(normalization.GroupNormDerivatives(), call, bound, **options)
@@ -174,7 +174,7 @@ def _group_norm(call: Called) -> Optional[Operation]:
 _STATISTICS = "input running_mean running_var weight bias "
 
 
-def statistics(bound: Mapping[str, Any]) -> Dict[str, Optional[Tensor]]:
+def statistics(bound: Mapping[str, Any]) -> dict[str, Tensor | None]:
     """Copy running statistics, which may move before the backward pass.
 
     Args:
@@ -187,7 +187,7 @@ def statistics(bound: Mapping[str, Any]) -> Dict[str, Optional[Tensor]]:
     return {name: x if x is None else x.clone() for name, x in found.items()}
 
 
-def _instance_norm(call: Called) -> Optional[Operation]:
+def _instance_norm(call: Called) -> Operation | None:
     bound = call.bind(_STATISTICS + "use_input_stats momentum eps")
     own = bound.get("use_input_stats", True)
     options = {"training": own, "eps": bound.get("eps", 1e-5)}
@@ -195,7 +195,7 @@ def _instance_norm(call: Called) -> Optional[Operation]:
     return _like(normalization.InstanceNormNdDerivatives(), call, bound, **options)
 
 
-def _batch_norm(call: Called) -> Optional[Operation]:
+def _batch_norm(call: Called) -> Operation | None:
     bound = call.bind(_STATISTICS + "training momentum eps")
     if bound.get("training") or bound.get("running_mean") is None:
         return None
@@ -203,9 +203,7 @@ def _batch_norm(call: Called) -> Optional[Operation]:
     return _like(BatchNormNdDerivatives(), call, bound, **options)
 
 
-def _product(
-    factors: Sequence[Tensor], position: int, key: int
-) -> Optional[Contraction]:
+def _product(factors: Sequence[Tensor], position: int, key: int) -> Contraction | None:
     """Describe a product of two matrices, one of which is the constant."""
     first, second = factors
     if min(first.dim(), second.dim()) < 2:
@@ -219,17 +217,17 @@ def _product(
     return None
 
 
-def _matmul(call: Called) -> Optional[Operation]:
+def _matmul(call: Called) -> Operation | None:
     key = call.operand()
     return None if key is None else _product(call.args, key, key)
 
 
-def _rmatmul(call: Called) -> Optional[Operation]:
+def _rmatmul(call: Called) -> Operation | None:
     key = call.operand()
     return None if key is None else _product(call.args[::-1], 1 - key, key)
 
 
-def _addmm(call: Called) -> Optional[Operation]:
+def _addmm(call: Called) -> Operation | None:
     shift, *factors = call.args
     keys = [key for key in call.keys if key] or [2]
     if call.kwargs or len(factors) != 2 or len(keys) != 1:
@@ -244,7 +242,7 @@ def _addmm(call: Called) -> Optional[Operation]:
     return found
 
 
-def _tensordot(call: Called) -> Optional[Operation]:
+def _tensordot(call: Called) -> Operation | None:
     bound = call.bind("a b dims")
     first, second, dims = bound["a"], bound["b"], bound.get("dims", 2)
     if isinstance(dims, int):
@@ -260,7 +258,7 @@ def _tensordot(call: Called) -> Optional[Operation]:
     return Contraction(0, second, right, outputs, [*kept, *left])
 
 
-def _einsum(call: Called) -> Optional[Operation]:
+def _einsum(call: Called) -> Operation | None:
     args, keys = call.args, call.keys
     if call.kwargs or len(args) != 3 or len(keys) != 1 or keys[0] == 0:
         return None
@@ -276,7 +274,7 @@ def _einsum(call: Called) -> Optional[Operation]:
 
 def _einsum_with(
     position: int, terms: Sequence[str], out: str, operands: Sequence[Tensor]
-) -> Optional[Operation]:
+) -> Operation | None:
     """Describe an einsum of rows and a constant; no axis of the result has both."""
     constant, rows, data = terms[position], terms[1 - position], operands[1 - position]
     inputs = [x for x in rows if x not in out]
@@ -293,14 +291,14 @@ def _einsum_with(
 
 
 def _add(*signs: float) -> Rule:
-    def rule(call: Called) -> Optional[Operation]:
+    def rule(call: Called) -> Operation | None:
         key = call.operand()
         return None if key is None else Broadcast(key, None, signs[key])
 
     return rule
 
 
-def _mul(call: Called) -> Optional[Operation]:
+def _mul(call: Called) -> Operation | None:
     key = call.operand()
     other = None if key is None else call.args[1 - key]
     return Broadcast(key, other) if isinstance(other, Tensor) else None
@@ -314,7 +312,7 @@ _LAYER_NORM = _layer_norm(
 )
 
 # A rule, and the operations that it describes
-_RULES: Dict[Rule, Sequence[Callable]] = {
+_RULES: dict[Rule, Sequence[Callable]] = {
     _linear: (functional.linear,),
     _addmm: (torch.addmm, Tensor.addmm),
     _matmul: (torch.mm, Tensor.mm, torch.matmul, Tensor.matmul, Tensor.__matmul__),
@@ -348,8 +346,8 @@ OPERATIONS = {func: rule for rule, functions in _RULES.items() for func in funct
 
 
 def find_operation(
-    func: Callable, args: Sequence[Any], kwargs: Dict[str, Any], keys: Sequence[Any]
-) -> Optional[Operation]:
+    func: Callable, args: Sequence[Any], kwargs: dict[str, Any], keys: Sequence[Any]
+) -> Operation | None:
     """Describe an operation, if there is a rule for it.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partialmethod
-from typing import Any, List
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,7 +90,7 @@ class CurvatureProductRule(ModuleRule):
 
     def pull_back(
         self, ext: Any, linear: Linearization, backproped: MatProd
-    ) -> List[Operator]:
+    ) -> list[Operator]:
         """Compose the product with this module's step.
 
         Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any, Iterator, Optional, Sequence
+from typing import Any, Iterator, Sequence
 
 import torch
 from torch import Generator, Tensor
@@ -200,7 +200,7 @@ class ColumnExtension(SecondOrderBackpropExtension):
     looks_again = False
     pulls_columns = True
     separates_samples = True
-    default_rule: Optional[ModuleExtension] = ReduceColumns()
+    default_rule: ModuleExtension | None = ReduceColumns()
 
     def __init__(self, savefield: str, source: Source, subsampling: Selection = None):
         """Store where columns come from and values go to.
@@ -250,7 +250,7 @@ class ColumnExtension(SecondOrderBackpropExtension):
         """
         return self
 
-    def again(self, product: PerSample, statistic: Tensor) -> Optional[ColumnExtension]:
+    def again(self, product: PerSample, statistic: Tensor) -> ColumnExtension | None:
         """Return what reduces all columns once more, if it needs their statistic.
 
         Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, Optional, Type
+from typing import Any
 
 import torch
 
@@ -80,8 +80,8 @@ class WalkingExtension(SecondOrderBackpropExtension):
     """
 
     separates_samples = True
-    default_rule: Optional[ModuleExtension] = ApplyRules()
-    rule: Type[ModuleRule]
+    default_rule: ModuleExtension | None = ApplyRules()
+    rule: type[ModuleRule]
 
     def __init__(self, savefield: str):
         """Register the rule for all layers and losses.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Callable, Iterable, List
+from typing import Any, Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -191,8 +191,8 @@ def check_samples_kept(linear: Linearization, extension: BackpropExtension) -> N
 def check_samples_apart(
     linear: Linearization,
     extension: BackpropExtension,
-    product: Callable[[List[Tensor]], Columns],
-    operands: List[Tensor],
+    product: Callable[[list[Tensor]], Columns],
+    operands: list[Tensor],
 ) -> None:
     """Refuse a product with a call's derivatives in which samples meet.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Optional
-
 from torch import Tensor
 
 from backpack.core.per_sample.base import PerSample
@@ -24,10 +22,7 @@ class _Diagonal(ColumnExtension):
     SUM_BATCH = True
 
     def __init__(
-        self,
-        loss_hessian_strategy: str,
-        savefield: str,
-        source: Optional[Source] = None,
+        self, loss_hessian_strategy: str, savefield: str, source: Source | None = None
     ):
         """Choose how the loss Hessian is factored.
 

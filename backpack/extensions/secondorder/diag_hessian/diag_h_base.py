@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Callable, List, Tuple
+from typing import Any, Callable
 
 import torch
 from torch import Tensor
@@ -72,7 +72,7 @@ class DiagHBaseModule(ModuleRule):
 
     def pull_back(
         self, ext: Any, linear: Linearization, backproped: SignedColumns
-    ) -> List[SignedColumns]:
+    ) -> list[SignedColumns]:
         """Pull signed columns back, and add those of the residual.
 
         Args:
@@ -113,7 +113,7 @@ def _signed_squares(
     return total
 
 
-def residual_columns(linear: Linearization) -> Tuple[Tensor, Tensor]:
+def residual_columns(linear: Linearization) -> tuple[Tensor, Tensor]:
     """Factor the residual of each sample into signed columns.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
-from typing import Any, List, Literal, Mapping, Optional, Sequence
+from typing import Any, Literal, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ class EKFAC(KroneckerFactors):
         mc_samples: int = 1,
         fisher_type: Literal["mc", "exact", "empirical"] = "mc",
         weight_sharing: WeightSharing = "expand",
-        basis: Optional[Basis] = None,
+        basis: Basis | None = None,
         generator: Randomness = None,
         dense_limit: int = DENSE_LIMIT,
     ):
@@ -80,7 +80,7 @@ class EKFAC(KroneckerFactors):
         source = Source.fisher(self, fisher_type, mc_samples, generator, EXACT_TOO)
         super().__init__("ekfac", source, weight_sharing, dense_limit)
         self._basis = basis
-        self._fixed: Optional[List[Tensor]] = None
+        self._fixed: list[Tensor] | None = None
 
     def for_parameter(self, param: Tensor) -> EKFAC:  # noqa: D102
         if self._basis is None:
@@ -104,9 +104,7 @@ class EKFAC(KroneckerFactors):
             raise ValueError(message(OTHER_BASIS, **text))
         return [*bases, squares_after(product, transposed(bases))]
 
-    def again(
-        self, product: PerSample, statistic: Any
-    ) -> Optional[EKFAC]:  # noqa: D102
+    def again(self, product: PerSample, statistic: Any) -> EKFAC | None:  # noqa: D102
         if self._fixed is not None:
             return None
         key = "eigenvectors", self.weight_sharing
@@ -114,13 +112,13 @@ class EKFAC(KroneckerFactors):
         output = product.share(key, b, lambda: eigenvectors(statistic))
         return self._within(self._bases(product, output))
 
-    def reduce(self, product: PerSample) -> List[Tensor]:  # noqa: D102
+    def reduce(self, product: PerSample) -> list[Tensor]:  # noqa: D102
         if self._fixed is not None:
             return self.statistic(product)
         output = factors.of_output(product, self.weight_sharing, eigenvectors_of_gram)
         return self._within(self._bases(product, output)).statistic(product)
 
-    def _bases(self, product: PerSample, output: Tensor) -> List[Tensor]:
+    def _bases(self, product: PerSample, output: Tensor) -> list[Tensor]:
         """Put eigenvectors of the input's factor next to those of the output's."""
         few = 2 * product.batch_size * getattr(product, "positions", 1)
         if (
@@ -138,7 +136,7 @@ class EKFAC(KroneckerFactors):
             known[place] = eigenvectors(known[place])
         return known
 
-    def finish(self, product: PerSample, statistic: Any) -> List[Tensor]:  # noqa: D102
+    def finish(self, product: PerSample, statistic: Any) -> list[Tensor]:  # noqa: D102
         return statistic
 
     def combine(self, existing: Any, other: Any) -> Any:
@@ -155,7 +153,7 @@ class EKFAC(KroneckerFactors):
             return existing + other
         return [*existing[:-1], existing[-1] + other[-1]]
 
-    def add(self, existing: List[Tensor], other: List[Tensor]) -> List[Tensor]:
+    def add(self, existing: list[Tensor], other: list[Tensor]) -> list[Tensor]:
         """Add the contributions of two losses to one parameter.
 
         Args:
@@ -172,7 +170,7 @@ class EKFAC(KroneckerFactors):
             return super().add(existing, other)
         return self.combine(existing, other)
 
-    def over_shards(self, value: List[Tensor], piece: Piece) -> List[Tensor]:
+    def over_shards(self, value: list[Tensor], piece: Piece) -> list[Tensor]:
         """Make eigenvalues for the whole batch: sums over samples.
 
         Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, List
+from typing import Any
 
 from torch import Tensor
 
@@ -204,7 +204,7 @@ class HBP(WalkingExtension):
             raise NotImplementedError(message(BRANCHES, ext=self))
         return existing + other
 
-    def over_shards(self, value: List[Tensor], piece: Piece) -> List[Tensor]:
+    def over_shards(self, value: list[Tensor], piece: Piece) -> list[Tensor]:
         """Make factors for the whole batch: each is a sum, or a mean, over samples.
 
         Args:
@@ -277,10 +277,10 @@ class KroneckerFactors(ColumnExtension, HBP):
     def statistic(self, product: PerSample) -> Any:  # noqa: D102
         return factors.output_factor(product, self.weight_sharing)
 
-    def finish(self, product: PerSample, statistic: Any) -> List[Tensor]:  # noqa: D102
+    def finish(self, product: PerSample, statistic: Any) -> list[Tensor]:  # noqa: D102
         return factors.with_input_factor(product, statistic, self.weight_sharing)
 
-    def add(self, existing: List[Tensor], other: List[Tensor]) -> List[Tensor]:
+    def add(self, existing: list[Tensor], other: list[Tensor]) -> list[Tensor]:
         """Refuse to combine the contributions of two losses by different calls.
 
         Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Any, List, Optional
+from typing import Any
 
 from torch import Tensor
 
@@ -32,7 +32,7 @@ class HBPBaseModule(ModuleRule):
 
     def parameter(
         self, name: str, ext: Any, module: Layer, g_out: Grads, backproped: Tensor
-    ) -> List[Tensor]:
+    ) -> list[Tensor]:
         """Form a parameter's Kronecker factors.
 
         Args:
@@ -68,7 +68,7 @@ class HBPBaseModule(ModuleRule):
 
     def pull_back(
         self, ext: Any, linear: Linearization, backproped: Tensor
-    ) -> List[Tensor]:
+    ) -> list[Tensor]:
         """Pull columns, or a matrix that is averaged over the batch, back.
 
         Args:
@@ -139,7 +139,7 @@ class HBPBaseModule(ModuleRule):
 
     def second_order_module_effects(
         self, module: Layer, g_inp: Grads, g_out: Grads
-    ) -> Optional[Tensor]:
+    ) -> Tensor | None:
         """Sum the diagonal residuals Σ_k δ_k ∂²z_k/∂x² of all samples.
 
         Args:

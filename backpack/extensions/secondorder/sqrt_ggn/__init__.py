@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 
@@ -26,7 +24,7 @@ class SqrtGGN(ColumnExtension):
         loss_hessian_strategy: str,
         savefield: str,
         subsampling: Selection,
-        source: Optional[Source] = None,
+        source: Source | None = None,
     ):
         """Choose how the loss Hessian is factored.
 

@@ -151,7 +151,7 @@ def generic_product(
         output = functional_call(module, values, tuple(args), kwargs or {})
     again = [tensor_outputs(output)[i] for i in some]
     for i, x in zip(some, again):
-        if outputs is not None and not _repeats(module, x, outputs[i]):
+        if outputs is not None and not repeats(module, x, outputs[i]):
             raise RuntimeError(
                 f"{type(module).__name__}: repeating the forward pass gave another "
                 "output, so quantities of its own parameters can't be computed. The "
@@ -168,7 +168,18 @@ def generic_product(
     return Dense(torch.stack(rows, 1), param.shape)
 
 
-def _repeats(module: Layer, x: Tensor, before: Tensor) -> bool:
+def repeats(module: Layer, x: Tensor, before: Tensor) -> bool:
+    """Tell whether repeating a forward pass gave the same output, and remember it.
+
+    Args:
+        module: The module.
+        x: Output ``[N, *]`` of the repetition.
+        before: Output of the call.
+
+    Returns:
+        Whether they agree up to rounding errors. Where tensors must not be looked at,
+        what was found for such a module before.
+    """
     key = "repeats", type(module), repr(module), before.shape
     return ask(x, key, lambda: is_repetition(x, before))
 

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from backpack.core.derivatives import generic
 from backpack.utils.disable import disable
 from backpack.utils.hooks import message
-from backpack.utils.state import ask, is_traced
+from backpack.utils.state import is_traced
 from backpack.utils.subsampling import Subsampling, subsample
 from backpack.utils.types import Layer
 
@@ -153,8 +153,7 @@ def checked(module: Layer, output: Any) -> Tensor:
     if OVERWRITTEN in vars(module):
         return output
     repeated, expected = output.detach(), recorded_output(module)
-    key = "repeats", type(module), repr(module), expected.shape
-    if not ask(repeated, key, lambda: generic.is_repetition(repeated, expected)):
+    if not generic.repeats(module, repeated, expected):
         raise RuntimeError(message(NOT_REPEATED, module=module))
     return output
 

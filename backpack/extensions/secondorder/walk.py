@@ -13,16 +13,15 @@ from backpack.converter.reading import consists_of_modules
 from backpack.core.derivatives import stored
 from backpack.core.derivatives.dropout import DropoutDerivatives
 from backpack.core.derivatives.generic import input_batch_axis
-from backpack.core.derivatives.input_base import BaseDerivatives
-from backpack.core.linearization import Columns, Linearization, freeze, freeze_at
+from backpack.core.linearization import Columns, Linearization, freeze_at
 from backpack.core.table import GENERIC, works_in_place
-from backpack.engine.turn import NOT_A_CHAIN, Turn, current_turn
+from backpack.engine.turn import NOT_A_CHAIN, Turn
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.utils.disable import disable
 from backpack.utils.errors import raise_error_if_coupled
 from backpack.utils.hooks import message
 from backpack.utils.state import ask
-from backpack.utils.types import Grads, Layer
+from backpack.utils.types import Layer
 
 IN_PLACE = (
     "{ext}: {module} has overwritten its input (inplace=True), which its derivatives "
@@ -233,21 +232,3 @@ def check_samples_apart(
     if meet:
         text = message(SAMPLES_MEET, ext=extension, module=linear.module)
         raise NotImplementedError(text)
-
-
-def linearize_here(
-    derivatives: BaseDerivatives, module: Layer, g_out: Grads, ext: Any
-) -> Linearization:
-    """Linearize the call whose turn it is, with derivatives that a user has chosen.
-
-    Args:
-        derivatives: The derivatives.
-        module: The module, with its inputs and output.
-        g_out: Gradients at its outputs.
-        ext: The extension that is running.
-
-    Returns:
-        The linearization, in all inputs that a quantity can be passed on to.
-    """
-    positions = list(current_turn().producers(ext)) or [0]
-    return Linearization(derivatives, freeze(module), g_out, positions)

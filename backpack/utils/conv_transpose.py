@@ -12,24 +12,10 @@ from torch import Tensor, nn
 from torch.nn import Module, functional
 from torch.nn.functional import pad
 
-from backpack.utils.conv import (
-    ConvTransposeNd,
-    check_batched,
-    extract_bias_diagonal,
-    flatten_windows,
-    for_axes,
-    sum_squared_weight_gradients,
-    windows,
-)
+from backpack.utils import conv
+from backpack.utils.conv import ConvTransposeNd, for_axes, windows
 
-__all__ = [
-    "extract_bias_diagonal",
-    "extract_weight_diagonal",
-    "get_conv_transpose_function",
-    "get_conv_transpose_module",
-    "get_weight_gradient_factors",
-    "unfold_by_conv_transpose",
-]
+extract_bias_diagonal = conv.extract_bias_diagonal
 
 
 def get_conv_transpose_module(N: int) -> Type[Module]:
@@ -87,7 +73,7 @@ def unfold_by_conv_transpose(
     Raises:
         ValueError: If the input has no batch axis.
     """
-    check_batched(input, module)
+    conv.check_batched(input, module)
     kernel_size, dims = module.kernel_size, len(module.kernel_size)
     amounts = []
     options: Any = (kernel_size, module.stride, module.padding, module.dilation)
@@ -102,7 +88,7 @@ def unfold_by_conv_transpose(
     spread = _spread(input, module.stride)
     spread = pad(spread, [amount for pair in reversed(amounts) for amount in pair])
     view = windows(spread, kernel_size, (1,) * dims, module.dilation)
-    return flatten_windows(view.flip(tuple(range(2, 2 + dims))), kernel_size)
+    return conv.flatten_windows(view.flip(tuple(range(2, 2 + dims))), kernel_size)
 
 
 def _spread(input: Tensor, stride: Tuple[int, ...]) -> Tensor:
@@ -160,7 +146,7 @@ def extract_weight_diagonal(
         Diagonal in the weight's shape ``[C_in, C_out / G, *K]``, with a leading axis N
         without the sum over samples.
     """
-    squares = sum_squared_weight_gradients(module, unfolded_input, S, sum_batch)
+    squares = conv.sum_squared_weight_gradients(module, unfolded_input, S, sum_batch)
     in_per_group = module.in_channels // module.groups
     squares = squares.unflatten(-1, (in_per_group, -1)).transpose(-3, -2)
     return squares.reshape(*squares.shape[:-4], *module.weight.shape)

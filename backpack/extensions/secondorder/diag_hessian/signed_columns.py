@@ -225,8 +225,6 @@ class SignedColumns:
 
 
 def _join(parts: list[SignedColumns]) -> SignedColumns:
-    return SignedColumns(
-        torch.cat([part.columns for part in parts]),
-        torch.cat([part.sign for part in parts]),
-        [segment for part in parts for segment in part.segments],
-    )
+    columns = torch.cat([part.columns for part in parts])
+    sign = torch.cat([part.sign for part in parts])
+    return SignedColumns(columns, sign, [s for part in parts for s in part.segments])

@@ -347,7 +347,7 @@ class ParameterLinearization:
     @property
     def parameter(self) -> Tensor:
         """The parameter."""
-        return generic.find_parameter(self.module, self.name)
+        return stored.find_parameter(self.module, self.name)
 
     def jac(self, columns: Tensor) -> Tensor:
         """Multiply with the Jacobian.

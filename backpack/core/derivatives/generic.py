@@ -5,9 +5,7 @@ are zero at all others. They are slow and always right, so they serve the layers
 wrote a rule for, and the fast rules are tested against them.
 """
 
-from contextlib import contextmanager
-from operator import attrgetter
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Union
+from typing import Any, Dict, List, Optional, Sequence, Union
 from warnings import catch_warnings, filterwarnings
 
 import torch
@@ -17,10 +15,9 @@ from torch.func import functional_call
 from torch.nn import GRU, LSTM, RNN, MultiheadAttention
 from torch.utils._pytree import tree_leaves
 
-from backpack.converter.function import FunctionModule
+from backpack.core.derivatives import stored
 from backpack.core.per_sample.base import Dense
 from backpack.utils.disable import disable
-from backpack.utils.state import ask
 from backpack.utils.types import Layer
 
 Cotangents = Union[Tensor, Sequence[Optional[Tensor]]]
@@ -79,34 +76,6 @@ def tensor_outputs(output: Any) -> List[Tensor]:
     return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
 
 
-def argument_position(module: Layer, name: str) -> Optional[int]:
-    """Tell which argument of an operation a parameter is.
-
-    The converter turns operations into modules, whose arguments may be parameters.
-
-    Args:
-        module: The module.
-        name: The parameter's name, ``"input<i>"`` for the i-th positional argument.
-
-    Returns:
-        The position, ``None`` if the parameter is the module's own.
-    """
-    return int(name[5:]) if isinstance(module, FunctionModule) else None
-
-
-def find_parameter(module: Layer, name: str) -> Tensor:
-    """Look up a parameter by its name in a call.
-
-    Args:
-        module: The module, with the arguments of its call.
-        name: The parameter's name, see :func:`argument_position`.
-
-    Returns:
-        The parameter.
-    """
-    return attrgetter(name)(module)  # which may be a tensor of another class
-
-
 def generic_product(
     name: str,
     module: Layer,
@@ -119,7 +88,7 @@ def generic_product(
 
     Args:
         name: The parameter's (dotted) name in the module, see
-            :func:`argument_position`.
+            :func:`stored.argument_position`.
         module: The module.
         inputs: Positional arguments of its call.
         cotangents: Columns ``[V, N, *]`` at its output; a sequence (in which ``None``
@@ -137,21 +106,20 @@ def generic_product(
     mats = [cotangents] if isinstance(cotangents, Tensor) else list(cotangents)
     some = [i for i, mat in enumerate(mats) if mat is not None]
     mats, axes = [mats[i] for i in some], [output_batch_axis(module, i) for i in some]
-    args, position = list(inputs), argument_position(module, name)
-    param = find_parameter(module, name) if position is None else args[position]
+    args, position = list(inputs), stored.argument_position(module, name)
+    param = stored.find_parameter(module, name) if position is None else args[position]
     create_graph = torch.is_grad_enabled()
     kept = create_graph and param.requires_grad
     value = param if kept else param.detach().requires_grad_()
-    values = {name: x.clone() for name, x in module.named_buffers()}
-    if position is None:
-        values[name] = value
-    else:
+    if position is not None:
         args[position] = value
-    with torch.enable_grad(), disable(), _attributes_restored(module):
-        output = functional_call(module, values, tuple(args), kwargs or {})
+    own = {name: value} if position is None else {}
+    with torch.enable_grad(), disable():
+        copy = stored.scratch_copy(module)
+        output = functional_call(copy, own, tuple(args), kwargs or {})
     again = [tensor_outputs(output)[i] for i in some]
     for i, x in zip(some, again):
-        if outputs is not None and not repeats(module, x, outputs[i]):
+        if outputs is not None and not stored.repeats(module, x, outputs[i]):
             raise RuntimeError(
                 f"{type(module).__name__}: repeating the forward pass gave another "
                 "output, so quantities of its own parameters can't be computed. The "
@@ -166,22 +134,6 @@ def generic_product(
             masked = [only_sample(mat, axis + 1, n) for mat, axis in zip(mats, axes)]
             rows.append(_pull_columns(again, value, masked, create_graph))
     return Dense(torch.stack(rows, 1), param.shape)
-
-
-def repeats(module: Layer, x: Tensor, before: Tensor) -> bool:
-    """Tell whether repeating a forward pass gave the same output, and remember it.
-
-    Args:
-        module: The module.
-        x: Output ``[N, *]`` of the repetition.
-        before: Output of the call.
-
-    Returns:
-        Whether they agree up to rounding errors. Where tensors must not be looked at,
-        what was found for such a module before.
-    """
-    key = "repeats", type(module), repr(module), before.shape
-    return ask(x, key, lambda: is_repetition(x, before))
 
 
 def _pull_columns(
@@ -202,18 +154,6 @@ def _pull_columns(
     return param.new_zeros(len(mats[0]), *param.shape) if rows is None else rows
 
 
-@contextmanager
-def _attributes_restored(module: Layer) -> Iterator[None]:
-    """Undo what a forward pass does to the attributes of a module and those inside."""
-    before = [(child, dict(vars(child))) for child in module.modules()]
-    try:
-        yield
-    finally:
-        for child, attributes in before:
-            vars(child).clear()
-            vars(child).update(attributes)
-
-
 def only_sample(mat: Tensor, axis: int, n: int) -> Tensor:
     """Set a column to zero except for one sample.
 
@@ -227,19 +167,3 @@ def only_sample(mat: Tensor, axis: int, n: int) -> Tensor:
     """
     index = torch.tensor([n], device=mat.device)
     return torch.zeros_like(mat).index_copy(axis, index, mat.index_select(axis, index))
-
-
-def is_repetition(output: Tensor, expected: Tensor) -> bool:
-    """Tell whether repeating a forward pass gave the same output.
-
-    Args:
-        output: Output ``[N, *]`` of the repetition.
-        expected: Output of the call.
-
-    Returns:
-        Whether they agree up to rounding errors, in the coarser one of their types.
-    """
-    tolerance = max(torch.finfo(x.dtype).eps for x in (output, expected)) ** 0.5
-    return output.shape == expected.shape and torch.allclose(
-        output, expected.to(output.dtype), tolerance, tolerance, equal_nan=True
-    )

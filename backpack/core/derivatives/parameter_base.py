@@ -142,8 +142,8 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
         inputs = stored.stored_inputs(module)
         if type(self).product is not BaseParameterDerivatives.product:
             return self.product(name, module, inputs, cotangents)
-        outputs, copy = [stored.recorded_output(module)], stored.scratch_copy(module)
-        return generic_product(name, copy, inputs, cotangents, outputs=outputs)
+        outputs = [stored.recorded_output(module)]
+        return generic_product(name, module, inputs, cotangents, outputs=outputs)
 
     def product(
         self, name: str, module: Layer, inputs: Sequence[Any], cotangents: Tensor

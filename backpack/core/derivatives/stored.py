@@ -1,6 +1,7 @@
 """A module's last call, as it is stored on the module, and copies to repeat it with."""
 
-from typing import Any, Callable, List, Sequence, Tuple
+from operator import attrgetter
+from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Generator, Tensor, enable_grad
@@ -8,10 +9,10 @@ from torch.func import functional_call
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
-from backpack.core.derivatives import generic
+from backpack.converter.function import FunctionModule
 from backpack.utils.disable import disable
 from backpack.utils.hooks import message
-from backpack.utils.state import is_traced
+from backpack.utils.state import ask, is_traced
 from backpack.utils.subsampling import Subsampling, subsample
 from backpack.utils.types import Layer
 
@@ -46,6 +47,34 @@ def stored_inputs(module: Layer) -> Tuple[Any, ...]:
     while hasattr(module, f"input{len(inputs)}"):
         inputs.append(getattr(module, f"input{len(inputs)}"))
     return tuple(inputs)
+
+
+def argument_position(module: Layer, name: str) -> Optional[int]:
+    """Tell which argument of an operation a parameter is.
+
+    The converter turns operations into modules, whose arguments may be parameters.
+
+    Args:
+        module: The module.
+        name: The parameter's name, ``"input<i>"`` for the i-th positional argument.
+
+    Returns:
+        The position, ``None`` if the parameter is the module's own.
+    """
+    return int(name[5:]) if isinstance(module, FunctionModule) else None
+
+
+def find_parameter(module: Layer, name: str) -> Tensor:
+    """Look up a parameter by its name in a call.
+
+    Args:
+        module: The module, with the arguments of its call.
+        name: The parameter's name, see :func:`argument_position`.
+
+    Returns:
+        The parameter.
+    """
+    return attrgetter(name)(module)  # which may be a tensor of another class
 
 
 def shallow_copy(module: Layer, **attributes: Any) -> Module:
@@ -136,6 +165,38 @@ def recorded_output(module: Layer) -> Tensor:
     return output.to(vars(module).get(OUTPUT_TYPE, output.dtype))
 
 
+def repeats(module: Layer, x: Tensor, before: Tensor) -> bool:
+    """Tell whether repeating a forward pass gave the same output, and remember it.
+
+    Args:
+        module: The module.
+        x: Output ``[N, *]`` of the repetition.
+        before: Output of the call.
+
+    Returns:
+        Whether they agree up to rounding errors. Where tensors must not be looked at,
+        what was found for such a module before.
+    """
+    key = "repeats", type(module), repr(module), before.shape
+    return ask(x, key, lambda: is_repetition(x, before))
+
+
+def is_repetition(output: Tensor, expected: Tensor) -> bool:
+    """Tell whether repeating a forward pass gave the same output.
+
+    Args:
+        output: Output ``[N, *]`` of the repetition.
+        expected: Output of the call.
+
+    Returns:
+        Whether they agree up to rounding errors, in the coarser one of their types.
+    """
+    tolerance = max(torch.finfo(x.dtype).eps for x in (output, expected)) ** 0.5
+    return output.shape == expected.shape and torch.allclose(
+        output, expected.to(output.dtype), tolerance, tolerance, equal_nan=True
+    )
+
+
 def checked(module: Layer, output: Any) -> Tensor:
     """Check that repeating a module's forward pass gave its stored output.
 
@@ -153,7 +214,7 @@ def checked(module: Layer, output: Any) -> Tensor:
     if OVERWRITTEN in vars(module):
         return output
     repeated, expected = output.detach(), recorded_output(module)
-    if not generic.repeats(module, repeated, expected):
+    if not repeats(module, repeated, expected):
         raise RuntimeError(message(NOT_REPEATED, module=module))
     return output
 
@@ -236,14 +297,14 @@ def evaluate_parameter(module: Layer, name: str) -> Tuple[Tensor, Tensor]:
 
     Args:
         module: Module with stored inputs.
-        name: The parameter's name, see :func:`generic.argument_position`.
+        name: The parameter's name, see :func:`argument_position`.
 
     Returns:
         The parameter ``[*p]``, and the output ``[N, *out]``.
     """
-    param = generic.find_parameter(module, name).detach().requires_grad_()
+    param = find_parameter(module, name).detach().requires_grad_()
     inputs, own = list(stored_inputs(module)), {}
-    position = generic.argument_position(module, name)
+    position = argument_position(module, name)
     if position is None:
         own[name] = param
     else:

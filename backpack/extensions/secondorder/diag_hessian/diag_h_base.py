@@ -8,7 +8,7 @@ from typing import Any, Callable
 import torch
 from torch import Tensor
 
-from backpack.core.derivatives.generic import find_parameter
+from backpack.core.derivatives.stored import find_parameter
 from backpack.core.fast.whole import call_whole, is_recorded
 from backpack.core.linearization import Linearization, ParameterLinearization
 from backpack.core.per_sample.base import PerSample

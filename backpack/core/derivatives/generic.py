@@ -108,9 +108,7 @@ def generic_product(
     mats, axes = [mats[i] for i in some], [output_batch_axis(module, i) for i in some]
     args, position = list(inputs), stored.argument_position(module, name)
     param = stored.find_parameter(module, name) if position is None else args[position]
-    create_graph = torch.is_grad_enabled()
-    kept = create_graph and param.requires_grad
-    value = param if kept else param.detach().requires_grad_()
+    value, _ = stored.as_leaf(param)
     if position is not None:
         args[position] = value
     own = {name: value} if position is None else {}
@@ -132,14 +130,13 @@ def generic_product(
         filterwarnings("ignore", "There is a performance drop")
         for n in range(mats[0].shape[1 + axes[0]]):
             masked = [only_sample(mat, axis + 1, n) for mat, axis in zip(mats, axes)]
-            rows.append(_pull_columns(again, value, masked, create_graph))
+            rows.append(_pull_columns(again, value, masked))
     return Dense(torch.stack(rows, 1), param.shape)
 
 
-def _pull_columns(
-    outputs: List[Tensor], param: Tensor, mats: List[Tensor], create_graph: bool
-) -> Tensor:
+def _pull_columns(outputs: List[Tensor], param: Tensor, mats: List[Tensor]) -> Tensor:
     """Multiply columns ``[V, N, *]`` with the transposed Jacobian, to ``[V, *p]``."""
+    create_graph = torch.is_grad_enabled()
     options = {"retain_graph": True, "create_graph": create_graph, "allow_unused": True}
     pairs = [pair for pair in zip(outputs, mats) if pair[0].requires_grad]
     rows: Any = None

@@ -5,11 +5,12 @@ from typing import Any, Dict, Iterator, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Size, Tensor, nn
+from torch.autograd import grad
 from torch.utils._pytree import tree_leaves
 
 from backpack.core.derivatives import shape_check
 from backpack.core.derivatives.input_base import BaseDerivatives
-from backpack.core.derivatives.stored import stored_inputs
+from backpack.core.derivatives.stored import as_leaf, stored_inputs
 from backpack.core.per_sample.sums import reciprocal
 from backpack.utils.hooks import message
 from backpack.utils.subsampling import Subsampling
@@ -306,14 +307,10 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
         """  # noqa: DAR401
         self._check_scalar(module)
         prediction, *others = loss_inputs(module)
-        create_graph = torch.is_grad_enabled() and prediction.requires_grad
+        prediction, create_graph = as_leaf(prediction)
         with torch.enable_grad():
-            if not create_graph:
-                prediction = prediction.detach().requires_grad_()
             loss = first_number(module.forward(prediction, *others))
-            (gradient,) = torch.autograd.grad(
-                loss, prediction, create_graph=create_graph
-            )
+            (gradient,) = grad(loss, prediction, create_graph=create_graph)
         return (gradient / self._reduction_factor(module) ** 0.5).unsqueeze(0)
 
     def _reduction_factor(self, module: Layer) -> Union[float, Tensor]:

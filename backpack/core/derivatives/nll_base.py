@@ -19,6 +19,7 @@ from torch.autograd import grad
 from torch.distributions import Distribution
 
 from backpack.core.derivatives import loss_base
+from backpack.core.derivatives.stored import as_leaf
 from backpack.core.per_sample.sums import reciprocal
 from backpack.utils.state import may_look
 from backpack.utils.subsampling import Subsampling, subsample
@@ -161,15 +162,13 @@ class NLLLossDerivatives(loss_base.BaseLossDerivatives):
     def _compute_sampled_grads_autograd(
         self, subsampled_input: Tensor, mc_samples: int, generator: Randomness
     ) -> Tensor:
-        create_graph = torch.is_grad_enabled() and subsampled_input.requires_grad
+        x, create_graph = as_leaf(subsampled_input)
         with torch.enable_grad():
-            if not create_graph:
-                subsampled_input = subsampled_input.detach().requires_grad_()
-            distribution = self._make_distribution(subsampled_input)
-            targets = self._sample_targets(subsampled_input, mc_samples, generator)
+            distribution = self._make_distribution(x)
+            targets = self._sample_targets(x, mc_samples, generator)
             losses = (-distribution.log_prob(target).sum() for target in targets)
             options: Any = {"retain_graph": True, "create_graph": create_graph}
-            grads = [grad(loss, subsampled_input, **options)[0] for loss in losses]
+            grads = [grad(loss, x, **options)[0] for loss in losses]
         return torch.stack(grads)
 
     def _compute_sampled_grads_manual(

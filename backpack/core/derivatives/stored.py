@@ -138,6 +138,20 @@ def subsampled(module: Layer, subsampling: Subsampling = None) -> Module:
     return shallow_copy(module, **selected)
 
 
+def as_leaf(x: Tensor) -> Tuple[Tensor, bool]:
+    """Prepare a tensor for being differentiated in.
+
+    Args:
+        x: The tensor.
+
+    Returns:
+        The tensor itself, if what is computed from it shall have a graph that leads to
+        it, else a leaf with the same values; and whether there shall be a graph.
+    """
+    create_graph = torch.is_grad_enabled() and x.requires_grad
+    return (x if create_graph else x.detach().requires_grad_()), create_graph
+
+
 def first_tensor(output: Any) -> Tensor:
     """Return the first tensor of a module's output.
 

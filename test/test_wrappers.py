@@ -38,6 +38,7 @@ from processes import in_processes, needs_gloo
 from test_distributed import KRONECKER, OTHERS
 from torch import Tensor, distributed, nn
 from torch.nn import Module
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 from backpack import backpack, disable, extend
@@ -379,6 +380,42 @@ def input_shared(p: Pass) -> None:
     p.run(extend(Model()))
 
 
+def derivatives_of_data(p: Pass) -> None:
+    """Differentiate with respect to data inside of the context, in every way."""
+    functional, x = torch.autograd.functional, p.x.clone().requires_grad_()
+    p = p._replace(x=x)
+    with quantities():
+        value = p.value()
+        (expected,) = torch.autograd.grad(value, x, create_graph=True)
+        torch.autograd.grad(expected.sum(), x, retain_graph=True)
+        for differentiate in (functional.hvp, functional.vhp, functional.hessian):
+            v = () if differentiate is functional.hessian else (p.x,)
+            differentiate(lambda x: p._replace(x=x).value(), p.x, *v)
+        functional.jacobian(p.model, p.x)
+        functional.jvp(p.model, p.x, p.x)
+        functional.vjp(p.model, p.x, p.model(p.x).detach())
+        _, pull = torch.func.vjp(lambda x: p._replace(x=x).value(), p.x)
+        oracle.assert_agrees(pull(torch.ones_like(value))[0], expected)
+        value.backward()
+
+
+class Branches(Module):
+    """A model that is called in a branch, behind a loop."""
+
+    def __init__(self, model: Module) -> None:
+        """Store the model."""
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Change the sign twice, and call the model, or another function of it."""
+        loop = torch._higher_order_ops.while_loop
+        number, one = torch.tensor(0), torch.tensor(1)
+        _, x = loop(lambda i, x: i < 2, lambda i, x: (i + one, -x), (number, x))
+        cases = self.model, lambda x: self.model(x).cos()
+        return torch.cond(x.square().sum() > 0, *cases, (x,))
+
+
 # Right, pass after pass: how to make the model, how to run a pass
 RIGHT: Dict[str, Tuple[Callable[[], Pass], Callable[[Pass], None]]] = {
     "compiled-then-extended": (lambda: build(lambda m: extend(compiled(m))), Pass.run),
@@ -424,6 +461,9 @@ RIGHT: Dict[str, Tuple[Callable[[], Pass], Callable[[Pass], None]]] = {
     "parametrization": (build, other_parametrization),
     "exported": (lambda: build(exported), Pass.run),
     "exported-in-between": (build, exported_in_between),
+    "derivatives-of-data": (build, derivatives_of_data),
+    "branches": (build, lambda p: p.run(extend(Branches(p.model)))),
+    "branches-compiled": (build, lambda p: p.run(compiled(extend(Branches(p.model))))),
     "compiled-for-any-size": (build, compiled_for_any_size),
     "exchanged-by-fx": (
         lambda: build(lambda m: extend(torch.fx.symbolic_trace(extend(m)))),
@@ -500,7 +540,26 @@ def compiled_backward(p: Pass) -> None:
         p.value().backward()
 
 
+def selective_checkpoint(p: Pass) -> None:
+    """Let a checkpoint keep results of some operations, for a single backward pass."""
+    operations = [torch.ops.aten.addmm.default]
+    contexts = partial(create_selective_checkpoint_contexts, operations)
+    model = Around(
+        partial(checkpoint, p.model, use_reentrant=False, context_fn=contexts)
+    )
+    with backpack(BatchGrad()):
+        p.value(extend(model)).backward()
+    for parameter in p.model.parameters():
+        oracle.assert_agrees(parameter.grad_batch.sum(0), parameter.grad)
+    p.run(model)
+
+
 REFUSED: Dict[str, Tuple[Callable[[Pass], None], Type[Exception], str]] = {
+    "selective-checkpoint": (
+        selective_checkpoint,
+        NotImplementedError,
+        "DiagGGNExact.*selective.*without `context_fn`",
+    ),
     "interleaved-tasks": (interleaved, RuntimeError, "asyncio.*without `await`"),
     "handed-to-a-thread": (handed_to_a_thread, RuntimeError, "another thread"),
     "compiled-autograd": (
@@ -524,6 +583,21 @@ REFUSED: Dict[str, Tuple[Callable[[Pass], None], Type[Exception], str]] = {
         "not known where.*`compiled_function`.*by the loss itself",
     ),
 }
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C._dynamo.eval_frame, "_FrameExecStrategy"),
+    reason="the compiler has to be told frame by frame",
+)
+@pytest.mark.filterwarnings(f"ignore:{COMPILER}")
+@pytest.mark.usefixtures("cpu", "compiler")
+@pytest.mark.parametrize("run", [lambda p: p.run(compiled(p.model)), whole_step])
+def test_hooks_are_not_compiled(run: Callable[[Pass], None]) -> None:
+    """Frames of hooks don't count for the compiler, which gives up after some."""
+    run(build())
+    seen = [code() for code in torch._dynamo.convert_frame.input_codes.seen]
+    names = {code.co_filename for code in seen if code is not None}
+    assert names and not any("/backpack/engine/" in name for name in names)
 
 
 @pytest.mark.filterwarnings(f"ignore:{COMPILER}")

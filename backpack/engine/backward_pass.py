@@ -36,6 +36,7 @@ from backpack.engine.parameters import (
 )
 from backpack.engine.pull_columns import PullColumns
 from backpack.engine.record import RELEASED, Call, clear_others, lock_of
+from backpack.engine.saved import explain_failure
 from backpack.engine.turn import Turn
 from backpack.engine.user_hooks import guard_all
 from backpack.engine.uses import Entry, Use, listen
@@ -212,7 +213,7 @@ class BackwardPass:
         self._outer, self.state.backward_pass = self.state.backward_pass, self
         return self
 
-    def __exit__(self, exc_type: Optional[type], *exc_info: Any) -> None:
+    def __exit__(self, exc_type: Optional[type], error: Any, *_: Any) -> None:
         """End; check the results, if this was asked for."""
         failed = True
         try:
@@ -224,6 +225,7 @@ class BackwardPass:
             self.state.backward_pass = self._outer
             if failed and self.state.report is not None:
                 self.state.report.failed = True
+        explain_failure(error, self.state.active_exts)
         if exc_type is None and self._check is not None:
             self._check.compare()
 

@@ -13,9 +13,17 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from backpack.utils.hooks import names_of
 from backpack.utils.state import state
 
 SAVED = "backpack.saved"  # where a node of a constant's graph keeps what was saved
+
+SELECTIVE = (
+    "{exts}: a part of the model runs inside a selective activation checkpoint, which "
+    "gives what it has kept to a single backward pass, and columns are pulled back in "
+    "passes of their own. Use `checkpoint(..., use_reentrant=False)` without "
+    "`context_fn`, or quantities of first order."
+)
 
 # Older versions of torch don't tell; there, checkpoints run more often.
 _innermost_hooks: Callable = getattr(
@@ -111,3 +119,18 @@ def fetch(saved: Iterable[Saved]) -> None:
     for x in saved:
         if x not in fetched:
             fetched[x] = x.ask()
+
+
+def explain_failure(error: Any, extensions: Iterable[Any]) -> None:
+    """Name what a selective checkpoint refuses without saying why that came up.
+
+    Args:
+        error: What has ended a backward pass, if something has.
+        extensions: The active extensions.
+
+    Raises:
+        NotImplementedError: If it was that, and there are extensions.
+    """
+    if "selective activation checkpoint" in str(error) and extensions:
+        text = SELECTIVE.format(exts=names_of(extensions))
+        raise NotImplementedError(text) from error

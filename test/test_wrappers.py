@@ -540,13 +540,14 @@ def compiled_backward(p: Pass) -> None:
         p.value().backward()
 
 
-def selective_checkpoint(p: Pass) -> None:
-    """Let a checkpoint keep results of some operations, for a single backward pass."""
-    operations = [torch.ops.aten.addmm.default]
-    contexts = partial(create_selective_checkpoint_contexts, operations)
-    model = Around(
-        partial(checkpoint, p.model, use_reentrant=False, context_fn=contexts)
-    )
+def keeps_some() -> Tuple[ContextManager, ContextManager]:
+    """Make contexts in which a checkpoint keeps results of some operations."""
+    return create_selective_checkpoint_contexts([torch.ops.aten.addmm.default])
+
+
+def repeated_once(p: Pass, **options: Any) -> None:
+    """Put a model into a checkpoint that a single backward pass can repeat."""
+    model = Around(partial(checkpoint, p.model, use_reentrant=False, **options))
     with backpack(BatchGrad()):
         p.value(extend(model)).backward()
     for parameter in p.model.parameters():
@@ -555,10 +556,15 @@ def selective_checkpoint(p: Pass) -> None:
 
 
 REFUSED: Dict[str, Tuple[Callable[[Pass], None], Type[Exception], str]] = {
-    "selective-checkpoint": (
-        selective_checkpoint,
+    "checkpoint-that-is-watched": (
+        partial(repeated_once, debug=True),
         NotImplementedError,
-        "DiagGGNExact.*selective.*without `context_fn`",
+        "DiagGGNExact.*repeated.*without.*`debug`",
+    ),
+    "selective-checkpoint": (
+        partial(repeated_once, context_fn=keeps_some),
+        NotImplementedError,
+        "DiagGGNExact.*repeated.*selective.*without `context_fn`",
     ),
     "interleaved-tasks": (interleaved, RuntimeError, "asyncio.*without `await`"),
     "handed-to-a-thread": (handed_to_a_thread, RuntimeError, "another thread"),

@@ -48,7 +48,7 @@ POINTWISE = frozenset(
     "logical_and logical_or logical_not __and__ __or__ __invert__ bitwise_and "
     "requires_grad_ selu celu logsigmoid softsign tanhshrink hardshrink softshrink "
     "threshold silu_ tanh_ sigmoid_ clamp_ dropout_ alpha_dropout apply_ map_ "
-    "_standard_gamma".split()
+    "_standard_gamma fused_moving_avg_obs_fake_quant".split()
 )
 # Operations along the last axis only
 ROWWISE = frozenset("linear layer_norm rms_norm softmax log_softmax".split())

@@ -7,7 +7,7 @@ therefore asked for in the name of the pass that is running, which gets it from 
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Iterable, List, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -18,11 +18,11 @@ from backpack.utils.state import state
 
 SAVED = "backpack.saved"  # where a node of a constant's graph keeps what was saved
 
-SELECTIVE = (
-    "{exts}: a part of the model runs inside a selective activation checkpoint, which "
-    "gives what it has kept to a single backward pass, and columns are pulled back in "
-    "passes of their own. Use `checkpoint(..., use_reentrant=False)` without "
-    "`context_fn`, or quantities of first order."
+REPEATED = (
+    "{exts}: a part of the model runs inside a checkpoint, which is repeated for "
+    "columns as well as for gradients, and failed ({error}). Use `checkpoint(..., "
+    "use_reentrant=False)` without `context_fn` and `debug`, whose contexts may be "
+    "there for a single time, or quantities of first order."
 )
 
 # Older versions of torch don't tell; there, checkpoints run more often.
@@ -121,16 +121,20 @@ def fetch(saved: Iterable[Saved]) -> None:
             fetched[x] = x.ask()
 
 
-def explain_failure(error: Any, extensions: Iterable[Any]) -> None:
-    """Name what a selective checkpoint refuses without saying why that came up.
+def explain_failure(error: Optional[BaseException], extensions: Sequence[Any]) -> None:
+    """Say why a checkpoint was repeated, if that has failed.
 
     Args:
         error: What has ended a backward pass, if something has.
         extensions: The active extensions.
 
     Raises:
-        NotImplementedError: If it was that, and there are extensions.
+        NotImplementedError: If it was that, and columns were pulled back.
     """
-    if "selective activation checkpoint" in str(error) and extensions:
-        text = SELECTIVE.format(exts=names_of(extensions))
-        raise NotImplementedError(text) from error
+    exts = [x for x in extensions if x.pulls_columns]
+    trace = None if error is None or not exts else error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            text = REPEATED.format(exts=names_of(exts), error=error)
+            raise NotImplementedError(text) from error
+        trace = trace.tb_next

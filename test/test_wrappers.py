@@ -774,6 +774,12 @@ class Twice(Module):
         return self.model(x) + self.model(x.cos())
 
 
+def flat_inside(model: Module) -> Module:
+    """Put the parameters of what a model calls into one."""
+    model.model = flat(model.model)
+    return model
+
+
 class Around(Module):
     """A model around another, of whose output it keeps a rearrangement only."""
 
@@ -887,6 +893,7 @@ BLOCKS = PROBLEM._replace(
     model=lambda: nn.Sequential(Block(), Block(), nn.Linear(D, 3))
 )
 TIED = PROBLEM._replace(model=Tied)
+TWICE = PROBLEM._replace(model=lambda: Twice(mlp()))
 APART_BLOCKS = PROBLEM._replace(model=Apart)
 FROZEN = PROBLEM._replace(model=frozen_between)
 by_layer = partial(sharded, each=True)
@@ -913,6 +920,9 @@ SHARED: Dict[str, Shared] = {
     "FSDP1-apart": Shared(flat_by_layer, problem=APART_BLOCKS),
     "FSDP1-apart-parts": Shared(flat_by_layer, extended_parts, APART_BLOCKS),
     "FSDP1-tied": Shared(flat, problem=TIED),
+    "FSDP1-twice": Shared(flat_by_layer, problem=TWICE),
+    "FSDP1-twice-inside": Shared(flat_inside, problem=TWICE),
+    "FSDP2-twice": Shared(by_layer, problem=TWICE),
     "FSDP2-tied": Shared(sharded, problem=TIED),
     "DDP-tied": Shared(DDP, problem=TIED),
     "DDP-extended-later": Shared(lambda m: extend(DDP(m)), later),
@@ -934,10 +944,6 @@ APART: Dict[str, Tuple[Callable[[Module], Module], str]] = {
     "FSDP1": (
         partial(flat, use_orig_params=False),
         "BatchGrad.*FullyShardedDataParallel.*use_orig_params=True.*fully_shard",
-    ),
-    "FSDP1-twice": (
-        lambda m: Twice(flat(m)),
-        "BatchGrad.*FullyShardedDataParallel.*several times.*fully_shard",
     ),
     "FSDP1-transposed-twice": (
         lambda m: Twice(

@@ -41,7 +41,7 @@ from backpack.engine.turn import Turn
 from backpack.engine.user_hooks import guard_all
 from backpack.engine.uses import Entry, Use, listen
 from backpack.utils.hooks import message, name_module, names_of, no_op, warn_user
-from backpack.utils.parallel import is_parallel, move_to_shards, refuse_parts
+from backpack.utils.parallel import is_parallel, move_to_shards, refuse_parts, unify
 from backpack.utils.state import UNANNOUNCED, State, may_look
 from backpack.utils.types import full_precision
 
@@ -130,6 +130,7 @@ class BackwardPass:
         self._idle: Dict[Call, List[Node]] = {}
         if (exts or not current.gradient) and roots:
             self.inspection = Inspection(roots, inputs)
+            unify(self.inspection.uses, self.inspection.calls)
             self._find_groups(list(self.inspection.uses))
             self._inspect(inputs)
             losses = [c.loss_module for c in self.inspection.calls if c.is_loss]

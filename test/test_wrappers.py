@@ -38,6 +38,7 @@ from processes import in_processes, needs_gloo
 from test_distributed import KRONECKER, OTHERS
 from torch import Tensor, distributed, nn
 from torch.nn import Module
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -57,7 +58,7 @@ from backpack.extensions import (
 F64 = torch.float64
 D = 4
 # What the compiler warns of, be it in Python 3.13.0
-COMPILER = "The .grad attribute|Graph break|Guards may run slower"
+COMPILER = "The .grad attribute|Graph break|Guards may run slower|flex_attention called"
 STEPS = 1000 if os.environ.get("BACKPACK_TEST_LONG") else 20
 
 
@@ -110,9 +111,9 @@ def build(
 compiled = partial(torch.compile, backend="aot_eager")
 
 
-def first_layer_compiled(model: Module) -> Module:
+def first_layer_compiled(model: Module, **options: Any) -> Module:
     """Compile the first layer only."""
-    model[0] = compiled(model[0])
+    model[0] = compiled(model[0], **options)
     return extend(model)
 
 
@@ -399,6 +400,22 @@ def derivatives_of_data(p: Pass) -> None:
         value.backward()
 
 
+class Attends(Module):
+    """A model behind an operation that compiles itself whenever it is called."""
+
+    def __init__(self, model: Module) -> None:
+        """Store the model."""
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add attention among features, and subtract it in another spelling."""
+        each = x[:, None, :, None]
+        attended = flex_attention(each, each, each)
+        other = nn.functional.scaled_dot_product_attention(each, each, each)
+        return self.model(x + (attended - other)[:, 0, :, 0])
+
+
 class Branches(Module):
     """A model that is called in a branch, behind a loop."""
 
@@ -462,6 +479,14 @@ RIGHT: Dict[str, Tuple[Callable[[], Pass], Callable[[Pass], None]]] = {
     "exported": (lambda: build(exported), Pass.run),
     "exported-in-between": (build, exported_in_between),
     "derivatives-of-data": (build, derivatives_of_data),
+    "compiled-whole-layer": (
+        lambda: build(partial(first_layer_compiled, fullgraph=True)),
+        lambda p: p.run(extend(Around(p.model))),
+    ),
+    "attention-that-is-compiled": (
+        build,
+        lambda p: p.run(extend(Attends(p.model))),
+    ),
     "branches": (build, lambda p: p.run(extend(Branches(p.model)))),
     "branches-compiled": (build, lambda p: p.run(compiled(extend(Branches(p.model))))),
     "compiled-for-any-size": (build, compiled_for_any_size),

@@ -118,6 +118,14 @@ def _is_running(frame: _Frame, python_frame: Any) -> bool:
     return False
 
 
+def _is_opaque() -> bool:
+    """Tell whether what is compiled runs as a whole, and nothing inside is recorded."""
+    return is_indivisible(_THREAD.tracker is not None)
+
+
+_is_opaque._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 @skipped
 def enter_call(
     module: Module, args: Tuple, kwargs: Dict[str, Any]
@@ -133,7 +141,7 @@ def enter_call(
         The arguments, guarded against interruptions, for an outermost call.
     """
     if is_dynamo_compiling():
-        traced = not is_grad_enabled() or is_indivisible()
+        traced = not is_grad_enabled() or _is_opaque()
         return None if traced else untraced(enter_call, module, args, kwargs)
     if steps_aside():
         return None
@@ -258,7 +266,7 @@ def leave_call(
         A replacement for outputs that are leaves of the graph, else ``None``.
     """
     if is_dynamo_compiling():
-        traced = not is_grad_enabled() or is_indivisible()
+        traced = not is_grad_enabled() or _is_opaque()
         return None if traced else untraced(leave_call, module, args, kwargs, output)
     frame = _pop_frame(module, sys._getframe(1)) if _THREAD.frames else None
     if type(kwargs) is _Guard:

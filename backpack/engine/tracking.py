@@ -141,7 +141,7 @@ class Tracker(TorchFunctionMode):
     ) -> Any:
         """Run an operation; remember what matters of it."""
         if is_dynamo_compiling():
-            if is_indivisible():
+            if is_indivisible(True):
                 return func(*args, **(kwargs or {}))
             run = Tracker.__torch_function__
             return untraced(run, self, func, types, args, kwargs)

@@ -59,18 +59,26 @@ untraced._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
 )
 
 
-def is_indivisible() -> bool:
-    """Tell whether what is compiled can't be split: a branch, or the body of a loop.
+def is_indivisible(watched: bool) -> bool:
+    """Tell whether what is compiled can't be split.
+
+    Args:
+        watched: Whether that is a part of a model whose operations are watched, and not
+            the model.
 
     Returns:
-        Whether it is, as for ``torch.cond``, which compiles them whenever it is called.
+        Whether it is a branch or the body of a loop, as of ``torch.cond``, or a part
+        that is compiled with ``fullgraph=True``.
     """
     frame: Any = sys._getframe()
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("torch._higher_order_ops"):
+        name, known = frame.f_globals.get("__name__", ""), frame.f_locals
+        if name.startswith("torch._higher_order_ops"):
             return True
-        traced = type(frame.f_locals.get("self"))  # by what is compiled around it
-        if getattr(traced, "_ALLOW_FALLBACK_TO_EAGER", True) is False:
+        if watched and name == "torch._dynamo.convert_frame" and known.get("one_graph"):
+            return True
+        # an operation with a branch inside of what is compiled
+        if getattr(type(known.get("self")), "_ALLOW_FALLBACK_TO_EAGER", True) is False:
             return True
         frame = frame.f_back
     return False

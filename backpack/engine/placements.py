@@ -8,7 +8,6 @@ function, shapes, placements and plain arguments.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import OrderedDict
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
@@ -71,9 +70,6 @@ BY_MASKS = frozenset(
 )
 # Operations whose result's placement depends on strides, which no key contains
 BY_STRIDES = frozenset("as_strided as_strided_ as_strided_scatter set_".split())
-
-
-_APPLY = torch.autograd.Function.apply.__func__.__code__
 
 
 class Mark(tuple):
@@ -481,10 +477,9 @@ def in_function() -> bool:
     Returns:
         Whether it is. No graph is made there.
     """
-    frame = None if torch.is_grad_enabled() else sys._getframe(1)
-    while frame is not None and frame.f_code is not _APPLY:
-        frame = frame.f_back
-    return frame is not None
+    if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return False
+    return not torch._C._is_fwd_grad_enabled()  # which `no_grad` leaves as it is
 
 
 def _first_line(error: Exception) -> str:

@@ -285,6 +285,8 @@ def test_large_layer(
 ):
     """Layers that are large enough to form some products at a time."""
     monkeypatch.setattr(matmul, "has_fast_blas", lambda: has_fast_blas)
+    monkeypatch.setattr(matmul, "_has_wide_avx512", lambda: True)
+    monkeypatch.setattr(tuning, "MIN_PER_PRODUCT", 2**20)
     monkeypatch.setattr(tuning, "STEP_ELEMENTS", most)
     monkeypatch.setattr(tuning, "UNFOLDED_ELEMENTS", most)
     layer, shape = LARGE[key]

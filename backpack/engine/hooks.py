@@ -123,7 +123,7 @@ def _is_opaque() -> bool:
     return is_indivisible(_THREAD.tracker is not None)
 
 
-_is_opaque._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_is_opaque._dynamo_marked_constant = True
 
 
 @skipped

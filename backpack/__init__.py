@@ -28,14 +28,13 @@ from torch.fx import GraphModule
 from torch.jit import ScriptModule
 from torch.nn import Module
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from backpack import extensions
 from backpack.compiled import CompiledStep
 from backpack.context import CTX
 from backpack.converter.convert import convert_module_to_backpack
 from backpack.engine.backward_pass import BackwardPass
-from backpack.engine.coverage import concerns_parameters
+from backpack.engine.graph import root_edges
 from backpack.engine.hooks import (
     enter_call,
     forget_interrupted,
@@ -45,7 +44,6 @@ from backpack.engine.hooks import (
 )
 from backpack.engine.record import clear_stored
 from backpack.engine.report import Report
-from backpack.engine.uses import root_edges
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.summary import summary
 from backpack.utils.compiling import is_compiled, skipped, untraced
@@ -126,16 +124,6 @@ class _Announce(TorchFunctionMode):
         bound = {**dict(zip(names, args)), **kwargs}
         roots, inputs = root_edges(bound[names[0]]), bound.get("inputs")
         accumulates = func is not torch.autograd.grad
-        exts, may_accumulate = current.active_exts, current.gradient or not accumulates
-        if (
-            exts
-            and may_accumulate
-            and not (inputs is None or concerns_parameters(roots, inputs))
-        ):
-            current.report.begin(exts)
-            current.report.reached.update(map(id, tree_leaves(inputs)))
-            with current.aside():
-                return func(*args, **kwargs)
         graph = bool(bound.get("create_graph"))
         cotangents = map(bound.get, ("gradient", "grad_tensors", "grad_variables"))
         one = accumulates and all(x is None for x in cotangents)

@@ -381,41 +381,6 @@ def input_shared(p: Pass) -> None:
     p.run(extend(Model()))
 
 
-def derivatives_of_data(p: Pass) -> None:
-    """Differentiate with respect to data inside of the context, in every way."""
-    functional, x = torch.autograd.functional, p.x.clone().requires_grad_()
-    p = p._replace(x=x)
-    with quantities():
-        value = p.value()
-        (expected,) = torch.autograd.grad(value, x, create_graph=True)
-        torch.autograd.grad(expected.sum(), x, retain_graph=True)
-        for differentiate in (functional.hvp, functional.vhp, functional.hessian):
-            v = () if differentiate is functional.hessian else (p.x,)
-            differentiate(lambda x: p._replace(x=x).value(), p.x, *v)
-        functional.jacobian(p.model, p.x)
-        functional.jvp(p.model, p.x, p.x)
-        functional.vjp(p.model, p.x, p.model(p.x).detach())
-        _, pull = torch.func.vjp(lambda x: p._replace(x=x).value(), p.x)
-        oracle.assert_agrees(pull(torch.ones_like(value))[0], expected)
-        value.backward()
-
-
-class Attends(Module):
-    """A model behind an operation that compiles itself whenever it is called."""
-
-    def __init__(self, model: Module) -> None:
-        """Store the model."""
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Add attention among features, and subtract it in another spelling."""
-        each = x[:, None, :, None]
-        attended = flex_attention(each, each, each)
-        other = nn.functional.scaled_dot_product_attention(each, each, each)
-        return self.model(x + (attended - other)[:, 0, :, 0])
-
-
 class Branches(Module):
     """A model that is called in a branch, behind a loop."""
 
@@ -478,7 +443,6 @@ RIGHT: Dict[str, Tuple[Callable[[], Pass], Callable[[Pass], None]]] = {
     "parametrization": (build, other_parametrization),
     "exported": (lambda: build(exported), Pass.run),
     "exported-in-between": (build, exported_in_between),
-    "derivatives-of-data": (build, derivatives_of_data),
     "compiled-whole-layer": (
         lambda: build(partial(first_layer_compiled, fullgraph=True)),
         lambda p: p.run(extend(Around(p.model))),
@@ -580,7 +544,18 @@ def repeated_once(p: Pass, **options: Any) -> None:
     p.run(model)
 
 
+def hessian_of_data(p: Pass) -> None:
+    """Multiply with a Hessian with respect to data, inside of the context."""
+    with quantities():
+        torch.autograd.functional.hvp(lambda x: p._replace(x=x).value(), p.x, p.x)
+
+
 REFUSED: Dict[str, Tuple[Callable[[Pass], None], Type[Exception], str]] = {
+    "hessian-of-data": (
+        hessian_of_data,
+        NotImplementedError,
+        "products with a Hessian do, outside of the context",
+    ),
     "checkpoint-that-is-watched": (
         partial(repeated_once, debug=True),
         NotImplementedError,

@@ -20,12 +20,7 @@ from torch.utils._pytree import tree_leaves
 from backpack.core.layout import Layout
 from backpack.engine.check import Check, check_isolation
 from backpack.engine.coverage import check_samples, warn_of_terms
-from backpack.engine.graph import (
-    Inspection,
-    additive_terms,
-    targets_below,
-    will_run,
-)
+from backpack.engine.graph import Inspection, additive_terms, targets_below, will_run
 from backpack.engine.own_gradients import choose, hand_over
 from backpack.engine.parameters import (
     Group,
@@ -93,7 +88,7 @@ class BackwardPass:
             current: What is active.
             roots: Where the backward pass begins in the graph, if it is known.
             inputs: With respect to what it differentiates. Default: ``None``, for all
-                leaf tensors. Parameters that are not among them have no quantities.
+                leaf tensors.
             accumulates: Whether it accumulates gradients, in what it differentiates
                 with respect to. Default: ``True``.
             creates_graph: Whether what it computes can be differentiated. Default:
@@ -113,7 +108,7 @@ class BackwardPass:
         self.dropouts: Dict[Call, GradientEdge] = {}
         self.saved_alone: Set[Tuple[Any, Parameter]] = set()
         self.inspection: Optional[Inspection] = None
-        exts = current.active_exts
+        self._inputs, exts = inputs, current.active_exts
         plain = [x for x in exts if not x.expects_backpropagation_quantities()]
         self._needs_gradients = current.check or bool(plain)
         self._groups_of: Dict[Use, List[Group]] = {}
@@ -129,7 +124,7 @@ class BackwardPass:
         self.reductions: List[Optional[str]] = []
         self._idle: Dict[Call, List[Node]] = {}
         if (exts or not current.gradient) and roots:
-            self.inspection = Inspection(roots, inputs)
+            self.inspection = Inspection(roots)
             unify(self.inspection.uses, self.inspection.calls)
             self._find_groups(list(self.inspection.uses))
             self._inspect(inputs)
@@ -174,7 +169,7 @@ class BackwardPass:
     def _find_groups(self, uses: Sequence[Use]) -> None:
         """Find out which parameters wait for which uses."""
         self._groups_of = {use: [] for use in uses}
-        for group in find_groups(uses, self.inspection):
+        for group in find_groups(uses):
             for use in group.uses:
                 self._groups_of[use].append(group)
 
@@ -275,7 +270,7 @@ class BackwardPass:
         gradients, groups = self.gradients, self._groups_of
         for kept in (self._idle, gradients, self._own, self.kept, groups):
             kept.clear()
-        self.inspection = None
+        self.inspection, self._inputs = None, None
         self.pull_back.forget_all()  # they refer to each other
 
     # ---------------------------------------------------------------------------- turns
@@ -322,9 +317,7 @@ class BackwardPass:
         if use.released and groups:
             text = RELEASED.format(module=use.describe())
             raise RuntimeError(text)
-        if groups:
-            given = [None if g is None else g.unsqueeze(0) for g in g_out]
-            self.gradients[use] = given
+        self.gradients[use] = [None if g is None else g.unsqueeze(0) for g in g_out]
         for group in list(groups):
             group.pending -= 1
             if not group.pending:
@@ -510,7 +503,6 @@ class BackwardPass:
             (name, param)
             for name, param in call.parameters.items()
             if param.requires_grad
-            and (self.inspection is None or self.inspection.wants(param))
             and (not call.is_composite or self.accumulated.reaches(param))
         ]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Dict, List, Sequence
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 
 from backpack.core.layout import Mixed, spans
 from backpack.engine.gaps import (
@@ -34,7 +34,6 @@ from backpack.engine.graph import (
     tail_terms,
     walk,
 )
-from backpack.engine.parameters import find_groups
 from backpack.engine.uses import Use, refuse
 from backpack.utils.hooks import names_of, warn_user
 
@@ -73,22 +72,6 @@ COMPLEX = (
     "real parameters of shape [*, 2], and use `torch.view_as_complex(parameter)`: real "
     "and imaginary parts have quantities of their own then."
 )
-
-
-def concerns_parameters(roots: Sequence[GradientEdge], inputs: Any) -> bool:
-    """Tell whether a backward pass differentiates with respect to parameters in use.
-
-    Args:
-        roots: Where it begins.
-        inputs: Tensors, or places in the graph, that it differentiates with respect to.
-
-    Returns:
-        Whether one of them is a parameter of a call, or of a use.
-    """
-    inspection = Inspection(roots, inputs)
-    params = [p for call in inspection.calls for p in call.parameters.values()]
-    uses = list(inspection.uses)
-    return any(map(inspection.wants, params)) or bool(find_groups(uses, inspection))
 
 
 def check_samples(

@@ -19,9 +19,8 @@ from typing import (
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves
 
 from backpack.core.layout import Mixed
 from backpack.engine.uses import ENTRIES, Entry, Together, Use, is_noted
@@ -214,25 +213,18 @@ class Inspection:
         roots: Where the backward pass begins.
         calls: Calls in it, and the nodes that produced their outputs.
         uses: Uses in it, and the node and its output number for each output.
-        wanted: Identities of the leaf tensors it differentiates with respect to;
-            ``None`` for all.
-        reached: Those that it reaches, and the nodes that use them past any use.
+        reached: The leaf tensors it reaches, and the nodes that use them past any use.
         meetings: Nodes at which samples have met.
         nodes: All nodes, but those inside of uses.
     """
 
-    def __init__(self, roots: Sequence[GradientEdge], inputs: Any = None):
+    def __init__(self, roots: Sequence[GradientEdge]):
         """Inspect a graph.
 
         Args:
             roots: Where the backward pass begins.
-            inputs: With respect to what it differentiates. Default: ``None``, for all
-                leaf tensors.
         """
-        self.roots, self.wanted = roots, None
-        if inputs is not None:  # tensors, or places in the graph
-            leaves = [getattr(x, "variable", x) for x in tree_leaves(inputs)]
-            self.wanted = set(map(id, leaves)) or None  # who knows
+        self.roots = roots
         self.calls: Dict[Any, List[Node]] = {}
         self.uses: Dict[Use, Dict[int, Tuple[Node, int]]] = {}
         self.reached: Dict[Tensor, List[Node]] = {}
@@ -254,8 +246,6 @@ class Inspection:
                 if (parent, number) in self._functions.get(node, ()):
                     continue  # that of a function's constant
                 if not parent.next_functions and is_leaf(parent):
-                    if not self.wants(parent.variable):
-                        continue
                     users = self.reached.setdefault(parent.variable, [])
                     users += [node] if node else []
                     continue
@@ -271,17 +261,6 @@ class Inspection:
                 if type(parent) is Together and (parent, number) not in seen:
                     seen.add((parent, number))  # not what else was returned
                     queue.append((parent, parent.next_functions[number : number + 1]))
-
-    def wants(self, param: Tensor) -> bool:
-        """Tell whether the backward pass differentiates with respect to a leaf.
-
-        Args:
-            param: The leaf.
-
-        Returns:
-            Whether it does.
-        """
-        return self.wanted is None or id(param) in self.wanted
 
     def _note(self, node: Node, metadata: Dict[str, Any]) -> None:
         for number, index, owner in metadata.get(ENTRIES, ()):
@@ -592,3 +571,21 @@ def describe(params: Sequence[Tensor]) -> str:
         f"a tensor of shape {list(p.shape)}" for p in params if id(p) not in names
     ]
     return ", ".join([*names.values(), *unnamed])
+
+
+def root_edges(tensors: object) -> List[GradientEdge]:
+    """Find where a backward pass begins.
+
+    Args:
+        tensors: Tensor, gradient edge, or a sequence of them.
+
+    Returns:
+        Their places in the graph.
+    """
+    if isinstance(tensors, (Tensor, GradientEdge)):
+        tensors = [tensors]
+    edges = [
+        get_gradient_edge(x) if isinstance(x, Tensor) and x.requires_grad else x
+        for x in tensors
+    ]
+    return [edge for edge in edges if isinstance(edge, GradientEdge)]

@@ -9,16 +9,7 @@ one joint vector-Jacobian product leads from expressions to parameters.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import (
-    Any,
-    Callable,
-    Dict,
-    Iterator,
-    List,
-    Optional,
-    Sequence,
-    Tuple,
-)
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -28,7 +19,7 @@ from torch.nn import Module
 from backpack.core.per_sample.base import Dense, PerSample
 from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.rows import Rows
-from backpack.engine.graph import Inspection, describe, is_leaf, leaves_behind, walk
+from backpack.engine.graph import describe, is_leaf, leaves_behind, walk
 from backpack.engine.saved import SAVED, fetch
 from backpack.engine.uses import Constant, Use
 from backpack.engine.vjp import batched_vjp
@@ -393,15 +384,11 @@ def _swaps(node: Node) -> bool:
     return dims is None or [d % 2 for d in dims] == [1, 0]
 
 
-def find_groups(
-    uses: Sequence[Use], inspection: Optional[Inspection] = None
-) -> List[Group]:
+def find_groups(uses: Sequence[Use]) -> List[Group]:
     """Sort the constants of uses into groups.
 
     Args:
         uses: The uses of a backward pass.
-        inspection: What knows the parameters that it differentiates with respect to.
-            Default: ``None``, for all.
 
     Returns:
         The groups.
@@ -417,8 +404,6 @@ def find_groups(
                 if node not in leaves_of:
                     leaves_of[node] = leaves_behind(node)
                 params = leaves_of[node]
-            if inspection is not None:
-                params = list(filter(inspection.wants, params))
             group = _joined(params, by_param)
             if group is not None:
                 group.members.append((use, index))

@@ -33,7 +33,7 @@ INTRODUCTION = (
 NOTHING_EXTENDED = (
     "The backward pass met no extended module with parameters, so nothing was "
     "computed. Call `extend(model)` before the forward pass, besides extending the "
-    "loss, run it outside of `disable()`, and differentiate with respect to parameters."
+    "loss, and run it outside of `disable()`."
 )
 
 ONLY_OUTSIDE = (

@@ -171,24 +171,6 @@ def edge_of(x: Tensor) -> GradientEdge:
     return get_gradient_edge(x) if node is None else GradientEdge(node, x.output_nr)
 
 
-def root_edges(tensors: object) -> List[GradientEdge]:
-    """Find where a backward pass begins.
-
-    Args:
-        tensors: Tensor, gradient edge, or a sequence of them.
-
-    Returns:
-        Their places in the graph.
-    """
-    if isinstance(tensors, (Tensor, GradientEdge)):
-        tensors = [tensors]
-    edges = [
-        get_gradient_edge(x) if isinstance(x, Tensor) and x.requires_grad else x
-        for x in tensors
-    ]
-    return [edge for edge in edges if isinstance(edge, GradientEdge)]
-
-
 def is_whole(view: Tensor, operands: Sequence[Tensor]) -> bool:
     """Tell whether a view is all that an operation has computed, in another shape.
 

@@ -132,20 +132,6 @@ class State:
         finally:
             self.pulling, self.quiet = before
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Let a backward pass be a plain one, for which nothing is dropped either.
-
-        Yields:
-            Nothing.
-        """
-        before = self.active_exts, self.pulling
-        self.active_exts, self.pulling = (), True
-        try:
-            yield
-        finally:
-            self.active_exts, self.pulling = before
-
     def check_context(self) -> None:
         """Refuse a backward pass that belongs to another context than the active one.
 

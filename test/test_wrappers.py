@@ -381,6 +381,22 @@ def input_shared(p: Pass) -> None:
     p.run(extend(Model()))
 
 
+class Attends(Module):
+    """A model behind an operation that compiles itself whenever it is called."""
+
+    def __init__(self, model: Module) -> None:
+        """Store the model."""
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add attention among features, and subtract it in another spelling."""
+        each = x[:, None, :, None]
+        attended = flex_attention(each, each, each)
+        other = nn.functional.scaled_dot_product_attention(each, each, each)
+        return self.model(x + (attended - other)[:, 0, :, 0])
+
+
 class Branches(Module):
     """A model that is called in a branch, behind a loop."""
 

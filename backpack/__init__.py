@@ -46,7 +46,7 @@ from backpack.engine.record import clear_stored
 from backpack.engine.report import Report
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.summary import summary
-from backpack.utils.compiling import is_compiled, untraced
+from backpack.utils.compiling import is_compiled, skipped, untraced
 from backpack.utils.disable import disable
 from backpack.utils.hooks import EXTENDED, no_op, represent_call, warn_user
 from backpack.utils.module_classification import is_no_op
@@ -98,6 +98,7 @@ class _Announce(TorchFunctionMode):
         self.before, self.task = before, ENTERED.get()
         self.report = Report()
 
+    @skipped
     def __torch_function__(
         self,
         func: Callable,
@@ -253,6 +254,7 @@ class backpack(AbstractContextManager):  # noqa: N801
         text = represent_call(type(self).__name__, self.exts, given)
         return f"{text}  # active" if self._entered else text
 
+    @skipped
     def __enter__(self) -> None:
         """Activate the extensions."""
         if torch.compiler.is_dynamo_compiling():
@@ -270,6 +272,7 @@ class backpack(AbstractContextManager):  # noqa: N801
         current.in_context = True
         announce.__enter__()
 
+    @skipped
     def __exit__(self, exc_type: Optional[type], *exc_info: Any) -> None:
         """Restore what was active before; report parameters without a result."""
         if torch.compiler.is_dynamo_compiling():

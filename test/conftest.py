@@ -71,6 +71,7 @@ SINCE = {
     "test_shared_model[FSDP2-each]": SHARDS,
     "test_shared_model[FSDP2-each-kept]": SHARDS,
     "test_shared_model[FSDP2-extended-later]": SHARDS,
+    "test_shared_model[FSDP2-twice]": SHARDS,
     "test_shared_model_walks[FSDP2-each]": SHARDS,
     "test_slices_of_half_precision_numbers": HALF,
     "test_sums_of_half_precision_numbers": HALF,

@@ -16,11 +16,13 @@ from per_sample import (
     Lambda,
     N,
     Row,
+    assert_fields,
     assert_refused,
     assert_right,
     assert_right_or_refused,
     param,
     randn,
+    reference,
     tokens,
 )
 from torch import Tensor, nn
@@ -34,6 +36,9 @@ from torch.nn.utils.rnn import (
 )
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
+
+from backpack import backpack, extend
+from backpack.extensions import BatchGrad, DiagGGNExact
 
 D = 4
 
@@ -696,6 +701,13 @@ CONSTANT_ROWS = {
 }
 
 
+def observed(x: Tensor) -> Tensor:
+    """Quantize what is in the range that has been seen, of the batch, too."""
+    on, zero, one = torch.ones(1, dtype=torch.long), torch.zeros(1), torch.ones(1)
+    state = on, on, -one, one, one, zero.int()
+    return torch.fused_moving_avg_obs_fake_quant(x.float(), *state, 0.1, 0, 255, 0)
+
+
 def bags(offsets: List[int], inside: bool = False, **options: Any) -> Row:
     """Make a row with a table of which each sample has a bag of rows.
 
@@ -758,6 +770,17 @@ TABLES = {
 def test_right(table: str, row: str) -> None:
     """Samples that are kept apart are right, wherever they are."""
     assert_right(TABLES[table][row])
+
+
+@pytest.mark.parametrize("t", LENGTHS)
+def test_quantized_while_observed(t: int) -> None:
+    """A range that the batch decides, without a gradient, is a constant."""
+    row = moving(lambda m, x: plain(m, observed(x).double()), t, D)
+    model, loss, X = row._replace(alone=False).build()
+    with backpack(BatchGrad(), DiagGGNExact()):
+        row.objective(extend(model)(*X), extend(loss)).backward()
+    expected = reference(row._replace(alone=False))
+    assert_fields(model, ["BatchGrad", "DiagGGNExact"], expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("batch", [1, 2])

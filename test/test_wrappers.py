@@ -38,6 +38,8 @@ from processes import in_processes, needs_gloo
 from test_distributed import KRONECKER, OTHERS
 from torch import Tensor, distributed, nn
 from torch.nn import Module
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 from backpack import backpack, disable, extend
@@ -56,7 +58,7 @@ from backpack.extensions import (
 F64 = torch.float64
 D = 4
 # What the compiler warns of, be it in Python 3.13.0
-COMPILER = "The .grad attribute|Graph break|Guards may run slower"
+COMPILER = "The .grad attribute|Graph break|Guards may run slower|flex_attention called"
 STEPS = 1000 if os.environ.get("BACKPACK_TEST_LONG") else 20
 
 
@@ -109,9 +111,9 @@ def build(
 compiled = partial(torch.compile, backend="aot_eager")
 
 
-def first_layer_compiled(model: Module) -> Module:
+def first_layer_compiled(model: Module, **options: Any) -> Module:
     """Compile the first layer only."""
-    model[0] = compiled(model[0])
+    model[0] = compiled(model[0], **options)
     return extend(model)
 
 
@@ -379,6 +381,39 @@ def input_shared(p: Pass) -> None:
     p.run(extend(Model()))
 
 
+class Attends(Module):
+    """A model behind an operation that compiles itself whenever it is called."""
+
+    def __init__(self, model: Module) -> None:
+        """Store the model."""
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add attention among features, and subtract it in another spelling."""
+        each = x[:, None, :, None]
+        attended = flex_attention(each, each, each)
+        other = nn.functional.scaled_dot_product_attention(each, each, each)
+        return self.model(x + (attended - other)[:, 0, :, 0])
+
+
+class Branches(Module):
+    """A model that is called in a branch, behind a loop."""
+
+    def __init__(self, model: Module) -> None:
+        """Store the model."""
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Change the sign twice, and call the model, or another function of it."""
+        loop = torch._higher_order_ops.while_loop
+        number, one = torch.tensor(0), torch.tensor(1)
+        _, x = loop(lambda i, x: i < 2, lambda i, x: (i + one, -x), (number, x))
+        cases = self.model, lambda x: self.model(x).cos()
+        return torch.cond(x.square().sum() > 0, *cases, (x,))
+
+
 # Right, pass after pass: how to make the model, how to run a pass
 RIGHT: Dict[str, Tuple[Callable[[], Pass], Callable[[Pass], None]]] = {
     "compiled-then-extended": (lambda: build(lambda m: extend(compiled(m))), Pass.run),
@@ -424,6 +459,16 @@ RIGHT: Dict[str, Tuple[Callable[[], Pass], Callable[[Pass], None]]] = {
     "parametrization": (build, other_parametrization),
     "exported": (lambda: build(exported), Pass.run),
     "exported-in-between": (build, exported_in_between),
+    "compiled-whole-layer": (
+        lambda: build(partial(first_layer_compiled, fullgraph=True)),
+        lambda p: p.run(extend(Around(p.model))),
+    ),
+    "attention-that-is-compiled": (
+        build,
+        lambda p: p.run(extend(Attends(p.model))),
+    ),
+    "branches": (build, lambda p: p.run(extend(Branches(p.model)))),
+    "branches-compiled": (build, lambda p: p.run(compiled(extend(Branches(p.model))))),
     "compiled-for-any-size": (build, compiled_for_any_size),
     "exchanged-by-fx": (
         lambda: build(lambda m: extend(torch.fx.symbolic_trace(extend(m)))),
@@ -500,7 +545,43 @@ def compiled_backward(p: Pass) -> None:
         p.value().backward()
 
 
+def keeps_some() -> Tuple[ContextManager, ContextManager]:
+    """Make contexts in which a checkpoint keeps results of some operations."""
+    return create_selective_checkpoint_contexts([torch.ops.aten.addmm.default])
+
+
+def repeated_once(p: Pass, **options: Any) -> None:
+    """Put a model into a checkpoint that a single backward pass can repeat."""
+    model = Around(partial(checkpoint, p.model, use_reentrant=False, **options))
+    with backpack(BatchGrad()):
+        p.value(extend(model)).backward()
+    for parameter in p.model.parameters():
+        oracle.assert_agrees(parameter.grad_batch.sum(0), parameter.grad)
+    p.run(model)
+
+
+def hessian_of_data(p: Pass) -> None:
+    """Multiply with a Hessian with respect to data, inside of the context."""
+    with quantities():
+        torch.autograd.functional.hvp(lambda x: p._replace(x=x).value(), p.x, p.x)
+
+
 REFUSED: Dict[str, Tuple[Callable[[Pass], None], Type[Exception], str]] = {
+    "hessian-of-data": (
+        hessian_of_data,
+        NotImplementedError,
+        "products with a Hessian do, outside of the context",
+    ),
+    "checkpoint-that-is-watched": (
+        partial(repeated_once, debug=True),
+        NotImplementedError,
+        "DiagGGNExact.*repeated.*without.*`debug`",
+    ),
+    "selective-checkpoint": (
+        partial(repeated_once, context_fn=keeps_some),
+        NotImplementedError,
+        "DiagGGNExact.*repeated.*selective.*without `context_fn`",
+    ),
     "interleaved-tasks": (interleaved, RuntimeError, "asyncio.*without `await`"),
     "handed-to-a-thread": (handed_to_a_thread, RuntimeError, "another thread"),
     "compiled-autograd": (
@@ -524,6 +605,21 @@ REFUSED: Dict[str, Tuple[Callable[[Pass], None], Type[Exception], str]] = {
         "not known where.*`compiled_function`.*by the loss itself",
     ),
 }
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C._dynamo.eval_frame, "_FrameExecStrategy"),
+    reason="the compiler has to be told frame by frame",
+)
+@pytest.mark.filterwarnings(f"ignore:{COMPILER}")
+@pytest.mark.usefixtures("cpu", "compiler")
+@pytest.mark.parametrize("run", [lambda p: p.run(compiled(p.model)), whole_step])
+def test_hooks_are_not_compiled(run: Callable[[Pass], None]) -> None:
+    """Frames of hooks don't count for the compiler, which gives up after some."""
+    run(build())
+    seen = [code() for code in torch._dynamo.convert_frame.input_codes.seen]
+    names = {code.co_filename for code in seen if code is not None}
+    assert names and not any("/backpack/engine/" in name for name in names)
 
 
 @pytest.mark.filterwarnings(f"ignore:{COMPILER}")
@@ -694,6 +790,12 @@ class Twice(Module):
         return self.model(x) + self.model(x.cos())
 
 
+def flat_inside(model: Module) -> Module:
+    """Put the parameters of what a model calls into one."""
+    model.model = flat(model.model)
+    return model
+
+
 class Around(Module):
     """A model around another, of whose output it keeps a rearrangement only."""
 
@@ -807,6 +909,7 @@ BLOCKS = PROBLEM._replace(
     model=lambda: nn.Sequential(Block(), Block(), nn.Linear(D, 3))
 )
 TIED = PROBLEM._replace(model=Tied)
+TWICE = PROBLEM._replace(model=lambda: Twice(mlp()))
 APART_BLOCKS = PROBLEM._replace(model=Apart)
 FROZEN = PROBLEM._replace(model=frozen_between)
 by_layer = partial(sharded, each=True)
@@ -833,6 +936,9 @@ SHARED: Dict[str, Shared] = {
     "FSDP1-apart": Shared(flat_by_layer, problem=APART_BLOCKS),
     "FSDP1-apart-parts": Shared(flat_by_layer, extended_parts, APART_BLOCKS),
     "FSDP1-tied": Shared(flat, problem=TIED),
+    "FSDP1-twice": Shared(flat_by_layer, problem=TWICE),
+    "FSDP1-twice-inside": Shared(flat_inside, problem=TWICE),
+    "FSDP2-twice": Shared(by_layer, problem=TWICE),
     "FSDP2-tied": Shared(sharded, problem=TIED),
     "DDP-tied": Shared(DDP, problem=TIED),
     "DDP-extended-later": Shared(lambda m: extend(DDP(m)), later),
@@ -854,10 +960,6 @@ APART: Dict[str, Tuple[Callable[[Module], Module], str]] = {
     "FSDP1": (
         partial(flat, use_orig_params=False),
         "BatchGrad.*FullyShardedDataParallel.*use_orig_params=True.*fully_shard",
-    ),
-    "FSDP1-twice": (
-        lambda m: Twice(flat(m)),
-        "BatchGrad.*FullyShardedDataParallel.*several times.*fully_shard",
     ),
     "FSDP1-transposed-twice": (
         lambda m: Twice(

@@ -31,11 +31,12 @@ from backpack.engine.parameters import (
 )
 from backpack.engine.pull_columns import PullColumns
 from backpack.engine.record import RELEASED, Call, clear_others, lock_of
+from backpack.engine.saved import explain_failure
 from backpack.engine.turn import Turn
 from backpack.engine.user_hooks import guard_all
 from backpack.engine.uses import Entry, Use, listen
 from backpack.utils.hooks import message, name_module, names_of, no_op, warn_user
-from backpack.utils.parallel import is_parallel, move_to_shards, refuse_parts
+from backpack.utils.parallel import is_parallel, move_to_shards, refuse_parts, unify
 from backpack.utils.state import UNANNOUNCED, State, may_look
 from backpack.utils.types import full_precision
 
@@ -124,6 +125,7 @@ class BackwardPass:
         self._idle: Dict[Call, List[Node]] = {}
         if (exts or not current.gradient) and roots:
             self.inspection = Inspection(roots)
+            unify(self.inspection.uses, self.inspection.calls)
             self._find_groups(list(self.inspection.uses))
             self._inspect(inputs)
             losses = [c.loss_module for c in self.inspection.calls if c.is_loss]
@@ -207,7 +209,7 @@ class BackwardPass:
         self._outer, self.state.backward_pass = self.state.backward_pass, self
         return self
 
-    def __exit__(self, exc_type: Optional[type], *exc_info: Any) -> None:
+    def __exit__(self, exc_type: Optional[type], error: Any, *_: Any) -> None:
         """End; check the results, if this was asked for."""
         failed = True
         try:
@@ -219,6 +221,7 @@ class BackwardPass:
             self.state.backward_pass = self._outer
             if failed and self.state.report is not None:
                 self.state.report.failed = True
+        explain_failure(error, self.state.active_exts)
         if exc_type is None and self._check is not None:
             self._check.compare()
 

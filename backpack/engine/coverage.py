@@ -54,8 +54,8 @@ OUTSIDE_USE = (
     "would be wrong. Use a parameter only inside of extended modules, in operations of "
     "PyTorch (not in a compiled or scripted piece, or a transform of `torch.func`), "
     "and on what such operations make of the inputs (not NumPy, or numbers in Python: "
-    "do that before, and hand over what comes out); and differentiate no term that "
-    "contains a derivative of the network."
+    "do that before, and hand over what comes out); and differentiate what contains a "
+    "derivative of the network, as products with a Hessian do, outside of the context."
 )
 MISSING_TERM = (
     "Terms of the loss come from no extended loss module ({nodes}), so that their "

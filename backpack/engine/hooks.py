@@ -44,7 +44,7 @@ from backpack.engine.uses import (
     listen,
     on_one_node,
 )
-from backpack.utils.compiling import untraced
+from backpack.utils.compiling import is_indivisible, skipped, untraced
 from backpack.utils.disable import disable
 from backpack.utils.module_classification import NO_OPS, is_loss, is_no_op
 
@@ -118,6 +118,15 @@ def _is_running(frame: _Frame, python_frame: Any) -> bool:
     return False
 
 
+def _is_opaque() -> bool:
+    """Tell whether what is compiled runs as a whole, and nothing inside is recorded."""
+    return is_indivisible(_THREAD.tracker is not None)
+
+
+_is_opaque._dynamo_marked_constant = True
+
+
+@skipped
 def enter_call(
     module: Module, args: Tuple, kwargs: Dict[str, Any]
 ) -> Optional[Tuple[Tuple, Dict[str, Any]]]:
@@ -132,7 +141,7 @@ def enter_call(
         The arguments, guarded against interruptions, for an outermost call.
     """
     if is_dynamo_compiling():
-        traced = not is_grad_enabled()
+        traced = not is_grad_enabled() or _is_opaque()
         return None if traced else untraced(enter_call, module, args, kwargs)
     if steps_aside():
         return None
@@ -174,6 +183,7 @@ class _Guard(dict):
         super().__init__(kwargs)
         self._frame = frame
 
+    @skipped
     def __del__(self) -> None:
         while self._frame in _THREAD.frames:
             _leave_last()
@@ -240,6 +250,7 @@ def _place_packed(x: PackedSequence) -> None:
     place(x.data, numbers, Pass(sizes[0]))
 
 
+@skipped
 def leave_call(
     module: Module, args: Tuple, kwargs: Dict[str, Any], output: Any
 ) -> Optional[Any]:
@@ -255,7 +266,7 @@ def leave_call(
         A replacement for outputs that are leaves of the graph, else ``None``.
     """
     if is_dynamo_compiling():
-        traced = not is_grad_enabled()
+        traced = not is_grad_enabled() or _is_opaque()
         return None if traced else untraced(leave_call, module, args, kwargs, output)
     frame = _pop_frame(module, sys._getframe(1)) if _THREAD.frames else None
     if type(kwargs) is _Guard:

@@ -8,7 +8,6 @@ function, shapes, placements and plain arguments.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import OrderedDict
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
@@ -48,7 +47,7 @@ POINTWISE = frozenset(
     "logical_and logical_or logical_not __and__ __or__ __invert__ bitwise_and "
     "requires_grad_ selu celu logsigmoid softsign tanhshrink hardshrink softshrink "
     "threshold silu_ tanh_ sigmoid_ clamp_ dropout_ alpha_dropout apply_ map_ "
-    "_standard_gamma".split()
+    "_standard_gamma fused_moving_avg_obs_fake_quant".split()
 )
 # Operations along the last axis only
 ROWWISE = frozenset("linear layer_norm rms_norm softmax log_softmax".split())
@@ -71,9 +70,6 @@ BY_MASKS = frozenset(
 )
 # Operations whose result's placement depends on strides, which no key contains
 BY_STRIDES = frozenset("as_strided as_strided_ as_strided_scatter set_".split())
-
-
-_APPLY = torch.autograd.Function.apply.__func__.__code__
 
 
 class Mark(tuple):
@@ -481,10 +477,9 @@ def in_function() -> bool:
     Returns:
         Whether it is. No graph is made there.
     """
-    frame = None if torch.is_grad_enabled() else sys._getframe(1)
-    while frame is not None and frame.f_code is not _APPLY:
-        frame = frame.f_back
-    return frame is not None
+    if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return False
+    return not torch._C._is_fwd_grad_enabled()  # which `no_grad` leaves as it is
 
 
 def _first_line(error: Exception) -> str:

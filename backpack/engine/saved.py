@@ -7,15 +7,23 @@ therefore asked for in the name of the pass that is running, which gets it from 
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Iterable, List, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from backpack.utils.hooks import names_of
 from backpack.utils.state import state
 
 SAVED = "backpack.saved"  # where a node of a constant's graph keeps what was saved
+
+REPEATED = (
+    "{exts}: a part of the model runs inside a checkpoint, which is repeated for "
+    "columns as well as for gradients, and failed ({error}). Use `checkpoint(..., "
+    "use_reentrant=False)` without `context_fn` and `debug`, whose contexts may be "
+    "there for a single time, or quantities of first order."
+)
 
 # Older versions of torch don't tell; there, checkpoints run more often.
 _innermost_hooks: Callable = getattr(
@@ -111,3 +119,22 @@ def fetch(saved: Iterable[Saved]) -> None:
     for x in saved:
         if x not in fetched:
             fetched[x] = x.ask()
+
+
+def explain_failure(error: Optional[BaseException], extensions: Sequence[Any]) -> None:
+    """Say why a checkpoint was repeated, if that has failed.
+
+    Args:
+        error: What has ended a backward pass, if something has.
+        extensions: The active extensions.
+
+    Raises:
+        NotImplementedError: If it was that, and columns were pulled back.
+    """
+    exts = [x for x in extensions if x.pulls_columns]
+    trace = None if error is None or not exts else error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            text = REPEATED.format(exts=names_of(exts), error=error)
+            raise NotImplementedError(text) from error
+        trace = trace.tb_next

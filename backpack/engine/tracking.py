@@ -43,7 +43,7 @@ from backpack.engine.placements import (
 )
 from backpack.engine.user_hooks import SEEN, guard
 from backpack.engine.uses import Constant, Use, edge_of, on_one_node
-from backpack.utils.compiling import untraced
+from backpack.utils.compiling import is_indivisible, skipped, untraced
 
 _SHAPELESS = {UninitializedParameter, UninitializedBuffer}  # of lazy layers
 
@@ -133,6 +133,7 @@ class Tracker(TorchFunctionMode):
 
     # ----------------------------------------------------------------- every operation
 
+    @skipped
     def __torch_function__(
         self,
         func: Callable,
@@ -142,6 +143,8 @@ class Tracker(TorchFunctionMode):
     ) -> Any:
         """Run an operation; remember what matters of it."""
         if is_dynamo_compiling():
+            if is_indivisible(True):
+                return func(*args, **(kwargs or {}))
             run = Tracker.__torch_function__
             return untraced(run, self, func, types, args, kwargs)
         kind = KINDS.get(func) or kind_of(func)

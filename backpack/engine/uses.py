@@ -34,6 +34,7 @@ from backpack.core.per_sample.base import Dense, PerSample
 from backpack.core.per_sample.sums import chunks
 from backpack.engine.saved import Saved, fetch
 from backpack.engine.vjp import batched_vjp, only_through
+from backpack.utils.compiling import skipped
 from backpack.utils.hooks import name_module, without_hooks
 from backpack.utils.parallel import is_in_place
 from backpack.utils.state import may_look, state
@@ -533,6 +534,7 @@ def listen(node: Node) -> None:
         node.register_prehook(partial(_run, metadata[ENTRIES]))
 
 
+@skipped
 def _run(entries: List[Entry], gradients: Tuple[Optional[Tensor], ...]) -> None:
     """Run the turn of what ends in a node: uses, then calls, the last one first."""
     current = state()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, Callable, Dict
+from typing import Any, Callable, Dict, TypeVar
 
 import torch
+import torch._C._dynamo.eval_frame as _frames
 from torch.nn import Module
+
+C = TypeVar("C", bound=Callable)
 
 COMPILED_AUTOGRAD = (
     "{exts}: compiled autograd traces this backward pass, and extensions look at it "
@@ -14,6 +17,25 @@ COMPILED_AUTOGRAD = (
 )
 
 
+def skipped(function: C) -> C:
+    """Keep a function that others call, and all that it calls, from being compiled.
+
+    Older versions of torch compile it, which changes no result.
+
+    Args:
+        function: The function.
+
+    Returns:
+        The same function.
+    """
+    if hasattr(_frames, "_FrameExecStrategy"):
+        skip = _frames._FrameAction.SKIP
+        strategy = _frames._FrameExecStrategy(skip, skip)
+        _frames.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
+@skipped
 def untraced(function: Callable, *args: Any) -> Any:
     """Call a function outside of what is being compiled: the graph is split there.
 
@@ -35,6 +57,35 @@ untraced._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
     "extended modules look at every operation and run as they are; compile without "
     "fullgraph=True, export with strict=False"
 )
+
+
+def is_indivisible(watched: bool) -> bool:
+    """Tell whether what is compiled can't be split.
+
+    Args:
+        watched: Whether that is a part of a model whose operations are watched, and not
+            the model.
+
+    Returns:
+        Whether it is a branch or the body of a loop, as of ``torch.cond``, or a part
+        that is compiled with ``fullgraph=True``.
+    """
+    frame: Any = sys._getframe()
+    while frame is not None:
+        name, known = frame.f_globals.get("__name__", ""), frame.f_locals
+        if name.startswith("torch._higher_order_ops"):
+            return True
+        if watched and name == "torch._dynamo.convert_frame" and known.get("one_graph"):
+            return True
+        # an operation with a branch inside of what is compiled
+        if getattr(type(known.get("self")), "_ALLOW_FALLBACK_TO_EAGER", True) is False:
+            return True
+        frame = frame.f_back
+    return False
+
+
+# the compiler asks while it traces, and takes the answer for a constant
+is_indivisible._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_compiled(module: Module) -> bool:

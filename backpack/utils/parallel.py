@@ -44,8 +44,9 @@ FLAT = (
 AGAIN = (
     "{exts}: what FullyShardedDataParallel(use_orig_params=True) contains is called "
     "several times before the backward pass, each time with tensors of its own in the "
-    "parameters' place, or uses parameters where extensions can't see it. Use "
-    "`torch.distributed.fsdp.fully_shard`, or DistributedDataParallel."
+    "parameters' place, and computes something from these alone, or uses parameters "
+    "where extensions can't see it. Use `torch.distributed.fsdp.fully_shard`, or "
+    "DistributedDataParallel."
 )
 SHARDED = (
     "{exts}: parameters are DTensors while the model runs, as in tensor parallelism, "
@@ -309,6 +310,29 @@ def parts(param: Tensor, nodes: Container[Any]) -> list[Tensor]:
     tensors = getattr(param, "_tensors", None) if is_parallel() else None
     found = [x for x in tensors or () if x is not None and x.grad_fn in nodes]
     return found or [param]
+
+
+def unify(uses: Iterable[Any], calls: Iterable[Any]) -> None:
+    """Let one tensor stand for a part of a flat parameter, whichever call it is of.
+
+    Args:
+        uses: The uses of a backward pass. Each call has tensors of its own.
+        calls: Records of the modules' calls.
+    """
+    known: dict[Any, Tensor] = {}
+
+    def same(x: Tensor) -> Tensor:
+        flat = _flat(x)
+        if flat is None or flat is x:
+            return x
+        return known.setdefault((id(flat), x.storage_offset()), x)
+
+    for use in uses if is_parallel() else ():
+        for constant in use.constants:
+            if constant.leaf is not None:
+                constant.leaf = same(constant.leaf)
+    for call in calls if is_parallel() else ():
+        call.parameters = {name: same(x) for name, x in call.parameters.items()}
 
 
 def _shards(calls: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -72,7 +72,8 @@ class WeightedGrad(GradientReduction):
     private optimization on large model at small cost").
 
     Values are there when the backward pass is over; an extension hook does not see
-    them. All parameters are those of extended modules that the backward pass reaches.
+    them. All parameters are those of extended modules that the backward pass goes by:
+    with ``backward(inputs=...)``, also those on its way to the inputs.
 
     Attributes:
         norms: After a backward pass, the norms ``[N]``, or a dictionary of them by

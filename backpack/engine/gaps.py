@@ -7,9 +7,11 @@ to earlier tensors, whose samples are known, says which entry depends on which s
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
+from itertools import product
+from math import nan
+from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
 
 from backpack.core.layout import (
     FIRST,
+    Layout,
     Mixed,
     Placement,
     has_bit,
@@ -24,7 +27,7 @@ from backpack.core.layout import (
     simplify,
 )
 from backpack.engine.graph import VIEWS, entries_of, is_leaf
-from backpack.engine.placements import MARK
+from backpack.engine.placements import MARK, POINTWISE
 from backpack.engine.uses import Constant, Use, edge_of, is_noted
 from backpack.utils.hooks import without_hooks
 from backpack.utils.parallel import SINKS
@@ -34,14 +37,8 @@ from backpack.utils.types import kind
 CONSTANT = "backpack.constant"  # where a node keeps that it stands for a parameter
 ASKED = "backpack.asked"  # behind which of its outputs functions were looked for
 
-# Nodes that map entries one by one
-_POINTWISE = frozenset(
-    f"{name}Backward0"
-    for name in "Relu Gelu Silu Tanh Sigmoid Exp Log Neg Softplus Elu LeakyRelu Clone "
-    "Hardswish Hardsigmoid Hardtanh Mish Sqrt Rsqrt Abs Pow Mul Div Add Sub Log1P "
-    "Expm1 Sin Cos Threshold Dropout NativeDropout ToCopy LogSigmoid Celu Clamp".split()
-)
-
+# Nodes that map entries of the same place, by other names than those of operations
+_POINTWISE = POINTWISE | {"to_copy", "native_dropout", "log_sigmoid", "alias"}
 
 # Keeps the graph; `None` where there is no path
 _pull = partial(torch.autograd.grad, retain_graph=True, allow_unused=True)
@@ -283,8 +280,10 @@ def explain_edge(edge: GradientEdge, shape: torch.Size) -> Optional[Known]:
     mixed = [s.known for s in sources if isinstance(s.known.placement, Mixed)]
     if mixed:
         return mixed[0]
-    same = len(sources) == 1 and first.shape == shape
-    if same and _is_pointwise(nodes, shape):
+    if len(sources) == 1 and all(
+        _is_pointwise(x) and torch.Size(x._input_metadata[0].shape) == first.shape
+        for x in nodes
+    ):
         return first.known
     key = _structure(nodes, sources, shape)
     if key is None or key not in _REMEMBERED:
@@ -298,13 +297,12 @@ def explain_edge(edge: GradientEdge, shape: torch.Size) -> Optional[Known]:
     return Known(_REMEMBERED[key], first.known.n)
 
 
-# Nodes whose result's placement is determined by shapes and plain arguments
-_STRUCTURAL = frozenset(
+# Further nodes whose result's placement is determined by shapes and plain arguments
+_STRUCTURAL = {
     f"{name}Backward0"
     for name in "View UnsafeView ReshapeAlias Transpose T Permute Slice Select Squeeze "
-    "Unsqueeze Expand LogSoftmax Softmax Clone Alias ToCopy Mul Div Add Sub Neg "
-    "Sigmoid Tanh Relu Exp Log Pow Sum Mean".split()
-) | {"SqueezeBackward1"}
+    "Unsqueeze Expand LogSoftmax Softmax Sum Mean".split()
+} | {"SqueezeBackward1"}
 _REMEMBERED: Dict[Tuple, Placement] = {}
 # Linear in each operand
 _LINEAR = frozenset(
@@ -314,14 +312,15 @@ _LINEAR = frozenset(
     "DiagEmbed Copy CopySlices View UnsafeView ReshapeAlias Squeeze Unsqueeze Expand "
     "Transpose T Permute Flip Repeat ConstantPadNd Clone Alias ToCopy _Together".split()
 )
-_MOST_ENTRIES = 1024  # of a result that is asked for entry by entry
 
 
 def _structure(
     nodes: Sequence[Node], sources: Sequence[_Source], shape: torch.Size
 ) -> Optional[Tuple]:
     """Describe a part of the graph, if its shapes and arguments say all."""
-    if len(sources) != 1 or any(type(x).__name__ not in _STRUCTURAL for x in nodes):
+    if len(sources) != 1 or not all(
+        type(x).__name__ in _STRUCTURAL or _is_pointwise(x) for x in nodes
+    ):
         return None
     (source,) = sources
     if isinstance(source.known.placement, Tensor):
@@ -389,12 +388,9 @@ def _leaf(node: Node) -> Optional[_Source]:
     return _Source(GradientEdge(node, 0), x.shape, known)
 
 
-def _is_pointwise(nodes: Sequence[Node], shape: torch.Size) -> bool:
-    return all(
-        type(node).__name__ in _POINTWISE
-        and tuple(node._input_metadata[0].shape) == tuple(shape)
-        for node in nodes
-    )
+def _is_pointwise(node: Node) -> bool:
+    """Tell whether an operation maps entries of the same place."""
+    return not is_function(node) and name_of(node).strip("`_") in _POINTWISE
 
 
 def _names(nodes: Sequence[Node]) -> str:
@@ -425,33 +421,49 @@ def _probe(
     sources: Sequence[_Source],
     nodes: Sequence[Node],
 ) -> Placement:
-    """Ask which entries move with which samples, by derivatives in both directions."""
-    n, metadata = sources[0].known.n, edge.node._input_metadata[edge.output_nr]
-    current = state()
+    """Ask which entries move with which samples, by derivatives in both directions.
+
+    Of what does not move by the numbers at hand, like where a mask is zero, the
+    structure of the operations says where it is from.
+    """
+    n = sources[0].known.n
     try:
-        with current.pull(), torch.enable_grad():
-            cotangent = torch.zeros(shape, **kind(metadata)).requires_grad_()
-            edges = [source.edge for source in sources]
-            pulled = _pull([edge], edges, [cotangent], create_graph=True)
-        pairs = [
-            (g, source)
-            for g, source in zip(pulled, sources)
-            if g is not None and g.requires_grad
-        ]
-        found: Placement = None
-        if pairs:
-            with current.pull():
-                found = _numbers(cotangent, pairs, shape, n, _names(nodes))
-        used = any(g is not None for g in pulled)
-        if found is None and used and any(map(is_function, nodes)):
-            raise RuntimeError("a function whose backward has no derivative")
-        return found
+        with state().pull(), torch.enable_grad():
+            numbers, met = _moved(edge, shape, sources, nodes)
+            if bool(met.any()):
+                return Mixed(_names(nodes))
+            if bool((numbers < 0).any()):
+                with _structure_only(nodes):
+                    others, met = _moved(edge, shape, sources, nodes, nan)
+                others = others.masked_fill(met, -1)
+                numbers = numbers.where(numbers >= 0, others)
+        return simplify(numbers, n)
     except Exception as error:  # of any type, where a function has its own backward
-        if shape.numel() <= _MOST_ENTRIES:
-            with suppress(Exception), current.pull():
-                return _one_by_one(edge, shape, sources, _names(nodes))
+        with suppress(Exception), state().pull(), _structure_only(nodes):
+            found = _regular(edge, shape, sources)
+            if found is not None:
+                return found
         first = str(error).split("\n")[0]
         return Mixed(f"{_names(nodes)} ({first})", False)
+
+
+@contextmanager
+def _structure_only(nodes: Sequence[Node]) -> Iterator[None]:
+    """Let operations on entries of the same place hand on whatever arrives."""
+    handles = [x.register_hook(_hand_on) for x in nodes if _is_pointwise(x)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _hand_on(inputs: Tuple, outputs: Tuple) -> Optional[Tuple]:
+    """Replace gradients at a pointwise operation's operands by those at its result."""
+    g = outputs[0]
+    if g is None or any(x is not None and x.is_complex() for x in (g, *inputs)):
+        return None
+    return tuple(x if x is None else g.sum_to_size(x.shape).to(x) for x in inputs)
 
 
 def is_separable(roots: Sequence[GradientEdge]) -> bool:
@@ -523,53 +535,81 @@ def _random(like: Sequence[Tensor]) -> List[Tensor]:
     return [torch.rand(g.shape, generator=draw, **kind(g)) + 0.5 for g, draw in pairs]
 
 
-def _one_by_one(
-    edge: GradientEdge, shape: torch.Size, sources: Sequence[_Source], names: str
+def _regular(
+    edge: GradientEdge, shape: torch.Size, sources: Sequence[_Source]
 ) -> Placement:
-    """Ask which samples each entry depends on, where there is no second derivative."""
+    """Find the only layout that gradients agree with: entries of a sample lead to it.
+
+    That takes no second derivative.
+    """
+    n, device = sources[0].known.n, edge.node._input_metadata[edge.output_nr].device
+    found: List[Tensor] = []
+    for axis, size in enumerate(shape):
+        for inner in range(1, size // n + 1):
+            own = sample_numbers(Layout(axis, inner), shape, n, device)
+            new = size % (n * inner) == 0 and not any(torch.equal(own, x) for x in found)
+            if new and _agrees(edge, own, sources):
+                found.append(own)
+    return simplify(found[0], n) if len(found) == 1 else None
+
+
+def _agrees(edge: GradientEdge, own: Tensor, sources: Sequence[_Source]) -> bool:
+    """Tell whether entries lead to the samples that they are said to belong to."""
     n, metadata = sources[0].known.n, edge.node._input_metadata[edge.output_nr]
-    found: List[int] = []
-    edges = [source.edge for source in sources]
-    for row in torch.eye(shape.numel(), **kind(metadata)):
-        pulled = _pull([edge], edges, [row.reshape(shape)])
-        samples = set()
-        for g, source in zip(pulled, sources):
+    edges, seen = [source.edge for source in sources], False
+    for bit, value in _halves(n):
+        marked = torch.zeros(own.shape, **kind(metadata))
+        marked.masked_fill_(has_bit(own, bit, value), nan)
+        for g, source in zip(_pull([edge], edges, [marked]), sources):
             if g is not None:
-                own = sample_numbers(source.known.placement, g.shape, n, g.device)
-                samples |= set(own[g != 0].tolist()) - {-1}
-        if len(samples) > 1:
-            return Mixed(names)
-        found += samples or {-1}
-    return simplify(torch.tensor(found, device=metadata.device).reshape(shape), n)
+                i = sample_numbers(source.known.placement, g.shape, n, g.device)
+                if bool(g.isnan()[has_bit(i, bit, 1 - value)].any()):
+                    return False
+                seen = seen or bool(g.isnan().any())
+    return seen
 
 
-def _numbers(
-    cotangent: Tensor,
-    pairs: Sequence[Tuple[Tensor, _Source]],
+def _halves(n: int) -> Iterator[Tuple[int, int]]:
+    """List the bits of sample numbers, and their values."""
+    return product(range(max(1, (n - 1).bit_length())), (1, 0))
+
+
+def _moved(
+    edge: GradientEdge,
     shape: torch.Size,
-    n: int,
-    names: str,
-) -> Placement:
-    got = torch.zeros(shape, dtype=torch.long, device=cotangent.device)
-    unseen = torch.zeros(shape, dtype=torch.bool, device=cotangent.device)
+    sources: Sequence[_Source],
+    nodes: Sequence[Node],
+    mark: Optional[float] = None,
+) -> Tuple[Tensor, Tensor]:
+    """Find the sample of each entry, -1 for none, and entries that have several."""
+    n, metadata = sources[0].known.n, edge.node._input_metadata[edge.output_nr]
+    cotangent = torch.zeros(shape, **kind(metadata)).requires_grad_()
+    edges = [source.edge for source in sources]
+    pulled = _pull([edge], edges, [cotangent], create_graph=True)
+    pairs = [(g, source) for g, source in zip(pulled, sources) if g is not None]
+    if any(not g.requires_grad for g, _ in pairs) and any(map(is_function, nodes)):
+        raise RuntimeError("a function whose backward has no derivative")
+    pairs = [(g, source) for g, source in pairs if g.requires_grad]
     gradients = [g for g, _ in pairs]
     vectors = _random(gradients)
+    if mark is not None:
+        vectors = [torch.full_like(g, mark) for g in gradients]
     numbers = [
         sample_numbers(source.known.placement, g.shape, n, g.device)
         for g, source in pairs
     ]
-    for bit in range(max(1, (n - 1).bit_length())):
-        moved: List[Tensor] = []
-        for wanted in (1, 0):
-            masked = [
-                v.where(has_bit(i, bit, wanted), v.new_zeros(()))
-                for v, i in zip(vectors, numbers)
-            ]
-            (column,) = _pull(gradients, cotangent, masked)
-            moved.append(torch.zeros_like(unseen) if column is None else column != 0)
-        ones, zeros = moved
-        if bool((ones & zeros).any()):
-            return Mixed(names)
-        got += ones.long() << bit
-        unseen |= ~(ones | zeros)
-    return simplify(got.masked_fill(unseen, -1), n)
+    got = torch.zeros(shape, dtype=torch.long, device=cotangent.device)
+    met, unseen = torch.zeros_like(got, dtype=torch.bool), got < 0
+    moved: Dict[int, Tensor] = {}
+    for bit, value in _halves(n):
+        masked = [
+            v.where(has_bit(i, bit, value), v.new_zeros(()))
+            for v, i in zip(vectors, numbers)
+        ]
+        (column,) = _pull(gradients, cotangent, masked) if pairs else (None,)
+        moved[value] = torch.zeros_like(met) if column is None else column != 0
+        if not value:
+            met |= moved[0] & moved[1]
+            got += moved[1].long() << bit
+            unseen |= ~(moved[0] | moved[1])
+    return got.masked_fill(unseen, -1), met

@@ -233,18 +233,17 @@ def _agree(a: Placement, b: Placement) -> bool:
     return not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b
 
 
-def is_coupled(node: Node) -> bool:
-    """Tell whether samples have met in the first result of a node.
+def placement_at(node: Node) -> Placement:
+    """Find where the samples are in the first result of a node.
 
     Args:
         node: Node of the graph.
 
     Returns:
-        Whether it is known that they have.
+        The placement.
     """
     known = _explain_place(GradientEdge(node, 0))
-    met = None if known is None else known.placement
-    return isinstance(met, Mixed) and met.is_known
+    return None if known is None else known.placement
 
 
 def _shape_at(edge: GradientEdge) -> torch.Size:

@@ -35,6 +35,7 @@ from backpack.utils.state import state
 from backpack.utils.types import kind
 
 CONSTANT = "backpack.constant"  # where a node keeps that it stands for a parameter
+KNOWN = "backpack.known"  # where a node keeps what was found of its outputs
 ASKED = "backpack.asked"  # behind which of its outputs functions were looked for
 
 # Nodes that map entries of the same place, by other names than those of operations
@@ -92,7 +93,8 @@ def at_node(node: Node, output_nr: int) -> Optional[Tuple[torch.Size, Known]]:
             if place is node and own[index].numel() == shape.numel():
                 placement = _reshaped(placements[index], own[index], shape, owner.n)
                 return shape, Known(placement, owner.n)
-    return None
+    found = node.metadata.get(KNOWN, {}).get(output_nr)
+    return None if found is None else (shape, found)
 
 
 def _reshaped(
@@ -270,7 +272,19 @@ def explain_edge(edge: GradientEdge, shape: torch.Size) -> Optional[Known]:
     known = at_node(edge.node, edge.output_nr)
     if known is not None and known[0] == shape:
         return known[1]
-    sources, nodes = _sources([edge])
+    found = _found_from(*_sources([edge]), edge, shape)
+    if found is not None and shape == _shape_at(edge):
+        edge.node.metadata.setdefault(KNOWN, {})[edge.output_nr] = found
+    return found
+
+
+def _found_from(
+    sources: Sequence[_Source],
+    nodes: Sequence[Node],
+    edge: GradientEdge,
+    shape: torch.Size,
+) -> Optional[Known]:
+    """Find where the samples are that have come from other tensors."""
     if not sources:
         return None
     first = sources[0]

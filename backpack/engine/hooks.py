@@ -32,7 +32,7 @@ from backpack.core.layout import FIRST, Mixed, Placement, spans
 from backpack.core.table import Row, find_loss, find_loss_module
 from backpack.engine.gaps import NESTED, Known, differ, explain
 from backpack.engine.graph import is_leaf
-from backpack.engine.layer_calls import note_use, row_inside, row_of_call
+from backpack.engine.layer_calls import note_use, row_of_call
 from backpack.engine.placements import MARK, Pass, place, placement_of
 from backpack.engine.record import Call
 from backpack.engine.tracking import LIST_OF_SAMPLES, ONE_SAMPLE, Tracker
@@ -150,7 +150,7 @@ def enter_call(
         if tracker is not None:
             frame.outer, tracker.owner = tracker.owner, frame.call
             if not tracker.suspended and module._parameters and _is_alone(module):
-                frame.row = row_inside(module, args, kwargs, tracker)
+                frame.row = row_of_call(module, args, kwargs, tracker)
                 if frame.row is not None:
                     frame.suspends = True
                     tracker.suspend()
@@ -191,18 +191,21 @@ def _start(frame: _Frame, args: Tuple, kwargs: Dict[str, Any]) -> None:
     known = [explain(x) for x in data]
     sizes = [k.n for k in known if k is not None and not isinstance(k.placement, Mixed)]
     sizes = sizes or [k.n for k in known if k is not None]
+    raw = [x for x in data if x.grad_fn is None] or nested
+    computed = [] if sizes or raw else data  # by what is not extended
     if not sizes:
-        raw = [x for x in data if x.grad_fn is None] or nested
-        if not raw:
+        if not data and not nested:
             return
-        sizes = [raw[0].size(0)]
+        sizes = [(raw or data)[0].size(0)]
     n = sizes[0]
     inputs: List[Tuple[Tensor, Placement]] = [(x, NESTED) for x in nested]
     for x, k in zip(data, known):
         if k is not None and k.n == n:
             inputs.append((x, k.placement))
-        elif x.grad_fn is None and len(x) == n:
+        elif x.grad_fn is None and len(x) == n or computed and x is computed[0]:
             inputs.append((x, FIRST))
+        elif computed:
+            inputs.append((x, BESIDE))
     frame.tracker = _THREAD.tracker = Tracker(n, inputs)
     frame.tracker.owner, frame.tracker.root = frame.call, frame.call.module_ref
     frame.tracker.note_loss = _note_function
@@ -216,6 +219,7 @@ def _start(frame: _Frame, args: Tuple, kwargs: Dict[str, Any]) -> None:
     frame.tracker.__enter__()
 
 
+BESIDE = Mixed("an input beside the first, which no extended module computes", False)
 _NO_DATA = (Module, type, FunctionType, ModuleType)  # objects that hold no inputs
 
 

@@ -434,35 +434,26 @@ def _probe(
     sources: Sequence[_Source],
     nodes: Sequence[Node],
 ) -> Placement:
-    """Ask which entries move with which samples, by derivatives in both directions.
-
-    Of what does not move by the numbers at hand, like where a mask is zero, the
-    structure of the operations says where it is from.
-    """
-    n = sources[0].known.n
-    try:
-        with state().pull(), torch.enable_grad():
-            numbers, met = _moved(edge, shape, sources, nodes)
-            if bool(met.any()):
-                return Mixed(_names(nodes))
-            if bool((numbers < 0).any()):
-                with _structure_only(nodes):
-                    others, met = _moved(edge, shape, sources, nodes, nan)
-                others = others.masked_fill(met, -1)
-                numbers = numbers.where(numbers >= 0, others)
-        return simplify(numbers, n)
-    except Exception as error:  # of any type, where a function has its own backward
-        with suppress(Exception), state().pull(), _structure_only(nodes):
-            found = _regular(edge, shape, sources)
-            if found is not None:
-                return found
-        first = str(error).split("\n")[0]
-        return Mixed(f"{_names(nodes)} ({first})", False)
+    """Ask which entries depend on which samples, by derivatives in both directions."""
+    with state().pull(), _structure_only(nodes):
+        try:
+            with torch.enable_grad():
+                return _moved(edge, shape, sources, nodes)
+        except Exception as error:  # of any type: a function has its own backward
+            with suppress(Exception):
+                found = _regular(edge, shape, sources)
+                if found is not None:
+                    return found
+            first = str(error).split("\n")[0]
+            return Mixed(f"{_names(nodes)} ({first})", False)
 
 
 @contextmanager
 def _structure_only(nodes: Sequence[Node]) -> Iterator[None]:
-    """Let operations on entries of the same place hand on whatever arrives."""
+    """Let operations on entries of the same place hand on whatever arrives.
+
+    With NaN for a cotangent, it does not matter then where derivatives are zero.
+    """
     handles = [x.register_hook(_hand_on) for x in nodes if _is_pointwise(x)]
     try:
         yield
@@ -473,8 +464,8 @@ def _structure_only(nodes: Sequence[Node]) -> Iterator[None]:
 
 def _hand_on(inputs: Tuple, outputs: Tuple) -> Optional[Tuple]:
     """Replace gradients at a pointwise operation's operands by those at its result."""
-    g = outputs[0]
-    if g is None or any(x is not None and x.is_complex() for x in (g, *inputs)):
+    g, given = outputs[0], [x for x in inputs if x is not None]
+    if g is None or any(x.is_complex() for x in (g, *given)):
         return None
     return tuple(x if x is None else g.sum_to_size(x.shape).to(x) for x in inputs)
 
@@ -592,9 +583,8 @@ def _moved(
     shape: torch.Size,
     sources: Sequence[_Source],
     nodes: Sequence[Node],
-    mark: Optional[float] = None,
-) -> Tuple[Tensor, Tensor]:
-    """Find the sample of each entry, -1 for none, and entries that have several."""
+) -> Placement:
+    """Mark samples at the sources, and see which entries that changes."""
     n, metadata = sources[0].known.n, edge.node._input_metadata[edge.output_nr]
     cotangent = torch.zeros(shape, **kind(metadata)).requires_grad_()
     edges = [source.edge for source in sources]
@@ -603,26 +593,22 @@ def _moved(
     if any(not g.requires_grad for g, _ in pairs) and any(map(is_function, nodes)):
         raise RuntimeError("a function whose backward has no derivative")
     pairs = [(g, source) for g, source in pairs if g.requires_grad]
-    gradients = [g for g, _ in pairs]
-    vectors = _random(gradients)
-    if mark is not None:
-        vectors = [torch.full_like(g, mark) for g in gradients]
     numbers = [
         sample_numbers(source.known.placement, g.shape, n, g.device)
         for g, source in pairs
     ]
     got = torch.zeros(shape, dtype=torch.long, device=cotangent.device)
-    met, unseen = torch.zeros_like(got, dtype=torch.bool), got < 0
-    moved: Dict[int, Tensor] = {}
-    for bit, value in _halves(n):
-        masked = [
-            v.where(has_bit(i, bit, value), v.new_zeros(()))
-            for v, i in zip(vectors, numbers)
+    unseen, moved = got < 0, {}
+    for bit, value in _halves(n) if pairs else ():
+        marked = [
+            torch.zeros_like(g).masked_fill_(has_bit(i, bit, value), nan)
+            for (g, _), i in zip(pairs, numbers)
         ]
-        (column,) = _pull(gradients, cotangent, masked) if pairs else (None,)
-        moved[value] = torch.zeros_like(met) if column is None else column != 0
+        (column,) = _pull([g for g, _ in pairs], cotangent, marked)
+        moved[value] = unseen & False if column is None else column.isnan()
         if not value:
-            met |= moved[0] & moved[1]
+            if bool((moved[0] & moved[1]).any()):
+                return Mixed(_names(nodes))
             got += moved[1].long() << bit
             unseen |= ~(moved[0] | moved[1])
-    return got.masked_fill(unseen, -1), met
+    return simplify(got.masked_fill(unseen, -1), n) if pairs else None

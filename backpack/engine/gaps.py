@@ -272,7 +272,17 @@ def explain_edge(edge: GradientEdge, shape: torch.Size) -> Optional[Known]:
     known = at_node(edge.node, edge.output_nr)
     if known is not None and known[0] == shape:
         return known[1]
-    found = _found_from(*_sources([edge]), edge, shape)
+    sources, nodes = _sources([edge])
+    found = _found_from(sources, nodes, edge, shape)
+    if found is not None and isinstance(found.placement, Mixed) and len(nodes) > 1:
+        # one operation after the other: which was it, and does it need to be passed?
+        parents = {place for node in nodes for place in node.next_functions}
+        for node, number in sorted(
+            (place for place in parents if place[0] in nodes),
+            key=lambda place: place[0]._sequence_nr(),
+        ):
+            _explain_place(GradientEdge(node, number))
+        found = _found_from(*_sources([edge]), edge, shape)
     if found is not None and shape == _shape_at(edge):
         edge.node.metadata.setdefault(KNOWN, {})[edge.output_nr] = found
     return found
@@ -288,11 +298,14 @@ def _found_from(
     if not sources:
         return None
     first = sources[0]
-    if len({source.known.n for source in sources}) > 1:
-        return Known(Mixed(_names(nodes), False), first.known.n)
     mixed = [s.known for s in sources if isinstance(s.known.placement, Mixed)]
     if mixed:
         return mixed[0]
+    sizes = {source.known.n for source in sources}
+    if len(sizes) > 1:
+        numbers = " and ".join(map(str, sizes))
+        name = f"{name_of(edge.node)} of batches of {numbers} samples"
+        return Known(Mixed(name, False), first.known.n)
     if len(sources) == 1 and all(
         _is_pointwise(x) and torch.Size(x._input_metadata[0].shape) == first.shape
         for x in nodes
@@ -406,10 +419,6 @@ def _is_pointwise(node: Node) -> bool:
     return not is_function(node) and name_of(node).strip("`_") in _POINTWISE
 
 
-def _names(nodes: Sequence[Node]) -> str:
-    return ", ".join(dict.fromkeys(map(name_of, nodes)))
-
-
 def name_of(node: Node) -> str:
     """Name the operation of a node, for a message.
 
@@ -445,7 +454,7 @@ def _probe(
                 if found is not None:
                     return found
             first = str(error).split("\n")[0]
-            return Mixed(f"{_names(nodes)} ({first})", False)
+            return Mixed(f"{name_of(edge.node)} ({first})", False)
 
 
 @contextmanager
@@ -608,7 +617,7 @@ def _moved(
         moved[value] = unseen & False if column is None else column.isnan()
         if not value:
             if bool((moved[0] & moved[1]).any()):
-                return Mixed(_names(nodes))
+                return Mixed(name_of(edge.node))
             got += moved[1].long() << bit
             unseen |= ~(moved[0] | moved[1])
     return simplify(got.masked_fill(unseen, -1), n) if pairs else None

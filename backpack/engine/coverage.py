@@ -17,7 +17,6 @@ from backpack.engine.gaps import (
     differ,
     explain_parents,
     is_function,
-    is_separable,
     name_of,
     placement_at,
 )
@@ -34,6 +33,7 @@ from backpack.engine.graph import (
     tail_terms,
     walk,
 )
+from backpack.engine.separable import is_separable
 from backpack.engine.uses import Use, refuse
 from backpack.utils.hooks import names_of, warn_user
 

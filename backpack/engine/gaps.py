@@ -42,7 +42,7 @@ ASKED = "backpack.asked"  # behind which of its outputs functions were looked fo
 _POINTWISE = POINTWISE | {"to_copy", "native_dropout", "log_sigmoid", "alias"}
 
 # Keeps the graph; `None` where there is no path
-_pull = partial(torch.autograd.grad, retain_graph=True, allow_unused=True)
+pull = partial(torch.autograd.grad, retain_graph=True, allow_unused=True)
 
 
 class Known(NamedTuple):
@@ -57,7 +57,15 @@ class Known(NamedTuple):
     n: int
 
 
-class _Source(NamedTuple):
+class Source(NamedTuple):
+    """A place in the graph whose samples are known.
+
+    Attributes:
+        edge: The place.
+        shape: Shape of the tensor there.
+        known: Where its samples are.
+    """
+
     edge: GradientEdge
     shape: torch.Size
     known: Known
@@ -152,7 +160,7 @@ def note_functions(x: Tensor, known: Known) -> None:
     if last.output_nr in asked:  # an operand is looked at by each operation
         return
     asked.add(last.output_nr)
-    _, nodes = _sources([last])
+    _, nodes = sources_of([last])
     places = [last, *(GradientEdge(*e) for node in nodes for e in node.next_functions)]
     for edge in places:
         node, number, *_ = edge
@@ -272,7 +280,7 @@ def explain_edge(edge: GradientEdge, shape: torch.Size) -> Optional[Known]:
     known = at_node(edge.node, edge.output_nr)
     if known is not None and known[0] == shape:
         return known[1]
-    sources, nodes = _sources([edge])
+    sources, nodes = sources_of([edge])
     found = _found_from(sources, nodes, edge, shape)
     if found is not None and isinstance(found.placement, Mixed) and len(nodes) > 1:
         # one operation after the other: which was it, and does it need to be passed?
@@ -282,14 +290,14 @@ def explain_edge(edge: GradientEdge, shape: torch.Size) -> Optional[Known]:
             key=lambda place: place[0]._sequence_nr(),
         ):
             _explain_place(GradientEdge(node, number))
-        found = _found_from(*_sources([edge]), edge, shape)
+        found = _found_from(*sources_of([edge]), edge, shape)
     if found is not None and shape == _shape_at(edge):
         edge.node.metadata.setdefault(KNOWN, {})[edge.output_nr] = found
     return found
 
 
 def _found_from(
-    sources: Sequence[_Source],
+    sources: Sequence[Source],
     nodes: Sequence[Node],
     edge: GradientEdge,
     shape: torch.Size,
@@ -330,18 +338,10 @@ _STRUCTURAL = {
     "Unsqueeze Expand LogSoftmax Softmax Sum Mean".split()
 } | {"SqueezeBackward1"}
 _REMEMBERED: Dict[Tuple, Placement] = {}
-# Linear in each operand
-_LINEAR = frozenset(
-    "Sum Mean Nansum Add Sub Rsub Neg Mul Div Lerp Dot Mv Mm Bmm Addmm Trace Cumsum "
-    "Stack Cat Split SplitWithSizes Unbind Select Slice Index IndexSelect Gather "
-    "Scatter MaskedSelect MaskedFill ScatterAdd IndexAdd IndexPut AsStrided Diagonal "
-    "DiagEmbed Copy CopySlices View UnsafeView ReshapeAlias Squeeze Unsqueeze Expand "
-    "Transpose T Permute Flip Repeat ConstantPadNd Clone Alias ToCopy _Together".split()
-)
 
 
 def _structure(
-    nodes: Sequence[Node], sources: Sequence[_Source], shape: torch.Size
+    nodes: Sequence[Node], sources: Sequence[Source], shape: torch.Size
 ) -> Optional[Tuple]:
     """Describe a part of the graph, if its shapes and arguments say all."""
     if len(sources) != 1 or not all(
@@ -366,14 +366,20 @@ def _structure(
     return (*parts, source.known, tuple(source.shape), tuple(shape))
 
 
-def _sources(
+def sources_of(
     edges: Sequence[GradientEdge], past_meetings: bool = False
-) -> Tuple[List[_Source], List[Node]]:
+) -> Tuple[List[Source], List[Node]]:
     """Find tensors that something was computed from, whose samples are known.
 
-    Those in which samples have met are passed by, if that is asked for.
+    Args:
+        edges: Where it sits in the graph.
+        past_meetings: Whether to pass by those in which samples have met.
+            Default: ``False``.
+
+    Returns:
+        The tensors, and the nodes behind which they are.
     """
-    sources: List[_Source] = []
+    sources: List[Source] = []
     nodes: List[Node] = []
     queue, seen = [(edge.node, edge.output_nr) for edge in edges], set()
     while queue:
@@ -386,7 +392,7 @@ def _sources(
         found = at_node(node, number)
         met = found is not None and isinstance(found[1].placement, Mixed)
         if found is not None and not (met and past_meetings):
-            sources.append(_Source(GradientEdge(node, number), *found))
+            sources.append(Source(GradientEdge(node, number), *found))
             continue
         if is_leaf(node):
             source = _leaf(node)
@@ -401,7 +407,7 @@ def _sources(
     return [s for s in sources if s.known.placement is not None], nodes
 
 
-def _leaf(node: Node) -> Optional[_Source]:
+def _leaf(node: Node) -> Optional[Source]:
     """Tell whether a leaf of the graph is data: an input that requires a gradient."""
     x = node.variable
     mark = getattr(x, MARK, None)
@@ -411,7 +417,7 @@ def _leaf(node: Node) -> Optional[_Source]:
         return None
     else:
         known = Known(FIRST, len(x))
-    return _Source(GradientEdge(node, 0), x.shape, known)
+    return Source(GradientEdge(node, 0), x.shape, known)
 
 
 def _is_pointwise(node: Node) -> bool:
@@ -440,11 +446,12 @@ def _same(x: Tensor) -> Tensor:
 def _probe(
     edge: GradientEdge,
     shape: torch.Size,
-    sources: Sequence[_Source],
+    sources: Sequence[Source],
     nodes: Sequence[Node],
 ) -> Placement:
     """Ask which entries depend on which samples, by derivatives in both directions."""
-    with state().pull(), _structure_only(nodes):
+    calm = torch.autograd.set_detect_anomaly(False)  # we look for NaN ourselves
+    with calm, state().pull(), _structure_only(nodes):
         try:
             with torch.enable_grad():
                 return _moved(edge, shape, sources, nodes)
@@ -479,77 +486,8 @@ def _hand_on(inputs: Tuple, outputs: Tuple) -> Optional[Tuple]:
     return tuple(x if x is None else g.sum_to_size(x.shape).to(x) for x in inputs)
 
 
-def is_separable(roots: Sequence[GradientEdge]) -> bool:
-    """Tell whether a value is a sum of functions of one sample each.
-
-    That is, whether it has no second derivative with respect to two samples, and only
-    linear operations where samples meet.
-
-    Args:
-        roots: Where the value sits in the graph.
-
-    Returns:
-        Whether it is known to be, as a function of what the last uses have computed.
-    """
-    sources, nodes = _sources(roots, past_meetings=True)
-    used = any(entry.owner.is_use for node in nodes for entry in entries_of(node))
-    if used or len({source.known.n for source in sources}) != 1:
-        return False
-    with suppress(Exception), state().pull(), torch.enable_grad():
-        return all(map(_may_take, nodes)) and _has_no_mixed_derivatives(roots, sources)
-    return False
-
-
-def _may_take(node: Node) -> bool:
-    """Tell whether an operation is linear, or gets the same samples everywhere.
-
-    Else, samples that meet in a function made of lines would have no second derivative
-    for some numbers. Functions of one's own need not have a true one.
-    """
-    if type(node).__name__.split("Backward")[0] in _LINEAR:
-        return True
-    if is_function(node):
-        return False
-    operands = explain_parents(node)
-    met = any(isinstance(x.placement, Mixed) for x in operands)
-    return not (met or differ(operands))
-
-
-def _has_no_mixed_derivatives(
-    roots: Sequence[GradientEdge], sources: Sequence[_Source]
-) -> bool:
-    edges, n = [source.edge for source in sources], sources[0].known.n
-    metadata = [edge.node._input_metadata[edge.output_nr] for edge in roots]
-    ones = [torch.ones(m.shape, **kind(m)) for m in metadata]
-    pulled = _pull(roots, edges, ones, create_graph=True)
-    numbers = [
-        sample_numbers(s.known.placement, s.shape, n, ones[0].device) for s in sources
-    ]
-    both = [
-        (g, i) for g, i in zip(pulled, numbers) if g is not None and g.requires_grad
-    ]
-    gradients = [g for g, _ in both]
-    for bit in range((n - 1).bit_length() if both else 0):
-        vectors = zip(_random(gradients), both)
-        masked = [v * has_bit(i, bit) for v, (_, i) in vectors]
-        for h, i in zip(_pull(gradients, edges, masked), numbers):
-            if h is not None and bool(h[has_bit(i, bit, 0)].any()):
-                return False
-    return True
-
-
-def _random(like: Sequence[Tensor]) -> List[Tensor]:
-    """Draw numbers for tensors, always the same, none of which is small.
-
-    Those of two tensors differ: a difference of equal ones would be zero.
-    """
-    draws = [torch.Generator(g.device).manual_seed(i) for i, g in enumerate(like)]
-    pairs = zip(like, draws)
-    return [torch.rand(g.shape, generator=draw, **kind(g)) + 0.5 for g, draw in pairs]
-
-
 def _regular(
-    edge: GradientEdge, shape: torch.Size, sources: Sequence[_Source]
+    edge: GradientEdge, shape: torch.Size, sources: Sequence[Source]
 ) -> Placement:
     """Find the only layout that gradients agree with: entries of a sample lead to it.
 
@@ -559,21 +497,23 @@ def _regular(
     found: List[Tensor] = []
     for axis, size in enumerate(shape):
         for inner in range(1, size // n + 1):
+            if size % (n * inner):
+                continue
             own = sample_numbers(Layout(axis, inner), shape, n, device)
-            new = size % (n * inner) == 0 and not any(torch.equal(own, x) for x in found)
+            new = not any(torch.equal(own, other) for other in found)
             if new and _agrees(edge, own, sources):
                 found.append(own)
     return simplify(found[0], n) if len(found) == 1 else None
 
 
-def _agrees(edge: GradientEdge, own: Tensor, sources: Sequence[_Source]) -> bool:
+def _agrees(edge: GradientEdge, own: Tensor, sources: Sequence[Source]) -> bool:
     """Tell whether entries lead to the samples that they are said to belong to."""
     n, metadata = sources[0].known.n, edge.node._input_metadata[edge.output_nr]
     edges, seen = [source.edge for source in sources], False
-    for bit, value in _halves(n):
+    for bit, value in halves(n):
         marked = torch.zeros(own.shape, **kind(metadata))
         marked.masked_fill_(has_bit(own, bit, value), nan)
-        for g, source in zip(_pull([edge], edges, [marked]), sources):
+        for g, source in zip(pull([edge], edges, [marked]), sources):
             if g is not None:
                 i = sample_numbers(source.known.placement, g.shape, n, g.device)
                 if bool(g.isnan()[has_bit(i, bit, 1 - value)].any()):
@@ -582,22 +522,29 @@ def _agrees(edge: GradientEdge, own: Tensor, sources: Sequence[_Source]) -> bool
     return seen
 
 
-def _halves(n: int) -> Iterator[Tuple[int, int]]:
-    """List the bits of sample numbers, and their values."""
+def halves(n: int) -> Iterator[Tuple[int, int]]:
+    """List the bits of sample numbers, and their values.
+
+    Args:
+        n: Number N of samples.
+
+    Returns:
+        Pairs of a bit and a value, 1 before 0.
+    """
     return product(range(max(1, (n - 1).bit_length())), (1, 0))
 
 
 def _moved(
     edge: GradientEdge,
     shape: torch.Size,
-    sources: Sequence[_Source],
+    sources: Sequence[Source],
     nodes: Sequence[Node],
 ) -> Placement:
     """Mark samples at the sources, and see which entries that changes."""
     n, metadata = sources[0].known.n, edge.node._input_metadata[edge.output_nr]
     cotangent = torch.zeros(shape, **kind(metadata)).requires_grad_()
     edges = [source.edge for source in sources]
-    pulled = _pull([edge], edges, [cotangent], create_graph=True)
+    pulled = pull([edge], edges, [cotangent], create_graph=True)
     pairs = [(g, source) for g, source in zip(pulled, sources) if g is not None]
     if any(not g.requires_grad for g, _ in pairs) and any(map(is_function, nodes)):
         raise RuntimeError("a function whose backward has no derivative")
@@ -608,12 +555,12 @@ def _moved(
     ]
     got = torch.zeros(shape, dtype=torch.long, device=cotangent.device)
     unseen, moved = got < 0, {}
-    for bit, value in _halves(n) if pairs else ():
+    for bit, value in halves(n) if pairs else ():
         marked = [
             torch.zeros_like(g).masked_fill_(has_bit(i, bit, value), nan)
             for (g, _), i in zip(pairs, numbers)
         ]
-        (column,) = _pull([g for g, _ in pairs], cotangent, marked)
+        (column,) = pull([g for g, _ in pairs], cotangent, marked)
         moved[value] = unseen & False if column is None else column.isnan()
         if not value:
             if bool((moved[0] & moved[1]).any()):

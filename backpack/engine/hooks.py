@@ -193,11 +193,9 @@ def _start(frame: _Frame, args: Tuple, kwargs: Dict[str, Any]) -> None:
     sizes = sizes or [k.n for k in known if k is not None]
     raw = [x for x in data if x.grad_fn is None] or nested
     computed = [] if sizes or raw else data  # by what is not extended
-    if not sizes:
-        if not data and not nested:
-            return
-        sizes = [(raw or data)[0].size(0)]
-    n = sizes[0]
+    if not (sizes or raw or computed):
+        return
+    n = sizes[0] if sizes else (raw or computed)[0].size(0)
     inputs: List[Tuple[Tensor, Placement]] = [(x, NESTED) for x in nested]
     for x, k in zip(data, known):
         if k is not None and k.n == n:
@@ -210,7 +208,9 @@ def _start(frame: _Frame, args: Tuple, kwargs: Dict[str, Any]) -> None:
     frame.tracker.owner, frame.tracker.root = frame.call, frame.call.module_ref
     frame.tracker.note_loss = _note_function
     if n == 1:  # or what comes first is a number that all samples share
-        frame.tracker.longer = {len(x): ONE_SAMPLE for x in data if len(x) > 1}
+        frame.tracker.longer = {
+            len(x): ONE_SAMPLE for x, k in zip(data, known) if k is None and len(x) > 1
+        }
     for x in (*args, *kwargs.values()):
         if isinstance(x, (list, tuple)) and len(x) not in (1, n):
             own = {len(y) for y in x if isinstance(y, Tensor) and y.dim()}
@@ -219,7 +219,7 @@ def _start(frame: _Frame, args: Tuple, kwargs: Dict[str, Any]) -> None:
     frame.tracker.__enter__()
 
 
-BESIDE = Mixed("an input beside the first, which no extended module computes", False)
+BESIDE = Mixed("inputs besides the first that no extended module computes", False)
 _NO_DATA = (Module, type, FunctionType, ModuleType)  # objects that hold no inputs
 
 

@@ -8,10 +8,10 @@ to earlier tensors, whose samples are known, says which entry depends on which s
 from __future__ import annotations
 
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import lru_cache, partial
 from itertools import product
 from math import nan
-from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from backpack.core.layout import (
     simplify,
 )
 from backpack.engine.graph import VIEWS, entries_of, is_leaf
-from backpack.engine.placements import MARK, POINTWISE
+from backpack.engine.placements import BY_STRIDES, MARK, POINTWISE
 from backpack.engine.uses import Constant, Use, edge_of, is_noted
 from backpack.utils.hooks import without_hooks
 from backpack.utils.parallel import SINKS
@@ -111,14 +111,8 @@ def _reshaped(
     """Tell where samples are in another view of the same entries."""
     if placement is None or isinstance(placement, Mixed):
         return placement
-    key = "reshaped", placement, before, shape, n
-    if isinstance(placement, Tensor) or key not in _REMEMBERED:
-        numbers = sample_numbers(placement, before, n, torch.device("cpu"))
-        found = simplify(numbers.reshape(shape), n)
-        if isinstance(placement, Tensor):
-            return found
-        _REMEMBERED[key] = found
-    return _REMEMBERED[key]
+    numbers = sample_numbers(placement, before, n, torch.device("cpu"))
+    return simplify(numbers.reshape(shape), n)
 
 
 def explain(x: Tensor) -> Optional[Known]:
@@ -319,7 +313,7 @@ def _found_from(
         for x in nodes
     ):
         return first.known
-    key = _structure(nodes, sources, shape)
+    key = _structure(sources, nodes, edge, shape)
     if key is None or key not in _REMEMBERED:
         with saved_tensors_hooks(_same, _same):  # a checkpoint would count ours
             placement = _probe(edge, shape, sources, nodes)
@@ -331,39 +325,57 @@ def _found_from(
     return Known(_REMEMBERED[key], first.known.n)
 
 
-# Further nodes whose result's placement is determined by shapes and plain arguments
-_STRUCTURAL = {
-    f"{name}Backward0"
-    for name in "View UnsafeView ReshapeAlias Transpose T Permute Slice Select Squeeze "
-    "Unsqueeze Expand LogSoftmax Softmax Sum Mean".split()
-} | {"SqueezeBackward1"}
 _REMEMBERED: Dict[Tuple, Placement] = {}
+# Further operations whose results' entries go where shapes and plain arguments say,
+# although they keep tensors: numbers, and no indices
+_OF_NUMBERS = frozenset(
+    "softmax log_softmax safe_softmax mm bmm addmm baddbmm native_layer_norm "
+    "linalg_vector_norm var logsumexp scaled_dot_product_flash_attention_for_cpu "
+    "scaled_dot_product_flash_attention scaled_dot_product_efficient_attention "
+    "scaled_dot_product_cudnn_attention".split()
+)
+
+
+@lru_cache(maxsize=None)
+def _arguments(node_type: type) -> Tuple[Sequence[str], bool]:
+    """List the plain arguments that nodes keep; tell whether they keep tensors, too."""
+    names = [name for name in dir(node_type) if name.startswith("_saved_")]
+    plain = [name for name in names if not hasattr(node_type, f"_raw{name}")]
+    return plain, len(plain) < len(names)
 
 
 def _structure(
-    nodes: Sequence[Node], sources: Sequence[Source], shape: torch.Size
+    sources: Sequence[Source],
+    nodes: Sequence[Node],
+    edge: GradientEdge,
+    shape: torch.Size,
 ) -> Optional[Tuple]:
     """Describe a part of the graph, if its shapes and arguments say all."""
-    if len(sources) != 1 or not all(
-        type(x).__name__ in _STRUCTURAL or _is_pointwise(x) for x in nodes
-    ):
-        return None
-    (source,) = sources
-    if isinstance(source.known.placement, Tensor):
-        return None
-    parts = []
-    for node in nodes:
-        if sum(parent is not None for parent, _ in node.next_functions) != 1:
+    known: Dict[Any, Any] = {node: i for i, node in enumerate(nodes)}
+    for i, source in enumerate(sources):
+        if isinstance(source.known.placement, Tensor):
             return None
-        saved = [
-            (name, str(getattr(node, name)))
-            for name in ("_saved_dim", "_saved_dim0", "_saved_dim1", "_saved_dims")
-            + ("_saved_start", "_saved_end", "_saved_step", "_saved_index")
-            if hasattr(node, name)
-        ]
-        size = tuple(node._input_metadata[0].shape)
-        parts.append((type(node).__name__, size, tuple(saved)))
-    return (*parts, source.known, tuple(source.shape), tuple(shape))
+        known[source.edge[:2]] = (i, source.known, source.shape)
+    parts: List[Any] = [edge.output_nr, shape]
+    for node in nodes:
+        name, node_type = name_of(node).strip("`_"), type(node)
+        arguments, keeps_tensors = _arguments(node_type)
+        if _is_pointwise(node):
+            arguments = ()
+        elif name not in _OF_NUMBERS and (
+            keeps_tensors
+            or name in BY_STRIDES
+            or not node_type.__name__[-1].isdigit()  # it wraps another one
+            or any(parent is None for parent, _ in node.next_functions)
+        ):
+            return None
+        for place in node.next_functions:
+            if type(place[0]).__name__ in SINKS:
+                return None
+            parts += known.get(place, known.get(place[0])), place[1]
+        parts += [torch.Size(x.shape) for x in node._input_metadata]
+        parts += [node_type, *(str(getattr(node, name)) for name in arguments)]
+    return tuple(parts)
 
 
 def sources_of(

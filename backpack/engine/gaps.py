@@ -305,7 +305,7 @@ def _found_from(
         return mixed[0]
     sizes = {source.known.n for source in sources}
     if len(sizes) > 1:
-        numbers = " and ".join(map(str, sizes))
+        numbers = " and ".join(map(str, sorted(sizes)))
         name = f"{name_of(edge.node)} of batches of {numbers} samples"
         return Known(Mixed(name, False), first.known.n)
     if len(sources) == 1 and all(
@@ -317,7 +317,8 @@ def _found_from(
     if key is None or key not in _REMEMBERED:
         with saved_tensors_hooks(_same, _same):  # a checkpoint would count ours
             placement = _probe(edge, shape, sources, nodes)
-        if key is None:
+        failed = isinstance(placement, Mixed) and not placement.is_known
+        if key is None or failed:  # for once: what it needs may have been freed
             return Known(placement, first.known.n)
         if len(_REMEMBERED) > 1000:
             _REMEMBERED.clear()

@@ -1216,6 +1216,10 @@ CHILDREN: Dict[str, Tuple[Callable, Dict[str, Callable]]] = {
         lambda m, x: m.b(m.c(m.a(x).transpose(0, 1), m.a(x)[:, 0])).transpose(0, 1),
         {"c": Scaled},
     ),
+    "in-place-behind-a-module": (
+        lambda m, x: m.b(m.c(m.a(x)).transpose_(0, 1)).transpose(0, 1),
+        {"c": Scaled},
+    ),
     "time-first-activation": (
         lambda m, x: m.b(m.c(m.a(x).transpose(0, 1))).transpose(0, 1),
         {"c": nn.Tanh},

@@ -672,6 +672,11 @@ SAMPLES: Dict[str, Row] = {
                 "samples have met in `add`, so",
             ),
             (
+                "in-place",
+                lambda x, a, b, plain, both: (lambda y: y.sub_(y.mean(0)))(both(x, x)),
+                "samples have met in `mean`, so",
+            ),
+            (
                 "two-batches",
                 lambda x, a, b, *_: b(a(x).sin() + a(x[:2]).repeat(2, 1)),
                 "not known where.* after `add` of batches of 2 and 4 samples",

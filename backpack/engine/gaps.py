@@ -126,7 +126,7 @@ def explain(x: Tensor) -> Optional[Known]:
         graph and nothing is known of it.
     """
     mark = getattr(x, MARK, None)
-    if mark and (x.grad_fn is None or mark[1] is not None):
+    if mark and (x.grad_fn is None or mark[1] is not None and not mark[0].is_over):
         known = None if mark[1] is None else Known(mark[1], mark[0].n)
     elif x.grad_fn is None:
         return None

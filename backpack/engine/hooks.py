@@ -292,7 +292,7 @@ def _leave_last() -> _Frame:
     """Go on as before the innermost call, which is forgotten when all that is done."""
     frame, tracker = _THREAD.frames[-1], _THREAD.tracker
     if frame.tracker is not None:
-        _THREAD.tracker = None
+        _THREAD.tracker, frame.tracker.key.is_over = None, True
         _remove_mode(frame.tracker)
     elif tracker is not None:
         tracker.owner = frame.outer

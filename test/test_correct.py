@@ -1152,18 +1152,116 @@ def test_losses_that_see_a_layer_differently(order: int) -> None:
         oracle.assert_agrees(squares, param.diag_ggn_exact)
 
 
-def test_only_children_extended() -> None:
-    """Nobody but the layers is extended, and functions run between them."""
-    problem = MODELS["children-called-with-functions-between"].build()
-    model, loss, X, y = problem
-    ref = Reference(deepcopy(model), deepcopy(loss), X, y)
-    for module in (model.fc1, model.fc2, loss):
-        extend(module)
-    exts = BatchGrad(), DiagGGNExact(), SqrtGGNExact()
-    value = loss(model(*X), *y)
-    with backpack(*exts):
-        value.backward()
-    for quantity in ("BatchGrad", "DiagGGNExact", "SqrtGGNExact"):
+def marked(length: int) -> Tensor:
+    """Make sequences; a positive entry is in the n-th position of sample n only."""
+    signs = 2 * torch.eye(N, length, dtype=F64) - 1
+    return torch.rand(N, length, 4, dtype=F64).add(0.1) * signs.unsqueeze(-1)
+
+
+class Scaled(Module):
+    """No layer of the table: it has to be watched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = Parameter(torch.rand(4) + 1)
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        """Scale, and add whatever else is given."""
+        return x * self.scale + sum(others)
+
+
+def zero_linear() -> Module:
+    """Make a linear layer whose weights are zero, as some begin."""
+    layer = nn.Linear(4, 4)
+    nn.init.zeros_(layer.weight)
+    return layer
+
+
+# Functions of children, of which those that are called `plain` are not extended. The
+# prediction has samples on axis 0; between, they may be on axis 1.
+CHILDREN: Dict[str, Tuple[Callable, Dict[str, Callable]]] = {
+    "transposed": (lambda m, x: m.b(m.a(x).transpose(1, 2).flatten(1)[:, :4]), {}),
+    "all-masked": (lambda m, x: m.b((m.a(x) * 0.0).mT.flatten(1)[:, :4]), {}),
+    "one-sample-is-not-masked": (
+        lambda m, x: m.b((m.a(x) * (x[:, :1] > 0)).transpose(0, 1)).transpose(0, 1),
+        {},
+    ),
+    "one-position-is-not-masked": (
+        lambda m, x: m.b((m.a(x) * (x > 0)).flip(0).transpose(0, 1).flip(1)).transpose(
+            0, 1
+        ),
+        {},
+    ),
+    "relu-of-none": (
+        lambda m, x: m.b(F.relu(m.a(x).abs() * x.sign()).transpose(0, 1))[0],
+        {},
+    ),
+    "weights-of-zero": (
+        lambda m, x: m.b(m.plain(m.a(x)).transpose(0, 1)).transpose(0, 1),
+        {"plain": zero_linear},
+    ),
+    "attention-that-is-differentiable-once": (
+        lambda m, x: m.b(
+            F.scaled_dot_product_attention(*[m.a(x).repeat(1, 1, 30)[:, None]] * 3)
+            .unflatten(-1, (30, 4))[:, 0]
+            .transpose(0, 1)
+        ).transpose(0, 1),
+        {},
+    ),
+    "time-first-layer": (
+        lambda m, x: m.b(m.c(m.a(x).transpose(0, 1))).transpose(0, 1),
+        {"c": nn.PReLU},
+    ),
+    "time-first-module": (
+        lambda m, x: m.b(m.c(m.a(x).transpose(0, 1), m.a(x)[:, 0])).transpose(0, 1),
+        {"c": Scaled},
+    ),
+    "in-place-behind-a-module": (
+        lambda m, x: m.b(m.c(m.a(x)).transpose_(0, 1)).transpose(0, 1),
+        {"c": Scaled},
+    ),
+    "time-first-activation": (
+        lambda m, x: m.b(m.c(m.a(x).transpose(0, 1))).transpose(0, 1),
+        {"c": nn.Tanh},
+    ),
+    "module-behind-what-is-not-extended": (
+        lambda m, x: m.b(m.a(m.c(m.plain(x))).transpose(0, 1)).transpose(0, 1),
+        {"plain": lambda: nn.Linear(4, 4), "c": Scaled},
+    ),
+}
+
+
+@pytest.mark.parametrize("anomaly", [False, True])
+@pytest.mark.parametrize("batch, length", [(N, 3), (N, N), (1, 3)])
+@pytest.mark.parametrize("name", CHILDREN)
+def test_only_children_extended(
+    name: str, batch: int, length: int, anomaly: bool
+) -> None:
+    """Nobody but children is extended, and functions run between them."""
+    forward, parts = CHILDREN[name]
+    torch.manual_seed(0)
+    x = marked(length)[:batch]
+    made = {key: make() for key, make in parts.items()}
+    model = Lambda(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 2), **made).to(F64)
+    loss, y = mse(), like(model(x))
+    others = [p for n, p in model.named_parameters() if n.startswith("plain")]
+    for param in others:
+        param.requires_grad_(False)
+    ref = Reference(deepcopy(model), deepcopy(loss), (x,), y)
+    for param in others:
+        param.requires_grad_()
+    for key, module in [*model.named_children(), ("loss", loss)]:
+        if key != "plain":
+            extend(module)
+    quantities = "BatchGrad", "DiagGGNExact", "SqrtGGNExact"
+    with torch.autograd.set_detect_anomaly(anomaly):
+        for _ in range(2):  # what is found is remembered
+            model.zero_grad()
+            with backpack(*(QUANTITIES[name].extension() for name in quantities)):
+                loss(model(x), *y).backward()
+    for param in others:
+        param.requires_grad_(False)
+    for quantity in quantities:
         assert_fields(model, quantity, ref)
 
 

@@ -134,16 +134,16 @@ def product_after_step() -> None:
 class Layers(Module):
     """Three layers, and a function of them."""
 
-    def __init__(self, function: Callable[[Module, Tensor], Tensor]):
+    def __init__(self, function: Callable[..., Tensor]):
         """Create the layers."""
         super().__init__()
         self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
         self.tanh = nn.Tanh()
         self.function = function
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, *inputs: Tensor) -> Tensor:
         """Call the function."""
-        return self.function(self, x)
+        return self.function(self, *inputs)
 
 
 class NoisyScale(Module):
@@ -293,6 +293,17 @@ def two_batches() -> Module:
     """Make a model that adds what a layer has computed for another batch."""
     other = extend(nn.Linear(3, 3))(torch.ones(2, 3))
     return Layers(lambda m, x: m.b(m.a(x) + other.repeat(2, 1)))
+
+
+def between_children(forward: Callable[..., Tensor]) -> None:
+    """Extend only parts of what computes the prediction."""
+    torch.manual_seed(0)
+    a, b, plain = extend(nn.Linear(3, 3)), extend(nn.Linear(3, 3)), nn.Linear(3, 3)
+    sum_of_both = extend(Layers(lambda m, x, y: m.a(x) + m.b(y)))
+    loss = extend(nn.CrossEntropyLoss())
+    value = loss(forward(torch.randn(N, 3), a, b, plain, sum_of_both), Y)
+    with backpack(BatchGrad()):
+        value.backward()
 
 
 def dropped_hooks() -> None:
@@ -638,6 +649,44 @@ SAMPLES: Dict[str, Row] = {
             "Replace this operation",
         )
         for ext in (BatchGrad, DiagGGNExact)
+    },
+    **{
+        f"between-children-{name}": Row(
+            lambda forward=forward: between_children(forward),
+            NotImplementedError,
+            "BatchGrad: ",
+            what,
+            "extend the model as a whole if only parts of it are|computed by itself",
+        )
+        for name, forward, what in (
+            (
+                "softmax",
+                lambda x, a, b, *_: b(a(x).tanh().softmax(0).sin()),
+                "samples have met in `softmax`, so",
+            ),
+            (
+                "gate-of-zero",
+                lambda x, a, b, *_: b((a(x) + 0 * a(x).roll(1, 0)).reshape(2, -1, 3))[
+                    0
+                ].repeat(2, 1),
+                "samples have met in `add`, so",
+            ),
+            (
+                "in-place",
+                lambda x, a, b, plain, both: (lambda y: y.sub_(y.mean(0)))(both(x, x)),
+                "samples have met in `mean`, so",
+            ),
+            (
+                "two-batches",
+                lambda x, a, b, *_: b(a(x).sin() + a(x[:2]).repeat(2, 1)),
+                "not known where.* after `add` of batches of 2 and 4 samples",
+            ),
+            (
+                "several-inputs",
+                lambda x, a, b, plain, both: both(plain(x), plain(x).sin()),
+                "not known where.* after inputs besides the first that no extended",
+            ),
+        )
     },
     "check": Row(
         unequal_sums,

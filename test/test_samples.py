@@ -133,6 +133,14 @@ MOVES: Dict[str, Callable] = {  # of x [N, T, D]
     "einsum-transposes": there_and_back(
         lambda x: torch.einsum("ntd->tnd", x), lambda z, x: torch.einsum("tnd->ntd", z)
     ),
+    "write-to-a-part-of-the-transposed": lambda m, x: (
+        lambda z: (z[:1].mul_(2.0), plain(m, z).transpose(0, 1))[1]
+    )(plain(m, x).transpose(0, 1).sin()),
+    "part-of-the-transposed-that-is-written": lambda m, x: (
+        lambda z: (lambda whole, part: (whole.copy_(z), plain(m, part))[1])(
+            *(lambda whole: (whole, whole[1:]))(torch.zeros_like(z))
+        ).transpose(0, 1)
+    )(plain(m, x).transpose(0, 1).sin()),
     "flatten": there_and_back(lambda x: x.flatten(0, 1), lambda z, x: z.view_as(x)),
     "reshape": there_and_back(
         lambda x: x.reshape(-1, D), lambda z, x: z.reshape(len(x), -1, D)

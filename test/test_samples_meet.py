@@ -414,6 +414,7 @@ BY_HAND: Dict[str, Tuple[Callable[[Tensor], Tensor], str]] = {
     "neighbours-product": (lambda f: (f[1:] * f[:-1]).flatten().sum(), r"mul"),
     "distances": (lambda f: torch.cdist(f[:2], f[2:], p=1.0).sum(), r"cdist"),
     "all-distances": (lambda f: F.pdist(f).sum(), r"pdist"),
+    "all-distances-of-many": (lambda f: F.pdist(f.repeat(12, 1)).sum(), r"pdist"),
     "products-of-those-before": (lambda f: f.cumprod(0).sum(), r"cumprod"),
     # functions that would add up what samples contribute, if that were all
     "similar-neighbours": (

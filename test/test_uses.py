@@ -898,9 +898,8 @@ def test_right(table: str, row: str) -> None:
     assert_right(TABLES[table][row])
 
 
-def test_function_beside_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_function_beside_statistics() -> None:
     """Where samples meet outside of a function, what was seen inside holds for it."""
-    monkeypatch.setattr("backpack.engine.gaps._MOST_ENTRIES", 0)  # large results
     assert_right(use(lambda m, x: Once.apply(counted(m, x)) * m.v, 4, v=(4,)))
 
 

@@ -16,10 +16,9 @@ from backpack.engine.gaps import (
     Known,
     differ,
     explain_parents,
-    is_coupled,
     is_function,
-    is_separable,
     name_of,
+    placement_at,
 )
 from backpack.engine.graph import (
     SILENT,
@@ -34,6 +33,7 @@ from backpack.engine.graph import (
     tail_terms,
     walk,
 )
+from backpack.engine.separable import is_separable
 from backpack.engine.uses import Use, refuse
 from backpack.utils.hooks import names_of, warn_user
 
@@ -187,7 +187,11 @@ def _met_in_tails(inspection: Inspection) -> List[Mixed]:
     for node in tail_terms(inspection.roots):
         behind = explain_parents(node)
         placements += [known.placement for known in behind]
-        if any(known.n > 1 for known in behind) and _brings_together(node, behind):
+        if not any(known.n > 1 for known in behind):
+            continue
+        if not (is_sum(node) or is_scalar(node)):
+            placements.append(placement_at(node))
+        elif _brings_together(node, behind):
             # nobody knows the parts of a function of one's own
             placements.append(Mixed(name_of(node), not is_function(node)))
     return [p for p in placements if isinstance(p, Mixed)]
@@ -196,7 +200,7 @@ def _met_in_tails(inspection: Inspection) -> List[Mixed]:
 def _brings_together(node: Node, behind: Sequence[Known]) -> bool:
     """Tell whether samples meet in the operation with which a term of a loss ends."""
     if not is_sum(node):
-        return is_scalar(node) or is_coupled(node)
+        return True
     name = type(node).__name__.split("Backward")[0]
     if name not in ("MultiMarginLoss", "MultilabelMarginLoss", "CtcLoss"):
         return differ(behind)

@@ -7,9 +7,11 @@ to earlier tensors, whose samples are known, says which entry depends on which s
 
 from __future__ import annotations
 
-from contextlib import suppress
-from functools import partial
-from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
+from contextlib import contextmanager, suppress
+from functools import lru_cache, partial
+from itertools import product
+from math import nan
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
 
 from backpack.core.layout import (
     FIRST,
+    Layout,
     Mixed,
     Placement,
     has_bit,
@@ -24,7 +27,7 @@ from backpack.core.layout import (
     simplify,
 )
 from backpack.engine.graph import VIEWS, entries_of, is_leaf
-from backpack.engine.placements import MARK
+from backpack.engine.placements import BY_STRIDES, MARK, POINTWISE
 from backpack.engine.uses import Constant, Use, edge_of, is_noted
 from backpack.utils.hooks import without_hooks
 from backpack.utils.parallel import SINKS
@@ -32,19 +35,14 @@ from backpack.utils.state import state
 from backpack.utils.types import kind
 
 CONSTANT = "backpack.constant"  # where a node keeps that it stands for a parameter
+KNOWN = "backpack.known"  # where a node keeps what was found of its outputs
 ASKED = "backpack.asked"  # behind which of its outputs functions were looked for
 
-# Nodes that map entries one by one
-_POINTWISE = frozenset(
-    f"{name}Backward0"
-    for name in "Relu Gelu Silu Tanh Sigmoid Exp Log Neg Softplus Elu LeakyRelu Clone "
-    "Hardswish Hardsigmoid Hardtanh Mish Sqrt Rsqrt Abs Pow Mul Div Add Sub Log1P "
-    "Expm1 Sin Cos Threshold Dropout NativeDropout ToCopy LogSigmoid Celu Clamp".split()
-)
-
+# Nodes that map entries of the same place, by other names than those of operations
+_POINTWISE = POINTWISE | {"to_copy", "native_dropout", "log_sigmoid", "alias"}
 
 # Keeps the graph; `None` where there is no path
-_pull = partial(torch.autograd.grad, retain_graph=True, allow_unused=True)
+pull = partial(torch.autograd.grad, retain_graph=True, allow_unused=True)
 
 
 class Known(NamedTuple):
@@ -59,7 +57,15 @@ class Known(NamedTuple):
     n: int
 
 
-class _Source(NamedTuple):
+class Source(NamedTuple):
+    """A place in the graph whose samples are known.
+
+    Attributes:
+        edge: The place.
+        shape: Shape of the tensor there.
+        known: Where its samples are.
+    """
+
     edge: GradientEdge
     shape: torch.Size
     known: Known
@@ -95,7 +101,8 @@ def at_node(node: Node, output_nr: int) -> Optional[Tuple[torch.Size, Known]]:
             if place is node and own[index].numel() == shape.numel():
                 placement = _reshaped(placements[index], own[index], shape, owner.n)
                 return shape, Known(placement, owner.n)
-    return None
+    found = node.metadata.get(KNOWN, {}).get(output_nr)
+    return None if found is None else (shape, found)
 
 
 def _reshaped(
@@ -104,14 +111,8 @@ def _reshaped(
     """Tell where samples are in another view of the same entries."""
     if placement is None or isinstance(placement, Mixed):
         return placement
-    key = "reshaped", placement, before, shape, n
-    if isinstance(placement, Tensor) or key not in _REMEMBERED:
-        numbers = sample_numbers(placement, before, n, torch.device("cpu"))
-        found = simplify(numbers.reshape(shape), n)
-        if isinstance(placement, Tensor):
-            return found
-        _REMEMBERED[key] = found
-    return _REMEMBERED[key]
+    numbers = sample_numbers(placement, before, n, torch.device("cpu"))
+    return simplify(numbers.reshape(shape), n)
 
 
 def explain(x: Tensor) -> Optional[Known]:
@@ -125,7 +126,7 @@ def explain(x: Tensor) -> Optional[Known]:
         graph and nothing is known of it.
     """
     mark = getattr(x, MARK, None)
-    if mark and (x.grad_fn is None or mark[1] is not None):
+    if mark and (x.grad_fn is None or mark[1] is not None and not mark[0].is_over):
         known = None if mark[1] is None else Known(mark[1], mark[0].n)
     elif x.grad_fn is None:
         return None
@@ -153,7 +154,7 @@ def note_functions(x: Tensor, known: Known) -> None:
     if last.output_nr in asked:  # an operand is looked at by each operation
         return
     asked.add(last.output_nr)
-    _, nodes = _sources([last])
+    _, nodes = sources_of([last])
     places = [last, *(GradientEdge(*e) for node in nodes for e in node.next_functions)]
     for edge in places:
         node, number, *_ = edge
@@ -236,18 +237,17 @@ def _agree(a: Placement, b: Placement) -> bool:
     return not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b
 
 
-def is_coupled(node: Node) -> bool:
-    """Tell whether samples have met in the first result of a node.
+def placement_at(node: Node) -> Placement:
+    """Find where the samples are in the first result of a node.
 
     Args:
         node: Node of the graph.
 
     Returns:
-        Whether it is known that they have.
+        The placement.
     """
     known = _explain_place(GradientEdge(node, 0))
-    met = None if known is None else known.placement
-    return isinstance(met, Mixed) and met.is_known
+    return None if known is None else known.placement
 
 
 def _shape_at(edge: GradientEdge) -> torch.Size:
@@ -274,23 +274,51 @@ def explain_edge(edge: GradientEdge, shape: torch.Size) -> Optional[Known]:
     known = at_node(edge.node, edge.output_nr)
     if known is not None and known[0] == shape:
         return known[1]
-    sources, nodes = _sources([edge])
+    sources, nodes = sources_of([edge])
+    found = _found_from(sources, nodes, edge, shape)
+    if found is not None and isinstance(found.placement, Mixed) and len(nodes) > 1:
+        # one operation after the other: which was it, and does it need to be passed?
+        parents = {place for node in nodes for place in node.next_functions}
+        for node, number in sorted(
+            (place for place in parents if place[0] in nodes),
+            key=lambda place: place[0]._sequence_nr(),
+        ):
+            _explain_place(GradientEdge(node, number))
+        found = _found_from(*sources_of([edge]), edge, shape)
+    if found is not None and shape == _shape_at(edge):
+        edge.node.metadata.setdefault(KNOWN, {})[edge.output_nr] = found
+    return found
+
+
+def _found_from(
+    sources: Sequence[Source],
+    nodes: Sequence[Node],
+    edge: GradientEdge,
+    shape: torch.Size,
+) -> Optional[Known]:
+    """Find where the samples are that have come from other tensors."""
     if not sources:
         return None
     first = sources[0]
-    if len({source.known.n for source in sources}) > 1:
-        return Known(Mixed(_names(nodes), False), first.known.n)
     mixed = [s.known for s in sources if isinstance(s.known.placement, Mixed)]
     if mixed:
         return mixed[0]
-    same = len(sources) == 1 and first.shape == shape
-    if same and _is_pointwise(nodes, shape):
+    sizes = {source.known.n for source in sources}
+    if len(sizes) > 1:
+        numbers = " and ".join(map(str, sorted(sizes)))
+        name = f"{name_of(edge.node)} of batches of {numbers} samples"
+        return Known(Mixed(name, False), first.known.n)
+    if len(sources) == 1 and all(
+        _is_pointwise(x) and torch.Size(x._input_metadata[0].shape) == first.shape
+        for x in nodes
+    ):
         return first.known
-    key = _structure(nodes, sources, shape)
+    key = _structure(sources, nodes, edge, shape)
     if key is None or key not in _REMEMBERED:
         with saved_tensors_hooks(_same, _same):  # a checkpoint would count ours
             placement = _probe(edge, shape, sources, nodes)
-        if key is None:
+        failed = isinstance(placement, Mixed) and not placement.is_known
+        if key is None or failed:  # for once: what it needs may have been freed
             return Known(placement, first.known.n)
         if len(_REMEMBERED) > 1000:
             _REMEMBERED.clear()
@@ -298,57 +326,73 @@ def explain_edge(edge: GradientEdge, shape: torch.Size) -> Optional[Known]:
     return Known(_REMEMBERED[key], first.known.n)
 
 
-# Nodes whose result's placement is determined by shapes and plain arguments
-_STRUCTURAL = frozenset(
-    f"{name}Backward0"
-    for name in "View UnsafeView ReshapeAlias Transpose T Permute Slice Select Squeeze "
-    "Unsqueeze Expand LogSoftmax Softmax Clone Alias ToCopy Mul Div Add Sub Neg "
-    "Sigmoid Tanh Relu Exp Log Pow Sum Mean".split()
-) | {"SqueezeBackward1"}
 _REMEMBERED: Dict[Tuple, Placement] = {}
-# Linear in each operand
-_LINEAR = frozenset(
-    "Sum Mean Nansum Add Sub Rsub Neg Mul Div Lerp Dot Mv Mm Bmm Addmm Trace Cumsum "
-    "Stack Cat Split SplitWithSizes Unbind Select Slice Index IndexSelect Gather "
-    "Scatter MaskedSelect MaskedFill ScatterAdd IndexAdd IndexPut AsStrided Diagonal "
-    "DiagEmbed Copy CopySlices View UnsafeView ReshapeAlias Squeeze Unsqueeze Expand "
-    "Transpose T Permute Flip Repeat ConstantPadNd Clone Alias ToCopy _Together".split()
+# Further operations whose results' entries go where shapes and plain arguments say,
+# although they keep tensors: numbers, and no indices
+_OF_NUMBERS = frozenset(
+    "softmax log_softmax safe_softmax mm bmm addmm baddbmm native_layer_norm "
+    "linalg_vector_norm var logsumexp scaled_dot_product_flash_attention_for_cpu "
+    "scaled_dot_product_flash_attention scaled_dot_product_efficient_attention "
+    "scaled_dot_product_cudnn_attention".split()
 )
-_MOST_ENTRIES = 1024  # of a result that is asked for entry by entry
+
+
+@lru_cache(maxsize=None)
+def _arguments(node_type: type) -> Tuple[Sequence[str], bool]:
+    """List the plain arguments that nodes keep; tell whether they keep tensors, too."""
+    names = [name for name in dir(node_type) if name.startswith("_saved_")]
+    plain = [name for name in names if not hasattr(node_type, f"_raw{name}")]
+    return plain, len(plain) < len(names)
 
 
 def _structure(
-    nodes: Sequence[Node], sources: Sequence[_Source], shape: torch.Size
+    sources: Sequence[Source],
+    nodes: Sequence[Node],
+    edge: GradientEdge,
+    shape: torch.Size,
 ) -> Optional[Tuple]:
     """Describe a part of the graph, if its shapes and arguments say all."""
-    if len(sources) != 1 or any(type(x).__name__ not in _STRUCTURAL for x in nodes):
-        return None
-    (source,) = sources
-    if isinstance(source.known.placement, Tensor):
-        return None
-    parts = []
-    for node in nodes:
-        if sum(parent is not None for parent, _ in node.next_functions) != 1:
+    known: Dict[Any, Any] = {node: i for i, node in enumerate(nodes)}
+    for i, source in enumerate(sources):
+        if isinstance(source.known.placement, Tensor):
             return None
-        saved = [
-            (name, str(getattr(node, name)))
-            for name in ("_saved_dim", "_saved_dim0", "_saved_dim1", "_saved_dims")
-            + ("_saved_start", "_saved_end", "_saved_step", "_saved_index")
-            if hasattr(node, name)
-        ]
-        size = tuple(node._input_metadata[0].shape)
-        parts.append((type(node).__name__, size, tuple(saved)))
-    return (*parts, source.known, tuple(source.shape), tuple(shape))
+        known[source.edge[:2]] = (i, source.known, source.shape)
+    parts: List[Any] = [edge.output_nr, shape]
+    for node in nodes:
+        name, node_type = name_of(node).strip("`_"), type(node)
+        arguments, keeps_tensors = _arguments(node_type)
+        if _is_pointwise(node):
+            arguments = ()
+        elif name not in _OF_NUMBERS and (
+            keeps_tensors
+            or name in BY_STRIDES
+            or not node_type.__name__[-1].isdigit()  # it wraps another one
+            or any(parent is None for parent, _ in node.next_functions)
+        ):
+            return None
+        for place in node.next_functions:
+            if type(place[0]).__name__ in SINKS:
+                return None
+            parts += known.get(place, known.get(place[0])), place[1]
+        parts += [torch.Size(x.shape) for x in node._input_metadata]
+        parts += [node_type, *(str(getattr(node, name)) for name in arguments)]
+    return tuple(parts)
 
 
-def _sources(
+def sources_of(
     edges: Sequence[GradientEdge], past_meetings: bool = False
-) -> Tuple[List[_Source], List[Node]]:
+) -> Tuple[List[Source], List[Node]]:
     """Find tensors that something was computed from, whose samples are known.
 
-    Those in which samples have met are passed by, if that is asked for.
+    Args:
+        edges: Where it sits in the graph.
+        past_meetings: Whether to pass by those in which samples have met.
+            Default: ``False``.
+
+    Returns:
+        The tensors, and the nodes behind which they are.
     """
-    sources: List[_Source] = []
+    sources: List[Source] = []
     nodes: List[Node] = []
     queue, seen = [(edge.node, edge.output_nr) for edge in edges], set()
     while queue:
@@ -361,7 +405,7 @@ def _sources(
         found = at_node(node, number)
         met = found is not None and isinstance(found[1].placement, Mixed)
         if found is not None and not (met and past_meetings):
-            sources.append(_Source(GradientEdge(node, number), *found))
+            sources.append(Source(GradientEdge(node, number), *found))
             continue
         if is_leaf(node):
             source = _leaf(node)
@@ -376,7 +420,7 @@ def _sources(
     return [s for s in sources if s.known.placement is not None], nodes
 
 
-def _leaf(node: Node) -> Optional[_Source]:
+def _leaf(node: Node) -> Optional[Source]:
     """Tell whether a leaf of the graph is data: an input that requires a gradient."""
     x = node.variable
     mark = getattr(x, MARK, None)
@@ -386,19 +430,12 @@ def _leaf(node: Node) -> Optional[_Source]:
         return None
     else:
         known = Known(FIRST, len(x))
-    return _Source(GradientEdge(node, 0), x.shape, known)
+    return Source(GradientEdge(node, 0), x.shape, known)
 
 
-def _is_pointwise(nodes: Sequence[Node], shape: torch.Size) -> bool:
-    return all(
-        type(node).__name__ in _POINTWISE
-        and tuple(node._input_metadata[0].shape) == tuple(shape)
-        for node in nodes
-    )
-
-
-def _names(nodes: Sequence[Node]) -> str:
-    return ", ".join(dict.fromkeys(map(name_of, nodes)))
+def _is_pointwise(node: Node) -> bool:
+    """Tell whether an operation maps entries of the same place."""
+    return not is_function(node) and name_of(node).strip("`_") in _POINTWISE
 
 
 def name_of(node: Node) -> str:
@@ -422,154 +459,125 @@ def _same(x: Tensor) -> Tensor:
 def _probe(
     edge: GradientEdge,
     shape: torch.Size,
-    sources: Sequence[_Source],
+    sources: Sequence[Source],
     nodes: Sequence[Node],
 ) -> Placement:
-    """Ask which entries move with which samples, by derivatives in both directions."""
-    n, metadata = sources[0].known.n, edge.node._input_metadata[edge.output_nr]
-    current = state()
+    """Ask which entries depend on which samples, by derivatives in both directions."""
+    calm = torch.autograd.set_detect_anomaly(False)  # we look for NaN ourselves
+    with calm, state().pull(), _structure_only(nodes):
+        try:
+            with torch.enable_grad():
+                return _moved(edge, shape, sources, nodes)
+        except Exception as error:  # of any type: a function has its own backward
+            with suppress(Exception):
+                found = _regular(edge, shape, sources)
+                if found is not None:
+                    return found
+            first = str(error).split("\n")[0]
+            return Mixed(f"{name_of(edge.node)} ({first})", False)
+
+
+@contextmanager
+def _structure_only(nodes: Sequence[Node]) -> Iterator[None]:
+    """Let operations on entries of the same place hand on whatever arrives.
+
+    With NaN for a cotangent, it does not matter then where derivatives are zero.
+    """
+    handles = [x.register_hook(_hand_on) for x in nodes if _is_pointwise(x)]
     try:
-        with current.pull(), torch.enable_grad():
-            cotangent = torch.zeros(shape, **kind(metadata)).requires_grad_()
-            edges = [source.edge for source in sources]
-            pulled = _pull([edge], edges, [cotangent], create_graph=True)
-        pairs = [
-            (g, source)
-            for g, source in zip(pulled, sources)
-            if g is not None and g.requires_grad
-        ]
-        found: Placement = None
-        if pairs:
-            with current.pull():
-                found = _numbers(cotangent, pairs, shape, n, _names(nodes))
-        used = any(g is not None for g in pulled)
-        if found is None and used and any(map(is_function, nodes)):
-            raise RuntimeError("a function whose backward has no derivative")
-        return found
-    except Exception as error:  # of any type, where a function has its own backward
-        if shape.numel() <= _MOST_ENTRIES:
-            with suppress(Exception), current.pull():
-                return _one_by_one(edge, shape, sources, _names(nodes))
-        first = str(error).split("\n")[0]
-        return Mixed(f"{_names(nodes)} ({first})", False)
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
-def is_separable(roots: Sequence[GradientEdge]) -> bool:
-    """Tell whether a value is a sum of functions of one sample each.
+def _hand_on(inputs: Tuple, outputs: Tuple) -> Optional[Tuple]:
+    """Replace gradients at a pointwise operation's operands by those at its result."""
+    g, given = outputs[0], [x for x in inputs if x is not None]
+    if g is None or any(x.is_complex() for x in (g, *given)):
+        return None
+    return tuple(x if x is None else g.sum_to_size(x.shape).to(x) for x in inputs)
 
-    That is, whether it has no second derivative with respect to two samples, and only
-    linear operations where samples meet.
+
+def _regular(
+    edge: GradientEdge, shape: torch.Size, sources: Sequence[Source]
+) -> Placement:
+    """Find the only layout that gradients agree with: entries of a sample lead to it.
+
+    That takes no second derivative.
+    """
+    n, device = sources[0].known.n, edge.node._input_metadata[edge.output_nr].device
+    found: List[Tensor] = []
+    for axis, size in enumerate(shape):
+        for inner in range(1, size // n + 1):
+            if size % (n * inner):
+                continue
+            own = sample_numbers(Layout(axis, inner), shape, n, device)
+            new = not any(torch.equal(own, other) for other in found)
+            if new and _agrees(edge, own, sources):
+                found.append(own)
+    return simplify(found[0], n) if len(found) == 1 else None
+
+
+def _agrees(edge: GradientEdge, own: Tensor, sources: Sequence[Source]) -> bool:
+    """Tell whether entries lead to the samples that they are said to belong to."""
+    n, metadata = sources[0].known.n, edge.node._input_metadata[edge.output_nr]
+    edges, seen = [source.edge for source in sources], False
+    for bit, value in halves(n):
+        marked = torch.zeros(own.shape, **kind(metadata))
+        marked.masked_fill_(has_bit(own, bit, value), nan)
+        for g, source in zip(pull([edge], edges, [marked]), sources):
+            if g is not None:
+                i = sample_numbers(source.known.placement, g.shape, n, g.device)
+                if bool(g.isnan()[has_bit(i, bit, 1 - value)].any()):
+                    return False
+                seen = seen or bool(g.isnan().any())
+    return seen
+
+
+def halves(n: int) -> Iterator[Tuple[int, int]]:
+    """List the bits of sample numbers, and their values.
 
     Args:
-        roots: Where the value sits in the graph.
+        n: Number N of samples.
 
     Returns:
-        Whether it is known to be, as a function of what the last uses have computed.
+        Pairs of a bit and a value, 1 before 0.
     """
-    sources, nodes = _sources(roots, past_meetings=True)
-    used = any(entry.owner.is_use for node in nodes for entry in entries_of(node))
-    if used or len({source.known.n for source in sources}) != 1:
-        return False
-    with suppress(Exception), state().pull(), torch.enable_grad():
-        return all(map(_may_take, nodes)) and _has_no_mixed_derivatives(roots, sources)
-    return False
+    return product(range(max(1, (n - 1).bit_length())), (1, 0))
 
 
-def _may_take(node: Node) -> bool:
-    """Tell whether an operation is linear, or gets the same samples everywhere.
-
-    Else, samples that meet in a function made of lines would have no second derivative
-    for some numbers. Functions of one's own need not have a true one.
-    """
-    if type(node).__name__.split("Backward")[0] in _LINEAR:
-        return True
-    if is_function(node):
-        return False
-    operands = explain_parents(node)
-    met = any(isinstance(x.placement, Mixed) for x in operands)
-    return not (met or differ(operands))
-
-
-def _has_no_mixed_derivatives(
-    roots: Sequence[GradientEdge], sources: Sequence[_Source]
-) -> bool:
-    edges, n = [source.edge for source in sources], sources[0].known.n
-    metadata = [edge.node._input_metadata[edge.output_nr] for edge in roots]
-    ones = [torch.ones(m.shape, **kind(m)) for m in metadata]
-    pulled = _pull(roots, edges, ones, create_graph=True)
-    numbers = [
-        sample_numbers(s.known.placement, s.shape, n, ones[0].device) for s in sources
-    ]
-    both = [
-        (g, i) for g, i in zip(pulled, numbers) if g is not None and g.requires_grad
-    ]
-    gradients = [g for g, _ in both]
-    for bit in range((n - 1).bit_length() if both else 0):
-        vectors = zip(_random(gradients), both)
-        masked = [v * has_bit(i, bit) for v, (_, i) in vectors]
-        for h, i in zip(_pull(gradients, edges, masked), numbers):
-            if h is not None and bool(h[has_bit(i, bit, 0)].any()):
-                return False
-    return True
-
-
-def _random(like: Sequence[Tensor]) -> List[Tensor]:
-    """Draw numbers for tensors, always the same, none of which is small.
-
-    Those of two tensors differ: a difference of equal ones would be zero.
-    """
-    draws = [torch.Generator(g.device).manual_seed(i) for i, g in enumerate(like)]
-    pairs = zip(like, draws)
-    return [torch.rand(g.shape, generator=draw, **kind(g)) + 0.5 for g, draw in pairs]
-
-
-def _one_by_one(
-    edge: GradientEdge, shape: torch.Size, sources: Sequence[_Source], names: str
-) -> Placement:
-    """Ask which samples each entry depends on, where there is no second derivative."""
-    n, metadata = sources[0].known.n, edge.node._input_metadata[edge.output_nr]
-    found: List[int] = []
-    edges = [source.edge for source in sources]
-    for row in torch.eye(shape.numel(), **kind(metadata)):
-        pulled = _pull([edge], edges, [row.reshape(shape)])
-        samples = set()
-        for g, source in zip(pulled, sources):
-            if g is not None:
-                own = sample_numbers(source.known.placement, g.shape, n, g.device)
-                samples |= set(own[g != 0].tolist()) - {-1}
-        if len(samples) > 1:
-            return Mixed(names)
-        found += samples or {-1}
-    return simplify(torch.tensor(found, device=metadata.device).reshape(shape), n)
-
-
-def _numbers(
-    cotangent: Tensor,
-    pairs: Sequence[Tuple[Tensor, _Source]],
+def _moved(
+    edge: GradientEdge,
     shape: torch.Size,
-    n: int,
-    names: str,
+    sources: Sequence[Source],
+    nodes: Sequence[Node],
 ) -> Placement:
-    got = torch.zeros(shape, dtype=torch.long, device=cotangent.device)
-    unseen = torch.zeros(shape, dtype=torch.bool, device=cotangent.device)
-    gradients = [g for g, _ in pairs]
-    vectors = _random(gradients)
+    """Mark samples at the sources, and see which entries that changes."""
+    n, metadata = sources[0].known.n, edge.node._input_metadata[edge.output_nr]
+    cotangent = torch.zeros(shape, **kind(metadata)).requires_grad_()
+    edges = [source.edge for source in sources]
+    pulled = pull([edge], edges, [cotangent], create_graph=True)
+    pairs = [(g, source) for g, source in zip(pulled, sources) if g is not None]
+    if any(not g.requires_grad for g, _ in pairs) and any(map(is_function, nodes)):
+        raise RuntimeError("a function whose backward has no derivative")
+    pairs = [(g, source) for g, source in pairs if g.requires_grad]
     numbers = [
         sample_numbers(source.known.placement, g.shape, n, g.device)
         for g, source in pairs
     ]
-    for bit in range(max(1, (n - 1).bit_length())):
-        moved: List[Tensor] = []
-        for wanted in (1, 0):
-            masked = [
-                v.where(has_bit(i, bit, wanted), v.new_zeros(()))
-                for v, i in zip(vectors, numbers)
-            ]
-            (column,) = _pull(gradients, cotangent, masked)
-            moved.append(torch.zeros_like(unseen) if column is None else column != 0)
-        ones, zeros = moved
-        if bool((ones & zeros).any()):
-            return Mixed(names)
-        got += ones.long() << bit
-        unseen |= ~(ones | zeros)
-    return simplify(got.masked_fill(unseen, -1), n)
+    got = torch.zeros(shape, dtype=torch.long, device=cotangent.device)
+    unseen, moved = got < 0, {}
+    for bit, value in halves(n) if pairs else ():
+        marked = [
+            torch.zeros_like(g).masked_fill_(has_bit(i, bit, value), nan)
+            for (g, _), i in zip(pairs, numbers)
+        ]
+        (column,) = pull([g for g, _ in pairs], cotangent, marked)
+        moved[value] = unseen & False if column is None else column.isnan()
+        if not value:
+            if bool((moved[0] & moved[1]).any()):
+                return Mixed(name_of(edge.node))
+            got += moved[1].long() << bit
+            unseen |= ~(moved[0] | moved[1])
+    return simplify(got.masked_fill(unseen, -1), n) if pairs else None

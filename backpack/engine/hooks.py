@@ -32,7 +32,7 @@ from backpack.core.layout import FIRST, Mixed, Placement, spans
 from backpack.core.table import Row, find_loss, find_loss_module
 from backpack.engine.gaps import NESTED, Known, differ, explain
 from backpack.engine.graph import is_leaf
-from backpack.engine.layer_calls import note_use, row_inside, row_of_call
+from backpack.engine.layer_calls import note_use, row_of_call
 from backpack.engine.placements import MARK, Pass, place, placement_of
 from backpack.engine.record import Call
 from backpack.engine.tracking import LIST_OF_SAMPLES, ONE_SAMPLE, Tracker
@@ -159,7 +159,7 @@ def enter_call(
         if tracker is not None:
             frame.outer, tracker.owner = tracker.owner, frame.call
             if not tracker.suspended and module._parameters and _is_alone(module):
-                frame.row = row_inside(module, args, kwargs, tracker)
+                frame.row = row_of_call(module, args, kwargs, tracker)
                 if frame.row is not None:
                     frame.suspends = True
                     tracker.suspend()
@@ -201,23 +201,26 @@ def _start(frame: _Frame, args: Tuple, kwargs: Dict[str, Any]) -> None:
     known = [explain(x) for x in data]
     sizes = [k.n for k in known if k is not None and not isinstance(k.placement, Mixed)]
     sizes = sizes or [k.n for k in known if k is not None]
-    if not sizes:
-        raw = [x for x in data if x.grad_fn is None] or nested
-        if not raw:
-            return
-        sizes = [raw[0].size(0)]
-    n = sizes[0]
+    raw = [x for x in data if x.grad_fn is None] or nested
+    computed = [] if sizes or raw else data  # by what is not extended
+    if not (sizes or raw or computed):
+        return
+    n = sizes[0] if sizes else (raw or computed)[0].size(0)
     inputs: List[Tuple[Tensor, Placement]] = [(x, NESTED) for x in nested]
     for x, k in zip(data, known):
         if k is not None and k.n == n:
             inputs.append((x, k.placement))
-        elif x.grad_fn is None and len(x) == n:
+        elif x.grad_fn is None and len(x) == n or computed and x is computed[0]:
             inputs.append((x, FIRST))
+        elif computed:
+            inputs.append((x, BESIDE))
     frame.tracker = _THREAD.tracker = Tracker(n, inputs)
     frame.tracker.owner, frame.tracker.root = frame.call, frame.call.module_ref
     frame.tracker.note_loss = _note_function
     if n == 1:  # or what comes first is a number that all samples share
-        frame.tracker.longer = {len(x): ONE_SAMPLE for x in data if len(x) > 1}
+        frame.tracker.longer = {
+            len(x): ONE_SAMPLE for x, k in zip(data, known) if k is None and len(x) > 1
+        }
     for x in (*args, *kwargs.values()):
         if isinstance(x, (list, tuple)) and len(x) not in (1, n):
             own = {len(y) for y in x if isinstance(y, Tensor) and y.dim()}
@@ -226,6 +229,7 @@ def _start(frame: _Frame, args: Tuple, kwargs: Dict[str, Any]) -> None:
     frame.tracker.__enter__()
 
 
+BESIDE = Mixed("inputs besides the first that no extended module computes", False)
 _NO_DATA = (Module, type, FunctionType, ModuleType)  # objects that hold no inputs
 
 
@@ -299,7 +303,7 @@ def _leave_last() -> _Frame:
     """Go on as before the innermost call, which is forgotten when all that is done."""
     frame, tracker = _THREAD.frames[-1], _THREAD.tracker
     if frame.tracker is not None:
-        _THREAD.tracker = None
+        _THREAD.tracker, frame.tracker.key.is_over = None, True
         _remove_mode(frame.tracker)
     elif tracker is not None:
         tracker.owner = frame.outer

@@ -6,7 +6,6 @@ happens inside is not watched.
 
 from __future__ import annotations
 
-import weakref
 from types import SimpleNamespace
 from typing import Any, Dict, List, Optional, Tuple
 
@@ -18,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from backpack.core.derivatives.generic import output_batch_axis
 from backpack.core.derivatives.stored import shallow_copy
-from backpack.core.layout import Layout, Mixed, Placement
+from backpack.core.layout import Layout, Placement
 from backpack.core.operations import LayerLike, Operation, statistics
 from backpack.core.table import Row, find_row
 from backpack.engine.gaps import Known, explain
@@ -36,6 +35,8 @@ def row_of_call(
 ) -> Optional[Row]:
     """Look up the rule for a call that is a use as a whole, or needs no watching.
 
+    Samples must be where the layer takes them to be. Everything else is watched.
+
     Args:
         module: The module.
         args: Positional arguments.
@@ -45,7 +46,7 @@ def row_of_call(
     Returns:
         The row, ``None`` if what happens inside has to be watched.
     """
-    if is_loss(module):
+    if tracker is None and is_loss(module):
         return find_row(module, losses=True)
     row = find_row(module)
     if row is None or kwargs or not args or not isinstance(args[0], Tensor):
@@ -54,46 +55,22 @@ def row_of_call(
     if x.is_nested:
         return None
     if row.params == ():
-        return row if _keeps_samples(module, x) else None
-    if not row.accepts(module, args) or not _is_plain(module, row):
+        if tracker is not None or not _keeps_samples(module, x):
+            return None
+    elif not row.accepts(module, args) or not _is_plain(module, row):
         return None
-    if isinstance(module, nn.RNNBase) and not _takes_samples(module, args, tracker):
+    if isinstance(module, nn.RNNBase):
+        return row if _takes_samples(module, args, tracker) else None
+    if tracker is not None:
+        meet = module.training or getattr(module, "running_mean", None) is None
+        if len(args) != 1 or isinstance(module, _NormBase) and meet:
+            return None
+        if torch._C._is_any_autocast_enabled():
+            return None  # autograd keeps a copy of the input, which may be overwritten
+    placement = _input_of(module, x, tracker).placement
+    if type(placement) is not Layout or placement.axis >= _row_axes(module, x):
         return None
     return row
-
-
-def row_inside(
-    module: Module, args: Tuple, kwargs: Dict[str, Any], tracker: Tracker
-) -> Optional[Row]:
-    """Look up the rule for a call inside of a model, which then is a use as a whole.
-
-    Samples must be where the layer takes them to be. Everything else is watched.
-
-    Args:
-        module: The module.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        tracker: What watches the operations around.
-
-    Returns:
-        The row, ``None`` if what happens inside has to be watched.
-    """
-    is_recurrent = isinstance(module, nn.RNNBase)
-    if len(args) != 1 and not is_recurrent:
-        return None
-    row = row_of_call(module, args, kwargs, tracker)
-    if row is None or is_recurrent:
-        return row
-    if isinstance(module, _NormBase) and (
-        module.training or module.running_mean is None
-    ):
-        return None  # samples meet
-    placement = placement_of(args[0], tracker.key)
-    if type(placement) is not Layout or row.params == ():
-        return None
-    if torch._C._is_any_autocast_enabled():
-        return None  # autograd keeps a copy of the input, which may be overwritten
-    return row if placement.axis < _row_axes(module, args[0]) else None
 
 
 def _takes_samples(module: Module, args: Tuple, tracker: Optional[Tracker]) -> bool:
@@ -213,7 +190,10 @@ def note_use(
     module, x = call.module, args[0]
     known = _input_of(module, x, tracker)
     call.n = known.n
-    placements = _placements(module, row, x, known, outputs)
+    placements = [known.placement] * len(outputs)
+    if isinstance(module, nn.RNNBase):
+        axes = [output_batch_axis(module, i) for i in range(len(outputs))]
+        placements = [Layout(axis, 1) for axis in axes]
     if row.params == ():
         return placements
     constants = [
@@ -258,18 +238,3 @@ def _row_axes(module: Module, x: Tensor) -> int:
     """Count the leading axes of a layer's input that are rows."""
     features = _features(module)
     return 1 if features is None else x.dim() - features[0]
-
-
-def _placements(
-    module: Module, row: Row, x: Tensor, known: Known, outputs: List[Tensor]
-) -> List[Placement]:
-    """Tell where the samples are in a layer's outputs."""
-    placement = known.placement
-    if isinstance(module, nn.RNNBase):
-        return [Layout(output_batch_axis(module, i), 1) for i in range(len(outputs))]
-    if isinstance(placement, Mixed) or placement is None:
-        return [placement] * len(outputs)
-    if isinstance(placement, Layout) and placement.axis < _row_axes(module, x):
-        return [placement] * len(outputs)
-    name = f"`{type(module).__name__}` on {list(x.shape)}"
-    return [Mixed(name, module=weakref.ref(module))] * len(outputs)

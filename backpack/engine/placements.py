@@ -97,9 +97,10 @@ class Pass:
         n: Number N of samples.
         inputs: By identity, inputs and where their samples are. They have no marks:
             in another call, or thread, they may be something else.
+        is_over: Whether nothing is watched any more: what has a mark may be modified.
     """
 
-    __slots__ = ("n", "inputs")
+    __slots__ = ("n", "inputs", "is_over")
 
     def __init__(self, n: int):
         """Store the number of samples.
@@ -109,6 +110,7 @@ class Pass:
         """
         self.n = n
         self.inputs: Dict[int, Tuple[weakref.ref[Tensor], Placement]] = {}
+        self.is_over = False
 
 
 def placement_of(x: Tensor, key: Pass) -> Placement:

@@ -259,12 +259,21 @@ class Tracker(TorchFunctionMode):
     def _through_view(self, x: Tensor, base: Tensor, placement: Any) -> Placement:
         if View.of(x) == View.of(base):
             return placement
-        numbers = sample_numbers(placement, base.shape, self.n, base.device)
-        if not base.is_contiguous():
+        numbers = self._in_memory(base, placement)
+        if numbers is None:
             return Mixed("a view of a tensor with gaps", False)
-        numbers = numbers.contiguous()
         offset = x.storage_offset() - base.storage_offset()
         return simplify(numbers.as_strided(x.shape, x.stride(), offset), self.n)
+
+    def _in_memory(self, base: Tensor, placement: Placement) -> Optional[Tensor]:
+        """Write sample numbers to where a tensor has its entries, if without gaps."""
+        numbers = torch.empty_like(base, dtype=torch.long, requires_grad=False).fill_(
+            -1
+        )
+        if placement is not None:
+            own = sample_numbers(placement, base.shape, self.n, base.device)
+            numbers.copy_(own)
+        return numbers if numbers.stride() == base.stride() else None
 
     def _is_constant(self, x: Tensor) -> bool:
         """Tell whether a tensor that nothing is known of is computed from parameters.
@@ -449,16 +458,13 @@ class Tracker(TorchFunctionMode):
         self, view: View, placement: Placement, base: Tensor, known: Placement
     ) -> Placement:
         """Tell where samples are in a tensor, from those in a view of it."""
-        if not base.is_contiguous() or isinstance(placement, Mixed):
+        meets = isinstance(placement, Mixed)
+        numbers = None if meets else self._in_memory(base, known)
+        if numbers is None:
             return Mixed("writing to a view", False)
-        shape, device = base.shape, base.device
-        if known is None:
-            numbers = torch.full(shape, -1, device=device)
-        else:
-            numbers = sample_numbers(known, shape, self.n, device).clone()
         offset = view.offset - base.storage_offset()
         part = numbers.as_strided(view.shape, view.stride, offset)
-        new = sample_numbers(placement, view.shape, self.n, device)
+        new = sample_numbers(placement, view.shape, self.n, base.device)
         part.copy_(new.where(new >= 0, part))
         return simplify(numbers, self.n, is_written=True)
 

@@ -54,7 +54,8 @@ LOST = (
     "{what}: it is not known where the samples are after {operation}, so that "
     "quantities of individual samples can't be computed for {names}. Replace this "
     "operation by others of PyTorch (what `torch.compile` has made of a loss, by the "
-    "loss itself), or freeze the parameters."
+    "loss itself), extend the model as a whole if only parts of it are, or freeze the "
+    "parameters."
 )
 MODIFIED = (
     "{operation}: an input of this operation was modified in place after the forward "

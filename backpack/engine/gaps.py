@@ -295,12 +295,12 @@ def explain_edge(edge: GradientEdge, shape: torch.Size) -> Optional[Known]:
     return Known(_REMEMBERED[key], first.known.n)
 
 
-# Nodes whose result's placement is determined by shapes and plain arguments
+# Nodes whose result's placement is determined by shapes and plain arguments: those
+# whose derivatives are zero for some numbers do not belong here
 _STRUCTURAL = frozenset(
     f"{name}Backward0"
     for name in "View UnsafeView ReshapeAlias Transpose T Permute Slice Select Squeeze "
-    "Unsqueeze Expand LogSoftmax Softmax Clone Alias ToCopy Mul Div Add Sub Neg "
-    "Sigmoid Tanh Relu Exp Log Pow Sum Mean".split()
+    "Unsqueeze Expand Clone Alias ToCopy Add Sub Neg Sum Mean".split()
 ) | {"SqueezeBackward1"}
 _REMEMBERED: Dict[Tuple, Placement] = {}
 # Linear in each operand

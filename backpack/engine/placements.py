@@ -438,13 +438,16 @@ class Finder:
         """Tell where samples are in rows of a table that were picked by data."""
         if isinstance(ids, Tensor) and ids.is_floating_point():
             table, ids = ids, table  # as functions of torch.nn.functional have it
-        if not (isinstance(table, Tensor) and isinstance(ids, Tensor) and ids.dim()):
+        parts = ids if isinstance(ids, tuple) else (ids,)
+        if not isinstance(table, Tensor) or self.of(table) is not None:
             return None
-        if ids.dtype not in _INDEXES or self.of(table) is not None:
+        if not all(isinstance(x, Tensor) and x.dtype in _INDEXES for x in parts):
             return None
-        placement = self.of(ids)
+        data = [x for x in parts if self.of(x) is not None]
+        rows = torch.broadcast_tensors(*parts)[0]
+        placement = self._pointwise(data, rows) or self._combined(data, rows)
         if isinstance(placement, Tensor):
-            placement = placement[(..., *[None] * (table.dim() - 1))]
+            placement = placement[(..., *[None] * (table.dim() - len(parts)))]
         return placement
 
     def _bags(

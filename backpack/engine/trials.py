@@ -87,6 +87,11 @@ class Trial:
                 found, hides = self._probe(NOT_A_NUMBER)
             except Exception:  # an algorithm that needs numbers
                 return self._probe(OTHER_NUMBERS)[0], False
+            mixed = any(isinstance(p, Mixed) for p in found)
+            if mixed and any(bool((x != x).any()) for x in self._run()):
+                # outside of its domain: NaN shows nothing there
+                self._flat = list(map(_between, self._flat))
+                found, hides = self._probe(NOT_A_NUMBER)
             if hides and not self._is_random():
                 return self._probe(EXTREMES)[0], False
             if hides:  # what is drawn, and how much, tells nothing
@@ -273,6 +278,11 @@ def _finite(x: Tensor) -> Tensor:
     if x.is_floating_point() and x.layout is torch.strided:
         x.nan_to_num_(0.0, 1.0, -1.0)
     return x
+
+
+def _between(x: Any) -> Any:
+    """Replace numbers by others between zero and one."""
+    return torch.rand_like(x) if _is_inexact(x) and x.layout is torch.strided else x
 
 
 def _differs(x: Tensor, plain: Tensor) -> Tensor:

@@ -537,7 +537,8 @@ def _one_by_one(
         if len(samples) > 1:
             return Mixed(names)
         found += samples or {-1}
-    return simplify(torch.tensor(found, device=metadata.device).reshape(shape), n)
+    numbers = torch.tensor(found, device=metadata.device).reshape(shape)
+    return _of_derivatives(numbers, n, names)
 
 
 def _numbers(
@@ -569,4 +570,11 @@ def _numbers(
             return Mixed(names)
         got += ones.long() << bit
         unseen |= ~(ones | zeros)
-    return simplify(got.masked_fill(unseen, -1), n)
+    return _of_derivatives(got.masked_fill(unseen, -1), n, names)
+
+
+def _of_derivatives(numbers: Tensor, n: int, names: str) -> Placement:
+    """Find a placement, where -1 may be a sample's whose derivative is zero."""
+    found = len(numbers.unique())
+    is_lost = n > 1 and bool((numbers < 0).any()) and found == 2
+    return Mixed(names, False) if is_lost else simplify(numbers, n)

@@ -440,7 +440,7 @@ class Tracker(TorchFunctionMode):
         part = numbers.as_strided(view.shape, view.stride, offset)
         new = sample_numbers(placement, view.shape, self.n, device)
         part.copy_(new.where(new >= 0, part))
-        return simplify(numbers, self.n, is_written=True)
+        return simplify(numbers, self.n)
 
     # ----------------------------------------------------------------------------- uses
 

@@ -137,6 +137,12 @@ class Trial:
         else:  # which formats a stack, to tell of errors on devices: milliseconds
             torch.manual_seed(seed)
 
+    def _is_use(self) -> bool:
+        """Tell whether what no sample changes may depend on parameters."""
+        pairs = zip(self._flat, self._numbers)
+        constants = [x for x, i in pairs if isinstance(x, Tensor) and i is None]
+        return self._name not in MOVING and any(x.requires_grad for x in constants)
+
     def _is_random(self) -> bool:
         """Tell whether results differ by more than what marks change: by what is drawn.
 
@@ -194,7 +200,7 @@ class Trial:
                 found.append(Mixed(describe(self._name, self._flat, self._numbers)))
             else:
                 numbers = got[j].masked_fill(unseen[j], -1)
-                placement = simplify(numbers, n, self._name in MOVING)
+                placement = simplify(numbers, n, self._is_use())
                 some = isinstance(placement, Tensor) and not _is_inexact(out)
                 if some and bool(unseen[j].any()) and _all_known(self._numbers):
                     placement = None  # another number may give the same one: a constant

@@ -459,19 +459,22 @@ class Finder:
         *more: Any,
         **named: Any,
     ) -> Placement:
-        """Tell which sample has which bag, if bags lie in memory one by one."""
-        if offsets is None:
+        """Tell which sample has which bag."""
+        if self.of(weight) is not None:
             return None
         device, n = out.device, self.n
         numbers = torch.full((len(out),), -1, device=device)
-        if self.of(offsets) is not None:
-            found = sample_numbers(self.of(offsets), offsets.shape, n, device)
-            numbers = found[: len(out)].clone()
-        entries = torch.arange(len(input), device=device)
-        bags = torch.searchsorted(offsets[: len(out)], entries, right=True) - 1
+        entries = torch.arange(input.numel(), device=device)
+        if offsets is None:
+            bags = entries // max(input.shape[1], 1)
+        else:  # bags lie in memory one by one
+            bags = torch.searchsorted(offsets[: len(out)], entries, right=True) - 1
+            if self.of(offsets) is not None:
+                found = sample_numbers(self.of(offsets), offsets.shape, n, device)
+                numbers = found[: len(out)].clone()
         for x in (input, *more, *named.values()):  # and weights of the entries
             if isinstance(x, Tensor) and self.of(x) is not None:
-                own = sample_numbers(self.of(x), x.shape, n, device)
+                own = sample_numbers(self.of(x), x.shape, n, device).flatten()
                 numbers[bags] = own.where(numbers[bags] < 0, numbers[bags])
                 if bool(((own >= 0) & (numbers[bags] != own)).any()):
                     return Mixed("`embedding_bag`")

@@ -262,6 +262,12 @@ MOVES: Dict[str, Callable] = {  # of x [N, T, D]
     "singular-values-of-each-sample": lambda m, x: torch.linalg.svdvals(
         plain(m, x) @ m.f.weight
     )[:, :2],
+    "outside-of-the-domain": lambda m, x: torch.where(
+        plain(m, x) > 0, plain(m, x).log2(), x * m.p
+    ),
+    "rows-of-a-constant-by-a-mask": lambda m, x: plain(m, x)[:, None]
+    .masked_scatter(x[:, None] > 0, m.p.expand_as(x[:, None])[x[:, None] > 0])
+    .squeeze(1),
     "broadcast-tensors": lambda m, x: torch.mul(
         *torch.broadcast_tensors(plain(m, x), m.p)
     ),
@@ -845,6 +851,29 @@ EITHER = {
     "bags-of-two-samples": bags([0, 3, 4, 6], inside=True, mode="sum")._replace(
         says="embedding_bag"
     ),
+    "one-sample-written-time-first": moving(
+        lambda m, x: (
+            torch.zeros_like(x.mT.mT.transpose(0, 1))
+            .index_copy(1, torch.tensor([0]), plain(m, x[:1]).transpose(0, 1))
+            .add(1)
+            .mul(m.p)
+            .transpose(0, 1)
+        ),
+        3,
+        D,
+    )._replace(alone=False, says=r"linear|mul|sin"),
+    "one-sample-alive-behind-vmap": moving(
+        lambda m, x: m.p
+        * torch.vmap(lambda z: z.relu() + 1)(
+            plain(m, x).square().neg().index_fill(0, torch.tensor([0]), 0)
+            + F.pad(x[:1], (0, 0, 0, 0, 0, len(x) - 1)).square()
+        )
+        .transpose(0, 1)
+        .clone()
+        .transpose(0, 1),
+        3,
+        D,
+    )._replace(alone=False, says=r"relu|mul"),
     "numpy-order": moving(
         lambda m, x: plain(m, x[torch.from_numpy(permutation(x).numpy())])[
             permutation(x).argsort()

@@ -779,6 +779,14 @@ def test_small_batches(name: str, batch: int) -> None:
     )
 
 
+def test_one_sample_whose_derivative_is_zero() -> None:
+    """What is computed from a single sample is its own, whatever its numbers are."""
+    row = moving(
+        lambda m, x: torch.vmap(lambda z: z.relu() + 1)(-plain(m, x).exp()) * m.p, 2, D
+    )
+    assert_right(row._replace(X=randn(2, D, batch=1)))
+
+
 # What else a model returns, where samples may have met
 BESIDE: Dict[str, Callable[[Tensor], Any]] = {
     "similarities": lambda h: (h, h @ h.T),

@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
 
 from backpack.core.layout import (
     FIRST,
+    Layout,
     Mixed,
     Placement,
     has_bit,
@@ -287,7 +288,7 @@ def explain_edge(edge: GradientEdge, shape: torch.Size) -> Optional[Known]:
     if key is None or key not in _REMEMBERED:
         with saved_tensors_hooks(_same, _same):  # a checkpoint would count ours
             placement = _probe(edge, shape, sources, nodes)
-        if key is None:
+        if key is None or not isinstance(placement, Layout):  # others go by numbers
             return Known(placement, first.known.n)
         if len(_REMEMBERED) > 1000:
             _REMEMBERED.clear()
@@ -295,12 +296,13 @@ def explain_edge(edge: GradientEdge, shape: torch.Size) -> Optional[Known]:
     return Known(_REMEMBERED[key], first.known.n)
 
 
-# Nodes whose result's placement is determined by shapes and plain arguments: those
-# whose derivatives are zero for some numbers do not belong here
+# Nodes whose result's placement is determined by shapes and plain arguments, if it is a
+# layout: derivatives that are zero for some numbers may hide others
 _STRUCTURAL = frozenset(
     f"{name}Backward0"
     for name in "View UnsafeView ReshapeAlias Transpose T Permute Slice Select Squeeze "
-    "Unsqueeze Expand Clone Alias ToCopy Add Sub Neg Sum Mean".split()
+    "Unsqueeze Expand LogSoftmax Softmax Clone Alias ToCopy Mul Div Add Sub Neg "
+    "Sigmoid Tanh Relu Exp Log Pow Sum Mean".split()
 ) | {"SqueezeBackward1"}
 _REMEMBERED: Dict[Tuple, Placement] = {}
 # Linear in each operand
@@ -575,6 +577,7 @@ def _numbers(
 
 def _of_derivatives(numbers: Tensor, n: int, names: str) -> Placement:
     """Find a placement, where -1 may be a sample's whose derivative is zero."""
-    found = len(numbers.unique())
-    is_lost = n > 1 and bool((numbers < 0).any()) and found == 2
-    return Mixed(names, False) if is_lost else simplify(numbers, n)
+    if n == 1:
+        numbers = torch.zeros_like(numbers)
+    lost = bool((numbers < 0).any()) and len(numbers.unique()) == 2
+    return Mixed(names, False) if lost else simplify(numbers, n)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from threading import RLock
-from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Tuple
+from typing import Any, Callable, Iterable, Iterator, NamedTuple
 from warnings import catch_warnings, simplefilter
 
 import torch
@@ -80,13 +80,13 @@ class _Graph(NamedTuple):
         state: What the graph is right for, see :func:`_state`.
     """
 
-    run: Callable[..., List[Tensor]]
-    lifted: List[Tensor]
-    leaves: List[Any]
-    calls: List[Any]
+    run: Callable[..., list[Tensor]]
+    lifted: list[Tensor]
+    leaves: list[Any]
+    calls: list[Any]
     spec: Any
-    modules: List[Module]
-    state: Tuple
+    modules: list[Module]
+    state: tuple
 
 
 class CompiledStep:
@@ -96,7 +96,7 @@ class CompiledStep:
         self,
         closure: Callable[..., Tensor],
         context: Callable[[], Any],
-        extensions: Tuple[BackpropExtension, ...],
+        extensions: tuple[BackpropExtension, ...],
         compiler: Callable[[Callable, bool], Callable],
         copies: bool,
     ):
@@ -111,7 +111,7 @@ class CompiledStep:
         """
         self._closure, self._context = closure, context
         self._extensions, self._compiler, self._copies = extensions, compiler, copies
-        self._graphs: Dict[Tuple, List[_Graph]] = {}
+        self._graphs: dict[tuple, list[_Graph]] = {}
 
     def __call__(self, *tensors: Tensor) -> Tensor:
         """Run a step.
@@ -159,15 +159,15 @@ class CompiledStep:
                     setattr(leaf, name, value)
         return loss
 
-    def _record(self, tensors: Tuple[Tensor, ...]) -> _Graph:
+    def _record(self, tensors: tuple[Tensor, ...]) -> _Graph:
         """Run a step as it is, then record it; everything else stays as before."""
         if is_parallel():
             raise NotImplementedError(PROCESSES)
-        modules: Dict[Module, None] = {}
-        specs: List[Any] = []
-        leaves: List[Tensor] = []
+        modules: dict[Module, None] = {}
+        specs: list[Any] = []
+        leaves: list[Tensor] = []
 
-        def step(*tensors: Tensor) -> List[Tensor]:
+        def step(*tensors: Tensor) -> list[Tensor]:
             loss = self._closure(*tensors)
             is_tensor = isinstance(loss, Tensor)
             if not is_tensor or loss.numel() != 1:
@@ -175,7 +175,7 @@ class CompiledStep:
                 raise TypeError(NO_LOSS.format(kind=kind))
             leaves[:] = () if loss.grad_fn is None else leaves_behind(loss.grad_fn)
             _check_hooks(leaves)
-            results: List[Any] = [loss.detach()]
+            results: list[Any] = [loss.detach()]
             with _set_aside(leaves, [ext.savefield for ext in self._extensions]):
                 with self._context():
                     loss.backward()
@@ -186,7 +186,7 @@ class CompiledStep:
 
         whole = KeepWhole()
 
-        def recorded(*tensors: Tensor) -> List[Tensor]:
+        def recorded(*tensors: Tensor) -> list[Tensor]:
             with whole:
                 return step(*tensors)
 
@@ -208,7 +208,7 @@ class CompiledStep:
         run = self._compiler(graph, on_cpu)
         return _Graph(run, lifted, found, whole.calls, specs[0], list(modules), state)
 
-    def _fields(self, leaf: Tensor) -> Dict[str, Any]:
+    def _fields(self, leaf: Tensor) -> dict[str, Any]:
         """Collect what the extensions have saved on a leaf."""
         found = {}
         for ext in self._extensions:
@@ -221,7 +221,7 @@ class CompiledStep:
         return found
 
 
-def _kept(ext: BackpropExtension) -> Dict[str, Any]:
+def _kept(ext: BackpropExtension) -> dict[str, Any]:
     """Collect what an extension keeps, like the norms that decided on weights."""
     return {
         name: value
@@ -230,7 +230,7 @@ def _kept(ext: BackpropExtension) -> Dict[str, Any]:
     }
 
 
-def _kinds(tensors: Tuple[Tensor, ...]) -> Tuple:
+def _kinds(tensors: tuple[Tensor, ...]) -> tuple:
     """Describe arguments, and PyTorch's switches, as far as operations depend on it."""
     devices = sorted({"cpu", "cuda", *(x.device.type for x in tensors)})
     switches = (
@@ -258,7 +258,7 @@ def _alias(x: Tensor) -> Tensor:
     return x.detach().requires_grad_(x.requires_grad)
 
 
-def _state(modules: Iterable[Module]) -> Tuple:
+def _state(modules: Iterable[Module]) -> tuple:
     """Describe modules, as far as operations depend on it."""
     return tuple(
         (
@@ -274,20 +274,17 @@ def _state(modules: Iterable[Module]) -> Tuple:
     )
 
 
-def _check_hooks(leaves: List[Tensor]) -> None:
+def _check_hooks(leaves: list[Tensor]) -> None:
     """Refuse hooks of users, which are no operations."""
-    hooked = [
-        leaf
-        for leaf in leaves
-        if leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None)
-    ]
+    kinds = "_backward_hooks", "_post_accumulate_grad_hooks"
+    hooked = [x for x in leaves if any(getattr(x, kind, None) for kind in kinds)]
     if hooked:
         raise NotImplementedError(HOOKS.format(names=describe(hooked)))
 
 
 @contextmanager
 def _as_before(
-    modules: Dict[Module, None], tensors: Tuple[Tensor, ...]
+    modules: dict[Module, None], tensors: tuple[Tensor, ...]
 ) -> Iterator[None]:
     """Restore random numbers, arguments and running statistics.
 
@@ -302,7 +299,7 @@ def _as_before(
     Raises:
         NotImplementedError: If a buffer has become another tensor.
     """
-    before: List[Tuple[Module, str, Tensor, Tensor]] = []
+    before: list[tuple[Module, str, Tensor, Tensor]] = []
     arguments = [(x, x._version, x.detach().clone()) for x in tensors]
 
     def note(module: Module) -> None:
@@ -339,7 +336,7 @@ def _as_before(
 
 
 @contextmanager
-def _set_aside(leaves: List[Tensor], fields: List[str]) -> Iterator[None]:
+def _set_aside(leaves: list[Tensor], fields: list[str]) -> Iterator[None]:
     """Let leaves have no gradient and no fields for a while.
 
     Args:
@@ -368,7 +365,7 @@ def _set_aside(leaves: List[Tensor], fields: List[str]) -> Iterator[None]:
                 setattr(leaf, name, value)
 
 
-def _lift(graph: GraphModule) -> List[Tensor]:
+def _lift(graph: GraphModule) -> list[Tensor]:
     """Make inputs of the tensors that a graph has as attributes.
 
     Args:
@@ -377,8 +374,8 @@ def _lift(graph: GraphModule) -> List[Tensor]:
     Returns:
         The tensors, in the order of the inputs.
     """
-    lifted: List[Tensor] = []
-    inputs: Dict[int, Any] = {}
+    lifted: list[Tensor] = []
+    inputs: dict[int, Any] = {}
     nodes = graph.graph.nodes
     first = next(x for x in nodes if x.op not in ("placeholder", "get_attr"))
     for node in list(nodes):

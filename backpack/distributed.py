@@ -7,7 +7,7 @@ of its own samples. :func:`reduce` makes those of the whole batch of them.
 from __future__ import annotations
 
 from math import isclose, isnan
-from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Tuple
+from typing import Any, Iterable, NamedTuple
 
 import torch
 from torch import Tensor, distributed
@@ -45,16 +45,16 @@ class _Report(NamedTuple):
 
     name: str
     samples: int
-    divisors: Tuple[Optional[float], ...]
-    present: Tuple[bool, ...]
+    divisors: tuple[float | None, ...]
+    present: tuple[bool, ...]
     error: str
 
 
 def reduce(
     parameters: Iterable[Tensor],
     extensions: Iterable[BackpropExtension],
-    group: Optional[ProcessGroup] = None,
-    count: Optional[int] = None,
+    group: ProcessGroup | None = None,
+    count: int | None = None,
     gather: bool = False,
 ) -> None:
     """Make quantities of the whole batch of those that each process has computed.
@@ -96,7 +96,7 @@ def reduce(
     if world == 1:
         return
     own = [_report(ext, parameters, count) for ext in extensions]
-    reports: List[Any] = [None] * world
+    reports: list[Any] = [None] * world
     distributed.all_gather_object(reports, own, group=group)
     if len({len(of_process) for of_process in reports}) > 1:
         raise ValueError("reduce(...): processes pass different numbers of extensions.")
@@ -114,7 +114,7 @@ def reduce(
 
 
 def _report(
-    ext: BackpropExtension, parameters: List[Tensor], count: Optional[int]
+    ext: BackpropExtension, parameters: list[Tensor], count: int | None
 ) -> _Report:
     """Collect what the other processes have to know; errors are raised by all."""
     shard = ext.shard
@@ -136,7 +136,7 @@ def _report(
     return _Report(type(ext).__name__, samples or 0, tuple(divisors), present, error)
 
 
-def _weights(reports: Tuple[_Report, ...]) -> Tuple[List[float], List[float]]:
+def _weights(reports: tuple[_Report, ...]) -> tuple[list[float], list[float]]:
     """Compute each process' weight and share of the samples.
 
     Args:
@@ -151,10 +151,9 @@ def _weights(reports: Tuple[_Report, ...]) -> Tuple[List[float], List[float]]:
     names = [report.name for report in reports]
     for rank, report in enumerate(reports):
         if report.error:
-            raise ValueError(
-                f"reduce(...): {report.name} {report.error} (process {rank})"
-            )
-    disagreements: Dict[str, Any] = {
+            what = f"{report.name} {report.error}"
+            raise ValueError(f"reduce(...): {what} (process {rank})")
+    disagreements: dict[str, Any] = {
         "extensions": names,
         "parameters with a value": [report.present for report in reports],
         "numbers of losses": [len(report.divisors) for report in reports],
@@ -181,7 +180,7 @@ def _weights(reports: Tuple[_Report, ...]) -> Tuple[List[float], List[float]]:
     return weights, _fractions(samples)
 
 
-def _fractions(numbers: Iterable[float]) -> List[float]:
+def _fractions(numbers: Iterable[float]) -> list[float]:
     """Divide numbers by their sum."""
     numbers = list(numbers)
     return [number / sum(numbers) for number in numbers]

@@ -285,6 +285,8 @@ def test_large_layer(
 ):
     """Layers that are large enough to form some products at a time."""
     monkeypatch.setattr(matmul, "has_fast_blas", lambda: has_fast_blas)
+    monkeypatch.setattr(matmul, "_has_wide_avx512", lambda: True)
+    monkeypatch.setattr(tuning, "MIN_PER_PRODUCT", 2**20)
     monkeypatch.setattr(tuning, "STEP_ELEMENTS", most)
     monkeypatch.setattr(tuning, "UNFOLDED_ELEMENTS", most)
     layer, shape = LARGE[key]
@@ -485,6 +487,36 @@ def test_outer(
     assert ("dots" in formed) != sizes.gram_dots
     plain_norms = sizes.positions > 1 and not sizes.gram_norms
     assert ("sq_norms" in formed) == plain_norms
+
+
+class Weighted(Module):
+    """Sums the rows of a table that has as many as there are samples."""
+
+    def __init__(self) -> None:
+        """Make the weight."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4, dtype=F64))
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        """Scale samples ``[N, 4]`` by the weight, and by the sum of a table's rows."""
+        return x * self.weight * table.sum(0)
+
+
+@pytest.mark.parametrize("num_columns", [1, 3])
+def test_generic_rule_does_not_guess(num_columns: int):
+    """An argument with N rows need not hold samples."""
+    layer, x, table = Weighted(), *torch.rand(2, N, 4, dtype=F64)
+    mat = torch.rand(num_columns, N, 4, dtype=F64)
+    product = generic_product("weight", layer, [x, table], mat)
+    expected = [
+        [
+            torch.autograd.grad(layer(x, table)[n] @ v[n], layer.weight)[0]
+            for n in range(N)
+        ]
+        for v in mat
+    ]
+    expected = torch.stack([torch.stack(rows) for rows in expected])
+    assert_agrees(product.individual(), expected, "individual gradients")
 
 
 @pytest.mark.parametrize("num_columns", [1, 3])

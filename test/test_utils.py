@@ -30,7 +30,9 @@ from torch.nn import (
 
 from backpack.core.fast import matmul as matmul_module
 from backpack.core.fast.matmul import (
+    _has_wide_avx512,
     _onednn,
+    _processor,
     bmm,
     has_fast_blas,
     has_fast_matmul,
@@ -493,8 +495,9 @@ def test_matrix_products(
 ):
     """Whichever library multiplies, and however factors lie in memory."""
     monkeypatch.setattr(matmul_module, "has_fast_blas", lambda: has_fast_blas)
-    monkeypatch.setattr(matmul_module, "_has_avx512", lambda: True)
-    monkeypatch.setattr(matmul_module.tuning, "MIN_MULTIPLICATIONS", 2**20)
+    monkeypatch.setattr(matmul_module, "_has_wide_avx512", lambda: True)
+    for name in ("MIN_MULTIPLICATIONS", "MIN_PER_PRODUCT"):
+        monkeypatch.setattr(matmul_module.tuning, name, 2**20)
     g, a, r, b = sizes
     left, right = rand(g, a, r).to(dtype), rand(g, r, b).to(dtype)
     left, right = LAYOUTS[layout](left), LAYOUTS[layout](right)
@@ -510,27 +513,50 @@ def test_matrix_products(
             testing.assert_close(out, expected)
 
 
+AMD = "processor : 0\nvendor_id : AuthenticAMD\ncpu family : {}\n"
+# /proc/cpuinfo, platform.processor(), MKL, AVX-512; fast BLAS, what it leaves unused
 PROCESSORS = {
-    "Intel": ("processor : 0\nvendor_id : GenuineIntel\n", "", True, True),
-    "AMD": ("processor : 0\nvendor_id : AuthenticAMD\n", "", True, False),
-    "Intel, other BLAS": ("vendor_id : GenuineIntel\n", "", False, False),
-    "ARM": ("processor : 0\nCPU implementer : 0x41\n", "", False, False),
-    "Intel, not Linux": (None, "Intel64 Family 6, GenuineIntel", True, True),
-    "AMD, not Linux": (None, "AMD64 Family 25, AuthenticAMD", True, False),
+    "Intel": (
+        "vendor_id : GenuineIntel\ncpu family : 6\n",
+        "",
+        True,
+        True,
+        True,
+        False,
+    ),
+    "AMD": (AMD.format(25), "", True, True, False, False),
+    "AMD, wide registers": (AMD.format(26), "", True, True, False, True),
+    "AMD, switched off": (AMD.format(26), "", True, False, False, False),
+    "Intel, other BLAS": ("vendor_id : GenuineIntel\n", "", False, True, False, False),
+    "ARM": ("CPU implementer : 0x41\n", "", False, False, False, False),
+    "Intel, not Linux": (
+        None,
+        "Intel64 Family 6, GenuineIntel",
+        True,
+        True,
+        True,
+        False,
+    ),
+    "AMD, not Linux": (None, "AMD64 Family 26, AuthenticAMD", True, True, False, True),
 }
 
 
 @pytest.mark.parametrize("key", PROCESSORS)
-def test_has_fast_blas(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Intel's BLAS is as fast as can be on processors of Intel only."""
-    description, name, has_mkl, expected = PROCESSORS[key]
+def test_processors(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Intel's BLAS is as fast as can be on processors of Intel, and on older ones."""
+    description, name, has_mkl, has_avx512, fast, leaves = PROCESSORS[key]
     path = tmp_path / "cpuinfo"
     if description is not None:
         path.write_text(description)
+    processor = _processor.__wrapped__
     monkeypatch.setattr(matmul_module, "Path", lambda _: path)
+    monkeypatch.setattr(matmul_module, "_processor", processor)
     monkeypatch.setattr(matmul_module.platform, "processor", lambda: name)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: has_mkl)
-    assert has_fast_blas.__wrapped__() is expected
+    capability = "AVX512" if has_avx512 else "AVX2"
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert has_fast_blas.__wrapped__() is fast
+    assert _has_wide_avx512.__wrapped__() is leaves
 
 
 @pytest.mark.usefixtures("cpu")
@@ -562,7 +588,8 @@ def test_fast_matrix_products_are_fast(layout: str, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(matmul_module, "_onednn", lambda: multiply)
     monkeypatch.setattr(matmul_module, "has_fast_blas", lambda: False)
-    monkeypatch.setattr(matmul_module, "_has_avx512", lambda: True)
+    monkeypatch.setattr(matmul_module, "_has_wide_avx512", lambda: True)
+    monkeypatch.setattr(matmul_module.tuning, "MIN_PER_PRODUCT", 2**20)
     with torch.no_grad():
         bmm(left, right)
     assert len(dense) == g and all(dense)

@@ -133,9 +133,8 @@ class FunctionModule(Module):
         Returns:
             What the expression's function returns.
         """
-        return self.expression.evaluate(
-            {"training": self.training, **dict(enumerate(input))}
-        )
+        values: Dict[Any, Any] = {"training": self.training, **dict(enumerate(input))}
+        return self.expression.evaluate(values)
 
     def extra_repr(self) -> str:
         """Describe the expression for the module's ``repr``.

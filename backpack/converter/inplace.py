@@ -5,24 +5,17 @@ from copy import deepcopy
 from typing import Any, Callable, Dict, Optional
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
-from torch.nn import (
-    Dropout,
-    Dropout1d,
-    Dropout2d,
-    Dropout3d,
-    Flatten,
-    Identity,
-    Module,
-    Unflatten,
-)
 
 from backpack.converter import reading
 from backpack.converter.editing import change_node_to_module, recompile
 from backpack.converter.tracer import NO_GRAD, Untraceable
 
-VIEW_MODULES = (Identity, Flatten, Unflatten, Dropout, Dropout1d, Dropout2d, Dropout3d)
+VIEW_MODULES = (
+    *(nn.Identity, nn.Flatten, nn.Unflatten),
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+)
 
 ALIASED = (
     "Cannot convert: {node} changes a tensor in place that is also used later as "
@@ -32,7 +25,7 @@ ALIASED = (
 
 
 def transform_inplace_to_normal(
-    module: Module, debug: bool, initialize_recursion: bool = True
+    module: nn.Module, debug: bool, initialize_recursion: bool = True
 ) -> None:
     """Replace in-place operations by those that return a new tensor.
 
@@ -61,12 +54,10 @@ def transform_inplace_to_normal(
     origin: Dict[Node, Node] = {}
     for node in list(module.graph.nodes):
         source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
-        views = (
-            node.op in reading.OPERATION
-            and reading.operation(node) in reading.VIEW_NAMES
-        )
         of_tuple = source and isinstance(reading.called(source), reading.TUPLE_MODULES)
-        views = views or isinstance(reading.called(node), VIEW_MODULES)
+        views = isinstance(reading.called(node), VIEW_MODULES)
+        if node.op in reading.OPERATION:
+            views = reading.operation(node) in reading.VIEW_NAMES
         if source and views and not of_tuple:
             origin[node] = origin[source]
         else:

@@ -65,11 +65,8 @@ def _match(
         bound = signature(rule).bind(*node.args, **node.kwargs)
     except TypeError:  # another overload of the function
         return None
-    tensors = [
-        bound.arguments[name]
-        for name in ("input", "other")
-        if isinstance(bound.arguments.get(name), Node)
-    ]
+    operands = map(bound.arguments.get, ("input", "other"))
+    tensors = [operand for operand in operands if isinstance(operand, Node)]
     if len(tensors) < len(reading.leaves((node.args, node.kwargs), Node)):
         return None
     if any(kinds[tensor] != "tensor" for tensor in tensors):
@@ -95,11 +92,7 @@ def transform_flatten_to_module(module: Module, debug: bool) -> GraphModule:
         input, *shape = node.args or (None,)
         if len(shape) == 1 and isinstance(shape[0], (tuple, list)):
             shape = shape[0]
-        if (
-            len(shape) == 2
-            and shape[1] == -1
-            and reading.is_batch_size(shape[0], input)
-        ):
+        if list(shape[1:]) == [-1] and reading.is_batch_size(shape[0], input):
             install(graph_module, node, Flatten(), (input,), debug)
     return recompile(graph_module)
 

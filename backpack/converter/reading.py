@@ -86,11 +86,7 @@ def is_index(node: Node) -> bool:
     Returns:
         Whether it does.
     """
-    return (
-        node.target is operator.getitem
-        and isinstance(node.args[1], int)
-        and not isinstance(node.args[1], bool)
-    )
+    return node.target is operator.getitem and type(node.args[1]) is int
 
 
 def find_kinds(graph_module: Any) -> Dict[Node, str]:
@@ -120,10 +116,8 @@ def find_kinds(graph_module: Any) -> Dict[Node, str]:
         ):
             kinds[node] = "size"
         elif sources <= {"size", "constant"}:
-            of_sizes = (
-                sources == {"size"}
-                and getattr(node.target, "__module__", None) in SIZE_MODULES
-            )
+            package = getattr(node.target, "__module__", None)
+            of_sizes = sources == {"size"} and package in SIZE_MODULES
             kinds[node] = "size" if of_sizes else "constant"
     return kinds
 
@@ -165,10 +159,8 @@ def is_batch_size(node: Any, of: Node) -> bool:
         return False
     while of is not source:
         module = called(of)
-        if not (
-            isinstance(module, (SumModule, ScaleModule))
-            or type(module).__module__ in ROWWISE_MODULES
-        ):
+        rowwise = type(module).__module__ in ROWWISE_MODULES
+        if not (rowwise or isinstance(module, (SumModule, ScaleModule))):
             return False
         of = of.all_input_nodes[0]
     return True

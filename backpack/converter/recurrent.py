@@ -20,12 +20,8 @@ def rnn_hyperparams(module: Union[RNN, LSTM]) -> Tuple[int, int, float, bool]:
     Returns:
         Input size, hidden size, dropout probability, and whether the batch is first.
     """
-    return (
-        module.input_size,
-        module.hidden_size,
-        float(module.dropout),
-        module.batch_first,
-    )
+    sizes = module.input_size, module.hidden_size
+    return *sizes, float(module.dropout), module.batch_first
 
 
 def make_rnn_backpack(module: Union[RNN, LSTM]) -> Module:

@@ -75,9 +75,8 @@ def _folds(node: Node, kinds: Dict[Node, str]) -> bool:
     if kinds[node] == "constant":
         # The output of a module of its own would have no samples. What is detached is
         # one, such that its parameters take no part in the operations that use it.
-        return reading.operation(node) not in ("detach", "data") and _is_repeatable(
-            node
-        )
+        detaches = reading.operation(node) in ("detach", "data")
+        return not detaches and _is_repeatable(node)
     cheap = len(node.users) == 1 or reading.operation(node) in reading.VIEW_NAMES
     return cheap and all(reading.is_index(user) for user in node.users)
 
@@ -86,12 +85,9 @@ def _is_repeatable(node: Node) -> bool:
     """Whether an operation may be done once for each of its users."""
     name = reading.target_name(node.target).rstrip("_")
     aten = getattr(torch.ops.aten, name, None)
-    tags = {
-        tag for o in (aten.overloads() if aten else ()) for tag in getattr(aten, o).tags
-    }
-    if torch.Tag.nondeterministic_seeded in tags or any(
-        p in name for p in RANDOM_PARTS
-    ):
+    overloads = [getattr(aten, o) for o in aten.overloads()] if aten else []
+    random = any(torch.Tag.nondeterministic_seeded in o.tags for o in overloads)
+    if random or any(part in name for part in RANDOM_PARTS):
         return False
     module = getattr(node.target, "__module__", None) or "torch"
     return len(node.users) == 1 or module.split(".")[0] in KNOWN_PACKAGES
@@ -99,11 +95,8 @@ def _is_repeatable(node: Node) -> bool:
 
 def _is_tuple(node: Node, folded: Dict[Node, bool]) -> bool:
     """Whether a function seems to return a tuple: only elements of it are used."""
-    return (
-        node.op in reading.OPERATION
-        and not folded[node]
-        and all(reading.is_index(user) for user in node.users)
-    )
+    stays = node.op in reading.OPERATION and not folded[node]
+    return stays and all(map(reading.is_index, node.users))
 
 
 def _parts(node: Node, folded: Dict[Node, bool]) -> List[Node]:

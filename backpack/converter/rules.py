@@ -78,13 +78,8 @@ def _transpose(input, dim0, dim1):
 
 
 def _getitem(input, index):
-    slicing = (
-        isinstance(index, tuple)
-        and len(index) > 0
-        and index[0] == slice(None)
-        and all(isinstance(i, (int, slice)) for i in index)
-        and not any(isinstance(i, bool) for i in index)
-    )
+    keeps_samples = isinstance(index, tuple) and index[:1] == (slice(None),)
+    slicing = keeps_samples and all(type(i) in (int, slice) for i in index)
     return Slicing(tuple(index)) if slicing else None
 
 

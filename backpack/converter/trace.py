@@ -62,9 +62,8 @@ def _recording_functions(tracer: Tracer) -> Iterator[None]:
             function = getattr(torch, name)
             record = _recording(tracer, function, name in RANDOM_FACTORIES)
             stack.enter_context(patch.object(torch, name, record))
-        stack.enter_context(
-            patch.object(torch, "set_autocast_enabled", _refuse_autocast)
-        )
+        refusal = patch.object(torch, "set_autocast_enabled", _refuse_autocast)
+        stack.enter_context(refusal)
         yield
 
 

@@ -73,9 +73,8 @@ class InplaceProxy(Proxy):
             index: The index.
             value: What is assigned.
         """
-        self.tracer.create_proxy(
-            "call_function", operator.setitem, (self, index, value), {}
-        )
+        args = self, index, value
+        self.tracer.create_proxy("call_function", operator.setitem, args, {})
 
 
 def _record_inplace(target: Callable) -> Callable:

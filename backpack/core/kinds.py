@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from math import prod
-from typing import Any, Dict, Optional, Sequence, Tuple, Union
+from typing import Any, Sequence, Union
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ class Operation(ABC):
 
     takes_all = False
 
-    def __init__(self, data: Optional[Tensor], keys: Sequence[Key]):
+    def __init__(self, data: Tensor | None, keys: Sequence[Key]):
         """Store the operand.
 
         Args:
@@ -66,7 +66,7 @@ class Operation(ABC):
     @abstractmethod
     def product(
         self, key: Key, shape: torch.Size, cotangents: Tensor, out: Layout, n: int
-    ) -> Optional[PerSample]:
+    ) -> PerSample | None:
         """Describe the products of cotangents and a constant's Jacobian.
 
         Args:
@@ -121,9 +121,9 @@ class LayerLike(Operation):
         self,
         derivatives: BaseParameterDerivatives,
         layer: Any,
-        names: Dict[Key, str],
+        names: dict[Key, str],
         data: Tensor,
-        features: Optional[Tuple[int, int]] = None,
+        features: tuple[int, int] | None = None,
     ):
         """Store the layer that does the same.
 
@@ -161,7 +161,7 @@ class LayerLike(Operation):
 
     def product(
         self, key: Key, shape: torch.Size, cotangents: Tensor, out: Placement, n: int
-    ) -> Optional[PerSample]:  # noqa: D102
+    ) -> PerSample | None:  # noqa: D102
         x, name, lead = self.data, self.names[key], 1
         if self._features is not None:
             lead = x.dim() - self._features[0]
@@ -240,7 +240,7 @@ class Contraction(Operation):
         super().__init__(data, [key])
         self.key, self._inputs, self.outputs = key, inputs, outputs
         self._weight_axes, self._scale = list(weight_axes), scale
-        self._kept: Optional[Tuple[Tensor, Any]] = None  # cotangents, and as rows
+        self._kept: tuple[Tensor, Any] | None = None  # cotangents, and as rows
 
     def is_possible(self, placement: Placement) -> bool:  # noqa: D102
         if isinstance(placement, Layout):
@@ -258,7 +258,7 @@ class Contraction(Operation):
 
     def product(
         self, key: Key, shape: torch.Size, cotangents: Tensor, out: Placement, n: int
-    ) -> Optional[PerSample]:  # noqa: D102
+    ) -> PerSample | None:  # noqa: D102
         kept, self._kept = self._kept, None
         if kept is None or kept[0] is not cotangents:
             kept = cotangents, self._arrange(cotangents, out, n)
@@ -285,7 +285,7 @@ class Contraction(Operation):
 
     def _arrange(
         self, cotangents: Tensor, out: Placement, n: int
-    ) -> Optional[Tuple[Arrangement, Tensor]]:
+    ) -> tuple[Arrangement, Tensor] | None:
         """Arrange cotangents as rows of samples, ``[V, N, R, features]``."""
         outputs = self.outputs
         if n == 1:
@@ -312,7 +312,7 @@ class Contraction(Operation):
 class Broadcast(Operation):
     """``x + c`` or ``x * c`` for a constant that is broadcast along the samples."""
 
-    def __init__(self, key: Key, data: Optional[Tensor], scale: float = 1.0):
+    def __init__(self, key: Key, data: Tensor | None, scale: float = 1.0):
         """Store the other operand.
 
         Args:
@@ -325,7 +325,7 @@ class Broadcast(Operation):
 
     def product(
         self, key: Key, shape: torch.Size, cotangents: Tensor, out: Placement, n: int
-    ) -> Optional[PerSample]:  # noqa: D102
+    ) -> PerSample | None:  # noqa: D102
         if n and not cotangents.numel():  # no sample was sent here
             return Dense(cotangents.new_zeros(len(cotangents), n, *shape), shape)
         if n == 1:
@@ -351,19 +351,15 @@ class Broadcast(Operation):
             b = b.unflatten(1, (-1, n, inner)).sum((1, 3))
         sums = [i + 2 for i, size in enumerate(full) if size == 1 and rest[i] != 1]
         positions = [i for i in sums if i < 2 + len(rest) - len(shape)]
-        if (
-            self.data is None  # as in a layer's bias
-            and len(shape) == 1
-            and positions == sums
-            and sums
-            and len(rest) == len(sums) + 1
-        ):
+        is_vector = len(shape) == 1 and len(rest) == len(sums) + 1
+        # as in a layer's bias
+        if self.data is None and is_vector and sums and positions == sums:
             return Summed(b.reshape(len(b), n, -1, shape[0]), shape)
         b = b.sum(sums) if sums else b
         return Dense(b.reshape(len(b), n, *shape), shape)
 
 
-def _anywhere(shape: Sequence[int], taken: Sequence[int]) -> Optional[Layout]:
+def _anywhere(shape: Sequence[int], taken: Sequence[int]) -> Layout | None:
     """Say where a single sample is: along any axis that is not taken."""
     free = [axis for axis in range(len(shape)) if axis not in taken]
     return Layout(free[0], shape[free[0]]) if free else None

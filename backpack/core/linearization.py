@@ -9,30 +9,22 @@ differentiated by autograd in all of these inputs at once.
 from __future__ import annotations
 
 from functools import reduce
-from typing import Any, Iterable, List, Optional, Sequence, Tuple
+from typing import Any, Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
 from torch.nn import Module, Parameter
 
-from backpack.core.derivatives import generic
-from backpack.core.derivatives.stored import (
-    OUTPUT_TYPE,
-    repeat,
-    scratch_copy,
-    stored_inputs,
-)
+from backpack.core.derivatives import generic, stored
 from backpack.core.derivatives.sum_module import SumModuleDerivatives
 from backpack.hessianfree.lop import pull_back, pull_columns
 from backpack.hessianfree.rop import R_op
-from backpack.utils.disable import disable
 from backpack.utils.hooks import message
 from backpack.utils.subsampling import Subsampling, subsample
 from backpack.utils.types import HALF, Layer, as_type, full_precision
 from backpack.utils.unsqueeze import flatten, unit_columns
 
-Columns = List[Any]
+Columns = list[Any]
 _FROZEN = "_backpack_frozen"  # marks the copies that ``freeze`` makes
 
 NOT_TWICE = (
@@ -60,14 +52,14 @@ def freeze(module: Layer) -> Layer:
     """
     if _FROZEN in vars(module):
         return module
-    return freeze_at(module, stored_inputs(module), module.output)
+    return freeze_at(module, stored.stored_inputs(module), module.output)
 
 
 def freeze_at(
     module: Module,
     inputs: Sequence[Any],
     output: Tensor,
-    precision: Optional[torch.dtype] = None,
+    precision: torch.dtype | None = None,
 ) -> Module:
     """Copy a module such that the copy keeps the inputs and the output of a call.
 
@@ -81,16 +73,17 @@ def freeze_at(
     Returns:
         The copy, see :func:`freeze`.
     """
-    stored = {f"input{i}": _frozen(x) for i, x in enumerate(inputs)}
-    stored["output"], kind = output.detach(), precision or output.dtype
-    halves = {name: x for name, x in stored.items() if _is_half(x)}
+    values: dict[str, Any] = {f"input{i}": _frozen(x) for i, x in enumerate(inputs)}
+    values["output"], kind = output.detach(), precision or output.dtype
+    halves = {name: x for name, x in values.items() if _is_half(x)}
     if halves:
         own = [p for p in (*module.parameters(), *inputs) if isinstance(p, Parameter)]
         floats = [x for x in own or inputs if isinstance(x, Tensor)]
         types = [x.dtype for x in floats if x.is_floating_point()]
         widest = reduce(torch.promote_types, types) if types else output.dtype
-        stored.update((name, as_type(x, widest)) for name, x in halves.items())
-    return scratch_copy(module, **stored, **{_FROZEN: True, OUTPUT_TYPE: kind})
+        values.update((name, as_type(x, widest)) for name, x in halves.items())
+    values.update({_FROZEN: True, stored.OUTPUT_TYPE: kind})
+    return stored.scratch_copy(module, **values)
 
 
 def _is_half(x: Any) -> bool:
@@ -113,7 +106,7 @@ class Snapshot:
             module: Frozen module.
         """
         self._module = module
-        values = (*module.parameters(), *stored_inputs(module), module.output)
+        values = (*module.parameters(), *stored.stored_inputs(module), module.output)
         tensors = [x.detach() for x in values if isinstance(x, Tensor)]  # no graph
         self._seen = [(x, x._version) for x in tensors]
 
@@ -147,7 +140,7 @@ class Linearization:
         self,
         derivatives: Any,
         module: Layer,
-        g_out: Tuple[Tensor, ...],
+        g_out: tuple[Tensor, ...],
         positions: Iterable[int] = (0,),
     ):
         """Store what to linearize.
@@ -180,7 +173,7 @@ class Linearization:
         g_out = (subsample(self.g_out[0], subsampling=subsampling),)
         return Linearization(self.derivatives, module, g_out, self.positions)
 
-    def inputs(self) -> List[Tensor]:
+    def inputs(self) -> list[Tensor]:
         """Collect the inputs that it is linearized in.
 
         Returns:
@@ -188,7 +181,7 @@ class Linearization:
         """
         return [getattr(self.module, f"input{i}") for i in self.positions]
 
-    def at_positions(self, values: Sequence[Any]) -> List[Any]:
+    def at_positions(self, values: Sequence[Any]) -> list[Any]:
         """Arrange one value for each input in the order of all arguments.
 
         Args:
@@ -217,7 +210,7 @@ class Linearization:
             args = self.module, (), self.g_out, columns[0]
             return self.derivatives.jac_mat_prod(*args).to(dtype)
         columns = self.filled(columns)
-        xs, y = self._evaluate()
+        xs, y = stored.evaluate(self.module, self.positions)
         if not y.requires_grad:
             return y.new_zeros(len(columns[0]), *y.shape)
         return torch.stack([R_op(y, xs, vs)[0] for vs in zip(*columns)])
@@ -237,7 +230,7 @@ class Linearization:
         if not self.is_joint:
             args = self.module, (), self.g_out, columns
             return self._typed([self.derivatives.jac_t_mat_prod(*args)])
-        xs, y = self._evaluate()
+        xs, y = stored.evaluate(self.module, self.positions)
         return pull_columns(y, xs, columns)
 
     def residual(self, columns: Columns) -> Columns:
@@ -254,7 +247,7 @@ class Linearization:
             args = self.module, (), self.g_out, columns[0]
             return self._typed([self.derivatives.residual_mat_prod(*args)])
         columns = self.filled(columns)
-        xs, y = self._evaluate()
+        xs, y = stored.evaluate(self.module, self.positions)
         gradients = _gradients(y, xs, self.g_out[0])
         return pull_columns(gradients, xs, zip(*columns))
 
@@ -286,19 +279,15 @@ class Linearization:
         Returns:
             Symmetric matrices of shape ``[N, H, H]``.
         """
-        inputs = self.inputs()
-        sizes, like = [x.shape[1:].numel() for x in inputs], self.g_out[0]
-        basis = torch.eye(sum(sizes), dtype=like.dtype, device=like.device)
-        columns = [
-            part.reshape(-1, 1, *x.shape[1:]).expand(-1, *x.shape)
-            for part, x in zip(basis.split(sizes, dim=1), inputs)
-        ]
+        size, like = sum(x.shape[1:].numel() for x in self.inputs()), self.g_out[0]
+        basis = torch.eye(size, dtype=like.dtype, device=like.device)
+        columns = self.split(basis.unsqueeze(1).expand(-1, len(like), -1))
         products = torch.cat([flatten(c, 2) for c in self.residual(columns)], dim=2)
         matrices = products.movedim(0, 1)
         matrices = (matrices + matrices.mT) / 2
         return full_precision(matrices)
 
-    def split(self, columns: Tensor) -> List[Tensor]:
+    def split(self, columns: Tensor) -> list[Tensor]:
         """Split columns whose rows are all inputs' features.
 
         Args:
@@ -311,7 +300,7 @@ class Linearization:
         parts = columns.split([x.shape[1:].numel() for x in inputs], dim=2)
         return [part.reshape(-1, *x.shape) for part, x in zip(parts, inputs)]
 
-    def filled(self, columns: Columns) -> List[Tensor]:
+    def filled(self, columns: Columns) -> list[Tensor]:
         """Replace what is not given by zeros.
 
         Args:
@@ -321,23 +310,12 @@ class Linearization:
             Columns at each input.
         """
         count = next(len(column) for column in columns if column is not None)
-        return [
-            x.new_zeros(count, *x.shape) if column is None else column
-            for column, x in zip(columns, self.inputs())
-        ]
+        pairs = zip(columns, self.inputs())
+        return [x.new_zeros(count, *x.shape) if c is None else c for c, x in pairs]
 
     def _typed(self, columns: Columns) -> Columns:
         """Give columns the types of the inputs."""
         return [as_type(column, x.dtype) for column, x in zip(columns, self.inputs())]
-
-    def _evaluate(self) -> Tuple[List[Tensor], Tensor]:
-        arguments = list(stored_inputs(self.module))
-        xs = [arguments[i].detach().requires_grad_() for i in self.positions]
-        with torch.enable_grad(), disable():
-            for position, x in zip(self.positions, xs):
-                arguments[position] = x.clone()
-            forward = scratch_copy(self.module).forward
-            return xs, repeat(self.module, forward, *arguments)
 
 
 class ParameterLinearization:
@@ -348,7 +326,7 @@ class ParameterLinearization:
     """
 
     def __init__(
-        self, derivatives: Any, module: Layer, g_out: Tuple[Tensor, ...], name: str
+        self, derivatives: Any, module: Layer, g_out: tuple[Tensor, ...], name: str
     ):
         """Store what to linearize.
 
@@ -369,7 +347,7 @@ class ParameterLinearization:
     @property
     def parameter(self) -> Tensor:
         """The parameter."""
-        return generic.find_parameter(self.module, self.name)
+        return stored.find_parameter(self.module, self.name)
 
     def jac(self, columns: Tensor) -> Tensor:
         """Multiply with the Jacobian.
@@ -384,10 +362,9 @@ class ParameterLinearization:
             NotImplementedError: If PyTorch can't differentiate the module twice.
         """
         if self._by_rule:
-            return self.derivatives.param_jac_mat_prod(
-                self.name, self.module, (), self.g_out, columns
-            )
-        param, y = self._evaluate()
+            args = self.name, self.module, (), self.g_out, columns
+            return self.derivatives.param_jac_mat_prod(*args)
+        param, y = stored.evaluate_parameter(self.module, self.name)
         try:
             return torch.stack([R_op(y, param, v)[0] for v in columns])
         except NotImplementedError as error:
@@ -406,10 +383,9 @@ class ParameterLinearization:
         """
         columns = as_type(columns, self.module.output.dtype)
         if self._by_rule:
-            return self.derivatives.param_mjp(
-                self.name, self.module, (), self.g_out, columns
-            )
-        param, y = self._evaluate()
+            args = self.name, self.module, (), self.g_out, columns
+            return self.derivatives.param_mjp(*args)
+        param, y = stored.evaluate_parameter(self.module, self.name)
         return pull_columns(y, param, columns)[0]
 
     def residual(self, columns: Tensor) -> Tensor:
@@ -421,7 +397,7 @@ class ParameterLinearization:
         Returns:
             Columns ``[V, *p]``.
         """
-        param, y = self._evaluate()
+        param, y = stored.evaluate_parameter(self.module, self.name)
         gradients = _gradients(y, [param], self.g_out[0])
         return pull_columns(gradients, param, columns)[0]
 
@@ -434,7 +410,7 @@ class ParameterLinearization:
         Returns:
             Diagonal of shape ``[*p]``, or ``[N, *p]`` without summation over samples.
         """
-        param, y = self._evaluate()
+        param, y = stored.evaluate_parameter(self.module, self.name)
         delta = self.g_out[0]
         deltas = [delta]
         if not sum_batch:
@@ -447,18 +423,6 @@ class ParameterLinearization:
             diagonals.append(diagonal)
         return diagonals[0] if sum_batch else torch.stack(diagonals)
 
-    def _evaluate(self) -> Tuple[Tensor, Tensor]:
-        param = self.parameter.detach().requires_grad_()
-        inputs, copy = list(stored_inputs(self.module)), scratch_copy(self.module)
-        own, position = {}, generic.argument_position(self.module, self.name)
-        if position is None:
-            own[self.name] = param
-        else:
-            inputs[position] = param
-        with torch.enable_grad(), disable():
-            arguments = functional_call, copy, own, tuple(inputs)
-            return param, repeat(self.module, *arguments)
 
-
-def _gradients(y: Tensor, xs: List[Tensor], delta: Tensor) -> Tuple[Tensor, ...]:
+def _gradients(y: Tensor, xs: list[Tensor], delta: Tensor) -> tuple[Tensor, ...]:
     return pull_back([y], xs, [delta.to(y.dtype)], True, create_graph=True)

@@ -8,17 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from inspect import signature
-from typing import (
-    Any,
-    Callable,
-    Dict,
-    Mapping,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Tuple,
-    Type,
-)
+from typing import Any, Callable, Mapping, NamedTuple, Sequence
 
 from torch import Tensor, nn
 from torch.nn import Module, functional
@@ -79,7 +69,7 @@ class Row(NamedTuple):
     """
 
     derivatives: Any
-    params: Optional[Tuple[str, ...]] = ()
+    params: tuple[str, ...] | None = ()
     min_dim: int = 1
     several_outputs: bool = False
 
@@ -112,7 +102,7 @@ class Row(NamedTuple):
         return own and (self.params is None or name in self.params)
 
 
-LAYERS: Dict[Type[Module], Row] = {
+LAYERS: dict[type[Module], Row] = {
     # with parameters
     nn.Linear: Row(LinearDerivatives(), WEIGHT_BIAS, 2),
     nn.Conv1d: Row(ConvNDDerivatives(1), WEIGHT_BIAS, 3),
@@ -206,14 +196,14 @@ LAYERS: Dict[Type[Module], Row] = {
     SumModule: Row(SumModuleDerivatives()),
 }
 
-LOSSES: Dict[Type[Module], Row] = {
+LOSSES: dict[type[Module], Row] = {
     nn.CrossEntropyLoss: Row(CrossEntropyLossDerivatives()),
     nn.MSELoss: Row(MSELossDerivatives()),
     nn.BCEWithLogitsLoss: Row(BCELossWithLogitsDerivatives()),
 }
 
 # Losses, and the modules that compute the same
-LOSS_FUNCTIONS: Dict[Callable, Type[Module]] = {
+LOSS_FUNCTIONS: dict[Callable, type[Module]] = {
     functional.cross_entropy: nn.CrossEntropyLoss,
     functional.nll_loss: nn.NLLLoss,
     functional.mse_loss: nn.MSELoss,
@@ -236,7 +226,7 @@ GENERIC_LOSS = Row(GenericLossDerivatives())
 
 # Layers that 1.7 has rules for: to replace them takes ``overwrite=True``. For others,
 # programs that were written for it bring rules of their own.
-REGISTERED: Tuple[Type[Module], ...] = (
+REGISTERED: tuple[type[Module], ...] = (
     *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
@@ -250,7 +240,7 @@ REGISTERED: Tuple[Type[Module], ...] = (
 )
 
 
-def built_in(rule: Any) -> Dict[Type[Module], Any]:
+def built_in(rule: Any) -> dict[type[Module], Any]:
     """Register the same rule for all layers and losses that 1.7 has rules for.
 
     Args:
@@ -262,7 +252,7 @@ def built_in(rule: Any) -> Dict[Type[Module], Any]:
     return {cls: rule for cls in (*REGISTERED, *LOSSES)}
 
 
-def lookup(table: Mapping[Type[Module], Any], cls: Type[Module]) -> Optional[Any]:
+def lookup(table: Mapping[type[Module], Any], cls: type[Module]) -> Any | None:
     """Look up a class, then its bases in the order of method resolution.
 
     Args:
@@ -283,7 +273,7 @@ _SETUP = {"extra_repr", "reset_parameters"}
 
 
 @lru_cache(maxsize=256)
-def _methods(cls: type) -> Tuple[str, ...]:
+def _methods(cls: type) -> tuple[str, ...]:
     """List the methods with which a class of layers computes its output.
 
     Args:
@@ -293,14 +283,13 @@ def _methods(cls: type) -> Tuple[str, ...]:
         Their names.
     """
     own = (base for base in cls.__mro__ if not issubclass(Module, base))
-    names = {
-        name for base in own for name, value in vars(base).items() if callable(value)
-    }
+    members = [member for base in own for member in vars(base).items()]
+    names = {name for name, value in members if callable(value)}
     return tuple(name for name in names - _SETUP if not name.startswith("__"))
 
 
 @lru_cache(maxsize=256)
-def _find_own(cls: type, losses: bool = False) -> Tuple[Optional[Row], Tuple[str, ...]]:
+def _find_own(cls: type, losses: bool = False) -> tuple[Row | None, tuple[str, ...]]:
     """Look up a class, unless it changes what its base computes.
 
     Args:
@@ -319,7 +308,7 @@ def _find_own(cls: type, losses: bool = False) -> Tuple[Optional[Row], Tuple[str
     return None, ()
 
 
-def find_row(module: Module, losses: bool = False) -> Optional[Row]:
+def find_row(module: Module, losses: bool = False) -> Row | None:
     """Look up a layer, unless its class or the instance changes what it computes.
 
     Args:
@@ -376,8 +365,8 @@ def find_loss(module: Module) -> Row:
 
 
 def find_loss_module(
-    func: Callable, args: Sequence[Any], kwargs: Dict[str, Any]
-) -> Optional[Tuple[Module, Tuple[Any, ...]]]:
+    func: Callable, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Module, tuple[Any, ...]] | None:
     """Describe a loss that was called as a function.
 
     Args:
@@ -392,11 +381,8 @@ def find_loss_module(
     cls, names = LOSS_FUNCTIONS[func], signature(func).parameters
     given = signature(func).bind(*args, **kwargs).arguments
     operands = list(names)[: len(signature(cls.forward).parameters) - 1]
-    options = {
-        name: value
-        for name, value in given.items()
-        if name not in operands and value is not names[name].default
-    }
+    others = [name for name in given if name not in operands]
+    options = {n: given[n] for n in others if given[n] is not names[n].default}
     if not options.keys() <= signature(cls).parameters.keys():
         return None
     return cls(**options), tuple(given[name] for name in operands)

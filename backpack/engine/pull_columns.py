@@ -13,6 +13,7 @@ from torch.nn import Module
 from torch.nn.modules.module import _global_forward_hooks
 
 from backpack.core.fast.memory import huge_empty, may_write
+from backpack.core.fast.whole import whole
 from backpack.core.layout import Mixed
 from backpack.core.per_sample.base import PerSample
 from backpack.engine.columns import (
@@ -508,11 +509,23 @@ class _Stack:
             return known.unsqueeze(0)
         if self._out is None:
             zero = torch.zeros_like(known)
-            return torch.stack([zero if x is None else x for x in self._parts])
+            return _stacked([zero if x is None else x for x in self._parts])
         for row, part in zip(self._out, self._parts):
             if part is None:
                 row.zero_()
         return self._out
+
+
+@whole
+def _stacked(parts: List[Tensor]) -> Tensor:
+    """Put columns behind each other, in memory that is cheap to touch."""
+    if not may_write():
+        return torch.stack(parts)
+    first = parts[0]
+    out = huge_empty((len(parts), *first.shape), first.dtype, first.device)
+    for row, part in zip(out, parts):
+        row.copy_(part)
+    return out
 
 
 def _put_behind(

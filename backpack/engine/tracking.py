@@ -56,6 +56,8 @@ LIST_OF_SAMPLES = (
     "a forward pass on a list of {0} tensors, whose result has length {0} (if each of "
     "them is a sample, give a tensor that has samples on axis 0, padded if need be)"
 )
+# other modes, such as a context's, would see each look at a tensor
+_UNSEEN = torch._C.DisableTorchFunction
 VIEWS_OF = "_backpack_uses"  # attribute of a tensor of which uses returned a view
 
 
@@ -156,10 +158,11 @@ class Tracker(TorchFunctionMode):
         data: List[Tensor] = []
         constants: List[Tensor] = []
         key = [func, self.n, is_grad_enabled()]
-        self._look(args, key, data, constants)
-        if kwargs:
-            key += kwargs
-            self._look(kwargs.values(), key, data, constants)
+        with _UNSEEN():
+            self._look(args, key, data, constants)
+            if kwargs:
+                key += kwargs
+                self._look(kwargs.values(), key, data, constants)
         if not data:
             if not constants:
                 return func(*args, **kwargs)
@@ -245,7 +248,7 @@ class Tracker(TorchFunctionMode):
         if placement is None:
             return False
         if not isinstance(placement, Mixed):
-            with torch._C.DisableTorchFunction(), torch.no_grad():
+            with _UNSEEN(), torch.no_grad():
                 placement = self._through_view(x, base, placement)
         self._place(x, placement)
         return placement is not None
@@ -268,7 +271,7 @@ class Tracker(TorchFunctionMode):
         """
         if self._is_given(x):
             x.grad_fn.metadata[CONSTANT] = True
-        with torch._C.DisableTorchFunction():
+        with _UNSEEN():
             known = explain(x)
         placement: Placement = None
         if known is not None:
@@ -318,7 +321,8 @@ class Tracker(TorchFunctionMode):
         if pairs is None:
             out = func(*args, **kwargs)
             if type(out) is Tensor and not (kind.writes or kind.is_loss):
-                layout = self._finder.recall_layout(key, out)
+                with _UNSEEN():
+                    layout = self._finder.recall_layout(key, out)
                 if layout is not None:  # the most frequent case
                     self._place(out, layout)
                     return out
@@ -333,17 +337,37 @@ class Tracker(TorchFunctionMode):
             return out
         if not outs:
             return out
-        placements = self._finder.recall(key, outs)
-        if outs[0].is_nested:
-            placements = [NESTED] * len(outs)
-        elif placements is None:
-            deciding = deciding or self._deciding(data)
-            find = self._finder.find
-            placements = find(func, name, seen, kwargs, outs, deciding, key)
+        with _UNSEEN():
+            placements = self._finder.recall(key, outs)
+            if outs[0].is_nested:
+                placements = [NESTED] * len(outs)
+            elif placements is None:
+                deciding = deciding or self._deciding(data)
+                find = self._finder.find
+                placements = find(func, name, seen, kwargs, outs, deciding, key)
         if pairs is not None and result is not outs[0]:
             constant = [id(x) for x, p in zip(outs, placements) if p is None]
             result = out = on_one_node(result, constant)
             outs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        with _UNSEEN():
+            hooked = self._place_results(kind, data, outs, placements)
+            if pairs is not None:
+                placements = list(map(self._finder.of, hooked))
+                self._record(
+                    func, kind, args, kwargs, pairs, hooked, placements, since, saved
+                )
+            elif kind.is_loss and out.grad_fn is not None and not out.dim():
+                self.note_loss(func, args, kwargs, out)
+        return out
+
+    def _place_results(
+        self,
+        kind: Kind,
+        data: List[Tensor],
+        outs: List[Tensor],
+        placements: List[Placement],
+    ) -> List[Tensor]:
+        """Mark what an operation returned; tell at which tensors it is a use."""
         for x, placement in zip(outs, placements):
             if placement is None:
                 if x.grad_fn is not None:
@@ -354,18 +378,11 @@ class Tracker(TorchFunctionMode):
                     placement = self._located(placement)
                 _note_meeting(x, placement)
             self._place(x, placement)
-        hooked = outs
-        if kind.writes and outs[0]._base is not None:
-            hooked = [outs[0]._base]
-            self._write_to_base(outs[0], hooked[0])
-        if pairs is not None:
-            placements = list(map(self._finder.of, hooked))
-            self._record(
-                func, kind, args, kwargs, pairs, hooked, placements, since, saved
-            )
-        elif kind.is_loss and out.grad_fn is not None and not out.dim():
-            self.note_loss(func, args, kwargs, out)
-        return out
+        if not (kind.writes and outs[0]._base is not None):
+            return outs
+        base = outs[0]._base
+        self._write_to_base(outs[0], base)
+        return [base]
 
     def _place(self, x: Tensor, placement: Placement) -> None:
         """Mark a tensor; many have the same placement."""
@@ -412,7 +429,7 @@ class Tracker(TorchFunctionMode):
         An operation in place takes the views' nodes out of the graph.
         """
         for use, node, view in vars(base).pop(VIEWS_OF, ()):
-            with torch._C.DisableTorchFunction(), torch.no_grad():
+            with _UNSEEN(), torch.no_grad():
                 placement = self._of_base(view, use.placements[0], base, None)
             use.move(node, base, placement)
 
@@ -423,7 +440,7 @@ class Tracker(TorchFunctionMode):
             if isinstance(placement, Mixed):
                 self._place(base, placement)
             return
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        with _UNSEEN(), torch.no_grad():
             self._place(base, self._of_base(View.of(view), placement, base, known))
 
     def _of_base(
@@ -459,27 +476,16 @@ class Tracker(TorchFunctionMode):
     ) -> Tuple[Tuple, Dict[str, Any], List[Constant]]:
         """Give the operation an alias of each constant: its share of the gradient."""
         wanted = {id(x): x for x in constants}
+        given = (*enumerate(args), *kwargs.items())
+        keys = {id(x): key for key, x in reversed(given)}
+        flat = sum([id(x) in wanted for _, x in given]) == len(constants)
         pairs: List[Constant] = []
-        aliases: Dict[int, Tensor] = {}
         if kind.writes and args and id(args[0]) in wanted:
             pairs += self._overwritten(wanted.pop(id(args[0])))
-        flat = True
-        for i, x in enumerate(args):
-            if id(x) in wanted and id(x) not in aliases:
-                aliases[id(x)] = alias = x[...]
-                pairs.append(Constant(x, edge_of(alias), i))
-            elif type(x) in (tuple, list):
-                flat = flat and not any(isinstance(y, Tensor) for y in x)
-        for name, x in kwargs.items():
-            if id(x) in wanted and id(x) not in aliases:
-                aliases[id(x)] = alias = x[...]
-                pairs.append(Constant(x, edge_of(alias), name))
-        if len(aliases) < len(wanted):
-            flat = False
+        aliases = {number: x[...] for number, x in wanted.items()}
+        with _UNSEEN():
             for number, x in wanted.items():
-                if number not in aliases:
-                    aliases[number] = alias = x[...]
-                    pairs.append(Constant(x, edge_of(alias), None))
+                pairs.append(Constant(x, edge_of(aliases[number]), keys.get(number)))
 
         def swap(x: Any) -> Any:
             return aliases.get(id(x), x)
@@ -500,7 +506,7 @@ class Tracker(TorchFunctionMode):
         whole = x if x._base is None else x._base
         if self._finder.of(whole) is not None:
             return []  # the constant has entered with an earlier use
-        with torch._C.DisableTorchFunction():
+        with _UNSEEN():
             x.mul_(1)
         return [Constant(whole, edge_of(whole), 0)]
 

@@ -15,6 +15,7 @@ from backpack.engine.turn import current_turn
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.saved_quantities import SavedQuantities
 from backpack.extensions.shards import Piece, Shard, shard_of
+from backpack.utils.errors import check_choice
 from backpack.utils.hooks import name_module, represent_call, warn_user
 from backpack.utils.subsampling import (
     Selection,
@@ -108,16 +109,13 @@ class BackpropExtension(ABC):  # noqa: B024
         Raises:
             AssertionError: If the fail mode does not exist.
         """
-        if fail_mode not in FAIL_MODES:
-            raise AssertionError(
-                f"{type(self).__name__}: fail_mode must be one of {FAIL_MODES}, got "
-                f"{fail_mode!r}."
-            )
+        name = type(self).__name__
+        check_choice(name, "fail_mode", fail_mode, FAIL_MODES, AssertionError)
         self.saved_quantities = SavedQuantities()
         self.savefield = savefield
         self.__module_extensions = dict(module_exts)
         self._fail_mode = fail_mode
-        self._subsampling = as_subsampling(type(self).__name__, subsampling)
+        self._subsampling = as_subsampling(name, subsampling)
 
     def set_module_extension(
         self, module: Type[Module], extension: ModuleExtension, overwrite: bool = False

@@ -1,11 +1,13 @@
 """Module extensions that pull columns back with a module's derivatives."""
 
-from typing import Any, List, Optional
+from copy import copy
+from typing import Any, List, Optional, Type
 
 from backpack.core.derivatives.input_base import BaseDerivatives
-from backpack.core.linearization import Linearization
+from backpack.core.linearization import Linearization, freeze
+from backpack.core.table import LAYERS, LOSSES
+from backpack.engine.turn import current_turn
 from backpack.extensions.module_extension import ModuleExtension
-from backpack.extensions.secondorder.walk import linearize_here
 from backpack.utils.types import Grads, Layer
 
 
@@ -55,7 +57,8 @@ class MatToJacMat(ModuleExtension):
         if not module.input0.is_floating_point():
             return None
         subsampling = ext.get_subsampling()
-        linear = linearize_here(self.derivatives, module, grad_out, ext)
+        positions = list(current_turn().producers(ext)) or [0]
+        linear = Linearization(self.derivatives, freeze(module), grad_out, positions)
         if subsampling is not None:
             linear = linear.select(subsampling)
         values = self.pull_back(ext, linear, backproped)
@@ -73,3 +76,25 @@ class MatToJacMat(ModuleExtension):
             Quantity at each of the inputs.
         """
         return linear.jac_t(backproped)
+
+
+def for_layer(base: Type[MatToJacMat], layer: type, name: str, path: str) -> Any:
+    """Make the class of a layer's, or loss's, rule, which takes no arguments.
+
+    Args:
+        base: Class of the rule, which takes derivatives and names of parameters.
+        layer: The layer or loss, which is in the table.
+        name: Name of the new class.
+        path: Name of the module that holds it.
+
+    Returns:
+        The class, with the derivatives and the parameters in the table.
+    """
+    row = {**LAYERS, **LOSSES}[layer]
+
+    def __init__(self: Any) -> None:
+        base.__init__(self, copy(row.derivatives), list(row.params or ()))
+
+    doc = f"The rule of ``{base.__name__}`` for ``{layer.__name__}``."
+    body = {"__init__": __init__, "__doc__": doc, "__module__": path}
+    return type(name, (base,), body)

@@ -5,11 +5,10 @@ patch that the kernel with K elements covers. Features are ordered channel first
 kernel position, as in ``torch.nn.Unfold``.
 """
 
-from typing import Callable, Dict, List, Optional, Tuple, Type, TypeVar, Union
+from typing import Any, Callable, List, Optional, Tuple, Type, Union
 
 from torch import Tensor, nn
-from torch.nn import Module
-from torch.nn.functional import conv1d, conv2d, conv3d, pad
+from torch.nn import Module, functional
 
 from backpack.utils.hooks import name_module
 from backpack.utils.outer_products import sum_squared_outer_products, sum_squares
@@ -18,25 +17,25 @@ ConvNd = Union[nn.Conv1d, nn.Conv2d, nn.Conv3d]
 ConvTransposeNd = Union[nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d]
 AnyConv = Union[ConvNd, ConvTransposeNd]
 Sizes = Tuple[int, ...]  # one for each spatial axis
-T = TypeVar("T")
 
 
-def select_by_dimension(table: Dict[int, T], N: int) -> T:
-    """Look up what belongs to a number of spatial axes.
+def for_axes(namespace: Any, name: str, N: int) -> Any:
+    """Look up what PyTorch has for a number of spatial axes.
 
     Args:
-        table: Entries by number of spatial axes.
+        namespace: Where it is.
+        name: Its name without the number of axes, for instance ``"Conv"``.
         N: Number of spatial axes.
 
     Returns:
-        The entry.
+        The class or function.
 
     Raises:
         ValueError: If there is none.
     """
-    if N not in table:
-        raise ValueError(f"Expected {sorted(table)} spatial axes, got {N}.")
-    return table[N]
+    if N not in (1, 2, 3):
+        raise ValueError(f"Expected [1, 2, 3] spatial axes, got {N}.")
+    return getattr(namespace, f"{name}{N}d")
 
 
 def get_conv_module(N: int) -> Type[Module]:
@@ -51,7 +50,7 @@ def get_conv_module(N: int) -> Type[Module]:
     Raises:
         ValueError: If ``N`` is none of these.
     """
-    return select_by_dimension({1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}, N)
+    return for_axes(nn, "Conv", N)
 
 
 def get_conv_function(N: int) -> Callable:
@@ -66,7 +65,7 @@ def get_conv_function(N: int) -> Callable:
     Raises:
         ValueError: If ``N`` is none of these.
     """
-    return select_by_dimension({1: conv1d, 2: conv2d, 3: conv3d}, N)
+    return for_axes(functional, "conv", N)
 
 
 def check_batched(input: Tensor, module: AnyConv) -> None:
@@ -144,7 +143,7 @@ def pad_input(input: Tensor, module: ConvNd) -> Tensor:
     if not any(amounts):
         return input
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-    return pad(input, amounts, mode=mode)
+    return functional.pad(input, amounts, mode=mode)
 
 
 def input_windows(input: Tensor, module: ConvNd, channels_last: bool = False) -> Tensor:
@@ -331,10 +330,8 @@ def smallest_sizes(sizes: Sizes, *options: Sizes) -> List[int]:
     Returns:
         Sizes of the input.
     """
-    return [
-        (size - 1) * s - 2 * p + d * (k - 1) + 1
-        for size, s, p, k, d in zip(sizes, *options)
-    ]
+    axes = zip(sizes, *options)
+    return [(size - 1) * s - 2 * p + d * (k - 1) + 1 for size, s, p, k, d in axes]
 
 
 def _grad_input_padding(

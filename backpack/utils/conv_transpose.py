@@ -8,33 +8,14 @@ position.
 
 from typing import Any, Callable, Optional, Sequence, Tuple, Type
 
-from torch import Tensor
-from torch.nn import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d, Module
-from torch.nn.functional import (
-    conv_transpose1d,
-    conv_transpose2d,
-    conv_transpose3d,
-    pad,
-)
+from torch import Tensor, nn
+from torch.nn import Module, functional
+from torch.nn.functional import pad
 
-from backpack.utils.conv import (
-    ConvTransposeNd,
-    check_batched,
-    extract_bias_diagonal,
-    flatten_windows,
-    select_by_dimension,
-    sum_squared_weight_gradients,
-    windows,
-)
+from backpack.utils import conv
+from backpack.utils.conv import ConvTransposeNd, for_axes, windows
 
-__all__ = [
-    "extract_bias_diagonal",
-    "extract_weight_diagonal",
-    "get_conv_transpose_function",
-    "get_conv_transpose_module",
-    "get_weight_gradient_factors",
-    "unfold_by_conv_transpose",
-]
+extract_bias_diagonal = conv.extract_bias_diagonal
 
 
 def get_conv_transpose_module(N: int) -> Type[Module]:
@@ -49,9 +30,7 @@ def get_conv_transpose_module(N: int) -> Type[Module]:
     Raises:
         ValueError: If ``N`` is none of these.
     """
-    return select_by_dimension(
-        {1: ConvTranspose1d, 2: ConvTranspose2d, 3: ConvTranspose3d}, N
-    )
+    return for_axes(nn, "ConvTranspose", N)
 
 
 def get_conv_transpose_function(N: int) -> Callable:
@@ -67,9 +46,7 @@ def get_conv_transpose_function(N: int) -> Callable:
     Raises:
         ValueError: If ``N`` is none of these.
     """
-    return select_by_dimension(
-        {1: conv_transpose1d, 2: conv_transpose2d, 3: conv_transpose3d}, N
-    )
+    return for_axes(functional, "conv_transpose", N)
 
 
 def unfold_by_conv_transpose(
@@ -96,7 +73,7 @@ def unfold_by_conv_transpose(
     Raises:
         ValueError: If the input has no batch axis.
     """
-    check_batched(input, module)
+    conv.check_batched(input, module)
     kernel_size, dims = module.kernel_size, len(module.kernel_size)
     amounts = []
     options: Any = (kernel_size, module.stride, module.padding, module.dilation)
@@ -111,7 +88,7 @@ def unfold_by_conv_transpose(
     spread = _spread(input, module.stride)
     spread = pad(spread, [amount for pair in reversed(amounts) for amount in pair])
     view = windows(spread, kernel_size, (1,) * dims, module.dilation)
-    return flatten_windows(view.flip(tuple(range(2, 2 + dims))), kernel_size)
+    return conv.flatten_windows(view.flip(tuple(range(2, 2 + dims))), kernel_size)
 
 
 def _spread(input: Tensor, stride: Tuple[int, ...]) -> Tensor:
@@ -169,7 +146,7 @@ def extract_weight_diagonal(
         Diagonal in the weight's shape ``[C_in, C_out / G, *K]``, with a leading axis N
         without the sum over samples.
     """
-    squares = sum_squared_weight_gradients(module, unfolded_input, S, sum_batch)
+    squares = conv.sum_squared_weight_gradients(module, unfolded_input, S, sum_batch)
     in_per_group = module.in_channels // module.groups
     squares = squares.unflatten(-1, (in_per_group, -1)).transpose(-3, -2)
     return squares.reshape(*squares.shape[:-4], *module.weight.shape)

@@ -1,6 +1,6 @@
 """Checks of modules that end in an error or in a warning."""
 
-from typing import Any, Sequence
+from typing import Any, Iterable, Sequence, Type
 
 from torch import Tensor, nn
 from torch.nn import Module
@@ -23,6 +23,30 @@ ALONG_SAMPLES = (
 
 _ALONG_DIM = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU)
 _ALONG_LAST = (nn.LayerNorm, nn.RMSNorm)
+
+
+def check_choice(
+    name: str,
+    option: str,
+    value: Any,
+    choices: Iterable[Any],
+    error: Type[Exception] = ValueError,
+) -> None:
+    """Refuse a value that an option does not have.
+
+    Args:
+        name: Whose option it is.
+        option: Name of the option.
+        value: Its value.
+        choices: The values that it may have.
+        error: Class of the error. Default: ``ValueError``.
+
+    Raises:
+        error: If the value is none of them.
+    """  # noqa: DAR401
+    choices = tuple(choices)
+    if value not in choices:
+        raise error(f"{name}: {option} must be one of {choices}, got {value!r}.")
 
 
 def batch_norm_raise_error_if_train(

@@ -360,10 +360,8 @@ def pi_shifts(factors: Sequence[Tensor], damping: float) -> List[float]:
             "Expected one or more Kronecker factors and a damping that is not "
             f"negative, got {len(factors)} factors and {damping}."
         )
-    means = [
-        float(factor.mean() if is_vector(factor) else _trace(factor) / _rows(factor))
-        for factor in factors
-    ]
+    diagonals = [f if is_vector(f) else f.diagonal(0, -2, -1) for f in factors]
+    means = [float(diagonal.mean()) for diagonal in diagonals]
     root, number = damping ** (1 / len(factors)), len(factors)
     middle = prod(means) ** (1 / number)
     return [root * (mean / middle if middle else 1.0) for mean in means]
@@ -392,16 +390,6 @@ def damped_inv_kfacs(factors: Sequence[Tensor], damping: float) -> List[Tensor]:
             inverse = (basis * inverse.unsqueeze(-2)) @ basis.mT
         inverses.append(inverse)
     return inverses
-
-
-def _rows(factor: Tensor) -> int:
-    """Count the rows of a factor, in all groups."""
-    return factor.shape[:-1].numel()
-
-
-def _trace(factor: Tensor) -> Tensor:
-    """Sum the diagonals of a factor, of all groups."""
-    return factor.diagonal(dim1=-2, dim2=-1).sum()
 
 
 def eigen_kfacs(factors: Sequence[Tensor]) -> List[Tensor]:

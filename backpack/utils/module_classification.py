@@ -2,25 +2,18 @@
 
 from operator import attrgetter
 
+from torch import nn
 from torch.fx import GraphModule
-from torch.nn import (
-    BCEWithLogitsLoss,
-    CrossEntropyLoss,
-    Module,
-    MSELoss,
-    Parameter,
-    Sequential,
-)
 from torch.nn.modules.loss import _Loss
 
 from backpack.custom_module.branching import Parallel, _Branch
 from backpack.custom_module.reduce_tuple import ReduceTuple
 
-NLL_LOSSES = (MSELoss, CrossEntropyLoss, BCEWithLogitsLoss)
-NO_OPS = (Sequential, _Branch, Parallel, ReduceTuple, GraphModule)
+NLL_LOSSES = (nn.MSELoss, nn.CrossEntropyLoss, nn.BCEWithLogitsLoss)
+NO_OPS = (nn.Sequential, _Branch, Parallel, ReduceTuple, GraphModule)
 
 
-def is_loss(module: Module) -> bool:
+def is_loss(module: nn.Module) -> bool:
     """Return whether the module is one of PyTorch's loss functions.
 
     Args:
@@ -32,7 +25,7 @@ def is_loss(module: Module) -> bool:
     return isinstance(module, _Loss)
 
 
-def is_nll(module: Module) -> bool:
+def is_nll(module: nn.Module) -> bool:
     """Return whether a loss is known as a negative log-likelihood.
 
     Its minimizer is the maximum-likelihood estimate of a Gaussian, a categorical, or
@@ -47,7 +40,7 @@ def is_nll(module: Module) -> bool:
     return isinstance(module, NLL_LOSSES)
 
 
-def is_no_op(module: Module) -> bool:
+def is_no_op(module: nn.Module) -> bool:
     """Return whether a module only arranges other modules or their outputs.
 
     Args:
@@ -65,4 +58,4 @@ def is_no_op(module: Module) -> bool:
 def _reads_parameters(module: GraphModule) -> bool:
     """Tell whether functions, not modules, take parameters, as in exported programs."""
     names = [node.target for node in module.graph.nodes if node.op == "get_attr"]
-    return any(isinstance(attrgetter(name)(module), Parameter) for name in names)
+    return any(isinstance(attrgetter(name)(module), nn.Parameter) for name in names)

@@ -6,18 +6,7 @@ import sys
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType
-from typing import (
-    Any,
-    Callable,
-    Container,
-    Dict,
-    Iterable,
-    Iterator,
-    List,
-    Optional,
-    Set,
-    Tuple,
-)
+from typing import Any, Callable, Container, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -108,7 +97,7 @@ def refuse_parts(extensions: str, params: Iterable[Tensor]) -> None:
     Raises:
         NotImplementedError: If there is one, or one of which there are several copies.
     """
-    seen: Set[Any] = set()
+    seen: set[Any] = set()
     for param in params if is_parallel() else ():
         flat = _flat(param)
         if flat is not None:
@@ -159,8 +148,8 @@ def without_sinks() -> Iterator[None]:
     Yields:
         Nothing.
     """
-    before: List[Tuple[Any, str, Any]] = []
-    states: List[Any] = []
+    before: list[tuple[Any, str, Any]] = []
+    states: list[Any] = []
     inside = torch._C._current_graph_task_id() != -1
     if is_parallel():
         for module, name in _SINKS.items():
@@ -191,7 +180,7 @@ def without_sinks() -> Iterator[None]:
             x._training_state = type(x._training_state).IDLE
 
 
-def past_sinks(node: Any, number: int) -> Tuple[Any, int]:
+def past_sinks(node: Any, number: int) -> tuple[Any, int]:
     """Go past nodes that pass on what they get.
 
     Args:
@@ -248,9 +237,9 @@ def gathered(tensors: Iterable[Tensor]) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    owners: Dict[int, Tuple[Any, Any, str]] = {}
+    owners: dict[int, tuple[Any, Any, str]] = {}
     for x in tensors if is_parallel() else ():
-        hooks: Dict[int, Any] = x._backward_hooks or {}
+        hooks: dict[int, Any] = x._backward_hooks or {}
         for hook in filter(gathers, hooks.values()):
             if not isinstance(hook, partial):
                 owner = hook.__self__
@@ -293,7 +282,7 @@ def _flat(x: Tensor) -> Any:
     return base if getattr(base, "_is_flat_param", False) else None
 
 
-def is_in_place(x: Optional[Tensor]) -> bool:
+def is_in_place(x: Tensor | None) -> bool:
     """Tell whether FullyShardedDataParallel has put a tensor in a parameter's place.
 
     Args:
@@ -307,7 +296,7 @@ def is_in_place(x: Optional[Tensor]) -> bool:
     return flat is not None and any(x is part for part in flat._tensors or ())
 
 
-def parts(param: Tensor, nodes: Container[Any]) -> List[Tensor]:
+def parts(param: Tensor, nodes: Container[Any]) -> list[Tensor]:
     """List the parts of a flat parameter that stand for parameters.
 
     Args:
@@ -322,7 +311,7 @@ def parts(param: Tensor, nodes: Container[Any]) -> List[Tensor]:
     return found or [param]
 
 
-def _shards(calls: Iterable[Any]) -> Iterator[Tuple[Tensor, Tensor]]:
+def _shards(calls: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor]]:
     """List gathered parameters, and what has replaced them: shards."""
     for call in calls:
         for name, param in call.parameters.items():
@@ -335,7 +324,7 @@ def _shards(calls: Iterable[Any]) -> Iterator[Tuple[Tensor, Tensor]]:
 
 def move_to_shards(
     calls: Iterable[Any], extensions: Iterable[Any]
-) -> Iterator[Tuple[Any, Tensor]]:
+) -> Iterator[tuple[Any, Tensor]]:
     """Move fields from gathered parameters to the shards that replace them.
 
     Args:

@@ -11,18 +11,7 @@ import ctypes
 import sys
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import (
-    Any,
-    Callable,
-    ClassVar,
-    Dict,
-    Hashable,
-    Iterator,
-    List,
-    Optional,
-    Sequence,
-    Tuple,
-)
+from typing import Any, Callable, ClassVar, Hashable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -90,12 +79,12 @@ class State:
         begin: Begins a backward pass that nobody has announced.
     """
 
-    outside: ClassVar[Callable[[], Optional[Module]]] = staticmethod(no_op)
+    outside: ClassVar[Callable[[], Module | None]] = staticmethod(no_op)
     begin: ClassVar[Callable[[State], None]]
 
     def __init__(self) -> None:
         """Start with nothing active."""
-        self.active_exts: Tuple[Any, ...] = ()
+        self.active_exts: tuple[Any, ...] = ()
         self.debug = False
         self.extension_hook: Callable[[Module], None] = no_op
         self.retain_graph = False
@@ -105,9 +94,9 @@ class State:
         self.report: Any = None
         self.backward_pass: Any = None
         self.unannounced: Any = None
-        self.contexts: List[Any] = []
+        self.contexts: list[Any] = []
         self.pulling = self.quiet = False
-        self.calls: Optional[List[Any]] = None
+        self.calls: list[Any] | None = None
 
     @property
     def keeps_io(self) -> bool:
@@ -155,7 +144,7 @@ class State:
                 self.backward_pass = None
 
     def visit(
-        self, owner: Any, g_out: Tuple[Optional[Tensor], ...], entries: Sequence[Any]
+        self, owner: Any, g_out: tuple[Tensor | None, ...], entries: Sequence[Any]
     ) -> None:
         """Let a call or a use have its turn, now that its gradients are known.
 
@@ -216,7 +205,7 @@ def may_look(x: Tensor) -> bool:
     return state().check or (x.device.type == "cpu" and not is_traced())
 
 
-_ANSWERS: Dict[Hashable, Any] = {}
+_ANSWERS: dict[Hashable, Any] = {}
 
 
 def ask(x: Tensor, key: Hashable, question: Callable[[], Any]) -> Any:

@@ -1,8 +1,8 @@
-"""Derivatives of activation functions in closed form, each with f'(x) and f''(x)."""
+"""Derivatives of activation functions, in closed form where it is worth it."""
 
 from abc import abstractmethod
 
-from torch import Tensor, ones_like, sigmoid, zeros_like
+from torch import Tensor, ones_like, zeros_like
 
 from backpack.core.derivatives.elementwise import (
     ElementwiseDerivatives,
@@ -74,16 +74,6 @@ class SigmoidDerivatives(ActivationDerivatives):
         return self.first_derivative(module) * (1 - 2 * module.output)
 
 
-class LogSigmoidDerivatives(ActivationDerivatives):
-    """Derivatives of :class:`torch.nn.LogSigmoid`: σ(-x), -σ(x) σ(-x)."""
-
-    def first_derivative(self, module: Layer) -> Tensor:  # noqa: D102
-        return sigmoid(-module.input0)
-
-    def second_derivative(self, module: Layer) -> Tensor:  # noqa: D102
-        return -sigmoid(module.input0) * self.first_derivative(module)
-
-
 class TanhDerivatives(ActivationDerivatives):
     """Derivatives of :class:`torch.nn.Tanh`: 1 - z², -2 z (1 - z²)."""
 
@@ -94,28 +84,16 @@ class TanhDerivatives(ActivationDerivatives):
         return -2 * module.output * self.first_derivative(module)
 
 
-class ELUDerivatives(ActivationDerivatives):
-    """Derivatives of :class:`torch.nn.ELU`: α exp(x) where x < 0, else 1 and 0."""
-
-    def first_derivative(self, module: Layer) -> Tensor:  # noqa: D102
-        x = module.input0
-        return ones_like(x).where(x > 0, module.alpha * x.exp())
-
-    def second_derivative(self, module: Layer) -> Tensor:  # noqa: D102
-        x = module.input0
-        return zeros_like(x).where(x >= 0, module.alpha * x.exp())
+class LogSigmoidDerivatives(ElementwiseDerivatives):
+    """Derivatives of :class:`torch.nn.LogSigmoid`, by autograd."""
 
 
-class SELUDerivatives(ActivationDerivatives):
-    """Derivatives of :class:`torch.nn.SELU`: those of ELU times the scale."""
+class ELUDerivatives(ElementwiseDerivatives):
+    """Derivatives of :class:`torch.nn.ELU`, by autograd."""
+
+
+class SELUDerivatives(ElementwiseDerivatives):
+    """Derivatives of :class:`torch.nn.SELU`, by autograd."""
 
     alpha = 1.6732632423543772
     scale = 1.0507009873554805
-
-    def first_derivative(self, module: Layer) -> Tensor:  # noqa: D102
-        x = module.input0
-        return self.scale * ones_like(x).where(x > 0, self.alpha * x.exp())
-
-    def second_derivative(self, module: Layer) -> Tensor:  # noqa: D102
-        x = module.input0
-        return self.scale * zeros_like(x).where(x >= 0, self.alpha * x.exp())

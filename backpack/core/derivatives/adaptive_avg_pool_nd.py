@@ -46,10 +46,8 @@ class AdaptiveAvgPoolNDDerivatives(AvgPoolNDDerivatives):
         size = [i // o for i, o in zip(*self._sizes(module))]
         return size, list(size), [0] * self.N
 
-    def _sizes(self, module: Layer) -> Tuple[List[int], List[int]]:
-        return list(module.input0.shape[-self.N :]), list(
-            module.output.shape[-self.N :]
-        )
+    def _sizes(self, module: Layer) -> List[List[int]]:
+        return [list(x.shape[-self.N :]) for x in (module.input0, module.output)]
 
 
 class AdaptiveAvgPool1dDerivatives(AdaptiveAvgPoolNDDerivatives):

@@ -40,9 +40,8 @@ class BCELossWithLogitsDerivatives(ElementwiseNLLLossDerivatives):
         self, subsampled_input: Tensor, mc_samples: int, generator: Randomness = None
     ) -> Tensor:
         probabilities = subsampled_input.detach().sigmoid()
-        return torch.bernoulli(
-            probabilities.expand(mc_samples, *probabilities.shape), generator=generator
-        )
+        probabilities = probabilities.expand(mc_samples, *probabilities.shape)
+        return torch.bernoulli(probabilities, generator=generator)
 
     def _compute_sampled_grads_manual(
         self, subsampled_input: Tensor, mc_samples: int, generator: Randomness = None

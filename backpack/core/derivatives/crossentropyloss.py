@@ -57,12 +57,10 @@ class CrossEntropyLossDerivatives(ClosedFormNLLLossDerivatives):
         """
         target, smoothing = module.input1, module.label_smoothing
         axis = _class_axis(module.input0)
-        weights, class_weights = self._target_weights(module), module.weight
+        weights, own = self._target_weights(module), module.weight
         factor = self._reduction_factor(module, weights)
         if smoothing:
-            mean = (
-                1.0 if class_weights is None else full_precision(class_weights).mean()
-            )
+            mean = 1.0 if own is None else full_precision(own).mean()
             if not target.is_floating_point():
                 mean = mean * (target != module.ignore_index).to(weights.dtype)
             weights = (1 - smoothing) * weights + smoothing * mean
@@ -175,10 +173,8 @@ class CrossEntropyLossDerivatives(ClosedFormNLLLossDerivatives):
         positions = prediction.shape[2:].numel()
         terms = terms.reshape(num_samples, positions, *terms.shape[-2:])  # [n, t, v, c]
         columns = torch.diag_embed(terms.permute(2, 0, 3, 1), dim1=1, dim2=-1)
-        columns = columns.flatten(0, 1).reshape(
-            terms.shape[2] * positions, *prediction.shape
-        )
-        return columns.to(module.input0.dtype)
+        columns = columns.flatten(0, 1).to(module.input0.dtype)
+        return columns.reshape(len(columns), *prediction.shape)
 
     def _make_hessian_mat_prod(
         self, module: Layer, g_inp: Grads, g_out: Grads
@@ -208,9 +204,8 @@ class CrossEntropyLossDerivatives(ClosedFormNLLLossDerivatives):
         self, subsampled_input: Tensor, mc_samples: int, generator: Randomness = None
     ) -> Tensor:
         probabilities = _classes_last(subsampled_input).softmax(-1)
-        targets = self._sample_targets(
-            subsampled_input, mc_samples, generator, probabilities
-        )
+        args = subsampled_input, mc_samples, generator, probabilities
+        targets = self._sample_targets(*args)
         minus_one = probabilities.new_full((), -1.0).expand(*targets.shape, 1)
         grads = probabilities.expand(mc_samples, *probabilities.shape)
         grads = grads.scatter_add(-1, targets.unsqueeze(-1), minus_one)

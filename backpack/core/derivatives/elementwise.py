@@ -31,8 +31,8 @@ class ElementwiseDerivatives(BaseDerivatives):
         Returns:
             f'(x) of shape ``[N, *in]``.
         """
-        x, y = evaluate(subsampled(module, subsampling))
-        return pull_columns(y, x, [ones_like(y)])[0].squeeze(0)
+        xs, y = evaluate(subsampled(module, subsampling))
+        return pull_columns(y, xs, [ones_like(y)])[0].squeeze(0)
 
     def d2f(self, module: Layer, g_inp: Grads, g_out: Grads) -> Tensor:
         """Compute the second derivative at each element.

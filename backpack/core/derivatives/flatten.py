@@ -12,11 +12,6 @@ class FlattenDerivatives(LinearMapDerivatives):
     The Jacobian of each sample, as a matrix, is the identity.
     """
 
-    def _jac_mat_prod(
-        self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
-    ) -> Tensor:
-        return self.reshape_like_output(mat, module)
-
     def _jac_t_mat_prod(
         self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:

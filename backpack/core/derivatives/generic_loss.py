@@ -15,6 +15,7 @@ from backpack.core.derivatives.loss_base import (
     first_number,
     loss_inputs,
 )
+from backpack.core.derivatives.stored import as_leaf
 from backpack.hessianfree.lop import pull_back, pull_columns
 from backpack.utils.hooks import message, warn_user
 from backpack.utils.state import ask, may_look
@@ -66,11 +67,9 @@ class GenericLossDerivatives(BaseLossDerivatives):
     ) -> MatProd:
         if _is_linear_in_pieces(module):
             return torch.zeros_like
-        create_graph = torch.is_grad_enabled() and module.input0.requires_grad
+        prediction, *others = (_to_double(i) for i in loss_inputs(module))
+        prediction, create_graph = as_leaf(prediction)
         with torch.enable_grad():
-            prediction, *others = (_to_double(i) for i in loss_inputs(module))
-            if not create_graph:
-                prediction = prediction.detach().requires_grad_()
             loss = first_number(_double_copy(module).forward(prediction, *others))
             cotangent = torch.ones_like(loss).requires_grad_()
             (gradient,) = pull_back([loss], [prediction], [cotangent], True, True)
@@ -157,10 +156,8 @@ class GenericLossDerivatives(BaseLossDerivatives):
         if not looks:
             root = root.where(eigenvalues >= -tolerance, nan)
         factor = eigenvectors * root[:, None, :]  # [n, feature, v]
-        columns = factor.movedim(2, 0).reshape(
-            -1, len(factor), *module.input0.shape[1:]
-        )
-        return columns.to(module.input0.dtype)
+        columns = factor.movedim(2, 0).to(module.input0.dtype)
+        return columns.reshape(-1, len(factor), *module.input0.shape[1:])
 
     def _sqrt_hessian_compact(
         self, module: Layer, subsampling: Subsampling = None

@@ -6,13 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from backpack.core.derivatives.recurrent import (
-    Chain,
-    Factors,
-    RecurrentDerivatives,
-    pull_through_time,
-    spread,
-)
+from backpack.core.derivatives import recurrent
+from backpack.core.derivatives.recurrent import Chain, Factors, RecurrentDerivatives
 from backpack.utils.types import Layer
 
 
@@ -40,8 +35,8 @@ class GRUDerivatives(RecurrentDerivatives):
         slopes_ih = torch.stack([to_r, to_z, to_n], dim=2)
         slopes_hh = torch.stack([to_r, to_z, to_n * r], dim=2)
 
-        totals = pull_through_time(d_after, slopes_hh, chain.weight_hh, z)
+        totals = recurrent.pull_through_time(d_after, slopes_hh, chain.weight_hh, z)
         return {
-            "ih": (spread(totals, slopes_ih.unsqueeze(1)), chain.x),
-            "hh": (spread(totals, slopes_hh.unsqueeze(1)), chain.before),
+            "ih": (recurrent.spread(totals, slopes_ih.unsqueeze(1)), chain.x),
+            "hh": (recurrent.spread(totals, slopes_hh.unsqueeze(1)), chain.before),
         }

@@ -14,11 +14,10 @@ for every module that is differentiable in its first input; other inputs are con
 
 from abc import ABC
 from math import nan
-from typing import Tuple
+from typing import Any, Tuple
 
 from torch import Tensor, ones_like, stack, zeros_like
 from torch.autograd import grad
-from torch.nn import Module
 
 from backpack.core.derivatives import shape_check
 from backpack.core.derivatives.stored import evaluate, subsampled
@@ -42,8 +41,7 @@ class BaseDerivatives(ABC):  # noqa: B024
     :meth:`hessian_is_zero` and :meth:`hessian_is_diagonal` should say what is known.
     """
 
-    @shape_check.jac_mat_prod_accept_vectors
-    @shape_check.jac_mat_prod_check_shapes
+    @shape_check.product("input0", "output")
     def jac_mat_prod(
         self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
@@ -63,11 +61,10 @@ class BaseDerivatives(ABC):  # noqa: B024
     def _jac_mat_prod(
         self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
-        x, y = evaluate(module)
-        return stack([R_op(y, x, v)[0] for v in mat.to(x.dtype)])
+        xs, y = evaluate(module)
+        return stack([R_op(y, xs, v)[0] for v in mat.to(xs[0].dtype)])
 
-    @shape_check.jac_t_mat_prod_accept_vectors
-    @shape_check.jac_t_mat_prod_check_shapes
+    @shape_check.product("output", "input0")
     def jac_t_mat_prod(
         self,
         module: Layer,
@@ -106,10 +103,10 @@ class BaseDerivatives(ABC):  # noqa: B024
         Returns:
             Products of shape ``[V, N, *in]``.
         """
-        x, y = evaluate(module)
-        return pull_columns(y, x, mat)[0]
+        xs, y = evaluate(module)
+        return pull_columns(y, xs, mat)[0]
 
-    def _restrict(self, module: Layer, subsampling: Subsampling = None) -> Module:
+    def _restrict(self, module: Layer, subsampling: Subsampling = None) -> Layer:
         """Select samples before the maths.
 
         Args:
@@ -167,31 +164,15 @@ class BaseDerivatives(ABC):  # noqa: B024
         self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
         # one sample after the other, as a single one needs memory [out, in] already
-        samples = 1 if self.jacobian_is_shared(module) else module.output.shape[0]
-        products = (
-            self._sandwich(self._restrict(module, [n]), g_inp, g_out, mat)
-            for n in range(samples)
-        )
-        return sum(products) / samples  # type: ignore[return-value]
-
-    def _sandwich(
-        self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
-    ) -> Tensor:
-        """Multiply with one sample's Jacobian from both sides.
-
-        Args:
-            module: Module whose stored tensors hold a single sample.
-            g_inp: Gradients of the loss with respect to the module's inputs.
-            g_out: Gradients of the loss with respect to the module's outputs.
-            mat: Matrix G of shape ``[out, out]``.
-
-        Returns:
-            Jᵀ G J of shape ``[in, in]``.
-        """
-        for _ in range(2):  # G ↦ (G J)ᵀ, twice
-            rows = mat.reshape(-1, *module.output.shape)
-            mat = flatten(self._jac_t_mat_prod(module, g_inp, g_out, rows), 1).T
-        return mat
+        samples = 1 if self.jacobian_is_shared(module) else len(module.output)
+        total: Any = 0.0
+        for n in range(samples):
+            one, product = self._restrict(module, [n]), mat
+            for _ in range(2):  # G ↦ (G J)ᵀ, twice
+                rows = product.reshape(-1, *one.output.shape)
+                product = flatten(self._jac_t_mat_prod(one, g_inp, g_out, rows), 1).T
+            total = total + product
+        return total / samples
 
     def jacobian_is_shared(self, module: Layer) -> bool:
         """Tell whether every sample has the same Jacobian with respect to the input.
@@ -255,8 +236,7 @@ class BaseDerivatives(ABC):  # noqa: B024
         ones = ones_like(module.input0).unsqueeze(0)
         return self._differentiate_twice(module, g_out, ones).squeeze(0)
 
-    @shape_check.residual_mat_prod_accept_vectors
-    @shape_check.residual_mat_prod_check_shapes
+    @shape_check.product("input0", "input0")
     def residual_mat_prod(
         self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
@@ -294,10 +274,10 @@ class BaseDerivatives(ABC):  # noqa: B024
         Returns:
             Products of the same shape.
         """
-        x, y = evaluate(module)
+        xs, y = evaluate(module)
         delta = g_out[0].detach().to(y.dtype)
-        (gradient,) = grad(y, x, delta, create_graph=True)
-        return pull_columns(gradient, x, mat)[0]
+        (gradient,) = grad(y, xs, delta, create_graph=True)
+        return pull_columns(gradient, xs, mat)[0]
 
     @classmethod
     def reshape_like_input(

@@ -40,14 +40,11 @@ class LinearDerivatives(BaseParameterDerivatives):
             The products.
         """
         v, n, *axes, features = cotangents.shape
-        positions = prod(axes)
+        positions, shape = prod(axes), getattr(module, name).shape
         if name == "bias":
-            b = cotangents.reshape(v, n, positions, features)
-            return Summed(b, module.bias.shape)
+            return Summed(cotangents.reshape(v, n, positions, features), shape)
         x, b = inputs[0], cotangents.reshape(v, n, 1, positions, features)
-        return Outer(
-            lambda: x.reshape(n, 1, positions, x.shape[-1]), b, module.weight.shape
-        )
+        return Outer(lambda: x.reshape(n, 1, positions, shape[1]), b, shape)
 
     @no_grad()
     def _param_jac_mat_prod(

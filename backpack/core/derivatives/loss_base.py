@@ -4,12 +4,13 @@ from abc import ABC, abstractmethod
 from typing import Any, Dict, Iterator, Optional, Sequence, Tuple, Union
 
 import torch
-from torch import Generator, Size, Tensor, nn
+from torch import Size, Tensor, nn
+from torch.autograd import grad
 from torch.utils._pytree import tree_leaves
 
 from backpack.core.derivatives import shape_check
 from backpack.core.derivatives.input_base import BaseDerivatives
-from backpack.core.derivatives.stored import stored_inputs
+from backpack.core.derivatives.stored import as_leaf, stored_inputs
 from backpack.core.per_sample.sums import reciprocal
 from backpack.utils.hooks import message
 from backpack.utils.subsampling import Subsampling
@@ -71,7 +72,7 @@ def split_columns(columns: Tensor, size: int) -> Sequence[Tensor]:
     return columns.split(size) if len(columns) > size else [columns]
 
 
-def as_option(generator: Randomness) -> Dict[str, Generator]:
+def as_option(generator: Randomness) -> Dict[str, Any]:
     """Pass a generator on only if there is one.
 
     Methods that override ours may not know the keyword.
@@ -212,9 +213,8 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
             ValueError: If the loss is no scalar.
         """
         self._check_scalar(module)
-        result = self._sqrt_hessian_sampled(
-            module, g_inp, g_out, mc_samples, subsampling, **as_option(generator)
-        )
+        args = module, g_inp, g_out, mc_samples, subsampling
+        result = self._sqrt_hessian_sampled(*args, **as_option(generator))
         shape_check._check_like(result, module, "input0", subsampling=subsampling)
         return result
 
@@ -307,14 +307,10 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
         """  # noqa: DAR401
         self._check_scalar(module)
         prediction, *others = loss_inputs(module)
-        create_graph = torch.is_grad_enabled() and prediction.requires_grad
+        prediction, create_graph = as_leaf(prediction)
         with torch.enable_grad():
-            if not create_graph:
-                prediction = prediction.detach().requires_grad_()
             loss = first_number(module.forward(prediction, *others))
-            (gradient,) = torch.autograd.grad(
-                loss, prediction, create_graph=create_graph
-            )
+            (gradient,) = grad(loss, prediction, create_graph=create_graph)
         return (gradient / self._reduction_factor(module) ** 0.5).unsqueeze(0)
 
     def _reduction_factor(self, module: Layer) -> Union[float, Tensor]:

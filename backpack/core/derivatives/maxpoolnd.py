@@ -38,10 +38,8 @@ class MaxPoolNDDerivatives(BaseDerivatives):
         Returns:
             Positions in the flattened pooled axes, of the output's shape.
         """
-        _, idx = self._pool(
-            module, subsample(module.input0.detach(), subsampling=subsampling)
-        )
-        return idx
+        x = subsample(module.input0.detach(), subsampling=subsampling)
+        return self._pool(module, x)[1]
 
     def _pool(self, module: Layer, x: Tensor) -> Tuple[Tensor, Tensor]:
         """Pool.

@@ -19,6 +19,7 @@ from torch.autograd import grad
 from torch.distributions import Distribution
 
 from backpack.core.derivatives import loss_base
+from backpack.core.derivatives.stored import as_leaf
 from backpack.core.per_sample.sums import reciprocal
 from backpack.utils.state import may_look
 from backpack.utils.subsampling import Subsampling, subsample
@@ -119,8 +120,7 @@ class NLLLossDerivatives(loss_base.BaseLossDerivatives):
         return self._reduction_factor(module)
 
     def _reduction_factor(self, module: Layer) -> Union[float, Tensor]:
-        mean = module.reduction == "mean"
-        if not mean:
+        if module.reduction != "mean":
             return 1.0
         return reciprocal(self._get_mean_normalization(module.input0))
 
@@ -136,9 +136,8 @@ class NLLLossDerivatives(loss_base.BaseLossDerivatives):
         generator: Randomness = None,
     ) -> Tensor:
         prediction, root_weights = self._prepare(module, subsampling)
-        grads = self.compute_sampled_grads(
-            prediction, mc_samples, **loss_base.as_option(generator)
-        )
+        options = loss_base.as_option(generator)
+        grads = self.compute_sampled_grads(prediction, mc_samples, **options)
         return (grads * (root_weights / sqrt(mc_samples))).to(module.input0.dtype)
 
     def compute_sampled_grads(
@@ -155,26 +154,21 @@ class NLLLossDerivatives(loss_base.BaseLossDerivatives):
             Would-be gradients with respect to the prediction, without the loss's
             options, reduction, and without 1/√M. Shape ``[M, N, *]``.
         """
+        x, options = subsampled_input, loss_base.as_option(generator)
         if self.use_autograd:
-            return self._compute_sampled_grads_autograd(
-                subsampled_input, mc_samples, generator
-            )
-        return self._compute_sampled_grads_manual(
-            subsampled_input, mc_samples, **loss_base.as_option(generator)
-        )
+            return self._compute_sampled_grads_autograd(x, mc_samples, generator)
+        return self._compute_sampled_grads_manual(x, mc_samples, **options)
 
     def _compute_sampled_grads_autograd(
         self, subsampled_input: Tensor, mc_samples: int, generator: Randomness
     ) -> Tensor:
-        create_graph = torch.is_grad_enabled() and subsampled_input.requires_grad
+        x, create_graph = as_leaf(subsampled_input)
         with torch.enable_grad():
-            if not create_graph:
-                subsampled_input = subsampled_input.detach().requires_grad_()
-            distribution = self._make_distribution(subsampled_input)
-            targets = self._sample_targets(subsampled_input, mc_samples, generator)
+            distribution = self._make_distribution(x)
+            targets = self._sample_targets(x, mc_samples, generator)
             losses = (-distribution.log_prob(target).sum() for target in targets)
             options: Any = {"retain_graph": True, "create_graph": create_graph}
-            grads = [grad(loss, subsampled_input, **options)[0] for loss in losses]
+            grads = [grad(loss, x, **options)[0] for loss in losses]
         return torch.stack(grads)
 
     def _compute_sampled_grads_manual(

@@ -5,12 +5,13 @@ from functools import partial
 from typing import Any, Callable, Sequence, Tuple
 
 from torch import Tensor, no_grad, stack, zeros_like
-from torch.func import functional_call, vjp
+from torch.func import functional_call
 
 from backpack.core.derivatives import shape_check, stored
 from backpack.core.derivatives.generic import generic_product
 from backpack.core.derivatives.input_base import BaseDerivatives
 from backpack.core.per_sample.base import Dense, PerSample
+from backpack.hessianfree.rop import R_op
 from backpack.utils.subsampling import Subsampling
 from backpack.utils.types import Grads, Layer, as_type
 
@@ -81,9 +82,8 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
         shape_check._check_like(mat, module, "output", subsampling=subsampling)
         generic = partial(self._param_mjp, param_str)
         multiply = getattr(self, f"_{param_str}_jac_t_mat_prod", generic)
-        result = multiply(
-            module, g_inp, g_out, mat, sum_batch=sum_batch, subsampling=subsampling
-        )
+        options: Any = {"sum_batch": sum_batch, "subsampling": subsampling}
+        result = multiply(module, g_inp, g_out, mat, **options)
         shape_check.check_same_V_dim(result, mat)
         shape_check.check_like_with_sum_batch(result, module, param_str, sum_batch)
         return result
@@ -142,8 +142,8 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
         inputs = stored.stored_inputs(module)
         if type(self).product is not BaseParameterDerivatives.product:
             return self.product(name, module, inputs, cotangents)
-        outputs, copy = [stored.recorded_output(module)], stored.scratch_copy(module)
-        return generic_product(name, copy, inputs, cotangents, outputs=outputs)
+        outputs = [stored.recorded_output(module)]
+        return generic_product(name, module, inputs, cotangents, outputs=outputs)
 
     def product(
         self, name: str, module: Layer, inputs: Sequence[Any], cotangents: Tensor
@@ -210,36 +210,27 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
         Returns:
             Products of shape ``[V, N, *out]``, or ``[N, *out]``.
         """
-        is_vec = shape_check._same_dim_as(mat, module, param_str)
-        mat = shape_check._add_V_dim(mat) if is_vec else mat
-        shape_check._check_like(mat, module, param_str)
         generic = partial(self._param_jac_mat_prod, param_str)
         multiply = getattr(self, f"_{param_str}_jac_mat_prod", generic)
-        result = multiply(module, g_inp, g_out, mat)
-        shape_check.check_same_V_dim(result, mat)
-        shape_check._check_like(result, module, "output")
-        return shape_check._remove_V_dim(result) if is_vec else result
+
+        @shape_check.product(param_str, "output")
+        def checked(self, *args: Any) -> Tensor:
+            return multiply(*args)
+
+        return checked(self, module, g_inp, g_out, mat)
 
     def _param_jac_mat_prod(
         self, param_str: str, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
+        if not self.affine_in_params:
+            param, y = stored.evaluate_parameter(module, param_str)
+            return stack([R_op(y, param, v)[0] for v in mat])
         inputs, scratch = stored.stored_inputs(module), stored.scratch_copy(module)
-
-        def forward(param: Tensor, others: dict) -> Tensor:
-            params = {**others, param_str: param}
-            return stored.first_tensor(functional_call(scratch, params, inputs))
-
-        if self.affine_in_params:
-            params = module.named_parameters()
-            zeros = {name: zeros_like(p) for name, p in params if name != param_str}
-            with no_grad():
-                return stack([forward(v, zeros) for v in mat])
-        # w ↦ Jᵀ w is linear, so pulling v back through it gives J v, see R_op
-        given = getattr(module, param_str)
-        output, pull = vjp(lambda param: forward(param, {}), given)[:2]
-        stored.checked(module, output)
-        push = vjp(lambda w: pull(w)[0], zeros_like(output))[1]
-        return stack([push(v)[0] for v in mat])
+        zeros = {name: zeros_like(p) for name, p in module.named_parameters()}
+        with no_grad():
+            values = ({**zeros, param_str: v} for v in mat)
+            outputs = [functional_call(scratch, each, inputs) for each in values]
+        return stack([stored.first_tensor(output) for output in outputs])
 
     _weight_jac_mat_prod = _for_parameter("weight", "_param_jac_mat_prod")
     _bias_jac_mat_prod = _for_parameter("bias", "_param_jac_mat_prod")

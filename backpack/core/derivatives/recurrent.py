@@ -219,9 +219,9 @@ class RecurrentDerivatives(BaseParameterDerivatives):
         for layer, chains in reversed(list(enumerate(layers))):
             d_input: Any = 0.0
             for k, d_chain in enumerate(d_output.chunk(directions, dim=-1)):
+                at = layer * directions + k
                 d_last, d_cell = (
-                    None if mat is None else mat[:, layer * directions + k]
-                    for mat in d_states
+                    mat if mat is None else mat[:, at] for mat in d_states
                 )
                 d_after = list(_flip_if(k, d_chain).unbind())
                 if d_last is not None:

@@ -4,13 +4,8 @@ from typing import Dict, List, Optional
 
 from torch import Tensor
 
-from backpack.core.derivatives.recurrent import (
-    Chain,
-    Factors,
-    RecurrentDerivatives,
-    pull_through_time,
-    spread,
-)
+from backpack.core.derivatives import recurrent
+from backpack.core.derivatives.recurrent import Chain, Factors, RecurrentDerivatives
 from backpack.utils.types import Layer
 
 
@@ -28,6 +23,6 @@ class RNNDerivatives(RecurrentDerivatives):
         else:
             slope = (chain.after > 0).to(chain.after.dtype)
         slope = slope.unsqueeze(2)
-        totals = pull_through_time(d_after, slope, chain.weight_hh)
-        d_gates = spread(totals, slope.unsqueeze(1))
+        totals = recurrent.pull_through_time(d_after, slope, chain.weight_hh)
+        d_gates = recurrent.spread(totals, slope.unsqueeze(1))
         return {"ih": (d_gates, chain.x), "hh": (d_gates, chain.before)}

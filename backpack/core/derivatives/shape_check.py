@@ -8,7 +8,7 @@ case the result does not have this axis, either.
 
 from functools import partial, wraps
 from inspect import signature
-from typing import Any, Callable, Dict, List
+from typing import Any, Callable, Dict
 
 from torch import Size, Tensor, empty
 from torch.nn import Module
@@ -328,30 +328,20 @@ def make_hessian_mat_prod_check_shapes(
     return wrapped
 
 
-def _make_decorators(in_name: str, out_name: str) -> List[Callable]:
-    """Specialize the decorators to the tensors whose shapes are expected.
+def product(in_name: str, out_name: str) -> Callable[[Callable], Callable[..., Tensor]]:
+    """Make the decorator of a product, which checks shapes and accepts vectors.
 
     Args:
         in_name: Name of the module's tensor that looks like the factor.
         out_name: Name of the module's tensor that looks like the result.
 
     Returns:
-        Decorator to accept vectors, decorator to check shapes.
+        Decorator of methods with arguments ``self, module, g_inp, g_out, mat, …``.
     """
-    is_vector = partial(_same_dim_as, name=in_name)
-    checks = [partial(_check_like, name=name) for name in (in_name, out_name)]
-    return [
-        partial(_mat_prod_accept_vectors, vec_criterion=is_vector),
-        partial(mat_prod_check_shapes, in_check=checks[0], out_check=checks[1]),
-    ]
+    in_check, out_check = (partial(_check_like, name=x) for x in (in_name, out_name))
 
+    def decorate(mat_prod: Callable) -> Callable[..., Tensor]:
+        checked = mat_prod_check_shapes(mat_prod, in_check, out_check)
+        return _mat_prod_accept_vectors(checked, partial(_same_dim_as, name=in_name))
 
-jac_mat_prod_accept_vectors, jac_mat_prod_check_shapes = _make_decorators(
-    "input0", "output"
-)
-jac_t_mat_prod_accept_vectors, jac_t_mat_prod_check_shapes = _make_decorators(
-    "output", "input0"
-)
-residual_mat_prod_accept_vectors, residual_mat_prod_check_shapes = _make_decorators(
-    "input0", "input0"
-)
+    return decorate

@@ -1,13 +1,16 @@
 """A module's last call, as it is stored on the module, and copies to repeat it with."""
 
-from typing import Any, Callable, List, Tuple
+from operator import attrgetter
+from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Generator, Tensor, enable_grad
+from torch.func import functional_call
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
-from backpack.core.derivatives.generic import is_repetition
+from backpack.converter.function import FunctionModule
+from backpack.utils.disable import disable
 from backpack.utils.hooks import message
 from backpack.utils.state import ask, is_traced
 from backpack.utils.subsampling import Subsampling, subsample
@@ -44,6 +47,34 @@ def stored_inputs(module: Layer) -> Tuple[Any, ...]:
     while hasattr(module, f"input{len(inputs)}"):
         inputs.append(getattr(module, f"input{len(inputs)}"))
     return tuple(inputs)
+
+
+def argument_position(module: Layer, name: str) -> Optional[int]:
+    """Tell which argument of an operation a parameter is.
+
+    The converter turns operations into modules, whose arguments may be parameters.
+
+    Args:
+        module: The module.
+        name: The parameter's name, ``"input<i>"`` for the i-th positional argument.
+
+    Returns:
+        The position, ``None`` if the parameter is the module's own.
+    """
+    return int(name[5:]) if isinstance(module, FunctionModule) else None
+
+
+def find_parameter(module: Layer, name: str) -> Tensor:
+    """Look up a parameter by its name in a call.
+
+    Args:
+        module: The module, with the arguments of its call.
+        name: The parameter's name, see :func:`argument_position`.
+
+    Returns:
+        The parameter.
+    """
+    return attrgetter(name)(module)  # which may be a tensor of another class
 
 
 def shallow_copy(module: Layer, **attributes: Any) -> Module:
@@ -107,6 +138,20 @@ def subsampled(module: Layer, subsampling: Subsampling = None) -> Module:
     return shallow_copy(module, **selected)
 
 
+def as_leaf(x: Tensor) -> Tuple[Tensor, bool]:
+    """Prepare a tensor for being differentiated in.
+
+    Args:
+        x: The tensor.
+
+    Returns:
+        The tensor itself, if what is computed from it shall have a graph that leads to
+        it, else a leaf with the same values; and whether there shall be a graph.
+    """
+    create_graph = torch.is_grad_enabled() and x.requires_grad
+    return (x if create_graph else x.detach().requires_grad_()), create_graph
+
+
 def first_tensor(output: Any) -> Tensor:
     """Return the first tensor of a module's output.
 
@@ -134,6 +179,38 @@ def recorded_output(module: Layer) -> Tensor:
     return output.to(vars(module).get(OUTPUT_TYPE, output.dtype))
 
 
+def repeats(module: Layer, x: Tensor, before: Tensor) -> bool:
+    """Tell whether repeating a forward pass gave the same output, and remember it.
+
+    Args:
+        module: The module.
+        x: Output ``[N, *]`` of the repetition.
+        before: Output of the call.
+
+    Returns:
+        Whether they agree up to rounding errors. Where tensors must not be looked at,
+        what was found for such a module before.
+    """
+    key = "repeats", type(module), repr(module), before.shape
+    return ask(x, key, lambda: is_repetition(x, before))
+
+
+def is_repetition(output: Tensor, expected: Tensor) -> bool:
+    """Tell whether repeating a forward pass gave the same output.
+
+    Args:
+        output: Output ``[N, *]`` of the repetition.
+        expected: Output of the call.
+
+    Returns:
+        Whether they agree up to rounding errors, in the coarser one of their types.
+    """
+    tolerance = max(torch.finfo(x.dtype).eps for x in (output, expected)) ** 0.5
+    return output.shape == expected.shape and torch.allclose(
+        output, expected.to(output.dtype), tolerance, tolerance, equal_nan=True
+    )
+
+
 def checked(module: Layer, output: Any) -> Tensor:
     """Check that repeating a module's forward pass gave its stored output.
 
@@ -151,8 +228,7 @@ def checked(module: Layer, output: Any) -> Tensor:
     if OVERWRITTEN in vars(module):
         return output
     repeated, expected = output.detach(), recorded_output(module)
-    key = "repeats", type(module), repr(module), expected.shape
-    if not ask(repeated, key, lambda: is_repetition(repeated, expected)):
+    if not repeats(module, repeated, expected):
         raise RuntimeError(message(NOT_REPEATED, module=module))
     return output
 
@@ -203,22 +279,50 @@ def _random_state(module: Layer) -> Tensor:
     return torch.cuda.get_rng_state(device) if cuda else torch.get_rng_state()
 
 
-def evaluate(module: Layer) -> Tuple[Tensor, Tensor]:
+def evaluate(
+    module: Layer, positions: Sequence[int] = (0,)
+) -> Tuple[List[Tensor], Tensor]:
     """Compute a module's output anew at its stored inputs, with a graph of its own.
 
     Args:
         module: Module with stored inputs.
+        positions: Which of them the graph shall lead to. Default: the first.
 
     Returns:
-        Input ``[N, *in]`` and output ``[N, *out]``, connected by a graph.
+        These inputs ``[N, *in]``, and the output ``[N, *out]``.
 
     Raises:
-        ValueError: If the input is not of floating point type.
+        ValueError: If an input is not of floating point type.
     """
-    x, *others = stored_inputs(module)
-    if not x.is_floating_point():
-        raise ValueError(message(NO_FLOAT_INPUT, module=module, dtype=x.dtype))
-    x = x.detach().requires_grad_()
-    with enable_grad():
-        # a module may work in-place, which is forbidden on leaves
-        return x, repeat(module, scratch_copy(module).forward, x.clone(), *others)
+    inputs = list(stored_inputs(module))
+    for i in positions:
+        if not inputs[i].is_floating_point():
+            text = message(NO_FLOAT_INPUT, module=module, dtype=inputs[i].dtype)
+            raise ValueError(text)
+    xs = [inputs[i].detach().requires_grad_() for i in positions]
+    with enable_grad(), disable():
+        for i, x in zip(positions, xs):
+            inputs[i] = x.clone()  # a module may work in-place, forbidden on leaves
+        return xs, repeat(module, scratch_copy(module).forward, *inputs)
+
+
+def evaluate_parameter(module: Layer, name: str) -> Tuple[Tensor, Tensor]:
+    """Compute a module's output anew, with a graph that leads to a parameter.
+
+    Args:
+        module: Module with stored inputs.
+        name: The parameter's name, see :func:`argument_position`.
+
+    Returns:
+        The parameter ``[*p]``, and the output ``[N, *out]``.
+    """
+    param = find_parameter(module, name).detach().requires_grad_()
+    inputs, own = list(stored_inputs(module)), {}
+    position = argument_position(module, name)
+    if position is None:
+        own[name] = param
+    else:
+        inputs[position] = param
+    with enable_grad(), disable():
+        arguments = functional_call, scratch_copy(module), own, tuple(inputs)
+        return param, repeat(module, *arguments)

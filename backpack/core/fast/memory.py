@@ -57,9 +57,5 @@ def huge_empty(
     if num_bytes >= tuning.HUGE_BYTES and out.device.type == "cpu" and _madvise():
         start = -(-out.data_ptr() // _PAGE) * _PAGE
         length = out.data_ptr() + num_bytes - start
-        _madvise()(
-            ctypes.c_void_p(start),
-            ctypes.c_size_t(length),
-            ctypes.c_int(_MADV_HUGEPAGE),
-        )
+        _madvise()(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_HUGEPAGE)
     return out

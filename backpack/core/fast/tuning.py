@@ -72,9 +72,11 @@ FEW_POSITIONS = 1.5
 # oneDNN takes longer to choose the code to run, the more so if that is not in the
 # caches: there must be this many multiplications to make up for it, in all and in each
 # product. (512 x 128) (128 x 784), with AVX-512: 505 us, by the BLAS 1,095; KFRA on an
-# MLP 2.67 gradients instead of 2.95 with single products from 2^23 on.
+# MLP 2.67 gradients instead of 2.95 with single products from 2^23 on. A small product
+# does not make up for being formed, and used, alone: 8 of (128 x 64) (64 x 384) in 790
+# us, at once by the BLAS 540.
 MIN_MULTIPLICATIONS = 2**23
-MIN_PER_PRODUCT = 2**20
+MIN_PER_PRODUCT = 2**22
 
 # Nor is it made for products with vectors. (2 x 2048) (2048 x 2048): 1.5 ms, by the
 # BLAS 0.8; with 8 rows 2.1 and 1.6.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import wraps
 from itertools import count
-from typing import Any, Callable, List, Sequence, TypeVar
+from typing import Any, Callable, Sequence, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -53,7 +53,7 @@ class WholeCall:
         leaves = [next(given) if x is Tensor else x for x in self._args]
         return self._function(*tree_unflatten(leaves, self._spec))
 
-    def run(self, tensors: Sequence[Tensor]) -> List[Tensor]:
+    def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Call the function.
 
         Args:
@@ -74,12 +74,12 @@ class WholeCall:
                 results.append(x)
         return results
 
-    def empty(self) -> List[Tensor]:
+    def empty(self) -> list[Tensor]:
         """Make tensors like the results."""
         kinds = (kind for kind in self._kinds if kind)
         return [torch.empty_strided(*kind[:2], dtype=kind[2]) for kind in kinds]
 
-    def arranged(self, results: List[Tensor]) -> Any:
+    def arranged(self, results: list[Tensor]) -> Any:
         """Arrange results as the function does.
 
         Args:
@@ -185,7 +185,7 @@ class KeepWhole(TorchDispatchMode):
     def __init__(self) -> None:
         """Begin without calls."""
         super().__init__()
-        self.calls: List[WholeCall] = []
+        self.calls: list[WholeCall] = []
 
     def __enter__(self) -> KeepWhole:  # noqa: D105
         state().calls = self.calls

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partialmethod
-from typing import Any, List
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,7 +90,7 @@ class CurvatureProductRule(ModuleRule):
 
     def pull_back(
         self, ext: Any, linear: Linearization, backproped: MatProd
-    ) -> List[Operator]:
+    ) -> list[Operator]:
         """Compose the product with this module's step.
 
         Args:
@@ -162,9 +162,8 @@ class CurvatureProduct(WalkingExtension):
             current_turn().loss_scale()  # refuses a negative factor
             derivatives.check_psd(module)
         product = derivatives.make_hessian_mat_prod(module, (), ())
-        return Operator(
-            functions=[lambda mat: scale * product(mat)], snapshots=[Snapshot(module)]
-        )
+        seen = [Snapshot(module)]
+        return Operator(functions=[lambda mat: scale * product(mat)], snapshots=seen)
 
     def accumulate_backpropagated_quantities(self, existing: Any, other: Any) -> Any:
         """Combine the products that two consumers of an output pull back to it.

@@ -9,7 +9,7 @@ that branch and meet again need no further care, then.
 from __future__ import annotations
 
 from itertools import count
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ class Step:
         self.linear, self.output = linear, output
         self.snapshot = Snapshot(linear.module)
         required = Curvature.require_residual(curv_type)
-        self._residual: Optional[Callable[[Columns], Columns]] = None
+        self._residual: Callable[[Columns], Columns] | None = None
         if required and not linear.residual_is_zero:
             self._residual = make_residual(linear, curv_type)
 
@@ -112,7 +112,7 @@ class Operator:
 
     def __init__(
         self,
-        uses: Sequence[Tuple[Step, int]] = (),
+        uses: Sequence[tuple[Step, int]] = (),
         functions: Sequence[MatProd] = (),
         is_opaque: bool = False,
         snapshots: Sequence[Snapshot] = (),
@@ -159,11 +159,9 @@ class Operator:
         """
         if self.is_opaque or other.is_opaque:
             raise NotImplementedError(OPAQUE.format(ext=name))
-        return Operator(
-            self.uses + other.uses,
-            self.functions + other.functions,
-            snapshots=self.snapshots + other.snapshots,
-        )
+        uses, functions = self.uses + other.uses, self.functions + other.functions
+        snapshots = self.snapshots + other.snapshots
+        return Operator(uses, functions, snapshots=snapshots)
 
     def check(self, ext: str, name: str) -> None:
         """Check that nothing was modified that the matrix is computed from.
@@ -192,9 +190,9 @@ class Operator:
 
     def _multiply(self, mat: Tensor) -> Tensor:
         order = self._towards_losses()
-        tangents: Dict[Operator, Tensor] = {self: mat}
-        fed: Dict[Step, Columns] = {}
-        into: Dict[Operator, List[Step]] = {operator: [] for operator in order}
+        tangents: dict[Operator, Tensor] = {self: mat}
+        fed: dict[Step, Columns] = {}
+        into: dict[Operator, list[Step]] = {operator: [] for operator in order}
         for operator in order:
             for step in into[operator]:
                 pushed = step.linear.jac(fed[step])
@@ -206,7 +204,7 @@ class Operator:
                     into[step.output].append(step)
                 fed[step][slot] = tangents[operator]
 
-        pulled: Dict[Step, Columns] = {}
+        pulled: dict[Step, Columns] = {}
         for operator in reversed(order):
             parts = [function(tangents[operator]) for function in operator.functions]
             parts += [pulled[step][slot] for step, slot in operator.uses]
@@ -215,7 +213,7 @@ class Operator:
                 pulled[step] = step.pull(product, fed[step])
         return product
 
-    def _towards_losses(self) -> List[Operator]:
+    def _towards_losses(self) -> list[Operator]:
         found, queue = {self}, [self]
         while queue:
             for step, _ in queue.pop().uses:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any, Iterator, Optional, Sequence
+from typing import Any, Iterator, Sequence
 
 import torch
 from torch import Generator, Tensor
@@ -19,7 +19,7 @@ from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.secondorder import walk
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
-from backpack.utils.errors import batch_norm_raise_error_if_train
+from backpack.utils.errors import batch_norm_raise_error_if_train, check_choice
 from backpack.utils.subsampling import Selection, subsample
 from backpack.utils.types import Grads, Layer, Randomness
 
@@ -46,6 +46,48 @@ class Source:
     generator: Randomness = None
     compact: bool = False
 
+    @classmethod
+    def fisher(
+        cls,
+        ext: Any,
+        fisher_type: str,
+        mc_samples: int,
+        generator: Randomness,
+        types: Sequence[str] = FISHER_TYPES,
+    ) -> Source:
+        """Choose whose targets the gradients of the Fisher are taken for.
+
+        Args:
+            ext: The extension.
+            fisher_type: ``"mc"``, ``"empirical"`` or ``"exact"``.
+            mc_samples: Number of Monte-Carlo samples, for ``"mc"``.
+            generator: Random number generator, for ``"mc"``.
+            types: Which of them there are. Default: all but ``"exact"``.
+
+        Returns:
+            The source of columns.
+
+        Raises:
+            ValueError: If an option is not one of those.
+        """
+        name = type(ext).__name__
+        whole = isinstance(mc_samples, Integral) and not isinstance(mc_samples, bool)
+        if not whole or mc_samples < 1:
+            raise ValueError(
+                f"{name}: mc_samples must be a positive integer, got {mc_samples!r}. "
+                "Pass the number of targets to draw, for instance mc_samples=1."
+            )
+        if not isinstance(generator, (Generator, type(None))):
+            raise ValueError(
+                f"{name}: generator must be a torch.Generator or None, got "
+                f"{generator!r}. Pass `torch.Generator(device).manual_seed(0)`, with "
+                "the model's device."
+            )
+        check_choice(name, "fisher_type", fisher_type, types)
+        if fisher_type == "mc":
+            return cls("sampling", mc_samples, generator)
+        return cls(fisher_type, compact=fisher_type == "exact")
+
     @property
     def is_exact(self) -> bool:
         """Whether columns are those of a factor of the loss Hessian."""
@@ -67,10 +109,8 @@ class Source:
             Columns ``[V, N, *]``.
         """
         if self.strategy == "sampling":
-            options = as_option(self.generator)
-            return derivatives.sqrt_hessian_sampled(
-                module, (), (), mc_samples=self.mc_samples, **options
-            )
+            options = {"mc_samples": self.mc_samples, **as_option(self.generator)}
+            return derivatives.sqrt_hessian_sampled(module, (), (), **options)
         if self.strategy == "empirical":
             return derivatives.scaled_gradient(module)
         if self.compact:
@@ -92,50 +132,6 @@ class Source:
             yield from derivatives.sqrt_hessian_chunks(module, size, self.compact)
         else:
             yield from split_columns(self.columns(derivatives, module), size)
-
-
-def fisher_source(
-    name: str,
-    fisher_type: str,
-    mc_samples: int,
-    generator: Randomness,
-    types: Sequence[str] = FISHER_TYPES,
-) -> Source:
-    """Choose whose targets the gradients of the Fisher are taken for.
-
-    Args:
-        name: Name of the extension.
-        fisher_type: ``"mc"``, ``"empirical"`` or ``"exact"``.
-        mc_samples: Number of Monte-Carlo samples, for ``"mc"``.
-        generator: Random number generator, for ``"mc"``.
-        types: Which of them there are. Default: all but ``"exact"``.
-
-    Returns:
-        The source of columns.
-
-    Raises:
-        ValueError: If an option is not one of those.
-    """
-    whole = isinstance(mc_samples, Integral) and not isinstance(mc_samples, bool)
-    if not whole or mc_samples < 1:
-        raise ValueError(
-            f"{name}: mc_samples must be a positive integer, got {mc_samples!r}. Pass "
-            "the number of targets to draw, for instance mc_samples=1."
-        )
-    if not isinstance(generator, (Generator, type(None))):
-        raise ValueError(
-            f"{name}: generator must be a torch.Generator or None, got {generator!r}. "
-            "Pass `torch.Generator(device).manual_seed(0)`, with the model's device."
-        )
-    if fisher_type not in types:
-        raise ValueError(
-            f"{name}: fisher_type must be one of {types}, got {fisher_type!r}."
-        )
-    if fisher_type == "exact":
-        return Source("exact", compact=True)
-    if fisher_type == "empirical":
-        return Source("empirical")
-    return Source("sampling", mc_samples, generator)
 
 
 class ReduceColumns(ModuleExtension):
@@ -176,10 +172,8 @@ class ReduceColumns(ModuleExtension):
             all_samples[:, some] = columns
         frozen, row = walk.freeze_call(turn), turn.row
         for name, param in turn.parameters():
-            known = row if row.covers(module, name) else GENERIC
-            product = known.derivatives.stored_product(
-                name, frozen, (), g_out, all_samples
-            )
+            rule = (row if row.covers(module, name) else GENERIC).derivatives
+            product = rule.stored_product(name, frozen, (), g_out, all_samples)
             extension.check(turn.call, param, product)
             value = extension.for_parameter(param).reduce(product)
             turn.save_alone(extension, param, value)
@@ -206,7 +200,7 @@ class ColumnExtension(SecondOrderBackpropExtension):
     looks_again = False
     pulls_columns = True
     separates_samples = True
-    default_rule: Optional[ModuleExtension] = ReduceColumns()
+    default_rule: ModuleExtension | None = ReduceColumns()
 
     def __init__(self, savefield: str, source: Source, subsampling: Selection = None):
         """Store where columns come from and values go to.
@@ -218,9 +212,8 @@ class ColumnExtension(SecondOrderBackpropExtension):
         """
         self.source, self.loss_hessian_strategy = source, source.strategy
         # not the next class in line: KFAC and KFLR have a second base class
-        BackpropExtension.__init__(
-            self, savefield, built_in(self.default_rule), subsampling=subsampling
-        )
+        rules = built_in(self.default_rule)
+        BackpropExtension.__init__(self, savefield, rules, subsampling=subsampling)
         self.walks_modules = False
 
     @abstractmethod
@@ -257,7 +250,7 @@ class ColumnExtension(SecondOrderBackpropExtension):
         """
         return self
 
-    def again(self, product: PerSample, statistic: Tensor) -> Optional[ColumnExtension]:
+    def again(self, product: PerSample, statistic: Tensor) -> ColumnExtension | None:
         """Return what reduces all columns once more, if it needs their statistic.
 
         Args:
@@ -373,11 +366,8 @@ class ColumnExtension(SecondOrderBackpropExtension):
         self.source = replace(self.source, compact=False)
 
     def runs_on(self, call: Any) -> bool:  # noqa: D102
-        module = call.module
-        refused = isinstance(module, _BatchNorm)
-        return (
-            call.is_loss or refused or self.walks_modules or self.is_customized(module)
-        )
+        checked = call.is_loss or isinstance(call.module, _BatchNorm)
+        return checked or self.walks_modules or self.is_customized(call.module)
 
     def is_customized(self, module: Layer) -> bool:
         """Tell whether a user registered what to do on a module.

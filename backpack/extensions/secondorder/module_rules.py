@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, Optional, Type
+from typing import Any
 
 import torch
 
@@ -80,8 +80,8 @@ class WalkingExtension(SecondOrderBackpropExtension):
     """
 
     separates_samples = True
-    default_rule: Optional[ModuleExtension] = ApplyRules()
-    rule: Type[ModuleRule]
+    default_rule: ModuleExtension | None = ApplyRules()
+    rule: type[ModuleRule]
 
     def __init__(self, savefield: str):
         """Register the rule for all layers and losses.
@@ -89,9 +89,7 @@ class WalkingExtension(SecondOrderBackpropExtension):
         Args:
             savefield: Attribute of a parameter under which its value is saved.
         """
-        SecondOrderBackpropExtension.__init__(
-            self, savefield, built_in(self.default_rule)
-        )
+        super().__init__(savefield, built_in(self.default_rule))
 
     @abstractmethod
     def start(

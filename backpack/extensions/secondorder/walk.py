@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Callable, Iterable, List
+from typing import Any, Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -13,19 +13,15 @@ from backpack.converter.reading import consists_of_modules
 from backpack.core.derivatives import stored
 from backpack.core.derivatives.dropout import DropoutDerivatives
 from backpack.core.derivatives.generic import input_batch_axis
-from backpack.core.derivatives.input_base import BaseDerivatives
-from backpack.core.linearization import Columns, Linearization, freeze, freeze_at
+from backpack.core.linearization import Columns, Linearization, freeze_at
 from backpack.core.table import GENERIC, works_in_place
-from backpack.engine.turn import NOT_A_CHAIN, current_turn
+from backpack.engine.turn import NOT_A_CHAIN, Turn
+from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.utils.disable import disable
 from backpack.utils.errors import raise_error_if_coupled
 from backpack.utils.hooks import message
 from backpack.utils.state import ask
-from backpack.utils.types import Grads, Layer
-
-if TYPE_CHECKING:
-    from backpack.engine.turn import Turn
-    from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.utils.types import Layer
 
 IN_PLACE = (
     "{ext}: {module} has overwritten its input (inplace=True), which its derivatives "
@@ -115,11 +111,8 @@ def skips(turn: Turn, extension: BackpropExtension) -> bool:
         raise_error_if_coupled(module, call.arguments)
     overwrites = getattr(module, "inplace", False) and any(call.passes_on)
     is_dropout = isinstance(turn.row.derivatives, DropoutDerivatives)
-    if (
-        overwrites
-        and not works_in_place(module)
-        and (module.training or not is_dropout)
-    ):
+    is_identity = is_dropout and not module.training
+    if overwrites and not (works_in_place(module) or is_identity):
         raise NotImplementedError(message(IN_PLACE, **who))
     call.check_unchanged()
     waits = extension.saved_quantities.retrieve_quantity(id(call), delete_old=False)
@@ -197,8 +190,8 @@ def check_samples_kept(linear: Linearization, extension: BackpropExtension) -> N
 def check_samples_apart(
     linear: Linearization,
     extension: BackpropExtension,
-    product: Callable[[List[Tensor]], Columns],
-    operands: List[Tensor],
+    product: Callable[[list[Tensor]], Columns],
+    operands: list[Tensor],
 ) -> None:
     """Refuse a product with a call's derivatives in which samples meet.
 
@@ -229,31 +222,13 @@ def check_samples_apart(
             drawn = torch.randn(x.shape, generator=generator, device=device).to(x.dtype)
             mask = some.reshape(*some.shape, *[1] * (x.dim() - 1))
             columns.append(drawn.where(mask, 0))
+
+        def find() -> bool:
+            return any(result[~some].any() for result in product(columns))
+
         module = linear.module
         key = "meet", type(extension), type(module), repr(module), *sizes
-        meet = ask(
-            columns[0],
-            key,
-            lambda: any(result[~some].any() for result in product(columns)),
-        )
+        meet = ask(columns[0], key, find)
     if meet:
         text = message(SAMPLES_MEET, ext=extension, module=linear.module)
         raise NotImplementedError(text)
-
-
-def linearize_here(
-    derivatives: BaseDerivatives, module: Layer, g_out: Grads, ext: Any
-) -> Linearization:
-    """Linearize the call whose turn it is, with derivatives that a user has chosen.
-
-    Args:
-        derivatives: The derivatives.
-        module: The module, with its inputs and output.
-        g_out: Gradients at its outputs.
-        ext: The extension that is running.
-
-    Returns:
-        The linearization, in all inputs that a quantity can be passed on to.
-    """
-    positions = list(current_turn().producers(ext)) or [0]
-    return Linearization(derivatives, freeze(module), g_out, positions)

@@ -5,6 +5,7 @@ from typing import Literal
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.curvmatprod.base import CurvatureProduct
 from backpack.extensions.curvmatprod.pchmp.pchmpbase import PCHMPBase
+from backpack.utils.errors import check_choice
 
 __all__ = ["PCHMP", "PCHMPBase"]
 
@@ -38,11 +39,7 @@ class PCHMP(CurvatureProduct):
         Raises:
             ValueError: If the modification does not exist.
         """
-        if modify not in self.CURVATURES:
-            raise ValueError(
-                f"PCHMP: modify must be one of {tuple(self.CURVATURES)}, got "
-                f"{modify!r}."
-            )
+        check_choice("PCHMP", "modify", modify, self.CURVATURES)
         super().__init__(savefield, self.CURVATURES[modify])
         self._modify = modify
 

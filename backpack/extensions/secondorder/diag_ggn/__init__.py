@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Optional
-
 from torch import Tensor
 
 from backpack.core.per_sample.base import PerSample
-from backpack.extensions.secondorder.columns import (
-    ColumnExtension,
-    Source,
-    fisher_source,
-)
+from backpack.extensions.secondorder.columns import ColumnExtension, Source
 from backpack.extensions.secondorder.hbp.hbp_options import LossHessianStrategy
 from backpack.extensions.shards import Piece
+from backpack.utils.errors import check_choice
 from backpack.utils.types import FisherType, Randomness
 
 
@@ -27,10 +22,7 @@ class _Diagonal(ColumnExtension):
     SUM_BATCH = True
 
     def __init__(
-        self,
-        loss_hessian_strategy: str,
-        savefield: str,
-        source: Optional[Source] = None,
+        self, loss_hessian_strategy: str, savefield: str, source: Source | None = None
     ):
         """Choose how the loss Hessian is factored.
 
@@ -43,11 +35,8 @@ class _Diagonal(ColumnExtension):
         Raises:
             ValueError: If the strategy does not exist.
         """
-        if loss_hessian_strategy not in self.VALID_LOSS_HESSIAN_STRATEGIES:
-            raise ValueError(
-                f"{type(self).__name__}: loss_hessian_strategy must be one of "
-                f"{self.VALID_LOSS_HESSIAN_STRATEGIES}, got {loss_hessian_strategy!r}."
-            )
+        name, choices = type(self).__name__, self.VALID_LOSS_HESSIAN_STRATEGIES
+        check_choice(name, "loss_hessian_strategy", loss_hessian_strategy, choices)
         if source is None:
             exact = loss_hessian_strategy == LossHessianStrategy.EXACT
             source = Source(loss_hessian_strategy, compact=exact)
@@ -107,7 +96,7 @@ class _Sampled(_Diagonal):
                 ``"empirical"`` for those of the batch: the empirical Fisher's diagonal.
                 Default: ``"mc"``.
         """
-        source = fisher_source(type(self).__name__, fisher_type, mc_samples, generator)
+        source = Source.fisher(self, fisher_type, mc_samples, generator)
         super().__init__(LossHessianStrategy.SAMPLING, self._savefield, source)
 
 

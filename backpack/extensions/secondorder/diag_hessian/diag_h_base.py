@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Callable, List, Tuple
+from typing import Any, Callable
 
 import torch
 from torch import Tensor
 
-from backpack.core.derivatives.generic import find_parameter
+from backpack.core.derivatives.stored import find_parameter
 from backpack.core.fast.whole import call_whole, is_recorded
 from backpack.core.linearization import Linearization, ParameterLinearization
 from backpack.core.per_sample.base import PerSample
@@ -72,7 +72,7 @@ class DiagHBaseModule(ModuleRule):
 
     def pull_back(
         self, ext: Any, linear: Linearization, backproped: SignedColumns
-    ) -> List[SignedColumns]:
+    ) -> list[SignedColumns]:
         """Pull signed columns back, and add those of the residual.
 
         Args:
@@ -89,11 +89,8 @@ class DiagHBaseModule(ModuleRule):
         result = [backproped.replace(columns, ways) for columns in pulled]
         columns, sign = residual_columns(linear)
         if len(sign):
-            key = object()
-            new = [
-                SignedColumns.create(part, sign, ways, key)
-                for part in linear.split(columns)
-            ]
+            key, parts = object(), linear.split(columns)
+            new = [SignedColumns.create(part, sign, ways, key) for part in parts]
             result = [old.append(more) for old, more in zip(result, new)]
         return [columns.compress() for columns in result]
 
@@ -116,7 +113,7 @@ def _signed_squares(
     return total
 
 
-def residual_columns(linear: Linearization) -> Tuple[Tensor, Tensor]:
+def residual_columns(linear: Linearization) -> tuple[Tensor, Tensor]:
     """Factor the residual of each sample into signed columns.
 
     Args:

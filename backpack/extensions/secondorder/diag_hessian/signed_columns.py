@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Any, Iterator, List, NamedTuple, Tuple
+from typing import Any, Iterator, NamedTuple
 
 import torch
 from einops import einsum
@@ -14,7 +14,7 @@ from backpack.utils.types import full_precision
 from backpack.utils.unsqueeze import flatten
 
 
-def factor(matrices: Tensor) -> Tuple[Tensor, Tensor]:
+def factor(matrices: Tensor) -> tuple[Tensor, Tensor]:
     """Factor symmetric matrices M = Σ_v s_v c_v c_vᵀ, by their eigenvalues.
 
     Args:
@@ -56,7 +56,7 @@ class SignedColumns:
         segments: What the columns consist of.
     """
 
-    def __init__(self, columns: Tensor, sign: Tensor, segments: List[Segment]):
+    def __init__(self, columns: Tensor, sign: Tensor, segments: list[Segment]):
         """Store columns.
 
         Args:
@@ -102,7 +102,7 @@ class SignedColumns:
         signs = [m.new_full(m.shape[:2], float(sign)) for sign, m in pairs]
         return cls.create(torch.cat(list(matrices)), torch.cat(signs))
 
-    def __getitem__(self, key: str) -> List[Any]:
+    def __getitem__(self, key: str) -> list[Any]:
         """Return the columns, sorted by their signs, or these signs.
 
         Args:
@@ -122,7 +122,7 @@ class SignedColumns:
         return [columns for _, columns in by_sign]
 
     @staticmethod
-    def keys() -> Tuple[str, str]:
+    def keys() -> tuple[str, str]:
         """Return what can be asked for by name.
 
         Returns:
@@ -168,9 +168,8 @@ class SignedColumns:
             (segment,) = part.segments
             known = parts.get(segment.key)
             if known is not None:
-                segment = segment._replace(
-                    share=known.segments[0].share + segment.share
-                )
+                share = known.segments[0].share + segment.share
+                segment = segment._replace(share=share)
                 columns = known.columns + part.columns
                 part = SignedColumns(columns, part.sign, [segment])
             parts[segment.key] = part
@@ -197,7 +196,7 @@ class SignedColumns:
         columns = columns.reshape(len(columns), *self.columns.shape[1:])
         return _join([SignedColumns.create(columns, sign), *rest])
 
-    def by_sign(self) -> Iterator[Tuple[int, Tensor]]:
+    def by_sign(self) -> Iterator[tuple[int, Tensor]]:
         """Split the columns by their signs.
 
         Where numbers must not be looked at, both signs are taken for present.
@@ -208,8 +207,8 @@ class SignedColumns:
         """
         for sign in (1, -1):
             matches = self.sign == sign
+            mask = matches.reshape(*matches.shape, *[1] * (self.columns.dim() - 2))
             if not may_look(matches):
-                mask = matches.reshape(*matches.shape, *[1] * (self.columns.dim() - 2))
                 yield sign, self.columns.where(mask, 0)
                 continue
             if matches.all() and matches.numel():
@@ -217,20 +216,15 @@ class SignedColumns:
                 return
             some = matches.any(1)
             if some.any():
-                mask = matches[some].reshape(
-                    -1, self.sign.shape[1], *[1] * (self.columns.dim() - 2)
-                )
-                yield sign, self.columns[some].where(mask, 0)
+                yield sign, self.columns[some].where(mask[some], 0)
 
-    def _split(self) -> List[SignedColumns]:
+    def _split(self) -> list[SignedColumns]:
         sizes = [segment.size for segment in self.segments]
         parts = zip(self.columns.split(sizes), self.sign.split(sizes), self.segments)
         return [SignedColumns(columns, sign, [s]) for columns, sign, s in parts]
 
 
-def _join(parts: List[SignedColumns]) -> SignedColumns:
-    return SignedColumns(
-        torch.cat([part.columns for part in parts]),
-        torch.cat([part.sign for part in parts]),
-        [segment for part in parts for segment in part.segments],
-    )
+def _join(parts: list[SignedColumns]) -> SignedColumns:
+    columns = torch.cat([part.columns for part in parts])
+    sign = torch.cat([part.sign for part in parts])
+    return SignedColumns(columns, sign, [s for part in parts for s in part.segments])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
-from typing import Any, List, Literal, Mapping, Optional, Sequence
+from typing import Any, Literal, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,16 +13,8 @@ from backpack.core.per_sample.base import PerSample
 from backpack.core.per_sample.maps import factor_shapes, squares_after
 from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.sums import features_first
-from backpack.extensions.secondorder.columns import EXACT_TOO, fisher_source
-from backpack.extensions.secondorder.hbp import DENSE_LIMIT, KroneckerFactors
-from backpack.extensions.secondorder.hbp.factors import (
-    arrange,
-    input_position,
-    is_transposed,
-    of_output,
-    squeeze_group,
-    with_input_factor,
-)
+from backpack.extensions.secondorder.columns import EXACT_TOO, Source
+from backpack.extensions.secondorder.hbp import DENSE_LIMIT, KroneckerFactors, factors
 from backpack.extensions.shards import Piece
 from backpack.utils.hooks import message
 from backpack.utils.kroneckers import eigen_kfacs, transposed
@@ -63,7 +55,7 @@ class EKFAC(KroneckerFactors):
         mc_samples: int = 1,
         fisher_type: Literal["mc", "exact", "empirical"] = "mc",
         weight_sharing: WeightSharing = "expand",
-        basis: Optional[Basis] = None,
+        basis: Basis | None = None,
         generator: Randomness = None,
         dense_limit: int = DENSE_LIMIT,
     ):
@@ -85,11 +77,10 @@ class EKFAC(KroneckerFactors):
             dense_limit: Number of rows that a factor may have; parameters with larger
                 ones are refused before anything is allocated. Default: ``16384``.
         """
-        name = type(self).__name__
-        source = fisher_source(name, fisher_type, mc_samples, generator, EXACT_TOO)
+        source = Source.fisher(self, fisher_type, mc_samples, generator, EXACT_TOO)
         super().__init__("ekfac", source, weight_sharing, dense_limit)
         self._basis = basis
-        self._fixed: Optional[List[Tensor]] = None
+        self._fixed: list[Tensor] | None = None
 
     def for_parameter(self, param: Tensor) -> EKFAC:  # noqa: D102
         if self._basis is None:
@@ -113,23 +104,21 @@ class EKFAC(KroneckerFactors):
             raise ValueError(message(OTHER_BASIS, **text))
         return [*bases, squares_after(product, transposed(bases))]
 
-    def again(
-        self, product: PerSample, statistic: Any
-    ) -> Optional[EKFAC]:  # noqa: D102
+    def again(self, product: PerSample, statistic: Any) -> EKFAC | None:  # noqa: D102
         if self._fixed is not None:
             return None
         key = "eigenvectors", self.weight_sharing
-        b = arrange(product)
+        b = factors.arrange(product)
         output = product.share(key, b, lambda: eigenvectors(statistic))
         return self._within(self._bases(product, output))
 
-    def reduce(self, product: PerSample) -> List[Tensor]:  # noqa: D102
+    def reduce(self, product: PerSample) -> list[Tensor]:  # noqa: D102
         if self._fixed is not None:
             return self.statistic(product)
-        output = of_output(product, self.weight_sharing, eigenvectors_of_gram)
+        output = factors.of_output(product, self.weight_sharing, eigenvectors_of_gram)
         return self._within(self._bases(product, output)).statistic(product)
 
-    def _bases(self, product: PerSample, output: Tensor) -> List[Tensor]:
+    def _bases(self, product: PerSample, output: Tensor) -> list[Tensor]:
         """Put eigenvectors of the input's factor next to those of the output's."""
         few = 2 * product.batch_size * getattr(product, "positions", 1)
         if (
@@ -139,16 +128,15 @@ class EKFAC(KroneckerFactors):
         ):
             rows = features_first(full_precision(product.a), 1)
             bases = [output, eigenvectors_of_gram(rows)]
-            bases = [squeeze_group(basis) for basis in bases]
+            bases = [factors.squeeze_group(basis) for basis in bases]
             return bases[::-1] if product.is_transposed else bases
-        factors = with_input_factor(product, output, self.weight_sharing)
-        place = input_position(factors, is_transposed(product))
-        return [
-            eigenvectors(factor) if i == place else factor
-            for i, factor in enumerate(factors)
-        ]
+        known = factors.with_input_factor(product, output, self.weight_sharing)
+        place = factors.input_position(known, factors.is_transposed(product))
+        if place is not None:
+            known[place] = eigenvectors(known[place])
+        return known
 
-    def finish(self, product: PerSample, statistic: Any) -> List[Tensor]:  # noqa: D102
+    def finish(self, product: PerSample, statistic: Any) -> list[Tensor]:  # noqa: D102
         return statistic
 
     def combine(self, existing: Any, other: Any) -> Any:
@@ -165,7 +153,7 @@ class EKFAC(KroneckerFactors):
             return existing + other
         return [*existing[:-1], existing[-1] + other[-1]]
 
-    def add(self, existing: List[Tensor], other: List[Tensor]) -> List[Tensor]:
+    def add(self, existing: list[Tensor], other: list[Tensor]) -> list[Tensor]:
         """Add the contributions of two losses to one parameter.
 
         Args:
@@ -182,7 +170,7 @@ class EKFAC(KroneckerFactors):
             return super().add(existing, other)
         return self.combine(existing, other)
 
-    def over_shards(self, value: List[Tensor], piece: Piece) -> List[Tensor]:
+    def over_shards(self, value: list[Tensor], piece: Piece) -> list[Tensor]:
         """Make eigenvalues for the whole batch: sums over samples.
 
         Args:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, List
+from typing import Any
 
 from torch import Tensor
 
 from backpack.core.derivatives.loss_base import BaseLossDerivatives
 from backpack.core.per_sample.base import PerSample
 from backpack.extensions.curvature import Curvature
-from backpack.extensions.secondorder.columns import (
-    ColumnExtension,
-    Source,
-    fisher_source,
-)
+from backpack.extensions.secondorder.columns import ColumnExtension, Source
 from backpack.extensions.secondorder.hbp import factors
 from backpack.extensions.secondorder.hbp.hbp_options import (
     BackpropStrategy,
@@ -25,6 +21,7 @@ from backpack.extensions.secondorder.hbp.hbpbase import HBPBaseModule
 from backpack.extensions.secondorder.hbp.losses import HBPLoss
 from backpack.extensions.secondorder.module_rules import WalkingExtension
 from backpack.extensions.shards import Piece, shard_of
+from backpack.utils.errors import check_choice
 from backpack.utils.hooks import message
 from backpack.utils.types import FisherType, Grads, Layer, Randomness, WeightSharing
 
@@ -123,16 +120,16 @@ class HBP(WalkingExtension):
                 f"{name}: a sum of loss Hessians has no columns to pull back. Use "
                 "loss_hessian_strategy='exact' or 'sampling'."
             )
-        if weight_sharing not in factors.WEIGHT_SHARING:
-            raise ValueError(
-                f"{name}: weight_sharing must be one of {factors.WEIGHT_SHARING}, got "
-                f"{weight_sharing!r}."
-            )
+        self._set_weight_sharing(weight_sharing)
         super().__init__(savefield)
         self.curv_type = curv_type
         self.loss_hessian_strategy = loss_hessian_strategy
         self.backprop_strategy = backprop_strategy
         self.ea_strategy = ea_strategy
+
+    def _set_weight_sharing(self, weight_sharing: WeightSharing) -> None:
+        name, choices = type(self).__name__, factors.WEIGHT_SHARING
+        check_choice(name, "weight_sharing", weight_sharing, choices)
         self.weight_sharing = weight_sharing
 
     def get_curv_type(self) -> str:
@@ -207,7 +204,7 @@ class HBP(WalkingExtension):
             raise NotImplementedError(message(BRANCHES, ext=self))
         return existing + other
 
-    def over_shards(self, value: List[Tensor], piece: Piece) -> List[Tensor]:
+    def over_shards(self, value: list[Tensor], piece: Piece) -> list[Tensor]:
         """Make factors for the whole batch: each is a sum, or a mean, over samples.
 
         Args:
@@ -220,10 +217,8 @@ class HBP(WalkingExtension):
         Raises:
             NotImplementedError: If averages over the batch are multiplied.
         """
-        averages_inputs = ExpectationApproximation.should_average_param_jac(
-            self.ea_strategy
-        )
-        if averages_inputs or BackpropStrategy.is_batch_average(self.backprop_strategy):
+        averages = ExpectationApproximation.should_average_param_jac(self.ea_strategy)
+        if averages or BackpropStrategy.is_batch_average(self.backprop_strategy):
             raise NotImplementedError(message(AVERAGES, ext=self))
         position = factors.input_position(value, bool(piece.parts))
         return [
@@ -241,6 +236,10 @@ class KroneckerFactors(ColumnExtension, HBP):
     B = Σ S Sᵀ over columns S and samples, see :class:`HBP`.
     """
 
+    curv_type = Curvature.GGN
+    backprop_strategy = BackpropStrategy.SQRT
+    ea_strategy = ExpectationApproximation.BOTEV_MARTENS
+
     def __init__(
         self,
         savefield: str,
@@ -256,18 +255,9 @@ class KroneckerFactors(ColumnExtension, HBP):
             weight_sharing: ``"expand"``, ``"reduce"`` or ``None``. Default: ``None``.
             dense_limit: Number of rows that a factor may have. Default: ``16384``.
         """
+        self._set_weight_sharing(weight_sharing)
         self.dense_limit = dense_limit
-        exact = source.strategy == LossHessianStrategy.EXACT
-        HBP.__init__(
-            self,
-            Curvature.GGN,
-            LossHessianStrategy.EXACT if exact else LossHessianStrategy.SAMPLING,
-            BackpropStrategy.SQRT,
-            ExpectationApproximation.BOTEV_MARTENS,
-            savefield,
-            weight_sharing,
-        )
-        ColumnExtension.__init__(self, savefield, source)
+        super().__init__(savefield, source)
 
     def check(self, where: Any, param: Tensor, product: PerSample) -> None:
         """Refuse parameters whose factors are ambiguous, or too large.
@@ -287,10 +277,10 @@ class KroneckerFactors(ColumnExtension, HBP):
     def statistic(self, product: PerSample) -> Any:  # noqa: D102
         return factors.output_factor(product, self.weight_sharing)
 
-    def finish(self, product: PerSample, statistic: Any) -> List[Tensor]:  # noqa: D102
+    def finish(self, product: PerSample, statistic: Any) -> list[Tensor]:  # noqa: D102
         return factors.with_input_factor(product, statistic, self.weight_sharing)
 
-    def add(self, existing: List[Tensor], other: List[Tensor]) -> List[Tensor]:
+    def add(self, existing: list[Tensor], other: list[Tensor]) -> list[Tensor]:
         """Refuse to combine the contributions of two losses by different calls.
 
         Args:
@@ -335,7 +325,7 @@ class KFAC(KroneckerFactors):
             dense_limit: Number of rows that a factor may have; parameters with larger
                 ones are refused before anything is allocated. Default: ``16384``.
         """
-        source = fisher_source(type(self).__name__, fisher_type, mc_samples, generator)
+        source = Source.fisher(self, fisher_type, mc_samples, generator)
         super().__init__("kfac", source, weight_sharing, dense_limit)
 
 

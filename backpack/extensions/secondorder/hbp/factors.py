@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import nan, prod
-from typing import Any, Callable, List, Optional
+from typing import Any, Callable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -134,7 +134,7 @@ def output_factor(product: PerSample, weight_sharing: WeightSharing) -> Tensor:
 
 
 def of_output(
-    product: PerSample, weight_sharing: Optional[str], of_rows: Callable
+    product: PerSample, weight_sharing: str | None, of_rows: Callable
 ) -> Tensor:
     """Compute from the columns at a layer's output what its parameters share.
 
@@ -215,7 +215,7 @@ def with_input_factor(
     output: Tensor,
     weight_sharing: WeightSharing,
     average: bool = False,
-) -> List[Tensor]:
+) -> list[Tensor]:
     """Put the factor of a layer's input next to that of its output.
 
     Args:
@@ -258,7 +258,7 @@ def is_transposed(product: PerSample) -> bool:
     return isinstance(product, Outer) and product.is_transposed
 
 
-def input_position(factors: List[Tensor], transposed: bool) -> Optional[int]:
+def input_position(factors: list[Tensor], transposed: bool) -> int | None:
     """Tell which of a parameter's factors is that of its layer's input.
 
     Args:

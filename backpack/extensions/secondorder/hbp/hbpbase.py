@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Any, List, Optional
+from typing import Any
 
 from torch import Tensor
 
@@ -32,7 +32,7 @@ class HBPBaseModule(ModuleRule):
 
     def parameter(
         self, name: str, ext: Any, module: Layer, g_out: Grads, backproped: Tensor
-    ) -> List[Tensor]:
+    ) -> list[Tensor]:
         """Form a parameter's Kronecker factors.
 
         Args:
@@ -52,26 +52,23 @@ class HBPBaseModule(ModuleRule):
         if not is_sqrt:  # only their shape counts
             columns = backproped.new_zeros(()).expand(1, *module.output.shape)
         product = derivatives.stored_product(name, module, (), g_out, columns)
-        factors.refuse_ambiguous(
-            ext,
-            lambda: f"{name_module(module)} (parameter '{name}')",
-            product,
-            attrgetter(name)(module),
-        )
+
+        def what() -> str:
+            return f"{name_module(module)} (parameter '{name}')"
+
+        factors.refuse_ambiguous(ext, what, product, attrgetter(name)(module))
         if is_sqrt:
             output = factors.output_factor(product, sharing)
         else:
-            output = factors.averaged_output_factor(
-                derivatives, name, module, product, backproped, sharing
-            )
-        average = hbp_options.ExpectationApproximation.should_average_param_jac(
-            ext.get_ea_strategy()
-        )
+            args = derivatives, name, module, product, backproped, sharing
+            output = factors.averaged_output_factor(*args)
+        approximation = hbp_options.ExpectationApproximation
+        average = approximation.should_average_param_jac(ext.get_ea_strategy())
         return factors.with_input_factor(product, output, sharing, average)
 
     def pull_back(
         self, ext: Any, linear: Linearization, backproped: Tensor
-    ) -> List[Tensor]:
+    ) -> list[Tensor]:
         """Pull columns, or a matrix that is averaged over the batch, back.
 
         Args:
@@ -142,7 +139,7 @@ class HBPBaseModule(ModuleRule):
 
     def second_order_module_effects(
         self, module: Layer, g_inp: Grads, g_out: Grads
-    ) -> Optional[Tensor]:
+    ) -> Tensor | None:
         """Sum the diagonal residuals Σ_k δ_k ∂²z_k/∂x² of all samples.
 
         Args:

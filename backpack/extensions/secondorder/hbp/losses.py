@@ -4,30 +4,15 @@ from functools import partial
 from typing import Any, Callable
 
 from einops import einsum
-from torch import Tensor
+from torch import Tensor, nn
 
-from backpack.core.derivatives.bcewithlogitsloss import BCELossWithLogitsDerivatives
-from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
-from backpack.core.derivatives.mseloss import MSELossDerivatives
 from backpack.engine.turn import loss_scale
 from backpack.extensions.curvature import Curvature
+from backpack.extensions.mat_to_mat_jac_base import for_layer
 from backpack.extensions.secondorder.hbp import hbp_options
 from backpack.extensions.secondorder.hbp.hbpbase import HBPBaseModule
 from backpack.utils.types import Grads, Layer
 from backpack.utils.unsqueeze import flatten
-
-
-def flatten_square(matrix: Tensor) -> Tensor:
-    """Arrange a matrix with several axes for each of both sides in two axes.
-
-    Args:
-        matrix: Matrix of shape ``[*in, *in]``.
-
-    Returns:
-        The matrix, of shape ``[in, in]``.
-    """
-    size = matrix.shape[: matrix.dim() // 2].numel()
-    return matrix.reshape(size, size)
 
 
 class HBPLoss(HBPBaseModule):
@@ -53,7 +38,8 @@ class HBPLoss(HBPBaseModule):
         if ext.get_loss_hessian_strategy() == hbp_options.LossHessianStrategy.SUM:
             if Curvature.REQUIRE_PSD_LOSS_HESSIAN[ext.get_curv_type()]:
                 self.derivatives.check_psd(module)  # a sum of them does not tell
-            return flatten_square(result) * scale**2
+            size = result.shape[: result.dim() // 2].numel()
+            return result.reshape(size, size) * scale**2
         result = result * scale
         if hbp_options.BackpropStrategy.is_batch_average(ext.get_backprop_strategy()):
             flat = flatten(result, 2)
@@ -78,25 +64,10 @@ class HBPLoss(HBPBaseModule):
         return partial(self.derivatives.sqrt_hessian_sampled, mc_samples=samples)
 
 
-class HBPMSELoss(HBPLoss):
-    """Hessian backpropagation from :class:`torch.nn.MSELoss`."""
-
-    def __init__(self) -> None:
-        """Set the derivatives."""
-        super().__init__(MSELossDerivatives())
+def _on_loss(loss: type) -> Any:
+    return for_layer(HBPLoss, loss, f"HBP{loss.__name__}", __name__)
 
 
-class HBPCrossEntropyLoss(HBPLoss):
-    """Hessian backpropagation from :class:`torch.nn.CrossEntropyLoss`."""
-
-    def __init__(self) -> None:
-        """Set the derivatives."""
-        super().__init__(CrossEntropyLossDerivatives())
-
-
-class HBPBCEWithLogitsLoss(HBPLoss):
-    """Hessian backpropagation from :class:`torch.nn.BCEWithLogitsLoss`."""
-
-    def __init__(self) -> None:
-        """Set the derivatives."""
-        super().__init__(BCELossWithLogitsDerivatives())
+HBPMSELoss = _on_loss(nn.MSELoss)
+HBPCrossEntropyLoss = _on_loss(nn.CrossEntropyLoss)
+HBPBCEWithLogitsLoss = _on_loss(nn.BCEWithLogitsLoss)

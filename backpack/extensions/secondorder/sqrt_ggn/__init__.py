@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 
 from backpack.core.per_sample.base import PerSample
-from backpack.extensions.secondorder.columns import (
-    ColumnExtension,
-    Source,
-    fisher_source,
-)
+from backpack.extensions.secondorder.columns import ColumnExtension, Source
 from backpack.extensions.secondorder.hbp.hbp_options import LossHessianStrategy
 from backpack.extensions.shards import Piece
 from backpack.utils.subsampling import Selection
@@ -30,7 +24,7 @@ class SqrtGGN(ColumnExtension):
         loss_hessian_strategy: str,
         savefield: str,
         subsampling: Selection,
-        source: Optional[Source] = None,
+        source: Source | None = None,
     ):
         """Choose how the loss Hessian is factored.
 
@@ -98,7 +92,6 @@ class SqrtGGNMC(SqrtGGN):
             fisher_type: ``"mc"`` for targets drawn from the model's own distribution,
                 ``"empirical"`` for those of the batch. Default: ``"mc"``.
         """
-        source = fisher_source(type(self).__name__, fisher_type, mc_samples, generator)
-        super().__init__(
-            LossHessianStrategy.SAMPLING, "sqrt_ggn_mc", subsampling, source
-        )
+        source = Source.fisher(self, fisher_type, mc_samples, generator)
+        strategy = LossHessianStrategy.SAMPLING
+        super().__init__(strategy, "sqrt_ggn_mc", subsampling, source)

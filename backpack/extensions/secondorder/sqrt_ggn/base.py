@@ -1,12 +1,10 @@
 """The square root of the GGN on a module with known derivatives."""
 
-from typing import Any, Type
+from typing import Any
 
 from torch import Tensor
-from torch.nn import Module
 
-from backpack.core.table import LAYERS, Row
-from backpack.extensions.mat_to_mat_jac_base import MatToJacMat
+from backpack.extensions.mat_to_mat_jac_base import MatToJacMat, for_layer
 from backpack.extensions.module_extension import ParameterRule
 from backpack.utils.types import Grads, Layer
 
@@ -36,21 +34,7 @@ class SqrtGGNBaseModule(MatToJacMat, ParameterRule):
         return self.derivatives.param_mjp(name, *args, False, subsampling)
 
 
-class SqrtGGNOnLayer(SqrtGGNBaseModule):
-    """The rule of a layer of the table.
-
-    Attributes:
-        row: The layer's row.
-    """
-
-    row: Row
-
-    def __init__(self) -> None:
-        """Set the derivatives and the parameters."""
-        super().__init__(self.row.derivatives, list(self.row.params or ()))
-
-
-def on_layer(layer: Type[Module], path: str) -> Type[SqrtGGNOnLayer]:
+def on_layer(layer: type, path: str) -> Any:
     """Make the class of a layer's rule, which takes no arguments.
 
     Args:
@@ -60,6 +44,4 @@ def on_layer(layer: Type[Module], path: str) -> Type[SqrtGGNOnLayer]:
     Returns:
         The class, with the derivatives and the parameters in the table.
     """
-    doc = f"Square root of the GGN on ``{layer.__name__}``."
-    body = {"row": LAYERS[layer], "__doc__": doc, "__module__": path}
-    return type(f"SqrtGGN{layer.__name__}", (SqrtGGNOnLayer,), body)
+    return for_layer(SqrtGGNBaseModule, layer, f"SqrtGGN{layer.__name__}", path)

@@ -3,12 +3,10 @@
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from backpack.core.derivatives.bcewithlogitsloss import BCELossWithLogitsDerivatives
-from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
-from backpack.core.derivatives.mseloss import MSELossDerivatives
 from backpack.engine.turn import loss_scale
+from backpack.extensions.mat_to_mat_jac_base import for_layer
 from backpack.extensions.secondorder.hbp.hbp_options import LossHessianStrategy
 from backpack.extensions.secondorder.sqrt_ggn.base import SqrtGGNBaseModule
 from backpack.utils.types import Grads, Layer
@@ -47,25 +45,10 @@ class SqrtGGNBaseLossModule(SqrtGGNBaseModule):
         return columns * loss_scale(module, grad_out[0])
 
 
-class SqrtGGNMSELoss(SqrtGGNBaseLossModule):
-    """Columns of the loss Hessian's factor of :class:`torch.nn.MSELoss`."""
-
-    def __init__(self) -> None:
-        """Set the derivatives."""
-        super().__init__(MSELossDerivatives())
+def _on_loss(loss: type, name: str) -> Any:
+    return for_layer(SqrtGGNBaseLossModule, loss, name, __name__)
 
 
-class SqrtGGNCrossEntropyLoss(SqrtGGNBaseLossModule):
-    """Columns of the loss Hessian's factor of :class:`torch.nn.CrossEntropyLoss`."""
-
-    def __init__(self) -> None:
-        """Set the derivatives."""
-        super().__init__(CrossEntropyLossDerivatives())
-
-
-class SqrtGGNBCEWithLogithsLoss(SqrtGGNBaseLossModule):
-    """Columns of the loss Hessian's factor of :class:`torch.nn.BCEWithLogitsLoss`."""
-
-    def __init__(self) -> None:
-        """Set the derivatives."""
-        super().__init__(BCELossWithLogitsDerivatives())
+SqrtGGNMSELoss = _on_loss(nn.MSELoss, "SqrtGGNMSELoss")
+SqrtGGNCrossEntropyLoss = _on_loss(nn.CrossEntropyLoss, "SqrtGGNCrossEntropyLoss")
+SqrtGGNBCEWithLogithsLoss = _on_loss(nn.BCEWithLogitsLoss, "SqrtGGNBCEWithLogithsLoss")

@@ -463,11 +463,12 @@ class Tracker(TorchFunctionMode):
     def _deciding(self, data: List[Tensor]) -> List[Tensor]:
         """Choose operands that say where samples are: those with a gradient, if any.
 
-        If these do not hold all samples, what the others hold may be some other one's.
+        If these do not hold all samples, numbers beside may be some other one's.
         """
         own = [x for x in data if x.requires_grad]
-        some = any(isinstance(self._finder.of(x), Tensor) for x in own)
-        return data if some else own or data
+        if any(isinstance(self._finder.of(x), Tensor) for x in own):
+            own = [x for x in data if x.is_floating_point() or x.requires_grad]
+        return own or data
 
     # ----------------------------------------------------------------------------- uses
 

@@ -88,6 +88,24 @@ def test_eigenvalues(row: str) -> None:
         assert_agrees(values.flatten(), diagonal, name)
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_eigenvalues_of_no_outputs() -> None:
+    """A layer without outputs has none, and the factor of its input."""
+    model, loss = nn.Sequential(nn.Linear(3, 0), nn.Linear(0, 2)), nn.MSELoss()
+    prediction = extend(model)(torch.randn(4, 3))
+    value = extend(loss)(prediction, torch.zeros(4, 2))
+    with backpack(EKFAC(), KFAC()):
+        value.backward()
+    for param, shapes in zip(
+        model.parameters(),
+        [[(0, 0), (3, 3), (0, 3)], [(0, 0), (0,)], [(2, 2), (0, 0), (2, 0)]],
+    ):
+        assert [tuple(part.shape) for part in param.ekfac] == shapes
+        assert [part.shape for part in param.kfac] == [
+            basis.shape for basis in param.ekfac[:-1]
+        ]
+
+
 PICKED = {  # rows of a table that all samples share
     "embedding": lambda m: F.embedding(torch.arange(1, 4), m.w),
     "embedding-int": lambda m: F.embedding(torch.arange(1, 4, dtype=torch.int), m.w),

@@ -275,6 +275,12 @@ MOVES: Dict[str, Callable] = {  # of x [N, T, D]
     "singular-values-of-each-sample": lambda m, x: torch.linalg.svdvals(
         plain(m, x) @ m.f.weight
     )[:, :2],
+    "outside-of-the-domain": lambda m, x: torch.where(
+        plain(m, x) > 0, plain(m, x).log2(), x * m.p
+    ),
+    "rows-of-a-constant-by-a-mask": lambda m, x: plain(m, x)[:, None]
+    .masked_scatter(x[:, None] > 0, m.p.expand_as(x[:, None])[x[:, None] > 0])
+    .squeeze(1),
     "broadcast-tensors": lambda m, x: torch.mul(
         *torch.broadcast_tensors(plain(m, x), m.p)
     ),
@@ -804,6 +810,14 @@ def test_small_batches(name: str, batch: int) -> None:
     )
 
 
+def test_one_sample_whose_derivative_is_zero() -> None:
+    """What is computed from a single sample is its own, whatever its numbers are."""
+    row = moving(
+        lambda m, x: torch.vmap(lambda z: z.relu() + 1)(-plain(m, x).exp()) * m.p, 2, D
+    )
+    assert_right(row._replace(X=randn(2, D, batch=1)))
+
+
 # What else a model returns, where samples may have met
 BESIDE: Dict[str, Callable[[Tensor], Any]] = {
     "similarities": lambda h: (h, h @ h.T),
@@ -876,6 +890,29 @@ EITHER = {
     "bags-of-two-samples": bags([0, 3, 4, 6], inside=True, mode="sum")._replace(
         says="embedding_bag"
     ),
+    "one-sample-written-time-first": moving(
+        lambda m, x: (
+            torch.zeros_like(x.mT.mT.transpose(0, 1))
+            .index_copy(1, torch.tensor([0]), plain(m, x[:1]).transpose(0, 1))
+            .add(1)
+            .mul(m.p)
+            .transpose(0, 1)
+        ),
+        3,
+        D,
+    )._replace(alone=False, says=r"linear|mul|sin"),
+    "one-sample-alive-behind-vmap": moving(
+        lambda m, x: m.p
+        * torch.vmap(lambda z: z.relu() + 1)(
+            plain(m, x).square().neg().index_fill(0, torch.tensor([0]), 0)
+            + F.pad(x[:1], (0, 0, 0, 0, 0, len(x) - 1)).square()
+        )
+        .transpose(0, 1)
+        .clone()
+        .transpose(0, 1),
+        3,
+        D,
+    )._replace(alone=False, says=r"relu|mul"),
     "numpy-order": moving(
         lambda m, x: plain(m, x[torch.from_numpy(permutation(x).numpy())])[
             permutation(x).argsort()

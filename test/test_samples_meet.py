@@ -4,6 +4,7 @@ In the model, between model and loss, in a loss that the model computes itself; 
 that get a sequence in place of a batch, and layers that contradict each other.
 """
 
+from contextlib import suppress
 from functools import partial
 from typing import Any, Callable, Dict, Tuple
 
@@ -19,6 +20,7 @@ from per_sample import (
     Row,
     assert_refused,
     assert_right_or_refused,
+    compute,
     param,
     randn,
 )
@@ -84,6 +86,15 @@ COUPLINGS: Dict[str, Tuple[Callable, str]] = {  # of x [N, D], and what is named
     ),
     "state": (lambda m, x: m.r(x[None], x.flip(0)[None])[0][0], r"gru|flip"),
     "flip": (lambda m, x: x * x.flip(0), r"mul|flip"),
+    "one-beside-data-of-all": (lambda m, x: x[:1] + x.detach(), r"add"),
+    "one-in-front-of-data-of-all": (
+        lambda m, x: torch.cat([x[:1, :2].expand(N, 2), x.detach()[:, 2:]], 1),
+        r"cat|linear",
+    ),
+    "permutation-beside-data": (
+        lambda m, x: x[permutation(x)] * x.detach(),
+        r"mul",
+    ),
     "mixup": (
         lambda m, x: torch.lerp(x, x[permutation(x)], 0.3),
         r"lerp|getitem|index",
@@ -672,3 +683,29 @@ def test_operations_that_depend_on_values(first_time: bool) -> None:
 
     run(first_time)
     run(not first_time)
+
+
+# Of x [N, D] and a mask: where this is zero, so is the derivative
+UNSEEN: Dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "product": lambda x, mask: (x * mask).sum(),
+    "rectifier": lambda x, mask: (x.square() * mask - 1 + mask).relu().mean(),
+}
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_unseen_operations_that_depend_on_values(name: str) -> None:
+    """Which derivatives were zero once is no promise, either."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        h = m.f(x).tanh()
+        with torch._C.DisableTorchFunction():
+            total = UNSEEN[name](h, m.mask)
+        return m.g(total * m.p + torch.ones(N, D))
+
+    def model(mask: Tensor) -> Row:
+        parts = {"f": nn.Linear(D, D), "g": nn.Linear(D, 2), "p": param(D)}
+        return Row(lambda: Lambda(forward, mask=mask, **parts), randn(D))
+
+    with suppress(*REFUSALS):
+        compute(model((torch.arange(N) == 0).to(F64)[:, None]), ["BatchGrad"])
+    assert_refused(model(torch.ones(N, 1, dtype=F64)), "BatchGrad", r"sum|mean")

@@ -696,6 +696,14 @@ def module_hooks(model: Module, events: List) -> None:
         )
 
 
+def module_pre_hooks(model: Module, events: List) -> None:
+    """Look before the gradient gets to the layers, behind the first one."""
+    for i, layer in enumerate(model[1:]):
+        layer.register_full_backward_pre_hook(
+            lambda m, go, i=i: events.append((f"before {i}", go, seen(model)))
+        )
+
+
 def parameter_hooks(model: Module, events: List) -> None:
     """Look from hooks of the parameters."""
     for name, p in model.named_parameters():
@@ -745,6 +753,7 @@ def optimizer_in_backward(model: Module, events: List) -> None:
 HOOKS = [
     tensor_hooks,
     module_hooks,
+    module_pre_hooks,
     parameter_hooks,
     accumulation_hooks,
     node_hooks,
@@ -769,7 +778,8 @@ def test_hooks_see_gradients_in_time(
     Of layers with many positions, gradients may be formed by us.
     """
     row, results = Row(chain, randn(*shape)), []
-    seen_by_columns = hooks is module_hooks and exts in ("DiagGGNExact", "all")
+    of_modules = hooks in (module_hooks, module_pre_hooks)
+    seen_by_columns = of_modules and exts in ("DiagGGNExact", "all")
     for extended in (False, True):
         events: List = []
         model, loss, X = row.build()

@@ -257,6 +257,10 @@ LOOKUPS = {
             lambda m, i: F.embedding_bag(i, m.w, mode="sum").sin(),
             TABLE,
         ),
+        "embedding-bag-max": (
+            lambda m, i: F.embedding_bag(i % 2, m.w, mode="max").sin(),
+            TABLE,
+        ),
         "embedding-bag-mean": (lambda m, i: F.embedding_bag(i, m.w).sin(), TABLE),
         "embedding-bag-weights": (
             lambda m, i: F.embedding_bag(

@@ -13,7 +13,17 @@ axes, cut into windows, or routed row by row. A *placement* says where it is:
 
 from __future__ import annotations
 
-from typing import Any, Callable, Hashable, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import (
+    Any,
+    Callable,
+    Hashable,
+    Iterator,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
 
 import torch
 from torch import Tensor
@@ -96,15 +106,18 @@ def spans(placement: Placement, shape: Sequence[int], axis: int) -> bool:
 
 
 def simplify(
-    numbers: Tensor, n: int, is_written: bool = False
+    numbers: Tensor, n: int, is_use: bool = False
 ) -> Union[Layout, Tensor, None]:
     """Find the simplest placement that agrees with sample numbers where they are known.
+
+    What is unknown stays so, unless there is only one way to go on: what comes later
+    may tell.
 
     Args:
         numbers: Sample numbers, -1 where nothing is known.
         n: Number N of samples.
-        is_written: Whether samples were written over something, of which the rest may
-            belong to others. Default: ``False``.
+        is_use: Whether what is unknown may depend on parameters alone, so that it has
+            to belong to somebody. Default: ``False``.
 
     Returns:
         The placement, ``None`` if nothing is known.
@@ -115,16 +128,13 @@ def simplify(
     known = numbers >= 0
     if not bool(known.any()):
         return None
-    layout, seen = _regular(numbers, n), numbers[known].unique()
-    if layout is not None and len(seen) == n:
-        return layout
-    filled = numbers if is_written and layout is not None else _filled(numbers, n)
-    if bool((filled < 0).any()):
-        if layout is not None and len(seen) > 1:
-            return layout
-        if layout is None and len(seen) == 1:  # a single sample's, beside constants
-            filled = seen.expand_as(numbers)
-    numbers = filled
+    layouts, seen = list(_regular(numbers, n)), numbers[known].unique()
+    if layouts and (n == 1 or len(layouts) == 1 < len(seen)):
+        return layouts[0]
+    if not layouts or is_use and len(seen) == 1:
+        numbers = _filled(numbers, n)
+        if not layouts and len(seen) == 1:  # a single sample's, beside constants
+            numbers = seen[0].expand_as(numbers)
     for axis in range(numbers.dim()):  # one number for a row, where it is possible
         first = numbers.narrow(axis, 0, 1)
         if numbers.shape[axis] > 1 and bool((numbers == first).all()):
@@ -132,24 +142,30 @@ def simplify(
     return numbers.clone()
 
 
-def _regular(numbers: Tensor, n: int) -> Optional[Layout]:
-    """Find a layout that agrees with sample numbers where they are known."""
+def _regular(numbers: Tensor, n: int) -> Iterator[Layout]:
+    """Find layouts that agree with sample numbers where they are known."""
     for axis, size in enumerate(numbers.shape):
         if size % n:
             continue
-        others = [d for d in range(numbers.dim()) if d != axis]
-        highest = numbers.amax(others) if others else numbers
-        lowest = numbers.where(numbers >= 0, n)
-        lowest = lowest.amin(others) if others else lowest
-        seen = highest >= 0
-        if not bool(((highest == lowest) | ~seen).all()):
+        own = _along(numbers, axis, n)
+        if own is None:
             continue
         place = torch.arange(size, device=numbers.device)
         for inner in range(size // n, 0, -1):
             if (size // n) % inner == 0:
-                if bool(((place // inner % n == highest) | ~seen).all()):
-                    return Layout(axis, inner)
-    return None
+                agree = place // inner % n == own
+                if bool((agree | (own < 0)).all()):
+                    yield Layout(axis, inner)
+
+
+def _along(numbers: Tensor, axis: int, n: int) -> Optional[Tensor]:
+    """Return the sample of each slice along an axis; ``None`` if one has several."""
+    others = [d for d in range(numbers.dim()) if d != axis]
+    if not others:
+        return numbers
+    highest = numbers.amax(others)
+    lowest = numbers.where(numbers >= 0, n).amin(others)
+    return highest if bool(((highest == lowest) | (highest < 0)).all()) else None
 
 
 def once(placement: Tensor, what: Hashable, compute: Callable[[], Any]) -> Any:
@@ -174,15 +190,11 @@ def _filled(numbers: Tensor, n: int) -> Tensor:
 
     If other samples use it, they meet there, which is found out.
     """
-    known = numbers >= 0
-    for axis in range(numbers.dim()):
-        others = [d for d in range(numbers.dim()) if d != axis]
-        if bool(known.all()) or not others:
-            break
-        highest = numbers.amax(others, keepdim=True)
-        lowest = numbers.where(known, n).amin(others, keepdim=True)
-        if bool(((highest == lowest) | (highest < 0)).all()):
-            return numbers.where(known, highest)
+    for axis in range(numbers.dim()) if numbers.dim() > 1 else ():
+        own = _along(numbers, axis, n)
+        if own is not None:
+            own = own.view([-1 if d == axis else 1 for d in range(numbers.dim())])
+            return numbers.where(numbers >= 0, own)
     return numbers
 
 

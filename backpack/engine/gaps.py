@@ -26,7 +26,7 @@ from backpack.core.layout import (
     sample_numbers,
     simplify,
 )
-from backpack.engine.graph import VIEWS, entries_of, is_leaf
+from backpack.engine.graph import HOOKED, VIEWS, entries_of, is_leaf
 from backpack.engine.placements import BY_STRIDES, MARK, POINTWISE
 from backpack.engine.uses import Constant, Use, edge_of, is_noted
 from backpack.utils.hooks import without_hooks
@@ -274,6 +274,9 @@ def explain_edge(edge: GradientEdge, shape: torch.Size) -> Optional[Known]:
     known = at_node(edge.node, edge.output_nr)
     if known is not None and known[0] == shape:
         return known[1]
+    if type(edge.node).__name__ == HOOKED:  # which are not to be run for this
+        node, number = edge.node.next_functions[edge.output_nr]
+        return None if node is None else explain_edge(GradientEdge(node, number), shape)
     sources, nodes = sources_of([edge])
     found = _found_from(sources, nodes, edge, shape)
     if found is not None and isinstance(found.placement, Mixed) and len(nodes) > 1:

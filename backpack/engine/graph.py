@@ -27,6 +27,7 @@ from backpack.engine.uses import ENTRIES, Entry, Together, Use, is_noted
 from backpack.utils.hooks import EXTENDED, represent
 from backpack.utils.parallel import parts, past_sinks
 
+HOOKED = "BackwardHookFunctionBackward"  # where a module's hooks see the gradient
 SILENT = "backpack.silent"  # where a node says that no sample gets through it
 MEETING = "backpack.meeting"  # where a node of the graph keeps that samples have met
 

@@ -436,13 +436,16 @@ class Finder:
         """Tell where samples are in rows of a table that were picked by data."""
         if isinstance(ids, Tensor) and ids.is_floating_point():
             table, ids = ids, table  # as functions of torch.nn.functional have it
-        if not (isinstance(table, Tensor) and isinstance(ids, Tensor) and ids.dim()):
+        parts = ids if isinstance(ids, tuple) else (ids,)
+        if not isinstance(table, Tensor) or self.of(table) is not None:
             return None
-        if ids.dtype not in _INDEXES or self.of(table) is not None:
+        if not all(isinstance(x, Tensor) and x.dtype in _INDEXES for x in parts):
             return None
-        placement = self.of(ids)
+        data = [x for x in parts if self.of(x) is not None]
+        rows = torch.broadcast_tensors(*parts)[0]
+        placement = self._pointwise(data, rows) or self._combined(data, rows)
         if isinstance(placement, Tensor):
-            placement = placement[(..., *[None] * (table.dim() - 1))]
+            placement = placement[(..., *[None] * (table.dim() - len(parts)))]
         return placement
 
     def _bags(
@@ -454,19 +457,22 @@ class Finder:
         *more: Any,
         **named: Any,
     ) -> Placement:
-        """Tell which sample has which bag, if bags lie in memory one by one."""
-        if offsets is None:
+        """Tell which sample has which bag."""
+        if self.of(weight) is not None:
             return None
         device, n = out.device, self.n
         numbers = torch.full((len(out),), -1, device=device)
-        if self.of(offsets) is not None:
-            found = sample_numbers(self.of(offsets), offsets.shape, n, device)
-            numbers = found[: len(out)].clone()
-        entries = torch.arange(len(input), device=device)
-        bags = torch.searchsorted(offsets[: len(out)], entries, right=True) - 1
+        entries = torch.arange(input.numel(), device=device)
+        if offsets is None:
+            bags = entries // max(input.shape[1], 1)
+        else:  # bags lie in memory one by one
+            bags = torch.searchsorted(offsets[: len(out)], entries, right=True) - 1
+            if self.of(offsets) is not None:
+                found = sample_numbers(self.of(offsets), offsets.shape, n, device)
+                numbers = found[: len(out)].clone()
         for x in (input, *more, *named.values()):  # and weights of the entries
             if isinstance(x, Tensor) and self.of(x) is not None:
-                own = sample_numbers(self.of(x), x.shape, n, device)
+                own = sample_numbers(self.of(x), x.shape, n, device).flatten()
                 numbers[bags] = own.where(numbers[bags] < 0, numbers[bags])
                 if bool(((own >= 0) & (numbers[bags] != own)).any()):
                     return Mixed("`embedding_bag`")

@@ -325,7 +325,8 @@ class Tracker(TorchFunctionMode):
             shown = written.detach()
             self._place(shown, self._finder.of(written))
             seen = (shown, *args[1:])
-            deciding = [shown if x is written else x for x in _deciding(data)]
+            deciding = self._deciding(data)
+            deciding = [shown if x is written else x for x in deciding]
             if written._base is not None:
                 self._leave_views(written._base)
         saved: List[Any] = []
@@ -353,7 +354,7 @@ class Tracker(TorchFunctionMode):
             if outs[0].is_nested:
                 placements = [NESTED] * len(outs)
             elif placements is None:
-                deciding = deciding or _deciding(data)
+                deciding = deciding or self._deciding(data)
                 find = self._finder.find
                 placements = find(func, name, seen, kwargs, outs, deciding, key)
         if pairs is not None and result is not outs[0]:
@@ -466,7 +467,17 @@ class Tracker(TorchFunctionMode):
         part = numbers.as_strided(view.shape, view.stride, offset)
         new = sample_numbers(placement, view.shape, self.n, base.device)
         part.copy_(new.where(new >= 0, part))
-        return simplify(numbers, self.n, is_written=True)
+        return simplify(numbers, self.n)
+
+    def _deciding(self, data: List[Tensor]) -> List[Tensor]:
+        """Choose operands that say where samples are: those with a gradient, if any.
+
+        If these do not hold all samples, numbers beside may be some other one's.
+        """
+        own = [x for x in data if x.requires_grad]
+        if any(isinstance(self._finder.of(x), Tensor) for x in own):
+            own = [x for x in data if x.is_floating_point() or x.requires_grad]
+        return own or data
 
     # ----------------------------------------------------------------------------- uses
 
@@ -553,11 +564,6 @@ def _made_base(x: Tensor, since: int) -> bool:
     """Tell whether a result is a view of what its own operation has computed."""
     node = None if x._base is None else x._base.grad_fn
     return node is not None and since <= node._sequence_nr() and node is not x.grad_fn
-
-
-def _deciding(data: List[Tensor]) -> List[Tensor]:
-    """Choose operands that say where samples are: those with a gradient, if any."""
-    return [x for x in data if x.requires_grad] or data
 
 
 def _note_meeting(x: Tensor, placement: Mixed) -> None:

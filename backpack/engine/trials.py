@@ -87,6 +87,11 @@ class Trial:
                 found, hides = self._probe(NOT_A_NUMBER)
             except Exception:  # an algorithm that needs numbers
                 return self._probe(OTHER_NUMBERS)[0], False
+            mixed = any(isinstance(p, Mixed) for p in found)
+            if mixed and any(bool((x != x).any()) for x in self._run()):
+                # outside of its domain: NaN shows nothing there
+                self._flat = list(map(_between, self._flat))
+                found, hides = self._probe(NOT_A_NUMBER)
             if hides and not self._is_random():
                 return self._probe(EXTREMES)[0], False
             if hides:  # what is drawn, and how much, tells nothing
@@ -131,6 +136,12 @@ class Trial:
             torch.default_generator.manual_seed(seed)
         else:  # which formats a stack, to tell of errors on devices: milliseconds
             torch.manual_seed(seed)
+
+    def _is_use(self) -> bool:
+        """Tell whether what no sample changes may depend on parameters."""
+        pairs = zip(self._flat, self._numbers)
+        constants = [x for x, i in pairs if isinstance(x, Tensor) and i is None]
+        return self._name not in MOVING and any(x.requires_grad for x in constants)
 
     def _is_random(self) -> bool:
         """Tell whether results differ by more than what marks change: by what is drawn.
@@ -189,7 +200,7 @@ class Trial:
                 found.append(Mixed(describe(self._name, self._flat, self._numbers)))
             else:
                 numbers = got[j].masked_fill(unseen[j], -1)
-                placement = simplify(numbers, n, self._name in MOVING)
+                placement = simplify(numbers, n, self._is_use())
                 some = isinstance(placement, Tensor) and not _is_inexact(out)
                 if some and bool(unseen[j].any()) and _all_known(self._numbers):
                     placement = None  # another number may give the same one: a constant
@@ -273,6 +284,11 @@ def _finite(x: Tensor) -> Tensor:
     if x.is_floating_point() and x.layout is torch.strided:
         x.nan_to_num_(0.0, 1.0, -1.0)
     return x
+
+
+def _between(x: Any) -> Any:
+    """Replace numbers by others between zero and one."""
+    return torch.rand_like(x) if _is_inexact(x) and x.layout is torch.strided else x
 
 
 def _differs(x: Tensor, plain: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any, Callable, List, Optional, Sequence
 
 from torch import Tensor
 
-from backpack.engine.graph import Inspection
+from backpack.engine.graph import HOOKED, Inspection
 from backpack.engine.record import Call
 from backpack.utils.hooks import message, warn_user
 from backpack.utils.parallel import gathers
@@ -35,7 +35,6 @@ BACKWARD_HOOKS = (
     "remove the hook before the forward pass."
 )
 
-_HOOKED = "BackwardHookFunctionBackward"  # where a module's hooks see the gradient
 SEEN = "backpack.seen"  # where users look at the gradient of what a model computes
 _WATCHED = "backpack.watched"  # where such a node says that we look at its hooks
 
@@ -105,8 +104,8 @@ def guard_all(inspection: Inspection, extensions: Sequence[Any]) -> None:
         for key, hook in hooks.items():
             if not isinstance(hook, Guarded):
                 hooks[key] = guard(x, hook, False)
-    for node in inspection.nodes if _HOOKED in inspection.names else ():
-        if type(node).__name__ == _HOOKED and _WATCHED not in node.metadata:
+    for node in inspection.nodes if HOOKED in inspection.names else ():
+        if type(node).__name__ == HOOKED and _WATCHED not in node.metadata:
             node.metadata[_WATCHED] = True
             node.register_hook(_compare)
 
@@ -121,7 +120,7 @@ def sees_gradients(inspection: Inspection) -> bool:
         Whether modules have hooks, or tensors do, or such that retain their gradient,
         as far as these are known.
     """
-    if _HOOKED in inspection.names:
+    if HOOKED in inspection.names:
         return True
     if any(SEEN in node.metadata for node in inspection.nodes):
         return True

@@ -116,7 +116,8 @@ class Outer(PerSample):
     @property
     def inputs_size(self) -> int:
         """Number d of features of the inputs."""
-        return self._sizes[0]
+        size, outputs = self._sizes
+        return size if outputs else self.a.shape[-1]  # of which the shape says nothing
 
     def recipe(self) -> Recipe:
         """Tell how to make the same products again, with other tensors.

@@ -455,7 +455,7 @@ class Outer(PerSample):
     def sq_norms(self) -> Tensor:  # noqa: D102
         if self.positions == 1:
             a, b = sums.sum_of_squares(self.a, 2), sums.sum_of_squares(self.b, 3)
-            if not (sums.is_exact(a) and sums.is_exact(b)):
+            if not sums.is_exact(a, b):
                 a = sums.sum_of_squares(self._moderate_a(), 2)
                 b = sums.sum_of_squares(self._moderate_b(), 3)
             return sums.sum_axis(sums.sum_axis(b, 0) * a, 1)

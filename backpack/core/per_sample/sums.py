@@ -239,20 +239,23 @@ def powers_of_two(a: Tensor) -> Optional[Tensor]:
     return torch.ldexp(torch.ones_like(size), exponents.clamp(-most, most))
 
 
-def is_exact(squares: Tensor) -> bool:
+def is_exact(*squares: Tensor) -> bool:
     """Tell whether sums of squares can have lost nothing to the range of numbers.
 
     Args:
-        squares: Sums of squares ``[*]``.
+        squares: Sums of squares ``[*]``, at least one tensor of a type.
 
     Returns:
         Whether it is known that none is too small or too large.
     """
-    if not squares.numel() or not may_look(squares):
+    if not may_look(squares[0]):
         return False
-    most = torch.finfo(squares.dtype).max ** 0.5
-    smallest, largest = map(float, squares.detach().aminmax())
-    return 1 / most <= smallest and largest <= most
+    known = torch.cat([x.detach().flatten() for x in squares])
+    if not known.numel():
+        return False
+    most = torch.finfo(known.dtype).max ** 0.5
+    smallest, largest = known.aminmax()
+    return 1 / most <= smallest.item() and largest.item() <= most
 
 
 class Moments(NamedTuple):

@@ -340,16 +340,17 @@ class BackwardPass:
         for ext in self.state.active_exts:
             if not any([ext.is_customized(module) for module in modules]):
                 ext.compute(turn)
-        if any(map(self.is_left_out, group.params)):  # to the node that accumulates it
-            for param, product in turn.gradients().items():
+        for param in self.left_out(group.params):
+            product = turn.gradients().get(param)
+            if product is not None:  # to the node that accumulates it
                 torch.autograd.backward(param, product.plain.total())
-        self.pull_back.forget(group)
         for use in group.uses:
             groups = self._groups_of[use]
             groups.remove(group)
             if not groups:
                 self.gradients.pop(use, None)
                 self._own.pop(use, None)
+                self.pull_back.forget(use)
                 if not self._keeps_io:
                     use.release()
                 self._went(use.owner)
@@ -364,16 +365,17 @@ class BackwardPass:
         if self.state.report is not None:
             self.state.report.saved.update((id(ext), id(p)) for p in params)
 
-    def is_left_out(self, param: Tensor) -> bool:
-        """Tell whether autograd leaves a parameter out, whose gradient is formed here.
+    def left_out(self, params: Iterable[Tensor]) -> List[Tensor]:
+        """Find parameters that autograd leaves out, whose gradient is formed here.
 
         Args:
-            param: The parameter.
+            params: Parameters.
 
         Returns:
-            Whether it does.
+            Those of them.
         """
-        return id(param) in self.accumulated.own
+        own = self.accumulated.own
+        return [param for param in params if id(param) in own] if own else []
 
     def own_products(self, use: Use) -> Products:
         """Describe what a use contributes to the individual gradients.

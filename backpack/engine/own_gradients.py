@@ -32,7 +32,6 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
-from backpack.core.operations import Operation
 from backpack.engine.graph import Inspection, describe, will_run
 from backpack.engine.parameters import Group
 from backpack.utils.parallel import is_parallel, refuse_gathered, refuse_late
@@ -157,20 +156,22 @@ def find_own(
         return set()
     least, found = min(limits), set()
     for group in groups:
-        param, *_ = group.params
-        members = [(use, use.constants[index]) for use, index in group.members]
-        if any([constant.leaf is not param for _, constant in members]):
-            continue
-        if not all([isinstance(use.operation, Operation) for use, _ in members]):
-            continue
-        if param in inspection.outside or not param.requires_grad:
-            continue  # used by a penalty, too; frozen after the forward pass
-        positions = sum([u.operation.positions(c.key, u.n) for u, c in members])
-        if positions < least or not _is_plain(param):
-            continue
-        owners = [use.owner for use, _ in members if use.owner is not None]
-        if not any(ext.is_customized(x.module) for ext in extensions for x in owners):
-            found.add(id(param))
+        positions = dict.fromkeys(map(id, group.params), 0)
+        for use, index in group.members:
+            constant, operation = use.constants[index], use.operation
+            if constant.leaf is None or operation is None:
+                break
+            positions[id(constant.leaf)] += operation.positions(constant.key, use.n)
+        else:
+            many = [p for p in group.params if positions[id(p)] >= least]
+            owners = [use.owner for use in group.uses if many and use.owner is not None]
+            if any(ext.is_customized(x.module) for ext in extensions for x in owners):
+                continue
+            for param in many:
+                # it may be used by a penalty, too; or frozen after the forward pass
+                if param not in inspection.outside and param.requires_grad:
+                    if _is_plain(param):
+                        found.add(id(param))
     return found
 
 

@@ -8,7 +8,6 @@ one joint vector-Jacobian product leads from expressions to parameters.
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
@@ -50,6 +49,7 @@ class Group:
     Attributes:
         params: The parameters.
         members: Their uses, and which of the constants.
+        uses: The uses, each once; known with all members.
         pending: Number of uses that have not had their gradient yet.
         collected: Products of uses whose part of the graph will have been freed when
             the last use has its gradient.
@@ -59,6 +59,7 @@ class Group:
         """Start without any."""
         self.params: List[Tensor] = []
         self.members: List[Member] = []
+        self.uses: List[Use] = []
         self.pending = 0
         self.collected: Dict[Use, Dict[Tensor, PerSample]] = {}
 
@@ -69,14 +70,10 @@ class Group:
 
     @property
     def is_simple(self) -> bool:
-        """Whether it is a single parameter that is used once, as it is."""
-        (use, index), *others = self.members
-        return not others and use.constants[index].leaf is not None
-
-    @cached_property
-    def uses(self) -> List[Use]:
-        """The uses, each once; asked for when all members are known."""
-        return list(dict.fromkeys([use for use, _ in self.members]))
+        """Whether each parameter is used once, in the same use, as it is."""
+        if len(self.uses) > 1 or len(self.params) < len(self.members):
+            return False
+        return all([use.constants[i].leaf is not None for use, i in self.members])
 
     def describe(self, param: Tensor) -> str:
         """Name a parameter and where it is used, for a message.
@@ -140,7 +137,7 @@ class Group:
         Raises:
             NotImplementedError: If uses have different numbers of samples.
         """
-        sizes = {use.n for use, _ in self.members}
+        sizes = {use.n for use in self.uses}
         if len(sizes) > 1:
             text = OTHER_SIZES.format(sizes=sorted(sizes), names=self.names())
             raise NotImplementedError(text)
@@ -162,7 +159,9 @@ class Group:
             constant = use.constants[index]
             if product is None:
                 continue
-            leaf, edge, product = _behind_views(constant, product, self.params)
+            leaf = constant.leaf
+            if leaf is None:
+                leaf, edge, product = _behind_views(constant, product, self.params)
             if leaf is not None:
                 _merge(found, leaf, product)
             else:
@@ -230,8 +229,8 @@ class ParameterTurn:
             self._gradients = self.group.products(
                 running.own_products, self.group.collected
             )
-            for param, product in self._gradients.items():
-                product.plain.keeps_total = running.is_left_out(param)
+            for param in running.left_out(self._gradients):
+                self._gradients[param].plain.keeps_total = True
         return self._gradients
 
     def size_of_terms(self) -> Tuple[float, float]:
@@ -276,7 +275,7 @@ def _behind_views(
     """Go through views of a parameter, which keep the products' form.
 
     Args:
-        constant: A constant.
+        constant: An expression.
         product: Products with its Jacobian.
         params: The parameters behind it.
 
@@ -284,8 +283,6 @@ def _behind_views(
         The parameter, if it is all that is left; the place of the expression, if not;
         and products with its Jacobian.
     """
-    if constant.leaf is not None:
-        return constant.leaf, None, product
     edge, shape = constant.source, constant.shape
     ends = {param.grad_fn: param for param in params if param.grad_fn is not None}
     while type(product) in (Dense, Outer) and edge.node not in ends:
@@ -387,6 +384,8 @@ def _swaps(node: Node) -> bool:
 def find_groups(uses: Sequence[Use]) -> List[Group]:
     """Sort the constants of uses into groups.
 
+    What enters a single use as it is, like a layer's weight and bias, is one group.
+
     Args:
         uses: The uses of a backward pass.
 
@@ -407,27 +406,32 @@ def find_groups(uses: Sequence[Use]) -> List[Group]:
             group = _joined(params, by_param)
             if group is not None:
                 group.members.append((use, index))
-    groups = list({id(group): group for group in by_param.values()}.values())
-    for group in groups:
+    groups: Dict[Any, Group] = {}
+    for group in dict.fromkeys(by_param.values()):
+        group.uses = list(dict.fromkeys([use for use, _ in group.members]))
         group.pending = len(group.uses)
-    return groups
+        first = groups.setdefault(group.uses[0] if group.is_simple else group, group)
+        if first is not group:
+            first.params += group.params
+            first.members += group.members
+    return list(groups.values())
 
 
 def _joined(params: Sequence[Tensor], by_param: Dict[int, Group]) -> Optional[Group]:
     """Return the group of some parameters, joined if there were several."""
-    # a group may have several of the parameters, and is joined once
-    groups = list(dict.fromkeys(by_param[id(p)] for p in params if id(p) in by_param))
-    group = groups[0] if groups else Group()
-    for other in groups[1:]:
-        group.members.extend(other.members)
-        group.params.extend(other.params)
-        for p in other.params:
-            by_param[id(p)] = group
+    group: Optional[Group] = None
     for p in params:
-        if id(p) not in by_param:
+        other = by_param.get(id(p))
+        if group is None:
+            group = other or Group()
+        if other is None:
             by_param[id(p)] = group
             group.params.append(p)
-    return group if params else None
+        elif other is not group:
+            group.members += other.members
+            group.params += other.params
+            by_param.update((id(x), group) for x in other.params)
+    return group
 
 
 def in_type_of(value: Any, param: Tensor) -> Any:

@@ -428,16 +428,14 @@ class PullColumns:
 
         return group.products(of)
 
-    def forget(self, group: Group) -> None:
+    def forget(self, use: Use) -> None:
         """Forget columns that no parameter waits for any more.
 
         Args:
-            group: Parameters whose turn is over.
+            use: A use, all of whose parameters have had their turn.
         """
-        for use in group.uses:
-            if len(self._running.groups_of(use)) <= 1:
-                self._stored.pop(use, None)
-                self._formed.pop(use, None)
+        self._stored.pop(use, None)
+        self._formed.pop(use, None)
 
     def forget_all(self) -> None:
         """Forget everything, the backward pass included."""

@@ -107,10 +107,15 @@ def choose(
     Raises:
         NotImplementedError: If the user's choice is not possible.
     """
-    params = {id(p): p for group in groups for p in group.params}
     replacing = [ext for ext in current.active_exts if ext.replaces_gradient]
     own, plain = set(), accumulates and of_all and not creates_graph
-    if replacing or not current.gradient:
+    chosen = replacing or not current.gradient
+    if plain and inspection is not None and not (chosen or current.check):
+        own = find_own(groups, inspection, current.active_exts)
+    if not (own or chosen):
+        return Accumulated()
+    params = {id(p): p for group in groups for p in group.params}
+    if chosen:
         text = {"who": "backpack", "option": "gradient=False"}
         if replacing:
             who = type(replacing[0]).__name__
@@ -127,10 +132,6 @@ def choose(
         if outside and replacing:
             text["names"] = describe(outside)
             raise NotImplementedError(PENALTY.format(**text))
-    elif plain and inspection is not None and not current.check:
-        own = find_own(groups, inspection, current.active_exts)
-    if not (own or replacing or not current.gradient):
-        return Accumulated()
     leaves = {id(x): x for x in inspection.reached if x.requires_grad}
     leaves.update({i: p for i, p in params.items() if p.requires_grad})
     left_out = own or (params if current.gradient else leaves)

@@ -99,14 +99,6 @@ class Group:
         places = {name(call.module) for call in owners if call is not None}
         return " and ".join(sorted(places)) or self.uses[0].name
 
-    def names(self) -> str:
-        """Name the parameters, for a message.
-
-        Returns:
-            Qualified names.
-        """
-        return describe(self.params)
-
     def collect(self, use: Use, of: Callable[[Use], Products]) -> None:
         """Form products that need the graph, while it is there.
 
@@ -139,7 +131,8 @@ class Group:
         """
         sizes = {use.n for use in self.uses}
         if len(sizes) > 1:
-            text = OTHER_SIZES.format(sizes=sorted(sizes), names=self.names())
+            names = describe(self.params)
+            text = OTHER_SIZES.format(sizes=sorted(sizes), names=names)
             raise NotImplementedError(text)
         known = collected or {}
         found = self._sum([(u, i) for u, i in self.members if u not in known], of)
@@ -209,14 +202,6 @@ class ParameterTurn:
         """Modules in which the parameters were used, as far as they exist."""
         owners = [use.owner for use in self.group.uses]
         return [owner.module for owner in owners if owner is not None]
-
-    def names(self) -> str:
-        """Name the parameters, for a message.
-
-        Returns:
-            Their qualified names.
-        """
-        return self.group.names()
 
     def gradients(self) -> Dict[Tensor, PerSample]:
         """Describe the individual gradients of the parameters.

@@ -22,7 +22,7 @@ from backpack.engine.columns import (
     find_gateway,
     identity_columns,
 )
-from backpack.engine.graph import Origin, Target, targets_below, will_run
+from backpack.engine.graph import Origin, Target, describe, targets_below, will_run
 from backpack.engine.parameters import Group
 from backpack.engine.turn import EXTEND_LOSS, Turn, refuse_several_calls
 from backpack.engine.user_hooks import sees_gradients, warn_of_hooks
@@ -383,7 +383,7 @@ class PullColumns:
                 self._running.exempt(ext, group.params)  # no curvature starts above it
                 return
             if not ext.expects_backpropagation_quantities():
-                text = message(NOT_BEHIND, ext=ext, names=turn.names())
+                text = message(NOT_BEHIND, ext=ext, names=describe(group.params))
                 raise NotImplementedError(text)
             who = {"ext": ext, "field": ext.savefield, "module": group.where()}
             raise AssertionError(message(EXTEND_LOSS, **who))

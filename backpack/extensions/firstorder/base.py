@@ -12,8 +12,9 @@ from backpack.core.per_sample.base import PerSample
 from backpack.core.table import LAYERS, REGISTERED
 from backpack.extensions.backprop_extension import FAIL_WARN, BackpropExtension
 from backpack.extensions.module_extension import ModuleExtension, ParameterRule
-from backpack.extensions.shards import is_shared, shard_of
+from backpack.extensions.shards import shard_of
 from backpack.utils.errors import batch_norm_raise_error_if_train
+from backpack.utils.parallel import is_shared
 from backpack.utils.subsampling import Selection
 from backpack.utils.types import FailMode, Grads
 

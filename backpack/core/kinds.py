@@ -170,7 +170,7 @@ class LayerLike(Operation):
             lead = x.dim() - self._features[0]
         if n == 1 and lead > 0:
             out = Layout(0, x.shape[0])
-        if lead > 0 and type(out) is Layout and out == FIRST and len(x) == n:
+        if lead > 0 and type(out) is Layout and out == FIRST and x.shape[0] == n:
             return derivatives.product(name, layer, [x], b)
         try:
             arrangement = Arrangement(out, x.shape[:lead], n)  # type: ignore[arg-type]

@@ -50,6 +50,7 @@ class Group:
         params: The parameters.
         members: Their uses, and which of the constants.
         uses: The uses, each once; known with all members.
+        is_simple: Whether each parameter is used once, in the same use, as it is.
         pending: Number of uses that have not had their gradient yet.
         collected: Products of uses whose part of the graph will have been freed when
             the last use has its gradient.
@@ -60,20 +61,13 @@ class Group:
         self.params: List[Tensor] = []
         self.members: List[Member] = []
         self.uses: List[Use] = []
-        self.pending = 0
+        self.pending, self.is_simple = 0, False
         self.collected: Dict[Use, Dict[Tensor, PerSample]] = {}
 
     @property
     def n(self) -> int:
         """Number N of samples."""
         return self.members[0][0].n
-
-    @property
-    def is_simple(self) -> bool:
-        """Whether each parameter is used once, in the same use, as it is."""
-        if len(self.uses) > 1 or len(self.params) < len(self.members):
-            return False
-        return all([use.constants[i].leaf is not None for use, i in self.members])
 
     def describe(self, param: Tensor) -> str:
         """Name a parameter and where it is used, for a message.
@@ -393,9 +387,11 @@ def find_groups(uses: Sequence[Use]) -> List[Group]:
                 group.members.append((use, index))
     groups: Dict[Any, Group] = {}
     for group in dict.fromkeys(by_param.values()):
-        group.uses = list(dict.fromkeys([use for use, _ in group.members]))
+        (use, index), *others = group.members
+        group.uses = list(dict.fromkeys([use, *[more for more, _ in others]]))
         group.pending = len(group.uses)
-        first = groups.setdefault(group.uses[0] if group.is_simple else group, group)
+        group.is_simple = not others and use.constants[index].leaf is not None
+        first = groups.setdefault(use if group.is_simple else group, group)
         if first is not group:
             first.params += group.params
             first.members += group.members

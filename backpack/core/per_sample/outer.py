@@ -10,7 +10,13 @@ from einops import einsum, rearrange
 from torch import Tensor
 
 from backpack.core.fast import tuning
-from backpack.core.fast.matmul import bmm, gram, has_fast_blas, is_fast_product
+from backpack.core.fast.matmul import (
+    bmm,
+    gram,
+    has_fast_blas,
+    is_fast_product,
+    matmul,
+)
 from backpack.core.fast.memory import huge_empty, may_write
 from backpack.core.per_sample import sums
 from backpack.core.per_sample.base import Dense, Gather, PerSample
@@ -410,9 +416,9 @@ class Outer(PerSample):
 
     def _sum_of(self, b: Tensor, a: Tensor) -> Tensor:
         """Sum outer products of factors of this kind: ``[V, *p]``."""
-        if self.num_columns == self.positions == 1:  # which takes fewer steps
-            total = sums.sum_outer_products(b[0].squeeze(2), a.squeeze(2))
-            return self.fold(total).unsqueeze(0)
+        if self.num_columns == self.groups == 1:  # which takes fewer steps
+            total = matmul(b.flatten(0, 3).T, a.flatten(0, 2))
+            return self.fold(total.unsqueeze(0)).unsqueeze(0)
         b = rearrange(b, "v n g t p -> g (v p) (n t)")
         a = rearrange(a, "n g t d -> g (n t) d")
         products = bmm(b, a).unflatten(1, (self.num_columns, -1))

@@ -77,7 +77,7 @@ class BuiltIn(FirstOrderModuleExtension):
             batch_norm_raise_error_if_train(module, refuse)
 
 
-_BUILT_IN: ModuleExtension = BuiltIn()
+_BUILT_IN = BuiltIn()
 _REGISTERED = {layer: _BUILT_IN for layer in REGISTERED if LAYERS[layer].params != ()}
 
 
@@ -88,6 +88,7 @@ class GradientReduction(FirstOrderBackpropExtension):
     """
 
     separates_samples = True
+    default_rule: Optional[ModuleExtension] = _BUILT_IN
     # From this number of positions on, a layer's gradients are added up, while they are
     # formed, faster than autograd computes their sum.
     adds_up_from: Optional[int] = 16
@@ -180,17 +181,6 @@ class GradientReduction(FirstOrderBackpropExtension):
             or self.is_customized(call.module)
             or (call.is_loss and is_shared())  # it tells what a mean divides by
         )
-
-    def get_module_extension(self, module: Module) -> ModuleExtension:
-        """Look up what to do on a module.
-
-        Args:
-            module: The module.
-
-        Returns:
-            What a user registered, else what is built in.
-        """
-        return super().get_module_extension(module) or _BUILT_IN
 
 
 class ReducedLayer(FirstOrderModuleExtension, ParameterRule):

@@ -170,13 +170,13 @@ class BackwardPass:
     def _forget_idle(self) -> None:
         """Forget calls with nothing to do, unless their tensors' hooks matter."""
         if not any(ext.pulls_columns for ext in self.state.active_exts):
-            for call in self._idle:
-                self._pass_by(call)
+            self._pass_by(self._idle)
 
-    def _pass_by(self, call: Call) -> None:
+    def _pass_by(self, calls: Iterable[Call]) -> None:
         if self.state.report is not None:
-            self.state.report.met.add(id(call.module))
-        call.release()
+            self.state.report.met.update([id(call.module) for call in calls])
+        for call in calls:
+            call.release()
 
     def _find_groups(self, uses: Sequence[Use]) -> None:
         """Find out which parameters wait for which uses."""
@@ -269,9 +269,8 @@ class BackwardPass:
                 if report is not None:
                     report.reached.add(id(shard))
                     report.saved.add((id(ext), id(shard)))
-        for call in self._idle if self._is_filtered else ():
-            if not call.released:
-                self._pass_by(call)
+        if self._is_filtered:
+            self._pass_by([call for call in self._idle if not call.released])
         if self.inspection is not None and not self._keeps_io:
             clear_others(self.inspection.calls)
         of_uses = self.gradients, self._own, self._groups_of
@@ -375,7 +374,8 @@ class BackwardPass:
             params: The parameters.
         """
         if self.state.report is not None:
-            self.state.report.saved.update([(id(ext), id(p)) for p in params])
+            for param in params:
+                self.state.report.saved.add((id(ext), id(param)))
 
     def left_out(self, params: Iterable[Tensor]) -> List[Tensor]:
         """Find parameters that autograd leaves out, whose gradient is formed here.
@@ -449,7 +449,7 @@ class BackwardPass:
             return
         call.check_live()
         if self._has_nothing_to_do(call):
-            self._pass_by(call)
+            self._pass_by([call])
             return
         current, module = self.state, call.module
         if current.report is not None:

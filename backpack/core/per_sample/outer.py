@@ -418,7 +418,7 @@ class Outer(PerSample):
         """Sum outer products of factors of this kind: ``[V, *p]``."""
         if self.num_columns == self.groups == 1:  # which takes fewer steps
             total = matmul(b.flatten(0, 3).T, a.flatten(0, 2))
-            return self.fold(total.unsqueeze(0)).unsqueeze(0)
+            return self.fold(total.view(1, 1, *total.shape))
         b = rearrange(b, "v n g t p -> g (v p) (n t)")
         a = rearrange(a, "n g t d -> g (n t) d")
         products = bmm(b, a).unflatten(1, (self.num_columns, -1))

@@ -96,7 +96,8 @@ def is_fast_product(sizes: Sequence[int], like: Tensor, times: int = 1) -> bool:
         return False
     least = max(tuning.MIN_MULTIPLICATIONS // max(1, times), tuning.MIN_PER_PRODUCT)
     is_large = prod(sizes) > least and min(sizes) >= tuning.MIN_SIZE
-    return is_large and has_fast_matmul(like)
+    many = times == 1 or sizes[1] >= tuning.MIN_SUMMANDS_IN_A_ROW
+    return is_large and many and has_fast_matmul(like)
 
 
 def is_fast(a: Tensor, b: Tensor, times: int = 1) -> bool:

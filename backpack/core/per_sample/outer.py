@@ -43,9 +43,10 @@ def prefers_gram(positions: int, d: int, p: int, adds_up: bool = False) -> bool:
     Returns:
         Whether Gram matrices of both factors take fewer multiplications.
     """
-    if adds_up and positions >= tuning.GRAM_POSITIONS[has_fast_blas()]:
+    relative = positions * (d + p) / max(1, d * p)
+    if adds_up and positions * relative >= tuning.GRAM_MULTIPLICATIONS[has_fast_blas()]:
         return False
-    return positions * (d + p) < d * p
+    return relative < 1
 
 
 def _with_factors(

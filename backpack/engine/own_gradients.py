@@ -155,7 +155,7 @@ def find_own(
     limits = [ext.adds_up_from for ext in extensions if ext.adds_up_from is not None]
     if not limits or is_parallel() or not inspection.allows_inputs:
         return set()
-    least, found = min(limits), set()
+    found: Set[int] = set()
     for group in groups:
         positions = dict.fromkeys(map(id, group.params), 0)
         for use, index in group.members:
@@ -164,15 +164,13 @@ def find_own(
                 break
             positions[id(constant.leaf)] += operation.positions(constant.key, use.n)
         else:
-            many = [p for p in group.params if positions[id(p)] >= least]
+            many = [p for p in group.params if positions[id(p)] >= min(limits)]
             owners = [use.owner for use in group.uses if many and use.owner is not None]
             if any(ext.is_customized(x.module) for ext in extensions for x in owners):
                 continue
-            for param in many:
-                # it may be used by a penalty, too; or frozen after the forward pass
-                if param not in inspection.outside and param.requires_grad:
-                    if _is_plain(param):
-                        found.add(id(param))
+            # penalties may use them, too
+            free = [param for param in many if param not in inspection.outside]
+            found.update(map(id, filter(_is_plain, free)))
     return found
 
 
@@ -184,6 +182,8 @@ def _is_plain(param: Tensor) -> bool:
     for the gradients of several parameters in one and the same pass.
     """
     if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+        return False
+    if not param.requires_grad:  # frozen after the forward pass
         return False
     return accumulator_dtype(param.dtype) == param.dtype and not param.is_sparse
 

@@ -1,8 +1,8 @@
 """From uses to parameters: whose products are complete, and what they are.
 
 A parameter may be used several times, and by way of expressions: a normalized weight,
-some rows of a table, a concatenation of biases. Parameters that expressions connect are
-a *group*: its products are complete when all of its uses have had their gradients, and
+some rows of a table, a concatenation of biases. Parameters that expressions connect, or
+that enter one and the same use and no other, are a *group*: its products are complete when all of its uses have had their gradients, and
 one joint vector-Jacobian product leads from expressions to parameters.
 """
 

@@ -57,12 +57,12 @@ SUMMED_ELEMENTS = 2**20
 # Formulas
 
 # From this number of multiplications on that Gram matrices take for each element of an
-# individual gradient, to form these, and to add them up on the way, costs less than Gram
-# matrices and the sum by autograd; without and with a BLAS that uses all of the
+# individual gradient, to form these, and to add them up on the way, costs less than
+# Gram matrices and the sum by autograd; without and with a BLAS that uses all of the
 # processor. Norms and sum, 192 channels, 8 samples: for 25 positions (3.6) 5.0 ms and
-# 4.1, for 36 (7.5) 5.8 and 7.0, for 49 (14) 6.4 and 10.6. Linear, 64 positions, 4 samples
-# (Zen 4): 768 to 2304 features (7.1) 23 and 12, to 768 (11) 4.9 and 4.9; 8 samples, 128
-# to 512 (40) 1.0 and 1.5.
+# 4.1, for 36 (7.5) 5.8 and 7.0, for 49 (14) 6.4 and 10.6. Linear, 64 positions, 4
+# samples (Zen 4): 768 to 2304 features (7.1) 23 and 12, to 768 (11) 4.9 and 4.9; 8
+# samples, 128 to 512 (40) 1.0 and 1.5.
 GRAM_MULTIPLICATIONS = {False: 9, True: 58}
 
 # Up to so many positions per output channel, a fast matrix product with the unfolded
@@ -79,9 +79,9 @@ FEW_POSITIONS = 1.5
 MIN_MULTIPLICATIONS = 2**23
 MIN_PER_PRODUCT = 2**20
 
-# Products in a row are formed one by one, and copied to where all of them are. That pays
-# off if so many numbers are added up for each element: 8 times (512 x 64) (64 x 128)
-# took 1.51 ms, by the BLAS at once 0.80 (Zen 4, where oneDNN gains 10 % at best).
+# Products in a row are formed one by one, and copied to where all of them are. That
+# pays off if so many numbers are added up for each element: 8 times (512 x 64)
+# (64 x 128) 1.51 ms, by the BLAS at once 0.80 (Zen 4; oneDNN gains 10 % at best).
 MIN_SUMMANDS_IN_A_ROW = 128
 
 # Nor is it made for products with vectors. (2 x 2048) (2048 x 2048): 1.5 ms, by the

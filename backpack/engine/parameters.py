@@ -2,8 +2,9 @@
 
 A parameter may be used several times, and by way of expressions: a normalized weight,
 some rows of a table, a concatenation of biases. Parameters that expressions connect, or
-that enter one and the same use and no other, are a *group*: its products are complete when all of its uses have had their gradients, and
-one joint vector-Jacobian product leads from expressions to parameters.
+that enter one and the same use and no other, are a *group*: its products are complete
+when all of its uses have had their gradients, and one joint vector-Jacobian product
+leads from expressions to parameters.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch import Tensor
 from backpack.core.derivatives.convnd import ConvNDDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
-from backpack.core.layout import Arrangement, Layout, Placement, once
+from backpack.core.layout import FIRST, Arrangement, Layout, Placement, once
 from backpack.core.per_sample.base import Dense, PerSample, Summed
 from backpack.core.per_sample.order import simplest
 from backpack.core.per_sample.outer import Outer
@@ -163,19 +163,19 @@ class LayerLike(Operation):
         self, key: Key, shape: torch.Size, cotangents: Tensor, out: Placement, n: int
     ) -> PerSample | None:  # noqa: D102
         x, name, lead = self.data, self.names[key], 1
+        derivatives, layer = self.derivatives, self.layer
+        dtype = getattr(layer, name).dtype
+        x, b = as_type(x, dtype), as_type(cotangents, dtype)
         if self._features is not None:
             lead = x.dim() - self._features[0]
         if n == 1 and lead > 0:
             out = Layout(0, x.shape[0])
+        if lead > 0 and type(out) is Layout and out == FIRST and x.shape[0] == n:
+            return derivatives.product(name, layer, [x], b)
         try:
             arrangement = Arrangement(out, x.shape[:lead], n)  # type: ignore[arg-type]
         except ValueError:
             return None
-        dtype = getattr(self.layer, name).dtype
-        x, b = as_type(x, dtype), as_type(cotangents, dtype)
-        derivatives, layer = self.derivatives, self.layer
-        if arrangement.is_trivial:
-            return derivatives.product(name, layer, [x], b)
         x, b = arrangement.rows(x), arrangement.rows(b, 1)
         if self._features is not None:
             return derivatives.product(name, layer, [x], b)

@@ -263,11 +263,6 @@ class Arrangement:
         return order[index.flatten()], place < counts.unsqueeze(1)
 
     @property
-    def is_trivial(self) -> bool:
-        """Whether axis 0 holds the samples, one after the other."""
-        return self._index is None and self._layout == FIRST and self._fits
-
-    @property
     def _fits(self) -> bool:
         return self._rows[self._layout.axis] == self._n * self._layout.inner
 

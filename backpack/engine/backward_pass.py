@@ -20,7 +20,13 @@ from torch.utils._pytree import tree_leaves
 from backpack.core.layout import Layout
 from backpack.engine.check import Check, check_isolation
 from backpack.engine.coverage import check_samples, warn_of_terms
-from backpack.engine.graph import Inspection, additive_terms, targets_below, will_run
+from backpack.engine.graph import (
+    Inspection,
+    additive_terms,
+    describe,
+    targets_below,
+    will_run,
+)
 from backpack.engine.own_gradients import choose, hand_over
 from backpack.engine.parameters import (
     Group,
@@ -36,7 +42,13 @@ from backpack.engine.turn import Turn
 from backpack.engine.user_hooks import guard_all
 from backpack.engine.uses import Entry, Use, listen
 from backpack.utils.hooks import message, name_module, names_of, no_op, warn_user
-from backpack.utils.parallel import is_parallel, move_to_shards, refuse_parts, unify
+from backpack.utils.parallel import (
+    is_parallel,
+    is_shared,
+    move_to_shards,
+    refuse_parts,
+    unify,
+)
 from backpack.utils.state import UNANNOUNCED, State, may_look
 from backpack.utils.types import full_precision
 
@@ -67,6 +79,8 @@ class BackwardPass:
             combined with that of another call.
         pull_back: What losses have pulled back.
         inspection: What the graph looks like, if it is known.
+        groups: The groups of parameters.
+        is_shared: Whether several processes share the batch.
         accumulated: Which gradients autograd accumulates.
         gradients: What has arrived at uses: columns with V = 1 at each output.
         kept: What extensions keep until all parameters have had their turn.
@@ -102,6 +116,10 @@ class BackwardPass:
         self.state = current
         self._separating = [x for x in current.active_exts if x.separates_samples]
         self._keeps_io, self._creates_graph = current.keeps_io, creates_graph
+        # whether a call's turn is seen, even if extensions have nothing to do
+        self._shows_calls = (
+            current.debug or self._keeps_io or current.extension_hook is not no_op
+        )
         self._check = Check(self) if current.check else None
         self.met_loss, self._begins_with_one = False, begins_with_one and bool(roots)
         self.walked: Set[Any] = set()
@@ -111,7 +129,9 @@ class BackwardPass:
         self._inputs, exts = inputs, current.active_exts
         plain = [x for x in exts if not x.expects_backpropagation_quantities()]
         self._needs_gradients = current.check or bool(plain)
+        self.groups: List[Group] = []
         self._groups_of: Dict[Use, List[Group]] = {}
+        self.is_shared = is_shared()
         self._is_filtered = inputs is None
         self._at_output = [x for x in plain if x.pulls_columns]
         self.gradients: Dict[Use, List[Optional[Tensor]]] = {}
@@ -158,25 +178,20 @@ class BackwardPass:
     def _forget_idle(self) -> None:
         """Forget calls with nothing to do, unless their tensors' hooks matter."""
         if not any(ext.pulls_columns for ext in self.state.active_exts):
-            for call in self._idle:
-                self._pass_by(call)
+            self._pass_by(self._idle)
 
-    def _pass_by(self, call: Call) -> None:
+    def _pass_by(self, calls: Iterable[Call]) -> None:
         if self.state.report is not None:
-            self.state.report.met.add(id(call.module))
-        call.release()
+            self.state.report.met.update([id(call.module) for call in calls])
+        for call in calls:
+            call.release()
 
     def _find_groups(self, uses: Sequence[Use]) -> None:
         """Find out which parameters wait for which uses."""
-        self._groups_of = {use: [] for use in uses}
-        for group in find_groups(uses):
+        self.groups, self._groups_of = find_groups(uses), {use: [] for use in uses}
+        for group in self.groups:
             for use in group.uses:
                 self._groups_of[use].append(group)
-
-    @property
-    def groups(self) -> List[Group]:
-        """All groups of parameters."""
-        return list(dict.fromkeys(g for gs in self._groups_of.values() for g in gs))
 
     def groups_of(self, use: Use) -> List[Group]:
         """Return the groups of parameters that a use contributes to.
@@ -198,7 +213,8 @@ class BackwardPass:
             reached = reached if inputs is None else tree_leaves(inputs)
             report.reached.update(map(id, reached))
         exts = self.state.active_exts
-        refuse_parts(names_of(exts), [*inspection.reached, *params])
+        if is_parallel():
+            refuse_parts(names_of(exts), [*inspection.reached, *params])
         if any(ext.pulls_columns and ext not in self._at_output for ext in exts):
             warn_of_terms(inspection)
         if self._separating:
@@ -262,13 +278,12 @@ class BackwardPass:
                 if report is not None:
                     report.reached.add(id(shard))
                     report.saved.add((id(ext), id(shard)))
-        for call in self._idle if self._is_filtered else ():
-            if not call.released:
-                self._pass_by(call)
+        if self._is_filtered:
+            self._pass_by([call for call in self._idle if not call.released])
         if self.inspection is not None and not self._keeps_io:
             clear_others(self.inspection.calls)
-        gradients, groups = self.gradients, self._groups_of
-        for kept in (self._idle, gradients, self._own, self.kept, groups):
+        of_uses = self.gradients, self._own, self._groups_of
+        for kept in (self._idle, self.kept, self.groups, *of_uses):
             kept.clear()
         self.inspection, self._inputs = None, None
         self.pull_back.forget_all()  # they refer to each other
@@ -318,6 +333,9 @@ class BackwardPass:
             text = RELEASED.format(module=use.describe())
             raise RuntimeError(text)
         self.gradients[use] = [None if g is None else g.unsqueeze(0) for g in g_out]
+        separate = all([type(place) is Layout for place in use.placements])
+        if groups and self._separating and not separate:
+            self._check_use(use, groups)
         for group in list(groups):
             group.pending -= 1
             if not group.pending:
@@ -325,34 +343,34 @@ class BackwardPass:
             elif self._needs_gradients:
                 group.collect(use, self.own_products)
 
+    def _check_use(self, use: Use, groups: Sequence[Group]) -> None:
+        """Refuse a use where samples are not known to be separate."""
+        who, cotangents = partial(names_of, self._separating), self.gradients[use]
+        if any([g is not None for g in cotangents]):
+            params = [param for group in groups for param in group.params]
+            use.check(who, partial(describe, params))
+            use.check_cotangents(cotangents, who, partial(describe, params))
+
     def _complete(self, group: Group) -> None:
         """Compute the values of parameters whose uses all have had their gradient."""
         turn = ParameterTurn(group, self)
-        if self._separating:
-            who = partial(names_of, self._separating)
-            for use in group.uses:
-                cotangents = self.gradients[use]
-                if all([type(place) is Layout for place in use.placements]):
-                    continue
-                if any([g is not None for g in cotangents]):
-                    use.check(who, group.names)
-                    use.check_cotangents(cotangents, who, group.names)
         if self._check is not None:
             self._check.add(turn)
         modules = turn.modules
         for ext in self.state.active_exts:
             if not any([ext.is_customized(module) for module in modules]):
                 ext.compute(turn)
-        if any(map(self.is_left_out, group.params)):  # to the node that accumulates it
-            for param, product in turn.gradients().items():
+        for param in self.left_out(group.params):
+            product = turn.gradients().get(param)
+            if product is not None:  # to the node that accumulates it
                 torch.autograd.backward(param, product.plain.total())
-        self.pull_back.forget(group)
         for use in group.uses:
             groups = self._groups_of[use]
             groups.remove(group)
             if not groups:
                 self.gradients.pop(use, None)
                 self._own.pop(use, None)
+                self.pull_back.forget(use)
                 if not self._keeps_io:
                     use.release()
                 self._went(use.owner)
@@ -365,18 +383,20 @@ class BackwardPass:
             params: The parameters.
         """
         if self.state.report is not None:
-            self.state.report.saved.update((id(ext), id(p)) for p in params)
+            for param in params:
+                self.state.report.saved.add((id(ext), id(param)))
 
-    def is_left_out(self, param: Tensor) -> bool:
-        """Tell whether autograd leaves a parameter out, whose gradient is formed here.
+    def left_out(self, params: Iterable[Tensor]) -> List[Tensor]:
+        """Find parameters that autograd leaves out, whose gradient is formed here.
 
         Args:
-            param: The parameter.
+            params: Parameters.
 
         Returns:
-            Whether it does.
+            Those of them.
         """
-        return id(param) in self.accumulated.own
+        own = self.accumulated.own
+        return [param for param in params if id(param) in own] if own else []
 
     def own_products(self, use: Use) -> Products:
         """Describe what a use contributes to the individual gradients.
@@ -438,7 +458,7 @@ class BackwardPass:
             return
         call.check_live()
         if self._has_nothing_to_do(call):
-            self._pass_by(call)
+            self._pass_by([call])
             return
         current, module = self.state, call.module
         if current.report is not None:
@@ -483,12 +503,8 @@ class BackwardPass:
 
     def _has_nothing_to_do(self, call: Call) -> bool:
         """Tell whether a call's turn would change nothing: a quick answer."""
-        current = self.state
-        if current.debug or self._keeps_io:
-            return False
-        if current.extension_hook is not no_op:
-            return False
-        return not any(ext.runs_on(call) for ext in current.active_exts)
+        exts = self.state.active_exts
+        return not (self._shows_calls or any([ext.runs_on(call) for ext in exts]))
 
     def parameters(self, call: Call) -> List[Tuple[str, Any]]:
         """List the parameters a call is responsible for, as far as they take part.

@@ -6,7 +6,7 @@ met before it. Terms of the loss may belong to no sample, or have no known curva
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Sequence
+from typing import Any, Dict, List, Sequence, Set
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -91,21 +91,21 @@ def check_samples(
     Raises:
         NotImplementedError: If quantities would be wrong.
     """
-    names = names_of(extensions)
-    numbers = [param for param in params if param.is_complex()]
+    numbers = [param for param in params if param.dtype.is_complex]
     real = [ext for ext in extensions if not ext.takes_complex]
     if numbers and real:
         text = {"ext": names_of(real), "names": describe(numbers)}
         raise NotImplementedError(COMPLEX.format(**text))
     if not inspection.allows_inputs:
-        raise NotImplementedError(f"{names}: {REENTRANT}")
+        raise NotImplementedError(f"{names_of(extensions)}: {REENTRANT}")
     module = inspection.coupling()
     if module is not None:
         message = NOT_EXTENDED_BATCH_NORM.format(module=module)
         if any(ext.refuses_coupled_samples for ext in extensions):
             raise NotImplementedError(message)
         warn_user(message)
-    separate, entangled = inspection.uses_outside(set(map(id, params)))
+    known = set(map(id, params))
+    separate, entangled = inspection.uses_outside(known)
     entangled += _behind_uses(uses)
     if not entangled:
         refused = [
@@ -117,8 +117,8 @@ def check_samples(
         if refused and not refused[0].is_of_inputs and is_separable(inspection.roots):
             refused = []
         for met in (*refused, *_met_before_losses(inspection)):
-            refuse(names, met, "any parameter")
-    entangled += _never_seen(inspection, params)
+            refuse(names_of(extensions), met, "any parameter")
+    entangled += _never_seen(inspection, known)
     if entangled:
         raise NotImplementedError(OUTSIDE_USE.format(names=describe(entangled)))
     if separate:
@@ -137,12 +137,11 @@ def _behind_uses(uses: Sequence[Use]) -> List[Tensor]:
     return list({id(x): x for x in found}.values())
 
 
-def _never_seen(inspection: Inspection, seen: Sequence[Tensor]) -> List[Tensor]:
+def _never_seen(inspection: Inspection, known: Set[int]) -> List[Tensor]:
     """Find parameters of modules that were watched, none of whose uses were.
 
     The data they were used on may have come from where nothing was seen.
     """
-    known = set(map(id, seen))
     reached = {id(p): p for p in inspection.reached if id(p) not in known}
     if not reached:
         return []

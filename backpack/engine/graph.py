@@ -244,9 +244,12 @@ class Inspection:
                 until = self._stand_ins.get(parent)
                 if until is not None and node._sequence_nr() < until:
                     continue  # the way of a use
-                if (parent, number) in self._functions.get(node, ()):
+                if self._functions and (parent, number) in self._functions.get(
+                    node, ()
+                ):
                     continue  # that of a function's constant
-                if not parent.next_functions and is_leaf(parent):
+                behind = parent.next_functions
+                if not behind and is_leaf(parent):
                     users = self.reached.setdefault(parent.variable, [])
                     users += [node] if node else []
                     continue
@@ -258,10 +261,10 @@ class Inspection:
                     if parent.metadata:
                         self._note(parent, parent.metadata)
                     if type(parent) is not Together:
-                        queue.append((parent, parent.next_functions))
+                        queue.append((parent, behind))
                 if type(parent) is Together and (parent, number) not in seen:
                     seen.add((parent, number))  # not what else was returned
-                    queue.append((parent, parent.next_functions[number : number + 1]))
+                    queue.append((parent, behind[number : number + 1]))
 
     def _note(self, node: Node, metadata: Dict[str, Any]) -> None:
         for number, index, owner in metadata.get(ENTRIES, ()):
@@ -323,14 +326,10 @@ class Inspection:
         """Nodes that use a parameter where nothing has seen it."""
         found: Dict[Tensor, List[Node]] = {}
         for param, nodes in self.reached.items():
-            intervals = self._direct.get(id(param), ())
-            unseen = [
-                node
-                for node in nodes
-                if not any(a <= node._sequence_nr() < b for a, b in intervals)
-            ]
-            if unseen:
-                found[param] = unseen
+            for since, until in self._direct.get(id(param), ()):
+                nodes = [x for x in nodes if not since <= x._sequence_nr() < until]
+            if nodes:
+                found[param] = nodes
         for node in self.nodes if self._functions else ():
             for parent, number in node.next_functions:
                 if parent in self._functions and not is_noted(parent, number):
@@ -351,7 +350,7 @@ class Inspection:
         Yields:
             Constants, and the nodes that use them.
         """
-        uses = sorted(self.uses, key=lambda use: use.since)
+        uses = sorted(self.uses if self._shared else (), key=lambda use: use.since)
         starts = [use.since for use in uses]
         inner: Dict[Use, Set[Node]] = {}
         entered: Dict[Node, Use] = {}

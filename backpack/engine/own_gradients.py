@@ -32,7 +32,6 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
-from backpack.core.operations import Operation
 from backpack.engine.graph import Inspection, describe, will_run
 from backpack.engine.parameters import Group
 from backpack.utils.parallel import is_parallel, refuse_gathered, refuse_late
@@ -108,10 +107,15 @@ def choose(
     Raises:
         NotImplementedError: If the user's choice is not possible.
     """
-    params = {id(p): p for group in groups for p in group.params}
     replacing = [ext for ext in current.active_exts if ext.replaces_gradient]
     own, plain = set(), accumulates and of_all and not creates_graph
-    if replacing or not current.gradient:
+    chosen = replacing or not current.gradient
+    if plain and inspection is not None and not (chosen or current.check):
+        own = find_own(groups, inspection, current.active_exts)
+    if not (own or chosen):
+        return Accumulated()
+    params = {id(p): p for group in groups for p in group.params}
+    if chosen:
         text = {"who": "backpack", "option": "gradient=False"}
         if replacing:
             who = type(replacing[0]).__name__
@@ -128,10 +132,6 @@ def choose(
         if outside and replacing:
             text["names"] = describe(outside)
             raise NotImplementedError(PENALTY.format(**text))
-    elif plain and inspection is not None and not current.check:
-        own = find_own(groups, inspection, current.active_exts)
-    if not (own or replacing or not current.gradient):
-        return Accumulated()
     leaves = {id(x): x for x in inspection.reached if x.requires_grad}
     leaves.update({i: p for i, p in params.items() if p.requires_grad})
     left_out = own or (params if current.gradient else leaves)
@@ -155,22 +155,22 @@ def find_own(
     limits = [ext.adds_up_from for ext in extensions if ext.adds_up_from is not None]
     if not limits or is_parallel() or not inspection.allows_inputs:
         return set()
-    least, found = min(limits), set()
+    found: Set[int] = set()
     for group in groups:
-        param, *_ = group.params
-        members = [(use, use.constants[index]) for use, index in group.members]
-        if any([constant.leaf is not param for _, constant in members]):
-            continue
-        if not all([isinstance(use.operation, Operation) for use, _ in members]):
-            continue
-        if param in inspection.outside or not param.requires_grad:
-            continue  # used by a penalty, too; frozen after the forward pass
-        positions = sum([u.operation.positions(c.key, u.n) for u, c in members])
-        if positions < least or not _is_plain(param):
-            continue
-        owners = [use.owner for use, _ in members if use.owner is not None]
-        if not any(ext.is_customized(x.module) for ext in extensions for x in owners):
-            found.add(id(param))
+        positions = dict.fromkeys(map(id, group.params), 0)
+        for use, index in group.members:
+            constant, operation = use.constants[index], use.operation
+            if constant.leaf is None or operation is None:
+                break
+            positions[id(constant.leaf)] += operation.positions(constant.key, use.n)
+        else:
+            many = [p for p in group.params if positions[id(p)] >= min(limits)]
+            owners = [use.owner for use in group.uses if many and use.owner is not None]
+            if any(ext.is_customized(x.module) for ext in extensions for x in owners):
+                continue
+            # penalties may use them, too
+            free = [param for param in many if param not in inspection.outside]
+            found.update(map(id, filter(_is_plain, free)))
     return found
 
 
@@ -182,6 +182,8 @@ def _is_plain(param: Tensor) -> bool:
     for the gradients of several parameters in one and the same pass.
     """
     if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+        return False
+    if not param.requires_grad:  # frozen after the forward pass
         return False
     return accumulator_dtype(param.dtype) == param.dtype and not param.is_sparse
 

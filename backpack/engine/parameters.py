@@ -1,14 +1,14 @@
 """From uses to parameters: whose products are complete, and what they are.
 
 A parameter may be used several times, and by way of expressions: a normalized weight,
-some rows of a table, a concatenation of biases. Parameters that expressions connect are
-a *group*: its products are complete when all of its uses have had their gradients, and
-one joint vector-Jacobian product leads from expressions to parameters.
+some rows of a table, a concatenation of biases. Parameters that expressions connect, or
+that enter one and the same use and no other, are a *group*: its products are complete
+when all of its uses have had their gradients, and one joint vector-Jacobian product
+leads from expressions to parameters.
 """
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
@@ -50,6 +50,8 @@ class Group:
     Attributes:
         params: The parameters.
         members: Their uses, and which of the constants.
+        uses: The uses, each once; known with all members.
+        is_simple: Whether each parameter is used once, in the same use, as it is.
         pending: Number of uses that have not had their gradient yet.
         collected: Products of uses whose part of the graph will have been freed when
             the last use has its gradient.
@@ -59,24 +61,14 @@ class Group:
         """Start without any."""
         self.params: List[Tensor] = []
         self.members: List[Member] = []
-        self.pending = 0
+        self.uses: List[Use] = []
+        self.pending, self.is_simple = 0, False
         self.collected: Dict[Use, Dict[Tensor, PerSample]] = {}
 
     @property
     def n(self) -> int:
         """Number N of samples."""
         return self.members[0][0].n
-
-    @property
-    def is_simple(self) -> bool:
-        """Whether it is a single parameter that is used once, as it is."""
-        (use, index), *others = self.members
-        return not others and use.constants[index].leaf is not None
-
-    @cached_property
-    def uses(self) -> List[Use]:
-        """The uses, each once; asked for when all members are known."""
-        return list(dict.fromkeys([use for use, _ in self.members]))
 
     def describe(self, param: Tensor) -> str:
         """Name a parameter and where it is used, for a message.
@@ -101,14 +93,6 @@ class Group:
         owners = [use.owner for use in self.uses]
         places = {name(call.module) for call in owners if call is not None}
         return " and ".join(sorted(places)) or self.uses[0].name
-
-    def names(self) -> str:
-        """Name the parameters, for a message.
-
-        Returns:
-            Qualified names.
-        """
-        return describe(self.params)
 
     def collect(self, use: Use, of: Callable[[Use], Products]) -> None:
         """Form products that need the graph, while it is there.
@@ -140,9 +124,10 @@ class Group:
         Raises:
             NotImplementedError: If uses have different numbers of samples.
         """
-        sizes = {use.n for use, _ in self.members}
+        sizes = {use.n for use in self.uses}
         if len(sizes) > 1:
-            text = OTHER_SIZES.format(sizes=sorted(sizes), names=self.names())
+            names = describe(self.params)
+            text = OTHER_SIZES.format(sizes=sorted(sizes), names=names)
             raise NotImplementedError(text)
         known = collected or {}
         found = self._sum([(u, i) for u, i in self.members if u not in known], of)
@@ -162,7 +147,9 @@ class Group:
             constant = use.constants[index]
             if product is None:
                 continue
-            leaf, edge, product = _behind_views(constant, product, self.params)
+            leaf = constant.leaf
+            if leaf is None:
+                leaf, edge, product = _behind_views(constant, product, self.params)
             if leaf is not None:
                 _merge(found, leaf, product)
             else:
@@ -211,14 +198,6 @@ class ParameterTurn:
         owners = [use.owner for use in self.group.uses]
         return [owner.module for owner in owners if owner is not None]
 
-    def names(self) -> str:
-        """Name the parameters, for a message.
-
-        Returns:
-            Their qualified names.
-        """
-        return self.group.names()
-
     def gradients(self) -> Dict[Tensor, PerSample]:
         """Describe the individual gradients of the parameters.
 
@@ -230,8 +209,8 @@ class ParameterTurn:
             self._gradients = self.group.products(
                 running.own_products, self.group.collected
             )
-            for param, product in self._gradients.items():
-                product.plain.keeps_total = running.is_left_out(param)
+            for param in running.left_out(self._gradients):
+                self._gradients[param].plain.keeps_total = True
         return self._gradients
 
     def size_of_terms(self) -> Tuple[float, float]:
@@ -276,7 +255,7 @@ def _behind_views(
     """Go through views of a parameter, which keep the products' form.
 
     Args:
-        constant: A constant.
+        constant: An expression.
         product: Products with its Jacobian.
         params: The parameters behind it.
 
@@ -284,8 +263,6 @@ def _behind_views(
         The parameter, if it is all that is left; the place of the expression, if not;
         and products with its Jacobian.
     """
-    if constant.leaf is not None:
-        return constant.leaf, None, product
     edge, shape = constant.source, constant.shape
     ends = {param.grad_fn: param for param in params if param.grad_fn is not None}
     while type(product) in (Dense, Outer) and edge.node not in ends:
@@ -387,6 +364,8 @@ def _swaps(node: Node) -> bool:
 def find_groups(uses: Sequence[Use]) -> List[Group]:
     """Sort the constants of uses into groups.
 
+    What enters a single use as it is, like a layer's weight and bias, is one group.
+
     Args:
         uses: The uses of a backward pass.
 
@@ -407,27 +386,34 @@ def find_groups(uses: Sequence[Use]) -> List[Group]:
             group = _joined(params, by_param)
             if group is not None:
                 group.members.append((use, index))
-    groups = list({id(group): group for group in by_param.values()}.values())
-    for group in groups:
+    groups: Dict[Any, Group] = {}
+    for group in dict.fromkeys(by_param.values()):
+        (use, index), *others = group.members
+        group.uses = list(dict.fromkeys([use, *[more for more, _ in others]]))
         group.pending = len(group.uses)
-    return groups
+        group.is_simple = not others and use.constants[index].leaf is not None
+        first = groups.setdefault(use if group.is_simple else group, group)
+        if first is not group:
+            first.params += group.params
+            first.members += group.members
+    return list(groups.values())
 
 
 def _joined(params: Sequence[Tensor], by_param: Dict[int, Group]) -> Optional[Group]:
     """Return the group of some parameters, joined if there were several."""
-    # a group may have several of the parameters, and is joined once
-    groups = list(dict.fromkeys(by_param[id(p)] for p in params if id(p) in by_param))
-    group = groups[0] if groups else Group()
-    for other in groups[1:]:
-        group.members.extend(other.members)
-        group.params.extend(other.params)
-        for p in other.params:
-            by_param[id(p)] = group
+    group: Optional[Group] = None
     for p in params:
-        if id(p) not in by_param:
+        other = by_param.get(id(p))
+        if group is None:
+            group = other or Group()
+        if other is None:
             by_param[id(p)] = group
             group.params.append(p)
-    return group if params else None
+        elif other is not group:
+            group.members += other.members
+            group.params += other.params
+            by_param.update((id(x), group) for x in other.params)
+    return group
 
 
 def in_type_of(value: Any, param: Tensor) -> Any:

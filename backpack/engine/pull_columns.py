@@ -23,7 +23,7 @@ from backpack.engine.columns import (
     find_gateway,
     identity_columns,
 )
-from backpack.engine.graph import Origin, Target, targets_below, will_run
+from backpack.engine.graph import Origin, Target, describe, targets_below, will_run
 from backpack.engine.parameters import Group
 from backpack.engine.turn import EXTEND_LOSS, Turn, refuse_several_calls
 from backpack.engine.user_hooks import sees_gradients, warn_of_hooks
@@ -384,7 +384,7 @@ class PullColumns:
                 self._running.exempt(ext, group.params)  # no curvature starts above it
                 return
             if not ext.expects_backpropagation_quantities():
-                text = message(NOT_BEHIND, ext=ext, names=turn.names())
+                text = message(NOT_BEHIND, ext=ext, names=describe(group.params))
                 raise NotImplementedError(text)
             who = {"ext": ext, "field": ext.savefield, "module": group.where()}
             raise AssertionError(message(EXTEND_LOSS, **who))
@@ -429,16 +429,14 @@ class PullColumns:
 
         return group.products(of)
 
-    def forget(self, group: Group) -> None:
+    def forget(self, use: Use) -> None:
         """Forget columns that no parameter waits for any more.
 
         Args:
-            group: Parameters whose turn is over.
+            use: A use, all of whose parameters have had their turn.
         """
-        for use in group.uses:
-            if len(self._running.groups_of(use)) <= 1:
-                self._stored.pop(use, None)
-                self._formed.pop(use, None)
+        self._stored.pop(use, None)
+        self._formed.pop(use, None)
 
     def forget_all(self) -> None:
         """Forget everything, the backward pass included."""

@@ -79,12 +79,10 @@ class Report:
             params = _parameters(modules)
             if not params:
                 self.plain.update(map(id, modules))
-            for param in params:
-                if param.requires_grad:
-                    self.wanted.add(id(param))
-                else:
-                    for ext in extensions:
-                        vars(param).pop(ext.savefield, None)
+            self.wanted.update([id(param) for param in params if param.requires_grad])
+            for param in [param for param in params if not param.requires_grad]:
+                for ext in extensions:
+                    vars(param).pop(ext.savefield, None)
 
     def warn(self, extensions: Sequence[Any], ran_outside: bool) -> None:
         """Warn about parameters without a result, once.
@@ -98,7 +96,7 @@ class Report:
         if self.failed or not (extensions and self.reached):
             return
         keys, wanted = [id(ext) for ext in extensions], self.wanted
-        if wanted and all((k, param) in self.saved for k in keys for param in wanted):
+        if wanted and {(k, param) for k in keys for param in wanted} <= self.saved:
             return
         missing: Dict[str, List[str]] = {}
         touched = {param for _, param in self.saved} | self.reached

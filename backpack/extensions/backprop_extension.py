@@ -38,6 +38,7 @@ class BackpropExtension(ABC):  # noqa: B024
     Attributes:
         savefield: Attribute of a parameter under which its value is saved.
         saved_quantities: What waits for a call's turn in the backward pass.
+        default_rule: What to do on modules for which nothing is registered.
         keeps_io: Whether modules keep their inputs and output after a backward pass.
         adds_up_from: From this number of positions on that share a parameter, its
             individual gradients are formed and cheap to add up; ``None`` for never.
@@ -59,6 +60,7 @@ class BackpropExtension(ABC):  # noqa: B024
     __signature__: Signature
     _arguments: Tuple[Tuple[Any, ...], Dict[str, Any]] = (), {}
     shard: Optional[Shard] = None
+    default_rule: Optional[ModuleExtension] = None
     keeps_io = False
     pulls_columns = False
     adds_up_from: Optional[int] = None
@@ -154,9 +156,9 @@ class BackpropExtension(ABC):  # noqa: B024
             module: The module.
 
         Returns:
-            The module extension, ``None`` if there is none.
+            What is registered, else the default; ``None`` if there is none.
         """
-        return lookup(self.__module_extensions, type(module))
+        return lookup(self.__module_extensions, type(module)) or self.default_rule
 
     def get_subsampling(self) -> Subsampling:
         """Return which samples are considered.

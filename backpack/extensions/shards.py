@@ -17,7 +17,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from backpack.core.table import find_loss
 from backpack.engine.turn import Turn
-from backpack.utils.parallel import is_parallel
 from backpack.utils.state import state
 from backpack.utils.types import as_type, full_precision
 
@@ -176,15 +175,6 @@ def _scaled(value: Tensor, factor: float) -> Tensor:
     return full_precision(value) * factor if factor else torch.zeros_like(value)
 
 
-def is_shared() -> bool:
-    """Tell whether several processes may share the work.
-
-    Returns:
-        Whether a process group was initialized that has more than one of them.
-    """
-    return is_parallel() and distributed.get_world_size() > 1
-
-
 def shard_of(extension: Any) -> Optional[Shard]:
     """Return what an extension remembers of the backward pass that is running.
 
@@ -194,9 +184,9 @@ def shard_of(extension: Any) -> Optional[Shard]:
     Returns:
         What is remembered, ``None`` where nothing is shared.
     """
-    if not is_shared():
-        return None
     running = state().backward_pass
+    if running is None or not running.is_shared:
+        return None
     if extension.shard is None or not extension.shard.is_of(running):
         extension.shard = Shard(running)
     return extension.shard

@@ -76,6 +76,15 @@ def is_parallel() -> bool:
     return distributed.is_available() and distributed.is_initialized()
 
 
+def is_shared() -> bool:
+    """Tell whether several processes may share the work.
+
+    Returns:
+        Whether a process group was initialized that has more than one of them.
+    """
+    return is_parallel() and torch.distributed.get_world_size() > 1
+
+
 def is_sharded(x: Tensor) -> bool:
     """Tell whether this process has a part of a tensor only.
 
@@ -99,7 +108,7 @@ def refuse_parts(extensions: str, params: Iterable[Tensor]) -> None:
         NotImplementedError: If there is one, or one of which there are several copies.
     """
     seen: set[Any] = set()
-    for param in params if is_parallel() else ():
+    for param in params:
         flat = _flat(param)
         if flat is not None:
             place = id(flat), param.storage_offset()

@@ -163,13 +163,14 @@ class State:
             if not (self.in_context and self.retain_graph):
                 owner.release_all()
             return
-        if any(g is not None and _is_batched(g) for g in g_out):
+        reached = [g for g in g_out if g is not None]
+        if any(map(_is_batched, reached)):
             raise NotImplementedError(BATCHED.format(exts=names_of(self.active_exts)))
         if forward_ad._current_level >= 0:
             raise NotImplementedError(FORWARD.format(exts=names_of(self.active_exts)))
         if self.backward_pass is None:
             State.begin(self)
-        if any(g is not None for g in g_out) or owner.is_use:
+        if reached or owner.is_use:
             try:
                 self.backward_pass.take_turn(owner, g_out, entries)
             except BaseException:
@@ -202,7 +203,7 @@ def may_look(x: Tensor) -> bool:
     Returns:
         Whether it may, which is so on the CPU, and where ``check=True`` asks for it.
     """
-    return state().check or (x.device.type == "cpu" and not is_traced())
+    return (x.device.type == "cpu" and not is_traced()) or state().check
 
 
 _ANSWERS: dict[Hashable, Any] = {}

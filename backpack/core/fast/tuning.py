@@ -56,11 +56,14 @@ SUMMED_ELEMENTS = 2**20
 
 # Formulas
 
-# From this number of positions on, to form individual gradients, and to add them up on
-# the way, costs less than Gram matrices and the sum by autograd; without and with a
-# BLAS that uses all of the processor. Norms and sum, 192 channels, 8 samples: for 25
-# positions 5.0 ms and 4.1, for 36 5.8 and 7.0, for 49 6.4 and 10.6.
-GRAM_POSITIONS = {False: 40, True: 100}
+# From this number of multiplications on that Gram matrices take for each element of an
+# individual gradient, to form these, and to add them up on the way, costs less than
+# Gram matrices and the sum by autograd; without and with a BLAS that uses all of the
+# processor. Norms and sum, 192 channels, 8 samples: for 25 positions (3.6) 5.0 ms and
+# 4.1, for 36 (7.5) 5.8 and 7.0, for 49 (14) 6.4 and 10.6. Linear, 64 positions, 4
+# samples (Zen 4): 768 to 2304 features (7.1) 23 and 12, to 768 (11) 4.9 and 4.9; 8
+# samples, 128 to 512 (40) 1.0 and 1.5.
+GRAM_MULTIPLICATIONS = {False: 9, True: 58}
 
 # Up to so many positions per output channel, a fast matrix product with the unfolded
 # input beats a convolution, which reorders each product. Squares and sum, 192 channels,

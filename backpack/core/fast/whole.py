@@ -126,7 +126,7 @@ def is_recorded() -> bool:
         Whether it is, and not inside of a function that is left whole; ``False``, too,
         where a graph is built, or autocast chooses types.
     """
-    if state().calls is None or not is_traced():
+    if not is_traced() or state().calls is None:
         return False
     return not (torch.is_grad_enabled() or torch._C._is_any_autocast_enabled())
 

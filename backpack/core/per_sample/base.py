@@ -395,7 +395,7 @@ class Dense(PerSample):
         return self.products.sum(1)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:  # noqa: D102
-        rows = flatten(full_precision(self.products), 2)
+        rows = full_precision(self.products).transpose(0, 1).flatten(1)
         return (weights.to(rows.dtype) @ rows).reshape(self.num_columns, *self.shape)
 
 

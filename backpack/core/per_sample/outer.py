@@ -10,7 +10,13 @@ from einops import einsum, rearrange
 from torch import Tensor
 
 from backpack.core.fast import tuning
-from backpack.core.fast.matmul import bmm, gram, has_fast_blas, is_fast_product
+from backpack.core.fast.matmul import (
+    bmm,
+    gram,
+    has_fast_blas,
+    is_fast_product,
+    matmul,
+)
 from backpack.core.fast.memory import huge_empty, may_write
 from backpack.core.per_sample import sums
 from backpack.core.per_sample.base import Dense, Gather, PerSample
@@ -37,9 +43,10 @@ def prefers_gram(positions: int, d: int, p: int, adds_up: bool = False) -> bool:
     Returns:
         Whether Gram matrices of both factors take fewer multiplications.
     """
-    if adds_up and positions >= tuning.GRAM_POSITIONS[has_fast_blas()]:
+    relative = positions * (d + p) / max(1, d * p)
+    if adds_up and positions * relative >= tuning.GRAM_MULTIPLICATIONS[has_fast_blas()]:
         return False
-    return positions * (d + p) < d * p
+    return relative < 1
 
 
 def _with_factors(
@@ -411,9 +418,9 @@ class Outer(PerSample):
 
     def _sum_of(self, b: Tensor, a: Tensor) -> Tensor:
         """Sum outer products of factors of this kind: ``[V, *p]``."""
-        if self.num_columns == self.positions == 1:  # which takes fewer steps
-            total = sums.sum_outer_products(b[0].squeeze(2), a.squeeze(2))
-            return self.fold(total).unsqueeze(0)
+        if self.num_columns == self.groups == 1:  # which takes fewer steps
+            total = matmul(b.flatten(0, 3).T, a.flatten(0, 2))
+            return self.fold(total.view(1, 1, *total.shape))
         b = rearrange(b, "v n g t p -> g (v p) (n t)")
         a = rearrange(a, "n g t d -> g (n t) d")
         products = bmm(b, a).unflatten(1, (self.num_columns, -1))
@@ -456,7 +463,7 @@ class Outer(PerSample):
     def sq_norms(self) -> Tensor:  # noqa: D102
         if self.positions == 1:
             a, b = sums.sum_of_squares(self.a, 2), sums.sum_of_squares(self.b, 3)
-            if not (sums.is_exact(a) and sums.is_exact(b)):
+            if not sums.is_exact(a, b):
                 a = sums.sum_of_squares(self._moderate_a(), 2)
                 b = sums.sum_of_squares(self._moderate_b(), 3)
             return sums.sum_axis(sums.sum_axis(b, 0) * a, 1)

@@ -15,7 +15,8 @@ from backpack.utils.state import may_look
 from backpack.utils.types import accumulator_dtype, full_precision
 from backpack.utils.unsqueeze import flatten_any_order
 
-# Inputs up to this power of two, and down to its inverse, can be squared as they are.
+# Inputs up to this power of two, and down to its inverse, can be squared as they are;
+# if their norm tells that, up to twice this power.
 MODERATE = 8
 
 
@@ -225,13 +226,12 @@ def powers_of_two(a: Tensor) -> Optional[Tensor]:
     """
     if not a.numel():
         return None
-    rows = a.detach().flatten(1)  # their norms take ten times as long
-    size = torch.maximum(rows.amax(1), -rows.amin(1))
-    looks = may_look(size)
-    if looks:
-        smallest, largest = map(float, size.aminmax())
-        if 2.0**-MODERATE <= smallest and largest <= 2.0**MODERATE:  # a quick answer
+    rows, looks = a.detach().flatten(1), may_look(a)
+    if looks:  # a quick answer
+        smallest, largest = torch.linalg.vector_norm(rows, dim=1).aminmax()
+        if 2.0**-MODERATE <= smallest.item() and largest.item() <= 4.0**MODERATE:
             return None
+    size = torch.maximum(rows.amax(1), -rows.amin(1))
     exponents = torch.frexp(size).exponent
     if looks and bool((exponents.abs() <= MODERATE).all()):
         return None
@@ -239,20 +239,25 @@ def powers_of_two(a: Tensor) -> Optional[Tensor]:
     return torch.ldexp(torch.ones_like(size), exponents.clamp(-most, most))
 
 
-def is_exact(squares: Tensor) -> bool:
+def is_exact(*squares: Tensor) -> bool:
     """Tell whether sums of squares can have lost nothing to the range of numbers.
 
     Args:
-        squares: Sums of squares ``[*]``.
+        squares: Sums of squares ``[*]``, at least one tensor.
 
     Returns:
         Whether it is known that none is too small or too large.
     """
-    if not squares.numel() or not may_look(squares):
+    if not may_look(squares[0]):
         return False
-    most = torch.finfo(squares.dtype).max ** 0.5
-    smallest, largest = map(float, squares.detach().aminmax())
-    return 1 / most <= smallest and largest <= most
+    for x in squares:
+        if not x.numel():
+            return False
+        most = torch.finfo(x.dtype).max ** 0.5
+        smallest, largest = x.aminmax()
+        if not (1 / most <= smallest.item() and largest.item() <= most):
+            return False
+    return True
 
 
 class Moments(NamedTuple):

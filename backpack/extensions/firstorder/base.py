@@ -12,8 +12,9 @@ from backpack.core.per_sample.base import PerSample
 from backpack.core.table import LAYERS, REGISTERED
 from backpack.extensions.backprop_extension import FAIL_WARN, BackpropExtension
 from backpack.extensions.module_extension import ModuleExtension, ParameterRule
-from backpack.extensions.shards import is_shared, shard_of
+from backpack.extensions.shards import shard_of
 from backpack.utils.errors import batch_norm_raise_error_if_train
+from backpack.utils.parallel import is_shared
 from backpack.utils.subsampling import Selection
 from backpack.utils.types import FailMode, Grads
 
@@ -76,7 +77,7 @@ class BuiltIn(FirstOrderModuleExtension):
             batch_norm_raise_error_if_train(module, refuse)
 
 
-_BUILT_IN: ModuleExtension = BuiltIn()
+_BUILT_IN = BuiltIn()
 _REGISTERED = {layer: _BUILT_IN for layer in REGISTERED if LAYERS[layer].params != ()}
 
 
@@ -87,6 +88,7 @@ class GradientReduction(FirstOrderBackpropExtension):
     """
 
     separates_samples = True
+    default_rule: Optional[ModuleExtension] = _BUILT_IN
     # From this number of positions on, a layer's gradients are added up, while they are
     # formed, faster than autograd computes their sum.
     adds_up_from: Optional[int] = 16
@@ -179,17 +181,6 @@ class GradientReduction(FirstOrderBackpropExtension):
             or self.is_customized(call.module)
             or (call.is_loss and is_shared())  # it tells what a mean divides by
         )
-
-    def get_module_extension(self, module: Module) -> ModuleExtension:
-        """Look up what to do on a module.
-
-        Args:
-            module: The module.
-
-        Returns:
-            What a user registered, else what is built in.
-        """
-        return super().get_module_extension(module) or _BUILT_IN
 
 
 class ReducedLayer(FirstOrderModuleExtension, ParameterRule):

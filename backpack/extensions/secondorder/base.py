@@ -1,10 +1,7 @@
 """Base class of second-order extensions."""
 
-from typing import Optional
-
 from backpack.engine.turn import current_turn
 from backpack.extensions.backprop_extension import BackpropExtension
-from backpack.extensions.module_extension import ModuleExtension
 from backpack.utils.types import Grads, Layer
 
 
@@ -17,11 +14,9 @@ class SecondOrderBackpropExtension(BackpropExtension):
 
     Attributes:
         walks_modules: Whether quantities go from module to module.
-        default_rule: What to do on modules for which nothing is registered.
     """
 
     walks_modules = True
-    default_rule: Optional[ModuleExtension] = None
 
     def expects_backpropagation_quantities(self) -> bool:
         """Tell that a quantity is pulled back from the loss.
@@ -30,17 +25,6 @@ class SecondOrderBackpropExtension(BackpropExtension):
             ``True``.
         """
         return True
-
-    def get_module_extension(self, module: Layer) -> Optional[ModuleExtension]:
-        """Look up what to do on a module.
-
-        Args:
-            module: The module.
-
-        Returns:
-            What is registered, else the default.
-        """
-        return super().get_module_extension(module) or self.default_rule
 
     def __call__(self, module: Layer, g_inp: Grads, g_out: Grads) -> None:
         """Run on a module, unless it only calls others, which come later.

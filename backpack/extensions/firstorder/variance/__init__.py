@@ -6,7 +6,8 @@ from torch import Tensor
 
 from backpack.core.per_sample.base import PerSample
 from backpack.extensions.firstorder.base import GradientReduction
-from backpack.extensions.shards import Piece, is_shared
+from backpack.extensions.shards import Piece
+from backpack.utils.parallel import is_shared
 from backpack.utils.types import as_type, full_precision
 
 

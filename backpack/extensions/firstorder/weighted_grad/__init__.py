@@ -171,10 +171,11 @@ class WeightedGrad(GradientReduction):
             by_dots = self._of == "dots"
             gradients = gradients.formed(by_dots)
             statistic = gradients.dots() if by_dots else self.reduce(gradients)
-            entry = _Kept(gradients, gradients.version, statistic * factor**2, factor)
-            kept[param] = entry
+            if factor != 1.0:
+                statistic = statistic * factor**2
+            kept[param] = _Kept(gradients, gradients.version, statistic, factor)
             if self._per == "parameter":
-                found, weights = self._decide(entry.statistic, gradients)
+                found, weights = self._decide(statistic, gradients)
                 (self.dots if by_dots else self.norms)[param] = found
                 self.weights[param] = weights
                 kept[param] = _sum(gradients, weights, factor)
@@ -196,15 +197,15 @@ class WeightedGrad(GradientReduction):
         waiting = {p: x for p, x in kept.items() if isinstance(x, _Kept)}
         if not waiting:
             return kept
-        first = next(iter(waiting.values()))
-        sizes = {len(entry.statistic) for entry in waiting.values()}
+        first, *others = waiting.values()
+        sizes = {entry.gradients.batch_size for entry in waiting.values()}
         if len(sizes) > 1:
             text = message(OTHER_SAMPLES, ext=self, sizes=sorted(sizes))
             raise NotImplementedError(text)
         if any(x.gradients.version != x.version for x in waiting.values()):
             raise RuntimeError(message(MODIFIED, ext=self))
         device = first.statistic.device
-        total: Any = sum(entry.statistic.to(device) for entry in waiting.values())
+        total = sum([entry.statistic.to(device) for entry in others], first.statistic)
         found, self.weights = self._decide(total, first.gradients)
         if self._of == "dots":
             self.dots = found
@@ -234,9 +235,11 @@ class WeightedGrad(GradientReduction):
             What the function of the user gets, and the weights.
         """
         found = statistic
-        if self._of == "norms":  # whose derivative at zero shall be zero
-            positive = statistic != 0
-            found = statistic.where(positive, 1.0).sqrt().where(positive, 0.0)
+        if self._of == "norms":
+            found = statistic.sqrt()
+            if found.requires_grad:  # its derivative at zero shall be zero
+                positive = statistic != 0
+                found = statistic.where(positive, 1.0).sqrt().where(positive, 0.0)
         given: Any = self._given  # a function, or weights
         return found, self._checked(given(found), gradients)
 

@@ -601,7 +601,7 @@ def draw(X: Tensor, y: Tensor, predictions: Tensor, norms: Tensor, path: Path) -
     ax.set_ylabel("number of images")
     ax.spines[["top", "right"]].set_visible(False)
     ax.set_title(
-        f"{len(X)} individual gradient norms from one backward pass",
+        f"{len(X)} gradient norms from one backward pass",
         fontsize=12,
         fontweight="bold",
     )

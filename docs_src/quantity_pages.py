@@ -491,7 +491,7 @@ gradients.""",
         r"""As for :doc:`KFLR <KFLR>`, but what is propagated is averaged over the
 batch at each layer:
 
-.. math:: {\bar B}_{l-1} = \frac1N \sum_n J_{n,l}^\top \, {\bar B}_l \, J_{n,l}\,.
+.. math:: B_{l-1} = \frac1N \sum_n J_{n,l}^\top \, B_l \, J_{n,l}\,.
 
 It goes from module to module, and wants a chain of them, or the
 :doc:`converter <../converter>`.""",

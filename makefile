@@ -41,7 +41,8 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet \
 	--constraint $(CONSTRAINTS)
 
 BLACK = $(BIN)/black --config black.toml
-SPHINX = $(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet \
+# Operations of the gallery are small: several threads would rather wait for each other
+SPHINX = OMP_NUM_THREADS=1 $(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet \
 	-d docs_src/_build/doctrees
 
 .DEFAULT_GOAL := help

@@ -5,7 +5,7 @@ import os
 import sys
 from importlib.metadata import version as installed_version
 from pathlib import Path
-from typing import Any, List, get_type_hints
+from typing import Any, List, Optional, get_type_hints
 
 from sphinx.application import Sphinx
 from sphinx.pycode import ModuleAnalyzer
@@ -110,6 +110,26 @@ def leave_out(
     own = inspect.getdoc(item.__init__) if what == "class" else None
     if own and lines[:1] == own.splitlines()[:1]:
         del lines[0]
+    lines[:] = [line for line in lines if not line.startswith("Create new instance of")]
+
+
+def skip_fields(
+    app: Sphinx, what: str, name: str, item: Any, skip: bool, options: Any
+) -> Optional[bool]:
+    """Leave out fields of named tuples, which the docstring of their class describes.
+
+    Args:
+        app: The builder of the documentation.
+        what: The kind of item.
+        name: Its name.
+        item: The item.
+        skip: Whether it would be left out.
+        options: How it is shown.
+
+    Returns:
+        ``True`` for such a field, ``None`` for everything else.
+    """
+    return True if type(item).__name__ == "_tuplegetter" else None
 
 
 def setup(app: Sphinx) -> None:
@@ -119,6 +139,7 @@ def setup(app: Sphinx) -> None:
         app: The builder of the documentation.
     """
     app.connect("autodoc-process-docstring", leave_out, priority=400)
+    app.connect("autodoc-skip-member", skip_fields)
 
 
 napoleon_google_docstring = True

@@ -1,11 +1,26 @@
 """Formulas as MathML, which browsers show without scripts and without a network."""
 
+import re
 from typing import Any, Dict
 
 from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.application import Sphinx
 from sphinx.writers.html5 import HTML5Translator
+
+
+def translate(formula: str, as_block: bool = False) -> str:
+    """Translate a formula, in which bars of norms do not grow, as brackets do not.
+
+    Args:
+        formula: The formula in LaTeX.
+        as_block: Whether it is on lines of its own. Default: ``False``.
+
+    Returns:
+        The formula in MathML.
+    """
+    text = tex2mathml(formula, as_block=as_block)
+    return re.sub("<mo([^>]*)>‖", r'<mo\1 stretchy="false">‖', text)
 
 
 def inline(translator: HTML5Translator, node: nodes.math) -> None:
@@ -18,7 +33,7 @@ def inline(translator: HTML5Translator, node: nodes.math) -> None:
     Raises:
         SkipNode: Always: there is nothing inside to be visited.
     """
-    translator.body.append(tex2mathml(node.astext()))
+    translator.body.append(translate(node.astext()))
     raise nodes.SkipNode
 
 
@@ -32,7 +47,7 @@ def display(translator: HTML5Translator, node: nodes.math_block) -> None:
     Raises:
         SkipNode: Always: there is nothing inside to be visited.
     """
-    formula = tex2mathml(node.astext(), as_block=True)
+    formula = translate(node.astext(), as_block=True)
     translator.body.append(f'<div class="math">{formula}</div>')
     raise nodes.SkipNode
 

@@ -491,7 +491,7 @@ gradients.""",
         r"""As for :doc:`KFLR <KFLR>`, but what is propagated is averaged over the
 batch at each layer:
 
-.. math:: \bar B_{l-1} = \frac1N \sum_n J_{n,l}^\top \, \bar B_l \, J_{n,l}\,.
+.. math:: B_{l-1} = \frac1N \sum_n J_{n,l}^\top \, B_l \, J_{n,l}\,.
 
 It goes from module to module, and wants a chain of them, or the
 :doc:`converter <../converter>`.""",
@@ -714,8 +714,8 @@ def cost_table(names: List[str]) -> List[str]:
     rows = [
         [network, f"``{name}``", *values[name][:2]]
         for network, values in recorded().items()
-        for name in names
-        if name in values
+        for name in values
+        if name.split("-")[0] in names
     ]
     (_, *networks), *others = sums()
     rows += [
@@ -730,6 +730,11 @@ def cost_table(names: List[str]) -> List[str]:
         "Relative to a forward and a backward pass without any quantity, on one "
         "thread; from ``benchmarks/README.md``, where it says how this was measured."
     )
+    if any("-" in name for _, name, *_ in rows):
+        note += (
+            " ``expand`` and ``dots`` are options, ``only`` is a pass with "
+            "``gradient=False``."
+        )
     return [*list_table(header, rows), note, ""]
 
 

@@ -58,4 +58,10 @@ def write(folder: Path) -> None:
             lines += [f"   :exclude-members: {excluded}", *hidden, ""]
             if own or hidden:
                 lines += ["What users call is :doc:`elsewhere <../api/users>`.", ""]
+        if f"automodule:: {package}." in text:
+            lines += [f"Other modules of ``{package}`` are for users and authors of "]
+            lines += [
+                "extensions, and have :doc:`pages of their own <../api/index>`.",
+                "",
+            ]
         put(folder / f"{package}.rst", "\n".join(lines))

@@ -569,7 +569,7 @@ def draw(X: Tensor, y: Tensor, predictions: Tensor, norms: Tensor, path: Path) -
         ("The smallest gradients", order.flip(0)[: rows * columns], blue),
     ]
 
-    fig = plt.figure(figsize=(12.5, 6.6), layout="constrained")
+    fig = plt.figure(figsize=(10, 6), layout="constrained")
     fig.get_layout_engine().set(w_pad=0.1, h_pad=0.06)
     left, right = fig.subfigures(1, 2, width_ratios=[1, 1.05], wspace=0.03)
     for part, (title, indices, color) in zip(
@@ -581,8 +581,8 @@ def draw(X: Tensor, y: Tensor, predictions: Tensor, norms: Tensor, path: Path) -
             ax.set(xticks=[], yticks=[])
             ax.spines[:].set_color(gray)
             right_or_wrong = "black" if predictions[i] == y[i] else red
-            caption = f"{y[i]}, read as {predictions[i]}  ({norms[i]:.2g})"
-            ax.set_xlabel(caption, fontsize=7.5, color=right_or_wrong, labelpad=2)
+            caption = f"{y[i]}, read as {predictions[i]}\nnorm {norms[i]:.2g}"
+            ax.set_xlabel(caption, fontsize=8, color=right_or_wrong, labelpad=2)
 
     ax = right.subplots()
     rest = order[rows * columns : -rows * columns]
@@ -601,7 +601,7 @@ def draw(X: Tensor, y: Tensor, predictions: Tensor, norms: Tensor, path: Path) -
     ax.set_ylabel("number of images")
     ax.spines[["top", "right"]].set_visible(False)
     ax.set_title(
-        f"{len(X)} individual gradient norms from one backward pass",
+        f"{len(X)} gradient norms from one backward pass",
         fontsize=12,
         fontweight="bold",
     )

@@ -101,7 +101,7 @@ _EVALUATION = (
     "In evaluation mode. In training mode samples are coupled: BatchGrad warns, all "
     "others but HMP and GGNMP raise an error."
 )
-_CHOICE = "{case}, and weight_sharing='expand' or 'reduce' has to be chosen."
+_CHOICE = "{case}, and weight_sharing=... has to be chosen."
 _BRANCHES = (
     "Where its inputs do not stem from the same output: an average over the batch does "
     "not tell how branches interact."

@@ -12,7 +12,6 @@ from typing import Any, Dict, Iterator, List, Set, Tuple
 
 import pytest
 import support
-import torch
 from cases import make_extension
 
 import backpack
@@ -146,10 +145,16 @@ def test_names_to_import_from_the_package_are_described():
 def test_code_in_the_readme_runs():
     """The examples in the README run, one after the other."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert len(blocks) == 3
-    namespace = {"MyScaleLayer": type("MyScaleLayer", (torch.nn.Module,), {})}
-    exec("\n".join(blocks), namespace)
-    assert namespace["model"].weight.norms.shape == (32,)
+    shapes = {
+        "model.weight.grad_batch": (32, 10, 784),
+        "model.weight.norms": (32,),
+        "model[1].weight.grad_batch": (32, 1),
+    }
+    assert len(blocks) == len(shapes)
+    namespace: Dict[str, Any] = {}
+    for block, (result, shape) in zip(blocks, shapes.items()):
+        exec(block, namespace)
+        assert eval(result, namespace).shape == shape
 
 
 def text_of(node: ast.AST) -> str:

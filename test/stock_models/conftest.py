@@ -9,6 +9,7 @@ import os
 import time
 from importlib.metadata import version
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Dict, Iterator
 
 import pytest
@@ -49,7 +50,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     known = parts["parts"].get(about["part"], {"state": STATES[0]})
     if STATES.index(about["state"]) >= STATES.index(known["state"]):
         first_line = about["reason"].strip().partition("\n")[0]
-        known = {"state": about["state"], "reason": first_line[:300]}
+        reason = shorten(first_line, 300, placeholder=" …")
+        known = {"state": about["state"], "reason": reason}
     parts["parts"][about["part"]] = known
     if time.monotonic() > WRITTEN[-1] + 60 and "PYTEST_XDIST_WORKER" not in os.environ:
         write()

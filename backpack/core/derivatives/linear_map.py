@@ -38,7 +38,7 @@ class LinearMapDerivatives(BaseDerivatives):
         self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
         products = self.linear_part(module, mat.flatten(0, 1))
-        return self.reshape_like_output(products, module)
+        return products.reshape(len(mat), *module.output.shape)
 
     def _jac_t_mat_prod(
         self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor

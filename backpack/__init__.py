@@ -9,18 +9,7 @@ from __future__ import annotations
 import inspect
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import (
-    Any,
-    Callable,
-    Dict,
-    List,
-    Literal,
-    Optional,
-    Tuple,
-    TypeVar,
-    Union,
-    overload,
-)
+from typing import Any, Callable, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -88,7 +77,7 @@ class _Announce(TorchFunctionMode):
         torch.autograd.grad: "outputs inputs grad_outputs retain_graph create_graph",
     }
 
-    def __init__(self, before: Dict[str, Any]):
+    def __init__(self, before: dict[str, Any]):
         """Remember what was active before, and in which context the task was.
 
         Args:
@@ -102,9 +91,9 @@ class _Announce(TorchFunctionMode):
     def __torch_function__(
         self,
         func: Callable,
-        types: Tuple,
-        args: Tuple = (),
-        kwargs: Optional[Dict[str, Any]] = None,
+        types: tuple,
+        args: tuple = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func not in self._BACKWARD:
@@ -156,7 +145,7 @@ class backpack(AbstractContextManager):  # noqa: N801
     def __init__(
         self,
         *exts: BackpropExtension,
-        extension_hook: Optional[Callable[[Module], None]] = None,
+        extension_hook: Callable[[Module], None] | None = None,
         debug: bool = False,
         retain_graph: bool = False,
         check: bool = False,
@@ -209,7 +198,7 @@ class backpack(AbstractContextManager):  # noqa: N801
                 f"a module, for example extension_hook=print, got {extension_hook!r}."
             )
         self.exts = tuple(dict.fromkeys(exts))  # one that is there twice runs once
-        saving: Dict[str, Dict[str, None]] = {}  # by field, in order
+        saving: dict[str, dict[str, None]] = {}  # by field, in order
         for ext in self.exts:
             if not ext.replaces_gradient:
                 saving.setdefault(ext.savefield, {})[repr(ext)] = None
@@ -236,7 +225,7 @@ class backpack(AbstractContextManager):  # noqa: N801
         self.extension_hook = no_op if extension_hook is None else extension_hook
         self.retain_graph = retain_graph
         self.check = check
-        self._entered: List[_Announce] = []
+        self._entered: list[_Announce] = []
         self.gradient = gradient
 
     def __repr__(self) -> str:
@@ -273,7 +262,7 @@ class backpack(AbstractContextManager):  # noqa: N801
         announce.__enter__()
 
     @skipped
-    def __exit__(self, exc_type: Optional[type], *exc_info: Any) -> None:
+    def __exit__(self, exc_type: type | None, *exc_info: Any) -> None:
         """Restore what was active before; report parameters without a result."""
         if torch.compiler.is_dynamo_compiling():
             return untraced(backpack.__exit__, self, exc_type, *exc_info)
@@ -296,8 +285,8 @@ def compile_step(
     closure: Callable[..., Tensor],
     *exts: BackpropExtension,
     gradient: bool = True,
-    backend: Union[str, Callable] = "inductor",
-    mode: Optional[str] = None,
+    backend: str | Callable = "inductor",
+    mode: str | None = None,
 ) -> CompiledStep:
     """Compile a whole step: forward pass, backward pass, and all quantities.
 
@@ -342,7 +331,7 @@ def compile_step(
     context()  # which checks the arguments
 
     def compiler(graph: Callable, on_cpu: bool) -> Callable:
-        options: Dict[str, Any] = {"mode": mode}
+        options: dict[str, Any] = {"mode": mode}
         if on_cpu and mode is None and backend == "inductor":
             # channels come last otherwise, which is slower for individual gradients
             options = {"options": {"layout_optimization": False}}
@@ -444,7 +433,7 @@ def _register_hooks(module: Module) -> None:
 
 
 def hook_store_io(
-    module: Module, input: Tuple[Tensor], output: Union[Tensor, Tuple[Tensor]]
+    module: Module, input: tuple[Tensor], output: Tensor | tuple[Tensor]
 ) -> None:
     """Record a call by hand: a forward hook without keyword arguments.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterable, List, Tuple, Type
+from typing import Any, Callable, Iterable
 
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
@@ -30,7 +30,7 @@ class CTX:
     debug = _FromState()
     extension_hook = _FromState()
     retain_graph = _FromState()
-    hook_handles: List[RemovableHandle] = []
+    hook_handles: list[RemovableHandle] = []
 
     @staticmethod
     def set_active_exts(active_exts: Iterable[BackpropExtension]) -> None:
@@ -42,7 +42,7 @@ class CTX:
         state().active_exts = tuple(active_exts)
 
     @staticmethod
-    def get_active_exts() -> Tuple[BackpropExtension, ...]:
+    def get_active_exts() -> tuple[BackpropExtension, ...]:
         """Return the extensions to run in a backward pass.
 
         Returns:
@@ -105,7 +105,7 @@ class CTX:
         return state().retain_graph
 
     @staticmethod
-    def is_extension_active(*extension_classes: Type[BackpropExtension]) -> bool:
+    def is_extension_active(*extension_classes: type[BackpropExtension]) -> bool:
         """Tell whether an extension of one of the given classes is active.
 
         Args:

@@ -13,17 +13,7 @@ axes, cut into windows, or routed row by row. A *placement* says where it is:
 
 from __future__ import annotations
 
-from typing import (
-    Any,
-    Callable,
-    Hashable,
-    Iterator,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Tuple,
-    Union,
-)
+from typing import Any, Callable, Hashable, Iterator, NamedTuple, Sequence, Union
 
 import torch
 from torch import Tensor
@@ -53,7 +43,7 @@ class Mixed(NamedTuple):
 
     operation: str
     is_known: bool = True
-    module: Optional[Callable[[], Any]] = None
+    module: Callable[[], Any] | None = None
     is_of_inputs: bool = False
 
 
@@ -62,7 +52,7 @@ FIRST = Layout(0, 1)
 
 
 def sample_numbers(
-    placement: Union[Layout, Tensor], shape: Sequence[int], n: int, device: torch.device
+    placement: Layout | Tensor, shape: Sequence[int], n: int, device: torch.device
 ) -> Tensor:
     """Write down the sample of each entry.
 
@@ -105,9 +95,7 @@ def spans(placement: Placement, shape: Sequence[int], axis: int) -> bool:
     return bool(((placement >= 0) & (placement != highest)).any())
 
 
-def simplify(
-    numbers: Tensor, n: int, is_use: bool = False
-) -> Union[Layout, Tensor, None]:
+def simplify(numbers: Tensor, n: int, is_use: bool = False) -> Layout | Tensor | None:
     """Find the simplest placement that agrees with sample numbers where they are known.
 
     What is unknown stays so, unless there is only one way to go on: what comes later
@@ -158,7 +146,7 @@ def _regular(numbers: Tensor, n: int) -> Iterator[Layout]:
                     yield Layout(axis, inner)
 
 
-def _along(numbers: Tensor, axis: int, n: int) -> Optional[Tensor]:
+def _along(numbers: Tensor, axis: int, n: int) -> Tensor | None:
     """Return the sample of each slice along an axis; ``None`` if one has several."""
     others = [d for d in range(numbers.dim()) if d != axis]
     if not others:
@@ -221,7 +209,7 @@ class Arrangement:
     filled up with zeros.
     """
 
-    def __init__(self, placement: Union[Layout, Tensor], rows: Sequence[int], n: int):
+    def __init__(self, placement: Layout | Tensor, rows: Sequence[int], n: int):
         """Find out which rows belong to which sample.
 
         Args:
@@ -233,8 +221,8 @@ class Arrangement:
             ValueError: If the entries of a row belong to several samples.
         """  # noqa: DAR401
         self._n, self._rows = n, tuple(rows)
-        self._index: Optional[Tensor] = None
-        self._filled: Optional[Tensor] = None
+        self._index: Tensor | None = None
+        self._filled: Tensor | None = None
         if isinstance(placement, Layout):
             if placement.axis >= len(self._rows):
                 raise ValueError("samples lie within rows")
@@ -248,7 +236,7 @@ class Arrangement:
             placement, ("rows", n, self._rows), lambda: self._sort(placement)
         )
 
-    def _sort(self, placement: Tensor) -> Tuple[Tensor, Optional[Tensor]]:
+    def _sort(self, placement: Tensor) -> tuple[Tensor, Tensor | None]:
         """Find the rows of each sample, and which places they fill ``[N, R]``."""
         numbers = placement.reshape(placement.shape[: len(self._rows)])
         numbers = numbers.expand(self._rows).flatten()
@@ -302,7 +290,7 @@ class Arrangement:
 
 
 def one_sample_each(
-    placement: Union[Layout, Tensor], cotangent: Tensor, n: int, samples: slice
+    placement: Layout | Tensor, cotangent: Tensor, n: int, samples: slice
 ) -> Tensor:
     """Mask cotangents such that each is that of a single sample.
 
@@ -324,8 +312,8 @@ def one_sample_each(
 
 
 def ranks(
-    placement: Union[Layout, Tensor], size: int, n: int, device: torch.device
-) -> Tuple[Tensor, Tensor]:
+    placement: Layout | Tensor, size: int, n: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Number the rows of each sample, along a single axis of rows.
 
     Args:

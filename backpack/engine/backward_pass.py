@@ -9,7 +9,7 @@ to module, and the extension hook is called.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Dict, Iterable, List, Optional, Sequence, Set, Tuple
+from typing import Any, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from backpack.engine.graph import (
     Inspection,
     additive_terms,
     describe,
-    targets_below,
+    listen_below,
     will_run,
 )
 from backpack.engine.own_gradients import choose, hand_over
@@ -122,27 +122,27 @@ class BackwardPass:
         )
         self._check = Check(self) if current.check else None
         self.met_loss, self._begins_with_one = False, begins_with_one and bool(roots)
-        self.walked: Set[Any] = set()
-        self.dropouts: Dict[Call, GradientEdge] = {}
-        self.saved_alone: Set[Tuple[Any, Parameter]] = set()
-        self.inspection: Optional[Inspection] = None
+        self.walked: set[Any] = set()
+        self.dropouts: dict[Call, GradientEdge] = {}
+        self.saved_alone: set[tuple[Any, Parameter]] = set()
+        self.inspection: Inspection | None = None
         self._inputs, exts = inputs, current.active_exts
         plain = [x for x in exts if not x.expects_backpropagation_quantities()]
         self._needs_gradients = current.check or bool(plain)
-        self.groups: List[Group] = []
-        self._groups_of: Dict[Use, List[Group]] = {}
+        self.groups: list[Group] = []
+        self._groups_of: dict[Use, list[Group]] = {}
         self.is_shared = is_shared()
         self._is_filtered = inputs is None
         self._at_output = [x for x in plain if x.pulls_columns]
-        self.gradients: Dict[Use, List[Optional[Tensor]]] = {}
-        self._own: Dict[Use, Products] = {}
-        self._waiting: Dict[Call, int] = {}
+        self.gradients: dict[Use, list[Tensor | None]] = {}
+        self._own: dict[Use, Products] = {}
+        self._waiting: dict[Call, int] = {}
         self.pull_back = PullColumns(self)
         if current.report is not None:
             current.report.begin(exts)
-        self.kept: Dict[Any, Any] = {}
-        self.reductions: List[Optional[str]] = []
-        self._idle: Dict[Call, List[Node]] = {}
+        self.kept: dict[Any, Any] = {}
+        self.reductions: list[str | None] = []
+        self._idle: dict[Call, list[Node]] = {}
         if (exts or not current.gradient) and roots:
             self.inspection = Inspection(roots)
             unify(self.inspection.uses, self.inspection.calls)
@@ -193,7 +193,7 @@ class BackwardPass:
             for use in group.uses:
                 self._groups_of[use].append(group)
 
-    def groups_of(self, use: Use) -> List[Group]:
+    def groups_of(self, use: Use) -> list[Group]:
         """Return the groups of parameters that a use contributes to.
 
         Args:
@@ -225,7 +225,7 @@ class BackwardPass:
         self._outer, self.state.backward_pass = self.state.backward_pass, self
         return self
 
-    def __exit__(self, exc_type: Optional[type], error: Any, *_: Any) -> None:
+    def __exit__(self, exc_type: type | None, error: Any, *_: Any) -> None:
         """End; check the results, if this was asked for."""
         failed = True
         try:
@@ -291,7 +291,7 @@ class BackwardPass:
     # ---------------------------------------------------------------------------- turns
 
     def take_turn(
-        self, owner: Any, g_out: Tuple[Optional[Tensor], ...], entries: List[Entry]
+        self, owner: Any, g_out: tuple[Tensor | None, ...], entries: list[Entry]
     ) -> None:
         """Let a use or a call have its turn.
 
@@ -324,7 +324,7 @@ class BackwardPass:
                 del self._idle[call]
         self._forget_idle()
 
-    def _take_use(self, use: Use, g_out: Tuple[Optional[Tensor], ...]) -> None:
+    def _take_use(self, use: Use, g_out: tuple[Tensor | None, ...]) -> None:
         if self.state.unannounced is self and self.inspection is not None:
             if use not in self.inspection.uses:
                 raise RuntimeError(UNANNOUNCED)
@@ -386,7 +386,7 @@ class BackwardPass:
             for param in params:
                 self.state.report.saved.add((id(ext), id(param)))
 
-    def left_out(self, params: Iterable[Tensor]) -> List[Tensor]:
+    def left_out(self, params: Iterable[Tensor]) -> list[Tensor]:
         """Find parameters that autograd leaves out, whose gradient is formed here.
 
         Args:
@@ -411,7 +411,7 @@ class BackwardPass:
             self._own[use] = use.products(self.gradients[use], self.nodes(use))
         return self._own[use]
 
-    def size_of_terms(self, use: Use) -> Tuple[float, float]:
+    def size_of_terms(self, use: Use) -> tuple[float, float]:
         """Estimate the size of the terms that a use's gradients are sums of.
 
         Args:
@@ -428,7 +428,7 @@ class BackwardPass:
             return size, eps
         return size * max(1.0, float(data.abs().max())), eps
 
-    def nodes(self, use: Use) -> Dict[int, Tuple[Node, int]]:
+    def nodes(self, use: Use) -> dict[int, tuple[Node, int]]:
         """Return where a use's outputs sit in the graph.
 
         Args:
@@ -442,7 +442,7 @@ class BackwardPass:
         return {i: (x.grad_fn, x.output_nr) for i, x in enumerate(use.tensors())}
 
     def _take_call(
-        self, call: Call, g_out: Tuple[Optional[Tensor], ...], entries: List[Entry]
+        self, call: Call, g_out: tuple[Tensor | None, ...], entries: list[Entry]
     ) -> None:
         """Run the extensions on a call.
 
@@ -478,7 +478,7 @@ class BackwardPass:
         else:
             self._end(call)
 
-    def _went(self, call: Optional[Call]) -> None:
+    def _went(self, call: Call | None) -> None:
         """Count a use that is over; the last one ends its module's turn."""
         if call in self._waiting:
             self._waiting[call] -= 1
@@ -506,7 +506,7 @@ class BackwardPass:
         exts = self.state.active_exts
         return not (self._shows_calls or any([ext.runs_on(call) for ext in exts]))
 
-    def parameters(self, call: Call) -> List[Tuple[str, Any]]:
+    def parameters(self, call: Call) -> list[tuple[str, Any]]:
         """List the parameters a call is responsible for, as far as they take part.
 
         Args:
@@ -568,16 +568,6 @@ class BackwardPass:
             return True
         terms, _ = additive_terms(self.inspection.roots)
         return set(terms).isdisjoint(self.inspection.calls[call])
-
-
-def listen_below(nodes: Sequence[Node]) -> None:
-    """Let all uses and calls that something was computed from have their turns.
-
-    Args:
-        nodes: Where it sits in the graph.
-    """
-    for target in targets_below(nodes):
-        listen(target.node)
 
 
 def begin_unannounced(current: State) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Dict, Iterator, List, Tuple
+from typing import Any, Iterator
 
 import torch
 from torch import Tensor
@@ -43,10 +43,10 @@ class Check:
         Args:
             backward_pass: The backward pass that is running.
         """
-        self._sums: Dict[Tensor, Tensor] = {}
-        self._sizes: Dict[Tensor, Tuple[float, float]] = {}
-        self._gradients: Dict[Tensor, Tensor] = {}
-        self._handles: List[RemovableHandle] = []
+        self._sums: dict[Tensor, Tensor] = {}
+        self._sizes: dict[Tensor, tuple[float, float]] = {}
+        self._gradients: dict[Tensor, Tensor] = {}
+        self._handles: list[RemovableHandle] = []
 
     def add(self, turn: Any) -> None:
         """Add up the individual gradients of parameters.
@@ -121,7 +121,7 @@ def check_isolation(inspection: Inspection, current: State) -> None:
                     raise RuntimeError(text)
 
 
-def _starts(inspection: Inspection) -> Iterator[Tuple[GradientEdge, Known]]:
+def _starts(inspection: Inspection) -> Iterator[tuple[GradientEdge, Known]]:
     """List where samples are separate: at losses' predictions, or at outputs."""
     losses = [call for call in inspection.calls if call.is_loss]
     for loss in losses:
@@ -132,7 +132,7 @@ def _starts(inspection: Inspection) -> Iterator[Tuple[GradientEdge, Known]]:
         yield origin.edge, Known(origin.placement, origin.call.n)
 
 
-def _columns(edge: GradientEdge, known: Known) -> Iterator[Tuple[int, int, Tensor]]:
+def _columns(edge: GradientEdge, known: Known) -> Iterator[tuple[int, int, Tensor]]:
     """Make cotangents for samples whose number has a bit, and for the others."""
     placement, n = known
     if n < 2 or not isinstance(placement, (Layout, Tensor)):

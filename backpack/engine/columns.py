@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any, Iterator, List, Optional, Tuple
+from typing import Any, Iterator
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ def check_first_argument(loss: Call, ext: Any) -> None:
         )
 
 
-def find_gateway(inspection: Inspection, edge: GradientEdge) -> Optional[Node]:
+def find_gateway(inspection: Inspection, edge: GradientEdge) -> Node | None:
     """Find the node that hands the gradient of a loss on to the model.
 
     Args:
@@ -58,7 +58,7 @@ def find_gateway(inspection: Inspection, edge: GradientEdge) -> Optional[Node]:
         elsewhere.
     """
     nodes = list(dict.fromkeys(root.node for root in inspection.roots))
-    last: List[Node] = []
+    last: list[Node] = []
     for node in nodes:  # which grow meanwhile
         for parent, number in node.next_functions:
             if parent is edge.node and number == edge.output_nr:
@@ -112,7 +112,7 @@ def columns_of(source: Any, loss: Call, derivatives: Any) -> Iterator[Tensor]:
             yield chunk * (number == rank)
 
 
-def _ranks(placement: Tensor, *sizes: Any) -> Tuple[Tensor, int]:
+def _ranks(placement: Tensor, *sizes: Any) -> tuple[Tensor, int]:
     """Number the rows of each sample, and count those of the largest."""
     _, number = ranks(placement, *sizes)
     return number, int(number.max()) + 1
@@ -154,7 +154,7 @@ def identity_columns(origin: Origin, name: str) -> Iterator[Tensor]:
     size, rest = divmod(prod(shape), n) if n else (prod(filter(None, shape)), 0)
     if isinstance(placement, Tensor):
 
-        def count() -> List[int]:
+        def count() -> list[int]:
             return torch.bincount(numbers + 1, minlength=n + 1).tolist()
 
         none, *counts = once(placement, ("features", tuple(shape)), count)

@@ -6,7 +6,7 @@ met before it. Terms of the loss may belong to no sample, or have no known curva
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Sequence, Set
+from typing import Any, Sequence
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -125,11 +125,11 @@ def check_samples(
         warn_user(SEPARATE_USE.format(names=describe(separate)))
 
 
-def _behind_uses(uses: Sequence[Use]) -> List[Tensor]:
+def _behind_uses(uses: Sequence[Use]) -> list[Tensor]:
     """Find parameters of expressions that contain a derivative of the network."""
     constants = [constant for use in uses for constant in use.constants]
     sources = dict.fromkeys(c.source.node for c in constants if c.source)
-    found: List[Tensor] = []
+    found: list[Tensor] = []
     for source in sources:
         behind = walk([source], stop=SILENT)
         if any(e.owner.is_use for node in behind for e in entries_of(node)):
@@ -137,7 +137,7 @@ def _behind_uses(uses: Sequence[Use]) -> List[Tensor]:
     return list({id(x): x for x in found}.values())
 
 
-def _never_seen(inspection: Inspection, known: Set[int]) -> List[Tensor]:
+def _never_seen(inspection: Inspection, known: set[int]) -> list[Tensor]:
     """Find parameters of modules that were watched, none of whose uses were.
 
     The data they were used on may have come from where nothing was seen.
@@ -145,7 +145,7 @@ def _never_seen(inspection: Inspection, known: Set[int]) -> List[Tensor]:
     reached = {id(p): p for p in inspection.reached if id(p) not in known}
     if not reached:
         return []
-    found: Dict[int, Tensor] = {}
+    found: dict[int, Tensor] = {}
     for call in inspection.calls:
         if not call.released and not call.is_loss:
             for param in call.module.parameters():
@@ -174,15 +174,15 @@ def warn_of_terms(inspection: Inspection) -> None:
         warn_user(MISSING_TERM.format(nodes=", ".join(missing)))
 
 
-def _met_before_losses(inspection: Inspection) -> List[Mixed]:
+def _met_before_losses(inspection: Inspection) -> list[Mixed]:
     """Find where samples have met between a model and its loss."""
     placements = [call.placement for call in inspection.calls if call.is_loss]
     return [p for p in placements if isinstance(p, Mixed)]
 
 
-def _met_in_tails(inspection: Inspection) -> List[Mixed]:
+def _met_in_tails(inspection: Inspection) -> list[Mixed]:
     """Find where samples have met in the terms of a loss that no module computes."""
-    placements: List[Any] = []
+    placements: list[Any] = []
     for node in tail_terms(inspection.roots):
         behind = explain_parents(node)
         placements += [known.placement for known in behind]

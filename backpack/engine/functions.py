@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import FunctionType
-from typing import Any, Callable, Dict, NamedTuple, Optional
+from typing import Any, Callable, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -43,7 +43,7 @@ class Kind(NamedTuple):
     is_quiet: bool
     reads: bool
     writes: bool
-    opened: Optional[Callable]
+    opened: Callable | None
     is_loss: bool
 
 
@@ -69,7 +69,7 @@ _OPENED = {
     for func in (functional.multi_head_attention_forward,)
 }
 
-KINDS: Dict[Any, Kind] = {}  # of operations that have been seen
+KINDS: dict[Any, Kind] = {}  # of operations that have been seen
 
 
 def kind_of(func: Any) -> Kind:
@@ -94,11 +94,6 @@ def kind_of(func: Any) -> Kind:
         or (name.startswith("__i") and name not in ("__invert__", "__index__"))
     )
     kind = KINDS[func] = Kind(
-        name,
-        quiet,
-        name in _READS,
-        writes,
-        _OPENED.get(func),
-        func in LOSS_FUNCTIONS,
+        name, quiet, name in _READS, writes, _OPENED.get(func), func in LOSS_FUNCTIONS
     )
     return kind

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from itertools import product
 from math import nan
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Iterator, NamedTuple, Sequence
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ class Source(NamedTuple):
 NESTED = Mixed("what has made a nested tensor (pad it instead)", False)
 
 
-def at_node(node: Node, output_nr: int) -> Optional[Tuple[torch.Size, Known]]:
+def at_node(node: Node, output_nr: int) -> tuple[torch.Size, Known] | None:
     """Look up what is known of an output of a node.
 
     Args:
@@ -115,7 +115,7 @@ def _reshaped(
     return simplify(numbers.reshape(shape), n)
 
 
-def explain(x: Tensor) -> Optional[Known]:
+def explain(x: Tensor) -> Known | None:
     """Find where the samples of a tensor are.
 
     Args:
@@ -168,7 +168,7 @@ def note_functions(x: Tensor, known: Known) -> None:
             use.attach_at(edge, _shape_at(edge), own.placement)
 
 
-def _use_of(node: Node, n: int) -> Optional[Use]:
+def _use_of(node: Node, n: int) -> Use | None:
     """Describe a function as a use, once for all its results; `None` if it is none."""
     for entry in entries_of(node):
         if entry.owner.is_use and entry.owner.is_function:
@@ -190,7 +190,7 @@ def _is_constant(edge: GradientEdge) -> bool:
     return _explain_place(edge) is None
 
 
-def explain_parents(node: Node) -> List[Known]:
+def explain_parents(node: Node) -> list[Known]:
     """Find where the samples are of what a node was computed from.
 
     Args:
@@ -206,7 +206,7 @@ def explain_parents(node: Node) -> List[Known]:
     return [known for known in found if known is not None]
 
 
-def is_function(node: Optional[Node]) -> bool:
+def is_function(node: Node | None) -> bool:
     """Tell whether a node is that of a function of one's own.
 
     Args:
@@ -256,12 +256,12 @@ def _shape_at(edge: GradientEdge) -> torch.Size:
     return torch.Size(() if metadata.is_cpp_nested_tensor else metadata.shape)
 
 
-def _explain_place(edge: GradientEdge) -> Optional[Known]:
+def _explain_place(edge: GradientEdge) -> Known | None:
     """Find where the samples are at a place, in the shape that the graph knows."""
     return explain_edge(edge, _shape_at(edge))
 
 
-def explain_edge(edge: GradientEdge, shape: torch.Size) -> Optional[Known]:
+def explain_edge(edge: GradientEdge, shape: torch.Size) -> Known | None:
     """Find where the samples are at a place in the graph.
 
     Args:
@@ -298,7 +298,7 @@ def _found_from(
     nodes: Sequence[Node],
     edge: GradientEdge,
     shape: torch.Size,
-) -> Optional[Known]:
+) -> Known | None:
     """Find where the samples are that have come from other tensors."""
     if not sources:
         return None
@@ -329,7 +329,7 @@ def _found_from(
     return Known(_REMEMBERED[key], first.known.n)
 
 
-_REMEMBERED: Dict[Tuple, Placement] = {}
+_REMEMBERED: dict[tuple, Placement] = {}
 # Further operations whose results' entries go where shapes and plain arguments say,
 # although they keep tensors: numbers, and no indices
 _OF_NUMBERS = frozenset(
@@ -341,7 +341,7 @@ _OF_NUMBERS = frozenset(
 
 
 @lru_cache(maxsize=None)
-def _arguments(node_type: type) -> Tuple[Sequence[str], bool]:
+def _arguments(node_type: type) -> tuple[Sequence[str], bool]:
     """List the plain arguments that nodes keep; tell whether they keep tensors, too."""
     names = [name for name in dir(node_type) if name.startswith("_saved_")]
     plain = [name for name in names if not hasattr(node_type, f"_raw{name}")]
@@ -353,14 +353,14 @@ def _structure(
     nodes: Sequence[Node],
     edge: GradientEdge,
     shape: torch.Size,
-) -> Optional[Tuple]:
+) -> tuple | None:
     """Describe a part of the graph, if its shapes and arguments say all."""
-    known: Dict[Any, Any] = {node: i for i, node in enumerate(nodes)}
+    known: dict[Any, Any] = {node: i for i, node in enumerate(nodes)}
     for i, source in enumerate(sources):
         if isinstance(source.known.placement, Tensor):
             return None
         known[source.edge[:2]] = (i, source.known, source.shape)
-    parts: List[Any] = [edge.output_nr, shape]
+    parts: list[Any] = [edge.output_nr, shape]
     for node in nodes:
         name, node_type = name_of(node).strip("`_"), type(node)
         arguments, keeps_tensors = _arguments(node_type)
@@ -384,7 +384,7 @@ def _structure(
 
 def sources_of(
     edges: Sequence[GradientEdge], past_meetings: bool = False
-) -> Tuple[List[Source], List[Node]]:
+) -> tuple[list[Source], list[Node]]:
     """Find tensors that something was computed from, whose samples are known.
 
     Args:
@@ -395,8 +395,8 @@ def sources_of(
     Returns:
         The tensors, and the nodes behind which they are.
     """
-    sources: List[Source] = []
-    nodes: List[Node] = []
+    sources: list[Source] = []
+    nodes: list[Node] = []
     queue, seen = [(edge.node, edge.output_nr) for edge in edges], set()
     while queue:
         node, number = place = queue.pop()
@@ -423,7 +423,7 @@ def sources_of(
     return [s for s in sources if s.known.placement is not None], nodes
 
 
-def _leaf(node: Node) -> Optional[Source]:
+def _leaf(node: Node) -> Source | None:
     """Tell whether a leaf of the graph is data: an input that requires a gradient."""
     x = node.variable
     mark = getattr(x, MARK, None)
@@ -494,7 +494,7 @@ def _structure_only(nodes: Sequence[Node]) -> Iterator[None]:
             handle.remove()
 
 
-def _hand_on(inputs: Tuple, outputs: Tuple) -> Optional[Tuple]:
+def _hand_on(inputs: tuple, outputs: tuple) -> tuple | None:
     """Replace gradients at a pointwise operation's operands by those at its result."""
     g, given = outputs[0], [x for x in inputs if x is not None]
     if g is None or any(x.is_complex() for x in (g, *given)):
@@ -510,7 +510,7 @@ def _regular(
     That takes no second derivative.
     """
     n, device = sources[0].known.n, edge.node._input_metadata[edge.output_nr].device
-    found: List[Tensor] = []
+    found: list[Tensor] = []
     for axis, size in enumerate(shape):
         for inner in range(1, size // n + 1):
             if size % (n * inner):
@@ -538,7 +538,7 @@ def _agrees(edge: GradientEdge, own: Tensor, sources: Sequence[Source]) -> bool:
     return seen
 
 
-def halves(n: int) -> Iterator[Tuple[int, int]]:
+def halves(n: int) -> Iterator[tuple[int, int]]:
     """List the bits of sample numbers, and their values.
 
     Args:

@@ -4,18 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from functools import cached_property
-from typing import (
-    Any,
-    Dict,
-    Iterable,
-    Iterator,
-    List,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Set,
-    Tuple,
-)
+from typing import Any, Iterable, Iterator, NamedTuple, Sequence
 
 import torch
 from torch import Tensor
@@ -23,7 +12,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from backpack.core.layout import Mixed
-from backpack.engine.uses import ENTRIES, Entry, Together, Use, is_noted
+from backpack.engine.uses import ENTRIES, Entry, Together, Use, is_noted, listen
 from backpack.utils.hooks import EXTENDED, represent
 from backpack.utils.parallel import parts, past_sinks
 
@@ -77,10 +66,10 @@ class Origin(NamedTuple):
     call: Any
     edge: GradientEdge
     placement: Any
-    shape: Optional[torch.Size] = None
+    shape: torch.Size | None = None
 
 
-def entries_of(node: Node) -> List[Entry]:
+def entries_of(node: Node) -> list[Entry]:
     """Return what ends in a node.
 
     Args:
@@ -92,7 +81,7 @@ def entries_of(node: Node) -> List[Entry]:
     return node.metadata.get(ENTRIES, [])
 
 
-def calls_at(node: Node) -> List[Entry]:
+def calls_at(node: Node) -> list[Entry]:
     """Return the calls whose outputs a node produced.
 
     Args:
@@ -104,7 +93,7 @@ def calls_at(node: Node) -> List[Entry]:
     return [entry for entry in entries_of(node) if not entry.owner.is_use]
 
 
-def producing_calls(edge: GradientEdge) -> List[Entry]:
+def producing_calls(edge: GradientEdge) -> list[Entry]:
     """Find the calls that returned a tensor.
 
     Args:
@@ -127,7 +116,7 @@ def producing_calls(edge: GradientEdge) -> List[Entry]:
 
 
 def walk(
-    starts: Iterable[Node], stop: Optional[str] = None, since: int = 0
+    starts: Iterable[Node], stop: str | None = None, since: int = 0
 ) -> Iterator[Node]:
     """Walk through the graph, towards its leaves.
 
@@ -155,7 +144,7 @@ def walk(
                 queue.append(parent)
 
 
-def targets_below(nodes: Iterable[Node]) -> List[Target]:
+def targets_below(nodes: Iterable[Node]) -> list[Target]:
     """Find the calls and uses that something was computed from.
 
     Args:
@@ -165,6 +154,16 @@ def targets_below(nodes: Iterable[Node]) -> List[Target]:
         Their outputs.
     """
     return [Target(entry, node) for node in walk(nodes) for entry in entries_of(node)]
+
+
+def listen_below(nodes: Sequence[Node]) -> None:
+    """Let all uses and calls that something was computed from have their turns.
+
+    Args:
+        nodes: Where it sits in the graph.
+    """
+    for target in targets_below(nodes):
+        listen(target.node)
 
 
 def will_run(node: Node) -> bool:
@@ -194,7 +193,7 @@ def is_leaf(node: Any) -> bool:
     return type(node).__name__ == "AccumulateGrad"
 
 
-def leaves_behind(node: Node) -> List[Tensor]:
+def leaves_behind(node: Node) -> list[Tensor]:
     """Find the leaf tensors that an expression is computed from.
 
     Args:
@@ -226,17 +225,17 @@ class Inspection:
             roots: Where the backward pass begins.
         """
         self.roots = roots
-        self.calls: Dict[Any, List[Node]] = {}
-        self.uses: Dict[Use, Dict[int, Tuple[Node, int]]] = {}
-        self.reached: Dict[Tensor, List[Node]] = {}
-        self.meetings: Dict[Node, Mixed] = {}
-        self._stand_ins: Dict[Node, int] = {}  # and when their use was over
-        self._direct: Dict[int, List[Tuple[int, int]]] = {}  # by parameter
-        self._functions: Dict[Node, Set[Any]] = {}  # and the places of their constants
-        self._shared: List[Node] = []  # reached several times
-        self.nodes: List[Node] = []
-        seen: Set[Any] = set()
-        queue: List[Tuple[Optional[Node], Sequence[Any]]] = [(None, roots)]
+        self.calls: dict[Any, list[Node]] = {}
+        self.uses: dict[Use, dict[int, tuple[Node, int]]] = {}
+        self.reached: dict[Tensor, list[Node]] = {}
+        self.meetings: dict[Node, Mixed] = {}
+        self._stand_ins: dict[Node, int] = {}  # and when their use was over
+        self._direct: dict[int, list[tuple[int, int]]] = {}  # by parameter
+        self._functions: dict[Node, set[Any]] = {}  # and the places of their constants
+        self._shared: list[Node] = []  # reached several times
+        self.nodes: list[Node] = []
+        seen: set[Any] = set()
+        queue: list[tuple[Node | None, Sequence[Any]]] = [(None, roots)]
         for node, parents in queue:  # which grows meanwhile
             for parent, number, *_ in parents:
                 if parent is None:
@@ -266,7 +265,7 @@ class Inspection:
                     seen.add((parent, number))  # not what else was returned
                     queue.append((parent, behind[number : number + 1]))
 
-    def _note(self, node: Node, metadata: Dict[str, Any]) -> None:
+    def _note(self, node: Node, metadata: dict[str, Any]) -> None:
         for number, index, owner in metadata.get(ENTRIES, ()):
             if not owner.is_use:
                 self.calls.setdefault(owner, []).append(node)
@@ -287,18 +286,18 @@ class Inspection:
             self.meetings[node] = metadata[MEETING]
 
     @cached_property
-    def names(self) -> Set[str]:
+    def names(self) -> set[str]:
         """Names of the nodes."""
         return {type(node).__name__ for node in self.nodes}
 
-    def outputs(self) -> List[Origin]:
+    def outputs(self) -> list[Origin]:
         """Find the outputs of extended models that no other module has gone on from.
 
         Returns:
             The outputs.
         """
-        found: List[Origin] = []
-        below: Set[Node] = set()
+        found: list[Origin] = []
+        below: set[Node] = set()
         for call, nodes in self.calls.items():
             if call.placements is None or not below.isdisjoint(nodes):
                 continue
@@ -312,7 +311,7 @@ class Inspection:
         return found
 
     @property
-    def turns(self) -> List[GradientEdge]:
+    def turns(self) -> list[GradientEdge]:
         """Where calls and uses have their turn, if autograd leads there."""
         places = [node for nodes in self.calls.values() for node in nodes]
         for outputs in self.uses.values():
@@ -322,9 +321,9 @@ class Inspection:
         return [GradientEdge(node, 0) for node in dict.fromkeys(places)]
 
     @cached_property
-    def outside(self) -> Dict[Tensor, List[Node]]:
+    def outside(self) -> dict[Tensor, list[Node]]:
         """Nodes that use a parameter where nothing has seen it."""
-        found: Dict[Tensor, List[Node]] = {}
+        found: dict[Tensor, list[Node]] = {}
         for param, nodes in self.reached.items():
             for since, until in self._direct.get(id(param), ()):
                 nodes = [x for x in nodes if not since <= x._sequence_nr() < until]
@@ -341,7 +340,7 @@ class Inspection:
                 found.setdefault(param, []).append(node)
         return found
 
-    def _entered(self) -> Iterator[Tuple[Any, Node]]:
+    def _entered(self) -> Iterator[tuple[Any, Node]]:
         """Find constants that are used by way of the inside of a use, too.
 
         A derivative of the network, computed with ``create_graph=True``, goes on from
@@ -352,8 +351,8 @@ class Inspection:
         """
         uses = sorted(self.uses if self._shared else (), key=lambda use: use.since)
         starts = [use.since for use in uses]
-        inner: Dict[Use, Set[Node]] = {}
-        entered: Dict[Node, Use] = {}
+        inner: dict[Use, set[Node]] = {}
+        entered: dict[Node, Use] = {}
         for node in self._shared:
             number = node._sequence_nr()
             position = bisect_right(starts, number) - 1
@@ -375,7 +374,7 @@ class Inspection:
                     if constant.node in behind:
                         yield constant, node
 
-    def uses_outside(self, known: Set[int]) -> Tuple[List[Tensor], List[Tensor]]:
+    def uses_outside(self, known: set[int]) -> tuple[list[Tensor], list[Tensor]]:
         """Sort the parameters that are used where nothing has seen it.
 
         Args:
@@ -394,14 +393,14 @@ class Inspection:
             if any(entries_of(node) for node in walk([term]))
         ]
         data_nodes = set(walk(data_terms))
-        separate: List[Tensor] = []
-        entangled: List[Tensor] = []
+        separate: list[Tensor] = []
+        entangled: list[Tensor] = []
         for param, nodes in outside.items():
             mixed = not data_nodes.isdisjoint(nodes)
             (entangled if mixed else separate).append(param)
         return separate, entangled
 
-    def coupled(self) -> List[Mixed]:
+    def coupled(self) -> list[Mixed]:
         """Find operations in which samples have met, other than sums of a loss's terms.
 
         Returns:
@@ -448,7 +447,7 @@ def _adds_up(node: Node, met: Mixed) -> bool:
     return name in _SUMS or name.strip("_ir") in ("add", "sub") and is_scalar(node)
 
 
-def tail_terms(roots: Sequence[GradientEdge]) -> List[Node]:
+def tail_terms(roots: Sequence[GradientEdge]) -> list[Node]:
     """Find the terms of what is differentiated that no module has computed.
 
     Args:
@@ -480,7 +479,7 @@ def operation_name(met: Mixed) -> str:
 
 def additive_terms(
     roots: Sequence[GradientEdge], through_losses: bool = False
-) -> Tuple[List[Node], List[Node]]:
+) -> tuple[list[Node], list[Node]]:
     """Split what is differentiated into the terms of a sum.
 
     Args:
@@ -490,8 +489,8 @@ def additive_terms(
     Returns:
         Nodes of the terms, and those that add them up.
     """
-    terms: List[Node] = []
-    passed: List[Node] = []
+    terms: list[Node] = []
+    passed: list[Node] = []
     queue, seen = [(edge.node, edge.output_nr) for edge in roots], set()
     while queue:
         node, number = place = queue.pop()
@@ -562,7 +561,7 @@ def describe(params: Sequence[Tensor]) -> str:
         Their qualified names, as the largest extended model knows them.
     """
     wanted = {id(p) for p in params}
-    names: Dict[int, str] = {}
+    names: dict[int, str] = {}
     for root in sorted(EXTENDED, key=lambda m: sum(1 for _ in m.modules())):
         for name, param in root.named_parameters():
             if id(param) in wanted:
@@ -573,7 +572,7 @@ def describe(params: Sequence[Tensor]) -> str:
     return ", ".join([*names.values(), *unnamed])
 
 
-def root_edges(tensors: object) -> List[GradientEdge]:
+def root_edges(tensors: object) -> list[GradientEdge]:
     """Find where a backward pass begins.
 
     Args:

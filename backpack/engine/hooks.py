@@ -13,7 +13,7 @@ import weakref
 from collections import OrderedDict
 from copy import copy
 from types import FunctionType, ModuleType
-from typing import Any, Dict, Iterable, List, Optional, Set, Tuple
+from typing import Any, Iterable
 
 import torch
 from torch import Tensor, is_grad_enabled, nn
@@ -62,19 +62,19 @@ class _Frame:
         self.call = Call(module)
         self.start = len(_THREAD.returned)
         self.since = torch._C._autograd._get_sequence_nr()
-        self.tracker: Optional[Tracker] = None  # if it was started here
+        self.tracker: Tracker | None = None  # if it was started here
         self.outer: Any = None  # record of the module around
-        self.row: Optional[Row] = None  # if the call is a use as a whole
+        self.row: Row | None = None  # if the call is a use as a whole
         self.suspends = False
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.frames: List[_Frame] = []
+        self.frames: list[_Frame] = []
         # inside of the outermost frame: modules, and records of their calls
-        self.returned: List[Tuple[Optional[Module], weakref.ref]] = []
-        self.tracker: Optional[Tracker] = None
-        self.graphless: Optional[weakref.WeakSet[Module]] = None
+        self.returned: list[tuple[Module | None, weakref.ref]] = []
+        self.tracker: Tracker | None = None
+        self.graphless: weakref.WeakSet[Module] | None = None
 
 
 _THREAD = _Thread()
@@ -128,8 +128,8 @@ _is_opaque._dynamo_marked_constant = True
 
 @skipped
 def enter_call(
-    module: Module, args: Tuple, kwargs: Dict[str, Any]
-) -> Optional[Tuple[Tuple, Dict[str, Any]]]:
+    module: Module, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]] | None:
     """Forward pre-hook: prepare to record the call.
 
     Args:
@@ -177,9 +177,9 @@ class _Guard(dict):
     No hook runs after Ctrl-C, but what was local to the call is freed.
     """
 
-    _frame: Optional[_Frame] = None  # the first line can be interrupted as well
+    _frame: _Frame | None = None  # the first line can be interrupted as well
 
-    def __init__(self, frame: _Frame, kwargs: Dict[str, Any]):
+    def __init__(self, frame: _Frame, kwargs: dict[str, Any]):
         super().__init__(kwargs)
         self._frame = frame
 
@@ -189,7 +189,7 @@ class _Guard(dict):
             _leave_last()
 
 
-def _start(frame: _Frame, args: Tuple, kwargs: Dict[str, Any]) -> None:
+def _start(frame: _Frame, args: tuple, kwargs: dict[str, Any]) -> None:
     """Begin to watch operations."""
     for x in (*args, *kwargs.values()):
         if isinstance(x, PackedSequence):
@@ -206,7 +206,7 @@ def _start(frame: _Frame, args: Tuple, kwargs: Dict[str, Any]) -> None:
     if not (sizes or raw or computed):
         return
     n = sizes[0] if sizes else (raw or computed)[0].size(0)
-    inputs: List[Tuple[Tensor, Placement]] = [(x, NESTED) for x in nested]
+    inputs: list[tuple[Tensor, Placement]] = [(x, NESTED) for x in nested]
     for x, k in zip(data, known):
         if k is not None and k.n == n:
             inputs.append((x, k.placement))
@@ -233,9 +233,9 @@ BESIDE = Mixed("inputs besides the first that no extended module computes", Fals
 _NO_DATA = (Module, type, FunctionType, ModuleType)  # objects that hold no inputs
 
 
-def _tensors_in(arguments: Any, depth: int = 2) -> List[Tensor]:
+def _tensors_in(arguments: Any, depth: int = 2) -> list[Tensor]:
     """List the tensors in arguments, those that objects have as attributes too."""
-    found: List[Tensor] = []
+    found: list[Tensor] = []
     for x in tree_leaves(arguments):
         if isinstance(x, Tensor):
             found.append(x)
@@ -256,8 +256,8 @@ def _place_packed(x: PackedSequence) -> None:
 
 @skipped
 def leave_call(
-    module: Module, args: Tuple, kwargs: Dict[str, Any], output: Any
-) -> Optional[Any]:
+    module: Module, args: tuple, kwargs: dict[str, Any], output: Any
+) -> Any | None:
     """Forward hook: record the call.
 
     Args:
@@ -282,7 +282,7 @@ def leave_call(
         return _record(module, args, kwargs, output, frame)
 
 
-def _pop_frame(module: Module, caller: Any) -> Optional[_Frame]:
+def _pop_frame(module: Module, caller: Any) -> _Frame | None:
     """End a module's call, unless it was stepped aside from, inside of one that runs.
 
     As is the repetition for a checkpoint, or a call without gradients.
@@ -328,12 +328,8 @@ def _remove_mode(tracker: Tracker) -> None:
 
 
 def _record(
-    module: Module,
-    args: Tuple,
-    kwargs: Dict[str, Any],
-    output: Any,
-    frame: _Frame,
-) -> Optional[Any]:
+    module: Module, args: tuple, kwargs: dict[str, Any], output: Any, frame: _Frame
+) -> Any | None:
     """Make the record of a call; see :func:`leave_call`."""
     tracker = frame.tracker or _THREAD.tracker
     replaced = None
@@ -398,23 +394,21 @@ def _record(
     return replaced
 
 
-def _constants(outputs: List[Tensor], tracker: Optional[Tracker]) -> Set[int]:
+def _constants(outputs: list[Tensor], tracker: Tracker | None) -> set[int]:
     """Find outputs that hold no samples: the way of gradients to them is another."""
     if tracker is None:
         return set()
     return {id(x) for x in outputs if placement_of(x, tracker.key) is None}
 
 
-def _edges(
-    outputs: List[Tensor], constant: Iterable[int]
-) -> List[Optional[GradientEdge]]:
+def _edges(outputs: list[Tensor], constant: Iterable[int]) -> list[GradientEdge | None]:
     return [
         edge_of(x) if x.requires_grad and id(x) not in constant else None
         for x in outputs
     ]
 
 
-def _note_loss(call: Call, tracker: Optional[Tracker]) -> None:
+def _note_loss(call: Call, tracker: Tracker | None) -> None:
     """Remember where the samples are in a loss's prediction, or that they meet."""
     x, *others = call.arguments or [None]
     if not isinstance(x, Tensor):
@@ -431,7 +425,7 @@ def _note_loss(call: Call, tracker: Optional[Tracker]) -> None:
         call.placement = Mixed(f"`{type(call.module).__name__}` on {list(x.shape)}")
 
 
-def _note_function(func: Any, args: Tuple, kwargs: Dict[str, Any], out: Tensor) -> None:
+def _note_function(func: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> None:
     """Record a loss that a model has called as a function."""
     with torch._C.DisableTorchFunction():
         found = find_loss_module(func, args, kwargs)
@@ -484,7 +478,7 @@ def scriptable(module: Module) -> Module:
     return copies[module]
 
 
-def _differ(edges: List[Optional[GradientEdge]]) -> bool:
+def _differ(edges: list[GradientEdge | None]) -> bool:
     """Tell whether outputs sit at different nodes of the graph, or twice at a place."""
     places = [(edge.node, edge.output_nr) for edge in edges if edge is not None]
     nodes = {node for node, _ in places}
@@ -517,9 +511,9 @@ def _is_own_leaf(module: Module, x: Any) -> bool:
     return any(x is param for param in module.parameters())
 
 
-def _parameters(module: Module, args: Tuple, frame: _Frame) -> Dict[str, Tensor]:
+def _parameters(module: Module, args: tuple, frame: _Frame) -> dict[str, Tensor]:
     """Collect the parameters for which no call further inside is responsible."""
-    own: Dict[str, Tensor]
+    own: dict[str, Tensor]
     own = {n: p for n, p in module._parameters.items() if p is not None}
     if isinstance(module, FunctionModule):
         arguments = enumerate(args)
@@ -546,7 +540,7 @@ def _parameters(module: Module, args: Tuple, frame: _Frame) -> Dict[str, Tensor]
 
 
 def _computes_loss(
-    module: Module, call: Call, outputs: List[Tensor], outermost: bool
+    module: Module, call: Call, outputs: list[Tensor], outermost: bool
 ) -> bool:
     """Tell whether a call maps a prediction, which has a graph, to a number."""
     if not outputs or outputs[0].numel() != 1 or outputs[0].dim() > 1:
@@ -560,7 +554,7 @@ def _computes_loss(
 
 
 def _attach(
-    call: Call, outputs: List[Tensor], edges: List[Optional[GradientEdge]]
+    call: Call, outputs: list[Tensor], edges: list[GradientEdge | None]
 ) -> None:
     """Attach a call to the nodes that produced its outputs."""
     base = outputs[0]._base if len(outputs) == 1 else None

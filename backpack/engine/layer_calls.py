@@ -7,7 +7,7 @@ happens inside is not watched.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,8 @@ _AXES = {nn.Linear: (1, 1), nn.Embedding: (0, 1)}
 
 
 def row_of_call(
-    module: Module, args: Tuple, kwargs: Dict[str, Any], tracker: Optional[Tracker]
-) -> Optional[Row]:
+    module: Module, args: tuple, kwargs: dict[str, Any], tracker: Tracker | None
+) -> Row | None:
     """Look up the rule for a call that is a use as a whole, or needs no watching.
 
     Samples must be where the layer takes them to be. Everything else is watched.
@@ -73,7 +73,7 @@ def row_of_call(
     return row
 
 
-def _takes_samples(module: Module, args: Tuple, tracker: Optional[Tracker]) -> bool:
+def _takes_samples(module: Module, args: tuple, tracker: Tracker | None) -> bool:
     """Tell whether what a recurrent layer takes for the batch are the samples."""
     x, *states = args
     n, placement = _input_of(module, x, tracker)[::-1]
@@ -126,7 +126,7 @@ class LayerCall(Operation):
 
     takes_all = True
 
-    def __init__(self, derivatives: Any, module: Module, arguments: List[Any]):
+    def __init__(self, derivatives: Any, module: Module, arguments: list[Any]):
         """Store the call.
 
         Args:
@@ -153,7 +153,7 @@ class LayerCall(Operation):
         return derivatives.product(key, module, self._arguments, cotangents)
 
 
-def _input_of(module: Module, x: Tensor, tracker: Optional[Tracker]) -> Known:
+def _input_of(module: Module, x: Tensor, tracker: Tracker | None) -> Known:
     """Tell where the samples of a layer's input are."""
     if tracker is not None:
         return Known(tracker.find_placement(x), tracker.n)
@@ -169,11 +169,11 @@ def _input_of(module: Module, x: Tensor, tracker: Optional[Tracker]) -> Known:
 def note_use(
     call: Call,
     row: Row,
-    args: Tuple,
-    outputs: List[Tensor],
-    tracker: Optional[Tracker],
+    args: tuple,
+    outputs: list[Tensor],
+    tracker: Tracker | None,
     since: int,
-) -> List[Placement]:
+) -> list[Placement]:
     """Record a call of a layer of the table as a use; say where samples are then.
 
     Args:
@@ -213,8 +213,8 @@ def note_use(
 
 
 def _operation(
-    module: Module, row: Row, args: Tuple, names: List[str]
-) -> Optional[Operation]:
+    module: Module, row: Row, args: tuple, names: list[str]
+) -> Operation | None:
     if row.several_outputs:
         return LayerCall(row.derivatives, module, list(args))
     layer: Any = module
@@ -225,7 +225,7 @@ def _operation(
     return LayerLike(row.derivatives, layer, keys, args[0], _features(module))
 
 
-def _features(module: Module) -> Optional[Tuple[int, int]]:
+def _features(module: Module) -> tuple[int, int] | None:
     for cls, features in _AXES.items():
         if isinstance(module, cls):
             return features

@@ -14,18 +14,7 @@ which there are turns, where nothing is accumulated.
 
 from __future__ import annotations
 
-from typing import (
-    AbstractSet,
-    Any,
-    Dict,
-    Iterable,
-    List,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Set,
-    Tuple,
-)
+from typing import AbstractSet, Any, Iterable, NamedTuple, Sequence
 
 import torch
 from torch import Tensor
@@ -66,8 +55,8 @@ class Accumulated(NamedTuple):
     """
 
     own: AbstractSet[int] = frozenset()
-    reached: Optional[Set[int]] = None
-    inputs: Optional[List[Any]] = None
+    reached: set[int] | None = None
+    inputs: list[Any] | None = None
 
     def reaches(self, param: Tensor) -> bool:
         """Tell whether the backward pass that is running reaches a parameter.
@@ -86,7 +75,7 @@ class Accumulated(NamedTuple):
 def choose(
     current: State,
     groups: Sequence[Group],
-    inspection: Optional[Inspection],
+    inspection: Inspection | None,
     accumulates: bool,
     of_all: bool,
     creates_graph: bool,
@@ -141,7 +130,7 @@ def choose(
 
 def find_own(
     groups: Sequence[Group], inspection: Inspection, extensions: Sequence[Any]
-) -> Set[int]:
+) -> set[int]:
     """Find the parameters whose gradient costs less here than in autograd.
 
     Args:
@@ -155,7 +144,7 @@ def find_own(
     limits = [ext.adds_up_from for ext in extensions if ext.adds_up_from is not None]
     if not limits or is_parallel() or not inspection.allows_inputs:
         return set()
-    found: Set[int] = set()
+    found: set[int] = set()
     for group in groups:
         positions = dict.fromkeys(map(id, group.params), 0)
         for use, index in group.members:
@@ -195,20 +184,20 @@ class _Gradients(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, gradients: List[Tensor], *params: Tensor) -> Tensor:
+    def forward(ctx: Any, gradients: list[Tensor], *params: Tensor) -> Tensor:
         """Return a number that is computed from the parameters, as it were."""
         ctx.gradients = gradients
         return params[0].new_empty(())
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> Tuple[Optional[Tensor], ...]:
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients, and forget them."""
         gradients = tuple(ctx.gradients)
         ctx.gradients.clear()
         return None, *gradients
 
 
-def hand_over(gradients: Dict[Tensor, Tensor], who: str, calls: Iterable[Any]) -> None:
+def hand_over(gradients: dict[Tensor, Tensor], who: str, calls: Iterable[Any]) -> None:
     """Hand all gradients, which autograd has left out, to it: in one and the same pass.
 
     Args:

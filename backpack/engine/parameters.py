@@ -9,7 +9,7 @@ leads from expressions to parameters.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterator, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -27,8 +27,8 @@ from backpack.utils.hooks import name_module, represent
 from backpack.utils.state import state
 from backpack.utils.types import as_type
 
-Products = List[Optional[PerSample]]
-Member = Tuple[Use, int]  # a use, and which of its constants
+Products = list[Optional[PerSample]]
+Member = tuple[Use, int]  # a use, and which of its constants
 
 _TRANSPOSES = ("TBackward0", "TransposeBackward0", "MtBackward0", "PermuteBackward0")
 _SAME_ORDER = (
@@ -59,11 +59,11 @@ class Group:
 
     def __init__(self) -> None:
         """Start without any."""
-        self.params: List[Tensor] = []
-        self.members: List[Member] = []
-        self.uses: List[Use] = []
+        self.params: list[Tensor] = []
+        self.members: list[Member] = []
+        self.uses: list[Use] = []
         self.pending, self.is_simple = 0, False
-        self.collected: Dict[Use, Dict[Tensor, PerSample]] = {}
+        self.collected: dict[Use, dict[Tensor, PerSample]] = {}
 
     @property
     def n(self) -> int:
@@ -110,8 +110,8 @@ class Group:
     def products(
         self,
         of: Callable[[Use], Products],
-        collected: Optional[Dict[Use, Dict[Tensor, PerSample]]] = None,
-    ) -> Dict[Tensor, PerSample]:
+        collected: dict[Use, dict[Tensor, PerSample]] | None = None,
+    ) -> dict[Tensor, PerSample]:
         """Collect the products of all parameters.
 
         Args:
@@ -137,11 +137,11 @@ class Group:
         return found
 
     def _sum(
-        self, members: List[Member], of: Callable[[Use], Products]
-    ) -> Dict[Tensor, PerSample]:
+        self, members: list[Member], of: Callable[[Use], Products]
+    ) -> dict[Tensor, PerSample]:
         """Add up the products of some uses."""
-        found: Dict[Tensor, PerSample] = {}
-        expressions: Dict[GradientEdge, PerSample] = {}
+        found: dict[Tensor, PerSample] = {}
+        expressions: dict[GradientEdge, PerSample] = {}
         for use, index in members:
             product = of(use)[index]
             constant = use.constants[index]
@@ -159,7 +159,7 @@ class Group:
         return found
 
     def _pull_back(
-        self, expressions: Dict[GradientEdge, PerSample], found: Dict[Tensor, PerSample]
+        self, expressions: dict[GradientEdge, PerSample], found: dict[Tensor, PerSample]
     ) -> None:
         """Take products from expressions on to the parameters behind them."""
         outputs, columns = list(expressions), []
@@ -190,15 +190,15 @@ class ParameterTurn:
             backward_pass: The backward pass that is running.
         """
         self.group, self.backward_pass = group, backward_pass
-        self._gradients: Optional[Dict[Tensor, PerSample]] = None
+        self._gradients: dict[Tensor, PerSample] | None = None
 
     @property
-    def modules(self) -> List[Any]:
+    def modules(self) -> list[Any]:
         """Modules in which the parameters were used, as far as they exist."""
         owners = [use.owner for use in self.group.uses]
         return [owner.module for owner in owners if owner is not None]
 
-    def gradients(self) -> Dict[Tensor, PerSample]:
+    def gradients(self) -> dict[Tensor, PerSample]:
         """Describe the individual gradients of the parameters.
 
         Returns:
@@ -213,7 +213,7 @@ class ParameterTurn:
                 self._gradients[param].plain.keeps_total = True
         return self._gradients
 
-    def size_of_terms(self) -> Tuple[float, float]:
+    def size_of_terms(self) -> tuple[float, float]:
         """Estimate the size of the terms that gradients are sums of.
 
         Returns:
@@ -223,7 +223,7 @@ class ParameterTurn:
         sizes = [self.backward_pass.size_of_terms(use) for use in self.group.uses]
         return sum(size for size, _ in sizes), max(eps for _, eps in sizes)
 
-    def columns(self, ext: Any) -> Iterator[Tuple[Tensor, Any]]:
+    def columns(self, ext: Any) -> Iterator[tuple[Tensor, Any]]:
         """Compute an extension's values from what losses have pulled back.
 
         Args:
@@ -245,13 +245,13 @@ class ParameterTurn:
         self.backward_pass.save(ext, param, value)
 
 
-def _merge(found: Dict[Any, PerSample], key: Any, product: PerSample) -> None:
+def _merge(found: dict[Any, PerSample], key: Any, product: PerSample) -> None:
     found[key] = found[key].merge(product) if key in found else product
 
 
 def _behind_views(
     constant: Constant, product: PerSample, params: Sequence[Tensor]
-) -> Tuple[Optional[Tensor], Optional[GradientEdge], PerSample]:
+) -> tuple[Tensor | None, GradientEdge | None, PerSample]:
     """Go through views of a parameter, which keep the products' form.
 
     Args:
@@ -300,7 +300,7 @@ def _behind_views(
     return None, edge, product
 
 
-def _rows_of_table(node: Node, product: Dense, shape: torch.Size) -> Optional[Rows]:
+def _rows_of_table(node: Node, product: Dense, shape: torch.Size) -> Rows | None:
     """Describe products with rows of a matrix, like a table of positions.
 
     Args:
@@ -333,21 +333,21 @@ def _signed(number: int) -> int:
     return number - 2**64 if number >= 2**63 else number
 
 
-def _slice(node: Node) -> Optional[slice]:
+def _slice(node: Node) -> slice | None:
     ends = node._saved_start, node._saved_end, node._saved_step
     return None if node._saved_dim else slice(*map(_signed, ends))
 
 
-def _index(node: Node) -> Optional[Tensor]:
+def _index(node: Node) -> Tensor | None:
     index, *others = node._saved_indices
     return None if others else index
 
 
-def _ids(node: Node) -> Optional[Tensor]:
+def _ids(node: Node) -> Tensor | None:
     return None if node._saved_scale_grad_by_freq else node._saved_indices
 
 
-_PICKS: Dict[str, Callable[[Node], Any]] = {
+_PICKS: dict[str, Callable[[Node], Any]] = {
     "EmbeddingBackward0": _ids,
     "IndexBackward0": _index,
     "IndexSelectBackward0": lambda n: None if n._saved_dim else n._saved_index,
@@ -361,7 +361,7 @@ def _swaps(node: Node) -> bool:
     return dims is None or [d % 2 for d in dims] == [1, 0]
 
 
-def find_groups(uses: Sequence[Use]) -> List[Group]:
+def find_groups(uses: Sequence[Use]) -> list[Group]:
     """Sort the constants of uses into groups.
 
     What enters a single use as it is, like a layer's weight and bias, is one group.
@@ -372,8 +372,8 @@ def find_groups(uses: Sequence[Use]) -> List[Group]:
     Returns:
         The groups.
     """
-    leaves_of: Dict[Node, List[Tensor]] = {}
-    by_param: Dict[int, Group] = {}
+    leaves_of: dict[Node, list[Tensor]] = {}
+    by_param: dict[int, Group] = {}
     for use in uses:
         for index, constant in enumerate(use.constants):
             if constant.leaf is not None:
@@ -386,7 +386,7 @@ def find_groups(uses: Sequence[Use]) -> List[Group]:
             group = _joined(params, by_param)
             if group is not None:
                 group.members.append((use, index))
-    groups: Dict[Any, Group] = {}
+    groups: dict[Any, Group] = {}
     for group in dict.fromkeys(by_param.values()):
         (use, index), *others = group.members
         group.uses = list(dict.fromkeys([use, *[more for more, _ in others]]))
@@ -399,9 +399,9 @@ def find_groups(uses: Sequence[Use]) -> List[Group]:
     return list(groups.values())
 
 
-def _joined(params: Sequence[Tensor], by_param: Dict[int, Group]) -> Optional[Group]:
+def _joined(params: Sequence[Tensor], by_param: dict[int, Group]) -> Group | None:
     """Return the group of some parameters, joined if there were several."""
-    group: Optional[Group] = None
+    group: Group | None = None
     for p in params:
         other = by_param.get(id(p))
         if group is None:

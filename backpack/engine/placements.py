@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from backpack.engine.trials import MOVING, Trial
 
 _INDEXES = (torch.long, torch.int)  # types of numbers that pick rows
 
-FORGET: List[Any] = []  # makes a key that nothing is remembered by: it has no hash
+FORGET: list[Any] = []  # makes a key that nothing is remembered by: it has no hash
 MARK = "_backpack_samples"  # attribute of a tensor that depends on the model's inputs
 
 # Operations that map entries of the same place: where all operands' samples agree, so
@@ -81,11 +81,11 @@ class Mark(tuple):
 
     __slots__ = ()
 
-    def __reduce__(self) -> Tuple[Any, ...]:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Return something empty that PyTorch loads without asking."""
         return OrderedDict, ()
 
-    def __deepcopy__(self, memo: Dict) -> Mark:
+    def __deepcopy__(self, memo: dict) -> Mark:
         """A copy of a tensor has its samples where the tensor has them."""
         return self
 
@@ -109,7 +109,7 @@ class Pass:
             n: Number N of samples.
         """
         self.n = n
-        self.inputs: Dict[int, Tuple[weakref.ref[Tensor], Placement]] = {}
+        self.inputs: dict[int, tuple[weakref.ref[Tensor], Placement]] = {}
         self.is_over = False
 
 
@@ -153,7 +153,7 @@ class Finder:
     """
 
     # placements of the results, and their shapes
-    _remembered: Dict[Tuple, Tuple[List[Placement], List[torch.Size]]] = {}
+    _remembered: dict[tuple, tuple[list[Placement], list[torch.Size]]] = {}
     _MOST = 50_000  # signatures that are remembered
 
     def __init__(self, n: int, key: Pass):
@@ -164,7 +164,7 @@ class Finder:
             key: Stands for the forward pass.
         """
         self.n, self.key = n, key
-        self.dropped: Optional[Mixed] = None
+        self.dropped: Mixed | None = None
         self.is_unsure = False
 
     def of(self, x: Tensor) -> Placement:
@@ -178,7 +178,7 @@ class Finder:
         """
         return placement_of(x, self.key)
 
-    def recall(self, key: Tuple, outs: Sequence[Tensor]) -> Optional[List[Placement]]:
+    def recall(self, key: tuple, outs: Sequence[Tensor]) -> list[Placement] | None:
         """Remember where an operation has moved samples to.
 
         Args:
@@ -191,7 +191,7 @@ class Finder:
         found = self._known(key, outs)
         return None if found is None else self._differentiable(found, outs)
 
-    def recall_layout(self, key: Tuple, out: Tensor) -> Optional[Layout]:
+    def recall_layout(self, key: tuple, out: Tensor) -> Layout | None:
         """Remember where an operation has moved samples to: a quick answer.
 
         Args:
@@ -205,7 +205,7 @@ class Finder:
         placement = found[0] if found else None
         return placement if type(placement) is Layout else None
 
-    def _known(self, key: Tuple, outs: Sequence[Tensor]) -> Optional[List[Placement]]:
+    def _known(self, key: tuple, outs: Sequence[Tensor]) -> list[Placement] | None:
         """Look up what is remembered, if results have the shapes they had then."""
         try:
             known = self._remembered.get(key)
@@ -215,7 +215,7 @@ class Finder:
         return known[0] if same else None
 
     def _quick(
-        self, name: str, args: Sequence[Any], kwargs: Dict, data: List[Tensor], out: Any
+        self, name: str, args: Sequence[Any], kwargs: dict, data: list[Tensor], out: Any
     ) -> Placement:
         """Answer for the most frequent operations without running them."""
         if name in POINTWISE:
@@ -230,7 +230,7 @@ class Finder:
             return layout
         return None
 
-    def _pointwise(self, data: List[Tensor], out: Tensor) -> Placement:
+    def _pointwise(self, data: list[Tensor], out: Tensor) -> Placement:
         """Combine placements that agree, up to broadcasting; else ``None``."""
         common: Placement = None
         for x in data:
@@ -247,7 +247,7 @@ class Finder:
                 return None
         return common
 
-    def _combined(self, data: List[Tensor], out: Tensor) -> Placement:
+    def _combined(self, data: list[Tensor], out: Tensor) -> Placement:
         """Combine any placements, entry by entry; ``None`` if they do not agree."""
         numbers = torch.full(out.shape, -1, device=out.device)
         for x in data:
@@ -263,11 +263,11 @@ class Finder:
         func: Callable,
         name: str,
         args: Sequence[Any],
-        kwargs: Dict[str, Any],
+        kwargs: dict[str, Any],
         outs: Sequence[Tensor],
-        data: List[Tensor],
-        key: Tuple,
-    ) -> List[Placement]:
+        data: list[Tensor],
+        key: tuple,
+    ) -> list[Placement]:
         """Find where an operation has moved samples to.
 
         Args:
@@ -309,7 +309,7 @@ class Finder:
         return self._differentiable(found, outs)
 
     def _depends_on_values(
-        self, name: str, args: Sequence[Any], kwargs: Dict, data: List[Tensor]
+        self, name: str, args: Sequence[Any], kwargs: dict, data: list[Tensor]
     ) -> bool:
         """Tell whether another operand's values may say where samples go."""
         operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -320,8 +320,8 @@ class Finder:
         return picks and any(x.dtype not in _INDEXES for x in data)
 
     def _differentiable(
-        self, found: List[Placement], outs: Sequence[Tensor]
-    ) -> List[Placement]:
+        self, found: list[Placement], outs: Sequence[Tensor]
+    ) -> list[Placement]:
         """Take what samples have met in for a constant, if it has no gradient."""
         mixed = [type(p) is Mixed and not x.requires_grad for p, x in zip(found, outs)]
         if True not in mixed:
@@ -331,7 +331,7 @@ class Finder:
         return [None if lost else p for p, lost in zip(found, mixed)]
 
     def _remember(
-        self, key: Tuple, found: List[Placement], outs: Sequence[Tensor]
+        self, key: tuple, found: list[Placement], outs: Sequence[Tensor]
     ) -> None:
         """Remember placements, unless they depend on the operands' own numbers."""
         operands = [x for x in key if type(x) is tuple]
@@ -349,10 +349,10 @@ class Finder:
         func: Callable,
         name: str,
         args: Sequence[Any],
-        kwargs: Dict[str, Any],
+        kwargs: dict[str, Any],
         outs: Sequence[Tensor],
-        data: List[Tensor],
-    ) -> Tuple[List[Placement], bool]:
+        data: list[Tensor],
+    ) -> tuple[list[Placement], bool]:
         """Find placements; and tell whether they are the same for other numbers."""
         if name in ("__getitem__", "masked_select"):
             x, index = *args, *map(kwargs.get, ("input", "mask")[len(args) :])
@@ -361,7 +361,7 @@ class Finder:
                 func, name, kwargs = Tensor.__getitem__, "__getitem__", {}
         n, deciding = self.n, {id(x) for x in data}
         flat, spec = tree_flatten((tuple(args), kwargs))
-        numbers: List[Optional[Tensor]] = [
+        numbers: list[Tensor | None] = [
             (
                 sample_numbers(self.of(x), x.shape, n, x.device)
                 if isinstance(x, Tensor) and id(x) in deciding
@@ -413,9 +413,9 @@ class Finder:
 
     def _without_masks(
         self, name: str, x: Tensor, index: Any
-    ) -> Tuple[Tuple[Tensor, Any], List[Tensor]]:
+    ) -> tuple[tuple[Tensor, Any], list[Tensor]]:
         """Let numbers pick what masks do: other masks would pick more, or fewer."""
-        parts: List[Any] = []
+        parts: list[Any] = []
         for part in index if isinstance(index, tuple) else (index,):
             own = self.of(part) if isinstance(part, Tensor) else None
             if own is None or part.dtype != torch.bool or not part.dim():
@@ -500,7 +500,7 @@ def _has_tensor(x: Any) -> bool:
     return isinstance(x, Tensor)
 
 
-def _is_along_last(name: str, args: Sequence[Any], kwargs: Dict, x: Tensor) -> bool:
+def _is_along_last(name: str, args: Sequence[Any], kwargs: dict, x: Tensor) -> bool:
     """Tell whether an operation acts along the last axis of its input only."""
     if not args:
         return False

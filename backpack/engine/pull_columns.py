@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import chain
-from typing import Any, Callable, Dict, Iterator, List, Optional, Set, Tuple
+from typing import Any, Callable, Iterator, Optional
 
 import torch
 from torch import Tensor
@@ -52,8 +52,8 @@ NOT_BEHIND = (
     "backward pass uses elsewhere. Extend the model as a whole."
 )
 
-Cotangents = List[Optional[Tensor]]
-Key = Tuple[Any, Tensor]  # an extension and a parameter
+Cotangents = list[Optional[Tensor]]
+Key = tuple[Any, Tensor]  # an extension and a parameter
 
 
 class PullColumns:
@@ -73,21 +73,21 @@ class PullColumns:
         """
         self._running = backward_pass
         # sums over columns, to be finished when the parameter's turn comes
-        self._statistics: Dict[Key, Any] = {}
+        self._statistics: dict[Key, Any] = {}
         # values of parameters with several uses
-        self._values: Dict[Key, Any] = {}
+        self._values: dict[Key, Any] = {}
         # columns at uses, by source, and which of them an extension waits for
-        self._stored: Dict[Use, Dict[Any, Cotangents]] = {}
-        self._waiting: Dict[Tuple[Any, Group], List[int]] = {}
-        self._formed: Dict[Use, Dict[Tuple, Any]] = {}
-        self._covered: Set[Tuple[Any, Group]] = set()
+        self._stored: dict[Use, dict[Any, Cotangents]] = {}
+        self._waiting: dict[tuple[Any, Group], list[int]] = {}
+        self._formed: dict[Use, dict[tuple, Any]] = {}
+        self._covered: set[tuple[Any, Group]] = set()
         # number of columns that went from module to module, of all losses so far
-        self._walking: Dict[Any, int] = {}
-        self._of_losses: Set[Module] = set()  # with all modules inside
+        self._walking: dict[Any, int] = {}
+        self._of_losses: set[Module] = set()  # with all modules inside
         # what exchanges the gradient at the loss for a column
         self._exchanging: Any = None
 
-    def meet(self, turn: Turn, extensions: List[Any]) -> None:
+    def meet(self, turn: Turn, extensions: list[Any]) -> None:
         """Pull the columns of a loss back for all extensions that use them.
 
         Args:
@@ -96,7 +96,7 @@ class PullColumns:
         """
         self._of_losses.update(turn.module.modules())
         columns = [x for x in extensions if x.pulls_columns and not x.walks_modules]
-        by_source: Dict[Any, List[Any]] = {}
+        by_source: dict[Any, list[Any]] = {}
         share_all = any(not x.source.compact and x.source.is_exact for x in columns)
         for ext in columns:
             source = ext.source
@@ -114,7 +114,7 @@ class PullColumns:
             alone = len(by_source) == 1
             self._start(Origin(loss, edge, loss.placement), make, some, alone)
 
-    def meet_output(self, extensions: List[Any]) -> None:
+    def meet_output(self, extensions: list[Any]) -> None:
         """Pull the identity back from the model's output, for its Jacobian.
 
         Args:
@@ -139,7 +139,7 @@ class PullColumns:
         self,
         origin: Origin,
         columns: Callable[[], Iterator[Tensor]],
-        extensions: List[Any],
+        extensions: list[Any],
         alone: bool = False,
     ) -> None:
         """Pull columns back from a loss or an output, and store or reduce them."""
@@ -147,7 +147,7 @@ class PullColumns:
         reached = targets_below([edge.node])
         running = [t for t in reached if will_run(t.node)]
         uses = {t.entry.owner for t in running if t.entry.owner.is_use}
-        groups: Dict[Group, List[Use]] = {}
+        groups: dict[Group, list[Use]] = {}
         for use in uses:
             for group in self._running.groups_of(use):
                 groups.setdefault(group, []).append(use)
@@ -170,8 +170,8 @@ class PullColumns:
             chunks = iter([]) if second is None else chain([second], chunks)
             if second is None and self._carry(edge, first[0], list(groups), extensions):
                 return
-        at_once: Dict[Group, List[Any]] = {}
-        keep: Dict[Group, List[Any]] = {}
+        at_once: dict[Group, list[Any]] = {}
+        keep: dict[Group, list[Any]] = {}
         for group in groups:
             if any(use.released for use in group.uses):
                 continue
@@ -191,10 +191,10 @@ class PullColumns:
         warn_of_hooks([c for c in calls if not c.is_use], extensions[0])
         tensors = [x for call in calls for x in call.tensors()]
         sources = {ext.source for ext in extensions}
-        totals: Dict[Key, Any] = {}
-        last: Dict[Key, PerSample] = {}
+        totals: dict[Key, Any] = {}
+        last: dict[Key, PerSample] = {}
 
-        def pull(chunk: Tensor) -> Dict[Any, Cotangents]:
+        def pull(chunk: Tensor) -> dict[Any, Cotangents]:
             with gathered(tensors), without_hooks(tensors):
                 return self._pull_chunk(edge, targets, chunk)
 
@@ -204,7 +204,7 @@ class PullColumns:
             done += len(chunk)
             if many and self._running.state.debug:
                 print(f"[DEBUG] {name_module(loss.module)}: pulled back {done} columns")
-            kept: Dict[Use, range] = {}  # a layer's weight and bias share a use
+            kept: dict[Use, range] = {}  # a layer's weight and bias share a use
             for group, some in keep.items():
                 use = group.uses[0]
                 if use not in kept:
@@ -227,7 +227,7 @@ class PullColumns:
         }
         again = {key: by for key, by in again.items() if by is not None}
         if again:
-            seconds: Dict[Key, Any] = {}
+            seconds: dict[Key, Any] = {}
             for chunk in columns():
                 for ext, _, param, product in self._products(at_once, pull(chunk)):
                     if (ext, param) in again:
@@ -243,7 +243,7 @@ class PullColumns:
                 _add(self._statistics, key, total, key[0].combine)
 
     def _carry(
-        self, edge: GradientEdge, column: Tensor, groups: List[Group], exts: List[Any]
+        self, edge: GradientEdge, column: Tensor, groups: list[Group], exts: list[Any]
     ) -> bool:
         """Let the running backward pass carry a single column in place of the gradient.
 
@@ -275,7 +275,7 @@ class PullColumns:
         if node is None:
             return False
 
-        def exchange(gradients: Tuple, _: Any) -> Tuple:
+        def exchange(gradients: tuple, _: Any) -> tuple:
             place, edges = (edge.node, edge.output_nr), node.next_functions
             return tuple(
                 column if to == place else g for g, to in zip(gradients, edges)
@@ -295,8 +295,8 @@ class PullColumns:
         return self._stored[use][source]
 
     def _products(
-        self, at_once: Dict[Group, List[Any]], pulled: Dict[Any, Cotangents]
-    ) -> Iterator[Tuple[Any, Group, Tensor, PerSample]]:
+        self, at_once: dict[Group, list[Any]], pulled: dict[Any, Cotangents]
+    ) -> Iterator[tuple[Any, Group, Tensor, PerSample]]:
         """Form the products of a chunk of columns, for each extension and parameter."""
         of = self._products_of(pulled)
         for group, extensions in at_once.items():
@@ -304,9 +304,9 @@ class PullColumns:
                 for ext in extensions:
                     yield ext, group, param, product
 
-    def _products_of(self, pulled: Dict[Any, Cotangents]) -> Any:
+    def _products_of(self, pulled: dict[Any, Cotangents]) -> Any:
         """Make a function that forms the products of a use, once."""
-        formed: Dict[Use, Any] = {}
+        formed: dict[Use, Any] = {}
 
         def of(use: Use) -> Any:
             if use not in formed:
@@ -316,7 +316,7 @@ class PullColumns:
 
         return of
 
-    def _check(self, origin: Origin, owners: List[Any], ext: Any) -> None:
+    def _check(self, origin: Origin, owners: list[Any], ext: Any) -> None:
         """Check that the loss and all uses agree on what the samples are."""
         name, loss, placement = type(ext).__name__, origin.call, origin.placement
         if isinstance(placement, Mixed):
@@ -328,8 +328,8 @@ class PullColumns:
                 raise NotImplementedError(OTHER_SAMPLES.format(**text))
 
     def _pull_chunk(
-        self, edge: GradientEdge, targets: List[Target], columns: Tensor
-    ) -> Dict[Any, Cotangents]:
+        self, edge: GradientEdge, targets: list[Target], columns: Tensor
+    ) -> dict[Any, Cotangents]:
         """Let autograd pull columns back to the outputs of uses and calls.
 
         Column by column: on a CPU that is faster than a batched backward pass.
@@ -357,7 +357,7 @@ class PullColumns:
                 )
                 for stack, target, part in zip(stacks, targets, pulled):
                     stack.put(target.entry.in_shape(part))
-        result: Dict[Any, Cotangents] = {}
+        result: dict[Any, Cotangents] = {}
         for stack, target in zip(stacks, targets):
             owner = target.entry.owner
             outputs = result.setdefault(owner, [None] * owner.num_outputs)
@@ -368,7 +368,7 @@ class PullColumns:
                 outputs[0] = columns.new_zeros(shape)
         return result
 
-    def values(self, ext: Any, turn: Any) -> Iterator[Tuple[Tensor, Any]]:
+    def values(self, ext: Any, turn: Any) -> Iterator[tuple[Tensor, Any]]:
         """Compute an extension's values for parameters whose turn it is.
 
         Args:
@@ -388,7 +388,7 @@ class PullColumns:
                 raise NotImplementedError(text)
             who = {"ext": ext, "field": ext.savefield, "module": group.where()}
             raise AssertionError(message(EXTEND_LOSS, **who))
-        stored: Dict[Tensor, PerSample] = {}
+        stored: dict[Tensor, PerSample] = {}
         numbers = self._waiting.get((ext, group))
         if numbers is not None:
             stored = self._stored_products(ext.source, group, tuple(numbers))
@@ -412,8 +412,8 @@ class PullColumns:
                 yield param, ext.finish(turn.gradients()[param], statistic)
 
     def _stored_products(
-        self, source: Any, group: Group, numbers: Tuple[int, ...]
-    ) -> Dict[Tensor, PerSample]:
+        self, source: Any, group: Group, numbers: tuple[int, ...]
+    ) -> dict[Tensor, PerSample]:
         """Describe products with stored columns; formed once for all extensions."""
 
         def of(use: Use) -> Any:
@@ -463,7 +463,7 @@ class PullColumns:
         return torch.cat([columns.new_zeros(before, *columns.shape[1:]), columns])
 
 
-def _changed_by_hooks(module: Module) -> Optional[Module]:
+def _changed_by_hooks(module: Module) -> Module | None:
     """Find hooks of users on a module, or around it, that run after ours."""
     around = [m for root in EXTENDED for m in root.modules() if module in m.modules()]
     for m in around:
@@ -473,7 +473,7 @@ def _changed_by_hooks(module: Module) -> Optional[Module]:
     return None
 
 
-def _add(totals: Dict, key: Tuple, part: Any, combine: Any) -> None:
+def _add(totals: dict, key: tuple, part: Any, combine: Any) -> None:
     totals[key] = combine(totals[key], part) if key in totals else part
 
 
@@ -486,10 +486,10 @@ class _Stack:
 
     def __init__(self, size: int):
         self._size = size
-        self._parts: List[Optional[Tensor]] = []
-        self._out: Optional[Tensor] = None
+        self._parts: list[Tensor | None] = []
+        self._out: Tensor | None = None
 
-    def put(self, column: Optional[Tensor]) -> None:
+    def put(self, column: Tensor | None) -> None:
         """Put the next column."""
         if column is not None and self._size > 1 and may_write():
             if self._out is None:
@@ -498,7 +498,7 @@ class _Stack:
             column = self._out[len(self._parts)].copy_(column)
         self._parts.append(column)
 
-    def columns(self) -> Optional[Tensor]:
+    def columns(self) -> Tensor | None:
         """Return all columns ``[V, *]``, ``None`` if there is no path at all."""
         known = next((x for x in self._parts if x is not None), None)
         if known is None:
@@ -515,7 +515,7 @@ class _Stack:
 
 
 @whole
-def _stacked(parts: List[Tensor]) -> Tensor:
+def _stacked(parts: list[Tensor]) -> Tensor:
     """Put columns behind each other, in memory that is cheap to touch."""
     if not may_write():
         return torch.stack(parts)
@@ -527,8 +527,8 @@ def _stacked(parts: List[Tensor]) -> Tensor:
 
 
 def _put_behind(
-    all_stored: Dict[Any, Cotangents],
-    sources: Set[Any],
+    all_stored: dict[Any, Cotangents],
+    sources: set[Any],
     columns: Cotangents,
     number: int,
 ) -> range:
@@ -553,8 +553,8 @@ def _put_behind(
 
 
 def _append(
-    a: Optional[Tensor], before: int, b: Optional[Tensor], number: int
-) -> Optional[Tensor]:
+    a: Tensor | None, before: int, b: Tensor | None, number: int
+) -> Tensor | None:
     """Put columns behind others; those that are ``None`` are zero."""
     if b is None:
         return None if a is None else torch.cat([a, a.new_zeros(number, *a.shape[1:])])

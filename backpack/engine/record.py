@@ -11,17 +11,7 @@ import inspect
 import weakref
 from functools import lru_cache
 from threading import RLock
-from typing import (
-    Any,
-    Collection,
-    ContextManager,
-    Dict,
-    Iterable,
-    List,
-    Optional,
-    Sequence,
-    Tuple,
-)
+from typing import Any, Collection, ContextManager, Iterable, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -82,16 +72,16 @@ class Call:
     is_use = is_loss = is_composite = is_transparent = released = False
     is_function = False
     is_altered = False
-    loss_module: Optional[Module] = None
+    loss_module: Module | None = None
     placement: Any = None
     placements: Any = None
     n = 0
-    precision: Optional[torch.dtype] = None
+    precision: torch.dtype | None = None
     graphless: Iterable[Module] = ()
     inside: Sequence[weakref.ref] = ()
     arguments: Sequence[Any] = ()
     output_shapes: Sequence[Any] = ()
-    edges_before: Sequence[List[GradientEdge]] = ()
+    edges_before: Sequence[list[GradientEdge]] = ()
 
     def __init__(self, module: Module):
         """Begin the record of a call.
@@ -100,17 +90,17 @@ class Call:
             module: The module.
         """
         self.module_ref = weakref.ref(module)
-        self.uses: List[Use] = []
-        self.columns: Dict[Any, List[Optional[Tensor]]] = {}
+        self.uses: list[Use] = []
+        self.columns: dict[Any, list[Tensor | None]] = {}
 
     def finish(
         self,
         module: Module,
-        args: Tuple[Any, ...],
-        kwargs: Dict[str, Any],
-        outputs: List[Tensor],
-        output_edges: List[Optional[GradientEdge]],
-        parameters: Dict[str, Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outputs: list[Tensor],
+        output_edges: list[GradientEdge | None],
+        parameters: dict[str, Tensor],
     ) -> None:
         """Record what went in and came out.
 
@@ -156,11 +146,11 @@ class Call:
         return any(edge is not None or same for edge, same in edges)
 
     @property
-    def inputs(self) -> List[Tensor]:
+    def inputs(self) -> list[Tensor]:
         """Tensors among the arguments."""
         return [x for x in self.arguments if isinstance(x, Tensor)]
 
-    def tensors(self) -> List[Tensor]:
+    def tensors(self) -> list[Tensor]:
         """List the tensors that a user may hold of this call, as far as they exist.
 
         Returns:
@@ -209,7 +199,7 @@ class Call:
             )
         return module
 
-    def unchanged_outputs(self) -> List[Optional[Tensor]]:
+    def unchanged_outputs(self) -> list[Tensor | None]:
         """List the outputs, ``None`` for those that were modified in place since.
 
         Returns:
@@ -272,7 +262,7 @@ class Call:
         self.released = True
 
 
-def _edges_before(edge: GradientEdge) -> List[GradientEdge]:
+def _edges_before(edge: GradientEdge) -> list[GradientEdge]:
     """List what a node was computed from, unless calls are attached to it already."""
     if calls_at(edge.node):
         return []
@@ -280,7 +270,7 @@ def _edges_before(edge: GradientEdge) -> List[GradientEdge]:
     return [GradientEdge(node, nr) for node, nr in parents if node is not None]
 
 
-def _versions(values: Sequence[Any]) -> List[Optional[int]]:
+def _versions(values: Sequence[Any]) -> list[int | None]:
     """Return what grows with each modification of tensors in place."""
     return [x._version if isinstance(x, Tensor) else None for x in values]
 
@@ -296,7 +286,7 @@ def _detach(value: Any) -> Any:
     return tree_map_only(Tensor, Tensor.detach, value)
 
 
-def _bind(module: Module, args: Tuple, kwargs: Dict[str, Any]) -> List[Any]:
+def _bind(module: Module, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
     """Bring arguments into the order of the forward function's signature."""
     try:
         bound = inspect.signature(module.forward).bind(*args, **kwargs)
@@ -315,7 +305,7 @@ def _bind(module: Module, args: Tuple, kwargs: Dict[str, Any]) -> List[Any]:
 
 
 @lru_cache(maxsize=256)
-def _names(cls: type, number: int) -> Tuple[Optional[str], ...]:
+def _names(cls: type, number: int) -> tuple[str | None, ...]:
     """Return the attributes for an output and inputs; ``None`` if the class has it."""
     names = ("output", *(f"input{i}" for i in range(number - 1)))
     return tuple(None if hasattr(cls, name) else name for name in names)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterable, List, Optional, Sequence, Set, Tuple
+from typing import Any, Iterable, Sequence
 
 from torch.nn import Module, Parameter
 
@@ -58,11 +58,11 @@ class Report:
 
     def __init__(self) -> None:
         """Start with nothing."""
-        self.saved: Set[Tuple[int, int]] = set()
-        self.reached: Set[int] = set()
-        self.met: Set[int] = set()
-        self.wanted: Set[int] = set()
-        self.plain: Set[int] = set()
+        self.saved: set[tuple[int, int]] = set()
+        self.reached: set[int] = set()
+        self.met: set[int] = set()
+        self.wanted: set[int] = set()
+        self.plain: set[int] = set()
         self.ran = self.failed = False
 
     def begin(self, extensions: Iterable[Any]) -> None:
@@ -98,7 +98,7 @@ class Report:
         keys, wanted = [id(ext) for ext in extensions], self.wanted
         if wanted and {(k, param) for k in keys for param in wanted} <= self.saved:
             return
-        missing: Dict[str, List[str]] = {}
+        missing: dict[str, list[str]] = {}
         touched = {param for _, param in self.saved} | self.reached
         for root in list(EXTENDED):
             wanted = {id(p) for p in _parameters(_modules(root)) if p.requires_grad}
@@ -113,7 +113,7 @@ class Report:
             warn_user(NOTHING_EXTENDED)
 
     def _collect(
-        self, root: Module, extensions: Sequence[Any], missing: Dict[str, List[str]]
+        self, root: Module, extensions: Sequence[Any], missing: dict[str, list[str]]
     ) -> None:
         """Collect the names of a model's parameters without a result, by reason."""
         for name, param in root.named_parameters():
@@ -125,7 +125,7 @@ class Report:
 
     def _reason(
         self, ext: Any, root: Module, name: str, param: Parameter
-    ) -> Optional[str]:
+    ) -> str | None:
         if id(param) not in self.reached:
             return NOT_REACHED
         module = root.get_submodule(name.rpartition(".")[0])
@@ -137,7 +137,7 @@ class Report:
         return NOT_RECORDED if is_hooked(module) else NO_HOOKS
 
 
-def _modules(root: Module) -> List[Module]:
+def _modules(root: Module) -> list[Module]:
     """List a module and all modules inside; much faster than ``modules``."""
     modules, seen = [root], {None, root}
     for module in modules:  # which grows meanwhile
@@ -147,6 +147,6 @@ def _modules(root: Module) -> List[Module]:
     return modules
 
 
-def _parameters(modules: List[Module]) -> List[Parameter]:
+def _parameters(modules: list[Module]) -> list[Parameter]:
     """List the modules' own parameters; those that they share several times."""
     return [x for m in modules for x in m._parameters.values() if x is not None]

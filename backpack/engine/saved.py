@@ -7,7 +7,7 @@ therefore asked for in the name of the pass that is running, which gets it from 
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -66,13 +66,13 @@ class Saved:
         return fetched[self] if current.pulling else fetched.pop(self)
 
 
-def _fetched() -> Dict[Saved, Tensor]:
+def _fetched() -> dict[Saved, Tensor]:
     """Return what the backward pass that is running has asked for."""
     running = state().backward_pass
     return {} if running is None else running.kept.setdefault(SAVED, {})
 
 
-def run(func: Callable, args: Tuple, kwargs: Dict[str, Any]) -> Tuple[Any, List[Saved]]:
+def run(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, list[Saved]]:
     """Run an operation.
 
     Args:
@@ -84,7 +84,7 @@ def run(func: Callable, args: Tuple, kwargs: Dict[str, Any]) -> Tuple[Any, List[
         Its result, and what it has saved, if somebody has hooks on that.
     """
     hooks = _innermost_hooks(False)
-    saved: List[Saved] = []
+    saved: list[Saved] = []
     if hooks is None:
         return func(*args, **kwargs), saved
     pack, unpack = hooks
@@ -97,7 +97,7 @@ def run(func: Callable, args: Tuple, kwargs: Dict[str, Any]) -> Tuple[Any, List[
         return func(*args, **kwargs), saved
 
 
-def note(outputs: Iterable[Any], saved: List[Saved]) -> None:
+def note(outputs: Iterable[Any], saved: list[Saved]) -> None:
     """Remember what was saved in computing a constant, at its nodes of the graph.
 
     Args:
@@ -121,7 +121,7 @@ def fetch(saved: Iterable[Saved]) -> None:
             fetched[x] = x.ask()
 
 
-def explain_failure(error: Optional[BaseException], extensions: Sequence[Any]) -> None:
+def explain_failure(error: BaseException | None, extensions: Sequence[Any]) -> None:
     """Say why a checkpoint was repeated, if that has failed.
 
     Args:

@@ -7,7 +7,7 @@ has a part of its own.
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import List, Sequence
+from typing import Sequence
 
 import torch
 from torch import Tensor
@@ -95,7 +95,7 @@ def _has_no_mixed_derivatives(
     return True
 
 
-def _random(like: Sequence[Tensor]) -> List[Tensor]:
+def _random(like: Sequence[Tensor]) -> list[Tensor]:
     """Draw numbers for tensors, always the same, none of which is small.
 
     Those of two tensors differ: a difference of equal ones would be zero.

@@ -9,7 +9,7 @@ each such constant, and where its output sits in the graph is remembered.
 from __future__ import annotations
 
 import weakref
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, NamedTuple, Sequence
 
 import torch
 from torch import Tensor, is_grad_enabled, strided
@@ -33,14 +33,7 @@ from backpack.engine.gaps import (
     note_functions,
 )
 from backpack.engine.graph import MEETING, SILENT
-from backpack.engine.placements import (
-    FORGET,
-    MARK,
-    Finder,
-    Mark,
-    Pass,
-    in_function,
-)
+from backpack.engine.placements import FORGET, MARK, Finder, Mark, Pass, in_function
 from backpack.engine.user_hooks import SEEN, guard
 from backpack.engine.uses import Constant, Use, edge_of, on_one_node
 from backpack.utils.compiling import is_indivisible, skipped, untraced
@@ -65,7 +58,7 @@ class View(NamedTuple):
     """Which part of its base a view is."""
 
     shape: torch.Size
-    stride: Tuple[int, ...]
+    stride: tuple[int, ...]
     offset: int
 
     @classmethod
@@ -95,7 +88,7 @@ class Tracker(TorchFunctionMode):
             first input, and what there is instead.
     """
 
-    def __init__(self, n: int, inputs: Sequence[Tuple[Tensor, Placement]]):
+    def __init__(self, n: int, inputs: Sequence[tuple[Tensor, Placement]]):
         """Mark the inputs.
 
         Args:
@@ -107,11 +100,11 @@ class Tracker(TorchFunctionMode):
         self.suspended = self._is_off = False
         self.owner: Any = None
         self._finder = Finder(n, self.key)
-        self.root: Optional[Callable[[], Any]] = None
+        self.root: Callable[[], Any] | None = None
         self.note_loss: Callable = lambda *_: None
-        self.longer: Dict[int, str] = {}
-        self._given: Optional[Set[int]] = None  # computed tensors that are parameters
-        self._marks: Dict[int, Mark] = {}
+        self.longer: dict[int, str] = {}
+        self._given: set[int] | None = None  # computed tensors that are parameters
+        self._marks: dict[int, Mark] = {}
         for x, placement in inputs:
             self.key.inputs[id(x)] = weakref.ref(x), placement
             if isinstance(x, Parameter):  # of which the graph knows nothing else
@@ -137,9 +130,9 @@ class Tracker(TorchFunctionMode):
     def __torch_function__(
         self,
         func: Callable,
-        types: Tuple,
-        args: Tuple = (),
-        kwargs: Optional[Dict[str, Any]] = None,
+        types: tuple,
+        args: tuple = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run an operation; remember what matters of it."""
         if is_dynamo_compiling():
@@ -158,8 +151,8 @@ class Tracker(TorchFunctionMode):
             elif kind.reads and in_function():
                 self._finder.is_unsure = True
             return func(*args, **kwargs)  # a transform's tensors are no samples'
-        data: List[Tensor] = []
-        constants: List[Tensor] = []
+        data: list[Tensor] = []
+        constants: list[Tensor] = []
         key = [func, self.n, is_grad_enabled()]
         with _UNSEEN():
             self._look(args, key, data, constants)
@@ -179,7 +172,7 @@ class Tracker(TorchFunctionMode):
         return self._run(func, kind, args, kwargs, data, constants, tuple(key))
 
     def _look(
-        self, items: Any, key: List[Any], data: List[Tensor], constants: List[Tensor]
+        self, items: Any, key: list[Any], data: list[Tensor], constants: list[Tensor]
     ) -> None:
         """Sort operands into those with samples, and those that need a gradient.
 
@@ -265,7 +258,7 @@ class Tracker(TorchFunctionMode):
         offset = x.storage_offset() - base.storage_offset()
         return simplify(numbers.as_strided(x.shape, x.stride(), offset), self.n)
 
-    def _in_memory(self, base: Tensor, placement: Placement) -> Optional[Tensor]:
+    def _in_memory(self, base: Tensor, placement: Placement) -> Tensor | None:
         """Write sample numbers to where a tensor has its entries, if without gaps."""
         numbers = torch.empty_like(base, dtype=torch.long, requires_grad=False).fill_(
             -1
@@ -308,11 +301,11 @@ class Tracker(TorchFunctionMode):
         self,
         func: Callable,
         kind: Kind,
-        args: Tuple,
-        kwargs: Dict[str, Any],
-        data: List[Tensor],
-        constants: List[Tensor],
-        key: Tuple,
+        args: tuple,
+        kwargs: dict[str, Any],
+        data: list[Tensor],
+        constants: list[Tensor],
+        key: tuple,
     ) -> Any:
         name, pairs, since = kind.name, None, 0
         if constants and is_grad_enabled():
@@ -329,7 +322,7 @@ class Tracker(TorchFunctionMode):
             deciding = [shown if x is written else x for x in deciding]
             if written._base is not None:
                 self._leave_views(written._base)
-        saved: List[Any] = []
+        saved: list[Any] = []
         if pairs is None:
             out = func(*args, **kwargs)
             if type(out) is Tensor and not (kind.writes or kind.is_loss):
@@ -375,10 +368,10 @@ class Tracker(TorchFunctionMode):
     def _place_results(
         self,
         kind: Kind,
-        data: List[Tensor],
-        outs: List[Tensor],
-        placements: List[Placement],
-    ) -> List[Tensor]:
+        data: list[Tensor],
+        outs: list[Tensor],
+        placements: list[Placement],
+    ) -> list[Tensor]:
         """Mark what an operation returned; tell at which tensors it is a use."""
         for x, placement in zip(outs, placements):
             if placement is None:
@@ -469,7 +462,7 @@ class Tracker(TorchFunctionMode):
         part.copy_(new.where(new >= 0, part))
         return simplify(numbers, self.n)
 
-    def _deciding(self, data: List[Tensor]) -> List[Tensor]:
+    def _deciding(self, data: list[Tensor]) -> list[Tensor]:
         """Choose operands that say where samples are: those with a gradient, if any.
 
         If these do not hold all samples, numbers beside may be some other one's.
@@ -482,14 +475,14 @@ class Tracker(TorchFunctionMode):
     # ----------------------------------------------------------------------------- uses
 
     def _stand_in(
-        self, kind: Kind, args: Tuple, kwargs: Dict[str, Any], constants: List[Tensor]
-    ) -> Tuple[Tuple, Dict[str, Any], List[Constant]]:
+        self, kind: Kind, args: tuple, kwargs: dict[str, Any], constants: list[Tensor]
+    ) -> tuple[tuple, dict[str, Any], list[Constant]]:
         """Give the operation an alias of each constant: its share of the gradient."""
         wanted = {id(x): x for x in constants}
         given = (*enumerate(args), *kwargs.items())
         keys = {id(x): key for key, x in reversed(given)}
         flat = sum([id(x) in wanted for _, x in given]) == len(constants)
-        pairs: List[Constant] = []
+        pairs: list[Constant] = []
         if kind.writes and args and id(args[0]) in wanted:
             pairs += self._overwritten(wanted.pop(id(args[0])))
         aliases = {number: x[...] for number, x in wanted.items()}
@@ -508,7 +501,7 @@ class Tracker(TorchFunctionMode):
         args, kwargs = tree_unflatten([swap(x) for x in leaves], spec)
         return args, kwargs, pairs
 
-    def _overwritten(self, x: Tensor) -> List[Constant]:
+    def _overwritten(self, x: Tensor) -> list[Constant]:
         """Let what an operation writes to be its own stand-in, at a node of its own.
 
         Else, what is written might have been computed from it, and would count twice.
@@ -524,13 +517,13 @@ class Tracker(TorchFunctionMode):
         self,
         func: Callable,
         kind: Kind,
-        args: Tuple,
-        kwargs: Dict[str, Any],
-        pairs: List[Constant],
-        outs: List[Tensor],
-        placements: List[Placement],
+        args: tuple,
+        kwargs: dict[str, Any],
+        pairs: list[Constant],
+        outs: list[Tensor],
+        placements: list[Placement],
         since: int,
-        saved: List[Any],
+        saved: list[Any],
     ) -> None:
         """Remember a use, at the node of the graph that produced its result."""
         # where samples gave no more than a shape, what came out is a constant

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 from math import inf, nan
-from typing import Any, Callable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -38,9 +38,9 @@ class Trial:
         self,
         func: Callable,
         name: str,
-        flat: List[Any],
+        flat: list[Any],
         spec: TreeSpec,
-        numbers: List[Optional[Tensor]],
+        numbers: list[Tensor | None],
         outs: Sequence[Tensor],
         n: int,
     ):
@@ -60,7 +60,7 @@ class Trial:
         self._numbers, self._outs, self._n = numbers, outs, n
         self._devices = {x.device for x in flat if isinstance(x, Tensor)}
 
-    def call(self, flat: List[Any]) -> Any:
+    def call(self, flat: list[Any]) -> Any:
         """Run the operation.
 
         Args:
@@ -72,7 +72,7 @@ class Trial:
         args, kwargs = tree_unflatten(flat, self._spec)
         return self._func(*args, **kwargs)
 
-    def find(self) -> Tuple[List[Placement], bool]:
+    def find(self) -> tuple[list[Placement], bool]:
         """Find out where samples are in the results.
 
         Returns:
@@ -81,7 +81,7 @@ class Trial:
         """
         pairs = zip(self._flat, self._numbers)
         kinds = [_is_inexact(x) for x, i in pairs if i is not None]
-        found: List[Placement] = [None] * len(self._outs)
+        found: list[Placement] = [None] * len(self._outs)
         if True in kinds:
             try:
                 found, hides = self._probe(NOT_A_NUMBER)
@@ -106,13 +106,13 @@ class Trial:
 
     def _run(
         self,
-        select: Optional[Callable[[Tensor], Tensor]] = None,
-        mark: Optional[float] = nan,
+        select: Callable[[Tensor], Tensor] | None = None,
+        mark: float | None = nan,
         integers: bool = False,
         seed: int = 0,
-    ) -> List[Tensor]:
+    ) -> list[Tensor]:
         """Run the operation with marks at some of the samples."""
-        new: List[Any] = []
+        new: list[Any] = []
         with torch.random.fork_rng([d for d in self._devices if d.type == "cuda"]):
             self._seed(0)
             for x, i in zip(self._flat, self._numbers):
@@ -152,8 +152,8 @@ class Trial:
         return any(bool(_differs(x, y).any()) for x, y in pairs)
 
     def _probe(
-        self, marks: Sequence[Optional[float]], integers: bool = False
-    ) -> Tuple[List[Placement], bool]:
+        self, marks: Sequence[float | None], integers: bool = False
+    ) -> tuple[list[Placement], bool]:
         """Run the operation on samples whose number has a bit, and on the others.
 
         Returns:
@@ -168,7 +168,7 @@ class Trial:
         needs_plain = asks or exact or not by_nan
         plain = self._run(integers=integers) if needs_plain else None
 
-        def changed(select: Callable, some: Sequence[Any]) -> List[Tensor]:
+        def changed(select: Callable, some: Sequence[Any]) -> list[Tensor]:
             """Tell which entries of each result a mark changes."""
             found = list(map(_nowhere, outs))
             for mark in some:
@@ -191,7 +191,7 @@ class Trial:
                 for j, x in enumerate(changed(half, EXTREMES)):
                     hides, shown[j] = hides or bool((x & ~seen[j]).any()), shown[j] | x
         hides = hides or any(bool((x & y).any()) for x, y in zip(shown, unseen))
-        found: List[Placement] = []
+        found: list[Placement] = []
         for j, out in enumerate(outs):
             selected = None if _is_inexact(out) else self._of_integers(out)
             if selected is not None:
@@ -257,7 +257,7 @@ def describe(name: str, flat: Sequence[Any], numbers: Sequence[Any]) -> str:
     return f"`{name}` on {' and '.join(map(str, shapes))}"
 
 
-def _all_known(numbers: Sequence[Optional[Tensor]]) -> bool:
+def _all_known(numbers: Sequence[Tensor | None]) -> bool:
     """Tell whether each entry of all operands belongs to a sample."""
     return all(bool((i >= 0).all()) for i in numbers if i is not None)
 
@@ -296,9 +296,7 @@ def _differs(x: Tensor, plain: Tensor) -> Tensor:
     return (x != plain) & ~((x != x) & (plain != plain))
 
 
-def _disturbed(
-    x: Tensor, where: Tensor, mark: Optional[float], integers: bool
-) -> Tensor:
+def _disturbed(x: Tensor, where: Tensor, mark: float | None, integers: bool) -> Tensor:
     """Replace entries by a mark; integers, if asked for, by other ones that occur."""
     if _is_inexact(x):
         near = x * (1 + 1e-2 * torch.rand_like(x)) + 1e-3 if mark is None else mark
@@ -313,7 +311,7 @@ def _disturbed(
     return torch.where(where, torch.where(x == highest, lowest, highest), x)
 
 
-def _with(flat: List[Any], position: int, x: Tensor) -> List[Any]:
+def _with(flat: list[Any], position: int, x: Tensor) -> list[Any]:
     """Replace an operand; copy the others, to which an operation may write."""
     new = list(map(_copied, flat))
     new[position] = x

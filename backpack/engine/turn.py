@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Iterator
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ SAVED_TWICE = (
 
 
 class _Current(threading.local):
-    turn: Optional[Turn] = None
+    turn: Turn | None = None
 
 
 _CURRENT = _Current()
@@ -118,7 +118,7 @@ _SAME = nullcontext()
 
 @contextmanager
 def _other_state(
-    call: Call, others: List[Tuple[Dict[str, Any], str, Tensor]]
+    call: Call, others: list[tuple[dict[str, Any], str, Tensor]]
 ) -> Iterator[None]:
     """Exchange the mode, and entries of dictionaries of parameters, for a while."""
     module, present = call.module, [own[name] for own, name, _ in others]
@@ -147,8 +147,8 @@ class Turn:
         self,
         call: Call,
         backward_pass: Any,
-        g_out: Tuple[Optional[Tensor], ...],
-        entries: List[Entry],
+        g_out: tuple[Tensor | None, ...],
+        entries: list[Entry],
     ):
         """Start the turn.
 
@@ -163,7 +163,7 @@ class Turn:
         self.g_out = g_out
         self._entries = entries
         self._parameters = backward_pass.parameters(call)
-        self._producers: Optional[Dict[int, Call]] = None
+        self._producers: dict[int, Call] | None = None
 
     def __enter__(self) -> Turn:
         """Make this the current turn."""
@@ -205,7 +205,7 @@ class Turn:
         """The rule for the call."""
         return find_row_or_generic(self.call)
 
-    def parameters(self) -> List[Tuple[str, Parameter]]:
+    def parameters(self) -> list[tuple[str, Parameter]]:
         """List the parameters that this call is responsible for.
 
         Returns:
@@ -222,7 +222,7 @@ class Turn:
         """
         return loss_scale(self.module, self.g_out[0])
 
-    def producers(self, extension: Any) -> Dict[int, Call]:
+    def producers(self, extension: Any) -> dict[int, Call]:
         """Find the calls that the arguments come from, directly.
 
         Args:
@@ -237,7 +237,7 @@ class Turn:
         """
         if self._producers is not None:
             return self._producers
-        found: Dict[int, Call] = {}
+        found: dict[int, Call] = {}
         in_place = works_in_place(self.module)
         for position, edge in enumerate(self.call.input_edges):
             edges = [edge]
@@ -373,6 +373,6 @@ def refuse_several_calls(extension: Any, module: Module) -> None:
     raise NotImplementedError(SAVED_TWICE.format(**text))
 
 
-def _text(extension: Any, module: Module) -> Dict[str, Any]:
+def _text(extension: Any, module: Module) -> dict[str, Any]:
     name, field = type(extension).__name__, extension.savefield
     return {"ext": name, "field": field, "module": module}

@@ -7,7 +7,7 @@ parameters: where that matters, a hook may look, and what changes gradients is r
 
 from __future__ import annotations
 
-from typing import Any, Callable, List, Optional, Sequence
+from typing import Any, Callable, Sequence
 
 from torch import Tensor
 
@@ -51,7 +51,7 @@ class Guarded:
         """
         self._hook, self._of_parameters = hook, of_parameters
 
-    def __call__(self, gradient: Tensor) -> Optional[Tensor]:
+    def __call__(self, gradient: Tensor) -> Tensor | None:
         """Run it on a gradient.
 
         Args:
@@ -96,7 +96,7 @@ def guard_all(inspection: Inspection, extensions: Sequence[Any]) -> None:
     """
     if not any(map(_is_second_order, extensions)):
         return
-    tensors: List[Any] = []
+    tensors: list[Any] = []
     for call in inspection.calls:
         tensors += call.arguments if call.is_loss else call.tensors()
     for x in tensors:
@@ -128,7 +128,7 @@ def sees_gradients(inspection: Inspection) -> bool:
     return any(x._backward_hooks or x.retains_grad for x in tensors)
 
 
-def _compare(after: Sequence[Optional[Tensor]], before: Sequence[Any]) -> None:
+def _compare(after: Sequence[Tensor | None], before: Sequence[Any]) -> None:
     """Look at what a module's hooks made of the gradients at inputs or outputs."""
     for x, y in zip(after, before):
         if y is not None and x is not y:
@@ -146,7 +146,7 @@ def _is_second_order(ext: Any) -> bool:
     return ext.pulls_columns or ext.expects_backpropagation_quantities()
 
 
-def warn_of_hooks(calls: List[Call], ext: Any) -> None:
+def warn_of_hooks(calls: list[Call], ext: Any) -> None:
     """Warn of modules' backward hooks, which are part of the graph.
 
     Args:

@@ -10,17 +10,7 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
-from typing import (
-    Any,
-    Callable,
-    Container,
-    Dict,
-    List,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Tuple,
-)
+from typing import Any, Callable, Container, NamedTuple, Sequence
 
 import torch
 from torch import Tensor
@@ -90,7 +80,7 @@ class Entry(NamedTuple):
     index: int  # type: ignore[assignment]
     owner: Any  # a Call or a Use
 
-    def in_shape(self, gradient: Optional[Tensor]) -> Optional[Tensor]:
+    def in_shape(self, gradient: Tensor | None) -> Tensor | None:
         """Bring a gradient into the shape of the output.
 
         Args:
@@ -138,7 +128,7 @@ class Constant:
         constant.shape, constant.dtype = torch.Size(like.shape), like.dtype
         return constant
 
-    def __init__(self, x: Tensor, stand_in: Optional[GradientEdge], key: Any):
+    def __init__(self, x: Tensor, stand_in: GradientEdge | None, key: Any):
         """Store what it is.
 
         Args:
@@ -216,11 +206,11 @@ class Use:
     def __init__(
         self,
         name: str,
-        constants: List[Constant],
+        constants: list[Constant],
         n: int,
-        placements: List[Placement],
+        placements: list[Placement],
         owner: Any,
-        operation: Optional[Operation],
+        operation: Operation | None,
         since: int = 0,
     ):
         """Store what it is.
@@ -240,9 +230,9 @@ class Use:
         self._owner = None if owner is None else weakref.ref(owner)
         self.since, self.until = since, torch._C._autograd._get_sequence_nr()
         self.released = False
-        self.saved: List[Saved] = []
-        self.output_shapes: List[torch.Size] = []
-        self._outputs: List[Any] = []
+        self.saved: list[Saved] = []
+        self.output_shapes: list[torch.Size] = []
+        self._outputs: list[Any] = []
 
     @property
     def owner(self) -> Any:
@@ -312,7 +302,7 @@ class Use:
             self.operation, self.placements = None, [placement]
             self.attach([base])
 
-    def tensors(self) -> List[Tensor]:
+    def tensors(self) -> list[Tensor]:
         """List its outputs, as far as they exist.
 
         Returns:
@@ -348,7 +338,7 @@ class Use:
 
     def check_cotangents(
         self,
-        cotangents: Sequence[Optional[Tensor]],
+        cotangents: Sequence[Tensor | None],
         what: Callable[[], str],
         names: Callable[[], str],
     ) -> None:
@@ -369,8 +359,8 @@ class Use:
                 refuse(what(), Mixed(f"`{self.name}`", False), names())
 
     def products(
-        self, cotangents: Sequence[Optional[Tensor]], nodes: Dict[int, Node]
-    ) -> List[Optional[PerSample]]:
+        self, cotangents: Sequence[Tensor | None], nodes: dict[int, Node]
+    ) -> list[PerSample | None]:
         """Describe products of cotangents and the constants' Jacobians.
 
         Args:
@@ -388,7 +378,7 @@ class Use:
         operation = self.operation
         if operation is not None and (len(cotangents) == 1 or operation.takes_all):
             mats = list(cotangents) if operation.takes_all else cotangents[0]
-            shared: Dict[Any, Tuple[Tensor, Tensor]] = {}
+            shared: dict[Any, tuple[Tensor, Tensor]] = {}
             found = []
             for constant in self.constants:
                 if operation.is_modified and operation.reads_data(constant.key):
@@ -407,15 +397,15 @@ class Use:
         return self._generic(cotangents, nodes)
 
     def _generic(
-        self, cotangents: Sequence[Optional[Tensor]], nodes: Dict[int, Any]
-    ) -> List[Optional[PerSample]]:
+        self, cotangents: Sequence[Tensor | None], nodes: dict[int, Any]
+    ) -> list[PerSample | None]:
         """Pull back the cotangents of each sample alone, with autograd."""
         used = [i for i, x in enumerate(cotangents) if x is not None]
         edges = [GradientEdge(*nodes[i]) for i in used]
         stand_ins = [constant.stand_in for constant in self.constants]
         size = sum(cotangents[i].numel() for i in used)
         fetch(self.saved)
-        parts: List[List[Optional[Tensor]]] = []
+        parts: list[list[Tensor | None]] = []
         steps = list(chunks(self.n, size, MASKED_ELEMENTS))
         for samples in steps:
             masked = [
@@ -431,7 +421,7 @@ class Use:
             alone = edges[0].node if self.is_function else None
             with without_hooks(self.tensors()), only_through(alone):
                 parts.append(batched_vjp(edges, stand_ins, masked))
-        found: List[Optional[PerSample]] = []
+        found: list[PerSample | None] = []
         for constant, pieces in zip(self.constants, zip(*parts)):
             known = next((x for x in pieces if x is not None), None)
             if known is None:
@@ -454,13 +444,13 @@ class _Together(Function):
     """A node of the graph for several tensors, where their gradients arrive at once."""
 
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tuple[Tensor, ...]:
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Copy the tensors: on views, autograd allows no operation in place."""
         ctx.set_materialize_grads(False)
         return tuple(map(Tensor.clone, tensors))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Optional[Tensor]) -> Tuple:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
         """Hand the gradients on."""
         return gradients
 
@@ -496,7 +486,7 @@ def on_one_node(output: Any, leave: Container[int] = ()) -> Any:
     return tree_unflatten(leaves, spec)
 
 
-def entries_at(node: Node) -> List[Entry]:
+def entries_at(node: Node) -> list[Entry]:
     """Return the list of what ends in a node.
 
     Args:
@@ -536,7 +526,7 @@ def listen(node: Node) -> None:
 
 
 @skipped
-def _run(entries: List[Entry], gradients: Tuple[Optional[Tensor], ...]) -> None:
+def _run(entries: list[Entry], gradients: tuple[Tensor | None, ...]) -> None:
     """Run the turn of what ends in a node: uses, then calls, the last one first."""
     current = state()
     if current.pulling:
@@ -547,7 +537,7 @@ def _run(entries: List[Entry], gradients: Tuple[Optional[Tensor], ...]) -> None:
             entry.owner, (entry.in_shape(gradients[entry.output_nr]),), entries
         )
         return
-    known: Dict[Any, Dict[int, Optional[Tensor]]] = {}
+    known: dict[Any, dict[int, Tensor | None]] = {}
     for entry in sorted(reversed(entries), key=_is_call):
         gradient = entry.in_shape(gradients[entry.output_nr])
         known.setdefault(entry.owner, {})[entry.index] = gradient

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC
 from inspect import Signature, signature
-from typing import Any, Dict, Mapping, Optional, Tuple, Type, TypeVar
+from typing import Any, Mapping, TypeVar
 
 from torch import Tensor
 from torch.nn import Module
@@ -58,12 +58,12 @@ class BackpropExtension(ABC):  # noqa: B024
     """
 
     __signature__: Signature
-    _arguments: Tuple[Tuple[Any, ...], Dict[str, Any]] = (), {}
-    shard: Optional[Shard] = None
-    default_rule: Optional[ModuleExtension] = None
+    _arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
+    shard: Shard | None = None
+    default_rule: ModuleExtension | None = None
     keeps_io = False
     pulls_columns = False
-    adds_up_from: Optional[int] = None
+    adds_up_from: int | None = None
     walks_modules = False
     takes_rules = True
     replaces_gradient = False
@@ -77,7 +77,7 @@ class BackpropExtension(ABC):  # noqa: B024
         arguments = list(signature(cls.__init__).parameters.values())
         cls.__signature__ = Signature(arguments[1:])
 
-    def __new__(cls: Type[Extension], *args: Any, **kwargs: Any) -> Extension:
+    def __new__(cls: type[Extension], *args: Any, **kwargs: Any) -> Extension:
         """Remember the constructor's arguments, for the ``repr``."""
         extension = super().__new__(cls)
         extension._arguments = args, kwargs
@@ -120,7 +120,7 @@ class BackpropExtension(ABC):  # noqa: B024
         self._subsampling = as_subsampling(name, subsampling)
 
     def set_module_extension(
-        self, module: Type[Module], extension: ModuleExtension, overwrite: bool = False
+        self, module: type[Module], extension: ModuleExtension, overwrite: bool = False
     ) -> None:
         """Register what to do on a class of modules.
 
@@ -146,7 +146,7 @@ class BackpropExtension(ABC):  # noqa: B024
             )
         self.__module_extensions[module] = extension
 
-    def get_module_extension(self, module: Layer) -> Optional[ModuleExtension]:
+    def get_module_extension(self, module: Layer) -> ModuleExtension | None:
         """Look up what to do on a module.
 
         The exact class goes first, then its bases. What is built in for a class does
@@ -209,7 +209,7 @@ class BackpropExtension(ABC):  # noqa: B024
                 module by module.
         """
 
-    def conclude(self, backward_pass: Any) -> Dict[Tensor, Any]:
+    def conclude(self, backward_pass: Any) -> dict[Tensor, Any]:
         """Compute values that need all parameters, when each of them has had its turn.
 
         Args:

@@ -7,7 +7,7 @@ Each process computes quantities of its own samples, its shard of the batch;
 from __future__ import annotations
 
 from math import nan
-from typing import Any, List, MutableMapping, NamedTuple, Optional, Tuple, Union
+from typing import Any, MutableMapping, NamedTuple
 from weakref import ref
 
 import torch
@@ -40,8 +40,8 @@ class Shard:
             backward_pass: The backward pass that is running.
         """
         self._backward_pass = ref(backward_pass)
-        self.samples: Optional[int] = None
-        self.divisors: List[Optional[Union[float, Tensor]]] = []
+        self.samples: int | None = None
+        self.divisors: list[float | Tensor | None] = []
         self.parts: MutableMapping[Tensor, Any] = WeakTensorKeyDictionary()
 
     def is_of(self, backward_pass: Any) -> bool:
@@ -64,7 +64,7 @@ class Shard:
         self.divisors.append(_divisor(turn.module))
         self.samples = self.samples or turn.call.n
 
-    def __reduce__(self) -> Tuple:
+    def __reduce__(self) -> tuple:
         """Leave nothing in a copy: what is remembered is about this process."""
         return type(None), ()
 
@@ -149,7 +149,7 @@ class Piece(NamedTuple):
         Raises:
             ValueError: If the shapes differ in other axes.
         """
-        shapes: List[Any] = [None] * distributed.get_world_size(self.group)
+        shapes: list[Any] = [None] * distributed.get_world_size(self.group)
         distributed.all_gather_object(shapes, tuple(value.shape), group=self.group)
         sizes = [shape[dim] if dim < len(shape) else 0 for shape in shapes]
         others = {shape[:dim] + shape[dim + 1 :] for shape in shapes}
@@ -175,7 +175,7 @@ def _scaled(value: Tensor, factor: float) -> Tensor:
     return full_precision(value) * factor if factor else torch.zeros_like(value)
 
 
-def shard_of(extension: Any) -> Optional[Shard]:
+def shard_of(extension: Any) -> Shard | None:
     """Return what an extension remembers of the backward pass that is running.
 
     Args:
@@ -192,7 +192,7 @@ def shard_of(extension: Any) -> Optional[Shard]:
     return extension.shard
 
 
-def _divisor(loss: Module) -> Optional[Union[float, Tensor]]:
+def _divisor(loss: Module) -> float | Tensor | None:
     """Tell what a loss divides by, see :class:`Shard`."""
     reduction = getattr(loss, "reduction", None)
     if reduction is None:

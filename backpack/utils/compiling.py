@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, Callable, Dict, TypeVar
+from typing import Any, Callable, TypeVar
 
 import torch
 import torch._C._dynamo.eval_frame as _frames
@@ -51,7 +51,7 @@ def untraced(function: Callable, *args: Any) -> Any:
     return _EAGER[function](*args)
 
 
-_EAGER: Dict[Callable, Callable] = {}
+_EAGER: dict[Callable, Callable] = {}
 untraced._torchdynamo_disable = True  # type: ignore[attr-defined]
 untraced._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
     "extended modules look at every operation and run as they are; compile without "

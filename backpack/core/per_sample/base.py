@@ -4,18 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from math import nan
-from typing import (
-    Any,
-    Callable,
-    Dict,
-    Iterable,
-    Iterator,
-    List,
-    Optional,
-    Sequence,
-    Tuple,
-    Union,
-)
+from typing import Any, Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -44,9 +33,9 @@ class PerSample(ABC):
     shape: torch.Size
     num_columns: int
     batch_size: int
-    shared: Optional[Dict[Any, Tuple[Tensor, Tensor]]] = None
+    shared: dict[Any, tuple[Tensor, Tensor]] | None = None
     keeps_total = False
-    _total: Optional[Tensor] = None
+    _total: Tensor | None = None
 
     @abstractmethod
     def block(self, samples: slice) -> Tensor:
@@ -60,7 +49,7 @@ class PerSample(ABC):
         """
 
     @abstractmethod
-    def select(self, samples: Union[Sequence[int], slice]) -> PerSample:
+    def select(self, samples: Sequence[int] | slice) -> PerSample:
         """Restrict to some samples.
 
         Args:
@@ -201,7 +190,7 @@ class PerSample(ABC):
         if total is not None:
             self._total = total
 
-    def _add(self, total: Optional[Tensor], block: Tensor) -> Tensor:
+    def _add(self, total: Tensor | None, block: Tensor) -> Tensor:
         """Add a block that has been used to a sum, ``[*p]``; ``None`` for zero."""
         return sums.add_rows(total, block[0])
 
@@ -240,7 +229,7 @@ class PerSample(ABC):
         """
         if not sum_batch:
             return self._squares_per_sample()
-        total: Optional[Tensor] = None
+        total: Tensor | None = None
         for block in self.pieces():
             total = sums.add_squares(total, block.flatten(0, 1))
         return total.contiguous()
@@ -283,7 +272,7 @@ class PerSample(ABC):
         if self.batch_size == 0:  # the mean of nothing
             dtype = accumulator_dtype(self.dtype)
             return torch.full(self.shape, nan, dtype=dtype, device=self.device)
-        moments: Optional[sums.Moments] = None
+        moments: sums.Moments | None = None
         for block in self._blocks():
             moments = sums.add_moments(moments, full_precision(block[0]))
         if self.keeps_total:
@@ -388,7 +377,7 @@ class Dense(PerSample):
     def gathered(self, gather: Gather) -> Dense:  # noqa: D102
         return Dense(gather(self.products, 1), self.shape)
 
-    def select(self, samples: Union[Sequence[int], slice]) -> Dense:  # noqa: D102
+    def select(self, samples: Sequence[int] | slice) -> Dense:  # noqa: D102
         return Dense(self.products[:, samples], self.shape)
 
     def summed(self) -> Tensor:  # noqa: D102
@@ -426,7 +415,7 @@ class Summed(Dense):
         self.b, self.groups, self.sums_positions = b, groups, sums_positions
         self.num_columns, self.batch_size, self.positions = b.shape[:3]
         self.shape = shape
-        self._products: Optional[Tensor] = None
+        self._products: Tensor | None = None
 
     @property
     def products(self) -> Tensor:  # type: ignore[override]
@@ -445,12 +434,12 @@ class Summed(Dense):
         b = torch.cat([self.b, other.b], dim=2)
         return Summed(b, self.shape, self.groups, self.sums_positions)
 
-    def select(self, samples: Union[Sequence[int], slice]) -> Summed:  # noqa: D102
+    def select(self, samples: Sequence[int] | slice) -> Summed:  # noqa: D102
         b = self.b[:, samples]
         return Summed(b, self.shape, self.groups, self.sums_positions)
 
 
-def merge_all(products: List[PerSample]) -> PerSample:
+def merge_all(products: list[PerSample]) -> PerSample:
     """Add the products that several calls contribute to the same parameter.
 
     Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Callable, List, Optional, Sequence, Tuple
+from typing import Callable, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ def in_order(product: PerSample) -> PerSample:
     return Outer(lambda: product.a, product.b, shape)
 
 
-def factor_shapes(product: PerSample) -> List[List[int]]:
+def factor_shapes(product: PerSample) -> list[list[int]]:
     """Tell which shapes the Kronecker factors of a parameter have.
 
     Args:
@@ -115,8 +115,8 @@ def projected(product: PerSample, matrices: Sequence[Tensor]) -> PerSample:
 
 
 def _factors(
-    product: Outer, on_b: Optional[Tensor], on_a: Optional[Tensor]
-) -> Tuple[Callable[[], Tensor], Tensor]:
+    product: Outer, on_b: Tensor | None, on_a: Tensor | None
+) -> tuple[Callable[[], Tensor], Tensor]:
     """Multiply the factors of outer products; inputs when they are asked for."""
 
     def inputs() -> Tensor:
@@ -130,7 +130,7 @@ def _factors(
     return inputs, _times(product.b if same else full_precision(product.b), on_b)
 
 
-def _times(rows: Tensor, matrix: Optional[Tensor]) -> Tensor:
+def _times(rows: Tensor, matrix: Tensor | None) -> Tensor:
     """Multiply rows with a matrix, ``None`` for the identity."""
     if matrix is None:
         return rows

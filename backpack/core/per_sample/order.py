@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import List, NamedTuple, Optional, Sequence, Tuple
+from typing import NamedTuple, Sequence
 
 from torch import Tensor
 
@@ -16,8 +16,8 @@ class Order(NamedTuple):
         axes: In which order the parameter has them.
     """
 
-    sizes: Tuple[int, ...]
-    axes: Tuple[int, ...]
+    sizes: tuple[int, ...]
+    axes: tuple[int, ...]
 
     def __call__(self, mat: Tensor, shape: Sequence[int]) -> Tensor:
         """Bring matrices into the parameter's shape.
@@ -43,7 +43,7 @@ class Order(NamedTuple):
         Returns:
             A method of tensors, with its arguments.
         """
-        runs: List[List[int]] = []  # the parameter's axes that each of ours consists of
+        runs: list[list[int]] = []  # the parameter's axes that each of ours consists of
         i = 0
         for axis in self.axes:
             runs.append([])
@@ -60,7 +60,7 @@ class Order(NamedTuple):
         return f"permute({', '.join(map(str, axes))})"
 
 
-def simplest(sizes: Sequence[int], axes: Sequence[int]) -> Optional[Order]:
+def simplest(sizes: Sequence[int], axes: Sequence[int]) -> Order | None:
     """Describe an order in its simplest form; equal orders have the same.
 
     Args:
@@ -72,7 +72,7 @@ def simplest(sizes: Sequence[int], axes: Sequence[int]) -> Optional[Order]:
     """
     kept = [axis for axis in axes if sizes[axis] != 1]
     rank = {axis: number for number, axis in enumerate(sorted(kept))}
-    runs: List[List[int]] = []  # axes that stay side by side are one
+    runs: list[list[int]] = []  # axes that stay side by side are one
     for axis in kept:
         if runs and rank[axis] == rank[runs[-1][-1]] + 1:
             runs[-1].append(axis)
@@ -85,7 +85,7 @@ def simplest(sizes: Sequence[int], axes: Sequence[int]) -> Optional[Order]:
     return Order(merged, tuple(map(places.index, runs)))
 
 
-def transposed(order: Optional[Order], rows: int, columns: int) -> Optional[Order]:
+def transposed(order: Order | None, rows: int, columns: int) -> Order | None:
     """Describe the order of a matrix's transpose.
 
     Args:

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from functools import cached_property, partial
-from typing import Any, Callable, Dict, Iterator, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Iterator, Sequence
 
 import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
 from backpack.core.fast import tuning
-from backpack.core.fast.matmul import (
-    bmm,
-    gram,
-    has_fast_blas,
-    is_fast_product,
-    matmul,
-)
+from backpack.core.fast.matmul import bmm, gram, has_fast_blas, is_fast_product, matmul
 from backpack.core.fast.memory import huge_empty, may_write
 from backpack.core.per_sample import sums
 from backpack.core.per_sample.base import Dense, Gather, PerSample
@@ -50,7 +44,7 @@ def prefers_gram(positions: int, d: int, p: int, adds_up: bool = False) -> bool:
 
 
 def _with_factors(
-    shape: torch.Size, order: Optional[Order], convention: bool, a: Tensor, b: Tensor
+    shape: torch.Size, order: Order | None, convention: bool, a: Tensor, b: Tensor
 ) -> Outer:
     return Outer(lambda: a, b, shape, order, sums_positions=convention)
 
@@ -77,9 +71,9 @@ class Outer(PerSample):
         a: Callable[[], Tensor],
         b: Tensor,
         shape: torch.Size,
-        order: Optional[Order] = None,
-        recipe: Optional[Recipe] = None,
-        unfolding: Optional[Unfolding] = None,
+        order: Order | None = None,
+        recipe: Recipe | None = None,
+        unfolding: Unfolding | None = None,
         sums_positions: bool = False,
     ):
         """Store the factors.
@@ -98,12 +92,12 @@ class Outer(PerSample):
         self.sums_positions = sums_positions
         self._recipe = recipe
         self._make_a = a
-        self._a: Optional[Tensor] = None
+        self._a: Tensor | None = None
         self.b = b
         self.shape = shape
         self.order = order
         self._unfolding = unfolding
-        self._plain: Optional[Outer] = None
+        self._plain: Outer | None = None
         self.num_columns, self.batch_size, self.groups, self.positions, p = b.shape
         # known without unfolding the inputs
         self._sizes = (shape.numel() // max(1, self.groups * p), p)
@@ -115,7 +109,7 @@ class Outer(PerSample):
             self._a = self._make_a()
         return self._a
 
-    def __getstate__(self) -> Dict[str, Any]:
+    def __getstate__(self) -> dict[str, Any]:
         """Return the factors, without the functions that form them."""
         forgotten = dict.fromkeys(("_make_a", "_recipe", "_unfolding", "_plain"))
         return {**vars(self), "_a": self.a, **forgotten, "shared": None}
@@ -137,7 +131,7 @@ class Outer(PerSample):
         kind = self.shape, self.order, self.sums_positions
         return Recipe(self.a, self.b, partial(_with_factors, *kind))
 
-    def _unfolder(self) -> Optional[Unfolding]:
+    def _unfolder(self) -> Unfolding | None:
         """Return faster ways to unfold, unless the inputs are unfolded already."""
         return self._unfolding if self._a is None else None
 
@@ -166,9 +160,9 @@ class Outer(PerSample):
 
     def like(
         self,
-        a: Optional[Callable[[], Tensor]] = None,
-        b: Optional[Tensor] = None,
-        recipe: Optional[Recipe] = None,
+        a: Callable[[], Tensor] | None = None,
+        b: Tensor | None = None,
+        recipe: Recipe | None = None,
     ) -> Outer:
         """Describe other products of the same kind.
 
@@ -225,7 +219,7 @@ class Outer(PerSample):
             return mat.reshape(*mat.shape[:-3], *self.shape)
         return self.order(mat, self.shape)
 
-    def select(self, samples: Union[Sequence[int], slice]) -> Outer:  # noqa: D102
+    def select(self, samples: Sequence[int] | slice) -> Outer:  # noqa: D102
         picked: Any = samples
         if not isinstance(samples, slice):  # once, on the device
             picked = torch.as_tensor(samples, dtype=torch.long, device=self.b.device)
@@ -280,7 +274,7 @@ class Outer(PerSample):
         return self._form is not None and self._a is None
 
     @property
-    def _form(self) -> Optional[Callable]:
+    def _form(self) -> Callable | None:
         """Function that forms products without unfolding, see :class:`Recipe`."""
         return self._recipe and self._recipe.form
 
@@ -317,7 +311,7 @@ class Outer(PerSample):
 
     def _unfold_and_fold(
         self, any_order: bool
-    ) -> Tuple[Callable[[slice], Tensor], Callable[[Tensor], Tensor]]:
+    ) -> tuple[Callable[[slice], Tensor], Callable[[Tensor], Tensor]]:
         """Choose how to unfold inputs, and to fold the products with them.
 
         Args:
@@ -344,9 +338,7 @@ class Outer(PerSample):
         unfolding = self._unfolder()
         return self.a[samples] if unfolding is None else unfolding.matrices(samples).mT
 
-    def _products(
-        self, any_order: bool, out: Optional[Tensor] = None
-    ) -> Iterator[Tensor]:
+    def _products(self, any_order: bool, out: Tensor | None = None) -> Iterator[Tensor]:
         """Form large products with unfolded inputs, some samples at a time.
 
         Args:
@@ -370,7 +362,7 @@ class Outer(PerSample):
                 products = out[:, samples].copy_(products)
             yield products
 
-    def _add(self, total: Optional[Tensor], block: Tensor) -> Tensor:
+    def _add(self, total: Tensor | None, block: Tensor) -> Tensor:
         if total is None and self._is_large and block.shape[1] == 1:
             return block[0, 0]
         return super()._add(total, block)
@@ -440,7 +432,7 @@ class Outer(PerSample):
         return self if few else Dense(self.individual(), self.shape)
 
     @cached_property
-    def _powers(self) -> Optional[Tensor]:
+    def _powers(self) -> Tensor | None:
         """Powers of two that inputs are divided by, see :func:`~sums.powers_of_two`."""
         return sums.powers_of_two(full_precision(self.a))
 
@@ -506,7 +498,7 @@ class Outer(PerSample):
             return super().variance()
         return self.fold(variance)
 
-    def dots(self, other: Optional[Outer] = None) -> Tensor:  # noqa: D102
+    def dots(self, other: Outer | None = None) -> Tensor:  # noqa: D102
         return self._own_dots() if other is None else self._dots(other)
 
     @whole_reduction

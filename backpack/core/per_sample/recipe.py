@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial, wraps
-from typing import Any, Callable, NamedTuple, Optional, Tuple, Union
+from typing import Any, Callable, NamedTuple
 
 from torch import Tensor
 
@@ -25,9 +25,9 @@ class Recipe(NamedTuple):
     inputs: Tensor
     cotangents: Tensor
     make: Callable[[Tensor, Tensor], Any]
-    form: Optional[Callable[[Tensor, Tensor, bool], Tensor]] = None
+    form: Callable[[Tensor, Tensor, bool], Tensor] | None = None
 
-    def select(self, samples: Union[slice, Tensor]) -> Recipe:
+    def select(self, samples: slice | Tensor) -> Recipe:
         """Restrict to some samples.
 
         Args:
@@ -80,7 +80,7 @@ def _reduce(
     inputs: Tensor,
     cotangents: Tensor,
     *args: Any,
-) -> Tuple[Tensor, Optional[Tensor]]:
+) -> tuple[Tensor, Tensor | None]:
     product = make(inputs, cotangents)
     product.keeps_total = adds_up
     return reduction(product, *args), product._total

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Optional, Sequence, Tuple, Union
+from typing import Sequence
 
 import torch
 from einops import einsum
@@ -23,7 +23,7 @@ class Rows(PerSample):
     """
 
     def __init__(
-        self, ids: Tensor, b: Tensor, shape: torch.Size, valid: Optional[Tensor] = None
+        self, ids: Tensor, b: Tensor, shape: torch.Size, valid: Tensor | None = None
     ):
         """Store indices and rows.
 
@@ -51,7 +51,7 @@ class Rows(PerSample):
         valid = torch.cat([self.valid, other.valid], dim=1)
         return Rows(ids, torch.cat([self.b, other.b], dim=2), self.shape, valid)
 
-    def select(self, samples: Union[Sequence[int], slice]) -> Rows:  # noqa: D102
+    def select(self, samples: Sequence[int] | slice) -> Rows:  # noqa: D102
         ids, valid = self.ids[samples], self.valid[samples]
         return Rows(ids, self.b[:, samples], self.shape, valid)
 
@@ -122,7 +122,7 @@ class Rows(PerSample):
         absent = (self.batch_size - occurrences).unsqueeze(1)
         return (total + absent * mean.pow(2)) / self.batch_size
 
-    def dots(self, other: Optional[Rows] = None) -> Tensor:  # noqa: D102
+    def dots(self, other: Rows | None = None) -> Tensor:  # noqa: D102
         samples, ids, sums, _ = self._segments()
         batch, columns, others = samples, ids, sums
         size = self.batch_size if other is None else other.batch_size
@@ -137,7 +137,7 @@ class Rows(PerSample):
             dots = dots.index_add(0, samples[rows], by_sample)
         return dots
 
-    def _segments(self) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _segments(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Add up the rows of each pair (sample, index) that occurs.
 
         There are as many places as rows, R = N T: how many pairs occur is a number that

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Mapping, Optional, Type
+from typing import Any, Mapping
 
 from torch import Tensor
 from torch.nn import Module
@@ -88,10 +88,10 @@ class GradientReduction(FirstOrderBackpropExtension):
     """
 
     separates_samples = True
-    default_rule: Optional[ModuleExtension] = _BUILT_IN
+    default_rule: ModuleExtension | None = _BUILT_IN
     # From this number of positions on, a layer's gradients are added up, while they are
     # formed, faster than autograd computes their sum.
-    adds_up_from: Optional[int] = 16
+    adds_up_from: int | None = 16
 
     def __init__(self, savefield: str, subsampling: Selection = None):
         """Store where values are saved.
@@ -190,9 +190,9 @@ class ReducedLayer(FirstOrderModuleExtension, ParameterRule):
         quantity: The extension whose reduction is used.
     """
 
-    quantity: Type[GradientReduction]
+    quantity: type[GradientReduction]
 
-    def __init__(self, derivatives: Any, params: List[str]):
+    def __init__(self, derivatives: Any, params: list[str]):
         """Create a method for each parameter.
 
         Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Mapping, Optional, Union
+from typing import Any, Mapping
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ class BatchDotGrad(GradientReduction):
     def __init__(
         self,
         subsampling: Selection = None,
-        other: Optional[Mapping[Tensor, Union[Tensor, FactoredGradients]]] = None,
+        other: Mapping[Tensor, Tensor | FactoredGradients] | None = None,
     ):
         """Choose the samples.
 

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from itertools import accumulate
 from operator import mul
-from typing import Any, List, Optional, Sequence
+from typing import Any, Sequence
 
 import torch
 from torch import Tensor
 
 from backpack.core.fast import tuning
 from backpack.core.per_sample.base import Dense, PerSample
-from backpack.core.per_sample.maps import (
-    dots_between,
-    factor_shapes,
-    in_order,
-    mapped,
-)
+from backpack.core.per_sample.maps import dots_between, factor_shapes, in_order, mapped
 from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.sums import chunks
 from backpack.extensions.firstorder.base import GradientReduction
@@ -50,7 +45,7 @@ class FactoredGradients:
     def __init__(
         self,
         product: PerSample,
-        ekfac: Optional[Sequence[Tensor]] = None,
+        ekfac: Sequence[Tensor] | None = None,
         damping: float = 0.0,
     ):
         """Store the gradients.
@@ -165,7 +160,7 @@ class FactoredGradients:
         inverses = damped_inv_kfacs(factors, damping)
         return FactoredGradients(mapped(self._product, inverses))
 
-    def _fits(self, shapes: List[List[int]]) -> bool:
+    def _fits(self, shapes: list[list[int]]) -> bool:
         """Tell whether factors of some shapes are those of this parameter."""
         product = self._product
         if not isinstance(product, Dense):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from numbers import Integral
-from typing import Any, List, Mapping, MutableMapping, Sequence, Union
+from typing import Any, Mapping, MutableMapping, Sequence, Union
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ OTHER_MATRICES = (
 )
 
 
-def sides(shape: torch.Size) -> List[int]:
+def sides(shape: torch.Size) -> list[int]:
     """Tell how many columns the projections of a parameter have.
 
     Args:
@@ -65,7 +65,7 @@ class BatchProjectGrad(GradientReduction):
 
     def __init__(
         self,
-        projection: Union[int, Mapping[Tensor, Matrices]] = 16,
+        projection: int | Mapping[Tensor, Matrices] = 16,
         subsampling: Selection = None,
         generator: Randomness = None,
     ):
@@ -89,9 +89,9 @@ class BatchProjectGrad(GradientReduction):
             raise ValueError(OTHER_PROJECTION.format(got=projection))
         super().__init__("grad_projected", subsampling=subsampling)
         self._projection, self._generator = projection, generator
-        self._drawn: MutableMapping[Tensor, List[Tensor]] = WeakTensorKeyDictionary()
+        self._drawn: MutableMapping[Tensor, list[Tensor]] = WeakTensorKeyDictionary()
 
-    def matrices(self, param: Tensor) -> List[Tensor]:
+    def matrices(self, param: Tensor) -> list[Tensor]:
         """Return the projections of a parameter; draw them if they are random and new.
 
         Args:
@@ -113,7 +113,7 @@ class BatchProjectGrad(GradientReduction):
             raise ValueError(message(MISSING, shape=param.shape))
         found = [found] if isinstance(found, Tensor) else list(found)
         real = all(isinstance(m, Tensor) and not m.is_complex() for m in found)
-        got: List[Any] = [list(m.shape) for m in found] if real else found
+        got: list[Any] = [list(m.shape) for m in found] if real else found
         if not real or [shape[1:] for shape in got] != [[size] for size in columns]:
             number = "a matrix" if len(columns) == 1 else "two matrices"
             text = {"number": number, "columns": columns, "got": got}

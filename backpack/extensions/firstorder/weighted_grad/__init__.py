@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import isclose
-from typing import Any, Dict, List, Literal, NamedTuple, Optional, Tuple, Union
+from typing import Any, Literal, NamedTuple, Union
 
 import torch
 from torch import Tensor
@@ -180,7 +180,7 @@ class WeightedGrad(GradientReduction):
                 self.weights[param] = weights
                 kept[param] = _sum(gradients, weights, factor)
 
-    def conclude(self, backward_pass: Any) -> Dict[Tensor, Tensor]:
+    def conclude(self, backward_pass: Any) -> dict[Tensor, Tensor]:
         """Decide on the weights, and sum individual gradients.
 
         Args:
@@ -216,7 +216,7 @@ class WeightedGrad(GradientReduction):
             for param, (gradients, _, _, factor) in waiting.items()
         }
 
-    def _factor(self, reductions: List[Optional[str]], n: int) -> float:
+    def _factor(self, reductions: list[str | None], n: int) -> float:
         """Tell what makes summands of the loss of the samples' own losses."""
         averages = {reduction in ("mean", "batchmean") for reduction in reductions}
         known = all(r in ("mean", "batchmean", "sum") for r in reductions)
@@ -224,7 +224,7 @@ class WeightedGrad(GradientReduction):
             raise ValueError(message(UNKNOWN_SCALE, ext=self, found=reductions))
         return float(n) if averages == {True} else 1.0
 
-    def _decide(self, statistic: Tensor, gradients: PerSample) -> Tuple[Tensor, Tensor]:
+    def _decide(self, statistic: Tensor, gradients: PerSample) -> tuple[Tensor, Tensor]:
         """Turn squared norms, or dot products, into weights.
 
         Args:

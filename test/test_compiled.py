@@ -170,11 +170,8 @@ def make(name: str) -> BackpropExtension:
     return getattr(extensions, name)(**OPTIONS.get(name, {}))
 
 
-def compare(
-    step: Step, compiled: CompiledStep, exts: List[BackpropExtension], seeded: bool
-) -> None:
+def compare(step: Step, compiled: CompiledStep, exts: List[BackpropExtension]) -> None:
     """Compare both ways to take a step, twice, with other parameters the second."""
-    fields = tuple(make(name).savefield for name in SAMPLED)
     for seed in range(2):
         torch.manual_seed(seed)
         loss = compiled(*step.data)
@@ -182,8 +179,7 @@ def compare(
         torch.manual_seed(seed)
         assert_agrees(loss, step.plain(*exts), "loss")
         for name, expected in step.taken(*exts).items():
-            if seeded or not name.endswith(fields):
-                assert_agrees(found[name], expected, f"{name}, step {seed}")
+            assert_agrees(found[name], expected, f"{name}, step {seed}")
         with torch.no_grad():
             for param in step.model.parameters():
                 param *= 1.1
@@ -235,21 +231,30 @@ def test_nothing_waits(network: str, name: str):
 def test_traced(network: str, names: List[str]):
     """A recorded step leaves what a plain one does, with other parameters, too."""
     step, exts = Step(network), [make(name) for name in names]
-    compare(step, step.traced(*exts), exts, seeded=True)
+    compare(step, step.traced(*exts), exts)
+
+
+# Sampled ones alone: the compiler changes the order of draws. Eigenvectors of singular
+# factors are whatever rounding makes of them: those of `EKFAC` are compared above.
+COMPILED = [["BatchGrad", "DiagGGNExact"]]
+if LONG:
+    drawn = [name for name in SAMPLED if name != "EKFAC"]
+    COMPILED = [[*FIRST, *EXACT, *WALKING], *([name] for name in drawn)]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("names", COMPILED, ids=lambda names: names[0])
 @pytest.mark.parametrize("network", NETWORKS if LONG else ["mlp"])
-def test_compiled(network: str):
-    """So does a compiled one, which draws other random numbers."""
+def test_compiled(network: str, names: List[str]):
+    """So does a compiled one, if it asks PyTorch for random numbers."""
     step = Step(network)
     step.model.eval()
-    names = QUANTITIES if LONG else ["BatchGrad", "DiagGGNExact"]
     walks = NETWORKS[network].walks
     exts = [make(name) for name in names if walks or name not in WALKING]
-    with warnings.catch_warnings():
+    own = torch._inductor.config.patch(fallback_random=True)
+    with own, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the compiler's own
-        compare(step, compile_step(step.closure, *exts), exts, seeded=False)
+        compare(step, compile_step(step.closure, *exts), exts)
 
 
 @pytest.mark.parametrize("network, names", [("mlp", FIRST), ("conv", FIRST + SAMPLED)])
@@ -259,7 +264,7 @@ def test_large_results(network: str, names: List[str], monkeypatch: pytest.Monke
     monkeypatch.setattr(tuning, "LARGE_PRODUCT", 1)
     step, exts = Step(network), [make(name) for name in names]
     run, weight = step.traced(*exts), step.model[0].weight
-    compare(step, run, exts, seeded=True)
+    compare(step, run, exts)
     run(*step.data)
     before, value = weight.grad_batch, weight.grad_batch.clone()
     run(2 * step.data[0], step.data[1])

@@ -279,9 +279,13 @@ class Linearization:
         Returns:
             Symmetric matrices of shape ``[N, H, H]``.
         """
-        size, like = sum(x.shape[1:].numel() for x in self.inputs()), self.g_out[0]
-        basis = torch.eye(size, dtype=like.dtype, device=like.device)
-        columns = self.split(basis.unsqueeze(1).expand(-1, len(like), -1))
+        inputs = self.inputs()
+        sizes, like = [x.shape[1:].numel() for x in inputs], self.g_out[0]
+        basis = torch.eye(sum(sizes), dtype=like.dtype, device=like.device)
+        columns = [
+            part.reshape(-1, 1, *x.shape[1:]).expand(-1, *x.shape)
+            for part, x in zip(basis.split(sizes, dim=1), inputs)
+        ]
         products = torch.cat([flatten(c, 2) for c in self.residual(columns)], dim=2)
         matrices = products.movedim(0, 1)
         matrices = (matrices + matrices.mT) / 2
@@ -298,7 +302,7 @@ class Linearization:
         """
         inputs = self.inputs()
         parts = columns.split([x.shape[1:].numel() for x in inputs], dim=2)
-        return [part.reshape(len(part), *x.shape) for part, x in zip(parts, inputs)]
+        return [part.reshape(-1, *x.shape) for part, x in zip(parts, inputs)]
 
     def filled(self, columns: Columns) -> list[Tensor]:
         """Replace what is not given by zeros.

@@ -562,8 +562,7 @@ def _moved(
     edges = [source.edge for source in sources]
     pulled = pull([edge], edges, [cotangent], create_graph=True)
     pairs = [(g, source) for g, source in zip(pulled, sources) if g is not None]
-    if any(not g.requires_grad for g, _ in pairs) and any(map(is_function, nodes)):
-        raise RuntimeError("a function whose backward has no derivative")
+    lost = any(not g.requires_grad for g, _ in pairs)
     pairs = [(g, source) for g, source in pairs if g.requires_grad]
     numbers = [
         sample_numbers(source.known.placement, g.shape, n, g.device)
@@ -583,4 +582,6 @@ def _moved(
                 return Mixed(name_of(edge.node))
             got += moved[1].long() << bit
             unseen |= ~(moved[0] | moved[1])
+    if (lost or pairs and bool(unseen.all())) and any(map(is_function, nodes)):
+        raise RuntimeError("a function whose backward has no derivative")
     return simplify(got.masked_fill(unseen, -1), n) if pairs else None

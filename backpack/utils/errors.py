@@ -42,7 +42,7 @@ def check_choice(
         error: Class of the error. Default: ``ValueError``.
 
     Raises:
-        error: If the value is none of them.
+        Exception: Of that class, if the value is none of them.
     """  # noqa: DAR401
     choices = tuple(choices)
     if value not in choices:

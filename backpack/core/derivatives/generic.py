@@ -88,7 +88,7 @@ def generic_product(
 
     Args:
         name: The parameter's (dotted) name in the module, see
-            :func:`stored.argument_position`.
+            :func:`~backpack.core.derivatives.stored.argument_position`.
         module: The module.
         inputs: Positional arguments of its call.
         cotangents: Columns ``[V, N, *]`` at its output; a sequence (in which ``None``

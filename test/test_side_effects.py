@@ -116,6 +116,12 @@ def own_generator(m: Module, x: Tensor) -> Tensor:
     return m.g(h * noise)
 
 
+@layers()
+def outside_of_its_domain(m: Module, x: Tensor) -> Tensor:
+    """Compute what is no number for most entries, which has to be tried with others."""
+    return m.g((m.f(x).tanh() + torch.acos(5 * x).nan_to_num()) @ m.w)
+
+
 @layers(generator=lambda: torch.Generator().manual_seed(3))
 def draws_by_values(m: Module, x: Tensor) -> Tensor:
     """Draw from a generator of its own, as often as the values say."""
@@ -358,6 +364,7 @@ PASSES = {
     "centers": centers,
     "own-generator": own_generator,
     "draws-by-values": draws_by_values,
+    "outside-of-its-domain": outside_of_its_domain,
     "calls-a-function-of-numbers": calls_a_function_of_numbers,
     "global-generator": global_generator,
     "gate-of-zero": gate_of_zero,

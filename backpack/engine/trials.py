@@ -7,9 +7,10 @@ sample is told from the others by the bits of its number.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import partial
 from math import inf, nan
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -90,7 +91,8 @@ class Trial:
             mixed = any(isinstance(p, Mixed) for p in found)
             if mixed and any(bool((x != x).any()) for x in self._run()):
                 # outside of its domain: NaN shows nothing there
-                self._flat = list(map(_between, self._flat))
+                with self._drawing():
+                    self._flat = list(map(_between, self._flat))
                 found, hides = self._probe(NOT_A_NUMBER)
             if hides and not self._is_random():
                 return self._probe(EXTREMES)[0], False
@@ -113,8 +115,7 @@ class Trial:
     ) -> list[Tensor]:
         """Run the operation with marks at some of the samples."""
         new: list[Any] = []
-        with torch.random.fork_rng([d for d in self._devices if d.type == "cuda"]):
-            self._seed(0)
+        with self._drawing():
             for x, i in zip(self._flat, self._numbers):
                 # a copy: nothing of the model's, like statistics, may change
                 x = _copied(x)
@@ -129,6 +130,13 @@ class Trial:
             result = self.call(new)
         result = new[0] if result is None else result
         return [x for x in tree_flatten(result)[0] if isinstance(x, Tensor)]
+
+    @contextmanager
+    def _drawing(self) -> Iterator[None]:
+        """Draw the same numbers each time, and none of the program's."""
+        with torch.random.fork_rng([d for d in self._devices if d.type == "cuda"]):
+            self._seed(0)
+            yield
 
     def _seed(self, seed: int) -> None:
         """Draw the same numbers again."""

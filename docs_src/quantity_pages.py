@@ -287,7 +287,7 @@ after it.""",
         [
             "Clipping for differential privacy: Abadi et al., *Deep learning with "
             "differential privacy*, 2016; in one pass: Bu et al., *Differentially "
-            "private optimization on large model at small cost*, 2022",
+            "private optimization on large model at small cost*, 2023",
             "Weights from dot products: Quinton and Rey, *Jacobian descent for "
             "multi-objective optimization*, 2024",
         ],

@@ -76,6 +76,9 @@ class EKFAC(KroneckerFactors):
             generator: Random number generator. Default: PyTorch's global one.
             dense_limit: Number of rows that a factor may have; parameters with larger
                 ones are refused before anything is allocated. Default: ``16384``.
+
+        Raises:
+            ValueError: If an option is not one of those.
         """
         source = Source.fisher(self, fisher_type, mc_samples, generator, EXACT_TOO)
         super().__init__("ekfac", source, weight_sharing, dense_limit)

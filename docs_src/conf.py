@@ -7,8 +7,10 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any, List, Optional, get_type_hints
 
+from docutils.nodes import container, document
 from sphinx.application import Sphinx
 from sphinx.pycode import ModuleAnalyzer
+from sphinx_gallery.directives import imgsgnode
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "test")]
@@ -132,12 +134,26 @@ def skip_fields(
     return True if type(item).__name__ == "_tuplegetter" else None
 
 
+def let_pictures_scroll(app: Sphinx, doctree: document) -> None:
+    """Put pictures of the gallery into boxes in which they scroll on phones.
+
+    Args:
+        app: The builder of the documentation.
+        doctree: A page.
+    """
+    for picture in list(doctree.findall(imgsgnode)):
+        box = container(classes=["drawing"])
+        picture.replace_self(box)
+        box += picture
+
+
 def setup(app: Sphinx) -> None:
-    """Register what changes docstrings, before they are parsed.
+    """Register what changes docstrings before they are parsed, and pages after it.
 
     Args:
         app: The builder of the documentation.
     """
+    app.connect("doctree-read", let_pictures_scroll)
     app.connect("autodoc-process-docstring", leave_out, priority=400)
     app.connect("autodoc-skip-member", skip_fields)
 

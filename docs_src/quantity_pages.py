@@ -79,13 +79,13 @@ the Jacobian :math:`J_n` of the network's output for sample :math:`n`, and the H
 
 QUANTITIES = [
     Quantity(
-        "Individual gradients: BatchGrad",
+        "Individual (per-sample) gradients: BatchGrad",
         ["BatchGrad"],
         ["grad_batch"],
         ["[N, *p]"],
         "individual gradients: the summands of ``.grad``",
-        r"""The summands of the gradient, one for each sample (per-sample or per-example
-gradients):
+        r"""The summands of the gradient, one for each sample, also known as per-example
+gradients:
 
 .. math:: g_n = c\, \nabla_p \ell_n\,, \qquad \sum_n g_n = \nabla_p \mathcal L\,.""",
         MEAN.format(factor="c = 1/N"),
@@ -141,8 +141,9 @@ The norm over all parameters is the root of the sum over parameters.""",
         + " N times this sum, for a mean loss, is the mean of the squared gradients.",
         "As much memory as the gradient.",
         [
-            "Diagonal of the empirical Fisher, as in Kirkpatrick et al., *Overcoming "
-            "catastrophic forgetting in neural networks*, 2017; about its limits: "
+            "Diagonal of the empirical Fisher, as in elastic weight "
+            "consolidation (EWC): Kirkpatrick et al., *Overcoming catastrophic forgetting in neural "
+            "networks*, 2017; about its limits: "
             "Kunstner et al., *Limitations of the empirical Fisher approximation*, "
             "2019",
             "When to stop: Mahsereci et al., *Early stopping without a validation "
@@ -396,7 +397,7 @@ It starts at the output of the extended model. No loss is needed:
         "C columns are pulled back; C · N gradients of memory. ``subsampling`` selects "
         "samples.",
         [
-            "Kernels of networks: Jacot et al., *Neural tangent kernel*, 2018",
+            "Neural tangent kernels (NTK): Jacot et al., *Neural tangent kernel*, 2018",
             "Predictions of linearized networks: Immer et al., *Improving predictions "
             "of Bayesian neural nets via local linearization*, 2021",
         ],

@@ -141,11 +141,10 @@ The norm over all parameters is the root of the sum over parameters.""",
         + " N times this sum, for a mean loss, is the mean of the squared gradients.",
         "As much memory as the gradient.",
         [
-            "Diagonal of the empirical Fisher, as in elastic weight "
-            "consolidation (EWC): Kirkpatrick et al., *Overcoming catastrophic forgetting in neural "
-            "networks*, 2017; about its limits: "
-            "Kunstner et al., *Limitations of the empirical Fisher approximation*, "
-            "2019",
+            "Diagonal of the empirical Fisher, as in elastic weight consolidation "
+            "(EWC): Kirkpatrick et al., *Overcoming catastrophic forgetting in neural "
+            "networks*, 2017; about its limits: Kunstner et al., *Limitations of the "
+            "empirical Fisher approximation*, 2019",
             "When to stop: Mahsereci et al., *Early stopping without a validation "
             "set*, 2017",
         ],

@@ -735,7 +735,12 @@ def cost_table(names: List[str]) -> List[str]:
             " ``expand`` and ``dots`` are options, ``only`` is a pass with "
             "``gradient=False``."
         )
-    return [*list_table(header, rows), note, ""]
+    above = [""] + [network for network, *_ in rows]
+    shown = [
+        ["" if row[0] == before else row[0], *row[1:]]
+        for row, before in zip(rows, above)
+    ]
+    return [*list_table(header, shown), note, ""]
 
 
 def code(quantity: Quantity) -> str:

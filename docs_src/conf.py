@@ -115,10 +115,12 @@ def leave_out(
     lines[:] = [line for line in lines if not line.startswith("Create new instance of")]
 
 
-def skip_fields(
+def skip_known(
     app: Sphinx, what: str, name: str, item: Any, skip: bool, options: Any
 ) -> Optional[bool]:
-    """Leave out fields of named tuples, which the docstring of their class describes.
+    """Leave out what is known: fields of named tuples, and the ``repr`` of modules.
+
+    The docstring of their class describes fields.
 
     Args:
         app: The builder of the documentation.
@@ -129,9 +131,10 @@ def skip_fields(
         options: How it is shown.
 
     Returns:
-        ``True`` for such a field, ``None`` for everything else.
+        ``True`` for those, ``None`` for everything else.
     """
-    return True if type(item).__name__ == "_tuplegetter" else None
+    known = name == "extra_repr" or type(item).__name__ == "_tuplegetter"
+    return True if known else None
 
 
 def let_pictures_scroll(app: Sphinx, doctree: document) -> None:
@@ -155,7 +158,7 @@ def setup(app: Sphinx) -> None:
     """
     app.connect("doctree-read", let_pictures_scroll)
     app.connect("autodoc-process-docstring", leave_out, priority=400)
-    app.connect("autodoc-skip-member", skip_fields)
+    app.connect("autodoc-skip-member", skip_known)
 
 
 napoleon_google_docstring = True

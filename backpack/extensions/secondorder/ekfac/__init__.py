@@ -20,7 +20,8 @@ from backpack.utils.hooks import message
 from backpack.utils.kroneckers import eigen_kfacs, transposed
 from backpack.utils.types import Randomness, WeightSharing, full_precision
 
-Basis = Mapping[Tensor, Sequence[Tensor]]
+# by parameter; a mapping from a type does not take one from a subclass
+Basis = Mapping[Any, Sequence[Tensor]]
 
 OTHER_BASIS = (
     "EKFAC: basis must have eigenvectors of shapes {expected} for a parameter of shape "

@@ -378,7 +378,8 @@ def extend(module: Module, debug: bool = False, use_converter: bool = False) -> 
 
     Raises:
         TypeError: If it is no instance of a module.
-        NotImplementedError: If it is, or has inside, a module of ``torch.jit``.
+        NotImplementedError: If it is, or has inside, a module of ``torch.jit``; or if
+            the converter cannot trace it.
     """
     if not isinstance(module, Module):
         hint = "Instead of a function, use a module, like CrossEntropyLoss()."

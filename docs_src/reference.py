@@ -42,7 +42,7 @@ def write(folder: Path) -> None:
     """
     folder.mkdir(exist_ok=True)
     text = "\n".join(page.read_text() for page in PAGES.glob("*.rst"))
-    shown = re.findall(r"auto(?:class|function):: ([\w.]+)$", text, re.M)
+    shown = re.findall(r"auto(?:class|function):: ([\w.]+)(?:\(\))?$", text, re.M)
     exported = {f"backpack.{name}" for name in backpack.__all__ if name != "extensions"}
     for package, members in modules().items():
         lines = [package, "=" * len(package), ""]

@@ -621,7 +621,7 @@ def tables() -> Dict[str, List[List[str]]]:
     for line in BENCHMARK.read_text().splitlines():
         if line.startswith("## "):
             rows = found[line[3:]] = []
-        elif line.startswith(("| quantity", "| `")):
+        elif line.startswith(("| quantity", "| `", "| extended")):
             rows.append([cell.strip() for cell in line.strip("|").split("|")])
     return {name: rows for name, rows in found.items() if name.startswith(NETWORKS)}
 
@@ -636,7 +636,7 @@ def compared() -> List[str]:
     for network, (header, *rows) in tables().items():
         title = [header[0], *(cell.removesuffix(": time") for cell in header[1::2])]
         shown = [
-            [f"``{cells[0].strip('`')}``"]
+            [cells[0].replace("`", "``")]
             + [
                 f"{t}, {m}" if t.strip("–") else t
                 for t, m in zip(cells[1::2], cells[2::2])

@@ -378,7 +378,8 @@ def extend(module: Module, debug: bool = False, use_converter: bool = False) -> 
 
     Raises:
         TypeError: If it is no instance of a module.
-        NotImplementedError: If it is, or has inside, a module of ``torch.jit``.
+        NotImplementedError: If it is, or has inside, a module of ``torch.jit``; or if
+            the converter cannot trace it.
     """
     if not isinstance(module, Module):
         hint = "Instead of a function, use a module, like CrossEntropyLoss()."
@@ -403,11 +404,10 @@ def extend(module: Module, debug: bool = False, use_converter: bool = False) -> 
             continue  # called for a parameter, not for samples
         if is_compiled(child):
             continue  # passes everything on to the module that was compiled
-        if not getattr(child, "_backpack_extend", False):
-            if debug:
-                print(f"[DEBUG] Extending {f'{name}: ' if name else ''}{child}")
-            _register_hooks(child)
-            child._backpack_extend = True
+        if debug and not getattr(child, "_backpack_extend", False):
+            print(f"[DEBUG] Extending {f'{name}: ' if name else ''}{child}")
+        _register_hooks(child)
+        child._backpack_extend = True
     EXTENDED.add(module)
     Module.__prepare_scriptable__ = scriptable  # type: ignore[attr-defined]
     CTX.forget_dead_handles()

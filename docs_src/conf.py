@@ -7,8 +7,10 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any, List, Optional, get_type_hints
 
+from docutils.nodes import container, document
 from sphinx.application import Sphinx
 from sphinx.pycode import ModuleAnalyzer
+from sphinx_gallery.directives import imgsgnode
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "test")]
@@ -113,10 +115,12 @@ def leave_out(
     lines[:] = [line for line in lines if not line.startswith("Create new instance of")]
 
 
-def skip_fields(
+def skip_known(
     app: Sphinx, what: str, name: str, item: Any, skip: bool, options: Any
 ) -> Optional[bool]:
-    """Leave out fields of named tuples, which the docstring of their class describes.
+    """Leave out what is known: fields of named tuples, and the ``repr`` of modules.
+
+    The docstring of their class describes fields.
 
     Args:
         app: The builder of the documentation.
@@ -127,19 +131,34 @@ def skip_fields(
         options: How it is shown.
 
     Returns:
-        ``True`` for such a field, ``None`` for everything else.
+        ``True`` for those, ``None`` for everything else.
     """
-    return True if type(item).__name__ == "_tuplegetter" else None
+    known = name == "extra_repr" or type(item).__name__ == "_tuplegetter"
+    return True if known else None
+
+
+def let_pictures_scroll(app: Sphinx, doctree: document) -> None:
+    """Put pictures of the gallery into boxes in which they scroll on phones.
+
+    Args:
+        app: The builder of the documentation.
+        doctree: A page.
+    """
+    for picture in list(doctree.findall(imgsgnode)):
+        box = container(classes=["drawing"])
+        picture.replace_self(box)
+        box += picture
 
 
 def setup(app: Sphinx) -> None:
-    """Register what changes docstrings, before they are parsed.
+    """Register what changes docstrings before they are parsed, and pages after it.
 
     Args:
         app: The builder of the documentation.
     """
+    app.connect("doctree-read", let_pictures_scroll)
     app.connect("autodoc-process-docstring", leave_out, priority=400)
-    app.connect("autodoc-skip-member", skip_fields)
+    app.connect("autodoc-skip-member", skip_known)
 
 
 napoleon_google_docstring = True

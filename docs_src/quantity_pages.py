@@ -79,13 +79,13 @@ the Jacobian :math:`J_n` of the network's output for sample :math:`n`, and the H
 
 QUANTITIES = [
     Quantity(
-        "Individual gradients: BatchGrad",
+        "Individual (per-sample) gradients: BatchGrad",
         ["BatchGrad"],
         ["grad_batch"],
         ["[N, *p]"],
         "individual gradients: the summands of ``.grad``",
-        r"""The summands of the gradient, one for each sample (per-sample or per-example
-gradients):
+        r"""The summands of the gradient, one for each sample, also known as per-example
+gradients:
 
 .. math:: g_n = c\, \nabla_p \ell_n\,, \qquad \sum_n g_n = \nabla_p \mathcal L\,.""",
         MEAN.format(factor="c = 1/N"),
@@ -141,10 +141,10 @@ The norm over all parameters is the root of the sum over parameters.""",
         + " N times this sum, for a mean loss, is the mean of the squared gradients.",
         "As much memory as the gradient.",
         [
-            "Diagonal of the empirical Fisher, as in Kirkpatrick et al., *Overcoming "
-            "catastrophic forgetting in neural networks*, 2017; about its limits: "
-            "Kunstner et al., *Limitations of the empirical Fisher approximation*, "
-            "2019",
+            "Diagonal of the empirical Fisher, as in elastic weight consolidation "
+            "(EWC): Kirkpatrick et al., *Overcoming catastrophic forgetting in neural "
+            "networks*, 2017; about its limits: Kunstner et al., *Limitations of the "
+            "empirical Fisher approximation*, 2019",
             "When to stop: Mahsereci et al., *Early stopping without a validation "
             "set*, 2017",
         ],
@@ -287,7 +287,7 @@ after it.""",
         [
             "Clipping for differential privacy: Abadi et al., *Deep learning with "
             "differential privacy*, 2016; in one pass: Bu et al., *Differentially "
-            "private optimization on large model at small cost*, 2022",
+            "private optimization on large model at small cost*, 2023",
             "Weights from dot products: Quinton and Rey, *Jacobian descent for "
             "multi-objective optimization*, 2024",
         ],
@@ -396,7 +396,7 @@ It starts at the output of the extended model. No loss is needed:
         "C columns are pulled back; C · N gradients of memory. ``subsampling`` selects "
         "samples.",
         [
-            "Kernels of networks: Jacot et al., *Neural tangent kernel*, 2018",
+            "Neural tangent kernels (NTK): Jacot et al., *Neural tangent kernel*, 2018",
             "Predictions of linearized networks: Immer et al., *Improving predictions "
             "of Bayesian neural nets via local linearization*, 2021",
         ],
@@ -621,7 +621,7 @@ def tables() -> Dict[str, List[List[str]]]:
     for line in BENCHMARK.read_text().splitlines():
         if line.startswith("## "):
             rows = found[line[3:]] = []
-        elif line.startswith(("| quantity", "| `")):
+        elif line.startswith(("| quantity", "| `", "| extended")):
             rows.append([cell.strip() for cell in line.strip("|").split("|")])
     return {name: rows for name, rows in found.items() if name.startswith(NETWORKS)}
 
@@ -636,7 +636,7 @@ def compared() -> List[str]:
     for network, (header, *rows) in tables().items():
         title = [header[0], *(cell.removesuffix(": time") for cell in header[1::2])]
         shown = [
-            [f"``{cells[0].strip('`')}``"]
+            [cells[0].replace("`", "``")]
             + [
                 f"{t}, {m}" if t.strip("–") else t
                 for t, m in zip(cells[1::2], cells[2::2])
@@ -735,7 +735,12 @@ def cost_table(names: List[str]) -> List[str]:
             " ``expand`` and ``dots`` are options, ``only`` is a pass with "
             "``gradient=False``."
         )
-    return [*list_table(header, rows), note, ""]
+    above = [""] + [network for network, *_ in rows]
+    shown = [
+        ["" if row[0] == before else row[0], *row[1:]]
+        for row, before in zip(rows, above)
+    ]
+    return [*list_table(header, shown), note, ""]
 
 
 def code(quantity: Quantity) -> str:

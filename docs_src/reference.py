@@ -1,7 +1,6 @@
 """Writes the reference of all modules that the pages on the API do not show."""
 
 import re
-from itertools import groupby
 from pathlib import Path
 from pkgutil import walk_packages
 from typing import Dict, List
@@ -18,7 +17,7 @@ def modules() -> Dict[str, List[str]]:
     """List every public module of the package that no page shows.
 
     Returns:
-        Names of modules by the package they are in.
+        Names of modules by the page they are on: that of their package.
     """
     shown = {
         line.split()[-1]
@@ -26,10 +25,13 @@ def modules() -> Dict[str, List[str]]:
         for line in page.read_text().splitlines()
         if line.startswith(".. automodule:: ")
     }
-    names = [info.name for info in walk_packages(backpack.__path__, "backpack.")]
-    rest = [name for name in sorted(names) if name not in shown]
-    groups = groupby(rest, lambda name: ".".join(name.split(".")[:2]))
-    return {package: list(members) for package, members in groups}
+    infos = list(walk_packages(backpack.__path__, "backpack."))
+    packages = {info.name for info in infos if info.ispkg}
+    found: Dict[str, List[str]] = {}
+    for name in sorted({info.name for info in infos} - shown):
+        one, two = (".".join(name.split(".")[:depth]) for depth in (2, 3))
+        found.setdefault(two if two in packages else one, []).append(name)
+    return found
 
 
 def write(folder: Path) -> None:
@@ -40,7 +42,7 @@ def write(folder: Path) -> None:
     """
     folder.mkdir(exist_ok=True)
     text = "\n".join(page.read_text() for page in PAGES.glob("*.rst"))
-    shown = re.findall(r"auto(?:class|function):: ([\w.]+)$", text, re.M)
+    shown = re.findall(r"auto(?:class|function):: ([\w.]+)(?:\(\))?$", text, re.M)
     exported = {f"backpack.{name}" for name in backpack.__all__ if name != "extensions"}
     for package, members in modules().items():
         lines = [package, "=" * len(package), ""]

@@ -71,7 +71,8 @@ for name in f"{FIRST_ORDER} {GGN} {OTHERS} {PRODUCTS}".split():
 # What they look like
 # -------------------
 # Several quantities share one backward pass. The weights of a linear layer that sees
-# pixels can be drawn as an image: these belong to the output for the digit three.
+# pixels can be drawn as an image: these belong to the output for the digit three. Where
+# a gradient is red, a step makes the weight larger, where it is blue, smaller.
 
 linear = extend(Sequential(Flatten(), Linear(784, 10)))
 images, labels = load_one_batch_mnist(batch_size=100)
@@ -84,14 +85,16 @@ weight, three = linear[1].weight, int((labels == 3).nonzero()[0])
 fields = {
     "a three": images[three, 0],
     "its gradient": weight.grad_batch[three, 3],
-    "gradient": weight.grad[3],
+    "gradient of the batch": weight.grad[3],
     "variance": weight.variance[3].sqrt(),
     "diagonal of the GGN": weight.diag_ggn_exact[3].sqrt(),
     "diagonal of the Hessian": weight.diag_h[3].sqrt(),
 }
 fig, axes = plt.subplots(2, 3, figsize=(7, 5), layout="constrained")
 for ax, (title, values) in zip(axes.flat, fields.items()):
-    ax.imshow(values.detach().reshape(28, 28).numpy(), cmap="viridis")
+    signed = {"cmap": "RdBu", "vmin": -abs(values).max(), "vmax": abs(values).max()}
+    style = signed if "gradient" in title else {"cmap": "viridis"}
+    ax.imshow(values.detach().reshape(28, 28).numpy(), **style)
     ax.set_title(title, fontsize=10)
     ax.axis("off")
 plt.show()

@@ -6,10 +6,9 @@ The generalized Gauss-Newton matrix (GGN) of a network with ten thousand weights
 hundred million entries. Its rank is small, though: at most N times C, samples times
 outputs. ``SqrtGGNExact`` is a root V, with GGN = V Vᵀ. The small matrix Vᵀ V has the
 same nonzero eigenvalues, and its eigenvectors, times V, are those of the GGN (Dangel et
-al.,
-2022, "ViViT"). What you see here is well known of trained networks: a few directions
-carry most of the curvature, as many as there are classes, and much of the gradient is
-in them.
+al., 2022, "ViViT"). What you see here is well known of trained networks: a few
+directions carry most of the curvature, as many as there are classes, and much of the
+gradient is in them.
 """
 
 from typing import Tuple

@@ -197,6 +197,12 @@ def between_batches(factors: Dict[Tensor, FactoredGradients]) -> None:
         factors = {p: g.precondition(ekfac, damping=0.1) for p, g in factors.items()}
         with backpack(BatchDotGrad(other=factors)):
             loss_function(model(X), y).backward()
+        by_parameter = {p: torch.ones(2, *p.shape) for p in model.parameters()}
+        BatchDotGrad(other=by_parameter)
+        basis = {p: ekfac for p in model.parameters()}
+        EKFAC(basis=basis)
+        matrices = {p: (p.T, p) for p in model.parameters()}
+        BatchProjectGrad(matrices)
         solve = ekfac_mat_prod(ekfac, power=-1, damping=0.1)
         assert_type(solve(torch.ones(3)), Tensor)
         inverses = kroneckers.damped_inv_kfacs(ekfac[:-1], 0.1)

@@ -377,6 +377,10 @@ class PullColumns:
 
         Yields:
             Parameters, and their values.
+
+        Raises:
+            NotImplementedError: If parameters are not behind the model's output.
+            AssertionError: If no extended loss was met before them.
         """
         group = turn.group
         if (ext, group) not in self._covered:

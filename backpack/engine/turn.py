@@ -322,6 +322,10 @@ class Turn:
         Args:
             extension: The extension.
             quantities: Quantity at the input; a list or tuple for several inputs.
+
+        Raises:
+            NotImplementedError: If an output is used several times, and the extension
+                does not say how that combines.
         """
         if quantities is None:
             return

@@ -38,7 +38,7 @@ class BatchDotGrad(GradientReduction):
     def __init__(
         self,
         subsampling: Selection = None,
-        other: Mapping[Tensor, Tensor | FactoredGradients] | None = None,
+        other: Mapping[Any, Tensor | FactoredGradients] | None = None,
     ):
         """Choose the samples.
 

@@ -65,7 +65,7 @@ class BatchProjectGrad(GradientReduction):
 
     def __init__(
         self,
-        projection: int | Mapping[Tensor, Matrices] = 16,
+        projection: int | Mapping[Any, Matrices] = 16,
         subsampling: Selection = None,
         generator: Randomness = None,
     ):

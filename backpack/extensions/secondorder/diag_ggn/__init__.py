@@ -95,6 +95,9 @@ class _Sampled(_Diagonal):
             fisher_type: ``"mc"`` for targets drawn from the model's own distribution,
                 ``"empirical"`` for those of the batch: the empirical Fisher's diagonal.
                 Default: ``"mc"``.
+
+        Raises:
+            ValueError: If an option is not one of those.
         """
         source = Source.fisher(self, fisher_type, mc_samples, generator)
         super().__init__(LossHessianStrategy.SAMPLING, self._savefield, source)

@@ -20,7 +20,8 @@ from backpack.utils.hooks import message
 from backpack.utils.kroneckers import eigen_kfacs, transposed
 from backpack.utils.types import Randomness, WeightSharing, full_precision
 
-Basis = Mapping[Tensor, Sequence[Tensor]]
+# by parameter; a mapping from a type does not take one from a subclass
+Basis = Mapping[Any, Sequence[Tensor]]
 
 OTHER_BASIS = (
     "EKFAC: basis must have eigenvectors of shapes {expected} for a parameter of shape "
@@ -76,6 +77,9 @@ class EKFAC(KroneckerFactors):
             generator: Random number generator. Default: PyTorch's global one.
             dense_limit: Number of rows that a factor may have; parameters with larger
                 ones are refused before anything is allocated. Default: ``16384``.
+
+        Raises:
+            ValueError: If an option is not one of those.
         """
         source = Source.fisher(self, fisher_type, mc_samples, generator, EXACT_TOO)
         super().__init__("ekfac", source, weight_sharing, dense_limit)

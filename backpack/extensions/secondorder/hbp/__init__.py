@@ -324,6 +324,9 @@ class KFAC(KroneckerFactors):
                 Fisher c Σₙ ∇ℓₙ ∇ℓₙᵀ. Default: ``"mc"``.
             dense_limit: Number of rows that a factor may have; parameters with larger
                 ones are refused before anything is allocated. Default: ``16384``.
+
+        Raises:
+            ValueError: If an option is not one of those.
         """
         source = Source.fisher(self, fisher_type, mc_samples, generator)
         super().__init__("kfac", source, weight_sharing, dense_limit)
@@ -345,6 +348,9 @@ class KFLR(KroneckerFactors):
             weight_sharing: ``"expand"``, ``"reduce"`` or ``None``. Default: ``None``.
             dense_limit: Number of rows that a factor may have; parameters with larger
                 ones are refused before anything is allocated. Default: ``16384``.
+
+        Raises:
+            ValueError: If an option is not one of those.
         """
         source = Source(LossHessianStrategy.EXACT, compact=True)
         super().__init__("kflr", source, weight_sharing, dense_limit)
@@ -364,6 +370,9 @@ class KFRA(HBP):
 
         Args:
             weight_sharing: ``"expand"``, ``"reduce"`` or ``None``. Default: ``None``.
+
+        Raises:
+            ValueError: If an option is not one of those.
         """
         super().__init__(
             Curvature.GGN,

@@ -91,6 +91,9 @@ class SqrtGGNMC(SqrtGGN):
             generator: Random number generator. Default: PyTorch's global one.
             fisher_type: ``"mc"`` for targets drawn from the model's own distribution,
                 ``"empirical"`` for those of the batch. Default: ``"mc"``.
+
+        Raises:
+            ValueError: If an option is not one of those.
         """
         source = Source.fisher(self, fisher_type, mc_samples, generator)
         strategy = LossHessianStrategy.SAMPLING

@@ -116,6 +116,15 @@ def mlp(*between: Module) -> Module:
     return Sequential(nn.Linear(3, 3), *between, nn.Linear(3, 3))
 
 
+def called_with_something_else() -> None:
+    """Walk from module to module where these have got computed parameters."""
+    model, loss = extend(mlp()), extend(nn.CrossEntropyLoss())
+    given = {name: param * 1.5 for name, param in model.named_parameters()}
+    value = loss(torch.func.functional_call(model, given, torch.rand(N, 3)), Y)
+    with backpack(DiagHessian()):
+        value.backward()
+
+
 def not_twice() -> None:
     """Multiply with the Hessian of a layer that can't be differentiated twice."""
     model = Sequential(nn.EmbeddingBag(4, 3), nn.Tanh())
@@ -1022,6 +1031,13 @@ PASSES: Dict[str, Row] = {
         r"\n- 0\.weight, 1\.weight: NoRule",
         "a rule for its module, Misspelled, which saves nothing for it",
         "add its name to the rule's `params`, or correct the spelling",
+    ),
+    "called-with-something-else": Row(
+        called_with_something_else,
+        UserWarning,
+        r"\n- 0\.weight, 0\.bias, 1\.weight, 1\.bias: its module was called with",
+        "`torch.func.functional_call`, and DiagHessian saves values on what was given",
+        r"Call the module itself, or give `tensor\.detach\(\)",
     ),
     "nothing-extended": Row(
         nothing_extended,

@@ -39,6 +39,7 @@ from backpack.extensions import (
     PCHMP,
     BatchGrad,
     BatchL2Grad,
+    BatchProjectGrad,
     DiagGGNExact,
     DiagGGNMC,
     DiagHessian,
@@ -428,13 +429,16 @@ OPTIONS: Dict[str, Row] = {
         )
         for value in (0, -1, 1.5, True, None)
     },
-    "generator": Row(
-        lambda: DiagGGNMC(generator=0),
-        ValueError,
-        "DiagGGNMC",
-        "generator must be a torch.Generator or None, got 0",
-        "manual_seed",
-    ),
+    **{
+        f"generator-{ext.__name__}": Row(
+            lambda ext=ext: ext(generator=0),
+            ValueError,
+            ext.__name__,
+            "generator must be a torch.Generator or None, got 0",
+            "manual_seed",
+        )
+        for ext in (DiagGGNMC, BatchProjectGrad)
+    },
     **{
         f"subsampling-{value}": Row(
             lambda value=value: BatchGrad(subsampling=value),

@@ -728,6 +728,13 @@ SAMPLES: Dict[str, Row] = {
         "used where extensions can't see it",
         "in operations of PyTorch .*not in .* a transform of `torch.func`",
     ),
+    "no-input-enters": Row(
+        lambda: run(Layers(lambda m, x: m.a.bias.expand(len(x), 3)), BatchGrad()),
+        NotImplementedError,
+        "'a.bias' of Layers",
+        "used where extensions can't see it",
+        r"let the inputs enter the prediction, if only by `\+ 0 \* input`",
+    ),
     "used-outside-of-a-part": Row(
         part_used_outside,
         NotImplementedError,

@@ -61,10 +61,11 @@ class CrossEntropyLossDerivatives(ClosedFormNLLLossDerivatives):
         factor = self._reduction_factor(module, weights)
         if smoothing:
             mean = 1.0 if own is None else full_precision(own).mean()
-            if not target.is_floating_point():
-                mean = mean * (target != module.ignore_index).to(weights.dtype)
             weights = (1 - smoothing) * weights + smoothing * mean
-        return (weights * factor).unsqueeze(axis)
+        weights = weights * factor
+        if not target.is_floating_point():  # zero, if there is nothing to divide by, too
+            weights = weights.where(target != module.ignore_index, 0.0)
+        return weights.unsqueeze(axis)
 
     def _reduction_factor(
         self, module: Layer, weights: Optional[Tensor] = None

@@ -283,7 +283,7 @@ class Linearization:
         sizes, like = [x.shape[1:].numel() for x in inputs], self.g_out[0]
         basis = torch.eye(sum(sizes), dtype=like.dtype, device=like.device)
         columns = [
-            part.reshape(-1, 1, *x.shape[1:]).expand(-1, *x.shape)
+            part.reshape(len(part), 1, *x.shape[1:]).expand(-1, *x.shape)
             for part, x in zip(basis.split(sizes, dim=1), inputs)
         ]
         products = torch.cat([flatten(c, 2) for c in self.residual(columns)], dim=2)

@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import F64, Problem, Tensors, randomize
-from per_sample import Lambda
 from per_sample import param as bare
 from test_architectures import (
     QUANTITIES,

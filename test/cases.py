@@ -770,6 +770,10 @@ def _some_ignored(prediction: Tensor) -> Tensors:
     return (target,)
 
 
+def _all_ignored(prediction: Tensor) -> Tensors:
+    return (torch.full_like(classes(prediction)[0], -100),)
+
+
 def _other_ignored(prediction: Tensor) -> Tensors:
     return (torch.arange(len(prediction)) % prediction.shape[1],)
 
@@ -787,6 +791,7 @@ CROSS_ENTROPY = [
         loss_options=weighted(0.5, 2.0, 1.5),
     ),
     *both("cross_entropy-ignored", nn.CrossEntropyLoss, _some_ignored),
+    *both("cross_entropy-all_ignored", nn.CrossEntropyLoss, _all_ignored),
     *both(
         "cross_entropy-ignore_index",
         nn.CrossEntropyLoss,

@@ -285,10 +285,14 @@ def two_losses(model: Module, loss: Module, x: Tensor, y: Tensor) -> None:
         (loss(f, y) + extend(nn.CrossEntropyLoss())(f, y)).backward()
 
 
-def without_basis(model: Module, loss: Module, x: Tensor, y: Tensor) -> None:
-    """Give eigenvectors for none of the parameters."""
-    with backpack(EKFAC(basis={})):
-        loss(model(x), y).backward()
+def with_basis(make: Callable) -> Callable:
+    """Give eigenvectors that a function makes from a parameter."""
+
+    def run(model: Module, loss: Module, x: Tensor, y: Tensor) -> None:
+        with backpack(EKFAC(basis={p: make(p) for p in model.parameters()})):
+            loss(model(x), y).backward()
+
+    return run
 
 
 REFUSED: Dict[str, Tuple[Callable, type, str]] = {
@@ -375,7 +379,13 @@ REFUSED: Dict[str, Tuple[Callable, type, str]] = {
         "'mc', 'exact', 'empirical'",
     ),
     "two-losses": (two_losses, NotImplementedError, "Kronecker products do not add"),
-    "basis": (without_basis, ValueError, "Pass what EKFAC has saved"),
+    "basis": (with_basis(lambda p: ()), ValueError, "Pass what EKFAC has saved"),
+    "basis-numbers": (with_basis(lambda p: [1, 2]), ValueError, "got [1, 2]. Pass"),
+    "basis-no-mapping": (
+        lambda *_: EKFAC(basis=[3]),
+        ValueError,
+        "must be a mapping from parameters, got list. Pass for instance what EKFAC",
+    ),
 }
 
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import F64, Problem, Tensors, randomize
+from per_sample import param as bare
 from test_architectures import (
     QUANTITIES,
     Reference,
@@ -44,6 +45,7 @@ from backpack.extensions import (
     KFRA,
     BatchDiagGGNExact,
     BatchDiagGGNMC,
+    BatchDiagHessian,
     BatchDotGrad,
     BatchFactors,
     BatchGrad,
@@ -2623,6 +2625,48 @@ def test_retained_gradients_accumulate() -> None:
         with backpack(DiagGGNExact(), retain_graph=True):
             value.backward(retain_graph=True)
         oracle.assert_agrees(hidden.grad, times * gradient)
+
+
+NO_POSITIONS: Dict[str, Tuple[Callable[[], Module], Callable[[], Tensor]]] = {
+    "linear": (lambda: mlp(nn.Tanh()), lambda: torch.randn(2, 0, 4)),
+    "normalization": (lambda: mlp(nn.LayerNorm(4)), lambda: torch.randn(2, 0, 4)),
+    "embedding": (
+        lambda: nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 3)),
+        lambda: torch.zeros(2, 0, dtype=torch.long),
+    ),
+    "operation": (
+        lambda: Lambda(lambda m, x: x * m.v @ m.w, v=bare(4), w=bare(4, 3)),
+        lambda: torch.randn(2, 0, 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NO_POSITIONS)
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss, nn.MSELoss])
+def test_no_positions(name: str, loss: Callable) -> None:
+    """Samples without a position have gradients, squares and curvatures of zero."""
+    make, data = NO_POSITIONS[name]
+    model, lossfunc = extend(make()), extend(loss(reduction="sum"))
+    entropy = loss is nn.CrossEntropyLoss
+    y = torch.zeros(2, 0, dtype=torch.long) if entropy else torch.zeros(2, 0, 3)
+    exts = [BatchGrad(), BatchL2Grad(), SumGradSquared(), BatchDotGrad(), Variance()]
+    exts += [DiagGGNExact(), BatchDiagGGNExact(), DiagGGNMC(), BatchJacobian()]
+    exts += [SqrtGGNExact(), ClippedGrad(1.0), BatchProjectGrad(2)]
+    if not entropy and name != "operation":
+        exts += [DiagHessian(), BatchDiagHessian(), HMP()]
+    if not entropy and name in ("linear", "normalization"):
+        exts.append(KFRA("expand"))
+    with backpack(*exts):
+        output = model(data())
+        lossfunc(output.transpose(1, 2) if entropy else output, y).backward()
+    for param in model.parameters():
+        for ext in exts:
+            field = getattr(param, ext.savefield)
+            field = field(torch.ones(1, *param.shape)) if callable(field) else field
+            assert all(
+                not x.any()
+                for x in ([field] if isinstance(field, Tensor) else field[:1])
+            )
 
 
 @pytest.mark.parametrize(

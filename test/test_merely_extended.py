@@ -81,6 +81,12 @@ MERELY: Dict[str, Tuple[Callable[[], Module], Callable[[], Tensor]]] = {
     "sparse-input": (sparse_layer, lambda: torch.eye(N, D).to_sparse()),
     "sparse-input-of-a-layer": (mlp, lambda: torch.eye(N, D).to_sparse()),
     "sparse-csr-input": (sparse_layer, lambda: torch.eye(N, D).to_sparse_csr()),
+    "made-in-inference-mode": (
+        lambda: Lambda(
+            lambda m, x: m.f((x + m.shift).tanh()), shift=param(D), f=nn.Linear(D, 3)
+        ),
+        torch.inference_mode()(lambda: torch.randn(N, D)),
+    ),
     "nested": (
         lambda: nn.Sequential(nn.Linear(D, D), nn.Linear(D, 2)),
         lambda: torch.nested.nested_tensor([torch.ones(2, D), torch.ones(3, D)]),

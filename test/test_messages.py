@@ -39,6 +39,7 @@ from backpack.extensions import (
     PCHMP,
     BatchGrad,
     BatchL2Grad,
+    BatchProjectGrad,
     DiagGGNExact,
     DiagGGNMC,
     DiagHessian,
@@ -114,6 +115,15 @@ def on_nested(layout: torch.layout, ext: BackpropExtension) -> None:
 def mlp(*between: Module) -> Module:
     """Make a model with modules between two linear layers."""
     return Sequential(nn.Linear(3, 3), *between, nn.Linear(3, 3))
+
+
+def called_with_something_else() -> None:
+    """Walk from module to module where these have got computed parameters."""
+    model, loss = extend(mlp()), extend(nn.CrossEntropyLoss())
+    given = {name: param * 1.5 for name, param in model.named_parameters()}
+    value = loss(torch.func.functional_call(model, given, torch.rand(N, 3)), Y)
+    with backpack(DiagHessian()):
+        value.backward()
 
 
 def not_twice() -> None:
@@ -419,13 +429,16 @@ OPTIONS: Dict[str, Row] = {
         )
         for value in (0, -1, 1.5, True, None)
     },
-    "generator": Row(
-        lambda: DiagGGNMC(generator=0),
-        ValueError,
-        "DiagGGNMC",
-        "generator must be a torch.Generator or None, got 0",
-        "manual_seed",
-    ),
+    **{
+        f"generator-{ext.__name__}": Row(
+            lambda ext=ext: ext(generator=0),
+            ValueError,
+            ext.__name__,
+            "generator must be a torch.Generator or None, got 0",
+            "manual_seed",
+        )
+        for ext in (DiagGGNMC, BatchProjectGrad)
+    },
     **{
         f"subsampling-{value}": Row(
             lambda value=value: BatchGrad(subsampling=value),
@@ -714,6 +727,13 @@ SAMPLES: Dict[str, Row] = {
         "'a.bias' of Layers",
         "used where extensions can't see it",
         "in operations of PyTorch .*not in .* a transform of `torch.func`",
+    ),
+    "no-input-enters": Row(
+        lambda: run(Layers(lambda m, x: m.a.bias.expand(len(x), 3)), BatchGrad()),
+        NotImplementedError,
+        "'a.bias' of Layers",
+        "used where extensions can't see it",
+        r"let the inputs enter the prediction, if only by `\+ 0 \* input`",
     ),
     "used-outside-of-a-part": Row(
         part_used_outside,
@@ -1022,6 +1042,13 @@ PASSES: Dict[str, Row] = {
         r"\n- 0\.weight, 1\.weight: NoRule",
         "a rule for its module, Misspelled, which saves nothing for it",
         "add its name to the rule's `params`, or correct the spelling",
+    ),
+    "called-with-something-else": Row(
+        called_with_something_else,
+        UserWarning,
+        r"\n- 0\.weight, 0\.bias, 1\.weight, 1\.bias: its module was called with",
+        "`torch.func.functional_call`, and DiagHessian saves values on what was given",
+        r"Call the module itself, or give `tensor\.detach\(\)",
     ),
     "nothing-extended": Row(
         nothing_extended,

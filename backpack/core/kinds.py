@@ -21,7 +21,7 @@ from backpack.core.per_sample.base import Dense, PerSample, Summed
 from backpack.core.per_sample.order import simplest
 from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.rows import Rows
-from backpack.utils.types import as_type
+from backpack.utils.types import as_type, version_of
 
 Key = Union[int, str]  # where an argument stands: its position, or its keyword
 
@@ -45,12 +45,12 @@ class Operation(ABC):
             keys: Which arguments the rule covers.
         """
         self.data, self.keys = data, tuple(keys)
-        self._version = None if data is None else data._version
+        self._version = None if data is None else version_of(data)
 
     @property
     def is_modified(self) -> bool:
         """Whether the operand was modified in place since."""
-        return self.data is not None and self.data._version != self._version
+        return self.data is not None and version_of(self.data) != self._version
 
     def reads_data(self, key: Key) -> bool:
         """Tell whether products with a constant's Jacobian are made of the operand.

@@ -21,7 +21,7 @@ from backpack.hessianfree.lop import pull_back, pull_columns
 from backpack.hessianfree.rop import R_op
 from backpack.utils.hooks import message
 from backpack.utils.subsampling import Subsampling, subsample
-from backpack.utils.types import HALF, Layer, as_type, full_precision
+from backpack.utils.types import HALF, Layer, as_type, full_precision, version_of
 from backpack.utils.unsqueeze import flatten, unit_columns
 
 Columns = list[Any]
@@ -108,7 +108,7 @@ class Snapshot:
         self._module = module
         values = (*module.parameters(), *stored.stored_inputs(module), module.output)
         tensors = [x.detach() for x in values if isinstance(x, Tensor)]  # no graph
-        self._seen = [(x, x._version) for x in tensors]
+        self._seen = [(x, version_of(x)) for x in tensors]
 
     def check(self, ext: str, name: str) -> None:
         """Check that no tensor was modified in place.
@@ -120,7 +120,7 @@ class Snapshot:
         Raises:
             RuntimeError: If one was.
         """
-        if any(x._version != version for x, version in self._seen):
+        if any(version_of(x) != version for x, version in self._seen):
             text = message(CHANGED, ext=ext, name=name, module=self._module)
             raise RuntimeError(text)
 
@@ -283,7 +283,7 @@ class Linearization:
         sizes, like = [x.shape[1:].numel() for x in inputs], self.g_out[0]
         basis = torch.eye(sum(sizes), dtype=like.dtype, device=like.device)
         columns = [
-            part.reshape(-1, 1, *x.shape[1:]).expand(-1, *x.shape)
+            part.reshape(len(part), 1, *x.shape[1:]).expand(-1, *x.shape)
             for part, x in zip(basis.split(sizes, dim=1), inputs)
         ]
         products = torch.cat([flatten(c, 2) for c in self.residual(columns)], dim=2)

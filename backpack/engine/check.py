@@ -12,8 +12,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
 from backpack.core.layout import Layout, has_bit, sample_numbers
-from backpack.engine.gaps import Known
-from backpack.engine.graph import Inspection, describe
+from backpack.engine.graph import Inspection, Origin, describe
 from backpack.utils.hooks import without_hooks
 from backpack.utils.state import State
 
@@ -105,10 +104,10 @@ def check_isolation(inspection: Inspection, current: State) -> None:
     tensors = [x for owner in owners for x in owner.tensors()] if columns_only else ()
     quiet = without_hooks(tensors) if columns_only else nullcontext()
     with current.pull(columns_only), quiet:
-        for edge, known in _starts(inspection) if places else ():
-            for bit, wanted, column in _columns(edge, known):
+        for origin in _starts(inspection) if places else ():
+            for bit, wanted, column in _columns(origin):
                 pulled = torch.autograd.grad(
-                    [edge],
+                    [origin.edge],
                     [place for _, _, place in places],
                     [column],
                     retain_graph=True,
@@ -121,31 +120,28 @@ def check_isolation(inspection: Inspection, current: State) -> None:
                     raise RuntimeError(text)
 
 
-def _starts(inspection: Inspection) -> Iterator[tuple[GradientEdge, Known]]:
+def _starts(inspection: Inspection) -> list[Origin]:
     """List where samples are separate: at losses' predictions, or at outputs."""
     losses = [call for call in inspection.calls if call.is_loss]
-    for loss in losses:
-        edge = loss.input_edges[0] if loss.input_edges else None
-        if edge is not None:
-            yield edge, Known(loss.placement, loss.n)
-    for origin in inspection.outputs() if not losses else ():
-        yield origin.edge, Known(origin.placement, origin.call.n)
+    edges = [(loss, loss.input_edges[0]) for loss in losses if loss.input_edges]
+    found = [Origin(loss, edge, loss.placement) for loss, edge in edges if edge]
+    return found if losses else inspection.outputs()
 
 
-def _columns(edge: GradientEdge, known: Known) -> Iterator[tuple[int, int, Tensor]]:
+def _columns(origin: Origin) -> Iterator[tuple[int, int, Tensor]]:
     """Make cotangents for samples whose number has a bit, and for the others."""
-    placement, n = known
+    (_, edge, placement, shape), n = origin, origin.call.n
     if n < 2 or not isinstance(placement, (Layout, Tensor)):
         return
     metadata = edge.node._input_metadata[edge.output_nr]
-    device, shape = metadata.device, torch.Size(metadata.shape)
+    device, shape = metadata.device, shape or torch.Size(metadata.shape)
     generator = torch.Generator(device).manual_seed(0)
     random = torch.rand(shape, generator=generator, device=device) + 0.5
     numbers = sample_numbers(placement, shape, n, device)
     for bit in range((n - 1).bit_length()):
         for wanted in (0, 1):
             some = random.where(has_bit(numbers, bit, wanted), 0.0)
-            yield bit, wanted, some.to(metadata.dtype)
+            yield bit, wanted, some.to(metadata.dtype).reshape(metadata.shape)
 
 
 def _reaches_others(use: Any, index: int, g: Tensor, bit: int, wanted: int) -> bool:

@@ -54,8 +54,10 @@ OUTSIDE_USE = (
     "would be wrong. Use a parameter only inside of extended modules, in operations of "
     "PyTorch (not in a compiled or scripted piece, or a transform of `torch.func`), "
     "and on what such operations make of the inputs (not NumPy, or numbers in Python: "
-    "do that before, and hand over what comes out); and differentiate what contains a "
-    "derivative of the network, as products with a Hessian do, outside of the context."
+    "do that before, and hand over what comes out); let the inputs enter the "
+    "prediction, if only by `+ 0 * input`, for what no input enters belongs to no "
+    "sample; and differentiate what contains a derivative of the network, as products "
+    "with a Hessian do, outside of the context."
 )
 MISSING_TERM = (
     "Terms of the loss come from no extended loss module ({nodes}), so that their "

@@ -26,6 +26,7 @@ from backpack.engine.record import Call
 from backpack.engine.tracking import Tracker
 from backpack.engine.uses import Constant, Use
 from backpack.utils.module_classification import is_loss
+from backpack.utils.types import version_of
 
 _AXES = {nn.Linear: (1, 1), nn.Embedding: (0, 1)}
 
@@ -141,12 +142,12 @@ class LayerCall(Operation):
         self._module = shallow_copy(module, _parameters=own)
         read = tree_leaves((arguments, list(module._parameters.values())))
         self._read = [x for x in read if isinstance(x, Tensor)]
-        self._versions = [x._version for x in self._read]
+        self._versions = [version_of(x) for x in self._read]
 
     @property
     def is_modified(self) -> bool:
         """Whether the input, a state, or a parameter was modified in place since."""
-        return [x._version for x in self._read] != self._versions
+        return [version_of(x) for x in self._read] != self._versions
 
     def product(self, key, shape, cotangents, out, n):  # noqa: D102
         derivatives, module = self._derivatives, self._module

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 from backpack.engine.graph import calls_at
 from backpack.engine.uses import MODIFIED, Use, edge_of
 from backpack.utils.hooks import name_module
+from backpack.utils.types import version_of
 
 RELEASED = (
     "The inputs and outputs of {module} were dropped after an earlier backward pass. "
@@ -131,7 +132,7 @@ class Call:
         self.args, self.kwargs = args, kwargs
         self.versions = _versions(self.arguments)
         self.outputs = [x.detach() for x in outputs]
-        self.output_versions = [x._version for x in outputs]
+        self.output_versions = [version_of(x) for x in outputs]
         self._returned = list(map(weakref.ref, outputs))  # they own this call
         self.output_shapes = [out.shape for out in outputs]
         device = outputs[0].device.type if outputs else "cpu"
@@ -206,7 +207,7 @@ class Call:
             The outputs.
         """
         pairs = zip(self.outputs, self.output_versions)
-        return [x if x._version == version else None for x, version in pairs]
+        return [x if version_of(x) == version else None for x, version in pairs]
 
     def check_unchanged(self) -> None:
         """Check that no input was modified since the call.
@@ -272,7 +273,7 @@ def _edges_before(edge: GradientEdge) -> list[GradientEdge]:
 
 def _versions(values: Sequence[Any]) -> list[int | None]:
     """Return what grows with each modification of tensors in place."""
-    return [x._version if isinstance(x, Tensor) else None for x in values]
+    return [version_of(x) if isinstance(x, Tensor) else None for x in values]
 
 
 def _detach(value: Any) -> Any:

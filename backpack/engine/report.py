@@ -27,6 +27,11 @@ NOT_IN_RULE = (
     "{ext} has a rule for its module, {rule}, which saves nothing for it; add its name "
     "to the rule's `params`, or correct the spelling there"
 )
+REPLACED = (
+    "its module was called with something else in its place, as by "
+    "`torch.func.functional_call`, and {ext} saves values on what was given, if that "
+    "is a leaf. Call the module itself, or give `tensor.detach().requires_grad_()`"
+)
 INTRODUCTION = (
     "No result was computed for the following trainable parameters of extended modules:"
 )
@@ -133,7 +138,8 @@ class Report:
             rule = ext.get_module_extension(module)
             if rule is None:
                 return None  # `fail_mode` has told what to say, and when
-            return NOT_IN_RULE.format(ext=type(ext).__name__, rule=type(rule).__name__)
+            text = REPLACED if type(rule) is type(ext.default_rule) else NOT_IN_RULE
+            return text.format(ext=type(ext).__name__, rule=type(rule).__name__)
         return NOT_RECORDED if is_hooked(module) else NO_HOOKS
 
 

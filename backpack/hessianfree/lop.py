@@ -112,6 +112,8 @@ def pull_columns(
     for column in columns:
         ws = [w.to(y.dtype) for w, y in zip(as_tuple(column), ys)]
         rows.append(pull_back(ys, xs, ws, True, create_graph))
+    if not rows:
+        return [x.new_zeros(0, *x.shape) for x in xs]
     return [stack(products) for products in zip(*rows)]
 
 

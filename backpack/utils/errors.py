@@ -1,8 +1,8 @@
 """Checks of modules that end in an error or in a warning."""
 
-from typing import Any, Iterable, Sequence, Type
+from typing import Any, Iterable, Mapping, Sequence, Type
 
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -47,6 +47,44 @@ def check_choice(
     choices = tuple(choices)
     if value not in choices:
         raise error(f"{name}: {option} must be one of {choices}, got {value!r}.")
+
+
+def check_generator(name: str, generator: Any) -> None:
+    """Refuse what is no source of random numbers.
+
+    Args:
+        name: Whose option it is.
+        generator: Its value.
+
+    Raises:
+        ValueError: If it is neither a generator nor ``None``.
+    """
+    if not isinstance(generator, (Generator, type(None))):
+        raise ValueError(
+            f"{name}: generator must be a torch.Generator or None, got {generator!r}. "
+            "Pass `torch.Generator(device).manual_seed(0)`, with the model's device."
+        )
+
+
+def check_mapping(name: str, option: str, value: Any, saved: str, field: str) -> None:
+    """Refuse what has no value for each parameter.
+
+    Args:
+        name: Whose option it is.
+        option: Name of the option.
+        value: Its value.
+        saved: What may be passed.
+        field: Where that is saved on parameters.
+
+    Raises:
+        ValueError: If it is neither a mapping nor ``None``.
+    """
+    if not isinstance(value, (Mapping, type(None))):
+        raise ValueError(
+            f"{name}: {option} must be a mapping from parameters, got "
+            f"{type(value).__name__}. Pass for instance {saved}, "
+            f"{option}={{p: p.{field} for p in model.parameters()}}."
+        )
 
 
 def batch_norm_raise_error_if_train(

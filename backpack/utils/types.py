@@ -51,6 +51,18 @@ def kind(x: Tensor) -> Dict[str, Any]:
     return {"dtype": x.dtype, "device": x.device}
 
 
+def version_of(x: Tensor) -> int:
+    """Count how often a tensor was modified in place.
+
+    Args:
+        x: Tensor.
+
+    Returns:
+        The number; zero for one made in inference mode, for which nobody counts.
+    """
+    return 0 if x.is_inference() else x._version
+
+
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the type in which sums are accumulated: float32 or better.
 

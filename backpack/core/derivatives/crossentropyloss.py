@@ -61,10 +61,11 @@ class CrossEntropyLossDerivatives(ClosedFormNLLLossDerivatives):
         factor = self._reduction_factor(module, weights)
         if smoothing:
             mean = 1.0 if own is None else full_precision(own).mean()
-            if not target.is_floating_point():
-                mean = mean * (target != module.ignore_index).to(weights.dtype)
             weights = (1 - smoothing) * weights + smoothing * mean
-        return (weights * factor).unsqueeze(axis)
+        weights = weights * factor
+        if not target.is_floating_point():  # zero, even if the factor is 1/0
+            weights = weights.where(target != module.ignore_index, 0.0)
+        return weights.unsqueeze(axis)
 
     def _reduction_factor(
         self, module: Layer, weights: Optional[Tensor] = None
@@ -141,7 +142,7 @@ class CrossEntropyLossDerivatives(ClosedFormNLLLossDerivatives):
         positions = x.shape[_class_axis(x) + 1 :].numel()
         num_columns = max(1, num_classes - 1) if compact else num_classes
         factor = _triangular_factor if compact else _factor
-        step = max(1, size // positions)
+        step = max(1, size // max(1, positions))
         for start in range(0, num_columns, step):
             classes = slice(start, min(start + step, num_columns))
             yield from split_columns(self._columns(module, None, factor, classes), size)

@@ -29,8 +29,9 @@ TOLERANCE = 1e-8
 
 NO_CURVATURE = (
     "{module}: the Hessian of this loss is zero, and so are second-order quantities. A "
-    "loss that is linear in pieces has no curvature; that of NLLLoss lies in the "
-    "log-softmax before it: use CrossEntropyLoss."
+    "loss that is linear in pieces has no curvature; that of NLLLoss and KLDivLoss "
+    "lies in the log-softmax before them: use CrossEntropyLoss, of classes or "
+    "probabilities."
 )
 NOT_FINITE = (
     "{module}: the Hessian of the loss at the prediction is not finite (it contains "

@@ -155,9 +155,9 @@ class BaseDerivatives(ABC):  # noqa: B024
                 f"Expected a matrix of shape [{out}, {out}] for the output features of "
                 f"{name_module(module)}, but got {list(mat.shape)}."
             )
-        if len(module.output) == 0:  # the mean of nothing
-            size = module.input0.shape[1:].numel()
-            return mat.new_full((size, size), nan)
+        n, size = len(module.output), module.input0.shape[1:].numel()
+        if n * out == 0:  # the mean of nothing, or of outputs without features
+            return mat.new_full((size, size), 0.0 if n else nan)
         return self._ea_jac_t_mat_jac_prod(module, g_inp, g_out, mat)
 
     def _ea_jac_t_mat_jac_prod(

@@ -277,9 +277,10 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
     def _sum_hessian(self, module: Layer, g_inp: Grads, g_out: Grads) -> Tensor:
         # products with one unit vector per feature, the same for each sample
         x = module.input0
-        basis = unit_columns(x, len(self._split_shape(x)[0]))
+        batch, _ = self._split_shape(x)
+        basis = unit_columns(x, len(batch))
         columns = self._make_hessian_mat_prod(module, g_inp, g_out)(basis)
-        return columns.reshape(len(basis), -1, len(basis)).sum(1)
+        return columns.reshape(len(basis), batch.numel(), len(basis)).sum(1)
 
     def _split_shape(self, x: Tensor) -> Tuple[Size, Size]:
         """Split the prediction's shape into batch axis and feature axes.

@@ -82,7 +82,8 @@ class ScaleShiftDerivatives(BaseParameterDerivatives):
         self, name: str, module: Layer, cotangents: Tensor
     ) -> PerSample:
         """Sum ``[V, N, *]``, with the weight's times ``x̂``, over the shared axes."""
-        axes = [axis + 1 for axis in self.shared_axes(module, cotangents[0])]
+        x = cotangents.flatten(0, 1)  # of the shape of an input
+        axes = [axis + 1 for axis in self.shared_axes(module, x)]
         products = cotangents.sum(axes) if axes else cotangents
         return Dense(products, getattr(module, name).shape)
 

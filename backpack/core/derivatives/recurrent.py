@@ -32,7 +32,7 @@ from backpack.core.per_sample.base import PerSample, Summed
 from backpack.core.per_sample.outer import Outer
 from backpack.utils.hooks import message
 from backpack.utils.subsampling import Subsampling, subsample
-from backpack.utils.types import Layer
+from backpack.utils.types import Layer, version_of
 
 Mats = Sequence[Optional[Tensor]]
 
@@ -190,7 +190,7 @@ class RecurrentDerivatives(BaseParameterDerivatives):
             ref(module),
             [mat is None for mat in mats],
             [id(x) for x in tensors],
-            [x._version for x in [first, *tensors]],
+            [version_of(x) for x in [first, *tensors]],
         )
         found, products, _ = _PRODUCTS.get(first, (None, {}, None))
         if found != stamp:

@@ -235,7 +235,7 @@ class PerSample(ABC):
         return total.contiguous()
 
     def _squares_per_sample(self) -> Tensor:
-        if not may_write():
+        if not (may_write() and self.num_columns):
             return full_precision(self.individual()).pow(2).sum(0)
         dtype = accumulator_dtype(self.dtype)
         out = huge_empty((self.batch_size, *self.shape), dtype, self.device)

@@ -465,7 +465,7 @@ class Outer(PerSample):
 
     @whole_reduction
     def partial_squares(self, sum_batch: bool) -> Tensor:  # noqa: D102
-        if self.positions > 1:
+        if self.positions != 1:
             return super().partial_squares(sum_batch)
         return sums.sum_axis(self._moderate_b().squeeze(3).pow(2), 0)
 
@@ -473,7 +473,7 @@ class Outer(PerSample):
     def finish_squares(
         self, statistic: Tensor, sum_batch: bool
     ) -> Tensor:  # noqa: D102
-        if self.positions > 1:
+        if self.positions != 1:
             return statistic
         a = self._moderate_a().squeeze(2).pow(2)
         if sum_batch:
@@ -482,7 +482,7 @@ class Outer(PerSample):
 
     @whole_reduction
     def variance(self) -> Tensor:  # noqa: D102
-        if self.positions > 1 or self.batch_size == 0:
+        if self.positions != 1 or self.batch_size == 0:
             return super().variance()
         if not may_look(self._cotangents):
             return super().variance()

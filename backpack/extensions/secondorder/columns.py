@@ -8,7 +8,7 @@ from numbers import Integral
 from typing import Any, Iterator, Sequence
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from backpack.core.derivatives.loss_base import as_option, split_columns
@@ -19,7 +19,11 @@ from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.secondorder import walk
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
-from backpack.utils.errors import batch_norm_raise_error_if_train, check_choice
+from backpack.utils.errors import (
+    batch_norm_raise_error_if_train,
+    check_choice,
+    check_generator,
+)
 from backpack.utils.subsampling import Selection, subsample
 from backpack.utils.types import Grads, Layer, Randomness
 
@@ -77,12 +81,7 @@ class Source:
                 f"{name}: mc_samples must be a positive integer, got {mc_samples!r}. "
                 "Pass the number of targets to draw, for instance mc_samples=1."
             )
-        if not isinstance(generator, (Generator, type(None))):
-            raise ValueError(
-                f"{name}: generator must be a torch.Generator or None, got "
-                f"{generator!r}. Pass `torch.Generator(device).manual_seed(0)`, with "
-                "the model's device."
-            )
+        check_generator(name, generator)
         check_choice(name, "fisher_type", fisher_type, types)
         if fisher_type == "mc":
             return cls("sampling", mc_samples, generator)

@@ -11,15 +11,11 @@ from backpack.core.per_sample.base import Dense, PerSample
 from backpack.extensions.firstorder.base import GradientReduction
 from backpack.extensions.firstorder.batch_factors import FactoredGradients
 from backpack.extensions.shards import Piece
+from backpack.utils.errors import check_mapping
 from backpack.utils.hooks import message
 from backpack.utils.subsampling import Selection
 from backpack.utils.types import accumulator_dtype, as_type
 
-NO_MAPPING = (
-    "BatchDotGrad: other must be a mapping from parameters to gradients of another "
-    "batch, got {got}. Pass for instance what BatchFactors has saved, "
-    "other={{p: p.grad_factors for p in model.parameters()}}."
-)
 NO_GRADIENTS = (
     "BatchDotGrad: other has no gradients [Q, *p] for a parameter of shape {shape}, "
     "but {got}. Pass what BatchFactors has saved on each trainable parameter, or "
@@ -48,12 +44,9 @@ class BatchDotGrad(GradientReduction):
             other: For each parameter, individual gradients of another batch: what
                 :class:`~backpack.extensions.BatchFactors` has saved, preconditioned or
                 not, or a tensor ``[Q, *p]``. Default: ``None`` for the same batch.
-
-        Raises:
-            ValueError: If ``other`` is no mapping.
         """
-        if not isinstance(other, (Mapping, type(None))):
-            raise ValueError(NO_MAPPING.format(got=type(other).__name__))
+        saved = "what BatchFactors has saved"
+        check_mapping("BatchDotGrad", "other", other, saved, "grad_factors")
         super().__init__("batch_dot", subsampling=subsampling)
         self._other = other
 

@@ -13,6 +13,7 @@ from backpack.core.per_sample.base import PerSample
 from backpack.core.per_sample.maps import projected
 from backpack.extensions.firstorder.base import GradientReduction
 from backpack.extensions.shards import Piece
+from backpack.utils.errors import check_generator
 from backpack.utils.hooks import message
 from backpack.utils.subsampling import Selection
 from backpack.utils.types import Randomness, accumulator_dtype
@@ -81,12 +82,13 @@ class BatchProjectGrad(GradientReduction):
             generator: Random number generator. Default: PyTorch's global one.
 
         Raises:
-            ValueError: If the projection is neither.
+            ValueError: If the projection is neither, or the generator is none.
         """
         given: Any = projection
         is_number = isinstance(given, Integral) and not isinstance(given, bool)
         if not (isinstance(given, Mapping) or is_number and given > 0):
             raise ValueError(OTHER_PROJECTION.format(got=projection))
+        check_generator(type(self).__name__, generator)
         super().__init__("grad_projected", subsampling=subsampling)
         self._projection, self._generator = projection, generator
         self._drawn: MutableMapping[Tensor, list[Tensor]] = WeakTensorKeyDictionary()

@@ -11,6 +11,7 @@ from torch import Tensor
 from backpack.core.per_sample.base import PerSample
 from backpack.extensions.firstorder.base import GradientReduction
 from backpack.extensions.shards import Piece, shard_of
+from backpack.utils.errors import check_choice
 from backpack.utils.hooks import message
 from backpack.utils.subsampling import Selection
 from backpack.utils.types import MatProd, Over, Scale
@@ -62,7 +63,9 @@ class WeightedGrad(GradientReduction):
     Saved in ``grad_weighted``, of shape ``[*p]``: c Σₙ wₙ gₙ with the summands gₙ of
     the gradient (see :class:`~backpack.extensions.BatchGrad`), which carry a factor 1/N
     if the loss is a mean. c is one, and N for ``scale="sample"`` and a mean, so that
-    c gₙ is the gradient of the sample's own loss.
+    c gₙ is the gradient of the sample's own loss. (A mean may count samples by vₙ:
+    class weights, or how many targets are not ignored. It is N vₙ / Σ v times that
+    then, which depends on the other samples. With a sum, it does not.)
 
     Weights are given, or a function of the norms ‖c gₙ‖ or of the dot products
     c² gᵢᵀ gⱼ over all parameters. One backward pass is enough: layers' inputs and
@@ -118,10 +121,7 @@ class WeightedGrad(GradientReduction):
         super().__init__(self.field, subsampling=subsampling)
         name = type(self).__name__
         for option, value in {"of": of, "per": per, "scale": scale}.items():
-            if value not in CHOICES[option]:
-                raise ValueError(
-                    f"{name}: {option} must be one of {CHOICES[option]}, got {value!r}."
-                )
+            check_choice(name, option, value, CHOICES[option])
         if not (callable(weights) or isinstance(weights, Tensor)):
             raise ValueError(
                 f"{name}: weights must be a tensor, or a function of {of}, got "

@@ -109,7 +109,7 @@ def _signed_squares(
         part = make(inputs, columns).squares(sum_batch).mul_(one)
         total = part if total is None else total.add_(part)
     if total is None:
-        total = inputs.new_zeros(shape if sum_batch else (len(sign[0]), *shape))
+        total = inputs.new_zeros(shape if sum_batch else (sign.shape[1], *shape))
     return total
 
 

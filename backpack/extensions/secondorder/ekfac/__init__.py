@@ -16,6 +16,7 @@ from backpack.core.per_sample.sums import features_first
 from backpack.extensions.secondorder.columns import EXACT_TOO, Source
 from backpack.extensions.secondorder.hbp import DENSE_LIMIT, KroneckerFactors, factors
 from backpack.extensions.shards import Piece
+from backpack.utils.errors import check_mapping
 from backpack.utils.hooks import message
 from backpack.utils.kroneckers import eigen_kfacs, transposed
 from backpack.utils.types import Randomness, WeightSharing, full_precision
@@ -81,6 +82,7 @@ class EKFAC(KroneckerFactors):
         Raises:
             ValueError: If an option is not one of those.
         """
+        check_mapping("EKFAC", "basis", basis, "what EKFAC has saved", "ekfac")
         source = Source.fisher(self, fisher_type, mc_samples, generator, EXACT_TOO)
         super().__init__("ekfac", source, weight_sharing, dense_limit)
         self._basis = basis
@@ -101,11 +103,12 @@ class EKFAC(KroneckerFactors):
         if self._fixed is None:
             return super().statistic(product)
         expected = factor_shapes(product)
-        bases = [full_precision(basis) for basis in self._fixed[: len(expected)]]
-        got = [list(basis.shape) for basis in bases]
+        bases = self._fixed[: len(expected)]
+        got = [list(x.shape) if isinstance(x, Tensor) else x for x in bases]
         if got != expected:
             text = {"expected": expected, "shape": product.shape, "got": got}
             raise ValueError(message(OTHER_BASIS, **text))
+        bases = [full_precision(basis) for basis in bases]
         return [*bases, squares_after(product, transposed(bases))]
 
     def again(self, product: PerSample, statistic: Any) -> EKFAC | None:  # noqa: D102

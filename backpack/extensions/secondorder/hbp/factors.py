@@ -184,9 +184,9 @@ def averaged_output_factor(
     )
     if affine and one:
         return mat.unsqueeze(0).clone()
-    if n == 0:  # the mean of nothing
+    if n * len(mat) == 0:  # the mean of nothing, or of outputs without features
         groups, _, size = arrange(product).shape[2:]
-        return mat.new_full((groups, size, size), nan)
+        return mat.new_full((groups, size, size), 0.0 if n else nan)
     if isinstance(product, Rows):
         layout = torch.Size((1, product.positions, product.b.shape[-1]))
     elif isinstance(product, (Outer, Summed)):

@@ -658,9 +658,31 @@ def test_tasks_that_leave_in_any_order() -> None:
         await asyncio.gather(task(1), task(3), task(2))
 
     asyncio.run(main())
+    nothing_is_active()
+
+
+def nothing_is_active() -> None:
+    """Run a pass outside of contexts, and one inside."""
     p = build()
     p.value().backward()
     assert not any(hasattr(x, "grad_batch") for x in p.model.parameters())
+    p.model.zero_grad()
+    p.run()
+
+
+def test_generators_that_leave_in_any_order() -> None:
+    """Contexts that overlap in one task don't need to be left in order."""
+
+    def passes(number: int) -> Iterator[None]:
+        p = build()
+        with quantities():
+            for _ in range(number):
+                p.value().backward()
+                yield
+
+    for _ in zip(passes(2), passes(4), passes(3)):
+        pass
+    nothing_is_active()
 
 
 @pytest.fixture
@@ -738,6 +760,23 @@ def test_copies_of_extensions(name: str, copy: str, used: bool) -> None:
         results.append(run(ext))
     assert results[0] and len(results[0]) == len(results[1])
     assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("name", EXTENSIONS)
+def test_saved_models(name: str) -> None:
+    """A model is saved with its quantities, but for products with matrices."""
+    ext, p = EXTENSIONS[name](), build()
+    with backpack(ext):
+        p.value().backward()
+    saved = pickle.loads(pickle.dumps(p.model))
+    for original, x in zip(p.model.parameters(), saved.parameters()):
+        value, expected = (getattr(y, ext.savefield) for y in (x, original))
+        if callable(value):
+            assert expected(original).shape == x.shape
+            with pytest.raises(RuntimeError, match="left out.*Run the backward pass"):
+                value(x)
+        else:
+            oracle.assert_agrees(value, expected)
 
 
 # -------------------------------------------------------------------- several processes

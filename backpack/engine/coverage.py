@@ -53,8 +53,9 @@ OUTSIDE_USE = (
     "Parameters are used where extensions can't see it: {names}. Their quantities "
     "would be wrong. Use a parameter only inside of extended modules, in operations of "
     "PyTorch (not in a compiled or scripted piece, or a transform of `torch.func`), "
-    "and on what such operations make of the inputs (not NumPy, or numbers in Python: "
-    "do that before, and hand over what comes out); and differentiate what contains a "
+    "and on what such operations make of the inputs (which hold the samples, so that "
+    "there have to be some; not NumPy, or numbers in Python: do that before, and hand "
+    "over what comes out); and differentiate what contains a "
     "derivative of the network, as products with a Hessian do, outside of the context."
 )
 MISSING_TERM = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Mapping
 
-import torch
 from torch import Tensor
 
 from backpack.core.per_sample.base import Dense, PerSample

@@ -816,6 +816,15 @@ def has_parameters(module: Module, recurse: bool, **_: Any) -> bool:
     return recurse or isinstance(module, (nn.Linear, Block))
 
 
+class Function(Module):
+    """A function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Store the function."""
+        super().__init__()
+        self.forward = function
+
+
 class Twice(Module):
     """A model that is called twice."""
 
@@ -1163,6 +1172,42 @@ def train(rank: int, extended: bool, static: bool) -> Tuple[List[Tensor], List[i
     return [x.detach().clone() for x in p.model.parameters()], counts
 
 
+def gathered_by_function(x: Tensor) -> Tensor:
+    """Collect tensors of all processes with a function that has a derivative."""
+    from torch.distributed.nn import functional
+
+    return torch.stack(functional.all_gather(x))
+
+
+def gathered_by_operation(x: Tensor) -> Tensor:
+    """Collect tensors of all processes with an operation that compilers know."""
+    from torch.distributed import _functional_collectives as functional
+
+    found = functional.all_gather_tensor_autograd(x, 0, distributed.group.WORLD)
+    return found.unflatten(0, (WORLD, -1))
+
+
+EXCHANGES = {"function": gathered_by_function, "operation": gathered_by_operation}
+
+
+def exchange(rank: int, name: str) -> Tuple[List[Tensor], str]:
+    """Exchange tensors inside of a model that the first process has extended."""
+    p, said = build(later), ""
+
+    def forward(x: Tensor) -> Tensor:
+        return EXCHANGES[name](x * p.model[0].weight[0]).mean(0)
+
+    model = nn.Sequential(Function(forward), p.model)
+    model = model if rank else extend(model)
+    p.value(model).backward()
+    value = p.value(model)
+    if not rank:
+        with pytest.raises(NotImplementedError) as error, quantities():
+            value.backward()
+        said = str(error.value)
+    return [x.grad for x in p.model.parameters()], said
+
+
 class Part(NamedTuple):
     """What a process computes from its samples alone, by plain autograd."""
 
@@ -1256,6 +1301,16 @@ def test_refused_parts(name: str) -> None:
     """What no process has as a whole is refused by name, in each of them."""
     for says in in_processes(WORLD, refuse_part, name):
         assert re.search(APART[name][1], says)
+
+
+@needs_gloo
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_exchange(name: str) -> None:
+    """What processes exchange is sent once, so that none waits for another."""
+    (first, said), (second, _) = in_processes(WORLD, exchange, name)
+    oracle.assert_agrees(first, second)
+    assert re.search("samples have met in .*_?gather|wrap.*processes exchange", said)
 
 
 @needs_gloo

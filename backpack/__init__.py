@@ -273,9 +273,13 @@ class backpack(AbstractContextManager):  # noqa: N801
         del current.contexts[position]
         if position == len(current.contexts):
             vars(current).update(announce.before)
-        else:  # a task of asyncio leaves before another that entered later
+        else:  # a task of asyncio, or a generator, leaves before a later one
             current.contexts[position].before = announce.before
-        ENTERED.set(announce.task)
+        if ENTERED.get() is announce:
+            ENTERED.set(announce.task)
+        for other in current.contexts:  # a generator that entered later goes on
+            if other.task is announce:
+                other.task = announce.task
         if exc_type is None:
             announce.report.warn(self.exts, State.outside() is not None)
         State.outside = staticmethod(no_op)

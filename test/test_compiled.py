@@ -68,17 +68,19 @@ class Block(Module):
 
 
 class Transformer(Module):
-    """A table of tokens, a block, and a head on the mean over positions."""
+    """A table of tokens and one of their kinds, a block, and a head on the mean."""
 
     def __init__(self):
         """Make the layers."""
         super().__init__()
         self.tokens, self.block = nn.Embedding(5, 4, padding_idx=0), Block()
+        self.kinds = nn.Parameter(torch.empty(2, 4))
         self.head = nn.Linear(4, 4)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Compute logits ``[N, C]``."""
-        return self.head(self.block(self.tokens(tokens)).mean(1))
+        x = self.tokens(tokens) + self.kinds[tokens % 2 - 1]
+        return self.head(self.block(x).mean(1))
 
 
 def mlp() -> Module:

@@ -329,7 +329,7 @@ def test_ggn_vector_product(problem: Problem) -> None:
 
     dim = problem.params[0].numel()
     result = ggn_vector_product_from_plist(
-        problem.loss, problem.output, problem.params[:1], tuple(v[:1])
+        problem.loss, problem.output, iter(problem.params[:1]), iter(v[:1])
     )
     check(result, problem.params[:1], ggn[:dim, :dim] @ v[0].flatten())
 

@@ -254,13 +254,6 @@ def released_operation() -> None:
         model.aside.backward()
 
 
-def hooked() -> None:
-    """A module's backward hook is part of the graph that columns go through."""
-    model = mlp()
-    model[0].register_full_backward_hook(lambda module, g_inp, g_out: None)
-    run(model, DiagGGNExact())
-
-
 def modified(ext: BackpropExtension, make: Callable[[], Module]) -> None:
     """Modify a layer's input between forward and backward pass."""
     model, x = extend(make()), torch.randn(N, 3)
@@ -977,13 +970,6 @@ PASSES: Dict[str, Row] = {
         )
         for ext in (KFAC, KFLR, KFRA)
     },
-    "backward-hook": Row(
-        hooked,
-        UserWarning,
-        r"DiagGGNExact: Linear\(",
-        "has a backward hook, which runs for each of the columns",
-        "register_hook",
-    ),
     **{
         f"modified-{ext.__name__}-{name}": Row(
             lambda ext=ext, make=make: modified(ext(), make),

@@ -9,7 +9,6 @@ import random
 import re
 import sys
 import weakref
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, Callable, Dict, Iterator, List, Tuple
 
@@ -785,8 +784,6 @@ def test_hooks_see_gradients_in_time(
     Of layers with many positions, gradients may be formed by us.
     """
     row, results = Row(chain, randn(*shape)), []
-    of_modules = hooks in (module_hooks, module_pre_hooks)
-    seen_by_columns = of_modules and exts in ("DiagGGNExact", "all")
     for extended in (False, True):
         events: List = []
         model, loss, X = row.build()
@@ -794,34 +791,11 @@ def test_hooks_see_gradients_in_time(
             model, loss = extend(model), extend(loss)
         hooks(model, events)
         value = row.run(model, loss, X)
-        # modules' hooks are part of the graph, and a warning says so
-        warned = extended and seen_by_columns
-        with (
-            pytest.warns(UserWarning, match="backward hook")
-            if warned
-            else nullcontext()
-        ):
-            with backpack(*(EXTENSIONS[exts]() if extended else [])):
-                value.backward()
+        with backpack(*(EXTENSIONS[exts]() if extended else [])):
+            value.backward()
         events = by_name(events) if hooks is not optimizer_in_backward else events
         results.append((events, [p.detach() for p in model.parameters()], seen(model)))
-    if seen_by_columns:  # all that plain autograd shows them, and columns beside
-        for what, gradients, known in results[0][0]:
-            assert any(
-                what == other and agree((gradients, known), rest)
-                for other, *rest in results[1][0]
-            )
-        results = [rest for _, *rest in results]
     assert_same(results[1], results[0], "events")
-
-
-def agree(actual: Any, expected: Any) -> bool:
-    """Tell whether two things are the same, tensors up to rounding."""
-    try:
-        assert_same(list(actual), list(expected), "")
-    except AssertionError:
-        return False
-    return True
 
 
 # Exceptions

@@ -658,9 +658,31 @@ def test_tasks_that_leave_in_any_order() -> None:
         await asyncio.gather(task(1), task(3), task(2))
 
     asyncio.run(main())
+    nothing_is_active()
+
+
+def nothing_is_active() -> None:
+    """Run a pass outside of contexts, and one inside."""
     p = build()
     p.value().backward()
     assert not any(hasattr(x, "grad_batch") for x in p.model.parameters())
+    p.model.zero_grad()
+    p.run()
+
+
+def test_generators_that_leave_in_any_order() -> None:
+    """Contexts that overlap in one task don't need to be left in order."""
+
+    def passes(number: int) -> Iterator[None]:
+        p = build()
+        with quantities():
+            for _ in range(number):
+                p.value().backward()
+                yield
+
+    for _ in zip(passes(2), passes(4), passes(3)):
+        pass
+    nothing_is_active()
 
 
 @pytest.fixture
@@ -740,6 +762,23 @@ def test_copies_of_extensions(name: str, copy: str, used: bool) -> None:
     assert all(map(torch.equal, *results))
 
 
+@pytest.mark.parametrize("name", EXTENSIONS)
+def test_saved_models(name: str) -> None:
+    """A model is saved with its quantities, but for products with matrices."""
+    ext, p = EXTENSIONS[name](), build()
+    with backpack(ext):
+        p.value().backward()
+    saved = pickle.loads(pickle.dumps(p.model))
+    for original, x in zip(p.model.parameters(), saved.parameters()):
+        value, expected = (getattr(y, ext.savefield) for y in (x, original))
+        if callable(value):
+            assert expected(original).shape == x.shape
+            with pytest.raises(RuntimeError, match="left out.*Run the backward pass"):
+                value(x)
+        else:
+            oracle.assert_agrees(value, expected)
+
+
 # -------------------------------------------------------------------- several processes
 
 WORLD = 2
@@ -775,6 +814,15 @@ def replicated(model: Module) -> Module:
 def has_parameters(module: Module, recurse: bool, **_: Any) -> bool:
     """Tell which parts of a model are sharded by themselves, and look into all."""
     return recurse or isinstance(module, (nn.Linear, Block))
+
+
+class Function(Module):
+    """A function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Store the function."""
+        super().__init__()
+        self.forward = function
 
 
 class Twice(Module):
@@ -1124,6 +1172,42 @@ def train(rank: int, extended: bool, static: bool) -> Tuple[List[Tensor], List[i
     return [x.detach().clone() for x in p.model.parameters()], counts
 
 
+def gathered_by_function(x: Tensor) -> Tensor:
+    """Collect tensors of all processes with a function that has a derivative."""
+    from torch.distributed.nn import functional
+
+    return torch.stack(functional.all_gather(x))
+
+
+def gathered_by_operation(x: Tensor) -> Tensor:
+    """Collect tensors of all processes with an operation that compilers know."""
+    from torch.distributed import _functional_collectives as functional
+
+    found = functional.all_gather_tensor_autograd(x, 0, distributed.group.WORLD)
+    return found.unflatten(0, (WORLD, -1))
+
+
+EXCHANGES = {"function": gathered_by_function, "operation": gathered_by_operation}
+
+
+def exchange(rank: int, name: str) -> Tuple[List[Tensor], str]:
+    """Exchange tensors inside of a model that the first process has extended."""
+    p, said = build(later), ""
+
+    def forward(x: Tensor) -> Tensor:
+        return EXCHANGES[name](x * p.model[0].weight[0]).mean(0)
+
+    model = nn.Sequential(Function(forward), p.model)
+    model = model if rank else extend(model)
+    p.value(model).backward()
+    value = p.value(model)
+    if not rank:
+        with pytest.raises(NotImplementedError) as error, quantities():
+            value.backward()
+        said = str(error.value)
+    return [x.grad for x in p.model.parameters()], said
+
+
 class Part(NamedTuple):
     """What a process computes from its samples alone, by plain autograd."""
 
@@ -1217,6 +1301,16 @@ def test_refused_parts(name: str) -> None:
     """What no process has as a whole is refused by name, in each of them."""
     for says in in_processes(WORLD, refuse_part, name):
         assert re.search(APART[name][1], says)
+
+
+@needs_gloo
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_exchange(name: str) -> None:
+    """What processes exchange is sent once, so that none waits for another."""
+    (first, said), (second, _) = in_processes(WORLD, exchange, name)
+    oracle.assert_agrees(first, second)
+    assert re.search("samples have met in .*_?gather|wrap.*processes exchange", said)
 
 
 @needs_gloo

@@ -302,7 +302,7 @@ class Linearization:
         """
         inputs = self.inputs()
         parts = columns.split([x.shape[1:].numel() for x in inputs], dim=2)
-        return [part.reshape(-1, *x.shape) for part, x in zip(parts, inputs)]
+        return [part.reshape(len(part), *x.shape) for part, x in zip(parts, inputs)]
 
     def filled(self, columns: Columns) -> list[Tensor]:
         """Replace what is not given by zeros.

@@ -151,7 +151,8 @@ def _rows(call: Called) -> Operation | None:
     weight, ids = call.args
     if not isinstance(ids, Tensor) or ids.dtype != torch.long or weight.dim() != 2:
         return None
-    return None if bool((ids < 0).any()) else _embedding(call)
+    ids = ids.remainder(max(1, len(weight)))  # negative ones count from the end
+    return _embedding(Called((weight, ids), call.kwargs, call.keys))
 
 
 def _layer_norm(derivatives: BaseParameterDerivatives, names: str) -> Callable:

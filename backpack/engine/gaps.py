@@ -30,7 +30,7 @@ from backpack.engine.graph import HOOKED, VIEWS, entries_of, is_leaf
 from backpack.engine.placements import BY_STRIDES, MARK, POINTWISE
 from backpack.engine.uses import Constant, Use, edge_of, is_noted
 from backpack.utils.hooks import without_hooks
-from backpack.utils.parallel import SINKS
+from backpack.utils.parallel import SINKS, communicates
 from backpack.utils.state import state
 from backpack.utils.types import kind
 
@@ -311,6 +311,9 @@ def _found_from(
         numbers = " and ".join(map(str, sorted(sizes)))
         name = f"{name_of(edge.node)} of batches of {numbers} samples"
         return Known(Mixed(name, False), first.known.n)
+    for node in nodes:
+        if communicates(getattr(node, "_forward_cls", None)):
+            return Known(Mixed(name_of(node)), first.known.n)
     if len(sources) == 1 and all(
         _is_pointwise(x) and torch.Size(x._input_metadata[0].shape) == first.shape
         for x in nodes

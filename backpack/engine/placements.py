@@ -25,6 +25,7 @@ from backpack.core.layout import (
     simplify,
 )
 from backpack.engine.trials import MOVING, Trial
+from backpack.utils.parallel import communicates
 
 _INDEXES = (torch.long, torch.int)  # types of numbers that pick rows
 
@@ -288,6 +289,9 @@ class Finder:
             return [quick]
         if self.n == 0:
             return [FIRST] * len(outs)
+        if communicates(func):
+            met = [Mixed(f"`{name}`, where processes exchange tensors,")] * len(outs)
+            return self._differentiable(met, outs)
         for x in data:
             placement = self.of(x)
             if isinstance(placement, Mixed):

@@ -26,7 +26,7 @@ from backpack.engine.columns import (
 from backpack.engine.graph import Origin, Target, describe, targets_below, will_run
 from backpack.engine.parameters import Group
 from backpack.engine.turn import EXTEND_LOSS, Turn, refuse_several_calls
-from backpack.engine.user_hooks import sees_gradients, warn_of_hooks
+from backpack.engine.user_hooks import sees_gradients
 from backpack.engine.uses import Use, refuse
 from backpack.utils.hooks import EXTENDED, message, name_module, without_hooks
 from backpack.utils.parallel import gathered, is_parallel
@@ -188,7 +188,6 @@ class PullColumns:
                     keep.setdefault(group, []).append(ext)
 
         calls = [loss, *dict.fromkeys(t.entry.owner for t in reached)]
-        warn_of_hooks([c for c in calls if not c.is_use], extensions[0])
         tensors = [x for call in calls for x in call.tensors()]
         sources = {ext.source for ext in extensions}
         totals: dict[Key, Any] = {}

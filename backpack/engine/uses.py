@@ -30,7 +30,7 @@ from backpack.utils.parallel import is_in_place
 from backpack.utils.state import may_look, state
 
 ENTRIES = "backpack.entries"  # where a node of the graph keeps what ends in it
-LISTENS = "backpack.listens"  # where it says that what ends in it has a turn
+LISTENS = "backpack.listens"  # where it keeps the hook by which that has a turn
 # Cotangents that are masked for the generic rule have at most so many elements at once.
 MASKED_ELEMENTS = 2**24
 
@@ -520,9 +520,22 @@ def listen(node: Node) -> None:
         node: Node of the graph, which has such entries.
     """
     metadata = node.metadata
-    if LISTENS not in metadata:
-        metadata[LISTENS] = True
-        node.register_prehook(partial(_run, metadata[ENTRIES]))
+    if LISTENS in metadata:
+        metadata[LISTENS].remove()  # to come after hooks that users have put since
+    run = partial(_run, metadata[ENTRIES])
+    metadata[LISTENS] = node.register_prehook(run)
+
+
+def is_turn(hook: Any) -> bool:
+    """Tell whether a hook of a node is what lets others have their turn.
+
+    Args:
+        hook: The hook.
+
+    Returns:
+        Whether it is.
+    """
+    return getattr(hook, "func", None) is _run
 
 
 @skipped

@@ -58,6 +58,7 @@ def ggn_vector_product_from_plist(
         ValueError: If the loss was not computed from this output, or if the entries of
             ``v`` do not match the parameters in number and shape.
     """
+    plist = list(plist)  # which may be a generator
     J_v = R_op(output, plist, v)
     (grad_output,) = grad(loss, output, create_graph=True, allow_unused=True)
     if grad_output is None:

@@ -220,6 +220,20 @@ def _pass_on(ctx: Any, *gradients: Any) -> Any:
     return (None, *gradients)
 
 
+def communicates(function: Any) -> bool:
+    """Tell whether processes exchange tensors in a function, which none repeats alone.
+
+    Args:
+        function: Function, operation, or class of an operation with its own backward.
+
+    Returns:
+        Whether it is one of PyTorch's that does.
+    """
+    names = ("__module__", "__name__")
+    where = ".".join(str(getattr(function, name, "")) for name in names)
+    return where.startswith("torch.distributed.") or "c10d" in where
+
+
 def gathers(hook: Any) -> bool:
     """Tell whether a tensor's hook gathers parameters, and leaves gradients alone.
 

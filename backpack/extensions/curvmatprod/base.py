@@ -26,10 +26,46 @@ from backpack.utils.disable import disable
 from backpack.utils.hooks import message, name_module
 from backpack.utils.types import Grads, Layer, MatProd
 
+PICKLED = (
+    "This product with a curvature matrix was left out when the model was pickled: it "
+    "needs inputs and outputs of all modules on the way to the loss. Run the backward "
+    "pass anew, with the model that you have read."
+)
 PARAMETER_RESIDUAL = (
     "{ext}: {module} is not known to be linear in its parameter '{name}', and the "
     "positive-curvature Hessian is defined for layers that are. Use HMP or GGNMP."
 )
+
+
+class Product:
+    """Product with a matrix; in a model that is read from a file, there is none."""
+
+    def __init__(self, function: MatProd):
+        """Store how to multiply.
+
+        Args:
+            function: The product.
+        """
+        self._function = function
+
+    def __call__(self, mat: Tensor) -> Tensor:
+        """Multiply.
+
+        Args:
+            mat: Columns ``[K, *p]``, or a vector ``[*p]``.
+
+        Returns:
+            Products of the same shape.
+        """
+        return self._function(mat)
+
+    def __reduce__(self) -> tuple:
+        """Leave out inputs and outputs of all modules on the way to the loss."""
+        return Product, (_refuse_copy,)
+
+
+def _refuse_copy(mat: Tensor) -> Tensor:
+    raise RuntimeError(PICKLED)
 
 
 class CurvatureProductRule(ModuleRule):
@@ -61,6 +97,7 @@ class CurvatureProductRule(ModuleRule):
             text = message(PARAMETER_RESIDUAL, ext=ext, module=module, name=name)
             raise NotImplementedError(text)
 
+        @Product
         @torch.no_grad()
         def product(mat: Tensor) -> Tensor:
             """Multiply with the parameter's block.
@@ -190,6 +227,7 @@ class CurvatureProduct(WalkingExtension):
             processes at once with the same columns.
         """
 
+        @Product
         def product(mat: Tensor) -> Tensor:
             return piece.sum(value(mat), piece.weight)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Mapping
 
-import torch
 from torch import Tensor
 
 from backpack.core.per_sample.base import Dense, PerSample
@@ -75,5 +74,5 @@ class BatchDotGrad(GradientReduction):
         if self._other is not None:
             return piece.local(value, piece.weight)
         factors = piece.required_parts(self).gathered(piece.gather)
-        weight = piece.gather(torch.full_like(value[:, 0], piece.weight))
+        weight = piece.gather(value.new_full((len(value),), piece.weight))
         return as_type(factors.dots() * weight.outer(weight), value.dtype)

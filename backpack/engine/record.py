@@ -136,9 +136,9 @@ class Call:
         self.output_shapes = [out.shape for out in outputs]
         if outputs and torch._C._is_any_autocast_enabled():
             device = outputs[0].device.type
-            if torch.amp.is_autocast_available(device):
-                if torch.is_autocast_enabled(device):
-                    self.precision = torch.get_autocast_dtype(device)
+            available = torch.amp.is_autocast_available(device)
+            if available and torch.is_autocast_enabled(device):
+                self.precision = torch.get_autocast_dtype(device)
 
     @property
     def input_requires_grad(self) -> bool:

@@ -245,6 +245,44 @@ def test_every_pass_is_announced(start: Callable[[Tensor, List[Tensor]], Any]):
     assert inactive()
 
 
+class Searching(nn.Module):
+    """A model that runs a backward pass in its forward pass."""
+
+    def __init__(self, start: Callable[[Tensor, List[Tensor]], Any]):
+        """Create a layer.
+
+        Args:
+            start: How the backward pass begins.
+        """
+        super().__init__()
+        self.layer, self.start = nn.Linear(4, 2).double(), start
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Differentiate the sum of squares, which is not what is returned.
+
+        Args:
+            x: Batch of shape ``[N, 4]``.
+
+        Returns:
+            The layer's output.
+        """
+        value = (self.layer(x) * 1.0).square().sum()
+        self.start(value, list(self.layer.parameters()))
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_a_pass_inside_of_a_forward_pass_is_announced(name: str):
+    """What watches the forward pass lets the context see it."""
+    model, X = extend(Searching(STARTS[name])), torch.rand(N, 4).double()
+    with backpack(BatchGrad()):
+        model(X)
+    weight, out = model.layer.weight, [model.layer(x).square().sum() for x in X]
+    expected = torch.stack([torch.autograd.grad(x, weight)[0] for x in out])
+    factor = 2 * sum(out) if name == "weights" else 1.0
+    assert torch.allclose(weight.grad_batch, factor * expected, rtol=1e-8)
+
+
 def test_nothing_happens_outside():
     """Outside of a context, a backward pass is a plain one."""
     net = Net()

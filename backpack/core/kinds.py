@@ -273,9 +273,8 @@ class Contraction(Operation):
             if len(shape) > 1:
                 return Dense(b.sum(2).unflatten(-1, shape), shape)
             return Summed(b, shape)
-        inputs = self._inputs
-        x = self.data.movedim([*inputs], [*range(-len(inputs), 0)])
-        a = arrangement.rows(as_type(x, b.dtype)).flatten(2)
+        x = as_type(_at_the_end(self.data, self._inputs), b.dtype)
+        a = arrangement.rows(x).flatten(2)
         if self._scale != 1.0:
             b = b * self._scale
         axes = self._weight_axes
@@ -292,7 +291,7 @@ class Contraction(Operation):
             out = _anywhere(cotangents.shape[1:], outputs)
         if out is None:  # there is not one row
             return None
-        b = cotangents.movedim([o + 1 for o in outputs], [*range(-len(outputs), 0)])
+        b = _at_the_end(cotangents, [o + 1 for o in outputs])
         rows = b.shape[1 : b.dim() - len(outputs)]
         if isinstance(out, Layout):
             if out.axis in outputs:
@@ -357,6 +356,12 @@ class Broadcast(Operation):
             return Summed(b.reshape(len(b), n, -1, shape[0]), shape)
         b = b.sum(sums) if sums else b
         return Dense(b.reshape(len(b), n, *shape), shape)
+
+
+def _at_the_end(x: Tensor, axes: Sequence[int]) -> Tensor:
+    """Move axes to the end, where they often are: each view has its price."""
+    last = [*range(x.dim() - len(axes), x.dim())]
+    return x if [*axes] == last else x.movedim([*axes], last)
 
 
 def _anywhere(shape: Sequence[int], taken: Sequence[int]) -> Layout | None:

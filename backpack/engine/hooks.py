@@ -320,6 +320,8 @@ def _remove_mode(tracker: Tracker) -> None:
         if mode is tracker:
             break
         above.append(mode)
+    if tracker.context is not None:
+        above.append(tracker.context)
     for mode in reversed(above):
         torch._C._push_on_torch_function_stack(mode)
 
@@ -384,7 +386,7 @@ def _record(
         placements = note_use(call, frame.row, args, outputs, tracker, frame.since)
         if tracker is not None:
             for x, placement in zip(outputs, placements):
-                place(x, placement, tracker.key)
+                tracker.place(x, placement)
         call.placements = placements
     if frame.tracker is not None and not call.is_loss:
         frame.tracker.note_outputs(outputs)

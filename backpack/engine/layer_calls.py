@@ -100,12 +100,10 @@ def _is_plain(module: Module, row: Row) -> bool:
     """Tell whether all parameters are the layer's own, and none is computed."""
     own = module._parameters
     names = vars(module)["_flat_weights_names"] if row.params is None else row.params
-    if any(child is not None for child in module._modules.values()):
+    if own.keys() != set(names) or set(module._modules.values()) - {None}:
         return False
     given = [p for p in own.values() if p is not None]
-    if any(p.grad_fn is not None or p.is_complex() for p in given):
-        return False
-    return all(name in own for name in names) and len(own) <= len(names)
+    return not any([p.grad_fn is not None or p.is_complex() for p in given])
 
 
 _MOVES = (nn.Softmax, nn.LogSoftmax, nn.GLU, nn.Flatten, nn.Unflatten)

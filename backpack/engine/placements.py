@@ -73,6 +73,9 @@ BY_MASKS = frozenset(
 BY_STRIDES = frozenset("as_strided as_strided_ as_strided_scatter set_".split())
 
 
+_NOTHING: tuple[list[Placement], list[torch.Size]] = [], []
+
+
 class Mark(tuple):
     """A forward pass and a placement: what a tensor knows of its samples.
 
@@ -189,8 +192,9 @@ class Finder:
         Returns:
             A placement for each result, ``None`` if it is not known.
         """
-        found = self._known(key, outs)
-        return None if found is None else self._differentiable(found, outs)
+        found, shapes = self._known(key)
+        same = bool(found) and shapes == [out.shape for out in outs]
+        return self._differentiable(found, outs) if same else None
 
     def recall_layout(self, key: tuple, out: Tensor) -> Layout | None:
         """Remember where an operation has moved samples to: a quick answer.
@@ -202,18 +206,16 @@ class Finder:
         Returns:
             The layout, ``None`` if :meth:`recall` has to be asked.
         """
-        found = self._known(key, [out])
-        placement = found[0] if found else None
-        return placement if type(placement) is Layout else None
+        found, shapes = self._known(key)
+        same = len(shapes) == 1 and shapes[0] == out.shape
+        return found[0] if same and type(found[0]) is Layout else None
 
-    def _known(self, key: tuple, outs: Sequence[Tensor]) -> list[Placement] | None:
-        """Look up what is remembered, if results have the shapes they had then."""
+    def _known(self, key: tuple) -> tuple[list[Placement], list[torch.Size]]:
+        """Look up what is remembered: placements, and the shapes that results had."""
         try:
-            known = self._remembered.get(key)
+            return self._remembered.get(key, _NOTHING)
         except TypeError:  # an argument has no hash
-            return None
-        same = known is not None and known[1] == [out.shape for out in outs]
-        return known[0] if same else None
+            return _NOTHING
 
     def _quick(
         self, name: str, args: Sequence[Any], kwargs: dict, data: list[Tensor], out: Any

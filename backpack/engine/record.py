@@ -135,9 +135,10 @@ class Call:
         self.output_versions = [version_of(x) for x in outputs]
         self._returned = list(map(weakref.ref, outputs))  # they own this call
         self.output_shapes = [out.shape for out in outputs]
-        device = outputs[0].device.type if outputs else "cpu"
-        if torch.amp.is_autocast_available(device):
-            if torch.is_autocast_enabled(device):
+        if outputs and torch._C._is_any_autocast_enabled():
+            device = outputs[0].device.type
+            available = torch.amp.is_autocast_available(device)
+            if available and torch.is_autocast_enabled(device):
                 self.precision = torch.get_autocast_dtype(device)
 
     @property
@@ -231,7 +232,7 @@ class Call:
         params, buffers = attributes["_parameters"], attributes["_buffers"]
         modules = attributes["_modules"]
         with lock_of(module):
-            clear_stored(module)
+            _clear(attributes)
             for name, value in zip(_names(type(module), len(values)), values):
                 if name is None or name in attributes or name in params:
                     continue
@@ -338,8 +339,12 @@ def clear_stored(module: Module) -> None:
     attributes = module.__dict__
     if _STORED in attributes:
         with lock_of(module):
-            for name in attributes.pop(_STORED, ()):
-                attributes.pop(name, None)
+            _clear(attributes)
+
+
+def _clear(attributes: dict[str, Any]) -> None:
+    for name in attributes.pop(_STORED, ()):
+        attributes.pop(name, None)
 
 
 def clear_others(calls: Collection[Call]) -> None:

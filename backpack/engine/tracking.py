@@ -37,6 +37,7 @@ from backpack.engine.placements import FORGET, MARK, Finder, Mark, Pass, in_func
 from backpack.engine.user_hooks import SEEN, guard
 from backpack.engine.uses import Constant, Use, edge_of, on_one_node
 from backpack.utils.compiling import is_indivisible, skipped, untraced
+from backpack.utils.state import state
 
 _SHAPELESS = {UninitializedParameter, UninitializedBuffer}  # of lazy layers
 
@@ -86,6 +87,7 @@ class Tracker(TorchFunctionMode):
         note_loss: Called with losses that are functions, their arguments and results.
         longer: Lengths of a result that say that samples are not on axis 0 of the
             first input, and what there is instead.
+        context: The mode whose place it takes: that of the context around it.
     """
 
     def __init__(self, n: int, inputs: Sequence[tuple[Tensor, Placement]]):
@@ -103,18 +105,24 @@ class Tracker(TorchFunctionMode):
         self.root: Callable[[], Any] | None = None
         self.note_loss: Callable = lambda *_: None
         self.longer: dict[int, str] = {}
+        self.context: Any = None
         self._given: set[int] | None = None  # computed tensors that are parameters
         self._marks: dict[int, Mark] = {}
         for x, placement in inputs:
             self.key.inputs[id(x)] = weakref.ref(x), placement
             if isinstance(x, Parameter):  # of which the graph knows nothing else
-                self._place(x, placement)
+                self.place(x, placement)
+
+    def __enter__(self) -> Tracker:
+        """Begin to watch, instead of a context's mode: it would see each operation."""
+        contexts = state().contexts
+        if contexts and _is_innermost(contexts[-1]):
+            self.context = torch._C._pop_torch_function_stack()
+        return super().__enter__()
 
     def suspend(self) -> None:
         """Stop watching: a layer is called that is looked at as a whole."""
-        self.suspended = True
-        top = torch._C._len_torch_function_stack() - 1
-        self._is_off = top >= 0 and torch._C._get_function_stack_at(top) is self
+        self.suspended, self._is_off = True, _is_innermost(self)
         if self._is_off:  # what is not on the stack costs nothing
             torch._C._pop_torch_function_stack()
 
@@ -150,6 +158,9 @@ class Tracker(TorchFunctionMode):
                 args = x, guard(x, hook, self._finder.of(x) is None)
             elif kind.reads and in_function():
                 self._finder.is_unsure = True
+            elif self.context is not None and kind.name in ("backward", "grad"):
+                with self.context:
+                    return func(*args, **kwargs)
             return func(*args, **kwargs)  # a transform's tensors are no samples'
         data: list[Tensor] = []
         constants: list[Tensor] = []
@@ -182,10 +193,10 @@ class Tracker(TorchFunctionMode):
             kind = type(x)
             if kind is Tensor or kind is Parameter or isinstance(x, Tensor):
                 mark = getattr(x, MARK, None)
-                known = mark and mark[0] is self.key
-                if known and is_function(x.grad_fn):
-                    known = self._is_known(x, mark[1])
-                placement = mark[1] if known else self.find_placement(x)
+                if mark and mark[0] is self.key and not is_function(x.grad_fn):
+                    placement = mark[1]
+                else:
+                    placement = self.find_placement(x)
                 needs_gradient = x.requires_grad
                 if placement is not None:
                     data.append(x)
@@ -205,7 +216,7 @@ class Tracker(TorchFunctionMode):
 
     def _is_known(self, x: Tensor, placement: Placement) -> bool:
         """Tell whether what was seen inside of a function holds for its result."""
-        if placement is None or self._finder.is_unsure:
+        if self._finder.is_unsure:
             delattr(x, MARK)  # inside, nothing had a gradient
             return False
         note_functions(x, Known(placement, self.n))
@@ -229,7 +240,7 @@ class Tracker(TorchFunctionMode):
     def _unmarked(self, x: Tensor) -> Placement:
         """Tell where the samples are in a tensor that nothing is known of yet."""
         if x.is_nested and x.layout is torch.strided:  # it has no shape
-            self._place(x, NESTED)
+            self.place(x, NESTED)
             return NESTED
         if x._base is not None and self._is_view_of_data(x):
             return self._finder.of(x)
@@ -246,7 +257,7 @@ class Tracker(TorchFunctionMode):
         if not isinstance(placement, Mixed):
             with _UNSEEN(), torch.no_grad():
                 placement = self._through_view(x, base, placement)
-        self._place(x, placement)
+        self.place(x, placement)
         return placement is not None
 
     def _through_view(self, x: Tensor, base: Tensor, placement: Any) -> Placement:
@@ -282,7 +293,7 @@ class Tracker(TorchFunctionMode):
         if known is not None:
             same = known.n == self.n
             placement = known.placement if same else Mixed("another batch", False)
-        self._place(x, placement)
+        self.place(x, placement)
         return placement is None
 
     def _is_given(self, x: Tensor) -> bool:
@@ -294,7 +305,7 @@ class Tracker(TorchFunctionMode):
             self._given = {id(p) for p in params if p is not None and p.grad_fn}
             for p in params:  # a leaf of another class might be an input
                 if p is not None and p.grad_fn is None and not isinstance(p, Parameter):
-                    self._place(p, None)
+                    self.place(p, None)
         return id(x) in self._given
 
     def _run(
@@ -316,7 +327,7 @@ class Tracker(TorchFunctionMode):
         seen, deciding = args, None
         if isinstance(written, Tensor):  # its shape may change
             shown = written.detach()
-            self._place(shown, self._finder.of(written))
+            self.place(shown, self._finder.of(written))
             seen = (shown, *args[1:])
             deciding = self._deciding(data)
             deciding = [shown if x is written else x for x in deciding]
@@ -329,7 +340,7 @@ class Tracker(TorchFunctionMode):
                 with _UNSEEN():
                     layout = self._finder.recall_layout(key, out)
                 if layout is not None:  # the most frequent case
-                    self._place(out, layout)
+                    self.place(out, layout)
                     return out
         else:
             out, saved = saved_tensors.run(func, args, kwargs)
@@ -382,15 +393,20 @@ class Tracker(TorchFunctionMode):
                 if not (earlier and placement.is_known):
                     placement = self._located(placement)
                 _note_meeting(x, placement)
-            self._place(x, placement)
+            self.place(x, placement)
         if not (kind.writes and outs[0]._base is not None):
             return outs
         base = outs[0]._base
         self._write_to_base(outs[0], base)
         return [base]
 
-    def _place(self, x: Tensor, placement: Placement) -> None:
-        """Mark a tensor; many have the same placement."""
+    def place(self, x: Tensor, placement: Placement) -> None:
+        """Mark a tensor; many have the same placement.
+
+        Args:
+            x: Tensor.
+            placement: Where its samples are.
+        """
         mark = self._marks.get(id(placement))
         if mark is None:  # it keeps the placement, and with it the identity
             mark = self._marks[id(placement)] = Mark((self.key, placement))
@@ -425,7 +441,7 @@ class Tracker(TorchFunctionMode):
             length = min(lengths)
             met = Mixed(self.longer[length].format(length), False, None, True)
         for x in outs:
-            self._place(x, met)
+            self.place(x, met)
             x.grad_fn.metadata[MEETING] = met
 
     def _leave_views(self, base: Tensor) -> None:
@@ -443,10 +459,10 @@ class Tracker(TorchFunctionMode):
         placement, known = self._finder.of(view), self._finder.of(base)
         if isinstance(known, Mixed) or not isinstance(placement, (Layout, Tensor)):
             if isinstance(placement, Mixed):
-                self._place(base, placement)
+                self.place(base, placement)
             return
         with _UNSEEN(), torch.no_grad():
-            self._place(base, self._of_base(View.of(view), placement, base, known))
+            self.place(base, self._of_base(View.of(view), placement, base, known))
 
     def _of_base(
         self, view: View, placement: Placement, base: Tensor, known: Placement
@@ -551,6 +567,12 @@ class Tracker(TorchFunctionMode):
             vars(x._base).setdefault(VIEWS_OF, []).append(entry)
         if self.owner is not None:
             self.owner.uses.append(use)
+
+
+def _is_innermost(mode: TorchFunctionMode) -> bool:
+    """Tell whether a mode is the first to see an operation."""
+    top = torch._C._len_torch_function_stack() - 1
+    return top >= 0 and torch._C._get_function_stack_at(top) is mode
 
 
 def _made_base(x: Tensor, since: int) -> bool:

@@ -176,9 +176,10 @@ class GradientReduction(FirstOrderBackpropExtension):
     def runs_on(self, call: Any) -> bool:  # noqa: D102
         if type(self).__call__ is not FirstOrderBackpropExtension.__call__:
             return True  # a subclass does something of its own
+        module = call.module
         return (
-            isinstance(call.module, _BatchNorm)
-            or self.is_customized(call.module)
+            isinstance(module, _BatchNorm)
+            or self.is_customized(module)
             or (call.is_loss and is_shared())  # it tells what a mean divides by
         )
 

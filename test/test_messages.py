@@ -633,6 +633,17 @@ SAMPLES: Dict[str, Row] = {
         "input with 24 entries on axis 0 to an output with 8",
         "Rearrange other axes",
     ),
+    "calls-of-other-batches": Row(
+        lambda: run(
+            mlp(),
+            BatchGrad(),
+            value=lambda value, model: value + model(torch.ones(2, 3)).sum(),
+        ),
+        NotImplementedError,
+        r"'1\.weight' of Sequential",
+        r"different numbers of samples \(\[2, 4\]\)",
+        "each call have all samples, or give each one parameters of its own",
+    ),
     "batch-norm-not-extended": Row(
         lambda: not_extended_batch_norm(DiagGGNExact()),
         NotImplementedError,

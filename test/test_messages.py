@@ -111,6 +111,12 @@ def on_nested(layout: torch.layout, ext: BackpropExtension) -> None:
     run(Layers(lambda model, x: pad(model.a(x), 0.0).sum(1)), ext, x=x, y=Y[:2])
 
 
+def unseen_nested(x: Tensor) -> Tensor:
+    """Make a nested tensor where no operation is seen."""
+    with torch._C.DisableTorchFunction():
+        return torch.nested.as_nested_tensor(list(x.unbind()))
+
+
 def mlp(*between: Module) -> Module:
     """Make a model with modules between two linear layers."""
     return Sequential(nn.Linear(3, 3), *between, nn.Linear(3, 3))
@@ -604,6 +610,20 @@ SAMPLES: Dict[str, Row] = {
         for layout in (torch.strided, torch.jagged)
         for ext in (BatchGrad, DiagGGNExact, KFAC)
     },
+    "nested-unseen": Row(
+        lambda: run(
+            Layers(
+                lambda model, x: torch.nested.to_padded_tensor(
+                    unseen_nested(model.a(x)) * 2.0, 0.0
+                )
+            ),
+            BatchGrad(),
+        ),
+        NotImplementedError,
+        r"BatchGrad: .* of Layers",
+        "samples are after what has made a nested tensor",
+        "pad it instead",
+    ),
     **{
         f"along-samples-{type(layer).__name__}-{ext.__name__}": Row(
             lambda ext=ext, layer=layer: run(

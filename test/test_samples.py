@@ -768,7 +768,20 @@ BAGS = {
     "weighted": bags([0, 2, 4, 6], inside=True, mode="sum"),
 }
 
+INPUTS = {
+    f"parameter-{t}": Row(
+        lambda: Lambda(
+            lambda m, x: m.f(UnseenSine.apply(x).transpose(0, 1)).transpose(0, 1),
+            f=nn.Linear(D, 2),
+        ),
+        randn(t, D),
+        predict=lambda m, X: m(nn.Parameter(X[0])),
+    )
+    for t in LENGTHS
+}
+
 TABLES = {
+    "input": INPUTS,
     "bags": BAGS,
     "move": MOVE_ROWS,
     "routing": ROUTING,
@@ -841,8 +854,27 @@ def test_what_is_not_differentiated(name: str) -> None:
     assert_right(row)
 
 
+def into_gaps(m: Module, x: Tensor) -> Tensor:
+    """Write to parts of a tensor that does not fill its memory."""
+    z = torch.empty_strided((len(x), D), (2 * D, 1), dtype=x.dtype)
+    values = plain(m, x)
+    z[:, :2].copy_(values[:, :2])
+    z[:, 2:].copy_(values[:, 2:])
+    return z
+
+
+def one_row_first(m: Module, x: Tensor) -> Tensor:
+    """Let data meet a row of a constant, and then the others."""
+    z = m.p.tanh().expand(len(x), D).clone()
+    z[:1].add_(x[:1])
+    z[1:].mul_(x[1:])
+    return plain(m, z)
+
+
 # The library may say no to these, with a reason
 EITHER = {
+    "into-gaps": moving(into_gaps, D)._replace(says="writing to a view"),
+    "one-row-first": moving(one_row_first, D)._replace(alone=False, says="add_"),
     "centered-data": Row(
         lambda: nn.Linear(D, 3),
         randn(D),

@@ -38,6 +38,7 @@ from backpack.extensions import (
     KFRA,
     PCHMP,
     BatchGrad,
+    BatchJacobian,
     BatchL2Grad,
     DiagGGNExact,
     DiagGGNMC,
@@ -96,7 +97,8 @@ def run(
         options: Options of the context.
     """
     model, loss = extend(model), extend(loss or nn.CrossEntropyLoss())
-    out = loss(model(torch.randn(N, 3) if x is None else x), y)
+    out = model(torch.randn(N, 3) if x is None else x)
+    out = loss(out, y) if out.dim() else out
     with backpack(*exts, **options):
         value(out, model).backward()
 
@@ -652,6 +654,24 @@ SAMPLES: Dict[str, Row] = {
         r"DiagHessian: Unflatten\(",
         "input with 24 entries on axis 0 to an output with 8",
         "Rearrange other axes",
+    ),
+    "jacobian-of-a-loss": Row(
+        lambda: run(Layers(lambda m, x: m.b(x).square().mean()), BatchJacobian()),
+        NotImplementedError,
+        "BatchJacobian: .* what Layers .*is computed from",
+        "samples have met in `mean`",
+        "each sample be computed by itself, along other axes",
+    ),
+    "jacobian-of-other-numbers-of-rows": Row(
+        lambda: run(
+            Layers(lambda m, x: m.b(x)[torch.tensor([2, 0, 3, 1, 1])]),
+            BatchJacobian(),
+            y=torch.tensor([0, 1, 2, 0, 1]),
+        ),
+        NotImplementedError,
+        "BatchJacobian: .* output of Layers",
+        "different numbers of features",
+        "Return a tensor in which each sample has as many entries",
     ),
     "calls-of-other-batches": Row(
         lambda: run(

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import F64
+from oracle import assert_agrees, jacobian
 from per_sample import (
     FIRST_ORDER,
     LENGTHS,
@@ -38,7 +39,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend
-from backpack.extensions import BatchGrad, DiagGGNExact
+from backpack.extensions import BatchGrad, BatchJacobian, DiagGGNExact
 
 D = 4
 
@@ -1075,6 +1076,21 @@ def test_features_of_another_model(t: int, graph: bool) -> None:
     )
 
     assert_right(row._replace(predict=lambda m, X: m.head(m.body(*X))))
+
+
+def test_jacobian_of_rows_in_another_order() -> None:
+    """A sample's outputs may be anywhere among the rows of a model's output."""
+    model = Lambda(
+        lambda m, x: torch.cat([m.f(x), m.f(x.sin()).flip(0)]), f=nn.Linear(D, 2)
+    ).to(F64)
+    x = torch.randn(N, D, dtype=F64)
+    params = list(model.parameters())
+    expected = [jacobian(model(x[n : n + 1]), params) for n in range(N)]
+    with backpack(BatchJacobian()):
+        extend(model)(x).sum().backward()
+    for i, param in enumerate(params):
+        right = torch.stack([of_sample[i] for of_sample in expected], 1)
+        assert_agrees(param.jacobian, right, "Jacobian")
 
 
 def head() -> Dict[str, Any]:

@@ -899,6 +899,21 @@ SECOND_ORDER: Dict[str, Row] = {
 }
 
 WALKS: Dict[str, Row] = {
+    "second-output": Row(
+        lambda: run(
+            Sequential(
+                nn.Linear(3, 4),
+                Layers(lambda m, x: (x.sin(), x.cos())),
+                ReduceTuple(index=1),
+                nn.Linear(4, 3),
+            ),
+            DiagHessian(),
+        ),
+        NotImplementedError,
+        r"DiagHessian .* of Layers",
+        "the first output of a module only, but output 1",
+        "Use the first one only",
+    ),
     **{
         f"operation-{ext.__name__}": Row(
             lambda ext=ext: run(Layers(lambda m, x: m.b(m.a(x).relu())), ext()),
@@ -1023,7 +1038,7 @@ PASSES: Dict[str, Row] = {
             "an input of this .* was modified in place",
             "`x = x \\+ y` instead of `x \\+= y`",
         )
-        for ext in (BatchGrad, DiagGGNExact)
+        for ext in (BatchGrad, DiagGGNExact, DiagHessian)
         for name, make, operation in (
             ("layer", lambda: nn.Linear(3, 3), "Linear"),
             ("normalization", lambda: nn.LayerNorm(3), "LayerNorm"),

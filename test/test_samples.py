@@ -1088,9 +1088,8 @@ def test_jacobian_of_rows_in_another_order() -> None:
     expected = [jacobian(model(x[n : n + 1]), params) for n in range(N)]
     with backpack(BatchJacobian()):
         extend(model)(x).sum().backward()
-    for i, param in enumerate(params):
-        right = torch.stack([of_sample[i] for of_sample in expected], 1)
-        assert_agrees(param.jacobian, right, "Jacobian")
+    for p, *rows in zip(params, *expected):
+        assert_agrees(p.jacobian, torch.stack(rows, 1), "Jacobian")
 
 
 def head() -> Dict[str, Any]:

@@ -270,6 +270,14 @@ def modified(ext: BackpropExtension, make: Callable[[], Module]) -> None:
         value.backward()
 
 
+def overwriting(model: Module, x: Tensor) -> Tensor:
+    """Modify the input of a layer after its call."""
+    h = model.a(x)
+    out = model.b(model.tanh(h))
+    h.mul_(2.0)
+    return out
+
+
 def packed() -> None:
     """Walk back through a recurrent layer with samples of different lengths."""
     with torch.device("cpu"):  # where PyTorch wants the lengths
@@ -899,6 +907,13 @@ SECOND_ORDER: Dict[str, Row] = {
 }
 
 WALKS: Dict[str, Row] = {
+    "modified-in-a-walk": Row(
+        lambda: run(Layers(overwriting), DiagHessian()),
+        RuntimeError,
+        r"Tanh\(\) \('tanh' of Layers\)",
+        "an input of this .* was modified in place",
+        "`x = x \\+ y` instead of `x \\+= y`",
+    ),
     "second-output": Row(
         lambda: run(
             Sequential(
@@ -1038,7 +1053,7 @@ PASSES: Dict[str, Row] = {
             "an input of this .* was modified in place",
             "`x = x \\+ y` instead of `x \\+= y`",
         )
-        for ext in (BatchGrad, DiagGGNExact, DiagHessian)
+        for ext in (BatchGrad, DiagGGNExact)
         for name, make, operation in (
             ("layer", lambda: nn.Linear(3, 3), "Linear"),
             ("normalization", lambda: nn.LayerNorm(3), "LayerNorm"),

@@ -780,6 +780,13 @@ INPUTS = {
     )
     for t in LENGTHS
 }
+INPUTS["packed-in-any-order"] = Row(
+    lambda: Lambda(lambda m, packed: m.r(packed)[1][0], r=nn.GRU(D, 3)),
+    lambda: (torch.randn(N, 4, D, dtype=F64), torch.tensor([2, 4, 1, 3])),
+    predict=lambda m, X: m(
+        pack_padded_sequence(*X, batch_first=True, enforce_sorted=False)
+    ),
+)
 
 TABLES = {
     "input": INPUTS,

@@ -663,6 +663,13 @@ SAMPLES: Dict[str, Row] = {
         "input with 24 entries on axis 0 to an output with 8",
         "Rearrange other axes",
     ),
+    "parameter-for-a-prediction": Row(
+        lambda: run(Layers(lambda m, x: m.b.weight), BatchGrad(), y=Y[:3]),
+        NotImplementedError,
+        r"'b\.weight' of Layers",
+        "Parameters are used where extensions can't see it",
+        "only inside of extended modules",
+    ),
     "jacobian-of-a-loss": Row(
         lambda: run(Layers(lambda m, x: m.b(x).square().mean()), BatchJacobian()),
         NotImplementedError,

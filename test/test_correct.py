@@ -1161,6 +1161,18 @@ def marked(length: int) -> Tensor:
     return torch.rand(N, length, 4, dtype=F64).add(0.1) * signs.unsqueeze(-1)
 
 
+class Projected(Module):
+    """An einsum, whose result is a view of a matrix that has all rows in one axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = Parameter(torch.rand(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply the last axis with a matrix, and put time first."""
+        return torch.einsum("tni,ij->tnj", x.transpose(0, 1), self.weight)
+
+
 class Scaled(Module):
     """No layer of the table: it has to be watched."""
 
@@ -1222,6 +1234,10 @@ CHILDREN: Dict[str, Tuple[Callable, Dict[str, Callable]]] = {
     "in-place-behind-a-module": (
         lambda m, x: m.b(m.c(m.a(x)).transpose_(0, 1)).transpose(0, 1),
         {"c": Scaled},
+    ),
+    "in-place-behind-a-view-of-rows": (
+        lambda m, x: m.b(m.a(m.c(x).mul_(2).sin())).transpose(0, 1),
+        {"c": Projected},
     ),
     "time-first-activation": (
         lambda m, x: m.b(m.c(m.a(x).transpose(0, 1))).transpose(0, 1),

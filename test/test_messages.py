@@ -38,6 +38,7 @@ from backpack.extensions import (
     KFRA,
     PCHMP,
     BatchGrad,
+    BatchJacobian,
     BatchL2Grad,
     BatchProjectGrad,
     DiagGGNExact,
@@ -97,7 +98,8 @@ def run(
         options: Options of the context.
     """
     model, loss = extend(model), extend(loss or nn.CrossEntropyLoss())
-    out = loss(model(torch.randn(N, 3) if x is None else x), y)
+    out = model(torch.randn(N, 3) if x is None else x)
+    out = loss(out, y) if out.dim() else out
     with backpack(*exts, **options):
         value(out, model).backward()
 
@@ -110,6 +112,12 @@ def on_nested(layout: torch.layout, ext: BackpropExtension) -> None:
         x = torch.nested.nested_tensor(parts, layout=layout)
     pad = torch.nested.to_padded_tensor
     run(Layers(lambda model, x: pad(model.a(x), 0.0).sum(1)), ext, x=x, y=Y[:2])
+
+
+def unseen_nested(x: Tensor) -> Tensor:
+    """Make a nested tensor where no operation is seen."""
+    with torch._C.DisableTorchFunction():
+        return torch.nested.as_nested_tensor(list(x.unbind()))
 
 
 def mlp(*between: Module) -> Module:
@@ -263,6 +271,14 @@ def modified(ext: BackpropExtension, make: Callable[[], Module]) -> None:
     x.add_(1.0)
     with backpack(ext):
         value.backward()
+
+
+def overwriting(model: Module, x: Tensor) -> Tensor:
+    """Modify the input of a layer after its call."""
+    h = model.a(x)
+    out = model.b(model.tanh(h))
+    h.mul_(2.0)
+    return out
 
 
 def packed() -> None:
@@ -610,6 +626,20 @@ SAMPLES: Dict[str, Row] = {
         for layout in (torch.strided, torch.jagged)
         for ext in (BatchGrad, DiagGGNExact, KFAC)
     },
+    "nested-unseen": Row(
+        lambda: run(
+            Layers(
+                lambda model, x: torch.nested.to_padded_tensor(
+                    unseen_nested(model.a(x)) * 2.0, 0.0
+                )
+            ),
+            BatchGrad(),
+        ),
+        NotImplementedError,
+        r"BatchGrad: .* of Layers",
+        "samples are after what has made a nested tensor",
+        "pad it instead",
+    ),
     **{
         f"along-samples-{type(layer).__name__}-{ext.__name__}": Row(
             lambda ext=ext, layer=layer: run(
@@ -638,6 +668,42 @@ SAMPLES: Dict[str, Row] = {
         r"DiagHessian: Unflatten\(",
         "input with 24 entries on axis 0 to an output with 8",
         "Rearrange other axes",
+    ),
+    "parameter-for-a-prediction": Row(
+        lambda: run(Layers(lambda m, x: m.b.weight), BatchGrad(), y=Y[:3]),
+        NotImplementedError,
+        r"'b\.weight' of Layers",
+        "Parameters are used where extensions can't see it",
+        "only inside of extended modules",
+    ),
+    "jacobian-of-a-loss": Row(
+        lambda: run(Layers(lambda m, x: m.b(x).square().mean()), BatchJacobian()),
+        NotImplementedError,
+        "BatchJacobian: .* what Layers .*is computed from",
+        "samples have met in `mean`",
+        "each sample be computed by itself, along other axes",
+    ),
+    "jacobian-of-other-numbers-of-rows": Row(
+        lambda: run(
+            Layers(lambda m, x: m.b(x)[torch.tensor([2, 0, 3, 1, 1])]),
+            BatchJacobian(),
+            y=torch.tensor([0, 1, 2, 0, 1]),
+        ),
+        NotImplementedError,
+        "BatchJacobian: .* output of Layers",
+        "different numbers of features",
+        "Return a tensor in which each sample has as many entries",
+    ),
+    "calls-of-other-batches": Row(
+        lambda: run(
+            mlp(),
+            BatchGrad(),
+            value=lambda value, model: value + model(torch.ones(2, 3)).sum(),
+        ),
+        NotImplementedError,
+        r"'1\.weight' of Sequential",
+        r"different numbers of samples \(\[2, 4\]\)",
+        "each call have all samples, or give each one parameters of its own",
     ),
     "batch-norm-not-extended": Row(
         lambda: not_extended_batch_norm(DiagGGNExact()),
@@ -861,6 +927,28 @@ SECOND_ORDER: Dict[str, Row] = {
 }
 
 WALKS: Dict[str, Row] = {
+    "modified-in-a-walk": Row(
+        lambda: run(Layers(overwriting), DiagHessian()),
+        RuntimeError,
+        r"Tanh\(\) \('tanh' of Layers\)",
+        "an input of this .* was modified in place",
+        "`x = x \\+ y` instead of `x \\+= y`",
+    ),
+    "second-output": Row(
+        lambda: run(
+            Sequential(
+                nn.Linear(3, 4),
+                Layers(lambda m, x: (x.sin(), x.cos())),
+                ReduceTuple(index=1),
+                nn.Linear(4, 3),
+            ),
+            DiagHessian(),
+        ),
+        NotImplementedError,
+        r"DiagHessian .* of Layers",
+        "the first output of a module only, but output 1",
+        "Use the first one only",
+    ),
     **{
         f"operation-{ext.__name__}": Row(
             lambda ext=ext: run(Layers(lambda m, x: m.b(m.a(x).relu())), ext()),

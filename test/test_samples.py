@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import F64
+from oracle import assert_agrees, jacobian
 from per_sample import (
     FIRST_ORDER,
     LENGTHS,
@@ -38,7 +39,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend
-from backpack.extensions import BatchGrad, DiagGGNExact
+from backpack.extensions import BatchGrad, BatchJacobian, DiagGGNExact
 
 D = 4
 
@@ -768,7 +769,27 @@ BAGS = {
     "weighted": bags([0, 2, 4, 6], inside=True, mode="sum"),
 }
 
+INPUTS = {
+    f"parameter-{t}": Row(
+        lambda: Lambda(
+            lambda m, x: m.f(UnseenSine.apply(x).transpose(0, 1)).transpose(0, 1),
+            f=nn.Linear(D, 2),
+        ),
+        randn(t, D),
+        predict=lambda m, X: m(nn.Parameter(X[0])),
+    )
+    for t in LENGTHS
+}
+INPUTS["packed-in-any-order"] = Row(
+    lambda: Lambda(lambda m, packed: m.r(packed)[1][0], r=nn.GRU(D, 3)),
+    lambda: (torch.randn(N, 4, D, dtype=F64), torch.tensor([2, 4, 1, 3])),
+    predict=lambda m, X: m(
+        pack_padded_sequence(*X, batch_first=True, enforce_sorted=False)
+    ),
+)
+
 TABLES = {
+    "input": INPUTS,
     "bags": BAGS,
     "move": MOVE_ROWS,
     "routing": ROUTING,
@@ -841,8 +862,27 @@ def test_what_is_not_differentiated(name: str) -> None:
     assert_right(row)
 
 
+def into_gaps(m: Module, x: Tensor) -> Tensor:
+    """Write to parts of a tensor that does not fill its memory."""
+    z = torch.empty_strided((len(x), D), (2 * D, 1), dtype=x.dtype)
+    values = plain(m, x)
+    z[:, :2].copy_(values[:, :2])
+    z[:, 2:].copy_(values[:, 2:])
+    return z
+
+
+def one_row_first(m: Module, x: Tensor) -> Tensor:
+    """Let data meet a row of a constant, and then the others."""
+    z = m.p.tanh().expand(len(x), D).clone()
+    z[:1].add_(x[:1])
+    z[1:].mul_(x[1:])
+    return plain(m, z)
+
+
 # The library may say no to these, with a reason
 EITHER = {
+    "into-gaps": moving(into_gaps, D)._replace(says="writing to a view"),
+    "one-row-first": moving(one_row_first, D)._replace(alone=False, says="add_"),
     "centered-data": Row(
         lambda: nn.Linear(D, 3),
         randn(D),
@@ -1043,6 +1083,20 @@ def test_features_of_another_model(t: int, graph: bool) -> None:
     )
 
     assert_right(row._replace(predict=lambda m, X: m.head(m.body(*X))))
+
+
+def test_jacobian_of_rows_in_another_order() -> None:
+    """A sample's outputs may be anywhere among the rows of a model's output."""
+    model = Lambda(
+        lambda m, x: torch.cat([m.f(x), m.f(x.sin()).flip(0)]), f=nn.Linear(D, 2)
+    ).to(F64)
+    x = torch.randn(N, D, dtype=F64)
+    params = list(model.parameters())
+    expected = [jacobian(model(x[n : n + 1]), params) for n in range(N)]
+    with backpack(BatchJacobian()):
+        extend(model)(x).sum().backward()
+    for p, *rows in zip(params, *expected):
+        assert_agrees(p.jacobian, torch.stack(rows, 1), "Jacobian")
 
 
 def head() -> Dict[str, Any]:

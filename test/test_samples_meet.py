@@ -411,6 +411,31 @@ def test_losses_in_which_samples_meet_inside_the_model(
     assert_refused(row, quantity)
 
 
+WITH_PARAMETERS: Dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mse_loss": F.mse_loss,
+    "triplet_margin_loss": lambda f, w: F.triplet_margin_loss(f, w, 2 * f),
+    "inner": lambda f, w: torch.inner(f.flatten(), w.flatten()),
+    "sum": lambda f, w: f.sum() + w.sum(),
+}
+
+
+@pytest.mark.parametrize("quantity", QUANTITIES)
+@pytest.mark.parametrize("name", WITH_PARAMETERS)
+def test_parameters_where_a_loss_sums(name: str, quantity: str) -> None:
+    """What parameters enter after all samples is no sum over samples."""
+    row = Row(
+        lambda: Lambda(
+            lambda m, x: WITH_PARAMETERS[name](m.f(x), m.w),
+            f=nn.Linear(D, D),
+            w=param(N, D),
+        ),
+        randn(D),
+        value=lambda model, loss, X: model(*X),
+        says=f"samples have met in `{name}` .* for 'w' of Lambda",
+    )
+    assert_refused(row, quantity)
+
+
 BY_HAND: Dict[str, Tuple[Callable[[Tensor], Tensor], str]] = {
     "hinges": (lambda f: (f[:, None] - f + 100).relu().mean(), r"sub|relu"),
     "neighbours": (lambda f: F.mse_loss(f[1:], f[:-1]), r"mse_?loss"),

@@ -553,6 +553,19 @@ def test_only_last_layer_extended():
     check(model, MLP.build(), only=ONE_LAYER)
 
 
+@pytest.mark.parametrize("loss", [nn.MSELoss, nn.BCEWithLogitsLoss])
+def test_prediction_without_axes(loss: Callable[[], Module]):
+    """The prediction for a batch of one may be a number."""
+    torch.manual_seed(0)
+    x, y = torch.rand(1, 5, dtype=F64), torch.rand(1, 1, dtype=F64)
+    problem = Problem(nn.Linear(5, 1, dtype=F64), loss(), (x,), (y,))
+    model, lossfunc = extend(copy.deepcopy(problem.model)), extend(loss())
+    names = [name for name in QUANTITIES if name != "BatchJacobian"]
+    with backpack(*make(names)):
+        lossfunc(model(x).squeeze(), y.squeeze()).backward()
+    check(model, problem, names)
+
+
 def test_input_requires_grad():
     """The gradient at the input is what it is without an extension, too."""
     model, loss, (x,), y = MLP.build()

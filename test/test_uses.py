@@ -69,6 +69,33 @@ LINEAR = {
     "matmul-vector": use(lambda m, x: x @ m.w, 4, w=(4,)),
     "addmv": use(lambda m, x: torch.addmv(m.b.expand(len(x)), x, m.w), 4, w=(4,), b=()),
     "inner": use(lambda m, x: torch.inner(x, m.w), 4, **W),
+    "addmm-by-name": use(
+        lambda m, x: torch.addmm(input=m.b, mat1=x, mat2=m.w), 4, **IO
+    ),
+    "addmm-one-number": use(lambda m, x: torch.addmm(m.s, x, m.w), 4, s=(1,), w=(4, 3)),
+    "addmm-rows": use(
+        lambda m, x: torch.addmm(m.r[: len(x)], x, m.w), 4, r=(N, 1), w=(4, 4)
+    )._replace(alone=False),
+    "einsum-diagonal": use(
+        lambda m, x: torch.einsum("ni,iio->no", x, m.w), 4, w=(4, 4, 3)
+    ),
+    "einsum-without-arrow": use(
+        lambda m, x: torch.einsum("ni,io", x, m.w), 4, w=(4, 3)
+    ),
+    "einsum-dots": use(lambda m, x: torch.einsum("...i,oi->...o", x, m.w), 4, **W),
+    "einsum-outer": use(lambda m, x: torch.einsum("n,o->no", x[:, 0], m.v), 4, v=(3,)),
+    "einsum-vector": use(lambda m, x: torch.einsum("ni,i->n", x, m.v), 4, v=(4,)),
+    "einsum-row-by-row": use(
+        lambda m, x: torch.stack([torch.einsum("i,io->o", r, m.w) for r in x]),
+        4,
+        w=(4, 3),
+    ),
+    "einsum-of-one-row": use(
+        lambda m, x: torch.einsum("i,io->o", x[0], m.w)[None], 4, w=(4, 3)
+    )._replace(X=randn(4, batch=1)),
+    "einsum-axes-in-another-order": use(
+        lambda m, x: torch.einsum("nti,oi->tno", x, m.w).transpose(0, 1), 3, 4, w=(3, 4)
+    ),
     "einsum": use(lambda m, x: torch.einsum("ni,oi->no", x, m.w), 4, **W),
     "einsum-last": use(lambda m, x: torch.einsum("io,ni->on", m.w, x).T, 4, w=(4, 3)),
     "einsum-list": use(lambda m, x: torch.einsum("...i,oi->...o", [x, m.w]), 4, **W),

@@ -20,7 +20,6 @@ from backpack.core.layout import FIRST, Arrangement, Layout, Placement, once
 from backpack.core.per_sample.base import Dense, PerSample, Summed
 from backpack.core.per_sample.order import simplest
 from backpack.core.per_sample.outer import Outer
-from backpack.core.per_sample.rows import Rows
 from backpack.utils.types import as_type, version_of
 
 Key = Union[int, str]  # where an argument stands: its position, or its keyword
@@ -200,11 +199,6 @@ def merge_rows(product: PerSample, n: int) -> PerSample:
     if isinstance(product, Summed):
         b = product.b.unflatten(1, (n, -1)).flatten(2, 3)
         return Summed(b, product.shape, product.groups, product.sums_positions)
-    if isinstance(product, Rows):
-        ids = product.ids.unflatten(0, (n, -1)).flatten(1)
-        valid = product.valid.unflatten(0, (n, -1)).flatten(1)
-        b = product.b.unflatten(1, (n, -1)).flatten(2, 3)
-        return Rows(ids, b, product.shape, valid)
     products = product.individual().unflatten(1, (n, -1)).sum(2)
     return Dense(products, product.shape)
 
@@ -224,7 +218,6 @@ class Contraction(Operation):
         inputs: Sequence[int],
         outputs: Sequence[int],
         weight_axes: Sequence[int],
-        scale: float = 1.0,
     ):
         """Store which axes are contracted.
 
@@ -235,20 +228,16 @@ class Contraction(Operation):
                 the output's.
             outputs: Axes of the output that come from the matrix.
             weight_axes: Where the matrix has its output axes, then its input axes.
-            scale: Number that the product is multiplied by. Default: 1.
         """
         super().__init__(data, [key])
         self.key, self._inputs, self.outputs = key, inputs, outputs
-        self._weight_axes, self._scale = list(weight_axes), scale
+        self._weight_axes = list(weight_axes)
         self._kept: tuple[Tensor, Any] | None = None  # cotangents, and as rows
 
     def is_possible(self, placement: Placement) -> bool:  # noqa: D102
         if isinstance(placement, Layout):
             return placement.axis not in self._inputs
         return isinstance(placement, Tensor)
-
-    def reads_data(self, key: Key) -> bool:  # noqa: D102
-        return key == self.key
 
     def positions(self, key: Key, n: int) -> int:  # noqa: D102
         if key != self.key or not n:
@@ -275,8 +264,6 @@ class Contraction(Operation):
             return Summed(b, shape)
         x = as_type(_at_the_end(self.data, self._inputs), b.dtype)
         a = arrangement.rows(x).flatten(2)
-        if self._scale != 1.0:
-            b = b * self._scale
         axes = self._weight_axes
         sizes = [shape[axis] for axis in axes]
         order = simplest(sizes, [axes.index(i) for i in range(len(axes))])
@@ -294,17 +281,12 @@ class Contraction(Operation):
         b = _at_the_end(cotangents, [o + 1 for o in outputs])
         rows = b.shape[1 : b.dim() - len(outputs)]
         if isinstance(out, Layout):
-            if out.axis in outputs:
-                return None
             out = Layout(out.axis - sum([o < out.axis for o in outputs]), out.inner)
         elif isinstance(out, Tensor):
             last = [*range(-len(outputs), 0)]
             moved, key_of = out, ("moved", *outputs)
             out = once(moved, key_of, lambda: moved.movedim([*outputs], last))
-        try:
-            arrangement = Arrangement(out, rows, n)  # type: ignore[arg-type]
-        except ValueError:
-            return None
+        arrangement = Arrangement(out, rows, n)  # type: ignore[arg-type]
         return arrangement, arrangement.rows(b, 1).flatten(3)
 
 

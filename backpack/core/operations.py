@@ -223,16 +223,11 @@ def _matmul(call: Called) -> Operation | None:
     return None if key is None else _product(call.args, key, key)
 
 
-def _rmatmul(call: Called) -> Operation | None:
-    key = call.operand()
-    return None if key is None else _product(call.args[::-1], 1 - key, key)
-
-
 def _addmm(call: Called) -> Operation | None:
-    shift, *factors = call.args
     keys = [key for key in call.keys if key] or [2]
-    if call.kwargs or len(factors) != 2 or len(keys) != 1:
+    if call.kwargs or len(call.args) != 3 or len(keys) != 1:
         return None
+    shift, *factors = call.args
     found = _product(factors, keys[0] - 1, keys[0])
     if found is None:
         return None
@@ -264,7 +259,7 @@ def _einsum(call: Called) -> Operation | None:
     if call.kwargs or len(args) != 3 or len(keys) != 1 or keys[0] == 0:
         return None
     equation = args[0].replace(" ", "")
-    if "->" not in equation or "." in equation:
+    if "->" not in equation:
         return None
     operands, out = equation.split("->")
     terms = operands.split(",")
@@ -317,7 +312,6 @@ _RULES: dict[Rule, Sequence[Callable]] = {
     _linear: (functional.linear,),
     _addmm: (torch.addmm, Tensor.addmm),
     _matmul: (torch.mm, Tensor.mm, torch.matmul, Tensor.matmul, Tensor.__matmul__),
-    _rmatmul: (Tensor.__rmatmul__,),
     _einsum: (torch.einsum,),
     _tensordot: (torch.tensordot,),
     _conv(1): (torch.conv1d,),

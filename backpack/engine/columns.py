@@ -91,7 +91,7 @@ def columns_of(source: Any, loss: Call, derivatives: Any) -> Iterator[Tensor]:
     alone = derivatives.compared_axis(x) == -x.dim()  # one term, without batch axis
     rows = len(x) if x.dim() else 1
     plain = placement is None or alone or placement == FIRST and rows == loss.n
-    if plain or not source.is_exact or rows == 0:
+    if plain or not source.is_exact or rows < 2:
         yield from chunks
         return
     along_rows = isinstance(placement, Layout) and placement.axis == 0

@@ -65,11 +65,6 @@ class Group:
         self.pending, self.is_simple = 0, False
         self.collected: dict[Use, dict[Tensor, PerSample]] = {}
 
-    @property
-    def n(self) -> int:
-        """Number N of samples."""
-        return self.members[0][0].n
-
     def describe(self, param: Tensor) -> str:
         """Name a parameter and where it is used, for a message.
 

@@ -261,8 +261,6 @@ class Tracker(TorchFunctionMode):
         return placement is not None
 
     def _through_view(self, x: Tensor, base: Tensor, placement: Any) -> Placement:
-        if View.of(x) == View.of(base):
-            return placement
         numbers = self._in_memory(base, placement)
         if numbers is None:
             return Mixed("a view of a tensor with gaps", False)
@@ -345,12 +343,9 @@ class Tracker(TorchFunctionMode):
         else:
             out, saved = saved_tensors.run(func, args, kwargs)
         result = written if out is None and name == "__setitem__" else out
-        if type(result) is Tensor or isinstance(result, Tensor):
-            outs = [result]
-        elif isinstance(result, (tuple, list)):
+        outs = [result]
+        if not isinstance(result, Tensor):
             outs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-        else:
-            return out
         if not outs:
             return out
         with _UNSEEN():

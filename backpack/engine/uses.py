@@ -331,8 +331,6 @@ class Use:
             NotImplementedError: If samples are not separate at an output.
         """
         for placement in self.placements:
-            if placement is None:
-                placement = Mixed(f"`{self.name}`", False)
             if isinstance(placement, Mixed):
                 refuse(what(), placement, names())
 

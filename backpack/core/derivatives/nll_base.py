@@ -307,7 +307,7 @@ class ElementwiseNLLLossDerivatives(ClosedFormNLLLossDerivatives):
     ) -> Tensor:
         prediction, root_weights = self._prepare(module, subsampling)
         root = self._root_plain_hessian(prediction) * root_weights
-        columns = torch.diag_embed(root.flatten(1) if root.dim() > 1 else root[:, None])
+        columns = torch.diag_embed(torch.atleast_1d(root).unsqueeze(-1).flatten(1))
         columns = columns.movedim(1, 0)
         return columns.reshape(len(columns), *root.shape).to(module.input0.dtype)
 

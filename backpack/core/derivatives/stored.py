@@ -306,18 +306,21 @@ def evaluate(
         return xs, repeat(module, scratch_copy(module).forward, *inputs)
 
 
-def evaluate_parameter(module: Layer, name: str) -> Tuple[Tensor, Tensor]:
+def evaluate_parameter(
+    module: Layer, name: str, inputs: Optional[Sequence[Any]] = None
+) -> Tuple[Tensor, Tensor]:
     """Compute a module's output anew, with a graph that leads to a parameter.
 
     Args:
-        module: Module with stored inputs.
-        name: The parameter's name, see :func:`argument_position`.
+        module: Module with stored input and output.
+        name: Dotted name of the parameter, see :func:`argument_position`.
+        inputs: Inputs of the call. Default: ``None``, for those that are stored.
 
     Returns:
-        The parameter ``[*p]``, and the output ``[N, *out]``.
+        A copy of the parameter that requires grad, and the output.
     """
     param = find_parameter(module, name).detach().requires_grad_()
-    inputs, own = list(stored_inputs(module)), {}
+    inputs, own = list(stored_inputs(module) if inputs is None else inputs), {}
     position = argument_position(module, name)
     if position is None:
         own[name] = param

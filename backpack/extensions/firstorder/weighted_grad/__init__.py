@@ -11,6 +11,7 @@ from torch import Tensor
 from backpack.core.per_sample.base import PerSample
 from backpack.extensions.firstorder.base import GradientReduction
 from backpack.extensions.shards import Piece, shard_of
+from backpack.utils.errors import check_choice
 from backpack.utils.hooks import message
 from backpack.utils.subsampling import Selection
 from backpack.utils.types import MatProd, Over, Scale
@@ -118,10 +119,7 @@ class WeightedGrad(GradientReduction):
         super().__init__(self.field, subsampling=subsampling)
         name = type(self).__name__
         for option, value in {"of": of, "per": per, "scale": scale}.items():
-            if value not in CHOICES[option]:
-                raise ValueError(
-                    f"{name}: {option} must be one of {CHOICES[option]}, got {value!r}."
-                )
+            check_choice(name, option, value, CHOICES[option])
         if not (callable(weights) or isinstance(weights, Tensor)):
             raise ValueError(
                 f"{name}: weights must be a tensor, or a function of {of}, got "

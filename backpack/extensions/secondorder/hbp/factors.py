@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
-from backpack.core.derivatives.stored import stored_inputs
 from backpack.core.fast.matmul import gram
 from backpack.core.per_sample.base import PerSample, Summed
 from backpack.core.per_sample.maps import factor_shapes
@@ -178,33 +177,22 @@ def averaged_output_factor(
         Factors of shape ``[G, p, p]``.
     """
     n, shape = product.batch_size, module.output.shape[1:]
+    layout = arrange(product).shape[2:]
     affine = isinstance(product, (Outer, Summed)) and derivatives.affine_in_params
-    one = (
-        isinstance(product, (Outer, Summed)) and product.groups * product.positions == 1
-    )
-    if affine and one:
+    if affine and layout[:2].numel() == 1:  # one group, one position
         return mat.unsqueeze(0).clone()
     if n == 0:  # the mean of nothing
-        groups, _, size = arrange(product).shape[2:]
+        groups, _, size = layout
         return mat.new_full((groups, size, size), nan)
-    if isinstance(product, Rows):
-        layout = torch.Size((1, product.positions, product.b.shape[-1]))
-    elif isinstance(product, (Outer, Summed)):
-        inputs = stored_inputs(module)
+    if not isinstance(product, Rows):
         if affine:  # what is arranged is the same for all samples
-            n, inputs = 1, tuple(x[:1] if isinstance(x, Tensor) else x for x in inputs)
-        columns = mat.reshape(-1, 1, *shape).expand(-1, n, *shape)
-        arranged = arrange(derivatives.product(name, module, inputs, columns))
-        layout = arranged.shape[2:]
-        columns = arranged.flatten(2).transpose(0, 2).reshape(-1, n, *shape)
-        arranged = arrange(derivatives.product(name, module, inputs, columns))
-        mat = arranged.flatten(2).mean(1)
-    else:  # the Jacobian depends on the sample: (1/N) Σₙ Jₙᵀ B Jₙ
-        columns = mat.reshape(-1, 1, *shape).expand(-1, n, *shape)
-        rows = derivatives.stored_product(name, module, (), (), columns).individual()
-        columns = flatten(rows, 2).transpose(0, 2).reshape(-1, n, *shape)
-        rows = derivatives.stored_product(name, module, (), (), columns).individual()
-        return flatten(rows, 2).mean(1).unsqueeze(0)
+            n, module = 1, derivatives._restrict(module, [0])
+        rows = mat.unsqueeze(1).expand(-1, n, -1)
+        for _ in range(2):  # B ↦ (B Jₙ)ᵀ, twice
+            columns = rows.reshape(-1, n, *shape)
+            pulled = derivatives.stored_product(name, module, (), (), columns)
+            rows = arrange(pulled).flatten(2).transpose(0, 2)
+        mat = rows.mean(1)
     blocks = mat.reshape(*layout, *layout)
     pattern = "gtpgtq->gpq" if weight_sharing == "expand" else "gtpgsq->gpq"
     return torch.einsum(pattern, blocks)

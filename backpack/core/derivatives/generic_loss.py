@@ -54,14 +54,6 @@ class GenericLossDerivatives(BaseLossDerivatives):
     Hessian that is not diagonal has repeated eigenvalues: its derivative is NaN there.
     """
 
-    def hessian_is_psd(self) -> bool:
-        """Return whether the loss Hessian is positive semi-definite.
-
-        Returns:
-            ``False``, as it depends on the prediction; ``sqrt_hessian`` checks it.
-        """
-        return False
-
     def _make_hessian_mat_prod(
         self, module: Layer, g_inp: Grads, g_out: Grads
     ) -> MatProd:

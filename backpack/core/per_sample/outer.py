@@ -235,8 +235,7 @@ class Outer(PerSample):
         return self.like(lambda: a, b)
 
     @property
-    def is_transposed(self) -> bool:
-        """Whether the products are those of a transposed matrix ``[d, p]``."""
+    def is_transposed(self) -> bool:  # noqa: D102
         d, p = self._sizes
         if self.groups > 1 or tuple(self.shape) != (d, p):
             return False

@@ -88,17 +88,13 @@ def refuse_ambiguous(
             warn_user(message(TRANSPOSED, ext=ext, field=field, what=what(), how=how))
     if ext.weight_sharing is not None:
         return
-    reason = None
-    if isinstance(product, (Outer, Summed)):
-        if product.groups > 1:
-            reason = f"channels are divided into {product.groups} groups"
-        elif product.positions > 1 and not product.sums_positions:
-            reason = f"{product.positions} positions share the weight"
-    elif isinstance(product, Rows) and product.positions > 1:
-        reason = f"{product.positions} positions share the weight"
-    if reason is not None:
-        text = message(AMBIGUOUS, ext=ext, reason=reason, what=what())
-        raise NotImplementedError(text)
+    reason = f"{product.positions} positions share the weight"
+    if product.groups > 1:
+        reason = f"channels are divided into {product.groups} groups"
+    elif product.positions == 1 or product.sums_positions:
+        return
+    text = message(AMBIGUOUS, ext=ext, reason=reason, what=what())
+    raise NotImplementedError(text)
 
 
 def arrange(product: PerSample) -> Tensor:
@@ -217,7 +213,7 @@ def with_input_factor(
     """
     output = squeeze_group(output)
     scale = product.batch_size
-    if weight_sharing == "expand" and isinstance(product, (Outer, Rows)):
+    if weight_sharing == "expand":
         scale = scale * product.positions
     if isinstance(product, Rows):
         diagonal = product.input_diagonal(average=weight_sharing == "reduce")
@@ -231,19 +227,7 @@ def with_input_factor(
     else:
         factor = product.input_gram(reciprocal(scale))
     factor = squeeze_group(factor)
-    return [factor, output] if is_transposed(product) else [output, factor]
-
-
-def is_transposed(product: PerSample) -> bool:
-    """Tell whether the factor of the input comes first, as a matrix is transposed.
-
-    Args:
-        product: Products of any columns and the parameter's Jacobian.
-
-    Returns:
-        Whether it does.
-    """
-    return isinstance(product, Outer) and product.is_transposed
+    return [factor, output] if product.is_transposed else [output, factor]
 
 
 def input_position(factors: list[Tensor], transposed: bool) -> int | None:

@@ -151,10 +151,8 @@ class GenericLossDerivatives(BaseLossDerivatives):
         columns = factor.movedim(2, 0).to(module.input0.dtype)
         return columns.reshape(-1, len(factor), *module.input0.shape[1:])
 
-    def _sqrt_hessian_compact(
-        self, module: Layer, subsampling: Subsampling = None
-    ) -> Tensor:
-        columns = self._sqrt_hessian(module, (), (), subsampling)
+    def sqrt_hessian_compact(self, module: Layer) -> Tensor:  # noqa: D102
+        columns = super().sqrt_hessian_compact(module)
         if not may_look(columns):
             return columns
         used = flatten(columns, 1).any(1)

@@ -114,7 +114,7 @@ class Source:
         if self.strategy == "empirical":
             return derivatives.scaled_gradient(module)
         if self.compact:
-            return derivatives.sqrt_hessian_compact(module, (), ())
+            return derivatives.sqrt_hessian_compact(module)
         return derivatives.sqrt_hessian(module, (), ())
 
     def chunks(self, derivatives: Any, module: Layer, size: int) -> Iterator[Tensor]:

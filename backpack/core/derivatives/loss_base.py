@@ -134,9 +134,7 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
         return result
 
     @abstractmethod
-    def _sqrt_hessian(
-        self, module: Layer, g_inp: Grads, g_out: Grads, subsampling: Subsampling = None
-    ) -> Tensor:
+    def _sqrt_hessian(self, *args: Any, **options: Any) -> Tensor:
         """Compute a factor of the loss Hessian, see :meth:`sqrt_hessian`."""
 
     def sqrt_hessian_compact(self, module: Layer) -> Tensor:
@@ -206,14 +204,7 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
         return result
 
     @abstractmethod
-    def _sqrt_hessian_sampled(
-        self,
-        module: Layer,
-        g_inp: Grads,
-        g_out: Grads,
-        mc_samples: int = 1,
-        subsampling: Subsampling = None,
-    ) -> Tensor:
+    def _sqrt_hessian_sampled(self, *args: Any, **options: Any) -> Tensor:
         """Draw a factor of the loss Hessian, see :meth:`sqrt_hessian_sampled`."""
 
     @shape_check.make_hessian_mat_prod_accept_vectors
@@ -239,9 +230,7 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
         return self._make_hessian_mat_prod(module, g_inp, g_out)
 
     @abstractmethod
-    def _make_hessian_mat_prod(
-        self, module: Layer, g_inp: Grads, g_out: Grads
-    ) -> MatProd:
+    def _make_hessian_mat_prod(self, *args: Any) -> MatProd:
         """Make a product with the Hessian, see :meth:`make_hessian_mat_prod`."""
 
     def sum_hessian(self, module: Layer, g_inp: Grads, g_out: Grads) -> Tensor:

@@ -166,19 +166,6 @@ def first_tensor(output: Any) -> Tensor:
     return output
 
 
-def recorded_output(module: Layer) -> Tensor:
-    """Return a module's output in the type, and so the precision, that it had.
-
-    Args:
-        module: Module with stored output.
-
-    Returns:
-        The output ``[N, *out]``.
-    """
-    output = module.output
-    return output.to(vars(module).get(OUTPUT_TYPE, output.dtype))
-
-
 def repeats(module: Layer, x: Tensor, before: Tensor) -> bool:
     """Tell whether repeating a forward pass gave the same output, and remember it.
 
@@ -227,8 +214,8 @@ def checked(module: Layer, output: Any) -> Tensor:
     output = first_tensor(output)
     if OVERWRITTEN in vars(module):
         return output
-    repeated, expected = output.detach(), recorded_output(module)
-    if not repeats(module, repeated, expected):
+    precision = vars(module).get(OUTPUT_TYPE, module.output.dtype)
+    if not repeats(module, output.detach(), module.output.to(precision)):
         raise RuntimeError(message(NOT_REPEATED, module=module))
     return output
 

@@ -172,7 +172,7 @@ class PerSample(ABC):
         Yields:
             Products of shape ``[V, n, *p]``.
         """
-        for samples in self._sample_chunks():
+        for samples in sums.chunks(self.batch_size, self._elements_per_sample()):
             yield self.block(samples)
 
     def pieces(self) -> Iterator[Tensor]:
@@ -335,9 +335,6 @@ class PerSample(ABC):
     @abstractmethod
     def _cotangents(self) -> Tensor:
         """A tensor with the products' type and device."""
-
-    def _sample_chunks(self) -> Iterator[slice]:
-        return sums.chunks(self.batch_size, self._elements_per_sample())
 
     def _elements_per_sample(self) -> int:
         """Count the elements of the buffers that :meth:`block` needs for a sample."""

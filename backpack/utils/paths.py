@@ -1,7 +1,8 @@
 """Import paths of BackPACK 1.7 without a file: what is there is defined elsewhere."""
 
 import sys
-from types import ModuleType
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from typing import Any, Mapping, Sequence
 
 
@@ -13,7 +14,7 @@ def keep_paths(package: str, paths: Mapping[str, Sequence[Any]]) -> None:
         paths: The classes, by the names of the modules.
     """
     for path, classes in paths.items():
-        module = ModuleType(f"{package}.{path}")
+        module = module_from_spec(ModuleSpec(f"{package}.{path}", None))
         vars(module).update({cls.__name__: cls for cls in classes})
         sys.modules[module.__name__] = module
         setattr(sys.modules[package], path, module)

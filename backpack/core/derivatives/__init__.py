@@ -2,8 +2,8 @@
 
 One file holds one *family* of layers. All products act on matrices of shape
 ``[V, N, *]``: ``V`` columns for each of the ``N`` samples, and then the axes of the
-layer's input, output or parameter. ``input_base``, ``parameter_base`` and ``loss_base``
-define the interface, and rules from automatic differentiation that are right for every
+layer's input, output or parameter. :mod:`~backpack.core.derivatives.basederivatives`
+has the interface, and rules from automatic differentiation that are right for every
 layer; a family's file replaces them by faster ones. Below are the paths by which
 BackPACK 1.7 knows single layers.
 """
@@ -13,17 +13,11 @@ from typing import Any, Dict, List
 from backpack.core.derivatives import activations, cells, linear_map
 from backpack.core.derivatives.conv_transposend import ConvTransposeNDDerivatives
 from backpack.core.derivatives.convnd import ConvNDDerivatives
-from backpack.core.derivatives.input_base import BaseDerivatives
-from backpack.core.derivatives.loss_base import BaseLossDerivatives
 from backpack.core.derivatives.maxpoolnd import MaxPoolNDDerivatives
-from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
 from backpack.utils.paths import keep_paths, without_arguments
 
 _PATHS: Dict[str, List[Any]] = {
     "adaptive_avg_pool_nd": [linear_map.AdaptiveAvgPoolNDDerivatives],
-    "basederivatives": [
-        *(BaseDerivatives, BaseLossDerivatives, BaseParameterDerivatives),
-    ],
     "elu": [activations.ELUDerivatives],
     "leakyrelu": [activations.LeakyReLUDerivatives],
     "logsigmoid": [activations.LogSigmoidDerivatives],

@@ -570,6 +570,17 @@ def test_generic_rule_does_not_guess(num_columns: int):
     assert_agrees(product.individual(), expected, "individual gradients")
 
 
+def test_generic_rule_with_sparse_gradients():
+    """Products are dense, whatever the layer's own gradients are."""
+    layer = nn.EmbeddingBag(5, 3, mode="sum", sparse=True).to(F64)
+    ids, mat = torch.tensor([[0, 1], [1, 1], [4, 2]]), torch.rand(2, N, 3, dtype=F64)
+    vars(layer).update(input0=ids, output=layer(ids).detach())
+    derivatives = BaseParameterDerivatives()
+    product = derivatives.stored_product("weight", layer, (), (), mat)
+    expected = by_autograd("weight", layer, [ids], [mat])
+    assert_agrees(product.individual(), expected, "individual gradients")
+
+
 @pytest.mark.parametrize("num_columns", [1, 3])
 def test_merged_positions(num_columns: int):
     """A layer's calls may see different numbers of positions."""

@@ -1113,6 +1113,12 @@ SPELLINGS = {
     FunctionModule: [
         lambda x: x.flatten(),
         lambda x: x.view(-1, 2),
+        lambda x: x.view(x.size(1), -1),
+        lambda x: x.reshape(x.stride()[0], -1),
+        lambda x: x.transpose(0, 1).reshape(x.shape[0], -1),
+        lambda x: torch.mul(x, 0.3, out=None),
+        lambda x: x.sin().zero_() + x,
+        lambda x: torch.zero_(x.sin()) + x,
         lambda x: x.transpose(0, 1),
         lambda x: x.transpose(-1, -2),
         lambda x: x.permute(1, 0, 2),

@@ -309,6 +309,11 @@ REFUSED = {
         ValueError,
         "one of shape [2, 3]",
     ),
+    "a number": (
+        lambda: kroneckers.eigen_kfacs([torch.tensor(1.0)]),
+        ValueError,
+        "one of shape []",
+    ),
     "factors for eigenvectors": (
         lambda: kroneckers.ekfac_mat_prod([IDENTITY, IDENTITY]),
         ValueError,

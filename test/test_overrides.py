@@ -1,13 +1,24 @@
-"""Every fast rule against the generic rule, and every reduction against its formula.
+"""Every fast rule against plain autograd, and every reduction against its formula.
 
-The generic rule repeats a layer's own forward pass with autograd. What fast rules hand
-over is a :class:`PerSample` in some form; each of its reductions must be what follows
-from the individual products, by whichever formula and in however many chunks.
+What fast rules hand over is a :class:`PerSample` in some form; each of its reductions
+must be what follows from the individual products, by whichever formula and in however
+many chunks.
 """
 
 from functools import partial
 from itertools import product as pairs
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Tuple, Type
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    Type,
+)
 
 import pytest
 import torch
@@ -18,8 +29,9 @@ from torch.nn import Module
 
 from backpack.core.derivatives import convnd
 from backpack.core.derivatives.embedding import EmbeddingDerivatives
-from backpack.core.derivatives.generic import generic_product, tensor_outputs
+from backpack.core.derivatives.generic import output_batch_axis, tensor_outputs
 from backpack.core.derivatives.linear import LinearDerivatives
+from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
 from backpack.core.fast import matmul, tuning
 from backpack.core.per_sample.base import Dense, PerSample, Summed, merge_all
 from backpack.core.per_sample.maps import dots_between, projected
@@ -42,6 +54,44 @@ def limit_chunks(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr(tuning, "CHUNK_ELEMENTS", elements)
     monkeypatch.setattr(tuning, "LARGE_PRODUCT", elements)
+
+
+def by_autograd(
+    name: str,
+    layer: Module,
+    args: Sequence[Any],
+    mats: Sequence[Tensor],
+    kwargs: Optional[Dict[str, Any]] = None,
+) -> Tensor:
+    """Multiply columns with a parameter's Jacobian, one sample and column at a time.
+
+    Args:
+        name: Name of the parameter.
+        layer: The layer.
+        args: What goes into it.
+        mats: Columns ``[V, N, *]`` at each output.
+        kwargs: Its keyword arguments. Default: ``None``.
+
+    Returns:
+        Products ``[V, N, *p]``.
+    """
+    with torch.enable_grad():
+        outputs = tensor_outputs(layer(*args, **(kwargs or {})))
+    param = layer.get_parameter(name)
+    axes = [output_batch_axis(layer, i) for i in range(len(outputs))]
+
+    @torch.enable_grad()
+    def product(v: int, n: int) -> Tensor:
+        total = sum(
+            (y.select(axis, n) * mat[v].select(axis, n)).sum()
+            for y, mat, axis in zip(outputs, mats, axes)
+        )
+        options = {"retain_graph": True, "materialize_grads": True}
+        return torch.autograd.grad(total, param, **options)[0].to_dense()
+
+    samples = range(mats[0].shape[1 + axes[0]])
+    rows = [torch.stack([product(v, n) for n in samples]) for v in range(len(mats[0]))]
+    return torch.stack(rows)
 
 
 class LayerCall(NamedTuple):
@@ -81,7 +131,7 @@ class LayerCall(NamedTuple):
         return rule.derivatives.product(name, self.layer, arguments, mats)
 
     def generic(self, name: str, mats: List[Tensor]) -> Tensor:
-        """Apply the generic rule.
+        """Differentiate the layer, one sample after the other.
 
         Args:
             name: Name of the parameter.
@@ -90,8 +140,7 @@ class LayerCall(NamedTuple):
         Returns:
             Products ``[V, N, *p]``.
         """
-        product = generic_product(name, self.layer, self.args, mats, self.kwargs)
-        return product.individual().detach()
+        return by_autograd(name, self.layer, self.args, mats, self.kwargs)
 
 
 def fast_calls(case: Case) -> Iterator[Tuple[str, LayerCall]]:
@@ -507,7 +556,9 @@ def test_generic_rule_does_not_guess(num_columns: int):
     """An argument with N rows need not hold samples."""
     layer, x, table = Weighted(), *torch.rand(2, N, 4, dtype=F64)
     mat = torch.rand(num_columns, N, 4, dtype=F64)
-    product = generic_product("weight", layer, [x, table], mat)
+    vars(layer).update(input0=x, input1=table, output=layer(x, table).detach())
+    derivatives = BaseParameterDerivatives()
+    product = derivatives.stored_product("weight", layer, (), (), mat)
     expected = [
         [
             torch.autograd.grad(layer(x, table)[n] @ v[n], layer.weight)[0]
@@ -516,6 +567,17 @@ def test_generic_rule_does_not_guess(num_columns: int):
         for v in mat
     ]
     expected = torch.stack([torch.stack(rows) for rows in expected])
+    assert_agrees(product.individual(), expected, "individual gradients")
+
+
+def test_generic_rule_with_sparse_gradients():
+    """Products are dense, whatever the layer's own gradients are."""
+    layer = nn.EmbeddingBag(5, 3, mode="sum", sparse=True).to(F64)
+    ids, mat = torch.tensor([[0, 1], [1, 1], [4, 2]]), torch.rand(2, N, 3, dtype=F64)
+    vars(layer).update(input0=ids, output=layer(ids).detach())
+    derivatives = BaseParameterDerivatives()
+    product = derivatives.stored_product("weight", layer, (), (), mat)
+    expected = by_autograd("weight", layer, [ids], [mat])
     assert_agrees(product.individual(), expected, "individual gradients")
 
 
@@ -530,8 +592,8 @@ def test_merged_positions(num_columns: int):
             x = torch.randn(N, *positions, 4, dtype=F64)
             mat = torch.randn(num_columns, N, *positions, 3, dtype=F64)
             parts.append(derivatives.product(name, layer, [x], mat))
-            total = total + generic_product(name, layer, [x], mat).individual()
-        check_reductions(lambda: merge_all(parts), total.detach(), name)  # noqa: B023
+            total = total + by_autograd(name, layer, [x], [mat])
+        check_reductions(lambda: merge_all(parts), total, name)  # noqa: B023
 
 
 def test_merged_kinds():
@@ -540,10 +602,9 @@ def test_merged_kinds():
     ids = torch.tensor([[0, 1], [1, 1], [4, 2]])
     x = torch.randn(N, 2, 3, dtype=F64)
     mats = torch.randn(2, N, 2, 3, dtype=F64), torch.randn(2, N, 2, 5, dtype=F64)
-    expected = (
-        generic_product("weight", embedding, [ids], mats[0]).individual()
-        + generic_product("weight", head, [x], mats[1]).individual()
-    ).detach()
+    expected = by_autograd("weight", embedding, [ids], mats[:1]) + by_autograd(
+        "weight", head, [x], mats[1:]
+    )
 
     def parts() -> List[PerSample]:
         rows = EmbeddingDerivatives().product("weight", embedding, [ids], mats[0])
@@ -568,8 +629,7 @@ def test_merged_orientations():
     mats = torch.randn(2, N, 2, 2, dtype=F64), torch.randn(2, N, 2, 4, dtype=F64)
     layers = (conv, transposed)
     expected = sum(
-        generic_product("weight", layer, [x], mat).individual().detach()
-        for layer, mat in zip(layers, mats)
+        by_autograd("weight", layer, [x], [mat]) for layer, mat in zip(layers, mats)
     )
 
     def parts() -> List[PerSample]:
@@ -591,7 +651,7 @@ def test_merged_groups():
     inputs = torch.randn(N, 2, 3, dtype=F64), torch.randn(N, 4, 4, dtype=F64)
     layers = (narrow, wide)
     expected = sum(
-        generic_product("weight", layer, [x], mat).individual().detach()
+        by_autograd("weight", layer, [x], [mat])
         for layer, x, mat in zip(layers, inputs, mats)
     )
 

@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from backpack.core.derivatives import recurrent
 from backpack.core.derivatives.generic import (
-    generic_product,
     input_batch_axis,
     output_batch_axis,
     tensor_outputs,
@@ -204,15 +203,6 @@ def test_reductions(case: Case):
             ("squares of samples", result.squares(False), expected.pow(2).sum(0)),
         ]:
             check_close(reduced, by_autograd, f"{name}, {label}")
-
-
-@pytest.mark.parametrize("case", FULL, ids=str)
-def test_generic(case: Case):
-    """The fast rule agrees with the generic one."""
-    problem = build(case)
-    for name in problem.names:
-        slow = generic_product(name, problem.module, problem.inputs, problem.mats)
-        check_close(problem.product(name).individual(), slow.individual(), name)
 
 
 @pytest.mark.parametrize("case", FULL, ids=str)

@@ -736,6 +736,9 @@ EITHER = {
     "scale-grad-by-frequency": lookup(
         lambda m, i: F.embedding(i, m.w, scale_grad_by_freq=True).sin(), 3, **TABLE
     )._replace(alone=False, says="embedding|scale_grad_by_freq"),
+    "scale-grad-by-frequency-layer": Row(
+        lambda: nn.Embedding(5, 3, scale_grad_by_freq=True), tokens(3), alone=False
+    ),
     "embedding-bag-offsets": Row(
         lambda: Lambda(
             lambda m, i: F.embedding_bag(

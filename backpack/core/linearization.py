@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from backpack.core.derivatives import generic, stored
-from backpack.core.derivatives.sum_module import SumModuleDerivatives
+from backpack.core.derivatives.linear_map import SumModuleDerivatives
 from backpack.hessianfree.lop import pull_back, pull_columns
 from backpack.hessianfree.rop import R_op
 from backpack.utils.hooks import message

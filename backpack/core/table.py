@@ -13,8 +13,7 @@ from typing import Any, Callable, Mapping, NamedTuple, Sequence
 from torch import Tensor, nn
 from torch.nn import Module, functional
 
-from backpack.core.derivatives import activations, adaptive_avg_pool_nd, normalization
-from backpack.core.derivatives.avgpoolnd import AvgPoolNDDerivatives
+from backpack.core.derivatives import activations, cells, linear_map, normalization
 from backpack.core.derivatives.batchnorm_nd import BatchNormNdDerivatives
 from backpack.core.derivatives.bcewithlogitsloss import BCELossWithLogitsDerivatives
 from backpack.core.derivatives.conv_transposend import ConvTransposeNDDerivatives
@@ -26,27 +25,16 @@ from backpack.core.derivatives.elementwise import (
     PiecewiseLinearDerivatives,
 )
 from backpack.core.derivatives.embedding import EmbeddingDerivatives
-from backpack.core.derivatives.flatten import FlattenDerivatives
 from backpack.core.derivatives.generic_loss import GenericLossDerivatives
-from backpack.core.derivatives.gru import GRUDerivatives
 from backpack.core.derivatives.input_base import BaseDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
-from backpack.core.derivatives.linear_map import LinearMapDerivatives
-from backpack.core.derivatives.lstm import LSTMDerivatives
 from backpack.core.derivatives.maxpoolnd import (
     AdaptiveMaxPoolNDDerivatives,
     MaxPoolNDDerivatives,
 )
 from backpack.core.derivatives.mseloss import MSELossDerivatives
-from backpack.core.derivatives.pad import PadDerivatives
 from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
-from backpack.core.derivatives.permute import PermuteDerivatives
 from backpack.core.derivatives.prelu import PReLUDerivatives
-from backpack.core.derivatives.rnn import RNNDerivatives
-from backpack.core.derivatives.scale_module import ScaleModuleDerivatives
-from backpack.core.derivatives.slicing import SlicingDerivatives
-from backpack.core.derivatives.sum_module import SumModuleDerivatives
-from backpack.core.derivatives.zeropad2d import ZeroPad2dDerivatives
 from backpack.custom_module.branching import SumModule
 from backpack.custom_module.pad import Pad
 from backpack.custom_module.permute import Permute
@@ -124,9 +112,9 @@ LAYERS: dict[type[Module], Row] = {
     nn.GroupNorm: Row(normalization.GroupNormDerivatives(), WEIGHT_BIAS, 2),
     nn.Embedding: Row(EmbeddingDerivatives(), WEIGHT, 1),
     nn.PReLU: Row(PReLUDerivatives(), WEIGHT, 1),
-    nn.RNN: Row(RNNDerivatives(), None, several_outputs=True),
-    nn.LSTM: Row(LSTMDerivatives(), None, several_outputs=True),
-    nn.GRU: Row(GRUDerivatives(), None, several_outputs=True),
+    nn.RNN: Row(cells.RNNDerivatives(), None, several_outputs=True),
+    nn.LSTM: Row(cells.LSTMDerivatives(), None, several_outputs=True),
+    nn.GRU: Row(cells.GRUDerivatives(), None, several_outputs=True),
     # activations
     nn.ReLU: Row(activations.ReLUDerivatives()),
     nn.LeakyReLU: Row(activations.LeakyReLUDerivatives()),
@@ -151,15 +139,15 @@ LAYERS: dict[type[Module], Row] = {
     ),
     **dict.fromkeys((nn.GLU, nn.LogSoftmax, nn.Softmax), Row(BaseDerivatives())),
     # pooling
-    nn.AvgPool1d: Row(AvgPoolNDDerivatives(1)),
-    nn.AvgPool2d: Row(AvgPoolNDDerivatives(2)),
-    nn.AvgPool3d: Row(AvgPoolNDDerivatives(3)),
+    nn.AvgPool1d: Row(linear_map.AvgPoolNDDerivatives(1)),
+    nn.AvgPool2d: Row(linear_map.AvgPoolNDDerivatives(2)),
+    nn.AvgPool3d: Row(linear_map.AvgPoolNDDerivatives(3)),
     nn.MaxPool1d: Row(MaxPoolNDDerivatives(1)),
     nn.MaxPool2d: Row(MaxPoolNDDerivatives(2)),
     nn.MaxPool3d: Row(MaxPoolNDDerivatives(3)),
-    nn.AdaptiveAvgPool1d: Row(adaptive_avg_pool_nd.AdaptiveAvgPool1dDerivatives()),
-    nn.AdaptiveAvgPool2d: Row(adaptive_avg_pool_nd.AdaptiveAvgPool2dDerivatives()),
-    nn.AdaptiveAvgPool3d: Row(adaptive_avg_pool_nd.AdaptiveAvgPool3dDerivatives()),
+    nn.AdaptiveAvgPool1d: Row(linear_map.AdaptiveAvgPoolNDDerivatives(1)),
+    nn.AdaptiveAvgPool2d: Row(linear_map.AdaptiveAvgPoolNDDerivatives(2)),
+    nn.AdaptiveAvgPool3d: Row(linear_map.AdaptiveAvgPoolNDDerivatives(3)),
     nn.AdaptiveMaxPool1d: Row(AdaptiveMaxPoolNDDerivatives(1)),
     nn.AdaptiveMaxPool2d: Row(AdaptiveMaxPoolNDDerivatives(2)),
     nn.AdaptiveMaxPool3d: Row(AdaptiveMaxPoolNDDerivatives(3)),
@@ -172,13 +160,15 @@ LAYERS: dict[type[Module], Row] = {
         Row(DropoutDerivatives()),
     ),
     # shapes, padding, sums
-    **dict.fromkeys((nn.Flatten, nn.Identity, nn.Unflatten), Row(FlattenDerivatives())),
+    **dict.fromkeys(
+        (nn.Flatten, nn.Identity, nn.Unflatten), Row(linear_map.FlattenDerivatives())
+    ),
     **dict.fromkeys(
         (
             *(nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d),
             *(nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d),
         ),
-        Row(ZeroPad2dDerivatives()),
+        Row(linear_map.ZeroPad2dDerivatives()),
     ),
     **dict.fromkeys(
         (
@@ -187,13 +177,13 @@ LAYERS: dict[type[Module], Row] = {
             *(nn.ReplicationPad1d, nn.ReplicationPad2d, nn.ReplicationPad3d),
             *(nn.ChannelShuffle, nn.PixelShuffle, nn.PixelUnshuffle, nn.Upsample),
         ),
-        Row(LinearMapDerivatives()),
+        Row(linear_map.LinearMapDerivatives()),
     ),
-    Pad: Row(PadDerivatives()),
-    Permute: Row(PermuteDerivatives()),
-    ScaleModule: Row(ScaleModuleDerivatives()),
-    Slicing: Row(SlicingDerivatives()),
-    SumModule: Row(SumModuleDerivatives()),
+    Pad: Row(linear_map.PadDerivatives()),
+    Permute: Row(linear_map.PermuteDerivatives()),
+    ScaleModule: Row(linear_map.ScaleModuleDerivatives()),
+    Slicing: Row(linear_map.SlicingDerivatives()),
+    SumModule: Row(linear_map.SumModuleDerivatives()),
 }
 
 LOSSES: dict[type[Module], Row] = {

@@ -8,6 +8,7 @@ from backpack.core.linearization import Linearization, freeze
 from backpack.core.table import LAYERS, LOSSES
 from backpack.engine.turn import current_turn
 from backpack.extensions.module_extension import ModuleExtension
+from backpack.utils.paths import without_arguments
 from backpack.utils.types import Grads, Layer
 
 
@@ -91,10 +92,4 @@ def for_layer(base: Type[MatToJacMat], layer: type, name: str, path: str) -> Any
         The class, with the derivatives and the parameters in the table.
     """
     row = {**LAYERS, **LOSSES}[layer]
-
-    def __init__(self: Any) -> None:
-        base.__init__(self, copy(row.derivatives), list(row.params or ()))
-
-    doc = f"The rule of ``{base.__name__}`` for ``{layer.__name__}``."
-    body = {"__init__": __init__, "__doc__": doc, "__module__": path}
-    return type(name, (base,), body)
+    return without_arguments(base, name, path, copy(row.derivatives), row.params)

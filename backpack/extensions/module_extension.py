@@ -85,11 +85,6 @@ class ModuleExtension:
             g_out: Gradients at the outputs.
         """
 
-    @property
-    def overrides_backpropagate(self) -> bool:
-        """Whether the extension passes a quantity on to the inputs."""
-        return type(self).backpropagate is not ModuleExtension.backpropagate
-
     def __call__(
         self, extension: Any, module: Layer, g_inp: Grads, g_out: Grads
     ) -> None:

@@ -115,10 +115,9 @@ class CrossEntropyLossDerivatives(ClosedFormNLLLossDerivatives):
     ) -> Tensor:
         return self._columns(module, subsampling, _factor)
 
-    def _sqrt_hessian_compact(
-        self, module: Layer, subsampling: Subsampling = None
-    ) -> Tensor:
-        return self._columns(module, subsampling, _triangular_factor)
+    def sqrt_hessian_compact(self, module: Layer) -> Tensor:  # noqa: D102
+        self._check_scalar(module)
+        return self._columns(module, None, _triangular_factor)
 
     def sqrt_hessian_chunks(
         self, module: Layer, size: int, compact: bool

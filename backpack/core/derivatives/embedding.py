@@ -1,6 +1,6 @@
 """Derivatives of embeddings."""
 
-from typing import Sequence
+from typing import Any, Sequence, Tuple
 
 from torch import Tensor
 
@@ -17,6 +17,18 @@ class EmbeddingDerivatives(BaseParameterDerivatives):
 
     def hessian_is_zero(self, module: Layer) -> bool:  # noqa: D102
         return True
+
+    def supports(self, module: Layer, inputs: Tuple[Any, ...]) -> bool:
+        """Tell whether gradients are those of the samples alone.
+
+        Args:
+            module: The layer.
+            inputs: Its input, of shape ``[N, *]``.
+
+        Returns:
+            Whether PyTorch does not divide them by what it counts in the batch.
+        """
+        return not module.scale_grad_by_freq
 
     def product(
         self, name: str, module: Layer, inputs: Sequence[Tensor], cotangents: Tensor
@@ -36,11 +48,6 @@ class EmbeddingDerivatives(BaseParameterDerivatives):
         positions = cotangents.shape[2:-1].numel()
         ids = inputs[0].reshape(n, positions).long()
         b = cotangents.reshape(v, n, positions, dim)
-        if module.scale_grad_by_freq:
-            # torch divides by the number of times an index occurs in the batch
-            counts = b.new_zeros(module.num_embeddings)
-            counts = counts.index_add(0, ids.flatten(), b.new_ones(ids.numel()))
-            b = b / counts[ids].unsqueeze(-1)
         valid = None
         if module.padding_idx is not None:
             valid = (ids != module.padding_idx).to(b.dtype)

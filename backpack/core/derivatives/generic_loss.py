@@ -55,14 +55,6 @@ class GenericLossDerivatives(BaseLossDerivatives):
     Hessian that is not diagonal has repeated eigenvalues: its derivative is NaN there.
     """
 
-    def hessian_is_psd(self) -> bool:
-        """Return whether the loss Hessian is positive semi-definite.
-
-        Returns:
-            ``False``, as it depends on the prediction; ``sqrt_hessian`` checks it.
-        """
-        return False
-
     def _make_hessian_mat_prod(
         self, module: Layer, g_inp: Grads, g_out: Grads
     ) -> MatProd:
@@ -160,10 +152,8 @@ class GenericLossDerivatives(BaseLossDerivatives):
         columns = factor.movedim(2, 0).to(module.input0.dtype)
         return columns.reshape(-1, len(factor), *module.input0.shape[1:])
 
-    def _sqrt_hessian_compact(
-        self, module: Layer, subsampling: Subsampling = None
-    ) -> Tensor:
-        columns = self._sqrt_hessian(module, (), (), subsampling)
+    def sqrt_hessian_compact(self, module: Layer) -> Tensor:  # noqa: D102
+        columns = super().sqrt_hessian_compact(module)
         if not may_look(columns):
             return columns
         used = flatten(columns, 1).any(1)

@@ -3,7 +3,6 @@
 from math import prod
 from typing import Sequence
 
-from einops import rearrange
 from torch import Size, Tensor, no_grad
 
 from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
@@ -23,6 +22,9 @@ class LinearDerivatives(BaseParameterDerivatives):
     affine_in_params = True
 
     def hessian_is_zero(self, module: Layer) -> bool:  # noqa: D102
+        return True
+
+    def jacobian_is_shared(self, module: Layer) -> bool:  # noqa: D102
         return True
 
     def product(
@@ -54,8 +56,6 @@ class LinearDerivatives(BaseParameterDerivatives):
         if param_str == "bias":
             return mat.reshape(len(mat), *axes, -1).expand(-1, *module.output.shape)
         x = module.input0
-        if x.dim() == 1:
-            return mat @ x
         products = matmul(x.flatten(end_dim=-2), mat.flatten(end_dim=1).mT)
         return products.reshape(*x.shape[:-1], *mat.shape[:2]).movedim(-2, 0)
 
@@ -72,15 +72,9 @@ class LinearDerivatives(BaseParameterDerivatives):
     def _ea_jac_t_mat_jac_prod(
         self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
-        # the Jacobian is the weight at each position, for every sample
-        positions = module.input0.shape[1:-1].numel()
-        if positions == 1:
-            return matmul(module.weight.mT, matmul(mat, module.weight))
-        o, i = module.weight.shape
-        right = matmul(mat.reshape(-1, o), module.weight)
-        right = rearrange(right, "(t o s) j -> o (t s j)", t=positions, o=o)
-        out = matmul(module.weight.mT, right)
-        return rearrange(out, "i (t s j) -> (t i) (s j)", t=positions, j=i)
+        if module.input0.dim() > 2:  # at each position
+            return super()._ea_jac_t_mat_jac_prod(module, g_inp, g_out, mat)
+        return matmul(module.weight.mT, matmul(mat, module.weight))
 
     @staticmethod
     def _get_additional_dims(module: Layer) -> Size:

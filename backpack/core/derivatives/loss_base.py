@@ -134,34 +134,21 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
         return result
 
     @abstractmethod
-    def _sqrt_hessian(
-        self, module: Layer, g_inp: Grads, g_out: Grads, subsampling: Subsampling = None
-    ) -> Tensor:
+    def _sqrt_hessian(self, *args: Any, **options: Any) -> Tensor:
         """Compute a factor of the loss Hessian, see :meth:`sqrt_hessian`."""
 
-    def sqrt_hessian_compact(
-        self, module: Layer, g_inp: Grads, g_out: Grads, subsampling: Subsampling = None
-    ) -> Tensor:
+    def sqrt_hessian_compact(self, module: Layer) -> Tensor:
         """Compute a factor like :meth:`sqrt_hessian` with as few columns as is known.
 
         It serves quantities that are sums over columns.
 
         Args:
             module: Loss module with stored inputs and output.
-            g_inp: Gradients with respect to the module's inputs.
-            g_out: Gradients with respect to the module's output.
-            subsampling: Selected samples. Default ``None`` uses all.
 
         Returns:
             Factor of shape ``[V, N, *in]``.
-
-        Raises:
-            ValueError: If the loss is no scalar.
         """
-        self._check_scalar(module)
-        result = self._sqrt_hessian_compact(module, subsampling)
-        shape_check._check_like(result, module, "input0", subsampling=subsampling)
-        return result
+        return self.sqrt_hessian(module, (), ())
 
     def sqrt_hessian_chunks(
         self, module: Layer, size: int, compact: bool
@@ -179,13 +166,11 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
         Raises:
             ValueError: If the loss is no scalar.
         """  # noqa: DAR401
-        factor = self.sqrt_hessian_compact if compact else self.sqrt_hessian
-        yield from split_columns(factor(module, (), ()), size)
-
-    def _sqrt_hessian_compact(
-        self, module: Layer, subsampling: Subsampling = None
-    ) -> Tensor:
-        return self._sqrt_hessian(module, (), (), subsampling)
+        if compact:
+            columns = self.sqrt_hessian_compact(module)
+        else:
+            columns = self.sqrt_hessian(module, (), ())
+        yield from split_columns(columns, size)
 
     def sqrt_hessian_sampled(
         self,
@@ -219,14 +204,7 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
         return result
 
     @abstractmethod
-    def _sqrt_hessian_sampled(
-        self,
-        module: Layer,
-        g_inp: Grads,
-        g_out: Grads,
-        mc_samples: int = 1,
-        subsampling: Subsampling = None,
-    ) -> Tensor:
+    def _sqrt_hessian_sampled(self, *args: Any, **options: Any) -> Tensor:
         """Draw a factor of the loss Hessian, see :meth:`sqrt_hessian_sampled`."""
 
     @shape_check.make_hessian_mat_prod_accept_vectors
@@ -252,9 +230,7 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
         return self._make_hessian_mat_prod(module, g_inp, g_out)
 
     @abstractmethod
-    def _make_hessian_mat_prod(
-        self, module: Layer, g_inp: Grads, g_out: Grads
-    ) -> MatProd:
+    def _make_hessian_mat_prod(self, *args: Any) -> MatProd:
         """Make a product with the Hessian, see :meth:`make_hessian_mat_prod`."""
 
     def sum_hessian(self, module: Layer, g_inp: Grads, g_out: Grads) -> Tensor:

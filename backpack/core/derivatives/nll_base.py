@@ -48,14 +48,10 @@ class NLLLossDerivatives(loss_base.BaseLossDerivatives):
         """
         self.use_autograd = use_autograd
 
-    def _sqrt_hessian(
-        self, module: Layer, g_inp: Grads, g_out: Grads, subsampling: Subsampling = None
-    ) -> Tensor:
+    def _sqrt_hessian(self, *args: Any, **options: Any) -> Tensor:
         raise NotImplementedError(self._sampled_only("_sqrt_hessian"))
 
-    def _make_hessian_mat_prod(
-        self, module: Layer, g_inp: Grads, g_out: Grads
-    ) -> MatProd:
+    def _make_hessian_mat_prod(self, *args: Any) -> MatProd:
         raise NotImplementedError(self._sampled_only("_make_hessian_mat_prod"))
 
     def _sampled_only(self, method: str) -> str:

@@ -104,7 +104,8 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
     def _selected_product(
         self, name: str, module: Layer, mat: Tensor, subsampling: Subsampling
     ) -> PerSample:
-        return self._stored_product(name, self._restrict(module, subsampling), mat)
+        module = self._restrict(module, subsampling)
+        return self.product(name, module, stored.stored_inputs(module), mat)
 
     # a class for a layer of its own may override these, and the same for other names
     _weight_jac_t_mat_prod = _for_parameter("weight", "_param_mjp")
@@ -131,19 +132,11 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
         pair = type(self), BaseParameterDerivatives
         own, inherited = (getattr(cls, method, None) for cls in pair)
         if own is inherited:
-            return self._stored_product(name, module, cotangents)
+            inputs = stored.stored_inputs(module)
+            return self.product(name, module, inputs, cotangents)
         multiply = getattr(self, method)
         products = multiply(module, g_inp, g_out, cotangents, sum_batch=False)
         return Dense(products, products.shape[2:])
-
-    def _stored_product(
-        self, name: str, module: Layer, cotangents: Tensor
-    ) -> PerSample:
-        inputs = stored.stored_inputs(module)
-        if type(self).product is not BaseParameterDerivatives.product:
-            return self.product(name, module, inputs, cotangents)
-        outputs = [stored.recorded_output(module)]
-        return generic_product(name, module, inputs, cotangents, outputs=outputs)
 
     def product(
         self, name: str, module: Layer, inputs: Sequence[Any], cotangents: Tensor
@@ -153,7 +146,7 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
         Args:
             name: Name of the parameter.
             module: Module. Nothing stored on it may be used, as it may have been called
-                more than once.
+                more than once, unless the class is for modules with stored output.
             inputs: Inputs of the call.
             cotangents: Columns at the call's output, ``[V, N, *out]``.
 

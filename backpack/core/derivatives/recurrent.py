@@ -45,8 +45,7 @@ NOT_SUPPORTED = (
     "{derivatives}: the gradients of {module} need its forward pass repeated for an "
     "input with a batch axis and without `dropout` between layers in training mode, "
     "but dropout={dropout}, training={training}, and the input has {dim} axes instead "
-    "of 3. Call `.eval()`, put `torch.nn.Dropout` modules between single-layer modules,"
-    " or use `backpack.core.derivatives.generic.generic_product`."
+    "of 3. Call `.eval()`, or put `torch.nn.Dropout` modules between single-layer ones."
 )
 # Products of a call's parameters, by the first cotangent they were computed from. They
 # must not own that tensor, or neither would ever be freed; a graph could own it.

@@ -166,19 +166,6 @@ def first_tensor(output: Any) -> Tensor:
     return output
 
 
-def recorded_output(module: Layer) -> Tensor:
-    """Return a module's output in the type, and so the precision, that it had.
-
-    Args:
-        module: Module with stored output.
-
-    Returns:
-        The output ``[N, *out]``.
-    """
-    output = module.output
-    return output.to(vars(module).get(OUTPUT_TYPE, output.dtype))
-
-
 def repeats(module: Layer, x: Tensor, before: Tensor) -> bool:
     """Tell whether repeating a forward pass gave the same output, and remember it.
 
@@ -227,8 +214,8 @@ def checked(module: Layer, output: Any) -> Tensor:
     output = first_tensor(output)
     if OVERWRITTEN in vars(module):
         return output
-    repeated, expected = output.detach(), recorded_output(module)
-    if not repeats(module, repeated, expected):
+    precision = vars(module).get(OUTPUT_TYPE, module.output.dtype)
+    if not repeats(module, output.detach(), module.output.to(precision)):
         raise RuntimeError(message(NOT_REPEATED, module=module))
     return output
 
@@ -306,18 +293,21 @@ def evaluate(
         return xs, repeat(module, scratch_copy(module).forward, *inputs)
 
 
-def evaluate_parameter(module: Layer, name: str) -> Tuple[Tensor, Tensor]:
+def evaluate_parameter(
+    module: Layer, name: str, inputs: Optional[Sequence[Any]] = None
+) -> Tuple[Tensor, Tensor]:
     """Compute a module's output anew, with a graph that leads to a parameter.
 
     Args:
-        module: Module with stored inputs.
-        name: The parameter's name, see :func:`argument_position`.
+        module: Module with stored input and output.
+        name: Dotted name of the parameter, see :func:`argument_position`.
+        inputs: Inputs of the call. Default: ``None``, for those that are stored.
 
     Returns:
-        The parameter ``[*p]``, and the output ``[N, *out]``.
+        A copy of the parameter that requires grad, and the output.
     """
     param = find_parameter(module, name).detach().requires_grad_()
-    inputs, own = list(stored_inputs(module)), {}
+    inputs, own = list(stored_inputs(module) if inputs is None else inputs), {}
     position = argument_position(module, name)
     if position is None:
         own[name] = param

@@ -26,6 +26,9 @@ class PerSample(ABC):
         num_columns: V, the number of columns.
         batch_size: N, the number of samples.
         shared: What was computed for a call's other parameters, to be used again.
+        groups: G, the number of groups that channels are divided into.
+        positions: T, the number of positions that share the parameter.
+        sums_positions: Whether their cotangents are summed in any case.
         keeps_total: Whether :meth:`total` will be asked for, so that products that are
             formed shall be added up while they are at hand.
     """
@@ -33,6 +36,8 @@ class PerSample(ABC):
     shape: torch.Size
     num_columns: int
     batch_size: int
+    groups = positions = 1
+    sums_positions = False
     shared: dict[Any, tuple[Tensor, Tensor]] | None = None
     keeps_total = False
     _total: Tensor | None = None
@@ -63,6 +68,11 @@ class PerSample(ABC):
     def plain(self) -> PerSample:
         """The same products, with factors in the order of the parameter's axes."""
         return self
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the products are those of a transposed matrix ``[d, p]``."""
+        return False
 
     def gathered(self, gather: Gather) -> PerSample:
         """Put the samples of several processes together.
@@ -162,7 +172,7 @@ class PerSample(ABC):
         Yields:
             Products of shape ``[V, n, *p]``.
         """
-        for samples in self._sample_chunks():
+        for samples in sums.chunks(self.batch_size, self._elements_per_sample()):
             yield self.block(samples)
 
     def pieces(self) -> Iterator[Tensor]:
@@ -325,9 +335,6 @@ class PerSample(ABC):
     @abstractmethod
     def _cotangents(self) -> Tensor:
         """A tensor with the products' type and device."""
-
-    def _sample_chunks(self) -> Iterator[slice]:
-        return sums.chunks(self.batch_size, self._elements_per_sample())
 
     def _elements_per_sample(self) -> int:
         """Count the elements of the buffers that :meth:`block` needs for a sample."""

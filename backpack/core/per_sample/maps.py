@@ -9,7 +9,7 @@ from torch import Tensor
 
 from backpack.core.fast import tuning
 from backpack.core.per_sample import sums
-from backpack.core.per_sample.base import Dense, PerSample, Summed
+from backpack.core.per_sample.base import Dense, PerSample
 from backpack.core.per_sample.order import Order
 from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.rows import Rows
@@ -48,12 +48,11 @@ def factor_shapes(product: PerSample) -> list[list[int]]:
     if isinstance(product, Rows):
         rows, size = product.shape
         return [[rows], [size, size]]
-    sizes, groups = [product.shape.numel()], 1
+    groups = product.groups
+    sizes = [product.shape.numel() // groups]
     if isinstance(product, Outer):
-        groups, sizes = product.groups, [product.b.shape[-1], product.inputs_size]
+        sizes = [product.b.shape[-1], product.inputs_size]
         sizes = sizes[::-1] if product.is_transposed else sizes
-    elif isinstance(product, Summed):
-        groups, sizes = product.groups, [sizes[0] // product.groups]
     return [[groups, n, n] if groups > 1 else [n, n] for n in sizes]
 
 

@@ -235,8 +235,7 @@ class Outer(PerSample):
         return self.like(lambda: a, b)
 
     @property
-    def is_transposed(self) -> bool:
-        """Whether the products are those of a transposed matrix ``[d, p]``."""
+    def is_transposed(self) -> bool:  # noqa: D102
         d, p = self._sizes
         if self.groups > 1 or tuple(self.shape) != (d, p):
             return False
@@ -461,7 +460,8 @@ class Outer(PerSample):
             return sums.sum_axis(sums.sum_axis(b, 0) * a, 1)
         if self._norms_form:
             return super().sq_norms()
-        return torch.cat([self._gram_norms(n) for n in self._gram_chunks()])
+        grams = sums.chunks(self.batch_size, self.groups * self.positions**2)
+        return torch.cat([self._gram_norms(samples) for samples in grams])
 
     @whole_reduction
     def partial_squares(self, sum_batch: bool) -> Tensor:  # noqa: D102
@@ -568,9 +568,6 @@ class Outer(PerSample):
     def _elements_per_sample(self) -> int:
         rows = self.num_columns * self.groups * self.positions * self.b.shape[-1]
         return super()._elements_per_sample() + rows
-
-    def _gram_chunks(self) -> Iterator[slice]:
-        return sums.chunks(self.batch_size, self.groups * self.positions**2)
 
     def _gram_norms(self, samples: slice) -> Tensor:
         unfolding = self._unfolder()

@@ -49,14 +49,6 @@ class FirstOrderBackpropExtension(BackpropExtension):
             savefield, module_exts, fail_mode=fail_mode, subsampling=subsampling
         )
 
-    def expects_backpropagation_quantities(self) -> bool:
-        """Tell that nothing but the gradient is pulled back.
-
-        Returns:
-            ``False``.
-        """
-        return False
-
 
 class BuiltIn(FirstOrderModuleExtension):
     """Stands for what is computed for all parameters, whatever their modules are."""

@@ -113,7 +113,7 @@ class Source:
         if self.strategy == "empirical":
             return derivatives.scaled_gradient(module)
         if self.compact:
-            return derivatives.sqrt_hessian_compact(module, (), ())
+            return derivatives.sqrt_hessian_compact(module)
         return derivatives.sqrt_hessian(module, (), ())
 
     def chunks(self, derivatives: Any, module: Layer, size: int) -> Iterator[Tensor]:
@@ -361,7 +361,8 @@ class ColumnExtension(SecondOrderBackpropExtension):
             overwrite: Whether an existing entry is replaced. Default: ``False``.
         """
         super().set_module_extension(module, extension, overwrite=overwrite)
-        self.walks_modules |= extension.overrides_backpropagate
+        inherited = ModuleExtension.backpropagate
+        self.walks_modules |= type(extension).backpropagate is not inherited
         self.source = replace(self.source, compact=False)
 
     def runs_on(self, call: Any) -> bool:  # noqa: D102

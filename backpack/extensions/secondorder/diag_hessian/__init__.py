@@ -50,7 +50,7 @@ class DiagHessian(WalkingExtension):
             shape = len(columns), *module.input0.shape
             columns = columns.reshape(shape).to(module.input0.dtype)
         else:
-            columns = derivatives.sqrt_hessian_compact(module, (), ())
+            columns = derivatives.sqrt_hessian_compact(module)
             sign = columns.new_ones(columns.shape[:2])
         columns = columns.detach() * scale.abs().sqrt()
         return SignedColumns.create(columns, sign * scale.sign())

@@ -127,7 +127,7 @@ class EKFAC(KroneckerFactors):
 
     def _bases(self, product: PerSample, output: Tensor) -> list[Tensor]:
         """Put eigenvectors of the input's factor next to those of the output's."""
-        few = 2 * product.batch_size * getattr(product, "positions", 1)
+        few = 2 * product.batch_size * product.positions
         if (
             isinstance(product, Outer)
             and self.weight_sharing != "reduce"
@@ -138,7 +138,7 @@ class EKFAC(KroneckerFactors):
             bases = [factors.squeeze_group(basis) for basis in bases]
             return bases[::-1] if product.is_transposed else bases
         known = factors.with_input_factor(product, output, self.weight_sharing)
-        place = factors.input_position(known, factors.is_transposed(product))
+        place = factors.input_position(known, product.is_transposed)
         if place is not None:
             known[place] = eigenvectors(known[place])
         return known

@@ -272,7 +272,7 @@ class KroneckerFactors(ColumnExtension, HBP):
         factors.refuse_ambiguous(self, what, product, param)
         shard = shard_of(self)
         if shard is not None:
-            shard.parts[param] = factors.is_transposed(product)
+            shard.parts[param] = product.is_transposed
 
     def statistic(self, product: PerSample) -> Any:  # noqa: D102
         return factors.output_factor(product, self.weight_sharing)

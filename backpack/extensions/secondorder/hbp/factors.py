@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
-from backpack.core.derivatives.stored import stored_inputs
 from backpack.core.fast.matmul import gram
 from backpack.core.per_sample.base import PerSample, Summed
 from backpack.core.per_sample.maps import factor_shapes
@@ -89,17 +88,13 @@ def refuse_ambiguous(
             warn_user(message(TRANSPOSED, ext=ext, field=field, what=what(), how=how))
     if ext.weight_sharing is not None:
         return
-    reason = None
-    if isinstance(product, (Outer, Summed)):
-        if product.groups > 1:
-            reason = f"channels are divided into {product.groups} groups"
-        elif product.positions > 1 and not product.sums_positions:
-            reason = f"{product.positions} positions share the weight"
-    elif isinstance(product, Rows) and product.positions > 1:
-        reason = f"{product.positions} positions share the weight"
-    if reason is not None:
-        text = message(AMBIGUOUS, ext=ext, reason=reason, what=what())
-        raise NotImplementedError(text)
+    reason = f"{product.positions} positions share the weight"
+    if product.groups > 1:
+        reason = f"channels are divided into {product.groups} groups"
+    elif product.positions == 1 or product.sums_positions:
+        return
+    text = message(AMBIGUOUS, ext=ext, reason=reason, what=what())
+    raise NotImplementedError(text)
 
 
 def arrange(product: PerSample) -> Tensor:
@@ -178,33 +173,22 @@ def averaged_output_factor(
         Factors of shape ``[G, p, p]``.
     """
     n, shape = product.batch_size, module.output.shape[1:]
+    layout = arrange(product).shape[2:]
     affine = isinstance(product, (Outer, Summed)) and derivatives.affine_in_params
-    one = (
-        isinstance(product, (Outer, Summed)) and product.groups * product.positions == 1
-    )
-    if affine and one:
+    if affine and layout[:2].numel() == 1:  # one group, one position
         return mat.unsqueeze(0).clone()
     if n * len(mat) == 0:  # the mean of nothing, or of outputs without features
-        groups, _, size = arrange(product).shape[2:]
+        groups, _, size = layout
         return mat.new_full((groups, size, size), 0.0 if n else nan)
-    if isinstance(product, Rows):
-        layout = torch.Size((1, product.positions, product.b.shape[-1]))
-    elif isinstance(product, (Outer, Summed)):
-        inputs = stored_inputs(module)
+    if not isinstance(product, Rows):
         if affine:  # what is arranged is the same for all samples
-            n, inputs = 1, tuple(x[:1] if isinstance(x, Tensor) else x for x in inputs)
-        columns = mat.reshape(-1, 1, *shape).expand(-1, n, *shape)
-        arranged = arrange(derivatives.product(name, module, inputs, columns))
-        layout = arranged.shape[2:]
-        columns = arranged.flatten(2).transpose(0, 2).reshape(-1, n, *shape)
-        arranged = arrange(derivatives.product(name, module, inputs, columns))
-        mat = arranged.flatten(2).mean(1)
-    else:  # the Jacobian depends on the sample: (1/N) Σₙ Jₙᵀ B Jₙ
-        columns = mat.reshape(-1, 1, *shape).expand(-1, n, *shape)
-        rows = derivatives.stored_product(name, module, (), (), columns).individual()
-        columns = flatten(rows, 2).transpose(0, 2).reshape(-1, n, *shape)
-        rows = derivatives.stored_product(name, module, (), (), columns).individual()
-        return flatten(rows, 2).mean(1).unsqueeze(0)
+            n, module = 1, derivatives._restrict(module, [0])
+        rows = mat.unsqueeze(1).expand(-1, n, -1)
+        for _ in range(2):  # B ↦ (B Jₙ)ᵀ, twice
+            columns = rows.reshape(-1, n, *shape)
+            pulled = derivatives.stored_product(name, module, (), (), columns)
+            rows = arrange(pulled).flatten(2).transpose(0, 2)
+        mat = rows.mean(1)
     blocks = mat.reshape(*layout, *layout)
     pattern = "gtpgtq->gpq" if weight_sharing == "expand" else "gtpgsq->gpq"
     return torch.einsum(pattern, blocks)
@@ -229,7 +213,7 @@ def with_input_factor(
     """
     output = squeeze_group(output)
     scale = product.batch_size
-    if weight_sharing == "expand" and isinstance(product, (Outer, Rows)):
+    if weight_sharing == "expand":
         scale = scale * product.positions
     if isinstance(product, Rows):
         diagonal = product.input_diagonal(average=weight_sharing == "reduce")
@@ -243,19 +227,7 @@ def with_input_factor(
     else:
         factor = product.input_gram(reciprocal(scale))
     factor = squeeze_group(factor)
-    return [factor, output] if is_transposed(product) else [output, factor]
-
-
-def is_transposed(product: PerSample) -> bool:
-    """Tell whether the factor of the input comes first, as a matrix is transposed.
-
-    Args:
-        product: Products of any columns and the parameter's Jacobian.
-
-    Returns:
-        Whether it does.
-    """
-    return isinstance(product, Outer) and product.is_transposed
+    return [factor, output] if product.is_transposed else [output, factor]
 
 
 def input_position(factors: list[Tensor], transposed: bool) -> int | None:

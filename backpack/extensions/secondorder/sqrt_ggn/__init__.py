@@ -8,6 +8,7 @@ from torch import Tensor
 from backpack.core.per_sample.base import PerSample
 from backpack.extensions.secondorder.columns import ColumnExtension, Source
 from backpack.extensions.secondorder.hbp.hbp_options import LossHessianStrategy
+from backpack.extensions.secondorder.sqrt_ggn import base  # noqa: F401 (paths of rules)
 from backpack.extensions.shards import Piece
 from backpack.utils.subsampling import Selection
 from backpack.utils.types import FisherType, Randomness

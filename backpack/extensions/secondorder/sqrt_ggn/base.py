@@ -2,10 +2,16 @@
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from backpack.custom_module.branching import SumModule
+from backpack.custom_module.pad import Pad
+from backpack.custom_module.scale_module import ScaleModule
+from backpack.custom_module.slicing import Slicing
 from backpack.extensions.mat_to_mat_jac_base import MatToJacMat, for_layer
 from backpack.extensions.module_extension import ParameterRule
+from backpack.utils.errors import batch_norm_raise_error_if_train
+from backpack.utils.paths import keep_paths
 from backpack.utils.types import Grads, Layer
 
 
@@ -45,3 +51,43 @@ def on_layer(layer: type, path: str) -> Any:
         The class, with the derivatives and the parameters in the table.
     """
     return for_layer(SqrtGGNBaseModule, layer, f"SqrtGGN{layer.__name__}", path)
+
+
+class SqrtGGNBatchNormNd(on_layer(nn.BatchNorm1d, __name__)):  # type: ignore[misc]
+    """Square root of the GGN on batch normalization, in evaluation mode."""
+
+    def check_hyperparameters_module_extension(
+        self, ext: Any, module: Layer, g_inp: Grads, g_out: Grads
+    ) -> None:
+        """Refuse training mode.
+
+        Args:
+            ext: The extension that is running.
+            module: The layer.
+            g_inp: Gradients at the inputs, as far as they exist.
+            g_out: Gradients at the outputs.
+        """
+        batch_norm_raise_error_if_train(module)
+
+
+_PATHS = {
+    "convnd": (nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    "convtransposend": (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    "custom_module": (ScaleModule, SumModule),
+    "dropout": (nn.Dropout,),
+    "embedding": (nn.Embedding,),
+    "flatten": (nn.Flatten,),
+    "linear": (nn.Linear,),
+    "pad": (Pad,),
+    "padding": (nn.ZeroPad2d,),
+    "pooling": (
+        *(nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
+        *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d),
+    ),
+    "slicing": (Slicing,),
+}
+_PACKAGE = __name__.rpartition(".")[0]
+keep_paths(_PACKAGE, {"batchnorm_nd": [SqrtGGNBatchNormNd]})
+for _path, _layers in _PATHS.items():
+    _rules = [on_layer(layer, f"{_PACKAGE}.{_path}") for layer in _layers]
+    keep_paths(_PACKAGE, {_path: _rules})

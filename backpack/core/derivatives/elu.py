@@ -1,5 +1,0 @@
-"""Derivatives of the exponential linear unit."""
-
-from backpack.core.derivatives.activations import ELUDerivatives
-
-__all__ = ["ELUDerivatives"]

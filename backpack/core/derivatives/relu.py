@@ -1,5 +1,0 @@
-"""Derivatives of the rectified linear unit."""
-
-from backpack.core.derivatives.activations import ReLUDerivatives
-
-__all__ = ["ReLUDerivatives"]

@@ -159,7 +159,7 @@ def note_functions(x: Tensor, known: Known) -> None:
     places = [last, *(GradientEdge(*e) for node in nodes for e in node.next_functions)]
     for place in places:
         node, number, *_ = place
-        while type(node).__name__ in _PASSING:
+        while type(node).__name__ in _PASSING and not is_noted(node, number):
             node, number = node.next_functions[number]
         if not is_function(node) or is_noted(node, number):
             continue

@@ -131,6 +131,7 @@ POSITIONS = {
 MEETING = {
     "add": lambda m, x, p: x + p,
     "add-in-place": lambda m, x, p: x.clone().add_(p),
+    "add-as-type": lambda m, x, p: x + p.to(x).type_as(x[:, 0]),
     "mul": lambda m, x, p: p * x,
     "cat": lambda m, x, p: torch.cat([x, p.expand_as(x)], -1),
     "argument": lambda m, x, p: m.block(x, shift=p),

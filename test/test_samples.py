@@ -127,6 +127,9 @@ MOVES: Dict[str, Callable] = {  # of x [N, T, D]
     "permute": there_and_back(
         lambda x: x.permute(1, 0, 2), lambda z, x: z.permute(1, 0, 2)
     ),
+    "flatten-as-type": there_and_back(
+        lambda x: x.flatten(0, 1).type_as(x), lambda z, x: z.view_as(x).to(x.flatten())
+    ),
     "movedim": there_and_back(lambda x: x.movedim(0, 1), lambda z, x: z.movedim(1, 0)),
     "swapaxes-contiguous": there_and_back(
         lambda x: x.swapaxes(0, 1).contiguous(), lambda z, x: z.swapaxes(0, 1)
@@ -845,6 +848,7 @@ BESIDE: Dict[str, Callable[[Tensor], Any]] = {
     "similarities-first": lambda h: {"scores": h @ h.T, "h": h},
     "mean": lambda h: [h.mean(0), {"h": h}],
     "loss": lambda h: (F.mse_loss(h, h.detach().roll(1, 0)), h),
+    "means": lambda h: (h, h.mean() + h.detach().mean()),
     "itself": lambda h: (h, h.sin(), h),
 }
 

@@ -28,7 +28,7 @@ from backpack.core.layout import (
 )
 from backpack.engine.graph import HOOKED, VIEWS, entries_of, is_leaf
 from backpack.engine.placements import BY_STRIDES, MARK, POINTWISE
-from backpack.engine.uses import Constant, Use, edge_of, is_noted
+from backpack.engine.uses import Constant, Together, Use, edge_of, is_noted
 from backpack.utils.hooks import without_hooks
 from backpack.utils.parallel import SINKS, communicates
 from backpack.utils.state import state
@@ -37,6 +37,7 @@ from backpack.utils.types import kind
 CONSTANT = "backpack.constant"  # where a node keeps that it stands for a parameter
 KNOWN = "backpack.known"  # where a node keeps what was found of its outputs
 ASKED = "backpack.asked"  # behind which of its outputs functions were looked for
+_PASSING = SINKS | {Together.__name__}  # nodes that hand on what comes, one by one
 
 # Nodes that map entries of the same place, by other names than those of operations
 _POINTWISE = POINTWISE | {"to_copy", "native_dropout", "log_sigmoid", "alias"}
@@ -156,13 +157,14 @@ def note_functions(x: Tensor, known: Known) -> None:
     asked.add(last.output_nr)
     _, nodes = sources_of([last])
     places = [last, *(GradientEdge(*e) for node in nodes for e in node.next_functions)]
-    for edge in places:
-        node, number, *_ = edge
-        if not is_function(node) or type(node).__name__ in SINKS:  # a wrapper's
+    for place in places:
+        node, number, *_ = place
+        while type(node).__name__ in _PASSING and not is_noted(node, number):
+            node, number = node.next_functions[number]
+        if not is_function(node) or is_noted(node, number):
             continue
-        if is_noted(node, number):
-            continue
-        own = known if edge is last else _explain_place(edge)
+        edge = GradientEdge(node, number)
+        own = known if place is last else _explain_place(edge)
         use = None if own is None else _use_of(node, own.n)
         if use is not None:
             use.attach_at(edge, _shape_at(edge), own.placement)
@@ -377,7 +379,7 @@ def _structure(
         ):
             return None
         for place in node.next_functions:
-            if type(place[0]).__name__ in SINKS:
+            if type(place[0]).__name__ in _PASSING:
                 return None
             parts += known.get(place, known.get(place[0])), place[1]
         parts += [torch.Size(x.shape) for x in node._input_metadata]
@@ -418,7 +420,7 @@ def sources_of(
             if source is not None:
                 sources.append(source)
             continue
-        if type(node).__name__ in SINKS:
+        if type(node).__name__ in _PASSING:
             queue.append(node.next_functions[number])
         elif node not in nodes:
             nodes.append(node)

@@ -285,6 +285,8 @@ class Finder:
         Returns:
             A placement for each result.
         """
+        if name in ("to", "type_as"):  # the other tensor's type alone matters
+            data = [x for x in data if x is args[0]]
         quick = self._quick(name, args, kwargs, data, outs[0])
         if quick is not None and len(outs) == 1:
             self._remember(key, [quick], outs)

@@ -11,6 +11,7 @@ from rows import (
     DEEPSEEK,
     EXPERTS,
     GROUPED,
+    PAIR,
     PARTS,
     PATCHES,
     TEXT,
@@ -283,6 +284,28 @@ def series(num_samples: int, length: int) -> Batch:
     return {"past_values": torch.randn(num_samples, 8, 2, dtype=torch.float64)}
 
 
+def forecast() -> Module:
+    """Build a model that predicts a distribution of what comes next."""
+    config = transformers.TimeSeriesTransformerConfig(
+        **{k: v for k, v in PAIR.items() if k.startswith(("d_", "enc", "decoder_"))},
+        prediction_length=4,
+        context_length=8,
+        lags_sequence=[1, 2],
+        num_time_features=2,
+    )
+    return transformers.TimeSeriesTransformerForPrediction(config)
+
+
+def history(num_samples: int, length: int) -> Batch:
+    """Draw a series with what is known of its times, and how it goes on."""
+    past, later = torch.randn(num_samples, 14, 3).double().split((10, 4), 1)
+    return {
+        **{"past_values": past[..., 0], "past_time_features": past[..., 1:]},
+        **{"future_values": later[..., 0], "future_time_features": later[..., 1:]},
+        "past_observed_mask": torch.ones(num_samples, 10).double(),
+    }
+
+
 PAGES = {**TEXT, "max_2d_position_embeddings": 16}
 OTHERS = [
     Row("Vision", "DETR", detr, pixels(32), logits),
@@ -346,6 +369,13 @@ OTHERS = [
         ),
         image_and_text,
         logits,
+    ),
+    Row(
+        "Mixed",
+        "Time series transformer",
+        forecast,
+        history,
+        lambda out: torch.stack(out.params, -1),
     ),
     Row("Mixed", "PatchTST", patch_tst, series, lambda out: out.prediction_logits),
     Row(

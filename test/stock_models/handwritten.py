@@ -85,6 +85,23 @@ class NanoGPT(Module):
         return self.head(x + self.mlp(self.norm2(x)))
 
 
+class VectorQuantized(Module):
+    """A code book that is not trained; what it costs is returned, too."""
+
+    def __init__(self) -> None:
+        """Make the layers."""
+        super().__init__()
+        self.encode, self.head = nn.Linear(D, D), nn.Linear(D, CLASSES)
+        self.codes = nn.Parameter(torch.randn(5, D), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tuple[Tensor, Tensor]:
+        """Take the nearest code for each vector."""
+        z = self.encode(x)
+        code = self.codes[torch.cdist(z, self.codes).argmin(-1)].type_as(x[0])
+        loss = (z - code).square().mean() + (code - z.detach()).square().mean()
+        return self.head((z + (code - z).detach()).tanh()), loss
+
+
 class TransformerXL(Module):
     """Attention with relative positions that are shifted by a change of shape."""
 
@@ -547,6 +564,7 @@ HANDWRITTEN: List[Row] = [
         ("Transformer-XL", TransformerXL, sequence, {}),
         ("WaveNet", WaveNet, sequence, {}),
         ("TCN", TCN, points, {}),
+        ("VQ", VectorQuantized, points, {"run": lambda m, batch: m(**batch)[0]}),
         ("Diffusion U-Net", DiffusionUNet, noised, {}),
         ("GCN", GCN, graph, {}),
         ("PointNet", PointNet, points, {}),

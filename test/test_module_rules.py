@@ -1069,8 +1069,9 @@ def test_in_place(ext: Callable, cls: Callable):
     compare(plain.model, overwriting.model, ext().savefield)
 
 
-def _shape_of(function: Callable) -> Tuple[int, ...]:
-    cells = (cell.cell_contents for cell in function.__wrapped__.__closure__)
+def _shape_of(product: Any) -> Tuple[int, ...]:
+    function = product._function.__wrapped__
+    cells = (cell.cell_contents for cell in function.__closure__)
     (linear,) = [c for c in cells if hasattr(c, "parameter")]
     return tuple(linear.parameter.shape)
 

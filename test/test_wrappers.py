@@ -1176,7 +1176,8 @@ def gathered_by_function(x: Tensor) -> Tensor:
     """Collect tensors of all processes with a function that has a derivative."""
     from torch.distributed.nn import functional
 
-    return torch.stack(functional.all_gather(x))
+    # the default is the group that was there when this was imported
+    return torch.stack(functional.all_gather(x, distributed.group.WORLD))
 
 
 def gathered_by_operation(x: Tensor) -> Tensor:

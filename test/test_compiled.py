@@ -74,7 +74,7 @@ class Transformer(Module):
         """Make the layers."""
         super().__init__()
         self.tokens, self.block = nn.Embedding(5, 4, padding_idx=0), Block()
-        self.kinds = nn.Parameter(torch.empty(2, 4))
+        self.kinds = nn.Parameter(torch.randn(2, 4))
         self.head = nn.Linear(4, 4)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -1,9 +1,11 @@
 """The square root of the GGN on a module with known derivatives."""
 
+from copy import copy
 from typing import Any
 
 from torch import Tensor, nn
 
+from backpack.core.table import LAYERS
 from backpack.custom_module.branching import SumModule
 from backpack.custom_module.pad import Pad
 from backpack.custom_module.scale_module import ScaleModule
@@ -53,8 +55,13 @@ def on_layer(layer: type, path: str) -> Any:
     return for_layer(SqrtGGNBaseModule, layer, f"SqrtGGN{layer.__name__}", path)
 
 
-class SqrtGGNBatchNormNd(on_layer(nn.BatchNorm1d, __name__)):  # type: ignore[misc]
+class SqrtGGNBatchNormNd(SqrtGGNBaseModule):
     """Square root of the GGN on batch normalization, in evaluation mode."""
+
+    def __init__(self) -> None:
+        """Use the derivatives and the parameters in the table."""
+        row = LAYERS[nn.BatchNorm1d]
+        super().__init__(copy(row.derivatives), list(row.params or ()))
 
     def check_hyperparameters_module_extension(
         self, ext: Any, module: Layer, g_inp: Grads, g_out: Grads

@@ -1223,6 +1223,10 @@ LISTS: Dict[str, Tuple[Callable, Callable]] = {
         lambda x: ragged_parts(x, 2),
         lambda m, xs: torch.stack([plain(m, x).tanh().sum(0) for x in xs]),
     ),
+    "channels-first": (
+        lambda x: list(x.mT),
+        lambda m, xs: torch.stack([plain(m, x.mT).sum(0) for x in xs]),
+    ),
     "steps": (
         lambda x: list(x.unbind(1)),
         lambda m, xs: sum(plain(m, x) for x in xs),
@@ -1238,7 +1242,7 @@ def test_lists_of_tensors(name: str) -> None:
         lambda: Lambda(forward, f=nn.Linear(D, D), g=nn.LayerNorm(D), p=param(D)),
         randn(5, D),
         predict=lambda m, X: m(parts(X[0])),
-        says=f"list of {N} tensors",
+        says=f"list of {N} tensors|each tensor in a list",
     )
     if name == "steps":
         assert_right(row)

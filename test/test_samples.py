@@ -791,8 +791,36 @@ INPUTS["packed-in-any-order"] = Row(
     ),
 )
 
+# Where the largest number is, depends on samples, though it be the first by chance
+NEAREST = {
+    "argmax": lambda s: s.argmax(-1),
+    "argmin": lambda s: s.argmin(-1),
+    "max": lambda s: s.max(-1)[1],
+    "sort": lambda s: s.sort(-1)[1][..., 0],
+}
+
+
+def nearest(code: Callable, size: int) -> Row:
+    """Make a row that picks from a table by similarities, of that size."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        similar = x @ torch.full((D, 3), size).to(x)
+        return m.f(m.e(code(similar))).prod(1)
+
+    return Row(
+        lambda: Lambda(forward, e=nn.Embedding(3, D), f=nn.Linear(D, 2)), randn(2, D)
+    )
+
+
+NEAREST_ROWS = {
+    f"{name}-{size}": nearest(code, size)
+    for name, code in NEAREST.items()
+    for size in (0, 1)
+}
+
 TABLES = {
     "input": INPUTS,
+    "nearest": NEAREST_ROWS,
     "bags": BAGS,
     "move": MOVE_ROWS,
     "routing": ROUTING,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from functools import partial
 from math import inf, nan
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Iterator, Sequence, Union
 
 import torch
 from torch import Tensor
@@ -18,10 +18,23 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from backpack.core.layout import Mixed, Placement, has_bit, simplify
 
+
+def _close_by(x: Tensor) -> Tensor:
+    return x * (1 + 1e-2 * torch.rand_like(x)) + 1e-3
+
+
+def _drawn(x: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator(x.device).manual_seed(seed)
+    return torch.rand(x.shape, generator=generator, dtype=x.dtype, device=x.device)
+
+
 # What replaces samples
 NOT_A_NUMBER = (nan,)  # most operations return it wherever it went
 EXTREMES = (nan, inf, -inf)  # for those that leave it out, like `nansum` and `fmax`
-OTHER_NUMBERS = (None,)  # for those that fail, like decompositions: numbers close by
+OTHER_NUMBERS = (_close_by,)  # for those that fail, like decompositions
+# for those that return positions, which may be the same for a few other numbers
+DRAWN = (inf, -inf, *(partial(_drawn, seed=seed) for seed in range(8)))
+Mark = Union[float, Callable[[Tensor], Tensor]]
 
 # Operations that move entries to where the values of an operand say
 MOVING = frozenset(
@@ -83,6 +96,7 @@ class Trial:
         pairs = zip(self._flat, self._numbers)
         kinds = [_is_inexact(x) for x, i in pairs if i is not None]
         found: list[Placement] = [None] * len(self._outs)
+        lasts = True
         if True in kinds:
             try:
                 found, hides = self._probe(NOT_A_NUMBER)
@@ -95,21 +109,27 @@ class Trial:
                     self._flat = list(map(_between, self._flat))
                 found, hides = self._probe(NOT_A_NUMBER)
             if hides and not self._is_random():
-                return self._probe(EXTREMES)[0], False
-            if hides:  # what is drawn, and how much, tells nothing
+                found, lasts = self._probe(EXTREMES)[0], False
+            elif hides:  # what is drawn, and how much, tells nothing
                 lost = Mixed(describe(self._name, self._flat, self._numbers), False)
                 needed = [
                     p is None and x.requires_grad for p, x in zip(found, self._outs)
                 ]
                 found = [lost if some else p for some, p in zip(needed, found)]
+            picks = [
+                p is None and not _is_inexact(x) for p, x in zip(found, self._outs)
+            ]
+            if True in picks and self._name not in MOVING:  # the same by chance?
+                drawn, _ = self._probe(DRAWN)
+                found = [q if same else p for same, p, q in zip(picks, found, drawn)]
         if False in kinds and all(p is None for p in found):
             found, _ = self._probe(NOT_A_NUMBER, True)
-        return found, True
+        return found, lasts
 
     def _run(
         self,
         select: Callable[[Tensor], Tensor] | None = None,
-        mark: float | None = nan,
+        mark: Mark = nan,
         integers: bool = False,
         seed: int = 0,
     ) -> list[Tensor]:
@@ -160,7 +180,7 @@ class Trial:
         return any(bool(_differs(x, y).any()) for x, y in pairs)
 
     def _probe(
-        self, marks: Sequence[float | None], integers: bool = False
+        self, marks: Sequence[Mark], integers: bool = False
     ) -> tuple[list[Placement], bool]:
         """Run the operation on samples whose number has a bit, and on the others.
 
@@ -304,11 +324,11 @@ def _differs(x: Tensor, plain: Tensor) -> Tensor:
     return (x != plain) & ~((x != x) & (plain != plain))
 
 
-def _disturbed(x: Tensor, where: Tensor, mark: float | None, integers: bool) -> Tensor:
+def _disturbed(x: Tensor, where: Tensor, mark: Mark, integers: bool) -> Tensor:
     """Replace entries by a mark; integers, if asked for, by other ones that occur."""
     if _is_inexact(x):
-        near = x * (1 + 1e-2 * torch.rand_like(x)) + 1e-3 if mark is None else mark
-        return x.copy_(torch.where(where, near, x))  # with the strides it had
+        new = mark(x) if callable(mark) else mark
+        return x.copy_(torch.where(where, new, x))  # with the strides it had
     if not integers or not x.numel():
         return x
     if x.dtype == torch.bool:

@@ -4,6 +4,7 @@ Rows move samples about between two uses of parameters: views, windows, flatteni
 routing, sorting, time-first layers; with as many positions as samples and with another
 number of them."""
 
+from math import inf
 from typing import Any, Callable, Dict, List, Tuple
 
 import pytest
@@ -911,6 +912,13 @@ def one_row_first(m: Module, x: Tensor) -> Tensor:
     return plain(m, z)
 
 
+def packed_attention(x: Tensor, n: int) -> Tensor:
+    """Let rows ``[N * T, D]`` attend to those of their own sample."""
+    own = torch.arange(len(x)) * n // len(x)
+    mask = torch.zeros(len(x), len(x)).to(x).masked_fill(own != own[:, None], -inf)
+    return (x @ x.mT + mask).softmax(-1) @ x
+
+
 # The library may say no to these, with a reason
 EITHER = {
     "into-gaps": moving(into_gaps, D)._replace(says="writing to a view"),
@@ -947,6 +955,11 @@ EITHER = {
         randn(3, D),
         says=r"matmul|mm",
     ),
+    "block-diagonal-mask": moving(  # a batch that is packed into rows
+        lambda m, x: plain(m, packed_attention(x.flatten(0, 1), len(x))).view_as(x),
+        3,
+        D,
+    )._replace(says=r"matmul.*rows that a mask alone keeps apart"),
     "identity-matmul": moving(
         lambda m, x: plain(m, torch.eye(len(x), dtype=F64) @ x), D
     )._replace(says=r"matmul|mm"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from functools import partial
 from math import inf, nan
-from typing import Any, Callable, Iterator, Sequence, Union
+from typing import Any, Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -34,7 +34,6 @@ EXTREMES = (nan, inf, -inf)  # for those that leave it out, like `nansum` and `f
 OTHER_NUMBERS = (_close_by,)  # for those that fail, like decompositions
 # for those that return positions, which may be the same for a few other numbers
 DRAWN = (inf, -inf, *(partial(_drawn, seed=seed) for seed in range(8)))
-Mark = Union[float, Callable[[Tensor], Tensor]]
 
 # Operations that move entries to where the values of an operand say
 MOVING = frozenset(
@@ -95,8 +94,8 @@ class Trial:
         """
         pairs = zip(self._flat, self._numbers)
         kinds = [_is_inexact(x) for x, i in pairs if i is not None]
-        found: list[Placement] = [None] * len(self._outs)
-        lasts = True
+        outs, lasts = self._outs, True
+        found: list[Placement] = [None] * len(outs)
         if True in kinds:
             try:
                 found, hides = self._probe(NOT_A_NUMBER)
@@ -112,16 +111,12 @@ class Trial:
                 found, lasts = self._probe(EXTREMES)[0], False
             elif hides:  # what is drawn, and how much, tells nothing
                 lost = Mixed(describe(self._name, self._flat, self._numbers), False)
-                needed = [
-                    p is None and x.requires_grad for p, x in zip(found, self._outs)
-                ]
-                found = [lost if some else p for some, p in zip(needed, found)]
-            picks = [
-                p is None and not _is_inexact(x) for p, x in zip(found, self._outs)
-            ]
-            if True in picks and self._name not in MOVING:  # the same by chance?
+                pairs = zip(found, outs)
+                found = [lost if p is None and x.requires_grad else p for p, x in pairs]
+            unseen = [p is None and not _is_inexact(x) for p, x in zip(found, outs)]
+            if True in unseen and self._name not in MOVING:  # the same by chance?
                 drawn, _ = self._probe(DRAWN)
-                found = [q if same else p for same, p, q in zip(picks, found, drawn)]
+                found = [q if some else p for some, p, q in zip(unseen, found, drawn)]
         if False in kinds and all(p is None for p in found):
             found, _ = self._probe(NOT_A_NUMBER, True)
         return found, lasts
@@ -129,7 +124,7 @@ class Trial:
     def _run(
         self,
         select: Callable[[Tensor], Tensor] | None = None,
-        mark: Mark = nan,
+        mark: Any = nan,
         integers: bool = False,
         seed: int = 0,
     ) -> list[Tensor]:
@@ -180,7 +175,7 @@ class Trial:
         return any(bool(_differs(x, y).any()) for x, y in pairs)
 
     def _probe(
-        self, marks: Sequence[Mark], integers: bool = False
+        self, marks: Sequence[Any], integers: bool = False
     ) -> tuple[list[Placement], bool]:
         """Run the operation on samples whose number has a bit, and on the others.
 
@@ -324,7 +319,7 @@ def _differs(x: Tensor, plain: Tensor) -> Tensor:
     return (x != plain) & ~((x != x) & (plain != plain))
 
 
-def _disturbed(x: Tensor, where: Tensor, mark: Mark, integers: bool) -> Tensor:
+def _disturbed(x: Tensor, where: Tensor, mark: Any, integers: bool) -> Tensor:
     """Replace entries by a mark; integers, if asked for, by other ones that occur."""
     if _is_inexact(x):
         new = mark(x) if callable(mark) else mark

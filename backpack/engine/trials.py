@@ -7,7 +7,7 @@ sample is told from the others by the bits of its number.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from math import inf, nan
 from typing import Any, Callable, Iterator, Sequence
@@ -32,7 +32,7 @@ NOT_A_NUMBER = (nan,)  # most operations return it wherever it went
 EXTREMES = (nan, inf, -inf)  # for those that leave it out, like `nansum` and `fmax`
 OTHER_NUMBERS = (_close_by,)  # for those that fail, like decompositions
 # for those that return positions, which may be the same for a few other numbers
-DRAWN = (inf, -inf, *(partial(_drawn, factor=k) for k in range(1, 17, 2)))
+DRAWN = tuple(partial(_drawn, factor=k) for k in range(1, 17, 2))
 
 # Operations that move entries to where the values of an operand say
 MOVING = frozenset(
@@ -99,8 +99,8 @@ class Trial:
             try:
                 found, hides = self._probe(NOT_A_NUMBER)
             except Exception:  # an algorithm that needs numbers
-                return self._probe(OTHER_NUMBERS)[0], False
-            mixed = any(isinstance(p, Mixed) for p in found)
+                found, hides, lasts = self._probe(OTHER_NUMBERS)[0], False, False
+            mixed = lasts and any(isinstance(p, Mixed) for p in found)
             if mixed and any(bool((x != x).any()) for x in self._run()):
                 # outside of its domain: NaN shows nothing there
                 with self._drawing():
@@ -112,10 +112,12 @@ class Trial:
                 lost = Mixed(describe(self._name, self._flat, self._numbers), False)
                 pairs = zip(found, outs)
                 found = [lost if p is None and x.requires_grad else p for p, x in pairs]
-            unseen = [p is None and not _is_inexact(x) for p, x in zip(found, outs)]
-            if True in unseen and self._name not in MOVING:  # the same by chance?
-                drawn, _ = self._probe(DRAWN)
-                found = [q if some else p for some, p, q in zip(unseen, found, drawn)]
+            for marks in (DRAWN, EXTREMES):  # were they the same by chance?
+                unseen = [p is None and not _is_inexact(x) for p, x in zip(found, outs)]
+                if True in unseen and self._name not in MOVING:
+                    with suppress(Exception):  # not what the operation takes
+                        new, _ = self._probe(marks)
+                        found = [q if i else p for i, p, q in zip(unseen, found, new)]
         if False in kinds and all(p is None for p in found):
             found, _ = self._probe(NOT_A_NUMBER, True)
         return found, lasts

@@ -798,7 +798,7 @@ NEAREST = {
     "argmin": lambda s: s.argmin(-1),
     "max": lambda s: s.max(-1)[1],
     "sort": lambda s: s.sort(-1)[1][..., 0],
-    "boundaries": lambda s: torch.bucketize(s.sum(-1), s.new_tensor([-99, 99])),
+    "boundaries": lambda s: torch.bucketize(s.sum(-1), s.new_tensor([-99, -98])),
     "drawn": lambda s: torch.multinomial(
         F.one_hot(s.argmax(-1), 3).to(s).flatten(0, 1), 1
     ).view(s.shape[:-1]),

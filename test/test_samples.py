@@ -4,6 +4,7 @@ Rows move samples about between two uses of parameters: views, windows, flatteni
 routing, sorting, time-first layers; with as many positions as samples and with another
 number of them."""
 
+from math import inf
 from typing import Any, Callable, Dict, List, Tuple
 
 import pytest
@@ -791,8 +792,42 @@ INPUTS["packed-in-any-order"] = Row(
     ),
 )
 
+# Where the largest number is, depends on samples, though it be the first by chance
+NEAREST = {
+    "argmax": lambda s: s.argmax(-1),
+    "argmin": lambda s: s.argmin(-1),
+    "max": lambda s: s.max(-1)[1],
+    "sort": lambda s: s.sort(-1)[1][..., 0],
+    "boundaries": lambda s: torch.bucketize(s.sum(-1), s.new_tensor([-99, -98])),
+    "drawn": lambda s: torch.multinomial(
+        F.one_hot(s.argmax(-1), 3).to(s).flatten(0, 1), 1
+    ).view(s.shape[:-1]),
+    "byte": lambda s: (0 * s.sum(-1)).byte().long(),
+    "step": lambda s: torch.heaviside(s.sum(-1).exp(), s.new_zeros(())).long(),
+}
+
+
+def nearest(code: Callable, size: int) -> Row:
+    """Make a row that picks from a table by similarities, of that size."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        similar = x @ torch.full((D, 3), size).to(x)
+        return m.f(m.e(code(similar))).prod(1)
+
+    return Row(
+        lambda: Lambda(forward, e=nn.Embedding(3, D), f=nn.Linear(D, 2)), randn(2, D)
+    )
+
+
+NEAREST_ROWS = {
+    f"{name}-{size}": nearest(code, size)
+    for name, code in NEAREST.items()
+    for size in (0, 1)
+}
+
 TABLES = {
     "input": INPUTS,
+    "nearest": NEAREST_ROWS,
     "bags": BAGS,
     "move": MOVE_ROWS,
     "routing": ROUTING,
@@ -883,6 +918,13 @@ def one_row_first(m: Module, x: Tensor) -> Tensor:
     return plain(m, z)
 
 
+def packed_attention(x: Tensor, n: int) -> Tensor:
+    """Let rows ``[N * T, D]`` attend to those of their own sample."""
+    own = torch.arange(len(x)) * n // len(x)
+    mask = torch.zeros(len(x), len(x)).to(x).masked_fill(own != own[:, None], -inf)
+    return (x @ x.mT + mask).softmax(-1) @ x
+
+
 # The library may say no to these, with a reason
 EITHER = {
     "into-gaps": moving(into_gaps, D)._replace(says="writing to a view"),
@@ -919,6 +961,11 @@ EITHER = {
         randn(3, D),
         says=r"matmul|mm",
     ),
+    "block-diagonal-mask": moving(  # a batch that is packed into rows
+        lambda m, x: plain(m, packed_attention(x.flatten(0, 1), len(x))).view_as(x),
+        3,
+        D,
+    )._replace(says=r"matmul.*rows that a mask alone keeps apart"),
     "identity-matmul": moving(
         lambda m, x: plain(m, torch.eye(len(x), dtype=F64) @ x), D
     )._replace(says=r"matmul|mm"),
@@ -1223,6 +1270,10 @@ LISTS: Dict[str, Tuple[Callable, Callable]] = {
         lambda x: ragged_parts(x, 2),
         lambda m, xs: torch.stack([plain(m, x).tanh().sum(0) for x in xs]),
     ),
+    "channels-first": (
+        lambda x: list(x.mT),
+        lambda m, xs: torch.stack([plain(m, x.mT).sum(0) for x in xs]),
+    ),
     "steps": (
         lambda x: list(x.unbind(1)),
         lambda m, xs: sum(plain(m, x) for x in xs),
@@ -1238,7 +1289,7 @@ def test_lists_of_tensors(name: str) -> None:
         lambda: Lambda(forward, f=nn.Linear(D, D), g=nn.LayerNorm(D), p=param(D)),
         randn(5, D),
         predict=lambda m, X: m(parts(X[0])),
-        says=f"list of {N} tensors",
+        says=f"list of {N} tensors|each tensor in a list",
     )
     if name == "steps":
         assert_right(row)

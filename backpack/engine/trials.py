@@ -7,7 +7,7 @@ sample is told from the others by the bits of its number.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from math import inf, nan
 from typing import Any, Callable, Iterator, Sequence
@@ -18,10 +18,21 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from backpack.core.layout import Mixed, Placement, has_bit, simplify
 
+
+def _close_by(x: Tensor) -> Tensor:
+    return x * (1 + 1e-2 * torch.rand_like(x)) + 1e-3
+
+
+def _drawn(x: Tensor, factor: int) -> Tensor:
+    return torch.rand_like(x) * factor % 1  # for each factor, in another order
+
+
 # What replaces samples
 NOT_A_NUMBER = (nan,)  # most operations return it wherever it went
 EXTREMES = (nan, inf, -inf)  # for those that leave it out, like `nansum` and `fmax`
-OTHER_NUMBERS = (None,)  # for those that fail, like decompositions: numbers close by
+OTHER_NUMBERS = (_close_by,)  # for those that fail, like decompositions
+# for those that return positions, which may be the same for a few other numbers
+DRAWN = tuple(partial(_drawn, factor=k) for k in range(1, 17, 2))
 
 # Operations that move entries to where the values of an operand say
 MOVING = frozenset(
@@ -82,34 +93,39 @@ class Trial:
         """
         pairs = zip(self._flat, self._numbers)
         kinds = [_is_inexact(x) for x, i in pairs if i is not None]
-        found: list[Placement] = [None] * len(self._outs)
+        outs, lasts = self._outs, True
+        found: list[Placement] = [None] * len(outs)
         if True in kinds:
             try:
                 found, hides = self._probe(NOT_A_NUMBER)
             except Exception:  # an algorithm that needs numbers
-                return self._probe(OTHER_NUMBERS)[0], False
-            mixed = any(isinstance(p, Mixed) for p in found)
+                found, hides, lasts = self._probe(OTHER_NUMBERS)[0], False, False
+            mixed = lasts and any(isinstance(p, Mixed) for p in found)
             if mixed and any(bool((x != x).any()) for x in self._run()):
                 # outside of its domain: NaN shows nothing there
                 with self._drawing():
                     self._flat = list(map(_between, self._flat))
                 found, hides = self._probe(NOT_A_NUMBER)
             if hides and not self._is_random():
-                return self._probe(EXTREMES)[0], False
-            if hides:  # what is drawn, and how much, tells nothing
+                found, lasts = self._probe(EXTREMES)[0], False
+            elif hides:  # what is drawn, and how much, tells nothing
                 lost = Mixed(describe(self._name, self._flat, self._numbers), False)
-                needed = [
-                    p is None and x.requires_grad for p, x in zip(found, self._outs)
-                ]
-                found = [lost if some else p for some, p in zip(needed, found)]
+                pairs = zip(found, outs)
+                found = [lost if p is None and x.requires_grad else p for p, x in pairs]
+            for marks in (DRAWN, EXTREMES):  # were they the same by chance?
+                unseen = [p is None and not _is_inexact(x) for p, x in zip(found, outs)]
+                if True in unseen and self._name not in MOVING:
+                    with suppress(Exception):  # not what the operation takes
+                        new, _ = self._probe(marks)
+                        found = [q if i else p for i, p, q in zip(unseen, found, new)]
         if False in kinds and all(p is None for p in found):
             found, _ = self._probe(NOT_A_NUMBER, True)
-        return found, True
+        return found, lasts
 
     def _run(
         self,
         select: Callable[[Tensor], Tensor] | None = None,
-        mark: float | None = nan,
+        mark: Any = nan,
         integers: bool = False,
         seed: int = 0,
     ) -> list[Tensor]:
@@ -160,7 +176,7 @@ class Trial:
         return any(bool(_differs(x, y).any()) for x, y in pairs)
 
     def _probe(
-        self, marks: Sequence[float | None], integers: bool = False
+        self, marks: Sequence[Any], integers: bool = False
     ) -> tuple[list[Placement], bool]:
         """Run the operation on samples whose number has a bit, and on the others.
 
@@ -304,11 +320,11 @@ def _differs(x: Tensor, plain: Tensor) -> Tensor:
     return (x != plain) & ~((x != x) & (plain != plain))
 
 
-def _disturbed(x: Tensor, where: Tensor, mark: float | None, integers: bool) -> Tensor:
+def _disturbed(x: Tensor, where: Tensor, mark: Any, integers: bool) -> Tensor:
     """Replace entries by a mark; integers, if asked for, by other ones that occur."""
     if _is_inexact(x):
-        near = x * (1 + 1e-2 * torch.rand_like(x)) + 1e-3 if mark is None else mark
-        return x.copy_(torch.where(where, near, x))  # with the strides it had
+        new = mark(x) if callable(mark) else mark
+        return x.copy_(torch.where(where, new, x))  # with the strides it had
     if not integers or not x.numel():
         return x
     if x.dtype == torch.bool:

@@ -207,7 +207,7 @@ def note_use(
         name = type(module).__name__
         use = Use(name, constants, known.n, places, call, operation, since)
         use.attach(outs)
-        call.uses.append(use)
+        call.uses = (*call.uses, use)
     return placements
 
 

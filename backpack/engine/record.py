@@ -73,8 +73,7 @@ class Call:
     """
 
     is_use = is_loss = is_composite = is_transparent = released = False
-    is_function = False
-    is_altered = False
+    is_function = is_altered = False
     loss_module: Module | None = None
     placement: Any = None
     placements: Any = None
@@ -136,7 +135,7 @@ class Call:
         self.args, self.kwargs = args, kwargs
         self.versions = _versions(self.arguments)
         self.outputs = [x.detach() for x in outputs]
-        self.output_version = _versions(outputs[:1])
+        self.output_version = version_of(outputs[0]) if outputs else 0
         self._returned = list(map(weakref.ref, outputs))  # they own this call
         self.output_shapes = [out.shape for out in outputs]
         if outputs and torch._C._is_any_autocast_enabled():
@@ -148,7 +147,7 @@ class Call:
     @property
     def input_requires_grad(self) -> bool:
         """Whether an argument is part of the graph."""
-        return bool(self.edges_before) or any(e is not None for e in self.input_edges)
+        return bool(self.edges_before) or any(self.input_edges)
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -207,7 +206,7 @@ class Call:
     @property
     def is_output_unchanged(self) -> bool:
         """Whether the first output was not modified in place since."""
-        return _versions(self.outputs[:1]) == self.output_version
+        return version_of(self.outputs[0]) == self.output_version
 
     def check_unchanged(self) -> None:
         """Check that no input was modified since the call.

@@ -495,8 +495,8 @@ class BackwardPass:
             if current.extension_hook is not no_op:
                 current.extension_hook(module)
         finally:
-            call.columns = {}
             if self._keeps_io:
+                call.columns = {}
                 call.store(raw=False)
             else:
                 call.release()

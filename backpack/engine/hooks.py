@@ -64,7 +64,7 @@ class _Frame:
         self.since = torch._C._autograd._get_sequence_nr()
         self.tracker: Tracker | None = None  # if it was started here
         self.outer: Any = None  # record of the module around
-        self.row: Row | None = None  # if the call is a use as a whole
+        self.row: tuple[Row, Known] | None = None  # if the call is a use as a whole
         self.suspends = False
 
 
@@ -383,7 +383,7 @@ def _record(
     if call.is_loss:
         _note_loss(call, tracker)
     elif frame.row is not None:
-        placements = note_use(call, frame.row, args, outputs, tracker, frame.since)
+        placements = note_use(call, frame.row, args, outputs, frame.since)
         if tracker is not None:
             for x, placement in zip(outputs, placements):
                 tracker.place(x, placement)

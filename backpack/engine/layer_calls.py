@@ -33,7 +33,7 @@ _AXES = {nn.Linear: (1, 1), nn.Embedding: (0, 1)}
 
 def row_of_call(
     module: Module, args: tuple, kwargs: dict[str, Any], tracker: Tracker | None
-) -> Row | None:
+) -> tuple[Row, Known] | None:
     """Look up the rule for a call that is a use as a whole, or needs no watching.
 
     Samples must be where the layer takes them to be. Everything else is watched.
@@ -45,10 +45,12 @@ def row_of_call(
         tracker: What watches the operations around, ``None`` if nothing does.
 
     Returns:
-        The row, ``None`` if what happens inside has to be watched.
+        The row, and where the samples of the input are; ``None`` if what happens inside
+        has to be watched.
     """
     if tracker is None and is_loss(module):
-        return find_row(module, losses=True)
+        row = find_row(module, losses=True)
+        return None if row is None else (row, Known(None, 0))  # see `_note_loss`
     row = find_row(module)
     if row is None or kwargs or not args or not isinstance(args[0], Tensor):
         return None
@@ -60,24 +62,27 @@ def row_of_call(
             return None
     elif not row.accepts(module, args) or not _is_plain(module, row):
         return None
+    known = _input_of(module, x, tracker)
     if isinstance(module, nn.RNNBase):
-        return row if _takes_samples(module, args, tracker) else None
+        return (row, known) if _takes_samples(module, args, tracker, known) else None
     if tracker is not None:
         meet = module.training or getattr(module, "running_mean", None) is None
         if len(args) != 1 or isinstance(module, _NormBase) and meet:
             return None
         if torch._C._is_any_autocast_enabled():
-            return None  # autograd keeps a copy of the input, which may be overwritten
-    placement = _input_of(module, x, tracker).placement
+            return None  # autograd keeps a copy of the input: it may be overwritten
+    placement = known.placement
     if type(placement) is not Layout or placement.axis >= _row_axes(module, x):
         return None
-    return row
+    return row, known
 
 
-def _takes_samples(module: Module, args: tuple, tracker: Tracker | None) -> bool:
+def _takes_samples(
+    module: Module, args: tuple, tracker: Tracker | None, of_input: Known
+) -> bool:
     """Tell whether what a recurrent layer takes for the batch are the samples."""
     x, *states = args
-    n, placement = _input_of(module, x, tracker)[::-1]
+    placement, n = of_input
     places = [(x, int(not module.batch_first), placement)]
     for h in tree_leaves(states):
         if isinstance(h, Tensor) and h.requires_grad:
@@ -167,27 +172,24 @@ def _input_of(module: Module, x: Tensor, tracker: Tracker | None) -> Known:
 
 def note_use(
     call: Call,
-    row: Row,
+    found: tuple[Row, Known],
     args: tuple,
     outputs: list[Tensor],
-    tracker: Tracker | None,
     since: int,
 ) -> list[Placement]:
     """Record a call of a layer of the table as a use; say where samples are then.
 
     Args:
         call: The call.
-        row: The layer's row of the table.
+        found: The layer's row of the table, and where the samples of the input are.
         args: Positional arguments.
         outputs: What the layer returned.
-        tracker: What watches the operations around, ``None`` if nothing does.
         since: Number of nodes that the graph had before.
 
     Returns:
         Where the samples are in each output.
     """
-    module, x = call.module, args[0]
-    known = _input_of(module, x, tracker)
+    module, (row, known) = call.module, found
     call.n = known.n
     placements = [known.placement] * len(outputs)
     if isinstance(module, nn.RNNBase):
@@ -207,7 +209,7 @@ def note_use(
         name = type(module).__name__
         use = Use(name, constants, known.n, places, call, operation, since)
         use.attach(outs)
-        call.uses.append(use)
+        call.uses = (*call.uses, use)
     return placements
 
 

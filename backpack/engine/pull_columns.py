@@ -212,6 +212,7 @@ class PullColumns:
                 for ext in some:
                     self._waiting.setdefault((ext, group), []).extend(kept[use])
             for call in customized:
+                call.columns = call.columns or {}
                 _put_behind(call.columns, sources, pulled[call], len(chunk))
             for ext, group, param, product in self._products(at_once, pulled):
                 ext.check(group, param, product)

@@ -11,6 +11,7 @@ import inspect
 import weakref
 from functools import lru_cache
 from threading import RLock
+from types import MappingProxyType
 from typing import Any, Collection, ContextManager, Iterable, Sequence
 from weakref import WeakKeyDictionary
 
@@ -31,6 +32,7 @@ RELEASED = (
     "through the same graph (also where the earlier one ran outside of any context)."
 )
 _STORED = "_backpack_stored"  # names of the tensors stored on a module
+_NOTHING: Any = MappingProxyType({})
 
 
 class Call:
@@ -42,12 +44,12 @@ class Call:
         kwargs: Keyword arguments.
         arguments: All arguments, in the order of ``forward``'s signature.
         input_edges: Where each argument sits in the graph.
-        passes_on: Whether each argument and an output sit at the same place.
         edges_before: What an operation in place, which made an argument the output,
-            was computed from; empty if another call returned the argument as it is.
-            Without any entry if no argument is an output.
+            was computed from, by the argument's position; empty if another call
+            returned the argument as it is. Such arguments have no other place.
         outputs: Floating-point tensors of the output, detached.
-        output_versions: What grows with each modification of them in place.
+        versions: How often the arguments were modified in place before.
+        output_version: How often the first output was.
         training: Whether the module was in training mode.
         output_shapes: Their shapes, which are remembered.
         precision: Type that autocast ran operations in; ``None`` without autocast.
@@ -71,18 +73,22 @@ class Call:
     """
 
     is_use = is_loss = is_composite = is_transparent = released = False
-    is_function = False
-    is_altered = False
+    is_function = is_altered = False
     loss_module: Module | None = None
     placement: Any = None
     placements: Any = None
     n = 0
     precision: torch.dtype | None = None
+    # shared while empty: what the garbage collector has to track costs time
+    uses: Sequence[Use] = ()
     graphless: Iterable[Module] = ()
     inside: Sequence[weakref.ref] = ()
     arguments: Sequence[Any] = ()
-    output_shapes: Sequence[Any] = ()
-    edges_before: Sequence[list[GradientEdge]] = ()
+    input_edges: Sequence[GradientEdge | None] = ()
+    outputs: Sequence[Tensor] = ()
+    output_shapes: Sequence[torch.Size] = ()
+    columns: dict[Any, list[Tensor | None]] = _NOTHING
+    edges_before: dict[int, list[GradientEdge]] = _NOTHING
 
     def __init__(self, module: Module):
         """Begin the record of a call.
@@ -91,8 +97,6 @@ class Call:
             module: The module.
         """
         self.module_ref = weakref.ref(module)
-        self.uses: list[Use] = []
-        self.columns: dict[Any, list[Tensor | None]] = {}
 
     def finish(
         self,
@@ -115,24 +119,23 @@ class Call:
         """
         self.training = module.training
         self.parameters = parameters
-        self.arguments = _bind(module, args, kwargs) if kwargs else list(args)
+        self.arguments = _bind(module, args, kwargs) if kwargs else args
         edges = self.input_edges = [
             edge_of(x) if isinstance(x, Tensor) and x.requires_grad else None
             for x in self.arguments
         ]
-        self.passes_on = [edge is not None and edge in output_edges for edge in edges]
-        if True in self.passes_on:
+        same = [i for i, e in enumerate(edges) if e is not None and e in output_edges]
+        if same:
             # Its own output, which this call must not own: the module returned an
             # input as it is, or modified it in place.
-            pairs = list(zip(edges, self.passes_on))
-            self.edges_before = [_edges_before(e) if same else [] for e, same in pairs]
-            self.input_edges = [None if same else edge for edge, same in pairs]
+            self.edges_before = {i: _edges_before(edges[i]) for i in same}
+            self.input_edges = [None if i in same else e for i, e in enumerate(edges)]
             args, kwargs = _detach(args), _detach(kwargs)
             self.arguments = _bind(module, args, kwargs)
         self.args, self.kwargs = args, kwargs
         self.versions = _versions(self.arguments)
         self.outputs = [x.detach() for x in outputs]
-        self.output_versions = [version_of(x) for x in outputs]
+        self.output_version = version_of(outputs[0]) if outputs else 0
         self._returned = list(map(weakref.ref, outputs))  # they own this call
         self.output_shapes = [out.shape for out in outputs]
         if outputs and torch._C._is_any_autocast_enabled():
@@ -144,8 +147,7 @@ class Call:
     @property
     def input_requires_grad(self) -> bool:
         """Whether an argument is part of the graph."""
-        edges = zip(self.input_edges, self.passes_on)
-        return any(edge is not None or same for edge, same in edges)
+        return bool(self.edges_before) or any(self.input_edges)
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -201,14 +203,10 @@ class Call:
             )
         return module
 
-    def unchanged_outputs(self) -> list[Tensor | None]:
-        """List the outputs, ``None`` for those that were modified in place since.
-
-        Returns:
-            The outputs.
-        """
-        pairs = zip(self.outputs, self.output_versions)
-        return [x if version_of(x) == version else None for x, version in pairs]
+    @property
+    def is_output_unchanged(self) -> bool:
+        """Whether the first output was not modified in place since."""
+        return version_of(self.outputs[0]) == self.output_version
 
     def check_unchanged(self) -> None:
         """Check that no input was modified since the call.
@@ -256,10 +254,9 @@ class Call:
             clear_stored(module)
         for graphless in self.graphless:
             clear_stored(graphless)
-        self.args, self.kwargs, self.arguments = (), {}, []
-        self.input_edges, self.versions = [], []
-        self.outputs, self.graphless, self.uses = [], (), []
-        self.columns = {}
+        self.args = self.arguments = self.input_edges = ()
+        self.outputs = self.graphless = self.uses = ()
+        self.kwargs = self.columns = _NOTHING
         self.loss_module = None
         self.released = True
 
@@ -272,9 +269,9 @@ def _edges_before(edge: GradientEdge) -> list[GradientEdge]:
     return [GradientEdge(node, nr) for node, nr in parents if node is not None]
 
 
-def _versions(values: Sequence[Any]) -> list[int | None]:
+def _versions(values: Sequence[Any]) -> int:
     """Return what grows with each modification of tensors in place."""
-    return [version_of(x) if isinstance(x, Tensor) else None for x in values]
+    return sum([version_of(x) for x in values if isinstance(x, Tensor)])
 
 
 def _detach(value: Any) -> Any:

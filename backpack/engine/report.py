@@ -7,7 +7,7 @@ from typing import Any, Iterable, Sequence
 from torch.nn import Module, Parameter
 
 from backpack.engine.hooks import is_hooked
-from backpack.utils.hooks import EXTENDED, warn_user
+from backpack.utils.hooks import EXTENDED, modules_in, warn_user
 
 NOT_REACHED = (
     "the backward pass did not reach it; compute the loss from it, or freeze it with "
@@ -80,7 +80,7 @@ class Report:
         """
         self.ran = True
         for root in list(EXTENDED):
-            modules = _modules(root)
+            modules = modules_in(root)
             params = _parameters(modules)
             if not params:
                 self.plain.update(map(id, modules))
@@ -106,7 +106,7 @@ class Report:
         missing: dict[str, list[str]] = {}
         touched = {param for _, param in self.saved} | self.reached
         for root in list(EXTENDED):
-            wanted = {id(p) for p in _parameters(_modules(root)) if p.requires_grad}
+            wanted = {id(p) for p in _parameters(modules_in(root)) if p.requires_grad}
             if wanted.isdisjoint(touched):
                 continue
             if any((key, param) not in self.saved for key in keys for param in wanted):
@@ -141,16 +141,6 @@ class Report:
             text = REPLACED if type(rule) is type(ext.default_rule) else NOT_IN_RULE
             return text.format(ext=type(ext).__name__, rule=type(rule).__name__)
         return NOT_RECORDED if is_hooked(module) else NO_HOOKS
-
-
-def _modules(root: Module) -> list[Module]:
-    """List a module and all modules inside; much faster than ``modules``."""
-    modules, seen = [root], {None, root}
-    for module in modules:  # which grows meanwhile
-        new = [child for child in module._modules.values() if child not in seen]
-        seen.update(new)
-        modules.extend(new)
-    return modules
 
 
 def _parameters(modules: list[Module]) -> list[Parameter]:

@@ -72,7 +72,9 @@ def _fetched() -> dict[Saved, Tensor]:
     return {} if running is None else running.kept.setdefault(SAVED, {})
 
 
-def run(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, list[Saved]]:
+def run(
+    func: Callable, args: tuple, kwargs: dict[str, Any]
+) -> tuple[Any, Sequence[Saved]]:
     """Run an operation.
 
     Args:
@@ -84,9 +86,9 @@ def run(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, list[
         Its result, and what it has saved, if somebody has hooks on that.
     """
     hooks = _innermost_hooks(False)
-    saved: list[Saved] = []
     if hooks is None:
-        return func(*args, **kwargs), saved
+        return func(*args, **kwargs), ()
+    saved: list[Saved] = []
     pack, unpack = hooks
 
     def keep(x: Tensor) -> Saved:
@@ -97,7 +99,7 @@ def run(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, list[
         return func(*args, **kwargs), saved
 
 
-def note(outputs: Iterable[Any], saved: list[Saved]) -> None:
+def note(outputs: Iterable[Any], saved: Sequence[Saved]) -> None:
     """Remember what was saved in computing a constant, at its nodes of the graph.
 
     Args:

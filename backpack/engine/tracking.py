@@ -37,6 +37,7 @@ from backpack.engine.placements import FORGET, MARK, Finder, Mark, Pass, in_func
 from backpack.engine.user_hooks import SEEN, guard
 from backpack.engine.uses import Constant, Use, edge_of, on_one_node
 from backpack.utils.compiling import is_indivisible, skipped, untraced
+from backpack.utils.hooks import modules_in
 from backpack.utils.state import state
 
 _SHAPELESS = {UninitializedParameter, UninitializedBuffer}  # of lazy layers
@@ -298,7 +299,7 @@ class Tracker(TorchFunctionMode):
         """Tell whether a tensor is in a parameter's place, by a functional call."""
         if self._given is None:
             root = None if self.root is None else self.root()
-            modules = () if root is None else root.modules()
+            modules = [] if root is None else modules_in(root)
             params = [p for module in modules for p in module._parameters.values()]
             self._given = {id(p) for p in params if p is not None and p.grad_fn}
             for p in params:  # a leaf of another class might be an input
@@ -331,7 +332,7 @@ class Tracker(TorchFunctionMode):
             deciding = [shown if x is written else x for x in deciding]
             if written._base is not None:
                 self._leave_views(written._base)
-        saved: list[Any] = []
+        saved: Sequence[Any] = ()
         if pairs is None:
             out = func(*args, **kwargs)
             if type(out) is Tensor and not (kind.writes or kind.is_loss):
@@ -534,7 +535,7 @@ class Tracker(TorchFunctionMode):
         outs: list[Tensor],
         placements: list[Placement],
         since: int,
-        saved: list[Any],
+        saved: Sequence[Any],
     ) -> None:
         """Remember a use, at the node of the graph that produced its result."""
         # where samples gave no more than a shape, what came out is a constant
@@ -561,7 +562,7 @@ class Tracker(TorchFunctionMode):
             entry = use, x.grad_fn, View.of(x)
             vars(x._base).setdefault(VIEWS_OF, []).append(entry)
         if self.owner is not None:
-            self.owner.uses.append(use)
+            self.owner.uses = (*self.owner.uses, use)
 
 
 def _is_innermost(mode: TorchFunctionMode) -> bool:

@@ -240,10 +240,8 @@ class Turn:
         found: dict[int, Call] = {}
         in_place = works_in_place(self.module)
         for position, edge in enumerate(self.call.input_edges):
-            edges = [edge]
-            if self.call.passes_on[position]:
-                edges = self.call.edges_before[position]
-            if self.call.passes_on[position] and not (in_place and edges):
+            edges = self.call.edges_before.get(position, [edge])
+            if position in self.call.edges_before and not (in_place and edges):
                 entries = self._entries
                 entries = entries[: [e.owner for e in entries].index(self.call)]
             elif edges == [None]:

@@ -202,7 +202,9 @@ class Use:
     """
 
     is_use, is_loss = True, False
-    is_function = False
+    is_function = released = False
+    saved: Sequence[Saved] = ()
+    _outputs: Sequence[Any] = ()
 
     def __init__(
         self,
@@ -230,10 +232,7 @@ class Use:
         # not owned: it owns operands of later uses, which own what this is attached to
         self._owner = None if owner is None else weakref.ref(owner)
         self.since, self.until = since, torch._C._autograd._get_sequence_nr()
-        self.released = False
-        self.saved: list[Saved] = []
         self.output_shapes: list[torch.Size] = []
-        self._outputs: list[Any] = []
 
     @property
     def owner(self) -> Any:
@@ -317,7 +316,7 @@ class Use:
     def release(self) -> None:
         """Drop the operands."""
         self.operation, self.released = None, True
-        self.saved = []
+        self.saved = ()
 
     release_all = release
 

@@ -149,3 +149,21 @@ def warn_user(message: str) -> None:
 def _is_inner(frame: FrameType) -> bool:
     package = frame.f_globals.get("__name__", "").partition(".")[0]
     return package in ("backpack", "torch", "contextlib", "functools")
+
+
+def modules_in(root: Module) -> list[Module]:
+    """List a module and all modules inside; much faster than ``modules``.
+
+    Args:
+        root: The module.
+
+    Returns:
+        The modules, each once.
+    """
+    modules, seen = [root], {root}
+    for module in modules:  # which grows meanwhile
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                modules.append(child)
+    return modules

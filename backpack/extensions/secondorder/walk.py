@@ -59,7 +59,7 @@ def freeze_call(turn: Turn) -> Module:
     call = turn.call
     output, precision = call.outputs[0], call.precision
     frozen = freeze_at(call.module, call.arguments, output, precision)
-    if call.unchanged_outputs()[0] is None and not _repeats(turn):
+    if not call.is_output_unchanged and not _repeats(turn):
         frozen.__dict__[stored.OVERWRITTEN] = True
     return frozen
 
@@ -109,7 +109,7 @@ def skips(turn: Turn, extension: BackpropExtension) -> bool:
         raise NotImplementedError(message(SEVERAL_OUTPUTS, **who))
     if extension.refuses_coupled_samples:
         raise_error_if_coupled(module, call.arguments)
-    overwrites = getattr(module, "inplace", False) and any(call.passes_on)
+    overwrites = getattr(module, "inplace", False) and bool(call.edges_before)
     is_dropout = isinstance(turn.row.derivatives, DropoutDerivatives)
     is_identity = is_dropout and not module.training
     if overwrites and not (works_in_place(module) or is_identity):

@@ -553,7 +553,7 @@ def test_only_last_layer_extended():
     check(model, MLP.build(), only=ONE_LAYER)
 
 
-@pytest.mark.parametrize("loss", [nn.MSELoss, nn.BCEWithLogitsLoss])
+@pytest.mark.parametrize("loss", [nn.MSELoss, nn.BCEWithLogitsLoss, nn.HuberLoss])
 def test_prediction_without_axes(loss: Callable[[], Module]):
     """The prediction for a batch of one may be a number."""
     torch.manual_seed(0)

@@ -566,6 +566,34 @@ def test_prediction_without_axes(loss: Callable[[], Module]):
     check(model, problem, names)
 
 
+class Exponential(Module):
+    """A module with a parameter that maps a number to a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(1, dtype=F64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply with the parameter, which samples share."""
+        return (x * self.weight).exp()
+
+
+@pytest.mark.parametrize("target", [0.0, 9.0])
+def test_part_that_maps_a_number_to_a_number(target: float):
+    """What maps a batch of one to a number is no loss if another one takes it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 1, dtype=F64), nn.Flatten(0), Exponential())
+    x, y = torch.rand(1, 5, dtype=F64), torch.full((1,), target, dtype=F64)
+    problem = Problem(model, nn.HuberLoss(delta=20.0), (x,), (y,))
+    model, lossfunc = copy.deepcopy(model), extend(nn.HuberLoss(delta=20.0))
+    names = [name for name in QUANTITIES if name != "BatchJacobian"]
+    for part in model:
+        extend(part)
+    with backpack(*make(names)):
+        lossfunc(model(x), y).backward()
+    check(model, problem, names)
+
+
 def test_input_requires_grad():
     """The gradient at the input is what it is without an extension, too."""
     model, loss, (x,), y = MLP.build()

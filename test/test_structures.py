@@ -308,6 +308,34 @@ class LazyBranch(Module):
         return torch.cat([self.right(x), Lazy.apply(self.left(x))], 1)
 
 
+class Cut(torch.autograd.Function):
+    """The identity, which has no gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        """Copy the input."""
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> None:
+        """Pass nothing on."""
+
+
+class CutBranch(LazyBranch):
+    """A branch to which nothing has a path."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply both layers.
+
+        Args:
+            x: Input.
+
+        Returns:
+            Prediction.
+        """
+        return torch.cat([self.right(x), Cut.apply(self.left(x))], -1)
+
+
 class UnusedParts(Module):
     """A layer that is never called, and one whose output plays no part."""
 
@@ -427,6 +455,7 @@ STRUCTURES = [
     structure("odd_names", OddNames, randn(N, 4)),
     structure("two_outputs", TwoOutputs, randn(N, 3, 2)),
     structure("lazy_branch", LazyBranch, randn(N, 4), like),
+    structure("cut_branch", CutBranch, randn(N, 4), like),
     structure("in_place", in_place, randn(N, 2, 4), like),
     structure("frozen", frozen, randn(N, 4)),
     structure("frozen_trunk", frozen_trunk, randn(N, 4)),
@@ -592,6 +621,19 @@ def test_part_that_maps_a_number_to_a_number(target: float):
     with backpack(*make(names)):
         lossfunc(model(x), y).backward()
     check(model, problem, names)
+
+
+@pytest.mark.parametrize("positions", [1, 20])
+def test_branch_without_a_gradient(positions: int):
+    """Where a function gives no gradient, quantities are zero; there is no gradient."""
+    model, loss = extend(CutBranch()), extend(nn.MSELoss())
+    with backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+        out = model(torch.rand(2, positions, 4))
+        loss(out, torch.rand(2, positions, 3)).backward()
+    weight = model.left.weight
+    assert_agrees(weight.grad_batch, torch.zeros(2, 2, 4))
+    assert_agrees(weight.diag_ggn_exact, torch.zeros(2, 4))
+    assert weight.grad is None
 
 
 def test_input_requires_grad():

@@ -104,14 +104,26 @@ def run(
         value(out, model).backward()
 
 
-def on_nested(layout: torch.layout, ext: BackpropExtension) -> None:
-    """Run a pass of a model whose input is a nested tensor."""
+def nested(layout: torch.layout) -> Tensor:
+    """Make a nested tensor."""
     parts = [torch.rand(2, 3), torch.rand(1, 3)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch's, on what is a prototype
-        x = torch.nested.nested_tensor(parts, layout=layout)
-    pad = torch.nested.to_padded_tensor
+        return torch.nested.nested_tensor(parts, layout=layout)
+
+
+def on_nested(layout: torch.layout, ext: BackpropExtension) -> None:
+    """Run a pass of a model whose input is a nested tensor."""
+    pad, x = torch.nested.to_padded_tensor, nested(layout)
     run(Layers(lambda model, x: pad(model.a(x), 0.0).sum(1)), ext, x=x, y=Y[:2])
+
+
+def with_nested_parameter(layout: torch.layout, ext: BackpropExtension) -> None:
+    """Run a pass of a model that pads a parameter."""
+    pad = torch.nested.to_padded_tensor
+    model = Layers(lambda model, x: model.a(x) * pad(model.p * 2, 0.0).sum(1))
+    model.p = Parameter(nested(layout))
+    run(model, ext, x=torch.rand(2, 3), y=Y[:2])
 
 
 def unseen_nested(x: Tensor) -> Tensor:
@@ -625,6 +637,16 @@ SAMPLES: Dict[str, Row] = {
         )
         for layout in (torch.strided, torch.jagged)
         for ext in (BatchGrad, DiagGGNExact, KFAC)
+    },
+    **{
+        f"nested-parameter-{layout}": Row(
+            lambda layout=layout: with_nested_parameter(layout, BatchGrad()),
+            NotImplementedError,
+            "BatchGrad is not defined for parameters",
+            "nested tensors, which have no shape: 'p' of Layers",
+            "Use dense parameters: a padded one, or one for each component",
+        )
+        for layout in (torch.strided, torch.jagged)
     },
     "nested-unseen": Row(
         lambda: run(

@@ -314,6 +314,32 @@ def test_other_leaves():
             assert x.grad is None
 
 
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("per", ["all", "parameter"])
+@pytest.mark.parametrize("dtype, size", [(F64, 1e200), (torch.float32, 1e25)])
+def test_norms_whose_squares_are_out_of_range(
+    dtype: torch.dtype, size: float, per: str
+):
+    """They are right, and what is clipped has the norm that it may have."""
+    model = extend(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).to(dtype))
+    ext, x = ClippedGrad(2.0, per), torch.rand(4, 3, dtype=dtype)
+    x[1] *= size
+    with backpack(ext, BatchGrad()):
+        model(x)[1:2].sum().backward()
+    params = list(model.parameters())
+    rows = [p.grad_batch[1].flatten() for p in params]
+    for param, row in zip(params, rows):
+        counted = torch.cat(rows) if per == "all" else row
+        largest = counted.abs().max()
+        norm = (counted / largest).norm() * largest
+        own = per == "parameter"
+        found, weights = (x[param] if own else x for x in (ext.norms, ext.weights))
+        assert_agrees(found[1], norm, rtol=1e-5)
+        expected = row * (2.0 / norm).clamp(max=1.0)
+        assert_agrees(param.grad_clipped.flatten(), expected, rtol=1e-5)
+        assert_agrees(weights[[0, 2, 3]], torch.ones(3, dtype=dtype))
+
+
 def test_hooks_run_with_the_result():
     """Hooks of parameters see what is accumulated, once, and may change it."""
     model, loss, X, y = extended(MLP)

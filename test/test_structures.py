@@ -308,6 +308,34 @@ class LazyBranch(Module):
         return torch.cat([self.right(x), Lazy.apply(self.left(x))], 1)
 
 
+class Cut(torch.autograd.Function):
+    """The identity, which has no gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        """Copy the input."""
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> None:
+        """Pass nothing on."""
+
+
+class CutBranch(LazyBranch):
+    """A branch to which nothing has a path."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply both layers.
+
+        Args:
+            x: Input.
+
+        Returns:
+            Prediction.
+        """
+        return torch.cat([self.right(x), Cut.apply(self.left(x))], -1)
+
+
 class UnusedParts(Module):
     """A layer that is never called, and one whose output plays no part."""
 
@@ -427,6 +455,7 @@ STRUCTURES = [
     structure("odd_names", OddNames, randn(N, 4)),
     structure("two_outputs", TwoOutputs, randn(N, 3, 2)),
     structure("lazy_branch", LazyBranch, randn(N, 4), like),
+    structure("cut_branch", CutBranch, randn(N, 4), like),
     structure("in_place", in_place, randn(N, 2, 4), like),
     structure("frozen", frozen, randn(N, 4)),
     structure("frozen_trunk", frozen_trunk, randn(N, 4)),
@@ -553,7 +582,7 @@ def test_only_last_layer_extended():
     check(model, MLP.build(), only=ONE_LAYER)
 
 
-@pytest.mark.parametrize("loss", [nn.MSELoss, nn.BCEWithLogitsLoss])
+@pytest.mark.parametrize("loss", [nn.MSELoss, nn.BCEWithLogitsLoss, nn.HuberLoss])
 def test_prediction_without_axes(loss: Callable[[], Module]):
     """The prediction for a batch of one may be a number."""
     torch.manual_seed(0)
@@ -564,6 +593,47 @@ def test_prediction_without_axes(loss: Callable[[], Module]):
     with backpack(*make(names)):
         lossfunc(model(x).squeeze(), y.squeeze()).backward()
     check(model, problem, names)
+
+
+class Exponential(Module):
+    """A module with a parameter that maps a number to a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(1, dtype=F64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply with the parameter, which samples share."""
+        return (x * self.weight).exp()
+
+
+@pytest.mark.parametrize("target", [0.0, 9.0])
+def test_part_that_maps_a_number_to_a_number(target: float):
+    """What maps a batch of one to a number is no loss if another one takes it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 1, dtype=F64), nn.Flatten(0), Exponential())
+    x, y = torch.rand(1, 5, dtype=F64), torch.full((1,), target, dtype=F64)
+    problem = Problem(model, nn.HuberLoss(delta=20.0), (x,), (y,))
+    model, lossfunc = copy.deepcopy(model), extend(nn.HuberLoss(delta=20.0))
+    names = [name for name in QUANTITIES if name != "BatchJacobian"]
+    for part in model:
+        extend(part)
+    with backpack(*make(names)):
+        lossfunc(model(x), y).backward()
+    check(model, problem, names)
+
+
+@pytest.mark.parametrize("positions, check", [(1, False), (20, False), (1, True)])
+def test_branch_without_a_gradient(positions: int, check: bool):
+    """Where a function gives no gradient, quantities are zero; there is no gradient."""
+    model, loss = extend(CutBranch()), extend(nn.MSELoss())
+    with backpack(extensions.BatchGrad(), extensions.DiagGGNExact(), check=check):
+        out = model(torch.rand(2, positions, 4))
+        loss(out, torch.rand(2, positions, 3)).backward()
+    weight = model.left.weight
+    assert_agrees(weight.grad_batch, torch.zeros(2, 2, 4))
+    assert_agrees(weight.diag_ggn_exact, torch.zeros(2, 4))
+    assert weight.grad is None
 
 
 def test_input_requires_grad():

@@ -360,7 +360,8 @@ class BackwardPass:
         for ext in self.state.active_exts:
             if not any([ext.is_customized(module) for module in modules]):
                 ext.compute(turn)
-        for param in self.left_out(group.params):
+        given = [g for use in group.uses for g in self.gradients[use] if g is not None]
+        for param in self.left_out(group.params) if given else ():
             product = turn.gradients().get(param)
             if product is not None:  # to the node that accumulates it
                 torch.autograd.backward(param, product.plain.total())
@@ -408,7 +409,14 @@ class BackwardPass:
             Products with V = 1 for each of its constants.
         """
         if use not in self._own:
-            self._own[use] = use.products(self.gradients[use], self.nodes(use))
+            cotangents, nodes = self.gradients[use], self.nodes(use)
+            if all([g is None for g in cotangents]):  # a function has given none
+                cotangents = list(cotangents)
+                for i, (node, number) in nodes.items():
+                    like: Any = node._input_metadata[number]
+                    options = {"dtype": like.dtype, "device": like.device}
+                    cotangents[i] = torch.zeros(1, *use.output_shapes[i], **options)
+            self._own[use] = use.products(cotangents, nodes)
         return self._own[use]
 
     def size_of_terms(self, use: Use) -> tuple[float, float]:

@@ -10,6 +10,7 @@ from typing import Any, Sequence
 
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.nn import Parameter
 
 from backpack.core.layout import Mixed, spans
 from backpack.engine.gaps import (
@@ -74,6 +75,10 @@ COMPLEX = (
     "real parameters of shape [*, 2], and use `torch.view_as_complex(parameter)`: real "
     "and imaginary parts have quantities of their own then."
 )
+NESTED_PARAMETERS = (
+    "{ext} is not defined for parameters that are nested tensors, which have no shape: "
+    "{names}. Use dense parameters: a padded one, or one for each component."
+)
 
 
 def check_samples(
@@ -93,6 +98,11 @@ def check_samples(
     Raises:
         NotImplementedError: If quantities would be wrong.
     """
+    leaves = (*inspection.reached, *params)
+    nested = [x for x in leaves if x.is_nested and isinstance(x, Parameter)]
+    if nested:
+        text = {"ext": names_of(extensions), "names": describe(nested)}
+        raise NotImplementedError(NESTED_PARAMETERS.format(**text))
     numbers = [param for param in params if param.dtype.is_complex]
     real = [ext for ext in extensions if not ext.takes_complex]
     if numbers and real:

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from backpack.core.layout import Mixed
 from backpack.engine.uses import ENTRIES, Entry, Together, Use, is_noted, listen
 from backpack.utils.hooks import EXTENDED, represent
+from backpack.utils.module_classification import is_loss
 from backpack.utils.parallel import parts, past_sinks
 
 HOOKED = "BackwardHookFunctionBackward"  # where a module's hooks see the gradient
@@ -264,6 +265,16 @@ class Inspection:
                 if type(parent) is Together and (parent, number) not in seen:
                     seen.add((parent, number))  # not what else was returned
                     queue.append((parent, behind[number : number + 1]))
+        self._find_losses()
+
+    def _find_losses(self) -> None:
+        """Go without losses that others' predictions are made of: parts of a model."""
+        losses = [call for call in self.calls if call.is_loss]
+        numbers = [c for c in losses if not (c.is_function or is_loss(c.loss_module))]
+        for loss in losses if numbers and len(losses) > 1 else ():
+            behind = set(walk(e.node for e in loss.input_edges[:1] if e is not None))
+            for call in numbers:
+                call.is_loss &= behind.isdisjoint(self.calls[call])
 
     def _note(self, node: Node, metadata: dict[str, Any]) -> None:
         for number, index, owner in metadata.get(ENTRIES, ()):

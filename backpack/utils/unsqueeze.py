@@ -58,7 +58,8 @@ def unit_columns(x: Tensor, start: int) -> Tensor:
     """
     shape = x.shape[start:]
     basis = eye(shape.numel(), dtype=x.dtype, device=x.device)
-    return basis.reshape(len(basis), *[1] * start, *shape).expand(-1, *x.shape)
+    ones = [1] * (x.dim() - len(shape))
+    return basis.reshape(len(basis), *ones, *shape).expand(-1, *x.shape)
 
 
 def flatten_any_order(x: Tensor, start: int) -> Tensor:

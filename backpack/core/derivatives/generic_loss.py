@@ -90,7 +90,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
             ValueError: If the Hessian is not finite.
         """
         prediction = module.input0.detach().double()
-        num_samples = len(prediction)
+        num_samples = prediction.shape[:1].numel()
         hessian_mat_prod = self._make_hessian_mat_prod(module, (), ())
 
         columns = unit_columns(prediction, 1)
@@ -121,8 +121,9 @@ class GenericLossDerivatives(BaseLossDerivatives):
         self, module: Layer, g_inp: Grads, g_out: Grads, subsampling: Subsampling = None
     ) -> Tensor:
         hessian = subsample(self._hessian(module), subsampling=subsampling)
+        shape = hessian.shape[1], *subsample(module.input0, 0, subsampling).shape
         if len(hessian) == 0:
-            return module.input0.new_zeros(hessian.shape[1], *module.input0[:0].shape)
+            return module.input0.new_zeros(shape)
         diagonal = hessian.diagonal(dim1=1, dim2=2)
         looks = may_look(hessian)
         if looks and torch.equal(hessian, torch.diag_embed(diagonal)):
@@ -149,8 +150,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
         if not looks:
             root = root.where(eigenvalues >= -tolerance, nan)
         factor = eigenvectors * root[:, None, :]  # [n, feature, v]
-        columns = factor.movedim(2, 0).to(module.input0.dtype)
-        return columns.reshape(-1, len(factor), *module.input0.shape[1:])
+        return factor.movedim(2, 0).to(module.input0.dtype).reshape(shape)
 
     def sqrt_hessian_compact(self, module: Layer) -> Tensor:  # noqa: D102
         columns = super().sqrt_hessian_compact(module)
@@ -183,9 +183,9 @@ class GenericLossDerivatives(BaseLossDerivatives):
             Columns, divided by √M, shape ``[M, N, *]``.
         """
         columns = self._sqrt_hessian(module, g_inp, g_out, subsampling)
-        shape = (mc_samples, *columns.shape[:2])
+        shape = (mc_samples, *columns.shape[:2], *[1] * (columns.dim() - 2))
         signs = torch.randint(2, shape, generator=generator, **kind(columns))
-        sampled = torch.einsum("mvn,vn...->mn...", 2 * signs - 1, columns)
+        sampled = torch.einsum("mv...,v...->m...", 2 * signs - 1, columns)
         return sampled / sqrt(mc_samples)
 
 
@@ -212,8 +212,8 @@ def _couples(prediction: Tensor, hessian: Tensor, mat_prod: MatProd) -> bool:
     generator = torch.Generator(prediction.device).manual_seed(0)
     shape = (1, *prediction.shape)
     vector = torch.randn(shape, generator=generator, **kind(prediction))
-    product = mat_prod(vector).reshape(len(prediction), -1, 1)
-    blocks_only = hessian.transpose(1, 2) @ vector.reshape(len(prediction), -1, 1)
+    product = mat_prod(vector).reshape(len(hessian), -1, 1)
+    blocks_only = hessian.transpose(1, 2) @ vector.reshape(len(hessian), -1, 1)
     tolerance = TOLERANCE * blocks_only.abs().max()
     return bool(((product - blocks_only).abs() > tolerance).any())
 

@@ -304,7 +304,7 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
             return 1.0
         x = module.input0
         elementwise = reduction == "mean" and isinstance(module, _ELEMENTWISE)
-        return reciprocal(x.numel() if elementwise else len(x))
+        return reciprocal((x.shape if elementwise else x.shape[:1]).numel())
 
     def check_psd(self, module: Layer) -> None:
         """Refuse a loss that the GGN is not defined for, by an exception.

@@ -13,8 +13,10 @@ from backpack.extensions.firstorder.base import GradientReduction
 from backpack.extensions.shards import Piece, shard_of
 from backpack.utils.errors import check_choice
 from backpack.utils.hooks import message
+from backpack.utils.state import may_look
 from backpack.utils.subsampling import Selection
 from backpack.utils.types import MatProd, Over, Scale
+from backpack.utils.unsqueeze import flatten
 
 Weights = Union[Tensor, MatProd]
 
@@ -175,7 +177,7 @@ class WeightedGrad(GradientReduction):
                 statistic = statistic * factor**2
             kept[param] = _Kept(gradients, gradients.version, statistic, factor)
             if self._per == "parameter":
-                found, weights = self._decide(statistic, gradients)
+                found, weights = self._decide(statistic, [kept[param]])
                 (self.dots if by_dots else self.norms)[param] = found
                 self.weights[param] = weights
                 kept[param] = _sum(gradients, weights, factor)
@@ -206,7 +208,7 @@ class WeightedGrad(GradientReduction):
             raise RuntimeError(message(MODIFIED, ext=self))
         device = first.statistic.device
         total = sum([entry.statistic.to(device) for entry in others], first.statistic)
-        found, self.weights = self._decide(total, first.gradients)
+        found, self.weights = self._decide(total, [first, *others])
         if self._of == "dots":
             self.dots = found
         else:
@@ -224,12 +226,12 @@ class WeightedGrad(GradientReduction):
             raise ValueError(message(UNKNOWN_SCALE, ext=self, found=reductions))
         return float(n) if averages == {True} else 1.0
 
-    def _decide(self, statistic: Tensor, gradients: PerSample) -> tuple[Tensor, Tensor]:
+    def _decide(self, statistic: Tensor, entries: list[_Kept]) -> tuple[Tensor, Tensor]:
         """Turn squared norms, or dot products, into weights.
 
         Args:
             statistic: Squared norms ``[N]``, or dot products ``[N, N]``.
-            gradients: Individual gradients of a parameter.
+            entries: The parameters' individual gradients.
 
         Returns:
             What the function of the user gets, and the weights.
@@ -240,8 +242,10 @@ class WeightedGrad(GradientReduction):
             if found.requires_grad:  # its derivative at zero shall be zero
                 positive = statistic != 0
                 found = statistic.where(positive, 1.0).sqrt().where(positive, 0.0)
+            if may_look(found) and not found.isfinite().all():
+                found = _out_of_range(found, entries)
         given: Any = self._given  # a function, or weights
-        return found, self._checked(given(found), gradients)
+        return found, self._checked(given(found), entries[0].gradients)
 
     def _checked(self, weights: Any, gradients: PerSample) -> Tensor:
         n = gradients.batch_size
@@ -284,6 +288,19 @@ class WeightedGrad(GradientReduction):
     def _refuse_shared(self, what: str, instead: str) -> None:
         text = message(NOT_SHARED, ext=self, what=what, instead=instead)
         raise NotImplementedError(text)
+
+
+def _out_of_range(norms: Tensor, entries: list[_Kept]) -> Tensor:
+    """Compute norms ``[N]`` whose squares are too large, without squares."""
+    (some,) = norms.isfinite().logical_not().nonzero(as_tuple=True)
+    rows = []
+    for gradients, _, _, factor in entries:
+        products = gradients.select(some.tolist()).individual()[0]
+        rows.append(flatten(products * factor, 1).to(norms))
+    both = torch.cat(rows, 1)
+    largest = both.abs().amax(1)
+    found = torch.linalg.vector_norm(both / largest[:, None], dim=1) * largest
+    return norms.index_copy(0, some, found.where(largest.isfinite(), largest))
 
 
 def _sum(gradients: PerSample, weights: Tensor, factor: float) -> Tensor:

@@ -50,7 +50,7 @@ from backpack.utils.parallel import (
     unify,
 )
 from backpack.utils.state import UNANNOUNCED, State, may_look
-from backpack.utils.types import full_precision
+from backpack.utils.types import full_precision, kind
 
 MODIFIED_LOSS = (
     "The loss was modified after {module}: the gradient at its output is {factor}, not "
@@ -409,15 +409,24 @@ class BackwardPass:
             Products with V = 1 for each of its constants.
         """
         if use not in self._own:
-            cotangents, nodes = self.gradients[use], self.nodes(use)
-            if all([g is None for g in cotangents]):  # a function has given none
-                cotangents = list(cotangents)
-                for i, (node, number) in nodes.items():
-                    like: Any = node._input_metadata[number]
-                    options = {"dtype": like.dtype, "device": like.device}
-                    cotangents[i] = torch.zeros(1, *use.output_shapes[i], **options)
-            self._own[use] = use.products(cotangents, nodes)
+            self._own[use] = use.products(self.cotangents(use), self.nodes(use))
         return self._own[use]
+
+    def cotangents(self, use: Use) -> list[Tensor | None]:
+        """Return what has arrived at a use: zero if a function has given nothing.
+
+        Args:
+            use: The use, which has had its gradient.
+
+        Returns:
+            Columns with V = 1 at each output.
+        """
+        found = list(self.gradients[use])
+        if all([g is None for g in found]):
+            for i, (node, number) in self.nodes(use).items():
+                like = kind(node._input_metadata[number])
+                found[i] = torch.zeros(1, *use.output_shapes[i], **like)
+        return found
 
     def size_of_terms(self, use: Use) -> tuple[float, float]:
         """Estimate the size of the terms that a use's gradients are sums of.

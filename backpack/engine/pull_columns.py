@@ -291,7 +291,7 @@ class PullColumns:
     def _columns_at(self, use: Use, source: Any) -> Cotangents:
         """Return the columns that were stored at a use, or carried there."""
         if self._exchanging is not None:
-            return self._running.gradients[use]
+            return self._running.cotangents(use)
         return self._stored[use][source]
 
     def _products(

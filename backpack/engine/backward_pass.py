@@ -20,13 +20,8 @@ from torch.utils._pytree import tree_leaves
 from backpack.core.layout import Layout
 from backpack.engine.check import Check, check_isolation
 from backpack.engine.coverage import check_samples, warn_of_terms
-from backpack.engine.graph import (
-    Inspection,
-    additive_terms,
-    describe,
-    listen_below,
-    will_run,
-)
+from backpack.engine.graph import describe, listen_below, will_run
+from backpack.engine.inspection import Inspection, additive_terms
 from backpack.engine.own_gradients import choose, hand_over
 from backpack.engine.parameters import (
     Group,
@@ -50,7 +45,7 @@ from backpack.utils.parallel import (
     unify,
 )
 from backpack.utils.state import UNANNOUNCED, State, may_look
-from backpack.utils.types import full_precision, kind
+from backpack.utils.types import kind
 
 MODIFIED_LOSS = (
     "The loss was modified after {module}: the gradient at its output is {factor}, not "
@@ -427,23 +422,6 @@ class BackwardPass:
                 like = kind(node._input_metadata[number])
                 found[i] = torch.zeros(1, *use.output_shapes[i], **like)
         return found
-
-    def size_of_terms(self, use: Use) -> tuple[float, float]:
-        """Estimate the size of the terms that a use's gradients are sums of.
-
-        Args:
-            use: The use.
-
-        Returns:
-            Sum of its cotangents' absolute values, times the largest operand; and eps.
-        """
-        given = [g for g in self.gradients[use] if g is not None]
-        size = sum(float(full_precision(g).abs().sum()) for g in given)
-        eps = max((torch.finfo(g.dtype).eps for g in given), default=0.0)
-        data = None if use.operation is None else use.operation.data
-        if data is None or not data.is_floating_point() or not data.numel():
-            return size, eps
-        return size * max(1.0, float(data.abs().max())), eps
 
     def nodes(self, use: Use) -> dict[int, tuple[Node, int]]:
         """Return where a use's outputs sit in the graph.

@@ -12,7 +12,8 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
 from backpack.core.layout import Layout, has_bit, sample_numbers
-from backpack.engine.graph import Inspection, Origin, describe
+from backpack.engine.graph import Origin, describe
+from backpack.engine.inspection import Inspection
 from backpack.utils.hooks import without_hooks
 from backpack.utils.state import State
 

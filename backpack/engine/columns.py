@@ -11,7 +11,8 @@ from torch.autograd.graph import GradientEdge, Node
 
 from backpack.core.layout import FIRST, Layout, once, ranks, sample_numbers
 from backpack.core.table import find_loss
-from backpack.engine.graph import Inspection, Origin, is_leaf
+from backpack.engine.graph import Origin, is_leaf
+from backpack.engine.inspection import Inspection
 from backpack.engine.record import Call
 from backpack.engine.turn import Turn
 from backpack.utils.hooks import message

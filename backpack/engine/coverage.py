@@ -23,16 +23,18 @@ from backpack.engine.gaps import (
 )
 from backpack.engine.graph import (
     SILENT,
-    Inspection,
-    additive_terms,
     describe,
     entries_of,
     is_scalar,
-    is_sum,
     leaves_behind,
+    walk,
+)
+from backpack.engine.inspection import (
+    Inspection,
+    additive_terms,
+    is_sum,
     operation_name,
     tail_terms,
-    walk,
 )
 from backpack.engine.separable import is_separable
 from backpack.engine.uses import Use, refuse

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
-from backpack.engine.graph import Inspection, describe, will_run
+from backpack.engine.graph import describe, will_run
+from backpack.engine.inspection import Inspection
 from backpack.engine.parameters import Group
 from backpack.utils.parallel import is_parallel, refuse_gathered, refuse_late
 from backpack.utils.state import State

@@ -25,7 +25,7 @@ from backpack.engine.uses import Constant, Use
 from backpack.engine.vjp import batched_vjp
 from backpack.utils.hooks import name_module, represent
 from backpack.utils.state import state
-from backpack.utils.types import as_type
+from backpack.utils.types import as_type, full_precision
 
 Products = list[Optional[PerSample]]
 Member = tuple[Use, int]  # a use, and which of its constants
@@ -215,7 +215,8 @@ class ParameterTurn:
             Sum of the absolute values of all cotangents and their factors; precision of
             the coarsest.
         """
-        sizes = [self.backward_pass.size_of_terms(use) for use in self.group.uses]
+        gradients = self.backward_pass.gradients
+        sizes = [_size_of_terms(use, gradients[use]) for use in self.group.uses]
         return sum(size for size, _ in sizes), max(eps for _, eps in sizes)
 
     def columns(self, ext: Any) -> Iterator[tuple[Tensor, Any]]:
@@ -238,6 +239,19 @@ class ParameterTurn:
             value: The value.
         """
         self.backward_pass.save(ext, param, value)
+
+
+def _size_of_terms(
+    use: Use, cotangents: Sequence[Tensor | None]
+) -> tuple[float, float]:
+    """Estimate the size of the terms that a use's gradients are sums of, and eps."""
+    given = [g for g in cotangents if g is not None]
+    size = sum(float(full_precision(g).abs().sum()) for g in given)
+    eps = max((torch.finfo(g.dtype).eps for g in given), default=0.0)
+    data = None if use.operation is None else use.operation.data
+    if data is None or not data.is_floating_point() or not data.numel():
+        return size, eps
+    return size * max(1.0, float(data.abs().max())), eps
 
 
 def _merge(found: dict[Any, PerSample], key: Any, product: PerSample) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
-from backpack.engine.graph import Inspection
+from backpack.engine.inspection import Inspection
 from backpack.engine.uses import is_turn
 from backpack.utils.hooks import no_op
 from backpack.utils.parallel import gathers

@@ -1,0 +1,390 @@
+"""What the graph of a backward pass looks like, and the terms of what it begins at."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from functools import cached_property
+from typing import Any, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from backpack.core.layout import Mixed
+from backpack.engine.graph import (
+    MEETING,
+    Origin,
+    calls_at,
+    entries_of,
+    is_leaf,
+    is_scalar,
+    leaves_behind,
+    walk,
+)
+from backpack.engine.uses import ENTRIES, Together, Use, is_noted
+from backpack.utils.module_classification import is_loss
+
+# Nodes through which a sum of terms can be followed
+_ADDITIVE = ("AddBackward0", "SubBackward0", "NegBackward0", "SumBackward0")
+_SCALING = ("MulBackward0", "DivBackward0")
+_OF_ONE_NUMBER = (
+    "ViewBackward0 ReshapeAliasBackward0 UnsqueezeBackward0 SqueezeBackward0 "
+    "SqueezeBackward1 SelectBackward0 CloneBackward0 AliasBackward0 ExpandBackward0 "
+    "ToCopyBackward0"
+).split()
+# Operations that add up what samples contribute to a loss
+_SUMS = frozenset(
+    "sum mean nansum cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss "
+    "kl_div binary_cross_entropy binary_cross_entropy_with_logits poisson_nll_loss "
+    "gaussian_nll_loss soft_margin_loss multi_margin_loss multilabel_margin_loss "
+    "multilabel_soft_margin_loss hinge_embedding_loss cosine_embedding_loss "
+    "margin_ranking_loss triplet_margin_loss ctc_loss nll_loss_nd cross_entropy_loss "
+    "dot vdot inner".split()
+)
+
+# Those of them in which operands are compared, or the entries of an axis
+_COMPARING = frozenset(
+    "multi_margin_loss multilabel_margin_loss cosine_embedding_loss "
+    "margin_ranking_loss triplet_margin_loss ctc_loss dot vdot inner".split()
+)
+
+
+class Inspection:
+    """What the graph of a backward pass looks like.
+
+    Attributes:
+        roots: Where the backward pass begins.
+        calls: Calls in it, and the nodes that produced their outputs.
+        uses: Uses in it, and the node and its output number for each output.
+        reached: The leaf tensors it reaches, and the nodes that use them past any use.
+        meetings: Nodes at which samples have met.
+        nodes: All nodes, but those inside of uses.
+    """
+
+    def __init__(self, roots: Sequence[GradientEdge]):
+        """Inspect a graph.
+
+        Args:
+            roots: Where the backward pass begins.
+        """
+        self.roots = roots
+        self.calls: dict[Any, list[Node]] = {}
+        self.uses: dict[Use, dict[int, tuple[Node, int]]] = {}
+        self.reached: dict[Tensor, list[Node]] = {}
+        self.meetings: dict[Node, Mixed] = {}
+        self._stand_ins: dict[Node, int] = {}  # and when their use was over
+        self._direct: dict[int, list[tuple[int, int]]] = {}  # by parameter
+        self._functions: dict[Node, set[Any]] = {}  # and the places of their constants
+        self._shared: list[Node] = []  # reached several times
+        self.nodes: list[Node] = []
+        seen: set[Any] = set()
+        queue: list[tuple[Node | None, Sequence[Any]]] = [(None, roots)]
+        for node, parents in queue:  # which grows meanwhile
+            for parent, number, *_ in parents:
+                if parent is None:
+                    continue
+                until = self._stand_ins.get(parent)
+                if until is not None and node._sequence_nr() < until:
+                    continue  # the way of a use
+                if self._functions and (parent, number) in self._functions.get(
+                    node, ()
+                ):
+                    continue  # that of a function's constant
+                behind = parent.next_functions
+                if not behind and is_leaf(parent):
+                    users = self.reached.setdefault(parent.variable, [])
+                    users += [node] if node else []
+                    continue
+                if parent in seen:
+                    self._shared.append(parent)
+                else:
+                    seen.add(parent)
+                    self.nodes.append(parent)
+                    if parent.metadata:
+                        self._note(parent, parent.metadata)
+                    if type(parent) is not Together:
+                        queue.append((parent, behind))
+                if type(parent) is Together and (parent, number) not in seen:
+                    seen.add((parent, number))  # not what else was returned
+                    queue.append((parent, behind[number : number + 1]))
+        self._find_losses()
+
+    def _find_losses(self) -> None:
+        """Go without losses that others' predictions are made of: parts of a model."""
+        losses = [call for call in self.calls if call.is_loss]
+        numbers = [c for c in losses if not (c.is_function or is_loss(c.loss_module))]
+        for loss in losses if numbers and len(losses) > 1 else ():
+            behind = set(walk(e.node for e in loss.input_edges[:1] if e is not None))
+            for call in numbers:
+                call.is_loss &= behind.isdisjoint(self.calls[call])
+
+    def _note(self, node: Node, metadata: dict[str, Any]) -> None:
+        for number, index, owner in metadata.get(ENTRIES, ()):
+            if not owner.is_use:
+                self.calls.setdefault(owner, []).append(node)
+                continue
+            if owner not in self.uses:
+                self.uses[owner] = {}
+                for constant in owner.constants:
+                    if owner.is_function:
+                        taken = self._functions.setdefault(node, set())
+                        taken.add(tuple(constant.stand_in[:2]))
+                    elif constant.stand_in is not None:
+                        self._stand_ins[constant.stand_in.node] = owner.until
+                    else:
+                        interval = owner.since, owner.until
+                        self._direct.setdefault(id(constant.leaf), []).append(interval)
+            self.uses[owner][index] = (node, number)
+        if MEETING in metadata:
+            self.meetings[node] = metadata[MEETING]
+
+    @cached_property
+    def names(self) -> set[str]:
+        """Names of the nodes."""
+        return {type(node).__name__ for node in self.nodes}
+
+    def outputs(self) -> list[Origin]:
+        """Find the outputs of extended models that no other module has gone on from.
+
+        Returns:
+            The outputs.
+        """
+        found: list[Origin] = []
+        below: set[Node] = set()
+        for call, nodes in self.calls.items():
+            if call.placements is None or not below.isdisjoint(nodes):
+                continue
+            below.update(walk(nodes))
+            for node in nodes:
+                for number, index, owner in entries_of(node):
+                    if owner is call:
+                        edge = GradientEdge(node, number)
+                        what = call.placements[index], call.output_shapes[index]
+                        found.append(Origin(call, edge, *what))
+        return found
+
+    @property
+    def turns(self) -> list[GradientEdge]:
+        """Where calls and uses have their turn, if autograd leads there."""
+        places = [node for nodes in self.calls.values() for node in nodes]
+        for outputs in self.uses.values():
+            places += [node for node, _ in outputs.values()]
+        places = places or [edge.node for edge in self.roots]
+        places = [node for node in places if not is_leaf(node)]
+        return [GradientEdge(node, 0) for node in dict.fromkeys(places)]
+
+    @cached_property
+    def outside(self) -> dict[Tensor, list[Node]]:
+        """Nodes that use a parameter where nothing has seen it."""
+        found: dict[Tensor, list[Node]] = {}
+        for param, nodes in self.reached.items():
+            for since, until in self._direct.get(id(param), ()):
+                nodes = [x for x in nodes if not since <= x._sequence_nr() < until]
+            if nodes:
+                found[param] = nodes
+        for node in self.nodes if self._functions else ():
+            for parent, number in node.next_functions:
+                if parent in self._functions and not is_noted(parent, number):
+                    for param in leaves_behind(parent):  # no turn is at this output
+                        found.setdefault(param, []).append(node)
+        for constant, node in self._entered():
+            leaf, source = constant.leaf, constant.source
+            for param in [leaf] if source is None else leaves_behind(source.node):
+                found.setdefault(param, []).append(node)
+        return found
+
+    def _entered(self) -> Iterator[tuple[Any, Node]]:
+        """Find constants that are used by way of the inside of a use, too.
+
+        A derivative of the network, computed with ``create_graph=True``, goes on from
+        what operations have saved.
+
+        Yields:
+            Constants, and the nodes that use them.
+        """
+        uses = sorted(self.uses if self._shared else (), key=lambda use: use.since)
+        starts = [use.since for use in uses]
+        inner: dict[Use, set[Node]] = {}
+        entered: dict[Node, Use] = {}
+        for node in self._shared:
+            number = node._sequence_nr()
+            position = bisect_right(starts, number) - 1
+            if position < 0 or number >= uses[position].until:
+                continue
+            use = uses[position]
+            outputs = [x for x, _ in self.uses[use].values()]
+            if use not in inner:
+                inner[use] = set(walk(outputs, since=use.since))
+            if node in inner[use] and node not in outputs:
+                entered[node] = use
+        for node in self.nodes if entered else ():
+            for parent, _ in node.next_functions:
+                use = entered.get(parent)
+                if use is None or node in inner[use]:
+                    continue
+                behind = set(walk([parent], since=use.since))
+                for constant in use.constants:
+                    if constant.node in behind:
+                        yield constant, node
+
+    def uses_outside(self, known: set[int]) -> tuple[list[Tensor], list[Tensor]]:
+        """Sort the parameters that are used where nothing has seen it.
+
+        Args:
+            known: Identities of the parameters that matter.
+
+        Returns:
+            Those used in terms of their own, like a regularizer, and those used for
+            anything else.
+        """
+        outside = {p: nodes for p, nodes in self.outside.items() if id(p) in known}
+        if not outside:
+            return [], []
+        data_terms = [
+            term
+            for term in additive_terms(self.roots)[0]
+            if any(entries_of(node) for node in walk([term]))
+        ]
+        data_nodes = set(walk(data_terms))
+        separate: list[Tensor] = []
+        entangled: list[Tensor] = []
+        for param, nodes in outside.items():
+            mixed = not data_nodes.isdisjoint(nodes)
+            (entangled if mixed else separate).append(param)
+        return separate, entangled
+
+    def coupled(self) -> list[Mixed]:
+        """Find operations in which samples have met, other than sums of a loss's terms.
+
+        Returns:
+            What they were.
+        """
+        if not self.meetings:
+            return []
+        terms, passed = additive_terms(self.roots, through_losses=True)
+        harmless = {*terms, *passed}
+        return [
+            met
+            for node, met in self.meetings.items()
+            if not (node in harmless and _adds_up(node, met))
+        ]
+
+    @property
+    def allows_inputs(self) -> bool:
+        """Whether ``backward(inputs=...)`` is possible; not with some checkpoints."""
+        return "CheckpointFunctionBackward" not in self.names
+
+    def coupling(self) -> Any:
+        """Find a batch normalization that is not extended and couples samples.
+
+        Those that are extended are asked when their turn comes.
+
+        Returns:
+            What it is called, ``None`` if there is none.
+        """
+        names = {name for name in self.names if "BatchNorm" in name}
+        for node in self.nodes if names else ():
+            if type(node).__name__ not in names:
+                continue
+            shape = node._input_metadata[0].shape
+            known = any(isinstance(e.owner.module, _BatchNorm) for e in calls_at(node))
+            # InstanceNorm normalizes a batch of one
+            if node._saved_training and shape[0] > 1 and not known:
+                return f"BatchNorm{max(1, len(shape) - 2)}d"
+        return None
+
+
+def _adds_up(node: Node, met: Mixed) -> bool:
+    """Tell whether samples have met in nothing but a sum of what they contribute."""
+    name = operation_name(met)
+    return name in _SUMS or name.strip("_ir") in ("add", "sub") and is_scalar(node)
+
+
+def tail_terms(roots: Sequence[GradientEdge]) -> list[Node]:
+    """Find the terms of what is differentiated that no module has computed.
+
+    Args:
+        roots: Where the backward pass begins.
+
+    Returns:
+        Their nodes. At each, terms are summed that belong to samples, or samples meet.
+    """
+    terms, _ = additive_terms(roots, through_losses=True)
+    met = [(term, term.metadata.get(MEETING)) for term in terms]
+    return [
+        term
+        for term, known in met
+        if not entries_of(term) or known and operation_name(known) in _COMPARING
+    ]
+
+
+def operation_name(met: Mixed) -> str:
+    """Read the name of an operation off its description.
+
+    Args:
+        met: Where samples have met.
+
+    Returns:
+        The name.
+    """
+    return met.operation.split("`")[1] if "`" in met.operation else met.operation
+
+
+def additive_terms(
+    roots: Sequence[GradientEdge], through_losses: bool = False
+) -> tuple[list[Node], list[Node]]:
+    """Split what is differentiated into the terms of a sum.
+
+    Args:
+        roots: Where the backward pass begins.
+        through_losses: Whether to look into extended losses. Default: ``False``.
+
+    Returns:
+        Nodes of the terms, and those that add them up.
+    """
+    terms: list[Node] = []
+    passed: list[Node] = []
+    queue, seen = [(edge.node, edge.output_nr) for edge in roots], set()
+    while queue:
+        node, number = place = queue.pop()
+        joins = type(node) is Together
+        if (place if joins else node) in seen:
+            continue
+        seen.add(place if joins else node)
+        edges: Any = (
+            node.next_functions[number : number + 1] if joins else node.next_functions
+        )
+        edges = [edge for edge in edges if edge[0] is not None]
+        parents = [parent for parent, _ in edges]
+        name = type(node).__name__
+        single = name in _SCALING and len(parents) == 1
+        is_loss = any(entry.owner.is_loss for entry in entries_of(node))
+        is_loss = is_loss and not through_losses
+        if len(parents) == 1 and name in _OF_ONE_NUMBER:
+            single = torch.Size(node._input_metadata[0].shape).numel() == 1
+        if through_losses and parents and is_scalar(node):
+            single = single or all(map(is_scalar, parents))
+        if (name in _ADDITIVE or single or joins) and not is_loss:
+            passed.append(node)
+            queue.extend(edges)
+        else:
+            terms.append(node)
+    return terms, passed
+
+
+def is_sum(node: Node) -> bool:
+    """Tell whether a node adds up what entries contribute, or adds nothing up.
+
+    Args:
+        node: Node at which the terms of a loss end.
+
+    Returns:
+        Whether it is so.
+    """
+    return type(node).__name__.split("Backward")[0] in (
+        *("Sum", "Mean", "NllLoss", "NllLoss2D", "MseLoss", "SmoothL1Loss", "Nansum"),
+        *("HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "KlDiv"),
+        *("SoftMarginLoss", "MultiMarginLoss", "MultilabelMarginLoss", "CtcLoss"),
+        *("Dot", "View", "Squeeze", "Select", "Clone", "Alias", "_Together", "ToCopy"),
+    )

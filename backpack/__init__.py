@@ -393,6 +393,8 @@ def extend(module: Module, debug: bool = False, use_converter: bool = False) -> 
             f"extend(...) expects an instance of torch.nn.Module, got {module!r}. "
             + hint
         )
+    if isinstance(debug, Module):
+        raise TypeError("extend(...) takes one module. Call it for each of them.")
     for name, child in module.named_modules():
         if isinstance(child, ScriptModule):
             where = f"'{name}' of {type(module).__name__}" if name else "the module"

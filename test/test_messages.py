@@ -526,6 +526,20 @@ OPTIONS: Dict[str, Row] = {
         r"expects an instance of torch\.nn\.Module.*cross_entropy",
         r"use a module, like CrossEntropyLoss\(\)",
     ),
+    "extend-two": Row(
+        lambda: extend(mlp(), nn.CrossEntropyLoss()),
+        TypeError,
+        r"extend\(\.\.\.\)",
+        "takes one module",
+        "Call it for each of them",
+    ),
+    "dense-limit": Row(
+        lambda: KFAC(dense_limit="1e5"),
+        ValueError,
+        "KFAC: dense_limit",
+        "must be a number of rows",
+        "got '1e5'",
+    ),
     **{
         f"extend-{name}": Row(
             lambda function=function: extend(mlp(function(nn.Tanh()))),

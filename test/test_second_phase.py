@@ -502,6 +502,12 @@ REFUSED: Dict[str, Tuple[Callable[[], Any], type, str]] = {
         r"ClippedGrad\(1.0\), ClippedGrad\(2.0\)\): .*'grad_clipped'.*savefield",
     ),
     "max_norm": (lambda: ClippedGrad(0), ValueError, "max_norm must be.*0"),
+    "no norm": (lambda: ClippedGrad(True), ValueError, "max_norm must be.*True"),
+    "replace_grad": (
+        lambda: ClippedGrad(1.0, replace_grad="yes"),
+        ValueError,
+        r"ClippedGrad: replace_grad must be one of \(False, True\), got 'yes'",
+    ),
     "given weights": (
         lambda: step(WeightedGrad(torch.ones(2))),
         ValueError,

@@ -51,7 +51,8 @@ class ClippedGrad(WeightedGrad):
             ValueError: If the norm is not positive.
         """
         self.max_norm: float = max_norm
-        if not isinstance(max_norm, Real) or not max_norm > 0:
+        number = isinstance(max_norm, Real) and max_norm is not True
+        if not number or not max_norm > 0:
             raise ValueError(
                 f"{type(self).__name__}: max_norm must be a positive number, got "
                 f"{max_norm!r}."

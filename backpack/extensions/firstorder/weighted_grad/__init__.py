@@ -24,6 +24,7 @@ CHOICES = {
     "of": ("norms", "dots"),
     "per": ("all", "parameter"),
     "scale": ("summand", "sample"),
+    "replace_grad": (False, True),
 }
 OTHER_SAMPLES = (
     "{ext}: parameters have seen different numbers of samples ({sizes}), so that there "
@@ -122,7 +123,7 @@ class WeightedGrad(GradientReduction):
         """
         super().__init__(self.field, subsampling=subsampling)
         name = type(self).__name__
-        for option, value in {"of": of, "per": per, "scale": scale}.items():
+        for option, value in zip(CHOICES, (of, per, scale, replace_grad)):
             check_choice(name, option, value, CHOICES[option])
         if not (callable(weights) or isinstance(weights, Tensor)):
             raise ValueError(

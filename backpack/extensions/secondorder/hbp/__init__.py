@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
@@ -254,8 +255,16 @@ class KroneckerFactors(ColumnExtension, HBP):
             source: Where the columns come from.
             weight_sharing: ``"expand"``, ``"reduce"`` or ``None``. Default: ``None``.
             dense_limit: Number of rows that a factor may have. Default: ``16384``.
+
+        Raises:
+            ValueError: If an option is not one of those.
         """
         self._set_weight_sharing(weight_sharing)
+        if not isinstance(dense_limit, Real):
+            raise ValueError(
+                f"{type(self).__name__}: dense_limit must be a number of rows, got "
+                f"{dense_limit!r}."
+            )
         self.dense_limit = dense_limit
         super().__init__(savefield, source)
 

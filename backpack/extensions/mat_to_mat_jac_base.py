@@ -1,7 +1,7 @@
 """Module extensions that pull columns back with a module's derivatives."""
 
 from copy import copy
-from typing import Any, List, Optional, Type
+from typing import Any, List, Optional, Tuple, Type
 
 from backpack.core.derivatives.input_base import BaseDerivatives
 from backpack.core.linearization import Linearization, freeze
@@ -91,5 +91,17 @@ def for_layer(base: Type[MatToJacMat], layer: type, name: str, path: str) -> Any
     Returns:
         The class, with the derivatives and the parameters in the table.
     """
+    return without_arguments(base, name, path, *rule_of(layer))
+
+
+def rule_of(layer: type) -> Tuple[Any, Any]:
+    """Look up what the rule of a layer, or a loss, is made of.
+
+    Args:
+        layer: The layer or loss, which is in the table.
+
+    Returns:
+        The derivatives, and the names of the parameters.
+    """
     row = {**LAYERS, **LOSSES}[layer]
-    return without_arguments(base, name, path, copy(row.derivatives), row.params)
+    return copy(row.derivatives), row.params

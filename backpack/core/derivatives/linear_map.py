@@ -84,33 +84,16 @@ class ScaleModuleDerivatives(LinearMapDerivatives):
 class ZeroPad2dDerivatives(LinearMapDerivatives):
     """Derivatives of ``torch.nn.ZeroPad1d`` to ``3d``, ``ConstantPad1d`` to ``3d``."""
 
-    def linear_part(self, module: Layer, x: Tensor) -> Tensor:
-        """Pad with zeros instead of the constant, see the overridden method.
-
-        Args:
-            module: Module with stored input and output.
-            x: Tensor of shape ``[M, *in]``.
-
-        Returns:
-            Padded tensor of shape ``[M, *out]``.
-        """
-        return pad_tensor(x, module.padding)
+    def linear_part(self, module: Layer, x: Tensor) -> Tensor:  # noqa: D102
+        return pad_tensor(x, module.padding)  # with zeros instead of the constant
 
 
 class PadDerivatives(LinearMapDerivatives):
     """Derivatives of ``Pad`` in every mode, as long as it adds no samples."""
 
-    def linear_part(self, module: Layer, x: Tensor) -> Tensor:
-        """Pad with zeros instead of the constant, see the overridden method.
-
-        Args:
-            module: Module with stored input and output.
-            x: Tensor of shape ``[M, *in]``.
-
-        Returns:
-            Padded tensor of shape ``[M, *out]``.
-        """
+    def linear_part(self, module: Layer, x: Tensor) -> Tensor:  # noqa: D102
         self.no_pad_batch_axis(module)
+        # with zeros instead of the constant
         return pad_tensor(x, module.pad, mode=module.mode)
 
     @staticmethod

@@ -1,16 +1,14 @@
 """The square root of the GGN on a module with known derivatives."""
 
-from copy import copy
 from typing import Any
 
 from torch import Tensor, nn
 
-from backpack.core.table import LAYERS
 from backpack.custom_module.branching import SumModule
 from backpack.custom_module.pad import Pad
 from backpack.custom_module.scale_module import ScaleModule
 from backpack.custom_module.slicing import Slicing
-from backpack.extensions.mat_to_mat_jac_base import MatToJacMat, for_layer
+from backpack.extensions.mat_to_mat_jac_base import MatToJacMat, for_layer, rule_of
 from backpack.extensions.module_extension import ParameterRule
 from backpack.utils.errors import batch_norm_raise_error_if_train
 from backpack.utils.paths import keep_paths
@@ -60,8 +58,7 @@ class SqrtGGNBatchNormNd(SqrtGGNBaseModule):
 
     def __init__(self) -> None:
         """Use the derivatives and the parameters in the table."""
-        row = LAYERS[nn.BatchNorm1d]
-        super().__init__(copy(row.derivatives), list(row.params or ()))
+        super().__init__(*rule_of(nn.BatchNorm1d))
 
     def check_hyperparameters_module_extension(
         self, ext: Any, module: Layer, g_inp: Grads, g_out: Grads
@@ -94,7 +91,8 @@ _PATHS = {
     "slicing": (Slicing,),
 }
 _PACKAGE = __name__.rpartition(".")[0]
-keep_paths(_PACKAGE, {"batchnorm_nd": [SqrtGGNBatchNormNd]})
-for _path, _layers in _PATHS.items():
-    _rules = [on_layer(layer, f"{_PACKAGE}.{_path}") for layer in _layers]
-    keep_paths(_PACKAGE, {_path: _rules})
+_RULES = {
+    path: [on_layer(layer, f"{_PACKAGE}.{path}") for layer in layers]
+    for path, layers in _PATHS.items()
+}
+keep_paths(_PACKAGE, {"batchnorm_nd": [SqrtGGNBatchNormNd], **_RULES})

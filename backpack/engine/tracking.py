@@ -12,7 +12,7 @@ import weakref
 from typing import Any, Callable, NamedTuple, Sequence
 
 import torch
-from torch import Tensor, is_grad_enabled, strided
+from torch import Tensor, is_grad_enabled
 from torch._C._functorch import peek_interpreter_stack
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
@@ -35,7 +35,14 @@ from backpack.engine.gaps import (
 from backpack.engine.graph import MEETING, SILENT
 from backpack.engine.placements import FORGET, MARK, Finder, Mark, Pass, in_function
 from backpack.engine.user_hooks import SEEN, guard
-from backpack.engine.uses import Constant, Use, edge_of, on_one_node
+from backpack.engine.uses import (
+    Constant,
+    Use,
+    alias_of,
+    edge_of,
+    has_views,
+    on_one_node,
+)
 from backpack.utils.compiling import is_indivisible, skipped, untraced
 from backpack.utils.hooks import modules_in
 from backpack.utils.state import state
@@ -203,8 +210,8 @@ class Tracker(TorchFunctionMode):
                     data.append(x)
                 elif needs_gradient:
                     constants.append(x)
-                dense = x.layout is strided and not x.is_nested
-                shape = x.shape if dense and kind not in _SHAPELESS else FORGET
+                known = has_views(x) and kind not in _SHAPELESS
+                shape = x.shape if known else FORGET
                 key.append((shape, placement, needs_gradient, x.dtype))
             elif kind is tuple or kind is list:
                 key += (kind, len(x))
@@ -497,7 +504,7 @@ class Tracker(TorchFunctionMode):
         pairs: list[Constant] = []
         if kind.writes and args and id(args[0]) in wanted:
             pairs += self._overwritten(wanted.pop(id(args[0])))
-        aliases = {number: x[...] for number, x in wanted.items()}
+        aliases = {number: alias_of(x) for number, x in wanted.items()}
         with _UNSEEN():
             for number, x in wanted.items():
                 pairs.append(Constant(x, edge_of(aliases[number]), keys.get(number)))

@@ -31,11 +31,6 @@ from backpack.engine.uses import Use, refuse
 from backpack.utils.hooks import EXTENDED, message, name_module, without_hooks
 from backpack.utils.parallel import gathered, is_parallel
 
-OTHER_SAMPLES = (
-    "{ext}: the loss {loss} has {loss_size} samples, but {size} went into {module}, so "
-    "what the loss takes for samples are none there. Compute the loss from this "
-    "model's output by operations that keep samples apart."
-)
 NOT_ONE_OUTPUT = (
     "{ext} starts at the output of an extended model, and expects one in a "
     "backward pass. Found: {found}. Extend the model as a whole, differentiate a "
@@ -161,7 +156,9 @@ class PullColumns:
         targets = [t for t in running if t.entry.owner in wanted]
         if not targets:
             return
-        self._check(origin, list(wanted), extensions[0])
+        if isinstance(origin.placement, Mixed):
+            what = f"what {name_module(loss.module)} is computed from"
+            refuse(type(extensions[0]).__name__, origin.placement, what)
         chunks = columns()
         first = next(chunks)
         many = len(first) == MAX_COLUMNS
@@ -315,17 +312,6 @@ class PullColumns:
             return formed[use]
 
         return of
-
-    def _check(self, origin: Origin, owners: list[Any], ext: Any) -> None:
-        """Check that the loss and all uses agree on what the samples are."""
-        name, loss, placement = type(ext).__name__, origin.call, origin.placement
-        if isinstance(placement, Mixed):
-            refuse(name, placement, f"what {name_module(loss.module)} is computed from")
-        for owner in owners:
-            if owner.is_use and owner.n != loss.n:
-                text = {"ext": name, "loss": loss.module, "loss_size": loss.n}
-                text.update(size=owner.n, module=owner.describe())
-                raise NotImplementedError(OTHER_SAMPLES.format(**text))
 
     def _pull_chunk(
         self, edge: GradientEdge, targets: list[Target], columns: Tensor

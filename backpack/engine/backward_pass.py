@@ -137,6 +137,7 @@ class BackwardPass:
             current.report.begin(exts)
         self.kept: dict[Any, Any] = {}
         self.reductions: list[str | None] = []
+        self.in_losses: set[Module] = set()
         self._idle: dict[Call, list[Node]] = {}
         if (exts or not current.gradient) and roots:
             self.inspection = Inspection(roots)
@@ -145,6 +146,8 @@ class BackwardPass:
             self._inspect(inputs)
             losses = [c.loss_module for c in self.inspection.calls if c.is_loss]
             self.reductions = [getattr(x, "reduction", None) for x in losses]
+            for loss in losses:
+                self.in_losses.update([] if loss is None else loss.modules())
             guard_all(self.inspection, exts)
             if current.check and self._separating:
                 check_isolation(self.inspection, current)

@@ -78,7 +78,6 @@ class PullColumns:
         self._covered: set[tuple[Any, Group]] = set()
         # number of columns that went from module to module, of all losses so far
         self._walking: dict[Any, int] = {}
-        self._of_losses: set[Module] = set()  # with all modules inside
         # what exchanges the gradient at the loss for a column
         self._exchanging: Any = None
 
@@ -89,7 +88,6 @@ class PullColumns:
             turn: The loss's turn.
             extensions: Second-order extensions.
         """
-        self._of_losses.update(turn.module.modules())
         columns = [x for x in extensions if x.pulls_columns and not x.walks_modules]
         by_source: dict[Any, list[Any]] = {}
         share_all = any(not x.source.compact and x.source.is_exact for x in columns)
@@ -370,8 +368,8 @@ class PullColumns:
         """
         group = turn.group
         if (ext, group) not in self._covered:
-            if not self._of_losses.isdisjoint(turn.modules):
-                self._running.exempt(ext, group.params)  # no curvature starts above it
+            if not self._running.in_losses.isdisjoint(turn.modules):
+                self._running.exempt(ext, group.params)  # no column starts above it
                 return
             if not ext.expects_backpropagation_quantities():
                 text = message(NOT_BEHIND, ext=ext, names=describe(group.params))

@@ -166,6 +166,18 @@ class Call:
                 x._fix_weakref()
         return [x for x in (*self.arguments, *returned) if isinstance(x, Tensor)]
 
+    def describe(self, param: Tensor) -> str:
+        """Name a parameter of the module, for a message.
+
+        Args:
+            param: The parameter.
+
+        Returns:
+            Module and name.
+        """
+        names = [name for name, p in self.parameters.items() if p is param]
+        return f"{self.module} (parameter '{', '.join(names)}')"
+
     @property
     def num_outputs(self) -> int:
         """Number of floating-point tensors in the output."""

@@ -80,6 +80,7 @@ class BackwardPass:
         gradients: What has arrived at uses: columns with V = 1 at each output.
         kept: What extensions keep until all parameters have had their turn.
         reductions: How the extended losses reduce, as their modules say.
+        in_losses: These modules, and all inside of them.
     """
 
     def __init__(

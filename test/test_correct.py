@@ -1862,6 +1862,36 @@ def test_coupled_samples_not_extended(ext: type) -> None:
     assert any(re.search(pattern, m) for m in messages), messages
 
 
+@pytest.mark.parametrize(
+    "exts, refused",
+    [((BatchGrad,), False), ((Variance,), True), ((BatchGrad, Variance), True)],
+    ids=["BatchGrad", "Variance", "both"],
+)
+def test_coupled_data(exts: tuple, refused: bool) -> None:
+    """What is not extended couples samples before any parameter of interest."""
+    norm, model = nn.BatchNorm1d(3), extend(nn.Linear(3, 2))
+
+    def action() -> None:
+        out = model(norm(torch.rand(4, 3)))
+        with backpack(*[ext() for ext in exts]):
+            out.sum().backward()
+
+    assert any("BatchNorm1d in training mode" in m for m in said(action))
+    assert refused != hasattr(model.weight, "grad_batch")
+
+
+@pytest.mark.parametrize("function", [nn.MSELoss(), F.mse_loss])
+def test_coupled_output(function: Callable) -> None:
+    """A batch normalization without parameters, behind all that have some."""
+    norm = nn.BatchNorm1d(3, affine=False)
+    model = extend(Lambda(lambda m, x: m.norm(m.f(x)), f=nn.Linear(3, 3), norm=norm))
+    if isinstance(function, nn.Module):
+        function = extend(function)
+    value = function(model(torch.rand(4, 3)), torch.rand(4, 3))
+    with pytest.raises(NotImplementedError, match="batch_norm"), backpack(BatchGrad()):
+        value.backward()
+
+
 @pytest.mark.parametrize("ext", [BatchGrad, DiagGGNExact])
 def test_batch_statistics_in_evaluation_mode(ext: type) -> None:
     """Without running statistics, samples are coupled in evaluation mode, too."""

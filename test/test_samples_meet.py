@@ -590,8 +590,20 @@ def after_a_layer(layer: Callable[[], Module]) -> Callable[[], Module]:
     return lambda: First(nn.Sequential(nn.Linear(D, D), First(layer())))
 
 
+def of_an_image(layer: Callable[[], Module], *shape: int, width: int) -> Row:
+    """Make a row in which a layer that is not watched takes samples for an image."""
+    return Row(
+        lambda: nn.Sequential(nn.Linear(D, D), layer(), nn.Linear(width, 2)),
+        randn(*shape),
+        says=r"after `linear`|met in `linear",
+    )
+
+
 # [T, D] is a sequence, [C, H, W] an image, and no batch of samples
 UNBATCHED = {
+    "moved-by-padding": of_an_image(lambda: nn.ZeroPad2d((0, 0, 1, -1)), D, width=D),
+    "padded": of_an_image(lambda: nn.ConstantPad3d(1, 1.0), 2, D, width=D + 2),
+    "channels-to-pixels": of_an_image(lambda: nn.PixelShuffle(2), 2, D, width=2 * D),
     "rnn": without_batch(after_a_layer(lambda: nn.RNN(D, D)), D),
     "lstm": without_batch(after_a_layer(lambda: nn.LSTM(D, D)), D),
     "lstm-first": without_batch(lambda: nn.LSTM(D, D, batch_first=True), D),

@@ -690,6 +690,11 @@ def test_unusual_losses(name: str, t: int) -> None:
         value.backward()
     for p in loss.parameters():
         assert_agrees(p.grad_batch.sum(0), p.grad)
+    value = row.run(model, loss, X)
+    with backpack(extensions.BatchJacobian()):
+        value.backward()
+    assert all(hasattr(p, "jacobian") for p in model.parameters())
+    assert not any(hasattr(p, "jacobian") for p in loss.parameters())
     # weights depend on the gradients of all parameters, the loss's included
     of_each = [
         q for q, (_, share, _) in QUANTITIES.items() if not isinstance(share, OfAll)

@@ -80,6 +80,7 @@ class BackwardPass:
         gradients: What has arrived at uses: columns with V = 1 at each output.
         kept: What extensions keep until all parameters have had their turn.
         reductions: How the extended losses reduce, as their modules say.
+        in_losses: These modules, and all inside of them.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class BackwardPass:
             current.report.begin(exts)
         self.kept: dict[Any, Any] = {}
         self.reductions: list[str | None] = []
+        self.in_losses: set[Module] = set()
         self._idle: dict[Call, list[Node]] = {}
         if (exts or not current.gradient) and roots:
             self.inspection = Inspection(roots)
@@ -145,6 +147,8 @@ class BackwardPass:
             self._inspect(inputs)
             losses = [c.loss_module for c in self.inspection.calls if c.is_loss]
             self.reductions = [getattr(x, "reduction", None) for x in losses]
+            for loss in losses:
+                self.in_losses.update([] if loss is None else loss.modules())
             guard_all(self.inspection, exts)
             if current.check and self._separating:
                 check_isolation(self.inspection, current)

@@ -33,7 +33,6 @@ from backpack.engine.inspection import (
     Inspection,
     additive_terms,
     is_sum,
-    operation_name,
     tail_terms,
 )
 from backpack.engine.separable import is_separable
@@ -122,11 +121,7 @@ def check_samples(
     separate, entangled = inspection.uses_outside(known)
     entangled += _behind_uses(uses)
     if not entangled:
-        refused = [
-            met
-            for met in (*inspection.coupled(), *_met_in_tails(inspection))
-            if operation_name(met) not in ("batch_norm", "native_batch_norm")
-        ]
+        refused = [*inspection.coupled(), *_met_in_tails(inspection)]
         refused.sort(key=lambda met: not met.is_of_inputs)
         if refused and not refused[0].is_of_inputs and is_separable(inspection.roots):
             refused = []

@@ -152,8 +152,10 @@ class Inspection:
         """
         found: list[Origin] = []
         below: set[Node] = set()
+        of_losses = {ref() for c in self.calls if c.is_loss for ref in c.inside}
         for call, nodes in self.calls.items():
-            if call.placements is None or not below.isdisjoint(nodes):
+            is_output = call.placements is not None and call not in of_losses
+            if not (is_output and below.isdisjoint(nodes)):
                 continue
             below.update(walk(nodes))
             for node in nodes:

@@ -111,7 +111,11 @@ def _is_plain(module: Module, row: Row) -> bool:
     return not any([p.grad_fn is not None or p.is_complex() for p in given])
 
 
-_MOVES = (nn.Softmax, nn.LogSoftmax, nn.GLU, nn.Flatten, nn.Unflatten)
+# Their options, or an input with few axes, may make them act along axis 0
+_MOVES = (
+    *(nn.Softmax, nn.LogSoftmax, nn.GLU, nn.Flatten, nn.Unflatten, nn.PixelShuffle),
+    *(nn.PixelUnshuffle, nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d),
+)
 
 
 def _keeps_samples(module: Module, x: Tensor) -> bool:

@@ -31,11 +31,6 @@ from backpack.engine.uses import Use, refuse
 from backpack.utils.hooks import EXTENDED, message, name_module, without_hooks
 from backpack.utils.parallel import gathered, is_parallel
 
-OTHER_SAMPLES = (
-    "{ext}: the loss {loss} has {loss_size} samples, but {size} went into {module}, so "
-    "what the loss takes for samples are none there. Compute the loss from this "
-    "model's output by operations that keep samples apart."
-)
 NOT_ONE_OUTPUT = (
     "{ext} starts at the output of an extended model, and expects one in a "
     "backward pass. Found: {found}. Extend the model as a whole, differentiate a "
@@ -83,7 +78,6 @@ class PullColumns:
         self._covered: set[tuple[Any, Group]] = set()
         # number of columns that went from module to module, of all losses so far
         self._walking: dict[Any, int] = {}
-        self._of_losses: set[Module] = set()  # with all modules inside
         # what exchanges the gradient at the loss for a column
         self._exchanging: Any = None
 
@@ -94,7 +88,6 @@ class PullColumns:
             turn: The loss's turn.
             extensions: Second-order extensions.
         """
-        self._of_losses.update(turn.module.modules())
         columns = [x for x in extensions if x.pulls_columns and not x.walks_modules]
         by_source: dict[Any, list[Any]] = {}
         share_all = any(not x.source.compact and x.source.is_exact for x in columns)
@@ -161,7 +154,9 @@ class PullColumns:
         targets = [t for t in running if t.entry.owner in wanted]
         if not targets:
             return
-        self._check(origin, list(wanted), extensions[0])
+        if isinstance(origin.placement, Mixed):
+            what = f"what {name_module(loss.module)} is computed from"
+            refuse(type(extensions[0]).__name__, origin.placement, what)
         chunks = columns()
         first = next(chunks)
         many = len(first) == MAX_COLUMNS
@@ -316,17 +311,6 @@ class PullColumns:
 
         return of
 
-    def _check(self, origin: Origin, owners: list[Any], ext: Any) -> None:
-        """Check that the loss and all uses agree on what the samples are."""
-        name, loss, placement = type(ext).__name__, origin.call, origin.placement
-        if isinstance(placement, Mixed):
-            refuse(name, placement, f"what {name_module(loss.module)} is computed from")
-        for owner in owners:
-            if owner.is_use and owner.n != loss.n:
-                text = {"ext": name, "loss": loss.module, "loss_size": loss.n}
-                text.update(size=owner.n, module=owner.describe())
-                raise NotImplementedError(OTHER_SAMPLES.format(**text))
-
     def _pull_chunk(
         self, edge: GradientEdge, targets: list[Target], columns: Tensor
     ) -> dict[Any, Cotangents]:
@@ -384,8 +368,8 @@ class PullColumns:
         """
         group = turn.group
         if (ext, group) not in self._covered:
-            if not self._of_losses.isdisjoint(turn.modules):
-                self._running.exempt(ext, group.params)  # no curvature starts above it
+            if not self._running.in_losses.isdisjoint(turn.modules):
+                self._running.exempt(ext, group.params)  # no column starts above it
                 return
             if not ext.expects_backpropagation_quantities():
                 text = message(NOT_BEHIND, ext=ext, names=describe(group.params))

@@ -112,10 +112,6 @@ class Trial:
                 found, hides = self._probe(NOT_A_NUMBER)
             if hides and not self._is_random():
                 found, lasts = self._probe(EXTREMES)[0], False
-            elif hides:  # what is drawn, and how much, tells nothing
-                lost = Mixed(describe(self._name, self._flat, self._numbers), False)
-                pairs = zip(found, outs)
-                found = [lost if p is None and x.requires_grad else p for p, x in pairs]
             for marks in (DRAWN, EXTREMES):  # were they the same by chance?
                 unseen = [p is None and not _is_inexact(x) for p, x in zip(found, outs)]
                 if True in unseen and self._name not in MOVING:
@@ -220,54 +216,13 @@ class Trial:
                     hides, shown[j] = hides or bool((x & ~seen[j]).any()), shown[j] | x
         hides = hides or any(bool((x & y).any()) for x, y in zip(shown, unseen))
         found: list[Placement] = []
-        for j, out in enumerate(outs):
-            selected = None if _is_inexact(out) else self._of_integers(out)
-            if selected is not None:
-                found.append(selected)
-            elif mixed[j]:
+        for j in range(len(outs)):
+            if mixed[j]:
                 found.append(Mixed(describe(self._name, self._flat, self._numbers)))
             else:
                 numbers = got[j].masked_fill(unseen[j], -1)
-                placement = simplify(numbers, n, self._is_use())
-                some = isinstance(placement, Tensor) and not _is_inexact(out)
-                if some and bool(unseen[j].any()) and _all_known(self._numbers):
-                    placement = None  # another number may give the same one: a constant
-                found.append(placement)
+                found.append(simplify(numbers, n, self._is_use()))
         return found, hides
-
-    def _of_integers(self, out: Tensor) -> Placement:
-        """Find where integers are that an operation returned; they have no gradient.
-
-        Is it a view or a selection of one operand?
-        """
-        which = [j for j, i in enumerate(self._numbers) if i is not None]
-        x, i = self._flat[which[0]], self._numbers[which[0]]
-        if len(which) == 1 and x.numel():
-            try:
-                entries = torch.arange(x.numel(), device=x.device).view(x.shape)
-                moved = self.call(_with(self._flat, which[0], entries))
-                if self._selects(which[0], moved, out):
-                    return simplify(i.flatten()[moved], self._n)
-            except Exception:  # it takes no integers: no view, then
-                pass
-        return None
-
-    def _selects(self, position: int, moved: Any, out: Tensor) -> bool:
-        """Tell whether an operation only moves the entries of an operand."""
-        x = self._flat[position]
-        if not isinstance(moved, Tensor) or moved.shape != out.shape:
-            return False
-        if moved.dtype != torch.long or not moved.numel():
-            return False
-        if int(moved.min()) < 0 or int(moved.max()) >= x.numel():
-            return False
-        generator = torch.Generator(x.device).manual_seed(0)
-        random = torch.randint(
-            -(2**40), 2**40, x.shape, generator=generator, device=x.device
-        )
-        again = self.call(_with(self._flat, position, random))
-        same = bool((x.flatten()[moved] == out).all())
-        return same and bool((random.flatten()[moved] == again).all())
 
 
 def describe(name: str, flat: Sequence[Any], numbers: Sequence[Any]) -> str:
@@ -283,11 +238,6 @@ def describe(name: str, flat: Sequence[Any], numbers: Sequence[Any]) -> str:
     """
     shapes = [list(x.shape) for x, i in zip(flat, numbers) if i is not None]
     return f"`{name}` on {' and '.join(map(str, shapes))}"
-
-
-def _all_known(numbers: Sequence[Tensor | None]) -> bool:
-    """Tell whether each entry of all operands belongs to a sample."""
-    return all(bool((i >= 0).all()) for i in numbers if i is not None)
 
 
 def _is_inexact(x: Any) -> bool:
@@ -341,10 +291,3 @@ def _disturbed(x: Tensor, where: Tensor, mark: Any, integers: bool) -> Tensor:
     if highest == lowest:  # what is an index stays one
         lowest = torch.where(highest > 0, highest - 1, highest + 1)
     return torch.where(where, torch.where(x == highest, lowest, highest), x)
-
-
-def _with(flat: list[Any], position: int, x: Tensor) -> list[Any]:
-    """Replace an operand; copy the others, to which an operation may write."""
-    new = list(map(_copied, flat))
-    new[position] = x
-    return new

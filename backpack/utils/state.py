@@ -116,7 +116,7 @@ class State:
         before = self.pulling, self.quiet
         self.pulling, self.quiet = True, quiet
         try:
-            # nor is anybody to look for NaN: several columns at once cannot be looked at
+            # nor does anybody look for NaN: not possible in several columns at once
             with torch.autograd.set_detect_anomaly(False), without_sinks():
                 yield
         finally:

@@ -1486,19 +1486,36 @@ def test_broadcast_with_parameter(name, size):
     walking = (DiagHessian, BatchDiagHessian, HMP, GGNMP)
     check_quantities(model, x, {} if once else dict.fromkeys(walking, ALONE))
     if once:
-        y = torch.randn(size, 3, dtype=x.dtype)
-        factor = run(convert(model), x, y, KFRA())[0]["b.bias"][0]
-        # the average of what each sample makes of the sum of the loss's Hessians
-        jacobians = [
-            torch.autograd.functional.jacobian(
-                lambda b: function(model.w.detach(), b * 1.0), model.b(row)
-            )
-            for row in x.unsqueeze(1)
-        ]
-        jacobians = torch.stack(jacobians).reshape(size, 3, 3)
-        hessian = torch.eye(3, dtype=x.dtype) * 2 / 3
-        expected = jacobians.mT @ hessian @ jacobians
-        assert_agrees(factor, expected.mean(0), "KFRA")
+        assert_kfra_of_bias(model, lambda b: function(model.w.detach(), b * 1.0), x)
+
+
+def assert_kfra_of_bias(model, after, x):
+    """Compare KFRA of the layer `b` with the average over Jacobians behind it."""
+    y = torch.randn(len(x), 3, dtype=x.dtype)
+    factor = run(convert(model), x, y, KFRA())[0]["b.bias"][0]
+    # the average of what each sample makes of the sum of the loss's Hessians
+    jacobians = [
+        torch.autograd.functional.jacobian(after, model.b(row))
+        for row in x.unsqueeze(1)
+    ]
+    jacobians = torch.stack(jacobians).reshape(len(x), 3, 3)
+    hessian = torch.eye(3, dtype=x.dtype) * 2 / 3
+    expected = jacobians.mT @ hessian @ jacobians
+    assert_agrees(factor, expected.mean(0), "KFRA")
+
+
+@pytest.mark.parametrize("shape", [(3,), (1,), (1, 3), (1, 1)])
+def test_broadcast_with_buffer(shape):
+    """Buffers have no samples, either."""
+    torch.manual_seed(0)
+    model = Lambda(
+        lambda self, x: (self.b(x) * self.w).tanh() + self.w,
+        w=torch.rand(shape) + 0.5,
+        b=nn.Linear(2, 3),
+    ).double()
+    x = torch.randn(N + 2, 2, dtype=torch.float64)
+    check_quantities(model, x, {})
+    assert_kfra_of_bias(model, lambda b: (b * model.w).tanh() + model.w, x)
 
 
 MEETING = {

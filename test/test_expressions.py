@@ -6,6 +6,7 @@ one operation. A use counts once, wherever its parameters are kept.
 """
 
 import itertools
+import warnings
 from functools import partial
 from typing import Any, Callable, Dict, List, Optional, Sequence
 
@@ -821,3 +822,13 @@ TABLES = {
 def test_right(table: str, row: str) -> None:
     """Every quantity of every parameter agrees with plain autograd."""
     assert_right(TABLES[table][row])
+
+
+@pytest.mark.parametrize("row", list(EXPRESSIONS)[::6])
+def test_detecting_anomalies(row: str) -> None:
+    """Who looks for anomalies is told of none."""
+    with warnings.catch_warnings(record=True) as said:  # C++ swallows what they raise
+        warnings.simplefilter("always")
+        with torch.autograd.set_detect_anomaly(True):
+            assert_right(EXPRESSIONS[row])
+    assert not [x.message for x in said]

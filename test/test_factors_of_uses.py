@@ -5,6 +5,7 @@ layer that does the same. What has none gets its dense block, unless it is too l
 """
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -149,24 +150,34 @@ def test_table_of_positions(name: str) -> None:
 
 
 ORDERS = {
-    "permute(0, 2, 1)": ("ni,eio->neo", (2, 4, 3)),
-    "permute(1, 2, 0)": ("ni,ieo->neo", (4, 2, 3)),
-    "permute(0, 2, 3, 1)": ("ni,eipo->nepo", (2, 4, 2, 3)),
+    "permute(0, 2, 1)": (partial(torch.einsum, "ni,eio->neo"), (2, 4, 3)),
+    "permute(1, 2, 0)": (partial(torch.einsum, "ni,ieo->neo"), (4, 2, 3)),
+    "permute(0, 2, 3, 1)": (partial(torch.einsum, "ni,eipo->nepo"), (2, 4, 2, 3)),
+    "reshape(4, 3).permute(1, 0)": (lambda x, w: x @ w.view(4, 3), (12,)),
+    "reshape(2, 2, 2).permute(0, 2, 1)": (
+        lambda x, w: F.conv_transpose1d(x.unsqueeze(2), w, groups=2).flatten(1),
+        (4, 2, 1),
+    ),
 }
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_order_of_axes(order: str) -> None:
     """Factors stand for a weight with its axes in an order, which a warning names."""
-    equation, shape = ORDERS[order]
-    row = use(lambda m, x: torch.einsum(equation, x, m.w), 4, w=shape)
+    function, shape = ORDERS[order]
+    row = use(lambda m, x: function(x, m.w), 4, w=shape)
     one = row._replace(X=lambda: tuple(x[:1] for x in row.X()))
+    model, loss, X = one.build()
+    value = one.run(extend(model), extend(loss), X)
     with pytest.warns(UserWarning, match=re.escape(f"`weight.{order}`")):
-        model = compute(one, ["KFLR"])
-    axes = [int(axis) for axis in re.findall(r"\d", order)]
-    places = torch.arange(model.w.numel()).view(shape).permute(axes).flatten()
+        with backpack(KFLR(weight_sharing="expand")):
+            value.backward()
+    numbers = torch.arange(model.w.numel()).view(shape)
+    places = eval(f"numbers.{order}", {"numbers": numbers}).flatten()
     block = reference(one).blocks["w"].sum(0)[places][:, places]
-    assert_agrees(kfacs_to_mat(model.w.kflr), block, order)
+    groups = zip(*(f if f.dim() == 3 else f.unsqueeze(0) for f in model.w.kflr))
+    found = torch.block_diag(*map(kfacs_to_mat, groups))
+    assert_agrees(found, block * (found != 0), order)
 
 
 def gpt_layer(m: Module, x: Tensor) -> Tensor:

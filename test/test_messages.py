@@ -468,7 +468,10 @@ OPTIONS: Dict[str, Row] = {
             f"subsampling must be None, or select.*Got {re.escape(repr(value))}",
             r"subsampling=\[0, 2\]",
         )
-        for value in (0, "01", [0.5], [True, False], torch.tensor(1), [[0, 1]])
+        for value in (
+            *(0, "01", [0.5], [True, False], torch.tensor(1), [[0, 1]]),
+            slice(None, None, -1),
+        )
     },
     "subsampling-outside-BatchGrad": Row(
         lambda: run(mlp(), BatchGrad(subsampling=[0, N])),

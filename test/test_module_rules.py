@@ -456,6 +456,7 @@ def assert_products(problem: Problem, field: str, dense: Dict[str, Tensor]) -> N
         assert_agrees(products + scale, expected + scale, f"{field} {name}")
         single = function(vectors[0])
         assert_agrees(single + scale, expected[0] + scale, f"{field} {name}, single")
+        assert_agrees(function(vectors[:0]), vectors[:0], f"{field} {name}, none")
 
 
 @EVERY_CASE

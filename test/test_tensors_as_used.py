@@ -206,6 +206,28 @@ def test_parameters_that_are_swapped(name: str) -> None:
         assert_agrees(p.diag_ggn_exact, samples.diagonals[key].sum(0), key)
 
 
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("name", TIED_CHAIN)
+def test_parameters_that_are_frozen(name: str, check: bool) -> None:
+    """A parameter that is frozen before the backward pass does not disturb it."""
+    row = Row(TIED_CHAIN[name], randn(D))
+    model, loss, X, _ = given(row)
+    samples = reference(row)
+    for frozen in dict(model.named_parameters()):
+        value = row.run(model.requires_grad_(), loss, X)
+        model.get_parameter(frozen).requires_grad_(False)
+        model.zero_grad()
+        with backpack(BatchGrad(), DiagGGNExact(), check=check):
+            value.backward()
+        for key, p in model.named_parameters():
+            if key == frozen:
+                assert p.grad is None
+                continue
+            assert_agrees(p.grad_batch, samples.gradients[key], key)
+            assert_agrees(p.diag_ggn_exact, samples.diagonals[key].sum(0), key)
+            assert_agrees(p.grad, samples.gradients[key].sum(0), key)
+
+
 def swap(model: Module, others: Dict[str, Tensor]) -> None:
     """Put other parameters into a model."""
     for key, p in others.items():

@@ -55,6 +55,8 @@ class Check:
             turn: The parameters' turn.
         """
         for param, product in turn.gradients().items():
+            if not param.requires_grad:  # frozen after the forward pass
+                continue
             individual = product.individual()[0].detach()
             self._sums[param] = individual.sum(0)
             self._sizes[param] = turn.size_of_terms()

@@ -474,8 +474,7 @@ def _probe(
     nodes: Sequence[Node],
 ) -> Placement:
     """Ask which entries depend on which samples, by derivatives in both directions."""
-    calm = torch.autograd.set_detect_anomaly(False)  # we look for NaN ourselves
-    with calm, state().pull(), _structure_only(nodes):
+    with state().pull(), _structure_only(nodes):
         try:
             with torch.enable_grad():
                 return _moved(edge, shape, sources, nodes)

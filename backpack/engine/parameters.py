@@ -13,7 +13,7 @@ from typing import Any, Callable, Iterator, Optional, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node
 from torch.nn import Module
 
 from backpack.core.per_sample.base import Dense, PerSample
@@ -160,11 +160,15 @@ class Group:
         outputs, columns = list(expressions), []
         for product in expressions.values():
             columns.append(product.individual())
-        inputs = [get_gradient_edge(p) for p in self.params]
-        for node in walk(edge.node for edge in outputs):
+        nodes = list(walk(edge.node for edge in outputs))
+        for node in nodes:
             fetch(node.metadata.get(SAVED, ()))
+        # the graph's own: a parameter that is frozen by now does not tell its place
+        leaves = {node.variable: node for node in nodes if is_leaf(node)}
+        params = [p for p in self.params if p in leaves or p.grad_fn is not None]
+        inputs = [GradientEdge(leaves.get(p, p.grad_fn), p.output_nr) for p in params]
         pulled = batched_vjp(outputs, inputs, columns)
-        for param, products in zip(self.params, pulled):
+        for param, products in zip(params, pulled):
             if products is not None:
                 _merge(found, param, Dense(products, param.shape))
 

@@ -59,9 +59,9 @@ def as_subsampling(name: str, subsampling: Selection) -> Subsampling:
     Raises:
         ValueError: If it is something else.
     """
-    if subsampling is None or isinstance(subsampling, slice):
-        return subsampling
     values: Any = subsampling
+    if values is None or isinstance(values, slice) and (values.step or 1) > 0:
+        return values
     if isinstance(subsampling, Tensor):
         values = subsampling.tolist()
     several = isinstance(values, Sequence) and not isinstance(values, (str, bytes))
@@ -70,8 +70,8 @@ def as_subsampling(name: str, subsampling: Selection) -> Subsampling:
             return list(map(index, values))
     raise ValueError(
         f"{name}: subsampling must be None, or select samples by a list, tuple, "
-        f"range or tensor of integers, or by a slice. Got {subsampling!r}. Pass "
-        "indices, for instance subsampling=[0, 2]."
+        f"range or tensor of integers, or by a slice that goes forward. Got "
+        f"{subsampling!r}. Pass indices, for instance subsampling=[0, 2]."
     )
 
 

@@ -132,7 +132,9 @@ def subsampled(module: Layer, subsampling: Subsampling = None) -> Module:
         name: subsample(value, subsampling=subsampling)
         for name, value in stored.items()
         if isinstance(value, Tensor)
-        and not isinstance(value, Parameter)  # an operation's argument: no samples
+        # other arguments of an operation hold no samples
+        and not isinstance(value, Parameter)
+        and value.shape[:1] == module.output.shape[:1]
         and value.dim() > 0
     }
     return shallow_copy(module, **selected)

@@ -41,7 +41,7 @@ class Order(NamedTuple):
             shape: The parameter's shape.
 
         Returns:
-            A method of tensors, with its arguments.
+            Methods of tensors, with their arguments.
         """
         runs: list[list[int]] = []  # the parameter's axes that each of ours consists of
         i = 0
@@ -51,7 +51,11 @@ class Order(NamedTuple):
                 runs[-1].append(i)
                 i += 1
             if prod(shape[j] for j in runs[-1]) != self.sizes[axis]:
-                return "transpose(0, 1)"  # in each of a convolution's groups
+                # like a view of a vector, or a convolution with groups
+                sizes = [self.sizes[j] for j in self.axes]
+                places = map(self.axes.index, range(len(sizes)))
+                listed = [", ".join(map(str, x)) for x in (sizes, places)]
+                return "reshape({}).permute({})".format(*listed)
         runs[-1].extend(range(i, len(shape)))
         axes = [j for place in range(len(runs)) for j in runs[self.axes.index(place)]]
         swapped = [1, 0, *range(2, len(shape))]

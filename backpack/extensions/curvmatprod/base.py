@@ -117,6 +117,8 @@ class CurvatureProductRule(ModuleRule):
                 )
             snapshot.check(ext_name, name)
             backproped.check(ext_name, name)
+            if not mat.numel():  # no columns
+                return torch.empty_like(mat)
             with disable(), without_autocast(mat):
                 result = linear.jac_t(backproped(linear.jac(columns)))
                 if residual:

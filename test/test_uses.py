@@ -105,6 +105,21 @@ LINEAR = {
     "einsum-low-rank": use(
         lambda m, x: torch.einsum("ni,ri,or->no", x, m.u, m.v), 4, u=(2, 4), v=(3, 2)
     ),
+    "einsum-broadcast-weight": use(
+        lambda m, x: torch.einsum("ni,io->no", x, m.w), 4, w=(1, 3)
+    ),
+    "einsum-broadcast-data": use(
+        lambda m, x: torch.einsum("oi,ni->no", m.w, x[:, :1]), 4, **W
+    ),
+    "einsum-broadcast-both": use(
+        lambda m, x: torch.einsum("nij,ijo->no", x[:, None], m.w), 4, w=(4, 1, 3)
+    ),
+    "tensordot-broadcast-weight": use(
+        lambda m, x: torch.tensordot(m.w, x, dims=([1], [1])).T, 4, w=(3, 1)
+    ),
+    "tensordot-broadcast-data": use(
+        lambda m, x: torch.tensordot(x[:, :1], m.w, 1), 4, w=(4, 3)
+    ),
     "tensordot": use(lambda m, x: torch.tensordot(x, m.w, 1), 4, w=(4, 3)),
     "tensordot-axes": use(
         lambda m, x: torch.tensordot(x, m.w, dims=([1], [1])), 4, **W

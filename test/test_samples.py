@@ -146,6 +146,12 @@ MOVES: Dict[str, Callable] = {  # of x [N, T, D]
             *(lambda whole: (whole, whole[1:]))(torch.zeros_like(z))
         ).transpose(0, 1)
     )(plain(m, x).transpose(0, 1).sin()),
+    "part-of-the-rolled-that-is-put-back": lambda m, x: (
+        lambda h, part: (h.copy_(x), plain(m, part + x))[1]
+    )(*(lambda h: (h, h[:, :1]))(x.roll(1, 0))),
+    "written-by-an-option": lambda m, x: (
+        lambda h: (F.elu(h[:, 1:], inplace=True), plain(m, h))[1]
+    )(x * 1),
     "flatten": there_and_back(lambda x: x.flatten(0, 1), lambda z, x: z.view_as(x)),
     "reshape": there_and_back(
         lambda x: x.reshape(-1, D), lambda z, x: z.reshape(len(x), -1, D)

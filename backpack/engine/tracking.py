@@ -9,7 +9,7 @@ each such constant, and where its output sits in the graph is remembered.
 from __future__ import annotations
 
 import weakref
-from typing import Any, Callable, NamedTuple, Sequence
+from typing import Any, Callable, Sequence
 
 import torch
 from torch import Tensor, is_grad_enabled, strided
@@ -20,7 +20,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from backpack.core.layout import Layout, Mixed, Placement, sample_numbers, simplify
+from backpack.core.layout import Layout, Mixed, Placement
 from backpack.core.operations import find_operation
 from backpack.engine import saved as saved_tensors
 from backpack.engine.functions import KINDS, Kind, kind_of
@@ -33,9 +33,19 @@ from backpack.engine.gaps import (
     note_functions,
 )
 from backpack.engine.graph import MEETING, SILENT
-from backpack.engine.placements import FORGET, MARK, Finder, Mark, Pass, in_function
+from backpack.engine.placements import (
+    FORGET,
+    MARK,
+    Finder,
+    Mark,
+    Pass,
+    in_function,
+    mark_of,
+    version_in_mark,
+)
 from backpack.engine.user_hooks import SEEN, guard
 from backpack.engine.uses import Constant, Use, edge_of, on_one_node
+from backpack.engine.views import View, in_base, in_view
 from backpack.utils.compiling import is_indivisible, skipped, untraced
 from backpack.utils.hooks import modules_in
 from backpack.utils.state import state
@@ -54,26 +64,6 @@ LIST_OF_SAMPLES = (
 # other modes, such as a context's, would see each look at a tensor
 _UNSEEN = torch._C.DisableTorchFunction
 VIEWS_OF = "_backpack_uses"  # attribute of a tensor of which uses returned a view
-
-
-class View(NamedTuple):
-    """Which part of its base a view is."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, x: Tensor) -> View:
-        """Read it off a tensor.
-
-        Args:
-            x: The tensor.
-
-        Returns:
-            Its shape, strides and offset.
-        """
-        return cls(x.shape, x.stride(), x.storage_offset())
 
 
 class Tracker(TorchFunctionMode):
@@ -193,7 +183,7 @@ class Tracker(TorchFunctionMode):
         for x in items:
             kind = type(x)
             if kind is Tensor or kind is Parameter or isinstance(x, Tensor):
-                mark = getattr(x, MARK, None)
+                mark = mark_of(x)
                 if mark and mark[0] is self.key and not is_function(x.grad_fn):
                     placement = mark[1]
                 else:
@@ -257,26 +247,9 @@ class Tracker(TorchFunctionMode):
             return False
         if not isinstance(placement, Mixed):
             with _UNSEEN(), torch.no_grad():
-                placement = self._through_view(x, base, placement)
+                placement = in_view(x, base, placement, self.n)
         self.place(x, placement)
         return placement is not None
-
-    def _through_view(self, x: Tensor, base: Tensor, placement: Any) -> Placement:
-        numbers = self._in_memory(base, placement)
-        if numbers is None:
-            return Mixed("a view of a tensor with gaps", False)
-        offset = x.storage_offset() - base.storage_offset()
-        return simplify(numbers.as_strided(x.shape, x.stride(), offset), self.n)
-
-    def _in_memory(self, base: Tensor, placement: Placement) -> Tensor | None:
-        """Write sample numbers to where a tensor has its entries, if without gaps."""
-        numbers = torch.empty_like(base, dtype=torch.long, requires_grad=False).fill_(
-            -1
-        )
-        if placement is not None:
-            own = sample_numbers(placement, base.shape, self.n, base.device)
-            numbers.copy_(own)
-        return numbers if numbers.stride() == base.stride() else None
 
     def _is_constant(self, x: Tensor) -> bool:
         """Tell whether a tensor that nothing is known of is computed from parameters.
@@ -330,6 +303,7 @@ class Tracker(TorchFunctionMode):
             seen = (shown, *args[1:])
             deciding = self._deciding(data)
             deciding = [shown if x is written else x for x in deciding]
+            data = [shown if x is written else x for x in data]
             if written._base is not None:
                 self._leave_views(written._base)
         saved: Sequence[Any] = ()
@@ -338,9 +312,9 @@ class Tracker(TorchFunctionMode):
             if type(out) is Tensor and not (kind.writes or kind.is_loss):
                 with _UNSEEN():
                     layout = self._finder.recall_layout(key, out)
-                if layout is not None:  # the most frequent case
-                    self.place(out, layout)
-                    return out
+                    if layout is not None:  # the most frequent case
+                        self.place(out, layout)
+                        return out
         else:
             out, saved = saved_tensors.run(func, args, kwargs)
         result = written if out is None and name == "__setitem__" else out
@@ -354,6 +328,9 @@ class Tracker(TorchFunctionMode):
             if outs[0].is_nested:
                 placements = [NESTED] * len(outs)
             elif placements is None:
+                for x in data:  # an option may have let the operation write to it
+                    if hasattr(x, MARK):
+                        self.place(x, getattr(x, MARK)[1])
                 deciding = deciding or self._deciding(data)
                 find = self._finder.find
                 placements = find(func, name, seen, kwargs, outs, deciding, key)
@@ -403,9 +380,12 @@ class Tracker(TorchFunctionMode):
             x: Tensor.
             placement: Where its samples are.
         """
-        mark = self._marks.get(id(placement))
-        if mark is None:  # it keeps the placement, and with it the identity
-            mark = self._marks[id(placement)] = Mark((self.key, placement))
+        version = version_in_mark(x)
+        mark = None if version else self._marks.get(id(placement))
+        if mark is None or mark[2] != version:
+            mark = Mark((self.key, placement, version))
+            if version == 0:  # it keeps the placement, and with it the identity
+                self._marks[id(placement)] = mark
         setattr(x, MARK, mark)
 
     def _located(self, placement: Mixed) -> Mixed:
@@ -425,7 +405,7 @@ class Tracker(TorchFunctionMode):
         """
         met, outs = self._finder.dropped, [x for x in outputs if x.grad_fn is not None]
         for x in outs:
-            if is_function(x.grad_fn):
+            if is_function(x.grad_fn) or hasattr(x, MARK) and mark_of(x) is None:
                 self.find_placement(x)
         for x in outs if met is not None else ():
             if is_function(x.grad_fn) or not hasattr(x, MARK):  # where nothing was seen
@@ -447,7 +427,7 @@ class Tracker(TorchFunctionMode):
         """
         for use, node, view in vars(base).pop(VIEWS_OF, ()):
             with _UNSEEN(), torch.no_grad():
-                placement = self._of_base(view, use.placements[0], base, None)
+                placement = in_base(view, use.placements[0], base, None, self.n)
             use.move(node, base, placement)
 
     def _write_to_base(self, view: Tensor, base: Tensor) -> None:
@@ -458,21 +438,7 @@ class Tracker(TorchFunctionMode):
                 self.place(base, placement)
             return
         with _UNSEEN(), torch.no_grad():
-            self.place(base, self._of_base(View.of(view), placement, base, known))
-
-    def _of_base(
-        self, view: View, placement: Placement, base: Tensor, known: Placement
-    ) -> Placement:
-        """Tell where samples are in a tensor, from those in a view of it."""
-        meets = isinstance(placement, Mixed)
-        numbers = None if meets else self._in_memory(base, known)
-        if numbers is None:
-            return Mixed("writing to a view", False)
-        offset = view.offset - base.storage_offset()
-        part = numbers.as_strided(view.shape, view.stride, offset)
-        new = sample_numbers(placement, view.shape, self.n, base.device)
-        part.copy_(new.where(new >= 0, part))
-        return simplify(numbers, self.n)
+            self.place(base, in_base(View.of(view), placement, base, known, self.n))
 
     def _deciding(self, data: list[Tensor]) -> list[Tensor]:
         """Choose operands that say where samples are: those with a gradient, if any.
@@ -497,7 +463,7 @@ class Tracker(TorchFunctionMode):
         pairs: list[Constant] = []
         if kind.writes and args and id(args[0]) in wanted:
             pairs += self._overwritten(wanted.pop(id(args[0])))
-        aliases = {number: x[...] for number, x in wanted.items()}
+        aliases = {number: _alias(x) for number, x in wanted.items()}
         with _UNSEEN():
             for number, x in wanted.items():
                 pairs.append(Constant(x, edge_of(aliases[number]), keys.get(number)))
@@ -563,6 +529,12 @@ class Tracker(TorchFunctionMode):
             vars(x._base).setdefault(VIEWS_OF, []).append(entry)
         if self.owner is not None:
             self.owner.uses = (*self.owner.uses, use)
+
+
+def _alias(x: Tensor) -> Tensor:
+    """Give a tensor a node of its own; sparse ones have no views."""
+    is_sparse = x.layout is not strided and not x.is_nested
+    return x.clone() if is_sparse else x[...]
 
 
 def _is_innermost(mode: TorchFunctionMode) -> bool:

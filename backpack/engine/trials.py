@@ -324,6 +324,8 @@ def _disturbed(x: Tensor, where: Tensor, mark: Any, integers: bool) -> Tensor:
     """Replace entries by a mark; integers, if asked for, by other ones that occur."""
     if _is_inexact(x):
         new = mark(x) if callable(mark) else mark
+        if x.is_complex() and not callable(mark):
+            new = complex(mark, mark)  # each part may go its own way
         return x.copy_(torch.where(where, new, x))  # with the strides it had
     if not integers or not x.numel():
         return x

@@ -60,7 +60,7 @@ def batched_vjp(
     with current.pull():
         if len(flat[0]) == 1:
             rows = torch.autograd.grad(outputs, inputs, [x[0] for x in flat], **options)
-            found = [None if x is None else x.unsqueeze(0) for x in rows]
+            found = [None if x is None else _dense(x).unsqueeze(0) for x in rows]
         else:
             try:
                 found = list(
@@ -70,8 +70,7 @@ def batched_vjp(
                 )
             except RuntimeError:  # not every operation can be vmapped
                 found = _one_by_one(outputs, inputs, flat, options)
-    dense = [x.to_dense() if x is not None and x.is_sparse else x for x in found]
-    return [None if x is None else x.unflatten(0, tuple(sizes)) for x in dense]
+    return [None if x is None else _dense(x).unflatten(0, tuple(sizes)) for x in found]
 
 
 def _one_by_one(
@@ -90,6 +89,10 @@ def _one_by_one(
         if known is None:
             found.append(None)
             continue
-        dense = [torch.zeros_like(known) if x is None else x for x in parts]
-        found.append(torch.stack([x.to_dense() if x.is_sparse else x for x in dense]))
+        zero = torch.zeros_like(_dense(known))
+        found.append(torch.stack([zero if x is None else _dense(x) for x in parts]))
     return found
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.layout is torch.strided else x.to_dense()

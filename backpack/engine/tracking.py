@@ -196,12 +196,12 @@ class Tracker(TorchFunctionMode):
                 dense = x.layout is strided and not x.is_nested
                 shape = x.shape if dense and kind not in _SHAPELESS else FORGET
                 key.append((shape, placement, needs_gradient, x.dtype))
-            elif kind is tuple or kind is list:
-                key += (kind, len(x))
-                self._look(x, key, data, constants)
             elif kind is slice:
                 ends = (x.start, x.stop, x.step)
                 key += (kind, *(FORGET if isinstance(e, Tensor) else e for e in ends))
+            elif kind is tuple or kind is list or hasattr(x, "_fields"):
+                key += (kind, len(x))
+                self._look(x, key, data, constants)
             else:  # a generator would live on
                 key += (kind, FORGET if kind is torch.Generator else x)
 

@@ -22,7 +22,7 @@ class View(NamedTuple):
 
     Attributes:
         shape: Its shape.
-        is_complex: Whether its numbers are complex; what follows then has one axis more.
+        is_complex: Whether its numbers are; if so, what follows has one axis more.
         sizes: Shape of its real numbers.
         stride: Their strides.
         offset: Where the first one is in memory.

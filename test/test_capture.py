@@ -335,6 +335,17 @@ def keep(run: Callable, value: Tensor, params: List[Tensor]) -> None:
         run(value, params)
 
 
+def values_of(model: Module, ext: Any) -> List[Any]:
+    """Collect a quantity's values as lists of tensors."""
+    fields = []
+    for param in model.parameters():
+        field = getattr(param, ext.savefield)
+        field = field(torch.ones(1, *param.shape)) if callable(field) else field
+        field = getattr(field, "individual", lambda f=field: f)()
+        fields.append(field if isinstance(field, list) else [field])
+    return fields
+
+
 @pytest.mark.parametrize("times", [1, 3])
 @pytest.mark.parametrize("first", FIRST_PASSES)
 @pytest.mark.parametrize("quantity", ALL)
@@ -351,14 +362,26 @@ def test_kept_without_extensions(quantity: Callable, first: str, times: int):
         torch.manual_seed(2)
         with backpack(ext):
             value.backward()
-        for param in model.parameters():
-            field = getattr(param, ext.savefield)
-            field = field(torch.ones(1, *param.shape)) if callable(field) else field
-            field = getattr(field, "individual", lambda f=field: f)()
-            fields.append(field if isinstance(field, list) else [field])
+        fields += values_of(model, ext)
     half = len(fields) // 2
     for without, after in zip(fields[:half], fields[half:]):
         torch.testing.assert_close(after, without, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("quantity", ALL)
+def test_sparse_data(quantity: Callable):
+    """Each quantity of sparse data is that of the same data with strides."""
+    fields = []
+    for bring in (Tensor.to_sparse, Tensor.to_dense):
+        torch.manual_seed(1)
+        model, loss, x, y = small()
+        value = loss(model(bring(x.where(x > 0, 0.0))), y)
+        ext = quantity()
+        torch.manual_seed(2)
+        with backpack(ext):
+            value.backward()
+        fields.append(values_of(model, ext))
+    torch.testing.assert_close(*fields)
 
 
 @pytest.mark.parametrize("inside", [True, False])

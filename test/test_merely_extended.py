@@ -116,6 +116,14 @@ MERELY: Dict[str, Tuple[Callable[[], Module], Callable[[], Tensor]]] = {
         lambda: nn.Sequential(nn.Linear(D, D), nn.Linear(D, 2)),
         lambda: torch.nested.nested_tensor([torch.ones(2, D), torch.ones(3, D)]),
     ),
+    "nested-then-padded": (
+        lambda: Lambda(
+            lambda m, x: torch.nested.to_padded_tensor(m.f(x), 0.0) * m.p,
+            f=nn.Linear(D, 2),
+            p=param(2),
+        ),
+        lambda: torch.nested.nested_tensor([torch.ones(2, D), torch.ones(3, D)]),
+    ),
     "nested-jagged": (
         mlp,
         lambda: torch.nested.nested_tensor(
@@ -182,20 +190,25 @@ def total(out: Tensor, loss: Module) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:(?s).*(Sparse CSR|nested tensors)")
+@pytest.mark.parametrize("of_input", [False, True], ids=["", "input-gradient"])
 @pytest.mark.parametrize("name", MERELY)
-def test_without_a_context(name: str) -> None:
+def test_without_a_context(name: str, of_input: bool) -> None:
     """Forward and backward pass are those of a model that isn't extended."""
     make, data = MERELY[name]
     results = []
     for extended in (False, True):
         torch.manual_seed(0)
         model, x = make(), data()
+        x = x.clone().requires_grad_() if of_input else x
         loss = nn.MSELoss(reduction="sum")
         if extended:
             model, loss = extend(model), extend(loss)
         value = total(model(x), loss)
         value.backward()
         results.append([value.detach(), *[p.grad for p in model.parameters()]])
+        if of_input:
+            grad = x.grad if x.grad.is_nested else x.grad.to_dense()
+            results[-1].append(total(grad, nn.MSELoss(reduction="sum")))
     for actual, expected in zip(*reversed(results)):
         assert actual.shape == expected.shape and actual.dtype == expected.dtype
         assert expected.is_meta or torch.equal(actual, expected)

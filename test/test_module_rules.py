@@ -824,6 +824,19 @@ def test_losses_without_ggn(ext: Callable, name: str):
         run(Problem(model, deepcopy(loss), (X,), (y,)), ext())
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_one_sample_is_not_coupled(seed: int):
+    """A Hessian of one sample that is zero but for noise couples nothing."""
+    torch.manual_seed(seed)
+    model = nn.Linear(3, 1).to(F64)
+    risk = Coupled(lambda x, y: x.logcumsumexp(0).sum() - x.sum())
+    X = torch.rand(1, 3, dtype=F64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of zeros, where they are exact
+        run(Problem(model, risk, (X,), (X,)), KFLR())
+    assert abs(model.weight.kflr[0].item()) < 1e-14
+
+
 def test_hbp_with_residuals_and_averaged_inputs():
     """The recursion of Chen et al.: residuals enter, inputs are averaged first."""
     model = Sequential(nn.Linear(3, 2), nn.Sigmoid(), nn.Linear(2, 2)).to(F64)

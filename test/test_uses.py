@@ -57,6 +57,16 @@ LINEAR = {
     "method": use(lambda m, x: x.matmul(m.w).add(m.b), 4, **IO),
     "mm": use(lambda m, x: torch.mm(x, m.w), 4, w=(4, 3)),
     "mm-method": use(lambda m, x: x.mm(m.w.t()), 4, **W),
+    "of-sparse-data": use(lambda m, x: F.linear(x.to_sparse(), m.w, m.b), 4, **B),
+    "layer-of-sparse-data": use(
+        lambda m, x: m.f(x.to_sparse()), 4, f=lambda: nn.Linear(4, 3)
+    ),
+    "mm-of-sparse-data": use(
+        lambda m, x: torch.sparse.mm(x.to_sparse(), m.w), 4, w=(4, 3)
+    ),
+    "mm-of-a-sparse-weight": use(
+        lambda m, x: torch.sparse.mm(m.w.to_sparse(), x.T).T, 4, **W
+    ),
     "mm-from-the-left": use(lambda m, x: (m.w @ x.T).T, 4, **W),
     "mm-from-the-left-mm": use(lambda m, x: torch.mm(m.w, x.t()).mT, 4, **W),
     "addmm": use(lambda m, x: torch.addmm(m.b, x, m.w), 4, **IO),

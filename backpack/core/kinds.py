@@ -20,7 +20,7 @@ from backpack.core.layout import FIRST, Arrangement, Layout, Placement, once
 from backpack.core.per_sample.base import Dense, PerSample, Summed
 from backpack.core.per_sample.order import simplest
 from backpack.core.per_sample.outer import Outer
-from backpack.utils.types import as_type, version_of
+from backpack.utils.types import as_type, dense, version_of
 
 Key = Union[int, str]  # where an argument stands: its position, or its keyword
 
@@ -164,7 +164,7 @@ class LayerLike(Operation):
         x, name, lead = self.data, self.names[key], 1
         derivatives, layer = self.derivatives, self.layer
         dtype = getattr(layer, name).dtype
-        x, b = as_type(x, dtype), as_type(cotangents, dtype)
+        x, b = as_type(dense(x), dtype), as_type(cotangents, dtype)
         if self._features is not None:
             lead = x.dim() - self._features[0]
         if n == 1 and lead > 0:
@@ -262,7 +262,7 @@ class Contraction(Operation):
             if len(shape) > 1:
                 return Dense(b.sum(2).unflatten(-1, shape), shape)
             return Summed(b, shape)
-        x = as_type(_at_the_end(self.data, self._inputs), b.dtype)
+        x = as_type(_at_the_end(dense(self.data), self._inputs), b.dtype)
         a = arrangement.rows(x).flatten(2)
         axes = self._weight_axes
         sizes = [shape[axis] for axis in axes]

@@ -21,7 +21,7 @@ from backpack.hessianfree.lop import pull_back, pull_columns
 from backpack.hessianfree.rop import R_op
 from backpack.utils.hooks import message
 from backpack.utils.subsampling import Subsampling, subsample
-from backpack.utils.types import HALF, Layer, as_type, full_precision, version_of
+from backpack.utils.types import HALF, Layer, as_type, dense, full_precision, version_of
 from backpack.utils.unsqueeze import flatten, unit_columns
 
 Columns = list[Any]
@@ -93,7 +93,7 @@ def _is_half(x: Any) -> bool:
 def _frozen(x: Any) -> Any:
     if isinstance(x, Parameter):  # an operation's argument, which holds no samples
         return Parameter(x.detach(), requires_grad=False)
-    return x.detach() if isinstance(x, Tensor) else x
+    return dense(x.detach()) if isinstance(x, Tensor) else x
 
 
 class Snapshot:

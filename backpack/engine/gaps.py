@@ -436,6 +436,9 @@ def _leaf(node: Node) -> Source | None:
         known = Known(mark[1], mark[0].n)
     elif isinstance(x, torch.nn.Parameter) or not x.dim():
         return None
+    elif x.is_nested:
+        known = Known(NESTED, x.size(0))
+        return Source(GradientEdge(node, 0), torch.Size(()), known)
     else:
         known = Known(FIRST, len(x))
     return Source(GradientEdge(node, 0), x.shape, known)

@@ -12,7 +12,7 @@ import weakref
 from typing import Any, Callable, Sequence
 
 import torch
-from torch import Tensor, is_grad_enabled, strided
+from torch import Tensor, is_grad_enabled
 from torch._C._functorch import peek_interpreter_stack
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
@@ -44,7 +44,14 @@ from backpack.engine.placements import (
     version_in_mark,
 )
 from backpack.engine.user_hooks import SEEN, guard
-from backpack.engine.uses import Constant, Use, edge_of, on_one_node
+from backpack.engine.uses import (
+    Constant,
+    Use,
+    alias_of,
+    edge_of,
+    has_views,
+    on_one_node,
+)
 from backpack.engine.views import View, in_base, in_view
 from backpack.utils.compiling import is_indivisible, skipped, untraced
 from backpack.utils.hooks import modules_in
@@ -193,8 +200,8 @@ class Tracker(TorchFunctionMode):
                     data.append(x)
                 elif needs_gradient:
                     constants.append(x)
-                dense = x.layout is strided and not x.is_nested
-                shape = x.shape if dense and kind not in _SHAPELESS else FORGET
+                known = has_views(x) and kind not in _SHAPELESS
+                shape = x.shape if known else FORGET
                 key.append((shape, placement, needs_gradient, x.dtype))
             elif kind is slice:
                 ends = (x.start, x.stop, x.step)
@@ -463,7 +470,7 @@ class Tracker(TorchFunctionMode):
         pairs: list[Constant] = []
         if kind.writes and args and id(args[0]) in wanted:
             pairs += self._overwritten(wanted.pop(id(args[0])))
-        aliases = {number: _alias(x) for number, x in wanted.items()}
+        aliases = {number: alias_of(x) for number, x in wanted.items()}
         with _UNSEEN():
             for number, x in wanted.items():
                 pairs.append(Constant(x, edge_of(aliases[number]), keys.get(number)))
@@ -529,12 +536,6 @@ class Tracker(TorchFunctionMode):
             vars(x._base).setdefault(VIEWS_OF, []).append(entry)
         if self.owner is not None:
             self.owner.uses = (*self.owner.uses, use)
-
-
-def _alias(x: Tensor) -> Tensor:
-    """Give a tensor a node of its own; sparse ones have no views."""
-    is_sparse = x.layout is not strided and not x.is_nested
-    return x.clone() if is_sparse else x[...]
 
 
 def _is_innermost(mode: TorchFunctionMode) -> bool:

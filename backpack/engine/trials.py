@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from backpack.core.layout import Mixed, Placement, has_bit, simplify
+from backpack.utils.types import dense
 
 
 def _close_by(x: Tensor) -> Tensor:
@@ -33,6 +34,9 @@ EXTREMES = (nan, inf, -inf)  # for those that leave it out, like `nansum` and `f
 OTHER_NUMBERS = (_close_by,)  # for those that fail, like decompositions
 # for those that return positions, which may be the same for a few other numbers
 DRAWN = tuple(partial(_drawn, factor=k) for k in range(1, 17, 2))
+
+# Up to so many elements, sparse tensors are made dense, to put marks there.
+DENSE_ELEMENTS = 2**26
 
 # Operations that move entries to where the values of an operand say
 MOVING = frozenset(
@@ -142,7 +146,7 @@ class Trial:
         with self._drawing():
             for x, i in zip(self._flat, self._numbers):
                 # a copy: nothing of the model's, like statistics, may change
-                x = _copied(x)
+                x = _copied(x if i is None else _dense(x))
                 if isinstance(x, Tensor):
                     x = _finite(x)
                     if i is None and integers and _is_inexact(x):
@@ -153,7 +157,7 @@ class Trial:
             self._seed(seed)
             result = self.call(new)
         result = new[0] if result is None else result
-        return [x for x in tree_flatten(result)[0] if isinstance(x, Tensor)]
+        return [_dense(x) for x in tree_flatten(result)[0] if isinstance(x, Tensor)]
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:
@@ -309,6 +313,10 @@ def _copied(x: Any) -> Any:
         copy.set_state(x.get_state())
         return copy
     return x.detach().clone() if isinstance(x, Tensor) else x
+
+
+def _dense(x: Tensor) -> Tensor:
+    return dense(x) if x.numel() <= DENSE_ELEMENTS else x
 
 
 def _finite(x: Tensor) -> Tensor:

@@ -160,7 +160,36 @@ def edge_of(x: Tensor) -> GradientEdge:
         Its place.
     """
     node = x.grad_fn
-    return get_gradient_edge(x) if node is None else GradientEdge(node, x.output_nr)
+    if node is not None:
+        return GradientEdge(node, x.output_nr)
+    if has_views(x):
+        return get_gradient_edge(x)
+    with torch.enable_grad():
+        return GradientEdge(alias_of(x).grad_fn.next_functions[0][0], 0)
+
+
+def has_views(x: Tensor) -> bool:
+    """Tell whether a tensor has views, which nested and sparse ones don't have.
+
+    Args:
+        x: The tensor.
+
+    Returns:
+        Whether it has.
+    """
+    return x.layout is torch.strided and not x.is_nested
+
+
+def alias_of(x: Tensor) -> Tensor:
+    """Make a tensor of the same numbers, behind a node of its own in the graph.
+
+    Args:
+        x: The tensor.
+
+    Returns:
+        A view, or a copy where there are none.
+    """
+    return x[...] if has_views(x) else x.clone()
 
 
 def is_whole(view: Tensor, operands: Sequence[Tensor]) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from backpack.utils.state import state
+from backpack.utils.types import dense
 
 
 @contextmanager
@@ -60,7 +61,7 @@ def batched_vjp(
     with current.pull():
         if len(flat[0]) == 1:
             rows = torch.autograd.grad(outputs, inputs, [x[0] for x in flat], **options)
-            found = [None if x is None else _dense(x).unsqueeze(0) for x in rows]
+            found = [None if x is None else dense(x).unsqueeze(0) for x in rows]
         else:
             try:
                 found = list(
@@ -70,7 +71,7 @@ def batched_vjp(
                 )
             except RuntimeError:  # not every operation can be vmapped
                 found = _one_by_one(outputs, inputs, flat, options)
-    return [None if x is None else _dense(x).unflatten(0, tuple(sizes)) for x in found]
+    return [None if x is None else dense(x).unflatten(0, tuple(sizes)) for x in found]
 
 
 def _one_by_one(
@@ -89,10 +90,6 @@ def _one_by_one(
         if known is None:
             found.append(None)
             continue
-        zero = torch.zeros_like(_dense(known))
-        found.append(torch.stack([zero if x is None else _dense(x) for x in parts]))
+        zero = torch.zeros_like(dense(known))
+        found.append(torch.stack([zero if x is None else dense(x) for x in parts]))
     return found
-
-
-def _dense(x: Tensor) -> Tensor:
-    return x if x.layout is torch.strided else x.to_dense()

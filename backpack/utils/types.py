@@ -39,6 +39,18 @@ def as_type(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if differs and value.is_floating_point() else value
 
 
+def dense(x: Tensor) -> Tensor:
+    """Give a tensor strides, which rules and trials need, also if it is sparse.
+
+    Args:
+        x: Tensor of any layout, also nested.
+
+    Returns:
+        The same numbers; a nested tensor as it is.
+    """
+    return x if x.layout is torch.strided or x.is_nested else x.to_dense()
+
+
 def kind(x: Tensor) -> Dict[str, Any]:
     """Describe a tensor's numbers, for functions that create tensors like it.
 

@@ -208,6 +208,8 @@ def _couples(prediction: Tensor, hessian: Tensor, mat_prod: MatProd) -> bool:
     Returns:
         Whether samples are coupled.
     """
+    if len(hessian) == 1:  # noise would be compared with noise, if it should be zero
+        return False
     # drawing the vector must not change the user's random numbers
     generator = torch.Generator(prediction.device).manual_seed(0)
     shape = (1, *prediction.shape)

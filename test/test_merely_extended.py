@@ -112,6 +112,16 @@ MERELY: Dict[str, Tuple[Callable[[], Module], Callable[[], Tensor]]] = {
         ),
         torch.inference_mode()(lambda: torch.randn(N, D)),
     ),
+    "part-of-what-was-made-in-inference-mode": (
+        lambda: Lambda(
+            lambda m, x: (lambda z: z.view(N, -1) + m.f((z + m.shift).tanh()))(
+                x[:, 1:]
+            ),
+            shift=param(D - 1),
+            f=nn.Linear(D - 1, D - 1),
+        ),
+        torch.inference_mode()(lambda: torch.randn(N, D)),
+    ),
     "nested": (
         lambda: nn.Sequential(nn.Linear(D, D), nn.Linear(D, 2)),
         lambda: torch.nested.nested_tensor([torch.ones(2, D), torch.ones(3, D)]),

@@ -130,7 +130,7 @@ def mark_of(x: Tensor) -> Mark | None:
         The mark.
     """
     mark = getattr(x, MARK, None)
-    if mark and mark[2] not in (None, x._version):
+    if mark and mark[2] is not None and mark[2] != x._version:
         if x.grad_fn is not None or x._base is not None:  # which tell it anew
             return None
     return mark

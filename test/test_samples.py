@@ -101,6 +101,16 @@ def windows(x: Tensor) -> Tensor:
     return x.view(len(x), -1, 2, x.shape[-1]).flatten(0, 1)
 
 
+def swapped(x: Tensor) -> Tensor:
+    """Swap the first and the last row, by way of views."""
+    x = x * 1
+    first, last = x[0], x[-1]
+    kept = first.clone()
+    first.copy_(last)
+    last.copy_(kept)
+    return x
+
+
 class Both(NamedTuple):
     """Two tensors."""
 
@@ -168,6 +178,10 @@ MOVES: Dict[str, Callable] = {  # of x [N, T, D]
     )(*(lambda h: (h, h[:, :1]))(x.roll(1, 0))),
     "named-tuple": lambda m, x: torch.cat(Both(plain(m, x), m.p.expand_as(x)), -1)
     + torch.cat(Both(x, x.sin()), -1),
+    "swapped-by-views": lambda m, x: plain(m, swapped(x.transpose(0, 1))).transpose(
+        0, 1
+    ),
+    "swapped-and-back": lambda m, x: swapped(plain(m, swapped(x))) + x,
     "written-by-an-option": lambda m, x: (
         lambda h: (F.elu(h[:, 1:], inplace=True), plain(m, h))[1]
     )(x * 1),

@@ -303,7 +303,7 @@ class Tracker(TorchFunctionMode):
             args, kwargs, pairs = self._stand_in(kind, args, kwargs, constants)
             pairs = pairs or None
         written = args[0] if kind.writes and args else None
-        seen, deciding = args, None
+        seen, deciding, of_base = args, None, None
         if isinstance(written, Tensor):  # its shape may change
             shown = written.detach()
             self.place(shown, self._finder.of(written))
@@ -312,6 +312,8 @@ class Tracker(TorchFunctionMode):
             deciding = [shown if x is written else x for x in deciding]
             data = [shown if x is written else x for x in data]
             if written._base is not None:
+                with _UNSEEN():
+                    of_base = self.find_placement(written._base)
                 self._leave_views(written._base)
         saved: Sequence[Any] = ()
         if pairs is None:
@@ -346,7 +348,7 @@ class Tracker(TorchFunctionMode):
             result = out = on_one_node(result, constant)
             outs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         with _UNSEEN():
-            hooked = self._place_results(kind, data, outs, placements)
+            hooked = self._place_results(kind, data, outs, placements, of_base)
             if pairs is not None:
                 placements = list(map(self._finder.of, hooked))
                 self._record(
@@ -362,6 +364,7 @@ class Tracker(TorchFunctionMode):
         data: list[Tensor],
         outs: list[Tensor],
         placements: list[Placement],
+        of_base: Placement,
     ) -> list[Tensor]:
         """Mark what an operation returned; tell at which tensors it is a use."""
         for x, placement in zip(outs, placements):
@@ -377,7 +380,7 @@ class Tracker(TorchFunctionMode):
         if not (kind.writes and outs[0]._base is not None):
             return outs
         base = outs[0]._base
-        self._write_to_base(outs[0], base)
+        self._write_to_base(outs[0], base, of_base)
         return [base]
 
     def place(self, x: Tensor, placement: Placement) -> None:
@@ -437,12 +440,13 @@ class Tracker(TorchFunctionMode):
                 placement = in_base(view, use.placements[0], base, None, self.n)
             use.move(node, base, placement)
 
-    def _write_to_base(self, view: Tensor, base: Tensor) -> None:
+    def _write_to_base(self, view: Tensor, base: Tensor, known: Placement) -> None:
         """Pass on where samples are from a view that was written to, to its base."""
-        placement, known = self._finder.of(view), self._finder.of(base)
+        placement = self._finder.of(view)
         if isinstance(known, Mixed) or not isinstance(placement, (Layout, Tensor)):
-            if isinstance(placement, Mixed):
-                self.place(base, placement)
+            known = placement if isinstance(placement, Mixed) else known
+            if known is not None:
+                self.place(base, known)
             return
         with _UNSEEN(), torch.no_grad():
             self.place(base, in_base(View.of(view), placement, base, known, self.n))

@@ -53,6 +53,14 @@ def in_place(m: Module, x: Tensor) -> Tensor:
     return y
 
 
+def written_as_real(m: Module, x: Tensor) -> Tensor:
+    """Write to the parts of complex numbers, which are views."""
+    z = torch.complex(m.f(x), x)
+    z.real.mul_(m.p)
+    z.imag = m.p.expand_as(x)
+    return z.abs()
+
+
 def nested_inside(m: Module, x: Tensor) -> Tensor:
     """Compute with parts of different sizes at once."""
     parts = torch.nested.as_nested_tensor([x[:1], x[1:]])
@@ -81,9 +89,36 @@ MERELY: Dict[str, Tuple[Callable[[], Module], Callable[[], Tensor]]] = {
     "sparse-input": (sparse_layer, lambda: torch.eye(N, D).to_sparse()),
     "sparse-input-of-a-layer": (mlp, lambda: torch.eye(N, D).to_sparse()),
     "sparse-csr-input": (sparse_layer, lambda: torch.eye(N, D).to_sparse_csr()),
+    "sparse-weight": (
+        lambda: Lambda(
+            lambda m, x: torch.sparse.mm((m.w * 2).to_sparse(), x.T).T, w=param(2, D)
+        ),
+        lambda: torch.randn(N, D),
+    ),
+    "sparse-csr-weight": (
+        lambda: Lambda(
+            lambda m, x: torch.sparse.mm((m.w * 2).to_sparse_csr(), x.T).T,
+            w=param(2, D),
+        ),
+        lambda: torch.randn(N, D),
+    ),
+    "written-as-real-numbers": (
+        lambda: Lambda(written_as_real, f=nn.Linear(D, D), p=param(D)),
+        lambda: torch.randn(N, D),
+    ),
     "made-in-inference-mode": (
         lambda: Lambda(
             lambda m, x: m.f((x + m.shift).tanh()), shift=param(D), f=nn.Linear(D, 3)
+        ),
+        torch.inference_mode()(lambda: torch.randn(N, D)),
+    ),
+    "part-of-what-was-made-in-inference-mode": (
+        lambda: Lambda(
+            lambda m, x: (lambda z: z.view(N, -1) + m.f((z + m.shift).tanh()))(
+                x[:, 1:]
+            ),
+            shift=param(D - 1),
+            f=nn.Linear(D - 1, D - 1),
         ),
         torch.inference_mode()(lambda: torch.randn(N, D)),
     ),

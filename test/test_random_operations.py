@@ -209,6 +209,22 @@ ROWS: Dict[str, Leaf] = {
     "fourier": lambda m, x, i: torch.fft.rfft(x, dim=-1).abs() @ m.w[i][:2] + x,
     "cumulated-features": lambda m, x, i: (x * m.v[i]).cumsum(-1).sin(),
     "rounded": lambda m, x, i: (x.round() - x).detach() * m.v[i] + x,
+    "einsum-of-one-row": lambda m, x, i: x
+    * torch.einsum("...i,io->...o", x, m.w[i][:1]).sin(),
+    "einsum-of-one-entry": lambda m, x, i: torch.einsum(
+        "nio,on->in", x.reshape(1, -1, D), m.v[i][:, None]
+    ).view(*x.shape[:-1], 1)
+    * x,
+    "tensordot-of-one-column": lambda m, x, i: torch.tensordot(
+        x, m.w[i][:, :1], dims=([-1], [1])
+    ).sin(),
+    "rotation": lambda m, x, i: rotated(x, m.v[i]),
+    "sparse": lambda m, x, i: torch.sparse.mm(
+        (m.w[i] * m.w[i].detach().gt(0)).to_sparse(), x.reshape(-1, D).mT
+    ).mT.view_as(x)
+    + x,
+    "named-tuple": lambda m, x, i: torch.stack(Both(x, m.v[i].expand_as(x))).prod(0),
+    "by-view": lambda m, x, i: by_view(x, m.v[i]),
     "tied-view": lambda m, x, i: F.linear(x, m.w[i].view(-1).view(D, D).T).sin()
     + F.linear(x, m.w[i]),
 }
@@ -220,6 +236,29 @@ def overwrite(x: Tensor, v: Tensor) -> Tensor:
     x[..., -1] = v[-1]
     x[..., 0] *= v[0]
     return x
+
+
+class Both(NamedTuple):
+    """Two tensors."""
+
+    first: Tensor
+    second: Tensor
+
+
+def rotated(x: Tensor, v: Tensor) -> Tensor:
+    """Multiply pairs of features with complex numbers, in place."""
+    pairs = torch.cat([x, x.sin()], -1).unflatten(-1, (D, 2))
+    torch.view_as_complex(pairs).mul_(torch.polar(v, v.cos()))
+    return pairs.sum(-1)
+
+
+def by_view(x: Tensor, v: Tensor) -> Tensor:
+    """Look at a part of a constant, then write to all of it."""
+    whole = (x * 0).detach() + v
+    part = whole[..., :1]
+    shown = x + part
+    whole.add_(x)
+    return shown + part
 
 
 def bucket(x: Tensor) -> Tensor:
@@ -404,6 +443,14 @@ def written(x: Tensor, f: Inner) -> Tensor:
     return out.transpose(0, 1)
 
 
+def overwritten(z: Tensor, x: Tensor, f: Inner) -> Tensor:
+    """Look at a view of data after others have been written to its base."""
+    base = z.clone()
+    part = base[:, :1]
+    base.copy_(x)
+    return f(part + x)
+
+
 def windows(x: Tensor, f: Inner) -> Tensor:
     """Split into windows of two positions."""
     n, t, _ = x.shape
@@ -440,6 +487,9 @@ BATCH_MOVES: Dict[str, Move] = {  # to [n, t, D], samples in front
     "flip-time": lambda x, f: f(x.flip(1)).flip(1),
     "later-steps": lambda x, f: torch.cat([x[:, :1], f(x)[:, 1:]], 1),
     "in-place": lambda x, f: f(x.clone()).clone().mul_(0.5).add_(x),
+    "overwritten": lambda x, f: overwritten(x.roll(1, 0), x, f),
+    "first-expert-empty": lambda x, f: routed(x, f, x[..., 0] > 99)
+    + routed(torch.zeros_like(x), f, x[:, 0, 0] > -99),
     "last-axis": lambda x, f: f(x.permute(2, 1, 0).contiguous().permute(2, 1, 0)),
 }
 ROW_MOVES: Dict[str, Move] = {  # to any shape [*, D]
@@ -527,6 +577,10 @@ COUPLINGS: Dict[str, Callable[[Tensor], Tensor]] = {  # of at least two samples
     + F.pad(x.permute(2, 1, 0), (1, 1), mode="circular").permute(2, 1, 0)[2:],
     "spectrum": lambda x: x * torch.linalg.svdvals(x.flatten(1)).sum(),
     "differences": lambda x: torch.diff(x, dim=0, prepend=x[-1:]),
+    "written-to-its-base": lambda x: overwritten(x, x.roll(1, 0), torch.sin) + x,
+    "unseen": lambda x: (
+        lambda z: (torch.vmap(Tensor.copy_)(z, x.roll(1, 0)), x * z)[1]
+    )(x.clone()),
     "added-by-index": lambda x: x.index_add(0, torch.arange(len(x)).roll(1), x),
     "pooled": lambda x: x + F.max_pool1d(x.permute(2, 1, 0), 2, 1).amax(2).mT,
 }

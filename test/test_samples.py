@@ -4,8 +4,9 @@ Rows move samples about between two uses of parameters: views, windows, flatteni
 routing, sorting, time-first layers; with as many positions as samples and with another
 number of them."""
 
+from functools import partial
 from math import inf
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
 import pytest
 import torch
@@ -100,6 +101,32 @@ def windows(x: Tensor) -> Tensor:
     return x.view(len(x), -1, 2, x.shape[-1]).flatten(0, 1)
 
 
+def swapped(x: Tensor) -> Tensor:
+    """Swap the first and the last row, by way of views."""
+    x = x * 1
+    first, last = x[0], x[-1]
+    kept = first.clone()
+    first.copy_(last)
+    last.copy_(kept)
+    return x
+
+
+class Both(NamedTuple):
+    """Two tensors."""
+
+    first: Tensor
+    second: Tensor
+
+
+def by_experts(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Add what a function makes of some rows, then of others: of none to begin with."""
+    out = torch.zeros_like(x)
+    for chosen in (x[:, 0] > 9, x[:, 0] > 0.1, x[:, 0] <= 0.1):
+        rows = chosen.nonzero()[:, 0]
+        out = out.index_add(0, rows, f(x[rows]))
+    return out
+
+
 def by_python(x: Tensor) -> Tensor:
     """Copy a tensor by way of lists."""
     return torch.tensor(x.tolist(), dtype=x.dtype, device=x.device)
@@ -146,6 +173,21 @@ MOVES: Dict[str, Callable] = {  # of x [N, T, D]
             *(lambda whole: (whole, whole[1:]))(torch.zeros_like(z))
         ).transpose(0, 1)
     )(plain(m, x).transpose(0, 1).sin()),
+    "part-of-the-rolled-that-is-put-back": lambda m, x: (
+        lambda h, part: (h.copy_(x), plain(m, part + x))[1]
+    )(*(lambda h: (h, h[:, :1]))(x.roll(1, 0))),
+    "named-tuple": lambda m, x: torch.cat(Both(plain(m, x), m.p.expand_as(x)), -1)
+    + torch.cat(Both(x, x.sin()), -1),
+    "swapped-by-views": lambda m, x: plain(m, swapped(x.transpose(0, 1))).transpose(
+        0, 1
+    ),
+    "swapped-and-back": lambda m, x: swapped(plain(m, swapped(x))) + x,
+    "written-by-an-option": lambda m, x: (
+        lambda h: (F.elu(h[:, 1:], inplace=True), plain(m, h))[1]
+    )(x * 1),
+    "no-row-for-the-first-expert": lambda m, x: by_experts(
+        partial(plain, m), x.flatten(0, 1)
+    ).view_as(x),
     "flatten": there_and_back(lambda x: x.flatten(0, 1), lambda z, x: z.view_as(x)),
     "reshape": there_and_back(
         lambda x: x.reshape(-1, D), lambda z, x: z.reshape(len(x), -1, D)

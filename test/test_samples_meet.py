@@ -196,6 +196,25 @@ COUPLINGS: Dict[str, Tuple[Callable, str]] = {  # of x [N, D], and what is named
     ),
     "rank": (lambda m, x: x - x.kthvalue(2, 0).values, r"kthvalue|sub"),
     "renormalized": (lambda m, x: x.renorm(2, 1, 0.1), r"renorm"),
+    "base-of-a-view": (
+        lambda m, x: (lambda h, part: (h.copy_(x.roll(1, 0)), x + part)[1])(
+            *(lambda h: (h, h[:, :1]))(x.clone())
+        ),
+        r"add",
+    ),
+    "another-view": (
+        lambda m, x: (lambda h, part: (h[:, 1:].copy_(x.roll(1, 0)[:, 1:]), x * part))(
+            *(lambda h: (h, h[:, 1:2]))(x.clone())
+        )[1],
+        r"mul",
+    ),
+    "in-place-unseen": (
+        lambda m, x: (lambda h: (torch.vmap(Tensor.copy_)(h, x.roll(1, 0)), x + h)[1])(
+            x.clone()
+        ),
+        r"add",
+    ),
+    "real-part": (lambda m, x: with_real_part(x.sin(), x.roll(1, 0)), r"copy_slices"),
     "as-strided": (  # which rows these are, only strides tell
         lambda m, x: x.contiguous().as_strided((N, N), (N, 1))
         + x.T.contiguous().T.as_strided((N, N), (N, 1)),
@@ -226,6 +245,13 @@ def shifted_in_place(x: Tensor) -> Tensor:
     x = x.clone()
     x[1:] = x[1:].clone() * x[:-1].clone()
     return x
+
+
+def with_real_part(x: Tensor, y: Tensor) -> Tensor:
+    """Replace the real part of complex numbers, which no mode sees."""
+    z = torch.complex(x, x)
+    z.real = y
+    return z.abs()
 
 
 def coupled(name: str) -> Row:

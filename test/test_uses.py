@@ -115,6 +115,25 @@ LINEAR = {
     "einsum-low-rank": use(
         lambda m, x: torch.einsum("ni,ri,or->no", x, m.u, m.v), 4, u=(2, 4), v=(3, 2)
     ),
+    "matmul-with-an-imaginary-part": Row(
+        lambda: Lambda(lambda m, z: z.imag @ m.w + m.b, w=param(4, 3), b=param(3)),
+        lambda: (torch.randn(N, 4, dtype=torch.cdouble),),
+    ),
+    "einsum-broadcast-weight": use(
+        lambda m, x: torch.einsum("ni,io->no", x, m.w), 4, w=(1, 3)
+    ),
+    "einsum-broadcast-data": use(
+        lambda m, x: torch.einsum("oi,ni->no", m.w, x[:, :1]), 4, **W
+    ),
+    "einsum-broadcast-both": use(
+        lambda m, x: torch.einsum("nij,ijo->no", x[:, None], m.w), 4, w=(4, 1, 3)
+    ),
+    "tensordot-broadcast-weight": use(
+        lambda m, x: torch.tensordot(m.w, x, dims=([1], [1])).T, 4, w=(3, 1)
+    ),
+    "tensordot-broadcast-data": use(
+        lambda m, x: torch.tensordot(x[:, :1], m.w, 1), 4, w=(4, 3)
+    ),
     "tensordot": use(lambda m, x: torch.tensordot(x, m.w, 1), 4, w=(4, 3)),
     "tensordot-axes": use(
         lambda m, x: torch.tensordot(x, m.w, dims=([1], [1])), 4, **W
@@ -380,7 +399,29 @@ ELEMENTWISE = {
     "vecdot": lambda m, x: torch.linalg.vecdot(x, m.w),
     "cross": lambda m, x: torch.linalg.cross(x[..., :3], m.w[:3].expand_as(x[..., :3])),
     "complex": lambda m, x: torch.view_as_real(torch.complex(x, m.w.expand_as(x)) ** 2),
+    "in-place-as-real": lambda m, x: written_as_real(torch.complex(x, x.sin()), m.w),
+    "in-place-as-complex": lambda m, x: written_as_complex(
+        torch.stack([x.transpose(0, 1), x.transpose(0, 1).sin()], -1), m.w
+    ).transpose(0, 1),
+    "sparse": lambda m, x: x.transpose(0, 1)
+    .flatten(1)
+    .mT.matmul((m.w[None, : x.shape[1]] * x.new_ones(2, x.shape[1])).to_sparse().mT)
+    .view(*x.shape[::2], 2),
 }
+
+
+def written_as_real(z: Tensor, w: Tensor) -> Tensor:
+    """Scale the real part of complex numbers in place, and shift the other one."""
+    z = z * 1
+    torch.view_as_real(z)[..., 0] *= w
+    z.imag += w
+    return z.abs()
+
+
+def written_as_complex(parts: Tensor, w: Tensor) -> Tensor:
+    """Rotate pairs of real numbers in place."""
+    torch.view_as_complex(parts).mul_(torch.polar(torch.ones_like(w), w))
+    return parts.prod(-1)
 
 
 # With a parameter of complex numbers, for which only what is linear is defined

@@ -238,6 +238,24 @@ def _addmm(call: Called) -> Operation | None:
     return found
 
 
+def _contraction(
+    key: int,
+    operands: tuple[Tensor, Tensor],
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+    axes: Sequence[int],
+) -> Contraction | None:
+    """Describe a contraction of data and a constant, if none of its axes is broadcast.
+
+    ``einsum`` and ``tensordot`` do that with axes that have one entry.
+    """
+    data, constant = operands
+    summed = [constant.shape[axis] for axis in axes[len(outputs) :]]
+    if [data.shape[axis] for axis in inputs] != summed:
+        return None
+    return Contraction(key, data, inputs, outputs, axes)
+
+
 def _tensordot(call: Called) -> Operation | None:
     bound = call.bind("a b dims")
     first, second, dims = bound["a"], bound["b"], bound.get("dims", 2)
@@ -249,9 +267,9 @@ def _tensordot(call: Called) -> Operation | None:
     others = [axis for axis in range(second.dim()) if axis not in right]
     if list(call.keys) == [1]:
         outputs = [*range(len(kept), len(kept) + len(others))]
-        return Contraction(1, first, left, outputs, [*others, *right])
+        return _contraction(1, (first, second), left, outputs, [*others, *right])
     outputs = [*range(len(kept))]
-    return Contraction(0, second, right, outputs, [*kept, *left])
+    return _contraction(0, (second, first), right, outputs, [*kept, *left])
 
 
 def _einsum(call: Called) -> Operation | None:
@@ -272,7 +290,7 @@ def _einsum_with(
     position: int, terms: Sequence[str], out: str, operands: Sequence[Tensor]
 ) -> Operation | None:
     """Describe an einsum of rows and a constant; no axis of the result has both."""
-    constant, rows, data = terms[position], terms[1 - position], operands[1 - position]
+    constant, rows = terms[position], terms[1 - position]
     inputs = [x for x in rows if x not in out]
     outputs = [x for x in out if x not in rows]
     kept = [x for x in rows if x in out]
@@ -283,7 +301,8 @@ def _einsum_with(
     # the arguments are the equation and the operands
     axes = [constant.index(x) for x in (*outputs, *inputs)]
     contracted, from_weight = map(rows.index, inputs), map(out.index, outputs)
-    return Contraction(position + 1, data, [*contracted], [*from_weight], axes)
+    both = operands[1 - position], operands[position]
+    return _contraction(position + 1, both, [*contracted], [*from_weight], axes)
 
 
 def _add(*signs: float) -> Rule:

@@ -27,7 +27,7 @@ from backpack.core.layout import (
     simplify,
 )
 from backpack.engine.graph import HOOKED, VIEWS, entries_of, is_leaf
-from backpack.engine.placements import BY_STRIDES, MARK, POINTWISE
+from backpack.engine.placements import BY_STRIDES, MARK, POINTWISE, mark_of
 from backpack.engine.uses import Constant, Together, Use, edge_of, is_noted
 from backpack.utils.hooks import without_hooks
 from backpack.utils.parallel import SINKS, communicates
@@ -126,7 +126,7 @@ def explain(x: Tensor) -> Known | None:
         Where they are, ``None`` if it depends on parameters alone, or is no part of a
         graph and nothing is known of it.
     """
-    mark = getattr(x, MARK, None)
+    mark = mark_of(x)
     if mark and (x.grad_fn is None or mark[1] is not None and not mark[0].is_over):
         known = None if mark[1] is None else Known(mark[1], mark[0].n)
     elif x.grad_fn is None:
@@ -534,8 +534,7 @@ def _agrees(edge: GradientEdge, own: Tensor, sources: Sequence[Source]) -> bool:
     n, metadata = sources[0].known.n, edge.node._input_metadata[edge.output_nr]
     edges, seen = [source.edge for source in sources], False
     for bit, value in halves(n):
-        marked = torch.zeros(own.shape, **kind(metadata))
-        marked.masked_fill_(has_bit(own, bit, value), nan)
+        marked = _marked(torch.zeros(own.shape, **kind(metadata)), own, bit, value)
         for g, source in zip(pull([edge], edges, [marked]), sources):
             if g is not None:
                 i = sample_numbers(source.known.placement, g.shape, n, g.device)
@@ -543,6 +542,12 @@ def _agrees(edge: GradientEdge, own: Tensor, sources: Sequence[Source]) -> bool:
                     return False
                 seen = seen or bool(g.isnan().any())
     return seen
+
+
+def _marked(x: Tensor, numbers: Tensor, bit: int, value: int) -> Tensor:
+    """Write NaN to samples, to both parts of complex numbers."""
+    mark: Any = complex(nan, nan) if x.is_complex() else nan
+    return x.masked_fill_(has_bit(numbers, bit, value), mark)
 
 
 def halves(n: int) -> Iterator[tuple[int, int]]:
@@ -579,7 +584,7 @@ def _moved(
     unseen, moved = got < 0, {}
     for bit, value in halves(n) if pairs else ():
         marked = [
-            torch.zeros_like(g).masked_fill_(has_bit(i, bit, value), nan)
+            _marked(torch.zeros_like(g), i, bit, value)
             for (g, _), i in zip(pairs, numbers)
         ]
         (column,) = pull([g for g, _ in pairs], cotangent, marked)

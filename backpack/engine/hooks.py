@@ -33,7 +33,7 @@ from backpack.core.table import Row, find_loss, find_loss_module
 from backpack.engine.gaps import NESTED, Known, differ, explain
 from backpack.engine.graph import is_leaf
 from backpack.engine.layer_calls import note_use, row_of_call
-from backpack.engine.placements import MARK, Pass, place, placement_of
+from backpack.engine.placements import Pass, mark_of, place, placement_of
 from backpack.engine.record import Call
 from backpack.engine.tracking import LIST_OF_SAMPLES, ONE_SAMPLE, Tracker
 from backpack.engine.uses import (
@@ -350,12 +350,12 @@ def _record(
     constant = _constants(outputs, tracker) if several else ()
     edges = _edges(outputs, constant)
     if len(outputs) > 1 and _differ(edges):
-        marks = [getattr(x, MARK, None) for x in outputs]
+        marks = [mark_of(x) for x in outputs]
         output = replaced = on_one_node(output, constant)
         outputs = tensor_outputs(output)
         for x, mark in zip(outputs, marks):
-            if mark is not None:
-                setattr(x, MARK, mark)
+            if mark:
+                place(x, mark[1], mark[0])
         edges = _edges(outputs, constant)
     call = frame.call
     call.finish(module, args, kwargs, outputs, edges, _parameters(module, args, frame))

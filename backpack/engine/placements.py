@@ -77,7 +77,7 @@ _NOTHING: tuple[list[Placement], list[torch.Size]] = [], []
 
 
 class Mark(tuple):
-    """A forward pass and a placement: what a tensor knows of its samples.
+    """A forward pass, a placement, and a version: what a tensor knows of its samples.
 
     Tensors that users save must not contain it, nor need this package to be loaded:
     what is saved in its place is empty, and no mark.
@@ -117,6 +117,37 @@ class Pass:
         self.is_over = False
 
 
+def mark_of(x: Tensor) -> Mark | None:
+    """Return a tensor's mark, if it still holds.
+
+    It does not after the tensor was modified in place where nobody has noticed: by way
+    of its base, or of another view of that, or where nothing was watched.
+
+    Args:
+        x: Tensor.
+
+    Returns:
+        The mark.
+    """
+    mark = getattr(x, MARK, None)
+    if mark and mark[2] is not None and mark[2] != x._version:
+        if x.grad_fn is not None or x._base is not None:  # which tell it anew
+            return None
+    return mark
+
+
+def version_in_mark(x: Tensor) -> int | None:
+    """Count how often a tensor was modified in place, for its mark.
+
+    Args:
+        x: Tensor.
+
+    Returns:
+        The number; ``None`` for one made in inference mode, for which nobody counts.
+    """
+    return None if x.is_inference() else x._version
+
+
 def placement_of(x: Tensor, key: Pass) -> Placement:
     """Return where a tensor's samples are, as this forward pass has found out.
 
@@ -127,7 +158,7 @@ def placement_of(x: Tensor, key: Pass) -> Placement:
     Returns:
         The placement.
     """
-    mark = getattr(x, MARK, None)
+    mark = mark_of(x)
     if mark and mark[0] is key:
         return mark[1]
     ref, placement = key.inputs.get(id(x), (None, None))
@@ -142,7 +173,7 @@ def place(x: Tensor, placement: Placement, key: Pass) -> None:
         placement: The placement.
         key: Stands for the forward pass.
     """
-    setattr(x, MARK, Mark((key, placement)))
+    setattr(x, MARK, Mark((key, placement, version_in_mark(x))))
 
 
 class Finder:

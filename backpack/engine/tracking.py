@@ -9,7 +9,7 @@ each such constant, and where its output sits in the graph is remembered.
 from __future__ import annotations
 
 import weakref
-from typing import Any, Callable, NamedTuple, Sequence
+from typing import Any, Callable, Sequence
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -20,7 +20,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from backpack.core.layout import Layout, Mixed, Placement, sample_numbers, simplify
+from backpack.core.layout import Layout, Mixed, Placement
 from backpack.core.operations import find_operation
 from backpack.engine import saved as saved_tensors
 from backpack.engine.functions import KINDS, Kind, kind_of
@@ -33,7 +33,16 @@ from backpack.engine.gaps import (
     note_functions,
 )
 from backpack.engine.graph import MEETING, SILENT
-from backpack.engine.placements import FORGET, MARK, Finder, Mark, Pass, in_function
+from backpack.engine.placements import (
+    FORGET,
+    MARK,
+    Finder,
+    Mark,
+    Pass,
+    in_function,
+    mark_of,
+    version_in_mark,
+)
 from backpack.engine.user_hooks import SEEN, guard
 from backpack.engine.uses import (
     Constant,
@@ -43,6 +52,7 @@ from backpack.engine.uses import (
     has_views,
     on_one_node,
 )
+from backpack.engine.views import View, in_base, in_view
 from backpack.utils.compiling import is_indivisible, skipped, untraced
 from backpack.utils.hooks import modules_in
 from backpack.utils.state import state
@@ -61,26 +71,6 @@ LIST_OF_SAMPLES = (
 # other modes, such as a context's, would see each look at a tensor
 _UNSEEN = torch._C.DisableTorchFunction
 VIEWS_OF = "_backpack_uses"  # attribute of a tensor of which uses returned a view
-
-
-class View(NamedTuple):
-    """Which part of its base a view is."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, x: Tensor) -> View:
-        """Read it off a tensor.
-
-        Args:
-            x: The tensor.
-
-        Returns:
-            Its shape, strides and offset.
-        """
-        return cls(x.shape, x.stride(), x.storage_offset())
 
 
 class Tracker(TorchFunctionMode):
@@ -200,7 +190,7 @@ class Tracker(TorchFunctionMode):
         for x in items:
             kind = type(x)
             if kind is Tensor or kind is Parameter or isinstance(x, Tensor):
-                mark = getattr(x, MARK, None)
+                mark = mark_of(x)
                 if mark and mark[0] is self.key and not is_function(x.grad_fn):
                     placement = mark[1]
                 else:
@@ -213,12 +203,12 @@ class Tracker(TorchFunctionMode):
                 known = has_views(x) and kind not in _SHAPELESS
                 shape = x.shape if known else FORGET
                 key.append((shape, placement, needs_gradient, x.dtype))
-            elif kind is tuple or kind is list:
-                key += (kind, len(x))
-                self._look(x, key, data, constants)
             elif kind is slice:
                 ends = (x.start, x.stop, x.step)
                 key += (kind, *(FORGET if isinstance(e, Tensor) else e for e in ends))
+            elif kind is tuple or kind is list or hasattr(x, "_fields"):
+                key += (kind, len(x))
+                self._look(x, key, data, constants)
             else:  # a generator would live on
                 key += (kind, FORGET if kind is torch.Generator else x)
 
@@ -264,26 +254,9 @@ class Tracker(TorchFunctionMode):
             return False
         if not isinstance(placement, Mixed):
             with _UNSEEN(), torch.no_grad():
-                placement = self._through_view(x, base, placement)
+                placement = in_view(x, base, placement, self.n)
         self.place(x, placement)
         return placement is not None
-
-    def _through_view(self, x: Tensor, base: Tensor, placement: Any) -> Placement:
-        numbers = self._in_memory(base, placement)
-        if numbers is None:
-            return Mixed("a view of a tensor with gaps", False)
-        offset = x.storage_offset() - base.storage_offset()
-        return simplify(numbers.as_strided(x.shape, x.stride(), offset), self.n)
-
-    def _in_memory(self, base: Tensor, placement: Placement) -> Tensor | None:
-        """Write sample numbers to where a tensor has its entries, if without gaps."""
-        numbers = torch.empty_like(base, dtype=torch.long, requires_grad=False).fill_(
-            -1
-        )
-        if placement is not None:
-            own = sample_numbers(placement, base.shape, self.n, base.device)
-            numbers.copy_(own)
-        return numbers if numbers.stride() == base.stride() else None
 
     def _is_constant(self, x: Tensor) -> bool:
         """Tell whether a tensor that nothing is known of is computed from parameters.
@@ -330,14 +303,17 @@ class Tracker(TorchFunctionMode):
             args, kwargs, pairs = self._stand_in(kind, args, kwargs, constants)
             pairs = pairs or None
         written = args[0] if kind.writes and args else None
-        seen, deciding = args, None
+        seen, deciding, of_base = args, None, None
         if isinstance(written, Tensor):  # its shape may change
             shown = written.detach()
             self.place(shown, self._finder.of(written))
             seen = (shown, *args[1:])
             deciding = self._deciding(data)
             deciding = [shown if x is written else x for x in deciding]
+            data = [shown if x is written else x for x in data]
             if written._base is not None:
+                with _UNSEEN():
+                    of_base = self.find_placement(written._base)
                 self._leave_views(written._base)
         saved: Sequence[Any] = ()
         if pairs is None:
@@ -345,9 +321,9 @@ class Tracker(TorchFunctionMode):
             if type(out) is Tensor and not (kind.writes or kind.is_loss):
                 with _UNSEEN():
                     layout = self._finder.recall_layout(key, out)
-                if layout is not None:  # the most frequent case
-                    self.place(out, layout)
-                    return out
+                    if layout is not None:  # the most frequent case
+                        self.place(out, layout)
+                        return out
         else:
             out, saved = saved_tensors.run(func, args, kwargs)
         result = written if out is None and name == "__setitem__" else out
@@ -361,6 +337,9 @@ class Tracker(TorchFunctionMode):
             if outs[0].is_nested:
                 placements = [NESTED] * len(outs)
             elif placements is None:
+                for x in data:  # an option may have let the operation write to it
+                    if hasattr(x, MARK):
+                        self.place(x, getattr(x, MARK)[1])
                 deciding = deciding or self._deciding(data)
                 find = self._finder.find
                 placements = find(func, name, seen, kwargs, outs, deciding, key)
@@ -369,7 +348,7 @@ class Tracker(TorchFunctionMode):
             result = out = on_one_node(result, constant)
             outs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         with _UNSEEN():
-            hooked = self._place_results(kind, data, outs, placements)
+            hooked = self._place_results(kind, data, outs, placements, of_base)
             if pairs is not None:
                 placements = list(map(self._finder.of, hooked))
                 self._record(
@@ -385,6 +364,7 @@ class Tracker(TorchFunctionMode):
         data: list[Tensor],
         outs: list[Tensor],
         placements: list[Placement],
+        of_base: Placement,
     ) -> list[Tensor]:
         """Mark what an operation returned; tell at which tensors it is a use."""
         for x, placement in zip(outs, placements):
@@ -400,7 +380,7 @@ class Tracker(TorchFunctionMode):
         if not (kind.writes and outs[0]._base is not None):
             return outs
         base = outs[0]._base
-        self._write_to_base(outs[0], base)
+        self._write_to_base(outs[0], base, of_base)
         return [base]
 
     def place(self, x: Tensor, placement: Placement) -> None:
@@ -410,9 +390,12 @@ class Tracker(TorchFunctionMode):
             x: Tensor.
             placement: Where its samples are.
         """
-        mark = self._marks.get(id(placement))
-        if mark is None:  # it keeps the placement, and with it the identity
-            mark = self._marks[id(placement)] = Mark((self.key, placement))
+        version = version_in_mark(x)
+        mark = None if version else self._marks.get(id(placement))
+        if mark is None or mark[2] != version:
+            mark = Mark((self.key, placement, version))
+            if version == 0:  # it keeps the placement, and with it the identity
+                self._marks[id(placement)] = mark
         setattr(x, MARK, mark)
 
     def _located(self, placement: Mixed) -> Mixed:
@@ -432,7 +415,7 @@ class Tracker(TorchFunctionMode):
         """
         met, outs = self._finder.dropped, [x for x in outputs if x.grad_fn is not None]
         for x in outs:
-            if is_function(x.grad_fn):
+            if is_function(x.grad_fn) or hasattr(x, MARK) and mark_of(x) is None:
                 self.find_placement(x)
         for x in outs if met is not None else ():
             if is_function(x.grad_fn) or not hasattr(x, MARK):  # where nothing was seen
@@ -454,32 +437,19 @@ class Tracker(TorchFunctionMode):
         """
         for use, node, view in vars(base).pop(VIEWS_OF, ()):
             with _UNSEEN(), torch.no_grad():
-                placement = self._of_base(view, use.placements[0], base, None)
+                placement = in_base(view, use.placements[0], base, None, self.n)
             use.move(node, base, placement)
 
-    def _write_to_base(self, view: Tensor, base: Tensor) -> None:
+    def _write_to_base(self, view: Tensor, base: Tensor, known: Placement) -> None:
         """Pass on where samples are from a view that was written to, to its base."""
-        placement, known = self._finder.of(view), self._finder.of(base)
+        placement = self._finder.of(view)
         if isinstance(known, Mixed) or not isinstance(placement, (Layout, Tensor)):
-            if isinstance(placement, Mixed):
-                self.place(base, placement)
+            known = placement if isinstance(placement, Mixed) else known
+            if known is not None:
+                self.place(base, known)
             return
         with _UNSEEN(), torch.no_grad():
-            self.place(base, self._of_base(View.of(view), placement, base, known))
-
-    def _of_base(
-        self, view: View, placement: Placement, base: Tensor, known: Placement
-    ) -> Placement:
-        """Tell where samples are in a tensor, from those in a view of it."""
-        meets = isinstance(placement, Mixed)
-        numbers = None if meets else self._in_memory(base, known)
-        if numbers is None:
-            return Mixed("writing to a view", False)
-        offset = view.offset - base.storage_offset()
-        part = numbers.as_strided(view.shape, view.stride, offset)
-        new = sample_numbers(placement, view.shape, self.n, base.device)
-        part.copy_(new.where(new >= 0, part))
-        return simplify(numbers, self.n)
+            self.place(base, in_base(View.of(view), placement, base, known, self.n))
 
     def _deciding(self, data: list[Tensor]) -> list[Tensor]:
         """Choose operands that say where samples are: those with a gradient, if any.

@@ -120,7 +120,15 @@ class Trial:
                         found = [q if i else p for i, p, q in zip(unseen, found, new)]
         if False in kinds and all(p is None for p in found):
             found, _ = self._probe(NOT_A_NUMBER, True)
+        if not self._has_entries():  # what comes out is nobody's, and no constant
+            nobody = [x.new_full([1] * x.dim(), -1, dtype=torch.long) for x in outs]
+            found = [q if p is None else p for p, q in zip(found, nobody)]
         return found, lasts
+
+    def _has_entries(self) -> bool:
+        """Tell whether something may come from a sample, or from a parameter."""
+        pairs = [(x, i) for x, i in zip(self._flat, self._numbers) if _is_inexact(x)]
+        return any(x.requires_grad if i is None else x.numel() for x, i in pairs)
 
     def _run(
         self,
@@ -282,6 +290,8 @@ def _disturbed(x: Tensor, where: Tensor, mark: Any, integers: bool) -> Tensor:
     """Replace entries by a mark; integers, if asked for, by other ones that occur."""
     if _is_inexact(x):
         new = mark(x) if callable(mark) else mark
+        if x.is_complex() and not callable(mark):
+            new = complex(mark, mark)  # each part may go its own way
         return x.copy_(torch.where(where, new, x))  # with the strides it had
     if not integers or not x.numel():
         return x

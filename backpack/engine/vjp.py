@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from backpack.utils.state import state
+from backpack.utils.types import dense
 
 
 @contextmanager
@@ -60,7 +61,7 @@ def batched_vjp(
     with current.pull():
         if len(flat[0]) == 1:
             rows = torch.autograd.grad(outputs, inputs, [x[0] for x in flat], **options)
-            found = [None if x is None else x.unsqueeze(0) for x in rows]
+            found = [None if x is None else dense(x).unsqueeze(0) for x in rows]
         else:
             try:
                 found = list(
@@ -70,8 +71,7 @@ def batched_vjp(
                 )
             except RuntimeError:  # not every operation can be vmapped
                 found = _one_by_one(outputs, inputs, flat, options)
-    dense = [x.to_dense() if x is not None and x.is_sparse else x for x in found]
-    return [None if x is None else x.unflatten(0, tuple(sizes)) for x in dense]
+    return [None if x is None else dense(x).unflatten(0, tuple(sizes)) for x in found]
 
 
 def _one_by_one(
@@ -90,6 +90,6 @@ def _one_by_one(
         if known is None:
             found.append(None)
             continue
-        dense = [torch.zeros_like(known) if x is None else x for x in parts]
-        found.append(torch.stack([x.to_dense() if x.is_sparse else x for x in dense]))
+        zero = torch.zeros_like(dense(known))
+        found.append(torch.stack([zero if x is None else dense(x) for x in parts]))
     return found

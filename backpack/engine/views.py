@@ -1,0 +1,149 @@
+"""Views: where samples are in other parts, or shapes, of the same memory.
+
+What is written to a view is in its base, and in all other views of that. Real numbers
+are what memory is looked at as: a view of complex numbers may be real, or have a real
+base.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from backpack.core.layout import Mixed, Placement, sample_numbers, simplify
+
+_LOST = Mixed("writing to a view", False)
+
+
+class View(NamedTuple):
+    """Which part of its base a view is.
+
+    Attributes:
+        shape: Its shape.
+        is_complex: Whether its numbers are; if so, what follows has one axis more.
+        sizes: Shape of its real numbers.
+        stride: Their strides.
+        offset: Where the first one is in memory.
+        bytes: What each of them takes.
+    """
+
+    shape: torch.Size
+    is_complex: bool
+    sizes: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    bytes: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> View:
+        """Read it off a tensor.
+
+        Args:
+            x: The tensor.
+
+        Returns:
+            What memory it shows.
+        """
+        real = _as_real(x)
+        place = real.shape, real.stride(), real.storage_offset(), real.element_size()
+        return cls(x.shape, x.is_complex(), *place)
+
+    def numbers(self, placement: Placement, n: int, device: torch.device) -> Tensor:
+        """Write down the samples of its real numbers.
+
+        Args:
+            placement: Where samples are.
+            n: Number N of samples.
+            device: Device of the result.
+
+        Returns:
+            Sample numbers, of shape ``sizes``; -1 where there is none.
+        """
+        if placement is None or isinstance(placement, Mixed):
+            return torch.full(self.sizes, -1, device=device)
+        own = sample_numbers(placement, self.shape, n, device)
+        return own.unsqueeze(-1).expand(self.sizes) if self.is_complex else own
+
+    def placement(self, numbers: Tensor, n: int) -> Placement:
+        """Tell where samples are from those of its real numbers.
+
+        Args:
+            numbers: Sample numbers, of shape ``sizes``.
+            n: Number N of samples.
+
+        Returns:
+            The placement.
+        """
+        if self.is_complex:
+            real, imag = numbers.unbind(-1)
+            if bool(((real >= 0) & (imag >= 0) & (real != imag)).any()):
+                return Mixed("a view as complex numbers")
+            numbers = real.where(real >= 0, imag)
+        return simplify(numbers, n)
+
+
+def in_view(x: Tensor, base: Tensor, placement: Placement, n: int) -> Placement:
+    """Tell where samples are in a view of a tensor.
+
+    Args:
+        x: The view.
+        base: The tensor.
+        placement: Where samples are there.
+        n: Number N of samples.
+
+    Returns:
+        The placement.
+    """
+    memory, view = _in_memory(base, placement, n), View.of(x)
+    part = None if memory is None else _part(memory, view, base)
+    if part is None:
+        return Mixed("a view of a tensor with gaps", False)
+    return view.placement(part, n)
+
+
+def in_base(
+    view: View, placement: Placement, base: Tensor, known: Placement, n: int
+) -> Placement:
+    """Tell where samples are in a tensor, from those in a view of it.
+
+    Args:
+        view: The view, which was written to.
+        placement: Where samples are there.
+        base: The tensor.
+        known: Where they were in it before.
+        n: Number N of samples.
+
+    Returns:
+        The placement.
+    """
+    memory = None if isinstance(placement, Mixed) else _in_memory(base, known, n)
+    part = None if memory is None else _part(memory, view, base)
+    if memory is None or part is None:
+        return _LOST
+    new = view.numbers(placement, n, base.device)
+    part.copy_(new.where(new >= 0, part))
+    return View.of(base).placement(memory, n)
+
+
+def _as_real(x: Tensor) -> Tensor:
+    x = x.detach()
+    x = x.conj() if x.is_conj() else x
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
+def _in_memory(base: Tensor, placement: Placement, n: int) -> Tensor | None:
+    """Write sample numbers to where a tensor has its entries, if without gaps."""
+    real = _as_real(base)
+    numbers = torch.empty_like(real, dtype=torch.long)
+    numbers.copy_(View.of(base).numbers(placement, n, base.device))
+    return numbers if numbers.stride() == real.stride() else None
+
+
+def _part(memory: Tensor, view: View, base: Tensor) -> Tensor | None:
+    """Look at a part of what :func:`_in_memory` has returned."""
+    whole = View.of(base)
+    if view.bytes != whole.bytes:
+        return None
+    return memory.as_strided(view.sizes, view.stride, view.offset - whole.offset)

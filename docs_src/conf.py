@@ -102,7 +102,8 @@ def leave_out(
 ) -> None:
     """Leave out what a constructor says of itself: its arguments belong to the class.
 
-    Attributes that are arguments, too, are listed once, with the arguments.
+    What a constructor from elsewhere says is left out as a whole. Attributes that are
+    arguments, too, are listed once, with the arguments.
 
     Args:
         app: The builder of the documentation.
@@ -114,7 +115,8 @@ def leave_out(
     """
     own = inspect.getdoc(item.__init__) if what == "class" else None
     if own and lines[:1] == own.splitlines()[:1]:
-        del lines[0]
+        is_ours = getattr(item.__init__, "__module__", "").startswith("backpack")
+        del lines[: 1 if is_ours else None]
     elif own and "Attributes:" in lines:
         known = re.findall(r"^    (\w+): ", own, re.MULTILINE)
         text, attributes = "\n".join([*lines, ""]).split("\nAttributes:\n")

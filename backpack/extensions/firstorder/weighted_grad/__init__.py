@@ -103,9 +103,9 @@ class WeightedGrad(GradientReduction):
         """Choose the weights.
 
         Args:
-            weights: Tensor ``[N]``, or function that maps what ``of`` says to one. After
-                a backward pass, the attribute holds the tensor, or a dictionary of them
-                by parameter.
+            weights: Tensor ``[N]``, or function that maps what ``of`` says to one.
+                After a backward pass, the attribute holds the tensor, or a dictionary
+                of them by parameter.
             of: What the function gets: ``"norms"`` for a tensor ``[N]``, ``"dots"`` for
                 the matrix ``[N, N]`` of dot products. Default: ``"norms"``.
             per: Whether norms and dot products are over ``"all"`` parameters, or of

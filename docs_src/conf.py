@@ -2,12 +2,13 @@
 
 import inspect
 import os
+import re
 import sys
 from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any, List, Optional, get_type_hints
 
-from docutils.nodes import container, document
+from docutils.nodes import container, document, title
 from sphinx.application import Sphinx
 from sphinx.pycode import ModuleAnalyzer
 from sphinx_gallery.directives import imgsgnode
@@ -101,6 +102,9 @@ def leave_out(
 ) -> None:
     """Leave out what a constructor says of itself: its arguments belong to the class.
 
+    What a constructor from elsewhere says is left out as a whole. Attributes that are
+    arguments, too, are listed once, with the arguments.
+
     Args:
         app: The builder of the documentation.
         what: The kind of item.
@@ -111,7 +115,15 @@ def leave_out(
     """
     own = inspect.getdoc(item.__init__) if what == "class" else None
     if own and lines[:1] == own.splitlines()[:1]:
-        del lines[0]
+        is_ours = getattr(item.__init__, "__module__", "").startswith("backpack")
+        del lines[: 1 if is_ours else None]
+    elif own and "Attributes:" in lines:
+        known = re.findall(r"^    (\w+): ", own, re.MULTILINE)
+        text, attributes = "\n".join([*lines, ""]).split("\nAttributes:\n")
+        entry = rf"    (?:{'|'.join(known)}): .*\n(?:     .*\n)*"
+        attributes = re.sub(entry, "", attributes) if known else attributes
+        header = ["Attributes:"] if attributes.strip() else []
+        lines[:] = [*text.split("\n"), *header, *attributes.split("\n")]
     lines[:] = [line for line in lines if not line.startswith("Create new instance of")]
 
 
@@ -137,14 +149,22 @@ def skip_known(
     return True if known else None
 
 
-def let_pictures_scroll(app: Sphinx, doctree: document) -> None:
+def show_pictures(app: Sphinx, doctree: document) -> None:
     """Put pictures of the gallery into boxes in which they scroll on phones.
+
+    Where axes have no titles, the text in place of a picture is that of the headings.
 
     Args:
         app: The builder of the documentation.
         doctree: A page.
     """
     for picture in list(doctree.findall(imgsgnode)):
+        if picture["alt"].startswith("example "):
+            headings = [
+                next(doctree.findall(title)),
+                next(picture.parent.findall(title)),
+            ]
+            picture["alt"] = "Plot: " + ". ".join(x.astext() for x in headings)
         box = container(classes=["drawing"])
         picture.replace_self(box)
         box += picture
@@ -156,7 +176,7 @@ def setup(app: Sphinx) -> None:
     Args:
         app: The builder of the documentation.
     """
-    app.connect("doctree-read", let_pictures_scroll)
+    app.connect("doctree-read", show_pictures)
     app.connect("autodoc-process-docstring", leave_out, priority=400)
     app.connect("autodoc-skip-member", skip_known)
 

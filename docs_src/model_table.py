@@ -84,7 +84,10 @@ def tables() -> str:
             part = body[start : start + MOST_ROWS]
             title = f"{kind} ({start + 1} to {start + len(part)} of {len(body)})"
             title = title if len(body) > MOST_ROWS else f"{kind} ({len(body)})"
-            lines += folded(title, list_table(header, part))
+            # a column without entries is left out
+            shown = [column for column in zip(header, *part) if any(column[1:])]
+            first, *others = (list(row) for row in zip(*shown))
+            lines += folded(title, list_table(first, others))
     if notes:
         body = [f"{i}. ``{literal(note)}``" for i, note in enumerate(notes, start=1)]
         lines += folded(f"Notes ({len(notes)})", body)
@@ -92,5 +95,6 @@ def tables() -> str:
 
 
 def literal(text: str) -> str:
-    """Prepare a message to be shown as it is."""
-    return text.replace("`", "'").strip()
+    """Prepare a message to be shown as it is; a sentence that was cut is left out."""
+    text = text.replace("`", "'").strip()
+    return f"{text.rpartition('. ')[0]}. …" if text.endswith("…") else text

@@ -362,7 +362,7 @@ after it.""",
 
 The small matrix of dot products of the columns has the same nonzero eigenvalues as
 :math:`G`, over all parameters at once.""",
-        MEAN.format(factor="the root of 1/N"),
+        MEAN.format(factor="1/√N"),
         "C · N gradients of memory for the exact one, M · N for the sampled one. "
         "``subsampling`` selects samples.",
         [

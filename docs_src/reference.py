@@ -48,7 +48,8 @@ def write(folder: Path) -> None:
         lines = [package, "=" * len(package), ""]
         for name in members:
             if name != package:
-                lines += [name, "-" * len(name), ""]
+                title = name[len(package) + 1 :]
+                lines += [title, "-" * len(title), ""]
             lines += [f".. automodule:: {name}"]
             own = [
                 path[len(name) + 1 :] for path in shown if path.startswith(f"{name}.")

@@ -1,5 +1,6 @@
 """Writes the tables of layers and losses × quantities, from the package's own."""
 
+import re
 from typing import Dict, Iterable, List
 
 from support import (
@@ -180,5 +181,8 @@ def table() -> str:
     body = write(losses, groups(losses), "loss", notes)
     lines += folded(f"Losses ({len(losses)})", body)
     lines += ["Notes:", ""]
-    lines += [f"{number}. {note}" for number, note in enumerate(notes, start=1)]
+    names = "|".join(quantity.__name__ for quantity in QUANTITIES)
+    code = re.compile(rf"\b(?:weight_sharing=\.\.\.|EmbeddingBag|{names})(?!\w)")
+    shown = (code.sub(r"``\g<0>``", note) for note in notes)
+    lines += [f"{number}. {note}" for number, note in enumerate(shown, start=1)]
     return "\n".join(lines + [""])

@@ -52,7 +52,7 @@ class StretchBatchGrad(FirstOrderModuleExtension):
         """Name the parameters that have a method."""
         super().__init__(params=["weight"])
 
-    def weight(self, ext, module, g_inp, g_out, bpQuantities):  # noqa: N803
+    def weight(self, ext, module, g_inp, g_out, bpQuantities):
         """Return what is saved in ``weight.grad_batch``, ``[N, F]``."""
         return g_out[0] * module.input0
 
@@ -73,7 +73,7 @@ class StretchDiagGGN(ModuleExtension):
         """Name the parameters that have a method."""
         super().__init__(params=["weight"])
 
-    def weight(self, ext, module, g_inp, g_out, bpQuantities):  # noqa: N803
+    def weight(self, ext, module, g_inp, g_out, bpQuantities):
         """Return the squares of the columns at the weight, summed: ``[F]``."""
         return (bpQuantities * module.input0).square().sum(dim=(0, 1))
 

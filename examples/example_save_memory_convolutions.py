@@ -77,8 +77,9 @@ copied = [columns * n * kernel * positions for n in batch_sizes]
 fig, ax = plt.subplots(figsize=(6, 4), layout="constrained")
 ax.plot(batch_sizes, copied, "k--", label="unfolded input, for each column")
 ax.plot(batch_sizes, [c / columns for c in copied], "k:", label="unfolded input")
-for field, marker in zip(sizes[0], "osv"):
-    ax.plot(batch_sizes, [s[field] for s in sizes], f"{marker}-", label=field)
+for field, marker, size in zip(sizes[0], "osv", (11, 7, 7)):  # two lines agree
+    values_of_field = [s[field] for s in sizes]
+    ax.plot(batch_sizes, values_of_field, f"{marker}-", ms=size, label=field)
 ax.set(xlabel="samples", ylabel="numbers in the largest tensor")
 ax.set(xscale="log", yscale="log")
 ax.set_xticks(batch_sizes, batch_sizes)

@@ -66,7 +66,11 @@ errors = values.std() / counts.sqrt()
 
 fig, ax = plt.subplots(figsize=(7, 3.5), layout="constrained")
 ax.fill_between(
-    counts, trace - 2 * errors, trace + 2 * errors, alpha=0.2, label="two deviations"
+    counts,
+    trace - 2 * errors,
+    trace + 2 * errors,
+    alpha=0.2,
+    label="two standard errors",
 )
 ax.plot(counts, means, label="mean of the first K vectors")
 ax.axhline(trace, color="k", linestyle="--", linewidth=1, label="trace")

@@ -69,6 +69,20 @@ def test_every_public_name_is_documented(name: str):
     assert list(undocumented(module, name, name)) == []
 
 
+@pytest.mark.parametrize("name", MODULES)
+def test_constants_are_described_in_words(name: str):
+    """What is in front of a colon would be shown as the type of a constant."""
+    body = ast.parse(Path(import_module(name).__file__).read_text()).body
+    for constant, doc in zip(body, body[1:]):
+        assigned = isinstance(constant, (ast.Assign, ast.AnnAssign))
+        if (
+            assigned
+            and isinstance(doc, ast.Expr)
+            and isinstance(doc.value, ast.Constant)
+        ):
+            assert ": " not in doc.value.value, doc.lineno
+
+
 def pages() -> List[Path]:
     """List the pages of the documentation, and the first one to read."""
     folders = (DOCS, DOCS / "howto", DOCS / "api")
@@ -227,7 +241,7 @@ def test_support_table_is_shown(monkeypatch: pytest.MonkeyPatch):
     for name, row in {**support.of_layers(), **support.of_losses()}.items():
         title = name if " " in name else f"``{name}``"
         assert f"      * - {title}\n" in text
-        assert all(cell.note in text for cell in row.values())
+        assert all(cell.note in text.replace("``", "") for cell in row.values())
         assert all(module.SYMBOLS[cell.rule] in text for cell in row.values())
     for quantity in set(extensions.__all__) - {"HBP"}:
         assert f"``{quantity}``" in text
@@ -241,8 +255,8 @@ def test_model_table_is_shown(monkeypatch: pytest.MonkeyPatch):
     rows = json.loads(module.RESULTS.read_text())["rows"].values()
     assert text.count("   * - ") == len(rows) + text.count(":header-rows:")
     for row in rows:
-        lines = f"   * - {row['name']}\n        - {row['setting']}".rstrip()
-        assert f"{lines}\n" in text
+        setting = f"        - {row['setting']}\n" if row["setting"] else ""
+        assert f"   * - {row['name']}\n{setting}" in text
         for part in module.COLUMNS:
             reason = row["parts"].get(part, {}).get("reason", "")
             assert module.literal(reason) in text

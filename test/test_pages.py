@@ -204,3 +204,26 @@ def test_arguments_are_shown():
     text = re.sub(r"<[^>]+>", "", page)
     assert "dense_limit=16384" in text and "kwargs" not in text
     assert "Number of Monte-Carlo samples." in text
+
+
+@pytest.mark.skipif(not INDEX.is_file(), reason="make build-docs writes the pages")
+@pytest.mark.parametrize("page", ["users", "authors"])
+def test_attributes_are_shown_once(page: str):
+    """What is an argument of a class is not shown a second time as its attribute."""
+    text = (HTML / "api" / f"{page}.html").read_text()
+    classes = re.split(r'<dl class="py (?:class|function|method|property)">', text)
+    for shown in classes[1:]:
+        names = re.findall(r"<li><p><strong>(\w+)</strong>", shown)
+        assert len(names) == len(set(names)), names
+    assert len(classes) > 20
+
+
+@pytest.mark.skipif(not INDEX.is_file(), reason="make build-docs writes the pages")
+def test_pictures_are_described():
+    """The text in place of a picture says what it shows, not the name of its file."""
+    texts = {
+        page.name: re.findall(r'<img [^>]*srcset[^>]* alt="([^"]*)"', page.read_text())
+        for page in (HTML / "gallery").glob("example_*.html")
+    }
+    assert len(texts) > 20 and all(texts.values())
+    assert not [x for found in texts.values() for x in found if x.startswith("example")]

@@ -28,7 +28,7 @@ MAX_INVERSE_EIGENVALUE = 1e8
 """Largest magnitude of an eigenvalue of an inverse factor."""
 
 Shift = Union[None, float, Sequence[float], Tensor]
-"""Damping: none, one value for all factors, or one value for each factor."""
+"""Damping, if any, with one value for all factors or one for each factor."""
 
 
 def is_tensor_of_order(order: int, tensor: Tensor) -> bool:

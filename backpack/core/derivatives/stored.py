@@ -31,7 +31,7 @@ NOT_REPEATED = (
 OVERWRITTEN = "_backpack_overwritten"
 """Marks copies of modules whose output was modified in place after the call."""
 OUTPUT_TYPE = "_backpack_output_type"
-"""Attribute of copies of modules: their output's type before it was converted."""
+"""Attribute of copies of modules, with their output's type before conversion."""
 
 
 def stored_inputs(module: Layer) -> Tuple[Any, ...]:

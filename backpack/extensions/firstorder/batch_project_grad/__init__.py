@@ -82,7 +82,7 @@ class BatchProjectGrad(GradientReduction):
             generator: Random number generator. Default: PyTorch's global one.
 
         Raises:
-            ValueError: If the projection is neither, or the generator is none.
+            ValueError: If the projection or the generator is anything else.
         """
         given: Any = projection
         is_number = isinstance(given, Integral) and not isinstance(given, bool)

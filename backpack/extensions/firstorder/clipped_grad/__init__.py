@@ -18,9 +18,9 @@ class ClippedGrad(WeightedGrad):
     Saved in ``grad_clipped``, of shape ``[*p]``: c Σₙ wₙ gₙ with weights
     wₙ = min(1, C / ‖c gₙ‖), such that no sample contributes more than the norm C
     (Abadi et al., 2016, "Deep learning with differential privacy"). gₙ are the summands
-    of the gradient, and c is the scale, see
-    :class:`~backpack.extensions.WeightedGrad`, as are ``norms``, ``weights``, and when
-    values are there.
+    of the gradient, and c is the scale. For both, for the attributes ``norms`` and
+    ``weights``, and for when values are there, see
+    :class:`~backpack.extensions.WeightedGrad`.
     """
 
     field = "grad_clipped"
@@ -39,9 +39,9 @@ class ClippedGrad(WeightedGrad):
             max_norm: The norm C. ``float("inf")`` clips nothing.
             per: Whether norms are over ``"all"`` parameters, or each ``"parameter"`` is
                 clipped by itself. Default: ``"all"``.
-            scale: ``"summand"``: gₙ are clipped and summed, the loss's summands.
-                ``"sample"``: the gradients of the samples' own losses are, N gₙ for a
-                loss that is a mean; divide the result by N for a mean of clipped
+            scale: What is clipped and summed. ``"summand"``: the summands gₙ of the
+                gradient. ``"sample"``: the gradients of the samples' own losses, N gₙ
+                for a loss that is a mean; divide the result by N for a mean of clipped
                 gradients. Default: ``"summand"``.
             replace_grad: Whether the result is accumulated in ``.grad``, in place of
                 the gradient and of the field. Default: ``False``.

@@ -61,7 +61,7 @@ class _Kept(NamedTuple):
 
 
 class WeightedGrad(GradientReduction):
-    """Sum of the individual gradients, each with a weight that they may decide.
+    """Weighted sum of the individual gradients.
 
     Saved in ``grad_weighted``, of shape ``[*p]``: c Σₙ wₙ gₙ with the summands gₙ of
     the gradient (see :class:`~backpack.extensions.BatchGrad`), which carry a factor 1/N
@@ -104,6 +104,8 @@ class WeightedGrad(GradientReduction):
 
         Args:
             weights: Tensor ``[N]``, or function that maps what ``of`` says to one.
+                After a backward pass, the attribute holds the tensor, or a dictionary
+                of them by parameter.
             of: What the function gets: ``"norms"`` for a tensor ``[N]``, ``"dots"`` for
                 the matrix ``[N, N]`` of dot products. Default: ``"norms"``.
             per: Whether norms and dot products are over ``"all"`` parameters, or of

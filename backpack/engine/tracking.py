@@ -497,7 +497,7 @@ class Tracker(TorchFunctionMode):
         pairs: list[Constant] = []
         if kind.writes and args and id(args[0]) in wanted:
             pairs += self._overwritten(wanted.pop(id(args[0])))
-        aliases = {number: x[...] for number, x in wanted.items()}
+        aliases = {number: _alias(x) for number, x in wanted.items()}
         with _UNSEEN():
             for number, x in wanted.items():
                 pairs.append(Constant(x, edge_of(aliases[number]), keys.get(number)))
@@ -569,6 +569,11 @@ def _is_innermost(mode: TorchFunctionMode) -> bool:
     """Tell whether a mode is the first to see an operation."""
     top = torch._C._len_torch_function_stack() - 1
     return top >= 0 and torch._C._get_function_stack_at(top) is mode
+
+
+def _alias(x: Tensor) -> Tensor:
+    """Return the same numbers at a node of their own; sparse tensors have no views."""
+    return x[...] if x.layout is strided else x.clone()
 
 
 def _made_base(x: Tensor, since: int) -> bool:

@@ -362,6 +362,12 @@ def written_to_a_batch_of(m: Module, x: Tensor) -> Tensor:
     return h
 
 
+def sparse_weight(values: Tensor) -> Tensor:
+    """Make a sparse matrix ``[3, 4]``, as adapters have that train a few entries."""
+    places = torch.tensor([[0, 1, 2], [1, 0, 2]])
+    return torch.sparse_coo_tensor(places, values, (3, 4), check_invariants=True)
+
+
 EXPRESSIONS = {
     **{
         function.__name__.replace("_", "-"): use(function, 4, w=(4,))
@@ -452,6 +458,18 @@ EXPRESSIONS = {
     ),
     "shifted-weight": use(
         lambda m, x: F.linear(x, m.w.roll(1, 0).flip(1).T.contiguous().T), 4, w=(3, 4)
+    ),
+    "sparse-weight": use(
+        lambda m, x: torch.sparse.mm(sparse_weight(m.w), x.T).T, 4, w=(3,)
+    ),
+    "sparse-weight-of-vectors": use(
+        lambda m, x: torch.stack([sparse_weight(m.w) @ row for row in x]), 4, w=(3,)
+    ),
+    "sparse-weight-with-a-shift": use(
+        lambda m, x: torch.sparse.addmm(m.b, sparse_weight(m.w.tanh()), x.T).T,
+        4,
+        w=(3,),
+        b=(3, 1),
     ),
     "hypernetwork-of-a-code": use(
         lambda m, x: F.linear(x, m.hyper(m.code).view(3, 4)),

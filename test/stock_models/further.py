@@ -104,8 +104,21 @@ STATE_SPACE = [
     decoder(
         "LFM2", "lfm2", GROUPED, conv_L_cache=3, full_attn_idxs=[1], block_ff_dim=12
     ),
+    decoder(
+        "Falcon-H1",
+        "falcon_h1",
+        GROUPED,
+        **MAMBA,
+        mamba_d_ssm=16,
+        mamba_n_heads=4,
+        mamba_d_head=4,
+        mamba_n_groups=1,
+        mamba_d_conv=3,
+    ),
 ]
 EXPERT_MODELS = [
+    decoder("DeepSeek-V3.2", "deepseek_v32", DEEPSEEK, index_topk=3, index_head_dim=4),
+    decoder("MiniMax", "minimax", EXPERTS, block_size=2),
     decoder(
         "Llama 4",
         "llama4_text",
@@ -159,30 +172,32 @@ VISION = [
 ]
 
 
-def detr() -> Module:
-    """Build a model that finds objects."""
+def detector(name: str, model_type: str, *scales: int, **config: Any) -> Row:
+    """Describe a model that finds objects, from feature maps of a small ResNet."""
     backbone = transformers.ResNetConfig(
         embedding_size=4,
         hidden_sizes=[4, 4, 4, 8],
         depths=[1, 1, 1, 1],
         layer_type="basic",
-        out_features=["stage4"],
+        out_features=[f"stage{scale}" for scale in scales],
     )
-    config = transformers.DetrConfig(
-        d_model=8,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=12,
-        decoder_ffn_dim=12,
-        num_queries=3,
-        num_labels=2,
-        use_timm_backbone=False,
-        backbone=None,
-        backbone_config=backbone,
-    )
-    return transformers.DetrForObjectDetection(config)
+    config = {
+        "d_model": 8,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 12,
+        "decoder_ffn_dim": 12,
+        "num_queries": 3,
+        "num_labels": 2,
+        "use_timm_backbone": False,
+        "backbone": None,
+        "backbone_config": backbone,
+        **config,
+    }
+    build = from_config("ObjectDetection", model_type, **config)
+    return Row("Vision", name, build, pixels(32), logits)
 
 
 def dpt() -> Module:
@@ -308,7 +323,19 @@ def history(num_samples: int, length: int) -> Batch:
 
 PAGES = {**TEXT, "max_2d_position_embeddings": 16}
 OTHERS = [
-    Row("Vision", "DETR", detr, pixels(32), logits),
+    detector("DETR", "detr", 4),
+    detector(
+        "RT-DETR",
+        "rt_detr",
+        *(3, 4),
+        encoder_hidden_dim=8,
+        encoder_in_channels=[4, 8],
+        decoder_in_channels=[8, 8],
+        feat_strides=[16, 32],
+        encode_proj_layers=[1],
+        num_feature_levels=2,
+        num_denoising=0,
+    ),
     Row(
         "Vision",
         "DPT",

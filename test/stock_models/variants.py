@@ -661,6 +661,7 @@ ADAPTERS = [
     adapter("OFT", peft.OFTConfig, oft_block_size=4, target_modules=["q_proj"]),
     adapter("VeRA", peft.VeraConfig, r=2, target_modules=["q_proj", "o_proj"]),
     adapter("HRA", peft.HRAConfig, r=2, target_modules=["q_proj", "v_proj"]),
+    adapter("FRoD", peft.FrodConfig, target_modules=["q_proj", "v_proj"]),
     adapter("layer norms", peft.LNTuningConfig),
     adapter("prompt", peft.PromptTuningConfig, num_virtual_tokens=2),
     adapter(

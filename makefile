@@ -83,9 +83,8 @@ test-long: install-dev ## The whole suite, with thousands of random inputs per p
 	BACKPACK_TEST_LONG=1 $(PYTEST)
 
 .PHONY: test-models
-test-models: BIN = $(MODELS_VENV)/bin
 test-models: $(MODELS_VENV)/.installed ## Models of transformers, timm, ...; updates docs_src/models.json
-	$(PYTEST) test/stock_models --durations=10 $(MODELS_ARGS)
+	$(call PYTEST_IN,$(MODELS_VENV)) test/stock_models --durations=10 $(MODELS_ARGS)
 
 ##@ Format
 

@@ -77,6 +77,13 @@ class ComparedByNumber(torch.autograd.Function):
         return g - g.sum() * first
 
 
+def set_by_masks(x: Tensor) -> Tensor:
+    """Let all samples' masks write to what the first one shows to all."""
+    shown = x[:1].expand_as(x).clone()
+    shown[x.detach() > 0] = 0.0
+    return shown
+
+
 COUPLINGS: Dict[str, Tuple[Callable, str]] = {  # of x [N, D], and what is named
     "permutation": (lambda m, x: x + x[permutation(x)], r"add|getitem|index"),
     "roll": (lambda m, x: x + x.roll(1, 0), r"add|roll"),
@@ -87,6 +94,27 @@ COUPLINGS: Dict[str, Tuple[Callable, str]] = {  # of x [N, D], and what is named
     "state": (lambda m, x: m.r(x[None], x.flip(0)[None])[0][0], r"gru|flip"),
     "flip": (lambda m, x: x * x.flip(0), r"mul|flip"),
     "one-beside-data-of-all": (lambda m, x: x[:1] + x.detach(), r"add"),
+    "one-behind-masks-of-all": (
+        lambda m, x: x[:1].expand_as(x).masked_fill(x.detach() > 0, 0.0),
+        r"masked_fill",
+    ),
+    "one-where-others-say": (
+        lambda m, x: torch.where(x.detach() > 0, x[:1], 0),
+        "where",
+    ),
+    "one-times-integers-of-all": (
+        lambda m, x: x[:1] * (5 * x.detach()).long(),
+        r"mul",
+    ),
+    "one-where-others-pick": (
+        lambda m, x: x[:1].expand_as(x).gather(1, x.detach().argsort(1)),
+        r"gather",
+    ),
+    "one-written-to-by-masks-of-all": (
+        lambda m, x: x[:1].expand_as(x).clone().masked_scatter(x > 0, x.detach()),
+        r"masked_scatter",
+    ),
+    "one-set-by-masks-of-all": (lambda m, x: set_by_masks(x), r"setitem"),
     "one-in-front-of-data-of-all": (
         lambda m, x: torch.cat([x[:1, :2].expand(N, 2), x.detach()[:, 2:]], 1),
         r"cat|linear",

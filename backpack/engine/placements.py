@@ -24,8 +24,9 @@ from backpack.core.layout import (
     sample_numbers,
     simplify,
 )
-from backpack.engine.trials import MOVING, Trial
+from backpack.engine.trials import MOVING, Trial, describe
 from backpack.utils.parallel import communicates
+from backpack.utils.types import version_of
 
 _INDEXES = (torch.long, torch.int)  # types of numbers that pick rows
 
@@ -130,22 +131,10 @@ def mark_of(x: Tensor) -> Mark | None:
         The mark.
     """
     mark = getattr(x, MARK, None)
-    if mark and mark[2] is not None and mark[2] != x._version:
+    if mark and mark[2] != version_of(x):
         if x.grad_fn is not None or x._base is not None:  # which tell it anew
             return None
     return mark
-
-
-def version_in_mark(x: Tensor) -> int | None:
-    """Count how often a tensor was modified in place, for its mark.
-
-    Args:
-        x: Tensor.
-
-    Returns:
-        The number; ``None`` for one made in inference mode, for which nobody counts.
-    """
-    return None if x.is_inference() else x._version
 
 
 def placement_of(x: Tensor, key: Pass) -> Placement:
@@ -173,7 +162,7 @@ def place(x: Tensor, placement: Placement, key: Pass) -> None:
         placement: The placement.
         key: Stands for the forward pass.
     """
-    setattr(x, MARK, Mark((key, placement, version_in_mark(x))))
+    setattr(x, MARK, Mark((key, placement, version_of(x))))
 
 
 class Finder:
@@ -287,7 +276,7 @@ class Finder:
         for x in data:
             own = sample_numbers(self.of(x), x.shape, self.n, x.device)
             own = own.broadcast_to(out.shape).to(out.device)
-            if bool(((own >= 0) & (numbers >= 0) & (own != numbers)).any()):
+            if _conflict(own, numbers):
                 return None
             numbers = own.where(own >= 0, numbers)
         return simplify(numbers, self.n)
@@ -420,11 +409,18 @@ class Finder:
                 return [placement], True
         if name in SELECTING and numbers[0] is not None:
             picked = trial.call([numbers[0].contiguous(), *flat[1:]])
+            for own in numbers[1:]:  # of a sample that picks what is another one's
+                if own is not None and own.shape == picked.shape:
+                    if _conflict(own, picked):
+                        return [Mixed(describe(name, flat, numbers))], True
             return [simplify(picked, n)], True
         if name == "as_strided":
             return [_in_memory(flat[0], numbers[0], outs[0], n)], True
         if name in POINTWISE and len(outs) == 1:
             combined = self._combined(data, outs[0])
+            floats = [x for x in data if x.is_floating_point() or x.is_complex()]
+            if combined is None and self._combined(floats, outs[0]) is not None:
+                combined = Mixed(describe(name, flat, numbers))  # by a mask's values
             if combined is not None:
                 return [combined], True
         found, lasts = trial.find()
@@ -447,6 +443,8 @@ class Finder:
             chosen = chosen[(..., *[None] * (len(shape) - mask.dim()))]
         if placement is not None:
             known = sample_numbers(placement, shape, self.n, mask.device)
+            if _conflict(known, chosen):
+                return Mixed(f"`{name}`")
             chosen = known.where(known >= 0, chosen)
         return simplify(chosen.broadcast_to(shape), self.n)
 
@@ -531,6 +529,11 @@ def in_function() -> bool:
 
 def _first_line(error: Exception) -> str:
     return str(error).split("\n")[0][:100]
+
+
+def _conflict(some: Tensor, others: Tensor) -> bool:
+    """Tell whether an entry belongs to a sample here, and to another one there."""
+    return bool(((some >= 0) & (others >= 0) & (some != others)).any())
 
 
 def _has_tensor(x: Any) -> bool:

@@ -41,7 +41,6 @@ from backpack.engine.placements import (
     Pass,
     in_function,
     mark_of,
-    version_in_mark,
 )
 from backpack.engine.user_hooks import SEEN, guard
 from backpack.engine.uses import (
@@ -56,6 +55,7 @@ from backpack.engine.views import View, in_base, in_view
 from backpack.utils.compiling import is_indivisible, skipped, untraced
 from backpack.utils.hooks import modules_in
 from backpack.utils.state import state
+from backpack.utils.types import version_of
 
 _SHAPELESS = {UninitializedParameter, UninitializedBuffer}  # of lazy layers
 
@@ -390,7 +390,7 @@ class Tracker(TorchFunctionMode):
             x: Tensor.
             placement: Where its samples are.
         """
-        version = version_in_mark(x)
+        version = version_of(x)
         mark = None if version else self._marks.get(id(placement))
         if mark is None or mark[2] != version:
             mark = Mark((self.key, placement, version))
@@ -457,9 +457,8 @@ class Tracker(TorchFunctionMode):
         If these do not hold all samples, numbers beside may be some other one's.
         """
         own = [x for x in data if x.requires_grad]
-        if any(isinstance(self._finder.of(x), Tensor) for x in own):
-            own = [x for x in data if x.is_floating_point() or x.requires_grad]
-        return own or data
+        some = any(isinstance(self._finder.of(x), Tensor) for x in own)
+        return data if some else own or data
 
     # ----------------------------------------------------------------------------- uses
 

@@ -135,6 +135,8 @@ def _as_real(x: Tensor) -> Tensor:
 
 def _in_memory(base: Tensor, placement: Placement, n: int) -> Tensor | None:
     """Write sample numbers to where a tensor has its entries, if without gaps."""
+    if base.is_meta:  # which has no memory
+        return None
     real = _as_real(base)
     numbers = torch.empty_like(real, dtype=torch.long)
     numbers.copy_(View.of(base).numbers(placement, n, base.device))

@@ -36,6 +36,8 @@ from backpack.engine.graph import MEETING, SILENT
 from backpack.engine.placements import (
     FORGET,
     MARK,
+    POINTWISE,
+    SELECTING,
     Finder,
     Mark,
     Pass,
@@ -308,7 +310,7 @@ class Tracker(TorchFunctionMode):
             shown = written.detach()
             self.place(shown, self._finder.of(written))
             seen = (shown, *args[1:])
-            deciding = self._deciding(data)
+            deciding = self._deciding(name, data)
             deciding = [shown if x is written else x for x in deciding]
             data = [shown if x is written else x for x in data]
             if written._base is not None:
@@ -340,7 +342,7 @@ class Tracker(TorchFunctionMode):
                 for x in data:  # an option may have let the operation write to it
                     if hasattr(x, MARK):
                         self.place(x, getattr(x, MARK)[1])
-                deciding = deciding or self._deciding(data)
+                deciding = deciding or self._deciding(name, data)
                 find = self._finder.find
                 placements = find(func, name, seen, kwargs, outs, deciding, key)
         if pairs is not None and result is not outs[0]:
@@ -451,14 +453,17 @@ class Tracker(TorchFunctionMode):
         with _UNSEEN(), torch.no_grad():
             self.place(base, in_base(View.of(view), placement, base, known, self.n))
 
-    def _deciding(self, data: list[Tensor]) -> list[Tensor]:
+    def _deciding(self, name: str, data: list[Tensor]) -> list[Tensor]:
         """Choose operands that say where samples are: those with a gradient, if any.
 
         If these do not hold all samples, numbers beside may be some other one's.
         """
         own = [x for x in data if x.requires_grad]
-        some = any(isinstance(self._finder.of(x), Tensor) for x in own)
-        return data if some else own or data
+        if any(isinstance(self._finder.of(x), Tensor) for x in own):
+            if name in POINTWISE or name in SELECTING:
+                return data
+            own = [x for x in data if x.is_floating_point() or x.requires_grad]
+        return own or data
 
     # ----------------------------------------------------------------------------- uses
 

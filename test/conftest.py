@@ -49,6 +49,7 @@ TRACING = "2.9", "tracing takes no proxies inside of a tuple"
 HALF = "2.6", "there is no MSE of bfloat16 on the CPU"
 SHARDS = "2.6", "fully_shard works on a GPU only"
 WARNS = "2.6", "the compiler warns of what it leaves out, which is an error here"
+JAGGED = "2.9", "jagged tensors lack gradients and operations"
 SINCE = {
     "test_same_model[inplace-keywords-eval]": TRACING,
     "test_same_model[inplace-keywords-train]": TRACING,
@@ -73,6 +74,16 @@ SINCE = {
     "test_shared_model[FSDP2-extended-later]": SHARDS,
     "test_shared_model[FSDP2-twice]": SHARDS,
     "test_shared_model_walks[FSDP2-each]": SHARDS,
+    **{
+        f"test_without_a_context[nested-jagged-{name}]": JAGGED
+        for name in ("", "input-gradient", "in-operations-")
+    },
+    "test_without_a_context[nested-jagged-in-operations-input-gradient]": JAGGED,
+    **{
+        f"test_message[nested-torch.jagged-{name}]": JAGGED
+        for name in ("BatchGrad", "DiagGGNExact", "KFAC")
+    },
+    "test_message[nested-parameter-torch.jagged]": JAGGED,
     "test_slices_of_half_precision_numbers": HALF,
     "test_sums_of_half_precision_numbers": HALF,
 }

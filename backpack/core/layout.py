@@ -95,6 +95,19 @@ def spans(placement: Placement, shape: Sequence[int], axis: int) -> bool:
     return bool(((placement >= 0) & (placement != highest)).any())
 
 
+def conflict(some: Tensor, others: Tensor) -> bool:
+    """Tell whether an entry belongs to a sample here, and to another one there.
+
+    Args:
+        some: Sample numbers, -1 where there is none.
+        others: Further ones, of a shape that broadcasts with it.
+
+    Returns:
+        Whether there is one.
+    """
+    return bool(((some >= 0) & (others >= 0) & (some != others)).any())
+
+
 def simplify(numbers: Tensor, n: int, is_use: bool = False) -> Layout | Tensor | None:
     """Find the simplest placement that agrees with sample numbers where they are known.
 

@@ -21,10 +21,12 @@ from backpack.core.layout import (
     Layout,
     Mixed,
     Placement,
+    conflict,
     sample_numbers,
     simplify,
 )
 from backpack.engine.trials import MOVING, Trial, describe
+from backpack.engine.views import in_storage
 from backpack.utils.parallel import communicates
 from backpack.utils.types import version_of
 
@@ -276,7 +278,7 @@ class Finder:
         for x in data:
             own = sample_numbers(self.of(x), x.shape, self.n, x.device)
             own = own.broadcast_to(out.shape).to(out.device)
-            if _conflict(own, numbers):
+            if conflict(own, numbers):
                 return None
             numbers = own.where(own >= 0, numbers)
         return simplify(numbers, self.n)
@@ -411,11 +413,11 @@ class Finder:
             picked = trial.call([numbers[0].contiguous(), *flat[1:]])
             for own in numbers[1:]:  # of a sample that picks what is another one's
                 if own is not None and own.shape == picked.shape:
-                    if _conflict(own, picked):
+                    if conflict(own, picked):
                         return [Mixed(describe(name, flat, numbers))], True
             return [simplify(picked, n)], True
         if name == "as_strided":
-            return [_in_memory(flat[0], numbers[0], outs[0], n)], True
+            return [in_storage(flat[0], numbers[0], outs[0], n)], True
         if name in POINTWISE and len(outs) == 1:
             combined = self._combined(data, outs[0])
             floats = [x for x in data if x.is_floating_point() or x.is_complex()]
@@ -443,7 +445,7 @@ class Finder:
             chosen = chosen[(..., *[None] * (len(shape) - mask.dim()))]
         if placement is not None:
             known = sample_numbers(placement, shape, self.n, mask.device)
-            if _conflict(known, chosen):
+            if conflict(known, chosen):
                 return Mixed(f"`{name}`")
             chosen = known.where(known >= 0, chosen)
         return simplify(chosen.broadcast_to(shape), self.n)
@@ -531,11 +533,6 @@ def _first_line(error: Exception) -> str:
     return str(error).split("\n")[0][:100]
 
 
-def _conflict(some: Tensor, others: Tensor) -> bool:
-    """Tell whether an entry belongs to a sample here, and to another one there."""
-    return bool(((some >= 0) & (others >= 0) & (some != others)).any())
-
-
 def _has_tensor(x: Any) -> bool:
     if isinstance(x, (tuple, list)):
         return any(map(_has_tensor, x))
@@ -553,12 +550,3 @@ def _is_along_last(name: str, args: Sequence[Any], kwargs: dict, x: Tensor) -> b
         return args[0] is x and len(shape) == 1
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
     return args[0] is x and dim in (-1, x.dim() - 1)
-
-
-def _in_memory(x: Tensor, numbers: Tensor, out: Tensor, n: int) -> Placement:
-    """Find where samples are in another view of a tensor's memory."""
-    size = x.untyped_storage().nbytes() // x.element_size()
-    memory = torch.full((size,), -1, device=x.device)
-    view = memory.as_strided(x.shape, x.stride(), x.storage_offset())
-    view.copy_(numbers)
-    return simplify(memory.as_strided(out.shape, out.stride(), out.storage_offset()), n)

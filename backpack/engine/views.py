@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from backpack.core.layout import Mixed, Placement, sample_numbers, simplify
+from backpack.core.layout import Mixed, Placement, conflict, sample_numbers, simplify
 
 _LOST = Mixed("writing to a view", False)
 
@@ -78,7 +78,7 @@ class View(NamedTuple):
         """
         if self.is_complex:
             real, imag = numbers.unbind(-1)
-            if bool(((real >= 0) & (imag >= 0) & (real != imag)).any()):
+            if conflict(real, imag):
                 return Mixed("a view as complex numbers")
             numbers = real.where(real >= 0, imag)
         return simplify(numbers, n)
@@ -125,6 +125,26 @@ def in_base(
     new = view.numbers(placement, n, base.device)
     part.copy_(new.where(new >= 0, part))
     return View.of(base).placement(memory, n)
+
+
+def in_storage(x: Tensor, numbers: Tensor, view: Tensor, n: int) -> Placement:
+    """Tell where samples are in another view of a tensor's memory, gaps or not.
+
+    Args:
+        x: The tensor.
+        numbers: Sample numbers of its entries.
+        view: The view, of the same type.
+        n: Number N of samples.
+
+    Returns:
+        The placement.
+    """
+    size = x.untyped_storage().nbytes() // x.element_size()
+    memory = torch.full((size,), -1, device=x.device)
+    part = memory.as_strided(x.shape, x.stride(), x.storage_offset())
+    part.copy_(numbers)
+    shown = memory.as_strided(view.shape, view.stride(), view.storage_offset())
+    return simplify(shown, n)
 
 
 def _as_real(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from rows import (
     DEEPSEEK,
     EXPERTS,
     GROUPED,
-    PAIR,
+    PAIRED_WIDTHS,
     PARTS,
     PATCHES,
     TEXT,
@@ -182,13 +182,7 @@ def detector(name: str, model_type: str, *scales: int, **config: Any) -> Row:
         out_features=[f"stage{scale}" for scale in scales],
     )
     config = {
-        "d_model": 8,
-        "encoder_layers": 1,
-        "decoder_layers": 1,
-        "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2,
-        "encoder_ffn_dim": 12,
-        "decoder_ffn_dim": 12,
+        **PAIRED_WIDTHS,
         "num_queries": 3,
         "num_labels": 2,
         "use_timm_backbone": False,
@@ -302,7 +296,7 @@ def series(num_samples: int, length: int) -> Batch:
 def forecast() -> Module:
     """Build a model that predicts a distribution of what comes next."""
     config = transformers.TimeSeriesTransformerConfig(
-        **{k: v for k, v in PAIR.items() if k.startswith(("d_", "enc", "decoder_"))},
+        **PAIRED_WIDTHS,
         prediction_length=4,
         context_length=8,
         lags_sequence=[1, 2],

@@ -212,7 +212,7 @@ TEXT = {
     "eos_token_id": 2,
 }
 GROUPED = {**TEXT, "num_key_value_heads": 1}
-PAIR = {
+PAIRED_WIDTHS = {
     "d_model": 8,
     "encoder_layers": 1,
     "decoder_layers": 1,
@@ -220,6 +220,9 @@ PAIR = {
     "decoder_attention_heads": 2,
     "encoder_ffn_dim": 12,
     "decoder_ffn_dim": 12,
+}
+PAIR = {
+    **PAIRED_WIDTHS,
     "vocab_size": VOCABULARY,
     "max_position_embeddings": 16,
     "num_labels": CLASSES,

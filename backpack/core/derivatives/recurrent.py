@@ -195,12 +195,15 @@ class RecurrentDerivatives(BaseParameterDerivatives):
             for y, mat in zip_longest(outputs, cotangents)
         ]
         gates = [gate for steps in maps.values() for _, gate in steps]
-        options = {"create_graph": torch.is_grad_enabled(), "is_grads_batched": True}
+        options = {"create_graph": torch.is_grad_enabled(), "is_grads_batched": v != 1}
+        if v == 1:  # without the price of a batch
+            columns = [mat[0] for mat in columns]
         pulled = iter(grad(outputs, gates, columns, **options))
         products: Dict[str, PerSample] = {}
         for place, steps in maps.items():
             a = torch.stack([x for x, _ in steps], dim=1)
-            b = torch.stack([next(pulled) for _ in steps], dim=2)
+            b = torch.stack([next(pulled) for _ in steps], dim=-2)
+            b = b.view(v, *b.shape[-3:])
             products.update(_describe(module, place, a, b))
         return products
 
@@ -309,14 +312,10 @@ class GRUDerivatives(RecurrentDerivatives):
     def advance(
         self, module: Layer, ih: Tensor, hh: Tensor, *states: Tensor
     ) -> Tuple[Tensor, ...]:  # noqa: D102
-        (h,), (i_r, i_z, i_n), (h_r, h_z, h_n) = (
-            states,
-            ih.chunk(3, -1),
-            hh.chunk(3, -1),
-        )
+        (i_r, i_z, i_n), (h_r, h_z, h_n) = ih.chunk(3, -1), hh.chunk(3, -1)
         r, z = (i_r + h_r).sigmoid(), (i_z + h_z).sigmoid()
         n = (i_n + r * h_n).tanh()
-        return ((1 - z) * n + z * h,)
+        return ((1 - z) * n + z * states[0],)
 
 
 class LSTMDerivatives(RecurrentDerivatives):

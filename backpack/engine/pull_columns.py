@@ -116,8 +116,8 @@ class PullColumns:
         Raises:
             NotImplementedError: If there is not exactly one output, or hooks change it.
         """
-        inspection, name = self._running.inspection, type(extensions[0]).__name__
-        origins = [] if inspection is None else inspection.outputs()
+        name = type(extensions[0]).__name__
+        origins = self._running.inspection.outputs()
         if len(origins) != 1:
             names = [name_module(origin.call.module) for origin in origins]
             found = ", ".join(names) or "none"
@@ -170,7 +170,7 @@ class PullColumns:
         for group in groups:
             if any(use.released for use in group.uses):
                 continue
-            modules = [u.owner.module for u in group.uses if u.owner is not None]
+            modules = group.modules
             for ext in extensions:
                 self._covered.add((ext, group))
                 custom = [m for m in modules if ext.is_customized(m)]
@@ -257,7 +257,7 @@ class PullColumns:
         inspection, active = running.inspection, current.active_exts
         # torch.autograd.grad returns them, a graph is for derivatives of theirs
         needed = current.gradient or running.accumulated.inputs is None
-        if needed or torch.is_grad_enabled() or inspection is None or is_parallel():
+        if needed or torch.is_grad_enabled() or is_parallel():
             return False
         if any(x not in exts for x in active):
             return False
@@ -282,12 +282,6 @@ class PullColumns:
                 self._covered.add((ext, group))
                 self._waiting[ext, group] = [0]
         return True
-
-    def _columns_at(self, use: Use, source: Any) -> Cotangents:
-        """Return the columns that were stored at a use, or carried there."""
-        if self._exchanging is not None:
-            return self._running.cotangents(use)
-        return self._stored[use][source]
 
     def _products(
         self, at_once: dict[Group, list[Any]], pulled: dict[Any, Cotangents]
@@ -368,7 +362,7 @@ class PullColumns:
         """
         group = turn.group
         if (ext, group) not in self._covered:
-            if not self._running.in_losses.isdisjoint(turn.modules):
+            if not self._running.in_losses.isdisjoint(group.modules):
                 self._running.exempt(ext, group.params)  # no column starts above it
                 return
             if not ext.expects_backpropagation_quantities():
@@ -407,7 +401,10 @@ class PullColumns:
         def of(use: Use) -> Any:
             formed, key = self._formed.setdefault(use, {}), (source, numbers)
             if key not in formed:
-                columns = self._columns_at(use, source)
+                if self._exchanging is None:
+                    columns = self._stored[use][source]
+                else:  # they were carried there
+                    columns = self._running.cotangents(use)
                 count = next((len(x) for x in columns if x is not None), 1)
                 if len(numbers) < count:
                     some = list(numbers)

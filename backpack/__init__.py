@@ -68,7 +68,11 @@ make_packed_sequences_trees()
 class _Announce(TorchFunctionMode):
     """Announces backward passes: everything they remember is forgotten at their end."""
 
-    _BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+    # and the names of their arguments
+    _BACKWARD = {
+        func: inspect.signature(func)
+        for func in (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+    }
 
     def __init__(self, before: dict[str, Any]):
         """Remember what was active before, and in which context the task was.
@@ -102,7 +106,7 @@ class _Announce(TorchFunctionMode):
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return func(*args, **kwargs)  # a transform's own
         current.check_context()
-        bound = inspect.signature(func).bind(*args, **kwargs).arguments
+        bound = self._BACKWARD[func].bind(*args, **kwargs).arguments
         first = next(iter(bound))
         roots, inputs = root_edges(bound[first]), bound.get("inputs")
         accumulates = func is not torch.autograd.grad

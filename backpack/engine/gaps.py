@@ -8,7 +8,7 @@ to earlier tensors, whose samples are known, says which entry depends on which s
 from __future__ import annotations
 
 from contextlib import contextmanager, suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import product
 from math import nan
 from typing import Any, Iterator, NamedTuple, Sequence
@@ -29,6 +29,7 @@ from backpack.core.layout import (
 from backpack.engine.graph import HOOKED, VIEWS, entries_of, is_leaf
 from backpack.engine.placements import BY_STRIDES, MARK, POINTWISE, mark_of
 from backpack.engine.uses import Constant, Together, Use, edge_of, is_noted
+from backpack.engine.vjp import pull
 from backpack.utils.hooks import without_hooks
 from backpack.utils.parallel import SINKS, communicates
 from backpack.utils.state import state
@@ -41,9 +42,6 @@ _PASSING = SINKS | {Together.__name__}  # nodes that hand on what comes, one by 
 
 # Nodes that map entries of the same place, by other names than those of operations
 _POINTWISE = POINTWISE | {"to_copy", "native_dropout", "log_sigmoid", "alias"}
-
-# Keeps the graph; `None` where there is no path
-pull = partial(torch.autograd.grad, retain_graph=True, allow_unused=True)
 
 
 class Known(NamedTuple):

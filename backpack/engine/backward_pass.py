@@ -533,9 +533,8 @@ class BackwardPass:
 
     def _is_root(self, call: Call) -> bool:
         """Tell whether all begins at a loss, where no hook changes the gradient."""
-        if {edge.node for edge in self.inspection.roots} != {
-            self.inspection.calls[call]
-        }:
+        node = self.inspection.calls[call]
+        if any(edge.node is not node for edge in self.inspection.roots):
             return False
         return not any(x._backward_hooks for x in call.tensors())
 

@@ -70,11 +70,8 @@ class _Announce(TorchFunctionMode):
 
     # and the names of their arguments
     _BACKWARD = {
-        Tensor.backward: "self gradient retain_graph create_graph inputs",
-        torch.autograd.backward: (
-            "tensors grad_tensors retain_graph create_graph grad_variables inputs"
-        ),
-        torch.autograd.grad: "outputs inputs grad_outputs retain_graph create_graph",
+        func: inspect.signature(func)
+        for func in (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
     }
 
     def __init__(self, before: dict[str, Any]):
@@ -109,9 +106,9 @@ class _Announce(TorchFunctionMode):
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return func(*args, **kwargs)  # a transform's own
         current.check_context()
-        names = self._BACKWARD[func].split()
-        bound = {**dict(zip(names, args)), **kwargs}
-        roots, inputs = root_edges(bound[names[0]]), bound.get("inputs")
+        bound = self._BACKWARD[func].bind(*args, **kwargs).arguments
+        first = next(iter(bound))
+        roots, inputs = root_edges(bound[first]), bound.get("inputs")
         accumulates = func is not torch.autograd.grad
         graph = bool(bound.get("create_graph"))
         cotangents = map(bound.get, ("gradient", "grad_tensors", "grad_variables"))
@@ -120,7 +117,7 @@ class _Announce(TorchFunctionMode):
             if running.accumulated.inputs is None:
                 return func(*args, **kwargs)
             bound["inputs"] = running.accumulated.inputs
-            return func(bound.pop(names[0]), **bound)
+            return func(bound.pop(first), **bound)
 
 
 class backpack(AbstractContextManager):  # noqa: N801

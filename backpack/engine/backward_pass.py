@@ -32,6 +32,7 @@ from backpack.engine.parameters import (
 )
 from backpack.engine.pull_columns import PullColumns
 from backpack.engine.record import RELEASED, Call, clear_others, lock_of
+from backpack.engine.report import Report
 from backpack.engine.saved import explain_failure
 from backpack.engine.turn import Turn
 from backpack.engine.user_hooks import guard_all
@@ -68,12 +69,11 @@ class BackwardPass:
         state: What is active.
         met_loss: Whether a loss was met whose columns were pulled back.
         walked: Extensions that have passed quantities from module to module.
-        dropouts: Where the output of each call of a dropout layer sits in the graph, if
-            an extension walks from module to module.
         saved_alone: Which extension has saved a value on which parameter that cannot be
             combined with that of another call.
         pull_back: What losses have pulled back.
-        inspection: What the graph looks like, if it is known.
+        inspection: What the graph looks like, if there is anything to be done in it.
+        report: Where is noted what has happened.
         groups: The groups of parameters.
         is_shared: Whether several processes share the batch.
         accumulated: Which gradients autograd accumulates.
@@ -119,14 +119,10 @@ class BackwardPass:
         self._check = Check(self) if current.check else None
         self.met_loss, self._begins_with_one = False, begins_with_one and bool(roots)
         self.walked: set[Any] = set()
-        self.dropouts: dict[Call, GradientEdge] = {}
         self.saved_alone: set[tuple[Any, Parameter]] = set()
-        self.inspection: Inspection | None = None
-        self._inputs, exts = inputs, current.active_exts
+        exts = current.active_exts
         plain = [x for x in exts if not x.expects_backpropagation_quantities()]
         self._needs_gradients = current.check or bool(plain)
-        self.groups: list[Group] = []
-        self._groups_of: dict[Use, list[Group]] = {}
         self.is_shared = is_shared()
         self._is_filtered = inputs is None
         self._at_output = [x for x in plain if x.pulls_columns]
@@ -134,29 +130,29 @@ class BackwardPass:
         self._own: dict[Use, Products] = {}
         self._waiting: dict[Call, int] = {}
         self.pull_back = PullColumns(self)
+        self.report: Report = current.report or Report()
         if current.report is not None:
-            current.report.begin(exts)
+            self.report.begin(exts)
         self.kept: dict[Any, Any] = {}
         self.reductions: list[str | None] = []
         self.in_losses: set[Module] = set()
-        self._idle: dict[Call, list[Node]] = {}
-        if (exts or not current.gradient) and roots:
-            self.inspection = Inspection(roots)
-            unify(self.inspection.uses, self.inspection.calls)
-            self._find_groups(list(self.inspection.uses))
-            self._inspect(inputs)
-            losses = [c.loss_module for c in self.inspection.calls if c.is_loss]
-            self.reductions = [getattr(x, "reduction", None) for x in losses]
-            for loss in losses:
-                self.in_losses.update([] if loss is None else loss.modules())
-            guard_all(self.inspection, exts)
-            if current.check and self._separating:
-                check_isolation(self.inspection, current)
+        self._idle: dict[Call, Node] = {}
+        looks = bool(exts) or not current.gradient
+        self.inspection = Inspection(roots if looks else ())
+        unify(self.inspection.uses, self.inspection.calls)
+        self._find_groups(list(self.inspection.uses))
+        self._inspect(inputs)
+        losses = [c.loss_module for c in self.inspection.calls if c.is_loss]
+        self.reductions = [getattr(x, "reduction", None) for x in losses]
+        for loss in losses:
+            self.in_losses.update([] if loss is None else loss.modules())
+        guard_all(self.inspection, exts)
+        if current.check and self._separating:
+            check_isolation(self.inspection, current)
         args = accumulates, inputs is None, creates_graph
         self.accumulated = choose(current, self.groups, self.inspection, *args)
-        if self.inspection is not None:
-            self._listen()
-        elif roots and current.extension_hook is not no_op:
+        self._listen()
+        if not looks and current.extension_hook is not no_op:
             listen_below([edge.node for edge in roots])
 
     def _listen(self) -> None:
@@ -164,12 +160,11 @@ class BackwardPass:
         for nodes in self.inspection.uses.values():
             for node, _ in nodes.values():
                 listen(node)
-        for call, ends in self.inspection.calls.items():
+        for call, node in self.inspection.calls.items():
             call.check_live()
             if self._has_nothing_to_do(call):
-                self._idle[call] = ends
-                continue
-            for node in ends:
+                self._idle[call] = node
+            else:
                 listen(node)
         if self._is_filtered:
             self._forget_idle()
@@ -180,14 +175,14 @@ class BackwardPass:
             self._pass_by(self._idle)
 
     def _pass_by(self, calls: Iterable[Call]) -> None:
-        if self.state.report is not None:
-            self.state.report.met.update([id(call.module) for call in calls])
+        self.report.met.update([id(call.module) for call in calls])
         for call in calls:
             call.release()
 
     def _find_groups(self, uses: Sequence[Use]) -> None:
         """Find out which parameters wait for which uses."""
-        self.groups, self._groups_of = find_groups(uses), {use: [] for use in uses}
+        self.groups: list[Group] = find_groups(uses)
+        self._groups_of: dict[Use, list[Group]] = {use: [] for use in uses}
         for group in self.groups:
             for use in group.uses:
                 self._groups_of[use].append(group)
@@ -205,12 +200,11 @@ class BackwardPass:
 
     def _inspect(self, inputs: Any) -> None:
         """Refuse what nothing sees, or warn about it."""
-        inspection, report = self.inspection, self.state.report
+        inspection = self.inspection
         params = [p for group in self.groups for p in group.params]
-        if report is not None:
-            reached = [*inspection.reached, *params]
-            reached = reached if inputs is None else tree_leaves(inputs)
-            report.reached.update(map(id, reached))
+        reached = [*inspection.reached, *params]
+        reached = reached if inputs is None else tree_leaves(inputs)
+        self.report.reached.update(map(id, reached))
         exts = self.state.active_exts
         if is_parallel():
             refuse_parts(names_of(exts), [*inspection.reached, *params])
@@ -234,8 +228,7 @@ class BackwardPass:
         finally:
             self.finish()
             self.state.backward_pass = self._outer
-            if failed and self.state.report is not None:
-                self.state.report.failed = True
+            self.report.failed |= failed
         explain_failure(error, self.state.active_exts)
         if exc_type is None and self._check is not None:
             self._check.compare()
@@ -271,20 +264,18 @@ class BackwardPass:
             ext.saved_quantities.clear()
         if self._check is not None:
             self._check.remove()
-        if self.inspection is not None and is_parallel():
-            exts, report = self.state.active_exts, self.state.report
-            for ext, shard in move_to_shards(self.inspection.calls, exts):
-                if report is not None:
-                    report.reached.add(id(shard))
-                    report.saved.add((id(ext), id(shard)))
+        exts = self.state.active_exts
+        for ext, shard in move_to_shards(self.inspection.calls, exts):
+            self.report.reached.add(id(shard))
+            self.exempt(ext, [shard])
         if self._is_filtered:
             self._pass_by([call for call in self._idle if not call.released])
-        if self.inspection is not None and not self._keeps_io:
+        if not self._keeps_io:
             clear_others(self.inspection.calls)
         of_uses = self.gradients, self._own, self._groups_of
         for kept in (self._idle, self.kept, self.groups, *of_uses):
             kept.clear()
-        self.inspection, self._inputs = None, None
+        self.inspection = Inspection(())
         self.pull_back.forget_all()  # they refer to each other
 
     # ---------------------------------------------------------------------------- turns
@@ -299,7 +290,7 @@ class BackwardPass:
             g_out: Gradients at its outputs.
             entries: What ends in the same node of the graph.
         """
-        if not self._is_filtered and self.inspection is not None:
+        if not self._is_filtered:
             self._filter()
         if self._at_output:
             starting, self._at_output = self._at_output, []
@@ -318,13 +309,13 @@ class BackwardPass:
             if any(will_run(node) for node, _ in nodes.values())
         ]
         self._find_groups(uses)
-        for call, nodes in list(self._idle.items()):
-            if not any(map(will_run, nodes)):
+        for call, node in list(self._idle.items()):
+            if not will_run(node):
                 del self._idle[call]
         self._forget_idle()
 
     def _take_use(self, use: Use, g_out: tuple[Tensor | None, ...]) -> None:
-        if self.state.unannounced is self and self.inspection is not None:
+        if self.state.unannounced is self and self.inspection.roots:
             if use not in self.inspection.uses:
                 raise RuntimeError(UNANNOUNCED)
         groups = self._groups_of.get(use, [])
@@ -347,15 +338,14 @@ class BackwardPass:
         who, cotangents = partial(names_of, self._separating), self.gradients[use]
         if any([g is not None for g in cotangents]):
             params = [param for group in groups for param in group.params]
-            use.check(who, partial(describe, params))
-            use.check_cotangents(cotangents, who, partial(describe, params))
+            use.check(cotangents, who, partial(describe, params))
 
     def _complete(self, group: Group) -> None:
         """Compute the values of parameters whose uses all have had their gradient."""
         turn = ParameterTurn(group, self)
         if self._check is not None:
             self._check.add(turn)
-        modules = turn.modules
+        modules = group.modules
         for ext in self.state.active_exts:
             if not any([ext.is_customized(module) for module in modules]):
                 ext.compute(turn)
@@ -382,9 +372,7 @@ class BackwardPass:
             ext: The extension.
             params: The parameters.
         """
-        if self.state.report is not None:
-            for param in params:
-                self.state.report.saved.add((id(ext), id(param)))
+        self.report.saved.update([(id(ext), id(param)) for param in params])
 
     def left_out(self, params: Iterable[Tensor]) -> list[Tensor]:
         """Find parameters that autograd leaves out, whose gradient is formed here.
@@ -436,9 +424,7 @@ class BackwardPass:
         Returns:
             Node and output number for each output.
         """
-        if self.inspection is not None:
-            return self.inspection.uses[use]
-        return {i: (x.grad_fn, x.output_nr) for i, x in enumerate(use.tensors())}
+        return self.inspection.uses[use]
 
     def _take_call(
         self, call: Call, g_out: tuple[Tensor | None, ...], entries: list[Entry]
@@ -460,8 +446,7 @@ class BackwardPass:
             self._pass_by([call])
             return
         current, module = self.state, call.module
-        if current.report is not None:
-            current.report.met.add(id(module))
+        self.report.met.add(id(module))
         with lock_of(module), Turn(call, self, g_out, entries) as turn:
             call.store(raw=True)
             if call.is_loss:
@@ -548,8 +533,8 @@ class BackwardPass:
 
     def _is_root(self, call: Call) -> bool:
         """Tell whether all begins at a loss, where no hook changes the gradient."""
-        roots = {edge.node for edge in self.inspection.roots}
-        if roots != set(self.inspection.calls[call]):
+        node = self.inspection.calls[call]
+        if any(edge.node is not node for edge in self.inspection.roots):
             return False
         return not any(x._backward_hooks for x in call.tensors())
 
@@ -563,10 +548,8 @@ class BackwardPass:
 
     def _is_inside(self, call: Call) -> bool:
         """Tell whether more than a sum was made of a loss that a model has called."""
-        if self.inspection is None:
-            return True
         terms, _ = additive_terms(self.inspection.roots)
-        return set(terms).isdisjoint(self.inspection.calls[call])
+        return self.inspection.calls[call] not in terms
 
 
 def begin_unannounced(current: State) -> None:

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from backpack.core.layout import Layout, has_bit, sample_numbers
 from backpack.engine.graph import Origin, describe
 from backpack.engine.inspection import Inspection
+from backpack.engine.vjp import pull
 from backpack.utils.hooks import without_hooks
 from backpack.utils.state import State
 
@@ -109,13 +110,8 @@ def check_isolation(inspection: Inspection, current: State) -> None:
     with current.pull(columns_only), quiet:
         for origin in _starts(inspection) if places else ():
             for bit, wanted, column in _columns(origin):
-                pulled = torch.autograd.grad(
-                    [origin.edge],
-                    [place for _, _, place in places],
-                    [column],
-                    retain_graph=True,
-                    allow_unused=True,
-                )
+                edges = [place for _, _, place in places]
+                pulled = pull([origin.edge], edges, [column])
                 for (use, index, _), g in zip(places, pulled):
                     if g is None or not _reaches_others(use, index, g, bit, wanted):
                         continue

@@ -68,7 +68,7 @@ def find_gateway(inspection: Inspection, edge: GradientEdge) -> Node | None:
                 return None
             elif parent is not None and parent not in nodes:
                 nodes.append(parent)
-    losses = [n for c, ends in inspection.calls.items() if c.is_loss for n in ends]
+    losses = [end for call, end in inspection.calls.items() if call.is_loss]
     return last[0] if len(last) == 1 and set(losses) <= set(nodes) else None
 
 

@@ -8,7 +8,7 @@ to earlier tensors, whose samples are known, says which entry depends on which s
 from __future__ import annotations
 
 from contextlib import contextmanager, suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import product
 from math import nan
 from typing import Any, Iterator, NamedTuple, Sequence
@@ -29,6 +29,7 @@ from backpack.core.layout import (
 from backpack.engine.graph import HOOKED, VIEWS, entries_of, is_leaf
 from backpack.engine.placements import BY_STRIDES, MARK, POINTWISE, mark_of
 from backpack.engine.uses import Constant, Together, Use, edge_of, is_noted
+from backpack.engine.vjp import pull
 from backpack.utils.hooks import without_hooks
 from backpack.utils.parallel import SINKS, communicates
 from backpack.utils.state import state
@@ -41,9 +42,6 @@ _PASSING = SINKS | {Together.__name__}  # nodes that hand on what comes, one by 
 
 # Nodes that map entries of the same place, by other names than those of operations
 _POINTWISE = POINTWISE | {"to_copy", "native_dropout", "log_sigmoid", "alias"}
-
-# Keeps the graph; `None` where there is no path
-pull = partial(torch.autograd.grad, retain_graph=True, allow_unused=True)
 
 
 class Known(NamedTuple):
@@ -63,33 +61,40 @@ class Source(NamedTuple):
 
     Attributes:
         edge: The place.
-        shape: Shape of the tensor there.
         known: Where its samples are.
     """
 
     edge: GradientEdge
-    shape: torch.Size
     known: Known
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the tensor there."""
+        return shape_at(self.edge)
 
 
 NESTED = Mixed("what has made a nested tensor (pad it instead)", False)
 
 
-def at_node(node: Node, output_nr: int) -> tuple[torch.Size, Known] | None:
-    """Look up what is known of an output of a node.
+def shape_at(edge: GradientEdge) -> torch.Size:
+    """Return the shape at a place in the graph.
 
     Args:
-        node: The node.
-        output_nr: Which of its outputs.
+        edge: The place.
 
     Returns:
-        Its shape, and where its samples are; ``None`` if nothing is known.
+        Shape of the tensor there; a nested one has none.
     """
-    metadata = node._input_metadata[output_nr]
-    if metadata.is_cpp_nested_tensor:  # it has no shape
-        return torch.Size(), Known(NESTED, 1)
-    shape = torch.Size(metadata.shape)
-    places = [(node, output_nr)]
+    metadata = edge.node._input_metadata[edge.output_nr]
+    return torch.Size(() if metadata.is_cpp_nested_tensor else metadata.shape)
+
+
+def _known_at(edge: GradientEdge) -> Known | None:
+    """Look up what is known of a place in the graph; ``None`` if it is nothing."""
+    node, output_nr, *_ = edge
+    if node._input_metadata[output_nr].is_cpp_nested_tensor:
+        return Known(NESTED, 1)
+    shape, places = shape_at(edge), [(node, output_nr)]
     if type(node).__name__ in VIEWS:  # a layer's output may be a view of its result
         places.extend(node.next_functions[:1])
     for place, wanted in places:
@@ -98,12 +103,11 @@ def at_node(node: Node, output_nr: int) -> tuple[torch.Size, Known] | None:
             if number != wanted or placements is None:
                 continue
             if own[index] == shape:
-                return shape, Known(placements[index], owner.n)
+                return Known(placements[index], owner.n)
             if place is node and own[index].numel() == shape.numel():
                 placement = _reshaped(placements[index], own[index], shape, owner.n)
-                return shape, Known(placement, owner.n)
-    found = node.metadata.get(KNOWN, {}).get(output_nr)
-    return None if found is None else (shape, found)
+                return Known(placement, owner.n)
+    return node.metadata.get(KNOWN, {}).get(output_nr)
 
 
 def _reshaped(
@@ -132,11 +136,12 @@ def explain(x: Tensor) -> Known | None:
     elif x.grad_fn is None:
         return None
     else:
-        found = at_node(x.grad_fn, x.output_nr)
-        if found and found[0] == x.shape and not is_function(x.grad_fn):
-            return found[1]  # with nothing between: the most frequent case
+        edge = edge_of(x)
+        known = _known_at(edge)
+        if known and not is_function(x.grad_fn):
+            return known  # with nothing between: the most frequent case
         with without_hooks([x]):
-            known = explain_edge(edge_of(x), x.shape)
+            known = _explain_edge(edge)
         mark = None
     if known is not None and (mark is None or is_function(x.grad_fn)):
         note_functions(x, known)
@@ -164,10 +169,10 @@ def note_functions(x: Tensor, known: Known) -> None:
         if not is_function(node) or is_noted(node, number):
             continue
         edge = GradientEdge(node, number)
-        own = known if place is last else _explain_place(edge)
+        own = known if place is last else _explain_edge(edge)
         use = None if own is None else _use_of(node, own.n)
         if use is not None:
-            use.attach_at(edge, _shape_at(edge), own.placement)
+            use.attach_at(edge, shape_at(edge), own.placement)
 
 
 def _use_of(node: Node, n: int) -> Use | None:
@@ -189,7 +194,7 @@ def _is_constant(edge: GradientEdge) -> bool:
     """Tell whether what sits at a place in the graph depends on parameters alone."""
     if is_leaf(edge.node):
         return _leaf(edge.node) is None
-    return _explain_place(edge) is None
+    return _explain_edge(edge) is None
 
 
 def explain_parents(node: Node) -> list[Known]:
@@ -204,7 +209,7 @@ def explain_parents(node: Node) -> list[Known]:
     found = []
     for parent, number in node.next_functions:
         if parent is not None and not is_leaf(parent):
-            found.append(_explain_place(GradientEdge(parent, number)))
+            found.append(_explain_edge(GradientEdge(parent, number)))
     return [known for known in found if known is not None]
 
 
@@ -248,39 +253,27 @@ def placement_at(node: Node) -> Placement:
     Returns:
         The placement.
     """
-    known = _explain_place(GradientEdge(node, 0))
+    known = _explain_edge(GradientEdge(node, 0))
     return None if known is None else known.placement
 
 
-def _shape_at(edge: GradientEdge) -> torch.Size:
-    """Return the shape at a place in the graph; a nested tensor has none."""
-    metadata = edge.node._input_metadata[edge.output_nr]
-    return torch.Size(() if metadata.is_cpp_nested_tensor else metadata.shape)
-
-
-def _explain_place(edge: GradientEdge) -> Known | None:
-    """Find where the samples are at a place, in the shape that the graph knows."""
-    return explain_edge(edge, _shape_at(edge))
-
-
-def explain_edge(edge: GradientEdge, shape: torch.Size) -> Known | None:
-    """Find where the samples are at a place in the graph.
+def _explain_edge(edge: GradientEdge) -> Known | None:
+    """Find where the samples are at a place in the graph; ``None`` if there are none.
 
     Args:
         edge: The place.
-        shape: Shape of the tensor there.
 
     Returns:
         Where they are, ``None`` if nothing there depends on samples.
     """
-    known = at_node(edge.node, edge.output_nr)
-    if known is not None and known[0] == shape:
-        return known[1]
+    known = _known_at(edge)
+    if known is not None:
+        return known
     if type(edge.node).__name__ == HOOKED:  # which are not to be run for this
         node, number = edge.node.next_functions[edge.output_nr]
-        return None if node is None else explain_edge(GradientEdge(node, number), shape)
+        return None if node is None else _explain_edge(GradientEdge(node, number))
     sources, nodes = sources_of([edge])
-    found = _found_from(sources, nodes, edge, shape)
+    found = _found_from(sources, nodes, edge)
     if found is not None and isinstance(found.placement, Mixed) and len(nodes) > 1:
         # one operation after the other: which was it, and does it need to be passed?
         parents = {place for node in nodes for place in node.next_functions}
@@ -288,18 +281,15 @@ def explain_edge(edge: GradientEdge, shape: torch.Size) -> Known | None:
             (place for place in parents if place[0] in nodes),
             key=lambda place: place[0]._sequence_nr(),
         ):
-            _explain_place(GradientEdge(node, number))
-        found = _found_from(*sources_of([edge]), edge, shape)
-    if found is not None and shape == _shape_at(edge):
+            _explain_edge(GradientEdge(node, number))
+        found = _found_from(*sources_of([edge]), edge)
+    if found is not None:
         edge.node.metadata.setdefault(KNOWN, {})[edge.output_nr] = found
     return found
 
 
 def _found_from(
-    sources: Sequence[Source],
-    nodes: Sequence[Node],
-    edge: GradientEdge,
-    shape: torch.Size,
+    sources: Sequence[Source], nodes: Sequence[Node], edge: GradientEdge
 ) -> Known | None:
     """Find where the samples are that have come from other tensors."""
     if not sources:
@@ -321,10 +311,10 @@ def _found_from(
         for x in nodes
     ):
         return first.known
-    key = _structure(sources, nodes, edge, shape)
+    key = _structure(sources, nodes, edge)
     if key is None or key not in _REMEMBERED:
         with saved_tensors_hooks(_same, _same):  # a checkpoint would count ours
-            placement = _probe(edge, shape, sources, nodes)
+            placement = _probe(edge, sources, nodes)
         failed = isinstance(placement, Mixed) and not placement.is_known
         if key is None or failed:  # for once: what it needs may have been freed
             return Known(placement, first.known.n)
@@ -354,10 +344,7 @@ def _arguments(node_type: type) -> tuple[Sequence[str], bool]:
 
 
 def _structure(
-    sources: Sequence[Source],
-    nodes: Sequence[Node],
-    edge: GradientEdge,
-    shape: torch.Size,
+    sources: Sequence[Source], nodes: Sequence[Node], edge: GradientEdge
 ) -> tuple | None:
     """Describe a part of the graph, if its shapes and arguments say all."""
     known: dict[Any, Any] = {node: i for i, node in enumerate(nodes)}
@@ -365,7 +352,7 @@ def _structure(
         if isinstance(source.known.placement, Tensor):
             return None
         known[source.edge[:2]] = (i, source.known, source.shape)
-    parts: list[Any] = [edge.output_nr, shape]
+    parts: list[Any] = [edge.output_nr, shape_at(edge)]
     for node in nodes:
         name, node_type = name_of(node).strip("`_"), type(node)
         arguments, keeps_tensors = _arguments(node_type)
@@ -410,10 +397,11 @@ def sources_of(
         seen.add(place)
         if CONSTANT in node.metadata:
             continue
-        found = at_node(node, number)
-        met = found is not None and isinstance(found[1].placement, Mixed)
+        edge = GradientEdge(node, number)
+        found = _known_at(edge)
+        met = found is not None and isinstance(found.placement, Mixed)
         if found is not None and not (met and past_meetings):
-            sources.append(Source(GradientEdge(node, number), *found))
+            sources.append(Source(edge, found))
             continue
         if is_leaf(node):
             source = _leaf(node)
@@ -438,10 +426,9 @@ def _leaf(node: Node) -> Source | None:
         return None
     elif x.is_nested:
         known = Known(NESTED, x.size(0))
-        return Source(GradientEdge(node, 0), torch.Size(()), known)
     else:
         known = Known(FIRST, len(x))
-    return Source(GradientEdge(node, 0), x.shape, known)
+    return Source(GradientEdge(node, 0), known)
 
 
 def _is_pointwise(node: Node) -> bool:
@@ -468,19 +455,16 @@ def _same(x: Tensor) -> Tensor:
 
 
 def _probe(
-    edge: GradientEdge,
-    shape: torch.Size,
-    sources: Sequence[Source],
-    nodes: Sequence[Node],
+    edge: GradientEdge, sources: Sequence[Source], nodes: Sequence[Node]
 ) -> Placement:
     """Ask which entries depend on which samples, by derivatives in both directions."""
     with state().pull(), _structure_only(nodes):
         try:
             with torch.enable_grad():
-                return _moved(edge, shape, sources, nodes)
+                return _moved(edge, sources, nodes)
         except Exception as error:  # of any type: a function has its own backward
             with suppress(Exception):
-                found = _regular(edge, shape, sources)
+                found = _regular(edge, sources)
                 if found is not None:
                     return found
             first = str(error).split("\n")[0]
@@ -509,15 +493,14 @@ def _hand_on(inputs: tuple, outputs: tuple) -> tuple | None:
     return tuple(x if x is None else g.sum_to_size(x.shape).to(x) for x in inputs)
 
 
-def _regular(
-    edge: GradientEdge, shape: torch.Size, sources: Sequence[Source]
-) -> Placement:
+def _regular(edge: GradientEdge, sources: Sequence[Source]) -> Placement:
     """Find the only layout that gradients agree with: entries of a sample lead to it.
 
     That takes no second derivative.
     """
     n, device = sources[0].known.n, edge.node._input_metadata[edge.output_nr].device
     found: list[Tensor] = []
+    shape = shape_at(edge)
     for axis, size in enumerate(shape):
         for inner in range(1, size // n + 1):
             if size % (n * inner):
@@ -563,13 +546,11 @@ def halves(n: int) -> Iterator[tuple[int, int]]:
 
 
 def _moved(
-    edge: GradientEdge,
-    shape: torch.Size,
-    sources: Sequence[Source],
-    nodes: Sequence[Node],
+    edge: GradientEdge, sources: Sequence[Source], nodes: Sequence[Node]
 ) -> Placement:
     """Mark samples at the sources, and see which entries that changes."""
     n, metadata = sources[0].known.n, edge.node._input_metadata[edge.output_nr]
+    shape = shape_at(edge)
     cotangent = torch.zeros(shape, **kind(metadata)).requires_grad_()
     edges = [source.edge for source in sources]
     pulled = pull([edge], edges, [cotangent], create_graph=True)

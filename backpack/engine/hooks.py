@@ -52,10 +52,7 @@ from backpack.utils.module_classification import NO_OPS, is_loss, is_no_op
 class _Frame:
     """A call of a module that has not returned yet."""
 
-    __slots__ = (
-        *("module", "call", "running", "start", "since", "tracker"),
-        *("outer", "row", "suspends"),
-    )
+    __slots__ = ("module", "call", "running", "start", "since", "tracker", "row")
 
     def __init__(self, module: Module, running: int):
         self.module, self.running = module, running
@@ -63,9 +60,7 @@ class _Frame:
         self.start = len(_THREAD.returned)
         self.since = torch._C._autograd._get_sequence_nr()
         self.tracker: Tracker | None = None  # if it was started here
-        self.outer: Any = None  # record of the module around
         self.row: tuple[Row, Known] | None = None  # if the call is a use as a whole
-        self.suspends = False
 
 
 class _Thread(threading.local):
@@ -157,11 +152,10 @@ def enter_call(
     guard = _Guard(frame, kwargs) if len(frames) == 1 else None
     with torch._C.DisableTorchFunction():
         if tracker is not None:
-            frame.outer, tracker.owner = tracker.owner, frame.call
+            tracker.owner = frame.call
             if not tracker.suspended and module._parameters and _is_alone(module):
                 frame.row = row_of_call(module, args, kwargs, tracker)
                 if frame.row is not None:
-                    frame.suspends = True
                     tracker.suspend()
         else:
             if not _comes_late(module):
@@ -306,8 +300,8 @@ def _leave_last() -> _Frame:
         _THREAD.tracker, frame.tracker.key.is_over = None, True
         _remove_mode(frame.tracker)
     elif tracker is not None:
-        tracker.owner = frame.outer
-        if frame.suspends:
+        tracker.owner = _THREAD.frames[-2].call
+        if frame.row is not None:
             tracker.resume()
     return _THREAD.frames.pop()
 

@@ -55,7 +55,7 @@ class Inspection:
 
     Attributes:
         roots: Where the backward pass begins.
-        calls: Calls in it, and the nodes that produced their outputs.
+        calls: Calls in it, and the node that produced their outputs.
         uses: Uses in it, and the node and its output number for each output.
         reached: The leaf tensors it reaches, and the nodes that use them past any use.
         meetings: Nodes at which samples have met.
@@ -69,7 +69,7 @@ class Inspection:
             roots: Where the backward pass begins.
         """
         self.roots = roots
-        self.calls: dict[Any, list[Node]] = {}
+        self.calls: dict[Any, Node] = {}
         self.uses: dict[Use, dict[int, tuple[Node, int]]] = {}
         self.reached: dict[Tensor, list[Node]] = {}
         self.meetings: dict[Node, Mixed] = {}
@@ -117,12 +117,12 @@ class Inspection:
         for loss in losses if numbers and len(losses) > 1 else ():
             behind = set(walk(e.node for e in loss.input_edges[:1] if e is not None))
             for call in numbers:
-                call.is_loss &= behind.isdisjoint(self.calls[call])
+                call.is_loss &= self.calls[call] not in behind
 
     def _note(self, node: Node, metadata: dict[str, Any]) -> None:
         for number, index, owner in metadata.get(ENTRIES, ()):
             if not owner.is_use:
-                self.calls.setdefault(owner, []).append(node)
+                self.calls[owner] = node
                 continue
             if owner not in self.uses:
                 self.uses[owner] = {}
@@ -153,23 +153,22 @@ class Inspection:
         found: list[Origin] = []
         below: set[Node] = set()
         of_losses = {ref() for c in self.calls if c.is_loss for ref in c.inside}
-        for call, nodes in self.calls.items():
+        for call, node in self.calls.items():
             is_output = call.placements is not None and call not in of_losses
-            if not (is_output and below.isdisjoint(nodes)):
+            if not is_output or node in below:
                 continue
-            below.update(walk(nodes))
-            for node in nodes:
-                for number, index, owner in entries_of(node):
-                    if owner is call:
-                        edge = GradientEdge(node, number)
-                        what = call.placements[index], call.output_shapes[index]
-                        found.append(Origin(call, edge, *what))
+            below.update(walk([node]))
+            for number, index, owner in entries_of(node):
+                if owner is call:
+                    edge = GradientEdge(node, number)
+                    what = call.placements[index], call.output_shapes[index]
+                    found.append(Origin(call, edge, *what))
         return found
 
     @property
     def turns(self) -> list[GradientEdge]:
         """Where calls and uses have their turn, if autograd leads there."""
-        places = [node for nodes in self.calls.values() for node in nodes]
+        places = list(self.calls.values())
         for outputs in self.uses.values():
             places += [node for node, _ in outputs.values()]
         places = places or [edge.node for edge in self.roots]

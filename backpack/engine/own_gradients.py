@@ -76,7 +76,7 @@ class Accumulated(NamedTuple):
 def choose(
     current: State,
     groups: Sequence[Group],
-    inspection: Inspection | None,
+    inspection: Inspection,
     accumulates: bool,
     of_all: bool,
     creates_graph: bool,
@@ -86,7 +86,7 @@ def choose(
     Args:
         current: What is active.
         groups: The parameters of the backward pass.
-        inspection: What its graph looks like, if it is known.
+        inspection: What its graph looks like; empty if nothing is to be done in it.
         accumulates: Whether it accumulates gradients.
         of_all: Whether these are those of all leaves.
         creates_graph: Whether what it computes can be differentiated.
@@ -100,7 +100,7 @@ def choose(
     replacing = [ext for ext in current.active_exts if ext.replaces_gradient]
     own, plain = set(), accumulates and of_all and not creates_graph
     chosen = replacing or not current.gradient
-    if plain and inspection is not None and not (chosen or current.check):
+    if plain and not (chosen or current.check):
         own = find_own(groups, inspection, current.active_exts)
     if not (own or chosen):
         return Accumulated()
@@ -113,7 +113,7 @@ def choose(
         elif not accumulates:
             return Accumulated()  # torch.autograd.grad
         possible = plain if replacing else of_all
-        if inspection is None or not possible:
+        if not (inspection.roots and possible):
             raise NotImplementedError(NOT_ALL.format(**text))
         if not inspection.allows_inputs:
             raise NotImplementedError(REENTRANT.format(**text))
@@ -155,8 +155,8 @@ def find_own(
             positions[id(constant.leaf)] += operation.positions(constant.key, use.n)
         else:
             many = [p for p in group.params if positions[id(p)] >= min(limits)]
-            owners = [use.owner for use in group.uses if many and use.owner is not None]
-            if any(ext.is_customized(x.module) for ext in extensions for x in owners):
+            modules = group.modules if many else []
+            if any(ext.is_customized(x) for ext in extensions for x in modules):
                 continue
             # penalties may use them, too
             free = [param for param in many if param not in inspection.outside]

@@ -65,6 +65,12 @@ class Group:
         self.pending, self.is_simple = 0, False
         self.collected: dict[Use, dict[Tensor, PerSample]] = {}
 
+    @property
+    def modules(self) -> list[Any]:
+        """Modules in which the parameters were used, as far as they exist."""
+        owners = [use.owner for use in self.uses]
+        return [owner.module for owner in owners if owner is not None]
+
     def describe(self, param: Tensor) -> str:
         """Name a parameter and where it is used, for a message.
 
@@ -85,9 +91,8 @@ class Group:
         Returns:
             Their names; the operation if there is none.
         """
-        owners = [use.owner for use in self.uses]
-        places = {name(call.module) for call in owners if call is not None}
-        return " and ".join(sorted(places)) or self.uses[0].name
+        places = sorted({name(module) for module in self.modules})
+        return " and ".join(places) or self.uses[0].name
 
     def collect(self, use: Use, of: Callable[[Use], Products]) -> None:
         """Form products that need the graph, while it is there.
@@ -190,12 +195,6 @@ class ParameterTurn:
         """
         self.group, self.backward_pass = group, backward_pass
         self._gradients: dict[Tensor, PerSample] | None = None
-
-    @property
-    def modules(self) -> list[Any]:
-        """Modules in which the parameters were used, as far as they exist."""
-        owners = [use.owner for use in self.group.uses]
-        return [owner.module for owner in owners if owner is not None]
 
     def gradients(self) -> dict[Tensor, PerSample]:
         """Describe the individual gradients of the parameters.

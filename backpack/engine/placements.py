@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from typing import Any, Callable, Sequence
+from typing import Any, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_leaves
 
 from backpack.core.layout import (
     FIRST,
@@ -25,7 +25,7 @@ from backpack.core.layout import (
     sample_numbers,
     simplify,
 )
-from backpack.engine.trials import MOVING, Trial, describe
+from backpack.engine.trials import MOVING, Performed, Trial
 from backpack.engine.views import in_storage
 from backpack.utils.parallel import communicates
 from backpack.utils.types import version_of
@@ -239,18 +239,16 @@ class Finder:
         except TypeError:  # an argument has no hash
             return _NOTHING
 
-    def _quick(
-        self, name: str, args: Sequence[Any], kwargs: dict, data: list[Tensor], out: Any
-    ) -> Placement:
+    def _quick(self, done: Performed) -> Placement:
         """Answer for the most frequent operations without running them."""
-        if name in POINTWISE:
-            return self._pointwise(data, out)
-        if name in ROWWISE and len(data) == 1:
-            (x,) = data
+        if done.name in POINTWISE:
+            return self._pointwise(done.data, done.outs[0])
+        if done.name in ROWWISE and len(done.data) == 1:
+            (x,) = done.data
             layout = self.of(x)
-            if type(layout) is not Layout or x.shape[:-1] != out.shape[:-1]:
+            if type(layout) is not Layout or x.shape[:-1] != done.outs[0].shape[:-1]:
                 return None
-            if layout.axis >= x.dim() - 1 or not _is_along_last(name, args, kwargs, x):
+            if layout.axis >= x.dim() - 1 or not _is_along_last(done, x):
                 return None
             return layout
         return None
@@ -283,42 +281,29 @@ class Finder:
             numbers = own.where(own >= 0, numbers)
         return simplify(numbers, self.n)
 
-    def find(
-        self,
-        func: Callable,
-        name: str,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        outs: Sequence[Tensor],
-        data: list[Tensor],
-        key: tuple,
-    ) -> list[Placement]:
+    def find(self, done: Performed, key: tuple) -> list[Placement]:
         """Find where an operation has moved samples to.
 
         Args:
-            func: The operation.
-            name: Its name.
-            args: Positional arguments, as they were before the call or are after it.
-            kwargs: Keyword arguments.
-            outs: Tensors that it returned.
-            data: Operands that depend on samples and decide.
+            done: The operation.
             key: By which the result may be remembered.
 
         Returns:
             A placement for each result.
         """
+        _, name, args, kwargs, outs, _ = done
         if name in ("to", "type_as"):  # the other tensor's type alone matters
-            data = [x for x in data if x is args[0]]
-        quick = self._quick(name, args, kwargs, data, outs[0])
+            done = done._replace(data=[x for x in done.data if x is args[0]])
+        quick = self._quick(done)
         if quick is not None and len(outs) == 1:
             self._remember(key, [quick], outs)
             return [quick]
         if self.n == 0:
             return [FIRST] * len(outs)
-        if communicates(func):
+        if communicates(done.func):
             met = [Mixed(f"`{name}`, where processes exchange tensors,")] * len(outs)
             return self._differentiable(met, outs)
-        for x in data:
+        for x in done.data:
             placement = self.of(x)
             if isinstance(placement, Mixed):
                 return self._differentiable([placement] * len(outs), outs)
@@ -327,10 +312,10 @@ class Finder:
             by_value = False
         if name == "embedding_bag":
             by_value = _has_tensor([*args[2:], *kwargs.values()])
-        by_value = by_value or self._depends_on_values(name, args, kwargs, data)
+        by_value = by_value or self._depends_on_values(done)
         with torch._C.DisableTorchFunction(), torch.no_grad():
             try:
-                found, lasts = self._run(func, name, args, kwargs, outs, data)
+                found, lasts = self._run(done)
             except Exception as error:  # the operation's own call has passed
                 found = [Mixed(f"`{name}` ({_first_line(error)})", False)] * len(outs)
                 lasts = False
@@ -338,16 +323,14 @@ class Finder:
             self._remember(key, found, outs)
         return self._differentiable(found, outs)
 
-    def _depends_on_values(
-        self, name: str, args: Sequence[Any], kwargs: dict, data: list[Tensor]
-    ) -> bool:
+    def _depends_on_values(self, done: Performed) -> bool:
         """Tell whether another operand's values may say where samples go."""
-        operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if name == "grid_sample":
-            return any(self.of(x) != FIRST for x in data)
-        picks = any(x.dtype in _INDEXES for x in operands)
-        picks = picks and not name.endswith(("loss", "entropy"))  # these add all up
-        return picks and any(x.dtype not in _INDEXES for x in data)
+        if done.name == "grid_sample":
+            return any(self.of(x) != FIRST for x in done.data)
+        operands = tree_leaves((done.args, done.kwargs))
+        picks = any(isinstance(x, Tensor) and x.dtype in _INDEXES for x in operands)
+        picks = picks and not done.name.endswith(("loss", "entropy"))  # they add all up
+        return picks and any(x.dtype not in _INDEXES for x in done.data)
 
     def _differentiable(
         self, found: list[Placement], outs: Sequence[Tensor]
@@ -374,33 +357,13 @@ class Finder:
         except TypeError:  # an argument has no hash
             pass
 
-    def _run(
-        self,
-        func: Callable,
-        name: str,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        outs: Sequence[Tensor],
-        data: list[Tensor],
-    ) -> tuple[list[Placement], bool]:
+    def _run(self, done: Performed) -> tuple[list[Placement], bool]:
         """Find placements; and tell whether they are the same for other numbers."""
-        if name in ("__getitem__", "masked_select"):
-            x, index = *args, *map(kwargs.get, ("input", "mask")[len(args) :])
-            if self.of(x) is None:
-                args, data = self._without_masks(name, x, index)
-                func, name, kwargs = Tensor.__getitem__, "__getitem__", {}
-        n, deciding = self.n, {id(x) for x in data}
-        flat, spec = tree_flatten((tuple(args), kwargs))
-        numbers: list[Tensor | None] = [
-            (
-                sample_numbers(self.of(x), x.shape, n, x.device)
-                if isinstance(x, Tensor) and id(x) in deciding
-                else None
-            )
-            for x in flat
-        ]
-
-        trial = Trial(func, name, flat, spec, numbers, outs, n)
+        if done.name in ("__getitem__", "masked_select"):
+            done = self._without_masks(done)
+        _, name, args, kwargs, outs, data = done
+        trial, n = Trial(done, self.of, self.n), self.n
+        numbers = trial.numbers
         if name in ("embedding", "__getitem__") and len(args) > 1:
             placement = self._looked_up(*args[:2])
             if placement is not None:
@@ -410,19 +373,19 @@ class Finder:
             if placement is not None:
                 return [placement], True
         if name in SELECTING and numbers[0] is not None:
-            picked = trial.call([numbers[0].contiguous(), *flat[1:]])
+            picked = trial.call([numbers[0].contiguous(), *trial.flat[1:]])
             for own in numbers[1:]:  # of a sample that picks what is another one's
                 if own is not None and own.shape == picked.shape:
                     if conflict(own, picked):
-                        return [Mixed(describe(name, flat, numbers))], True
+                        return [Mixed(trial.describe())], True
             return [simplify(picked, n)], True
         if name == "as_strided":
-            return [in_storage(flat[0], numbers[0], outs[0], n)], True
+            return [in_storage(trial.flat[0], numbers[0], outs[0], n)], True
         if name in POINTWISE and len(outs) == 1:
             combined = self._combined(data, outs[0])
             floats = [x for x in data if x.is_floating_point() or x.is_complex()]
             if combined is None and self._combined(floats, outs[0]) is not None:
-                combined = Mixed(describe(name, flat, numbers))  # by a mask's values
+                combined = Mixed(trial.describe())  # by a mask's values
             if combined is not None:
                 return [combined], True
         found, lasts = trial.find()
@@ -450,10 +413,12 @@ class Finder:
             chosen = known.where(known >= 0, chosen)
         return simplify(chosen.broadcast_to(shape), self.n)
 
-    def _without_masks(
-        self, name: str, x: Tensor, index: Any
-    ) -> tuple[tuple[Tensor, Any], list[Tensor]]:
+    def _without_masks(self, done: Performed) -> Performed:
         """Let numbers pick what masks do: other masks would pick more, or fewer."""
+        names = ("input", "mask")[len(done.args) :]
+        x, index = *done.args, *map(done.kwargs.get, names)
+        if self.of(x) is not None:
+            return done
         parts: list[Any] = []
         for part in index if isinstance(index, tuple) else (index,):
             own = self.of(part) if isinstance(part, Tensor) else None
@@ -461,7 +426,7 @@ class Finder:
                 parts.append(part)
                 continue
             numbers = sample_numbers(own, part.shape, self.n, part.device)
-            if name == "masked_select":
+            if done.name == "masked_select":
                 x, part, numbers = torch.broadcast_tensors(x, part, numbers)
             picked = simplify(numbers[part], self.n)
             for ids in part.nonzero(as_tuple=True):
@@ -469,7 +434,9 @@ class Finder:
                 parts.append(ids)
         operands = [y for y in tree_leaves(parts) if isinstance(y, Tensor)]
         data = [y for y in operands if self.of(y) is not None]
-        return (x, tuple(parts) if len(parts) > 1 else parts[0]), data
+        args = x, tuple(parts) if len(parts) > 1 else parts[0]
+        take = Tensor.__getitem__
+        return Performed(take, "__getitem__", args, {}, done.outs, data)
 
     def _looked_up(self, table: Any, ids: Any) -> Placement:
         """Tell where samples are in rows of a table that were picked by data."""
@@ -539,8 +506,9 @@ def _has_tensor(x: Any) -> bool:
     return isinstance(x, Tensor)
 
 
-def _is_along_last(name: str, args: Sequence[Any], kwargs: dict, x: Tensor) -> bool:
+def _is_along_last(done: Performed, x: Tensor) -> bool:
     """Tell whether an operation acts along the last axis of its input only."""
+    _, name, args, kwargs, *_ = done
     if not args:
         return False
     if name == "linear":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any, Callable, Iterator, Optional
 
@@ -28,6 +28,7 @@ from backpack.engine.parameters import Group
 from backpack.engine.turn import EXTEND_LOSS, Turn, refuse_several_calls
 from backpack.engine.user_hooks import sees_gradients
 from backpack.engine.uses import Use, refuse
+from backpack.engine.vjp import pull
 from backpack.utils.hooks import EXTENDED, message, name_module, without_hooks
 from backpack.utils.parallel import gathered, is_parallel
 
@@ -116,8 +117,8 @@ class PullColumns:
         Raises:
             NotImplementedError: If there is not exactly one output, or hooks change it.
         """
-        inspection, name = self._running.inspection, type(extensions[0]).__name__
-        origins = [] if inspection is None else inspection.outputs()
+        name = type(extensions[0]).__name__
+        origins = self._running.inspection.outputs()
         if len(origins) != 1:
             names = [name_module(origin.call.module) for origin in origins]
             found = ", ".join(names) or "none"
@@ -170,7 +171,7 @@ class PullColumns:
         for group in groups:
             if any(use.released for use in group.uses):
                 continue
-            modules = [u.owner.module for u in group.uses if u.owner is not None]
+            modules = group.modules
             for ext in extensions:
                 self._covered.add((ext, group))
                 custom = [m for m in modules if ext.is_customized(m)]
@@ -188,13 +189,13 @@ class PullColumns:
         totals: dict[Key, Any] = {}
         last: dict[Key, PerSample] = {}
 
-        def pull(chunk: Tensor) -> dict[Any, Cotangents]:
+        def pull_chunk(chunk: Tensor) -> dict[Any, Cotangents]:
             with gathered(tensors), without_hooks(tensors):
                 return self._pull_chunk(edge, targets, chunk)
 
         done = 0
         for chunk in chain([first], chunks):
-            pulled = pull(chunk)
+            pulled = pull_chunk(chunk)
             done += len(chunk)
             if many and self._running.state.debug:
                 print(f"[DEBUG] {name_module(loss.module)}: pulled back {done} columns")
@@ -224,7 +225,8 @@ class PullColumns:
         if again:
             seconds: dict[Key, Any] = {}
             for chunk in columns():
-                for ext, _, param, product in self._products(at_once, pull(chunk)):
+                pulled = pull_chunk(chunk)
+                for ext, _, param, product in self._products(at_once, pulled):
                     if (ext, param) in again:
                         part = again[ext, param].statistic(product)
                         _add(seconds, (ext, param), part, ext.combine)
@@ -257,7 +259,7 @@ class PullColumns:
         inspection, active = running.inspection, current.active_exts
         # torch.autograd.grad returns them, a graph is for derivatives of theirs
         needed = current.gradient or running.accumulated.inputs is None
-        if needed or torch.is_grad_enabled() or inspection is None or is_parallel():
+        if needed or torch.is_grad_enabled() or is_parallel():
             return False
         if any(x not in exts for x in active):
             return False
@@ -283,33 +285,20 @@ class PullColumns:
                 self._waiting[ext, group] = [0]
         return True
 
-    def _columns_at(self, use: Use, source: Any) -> Cotangents:
-        """Return the columns that were stored at a use, or carried there."""
-        if self._exchanging is not None:
-            return self._running.cotangents(use)
-        return self._stored[use][source]
-
     def _products(
         self, at_once: dict[Group, list[Any]], pulled: dict[Any, Cotangents]
     ) -> Iterator[tuple[Any, Group, Tensor, PerSample]]:
         """Form the products of a chunk of columns, for each extension and parameter."""
-        of = self._products_of(pulled)
+
+        @cache
+        def of(use: Use) -> Any:
+            some = pulled.get(use, [None] * use.num_outputs)
+            return use.products(some, self._running.nodes(use))
+
         for group, extensions in at_once.items():
             for param, product in group.products(of).items():
                 for ext in extensions:
                     yield ext, group, param, product
-
-    def _products_of(self, pulled: dict[Any, Cotangents]) -> Any:
-        """Make a function that forms the products of a use, once."""
-        formed: dict[Use, Any] = {}
-
-        def of(use: Use) -> Any:
-            if use not in formed:
-                some = pulled.get(use, [None] * use.num_outputs)
-                formed[use] = use.products(some, self._running.nodes(use))
-            return formed[use]
-
-        return of
 
     def _pull_chunk(
         self, edge: GradientEdge, targets: list[Target], columns: Tensor
@@ -328,17 +317,10 @@ class PullColumns:
         """
         edges = [GradientEdge(t.node, t.entry.output_nr) for t in targets]
         stacks = [_Stack(len(columns)) for _ in targets]
-        current = self._running.state
-        with current.pull():
+        create_graph = torch.is_grad_enabled()
+        with self._running.state.pull():
             for column in columns.unbind():
-                pulled = torch.autograd.grad(
-                    edge,
-                    edges,
-                    column,
-                    retain_graph=True,
-                    create_graph=torch.is_grad_enabled(),
-                    allow_unused=True,
-                )
+                pulled = pull(edge, edges, column, create_graph=create_graph)
                 for stack, target, part in zip(stacks, targets, pulled):
                     stack.put(target.entry.in_shape(part))
         result: dict[Any, Cotangents] = {}
@@ -368,7 +350,7 @@ class PullColumns:
         """
         group = turn.group
         if (ext, group) not in self._covered:
-            if not self._running.in_losses.isdisjoint(turn.modules):
+            if not self._running.in_losses.isdisjoint(group.modules):
                 self._running.exempt(ext, group.params)  # no column starts above it
                 return
             if not ext.expects_backpropagation_quantities():
@@ -407,7 +389,10 @@ class PullColumns:
         def of(use: Use) -> Any:
             formed, key = self._formed.setdefault(use, {}), (source, numbers)
             if key not in formed:
-                columns = self._columns_at(use, source)
+                if self._exchanging is None:
+                    columns = self._stored[use][source]
+                else:  # they were carried there
+                    columns = self._running.cotangents(use)
                 count = next((len(x) for x in columns if x is not None), 1)
                 if len(numbers) < count:
                     some = list(numbers)

@@ -19,10 +19,10 @@ from backpack.engine.gaps import (
     differ,
     explain_parents,
     is_function,
-    pull,
     sources_of,
 )
 from backpack.engine.graph import entries_of
+from backpack.engine.vjp import pull
 from backpack.utils.state import state
 from backpack.utils.types import kind
 

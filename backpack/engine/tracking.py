@@ -44,6 +44,7 @@ from backpack.engine.placements import (
     in_function,
     mark_of,
 )
+from backpack.engine.trials import Performed
 from backpack.engine.user_hooks import SEEN, guard
 from backpack.engine.uses import (
     Constant,
@@ -343,8 +344,8 @@ class Tracker(TorchFunctionMode):
                     if hasattr(x, MARK):
                         self.place(x, getattr(x, MARK)[1])
                 deciding = deciding or self._deciding(name, data)
-                find = self._finder.find
-                placements = find(func, name, seen, kwargs, outs, deciding, key)
+                done = Performed(func, name, seen, kwargs, outs, deciding)
+                placements = self._finder.find(done, key)
         if pairs is not None and result is not outs[0]:
             constant = [id(x) for x, p in zip(outs, placements) if p is None]
             result = out = on_one_node(result, constant)
@@ -377,7 +378,8 @@ class Tracker(TorchFunctionMode):
                 earlier = any(self._finder.of(y) is placement for y in data)
                 if not (earlier and placement.is_known):
                     placement = self._located(placement)
-                _note_meeting(x, placement)
+                if x.grad_fn is not None:
+                    x.grad_fn.metadata.setdefault(MEETING, placement)
             self.place(x, placement)
         if not (kind.writes and outs[0]._base is not None):
             return outs
@@ -556,10 +558,3 @@ def _made_base(x: Tensor, since: int) -> bool:
     """Tell whether a result is a view of what its own operation has computed."""
     node = None if x._base is None else x._base.grad_fn
     return node is not None and since <= node._sequence_nr() and node is not x.grad_fn
-
-
-def _note_meeting(x: Tensor, placement: Mixed) -> None:
-    """Remember at its node of the graph that samples have met in a tensor."""
-    node = x.grad_fn
-    if node is not None and MEETING not in node.metadata:
-        node.metadata[MEETING] = placement

@@ -10,13 +10,13 @@ from __future__ import annotations
 from contextlib import contextmanager, suppress
 from functools import partial
 from math import inf, nan
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from backpack.core.layout import Mixed, Placement, has_bit, simplify
+from backpack.core.layout import Mixed, Placement, has_bit, sample_numbers, simplify
 from backpack.utils.types import dense
 
 
@@ -47,34 +47,61 @@ MOVING = frozenset(
 )
 
 
-class Trial:
-    """An operation that is run again, on copies of its operands."""
+class Performed(NamedTuple):
+    """An operation that was performed: what went in, and what came out.
 
-    def __init__(
-        self,
-        func: Callable,
-        name: str,
-        flat: list[Any],
-        spec: TreeSpec,
-        numbers: list[Tensor | None],
-        outs: Sequence[Tensor],
-        n: int,
-    ):
+    Attributes:
+        func: The operation.
+        name: Its name.
+        args: Positional arguments, as they were before the call or are after it.
+        kwargs: Keyword arguments.
+        outs: Tensors that it returned.
+        data: Operands that depend on samples and decide where those of the results are.
+    """
+
+    func: Callable
+    name: str
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    outs: Sequence[Tensor]
+    data: list[Tensor]
+
+
+class Trial:
+    """An operation that is run again, on copies of its operands.
+
+    Attributes:
+        flat: Its arguments, as leaves of a tree.
+        numbers: Sample numbers of the entries of each argument; ``None`` for those that
+            do not depend on samples.
+    """
+
+    def __init__(self, done: Performed, of: Callable[[Tensor], Placement], n: int):
         """Store the operation.
 
         Args:
-            func: The operation.
-            name: Its name.
-            flat: Its arguments, as leaves of a tree.
-            spec: The tree.
-            numbers: Sample numbers of the entries of each argument; ``None`` for those
-                that do not depend on samples.
-            outs: Tensors that it has returned.
+            done: The operation.
+            of: Tells where the samples of an operand are.
             n: Number N of samples.
         """
-        self._func, self._name, self._flat, self._spec = func, name, flat, spec
-        self._numbers, self._outs, self._n = numbers, outs, n
-        self._devices = {x.device for x in flat if isinstance(x, Tensor)}
+        self._func, self._name, self._outs, self._n = done.func, done.name, done.outs, n
+        self.flat, self._spec = tree_flatten((tuple(done.args), done.kwargs))
+        deciding = {id(x) for x in done.data}
+        self.numbers: list[Tensor | None] = [
+            sample_numbers(of(x), x.shape, n, x.device) if id(x) in deciding else None
+            for x in self.flat
+        ]
+        self._devices = {x.device for x in self.flat if isinstance(x, Tensor)}
+
+    def describe(self) -> str:
+        """Describe the operation for a message.
+
+        Returns:
+            Name and shapes.
+        """
+        pairs = zip(self.flat, self.numbers)
+        shapes = [list(x.shape) for x, i in pairs if i is not None]
+        return f"`{self._name}` on {' and '.join(map(str, shapes))}"
 
     def call(self, flat: list[Any]) -> Any:
         """Run the operation.
@@ -95,7 +122,7 @@ class Trial:
             A placement for each result; and whether they are the same for other numbers
             in the operands.
         """
-        pairs = zip(self._flat, self._numbers)
+        pairs = zip(self.flat, self.numbers)
         kinds = [_is_inexact(x) for x, i in pairs if i is not None]
         outs, lasts = self._outs, True
         found: list[Placement] = [None] * len(outs)
@@ -108,7 +135,7 @@ class Trial:
             if mixed and any(bool((x != x).any()) for x in self._run()):
                 # outside of its domain: NaN shows nothing there
                 with self._drawing():
-                    self._flat = list(map(_between, self._flat))
+                    self.flat = list(map(_between, self.flat))
                 found, hides = self._probe(NOT_A_NUMBER)
             if hides and not self._is_random():
                 found, lasts = self._probe(EXTREMES)[0], False
@@ -127,7 +154,7 @@ class Trial:
 
     def _has_entries(self) -> bool:
         """Tell whether something may come from a sample, or from a parameter."""
-        pairs = [(x, i) for x, i in zip(self._flat, self._numbers) if _is_inexact(x)]
+        pairs = [(x, i) for x, i in zip(self.flat, self.numbers) if _is_inexact(x)]
         return any(x.requires_grad if i is None else x.numel() for x, i in pairs)
 
     def _run(
@@ -140,7 +167,7 @@ class Trial:
         """Run the operation with marks at some of the samples."""
         new: list[Any] = []
         with self._drawing():
-            for x, i in zip(self._flat, self._numbers):
+            for x, i in zip(self.flat, self.numbers):
                 # a copy: nothing of the model's, like statistics, may change
                 x = _copied(x if i is None else _dense(x))
                 if isinstance(x, Tensor):
@@ -171,7 +198,7 @@ class Trial:
 
     def _is_use(self) -> bool:
         """Tell whether what no sample changes may depend on parameters."""
-        pairs = zip(self._flat, self._numbers)
+        pairs = zip(self.flat, self.numbers)
         constants = [x for x, i in pairs if isinstance(x, Tensor) and i is None]
         return self._name not in MOVING and any(x.requires_grad for x in constants)
 
@@ -226,26 +253,11 @@ class Trial:
         found: list[Placement] = []
         for j in range(len(outs)):
             if mixed[j]:
-                found.append(Mixed(describe(self._name, self._flat, self._numbers)))
+                found.append(Mixed(self.describe()))
             else:
                 numbers = got[j].masked_fill(unseen[j], -1)
                 found.append(simplify(numbers, n, self._is_use()))
         return found, hides
-
-
-def describe(name: str, flat: Sequence[Any], numbers: Sequence[Any]) -> str:
-    """Describe an operation for a message.
-
-    Args:
-        name: Its name.
-        flat: Its arguments.
-        numbers: Those that depend on samples are not ``None`` here.
-
-    Returns:
-        Name and shapes.
-    """
-    shapes = [list(x.shape) for x, i in zip(flat, numbers) if i is not None]
-    return f"`{name}` on {' and '.join(map(str, shapes))}"
 
 
 def _is_inexact(x: Any) -> bool:

@@ -168,8 +168,9 @@ class Turn:
     def __enter__(self) -> Turn:
         """Make this the current turn."""
         self._outer, _CURRENT.turn = _CURRENT.turn, self
-        if self.call in self.backward_pass.dropouts:
-            self.module.__dict__[MASK] = self._drawn_mask()
+        if isinstance(self.module, _DropoutNd) and self.backward_pass.walked:
+            if self.call.training and self.call.input_edges[0]:
+                self.module.__dict__[MASK] = self._drawn_mask()
         self._state = as_called(self.call)
         self._state.__enter__()
         return self
@@ -182,23 +183,11 @@ class Turn:
 
     def _drawn_mask(self) -> Tensor:
         """Ask the graph for the mask of a dropout layer, which values do not tell."""
-        edge, x = self.backward_pass.dropouts[self.call], self.call.input_edges[0]
-        current = state()
-        with current.pull():
-            ones = torch.ones_like(self.call.outputs[0])
-            with without_hooks(self.call.tensors()):
-                return torch.autograd.grad(edge, x, ones, retain_graph=True)[0].detach()
-
-    def _note_dropouts(self) -> None:
-        """Remember where the outputs of dropout layers sit that lead to this loss."""
-        edge = self.call.input_edges[0]
-        for entry, node in [] if edge is None else targets_below([edge.node]):
-            call = entry.owner
-            if call.is_use or not isinstance(call.module, _DropoutNd):
-                continue
-            if call.training and call.input_edges[0]:
-                edge = GradientEdge(node, entry.output_nr)
-                self.backward_pass.dropouts[call] = edge
+        entry = next(entry for entry in self._entries if entry.owner is self.call)
+        edge = GradientEdge(torch._C._current_autograd_node(), entry.output_nr)
+        x, ones = self.call.input_edges[0], torch.ones_like(self.call.outputs[0])
+        with state().pull(), without_hooks(self.call.tensors()):
+            return torch.autograd.grad(edge, x, ones, retain_graph=True)[0].detach()
 
     @cached_property
     def row(self) -> Row:
@@ -327,8 +316,6 @@ class Turn:
         """
         if quantities is None:
             return
-        if self.call.is_loss:
-            self._note_dropouts()
         several = isinstance(quantities, (list, tuple))
         quantities = list(quantities) if several else [quantities]
         for position, before in self.producers(extension).items():

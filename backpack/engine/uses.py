@@ -108,7 +108,7 @@ class Constant:
         shape: Its shape.
     """
 
-    __slots__ = ("leaf", "source", "stand_in", "key", "shape", "dtype")
+    __slots__ = ("leaf", "source", "stand_in", "key", "shape")
 
     @classmethod
     def at(cls, edge: GradientEdge) -> Constant:
@@ -121,12 +121,11 @@ class Constant:
             The constant, which is its own stand-in.
         """
         node, number, *_ = edge
-        leaf = getattr(node, "variable", None)
-        like = node._input_metadata[number] if leaf is None else leaf
         constant = cls.__new__(cls)
-        constant.leaf, constant.source = leaf, edge if leaf is None else None
+        constant.leaf = getattr(node, "variable", None)
+        constant.source = edge if constant.leaf is None else None
         constant.stand_in, constant.key = edge, None
-        constant.shape, constant.dtype = torch.Size(like.shape), like.dtype
+        constant.shape = torch.Size(node._input_metadata[number].shape)
         return constant
 
     def __init__(self, x: Tensor, stand_in: GradientEdge | None, key: Any):
@@ -140,7 +139,6 @@ class Constant:
         self.leaf = x if x.grad_fn is None or is_in_place(x) else None
         self.source = None if self.leaf is x else edge_of(x)
         self.stand_in, self.key, self.shape = stand_in, key, x.shape
-        self.dtype = x.dtype
 
     @property
     def node(self) -> Node:
@@ -349,37 +347,26 @@ class Use:
 
     release_all = release
 
-    def check(self, what: Callable[[], str], names: Callable[[], str]) -> None:
-        """Refuse a use after samples have met.
-
-        Args:
-            what: Names who asks.
-            names: Names the parameters.
-
-        Raises:
-            NotImplementedError: If samples are not separate at an output.
-        """
-        for placement in self.placements:
-            if isinstance(placement, Mixed):
-                refuse(what(), placement, names())
-
-    def check_cotangents(
+    def check(
         self,
         cotangents: Sequence[Tensor | None],
         what: Callable[[], str],
         names: Callable[[], str],
     ) -> None:
-        """Refuse cotangents at entries whose sample is not known.
+        """Refuse a use after samples have met, or with a gradient of nobody's entries.
 
         Args:
             cotangents: Gradient at each output, ``None`` for zero.
-            what: Who asks.
-            names: Names of the parameters.
+            what: Names who asks.
+            names: Names the parameters.
 
         Raises:
-            NotImplementedError: If there are some.
+            NotImplementedError: If samples are not separate at an output, or there are
+                cotangents at entries whose sample is not known.
         """
         for placement, x in zip(self.placements, cotangents):
+            if isinstance(placement, Mixed):
+                refuse(what(), placement, names())
             if x is None or not isinstance(placement, Tensor) or not may_look(x):
                 continue
             if bool((x != 0).logical_and(placement < 0).any()):

@@ -2,7 +2,7 @@
 
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -10,6 +10,9 @@ from torch.autograd.graph import GradientEdge, Node
 
 from backpack.utils.state import state
 from backpack.utils.types import dense
+
+# Keeps the graph; `None` where there is no path
+pull = partial(torch.autograd.grad, retain_graph=True, allow_unused=True)
 
 
 @contextmanager
@@ -54,36 +57,25 @@ def batched_vjp(
     Returns:
         Columns ``[V, n, *in]`` at each input, ``None`` where there is no path.
     """
-    current, create_graph = state(), torch.is_grad_enabled()
     sizes = cotangents[0].shape[:2]
     flat = [x.flatten(0, 1) for x in cotangents]
-    options = {"retain_graph": True, "create_graph": create_graph, "allow_unused": True}
-    with current.pull():
+    pull_back = partial(pull, outputs, inputs, create_graph=torch.is_grad_enabled())
+    with state().pull():
         if len(flat[0]) == 1:
-            rows = torch.autograd.grad(outputs, inputs, [x[0] for x in flat], **options)
+            rows = pull_back([x[0] for x in flat])
             found = [None if x is None else dense(x).unsqueeze(0) for x in rows]
         else:
             try:
-                found = list(
-                    torch.autograd.grad(
-                        outputs, inputs, flat, is_grads_batched=True, **options
-                    )
-                )
+                found = list(pull_back(flat, is_grads_batched=True))
             except RuntimeError:  # not every operation can be vmapped
-                found = _one_by_one(outputs, inputs, flat, options)
+                found = _one_by_one(pull_back, flat)
     return [None if x is None else dense(x).unflatten(0, tuple(sizes)) for x in found]
 
 
 def _one_by_one(
-    outputs: Sequence[GradientEdge],
-    inputs: Sequence[GradientEdge],
-    columns: Sequence[Tensor],
-    options: Dict[str, bool],
+    pull_back: Callable, columns: Sequence[Tensor]
 ) -> List[Optional[Tensor]]:
-    rows = [
-        torch.autograd.grad(outputs, inputs, list(some), **options)
-        for some in zip(*columns)
-    ]
+    rows = [pull_back(some) for some in zip(*columns)]
     found: List[Optional[Tensor]] = []
     for parts in zip(*rows):
         known = next((x for x in parts if x is not None), None)

@@ -147,7 +147,7 @@ def refuse_gathered(option: str, calls: Iterable[Any]) -> None:
     Raises:
         NotImplementedError: If parameters are spread over processes.
     """
-    if is_parallel() and any(True for _ in _shards(calls)):
+    if any(True for _ in _shards(calls)):
         raise NotImplementedError(GATHERED.format(option=option))
 
 
@@ -360,7 +360,7 @@ def unify(uses: Iterable[Any], calls: Iterable[Any]) -> None:
 
 def _shards(calls: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor]]:
     """List gathered parameters, and what has replaced them: shards."""
-    for call in calls:
+    for call in calls if is_parallel() else ():
         for name, param in call.parameters.items():
             path, _, key = name.rpartition(".")
             shard = call.module.get_submodule(path)._parameters.get(key)

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from backpack.core.layout import Layout
 from backpack.engine.check import Check, check_isolation
-from backpack.engine.coverage import check_samples, warn_of_terms
+from backpack.engine.coverage import InnerPasses, check_samples, warn_of_terms
 from backpack.engine.graph import describe, listen_below, will_run
 from backpack.engine.inspection import Inspection, additive_terms
 from backpack.engine.own_gradients import choose, hand_over
@@ -154,8 +154,10 @@ class BackwardPass:
                 check_isolation(self.inspection, current)
         args = accumulates, inputs is None, creates_graph
         self.accumulated = choose(current, self.groups, self.inspection, *args)
+        self._inner: InnerPasses | None = None
         if self.inspection is not None:
             self._listen()
+            self._inner = InnerPasses(self.inspection.nodes, exts)
         elif roots and current.extension_hook is not no_op:
             listen_below([edge.node for edge in roots])
 
@@ -271,6 +273,8 @@ class BackwardPass:
             ext.saved_quantities.clear()
         if self._check is not None:
             self._check.remove()
+        if self._inner is not None:
+            self._inner.remove()
         if self.inspection is not None and is_parallel():
             exts, report = self.state.active_exts, self.state.report
             for ext, shard in move_to_shards(self.inspection.calls, exts):

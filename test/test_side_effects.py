@@ -23,6 +23,7 @@ from per_sample import (
     N,
     Row,
     assert_fields,
+    assert_refused,
     assert_right,
     compute,
     param,
@@ -580,6 +581,66 @@ def test_reentrant_checkpoint(quantity: str) -> None:
         assert re.search(says, str(error)), error
         return
     assert_fields(model, [quantity], reference(checkpointed(reentrant=False)))
+
+
+class Repeated(torch.autograd.Function):
+    """Run a part again in the backward pass, and a backward pass through it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
+        """Run it."""
+        ctx.part = part
+        ctx.save_for_backward(x)
+        return part(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tuple[Tensor, None]:
+        """Run it again, where autograd sees it."""
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.part(x).backward(g)
+        return x.grad, None
+
+
+REPEATED: Dict[str, Callable[[Module], Callable[[Tensor], Tensor]]] = {
+    "layer": lambda m: m.f,
+    "layer-that-is-seen-elsewhere": lambda m: m.e,
+    "module": lambda m: m.s,
+    "operation": lambda m: lambda x: x * m.p,
+}
+
+
+def repeated(part: Callable[[Module], Callable[[Tensor], Tensor]], **parts: Any) -> Row:
+    """Make a row with a part that runs a backward pass of its own."""
+    return Row(
+        lambda: Lambda(
+            lambda m, x: m.g(Repeated.apply(m.e(x), part(m))),
+            e=nn.Linear(D, D),
+            g=nn.Linear(D, 2),
+            **{name: make() for name, make in parts.items()},
+        ),
+        randn(D),
+        quantities=["BatchGrad", "BatchL2Grad", "DiagGGNExact"],
+        says="repeated` runs a backward pass of its own inside .*(weight|bias|p)'",
+    )
+
+
+@pytest.mark.parametrize("quantity", ["BatchGrad", "BatchL2Grad", "DiagGGNExact"])
+@pytest.mark.parametrize("name", REPEATED)
+def test_backward_pass_inside(name: str, quantity: str) -> None:
+    """What a pass inside of the pass adds to a parameter's gradient is refused."""
+    row = repeated(
+        REPEATED[name],
+        f=lambda: nn.Linear(D, D),
+        s=lambda: nn.Sequential(nn.Linear(D, D), nn.Tanh()),
+        p=lambda: param(D),
+    )
+    assert_refused(row, quantity)
+
+
+def test_backward_pass_inside_without_parameters() -> None:
+    """A pass inside of the pass that reaches no parameter changes nothing."""
+    assert_right(repeated(lambda m: torch.tanh))
 
 
 @pytest.mark.parametrize("where", ["part", "all"])

@@ -40,6 +40,12 @@ from torchvision.models import (
     vision_transformer,
 )
 
+
+def eight_tokens(num_samples: int, length: int) -> Batch:
+    """Draw texts of as many tokens as fill whole segments."""
+    return tokens(num_samples, 8)
+
+
 MAMBA = {"mamba_d_state": 4, "mamba_chunk_size": 4}
 
 DECODERS = [
@@ -136,6 +142,33 @@ ENCODERS = [
     encoder("RemBERT", "rembert", input_embedding_size=4, output_embedding_size=6),
     encoder("X-MOD", "xmod", languages=["en"], default_language="en"),
     encoder("Megatron-BERT", "megatron-bert"),
+    encoder(
+        "Nyströmformer",
+        "nystromformer",
+        segment_means_seq_len=8,
+        num_landmarks=4,
+        conv_kernel_size=3,
+    )._replace(
+        inputs=eight_tokens,
+        refused={part: "samples have met in `max`" for part in PARTS},
+    ),
+    encoder(
+        "Reformer",
+        "reformer",
+        attention_head_size=4,
+        feed_forward_size=12,
+        axial_pos_shape=[2, 4],
+        axial_pos_embds_dim=[4, 4],
+        attn_layers=["local", "local"],
+        local_attn_chunk_length=4,
+        hidden_dropout_prob=0.0,
+        local_attention_probs_dropout_prob=0.0,
+        is_decoder=False,
+    )._replace(
+        inputs=eight_tokens,
+        train=True,  # repeats its layers in the backward pass, in this mode alone
+        refused={part: "runs a backward pass of its own" for part in PARTS},
+    ),
 ]
 
 

@@ -662,6 +662,12 @@ ADAPTERS = [
     adapter("VeRA", peft.VeraConfig, r=2, target_modules=["q_proj", "o_proj"]),
     adapter("HRA", peft.HRAConfig, r=2, target_modules=["q_proj", "v_proj"]),
     adapter("FRoD", peft.FrodConfig, target_modules=["q_proj", "v_proj"]),
+    adapter(
+        "VeLoRA", peft.LoraConfig, **LORA, velora_config=peft.VeloraConfig(num_groups=2)
+    ),
+    adapter("Lily", peft.LilyConfig, r=2, target_modules=["q_proj", "v_proj"])._replace(
+        refused={part: "samples have met in `mean`" for part in PARTS}
+    ),
     adapter("layer norms", peft.LNTuningConfig),
     adapter("prompt", peft.PromptTuningConfig, num_virtual_tokens=2),
     adapter(

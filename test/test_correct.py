@@ -1965,6 +1965,61 @@ def test_outside_use(term: str, ext: type, inside: bool) -> None:
     assert any(expected in m and "' of Sequential" in m for m in messages), messages
 
 
+def squared(x: Tensor) -> Tensor:
+    """Return an error that the whole batch shares."""
+    return (x - 1.0).pow(2).mean()
+
+
+PENALIZED: Dict[str, Tuple[Callable[[Tensor, Tensor], Tensor], float]] = {
+    "sum": (lambda x, term: squared(x) + term, 1.0),
+    "sum-after": (lambda x, term: term + squared(x), 1.0),
+    "list": (lambda x, term: sum([squared(x), squared(x.sin()), term]), 1.0),
+    "difference": (lambda x, term: squared(x) - term, -1.0),
+    "from-a-term": (lambda x, term: term.sub(squared(x), alpha=2), 1.0),
+    "in-place": (lambda x, term: squared(x).add_(term, alpha=2), 2.0),
+    "scaled": (lambda x, term: 3 * (F.mse_loss(x, x * 0) + term) / 2, 1.5),
+}
+
+
+@pytest.mark.parametrize("name", PENALIZED)
+def test_term_inside(name: str) -> None:
+    """A model that returns a loss may add to it what belongs to no sample."""
+    function, factor = PENALIZED[name]
+    model = Lambda(
+        lambda m, x, scale=1.0: function(m.f(x), scale * m.f.weight.pow(2).sum()),
+        f=nn.Linear(4, 3),
+    ).to(F64)
+    X, weight = torch.randn(N, 4, dtype=F64), model.f.weight
+    rows = [torch.autograd.grad(model(x[None], 0.0) / N, weight)[0] for x in X]
+    value = extend(model)(X)
+    with pytest.warns(UserWarning, match="terms of the loss that belong to no sample"):
+        with backpack(BatchGrad(), BatchL2Grad()):
+            value.backward()
+    oracle.assert_agrees(weight.grad_batch, torch.stack(rows), "grad_batch")
+    total = sum(rows) + 2 * factor * weight.detach()
+    oracle.assert_agrees(weight.grad, total, "gradient")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, term: (squared(x) + term).sqrt(),
+        lambda x, term: squared(x) * term,
+        lambda x, term: (x * (squared(x) + term)).mean(),
+    ],
+    ids=["root", "factor", "back-to-samples"],
+)
+def test_no_term_inside(function: Callable) -> None:
+    """What is no term of a sum is refused, by name."""
+    model = Lambda(
+        lambda m, x: function(m.f(x), m.f.weight.pow(2).sum()), f=nn.Linear(4, 3)
+    )
+    value = extend(model)(torch.randn(N, 4))
+    with pytest.raises(NotImplementedError, match="'f.weight' of Lambda"):
+        with backpack(BatchGrad()):
+            value.backward()
+
+
 OUTSIDE = {
     "weight": lambda m, x: m.fc2(m.fc1(x).tanh() + F.linear(x, m.fc1.weight)),
     "bias": lambda m, x: m.fc2(m.fc1(x).tanh() * m.fc1.bias),

@@ -814,7 +814,7 @@ SAMPLES: Dict[str, Row] = {
         ),
         UserWarning,
         ": '0.0.weight' of Sequential, '0.1.weight' of Sequential",
-        "terms of the loss that no extended module computes",
+        "terms of the loss that belong to no sample",
         "Add what they contribute by hand",
     ),
     "used-outside": Row(

@@ -28,7 +28,9 @@ from cases import (
     randn,
     tensors,
 )
-from oracle import assert_agrees, oracle, parameters
+from oracle import assert_agrees, jacobian, oracle, parameters
+from per_sample import Lambda
+from per_sample import param as bare
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.func import grad as func_grad
@@ -37,6 +39,7 @@ from torch.nn import Module
 from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, disable, extend, extensions
+from backpack.extensions import BatchGrad, BatchJacobian
 
 N = 3
 
@@ -794,6 +797,38 @@ def test_autograd_grad():
     for param, gradient in zip(model.parameters(), gradients):
         assert param.grad is None
         assert_agrees(param.grad_batch.sum(0), gradient, "gradient")
+
+
+ENDS = {  # a model's last operation
+    "layer": lambda m, x: m.layer(x),
+    "shift": lambda m, x: m.layer(x) + m.w,
+    "scale": lambda m, x: m.layer(x) * m.w,
+    "product": lambda m, x: x @ m.layer.weight.T,
+}
+BEGIN = {  # a backward pass at the model's output
+    "backward": lambda out, ones, params: out.backward(ones),
+    "backward-inputs": lambda out, ones, params: out.backward(ones, inputs=params),
+    "grad": lambda out, ones, params: torch.autograd.grad(out, params, ones),
+}
+
+
+@pytest.mark.parametrize("begin", BEGIN)
+@pytest.mark.parametrize("end", ENDS)
+def test_begins_at_a_use(end: str, begin: str):
+    """The first operation that a backward pass goes through is a use like others."""
+    model = Lambda(ENDS[end], layer=nn.Linear(4, 3), w=bare(3)).to(F64)
+    X = torch.randn(4, 4, dtype=F64)
+    rows = [jacobian(model(x[None]), list(model.parameters())) for x in X]
+    out = extend(model)(X)
+    used = {p: i for i, p in enumerate(model.parameters()) if rows[0][i].any()}
+    for p in {*model.parameters()} - {*used}:
+        p.requires_grad_(False)  # or its missing result would be warned of
+    with backpack(BatchGrad(), BatchJacobian()):
+        BEGIN[begin](out, torch.ones_like(out), [*used])
+    for p, i in used.items():
+        right = torch.stack([row[i] for row in rows], 1).reshape(3, 4, *p.shape)
+        assert_agrees(p.jacobian, right, "jacobian")
+        assert_agrees(p.grad_batch, right.sum(0), "grad_batch")
 
 
 def test_gradient_is_the_usual_one():

@@ -47,8 +47,8 @@ NOT_EXTENDED_BATCH_NORM = (
     "on it, or replace it with a layer that treats samples separately."
 )
 SEPARATE_USE = (
-    "Parameters are also used in terms of the loss that no extended module computes, "
-    "like a regularizer: {names}. Their individual gradients do not sum to the "
+    "Parameters are also used in terms of the loss that belong to no sample, like a "
+    "regularizer: {names}. Their individual gradients do not sum to the "
     "gradient, and quantities do not contain those terms. Add what they contribute by "
     "hand, or differentiate them in a backward pass of their own, outside of the "
     "context."

@@ -73,6 +73,8 @@ LIST_OF_SAMPLES = (
 )
 # other modes, such as a context's, would see each look at a tensor
 _UNSEEN = torch._C.DisableTorchFunction
+# operations with which the terms of a loss are added up
+_ADDS = frozenset("add sub rsub __radd__ __rsub__ add_ sub_ __iadd__ __isub__".split())
 VIEWS_OF = "_backpack_uses"  # attribute of a tensor of which uses returned a view
 
 
@@ -301,6 +303,8 @@ class Tracker(TorchFunctionMode):
         key: tuple,
     ) -> Any:
         name, pairs, since = kind.name, None, 0
+        if constants and self._is_term(name, data, constants):
+            constants = []
         if constants and is_grad_enabled():
             since = torch._C._autograd._get_sequence_nr()
             args, kwargs, pairs = self._stand_in(kind, args, kwargs, constants)
@@ -360,6 +364,17 @@ class Tracker(TorchFunctionMode):
             elif kind.is_loss and out.grad_fn is not None and not out.dim():
                 self.note_loss(func, args, kwargs, out)
         return out
+
+    def _is_term(self, name: str, data: list[Tensor], constants: list[Tensor]) -> bool:
+        """Tell whether a number that no data enters is added to one of all samples.
+
+        It belongs to no sample, like a regularizer outside of the model.
+        """
+        return (
+            name in _ADDS
+            and not any(x.dim() for x in (*data, *constants))
+            and all(isinstance(self._finder.of(x), Mixed) for x in data)
+        )
 
     def _place_results(
         self,

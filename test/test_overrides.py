@@ -5,7 +5,7 @@ must be what follows from the individual products, by whichever formula and in h
 many chunks.
 """
 
-from functools import partial
+from functools import partial, reduce
 from itertools import product as pairs
 from typing import (
     Any,
@@ -33,7 +33,7 @@ from backpack.core.derivatives.generic import output_batch_axis, tensor_outputs
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
 from backpack.core.fast import matmul, tuning
-from backpack.core.per_sample.base import Dense, PerSample, Summed, merge_all
+from backpack.core.per_sample.base import Dense, PerSample, Summed
 from backpack.core.per_sample.maps import dots_between, projected
 from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.rows import Rows
@@ -43,6 +43,11 @@ from backpack.extensions.secondorder.hbp.factors import output_factor
 
 CHUNKS = [1, 40, 2**20]
 N = 3
+
+
+def merge_all(products: List[PerSample]) -> PerSample:
+    """Add the products that several calls contribute to the same parameter."""
+    return reduce(lambda total, product: total.merge(product), products)
 
 
 def limit_chunks(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Callable, Mapping, NamedTuple, Sequence
 from torch import Tensor, nn
 from torch.nn import Module, functional
 
-from backpack.core.derivatives import activations, cells, linear_map, normalization
+from backpack.core.derivatives import activations, linear_map, normalization, recurrent
 from backpack.core.derivatives.batchnorm_nd import BatchNormNdDerivatives
 from backpack.core.derivatives.bcewithlogitsloss import BCELossWithLogitsDerivatives
 from backpack.core.derivatives.conv_transposend import ConvTransposeNDDerivatives
@@ -112,9 +112,9 @@ LAYERS: dict[type[Module], Row] = {
     nn.GroupNorm: Row(normalization.GroupNormDerivatives(), WEIGHT_BIAS, 2),
     nn.Embedding: Row(EmbeddingDerivatives(), WEIGHT, 1),
     nn.PReLU: Row(PReLUDerivatives(), WEIGHT, 1),
-    nn.RNN: Row(cells.RNNDerivatives(), None, several_outputs=True),
-    nn.LSTM: Row(cells.LSTMDerivatives(), None, several_outputs=True),
-    nn.GRU: Row(cells.GRUDerivatives(), None, several_outputs=True),
+    nn.RNN: Row(recurrent.RNNDerivatives(), None, several_outputs=True),
+    nn.LSTM: Row(recurrent.LSTMDerivatives(), None, several_outputs=True),
+    nn.GRU: Row(recurrent.GRUDerivatives(), None, several_outputs=True),
     # activations
     nn.ReLU: Row(activations.ReLUDerivatives()),
     nn.LeakyReLU: Row(activations.LeakyReLUDerivatives()),

@@ -10,7 +10,7 @@ BackPACK 1.7 knows single layers.
 
 from typing import Any, Dict, List
 
-from backpack.core.derivatives import activations, cells, linear_map
+from backpack.core.derivatives import activations, linear_map, recurrent
 from backpack.core.derivatives.conv_transposend import ConvTransposeNDDerivatives
 from backpack.core.derivatives.convnd import ConvNDDerivatives
 from backpack.core.derivatives.maxpoolnd import MaxPoolNDDerivatives
@@ -25,9 +25,9 @@ _PATHS: Dict[str, List[Any]] = {
     "selu": [activations.SELUDerivatives],
     "sigmoid": [activations.SigmoidDerivatives],
     "tanh": [activations.TanhDerivatives],
-    "gru": [cells.GRUDerivatives],
-    "lstm": [cells.LSTMDerivatives],
-    "rnn": [cells.RNNDerivatives],
+    "gru": [recurrent.GRUDerivatives],
+    "lstm": [recurrent.LSTMDerivatives],
+    "rnn": [recurrent.RNNDerivatives],
     "avgpoolnd": [linear_map.AvgPoolNDDerivatives],
     "flatten": [linear_map.FlattenDerivatives],
     "pad": [linear_map.PadDerivatives],

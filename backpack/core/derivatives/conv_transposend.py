@@ -1,8 +1,7 @@
 """Derivatives of transposed convolutions with one to three spatial axes."""
 
-from functools import partial
 from math import prod
-from typing import Callable, Optional, Sequence
+from typing import Optional, Sequence
 
 from torch import Tensor
 
@@ -54,14 +53,7 @@ class ConvTransposeNDDerivatives(convnd.ConvNDDerivatives):
     def _unfolding(self, module: Layer, x: Tensor) -> None:
         """Return nothing: there is no other way to unfold."""
 
-    def _direct(
+    def _prefers_convolution(
         self, module: Layer, x: Tensor, cotangents: Tensor
-    ) -> Optional[Callable]:
-        if len(cotangents) > 1:
-            return None
-        return partial(
-            convnd.weight_gradients,
-            weight_shape=module.weight.shape,
-            groups=module.groups,
-            geometry=self._geometry(module, x, cotangents[0]),
-        )
+    ) -> bool:
+        return True

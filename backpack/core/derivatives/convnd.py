@@ -269,14 +269,7 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
 
         It is for a single column, unless unfolding is only a change of view.
         """
-        weight = module.weight
-        pointwise = weight.shape[2:].numel() == 1 and set(module.stride) == {1}
-        if len(cotangents) > 1 or pointwise:
-            return None
-        positions = cotangents.shape[3:].numel()
-        large = weight.numel() >= tuning.LARGE_PRODUCT * module.groups
-        few = positions * module.groups <= tuning.FEW_POSITIONS * len(weight)
-        if large and few and has_fast_matmul(x):
+        if len(cotangents) > 1 or not self._prefers_convolution(module, x, cotangents):
             return None
         pads = pads_symmetric_zeros(module)
 
@@ -286,6 +279,19 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
 
         def form(x: Tensor, cotangents: Tensor, sum_batch: bool) -> Tensor:
             x, options = x if pads else pad_input(x, module), (module.groups, geometry)
-            return weight_gradients(x, cotangents, sum_batch, weight.shape, *options)
+            shape = module.weight.shape
+            return weight_gradients(x, cotangents, sum_batch, shape, *options)
 
         return form
+
+    def _prefers_convolution(
+        self, module: Layer, x: Tensor, cotangents: Tensor
+    ) -> bool:
+        """Tell whether a convolution forms products of one column faster."""
+        weight = module.weight
+        if weight.shape[2:].numel() == 1 and set(module.stride) == {1}:
+            return False
+        positions = cotangents.shape[3:].numel()
+        large = weight.numel() >= tuning.LARGE_PRODUCT * module.groups
+        few = positions * module.groups <= tuning.FEW_POSITIONS * len(weight)
+        return not (large and few and has_fast_matmul(x))

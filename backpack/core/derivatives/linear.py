@@ -5,6 +5,7 @@ from typing import Sequence
 
 from torch import Size, Tensor, no_grad
 
+from backpack.core.derivatives.linear_map import LinearMapDerivatives
 from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
 from backpack.core.fast.matmul import matmul
 from backpack.core.per_sample.base import PerSample, Summed
@@ -12,7 +13,7 @@ from backpack.core.per_sample.outer import Outer
 from backpack.utils.types import Grads, Layer
 
 
-class LinearDerivatives(BaseParameterDerivatives):
+class LinearDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
     """Derivatives of :class:`torch.nn.Linear`.
 
     Axes between the first (samples) and the last one (features) are positions that
@@ -21,11 +22,8 @@ class LinearDerivatives(BaseParameterDerivatives):
 
     affine_in_params = True
 
-    def hessian_is_zero(self, module: Layer) -> bool:  # noqa: D102
-        return True
-
-    def jacobian_is_shared(self, module: Layer) -> bool:  # noqa: D102
-        return True
+    def linear_part(self, module: Layer, x: Tensor) -> Tensor:  # noqa: D102
+        return x @ module.weight.mT
 
     def product(
         self, name: str, module: Layer, inputs: Sequence[Tensor], cotangents: Tensor
@@ -58,11 +56,6 @@ class LinearDerivatives(BaseParameterDerivatives):
         x = module.input0
         products = matmul(x.flatten(end_dim=-2), mat.flatten(end_dim=1).mT)
         return products.reshape(*x.shape[:-1], *mat.shape[:2]).movedim(-2, 0)
-
-    def _jac_mat_prod(
-        self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor
-    ) -> Tensor:
-        return mat @ module.weight.mT
 
     def _jac_t_mat_prod(
         self, module: Layer, g_inp: Grads, g_out: Grads, mat: Tensor

@@ -1,4 +1,4 @@
-"""Derivatives of modules without parameters that are linear in their input."""
+"""Derivatives of modules that are linear in their input."""
 
 from typing import Any, List, Sequence, Tuple
 

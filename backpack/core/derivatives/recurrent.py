@@ -1,25 +1,27 @@
 """What all recurrent layers share: one recursion through time serves all parameters.
 
-A recurrent module consists of *chains*: one per layer and direction. In every chain,
-the affine maps of all gates are outer-product layers whose positions are the time steps
-t, so that per-sample gradients are ``Σ_t b_t ⊗ a_t``. The vectors a are known once the
-hidden states are, and the vectors b are the gradients with respect to the gates, which
-backpropagation through time yields. A cell says only how these follow from each other.
+In each layer and direction of a recurrent module, the affine maps of all gates are
+outer-product layers whose positions are the time steps t, so that per-sample gradients
+are ``Σ_t b_t ⊗ a_t``. The vectors a are inputs and hidden states. The vectors b are the
+gradients with respect to the gates, which autograd yields once the steps are written
+out. A cell says only what happens in a step.
 
 Axes: t steps, v columns, n samples, d input features, h hidden features (of a
-projecting LSTM: features of a projected state, or of a cell), g gates.
+projecting LSTM: features of a projected state, or of a cell), g gates, p = g*h.
 """
 
 from abc import abstractmethod
-from contextlib import nullcontext
+from collections import defaultdict
 from copy import copy
 from functools import partial
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from itertools import zip_longest
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 from weakref import ref
 
 import torch
-from einops import rearrange
 from torch import Tensor
+from torch.autograd import grad
+from torch.nn.functional import linear
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -52,34 +54,8 @@ NOT_SUPPORTED = (
 _PRODUCTS = WeakTensorKeyDictionary()
 
 
-class Chain(NamedTuple):
-    """One layer in one direction; step 0 is the first one in this direction.
-
-    Attributes:
-        x: Inputs ``[T, N, d]``.
-        before: Hidden states before each step, ``[T, N, h]``.
-        after: Hidden states after each step, ``[T, N, h]``.
-        initial: Initial states, ``[N, h]`` each: hidden state and, for an LSTM, cell.
-        weight_ih: Weight from the input to the gates, ``[g*h, d]``.
-        weight_hh: Weight from the hidden state to the gates, ``[g*h, h]``.
-        bias_ih: Bias of the former, ``[g*h]`` or ``None``.
-        bias_hh: Bias of the latter, ``[g*h]`` or ``None``.
-        weight_hr: Weight of the projection, ``[h, h]`` or ``None``.
-    """
-
-    x: Tensor
-    before: Tensor
-    after: Tensor
-    initial: Tuple[Tensor, ...]
-    weight_ih: Tensor
-    weight_hh: Tensor
-    bias_ih: Optional[Tensor]
-    bias_hh: Optional[Tensor]
-    weight_hr: Optional[Tensor]
-
-
-# Of an affine map: cotangents at its output, [T, V, N, p], and its input, [T, N, d]
-Factors = Tuple[Tensor, Tensor]
+# The affine maps of a call, by kind and place ("hh_l0"): input and output at each step
+Maps = Dict[str, List[Tuple[Tensor, Tensor]]]
 
 
 class RecurrentDerivatives(BaseParameterDerivatives):
@@ -95,20 +71,19 @@ class RecurrentDerivatives(BaseParameterDerivatives):
     num_states = 1
 
     @abstractmethod
-    def _pull_back(
-        self, module: Layer, chain: Chain, d_after: List[Tensor], last: Optional[Tensor]
-    ) -> Dict[str, Factors]:
-        """Propagate cotangents back through one chain.
+    def advance(
+        self, module: Layer, ih: Tensor, hh: Tensor, *states: Tensor
+    ) -> Tuple[Tensor, ...]:
+        """Go on by one step.
 
         Args:
             module: The module.
-            chain: The chain.
-            d_after: Cotangents at the hidden state after each step, ``[V, N, h]``.
-            last: At the last cell state, ``[V, N, h]``. ``None`` if zero.
+            ih: What the input contributes to the gates, ``[N, g*h]``.
+            hh: What the hidden state contributes to them, ``[N, g*h]``.
+            states: States before the step, ``[N, h]`` each: hidden state, and cell.
 
         Returns:
-            Factors of each affine map, ``"ih"`` (input to gates), ``"hh"`` (hidden
-            state to gates), and maybe ``"hr"`` (projection).
+            States after the step; a hidden state is not yet projected.
         """
 
     def supports(self, module: Layer, inputs: Sequence[Any]) -> bool:
@@ -211,109 +186,88 @@ class RecurrentDerivatives(BaseParameterDerivatives):
         Returns:
             The products by the parameters' names.
         """
-        layers = self._chains(module, inputs)
-        steps, directions = len(layers[0][0].x), len(layers[0])
-        d_output, *d_states = self._cotangents(module, cotangents, steps)
-        products = {}
-        for layer, chains in reversed(list(enumerate(layers))):
-            d_input: Any = 0.0
-            for k, d_chain in enumerate(d_output.chunk(directions, dim=-1)):
-                at = layer * directions + k
-                d_last, d_cell = (
-                    mat if mat is None else mat[:, at] for mat in d_states
-                )
-                d_after = list(_flip_if(k, d_chain).unbind())
-                if d_last is not None:
-                    d_after[-1] = d_after[-1] + d_last
-                factors = self._pull_back(module, chains[k], d_after, d_cell)
-                products.update(_describe(module, _suffix(layer, k), factors))
-                if layer > 0:
-                    d_x = factors["ih"][0] @ chains[k].weight_ih
-                    d_input = d_input + _flip_if(k, d_x)
-            d_output = d_input
+        maps: Maps = defaultdict(list)
+        with torch.enable_grad():
+            outputs = self._unroll(module, inputs, maps)
+        v = next(len(mat) for mat in cotangents if mat is not None)
+        columns = [
+            y.new_zeros(v, *y.shape) if mat is None else mat.to(y.dtype)
+            for y, mat in zip_longest(outputs, cotangents)
+        ]
+        gates = [gate for steps in maps.values() for _, gate in steps]
+        options = {"create_graph": torch.is_grad_enabled(), "is_grads_batched": True}
+        pulled = iter(grad(outputs, gates, columns, **options))
+        products: Dict[str, PerSample] = {}
+        for place, steps in maps.items():
+            a = torch.stack([x for x, _ in steps], dim=1)
+            b = torch.stack([next(pulled) for _ in steps], dim=2)
+            products.update(_describe(module, place, a, b))
         return products
 
-    def _cotangents(
-        self, module: Layer, mats: Mats, steps: int
-    ) -> Tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
-        """Bring the columns at a module's outputs into one form.
-
-        Args:
-            module: The module.
-            mats: Columns at its outputs.
-            steps: Number of steps, T.
-
-        Returns:
-            Columns at the output, ``[T, V, N, directions * h]``, and at the last hidden
-            and cell states, ``[V, layers * directions, N, h]`` or ``None``.
-        """
-        dtype = module.weight_ih_l0.dtype
-        mats = [None if mat is None else mat.to(dtype) for mat in mats]
-        output, hidden, cell = mats + [None] * (3 - len(mats))
-        if output is None:
-            state = cell if hidden is None else hidden
-            features = (1 + module.bidirectional) * _state_sizes(module)[0]
-            output = state.new_zeros(steps, len(state), state.shape[2], features)
-        else:
-            axes = "v n t h" if module.batch_first else "v t n h"
-            output = rearrange(output, f"{axes} -> t v n h")
-        return output, hidden, cell
-
-    def _chains(self, module: Layer, inputs: Sequence[Any]) -> List[List[Chain]]:
-        """Repeat the forward pass, layer by layer.
+    def _unroll(self, module: Layer, inputs: Sequence[Any], maps: Maps) -> List[Tensor]:
+        """Repeat the forward pass, step by step.
 
         Args:
             module: The module.
             inputs: Its inputs.
+            maps: Where to note affine maps.
 
         Returns:
-            The chains of each layer, forward and, if bidirectional, backward.
+            The module's outputs.
         """
         x, *given = tree_leaves(inputs)
         dtype, directions = module.weight_ih_l0.dtype, 1 + module.bidirectional
         x = (x.transpose(0, 1) if module.batch_first else x).to(dtype)
+        sizes = module.proj_size or module.hidden_size, module.hidden_size
         states = [state.to(dtype) for state in given if state is not None] or [
             x.new_zeros(module.num_layers * directions, x.shape[1], size)
-            for size in _state_sizes(module)[: self.num_states]
+            for size in sizes[: self.num_states]
         ]
-        layers = []
+        last: List[Sequence[Tensor]] = []
         for layer in range(module.num_layers):
-            initial = [s.split(directions)[layer] for s in states]
-            output = self._run(module, layer, x, initial)
-            chains = []
-            for k, after in enumerate(output.chunk(directions, dim=-1)):
-                states_k, suffix = [s[k] for s in initial], _suffix(layer, k)
-                chains.append(_chain(module, suffix, x, after, states_k))
-            layers.append(chains)
-            x = output
-        return layers
+            sequences = []
+            for direction in range(directions):
+                place = f"_l{layer}" + "_reverse" * direction
+                initial = [state[len(last)] for state in states]
+                steps = x.flip(0) if direction else x
+                hidden, final = self._run(module, place, steps, initial, maps)
+                sequences.append(hidden.flip(0) if direction else hidden)
+                last.append(final)
+            x = torch.cat(sequences, dim=-1)
+        output = x.transpose(0, 1) if module.batch_first else x
+        return [output, *map(torch.stack, zip(*last))]
 
     def _run(
-        self, module: Layer, layer: int, x: Tensor, initial: List[Tensor]
-    ) -> Tensor:
-        """Compute the hidden states of a layer.
+        self, module: Layer, place: str, x: Tensor, states: List[Tensor], maps: Maps
+    ) -> Tuple[Tensor, List[Tensor]]:
+        """Go through time in one layer and direction.
 
         Args:
             module: The module.
-            layer: Which of its layers.
-            x: The layer's input, ``[T, N, d]``.
-            initial: Initial states, ``[directions, N, h]`` each.
+            place: How names of its parameters end, for instance ``"_l0_reverse"``.
+            x: Inputs ``[T, N, d]``, in the order of the steps.
+            states: Initial states, ``[N, h]`` each.
+            maps: Where to note affine maps.
 
         Returns:
-            Hidden states ``[T, N, directions * h]``.
+            Hidden states ``[T, N, h]``, and the final states.
         """
-        directions = 1 + module.bidirectional
-        weights = module.all_weights[layer * directions :][:directions]
-        # cuDNN wants the weights of all layers, and cannot be differentiated twice;
-        # torch 2.9 warns of its own settings where they are touched
-        no_cudnn = torch.backends.cudnn.flags(enabled=False)
-        run = getattr(torch, module.mode.lower())  # like torch.gru, torch.rnn_tanh
-        states = initial if self.num_states > 1 else initial[0]
-        parameters = [weight for chain in weights for weight in chain]
-        directed = {"bidirectional": module.bidirectional, "batch_first": False}
-        plain = {"num_layers": 1, "dropout": 0.0, "train": False}
-        with no_cudnn if x.is_cuda else nullcontext():
-            return run(x, states, parameters, module.bias, **plain, **directed)[0]
+
+        def affine(kind: str, x: Tensor) -> Tensor:
+            weight = getattr(module, f"weight_{kind}{place}")
+            y = linear(x, weight, getattr(module, f"bias_{kind}{place}", None))
+            y = y if y.requires_grad else y.requires_grad_()
+            maps[kind + place].append((x, y))
+            return y
+
+        hidden = []
+        for x_t in x:
+            gates = affine("ih", x_t), affine("hh", states[0])
+            states = list(self.advance(module, *gates, *states))
+            if module.proj_size:
+                states[0] = affine("hr", states[0])
+            hidden.append(states[0])
+        return torch.stack(hidden), states
 
     def _restrict(self, module: Layer, subsampling: Subsampling = None) -> Layer:
         """Select samples; the batch is not the first axis of states.
@@ -340,133 +294,61 @@ class RecurrentDerivatives(BaseParameterDerivatives):
         return restricted
 
 
-def pull_through_time(
-    cotangents: List[Tensor],
-    slopes: Tensor,
-    weight_hh: Tensor,
-    direct: Optional[Tensor] = None,
-) -> Tensor:
-    """Run the reverse recursion of a cell whose only state is the hidden one.
+class RNNDerivatives(RecurrentDerivatives):
+    """Derivatives of :class:`torch.nn.RNN`, with tanh or ReLU."""
 
-    Args:
-        cotangents: At the hidden state after each step, ``[V, N, h]``.
-        slopes: Derivatives of the hidden state after a step with respect to the gates'
-            affine maps of the state before it, ``[T, N, g, h]``.
-        weight_hh: Weight of these maps, ``[g*h, h]``.
-        direct: Derivatives with respect to the hidden state before the step that do not
-            pass the gates, ``[T, N, h]``. Default: ``None`` (zero).
-
-    Returns:
-        Cotangents with what the later steps contribute, ``[T, V, N, h]``.
-    """
-    steps = slopes.unbind()
-    kept = None if direct is None else direct.unbind()
-    totals = [cotangents[-1]]
-    for t in reversed(range(1, len(cotangents))):
-        total = cotangents[t - 1] + spread(totals[-1], steps[t]) @ weight_hh
-        if kept is not None:
-            total = torch.addcmul(total, kept[t], totals[-1])
-        totals.append(total)
-    return torch.stack(totals[::-1])
+    def advance(
+        self, module: Layer, ih: Tensor, hh: Tensor, *states: Tensor
+    ) -> Tuple[Tensor, ...]:  # noqa: D102
+        return (getattr(ih + hh, module.nonlinearity)(),)
 
 
-def spread(cotangents: Tensor, slopes: Tensor) -> Tensor:
-    """Multiply cotangents at a hidden state with its derivatives w.r.t. the gates.
+class GRUDerivatives(RecurrentDerivatives):
+    """Derivatives of :class:`torch.nn.GRU`, whose gates are r, z, n."""
 
-    Args:
-        cotangents: Of shape ``[*, h]``.
-        slopes: Of shape ``[*, g, h]``.
+    def advance(
+        self, module: Layer, ih: Tensor, hh: Tensor, *states: Tensor
+    ) -> Tuple[Tensor, ...]:  # noqa: D102
+        (h,), (i_r, i_z, i_n), (h_r, h_z, h_n) = (
+            states,
+            ih.chunk(3, -1),
+            hh.chunk(3, -1),
+        )
+        r, z = (i_r + h_r).sigmoid(), (i_z + h_z).sigmoid()
+        n = (i_n + r * h_n).tanh()
+        return ((1 - z) * n + z * h,)
 
-    Returns:
-        Cotangents at the gates, ``[*, g*h]``.
-    """
-    return (cotangents.unsqueeze(-2) * slopes).flatten(-2)
+
+class LSTMDerivatives(RecurrentDerivatives):
+    """Derivatives of :class:`torch.nn.LSTM`, whose gates are i, f, g, o."""
+
+    num_states = 2
+
+    def advance(
+        self, module: Layer, ih: Tensor, hh: Tensor, *states: Tensor
+    ) -> Tuple[Tensor, ...]:  # noqa: D102
+        i, f, g, o = (ih + hh).chunk(4, -1)
+        cell = f.sigmoid() * states[1] + i.sigmoid() * g.tanh()
+        return o.sigmoid() * cell.tanh(), cell
 
 
-def _state_sizes(module: Layer) -> Tuple[int, int]:
-    """Return the numbers of features of hidden and cell states.
+def _describe(module: Layer, place: str, a: Tensor, b: Tensor) -> Dict[str, PerSample]:
+    """Describe the products of an affine map's parameters.
 
     Args:
         module: The module.
-
-    Returns:
-        The numbers; they differ for an LSTM with a projection.
-    """
-    return module.proj_size or module.hidden_size, module.hidden_size
-
-
-def _suffix(layer: int, direction: int) -> str:
-    """Return how names of a chain's parameters end.
-
-    Args:
-        layer: Number of the layer.
-        direction: 0 for forward, 1 for backward.
-
-    Returns:
-        The suffix, for instance ``"_l0_reverse"``.
-    """
-    return f"_l{layer}" + "_reverse" * direction
-
-
-def _flip_if(reverse: int, sequence: Tensor) -> Tensor:
-    """Bring a sequence into the order of a direction's steps, or back.
-
-    Args:
-        reverse: 0 for forward, 1 for backward.
-        sequence: Sequence of shape ``[T, *]``.
-
-    Returns:
-        Sequence of the same shape.
-    """
-    return sequence.flip(0) if reverse else sequence
-
-
-def _chain(
-    module: Layer, suffix: str, x: Tensor, after: Tensor, initial: List[Tensor]
-) -> Chain:
-    """Collect what belongs to a chain.
-
-    Args:
-        module: The module.
-        suffix: Ending of the parameters' names.
-        x: Inputs of the layer, ``[T, N, d]``.
-        after: Its hidden states, ``[T, N, h]``.
-        initial: Its initial states, ``[N, h]`` each.
-
-    Returns:
-        The chain, with sequences in the order of its steps.
-    """
-    reverse = suffix.endswith("_reverse")
-    x, after = _flip_if(reverse, x), _flip_if(reverse, after)
-    before = torch.cat([initial[0].unsqueeze(0), after[:-1]])
-    kinds = Chain._fields[4:]
-    weights: List[Any] = [getattr(module, kind + suffix, None) for kind in kinds]
-    return Chain(x, before, after, tuple(initial), *weights)
-
-
-def _describe(
-    module: Layer, suffix: str, factors: Dict[str, Factors]
-) -> Dict[str, PerSample]:
-    """Describe the products of a chain's parameters.
-
-    Args:
-        module: The module.
-        suffix: Ending of the parameters' names.
-        factors: Factors of each affine map.
+        place: How their names end, for instance ``"hh_l0"``.
+        a: Its inputs ``[N, T, d]``.
+        b: Cotangents at its outputs, ``[V, N, T, p]``.
 
     Returns:
         The products by the parameters' names.
     """
-    products: Dict[str, PerSample] = {}
-    for kind, (b, a) in factors.items():
-        weight, bias = f"weight_{kind}{suffix}", f"bias_{kind}{suffix}"
-        inputs = rearrange(a, "t n d -> n 1 t d")
-        products[weight] = Outer(
-            lambda inputs=inputs: inputs,  # type: ignore[misc]
-            rearrange(b, "t v n p -> v n 1 t p"),
-            getattr(module, weight).shape,
-        )
-        if hasattr(module, bias):
-            cotangents = rearrange(b, "t v n p -> v n t p")
-            products[bias] = Summed(cotangents, getattr(module, bias).shape)
+    weight, bias = f"weight_{place}", f"bias_{place}"
+    shape = getattr(module, weight).shape
+    products: Dict[str, PerSample] = {
+        weight: Outer(lambda: a.unsqueeze(1), b.unsqueeze(2), shape)
+    }
+    if hasattr(module, bias):
+        products[bias] = Summed(b, getattr(module, bias).shape)
     return products

@@ -444,18 +444,3 @@ class Summed(Dense):
     def select(self, samples: Sequence[int] | slice) -> Summed:  # noqa: D102
         b = self.b[:, samples]
         return Summed(b, self.shape, self.groups, self.sums_positions)
-
-
-def merge_all(products: list[PerSample]) -> PerSample:
-    """Add the products that several calls contribute to the same parameter.
-
-    Args:
-        products: One or more products with the same V and N.
-
-    Returns:
-        Their sum.
-    """
-    total = products[0]
-    for product in products[1:]:
-        total = total.merge(product)
-    return total

@@ -73,6 +73,7 @@ SINCE = {
     "test_shared_model[FSDP2-each-kept]": SHARDS,
     "test_shared_model[FSDP2-extended-later]": SHARDS,
     "test_shared_model[FSDP2-twice]": SHARDS,
+    "test_shared_model_is_reduced[FSDP2-each]": SHARDS,
     "test_shared_model_walks[FSDP2-each]": SHARDS,
     **{
         f"test_without_a_context[nested-jagged-{row}{gradient}]": JAGGED

@@ -12,6 +12,7 @@ import pytest
 import torch
 from per_sample import Lambda, N, param
 from torch import Tensor, nn
+from torch.ao import quantization
 from torch.func import functional_call
 from torch.nn import Module
 from torch.nn.utils.rnn import pack_padded_sequence
@@ -234,7 +235,14 @@ COMPILERS: Dict[str, Callable[[Module, Tensor], Callable]] = {
     "fx": lambda model, x: torch.fx.symbolic_trace(model),
     "copy": lambda model, x: deepcopy(model),
     "no-store": lambda model, x: disabled(model),
+    "quantized": lambda model, x: quantized(model),
 }
+
+
+def quantized(model: Module) -> Module:
+    """Copy a model with layers that train for integers, to which hooks are moved."""
+    model.qconfig = quantization.get_default_qat_qconfig()
+    return quantization.prepare_qat(model)
 
 
 def disabled(model: Module) -> Callable:

@@ -43,9 +43,11 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import FlopCounterMode
 
 from backpack import backpack, disable, extend
+from backpack.distributed import reduce
 from backpack.extensions import (
     HBP,
     KFAC,
+    KFLR,
     KFRA,
     BatchGrad,
     BatchL2Grad,
@@ -54,6 +56,7 @@ from backpack.extensions import (
     Variance,
     WeightedGrad,
 )
+from backpack.utils.state import state
 
 F64 = torch.float64
 D = 4
@@ -566,6 +569,15 @@ def hessian_of_data(p: Pass) -> None:
         torch.autograd.functional.hvp(lambda x: p._replace(x=x).value(), p.x, p.x)
 
 
+def overwritten(p: Pass) -> None:
+    """Pull columns through what is compiled to run once, as PyTorch 2.6 and later do.
+
+    Whether it is depends on which frames the compiler has seen in former passes.
+    """
+    with quantities(), state().pull():
+        raise RuntimeError("This was compiled with non-empty donated buffers.")
+
+
 REFUSED: Dict[str, Tuple[Callable[[Pass], None], Type[Exception], str]] = {
     "hessian-of-data": (
         hessian_of_data,
@@ -603,6 +615,11 @@ REFUSED: Dict[str, Tuple[Callable[[Pass], None], Type[Exception], str]] = {
         lambda p: p.run(loss=compiled(nn.functional.cross_entropy)),
         NotImplementedError,
         "not known where.*`compiled_function`.*by the loss itself",
+    ),
+    "compiled-to-run-once": (
+        overwritten,
+        NotImplementedError,
+        "DiagGGNExact.*runs once only.*donated_buffer = False",
     ),
 }
 
@@ -1062,6 +1079,17 @@ def share(rank: int, name: str) -> List[Dict[str, List[Tensor]]]:
     return results
 
 
+def share_reduced(rank: int, name: str) -> List[Tensor]:
+    """Run a pass of a model that processes share, and reduce fields."""
+    p, exts = SHARED[name].make(rank), [Variance(), KFLR()]
+    model = SHARED[name].wrap(p.model)
+    with backpack(*exts):
+        p.value(model).backward()
+    params = list(model.parameters())
+    reduce(params, exts)
+    return [x.clone() for param in params for x in (param.variance, *param.kflr)]
+
+
 WALKING = {"kfra": KFRA, "diag_h": DiagHessian}
 
 
@@ -1268,6 +1296,20 @@ def test_shared_model(name: str) -> None:
 def test_shared_model_walks(name: str) -> None:
     """What goes from module to module is what a process computes by itself."""
     for found, expected in in_processes(WORLD, walk, name):
+        oracle.assert_agrees(found, expected)
+
+
+@needs_gloo
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("name", ["DDP-static", "FSDP2-each", "FSDP1-each"])
+def test_shared_model_is_reduced(name: str) -> None:
+    """What fields need besides their values is found where the fields are."""
+    p = build()
+    with backpack(Variance(), KFLR()):
+        p.value().backward()
+    params = p.model.parameters()
+    expected = [x for param in params for x in (param.variance, *param.kflr)]
+    for found in in_processes(WORLD, share_reduced, name):
         oracle.assert_agrees(found, expected)
 
 

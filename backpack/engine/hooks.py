@@ -123,18 +123,21 @@ _is_opaque._dynamo_marked_constant = True
 
 @skipped
 def enter_call(
-    module: Module, args: tuple, kwargs: dict[str, Any]
+    module: Module, args: tuple, kwargs: dict[str, Any] | None = None
 ) -> tuple[tuple, dict[str, Any]] | None:
     """Forward pre-hook: prepare to record the call.
 
     Args:
         module: The module.
         args: Positional arguments.
-        kwargs: Keyword arguments.
+        kwargs: Keyword arguments. Default: ``None`` for a hook that was moved to the
+            module from another, as quantization does, which does nothing.
 
     Returns:
         The arguments, guarded against interruptions, for an outermost call.
     """
+    if kwargs is None:
+        return None
     if is_dynamo_compiling():
         traced = not is_grad_enabled() or _is_opaque()
         return None if traced else untraced(enter_call, module, args, kwargs)
@@ -223,6 +226,7 @@ def _start(frame: _Frame, args: tuple, kwargs: dict[str, Any]) -> None:
     frame.tracker.__enter__()
 
 
+_MOVED = object()
 BESIDE = Mixed("inputs besides the first that no extended module computes", False)
 _NO_DATA = (Module, type, FunctionType, ModuleType)  # objects that hold no inputs
 
@@ -250,7 +254,7 @@ def _place_packed(x: PackedSequence) -> None:
 
 @skipped
 def leave_call(
-    module: Module, args: tuple, kwargs: dict[str, Any], output: Any
+    module: Module, args: tuple, kwargs: dict[str, Any], output: Any = _MOVED
 ) -> Any | None:
     """Forward hook: record the call.
 
@@ -258,11 +262,14 @@ def leave_call(
         module: The module.
         args: Positional arguments.
         kwargs: Keyword arguments.
-        output: What the module returned, ``None`` if it raised an exception.
+        output: What the module returned, ``None`` if it raised an exception. Default:
+            none, for a hook that was moved, see :func:`enter_call`.
 
     Returns:
         A replacement for outputs that are leaves of the graph, else ``None``.
     """
+    if output is _MOVED:
+        return None
     if is_dynamo_compiling():
         traced = not is_grad_enabled() or _is_opaque()
         return None if traced else untraced(leave_call, module, args, kwargs, output)
@@ -446,7 +453,8 @@ def is_hooked(module: Module) -> bool:
     Returns:
         Whether ``extend`` has registered its hook, and it was not removed.
     """
-    return leave_call in module._forward_hooks.values()
+    keys, hooks = module._forward_hooks_with_kwargs, module._forward_hooks
+    return any(hooks.get(key) is leave_call for key in keys)
 
 
 def scriptable(module: Module) -> Module:

@@ -16,6 +16,13 @@ COMPILED_AUTOGRAD = (
     "while it runs. Run it with `torch._dynamo.config.compiled_autograd = False`."
 )
 
+DONATED = (
+    "{exts}: a part of the model was compiled so that its backward pass overwrites "
+    "what it needs, and runs once only; columns need it once each. Set "
+    "`torch._functorch.config.donated_buffer = False` before it runs for the first "
+    "time."
+)
+
 
 def skipped(function: C) -> C:
     """Keep a function that others call, and all that it calls, from being compiled.

@@ -18,7 +18,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Module
 
-from backpack.utils.compiling import COMPILED_AUTOGRAD, is_compiled_autograd
+from backpack.utils.compiling import (
+    COMPILED_AUTOGRAD,
+    DONATED,
+    is_compiled_autograd,
+)
 from backpack.utils.hooks import names_of, no_op
 from backpack.utils.parallel import without_sinks
 
@@ -112,13 +116,21 @@ class State:
 
         Yields:
             Nothing.
-        """
+
+        Raises:
+            NotImplementedError: If what is compiled can be pulled through once only.
+        """  # noqa: DAR401
         before = self.pulling, self.quiet
         self.pulling, self.quiet = True, quiet
         try:
             # nor does anybody look for NaN: not possible in several columns at once
             with torch.autograd.set_detect_anomaly(False), without_sinks():
                 yield
+        except RuntimeError as error:
+            if "non-empty donated" not in str(error):
+                raise
+            text = DONATED.format(exts=names_of(self.active_exts))
+            raise NotImplementedError(text) from error
         finally:
             self.pulling, self.quiet = before
 

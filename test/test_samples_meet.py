@@ -18,6 +18,7 @@ from per_sample import (
     Lambda,
     N,
     Row,
+    assert_equal,
     assert_refused,
     assert_right_or_refused,
     compute,
@@ -27,6 +28,9 @@ from per_sample import (
 from test_samples import D, First, permutation
 from torch import Tensor, nn
 from torch.nn import Module
+
+from backpack import backpack, extend
+from backpack.extensions import BatchGrad
 
 
 class Norm(Module):
@@ -745,6 +749,51 @@ def test_layers_that_contradict_each_other(quantity: str) -> None:
     layers = First(nn.GRU(D, D)), First(nn.GRU(D, D, batch_first=True))
     row = Row(lambda: nn.Sequential(*layers), randn(N, D), says=r"GRU|gru|axis|batch")
     assert_refused(row, quantity)
+
+
+# Of tokens [N, T, D] and positions [T, D], by layers that are extended one by one
+BESIDE: Dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "behind": lambda x, p: torch.cat([x, p.expand_as(x)], 1),
+    "in-front": lambda x, p: torch.cat([p.tanh().expand_as(x), x.tanh()], 1),
+    "stacked": lambda x, p: torch.stack([x, p.expand_as(x)], 1).flatten(1, 2),
+    "as-features": lambda x, p: torch.cat([x, p.expand_as(x)], 2).unflatten(2, (2, D)),
+    "written": lambda x, p: x.new_zeros(len(x), 9, D)
+    .index_copy(1, torch.arange(N), x)
+    .index_copy(1, torch.arange(N) + N, p.expand_as(x)),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.parametrize("same_axis", [True, False])
+def test_layers_with_samples_on_different_axes(name: str, same_axis: bool) -> None:
+    """With as many positions as samples, a layer can't tell what its rows are."""
+    tokens, positions, last = map(
+        extend, (nn.Embedding(7, D), nn.Embedding(N, D), nn.Linear(D, 2))
+    )
+    lossfunc = extend(nn.CrossEntropyLoss())
+    x = tokens(torch.arange(N * N).view(N, N) % 7)
+    p = positions(torch.arange(N))
+    logits = last(BESIDE[name](x, p[:, None] if same_axis else p))[:, 0]
+    rows = logits.flatten(0, -2)
+    loss = lossfunc(rows, torch.zeros(len(rows), dtype=torch.long))
+    if not same_axis:
+        with pytest.raises(NotImplementedError, match="on different axes"):
+            with backpack(BatchGrad()):
+                loss.backward()
+        return
+    with backpack(BatchGrad()):
+        loss.backward(retain_graph=True)
+    weights = {"x": tokens.weight, "p": positions.weight, "last": last.weight}
+    losses = -logits.log_softmax(-1)[..., 0].view(N, -1).sum(1) / len(rows)
+    each = [
+        torch.autograd.grad(one, list(weights.values()), retain_graph=True)
+        for one in losses
+    ]
+    assert_equal(
+        {name: weight.grad_batch for name, weight in weights.items()},
+        dict(zip(weights, map(torch.stack, zip(*each)))),
+        "grad_batch",
+    )
 
 
 @pytest.mark.parametrize("first_time", [True, False])

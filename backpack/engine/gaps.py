@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager, suppress
 from functools import lru_cache
-from itertools import product
+from itertools import combinations, product
 from math import nan
 from typing import Any, Iterator, NamedTuple, Sequence
 
@@ -557,13 +557,40 @@ def _moved(
     pairs = [(g, source) for g, source in zip(pulled, sources) if g is not None]
     lost = any(not g.requires_grad for g, _ in pairs)
     pairs = [(g, source) for g, source in pairs if g.requires_grad]
+    numbers = _entries(cotangent, pairs)
+    if numbers is None:
+        return Mixed(name_of(edge.node))
+    if (lost or pairs and bool((numbers < 0).all())) and any(map(is_function, nodes)):
+        raise RuntimeError("a function whose backward has no derivative")
+    placement = simplify(numbers, n) if pairs else None
+    if len(pairs) > 1 and isinstance(placement, Tensor) and numbers.numel():
+        alone = [_entries(cotangent, [pair]) for pair in pairs]
+        axes = [_axes(x, n) for x in alone if x is not None]
+        if any(a and b and a.isdisjoint(b) for a, b in combinations(axes, 2)):
+            name = f"{name_of(edge.node)} of layers that have them on different axes"
+            return Mixed(name, False)
+    return placement
+
+
+def _entries(
+    cotangent: Tensor, pairs: Sequence[tuple[Tensor, Source]]
+) -> Tensor | None:
+    """Tell which sample each entry depends on.
+
+    Args:
+        cotangent: At the entries.
+        pairs: What it contributes to the gradient at each source.
+
+    Returns:
+        Numbers of samples, -1 for none; ``None`` if an entry depends on several.
+    """
+    got = torch.zeros_like(cotangent, dtype=torch.long, requires_grad=False)
+    unseen, moved = got < 0, {}
     numbers = [
-        sample_numbers(source.known.placement, g.shape, n, g.device)
+        sample_numbers(source.known.placement, g.shape, source.known.n, g.device)
         for g, source in pairs
     ]
-    got = torch.zeros(shape, dtype=torch.long, device=cotangent.device)
-    unseen, moved = got < 0, {}
-    for bit, value in halves(n) if pairs else ():
+    for bit, value in halves(pairs[0][1].known.n) if pairs else ():
         marked = [
             _marked(torch.zeros_like(g), i, bit, value)
             for (g, _), i in zip(pairs, numbers)
@@ -572,9 +599,17 @@ def _moved(
         moved[value] = unseen & False if column is None else column.isnan()
         if not value:
             if bool((moved[0] & moved[1]).any()):
-                return Mixed(name_of(edge.node))
+                return None
             got += moved[1].long() << bit
             unseen |= ~(moved[0] | moved[1])
-    if (lost or pairs and bool(unseen.all())) and any(map(is_function, nodes)):
-        raise RuntimeError("a function whose backward has no derivative")
-    return simplify(got.masked_fill(unseen, -1), n) if pairs else None
+    return got.masked_fill(unseen, -1)
+
+
+def _axes(numbers: Tensor, n: int) -> set[int]:
+    """List the axes along which entries belong to different samples."""
+    least = numbers.where(numbers >= 0, n)
+    return {
+        axis
+        for axis in range(numbers.dim())
+        if bool((numbers.amax(axis) > least.amin(axis)).any())
+    }

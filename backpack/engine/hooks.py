@@ -49,6 +49,9 @@ from backpack.utils.disable import disable
 from backpack.utils.module_classification import NO_OPS, is_loss, is_no_op
 
 
+_MOVED = object()  # in place of an output: a hook that was not registered here
+
+
 class _Frame:
     """A call of a module that has not returned yet."""
 
@@ -226,7 +229,6 @@ def _start(frame: _Frame, args: tuple, kwargs: dict[str, Any]) -> None:
     frame.tracker.__enter__()
 
 
-_MOVED = object()
 BESIDE = Mixed("inputs besides the first that no extended module computes", False)
 _NO_DATA = (Module, type, FunctionType, ModuleType)  # objects that hold no inputs
 

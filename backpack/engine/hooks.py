@@ -48,7 +48,6 @@ from backpack.utils.compiling import is_indivisible, skipped, untraced
 from backpack.utils.disable import disable
 from backpack.utils.module_classification import NO_OPS, is_loss, is_no_op
 
-
 _MOVED = object()  # in place of an output: a hook that was not registered here
 
 

@@ -95,6 +95,41 @@ def spans(placement: Placement, shape: Sequence[int], axis: int) -> bool:
     return bool(((placement >= 0) & (placement != highest)).any())
 
 
+def reshaped(
+    placement: Placement, before: torch.Size, shape: torch.Size, n: int
+) -> Placement:
+    """Tell where samples are in another view of the same entries.
+
+    Args:
+        placement: Where they are.
+        before: Shape of the tensor.
+        shape: Shape of the view.
+        n: Number N of samples.
+
+    Returns:
+        Where they are in the view.
+    """
+    if placement is None or isinstance(placement, Mixed):
+        return placement
+    numbers = sample_numbers(placement, before, n, torch.device("cpu"))
+    return simplify(numbers.reshape(shape), n)
+
+
+def agree(a: Placement, b: Placement) -> bool:
+    """Tell whether samples are in the same places.
+
+    Args:
+        a: Where they are in a tensor.
+        b: Where they are in another one.
+
+    Returns:
+        Whether that is the same.
+    """
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b.to(a.device))
+    return not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b
+
+
 def conflict(some: Tensor, others: Tensor) -> bool:
     """Tell whether an entry belongs to a sample here, and to another one there.
 
@@ -154,8 +189,8 @@ def _regular(numbers: Tensor, n: int) -> Iterator[Layout]:
         place = torch.arange(size, device=numbers.device)
         for inner in range(size // n, 0, -1):
             if (size // n) % inner == 0:
-                agree = place // inner % n == own
-                if bool((agree | (own < 0)).all()):
+                same = place // inner % n == own
+                if bool((same | (own < 0)).all()):
                     yield Layout(axis, inner)
 
 

@@ -22,9 +22,12 @@ from backpack.core.layout import (
     Layout,
     Mixed,
     Placement,
+    agree,
     has_bit,
+    reshaped,
     sample_numbers,
     simplify,
+    spans,
 )
 from backpack.engine.graph import HOOKED, VIEWS, entries_of, is_leaf
 from backpack.engine.placements import BY_STRIDES, MARK, POINTWISE, mark_of
@@ -105,19 +108,9 @@ def _known_at(edge: GradientEdge) -> Known | None:
             if own[index] == shape:
                 return Known(placements[index], owner.n)
             if place is node and own[index].numel() == shape.numel():
-                placement = _reshaped(placements[index], own[index], shape, owner.n)
+                placement = reshaped(placements[index], own[index], shape, owner.n)
                 return Known(placement, owner.n)
     return node.metadata.get(KNOWN, {}).get(output_nr)
-
-
-def _reshaped(
-    placement: Placement, before: torch.Size, shape: torch.Size, n: int
-) -> Placement:
-    """Tell where samples are in another view of the same entries."""
-    if placement is None or isinstance(placement, Mixed):
-        return placement
-    numbers = sample_numbers(placement, before, n, torch.device("cpu"))
-    return simplify(numbers.reshape(shape), n)
 
 
 def explain(x: Tensor) -> Known | None:
@@ -235,13 +228,7 @@ def differ(operands: Sequence[Known]) -> bool:
         Whether it does, in any two of them.
     """
     first, *others = operands or [None]
-    return not all(_agree(first.placement, x.placement) for x in others)
-
-
-def _agree(a: Placement, b: Placement) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.equal(a, b.to(a.device))
-    return not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b
+    return not all(agree(first.placement, x.placement) for x in others)
 
 
 def placement_at(node: Node) -> Placement:
@@ -565,7 +552,11 @@ def _moved(
     placement = simplify(numbers, n) if pairs else None
     if len(pairs) > 1 and isinstance(placement, Tensor) and numbers.numel():
         alone = [_entries(cotangent, [pair]) for pair in pairs]
-        axes = [_axes(x, n) for x in alone if x is not None]
+        axes = [
+            {axis for axis in range(-x.dim(), 0) if spans(x, x.shape, axis)}
+            for x in alone
+            if x is not None
+        ]
         if any(a and b and a.isdisjoint(b) for a, b in combinations(axes, 2)):
             name = f"{name_of(edge.node)} of layers that have them on different axes"
             return Mixed(name, False)
@@ -603,13 +594,3 @@ def _entries(
             got += moved[1].long() << bit
             unseen |= ~(moved[0] | moved[1])
     return got.masked_fill(unseen, -1)
-
-
-def _axes(numbers: Tensor, n: int) -> set[int]:
-    """List the axes along which entries belong to different samples."""
-    least = numbers.where(numbers >= 0, n)
-    return {
-        axis
-        for axis in range(numbers.dim())
-        if bool((numbers.amax(axis) > least.amin(axis)).any())
-    }

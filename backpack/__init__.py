@@ -68,7 +68,7 @@ make_packed_sequences_trees()
 class _Announce(TorchFunctionMode):
     """Announces backward passes: everything they remember is forgotten at their end."""
 
-    # and the names of their arguments
+    # and what their arguments are called
     _BACKWARD = {
         func: inspect.signature(func)
         for func in (Tensor.backward, torch.autograd.backward, torch.autograd.grad)

@@ -11,7 +11,7 @@ from typing import Any, Sequence
 
 from torch import Tensor
 from torch._C import _current_graph_task_id
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from backpack.core.layout import Mixed, spans
@@ -38,7 +38,7 @@ from backpack.engine.inspection import (
     tail_terms,
 )
 from backpack.engine.separable import is_separable
-from backpack.engine.uses import Use, refuse
+from backpack.engine.uses import Use, edge_of, refuse
 from backpack.utils.hooks import EXTENDED, names_of, warn_user
 
 NOT_EXTENDED_BATCH_NORM = (
@@ -166,7 +166,7 @@ class InnerPasses:
         roots = list(EXTENDED) if functions else []
         for param in {p for root in roots for p in root.parameters()}:
             if param.requires_grad:
-                node = get_gradient_edge(param).node
+                node = edge_of(param).node
                 self._nodes.append(node)
                 self._handles.append(node.register_prehook(partial(self._see, param)))
 

@@ -544,14 +544,14 @@ def _moved(
     pairs = [(g, source) for g, source in zip(pulled, sources) if g is not None]
     lost = any(not g.requires_grad for g, _ in pairs)
     pairs = [(g, source) for g, source in pairs if g.requires_grad]
-    numbers = _entries(cotangent, pairs)
+    numbers = _entries(cotangent, pairs, n)
     if numbers is None:
         return Mixed(name_of(edge.node))
     if (lost or pairs and bool((numbers < 0).all())) and any(map(is_function, nodes)):
         raise RuntimeError("a function whose backward has no derivative")
     placement = simplify(numbers, n) if pairs else None
     if len(pairs) > 1 and isinstance(placement, Tensor) and numbers.numel():
-        alone = [_entries(cotangent, [pair]) for pair in pairs]
+        alone = [_entries(cotangent, [pair], n) for pair in pairs]
         axes = [
             {axis for axis in range(-x.dim(), 0) if spans(x, x.shape, axis)}
             for x in alone
@@ -564,13 +564,14 @@ def _moved(
 
 
 def _entries(
-    cotangent: Tensor, pairs: Sequence[tuple[Tensor, Source]]
+    cotangent: Tensor, pairs: Sequence[tuple[Tensor, Source]], n: int
 ) -> Tensor | None:
     """Tell which sample each entry depends on.
 
     Args:
         cotangent: At the entries.
         pairs: What it contributes to the gradient at each source.
+        n: Number N of samples.
 
     Returns:
         Numbers of samples, -1 for none; ``None`` if an entry depends on several.
@@ -578,10 +579,10 @@ def _entries(
     got = torch.zeros_like(cotangent, dtype=torch.long, requires_grad=False)
     unseen, moved = got < 0, {}
     numbers = [
-        sample_numbers(source.known.placement, g.shape, source.known.n, g.device)
+        sample_numbers(source.known.placement, g.shape, n, g.device)
         for g, source in pairs
     ]
-    for bit, value in halves(pairs[0][1].known.n) if pairs else ():
+    for bit, value in halves(n) if pairs else ():
         marked = [
             _marked(torch.zeros_like(g), i, bit, value)
             for (g, _), i in zip(pairs, numbers)

@@ -19,6 +19,7 @@ from backpack.core.table import Row, find_row_or_generic, works_in_place
 from backpack.engine.graph import producing_calls, targets_below
 from backpack.engine.record import Call
 from backpack.engine.uses import Entry
+from backpack.engine.vjp import pull
 from backpack.utils.hooks import message, without_hooks
 from backpack.utils.state import may_look, state
 from backpack.utils.subsampling import subsample
@@ -187,7 +188,7 @@ class Turn:
         edge = GradientEdge(torch._C._current_autograd_node(), entry.output_nr)
         x, ones = self.call.input_edges[0], torch.ones_like(self.call.outputs[0])
         with state().pull(), without_hooks(self.call.tensors()):
-            return torch.autograd.grad(edge, x, ones, retain_graph=True)[0].detach()
+            return pull(edge, x, ones)[0].detach()
 
     @cached_property
     def row(self) -> Row:

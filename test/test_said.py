@@ -638,6 +638,7 @@ def test_forward_mode(name: str, row: Row) -> None:
     assert_fields(model, ["BatchGrad", "DiagGGNExact"], samples)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # by PyTorch
 @pytest.mark.parametrize("ext", [BatchGrad, DiagGGNExact])
 @pytest.mark.parametrize("row", [MLP, OPERATIONS], ids=["layers", "operations"])
 def test_backward_pass_with_tangents(row: Row, ext: type) -> None:

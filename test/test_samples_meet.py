@@ -66,6 +66,34 @@ class Centered(torch.autograd.Function):
         return g - g.mean(0)
 
 
+class Backward(torch.autograd.Function):
+    """The identity, with any rule for gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, rule: Callable, no: Tensor, x: Tensor) -> Tensor:
+        """Copy."""
+        ctx.rule = rule
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        """Apply the rule."""
+        return None, None, ctx.rule(g)
+
+
+RULES: Dict[str, Callable[[Tensor], Tensor]] = {  # by which samples meet
+    "centered": lambda g: g - g.mean(0),
+    "normalized": lambda g: g / g.norm(),
+    "rolled": lambda g: g.roll(1, 0),
+    "permuted": lambda g: g[permutation(g)],
+    "accumulated": lambda g: g.cumsum(0),
+    "picked-by-all": lambda g: g * (g.abs() >= g.abs().median(0).values),
+    "in-place": lambda g: g.clone().sub_(g.mean(0)),
+    "one-for-all": lambda g: g[:1].expand_as(g),
+    "behind-a-function": lambda g: Centered.apply(g),
+}
+
+
 class ComparedByNumber(torch.autograd.Function):
     """Subtract an entry of the first sample, as a number of Python."""
 
@@ -89,6 +117,13 @@ def set_by_masks(x: Tensor) -> Tensor:
 
 
 COUPLINGS: Dict[str, Tuple[Callable, str]] = {  # of x [N, D], and what is named
+    **{
+        f"backward-{name}": (
+            lambda m, x, rule=rule: Backward.apply(rule, m.p, x).sin(),
+            "the backward pass of `backward`",
+        )
+        for name, rule in RULES.items()
+    },
     "permutation": (lambda m, x: x + x[permutation(x)], r"add|getitem|index"),
     "roll": (lambda m, x: x + x.roll(1, 0), r"add|roll"),
     "mean-with-and-without-gradient": (

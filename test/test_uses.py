@@ -8,7 +8,7 @@ positions as samples and with another number of them.
 import math
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Callable, List, Tuple
+from typing import Any, Callable, Dict, List, Tuple
 
 import pytest
 import torch
@@ -928,7 +928,41 @@ class Rounded(torch.autograd.Function):
         return g, (g * (torch.round(x / step) - x / step)).sum().reshape(step.shape)
 
 
+class Backward(torch.autograd.Function):
+    """The identity, with any rule for gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, rule: Callable, no: Tensor, x: Tensor) -> Tensor:
+        """Copy."""
+        ctx.rule = rule
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        """Apply the rule."""
+        return None, None, ctx.rule(g)
+
+
+def noted(g: Tensor) -> Tensor:
+    """Keep statistics of the batch, and look at them."""
+    largest = g.abs().amax(0)
+    return g if bool(largest.isfinite().all()) else torch.zeros_like(g)
+
+
+RULES: Dict[str, Callable] = {  # by which samples stay separate
+    "reversed": lambda g: -0.5 * g,
+    "masked": lambda g: g * (torch.arange(g.shape[-1]) > 0),
+    "turned": lambda g: g.mT.contiguous().mT.flip(-1) + g,
+    "noted": noted,
+    "by-rows": lambda g: torch.stack([2 * row for row in g]),
+}
 FUNCTIONS = {
+    **{
+        f"backward-{name}": of_two(
+            lambda m, x, r=r: Backward.apply(r, real(x), x @ m.w) * m.v
+        )
+        for name, r in RULES.items()
+    },
     "with-a-parameter": of_two(lambda m, x: Double.apply(x, m.v) @ m.w),
     "of-parameters-alone": of_two(lambda m, x: x * Double.apply(m.v, m.v) @ m.w),
     "behind-its-own-parameter": of_two(

@@ -19,9 +19,10 @@ from torch.utils._pytree import tree_leaves
 
 from backpack.core.layout import Layout
 from backpack.engine.check import Check, check_isolation
-from backpack.engine.coverage import InnerPasses, check_samples, warn_of_terms
+from backpack.engine.coverage import check_samples, warn_of_terms
 from backpack.engine.graph import describe, listen_below, will_run
 from backpack.engine.inspection import Inspection, additive_terms
+from backpack.engine.own_functions import OwnFunctions
 from backpack.engine.own_gradients import choose, hand_over
 from backpack.engine.parameters import (
     Group,
@@ -152,7 +153,7 @@ class BackwardPass:
         args = accumulates, inputs is None, creates_graph
         self.accumulated = choose(current, self.groups, self.inspection, *args)
         self._listen()
-        self._inner = InnerPasses(self.inspection.nodes, exts)
+        self._functions = OwnFunctions(self.inspection.nodes, exts, self._separating)
         if not looks and current.extension_hook is not no_op:
             listen_below([edge.node for edge in roots])
 
@@ -265,7 +266,7 @@ class BackwardPass:
             ext.saved_quantities.clear()
         if self._check is not None:
             self._check.remove()
-        self._inner.remove()
+        self._functions.remove()
         exts = self.state.active_exts
         for ext, shard in move_to_shards(self.inspection.calls, exts):
             self.report.reached.add(id(shard))

@@ -6,11 +6,9 @@ met before it. Terms of the loss may belong to no sample, or have no known curva
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Sequence
 
 from torch import Tensor
-from torch._C import _current_graph_task_id
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
@@ -38,8 +36,8 @@ from backpack.engine.inspection import (
     tail_terms,
 )
 from backpack.engine.separable import is_separable
-from backpack.engine.uses import Use, edge_of, refuse
-from backpack.utils.hooks import EXTENDED, names_of, warn_user
+from backpack.engine.uses import Use, refuse
+from backpack.utils.hooks import names_of, warn_user
 
 NOT_EXTENDED_BATCH_NORM = (
     "A {module} in training mode, which is not extended, couples the samples of the "
@@ -71,12 +69,6 @@ MISSING_TERM = (
 REENTRANT = (
     "A part of the model runs inside `checkpoint(..., use_reentrant=True)`, which "
     "hides what it computes. Use `checkpoint(..., use_reentrant=False)`."
-)
-INNER_PASS = (
-    "{ext}: `{function}` runs a backward pass of its own inside of this one, where "
-    "nobody sees what {names} contributes. Let its `backward` return the gradients of "
-    "what it was given, or repeat that part of the model by `checkpoint(..., "
-    "use_reentrant=False)`."
 )
 
 COMPLEX = (
@@ -140,54 +132,6 @@ def check_samples(
         raise NotImplementedError(OUTSIDE_USE.format(names=describe(entangled)))
     if separate:
         warn_user(SEPARATE_USE.format(names=describe(separate)))
-
-
-class InnerPasses:
-    """Refuses backward passes inside of this one that reach parameters.
-
-    A function of one's own may run them. It has an end, so that what accumulates
-    gradients meanwhile, in another pass, belongs to it.
-    """
-
-    def __init__(self, nodes: Sequence[Node], extensions: Sequence[Any]):
-        """Watch functions and parameters; does nothing where there is no function.
-
-        Args:
-            nodes: Nodes of the graph. Their other hooks have to be there already.
-            extensions: Extensions that are active.
-        """
-        self._who, self._running = extensions, ("", -1)
-        self._handles, self._nodes = [], []  # which a parameter does not keep
-        functions = [node for node in nodes if extensions and is_function(node)]
-        for node in functions:
-            enter = partial(self._enter, name_of(node).strip("`"))
-            self._handles.append(node.register_prehook(enter))
-            self._handles.append(node.register_hook(self._leave))
-        roots = list(EXTENDED) if functions else []
-        for param in {p for root in roots for p in root.parameters()}:
-            if param.requires_grad:
-                node = edge_of(param).node
-                self._nodes.append(node)
-                self._handles.append(node.register_prehook(partial(self._see, param)))
-
-    def _enter(self, name: str, *_: Any) -> None:
-        self._running = name, _current_graph_task_id()
-
-    def _leave(self, *_: Any) -> None:
-        self._running = "", -1
-
-    def _see(self, param: Tensor, *_: Any) -> None:
-        function, task = self._running
-        if function and task != _current_graph_task_id():
-            text = {"ext": names_of(self._who), "function": function}
-            raise NotImplementedError(
-                INNER_PASS.format(names=describe([param]), **text)
-            )
-
-    def remove(self) -> None:
-        """Stop watching."""
-        for handle in self._handles:
-            handle.remove()
 
 
 def _behind_uses(uses: Sequence[Use]) -> list[Tensor]:

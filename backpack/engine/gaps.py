@@ -134,7 +134,7 @@ def explain(x: Tensor) -> Known | None:
         if known and not is_function(x.grad_fn):
             return known  # with nothing between: the most frequent case
         with without_hooks([x]):
-            known = _explain_edge(edge)
+            known = explain_place(edge)
         mark = None
     if known is not None and (mark is None or is_function(x.grad_fn)):
         note_functions(x, known)
@@ -162,7 +162,7 @@ def note_functions(x: Tensor, known: Known) -> None:
         if not is_function(node) or is_noted(node, number):
             continue
         edge = GradientEdge(node, number)
-        own = known if place is last else _explain_edge(edge)
+        own = known if place is last else explain_place(edge)
         use = None if own is None else _use_of(node, own.n)
         if use is not None:
             use.attach_at(edge, shape_at(edge), own.placement)
@@ -187,7 +187,7 @@ def _is_constant(edge: GradientEdge) -> bool:
     """Tell whether what sits at a place in the graph depends on parameters alone."""
     if is_leaf(edge.node):
         return _leaf(edge.node) is None
-    return _explain_edge(edge) is None
+    return explain_place(edge) is None
 
 
 def explain_parents(node: Node) -> list[Known]:
@@ -202,7 +202,7 @@ def explain_parents(node: Node) -> list[Known]:
     found = []
     for parent, number in node.next_functions:
         if parent is not None and not is_leaf(parent):
-            found.append(_explain_edge(GradientEdge(parent, number)))
+            found.append(explain_place(GradientEdge(parent, number)))
     return [known for known in found if known is not None]
 
 
@@ -240,12 +240,12 @@ def placement_at(node: Node) -> Placement:
     Returns:
         The placement.
     """
-    known = _explain_edge(GradientEdge(node, 0))
+    known = explain_place(GradientEdge(node, 0))
     return None if known is None else known.placement
 
 
-def _explain_edge(edge: GradientEdge) -> Known | None:
-    """Find where the samples are at a place in the graph; ``None`` if there are none.
+def explain_place(edge: GradientEdge) -> Known | None:
+    """Find where the samples are at a place in the graph.
 
     Args:
         edge: The place.
@@ -258,7 +258,7 @@ def _explain_edge(edge: GradientEdge) -> Known | None:
         return known
     if type(edge.node).__name__ == HOOKED:  # which are not to be run for this
         node, number = edge.node.next_functions[edge.output_nr]
-        return None if node is None else _explain_edge(GradientEdge(node, number))
+        return None if node is None else explain_place(GradientEdge(node, number))
     sources, nodes = sources_of([edge])
     found = _found_from(sources, nodes, edge)
     if found is not None and isinstance(found.placement, Mixed) and len(nodes) > 1:
@@ -268,7 +268,7 @@ def _explain_edge(edge: GradientEdge) -> Known | None:
             (place for place in parents if place[0] in nodes),
             key=lambda place: place[0]._sequence_nr(),
         ):
-            _explain_edge(GradientEdge(node, number))
+            explain_place(GradientEdge(node, number))
         found = _found_from(*sources_of([edge]), edge)
     if found is not None:
         edge.node.metadata.setdefault(KNOWN, {})[edge.output_nr] = found
@@ -432,7 +432,7 @@ def name_of(node: Node) -> str:
     Returns:
         Its name as in PyTorch's functions.
     """
-    name = type(node).__name__.split("Backward")[0]
+    name = type(node).__name__.rsplit("Backward", 1)[0]
     words = "".join(f"_{c.lower()}" if c.isupper() else c for c in name)
     return f"`{words.lstrip('_')}`"
 

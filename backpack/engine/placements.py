@@ -182,14 +182,16 @@ class Finder:
     _remembered: dict[tuple, tuple[list[Placement], list[torch.Size]]] = {}
     _MOST = 50_000  # signatures that are remembered
 
-    def __init__(self, n: int, key: Pass):
+    def __init__(self, n: int, key: Pass, keeps_met: bool = False):
         """Store the number of samples.
 
         Args:
             n: Number N of samples.
             key: Stands for the forward pass.
+            keeps_met: Whether that in which samples have met matters although it has
+                no gradient. Default: ``False``.
         """
-        self.n, self.key = n, key
+        self.n, self.key, self._keeps_met = n, key, keeps_met
         self.dropped: Mixed | None = None
         self.is_unsure = False
 
@@ -337,7 +339,7 @@ class Finder:
     ) -> list[Placement]:
         """Take what samples have met in for a constant, if it has no gradient."""
         mixed = [type(p) is Mixed and not x.requires_grad for p, x in zip(found, outs)]
-        if True not in mixed:
+        if True not in mixed or self._keeps_met:
             return found
         self.dropped = self.dropped or found[mixed.index(True)]
         self.is_unsure = self.is_unsure or in_function()

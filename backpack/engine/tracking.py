@@ -26,6 +26,7 @@ from backpack.engine import saved as saved_tensors
 from backpack.engine.functions import KINDS, Kind, kind_of
 from backpack.engine.gaps import (
     CONSTANT,
+    KNOWN,
     NESTED,
     Known,
     explain,
@@ -93,18 +94,25 @@ class Tracker(TorchFunctionMode):
         context: The mode whose place it takes: that of the context around it.
     """
 
-    def __init__(self, n: int, inputs: Sequence[tuple[Tensor, Placement]]):
+    def __init__(
+        self,
+        n: int,
+        inputs: Sequence[tuple[Tensor, Placement]],
+        keeps_met: bool = False,
+    ):
         """Mark the inputs.
 
         Args:
             n: Number N of samples.
             inputs: Tensors that hold samples, and where.
+            keeps_met: Whether that in which samples have met matters although it has
+                no gradient. Default: ``False``.
         """
         super().__init__()
         self.n, self.key = n, Pass(n)
         self.suspended = self._is_off = False
         self.owner: Any = None
-        self._finder = Finder(n, self.key)
+        self._finder = Finder(n, self.key, keeps_met)
         self.root: Callable[[], Any] | None = None
         self.note_loss: Callable = lambda *_: None
         self.longer: dict[int, str] = {}
@@ -222,8 +230,21 @@ class Tracker(TorchFunctionMode):
         if self._finder.is_unsure:
             delattr(x, MARK)  # inside, nothing had a gradient
             return False
-        note_functions(x, Known(placement, self.n))
+        known = Known(placement, self.n)
+        x.grad_fn.metadata.setdefault(KNOWN, {})[x.output_nr] = known
+        note_functions(x, known)
         return True
+
+    def placement_of(self, x: Tensor) -> Placement:
+        """Tell where the samples are in a tensor, as far as this pass has seen.
+
+        Args:
+            x: The tensor.
+
+        Returns:
+            The placement.
+        """
+        return self._finder.of(x)
 
     def find_placement(self, x: Tensor) -> Placement:
         """Tell where the samples are in a tensor, which may be another one's alias.

@@ -448,8 +448,9 @@ closer to the GGN's block in this basis. Columns are exact, drawn, or (``"empiri
 gradients.""",
         "E carries the scale of the loss, eigenvectors have none.",
         "As for Kronecker factors, and eigendecompositions of I³ + O³ operations for a "
-        "layer of I inputs and O outputs. More than ten columns are pulled back twice, "
-        "in chunks. With ``basis``, there are no decompositions.",
+        "layer of I inputs and O outputs. Columns that take more memory than "
+        "factors are pulled back twice, a few or one at a time. With ``basis``, there "
+        "are no decompositions, and once is enough.",
         [
             "George et al., *Fast approximate natural gradient descent in a "
             "Kronecker-factored eigenbasis*, 2018",

@@ -11,6 +11,8 @@ import sys
 import textwrap
 import weakref
 from contextlib import contextmanager
+from functools import partial
+from itertools import accumulate
 from typing import Callable, Dict, Iterator, List, Tuple
 
 import pytest
@@ -18,11 +20,12 @@ import torch
 from cases import FIRST_ORDER, make_extension
 from torch import Tensor, nn
 from torch.nn import Module
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend
 from backpack.engine.record import Call
-from backpack.extensions import SqrtGGNExact
+from backpack.extensions import EKFAC, SqrtGGNExact
 
 N = 3
 
@@ -491,3 +494,49 @@ def test_memory_does_not_grow_with_classes():
     few, many = peak("DiagGGNExact", 10), peak("DiagGGNExact", 300)
     weight, columns = (4 * size / 2**20 for size in (200 * 300, 10 * 128 * 300))
     assert many - 5 * weight - 7 * columns < 2 * few
+
+
+def allocated(run: Callable[[], None]) -> int:
+    """Find the peak of the bytes that tensors occupy, as PyTorch's profiler sees them.
+
+    Args:
+        run: What to do, once before, too.
+
+    Returns:
+        Bytes, beyond those that were there.
+    """
+    run()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    events = profiler.profiler.kineto_results.events()
+    steps = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+    sums = accumulate(size for _, size in sorted(steps, key=lambda step: step[0]))
+    return max(sums)
+
+
+WIDE: Dict[str, Tuple[Callable[[], Module], Tuple[int, ...]]] = {
+    "samples": (lambda: nn.Linear(8, 8), (64, 8)),
+    "positions": (lambda: nn.Conv1d(8, 8, 3, padding=1), (16, 8, 64)),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_columns_that_are_needed_twice(name: str) -> None:
+    """Exact eigenvalues take one column at a time, where those are the larger part.
+
+    A sampled Fisher has a single column. Of nine, at six layers, two may be there.
+    """
+    make, shape = WIDE[name]
+    layers = [make() for _ in range(6)]
+    head = [nn.AdaptiveAvgPool1d(1), nn.Flatten()] if len(shape) > 2 else []
+    model = extend(nn.Sequential(*layers, *head, nn.Linear(8, 10)))
+    loss, x = extend(nn.CrossEntropyLoss()), torch.rand(shape)
+    y = torch.arange(len(x)) % 10
+
+    def run(fisher_type: str) -> None:
+        with backpack(EKFAC(fisher_type=fisher_type), gradient=False):
+            loss(model(x), y).backward()
+
+    peaks = {kind: allocated(partial(run, kind)) for kind in ("mc", "exact")}
+    column = len(layers) * x.numel() * x.itemsize
+    assert peaks["exact"] - peaks["mc"] < 2 * column, peaks

@@ -17,10 +17,6 @@ from backpack.engine.record import Call
 from backpack.engine.turn import Turn
 from backpack.utils.hooks import message
 
-# Columns that are pulled back at a time. Memory does not grow with the number of
-# columns beyond it.
-MAX_COLUMNS = 10
-
 OTHER_FEATURES = (
     "{ext}: samples have different numbers of features in the output of {module}, or "
     "some of its entries belong to none. Return a tensor in which each sample has as "
@@ -72,7 +68,9 @@ def find_gateway(inspection: Inspection, edge: GradientEdge) -> Node | None:
     return last[0] if len(last) == 1 and set(losses) <= set(nodes) else None
 
 
-def columns_of(source: Any, loss: Call, derivatives: Any) -> Iterator[Tensor]:
+def columns_of(
+    source: Any, loss: Call, derivatives: Any, size: int
+) -> Iterator[Tensor]:
     """Compute columns at the loss input, such that samples have a row each.
 
     Where a sample has several rows, like the tokens of a sentence, an exact factor has
@@ -83,11 +81,12 @@ def columns_of(source: Any, loss: Call, derivatives: Any) -> Iterator[Tensor]:
         source: Where the columns come from.
         loss: The loss's call.
         derivatives: Its derivatives.
+        size: Number of columns at a time.
 
     Yields:
-        Columns ``[V, *in]`` with V at most ``MAX_COLUMNS``.
+        Columns ``[V, *in]`` with V at most ``size``.
     """
-    chunks = source.chunks(derivatives, loss.module, MAX_COLUMNS)
+    chunks = source.chunks(derivatives, loss.module, size)
     placement, x = loss.placement, loss.inputs[0]
     alone = derivatives.compared_axis(x) == -x.dim()  # one term, without batch axis
     rows = len(x) if x.dim() else 1
@@ -119,30 +118,32 @@ def _ranks(placement: Tensor, *sizes: Any) -> tuple[Tensor, int]:
     return number, int(number.max()) + 1
 
 
-def columns_of_loss(source: Any, turn: Turn) -> Iterator[Tensor]:
+def columns_of_loss(source: Any, turn: Turn, size: int) -> Iterator[Tensor]:
     """Compute columns at a loss input, of the scale that the loss has.
 
     Args:
         source: Where the columns come from.
         turn: The loss's turn.
+        size: Number of columns at a time.
 
     Yields:
-        Columns ``[V, *in]`` with V at most ``MAX_COLUMNS``.
+        Columns ``[V, *in]`` with V at most ``size``.
     """
     derivatives = find_loss(turn.module).derivatives
-    for chunk in columns_of(source, turn.call, derivatives):
+    for chunk in columns_of(source, turn.call, derivatives, size):
         yield chunk * turn.loss_scale()
 
 
-def identity_columns(origin: Origin, name: str) -> Iterator[Tensor]:
+def identity_columns(origin: Origin, name: str, size: int) -> Iterator[Tensor]:
     """Make a column for each feature of an output: the same one of all samples.
 
     Args:
         origin: The output.
         name: Name of the extension, for messages.
+        size: Number of columns at a time.
 
     Yields:
-        Columns ``[V, *out]`` with V at most ``MAX_COLUMNS``, in the order in which a
+        Columns ``[V, *out]`` with V at most ``size``, in the order in which a
         sample's features are in the output.
 
     Raises:
@@ -152,7 +153,7 @@ def identity_columns(origin: Origin, name: str) -> Iterator[Tensor]:
     metadata = edge.node._input_metadata[edge.output_nr]
     device = metadata.device
     numbers = sample_numbers(placement, shape, n, device).flatten()
-    size, rest = divmod(prod(shape), n) if n else (prod(filter(None, shape)), 0)
+    number, rest = divmod(prod(shape), n) if n else (prod(filter(None, shape)), 0)
     if isinstance(placement, Tensor):
 
         def count() -> list[int]:
@@ -162,8 +163,8 @@ def identity_columns(origin: Origin, name: str) -> Iterator[Tensor]:
         rest = none or len({*counts}) > 1
     if rest:
         raise NotImplementedError(message(OTHER_FEATURES, ext=name, module=call.module))
-    features = torch.argsort(numbers, stable=True).view(n, size).T
-    for some in features.split(MAX_COLUMNS):
+    features = torch.argsort(numbers, stable=True).view(n, number).T
+    for some in features.split(size):
         columns = torch.zeros(
             len(some), len(numbers), dtype=metadata.dtype, device=device
         )

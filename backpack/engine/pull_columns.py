@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache, partial
 from itertools import chain
-from typing import Any, Callable, Iterator, Optional
+from typing import Any, Callable, Iterable, Iterator, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +18,6 @@ from backpack.core.fast.whole import whole
 from backpack.core.layout import Mixed
 from backpack.core.per_sample.base import PerSample
 from backpack.engine.columns import (
-    MAX_COLUMNS,
     check_first_argument,
     columns_of_loss,
     find_gateway,
@@ -47,6 +47,10 @@ NOT_BEHIND = (
     "{ext}: the output of the extended model does not depend on {names}, which the "
     "backward pass uses elsewhere. Extend the model as a whole."
 )
+
+# Columns that are pulled back at a time. Memory does not grow with the number of
+# columns beyond it.
+MAX_COLUMNS = 10
 
 Cotangents = list[Optional[Tensor]]
 Key = tuple[Any, Tensor]  # an extension and a parameter
@@ -102,9 +106,9 @@ class PullColumns:
             check_first_argument(loss, columns[0])
             return
         for source, some in by_source.items():
-            make = partial(columns_of_loss, source, turn)
+            make: Callable[[int], Any] = partial(columns_of_loss, source, turn)
             if not source.is_exact:  # not to be drawn twice
-                make = partial(iter, list(make()))
+                make = cache(partial(_listed, make))
             alone = len(by_source) == 1
             self._start(Origin(loss, edge, loss.placement), make, some, alone)
 
@@ -132,7 +136,7 @@ class PullColumns:
     def _start(
         self,
         origin: Origin,
-        columns: Callable[[], Iterator[Tensor]],
+        columns: Callable[[int], Iterable[Tensor]],
         extensions: list[Any],
         alone: bool = False,
     ) -> None:
@@ -158,13 +162,14 @@ class PullColumns:
         if isinstance(origin.placement, Mixed):
             what = f"what {name_module(loss.module)} is computed from"
             refuse(type(extensions[0]).__name__, origin.placement, what)
-        chunks = columns()
-        first = next(chunks)
-        many = len(first) == MAX_COLUMNS
-        if alone and len(first) == 1 and not customized:
-            second = next(chunks, None)
-            chunks = iter([]) if second is None else chain([second], chunks)
-            if second is None and self._carry(edge, first[0], list(groups), extensions):
+        size = _number_at_a_time(extensions, targets, groups)
+        chunks = iter(columns(size))
+        first, second = next(chunks), next(chunks, None)
+        many = second is not None or len(first) == MAX_COLUMNS
+        if second is not None:
+            chunks = chain([second], chunks)
+        elif alone and len(first) == 1 and not customized:
+            if self._carry(edge, first[0], list(groups), extensions):
                 return
         at_once: dict[Group, list[Any]] = {}
         keep: dict[Group, list[Any]] = {}
@@ -195,6 +200,7 @@ class PullColumns:
 
         done = 0
         for chunk in chain([first], chunks):
+            last.clear()  # which keeps columns
             pulled = pull_chunk(chunk)
             done += len(chunk)
             if many and self._running.state.debug:
@@ -212,26 +218,25 @@ class PullColumns:
                 _put_behind(call.columns, sources, pulled[call], len(chunk))
             for ext, group, param, product in self._products(at_once, pulled):
                 ext.check(group, param, product)
-                part = ext.for_parameter(param).statistic(product)
-                _add(totals, (ext, param), part, ext.combine)
-                if ext.looks_again or not group.is_simple:
+                by = ext.for_parameter(param)
+                _add(totals, (ext, param), by.statistic(product), ext.combine)
+                if not (group.is_simple or by.looks_again):
                     last[ext, param] = product
-        again = {
-            key: key[0].for_parameter(key[1]).again(last[key], totals[key])
-            for key in totals
-            if key[0].looks_again
-        }
-        again = {key: by for key, by in again.items() if by is not None}
-        if again:
+                product = None
+        if any(ext.for_parameter(param).looks_again for ext, param in totals):
+            again: dict[Key, Any] = {}
             seconds: dict[Key, Any] = {}
-            for chunk in columns():
+            for chunk in columns(size):
                 pulled = pull_chunk(chunk)
                 for ext, _, param, product in self._products(at_once, pulled):
-                    if (ext, param) in again:
-                        part = again[ext, param].statistic(product)
-                        _add(seconds, (ext, param), part, ext.combine)
+                    key, by = (ext, param), ext.for_parameter(param)
+                    if by.looks_again and key not in again:
+                        again[key] = by.again(product, totals.pop(key))
+                    if key in again:
+                        part = again[key].statistic(product)
+                        _add(seconds, key, part, ext.combine)
+                    product = None
             for key, value in seconds.items():
-                del totals[key]
                 _add(self._values, key, value, key[0].add)
         for key, total in totals.items():
             if key in last:
@@ -288,17 +293,29 @@ class PullColumns:
     def _products(
         self, at_once: dict[Group, list[Any]], pulled: dict[Any, Cotangents]
     ) -> Iterator[tuple[Any, Group, Tensor, PerSample]]:
-        """Form the products of a chunk of columns, for each extension and parameter."""
+        """Form the products of a chunk of columns, for each extension and parameter.
 
-        @cache
+        Columns are dropped when nobody needs them any more.
+        """
+        left = Counter(use for group in at_once for use in group.uses)
+        formed: dict[Use, Any] = {}
+
         def of(use: Use) -> Any:
-            some = pulled.get(use, [None] * use.num_outputs)
-            return use.products(some, self._running.nodes(use))
+            if use not in formed:
+                some = pulled.get(use, [None] * use.num_outputs)
+                formed[use] = use.products(some, self._running.nodes(use))
+            return formed[use]
 
         for group, extensions in at_once.items():
             for param, product in group.products(of).items():
                 for ext in extensions:
                     yield ext, group, param, product
+                del product
+            left.subtract(group.uses)
+            for use in group.uses:
+                if not left[use]:
+                    for held in (formed, pulled):
+                        held.pop(use, None)
 
     def _pull_chunk(
         self, edge: GradientEdge, targets: list[Target], columns: Tensor
@@ -444,6 +461,26 @@ def _changed_by_hooks(module: Module) -> Module | None:
         if any(not getattr(h, "__module__", "").startswith("backpack.") for h in hooks):
             return m
     return None
+
+
+def _listed(draw: Callable[[int], Iterable[Tensor]], size: int) -> list[Tensor]:
+    return list(draw(size))
+
+
+def _number_at_a_time(
+    extensions: Sequence[Any], targets: Sequence[Target], groups: Iterable[Group]
+) -> int:
+    """Choose how many columns are held, at all outputs that they are pulled back to.
+
+    Where they can be had again for each quantity, they take no more memory than
+    Kronecker factors do.
+    """
+    if not all(ext.looks_again for ext in extensions):
+        return MAX_COLUMNS
+    shapes = [t.entry.owner.output_shapes[t.entry.index] for t in targets]
+    matrices = [p.shape for group in groups for p in group.params if p.dim() > 1]
+    factors = sum([s[0] ** 2 + s[1:].numel() ** 2 for s in matrices])
+    return min(MAX_COLUMNS, max(1, factors // max(1, sum(s.numel() for s in shapes))))
 
 
 def _add(totals: dict, key: tuple, part: Any, combine: Any) -> None:

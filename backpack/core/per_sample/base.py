@@ -297,22 +297,25 @@ class PerSample(ABC):
         """
         return sums.sum_of_dots(flatten(self.individual(), 2))
 
-    def share(self, what: Any, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+    def share(
+        self, what: Any, x: Tensor, compute: Callable[[], Tensor], copies: bool = True
+    ) -> Tensor:
         """Compute from a tensor what may be known from a call's other parameters.
 
         Args:
             what: What is computed.
             x: The tensor. It is kept, so that its memory can't become another's.
             compute: Computes it.
+            copies: Whether each parameter gets a copy. Default: ``True``.
 
         Returns:
-            The result, a copy for each parameter.
+            The result.
         """
         shared = {} if self.shared is None else self.shared
         steps = [step for step, size in zip(x.stride(), x.shape) if size > 1]
         key = (what, x.data_ptr(), x.shape, *steps)
         if key in shared:
-            return shared[key][1].clone()
+            return shared[key][1].clone() if copies else shared[key][1]
         shared[key] = x, compute()
         return shared[key][1]
 

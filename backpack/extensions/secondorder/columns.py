@@ -192,7 +192,7 @@ class ColumnExtension(SecondOrderBackpropExtension):
         source: Where the columns come from.
         loss_hessian_strategy: How the loss Hessian is factored.
         additive: Whether the quantity is a sum over columns.
-        looks_again: Whether columns may be needed twice, see :meth:`again`.
+        looks_again: Whether all columns are needed twice, see :meth:`again`.
     """
 
     additive = True
@@ -249,17 +249,17 @@ class ColumnExtension(SecondOrderBackpropExtension):
         """
         return self
 
-    def again(self, product: PerSample, statistic: Tensor) -> ColumnExtension | None:
-        """Return what reduces all columns once more, if it needs their statistic.
+    def again(self, product: PerSample, statistic: Any) -> ColumnExtension:
+        """Return what reduces all columns once more, as it knows their statistic.
 
         Args:
             product: Products of any columns and the parameter's Jacobian.
             statistic: Sum of all columns' statistics.
 
         Returns:
-            Extension whose statistics replace the first ones; ``None`` by default.
+            Extension whose statistics replace the first ones; the same by default.
         """
-        return None
+        return self
 
     def combine(self, existing: Tensor, other: Tensor) -> Tensor:
         """Combine the statistics of two sets of columns.

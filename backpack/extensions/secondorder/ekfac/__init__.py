@@ -96,7 +96,7 @@ class EKFAC(KroneckerFactors):
     def _within(self, bases: Sequence[Tensor]) -> EKFAC:
         """Return the same extension with the eigenvectors of one parameter."""
         bound = copy(self)
-        bound._fixed = list(bases)
+        bound._fixed, bound.looks_again = list(bases), False
         return bound
 
     def statistic(self, product: PerSample) -> Any:  # noqa: D102
@@ -111,13 +111,19 @@ class EKFAC(KroneckerFactors):
         bases = [full_precision(basis) for basis in bases]
         return [*bases, squares_after(product, transposed(bases))]
 
-    def again(self, product: PerSample, statistic: Any) -> EKFAC | None:  # noqa: D102
-        if self._fixed is not None:
-            return None
+    def again(self, product: PerSample, statistic: Any) -> EKFAC:  # noqa: D102
         key = "eigenvectors", self.weight_sharing
         b = factors.arrange(product)
-        output = product.share(key, b, lambda: eigenvectors(statistic))
+        # copied when they are saved: until then, there are columns at all layers
+        output = product.share(key, b, lambda: eigenvectors(statistic), copies=False)
         return self._within(self._bases(product, output))
+
+    def compute(self, turn: Any) -> None:  # noqa: D102
+        seen: set[int] = set()
+        for param, value in turn.columns(self):
+            own = [x.clone() if id(x) in seen else x for x in value]
+            seen.update(map(id, value))
+            turn.save(self, param, own)
 
     def reduce(self, product: PerSample) -> list[Tensor]:  # noqa: D102
         if self._fixed is not None:

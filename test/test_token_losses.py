@@ -930,6 +930,22 @@ FISHER: Dict[str, Tuple[Objective, float]] = {  # with the factor c of 4 samples
         Objective(lambda f, ls: ls(f.log_softmax(1), classes(f)), nn.NLLLoss),
         1 / N,
     ),
+    "nll-weight": (
+        Objective(
+            lambda f, ls: ls(f.log_softmax(1), classes(f)),
+            lambda: nn.NLLLoss(weight=WEIGHT),
+        ),
+        1 / float(WEIGHT[classes(torch.empty(N, C))].sum()),
+    ),
+    "nll-ignored": (
+        Objective(
+            lambda f, ls: ls(
+                f.log_softmax(1), classes(f).index_fill(0, torch.tensor([1]), -100)
+            ),
+            nn.NLLLoss,
+        ),
+        1 / (N - 1),
+    ),
     "own": (
         Objective(
             lambda f, ls: ls(f, real(f)),

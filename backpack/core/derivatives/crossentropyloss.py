@@ -6,7 +6,7 @@ import torch
 from torch import Size, Tensor
 from torch.distributions import Categorical
 
-from backpack.core.derivatives.loss_base import split_columns
+from backpack.core.derivatives.loss_base import class_weights, split_columns
 from backpack.core.derivatives.nll_base import ClosedFormNLLLossDerivatives
 from backpack.utils.subsampling import Subsampling
 from backpack.utils.types import Grads, Layer, MatProd, Randomness, full_precision, kind
@@ -84,16 +84,13 @@ class CrossEntropyLossDerivatives(ClosedFormNLLLossDerivatives):
         Returns:
             Shape of the prediction without its class axis.
         """
-        target, class_weights = module.input1, module.weight
+        target, weights = module.input1, module.weight
         if target.is_floating_point():
             target = _classes_last(full_precision(target))
-            if class_weights is None:
+            if weights is None:
                 return target.sum(-1)
-            return target @ full_precision(class_weights)
-        valid = target != module.ignore_index
-        if class_weights is None:
-            return valid.to(full_precision(module.input0).dtype)
-        return full_precision(class_weights)[target.where(valid, 0).long()] * valid
+            return target @ full_precision(weights)
+        return class_weights(module)
 
     def sum_hessian(self, module: Layer, g_inp: Grads, g_out: Grads) -> Tensor:
         """Sum the loss Hessians of all samples.

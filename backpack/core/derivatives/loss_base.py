@@ -14,7 +14,7 @@ from backpack.core.derivatives.stored import as_leaf, stored_inputs
 from backpack.core.per_sample.sums import reciprocal
 from backpack.utils.hooks import message
 from backpack.utils.subsampling import Subsampling
-from backpack.utils.types import Grads, Layer, MatProd, Randomness
+from backpack.utils.types import Grads, Layer, MatProd, Randomness, full_precision
 from backpack.utils.unsqueeze import unit_columns
 
 NO_SCALAR_LOSS = (
@@ -57,6 +57,23 @@ def first_number(output: Any) -> Tensor:
     """
     leaves = [output] if isinstance(output, Tensor) else tree_leaves(output)
     return next(x for x in leaves if isinstance(x, Tensor) and x.is_floating_point())
+
+
+def class_weights(module: Layer) -> Tensor:
+    """Return the weight of each target, by which a mean over classes divides.
+
+    Args:
+        module: Loss module with class indices as targets.
+
+    Returns:
+        Weights of the targets' classes, zero where targets are ignored; of the shape of
+        the targets.
+    """
+    target, weights = module.input1, module.weight
+    valid = target != module.ignore_index
+    if weights is None:
+        return valid.to(full_precision(module.input0).dtype)
+    return full_precision(weights)[target.where(valid, 0).long()] * valid
 
 
 def split_columns(columns: Tensor, size: int) -> Sequence[Tensor]:
@@ -303,6 +320,8 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
         if reduction not in ("mean", "batchmean"):
             return 1.0
         x = module.input0
+        if reduction == "mean" and isinstance(module, nn.NLLLoss):
+            return 1.0 / class_weights(module).sum()
         elementwise = reduction == "mean" and isinstance(module, _ELEMENTWISE)
         return reciprocal((x.shape if elementwise else x.shape[:1]).numel())
 

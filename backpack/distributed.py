@@ -91,7 +91,9 @@ def reduce(
         NotImplementedError: If an extension cannot be reduced.
         ValueError: If processes disagree, or it is not known what the loss divides by.
     """  # noqa: DAR401
-    parameters, extensions = list(parameters), list(extensions)
+    # what is there twice, as tied parameters of two modules, is reduced once
+    parameters = list(dict.fromkeys(parameters))
+    extensions = list(dict.fromkeys(extensions))
     world, rank = distributed.get_world_size(group), distributed.get_rank(group)
     if world == 1:
         return

@@ -132,6 +132,16 @@ PROBLEMS = {
         lambda: torch.tensor([0, 2, 1, 1, 0, 2]),
         sequence=True,
     ),
+    "nll": Problem(
+        lambda: nn.Sequential(mlp(3), nn.LogSoftmax(1)),
+        lambda: torch.randn(N, 4, dtype=F64),
+        lambda **options: nn.NLLLoss(
+            weight=torch.tensor([0.2, 1.0, 3.0], dtype=F64), **options
+        ),
+        lambda: torch.tensor([0, 2, 1, -100, 0, 2]),
+        # they count samples unequally; the loss has no curvature, of which to sample
+        refused=("WeightedGrad", "ClippedGrad", "ClippedGrad-all"),
+    ),
     # the factor of the input comes first, and is as large as that of the output
     "transposed": Problem(
         lambda: nn.Sequential(Transposed(4), nn.Linear(4, 3)),
@@ -421,6 +431,62 @@ def own(rank: int, samples: slice) -> None:
     ext.over_shards(model.weight.own, None)
 
 
+def nothing_clipped(rank: int, samples: slice) -> None:
+    """Reduce weights of summands of a mean where the first process has no samples."""
+    alone = slice(0, N) if rank == 1 else slice(0, 0)
+    refuse(ClippedGrad(1.0))(rank, alone)
+
+
+def empty_tokens(rank: int, world: int) -> Tuple[List[Any], List[Any]]:
+    """Gather square roots of a flattened loss where the first process has none."""
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 3).to(F64)
+    x = torch.randn(N, 2, 4, dtype=F64)
+    y = torch.arange(2 * N).remainder(3)
+    values = []
+    for samples in (slice(0, N), slice(0, N if rank == 1 else 0)):
+        ext = SqrtGGNExact()
+        model, loss = extend(nn.Sequential(layer, nn.Flatten(0, 1))), extend(
+            nn.CrossEntropyLoss()
+        )
+        with backpack(ext):
+            loss(model(x[samples]), y[: 2 * samples.stop]).backward()
+        if values:
+            reduce(model.parameters(), [ext], gather=True)
+        values.append(fields(model, ext))
+    return values[1], values[0]
+
+
+def given_twice(rank: int, world: int) -> Tuple[List[Any], List[Any]]:
+    """Reduce where a parameter and an extension are passed twice."""
+    problem, samples = PROBLEMS["weighted"], batches(SPLITS[f"{world}-uneven"])[rank]
+    ext = DiagGGNExact()
+    expected = fields(run(problem, "sum", slice(0, N), ext), ext)
+    model = run(problem, "sum", samples, ext)
+    reduce([*model.parameters(), *model.parameters()], [ext, ext])
+    return fields(model, ext), expected
+
+
+def half_without_samples(rank: int, world: int) -> Tuple[List[Any], List[Any]]:
+    """Reduce in half precision where the last process has no samples."""
+    ext, counts = DiagGGNExact(), (2, 2, 0) if world == 3 else (4, 0)
+    model, loss = extend(nn.Linear(4, 4).bfloat16()), extend(nn.MSELoss())
+    for p in model.parameters():
+        nn.init.ones_(p)
+    x = torch.ones(counts[rank], 4, dtype=torch.bfloat16)
+    with backpack(ext):
+        loss(model(x), torch.zeros_like(model(x))).backward()
+    reduce(model.parameters(), [ext])
+    expected = [torch.full_like(p, 0.5) for p in model.parameters()]
+    return fields(model, ext), expected
+
+
+TOGETHER = {
+    "empty tokens": empty_tokens,
+    "given twice": given_twice,
+    "half": half_without_samples,
+}
+
 CHEN = "E(J^T) E(H) E(J)"
 REFUSED = {
     "KFRA": Refused(refuse(KFRA()), NotImplementedError, "KFRA.*Use KFLR"),
@@ -453,6 +519,9 @@ REFUSED = {
     ),
     "summands": Refused(
         refuse(ClippedGrad(1.0)), NotImplementedError, "ClippedGrad.*scale='sample'"
+    ),
+    "summands of one process": Refused(
+        nothing_clipped, NotImplementedError, "ClippedGrad.*scale='sample'"
     ),
     "dots": Refused(
         refuse(WeightedGrad(lambda dots: dots.sum(1), of="dots")),
@@ -521,6 +590,14 @@ def test_count(world: int):
     problem = PROBLEMS["weighted"]._replace(loss=nn.CrossEntropyLoss)
     expected = fields(run(problem, "mean", slice(0, N), ext), ext)
     for values in in_processes(world, count_part, world):
+        assert_agrees(values, expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", TOGETHER)
+def test_together(name: str, world: int):
+    """Processes have together what one computes."""
+    for values, expected in in_processes(world, TOGETHER[name], world):
         assert_agrees(values, expected, rtol=1e-10)
 
 

@@ -117,7 +117,8 @@ class Piece(NamedTuple):
         Returns:
             Sum of shape ``[*]``, in every process.
         """
-        total = _scaled(value, factor).contiguous()
+        # of one type in all processes, whatever their factors are
+        total = _scaled(full_precision(value), factor).contiguous()
         total = total.clone() if total is value else total
         distributed.all_reduce(total, group=self.group)
         return as_type(total, value.dtype)
@@ -152,7 +153,9 @@ class Piece(NamedTuple):
         shapes: list[Any] = [None] * distributed.get_world_size(self.group)
         distributed.all_gather_object(shapes, tuple(value.shape), group=self.group)
         sizes = [shape[dim] if dim < len(shape) else 0 for shape in shapes]
-        others = {shape[:dim] + shape[dim + 1 :] for shape in shapes}
+        rest = [shape[:dim] + shape[dim + 1 :] for shape in shapes]
+        # what a process without samples has may be of another shape, besides
+        others = {x for x, size in zip(rest, sizes) if size} or set(rest)
         if len(others) > 1:
             raise ValueError(
                 f"Processes have values of shapes {shapes}, that cannot be put together"
@@ -160,8 +163,9 @@ class Piece(NamedTuple):
             )
         # collectives want the same size everywhere
         rows = value.movedim(dim, 0)
-        padded = rows.new_zeros(max(sizes), *rows.shape[1:])
-        padded[: len(rows)] = rows
+        padded = rows.new_zeros(max(sizes), *others.pop())
+        if len(rows):
+            padded[: len(rows)] = rows
         pieces = [torch.empty_like(padded) for _ in sizes]
         distributed.all_gather(pieces, padded, group=self.group)
         pieces = [piece[:size] for piece, size in zip(pieces, sizes)]

@@ -275,12 +275,14 @@ class WeightedGrad(GradientReduction):
                 this process' loss.
         """  # noqa: DAR401
         sample = piece.required_parts(self) == "sample"
+        # in all processes, of which one may have a weight of one, and others nothing
+        is_mean = bool(piece.sum(value.new_tensor(piece.weight), 1.0) < 1.5)
         if not isinstance(self._given, Tensor):
             if self._of == "dots":
                 self._refuse_shared("dot products", "norms")
-            if not sample and piece.weight != 1.0:
+            if not sample and is_mean:
                 self._refuse_shared("norms of the summands of a mean", "scale='sample'")
-        if not sample or piece.weight == 1.0:
+        if not sample or not is_mean:
             return piece.sum(value, piece.weight)
         unequal = value.new_tensor(float(not isclose(piece.weight, piece.share)))
         if piece.sum(unequal, 1.0) > 0:  # in any process

@@ -438,7 +438,7 @@ def nothing_clipped(rank: int, samples: slice) -> None:
 
 
 def empty_tokens(rank: int, world: int) -> Tuple[List[Any], List[Any]]:
-    """Gather square roots of a flattened loss where the first process has no samples."""
+    """Gather square roots of a flattened loss where the first process has none."""
     torch.manual_seed(0)
     layer = nn.Linear(4, 3).to(F64)
     x = torch.randn(N, 2, 4, dtype=F64)

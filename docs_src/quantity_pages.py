@@ -733,12 +733,12 @@ def cost_table(names: List[str]) -> List[str]:
     )
     if any("-" in name for _, name, *_ in rows):
         note += (
-            " ``expand`` and ``dots`` are options, ``only`` is a pass with "
+            " ``exact``, ``expand`` and ``dots`` are options, ``only`` is a pass with "
             "``gradient=False``."
         )
     above = [""] + [network for network, *_ in rows]
     shown = [
-        ["" if row[0] == before else row[0], *row[1:]]
+        ["" if row[0] == before else row[0].replace(" = ", "\u00a0=\u00a0"), *row[1:]]
         for row, before in zip(rows, above)
     ]
     return [*list_table(header, shown), note, ""]

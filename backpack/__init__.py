@@ -195,11 +195,13 @@ class backpack(AbstractContextManager):  # noqa: N801
                 f"a module, for example extension_hook=print, got {extension_hook!r}."
             )
         self.exts = tuple(dict.fromkeys(exts))  # one that is there twice runs once
-        saving: dict[str, dict[str, None]] = {}  # by field, in order
+        saving: dict[str, list[Any]] = {}  # by field, in order
         for ext in self.exts:
             if not ext.replaces_gradient:
-                saving.setdefault(ext.savefield, {})[repr(ext)] = None
-        for field, names in saving.items():
+                saving.setdefault(ext.savefield, []).append(ext)
+        for field, some in saving.items():
+            # long for options that are tensors; equal options give equal values
+            names = dict.fromkeys(map(repr, some)) if len(some) > 1 else {}
             if len(names) > 1:
                 warn_user(
                     f"backpack({', '.join(names)}): these save values in the same "

@@ -32,6 +32,9 @@ DIFFERENTIABLE = (
 )
 
 
+REDUCED = "_backpack_reduced"  # attribute of a value that was combined
+
+
 class _Report(NamedTuple):
     """What a process tells the others about one extension.
 
@@ -39,7 +42,7 @@ class _Report(NamedTuple):
         name: The extension's class.
         samples: Number of samples.
         divisors: What each loss divides by; ``None`` for a sum.
-        present: Whether each parameter has the field.
+        present: Whether each parameter has a field to combine.
         error: What speaks against a reduction.
     """
 
@@ -76,7 +79,8 @@ def reduce(
 
     ``KFRA`` is refused: its recursion multiplies averages over the batch. Sampled
     quantities draw in each process; seed the processes differently, so that their draws
-    are independent. Parameters without a field are left alone.
+    are independent. Parameters without a field, or with the one that was combined after an
+    earlier pass, are left alone.
 
     Args:
         parameters: Parameters with the extensions' fields.
@@ -112,7 +116,22 @@ def reduce(
                 with torch.no_grad():
                     value = ext.over_shards(getattr(param, ext.savefield), piece)
                 setattr(param, ext.savefield, value)
+                setattr(_first(value), REDUCED, True)
         ext.shard = None
+
+
+def _first(value: Any) -> Any:
+    """Return what stands for a value: of a list, its first part."""
+    return value[0] if isinstance(value, list) else value
+
+
+def _is_new(ext: BackpropExtension, param: Tensor) -> bool:
+    """Tell whether a parameter has a value that is of one process alone.
+
+    A pass that does not reach a parameter leaves it what an earlier one has computed.
+    """
+    value = getattr(param, ext.savefield, None)
+    return value is not None and not hasattr(_first(value), REDUCED)
 
 
 def _report(
@@ -120,7 +139,7 @@ def _report(
 ) -> _Report:
     """Collect what the other processes have to know; errors are raised by all."""
     shard = ext.shard
-    present = tuple(hasattr(param, ext.savefield) for param in parameters)
+    present = tuple(_is_new(ext, param) for param in parameters)
     if shard is None:
         return _Report(type(ext).__name__, 0, (), present, NOT_SEEN)
     samples = shard.samples if count is None else count

@@ -5,6 +5,7 @@ the errors that it got.
 """
 
 import re
+import warnings
 from functools import lru_cache, partial
 from typing import Any, Callable, Dict, List, NamedTuple, Tuple, Type
 
@@ -481,7 +482,55 @@ def half_without_samples(rank: int, world: int) -> Tuple[List[Any], List[Any]]:
     return fields(model, ext), expected
 
 
+class Switched(nn.Module):
+    """Two layers, of which the second one may be left out."""
+
+    def __init__(self):
+        """Create them."""
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (nn.Linear(3, 3).to(F64) for _ in range(2))
+        self.both = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply them."""
+        x = self.first(x)
+        return self.second(x) if self.both else x
+
+
+def pass_through(model: Switched, samples: slice, ext: BackpropExtension) -> None:
+    """Run a backward pass with a sum, on some of the samples."""
+    x = torch.arange(3.0 * N, dtype=F64).reshape(N, 3).sin()[samples]
+    with warnings.catch_warnings(), backpack(ext):
+        warnings.simplefilter("ignore")  # a layer is not reached
+        loss = extend(nn.MSELoss(reduction="sum"))
+        loss(model(x), torch.zeros_like(x)).backward()
+
+
+def left_out_later(rank: int, world: int) -> Tuple[List[Any], List[Any]]:
+    """Reduce twice; in the second pass, a layer is not reached."""
+    samples, ext = batches(SPLITS[f"{world}-uneven"])[rank], SumGradSquared()
+    found: List[List[Any]] = []
+    for some, own in ((slice(0, N), SumGradSquared()), (samples, ext)):
+        model = extend(Switched())
+        for model.both in (True, False):
+            pass_through(model, some, own)
+            if own is ext:
+                reduce(model.parameters(), [own])
+        found.append(fields(model, own))
+    return found[1], found[0]
+
+
+def left_out_by_one(rank: int, samples: slice) -> None:
+    """Reduce twice; in the second pass, one process does not reach a layer."""
+    ext, model = SumGradSquared(), extend(Switched())
+    for model.both in (True, rank > 0):
+        pass_through(model, samples, ext)
+        reduce(model.parameters(), [ext])
+
+
 TOGETHER = {
+    "left out later": left_out_later,
     "empty tokens": empty_tokens,
     "given twice": given_twice,
     "half": half_without_samples,
@@ -504,6 +553,7 @@ REFUSED = {
     ),
     "no count": Refused(functional(False, BatchGrad()), ValueError, "count="),
     "parameters": Refused(one_parameter_less, ValueError, "parameters with a value"),
+    "left out by one": Refused(left_out_by_one, ValueError, "parameters with a value"),
     "graph": Refused(with_a_graph, ValueError, "Variance.*create_graph"),
     "extensions": Refused(
         lambda rank, samples: refuse(*[BatchGrad(), Variance()][: rank + 1])(

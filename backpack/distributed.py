@@ -79,8 +79,8 @@ def reduce(
 
     ``KFRA`` is refused: its recursion multiplies averages over the batch. Sampled
     quantities draw in each process; seed the processes differently, so that their draws
-    are independent. Parameters without a field, or with the one that was combined after an
-    earlier pass, are left alone.
+    are independent. Parameters without a field, or with the one that was combined
+    after an earlier pass, are left alone.
 
     Args:
         parameters: Parameters with the extensions' fields.

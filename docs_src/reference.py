@@ -45,7 +45,8 @@ def write(folder: Path) -> None:
     shown = re.findall(r"auto(?:class|function):: ([\w.]+)(?:\(\))?$", text, re.M)
     exported = {f"backpack.{name}" for name in backpack.__all__ if name != "extensions"}
     for package, members in modules().items():
-        lines = [package, "=" * len(package), ""]
+        heading = package.replace(".", ".\u200b")  # where phones may go to a new line
+        lines = [heading, "=" * len(heading), ""]
         for name in members:
             if name != package:
                 title = name[len(package) + 1 :]

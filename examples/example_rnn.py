@@ -61,7 +61,7 @@ for title, model in networks.items():
         lossfunc(model(X), y).backward()
     print(title)
     for name, p in model.named_parameters():
-        print(f"  {name:<28} {str(list(p.grad_batch.shape)):<14}", end="")
+        print(f"  {name:<30} {str(list(p.grad_batch.shape)):<14}", end="")
         print(f"trace of the GGN {p.diag_ggn_exact.sum():.4f}")
 
 # %%
@@ -75,12 +75,13 @@ model = networks["LSTM with two layers"]
 weight = model.recurrent.weight_ih_l0
 by_column = weight.grad_batch.norm(dim=1)  # [N, 28]
 strongest = by_column.norm(dim=1).argsort(descending=True)[:5]
-fig, axes = plt.subplots(2, 5, figsize=(8, 3.2), sharex=True, layout="constrained")
+fig, axes = plt.subplots(2, 5, figsize=(8, 3.4), sharex=True, layout="constrained")
 for (top, bottom), n in zip(axes.T, strongest.tolist()):
-    top.imshow(X[n].numpy(), cmap="gray", aspect="auto")
+    top.imshow(X[n].numpy(), cmap="gray")
     top.set_axis_off()
     bottom.bar(range(28), by_column[n].tolist(), width=1.0)
     bottom.set_ylim(0, by_column.max().item())
+    bottom.label_outer()
 axes[1, 0].set_ylabel("norm of the gradient")
 plt.show()
 

@@ -28,6 +28,7 @@ from backpack.engine.placements import MARK
 from backpack.engine.tracking import Tracker
 from backpack.engine.uses import edge_of, refuse
 from backpack.utils.hooks import EXTENDED, names_of
+from backpack.utils.parallel import is_parallel
 
 INNER_PASS = (
     "{ext}: `{function}` runs a backward pass of its own inside of this one, where "
@@ -63,7 +64,8 @@ class OwnFunctions:
         self._functions = [x for x in nodes if extensions and is_function(x)]
         self._operands: dict[Node, list[Source]] = {}
         for node in self._functions:
-            if separating and KNOWN in node.metadata:
+            own = getattr(node, "_forward_cls", node).__module__
+            if separating and KNOWN in node.metadata and not own.startswith("torch."):
                 self._operands[node] = list(_operands_of(node))
         for node in self._functions:  # which looks for it in the object first
             node.apply = partial(self._apply, node)
@@ -128,7 +130,9 @@ def _operands_of(node: Node) -> Iterator[Source]:
     for parent, number in node.next_functions:
         if parent is not None:
             edge = GradientEdge(parent, number)
-            known = None if is_leaf(parent) else explain_place(edge)
+            # a graph with parameters that were given away is not to be run
+            unknown = is_leaf(parent) or is_parallel()
+            known = None if unknown else explain_place(edge)
             yield Source(edge, known or Known(None, 0))
 
 

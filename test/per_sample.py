@@ -312,11 +312,7 @@ def size(tensors: Dict[str, Tensor]) -> float:
 
 
 def assert_equal(
-    actual: Dict[str, Tensor],
-    expected: Dict[str, Tensor],
-    what: str,
-    power: int = 1,
-    noise: float = 0.0,
+    actual: Dict[str, Tensor], expected: Dict[str, Tensor], what: str, power: int = 1
 ) -> None:
     """Assert that the values of all parameters agree.
 
@@ -327,10 +323,9 @@ def assert_equal(
         expected: What is right.
         what: What is compared.
         power: What gradients are raised to. Default: 1.
-        noise: Rounding that is known to be in gradients. Default: 0.
     """
     assert actual.keys() == expected.keys(), f"{what}: {list(actual)}"
-    rounding = max(noise, 1e-13 * size(expected) ** (1 / power))
+    rounding = 1e-13 * size(expected) ** (1 / power)
     for name, right in expected.items():
         value = actual[name]
         if value.shape == right.shape:
@@ -342,11 +337,7 @@ def assert_equal(
 
 
 def assert_fields(
-    model: Module,
-    quantities: Sequence[str],
-    samples: Samples,
-    rtol: float = 0.0,
-    noise: float = 0.0,
+    model: Module, quantities: Sequence[str], samples: Samples, rtol: float = 0.0
 ) -> None:
     """Assert that what the parameters carry is right.
 
@@ -356,7 +347,6 @@ def assert_fields(
         samples: Each sample's share.
         rtol: Tolerance relative to the largest entry, where digits are lost; else these
             are compared. Default: ``0.0``.
-        noise: Rounding that is known to be in gradients. Default: ``0.0``.
     """
     params = parameters(model)
     for quantity in quantities:
@@ -379,8 +369,7 @@ def assert_fields(
                 wrong = (actual[name].to(F64) - right).abs().max()
                 assert wrong <= scale, f"{quantity} of {name}: off by {wrong}"
         else:
-            power = 1 if quantity in LINEAR else 2
-            assert_equal(actual, expected, quantity, power, noise)
+            assert_equal(actual, expected, quantity, 1 if quantity in LINEAR else 2)
 
 
 def compute(row: Row, quantities: Sequence[str], **options: Any) -> Module:

@@ -366,7 +366,10 @@ SEQUENCES: Dict[str, Leaf] = {
     "each-beside-a-constant": lambda m, x, i: torch.stack(
         [torch.hstack([z, m.v[i].expand_as(z)])[..., 1:-2] + z for z in x]
     ),
-    "normalized-over-time": lambda m, x, i: F.normalize(x * m.v[i] + 0.1, dim=1),
+    # with a number beside: what a single one is normalized to does not depend on it
+    "normalized-over-time": lambda m, x, i: F.normalize(
+        F.pad(x * m.v[i], (0, 0, 0, 1), value=1.0), dim=1
+    )[:, :-1],
     "deviation": lambda m, x, i: x * m.v[i]
     - (x @ m.w[i]).std(1, correction=0, keepdim=True).nan_to_num(),
     "shared-cell": lambda m, x, i: x

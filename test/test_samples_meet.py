@@ -15,6 +15,7 @@ from cases import F64
 from per_sample import (
     LENGTHS,
     REFUSALS,
+    Backward,
     Lambda,
     N,
     Row,
@@ -64,21 +65,6 @@ class Centered(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Tensor:
         """Differentiate that."""
         return g - g.mean(0)
-
-
-class Backward(torch.autograd.Function):
-    """The identity, with any rule for gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, rule: Callable, no: Tensor, x: Tensor) -> Tensor:
-        """Copy."""
-        ctx.rule = rule
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        """Apply the rule."""
-        return None, None, ctx.rule(g)
 
 
 RULES: Dict[str, Callable[[Tensor], Tensor]] = {  # by which samples meet

@@ -1,6 +1,7 @@
 """Extensions as an outside library writes them, from promised building blocks only."""
 
 import warnings
+from functools import partial
 from math import prod
 from typing import Any, Callable, Dict, List, Optional, Tuple, Type
 
@@ -23,6 +24,7 @@ from backpack.custom_module.pad import Pad
 from backpack.custom_module.scale_module import ScaleModule
 from backpack.custom_module.slicing import Slicing
 from backpack.extensions import (
+    EKFAC,
     HMP,
     KFLR,
     KFRA,
@@ -337,7 +339,13 @@ class WalkingColumns(Columns):
 
 @pytest.mark.parametrize("rule", [Columns, WalkingColumns])
 @pytest.mark.parametrize("options", [{}, {"subsampling": [2, 0]}], ids=["all", "some"])
-@pytest.mark.parametrize("ext", [SqrtGGNExact, DiagGGNExact, BatchDiagGGNExact, KFLR])
+@pytest.mark.parametrize(
+    "ext",
+    [
+        *(SqrtGGNExact, DiagGGNExact, BatchDiagGGNExact, KFLR),
+        partial(EKFAC, fisher_type="exact"),
+    ],
+)
 def test_columns_that_a_rule_gets(ext: Callable, options: Dict, rule: Callable):
     """All columns of the factor, of the samples that are considered."""
     if options and ext is not SqrtGGNExact:

@@ -19,6 +19,7 @@ from per_sample import (
     FIRST_ORDER,
     LENGTHS,
     QUANTITIES,
+    Backward,
     Lambda,
     N,
     Once,
@@ -926,21 +927,6 @@ class Rounded(torch.autograd.Function):
         """Take the rounded numbers for the numbers."""
         x, step = ctx.saved_tensors
         return g, (g * (torch.round(x / step) - x / step)).sum().reshape(step.shape)
-
-
-class Backward(torch.autograd.Function):
-    """The identity, with any rule for gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, rule: Callable, no: Tensor, x: Tensor) -> Tensor:
-        """Copy."""
-        ctx.rule = rule
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        """Apply the rule."""
-        return None, None, ctx.rule(g)
 
 
 def noted(g: Tensor) -> Tensor:

@@ -95,8 +95,7 @@ def _takes_samples(
                 return False  # a parameter
             places.append((h, 1, known.placement))
     return all(
-        y.shape[axis] == n
-        and (placement is not None if n == 1 else placement == Layout(axis, 1))
+        y.shape[axis] == n and placement == Layout(axis, 1)
         for y, axis, placement in places
     )
 

@@ -229,9 +229,10 @@ class ParameterTurn:
             ext: The extension.
 
         Yields:
-            Parameters, and their values.
+            Parameters, and their values; none if columns go from module to module.
         """
-        yield from self.backward_pass.pull_back.values(ext, self)
+        if not ext.walks_modules:
+            yield from self.backward_pass.pull_back.values(ext, self)
 
     def save(self, ext: Any, param: Tensor, value: Any) -> None:
         """Save a value on a parameter.

@@ -279,9 +279,8 @@ class ColumnExtension(SecondOrderBackpropExtension):
         Args:
             turn: The parameters' turn.
         """
-        if not self.walks_modules:
-            for param, value in turn.columns(self):
-                turn.save(self, param, value)
+        for param, value in turn.columns(self):
+            turn.save(self, param, value)
 
     def check(self, where: Any, param: Tensor, product: PerSample) -> None:
         """Refuse a parameter for which the quantity is not defined, by an exception.

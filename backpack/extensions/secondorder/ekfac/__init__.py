@@ -119,8 +119,6 @@ class EKFAC(KroneckerFactors):
         return self._within(self._bases(product, output))
 
     def compute(self, turn: Any) -> None:  # noqa: D102
-        if self.walks_modules:
-            return
         seen: set[int] = set()
         for param, value in turn.columns(self):
             own = [x.clone() if id(x) in seen else x for x in value]

@@ -23,8 +23,9 @@ NOT_SEEN = (
     "initialized after it. Call reduce(...) once after each backward pass."
 )
 NO_COUNT = (
-    "does not know how many samples the loss averages over. Pass count=<number of "
-    "samples of this process> for a mean, or extend the loss."
+    "does not know what the loss divides by. Extend it; give one of your own an attribute "
+    "`reduction`, 'mean' or 'sum'. Or pass count=<number of samples of this process>, if "
+    "it is a mean over them: for a sum, that gives wrong values."
 )
 DIFFERENTIABLE = (
     "has results that can be differentiated (create_graph=True), and sums over "
@@ -86,8 +87,9 @@ def reduce(
         parameters: Parameters with the extensions' fields.
         extensions: The extensions that were active in the backward pass.
         group: The processes. Default: ``None`` for all.
-        count: Number of this process' samples, if the loss is a mean over them that is
-            not extended. Default: ``None``, the backward pass tells.
+        count: Number of this process' samples, if the loss is a mean over them, and
+            neither extended nor, one of your own, with an attribute ``reduction``. Not
+            for a sum. Default: ``None``, the backward pass tells.
         gather: Whether values of single samples are collected from all processes.
             Default: ``False``.
 

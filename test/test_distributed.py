@@ -551,7 +551,9 @@ REFUSED = {
     "no pass": Refused(
         lambda rank, samples: reduce([], [KFAC()]), ValueError, "KFAC.*backward pass"
     ),
-    "no count": Refused(functional(False, BatchGrad()), ValueError, "count="),
+    "no count": Refused(
+        functional(False, BatchGrad()), ValueError, "`reduction`, .*count=.*for a sum"
+    ),
     "parameters": Refused(one_parameter_less, ValueError, "parameters with a value"),
     "left out by one": Refused(left_out_by_one, ValueError, "parameters with a value"),
     "graph": Refused(with_a_graph, ValueError, "Variance.*create_graph"),

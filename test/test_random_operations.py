@@ -83,7 +83,9 @@ class Model(Module):
         for step in self.steps:
             x = step(self, x)
         self.count += 1
-        return self.last(x)
+        # of numbers around one: where a softmax saturates, autograd computes the
+        # curvature as a difference of numbers around one, and loses its digits
+        return self.last(x.sin())
 
 
 # Uses of parameters on the last axis, whatever is in front; i chooses from the pool
@@ -774,8 +776,7 @@ def check(spec: Spec, seen: Counter) -> None:
     met = influences(row).fill_diagonal_(False) if spec.coupling else torch.zeros(1)
     assert not met.any(), "samples meet, and nobody said so"
     seen["right"] += 1
-    samples = reference(row)
-    assert_fields(model, QUANTITIES, samples, samples.rtol)
+    assert_fields(model, QUANTITIES, reference(row))
 
 
 def draws(count: int) -> settings:

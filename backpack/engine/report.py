@@ -10,8 +10,9 @@ from backpack.engine.hooks import is_hooked
 from backpack.utils.hooks import EXTENDED, modules_in, warn_user
 
 NOT_REACHED = (
-    "the backward pass did not reach it; compute the loss from it, or freeze it with "
-    "`requires_grad_(False)`"
+    "the backward pass did not reach it. That is as it should be where the model took "
+    "another branch this time, as to other experts; else compute the loss from it, or "
+    "freeze it with `requires_grad_(False)`"
 )
 NOT_RECORDED = (
     "no call of its module was recorded. It was extended after the forward pass; or "

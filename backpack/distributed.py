@@ -23,9 +23,9 @@ NOT_SEEN = (
     "initialized after it. Call reduce(...) once after each backward pass."
 )
 NO_COUNT = (
-    "does not know what the loss divides by. Extend it; give one of your own an attribute "
-    "`reduction`, 'mean' or 'sum'. Or pass count=<number of samples of this process>, if "
-    "it is a mean over them: for a sum, that gives wrong values."
+    "does not know what the loss divides by. Extend it; give one of your own an "
+    "attribute `reduction`, 'mean' or 'sum'. Or pass count=<number of samples of this "
+    "process>, if it is a mean over them: for a sum, that gives wrong values."
 )
 DIFFERENTIABLE = (
     "has results that can be differentiated (create_graph=True), and sums over "

@@ -339,13 +339,17 @@ def assert_equal(
         assert_agrees(value, right, f"{what} of {name}")
 
 
-def assert_fields(model: Module, quantities: Sequence[str], samples: Samples) -> None:
+def assert_fields(
+    model: Module, quantities: Sequence[str], samples: Samples, rtol: float = 0.0
+) -> None:
     """Assert that what the parameters carry is right.
 
     Args:
         model: The model, after a backward pass.
         quantities: Names of quantities.
         samples: Each sample's share.
+        rtol: Tolerance relative to the largest entry, where digits are lost; else these
+            are compared. Default: ``0.0``.
     """
     params = parameters(model)
     for quantity in quantities:
@@ -362,7 +366,13 @@ def assert_fields(model: Module, quantities: Sequence[str], samples: Samples) ->
         actual = {name: getattr(p, field) for name, p in params.items()}
         if quantity == "BatchFactors":
             actual = {name: value.individual() for name, value in actual.items()}
-        assert_equal(actual, expected, quantity, 1 if quantity in LINEAR else 2)
+        if rtol:
+            scale = rtol * size(expected)
+            for name, right in expected.items():
+                wrong = (actual[name].to(F64) - right).abs().max()
+                assert wrong <= scale, f"{quantity} of {name}: off by {wrong}"
+        else:
+            assert_equal(actual, expected, quantity, 1 if quantity in LINEAR else 2)
 
 
 def compute(row: Row, quantities: Sequence[str], **options: Any) -> Module:

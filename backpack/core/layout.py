@@ -13,6 +13,7 @@ axes, cut into windows, or routed row by row. A *placement* says where it is:
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any, Callable, Hashable, Iterator, NamedTuple, Sequence, Union
 
 import torch
@@ -89,7 +90,7 @@ def spans(placement: Placement, shape: Sequence[int], axis: int) -> bool:
     """
     if isinstance(placement, Layout):
         return placement.axis == len(shape) + axis
-    if not isinstance(placement, Tensor) or placement.dim() < -axis:
+    if not isinstance(placement, Tensor):
         return False
     highest = placement.amax(axis, keepdim=True)
     return bool(((placement >= 0) & (placement != highest)).any())
@@ -277,8 +278,7 @@ class Arrangement:
             self._layout = placement
             return
         lead = len(self._rows)
-        inside = placement.shape[placement.dim() - (placement.dim() - lead) :]
-        if placement.dim() < lead or any(size != 1 for size in inside):
+        if placement.dim() < lead or any(size != 1 for size in placement.shape[lead:]):
             raise ValueError("samples lie within rows")
         self._index, self._filled = once(
             placement, ("rows", n, self._rows), lambda: self._sort(placement)
@@ -298,10 +298,6 @@ class Arrangement:
         index = (starts.unsqueeze(1) + place).clamp(max=len(order) - 1)
         return order[index.flatten()], place < counts.unsqueeze(1)
 
-    @property
-    def _fits(self) -> bool:
-        return self._rows[self._layout.axis] == self._n * self._layout.inner
-
     def rows(self, x: Tensor, lead: int = 0) -> Tensor:
         """Arrange the rows of a tensor.
 
@@ -317,7 +313,7 @@ class Arrangement:
         none_there = 0 in self._rows or (
             self._index is not None and not len(self._index)
         )
-        if self._n and none_there:
+        if none_there:
             return x.new_zeros(*front, self._n, 1, *features)
         if self._index is not None:
             x = x.reshape(*front, -1, *features).index_select(lead, self._index)
@@ -327,14 +323,8 @@ class Arrangement:
         axis, inner = self._layout
         if axis > 0:
             x = x.movedim(lead + axis, lead)
-        if not (self._fits and (inner == 1 or axis == 0)):
-            x = x.unflatten(lead, (-1, self._n, inner)).movedim(lead + 1, lead)
-        elif inner > 1:
-            x = x.unflatten(lead, (self._n, inner))
-        rest = x.shape[lead + 1 :]
-        if len(rest) == len(features):
-            return x.unsqueeze(lead + 1)
-        return x.reshape(*front, self._n, -1, *features)
+        x = x.unflatten(lead, (-1, self._n, inner)).movedim(lead + 1, lead)
+        return x.reshape(*front, self._n, prod(self._rows) // self._n, *features)
 
 
 def one_sample_each(

@@ -346,7 +346,7 @@ class Tracker(TorchFunctionMode):
         saved: Sequence[Any] = ()
         if pairs is None:
             out = func(*args, **kwargs)
-            if type(out) is Tensor and not (kind.writes or kind.is_loss):
+            if type(out) is Tensor and not kind.writes:
                 with _UNSEEN():
                     layout = self._finder.recall_layout(key, out)
                     if layout is not None:  # the most frequent case

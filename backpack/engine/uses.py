@@ -290,10 +290,9 @@ class Use:
         """
         self.output_shapes = [x.shape for x in outputs]
         self._outputs = [weakref.ref(x) for x in outputs]
+        data = None if self.operation is None else self.operation.data
         for index, x in enumerate(outputs):
-            node, number = x.grad_fn, x.output_nr
-            base = x._base if len(outputs) == 1 else None
-            data = None if self.operation is None else self.operation.data
+            node, number, base = x.grad_fn, x.output_nr, x._base
             if base is not None and data is not None and is_whole(x, [data]):
                 # a later operation in place would take the view's node out of the graph
                 node, number = base.grad_fn, base.output_nr

@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from backpack.core.fast.whole import KeepWhole
 from backpack.engine.graph import describe, leaves_behind
 from backpack.extensions.backprop_extension import BackpropExtension
-from backpack.extensions.secondorder.walk import without_autocast
 from backpack.utils.parallel import is_parallel
+from backpack.utils.types import without_autocast
 
 NO_TENSORS = (
     "compile_step(...): {ext} saves objects in '{field}' that are no tensors, which no "
@@ -143,7 +143,7 @@ class CompiledStep:
         _check_hooks(leaves)
         with torch.no_grad():
             args = *tensors, *graph.lifted
-            with without_autocast(args[0]):  # the graph has its casts
+            with without_autocast():  # the graph has its casts
                 numbers = list(graph.run(*args))
             if self._copies:
                 numbers = [x if x is None else x.clone() for x in numbers]
@@ -243,12 +243,15 @@ def _kinds(tensors: tuple[Tensor, ...]) -> tuple:
         ),
     )
     return switches + tuple(
-        (
-            *(x.shape, x.stride(), x.dtype, x.device, x.requires_grad),
-            isinstance(x, Parameter) and id(x),
-        )
+        (*_form(x), x.requires_grad, isinstance(x, Parameter) and id(x))
         for x in tensors
     )
+
+
+def _form(x: Tensor) -> tuple:
+    """Describe a tensor but for its numbers."""
+    strides = x.stride() if x.layout is torch.strided else x.layout
+    return x.shape, strides, x.dtype, x.device
 
 
 def _alias(x: Tensor) -> Tensor:
@@ -263,8 +266,9 @@ def _state(modules: Iterable[Module]) -> tuple:
     return tuple(
         (
             module.training,
+            *map(id, module._modules.values()),
             *(
-                (name, id(x), x.dtype, x.device, x.shape, x.requires_grad)
+                (name, id(x), x.requires_grad, *_form(x))
                 for tensors in (module._parameters, module._buffers)
                 for name, x in tensors.items()
                 if x is not None

@@ -83,6 +83,43 @@ class Transformer(Module):
         return self.head(self.block(x).mean(1))
 
 
+class Pair(Module):
+    """Two layers side by side, whose outputs a function of one's own multiplies."""
+
+    def __init__(self):
+        """Make the layers."""
+        super().__init__()
+        self.both = Both([nn.Linear(6, 4), nn.Linear(6, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute logits ``[N, C]``."""
+        return OwnProduct.apply(*self.both(x))
+
+
+class Both(nn.ModuleList):
+    """Modules that get the same input."""
+
+    def forward(self, x: Tensor) -> Tuple[Tensor, ...]:
+        """Call them."""
+        return tuple(module(x) for module in self)
+
+
+class OwnProduct(torch.autograd.Function):
+    """A product."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        """Multiply."""
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tuple[Tensor, Tensor]:
+        """Multiply with the other factor."""
+        x, y = ctx.saved_tensors
+        return g * y, g * x
+
+
 def mlp() -> Module:
     """Make dense layers, with an activation that has a curvature."""
     return nn.Sequential(nn.Linear(6, 5), nn.Sigmoid(), nn.Linear(5, 4))
@@ -347,6 +384,14 @@ def test_arguments(case: str):
         assert_agrees(found, expected, case)
 
 
+@pytest.mark.parametrize("name", ["BatchGrad", "DiagGGNExact", "KFLR"])
+def test_several_outputs(name: str):
+    """Modules with several outputs, and functions of one's own, are recorded, too."""
+    step, exts = Step(), [make(name)]
+    step.model = extend(randomize(Pair().to(F64)))
+    compare(step, step.traced(*exts), exts)
+
+
 def test_argument_with_gradient():
     """An argument that requires a gradient gets one."""
     step, ext = Step(), make("BatchGrad")
@@ -412,6 +457,11 @@ CHANGES: Dict[str, Tuple[str, Callable[[Step], Any]]] = {
     "frozen": ("mlp", freeze),
     "replaced": ("mlp", replace),
     "evaluation mode": ("conv", lambda step: step.model.eval()),
+    "memory format": (
+        "conv",
+        lambda step: step.model.to(memory_format=torch.channels_last),
+    ),
+    "module": ("mlp", lambda step: step.model.__setitem__(1, extend(nn.Tanh()))),
     "numbers": ("mlp", lambda step: step.model[0].weight.data.mul_(2)),
 }
 

@@ -22,6 +22,7 @@ from torch.autograd import grad
 from torch.autograd.functional import hessian
 from torch.nn import Module, Sequential
 from torch.nn.utils import spectral_norm
+from torch.utils._pytree import tree_leaves
 
 from backpack import backpack, extend
 from backpack.core.table import LAYERS
@@ -1495,6 +1496,32 @@ def test_autocast(ext: Callable, inside: bool):
         for right, result in zip(a, b) if isinstance(a, list) else [(a, b)]:
             assert result.dtype == torch.float32
             assert (right - result).norm() < 0.2 * right.norm() + 1e-6
+
+
+@pytest.mark.parametrize("ext", [BatchGrad, Variance, DiagGGNExact, KFAC])
+@pytest.mark.parametrize("layer", [nn.RNN, nn.LSTM, nn.GRU, nn.Conv1d])
+def test_backward_pass_under_autocast(layer: Callable, ext: Callable):
+    """Where only the backward pass runs under autocast, products are not cast."""
+    recurrent = layer is not nn.Conv1d
+    first = layer(3, 4, batch_first=True) if recurrent else layer(2, 4, 2)
+    layers = [first, *([ReduceTuple(0)] if recurrent else []), nn.Flatten()]
+    torch.manual_seed(0)
+    model = extend(randomize(Sequential(*layers, nn.Linear(8, 3))))
+    loss = extend(nn.CrossEntropyLoss())
+    X, y = torch.randn(5, 2, 3), torch.randint(3, (5,))
+    options = {"weight_sharing": "expand"} if ext is KFAC else {}
+    fields = []
+    for enabled in (False, True):
+        torch.manual_seed(1)
+        value = loss(model(X), y)
+        with torch.autocast("cpu", torch.bfloat16, enabled), backpack(ext(**options)):
+            value.backward()
+        fields.append(
+            [getattr(p, ext(**options).savefield) for p in model.parameters()]
+        )
+    for right, result in zip(*map(tree_leaves, fields)):
+        assert result.dtype == torch.float32
+        assert (right - result).norm() < 0.05 * right.norm()
 
 
 class Scaled(Module):

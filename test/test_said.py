@@ -657,6 +657,24 @@ def test_backward_pass_with_tangents(row: Row, ext: type) -> None:
     assert_fields(model, [ext.__name__], samples)
 
 
+@pytest.mark.filterwarnings("ignore:(?s).*torch.jit")
+@pytest.mark.parametrize("ext", [BatchGrad, DiagGGNExact])
+@pytest.mark.parametrize("extended", ["inside", "around"])
+@pytest.mark.parametrize("row", [MLP, OPERATIONS], ids=["layers", "operations"])
+def test_loss_of_tangents(row: Row, extended: str, ext: type) -> None:
+    """What a tangent leads to is refused: parameters enter it unseen."""
+    model, loss, X = row.build()
+    loss = extend(loss)
+    if extended == "around":
+        around = extend(Lambda(lambda m, x: m.f(x) + in_dual_level(m.f, x), f=model))
+        f = around(*X)
+    else:
+        f = in_dual_level(extend(model), *X)
+    value = loss(f, real(f))
+    with pytest.raises(NotImplementedError, match="can't see it"), backpack(ext()):
+        value.backward()
+
+
 class OwnSquare(Module):
     """The squared error, of which PyTorch knows a derivative in each mode."""
 

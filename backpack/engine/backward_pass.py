@@ -47,7 +47,7 @@ from backpack.utils.parallel import (
     unify,
 )
 from backpack.utils.state import UNANNOUNCED, State, may_look
-from backpack.utils.types import kind
+from backpack.utils.types import kind, without_autocast
 
 MODIFIED_LOSS = (
     "The loss was modified after {module}: the gradient at its output is {factor}, not "
@@ -238,7 +238,7 @@ class BackwardPass:
     def conclude(self) -> None:
         """Save the values that need all parameters; none if one of them fails."""
         exts = self.state.active_exts
-        with torch.set_grad_enabled(self._creates_graph):
+        with torch.set_grad_enabled(self._creates_graph), without_autocast():
             values = [ext.conclude(self) if ext in self.kept else {} for ext in exts]
         for ext, found in zip(exts, values):
             if found and ext.replaces_gradient:
@@ -295,13 +295,14 @@ class BackwardPass:
         """
         if not self._is_filtered:
             self._filter()
-        if self._at_output:
-            starting, self._at_output = self._at_output, []
-            self.pull_back.meet_output(starting)
-        if owner.is_use:
-            self._take_use(owner, g_out)
-        else:
-            self._take_call(owner, g_out, entries)
+        with without_autocast():
+            if self._at_output:
+                starting, self._at_output = self._at_output, []
+                self.pull_back.meet_output(starting)
+            if owner.is_use:
+                self._take_use(owner, g_out)
+            else:
+                self._take_call(owner, g_out, entries)
 
     def _filter(self) -> None:
         """Leave out uses that the pass that is running does not include."""

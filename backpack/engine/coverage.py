@@ -54,12 +54,12 @@ SEPARATE_USE = (
 OUTSIDE_USE = (
     "Parameters are used where extensions can't see it: {names}. Their quantities "
     "would be wrong. Use a parameter only inside of extended modules, in operations of "
-    "PyTorch (not in a compiled or scripted piece, or a transform of `torch.func`), "
-    "and on what such operations make of the inputs (not NumPy, or numbers in Python: "
-    "do that before, and hand over what comes out); let the inputs enter the "
-    "prediction, if only by `+ 0 * input`, for what no input enters belongs to no "
-    "sample; and differentiate what contains a derivative of the network, as products "
-    "with a Hessian do, outside of the context."
+    "PyTorch (not in a compiled or scripted piece, a transform of `torch.func`, or a "
+    "tangent of forward mode), and on what such operations make of the inputs (not "
+    "NumPy, or numbers in Python: do that before, and hand over what comes out); let "
+    "the inputs enter the prediction, if only by `+ 0 * input`, for what no input "
+    "enters belongs to no sample; and differentiate what contains a derivative of the "
+    "network, as products with a Hessian do, outside of the context."
 )
 MISSING_TERM = (
     "Terms of the loss come from no extended loss module ({nodes}), so that their "
@@ -120,6 +120,8 @@ def check_samples(
     known = set(map(id, params))
     separate, entangled = inspection.uses_outside(known)
     entangled += _behind_uses(uses)
+    behind = [p for node in inspection.tangents for p in leaves_behind(node)]
+    entangled += [param for param in dict.fromkeys(behind) if id(param) in known]
     if not entangled:
         refused = [*inspection.coupled(), *_met_in_tails(inspection)]
         refused.sort(key=lambda met: not met.is_of_inputs)

@@ -35,7 +35,7 @@ from backpack.engine.uses import Constant, Together, Use, edge_of, is_noted
 from backpack.engine.vjp import pull
 from backpack.utils.hooks import without_hooks
 from backpack.utils.parallel import SINKS, communicates
-from backpack.utils.state import state
+from backpack.utils.state import out_of_sight, state
 from backpack.utils.types import kind
 
 CONSTANT = "backpack.constant"  # where a node keeps that it stands for a parameter
@@ -113,6 +113,7 @@ def _known_at(edge: GradientEdge) -> Known | None:
     return node.metadata.get(KNOWN, {}).get(output_nr)
 
 
+@out_of_sight
 def explain(x: Tensor) -> Known | None:
     """Find where the samples of a tensor are.
 

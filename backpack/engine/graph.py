@@ -6,6 +6,7 @@ from typing import Any, Iterable, Iterator, NamedTuple, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from backpack.engine.uses import ENTRIES, Entry, listen
@@ -14,6 +15,7 @@ from backpack.utils.parallel import parts, past_sinks
 
 HOOKED = "BackwardHookFunctionBackward"  # where a module's hooks see the gradient
 SILENT = "backpack.silent"  # where a node says that no sample gets through it
+TANGENT = "backpack.tangent"  # where a tangent comes out of an operation
 MEETING = "backpack.meeting"  # where a node of the graph keeps that samples have met
 
 VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
@@ -40,6 +42,20 @@ class Origin(NamedTuple):
     edge: GradientEdge
     placement: Any
     shape: torch.Size | None = None
+
+
+def note_tangent(x: Tensor) -> None:
+    """Remember where a tensor's tangent comes from: parameters enter there unseen.
+
+    Args:
+        x: Output of an operation, maybe with a tangent.
+    """
+    if forward_ad._current_level < 0:
+        return
+    with torch._C.DisableTorchFunction():
+        tangent = forward_ad.unpack_dual(x).tangent
+    if tangent is not None and tangent.grad_fn is not None:
+        tangent.grad_fn.metadata[TANGENT] = True
 
 
 def entries_of(node: Node) -> list[Entry]:

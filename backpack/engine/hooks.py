@@ -31,7 +31,7 @@ from backpack.core.derivatives.generic import tensor_outputs
 from backpack.core.layout import FIRST, Mixed, Placement, spans
 from backpack.core.table import Row, find_loss, find_loss_module
 from backpack.engine.gaps import NESTED, Known, differ, explain
-from backpack.engine.graph import is_leaf
+from backpack.engine.graph import is_leaf, note_tangent
 from backpack.engine.layer_calls import note_use, row_of_call
 from backpack.engine.placements import Pass, mark_of, place, placement_of
 from backpack.engine.record import Call
@@ -562,6 +562,8 @@ def _attach(
     call: Call, outputs: list[Tensor], edges: list[GradientEdge | None]
 ) -> None:
     """Attach a call to the nodes that produced its outputs."""
+    for x in outputs:
+        note_tangent(x)
     base = outputs[0]._base if len(outputs) == 1 else None
     layer = base is not None and bool(call.parameters) and not call.is_composite
     if layer and is_whole(outputs[0], call.inputs):  # as of linear layers on sequences

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from backpack.core.layout import Mixed
 from backpack.engine.graph import (
     MEETING,
+    TANGENT,
     Origin,
     calls_at,
     entries_of,
@@ -59,6 +60,7 @@ class Inspection:
         uses: Uses in it, and the node and its output number for each output.
         reached: The leaf tensors it reaches, and the nodes that use them past any use.
         meetings: Nodes at which samples have met.
+        tangents: Nodes that computed tangents, in forward mode.
         nodes: All nodes, but those inside of uses.
     """
 
@@ -73,6 +75,7 @@ class Inspection:
         self.uses: dict[Use, dict[int, tuple[Node, int]]] = {}
         self.reached: dict[Tensor, list[Node]] = {}
         self.meetings: dict[Node, Mixed] = {}
+        self.tangents: list[Node] = []
         self._stand_ins: dict[Node, int] = {}  # and when their use was over
         self._direct: dict[int, list[tuple[int, int]]] = {}  # by parameter
         self._functions: dict[Node, set[Any]] = {}  # and the places of their constants
@@ -138,6 +141,8 @@ class Inspection:
             self.uses[owner][index] = (node, number)
         if MEETING in metadata:
             self.meetings[node] = metadata[MEETING]
+        if TANGENT in metadata:
+            self.tangents.append(node)
 
     @cached_property
     def names(self) -> set[str]:
@@ -290,8 +295,10 @@ class Inspection:
                 continue
             shape = node._input_metadata[0].shape
             known = any(isinstance(e.owner.module, _BatchNorm) for e in calls_at(node))
+            again = "BackwardBackward" in type(node).__name__  # of its derivative
+            trains = node._saved_train if again else node._saved_training
             # InstanceNorm normalizes a batch of one
-            if node._saved_training and shape[0] > 1 and not known:
+            if trains and shape[0] > 1 and not known:
                 return f"BatchNorm{max(1, len(shape) - 2)}d"
         return None
 

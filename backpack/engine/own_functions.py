@@ -29,6 +29,9 @@ from backpack.engine.tracking import Tracker
 from backpack.engine.uses import edge_of, refuse
 from backpack.utils.hooks import EXTENDED, names_of
 from backpack.utils.parallel import is_parallel
+from backpack.utils.state import out_of_sight
+
+_TRUSTED = ("torch.", "backpack.")  # whose functions need not be followed
 
 INNER_PASS = (
     "{ext}: `{function}` runs a backward pass of its own inside of this one, where "
@@ -65,7 +68,7 @@ class OwnFunctions:
         self._operands: dict[Node, list[Source]] = {}
         for node in self._functions:
             own = getattr(node, "_forward_cls", node).__module__
-            if separating and KNOWN in node.metadata and not own.startswith("torch."):
+            if separating and KNOWN in node.metadata and not own.startswith(_TRUSTED):
                 self._operands[node] = list(_operands_of(node))
         for node in self._functions:  # which looks for it in the object first
             node.apply = partial(self._apply, node)
@@ -136,6 +139,7 @@ def _operands_of(node: Node) -> Iterator[Source]:
             yield Source(edge, known or Known(None, 0))
 
 
+@out_of_sight
 def _have_met(tracker: Tracker, x: Any, operand: Source) -> bool:
     """Tell whether a gradient has samples where the operand has others."""
     own, (placement, n) = tracker.placement_of(x), operand.known

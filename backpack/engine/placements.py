@@ -28,6 +28,7 @@ from backpack.core.layout import (
 from backpack.engine.trials import MOVING, Performed, Trial
 from backpack.engine.views import in_storage
 from backpack.utils.parallel import communicates
+from backpack.utils.state import out_of_sight
 from backpack.utils.types import version_of
 
 _INDEXES = (torch.long, torch.int)  # types of numbers that pick rows
@@ -283,6 +284,7 @@ class Finder:
             numbers = own.where(own >= 0, numbers)
         return simplify(numbers, self.n)
 
+    @out_of_sight
     def find(self, done: Performed, key: tuple) -> list[Placement]:
         """Find where an operation has moved samples to.
 

@@ -115,7 +115,7 @@ class Report:
         if missing:
             lines = [f"- {', '.join(v)}: {reason}" for reason, v in missing.items()]
             warn_user("\n".join([INTRODUCTION, *lines]))
-        elif self.met <= self.plain:
+        elif self.met <= self.plain and not self.saved:
             warn_user(NOTHING_EXTENDED)
 
     def _collect(

@@ -14,6 +14,7 @@ from typing import Any, Callable, Sequence
 import torch
 from torch import Tensor, is_grad_enabled
 from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
@@ -33,7 +34,7 @@ from backpack.engine.gaps import (
     is_function,
     note_functions,
 )
-from backpack.engine.graph import MEETING, SILENT
+from backpack.engine.graph import MEETING, SILENT, note_tangent
 from backpack.engine.placements import (
     FORGET,
     MARK,
@@ -408,9 +409,11 @@ class Tracker(TorchFunctionMode):
         """Mark what an operation returned; tell at which tensors it is a use."""
         for x, placement in zip(outs, placements):
             if placement is None:
-                if x.grad_fn is not None:
+                if forward_ad._current_level >= 0:  # it is no constant, but a tangent
+                    placement = Mixed("forward-mode differentiation", False)
+                elif x.grad_fn is not None:
                     x.grad_fn.metadata[SILENT] = True
-            elif type(placement) is Mixed:
+            if type(placement) is Mixed:
                 earlier = any(self._finder.of(y) is placement for y in data)
                 if not (earlier and placement.is_known):
                     placement = self._located(placement)
@@ -437,6 +440,7 @@ class Tracker(TorchFunctionMode):
             if version == 0:  # it keeps the placement, and with it the identity
                 self._marks[id(placement)] = mark
         setattr(x, MARK, mark)
+        note_tangent(x)
 
     def _located(self, placement: Mixed) -> Mixed:
         """Say in which module samples have met."""

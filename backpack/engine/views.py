@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from backpack.core.layout import Mixed, Placement, conflict, sample_numbers, simplify
+from backpack.utils.state import out_of_sight
 
 _LOST = Mixed("writing to a view", False)
 
@@ -84,6 +85,7 @@ class View(NamedTuple):
         return simplify(numbers, n)
 
 
+@out_of_sight
 def in_view(x: Tensor, base: Tensor, placement: Placement, n: int) -> Placement:
     """Tell where samples are in a view of a tensor.
 
@@ -103,6 +105,7 @@ def in_view(x: Tensor, base: Tensor, placement: Placement, n: int) -> Placement:
     return view.placement(part, n)
 
 
+@out_of_sight
 def in_base(
     view: View, placement: Placement, base: Tensor, known: Placement, n: int
 ) -> Placement:

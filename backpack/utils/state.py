@@ -11,12 +11,22 @@ import ctypes
 import sys
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Callable, ClassVar, Hashable, Iterator, Sequence
+from functools import wraps
+from typing import (
+    Any,
+    Callable,
+    ClassVar,
+    Hashable,
+    Iterator,
+    Sequence,
+    TypeVar,
+)
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Module
+from torch.utils._python_dispatch import _disable_current_modes
 
 from backpack.utils.compiling import (
     COMPILED_AUTOGRAD,
@@ -25,6 +35,8 @@ from backpack.utils.compiling import (
 )
 from backpack.utils.hooks import names_of, no_op
 from backpack.utils.parallel import without_sinks
+
+C = TypeVar("C", bound=Callable)
 
 _KEY = "backpack.utils.state"
 _MOST_ANSWERS = 10_000  # that are remembered
@@ -201,6 +213,27 @@ def is_traced() -> bool:
     if not torch._C._len_torch_dispatch_stack():
         return False
     return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
+
+
+def out_of_sight(function: C) -> C:
+    """Keep what a function does from dispatch modes that count, print or record.
+
+    Args:
+        function: The function, which only looks at tensors.
+
+    Returns:
+        The function.
+    """
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        modes = torch._C._len_torch_dispatch_stack()
+        if not modes or torch._C._get_dispatch_mode(_KEYS.FAKE) is not None:
+            return function(*args, **kwargs)  # fake tensors have no numbers elsewhere
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 def may_look(x: Tensor) -> bool:

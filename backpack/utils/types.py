@@ -24,6 +24,9 @@ Randomness = Optional[Generator]
 
 HALF = (torch.float16, torch.bfloat16)
 
+# A context in which operations get the types of their operands
+without_autocast = torch._C._DisableAutocast
+
 
 def as_type(value: Any, dtype: torch.dtype) -> Any:
     """Convert floating-point tensors; leave everything else as it is.

@@ -20,11 +20,11 @@ from backpack.engine.turn import current_turn
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.curvmatprod.operator import Operator, Step
 from backpack.extensions.secondorder.module_rules import ModuleRule, WalkingExtension
-from backpack.extensions.secondorder.walk import check_samples_apart, without_autocast
+from backpack.extensions.secondorder.walk import check_samples_apart
 from backpack.extensions.shards import Piece
 from backpack.utils.disable import disable
 from backpack.utils.hooks import message, name_module
-from backpack.utils.types import Grads, Layer, MatProd
+from backpack.utils.types import Grads, Layer, MatProd, without_autocast
 
 PICKLED = (
     "This product with a curvature matrix was left out when the model was pickled: it "
@@ -119,7 +119,7 @@ class CurvatureProductRule(ModuleRule):
             backproped.check(ext_name, name)
             if not mat.numel():  # no columns
                 return torch.empty_like(mat)
-            with disable(), without_autocast(mat):
+            with disable(), without_autocast():
                 result = linear.jac_t(backproped(linear.jac(columns)))
                 if residual:
                     result = result + linear.residual(columns)

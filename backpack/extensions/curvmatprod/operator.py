@@ -16,9 +16,8 @@ from torch import Tensor
 
 from backpack.core.linearization import Columns, Linearization, Snapshot
 from backpack.extensions.curvature import Curvature
-from backpack.extensions.secondorder.walk import without_autocast
 from backpack.utils.disable import disable
-from backpack.utils.types import MatProd
+from backpack.utils.types import MatProd, without_autocast
 from backpack.utils.unsqueeze import flatten
 
 _BORN = count()
@@ -185,7 +184,7 @@ class Operator:
         Returns:
             Columns of the same shape.
         """
-        with disable(), without_autocast(mat):
+        with disable(), without_autocast():
             return self._multiply(mat)
 
     def _multiply(self, mat: Tensor) -> Tensor:

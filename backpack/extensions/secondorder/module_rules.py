@@ -43,7 +43,7 @@ class ApplyRules(ModuleExtension):
             g_out: Gradients at the outputs.
         """
         turn = current_turn()
-        with disable(), walk.without_autocast(g_out[0]):
+        with disable():
             if turn.call.is_loss:
                 derivatives = find_loss(module).derivatives
                 turn.pass_on(extension, extension.start(derivatives, module, g_out))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Callable, Iterable
 
 import torch
@@ -68,20 +67,6 @@ def _repeats(turn: Turn) -> bool:
     """Tell whether a forward pass of which little is known has to be repeated."""
     row, names = turn.row, turn.call.parameters
     return row is GENERIC or not all(row.covers(turn.module, name) for name in names)
-
-
-def without_autocast(x: Tensor) -> AbstractContextManager:
-    """Make a context in which operations get the types of their operands.
-
-    Args:
-        x: Tensor on the device of the operations.
-
-    Returns:
-        The context.
-    """
-    device = x.device.type
-    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if on else nullcontext()
 
 
 def skips(turn: Turn, extension: BackpropExtension) -> bool:

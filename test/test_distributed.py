@@ -67,6 +67,21 @@ SPLITS = {
 }
 
 
+class Routed(Module):
+    """A layer that gets some positions of each sample, of one more than of another."""
+
+    def __init__(self):
+        """Make the layer."""
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Sum what the layer makes of the positions that are above a sample's mean."""
+        rows = torch.where(x[..., 0] > x[..., 0].mean(1, keepdim=True))
+        out = x.new_zeros(*x.shape[:2], 3)
+        return out.index_put(rows, self.layer(x[rows])).sum(1)
+
+
 class Problem(NamedTuple):
     """A row: a model, its inputs, a loss and targets; quantities that are refused."""
 
@@ -97,6 +112,11 @@ def mlp(outputs: int, *before: Module) -> Module:
     return nn.Sequential(*before, *hidden, nn.Linear(3, outputs))
 
 
+# Quantities that go from module to module
+WALKING = (
+    *("DiagHessian", "BatchDiagHessian", "HMP", "GGNMP", "PCHMP"),
+    *(f"HBP{how}-{x}" for how in ("", "-sampled") for x in ("expand", "reduce")),
+)
 PROBLEMS = {
     # the mean divides by the weights of the targets
     "weighted": Problem(
@@ -142,6 +162,15 @@ PROBLEMS = {
         lambda: torch.tensor([0, 2, 1, -100, 0, 2]),
         # they count samples unequally; the loss has no curvature, of which to sample
         refused=("WeightedGrad", "ClippedGrad", "ClippedGrad-all"),
+    ),
+    # of which the processes see different lengths
+    "routed": Problem(
+        Routed,
+        lambda: torch.randn(N, 5, 4, dtype=F64) ** 3,
+        nn.CrossEntropyLoss,
+        lambda: torch.tensor([0, 2, 1, 1, 0, 2]),
+        sequence=True,
+        refused=(*WALKING, "BatchDotGrad"),  # which gathers values of all lengths
     ),
     # the factor of the input comes first, and is as large as that of the output
     "transposed": Problem(
@@ -377,6 +406,16 @@ def functional(count: bool, *extensions: BackpropExtension) -> Callable:
     return call
 
 
+def another_term(rank: int, samples: slice) -> None:
+    """Add a sum, of which no module says so, to a loss that is a mean."""
+    problem, ext = PROBLEMS["weighted"], BatchGrad()
+    model, loss = extend(problem.model().to(F64)), extend(nn.CrossEntropyLoss())
+    f = model(problem.x()[samples])
+    with backpack(ext):
+        (loss(f, problem.y()[samples]) + (f**2).sum()).backward()
+    reduce(model.parameters(), [ext])
+
+
 def one_parameter_less(rank: int, samples: slice) -> None:
     """Freeze a parameter in the first process only."""
     problem, ext = PROBLEMS["weighted"], BatchGrad()
@@ -554,6 +593,7 @@ REFUSED = {
     "no count": Refused(
         functional(False, BatchGrad()), ValueError, "`reduction`, .*count=.*for a sum"
     ),
+    "another term": Refused(another_term, ValueError, "loss divides by"),
     "parameters": Refused(one_parameter_less, ValueError, "parameters with a value"),
     "left out by one": Refused(left_out_by_one, ValueError, "parameters with a value"),
     "graph": Refused(with_a_graph, ValueError, "Variance.*create_graph"),

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from backpack.core.layout import Layout
 from backpack.engine.check import Check, check_isolation
-from backpack.engine.coverage import check_samples, warn_of_terms
+from backpack.engine.coverage import MISSING_TERM, check_samples, terms_without_loss
 from backpack.engine.graph import describe, listen_below, will_run
 from backpack.engine.inspection import Inspection, additive_terms
 from backpack.engine.own_functions import OwnFunctions
@@ -77,6 +77,7 @@ class BackwardPass:
         report: Where is noted what has happened.
         groups: The groups of parameters.
         is_shared: Whether several processes share the batch.
+        terms: Terms of the loss of which its extended modules say nothing, if asked for.
         accumulated: Which gradients autograd accumulates.
         gradients: What has arrived at uses: columns with V = 1 at each output.
         kept: What extensions keep until all parameters have had their turn.
@@ -125,6 +126,7 @@ class BackwardPass:
         plain = [x for x in exts if not x.expects_backpropagation_quantities()]
         self._needs_gradients = current.check or bool(plain)
         self.is_shared = is_shared()
+        self.terms: list[str] = []
         self._is_filtered = inputs is None
         self._at_output = [x for x in plain if x.pulls_columns]
         self.gradients: dict[Use, list[Tensor | None]] = {}
@@ -210,8 +212,11 @@ class BackwardPass:
         exts = self.state.active_exts
         if is_parallel():
             refuse_parts(names_of(exts), [*inspection.reached, *params])
-        if any(ext.pulls_columns and ext not in self._at_output for ext in exts):
-            warn_of_terms(inspection)
+        curved = any(ext.pulls_columns and ext not in self._at_output for ext in exts)
+        if curved or self.is_shared:
+            self.terms = terms_without_loss(inspection)
+        if curved and self.terms:
+            warn_user(MISSING_TERM.format(nodes=", ".join(self.terms)))
         if self._separating:
             check_samples(inspection, list(self._groups_of), params, self._separating)
 

@@ -165,24 +165,23 @@ def _never_seen(inspection: Inspection, known: set[int]) -> list[Tensor]:
     return list(found.values())
 
 
-def warn_of_terms(inspection: Inspection) -> None:
-    """Warn of terms whose curvature nobody knows.
+def terms_without_loss(inspection: Inspection) -> list[str]:
+    """Find terms next to those of extended losses, of which these say nothing.
 
     Args:
         inspection: What the graph looks like.
+
+    Returns:
+        Names of the nodes; none if there is no loss.
     """
     terms, _ = additive_terms(inspection.roots)
     losses = [t for t in terms if any(e.owner.is_loss for e in entries_of(t))]
-    if not losses or len(losses) == len(terms):
-        return
-    missing = [
+    return [
         type(term).__name__
-        for term in terms
+        for term in (terms if losses else ())
         if term not in losses
         and any(e.owner.is_use for node in walk([term]) for e in entries_of(node))
     ]
-    if missing:
-        warn_user(MISSING_TERM.format(nodes=", ".join(missing)))
 
 
 def _met_before_losses(inspection: Inspection) -> list[Mixed]:

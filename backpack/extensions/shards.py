@@ -41,7 +41,7 @@ class Shard:
         """
         self._backward_pass = ref(backward_pass)
         self.samples: int | None = None
-        self.divisors: list[float | Tensor | None] = []
+        self.divisors: list[float | Tensor | None] = [nan] * len(backward_pass.terms)
         self.parts: MutableMapping[Tensor, Any] = WeakTensorKeyDictionary()
 
     def is_of(self, backward_pass: Any) -> bool:
@@ -122,6 +122,20 @@ class Piece(NamedTuple):
         total = total.clone() if total is value else total
         distributed.all_reduce(total, group=self.group)
         return as_type(total, value.dtype)
+
+    def largest(self, number: int, device: torch.device) -> int:
+        """Find the largest number of any process.
+
+        Args:
+            number: This process' number.
+            device: Where processes exchange tensors.
+
+        Returns:
+            The largest, at least one.
+        """
+        numbers = torch.tensor(max(1, number), device=device)
+        distributed.all_reduce(numbers, distributed.ReduceOp.MAX, group=self.group)
+        return int(numbers)
 
     def local(self, value: Tensor, factor: float, dim: int = 0) -> Tensor:
         """Rescale what belongs to single samples, and gather it if that is asked for.

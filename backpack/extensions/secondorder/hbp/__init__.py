@@ -221,9 +221,14 @@ class HBP(WalkingExtension):
         averages = ExpectationApproximation.should_average_param_jac(self.ea_strategy)
         if averages or BackpropStrategy.is_batch_average(self.backprop_strategy):
             raise NotImplementedError(message(AVERAGES, ext=self))
-        position = factors.input_position(value, bool(piece.parts))
+        transposed, positions = piece.parts or (False, 1)
+        position, share = factors.input_position(value, transposed), piece.share
+        if position is not None and self.weight_sharing is not None:
+            # means over the positions of the longest sample, which another may have
+            power = 2 if self.weight_sharing == "reduce" else 1
+            share *= (positions / piece.largest(positions, value[0].device)) ** power
         return [
-            piece.sum(factor, piece.share if i == position else piece.weight)
+            piece.sum(factor, share if i == position else piece.weight)
             for i, factor in enumerate(value)
         ]
 
@@ -281,7 +286,7 @@ class KroneckerFactors(ColumnExtension, HBP):
         factors.refuse_ambiguous(self, what, product, param)
         shard = shard_of(self)
         if shard is not None:
-            shard.parts[param] = product.is_transposed
+            shard.parts[param] = product.is_transposed, product.positions
 
     def statistic(self, product: PerSample) -> Any:  # noqa: D102
         return factors.output_factor(product, self.weight_sharing)

@@ -16,6 +16,7 @@ from torch.ao import quantization
 from torch.func import functional_call
 from torch.nn import Module
 from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils.flop_counter import FlopCounterMode
 
 from backpack import backpack, disable, extend
 from backpack.extensions import BatchGrad
@@ -313,3 +314,57 @@ def keep(m: Module, x: Tensor) -> Tensor:
     """Remember the last input in a buffer."""
     before, m.state = m.state, 1.0 * x
     return before
+
+
+def linearized(m: Module, x: Tensor) -> Tensor:
+    """Record the tangents of a part of the model while it runs."""
+    out, tangent = torch.func.linearize(m.f, x)
+    return out + tangent(torch.ones_like(x))
+
+
+def twice(m: Module, x: Tensor) -> Tensor:
+    """Differentiate through the derivative of a part that is in evaluation mode."""
+    z = m.f(x)
+    part = nn.functional.batch_norm(z, torch.zeros(D), torch.ones(D)).sin().sum()
+    (d,) = torch.autograd.grad(part, z, create_graph=True)
+    return z + d
+
+
+@pytest.mark.parametrize("make", [mlp, Own])
+def test_operations_are_not_counted(make: Callable) -> None:
+    """What looks where samples are is hidden from modes that count or record."""
+    counts, x = [], torch.randn(N, D)
+    for model in (make(), extend(make())):
+        with FlopCounterMode(display=False) as counter:
+            model(x).sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.filterwarnings("ignore:(?s).*")  # PyTorch's own, of what is old
+def test_recorded_while_it_runs() -> None:
+    """A part of the model may be recorded by PyTorch."""
+    x, model = torch.randn(N, D), Lambda(linearized, f=nn.Linear(D, D))
+    expected = model(x)
+    assert torch.equal(extend(model)(x), expected)
+
+
+def test_derivative_of_a_normalization() -> None:
+    """One with fixed statistics lets samples alone, as does its derivative."""
+    model, x = extend(Lambda(twice, f=nn.Linear(D, D))), torch.randn(N, D)
+    rows = [torch.autograd.grad(model(y).sum(), model.f.weight)[0] for y in x.split(1)]
+    value = model(x).sum()
+    with backpack(BatchGrad()):
+        value.backward()
+    assert torch.allclose(model.f.weight.grad_batch, torch.stack(rows), atol=1e-6)
+
+
+def test_complex_outputs() -> None:
+    """Nobody warns of a second model where the first has a result."""
+    other = extend(nn.Linear(2, 2))
+    model = extend(
+        Lambda(lambda m, x: m.f(x + 0j), f=nn.Linear(D, D, dtype=torch.cfloat))
+    )
+    with backpack(BatchGrad()):
+        model(torch.randn(N, D)).abs().sum().backward()
+    assert model.f.weight.grad_batch.shape == (N, D, D) and other is not None

@@ -828,3 +828,15 @@ def test_differentiable(form: int):
         value = lambda a, b: reduction(make(a, b))  # noqa: B023, E731
         assert torch.autograd.gradcheck(value, (a, b))
         assert torch.autograd.gradgradcheck(value, (a, b))
+
+
+class MovedOtherwise(nn.LSTM):
+    """A layer that changes how it is moved, as in FSDP2's classes."""
+
+    def _apply(self, *args: Any, **kwargs: Any) -> nn.Module:
+        return super()._apply(*args, **kwargs)
+
+
+def test_what_moves_a_layer_is_no_other_rule():
+    """A class that does not change what a layer computes has its rule."""
+    assert find_row(MovedOtherwise(2, 3)) is find_row(nn.LSTM(2, 3)) is not None

@@ -258,8 +258,8 @@ def lookup(table: Mapping[type[Module], Any], cls: type[Module]) -> Any | None:
     return None
 
 
-# Methods of a layer that say nothing about what it computes
-_SETUP = {"extra_repr", "reset_parameters"}
+# Methods of a layer that say nothing about what it computes; FSDP2 has its own `_apply`
+_SETUP = {"extra_repr", "reset_parameters", "_apply"}
 
 
 @lru_cache(maxsize=256)

@@ -77,7 +77,7 @@ class BackwardPass:
         report: Where is noted what has happened.
         groups: The groups of parameters.
         is_shared: Whether several processes share the batch.
-        terms: Terms of the loss of which its extended modules say nothing, if asked for.
+        terms: Terms of the loss of which its extended modules say nothing, if needed.
         accumulated: Which gradients autograd accumulates.
         gradients: What has arrived at uses: columns with V = 1 at each output.
         kept: What extensions keep until all parameters have had their turn.

@@ -16,6 +16,7 @@ import pytest
 import torch
 from cases import F64, inverse, randomize
 from oracle import assert_agrees
+from per_sample import Backward
 from torch import Tensor, nn
 from torch.nn import Module
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -84,7 +85,7 @@ class Transformer(Module):
 
 
 class Pair(Module):
-    """Two layers side by side, whose outputs a function of one's own multiplies."""
+    """Two layers side by side, whose product goes through a function of one's own."""
 
     def __init__(self):
         """Make the layers."""
@@ -93,7 +94,8 @@ class Pair(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute logits ``[N, C]``."""
-        return OwnProduct.apply(*self.both(x))
+        x, y = self.both(x)
+        return Backward.apply(torch.clone, y.detach(), x * y)
 
 
 class Both(nn.ModuleList):
@@ -102,22 +104,6 @@ class Both(nn.ModuleList):
     def forward(self, x: Tensor) -> Tuple[Tensor, ...]:
         """Call them."""
         return tuple(module(x) for module in self)
-
-
-class OwnProduct(torch.autograd.Function):
-    """A product."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
-        """Multiply."""
-        ctx.save_for_backward(x, y)
-        return x * y
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tuple[Tensor, Tensor]:
-        """Multiply with the other factor."""
-        x, y = ctx.saved_tensors
-        return g * y, g * x
 
 
 def mlp() -> Module:

@@ -1273,6 +1273,93 @@ def test_inputs_that_samples_share(inputs: str, t: int) -> None:
     assert_right_or_refused(row)
 
 
+def written(x: Tensor, positions: Tensor) -> Tensor:
+    """Add positions in place, to one half of the features by another view."""
+    x = x.clone()
+    x[..., :2] += positions[..., :2]
+    x[..., 2:].add_(positions[..., 2:])
+    return x
+
+
+def filled(x: Tensor) -> Tensor:
+    """Write something to a view of something new, which is returned."""
+    y = torch.zeros_like(x)
+    y[:].copy_(x)
+    return y
+
+
+# Parameters, and what they do: the samples have no gradient where they meet what is
+# computed from an input that all samples share, numbers [T, D]
+MEETS_SHARED: Dict[str, Tuple[str, Callable]] = {
+    "sum": ("f", lambda m, x, s: x + m.f(s)),
+    "first-operand": ("p", lambda m, x, s: torch.mul(m.p * s, x)),
+    "layers-of-the-table": ("fg", lambda m, x, s: x + m.g(m.f(s.tanh()))),
+    "lookup": ("e", lambda m, x, s: x + m.e(s.abs().long() % 5).sum(-2)),
+    "gathered-rows": ("e", lambda m, x, s: x + m.e.weight[s[:, 0].abs().long() % 5]),
+    "einsum": ("p", lambda m, x, s: torch.einsum("ntd,td->ntd", x, m.p * s)),
+    "product": ("f", lambda m, x, s: x @ m.f(s).mT @ s),
+    "concatenation": (
+        "f",
+        lambda m, x, s: torch.cat([x, m.f(s).expand(len(x), -1, -1)], 1),
+    ),
+    "stack": ("f", lambda m, x, s: torch.stack([x, m.f(s).expand_as(x)], 1)),
+    "in-place": ("f", lambda m, x, s: written(x, m.f(s))),
+    "view": ("f", lambda m, x, s: x * m.f(s.view(1, *s.shape)).view_as(s)),
+    "modified": ("f", lambda m, x, s: x * m.f(s.clone().mul_(2).t().t())),
+    "picked": ("f", lambda m, x, s: m.f(s)[x[..., 0].abs().long() % len(s)]),
+    "broadcast": (
+        "f",
+        lambda m, x, s: sum(torch.broadcast_tensors(x, m.f(s))),
+    ),
+    "written-to-a-view": ("f", lambda m, x, s: x + filled(m.f(s))),
+    "both": ("f", lambda m, x, s: m.f(x) + m.f(s)),
+}
+# Here nothing has one, or what is shared has none
+GIVEN_SHARED: Dict[str, Tuple[str, Callable]] = {
+    "no-gradient": ("f", lambda m, x, s: m.f(x * s.sigmoid())),
+    "mask-without-gradient": (
+        "f",
+        lambda m, x, s: m.f((x @ x.mT + s @ s.T).softmax(-1) @ x),
+    ),
+    "mask": ("f", lambda m, x, s: (m.f(x) @ x.mT + s @ s.T).softmax(-1) @ x),
+    "stack-without-gradient": (
+        "f",
+        lambda m, x, s: m.f(torch.stack([x, s.expand_as(x)], 1)),
+    ),
+    "positions": ("f", lambda m, x, s: m.f(x) * (s.cumsum(0) + 1)),
+}
+
+
+@pytest.mark.parametrize("axis", ["none", "length-1"])
+@pytest.mark.parametrize("t", LENGTHS)
+@pytest.mark.parametrize("name", [*MEETS_SHARED, *GIVEN_SHARED])
+def test_what_samples_share_after_the_first_input(name: str, t: int, axis: str) -> None:
+    """What all samples share is no batch, or refused if it may be one by its length."""
+    torch.manual_seed(5)
+    shared = torch.randn(t, D, dtype=F64)
+    parts, function = {**MEETS_SHARED, **GIVEN_SHARED}[name]
+
+    def forward(m: Module, x: Tensor, shared: Tensor) -> Tensor:
+        return m.o(function(m, x, shared.view(t, D)))
+
+    def model() -> Lambda:
+        own = {"f": nn.Linear(D, D), "g": nn.LayerNorm(D), "e": nn.Embedding(5, D)}
+        own.update(p=param(D))
+        return Lambda(forward, o=nn.Linear(D, 3), **{name: own[name] for name in parts})
+
+    row = Row(
+        model,
+        randn(t, D),
+        predict=lambda m, X: m(*X, shared if axis == "none" else shared[None]),
+    )
+    if t == N and axis == "none" and name in MEETS_SHARED:
+        says = "samples have met in .* if all samples share it, give it an axis"
+        assert_refused(row, "BatchGrad", says)
+        assert_refused(row, "DiagGGNExact", says)
+    else:
+        assert_right(row)
+
+
 def test_shared_input_of_other_batches() -> None:
     """What is as long as one batch is no batch in the next one for that reason."""
     mask = torch.randn(3, 3, dtype=F64)

@@ -30,7 +30,8 @@ from backpack.core.layout import (
     spans,
 )
 from backpack.engine.graph import HOOKED, VIEWS, entries_of, is_leaf
-from backpack.engine.placements import BY_STRIDES, MARK, POINTWISE, mark_of
+from backpack.engine.placements import MARK, mark_of
+from backpack.engine.trials import BY_STRIDES, POINTWISE
 from backpack.engine.uses import Constant, Together, Use, edge_of, is_noted
 from backpack.engine.vjp import pull
 from backpack.utils.hooks import without_hooks

@@ -33,7 +33,13 @@ from backpack.core.table import Row, find_loss, find_loss_module
 from backpack.engine.gaps import NESTED, Known, differ, explain
 from backpack.engine.graph import is_leaf, note_tangent
 from backpack.engine.layer_calls import note_use, row_of_call
-from backpack.engine.placements import Pass, mark_of, place, placement_of
+from backpack.engine.placements import (
+    Pass,
+    mark_of,
+    may_be_shared,
+    place,
+    placement_of,
+)
 from backpack.engine.record import Call
 from backpack.engine.tracking import LIST_OF_SAMPLES, ONE_SAMPLE, Tracker
 from backpack.engine.uses import (
@@ -357,7 +363,7 @@ def _record(
         outputs = tensor_outputs(output)
         for x, mark in zip(outputs, marks):
             if mark:
-                place(x, mark[1], mark[0])
+                place(x, mark[1], mark[0], mark[3])
         edges = _edges(outputs, constant)
     call = frame.call
     call.finish(module, args, kwargs, outputs, edges, _parameters(module, args, frame))
@@ -387,8 +393,10 @@ def _record(
     elif frame.row is not None:
         placements = note_use(call, frame.row, args, outputs, frame.since)
         if tracker is not None:
+            data = _tensors_in((args, kwargs))
+            shared = all([may_be_shared(x, tracker.key) for x in data])
             for x, placement in zip(outputs, placements):
-                tracker.place(x, placement)
+                tracker.place(x, placement, shared)
         call.placements = placements
     if frame.tracker is not None and not call.is_loss:
         frame.tracker.note_outputs(outputs)

@@ -25,7 +25,16 @@ from backpack.core.layout import (
     sample_numbers,
     simplify,
 )
-from backpack.engine.trials import MOVING, Performed, Trial
+from backpack.engine.trials import (
+    BY_MASKS,
+    BY_STRIDES,
+    BY_VALUE,
+    POINTWISE,
+    ROWWISE,
+    SELECTING,
+    Performed,
+    Trial,
+)
 from backpack.engine.views import in_storage
 from backpack.utils.parallel import communicates
 from backpack.utils.state import out_of_sight
@@ -36,52 +45,14 @@ _INDEXES = (torch.long, torch.int)  # types of numbers that pick rows
 FORGET: list[Any] = []  # makes a key that nothing is remembered by: it has no hash
 MARK = "_backpack_samples"  # attribute of a tensor that depends on the model's inputs
 
-# Operations that map entries of the same place: where all operands' samples agree, so
-# do the result's.
-POINTWISE = frozenset(
-    "add sub mul div rsub add_ sub_ mul_ div_ __iadd__ __imul__ __isub__ __itruediv__ "
-    "__radd__ __rsub__ __rmul__ __rtruediv__ __rdiv__ __add__ __sub__ __mul__ "
-    "__truediv__ __neg__ __pow__ neg pow gelu relu silu tanh sigmoid exp log sqrt "
-    "rsqrt dropout to float double half bfloat16 contiguous clone detach type_as "
-    "masked_fill masked_fill_ clamp abs sin cos softplus hardswish hardsigmoid "
-    "hardtanh relu_ leaky_relu elu mish relu6 square erf reciprocal addcmul addcdiv "
-    "maximum minimum where clamp_min clamp_max true_divide multiply subtract divide "
-    "exp_ log1p expm1 remainder fmod floor_divide __mod__ __floordiv__ long int short "
-    "char byte bool sign heaviside floor ceil round trunc eq ne lt le gt ge __eq__ "
-    "__ne__ __lt__ __le__ __gt__ __ge__ isnan logical_and logical_or logical_not "
-    "__and__ __or__ __invert__ bitwise_and requires_grad_ selu celu logsigmoid "
-    "softsign tanhshrink hardshrink softshrink threshold silu_ tanh_ sigmoid_ clamp_ "
-    "dropout_ alpha_dropout apply_ map_ _standard_gamma "
-    "fused_moving_avg_obs_fake_quant".split()
-)
-# Operations along the last axis only
-ROWWISE = frozenset("linear layer_norm rms_norm softmax log_softmax".split())
-# Operations that pick entries by the values of an operand: run on sample numbers
-SELECTING = frozenset(
-    "__getitem__ index_select gather take_along_dim masked_select".split()
-)
-# Operations whose result's placement depends on values: never remembered
-BY_VALUE = (
-    SELECTING
-    | MOVING
-    | frozenset(
-        "sort argsort topk max min kthvalue mode median searchsorted bucketize msort "
-        "cummax cummin".split()
-    )
-)
-# Operations that leave entries of their first operand where a mask is not set
-BY_MASKS = frozenset(
-    "masked_scatter masked_scatter_ index_put index_put_ __setitem__".split()
-)
-# Operations whose result's placement depends on strides, which no key contains
-BY_STRIDES = frozenset("as_strided as_strided_ as_strided_scatter set_".split())
-
-
 _NOTHING: tuple[list[Placement], list[torch.Size]] = [], []
 
 
 class Mark(tuple):
-    """A forward pass, a placement, and a version: what a tensor knows of its samples.
+    """What a tensor knows of its samples.
+
+    A forward pass, a placement, a version, and whether all samples might share it: it
+    is computed from inputs after the first, which are as long as that.
 
     Tensors that users save must not contain it, nor need this package to be loaded:
     what is saved in its place is empty, and no mark.
@@ -103,8 +74,9 @@ class Pass:
 
     Attributes:
         n: Number N of samples.
-        inputs: By identity, inputs and where their samples are. They have no marks:
-            in another call, or thread, they may be something else.
+        inputs: By identity, inputs, where their samples are, and whether there is one
+            before. They have no marks: in another call, or thread, they may be
+            something else.
         is_over: Whether nothing is watched any more: what has a mark may be modified.
     """
 
@@ -117,7 +89,7 @@ class Pass:
             n: Number N of samples.
         """
         self.n = n
-        self.inputs: dict[int, tuple[weakref.ref[Tensor], Placement]] = {}
+        self.inputs: dict[int, tuple[weakref.ref[Tensor], Placement, bool]] = {}
         self.is_over = False
 
 
@@ -153,19 +125,35 @@ def placement_of(x: Tensor, key: Pass) -> Placement:
     mark = mark_of(x)
     if mark and mark[0] is key:
         return mark[1]
-    ref, placement = key.inputs.get(id(x), (None, None))
+    ref, placement, _ = key.inputs.get(id(x), (None, None, False))
     return placement if ref is not None and ref() is x else None
 
 
-def place(x: Tensor, placement: Placement, key: Pass) -> None:
+def may_be_shared(x: Tensor, key: Pass) -> bool:
+    """Tell whether all samples might share what is as long as there are samples.
+
+    Args:
+        x: Tensor that holds samples, as it seems.
+        key: Stands for the forward pass.
+
+    Returns:
+        Whether the first input does not enter it.
+    """
+    mark = getattr(x, MARK, None)
+    known = mark if mark and mark[0] is key else key.inputs.get(id(x))
+    return known is not None and known[-1]
+
+
+def place(x: Tensor, placement: Placement, key: Pass, shared: bool = False) -> None:
     """Remember where a tensor's samples are.
 
     Args:
         x: Tensor.
         placement: The placement.
         key: Stands for the forward pass.
+        shared: Whether all samples might share it. Default: ``False``.
     """
-    setattr(x, MARK, Mark((key, placement, version_of(x))))
+    setattr(x, MARK, Mark((key, placement, version_of(x), shared)))
 
 
 class Finder:
@@ -206,6 +194,56 @@ class Finder:
             The placement.
         """
         return placement_of(x, self.key)
+
+    def deciding(self, name: str, data: list[Tensor]) -> list[Tensor]:
+        """Choose operands that say where samples are: those with a gradient, if any.
+
+        If these do not hold all samples, numbers beside may be some other one's; if all
+        samples might share them, what the first input enters tells whether they do.
+
+        Args:
+            name: Name of the operation.
+            data: Operands that hold samples.
+
+        Returns:
+            Those that decide.
+        """
+        own = [x for x in data if x.requires_grad]
+        if any(isinstance(self.of(x), Tensor) for x in own):
+            if name in POINTWISE or name in SELECTING:
+                return data
+            own = [x for x in data if x.is_floating_point() or x.requires_grad]
+        if own and not self.certain(own):
+            own += self.certain(data)
+        return own or data
+
+    def certain(self, data: list[Tensor]) -> list[Tensor]:
+        """Choose operands that hold samples for certain.
+
+        Args:
+            data: Operands that seem to.
+
+        Returns:
+            Those that the first input enters.
+        """
+        if len(self.key.inputs) < 2:
+            return data
+        return [x for x in data if not may_be_shared(x, self.key)]
+
+    def find_shared(self, done: Performed, key: tuple) -> list[bool]:
+        """Tell which results may be shared although the first input is an operand.
+
+        Args:
+            done: The operation, with those operands alone that hold samples for certain
+                as such.
+            key: By which it may be remembered, where all operands decide.
+
+        Returns:
+            Whether nothing of those operands is in a result, for each.
+        """
+        key = (*key, Finder)
+        found = self.recall(key, done.outs)
+        return [p is None for p in (found or self.find(done, key))]
 
     def recall(self, key: tuple, outs: Sequence[Tensor]) -> list[Placement] | None:
         """Remember where an operation has moved samples to.
@@ -323,9 +361,22 @@ class Finder:
             except Exception as error:  # the operation's own call has passed
                 found = [Mixed(f"`{name}` ({_first_line(error)})", False)] * len(outs)
                 lasts = False
+        certain = self.certain(done.data)
+        if 0 < len(certain) < len(done.data) and self._differ(done.data, found):
+            if not any(x.requires_grad for x in done.data):  # what is given is given
+                return self.find(done._replace(data=certain), key)
+            found = [_of_inputs(name, placement) for placement in found]
         if lasts and not by_value:
             self._remember(key, found, outs)
         return self._differentiable(found, outs)
+
+    def _differ(self, data: list[Tensor], found: list[Placement]) -> bool:
+        """Tell whether the samples of operands do not lie along the same axis."""
+        if any(isinstance(placement, Mixed) for placement in found):
+            return True
+        if any(isinstance(self.of(x), Tensor) for x in data):
+            return False
+        return any(isinstance(placement, Tensor) for placement in found)
 
     def _depends_on_values(self, done: Performed) -> bool:
         """Tell whether another operand's values may say where samples go."""
@@ -498,6 +549,12 @@ def in_function() -> bool:
     if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return False
     return not torch._C._is_fwd_grad_enabled()  # which `no_grad` leaves as it is
+
+
+def _of_inputs(name: str, placement: Placement) -> Mixed:
+    """Say that samples may not have met, if all of them share an input."""
+    met = placement if isinstance(placement, Mixed) else Mixed(f"`{name}`")
+    return met._replace(is_of_inputs=True)
 
 
 def _first_line(error: Exception) -> str:

@@ -38,13 +38,12 @@ from backpack.engine.graph import MEETING, SILENT, note_tangent
 from backpack.engine.placements import (
     FORGET,
     MARK,
-    POINTWISE,
-    SELECTING,
     Finder,
     Mark,
     Pass,
     in_function,
     mark_of,
+    may_be_shared,
 )
 from backpack.engine.trials import Performed
 from backpack.engine.user_hooks import SEEN, guard
@@ -56,7 +55,7 @@ from backpack.engine.uses import (
     has_views,
     on_one_node,
 )
-from backpack.engine.views import View, in_base, in_view
+from backpack.engine.views import View, in_base, in_view, made_base
 from backpack.utils.compiling import is_indivisible, skipped, untraced
 from backpack.utils.hooks import modules_in
 from backpack.utils.state import state
@@ -120,8 +119,8 @@ class Tracker(TorchFunctionMode):
         self.context: Any = None
         self._given: set[int] | None = None  # computed tensors that are parameters
         self._marks: dict[int, Mark] = {}
-        for x, placement in inputs:
-            self.key.inputs[id(x)] = weakref.ref(x), placement
+        for i, (x, placement) in enumerate(inputs):
+            self.key.inputs.setdefault(id(x), (weakref.ref(x), placement, i > 0))
             if isinstance(x, Parameter):  # of which the graph knows nothing else
                 self.place(x, placement)
 
@@ -192,6 +191,8 @@ class Tracker(TorchFunctionMode):
         if kind.opened is not None and constants:
             with self:
                 return kind.opened(*args, **kwargs)
+        if len(self.key.inputs) > 1:
+            key += [may_be_shared(x, self.key) for x in data]
         return self._run(func, kind, args, kwargs, data, constants, tuple(key))
 
     def _look(
@@ -282,7 +283,7 @@ class Tracker(TorchFunctionMode):
         if not isinstance(placement, Mixed):
             with _UNSEEN(), torch.no_grad():
                 placement = in_view(x, base, placement, self.n)
-        self.place(x, placement)
+        self.place(x, placement, may_be_shared(base, self.key))
         return placement is not None
 
     def _is_constant(self, x: Tensor) -> bool:
@@ -325,6 +326,8 @@ class Tracker(TorchFunctionMode):
         key: tuple,
     ) -> Any:
         name, pairs, since = kind.name, None, 0
+        certain = self._finder.certain(data)
+        mixed = 0 < len(certain) < len(data)
         if constants and self._is_term(name, data, constants):
             constants = []
         if constants and is_grad_enabled():
@@ -335,11 +338,13 @@ class Tracker(TorchFunctionMode):
         seen, deciding, of_base = args, None, None
         if isinstance(written, Tensor):  # its shape may change
             shown = written.detach()
-            self.place(shown, self._finder.of(written))
+            late = may_be_shared(written, self.key)
+            self.place(shown, self._finder.of(written), late)
             seen = (shown, *args[1:])
-            deciding = self._deciding(name, data)
+            deciding = self._finder.deciding(name, data)
             deciding = [shown if x is written else x for x in deciding]
             data = [shown if x is written else x for x in data]
+            certain = [shown if x is written else x for x in certain]
             if written._base is not None:
                 with _UNSEEN():
                     of_base = self.find_placement(written._base)
@@ -347,11 +352,11 @@ class Tracker(TorchFunctionMode):
         saved: Sequence[Any] = ()
         if pairs is None:
             out = func(*args, **kwargs)
-            if type(out) is Tensor and not kind.writes:
+            if type(out) is Tensor and not kind.writes and not mixed:
                 with _UNSEEN():
                     layout = self._finder.recall_layout(key, out)
                     if layout is not None:  # the most frequent case
-                        self.place(out, layout)
+                        self.place(out, layout, not certain)
                         return out
         else:
             out, saved = saved_tensors.run(func, args, kwargs)
@@ -368,16 +373,21 @@ class Tracker(TorchFunctionMode):
             elif placements is None:
                 for x in data:  # an option may have let the operation write to it
                     if hasattr(x, MARK):
-                        self.place(x, getattr(x, MARK)[1])
-                deciding = deciding or self._deciding(name, data)
+                        self.place(x, *getattr(x, MARK)[1::2])
+                deciding = deciding or self._finder.deciding(name, data)
                 done = Performed(func, name, seen, kwargs, outs, deciding)
                 placements = self._finder.find(done, key)
+            shared = [not certain] * len(outs)
+            if mixed:
+                certain = self._finder.deciding(name, certain)
+                done = Performed(func, name, seen, kwargs, outs, certain)
+                shared = self._finder.find_shared(done, key)
         if pairs is not None and result is not outs[0]:
             constant = [id(x) for x, p in zip(outs, placements) if p is None]
             result = out = on_one_node(result, constant)
             outs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         with _UNSEEN():
-            hooked = self._place_results(kind, data, outs, placements, of_base)
+            hooked = self._place_results(kind, data, outs, placements, of_base, shared)
             if pairs is not None:
                 placements = list(map(self._finder.of, hooked))
                 self._record(
@@ -405,9 +415,10 @@ class Tracker(TorchFunctionMode):
         outs: list[Tensor],
         placements: list[Placement],
         of_base: Placement,
+        shared: list[bool],
     ) -> list[Tensor]:
         """Mark what an operation returned; tell at which tensors it is a use."""
-        for x, placement in zip(outs, placements):
+        for x, placement, late in zip(outs, placements, shared):
             if placement is None:
                 if forward_ad._current_level >= 0:  # it is no constant, but a tangent
                     placement = Mixed("forward-mode differentiation", False)
@@ -419,25 +430,26 @@ class Tracker(TorchFunctionMode):
                     placement = self._located(placement)
                 if x.grad_fn is not None:
                     x.grad_fn.metadata.setdefault(MEETING, placement)
-            self.place(x, placement)
+            self.place(x, placement, late)
         if not (kind.writes and outs[0]._base is not None):
             return outs
         base = outs[0]._base
         self._write_to_base(outs[0], base, of_base)
         return [base]
 
-    def place(self, x: Tensor, placement: Placement) -> None:
+    def place(self, x: Tensor, placement: Placement, shared: bool = False) -> None:
         """Mark a tensor; many have the same placement.
 
         Args:
             x: Tensor.
             placement: Where its samples are.
+            shared: Whether all samples might share it. Default: ``False``.
         """
         version = version_of(x)
-        mark = None if version else self._marks.get(id(placement))
+        mark = None if version or shared else self._marks.get(id(placement))
         if mark is None or mark[2] != version:
-            mark = Mark((self.key, placement, version))
-            if version == 0:  # it keeps the placement, and with it the identity
+            mark = Mark((self.key, placement, version, shared))
+            if version == 0 and not shared:  # it keeps the placement, and its identity
                 self._marks[id(placement)] = mark
         setattr(x, MARK, mark)
         note_tangent(x)
@@ -493,19 +505,10 @@ class Tracker(TorchFunctionMode):
                 self.place(base, known)
             return
         with _UNSEEN(), torch.no_grad():
-            self.place(base, in_base(View.of(view), placement, base, known, self.n))
-
-    def _deciding(self, name: str, data: list[Tensor]) -> list[Tensor]:
-        """Choose operands that say where samples are: those with a gradient, if any.
-
-        If these do not hold all samples, numbers beside may be some other one's.
-        """
-        own = [x for x in data if x.requires_grad]
-        if any(isinstance(self._finder.of(x), Tensor) for x in own):
-            if name in POINTWISE or name in SELECTING:
-                return data
-            own = [x for x in data if x.is_floating_point() or x.requires_grad]
-        return own or data
+            late = may_be_shared(view, self.key)
+            late = late and (known is None or may_be_shared(base, self.key))
+            placement = in_base(View.of(view), placement, base, known, self.n)
+        self.place(base, placement, late)
 
     # ----------------------------------------------------------------------------- uses
 
@@ -580,7 +583,7 @@ class Tracker(TorchFunctionMode):
         use = Use(kind.name, pairs, self.n, placements, self.owner, operation, since)
         use.saved = saved
         use.attach([x for x, _ in both])
-        if len(both) == 1 and _made_base(both[0][0], since):
+        if len(both) == 1 and made_base(both[0][0], since):
             x = both[0][0]
             entry = use, x.grad_fn, View.of(x)
             vars(x._base).setdefault(VIEWS_OF, []).append(entry)
@@ -592,9 +595,3 @@ def _is_innermost(mode: TorchFunctionMode) -> bool:
     """Tell whether a mode is the first to see an operation."""
     top = torch._C._len_torch_function_stack() - 1
     return top >= 0 and torch._C._get_function_stack_at(top) is mode
-
-
-def _made_base(x: Tensor, since: int) -> bool:
-    """Tell whether a result is a view of what its own operation has computed."""
-    node = None if x._base is None else x._base.grad_fn
-    return node is not None and since <= node._sequence_nr() and node is not x.grad_fn

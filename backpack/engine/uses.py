@@ -41,6 +41,10 @@ MET = (
     "(pad samples that are tensors in a list, or rows that a mask alone keeps apart), "
     "or compute this part of the loss in a backward pass outside of the context."
 )
+ANOTHER_INPUT = (
+    " Here what the first input enters meets another input, as long as that one: if "
+    "all samples share it, give it an axis of length 1 in front."
+)
 LOST = (
     "{what}: it is not known where the samples are after {operation}, so that "
     "quantities of individual samples can't be computed for {names}. Replace this "
@@ -71,6 +75,8 @@ def refuse(what: str, met: Mixed, names: str) -> None:
     text = (MET if met.is_known else LOST).format(
         what=what, operation=met.operation + where, names=names
     )
+    if met.is_known and met.is_of_inputs:
+        text += ANOTHER_INPUT
     raise NotImplementedError(text)
 
 

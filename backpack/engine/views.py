@@ -172,3 +172,17 @@ def _part(memory: Tensor, view: View, base: Tensor) -> Tensor | None:
     if view.bytes != whole.bytes:
         return None
     return memory.as_strided(view.sizes, view.stride, view.offset - whole.offset)
+
+
+def made_base(x: Tensor, since: int) -> bool:
+    """Tell whether a result is a view of what its own operation has computed.
+
+    Args:
+        x: The result.
+        since: Number of nodes that the graph had before the operation.
+
+    Returns:
+        Whether it is.
+    """
+    node = None if x._base is None else x._base.grad_fn
+    return node is not None and since <= node._sequence_nr() and node is not x.grad_fn

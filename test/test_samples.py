@@ -1281,11 +1281,12 @@ def written(x: Tensor, positions: Tensor) -> Tensor:
     return x
 
 
-def filled(x: Tensor) -> Tensor:
-    """Write something to a view of something new, which is returned."""
+def filled(x: Tensor, of_view: bool = False) -> Tensor:
+    """Write something to a view, and return its base; or the other way round."""
     y = torch.zeros_like(x)
-    y[:].copy_(x)
-    return y
+    view = y[:]
+    (y if of_view else view).copy_(x)
+    return view if of_view else y
 
 
 # Parameters, and what they do: the samples have no gradient where they meet what is
@@ -1312,6 +1313,9 @@ MEETS_SHARED: Dict[str, Tuple[str, Callable]] = {
         lambda m, x, s: sum(torch.broadcast_tensors(x, m.f(s))),
     ),
     "written-to-a-view": ("f", lambda m, x, s: x + filled(m.f(s))),
+    "view-before-writing": ("f", lambda m, x, s: x + filled(m.f(s), of_view=True)),
+    "in-place-on-shared": ("f", lambda m, x, s: m.f(s).expand_as(x).clone().add_(x)),
+    "module-of-two": ("t", lambda m, x, s: x * m.t(s)[0]),
     "both": ("f", lambda m, x, s: m.f(x) + m.f(s)),
 }
 # Here nothing has one, or what is shared has none
@@ -1339,18 +1343,18 @@ def test_what_samples_share_after_the_first_input(name: str, t: int, axis: str) 
     shared = torch.randn(t, D, dtype=F64)
     parts, function = {**MEETS_SHARED, **GIVEN_SHARED}[name]
 
-    def forward(m: Module, x: Tensor, shared: Tensor) -> Tensor:
-        return m.o(function(m, x, shared.view(t, D)))
+    def forward(m: Module, x: Tensor, shared: Tensor, same: Tensor) -> Tensor:
+        return m.o(function(m, same, shared.view(t, D)))
 
     def model() -> Lambda:
         own = {"f": nn.Linear(D, D), "g": nn.LayerNorm(D), "e": nn.Embedding(5, D)}
-        own.update(p=param(D))
+        own.update(p=param(D), t=Lambda(lambda m, x: (x * m.p, x), p=param(D)))
         return Lambda(forward, o=nn.Linear(D, 3), **{name: own[name] for name in parts})
 
     row = Row(
         model,
         randn(t, D),
-        predict=lambda m, X: m(*X, shared if axis == "none" else shared[None]),
+        predict=lambda m, X: m(*X, shared if axis == "none" else shared[None], *X),
     )
     if t == N and axis == "none" and name in MEETS_SHARED:
         says = "samples have met in .* if all samples share it, give it an axis"
@@ -1358,6 +1362,39 @@ def test_what_samples_share_after_the_first_input(name: str, t: int, axis: str) 
         assert_refused(row, "DiagGGNExact", says)
     else:
         assert_right(row)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_same_shapes_with_and_without_another_input(first: bool) -> None:
+    """What was found of an operation does not stand for other inputs' samples."""
+    torch.manual_seed(5)
+    z = torch.randn(N, N, D, dtype=F64)
+
+    def row(forward: Callable, **options: Any) -> Row:
+        return Row(lambda: Lambda(forward, f=nn.Linear(D, D)), randn(N, D), **options)
+
+    own = row(lambda m, x: (x + m.f(x[:, 0])).transpose(0, 1), alone=False)
+    shared = row(lambda m, x, s: x + m.f(s), predict=lambda m, X: m(*X, z[0]))
+    for _ in range(2):
+        if not first:
+            assert_right(own)
+        assert_refused(shared, "BatchGrad", "if all samples share it")
+        first = False
+
+
+def test_samples_in_two_inputs_that_a_mask_packs() -> None:
+    """A second input holds samples, of which a mask takes some."""
+    row = Row(
+        lambda: Lambda(
+            lambda m, x, z: torch.zeros_like(z).masked_scatter(
+                z > 0, x[z > 0] * z[z > 0] + m.f(z)[z > 0]
+            ),
+            f=nn.Linear(D, D),
+        ),
+        randn(3, D),
+        predict=lambda m, X: m(X[0], X[0].flip(1)),
+    )
+    assert_right(row)
 
 
 def test_shared_input_of_other_batches() -> None:

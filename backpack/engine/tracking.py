@@ -337,7 +337,7 @@ class Tracker(TorchFunctionMode):
         written = args[0] if kind.writes and args else None
         seen, deciding, of_base = args, None, None
         if isinstance(written, Tensor):  # its shape may change
-            shown = written.detach()
+            shown = written.detach().requires_grad_(written.requires_grad)
             late = may_be_shared(written, self.key)
             self.place(shown, self._finder.of(written), late)
             seen = (shown, *args[1:])
@@ -505,10 +505,8 @@ class Tracker(TorchFunctionMode):
                 self.place(base, known)
             return
         with _UNSEEN(), torch.no_grad():
-            late = may_be_shared(view, self.key)
-            late = late and (known is None or may_be_shared(base, self.key))
             placement = in_base(View.of(view), placement, base, known, self.n)
-        self.place(base, placement, late)
+        self.place(base, placement, may_be_shared(view, self.key))
 
     # ----------------------------------------------------------------------------- uses
 

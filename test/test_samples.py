@@ -1348,7 +1348,7 @@ def test_what_samples_share_after_the_first_input(name: str, t: int, axis: str) 
 
     def model() -> Lambda:
         own = {"f": nn.Linear(D, D), "g": nn.LayerNorm(D), "e": nn.Embedding(5, D)}
-        own.update(p=param(D), t=Lambda(lambda m, x: (x * m.p, x), p=param(D)))
+        own.update(p=param(D), t=Lambda(lambda m, x: (x * m.p, x + m.p), p=param(D)))
         return Lambda(forward, o=nn.Linear(D, 3), **{name: own[name] for name in parts})
 
     row = Row(

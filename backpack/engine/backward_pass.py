@@ -206,9 +206,6 @@ class BackwardPass:
         """Refuse what nothing sees, or warn about it."""
         inspection = self.inspection
         params = [p for group in self.groups for p in group.params]
-        reached = [*inspection.reached, *params]
-        reached = reached if inputs is None else tree_leaves(inputs)
-        self.report.reached.update(map(id, reached))
         exts = self.state.active_exts
         if is_parallel():
             refuse_parts(names_of(exts), [*inspection.reached, *params])
@@ -219,6 +216,10 @@ class BackwardPass:
             warn_user(MISSING_TERM.format(nodes=", ".join(self.terms)))
         if self._separating:
             check_samples(inspection, list(self._groups_of), params, self._separating)
+        # what is refused is said by the error: its user may go on
+        reached = [*inspection.reached, *params]
+        reached = reached if inputs is None else tree_leaves(inputs)
+        self.report.reached.update(map(id, reached))
 
     def __enter__(self) -> BackwardPass:
         """Make this the thread's backward pass."""

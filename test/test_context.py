@@ -17,6 +17,7 @@ from backpack import backpack, disable, extend, extensions
 from backpack.context import CTX, state
 from backpack.core.per_sample.base import PerSample
 from backpack.extensions import (
+    BatchDiagGGNExact,
     BatchGrad,
     BatchL2Grad,
     DiagGGNExact,
@@ -281,6 +282,56 @@ def test_a_pass_inside_of_a_forward_pass_is_announced(name: str):
     expected = torch.stack([torch.autograd.grad(x, weight)[0] for x in out])
     factor = 2 * sum(out) if name == "weights" else 1.0
     assert torch.allclose(weight.grad_batch, factor * expected, rtol=1e-8)
+
+
+class Guided(Module):
+    """The derivative of an energy with respect to the input is given, like data."""
+
+    def __init__(self, start: Callable[[Tensor, Tensor], Tensor]):
+        """Create layers.
+
+        Args:
+            start: Computes the derivative of the first with respect to the second.
+        """
+        super().__init__()
+        self.layer, self.start = nn.Linear(4, 2).double(), start
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute an output from the input and the derivative.
+
+        Args:
+            x: Batch of shape ``[N, 4]``.
+
+        Returns:
+            Batch of shape ``[N, 2]``.
+        """
+        z = x.clone().requires_grad_()
+        return self.layer(x + self.start(self.layer(z).square().sum(), z).detach())
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda value, z: torch.autograd.grad(value, z)[0],
+        lambda value, z: torch.autograd.grad(outputs=value, inputs=[z])[0],
+        lambda value, z: value.backward(inputs=z) or z.grad,
+        lambda value, z: torch.autograd.backward(value, inputs=[z]) or z.grad,
+    ],
+    ids=["grad", "grad-by-keyword", "method", "backward"],
+)
+def test_derivative_by_inputs_inside_of_a_forward_pass(start: Callable):
+    """It is no backward pass of the context, whose extensions start at a loss."""
+    model, loss = extend(Guided(start)), extend(nn.MSELoss())
+    X, y = torch.rand(N, 4).double(), torch.rand(N, 2).double()
+    with backpack(BatchGrad(), BatchDiagGGNExact()):
+        loss(model(X), y).backward()
+    weight, found = model.layer.weight, model.layer.weight.diag_ggn_exact_batch
+    rows = [torch.autograd.grad(loss(model(x), t) / N, weight)[0] for x, t in zip(X, y)]
+    assert torch.allclose(weight.grad_batch, torch.stack(rows), rtol=1e-8)
+    z = X.clone().requires_grad_()
+    z = X + torch.autograd.grad(model.layer(z).square().sum(), z)[0]
+    expected = z.square()[:, None].expand(N, 2, 4) * 2 / (2 * N)
+    assert torch.allclose(found, expected, rtol=1e-8)
 
 
 def test_nothing_happens_outside():

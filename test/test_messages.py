@@ -823,7 +823,7 @@ SAMPLES: Dict[str, Row] = {
         ),
         NotImplementedError,
         "'a.bias' of Layers",
-        "used where extensions can't see it",
+        "used where extensions can't see it: 'a.bias' of Layers \\(by `mul`\\)",
         "in operations of PyTorch .*not in .* a transform of `torch.func`",
     ),
     "no-input-enters": Row(

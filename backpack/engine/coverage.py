@@ -131,7 +131,10 @@ def check_samples(
             refuse(names_of(extensions), met, "any parameter")
     entangled += _never_seen(inspection, known)
     if entangled:
-        raise NotImplementedError(OUTSIDE_USE.format(names=describe(entangled)))
+        nodes = [x for p in entangled for x in inspection.outside.get(p, ())]
+        by = ", ".join(list(dict.fromkeys(map(name_of, nodes)))[:3])
+        text = describe(entangled) + (f" (by {by})" if by else "")
+        raise NotImplementedError(OUTSIDE_USE.format(names=text))
     if separate:
         warn_user(SEPARATE_USE.format(names=describe(separate)))
 

@@ -6,7 +6,8 @@ from types import FunctionType
 from typing import Any, Callable, NamedTuple
 
 import torch
-from torch.nn import functional
+from torch.nn import Parameter, functional
+from torch.utils._pytree import tree_leaves
 
 from backpack.core.table import LOSS_FUNCTIONS
 
@@ -97,3 +98,19 @@ def kind_of(func: Any) -> Kind:
         name, quiet, name in _READS, writes, _OPENED.get(func), func in LOSS_FUNCTIONS
     )
     return kind
+
+
+def is_of_inputs(name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Tell whether a derivative is taken with respect to no parameter.
+
+    Args:
+        name: Name of the function, ``"backward"`` or ``"grad"``.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        Whether it is.
+    """
+    given = args[1] if name == "grad" and len(args) > 1 else None
+    inputs = tree_leaves(kwargs.get("inputs", given))
+    return inputs != [None] and not any(isinstance(x, Parameter) for x in inputs)

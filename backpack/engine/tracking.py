@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from backpack.core.layout import Layout, Mixed, Placement
 from backpack.core.operations import find_operation
 from backpack.engine import saved as saved_tensors
-from backpack.engine.functions import KINDS, Kind, kind_of
+from backpack.engine.functions import KINDS, Kind, is_of_inputs, kind_of
 from backpack.engine.gaps import (
     CONSTANT,
     KNOWN,
@@ -169,9 +169,10 @@ class Tracker(TorchFunctionMode):
                 args = x, guard(x, hook, self._finder.of(x) is None)
             elif kind.reads and in_function():
                 self._finder.is_unsure = True
-            elif self.context is not None and kind.name in ("backward", "grad"):
-                with self.context:
-                    return func(*args, **kwargs)
+            elif kind.name in ("backward", "grad") and self.context is not None:
+                if not is_of_inputs(kind.name, args, kwargs):
+                    with self.context:
+                        return func(*args, **kwargs)
             return func(*args, **kwargs)  # a transform's tensors are no samples'
         data: list[Tensor] = []
         constants: list[Tensor] = []

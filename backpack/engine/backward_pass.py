@@ -36,6 +36,7 @@ from backpack.engine.record import RELEASED, Call, clear_others, lock_of
 from backpack.engine.report import Report
 from backpack.engine.saved import explain_failure
 from backpack.engine.turn import Turn
+from backpack.engine.unseen import note_unseen
 from backpack.engine.user_hooks import guard_all
 from backpack.engine.uses import Entry, Use, listen
 from backpack.utils.hooks import message, name_module, names_of, no_op, warn_user
@@ -113,7 +114,9 @@ class BackwardPass:
         """  # noqa: DAR401
         self.state = current
         self._separating = [x for x in current.active_exts if x.separates_samples]
-        self._keeps_io, self._creates_graph = current.keeps_io, creates_graph
+        # what has a graph will be differentiated: modules are needed once more
+        self._keeps_io = current.keeps_io or creates_graph
+        self._creates_graph = creates_graph
         # whether a call's turn is seen, even if extensions have nothing to do
         self._shows_calls = (
             current.debug or self._keeps_io or current.extension_hook is not no_op
@@ -142,8 +145,13 @@ class BackwardPass:
         self._idle: dict[Call, Node] = {}
         looks = bool(exts) or not current.gradient
         self.inspection = Inspection(roots if looks else ())
-        unify(self.inspection.uses, self.inspection.calls)
         self._find_groups(list(self.inspection.uses))
+        if self._separating and not any(ext.walks_modules for ext in exts):
+            params = [p for group in self.groups for p in group.params]
+            if note_unseen(self.inspection, params):
+                self.inspection = Inspection(roots)
+                self._find_groups(list(self.inspection.uses))
+        unify(self.inspection.uses, self.inspection.calls)
         self._inspect(inputs)
         losses = [c.loss_module for c in self.inspection.calls if c.is_loss]
         self.reductions = [getattr(x, "reduction", None) for x in losses]

@@ -18,7 +18,6 @@ from backpack.engine.gaps import (
     differ,
     explain_parents,
     is_function,
-    name_of,
     placement_at,
 )
 from backpack.engine.graph import (
@@ -27,6 +26,7 @@ from backpack.engine.graph import (
     entries_of,
     is_scalar,
     leaves_behind,
+    name_of,
     walk,
 )
 from backpack.engine.inspection import (
@@ -37,7 +37,8 @@ from backpack.engine.inspection import (
 )
 from backpack.engine.separable import is_separable
 from backpack.engine.uses import Use, refuse
-from backpack.utils.hooks import names_of, warn_user
+from backpack.utils.disable import PLAIN
+from backpack.utils.hooks import EXTENDED, modules_in, names_of, warn_user
 
 NOT_EXTENDED_BATCH_NORM = (
     "A {module} in training mode, which is not extended, couples the samples of the "
@@ -53,13 +54,13 @@ SEPARATE_USE = (
 )
 OUTSIDE_USE = (
     "Parameters are used where extensions can't see it: {names}. Their quantities "
-    "would be wrong. Use a parameter only inside of extended modules, in operations of "
-    "PyTorch (not in a compiled or scripted piece, a transform of `torch.func`, or a "
-    "tangent of forward mode), and on what such operations make of the inputs (not "
-    "NumPy, or numbers in Python: do that before, and hand over what comes out); let "
-    "the inputs enter the prediction, if only by `+ 0 * input`, for what no input "
-    "enters belongs to no sample; and differentiate what contains a derivative of the "
-    "network, as products with a Hessian do, outside of the context."
+    "would be wrong. Use a parameter only on what operations of PyTorch make of the "
+    "inputs (not NumPy, numbers in Python, or tangents of forward mode: do that "
+    "before, and hand over what comes out), and for extensions that go from module to "
+    "module, only inside of extended modules; let the inputs enter the prediction, if "
+    "only by `+ 0 * input`, for what no input enters belongs to no sample; and "
+    "differentiate a derivative of a piecewise linear network, or of convolutions, "
+    "outside of the context: autograd does not say on which inputs it depends."
 )
 MISSING_TERM = (
     "Terms of the loss come from no extended loss module ({nodes}), so that their "
@@ -129,12 +130,12 @@ def check_samples(
             refused = []
         for met in (*refused, *_met_before_losses(inspection)):
             refuse(names_of(extensions), met, "any parameter")
-    entangled += _never_seen(inspection, known)
+    entangled += never_seen(inspection, known)
     if entangled:
         nodes = [x for p in entangled for x in inspection.outside.get(p, ())]
         by = ", ".join(list(dict.fromkeys(map(name_of, nodes)))[:3])
-        text = describe(entangled) + (f" (by {by})" if by else "")
-        raise NotImplementedError(OUTSIDE_USE.format(names=text))
+        names = describe(entangled) + (f" (by {by})" if by else "")
+        raise NotImplementedError(OUTSIDE_USE.format(names=names))
     if separate:
         warn_user(SEPARATE_USE.format(names=describe(separate)))
 
@@ -148,23 +149,35 @@ def _behind_uses(uses: Sequence[Use]) -> list[Tensor]:
         behind = walk([source], stop=SILENT)
         if any(e.owner.is_use for node in behind for e in entries_of(node)):
             found += leaves_behind(source)
+    found = [x for x in found if isinstance(x, Parameter)] or found
     return list({id(x): x for x in found}.values())
 
 
-def _never_seen(inspection: Inspection, known: set[int]) -> list[Tensor]:
-    """Find parameters of modules that were watched, none of whose uses were.
+def never_seen(inspection: Inspection, known: set[int]) -> list[Tensor]:
+    """Find parameters of models that were watched, none of whose uses were.
 
-    The data they were used on may have come from where nothing was seen.
+    The data they were used on may have come from where nothing was seen. What ran
+    inside of ``disable`` is no such use.
+
+    Args:
+        inspection: What the graph looks like.
+        known: Identities of parameters that have uses.
+
+    Returns:
+        The parameters.
     """
     reached = {id(p): p for p in inspection.reached if id(p) not in known}
     if not reached:
         return []
+    calls = [c for c in inspection.calls if not (c.released or c.is_loss)]
+    called = {id(module) for c in calls for module in c.module.modules()}
     found: dict[int, Tensor] = {}
-    for call in inspection.calls:
-        if not call.released and not call.is_loss:
-            for param in call.module.parameters():
-                if id(param) in reached:
-                    found[id(param)] = param
+    for root in list(EXTENDED):
+        modules = modules_in(root)
+        if not called.isdisjoint(map(id, modules)):
+            modules = [module for module in modules if module not in PLAIN]
+            params = [p for module in modules for p in module._parameters.values()]
+            found.update({id(p): reached[id(p)] for p in params if id(p) in reached})
     return list(found.values())
 
 

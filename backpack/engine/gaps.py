@@ -29,7 +29,7 @@ from backpack.core.layout import (
     simplify,
     spans,
 )
-from backpack.engine.graph import HOOKED, VIEWS, entries_of, is_leaf
+from backpack.engine.graph import HOOKED, VIEWS, entries_of, is_leaf, name_of
 from backpack.engine.placements import MARK, mark_of
 from backpack.engine.trials import BY_STRIDES, POINTWISE
 from backpack.engine.uses import Constant, Together, Use, edge_of, is_noted
@@ -165,13 +165,21 @@ def note_functions(x: Tensor, known: Known) -> None:
             continue
         edge = GradientEdge(node, number)
         own = known if place is last else explain_place(edge)
-        use = None if own is None else _use_of(node, own.n)
+        use = None if own is None else use_of(node, own.n)
         if use is not None:
             use.attach_at(edge, shape_at(edge), own.placement)
 
 
-def _use_of(node: Node, n: int) -> Use | None:
-    """Describe a function as a use, once for all its results; `None` if it is none."""
+def use_of(node: Node, n: int) -> Use | None:
+    """Describe a node as a use, once for all its results.
+
+    Args:
+        node: Node of the graph.
+        n: Number N of samples.
+
+    Returns:
+        The use, ``None`` if the node takes no parameter.
+    """
     for entry in entries_of(node):
         if entry.owner.is_use and entry.owner.is_function:
             return entry.owner
@@ -180,8 +188,10 @@ def _use_of(node: Node, n: int) -> Use | None:
     if not constants:
         return None
     name = type(node).__name__.replace("Backward", "")
+    name = name if is_function(node) else name_of(node).strip("`")
     use = Use(name, constants, n, [], None, None)
-    use.is_function = True
+    use.is_function, use.since = True, node._sequence_nr()
+    use.until = use.since + 1
     return use
 
 
@@ -423,20 +433,6 @@ def _leaf(node: Node) -> Source | None:
 def _is_pointwise(node: Node) -> bool:
     """Tell whether an operation maps entries of the same place."""
     return not is_function(node) and name_of(node).strip("`_") in _POINTWISE
-
-
-def name_of(node: Node) -> str:
-    """Name the operation of a node, for a message.
-
-    Args:
-        node: The node.
-
-    Returns:
-        Its name as in PyTorch's functions.
-    """
-    name = type(node).__name__.rsplit("Backward", 1)[0]
-    words = "".join(f"_{c.lower()}" if c.isupper() else c for c in name)
-    return f"`{words.lstrip('_')}`"
 
 
 def _same(x: Tensor) -> Tensor:

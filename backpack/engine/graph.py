@@ -105,7 +105,7 @@ def producing_calls(edge: GradientEdge) -> list[Entry]:
 
 
 def walk(
-    starts: Iterable[Node], stop: str | None = None, since: int = 0
+    starts: Iterable[Node], stop: str | None = None, since: int = -1
 ) -> Iterator[Node]:
     """Walk through the graph, towards its leaves.
 
@@ -113,7 +113,7 @@ def walk(
         starts: Where to begin.
         stop: Don't go on from nodes with this entry in their metadata. Default: none.
         since: Don't go on to nodes that were there before the graph had so many.
-            Default: 0.
+            Default: -1, to go on to all.
 
     Yields:
         All nodes that can be reached, each once.
@@ -128,7 +128,7 @@ def walk(
         for parent, _ in node.next_functions:
             if parent is None or parent in seen:
                 continue
-            if not since or parent._sequence_nr() >= since:  # a leaf's is the largest
+            if parent._sequence_nr() >= since:  # a leaf's is the largest
                 seen.add(parent)
                 queue.append(parent)
 
@@ -210,6 +210,20 @@ def is_scalar(node: Node) -> bool:
         return node.variable.numel() == 1
     metadata = node._input_metadata
     return bool(metadata) and torch.Size(metadata[0].shape).numel() == 1
+
+
+def name_of(node: Node) -> str:
+    """Name the operation of a node, for a message.
+
+    Args:
+        node: The node.
+
+    Returns:
+        Its name as in PyTorch's functions.
+    """
+    name = type(node).__name__.rsplit("Backward", 1)[0]
+    words = "".join(f"_{c.lower()}" if c.isupper() else c for c in name)
+    return f"`{words.lstrip('_')}`"
 
 
 def describe(params: Sequence[Tensor]) -> str:

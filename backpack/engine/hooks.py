@@ -51,7 +51,7 @@ from backpack.engine.uses import (
     on_one_node,
 )
 from backpack.utils.compiling import is_indivisible, skipped, untraced
-from backpack.utils.disable import disable
+from backpack.utils.disable import PLAIN, disable
 from backpack.utils.module_classification import NO_OPS, is_loss, is_no_op
 
 _MOVED = object()  # in place of an output: a hook that was not registered here
@@ -150,6 +150,8 @@ def enter_call(
         traced = not is_grad_enabled() or _is_opaque()
         return None if traced else untraced(enter_call, module, args, kwargs)
     if steps_aside():
+        if not disable.should_store_io():
+            PLAIN.add(module)
         return None
     caller = sys._getframe(1)
     frames, tracker = _THREAD.frames, _THREAD.tracker

@@ -200,6 +200,16 @@ class Inspection:
                 found.setdefault(param, []).append(node)
         return found
 
+    @cached_property
+    def data_nodes(self) -> set[Node]:
+        """Nodes of the terms that data enter: none of a regularizer's."""
+        terms = [
+            term
+            for term in additive_terms(self.roots)[0]
+            if any(entries_of(node) for node in walk([term]))
+        ]
+        return set(walk(terms))
+
     def _entered(self) -> Iterator[tuple[Any, Node]]:
         """Find constants that are used by way of the inside of a use, too.
 
@@ -247,16 +257,10 @@ class Inspection:
         outside = {p: nodes for p, nodes in self.outside.items() if id(p) in known}
         if not outside:
             return [], []
-        data_terms = [
-            term
-            for term in additive_terms(self.roots)[0]
-            if any(entries_of(node) for node in walk([term]))
-        ]
-        data_nodes = set(walk(data_terms))
         separate: list[Tensor] = []
         entangled: list[Tensor] = []
         for param, nodes in outside.items():
-            mixed = not data_nodes.isdisjoint(nodes)
+            mixed = not self.data_nodes.isdisjoint(nodes)
             (entangled if mixed else separate).append(param)
         return separate, entangled
 

@@ -21,9 +21,8 @@ from backpack.engine.gaps import (
     Source,
     explain_place,
     is_function,
-    name_of,
 )
-from backpack.engine.graph import describe, is_leaf
+from backpack.engine.graph import describe, is_leaf, name_of
 from backpack.engine.placements import MARK
 from backpack.engine.tracking import Tracker
 from backpack.engine.uses import edge_of, refuse

@@ -472,11 +472,8 @@ class Tracker(TorchFunctionMode):
         """
         met, outs = self._finder.dropped, [x for x in outputs if x.grad_fn is not None]
         for x in outs:
-            if is_function(x.grad_fn) or hasattr(x, MARK) and mark_of(x) is None:
+            if is_function(x.grad_fn) or mark_of(x) is None:  # nothing was seen
                 self.find_placement(x)
-        for x in outs if met is not None else ():
-            if is_function(x.grad_fn) or not hasattr(x, MARK):  # where nothing was seen
-                self._unmarked(x)
         if met is None or any(self._finder.of(x) is not None for x in outs):
             lengths = self.longer.keys() & {len(x) for x in outs if x.dim()}
             if not lengths:

@@ -3,6 +3,11 @@
 import threading
 from contextlib import AbstractContextManager
 from typing import Any
+from weakref import WeakSet
+
+from torch.nn import Module
+
+PLAIN: "WeakSet[Module]" = WeakSet()  # extended modules that were called inside
 
 
 class _Switch(threading.local):

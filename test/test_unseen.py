@@ -1,0 +1,232 @@
+"""Uses that are found in the graph: nothing was watched where they were.
+
+Derivatives of a network that its loss contains, parameters outside of extended modules,
+transforms and compiled functions.
+"""
+
+from __future__ import annotations
+
+from typing import Callable, Dict
+
+import pytest
+import torch
+from cases import make_extension
+from per_sample import (
+    F64,
+    FIRST_ORDER,
+    LENGTHS,
+    Lambda,
+    N,
+    Row,
+    assert_fields,
+    assert_refused,
+    assert_right,
+    named,
+    param,
+    randn,
+    real,
+    reference,
+)
+from torch import Tensor, nn
+from torch.autograd import grad
+from torch.nn import Module
+from torch.nn import functional as F
+
+from backpack import backpack, extend
+
+D = 4
+
+
+def mlp(act: Callable[[], Module] = nn.Tanh, out: int = 1) -> nn.Sequential:
+    """Make a network that has two derivatives."""
+    return nn.Sequential(
+        *(nn.Linear(D, 5), act(), nn.Linear(5, 5), act()),
+        nn.Linear(5, out, bias=False),  # which is in no derivative
+    )
+
+
+def by_input(f: Callable[[Tensor], Tensor], x: Tensor, keep: bool = False) -> Tensor:
+    """Differentiate the sum of a function's values by its input."""
+    x = x.detach().clone().requires_grad_()
+    f = f(x)
+    (g,) = grad(f.sum(), x, create_graph=True)
+    return torch.cat([f.flatten(1), g.flatten(1)], 1) if keep else g
+
+
+def laplacian(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Add up second derivatives by the input's entries."""
+    x = x.detach().clone().requires_grad_()
+    (g,) = grad(f(x).sum(), x, create_graph=True)
+    rows = [grad(g[:, i].sum(), x, create_graph=True)[0][:, i] for i in range(D)]
+    return torch.stack(rows, 1)
+
+
+def conv() -> nn.Sequential:
+    """Make a network of convolutions."""
+    return nn.Sequential(
+        nn.Conv1d(1, 3, 3), nn.Softplus(), nn.Conv1d(3, 1, 2, bias=False), nn.Flatten()
+    )
+
+
+def attention() -> Lambda:
+    """Make a network with attention among positions."""
+    return Lambda(
+        lambda m, x: m.o((m.q(x) @ m.k(x).mT).softmax(-1) @ m.n(x) * m.p.sigmoid()).sum(
+            1
+        ),
+        **{"q": nn.Linear(D, D), "k": nn.Linear(D, D), "n": nn.LayerNorm(D)},
+        **{"o": nn.Linear(D, 1), "p": param(D)},
+    )
+
+
+# Models, inputs, and what is made of both
+DERIVATIVES: Dict[str, Row] = {
+    "gradient": Row(mlp, randn(D), predict=lambda m, X: by_input(m, *X)),
+    "value-and-gradient": Row(
+        mlp, randn(D), predict=lambda m, X: by_input(m, *X, keep=True)
+    ),
+    "laplacian": Row(mlp, randn(D), predict=lambda m, X: laplacian(m, *X)),
+    "residual": Row(
+        mlp, randn(D), predict=lambda m, X: m(*X) + laplacian(m, *X) - X[0].sin()
+    ),
+    "rotated": Row(
+        mlp,
+        randn(D),
+        predict=lambda m, X: by_input(m, *X) @ torch.eye(D, dtype=F64).roll(2, 0),
+    ),
+    "softplus": Row(
+        lambda: mlp(nn.Softplus), randn(D), predict=lambda m, X: laplacian(m, *X)
+    ),
+    "of-log-probabilities": Row(
+        lambda: mlp(nn.SiLU, 3),
+        randn(D),
+        predict=lambda m, X: by_input(lambda x: m(x).log_softmax(1)[:, 1], *X),
+    ),
+    **{
+        f"attention-{t}": Row(
+            attention,
+            randn(t, D),
+            predict=lambda m, X: by_input(m, *X, keep=True),
+        )
+        for t in LENGTHS
+    },
+    "inside": Row(
+        lambda: Lambda(
+            lambda m, x: m.g(by_input(m.f, x)) + m.f(x), f=mlp(), g=nn.Linear(D, 2)
+        ),
+        randn(D),
+    ),
+    "returned-from-inside": Row(
+        lambda: Lambda(lambda m, x: by_input(m.f, x), f=mlp()), randn(D)
+    ),
+    "second-from-inside": Row(
+        lambda: Lambda(lambda m, x: laplacian(m.f, x), f=mlp()), randn(D)
+    ),
+}
+
+
+def scripted(x: Tensor, weight: Tensor) -> Tensor:
+    """Scale features."""
+    return (x * weight).tanh()
+
+
+# Parameters that operations take outside of extended modules, or where nothing is seen
+OUTSIDE: Dict[str, Row] = {
+    "factor": Row(mlp, randn(D), predict=lambda m, X: m(*X) * m[0].bias),
+    "expression": Row(
+        mlp, randn(D), predict=lambda m, X: m(*X) * m[0].weight.pow(2).sum(1)
+    ),
+    "product": Row(mlp, randn(D), predict=lambda m, X: m[1:](m[0](*X)) @ m[4].weight),
+    "linear": Row(
+        mlp,
+        randn(3, D),
+        predict=lambda m, X: F.linear(m(*X).tanh(), m[2].weight[:, :1], m[2].bias),
+    ),
+    "several": Row(
+        mlp,
+        randn(D),
+        predict=lambda m, X: (m(*X) * m[0].bias).tanh() @ m[2].weight + m[2].bias,
+    ),
+    "vmap": Row(
+        lambda: Lambda(
+            lambda m, x: torch.vmap(lambda z: m.w @ z.tanh())(m.f(x)),
+            **{"f": nn.Linear(D, 5), "w": param(3, 5)},
+        ),
+        randn(D),
+    ),
+    "scripted": Row(
+        lambda: Lambda(
+            lambda m, x: torch.jit.script(scripted)(m.f(x), m.w),
+            **{"f": nn.Linear(D, 5), "w": param(5)},
+        ),
+        randn(D),
+    ),
+}
+
+
+def penalized(scale: float) -> Callable[[Tensor, Module], Tensor]:
+    """Add to a loss of values how far the gradient's length is from one."""
+
+    def objective(f: Tensor, loss: Module) -> Tensor:
+        penalty = (f[:, 1:].norm(dim=1) - 1).pow(2)
+        return loss(f[:, :1], real(f[:, :1])) + scale * penalty.sum()
+
+    return objective
+
+
+# Terms of a loss next to that of its module, of which second order knows nothing
+TERMS: Dict[str, Row] = {
+    f"penalty-{scale}": Row(
+        mlp,
+        randn(D),
+        objective=penalized(scale),
+        predict=lambda m, X: by_input(m, *X, keep=True),
+        quantities=FIRST_ORDER,
+    )
+    for scale in (1 / N, 2.0)
+}
+# What autograd does not see depends on the inputs
+REFUSED: Dict[str, Row] = {
+    "relu": Row(
+        lambda: mlp(nn.ReLU), randn(D), predict=lambda m, X: by_input(m, *X, keep=True)
+    ),
+    "convolutions": Row(conv, randn(1, 7), predict=lambda m, X: by_input(m, *X)),
+}
+
+
+@pytest.mark.parametrize("quantity", ["BatchGrad", "DiagGGNExact"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str, quantity: str) -> None:
+    """It is refused where it is not known where samples are."""
+    assert_refused(REFUSED[name], quantity, "can't see it: .* piecewise linear network")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("name", named(DERIVATIVES, OUTSIDE, TERMS))
+def test_right(name: str) -> None:
+    """It is right for each sample."""
+    assert_right({**DERIVATIVES, **OUTSIDE, **TERMS}[name])
+
+
+@pytest.mark.parametrize("name", ["value-and-gradient", "penalty-2.0"])
+def test_forward_pass_inside_of_the_context(name: str) -> None:
+    """A derivative that the loss contains is no backward pass of the context."""
+    row = {**DERIVATIVES, **TERMS}[name]
+    quantities = ["BatchGrad"] + ["DiagGGNExact"] * (name not in TERMS)
+    (model, loss, X), samples = row.build(), reference(row)
+    model, loss = extend(model), extend(loss)
+    with backpack(*[make_extension(name) for name in quantities]):
+        row.run(model, loss, X).backward()
+    assert_fields(model, quantities, samples)
+
+
+def test_derivative_by_parameters() -> None:
+    """What the parameters' gradient of a sum leads to is not split into samples."""
+    row = Row(
+        mlp,
+        randn(D),
+        value=lambda m, loss, X: sum(
+            g.pow(2).sum() for g in grad(m(*X).sum(), m.parameters(), create_graph=True)
+        ),
+    )
+    assert_refused(row, "BatchGrad", "samples have met in `mm`")

@@ -151,6 +151,26 @@ class Several(Module):
         return self.last(self.cell(x)[0])
 
 
+class OneByOne(Module):
+    """Computes what belongs to one sample after the other."""
+
+    def __init__(self):
+        """Create the parameter."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply the positions of each sample, and add them up.
+
+        Args:
+            x: Input ``[N, T, 2]``.
+
+        Returns:
+            Prediction.
+        """
+        return torch.stack([rows @ self.weight.T for rows in x]).sum(1)
+
+
 SINGLE_OUTPUT: Dict[str, Callable[[], Tuple[Module, Tensor]]] = {
     "conv_net": conv_net,
     "residual": lambda: (nn.Sequential(Residual(), nn.Linear(4, 3)), torch.rand(N, 4)),
@@ -164,6 +184,7 @@ SINGLE_OUTPUT: Dict[str, Callable[[], Tuple[Module, Tensor]]] = {
         torch.rand(N, 4),
     ),
     "positions": lambda: (Positions(), torch.rand(N, 4)),
+    "one by one": lambda: (OneByOne(), torch.rand(N, 4, 2)),
     "own_leaf": lambda: (
         nn.Sequential(Residual(), nn.Linear(4, 3)),
         torch.rand(N, 4).requires_grad_(),
@@ -365,6 +386,34 @@ def test_abandoned_model():
         del model
         # hooks' handles know modules weakly
         assert not any(reference() for reference in references)
+
+
+LOSSES_BY_HAND: Dict[str, Callable[[Tensor], Tensor]] = {
+    "logsumexp": lambda f: (f.logsumexp(1) - f[:, 0]).mean(),
+    "cumulative": lambda f: f.sort(1)[0].logcumsumexp(1).sum(),
+    "exponential": lambda f: (f.topk(2, 1)[0].exp().sum(1) * f.tanh()[:, 0]).sum(),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES_BY_HAND)
+def test_losses_by_hand_do_not_add_up(name: str):
+    """What asks for the samples behind a loss keeps nothing of its graph."""
+    model, _, x, _ = build("residual")
+
+    def step() -> None:
+        with backpack(make_extension("BatchGrad")):
+            LOSSES_BY_HAND[name](model(x)).backward()
+
+    def count() -> int:
+        gc.collect()
+        return len(alive(Tensor))
+
+    for _ in range(2):
+        step()
+    before = count()
+    for _ in range(5):
+        step()
+    assert count() == before
 
 
 def test_checkpoints_do_not_add_up():

@@ -842,8 +842,8 @@ SAMPLES: Dict[str, Row] = {
         part_used_outside,
         NotImplementedError,
         r"'weight' of Linear\(in_features=3, out_features=1, bias=True\)",
-        "used where extensions can't see it",
-        "only inside of extended modules",
+        "samples have met in `sum`",
+        "compute this part of the loss in a backward pass outside of the context",
     ),
     "sequence-first": Row(
         lambda: run(

@@ -1397,6 +1397,57 @@ def test_samples_in_two_inputs_that_a_mask_packs() -> None:
     assert_right(row)
 
 
+def put(m: Module, x: Tensor, c: Tensor, how: str) -> Tensor:
+    """Put rows of a table to the places of each class."""
+    out = m.f(x)
+    for e in range(3):
+        if how == "mask":
+            out = out + (c == e)[..., None] * m.w[e]
+        elif how == "getitem":
+            out[c == e] += m.w[e]
+        elif how == "where":
+            out = out.index_put(torch.where(c == e), m.w[e], accumulate=True)
+        else:
+            i, j = (c == e).nonzero().unbind(1)
+            out = out.index_put((i, j), m.w[e].expand(len(i), -1), accumulate=True)
+    return out
+
+
+PICKS: Dict[str, Callable] = {
+    "argmax": lambda x: x.argmax(-1),
+    "argmin": lambda x: (-x).argmin(-1),
+    "topk": lambda x: x.topk(1, -1).indices[..., 0],
+    "max": lambda x: x.max(-1)[1],
+    "sort": lambda x: x.sort(-1, descending=True)[1][..., 0],
+    "of-two": lambda x: x[..., :2].argmax(-1),
+    "of-integers": lambda x: x.mul(10).long().max(-1)[1] % 3,
+    "of-highest-integers": lambda x: x.clamp(-1, 1).mul(10).long().amax(-1) % 3,
+}
+
+
+@pytest.mark.parametrize("how", ["mask", "getitem", "where", "nonzero"])
+@pytest.mark.parametrize("pick", PICKS)
+def test_positions_that_are_the_same_by_chance(pick: str, how: str) -> None:
+    """A class that is the first of several belongs to its sample all the same."""
+    for first in ([0, 0, 0, 1], [1, 0, 0, 0], [1, 1, 0, 2], None):
+
+        def inputs(first: Any = first) -> List[Tensor]:
+            x = torch.randn(N, 3, D, dtype=F64)
+            if first is not None:  # all positions of a sample pick the same
+                x[torch.arange(N), :, first] += 20
+            return [x]
+
+        row = Row(
+            lambda: Lambda(
+                lambda m, x: m.o(put(m, x, PICKS[pick](x[..., :3]), how)),
+                **{"f": nn.Linear(D, D), "o": nn.Linear(D, 3), "w": param(3, D)},
+            ),
+            inputs,
+            quantities=["BatchGrad", "BatchL2Grad"],
+        )
+        assert_right(row)
+
+
 def test_shared_input_of_other_batches() -> None:
     """What is as long as one batch is no batch in the next one for that reason."""
     mask = torch.randn(3, 3, dtype=F64)

@@ -218,7 +218,10 @@ def once(placement: Tensor, what: Hashable, compute: Callable[[], Any]) -> Any:
     """
     known = placement.__dict__.setdefault("_backpack_known", {})
     if what not in known:
-        known[what] = compute()
+        found = compute()
+        if isinstance(found, Tensor) and found._base is not None:
+            found = found.clone()  # a view would keep what keeps it
+        known[what] = found
     return known[what]
 
 

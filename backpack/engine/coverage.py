@@ -56,9 +56,10 @@ OUTSIDE_USE = (
     "Parameters are used where extensions can't see it: {names}. Their quantities "
     "would be wrong. Use a parameter only on what operations of PyTorch make of the "
     "inputs (not NumPy, numbers in Python, or tangents of forward mode: do that "
-    "before, and hand over what comes out), and for extensions that go from module to "
-    "module, only inside of extended modules; let the inputs enter the prediction, if "
-    "only by `+ 0 * input`, for what no input enters belongs to no sample; and "
+    "before, and hand over what comes out; nor inputs in a transform of `torch.func`), "
+    "and for extensions that go from module to module, only inside of extended "
+    "modules; let the inputs enter the prediction, if only by `+ 0 * input`, for what "
+    "no input enters belongs to no sample; and "
     "differentiate a derivative of a piecewise linear network, or of convolutions, "
     "outside of the context: autograd does not say on which inputs it depends."
 )

@@ -312,7 +312,8 @@ def _found_from(
         return first.known
     key = _structure(sources, nodes, edge)
     if key is None or key not in _REMEMBERED:
-        with saved_tensors_hooks(_same, _same):  # a checkpoint would count ours
+        # a checkpoint would count ours; what keeps its own result would keep itself
+        with saved_tensors_hooks(Tensor.detach, _same):
             placement = _probe(edge, sources, nodes)
         failed = isinstance(placement, Mixed) and not placement.is_known
         if key is None or failed:  # for once: what it needs may have been freed

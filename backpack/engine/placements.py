@@ -427,6 +427,11 @@ class Finder:
             placement = self._bags(outs[0], *args, **kwargs)
             if placement is not None:
                 return [placement], True
+        if name in ("nonzero", "argwhere") or name == "where" and len(trial.flat) == 1:
+            hits = None if numbers[0] is None else numbers[0][trial.flat[0] != 0]
+            if hits is not None and len(data) == 1 and hits.shape == outs[0].shape[:1]:
+                picked = hits if outs[0].dim() == 1 else hits[:, None]
+                return [simplify(picked, n)] * len(outs), True
         if name in SELECTING and numbers[0] is not None:
             picked = trial.call([numbers[0].contiguous(), *trial.flat[1:]])
             for own in numbers[1:]:  # of a sample that picks what is another one's

@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from backpack.core.layout import Mixed, Placement, has_bit, sample_numbers, simplify
+from backpack.core.layout import (
+    Mixed,
+    Placement,
+    conflict,
+    has_bit,
+    sample_numbers,
+    simplify,
+)
 from backpack.utils.types import dense
 
 
@@ -33,7 +40,10 @@ NOT_A_NUMBER = (nan,)  # most operations return it wherever it went
 EXTREMES = (nan, inf, -inf)  # for those that leave it out, like `nansum` and `fmax`
 OTHER_NUMBERS = (_close_by,)  # for those that fail, like decompositions
 # for those that return positions, which may be the same for a few other numbers
-DRAWN = tuple(partial(_drawn, factor=k) for k in range(1, 17, 2))
+DRAWN = tuple(
+    tuple(partial(_drawn, factor=k) for k in range(first, first + 16, 2))
+    for first in range(1, 129, 16)
+)
 
 # Up to so many elements, sparse tensors are made dense, to put marks there.
 DENSE_ELEMENTS = 2**26
@@ -178,18 +188,48 @@ class Trial:
                 found, hides = self._probe(NOT_A_NUMBER)
             if hides and not self._is_random():
                 found, lasts = self._probe(EXTREMES)[0], False
-            for marks in (DRAWN, EXTREMES):  # were they the same by chance?
-                unseen = [p is None and not _is_inexact(x) for p, x in zip(found, outs)]
-                if True in unseen and self._name not in MOVING:
-                    with suppress(Exception):  # not what the operation takes
-                        new, _ = self._probe(marks)
-                        found = [q if i else p for i, p, q in zip(unseen, found, new)]
         if False in kinds and all(p is None for p in found):
             found, _ = self._probe(NOT_A_NUMBER, True)
+        found, complete = self._completed(found, True not in kinds)
+        lasts = lasts and complete
         if not self._has_entries():  # what comes out is nobody's, and no constant
             nobody = [x.new_full([1] * x.dim(), -1, dtype=torch.long) for x in outs]
             found = [q if p is None else p for p, q in zip(found, nobody)]
         return found, lasts
+
+    def _completed(
+        self, found: list[Placement], integers: bool
+    ) -> tuple[list[Placement], bool]:
+        """Find the samples of integers that were the same, by chance, for others.
+
+        Returns:
+            A placement for each result; and whether all is known that may be.
+        """
+        for number, marks in enumerate((DRAWN[0], EXTREMES, *DRAWN[1:])):
+            parts = [isinstance(p, Tensor) and bool((p < 0).any()) for p in found]
+            again = [
+                not _is_inexact(x) and (part or p is None and number < 2)
+                for p, x, part in zip(found, self._outs, parts)
+            ]
+            if True not in again or self._name in MOVING:
+                return found, True
+            with suppress(Exception):  # not what the operation takes
+                new, _ = self._probe(marks, integers)
+                found = [
+                    self._both(p, q, x) if i else p
+                    for i, p, q, x in zip(again, found, new, self._outs)
+                ]
+        return found, True not in again
+
+    def _both(self, p: Placement, q: Placement, out: Tensor) -> Placement:
+        """Combine what is known of the samples of a result."""
+        if p is None or q is None or isinstance(q, Mixed):
+            return p if q is None else q
+        own = sample_numbers(p, out.shape, self._n, out.device)
+        other = sample_numbers(q, out.shape, self._n, out.device)
+        if conflict(own, other):
+            return Mixed(self.describe())
+        return simplify(own.where(own >= 0, other), self._n, self._is_use())
 
     def _has_entries(self) -> bool:
         """Tell whether something may come from a sample, or from a parameter."""
@@ -346,6 +386,9 @@ def _disturbed(x: Tensor, where: Tensor, mark: Any, integers: bool) -> Tensor:
         return x.copy_(torch.where(where, new, x))  # with the strides it had
     if not integers or not x.numel():
         return x
+    if callable(mark):
+        picks = mark(torch.empty(x.shape, device=x.device)) * x.numel()
+        return torch.where(where, x.flatten()[picks.long()], x)
     if x.dtype == torch.bool:
         return x ^ where
     highest, lowest = x.max(), x.min()

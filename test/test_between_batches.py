@@ -378,7 +378,7 @@ REFUSED: Dict[str, Tuple[Callable, type, str]] = {
         ValueError,
         "'mc', 'exact', 'empirical'",
     ),
-    "two-losses": (two_losses, NotImplementedError, "Kronecker products do not add"),
+    "two-losses": (two_losses, NotImplementedError, "EKFAC: two losses contribute"),
     "basis": (with_basis(lambda p: ()), ValueError, "Pass what EKFAC has saved"),
     "basis-numbers": (with_basis(lambda p: [1, 2]), ValueError, "got [1, 2]. Pass"),
     "basis-no-mapping": (

@@ -34,6 +34,12 @@ NO_BASIS = (
     "bases do not combine. Pass the same eigenvectors to each of them, by "
     "EKFAC(basis=...)."
 )
+OTHER_BASES = (
+    "EKFAC: two losses contribute to a parameter, each with eigenvectors of its own, "
+    "and eigenvalues in different bases do not combine. Give the eigenvectors of a "
+    'pass with one of them, by EKFAC(basis=...), draw targets (fisher_type="mc"), or '
+    "give each loss a backward pass of its own."
+)
 
 
 class EKFAC(KroneckerFactors):
@@ -178,9 +184,9 @@ class EKFAC(KroneckerFactors):
 
         Raises:
             NotImplementedError: If each has a basis of its own.
-        """  # noqa: DAR401
+        """
         if self._basis is None:
-            return super().add(existing, other)
+            raise NotImplementedError(OTHER_BASES)
         return self.combine(existing, other)
 
     def over_shards(self, value: list[Tensor], piece: Piece) -> list[Tensor]:

@@ -1419,6 +1419,10 @@ PICKS: Dict[str, Callable] = {
     "topk": lambda x: x.topk(1, -1).indices[..., 0],
     "max": lambda x: x.max(-1)[1],
     "sort": lambda x: x.sort(-1, descending=True)[1][..., 0],
+    "hit": lambda x: (x >= x.amax(-1, keepdim=True))
+    .nonzero()[:, -1]
+    .view(x.shape[:-1]),
+    "hit-by-where": lambda x: torch.where(x == x.amax(-1, keepdim=True))[2].view(-1, 3),
     "of-two": lambda x: x[..., :2].argmax(-1),
     "of-integers": lambda x: x.mul(10).long().max(-1)[1] % 3,
     "of-highest-integers": lambda x: x.clamp(-1, 1).mul(10).long().amax(-1) % 3,

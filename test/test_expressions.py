@@ -16,9 +16,11 @@ import torch.nn.functional as F
 from cases import F64
 from per_sample import (
     LENGTHS,
+    Backward,
     Lambda,
     N,
     Row,
+    assert_refused,
     assert_right,
     param,
     part,
@@ -850,3 +852,24 @@ def test_detecting_anomalies(row: str) -> None:
         with torch.autograd.set_detect_anomaly(True):
             assert_right(EXPRESSIONS[row])
     assert not [x.message for x in said]
+
+
+@pytest.mark.parametrize("quantity", ["BatchGrad", "DiagGGNExact"])
+@pytest.mark.parametrize(
+    "rule",
+    [lambda g: g.clamp(-0.01, 0.01), torch.sign, lambda g: g / g.norm()],
+    ids=["clipped", "sign", "normalized"],
+)
+def test_backward_that_is_not_linear(rule: Callable, quantity: str) -> None:
+    """A function of parameters whose gradients do not add up is refused."""
+    function = partial(Backward.apply, rule)
+    row = use(lambda m, x: F.linear(x, function(m.w.detach(), m.w)), 4, w=(3, 4))
+    assert_refused(row, quantity, "backward of `.*` does not return multiples.*'w'")
+
+
+def test_backward_that_scales() -> None:
+    """A function of parameters with a linear backward of its own is none of them."""
+    rule = partial(torch.mul, 3.0)
+    function = partial(Backward.apply, rule)
+    row = use(lambda m, x: F.linear(x, function(m.w.detach(), m.w)), 4, w=(3, 4))
+    assert_right(row)

@@ -19,12 +19,13 @@ from torch.nn import Module
 from backpack.core.per_sample.base import Dense, PerSample
 from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.rows import Rows
-from backpack.engine.graph import describe, is_leaf, leaves_behind, walk
+from backpack.engine.gaps import is_function
+from backpack.engine.graph import describe, is_leaf, leaves_behind, name_of, walk
 from backpack.engine.saved import SAVED, fetch
 from backpack.engine.uses import Constant, Use
 from backpack.engine.vjp import batched_vjp
 from backpack.utils.hooks import name_module, represent
-from backpack.utils.state import state
+from backpack.utils.state import may_look, state
 from backpack.utils.types import as_type, full_precision
 
 Products = list[Optional[PerSample]]
@@ -42,6 +43,13 @@ OTHER_SIZES = (
     "that individual gradients are not defined for {names}. Let each call have all "
     "samples, or give each one parameters of its own."
 )
+NOT_LINEAR = (
+    "The backward of {function} does not return multiples for multiples of a gradient "
+    "(it clips them, or takes their sign), so that gradients of individual samples do "
+    "not add up to that of {names}. Do this to the gradient of the batch, after the "
+    "backward pass."
+)
+SCALE = 2.0**10  # which changes no digit
 
 
 class Group:
@@ -173,9 +181,29 @@ class Group:
         params = [p for p in self.params if p in leaves or p.grad_fn is not None]
         inputs = [GradientEdge(leaves.get(p, p.grad_fn), p.output_nr) for p in params]
         pulled = batched_vjp(outputs, inputs, columns)
+        own = [node for node in nodes if is_function(node)]
+        own = [x for x in own if not x._forward_cls.__module__.startswith("torch.")]
+        if own:
+            scaled = batched_vjp(outputs, inputs, [SCALE * x for x in columns])
+            self._check_linear(own, pulled, scaled)
         for param, products in zip(params, pulled):
             if products is not None:
                 _merge(found, param, Dense(products, param.shape))
+
+    def _check_linear(
+        self,
+        functions: Sequence[Node],
+        pulled: Sequence[Tensor | None],
+        scaled: Sequence[Tensor | None],
+    ) -> None:
+        """Refuse functions of parameters that clip gradients in their backward."""
+        for x, y in zip(pulled, scaled):
+            if x is None or y is None or not may_look(x):
+                continue
+            if not torch.allclose(SCALE * x, y, rtol=1e-2, equal_nan=True):
+                names = describe(self.params)
+                by = " and ".join(sorted(set(map(name_of, functions))))
+                raise NotImplementedError(NOT_LINEAR.format(function=by, names=names))
 
 
 class ParameterTurn:

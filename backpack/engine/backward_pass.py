@@ -144,14 +144,11 @@ class BackwardPass:
         self.in_losses: set[Module] = set()
         self._idle: dict[Call, Node] = {}
         looks = bool(exts) or not current.gradient
-        self.inspection = Inspection(roots if looks else ())
-        self._find_groups(list(self.inspection.uses))
+        self._look_at(roots if looks else ())
         if self._separating and not any(ext.walks_modules for ext in exts):
             params = [p for group in self.groups for p in group.params]
             if note_unseen(self.inspection, params):
-                self.inspection = Inspection(roots)
-                self._find_groups(list(self.inspection.uses))
-        unify(self.inspection.uses, self.inspection.calls)
+                self._look_at(roots)
         self._inspect(inputs)
         losses = [c.loss_module for c in self.inspection.calls if c.is_loss]
         self.reductions = [getattr(x, "reduction", None) for x in losses]
@@ -190,6 +187,12 @@ class BackwardPass:
         self.report.met.update([id(call.module) for call in calls])
         for call in calls:
             call.release()
+
+    def _look_at(self, roots: Sequence[GradientEdge]) -> None:
+        """Inspect the graph."""
+        self.inspection = Inspection(roots)
+        unify(self.inspection.uses, self.inspection.calls)
+        self._find_groups(list(self.inspection.uses))
 
     def _find_groups(self, uses: Sequence[Use]) -> None:
         """Find out which parameters wait for which uses."""

@@ -202,7 +202,7 @@ class Inspection:
 
     @cached_property
     def data_nodes(self) -> set[Node]:
-        """Nodes of the terms that data enter: none of a regularizer's."""
+        """Nodes of the terms that data enter, without those of a regularizer."""
         terms = [
             term
             for term in additive_terms(self.roots)[0]

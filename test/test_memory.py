@@ -232,6 +232,26 @@ def alive(cls: type) -> List:
     return [x for x in gc.get_objects() if issubclass(type(x), cls)]
 
 
+def assert_does_not_add_up(step: Callable[[], None], times: int) -> None:
+    """Assert that several steps keep what two keep.
+
+    Args:
+        step: What is repeated.
+        times: How often.
+    """
+
+    def count() -> Tuple[int, int]:
+        gc.collect()
+        return len(alive(Tensor)), len(alive(Call))
+
+    for _ in range(2):
+        step()
+    before = count()
+    for _ in range(times):
+        step()
+    assert count() == before
+
+
 @pytest.fixture(autouse=True, scope="module")
 def warm_up() -> None:
     """Let PyTorch import what it imports lazily; its import system keeps frames."""
@@ -328,16 +348,7 @@ def test_training_does_not_add_up(name: str, inside: bool):
         with backpack(*exts):
             loss(model(x), y).backward()
 
-    def count() -> Tuple[int, int]:
-        gc.collect()
-        return len(alive(Tensor)), len(alive(Call))
-
-    for _ in range(2):
-        step()
-    before = count()
-    for _ in range(10):
-        step()
-    assert count() == before
+    assert_does_not_add_up(step, 10)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -404,16 +415,7 @@ def test_losses_by_hand_do_not_add_up(name: str):
         with backpack(make_extension("BatchGrad")):
             LOSSES_BY_HAND[name](model(x)).backward()
 
-    def count() -> int:
-        gc.collect()
-        return len(alive(Tensor))
-
-    for _ in range(2):
-        step()
-    before = count()
-    for _ in range(5):
-        step()
-    assert count() == before
+    assert_does_not_add_up(step, 5)
 
 
 def test_checkpoints_do_not_add_up():
@@ -425,16 +427,7 @@ def test_checkpoints_do_not_add_up():
         with backpack(*make()):
             loss(model[3:](hidden), y).backward()
 
-    def count() -> Tuple[int, int]:
-        gc.collect()
-        return len(alive(Tensor)), len(alive(Call))
-
-    for _ in range(2):
-        step()
-    before = count()
-    for _ in range(5):
-        step()
-    assert count() == before
+    assert_does_not_add_up(step, 5)
 
 
 def test_interrupted_pass():

@@ -59,9 +59,9 @@ OUTSIDE_USE = (
     "before, and hand over what comes out; nor inputs in a transform of `torch.func`), "
     "and for extensions that go from module to module, only inside of extended "
     "modules; let the inputs enter the prediction, if only by `+ 0 * input`, for what "
-    "no input enters belongs to no sample; and "
-    "differentiate a derivative of a piecewise linear network, or of convolutions, "
-    "outside of the context: autograd does not say on which inputs it depends."
+    "no input enters belongs to no sample; and differentiate a derivative of a "
+    "piecewise linear network, or of convolutions, outside of the context: autograd "
+    "does not say on which inputs it depends."
 )
 MISSING_TERM = (
     "Terms of the loss come from no extended loss module ({nodes}), so that their "

@@ -165,21 +165,28 @@ def note_functions(x: Tensor, known: Known) -> None:
             continue
         edge = GradientEdge(node, number)
         own = known if place is last else explain_place(edge)
-        use = None if own is None else use_of(node, own.n)
-        if use is not None:
-            use.attach_at(edge, shape_at(edge), own.placement)
+        if own is not None:
+            note_at(edge, own)
 
 
-def use_of(node: Node, n: int) -> Use | None:
-    """Describe a node as a use, once for all its results.
+def note_at(edge: GradientEdge, known: Known) -> bool:
+    """Record that what sits at a place in the graph is the result of a use.
 
     Args:
-        node: Node of the graph.
-        n: Number N of samples.
+        edge: The place.
+        known: Where its samples are.
 
     Returns:
-        The use, ``None`` if the node takes no parameter.
+        Whether it is, for its node takes a parameter.
     """
+    use = _use_of(edge.node, known.n)
+    if use is not None:
+        use.attach_at(edge, shape_at(edge), known.placement)
+    return use is not None
+
+
+def _use_of(node: Node, n: int) -> Use | None:
+    """Describe a node as a use, once for all its results; `None` if it is none."""
     for entry in entries_of(node):
         if entry.owner.is_use and entry.owner.is_function:
             return entry.owner
@@ -313,7 +320,7 @@ def _found_from(
     key = _structure(sources, nodes, edge)
     if key is None or key not in _REMEMBERED:
         # a checkpoint would count ours; what keeps its own result would keep itself
-        with saved_tensors_hooks(Tensor.detach, _same):
+        with saved_tensors_hooks(Tensor.detach, lambda x: x):
             placement = _probe(edge, sources, nodes)
         failed = isinstance(placement, Mixed) and not placement.is_known
         if key is None or failed:  # for once: what it needs may have been freed
@@ -434,10 +441,6 @@ def _leaf(node: Node) -> Source | None:
 def _is_pointwise(node: Node) -> bool:
     """Tell whether an operation maps entries of the same place."""
     return not is_function(node) and name_of(node).strip("`_") in _POINTWISE
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
 
 
 def _probe(

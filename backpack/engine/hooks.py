@@ -395,8 +395,9 @@ def _record(
     elif frame.row is not None:
         placements = note_use(call, frame.row, args, outputs, frame.since)
         if tracker is not None:
-            data = _tensors_in((args, kwargs))
-            shared = all([may_be_shared(x, tracker.key) for x in data])
+            key = tracker.key
+            data = _tensors_in((args, kwargs)) if len(key.inputs) > 1 else ()
+            shared = bool(data) and all([may_be_shared(x, key) for x in data])
             for x, placement in zip(outputs, placements):
                 tracker.place(x, placement, shared)
         call.placements = placements

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from backpack.engine.coverage import never_seen
-from backpack.engine.gaps import explain_place, shape_at, use_of
+from backpack.engine.gaps import explain_place, note_at
 from backpack.engine.graph import is_leaf
 from backpack.engine.inspection import Inspection
 from backpack.engine.uses import is_noted
@@ -55,8 +55,5 @@ def note_unseen(inspection: Inspection, params: list[Tensor]) -> bool:
                 seen.update(dict.fromkeys(further))
                 queue += further
             elif known.placement is not None and not is_noted(node, number):
-                use = use_of(node, known.n)
-                if use is not None:
-                    use.attach_at(edge, shape_at(edge), known.placement)
-                    found = True
+                found |= note_at(edge, known)
     return found

@@ -74,6 +74,7 @@ class _Announce(TorchFunctionMode):
         func: inspect.signature(func)
         for func in (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
     }
+    _COTANGENTS = ("gradient", "grad_tensors", "grad_variables", "grad_outputs")
 
     def __init__(self, before: dict[str, Any]):
         """Remember what was active before, and in which context the task was.
@@ -115,8 +116,7 @@ class _Announce(TorchFunctionMode):
         if graph and is_of_inputs(func.__name__, args, kwargs):
             with current.pull(quiet=False):  # a loss will contain this derivative
                 return func(*args, **kwargs)
-        cotangents = map(bound.get, ("gradient", "grad_tensors", "grad_variables"))
-        one = accumulates and all(x is None for x in cotangents)
+        one = all(bound.get(name) is None for name in self._COTANGENTS)
         with BackwardPass(current, roots, inputs, accumulates, graph, one) as running:
             if running.accumulated.inputs is None:
                 return func(*args, **kwargs)

@@ -125,6 +125,18 @@ def randn(*shape: int) -> Callable[[], Tensors]:
     return lambda: (torch.randn(shape, dtype=F64),)
 
 
+def drawing(seed: int) -> torch.Generator:
+    """Make a generator of random numbers, on the device where tensors are created.
+
+    Args:
+        seed: What it begins with.
+
+    Returns:
+        The generator.
+    """
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+
 def tensors(*values: Any) -> Callable[[], Tensors]:
     """Make a thunk for inputs that are given.
 

@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, List, Tuple
 
 import pytest
 import torch
-from cases import CONV, CONV_TRANSPOSE, EMBEDDING, F64, LINEAR, Case, randomize
+from cases import CONV, CONV_TRANSPOSE, EMBEDDING, F64, LINEAR, Case, drawing, randomize
 from oracle import assert_agrees, parameters
 from torch import Tensor, nn
 from torch.nn import Module
@@ -215,9 +215,9 @@ def test_empirical() -> None:
 def test_random_projections() -> None:
     """Two batches share the projections that were drawn; a generator repeats them."""
     model, loss, x, y = problem()
-    generator = torch.Generator().manual_seed(1)
+    generator = drawing(1)
     project = BatchProjectGrad(5, generator=generator)
-    again = BatchProjectGrad(5, generator=torch.Generator().manual_seed(1))
+    again = BatchProjectGrad(5, generator=drawing(1))
     for batch in (x, x.flip(1)):
         with backpack(project, BatchGrad()):
             loss(model(batch), y).backward()

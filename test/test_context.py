@@ -9,7 +9,7 @@ from typing import Any, Callable, List, Type
 
 import pytest
 import torch
-from cases import make_extension
+from cases import drawing, make_extension
 from torch import Tensor, nn
 from torch.nn import Module
 
@@ -610,7 +610,7 @@ def test_many_threads():
     failures: List[str] = []
 
     def work(number: int) -> None:
-        generator = torch.Generator().manual_seed(number)
+        generator = drawing(number)
         layer, loss = extend(nn.Linear(4, 2)), extend(nn.MSELoss())
         start.wait()
         for _ in range(10):

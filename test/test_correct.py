@@ -18,7 +18,7 @@ import oracle
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import F64, Problem, Tensors, randomize
+from cases import F64, Problem, Tensors, drawing, randomize
 from per_sample import param as bare
 from test_architectures import (
     QUANTITIES,
@@ -911,14 +911,14 @@ def test_weight_sharing(factors: type, sharing: Optional[str]) -> None:
     ext = factors(weight_sharing=sharing)
     model, loss = extend(problem.model), extend(problem.loss)
     loss_value = loss(model(*problem.X), *problem.y)
-    state = torch.get_rng_state()
+    torch.manual_seed(1)
     with backpack(ext):
         loss_value.backward()
     columns = ref.columns()
     if factors is KFAC:  # two classes: p (1 - p) is all there is to draw
-        torch.set_rng_state(state)
         model, loss = deepcopy(problem.model), deepcopy(problem.loss)
         value = loss(model(*problem.X), *problem.y)
+        torch.manual_seed(1)
         with backpack(SqrtGGNMC()):
             value.backward()
         # the last bias's Jacobian is the identity
@@ -1060,6 +1060,7 @@ def test_subsampling(model: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMBINATIONS)
+@pytest.mark.usefixtures("cpu")
 def test_combined_losses(name: str) -> None:
     """Each loss's columns carry their own factor; a warning tells of factors."""
     parts = COMBINATIONS[name]
@@ -1697,6 +1698,7 @@ def test_sums_of_half_precision_numbers() -> None:
     """Sums over many samples accumulate in float32 or better."""
     size, dtype = 3000, torch.bfloat16
     model = extend(nn.Linear(2, 1, bias=False).to(dtype))
+    nn.init.constant_(model.weight, 0.5)
     loss = extend(nn.MSELoss(reduction="sum"))
     x = torch.ones(size, 2, dtype=dtype)
     f = model(x)
@@ -1758,7 +1760,7 @@ def test_generator(cls: type) -> None:
     model, loss = extend(model), extend(loss)
     results, state = [], torch.get_rng_state()
     for seed in (1, 1, 2):
-        generator = torch.Generator().manual_seed(seed)
+        generator = drawing(seed)
         results.append(run(model, loss, X, y, cls(mc_samples=3, generator=generator)))
     assert torch.equal(state, torch.get_rng_state())
     oracle.assert_agrees(results[0], results[1])
@@ -1769,7 +1771,7 @@ def test_generator_moves_on() -> None:
     """One generator gives other samples in each backward pass."""
     model, loss, X, y = small()
     model, loss = extend(model), extend(loss)
-    ext = KFAC(mc_samples=3, generator=torch.Generator().manual_seed(0))
+    ext = KFAC(mc_samples=3, generator=drawing(0))
     first, second = (run(model, loss, X, y, ext) for _ in range(2))
     assert any((a != b).any() for a, b in zip(first, second))
 
@@ -2725,6 +2727,7 @@ def test_hooks_of_parameters() -> None:
     assert not model.scale.grad.any() and model.scale.diag_ggn_exact.all()
 
 
+@pytest.mark.usefixtures("cpu")
 def test_hook_of_the_loss() -> None:
     """What changes the gradient at a loss is a factor of it, and said."""
     model, loss, X, y = small()

@@ -11,6 +11,7 @@ from typing import Any, Callable, List, NamedTuple, Optional, Tuple
 
 import pytest
 import torch
+from cases import drawing
 from torch import Tensor, nn
 from torch.autograd.functional import hessian
 from torch.distributions import Distribution, Poisson
@@ -412,7 +413,7 @@ def test_sampled_given_targets(case: Case, use_autograd: bool):
     derivatives, loss = set_up(case)
     derivatives.use_autograd = use_autograd
     one_class = "one-class" in case.name
-    seeded = torch.Generator().manual_seed(1)
+    seeded = drawing(1)
     columns = derivatives.sqrt_hessian_sampled(
         loss, (), (), mc_samples=4, generator=seeded
     )
@@ -461,7 +462,7 @@ def test_sampled_mse_statistics():
 def test_sampled_generic(case: Case):
     """Other losses combine the exact columns with random signs."""
     derivatives, loss = set_up(case)
-    seeded = torch.Generator().manual_seed(1)
+    seeded = drawing(1)
     sampled = derivatives.sqrt_hessian_sampled(
         loss, (), (), mc_samples=6, generator=seeded
     )
@@ -658,9 +659,7 @@ def test_outside_subclass(derivatives_cls: type, reduction: str):
     with pytest.raises(NotImplementedError, match="sampled quantities only"):
         derivatives.make_hessian_mat_prod(loss, (), ())
     with pytest.raises(NotImplementedError, match="accept no generator"):
-        PoissonDerivatives().sqrt_hessian_sampled(
-            loss, (), (), generator=torch.Generator()
-        )
+        PoissonDerivatives().sqrt_hessian_sampled(loss, (), (), generator=drawing(0))
 
 
 ERRORS = {
@@ -727,6 +726,7 @@ ERRORS = {
 @pytest.mark.parametrize(
     "method", ["sqrt_hessian", "sqrt_hessian_compact", "sqrt_hessian_sampled"]
 )
+@pytest.mark.usefixtures("cpu")
 def test_errors(name: str, method: str):
     """What has no answer is refused with a word about the loss."""
     derivatives, loss, others, error, match = ERRORS[name]

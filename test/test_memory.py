@@ -563,6 +563,7 @@ WIDE: Dict[str, Tuple[Callable[[], Module], Tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("name", WIDE)
+@pytest.mark.usefixtures("cpu")
 def test_columns_that_are_needed_twice(name: str) -> None:
     """Exact eigenvalues take one column at a time, where those are the larger part.
 

@@ -150,7 +150,8 @@ def autograd_products(problem: Problem) -> Dict[str, Tensor]:
     for n in range(N):
         x = inputs[0].narrow(input_batch_axis(module, 0), n, 1)
         pick = partial(torch.narrow, dim=1, start=n, length=1)
-        states = tree_map_only(Tensor, pick, inputs[1:])
+        picked = tree_map_only(Tensor, pick, inputs[1:])
+        states = tree_map_only(Tensor, Tensor.contiguous, picked)  # for cuDNN
         outputs = tensor_outputs(module(x, *states))
         for v in range(mats[reached[0]].shape[0]):
             rows.append(

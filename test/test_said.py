@@ -13,7 +13,7 @@ from typing import Any, Callable, Dict, List, Tuple
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import F64, make_extension
+from cases import F64, drawing, make_extension
 from oracle import assert_agrees, parameters
 from per_sample import (
     FIRST_ORDER,
@@ -127,6 +127,7 @@ LINEAR_LOSSES = {
 
 @pytest.mark.parametrize("ext", [DiagGGNExact, KFLR, DiagGGNMC, KFAC])
 @pytest.mark.parametrize("name", LINEAR_LOSSES)
+@pytest.mark.usefixtures("cpu")
 def test_no_curvature(name: str, ext: type) -> None:
     """A loss that is linear in pieces has no curvature, and a warning says so."""
     make, target = LINEAR_LOSSES[name]
@@ -222,6 +223,7 @@ def test_losses_that_are_differentiable_once_in_first_order(
 
 
 @pytest.mark.parametrize("ext", [DiagGGNExact, KFLR])
+@pytest.mark.usefixtures("cpu")
 def test_hessian_that_is_not_a_number(ext: type) -> None:
     """A loss whose Hessian is not finite is named."""
     row = MLP._replace(loss=Root, objective=lambda f, loss: loss(f, f.detach()))
@@ -286,6 +288,7 @@ class Hidden(Module):
 
 @pytest.mark.parametrize("ext", [KFRA, KFLR, DiagGGNExact])
 @pytest.mark.parametrize("loss", [Negative, Saddle, Pairs, Centered, Hidden])
+@pytest.mark.usefixtures("cpu")
 def test_losses_without_a_factor(loss: type, ext: type) -> None:
     """A loss that couples samples, or isn't convex, is refused for all curvatures."""
     row = MLP._replace(loss=loss)
@@ -510,7 +513,7 @@ def test_true_reason(what: str, ext: type) -> None:
             g=nn.Linear(D, 3),
             scale=param(D),
             cache=[],
-            generator=torch.Generator().manual_seed(0),
+            generator=drawing(0),
         ),
         randn(D),
     )
@@ -882,6 +885,7 @@ def with_hook(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("loss", ["module", "function"])
 @pytest.mark.parametrize("ext", [BatchGrad, BatchL2Grad, SumGradSquared, DiagGGNExact])
 @pytest.mark.parametrize("name", UNSEEN)
+@pytest.mark.usefixtures("cpu")
 def test_coupling_that_is_not_seen(name: str, ext: type, loss: str) -> None:
     """Samples that meet where nothing sees it are found by the isolation probe."""
     if name == "hook" and ext is DiagGGNExact:

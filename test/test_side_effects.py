@@ -15,7 +15,7 @@ from typing import Any, Callable, Dict, Iterator, List, Tuple
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import F64, Tensors
+from cases import F64, Tensors, drawing
 from oracle import assert_agrees
 from per_sample import (
     REFUSALS,
@@ -106,7 +106,7 @@ def centers(m: Module, x: Tensor) -> Tensor:
     return m.g(h - m.mean)
 
 
-@layers(generator=lambda: torch.Generator().manual_seed(3))
+@layers(generator=lambda: drawing(3))
 def own_generator(m: Module, x: Tensor) -> Tensor:
     """Draw from a generator of its own."""
     m.generator.manual_seed(3)
@@ -122,7 +122,7 @@ def outside_of_its_domain(m: Module, x: Tensor) -> Tensor:
     return m.g((m.f(x).tanh() + torch.acos(5 * x).nan_to_num()) @ m.w)
 
 
-@layers(generator=lambda: torch.Generator().manual_seed(3))
+@layers(generator=lambda: drawing(3))
 def draws_by_values(m: Module, x: Tensor) -> Tensor:
     """Draw from a generator of its own, as often as the values say."""
     h = m.f(x).tanh() @ m.w
@@ -696,6 +696,7 @@ class Attention(Module):
 @pytest.mark.parametrize("cached", [True, False], ids=["cached", "not-cached"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.filterwarnings("ignore:The loss was modified after MSELoss")
+@pytest.mark.usefixtures("cpu")
 def test_scaled_loss(dtype: torch.dtype, cached: bool) -> None:
     """With a scaler, fields carry its scale; a step that overflows is left out."""
     model, loss, (x,) = Row(Attention, randn(D)).build()

@@ -8,6 +8,7 @@ of its own.
 import copy
 import io
 import pickle
+import warnings
 from contextlib import nullcontext
 from functools import partial
 from typing import Callable, Dict, List, Optional, Tuple
@@ -39,6 +40,7 @@ from torch.nn import Module
 from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, disable, extend, extensions
+from backpack.engine import backward_pass
 from backpack.extensions import BatchGrad, BatchJacobian
 
 N = 3
@@ -945,6 +947,7 @@ def test_two_losses(losses: str, heads: int):
 
 
 @pytest.mark.parametrize("factor", [0.5, 3.0])
+@pytest.mark.usefixtures("cpu")
 def test_scaled_loss(factor: float):
     """A factor is carried along; second order says so."""
     reference = MLP.build()
@@ -965,6 +968,43 @@ def test_scaled_loss(factor: float):
     check(model, reference._replace(loss=Scaled()))
 
 
+SUMS = (
+    {  # of two losses: what is differentiated, how, of how many the factor is unknown
+        "one": (lambda a, b: a, {}, 0),
+        "sum": (lambda a, b: a + b, {}, 0),
+        "sum-of-sums": (lambda a, b: (a + 1.0) + (b + b.detach()), {}, 0),
+        "scaled": (lambda a, b: a + 0.5 * b, {}, 1),
+        "difference-of-scale": (lambda a, b: torch.add(a, b, alpha=2.0), {}, 2),
+        "twice": (lambda a, b: a + a, {}, 1),
+        "again-within": (lambda a, b: a + 0.5 * a, {}, 1),
+        "again-in-sums": (lambda a, b: (lambda c: c + c)(a + b), {}, 2),
+        "times-a-number": (
+            lambda a, b: a,
+            {"grad_outputs": torch.tensor(2.0, dtype=F64)},
+            1,
+        ),
+    }
+)
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("row", SUMS)
+def test_factors_that_are_not_looked_at(row: str, monkeypatch: pytest.MonkeyPatch):
+    """On a GPU, no warning follows where the graph says that a loss's factor is one."""
+    combine, options, unknown = SUMS[row]
+    monkeypatch.setattr(backward_pass, "may_look", lambda x: False)
+    model, loss, X, y = MLP.build()
+    model, losses = extend(model), [extend(copy.deepcopy(loss)) for _ in range(2)]
+    prediction = model(*X)
+    value = combine(*(loss(prediction, *y) for loss in losses))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with backpack(extensions.DiagGGNExact()):
+            torch.autograd.grad(value, list(model.parameters()), **options)
+    said = [str(x.message) for x in caught]
+    assert len(said) == unknown and all("does not begin" in text for text in said)
+
+
 @pytest.mark.filterwarnings("ignore:.*was modified")
 def test_weighted_sum_of_losses():
     """Factors differ between losses, and one of them is one."""
@@ -980,6 +1020,7 @@ def test_weighted_sum_of_losses():
     check(model, Problem(case.build().model, combined, (x,), targets))
 
 
+@pytest.mark.usefixtures("cpu")
 def test_negative_factor():
     """The GGN of a loss with a negative factor does not exist."""
     model, loss, X, y = MLP.build()

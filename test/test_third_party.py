@@ -119,7 +119,8 @@ def run(case: Tuple, *extensions: Any, factor: float = 1.0) -> Module:
     """Run a backward pass, and return the extended model."""
     model, loss, X, y = extend(case[0]), extend(case[1]), case[2], case[3]
     with backpack(*extensions):
-        (factor * loss(model(*X), *y)).backward()
+        value = loss(model(*X), *y)
+        (value if factor == 1 else factor * value).backward()
     return model
 
 

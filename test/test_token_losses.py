@@ -13,7 +13,7 @@ from typing import Any, Callable, Dict, Iterator, NamedTuple, Optional, Tuple
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import F64
+from cases import F64, drawing
 from oracle import assert_agrees, parameters
 from per_sample import (
     FIRST_ORDER,
@@ -401,7 +401,7 @@ def test_sampled_columns(name: str, t: int) -> None:
     row, count = OBJECTIVES[name].row(t), 2000
     model, loss, X = row.build()
     model, loss = extend(model), extend(loss)
-    generator = torch.Generator().manual_seed(0)
+    generator = drawing(0)
     drawn = extensions.DiagGGNMC(mc_samples=count, generator=generator)
     with row.around():
         value = row.run(model, loss, X)

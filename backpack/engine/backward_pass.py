@@ -21,7 +21,7 @@ from backpack.core.layout import Layout
 from backpack.engine.check import Check, check_isolation
 from backpack.engine.coverage import MISSING_TERM, check_samples, terms_without_loss
 from backpack.engine.graph import describe, listen_below, will_run
-from backpack.engine.inspection import Inspection, additive_terms
+from backpack.engine.inspection import Inspection, additive_terms, is_term
 from backpack.engine.own_functions import OwnFunctions
 from backpack.engine.own_gradients import choose, hand_over
 from backpack.engine.parameters import (
@@ -547,17 +547,16 @@ class BackwardPass:
         if turn.call.is_function and self._is_inside(turn.call):
             return
         self.met_loss = True
-        is_root = self._begins_with_one and self._is_root(turn.call)
-        if not (is_root or turn.call.is_function):
+        is_one = self._begins_with_one and self._begins_at(turn.call)
+        if not (is_one or turn.call.is_function):
             self._warn_of_factor(module, g_out)
         self.pull_back.meet(turn, second_order)
 
-    def _is_root(self, call: Call) -> bool:
+    def _begins_at(self, call: Call) -> bool:
         """Tell whether all begins at a loss, where no hook changes the gradient."""
-        node = self.inspection.calls[call]
-        if any(edge.node is not node for edge in self.inspection.roots):
+        if any(x._backward_hooks for x in call.tensors()):
             return False
-        return not any(x._backward_hooks for x in call.tensors())
+        return is_term(self.inspection.calls[call], self.inspection.roots)
 
     @staticmethod
     def _warn_of_factor(module: Module, factor: Tensor) -> None:

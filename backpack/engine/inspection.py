@@ -385,6 +385,32 @@ def additive_terms(
     return terms, passed
 
 
+def is_term(node: Node, roots: Sequence[GradientEdge]) -> bool:
+    """Tell whether the gradient at a node is that where the backward pass begins.
+
+    Args:
+        node: The node.
+        roots: Where the backward pass begins.
+
+    Returns:
+        Whether all begins at a sum of what it has computed, once, and of what does not
+        depend on that.
+    """
+    found, others, queue, sums = 0, [], [edge.node for edge in roots], set()
+    while queue:
+        term = queue.pop()
+        if term is node:
+            found += 1
+        elif type(term).__name__ == "AddBackward0" and term._saved_alpha == 1:
+            if term in sums:
+                return False
+            sums.add(term)
+            queue.extend(parent for parent, _ in term.next_functions if parent)
+        else:
+            others.append(term)
+    return found == 1 and not (others and node in walk(others))
+
+
 def is_sum(node: Node) -> bool:
     """Tell whether a node adds up what entries contribute, or adds nothing up.
 

@@ -7,13 +7,14 @@ sample is told from the others by the bits of its number.
 
 from __future__ import annotations
 
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from math import inf, nan
 from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 import torch
 from torch import Tensor
+from torch.backends import cudnn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from backpack.core.layout import (
@@ -92,6 +93,12 @@ BY_VALUE = (
 BY_MASKS = frozenset(
     "masked_scatter masked_scatter_ index_put index_put_ __setitem__".split()
 )
+# Operations that end a GPU's context where numbers are out of range, instead of raising
+ASSERTING = frozenset(
+    "binary_cross_entropy bernoulli bernoulli_ multinomial poisson".split()
+)
+# Operations by which cuDNN warns of copies of parameters that lie apart
+RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu".split())
 # Operations whose result's placement depends on strides, which no key contains
 BY_STRIDES = frozenset("as_strided as_strided_ as_strided_scatter set_".split())
 
@@ -162,7 +169,9 @@ class Trial:
             What it returns.
         """
         args, kwargs = tree_unflatten(flat, self._spec)
-        return self._func(*args, **kwargs)
+        plain = self._name in RECURRENT
+        with cudnn.flags(enabled=False) if plain else nullcontext():
+            return self._func(*args, **kwargs)
 
     def find(self) -> tuple[list[Placement], bool]:
         """Find out where samples are in the results.
@@ -243,10 +252,16 @@ class Trial:
         integers: bool = False,
         seed: int = 0,
     ) -> list[Tensor]:
-        """Run the operation with marks at some of the samples."""
+        """Run the operation with marks at some of the samples.
+
+        On the CPU, if they may be no indices: a GPU would not get over it.
+        """
         new: list[Any] = []
+        aside = integers or self._name in ASSERTING
         with self._drawing():
             for x, i in zip(self.flat, self.numbers):
+                if aside:
+                    x, i = _on_cpu(x), _on_cpu(i)
                 # a copy: nothing of the model's, like statistics, may change
                 x = _copied(x if i is None else _dense(x))
                 if isinstance(x, Tensor):
@@ -259,7 +274,8 @@ class Trial:
             self._seed(seed)
             result = self.call(new)
         result = new[0] if result is None else result
-        return [_dense(x) for x in tree_flatten(result)[0] if isinstance(x, Tensor)]
+        found = [x for x in tree_flatten(result)[0] if isinstance(x, Tensor)]
+        return [_dense(x).to(out.device) for x, out in zip(found, self._outs)]
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:
@@ -354,6 +370,15 @@ def _copied(x: Any) -> Any:
         copy.set_state(x.get_state())
         return copy
     return x.detach().clone() if isinstance(x, Tensor) else x
+
+
+def _on_cpu(x: Any) -> Any:
+    """Return an operand that an operation on the CPU takes."""
+    if isinstance(x, torch.device):
+        return torch.device("cpu")
+    if isinstance(x, torch.Generator) and x.device.type != "cpu":
+        return torch.Generator().manual_seed(0)
+    return x.detach().cpu() if isinstance(x, Tensor) else x
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -372,7 +372,11 @@ class Use:
         for placement, x in zip(self.placements, cotangents):
             if isinstance(placement, Mixed):
                 refuse(what(), placement, names())
-            if x is None or not isinstance(placement, Tensor) or not may_look(x):
+            if (
+                x is None
+                or not isinstance(placement, Tensor)
+                or not may_look(x, waits=True)
+            ):
                 continue
             if bool((x != 0).logical_and(placement < 0).any()):
                 refuse(what(), Mixed(f"`{self.name}`", False), names())

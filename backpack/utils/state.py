@@ -237,7 +237,7 @@ def out_of_sight(function: C) -> C:
     return call  # type: ignore[return-value]
 
 
-def may_look(x: Tensor) -> bool:
+def may_look(x: Tensor, waits: bool = False) -> bool:
     """Tell whether a choice may depend on a tensor's numbers.
 
     An accelerator would have to finish all that it was asked for, and who traces a pass
@@ -246,11 +246,14 @@ def may_look(x: Tensor) -> bool:
 
     Args:
         x: The tensor.
+        waits: Whether to wait for an accelerator, where a number would be wrong without
+            a word otherwise. Default: ``False``.
 
     Returns:
         Whether it may, which is so on the CPU, and where ``check=True`` asks for it.
     """
-    return (x.device.type == "cpu" and not is_traced()) or state().check
+    visible = x.device.type == "cpu" or waits and not x.is_meta
+    return (visible and not is_traced()) or state().check
 
 
 _ANSWERS: dict[Hashable, Any] = {}
@@ -265,10 +268,10 @@ def ask(x: Tensor, key: Hashable, question: Callable[[], Any]) -> Any:
         question: Looks at the numbers.
 
     Returns:
-        The answer. Where numbers must not be looked at, see :func:`may_look`, it is the
-        one that was given the last time, if there was one.
+        The answer, for which an accelerator is waited for. Where a pass is traced, see
+        :func:`may_look`, it is the one that was given the last time, if there was one.
     """
-    if may_look(x) or key not in _ANSWERS:
+    if may_look(x, waits=True) or key not in _ANSWERS:
         if len(_ANSWERS) >= _MOST_ANSWERS:
             _ANSWERS.clear()
         _ANSWERS[key] = question()

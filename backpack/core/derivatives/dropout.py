@@ -55,7 +55,7 @@ def drawn_mask(module: Layer) -> Tensor:
         if mask is not None:
             return mask
     alpha = isinstance(module, (AlphaDropout, FeatureAlphaDropout))
-    if alpha or may_look(x) and (x == 0).any():
+    if alpha or may_look(x, waits=True) and (x == 0).any():
         reason = "its graph was freed, and input and output do not determine it"
         raise RuntimeError(message(UNKNOWN_MASK, module=module, reason=reason))
     return (z / x).detach()

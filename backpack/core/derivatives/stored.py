@@ -177,8 +177,8 @@ def repeats(module: Layer, x: Tensor, before: Tensor) -> bool:
         before: Output of the call.
 
     Returns:
-        Whether they agree up to rounding errors. Where tensors must not be looked at,
-        what was found for such a module before.
+        Whether they agree up to rounding errors. Where a pass is traced, what was found
+        for such a module before.
     """
     key = "repeats", type(module), repr(module), before.shape
     return ask(x, key, lambda: is_repetition(x, before))

@@ -89,6 +89,7 @@ def test_load_one_batch(batch_size: int, flat: bool, shape: Tuple[int, ...]) -> 
     assert torch.equal(y, labels[:batch_size])
 
 
+@pytest.mark.usefixtures("cpu")
 def test_batches_are_drawn_at_random() -> None:
     """Shuffled batches follow the seed."""
     batches = []
@@ -100,6 +101,7 @@ def test_batches_are_drawn_at_random() -> None:
     assert not torch.equal(batches[0], batches[2])
 
 
+@pytest.mark.usefixtures("cpu")
 def test_batch_that_is_too_large() -> None:
     """More images than there are cannot be loaded."""
     assert len(examples.load_one_batch_mnist(1000)[1]) == 1000
@@ -107,6 +109,7 @@ def test_batch_that_is_too_large() -> None:
         examples.load_one_batch_mnist(1001)
 
 
+@pytest.mark.usefixtures("cpu")
 def test_dataloader_serves_all_images() -> None:
     """An epoch goes through all images once."""
     loader = examples.get_mnist_dataloader(batch_size=300)

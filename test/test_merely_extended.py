@@ -71,7 +71,7 @@ def nested_inside(m: Module, x: Tensor) -> Tensor:
 
 def packed(m: Module, x: Tensor) -> Tensor:
     """Call a recurrent layer with sequences of different lengths."""
-    lengths = torch.tensor([3, 1, 2, 3])
+    lengths = torch.tensor([3, 1, 2, 3], device="cpu")
     out, _ = m.r(pack_padded_sequence(x, lengths, True, enforce_sorted=False))
     return out.data * m.p
 

@@ -817,6 +817,7 @@ WITHOUT_GGN = {
     ],
     ids=["KFLR", "KFRA", "GGNMP", "HBP", "HBP-PCH"],
 )
+@pytest.mark.usefixtures("cpu")
 def test_losses_without_ggn(ext: Callable, name: str):
     """Averages over the batch refuse the losses that columns refuse."""
     loss, target, message = WITHOUT_GGN[name]
@@ -960,6 +961,7 @@ def test_hbp_of_columns(name, reduction, strategy, like, expectation):
 
 
 @pytest.mark.parametrize("factor", [0.5, -2.0])
+@pytest.mark.usefixtures("cpu")
 def test_scaled_loss(factor: float):
     """Results carry the factor of a loss that was scaled, also a negative one."""
     names = ("diag_h", "diag_h_batch")
@@ -975,6 +977,7 @@ def test_scaled_loss(factor: float):
 
 
 @pytest.mark.parametrize("ext", [KFRA, GGNMP, PCHMP])
+@pytest.mark.usefixtures("cpu")
 def test_scaled_loss_of_the_ggn_family(ext: Callable):
     """Factors carry over where the GGN exists, and are refused where it does not."""
     plain, scaled, negative = (CASES[4].build() for _ in range(3))

@@ -613,7 +613,10 @@ def run_packed(m: Module, x: Tensor, order: bool) -> Tensor:
         sequence = pack_sequence([x[i][: lengths[i]] for i in steps])
     else:
         sequence = pack_padded_sequence(
-            x, torch.tensor(lengths), batch_first=True, enforce_sorted=False
+            x,
+            torch.tensor(lengths, device="cpu"),
+            batch_first=True,
+            enforce_sorted=False,
         )
     out, _ = m.r(sequence)
     padded, _ = pad_packed_sequence(out, batch_first=True, total_length=t)
@@ -885,6 +888,29 @@ TABLES = {
 def test_right(table: str, row: str) -> None:
     """Samples that are kept apart are right, wherever they are."""
     assert_right(TABLES[table][row])
+
+
+def test_places_that_are_numbers() -> None:
+    """An operation that reads memory where numbers say never gets one that is none."""
+    seen = []
+
+    @torch.library.custom_op("backpack_test::deform_conv2d", mutates_args=())
+    def read(x: Tensor, places: Tensor) -> Tensor:
+        seen.append(bool(places.isfinite().all()))
+        return x.gather(1, places.nan_to_num().abs().long() % x.shape[1])
+
+    def save(ctx: Any, inputs: Tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    def back(ctx: Any, g: Tensor) -> Tuple[Tensor, None]:
+        x, places = ctx.saved_tensors
+        index = places.abs().long() % x.shape[1]
+        return torch.zeros_like(x).scatter_add(1, index, g), None
+
+    read.register_autograd(back, setup_context=save)
+    row = moving(lambda m, x: plain(m, read(m.f(x), x.detach() * 3)), 2, D)
+    assert_right(row)
+    assert len(seen) > 1 and all(seen)
 
 
 @pytest.mark.parametrize("t", LENGTHS)
@@ -1568,7 +1594,7 @@ def packed_rows(m: Module, x: Tensor, order: Tensor) -> Tensor:
     """Use parameters on packed sequences, whose lengths differ from pass to pass."""
     sequences = torch.stack([x, x.cos(), x.sin()], 1)
     lengths = [3, 2, 2, 1] if order[0] else [3, 3, 1, 1]
-    packed = pack_padded_sequence(sequences, torch.tensor(lengths), True)
+    packed = pack_padded_sequence(sequences, lengths, True)
     packed = packed._replace(data=plain(m, packed.data))
     return pad_packed_sequence(packed, batch_first=True)[0].sum(1)
 

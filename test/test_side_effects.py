@@ -140,10 +140,11 @@ def draws_by_values(m: Module, x: Tensor) -> Tensor:
 def calls_a_function_of_numbers(m: Module, x: Tensor) -> Tensor:
     """Let a function of Python compute entry by entry."""
     h = m.f(x).tanh() @ m.w
-    factors = h.detach().clone()
+    numbers = h.detach().cpu()
+    factors = numbers.clone()
     factors.apply_(lambda number: m.log.append(number) or number * number)
-    factors.map_(h.detach(), lambda a, b: m.log.append(b) or a - b)
-    return m.g(h * factors)
+    factors.map_(numbers, lambda a, b: m.log.append(b) or a - b)
+    return m.g(h * factors.to(h.device))
 
 
 @layers()

@@ -276,6 +276,7 @@ class StretchDiagGGN(ModuleExtension):
     "ext, reference, sum_batch",
     [(DiagGGNExact, "diag_ggn", True), (BatchDiagGGNExact, "diag_ggn_batch", False)],
 )
+@pytest.mark.usefixtures("cpu")
 def test_diag_ggn_on_an_own_layer(
     ext: Callable, reference: str, sum_batch: bool, factor: float
 ):

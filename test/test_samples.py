@@ -908,7 +908,7 @@ def test_places_that_are_numbers() -> None:
         return torch.zeros_like(x).scatter_add(1, index, g), None
 
     read.register_autograd(back, setup_context=save)
-    row = moving(lambda m, x: plain(m, read(m.f(x), x.detach() * 3)), 2, D)
+    row = moving(lambda m, x: plain(m, read(m.f(x), m.g(x) * 3)), 2, D)
     assert_right(row)
     assert len(seen) > 1 and all(seen)
 

@@ -86,6 +86,7 @@ def kind_of(func: Any) -> Kind:
     is_property = name == "__get__"
     if is_property:
         name = getattr(getattr(func, "__self__", None), "__name__", name)
+    name = name.partition(".")[0]  # that of an overload is called `add_.Tensor`
     quiet = name in _QUIET or (is_property and name not in _TENSOR_PROPERTIES)
     quiet = quiet or name in ("__set__", "__delete__", "backward")
     quiet = quiet or func is torch.autograd.grad  # asks for these very tensors

@@ -38,7 +38,8 @@ from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.summary import summary
 from backpack.utils.compiling import is_compiled, skipped, untraced
 from backpack.utils.disable import disable
-from backpack.utils.hooks import EXTENDED, no_op, represent_call, warn_user
+from backpack.utils.errors import warn_user
+from backpack.utils.hooks import EXTENDED, no_op, represent_call
 from backpack.utils.module_classification import is_no_op
 from backpack.utils.older_torch import (
     make_backward_overridable,

@@ -5,11 +5,13 @@ of the message. Where something needs no module, its function, class or extensio
 be named instead.
 """
 
+import _thread
 import ast
 import re
 import warnings
 from copy import deepcopy
 from pathlib import Path
+from time import sleep
 from typing import Any, Callable, Dict, List, NamedTuple, Optional
 
 import pytest
@@ -54,6 +56,8 @@ from backpack.extensions.firstorder.base import (
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.secondorder.hbp import HBP
 from backpack.hessianfree.hvp import hessian_vector_product
+from backpack.utils import errors
+from backpack.utils.state import state
 
 N = 4
 Y = torch.tensor([0, 1, 2, 0])
@@ -1259,6 +1263,29 @@ def test_message(name: str) -> None:
     for pattern in (row.where, row.what, row.way_out):
         told = [m for m in told if re.search(f"(?s){pattern}", m)]
         assert told, f"{pattern!r} is not in {messages}"
+
+
+def test_warning_in_a_thread_of_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward pass may run in another thread: a warning points to who began it."""
+    names = {"__name__": "backpack.in_a_thread"}  # nothing of the program's is below
+    exec("def call(f, done):\n    f('from afar')\n    done.append(f)", names)
+
+    def hook(module: Module) -> None:
+        done, current = [], state()
+        monkeypatch.setattr(errors, "state", lambda: current)
+        _thread.start_new_thread(names["call"], (errors.warn_user, done))
+        while not done:
+            sleep(1e-3)
+
+    model, loss = extend(nn.Linear(3, 2)), extend(nn.CrossEntropyLoss())
+    value = loss(model(torch.randn(4, 3)), torch.randint(2, (4,)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with backpack(BatchGrad(), extension_hook=hook):
+            value.backward()
+    assert caught and all(str(w.message) == "from afar" for w in caught)
+    assert all(Path(w.filename) == Path(__file__) for w in caught)
+    assert state().caller is None
 
 
 def sources() -> List[Path]:

@@ -15,7 +15,7 @@ from torch.nn import Module
 
 from backpack.converter.reading import leaves
 from backpack.converter.tracer import BackpackTracer, TrainingFlag, Untraceable, keep
-from backpack.utils.hooks import warn_user
+from backpack.utils.errors import warn_user
 
 # Functions that make a tensor of given sizes: torch.fx sees those of tensors only
 FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "zeros")

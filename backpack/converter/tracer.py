@@ -16,7 +16,7 @@ from torch.jit import ScriptModule
 from torch.nn import Module
 
 from backpack.custom_module.branching import Parallel, _Branch
-from backpack.utils.hooks import warn_user
+from backpack.utils.errors import warn_user
 
 NO_GRAD = "no_grad"  # key in the metadata of nodes
 

@@ -8,6 +8,7 @@ to module, and the extension hook is called.
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from typing import Any, Iterable, Sequence
 
@@ -39,7 +40,8 @@ from backpack.engine.turn import Turn
 from backpack.engine.unseen import note_unseen
 from backpack.engine.user_hooks import guard_all
 from backpack.engine.uses import Entry, Use, listen
-from backpack.utils.hooks import message, name_module, names_of, no_op, warn_user
+from backpack.utils.errors import warn_user
+from backpack.utils.hooks import message, name_module, names_of, no_op
 from backpack.utils.parallel import (
     is_parallel,
     is_shared,
@@ -234,7 +236,8 @@ class BackwardPass:
 
     def __enter__(self) -> BackwardPass:
         """Make this the thread's backward pass."""
-        self._outer, self.state.backward_pass = self.state.backward_pass, self
+        self._outer = self.state.backward_pass, self.state.caller
+        self.state.backward_pass, self.state.caller = self, sys._getframe(1)
         return self
 
     def __exit__(self, exc_type: type | None, error: Any, *_: Any) -> None:
@@ -246,7 +249,7 @@ class BackwardPass:
                 failed = False
         finally:
             self.finish()
-            self.state.backward_pass = self._outer
+            self.state.backward_pass, self.state.caller = self._outer
             self.report.failed |= failed
         explain_failure(error, self.state.active_exts)
         if exc_type is None and self._check is not None:

@@ -38,7 +38,8 @@ from backpack.engine.inspection import (
 from backpack.engine.separable import is_separable
 from backpack.engine.uses import Use, refuse
 from backpack.utils.disable import PLAIN
-from backpack.utils.hooks import EXTENDED, modules_in, names_of, warn_user
+from backpack.utils.errors import warn_user
+from backpack.utils.hooks import EXTENDED, modules_in, names_of
 
 NOT_EXTENDED_BATCH_NORM = (
     "A {module} in training mode, which is not extended, couples the samples of the "

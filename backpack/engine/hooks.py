@@ -53,6 +53,7 @@ from backpack.engine.uses import (
 from backpack.utils.compiling import is_indivisible, skipped, untraced
 from backpack.utils.disable import PLAIN, disable
 from backpack.utils.module_classification import NO_OPS, is_loss, is_no_op
+from backpack.utils.state import state
 
 _MOVED = object()  # in place of an output: a hook that was not registered here
 
@@ -160,6 +161,7 @@ def enter_call(
         tracker = _THREAD.tracker
     if not frames:
         _THREAD.returned.clear()
+        state()  # of this thread, which a backward pass would make for each node
     frame = _Frame(module, id(caller))
     frames.append(frame)
     guard = _Guard(frame, kwargs) if len(frames) == 1 else None
@@ -285,7 +287,7 @@ def leave_call(
     frame = _pop_frame(module, sys._getframe(1)) if _THREAD.frames else None
     if type(kwargs) is _Guard:
         kwargs = dict(kwargs)  # the record would keep what keeps the record
-    if output is None or frame is None or steps_aside():
+    if output is None or frame is None or not is_grad_enabled():
         return None
     # a function mode, like that of our context, would see each look at a tensor
     with torch._C.DisableTorchFunction():

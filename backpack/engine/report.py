@@ -7,7 +7,8 @@ from typing import Any, Iterable, Sequence
 from torch.nn import Module, Parameter
 
 from backpack.engine.hooks import is_hooked
-from backpack.utils.hooks import EXTENDED, modules_in, warn_user
+from backpack.utils.errors import warn_user
+from backpack.utils.hooks import EXTENDED, modules_in
 
 NOT_REACHED = (
     "the backward pass did not reach it. That is as it should be where the model took "

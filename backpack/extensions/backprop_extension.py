@@ -15,8 +15,8 @@ from backpack.engine.turn import current_turn
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.saved_quantities import SavedQuantities
 from backpack.extensions.shards import Piece, Shard, shard_of
-from backpack.utils.errors import check_choice
-from backpack.utils.hooks import name_module, represent_call, warn_user
+from backpack.utils.errors import check_choice, warn_user
+from backpack.utils.hooks import name_module, represent_call
 from backpack.utils.subsampling import (
     Selection,
     Subsampling,

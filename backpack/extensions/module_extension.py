@@ -6,7 +6,8 @@ from typing import Any, List, Optional, Sequence
 from torch.nn import Parameter
 
 from backpack.engine.turn import current_turn
-from backpack.utils.hooks import name_module, warn_user
+from backpack.utils.errors import warn_user
+from backpack.utils.hooks import name_module
 from backpack.utils.types import Grads, Layer
 
 

@@ -1,12 +1,15 @@
 """Checks of modules that end in an error or in a warning."""
 
+import sys
+from types import FrameType
 from typing import Any, Iterable, Mapping, Sequence, Type
+from warnings import warn_explicit
 
 from torch import Generator, Tensor, nn
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from backpack.utils.hooks import message, names_of, warn_user
+from backpack.utils.hooks import message, names_of
 from backpack.utils.state import state
 
 BATCH_NORM_TRAIN = (
@@ -23,6 +26,33 @@ ALONG_SAMPLES = (
 
 _ALONG_DIM = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU)
 _ALONG_LAST = (nn.LayerNorm, nn.RMSNorm)
+
+
+def warn_user(message: str) -> None:
+    """Warn at the line of the program that led here.
+
+    Args:
+        message: The text.
+    """
+    frame, caller = _outside(sys._getframe(1)), state().caller
+    if _is_inner(frame) and caller is not None:  # in a thread of autograd's
+        frame = _outside(caller)
+    names, line = frame.f_globals, frame.f_lineno
+    registry = names.setdefault("__warningregistry__", {})
+    file, module = frame.f_code.co_filename, names.get("__name__")
+    warn_explicit(message, UserWarning, file, line, module, registry)
+
+
+def _outside(frame: FrameType) -> FrameType:
+    """Return the innermost frame of the program's."""
+    while frame.f_back is not None and _is_inner(frame):
+        frame = frame.f_back
+    return frame
+
+
+def _is_inner(frame: FrameType) -> bool:
+    package = frame.f_globals.get("__name__", "").partition(".")[0]
+    return package in ("backpack", "torch", "contextlib", "functools")
 
 
 def check_choice(

@@ -1,11 +1,8 @@
 """Which modules were extended, what things are called, warnings, and users' hooks."""
 
-import sys
 import weakref
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any, Dict, Iterable, Iterator, List, Optional, Tuple
-from warnings import warn
 
 from torch import Size, Tensor
 from torch.nn import Module
@@ -132,23 +129,6 @@ def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
             current.update(before)
         for x, grad in retained:
             x.grad = grad
-
-
-def warn_user(message: str) -> None:
-    """Warn at the line of the program that led here.
-
-    Args:
-        message: The text.
-    """
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and _is_inner(frame):
-        level, frame = level + 1, frame.f_back
-    warn(message, stacklevel=level + 1)
-
-
-def _is_inner(frame: FrameType) -> bool:
-    package = frame.f_globals.get("__name__", "").partition(".")[0]
-    return package in ("backpack", "torch", "contextlib", "functools")
 
 
 def modules_in(root: Module) -> list[Module]:

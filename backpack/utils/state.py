@@ -12,6 +12,7 @@ import sys
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
+from types import FrameType
 from typing import (
     Any,
     Callable,
@@ -85,7 +86,8 @@ class State:
         in_context: Whether a context is active, with extensions or without.
         report: What has happened inside the context.
         backward_pass: The backward pass that is running.
-        unannounced: The same, if nobody has announced it: outside of a context.
+        caller: The frame that has announced it, which other threads can't see.
+        unannounced: A pass that nobody has announced: outside of a context.
         contexts: What announces backward passes, of each context that is active.
         pulling: Whether columns are being pulled back, so that hooks must not run.
         quiet: Whether hooks of users must not run, either.
@@ -109,6 +111,7 @@ class State:
         self.in_context = False
         self.report: Any = None
         self.backward_pass: Any = None
+        self.caller: FrameType | None = None
         self.unannounced: Any = None
         self.contexts: list[Any] = []
         self.pulling = self.quiet = False

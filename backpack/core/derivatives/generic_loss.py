@@ -17,7 +17,8 @@ from backpack.core.derivatives.loss_base import (
 )
 from backpack.core.derivatives.stored import as_leaf
 from backpack.hessianfree.lop import pull_back, pull_columns
-from backpack.utils.hooks import message, warn_user
+from backpack.utils.errors import warn_user
+from backpack.utils.hooks import message
 from backpack.utils.state import ask, may_look
 from backpack.utils.subsampling import Subsampling, subsample
 from backpack.utils.types import Grads, Layer, MatProd, Randomness, kind

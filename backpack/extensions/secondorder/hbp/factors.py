@@ -18,7 +18,8 @@ from backpack.core.per_sample.maps import factor_shapes
 from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.rows import Rows
 from backpack.core.per_sample.sums import features_first, reciprocal
-from backpack.utils.hooks import message, warn_user
+from backpack.utils.errors import warn_user
+from backpack.utils.hooks import message
 from backpack.utils.types import Layer, WeightSharing
 from backpack.utils.unsqueeze import flatten
 

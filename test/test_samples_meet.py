@@ -213,6 +213,12 @@ COUPLINGS: Dict[str, Tuple[Callable, str]] = {  # of x [N, D], and what is named
         lambda m, x: F.batch_norm(x, None, None, training=True),
         r"batch_norm|BatchNorm",
     ),
+    "batch-norm-of-an-exported-program": (
+        lambda m, x: torch.ops.aten._native_batch_norm_legit.no_stats(
+            x, None, None, True, 0.1, 1e-5
+        )[0],
+        r"batch_norm|BatchNorm",
+    ),
     "batch-norm-by-hand": (lambda m, x: m.h(x), r"mean|var"),
     "layer-norm-over-samples": (lambda m, x: F.layer_norm(x, x.shape), r"layer_norm"),
     "normalize-over-samples": (lambda m, x: F.normalize(x, dim=0), r"norm"),
@@ -346,7 +352,9 @@ SQUARE = (
     "distances",
     "pairs",
 )
-BATCH_NORMS = ("batch-norm", "batch-norm-function")  # as in 1.7, a warning is enough
+BATCH_NORMS = (  # as in 1.7, a warning is enough
+    *("batch-norm", "batch-norm-function", "batch-norm-of-an-exported-program"),
+)
 QUANTITIES = ["BatchGrad", "BatchL2Grad", "DiagGGNExact"]
 
 

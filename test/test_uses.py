@@ -569,6 +569,16 @@ NORMS = {
         mean=lambda: nn.Buffer(torch.zeros(4)),
         var=lambda: nn.Buffer(torch.ones(4)),
     ),
+    "batch-norm-in-an-exported-program": use(
+        lambda m, x: torch.ops.aten._native_batch_norm_legit_no_training.default(
+            x, m.w, m.b, m.mean, m.var, 0.1, 1e-5
+        )[0],
+        4,
+        3,
+        **G4,
+        mean=lambda: nn.Buffer(torch.zeros(4)),
+        var=lambda: nn.Buffer(torch.ones(4)),
+    ),
     "frozen-batch-norm": use(
         lambda m, x: x * (m.w * m.var.rsqrt())[:, None]
         + (m.b - m.mean * m.w * m.var.rsqrt())[:, None],

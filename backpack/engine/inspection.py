@@ -299,8 +299,9 @@ class Inspection:
                 continue
             shape = node._input_metadata[0].shape
             known = any(isinstance(e.owner.module, _BatchNorm) for e in calls_at(node))
-            again = "BackwardBackward" in type(node).__name__  # of its derivative
-            trains = node._saved_train if again else node._saved_training
+            name = type(node).__name__
+            kept = "train" if "BackwardBackward" in name else "training"
+            trains = getattr(node, f"_saved_{kept}", "NoTraining" not in name)
             # InstanceNorm normalizes a batch of one
             if trains and shape[0] > 1 and not known:
                 return f"BatchNorm{max(1, len(shape) - 2)}d"

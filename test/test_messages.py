@@ -10,6 +10,7 @@ import ast
 import re
 import warnings
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from time import sleep
 from typing import Any, Callable, Dict, List, NamedTuple, Optional
@@ -209,6 +210,22 @@ class ConcaveLoss(Module):
     def forward(self, f: Tensor, y: Tensor) -> Tensor:
         """Compute a loss of ``[N, 3]``."""
         return -f.pow(2).sum()
+
+
+class LossOfParts(Module):
+    """A loss that takes its prediction in a tuple, or in a dictionary."""
+
+    def forward(self, parts: Any, y: Tensor) -> Tensor:
+        """Compute a loss of a part ``[N, 3]``."""
+        return F.cross_entropy(parts[0], y)
+
+
+def lose_parts(kind: Callable, ext: BackpropExtension) -> None:
+    """Run a backward pass of a loss that takes its prediction in something else."""
+    model, loss = extend(mlp()), extend(LossOfParts())
+    value = loss(kind(model(torch.randn(N, 3))), Y)
+    with backpack(ext):
+        value.backward()
 
 
 class NoRule(FirstOrderBackpropExtension):
@@ -943,6 +960,17 @@ SECOND_ORDER: Dict[str, Row] = {
         "not positive semi-definite.*eigenvalues between",
         "Use a loss that is convex",
     ),
+    **{
+        f"loss-of-a-{name}-{ext.__name__}": Row(
+            partial(lose_parts, kind, ext()),
+            NotImplementedError,
+            r"LossOfParts\(\)",
+            f"its first argument.*is no tensor but a {name}",
+            "Let it take a tensor",
+        )
+        for name, kind in {"tuple": lambda x: (x,), "dict": lambda x: {0: x}}.items()
+        for ext in (KFLR, DiagHessian)
+    },
     "trainable-target": Row(
         lambda: run(
             mlp(),

@@ -8,6 +8,7 @@ from typing import Any, Iterator
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
+from torch.utils._pytree import tree_leaves
 
 from backpack.core.layout import FIRST, Layout, once, ranks, sample_numbers
 from backpack.core.table import find_loss
@@ -17,6 +18,11 @@ from backpack.engine.record import Call
 from backpack.engine.turn import Turn
 from backpack.utils.hooks import message
 
+NO_TENSOR = (
+    "{ext} differentiates a loss with respect to its first argument, and that of "
+    "{module} is no tensor but a {kind}. Let it take a tensor, as of outputs that are "
+    "concatenated, or add up the losses of one output each."
+)
 OTHER_FEATURES = (
     "{ext}: samples have different numbers of features in the output of {module}, or "
     "some of its entries belong to none. Return a tensor in which each sample has as "
@@ -25,15 +31,20 @@ OTHER_FEATURES = (
 
 
 def check_first_argument(loss: Call, ext: Any) -> None:
-    """Refuse a loss whose prediction is another argument than the first.
+    """Refuse a loss whose prediction is another argument than the first, or several.
 
     Args:
         loss: The loss's call, whose first argument is not part of a graph.
         ext: The extension that is running.
 
     Raises:
-        NotImplementedError: If another argument is.
+        NotImplementedError: If another argument is, or if it contains what is.
     """
+    first = next(iter(loss.arguments), None)
+    tensors = [x for x in tree_leaves(first) if isinstance(x, Tensor)]
+    if any(x.requires_grad for x in tensors) and not isinstance(first, Tensor):
+        text = {"ext": type(ext).__name__, "kind": type(first).__name__}
+        raise NotImplementedError(message(NO_TENSOR, module=loss.module, **text))
     others = [i for i, e in enumerate(loss.input_edges) if e is not None]
     if others:
         raise NotImplementedError(

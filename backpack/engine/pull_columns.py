@@ -101,9 +101,9 @@ class PullColumns:
             if share_all and source.compact:
                 source = source.complete
             by_source.setdefault(source, []).append(ext)
-        loss, edge = turn.call, turn.call.input_edges[0]
-        if by_source and edge is None:
-            check_first_argument(loss, columns[0])
+        loss, edge = turn.call, next(iter(turn.call.input_edges), None)
+        if edge is None:
+            check_first_argument(loss, extensions[0])
             return
         for source, some in by_source.items():
             make: Callable[[int], Any] = partial(columns_of_loss, source, turn)

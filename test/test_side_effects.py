@@ -39,6 +39,7 @@ from torch.utils.checkpoint import checkpoint
 from backpack import backpack, extend, memory_cleanup
 from backpack.context import CTX
 from backpack.engine import hooks
+from backpack.engine.trials import generator_of
 from backpack.extensions import KFLR, BatchGrad, BatchL2Grad, DiagGGNExact, Variance
 
 D = 4
@@ -1246,3 +1247,11 @@ def test_hook_handles_do_not_grow() -> None:
         extend(nn.Linear(1, 1))
         sizes.append(len(CTX.hook_handles))
     assert sizes[1] <= sizes[0] + 1 and sizes[2] <= sizes[0] + 2, sizes
+
+
+def test_only_generators_in_use_are_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial draws from the devices of its operands, and from no other one."""
+    made = torch.Generator(), torch.Generator()
+    monkeypatch.setattr(torch.cuda, "default_generators", made)
+    assert generator_of(torch.device("cuda", 1)) is made[1]
+    assert generator_of(torch.device("cpu")) is torch.default_generator

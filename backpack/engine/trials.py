@@ -151,7 +151,8 @@ class Trial:
             sample_numbers(of(x), x.shape, n, x.device) if id(x) in deciding else None
             for x in self.flat
         ]
-        self._devices = {x.device for x in self.flat if isinstance(x, Tensor)}
+        devices = {x.device for x in self.flat if isinstance(x, Tensor)}
+        self._generators = [torch.default_generator, *map(generator_of, devices)]
 
     def describe(self) -> str:
         """Describe the operation for a message.
@@ -285,16 +286,18 @@ class Trial:
     @contextmanager
     def _drawing(self) -> Iterator[None]:
         """Draw the same numbers each time, and none of the program's."""
-        with torch.random.fork_rng([d for d in self._devices if d.type == "cuda"]):
-            self._seed(0)
+        states = [generator.get_state() for generator in self._generators]
+        self._seed(0)
+        try:
             yield
+        finally:
+            for generator, state in zip(self._generators, states):
+                generator.set_state(state)
 
     def _seed(self, seed: int) -> None:
-        """Draw the same numbers again."""
-        if all(device.type == "cpu" for device in self._devices):
-            torch.default_generator.manual_seed(seed)
-        else:  # which formats a stack, to tell of errors on devices: milliseconds
-            torch.manual_seed(seed)
+        """Draw the same numbers again, from no other device's generator."""
+        for generator in self._generators:
+            generator.manual_seed(seed)
 
     def _is_use(self) -> bool:
         """Tell whether what no sample changes may depend on parameters."""
@@ -358,6 +361,21 @@ class Trial:
                 numbers = got[j].masked_fill(unseen[j], -1)
                 found.append(simplify(numbers, n, self._is_use()))
         return found, hides
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """Return what operations on a device draw from.
+
+    Args:
+        device: The device.
+
+    Returns:
+        Its generator of random numbers.
+    """
+    if device.type == "mps":
+        return torch.mps._get_default_mps_generator()
+    known = getattr(getattr(torch, device.type, None), "default_generators", ())
+    return known[device.index or 0] if known else torch.default_generator
 
 
 def _is_inexact(x: Any) -> bool:

@@ -913,6 +913,28 @@ def test_places_that_are_numbers() -> None:
     assert len(seen) > 1 and all(seen)
 
 
+def roots(x: Tensor) -> Tensor:
+    """Compute absolute values of roots of polynomials with coefficients ``[N, D]``."""
+    companion = torch.eye(x.shape[1]).to(x).roll(1, 1).repeat(len(x), 1, 1)
+    companion[:, 0] = x
+    return torch.linalg.eigvals(companion).abs()
+
+
+@pytest.mark.parametrize("size", [3, 4, 6, 8])
+def test_matrices_of_which_entries_are_numbers(size: int) -> None:
+    """LAPACK faults, at times, if some entries of a matrix are NaN; it gets none."""
+    model = Lambda(
+        lambda m, x: m.g(roots(m.f(x))), f=nn.Linear(size, size), g=nn.Linear(size, 2)
+    )
+    loss, x = extend(nn.CrossEntropyLoss(reduction="sum")), torch.randn(4, size)
+    y = torch.randint(2, (4,))
+    with backpack(BatchGrad()):
+        loss(extend(model)(x), y).backward()
+    values = [loss(model(x[i : i + 1]), y[i : i + 1]) for i in range(4)]
+    (expected,) = jacobian(torch.stack(values), [model.f.weight])
+    assert_agrees(model.f.weight.grad_batch, expected, "f.weight", rtol=1e-3)
+
+
 @pytest.mark.parametrize("t", LENGTHS)
 def test_quantized_while_observed(t: int) -> None:
     """A range that the batch decides, without a gradient, is a constant."""

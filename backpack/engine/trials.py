@@ -97,9 +97,10 @@ BY_MASKS = frozenset(
 ASSERTING = frozenset(
     "binary_cross_entropy bernoulli bernoulli_ multinomial poisson".split()
 )
-# Operations of torchvision that read where numbers say, and fault where these are none
-READING_AT = frozenset(
-    "roi_align roi_pool ps_roi_align ps_roi_pool deform_conv2d".split()
+# Operations that fault at NaN: torchvision's read where numbers say, and LAPACK's
+# balancing does at matrices of which some entries are NaN
+FAULTING = frozenset(
+    "linalg_eigvals roi_align roi_pool ps_roi_align ps_roi_pool deform_conv2d".split()
 )
 # Operations by which cuDNN warns of copies of parameters that lie apart
 RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu".split())
@@ -190,7 +191,7 @@ class Trial:
         outs, lasts = self._outs, True
         found: list[Placement] = [None] * len(outs)
         if True in kinds:
-            lasts = self._name not in READING_AT
+            lasts = self._name not in FAULTING
             try:
                 found, hides = self._probe(NOT_A_NUMBER if lasts else OTHER_NUMBERS)
             except Exception:  # an algorithm that needs numbers

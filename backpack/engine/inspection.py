@@ -403,7 +403,7 @@ def is_term(node: Node, roots: Sequence[GradientEdge]) -> bool:
         if term is node:
             found += 1
         elif type(term).__name__ == "AddBackward0" and term._saved_alpha == 1:
-            if term in sums:
+            if term in sums:  # and again, perhaps, for each time it was doubled
                 return False
             sums.add(term)
             queue.extend(parent for parent, _ in term.next_functions if parent)

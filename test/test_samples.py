@@ -913,6 +913,26 @@ def test_places_that_are_numbers() -> None:
     assert len(seen) > 1 and all(seen)
 
 
+CONV = getattr(torch.backends.cudnn, "conv", None)
+
+
+@pytest.mark.skipif(CONV is None, reason="before torch 2.9, there are no such options")
+def test_recurrent_layer_while_precisions_differ() -> None:
+    """What switches cuDNN off does not ask for one precision of all its operations."""
+
+    def function(m: Module, x: Tensor) -> Tensor:
+        weights = list(m.r.parameters())
+        state, options = x.new_zeros(1, len(x), D), (True, 1, 0.0, False, False, True)
+        return plain(m, torch.gru(x, state, weights, *options)[0])
+
+    size, before = 7, CONV.fp32_precision  # no other row has: findings are remembered
+    CONV.fp32_precision = "ieee"
+    try:
+        assert_right(moving(function, size, D, r=rnn(nn.GRU)))
+    finally:
+        CONV.fp32_precision = before
+
+
 def roots(x: Tensor) -> Tensor:
     """Compute absolute values of roots of polynomials with coefficients ``[N, D]``."""
     companion = torch.eye(x.shape[1]).to(x).roll(1, 1).repeat(len(x), 1, 1)

@@ -14,7 +14,6 @@ from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 import torch
 from torch import Tensor
-from torch.backends import cudnn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from backpack.core.layout import (
@@ -175,8 +174,7 @@ class Trial:
             What it returns.
         """
         args, kwargs = tree_unflatten(flat, self._spec)
-        plain = self._name in RECURRENT
-        with cudnn.flags(enabled=False) if plain else nullcontext():
+        with _without_cudnn() if self._name in RECURRENT else nullcontext():
             return self._func(*args, **kwargs)
 
     def find(self) -> tuple[list[Placement], bool]:
@@ -362,6 +360,18 @@ class Trial:
                 numbers = got[j].masked_fill(unseen[j], -1)
                 found.append(simplify(numbers, n, self._is_use()))
         return found, hides
+
+
+@contextmanager
+def _without_cudnn() -> Iterator[None]:
+    before = torch._C._get_cudnn_enabled()
+    torch._C._set_cudnn_enabled(
+        False
+    )  # `cudnn.flags` asks for precisions, and may raise
+    try:
+        yield
+    finally:
+        torch._C._set_cudnn_enabled(before)
 
 
 def generator_of(device: torch.device) -> torch.Generator:

@@ -613,10 +613,7 @@ def run_packed(m: Module, x: Tensor, order: bool) -> Tensor:
         sequence = pack_sequence([x[i][: lengths[i]] for i in steps])
     else:
         sequence = pack_padded_sequence(
-            x,
-            torch.tensor(lengths, device="cpu"),
-            batch_first=True,
-            enforce_sorted=False,
+            x, lengths, batch_first=True, enforce_sorted=False
         )
     out, _ = m.r(sequence)
     padded, _ = pad_packed_sequence(out, batch_first=True, total_length=t)

@@ -550,9 +550,8 @@ class BackwardPass:
         if turn.call.is_function and self._is_inside(turn.call):
             return
         self.met_loss = True
-        is_one = self._begins_with_one and self._begins_at(turn.call)
-        if not (is_one or turn.call.is_function):
-            self._warn_of_factor(module, g_out)
+        if not turn.call.is_function:
+            self._warn_of_factor(turn.call, g_out)
         self.pull_back.meet(turn, second_order)
 
     def _begins_at(self, call: Call) -> bool:
@@ -561,13 +560,14 @@ class BackwardPass:
             return False
         return is_term(self.inspection.calls[call], self.inspection.roots)
 
-    @staticmethod
-    def _warn_of_factor(module: Module, factor: Tensor) -> None:
+    def _warn_of_factor(self, call: Call, factor: Tensor) -> None:
         """Warn of a modified loss, where it is known, or likely."""
         if not may_look(factor):
-            warn_user(message(MAYBE_MODIFIED, module=module))
+            if not (self._begins_with_one and self._begins_at(call)):
+                warn_user(message(MAYBE_MODIFIED, module=call.module))
         elif factor != 1.0:
-            warn_user(message(MODIFIED_LOSS, module=module, factor=float(factor)))
+            text = {"module": call.module, "factor": float(factor)}
+            warn_user(message(MODIFIED_LOSS, **text))
 
     def _is_inside(self, call: Call) -> bool:
         """Tell whether more than a sum was made of a loss that a model has called."""

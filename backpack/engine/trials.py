@@ -152,7 +152,7 @@ class Trial:
             for x in self.flat
         ]
         devices = {x.device for x in self.flat if isinstance(x, Tensor)}
-        self._generators = [torch.default_generator, *map(generator_of, devices)]
+        self._generators = {torch.default_generator, *map(generator_of, devices)}
 
     def describe(self) -> str:
         """Describe the operation for a message.
@@ -364,10 +364,9 @@ class Trial:
 
 @contextmanager
 def _without_cudnn() -> Iterator[None]:
+    # `cudnn.flags` asks for precisions, too, which may raise
     before = torch._C._get_cudnn_enabled()
-    torch._C._set_cudnn_enabled(
-        False
-    )  # `cudnn.flags` asks for precisions, and may raise
+    torch._C._set_cudnn_enabled(False)
     try:
         yield
     finally:

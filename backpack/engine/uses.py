@@ -372,13 +372,9 @@ class Use:
         for placement, x in zip(self.placements, cotangents):
             if isinstance(placement, Mixed):
                 refuse(what(), placement, names())
-            if (
-                x is None
-                or not isinstance(placement, Tensor)
-                or not may_look(x, waits=True)
-            ):
+            if x is None or not isinstance(placement, Tensor):
                 continue
-            if bool((x != 0).logical_and(placement < 0).any()):
+            if may_look(x, waits=True) and ((x != 0) & (placement < 0)).any():
                 refuse(what(), Mixed(f"`{self.name}`", False), names())
 
     def products(

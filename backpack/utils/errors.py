@@ -1,4 +1,4 @@
-"""Checks of modules that end in an error or in a warning."""
+"""Warnings, and checks of modules that end in one or in an error."""
 
 import sys
 from types import FrameType
@@ -28,11 +28,11 @@ _ALONG_DIM = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU)
 _ALONG_LAST = (nn.LayerNorm, nn.RMSNorm)
 
 
-def warn_user(message: str) -> None:
+def warn_user(text: str) -> None:
     """Warn at the line of the program that led here.
 
     Args:
-        message: The text.
+        text: The message.
     """
     frame, caller = _outside(sys._getframe(1)), state().caller
     if _is_inner(frame) and caller is not None:  # in a thread of autograd's
@@ -40,7 +40,7 @@ def warn_user(message: str) -> None:
     names, line = frame.f_globals, frame.f_lineno
     registry = names.setdefault("__warningregistry__", {})
     file, module = frame.f_code.co_filename, names.get("__name__")
-    warn_explicit(message, UserWarning, file, line, module, registry)
+    warn_explicit(text, UserWarning, file, line, module, registry)
 
 
 def _outside(frame: FrameType) -> FrameType:

@@ -1,4 +1,4 @@
-"""Which modules were extended, what things are called, warnings, and users' hooks."""
+"""Which modules were extended, what things are called, and users' hooks."""
 
 import weakref
 from contextlib import contextmanager

@@ -253,7 +253,8 @@ def may_look(x: Tensor, waits: bool = False) -> bool:
             a word otherwise. Default: ``False``.
 
     Returns:
-        Whether it may, which is so on the CPU, and where ``check=True`` asks for it.
+        Whether it may, which is so on the CPU, where ``check=True`` asks for it, and
+        where it is waited for; but without ``check=True``, not while a pass is traced.
     """
     visible = x.device.type == "cpu" or waits and not x.is_meta
     return (visible and not is_traced()) or state().check

@@ -2003,6 +2003,59 @@ def test_term_inside(name: str) -> None:
     oracle.assert_agrees(weight.grad, total, "gradient")
 
 
+# What parameters are made into is used on data, and is penalized as well
+SHARED_EXPRESSIONS: Dict[str, Callable[[Module, Tensor, float], Tensor]] = {
+    "gate": lambda m, x, scale: gated(m, x, m.p.sigmoid(), scale),
+    "normalized": lambda m, x, scale: gated(m, x, m.p / m.p.norm(), scale),
+    "made-by-a-layer": lambda m, x, scale: gated(m, x, m.g(m.p[:2]), scale),
+    "made-by-layers": lambda m, x, scale: gated(m, x, m.g(m.p[:2]).tanh() * m.p, scale),
+    "outside": lambda m, x, scale: m.f(x).mul(m.p.exp()).square().sum(),
+}
+
+
+def gated(m: Module, x: Tensor, gate: Tensor, scale: float) -> Tensor:
+    """Penalize what scales features, in a sum over samples."""
+    m.gate = gate
+    return (m.f(x) * gate).square().sum() + scale * gate.abs().sum()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["inside", "later"])
+@pytest.mark.parametrize("name", SHARED_EXPRESSIONS)
+def test_term_of_a_shared_expression(name: str, late: bool) -> None:
+    """Individual gradients are of the data, whatever else an expression is for."""
+    function = SHARED_EXPRESSIONS[name]
+    model = Lambda(
+        function, f=nn.Linear(4, 3), g=nn.Linear(2, 3), p=Parameter(torch.rand(3))
+    ).to(F64)
+    X = torch.randn(N, 4, dtype=F64)
+    params = {n: p for n, p in model.named_parameters()}
+
+    def loss(scale: float) -> Tensor:
+        value = model(X, 0.0 if late else scale)
+        gate = model.gate if late and name != "outside" else model.p
+        return value + scale * gate.abs().sum() if late else value
+
+    def gradients(value: Tensor) -> Dict[str, Tensor]:
+        of = torch.autograd.grad(value, [*params.values()], materialize_grads=True)
+        return dict(zip(params, of))
+
+    rows = [gradients(model(x[None], 0.0)) for x in X]
+    total = gradients(loss(0.5))
+    extend(model)
+    value = loss(0.5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with backpack(BatchGrad()):
+            value.backward()
+    penalized = late or name != "outside"
+    assert ("belong to no sample" in str([w.message for w in caught])) == penalized
+    for n, param in params.items():
+        if param.grad is not None:
+            expected = torch.stack([row[n] for row in rows])
+            oracle.assert_agrees(param.grad_batch, expected, f"grad_batch of {n}")
+            oracle.assert_agrees(param.grad, total[n], f"gradient of {n}")
+
+
 @pytest.mark.parametrize(
     "function",
     [

@@ -731,6 +731,7 @@ def cells(m: Module, x: Tensor) -> Tensor:
 WITHOUT_GRADIENT = {
     "detached-mean": lambda m, x: plain(m, x - x.mean(0).detach()),
     "detached-norm": lambda m, x: plain(m, x / x.norm().detach()),
+    "detached-max": lambda m, x: plain(m, softmax_from(x, x.max().detach())),
     "norm-without-grad": lambda m, x: plain(m, x * without_grad(x)),
     "largest-as-number": lambda m, x: plain(m, x / x.abs().max().item()),
     "argmax-over-samples": lambda m, x: plain(m, x * (x.argmax(0) + 1)),
@@ -739,6 +740,12 @@ WITHOUT_GRADIENT = {
         m, x + (x.round() * x.detach().std() - x).detach()
     ),
 }
+
+
+def softmax_from(x: Tensor, largest: Tensor) -> Tensor:
+    """Compute a softmax as one writes it by hand."""
+    odds = (x - largest).exp()
+    return odds / odds.sum(-1, keepdim=True)
 
 
 def without_grad(x: Tensor) -> Tensor:
@@ -1073,6 +1080,9 @@ EITHER = {
         3,
         D,
     )._replace(says=r"matmul.*rows that a mask alone keeps apart"),
+    "max-of-the-batch": moving(  # to keep a softmax in range
+        lambda m, x: plain(m, softmax_from(x, x.max())), D
+    )._replace(says=r"max.*detach what only keeps numbers in range"),
     "identity-matmul": moving(
         lambda m, x: plain(m, torch.eye(len(x), dtype=F64) @ x), D
     )._replace(says=r"matmul|mm"),

@@ -84,16 +84,7 @@ class Inspection:
         seen: set[Any] = set()
         queue: list[tuple[Node | None, Sequence[Any]]] = [(None, roots)]
         for node, parents in queue:  # which grows meanwhile
-            for parent, number, *_ in parents:
-                if parent is None:
-                    continue
-                until = self._stand_ins.get(parent)
-                if until is not None and node._sequence_nr() < until:
-                    continue  # the way of a use
-                if self._functions and (parent, number) in self._functions.get(
-                    node, ()
-                ):
-                    continue  # that of a function's constant
+            for parent, number in self._ways(node, parents):
                 behind = parent.next_functions
                 if not behind and is_leaf(parent):
                     users = self.reached.setdefault(parent.variable, [])
@@ -112,6 +103,20 @@ class Inspection:
                     seen.add((parent, number))  # not what else was returned
                     queue.append((parent, behind[number : number + 1]))
         self._find_losses()
+
+    def _ways(
+        self, node: Node | None, parents: Sequence[Any]
+    ) -> Iterator[tuple[Node, int]]:
+        """Go from a node to those behind it, but not by what a use is a use of."""
+        for parent, number, *_ in parents:
+            if parent is None:
+                continue
+            until = self._stand_ins.get(parent)
+            if until is not None and node._sequence_nr() < until:
+                continue  # the way of a use
+            if self._functions and (parent, number) in self._functions.get(node, ()):
+                continue  # that of a function's constant
+            yield parent, number
 
     def _find_losses(self) -> None:
         """Go without losses that others' predictions are made of: parts of a model."""
@@ -206,9 +211,19 @@ class Inspection:
         terms = [
             term
             for term in additive_terms(self.roots)[0]
-            if any(entries_of(node) for node in walk([term]))
+            if any(
+                e.owner.is_use or e.owner.is_loss
+                for node in walk([term])
+                for e in entries_of(node)
+            )
         ]
-        return set(walk(terms))
+        nodes = dict.fromkeys(terms)
+        queue = list(nodes)
+        for node in queue:  # which grows meanwhile
+            behind = [x for x, _ in self._ways(node, node.next_functions)]
+            queue += [x for x in dict.fromkeys(behind) if x not in nodes]
+            nodes.update(dict.fromkeys(behind))
+        return set(nodes)
 
     def _entered(self) -> Iterator[tuple[Any, Node]]:
         """Find constants that are used by way of the inside of a use, too.

@@ -39,6 +39,7 @@ MET = (
     "are not defined for {names}. The batch axis is axis 0 of the model's inputs, and "
     "of each tensor in a list. Let each sample be computed by itself, along other axes "
     "(pad samples that are tensors in a list, or rows that a mask alone keeps apart), "
+    "detach what only keeps numbers in range (`x - x.max().detach()`), "
     "or compute this part of the loss in a backward pass outside of the context."
 )
 ANOTHER_INPUT = (

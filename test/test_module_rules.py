@@ -285,7 +285,47 @@ def _gated() -> Module:
     return Sequential(nn.Linear(3, 3), gate, nn.Linear(3, 3))
 
 
+class Adapters(Module):
+    """Two scales, which are zero: the output does not tell them apart."""
+
+    def __init__(self):
+        """Create the scales."""
+        super().__init__()
+        self.u, self.v = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+
+    def forward(
+        self, x: Tensor, a: float = 1.0, b: float = 1.0, *, c: float = 1.0
+    ) -> Tensor:
+        """Scale ``[N, 3]`` in three ways."""
+        return c * x + a * torch.tanh(x * self.u) + b * torch.sin(x * self.v)
+
+
+class ByName(Module):
+    """Calls a module with arguments that have names."""
+
+    def __init__(self, module: Module, **options: Any):
+        """Keep the module and the arguments."""
+        super().__init__()
+        self.module, self.options = module, options
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Call the module."""
+        return self.module(x, **self.options)
+
+
+NAMED = {"second": {"b": 3.0}, "both": {"c": 2.0, "b": 0.5}, "last": {"c": 2.0}}
 NETWORKS = [
+    *[
+        Case(
+            f"by-name-{name}",
+            lambda options=options: Sequential(
+                nn.Linear(3, 3), ByName(Adapters(), **options), nn.Linear(3, 3)
+            ),
+            randn(N, 3),
+            NON_LINEAR,
+        )
+        for name, options in NAMED.items()
+    ],
     Case("residual", _residual, randn(N, 3), SHARED),
     Case("nested", _nested, randn(N, 2), SHARED),
     Case("gated", _gated, randn(N, 3), SHARED),
@@ -1279,6 +1319,25 @@ class Counter(Module):
         return x.sin() * self.calls
 
 
+class WarmUp(Module):
+    """Counts calls, behind a gate that is closed."""
+
+    def __init__(self, make: Callable[[], Any]):
+        """Create the gate, and the count."""
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(4))
+        count = make()
+        if isinstance(count, Tensor):
+            self.register_buffer("count", count)
+        else:
+            self.count = count
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add to ``[N, 4]`` what grows with the number of calls."""
+        self.count = self.count + 1
+        return x + self.gate * x.tanh() * self.count
+
+
 class GatedNoise(Module):
     """Adds noise through a gate that is closed, which hides it from the output."""
 
@@ -1330,6 +1389,8 @@ UNREPEATABLE = {
     "random, by its own generator": (lambda: GatedNoise(generator=drawing(0)), None),
     "random, with a deviation of zero": (DrawnScale, None),
     "state": (Counter, None),
+    "state, behind a gate of zero": (lambda: WarmUp(int), None),
+    "buffer, behind a gate of zero": (lambda: WarmUp(lambda: torch.zeros(())), None),
 }
 
 
@@ -1350,6 +1411,120 @@ def test_other_output_when_repeated(ext: Callable, name: str):
         value.backward()
         for param in parameters(model).values():
             getattr(param, ext().savefield)(param.detach())
+
+
+class Loss(Module):
+    """A convex loss with options, most of which are passed by name."""
+
+    def forward(
+        self,
+        x: Tensor,
+        y: Tensor,
+        divisor: float = 1.0,
+        square: float = 0.0,
+        weight: Any = None,
+        *,
+        factor: float = 1.0,
+    ) -> Tensor:
+        """Compare ``[N, 3]`` with targets of the same shape."""
+        terms = (x / divisor - y) ** 2 + square * x**2
+        return factor * (terms if weight is None else terms * weight).mean()
+
+
+class Logging(Loss):
+    """Keeps what it computed, in a list and as an attribute."""
+
+    def __init__(self):
+        """Begin the list."""
+        super().__init__()
+        self.log: List[Tensor] = []
+
+    def forward(self, x: Tensor, y: Tensor, **options: Any) -> Tensor:
+        """Compare, and keep the result."""
+        self.last = super().forward(x, y, **options)
+        self.log.append(self.last.detach())
+        return self.last
+
+
+class Annealed(Loss):
+    """Grows with each call."""
+
+    def __init__(self, make: Callable[[], Any]):
+        """Begin to count."""
+        super().__init__()
+        self.count = make()
+
+    def forward(self, x: Tensor, y: Tensor, **options: Any) -> Tensor:
+        """Multiply with the number of calls."""
+        self.count += 1
+        return self.count * super().forward(x, y, **options)
+
+
+class OfSome(Loss):
+    """Compares entries that it draws."""
+
+    def forward(self, x: Tensor, y: Tensor, **options: Any) -> Tensor:
+        """Compare some."""
+        return super().forward(x, y, weight=torch.rand(x.shape).round(), **options)
+
+
+LOSS_CALLS: Dict[str, Tuple[Callable[[], Module], Dict[str, Any]]] = {
+    "second": (Loss, {"square": 5.0}),
+    "third": (Loss, {"weight": torch.tensor([1.0, 2.0, 3.0], dtype=F64)}),
+    "by-name-alone": (Loss, {"factor": 2.0, "square": 0.5}),
+    "any": (Logging, {"square": 0.5}),
+    "log": (Logging, {}),
+}
+OF_THE_LOSS = [DiagHessian, BatchDiagHessian, HMP, DiagGGNExact, KFLR, KFRA]
+
+
+@pytest.mark.filterwarnings("ignore:The loss was modified after")
+@pytest.mark.parametrize("changed", [False, True], ids=["", "scaled-in-place"])
+@pytest.mark.parametrize("name", LOSS_CALLS)
+def test_loss_called_by_name(name: str, changed: bool):
+    """A loss is repeated with the arguments that it got, and keeps no trace of it."""
+    make, options = LOSS_CALLS[name]
+    model, loss = extend(nn.Linear(4, 3).to(F64)), extend(make())
+    X, y = torch.randn(N, 4, dtype=F64), torch.randn(N, 3, dtype=F64)
+    value = loss(model(X), y, **options)
+    if changed:
+        value *= 2
+    with backpack(*[ext() for ext in OF_THE_LOSS]):
+        value.backward()
+
+    def of_bias(bias: Tensor) -> Tensor:
+        return make()(F.linear(X, model.weight.detach(), bias), y, **options)
+
+    bias, eye = model.bias, torch.eye(3, dtype=F64)
+    dense = hessian(of_bias, bias.detach()) * (2 if changed else 1)
+    assert_agrees(bias.diag_h, dense.diagonal(), "diag_h")
+    assert_agrees(bias.diag_h_batch.sum(0), dense.diagonal(), "diag_h_batch")
+    assert_agrees(bias.diag_ggn_exact, dense.diagonal(), "diag_ggn_exact")
+    assert_agrees(bias.hmp(eye), dense, "hmp")
+    assert_agrees(bias.kflr[0], dense, "kflr")
+    assert_agrees(bias.kfra[0], dense, "kfra")
+    assert len(getattr(loss, "log", [1])) == 1
+
+
+UNREPEATABLE_LOSSES = {
+    "count": lambda: Annealed(int),
+    "count, in a tensor": lambda: Annealed(lambda: torch.zeros((), dtype=F64)),
+    "random": OfSome,
+}
+
+
+@pytest.mark.parametrize("ext", [*ALL, DiagGGNExact, KFLR])
+@pytest.mark.parametrize("name", UNREPEATABLE_LOSSES)
+def test_loss_that_is_another_when_repeated(ext: Callable, name: str):
+    """A loss that keeps a state, or draws numbers, is refused and left alone."""
+    model, loss = extend(nn.Linear(4, 3)), extend(UNREPEATABLE_LOSSES[name]())
+    value = loss(model(torch.randn(N, 4)), torch.randn(N, 3))
+    before, count = torch.get_rng_state(), deepcopy(getattr(loss, "count", 1))
+    with pytest.raises(RuntimeError, match="gave another output"), backpack(ext()):
+        value.backward()
+        getattr(model.bias, ext().savefield)(torch.ones(3))
+    assert torch.equal(before, torch.get_rng_state())
+    assert getattr(loss, "count", 1) == count
 
 
 @pytest.mark.parametrize("ext", [DiagHessian, HMP, KFRA])

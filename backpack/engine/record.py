@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn import Module
 from torch.utils._pytree import tree_map_only
 
+from backpack.core.derivatives.stored import NAMED, OVERWRITTEN
 from backpack.engine.graph import calls_at
 from backpack.engine.uses import MODIFIED, Use, edge_of
 from backpack.utils.hooks import name_module
@@ -43,6 +44,7 @@ class Call:
         args: Positional arguments.
         kwargs: Keyword arguments.
         arguments: All arguments, in the order of ``forward``'s signature.
+        named: Names of the last ones, which can't be given by position.
         input_edges: Where each argument sits in the graph.
         edges_before: What an operation in place, which made an argument the output,
             was computed from, by the argument's position; empty if another call
@@ -84,6 +86,7 @@ class Call:
     graphless: Iterable[Module] = ()
     inside: Sequence[weakref.ref] = ()
     arguments: Sequence[Any] = ()
+    named: tuple[str, ...] = ()
     input_edges: Sequence[GradientEdge | None] = ()
     outputs: Sequence[Tensor] = ()
     output_shapes: Sequence[torch.Size] = ()
@@ -119,7 +122,9 @@ class Call:
         """
         self.training = module.training
         self.parameters = parameters
-        self.arguments = _bind(module, args, kwargs) if kwargs else args
+        self.arguments, self.named = args, ()
+        if kwargs:
+            self.arguments, self.named = _bind(module, args, kwargs)
         edges = self.input_edges = [
             edge_of(x) if isinstance(x, Tensor) and x.requires_grad else None
             for x in self.arguments
@@ -131,7 +136,7 @@ class Call:
             self.edges_before = {i: _edges_before(edges[i]) for i in same}
             self.input_edges = [None if i in same else e for i, e in enumerate(edges)]
             args, kwargs = _detach(args), _detach(kwargs)
-            self.arguments = _bind(module, args, kwargs)
+            self.arguments, _ = _bind(module, args, kwargs)
         self.args, self.kwargs = args, kwargs
         self.versions = _versions(self.arguments)
         self.outputs = [x.detach() for x in outputs]
@@ -237,6 +242,11 @@ class Call:
                 if not (name in buffers or name in modules):
                     attributes[name] = value
                     stored.append(name)
+            overwritten = self.is_loss and not self.is_output_unchanged
+            for name, value in ((NAMED, self.named), (OVERWRITTEN, overwritten)):
+                if value:
+                    attributes[name] = value
+                    stored.append(name)
             attributes[_STORED] = stored
 
     def release_all(self) -> None:
@@ -285,22 +295,26 @@ def _detach(value: Any) -> Any:
     return tree_map_only(Tensor, Tensor.detach, value)
 
 
-def _bind(module: Module, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
-    """Bring arguments into the order of the forward function's signature."""
+def _bind(
+    module: Module, args: tuple, kwargs: dict[str, Any]
+) -> tuple[list[Any], tuple[str, ...]]:
+    """Bring arguments into the order of the forward function's signature.
+
+    What was left out in between has its default; what can be given by name alone comes
+    last, and its names are returned.
+    """
     try:
         bound = inspect.signature(module.forward).bind(*args, **kwargs)
     except TypeError:
-        return [*args, *kwargs.values()]
-    values = []
-    for name, value in bound.arguments.items():
-        kind = bound.signature.parameters[name].kind
-        if kind is inspect.Parameter.VAR_POSITIONAL:
-            values.extend(value)
-        elif kind is inspect.Parameter.VAR_KEYWORD:
-            values.extend(value.values())
-        else:
-            values.append(value)
-    return values
+        return [*args, *kwargs.values()], tuple(kwargs)
+    given = [name for name in bound.arguments if name in kwargs]
+    bound.apply_defaults()
+    values, named = [*bound.args], dict(bound.kwargs)
+    parameters = [*bound.signature.parameters.values()][: len(values)]
+    while len(values) > len(args) and parameters[len(values) - 1].name not in given:
+        values.pop()  # a default with nothing behind it
+    named = {name: x for name, x in named.items() if name in kwargs}
+    return [*values, *named.values()], tuple(named)
 
 
 @lru_cache(maxsize=256)

@@ -2,7 +2,6 @@
 
 from collections import OrderedDict
 from contextlib import contextmanager
-from copy import copy
 from math import nan, sqrt
 from typing import Any, Iterator
 
@@ -15,7 +14,7 @@ from backpack.core.derivatives.loss_base import (
     first_number,
     loss_inputs,
 )
-from backpack.core.derivatives.stored import as_leaf
+from backpack.core.derivatives.stored import as_leaf, repeat, scratch_copy
 from backpack.hessianfree.lop import pull_back, pull_columns
 from backpack.utils.errors import warn_user
 from backpack.utils.hooks import message
@@ -64,7 +63,8 @@ class GenericLossDerivatives(BaseLossDerivatives):
         prediction, *others = (_to_double(i) for i in loss_inputs(module))
         prediction, create_graph = as_leaf(prediction)
         with torch.enable_grad():
-            loss = first_number(_double_copy(module).forward(prediction, *others))
+            scratch = _to_double_in_place(scratch_copy(module))
+            loss = first_number(repeat(module, (prediction, *others), scratch))
             cotangent = torch.ones_like(loss).requires_grad_()
             (gradient,) = pull_back([loss], [prediction], [cotangent], True, True)
             with _naming(module):
@@ -266,22 +266,23 @@ def _to_double(value: Any) -> Any:
     return value.double() if is_float else value
 
 
-def _double_copy(module: Layer) -> Module:
-    """Copy a loss module to float64, without its hooks and sharing all else.
+def _to_double_in_place(scratch: Module) -> Module:
+    """Turn the copy of a loss module to float64, and take its hooks off.
 
     Args:
-        module: Loss module, may have children.
+        scratch: Copy of a loss module, may have children.
 
     Returns:
-        The copy, whose forward pass leaves no trace in the original.
+        The copy.
     """
-    clone = copy(module)
-    clone.__dict__.update(
-        {name: _to_double(value) for name, value in vars(module).items()},
-        _parameters={n: _to_double(p) for n, p in module._parameters.items()},
-        _buffers={n: _to_double(b) for n, b in module._buffers.items()},
-        _modules={n: c and _double_copy(c) for n, c in module._modules.items()},
+    own = vars(scratch)
+    own.update(
+        {name: _to_double(value) for name, value in own.items()},
+        _parameters={n: _to_double(p) for n, p in own["_parameters"].items()},
+        _buffers={n: _to_double(b) for n, b in own["_buffers"].items()},
         _forward_hooks=OrderedDict(),
         _forward_pre_hooks=OrderedDict(),
     )
-    return clone
+    for child in scratch.children():
+        _to_double_in_place(child)
+    return scratch

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from backpack.core.derivatives import shape_check
 from backpack.core.derivatives.input_base import BaseDerivatives
-from backpack.core.derivatives.stored import as_leaf, stored_inputs
+from backpack.core.derivatives.stored import as_leaf, repeat, stored_inputs
 from backpack.core.per_sample.sums import reciprocal
 from backpack.utils.hooks import message
 from backpack.utils.subsampling import Subsampling
@@ -303,7 +303,7 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
         prediction, *others = loss_inputs(module)
         prediction, create_graph = as_leaf(prediction)
         with torch.enable_grad():
-            loss = first_number(module.forward(prediction, *others))
+            loss = first_number(repeat(module, (prediction, *others)))
             (gradient,) = grad(loss, prediction, create_graph=create_graph)
         return (gradient / self._reduction_factor(module) ** 0.5).unsqueeze(0)
 

@@ -218,11 +218,12 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
         if not self.affine_in_params:
             param, y = stored.evaluate_parameter(module, param_str)
             return stack([R_op(y, param, v)[0] for v in mat])
-        inputs, scratch = stored.stored_inputs(module), stored.scratch_copy(module)
+        args, kwargs = stored.by_name(module, stored.stored_inputs(module))
+        scratch = stored.scratch_copy(module)
         zeros = {name: zeros_like(p) for name, p in module.named_parameters()}
         with no_grad():
             values = ({**zeros, param_str: v} for v in mat)
-            outputs = [functional_call(scratch, each, inputs) for each in values]
+            outputs = [functional_call(scratch, each, args, kwargs) for each in values]
         return stack([stored.first_tensor(output) for output in outputs])
 
     _weight_jac_mat_prod = _for_parameter("weight", "_param_jac_mat_prod")

@@ -1,7 +1,9 @@
 """A module's last call, as it is stored on the module, and copies to repeat it with."""
 
+from collections import OrderedDict, deque
+from copy import copy
 from operator import attrgetter
-from typing import Any, Callable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Generator, Tensor, enable_grad
@@ -22,12 +24,16 @@ NO_FLOAT_INPUT = (
 )
 NOT_REPEATED = (
     "{module} is differentiated by repeating its forward pass, but the repetition gave "
-    "another output, or drew random numbers, which a factor of zero may hide: it draws "
-    "some, keeps a state, depends on the number of samples, takes keyword arguments "
-    "out of order, or something was modified after the call (its parameters, or its "
-    "output by a layer with inplace=True). Write it without these, or register a "
-    "module extension for it."
+    "another output, drew random numbers or changed numbers of the module, which a "
+    "factor of zero may hide: it draws some, keeps a state, depends on the number of "
+    "samples, or something was modified after the call (its parameters, or its output "
+    "by a layer with inplace=True). Write it without these, or register a module "
+    "extension for it."
 )
+NAMED = "_backpack_named"
+"""Attribute of modules, with the names of the last inputs, if they were given by name."""
+_CONTAINERS = (list, dict, set, deque, OrderedDict)
+_INTERNAL = frozenset(vars(Module()))
 OVERWRITTEN = "_backpack_overwritten"
 """Marks copies of modules whose output was modified in place after the call."""
 OUTPUT_TYPE = "_backpack_output_type"
@@ -47,6 +53,21 @@ def stored_inputs(module: Layer) -> Tuple[Any, ...]:
     while hasattr(module, f"input{len(inputs)}"):
         inputs.append(getattr(module, f"input{len(inputs)}"))
     return tuple(inputs)
+
+
+def by_name(module: Layer, inputs: Sequence[Any]) -> Tuple[Tuple, Dict[str, Any]]:
+    """Tell apart which inputs of a call are passed by position, and which by name.
+
+    Args:
+        module: The module, with the inputs of its call.
+        inputs: These inputs, or others in their place.
+
+    Returns:
+        Positional and keyword arguments.
+    """
+    names = vars(module).get(NAMED, ())
+    size = len(inputs) - len(names)
+    return tuple(inputs[:size]), dict(zip(names, inputs[size:]))
 
 
 def argument_position(module: Layer, name: str) -> Optional[int]:
@@ -101,16 +122,24 @@ def scratch_copy(module: Layer, **attributes: Any) -> Module:
 
     Returns:
         Module that shares the present parameters, but neither buffers (running
-        statistics) nor what a hook stores on it or its children.
+        statistics) and containers (logs), nor what a hook stores on it or its children.
     """
     buffers, children = module._buffers.items(), module._modules.items()
+    own = [(name, x) for name, x in vars(module).items() if name not in _INTERNAL]
+    kept = {name: x.clone() for name, x in own if _is_state(name, x)}
+    logs = {name: copy(x) for name, x in own if type(x) in _CONTAINERS}
     return shallow_copy(
         module,
+        **{**kept, **logs, **attributes},
         _parameters=dict(module._parameters),
         _buffers={name: b if b is None else b.clone() for name, b in buffers},
         _modules={name: m if m is None else scratch_copy(m) for name, m in children},
-        **attributes,
     )
+
+
+def _is_state(name: str, x: Any) -> bool:
+    of_call = name == "output" or name.startswith("input")
+    return isinstance(x, Tensor) and not (x.requires_grad or of_call)
 
 
 def subsampled(module: Layer, subsampling: Subsampling = None) -> Module:
@@ -236,36 +265,87 @@ class _OwnGenerators(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def repeat(module: Layer, forward: Callable, *inputs: Any) -> Tensor:
+def repeat(
+    module: Layer, inputs: Sequence[Any], scratch: Optional[Module] = None, **own: Any
+) -> Tensor:
     """Repeat a module's forward pass.
 
     Its output alone does not say whether it is the same: where random numbers are
-    multiplied by zero, derivatives with respect to that zero are others.
+    multiplied by zero, or by a number that grows with each call, derivatives with
+    respect to that zero are others.
 
     Args:
         module: Module with stored output.
-        forward: The forward pass.
-        inputs: Its inputs.
+        inputs: Inputs of the call.
+        scratch: Copy of the module to evaluate. Default: a new one.
+        own: Parameters for the copy, by name. Default: the module's.
 
     Returns:
         The first tensor of the repetition's output.
 
     Raises:
-        RuntimeError: If it is not the stored one, or random numbers were drawn.
+        RuntimeError: If it is not the stored one, random numbers were drawn, or the
+            module was changed.
     """
-    before = None if is_traced() else _random_state(module)
-    with _OwnGenerators() as own:
-        output = forward(*inputs)
-    drew = before is not None and not torch.equal(before, _random_state(module))
-    if own.drew or drew:
+    args, kwargs = by_name(module, inputs)
+    scratch = scratch_copy(module) if scratch is None else scratch
+    if is_traced():
+        return checked(module, functional_call(scratch, own, args, kwargs))
+    before, random = list(_numbers(scratch)), _random_state(module)
+    with _OwnGenerators() as drawing:
+        if own:
+            output = functional_call(scratch, own, args, kwargs)
+        else:
+            output = scratch.forward(*args, **kwargs)
+    drew = not torch.equal(random, _random_state(module))
+    if drew:
+        _set_random_state(module, random)
+    if drawing.drew or drew or not _are_same(before, list(_numbers(scratch))):
         raise RuntimeError(message(NOT_REPEATED, module=module))
     return checked(module, output)
+
+
+def _numbers(module: Module) -> Iterator[Any]:
+    """List the numbers that a module keeps, other than layers of PyTorch.
+
+    Yields:
+        Numbers, and copies of buffers.
+    """
+    for part in module.modules():
+        if not type(part).__module__.startswith("torch.nn."):
+            yield from (x for x in vars(part).values() if isinstance(x, (int, float)))
+            buffers = part._buffers.values()
+            yield from (x.detach().clone() for x in buffers if x is not None)
+
+
+def _are_same(before: List[Any], after: List[Any]) -> bool:
+    """Tell whether numbers have not changed."""
+    if len(before) != len(after):
+        return False
+    for x, y in zip(before, after):
+        if isinstance(x, Tensor) and isinstance(y, Tensor):
+            same = x.dtype == y.dtype and x.shape == y.shape
+            if not same or x.is_floating_point() and not is_repetition(y, x):
+                return False
+            if not x.is_floating_point() and not torch.equal(x, y):
+                return False
+        elif x != y:
+            return False
+    return True
 
 
 def _random_state(module: Layer) -> Tensor:
     device = module.output.device
     cuda = device.type == "cuda"
     return torch.cuda.get_rng_state(device) if cuda else torch.get_rng_state()
+
+
+def _set_random_state(module: Layer, value: Tensor) -> None:
+    device = module.output.device
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(value, device)
+    else:
+        torch.set_rng_state(value)
 
 
 def evaluate(
@@ -292,7 +372,7 @@ def evaluate(
     with enable_grad(), disable():
         for i, x in zip(positions, xs):
             inputs[i] = x.clone()  # a module may work in-place, forbidden on leaves
-        return xs, repeat(module, scratch_copy(module).forward, *inputs)
+        return xs, repeat(module, inputs)
 
 
 def evaluate_parameter(
@@ -316,5 +396,4 @@ def evaluate_parameter(
     else:
         inputs[position] = param
     with enable_grad(), disable():
-        arguments = functional_call, scratch_copy(module), own, tuple(inputs)
-        return param, repeat(module, *arguments)
+        return param, repeat(module, inputs, **own)

@@ -58,6 +58,7 @@ def freeze_call(turn: Turn) -> Module:
     call = turn.call
     output, precision = call.outputs[0], call.precision
     frozen = freeze_at(call.module, call.arguments, output, precision)
+    frozen.__dict__[stored.NAMED] = call.named
     if not call.is_output_unchanged and not _repeats(turn):
         frozen.__dict__[stored.OVERWRITTEN] = True
     return frozen
@@ -142,8 +143,7 @@ def linearize(
     if linear.is_joint or _repeats(turn):
         try:
             with torch.no_grad(), disable():
-                copy, inputs = stored.scratch_copy(frozen), stored.stored_inputs(frozen)
-                stored.repeat(frozen, copy.forward, *inputs)
+                stored.repeat(frozen, stored.stored_inputs(frozen))
         except RuntimeError as error:
             raise RuntimeError(f"{type(extension).__name__}: {error}") from error
         if extension.separates_samples:

@@ -8,12 +8,13 @@ one operation. A use counts once, wherever its parameters are kept.
 import itertools
 import warnings
 from functools import partial
-from typing import Any, Callable, Dict, List, Optional, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from cases import F64
+from oracle import assert_agrees
 from per_sample import (
     LENGTHS,
     Backward,
@@ -22,6 +23,7 @@ from per_sample import (
     Row,
     assert_refused,
     assert_right,
+    compute,
     param,
     part,
     randn,
@@ -857,14 +859,68 @@ def test_detecting_anomalies(row: str) -> None:
 @pytest.mark.parametrize("quantity", ["BatchGrad", "DiagGGNExact"])
 @pytest.mark.parametrize(
     "rule",
-    [lambda g: g.clamp(-0.01, 0.01), torch.sign, lambda g: g / g.norm()],
-    ids=["clipped", "sign", "normalized"],
+    [
+        lambda g: g.clamp(-0.01, 0.01),
+        torch.sign,
+        lambda g: g / g.norm(),
+        torch.relu,  # multiples are, sums are not
+        lambda g: g * (g.abs() >= g.abs().mean()),
+    ],
+    ids=["clipped", "sign", "normalized", "positive", "largest"],
 )
 def test_backward_that_is_not_linear(rule: Callable, quantity: str) -> None:
     """A function of parameters whose gradients do not add up is refused."""
     function = partial(Backward.apply, rule)
     row = use(lambda m, x: F.linear(x, function(m.w.detach(), m.w)), 4, w=(3, 4))
     assert_refused(row, quantity, "backward of `.*` does not return multiples.*'w'")
+
+
+class OwnLinear(torch.autograd.Function):
+    """A layer with one rule for each gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, rules: Dict[str, Callable], x: Tensor, w: Tensor) -> Tensor:
+        """Multiply ``[N, 4]`` with ``[3, 4]``."""
+        ctx.rules = rules
+        ctx.save_for_backward(x, w)
+        return x @ w.T
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tuple[Any, ...]:
+        """Change each gradient by its rule."""
+        x, w = ctx.saved_tensors
+        rules = {"output": torch.clone, "x": torch.clone, "w": torch.clone, **ctx.rules}
+        gradient = rules["output"](gradient)
+        return None, rules["x"](gradient @ w), rules["w"](gradient.T @ x)
+
+
+NOT_LINEAR: Dict[str, Callable] = {
+    "clipped": lambda g: g.clamp(-0.01, 0.01),
+    "sign": torch.sign,
+    "positive": torch.relu,
+    "largest": lambda g: g * (g.abs() >= g.abs().mean(-1, keepdim=True)),
+}
+
+
+@pytest.mark.parametrize("quantity", ["BatchGrad", "DiagGGNExact"])
+@pytest.mark.parametrize("place", ["output", "x", "w"])
+@pytest.mark.parametrize("rule", NOT_LINEAR)
+def test_layer_whose_backward_is_not_linear(
+    rule: str, place: str, quantity: str
+) -> None:
+    """Refused, but where each sample's own gradient is changed before all add up."""
+    rules = {place: NOT_LINEAR[rule]}
+    row = use(
+        lambda m, x: OwnLinear.apply(rules, m.f(x).tanh(), m.w),
+        4,
+        w=(3, 4),
+        f=partial(nn.Linear, 4, 4),
+    )
+    if quantity == "BatchGrad" and place != "w":
+        for p in compute(row, [quantity]).parameters():
+            assert_agrees(p.grad_batch.sum(0), p.grad, "sum of grad_batch")
+    else:
+        assert_refused(row, quantity, "backward of `.*` does not return multiples")
 
 
 def test_backward_that_scales() -> None:

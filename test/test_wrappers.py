@@ -32,6 +32,7 @@ from typing import (
 import oracle
 import pytest
 import torch
+import torch.nn.functional as F
 from per_sample import Row as Problem
 from per_sample import against_classes, assert_fields, classes, randn, reference
 from processes import in_processes, needs_gloo
@@ -39,6 +40,7 @@ from test_distributed import KRONECKER, OTHERS
 from torch import Tensor, distributed, nn
 from torch.nn import Module
 from torch.nn.attention.flex_attention import flex_attention
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -1365,3 +1367,164 @@ def test_training(static: bool) -> None:
     for weights, counts in in_processes(WORLD, train, True, static):
         assert all(map(torch.equal, weights, plain))
         assert counts[1] == counts[0]
+
+
+class Halved(TorchFunctionMode):
+    """A mode in which layers use half of their weights."""
+
+    seen: int = 0
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Change an operation, or run it as it is."""
+        self.seen += 1
+        if func in (F.linear, F.conv1d):
+            args = (args[0], args[1] * 0.5, *args[2:])
+        return func(*args, **(kwargs or {}))
+
+
+class Shrunk(Tensor):
+    """Inputs that layers shrink."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Shrink what a layer takes."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in (F.linear, F.conv1d):
+                args = (args[0] * 0.5, *args[1:])
+            return func(*args, **(kwargs or {}))
+
+
+class Squashed(nn.Parameter):
+    """Parameters that layers use the hyperbolic tangent of, scaled by an attribute."""
+
+    scale = 1.0
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Squash a layer's weight."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in (F.linear, F.conv1d, F.embedding):
+                args = list(args)
+                args[1] = args[1].tanh() * args[1].scale
+            return func(*args, **(kwargs or {}))
+
+
+def squash(model: Module) -> Module:
+    """Give layers such weights."""
+    for layer in model.modules():
+        if "weight" in layer._parameters:
+            layer.weight = Squashed(layer.weight.detach())
+            layer.weight.scale = 0.7
+    return model
+
+
+@contextmanager
+def replaced(owner: Any, name: str, make: Callable) -> Iterator[None]:
+    """Replace a function for a while."""
+    old = getattr(owner, name)
+    setattr(owner, name, make(old))
+    try:
+        yield
+    finally:
+        setattr(owner, name, old)
+
+
+class InMode(Module):
+    """A model that computes in a mode of its own."""
+
+    def __init__(self, model: Module):
+        """Keep the model."""
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Call the model."""
+        with Halved():
+            return self.model(x)
+
+
+REDEFINED: Dict[str, Tuple[Callable, Callable, Callable]] = {  # around, input, model
+    "mode": (Halved, lambda x: x, lambda m: m),
+    "mode-inside": (nullcontext, lambda x: x, InMode),
+    "inputs": (nullcontext, lambda x: x.as_subclass(Shrunk), lambda m: m),
+    "parameters": (nullcontext, lambda x: x, squash),
+    "forward": (
+        lambda: replaced(nn.Linear, "forward", lambda f: lambda s, x: f(s, x * 2)),
+        lambda x: x,
+        lambda m: m,
+    ),
+    "conv-forward": (
+        lambda: replaced(
+            nn.Conv1d, "_conv_forward", lambda f: lambda s, x, *w: -f(s, x, *w)
+        ),
+        lambda x: x,
+        lambda m: m,
+    ),
+    "function": (
+        lambda: replaced(F, "linear", lambda f: lambda x, w, b=None: f(x, w.tanh(), b)),
+        lambda x: x,
+        lambda m: m,
+    ),
+}
+LAYERS: Dict[str, Tuple[Callable[[], Module], Tensor]] = {
+    "linear": (lambda: nn.Linear(3, 4), torch.randn(4, 3, dtype=F64)),
+    "conv": (
+        lambda: nn.Sequential(nn.Conv1d(2, 2, 2), nn.Flatten()),
+        torch.randn(4, 2, 3, dtype=F64),
+    ),
+    "embedding": (
+        lambda: nn.Sequential(nn.Embedding(5, 2), nn.Flatten()),
+        torch.randint(5, (4, 2)),
+    ),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("name", REDEFINED)
+def test_redefined_operations(name: str, layer: str) -> None:
+    """Whoever changes what a layer computes gets numbers for what it computes then."""
+    around, change, make = REDEFINED[name]
+    first, X = LAYERS[layer]
+    model = make(nn.Sequential(first(), nn.Tanh(), nn.Linear(4, 2)).to(F64))
+    each, X, y = X.split(1), change(X.clone()), torch.randint(2, (4,))
+    loss = nn.CrossEntropyLoss()
+    with around() as mode:
+        expected = loss(model(X), y)
+        expected.backward()
+        gradients = [p.grad.clone() for p in model.parameters()]
+        rows = [
+            torch.autograd.grad(loss(model(change(x)), y[n : n + 1]) / 4, params)
+            for n, x in enumerate(each)
+            for params in [[*model.parameters()]]
+        ]
+        output = model(X).detach()
+        jacobians = [
+            torch.stack([torch.autograd.grad(f, p, retain_graph=True)[0] for f in fs])
+            for p in model.parameters()
+            for fs in [model(X).flatten()]
+        ]
+        assert isinstance(extend(model), Module) and isinstance(extend(loss), Module)
+        for ext in ([BatchGrad(), DiagGGNExact()], [Variance()]):
+            model.zero_grad()
+            with backpack(*ext):
+                value = loss(model(X), y)
+                seen = getattr(mode, "seen", None)
+                value.backward()
+            for p, gradient in zip(model.parameters(), gradients):
+                oracle.assert_agrees(p.grad, gradient, "gradient")
+        assert seen is None or torch.overrides._get_current_function_mode() is mode
+    oracle.assert_agrees(value, expected, "loss")
+    probabilities = output.softmax(1)
+    for p, row, jacobian in zip(model.parameters(), zip(*rows), jacobians):
+        oracle.assert_agrees(p.grad_batch, torch.stack(row), "grad_batch")
+        J = jacobian.unflatten(0, (4, 2))
+        P = probabilities
+        H = (torch.diag_embed(P) - P[:, :, None] * P[:, None]) / 4
+        ggn = torch.einsum("nc...,ncd,nd...->...", J, H, J)
+        oracle.assert_agrees(p.diag_ggn_exact, ggn, "diag_ggn_exact")

@@ -278,8 +278,42 @@ def _methods(cls: type) -> tuple[str, ...]:
     return tuple(name for name in names - _SETUP if not name.startswith("__"))
 
 
+def _find_parts(base: type) -> list[tuple[Any, str, Any]]:
+    """List what a class of layers computes its output with: methods and functions.
+
+    Args:
+        base: The class.
+
+    Returns:
+        For each the owner, the name there, and what it is; ``None`` if that has been
+        replaced already.
+    """
+    parts: list[tuple[Any, str, Any]] = []
+    for name in _methods(base):
+        method = getattr(base, name)
+        parts.append((base, name, method))
+        code = getattr(method, "__code__", None)
+        used = () if code is None else code.co_names
+        if "F" in used:
+            found = {name: vars(functional).get(name) for name in used}
+            parts += [(functional, n, f) for n, f in found.items() if callable(f)]
+    return [
+        (owner, name, part if _is_own(part) else None) for owner, name, part in parts
+    ]
+
+
+def _is_own(part: Any) -> bool:
+    """Tell whether a method or function is PyTorch's or ours."""
+    module = getattr(part, "__module__", None) or "torch"  # built in
+    return module.split(".")[0] in ("torch", "backpack")
+
+
+# Whoever replaces one of these, for all layers, changes what they compute
+_PARTS = {base: _find_parts(base) for base in (*LAYERS, *LOSSES)}
+
+
 @lru_cache(maxsize=256)
-def _find_own(cls: type, losses: bool = False) -> tuple[Row | None, tuple[str, ...]]:
+def _find_own(cls: type, losses: bool = False) -> tuple[Row | None, Any, Any]:
     """Look up a class, unless it changes what its base computes.
 
     Args:
@@ -287,15 +321,16 @@ def _find_own(cls: type, losses: bool = False) -> tuple[Row | None, tuple[str, .
         losses: Whether to look among losses, or among layers. Default: ``False``.
 
     Returns:
-        Its row, or ``None``, and the methods that an instance must not change, either.
+        Its row, or ``None``, the methods that an instance must not change, either, and
+        what must be as it was when this package was imported.
     """
     table: Mapping[type, Row] = LOSSES if losses else LAYERS
     for base in cls.__mro__:
         if base in table:
             names = _methods(base)
             own = all(getattr(cls, name) is getattr(base, name) for name in names)
-            return (table[base] if own else None), names
-    return None, ()
+            return (table[base] if own else None), names, _PARTS[base]
+    return None, (), ()
 
 
 def find_row(module: Module, losses: bool = False) -> Row | None:
@@ -309,8 +344,13 @@ def find_row(module: Module, losses: bool = False) -> Row | None:
         Its row, or ``None`` where only the generic rule is right.
     """
     cls: Any = type(module)
-    row, names = _find_own(cls, losses)
-    return row if vars(module).keys().isdisjoint(names) else None
+    row, names, parts = _find_own(cls, losses)
+    if row is None or not vars(module).keys().isdisjoint(names):
+        return None
+    for owner, name, part in parts:
+        if getattr(owner, name) is not part:
+            return None
+    return row
 
 
 def find_row_or_generic(call: Any) -> Row:

@@ -32,7 +32,7 @@ from backpack.core.layout import FIRST, Mixed, Placement, spans
 from backpack.core.table import Row, find_loss, find_loss_module
 from backpack.engine.gaps import NESTED, Known, differ, explain
 from backpack.engine.graph import is_leaf, note_tangent
-from backpack.engine.layer_calls import note_use, row_of_call
+from backpack.engine.layer_calls import is_redefined, note_use, row_of_call
 from backpack.engine.placements import (
     Pass,
     mark_of,
@@ -333,7 +333,7 @@ def _remove_mode(tracker: Tracker) -> None:
             break
         above.append(mode)
     if tracker.context is not None:
-        above.append(tracker.context)
+        above.insert(len(above) - tracker.below, tracker.context)
     for mode in reversed(above):
         torch._C._push_on_torch_function_stack(mode)
 
@@ -371,7 +371,7 @@ def _record(
         edges = _edges(outputs, constant)
     call = frame.call
     call.finish(module, args, kwargs, outputs, edges, _parameters(module, args, frame))
-    if _comes_late(module):
+    if _comes_late(module) or frame.row is None and is_redefined(call):
         call.is_altered = True
     if not isinstance(module, NO_OPS):
         call.store(raw=False)

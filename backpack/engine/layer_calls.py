@@ -26,7 +26,7 @@ from backpack.engine.record import Call
 from backpack.engine.tracking import Tracker
 from backpack.engine.uses import Constant, Use
 from backpack.utils.module_classification import is_loss
-from backpack.utils.types import version_of
+from backpack.utils.types import are_redefined, is_redefining, version_of
 
 _AXES = {nn.Linear: (1, 1), nn.Embedding: (0, 1)}
 
@@ -55,7 +55,7 @@ def row_of_call(
     if row is None or kwargs or not args or not isinstance(args[0], Tensor):
         return None
     x = args[0]
-    if x.is_nested:
+    if x.is_nested or is_redefining() or are_redefined(args):
         return None
     if row.params == ():
         if tracker is not None or not _keeps_samples(module, x):
@@ -100,6 +100,18 @@ def _takes_samples(
     )
 
 
+def is_redefined(call: Call) -> bool:
+    """Tell whether a layer may have computed something else than its class says.
+
+    Args:
+        call: Record of its call.
+
+    Returns:
+        Whether a mode or a tensor's class can have changed it.
+    """
+    return is_redefining() or are_redefined((*call.inputs, *call.parameters.values()))
+
+
 def _is_plain(module: Module, row: Row) -> bool:
     """Tell whether all parameters are the layer's own, and none is computed."""
     own = module._parameters
@@ -107,7 +119,8 @@ def _is_plain(module: Module, row: Row) -> bool:
     if own.keys() != set(names) or set(module._modules.values()) - {None}:
         return False
     given = [p for p in own.values() if p is not None]
-    return not any([p.grad_fn is not None or p.is_complex() for p in given])
+    computed = any([p.grad_fn is not None or p.is_complex() for p in given])
+    return not (computed or are_redefined(given))
 
 
 # Their options, or an input with few axes, may make them act along axis 0

@@ -19,11 +19,10 @@ from torch.nn import Module
 from backpack.core.per_sample.base import Dense, PerSample
 from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.rows import Rows
-from backpack.engine.gaps import is_function
 from backpack.engine.graph import describe, is_leaf, leaves_behind, name_of, walk
 from backpack.engine.saved import SAVED, fetch
 from backpack.engine.uses import Constant, Use
-from backpack.engine.vjp import batched_vjp
+from backpack.engine.vjp import NO_SUM, NOT_LINEAR, batched_vjp, check_sums, is_users
 from backpack.utils.hooks import name_module, represent
 from backpack.utils.state import may_look, state
 from backpack.utils.types import as_type, full_precision
@@ -42,12 +41,6 @@ OTHER_SIZES = (
     "Parameters are shared by calls with different numbers of samples ({sizes}), so "
     "that individual gradients are not defined for {names}. Let each call have all "
     "samples, or give each one parameters of its own."
-)
-NOT_LINEAR = (
-    "The backward of {function} does not return multiples for multiples of a gradient "
-    "(it clips them, or takes their sign), so that gradients of individual samples do "
-    "not add up to that of {names}. Do this to the gradient of the batch, after the "
-    "backward pass."
 )
 SCALE = 2.0**10  # which changes no digit
 
@@ -181,11 +174,11 @@ class Group:
         params = [p for p in self.params if p in leaves or p.grad_fn is not None]
         inputs = [GradientEdge(leaves.get(p, p.grad_fn), p.output_nr) for p in params]
         pulled = batched_vjp(outputs, inputs, columns)
-        own = [node for node in nodes if is_function(node)]
-        own = [x for x in own if not x._forward_cls.__module__.startswith("torch.")]
+        own = [node for node in nodes if is_users(node)]
         if own:
             scaled = batched_vjp(outputs, inputs, [SCALE * x for x in columns])
-            self._check_linear(own, pulled, scaled)
+            sums = [x.sum((0, 1), keepdim=True) for x in columns]
+            self._check_linear(own, pulled, scaled, batched_vjp(outputs, inputs, sums))
         for param, products in zip(params, pulled):
             if products is not None:
                 _merge(found, param, Dense(products, param.shape))
@@ -195,15 +188,17 @@ class Group:
         functions: Sequence[Node],
         pulled: Sequence[Tensor | None],
         scaled: Sequence[Tensor | None],
+        added: Sequence[Tensor | None],
     ) -> None:
         """Refuse functions of parameters that clip gradients in their backward."""
+        what = NO_SUM.format(names=describe(self.params))
+        by = " and ".join(sorted(set(map(name_of, functions))))
+        check_sums(pulled, added, by, what)
         for x, y in zip(pulled, scaled):
             if x is None or y is None or not may_look(x, waits=True):
                 continue
             if not torch.allclose(SCALE * x, y, rtol=1e-2, equal_nan=True):
-                names = describe(self.params)
-                by = " and ".join(sorted(set(map(name_of, functions))))
-                raise NotImplementedError(NOT_LINEAR.format(function=by, names=names))
+                raise NotImplementedError(NOT_LINEAR.format(function=by, what=what))
 
 
 class ParameterTurn:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from functools import cache, partial
 from itertools import chain
+from operator import mul
 from typing import Any, Callable, Iterable, Iterator, Optional, Sequence
 
 import torch
@@ -23,15 +24,23 @@ from backpack.engine.columns import (
     find_gateway,
     identity_columns,
 )
-from backpack.engine.graph import Origin, Target, describe, targets_below, will_run
-from backpack.engine.parameters import Group
+from backpack.engine.graph import (
+    Origin,
+    Target,
+    describe,
+    name_of,
+    targets_below,
+    will_run,
+)
+from backpack.engine.parameters import SCALE, Group
 from backpack.engine.turn import EXTEND_LOSS, Turn, refuse_several_calls
 from backpack.engine.user_hooks import sees_gradients
 from backpack.engine.uses import Use, refuse
-from backpack.engine.vjp import pull
+from backpack.engine.vjp import check_sums, is_users, pull
 from backpack.utils.hooks import EXTENDED, message, name_module, without_hooks
 from backpack.utils.parallel import gathered, is_parallel
 
+NO_DERIVATIVE = "it is no derivative, which second-order quantities need"
 NOT_ONE_OUTPUT = (
     "{ext} starts at the output of an extended model, and expects one in a "
     "backward pass. Found: {found}. Extend the model as a whole, differentiate a "
@@ -162,6 +171,7 @@ class PullColumns:
         if isinstance(origin.placement, Mixed):
             what = f"what {name_module(loss.module)} is computed from"
             refuse(type(extensions[0]).__name__, origin.placement, what)
+        own = list(filter(is_users, self._running.inspection.nodes))
         size = _number_at_a_time(extensions, targets, groups)
         chunks = iter(columns(size))
         first, second = next(chunks), next(chunks, None)
@@ -169,7 +179,7 @@ class PullColumns:
         if second is not None:
             chunks = chain([second], chunks)
         elif alone and len(first) == 1 and not customized:
-            if self._carry(edge, first[0], list(groups), extensions):
+            if not own and self._carry(edge, first[0], list(groups), extensions):
                 return
         at_once: dict[Group, list[Any]] = {}
         keep: dict[Group, list[Any]] = {}
@@ -202,6 +212,14 @@ class PullColumns:
         for chunk in chain([first], chunks):
             last.clear()  # which keeps columns
             pulled = pull_chunk(chunk)
+            if own and not done:
+                names = " and ".join(sorted(set(map(name_of, own))))
+                factors = [-SCALE * (v + 1) for v in range(len(chunk))]
+                combined = sum(map(mul, factors, chunk))[None]
+                for owner, ys in pull_chunk(combined).items():
+                    each = [_scaled(x, factors) for x in pulled[owner]]
+                    sums = [None if y is None else y[None] for y in ys]
+                    check_sums(each, sums, names, NO_DERIVATIVE)
             done += len(chunk)
             if many and self._running.state.debug:
                 print(f"[DEBUG] {name_module(loss.module)}: pulled back {done} columns")
@@ -465,6 +483,11 @@ def _changed_by_hooks(module: Module) -> Module | None:
 
 def _listed(draw: Callable[[int], Iterable[Tensor]], size: int) -> list[Tensor]:
     return list(draw(size))
+
+
+def _scaled(x: Tensor | None, factors: list[float]) -> Tensor | None:
+    """Multiply each column with its factor, and put an axis behind."""
+    return None if x is None else torch.stack(list(map(mul, factors, x)))[:, None]
 
 
 def _number_at_a_time(

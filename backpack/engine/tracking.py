@@ -59,7 +59,7 @@ from backpack.engine.views import View, in_base, in_view, made_base
 from backpack.utils.compiling import is_indivisible, skipped, untraced
 from backpack.utils.hooks import modules_in
 from backpack.utils.state import state
-from backpack.utils.types import version_of
+from backpack.utils.types import are_redefined, version_of
 
 _SHAPELESS = {UninitializedParameter, UninitializedBuffer}  # of lazy layers
 
@@ -91,7 +91,7 @@ class Tracker(TorchFunctionMode):
         note_loss: Called with losses that are functions, their arguments and results.
         longer: Lengths of a result that say that samples are not on axis 0 of the
             first input, and what there is instead.
-        context: The mode whose place it takes: that of the context around it.
+        context, below: The mode that it replaces, and how many were below that.
     """
 
     def __init__(
@@ -117,6 +117,7 @@ class Tracker(TorchFunctionMode):
         self.note_loss: Callable = lambda *_: None
         self.longer: dict[int, str] = {}
         self.context: Any = None
+        self.below = 0
         self._given: set[int] | None = None  # computed tensors that are parameters
         self._marks: dict[int, Mark] = {}
         for i, (x, placement) in enumerate(inputs):
@@ -125,11 +126,16 @@ class Tracker(TorchFunctionMode):
                 self.place(x, placement)
 
     def __enter__(self) -> Tracker:
-        """Begin to watch, instead of a context's mode: it would see each operation."""
-        contexts = state().contexts
-        if contexts and _is_innermost(contexts[-1]):
-            self.context = torch._C._pop_torch_function_stack()
-        return super().__enter__()
+        """Begin to watch, below what changes operations, and instead of a context."""
+        contexts, size = state().contexts, torch._C._len_torch_function_stack()
+        above = [torch._C._pop_torch_function_stack() for _ in range(size)]
+        if contexts and contexts[-1] in above:  # which would see each operation
+            place = above.index(contexts[-1])
+            self.context, self.below = above.pop(place), size - 1 - place
+        super().__enter__()
+        for mode in reversed(above):
+            torch._C._push_on_torch_function_stack(mode)
+        return self
 
     def suspend(self) -> None:
         """Stop watching: a layer is called that is looked at as a whole."""
@@ -570,7 +576,8 @@ class Tracker(TorchFunctionMode):
         written_to_base = kind.writes and outs[0] is not args[0]
         if len(outs) == 1 and not written_to_base and not outs[0].is_complex():
             keys = [pair.key for pair in pairs]
-            operation = find_operation(func, args, kwargs, keys)
+            if not are_redefined((*args, *kwargs.values())):
+                operation = find_operation(func, args, kwargs, keys)
         if operation is not None and operation.data is not None:
             placement = self._finder.of(operation.data)
             if self.n > 1 and not operation.is_possible(placement):

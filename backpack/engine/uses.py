@@ -23,11 +23,18 @@ from backpack.core.operations import Operation
 from backpack.core.per_sample.base import Dense, PerSample
 from backpack.core.per_sample.sums import chunks
 from backpack.engine.saved import Saved, fetch
-from backpack.engine.vjp import batched_vjp, only_through
+from backpack.engine.vjp import (
+    NO_SUM,
+    batched_vjp,
+    check_sums,
+    is_users,
+    only_through,
+)
 from backpack.utils.compiling import skipped
 from backpack.utils.hooks import name_module, without_hooks
 from backpack.utils.parallel import is_in_place
 from backpack.utils.state import may_look, state
+from backpack.utils.types import are_redefined
 
 ENTRIES = "backpack.entries"  # where a node of the graph keeps what ends in it
 LISTENS = "backpack.listens"  # where it keeps the hook by which that has a turn
@@ -194,7 +201,14 @@ def alias_of(x: Tensor) -> Tensor:
     Returns:
         A view, or a copy where there are none.
     """
-    return x[...] if has_views(x) else x.clone()
+    if not are_redefined((x,)):
+        return x[...] if has_views(x) else x.clone()
+    with torch._C.DisableTorchFunctionSubclass():
+        alias = x.view_as(x)
+        if type(alias) is not type(x):
+            alias = alias.as_subclass(type(x))
+            vars(alias).update(vars(x))
+    return alias
 
 
 def is_whole(view: Tensor, operands: Sequence[Tensor]) -> bool:
@@ -447,16 +461,20 @@ class Use:
             if known is None:
                 found.append(None)
                 continue
+            shapes = [(len(known), n.stop - n.start, *constant.shape) for n in steps]
             filled = [  # some samples may have no path
-                (
-                    known.new_zeros(len(known), n.stop - n.start, *constant.shape)
-                    if x is None
-                    else x
-                )
-                for x, n in zip(pieces, steps)
+                known.new_zeros(shape) if x is None else x
+                for x, shape in zip(pieces, shapes)
             ]
             products = filled[0] if len(filled) == 1 else torch.cat(filled, 1)
             found.append(Dense(products, constant.shape))
+        if self.is_function and is_users(edges[0].node):
+            whole = [y.sum(0)[None, None] for y in cotangents if y is not None]
+            with without_hooks(self.tensors()), only_through(edges[0].node):
+                sums = batched_vjp(edges, stand_ins, whole)
+            what = NO_SUM.format(names=f"what {self.describe()} takes")
+            each = [x and x.individual() for x in found]
+            check_sums(each, sums, f"`{self.name}`", what)
         return found
 
 

@@ -8,9 +8,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from backpack.utils.state import state
+from backpack.utils.state import may_look, state
 from backpack.utils.types import dense
 
+NOT_LINEAR = (
+    "The backward of {function} does not return multiples for multiples of a gradient, "
+    "or sums for sums (it clips them, takes their sign or keeps the largest), so that "
+    "{what}. Do this to the gradient of the batch, after the backward pass."
+)
+NO_SUM = "gradients of individual samples do not add up to that of {names}"
 # Keeps the graph; `None` where there is no path
 pull = partial(torch.autograd.grad, retain_graph=True, allow_unused=True)
 
@@ -70,6 +76,46 @@ def batched_vjp(
             except RuntimeError:  # not every operation can be vmapped
                 found = _one_by_one(pull_back, flat)
     return [None if x is None else dense(x).unflatten(0, tuple(sizes)) for x in found]
+
+
+def is_users(node: Node) -> bool:
+    """Tell whether a node is that of a function of a user, whose backward may be any.
+
+    Args:
+        node: The node.
+
+    Returns:
+        Whether it is.
+    """
+    own = isinstance(node, torch.autograd.function.BackwardCFunction)
+    return own and not node._forward_cls.__module__.startswith("torch.")
+
+
+def check_sums(
+    products: Sequence[Optional[Tensor]],
+    totals: Sequence[Optional[Tensor]],
+    function: str,
+    what: str,
+) -> None:
+    """Refuse a function of a user whose backward is not linear.
+
+    Args:
+        products: Products ``[V, N, *]`` of columns.
+        totals: Those of the sum of all columns, ``[1, 1, *]``.
+        function: Name of the function.
+        what: What is not defined.
+
+    Raises:
+        NotImplementedError: If products do not sum to that of the sum.
+    """
+    for x, y in zip(products, totals):
+        if x is None or y is None or not (x.numel() and may_look(x, waits=True)):
+            continue
+        size, error = x.abs().sum((0, 1)), (x.sum((0, 1)) - y[0, 0]).abs()
+        small = error <= 1e-2 * size + 1e-3 * size.max()
+        if not small.all() and size.isfinite().all():
+            text = NOT_LINEAR.format(function=function, what=what)
+            raise NotImplementedError(text)
 
 
 def _one_by_one(

@@ -1,9 +1,11 @@
 """Types of numbers, and conversions that cost next to nothing where there are none."""
 
-from typing import Any, Callable, Dict, Literal, Optional, Tuple
+from functools import lru_cache
+from typing import Any, Callable, Dict, Iterable, Literal, Optional, Tuple
 
 import torch
 from torch import Generator, Tensor
+from torch.nn import Parameter
 
 # A module whose class its rule knows, with `input0`, …, `output` of its call
 Layer = Any
@@ -40,6 +42,45 @@ def as_type(value: Any, dtype: torch.dtype) -> Any:
     """
     differs = isinstance(value, Tensor) and value.dtype != dtype
     return value.to(dtype) if differs and value.is_floating_point() else value
+
+
+@lru_cache(maxsize=256)
+def _has_own_meaning(cls: Any) -> bool:
+    own = getattr(cls.__torch_function__, "__func__", cls.__torch_function__)
+    usual = getattr(Tensor.__torch_function__, "__func__", None)
+    ours = usual, torch._C._disabled_torch_function_impl
+    return own not in ours and cls.__module__.split(".")[0] not in _NO_MEANING
+
+
+# Tensors that say more than numbers, and modes that change no operation on data
+_NO_MEANING = ("torch", "torchvision")
+_NO_CHANGE = ("torch", "backpack")
+
+
+def is_redefining() -> bool:
+    """Tell whether a mode is active that may change what operations do."""
+    for i in range(torch._C._len_torch_function_stack()):
+        mode = type(torch._C._get_function_stack_at(i))
+        if mode.__module__.split(".")[0] not in _NO_CHANGE:
+            return True
+    return False
+
+
+def are_redefined(values: Iterable[Any]) -> bool:
+    """Tell whether operations on some tensors may do something else than usual.
+
+    Args:
+        values: Operands; what is no tensor does not matter.
+
+    Returns:
+        Whether one is of a subclass of tensors with a ``__torch_function__``.
+    """
+    for x in values:
+        cls: Any = type(x)
+        if cls is not Tensor and cls is not Parameter and isinstance(x, Tensor):
+            if _has_own_meaning(cls):
+                return True
+    return False
 
 
 def dense(x: Tensor) -> Tensor:

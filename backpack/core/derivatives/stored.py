@@ -2,11 +2,13 @@
 
 from collections import OrderedDict, deque
 from copy import copy
+from functools import partial
+from math import nan
 from operator import attrgetter
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
-from torch import Generator, Tensor, enable_grad
+from torch import Generator, Tensor, enable_grad, float64
 from torch.func import functional_call
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
@@ -31,7 +33,7 @@ NOT_REPEATED = (
     "extension for it."
 )
 NAMED = "_backpack_named"
-"""Attribute of modules, with the names of the last inputs, if they were given by name."""
+"""Attribute of modules, for the names of the last inputs that were given by name."""
 _CONTAINERS = (list, dict, set, deque, OrderedDict)
 _INTERNAL = frozenset(vars(Module()))
 OVERWRITTEN = "_backpack_overwritten"
@@ -266,7 +268,10 @@ class _OwnGenerators(TorchFunctionMode):
 
 
 def repeat(
-    module: Layer, inputs: Sequence[Any], scratch: Optional[Module] = None, **own: Any
+    module: Layer,
+    inputs: Sequence[Any],
+    scratch: Optional[Module] = None,
+    own: Optional[Dict[str, Tensor]] = None,
 ) -> Tensor:
     """Repeat a module's forward pass.
 
@@ -289,49 +294,80 @@ def repeat(
     """
     args, kwargs = by_name(module, inputs)
     scratch = scratch_copy(module) if scratch is None else scratch
+    if own:
+        run = partial(functional_call, scratch, own, args, kwargs)
+    else:
+        run = partial(scratch.forward, *args, **kwargs)
     if is_traced():
-        return checked(module, functional_call(scratch, own, args, kwargs))
-    before, random = list(_numbers(scratch)), _random_state(module)
+        return checked(module, run())
+    before, random = _numbers(scratch), _random_state(module)
     with _OwnGenerators() as drawing:
-        if own:
-            output = functional_call(scratch, own, args, kwargs)
-        else:
-            output = scratch.forward(*args, **kwargs)
+        output = run()
     drew = not torch.equal(random, _random_state(module))
     if drew:
         _set_random_state(module, random)
-    if drawing.drew or drew or not _are_same(before, list(_numbers(scratch))):
+    if drawing.drew or drew or _is_stateful(scratch, before, args, kwargs):
         raise RuntimeError(message(NOT_REPEATED, module=module))
     return checked(module, output)
 
 
-def _numbers(module: Module) -> Iterator[Any]:
-    """List the numbers that a module keeps, other than layers of PyTorch.
+def _numbers(module: Module) -> Dict[Tuple[Module, str], Any]:
+    """Collect the numbers that a module keeps, other than layers of PyTorch.
 
-    Yields:
-        Numbers, and copies of buffers.
+    Args:
+        module: The module.
+
+    Returns:
+        Numbers, and copies of buffers, by their owner and name.
     """
+    found: Dict[Tuple[Module, str], Any] = {}
     for part in module.modules():
         if not type(part).__module__.startswith("torch.nn."):
-            yield from (x for x in vars(part).values() if isinstance(x, (int, float)))
-            buffers = part._buffers.values()
-            yield from (x.detach().clone() for x in buffers if x is not None)
+            for name, x in vars(part).items():
+                if isinstance(x, (int, float)):
+                    found[part, name] = x
+            for name, x in part._buffers.items():
+                if x is not None:
+                    found[part, name] = x.detach().clone()
+    return found
 
 
-def _are_same(before: List[Any], after: List[Any]) -> bool:
-    """Tell whether numbers have not changed."""
-    if len(before) != len(after):
+def _is_stateful(
+    scratch: Module, before: Dict[Tuple[Module, str], Any], args: Any, kwargs: Any
+) -> bool:
+    """Tell whether a forward pass may depend on what it has changed.
+
+    Args:
+        scratch: Copy of a module, after a forward pass.
+        before: What the numbers were before.
+        args: Positional arguments of the forward pass.
+        kwargs: Keyword arguments.
+
+    Returns:
+        Whether a number has changed, or a buffer that the output depends on: NaN in its
+        place shows it through factors of zero.
+    """
+    after = _numbers(scratch)
+    changed = [key for key, x in after.items() if not _is_same(before.get(key), x)]
+    if not changed:
         return False
-    for x, y in zip(before, after):
-        if isinstance(x, Tensor) and isinstance(y, Tensor):
-            same = x.dtype == y.dtype and x.shape == y.shape
-            if not same or x.is_floating_point() and not is_repetition(y, x):
-                return False
-            if not x.is_floating_point() and not torch.equal(x, y):
-                return False
-        elif x != y:
-            return False
-    return True
+    for part, name in changed:
+        if name not in part._buffers:
+            return True
+        part._buffers[name] = torch.full_like(after[part, name], nan, dtype=float64)
+    try:
+        with torch.no_grad():
+            return bool(first_tensor(scratch.forward(*args, **kwargs)).isnan().any())
+    except Exception:  # NaN is no index
+        return True
+
+
+def _is_same(x: Any, y: Any) -> bool:
+    if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
+        return type(x) is type(y) and x == y
+    if x.dtype != y.dtype or x.shape != y.shape:
+        return False
+    return is_repetition(y, x) if x.is_floating_point() else torch.equal(x, y)
 
 
 def _random_state(module: Layer) -> Tensor:
@@ -396,4 +432,4 @@ def evaluate_parameter(
     else:
         inputs[position] = param
     with enable_grad(), disable():
-        return param, repeat(module, inputs, **own)
+        return param, repeat(module, inputs, own=own)

@@ -45,6 +45,7 @@ from backpack.engine.placements import (
     mark_of,
     may_be_shared,
 )
+from backpack.engine.summands import Summands
 from backpack.engine.trials import Performed
 from backpack.engine.user_hooks import SEEN, guard
 from backpack.engine.uses import (
@@ -113,6 +114,7 @@ class Tracker(TorchFunctionMode):
         self.suspended = self._is_off = False
         self.owner: Any = None
         self._finder = Finder(n, self.key, keeps_met)
+        self._summands = Summands(n, self._finder)
         self.root: Callable[[], Any] | None = None
         self.note_loss: Callable = lambda *_: None
         self.longer: dict[int, str] = {}
@@ -396,6 +398,9 @@ class Tracker(TorchFunctionMode):
                 )
             elif kind.is_loss and out.grad_fn is not None and not out.dim():
                 self.note_loss(func, args, kwargs, out)
+            if type(placements[0]) is Mixed and not kind.writes:
+                done = Performed(func, name, args, kwargs, outs, data)
+                self._summands.note(done, key)
         return out
 
     def _is_term(self, name: str, data: list[Tensor], constants: list[Tensor]) -> bool:
@@ -403,11 +408,10 @@ class Tracker(TorchFunctionMode):
 
         It belongs to no sample, like a regularizer outside of the model.
         """
-        return (
-            name in _ADDS
-            and not any(x.dim() for x in (*data, *constants))
-            and all(isinstance(self._finder.of(x), Mixed) for x in data)
-        )
+        if name not in _ADDS or all(map(self._summands.is_known, data)):
+            return name in _ADDS
+        met = all(isinstance(self._finder.of(x), Mixed) for x in data)
+        return met and not any(x.dim() for x in (*data, *constants))
 
     def _place_results(
         self,
@@ -571,6 +575,9 @@ class Tracker(TorchFunctionMode):
         if len(outs) == 1 and not written_to_base and not outs[0].is_complex():
             keys = [pair.key for pair in pairs]
             operation = find_operation(func, args, kwargs, keys)
+            if type(both[0][1]) is Mixed and len(keys) == 1:
+                found = self._summands.operation(kind.name, args, kwargs, *keys)
+                operation = found or operation
         if operation is not None and operation.data is not None:
             placement = self._finder.of(operation.data)
             if self.n > 1 and not operation.is_possible(placement):

@@ -259,6 +259,28 @@ def test_traced(network: str, names: List[str]):
     compare(step, step.traced(*exts), exts)
 
 
+class Weighted(Module):
+    """A model that computes its loss, with a factor of its own."""
+
+    def __init__(self):
+        """Make the model and the factor."""
+        super().__init__()
+        self.layer, self.factor = nn.Linear(6, 4), nn.Parameter(torch.ones(()))
+
+    def forward(self, X: Tensor, y: Tensor) -> Tensor:
+        """Compute the loss."""
+        return self.factor.exp() * nn.functional.cross_entropy(self.layer(X), y)
+
+
+def test_learned_factor():
+    """What samples contribute to a mean is computed anew, and nothing waits for it."""
+    step, exts = Step(), [make("BatchGrad"), make("BatchL2Grad")]
+    step.model = step.closure = extend(randomize(Weighted().to(F64)))
+    compare(step, step.traced(*exts), exts)
+    with NoWaiting():
+        step.plain(*exts)
+
+
 # Sampled ones alone: the compiler changes the order of draws. Eigenvectors of singular
 # factors are whatever rounding makes of them: those of `EKFAC` are compared above.
 COMPILED = [["BatchGrad", "DiagGGNExact"]]

@@ -760,6 +760,231 @@ def test_several_losses(name: str, t: int) -> None:
     assert_right(SEVERAL[name].row(t))
 
 
+def errors(f: Tensor) -> Tensor:
+    """Return squared errors, a sum for each sample."""
+    return (f - real(f)).square().flatten(1).sum(1)
+
+
+def surprises(f: Tensor, **options: Any) -> Tensor:
+    """Return cross-entropies, a sum for each sample."""
+    return F.cross_entropy(f.mT, labels(f), reduction="none", **options).sum(1)
+
+
+def both(f: Tensor) -> Tuple[Tensor, Tensor]:
+    """Return two losses."""
+    return F.mse_loss(f, real(f)), F.cross_entropy(f.mT, labels(f))
+
+
+def shares(f: Tensor) -> Tuple[Tensor, Tensor]:
+    """Return what samples contribute to both."""
+    return errors(f) / f.numel(), surprises(f) / f[..., 0].numel()
+
+
+def weights_in(f: Tensor) -> Tensor:
+    """Return the sum of the weights of all classes but the second."""
+    return WEIGHT[labels(f)].sum() - WEIGHT[1] * (labels(f) == 1).sum()
+
+
+IGNORING = {"weight": WEIGHT, "ignore_index": 1}
+# Losses that a model weighs with parameters `s` [2], and the summands of samples
+LEARNED: Dict[str, Tuple[Callable, Callable]] = {
+    "uncertainty": (
+        lambda s, f: (-s[0]).exp() * F.mse_loss(f, real(f)) + s[0],
+        lambda s, f: (-s[0]).exp() * shares(f)[0],
+    ),
+    "standard-deviation": (
+        lambda s, f: both(f)[0] / (2 * s[1] ** 2) + s[1].log(),
+        lambda s, f: shares(f)[0] / (2 * s[1] ** 2),
+    ),
+    "mixture": (
+        lambda s, f: s[1] * both(f)[0] + (1 - s[1]) * both(f)[1],
+        lambda s, f: s[1] * shares(f)[0] + (1 - s[1]) * shares(f)[1],
+    ),
+    "sum-of-list": (
+        lambda s, f: sum((-c).exp() * x + c for c, x in zip(s, both(f))),
+        lambda s, f: sum((-c).exp() * x for c, x in zip(s, shares(f))),
+    ),
+    "stacked-terms": (
+        lambda s, f: torch.stack(
+            [(-c).exp() * x + c for c, x in zip(s, both(f))]
+        ).mean(),
+        lambda s, f: sum((-c).exp() * x / 2 for c, x in zip(s, shares(f))),
+    ),
+    "vector": (
+        lambda s, f: ((-s).exp() * torch.stack(both(f)) + s).sum(),
+        lambda s, f: sum((-c).exp() * x for c, x in zip(s, shares(f))),
+    ),
+    "vector-entries": (
+        lambda s, f: (lambda x: s[0] * x[1] + x[0] / s[1])(torch.stack(both(f))),
+        lambda s, f: s[0] * shares(f)[1] + shares(f)[0] / s[1],
+    ),
+    "mean-of-each-class": (
+        lambda s, f: (s[:1] * (f - real(f)).square().mean((0, 1)) + s[1]).sum(),
+        lambda s, f: s[0] * errors(f) / f[..., 0].numel(),
+    ),
+    "twice": (
+        lambda s, f: -(s[0] * (both(f)[0] / 3 - 2 * both(f)[1]) * s[1]),
+        lambda s, f: -s[0] * s[1] * (shares(f)[0] / 3 - 2 * shares(f)[1]),
+    ),
+    "module": (
+        lambda s, f: nn.MSELoss(reduction="sum")(f, real(f)) * s[0],
+        lambda s, f: s[0] * errors(f),
+    ),
+    "by-hand": (
+        lambda s, f: s[0] * (f - real(f)).square().sum() + s[1] * f.sin().mean(),
+        lambda s, f: s[0] * errors(f) + s[1] * f.sin().flatten(1).sum(1) / f.numel(),
+    ),
+    "classes-with-weights": (
+        lambda s, f: s[0] * F.cross_entropy(f.mT, labels(f), **IGNORING),
+        lambda s, f: s[0] * surprises(f, **IGNORING) / weights_in(f),
+    ),
+    "smoothed": (
+        lambda s, f: F.cross_entropy(
+            f.flatten(0, 1), labels(f).flatten(), **IGNORING, label_smoothing=0.2
+        ).div(s[1]),
+        lambda s, f: surprises(f, **IGNORING, label_smoothing=0.2)
+        / weights_in(f)
+        / s[1],
+    ),
+    "likelihood": (
+        lambda s, f: s[0] * F.nll_loss(unbatched(f), labels(f).T.flatten(), **IGNORING),
+        lambda s, f: s[0]
+        * F.nll_loss(f.mT, labels(f), **IGNORING, reduction="none").sum(1)
+        / weights_in(f),
+    ),
+    "probabilities": (
+        lambda s, f: s[0] * F.cross_entropy(f.mT, soft(f).mT, WEIGHT),
+        lambda s, f: s[0]
+        * F.cross_entropy(f.mT, soft(f).mT, WEIGHT, reduction="none").sum(1)
+        / f[..., 0].numel(),
+    ),
+    "divergence": (
+        lambda s, f: s[0] * F.kl_div(f.log_softmax(-1), soft(f), reduction="batchmean"),
+        lambda s, f: s[0]
+        * F.kl_div(f.log_softmax(-1), soft(f), reduction="none").sum((1, 2))
+        / len(f),
+    ),
+    "picked": (  # uneven, and as many rows as samples
+        lambda s, f: s[0] * F.mse_loss(f[spread(f, N)], real(f)[spread(f, N)]),
+        lambda s, f: s[0]
+        * ((f - real(f)).square().sum(2) * spread(f, N)).sum(1)
+        / (N * f.shape[2]),
+    ),
+    "penalty": (
+        lambda s, f: both(f)[0] * s.square().sum(),
+        lambda s, f: shares(f)[0] * s.square().sum(),
+    ),
+}
+
+
+def weighing(function: Callable) -> Module:
+    """Make a model that computes its loss, with factors of its own."""
+    torch.manual_seed(0)
+    parts = {"token": nn.Embedding(5, 4), "head": nn.Linear(4, C)}
+    model = Lambda(lambda m, i: function(m.s, m.predict(i)), **parts)
+    model.s = nn.Parameter(torch.tensor([0.7, 1.3]))
+    model.predict = lambda i: model.head(model.token(i).cumsum(1))
+    return model.to(F64)
+
+
+@pytest.mark.parametrize("t", LENGTHS)
+@pytest.mark.parametrize("name", LEARNED)
+def test_learned_factor(name: str, t: int) -> None:
+    """A factor of a mean has the gradient of what each sample contributes to that."""
+    function, summands = LEARNED[name]
+    model, X = weighing(function), tokens(t)()
+    params, terms = parameters(model), summands(model.s, model.predict(*X))
+    rows = [
+        torch.autograd.grad(x, list(params.values()), retain_graph=True) for x in terms
+    ]
+    total = torch.autograd.grad(model(*X), list(params.values()))
+    quantities = "BatchGrad BatchL2Grad SumGradSquared Variance BatchDotGrad".split()
+    exts = [getattr(extensions, quantity)() for quantity in quantities]
+    with warnings.catch_warnings(), backpack(*exts):
+        warnings.filterwarnings("ignore", "(?s).*belong to no sample")
+        extend(model)(*X).backward()
+    for (param_name, param), parts, gradient in zip(params.items(), zip(*rows), total):
+        assert_agrees(param.grad, gradient, f"gradient of {param_name}")
+        for quantity in quantities:
+            field, share, _ = QUANTITIES[quantity]
+            expected = share(torch.stack(parts))
+            assert_agrees(getattr(param, field), expected, f"{field} of {param_name}")
+
+
+def overwritten(s: Tensor, f: Tensor) -> Tensor:
+    """Let something else stand where a sum was formed of."""
+    x = 1 * f
+    total = x.sum()
+    x.detach().zero_()
+    return s[0] * total
+
+
+NO_SUMS: Dict[str, Callable] = {
+    "root": lambda s, f: both(f)[0].sqrt() * s[0],
+    "product": lambda s, f: both(f)[0] * both(f)[0] * s[0],
+    "quotient": lambda s, f: s[0] / both(f)[0],
+    "rounded": lambda s, f: both(f)[0].div(0.1, rounding_mode="floor") * s[0],
+    "power": lambda s, f: both(f)[0] ** s[0],
+    "clamped": lambda s, f: both(f)[0].clamp(max=1.0) * s[0],
+    "shifted": lambda s, f: s[0] * (both(f)[0] + 0.5),
+    "shifted-by-parameter": lambda s, f: s[0] * (both(f)[0] + s[1]),
+    "stacked-with-a-constant": lambda s, f: (
+        s * torch.stack([both(f)[0], torch.ones(())])
+    ).sum(),
+    "in-place": lambda s, f: s[0] * both(f)[0].mul_(2.0).add_(1.0),
+    "of-nobody": lambda s, f: s[0] * torch.cat([f, torch.ones_like(f[:1])]).mean(),
+    "overwritten": overwritten,
+    "square-of-means": lambda s, f: (s[0] * f.mean((0, 1))).square().sum(),
+}
+
+
+@pytest.mark.parametrize("t", LENGTHS)
+@pytest.mark.parametrize("name", NO_SUMS)
+def test_factor_of_no_sum(name: str, t: int) -> None:
+    """A factor of what is no sum of samples' terms is refused, by name."""
+    model = extend(weighing(NO_SUMS[name]))
+    value = model(*tokens(t)())
+    with pytest.raises(NotImplementedError, match="have met in|where extensions can't"):
+        with backpack(extensions.BatchGrad()):
+            value.backward()
+
+
+# The same in an extended loss, of a prediction and factors `s`; and their summands
+IN_LOSSES: Dict[str, Tuple[Callable, Callable]] = {
+    "uncertainty": LEARNED["uncertainty"],
+    "penalty-of-temperature": (
+        lambda s, f: F.mse_loss(f * s[0], real(f)) + 0.1 * s.square().sum(),
+        lambda s, f: (f * s[0] - real(f)).square().flatten(1).sum(1) / f.numel(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_LOSSES)
+def test_learned_factor_in_loss(name: str) -> None:
+    """A loss module may have factors, and terms that belong to no sample."""
+    function, summands = IN_LOSSES[name]
+    model, X = language_model().to(F64), tokens(3)()
+    loss = Lambda(lambda m, f: function(m.s, f), s=nn.Parameter(torch.rand(2))).to(F64)
+    params = [*model.parameters(), *loss.parameters()]
+    terms = summands(loss.s, model(*X))
+    rows = [torch.autograd.grad(x, params, retain_graph=True) for x in terms]
+    model, loss = extend(model), extend(loss)
+    with pytest.warns(UserWarning, match="belong to no sample"):
+        with backpack(extensions.BatchGrad()):
+            loss(model(*X)).backward()
+    for param, parts in zip(params, zip(*rows)):
+        assert_agrees(param.grad_batch, torch.stack(parts), "individual gradients")
+
+
+def test_curvature_of_learned_factor() -> None:
+    """The GGN is that of a prediction, which a factor behind the loss has none of."""
+    model = extend(weighing(LEARNED["mixture"][0]))
+    value = model(*tokens(3)())
+    with pytest.raises(NotImplementedError, match="'s' of"):
+        with backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+            value.backward()
+
+
 ONE_NUMBER: Dict[str, Tuple[Callable[..., Module], Tensor]] = {
     "mse": (nn.MSELoss, torch.tensor([[0.5]], dtype=F64)),
     "cross-entropy": (nn.CrossEntropyLoss, torch.tensor([1])),

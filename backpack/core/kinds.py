@@ -32,9 +32,10 @@ class Operation(ABC):
         data: The operand that holds samples.
         keys: Which arguments the rule covers.
         takes_all: Whether it takes the cotangents of several outputs, in a list.
+        adds_up: Whether its result, in which samples have met, is a sum of theirs.
     """
 
-    takes_all = False
+    takes_all = adds_up = False
 
     def __init__(self, data: Tensor | None, keys: Sequence[Key]):
         """Store the operand.
@@ -338,6 +339,18 @@ class Broadcast(Operation):
             return Summed(b.reshape(len(b), n, -1, shape[0]), shape)
         b = b.sum(sums) if sums else b
         return Dense(b.reshape(len(b), n, *shape), shape)
+
+
+class AddedUp(Broadcast):
+    """``x * c`` for a sum ``x`` of what samples contribute: `data`, ``[N, *]``."""
+
+    adds_up = True
+
+    def product(
+        self, key: Key, shape: torch.Size, cotangents: Tensor, out: Placement, n: int
+    ) -> PerSample | None:  # noqa: D102
+        each = cotangents.unsqueeze(1).expand(-1, n, *cotangents.shape[1:])
+        return super().product(key, shape, each, FIRST, n)
 
 
 def _at_the_end(x: Tensor, axes: Sequence[int]) -> Tensor:

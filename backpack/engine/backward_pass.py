@@ -130,6 +130,7 @@ class BackwardPass:
         exts = current.active_exts
         plain = [x for x in exts if not x.expects_backpropagation_quantities()]
         self._needs_gradients = current.check or bool(plain)
+        self._is_first_order = len(plain) == len(exts)
         self.is_shared = is_shared()
         self.terms: list[str] = []
         self._is_filtered = inputs is None
@@ -348,6 +349,7 @@ class BackwardPass:
             raise RuntimeError(text)
         self.gradients[use] = [None if g is None else g.unsqueeze(0) for g in g_out]
         separate = all([type(place) is Layout for place in use.placements])
+        separate = separate or use.adds_up and self._is_first_order
         if groups and self._separating and not separate:
             self._check_use(use, groups)
         for group in list(groups):

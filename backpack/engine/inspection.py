@@ -27,7 +27,7 @@ from backpack.engine.uses import ENTRIES, Together, Use, is_noted
 from backpack.utils.module_classification import is_loss
 
 # Nodes through which a sum of terms can be followed
-_ADDITIVE = ("AddBackward0", "SubBackward0", "NegBackward0", "SumBackward0")
+_ADDITIVE = tuple(f"{name}Backward0" for name in "Add Sub Neg Sum Stack".split())
 _SCALING = ("MulBackward0", "DivBackward0")
 _OF_ONE_NUMBER = (
     "ViewBackward0 ReshapeAliasBackward0 UnsqueezeBackward0 SqueezeBackward0 "
@@ -210,7 +210,7 @@ class Inspection:
         """Nodes of the terms that data enter, without those of a regularizer."""
         terms = [
             term
-            for term in additive_terms(self.roots)[0]
+            for term in additive_terms(self.roots, True, of_numbers=False)[0]
             if any(
                 e.owner.is_use or e.owner.is_loss
                 for node in walk([term])
@@ -360,13 +360,15 @@ def operation_name(met: Mixed) -> str:
 
 
 def additive_terms(
-    roots: Sequence[GradientEdge], through_losses: bool = False
+    roots: Sequence[GradientEdge], through_losses: bool = False, of_numbers: bool = True
 ) -> tuple[list[Node], list[Node]]:
     """Split what is differentiated into the terms of a sum.
 
     Args:
         roots: Where the backward pass begins.
         through_losses: Whether to look into extended losses. Default: ``False``.
+        of_numbers: Whether to go through any function of numbers there. Default:
+            ``True``.
 
     Returns:
         Nodes of the terms, and those that add them up.
@@ -391,8 +393,14 @@ def additive_terms(
         is_loss = is_loss and not through_losses
         if len(parents) == 1 and name in _OF_ONE_NUMBER:
             single = torch.Size(node._input_metadata[0].shape).numel() == 1
-        if through_losses and parents and is_scalar(node):
+        if through_losses and of_numbers and parents and is_scalar(node):
             single = single or all(map(is_scalar, parents))
+        if through_losses and parents:
+            uses = [e.owner for e in entries_of(node) if e.owner.is_use]
+            single = single or any(use.adds_up for use in uses)
+            single = (
+                single or name == "MeanBackward0" and MEETING in parents[0].metadata
+            )
         if (name in _ADDITIVE or single or joins) and not is_loss:
             passed.append(node)
             queue.extend(edges)

@@ -45,6 +45,7 @@ from backpack.engine.placements import (
     mark_of,
     may_be_shared,
 )
+from backpack.engine.summands import Summands
 from backpack.engine.trials import Performed
 from backpack.engine.user_hooks import SEEN, guard
 from backpack.engine.uses import (
@@ -59,7 +60,7 @@ from backpack.engine.views import View, in_base, in_view, made_base
 from backpack.utils.compiling import is_indivisible, skipped, untraced
 from backpack.utils.hooks import modules_in
 from backpack.utils.state import state
-from backpack.utils.types import are_redefined, version_of
+from backpack.utils.types import are_redefined, is_innermost, version_of
 
 _SHAPELESS = {UninitializedParameter, UninitializedBuffer}  # of lazy layers
 
@@ -113,6 +114,7 @@ class Tracker(TorchFunctionMode):
         self.suspended = self._is_off = False
         self.owner: Any = None
         self._finder = Finder(n, self.key, keeps_met)
+        self._summands = Summands(n, self._finder)
         self.root: Callable[[], Any] | None = None
         self.note_loss: Callable = lambda *_: None
         self.longer: dict[int, str] = {}
@@ -139,7 +141,7 @@ class Tracker(TorchFunctionMode):
 
     def suspend(self) -> None:
         """Stop watching: a layer is called that is looked at as a whole."""
-        self.suspended, self._is_off = True, _is_innermost(self)
+        self.suspended, self._is_off = True, is_innermost(self)
         if self._is_off:  # what is not on the stack costs nothing
             torch._C._pop_torch_function_stack()
 
@@ -402,6 +404,9 @@ class Tracker(TorchFunctionMode):
                 )
             elif kind.is_loss and out.grad_fn is not None and not out.dim():
                 self.note_loss(func, args, kwargs, out)
+            if type(placements[0]) is Mixed and not kind.writes:
+                done = Performed(func, name, args, kwargs, outs, data)
+                self._summands.note(done, key)
         return out
 
     def _is_term(self, name: str, data: list[Tensor], constants: list[Tensor]) -> bool:
@@ -409,11 +414,10 @@ class Tracker(TorchFunctionMode):
 
         It belongs to no sample, like a regularizer outside of the model.
         """
-        return (
-            name in _ADDS
-            and not any(x.dim() for x in (*data, *constants))
-            and all(isinstance(self._finder.of(x), Mixed) for x in data)
-        )
+        if name not in _ADDS or all(map(self._summands.is_known, data)):
+            return name in _ADDS
+        met = all(isinstance(self._finder.of(x), Mixed) for x in data)
+        return met and not any(x.dim() for x in (*data, *constants))
 
     def _place_results(
         self,
@@ -577,7 +581,8 @@ class Tracker(TorchFunctionMode):
         if len(outs) == 1 and not written_to_base and not outs[0].is_complex():
             keys = [pair.key for pair in pairs]
             if not are_redefined((*args, *kwargs.values())):
-                operation = find_operation(func, args, kwargs, keys)
+                operation = self._summands.operation(kind.name, args, kwargs, keys)
+                operation = operation or find_operation(func, args, kwargs, keys)
         if operation is not None and operation.data is not None:
             placement = self._finder.of(operation.data)
             if self.n > 1 and not operation.is_possible(placement):
@@ -592,9 +597,3 @@ class Tracker(TorchFunctionMode):
             vars(x._base).setdefault(VIEWS_OF, []).append(entry)
         if self.owner is not None:
             self.owner.uses = (*self.owner.uses, use)
-
-
-def _is_innermost(mode: TorchFunctionMode) -> bool:
-    """Tell whether a mode is the first to see an operation."""
-    top = torch._C._len_torch_function_stack() - 1
-    return top >= 0 and torch._C._get_function_stack_at(top) is mode

@@ -23,13 +23,7 @@ from backpack.core.operations import Operation
 from backpack.core.per_sample.base import Dense, PerSample
 from backpack.core.per_sample.sums import chunks
 from backpack.engine.saved import Saved, fetch
-from backpack.engine.vjp import (
-    NO_SUM,
-    batched_vjp,
-    check_sums,
-    is_users,
-    only_through,
-)
+from backpack.engine.vjp import NO_SUM, batched_vjp, check_sums, is_users, only_through
 from backpack.utils.compiling import skipped
 from backpack.utils.hooks import name_module, without_hooks
 from backpack.utils.parallel import is_in_place
@@ -240,6 +234,7 @@ class Use:
         n: Number N of samples.
         placements: Where the samples are in each output.
         operation: A rule for it, ``None`` for the generic one.
+        adds_up: Whether its output is a sum of what samples contribute, by the rule.
         since: Number of nodes that the graph had before.
         until: Number of nodes that the graph had afterwards.
         output_shapes: Shapes of the outputs.
@@ -277,6 +272,7 @@ class Use:
         """
         self.name, self.constants, self.n = name, constants, n
         self.placements, self.operation = placements, operation
+        self.adds_up = operation is not None and operation.adds_up
         # not owned: it owns operands of later uses, which own what this is attached to
         self._owner = None if owner is None else weakref.ref(owner)
         self.since, self.until = since, torch._C._autograd._get_sequence_nr()
@@ -346,7 +342,7 @@ class Use:
         mine = [entry for entry in entries if entry.owner is self]
         if mine:
             entries.remove(*mine)
-            self.operation, self.placements = None, [placement]
+            self.operation, self.placements, self.adds_up = None, [placement], False
             self.attach([base])
 
     def tensors(self) -> list[Tensor]:

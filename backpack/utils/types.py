@@ -66,6 +66,19 @@ def is_redefining() -> bool:
     return False
 
 
+def is_innermost(mode: Any) -> bool:
+    """Tell whether a mode is the first to see an operation.
+
+    Args:
+        mode: The mode.
+
+    Returns:
+        Whether it is.
+    """
+    top = torch._C._len_torch_function_stack() - 1
+    return top >= 0 and torch._C._get_function_stack_at(top) is mode
+
+
 def are_redefined(values: Iterable[Any]) -> bool:
     """Tell whether operations on some tensors may do something else than usual.
 

@@ -22,6 +22,7 @@ from torch.autograd import grad
 from torch.autograd.functional import hessian
 from torch.nn import Module, Sequential
 from torch.nn.utils import spectral_norm
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from backpack import backpack, extend
@@ -456,8 +457,27 @@ def scale_of(dense: Tensor) -> float:
     return max(float(dense.abs().max()), 1e-6)
 
 
+class ByFormula(TorchFunctionMode):
+    """Normalizes weights by hand: PyTorch's own function has a wrong second derivative."""
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation."""
+        if func is torch._weight_norm:
+            v, g, dim = args
+            assert dim == 0
+            return (v.T * (g.flatten() / v.square().sum(1).sqrt())).T
+        return func(*args, **(kwargs or {}))
+
+
 def hessians(problem: Problem) -> Dict[str, Tensor]:
     """Differentiate the loss twice, ``[N, P, P]`` for each sample and parameter."""
+    with ByFormula():
+        return _hessians(problem)
+
+
+def _hessians(problem: Problem) -> Dict[str, Tensor]:
     _, loss, X, y = problem
     model = twice_differentiable(problem.model)
     params, result = parameters(model), {}
@@ -520,6 +540,30 @@ def test_hmp(case: Case):
     problem = solved(case)
     dense = {name: blocks.sum(0) for name, blocks in hessians(problem).items()}
     assert_products(problem, "hmp", dense)
+
+
+def test_weight_norm_by_differences():
+    """The Hessian is that of finite differences, which autograd's is not."""
+    model = Sequential(
+        nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), nn.Tanh()
+    ).to(F64)
+    X, y = torch.randn(N, 3, dtype=F64), torch.randint(3, (N,))
+    loss, v = nn.CrossEntropyLoss(), model[0].parametrizations.weight.original1
+    columns, eye = [], 1e-5 * torch.eye(9, dtype=F64).view(9, 3, 3)
+    start = v.detach().clone()
+    for step in eye:
+        gradients = []
+        for value in (start + step, start - step):
+            v.data.copy_(value)
+            gradients.append(grad(loss(model(X), y), v)[0].flatten())
+        columns.append((gradients[0] - gradients[1]) / 2e-5)
+    v.data.copy_(start)
+    model, loss = extend(model), extend(loss)
+    with backpack(HMP(), DiagHessian()):
+        loss(model(X), y).backward()
+    dense, products = torch.stack(columns), v.hmp(eye * 1e5).view(9, 9)
+    torch.testing.assert_close(products, dense, atol=1e-7, rtol=1e-6)
+    torch.testing.assert_close(v.diag_h.flatten(), dense.diag(), atol=1e-7, rtol=1e-6)
 
 
 @EVERY_CASE

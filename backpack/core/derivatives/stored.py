@@ -253,8 +253,11 @@ def checked(module: Layer, output: Any) -> Tensor:
     return output
 
 
-class _OwnGenerators(TorchFunctionMode):
-    """Notes whether operations draw from a generator that they are given."""
+class _Repeating(TorchFunctionMode):
+    """Notes whether operations draw from a generator that they are given.
+
+    PyTorch's second derivative of `_weight_norm` is wrong; that of the formula is not.
+    """
 
     drew = False
 
@@ -262,9 +265,15 @@ class _OwnGenerators(TorchFunctionMode):
         self, func: Callable, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run an operation."""
-        values = (*args, *(kwargs or {}).values())
-        self.drew = self.drew or any(isinstance(x, Generator) for x in values)
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        self.drew = self.drew or any(
+            isinstance(x, Generator) for x in (*args, *kwargs.values())
+        )
+        return (_weight_norm if func is torch._weight_norm else func)(*args, **kwargs)
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
 def repeat(
@@ -299,14 +308,15 @@ def repeat(
     else:
         run = partial(scratch.forward, *args, **kwargs)
     if is_traced():
-        return checked(module, run())
+        with _Repeating():
+            return checked(module, run())
     before, random = _numbers(scratch), _random_state(module)
-    with _OwnGenerators() as drawing:
+    with _Repeating() as repeating:
         output = run()
     drew = not torch.equal(random, _random_state(module))
     if drew:
         _set_random_state(module, random)
-    if drawing.drew or drew or _is_stateful(scratch, before, args, kwargs):
+    if repeating.drew or drew or _is_stateful(scratch, before, args, kwargs):
         raise RuntimeError(message(NOT_REPEATED, module=module))
     return checked(module, output)
 

@@ -1058,6 +1058,50 @@ def test_two_losses():
         assert_agrees(param.hmp(v).flatten(), dense @ v.flatten(), "hmp")
 
 
+# What else is made of the model, beside the loss
+BESIDES: Dict[str, Tuple[Callable[..., Tensor], str]] = {
+    "term": (lambda f, z, v: v + F.mse_loss(f, f.detach() + 1), "no extended loss"),
+    "inner-term": (lambda f, z, v: v + z.square().mean(), "no extended loss"),
+    "both": (lambda f, z, v: f.exp().mean() + 3 * v - z.sum(), "no extended loss"),
+    "product": (lambda f, z, v: v * f.square().mean(), "modified"),
+    "power": (lambda f, z, v: v.square() - z.sum(), "modified"),
+}
+
+
+@pytest.mark.parametrize("name", BESIDES)
+@pytest.mark.parametrize(
+    "ext", [DiagHessian, BatchDiagHessian, HMP, GGNMP, PCHMP, KFRA, DiagGGNExact]
+)
+@pytest.mark.filterwarnings("ignore:Terms of the loss:UserWarning")
+@pytest.mark.filterwarnings("ignore:The loss was modified:UserWarning")
+@pytest.mark.usefixtures("cpu")
+def test_terms_without_an_extended_loss(ext: Callable, name: str):
+    """They are warned of, and all that is computed is the loss's own curvature."""
+    torch.manual_seed(2)
+    inner = extend(Sequential(nn.Linear(3, 3), nn.Tanh()).to(F64))
+    head = extend(Sequential(nn.Linear(3, 4), nn.Sigmoid(), nn.Linear(4, 2)).to(F64))
+    loss, (besides, said) = extend(nn.CrossEntropyLoss()), BESIDES[name]
+    X, y, found = torch.randn(4, 3, dtype=F64), torch.randint(2, (4,)), []
+    params = [*inner.parameters(), *head.parameters()]
+    for alone in (True, False):
+        z = inner(X)
+        f = head(z)
+        value = loss(f, y)
+        total = besides(f, z, value)
+        (factor,) = grad(total, value, retain_graph=True)
+        total = factor * value if alone else total
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with backpack(ext()):
+                total.backward()
+        assert alone or any(said in str(w.message) for w in caught)
+        values = [getattr(p, ext().savefield) for p in params]
+        if callable(values[0]):
+            values = [v(torch.ones_like(p)) for v, p in zip(values, params)]
+        found.append(values)
+    assert_agrees(*found)
+
+
 @pytest.mark.parametrize("id", ["Sigmoid", "BatchNorm1d"])
 def test_functions_outlive_the_graph(id: str):
     """Functions hold what they need: later forward passes do not change them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Iterable, Iterator, NamedTuple, Sequence
+from typing import Any, Collection, Iterable, Iterator, NamedTuple, Sequence
 
 import torch
 from torch import Tensor
@@ -105,7 +105,10 @@ def producing_calls(edge: GradientEdge) -> list[Entry]:
 
 
 def walk(
-    starts: Iterable[Node], stop: str | None = None, since: int = -1
+    starts: Iterable[Node],
+    stop: str | None = None,
+    since: int = -1,
+    without: Collection[Node] = (),
 ) -> Iterator[Node]:
     """Walk through the graph, towards its leaves.
 
@@ -114,12 +117,13 @@ def walk(
         stop: Don't go on from nodes with this entry in their metadata. Default: none.
         since: Don't go on to nodes that were there before the graph had so many.
             Default: -1, to go on to all.
+        without: Nodes not to go through. Default: none.
 
     Yields:
         All nodes that can be reached, each once.
     """
-    queue = list(dict.fromkeys(starts))
-    seen = set(queue)
+    queue = [node for node in dict.fromkeys(starts) if node not in without]
+    seen = {*queue, *without}
     while queue:
         node = queue.pop()
         yield node

@@ -40,6 +40,7 @@ from torch.nn import Module
 
 from backpack import backpack, extend, extensions, summary
 from backpack.extensions import (
+    HMP,
     KFAC,
     KFLR,
     KFRA,
@@ -47,6 +48,7 @@ from backpack.extensions import (
     BatchL2Grad,
     DiagGGNExact,
     DiagGGNMC,
+    DiagHessian,
     SumGradSquared,
     Variance,
 )
@@ -138,6 +140,14 @@ def test_no_curvature(name: str, ext: type) -> None:
         value = getattr(p, ext().savefield)
         values = value if isinstance(value, list) else [value]
         assert not values[0].any(), "the factor of the loss"
+
+
+@pytest.mark.parametrize("ext", [DiagHessian, HMP])
+def test_curvature_of_the_network(ext: type) -> None:
+    """That a loss has none does not matter, if that of the network enters."""
+    row = MLP._replace(loss=nn.NLLLoss, objective=lambda f, ls: ls(f, classes(f)))
+    row = row._replace(model=lambda: nn.Sequential(*mlp(), nn.LogSoftmax(1)))
+    assert messages(lambda: run(row, ext())) == []
 
 
 @pytest.mark.parametrize("name", LINEAR_LOSSES)

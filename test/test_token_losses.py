@@ -676,6 +676,7 @@ LOSS_MODULES = {
 
 
 @pytest.mark.parametrize("t", LENGTHS)
+@pytest.mark.filterwarnings("ignore:(?s).*its module is a loss:UserWarning")
 @pytest.mark.parametrize("name", LOSS_MODULES)
 def test_unusual_losses(name: str, t: int) -> None:
     """Loss modules that return more than a number, or have parameters.

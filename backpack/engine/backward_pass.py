@@ -157,6 +157,7 @@ class BackwardPass:
         self.reductions = [getattr(x, "reduction", None) for x in losses]
         for loss in losses:
             self.in_losses.update([] if loss is None else loss.modules())
+        self.report.in_losses.update(map(id, self.in_losses))
         guard_all(self.inspection, exts)
         if current.check and self._separating:
             check_isolation(self.inspection, current)

@@ -390,8 +390,9 @@ class PullColumns:
         group = turn.group
         if (ext, group) not in self._covered:
             if not self._running.in_losses.isdisjoint(group.modules):
-                self._running.exempt(ext, group.params)  # no column starts above it
-                return
+                if not ext.expects_backpropagation_quantities():
+                    self._running.exempt(ext, group.params)  # a Jacobian is the model's
+                return  # no column starts above it
             if not ext.expects_backpropagation_quantities():
                 text = message(NOT_BEHIND, ext=ext, names=describe(group.params))
                 raise NotImplementedError(text)

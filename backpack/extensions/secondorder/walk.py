@@ -102,7 +102,8 @@ def skips(turn: Turn, extension: BackpropExtension) -> bool:
         raise NotImplementedError(message(IN_PLACE, **who))
     call.check_unchanged()
     waits = extension.saved_quantities.retrieve_quantity(id(call), delete_old=False)
-    return waits is None and not parameters
+    inside_loss = module in turn.backward_pass.in_losses  # nothing starts above it
+    return waits is None and (inside_loss or not parameters)
 
 
 def check_batch_first(turn: Turn, extension: BackpropExtension) -> None:

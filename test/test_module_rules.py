@@ -1273,6 +1273,20 @@ def test_refused(ext: Callable, name: str):
 
 
 @EACH
+def test_converted_and_refused(ext: Callable):
+    """Who has converted the model is not told to do so, but what is left to do."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(4, 2, 5, 0.0, batch_first=True)
+    model = Sequential(nn.Linear(4, 4), layer, nn.Flatten(), nn.Linear(8, 3)).to(F64)
+    converted, loss = extend(model, use_converter=True), extend(nn.CrossEntropyLoss())
+    value = loss(converted(torch.randn(2, 2, 4, dtype=F64)), torch.tensor([0, 1]))
+    with pytest.raises(NotImplementedError, match="The model is converted") as error:
+        with backpack(ext()):
+            value.backward()
+    assert "use_converter" not in str(error.value)
+
+
+@EACH
 def test_converter_is_the_way_out(ext: Callable):
     """The same functional model works after conversion."""
     torch.manual_seed(0)
@@ -1952,9 +1966,27 @@ class Bare(Module):
         return self.head(torch.tanh(x * self.scale).mean(1))
 
 
-def test_converted_bare_parameters():
+class Products(Module):
+    """A model of products whose results are views of views."""
+
+    def __init__(self):
+        """Create the parameters."""
+        super().__init__()
+        self.one = nn.Parameter(torch.randn(4, 5, dtype=F64) / 2)
+        self.pairs = nn.Parameter(torch.randn(3, 5, 5, dtype=F64) / 2)
+        self.bias = nn.Parameter(torch.randn(3, dtype=F64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[N, 3, 4]`` to logits."""
+        x = torch.einsum("nti,io->no", x, self.one).tanh()
+        return torch.einsum("ni,oij,nj->no", x, self.pairs, x) + self.bias
+
+
+@pytest.mark.parametrize("cls", [Bare, Products])
+def test_converted_bare_parameters(cls: Callable):
     """Parameters that are arguments of operations get every quantity, too."""
-    model, loss = Bare(), nn.CrossEntropyLoss()
+    torch.manual_seed(0)
+    model, loss = cls(), nn.CrossEntropyLoss()
     X, y = torch.randn(N, 3, 4, dtype=F64), torch.randint(3, (N,))
     problem = Problem(model, loss, (X,), (y,))
     blocks = {"ggnmp": batch_ggn(*problem), "hmp": hessians(problem)}

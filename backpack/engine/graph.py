@@ -93,14 +93,10 @@ def producing_calls(edge: GradientEdge) -> list[Entry]:
     """
     node, number = past_sinks(edge.node, edge.output_nr)
     entries = [e for e in calls_at(node) if e.output_nr == number]
-    parent, before = node.next_functions[0] if node.next_functions else (None, 0)
-    if not entries and parent is not None and type(node).__name__ in VIEWS:
-        shape = torch.Size(node._input_metadata[0].shape)
-        entries = [
-            e
-            for e in calls_at(parent)
-            if e.output_nr == before and e.owner.output_shapes[e.index] == shape
-        ]
+    view = node._sequence_nr()
+    while not entries and len(node.next_functions) == 1 and node.next_functions[0][0]:
+        node = node.next_functions[0][0]
+        entries = [e for e in calls_at(node) if e.owner.view == view]
     return entries
 
 

@@ -277,12 +277,16 @@ def many() -> Tuple[Module, Module, Tensor, Tensor]:
     return model, extend(nn.CrossEntropyLoss()), x, y
 
 
-def two_losses(model: Module, loss: Module, x: Tensor, y: Tensor) -> None:
+def two_losses(**options: Any) -> Callable:
     """Let two losses see the same parameters, through many columns."""
-    model, _, x, y = problem(classes=12)
-    f = model(x)
-    with backpack(EKFAC(fisher_type="exact")):
-        (loss(f, y) + extend(nn.CrossEntropyLoss())(f, y)).backward()
+
+    def run(model: Module, loss: Module, x: Tensor, y: Tensor) -> None:
+        model, _, x, y = problem(classes=12)
+        f = model(x)
+        with backpack(EKFAC(**options)):
+            (loss(f, y) + extend(nn.CrossEntropyLoss())(f, y)).backward()
+
+    return run
 
 
 def with_basis(make: Callable) -> Callable:
@@ -378,7 +382,16 @@ REFUSED: Dict[str, Tuple[Callable, type, str]] = {
         ValueError,
         "'mc', 'exact', 'empirical'",
     ),
-    "two-losses": (two_losses, NotImplementedError, "EKFAC: two losses contribute"),
+    "two-losses": (
+        two_losses(fisher_type="exact"),
+        NotImplementedError,
+        "EKFAC: two losses contribute",
+    ),
+    "two-losses-sampled": (
+        two_losses(mc_samples=12),
+        NotImplementedError,
+        "of a pass with one of them, by EKFAC(basis=...), or give each loss a backward",
+    ),
     "basis": (with_basis(lambda p: ()), ValueError, "Pass what EKFAC has saved"),
     "basis-numbers": (with_basis(lambda p: [1, 2]), ValueError, "got [1, 2]. Pass"),
     "basis-no-mapping": (

@@ -158,6 +158,34 @@ def not_twice() -> None:
     model[0].weight.hmp(torch.rand(4, 3))
 
 
+class Distances(Module):
+    """Distances from three points, which have one derivative."""
+
+    def __init__(self):
+        """Create the layer, and the points."""
+        super().__init__()
+        self.layer, self.points = nn.Linear(3, 3), Parameter(torch.rand(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[N, 3]`` to logits."""
+        return torch.cdist(self.layer(x), self.points)
+
+
+def not_twice_inside() -> None:
+    """Compute the Hessian's diagonal behind such an operation."""
+    model = Distances()
+    with backpack(DiagHessian()):
+        loss, model = extend(nn.CrossEntropyLoss()), extend(model, use_converter=True)
+        loss(model(torch.rand(4, 3)), torch.tensor([0, 1, 2, 0])).backward()
+
+
+def product_of_another_type() -> None:
+    """Multiply a vector of another type."""
+    model = mlp()
+    run(model, HMP())
+    model[0].weight.hmp(torch.rand(3, 3).double())
+
+
 def product_after_step() -> None:
     """Multiply with the Hessian after the parameters were changed."""
     model = mlp()
@@ -1078,6 +1106,20 @@ WALKS: Dict[str, Row] = {
         r"EmbeddingBag\(4, 3.*weight",
         "second derivative that PyTorch does not have",
         "Embedding and a sum for EmbeddingBag",
+    ),
+    "not-twice-inside": Row(
+        not_twice_inside,
+        NotImplementedError,
+        r"FunctionModule\(cdist.*'cdist0' of Distances",
+        "second derivative that PyTorch does not have",
+        "Use a layer that has one",
+    ),
+    "product-type": Row(
+        product_of_another_type,
+        ValueError,
+        r"Expected torch.float32 for the parameter 'weight' of Linear\(",
+        "got torch.float64",
+        r"Convert it with `.to\(\)`",
     ),
     "branches": Row(
         lambda: run(

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd import grad
 from torch.autograd.functional import hessian
 from torch.nn import Module, Sequential
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import spectral_norm
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -866,6 +867,7 @@ WITHOUT_GGN = {
     "contrastive": (Coupled(contrast), normal, COUPLED),
     "neighbours": (Coupled(neighbours), normal, COUPLED),
     "centred": (Coupled(lambda x, y: (x - x.mean(0)).exp().sum()), normal, COUPLED),
+    "root": (Coupled(lambda x, y: F.mse_loss(x, y).sqrt()), normal, COUPLED),
     "concave": (Coupled(lambda x, y: -((x - y) ** 2).sum()), normal, "semi-definite"),
     "concave for one": (
         Coupled(lambda x, y: ((x**2).sum(1) * x.new_tensor([9, 9, 9, -1])).sum()),
@@ -908,6 +910,19 @@ def test_losses_without_ggn(ext: Callable, name: str):
     torch.manual_seed(0)
     model = Sequential(nn.Linear(3, 4), nn.Sigmoid(), nn.Linear(4, 3)).to(F64)
     X, y = torch.randn(4, 3, dtype=F64), target()
+    if ext is GGNMP and message is COUPLED:
+        message = "semi-definite"  # of all samples together
+        if name != "contrastive":
+            problem = Problem(model, deepcopy(loss), (X,), (y,))
+            run(problem, GGNMP())
+            for param in model.parameters():
+                J, H = whole_ggn(problem, param)
+                basis = torch.eye(param.numel(), dtype=F64).view(-1, *param.shape)
+                products = param.ggnmp(basis)
+                dense = J.T @ H @ J
+                scale = scale_of(dense)
+                assert_agrees(products.flatten(1) + scale, dense + scale)
+            return
     with pytest.raises((ValueError, NotImplementedError), match=message):
         run(Problem(model, deepcopy(loss), (X,), (y,)), ext())
 
@@ -1102,6 +1117,50 @@ def test_two_losses():
         assert_agrees(param.hmp(v).flatten(), dense @ v.flatten(), "hmp")
 
 
+# What else is made of the model, beside the loss
+BESIDES: Dict[str, Tuple[Callable[..., Tensor], str]] = {
+    "term": (lambda f, z, v: v + F.mse_loss(f, f.detach() + 1), "no extended loss"),
+    "inner-term": (lambda f, z, v: v + z.square().mean(), "no extended loss"),
+    "both": (lambda f, z, v: f.exp().mean() + 3 * v - z.sum(), "no extended loss"),
+    "product": (lambda f, z, v: v * f.square().mean(), "modified"),
+    "power": (lambda f, z, v: v.square() - z.sum(), "modified"),
+}
+
+
+@pytest.mark.parametrize("name", BESIDES)
+@pytest.mark.parametrize(
+    "ext", [DiagHessian, BatchDiagHessian, HMP, GGNMP, PCHMP, KFRA, DiagGGNExact]
+)
+@pytest.mark.filterwarnings("ignore:Terms of the loss:UserWarning")
+@pytest.mark.filterwarnings("ignore:The loss was modified:UserWarning")
+@pytest.mark.usefixtures("cpu")
+def test_terms_without_an_extended_loss(ext: Callable, name: str):
+    """They are warned of, and all that is computed is the loss's own curvature."""
+    torch.manual_seed(2)
+    inner = extend(Sequential(nn.Linear(3, 3), nn.Tanh()).to(F64))
+    head = extend(Sequential(nn.Linear(3, 4), nn.Sigmoid(), nn.Linear(4, 2)).to(F64))
+    loss, (besides, said) = extend(nn.CrossEntropyLoss()), BESIDES[name]
+    X, y, found = torch.randn(4, 3, dtype=F64), torch.randint(2, (4,)), []
+    params = [*inner.parameters(), *head.parameters()]
+    for alone in (True, False):
+        z = inner(X)
+        f = head(z)
+        value = loss(f, y)
+        total = besides(f, z, value)
+        (factor,) = grad(total, value, retain_graph=True)
+        total = factor * value if alone else total
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with backpack(ext()):
+                total.backward()
+        assert alone or any(said in str(w.message) for w in caught)
+        values = [getattr(p, ext().savefield) for p in params]
+        if callable(values[0]):
+            values = [v(torch.ones_like(p)) for v, p in zip(values, params)]
+        found.append(values)
+    assert_agrees(*found)
+
+
 @pytest.mark.parametrize("id", ["Sigmoid", "BatchNorm1d"])
 def test_functions_outlive_the_graph(id: str):
     """Functions hold what they need: later forward passes do not change them."""
@@ -1256,6 +1315,20 @@ def test_refused(ext: Callable, name: str):
     problem = Problem(model, nn.CrossEntropyLoss(), (X,), (y,))
     with pytest.raises((NotImplementedError, RuntimeError), match=message):
         run(problem, ext())
+
+
+@EACH
+def test_converted_and_refused(ext: Callable):
+    """Who has converted the model is not told to do so, but what is left to do."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(4, 2, 5, 0.0, batch_first=True)
+    model = Sequential(nn.Linear(4, 4), layer, nn.Flatten(), nn.Linear(8, 3)).to(F64)
+    converted, loss = extend(model, use_converter=True), extend(nn.CrossEntropyLoss())
+    value = loss(converted(torch.randn(2, 2, 4, dtype=F64)), torch.tensor([0, 1]))
+    with pytest.raises(NotImplementedError, match="The model is converted") as error:
+        with backpack(ext()):
+            value.backward()
+    assert "use_converter" not in str(error.value)
 
 
 @EACH
@@ -1938,12 +2011,48 @@ class Bare(Module):
         return self.head(torch.tanh(x * self.scale).mean(1))
 
 
-def test_converted_bare_parameters():
+class Products(Module):
+    """A model of products whose results are views of views."""
+
+    def __init__(self):
+        """Create the parameters."""
+        super().__init__()
+        self.one = nn.Parameter(torch.randn(4, 5, dtype=F64) / 2)
+        self.pairs = nn.Parameter(torch.randn(3, 5, 5, dtype=F64) / 2)
+        self.bias = nn.Parameter(torch.randn(3, dtype=F64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[N, 3, 4]`` to logits."""
+        x = torch.einsum("nti,io->no", x, self.one).tanh()
+        return torch.einsum("ni,oij,nj->no", x, self.pairs, x) + self.bias
+
+
+class Attention(Module):
+    """A model that attends, with heads on axis 1."""
+
+    def __init__(self):
+        """Create the layers."""
+        super().__init__()
+        self.inner = nn.Linear(4, 12, dtype=F64)
+        self.head = nn.Linear(12, 3, dtype=F64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[N, 3, 4]`` to logits."""
+        x = self.inner(x).unflatten(2, (3, 2, 2)).transpose(1, 3)
+        q, k, v = x[:, :, 0], x[:, :, 1], x[:, :, 2]
+        x = F.scaled_dot_product_attention(q, k, v)
+        return self.head(x.flatten(1))
+
+
+@pytest.mark.parametrize("cls", [Bare, Products, Attention])
+def test_converted_bare_parameters(cls: Callable):
     """Parameters that are arguments of operations get every quantity, too."""
-    model, loss = Bare(), nn.CrossEntropyLoss()
+    torch.manual_seed(0)
+    model, loss = cls(), nn.CrossEntropyLoss()
     X, y = torch.randn(N, 3, 4, dtype=F64), torch.randint(3, (N,))
     problem = Problem(model, loss, (X,), (y,))
-    blocks = {"ggnmp": batch_ggn(*problem), "hmp": hessians(problem)}
+    with sdpa_kernel(SDPBackend.MATH):  # the others have one derivative only
+        blocks = {"ggnmp": batch_ggn(*problem), "hmp": hessians(problem)}
     ggn, dense = ({n: b.sum(0) for n, b in blocks[k].items()} for k in blocks)
     converted = extend(model, use_converter=True)
     extensions = (BatchGrad(), DiagGGNExact(), DiagHessian(), HMP(), GGNMP())

@@ -40,13 +40,17 @@ from torch.nn import Module
 
 from backpack import backpack, extend, extensions, summary
 from backpack.extensions import (
+    GGNMP,
+    HMP,
     KFAC,
     KFLR,
     KFRA,
     BatchGrad,
+    BatchJacobian,
     BatchL2Grad,
     DiagGGNExact,
     DiagGGNMC,
+    DiagHessian,
     SumGradSquared,
     Variance,
 )
@@ -138,6 +142,14 @@ def test_no_curvature(name: str, ext: type) -> None:
         value = getattr(p, ext().savefield)
         values = value if isinstance(value, list) else [value]
         assert not values[0].any(), "the factor of the loss"
+
+
+@pytest.mark.parametrize("ext", [DiagHessian, HMP])
+def test_curvature_of_the_network(ext: type) -> None:
+    """That a loss has none does not matter, if that of the network enters."""
+    row = MLP._replace(loss=nn.NLLLoss, objective=lambda f, ls: ls(f, classes(f)))
+    row = row._replace(model=lambda: nn.Sequential(*mlp(), nn.LogSoftmax(1)))
+    assert messages(lambda: run(row, ext())) == []
 
 
 @pytest.mark.parametrize("name", LINEAR_LOSSES)
@@ -303,6 +315,7 @@ def test_losses_without_a_factor(loss: type, ext: type) -> None:
 
 TWICE = [
     BatchGrad,
+    BatchJacobian,
     BatchL2Grad,
     SumGradSquared,
     Variance,
@@ -477,6 +490,28 @@ def test_which_parameter_is_not_reached(ext: type) -> None:
         randn(D),
     )
     assert_says(lambda: run(row, ext()), r"encoder\.2\.weight", r"encoder\.2\.bias")
+
+
+CURVATURES: List[type] = [DiagGGNExact, KFLR, GGNMP, HMP, DiagHessian, KFRA]
+
+
+@pytest.mark.parametrize("inner", [True, False], ids=["layer", "parameter"])
+@pytest.mark.parametrize("ext", [*CURVATURES, BatchGrad, BatchJacobian])
+def test_parameters_of_a_loss(ext: type, inner: bool) -> None:
+    """They have no quantity of second order, and a warning says that this is why."""
+    if inner:
+        loss = Lambda(lambda m, f, y: F.mse_loss(m.scale(f), y), scale=nn.Linear(3, 3))
+    else:
+        loss = Lambda(lambda m, f, y: F.mse_loss(m.scale * f, y), scale=param(3))
+    row = MLP._replace(loss=lambda: loss, objective=lambda f, ls: ls(f, real(f)))
+    models: List[Module] = []
+    said = messages(lambda: models.append(run(row, ext())))
+    assert all(hasattr(p, ext().savefield) for p in models[0].parameters())
+    if ext not in CURVATURES:
+        assert said == []
+    else:
+        names = "- scale.weight, scale.bias" if inner else "- scale"
+        assert len(said) == 1 and f"{names}: its module is a loss, or part" in said[0]
 
 
 # The true reason

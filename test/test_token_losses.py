@@ -676,6 +676,7 @@ LOSS_MODULES = {
 
 
 @pytest.mark.parametrize("t", LENGTHS)
+@pytest.mark.filterwarnings("ignore:(?s).*its module is a loss:UserWarning")
 @pytest.mark.parametrize("name", LOSS_MODULES)
 def test_unusual_losses(name: str, t: int) -> None:
     """Loss modules that return more than a number, or have parameters.
@@ -1174,11 +1175,31 @@ FISHER: Dict[str, Tuple[Objective, float]] = {  # with the factor c of 4 samples
     "own": (
         Objective(
             lambda f, ls: ls(f, real(f)),
-            lambda: Lambda(lambda m, f, y: own_loss(f, y)),
+            lambda: Lambda(lambda m, f, y: own_loss(f, y), reduction="mean"),
         ),
         1 / N,
     ),
+    "own-sum": (
+        Objective(
+            lambda f, ls: ls(f, real(f)),
+            lambda: Lambda(lambda m, f, y: len(f) * own_loss(f, y), reduction="sum"),
+        ),
+        1.0,
+    ),
 }
+
+
+@pytest.mark.parametrize("options", [{}, {"reduction": None}, {"reduction": "tokens"}])
+@pytest.mark.parametrize("ext", ["DiagGGNMC", "BatchDiagGGNMC", "KFAC", "EKFAC"])
+def test_empirical_fisher_of_an_unknown_factor(ext: str, options: dict) -> None:
+    """Whether a loss of one's own is a mean or a sum is not guessed."""
+    model = extend(nn.Linear(4, C).to(F64))
+    loss = extend(Lambda(lambda m, f, y: own_loss(f, y), **options))
+    value = loss(model(torch.ones(N, 4, dtype=F64)), torch.zeros(N, C, dtype=F64))
+    quantity = getattr(extensions, ext)(fisher_type="empirical")
+    says = "Lambda.*'empirical'.*attribute `reduction`"
+    with backpack(quantity), pytest.raises(ValueError, match=says):
+        value.backward()
 
 
 @pytest.mark.parametrize("name", FISHER)

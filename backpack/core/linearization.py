@@ -8,8 +8,8 @@ differentiated by autograd in all of these inputs at once.
 
 from __future__ import annotations
 
-from functools import reduce
-from typing import Any, Iterable, Sequence
+from functools import reduce, wraps
+from typing import Any, Callable, Iterable, Sequence, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,12 +24,13 @@ from backpack.utils.subsampling import Subsampling, subsample
 from backpack.utils.types import HALF, Layer, as_type, dense, full_precision, version_of
 from backpack.utils.unsqueeze import flatten, unit_columns
 
+C = TypeVar("C", bound=Callable)
 Columns = list[Any]
 _FROZEN = "_backpack_frozen"  # marks the copies that ``freeze`` makes
 
 NOT_TWICE = (
-    "{module}: products with a curvature matrix of '{name}' take a second "
-    "derivative that PyTorch does not have: {error} Use a layer that has one "
+    "{module}: products with a curvature matrix of {name}, or its diagonal, take a "
+    "second derivative that PyTorch does not have: {error} Use a layer that has one "
     "(Embedding and a sum for EmbeddingBag), or freeze the parameter."
 )
 CHANGED = (
@@ -125,6 +126,24 @@ class Snapshot:
             raise RuntimeError(text)
 
 
+def _naming(product: C) -> C:
+    """Let a product name the module of which autograd knows one derivative only."""
+
+    @wraps(product)
+    def call(linear: Any, *args: Any) -> Any:
+        try:
+            return product(linear, *args)
+        except RuntimeError as error:
+            if "is not implemented" not in str(error):
+                raise
+            name = getattr(linear, "name", None)
+            who = {"module": linear.module, "name": repr(name) if name else "its input"}
+            text = message(NOT_TWICE, error=error, **who)
+            raise NotImplementedError(text) from error
+
+    return call  # type: ignore[return-value]
+
+
 class Linearization:
     """A module at its inputs: products with its Jacobian and its residual.
 
@@ -193,6 +212,7 @@ class Linearization:
         by_position = dict(zip(self.positions, values))
         return [by_position.get(i) for i in range(max(self.positions) + 1)]
 
+    @_naming
     def jac(self, columns: Columns) -> Tensor:
         """Multiply with the Jacobian.
 
@@ -233,6 +253,7 @@ class Linearization:
         xs, y = stored.evaluate(self.module, self.positions)
         return pull_columns(y, xs, columns)
 
+    @_naming
     def residual(self, columns: Columns) -> Columns:
         """Multiply with the residual Σ_k δ_k ∂²z_k/∂x².
 
@@ -265,6 +286,7 @@ class Linearization:
             return True
         return not self.is_joint and self.derivatives.hessian_is_diagonal(self.module)
 
+    @_naming
     def residual_diagonal(self) -> Tensor:
         """Compute the residual's diagonal, if it is diagonal.
 
@@ -353,6 +375,7 @@ class ParameterLinearization:
         """The parameter."""
         return stored.find_parameter(self.module, self.name)
 
+    @_naming
     def jac(self, columns: Tensor) -> Tensor:
         """Multiply with the Jacobian.
 
@@ -361,20 +384,12 @@ class ParameterLinearization:
 
         Returns:
             Columns ``[V, N, *out]``.
-
-        Raises:
-            NotImplementedError: If PyTorch can't differentiate the module twice.
         """
         if self._by_rule:
             args = self.name, self.module, (), self.g_out, columns
             return self.derivatives.param_jac_mat_prod(*args)
         param, y = stored.evaluate_parameter(self.module, self.name)
-        try:
-            return torch.stack([R_op(y, param, v)[0] for v in columns])
-        except NotImplementedError as error:
-            who = {"module": self.module, "name": self.name}
-            text = message(NOT_TWICE, error=error, **who)
-            raise NotImplementedError(text) from error
+        return torch.stack([R_op(y, param, v)[0] for v in columns])
 
     def jac_t(self, columns: Tensor) -> Tensor:
         """Multiply with the transposed Jacobian, and sum over samples.
@@ -392,6 +407,7 @@ class ParameterLinearization:
         param, y = stored.evaluate_parameter(self.module, self.name)
         return pull_columns(y, param, columns)[0]
 
+    @_naming
     def residual(self, columns: Tensor) -> Tensor:
         """Multiply with the residual Σ_k δ_k ∂²z_k/∂p².
 
@@ -405,6 +421,7 @@ class ParameterLinearization:
         gradients = _gradients(y, [param], self.g_out[0])
         return pull_columns(gradients, param, columns)[0]
 
+    @_naming
     def residual_diagonal(self, sum_batch: bool) -> Tensor:
         """Compute the diagonal of the residual, entry by entry.
 

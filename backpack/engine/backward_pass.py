@@ -157,6 +157,7 @@ class BackwardPass:
         self.reductions = [getattr(x, "reduction", None) for x in losses]
         for loss in losses:
             self.in_losses.update([] if loss is None else loss.modules())
+        self.report.in_losses.update(map(id, self.in_losses))
         guard_all(self.inspection, exts)
         if current.check and self._separating:
             check_isolation(self.inspection, current)
@@ -223,7 +224,7 @@ class BackwardPass:
         exts = self.state.active_exts
         if is_parallel():
             refuse_parts(names_of(exts), [*inspection.reached, *params])
-        curved = any(ext.pulls_columns and ext not in self._at_output for ext in exts)
+        curved = any(ext.expects_backpropagation_quantities() for ext in exts)
         if curved or self.is_shared:
             self.terms = terms_without_loss(inspection)
         if curved and self.terms:
@@ -481,6 +482,7 @@ class BackwardPass:
             for ext in current.active_exts:
                 if current.debug:
                     print(f"[DEBUG] Running extension {ext} on {name_module(module)}")
+                turn.g_out = self.pull_back.of_losses.at(call, ext, g_out)
                 ext(module, g_inp, turn.g_out)
         waiting = [use for use in call.uses if self._groups_of.get(use)]
         if waiting:

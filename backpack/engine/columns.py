@@ -1,4 +1,7 @@
-"""Columns that are pulled back: where they start, at a loss or at a model's output."""
+"""Columns that are pulled back: where they start, at a loss or at a model's output.
+
+And gradients of losses alone, where that is not what the backward pass computes.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,22 @@ from torch.utils._pytree import tree_leaves
 
 from backpack.core.layout import FIRST, Layout, once, ranks, sample_numbers
 from backpack.core.table import find_loss
-from backpack.engine.graph import Origin, is_leaf
+from backpack.engine.coverage import leads_past_losses
+from backpack.engine.graph import (
+    Origin,
+    entries_of,
+    is_leaf,
+    targets_below,
+    will_run,
+)
 from backpack.engine.inspection import Inspection
 from backpack.engine.record import Call
 from backpack.engine.turn import Turn
-from backpack.utils.hooks import message
+from backpack.engine.vjp import pull
+from backpack.utils.hooks import message, without_hooks
+from backpack.utils.parallel import gathered
+from backpack.utils.state import state
+from backpack.utils.types import Grads
 
 NO_TENSOR = (
     "{ext} differentiates a loss with respect to its first argument, and that of "
@@ -180,3 +194,56 @@ def identity_columns(origin: Origin, name: str, size: int) -> Iterator[Tensor]:
             len(some), len(numbers), dtype=metadata.dtype, device=device
         )
         yield columns.scatter_(1, some, 1.0).view(len(some), *metadata.shape)
+
+
+class GradientsOfLosses:
+    """Gradients of the extended losses alone, where other terms have gradients, too.
+
+    Residuals are made of them, or they would belong to no loss's curvature.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing."""
+        self._are_mixed: bool | None = None
+        self._found: dict[tuple[Call, int], Tensor] = {}
+
+    def meet(self, turn: Turn, inspection: Inspection) -> None:
+        """Differentiate a loss with respect to the outputs of calls, if necessary.
+
+        Args:
+            turn: The loss's turn.
+            inspection: What the graph looks like.
+        """
+        if self._are_mixed is None:
+            self._are_mixed = leads_past_losses(inspection)
+        if not self._are_mixed:
+            return
+        loss, node = turn.call, torch._C._current_autograd_node()
+        number = next(e.output_nr for e in entries_of(node) if e.owner is loss)
+        calls = [t for t in targets_below([node]) if not t.entry.owner.is_use]
+        below = [t for t in calls if t.entry.owner is not loss and will_run(t.node)]
+        edges = [GradientEdge(t.node, t.entry.output_nr) for t in below]
+        tensors = [x for t in below for x in t.entry.owner.tensors()]
+        with gathered(tensors), without_hooks(tensors), state().pull():
+            column = turn.g_out[0].reshape(node._input_metadata[number].shape)
+            pulled = pull(GradientEdge(node, number), edges, column) if edges else ()
+        for (entry, _), part in zip(below, pulled):
+            if part is not None:
+                key, part = (entry.owner, entry.index), entry.in_shape(part)
+                before = self._found.get(key)
+                self._found[key] = part if before is None else before + part
+
+    def at(self, call: Call, ext: Any, g_out: Grads) -> Grads:
+        """Choose the gradients that an extension finds at a call's outputs.
+
+        Args:
+            call: The call.
+            ext: The extension.
+            g_out: Gradients of all that is differentiated.
+
+        Returns:
+            Those of extended losses alone, for an extension that makes residuals.
+        """
+        if call.is_loss or not (self._are_mixed and ext.walks_modules):
+            return g_out
+        return tuple(self._found.get((call, i)) for i in range(len(g_out)))

@@ -202,6 +202,20 @@ def terms_without_loss(inspection: Inspection) -> list[str]:
     ]
 
 
+def leads_past_losses(inspection: Inspection) -> bool:
+    """Tell whether gradients at uses are not those of extended losses alone.
+
+    Args:
+        inspection: What the graph looks like.
+
+    Returns:
+        Whether a way leads to one that does not go through such a loss.
+    """
+    losses = {node for call, node in inspection.calls.items() if call.is_loss}
+    nodes = walk([edge.node for edge in inspection.roots], without=losses)
+    return any(e.owner.is_use for node in nodes for e in entries_of(node))
+
+
 def _met_before_losses(inspection: Inspection) -> list[Mixed]:
     """Find where samples have met between a model and its loss."""
     placements = [call.placement for call in inspection.calls if call.is_loss]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Iterable, Iterator, NamedTuple, Sequence
+from typing import Any, Collection, Iterable, Iterator, NamedTuple, Sequence
 
 import torch
 from torch import Tensor
@@ -93,19 +93,18 @@ def producing_calls(edge: GradientEdge) -> list[Entry]:
     """
     node, number = past_sinks(edge.node, edge.output_nr)
     entries = [e for e in calls_at(node) if e.output_nr == number]
-    parent, before = node.next_functions[0] if node.next_functions else (None, 0)
-    if not entries and parent is not None and type(node).__name__ in VIEWS:
-        shape = torch.Size(node._input_metadata[0].shape)
-        entries = [
-            e
-            for e in calls_at(parent)
-            if e.output_nr == before and e.owner.output_shapes[e.index] == shape
-        ]
+    view = node._sequence_nr()
+    while not entries and len(node.next_functions) == 1 and node.next_functions[0][0]:
+        node = node.next_functions[0][0]
+        entries = [e for e in calls_at(node) if e.owner.view == view]
     return entries
 
 
 def walk(
-    starts: Iterable[Node], stop: str | None = None, since: int = -1
+    starts: Iterable[Node],
+    stop: str | None = None,
+    since: int = -1,
+    without: Collection[Node] = (),
 ) -> Iterator[Node]:
     """Walk through the graph, towards its leaves.
 
@@ -114,12 +113,13 @@ def walk(
         stop: Don't go on from nodes with this entry in their metadata. Default: none.
         since: Don't go on to nodes that were there before the graph had so many.
             Default: -1, to go on to all.
+        without: Nodes not to go through. Default: none.
 
     Yields:
         All nodes that can be reached, each once.
     """
-    queue = list(dict.fromkeys(starts))
-    seen = set(queue)
+    queue = [node for node in dict.fromkeys(starts) if node not in without]
+    seen = {*queue, *without}
     while queue:
         node = queue.pop()
         yield node

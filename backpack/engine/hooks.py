@@ -581,6 +581,7 @@ def _attach(
     layer = base is not None and bool(call.parameters) and not call.is_composite
     if layer and is_whole(outputs[0], call.inputs):  # as of linear layers on sequences
         # A later in-place operation would take the view's node out of the graph
+        call.view = edges[0].node._sequence_nr() if edges[0] else None
         edges = [edge_of(base)]
     inner = [(i, e) for i, e in enumerate(edges) if e and not is_leaf(e.node)]
     if not inner:

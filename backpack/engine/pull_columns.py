@@ -19,6 +19,7 @@ from backpack.core.fast.whole import whole
 from backpack.core.layout import Mixed
 from backpack.core.per_sample.base import PerSample
 from backpack.engine.columns import (
+    GradientsOfLosses,
     check_first_argument,
     columns_of_loss,
     find_gateway,
@@ -92,6 +93,7 @@ class PullColumns:
         self._covered: set[tuple[Any, Group]] = set()
         # number of columns that went from module to module, of all losses so far
         self._walking: dict[Any, int] = {}
+        self.of_losses = GradientsOfLosses()
         # what exchanges the gradient at the loss for a column
         self._exchanging: Any = None
 
@@ -114,6 +116,8 @@ class PullColumns:
         if edge is None:
             check_first_argument(loss, extensions[0])
             return
+        if any(ext.walks_modules for ext in extensions):
+            self.of_losses.meet(turn, self._running.inspection)
         for source, some in by_source.items():
             make: Callable[[int], Any] = partial(columns_of_loss, source, turn)
             if not source.is_exact:  # not to be drawn twice
@@ -386,8 +390,9 @@ class PullColumns:
         group = turn.group
         if (ext, group) not in self._covered:
             if not self._running.in_losses.isdisjoint(group.modules):
-                self._running.exempt(ext, group.params)  # no column starts above it
-                return
+                if not ext.expects_backpropagation_quantities():
+                    self._running.exempt(ext, group.params)  # a Jacobian is the model's
+                return  # no column starts above it
             if not ext.expects_backpropagation_quantities():
                 text = message(NOT_BEHIND, ext=ext, names=describe(group.params))
                 raise NotImplementedError(text)
@@ -451,6 +456,7 @@ class PullColumns:
         self._running = None
         if self._exchanging is not None:
             self._exchanging.remove()
+        self.of_losses = GradientsOfLosses()
         for store in (self._stored, self._formed, self._values, self._statistics):
             store.clear()
 

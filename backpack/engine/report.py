@@ -34,6 +34,11 @@ REPLACED = (
     "`torch.func.functional_call`, and {ext} saves values on what was given, if that "
     "is a leaf. Call the module itself, or give `tensor.detach().requires_grad_()`"
 )
+OF_LOSS = (
+    "its module is a loss, or part of one, and {ext} is about what a loss is computed "
+    "from, not about its own parameters. Freeze it with `requires_grad_(False)`, or "
+    "let the model do what it does"
+)
 INTRODUCTION = (
     "No result was computed for the following trainable parameters of extended modules:"
 )
@@ -59,6 +64,7 @@ class Report:
         met: Identities of the modules that had their turn.
         wanted: Identities of the trainable parameters of extended models.
         plain: Identities of extended modules without parameters, like losses.
+        in_losses: Identities of modules that are losses, or parts of them.
         ran: Whether there was a backward pass.
         failed: Whether a backward pass ended in an exception, which says enough.
     """
@@ -70,6 +76,7 @@ class Report:
         self.met: set[int] = set()
         self.wanted: set[int] = set()
         self.plain: set[int] = set()
+        self.in_losses: set[int] = set()
         self.ran = self.failed = False
 
     def begin(self, extensions: Iterable[Any]) -> None:
@@ -136,6 +143,9 @@ class Report:
         if id(param) not in self.reached:
             return NOT_REACHED
         module = root.get_submodule(name.rpartition(".")[0])
+        is_curvature = ext.expects_backpropagation_quantities()
+        if is_curvature and id(module) in self.in_losses:
+            return OF_LOSS.format(ext=type(ext).__name__)
         if id(module) in self.met:
             rule = ext.get_module_extension(module)
             if rule is None:

@@ -10,6 +10,7 @@ from typing import Any, Iterator
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
+from torch.fx import GraphModule
 from torch.nn import Module, Parameter
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves
@@ -20,7 +21,7 @@ from backpack.engine.graph import producing_calls, targets_below
 from backpack.engine.record import Call
 from backpack.engine.uses import Entry
 from backpack.engine.vjp import pull
-from backpack.utils.hooks import message, without_hooks
+from backpack.utils.hooks import EXTENDED, message, without_hooks
 from backpack.utils.state import may_look, state
 from backpack.utils.subsampling import subsample
 
@@ -38,8 +39,16 @@ NEGATIVE_LOSS = (
 NOT_A_CHAIN = (
     "{ext} (field '{field}') walks from module to module, and what consumes the output "
     "of {module} is not an extended module with a rule for it, but an operation in "
-    "between. Use `extend(model, use_converter=True)`, which turns operations into "
-    "modules, or write the model with modules only."
+    "between. {advice}"
+)
+CONVERT = (
+    "Use `extend(model, use_converter=True)`, which turns operations into modules, or "
+    "write the model with modules only."
+)
+IS_CONVERTED = (
+    "The model is converted, but layers of PyTorch are not, like "
+    "TransformerEncoderLayer: write them as modules of your own, or use an extension "
+    "of the GGN family by columns."
 )
 OTHER_OUTPUT = (
     "{ext} (field '{field}') goes back through the first output of a module only, but "
@@ -266,8 +275,7 @@ class Turn:
             if call.is_use:
                 continue
             if any(param.requires_grad for param in call.parameters.values()):
-                text = _text(extension, call.module)
-                raise NotImplementedError(NOT_A_CHAIN.format(**text))
+                refuse_operation(extension, call.module)
 
     def incoming(self, extension: Any) -> Any:
         """Return what an extension has pulled back to this call's output.
@@ -299,9 +307,9 @@ class Turn:
         return subsample(columns, dim=1, subsampling=extension.get_subsampling())
 
     def _explain_missing(self, extension: Any) -> None:
-        text = _text(extension, self.module)
         if extension.walks_modules and self.backward_pass.met_loss:
-            raise NotImplementedError(NOT_A_CHAIN.format(**text))
+            refuse_operation(extension, self.module)
+        text = _text(extension, self.module)
         raise AssertionError(EXTEND_LOSS.format(**text))
 
     def pass_on(self, extension: Any, quantities: Any) -> None:
@@ -347,6 +355,24 @@ class Turn:
             refuse_several_calls(extension, self.module)
         saved.add((extension, param))
         self.backward_pass.save(extension, param, value)
+
+
+def refuse_operation(extension: Any, module: Module) -> None:
+    """Refuse a module behind which comes no module, but an operation.
+
+    Args:
+        extension: The extension that walks from module to module.
+        module: The module.
+
+    Raises:
+        NotImplementedError: Always.
+    """
+    converted = [
+        m for root in EXTENDED if isinstance(root, GraphModule) for m in root.modules()
+    ]
+    advice = IS_CONVERTED if module in converted else CONVERT
+    text = {**_text(extension, module), "advice": advice}
+    raise NotImplementedError(message(NOT_A_CHAIN, **text))
 
 
 def refuse_several_calls(extension: Any, module: Module) -> None:

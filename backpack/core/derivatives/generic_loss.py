@@ -26,12 +26,19 @@ from backpack.utils.unsqueeze import flatten, unit_columns
 # Errors in the Hessian, relative to its largest entry, that go unnoticed. Rounding
 # errors reach this size only if all samples are saturated.
 TOLERANCE = 1e-8
+# Rows of the largest Hessian of all samples together that is diagonalized
+MAX_ROWS = 2**12
 
 NO_CURVATURE = (
-    "{module}: the Hessian of this loss is zero, and so are second-order quantities. A "
+    "{module}: the Hessian of this loss is zero, and so is the Gauss-Newton matrix. A "
     "loss that is linear in pieces has no curvature; that of NLLLoss and KLDivLoss "
     "lies in the log-softmax before them: use CrossEntropyLoss, of classes or "
     "probabilities."
+)
+COUPLES = (
+    "{module}: the Hessian of the loss couples samples (axis 0 of the prediction), but "
+    "this quantity needs a loss that is a sum over samples. Let each term depend on "
+    "one sample only, or use HMP, or GGNMP (of up to {limit} outputs in all)."
 )
 NOT_FINITE = (
     "{module}: the Hessian of the loss at the prediction is not finite (it contains "
@@ -77,11 +84,15 @@ class GenericLossDerivatives(BaseLossDerivatives):
 
         return hessian_mat_prod
 
-    def _hessian(self, module: Layer) -> Tensor:
+    def _hessian(
+        self, module: Layer, warns: bool = True, may_couple: bool = False
+    ) -> Tensor:
         """Compute the Hessian blocks of all samples.
 
         Args:
             module: Loss module, with the inputs of the full batch.
+            warns: Whether it matters if all is zero. Default: ``True``.
+            may_couple: Whether samples that are coupled are one. Default: ``False``.
 
         Returns:
             Blocks, shape ``[N, D, D]`` with D the number of features per sample.
@@ -106,14 +117,18 @@ class GenericLossDerivatives(BaseLossDerivatives):
         inputs = map(_describe, loss_inputs(module))
         key = "couples", type(module), repr(module), *inputs
         if ask(hessian, key, lambda: _couples(prediction, hessian, hessian_mat_prod)):
-            raise NotImplementedError(
-                f"{type(module).__name__}: the Hessian of the loss couples samples "
-                "(axis 0 of the prediction), but second-order quantities need a loss "
-                "that is a sum over samples. Let each term depend on one sample only."
-            )
-        if looks and not hessian.any():
+            if not may_couple or prediction.numel() > MAX_ROWS:
+                text = message(COUPLES, module=module, limit=MAX_ROWS)
+                raise NotImplementedError(text)
+            return hessian_mat_prod(unit_columns(prediction, 0)).flatten(1)[None]
+        if looks and warns and not hessian.any():
             warn_user(message(NO_CURVATURE, module=module))
         return hessian
+
+    def check_psd(self, module: Layer) -> None:  # noqa: D102
+        hessian = self._hessian(module, may_couple=True)
+        if len(hessian):
+            self._factor(module, hessian)
 
     def _sum_hessian(self, module: Layer, g_inp: Grads, g_out: Grads) -> Tensor:
         return self._hessian(module).sum(0).to(module.input0.dtype)
@@ -125,6 +140,22 @@ class GenericLossDerivatives(BaseLossDerivatives):
         shape = hessian.shape[1], *subsample(module.input0, 0, subsampling).shape
         if len(hessian) == 0:
             return module.input0.new_zeros(shape)
+        factor = self._factor(module, hessian)  # [n, feature, v]
+        return factor.movedim(2, 0).to(module.input0.dtype).reshape(shape)
+
+    def _factor(self, module: Layer, hessian: Tensor) -> Tensor:
+        """Factor positive semi-definite blocks ``[N, D, D]``.
+
+        Args:
+            module: Loss module.
+            hessian: Blocks ``[N, D, D]`` of its Hessian.
+
+        Returns:
+            Factors of the same shape, whose columns are on the last axis.
+
+        Raises:
+            ValueError: If a block is not positive semi-definite.
+        """
         diagonal = hessian.diagonal(dim1=1, dim2=2)
         looks = may_look(hessian)
         if looks and torch.equal(hessian, torch.diag_embed(diagonal)):
@@ -150,8 +181,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
         root = eigenvalues.where(positive, 1.0).sqrt().where(positive, 0.0)
         if not looks:
             root = root.where(eigenvalues >= -tolerance, nan)
-        factor = eigenvectors * root[:, None, :]  # [n, feature, v]
-        return factor.movedim(2, 0).to(module.input0.dtype).reshape(shape)
+        return eigenvectors * root[:, None, :]
 
     def sqrt_hessian_compact(self, module: Layer) -> Tensor:  # noqa: D102
         columns = super().sqrt_hessian_compact(module)

@@ -21,6 +21,11 @@ NO_SCALAR_LOSS = (
     "{derivatives} needs a loss whose output is a scalar, but {module} has an output "
     "of shape {shape}. Use reduction='mean' or reduction='sum'."
 )
+UNKNOWN_REDUCTION = (
+    "{module}: the empirical Fisher (fisher_type='empirical') needs to know whether a "
+    "loss averages over samples, and the reduction of this one is {found}. Give the "
+    "loss module an attribute `reduction`: 'mean' if it does, 'sum' if it does not."
+)
 
 
 def loss_inputs(module: Layer) -> Tuple[Any, ...]:
@@ -297,9 +302,13 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
             c of the loss's reduction, of shape ``[1, N, *in]``.
 
         Raises:
-            ValueError: If the loss is no scalar.
+            ValueError: If the loss is no scalar, or its reduction is not known.
         """  # noqa: DAR401
         self._check_scalar(module)
+        reduction = getattr(module, "reduction", None)
+        if reduction not in ("mean", "batchmean", "sum", "none"):
+            text = message(UNKNOWN_REDUCTION, module=module, found=repr(reduction))
+            raise ValueError(text)
         prediction, *others = loss_inputs(module)
         prediction, create_graph = as_leaf(prediction)
         with torch.enable_grad():
@@ -316,7 +325,7 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
         Returns:
             The factor.
         """
-        reduction = getattr(module, "reduction", "mean")
+        reduction = module.reduction
         if reduction not in ("mean", "batchmean"):
             return 1.0
         x = module.input0

@@ -11,6 +11,7 @@ import torch
 from torch import Generator, Tensor, enable_grad, float64
 from torch.func import functional_call
 from torch.nn import Module, Parameter
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from backpack.converter.function import FunctionModule
@@ -276,6 +277,8 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
+# other ways to compute attention have one derivative only
+@sdpa_kernel(SDPBackend.MATH)
 def repeat(
     module: Layer,
     inputs: Sequence[Any],

@@ -115,6 +115,11 @@ class CurvatureProductRule(ModuleRule):
                     f"Expected [K, {', '.join(map(str, shape))}] for the parameter "
                     f"'{name}' of {name_module(module)}, got {list(mat.shape)}."
                 )
+            if mat.dtype != linear.parameter.dtype:
+                raise ValueError(
+                    f"Expected {linear.parameter.dtype} for the parameter '{name}' of "
+                    f"{name_module(module)}, got {mat.dtype}. Convert it with `.to()`."
+                )
             snapshot.check(ext_name, name)
             backproped.check(ext_name, name)
             if not mat.numel():  # no columns

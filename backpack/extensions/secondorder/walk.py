@@ -14,7 +14,7 @@ from backpack.core.derivatives.dropout import DropoutDerivatives
 from backpack.core.derivatives.generic import input_batch_axis
 from backpack.core.linearization import Columns, Linearization, freeze_at
 from backpack.core.table import GENERIC, works_in_place
-from backpack.engine.turn import NOT_A_CHAIN, Turn
+from backpack.engine.turn import Turn, refuse_operation
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.utils.disable import disable
 from backpack.utils.errors import raise_error_if_coupled
@@ -88,8 +88,7 @@ def skips(turn: Turn, extension: BackpropExtension) -> bool:
     if call.is_transparent:
         # in a converted model, they are arguments of the modules inside
         if parameters and not consists_of_modules(module):
-            text = message(NOT_A_CHAIN, field=extension.savefield, **who)
-            raise NotImplementedError(text)
+            refuse_operation(extension, module)
         return True
     if any(g is not None for g in turn.g_out[1:]):
         raise NotImplementedError(message(SEVERAL_OUTPUTS, **who))
@@ -102,7 +101,8 @@ def skips(turn: Turn, extension: BackpropExtension) -> bool:
         raise NotImplementedError(message(IN_PLACE, **who))
     call.check_unchanged()
     waits = extension.saved_quantities.retrieve_quantity(id(call), delete_old=False)
-    return waits is None and not parameters
+    inside_loss = module in turn.backward_pass.in_losses  # nothing starts above it
+    return waits is None and (inside_loss or not parameters)
 
 
 def check_batch_first(turn: Turn, extension: BackpropExtension) -> None:

@@ -46,7 +46,7 @@ class DiagHessian(WalkingExtension):
         """
         scale = g_out[0].detach()
         if isinstance(derivatives, GenericLossDerivatives):
-            columns, sign = factor(derivatives._hessian(module))
+            columns, sign = factor(derivatives._hessian(module, warns=False))
             shape = len(columns), *module.input0.shape
             columns = columns.reshape(shape).to(module.input0.dtype)
         else:

@@ -37,8 +37,8 @@ NO_BASIS = (
 OTHER_BASES = (
     "EKFAC: two losses contribute to a parameter, each with eigenvectors of its own, "
     "and eigenvalues in different bases do not combine. Give the eigenvectors of a "
-    'pass with one of them, by EKFAC(basis=...), draw targets (fisher_type="mc"), or '
-    "give each loss a backward pass of its own."
+    "pass with one of them, by EKFAC(basis=...), or give each loss a backward pass of "
+    "its own."
 )
 
 

@@ -386,8 +386,8 @@ def extend(module: Module, debug: bool = False, use_converter: bool = False) -> 
 
     Raises:
         TypeError: If it is no instance of a module.
-        NotImplementedError: If it is, or has inside, a module of ``torch.jit``; or if
-            the converter cannot trace it.
+        NotImplementedError: If it is, or has inside, a module of ``torch.jit`` with
+            trainable parameters; or if the converter cannot trace it.
     """
     if not isinstance(module, Module):
         hint = "Instead of a function, use a module, like CrossEntropyLoss()."
@@ -400,7 +400,7 @@ def extend(module: Module, debug: bool = False, use_converter: bool = False) -> 
     if isinstance(debug, Module):
         raise TypeError("extend(...) takes one module. Call it for each of them.")
     for name, child in module.named_modules():
-        if isinstance(child, ScriptModule):
+        if isinstance(child, ScriptModule) and _is_trained(child):
             where = f"'{name}' of {type(module).__name__}" if name else "the module"
             raise NotImplementedError(
                 f"extend(...): {where} is a {type(child).__name__}, compiled by "
@@ -412,8 +412,8 @@ def extend(module: Module, debug: bool = False, use_converter: bool = False) -> 
     for name, child in module.named_modules():
         if "parametrizations" in name.split("."):
             continue  # called for a parameter, not for samples
-        if is_compiled(child):
-            continue  # passes everything on to the module that was compiled
+        if is_compiled(child) or isinstance(child, ScriptModule):
+            continue  # passes everything on to what was compiled, or runs no hooks
         if debug and not getattr(child, "_backpack_extend", False):
             print(f"[DEBUG] Extending {f'{name}: ' if name else ''}{child}")
         _register_hooks(child)
@@ -422,6 +422,11 @@ def extend(module: Module, debug: bool = False, use_converter: bool = False) -> 
     Module.__prepare_scriptable__ = scriptable  # type: ignore[attr-defined]
     CTX.forget_dead_handles()
     return module
+
+
+def _is_trained(module: Module) -> bool:
+    """Tell whether a module has parameters to train."""
+    return any(p.requires_grad for p in module.parameters())
 
 
 def _register_hooks(module: Module) -> None:

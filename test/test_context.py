@@ -334,6 +334,17 @@ def test_derivative_by_inputs_inside_of_a_forward_pass(start: Callable):
     assert torch.allclose(found, expected, rtol=1e-8)
 
 
+def test_derivatives_of_something_else():
+    """A context takes part in no derivative of what no extended module computes."""
+    net, A, w = Net(), torch.rand(3, 3), torch.rand(3, requires_grad=True)
+    with backpack(BatchGrad()):
+        net().backward()
+        found = torch.autograd.functional.hessian(lambda v: (A @ v).pow(2).sum(), w)
+        (g,) = torch.autograd.grad((A @ w).pow(4).sum(), w, create_graph=True)
+        torch.autograd.grad(g.pow(2).sum(), w)
+    assert net.has("grad_batch") and torch.allclose(found, 2 * A.T @ A)
+
+
 def test_nothing_happens_outside():
     """Outside of a context, a backward pass is a plain one."""
     net = Net()

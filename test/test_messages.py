@@ -601,7 +601,7 @@ OPTIONS: Dict[str, Row] = {
     ),
     **{
         f"extend-{name}": Row(
-            lambda function=function: extend(mlp(function(nn.Tanh()))),
+            lambda function=function: extend(mlp(function(nn.PReLU()))),
             NotImplementedError,
             "'1' of Sequential",
             "torch.jit.*no Python hooks",

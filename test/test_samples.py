@@ -1002,6 +1002,25 @@ BESIDE: Dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+PICKED = {
+    "gather": lambda k: torch.tensor([0, 0, 1, 0]).expand(len(k), 4).gather(1, k),
+    "take": lambda k: torch.tensor([0, 0, 0, 0, 1])[k],
+    "index-select": lambda k: torch.tensor([2, 2]).index_select(0, k.view(-1) % 2),
+}
+
+
+@pytest.mark.parametrize("name", PICKED)
+def test_integers_picked_by_data(name: str) -> None:
+    """Where they are picked from holds the same number several times."""
+    row = Row(
+        lambda: Lambda(
+            lambda m, k: m.e(PICKED[name](k).view(k.shape)), e=nn.Embedding(3, D)
+        ),
+        lambda: (torch.tensor([[0, 1], [1, 0], [0, 0], [1, 1]])[:N],),
+    )
+    assert_right(row)
+
+
 @pytest.mark.parametrize("name", BESIDE)
 def test_what_is_not_differentiated(name: str) -> None:
     """Samples may meet in what a model returns beside its prediction."""

@@ -6,7 +6,7 @@ transforms and compiled functions.
 
 from __future__ import annotations
 
-from typing import Callable, Dict
+from typing import Any, Callable, Dict, Tuple
 
 import pytest
 import torch
@@ -131,6 +131,24 @@ def scripted(x: Tensor, weight: Tensor) -> Tensor:
 
 
 # Parameters that operations take outside of extended modules, or where nothing is seen
+class OwnProduct(torch.autograd.Function):
+    """A product with a matrix, and with a number that it looks at."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, t: Tensor, w: Tensor) -> Tensor:
+        """Multiply ``[N, D]`` with ``[D, O]``."""
+        ctx.save_for_backward(x, w)
+        ctx.factor = float(t) if t > 0 else 1.0
+        return ctx.factor * x @ w
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tuple[Any, ...]:
+        """Multiply with the other operand."""
+        x, w = ctx.saved_tensors
+        gradient = ctx.factor * gradient
+        return gradient @ w.T, None, x.T @ gradient
+
+
 OUTSIDE: Dict[str, Row] = {
     "factor": Row(mlp, randn(D), predict=lambda m, X: m(*X) * m[0].bias),
     "expression": Row(
@@ -158,6 +176,20 @@ OUTSIDE: Dict[str, Row] = {
         lambda: Lambda(
             lambda m, x: torch.jit.script(scripted)(m.f(x), m.w),
             **{"f": nn.Linear(D, 5), "w": param(5)},
+        ),
+        randn(D),
+    ),
+    "scripted-module": Row(
+        lambda: Lambda(
+            lambda m, x: m.g(m.f(x)) * m.w,
+            **{"f": nn.Linear(D, 5), "w": param(5), "g": torch.jit.script(nn.Tanh())},
+        ),
+        randn(D),
+    ),
+    "function-that-reads-a-constant": Row(
+        lambda: Lambda(
+            lambda m, x: m.g(OwnProduct.apply(x, torch.tensor(2.0), m.w)),
+            **{"w": param(D, 5), "g": nn.Linear(5, 3)},
         ),
         randn(D),
     ),

@@ -48,7 +48,7 @@ NOT_EXTENDED_BATCH_NORM = (
 )
 SEPARATE_USE = (
     "Parameters are also used in terms of the loss that belong to no sample, like a "
-    "regularizer: {names}. Their individual gradients do not sum to the "
+    "regularizer or predictions that no input enters: {names}. Their individual gradients do not sum to the "
     "gradient, and quantities do not contain those terms. Add what they contribute by "
     "hand, or differentiate them in a backward pass of their own, outside of the "
     "context."
@@ -56,8 +56,9 @@ SEPARATE_USE = (
 OUTSIDE_USE = (
     "Parameters are used where extensions can't see it: {names}. Their quantities "
     "would be wrong. Use a parameter only on what operations of PyTorch make of the "
-    "inputs (not NumPy, numbers in Python, or tangents of forward mode: do that "
-    "before, and hand over what comes out; nor inputs in a transform of `torch.func`), "
+    "inputs (not NumPy, numbers in Python, `torch.jit` or tangents of forward mode: do "
+    "that before, and hand over what comes out; nor inputs in a transform of "
+    "`torch.func`), "
     "and for extensions that go from module to module, only inside of extended "
     "modules; let the inputs enter the prediction, if only by `+ 0 * input`, for what "
     "no input enters belongs to no sample; and differentiate a derivative of a "
@@ -125,7 +126,7 @@ def check_samples(
     entangled += _behind_uses(uses)
     behind = [p for node in inspection.tangents for p in leaves_behind(node)]
     entangled += [param for param in dict.fromkeys(behind) if id(param) in known]
-    if not entangled:
+    if params and not entangled:
         refused = [*inspection.coupled(), *_met_in_tails(inspection)]
         refused.sort(key=lambda met: not met.is_of_inputs)
         if refused and not refused[0].is_of_inputs and is_separable(inspection.roots):

@@ -175,7 +175,7 @@ class Tracker(TorchFunctionMode):
             if kind.name == "register_hook" and len(args) == 2:
                 x, hook = args
                 args = x, guard(x, hook, self._finder.of(x) is None)
-            elif kind.reads and in_function():
+            elif kind.reads and in_function() and self._finder.of(args[0]) is not None:
                 self._finder.is_unsure = True
             elif kind.name in ("backward", "grad") and self.context is not None:
                 if not is_of_inputs(kind.name, args, kwargs):

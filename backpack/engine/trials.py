@@ -264,15 +264,16 @@ class Trial:
         new: list[Any] = []
         aside = integers or self._name in ASSERTING
         with self._drawing():
-            for x, i in zip(self.flat, self.numbers):
+            for number, (x, i) in enumerate(zip(self.flat, self.numbers)):
                 if aside:
                     x, i = _on_cpu(x), _on_cpu(i)
                 # a copy: nothing of the model's, like statistics, may change
                 x = _copied(x if i is None else _dense(x))
                 if isinstance(x, Tensor):
                     x = _finite(x)
-                    if i is None and integers and _is_inexact(x):
-                        x = torch.rand_like(x)  # which entries are picked, shows
+                    picks = self._name in SELECTING and not number
+                    if i is None and integers and (picks or _is_inexact(x)):
+                        x = _all_different(x)  # which entries are picked, shows
                     elif i is not None and select is not None:
                         x = _disturbed(x, select(i), mark, integers)
                 new.append(x)
@@ -428,6 +429,15 @@ def _finite(x: Tensor) -> Tensor:
 def _between(x: Any) -> Any:
     """Replace numbers by others between zero and one."""
     return torch.rand_like(x) if _is_inexact(x) and x.layout is torch.strided else x
+
+
+def _all_different(x: Tensor) -> Tensor:
+    """Make a tensor of the same type and shape with another number at each entry."""
+    if _is_inexact(x):
+        return torch.rand_like(x)
+    if x.dtype == torch.bool:
+        return x
+    return torch.arange(x.numel(), device=x.device).view(x.shape).to(x.dtype)
 
 
 def _differs(x: Tensor, plain: Tensor) -> Tensor:

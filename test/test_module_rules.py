@@ -459,7 +459,7 @@ def scale_of(dense: Tensor) -> float:
 
 
 class ByFormula(TorchFunctionMode):
-    """Normalizes weights by hand: PyTorch's own function has a wrong second derivative."""
+    """Normalizes weights by hand: PyTorch has a wrong second derivative of that."""
 
     def __torch_function__(
         self, func: Callable, types: Any, args: Any = (), kwargs: Any = None

@@ -48,10 +48,10 @@ NOT_EXTENDED_BATCH_NORM = (
 )
 SEPARATE_USE = (
     "Parameters are also used in terms of the loss that belong to no sample, like a "
-    "regularizer or predictions that no input enters: {names}. Their individual gradients do not sum to the "
-    "gradient, and quantities do not contain those terms. Add what they contribute by "
-    "hand, or differentiate them in a backward pass of their own, outside of the "
-    "context."
+    "regularizer or predictions that no input enters: {names}. Their individual "
+    "gradients do not sum to the gradient, and quantities do not contain those terms. "
+    "Add what they contribute by hand, or differentiate them in a backward pass of "
+    "their own, outside of the context."
 )
 OUTSIDE_USE = (
     "Parameters are used where extensions can't see it: {names}. Their quantities "

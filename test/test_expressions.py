@@ -36,6 +36,9 @@ from torch.nn import Module
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
+from backpack import backpack, extend
+from backpack.extensions import DiagGGNMC
+
 
 def positions(
     function: Callable[[Module, int], Tensor], **parts: Any
@@ -921,6 +924,18 @@ def test_layer_whose_backward_is_not_linear(
             assert_agrees(p.grad_batch.sum(0), p.grad, "sum of grad_batch")
     else:
         assert_refused(row, quantity, "backward of `.*` does not return multiples")
+
+
+def test_column_that_is_carried() -> None:
+    """A single column is looked at as well, which the backward pass might carry."""
+    model = Lambda(lambda m, x: m.f(OwnLinear.apply({}, x, m.w)), w=param(3, 4))
+    model.f = Lambda(lambda m, x: OwnLinear.apply({"x": torch.relu}, x, m.w))
+    model.f.w = param(2, 3)
+    model, loss = extend(model.to(F64)), extend(nn.MSELoss())
+    value = loss(model(torch.randn(N, 4, dtype=F64)), torch.randn(N, 2, dtype=F64))
+    with backpack(DiagGGNMC(), gradient=False):
+        with pytest.raises(NotImplementedError, match="does not return multiples"):
+            value.backward()
 
 
 def test_backward_that_scales() -> None:

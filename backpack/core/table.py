@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from inspect import signature
+from types import FunctionType
 from typing import Any, Callable, Mapping, NamedTuple, Sequence
 
 from torch import Tensor, nn
@@ -303,9 +304,9 @@ def _find_parts(base: type) -> list[tuple[Any, str, Any]]:
 
 
 def _is_own(part: Any) -> bool:
-    """Tell whether a method or function is PyTorch's or ours."""
-    module = getattr(part, "__module__", None) or "torch"  # built in
-    return module.split(".")[0] in ("torch", "backpack")
+    """Tell whether a method or function is PyTorch's or ours; others are built in."""
+    own = part.__module__ if isinstance(part, FunctionType) else "torch"
+    return own.split(".")[0] in ("torch", "backpack")
 
 
 # Whoever replaces one of these, for all layers, changes what they compute

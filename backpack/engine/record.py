@@ -302,21 +302,14 @@ def _bind(
 ) -> tuple[list[Any], tuple[str, ...]]:
     """Bring arguments into the order of the forward function's signature.
 
-    What was left out in between has its default; what can be given by name alone comes
-    last, and its names are returned.
+    Last come those that can't be given by position, as something in front of them was
+    left out, and their names are returned.
     """
     try:
         bound = inspect.signature(module.forward).bind(*args, **kwargs)
     except TypeError:
         return [*args, *kwargs.values()], tuple(kwargs)
-    given = [name for name in bound.arguments if name in kwargs]
-    bound.apply_defaults()
-    values, named = [*bound.args], dict(bound.kwargs)
-    parameters = [*bound.signature.parameters.values()][: len(values)]
-    while len(values) > len(args) and parameters[len(values) - 1].name not in given:
-        values.pop()  # a default with nothing behind it
-    named = {name: x for name, x in named.items() if name in kwargs}
-    return [*values, *named.values()], tuple(named)
+    return [*bound.args, *bound.kwargs.values()], tuple(bound.kwargs)
 
 
 @lru_cache(maxsize=256)

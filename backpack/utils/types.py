@@ -52,6 +52,11 @@ def _has_own_meaning(cls: Any) -> bool:
     return own not in ours and cls.__module__.split(".")[0] not in _NO_MEANING
 
 
+@lru_cache(maxsize=256)
+def _is_foreign(cls: Any) -> bool:
+    return cls.__module__.split(".")[0] not in _NO_CHANGE
+
+
 # Tensors that say more than numbers, and modes that change no operation on data
 _NO_MEANING = ("torch", "torchvision")
 _NO_CHANGE = ("torch", "backpack")
@@ -60,8 +65,8 @@ _NO_CHANGE = ("torch", "backpack")
 def is_redefining() -> bool:
     """Tell whether a mode is active that may change what operations do."""
     for i in range(torch._C._len_torch_function_stack()):
-        mode = type(torch._C._get_function_stack_at(i))
-        if mode.__module__.split(".")[0] not in _NO_CHANGE:
+        mode: Any = type(torch._C._get_function_stack_at(i))
+        if _is_foreign(mode):
             return True
     return False
 

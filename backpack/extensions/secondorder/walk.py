@@ -58,7 +58,6 @@ def freeze_call(turn: Turn) -> Module:
     call = turn.call
     output, precision = call.outputs[0], call.precision
     frozen = freeze_at(call.module, call.arguments, output, precision)
-    frozen.__dict__[stored.NAMED] = call.named
     if not call.is_output_unchanged and not _repeats(turn):
         frozen.__dict__[stored.OVERWRITTEN] = True
     return frozen

@@ -1623,6 +1623,43 @@ def test_loss_called_by_name(name: str, changed: bool):
     assert len(getattr(loss, "log", [1])) == 1
 
 
+class Beside(Loss):
+    """Returns other things beside its value."""
+
+    def __init__(self, place: Callable[[Tensor, Tensor], Any]):
+        """Say where they are."""
+        super().__init__()
+        self.place = place
+
+    def forward(self, x: Tensor, y: Tensor, **options: Any) -> Any:
+        """Compare, and count."""
+        return self.place(super().forward(x, y, **options), (x > y).sum())
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda value, count: (value, count),
+        lambda value, count: (count, None, value),
+        lambda value, count: {"count": (count,), "value": [value]},
+    ],
+    ids=["first", "last", "dictionary"],
+)
+def test_loss_that_returns_more(place: Callable):
+    """The loss is the first tensor of real numbers that its module returns."""
+    model, loss = extend(nn.Linear(4, 3).to(F64)), extend(Beside(place))
+    found = loss(model(torch.randn(N, 4, dtype=F64)), torch.randn(N, 3, dtype=F64))
+    value = next(
+        x for x in tree_leaves(found) if isinstance(x, Tensor) and x.is_floating_point()
+    )
+    with backpack(*[ext() for ext in OF_THE_LOSS]):
+        value.backward()
+    expected, bias = torch.full((3,), 2 / 3, dtype=F64), model.bias
+    assert_agrees(bias.diag_h, expected, "diag_h")
+    assert_agrees(bias.diag_ggn_exact, expected, "diag_ggn_exact")
+    assert_agrees(bias.hmp(torch.eye(3, dtype=F64)).diagonal(), expected, "hmp")
+
+
 UNREPEATABLE_LOSSES = {
     "count": lambda: Annealed(int),
     "count, in a tensor": lambda: Annealed(lambda: torch.zeros((), dtype=F64)),

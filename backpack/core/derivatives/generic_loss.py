@@ -11,7 +11,6 @@ from torch.nn import Module, MultiLabelMarginLoss, MultiMarginLoss
 
 from backpack.core.derivatives.loss_base import (
     BaseLossDerivatives,
-    first_number,
     loss_inputs,
 )
 from backpack.core.derivatives.stored import as_leaf, repeat, scratch_copy
@@ -71,7 +70,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
         prediction, create_graph = as_leaf(prediction)
         with torch.enable_grad():
             scratch = _to_double_in_place(scratch_copy(module))
-            loss = first_number(repeat(module, (prediction, *others), scratch))
+            loss = repeat(module, (prediction, *others), scratch)
             cotangent = torch.ones_like(loss).requires_grad_()
             (gradient,) = pull_back([loss], [prediction], [cotangent], True, True)
             with _naming(module):

@@ -6,7 +6,6 @@ from typing import Any, Dict, Iterator, Optional, Sequence, Tuple, Union
 import torch
 from torch import Size, Tensor, nn
 from torch.autograd import grad
-from torch.utils._pytree import tree_leaves
 
 from backpack.core.derivatives import shape_check
 from backpack.core.derivatives.input_base import BaseDerivatives
@@ -49,19 +48,6 @@ def loss_inputs(module: Layer) -> Tuple[Any, ...]:
                 "others as constants. Pass the prediction first, and detach the others."
             )
     return inputs
-
-
-def first_number(output: Any) -> Tensor:
-    """Return the loss that a module computed, which may return other things beside.
-
-    Args:
-        output: What a loss module returned.
-
-    Returns:
-        Its first tensor of floating-point numbers.
-    """
-    leaves = [output] if isinstance(output, Tensor) else tree_leaves(output)
-    return next(x for x in leaves if isinstance(x, Tensor) and x.is_floating_point())
 
 
 def class_weights(module: Layer) -> Tensor:
@@ -312,7 +298,7 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
         prediction, *others = loss_inputs(module)
         prediction, create_graph = as_leaf(prediction)
         with torch.enable_grad():
-            loss = first_number(repeat(module, (prediction, *others)))
+            loss = repeat(module, (prediction, *others))
             (gradient,) = grad(loss, prediction, create_graph=create_graph)
         return (gradient / self._reduction_factor(module) ** 0.5).unsqueeze(0)
 

@@ -13,6 +13,7 @@ from torch.func import functional_call
 from torch.nn import Module, Parameter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from backpack.converter.function import FunctionModule
 from backpack.utils.disable import disable
@@ -187,17 +188,17 @@ def as_leaf(x: Tensor) -> Tuple[Tensor, bool]:
 
 
 def first_tensor(output: Any) -> Tensor:
-    """Return the first tensor of a module's output.
+    """Return the first tensor of a module's output, which may be any structure.
 
     Args:
-        output: Tensor or (nested) tuple.
+        output: What the module returned.
 
     Returns:
-        The tensor itself or the first one of the tuple.
+        Its first tensor of real or complex numbers.
     """
-    while isinstance(output, (tuple, list)):
-        output = output[0]
-    return output
+    leaves = [output] if isinstance(output, Tensor) else tree_leaves(output)
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    return next(x for x in tensors if x.is_floating_point() or x.is_complex())
 
 
 def repeats(module: Layer, x: Tensor, before: Tensor) -> bool:

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from contextlib import contextmanager
 from math import nan, sqrt
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -66,11 +66,14 @@ class GenericLossDerivatives(BaseLossDerivatives):
     ) -> MatProd:
         if _is_linear_in_pieces(module):
             return torch.zeros_like
-        prediction, *others = (_to_double(i) for i in loss_inputs(module))
+        inputs = loss_inputs(module)
+        with torch.no_grad():  # in float64, the value may be another
+            repeat(module, inputs, _without_hooks(module))
+        prediction, *others = map(_to_double, inputs)
         prediction, create_graph = as_leaf(prediction)
         with torch.enable_grad():
-            scratch = _to_double_in_place(scratch_copy(module))
-            loss = repeat(module, (prediction, *others), scratch)
+            scratch = _without_hooks(module, _to_double)
+            loss = repeat(module, (prediction, *others), scratch, is_checked=False)
             cotangent = torch.ones_like(loss).requires_grad_()
             (gradient,) = pull_back([loss], [prediction], [cotangent], True, True)
             with _naming(module):
@@ -295,23 +298,24 @@ def _to_double(value: Any) -> Any:
     return value.double() if is_float else value
 
 
-def _to_double_in_place(scratch: Module) -> Module:
-    """Turn the copy of a loss module to float64, and take its hooks off.
+def _without_hooks(module: Layer, convert: Callable = lambda x: x) -> Module:
+    """Copy a loss module, without its hooks and those of its children.
 
     Args:
-        scratch: Copy of a loss module, may have children.
+        module: Loss module.
+        convert: What to do with all that it holds. Default: nothing.
 
     Returns:
-        The copy.
+        The copy, whose forward pass leaves no trace in the original.
     """
-    own = vars(scratch)
-    own.update(
-        {name: _to_double(value) for name, value in own.items()},
-        _parameters={n: _to_double(p) for n, p in own["_parameters"].items()},
-        _buffers={n: _to_double(b) for n, b in own["_buffers"].items()},
-        _forward_hooks=OrderedDict(),
-        _forward_pre_hooks=OrderedDict(),
-    )
-    for child in scratch.children():
-        _to_double_in_place(child)
+    scratch = scratch_copy(module)
+    for part in scratch.modules():
+        own = vars(part)
+        own.update(
+            {name: convert(value) for name, value in own.items()},
+            _parameters={n: convert(p) for n, p in own["_parameters"].items()},
+            _buffers={n: convert(b) for n, b in own["_buffers"].items()},
+            _forward_hooks=OrderedDict(),
+            _forward_pre_hooks=OrderedDict(),
+        )
     return scratch

@@ -285,6 +285,7 @@ def repeat(
     inputs: Sequence[Any],
     scratch: Optional[Module] = None,
     own: Optional[Dict[str, Tensor]] = None,
+    is_checked: bool = True,
 ) -> Tensor:
     """Repeat a module's forward pass.
 
@@ -297,6 +298,7 @@ def repeat(
         inputs: Inputs of the call.
         scratch: Copy of the module to evaluate. Default: a new one.
         own: Parameters for the copy, by name. Default: the module's.
+        is_checked: Whether it must be the same. Default: ``True``.
 
     Returns:
         The first tensor of the repetition's output.
@@ -311,9 +313,10 @@ def repeat(
         run = partial(functional_call, scratch, own, args, kwargs)
     else:
         run = partial(scratch.forward, *args, **kwargs)
-    if is_traced():
+    if is_traced() or not is_checked:
         with _Repeating():
-            return checked(module, run())
+            output = run()
+        return checked(module, output) if is_checked else first_tensor(output)
     before, random = _numbers(scratch), _random_state(module)
     with _Repeating() as repeating:
         output = run()

@@ -217,13 +217,14 @@ class Inspection:
                 for e in entries_of(node)
             )
         ]
-        nodes = dict.fromkeys(terms)
-        queue = list(nodes)
+        queue = list(dict.fromkeys(terms))
+        seen = set(queue)
         for node in queue:  # which grows meanwhile
-            behind = [x for x, _ in self._ways(node, node.next_functions)]
-            queue += [x for x in dict.fromkeys(behind) if x not in nodes]
-            nodes.update(dict.fromkeys(behind))
-        return set(nodes)
+            for parent, _ in self._ways(node, node.next_functions):
+                if parent not in seen:
+                    seen.add(parent)
+                    queue.append(parent)
+        return seen
 
     def _entered(self) -> Iterator[tuple[Any, Node]]:
         """Find constants that are used by way of the inside of a use, too.
@@ -395,11 +396,10 @@ def additive_terms(
             single = torch.Size(node._input_metadata[0].shape).numel() == 1
         if through_losses and of_numbers and parents and is_scalar(node):
             single = single or all(map(is_scalar, parents))
-        if through_losses and parents:
-            uses = [e.owner for e in entries_of(node) if e.owner.is_use]
-            single = single or any(use.adds_up for use in uses)
-            single = (
-                single or name == "MeanBackward0" and MEETING in parents[0].metadata
+        if through_losses and parents and not single:
+            is_mean = name == "MeanBackward0" and MEETING in parents[0].metadata
+            single = is_mean or any(
+                e.owner.is_use and e.owner.adds_up for e in entries_of(node)
             )
         if (name in _ADDITIVE or single or joins) and not is_loss:
             passed.append(node)

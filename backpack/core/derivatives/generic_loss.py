@@ -9,10 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, MultiLabelMarginLoss, MultiMarginLoss
 
-from backpack.core.derivatives.loss_base import (
-    BaseLossDerivatives,
-    loss_inputs,
-)
+from backpack.core.derivatives.loss_base import BaseLossDerivatives, loss_inputs
 from backpack.core.derivatives.stored import as_leaf, repeat, scratch_copy
 from backpack.hessianfree.lop import pull_back, pull_columns
 from backpack.utils.errors import warn_user

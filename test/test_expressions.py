@@ -944,3 +944,14 @@ def test_backward_that_scales() -> None:
     function = partial(Backward.apply, rule)
     row = use(lambda m, x: F.linear(x, function(m.w.detach(), m.w)), 4, w=(3, 4))
     assert_right(row)
+
+
+def test_backward_whose_result_cancels() -> None:
+    """Rounding errors of a derivative that is zero are not combined like columns."""
+
+    def function(m: Any, x: Tensor) -> Tensor:
+        weight = OwnLinear.apply({}, m.f(x), m.w).exp()
+        return m.g(x) * weight / weight.sum(-1, keepdim=True)
+
+    layer = partial(nn.Linear, 4, 4)
+    assert_right(use(function, 4, w=(1, 4), f=layer, g=layer))

@@ -341,13 +341,12 @@ class BackwardPass:
         self._forget_idle()
 
     def _take_use(self, use: Use, g_out: tuple[Tensor | None, ...]) -> None:
-        if self.state.unannounced is self and self.inspection.roots:
-            if use not in self.inspection.uses:
-                raise RuntimeError(UNANNOUNCED)
+        known = self.inspection.uses if self.inspection.roots else (use,)
+        if self.state.unannounced is self and use not in known:
+            raise RuntimeError(UNANNOUNCED)
         groups = self._groups_of.get(use, [])
         if use.released and groups:
-            text = RELEASED.format(module=use.describe())
-            raise RuntimeError(text)
+            raise RuntimeError(RELEASED.format(module=use.describe()))
         self.gradients[use] = [None if g is None else g.unsqueeze(0) for g in g_out]
         separate = all([type(place) is Layout for place in use.placements])
         separate = separate or use.adds_up and self._is_first_order
@@ -536,11 +535,8 @@ class BackwardPass:
 
     def _meet_loss(self, turn: Turn) -> None:
         """Pull columns back from a loss to everything it was computed from."""
-        second_order = [
-            ext
-            for ext in self.state.active_exts
-            if ext.expects_backpropagation_quantities()
-        ]
+        exts = self.state.active_exts
+        second_order = [x for x in exts if x.expects_backpropagation_quantities()]
         if not second_order:
             return
         module, output, (g_out, *_) = turn.module, turn.call.outputs[0], turn.g_out
@@ -560,9 +556,10 @@ class BackwardPass:
 
     def _begins_at(self, call: Call) -> bool:
         """Tell whether all begins at a loss, where no hook changes the gradient."""
-        if any(x._backward_hooks for x in call.tensors()):
-            return False
-        return is_term(self.inspection.calls[call], self.inspection.roots)
+        hooked = any(x._backward_hooks for x in call.tensors())
+        return not hooked and is_term(
+            self.inspection.calls[call], self.inspection.roots
+        )
 
     def _warn_of_factor(self, call: Call, factor: Tensor) -> None:
         """Warn of a modified loss, where it is known, or likely."""
@@ -570,8 +567,8 @@ class BackwardPass:
             if not (self._begins_with_one and self._begins_at(call)):
                 warn_user(message(MAYBE_MODIFIED, module=call.module))
         elif factor != 1.0:
-            text = {"module": call.module, "factor": float(factor)}
-            warn_user(message(MODIFIED_LOSS, **text))
+            who = {"module": call.module, "factor": float(factor)}
+            warn_user(message(MODIFIED_LOSS, **who))
 
     def _is_inside(self, call: Call) -> bool:
         """Tell whether more than a sum was made of a loss that a model has called."""

@@ -1,18 +1,21 @@
 """Columns that are pulled back: where they start, at a loss or at a model's output.
 
-And gradients of losses alone, where that is not what the backward pass computes.
+How they are stored where they end; and gradients of losses alone, where that is not
+what the backward pass computes.
 """
 
 from __future__ import annotations
 
 from math import prod
-from typing import Any, Iterator
+from typing import Any, Iterator, Optional
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils._pytree import tree_leaves
 
+from backpack.core.fast.memory import huge_empty, may_write
+from backpack.core.fast.whole import whole
 from backpack.core.layout import FIRST, Layout, once, ranks, sample_numbers
 from backpack.core.table import find_loss
 from backpack.engine.coverage import leads_past_losses
@@ -42,6 +45,9 @@ OTHER_FEATURES = (
     "some of its entries belong to none. Return a tensor in which each sample has as "
     "many entries."
 )
+
+
+Cotangents = list[Optional[Tensor]]
 
 
 def check_first_argument(loss: Call, ext: Any) -> None:
@@ -247,3 +253,94 @@ class GradientsOfLosses:
         if call.is_loss or not (self._are_mixed and ext.walks_modules):
             return g_out
         return tuple(self._found.get((call, i)) for i in range(len(g_out)))
+
+
+class Stack:
+    """Columns at one output, as they come.
+
+    Each is copied while it is in the processor's caches, and its memory is free for the
+    next one. Those that autograd found no path for are zero.
+    """
+
+    def __init__(self, size: int):
+        """Start with none.
+
+        Args:
+            size: How many will come.
+        """
+        self._size = size
+        self._parts: list[Tensor | None] = []
+        self._out: Tensor | None = None
+
+    def put(self, column: Tensor | None) -> None:
+        """Put the next column."""
+        if column is not None and self._size > 1 and may_write():
+            if self._out is None:
+                shape = (self._size, *column.shape)
+                self._out = huge_empty(shape, column.dtype, column.device)
+            column = self._out[len(self._parts)].copy_(column)
+        self._parts.append(column)
+
+    def columns(self) -> Tensor | None:
+        """Return all columns ``[V, *]``, ``None`` if there is no path at all."""
+        known = next((x for x in self._parts if x is not None), None)
+        if known is None:
+            return None
+        if self._size == 1:
+            return known.unsqueeze(0)
+        if self._out is None:
+            zero = torch.zeros_like(known)
+            return _stacked([zero if x is None else x for x in self._parts])
+        for row, part in zip(self._out, self._parts):
+            if part is None:
+                row.zero_()
+        return self._out
+
+
+@whole
+def _stacked(parts: list[Tensor]) -> Tensor:
+    """Put columns behind each other, in memory that is cheap to touch."""
+    if not may_write():
+        return torch.stack(parts)
+    first = parts[0]
+    out = huge_empty((len(parts), *first.shape), first.dtype, first.device)
+    for row, part in zip(out, parts):
+        row.copy_(part)
+    return out
+
+
+def put_behind(
+    all_stored: dict[Any, Cotangents],
+    sources: set[Any],
+    columns: Cotangents,
+    number: int,
+) -> range:
+    """Store columns behind those that are there already.
+
+    Args:
+        all_stored: Columns at each output of a use or a call, by source.
+        sources: Where the columns come from.
+        columns: Columns ``[V, *]`` at each output; ``None`` where there is no path.
+        number: V.
+
+    Returns:
+        Their places among all columns.
+    """
+    before = 0
+    for source in sources:
+        stored = all_stored.get(source, [None] * len(columns))
+        before = next((len(a) for a in stored if a is not None), 0)
+        both = zip(stored, columns)
+        all_stored[source] = [_append(a, before, b, number) for a, b in both]
+    return range(before, before + number)
+
+
+def _append(
+    a: Tensor | None, before: int, b: Tensor | None, number: int
+) -> Tensor | None:
+    """Put columns behind others; those that are ``None`` are zero."""
+    if b is None:
+        return None if a is None else torch.cat([a, a.new_zeros(number, *a.shape[1:])])
+    if a is None and before > 0:
+        a = b.new_zeros(before, *b.shape[1:])
+    return b if a is None else torch.cat([a, b])

@@ -17,7 +17,6 @@ from backpack.engine.gaps import (
     Known,
     differ,
     explain_parents,
-    is_function,
     placement_at,
 )
 from backpack.engine.graph import (
@@ -37,6 +36,7 @@ from backpack.engine.inspection import (
 )
 from backpack.engine.separable import is_separable
 from backpack.engine.uses import Use, refuse
+from backpack.engine.vjp import is_function
 from backpack.utils.disable import PLAIN
 from backpack.utils.errors import warn_user
 from backpack.utils.hooks import EXTENDED, modules_in, names_of

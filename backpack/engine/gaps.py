@@ -33,7 +33,7 @@ from backpack.engine.graph import HOOKED, VIEWS, entries_of, is_leaf, name_of
 from backpack.engine.placements import MARK, mark_of
 from backpack.engine.trials import BY_STRIDES, POINTWISE
 from backpack.engine.uses import Constant, Together, Use, edge_of, is_noted
-from backpack.engine.vjp import pull
+from backpack.engine.vjp import is_function, pull
 from backpack.utils.hooks import without_hooks
 from backpack.utils.parallel import SINKS, communicates
 from backpack.utils.state import out_of_sight, state
@@ -223,18 +223,6 @@ def explain_parents(node: Node) -> list[Known]:
         if parent is not None and not is_leaf(parent):
             found.append(explain_place(GradientEdge(parent, number)))
     return [known for known in found if known is not None]
-
-
-def is_function(node: Node | None) -> bool:
-    """Tell whether a node is that of a function of one's own.
-
-    Args:
-        node: The node, if there is one.
-
-    Returns:
-        Whether it is.
-    """
-    return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 def differ(operands: Sequence[Known]) -> bool:

@@ -226,6 +226,18 @@ def name_of(node: Node) -> str:
     return f"`{words.lstrip('_')}`"
 
 
+def names_at(nodes: Iterable[Node]) -> str:
+    """Name the functions whose backward functions nodes are, for a message.
+
+    Args:
+        nodes: The nodes.
+
+    Returns:
+        Their names, each once.
+    """
+    return " and ".join(sorted(set(map(name_of, nodes))))
+
+
 def describe(params: Sequence[Tensor]) -> str:
     """Name parameters, for a message.
 

@@ -20,12 +20,12 @@ from backpack.engine.gaps import (
     Known,
     Source,
     explain_place,
-    is_function,
 )
 from backpack.engine.graph import describe, is_leaf, name_of
 from backpack.engine.placements import MARK
 from backpack.engine.tracking import Tracker
 from backpack.engine.uses import edge_of, refuse
+from backpack.engine.vjp import is_function
 from backpack.utils.hooks import EXTENDED, names_of
 from backpack.utils.parallel import is_parallel
 from backpack.utils.state import out_of_sight

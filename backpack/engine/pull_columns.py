@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from functools import cache, partial
 from itertools import chain
-from operator import mul
-from typing import Any, Callable, Iterable, Iterator, Optional, Sequence
+from typing import Any, Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -14,30 +13,31 @@ from torch.autograd.graph import GradientEdge
 from torch.nn import Module
 from torch.nn.modules.module import _global_forward_hooks
 
-from backpack.core.fast.memory import huge_empty, may_write
-from backpack.core.fast.whole import whole
 from backpack.core.layout import Mixed
 from backpack.core.per_sample.base import PerSample
 from backpack.engine.columns import (
+    Cotangents,
     GradientsOfLosses,
+    Stack,
     check_first_argument,
     columns_of_loss,
     find_gateway,
     identity_columns,
+    put_behind,
 )
 from backpack.engine.graph import (
     Origin,
     Target,
     describe,
-    name_of,
+    names_at,
     targets_below,
     will_run,
 )
-from backpack.engine.parameters import SCALE, Group
+from backpack.engine.parameters import Group
 from backpack.engine.turn import EXTEND_LOSS, Turn, refuse_several_calls
 from backpack.engine.user_hooks import sees_gradients
 from backpack.engine.uses import Use, refuse
-from backpack.engine.vjp import check_sums, is_users, pull
+from backpack.engine.vjp import check_linear, is_users, pull
 from backpack.utils.hooks import EXTENDED, message, name_module, without_hooks
 from backpack.utils.parallel import gathered, is_parallel
 
@@ -62,7 +62,6 @@ NOT_BEHIND = (
 # columns beyond it.
 MAX_COLUMNS = 10
 
-Cotangents = list[Optional[Tensor]]
 Key = tuple[Any, Tensor]  # an extension and a parameter
 
 
@@ -185,6 +184,70 @@ class PullColumns:
         elif alone and len(first) == 1 and not customized:
             if not own and self._carry(edge, first[0], list(groups), extensions):
                 return
+        at_once, keep = self._plan(groups, extensions, many)
+        calls = [loss, *dict.fromkeys(t.entry.owner for t in reached)]
+        tensors = [x for call in calls for x in call.tensors()]
+        sources = {ext.source for ext in extensions}
+        totals: dict[Key, Any] = {}
+        last: dict[Key, PerSample] = {}
+
+        def pull_chunk(chunk: Tensor) -> dict[Any, Cotangents]:
+            with gathered(tensors), without_hooks(tensors):
+                return self._pull_chunk(edge, targets, chunk)
+
+        def pull_again(columns: list[Tensor]) -> Cotangents:
+            return _with_axis(pull_chunk(columns[0][0]))
+
+        done = 0
+        for chunk in chain([first], chunks):
+            last.clear()  # which keeps columns
+            pulled = pull_chunk(chunk)
+            if own and not done:
+                once, who = _with_axis(pulled), names_at(own)
+                check_linear([chunk[:, None]], once, pull_again, who, NO_DERIVATIVE)
+                del once
+            done += len(chunk)
+            if many and self._running.state.debug:
+                print(f"[DEBUG] {name_module(loss.module)}: pulled back {done} columns")
+            kept: dict[Use, range] = {}  # a layer's weight and bias share a use
+            for group, some in keep.items():
+                use = group.uses[0]
+                if use not in kept:
+                    stored = self._stored.setdefault(use, {})
+                    kept[use] = put_behind(stored, sources, pulled[use], len(chunk))
+                for ext in some:
+                    self._waiting.setdefault((ext, group), []).extend(kept[use])
+            for call in customized:
+                call.columns = call.columns or {}
+                put_behind(call.columns, sources, pulled[call], len(chunk))
+            for ext, group, param, product in self._products(at_once, pulled):
+                ext.check(group, param, product)
+                by = ext.for_parameter(param)
+                _add(totals, (ext, param), by.statistic(product), ext.combine)
+                if not (group.is_simple or by.looks_again):
+                    last[ext, param] = product
+                product = None
+        if any(ext.for_parameter(param).looks_again for ext, param in totals):
+            self._look_again(at_once, totals, map(pull_chunk, columns(size)))
+        for key, total in totals.items():
+            if key in last:
+                _add(self._values, key, key[0].finish(last[key], total), key[0].add)
+            else:
+                _add(self._statistics, key, total, key[0].combine)
+
+    def _plan(
+        self, groups: Iterable[Group], extensions: list[Any], many: bool
+    ) -> tuple[dict[Group, list[Any]], dict[Group, list[Any]]]:
+        """Choose whose columns are reduced at once, and whose are stored.
+
+        Args:
+            groups: The parameters that the columns reach.
+            extensions: All extensions that use them.
+            many: Whether there are too many columns to be stored.
+
+        Returns:
+            Extensions of which columns are reduced, and of which they are stored.
+        """
         at_once: dict[Group, list[Any]] = {}
         keep: dict[Group, list[Any]] = {}
         for group in groups:
@@ -201,70 +264,34 @@ class PullColumns:
                     at_once.setdefault(group, []).append(ext)
                 else:
                     keep.setdefault(group, []).append(ext)
+        return at_once, keep
 
-        calls = [loss, *dict.fromkeys(t.entry.owner for t in reached)]
-        tensors = [x for call in calls for x in call.tensors()]
-        sources = {ext.source for ext in extensions}
-        totals: dict[Key, Any] = {}
-        last: dict[Key, PerSample] = {}
+    def _look_again(
+        self,
+        at_once: dict[Group, list[Any]],
+        totals: dict[Key, Any],
+        chunks: Iterable[dict[Any, Cotangents]],
+    ) -> None:
+        """Reduce columns a second time, for what needs the first sums to be complete.
 
-        def pull_chunk(chunk: Tensor) -> dict[Any, Cotangents]:
-            with gathered(tensors), without_hooks(tensors):
-                return self._pull_chunk(edge, targets, chunk)
-
-        done = 0
-        for chunk in chain([first], chunks):
-            last.clear()  # which keeps columns
-            pulled = pull_chunk(chunk)
-            if own and not done:
-                names = " and ".join(sorted(set(map(name_of, own))))
-                factors = [-SCALE * (v + 1) for v in range(len(chunk))]
-                combined = sum(map(mul, factors, chunk))[None]
-                for owner, ys in pull_chunk(combined).items():
-                    each = [_scaled(x, factors) for x in pulled[owner]]
-                    sums = [None if y is None else y[None] for y in ys]
-                    check_sums(each, sums, names, NO_DERIVATIVE)
-            done += len(chunk)
-            if many and self._running.state.debug:
-                print(f"[DEBUG] {name_module(loss.module)}: pulled back {done} columns")
-            kept: dict[Use, range] = {}  # a layer's weight and bias share a use
-            for group, some in keep.items():
-                use = group.uses[0]
-                if use not in kept:
-                    stored = self._stored.setdefault(use, {})
-                    kept[use] = _put_behind(stored, sources, pulled[use], len(chunk))
-                for ext in some:
-                    self._waiting.setdefault((ext, group), []).extend(kept[use])
-            for call in customized:
-                call.columns = call.columns or {}
-                _put_behind(call.columns, sources, pulled[call], len(chunk))
-            for ext, group, param, product in self._products(at_once, pulled):
-                ext.check(group, param, product)
-                by = ext.for_parameter(param)
-                _add(totals, (ext, param), by.statistic(product), ext.combine)
-                if not (group.is_simple or by.looks_again):
-                    last[ext, param] = product
+        Args:
+            at_once: Extensions, by the parameters whose columns they reduce.
+            totals: Sums over all columns; those that are used up are removed.
+            chunks: The same columns, where they end.
+        """
+        again: dict[Key, Any] = {}
+        seconds: dict[Key, Any] = {}
+        for pulled in chunks:
+            for ext, _, param, product in self._products(at_once, pulled):
+                key, by = (ext, param), ext.for_parameter(param)
+                if by.looks_again and key not in again:
+                    again[key] = by.again(product, totals.pop(key))
+                if key in again:
+                    part = again[key].statistic(product)
+                    _add(seconds, key, part, ext.combine)
                 product = None
-        if any(ext.for_parameter(param).looks_again for ext, param in totals):
-            again: dict[Key, Any] = {}
-            seconds: dict[Key, Any] = {}
-            for chunk in columns(size):
-                pulled = pull_chunk(chunk)
-                for ext, _, param, product in self._products(at_once, pulled):
-                    key, by = (ext, param), ext.for_parameter(param)
-                    if by.looks_again and key not in again:
-                        again[key] = by.again(product, totals.pop(key))
-                    if key in again:
-                        part = again[key].statistic(product)
-                        _add(seconds, key, part, ext.combine)
-                    product = None
-            for key, value in seconds.items():
-                _add(self._values, key, value, key[0].add)
-        for key, total in totals.items():
-            if key in last:
-                _add(self._values, key, key[0].finish(last[key], total), key[0].add)
-            else:
-                _add(self._statistics, key, total, key[0].combine)
+        for key, value in seconds.items():
+            _add(self._values, key, value, key[0].add)
 
     def _carry(
         self, edge: GradientEdge, column: Tensor, groups: list[Group], exts: list[Any]
@@ -355,7 +382,7 @@ class PullColumns:
             Columns ``[V, *out]`` at each output of the uses and calls.
         """
         edges = [GradientEdge(t.node, t.entry.output_nr) for t in targets]
-        stacks = [_Stack(len(columns)) for _ in targets]
+        stacks = [Stack(len(columns)) for _ in targets]
         create_graph = torch.is_grad_enabled()
         with self._running.state.pull():
             for column in columns.unbind():
@@ -491,9 +518,10 @@ def _listed(draw: Callable[[int], Iterable[Tensor]], size: int) -> list[Tensor]:
     return list(draw(size))
 
 
-def _scaled(x: Tensor | None, factors: list[float]) -> Tensor | None:
-    """Multiply each column with its factor, and put an axis behind."""
-    return None if x is None else torch.stack(list(map(mul, factors, x)))[:, None]
+def _with_axis(pulled: dict[Any, Cotangents]) -> Cotangents:
+    """List columns at all outputs, with an axis for samples, which they have in one."""
+    outputs = [x for some in pulled.values() for x in some]
+    return [None if x is None else x[:, None] for x in outputs]
 
 
 def _number_at_a_time(
@@ -514,89 +542,3 @@ def _number_at_a_time(
 
 def _add(totals: dict, key: tuple, part: Any, combine: Any) -> None:
     totals[key] = combine(totals[key], part) if key in totals else part
-
-
-class _Stack:
-    """Columns at one output, as they come.
-
-    Each is copied while it is in the processor's caches, and its memory is free for the
-    next one. Those that autograd found no path for are zero.
-    """
-
-    def __init__(self, size: int):
-        self._size = size
-        self._parts: list[Tensor | None] = []
-        self._out: Tensor | None = None
-
-    def put(self, column: Tensor | None) -> None:
-        """Put the next column."""
-        if column is not None and self._size > 1 and may_write():
-            if self._out is None:
-                shape = (self._size, *column.shape)
-                self._out = huge_empty(shape, column.dtype, column.device)
-            column = self._out[len(self._parts)].copy_(column)
-        self._parts.append(column)
-
-    def columns(self) -> Tensor | None:
-        """Return all columns ``[V, *]``, ``None`` if there is no path at all."""
-        known = next((x for x in self._parts if x is not None), None)
-        if known is None:
-            return None
-        if self._size == 1:
-            return known.unsqueeze(0)
-        if self._out is None:
-            zero = torch.zeros_like(known)
-            return _stacked([zero if x is None else x for x in self._parts])
-        for row, part in zip(self._out, self._parts):
-            if part is None:
-                row.zero_()
-        return self._out
-
-
-@whole
-def _stacked(parts: list[Tensor]) -> Tensor:
-    """Put columns behind each other, in memory that is cheap to touch."""
-    if not may_write():
-        return torch.stack(parts)
-    first = parts[0]
-    out = huge_empty((len(parts), *first.shape), first.dtype, first.device)
-    for row, part in zip(out, parts):
-        row.copy_(part)
-    return out
-
-
-def _put_behind(
-    all_stored: dict[Any, Cotangents],
-    sources: set[Any],
-    columns: Cotangents,
-    number: int,
-) -> range:
-    """Store columns behind those that are there already.
-
-    Args:
-        all_stored: Columns at each output of a use or a call, by source.
-        sources: Where the columns come from.
-        columns: Columns ``[V, *]`` at each output; ``None`` where there is no path.
-        number: V.
-
-    Returns:
-        Their places among all columns.
-    """
-    before = 0
-    for source in sources:
-        stored = all_stored.get(source, [None] * len(columns))
-        before = next((len(a) for a in stored if a is not None), 0)
-        both = zip(stored, columns)
-        all_stored[source] = [_append(a, before, b, number) for a, b in both]
-    return range(before, before + number)
-
-
-def _append(
-    a: Tensor | None, before: int, b: Tensor | None, number: int
-) -> Tensor | None:
-    """Put columns behind others; those that are ``None`` are zero."""
-    if b is None:
-        return None if a is None else torch.cat([a, a.new_zeros(number, *a.shape[1:])])
-    if a is None and before > 0:
-        a = b.new_zeros(before, *b.shape[1:])
-    return b if a is None else torch.cat([a, b])

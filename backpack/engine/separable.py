@@ -18,11 +18,10 @@ from backpack.engine.gaps import (
     Source,
     differ,
     explain_parents,
-    is_function,
     sources_of,
 )
 from backpack.engine.graph import entries_of
-from backpack.engine.vjp import pull
+from backpack.engine.vjp import is_function, pull
 from backpack.utils.state import state
 from backpack.utils.types import kind
 

@@ -31,7 +31,6 @@ from backpack.engine.gaps import (
     NESTED,
     Known,
     explain,
-    is_function,
     note_functions,
 )
 from backpack.engine.graph import MEETING, SILENT, note_tangent
@@ -57,6 +56,7 @@ from backpack.engine.uses import (
     on_one_node,
 )
 from backpack.engine.views import View, in_base, in_view, made_base
+from backpack.engine.vjp import is_function
 from backpack.utils.compiling import is_indivisible, skipped, untraced
 from backpack.utils.hooks import modules_in
 from backpack.utils.state import state

@@ -24,7 +24,7 @@ from backpack.core.layout import (
     sample_numbers,
     simplify,
 )
-from backpack.utils.types import dense
+from backpack.utils.types import dense, generator_of
 
 
 def _close_by(x: Tensor) -> Tensor:
@@ -372,21 +372,6 @@ def _without_cudnn() -> Iterator[None]:
         yield
     finally:
         torch._C._set_cudnn_enabled(before)
-
-
-def generator_of(device: torch.device) -> torch.Generator:
-    """Return what operations on a device draw from.
-
-    Args:
-        device: The device.
-
-    Returns:
-        Its generator of random numbers.
-    """
-    if device.type == "mps":
-        return torch.mps._get_default_mps_generator()
-    known = getattr(getattr(torch, device.type, None), "default_generators", ())
-    return known[device.index or 0] if known else torch.default_generator
 
 
 def _is_inexact(x: Any) -> bool:

@@ -23,7 +23,13 @@ from backpack.core.operations import Operation
 from backpack.core.per_sample.base import Dense, PerSample
 from backpack.core.per_sample.sums import chunks
 from backpack.engine.saved import Saved, fetch
-from backpack.engine.vjp import NO_SUM, batched_vjp, check_sums, is_users, only_through
+from backpack.engine.vjp import (
+    NO_SUM,
+    batched_vjp,
+    check_linear,
+    is_users,
+    only_through,
+)
 from backpack.utils.compiling import skipped
 from backpack.utils.hooks import name_module, without_hooks
 from backpack.utils.parallel import is_in_place
@@ -434,23 +440,25 @@ class Use:
         edges = [GradientEdge(*nodes[i]) for i in used]
         stand_ins = [constant.stand_in for constant in self.constants]
         size = sum(cotangents[i].numel() for i in used)
+        # a function's constants have no stand-in of their own
+        alone = edges[0].node if self.is_function else None
+
+        def pull_back(columns: Sequence[Tensor]) -> list[Tensor | None]:
+            with without_hooks(self.tensors()), only_through(alone):
+                return batched_vjp(edges, stand_ins, columns)
+
         fetch(self.saved)
         parts: list[list[Tensor | None]] = []
         steps = list(chunks(self.n, size, MASKED_ELEMENTS))
         for samples in steps:
-            masked = [
-                one_sample_each(self.placements[i], cotangents[i], self.n, samples)
-                for i in used
-            ]
+            of = partial(one_sample_each, n=self.n, samples=samples)
+            masked = [of(self.placements[i], cotangents[i]) for i in used]
             if self.operation is not None and len(edges) == 1:
                 # the node's result may have another shape, see `attach`
                 node, number, *_ = edges[0]
                 mats, shape = masked[0], node._input_metadata[number].shape
                 masked = [mats.reshape(*mats.shape[:2], *shape)]
-            # a function's constants have no stand-in of their own
-            alone = edges[0].node if self.is_function else None
-            with without_hooks(self.tensors()), only_through(alone):
-                parts.append(batched_vjp(edges, stand_ins, masked))
+            parts.append(pull_back(masked))
         found: list[PerSample | None] = []
         for constant, pieces in zip(self.constants, zip(*parts)):
             known = next((x for x in pieces if x is not None), None)
@@ -464,13 +472,12 @@ class Use:
             ]
             products = filled[0] if len(filled) == 1 else torch.cat(filled, 1)
             found.append(Dense(products, constant.shape))
-        if self.is_function and is_users(edges[0].node):
-            whole = [y.sum(0)[None, None] for y in cotangents if y is not None]
-            with without_hooks(self.tensors()), only_through(edges[0].node):
-                sums = batched_vjp(edges, stand_ins, whole)
-            what = NO_SUM.format(names=f"what {self.describe()} takes")
+        if alone is not None and is_users(alone):
+            whole = [y.unsqueeze(1) for y in cotangents if y is not None]
             each = [x and x.individual() for x in found]
-            check_sums(each, sums, f"`{self.name}`", what)
+            what = NO_SUM.format(names=f"what {self.describe()} takes")
+            # each sample's own may be changed before all add up
+            check_linear(whole, each, pull_back, f"`{self.name}`", what, 1.0)
         return found
 
 
@@ -542,9 +549,8 @@ def is_noted(node: Node, number: int) -> bool:
     Returns:
         Whether it is.
     """
-    return any(
-        e.owner.is_use and e.output_nr == number for e in node.metadata.get(ENTRIES, ())
-    )
+    entries = node.metadata.get(ENTRIES, ())
+    return any(e.owner.is_use and e.output_nr == number for e in entries)
 
 
 def listen(node: Node) -> None:
@@ -579,18 +585,13 @@ def _run(entries: list[Entry], gradients: tuple[Tensor | None, ...]) -> None:
     if current.pulling:
         return
     if len(entries) == 1 and entries[0].owner.num_outputs == 1:
-        entry = entries[0]
-        current.visit(
-            entry.owner, (entry.in_shape(gradients[entry.output_nr]),), entries
-        )
+        (entry,) = entries
+        gradient = entry.in_shape(gradients[entry.output_nr])
+        current.visit(entry.owner, (gradient,), entries)
         return
     known: dict[Any, dict[int, Tensor | None]] = {}
-    for entry in sorted(reversed(entries), key=_is_call):
+    for entry in sorted(reversed(entries), key=lambda e: not e.owner.is_use):
         gradient = entry.in_shape(gradients[entry.output_nr])
         known.setdefault(entry.owner, {})[entry.index] = gradient
     for owner, parts in known.items():
         current.visit(owner, tuple(map(parts.get, range(owner.num_outputs))), entries)
-
-
-def _is_call(entry: Entry) -> bool:
-    return not entry.owner.is_use

@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from functools import partial
+from operator import mul
 from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
 
 import torch
@@ -17,6 +18,7 @@ NOT_LINEAR = (
     "{what}. Do this to the gradient of the batch, after the backward pass."
 )
 NO_SUM = "gradients of individual samples do not add up to that of {names}"
+_TRUSTED = ("torch.", "backpack.")
 # Keeps the graph; `None` where there is no path
 pull = partial(torch.autograd.grad, retain_graph=True, allow_unused=True)
 
@@ -78,6 +80,18 @@ def batched_vjp(
     return [None if x is None else dense(x).unflatten(0, tuple(sizes)) for x in found]
 
 
+def is_function(node: Optional[Node]) -> bool:
+    """Tell whether a node is that of a function of one's own.
+
+    Args:
+        node: The node, if there is one.
+
+    Returns:
+        Whether it is.
+    """
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
 def is_users(node: Node) -> bool:
     """Tell whether a node is that of a function of a user, whose backward may be any.
 
@@ -87,35 +101,52 @@ def is_users(node: Node) -> bool:
     Returns:
         Whether it is.
     """
-    own = isinstance(node, torch.autograd.function.BackwardCFunction)
-    return own and not node._forward_cls.__module__.startswith("torch.")
+    return is_function(node) and not node._forward_cls.__module__.startswith(_TRUSTED)
 
 
-def check_sums(
+def check_linear(
+    columns: Sequence[Tensor],
     products: Sequence[Optional[Tensor]],
-    totals: Sequence[Optional[Tensor]],
+    pull_back: Callable[[List[Tensor]], Sequence[Optional[Tensor]]],
     function: str,
     what: str,
+    scale: float = -(2.0**10),  # which changes no digit
 ) -> None:
     """Refuse a function of a user whose backward is not linear.
 
     Args:
-        products: Products ``[V, N, *]`` of columns.
-        totals: Those of the sum of all columns, ``[1, 1, *]``.
+        columns: What was pulled back through it, ``[V, n, *]``.
+        products: What came out, ``[V, N, *]``.
+        pull_back: Pulls a column back, ``[1, 1, *]``.
         function: Name of the function.
         what: What is not defined.
+        scale: What columns are multiplied by. Default: a large negative number, with
+            which what is clipped, or changed by its sign, is another one.
 
     Raises:
-        NotImplementedError: If products do not sum to that of the sum.
+        NotImplementedError: If a combination of columns has another product than that
+            of their products.
     """
+    known = [x for x in (*columns, *products) if x is not None and x.numel()]
+    if not all([may_look(x, waits=True) for x in known]):
+        return
+    totals = pull_back([_combine(x, scale) for x in columns])
+    # a derivative that is zero is the rounding errors of terms that cancel
+    largest = max([float(x.abs().sum((0, 1)).max()) for x in known], default=0.0)
     for x, y in zip(products, totals):
-        if x is None or y is None or not (x.numel() and may_look(x, waits=True)):
+        if x is None or y is None or not x.numel():
             continue
-        size, error = x.abs().sum((0, 1)), (x.sum((0, 1)) - y[0, 0]).abs()
-        small = error <= 1e-2 * size + 1e-3 * size.max()
+        size, error = _combine(x.abs(), abs(scale)), (_combine(x, scale) - y).abs()
+        rounding = 1e3 * torch.finfo(x.dtype).eps * abs(scale) * len(x) * largest
+        small = error <= 1e-2 * size + 1e-3 * size.max() + rounding
         if not small.all() and size.isfinite().all():
-            text = NOT_LINEAR.format(function=function, what=what)
-            raise NotImplementedError(text)
+            raise NotImplementedError(NOT_LINEAR.format(function=function, what=what))
+
+
+def _combine(x: Tensor, scale: float) -> Tensor:
+    """Add up columns, each times another number, ``[1, 1, *]``."""
+    factors = [scale * (v + 1) for v in range(len(x))]
+    return sum(map(mul, factors, x.sum(1, keepdim=True)))[None]
 
 
 def _one_by_one(

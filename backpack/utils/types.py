@@ -125,6 +125,21 @@ def kind(x: Tensor) -> Dict[str, Any]:
     return {"dtype": x.dtype, "device": x.device}
 
 
+def generator_of(device: torch.device) -> Generator:
+    """Return what operations on a device draw from.
+
+    Args:
+        device: The device.
+
+    Returns:
+        Its generator of random numbers.
+    """
+    if device.type == "mps":
+        return torch.mps._get_default_mps_generator()
+    known = getattr(getattr(torch, device.type, None), "default_generators", ())
+    return known[device.index or 0] if known else torch.default_generator
+
+
 def version_of(x: Tensor) -> int:
     """Count how often a tensor was modified in place.
 

@@ -20,7 +20,7 @@ from backpack.utils.disable import disable
 from backpack.utils.hooks import message
 from backpack.utils.state import ask, is_traced
 from backpack.utils.subsampling import Subsampling, subsample
-from backpack.utils.types import Layer
+from backpack.utils.types import Layer, generator_of
 
 NO_FLOAT_INPUT = (
     "{module} has an input of type {dtype} and no derivative with respect to it. Only "
@@ -317,12 +317,12 @@ def repeat(
         with _Repeating():
             output = run()
         return checked(module, output) if is_checked else first_tensor(output)
-    before, random = _numbers(scratch), _random_state(module)
+    generator = generator_of(module.output.device)
+    before, random = _numbers(scratch), generator.get_state()
     with _Repeating() as repeating:
         output = run()
-    drew = not torch.equal(random, _random_state(module))
-    if drew:
-        _set_random_state(module, random)
+    drew = not torch.equal(random, generator.get_state())
+    generator.set_state(random)
     if repeating.drew or drew or _is_stateful(scratch, before, args, kwargs):
         raise RuntimeError(message(NOT_REPEATED, module=module))
     return checked(module, output)
@@ -385,20 +385,6 @@ def _is_same(x: Any, y: Any) -> bool:
     if x.dtype != y.dtype or x.shape != y.shape:
         return False
     return is_repetition(y, x) if x.is_floating_point() else torch.equal(x, y)
-
-
-def _random_state(module: Layer) -> Tensor:
-    device = module.output.device
-    cuda = device.type == "cuda"
-    return torch.cuda.get_rng_state(device) if cuda else torch.get_rng_state()
-
-
-def _set_random_state(module: Layer, value: Tensor) -> None:
-    device = module.output.device
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(value, device)
-    else:
-        torch.set_rng_state(value)
 
 
 def evaluate(

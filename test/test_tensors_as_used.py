@@ -6,7 +6,7 @@ backward pass, cached parametrizations, statistics that move.
 
 import warnings
 from functools import partial
-from typing import Callable, Dict, Tuple
+from typing import Callable, Dict, Iterable, Tuple
 
 import pytest
 import torch
@@ -41,6 +41,7 @@ from backpack.extensions import (
     DiagGGNExact,
     DiagHessian,
 )
+from backpack.extensions.backprop_extension import BackpropExtension
 
 D = 4
 
@@ -443,3 +444,140 @@ def test_statistics_that_move_in_place(name: str) -> None:
     with backpack(BatchGrad(), BatchL2Grad()):
         value.backward()
     assert_fields(model, ["BatchGrad", "BatchL2Grad"], reference(row))
+
+
+# A layer, the shape of a sample that goes in, and other options for the same parameters
+Options = Tuple[Callable[[], Module], Tuple[int, ...], Dict[str, object]]
+OPTIONS: Dict[str, Options] = {
+    "stride": (lambda: nn.Conv1d(2, 2, 3), (2, 12), {"stride": (2,)}),
+    "dilation": (
+        lambda: nn.Conv2d(2, 2, 2, padding=1),
+        (2, 4, 3),
+        {"dilation": (2, 2), "padding": (1, 2)},
+    ),
+    "padding-mode": (
+        lambda: nn.Conv1d(2, 2, 3, padding=1, padding_mode="reflect"),
+        (2, 12),
+        {"padding_mode": "circular"},
+    ),
+    "transposed": (
+        lambda: nn.ConvTranspose1d(2, 2, 2),
+        (2, 12),
+        {"padding": (1,), "dilation": (2,)},
+    ),
+    "no-bias": (lambda: nn.Linear(6, 3), (4, 6), {"bias": None}),
+    "groups": (lambda: nn.GroupNorm(2, 12), (12, 2), {"num_groups": 3}),
+    "eps": (lambda: nn.LayerNorm(6), (4, 6), {"eps": 1.0}),
+    "eps-in-batch-norm": (lambda: nn.BatchNorm1d(6), (6, 4), {"eps": 1.0}),
+    "index": (
+        lambda: Lambda(
+            lambda m, x: m.f((x > 0).long()), f=nn.Embedding(2, 3, padding_idx=1)
+        ),
+        (4, 6),
+        {"padding_idx": None},
+    ),
+    "slope": (lambda: nn.LeakyReLU(0.1), (24,), {"negative_slope": 0.7}),
+    "kernel": (lambda: nn.AvgPool1d(2), (2, 12), {"kernel_size": (3,)}),
+}
+
+
+def put(layer: Module, options: Dict[str, object]) -> None:
+    """Change a layer's options."""
+    for name, value in options.items():
+        setattr(getattr(layer, "f", layer), name, value)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_each_call(name: str) -> None:
+    """A layer is called twice, each time with other options."""
+    make, shape, options = OPTIONS[name]
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        layer, outputs = getattr(m.layer, "f", m.layer), []
+        present = {key: getattr(layer, key) for key in options}
+        for some in (present, options, present):
+            put(m.layer, some)
+            outputs.append(m.layer(m.first(x).unflatten(1, shape)).flatten(1).sin())
+        return m.last(torch.cat([*outputs, m.first(x)], 1).cumsum(1)[:, -2:])
+
+    first, last = partial(nn.Linear, D, 24), partial(nn.Linear, 2, 2)
+    parts = {"first": first, "layer": make, "last": last}
+    row = Row(lambda: Lambda(forward, **{k: f() for k, f in parts.items()}), randn(D))
+    assert_right(row)
+
+
+def results(
+    parameters: Iterable[Tuple[str, Tensor]], extension: BackpropExtension
+) -> Dict[str, Tensor]:
+    """Collect what an extension has saved; products with ones."""
+    found = {}
+    for key, p in parameters:
+        value = getattr(p, extension.savefield)
+        ones = torch.ones(1, *p.shape, dtype=p.dtype)
+        found[key] = value(ones) if callable(value) else value
+    return found
+
+
+ANY_RULES = [BatchGrad, DiagGGNExact, DiagHessian, HMP, GGNMP]
+
+
+@pytest.mark.parametrize("make", ANY_RULES)
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "index"])
+def test_options_that_change(name: str, make: type) -> None:
+    """A layer's options are others when the backward pass begins."""
+    layer, shape, options = OPTIONS[name]
+    found = []
+    for changes in ({}, options):
+        torch.manual_seed(0)
+        parts = nn.Linear(D, 24), nn.Unflatten(1, shape), layer(), nn.Flatten()
+        model = extend(nn.Sequential(*parts, nn.Sigmoid()).to(F64).eval())
+        output = model(randn(D)()[0])
+        value = extend(nn.MSELoss())(output, torch.zeros_like(output))
+        given = list(dict(model.named_parameters()).items())
+        put(model[2], changes)
+        extension = make()
+        with backpack(extension):
+            value.backward()
+        found.append(results(given, extension))
+    for key, expected in found[0].items():
+        assert_agrees(found[1][key], expected, key)
+
+
+LOSSES: Dict[str, Tuple[Callable[[], Module], Dict[str, object]]] = {
+    "reduction": (nn.MSELoss, {"reduction": "sum"}),
+    "reduction-of-classes": (nn.CrossEntropyLoss, {"reduction": "sum"}),
+    "ignored": (nn.CrossEntropyLoss, {"ignore_index": 0}),
+    "smoothing": (nn.CrossEntropyLoss, {"label_smoothing": 0.4}),
+    "weight": (nn.CrossEntropyLoss, {"weight": torch.tensor([1.0, 2.0], dtype=F64)}),
+    "positive": (
+        nn.BCEWithLogitsLoss,
+        {"pos_weight": torch.tensor([1.0, 2.0], dtype=F64)},
+    ),
+    "delta": (nn.HuberLoss, {"delta": 0.3}),
+}
+
+
+@pytest.mark.parametrize("make", ANY_RULES)
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_that_change(name: str, make: type) -> None:
+    """A loss is called twice, and its options are others each time."""
+    kind, options = LOSSES[name]
+    found = []
+    for several in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(D, 3), nn.Tanh(), nn.Linear(3, 2)).to(F64)
+        model, first = extend(model), extend(kind())
+        other, x = first if several else extend(kind()), randn(D)()[0]
+        y = torch.arange(len(x)) % 2
+        if kind is not nn.CrossEntropyLoss:
+            y = torch.stack([y, 1 - y], 1).to(F64)
+        output = model(x)
+        value = first(output, y)
+        put(other, options)
+        value = value + other(output, y)
+        extension = make()
+        with backpack(extension):
+            value.backward()
+        found.append(results(model.named_parameters(), extension))
+    for key, expected in found[0].items():
+        assert_agrees(found[1][key], expected, key)

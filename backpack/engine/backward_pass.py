@@ -153,9 +153,10 @@ class BackwardPass:
             if note_unseen(self.inspection, params):
                 self._look_at(roots)
         self._inspect(inputs)
-        losses = [c.loss_module for c in self.inspection.calls if c.is_loss]
-        self.reductions = [getattr(x, "reduction", None) for x in losses]
-        for loss in losses:
+        for call in [call for call in self.inspection.calls if call.is_loss]:
+            loss = call.loss_module
+            reduction = getattr(loss, "reduction", None)
+            self.reductions.append(call.settings.get("reduction", reduction))
             self.in_losses.update([] if loss is None else loss.modules())
         self.report.in_losses.update(map(id, self.in_losses))
         guard_all(self.inspection, exts)

@@ -6,7 +6,6 @@ happens inside is not watched.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,13 +15,12 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
 from backpack.core.derivatives.generic import output_batch_axis
-from backpack.core.derivatives.stored import shallow_copy
 from backpack.core.layout import Layout, Placement
 from backpack.core.operations import LayerLike, Operation, statistics
 from backpack.core.table import Row, find_row
 from backpack.engine.gaps import Known, explain
 from backpack.engine.placements import placement_of
-from backpack.engine.record import Call
+from backpack.engine.record import Call, clear_copy
 from backpack.engine.tracking import Tracker
 from backpack.engine.uses import Constant, Use
 from backpack.utils.module_classification import is_loss
@@ -156,9 +154,7 @@ class LayerCall(Operation):
         """
         super().__init__(arguments[0], list(module._parameters))
         self._derivatives, self._arguments = derivatives, arguments
-        # its parameters may be replaced before they are read
-        own = dict(module._parameters)
-        self._module = shallow_copy(module, _parameters=own)
+        self._module = module
         read = tree_leaves((arguments, list(module._parameters.values())))
         self._read = [x for x in read if isinstance(x, Tensor)]
         self._versions = [version_of(x) for x in self._read]
@@ -232,12 +228,12 @@ def note_use(
 def _operation(
     module: Module, row: Row, args: tuple, names: list[str]
 ) -> Operation | None:
+    # its options may be changed, its parameters replaced, before they are read
+    layer = clear_copy(module)
     if row.several_outputs:
-        return LayerCall(row.derivatives, module, list(args))
-    layer: Any = module
+        return LayerCall(row.derivatives, layer, list(args))
     if isinstance(module, _NormBase):
-        layer = SimpleNamespace(eps=module.eps, training=module.training)
-        vars(layer).update(statistics(module._buffers), **module._parameters)
+        vars(layer).update(_buffers=statistics(module._buffers))
     keys = {name: name for name in names}
     return LayerLike(row.derivatives, layer, keys, args[0], _features(module))
 

@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn import Module
 from torch.utils._pytree import tree_map_only
 
-from backpack.core.derivatives.stored import NAMED, OVERWRITTEN
+from backpack.core.derivatives.stored import NAMED, OVERWRITTEN, shallow_copy
 from backpack.engine.graph import calls_at
 from backpack.engine.uses import MODIFIED, Use, edge_of
 from backpack.utils.hooks import name_module
@@ -34,6 +34,7 @@ RELEASED = (
 )
 _STORED = "_backpack_stored"  # names of the tensors stored on a module
 _NOTHING: Any = MappingProxyType({})
+_OWN = ("torch.nn.", "backpack.custom_module.")
 
 
 class Call:
@@ -52,7 +53,8 @@ class Call:
         outputs: Floating-point tensors of the output, detached.
         versions: How often the arguments were modified in place before.
         output_version: How often the first output was.
-        training: Whether the module was in training mode.
+        settings: Whether the module was in training mode, and its options, by name.
+        buffers: Buffers that are options, by name: weights of a loss.
         output_shapes: Their shapes, which are remembered.
         view: Number of the output's node, if it is a view of the one attached to.
         precision: Type that autocast ran operations in; ``None`` without autocast.
@@ -93,6 +95,7 @@ class Call:
     outputs: Sequence[Tensor] = ()
     output_shapes: Sequence[torch.Size] = ()
     columns: dict[Any, list[Tensor | None]] = _NOTHING
+    buffers: dict[str, Tensor | None] = _NOTHING
     edges_before: dict[int, list[GradientEdge]] = _NOTHING
 
     def __init__(self, module: Module):
@@ -122,7 +125,11 @@ class Call:
             output_edges: Where they sit in the graph, which is not kept.
             parameters: Parameters the call is responsible for.
         """
-        self.training = module.training
+        state, names = module.__dict__, _options(type(module))
+        self.settings = {name: state[name] for name in names if name in state}
+        buffers = state["_buffers"]
+        if buffers:
+            self.buffers = {name: buffers[name] for name in names if name in buffers}
         self.parameters = parameters
         self.arguments, self.named = args, ()
         if kwargs:
@@ -317,6 +324,29 @@ def _names(cls: type, number: int) -> tuple[str | None, ...]:
     """Return the attributes for an output and inputs; ``None`` if the class has it."""
     names = ("output", *(f"input{i}" for i in range(number - 1)))
     return tuple(None if hasattr(cls, name) else name for name in names)
+
+
+@lru_cache(maxsize=256)
+def _options(cls: type) -> tuple[str, ...]:
+    """Name what may be changed from call to call: how layers of PyTorch are made."""
+    made = [c for c in cls.__mro__[:-2] if c.__module__.startswith(_OWN)]
+    names = [name for c in made for name in inspect.signature(c).parameters]
+    return ("training", *dict.fromkeys(names))
+
+
+def clear_copy(module: Module) -> Any:
+    """Copy a module as it is, such that later changes of its options do not matter.
+
+    Args:
+        module: The module.
+
+    Returns:
+        The copy, which holds nothing that was stored for a turn.
+    """
+    copied = shallow_copy(module, _parameters=dict(module._parameters))
+    if _STORED in copied.__dict__:
+        _clear(copied.__dict__)
+    return copied
 
 
 _LOCKS: WeakKeyDictionary[Module, Any] = WeakKeyDictionary()

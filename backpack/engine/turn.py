@@ -105,7 +105,7 @@ def loss_scale(module: Module, factor: Tensor) -> Tensor:
 
 
 def as_called(call: Call) -> AbstractContextManager:
-    """Put a module into the mode in which it was called, with the parameters it had.
+    """Give a module back the mode, the options and parameters with which it was called.
 
     Args:
         call: Its call.
@@ -113,34 +113,37 @@ def as_called(call: Call) -> AbstractContextManager:
     Returns:
         The context.
     """
-    module, others = call.module, []
+    module = call.module
+    state = vars(module)
+    both = ((state, call.settings), (state["_buffers"], call.buffers))
+    others: list[tuple[dict[str, Any], str, Any]] = [
+        (own, name, value)
+        for own, before in both
+        for name, value in before.items()
+        if own.get(name, value) is not value
+    ]
     for path, param in call.parameters.items():
         prefix, _, name = path.rpartition(".")
         own = (module.get_submodule(prefix) if prefix else module)._parameters
         if own.get(name, param) is not param:
             others.append((own, name, param))
-    same = not others and module.training == call.training
-    return _SAME if same else _other_state(call, others)
+    return _other_state(others) if others else _SAME
 
 
 _SAME = nullcontext()
 
 
 @contextmanager
-def _other_state(
-    call: Call, others: list[tuple[dict[str, Any], str, Tensor]]
-) -> Iterator[None]:
-    """Exchange the mode, and entries of dictionaries of parameters, for a while."""
-    module, present = call.module, [own[name] for own, name, _ in others]
-    training, module.training = module.training, call.training
-    for own, name, param in others:
-        own[name] = param
+def _other_state(others: list[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """Exchange entries of a module's dictionaries for a while."""
+    present = [own[name] for own, name, _ in others]
+    for own, name, value in others:
+        own[name] = value
     try:
         yield
     finally:
-        module.training = training
-        for (own, name, _), param in zip(others, present):
-            own[name] = param
+        for (own, name, _), value in zip(others, present):
+            own[name] = value
 
 
 class Turn:
@@ -179,7 +182,7 @@ class Turn:
         """Make this the current turn."""
         self._outer, _CURRENT.turn = _CURRENT.turn, self
         if isinstance(self.module, _DropoutNd) and self.backward_pass.walked:
-            if self.call.training and self.call.input_edges[0]:
+            if self.call.settings["training"] and self.call.input_edges[0]:
                 self.module.__dict__[MASK] = self._drawn_mask()
         self._state = as_called(self.call)
         self._state.__enter__()

@@ -158,7 +158,7 @@ def _versions(done: Performed) -> list[int]:
 
 def _is_linear(done: Performed) -> bool:
     """Tell whether an operation is linear in what has summands."""
-    _, name, args, kwargs, _, data = done
+    _, name, args, kwargs, _, data, _ = done
     if name in _PRODUCTS or name in _QUOTIENTS and args and args[0] is data[0]:
         return len(data) == 1 and not kwargs
     if name in _SUMS and (kwargs or [x for x in args if not is_tensor(x) and x]):

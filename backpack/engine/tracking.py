@@ -45,7 +45,7 @@ from backpack.engine.placements import (
     may_be_shared,
 )
 from backpack.engine.summands import Summands
-from backpack.engine.trials import Performed
+from backpack.engine.trials import Performed, states_for
 from backpack.engine.user_hooks import SEEN, guard
 from backpack.engine.uses import (
     Constant,
@@ -346,7 +346,8 @@ class Tracker(TorchFunctionMode):
         written = args[0] if kind.writes and args else None
         seen, deciding, of_base = args, None, None
         if isinstance(written, Tensor):  # its shape may change
-            shown = written.detach().requires_grad_(written.requires_grad)
+            shown = written.detach().clone() if kind.is_foreign else written.detach()
+            shown.requires_grad_(written.requires_grad)
             late = may_be_shared(written, self.key)
             self.place(shown, self._finder.of(written), late)
             seen = (shown, *args[1:])
@@ -359,6 +360,7 @@ class Tracker(TorchFunctionMode):
                     of_base = self.find_placement(written._base)
                 self._leave_views(written._base)
         saved: Sequence[Any] = ()
+        states = states_for((args, kwargs)) if kind.is_foreign else None
         if pairs is None:
             out = func(*args, **kwargs)
             if type(out) is Tensor and not kind.writes and not mixed:
@@ -376,6 +378,7 @@ class Tracker(TorchFunctionMode):
         if not outs:
             return out
         with _UNSEEN():
+            done = Performed(func, name, seen, kwargs, outs, data, states)
             placements = self._finder.recall(key, outs)
             if outs[0].is_nested:
                 placements = [NESTED] * len(outs)
@@ -384,13 +387,11 @@ class Tracker(TorchFunctionMode):
                     if hasattr(x, MARK):
                         self.place(x, *getattr(x, MARK)[1::2])
                 deciding = deciding or self._finder.deciding(name, data)
-                done = Performed(func, name, seen, kwargs, outs, deciding)
-                placements = self._finder.find(done, key)
+                placements = self._finder.find(done._replace(data=deciding), key)
             shared = [not certain] * len(outs)
             if mixed:
                 certain = self._finder.deciding(name, certain)
-                done = Performed(func, name, seen, kwargs, outs, certain)
-                shared = self._finder.find_shared(done, key)
+                shared = self._finder.find_shared(done._replace(data=certain), key)
         if pairs is not None and result is not outs[0]:
             constant = [id(x) for x, p in zip(outs, placements) if p is None]
             result = out = on_one_node(result, constant)
@@ -405,7 +406,6 @@ class Tracker(TorchFunctionMode):
             elif kind.is_loss and out.grad_fn is not None and not out.dim():
                 self.note_loss(func, args, kwargs, out)
             if type(placements[0]) is Mixed and not kind.writes:
-                done = Performed(func, name, args, kwargs, outs, data)
                 self._summands.note(done, key)
         return out
 

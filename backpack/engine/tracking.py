@@ -60,7 +60,7 @@ from backpack.engine.vjp import is_function
 from backpack.utils.compiling import is_indivisible, skipped, untraced
 from backpack.utils.hooks import modules_in
 from backpack.utils.state import state
-from backpack.utils.types import are_redefined, is_innermost, version_of
+from backpack.utils.types import are_redefined, handed_on, is_innermost, version_of
 
 _SHAPELESS = {UninitializedParameter, UninitializedBuffer}  # of lazy layers
 
@@ -182,6 +182,9 @@ class Tracker(TorchFunctionMode):
                     with self.context:
                         return func(*args, **kwargs)
             return func(*args, **kwargs)  # a transform's tensors are no samples'
+        if types and not all(issubclass(cls, Tensor) for cls in types):
+            with self:  # to watch what they make of it
+                return handed_on(func, types, args, kwargs)
         data: list[Tensor] = []
         constants: list[Tensor] = []
         key = [func, self.n, is_grad_enabled()]
@@ -334,15 +337,13 @@ class Tracker(TorchFunctionMode):
         constants: list[Tensor],
         key: tuple,
     ) -> Any:
-        name, pairs, since = kind.name, None, 0
+        name, since = kind.name, torch._C._autograd._get_sequence_nr()
+        pairs: list[Constant] = []
         certain = self._finder.certain(data)
         mixed = 0 < len(certain) < len(data)
-        if constants and self._is_term(name, data, constants):
-            constants = []
-        if constants and is_grad_enabled():
-            since = torch._C._autograd._get_sequence_nr()
+        is_use = constants and not self._is_term(name, data, constants)
+        if is_use and is_grad_enabled():
             args, kwargs, pairs = self._stand_in(kind, args, kwargs, constants)
-            pairs = pairs or None
         written = args[0] if kind.writes and args else None
         seen, deciding, of_base = args, None, None
         if isinstance(written, Tensor):  # its shape may change
@@ -361,7 +362,7 @@ class Tracker(TorchFunctionMode):
                 self._leave_views(written._base)
         saved: Sequence[Any] = ()
         states = states_for((args, kwargs)) if kind.is_foreign else None
-        if pairs is None:
+        if not pairs:
             out = func(*args, **kwargs)
             if type(out) is Tensor and not kind.writes and not mixed:
                 with _UNSEEN():
@@ -392,13 +393,13 @@ class Tracker(TorchFunctionMode):
             if mixed:
                 certain = self._finder.deciding(name, certain)
                 shared = self._finder.find_shared(done._replace(data=certain), key)
-        if pairs is not None and result is not outs[0]:
+        if pairs and result is not outs[0]:
             constant = [id(x) for x, p in zip(outs, placements) if p is None]
             result = out = on_one_node(result, constant)
             outs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         with _UNSEEN():
             hooked = self._place_results(kind, data, outs, placements, of_base, shared)
-            if pairs is not None:
+            if pairs:
                 placements = list(map(self._finder.of, hooked))
                 self._record(
                     func, kind, args, kwargs, pairs, hooked, placements, since, saved

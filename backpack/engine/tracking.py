@@ -415,10 +415,10 @@ class Tracker(TorchFunctionMode):
 
         It belongs to no sample, like a regularizer outside of the model.
         """
-        if name not in _ADDS or all(map(self._summands.is_known, data)):
+        if name not in _ADDS or all(map(self._summands.is_sum, data)):
             return name in _ADDS
         met = all(isinstance(self._finder.of(x), Mixed) for x in data)
-        return met and not any(x.dim() for x in (*data, *constants))
+        return met and all(x.numel() == 1 for x in (*data, *constants))
 
     def _place_results(
         self,

@@ -375,6 +375,17 @@ def two_batches() -> Module:
     return Layers(lambda m, x: m.b(m.a(x) + other.repeat(2, 1)))
 
 
+@torch.library.custom_op("backpack_test::count", mutates_args=())
+def counted(x: Tensor) -> Tensor:
+    """Give samples another order in each call."""
+    CALLS.append(len(CALLS))
+    return x.roll(CALLS[-1], 0)
+
+
+CALLS: List[int] = []
+counted.register_autograd(lambda ctx, g: g.roll(-CALLS[-1], 0))
+
+
 def between_children(forward: Callable[..., Tensor]) -> None:
     """Extend only parts of what computes the prediction."""
     torch.manual_seed(0)
@@ -817,6 +828,13 @@ SAMPLES: Dict[str, Row] = {
         )
         for ext in (BatchGrad, DiagGGNExact)
     },
+    "operator-with-a-counter": Row(
+        lambda: run(Layers(lambda m, x: m.b(counted(m.a(x)))), BatchGrad()),
+        NotImplementedError,
+        "BatchGrad: .* of Layers",
+        r"not known where the samples are after `backpack_test::count` \(called again",
+        "Replace this operation",
+    ),
     **{
         f"between-children-{name}": Row(
             lambda forward=forward: between_children(forward),

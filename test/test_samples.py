@@ -338,7 +338,40 @@ MOVES: Dict[str, Callable] = {  # of x [N, T, D]
     "parts-without-samples": lambda m, x: torch.cat(
         [plain(m, z) * m.p for z in x.tensor_split(3)]
     ),
+    "operator-that-draws": lambda m, x: put_back(m, shuffled(x)),
+    "operator-with-a-switch": lambda m, x: put_back(m, switched(x))
+    * put_back(m, switched(x * 1)),
+    "operator-with-a-name": lambda m, x: put_back(m, reversed_by_name(x)),
 }
+
+
+ORDERS: Dict[str, Any] = {"drawn": None, "of-the-call": None, "calls": 0}
+
+
+def operator(name: str, order: Callable[[int], Tensor]) -> Callable:
+    """Register an operator that gives samples an order that is no argument."""
+
+    @torch.library.custom_op(f"backpack_test::{name}", mutates_args=())
+    def move(x: Tensor) -> Tensor:
+        ORDERS["drawn"] = order(len(x))
+        return x[ORDERS["drawn"]]
+
+    def save(ctx: Any, inputs: Tuple[Tensor], output: Tensor) -> None:
+        ctx.back = ORDERS["of-the-call"] = ORDERS["drawn"].argsort()
+
+    move.register_autograd(lambda ctx, g: g[ctx.back], setup_context=save)
+    return move
+
+
+shuffled = operator("shuffle", torch.randperm)
+reversed_by_name = operator("mul", lambda n: torch.arange(n).flip(0))
+switched = operator("switch", lambda n: torch.arange(n).roll(ORDERS["calls"]))
+
+
+def put_back(m: Module, x: Tensor) -> Tensor:
+    """Use parameters on samples in another order, and change that for next time."""
+    ORDERS["calls"] += 1
+    return plain(m, x)[ORDERS["of-the-call"]]
 
 
 def permutation(x: Tensor) -> Tensor:

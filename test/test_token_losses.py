@@ -819,6 +819,38 @@ LEARNED: Dict[str, Tuple[Callable, Callable]] = {
         lambda s, f: (lambda x: s[0] * x[1] + x[0] / s[1])(torch.stack(both(f))),
         lambda s, f: s[0] * shares(f)[1] + shares(f)[0] / s[1],
     ),
+    "one-after-the-other": (
+        lambda s, f: (lambda a, b: a / s[:1] + s[:1] + s[1:] * b + s[1:])(*both(f))[0],
+        lambda s, f: shares(f)[0] / s[0] + s[1] * shares(f)[1],
+    ),
+    "vectors-one-after-the-other": (
+        lambda s, f: -(s * torch.stack(both(f)) + s - s.sin() + 2).mean(),
+        lambda s, f: -sum(c * x / 2 for c, x in zip(s, shares(f))),
+    ),
+    "in-place": (
+        lambda s, f: (s[:1] * both(f)[0]).add_(s[1:]).sub_(both(f)[1] * s[1:]).sum(),
+        lambda s, f: s[0] * shares(f)[0] - s[1] * shares(f)[1],
+    ),
+    "joined": (
+        lambda s, f: torch.cat([s[:1] * both(f)[0] + s[1], s[1:] * both(f)[1]]).sum(),
+        lambda s, f: sum(c * x for c, x in zip(s, shares(f))),
+    ),
+    "joined-before": (
+        lambda s, f: s[1] * torch.hstack([s[0] * x.view(1) for x in both(f)]).sum(),
+        lambda s, f: s[0] * s[1] * sum(shares(f)),
+    ),
+    "dot-product": (
+        lambda s, f: torch.stack(both(f)) @ s.exp() + s.sum(),
+        lambda s, f: sum(c.exp() * x for c, x in zip(s, shares(f))),
+    ),
+    "dot-product-in-front": (
+        lambda s, f: s[0] * torch.dot(s, torch.cat([x[None] for x in both(f)])),
+        lambda s, f: s[0] * sum(c * x for c, x in zip(s, shares(f))),
+    ),
+    "dot-product-with-numbers": (
+        lambda s, f: (s * torch.stack(both(f))) @ torch.tensor([0.5, 2]).to(f),
+        lambda s, f: sum(a * c * x for a, c, x in zip((0.5, 2), s, shares(f))),
+    ),
     "mean-of-each-class": (
         lambda s, f: (s[:1] * (f - real(f)).square().mean((0, 1)) + s[1]).sum(),
         lambda s, f: s[0] * errors(f) / f[..., 0].numel(),
@@ -929,6 +961,9 @@ NO_SUMS: Dict[str, Callable] = {
     "clamped": lambda s, f: both(f)[0].clamp(max=1.0) * s[0],
     "shifted": lambda s, f: s[0] * (both(f)[0] + 0.5),
     "shifted-by-parameter": lambda s, f: s[0] * (both(f)[0] + s[1]),
+    "dot-product-of-shifted": lambda s, f: torch.stack([both(f)[0] + s[0], both(f)[1]])
+    @ s,
+    "shifted-twice": lambda s, f: ((s * torch.stack(both(f)) + s) * 2 + 1) @ s,
     "stacked-with-a-constant": lambda s, f: (
         s * torch.stack([both(f)[0], torch.ones(())])
     ).sum(),

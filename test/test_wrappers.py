@@ -1415,6 +1415,21 @@ class Squashed(nn.Parameter):
             return func(*args, **(kwargs or {}))
 
 
+class Scaled(NamedTuple):
+    """Numbers and their scale: an operand that is no tensor."""
+
+    value: Tensor
+    scale: float
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Multiply."""
+        args = (x.value * x.scale if isinstance(x, Scaled) else x for x in args)
+        return func(*args, **(kwargs or {}))
+
+
 def squash(model: Module) -> Module:
     """Give layers such weights."""
     for layer in model.modules():
@@ -1468,6 +1483,29 @@ REDEFINED: Dict[str, Tuple[Callable, Callable, Callable]] = {  # around, input, 
     ),
     "function": (
         lambda: replaced(F, "linear", lambda f: lambda x, w, b=None: f(x, w.tanh(), b)),
+        lambda x: x,
+        lambda m: m,
+    ),
+    "weights-no-tensors": (
+        lambda: replaced(
+            F, "linear", lambda f: lambda x, w, b: f(x, Scaled(w.tanh(), 0.7), bias=b)
+        ),
+        lambda x: x,
+        lambda m: m,
+    ),
+    "filters-no-tensors": (
+        lambda: replaced(
+            nn.Conv1d,
+            "_conv_forward",
+            lambda f: lambda s, x, w, b: f(s, x, Scaled(w, 2.0), b),
+        ),
+        lambda x: x,
+        lambda m: m,
+    ),
+    "data-no-tensors": (
+        lambda: replaced(
+            nn.Tanh, "forward", lambda f: lambda s, x: Scaled(f(s, x), 0.7)
+        ),
         lambda x: x,
         lambda m: m,
     ),

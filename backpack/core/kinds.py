@@ -342,13 +342,15 @@ class Broadcast(Operation):
 
 
 class AddedUp(Broadcast):
-    """``x * c`` for a sum ``x`` of what samples contribute: `data`, ``[N, *]``."""
+    """``x * c`` or ``x @ c`` for sums ``x`` of what samples contribute: `data`."""
 
     adds_up = True
 
     def product(
         self, key: Key, shape: torch.Size, cotangents: Tensor, out: Placement, n: int
     ) -> PerSample | None:  # noqa: D102
+        if cotangents.dim() == len(shape):  # of a dot product
+            cotangents = cotangents.unsqueeze(-1).expand(-1, *shape)
         each = cotangents.unsqueeze(1).expand(-1, n, *cotangents.shape[1:])
         return super().product(key, shape, each, FIRST, n)
 

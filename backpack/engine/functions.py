@@ -24,6 +24,12 @@ _QUIET = frozenset(
 )
 # Those that make numbers of Python
 _READS = frozenset("item tolist numpy __bool__ __int__ __float__ __index__".split())
+# Whose functions, and whose namespaces of operators, depend on their arguments alone
+_OWNERS = frozenset("torch torchvision backpack".split())
+_NAMESPACES = _OWNERS | frozenset(
+    "aten prims quantized quantized_decomposed mkldnn onednn sparse inductor c10d "
+    "_c10d_functional _c10d_functional_autograd symm_mem".split()
+)
 # Properties that are tensors
 _TENSOR_PROPERTIES = frozenset("T mT H mH data real imag".split())
 
@@ -38,6 +44,8 @@ class Kind(NamedTuple):
         writes: Whether it writes to its first operand.
         opened: The same function, to look inside; ``None`` to take it as a whole.
         is_loss: Whether it is a loss.
+        is_foreign: Whether it may depend on more than its arguments: on something that
+            its author keeps elsewhere.
     """
 
     name: str
@@ -46,6 +54,7 @@ class Kind(NamedTuple):
     writes: bool
     opened: Callable | None
     is_loss: bool
+    is_foreign: bool
 
 
 def _without_overrides(func: FunctionType) -> Callable:
@@ -87,6 +96,9 @@ def kind_of(func: Any) -> Kind:
     if is_property:
         name = getattr(getattr(func, "__self__", None), "__name__", name)
     name = name.partition(".")[0]  # that of an overload is called `add_.Tensor`
+    owner = _foreign_owner(func)
+    if owner is not None:  # whatever its name means elsewhere
+        name = f"{owner}::{name}"
     quiet = name in _QUIET or (is_property and name not in _TENSOR_PROPERTIES)
     quiet = quiet or name in ("__set__", "__delete__", "backward")
     quiet = quiet or func is torch.autograd.grad  # asks for these very tensors
@@ -95,10 +107,19 @@ def kind_of(func: Any) -> Kind:
         or name == "__setitem__"
         or (name.startswith("__i") and name not in ("__invert__", "__index__"))
     )
+    reads, is_loss = name in _READS, func in LOSS_FUNCTIONS
     kind = KINDS[func] = Kind(
-        name, quiet, name in _READS, writes, _OPENED.get(func), func in LOSS_FUNCTIONS
+        name, quiet, reads, writes, _OPENED.get(func), is_loss, owner is not None
     )
     return kind
+
+
+def _foreign_owner(func: Any) -> str | None:
+    """Return a namespace, or package, that is not PyTorch's; else ``None``."""
+    root, *parts = (getattr(func, "__module__", None) or "torch").split(".")
+    if root == "torch" and parts[:1] in (["_ops"], ["ops"]) and parts[1:]:
+        return None if parts[1] in _NAMESPACES else parts[1]
+    return None if root in _OWNERS else root
 
 
 def is_of_inputs(name: str, args: tuple, kwargs: dict[str, Any]) -> bool:

@@ -27,8 +27,8 @@ from backpack.engine.uses import ENTRIES, Together, Use, is_noted
 from backpack.utils.module_classification import is_loss
 
 # Nodes through which a sum of terms can be followed
-_ADDITIVE = tuple(f"{name}Backward0" for name in "Add Sub Neg Sum Stack".split())
-_SCALING = ("MulBackward0", "DivBackward0")
+_ADDITIVE = tuple(f"{name}Backward0" for name in "Add Sub Neg Sum Stack Cat".split())
+_SCALING = ("MulBackward0", "DivBackward0", "DotBackward0")
 _OF_ONE_NUMBER = (
     "ViewBackward0 ReshapeAliasBackward0 UnsqueezeBackward0 SqueezeBackward0 "
     "SqueezeBackward1 SelectBackward0 CloneBackward0 AliasBackward0 ExpandBackward0 "

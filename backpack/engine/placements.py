@@ -333,7 +333,7 @@ class Finder:
         Returns:
             A placement for each result.
         """
-        _, name, args, kwargs, outs, _ = done
+        _, name, args, kwargs, outs, *_ = done
         if name in ("to", "type_as"):  # the other tensor's type alone matters
             done = done._replace(data=[x for x in done.data if x is args[0]])
         quick = self._quick(done)
@@ -416,7 +416,7 @@ class Finder:
         """Find placements; and tell whether they are the same for other numbers."""
         if done.name in ("__getitem__", "masked_select"):
             done = self._without_masks(done)
-        _, name, args, kwargs, outs, data = done
+        _, name, args, kwargs, outs, data, states = done
         trial, n = Trial(done, self.of, self.n), self.n
         numbers = trial.numbers
         if name in ("embedding", "__getitem__") and len(args) > 1:
@@ -448,7 +448,10 @@ class Finder:
                 combined = Mixed(trial.describe())  # by a mask's values
             if combined is not None:
                 return [combined], True
-        found, lasts = trial.find()
+        if states is None:
+            found, lasts = trial.find()
+        else:
+            found, lasts = trial.find_if_repeated(), False
         if name in BY_MASKS and len(args) > 1 and not isinstance(found[0], Layout):
             found = [self._left_by_mask(name, found[0], outs[0].shape, args[1])]
         return found, lasts

@@ -28,7 +28,12 @@ _PRODUCTS = frozenset("mul multiply __mul__ __rmul__".split())
 _QUOTIENTS = frozenset("div divide true_divide __truediv__".split())
 _SUMS = frozenset("add sub __add__ __radd__ __sub__ __rsub__".split())
 # These are linear in all tensors together
-_LINEAR = _SUMS | frozenset("neg __neg__ sum mean stack __getitem__".split())
+_LINEAR = _SUMS | frozenset(
+    "neg __neg__ sum mean __getitem__ stack cat concat concatenate hstack vstack "
+    "squeeze unsqueeze view reshape flatten".split()
+)
+# Products of two vectors, if these have no other axis
+_DOTS = frozenset("dot inner matmul __matmul__".split())
 
 
 class Summands:
@@ -42,8 +47,9 @@ class Summands:
             finder: Finds where samples are.
         """
         self._n, self._finder = n, finder
-        # what has made them, by their identities, which it keeps
-        self._known: dict[int, tuple[Performed, list[int], tuple]] = {}
+        # what has made them, by their identities, which it keeps; and whether something
+        # was added that belongs to no sample
+        self._known: dict[int, tuple[Performed, list[int], tuple, bool]] = {}
 
     def is_known(self, x: Tensor) -> bool:
         """Tell whether a tensor's summands can be formed: nothing was modified since.
@@ -54,7 +60,18 @@ class Summands:
         Returns:
             Whether it is so.
         """
-        done, versions, _ = self._known.get(id(x), (None, [], ()))
+        return self.is_sum(x) and not self._known[id(x)][-1]
+
+    def is_sum(self, x: Tensor) -> bool:
+        """Tell the same, whether or not something was added that belongs to no sample.
+
+        Args:
+            x: The tensor.
+
+        Returns:
+            Whether it is so.
+        """
+        done, versions, *_ = self._known.get(id(x), (None, []))
         return done is not None and versions == _versions(done)
 
     def note(self, done: Performed, key: tuple) -> None:
@@ -68,10 +85,12 @@ class Summands:
         if not isinstance(met, Mixed) or not met.is_known or met.is_of_inputs:
             return
         fits = done.name in ("sum", "mean") or done.func in LOSS_FUNCTIONS
-        if all(map(self.is_known, done.data)):
+        rest = False
+        if all(map(self.is_sum, done.data)):
             fits = _is_linear(done)
+            rest = _has_constants(done) or not all(map(self.is_known, done.data))
         if fits and len(done.outs) == 1:
-            self._known[id(done.outs[0])] = done, _versions(done), key
+            self._known[id(done.outs[0])] = done, _versions(done), key, rest
 
     def operation(
         self, name: str, args: tuple, kwargs: dict, keys: Sequence[Any]
@@ -88,7 +107,9 @@ class Summands:
             The operation, ``None`` if it is something else.
         """
         divides = name in _QUOTIENTS and keys == [1]
-        if kwargs or len(args) != 2 or not (divides or name in _PRODUCTS):
+        if kwargs or len(args) != 2 or not (divides or name in _PRODUCTS | _DOTS):
+            return None
+        if name in _DOTS and any(x.dim() != 1 for x in args):
             return None
         if keys not in ([0], [1]):
             return None
@@ -105,7 +126,7 @@ class Summands:
         """Form summands ``[N, *]`` of a tensor, ``None`` if that is not possible."""
         if not self.is_known(x):
             return None
-        done, _, key = self._known[id(x)]
+        done, _, key, _ = self._known[id(x)]
         if done.func in LOSS_FUNCTIONS:
             return self._of_loss(done, (*key, Summands))
         parts = {id(y): self._of(y) for y in done.data}
@@ -157,14 +178,22 @@ def _versions(done: Performed) -> list[int]:
 
 
 def _is_linear(done: Performed) -> bool:
-    """Tell whether an operation is linear in what has summands."""
-    _, name, args, kwargs, _, data = done
-    if name in _PRODUCTS or name in _QUOTIENTS and args and args[0] is data[0]:
+    """Tell whether an operation is linear in what has summands, up to constants."""
+    _, name, args, kwargs, _, data, _ = done
+    divides = name in _QUOTIENTS and args and args[0] is data[0]
+    if divides or name in _PRODUCTS | _DOTS:
         return len(data) == 1 and not kwargs
-    if name in _SUMS and (kwargs or [x for x in args if not is_tensor(x) and x]):
-        return False  # Python's `sum` begins with a zero
-    operands = tree_leaves((args, kwargs))
-    return name in _LINEAR and len(data) == sum(map(is_tensor, operands))
+    return name in _LINEAR and not (name in _SUMS and kwargs)
+
+
+def _has_constants(done: Performed) -> bool:
+    """Tell whether an operation adds something that has no summands."""
+    _, name, args, kwargs, _, data, _ = done
+    if name not in _LINEAR:
+        return False
+    if name in _SUMS and [x for x in args if not is_tensor(x) and x]:
+        return True  # Python's `sum` begins with a zero
+    return len(data) != sum(map(is_tensor, tree_leaves((args, kwargs))))
 
 
 def _mapped(done: Performed, parts: dict[int, Any]) -> Tensor:

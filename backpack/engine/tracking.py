@@ -45,7 +45,7 @@ from backpack.engine.placements import (
     may_be_shared,
 )
 from backpack.engine.summands import Summands
-from backpack.engine.trials import Performed
+from backpack.engine.trials import Performed, states_for
 from backpack.engine.user_hooks import SEEN, guard
 from backpack.engine.uses import (
     Constant,
@@ -60,7 +60,7 @@ from backpack.engine.vjp import is_function
 from backpack.utils.compiling import is_indivisible, skipped, untraced
 from backpack.utils.hooks import modules_in
 from backpack.utils.state import state
-from backpack.utils.types import are_redefined, is_innermost, version_of
+from backpack.utils.types import are_redefined, handed_on, is_innermost, version_of
 
 _SHAPELESS = {UninitializedParameter, UninitializedBuffer}  # of lazy layers
 
@@ -182,6 +182,9 @@ class Tracker(TorchFunctionMode):
                     with self.context:
                         return func(*args, **kwargs)
             return func(*args, **kwargs)  # a transform's tensors are no samples'
+        if types and not all(issubclass(cls, Tensor) for cls in types):
+            with self:  # to watch what they make of it
+                return handed_on(func, types, args, kwargs)
         data: list[Tensor] = []
         constants: list[Tensor] = []
         key = [func, self.n, is_grad_enabled()]
@@ -334,19 +337,18 @@ class Tracker(TorchFunctionMode):
         constants: list[Tensor],
         key: tuple,
     ) -> Any:
-        name, pairs, since = kind.name, None, 0
+        name, since = kind.name, torch._C._autograd._get_sequence_nr()
+        pairs: list[Constant] = []
         certain = self._finder.certain(data)
         mixed = 0 < len(certain) < len(data)
-        if constants and self._is_term(name, data, constants):
-            constants = []
-        if constants and is_grad_enabled():
-            since = torch._C._autograd._get_sequence_nr()
+        is_use = constants and not self._is_term(name, data, constants)
+        if is_use and is_grad_enabled():
             args, kwargs, pairs = self._stand_in(kind, args, kwargs, constants)
-            pairs = pairs or None
         written = args[0] if kind.writes and args else None
         seen, deciding, of_base = args, None, None
         if isinstance(written, Tensor):  # its shape may change
-            shown = written.detach().requires_grad_(written.requires_grad)
+            shown = written.detach().clone() if kind.is_foreign else written.detach()
+            shown.requires_grad_(written.requires_grad)
             late = may_be_shared(written, self.key)
             self.place(shown, self._finder.of(written), late)
             seen = (shown, *args[1:])
@@ -359,7 +361,8 @@ class Tracker(TorchFunctionMode):
                     of_base = self.find_placement(written._base)
                 self._leave_views(written._base)
         saved: Sequence[Any] = ()
-        if pairs is None:
+        states = states_for((args, kwargs)) if kind.is_foreign else None
+        if not pairs:
             out = func(*args, **kwargs)
             if type(out) is Tensor and not kind.writes and not mixed:
                 with _UNSEEN():
@@ -376,6 +379,7 @@ class Tracker(TorchFunctionMode):
         if not outs:
             return out
         with _UNSEEN():
+            done = Performed(func, name, seen, kwargs, outs, data, states)
             placements = self._finder.recall(key, outs)
             if outs[0].is_nested:
                 placements = [NESTED] * len(outs)
@@ -384,20 +388,18 @@ class Tracker(TorchFunctionMode):
                     if hasattr(x, MARK):
                         self.place(x, *getattr(x, MARK)[1::2])
                 deciding = deciding or self._finder.deciding(name, data)
-                done = Performed(func, name, seen, kwargs, outs, deciding)
-                placements = self._finder.find(done, key)
+                placements = self._finder.find(done._replace(data=deciding), key)
             shared = [not certain] * len(outs)
             if mixed:
                 certain = self._finder.deciding(name, certain)
-                done = Performed(func, name, seen, kwargs, outs, certain)
-                shared = self._finder.find_shared(done, key)
-        if pairs is not None and result is not outs[0]:
+                shared = self._finder.find_shared(done._replace(data=certain), key)
+        if pairs and result is not outs[0]:
             constant = [id(x) for x, p in zip(outs, placements) if p is None]
             result = out = on_one_node(result, constant)
             outs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         with _UNSEEN():
             hooked = self._place_results(kind, data, outs, placements, of_base, shared)
-            if pairs is not None:
+            if pairs:
                 placements = list(map(self._finder.of, hooked))
                 self._record(
                     func, kind, args, kwargs, pairs, hooked, placements, since, saved
@@ -405,7 +407,6 @@ class Tracker(TorchFunctionMode):
             elif kind.is_loss and out.grad_fn is not None and not out.dim():
                 self.note_loss(func, args, kwargs, out)
             if type(placements[0]) is Mixed and not kind.writes:
-                done = Performed(func, name, args, kwargs, outs, data)
                 self._summands.note(done, key)
         return out
 
@@ -414,10 +415,10 @@ class Tracker(TorchFunctionMode):
 
         It belongs to no sample, like a regularizer outside of the model.
         """
-        if name not in _ADDS or all(map(self._summands.is_known, data)):
+        if name not in _ADDS or all(map(self._summands.is_sum, data)):
             return name in _ADDS
         met = all(isinstance(self._finder.of(x), Mixed) for x in data)
-        return met and not any(x.dim() for x in (*data, *constants))
+        return met and all(x.numel() == 1 for x in (*data, *constants))
 
     def _place_results(
         self,

@@ -14,7 +14,7 @@ from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from backpack.core.layout import (
     Mixed,
@@ -106,6 +106,11 @@ RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu".split())
 # Operations whose result's placement depends on strides, which no key contains
 BY_STRIDES = frozenset("as_strided as_strided_ as_strided_scatter set_".split())
 
+NOT_REPEATED = (
+    "called again on the same operands, it returned something else: it depends on more "
+    "than these, like a counter"
+)
+
 
 class Performed(NamedTuple):
     """An operation that was performed: what went in, and what came out.
@@ -117,6 +122,8 @@ class Performed(NamedTuple):
         kwargs: Keyword arguments.
         outs: Tensors that it returned.
         data: Operands that depend on samples and decide where those of the results are.
+        states: What generators of random numbers were in before the call; ``None`` for
+            an operation of PyTorch, which depends on its arguments alone.
     """
 
     func: Callable
@@ -125,6 +132,24 @@ class Performed(NamedTuple):
     kwargs: dict[str, Any]
     outs: Sequence[Tensor]
     data: list[Tensor]
+    states: dict[torch.Generator, Tensor] | None = None
+
+
+def states_for(args: Any) -> dict[torch.Generator, Tensor]:
+    """Ask generators of random numbers for what they are in.
+
+    Args:
+        args: Arguments of an operation.
+
+    Returns:
+        The state of each generator that it may draw from without being given it.
+    """
+    return {generator: generator.get_state() for generator in _generators_for(args)}
+
+
+def _generators_for(args: Any) -> set[torch.Generator]:
+    devices = {x.device for x in tree_leaves(args) if isinstance(x, Tensor)}
+    return {torch.default_generator, *map(generator_of, devices)}
 
 
 class Trial:
@@ -151,8 +176,8 @@ class Trial:
             sample_numbers(of(x), x.shape, n, x.device) if id(x) in deciding else None
             for x in self.flat
         ]
-        devices = {x.device for x in self.flat if isinstance(x, Tensor)}
-        self._generators = {torch.default_generator, *map(generator_of, devices)}
+        self._states = done.states or {}
+        self._generators = _generators_for(self.flat)
 
     def describe(self) -> str:
         """Describe the operation for a message.
@@ -189,7 +214,7 @@ class Trial:
         outs, lasts = self._outs, True
         found: list[Placement] = [None] * len(outs)
         if True in kinds:
-            lasts = self._name not in FAULTING
+            lasts = self._name.rpartition("::")[2] not in FAULTING
             try:
                 found, hides = self._probe(NOT_A_NUMBER if lasts else OTHER_NUMBERS)
             except Exception:  # an algorithm that needs numbers
@@ -210,6 +235,26 @@ class Trial:
             nobody = [x.new_full([1] * x.dim(), -1, dtype=torch.long) for x in outs]
             found = [q if p is None else p for p, q in zip(found, nobody)]
         return found, lasts
+
+    def find_if_repeated(self) -> list[Placement]:
+        """Find out the same for an operation that may depend on more than operands.
+
+        Returns:
+            A placement for each result, unknown unless it is returned again: for the
+            very operands, at first and at last.
+        """
+        same = self._repeats()
+        found, _ = self.find()
+        lost = Mixed(f"`{self._name}` ({NOT_REPEATED})", False)
+        results = zip(found, same, self._repeats())
+        return [p if first and last else lost for p, first, last in results]
+
+    def _repeats(self) -> list[bool]:
+        """Tell which results the operation returns again."""
+        with self._drawing():
+            result = self.call(list(map(_copied, self.flat)))
+        again = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        return list(map(_is_same, again, self._outs))
 
     def _completed(
         self, found: list[Placement], integers: bool
@@ -298,6 +343,8 @@ class Trial:
         """Draw the same numbers again, from no other device's generator."""
         for generator in self._generators:
             generator.manual_seed(seed)
+            if not seed and generator in self._states:
+                generator.set_state(self._states[generator])
 
     def _is_use(self) -> bool:
         """Tell whether what no sample changes may depend on parameters."""
@@ -428,6 +475,18 @@ def _all_different(x: Tensor) -> Tensor:
 def _differs(x: Tensor, plain: Tensor) -> Tensor:
     """Tell which entries differ; two that are no numbers do not."""
     return (x != plain) & ~((x != x) & (plain != plain))
+
+
+def _is_same(x: Tensor, plain: Tensor) -> bool:
+    """Tell whether two results agree, up to another order of summation."""
+    x, plain = _dense(x.detach()), _dense(plain.detach())
+    if x.shape != plain.shape or not (plain.numel() and _is_inexact(plain)):
+        return torch.equal(x, plain)
+    eps = min(8 * torch.finfo(plain.dtype).eps, 0.1)  # of numbers of 8 bits, too
+    wide = torch.complex64 if plain.is_complex() else torch.float32
+    x, plain = x.to(wide), plain.to(wide)
+    scale = plain.abs().nan_to_num(0.0, 0.0).max().item()
+    return torch.allclose(x, plain, 0.0, max(eps, 1e-6) * scale, equal_nan=True)
 
 
 def _disturbed(x: Tensor, where: Tensor, mark: Any, integers: bool) -> Tensor:

@@ -46,9 +46,10 @@ def as_type(value: Any, dtype: torch.dtype) -> Any:
 
 @lru_cache(maxsize=256)
 def _has_own_meaning(cls: Any) -> bool:
-    own = getattr(cls.__torch_function__, "__func__", cls.__torch_function__)
+    own = getattr(cls, "__torch_function__", None)
+    own = getattr(own, "__func__", own)
     usual = getattr(Tensor.__torch_function__, "__func__", None)
-    ours = usual, torch._C._disabled_torch_function_impl
+    ours = usual, torch._C._disabled_torch_function_impl, None
     return own not in ours and cls.__module__.split(".")[0] not in _NO_MEANING
 
 
@@ -88,17 +89,39 @@ def are_redefined(values: Iterable[Any]) -> bool:
     """Tell whether operations on some tensors may do something else than usual.
 
     Args:
-        values: Operands; what is no tensor does not matter.
+        values: Operands.
 
     Returns:
-        Whether one is of a subclass of tensors with a ``__torch_function__``.
+        Whether one is of a class with a ``__torch_function__`` of its own.
     """
     for x in values:
         cls: Any = type(x)
-        if cls is not Tensor and cls is not Parameter and isinstance(x, Tensor):
-            if _has_own_meaning(cls):
-                return True
+        if cls is not Tensor and cls is not Parameter and _has_own_meaning(cls):
+            return True
     return False
+
+
+def handed_on(func: Callable, types: tuple, args: tuple, kwargs: Dict[str, Any]) -> Any:
+    """Let operands' classes decide on an operation, as PyTorch does after all modes.
+
+    Args:
+        func: The operation.
+        types: The classes.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+
+    Returns:
+        What the first of them returns that knows the operation.
+
+    Raises:
+        TypeError: If none of them does.
+    """
+    for cls in types:
+        out = cls.__torch_function__(func, types, args, kwargs)
+        if out is not NotImplemented:
+            return out
+    names = ", ".join(cls.__name__ for cls in types)
+    raise TypeError(f"no implementation of {func} for {names}")
 
 
 def dense(x: Tensor) -> Tensor:

@@ -273,7 +273,11 @@ class Stack:
         self._out: Tensor | None = None
 
     def put(self, column: Tensor | None) -> None:
-        """Put the next column."""
+        """Put the next column.
+
+        Args:
+            column: The column ``[*]``; ``None`` where there is no path.
+        """
         if column is not None and self._size > 1 and may_write():
             if self._out is None:
                 shape = (self._size, *column.shape)
@@ -282,7 +286,11 @@ class Stack:
         self._parts.append(column)
 
     def columns(self) -> Tensor | None:
-        """Return all columns ``[V, *]``, ``None`` if there is no path at all."""
+        """Return all columns.
+
+        Returns:
+            Columns ``[V, *]``, ``None`` if there is no path at all.
+        """
         known = next((x for x in self._parts if x is not None), None)
         if known is None:
             return None

@@ -879,3 +879,108 @@ def test_unseen_operations_that_depend_on_values(name: str) -> None:
     with suppress(*REFUSALS):
         compute(model((torch.arange(N) == 0).to(F64)[:, None]), ["BatchGrad"])
     assert_refused(model(torch.ones(N, 1, dtype=F64)), "BatchGrad", r"sum|mean")
+
+
+def pooled(f: Tensor) -> Tensor:
+    """Attend to positions, none of which may be left for a sample."""
+    f = f.unflatten(1, (2, 2))
+    left = f.detach()[..., 1] > 0
+    weights = f[..., 0].masked_fill(~left, -torch.inf).softmax(1).nan_to_num(0.0)
+    return (weights[..., None] * f).sum(1)
+
+
+def in_one_row(f: Tensor) -> Tensor:
+    """Let samples meet in the third row only, which is left out if it is no number."""
+    rows = f + F.pad(f[:1], (0, 0, 2, N - 3))
+    return rows.norm(dim=1).nan_to_num(0.0)
+
+
+class Cosine(torch.autograd.Function):
+    """A sine, with a backward pass of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Compute it."""
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        """Differentiate that."""
+        return g * ctx.saved_tensors[0].cos()
+
+
+# Behind an extended layer
+NUMBERS: Dict[str, Callable[[Tensor], Tensor]] = {
+    "log-softmax": lambda f: f.log_softmax(1),
+    "softmax-of-squares": lambda f: (f * f).softmax(-1),
+    "pooling": pooled,
+    "norm": lambda f: torch.linalg.vector_norm(f, 3, dim=1),
+    "normalized": lambda f: F.layer_norm(f, f.shape[1:]),
+    "product": lambda f: f[:, :, None] @ f[:, None],
+    "cumulated": lambda f: f.cumprod(1),
+    "largest": lambda f: f.amax(1),
+    "distances": lambda f: torch.cdist(f[:, None], torch.ones(1, 2, D, dtype=F64)),
+    "inverse": lambda f: torch.linalg.inv(f.unflatten(1, (2, 2)) + 3 * torch.eye(2)),
+    "attention": lambda f: F.scaled_dot_product_attention(
+        *[f.reshape(-1, 2, 1, 2)] * 3
+    ),
+}
+COUPLED_NUMBERS: Dict[str, Tuple[Callable[[Tensor], Tensor], str]] = {
+    "softmax": (lambda f: f.softmax(0), "met in `softmax`"),
+    "norm": (lambda f: f / f.norm(dim=0), "met in `linalg_vector_norm`"),
+    "renormalized": (lambda f: f.renorm(2, 1, 0.1), "met in `renorm`"),
+    "in-one-row": (in_one_row, "met in `add`"),
+    "function": (Cosine.apply, r"`cosine` \(its derivatives are not finite\)"),
+}
+BAD = {
+    "nan": lambda x: x.index_fill(0, torch.tensor(2), torch.nan),
+    "infinite": lambda x: x.index_fill(0, torch.tensor(2), torch.inf),
+    "zero": lambda x: x.index_fill(0, torch.tensor(2), 0.0),
+    "all": lambda x: torch.full_like(x, torch.nan),
+}
+
+
+def gradients_behind(tail: Callable, x: Tensor, separate: bool) -> Tensor:
+    """Compute individual gradients, with the library or without."""
+    torch.manual_seed(1)
+    layer = nn.Linear(D, D, bias=False).to(F64)
+    if separate:
+        values = [tail(layer(row[None])).square().sum() for row in x]
+        return torch.stack([torch.autograd.grad(v, layer.weight)[0] for v in values])
+    value = tail(extend(layer)(x)).square().sum()
+    with backpack(BatchGrad()):
+        value.backward()
+    return layer.weight.grad_batch
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_that_are_not_finite(
+    name: str, bad: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stay in their sample, and nothing is concluded from them for others."""
+    monkeypatch.setattr("backpack.engine.gaps._REMEMBERED", {})
+    torch.manual_seed(0)
+    x = torch.randn(N, D, dtype=F64)
+    for data in (BAD[bad](x), x):
+        expected = gradients_behind(NUMBERS[name], data, separate=True)
+        found = gradients_behind(NUMBERS[name], data, separate=False)
+        finite = expected.isfinite()
+        assert torch.equal(finite, found.isfinite())
+        assert_equal({"": found[finite]}, {"": expected[finite]}, "grad_batch")
+
+
+@pytest.mark.parametrize("bad", ["nan", "all"])
+@pytest.mark.parametrize("name", COUPLED_NUMBERS)
+def test_numbers_that_are_not_finite_where_samples_meet(
+    name: str, bad: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is no number hides nothing."""
+    monkeypatch.setattr("backpack.engine.gaps._REMEMBERED", {})
+    x = torch.randn(N, D, dtype=F64)
+    tail, says = COUPLED_NUMBERS[name]
+    with pytest.raises(NotImplementedError, match=says):
+        gradients_behind(tail, BAD[bad](x), separate=False)
+    if name == "function":
+        gradients_behind(tail, x, separate=False)

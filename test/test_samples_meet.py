@@ -21,6 +21,7 @@ from per_sample import (
     Row,
     assert_equal,
     assert_refused,
+    assert_right,
     assert_right_or_refused,
     compute,
     param,
@@ -879,6 +880,105 @@ def test_unseen_operations_that_depend_on_values(name: str) -> None:
     with suppress(*REFUSALS):
         compute(model((torch.arange(N) == 0).to(F64)[:, None]), ["BatchGrad"])
     assert_refused(model(torch.ones(N, 1, dtype=F64)), "BatchGrad", r"sum|mean")
+
+
+class Gate(torch.autograd.Function):
+    """A step, with any rule for gradients that gets its input."""
+
+    @staticmethod
+    def forward(ctx: Any, rule: Callable, x: Tensor) -> Tensor:
+        """Compare with zero."""
+        ctx.rule = rule
+        ctx.save_for_backward(x)
+        return (x >= 0).to(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        """Apply the rule."""
+        return None, ctx.rule(*ctx.saved_tensors, g)
+
+
+def is_far(x: Tensor) -> Tensor:
+    """Tell where nothing gets through, as a rule."""
+    return x.abs() > 1
+
+
+def overwritten(x: Tensor, g: Tensor) -> Tensor:
+    """Set gradients to zero, in place."""
+    g = g.clone()
+    g[is_far(x)] = 0
+    return g
+
+
+def unseen_mean(g: Tensor) -> Tensor:
+    """Let samples meet where autograd does not see it."""
+    numbers = g.detach().numpy()
+    return torch.from_numpy(numbers - numbers.mean(0))
+
+
+WINDOWS: Dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "masked": lambda x, g: g.masked_fill(is_far(x), 0.0),
+    "where": lambda x, g: torch.where(is_far(x), 0.0, g),
+    "in-place": lambda x, g: g.clone().masked_fill_(is_far(x), 0.0),
+    "overwritten": overwritten,
+    "factor": lambda x, g: g * (1 - x.abs()).clamp(min=0),
+}
+# If no sample is within the window, some of these return no zeros
+CLOSED: Dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean-in-the-window": lambda x, g: (g - g.mean(0)).masked_fill(is_far(x), 0.0),
+    "mean-outside": lambda x, g: torch.where(is_far(x), g - g.mean(0), g),
+    "mean-outside-detached": lambda x, g: torch.where(
+        is_far(x), (g - g.mean(0)).detach(), g
+    ),
+    "mean-outside-unseen": lambda x, g: torch.where(is_far(x), unseen_mean(g), g),
+    "mean-of-numbers-unseen": lambda x, g: (
+        unseen_mean(g)
+        if g.detach().any() and not g.isnan().any()
+        else g.masked_fill(is_far(x), 0.0)
+    ),
+    "sign-outside": lambda x, g: torch.where(is_far(x), g.sign(), g),
+    "rolled": lambda x, g: g.roll(1, 0).masked_fill(is_far(x), 0.0),
+    "constant": lambda x, g: torch.zeros_like(g),
+}
+
+
+def gated(rule: Callable, inside: str) -> Row:
+    """Make a row with a step of which so many entries are within the window."""
+
+    def make() -> Module:
+        model = Lambda(
+            lambda m, x: m.g(Gate.apply(rule, m.f(x))),
+            **{"f": nn.Linear(D, D), "g": nn.Linear(D, 2)},
+        )
+        with torch.no_grad():
+            model.f.weight.zero_()
+            model.f.weight[: 1 if inside == "one-entry" else D, 0] = 1
+            model.f.bias.fill_(5.5)
+        return model
+
+    def inputs() -> Tuple[Tensor, ...]:
+        x = torch.rand(N, D, dtype=F64)
+        if inside != "none":
+            x[1] = -5
+        return (x,)
+
+    return Row(
+        make, inputs, says=r"`gate` \(a function|in `gate`|backward pass of `gate`"
+    )
+
+
+@pytest.mark.parametrize("inside", ["none", "one-entry", "one-sample"])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_functions_whose_derivatives_are_zero(name: str, inside: str) -> None:
+    """What is behind them has zeros, if they are the function's own."""
+    row = gated(WINDOWS[name], inside)
+    assert_right(row._replace(quantities=["BatchGrad", "BatchL2Grad", "DiagGGNExact"]))
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_functions_that_seem_to_have_no_derivative(name: str) -> None:
+    """What gets through unseen, or from nowhere, may belong to any sample."""
+    assert_refused(gated(CLOSED[name], "none"), "BatchGrad")
 
 
 def pooled(f: Tensor) -> Tensor:

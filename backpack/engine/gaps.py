@@ -22,6 +22,7 @@ from backpack.core.layout import (
     Mixed,
     Placement,
     agree,
+    conflict,
     halves,
     has_bit,
     marked,
@@ -37,9 +38,11 @@ from backpack.engine.graph import (
     is_leaf,
     is_own,
     is_pointwise,
+    keeps_places,
     name_of,
     saved_by,
     shape_at,
+    walk,
 )
 from backpack.engine.placements import MARK, mark_of
 from backpack.engine.saved import OnesForSaved
@@ -505,8 +508,13 @@ def _moved(
     numbers = _entries(cotangent, pairs, n)
     if numbers is None:
         return Mixed(name_of(edge.node))
-    if (lost or pairs and bool((numbers < 0).all())) and any(map(is_function, nodes)):
-        raise RuntimeError("a function whose backward has no derivative")
+    if (lost or pairs) and any(map(is_function, nodes)):
+        if lost:
+            raise RuntimeError("a function whose backward has no derivative")
+        if bool((numbers < 0).any()) and not isinstance(simplify(numbers, n), Layout):
+            numbers = _with_zeros(edge, nodes, cotangent, pairs, numbers)
+        if bool((numbers < 0).all()):
+            raise RuntimeError("a function whose backward has derivatives of zero only")
     placement = simplify(numbers, n) if pairs else None
     if len(pairs) > 1 and isinstance(placement, Tensor) and numbers.numel():
         alone = [_entries(cotangent, [pair], n) for pair in pairs]
@@ -519,6 +527,34 @@ def _moved(
             name = f"{name_of(edge.node)} of layers that have them on different axes"
             return Mixed(name, False)
     return placement
+
+
+def _with_zeros(
+    edge: GradientEdge,
+    nodes: Sequence[Node],
+    cotangent: Tensor,
+    pairs: Sequence[tuple[Tensor, Source]],
+    numbers: Tensor,
+) -> Tensor:
+    """Number entries, too, of which a function makes zeros now, in their own place.
+
+    Nothing else gets through, then: not what autograd does not know of, either.
+    """
+    edges, n = [source.edge for _, source in pairs], pairs[0][1].known.n
+    zeros = torch.zeros_like(cotangent, requires_grad=False)
+    for value in (nan, 1 + torch.arange(zeros.numel()).view(zeros.shape).to(zeros)):
+        pulled = pull([edge], edges, [zeros.where(numbers >= 0, value)])
+        if any(bool(g.any()) for g in pulled if g is not None):
+            return numbers
+    behind = {*nodes, *(place.node for place in edges)}
+    inner = walk([edge_of(g).node for g, _ in pairs], without=behind)
+    with structure_only(list(filter(keeps_places, inner))):
+        found = _entries(cotangent, pairs, n)
+    for g, source in pairs:
+        own = sample_numbers(source.known.placement, g.shape, n, g.device)
+        if found is None or own.shape != found.shape or conflict(own, found):
+            return numbers
+    return found
 
 
 def _entries(

@@ -269,6 +269,20 @@ def is_pointwise(node: Node) -> bool:
     return not is_function(node) and name_of(node).strip("`_") in _POINTWISE
 
 
+def keeps_places(node: Node) -> bool:
+    """Tell whether an operation does so, or writes constants to some of the places.
+
+    Args:
+        node: The operation's node.
+
+    Returns:
+        Whether it does.
+    """
+    puts = name_of(node) == "`index_put`"
+    constant = all(value is None for value, _ in node.next_functions[1:])
+    return puts and constant or is_pointwise(node)
+
+
 def name_of(node: Node) -> str:
     """Name the operation of a node, for a message.
 

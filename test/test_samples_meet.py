@@ -21,6 +21,7 @@ from per_sample import (
     Row,
     assert_equal,
     assert_refused,
+    assert_right,
     assert_right_or_refused,
     compute,
     param,
@@ -879,3 +880,207 @@ def test_unseen_operations_that_depend_on_values(name: str) -> None:
     with suppress(*REFUSALS):
         compute(model((torch.arange(N) == 0).to(F64)[:, None]), ["BatchGrad"])
     assert_refused(model(torch.ones(N, 1, dtype=F64)), "BatchGrad", r"sum|mean")
+
+
+class Gate(torch.autograd.Function):
+    """A step, with any rule for gradients that gets its input."""
+
+    @staticmethod
+    def forward(ctx: Any, rule: Callable, x: Tensor) -> Tensor:
+        """Compare with zero."""
+        ctx.rule = rule
+        ctx.save_for_backward(x)
+        return (x >= 0).to(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        """Apply the rule."""
+        return None, ctx.rule(*ctx.saved_tensors, g)
+
+
+def is_far(x: Tensor) -> Tensor:
+    """Tell where nothing gets through, as a rule."""
+    return x.abs() > 1
+
+
+def overwritten(x: Tensor, g: Tensor) -> Tensor:
+    """Set gradients to zero, in place."""
+    g = g.clone()
+    g[is_far(x)] = 0
+    return g
+
+
+def unseen_mean(g: Tensor) -> Tensor:
+    """Let samples meet where autograd does not see it."""
+    numbers = g.detach().numpy()
+    return torch.from_numpy(numbers - numbers.mean(0))
+
+
+WINDOWS: Dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "masked": lambda x, g: g.masked_fill(is_far(x), 0.0),
+    "where": lambda x, g: torch.where(is_far(x), 0.0, g),
+    "in-place": lambda x, g: g.clone().masked_fill_(is_far(x), 0.0),
+    "overwritten": overwritten,
+    "factor": lambda x, g: g * (1 - x.abs()).clamp(min=0),
+}
+# If no sample is within the window, some of these return no zeros
+CLOSED: Dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean-in-the-window": lambda x, g: (g - g.mean(0)).masked_fill(is_far(x), 0.0),
+    "mean-outside": lambda x, g: torch.where(is_far(x), g - g.mean(0), g),
+    "mean-outside-detached": lambda x, g: torch.where(
+        is_far(x), (g - g.mean(0)).detach(), g
+    ),
+    "mean-outside-unseen": lambda x, g: torch.where(is_far(x), unseen_mean(g), g),
+    "mean-of-numbers-unseen": lambda x, g: (
+        unseen_mean(g)
+        if g.detach().any() and not g.isnan().any()
+        else g.masked_fill(is_far(x), 0.0)
+    ),
+    "sign-outside": lambda x, g: torch.where(is_far(x), g.sign(), g),
+    "rolled": lambda x, g: g.roll(1, 0).masked_fill(is_far(x), 0.0),
+    "constant": lambda x, g: torch.zeros_like(g),
+}
+
+
+def gated(rule: Callable, inside: str) -> Row:
+    """Make a row with a step of which so many entries are within the window."""
+
+    def make() -> Module:
+        model = Lambda(
+            lambda m, x: m.g(Gate.apply(rule, m.f(x))),
+            **{"f": nn.Linear(D, D), "g": nn.Linear(D, 2)},
+        )
+        with torch.no_grad():
+            model.f.weight.zero_()
+            model.f.weight[: 1 if inside == "one-entry" else D, 0] = 1
+            model.f.bias.fill_(5.5)
+        return model
+
+    def inputs() -> Tuple[Tensor, ...]:
+        x = torch.rand(N, D, dtype=F64)
+        if inside != "none":
+            x[1] = -5
+        return (x,)
+
+    return Row(
+        make, inputs, says=r"`gate` \(a function|in `gate`|backward pass of `gate`"
+    )
+
+
+@pytest.mark.parametrize("inside", ["none", "one-entry", "one-sample"])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_functions_whose_derivatives_are_zero(name: str, inside: str) -> None:
+    """What is behind them has zeros, if they are the function's own."""
+    row = gated(WINDOWS[name], inside)
+    assert_right(row._replace(quantities=["BatchGrad", "BatchL2Grad", "DiagGGNExact"]))
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_functions_that_seem_to_have_no_derivative(name: str) -> None:
+    """What gets through unseen, or from nowhere, may belong to any sample."""
+    assert_refused(gated(CLOSED[name], "none"), "BatchGrad")
+
+
+def pooled(f: Tensor) -> Tensor:
+    """Attend to positions, none of which may be left for a sample."""
+    f = f.unflatten(1, (2, 2))
+    left = f.detach()[..., 1] > 0
+    weights = f[..., 0].masked_fill(~left, -torch.inf).softmax(1).nan_to_num(0.0)
+    return (weights[..., None] * f).sum(1)
+
+
+def in_one_row(f: Tensor) -> Tensor:
+    """Let samples meet in the third row only, which is left out if it is no number."""
+    rows = f + F.pad(f[:1], (0, 0, 2, N - 3))
+    return rows.norm(dim=1).nan_to_num(0.0)
+
+
+class Cosine(torch.autograd.Function):
+    """A sine, with a backward pass of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Compute it."""
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        """Differentiate that."""
+        return g * ctx.saved_tensors[0].cos()
+
+
+# Behind an extended layer
+NUMBERS: Dict[str, Callable[[Tensor], Tensor]] = {
+    "log-softmax": lambda f: f.log_softmax(1),
+    "softmax-of-squares": lambda f: (f * f).softmax(-1),
+    "pooling": pooled,
+    "norm": lambda f: torch.linalg.vector_norm(f, 3, dim=1),
+    "normalized": lambda f: F.layer_norm(f, f.shape[1:]),
+    "product": lambda f: f[:, :, None] @ f[:, None],
+    "cumulated": lambda f: f.cumprod(1),
+    "largest": lambda f: f.amax(1),
+    "distances": lambda f: torch.cdist(f[:, None], torch.ones(1, 2, D, dtype=F64)),
+    "inverse": lambda f: torch.linalg.inv(f.unflatten(1, (2, 2)) + 3 * torch.eye(2)),
+    "attention": lambda f: F.scaled_dot_product_attention(
+        *[f.reshape(-1, 2, 1, 2)] * 3
+    ),
+}
+COUPLED_NUMBERS: Dict[str, Tuple[Callable[[Tensor], Tensor], str]] = {
+    "softmax": (lambda f: f.softmax(0), "met in `softmax`"),
+    "norm": (lambda f: f / f.norm(dim=0), "met in `linalg_vector_norm`"),
+    "renormalized": (lambda f: f.renorm(2, 1, 0.1), "met in `renorm`"),
+    "in-one-row": (in_one_row, "met in `add`"),
+    "function": (Cosine.apply, r"`cosine` \(its derivatives are not finite\)"),
+}
+BAD = {
+    "nan": lambda x: x.index_fill(0, torch.tensor(2), torch.nan),
+    "infinite": lambda x: x.index_fill(0, torch.tensor(2), torch.inf),
+    "zero": lambda x: x.index_fill(0, torch.tensor(2), 0.0),
+    "all": lambda x: torch.full_like(x, torch.nan),
+}
+
+
+def gradients_behind(tail: Callable, x: Tensor, separate: bool) -> Tensor:
+    """Compute individual gradients, with the library or without."""
+    torch.manual_seed(1)
+    layer = nn.Linear(D, D, bias=False).to(F64)
+    if separate:
+        values = [tail(layer(row[None])).square().sum() for row in x]
+        return torch.stack([torch.autograd.grad(v, layer.weight)[0] for v in values])
+    value = tail(extend(layer)(x)).square().sum()
+    with backpack(BatchGrad()):
+        value.backward()
+    return layer.weight.grad_batch
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_that_are_not_finite(
+    name: str, bad: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stay in their sample, and nothing is concluded from them for others."""
+    monkeypatch.setattr("backpack.engine.gaps._REMEMBERED", {})
+    torch.manual_seed(0)
+    x = torch.randn(N, D, dtype=F64)
+    for data in (BAD[bad](x), x):
+        expected = gradients_behind(NUMBERS[name], data, separate=True)
+        found = gradients_behind(NUMBERS[name], data, separate=False)
+        finite = expected.isfinite()
+        assert torch.equal(finite, found.isfinite())
+        assert_equal({"": found[finite]}, {"": expected[finite]}, "grad_batch")
+
+
+@pytest.mark.parametrize("bad", ["nan", "all"])
+@pytest.mark.parametrize("name", COUPLED_NUMBERS)
+def test_numbers_that_are_not_finite_where_samples_meet(
+    name: str, bad: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is no number hides nothing."""
+    monkeypatch.setattr("backpack.engine.gaps._REMEMBERED", {})
+    x = torch.randn(N, D, dtype=F64)
+    tail, says = COUPLED_NUMBERS[name]
+    with pytest.raises(NotImplementedError, match=says):
+        gradients_behind(tail, BAD[bad](x), separate=False)
+    if name == "function":
+        gradients_behind(tail, x, separate=False)

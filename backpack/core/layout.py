@@ -13,7 +13,8 @@ axes, cut into windows, or routed row by row. A *placement* says where it is:
 
 from __future__ import annotations
 
-from math import prod
+from itertools import product
+from math import nan, prod
 from typing import Any, Callable, Hashable, Iterator, NamedTuple, Sequence, Union
 
 import torch
@@ -252,6 +253,34 @@ def has_bit(numbers: Tensor, bit: int, value: int = 1) -> Tensor:
         Whether it is so, for each entry.
     """
     return (numbers >= 0) & (numbers >> bit & 1 == value)
+
+
+def halves(n: int) -> Iterator[tuple[int, int]]:
+    """List the bits of sample numbers, and their values.
+
+    Args:
+        n: Number N of samples.
+
+    Returns:
+        Pairs of a bit and a value, 1 before 0.
+    """
+    return product(range(max(1, (n - 1).bit_length())), (1, 0))
+
+
+def marked(x: Tensor, numbers: Tensor, bit: int, value: int) -> Tensor:
+    """Write NaN to samples, to both parts of complex numbers.
+
+    Args:
+        x: Tensor, which is changed.
+        numbers: Sample of each entry.
+        bit: A bit of the numbers of these samples.
+        value: What it shall be.
+
+    Returns:
+        The tensor.
+    """
+    mark: Any = complex(nan, nan) if x.is_complex() else nan
+    return x.masked_fill_(has_bit(numbers, bit, value), mark)
 
 
 class Arrangement:

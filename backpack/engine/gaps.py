@@ -7,11 +7,10 @@ to earlier tensors, whose samples are known, says which entry depends on which s
 
 from __future__ import annotations
 
-from contextlib import contextmanager, suppress
-from functools import lru_cache
-from itertools import combinations, product
+from contextlib import suppress
+from itertools import combinations
 from math import nan
-from typing import Any, Iterator, NamedTuple, Sequence
+from typing import Any, NamedTuple, Sequence
 
 import torch
 from torch import Tensor
@@ -23,17 +22,33 @@ from backpack.core.layout import (
     Mixed,
     Placement,
     agree,
+    conflict,
+    halves,
     has_bit,
+    marked,
     reshaped,
     sample_numbers,
     simplify,
     spans,
 )
-from backpack.engine.graph import HOOKED, VIEWS, entries_of, is_leaf, name_of
+from backpack.engine.graph import (
+    HOOKED,
+    VIEWS,
+    entries_of,
+    is_leaf,
+    is_own,
+    is_pointwise,
+    keeps_places,
+    name_of,
+    saved_by,
+    shape_at,
+    walk,
+)
 from backpack.engine.placements import MARK, mark_of
-from backpack.engine.trials import BY_STRIDES, POINTWISE
+from backpack.engine.saved import OnesForSaved
+from backpack.engine.trials import BY_STRIDES
 from backpack.engine.uses import Constant, Together, Use, edge_of, is_noted
-from backpack.engine.vjp import is_function, pull
+from backpack.engine.vjp import is_function, pull, structure_only
 from backpack.utils.hooks import without_hooks
 from backpack.utils.parallel import SINKS, communicates
 from backpack.utils.state import out_of_sight, state
@@ -43,9 +58,6 @@ CONSTANT = "backpack.constant"  # where a node keeps that it stands for a parame
 KNOWN = "backpack.known"  # where a node keeps what was found of its outputs
 ASKED = "backpack.asked"  # behind which of its outputs functions were looked for
 _PASSING = SINKS | {Together.__name__}  # nodes that hand on what comes, one by one
-
-# Nodes that map entries of the same place, by other names than those of operations
-_POINTWISE = POINTWISE | {"to_copy", "native_dropout", "log_sigmoid", "alias"}
 
 
 class Known(NamedTuple):
@@ -77,20 +89,8 @@ class Source(NamedTuple):
         return shape_at(self.edge)
 
 
+NOT_FINITE = "its derivatives are not finite"
 NESTED = Mixed("what has made a nested tensor (pad it instead)", False)
-
-
-def shape_at(edge: GradientEdge) -> torch.Size:
-    """Return the shape at a place in the graph.
-
-    Args:
-        edge: The place.
-
-    Returns:
-        Shape of the tensor there; a nested one has none.
-    """
-    metadata = edge.node._input_metadata[edge.output_nr]
-    return torch.Size(() if metadata.is_cpp_nested_tensor else metadata.shape)
 
 
 def _known_at(edge: GradientEdge) -> Known | None:
@@ -301,7 +301,7 @@ def _found_from(
         if communicates(getattr(node, "_forward_cls", None)):
             return Known(Mixed(name_of(node)), first.known.n)
     if len(sources) == 1 and all(
-        _is_pointwise(x) and torch.Size(x._input_metadata[0].shape) == first.shape
+        is_pointwise(x) and torch.Size(x._input_metadata[0].shape) == first.shape
         for x in nodes
     ):
         return first.known
@@ -330,14 +330,6 @@ _OF_NUMBERS = frozenset(
 )
 
 
-@lru_cache(maxsize=None)
-def _arguments(node_type: type) -> tuple[Sequence[str], bool]:
-    """List the plain arguments that nodes keep; tell whether they keep tensors, too."""
-    names = [name for name in dir(node_type) if name.startswith("_saved_")]
-    plain = [name for name in names if not hasattr(node_type, f"_raw{name}")]
-    return plain, len(plain) < len(names)
-
-
 def _structure(
     sources: Sequence[Source], nodes: Sequence[Node], edge: GradientEdge
 ) -> tuple | None:
@@ -350,13 +342,13 @@ def _structure(
     parts: list[Any] = [edge.output_nr, shape_at(edge)]
     for node in nodes:
         name, node_type = name_of(node).strip("`_"), type(node)
-        arguments, keeps_tensors = _arguments(node_type)
-        if _is_pointwise(node):
+        arguments, keeps_tensors = saved_by(node_type)
+        if is_pointwise(node):
             arguments = ()
         elif name not in _OF_NUMBERS and (
             keeps_tensors
             or name in BY_STRIDES
-            or not node_type.__name__[-1].isdigit()  # it wraps another one
+            or not is_own(node)
             or any(parent is None for parent, _ in node.next_functions)
         ):
             return None
@@ -426,58 +418,53 @@ def _leaf(node: Node) -> Source | None:
     return Source(GradientEdge(node, 0), known)
 
 
-def _is_pointwise(node: Node) -> bool:
-    """Tell whether an operation maps entries of the same place."""
-    return not is_function(node) and name_of(node).strip("`_") in _POINTWISE
-
-
 def _probe(
     edge: GradientEdge, sources: Sequence[Source], nodes: Sequence[Node]
 ) -> Placement:
-    """Ask which entries depend on which samples, by derivatives in both directions."""
-    with state().pull(), _structure_only(nodes):
+    """Ask which entries depend on which samples, by derivatives in both directions.
+
+    Where these are not finite, operations of PyTorch are asked with ones for numbers.
+    """
+    with state().pull(), structure_only(filter(is_pointwise, nodes)):
+        try:
+            return _ask(edge, sources, nodes)
+        except FloatingPointError as error:
+            found = None
+            if all(map(is_own, nodes)):  # else, nobody knows what the numbers are for
+                with suppress(Exception), OnesForSaved():
+                    found = _ask(edge, sources, nodes)
+            if found is None:
+                return Mixed(f"{name_of(edge.node)} ({error})", False)
+            return found
+
+
+def _ask(
+    edge: GradientEdge, sources: Sequence[Source], nodes: Sequence[Node]
+) -> Placement:
+    """Ask second derivatives, or first ones where there are none."""
+    reasons: list[str] = []
+    for ask in (_moved, _regular):
         try:
             with torch.enable_grad():
-                return _moved(edge, sources, nodes)
+                return ask(edge, sources, nodes)
+        except FloatingPointError:
+            raise
         except Exception as error:  # of any type: a function has its own backward
-            with suppress(Exception):
-                found = _regular(edge, sources)
-                if found is not None:
-                    return found
-            first = str(error).split("\n")[0]
-            return Mixed(f"{name_of(edge.node)} ({first})", False)
+            reasons.append(str(error).split("\n")[0])
+    return Mixed(f"{name_of(edge.node)} ({reasons[0]})", False)
 
 
-@contextmanager
-def _structure_only(nodes: Sequence[Node]) -> Iterator[None]:
-    """Let operations on entries of the same place hand on whatever arrives.
-
-    With NaN for a cotangent, it does not matter then where derivatives are zero.
-    """
-    handles = [x.register_hook(_hand_on) for x in nodes if _is_pointwise(x)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _hand_on(inputs: tuple, outputs: tuple) -> tuple | None:
-    """Replace gradients at a pointwise operation's operands by those at its result."""
-    g, given = outputs[0], [x for x in inputs if x is not None]
-    if g is None or any(x.is_complex() for x in (g, *given)):
-        return None
-    return tuple(x if x is None else g.sum_to_size(x.shape).to(x) for x in inputs)
-
-
-def _regular(edge: GradientEdge, sources: Sequence[Source]) -> Placement:
-    """Find the only layout that gradients agree with: entries of a sample lead to it.
-
-    That takes no second derivative.
-    """
-    n, device = sources[0].known.n, edge.node._input_metadata[edge.output_nr].device
+def _regular(
+    edge: GradientEdge, sources: Sequence[Source], _: Sequence[Node]
+) -> Placement:
+    """Find the only layout that gradients agree with: entries lead to their sample."""
+    n, metadata = sources[0].known.n, edge.node._input_metadata[edge.output_nr]
     found: list[Tensor] = []
-    shape = shape_at(edge)
+    shape, device = shape_at(edge), metadata.device
+    zeros = torch.zeros(shape, **kind(metadata))
+    pulled = pull([edge], [source.edge for source in sources], [zeros])
+    if any(bool(g.isnan().any()) for g in pulled if g is not None):
+        raise FloatingPointError(NOT_FINITE)
     for axis, size in enumerate(shape):
         for inner in range(1, size // n + 1):
             if size % (n * inner):
@@ -486,7 +473,9 @@ def _regular(edge: GradientEdge, sources: Sequence[Source]) -> Placement:
             new = not any(torch.equal(own, other) for other in found)
             if new and _agrees(edge, own, sources):
                 found.append(own)
-    return simplify(found[0], n) if len(found) == 1 else None
+    if len(found) != 1:
+        raise LookupError("none, or several")
+    return simplify(found[0], n)
 
 
 def _agrees(edge: GradientEdge, own: Tensor, sources: Sequence[Source]) -> bool:
@@ -494,32 +483,14 @@ def _agrees(edge: GradientEdge, own: Tensor, sources: Sequence[Source]) -> bool:
     n, metadata = sources[0].known.n, edge.node._input_metadata[edge.output_nr]
     edges, seen = [source.edge for source in sources], False
     for bit, value in halves(n):
-        marked = _marked(torch.zeros(own.shape, **kind(metadata)), own, bit, value)
-        for g, source in zip(pull([edge], edges, [marked]), sources):
+        vector = marked(torch.zeros(own.shape, **kind(metadata)), own, bit, value)
+        for g, source in zip(pull([edge], edges, [vector]), sources):
             if g is not None:
                 i = sample_numbers(source.known.placement, g.shape, n, g.device)
                 if bool(g.isnan()[has_bit(i, bit, 1 - value)].any()):
                     return False
                 seen = seen or bool(g.isnan().any())
     return seen
-
-
-def _marked(x: Tensor, numbers: Tensor, bit: int, value: int) -> Tensor:
-    """Write NaN to samples, to both parts of complex numbers."""
-    mark: Any = complex(nan, nan) if x.is_complex() else nan
-    return x.masked_fill_(has_bit(numbers, bit, value), mark)
-
-
-def halves(n: int) -> Iterator[tuple[int, int]]:
-    """List the bits of sample numbers, and their values.
-
-    Args:
-        n: Number N of samples.
-
-    Returns:
-        Pairs of a bit and a value, 1 before 0.
-    """
-    return product(range(max(1, (n - 1).bit_length())), (1, 0))
 
 
 def _moved(
@@ -537,8 +508,13 @@ def _moved(
     numbers = _entries(cotangent, pairs, n)
     if numbers is None:
         return Mixed(name_of(edge.node))
-    if (lost or pairs and bool((numbers < 0).all())) and any(map(is_function, nodes)):
-        raise RuntimeError("a function whose backward has no derivative")
+    if (lost or pairs) and any(map(is_function, nodes)):
+        if lost:
+            raise RuntimeError("a function whose backward has no derivative")
+        if bool((numbers < 0).any()) and not isinstance(simplify(numbers, n), Layout):
+            numbers = _with_zeros(edge, nodes, cotangent, pairs, numbers)
+        if bool((numbers < 0).all()):
+            raise RuntimeError("a function whose backward has derivatives of zero only")
     placement = simplify(numbers, n) if pairs else None
     if len(pairs) > 1 and isinstance(placement, Tensor) and numbers.numel():
         alone = [_entries(cotangent, [pair], n) for pair in pairs]
@@ -553,6 +529,34 @@ def _moved(
     return placement
 
 
+def _with_zeros(
+    edge: GradientEdge,
+    nodes: Sequence[Node],
+    cotangent: Tensor,
+    pairs: Sequence[tuple[Tensor, Source]],
+    numbers: Tensor,
+) -> Tensor:
+    """Number entries, too, of which a function makes zeros now, in their own place.
+
+    Nothing else gets through, then: not what autograd does not know of, either.
+    """
+    edges, n = [source.edge for _, source in pairs], pairs[0][1].known.n
+    zeros = torch.zeros_like(cotangent, requires_grad=False)
+    for value in (nan, 1 + torch.arange(zeros.numel()).view(zeros.shape).to(zeros)):
+        pulled = pull([edge], edges, [zeros.where(numbers >= 0, value)])
+        if any(bool(g.any()) for g in pulled if g is not None):
+            return numbers
+    behind = {*nodes, *(place.node for place in edges)}
+    inner = walk([edge_of(g).node for g, _ in pairs], without=behind)
+    with structure_only(list(filter(keeps_places, inner))):
+        found = _entries(cotangent, pairs, n)
+    for g, source in pairs:
+        own = sample_numbers(source.known.placement, g.shape, n, g.device)
+        if found is None or own.shape != found.shape or conflict(own, found):
+            return numbers
+    return found
+
+
 def _entries(
     cotangent: Tensor, pairs: Sequence[tuple[Tensor, Source]], n: int
 ) -> Tensor | None:
@@ -565,23 +569,31 @@ def _entries(
 
     Returns:
         Numbers of samples, -1 for none; ``None`` if an entry depends on several.
-    """
+
+    Raises:
+        FloatingPointError: If that is not known, for derivatives that are no numbers.
+    """  # noqa: DAR401
     got = torch.zeros_like(cotangent, dtype=torch.long, requires_grad=False)
-    unseen, moved = got < 0, {}
+    unseen, moved, met = got < 0, {}, got < 0
     numbers = [
         sample_numbers(source.known.placement, g.shape, n, g.device)
         for g, source in pairs
     ]
     for bit, value in halves(n) if pairs else ():
-        marked = [
-            _marked(torch.zeros_like(g), i, bit, value)
+        vectors = [
+            marked(torch.zeros_like(g), i, bit, value)
             for (g, _), i in zip(pairs, numbers)
         ]
-        (column,) = pull([g for g, _ in pairs], cotangent, marked)
+        (column,) = pull([g for g, _ in pairs], cotangent, vectors)
         moved[value] = unseen & False if column is None else column.isnan()
         if not value:
-            if bool((moved[0] & moved[1]).any()):
-                return None
+            met |= moved[0] & moved[1]
             got += moved[1].long() << bit
             unseen |= ~(moved[0] | moved[1])
+    if bool(met.any()):
+        zeros = [torch.zeros_like(g) for g, _ in pairs]
+        (column,) = pull([g for g, _ in pairs], cotangent, zeros)
+        if bool((met & ~column.isnan()).any()):
+            return None
+        raise FloatingPointError(NOT_FINITE)
     return got.masked_fill(unseen, -1)

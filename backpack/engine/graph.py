@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, Collection, Iterable, Iterator, NamedTuple, Sequence
 
 import torch
@@ -9,7 +10,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from backpack.engine.trials import POINTWISE
 from backpack.engine.uses import ENTRIES, Entry, listen
+from backpack.engine.vjp import is_function
 from backpack.utils.hooks import EXTENDED, represent
 from backpack.utils.parallel import parts, past_sinks
 
@@ -18,6 +21,8 @@ SILENT = "backpack.silent"  # where a node says that no sample gets through it
 TANGENT = "backpack.tangent"  # where a tangent comes out of an operation
 MEETING = "backpack.meeting"  # where a node of the graph keeps that samples have met
 
+# Nodes that map entries of the same place, by other names than those of operations
+_POINTWISE = POINTWISE | {"to_copy", "native_dropout", "log_sigmoid", "alias"}
 VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 
 
@@ -210,6 +215,72 @@ def is_scalar(node: Node) -> bool:
         return node.variable.numel() == 1
     metadata = node._input_metadata
     return bool(metadata) and torch.Size(metadata[0].shape).numel() == 1
+
+
+def shape_at(edge: GradientEdge) -> torch.Size:
+    """Return the shape at a place in the graph.
+
+    Args:
+        edge: The place.
+
+    Returns:
+        Shape of the tensor there; a nested one has none.
+    """
+    metadata = edge.node._input_metadata[edge.output_nr]
+    return torch.Size(() if metadata.is_cpp_nested_tensor else metadata.shape)
+
+
+@lru_cache(maxsize=None)
+def saved_by(node_type: type) -> tuple[Sequence[str], bool]:
+    """List the plain arguments that nodes keep; tell whether they keep tensors, too.
+
+    Args:
+        node_type: Type of the nodes.
+
+    Returns:
+        Names of attributes, and whether there are tensors.
+    """
+    names = [name for name in dir(node_type) if name.startswith("_saved_")]
+    plain = [name for name in names if not hasattr(node_type, f"_raw{name}")]
+    return plain, len(plain) < len(names)
+
+
+def is_own(node: Node) -> bool:
+    """Tell whether a node is that of a single operation of PyTorch.
+
+    Args:
+        node: The node.
+
+    Returns:
+        Whether it is; else, it wraps another one, or belongs to somebody else.
+    """
+    return type(node).__name__[-1].isdigit()
+
+
+def is_pointwise(node: Node) -> bool:
+    """Tell whether an operation maps entries of the same place.
+
+    Args:
+        node: The operation's node.
+
+    Returns:
+        Whether it does.
+    """
+    return not is_function(node) and name_of(node).strip("`_") in _POINTWISE
+
+
+def keeps_places(node: Node) -> bool:
+    """Tell whether an operation does so, or writes constants to some of the places.
+
+    Args:
+        node: The operation's node.
+
+    Returns:
+        Whether it does.
+    """
+    puts = name_of(node) == "`index_put`"
+    constant = all(value is None for value, _ in node.next_functions[1:])
+    return puts and constant or is_pointwise(node)
 
 
 def name_of(node: Node) -> str:

@@ -12,6 +12,8 @@ from typing import Any, Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from backpack.utils.hooks import names_of
 from backpack.utils.state import state
@@ -70,6 +72,32 @@ def _fetched() -> dict[Saved, Tensor]:
     """Return what the backward pass that is running has asked for."""
     running = state().backward_pass
     return {} if running is None else running.kept.setdefault(SAVED, {})
+
+
+class OnesForSaved(TorchDispatchMode):
+    """Lets operations of PyTorch see ones in place of all numbers that were saved.
+
+    What depends on what is the same then, whatever the numbers are, which may be NaN.
+    """
+
+    def __init__(self) -> None:
+        """Begin with no tensor made meanwhile."""
+        super().__init__()
+        self._made: dict[int, Tensor] = {}  # and kept, so that nobody has its identity
+
+    def __torch_dispatch__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation on ones where it would take what was there before."""
+        args, kwargs = tree_map_only(Tensor, self._see, (args, kwargs or {}))
+        return tree_map_only(Tensor, self._note, func(*args, **kwargs))
+
+    def _see(self, x: Tensor) -> Tensor:
+        is_number = x.is_floating_point() or x.is_complex()
+        return torch.ones_like(x) if is_number and id(x) not in self._made else x
+
+    def _note(self, x: Tensor) -> Tensor:
+        return self._made.setdefault(id(x), x)
 
 
 def run(

@@ -240,8 +240,8 @@ class Trial:
         """Find out the same for an operation that may depend on more than operands.
 
         Returns:
-            A placement for each result, unknown unless it is returned again: for the
-            very operands, at first and at last.
+            A placement for each result, unknown unless the very operands give it again,
+            before the trials and after them.
         """
         same = self._repeats()
         found, _ = self.find()

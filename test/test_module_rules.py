@@ -1903,11 +1903,25 @@ def step(problem: Problem) -> None:
     torch.optim.SGD(problem.model.parameters(), lr=0.1).step()
 
 
+def replace_data(model: Module) -> None:
+    """Change the parameters, as one did in former times."""
+    for param in model.parameters():
+        param.data = param.data + 1
+
+
 MODIFIED = {
     "step": step,
     "input": lambda problem: problem.X[0].mul_(2),
     "target": lambda problem: problem.y[0].zero_(),
     "last bias": lambda problem: problem.model[-1].bias.detach().zero_(),
+    "data": lambda problem: [p.data.mul_(2) for p in problem.model.parameters()],
+    "another data": lambda problem: replace_data(problem.model),
+    "rows of data": lambda problem: problem.model[0].weight.data.copy_(
+        problem.model[0].weight.flip(0)
+    ),
+    "columns of data": lambda problem: problem.model[0].weight.data.copy_(
+        problem.model[0].weight.flip(1)
+    ),
 }
 
 

@@ -482,6 +482,13 @@ def unequal_sums() -> None:
     )
 
 
+def hook_on_a_weight() -> None:
+    """Change a gradient of the whole batch, and check."""
+    model = mlp()
+    model[0].weight.register_hook(lambda g: 3 * g)
+    run(model, BatchGrad(), check=True)
+
+
 SCRIPTS: Dict[str, Callable[[Module], Module]] = {
     "scripted": torch.jit.script,
     "traced": lambda module: torch.jit.trace(module, torch.randn(N, 3)),
@@ -861,6 +868,13 @@ SAMPLES: Dict[str, Row] = {
         "'0.weight' of Sequential",
         "check=True.*do not add up",
         "only inside of extended modules, in operations of PyTorch",
+    ),
+    "check-of-a-hook": Row(
+        hook_on_a_weight,
+        RuntimeError,
+        "'0.weight' of Sequential",
+        "check=True.*do not add up.*which has hooks",
+        "Remove them, or change gradients at outputs of modules",
     ),
     "separate-term": Row(
         lambda: run(

@@ -310,7 +310,7 @@ def released() -> None:
     model, loss = extend(mlp()), extend(nn.CrossEntropyLoss())
     value = loss(model(torch.randn(N, 3)), Y)
     with backpack(BatchGrad()):
-        value.backward(retain_graph=True)
+        value.backward()
         value.backward()
 
 
@@ -319,7 +319,7 @@ def released_operation() -> None:
     model = extend(Aside(3, 2))
     model(torch.randn(N, 3))
     with backpack(BatchGrad()):
-        model.aside.backward(retain_graph=True)
+        model.aside.backward()
         model.aside.backward()
 
 
@@ -1166,14 +1166,14 @@ PASSES: Dict[str, Row] = {
         RuntimeError,
         r"CrossEntropyLoss\(\)",
         "dropped after an earlier backward pass",
-        r"backpack\(\.\.\., retain_graph=True\)",
+        r"`backward\(retain_graph=True\)`",
     ),
     "released-operation": Row(
         released_operation,
         RuntimeError,
         r"`(__)?matmul(__)?`",
         "dropped after an earlier backward pass",
-        r"backpack\(\.\.\., retain_graph=True\)",
+        r"`backward\(retain_graph=True\)`",
     ),
     **{
         f"transposed-{ext.__name__}": Row(

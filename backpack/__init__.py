@@ -118,7 +118,8 @@ class _Announce(TorchFunctionMode):
             with current.pull(quiet=False):  # a loss will contain this derivative
                 return func(*args, **kwargs)
         one = all(bound.get(name) is None for name in self._COTANGENTS)
-        with BackwardPass(current, roots, inputs, accumulates, graph, one) as running:
+        options = accumulates, graph, one, bool(bound.get("retain_graph"))
+        with BackwardPass(current, roots, inputs, *options) as running:
             if running.accumulated.inputs is None:
                 return func(*args, **kwargs)
             bound["inputs"] = running.accumulated.inputs
@@ -162,8 +163,9 @@ class backpack(AbstractContextManager):  # noqa: N801
             debug: Whether to print a line for each extension and module, and for every
                 ten columns of an exact quantity, which may take long. Default:
                 ``False``.
-            retain_graph: Whether to keep inputs and outputs for another backward pass;
-                goes with ``backward(retain_graph=True)``. Default: ``False``.
+            retain_graph: Whether modules keep ``input0``, ``output`` after a backward
+                pass. What another pass through the same graph needs is also kept by
+                ``backward(retain_graph=True)`` alone. Default: ``False``.
             check: Whether to check before each backward pass that no sample's gradient
                 reaches another, and after it that the individual gradients add up to
                 the gradient; a ``RuntimeError`` names the operations or the parameters

@@ -1,6 +1,7 @@
 """What extending does to a module, and what it sees in a backward pass."""
 
 import re
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Callable, Dict, List, Tuple
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from cases import make_extension
 from torch import Tensor, nn
+from torch.autograd import grad
 from torch.nn import Module
 from torch.utils.checkpoint import checkpoint
 
@@ -384,17 +386,53 @@ def test_sparse_data(quantity: Callable):
     torch.testing.assert_close(*fields)
 
 
+# Passes before the one that counts; the last one does not keep the graph
+BEFORE: Dict[str, Callable[[Module, Tensor, Tensor], Any]] = {
+    "all": lambda m, out, value: value.backward(retain_graph=True),
+    "by position": lambda m, out, value: torch.autograd.backward(value, None, True),
+    "output": lambda m, out, value: grad(value, out, retain_graph=True),
+    "weight": lambda m, out, value: grad(value, m[2].weight, retain_graph=True),
+    "twice": lambda m, out, value: [
+        grad(value, x, retain_graph=True) for x in (out, m[0].weight)
+    ],
+    "not entered": lambda m, out, value: grad(value, out),
+}
+
+
 @pytest.mark.parametrize("inside", [True, False])
-def test_second_pass_without_retain_graph(inside: bool):
-    """A second pass after the tensors were dropped says what to do."""
+@pytest.mark.parametrize("name", BEFORE)
+def test_second_pass(name: str, inside: bool):
+    """Another pass may use what the first one has left of the graph."""
+    model, loss, x, y = small()
+    params = list(model.parameters())
+    with backpack(BatchGrad()):
+        loss(model(x), y).backward()
+    expected = [p.grad_batch for p in params]
+    out = model(x)
+    value = loss(out, y)
+    if not inside:
+        found = BEFORE[name](model, out, value)
+    with backpack(BatchGrad()):
+        if inside:
+            found = BEFORE[name](model, out, value)
+        if name == "not entered":
+            out.backward(*found)
+        else:
+            value.backward()
+    for p, right in zip(params, expected):
+        assert torch.allclose(p.grad_batch, right)
+    assert not stored(model)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_third_pass(inside: bool):
+    """A pass after one that did not keep the graph says what to do."""
     model, loss, x, y = small()
     value = loss(model(x), y)
-    if inside:
-        with backpack(BatchGrad()):
-            value.backward(retain_graph=True)
-    else:
+    with backpack(BatchGrad()) if inside else nullcontext():
         value.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match=r"backpack\(\.\.\., retain_graph=True\)"):
+        value.backward()
+    with pytest.raises(RuntimeError, match=r"`backward\(retain_graph=True\)`"):
         with backpack(BatchGrad()):
             value.backward()
 

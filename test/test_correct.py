@@ -2134,7 +2134,7 @@ def second_backward() -> None:
     model, loss, X, y = small()
     value = extend(loss)(extend(model)(*X), *y)
     with backpack(BatchGrad()):
-        value.backward(retain_graph=True)
+        value.backward()
         value.backward()
 
 

@@ -310,7 +310,7 @@ def released() -> None:
     model, loss = extend(mlp()), extend(nn.CrossEntropyLoss())
     value = loss(model(torch.randn(N, 3)), Y)
     with backpack(BatchGrad()):
-        value.backward(retain_graph=True)
+        value.backward()
         value.backward()
 
 
@@ -319,7 +319,7 @@ def released_operation() -> None:
     model = extend(Aside(3, 2))
     model(torch.randn(N, 3))
     with backpack(BatchGrad()):
-        model.aside.backward(retain_graph=True)
+        model.aside.backward()
         model.aside.backward()
 
 
@@ -491,6 +491,13 @@ def unequal_sums() -> None:
         check=True,
         value=lambda value, m: value + m[0].weight.pow(2).sum(),
     )
+
+
+def hook_on_a_weight() -> None:
+    """Change a gradient of the whole batch, and check."""
+    model = mlp()
+    model[0].weight.register_hook(lambda g: 3 * g)
+    run(model, BatchGrad(), check=True)
 
 
 SCRIPTS: Dict[str, Callable[[Module], Module]] = {
@@ -880,6 +887,13 @@ SAMPLES: Dict[str, Row] = {
         "check=True.*do not add up",
         "only inside of extended modules, in operations of PyTorch",
     ),
+    "check-of-a-hook": Row(
+        hook_on_a_weight,
+        RuntimeError,
+        "'0.weight' of Sequential",
+        "check=True.*do not add up.*which has hooks",
+        "Remove them, or change gradients at outputs of modules",
+    ),
     "separate-term": Row(
         lambda: run(
             Sequential(extend(mlp()), nn.Tanh()),
@@ -1170,14 +1184,14 @@ PASSES: Dict[str, Row] = {
         RuntimeError,
         r"CrossEntropyLoss\(\)",
         "dropped after an earlier backward pass",
-        r"backpack\(\.\.\., retain_graph=True\)",
+        r"`backward\(retain_graph=True\)`",
     ),
     "released-operation": Row(
         released_operation,
         RuntimeError,
         r"`(__)?matmul(__)?`",
         "dropped after an earlier backward pass",
-        r"backpack\(\.\.\., retain_graph=True\)",
+        r"`backward\(retain_graph=True\)`",
     ),
     **{
         f"transposed-{ext.__name__}": Row(

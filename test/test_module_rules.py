@@ -1455,6 +1455,19 @@ class WarmUp(Module):
         return x + self.gate * x.tanh() * self.count
 
 
+class ShortOfMemory(OwnScale):
+    """Has enough memory for a single call."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply the sine of ``[N, 4]``."""
+        self.calls += 1
+        if self.calls > 1:
+            raise torch.OutOfMemoryError("short")
+        return super().forward(x)
+
+
 class GatedNoise(Module):
     """Adds noise through a gate that is closed, which hides it from the output."""
 
@@ -1501,6 +1514,7 @@ UNREPEATABLE = {
         switched,
     ),
     "parameter changed": (OwnScale, changed),
+    "short of memory": (ShortOfMemory, None),
     "random": (nn.RReLU, None),
     "random, times a gate of zero": (GatedNoise, None),
     "random, by its own generator": (lambda: GatedNoise(generator=drawing(0)), None),
@@ -1524,6 +1538,7 @@ def test_other_output_when_repeated(ext: Callable, name: str):
     if change is not None:
         change(model)
     message = "another output" if ext is not PCHMP else "another output|not known to be"
+    message = "^short$" if name == "short of memory" else message
     with pytest.raises(RuntimeError, match=message), backpack(ext()):
         value.backward()
         for param in parameters(model).values():
@@ -1888,11 +1903,25 @@ def step(problem: Problem) -> None:
     torch.optim.SGD(problem.model.parameters(), lr=0.1).step()
 
 
+def replace_data(model: Module) -> None:
+    """Change the parameters, as one did in former times."""
+    for param in model.parameters():
+        param.data = param.data + 1
+
+
 MODIFIED = {
     "step": step,
     "input": lambda problem: problem.X[0].mul_(2),
     "target": lambda problem: problem.y[0].zero_(),
     "last bias": lambda problem: problem.model[-1].bias.detach().zero_(),
+    "data": lambda problem: [p.data.mul_(2) for p in problem.model.parameters()],
+    "another data": lambda problem: replace_data(problem.model),
+    "rows of data": lambda problem: problem.model[0].weight.data.copy_(
+        problem.model[0].weight.flip(0)
+    ),
+    "columns of data": lambda problem: problem.model[0].weight.data.copy_(
+        problem.model[0].weight.flip(1)
+    ),
 }
 
 

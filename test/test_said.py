@@ -6,9 +6,10 @@ And where there is no reason, nothing is said: ``check=True`` raises no false al
 import pickle
 import re
 import warnings
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any, Callable, Dict, List, Tuple, Type
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import Module
 
-from backpack import backpack, extend, extensions, summary
+from backpack import backpack, disable, extend, extensions, summary
 from backpack.extensions import (
     GGNMP,
     HMP,
@@ -477,6 +478,37 @@ def test_which_layer_is_ambiguous(factors: type) -> None:
         run(row, factors())
     assert "layers.2" in str(caught.value) and "weight_sharing" in str(caught.value)
     assert "layers.1" not in str(caught.value)
+
+
+@pytest.mark.parametrize("activation", [nn.Tanh, nn.ReLU])
+def test_step_inside_of_disable(activation: Type[Module]) -> None:
+    """The message says how to differentiate through a gradient step, which is right."""
+    torch.manual_seed(0)
+    model = extend(
+        nn.Sequential(nn.Linear(D, 5), activation(), nn.Linear(5, 3)).double()
+    )
+    loss, (x, other) = extend(nn.CrossEntropyLoss()), torch.randn(2, N, D, dtype=F64)
+    y, params = classes(x), dict(model.named_parameters())
+
+    def step() -> Dict[str, Tensor]:
+        value = F.cross_entropy(model(other), y)
+        gradients = torch.autograd.grad(value, params.values(), create_graph=True)
+        return {name: p - g for (name, p), g in zip(params.items(), gradients)}
+
+    def run(around: Any) -> None:
+        with backpack(BatchGrad()):
+            with around():
+                stepped = step()
+            loss(torch.func.functional_call(model, stepped, x), y).backward()
+
+    assert_says(lambda: run(nullcontext), r"a step .* inside of `backpack.disable\(\)`")
+    run(disable)
+    with disable():
+        out = torch.func.functional_call(model, step(), x)
+        values = F.cross_entropy(out, y, reduction="none") / N
+        for p in params.values():
+            each = [torch.autograd.grad(v, p, retain_graph=True)[0] for v in values]
+            assert_agrees(p.grad_batch, torch.stack(each))
 
 
 @pytest.mark.parametrize("ext", [BatchGrad, DiagGGNExact])

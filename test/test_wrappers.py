@@ -565,6 +565,24 @@ def repeated_once(p: Pass, **options: Any) -> None:
     p.run(model)
 
 
+class Failed(RuntimeError):
+    """An error of the model's own."""
+
+
+def fails_repeated(p: Pass, error: BaseException) -> None:
+    """Put a model into a checkpoint, and let it fail when it is repeated."""
+    calls: List[Module] = []
+
+    def hook(module: Module, inputs: Tuple[Tensor, ...]) -> None:
+        calls.append(module)
+        if len(calls) > 1:
+            raise error
+
+    p.model[0].register_forward_pre_hook(hook)
+    repeated = partial(checkpoint, p.model, use_reentrant=False)
+    p.run(extend(Around(repeated)))
+
+
 def hessian_of_data(p: Pass) -> None:
     """Multiply with a Hessian with respect to data, inside of the context."""
     with quantities():
@@ -596,6 +614,20 @@ REFUSED: Dict[str, Tuple[Callable[[Pass], None], Type[Exception], str]] = {
         NotImplementedError,
         "DiagGGNExact.*repeated.*selective.*without `context_fn`",
     ),
+    **{
+        f"checkpoint-fails-by-{type(error).__name__}": (
+            partial(fails_repeated, error=error),
+            type(error),
+            "^stop$",
+        )
+        for error in (
+            KeyboardInterrupt("stop"),
+            SystemExit("stop"),
+            torch.OutOfMemoryError("stop"),
+            RuntimeError("stop"),
+            Failed("stop"),
+        )
+    },
     "interleaved-tasks": (interleaved, RuntimeError, "asyncio.*without `await`"),
     "handed-to-a-thread": (handed_to_a_thread, RuntimeError, "another thread"),
     "compiled-autograd": (

@@ -20,6 +20,7 @@ from backpack.core.derivatives.linear_map import SumModuleDerivatives
 from backpack.hessianfree.lop import pull_back, pull_columns
 from backpack.hessianfree.rop import R_op
 from backpack.utils.hooks import message
+from backpack.utils.state import may_look, out_of_sight
 from backpack.utils.subsampling import Subsampling, subsample
 from backpack.utils.types import HALF, Layer, as_type, dense, full_precision, version_of
 from backpack.utils.unsqueeze import flatten, unit_columns
@@ -106,13 +107,14 @@ class Snapshot:
         Args:
             module: Frozen module.
         """
-        self._module = module
-        values = (*module.parameters(), *stored.stored_inputs(module), module.output)
+        self._module, params = module, list(module.parameters())
+        values = (*params, *stored.stored_inputs(module), module.output)
         tensors = [x.detach() for x in values if isinstance(x, Tensor)]  # no graph
         self._seen = [(x, version_of(x)) for x in tensors]
+        self._sums = [(x, _sums_of_bits(x)) for x in params if may_look(x, waits=True)]
 
     def check(self, ext: str, name: str) -> None:
-        """Check that no tensor was modified in place.
+        """Check that no tensor was modified in place, nor a parameter by ``.data``.
 
         Args:
             ext: Name of the extension that needs them.
@@ -121,9 +123,28 @@ class Snapshot:
         Raises:
             RuntimeError: If one was.
         """
-        if any(version_of(x) != version for x, version in self._seen):
+        changed = any(version_of(x) != version for x, version in self._seen)
+        if changed or not all(_agrees(*known) for known in self._sums):
             text = message(CHANGED, ext=ext, name=name, module=self._module)
             raise RuntimeError(text)
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@out_of_sight
+def _sums_of_bits(x: Tensor) -> Tensor:
+    """Sum numbers as integers, over either axis: what others change by ``.data``.
+
+    No version counts it, and a copy would take as much memory as the parameter.
+    """
+    x = torch.atleast_2d(dense(x.detach()))
+    bits = x.view(_BITS.get(x.element_size(), torch.int64)).flatten(1)
+    return torch.cat([bits.sum(axis, dtype=bits.dtype) for axis in (0, 1)])
+
+
+def _agrees(x: Tensor, sums: Tensor) -> bool:
+    return torch.equal(_sums_of_bits(x).to(sums.device), sums)
 
 
 def _naming(product: C) -> C:

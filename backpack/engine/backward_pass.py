@@ -49,7 +49,7 @@ from backpack.utils.parallel import (
     refuse_parts,
     unify,
 )
-from backpack.utils.state import UNANNOUNCED, State, may_look
+from backpack.utils.state import UNANNOUNCED, State, keeps_graph, may_look
 from backpack.utils.types import kind, without_autocast
 
 MODIFIED_LOSS = (
@@ -81,7 +81,7 @@ class BackwardPass:
         groups: The groups of parameters.
         is_shared: Whether several processes share the batch.
         terms: Terms of the loss of which its extended modules say nothing, if needed.
-        accumulated: Which gradients autograd accumulates.
+        accumulates, accumulated: Whether autograd accumulates gradients, and which.
         gradients: What has arrived at uses: columns with V = 1 at each output.
         kept: What extensions keep until all parameters have had their turn.
         reductions: How the extended losses reduce, as their modules say.
@@ -96,6 +96,7 @@ class BackwardPass:
         accumulates: bool = True,
         creates_graph: bool = False,
         begins_with_one: bool = False,
+        keeps_graph: bool = False,
     ):
         """Begin.
 
@@ -110,14 +111,16 @@ class BackwardPass:
                 ``False``.
             begins_with_one: Whether the gradient at its beginning is known to be one.
                 Default: ``False``.
+            keeps_graph: Whether another pass may follow. Default: ``False``.
 
         Raises:
             RuntimeError: If a parameter is used where extensions can't see it.
         """  # noqa: DAR401
-        self.state = current
+        self.state, self.accumulates = current, accumulates
         self._separating = [x for x in current.active_exts if x.separates_samples]
         # what has a graph will be differentiated: modules are needed once more
         self._keeps_io = current.keeps_io or creates_graph
+        self._keeps_graph = self._keeps_io or keeps_graph
         self._creates_graph = creates_graph
         # whether a call's turn is seen, even if extensions have nothing to do
         self._shows_calls = (
@@ -191,7 +194,7 @@ class BackwardPass:
     def _pass_by(self, calls: Iterable[Call]) -> None:
         self.report.met.update([id(call.module) for call in calls])
         for call in calls:
-            call.release()
+            call.release(self._keeps_graph)
 
     def _look_at(self, roots: Sequence[GradientEdge]) -> None:
         """Inspect the graph."""
@@ -233,9 +236,8 @@ class BackwardPass:
         if self._separating:
             check_samples(inspection, list(self._groups_of), params, self._separating)
         # what is refused is said by the error: its user may go on
-        reached = [*inspection.reached, *params]
-        reached = reached if inputs is None else tree_leaves(inputs)
-        self.report.reached.update(map(id, reached))
+        reached = [*inspection.reached, *params] if inputs is None else inputs
+        self.report.reached.update(map(id, tree_leaves(reached)))
 
     def __enter__(self) -> BackwardPass:
         """Make this the thread's backward pass."""
@@ -388,7 +390,7 @@ class BackwardPass:
                 self.gradients.pop(use, None)
                 self._own.pop(use, None)
                 self.pull_back.forget(use)
-                if not self._keeps_io:
+                if not self._keeps_graph:
                     use.release()
                 self._went(use.owner)
 
@@ -511,7 +513,7 @@ class BackwardPass:
                 call.columns = {}
                 call.store(raw=False)
             else:
-                call.release()
+                call.release(self._keeps_graph)
 
     def _has_nothing_to_do(self, call: Call) -> bool:
         """Tell whether a call's turn would change nothing: a quick answer."""
@@ -568,8 +570,7 @@ class BackwardPass:
             if not (self._begins_with_one and self._begins_at(call)):
                 warn_user(message(MAYBE_MODIFIED, module=call.module))
         elif factor != 1.0:
-            who = {"module": call.module, "factor": float(factor)}
-            warn_user(message(MODIFIED_LOSS, **who))
+            warn_user(message(MODIFIED_LOSS, module=call.module, factor=float(factor)))
 
     def _is_inside(self, call: Call) -> bool:
         """Tell whether more than a sum was made of a loss that a model has called."""
@@ -585,7 +586,7 @@ def begin_unannounced(current: State) -> None:
     """
     graph, root = torch.is_grad_enabled(), torch._C._current_autograd_node()
     running = current.unannounced = current.backward_pass = BackwardPass(
-        current, [GradientEdge(root, 0)], (), False, graph
+        current, [GradientEdge(root, 0)], (), False, graph, False, keeps_graph()
     )
 
     def end() -> None:

@@ -23,6 +23,11 @@ CHECK_FAILED = (
     "The parameter is used where extensions can't see it. Use it only inside of "
     "extended modules, in operations of PyTorch."
 )
+HOOK_CHANGED = (
+    "check=True: the individual gradients do not add up to the gradient of {names}, "
+    "which has hooks (`register_hook`): they change `.grad` alone. Remove them, or "
+    "change gradients at outputs of modules, as individual ones see these."
+)
 NOT_ISOLATED = (
     "check=True: the gradient of one sample reaches other samples at the output of "
     "{operation}, though no operation of the forward pass has brought them together. A "
@@ -80,8 +85,10 @@ class Check:
             for param, gradient in self._gradients.items()
             if not _close(self._sums[param], gradient, *self._sizes[param])
         ]
+        hooked = [param for param in wrong if param._backward_hooks]
         if wrong:
-            raise RuntimeError(CHECK_FAILED.format(names=describe(wrong)))
+            text = HOOK_CHANGED if hooked else CHECK_FAILED
+            raise RuntimeError(text.format(names=describe(hooked or wrong)))
 
 
 def check_isolation(inspection: Inspection, current: State) -> None:

@@ -61,9 +61,10 @@ OUTSIDE_USE = (
     "`torch.func`), "
     "and for extensions that go from module to module, only inside of extended "
     "modules; let the inputs enter the prediction, if only by `+ 0 * input`, for what "
-    "no input enters belongs to no sample; and differentiate a derivative of a "
-    "piecewise linear network, or of convolutions, outside of the context: autograd "
-    "does not say on which inputs it depends."
+    "no input enters belongs to no sample; take a step that the loss is differentiated "
+    "through, as in meta-learning, inside of `backpack.disable()`; and differentiate a "
+    "derivative of a piecewise linear network, or of convolutions, outside of the "
+    "context: autograd does not say on which inputs it depends."
 )
 MISSING_TERM = (
     "Terms of the loss come from no extended loss module ({nodes}), so that their "

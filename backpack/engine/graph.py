@@ -15,6 +15,7 @@ from backpack.engine.uses import ENTRIES, Entry, listen
 from backpack.engine.vjp import is_function
 from backpack.utils.hooks import EXTENDED, represent
 from backpack.utils.parallel import parts, past_sinks
+from backpack.utils.state import state
 
 HOOKED = "BackwardHookFunctionBackward"  # where a module's hooks see the gradient
 SILENT = "backpack.silent"  # where a node says that no sample gets through it
@@ -167,12 +168,18 @@ def will_run(node: Node) -> bool:
         node: Node of the graph.
 
     Returns:
-        Whether it does. A leaf whose gradient ``torch.autograd.grad`` returns does.
+        Whether it does. A leaf whose gradient ``torch.autograd.grad`` returns does; an
+        inner node, for what is below.
     """
     if node is torch._C._current_autograd_node():  # the root is not among those it asks
         return True
     try:
-        return torch._C._will_engine_execute_node(node)
+        nodes, current = [node], state()
+        running = current.backward_pass
+        announced = running not in (None, current.unannounced)
+        if announced and not running.accumulates:
+            nodes = [parent for parent, _ in node.next_functions if parent] or nodes
+        return any(map(torch._C._will_engine_execute_node, nodes))
     except RuntimeError:
         return True
 

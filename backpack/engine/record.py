@@ -29,8 +29,8 @@ from backpack.utils.types import version_of
 
 RELEASED = (
     "The inputs and outputs of {module} were dropped after an earlier backward pass. "
-    "Use `with backpack(..., retain_graph=True)` for all but the last backward pass "
-    "through the same graph (also where the earlier one ran outside of any context)."
+    "Use `backward(retain_graph=True)` for all but the last backward pass through the "
+    "same graph (also where the earlier one ran outside of any context)."
 )
 _STORED = "_backpack_stored"  # names of the tensors stored on a module
 _NOTHING: Any = MappingProxyType({})
@@ -266,16 +266,23 @@ class Call:
                     use.release()
                 call.release()
 
-    def release(self) -> None:
-        """Drop inputs and outputs, here and on the modules."""
+    def release(self, keeps: bool = False) -> None:
+        """Drop inputs and outputs, here and on the modules.
+
+        Args:
+            keeps: Whether another pass needs those here. Default: ``False``.
+        """
         module = self.module_ref()
         if module is not None:
             clear_stored(module)
         for graphless in self.graphless:
             clear_stored(graphless)
+        self.columns = _NOTHING
+        if keeps:
+            return
         self.args = self.arguments = self.input_edges = ()
         self.outputs = self.graphless = self.uses = ()
-        self.kwargs = self.columns = _NOTHING
+        self.kwargs = _NOTHING
         self.loss_module = None
         self.released = True
 

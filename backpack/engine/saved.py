@@ -7,6 +7,7 @@ therefore asked for in the name of the pass that is running, which gets it from 
 
 from __future__ import annotations
 
+from traceback import walk_tb
 from typing import Any, Callable, Iterable, Sequence
 
 import torch
@@ -152,7 +153,10 @@ def fetch(saved: Iterable[Saved]) -> None:
 
 
 def explain_failure(error: BaseException | None, extensions: Sequence[Any]) -> None:
-    """Say why a checkpoint was repeated, if that has failed.
+    """Say why a checkpoint was repeated, if it cannot be.
+
+    What else fails while it is repeated passes as it is: what the model raises, what
+    interrupts, and what PyTorch says of a repetition that differs.
 
     Args:
         error: What has ended a backward pass, if something has.
@@ -162,9 +166,11 @@ def explain_failure(error: BaseException | None, extensions: Sequence[Any]) -> N
         NotImplementedError: If it was that, and columns were pulled back.
     """
     exts = [x for x in extensions if x.pulls_columns]
-    trace = None if error is None or not exts else error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_globals.get("__name__") == "torch.utils.checkpoint":
-            text = REPEATED.format(exts=names_of(exts), error=error)
-            raise NotImplementedError(text) from error
-        trace = trace.tb_next
+    if not exts or type(error) not in (RuntimeError, AttributeError):
+        return
+    names = [f.f_globals.get("__name__") for f, _ in walk_tb(error.__traceback__)]
+    while names[-1] == "contextlib":  # a context that is there for a single time
+        names.pop()
+    if names[-1] == "torch.utils.checkpoint":
+        text = REPEATED.format(exts=names_of(exts), error=error)
+        raise NotImplementedError(text) from error

@@ -188,7 +188,7 @@ class State:
             if not (self.in_context or owner.is_use):
                 State.outside = owner.module_ref
                 self.check_context()
-            keeps = self.in_context and self.retain_graph
+            keeps = self.in_context and self.retain_graph or keeps_graph()
             if not (keeps or torch.is_grad_enabled()):  # or the result has a graph
                 owner.release_all()
             return
@@ -205,6 +205,25 @@ class State:
             except BaseException:
                 self.forget_unannounced()  # no callback runs
                 raise
+
+
+_RUN = torch.autograd.graph._engine_run_backward.__code__
+
+
+def keeps_graph() -> bool:
+    """Tell whether the backward pass that is running keeps the graph for another one.
+
+    Autograd does not say; the frame that waits for it knows. From a thread of
+    autograd's own it can't be told from those of passes in other threads.
+
+    Returns:
+        Whether it does, or one of these.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _RUN:
+        frame = frame.f_back
+    running = [frame] if frame else sys._current_frames().values()
+    return any(x.f_code is _RUN and any(x.f_locals["args"][1:2]) for x in running)
 
 
 def is_traced() -> bool:

@@ -144,6 +144,8 @@ def linearize(
             with torch.no_grad(), disable():
                 stored.repeat(frozen, stored.stored_inputs(frozen))
         except RuntimeError as error:
+            if type(error) is not RuntimeError:  # memory was short
+                raise
             raise RuntimeError(f"{type(extension).__name__}: {error}") from error
         if extension.separates_samples:
             check_samples_kept(linear, extension)

@@ -252,7 +252,7 @@ class Trial:
         found: list[Placement] = []
         for j, out in enumerate(outs):
             certain, own = times[j] >= least[j], ones[j]
-            placement = simplify(own.where(certain, -1), n, self._is_use())
+            placement: Placement = simplify(own.where(certain, -1), n, self._is_use())
             if placement is not None and not bool(certain.all()):
                 numbers = sample_numbers(placement, out.shape, n, out.device)
                 few = not single and len(own[certain].unique()) == 1
@@ -265,7 +265,7 @@ class Trial:
         return found, True not in undone
 
     def _is_enough(self, times: Tensor, own: Tensor, least: int, waits: bool) -> bool:
-        """Tell whether so many entries changed so often that they are known to be own."""
+        """Tell whether enough entries have changed, often enough."""
         certain = times >= least
         if bool((certain | (times < 1 - int(waits))).all()):
             return True
@@ -524,8 +524,8 @@ def _redrawn(x: Tensor, how: int, pool: Tensor) -> Tensor:
         last = min(max(high, low + 1), torch.iinfo(x.dtype).max - 1)
         return torch.randint(min(low, last), last + 1, x.shape, device=x.device).to(x)
     if how == 2 and not x.is_complex():
-        low, high = values.min(), values.max()
-        return low + torch.rand_like(x) * (high - low + 1)
+        least = values.min()
+        return least + torch.rand_like(x) * (values.max() - least + 1)
     if how == 3:
         values = torch.cat([some(values, [1]), values.new_tensor(EXTREMES)])
     return some(values, x.shape)

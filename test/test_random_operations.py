@@ -220,6 +220,12 @@ ROWS: Dict[str, Leaf] = {
     "tensordot-of-one-column": lambda m, x, i: torch.tensordot(
         x, m.w[i][:, :1], dims=([-1], [1])
     ).sin(),
+    "tensordot-of-all-axes": lambda m, x, i: x
+    * torch.tensordot(x[..., None] * x.cos()[..., None, :], m.w[i], 2)[..., None],
+    "tensordot-of-no-axis": lambda m, x, i: torch.tensordot(x, m.v[i], 0).sin().sum(-2),
+    "tensordot-of-no-axis-from-the-left": lambda m, x, i: torch.tensordot(m.v[i], x, 0)
+    .sin()
+    .sum(0),
     "rotation": lambda m, x, i: rotated(x, m.v[i]),
     "sparse": lambda m, x, i: torch.sparse.mm(
         (m.w[i] * m.w[i].detach().gt(0)).to_sparse(), x.reshape(-1, D).mT

@@ -1579,6 +1579,111 @@ def test_positions_that_are_the_same_by_chance(pick: str, how: str) -> None:
         assert_right(row)
 
 
+# Integers that are made of each sample's own, of which there are three
+OWN_INTEGERS: Dict[str, Callable[[Tensor], Tensor]] = {
+    "shift": lambda i: i >> 1,
+    "bucketize": lambda i: torch.bucketize(i, torch.tensor([1, 3])),
+    "isin": lambda i: torch.isin(i, torch.tensor([1, 2])).long(),
+    "xor": lambda i: torch.logical_xor(i > 2, i.flip(1) > 2).long(),
+    "first-one": lambda i: (i == 1).int().argmax(1, True),
+    "count": lambda i: i.count_nonzero(1)[:, None],
+    "highest": lambda i: i.max(1, True)[0],
+    "middle": lambda i: i.median(1, True)[0],
+    "scatter": lambda i: torch.zeros_like(i).scatter(1, i % i.shape[1], i),
+    "ranks": lambda i: i.argsort(1).argsort(1),
+    "top": lambda i: i.topk(2, 1)[1],
+    "sort": lambda i: i.sort(1)[0],
+    "padded": lambda i: F.pad(i, (1, 0)),
+    "is-new": lambda i: F.pad(i[:, 1:] != i[:, :-1], (1, 0)).long(),
+    "bins": lambda i: torch.stack([torch.bincount(z, minlength=6) for z in i]),
+    "of-the-flattened": lambda i: i.T.flatten().sub(2).abs().view(-1, len(i)).T,
+}
+# ... and integers in which samples meet
+OTHERS_INTEGERS: Dict[str, Callable[[Tensor], Tensor]] = {
+    "sort": lambda i: i.sort(0)[0],
+    "flat-sort": lambda i: i.flatten().sort()[0].view_as(i),
+    "sort-of-scores": lambda i: (i[:, :1] * 0.5).argsort(0),
+    "msort": lambda i: i.msort(),
+    "top": lambda i: i.topk(len(i), 0)[0],
+    "cummax": lambda i: i.cummax(0)[0],
+    "median": lambda i: i.median(0)[0].expand(len(i), -1),
+    "kth": lambda i: i.kthvalue(1, 0)[0].expand(len(i), -1),
+    "any": lambda i: (i > 1).any(0).long().expand(len(i), -1),
+    "unique-columns": lambda i: torch.unique(i, dim=1),
+    "same-as-the-next": lambda i: F.pad(
+        (i.flatten()[1:] == i.flatten()[:-1]).long(), (1, 0)
+    ).view_as(i),
+}
+
+
+def deduplicated(how: str, ids: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply a function once to each number."""
+    ids = ids[:, 0].contiguous()
+    if how == "unique":
+        unique, back, counts = ids.unique(return_inverse=True, return_counts=True)
+        return (f(unique) / counts[:, None])[back] * counts[back, None]
+    if how == "consecutive":
+        unique, back = ids.unique_consecutive(return_inverse=True)
+        return f(unique)[back]
+    values, order = ids.sort()
+    is_new = F.pad(values[1:] != values[:-1], (1, 0), value=True)
+    back = torch.empty_like(order)
+    back[order] = is_new.cumsum(0) - 1
+    return f(values[is_new])[back]
+
+
+def integers(make: Callable, n: int, different: int, seed: int) -> Row:
+    """Make a row that looks up what a function returns for random integers.
+
+    Args:
+        make: Function of integers ``[N, 3]``, and of a function that looks up.
+        n: Number N of samples.
+        different: How many different integers there may be.
+        seed: Seed.
+
+    Returns:
+        The row.
+    """
+    return Row(
+        lambda: Lambda(
+            lambda m, i: m.f(make(i, m.e).tanh()),
+            **{"e": nn.Embedding(12, D), "f": nn.Linear(D, 2)},
+        ),
+        lambda: [
+            torch.randint(
+                different, (n, 3), generator=torch.Generator().manual_seed(seed)
+            )
+        ],
+        quantities=["BatchGrad"],
+        says="`(\\w*sort|topk|cummax|median|kthvalue|any|unique\\w*|__eq__)` on",
+    )
+
+
+BATCHES = [(n, 1 + (n + k) % 4, k) for n in (2, 3, 4) for k in range(4)]
+
+
+@pytest.mark.parametrize("name", OWN_INTEGERS)
+def test_integers_of_a_sample(name: str) -> None:
+    """Integers belong to their sample, whatever they are in this batch."""
+    for batch in BATCHES:
+        assert_right(integers(lambda i, e: e(OWN_INTEGERS[name](i)), *batch))
+
+
+@pytest.mark.parametrize("name", OTHERS_INTEGERS)
+def test_integers_of_several_samples(name: str) -> None:
+    """Integers in which samples have met are nobody's, whatever they are."""
+    for batch in BATCHES:
+        row = integers(lambda i, e: e(OTHERS_INTEGERS[name](i)), *batch)
+        assert_refused(row, "BatchGrad")
+
+
+@pytest.mark.parametrize("how", ["unique", "consecutive", "by-sorting"])
+def test_lookups_of_different_integers(how: str) -> None:
+    """Lookups for each different integer are right, or refused."""
+    for batch in BATCHES:
+        assert_right_or_refused(integers(lambda i, e: deduplicated(how, i, e), *batch))
+
+
 def test_shared_input_of_other_batches() -> None:
     """What is as long as one batch is no batch in the next one for that reason."""
     mask = torch.randn(3, 3, dtype=F64)

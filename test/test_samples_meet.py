@@ -732,6 +732,26 @@ UNBATCHED = {
 }
 
 
+# Inputs that have met before there is any parameter
+RAW: Dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda x: x.softmax(0),
+    "fft_fft": lambda x: torch.fft.fft(x, dim=0).real,
+    "cumsum": lambda x: torch.complex(x, x).cumsum(0).real,
+    "sort": lambda x: F.one_hot((9 * x.abs()).long().sort(0)[0] % 3, 3).sum(-1),
+}
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_raw_inputs_that_meet(name: str) -> None:
+    """The operation is named in which inputs meet, not the parameter's."""
+    row = Row(
+        lambda: Lambda(lambda m, x: RAW[name](x) * m.p, p=param(D)),
+        randn(D),
+        value=lambda m, loss, X: m(*X).square().sum(),
+    )
+    assert_refused(row, "BatchGrad", f"met in `{name}`")
+
+
 @pytest.mark.parametrize("quantity", QUANTITIES)
 @pytest.mark.parametrize("row", UNBATCHED)
 def test_no_batch_axis(row: str, quantity: str) -> None:

@@ -280,7 +280,7 @@ class Contraction(Operation):
         if out is None:  # there is not one row
             return None
         b = _at_the_end(cotangents, [o + 1 for o in outputs])
-        rows = b.shape[1 : b.dim() - len(outputs)]
+        rows = b.shape[1 : b.dim() - max(1, len(outputs))]
         if isinstance(out, Layout):
             out = Layout(out.axis - sum([o < out.axis for o in outputs]), out.inner)
         elif isinstance(out, Tensor):
@@ -356,7 +356,12 @@ class AddedUp(Broadcast):
 
 
 def _at_the_end(x: Tensor, axes: Sequence[int]) -> Tensor:
-    """Move axes to the end, where they often are: each view has its price."""
+    """Move axes to the end, where they often are: each view has its price.
+
+    There is at least one, of one entry.
+    """
+    if not axes:
+        return x.unsqueeze(-1)
     last = [*range(x.dim() - len(axes), x.dim())]
     return x if [*axes] == last else x.movedim([*axes], last)
 

@@ -157,9 +157,8 @@ class BackwardPass:
                 self._look_at(roots)
         self._inspect(inputs)
         for call in [call for call in self.inspection.calls if call.is_loss]:
+            self.reductions.append(call.reduction)
             loss = call.loss_module
-            reduction = getattr(loss, "reduction", None)
-            self.reductions.append(call.settings.get("reduction", reduction))
             self.in_losses.update([] if loss is None else loss.modules())
         self.report.in_losses.update(map(id, self.in_losses))
         guard_all(self.inspection, exts)

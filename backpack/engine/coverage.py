@@ -136,6 +136,8 @@ def check_samples(
             refuse(names_of(extensions), met, "any parameter")
     entangled += never_seen(inspection, known)
     if entangled:
+        for met in () if params else inspection.coupled():  # before any parameter
+            refuse(names_of(extensions), met, "any parameter")
         nodes = [x for p in entangled for x in inspection.outside.get(p, ())]
         by = ", ".join(list(dict.fromkeys(map(name_of, nodes)))[:3])
         names = describe(entangled) + (f" (by {by})" if by else "")

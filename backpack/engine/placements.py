@@ -350,7 +350,7 @@ class Finder:
             if isinstance(placement, Mixed):
                 return self._differentiable([placement] * len(outs), outs)
         by_value = name in BY_VALUE or name in BY_STRIDES
-        if name == "__getitem__" and not _has_tensor(args[1]):
+        if name in ("__getitem__", "__setitem__") and not _has_tensor(args[1]):
             by_value = False
         if name == "embedding_bag":
             by_value = _has_tensor([*args[2:], *kwargs.values()])

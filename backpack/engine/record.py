@@ -168,6 +168,12 @@ class Call:
         """Tensors among the arguments."""
         return [x for x in self.arguments if isinstance(x, Tensor)]
 
+    @property
+    def reduction(self) -> str | None:
+        """How a loss reduces, as its module said, if it did."""
+        own = getattr(self.loss_module, "reduction", None)
+        return self.settings.get("reduction", own)
+
     def tensors(self) -> list[Tensor]:
         """List the tensors that a user may hold of this call, as far as they exist.
 

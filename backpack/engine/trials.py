@@ -3,11 +3,14 @@
 Its operands are copied, and some samples replaced by NaN, which most operations return
 wherever it went. For those that leave it out or fail, there are other numbers. Each
 sample is told from the others by the bits of its number.
+
+Integers are no NaN, and may be the same for other samples. They are followed by numbers
+that are drawn for all samples, again and again.
 """
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from math import inf, nan
 from typing import Any, Callable, Iterator, NamedTuple, Sequence
@@ -17,6 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from backpack.core.layout import (
+    Layout,
     Mixed,
     Placement,
     conflict,
@@ -31,19 +35,13 @@ def _close_by(x: Tensor) -> Tensor:
     return x * (1 + 1e-2 * torch.rand_like(x)) + 1e-3
 
 
-def _drawn(x: Tensor, factor: int) -> Tensor:
-    return torch.rand_like(x) * factor % 1  # for each factor, in another order
-
-
 # What replaces samples
 NOT_A_NUMBER = (nan,)  # most operations return it wherever it went
 EXTREMES = (nan, inf, -inf)  # for those that leave it out, like `nansum` and `fmax`
 OTHER_NUMBERS = (_close_by,)  # for those that fail, like decompositions
-# for those that return positions, which may be the same for a few other numbers
-DRAWN = tuple(
-    tuple(partial(_drawn, factor=k) for k in range(first, first + 16, 2))
-    for first in range(1, 129, 16)
-)
+
+# How often numbers are drawn; entries that were the same until then are constants
+DRAWS, CONSTANT_AFTER = 128, 16
 
 # Up to so many elements, sparse tensors are made dense, to put marks there.
 DENSE_ELEMENTS = 2**26
@@ -80,14 +78,7 @@ SELECTING = frozenset(
     "__getitem__ index_select gather take_along_dim masked_select".split()
 )
 # Operations whose result's placement depends on values: never remembered
-BY_VALUE = (
-    SELECTING
-    | MOVING
-    | frozenset(
-        "sort argsort topk max min kthvalue mode median searchsorted bucketize msort "
-        "cummax cummin".split()
-    )
-)
+BY_VALUE = SELECTING | MOVING
 # Operations that leave entries of their first operand where a mask is not set
 BY_MASKS = frozenset(
     "masked_scatter masked_scatter_ index_put index_put_ __setitem__".split()
@@ -213,8 +204,13 @@ class Trial:
         kinds = [_is_inexact(x) for x, i in pairs if i is not None]
         outs, lasts = self._outs, True
         found: list[Placement] = [None] * len(outs)
+<<<<<<< HEAD
         if True in kinds:
             lasts = self._name.rpartition("::")[2] not in FAULTING
+=======
+        if True in kinds and any(map(_is_inexact, outs)):
+            lasts = self._name not in FAULTING
+>>>>>>> h4
             try:
                 found, hides = self._probe(NOT_A_NUMBER if lasts else OTHER_NUMBERS)
             except Exception:  # an algorithm that needs numbers
@@ -227,15 +223,19 @@ class Trial:
                 found, hides = self._probe(NOT_A_NUMBER)
             if hides and not self._is_random():
                 found, lasts = self._probe(EXTREMES)[0], False
+        asked = [not _is_inexact(x) for x in outs]
         if False in kinds and all(p is None for p in found):
-            found, _ = self._probe(NOT_A_NUMBER, True)
-        found, complete = self._completed(found, True not in kinds)
-        lasts = lasts and complete
+            asked = [True] * len(outs)
+        if True in asked:
+            drawn, complete = self._draw_all(True not in kinds)
+            found = [q if own else p for p, q, own in zip(found, drawn, asked)]
+            lasts = lasts and complete
         if not self._has_entries():  # what comes out is nobody's, and no constant
             nobody = [x.new_full([1] * x.dim(), -1, dtype=torch.long) for x in outs]
             found = [q if p is None else p for p, q in zip(found, nobody)]
         return found, lasts
 
+<<<<<<< HEAD
     def find_if_repeated(self) -> list[Placement]:
         """Find out the same for an operation that may depend on more than operands.
 
@@ -260,35 +260,75 @@ class Trial:
         self, found: list[Placement], integers: bool
     ) -> tuple[list[Placement], bool]:
         """Find the samples of integers that were the same, by chance, for others.
+=======
+    def _draw_all(self, integers: bool) -> tuple[list[Placement], bool]:
+        """Find where samples are by two draws of all numbers, and mixtures of these.
+
+        In a mixture, samples whose number has a bit are as in the one draw, the others
+        as in the other one. A sample's own is what the draw that has its number makes
+        of it; all else is evidence that samples have met.
+>>>>>>> h4
 
         Returns:
-            A placement for each result; and whether all is known that may be.
+            A placement for each result; and whether it is the same for other numbers.
         """
-        for number, marks in enumerate((DRAWN[0], EXTREMES, *DRAWN[1:])):
-            parts = [isinstance(p, Tensor) and bool((p < 0).any()) for p in found]
-            again = [
-                not _is_inexact(x) and (part or p is None and number < 2)
-                for p, x, part in zip(found, self._outs, parts)
+        n, outs, what = self._n, self._outs, self.describe()
+        entering = torch.cat([i.flatten().cpu() for i in self.numbers if i is not None])
+        single = len(entering[entering >= 0].unique()) < 2
+        # whether two numbers agree may seem to be up to one of them, half of the time
+        least = [1 if single else 3 + 12 // n + 16 // (1 + x.numel()) for x in outs]
+        times, ones, zeros = ([_nowhere(x).long() for x in outs] for _ in range(3))
+        reason: Exception | None = None
+        for number in range(DRAWS):
+            try:
+                one, zero = (self._draw(2 * number + k, integers) for k in (0, 1))
+                p, q = self._perform(one), self._perform(zero)
+                if [x.shape for x in (*p, *q)] != [x.shape for x in (*outs, *outs)]:
+                    why = "its shape depends on samples"
+                    if single:
+                        raise ValueError(why)
+                    return [Mixed(f"{what} ({why})", False)] * len(outs), False
+                differ = list(map(_differs, p, q))
+                some = any(bool(x.any()) for x in differ)
+                for bit in range(max(1, (n - 1).bit_length()) if some else 0):
+                    mixture = self._perform(self._mixture(bit, one, zero))
+                    for j, x in enumerate(mixture):
+                        ones[j] |= _differs(x, q[j]).long() << bit
+                        zeros[j] |= _differs(x, p[j]).long() << bit
+                times = [x + y for x, y in zip(times, differ)]
+            except Exception as error:  # not what the operation takes
+                reason = error
+            met = [bool((x & y).any()) for x, y in zip(ones, zeros)]
+            waits = number < CONSTANT_AFTER
+            undone = [
+                not m and not self._is_enough(x, one, k, waits)
+                for m, x, one, k in zip(met, times, ones, least)
             ]
-            if True not in again or self._name in MOVING:
-                return found, True
-            with suppress(Exception):  # not what the operation takes
-                new, _ = self._probe(marks, integers)
-                found = [
-                    self._both(p, q, x) if i else p
-                    for i, p, q, x in zip(again, found, new, self._outs)
-                ]
-        return found, True not in again
+            if True not in undone:
+                break
+        found: list[Placement] = []
+        for j, out in enumerate(outs):
+            certain, own = times[j] >= least[j], ones[j]
+            placement: Placement = simplify(own.where(certain, -1), n, self._is_use())
+            if placement is not None and not bool(certain.all()):
+                numbers = sample_numbers(placement, out.shape, n, out.device)
+                few = not single and len(own[certain].unique()) == 1
+                met[j] |= few or conflict(numbers, own.where(times[j] > 0, -1))
+            if met[j] or bool((own[certain] >= n).any()):
+                placement = Mixed(what)
+            elif reason and placement is None:
+                placement = Mixed(f"{what} ({str(reason)[:100]})", False)
+            found.append(placement)
+        return found, True not in undone
 
-    def _both(self, p: Placement, q: Placement, out: Tensor) -> Placement:
-        """Combine what is known of the samples of a result."""
-        if p is None or q is None or isinstance(q, Mixed):
-            return p if q is None else q
-        own = sample_numbers(p, out.shape, self._n, out.device)
-        other = sample_numbers(q, out.shape, self._n, out.device)
-        if conflict(own, other):
-            return Mixed(self.describe())
-        return simplify(own.where(own >= 0, other), self._n, self._is_use())
+    def _is_enough(self, times: Tensor, own: Tensor, least: int, waits: bool) -> bool:
+        """Tell whether enough entries have changed, often enough."""
+        certain = times >= least
+        if bool((certain | (times < 1 - int(waits))).all()):
+            return True
+        if int(certain.sum()) < times.numel() / 2:
+            return False
+        return type(simplify(own.where(certain, -1), self._n)) is Layout
 
     def _has_entries(self) -> bool:
         """Tell whether something may come from a sample, or from a parameter."""
@@ -299,29 +339,64 @@ class Trial:
         self,
         select: Callable[[Tensor], Tensor] | None = None,
         mark: Any = nan,
-        integers: bool = False,
         seed: int = 0,
     ) -> list[Tensor]:
-        """Run the operation with marks at some of the samples.
+        """Run the operation with marks at some of the samples."""
+        new: list[Any] = []
+        with self._drawing():
+            for x, i in zip(self.flat, self.numbers):
+                if self._name in ASSERTING:
+                    x, i = _on_cpu(x), _on_cpu(i)
+                # a copy: nothing of the model's, like statistics, may change
+                x = _copied(x if i is None else _dense(x))
+                if isinstance(x, Tensor):
+                    x = _finite(x)
+                    if i is not None and select is not None and _is_inexact(x):
+                        x = _disturbed(x, select(i), mark)
+                new.append(x)
+        return self._perform(new, seed)
+
+    def _draw(self, number: int, integers: bool) -> list[Any]:
+        """Copy the operands, with other numbers for all samples.
 
         On the CPU, if they may be no indices: a GPU would not get over it.
         """
         new: list[Any] = []
         aside = integers or self._name in ASSERTING
         with self._drawing():
-            for number, (x, i) in enumerate(zip(self.flat, self.numbers)):
-                if aside:
-                    x, i = _on_cpu(x), _on_cpu(i)
-                # a copy: nothing of the model's, like statistics, may change
-                x = _copied(x if i is None else _dense(x))
-                if isinstance(x, Tensor):
-                    x = _finite(x)
-                    picks = self._name in SELECTING and not number
-                    if i is None and integers and (picks or _is_inexact(x)):
+            for place, (x, i) in enumerate(zip(self.flat, self.numbers)):
+                x = _copied(_on_cpu(x) if aside else x if i is None else _dense(x))
+                picks = self._name in SELECTING and not place
+                self._seed(place if i is None else (number + 1) * 1000 + place)
+                if i is not None:
+                    others = _redrawn(_finite(x), number // 2 % 4, self._pool(x))
+                    x.copy_(torch.where(i.to(x.device) >= 0, others, x))
+                elif isinstance(x, Tensor) and integers:
+                    if picks or _is_inexact(x):
                         x = _all_different(x)  # which entries are picked, shows
-                    elif i is not None and select is not None:
-                        x = _disturbed(x, select(i), mark, integers)
                 new.append(x)
+        return new
+
+    def _pool(self, x: Tensor) -> Tensor:
+        """Return numbers that it may matter for an operand to be."""
+        same = (y for y in self.flat if isinstance(y, Tensor) and y.numel())
+        same = (y for y in same if _is_inexact(y) == _is_inexact(x))
+        return torch.cat([_dense(y.detach()).flatten().to(x) for y in same])
+
+    def _mixture(self, bit: int, one: list[Any], zero: list[Any]) -> list[Any]:
+        """Take some samples from one list of operands, and the others from another."""
+        new = list(zero)
+        for place, i in enumerate(self.numbers):
+            if i is not None:
+                x = zero[place].clone()
+                where = has_bit(i.to(x.device), bit)
+                new[place] = x.copy_(torch.where(where, one[place], x))
+        return new
+
+    def _perform(self, new: list[Any], seed: int = 0) -> list[Tensor]:
+        """Run the operation on copies of operands."""
+        new = list(map(_copied, new))
+        with self._drawing():
             self._seed(seed)
             result = self.call(new)
         result = new[0] if result is None else result
@@ -360,30 +435,27 @@ class Trial:
         pairs = zip(self._run(seed=0), self._run(seed=1))
         return any(bool(_differs(x, y).any()) for x, y in pairs)
 
-    def _probe(
-        self, marks: Sequence[Any], integers: bool = False
-    ) -> tuple[list[Placement], bool]:
+    def _probe(self, marks: Sequence[Any]) -> tuple[list[Placement], bool]:
         """Run the operation on samples whose number has a bit, and on the others.
 
         Returns:
-            A placement for each result; and whether NaN has not shown all that depends
-            on samples.
+            A placement for each result, but integers; and whether NaN has not shown all
+            that depends on samples.
         """
         n, outs = self._n, self._outs
-        by_nan = marks == NOT_A_NUMBER and not integers
-        exact = any(not _is_inexact(out) for out in outs)
+        by_nan = marks == NOT_A_NUMBER
         asks = by_nan and self._name not in MOVING
         asks = asks and any(x.requires_grad for x in outs)
-        needs_plain = asks or exact or not by_nan
-        plain = self._run(integers=integers) if needs_plain else None
+        plain = self._run() if asks or not by_nan else None
 
         def changed(select: Callable, some: Sequence[Any]) -> list[Tensor]:
             """Tell which entries of each result a mark changes."""
             found = list(map(_nowhere, outs))
             for mark in some:
-                for j, x in enumerate(self._run(select, mark, integers)):
-                    shown = by_nan and mark is nan and _is_inexact(x)
-                    found[j] |= x.isnan() if shown else _differs(x, plain[j])
+                for j, x in enumerate(self._run(select, mark)):
+                    shown = by_nan and mark is nan
+                    if _is_inexact(x):
+                        found[j] |= x.isnan() if shown else _differs(x, plain[j])
             return found
 
         got = [_nowhere(out).long() for out in outs]
@@ -402,7 +474,7 @@ class Trial:
         hides = hides or any(bool((x & y).any()) for x, y in zip(shown, unseen))
         found: list[Placement] = []
         for j in range(len(outs)):
-            if mixed[j]:
+            if mixed[j] or bool((got[j] >= n)[~unseen[j]].any()):
                 found.append(Mixed(self.describe()))
             else:
                 numbers = got[j].masked_fill(unseen[j], -1)
@@ -474,9 +546,11 @@ def _all_different(x: Tensor) -> Tensor:
 
 def _differs(x: Tensor, plain: Tensor) -> Tensor:
     """Tell which entries differ; two that are no numbers do not."""
-    return (x != plain) & ~((x != x) & (plain != plain))
+    differ = x != plain
+    return differ & ~((x != x) & (plain != plain)) if _is_inexact(x) else differ
 
 
+<<<<<<< HEAD
 def _is_same(x: Tensor, plain: Tensor) -> bool:
     """Tell whether two results agree, up to another order of summation."""
     x, plain = _dense(x.detach()), _dense(plain.detach())
@@ -497,13 +571,43 @@ def _disturbed(x: Tensor, where: Tensor, mark: Any, integers: bool) -> Tensor:
             new = complex(mark, mark)  # each part may go its own way
         return x.copy_(torch.where(where, new, x))  # with the strides it had
     if not integers or not x.numel():
+=======
+def _disturbed(x: Tensor, where: Tensor, mark: Any) -> Tensor:
+    """Replace entries by a mark."""
+    new = mark(x) if callable(mark) else mark
+    if x.is_complex() and not callable(mark):
+        new = complex(mark, mark)  # each part may go its own way
+    return x.copy_(torch.where(where, new, x))  # with the strides it had
+
+
+def _redrawn(x: Tensor, how: int, pool: Tensor) -> Tensor:
+    """Draw other numbers.
+
+    From those that occur, from two of them, from their range and beyond, or, for
+    floating point numbers, from extremes.
+    """
+    if not x.numel():
+>>>>>>> h4
         return x
-    if callable(mark):
-        picks = mark(torch.empty(x.shape, device=x.device)) * x.numel()
-        return torch.where(where, x.flatten()[picks.long()], x)
+    values, share = x.flatten(), torch.rand(1, device=x.device)
     if x.dtype == torch.bool:
-        return x ^ where
-    highest, lowest = x.max(), x.min()
-    if highest == lowest:  # what is an index stays one
-        lowest = torch.where(highest > 0, highest - 1, highest + 1)
-    return torch.where(where, torch.where(x == highest, lowest, highest), x)
+        return torch.rand(x.shape, device=x.device) < share
+
+    def some(of: Tensor, shape: Sequence[int]) -> Tensor:
+        return of[torch.randint(len(of), tuple(shape), device=x.device)]
+
+    if how == 1:
+        chosen = torch.rand(x.shape, device=x.device) < share
+        return torch.where(chosen, some(values, [1]), some(pool, [1]))
+    if how > 1 and not _is_inexact(x):
+        low, high = int(values.min()), int(values.max())
+        if how == 3:
+            low, high = min(low, 0), max(2 * high, 4)
+        last = min(max(high, low + 1), torch.iinfo(x.dtype).max - 1)
+        return torch.randint(min(low, last), last + 1, x.shape, device=x.device).to(x)
+    if how == 2 and not x.is_complex():
+        least = values.min()
+        return least + torch.rand_like(x) * (values.max() - least + 1)
+    if how == 3:
+        values = torch.cat([some(values, [1]), values.new_tensor(EXTREMES)])
+    return some(values, x.shape)

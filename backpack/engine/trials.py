@@ -204,13 +204,8 @@ class Trial:
         kinds = [_is_inexact(x) for x, i in pairs if i is not None]
         outs, lasts = self._outs, True
         found: list[Placement] = [None] * len(outs)
-<<<<<<< HEAD
-        if True in kinds:
-            lasts = self._name.rpartition("::")[2] not in FAULTING
-=======
         if True in kinds and any(map(_is_inexact, outs)):
-            lasts = self._name not in FAULTING
->>>>>>> h4
+            lasts = self._name.rpartition("::")[2] not in FAULTING
             try:
                 found, hides = self._probe(NOT_A_NUMBER if lasts else OTHER_NUMBERS)
             except Exception:  # an algorithm that needs numbers
@@ -235,7 +230,6 @@ class Trial:
             found = [q if p is None else p for p, q in zip(found, nobody)]
         return found, lasts
 
-<<<<<<< HEAD
     def find_if_repeated(self) -> list[Placement]:
         """Find out the same for an operation that may depend on more than operands.
 
@@ -256,18 +250,12 @@ class Trial:
         again = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         return list(map(_is_same, again, self._outs))
 
-    def _completed(
-        self, found: list[Placement], integers: bool
-    ) -> tuple[list[Placement], bool]:
-        """Find the samples of integers that were the same, by chance, for others.
-=======
     def _draw_all(self, integers: bool) -> tuple[list[Placement], bool]:
         """Find where samples are by two draws of all numbers, and mixtures of these.
 
         In a mixture, samples whose number has a bit are as in the one draw, the others
         as in the other one. A sample's own is what the draw that has its number makes
         of it; all else is evidence that samples have met.
->>>>>>> h4
 
         Returns:
             A placement for each result; and whether it is the same for other numbers.
@@ -550,7 +538,6 @@ def _differs(x: Tensor, plain: Tensor) -> Tensor:
     return differ & ~((x != x) & (plain != plain)) if _is_inexact(x) else differ
 
 
-<<<<<<< HEAD
 def _is_same(x: Tensor, plain: Tensor) -> bool:
     """Tell whether two results agree, up to another order of summation."""
     x, plain = _dense(x.detach()), _dense(plain.detach())
@@ -563,15 +550,6 @@ def _is_same(x: Tensor, plain: Tensor) -> bool:
     return torch.allclose(x, plain, 0.0, max(eps, 1e-6) * scale, equal_nan=True)
 
 
-def _disturbed(x: Tensor, where: Tensor, mark: Any, integers: bool) -> Tensor:
-    """Replace entries by a mark; integers, if asked for, by other ones that occur."""
-    if _is_inexact(x):
-        new = mark(x) if callable(mark) else mark
-        if x.is_complex() and not callable(mark):
-            new = complex(mark, mark)  # each part may go its own way
-        return x.copy_(torch.where(where, new, x))  # with the strides it had
-    if not integers or not x.numel():
-=======
 def _disturbed(x: Tensor, where: Tensor, mark: Any) -> Tensor:
     """Replace entries by a mark."""
     new = mark(x) if callable(mark) else mark
@@ -587,7 +565,6 @@ def _redrawn(x: Tensor, how: int, pool: Tensor) -> Tensor:
     floating point numbers, from extremes.
     """
     if not x.numel():
->>>>>>> h4
         return x
     values, share = x.flatten(), torch.rand(1, device=x.device)
     if x.dtype == torch.bool:

@@ -230,7 +230,7 @@ class Tracker(TorchFunctionMode):
             elif kind is slice:
                 ends = (x.start, x.stop, x.step)
                 key += (kind, *(FORGET if isinstance(e, Tensor) else e for e in ends))
-            elif kind is tuple or kind is list or hasattr(x, "_fields"):
+            elif isinstance(x, (tuple, list)):
                 key += (kind, len(x))
                 self._look(x, key, data, constants)
             else:  # a generator would live on
@@ -535,7 +535,8 @@ class Tracker(TorchFunctionMode):
                 pairs.append(Constant(x, edge_of(aliases[number]), keys.get(number)))
 
         def swap(x: Any) -> Any:
-            return aliases.get(id(x), x)
+            own = isinstance(x, list)  # of a class that trees don't know
+            return [aliases.get(id(y), y) for y in x] if own else aliases.get(id(x), x)
 
         if flat:
             args = tuple([swap(x) for x in args])

@@ -2064,6 +2064,16 @@ class Products(Module):
         return torch.einsum("ni,oij,nj->no", x, self.pairs, x) + self.bias
 
 
+class ProductLast(Products):
+    """A model that returns a view of what its last operation has computed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[N, 3, 4]`` to logits."""
+        x = torch.tensordot(x.mean(1), self.one, 1).tanh()
+        pairs = self.pairs * self.bias[:, None, None]
+        return torch.einsum("ni,oij,nj->no", x, pairs, x)
+
+
 class Attention(Module):
     """A model that attends, with heads on axis 1."""
 
@@ -2081,7 +2091,7 @@ class Attention(Module):
         return self.head(x.flatten(1))
 
 
-@pytest.mark.parametrize("cls", [Bare, Products, Attention])
+@pytest.mark.parametrize("cls", [Bare, Products, ProductLast, Attention])
 def test_converted_bare_parameters(cls: Callable):
     """Parameters that are arguments of operations get every quantity, too."""
     torch.manual_seed(0)

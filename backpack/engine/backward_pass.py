@@ -194,7 +194,8 @@ class BackwardPass:
 
     def _look_at(self, roots: Sequence[GradientEdge]) -> None:
         """Inspect the graph."""
-        self.inspection = Inspection(roots)
+        walks = any(ext.walks_modules for ext in self.state.active_exts)
+        self.inspection = Inspection(roots, walks)
         unify(self.inspection.uses, self.inspection.calls)
         self._find_groups(list(self.inspection.uses))
 

@@ -438,7 +438,9 @@ def _register_hooks(module: Module) -> None:
         module: The module.
     """
     own_parameters = next(module.parameters(recurse=False), None) is not None
-    if is_hooked(module) or (is_no_op(module) and not own_parameters):
+    # a graph calls functions, and modules on parameters alone
+    is_watched = own_parameters or isinstance(module, GraphModule)
+    if is_hooked(module) or (is_no_op(module) and not is_watched):
         return
     for handle in (
         module.register_forward_pre_hook(enter_call, with_kwargs=True),

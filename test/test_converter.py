@@ -1504,6 +1504,53 @@ def assert_kfra_of_bias(model, after, x):
     assert_agrees(factor, expected.mean(0), "KFRA")
 
 
+def class_token(self, x):
+    return self.w.expand(x.shape[0], -1, -1)
+
+
+# Parameters that data meets by way of layers, tables and lists: functions, and whether
+# what is computed from parameters alone has no axis for samples
+FROM_PARAMETERS = {
+    "table": (lambda m, x: m.a(x) + m.t(torch.arange(x.shape[1])), True),
+    "table-constant": (lambda m, x: m.a(x) + m.t(torch.arange(3)), True),
+    "table-buffer": (lambda m, x: m.a(x) + m.t(m.ids[: x.size(1)]), True),
+    "table-row": (lambda m, x: m.a(x) + m.t(torch.arange(3).unsqueeze(0)), True),
+    "table *": (lambda m, x: m.a(x) * m.t(torch.arange(x.shape[1])), True),
+    "table-layer": (lambda m, x: m.a(x) * m.b(m.t(m.ids[:3])).tanh() + m.w, True),
+    "layer": (lambda m, x: (m.a(x) + m.b(m.buffer)) * m.w, True),
+    "weight": (lambda m, x: m.a(x) @ m.c(m.buffer).view(4, 4), True),
+    "class-token": (lambda m, x: torch.cat([class_token(m, x), x], 1), False),
+    "class-token-last": (lambda m, x: torch.cat([x, class_token(m, x)], 1), False),
+    "class-token-layer": (
+        lambda m, x: torch.cat([class_token(m, x), m.a(x)], 1),
+        False,
+    ),
+    "stacked": (lambda m, x: torch.stack([x, m.w.expand_as(x)], 1).sum(1), False),
+}
+
+
+@pytest.mark.parametrize("size", [3, 5])
+@pytest.mark.parametrize("name", FROM_PARAMETERS)
+def test_computed_from_parameters(name, size):
+    """What parameters alone determine has no samples, whatever its length."""
+    function, refused = FROM_PARAMETERS[name]
+    torch.manual_seed(0)
+    model = Lambda(
+        lambda self, x: self.h(torch.tanh(function(self, x)).mean(1)),
+        a=nn.Linear(4, 4),
+        b=nn.Linear(4, 4),
+        c=nn.Linear(4, 16),
+        h=nn.Linear(4, 3),
+        t=nn.Embedding(5, 4),
+        w=nn.Parameter(torch.rand(1, 1, 4)),
+        ids=torch.arange(5),
+        buffer=torch.randn(1, 4),
+    ).double()
+    separate = (DiagHessian, BatchDiagHessian) if refused else ()
+    x = torch.randn(size, 3, 4).double()
+    check_quantities(model, x, dict.fromkeys(separate, "axis 0|samples meet"))
+
+
 @pytest.mark.parametrize("shape", [(3,), (1,), (1, 3), (1, 1)])
 def test_broadcast_with_buffer(shape):
     """Buffers have no samples, either."""

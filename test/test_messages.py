@@ -142,6 +142,19 @@ def mlp(*between: Module) -> Module:
     return Sequential(nn.Linear(3, 3), *between, nn.Linear(3, 3))
 
 
+class Generated(Module):
+    """Multiplies with what a layer makes of a parameter."""
+
+    def __init__(self):
+        """Create both."""
+        super().__init__()
+        self.z, self.layer = Parameter(torch.randn(3)), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply with ``[N, 3]``."""
+        return x * self.layer(self.z)
+
+
 def called_with_something_else() -> None:
     """Walk from module to module where these have got computed parameters."""
     model, loss = extend(mlp()), extend(nn.CrossEntropyLoss())
@@ -1246,6 +1259,13 @@ PASSES: Dict[str, Row] = {
         )
         for name, (call, layer) in NOT_RECORDED.items()
     },
+    "input-of-a-layer": Row(
+        lambda: run(extend(Generated(), use_converter=True), HMP()),
+        UserWarning,
+        "- z: it is the input of a layer",
+        "HMP has values for parameters of layers and operands of functions",
+        "`linear.z, layer.weight, layer.bias.`, or use an extension of the GGN family",
+    ),
     "hooks-removed": Row(
         dropped_hooks,
         UserWarning,

@@ -1972,6 +1972,36 @@ def test_samples_must_come_first(ext: Callable):
         run(Problem(rnn, nn.CrossEntropyLoss(), (X,), (y,)), ext())
 
 
+# Losses on the same prediction, in the order in which they are computed
+ON_ONE_PREDICTION: Dict[str, Callable[..., Tensor]] = {
+    "two-losses": lambda f, y, z, ce, mse: ce(f, y) + mse(f, z),
+    "mixed-targets": lambda f, y, z, ce, mse: 0.3 * ce(f, y) + 0.7 * ce(f, y.flip(0)),
+    "three-terms": lambda f, y, z, ce, mse: ce(f, y) + mse(f, z) / 2 + mse(f, -z),
+}
+
+
+@pytest.mark.parametrize("name", ON_ONE_PREDICTION)
+@pytest.mark.filterwarnings("ignore:The loss was modified:UserWarning")
+def test_kfra_of_losses_on_one_prediction(name: str):
+    """Averaged Hessians of losses add up: they are no branches of the network."""
+    torch.manual_seed(0)
+    model = Sequential(nn.Linear(4, 5), nn.Sigmoid(), nn.Linear(5, 3)).to(F64)
+    X, y, z = torch.randn(N, 4), torch.arange(N) % 3, torch.randn(N, 3)
+    losses = nn.CrossEntropyLoss(), nn.MSELoss()
+
+    def loss(f: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        return ON_ONE_PREDICTION[name](f, y, z, *losses)
+
+    problem = Problem(model, loss, (X.to(F64),), (y, z.to(F64)))
+    expected = kfra_factors(problem)
+    for module in (model, *losses):
+        extend(module)
+    with backpack(KFRA()):
+        loss(model(problem.X[0]), *problem.y).backward()
+    for key, param in model.named_parameters():
+        assert_agrees(param.kfra[0], expected[key], key)
+
+
 def test_kfra_refuses_branches():
     """An average over the batch does not tell how branches interact."""
     problem = next(case for case in CASES if case.id == "residual").build()
@@ -2093,6 +2123,16 @@ class Products(Module):
         return torch.einsum("ni,oij,nj->no", x, self.pairs, x) + self.bias
 
 
+class ProductLast(Products):
+    """A model that returns a view of what its last operation has computed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[N, 3, 4]`` to logits."""
+        x = torch.tensordot(x.mean(1), self.one, 1).tanh()
+        pairs = self.pairs * self.bias[:, None, None]
+        return torch.einsum("ni,oij,nj->no", x, pairs, x)
+
+
 class Attention(Module):
     """A model that attends, with heads on axis 1."""
 
@@ -2110,7 +2150,7 @@ class Attention(Module):
         return self.head(x.flatten(1))
 
 
-@pytest.mark.parametrize("cls", [Bare, Products, Attention])
+@pytest.mark.parametrize("cls", [Bare, Products, ProductLast, Attention])
 def test_converted_bare_parameters(cls: Callable):
     """Parameters that are arguments of operations get every quantity, too."""
     torch.manual_seed(0)

@@ -38,6 +38,7 @@ from per_sample import (
     use,
 )
 from torch import Tensor, nn
+from torch.fx.immutable_collections import immutable_list
 from torch.nn import Module
 from torch.utils.checkpoint import checkpoint
 
@@ -343,7 +344,12 @@ LOOKUPS = {
     "getitem-of-one-index": lookup(lambda m, i: m.w[i].sin(), **TABLE),
 }
 
+
 # x is [N, 3, 4]
+class OwnList(list):
+    """A class of lists that ``torch.utils._pytree`` does not know."""
+
+
 SHIFT = {"w": (4,)}
 ELEMENTWISE = {
     "mul": lambda m, x: x * m.w,
@@ -1016,6 +1022,20 @@ def test_right(table: str, row: str) -> None:
 def test_function_beside_statistics() -> None:
     """Where samples meet outside of a function, what was seen inside holds for it."""
     assert_right(use(lambda m, x: Once.apply(counted(m, x)) * m.v, 4, v=(4,)))
+
+
+@pytest.mark.parametrize("kind", [list, tuple, immutable_list, OwnList])
+def test_lists_of_operands(kind: Callable) -> None:
+    """Operands are found in lists of any class, and data that has no gradient, too."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        tokens = kind([m.token.expand(len(x), -1, -1), x])
+        return torch.tanh(m.layer(torch.cat(tokens, 1))).sum(1)
+
+    def model() -> Module:
+        return Lambda(forward, token=param(1, 1, 4), layer=nn.Linear(4, 3))
+
+    assert_right(Row(model, randn(N, 4)))
 
 
 @pytest.mark.parametrize("row", EITHER)

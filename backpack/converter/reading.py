@@ -1,13 +1,14 @@
 """Questions to a traced graph: what a node does, and what its value depends on."""
 
 import operator
-from typing import Any, Callable, Dict, Union
+from typing import Any, Callable, Dict, Set, Union
 
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.nn import GRU, LSTM, RNN, Module, MultiheadAttention
 
+from backpack.converter.function import FunctionModule
 from backpack.converter.tracer import keep, require_default
 from backpack.custom_module.branching import SumModule
 from backpack.custom_module.scale_module import ScaleModule
@@ -135,6 +136,25 @@ def consists_of_modules(module: Module) -> bool:
         return False
     kinds = find_kinds(module)
     return not any(n.op in OPERATION and kinds[n] != "size" for n in kinds)
+
+
+def inputs_of_layers(module: Module) -> Set[str]:
+    """Find the parameters and buffers that a converted model's layers are called with.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        Their names, none if it is no graph.
+    """
+    nodes = module.graph.nodes if isinstance(module, GraphModule) else ()
+    return {
+        str(source.target)
+        for node in nodes
+        if not isinstance(called(node), (FunctionModule, type(None)))
+        for source in node.all_input_nodes
+        if source.op == "get_attr"
+    }
 
 
 def is_batch_size(node: Any, of: Node) -> bool:

@@ -197,7 +197,8 @@ class BackwardPass:
 
     def _look_at(self, roots: Sequence[GradientEdge]) -> None:
         """Inspect the graph."""
-        self.inspection = Inspection(roots)
+        walks = any(ext.walks_modules for ext in self.state.active_exts)
+        self.inspection = Inspection(roots, walks)
         unify(self.inspection.uses, self.inspection.calls)
         self._find_groups(list(self.inspection.uses))
 
@@ -545,9 +546,8 @@ class BackwardPass:
         if output.numel() != 1:
             raise ValueError(
                 f"{type(second_order[0]).__name__} starts at a loss with a scalar "
-                f"output, and {name_module(module)} "
-                f"has an output of shape {list(output.shape)}. "
-                "Use reduction='mean' or reduction='sum'."
+                f"output, and {name_module(module)} has an output of shape "
+                f"{list(output.shape)}. Use reduction='mean' or reduction='sum'."
             )
         if turn.call.is_function and self._is_inside(turn.call):
             return

@@ -89,7 +89,7 @@ def calls_at(node: Node) -> list[Entry]:
 
 
 def producing_calls(edge: GradientEdge) -> list[Entry]:
-    """Find the calls that returned a tensor.
+    """Find the calls that returned a tensor, other than containers.
 
     Args:
         edge: Where the tensor sits in the graph.
@@ -98,12 +98,17 @@ def producing_calls(edge: GradientEdge) -> list[Entry]:
         The calls, in the order in which they returned.
     """
     node, number = past_sinks(edge.node, edge.output_nr)
-    entries = [e for e in calls_at(node) if e.output_nr == number]
+    entries = [e for e in _working_calls(node) if e.output_nr == number]
     view = node._sequence_nr()
     while not entries and len(node.next_functions) == 1 and node.next_functions[0][0]:
         node = node.next_functions[0][0]
-        entries = [e for e in calls_at(node) if e.owner.view == view]
+        entries = [e for e in _working_calls(node) if e.owner.view == view]
     return entries
+
+
+def _working_calls(node: Node) -> list[Entry]:
+    """List the calls whose outputs a node produced, other than containers' calls."""
+    return [e for e in calls_at(node) if not e.owner.is_transparent]
 
 
 def walk(

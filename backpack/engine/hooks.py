@@ -52,7 +52,7 @@ from backpack.engine.uses import (
 )
 from backpack.utils.compiling import is_indivisible, skipped, untraced
 from backpack.utils.disable import PLAIN, disable
-from backpack.utils.module_classification import NO_OPS, is_loss, is_no_op
+from backpack.utils.module_classification import is_loss, is_no_op
 from backpack.utils.state import state
 
 _MOVED = object()  # in place of an output: a hook that was not registered here
@@ -373,7 +373,7 @@ def _record(
     call.finish(module, args, kwargs, outputs, edges, _parameters(module, args, frame))
     if _comes_late(module) or frame.row is None and is_redefined(call):
         call.is_altered = True
-    if not isinstance(module, NO_OPS):
+    if not is_no_op(module):
         call.store(raw=False)
     outermost = tracker is None or frame.tracker is tracker
     if _computes_loss(module, call, outputs, outermost):
@@ -550,7 +550,7 @@ def _parameters(module: Module, args: tuple, frame: _Frame) -> dict[str, Tensor]
     # what was called is responsible for all modules inside
     called = {x for outer in called for x in outer.modules()}
     for prefix, child in module.named_modules():
-        if child is not module and child not in called and not is_no_op(child):
+        if child is not module and child not in called:
             for name, param in child._parameters.items():
                 if param is not None:
                     own[f"{prefix}.{name}"] = param

@@ -21,6 +21,7 @@ from backpack.engine.graph import (
     is_leaf,
     is_scalar,
     leaves_behind,
+    targets_below,
     walk,
 )
 from backpack.engine.uses import ENTRIES, Together, Use, is_noted
@@ -64,11 +65,13 @@ class Inspection:
         nodes: All nodes, but those inside of uses.
     """
 
-    def __init__(self, roots: Sequence[GradientEdge]):
+    def __init__(self, roots: Sequence[GradientEdge], walks: bool = False):
         """Inspect a graph.
 
         Args:
             roots: Where the backward pass begins.
+            walks: Whether quantities go from module to module, also to those that
+                are called on parameters alone. Default: ``False``.
         """
         self.roots = roots
         self.calls: dict[Any, Node] = {}
@@ -102,6 +105,8 @@ class Inspection:
                 if type(parent) is Together and (parent, number) not in seen:
                     seen.add((parent, number))  # not what else was returned
                     queue.append((parent, behind[number : number + 1]))
+        if walks:
+            self._note_calls_on_constants()
         self._find_losses()
 
     def _ways(
@@ -148,6 +153,14 @@ class Inspection:
             self.meetings[node] = metadata[MEETING]
         if TANGENT in metadata:
             self.tangents.append(node)
+
+    def _note_calls_on_constants(self) -> None:
+        """Note calls that constants of uses come from: of modules on parameters."""
+        constants = [constant for use in self.uses for constant in use.constants]
+        sources = [c.source.node for c in constants if c.source is not None]
+        for entry, node in targets_below(sources):
+            if not entry.owner.is_use:
+                self.calls.setdefault(entry.owner, node)
 
     @cached_property
     def names(self) -> set[str]:

@@ -6,6 +6,7 @@ from typing import Any, Iterable, Sequence
 
 from torch.nn import Module, Parameter
 
+from backpack.converter.reading import inputs_of_layers
 from backpack.engine.hooks import is_hooked
 from backpack.utils.errors import warn_user
 from backpack.utils.hooks import EXTENDED, modules_in
@@ -33,6 +34,12 @@ REPLACED = (
     "its module was called with something else in its place, as by "
     "`torch.func.functional_call`, and {ext} saves values on what was given, if that "
     "is a leaf. Call the module itself, or give `tensor.detach().requires_grad_()`"
+)
+AS_INPUT = (
+    "it is the input of a layer, as of one that computes weights, and {ext} has values "
+    "for parameters of layers and operands of functions. Call the function in place of "
+    "the layer, `linear(z, layer.weight, layer.bias)`, or use an extension of the GGN "
+    "family by columns"
 )
 OF_LOSS = (
     "its module is a loss, or part of one, and {ext} is about what a loss is computed "
@@ -151,6 +158,8 @@ class Report:
             if rule is None:
                 return None  # `fail_mode` has told what to say, and when
             text = REPLACED if type(rule) is type(ext.default_rule) else NOT_IN_RULE
+            if text is REPLACED and name in inputs_of_layers(root):
+                text = AS_INPUT
             return text.format(ext=type(ext).__name__, rule=type(rule).__name__)
         return NOT_RECORDED if is_hooked(module) else NO_HOOKS
 

@@ -233,7 +233,7 @@ class Tracker(TorchFunctionMode):
             elif kind is slice:
                 ends = (x.start, x.stop, x.step)
                 key += (kind, *(FORGET if isinstance(e, Tensor) else e for e in ends))
-            elif kind is tuple or kind is list or hasattr(x, "_fields"):
+            elif isinstance(x, (tuple, list)):
                 key += (kind, len(x))
                 self._look(x, key, data, constants)
             else:  # a generator would live on
@@ -536,7 +536,8 @@ class Tracker(TorchFunctionMode):
                 pairs.append(Constant(x, edge_of(aliases[number]), keys.get(number)))
 
         def swap(x: Any) -> Any:
-            return aliases.get(id(x), x)
+            own = isinstance(x, list)  # of a class that trees don't know
+            return [aliases.get(id(y), y) for y in x] if own else aliases.get(id(x), x)
 
         if flat:
             args = tuple([swap(x) for x in args])
@@ -585,8 +586,9 @@ class Tracker(TorchFunctionMode):
                 operation = self._summands.operation(kind.name, args, kwargs, keys)
                 operation = operation or find_operation(func, args, kwargs, keys)
         if operation is not None and operation.data is not None:
-            placement = self._finder.of(operation.data)
-            if self.n > 1 and not operation.is_possible(placement):
+            if self.n > 1 and not operation.is_possible(
+                self._finder.of(operation.data)
+            ):
                 operation = None
         placements = [p for _, p in both]
         use = Use(kind.name, pairs, self.n, placements, self.owner, operation, since)

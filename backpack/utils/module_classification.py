@@ -1,7 +1,5 @@
 """Questions about the kind of a module."""
 
-from operator import attrgetter
-
 from torch import nn
 from torch.fx import GraphModule
 from torch.nn.modules.loss import _Loss
@@ -50,12 +48,4 @@ def is_no_op(module: nn.Module) -> bool:
         Whether the module is no operation of its own. Such modules store no inputs
         and outputs, and no extension visits them.
     """
-    if isinstance(module, GraphModule) and _reads_parameters(module):
-        return False
     return isinstance(module, NO_OPS)
-
-
-def _reads_parameters(module: GraphModule) -> bool:
-    """Tell whether functions, not modules, take parameters, as in exported programs."""
-    names = [node.target for node in module.graph.nodes if node.op == "get_attr"]
-    return any(isinstance(attrgetter(name)(module), nn.Parameter) for name in names)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from backpack.core.derivatives.loss_base import BaseLossDerivatives
 from backpack.core.per_sample.base import PerSample
+from backpack.engine.turn import current_turn
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.secondorder.columns import ColumnExtension, Source
 from backpack.extensions.secondorder.hbp import factors
@@ -189,7 +190,7 @@ class HBP(WalkingExtension):
         return HBPLoss(derivatives).backpropagate(self, module, (), g_out, None)
 
     def accumulate_backpropagated_quantities(self, existing: Any, other: Any) -> Any:
-        """Add columns that two consumers of an output pull back to it.
+        """Add what two consumers of an output pull back to it.
 
         Args:
             existing: What is there already.
@@ -199,9 +200,12 @@ class HBP(WalkingExtension):
             Their sum.
 
         Raises:
-            NotImplementedError: If averages over the batch are pulled back.
+            NotImplementedError: If averages over the batch are pulled back, and this
+                is another branch of the network, not another loss.
         """
-        if BackpropStrategy.is_batch_average(self.backprop_strategy):
+        averages = BackpropStrategy.is_batch_average(self.backprop_strategy)
+        # a loss comes before all that it is computed from: what is there is of others
+        if averages and not current_turn().call.is_loss:
             raise NotImplementedError(message(BRANCHES, ext=self))
         return existing + other
 

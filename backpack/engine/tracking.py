@@ -586,9 +586,8 @@ class Tracker(TorchFunctionMode):
                 operation = self._summands.operation(kind.name, args, kwargs, keys)
                 operation = operation or find_operation(func, args, kwargs, keys)
         if operation is not None and operation.data is not None:
-            if self.n > 1 and not operation.is_possible(
-                self._finder.of(operation.data)
-            ):
+            placement = self._finder.of(operation.data)
+            if self.n > 1 and not operation.is_possible(placement):
                 operation = None
         placements = [p for _, p in both]
         use = Use(kind.name, pairs, self.n, placements, self.owner, operation, since)
@@ -596,7 +595,6 @@ class Tracker(TorchFunctionMode):
         use.attach([x for x, _ in both])
         if len(both) == 1 and made_base(both[0][0], since):
             x = both[0][0]
-            entry = use, x.grad_fn, View.of(x)
-            vars(x._base).setdefault(VIEWS_OF, []).append(entry)
+            vars(x._base).setdefault(VIEWS_OF, []).append((use, x.grad_fn, View.of(x)))
         if self.owner is not None:
             self.owner.uses = (*self.owner.uses, use)

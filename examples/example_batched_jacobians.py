@@ -23,8 +23,8 @@ from backpack.utils.examples import load_one_batch_mnist
 # Rows of the Jacobian
 # --------------------
 # The same graph is used ten times. PyTorch needs ``backward(retain_graph=True)`` for
-# that, and BackPACK ``backpack(..., retain_graph=True)``, so that it keeps each layer's
-# inputs and outputs as well. ``memory_cleanup`` drops them at the end.
+# that. BackPACK 1.7 needs ``backpack(..., retain_graph=True)`` as well, with which
+# layers keep their inputs and outputs until ``memory_cleanup`` drops them.
 
 
 def jacobians(model: Module, X: Tensor) -> dict[str, Tensor]:

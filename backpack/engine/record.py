@@ -264,13 +264,17 @@ class Call:
                     stored.append(name)
             attributes[_STORED] = stored
 
-    def release_all(self) -> None:
-        """Drop what this call and those inside of it keep."""
+    def release_all(self, keeps: bool) -> None:
+        """Drop what this call and those inside of it keep.
+
+        Args:
+            keeps: Whether another pass needs it: then drop what modules store.
+        """
         for call in (self, *[ref() for ref in self.inside]):
             if call is not None:
-                for use in call.uses:
+                for use in () if keeps else call.uses:
                     use.release()
-                call.release()
+                call.release(keeps)
 
     def release(self, keeps: bool = False) -> None:
         """Drop inputs and outputs, here and on the modules.

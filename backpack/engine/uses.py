@@ -362,10 +362,14 @@ class Use:
             x._fix_weakref()
         return found
 
-    def release(self) -> None:
-        """Drop the operands."""
-        self.operation, self.released = None, True
-        self.saved = ()
+    def release(self, keeps: bool = False) -> None:
+        """Drop the operands.
+
+        Args:
+            keeps: Whether another pass needs them. Default: ``False``.
+        """
+        if not keeps:
+            self.operation, self.released, self.saved = None, True, ()
 
     release_all = release
 

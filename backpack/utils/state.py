@@ -188,9 +188,9 @@ class State:
             if not (self.in_context or owner.is_use):
                 State.outside = owner.module_ref
                 self.check_context()
-            keeps = self.in_context and self.retain_graph or keeps_graph()
+            keeps = self.in_context and self.retain_graph
             if not (keeps or torch.is_grad_enabled()):  # or the result has a graph
-                owner.release_all()
+                owner.release_all(keeps_graph())
             return
         reached = [g for g in g_out if g is not None]
         if any(map(_is_batched, reached)):

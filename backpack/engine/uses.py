@@ -566,8 +566,7 @@ def listen(node: Node) -> None:
     metadata = node.metadata
     if LISTENS in metadata:
         metadata[LISTENS].remove()  # to come after hooks that users have put since
-    run = partial(_run, metadata[ENTRIES])
-    metadata[LISTENS] = node.register_prehook(run)
+    metadata[LISTENS] = node.register_prehook(partial(_run, metadata[ENTRIES]))
 
 
 def is_turn(hook: Any) -> bool:

@@ -1551,6 +1551,22 @@ def test_computed_from_parameters(name, size):
     check_quantities(model, x, dict.fromkeys(separate, "axis 0|samples meet"))
 
 
+def test_copy_of_a_converted_model():
+    """A copy is watched as a whole, and keeps what else was registered."""
+    model = Lambda(FROM_PARAMETERS["table"][0], a=nn.Linear(4, 3), t=nn.Embedding(5, 3))
+    converted, loss = extend(model.double(), use_converter=True), extend(nn.MSELoss())
+    calls, x = [], torch.randn(4, 2, 4).double()
+    converted.register_forward_hook(lambda *_: calls.append(1))
+    results = []
+    for m in (converted, deepcopy(converted), deepcopy(deepcopy(converted))):
+        with backpack(BatchGrad()):
+            loss(m(x), torch.zeros(4, 2, 3).double()).backward()
+        results.append([p.grad_batch for p in m.parameters()])
+    assert len(calls) == 3
+    for expected, *copies in zip(*results):
+        assert all(torch.equal(expected, got) for got in copies)
+
+
 @pytest.mark.parametrize("shape", [(3,), (1,), (1, 3), (1, 1)])
 def test_broadcast_with_buffer(shape):
     """Buffers have no samples, either."""

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from functools import wraps
 from inspect import signature
 from typing import Any, Callable, Dict, Iterator, Optional, Set, Tuple
@@ -98,6 +99,25 @@ def _restore(module: Module, attributes: Dict[str, Any]) -> Set[str]:
     return {name for name in changed if not name.startswith("_tensor_constant")}
 
 
+class Converted(GraphModule):
+    """A converted model, whose copies keep its hooks, as those of other modules do."""
+
+    def __deepcopy__(self, memo: Dict[int, Any]) -> GraphModule:
+        """Copy the model, and its hooks with it.
+
+        Args:
+            memo: What has been copied already.
+
+        Returns:
+            The copy.
+        """
+        copied = super().__deepcopy__(memo)
+        for name, value in vars(self).items():
+            if "_hooks" in name:
+                vars(copied)[name] = deepcopy(value, memo)
+        return copied
+
+
 def _trace_once(root: Module, keep_whole: Tuple[str, ...]) -> GraphModule:
     """Trace a model, stopping at the given submodules.
 
@@ -129,7 +149,7 @@ def _trace_once(root: Module, keep_whole: Tuple[str, ...]) -> GraphModule:
             graph = Graph()
             graph.output(graph.graph_copy(tracer.trace(root), {}))
         _keep_names(graph, root)
-        graph_module = GraphModule(root, graph, type(root).__name__)
+        graph_module = Converted(root, graph, type(root).__name__)
     except Untraceable:
         raise
     except Exception as error:

@@ -255,6 +255,18 @@ def has_bit(numbers: Tensor, bit: int, value: int = 1) -> Tensor:
     return (numbers >= 0) & (numbers >> bit & 1 == value)
 
 
+def bits(n: int) -> range:
+    """List the bits of sample numbers, at least one.
+
+    Args:
+        n: Number N of samples.
+
+    Returns:
+        The bits.
+    """
+    return range(max(1, (n - 1).bit_length()))
+
+
 def halves(n: int) -> Iterator[tuple[int, int]]:
     """List the bits of sample numbers, and their values.
 
@@ -264,7 +276,7 @@ def halves(n: int) -> Iterator[tuple[int, int]]:
     Returns:
         Pairs of a bit and a value, 1 before 0.
     """
-    return product(range(max(1, (n - 1).bit_length())), (1, 0))
+    return product(bits(n), (1, 0))
 
 
 def marked(x: Tensor, numbers: Tensor, bit: int, value: int) -> Tensor:

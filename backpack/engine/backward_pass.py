@@ -344,8 +344,8 @@ class BackwardPass:
         self._forget_idle()
 
     def _take_use(self, use: Use, g_out: tuple[Tensor | None, ...]) -> None:
-        known = self.inspection.uses if self.inspection.roots else (use,)
-        if self.state.unannounced is self and use not in known:
+        is_unannounced = self.state.unannounced is self and self.inspection.roots
+        if is_unannounced and use not in self.inspection.uses:
             raise RuntimeError(UNANNOUNCED)
         groups = self._groups_of.get(use, [])
         if use.released and groups:
@@ -558,10 +558,9 @@ class BackwardPass:
 
     def _begins_at(self, call: Call) -> bool:
         """Tell whether all begins at a loss, where no hook changes the gradient."""
+        node = self.inspection.calls[call]
         hooked = any(x._backward_hooks for x in call.tensors())
-        return not hooked and is_term(
-            self.inspection.calls[call], self.inspection.roots
-        )
+        return not hooked and is_term(node, self.inspection.roots)
 
     def _warn_of_factor(self, call: Call, factor: Tensor) -> None:
         """Warn of a modified loss, where it is known, or likely."""

@@ -25,12 +25,10 @@ from backpack.engine.graph import describe, is_leaf, name_of
 from backpack.engine.placements import MARK
 from backpack.engine.tracking import Tracker
 from backpack.engine.uses import edge_of, refuse
-from backpack.engine.vjp import is_function
+from backpack.engine.vjp import is_function, is_users
 from backpack.utils.hooks import EXTENDED, names_of
 from backpack.utils.parallel import is_parallel
 from backpack.utils.state import out_of_sight
-
-_TRUSTED = ("torch.", "backpack.")  # whose functions need not be followed
 
 INNER_PASS = (
     "{ext}: `{function}` runs a backward pass of its own inside of this one, where "
@@ -66,8 +64,7 @@ class OwnFunctions:
         self._functions = [x for x in nodes if extensions and is_function(x)]
         self._operands: dict[Node, list[Source]] = {}
         for node in self._functions:
-            own = getattr(node, "_forward_cls", node).__module__
-            if separating and KNOWN in node.metadata and not own.startswith(_TRUSTED):
+            if separating and KNOWN in node.metadata and is_users(node):
                 self._operands[node] = list(_operands_of(node))
         for node in self._functions:  # which looks for it in the object first
             node.apply = partial(self._apply, node)

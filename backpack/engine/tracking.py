@@ -337,12 +337,12 @@ class Tracker(TorchFunctionMode):
         constants: list[Tensor],
         key: tuple,
     ) -> Any:
-        name, since = kind.name, torch._C._autograd._get_sequence_nr()
+        name, since = kind.name, 0
         pairs: list[Constant] = []
         certain = self._finder.certain(data)
         mixed = 0 < len(certain) < len(data)
-        is_use = constants and not self._is_term(name, data, constants)
-        if is_use and is_grad_enabled():
+        if constants and is_grad_enabled() and not self._is_term(name, data, constants):
+            since = torch._C._autograd._get_sequence_nr()
             args, kwargs, pairs = self._stand_in(kind, args, kwargs, constants)
         written = args[0] if kind.writes and args else None
         seen, deciding, of_base = args, None, None
@@ -379,7 +379,7 @@ class Tracker(TorchFunctionMode):
         if not outs:
             return out
         with _UNSEEN():
-            done = Performed(func, name, seen, kwargs, outs, data, states)
+            op = func, name, seen, kwargs, outs
             placements = self._finder.recall(key, outs)
             if outs[0].is_nested:
                 placements = [NESTED] * len(outs)
@@ -388,11 +388,11 @@ class Tracker(TorchFunctionMode):
                     if hasattr(x, MARK):
                         self.place(x, *getattr(x, MARK)[1::2])
                 deciding = deciding or self._finder.deciding(name, data)
-                placements = self._finder.find(done._replace(data=deciding), key)
+                placements = self._finder.find(Performed(*op, deciding, states), key)
             shared = [not certain] * len(outs)
             if mixed:
                 certain = self._finder.deciding(name, certain)
-                shared = self._finder.find_shared(done._replace(data=certain), key)
+                shared = self._finder.find_shared(Performed(*op, certain, states), key)
         if pairs and result is not outs[0]:
             constant = [id(x) for x, p in zip(outs, placements) if p is None]
             result = out = on_one_node(result, constant)
@@ -407,7 +407,7 @@ class Tracker(TorchFunctionMode):
             elif kind.is_loss and out.grad_fn is not None and not out.dim():
                 self.note_loss(func, args, kwargs, out)
             if type(placements[0]) is Mixed and not kind.writes:
-                self._summands.note(done, key)
+                self._summands.note(Performed(*op, data, states), key)
         return out
 
     def _is_term(self, name: str, data: list[Tensor], constants: list[Tensor]) -> bool:

@@ -23,6 +23,7 @@ from backpack.core.layout import (
     Layout,
     Mixed,
     Placement,
+    bits,
     conflict,
     has_bit,
     sample_numbers,
@@ -270,7 +271,7 @@ class Trial:
         for number in range(DRAWS):
             try:
                 one, zero = (self._draw(2 * number + k, integers) for k in (0, 1))
-                p, q = self._perform(one), self._perform(zero)
+                p, q = (self._perform(list(map(_copied, x))) for x in (one, zero))
                 if [x.shape for x in (*p, *q)] != [x.shape for x in (*outs, *outs)]:
                     why = "its shape depends on samples"
                     if single:
@@ -278,7 +279,7 @@ class Trial:
                     return [Mixed(f"{what} ({why})", False)] * len(outs), False
                 differ = list(map(_differs, p, q))
                 some = any(bool(x.any()) for x in differ)
-                for bit in range(max(1, (n - 1).bit_length()) if some else 0):
+                for bit in bits(n) if some else ():
                     mixture = self._perform(self._mixture(bit, one, zero))
                     for j, x in enumerate(mixture):
                         ones[j] |= _differs(x, q[j]).long() << bit
@@ -372,18 +373,17 @@ class Trial:
         return torch.cat([_dense(y.detach()).flatten().to(x) for y in same])
 
     def _mixture(self, bit: int, one: list[Any], zero: list[Any]) -> list[Any]:
-        """Take some samples from one list of operands, and the others from another."""
-        new = list(zero)
+        """Copy some samples from one list of operands, and the others from another."""
+        new = list(map(_copied, zero))
         for place, i in enumerate(self.numbers):
             if i is not None:
-                x = zero[place].clone()
+                x = new[place]
                 where = has_bit(i.to(x.device), bit)
-                new[place] = x.copy_(torch.where(where, one[place], x))
+                x.copy_(torch.where(where, one[place], x))
         return new
 
     def _perform(self, new: list[Any], seed: int = 0) -> list[Tensor]:
-        """Run the operation on copies of operands."""
-        new = list(map(_copied, new))
+        """Run the operation on copies of operands, which it may change."""
         with self._drawing():
             self._seed(seed)
             result = self.call(new)
@@ -449,7 +449,7 @@ class Trial:
         got = [_nowhere(out).long() for out in outs]
         unseen, shown = list(map(_nowhere, outs)), list(map(_nowhere, outs))
         mixed, hides = [False] * len(outs), False
-        for bit in range(max(1, (n - 1).bit_length())):
+        for bit in bits(n):
             halves = [partial(has_bit, bit=bit, value=value) for value in (1, 0)]
             ones, zeros = (changed(half, marks) for half in halves)
             for j, (p, q) in enumerate(zip(ones, zeros)):

@@ -129,7 +129,9 @@ def is_users(node: Node) -> bool:
     Returns:
         Whether it is.
     """
-    return is_function(node) and not node._forward_cls.__module__.startswith(_TRUSTED)
+    if not is_function(node):
+        return False
+    return not getattr(node, "_forward_cls", node).__module__.startswith(_TRUSTED)
 
 
 def check_linear(

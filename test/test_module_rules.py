@@ -543,14 +543,47 @@ def test_hmp(case: Case):
     assert_products(problem, "hmp", dense)
 
 
-def test_weight_norm_by_differences():
+class Shifted(Module):
+    """A normalization with a bias alone."""
+
+    def __init__(self, function: Callable[..., Tensor]):
+        """Store the function of data and bias."""
+        super().__init__()
+        self.function, self.bias = function, nn.Parameter(torch.rand(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize each sample."""
+        return self.function(x, self.bias)
+
+
+BY_DIFFERENCES: Dict[str, Callable[[], Module]] = {
+    "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
+    "layer-norm": lambda: Shifted(lambda x, b: F.layer_norm(x, [3], bias=b, eps=0.1)),
+    "layer-norm-by-position": lambda: Shifted(
+        lambda x, b: torch.layer_norm(x, [3], None, b, 0.1)
+    ),
+    "native-layer-norm": lambda: Shifted(
+        lambda x, b: torch.native_layer_norm(x, [3], None, b, 0.1)[0]
+    ),
+    "batch-norm": lambda: Shifted(
+        lambda x, b: F.batch_norm(x, torch.zeros_like(b), torch.ones_like(b), None, b)
+    ),
+    "instance-norm": lambda: Shifted(
+        lambda x, b: F.instance_norm(torch.stack([x, x.sin()], 2), bias=b, eps=0.1)[
+            ..., 0
+        ]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BY_DIFFERENCES)
+def test_by_differences(name: str):
     """The Hessian is that of finite differences, which autograd's is not."""
-    model = Sequential(
-        nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), nn.Tanh()
-    ).to(F64)
+    model = Sequential(BY_DIFFERENCES[name](), nn.Tanh(), nn.Linear(3, 3)).to(F64)
     X, y = torch.randn(N, 3, dtype=F64), torch.randint(3, (N,))
-    loss, v = nn.CrossEntropyLoss(), model[0].parametrizations.weight.original1
-    columns, eye = [], 1e-5 * torch.eye(9, dtype=F64).view(9, 3, 3)
+    loss, v = nn.CrossEntropyLoss(), list(model[0].parameters())[-1]
+    D = v.numel()
+    columns, eye = [], 1e-5 * torch.eye(D, dtype=F64).view(D, *v.shape)
     start = v.detach().clone()
     for step in eye:
         gradients = []
@@ -562,7 +595,7 @@ def test_weight_norm_by_differences():
     model, loss = extend(model), extend(loss)
     with backpack(HMP(), DiagHessian()):
         loss(model(X), y).backward()
-    dense, products = torch.stack(columns), v.hmp(eye * 1e5).view(9, 9)
+    dense, products = torch.stack(columns), v.hmp(eye * 1e5).view(D, D)
     torch.testing.assert_close(products, dense, atol=1e-7, rtol=1e-6)
     torch.testing.assert_close(v.diag_h.flatten(), dense.diag(), atol=1e-7, rtol=1e-6)
 

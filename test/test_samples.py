@@ -304,6 +304,12 @@ MOVES: Dict[str, Callable] = {  # of x [N, T, D]
     "constant-beside-each-sample": lambda m, x: torch.stack(
         [torch.hstack([z, m.p.expand_as(z)]) + m.g(m.f(z[:1])).sum() for z in x]
     ),
+    "as-many-rows-as-samples": lambda m, x: torch.stack(
+        [plain(m, torch.cat([z[:1], m.f.weight[: N - 1]])) for z in x]
+    ),
+    "block-of-each-sample": lambda m, x: torch.stack(
+        [torch.block_diag(z, m.f.weight[: N - 1]) for z in plain(m, x)[:, 0]]
+    ),
     "sums-of-numbers": lambda m, x: plain(m, x.nansum(1)) * x.nanmean(1),
     "larger-numbers": lambda m, x: torch.fmax(plain(m, x), x),
     "replaced-numbers": lambda m, x: plain(m, x.nan_to_num()).nan_to_num(),

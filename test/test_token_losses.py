@@ -557,6 +557,30 @@ def test_functions_inside(name: str, t: int) -> None:
     assert_right(computing(FUNCTIONS[name], t))
 
 
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="PyTorch 2.13")
+@pytest.mark.parametrize("t", LENGTHS)
+@pytest.mark.parametrize("options", [{}, {"reduction": "sum", "ignore_index": 1}])
+def test_function_with_a_layer_inside(options: Dict, t: int) -> None:
+    """A function of PyTorch that has a layer and the loss inside."""
+
+    def forward(m: Module, i: Tensor, inside: bool = False) -> Tensor:
+        h = m.body(i)
+        if not inside:
+            return F.linear(h, m.head)
+        y = labels(h).flatten()
+        return F.linear_cross_entropy(h.flatten(0, 1), m.head, y, **options)
+
+    row = Row(
+        lambda: Lambda(forward, body=body(), head=nn.Parameter(torch.randn(C, C))),
+        tokens(t),
+        objective=lambda f, _: F.cross_entropy(
+            f.flatten(0, 1), labels(f).flatten(), **options
+        ),
+        value=lambda m, _, X: m(*X, inside=True),
+    )
+    assert_right(row)
+
+
 NO_LOSSES: Dict[str, Callable[[Tensor], Tensor]] = {
     "exp": lambda f: F.mse_loss(f, real(f)).exp(),
     "root": lambda f: F.mse_loss(f, real(f)).sqrt(),

@@ -169,9 +169,11 @@ def simplify(numbers: Tensor, n: int, is_use: bool = False) -> Layout | Tensor |
     layouts, seen = list(_regular(numbers, n)), numbers[known].unique()
     if layouts and (n == 1 or len(layouts) == 1 < len(seen)):
         return layouts[0]
-    if not layouts or is_use and len(seen) == 1:
+    if is_use and len(seen) == 1:  # a single sample's, beside constants
+        numbers = seen[0].expand_as(numbers)
+    elif not layouts:
         numbers = _filled(numbers, n)
-        if not layouts and len(seen) == 1:  # a single sample's, beside constants
+        if len(seen) == 1:
             numbers = seen[0].expand_as(numbers)
     for axis in range(numbers.dim()):  # one number for a row, where it is possible
         first = numbers.narrow(axis, 0, 1)

@@ -76,7 +76,11 @@ def _without_overrides(func: FunctionType) -> Callable:
 # Functions in Python that parameters enter in several places
 _OPENED = {
     func: _without_overrides(func)
-    for func in (functional.multi_head_attention_forward,)
+    for func in (
+        functional.multi_head_attention_forward,
+        getattr(functional, "linear_cross_entropy", None),  # from PyTorch 2.13 on
+    )
+    if func is not None
 }
 
 KINDS: dict[Any, Kind] = {}  # of operations that have been seen

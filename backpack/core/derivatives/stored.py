@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
+import torch.nn.functional as F
 from torch import Generator, Tensor, enable_grad, float64
 from torch.func import functional_call
 from torch.nn import Module, Parameter
@@ -258,7 +259,7 @@ def checked(module: Layer, output: Any) -> Tensor:
 class _Repeating(TorchFunctionMode):
     """Notes whether operations draw from a generator that they are given.
 
-    PyTorch's second derivative of `_weight_norm` is wrong; that of the formula is not.
+    Those of which PyTorch's second derivative is wrong are spelled in another way.
     """
 
     drew = False
@@ -271,11 +272,39 @@ class _Repeating(TorchFunctionMode):
         self.drew = self.drew or any(
             isinstance(x, Generator) for x in (*args, *kwargs.values())
         )
-        return (_weight_norm if func is torch._weight_norm else func)(*args, **kwargs)
+        if func is torch._weight_norm:
+            return _weight_norm(*args, **kwargs)
+        if func in _NORMALIZATIONS:
+            args, kwargs = _with_weight(_NORMALIZATIONS[func], args, kwargs)
+        return func(*args, **kwargs)
 
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
+# The position of the weight, which the bias follows. Without a weight, PyTorch's second
+# derivative leaves the bias out.
+_NORMALIZATIONS: Dict[Any, int] = {
+    **dict.fromkeys((F.layer_norm, torch.layer_norm, torch.native_layer_norm), 2),
+    **dict.fromkeys((F.batch_norm, F.instance_norm), 3),
+    **dict.fromkeys((torch.batch_norm, torch.instance_norm), 1),
+    torch.native_batch_norm: 1,
+}
+
+
+def _with_weight(
+    position: int, args: Tuple[Any, ...], kwargs: Dict[str, Any]
+) -> Tuple[Tuple[Any, ...], Dict[str, Any]]:
+    """Give a normalization with a bias alone a weight of ones."""
+    weight, bias = (*args[position : position + 2], None, None)[:2]
+    weight, bias = kwargs.get("weight", weight), kwargs.get("bias", bias)
+    if weight is not None or bias is None:
+        return args, kwargs
+    weight = torch.ones_like(bias)
+    if len(args) > position:
+        return (*args[:position], weight, *args[position + 1 :]), kwargs
+    return args, {**kwargs, "weight": weight}
 
 
 # other ways to compute attention have one derivative only

@@ -165,6 +165,20 @@ OUTSIDE: Dict[str, Row] = {
         randn(D),
         predict=lambda m, X: (m(*X) * m[0].bias).tanh() @ m[2].weight + m[2].bias,
     ),
+    **{
+        f"of-each-sample-{name}": Row(
+            mlp,
+            randn(D),
+            objective=lambda f, _, reduce=reduce: reduce(f),
+            predict=lambda m, X: m(*X).square() - m[0].bias[:3].exp() * torch.ones(3),
+            quantities=FIRST_ORDER,
+        )
+        for name, reduce in {
+            "sum": lambda f: f.sum(),
+            "sums": lambda f: (-f - 1).sum() / N,
+            "rows": lambda f: f.sum(1).sum(),
+        }.items()
+    },
     "vmap": Row(
         lambda: Lambda(
             lambda m, x: torch.vmap(lambda z: m.w @ z.tanh())(m.f(x)),

@@ -381,8 +381,8 @@ def additive_terms(
     Args:
         roots: Where the backward pass begins.
         through_losses: Whether to look into extended losses. Default: ``False``.
-        of_numbers: Whether to go through any function of numbers there. Default:
-            ``True``.
+        of_numbers: Whether to go through any function of numbers there, and sums of
+            what samples may contribute each. Default: ``True``.
 
     Returns:
         Nodes of the terms, and those that add them up.
@@ -414,7 +414,8 @@ def additive_terms(
             single = is_mean or any(
                 e.owner.is_use and e.owner.adds_up for e in entries_of(node)
             )
-        if (name in _ADDITIVE or single or joins) and not is_loss:
+        adds = of_numbers or any(map(is_scalar, (node, *parents)))
+        if (name in _ADDITIVE and adds or single or joins) and not is_loss:
             passed.append(node)
             queue.extend(edges)
         else:

@@ -38,10 +38,11 @@ def note_unseen(inspection: Inspection, params: list[Tensor]) -> bool:
     queue = [node for node in seen if node in inspection.data_nodes]
     places: dict[Node, dict[int, None]] = {}  # which outputs somebody takes
     children: dict[Node, list[Node]] = {}
-    for child in inspection.data_nodes.intersection(inspection.nodes):
+    for child in inspection.nodes:
         for parent, number in child.next_functions:
             if parent is not None and not is_leaf(parent):
-                children.setdefault(parent, []).append(child)
+                if child in inspection.data_nodes:
+                    children.setdefault(parent, []).append(child)
                 places.setdefault(parent, {})[number] = None
     for edge in inspection.roots:
         places.setdefault(edge.node, {})[edge.output_nr] = None

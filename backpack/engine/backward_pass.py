@@ -118,8 +118,7 @@ class BackwardPass:
         """  # noqa: DAR401
         self.state, self.accumulates = current, accumulates
         self._separating = [x for x in current.active_exts if x.separates_samples]
-        # what has a graph will be differentiated: modules are needed once more
-        self._keeps_io = current.keeps_io or creates_graph
+        self._keeps_io = current.keeps_io or creates_graph  # which is differentiated
         self._keeps_graph = self._keeps_io or keeps_graph
         self._creates_graph = creates_graph
         # whether a call's turn is seen, even if extensions have nothing to do
@@ -253,6 +252,8 @@ class BackwardPass:
                 self.conclude()
                 failed = False
         finally:
+            for call in self.inspection.calls if failed else ():
+                call.release_all(keeps=True)
             self.finish()
             self.state.backward_pass, self.state.caller = self._outer
             self.report.failed |= failed
@@ -477,7 +478,7 @@ class BackwardPass:
         current, module = self.state, call.module
         self.report.met.add(id(module))
         with lock_of(module), Turn(call, self, g_out, entries) as turn:
-            call.store(raw=True)
+            call.store(in_turn=True)
             if call.is_loss:
                 self._meet_loss(turn)
             g_inp = (None,) * len(call.arguments)
@@ -511,7 +512,7 @@ class BackwardPass:
         finally:
             if self._keeps_io:
                 call.columns = {}
-                call.store(raw=False)
+                call.store(in_turn=False)
             else:
                 call.release(self._keeps_graph)
 

@@ -599,6 +599,27 @@ def test_functions_that_are_no_losses(name: str) -> None:
     assert_refused(row, "DiagGGNExact", "extended loss", (AssertionError,))
 
 
+@pytest.mark.parametrize("make", [nn.MSELoss, nn.SmoothL1Loss, nn.BCEWithLogitsLoss])
+def test_loss_modules_inside(make: Callable[[], Module]) -> None:
+    """A loss module whose values the prediction is computed from is a function."""
+
+    def forward(m: Module, i: Tensor) -> Tensor:
+        values = [[m.distance(z, p.expand_as(z)) for p in m.targets] for z in m.body(i)]
+        return m.head(torch.stack([torch.stack(row) for row in values]))
+
+    row = Row(
+        lambda: Lambda(
+            forward,
+            body=body(),
+            distance=make(),
+            targets=soft(torch.zeros(2, 1, C)).to(F64),
+            head=nn.Linear(2, 3),
+        ),
+        tokens(3),
+    )
+    assert_right(row)
+
+
 @pytest.mark.parametrize("function", ["binary_cross_entropy", "nll_loss", "kl_div"])
 def test_functions_of_probabilities(function: str) -> None:
     """Losses of what no longer is a score are right in first order."""

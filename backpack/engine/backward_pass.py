@@ -22,7 +22,7 @@ from backpack.core.layout import Layout
 from backpack.engine.check import Check, check_isolation
 from backpack.engine.coverage import MISSING_TERM, check_samples, terms_without_loss
 from backpack.engine.graph import describe, listen_below, will_run
-from backpack.engine.inspection import Inspection, additive_terms, is_term
+from backpack.engine.inspection import Inspection, is_term
 from backpack.engine.own_functions import OwnFunctions
 from backpack.engine.own_gradients import choose, hand_over
 from backpack.engine.parameters import (
@@ -71,7 +71,7 @@ class BackwardPass:
 
     Attributes:
         state: What is active.
-        met_loss: Whether a loss was met whose columns were pulled back.
+        losses: Those that were met, whose columns were pulled back.
         walked: Extensions that have passed quantities from module to module.
         saved_alone: Which extension has saved a value on which parameter that cannot be
             combined with that of another call.
@@ -126,7 +126,8 @@ class BackwardPass:
             current.debug or self._keeps_io or current.extension_hook is not no_op
         )
         self._check = Check(self) if current.check else None
-        self.met_loss, self._begins_with_one = False, begins_with_one and bool(roots)
+        self.losses: list[Call] = []
+        self._begins_with_one = begins_with_one and bool(roots)
         self.walked: set[Any] = set()
         self.saved_alone: set[tuple[Any, Parameter]] = set()
         exts = current.active_exts
@@ -550,9 +551,9 @@ class BackwardPass:
                 f"output, and {name_module(module)} has an output of shape "
                 f"{list(output.shape)}. Use reduction='mean' or reduction='sum'."
             )
-        if turn.call.is_function and self._is_inside(turn.call):
+        if self.inspection.is_inside(turn.call, self.losses):
             return
-        self.met_loss = True
+        self.losses.append(turn.call)
         if not turn.call.is_function:
             self._warn_of_factor(turn.call, g_out)
         self.pull_back.meet(turn, second_order)
@@ -570,11 +571,6 @@ class BackwardPass:
                 warn_user(message(MAYBE_MODIFIED, module=call.module))
         elif factor != 1.0:
             warn_user(message(MODIFIED_LOSS, module=call.module, factor=float(factor)))
-
-    def _is_inside(self, call: Call) -> bool:
-        """Tell whether more than a sum was made of a loss that a model has called."""
-        terms, _ = additive_terms(self.inspection.roots)
-        return self.inspection.calls[call] not in terms
 
 
 def begin_unannounced(current: State) -> None:

@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from backpack.core.layout import Mixed
+from backpack.core.table import GENERIC_LOSS, find_loss
 from backpack.engine.graph import (
     MEETING,
     TANGENT,
@@ -313,6 +314,23 @@ class Inspection:
     def allows_inputs(self) -> bool:
         """Whether ``backward(inputs=...)`` is possible; not with some checkpoints."""
         return "CheckpointFunctionBackward" not in self.names
+
+    def is_inside(self, loss: Any, later: Sequence[Any]) -> bool:
+        """Tell whether a loss is a part of what is differentiated, and no term of it.
+
+        Args:
+            loss: Call of the loss.
+            later: Calls of losses that come later in the forward pass.
+
+        Returns:
+            Whether more than a sum was made of it, if the model has called it as a
+            function; or whether a loss of PyTorch was computed from it.
+        """
+        node = self.calls[loss]
+        if loss.is_function:
+            return node not in additive_terms(self.roots)[0]
+        known = [x for x in later if find_loss(x.module) is not GENERIC_LOSS]
+        return node in walk([self.calls[x] for x in known])
 
     def coupling(self) -> Any:
         """Find a batch normalization that is not extended and couples samples.

@@ -310,7 +310,7 @@ class Turn:
         return subsample(columns, dim=1, subsampling=extension.get_subsampling())
 
     def _explain_missing(self, extension: Any) -> None:
-        if extension.walks_modules and self.backward_pass.met_loss:
+        if extension.walks_modules and self.backward_pass.losses:
             refuse_operation(extension, self.module)
         text = _text(extension, self.module)
         raise AssertionError(EXTEND_LOSS.format(**text))

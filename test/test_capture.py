@@ -553,6 +553,23 @@ def test_hook_may_delete(quantity: Callable):
 
 
 @pytest.mark.parametrize("quantity", IN_TURN)
+def test_hook_sees_gradients(quantity: Callable):
+    """Autograd has accumulated a layer's gradient when the hook runs."""
+    layers = [nn.Conv2d(2, 3, 2), nn.ReLU(), nn.Conv2d(3, 2, 2), nn.Flatten()]
+    model = extend(nn.Sequential(*layers, nn.Linear(2, 3)))
+    loss, seen = extend(nn.CrossEntropyLoss()), {}
+
+    def look(module: Module) -> None:
+        seen.update({p: p.grad.clone() for p in module.parameters(recurse=False)})
+
+    with backpack(quantity(), extension_hook=look):
+        loss(model(torch.rand(N, 2, 3, 3)), torch.tensor([0, 1, 1])).backward()
+    assert seen.keys() == set(model.parameters())
+    for param, gradient in seen.items():
+        assert torch.equal(gradient, param.grad)
+
+
+@pytest.mark.parametrize("quantity", IN_TURN)
 def test_hook_may_overwrite(quantity: Callable):
     """What the hook does to a field changes nothing else: it owns its memory."""
     layers = [nn.Conv2d(2, 3, 2), nn.ReLU(), nn.Conv2d(3, 2, 2), nn.Flatten()]

@@ -20,9 +20,14 @@ from torch.utils._pytree import tree_leaves
 
 from backpack.core.layout import Layout
 from backpack.engine.check import Check, check_isolation
-from backpack.engine.coverage import MISSING_TERM, check_samples, terms_without_loss
+from backpack.engine.coverage import (
+    MISSING_TERM,
+    check_samples,
+    terms_without_loss,
+    warn_of_factor,
+)
 from backpack.engine.graph import describe, listen_below, will_run
-from backpack.engine.inspection import Inspection, is_term
+from backpack.engine.inspection import Inspection
 from backpack.engine.own_functions import OwnFunctions
 from backpack.engine.own_gradients import choose, hand_over
 from backpack.engine.parameters import (
@@ -41,7 +46,7 @@ from backpack.engine.unseen import note_unseen
 from backpack.engine.user_hooks import guard_all
 from backpack.engine.uses import Entry, Use, listen
 from backpack.utils.errors import warn_user
-from backpack.utils.hooks import message, name_module, names_of, no_op
+from backpack.utils.hooks import name_module, names_of, no_op
 from backpack.utils.parallel import (
     is_parallel,
     is_shared,
@@ -49,21 +54,8 @@ from backpack.utils.parallel import (
     refuse_parts,
     unify,
 )
-from backpack.utils.state import UNANNOUNCED, State, keeps_graph, may_look
+from backpack.utils.state import UNANNOUNCED, State, keeps_graph
 from backpack.utils.types import kind, without_autocast
-
-MODIFIED_LOSS = (
-    "The loss was modified after {module}: the gradient at its output is {factor}, not "
-    "1. Second-order quantities contain this factor, and nothing else of what was done "
-    "to the loss. If they should not, run the backward pass from the loss module's "
-    "output itself."
-)
-MAYBE_MODIFIED = (
-    "The backward pass does not begin at the output of {module}. Second-order "
-    "quantities contain the gradient there, which would have to be waited for to be "
-    "named, and nothing else of what was done to the loss. If it is not 1 and should "
-    "be, run the backward pass from the loss module's output itself."
-)
 
 
 class BackwardPass:
@@ -127,6 +119,7 @@ class BackwardPass:
         )
         self._check = Check(self) if current.check else None
         self.losses: list[Call] = []
+        self._ending: list[Call] = []  # whose turns are over, but for the hook
         self._begins_with_one = begins_with_one and bool(roots)
         self.walked: set[Any] = set()
         self.saved_alone: set[tuple[Any, Parameter]] = set()
@@ -264,6 +257,7 @@ class BackwardPass:
 
     def conclude(self) -> None:
         """Save the values that need all parameters; none if one of them fails."""
+        self._call_hooks()
         exts = self.state.active_exts
         with torch.set_grad_enabled(self._creates_graph), without_autocast():
             values = [ext.conclude(self) if ext in self.kept else {} for ext in exts]
@@ -320,6 +314,8 @@ class BackwardPass:
             g_out: Gradients at its outputs.
             entries: What ends in the same node of the graph.
         """
+        if self._ending:
+            self._call_hooks()
         if not self._is_filtered:
             self._filter()
         with without_autocast():
@@ -503,19 +499,29 @@ class BackwardPass:
                 self._end(call)
 
     def _end(self, call: Call) -> None:
-        """End a call's turn: its parameters have their values."""
-        current, module = self.state, call.module
-        try:
+        """End a call's turn: its parameters have their values, but no gradients yet."""
+        if self._shows_calls:
+            self._ending.append(call)
+        else:
+            self._let_go(call)
+
+    def _call_hooks(self) -> None:
+        """Call the hook for turns that have ended: autograd has gone on since."""
+        current, ending, self._ending = self.state, self._ending, []
+        for call in ending:
             if current.debug:
-                print(f"[DEBUG] Running extension hook on {name_module(module)}")
-            if current.extension_hook is not no_op:
-                current.extension_hook(module)
-        finally:
-            if self._keeps_io:
-                call.columns = {}
-                call.store(in_turn=False)
-            else:
-                call.release(self._keeps_graph)
+                print(f"[DEBUG] Running extension hook on {name_module(call.module)}")
+            try:
+                current.extension_hook(call.module)
+            finally:
+                self._let_go(call)
+
+    def _let_go(self, call: Call) -> None:
+        if self._keeps_io:
+            call.columns = {}
+            call.store(in_turn=False)
+        else:
+            call.release(self._keeps_graph)
 
     def _has_nothing_to_do(self, call: Call) -> bool:
         """Tell whether a call's turn would change nothing: a quick answer."""
@@ -555,22 +561,8 @@ class BackwardPass:
             return
         self.losses.append(turn.call)
         if not turn.call.is_function:
-            self._warn_of_factor(turn.call, g_out)
+            warn_of_factor(self.inspection, turn.call, g_out, self._begins_with_one)
         self.pull_back.meet(turn, second_order)
-
-    def _begins_at(self, call: Call) -> bool:
-        """Tell whether all begins at a loss, where no hook changes the gradient."""
-        node = self.inspection.calls[call]
-        hooked = any(x._backward_hooks for x in call.tensors())
-        return not hooked and is_term(node, self.inspection.roots)
-
-    def _warn_of_factor(self, call: Call, factor: Tensor) -> None:
-        """Warn of a modified loss, where it is known, or likely."""
-        if not may_look(factor):
-            if not (self._begins_with_one and self._begins_at(call)):
-                warn_user(message(MAYBE_MODIFIED, module=call.module))
-        elif factor != 1.0:
-            warn_user(message(MODIFIED_LOSS, module=call.module, factor=float(factor)))
 
 
 def begin_unannounced(current: State) -> None:

@@ -32,6 +32,7 @@ from backpack.engine.inspection import (
     Inspection,
     additive_terms,
     is_sum,
+    is_term,
     tail_terms,
 )
 from backpack.engine.separable import is_separable
@@ -39,7 +40,8 @@ from backpack.engine.uses import Use, refuse
 from backpack.engine.vjp import is_function
 from backpack.utils.disable import PLAIN
 from backpack.utils.errors import warn_user
-from backpack.utils.hooks import EXTENDED, modules_in, names_of
+from backpack.utils.hooks import EXTENDED, message, modules_in, names_of
+from backpack.utils.state import may_look
 
 NOT_EXTENDED_BATCH_NORM = (
     "A {module} in training mode, which is not extended, couples the samples of the "
@@ -71,6 +73,18 @@ MISSING_TERM = (
     "Terms of the loss come from no extended loss module ({nodes}), so that their "
     "curvature is missing in second-order quantities. Compute them with loss modules, "
     "and extend these: `lossfunc = extend(lossfunc)`."
+)
+MODIFIED_LOSS = (
+    "The loss was modified after {module}: the gradient at its output is {factor}, not "
+    "1. Second-order quantities contain this factor, and nothing else of what was done "
+    "to the loss. If they should not, run the backward pass from the loss module's "
+    "output itself."
+)
+MAYBE_MODIFIED = (
+    "The backward pass does not begin at the output of {module}. Second-order "
+    "quantities contain the gradient there, which would have to be waited for to be "
+    "named, and nothing else of what was done to the loss. If it is not 1 and should "
+    "be, run the backward pass from the loss module's output itself."
 )
 REENTRANT = (
     "A part of the model runs inside `checkpoint(..., use_reentrant=True)`, which "
@@ -205,6 +219,28 @@ def terms_without_loss(inspection: Inspection) -> list[str]:
         if term not in losses
         and any(e.owner.is_use for node in walk([term]) for e in entries_of(node))
     ]
+
+
+def warn_of_factor(
+    inspection: Inspection, loss: Any, factor: Tensor, begins_with_one: bool
+) -> None:
+    """Warn of a modified loss, where it is known, or likely.
+
+    Args:
+        inspection: What the graph looks like.
+        loss: Call of the loss.
+        factor: Gradient at its output.
+        begins_with_one: Whether it is one where the backward pass begins.
+    """
+    if may_look(factor):
+        if factor != 1.0:
+            given = {"module": loss.module, "factor": float(factor)}
+            warn_user(message(MODIFIED_LOSS, **given))
+        return
+    hooked = any(x._backward_hooks for x in loss.tensors())
+    begins = is_term(inspection.calls[loss], inspection.roots)
+    if hooked or not (begins_with_one and begins):
+        warn_user(message(MAYBE_MODIFIED, module=loss.module))
 
 
 def leads_past_losses(inspection: Inspection) -> bool:

@@ -4,6 +4,7 @@ Rows of ``PASSES`` are backward passes: what they start from, which hooks there 
 what is frozen, and whether gradients are there already.
 """
 
+import warnings
 from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import pytest
@@ -432,3 +433,39 @@ def test_distributed_data_parallel():
         torch.distributed.destroy_process_group()
     for param, reference in zip(model.parameters(), plain.parameters()):
         assert_agrees(param.grad, 3 * reference.grad)
+
+
+@pytest.mark.parametrize("inputs", ["data", "with a gradient"])
+@pytest.mark.parametrize("net", [wide_net, sequence_net])
+def test_gradients_at_inputs(net: Callable, inputs: str):
+    """A user's rule gets what a full backward hook gets."""
+
+    class Looks(FirstOrderModuleExtension):
+        def weight(self, ext, module, g_inp, g_out, bpQuantities):  # noqa: N803
+            (seen[module],) = g_inp
+            assert len(g_inp) == 1 and g_inp[0] is seen[module]
+            return g_out[0].sum()
+
+    seen: Dict[Module, Optional[Tensor]] = {}
+    expected: Dict[Module, Optional[Tensor]] = {}
+    model = extend(net())
+    kinds = (nn.Linear, nn.Conv2d, nn.Conv1d)
+    ext = FirstOrderBackpropExtension("seen", {k: Looks(["weight"]) for k in kinds})
+    shape = SEQUENCES if net is sequence_net else (N, 2, 9, 9)
+    X = torch.rand(shape, dtype=F64, requires_grad=inputs != "data")
+    for module in model.modules():
+        if isinstance(module, kinds):
+            module.register_full_backward_hook(
+                lambda m, g_inp, g_out: expected.update({m: g_inp[0]})
+            )
+    value = model(X).square().sum()
+    with warnings.catch_warnings():  # of PyTorch, if no input needs a gradient
+        warnings.simplefilter("ignore")
+        with compute(ext):
+            value.backward()
+    assert seen.keys() == expected.keys() and len(seen) > 1
+    for module, gradient in seen.items():
+        if gradient is None:
+            assert expected[module] is None and inputs == "data"
+        else:
+            assert_agrees(gradient, expected[module], str(module))

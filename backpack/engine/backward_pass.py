@@ -41,7 +41,7 @@ from backpack.engine.pull_columns import PullColumns
 from backpack.engine.record import RELEASED, Call, clear_others, lock_of
 from backpack.engine.report import Report
 from backpack.engine.saved import explain_failure
-from backpack.engine.turn import Turn
+from backpack.engine.turn import InputGradients, Turn
 from backpack.engine.unseen import note_unseen
 from backpack.engine.user_hooks import guard_all
 from backpack.engine.uses import Entry, Use, listen
@@ -478,7 +478,8 @@ class BackwardPass:
             call.store(in_turn=True)
             if call.is_loss:
                 self._meet_loss(turn)
-            g_inp = (None,) * len(call.arguments)
+            node = self.inspection.calls[call]
+            g_inp = InputGradients(call, node, entries, g_out)
             for ext in current.active_exts:
                 if current.debug:
                     print(f"[DEBUG] Running extension {ext} on {name_module(module)}")

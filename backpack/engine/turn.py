@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
-from typing import Any, Iterator
+from typing import Any, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from backpack.core.derivatives.dropout import MASK
 from backpack.core.table import Row, find_row_or_generic, works_in_place
-from backpack.engine.graph import producing_calls, targets_below
+from backpack.engine.graph import producing_calls, shape_at, targets_below
 from backpack.engine.record import Call
 from backpack.engine.uses import Entry
 from backpack.engine.vjp import pull
@@ -395,3 +395,49 @@ def refuse_several_calls(extension: Any, module: Module) -> None:
 def _text(extension: Any, module: Module) -> dict[str, Any]:
     name, field = type(extension).__name__, extension.savefield
     return {"ext": name, "field": field, "module": module}
+
+
+class InputGradients(tuple):
+    """Gradients at a call's inputs, ``None`` where there is none.
+
+    They are computed when somebody looks at them, in the call's turn.
+    """
+
+    def __new__(
+        cls, call: Call, node: Node, entries: Sequence[Entry], g_out: Sequence[Any]
+    ) -> InputGradients:
+        """Store what they are computed from.
+
+        Args:
+            call: The call.
+            node: Node that produced its outputs.
+            entries: What ends there.
+            g_out: Gradients at its outputs.
+
+        Returns:
+            As many as the call has arguments.
+        """
+        own = super().__new__(cls, [None] * len(call.arguments))
+        own._call, own._given = call, []
+        for number, index, owner in entries:
+            if owner is call and g_out[index] is not None:
+                edge = GradientEdge(node, number)
+                own._given.append((edge, g_out[index].reshape(shape_at(edge))))
+        return own
+
+    @cached_property
+    def _values(self) -> list[Tensor | None]:
+        edges = self._call.input_edges
+        wanted = [edge for edge in edges if edge is not None]
+        found: Iterator[Tensor | None] = iter(())
+        if wanted and self._given:
+            outputs, g_out = zip(*self._given)
+            with state().pull(), without_hooks(self._call.tensors()):
+                found = iter(pull(outputs, wanted, g_out))
+        return [edge and next(found, None) for edge in edges]
+
+    def __iter__(self) -> Iterator[Tensor | None]:
+        return iter(self._values)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._values[place]

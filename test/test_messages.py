@@ -535,7 +535,7 @@ OPTIONS: Dict[str, Row] = {
             f"mc_samples must be a positive integer, got {value}",
             "mc_samples=1",
         )
-        for value in (0, -1, 1.5, True, None)
+        for value in (0, -1, 1.5, True, None, torch.tensor(0))
     },
     **{
         f"generator-{ext.__name__}": Row(
@@ -556,7 +556,8 @@ OPTIONS: Dict[str, Row] = {
             r"subsampling=\[0, 2\]",
         )
         for value in (
-            *(0, "01", [0.5], [True, False], torch.tensor(1), [[0, 1]]),
+            *(0, "01", b"01", [0.5], [True, 0], torch.tensor(1), [[0, 1]]),
+            *(torch.ones(2), torch.ones(2, 2, dtype=torch.bool)),
             slice(None, None, -1),
         )
     },
@@ -574,6 +575,16 @@ OPTIONS: Dict[str, Row] = {
         f"selects sample {-N - 1}, but the batch has {N} samples",
         f"below {N}",
     ),
+    **{
+        f"subsampling-mask-{len(mask)}": Row(
+            lambda mask=mask: run(mlp(), BatchGrad(subsampling=mask)),
+            IndexError,
+            "BatchGrad",
+            f"a mask of length {len(mask)}, but the batch has {N} samples",
+            "one entry for each",
+        )
+        for mask in ([True] * (N - 1), [True] + [False] * N)
+    },
     "class": Row(
         lambda: backpack(BatchGrad),
         ValueError,

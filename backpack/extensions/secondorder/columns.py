@@ -24,7 +24,7 @@ from backpack.utils.errors import (
     check_choice,
     check_generator,
 )
-from backpack.utils.subsampling import Selection, subsample
+from backpack.utils.subsampling import Selection, plain, subsample
 from backpack.utils.types import Grads, Layer, Randomness
 
 FISHER_TYPES = ("mc", "empirical")
@@ -75,6 +75,7 @@ class Source:
             ValueError: If an option is not one of those.
         """
         name = type(ext).__name__
+        mc_samples = plain(mc_samples)
         whole = isinstance(mc_samples, Integral) and not isinstance(mc_samples, bool)
         if not whole or mc_samples < 1:
             raise ValueError(

@@ -10,7 +10,7 @@ from functools import partial, wraps
 from inspect import signature
 from typing import Any, Callable, Dict
 
-from torch import Size, Tensor, empty
+from torch import Size, Tensor, empty, no_grad
 from torch.nn import Module
 
 from backpack.utils.hooks import message
@@ -341,7 +341,8 @@ def product(in_name: str, out_name: str) -> Callable[[Callable], Callable[..., T
     in_check, out_check = (partial(_check_like, name=x) for x in (in_name, out_name))
 
     def decorate(mat_prod: Callable) -> Callable[..., Tensor]:
-        checked = mat_prod_check_shapes(mat_prod, in_check, out_check)
+        # some rules multiply with parameters, others differentiate without a graph
+        checked = mat_prod_check_shapes(no_grad()(mat_prod), in_check, out_check)
         return _mat_prod_accept_vectors(checked, partial(_same_dim_as, name=in_name))
 
     return decorate

@@ -1902,6 +1902,22 @@ def test_coupled_data(exts: tuple, refused: bool) -> None:
     assert refused != hasattr(model.weight, "grad_batch")
 
 
+@pytest.mark.parametrize("pairs", [False, True])
+def test_normalized_data(pairs: bool) -> None:
+    """What is not extended normalizes rows of one sample, or of two."""
+    net, last = extend(nn.Linear(3, 3)), extend(nn.Linear(3, 2))
+    x, norm = torch.rand(4, 2, 3), nn.BatchNorm1d(3)
+
+    def action() -> None:
+        out = [norm(z.flatten(0, 1)) for z in net(x).split(1 + pairs)]
+        out = torch.stack(out).view(4, 2, 3)
+        with backpack(BatchL2Grad()):
+            last(out).sum().backward()
+
+    assert pairs == any("BatchNorm1d in training mode" in m for m in said(action))
+    assert pairs != hasattr(net.weight, "batch_l2")
+
+
 @pytest.mark.parametrize("function", [nn.MSELoss(), F.mse_loss])
 def test_coupled_output(function: Callable) -> None:
     """A batch normalization without parameters, behind all that have some."""

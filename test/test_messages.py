@@ -155,6 +155,21 @@ class Generated(Module):
         return x * self.layer(self.z)
 
 
+def without_gradient(ext: Any, where: str) -> None:
+    """Take a parameter for what a function does not differentiate."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        t = m.get_parameter(where).expand(len(x))
+        losses = F.cosine_embedding_loss(m.a(x), x, t, reduction="none")
+        return m.b(x) + losses[:, None]
+
+    model = Layers(forward)
+    model.inner = nn.Module()
+    owner, _, name = where.rpartition(".")
+    model.get_submodule(owner).register_parameter(name, nn.Parameter(torch.ones(())))
+    run(model, ext)
+
+
 def called_with_something_else() -> None:
     """Walk from module to module where these have got computed parameters."""
     model, loss = extend(mlp()), extend(nn.CrossEntropyLoss())
@@ -1298,6 +1313,17 @@ PASSES: Dict[str, Row] = {
         "a rule for its module, Misspelled, which saves nothing for it",
         "add its name to the rule's `params`, or correct the spelling",
     ),
+    **{
+        f"no-gradient-{ext.__name__}-{where}": Row(
+            lambda ext=ext, where=where: without_gradient(ext(), where),
+            UserWarning,
+            rf"\n- {re.escape(where)}: ",
+            ": the backward pass did not reach it",
+            "compute the loss from it, or freeze it",
+        )
+        for ext in (BatchGrad, DiagGGNExact)
+        for where in ("t", "inner.t")
+    },
     "called-with-something-else": Row(
         called_with_something_else,
         UserWarning,

@@ -1012,7 +1012,25 @@ SUBSAMPLINGS = {
     "slice-step": slice(None, None, 2),
     "from-the-end": [-1, 0],
     "twice": [1, 1],
+    "numpy": torch.tensor([3, 1]).numpy(),
+    "numpy-integers": list(torch.tensor([3, 1]).numpy()),
+    "mask": torch.tensor([True, False, False, True]),
+    "mask-list": [True, False, False, True],
+    "mask-none": [False] * 4,
+    "mask-numpy": torch.tensor([True, False, False, True]).numpy(),
+    "mask-numpy-list": list(torch.tensor([True, False, False, True]).numpy()),
 }
+
+
+@pytest.mark.parametrize("three", [torch.tensor(3), torch.tensor([3]).numpy()[0]])
+def test_integers(three: Any) -> None:
+    """What counts may be a tensor, or an integer of NumPy."""
+    counts = KFAC(mc_samples=three).source.mc_samples, BatchProjectGrad(three)
+    net, loss = extend(nn.Linear(4, 2)), extend(nn.MSELoss())
+    with backpack(counts[1]):
+        loss(net(torch.randn(N, 4)), torch.randn(N, 2)).backward()
+    assert counts[0] == 3 and type(counts[0]) is int
+    assert net.weight.grad_projected.shape == (N, 3, 3)
 
 
 @pytest.mark.parametrize("name", SUBSAMPLINGS)
@@ -1021,7 +1039,9 @@ def test_subsampling(model: str, name: str) -> None:
     """Any way to name samples selects them."""
     torch.manual_seed(0)
     picked = SUBSAMPLINGS[name]
-    index = picked if isinstance(picked, slice) else [int(n) for n in picked]
+    index = picked if isinstance(picked, slice) else torch.as_tensor(picked)
+    if name == "none":
+        index = picked
     net = {
         "linear": lambda: mlp(nn.Tanh()),
         "convolution": lambda: nn.Sequential(
@@ -1880,6 +1900,22 @@ def test_coupled_data(exts: tuple, refused: bool) -> None:
 
     assert any("BatchNorm1d in training mode" in m for m in said(action))
     assert refused != hasattr(model.weight, "grad_batch")
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_normalized_data(pairs: bool) -> None:
+    """What is not extended normalizes rows of one sample, or of two."""
+    net, last = extend(nn.Linear(3, 3)), extend(nn.Linear(3, 2))
+    x, norm = torch.rand(4, 2, 3), nn.BatchNorm1d(3)
+
+    def action() -> None:
+        out = [norm(z.flatten(0, 1)) for z in net(x).split(1 + pairs)]
+        out = torch.stack(out).view(4, 2, 3)
+        with backpack(BatchL2Grad()):
+            last(out).sum().backward()
+
+    assert pairs == any("BatchNorm1d in training mode" in m for m in said(action))
+    assert pairs != hasattr(net.weight, "batch_l2")
 
 
 @pytest.mark.parametrize("function", [nn.MSELoss(), F.mse_loss])

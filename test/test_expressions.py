@@ -122,6 +122,15 @@ POSITIONS = {
     "fourier": positions(
         lambda m, t: torch.fft.rfft(m.p[:t]).real @ m.q, **E, q=(2, 3)
     ),
+    "complex-parts": positions(  # of results whose rows have an odd length
+        lambda m, t: torch.cat(
+            [
+                torch.view_as_real(torch.fft.fft(m.p[0, :2])).reshape(-1),
+                m.p[:t].reshape(-1)[4:],
+            ]
+        ).view(t, 3),
+        **E,
+    ),
     "detached-part": positions(lambda m, t: m.p[:t] + m.p[:t].detach(), **E),
     "where": positions(
         lambda m, t: torch.where(m.p[:t] > 0, m.p[:t], 0.1 * m.p[:t]), **E

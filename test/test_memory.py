@@ -303,7 +303,7 @@ def test_graph_dies_with_the_loss(name: str, run: str):
                     value.backward(retain_graph=True)
         del value
         if run in ("no pass", "passes"):
-            memory_cleanup(model), memory_cleanup(loss)
+            memory_cleanup(nn.ModuleList([model, loss]))
         assert not any(call() for call in calls)
 
 
@@ -321,7 +321,7 @@ def test_graph_of_several_outputs_is_collected(run: str):
         with backpack(*make()):
             value.backward()
     else:
-        memory_cleanup(model), memory_cleanup(loss)
+        memory_cleanup(nn.ModuleList([model, loss]))
     del value
     gc.collect()
     assert not any(call() for call in calls)

@@ -155,6 +155,21 @@ class Generated(Module):
         return x * self.layer(self.z)
 
 
+def without_gradient(ext: Any, where: str) -> None:
+    """Take a parameter for what a function does not differentiate."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        t = m.get_parameter(where).expand(len(x))
+        losses = F.cosine_embedding_loss(m.a(x), x, t, reduction="none")
+        return m.b(x) + losses[:, None]
+
+    model = Layers(forward)
+    model.inner = nn.Module()
+    owner, _, name = where.rpartition(".")
+    model.get_submodule(owner).register_parameter(name, nn.Parameter(torch.ones(())))
+    run(model, ext)
+
+
 def called_with_something_else() -> None:
     """Walk from module to module where these have got computed parameters."""
     model, loss = extend(mlp()), extend(nn.CrossEntropyLoss())
@@ -535,7 +550,7 @@ OPTIONS: Dict[str, Row] = {
             f"mc_samples must be a positive integer, got {value}",
             "mc_samples=1",
         )
-        for value in (0, -1, 1.5, True, None)
+        for value in (0, -1, 1.5, True, None, torch.tensor(0))
     },
     **{
         f"generator-{ext.__name__}": Row(
@@ -556,7 +571,8 @@ OPTIONS: Dict[str, Row] = {
             r"subsampling=\[0, 2\]",
         )
         for value in (
-            *(0, "01", [0.5], [True, False], torch.tensor(1), [[0, 1]]),
+            *(0, "01", b"01", [0.5], [True, 0], torch.tensor(1), [[0, 1]]),
+            *(torch.ones(2), torch.ones(2, 2, dtype=torch.bool)),
             slice(None, None, -1),
         )
     },
@@ -574,6 +590,16 @@ OPTIONS: Dict[str, Row] = {
         f"selects sample {-N - 1}, but the batch has {N} samples",
         f"below {N}",
     ),
+    **{
+        f"subsampling-mask-{len(mask)}": Row(
+            lambda mask=mask: run(mlp(), BatchGrad(subsampling=mask)),
+            IndexError,
+            "BatchGrad",
+            f"a mask of length {len(mask)}, but the batch has {N} samples",
+            "one entry for each",
+        )
+        for mask in ([True] * (N - 1), [True] + [False] * N)
+    },
     "class": Row(
         lambda: backpack(BatchGrad),
         ValueError,
@@ -1287,6 +1313,17 @@ PASSES: Dict[str, Row] = {
         "a rule for its module, Misspelled, which saves nothing for it",
         "add its name to the rule's `params`, or correct the spelling",
     ),
+    **{
+        f"no-gradient-{ext.__name__}-{where}": Row(
+            lambda ext=ext, where=where: without_gradient(ext(), where),
+            UserWarning,
+            rf"\n- {re.escape(where)}: ",
+            ": the backward pass did not reach it",
+            "compute the loss from it, or freeze it",
+        )
+        for ext in (BatchGrad, DiagGGNExact)
+        for where in ("t", "inner.t")
+    },
     "called-with-something-else": Row(
         called_with_something_else,
         UserWarning,

@@ -913,7 +913,40 @@ NEAREST_ROWS = {
     for size in (0, 1)
 }
 
+BATCH_NORMS: Dict[str, Callable] = {  # in training mode, of each sample by itself
+    "function": lambda m, x: torch.stack(
+        [F.batch_norm(z, None, None, m.p, m.p.sin(), True) for z in plain(m, x)]
+    ),
+    "without-parameters": lambda m, x: plain(
+        m, torch.stack([F.batch_norm(z, None, None, training=True) for z in x])
+    ),
+    "module": lambda m, x: torch.stack([m.n(z) for z in plain(m, x)]),
+    "module-of-positions": lambda m, x: torch.stack([m.n(z.T[None])[0].T for z in x])
+    + plain(m, x),
+    "module-of-copies": lambda m, x: torch.stack(
+        [m.n(torch.stack([z.T, z.T.sin()])).sum(0).T for z in plain(m, x)]
+    ),
+    "samples-as-channels": lambda m, x: F.batch_norm(
+        plain(m, x).movedim(0, 1).flatten(1),
+        *(None, None, m.p.repeat(len(x)), m.p.repeat(len(x)), True),
+    )
+    .unflatten(1, (len(x), D))
+    .movedim(1, 0),
+    "samples-as-channels-of-one": lambda m, x: F.batch_norm(
+        plain(m, x).mT.reshape(1, -1, x.shape[1]),
+        *(None, None, m.p.repeat(len(x)), m.p.repeat(len(x)), True),
+    )
+    .view(len(x), D, -1)
+    .mT,
+}
 TABLES = {
+    "batch-norm": {
+        name: moving(
+            *(function, 3, D),
+            **({"n": lambda: nn.BatchNorm1d(D)} if "module" in name else {}),
+        )._replace(train=True)
+        for name, function in BATCH_NORMS.items()
+    },
     "input": INPUTS,
     "nearest": NEAREST_ROWS,
     "bags": BAGS,

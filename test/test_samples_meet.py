@@ -220,6 +220,22 @@ COUPLINGS: Dict[str, Tuple[Callable, str]] = {  # of x [N, D], and what is named
         )[0],
         r"batch_norm|BatchNorm",
     ),
+    "batch-norm-of-pairs": (
+        lambda m, x: torch.cat([m.n(pair) for pair in x.split(2)]),
+        r"batch.?norm",
+    ),
+    "batch-norm-of-pairs-function": (
+        lambda m, x: torch.cat(
+            [F.batch_norm(pair, None, None, training=True) for pair in x.split(2)]
+        ),
+        r"batch_norm|BatchNorm",
+    ),
+    "batch-norm-with-channels-of-pairs": (
+        lambda m, x: F.batch_norm(x.reshape(2, -1), None, None, training=True).view_as(
+            x
+        ),
+        r"batch_norm|BatchNorm",
+    ),
     "batch-norm-by-hand": (lambda m, x: m.h(x), r"mean|var"),
     "layer-norm-over-samples": (lambda m, x: F.layer_norm(x, x.shape), r"layer_norm"),
     "normalize-over-samples": (lambda m, x: F.normalize(x, dim=0), r"norm"),
@@ -329,6 +345,7 @@ def coupled(name: str) -> Row:
         "recurrent-over-samples": "r",
         "state": "r",
         "batch-norm": "n",
+        "batch-norm-of-pairs": "n",
         "batch-norm-by-hand": "h",
         "memory-that-mixes": "m",
     }.get(name)
@@ -355,6 +372,8 @@ SQUARE = (
 )
 BATCH_NORMS = (  # as in 1.7, a warning is enough
     *("batch-norm", "batch-norm-function", "batch-norm-of-an-exported-program"),
+    *("batch-norm-of-pairs", "batch-norm-of-pairs-function"),
+    "batch-norm-with-channels-of-pairs",
 )
 QUANTITIES = ["BatchGrad", "BatchL2Grad", "DiagGGNExact"]
 

@@ -40,7 +40,7 @@ from torch.nn import Module
 from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, disable, extend, extensions
-from backpack.engine import backward_pass
+from backpack.engine import coverage
 from backpack.extensions import BatchGrad, BatchJacobian
 
 N = 3
@@ -992,7 +992,7 @@ SUMS = (
 def test_factors_that_are_not_looked_at(row: str, monkeypatch: pytest.MonkeyPatch):
     """On a GPU, no warning follows where the graph says that a loss's factor is one."""
     combine, options, unknown = SUMS[row]
-    monkeypatch.setattr(backward_pass, "may_look", lambda x: False)
+    monkeypatch.setattr(coverage, "may_look", lambda x: False)
     model, loss, X, y = MLP.build()
     model, losses = extend(model), [extend(copy.deepcopy(loss)) for _ in range(2)]
     prediction = model(*X)

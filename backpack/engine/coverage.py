@@ -39,7 +39,7 @@ from backpack.engine.separable import is_separable
 from backpack.engine.uses import Use, refuse
 from backpack.engine.vjp import is_function
 from backpack.utils.disable import PLAIN
-from backpack.utils.errors import warn_user
+from backpack.utils.errors import batch_norm_raise_error_if_train, warn_user
 from backpack.utils.hooks import EXTENDED, message, modules_in, names_of
 from backpack.utils.state import may_look
 
@@ -159,6 +159,17 @@ def check_samples(
         raise NotImplementedError(OUTSIDE_USE.format(names=names))
     if separate:
         warn_user(SEPARATE_USE.format(names=describe(separate)))
+
+
+def check_batch_norm(turn: Any, raise_error: bool = True) -> None:
+    """Refuse, or warn about, a batch normalization that couples samples.
+
+    Args:
+        turn: Its call's turn.
+        raise_error: Whether to raise an error. A warning is issued otherwise.
+    """
+    if turn.call not in turn.backward_pass.inspection.separating:
+        batch_norm_raise_error_if_train(turn.module, raise_error)
 
 
 def _behind_uses(uses: Sequence[Use]) -> list[Tensor]:

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from backpack.core.layout import Mixed
+from backpack.core.layout import Layout, Mixed
 from backpack.core.table import GENERIC_LOSS, find_loss
+from backpack.engine.gaps import explain_place
 from backpack.engine.graph import (
     MEETING,
     TANGENT,
@@ -63,6 +64,8 @@ class Inspection:
         reached: The leaf tensors it reaches, and the nodes that use them past any use.
         meetings: Nodes at which samples have met.
         tangents: Nodes that computed tangents, in forward mode.
+        separating: Calls of batch normalizations that :meth:`coupling` has found to
+            normalize each sample by itself.
         nodes: All nodes, but those inside of uses.
     """
 
@@ -80,6 +83,7 @@ class Inspection:
         self.reached: dict[Tensor, list[Node]] = {}
         self.meetings: dict[Node, Mixed] = {}
         self.tangents: list[Node] = []
+        self.separating: set[Any] = set()
         self._stand_ins: dict[Node, int] = {}  # and when their use was over
         self._direct: dict[int, list[tuple[int, int]]] = {}  # by parameter
         self._functions: dict[Node, set[Any]] = {}  # and the places of their constants
@@ -341,18 +345,45 @@ class Inspection:
             What it is called, ``None`` if there is none.
         """
         names = {name for name in self.names if "BatchNorm" in name}
+        found = None
         for node in self.nodes if names else ():
             if type(node).__name__ not in names:
                 continue
             shape = node._input_metadata[0].shape
-            known = any(isinstance(e.owner.module, _BatchNorm) for e in calls_at(node))
             name = type(node).__name__
             kept = "train" if "BackwardBackward" in name else "training"
             trains = getattr(node, f"_saved_{kept}", "NoTraining" not in name)
+            owners = [entry.owner for entry in calls_at(node)]
+            calls = [call for call in owners if isinstance(call.module, _BatchNorm)]
             # InstanceNorm normalizes a batch of one
-            if trains and shape[0] > 1 and not known:
-                return f"BatchNorm{max(1, len(shape) - 2)}d"
-        return None
+            if not trains or not calls and (found or shape[0] == 1):
+                continue
+            if not _shares_channels(node):
+                self.separating.update(calls)
+            elif not calls:
+                found = f"BatchNorm{max(1, len(shape) - 2)}d"
+        return found
+
+
+def _shares_channels(node: Node) -> bool:
+    """Tell whether samples share a channel of what a node has normalized.
+
+    Args:
+        node: Node of a batch normalization.
+
+    Returns:
+        Whether they do, or might, as nobody knows where they are.
+    """
+    known = None if MEETING in node.metadata else explain_place(GradientEdge(node, 0))
+    if known is None or known.n < 2:
+        return True
+    if isinstance(known.placement, Layout):
+        return known.placement.axis != 1
+    if not isinstance(known.placement, Tensor):
+        return True
+    numbers = known.placement.expand(tuple(node._input_metadata[0].shape))
+    channels = numbers.movedim(1, 0).flatten(1)
+    return not bool((channels == channels[:, :1]).all())
 
 
 def _adds_up(node: Node, met: Mixed) -> bool:

@@ -200,6 +200,7 @@ class ParameterTurn:
             backward_pass: The backward pass that is running.
         """
         self.group, self.backward_pass = group, backward_pass
+        backward_pass.report.used.update(map(id, group.params))
         self._gradients: dict[Tensor, PerSample] | None = None
 
     def gradients(self) -> dict[Tensor, PerSample]:

@@ -68,6 +68,8 @@ class Report:
     Attributes:
         saved: Identities of extensions and the parameters on which they saved a value.
         reached: Identities of the leaf tensors that a backward pass reached.
+        used: Identities of those that entered an operation, from which a gradient need
+            not lead to them.
         met: Identities of the modules that had their turn.
         wanted: Identities of the trainable parameters of extended models.
         plain: Identities of extended modules without parameters, like losses.
@@ -80,6 +82,7 @@ class Report:
         """Start with nothing."""
         self.saved: set[tuple[int, int]] = set()
         self.reached: set[int] = set()
+        self.used: set[int] = set()
         self.met: set[int] = set()
         self.wanted: set[int] = set()
         self.plain: set[int] = set()
@@ -153,6 +156,7 @@ class Report:
         is_curvature = ext.expects_backpropagation_quantities()
         if is_curvature and id(module) in self.in_losses:
             return OF_LOSS.format(ext=type(ext).__name__)
+        is_seen = id(param) in self.used and not ext.walks_modules
         if id(module) in self.met:
             rule = ext.get_module_extension(module)
             if rule is None:
@@ -160,7 +164,11 @@ class Report:
             text = REPLACED if type(rule) is type(ext.default_rule) else NOT_IN_RULE
             if text is REPLACED and name in inputs_of_layers(root):
                 text = AS_INPUT
+            elif text is REPLACED and is_seen:
+                text = NOT_REACHED
             return text.format(ext=type(ext).__name__, rule=type(rule).__name__)
+        if is_seen:
+            return NOT_REACHED
         return NOT_RECORDED if is_hooked(module) else NO_HOOKS
 
 

@@ -98,7 +98,7 @@ def batched_vjp(
     pull_back = partial(pull, outputs, inputs, create_graph=torch.is_grad_enabled())
     with state().pull():
         if len(flat[0]) == 1:
-            rows = pull_back([x[0] for x in flat])
+            rows = pull_back([_by_itself(x[0]) for x in flat])
             found = [None if x is None else dense(x).unsqueeze(0) for x in rows]
         else:
             try:
@@ -179,10 +179,15 @@ def _combine(x: Tensor, scale: float) -> Tensor:
     return sum(map(mul, factors, x.sum(1, keepdim=True)))[None]
 
 
+def _by_itself(row: Tensor) -> Tensor:
+    """Copy a row that is no view of complex numbers: it begins in the midst of one."""
+    return row.clone() if row.storage_offset() % 2 else row
+
+
 def _one_by_one(
     pull_back: Callable, columns: Sequence[Tensor]
 ) -> List[Optional[Tensor]]:
-    rows = [pull_back(some) for some in zip(*columns)]
+    rows = [pull_back(list(map(_by_itself, some))) for some in zip(*columns)]
     found: List[Optional[Tensor]] = []
     for parts in zip(*rows):
         known = next((x for x in parts if x is not None), None)

@@ -2,13 +2,49 @@
 
 from contextlib import suppress
 from operator import index
-from typing import Any, List, Optional, Sequence, Union
+from typing import Any, List, Optional, Protocol, Sequence, Union
 
 from torch import Tensor
 
+
+class _Array(Protocol):
+    """A tensor, or an array of NumPy."""
+
+    def tolist(self) -> Any: ...
+
+
 # What users pass, and what it is stored as
-Selection = Union[Sequence[int], Tensor, slice, None]
+Selection = Union[Sequence[int], _Array, slice, None]
 Subsampling = Optional[Union[List[int], slice]]
+
+
+class Masked(List[int]):
+    """Indices of the samples that a mask selects.
+
+    Attributes:
+        size: Length of the mask.
+    """
+
+    def __init__(self, mask: Sequence[bool]):
+        """Find the samples.
+
+        Args:
+            mask: Whether each sample is selected.
+        """
+        super().__init__(n for n, is_selected in enumerate(mask) if is_selected)
+        self.size = len(mask)
+
+
+def plain(value: Any) -> Any:
+    """Make what a tensor or array of NumPy holds a number, or lists of numbers.
+
+    Args:
+        value: Anything.
+
+    Returns:
+        The numbers; anything else as it is.
+    """
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def subsample(tensor: Tensor, dim: int = 0, subsampling: Subsampling = None) -> Tensor:
@@ -51,7 +87,8 @@ def as_subsampling(name: str, subsampling: Selection) -> Subsampling:
 
     Args:
         name: Name of the extension.
-        subsampling: List, tuple, range or tensor of indices, a slice, or ``None``.
+        subsampling: List, tuple, range, tensor or array of NumPy, of indices or of
+            whether each sample is selected; a slice, or ``None``.
 
     Returns:
         List of indices, a slice, or ``None``.
@@ -59,18 +96,21 @@ def as_subsampling(name: str, subsampling: Selection) -> Subsampling:
     Raises:
         ValueError: If it is something else.
     """
-    values: Any = subsampling
+    values: Any = plain(subsampling)
     if values is None or isinstance(values, slice) and (values.step or 1) > 0:
         return values
-    if isinstance(subsampling, Tensor):
-        values = subsampling.tolist()
-    several = isinstance(values, Sequence) and not isinstance(values, (str, bytes))
-    if several and not any(isinstance(n, bool) for n in values):
-        with suppress(TypeError):
-            return list(map(index, values))
+    if isinstance(values, Sequence) and not isinstance(values, (str, bytes)):
+        values = [plain(n) for n in values]
+        are_masks = {isinstance(n, bool) for n in values}
+        if are_masks == {True}:
+            return Masked(values)
+        if are_masks <= {False}:
+            with suppress(TypeError):
+                return list(map(index, values))
     raise ValueError(
         f"{name}: subsampling must be None, or select samples by a list, tuple, "
-        f"range or tensor of integers, or by a slice that goes forward. Got "
+        f"range, tensor or array of integers, by a mask of booleans, or by a slice "
+        f"that goes forward. Got "
         f"{subsampling!r}. Pass indices, for instance subsampling=[0, 2]."
     )
 
@@ -84,10 +124,15 @@ def check_subsampling(name: str, subsampling: Subsampling, size: int) -> None:
         size: Number N of samples in the batch.
 
     Raises:
-        IndexError: If one does not.
+        IndexError: If one does not, or if a mask has another length.
     """
     if subsampling is None or isinstance(subsampling, slice):
         return
+    if isinstance(subsampling, Masked) and subsampling.size != size:
+        raise IndexError(
+            f"{name}: subsampling is a mask of length {subsampling.size}, but the "
+            f"batch has {size} samples. Pass one entry for each, or indices."
+        )
     outside = [n for n in subsampling if not -size <= n < size]
     if outside:
         raise IndexError(

@@ -87,6 +87,8 @@ class BaseDerivatives(ABC):  # noqa: B024
             Products (∂z/∂x)ᵀ v of shape ``[V, N, *in]``, or ``[N, *in]``.
         """
         module = self._restrict(module, subsampling)
+        if subsampling is not None and not mat.shape[1]:  # not all modules run on none
+            return mat.new_zeros(len(mat), *module.input0.shape)
         return self._jac_t_mat_prod(module, g_inp, g_out, mat)
 
     def _jac_t_mat_prod(

@@ -80,6 +80,9 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
             samples; without the axis ``V`` for a vector.
         """
         shape_check._check_like(mat, module, "output", subsampling=subsampling)
+        if subsampling is not None and not mat.shape[1]:  # not all modules run on none
+            shape = stored.find_parameter(module, param_str).shape
+            return mat.new_zeros(len(mat), *(() if sum_batch else (0,)), *shape)
         generic = partial(self._param_mjp, param_str)
         multiply = getattr(self, f"_{param_str}_jac_t_mat_prod", generic)
         options: Any = {"sum_batch": sum_batch, "subsampling": subsampling}

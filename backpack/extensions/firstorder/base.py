@@ -10,10 +10,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from backpack.core.per_sample.base import PerSample
 from backpack.core.table import LAYERS, REGISTERED
+from backpack.engine.coverage import check_batch_norm
+from backpack.engine.turn import current_turn
 from backpack.extensions.backprop_extension import FAIL_WARN, BackpropExtension
 from backpack.extensions.module_extension import ModuleExtension, ParameterRule
 from backpack.extensions.shards import shard_of
-from backpack.utils.errors import batch_norm_raise_error_if_train
 from backpack.utils.parallel import is_shared
 from backpack.utils.subsampling import Selection
 from backpack.utils.types import FailMode, Grads
@@ -66,7 +67,7 @@ class BuiltIn(FirstOrderModuleExtension):
         """
         if isinstance(module, _BatchNorm):
             refuse = extension.refuses_coupled_samples and module.training
-            batch_norm_raise_error_if_train(module, refuse)
+            check_batch_norm(current_turn(), refuse)
 
 
 _BUILT_IN = BuiltIn()

@@ -14,17 +14,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from backpack.core.derivatives.loss_base import as_option, split_columns
 from backpack.core.per_sample.base import PerSample
 from backpack.core.table import GENERIC, built_in, find_loss
+from backpack.engine.coverage import check_batch_norm
 from backpack.engine.turn import current_turn
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.secondorder import walk
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
-from backpack.utils.errors import (
-    batch_norm_raise_error_if_train,
-    check_choice,
-    check_generator,
-)
-from backpack.utils.subsampling import Selection, subsample
+from backpack.utils.errors import check_choice, check_generator
+from backpack.utils.subsampling import Selection, plain, subsample
 from backpack.utils.types import Grads, Layer, Randomness
 
 FISHER_TYPES = ("mc", "empirical")
@@ -75,6 +72,7 @@ class Source:
             ValueError: If an option is not one of those.
         """
         name = type(ext).__name__
+        mc_samples = plain(mc_samples)
         whole = isinstance(mc_samples, Integral) and not isinstance(mc_samples, bool)
         if not whole or mc_samples < 1:
             raise ValueError(
@@ -148,7 +146,7 @@ class ReduceColumns(ModuleExtension):
             g_out: Gradients at the outputs.
         """
         if isinstance(module, _BatchNorm):
-            batch_norm_raise_error_if_train(module)
+            check_batch_norm(current_turn())
         if extension.walks_modules:
             self._walk(extension, module, g_inp, g_out)
 

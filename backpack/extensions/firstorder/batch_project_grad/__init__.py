@@ -15,7 +15,7 @@ from backpack.extensions.firstorder.base import GradientReduction
 from backpack.extensions.shards import Piece
 from backpack.utils.errors import check_generator
 from backpack.utils.hooks import message
-from backpack.utils.subsampling import Selection
+from backpack.utils.subsampling import Selection, plain
 from backpack.utils.types import Randomness, accumulator_dtype
 
 Matrices = Union[Tensor, Sequence[Tensor]]
@@ -84,13 +84,13 @@ class BatchProjectGrad(GradientReduction):
         Raises:
             ValueError: If the projection or the generator is anything else.
         """
-        given: Any = projection
+        given: Any = plain(projection)
         is_number = isinstance(given, Integral) and not isinstance(given, bool)
         if not (isinstance(given, Mapping) or is_number and given > 0):
             raise ValueError(OTHER_PROJECTION.format(got=projection))
         check_generator(type(self).__name__, generator)
         super().__init__("grad_projected", subsampling=subsampling)
-        self._projection, self._generator = projection, generator
+        self._projection, self._generator = given, generator
         self._drawn: MutableMapping[Tensor, list[Tensor]] = WeakTensorKeyDictionary()
 
     def matrices(self, param: Tensor) -> list[Tensor]:
@@ -124,7 +124,7 @@ class BatchProjectGrad(GradientReduction):
 
     def _draw(self, size: int, param: Tensor) -> Tensor:
         """Draw a matrix ``[k, size]``."""
-        k, generator = int(self._projection), self._generator  # type: ignore[arg-type]
+        k, generator = int(self._projection), self._generator
         device = param.device if generator is None else generator.device
         dtype = accumulator_dtype(param.dtype)
         options: Any = {"generator": generator, "device": device, "dtype": dtype}

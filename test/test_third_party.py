@@ -19,6 +19,7 @@ from backpack.core.derivatives.conv1d import Conv1DDerivatives
 from backpack.core.derivatives.conv2d import Conv2DDerivatives
 from backpack.core.derivatives.elementwise import ElementwiseDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
+from backpack.core.linearization import PerInput
 from backpack.custom_module.branching import Parallel, SumModule
 from backpack.custom_module.pad import Pad
 from backpack.custom_module.scale_module import ScaleModule
@@ -694,6 +695,142 @@ def test_diagonal_building_block():
     """``DiagGGNBaseModule`` squares what ``SqrtGGNBaseModule`` multiplies."""
     for param in run(ASSEMBLED["mlp"](), Diagonal(), DiagGGNExact()).parameters():
         assert_agrees(param.gram, param.diag_ggn_exact)
+
+
+class Handed(ModuleExtension):
+    """Saves what arrives, and hands it on, or something else."""
+
+    def __init__(self, passes: Callable = lambda quantity: quantity):
+        """Store what is handed on; name the parameters."""
+        self.passes = passes
+        super().__init__(params=["weight", "bias"])
+
+    def weight(self, ext, module, g_inp, g_out, bpQuantities):  # noqa: N803
+        """Return what has arrived."""
+        ext.seen.append(bpQuantities)
+        return bpQuantities
+
+    bias = weight
+
+    def backpropagate(self, ext, module, g_inp, g_out, bpQuantities):  # noqa: N803
+        """Return what is handed on."""
+        return self.passes(bpQuantities)
+
+
+class Walk(SecondOrderBackpropExtension):
+    """A quantity of any type, which starts at the loss."""
+
+    def __init__(self, start: Any, merge: Callable, **passes: Callable):
+        """Store how quantities are merged, and what else than themselves is passed."""
+        self.merge, self.seen = merge, []
+        kinds = nn.CrossEntropyLoss, nn.Linear, nn.Tanh, SumModule
+        rules = {kind: Handed(passes.get(kind.__name__, lambda q: q)) for kind in kinds}
+        rules[nn.CrossEntropyLoss] = Handed(lambda _: start)
+        super().__init__("arrived", rules)
+
+    def accumulate_backpropagated_quantities(self, existing: Any, other: Any) -> Any:
+        """Merge."""
+        return self.merge(existing, other)
+
+
+def twice(inputs: int) -> Module:
+    """Sum what two linear layers return; or data, and what one of them returns."""
+
+    class Twice(Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+            self.sum, self.last = SumModule(), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            second = x if inputs == 1 else self.second(x)
+            return self.last(self.sum(second, self.first(x)))
+
+    return Twice()
+
+
+_START = torch.ones(2, dtype=F64)
+_ANY_TYPE: Dict[str, Any] = {
+    "list": [_START, 2 * _START],
+    "list-of-one": [_START],
+    "list-of-none": [None],
+    "empty-list": [],
+    "tuple": (_START, 2 * _START),
+    "nested": [[_START, None], (2 * _START,)],
+    "dictionary": {"matrices": [_START], "signs": [1]},
+    "tensor": _START,
+    "function": torch.sin,
+}
+
+
+@pytest.mark.parametrize("inputs", [0, 1, 2])
+@pytest.mark.parametrize("name", _ANY_TYPE)
+def test_quantities_of_any_type(name: str, inputs: int):
+    """What a rule returns goes to each of the module's inputs, as it is."""
+    start = _ANY_TYPE[name]
+    first = twice(inputs) if inputs else nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    case = problem(nn.Linear(3, 3), first, nn.Linear(3, 3))
+    if inputs == 1:
+        case = problem(first, nn.Linear(3, 3))
+        case[0][0].second.requires_grad_(False)
+    ext = Walk(start, lambda existing, other: existing)
+    run(case, ext)
+    assert len(ext.seen) == {0: 6, 1: 6, 2: 10}[inputs]
+    assert all(one is start for one in ext.seen)
+
+
+class ListOfColumns(Gram):
+    """The factor and its double, side by side."""
+
+    def __init__(self):
+        """Replace the rules of the loss and of linear layers."""
+        super().__init__()
+
+        class Start(losses.SqrtGGNCrossEntropyLoss):
+            def backpropagate(self, *args: Any) -> List[Tensor]:
+                columns = super().backpropagate(*args)
+                return [columns, 2 * columns]
+
+        class Products(LinearRule):
+            def products(self, *args: Any) -> Tensor:
+                *args, backproped = args
+                return torch.cat(
+                    [super(Products, self).products(*args, x) for x in backproped]
+                )
+
+        self.set_module_extension(nn.CrossEntropyLoss, Start(), overwrite=True)
+        self.set_module_extension(nn.Linear, Products(), overwrite=True)
+
+    def accumulate_backpropagated_quantities(self, existing: Any, other: Any) -> Any:
+        """Add one by one."""
+        return [a + b for a, b in zip(existing, other)]
+
+
+@pytest.mark.parametrize("name", ["mlp", "residual", "container"])
+def test_lists_of_columns(name: str):
+    """Rules of the building blocks multiply each entry of a list."""
+    for param in run(ASSEMBLED[name](), ListOfColumns(), SqrtGGNExact()).parameters():
+        columns = param.sqrt_ggn_exact
+        assert_agrees(param.gram, torch.cat([columns, 2 * columns]))
+
+
+@pytest.mark.parametrize(
+    "start, passes",
+    [
+        (_START, lambda q: [2 * q, 3 * q]),
+        (_START, lambda q: (2 * q, 3 * q)),
+        (_START, lambda q: PerInput([2 * q, 3 * q])),
+        ([_START, 1], lambda q: PerInput([[2 * q[0]], [3 * q[0]]])),
+    ],
+    ids=["list", "tuple", "per-input", "per-input-of-lists"],
+)
+def test_another_quantity_for_each_input(start: Any, passes: Callable):
+    """A rule for a module with several inputs may tell them apart."""
+    case = problem(twice(2), nn.Linear(3, 3))
+    model = run(case, Walk(start, None, SumModule=passes))[0]
+    for layer, factor in ((model.second, 2), (model.first, 3)):
+        arrived = layer.weight.arrived
+        assert_agrees(arrived[0] if type(start) is list else arrived, factor * _START)
 
 
 class Recursion(SecondOrderBackpropExtension):

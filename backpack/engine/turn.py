@@ -16,6 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves
 
 from backpack.core.derivatives.dropout import MASK
+from backpack.core.linearization import PerInput
 from backpack.core.table import Row, find_row_or_generic, works_in_place
 from backpack.engine.graph import producing_calls, targets_below
 from backpack.engine.record import Call
@@ -320,7 +321,7 @@ class Turn:
 
         Args:
             extension: The extension.
-            quantities: Quantity at the input; a list or tuple for several inputs.
+            quantities: Quantity at each of the inputs, one for all unless ``PerInput``.
 
         Raises:
             NotImplementedError: If an output is used several times, and the extension
@@ -328,10 +329,10 @@ class Turn:
         """
         if quantities is None:
             return
-        several = isinstance(quantities, (list, tuple))
-        quantities = list(quantities) if several else [quantities]
         for position, before in self.producers(extension).items():
-            quantity = quantities[position] if position < len(quantities) else None
+            quantity = quantities
+            if isinstance(quantities, PerInput):
+                quantity = quantities[position] if position < len(quantities) else None
             if quantity is not None:
                 accumulate = extension.accumulate_backpropagated_quantities
                 try:

@@ -36,6 +36,7 @@ from backpack.extensions import (
     DiagHessian,
     SqrtGGNExact,
 )
+from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.curvmatprod.ggnmp.batchnorm1d import GGNMPBatchNorm1d
 from backpack.extensions.curvmatprod.hmp import HMPBase
 from backpack.extensions.curvmatprod.hmp.batchnorm1d import HMPBatchNorm1d
@@ -717,7 +718,7 @@ class Handed(ModuleExtension):
         return self.passes(bpQuantities)
 
 
-class Walk(SecondOrderBackpropExtension):
+class AnyQuantity:
     """A quantity of any type, which starts at the loss."""
 
     def __init__(self, start: Any, merge: Callable, **passes: Callable):
@@ -731,6 +732,22 @@ class Walk(SecondOrderBackpropExtension):
     def accumulate_backpropagated_quantities(self, existing: Any, other: Any) -> Any:
         """Merge."""
         return self.merge(existing, other)
+
+    def expects_backpropagation_quantities(self) -> bool:
+        """Tell that there is something to wait for."""
+        return True
+
+
+class Walk(AnyQuantity, SecondOrderBackpropExtension):
+    """An extension of second order."""
+
+
+class WalkOfAnyOrder(AnyQuantity, BackpropExtension):
+    """An extension from the base class of all of them."""
+
+
+class WalkOfFirstOrder(AnyQuantity, FirstOrderBackpropExtension):
+    """An extension of first order that waits for a quantity all the same."""
 
 
 def twice(inputs: int) -> Module:
@@ -777,6 +794,18 @@ def test_quantities_of_any_type(name: str, inputs: int):
     run(case, ext)
     assert len(ext.seen) == {0: 6, 1: 6, 2: 10}[inputs]
     assert all(one is start for one in ext.seen)
+
+
+@pytest.mark.parametrize("base", [Walk, WalkOfAnyOrder, WalkOfFirstOrder])
+def test_whoever_expects_a_quantity_gets_it(base: Callable):
+    """It walks from module to module, whichever base class an extension has."""
+    parts = nn.Linear(3, 3), Parallel(nn.Tanh(), nn.Linear(3, 3)), nn.Linear(3, 3)
+    case = problem(Container(*parts))
+    ext = base(torch.ones(1, dtype=F64), torch.add)
+    model = run(case, ext, BatchGrad(), DiagGGNExact())
+    paths = [int(p.arrived) for p in model.parameters()]
+    assert paths == [2, 2, 1, 1, 1, 1] and hasattr(parts[0].weight, "diag_ggn_exact")
+    assert not ext.saved_quantities._saved_quantities
 
 
 class ListOfColumns(Gram):

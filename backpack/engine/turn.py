@@ -208,6 +208,11 @@ class Turn:
         """The rule for the call."""
         return find_row_or_generic(self.call)
 
+    @property
+    def only_arranges(self) -> bool:
+        """Whether the call only called others, which come later."""
+        return self.call.is_transparent and not self.parameters()
+
     def parameters(self) -> list[tuple[str, Parameter]]:
         """List the parameters that this call is responsible for.
 

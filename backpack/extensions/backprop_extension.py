@@ -43,7 +43,6 @@ class BackpropExtension(ABC):  # noqa: B024
         adds_up_from: From this number of positions on that share a parameter, its
             individual gradients are formed and cheap to add up; ``None`` for never.
         pulls_columns: Whether it reduces columns that losses pull back.
-        walks_modules: Whether quantities go from module to module.
         takes_rules: Whether a user may register what to do on a class of modules.
         replaces_gradient: Whether what it computes is accumulated in ``.grad``, instead
             of the gradient.
@@ -64,7 +63,6 @@ class BackpropExtension(ABC):  # noqa: B024
     keeps_io = False
     pulls_columns = False
     adds_up_from: int | None = None
-    walks_modules = False
     takes_rules = True
     replaces_gradient = False
     separates_samples = False
@@ -190,6 +188,11 @@ class BackpropExtension(ABC):  # noqa: B024
         """
         check_subsampling(type(self).__name__, self._subsampling, size)
 
+    @property
+    def walks_modules(self) -> bool:
+        """Whether quantities go from module to module: they come from nowhere else."""
+        return self.expects_backpropagation_quantities() and not self.pulls_columns
+
     def runs_on(self, call: Any) -> bool:
         """Tell whether there is anything to do on a call.
 
@@ -291,10 +294,10 @@ class BackpropExtension(ABC):  # noqa: B024
         if shard is not None and current_turn().call.is_loss:
             shard.meet(current_turn())
         extension = self.get_module_extension(module)
-        if extension is None:
-            self._on_unknown(module)
-        else:
+        if extension is not None:
             extension(self, module, g_inp, g_out)
+        elif not (self.walks_modules and current_turn().only_arranges):
+            self._on_unknown(module)
 
     def _on_unknown(self, module: Layer) -> None:
         """Handle a module for which nothing is registered.

@@ -808,6 +808,46 @@ def test_whoever_expects_a_quantity_gets_it(base: Callable):
     assert not ext.saved_quantities._saved_quantities
 
 
+_NO_RULE, _NOTHING = "it has no module extension", "its module extension returned none"
+
+
+@pytest.mark.parametrize("base", [Walk, WalkOfAnyOrder])
+@pytest.mark.parametrize(
+    "model, fail_mode, passes, names",
+    [
+        (nn.ReLU(), "SILENT", {}, ["0", "ReLU", _NO_RULE]),
+        (nn.ReLU(), "WARNING", {}, ["0", "ReLU", _NO_RULE]),
+        (nn.ReLU(inplace=True), "SILENT", {}, ["0", "ReLU", _NO_RULE]),
+        (Sequential(nn.ReLU(), nn.ELU()), "SILENT", {}, ["0", "ReLU", _NO_RULE]),
+        (Sequential(nn.Tanh(), nn.ELU()), "SILENT", {}, ["1.0", "ELU", _NO_RULE]),
+        (nn.Tanh(), "ERROR", {"Tanh": lambda q: None}, ["0", "Tanh", _NOTHING]),
+        (
+            twice(2),
+            "ERROR",
+            {"SumModule": lambda q: [q, None]},
+            ["1.first", "SumModule", _NOTHING],
+        ),
+    ],
+    ids=["silent", "warning", "in-place", "two", "above", "none", "one-of-two"],
+)
+def test_nothing_was_passed_on(
+    model: Module, fail_mode: str, passes: Dict, names: List[str], base: Callable
+):
+    """The module that waits for a quantity is named, and the one that has none."""
+    name, consumer, reason = names
+    case = problem(nn.Linear(3, 3), model)
+    ext = base(_START, torch.add, **passes)
+    ext._fail_mode = fail_mode
+    with pytest.raises(NotImplementedError) as error, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run(case, ext)
+    assert isinstance(error.value, AssertionError)  # as in 1.7
+    waiting, _, passing = str(error.value).partition(", because ")
+    assert f"('{name}' of Sequential)" in waiting and passing.startswith(consumer)
+    assert reason in passing and f"set_module_extension({consumer}, " in passing
+    assert not ext.saved_quantities._saved_quantities
+
+
 class ListOfColumns(Gram):
     """The factor and its double, side by side."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
+from itertools import chain
 from typing import Any, Iterator
 
 import torch
@@ -42,6 +43,12 @@ NOT_A_CHAIN = (
     "of {module} is not an extended module with a rule for it, but an operation in "
     "between. {advice}"
 )
+NOTHING_PASSED = (
+    "{ext} (field '{field}') has no quantity at the output of {module}, because "
+    "{consumer}, which takes it as input, passes none on: {reason}. Register a module "
+    "extension with `set_module_extension({cls}, ...)`, whose `backpropagate` returns "
+    "the quantity at the input."
+)
 CONVERT = (
     "Use `extend(model, use_converter=True)`, which turns operations into modules, or "
     "write the model with modules only."
@@ -60,6 +67,10 @@ SAVED_TWICE = (
     "{module} takes part in several calls in this backward pass. Give each call a "
     "module of its own."
 )
+
+
+class NoQuantity(NotImplementedError, AssertionError):
+    """Nothing was passed on to a module that needs it; the latter is that of 1.7."""
 
 
 class _Current(threading.local):
@@ -316,9 +327,16 @@ class Turn:
         return subsample(columns, dim=1, subsampling=extension.get_subsampling())
 
     def _explain_missing(self, extension: Any) -> None:
+        text = _text(extension, self.module)
+        consumer = self.backward_pass.kept.get((extension, self.call))
+        if consumer is not None:
+            reason = "its module extension returned none"
+            if extension.get_module_extension(consumer) is None:
+                reason = "it has no module extension"
+            text.update(consumer=consumer, cls=type(consumer).__name__, reason=reason)
+            raise NoQuantity(message(NOTHING_PASSED, **text))
         if extension.walks_modules and self.backward_pass.met_loss:
             refuse_operation(extension, self.module)
-        text = _text(extension, self.module)
         raise AssertionError(EXTEND_LOSS.format(**text))
 
     def pass_on(self, extension: Any, quantities: Any) -> None:
@@ -326,19 +344,26 @@ class Turn:
 
         Args:
             extension: The extension.
-            quantities: Quantity at each of the inputs, one for all unless ``PerInput``.
+            quantities: Quantity at each of the inputs, one for all unless ``PerInput``;
+                ``None`` for none, which is named where one is missing.
 
         Raises:
             NotImplementedError: If an output is used several times, and the extension
                 does not say how that combines.
         """
         if quantities is None:
+            edges = [edge for edge in self.call.input_edges if edge is not None]
+            edges += chain(*self.call.edges_before.values())
+            for entry in chain(*map(producing_calls, edges)):
+                self.backward_pass.kept[extension, entry.owner] = self.module
             return
         for position, before in self.producers(extension).items():
             quantity = quantities
             if isinstance(quantities, PerInput):
                 quantity = quantities[position] if position < len(quantities) else None
-            if quantity is not None:
+            if quantity is None:
+                self.backward_pass.kept[extension, before] = self.module
+            else:
                 accumulate = extension.accumulate_backpropagated_quantities
                 try:
                     extension.saved_quantities.save_quantity(
@@ -381,7 +406,7 @@ def refuse_operation(extension: Any, module: Module) -> None:
     ]
     advice = IS_CONVERTED if module in converted else CONVERT
     text = {**_text(extension, module), "advice": advice}
-    raise NotImplementedError(message(NOT_A_CHAIN, **text))
+    raise NoQuantity(message(NOT_A_CHAIN, **text))
 
 
 def refuse_several_calls(extension: Any, module: Module) -> None:

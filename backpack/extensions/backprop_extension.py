@@ -298,6 +298,8 @@ class BackpropExtension(ABC):  # noqa: B024
             extension(self, module, g_inp, g_out)
         elif not (self.walks_modules and current_turn().only_arranges):
             self._on_unknown(module)
+            if self.walks_modules:
+                current_turn().pass_on(self, None)
 
     def _on_unknown(self, module: Layer) -> None:
         """Handle a module for which nothing is registered.

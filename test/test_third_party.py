@@ -1,6 +1,7 @@
 """Extensions as an outside library writes them, from promised building blocks only."""
 
 import warnings
+from copy import deepcopy
 from functools import partial
 from math import prod
 from typing import Any, Callable, Dict, List, Optional, Tuple, Type
@@ -12,7 +13,7 @@ from oracle import assert_agrees, oracle
 from torch import Tensor, nn
 from torch.nn import Module, Parameter, Sequential
 
-from backpack import backpack, extend
+from backpack import backpack, extend, hook_run_extensions, hook_store_io
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
 from backpack.core.derivatives.batchnorm_nd import BatchNormNdDerivatives
 from backpack.core.derivatives.conv1d import Conv1DDerivatives
@@ -30,11 +31,14 @@ from backpack.extensions import (
     KFLR,
     KFRA,
     BatchDiagGGNExact,
+    BatchDotGrad,
     BatchGrad,
     BatchL2Grad,
+    ClippedGrad,
     DiagGGNExact,
     DiagHessian,
     SqrtGGNExact,
+    Variance,
 )
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.curvmatprod.ggnmp.batchnorm1d import GGNMPBatchNorm1d
@@ -251,6 +255,94 @@ def test_first_order_building_blocks(quantity: str):
     expected = oracle(quantity, *case)
     for name, param in run(case, Assembled()).named_parameters():
         assert_agrees(param.assembled, expected[name], name)
+
+
+def by_call(module: Module, x: Tensor, g: Tensor, ext: Any) -> None:
+    """Call the extension on an extended module."""
+    extend(module)(x)
+    ext(module, (None,), (g,))
+    assert hasattr(module, "input0")
+
+
+def by_functions(module: Module, x: Tensor, g: Tensor, ext: Any) -> None:
+    """Do by hand what hooks do."""
+    output, seen = module(x), []
+    output = output if isinstance(output, tuple) else (output,)
+    assert hook_store_io(module, (x,), output) is None
+    assert module.input0.equal(x) and module.output.equal(output[0])
+    with backpack(ext, extension_hook=seen.append):
+        hook_run_extensions(module, (None,), (g,))
+    assert seen == [module] and not hasattr(module, "input0")
+
+
+def by_hooks(module: Module, x: Tensor, g: Tensor, ext: Any) -> None:
+    """Register the functions as hooks, in place of extending the module."""
+    module.register_forward_hook(hook_store_io)
+    module.register_full_backward_hook(hook_run_extensions)
+    output = module(x.requires_grad_() if x.is_floating_point() else x)
+    with backpack(ext):
+        (output[0] if isinstance(output, tuple) else output).backward(g)
+
+
+BY_HAND: Dict[str, Callable] = {
+    "BatchGrad": BatchGrad,
+    "BatchGrad-some": partial(BatchGrad, subsampling=[2, 0]),
+    "BatchL2Grad": BatchL2Grad,
+    "Variance": Variance,
+    "BatchDotGrad": BatchDotGrad,
+    "own": Norms,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("way", [by_call, by_functions, by_hooks])
+@pytest.mark.parametrize("ext", BY_HAND)
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Linear(3, 2),
+        nn.Conv2d(3, 2, 1),
+        nn.Embedding(4, 2),
+        nn.LayerNorm(3),
+        nn.BatchNorm1d(3).eval(),
+        nn.LSTM(3, 2, batch_first=True),
+        Stretch(3),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_first_order_by_hand(layer: Module, ext: str, way: Callable):
+    """Extensions run outside of a backward pass, too, or on what is not extended."""
+    if ext == "own" and not isinstance(layer, (nn.Linear, Stretch)):
+        return
+    shape = {nn.Conv2d: (3, 2, 2), nn.LSTM: (5, 3)}.get(type(layer), (3,))
+    x = torch.randn(N, *shape, dtype=F64)
+    if isinstance(layer, nn.Embedding):
+        x = torch.randint(4, (N, 5))
+    layer, expected = deepcopy(layer).to(F64), extend(deepcopy(layer).to(F64))
+    output = expected(x)
+    output = output[0] if isinstance(output, tuple) else output
+    g = torch.randn_like(output)
+    with backpack(BY_HAND[ext]()):
+        output.backward(g)
+    way(layer, x, g, BY_HAND[ext]())
+    field = BY_HAND[ext]().savefield
+    for param, other in zip(layer.parameters(), expected.parameters()):
+        assert_agrees(getattr(param, field), getattr(other, field))
+
+
+@pytest.mark.parametrize("ext", [ClippedGrad(1.0), DiagGGNExact(), DiagHessian()])
+def test_what_needs_more_than_a_module_is_not_run_by_hand(ext: Any):
+    """Nor what has not been called; the error says what to do."""
+    layer = nn.Linear(3, 2)
+    g = layer(torch.ones(N, 3))
+    for unknown in (layer, nn.ReLU()):
+        with pytest.raises(RuntimeError, match="hook_store_io"):
+            BatchGrad()(unknown, (None,), (g,))
+    extend(layer)(torch.ones(N, 3))
+    with pytest.raises(RuntimeError, match="hook_store_io"):
+        BatchGrad()(layer, (None,), (g[:1],))
+    with pytest.raises(RuntimeError, match="Run a backward pass"):
+        ext(layer, (None,), (g,))
 
 
 # Second order, with ``backpropagate``

@@ -97,6 +97,18 @@ def current_turn() -> Turn:
     return _CURRENT.turn
 
 
+def is_turn_of(module: Module) -> bool:
+    """Tell whether a module has its turn.
+
+    Args:
+        module: The module.
+
+    Returns:
+        Whether it does; if not, an extension that runs on it was called by hand.
+    """
+    return _CURRENT.turn is not None and _CURRENT.turn.module is module
+
+
 def loss_scale(module: Module, factor: Tensor) -> Tensor:
     """Return what the columns of a loss that was scaled have to be multiplied by.
 

@@ -22,6 +22,7 @@ from backpack import extensions
 from backpack.compiled import CompiledStep
 from backpack.context import CTX
 from backpack.converter.convert import convert_module_to_backpack
+from backpack.core.derivatives.generic import tensor_outputs
 from backpack.engine.backward_pass import BackwardPass
 from backpack.engine.functions import is_of_inputs
 from backpack.engine.graph import root_edges
@@ -32,7 +33,7 @@ from backpack.engine.hooks import (
     leave_call,
     scriptable,
 )
-from backpack.engine.record import clear_stored
+from backpack.engine.record import Call, clear_stored
 from backpack.engine.report import Report
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.summary import summary
@@ -456,24 +457,32 @@ def hook_store_io(
 ) -> None:
     """Record a call by hand: a forward hook without keyword arguments.
 
+    It sets ``input0``, ``input1``, ..., ``output``, if gradients are enabled.
+
     Args:
         module: The module that was called.
         input: Its positional arguments.
         output: Its output.
     """
-    leave_call(module, input, {}, output)
+    if torch.is_grad_enabled() and disable.should_store_io():
+        call = Call(module)
+        call.finish(module, input, {}, tensor_outputs(output), [], {})
+        call.store(in_turn=False)
 
 
 def hook_run_extensions(module: Module, g_inp: Grads, g_out: Grads) -> None:
-    """Run the active extensions on a module by hand.
+    """Run the active extensions, of first order, on a module by hand; then the hook.
 
     Args:
-        module: The module, with its ``input0``, ``output``.
+        module: The module, with its ``input0``, ``output``, which are dropped.
         g_inp: Gradients at its inputs.
         g_out: Gradients at its outputs.
     """
     for ext in CTX.get_active_exts():
         ext(module, g_inp, g_out)
+    CTX.get_extension_hook()(module)
+    if not state().keeps_io:
+        clear_stored(module)
 
 
 def memory_cleanup(module: Module) -> None:

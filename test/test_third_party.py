@@ -1,6 +1,7 @@
 """Extensions as an outside library writes them, from promised building blocks only."""
 
 import warnings
+from copy import deepcopy
 from functools import partial
 from math import prod
 from typing import Any, Callable, Dict, List, Optional, Tuple, Type
@@ -12,13 +13,14 @@ from oracle import assert_agrees, oracle
 from torch import Tensor, nn
 from torch.nn import Module, Parameter, Sequential
 
-from backpack import backpack, extend
+from backpack import backpack, extend, hook_run_extensions, hook_store_io
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
 from backpack.core.derivatives.batchnorm_nd import BatchNormNdDerivatives
 from backpack.core.derivatives.conv1d import Conv1DDerivatives
 from backpack.core.derivatives.conv2d import Conv2DDerivatives
 from backpack.core.derivatives.elementwise import ElementwiseDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
+from backpack.core.linearization import PerInput
 from backpack.custom_module.branching import Parallel, SumModule
 from backpack.custom_module.pad import Pad
 from backpack.custom_module.scale_module import ScaleModule
@@ -29,12 +31,16 @@ from backpack.extensions import (
     KFLR,
     KFRA,
     BatchDiagGGNExact,
+    BatchDotGrad,
     BatchGrad,
     BatchL2Grad,
+    ClippedGrad,
     DiagGGNExact,
     DiagHessian,
     SqrtGGNExact,
+    Variance,
 )
+from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.curvmatprod.ggnmp.batchnorm1d import GGNMPBatchNorm1d
 from backpack.extensions.curvmatprod.hmp import HMPBase
 from backpack.extensions.curvmatprod.hmp.batchnorm1d import HMPBatchNorm1d
@@ -249,6 +255,94 @@ def test_first_order_building_blocks(quantity: str):
     expected = oracle(quantity, *case)
     for name, param in run(case, Assembled()).named_parameters():
         assert_agrees(param.assembled, expected[name], name)
+
+
+def by_call(module: Module, x: Tensor, g: Tensor, ext: Any) -> None:
+    """Call the extension on an extended module."""
+    extend(module)(x)
+    ext(module, (None,), (g,))
+    assert hasattr(module, "input0")
+
+
+def by_functions(module: Module, x: Tensor, g: Tensor, ext: Any) -> None:
+    """Do by hand what hooks do."""
+    output, seen = module(x), []
+    output = output if isinstance(output, tuple) else (output,)
+    assert hook_store_io(module, (x,), output) is None
+    assert module.input0.equal(x) and module.output.equal(output[0])
+    with backpack(ext, extension_hook=seen.append):
+        hook_run_extensions(module, (None,), (g,))
+    assert seen == [module] and not hasattr(module, "input0")
+
+
+def by_hooks(module: Module, x: Tensor, g: Tensor, ext: Any) -> None:
+    """Register the functions as hooks, in place of extending the module."""
+    module.register_forward_hook(hook_store_io)
+    module.register_full_backward_hook(hook_run_extensions)
+    output = module(x.requires_grad_() if x.is_floating_point() else x)
+    with backpack(ext):
+        (output[0] if isinstance(output, tuple) else output).backward(g)
+
+
+BY_HAND: Dict[str, Callable] = {
+    "BatchGrad": BatchGrad,
+    "BatchGrad-some": partial(BatchGrad, subsampling=[2, 0]),
+    "BatchL2Grad": BatchL2Grad,
+    "Variance": Variance,
+    "BatchDotGrad": BatchDotGrad,
+    "own": Norms,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("way", [by_call, by_functions, by_hooks])
+@pytest.mark.parametrize("ext", BY_HAND)
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Linear(3, 2),
+        nn.Conv2d(3, 2, 1),
+        nn.Embedding(4, 2),
+        nn.LayerNorm(3),
+        nn.BatchNorm1d(3).eval(),
+        nn.LSTM(3, 2, batch_first=True),
+        Stretch(3),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_first_order_by_hand(layer: Module, ext: str, way: Callable):
+    """Extensions run outside of a backward pass, too, or on what is not extended."""
+    if ext == "own" and not isinstance(layer, (nn.Linear, Stretch)):
+        return
+    shape = {nn.Conv2d: (3, 2, 2), nn.LSTM: (5, 3)}.get(type(layer), (3,))
+    x = torch.randn(N, *shape, dtype=F64)
+    if isinstance(layer, nn.Embedding):
+        x = torch.randint(4, (N, 5))
+    layer, expected = deepcopy(layer).to(F64), extend(deepcopy(layer).to(F64))
+    output = expected(x)
+    output = output[0] if isinstance(output, tuple) else output
+    g = torch.randn_like(output)
+    with backpack(BY_HAND[ext]()):
+        output.backward(g)
+    way(layer, x, g, BY_HAND[ext]())
+    field = BY_HAND[ext]().savefield
+    for param, other in zip(layer.parameters(), expected.parameters()):
+        assert_agrees(getattr(param, field), getattr(other, field))
+
+
+@pytest.mark.parametrize("ext", [ClippedGrad(1.0), DiagGGNExact(), DiagHessian()])
+def test_what_needs_more_than_a_module_is_not_run_by_hand(ext: Any):
+    """Nor what has not been called; the error says what to do."""
+    layer = nn.Linear(3, 2)
+    g = layer(torch.ones(N, 3))
+    for unknown in (layer, nn.ReLU()):
+        with pytest.raises(RuntimeError, match="hook_store_io"):
+            BatchGrad()(unknown, (None,), (g,))
+    extend(layer)(torch.ones(N, 3))
+    with pytest.raises(RuntimeError, match="hook_store_io"):
+        BatchGrad()(layer, (None,), (g[:1],))
+    with pytest.raises(RuntimeError, match="Run a backward pass"):
+        ext(layer, (None,), (g,))
 
 
 # Second order, with ``backpropagate``
@@ -694,6 +788,210 @@ def test_diagonal_building_block():
     """``DiagGGNBaseModule`` squares what ``SqrtGGNBaseModule`` multiplies."""
     for param in run(ASSEMBLED["mlp"](), Diagonal(), DiagGGNExact()).parameters():
         assert_agrees(param.gram, param.diag_ggn_exact)
+
+
+class Handed(ModuleExtension):
+    """Saves what arrives, and hands it on, or something else."""
+
+    def __init__(self, passes: Callable = lambda quantity: quantity):
+        """Store what is handed on; name the parameters."""
+        self.passes = passes
+        super().__init__(params=["weight", "bias"])
+
+    def weight(self, ext, module, g_inp, g_out, bpQuantities):  # noqa: N803
+        """Return what has arrived."""
+        ext.seen.append(bpQuantities)
+        return bpQuantities
+
+    bias = weight
+
+    def backpropagate(self, ext, module, g_inp, g_out, bpQuantities):  # noqa: N803
+        """Return what is handed on."""
+        return self.passes(bpQuantities)
+
+
+class AnyQuantity:
+    """A quantity of any type, which starts at the loss."""
+
+    def __init__(self, start: Any, merge: Callable, **passes: Callable):
+        """Store how quantities are merged, and what else than themselves is passed."""
+        self.merge, self.seen = merge, []
+        kinds = nn.CrossEntropyLoss, nn.Linear, nn.Tanh, SumModule
+        rules = {kind: Handed(passes.get(kind.__name__, lambda q: q)) for kind in kinds}
+        rules[nn.CrossEntropyLoss] = Handed(lambda _: start)
+        super().__init__("arrived", rules)
+
+    def accumulate_backpropagated_quantities(self, existing: Any, other: Any) -> Any:
+        """Merge."""
+        return self.merge(existing, other)
+
+    def expects_backpropagation_quantities(self) -> bool:
+        """Tell that there is something to wait for."""
+        return True
+
+
+class Walk(AnyQuantity, SecondOrderBackpropExtension):
+    """An extension of second order."""
+
+
+class WalkOfAnyOrder(AnyQuantity, BackpropExtension):
+    """An extension from the base class of all of them."""
+
+
+class WalkOfFirstOrder(AnyQuantity, FirstOrderBackpropExtension):
+    """An extension of first order that waits for a quantity all the same."""
+
+
+def twice(inputs: int) -> Module:
+    """Sum what two linear layers return; or data, and what one of them returns."""
+
+    class Twice(Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+            self.sum, self.last = SumModule(), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            second = x if inputs == 1 else self.second(x)
+            return self.last(self.sum(second, self.first(x)))
+
+    return Twice()
+
+
+_START = torch.ones(2, dtype=F64)
+_ANY_TYPE: Dict[str, Any] = {
+    "list": [_START, 2 * _START],
+    "list-of-one": [_START],
+    "list-of-none": [None],
+    "empty-list": [],
+    "tuple": (_START, 2 * _START),
+    "nested": [[_START, None], (2 * _START,)],
+    "dictionary": {"matrices": [_START], "signs": [1]},
+    "tensor": _START,
+    "function": torch.sin,
+}
+
+
+@pytest.mark.parametrize("inputs", [0, 1, 2])
+@pytest.mark.parametrize("name", _ANY_TYPE)
+def test_quantities_of_any_type(name: str, inputs: int):
+    """What a rule returns goes to each of the module's inputs, as it is."""
+    start = _ANY_TYPE[name]
+    first = twice(inputs) if inputs else nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    case = problem(nn.Linear(3, 3), first, nn.Linear(3, 3))
+    if inputs == 1:
+        case = problem(first, nn.Linear(3, 3))
+        case[0][0].second.requires_grad_(False)
+    ext = Walk(start, lambda existing, other: existing)
+    run(case, ext)
+    assert len(ext.seen) == {0: 6, 1: 6, 2: 10}[inputs]
+    assert all(one is start for one in ext.seen)
+
+
+@pytest.mark.parametrize("base", [Walk, WalkOfAnyOrder, WalkOfFirstOrder])
+def test_whoever_expects_a_quantity_gets_it(base: Callable):
+    """It walks from module to module, whichever base class an extension has."""
+    parts = nn.Linear(3, 3), Parallel(nn.Tanh(), nn.Linear(3, 3)), nn.Linear(3, 3)
+    case = problem(Container(*parts))
+    ext = base(torch.ones(1, dtype=F64), torch.add)
+    model = run(case, ext, BatchGrad(), DiagGGNExact())
+    paths = [int(p.arrived) for p in model.parameters()]
+    assert paths == [2, 2, 1, 1, 1, 1] and hasattr(parts[0].weight, "diag_ggn_exact")
+    assert not ext.saved_quantities._saved_quantities
+
+
+_NO_RULE, _NOTHING = "it has no module extension", "its module extension returned none"
+
+
+@pytest.mark.parametrize("base", [Walk, WalkOfAnyOrder])
+@pytest.mark.parametrize(
+    "model, fail_mode, passes, names",
+    [
+        (nn.ReLU(), "SILENT", {}, ["0", "ReLU", _NO_RULE]),
+        (nn.ReLU(), "WARNING", {}, ["0", "ReLU", _NO_RULE]),
+        (nn.ReLU(inplace=True), "SILENT", {}, ["0", "ReLU", _NO_RULE]),
+        (Sequential(nn.ReLU(), nn.ELU()), "SILENT", {}, ["0", "ReLU", _NO_RULE]),
+        (Sequential(nn.Tanh(), nn.ELU()), "SILENT", {}, ["1.0", "ELU", _NO_RULE]),
+        (nn.Tanh(), "ERROR", {"Tanh": lambda q: None}, ["0", "Tanh", _NOTHING]),
+        (
+            twice(2),
+            "ERROR",
+            {"SumModule": lambda q: [q, None]},
+            ["1.first", "SumModule", _NOTHING],
+        ),
+    ],
+    ids=["silent", "warning", "in-place", "two", "above", "none", "one-of-two"],
+)
+def test_nothing_was_passed_on(
+    model: Module, fail_mode: str, passes: Dict, names: List[str], base: Callable
+):
+    """The module that waits for a quantity is named, and the one that has none."""
+    name, consumer, reason = names
+    case = problem(nn.Linear(3, 3), model)
+    ext = base(_START, torch.add, **passes)
+    ext._fail_mode = fail_mode
+    with pytest.raises(NotImplementedError) as error, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run(case, ext)
+    assert isinstance(error.value, AssertionError)  # as in 1.7
+    waiting, _, passing = str(error.value).partition(", because ")
+    assert f"('{name}' of Sequential)" in waiting and passing.startswith(consumer)
+    assert reason in passing and f"set_module_extension({consumer}, " in passing
+    assert not ext.saved_quantities._saved_quantities
+
+
+class ListOfColumns(Gram):
+    """The factor and its double, side by side."""
+
+    def __init__(self):
+        """Replace the rules of the loss and of linear layers."""
+        super().__init__()
+
+        class Start(losses.SqrtGGNCrossEntropyLoss):
+            def backpropagate(self, *args: Any) -> List[Tensor]:
+                columns = super().backpropagate(*args)
+                return [columns, 2 * columns]
+
+        class Products(LinearRule):
+            def products(self, *args: Any) -> Tensor:
+                *args, backproped = args
+                return torch.cat(
+                    [super(Products, self).products(*args, x) for x in backproped]
+                )
+
+        self.set_module_extension(nn.CrossEntropyLoss, Start(), overwrite=True)
+        self.set_module_extension(nn.Linear, Products(), overwrite=True)
+
+    def accumulate_backpropagated_quantities(self, existing: Any, other: Any) -> Any:
+        """Add one by one."""
+        return [a + b for a, b in zip(existing, other)]
+
+
+@pytest.mark.parametrize("name", ["mlp", "residual", "container"])
+def test_lists_of_columns(name: str):
+    """Rules of the building blocks multiply each entry of a list."""
+    for param in run(ASSEMBLED[name](), ListOfColumns(), SqrtGGNExact()).parameters():
+        columns = param.sqrt_ggn_exact
+        assert_agrees(param.gram, torch.cat([columns, 2 * columns]))
+
+
+@pytest.mark.parametrize(
+    "start, passes",
+    [
+        (_START, lambda q: [2 * q, 3 * q]),
+        (_START, lambda q: (2 * q, 3 * q)),
+        (_START, lambda q: PerInput([2 * q, 3 * q])),
+        ([_START, 1], lambda q: PerInput([[2 * q[0]], [3 * q[0]]])),
+    ],
+    ids=["list", "tuple", "per-input", "per-input-of-lists"],
+)
+def test_another_quantity_for_each_input(start: Any, passes: Callable):
+    """A rule for a module with several inputs may tell them apart."""
+    case = problem(twice(2), nn.Linear(3, 3))
+    model = run(case, Walk(start, None, SumModule=passes))[0]
+    for layer, factor in ((model.second, 2), (model.first, 3)):
+        arrived = layer.weight.arrived
+        assert_agrees(arrived[0] if type(start) is list else arrived, factor * _START)
 
 
 class Recursion(SecondOrderBackpropExtension):

@@ -98,6 +98,13 @@ def _frozen(x: Any) -> Any:
     return dense(x.detach()) if isinstance(x, Tensor) else x
 
 
+class PerInput(list):
+    """What is passed on to a module's inputs, if it is not the same for each of them.
+
+    One entry for each argument, ``None`` for those that get nothing.
+    """
+
+
 class Snapshot:
     """The tensors of a frozen module, to tell whether they were modified since."""
 
@@ -221,7 +228,7 @@ class Linearization:
         """
         return [getattr(self.module, f"input{i}") for i in self.positions]
 
-    def at_positions(self, values: Sequence[Any]) -> list[Any]:
+    def at_positions(self, values: Sequence[Any]) -> PerInput:
         """Arrange one value for each input in the order of all arguments.
 
         Args:
@@ -231,7 +238,7 @@ class Linearization:
             Values for all arguments, ``None`` for the others.
         """
         by_position = dict(zip(self.positions, values))
-        return [by_position.get(i) for i in range(max(self.positions) + 1)]
+        return PerInput(by_position.get(i) for i in range(max(self.positions) + 1))
 
     @_naming
     def jac(self, columns: Columns) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
+from itertools import chain
 from typing import Any, Iterator, Sequence
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves
 
 from backpack.core.derivatives.dropout import MASK
+from backpack.core.linearization import PerInput
 from backpack.core.table import Row, find_row_or_generic, works_in_place
 from backpack.engine.graph import producing_calls, shape_at, targets_below
 from backpack.engine.record import Call
@@ -41,6 +43,12 @@ NOT_A_CHAIN = (
     "of {module} is not an extended module with a rule for it, but an operation in "
     "between. {advice}"
 )
+NOTHING_PASSED = (
+    "{ext} (field '{field}') has no quantity at the output of {module}, because "
+    "{consumer}, which takes it as input, passes none on: {reason}. Register a module "
+    "extension with `set_module_extension({cls}, ...)`, whose `backpropagate` returns "
+    "the quantity at the input."
+)
 CONVERT = (
     "Use `extend(model, use_converter=True)`, which turns operations into modules, or "
     "write the model with modules only."
@@ -59,6 +67,10 @@ SAVED_TWICE = (
     "{module} takes part in several calls in this backward pass. Give each call a "
     "module of its own."
 )
+
+
+class NoQuantity(NotImplementedError, AssertionError):
+    """Nothing was passed on to a module that needs it; the latter is that of 1.7."""
 
 
 class _Current(threading.local):
@@ -83,6 +95,18 @@ def current_turn() -> Turn:
             "this one was called outside of it."
         )
     return _CURRENT.turn
+
+
+def is_turn_of(module: Module) -> bool:
+    """Tell whether a module has its turn.
+
+    Args:
+        module: The module.
+
+    Returns:
+        Whether it does; if not, an extension that runs on it was called by hand.
+    """
+    return _CURRENT.turn is not None and _CURRENT.turn.module is module
 
 
 def loss_scale(module: Module, factor: Tensor) -> Tensor:
@@ -207,6 +231,11 @@ class Turn:
         """The rule for the call."""
         return find_row_or_generic(self.call)
 
+    @property
+    def only_arranges(self) -> bool:
+        """Whether the call only called others, which come later."""
+        return self.call.is_transparent and not self.parameters()
+
     def parameters(self) -> list[tuple[str, Parameter]]:
         """List the parameters that this call is responsible for.
 
@@ -310,9 +339,16 @@ class Turn:
         return subsample(columns, dim=1, subsampling=extension.get_subsampling())
 
     def _explain_missing(self, extension: Any) -> None:
+        text = _text(extension, self.module)
+        consumer = self.backward_pass.kept.get((extension, self.call))
+        if consumer is not None:
+            reason = "its module extension returned none"
+            if extension.get_module_extension(consumer) is None:
+                reason = "it has no module extension"
+            text.update(consumer=consumer, cls=type(consumer).__name__, reason=reason)
+            raise NoQuantity(message(NOTHING_PASSED, **text))
         if extension.walks_modules and self.backward_pass.losses:
             refuse_operation(extension, self.module)
-        text = _text(extension, self.module)
         raise AssertionError(EXTEND_LOSS.format(**text))
 
     def pass_on(self, extension: Any, quantities: Any) -> None:
@@ -320,19 +356,26 @@ class Turn:
 
         Args:
             extension: The extension.
-            quantities: Quantity at the input; a list or tuple for several inputs.
+            quantities: Quantity at each of the inputs, one for all unless ``PerInput``;
+                ``None`` for none, which is named where one is missing.
 
         Raises:
             NotImplementedError: If an output is used several times, and the extension
                 does not say how that combines.
         """
         if quantities is None:
+            edges = [edge for edge in self.call.input_edges if edge is not None]
+            edges += chain(*self.call.edges_before.values())
+            for entry in chain(*map(producing_calls, edges)):
+                self.backward_pass.kept[extension, entry.owner] = self.module
             return
-        several = isinstance(quantities, (list, tuple))
-        quantities = list(quantities) if several else [quantities]
         for position, before in self.producers(extension).items():
-            quantity = quantities[position] if position < len(quantities) else None
-            if quantity is not None:
+            quantity = quantities
+            if isinstance(quantities, PerInput):
+                quantity = quantities[position] if position < len(quantities) else None
+            if quantity is None:
+                self.backward_pass.kept[extension, before] = self.module
+            else:
                 accumulate = extension.accumulate_backpropagated_quantities
                 try:
                     extension.saved_quantities.save_quantity(
@@ -375,7 +418,7 @@ def refuse_operation(extension: Any, module: Module) -> None:
     ]
     advice = IS_CONVERTED if module in converted else CONVERT
     text = {**_text(extension, module), "advice": advice}
-    raise NotImplementedError(message(NOT_A_CHAIN, **text))
+    raise NoQuantity(message(NOT_A_CHAIN, **text))
 
 
 def refuse_several_calls(extension: Any, module: Module) -> None:

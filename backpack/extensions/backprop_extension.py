@@ -3,33 +3,49 @@
 from __future__ import annotations
 
 from abc import ABC
+from contextlib import contextmanager
 from inspect import Signature, signature
-from typing import Any, Mapping, TypeVar
+from typing import Any, Iterator, Mapping, TypeVar
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
+from backpack.core.derivatives.stored import stored_inputs
 from backpack.core.per_sample.base import PerSample
 from backpack.core.table import lookup
-from backpack.engine.turn import current_turn
+from backpack.engine.backward_pass import BackwardPass
+from backpack.engine.record import Call
+from backpack.engine.turn import Turn, current_turn, is_turn_of
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.saved_quantities import SavedQuantities
 from backpack.extensions.shards import Piece, Shard, shard_of
 from backpack.utils.errors import check_choice, warn_user
-from backpack.utils.hooks import name_module, represent_call
+from backpack.utils.hooks import message, name_module, represent_call
+from backpack.utils.state import State, state
 from backpack.utils.subsampling import (
     Selection,
     Subsampling,
     as_subsampling,
     check_subsampling,
 )
-from backpack.utils.types import FailMode, Grads, Layer
+from backpack.utils.types import FailMode, Grads, Layer, without_autocast
 
 FAIL_ERROR: FailMode = "ERROR"
 FAIL_WARN: FailMode = "WARNING"
 FAIL_SILENT: FailMode = "SILENT"
 FAIL_MODES = (FAIL_ERROR, FAIL_WARN, FAIL_SILENT)
 Extension = TypeVar("Extension", bound="BackpropExtension")
+
+BY_HAND = "{ext} (field '{field}') was called by hand on {module}, {reason}"
+FROM_OTHERS = (
+    "but needs what comes from the loss, or all parameters. Run a backward pass of the "
+    "extended model inside `with backpack(...)`."
+)
+NO_CALL = (
+    "which has no `input0` and `output`, or one of another shape than the gradient at "
+    "the output. Extend and call it, or use `hook_store_io(module, input, output)`."
+)
 
 
 class BackpropExtension(ABC):  # noqa: B024
@@ -43,7 +59,6 @@ class BackpropExtension(ABC):  # noqa: B024
         adds_up_from: From this number of positions on that share a parameter, its
             individual gradients are formed and cheap to add up; ``None`` for never.
         pulls_columns: Whether it reduces columns that losses pull back.
-        walks_modules: Whether quantities go from module to module.
         takes_rules: Whether a user may register what to do on a class of modules.
         replaces_gradient: Whether what it computes is accumulated in ``.grad``, instead
             of the gradient.
@@ -64,7 +79,6 @@ class BackpropExtension(ABC):  # noqa: B024
     keeps_io = False
     pulls_columns = False
     adds_up_from: int | None = None
-    walks_modules = False
     takes_rules = True
     replaces_gradient = False
     separates_samples = False
@@ -190,6 +204,11 @@ class BackpropExtension(ABC):  # noqa: B024
         """
         check_subsampling(type(self).__name__, self._subsampling, size)
 
+    @property
+    def walks_modules(self) -> bool:
+        """Whether quantities go from module to module: they come from nowhere else."""
+        return self.expects_backpropagation_quantities() and not self.pulls_columns
+
     def runs_on(self, call: Any) -> bool:
         """Tell whether there is anything to do on a call.
 
@@ -280,21 +299,64 @@ class BackpropExtension(ABC):  # noqa: B024
         )
 
     def __call__(self, module: Layer, g_inp: Grads, g_out: Grads) -> None:
-        """Run on a module.
+        """Run on a module, which may be done by hand in first order.
 
         Args:
             module: The module.
             g_inp: Gradients at its inputs, as far as they exist.
             g_out: Gradients at its outputs.
         """
+        if not is_turn_of(module):
+            with self._by_hand(module, g_out):
+                return BackpropExtension.__call__(self, module, g_inp, g_out)
         shard = shard_of(self)
         if shard is not None and current_turn().call.is_loss:
             shard.meet(current_turn())
         extension = self.get_module_extension(module)
-        if extension is None:
-            self._on_unknown(module)
-        else:
+        if extension is not None:
             extension(self, module, g_inp, g_out)
+        elif not (self.walks_modules and current_turn().only_arranges):
+            self._on_unknown(module)
+            if self.walks_modules:
+                current_turn().pass_on(self, None)
+
+    @contextmanager
+    def _by_hand(self, module: Layer, g_out: Grads) -> Iterator[None]:
+        """Let a module have its turn outside of a backward pass.
+
+        Args:
+            module: The module, with its ``input0``, ``output``.
+            g_out: Gradients at its outputs.
+
+        Yields:
+            Nothing.
+        """
+        if self.expects_backpropagation_quantities():
+            self.refuse_by_hand(module, FROM_OTHERS)
+        output: Any = getattr(module, "output", None)
+        shapes = {getattr(x, "shape", None) for x in (output, g_out[0])}
+        if not hasattr(module, "input0") or None in shapes or len(shapes) > 1:
+            self.refuse_by_hand(module, NO_CALL)
+        call, parameters = Call(module), dict(module.named_parameters(recurse=False))
+        call.finish(module, stored_inputs(module), {}, [output], [], parameters)
+        running = BackwardPass(State())
+        running.report = state().report or running.report
+        with torch.no_grad(), without_autocast(), running:
+            with Turn(call, running, g_out, []):
+                yield
+
+    def refuse_by_hand(self, module: Layer, reason: str) -> None:
+        """Refuse to be called by hand.
+
+        Args:
+            module: The module.
+            reason: Why.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        who = {"ext": self, "field": self.savefield, "module": module}
+        raise RuntimeError(message(BY_HAND, reason=reason, **who))
 
     def _on_unknown(self, module: Layer) -> None:
         """Handle a module for which nothing is registered.

@@ -49,10 +49,10 @@ class MatToJacMat(ModuleExtension):
             module: The module, with its inputs and output.
             grad_inp: Gradients at the inputs, as far as they exist.
             grad_out: Gradients at the outputs.
-            backproped: Columns ``[V, N, *out]``.
+            backproped: Columns ``[V, N, *out]``, or a list of such.
 
         Returns:
-            Columns ``[V, N, *in]``; a list with one entry for each input if the module
+            Columns ``[V, N, *in]``, or a list of such; one for each input if the module
             has several. ``None`` for an input of integers.
         """
         if not module.input0.is_floating_point():
@@ -62,7 +62,11 @@ class MatToJacMat(ModuleExtension):
         linear = Linearization(self.derivatives, freeze(module), grad_out, positions)
         if subsampling is not None:
             linear = linear.select(subsampling)
-        values = self.pull_back(ext, linear, backproped)
+        if isinstance(backproped, list):
+            pulled = [self.pull_back(ext, linear, one) for one in backproped]
+            values = [[p[i] for p in pulled] for i in range(len(linear.positions))]
+        else:
+            values = self.pull_back(ext, linear, backproped)
         return values[0] if linear.positions == [0] else linear.at_positions(values)
 
     def pull_back(self, ext: Any, linear: Linearization, backproped: Any) -> List[Any]:

@@ -5,7 +5,8 @@ from typing import Any, List, Optional, Sequence
 
 from torch.nn import Parameter
 
-from backpack.engine.turn import current_turn
+from backpack.core.linearization import PerInput
+from backpack.engine.turn import Turn, current_turn
 from backpack.utils.errors import warn_user
 from backpack.utils.hooks import name_module
 from backpack.utils.types import Grads, Layer
@@ -65,8 +66,10 @@ class ModuleExtension:
                 ``[V, N, *out]``. ``None`` in first order, and for a loss.
 
         Returns:
-            Quantity at the input; a list with one entry for each input if the module
-            has several, or ``None`` if nothing is passed on.
+            Quantity at each of the inputs, of any type; ``None`` if nothing is passed
+            on. If it differs between a module's inputs, a ``PerInput`` (of
+            ``backpack.core.linearization``) with one entry for each. A list will do
+            if ``bpQuantities`` is there, and no list or tuple.
         """
         warn_user(
             f"{type(extension).__name__}: {type(self).__name__} does not override "
@@ -108,7 +111,16 @@ class ModuleExtension:
         needed = extension.expects_backpropagation_quantities()
         if needed and extension.walks_modules and turn.call.input_requires_grad:
             passed_on = self.backpropagate(extension, module, g_inp, g_out, quantity)
-            turn.pass_on(extension, passed_on)
+            turn.pass_on(extension, _by_input(turn, quantity, passed_on))
+
+
+def _by_input(turn: Turn, quantity: Any, passed_on: Any) -> Any:
+    """Tell quantities for each of several inputs from a quantity that is a list."""
+    sizes = len(turn.call.inputs), len(turn.call.arguments)
+    is_one = quantity is None or isinstance(quantity, (list, tuple))
+    if is_one or sizes[0] == 1 or not isinstance(passed_on, (list, tuple)):
+        return passed_on
+    return PerInput(passed_on) if len(passed_on) in sizes else passed_on
 
 
 class ParameterRule(ModuleExtension):

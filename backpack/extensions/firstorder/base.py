@@ -8,11 +8,16 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from backpack.core.linearization import freeze
 from backpack.core.per_sample.base import PerSample
-from backpack.core.table import LAYERS, REGISTERED
+from backpack.core.table import GENERIC, LAYERS, REGISTERED
 from backpack.engine.coverage import check_batch_norm
-from backpack.engine.turn import current_turn
-from backpack.extensions.backprop_extension import FAIL_WARN, BackpropExtension
+from backpack.engine.turn import Turn, current_turn
+from backpack.extensions.backprop_extension import (
+    FAIL_WARN,
+    FROM_OTHERS,
+    BackpropExtension,
+)
 from backpack.extensions.module_extension import ModuleExtension, ParameterRule
 from backpack.extensions.shards import shard_of
 from backpack.utils.parallel import is_shared
@@ -68,6 +73,9 @@ class BuiltIn(FirstOrderModuleExtension):
         if isinstance(module, _BatchNorm):
             refuse = extension.refuses_coupled_samples and module.training
             check_batch_norm(current_turn(), refuse)
+        turn = current_turn()
+        if extension not in turn.backward_pass.state.active_exts:
+            extension.compute_by_hand(turn)
 
 
 _BUILT_IN = BuiltIn()
@@ -161,6 +169,24 @@ class GradientReduction(FirstOrderBackpropExtension):
             if shard is not None:
                 shard.samples = gradients.batch_size
                 shard.parts[param] = self.parts(gradients)
+
+    def compute_by_hand(self, turn: Turn) -> None:
+        """Reduce the individual gradients of a module's own parameters.
+
+        Args:
+            turn: The module's turn, in which no other has anything to do.
+        """
+        module, row = turn.module, turn.row
+        g_out: Any = turn.g_out
+        if type(self).compute is not GradientReduction.compute:
+            self.refuse_by_hand(module, FROM_OTHERS)
+        frozen: Any = freeze(module)
+        frozen.__dict__["_backward_hooks"] = {}  # one of them may have called us
+        for name, param in turn.parameters():
+            rule = (row if row.covers(module, name) else GENERIC).derivatives
+            args = name, frozen, (), g_out, g_out[0].unsqueeze(0)
+            product = rule.stored_product(*args).plain
+            turn.save_alone(self, param, self.reduce_for(param, product))
 
     def is_customized(self, module: Module) -> bool:  # noqa: D102
         # not by identity: extensions may be copies

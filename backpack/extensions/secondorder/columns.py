@@ -196,6 +196,7 @@ class ColumnExtension(SecondOrderBackpropExtension):
     additive = True
     looks_again = False
     pulls_columns = True
+    walks_modules = False
     separates_samples = True
     default_rule: ModuleExtension | None = ReduceColumns()
 
@@ -211,7 +212,6 @@ class ColumnExtension(SecondOrderBackpropExtension):
         # not the next class in line: KFAC and KFLR have a second base class
         rules = built_in(self.default_rule)
         BackpropExtension.__init__(self, savefield, rules, subsampling=subsampling)
-        self.walks_modules = False
 
     @abstractmethod
     def statistic(self, product: PerSample) -> Any:

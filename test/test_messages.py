@@ -550,7 +550,7 @@ OPTIONS: Dict[str, Row] = {
             f"mc_samples must be a positive integer, got {value}",
             "mc_samples=1",
         )
-        for value in (0, -1, 1.5, True, None, torch.tensor(0))
+        for value in (0, -1, 1.5, True, None, torch.tensor(-2))
     },
     **{
         f"generator-{ext.__name__}": Row(

@@ -480,7 +480,9 @@ class InputGradients(tuple):
         return [edge and next(found, None) for edge in edges]
 
     def __iter__(self) -> Iterator[Tensor | None]:
+        """Compute them."""
         return iter(self._values)
 
     def __getitem__(self, place: Any) -> Any:
+        """Compute them."""
         return self._values[place]

@@ -478,7 +478,7 @@ class BackwardPass:
             call.store(in_turn=True)
             if call.is_loss:
                 self._meet_loss(turn)
-            node = self.inspection.calls[call]
+            node = self.inspection.calls.get(call)  # none if there are no extensions
             g_inp = InputGradients(call, node, entries, g_out)
             for ext in current.active_exts:
                 if current.debug:

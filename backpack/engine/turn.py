@@ -447,13 +447,17 @@ class InputGradients(tuple):
     """
 
     def __new__(
-        cls, call: Call, node: Node, entries: Sequence[Entry], g_out: Sequence[Any]
+        cls,
+        call: Call,
+        node: Node | None,
+        entries: Sequence[Entry],
+        g_out: Sequence[Any],
     ) -> InputGradients:
         """Store what they are computed from.
 
         Args:
             call: The call.
-            node: Node that produced its outputs.
+            node: Node that produced its outputs; ``None`` if nobody will look.
             entries: What ends there.
             g_out: Gradients at its outputs.
 
@@ -461,23 +465,24 @@ class InputGradients(tuple):
             As many as the call has arguments.
         """
         own = super().__new__(cls, [None] * len(call.arguments))
-        own._call, own._given = call, []
-        for number, index, owner in entries:
-            if owner is call and g_out[index] is not None:
-                edge = GradientEdge(node, number)
-                own._given.append((edge, g_out[index].reshape(shape_at(edge))))
+        own._source = call, node, entries, g_out
         return own
 
     @cached_property
     def _values(self) -> list[Tensor | None]:
-        edges = self._call.input_edges
-        wanted = [edge for edge in edges if edge is not None]
+        call, node, entries, g_out = self._source
+        given = {
+            GradientEdge(node, e.output_nr): g_out[e.index]
+            for e in entries
+            if e.owner is call and g_out[e.index] is not None
+        }
+        wanted = [edge for edge in call.input_edges if edge is not None]
         found: Iterator[Tensor | None] = iter(())
-        if wanted and self._given:
-            outputs, g_out = zip(*self._given)
-            with state().pull(), without_hooks(self._call.tensors()):
-                found = iter(pull(outputs, wanted, g_out))
-        return [edge and next(found, None) for edge in edges]
+        if wanted and given:
+            g_out = [g.reshape(shape_at(edge)) for edge, g in given.items()]
+            with state().pull(), without_hooks(call.tensors()):
+                found = iter(pull(list(given), wanted, g_out))
+        return [edge and next(found, None) for edge in call.input_edges]
 
     def __iter__(self) -> Iterator[Tensor | None]:
         """Compute them."""

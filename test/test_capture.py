@@ -1,5 +1,6 @@
 """What extending does to a module, and what it sees in a backward pass."""
 
+import gc
 import re
 from contextlib import nullcontext
 from functools import partial
@@ -208,6 +209,22 @@ def test_stored_tensors_are_part_of_the_graph(inside: bool):
     if inside:
         sums = weight.grad_batch.sum(0), bias.grad_batch.sum(0)
         torch.testing.assert_close(sums, expected[:2])
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_failed_forward_pass_stores_nothing(error: type):
+    """What modules inside have stored goes when the outermost call fails."""
+    model = extend(Block())
+
+    def fail(*_: Any) -> None:
+        assert stored(model)
+        raise error
+
+    model.b.register_forward_pre_hook(fail)
+    with pytest.raises(error):
+        model(torch.rand(N, 4))
+    gc.collect()  # the traceback holds what the call was given
+    assert not stored(model)
 
 
 def test_stored_output_of_several():

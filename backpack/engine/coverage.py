@@ -30,7 +30,6 @@ from backpack.engine.graph import (
 )
 from backpack.engine.inspection import (
     Inspection,
-    additive_terms,
     is_sum,
     is_term,
     tail_terms,
@@ -222,7 +221,7 @@ def terms_without_loss(inspection: Inspection) -> list[str]:
     Returns:
         Names of the nodes; none if there is no loss.
     """
-    terms, _ = additive_terms(inspection.roots)
+    terms = inspection.terms
     losses = [t for t in terms if any(e.owner.is_loss for e in entries_of(t))]
     return [
         type(term).__name__

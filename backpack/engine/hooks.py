@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections import OrderedDict
 from copy import copy
-from types import FunctionType, ModuleType
 from typing import Any, Iterable
 
 import torch
@@ -40,7 +39,7 @@ from backpack.engine.placements import (
     place,
     placement_of,
 )
-from backpack.engine.record import Call
+from backpack.engine.record import Call, clear_stored
 from backpack.engine.tracking import LIST_OF_SAMPLES, ONE_SAMPLE, Tracker
 from backpack.engine.uses import (
     Entry,
@@ -54,6 +53,7 @@ from backpack.utils.compiling import is_indivisible, skipped, untraced
 from backpack.utils.disable import PLAIN, disable
 from backpack.utils.module_classification import is_loss, is_no_op
 from backpack.utils.state import state
+from backpack.utils.types import tensors_in
 
 _MOVED = object()  # in place of an output: a hook that was not registered here
 
@@ -194,8 +194,10 @@ class _Guard(dict):
 
     @skipped
     def __del__(self) -> None:
-        while self._frame in _THREAD.frames:
-            _leave_last()
+        if self._frame in _THREAD.frames:
+            while self._frame in _THREAD.frames:
+                _leave_last()
+            _clear_inside()
 
 
 def _start(frame: _Frame, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -203,7 +205,7 @@ def _start(frame: _Frame, args: tuple, kwargs: dict[str, Any]) -> None:
     for x in (*args, *kwargs.values()):
         if isinstance(x, PackedSequence):
             _place_packed(x)
-    tensors = _tensors_in((args, kwargs))
+    tensors = tensors_in((args, kwargs))
     nested = [x for x in tensors if x.is_nested]
     tensors = [x for x in tensors if x.dim() and not x.is_nested]
     data = [x for x in tensors if not isinstance(x, Parameter)] or tensors
@@ -239,18 +241,6 @@ def _start(frame: _Frame, args: tuple, kwargs: dict[str, Any]) -> None:
 
 
 BESIDE = Mixed("inputs besides the first that no extended module computes", False)
-_NO_DATA = (Module, type, FunctionType, ModuleType)  # objects that hold no inputs
-
-
-def _tensors_in(arguments: Any, depth: int = 2) -> list[Tensor]:
-    """List the tensors in arguments, those that objects have as attributes too."""
-    found: list[Tensor] = []
-    for x in tree_leaves(arguments):
-        if isinstance(x, Tensor):
-            found.append(x)
-        elif depth and hasattr(x, "__dict__") and not isinstance(x, _NO_DATA):
-            found += _tensors_in(list(vars(x).values()), depth - 1)
-    return found
 
 
 def _place_packed(x: PackedSequence) -> None:
@@ -288,6 +278,8 @@ def leave_call(
     if type(kwargs) is _Guard:
         kwargs = dict(kwargs)  # the record would keep what keeps the record
     if output is None or frame is None or not is_grad_enabled():
+        if output is None and not _THREAD.frames:
+            _clear_inside()
         return None
     # a function mode, like that of our context, would see each look at a tensor
     with torch._C.DisableTorchFunction():
@@ -322,6 +314,14 @@ def _leave_last() -> _Frame:
         if frame.row is not None:
             tracker.resume()
     return _THREAD.frames.pop()
+
+
+def _clear_inside() -> None:
+    """Clear modules inside of an outermost call that has failed."""
+    for module, _ in _THREAD.returned:
+        if module is not None:
+            clear_stored(module)
+    _THREAD.returned.clear()
 
 
 def _remove_mode(tracker: Tracker) -> None:
@@ -398,7 +398,7 @@ def _record(
         placements = note_use(call, frame.row, args, outputs, frame.since)
         if tracker is not None:
             key = tracker.key
-            data = _tensors_in((args, kwargs)) if len(key.inputs) > 1 else ()
+            data = tensors_in((args, kwargs)) if len(key.inputs) > 1 else ()
             shared = bool(data) and all([may_be_shared(x, key) for x in data])
             for x, placement in zip(outputs, placements):
                 tracker.place(x, placement, shared)

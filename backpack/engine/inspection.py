@@ -319,6 +319,11 @@ class Inspection:
         """Whether ``backward(inputs=...)`` is possible; not with some checkpoints."""
         return "CheckpointFunctionBackward" not in self.names
 
+    @cached_property
+    def terms(self) -> dict[Node, None]:
+        """Nodes of the terms of what is differentiated."""
+        return dict.fromkeys(additive_terms(self.roots)[0])
+
     def is_inside(self, loss: Any, later: Sequence[Any]) -> bool:
         """Tell whether a loss is a part of what is differentiated, and no term of it.
 
@@ -331,8 +336,8 @@ class Inspection:
             function; or whether a loss of PyTorch was computed from it.
         """
         node = self.calls[loss]
-        if loss.is_function:
-            return node not in additive_terms(self.roots)[0]
+        if loss.is_function or node in self.terms:
+            return node not in self.terms
         known = [x for x in later if find_loss(x.module) is not GENERIC_LOSS]
         return node in walk([self.calls[x] for x in known])
 

@@ -1,11 +1,13 @@
 """Types of numbers, and conversions that cost next to nothing where there are none."""
 
 from functools import lru_cache
-from typing import Any, Callable, Dict, Iterable, Literal, Optional, Tuple
+from types import FunctionType, ModuleType
+from typing import Any, Callable, Dict, Iterable, List, Literal, Optional, Tuple
 
 import torch
 from torch import Generator, Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
+from torch.utils._pytree import tree_leaves
 
 # A module whose class its rule knows, with `input0`, …, `output` of its call
 Layer = Any
@@ -197,3 +199,25 @@ def full_precision(x: Tensor) -> Tensor:
         The tensor itself, or a float32 version of it if its type is a 16-bit one.
     """
     return x.float() if x.dtype in HALF else x
+
+
+_NO_DATA = (Module, type, FunctionType, ModuleType)  # objects that hold no inputs
+
+
+def tensors_in(arguments: Any, depth: int = 2) -> List[Tensor]:
+    """List the tensors in arguments, those that objects have as attributes too.
+
+    Args:
+        arguments: Anything.
+        depth: How deep to look into objects. Default: 2.
+
+    Returns:
+        The tensors.
+    """
+    found: List[Tensor] = []
+    for x in tree_leaves(arguments):
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif depth and hasattr(x, "__dict__") and not isinstance(x, _NO_DATA):
+            found += tensors_in(list(vars(x).values()), depth - 1)
+    return found

@@ -468,7 +468,8 @@ def additive_terms(
             single = is_mean or any(
                 e.owner.is_use and e.owner.adds_up for e in entries_of(node)
             )
-        adds = of_numbers or any(map(is_scalar, (node, *parents)))
+        adds = of_numbers or MEETING in node.metadata
+        adds = adds or any(map(is_scalar, (node, *parents)))
         if (name in _ADDITIVE and adds or single or joins) and not is_loss:
             passed.append(node)
             queue.extend(edges)

@@ -467,7 +467,7 @@ def hook_store_io(
     if torch.is_grad_enabled() and disable.should_store_io():
         call = Call(module)
         call.finish(module, input, {}, tensor_outputs(output), [], {})
-        call.store(in_turn=False)
+        call.store(raw=False)
 
 
 def hook_run_extensions(module: Module, g_inp: Grads, g_out: Grads) -> None:

@@ -188,29 +188,6 @@ def test_stored_tensors():
     assert not hasattr(model[0], "input1")
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_stored_tensors_are_part_of_the_graph(inside: bool):
-    """What is made of them has gradients, and they have theirs."""
-    model, loss, x, y = small()
-    weight, bias = model[0].weight, model[2].bias
-    with disable():
-        hidden = model[1](model[0](x))
-        f = model[2](hidden)
-        value = loss(f, y) + hidden.square().sum() + f.cos().sum()
-        expected = grad(value, (weight, bias, hidden))
-    value = loss(model(x), y) + loss.input0.cos().sum()
-    value = value + (model[1].output.square() + model[2].input0.square()).sum() / 2
-    hidden = model[1].output
-    hidden.retain_grad()
-    with backpack(BatchGrad()) if inside else nullcontext():
-        value.backward()
-    torch.testing.assert_close((weight.grad, bias.grad, hidden.grad), expected)
-    assert not stored(model)
-    if inside:
-        sums = weight.grad_batch.sum(0), bias.grad_batch.sum(0)
-        torch.testing.assert_close(sums, expected[:2])
-
-
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
 def test_failed_forward_pass_stores_nothing(error: type):
     """What modules inside have stored goes when the outermost call fails."""

@@ -23,7 +23,7 @@ from torch.nn import Module
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from backpack import backpack, extend, memory_cleanup
+from backpack import backpack, extend
 from backpack.engine.record import Call
 from backpack.extensions import EKFAC, SqrtGGNExact
 
@@ -282,10 +282,7 @@ def no_collection() -> Iterator[None]:
 @pytest.mark.parametrize("name", SINGLE_OUTPUT)
 @pytest.mark.parametrize("run", ["no pass", "plain pass", "pass", "passes"])
 def test_graph_dies_with_the_loss(name: str, run: str):
-    """Without its loss, a graph and all calls die at once: nothing forms a cycle.
-
-    What modules store is part of it, until a pass, or the next call.
-    """
+    """Without its loss, a graph and all calls die at once: nothing forms a cycle."""
     model, loss, x, y = build(name)
     with no_collection():
         before = set(map(id, alive(Call)))
@@ -302,8 +299,6 @@ def test_graph_dies_with_the_loss(name: str, run: str):
                 with backpack(*make(), retain_graph=True):
                     value.backward(retain_graph=True)
         del value
-        if run in ("no pass", "passes"):
-            memory_cleanup(nn.ModuleList([model, loss]))
         assert not any(call() for call in calls)
 
 
@@ -320,8 +315,6 @@ def test_graph_of_several_outputs_is_collected(run: str):
     elif run == "pass":
         with backpack(*make()):
             value.backward()
-    else:
-        memory_cleanup(nn.ModuleList([model, loss]))
     del value
     gc.collect()
     assert not any(call() for call in calls)

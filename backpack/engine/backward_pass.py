@@ -475,7 +475,7 @@ class BackwardPass:
         current, module = self.state, call.module
         self.report.met.add(id(module))
         with lock_of(module), Turn(call, self, g_out, entries) as turn:
-            call.store(in_turn=True)
+            call.store(raw=True)
             if call.is_loss:
                 self._meet_loss(turn)
             node = self.inspection.calls.get(call)  # none if there are no extensions
@@ -520,7 +520,7 @@ class BackwardPass:
     def _let_go(self, call: Call) -> None:
         if self._keeps_io:
             call.columns = {}
-            call.store(in_turn=False)
+            call.store(raw=False)
         else:
             call.release(self._keeps_graph)
 

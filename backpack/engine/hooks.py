@@ -374,7 +374,7 @@ def _record(
     if _comes_late(module) or frame.row is None and is_redefined(call):
         call.is_altered = True
     if not is_no_op(module):
-        call.store(in_turn=False)
+        call.store(raw=False)
     outermost = tracker is None or frame.tracker is tracker
     if _computes_loss(module, call, outputs, outermost):
         call.is_loss, call.loss_module = True, module

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.nn import Module
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from backpack.core.derivatives.stored import NAMED, OVERWRITTEN, shallow_copy
 from backpack.engine.graph import calls_at
@@ -237,29 +237,20 @@ class Call:
         if _versions(self.arguments) != self.versions:
             raise RuntimeError(MODIFIED.format(operation=name_module(self.module)))
 
-    def store(self, in_turn: bool) -> None:
+    def store(self, raw: bool) -> None:
         """Store inputs and output as attributes ``input0``, ... , ``output``.
 
-        They are part of the graph, for those who penalize them, or look at their
-        gradients. What a loss returns is not: its record may own the module.
-
         Args:
-            in_turn: Whether rules compute with them, for which the output is detached.
+            raw: Whether the inputs keep their connection to the graph.
         """
         module = self.module
-        output = self.outputs[0] if self.outputs else None
-        if output is not None and not (in_turn or self.is_loss):
-            returned = self._returned[0]()
-            if returned is not None:
-                returned._fix_weakref()
-                output = returned
-        values = (output, *self.arguments)
-        attributes, stored = module.__dict__, _Stored(module)
+        inputs = self.arguments if raw else map(_detach, self.arguments)
+        values = (self.outputs[0] if self.outputs else None, *inputs)
+        attributes, stored = module.__dict__, []
         params, buffers = attributes["_parameters"], attributes["_buffers"]
         modules = attributes["_modules"]
         with lock_of(module):
             _clear(attributes)
-            attributes[_STORED] = stored  # the first, see there
             for name, value in zip(_names(type(module), len(values)), values):
                 if name is None or name in attributes or name in params:
                     continue
@@ -271,6 +262,7 @@ class Call:
                 if value:
                     attributes[name] = value
                     stored.append(name)
+            attributes[_STORED] = stored
 
     def release_all(self, keeps: bool) -> None:
         """Drop what this call and those inside of it keep.
@@ -303,28 +295,6 @@ class Call:
         self.kwargs = _NOTHING
         self.loss_module = None
         self.released = True
-
-
-class _Stored(list):
-    """Names of what is stored on a module.
-
-    Python copies it before the tensors, which are part of a graph: PyTorch refuses to
-    copy these, and takes what is here for their copies.
-    """
-
-    def __init__(self, module: Module, names: Iterable[str] = ()):
-        super().__init__(names)
-        self.module_ref = weakref.ref(module)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> list[str]:
-        module = self.module_ref()
-        for x in tree_leaves([vars(module).get(name) for name in self]):
-            if isinstance(x, Tensor) and not x.is_leaf:
-                memo[id(x)] = x.detach().clone()
-        return list(self)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return list, (list(self),)
 
 
 def _edges_before(edge: GradientEdge) -> list[GradientEdge]:

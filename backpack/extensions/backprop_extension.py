@@ -206,7 +206,7 @@ class BackpropExtension(ABC):  # noqa: B024
 
     @property
     def walks_modules(self) -> bool:
-        """Whether quantities go from module to module: they come from nowhere else."""
+        """Whether quantities go from module to module, and come from nowhere else."""
         return self.expects_backpropagation_quantities() and not self.pulls_columns
 
     def runs_on(self, call: Any) -> bool:

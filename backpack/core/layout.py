@@ -169,12 +169,10 @@ def simplify(numbers: Tensor, n: int, is_use: bool = False) -> Layout | Tensor |
     layouts, seen = list(_regular(numbers, n)), numbers[known].unique()
     if layouts and (n == 1 or len(layouts) == 1 < len(seen)):
         return layouts[0]
-    if is_use and len(seen) == 1:  # a single sample's, beside constants
+    if len(seen) == 1 and (is_use or not layouts):  # one sample's, beside constants
         numbers = seen[0].expand_as(numbers)
     elif not layouts:
         numbers = _filled(numbers, n)
-        if len(seen) == 1:
-            numbers = seen[0].expand_as(numbers)
     for axis in range(numbers.dim()):  # one number for a row, where it is possible
         first = numbers.narrow(axis, 0, 1)
         if numbers.shape[axis] > 1 and bool((numbers == first).all()):

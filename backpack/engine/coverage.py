@@ -247,9 +247,8 @@ def warn_of_factor(
             given = {"module": loss.module, "factor": float(factor)}
             warn_user(message(MODIFIED_LOSS, **given))
         return
-    hooked = any(x._backward_hooks for x in loss.tensors())
-    begins = is_term(inspection.calls[loss], inspection.roots)
-    if hooked or not (begins_with_one and begins):
+    begins = begins_with_one and not any(x._backward_hooks for x in loss.tensors())
+    if not (begins and is_term(inspection.calls[loss], inspection.roots)):
         warn_user(message(MAYBE_MODIFIED, module=loss.module))
 
 

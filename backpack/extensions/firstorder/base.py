@@ -70,10 +70,10 @@ class BuiltIn(FirstOrderModuleExtension):
             g_inp: Gradients at the inputs, as far as they exist.
             g_out: Gradients at the outputs.
         """
+        turn = current_turn()
         if isinstance(module, _BatchNorm):
             refuse = extension.refuses_coupled_samples and module.training
-            check_batch_norm(current_turn(), refuse)
-        turn = current_turn()
+            check_batch_norm(turn, refuse)
         if extension not in turn.backward_pass.state.active_exts:
             extension.compute_by_hand(turn)
 

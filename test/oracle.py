@@ -10,14 +10,16 @@ The GGN family is computed from dense Jacobians and the dense loss Hessian. With
 what a Monte-Carlo quantity has to be, given what was drawn.
 """
 
-from functools import partial
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import grad
 from torch.nn import Module
+from torch.utils._pytree import tree_leaves
 
 Tensors = Tuple[Tensor, ...]
 Value = Union[Tensor, List[Tensor]]
@@ -119,9 +121,45 @@ def sample(X: Tensors, n: int) -> Tensors:
     return tuple(x[n : n + 1] for x in X)
 
 
+_KNOWN: List[Dict[Any, Any]] = []
+
+
+@contextmanager
+def remembering(known: Dict[Any, Any]) -> Iterator[None]:
+    """Compute gradients and Jacobians of the same problem once.
+
+    Args:
+        known: What has been computed. What it is of has to live as long.
+
+    Yields:
+        Nothing.
+    """
+    _KNOWN.append(known)
+    try:
+        yield
+    finally:
+        _KNOWN.pop()
+
+
+def remembered(function: Callable) -> Callable:
+    """Let a function look for its result first, unless it is to be differentiated."""
+
+    @wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        if not _KNOWN or options or True in [x for x in args if isinstance(x, bool)]:
+            return function(*args, **options)
+        key = function, *map(id, tree_leaves(args))
+        if key not in _KNOWN[-1]:
+            _KNOWN[-1][key] = function(*args)
+        return _KNOWN[-1][key]
+
+    return call
+
+
 # First order
 
 
+@remembered
 def individual_gradients(
     model: Module, loss: Module, X: Tensors, y: Tensors, create_graph: bool = False
 ) -> Dict[str, Tensor]:
@@ -374,6 +412,7 @@ def jacobian(
     return [torch.stack(column) for column in zip(*rows)]
 
 
+@remembered
 def model_jacobians(
     model: Module, X: Tensors, create_graph: bool = False
 ) -> Dict[str, Tensor]:

@@ -109,7 +109,8 @@ class Reference:
 
     def _once(self, key: Any, function: Callable[[], Any]) -> Any:
         if key not in self._cache:
-            self._cache[key] = function()
+            with oracle.remembering(self._cache):
+                self._cache[key] = function()
         return self._cache[key]
 
     def gradients(self, quantity: str, **options: Any) -> Values:
@@ -150,7 +151,8 @@ class Reference:
         Returns:
             Products ``[V, N, *p]`` by parameter.
         """
-        return oracle.sqrt_ggn(*self.problem, columns)
+        key = "products", columns
+        return self._once(key, lambda: oracle.sqrt_ggn(*self.problem, columns))
 
     def columns(self) -> Tensor:
         """Factorize the loss Hessian of each sample.

@@ -129,9 +129,19 @@ def mse() -> Module:
     return nn.MSELoss()
 
 
-def check(problem: Problem, quantities: List[str] = DENSE) -> None:
-    """Compute quantities, and assert that they are right for every parameter."""
-    ref = Reference(*problem)
+def check(
+    problem: Problem,
+    quantities: List[str] = DENSE,
+    same: Optional[Problem] = None,
+) -> None:
+    """Compute quantities, and assert that they are right for every parameter.
+
+    Args:
+        problem: The problem, which will be extended.
+        quantities: Which quantities. Default: the dense ones.
+        same: The same problem, for the reference. Default: that one.
+    """
+    ref = Reference(*(same or problem))
     results = compute(*problem, quantities)
     for quantity, (values, drawn) in results.items():
         assert_right(values, QUANTITIES[quantity].expected(ref, drawn), quantity)
@@ -894,7 +904,7 @@ ROWS = {
 @pytest.mark.parametrize("row", ROWS)
 def test_computed(row: str) -> None:
     """Every quantity of every parameter agrees with plain autograd."""
-    check(ROWS[row].build(), ROWS[row].quantities)
+    check(ROWS[row].build(), ROWS[row].quantities, ROWS[row].build())
 
 
 @pytest.mark.parametrize("sharing", [None, "expand", "reduce"])

@@ -474,25 +474,27 @@ class ByFormula(TorchFunctionMode):
 
 def hessians(problem: Problem) -> Dict[str, Tensor]:
     """Differentiate the loss twice, ``[N, P, P]`` for each sample and parameter."""
-    with ByFormula():
-        return _hessians(problem)
-
-
-def _hessians(problem: Problem) -> Dict[str, Tensor]:
     _, loss, X, y = problem
     model = twice_differentiable(problem.model)
-    params, result = parameters(model), {}
-    constants = [model(*sample(X, n)).detach() for n in range(len(X[0]))]
-    for name, param in params.items():
-        blocks = []
+    params = parameters(model)
+    blocks: Dict[str, List[Tensor]] = {name: [] for name in params}
+    options = {"create_graph": True, "materialize_grads": True}
+    with ByFormula():
+        constants = [model(*sample(X, n)).detach() for n in range(len(X[0]))]
         for n in range(len(constants)):
             predictions = list(constants)
             predictions[n] = model(*sample(X, n))
             value = loss(torch.cat(predictions), *y)
-            (gradient,) = grad(value, param, create_graph=True, materialize_grads=True)
-            blocks.append(rows(gradient, param))
-        result[name] = torch.stack(blocks)
-    return result
+            gradients = grad(value, [*params.values()], **options)
+            for (name, param), gradient in zip(params.items(), gradients):
+                blocks[name].append(rows(gradient, param))
+    return {name: torch.stack(parts) for name, parts in blocks.items()}
+
+
+@lru_cache(maxsize=None)
+def hessians_of(case: Case) -> Dict[str, Tensor]:
+    """Differentiate the loss of a case twice, whose model is not extended."""
+    return hessians(case.build())
 
 
 def rows(gradient: Tensor, param: Tensor) -> Tensor:
@@ -526,7 +528,7 @@ def assert_products(problem: Problem, field: str, dense: Dict[str, Tensor]) -> N
 def test_diag_hessian(case: Case):
     """The diagonals, in total and for each sample, are those of dense Hessians."""
     problem = solved(case)
-    for name, dense in hessians(problem).items():
+    for name, dense in hessians_of(case).items():
         param = problem.model.get_parameter(name)
         batch = dense.diagonal(dim1=1, dim2=2).reshape(len(dense), *param.shape)
         scale = scale_of(dense)
@@ -539,7 +541,7 @@ def test_diag_hessian(case: Case):
 def test_hmp(case: Case):
     """The products are those with the dense Hessian's blocks."""
     problem = solved(case)
-    dense = {name: blocks.sum(0) for name, blocks in hessians(problem).items()}
+    dense = {name: blocks.sum(0) for name, blocks in hessians_of(case).items()}
     assert_products(problem, "hmp", dense)
 
 
@@ -604,7 +606,8 @@ def test_by_differences(name: str):
 def test_ggnmp(case: Case):
     """The products are those with the dense GGN's blocks."""
     problem = solved(case)
-    dense = {name: blocks.sum(0) for name, blocks in batch_ggn(*problem).items()}
+    blocks = batch_ggn(*case.build())
+    dense = {name: parts.sum(0) for name, parts in blocks.items()}
     assert_products(problem, "ggnmp", dense)
 
 
@@ -661,7 +664,7 @@ PCH_CASES = [
 def test_pchmp(case: Case, field: str):
     """The products are those of a dense recursion with modified residuals."""
     problem = solved(case)
-    model, loss, X, y = problem
+    model, loss, X, y = case.build()
     modify = torch.abs if field == "pchmp_abs" else lambda e: e.clamp(min=0)
     modules = [m for m in model if not isinstance(m, ReduceTuple)]
     predictions = model(*X).detach()

@@ -98,6 +98,8 @@ def producing_calls(edge: GradientEdge) -> list[Entry]:
         The calls, in the order in which they returned.
     """
     node, number = past_sinks(edge.node, edge.output_nr)
+    while type(node).__name__ == HOOKED and node.next_functions[number][0]:
+        node, number = node.next_functions[number]
     entries = [e for e in _working_calls(node) if e.output_nr == number]
     view = node._sequence_nr()
     while not entries and len(node.next_functions) == 1 and node.next_functions[0][0]:

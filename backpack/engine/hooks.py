@@ -49,7 +49,7 @@ from backpack.engine.uses import (
     listen,
     on_one_node,
 )
-from backpack.utils.compiling import is_indivisible, skipped, untraced
+from backpack.utils.compiling import answered, is_indivisible, skipped, untraced
 from backpack.utils.disable import PLAIN, disable
 from backpack.utils.module_classification import is_loss, is_no_op
 from backpack.utils.state import state
@@ -122,12 +122,10 @@ def _is_running(frame: _Frame, python_frame: Any) -> bool:
     return False
 
 
+@answered
 def _is_opaque() -> bool:
     """Tell whether what is compiled runs as a whole, and nothing inside is recorded."""
     return is_indivisible(_THREAD.tracker is not None)
-
-
-_is_opaque._dynamo_marked_constant = True
 
 
 @skipped

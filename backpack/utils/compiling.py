@@ -66,6 +66,25 @@ untraced._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
 )
 
 
+def answered(function: C) -> C:
+    """Let the compiler ask a function while it traces: its answer is a constant.
+
+    Older versions of torch store that among the globals of what they compile, by the
+    name that the function's code has, which must not be in use there.
+
+    Args:
+        function: The function.
+
+    Returns:
+        The same function.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    name = f"_backpack_{function.__name__}"
+    function.__code__ = function.__code__.replace(co_name=name)
+    return function
+
+
+@answered
 def is_indivisible(watched: bool) -> bool:
     """Tell whether what is compiled can't be split.
 
@@ -89,10 +108,6 @@ def is_indivisible(watched: bool) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-# the compiler asks while it traces, and takes the answer for a constant
-is_indivisible._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_compiled(module: Module) -> bool:

@@ -204,18 +204,40 @@ def _batch_norm(call: Called) -> Operation | None:
     return _like(BatchNormNdDerivatives(), call, bound, **options)
 
 
+def _contraction(
+    key: int,
+    position: int,
+    operands: Sequence[Tensor],
+    terms: Sequence[Sequence[Any]],
+    out: Sequence[Any],
+) -> Contraction | None:
+    """Describe a contraction of rows and a constant, which names axes as ``einsum``.
+
+    No axis of the result may have both, and none that is summed over be broadcast.
+    """
+    data, constant = operands[1 - position], operands[position]
+    rows, of_constant = terms[1 - position], terms[position]
+    inputs = [x for x in rows if x not in out]
+    outputs = [x for x in out if x not in rows]
+    kept = [x for x in rows if x in out]
+    if set(of_constant) != {*inputs, *outputs} or kept != [x for x in out if x in rows]:
+        return None
+    contracted = [rows.index(x) for x in inputs]
+    axes = [of_constant.index(x) for x in (*outputs, *inputs)]
+    summed = [constant.shape[axis] for axis in axes[len(outputs) :]]
+    if [data.shape[axis] for axis in contracted] != summed:
+        return None
+    return Contraction(key, data, contracted, [out.index(x) for x in outputs], axes)
+
+
 def _product(factors: Sequence[Tensor], position: int, key: int) -> Contraction | None:
     """Describe a product of two matrices, one of which is the constant."""
-    first, second = factors
-    if min(first.dim(), second.dim()) < 2:
+    lead = range(factors[1 - position].dim() - 2)
+    if min(x.dim() for x in factors) < 2 or factors[position].dim() > 2:
         return None
-    if position == 1 and second.dim() == 2:
-        last = first.dim() - 1
-        return Contraction(key, first, [last], [last], [1, 0])
-    if position == 0 and first.dim() == 2:
-        axis = second.dim() - 2
-        return Contraction(key, second, [axis], [axis], [0, 1])
-    return None
+    terms: list[Sequence[Any]] = ["rk", "kc"]
+    terms[1 - position] = [*lead, *terms[1 - position]]
+    return _contraction(key, position, factors, terms, [*lead, *"rc"])
 
 
 def _matmul(call: Called) -> Operation | None:
@@ -238,38 +260,17 @@ def _addmm(call: Called) -> Operation | None:
     return found
 
 
-def _contraction(
-    key: int,
-    operands: tuple[Tensor, Tensor],
-    inputs: Sequence[int],
-    outputs: Sequence[int],
-    axes: Sequence[int],
-) -> Contraction | None:
-    """Describe a contraction of data and a constant, if none of its axes is broadcast.
-
-    ``einsum`` and ``tensordot`` do that with axes that have one entry.
-    """
-    data, constant = operands
-    summed = [constant.shape[axis] for axis in axes[len(outputs) :]]
-    if [data.shape[axis] for axis in inputs] != summed:
-        return None
-    return Contraction(key, data, inputs, outputs, axes)
-
-
 def _tensordot(call: Called) -> Operation | None:
     bound = call.bind("a b dims")
-    first, second, dims = bound["a"], bound["b"], bound.get("dims", 2)
+    both, dims = (bound["a"], bound["b"]), bound.get("dims", 2)
     if isinstance(dims, int):
-        dims = [*range(first.dim() - dims, first.dim())], [*range(dims)]
-    left = [axis % first.dim() for axis in dims[0]]
-    right = [axis % second.dim() for axis in dims[1]]
-    kept = [axis for axis in range(first.dim()) if axis not in left]
-    others = [axis for axis in range(second.dim()) if axis not in right]
-    if list(call.keys) == [1]:
-        outputs = [*range(len(kept), len(kept) + len(others))]
-        return _contraction(1, (first, second), left, outputs, [*others, *right])
-    outputs = [*range(len(kept))]
-    return _contraction(0, (second, first), right, outputs, [*kept, *left])
+        dims = range(-dims, 0), range(dims)
+    sizes = [x.dim() for x in both]
+    first, second = [*range(sizes[0])], [*range(sizes[0], sum(sizes))]
+    for left, right in zip(*dims):
+        second[right] = first[left]
+    out = [x for x in (*first, *second) if (x in first) != (x in second)]
+    return _contraction(call.keys[0], call.keys[0], both, (first, second), out)
 
 
 def _einsum(call: Called) -> Operation | None:
@@ -283,26 +284,10 @@ def _einsum(call: Called) -> Operation | None:
     terms = operands.split(",")
     if any(len(set(term)) < len(term) for term in (*terms, out)):
         return None
-    return _einsum_with(keys[0] - 1, terms, out, args[1:])
-
-
-def _einsum_with(
-    position: int, terms: Sequence[str], out: str, operands: Sequence[Tensor]
-) -> Operation | None:
-    """Describe an einsum of rows and a constant; no axis of the result has both."""
-    constant, rows = terms[position], terms[1 - position]
-    inputs = [x for x in rows if x not in out]
-    outputs = [x for x in out if x not in rows]
-    kept = [x for x in rows if x in out]
-    if set(constant) != {*inputs, *outputs} or not inputs or not outputs:
-        return None
-    if kept != [x for x in out if x in rows]:
-        return None
-    # the arguments are the equation and the operands
-    axes = [constant.index(x) for x in (*outputs, *inputs)]
-    contracted, from_weight = map(rows.index, inputs), map(out.index, outputs)
-    both = operands[1 - position], operands[position]
-    return _contraction(position + 1, both, [*contracted], [*from_weight], axes)
+    position = keys[0] - 1  # the first argument is the equation
+    if {x in out for x in terms[position]} != {True, False}:
+        return None  # the constant only scales, or is only copied
+    return _contraction(keys[0], position, args[1:], terms, out)
 
 
 def _add(*signs: float) -> Rule:

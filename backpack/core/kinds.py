@@ -113,8 +113,8 @@ class LayerLike(Operation):
         derivatives: The layer's derivatives.
         layer: Its options.
         names: The parameters' names in the layer, by argument.
-        features: Number of axes that are no rows, of input and output; ``None`` if all
-            but the first are none.
+        features: Number of the input's axes that are no rows; ``None`` if all but the
+            first are none.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class LayerLike(Operation):
         layer: Any,
         names: dict[Key, str],
         data: Tensor,
-        features: tuple[int, int] | None = None,
+        features: int | None = None,
     ):
         """Store the layer that does the same.
 
@@ -132,20 +132,18 @@ class LayerLike(Operation):
             layer: Its options.
             names: The parameters' names in the layer, by argument.
             data: The input.
-            features: Number of axes that are no rows, of input and output. Default:
-                ``None`` if all but the first are none.
+            features: Number of the input's axes that are no rows. Default: ``None`` if
+                all but the first are none.
         """
         super().__init__(data, list(names))
         self.derivatives, self.layer, self.names = derivatives, layer, names
-        self._features = features
+        self._takes_rows = features is not None
+        self._lead = 1 if features is None else data.dim() - features
 
     def is_possible(self, placement: Placement) -> bool:  # noqa: D102
-        axes = 1
-        if self._features is not None:
-            axes = self.data.dim() - self._features[0]
         if isinstance(placement, Layout):
-            return placement.axis < axes
-        return isinstance(placement, Tensor) and axes > 0
+            return placement.axis < self._lead
+        return isinstance(placement, Tensor) and self._lead > 0
 
     def reads_data(self, key: Key) -> bool:  # noqa: D102
         return self.names[key] != "bias"
@@ -162,12 +160,10 @@ class LayerLike(Operation):
     def product(
         self, key: Key, shape: torch.Size, cotangents: Tensor, out: Placement, n: int
     ) -> PerSample | None:  # noqa: D102
-        x, name, lead = self.data, self.names[key], 1
+        x, name, lead = self.data, self.names[key], self._lead
         derivatives, layer = self.derivatives, self.layer
         dtype = getattr(layer, name).dtype
         x, b = as_type(dense(x), dtype), as_type(cotangents, dtype)
-        if self._features is not None:
-            lead = x.dim() - self._features[0]
         if n == 1 and lead > 0:
             out = Layout(0, x.shape[0])
         if lead > 0 and type(out) is Layout and out == FIRST and x.shape[0] == n:
@@ -177,7 +173,7 @@ class LayerLike(Operation):
         except ValueError:
             return None
         x, b = arrangement.rows(x), arrangement.rows(b, 1)
-        if self._features is not None:
+        if self._takes_rows:
             return derivatives.product(name, layer, [x], b)
         x, b = x.flatten(0, 1), b.flatten(1, 2)
         return merge_rows(derivatives.product(name, layer, [x], b), n)
@@ -284,9 +280,8 @@ class Contraction(Operation):
         if isinstance(out, Layout):
             out = Layout(out.axis - sum([o < out.axis for o in outputs]), out.inner)
         elif isinstance(out, Tensor):
-            last = [*range(-len(outputs), 0)]
-            moved, key_of = out, ("moved", *outputs)
-            out = once(moved, key_of, lambda: moved.movedim([*outputs], last))
+            given = out
+            out = once(given, ("moved", *outputs), lambda: _at_the_end(given, outputs))
         arrangement = Arrangement(out, rows, n)  # type: ignore[arg-type]
         return arrangement, arrangement.rows(b, 1).flatten(3)
 
@@ -310,15 +305,12 @@ class Broadcast(Operation):
     ) -> PerSample | None:  # noqa: D102
         if n and not cotangents.numel():  # no sample was sent here
             return Dense(cotangents.new_zeros(len(cotangents), n, *shape), shape)
-        if n == 1:
-            extra = cotangents.dim() - 1 - len(shape)
-            taken = [i + extra for i, size in enumerate(shape) if size != 1]
-            out = _anywhere(cotangents.shape[1:], taken)
-        if not isinstance(out, Layout):
-            return None
         missing = cotangents.dim() - 1 - len(shape)
         full = [1] * missing + list(shape)
-        if missing < 0 or full[out.axis] != 1:
+        if n == 1:
+            taken = [axis for axis, size in enumerate(full) if size != 1]
+            out = _anywhere(cotangents.shape[1:], taken)
+        if not isinstance(out, Layout) or missing < 0 or full[out.axis] != 1:
             return None
         if self.data is not None:
             cotangents = cotangents * self.data

@@ -66,7 +66,7 @@ def _like(
     derivatives: BaseParameterDerivatives,
     call: Called,
     bound: dict[str, Any],
-    features: tuple[int, int] | None = None,
+    features: int | None = None,
     **options: Any,
 ) -> LayerLike:
     """Describe an operation by the layer that does the same.
@@ -75,7 +75,7 @@ def _like(
         derivatives: The layer's derivatives.
         call: The call.
         bound: Its arguments, by name.
-        features: Number of axes that are no rows, see :class:`LayerLike`.
+        features: Number of the input's axes that are no rows, see :class:`LayerLike`.
         options: The layer's options.
 
     Returns:
@@ -95,7 +95,7 @@ def _linear(call: Called) -> Operation | None:
     bound = call.bind("input weight bias")
     if bound["weight"].dim() != 2:
         return None
-    return _like(LinearDerivatives(), call, bound, (1, 1))
+    return _like(LinearDerivatives(), call, bound, 1)
 
 
 def _tuple(value: Any, size: int) -> tuple[int, ...]:
@@ -144,7 +144,7 @@ def _embedding(call: Called) -> Operation | None:
     if padding is not None and padding < 0:
         padding = None if names.startswith("weight") else padding + rows
     options = {"padding_idx": padding, "scale_grad_by_freq": False}
-    return _like(EmbeddingDerivatives(), call, bound, (0, 1), **options)
+    return _like(EmbeddingDerivatives(), call, bound, 0, **options)
 
 
 def _rows(call: Called) -> Operation | None:
@@ -161,7 +161,7 @@ def _layer_norm(derivatives: BaseParameterDerivatives, names: str) -> Callable:
         shape = tuple(bound["normalized_shape"])
         eps = bound.get("eps", 1e-5 if "bias" in names else None)
         options = {"normalized_shape": shape, "eps": eps}
-        return _like(derivatives, call, bound, (len(shape),) * 2, **options)
+        return _like(derivatives, call, bound, len(shape), **options)
 
     return rule
 

@@ -26,7 +26,7 @@ from backpack.engine.uses import Constant, Use
 from backpack.utils.module_classification import is_loss
 from backpack.utils.types import are_redefined, is_redefining, version_of
 
-_AXES = {nn.Linear: (1, 1), nn.Embedding: (0, 1)}
+_AXES = {nn.Linear: 1, nn.Embedding: 0}
 
 
 def row_of_call(
@@ -238,16 +238,16 @@ def _operation(
     return LayerLike(row.derivatives, layer, keys, args[0], _features(module))
 
 
-def _features(module: Module) -> tuple[int, int] | None:
+def _features(module: Module) -> int | None:
     for cls, features in _AXES.items():
         if isinstance(module, cls):
             return features
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
-        return (len(module.normalized_shape),) * 2
+        return len(module.normalized_shape)
     return None
 
 
 def _row_axes(module: Module, x: Tensor) -> int:
     """Count the leading axes of a layer's input that are rows."""
     features = _features(module)
-    return 1 if features is None else x.dim() - features[0]
+    return 1 if features is None else x.dim() - features

@@ -99,19 +99,12 @@ def _torch_dropout(input, p, train):
     return nn.Dropout(p=p) if isinstance(train, TrainingFlag) else None
 
 
-def _max_pool(module: Callable) -> Rule:
-    def rule(input, *args, **kwargs):
-        # The last two arguments are in another order than those of the module
-        return _same_options(module)(input, *args, **kwargs) if len(args) < 5 else None
-
-    return rule
-
-
-def _same_options(module: Callable) -> Rule:
+def _same_options(module: Callable, most: Optional[int] = None) -> Rule:
     """Make the rule of a function whose options are those of a module, in order.
 
     Args:
         module: The module class.
+        most: Number of options that are in order. Default: ``None`` for all.
 
     Returns:
         The rule.
@@ -120,7 +113,7 @@ def _same_options(module: Callable) -> Rule:
     def rule(input, *args, **kwargs):
         known = signature(module).parameters
         others = {name for name, value in kwargs.items() if value and name not in known}
-        if others - {"_stacklevel"} or len(args) > len(known):
+        if others - {"_stacklevel"} or len(args) > (most or len(known)):
             return None
         options = {name: value for name, value in kwargs.items() if name in known}
         new_module = module(*args, **options)
@@ -133,29 +126,21 @@ def _same_options(module: Callable) -> Rule:
     return rule
 
 
+# Modules whose function has their name in lower case
+_NAMED_ALIKE = (
+    "ReLU6 ELU SiLU Mish GELU LogSigmoid Softplus Softsign Tanhshrink Softshrink "
+    "Hardsigmoid Hardswish Hardtanh GLU"
+)
 # Module -> functions and methods with the same options
 _SAME_OPTIONS: Dict[Callable, Tuple[Target, ...]] = {
+    **{getattr(nn, name): (getattr(F, name.lower()),) for name in _NAMED_ALIKE.split()},
     nn.ReLU: (F.relu, torch.relu, "relu"),
-    nn.ReLU6: (F.relu6,),
     nn.Sigmoid: (torch.sigmoid, F.sigmoid, "sigmoid"),
     nn.Tanh: (torch.tanh, F.tanh, "tanh"),
     nn.LeakyReLU: (F.leaky_relu,),
-    nn.ELU: (F.elu,),
     nn.CELU: (F.celu, torch.celu),
     nn.SELU: (F.selu, torch.selu),
-    nn.SiLU: (F.silu,),
-    nn.Mish: (F.mish,),
-    nn.GELU: (F.gelu,),
-    nn.LogSigmoid: (F.logsigmoid,),
-    nn.Softplus: (F.softplus,),
-    nn.Softsign: (F.softsign,),
-    nn.Tanhshrink: (F.tanhshrink,),
-    nn.Softshrink: (F.softshrink,),
     nn.Hardshrink: (F.hardshrink, torch.hardshrink),
-    nn.Hardsigmoid: (F.hardsigmoid,),
-    nn.Hardswish: (F.hardswish,),
-    nn.Hardtanh: (F.hardtanh,),
-    nn.GLU: (F.glu,),
     nn.Softmax: (F.softmax, torch.softmax, "softmax"),
     nn.LogSoftmax: (F.log_softmax, torch.log_softmax, "log_softmax"),
     nn.Upsample: (F.interpolate,),
@@ -171,12 +156,14 @@ _SAME_OPTIONS: Dict[Callable, Tuple[Target, ...]] = {
         )
     },
 }
-
 _OTHER: Dict[Target, Rule] = {
     **{
-        target: _max_pool(getattr(nn, f"MaxPool{dim}d"))
+        # the last two arguments are in another order than those of the module
+        getattr(namespace, f"max_pool{dim}d"): _same_options(
+            getattr(nn, f"MaxPool{dim}d"), most=4
+        )
         for dim in (1, 2, 3)
-        for target in (getattr(F, f"max_pool{dim}d"), getattr(torch, f"max_pool{dim}d"))
+        for namespace in (F, torch)
     },
     F.dropout: _dropout(nn.Dropout),
     F.dropout1d: _dropout(nn.Dropout1d),

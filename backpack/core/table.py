@@ -91,22 +91,50 @@ class Row(NamedTuple):
         return own and (self.params is None or name in self.params)
 
 
+def _layers(names: str) -> list[type[Module]]:
+    """Find layers of PyTorch.
+
+    Args:
+        names: Their names. One with ``Nd`` is for one, two and three axes.
+
+    Returns:
+        Their classes.
+    """
+    found = [name.replace("Nd", f"{n}d") for name in names.split() for n in (1, 2, 3)]
+    return [getattr(nn, name) for name in dict.fromkeys(found)]
+
+
+def _rows(names: str, *row: Any) -> dict[type[Module], Row]:
+    """Make one row for several layers, see :class:`Row`."""
+    return dict.fromkeys(_layers(names), Row(*row))
+
+
+def _by_axes(
+    names: str, derivatives: Callable, params: tuple[str, ...] = (), others: int = 0
+) -> dict[type[Module], Row]:
+    """Make a row for each number of axes, which the derivatives know.
+
+    Args:
+        names: Name of the layers.
+        derivatives: Makes their derivatives for a number of axes.
+        params: See :class:`Row`. Default: none.
+        others: Number of axes that the input needs besides. Default: 0.
+
+    Returns:
+        The rows.
+    """
+    axes = enumerate(_layers(names), start=1)
+    return {cls: Row(derivatives(n), params, n + others) for n, cls in axes}
+
+
 LAYERS: dict[type[Module], Row] = {
     # with parameters
     nn.Linear: Row(LinearDerivatives(), WEIGHT_BIAS, 2),
-    nn.Conv1d: Row(ConvNDDerivatives(1), WEIGHT_BIAS, 3),
-    nn.Conv2d: Row(ConvNDDerivatives(2), WEIGHT_BIAS, 4),
-    nn.Conv3d: Row(ConvNDDerivatives(3), WEIGHT_BIAS, 5),
-    nn.ConvTranspose1d: Row(ConvTransposeNDDerivatives(1), WEIGHT_BIAS, 3),
-    nn.ConvTranspose2d: Row(ConvTransposeNDDerivatives(2), WEIGHT_BIAS, 4),
-    nn.ConvTranspose3d: Row(ConvTransposeNDDerivatives(3), WEIGHT_BIAS, 5),
-    **dict.fromkeys(
-        (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
-        Row(BatchNormNdDerivatives(), WEIGHT_BIAS, 2),
-    ),
-    **dict.fromkeys(
-        (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-        Row(normalization.InstanceNormNdDerivatives(), WEIGHT_BIAS, 3),
+    **_by_axes("ConvNd", ConvNDDerivatives, WEIGHT_BIAS, 2),
+    **_by_axes("ConvTransposeNd", ConvTransposeNDDerivatives, WEIGHT_BIAS, 2),
+    **_rows("BatchNormNd", BatchNormNdDerivatives(), WEIGHT_BIAS, 2),
+    **_rows(
+        "InstanceNormNd", normalization.InstanceNormNdDerivatives(), WEIGHT_BIAS, 3
     ),
     nn.LayerNorm: Row(normalization.LayerNormDerivatives(), WEIGHT_BIAS, 2),
     nn.RMSNorm: Row(normalization.RMSNormDerivatives(), WEIGHT, 2),
@@ -124,61 +152,29 @@ LAYERS: dict[type[Module], Row] = {
     nn.Sigmoid: Row(activations.SigmoidDerivatives()),
     nn.LogSigmoid: Row(activations.LogSigmoidDerivatives()),
     nn.Tanh: Row(activations.TanhDerivatives()),
-    **dict.fromkeys(
-        (
-            *(nn.CELU, nn.GELU, nn.Hardswish, nn.Mish),
-            *(nn.SiLU, nn.Softplus, nn.Softsign, nn.Tanhshrink),
-        ),
-        Row(ElementwiseDerivatives()),
+    **_rows(
+        "CELU GELU Hardswish Mish SiLU Softplus Softsign Tanhshrink",
+        ElementwiseDerivatives(),
     ),
-    **dict.fromkeys(
-        (
-            *(nn.Hardshrink, nn.Hardsigmoid, nn.Hardtanh),
-            *(nn.ReLU6, nn.Softshrink, nn.Threshold),
-        ),
-        Row(PiecewiseLinearDerivatives()),
+    **_rows(
+        "Hardshrink Hardsigmoid Hardtanh ReLU6 Softshrink Threshold",
+        PiecewiseLinearDerivatives(),
     ),
-    **dict.fromkeys((nn.GLU, nn.LogSoftmax, nn.Softmax), Row(BaseDerivatives())),
+    **_rows("GLU LogSoftmax Softmax", BaseDerivatives()),
     # pooling
-    nn.AvgPool1d: Row(linear_map.AvgPoolNDDerivatives(1)),
-    nn.AvgPool2d: Row(linear_map.AvgPoolNDDerivatives(2)),
-    nn.AvgPool3d: Row(linear_map.AvgPoolNDDerivatives(3)),
-    nn.MaxPool1d: Row(MaxPoolNDDerivatives(1)),
-    nn.MaxPool2d: Row(MaxPoolNDDerivatives(2)),
-    nn.MaxPool3d: Row(MaxPoolNDDerivatives(3)),
-    nn.AdaptiveAvgPool1d: Row(linear_map.AdaptiveAvgPoolNDDerivatives(1)),
-    nn.AdaptiveAvgPool2d: Row(linear_map.AdaptiveAvgPoolNDDerivatives(2)),
-    nn.AdaptiveAvgPool3d: Row(linear_map.AdaptiveAvgPoolNDDerivatives(3)),
-    nn.AdaptiveMaxPool1d: Row(AdaptiveMaxPoolNDDerivatives(1)),
-    nn.AdaptiveMaxPool2d: Row(AdaptiveMaxPoolNDDerivatives(2)),
-    nn.AdaptiveMaxPool3d: Row(AdaptiveMaxPoolNDDerivatives(3)),
+    **_by_axes("AvgPoolNd", linear_map.AvgPoolNDDerivatives),
+    **_by_axes("MaxPoolNd", MaxPoolNDDerivatives),
+    **_by_axes("AdaptiveAvgPoolNd", linear_map.AdaptiveAvgPoolNDDerivatives),
+    **_by_axes("AdaptiveMaxPoolNd", AdaptiveMaxPoolNDDerivatives),
     # dropout
-    **dict.fromkeys(
-        (
-            *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
-            *(nn.AlphaDropout, nn.FeatureAlphaDropout),
-        ),
-        Row(DropoutDerivatives()),
-    ),
+    **_rows("Dropout DropoutNd AlphaDropout FeatureAlphaDropout", DropoutDerivatives()),
     # shapes, padding, sums
-    **dict.fromkeys(
-        (nn.Flatten, nn.Identity, nn.Unflatten), Row(linear_map.FlattenDerivatives())
-    ),
-    **dict.fromkeys(
-        (
-            *(nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d),
-            *(nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d),
-        ),
-        Row(linear_map.ZeroPad2dDerivatives()),
-    ),
-    **dict.fromkeys(
-        (
-            *(nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d),
-            *(nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReflectionPad3d),
-            *(nn.ReplicationPad1d, nn.ReplicationPad2d, nn.ReplicationPad3d),
-            *(nn.ChannelShuffle, nn.PixelShuffle, nn.PixelUnshuffle, nn.Upsample),
-        ),
-        Row(linear_map.LinearMapDerivatives()),
+    **_rows("Flatten Identity Unflatten", linear_map.FlattenDerivatives()),
+    **_rows("ConstantPadNd ZeroPadNd", linear_map.ZeroPad2dDerivatives()),
+    **_rows(
+        "CircularPadNd ReflectionPadNd ReplicationPadNd "
+        "ChannelShuffle PixelShuffle PixelUnshuffle Upsample",
+        linear_map.LinearMapDerivatives(),
     ),
     Pad: Row(linear_map.PadDerivatives()),
     Permute: Row(linear_map.PermuteDerivatives()),
@@ -218,15 +214,11 @@ GENERIC_LOSS = Row(GenericLossDerivatives())
 # Layers that 1.7 has rules for: to replace them takes ``overwrite=True``. For others,
 # programs that were written for it bring rules of their own.
 REGISTERED: tuple[type[Module], ...] = (
-    *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
-    *(nn.Embedding, nn.RNN, nn.LSTM),
-    *(nn.ReLU, nn.LeakyReLU, nn.ELU, nn.SELU, nn.Sigmoid, nn.LogSigmoid, nn.Tanh),
-    *(nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
-    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d),
-    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
-    *(nn.Dropout, nn.Flatten, nn.Identity, nn.ZeroPad2d),
+    *_layers(
+        "Linear ConvNd ConvTransposeNd BatchNormNd Embedding RNN LSTM ReLU LeakyReLU "
+        "ELU SELU Sigmoid LogSigmoid Tanh AvgPoolNd MaxPoolNd AdaptiveAvgPoolNd "
+        "Dropout Flatten Identity ZeroPad2d"
+    ),
     *(Pad, Permute, ScaleModule, Slicing, SumModule),
 )
 

@@ -132,7 +132,7 @@ class PerSample(ABC):
         Returns:
             Sums of shape ``[V, *p]``.
         """
-        return self.individual().sum(1)
+        return self.block(slice(0, self.batch_size)).sum(1)
 
     @abstractmethod
     def weighted_sum(self, weights: Tensor) -> Tensor:
@@ -389,9 +389,6 @@ class Dense(PerSample):
 
     def select(self, samples: Sequence[int] | slice) -> Dense:  # noqa: D102
         return Dense(self.products[:, samples], self.shape)
-
-    def summed(self) -> Tensor:  # noqa: D102
-        return self.products.sum(1)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:  # noqa: D102
         rows = full_precision(self.products).transpose(0, 1).flatten(1)

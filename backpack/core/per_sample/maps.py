@@ -189,10 +189,10 @@ def dots_between(product: PerSample, other: PerSample) -> Tensor:
         Dot products of shape ``[N, Q]``.
     """
     if isinstance(product, Rows) and isinstance(other, Rows):
-        return product.dots(other)
+        return product.dots_with(other)
     if isinstance(product, Outer):
         if isinstance(other, Outer) and product.is_cheaper_as_factors(other):
-            return product.dots(other)
+            return product.dots_with(other)
         if product.positions == product.groups == 1 and product.order is None:
             mats = full_precision(other.individual()[0])
             a, b = full_precision(product.a[:, 0, 0]), full_precision(product.b)

@@ -25,24 +25,6 @@ from backpack.utils.unsqueeze import flatten
 CANCELLATION = 10.0
 
 
-def prefers_gram(positions: int, d: int, p: int, adds_up: bool = False) -> bool:
-    """Tell whether norms of outer products are cheaper without forming these.
-
-    Args:
-        positions: Number of outer products that are added up.
-        d: Number of input features.
-        p: Number of output features.
-        adds_up: Whether their sum over samples is needed, too. Default: ``False``.
-
-    Returns:
-        Whether Gram matrices of both factors take fewer multiplications.
-    """
-    relative = positions * (d + p) / max(1, d * p)
-    if adds_up and positions * relative >= tuning.GRAM_MULTIPLICATIONS[has_fast_blas()]:
-        return False
-    return relative < 1
-
-
 def _with_factors(
     shape: torch.Size, order: Order | None, convention: bool, a: Tensor, b: Tensor
 ) -> Outer:
@@ -243,7 +225,7 @@ class Outer(PerSample):
 
     @property
     def plain(self) -> PerSample:  # noqa: D102
-        if not self.is_transposed or self.num_columns != 1 or self.groups != 1:
+        if not self.is_transposed or self.num_columns != 1:
             return self
         if self._plain is None:
             a = self.b[0]  # without a cycle, which would live on
@@ -444,11 +426,17 @@ class Outer(PerSample):
 
     @property
     def _norms_form(self) -> bool:
-        """Whether products are formed for their norms."""
+        """Whether norms form the products: otherwise, they take Gram matrices.
+
+        Those of rows and of columns cost less than the products, unless so many
+        positions are shared, or the products are added up anyway.
+        """
+        d, p = self._sizes
+        relative = self.positions * (d + p) / max(1, d * p)
+        least = tuning.GRAM_MULTIPLICATIONS[has_fast_blas()]
         adds_up = self.keeps_total and self._total is None
-        return self.positions > 1 and not prefers_gram(
-            self.positions, *self._sizes, adds_up
-        )
+        many = adds_up and self.positions * relative >= least
+        return self.positions > 1 and (many or relative >= 1)
 
     @whole_reduction
     def sq_norms(self) -> Tensor:  # noqa: D102
@@ -498,18 +486,23 @@ class Outer(PerSample):
             return super().variance()
         return self.fold(variance)
 
-    def dots(self, other: Outer | None = None) -> Tensor:  # noqa: D102
-        return self._own_dots() if other is None else self._dots(other)
-
     @whole_reduction
-    def _own_dots(self) -> Tensor:
+    def dots(self) -> Tensor:  # noqa: D102
         if not self.is_cheaper_as_factors(self):
             if self._is_large:
                 return sums.sum_of_dots(flatten(self._collect(any_order=True), 2))
             return super().dots()
-        return self._dots(self)
+        return self.dots_with(self)
 
-    def _dots(self, other: Outer) -> Tensor:
+    def dots_with(self, other: Outer) -> Tensor:
+        """Dot products with other samples' products, from the factors of both.
+
+        Args:
+            other: Products of Q other samples.
+
+        Returns:
+            Dot products of shape ``[N, Q]``, summed over columns.
+        """
         if self.groups * self.positions * other.positions == 1:  # which is a view
             gram_a = self._moderate_a()[:, 0, 0] @ other._moderate_a()[:, 0, 0].mT
             b = self._moderate_b()[:, :, 0, 0] @ other._moderate_b()[:, :, 0, 0].mT

@@ -122,17 +122,25 @@ class Rows(PerSample):
         absent = (self.batch_size - occurrences).unsqueeze(1)
         return (total + absent * mean.pow(2)) / self.batch_size
 
-    def dots(self, other: Rows | None = None) -> Tensor:  # noqa: D102
-        samples, ids, sums, _ = self._segments()
-        batch, columns, others = samples, ids, sums
-        size = self.batch_size if other is None else other.batch_size
-        if other is not None:
-            batch, columns, others, _ = other._segments()
-        dots = sums.new_zeros(self.batch_size, size)
+    def dots(self) -> Tensor:  # noqa: D102
+        return self.dots_with(self)
+
+    def dots_with(self, other: Rows) -> Tensor:
+        """Dot products with other samples' products.
+
+        Args:
+            other: Products of Q other samples.
+
+        Returns:
+            Dot products of shape ``[N, Q]``, summed over columns.
+        """
+        samples, ids, sums, _ = own = self._segments()
+        batch, columns, others, _ = own if other is self else other._segments()
+        dots = sums.new_zeros(self.batch_size, other.batch_size)
         for rows in chunks(ids.numel(), columns.numel()):
             same = (ids[rows].unsqueeze(1) == columns).to(sums.dtype)
             pairs = einsum(sums[:, rows], others, "v r k, v s k -> r s") * same
-            by_sample = pairs.new_zeros(len(pairs), size)
+            by_sample = pairs.new_zeros(len(pairs), other.batch_size)
             by_sample = by_sample.index_add(1, batch, pairs)
             dots = dots.index_add(0, samples[rows], by_sample)
         return dots

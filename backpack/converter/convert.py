@@ -1,6 +1,7 @@
 """The converter's steps, one after the other."""
 
 from copy import deepcopy
+from functools import partial
 
 from torch.fx import GraphModule
 from torch.nn import Module
@@ -40,10 +41,7 @@ def convert_module_to_backpack(module: Module, debug: bool) -> GraphModule:
         NotImplementedError: If the model's own forward depends on data, other than by
             tensor operations, or if an in-place operation cannot be undone.
     """
-
-    def undo_inplace(graph_module: GraphModule) -> None:
-        transform_inplace_to_normal(graph_module, debug)
-
+    undo_inplace = partial(transform_inplace_to_normal, debug=debug)
     if debug:
         print(f"Converting {type(module).__name__}")
     if is_user_module(module):

@@ -2,15 +2,17 @@
 
 import operator
 from copy import deepcopy
+from functools import partial
 from typing import Any, Callable, Dict, Optional
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torch.nn import functional
 
 from backpack.converter import reading
 from backpack.converter.editing import change_node_to_module, recompile
-from backpack.converter.tracer import NO_GRAD, Untraceable
+from backpack.converter.tracer import IN_PLACE_OPERATORS, NO_GRAD, Untraceable
 
 VIEW_MODULES = (
     *(nn.Identity, nn.Flatten, nn.Unflatten),
@@ -22,6 +24,30 @@ ALIASED = (
     + "{alias}, a view of it or what it is a view of. Use an operation that is not in "
     + "place."
 )
+
+
+def setitem(input: Tensor, index: Any, value: Any) -> Tensor:
+    """Assign a part of a tensor, like ``input[index] = value``.
+
+    Args:
+        input: The tensor, which is not changed.
+        index: The index.
+        value: What to assign.
+
+    Returns:
+        Changed copy of the tensor.
+    """
+    result = input.clone()
+    result[index] = value
+    return result
+
+
+# Functions that stand for assignments, and those that return a new tensor
+_OUT_OF_PLACE: Dict[Any, Callable] = {
+    getattr(operator, f"i{name}"): getattr(operator, f"__{name}__")
+    for name in IN_PLACE_OPERATORS
+}
+_OUT_OF_PLACE[operator.setitem] = setitem
 
 
 def transform_inplace_to_normal(
@@ -104,34 +130,23 @@ def _find_inplace(node: Node) -> Optional[Callable[[Node], None]]:
         return _copy_module if getattr(reading.called(node), "inplace", False) else None
     if node.op not in reading.OPERATION:
         return None
+    if node.target in _OUT_OF_PLACE:
+        return partial(_rename, _OUT_OF_PLACE[node.target])
     name = reading.target_name(node.target)
-    if node.target is operator.setitem:
-        return _clone_first
-    if getattr(node.target, "__module__", None) == "_operator":
-        return _rename if _out_of_place(node) else None
-    if name.endswith("_") and not name.endswith("__") and name != "requires_grad_":
-        return _rename if _out_of_place(node) else _clone_first
+    is_operator = getattr(node.target, "__module__", None) == "_operator"
+    in_place = name.endswith("_") and not name.endswith("__")
+    if in_place and not is_operator and name != "requires_grad_":
+        if node.op == "call_method":
+            other = name[:-1] if hasattr(Tensor, name[:-1]) else None
+        else:
+            other = getattr(functional, name[:-1], getattr(torch, name[:-1], None))
+        return partial(_rename, other) if other else _clone_first
     # PyTorch's functions hand it to the tracer by name, however they are called
     return _clear_inplace_argument if node.kwargs.get("inplace") else None
 
 
-def _out_of_place(node: Node) -> Optional[reading.Target]:
-    """Counterpart of an in-place function, method or operator that is not in place."""
-    name = reading.target_name(node.target)
-    if node.op == "call_method":
-        return name[:-1] if hasattr(Tensor, name[:-1]) else None
-    if getattr(node.target, "__module__", None) == "_operator":
-        # iadd, imul, ...; there is no "nvert" for invert to be the in-place form of
-        inplace = name.startswith("i")
-        return getattr(operator, f"__{name[1:]}__", None) if inplace else None
-    for namespace in (torch.nn.functional, torch):
-        if hasattr(namespace, name[:-1]):
-            return getattr(namespace, name[:-1])
-    return None
-
-
-def _rename(node: Node) -> None:
-    node.target = _out_of_place(node)
+def _rename(target: reading.Target, node: Node) -> None:
+    node.target = target
 
 
 def _clear_inplace_argument(node: Node) -> None:
@@ -147,26 +162,7 @@ def _copy_module(node: Node) -> None:
     module.train(mode)
 
 
-def setitem(input: Tensor, index: Any, value: Any) -> Tensor:
-    """Assign a part of a tensor, like ``input[index] = value``.
-
-    Args:
-        input: The tensor, which is not changed.
-        index: The index.
-        value: What to assign.
-
-    Returns:
-        Changed copy of the tensor.
-    """
-    result = input.clone()
-    result[index] = value
-    return result
-
-
 def _clone_first(node: Node) -> None:
-    if node.target is operator.setitem:
-        node.target = setitem
-        return
     with node.graph.inserting_before(node):
         clone = node.graph.call_method("clone", (node.args[0],))
     node.update_arg(0, clone)

@@ -66,27 +66,19 @@ class TrainingFlag(int):
 class InplaceProxy(Proxy):
     """Proxy that records in-place operators, which change all aliases of a tensor."""
 
-    def __setitem__(self, index: Any, value: Any) -> None:
-        """Record ``x[index] = value``.
-
-        Args:
-            index: The index.
-            value: What is assigned.
-        """
-        args = self, index, value
-        self.tracer.create_proxy("call_function", operator.setitem, args, {})
-
 
 def _record_inplace(target: Callable) -> Callable:
-    def method(self: Proxy, other: Any) -> Proxy:
-        return self.tracer.create_proxy("call_function", target, (self, other), {})
+    def method(self: Proxy, *args: Any) -> Proxy:
+        return self.tracer.create_proxy("call_function", target, (self, *args), {})
 
     return method
 
 
-for _name in "add sub mul truediv floordiv mod pow and or xor".split():
+IN_PLACE_OPERATORS = "add sub mul truediv floordiv mod pow and or xor".split()
+for _name in IN_PLACE_OPERATORS:
     _target = getattr(operator, f"i{_name}")
     setattr(InplaceProxy, f"__i{_name}__", _record_inplace(_target))
+InplaceProxy.__setitem__ = _record_inplace(operator.setitem)  # type: ignore
 
 
 @fx_wrap

@@ -402,8 +402,9 @@ def extend(module: Module, debug: bool = False, use_converter: bool = False) -> 
         )
     if isinstance(debug, Module):
         raise TypeError("extend(...) takes one module. Call it for each of them.")
-    for name, child in module.named_modules():
-        if isinstance(child, ScriptModule) and _is_trained(child):
+    scripted = [x for x in module.named_modules() if isinstance(x[1], ScriptModule)]
+    for name, child in scripted:
+        if any(p.requires_grad for p in child.parameters()):
             where = f"'{name}' of {type(module).__name__}" if name else "the module"
             raise NotImplementedError(
                 f"extend(...): {where} is a {type(child).__name__}, compiled by "
@@ -425,11 +426,6 @@ def extend(module: Module, debug: bool = False, use_converter: bool = False) -> 
     Module.__prepare_scriptable__ = scriptable  # type: ignore[attr-defined]
     CTX.forget_dead_handles()
     return module
-
-
-def _is_trained(module: Module) -> bool:
-    """Tell whether a module has parameters to train."""
-    return any(p.requires_grad for p in module.parameters())
 
 
 def _register_hooks(module: Module) -> None:

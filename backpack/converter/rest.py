@@ -109,13 +109,11 @@ def _parts(node: Node, folded: Dict[Node, bool]) -> List[Node]:
     Returns:
         The node itself, and those that are folded.
     """
-    parts = {node: None}
-    queue = [node]
-    for part in queue:
-        sources = [s for s in part.all_input_nodes if folded[s] and s not in parts]
-        parts.update(dict.fromkeys(sources))
-        queue.extend(sources)
-    return queue
+    parts = [node]
+    for part in parts:
+        sources = part.all_input_nodes
+        parts += [s for s in sources if folded[s] and s not in parts]
+    return parts
 
 
 def _expression(

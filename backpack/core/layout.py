@@ -313,20 +313,17 @@ class Arrangement:
         Raises:
             ValueError: If the entries of a row belong to several samples.
         """  # noqa: DAR401
-        self._n, self._rows = n, tuple(rows)
-        self._index: Tensor | None = None
-        self._filled: Tensor | None = None
+        self._n, self._rows, lead = n, tuple(rows), len(rows)
+        self._placement = placement
         if isinstance(placement, Layout):
-            if placement.axis >= len(self._rows):
-                raise ValueError("samples lie within rows")
-            self._layout = placement
-            return
-        lead = len(self._rows)
-        if placement.dim() < lead or any(size != 1 for size in placement.shape[lead:]):
+            within = placement.axis >= lead
+        else:
+            within = placement.dim() < lead or placement.shape[lead:].numel() != 1
+        if within:
             raise ValueError("samples lie within rows")
-        self._index, self._filled = once(
-            placement, ("rows", n, self._rows), lambda: self._sort(placement)
-        )
+        if isinstance(placement, Tensor):
+            what = "rows", n, self._rows
+            self._sorted = once(placement, what, lambda: self._sort(placement))
 
     def _sort(self, placement: Tensor) -> tuple[Tensor, Tensor | None]:
         """Find the rows of each sample, and which places they fill ``[N, R]``."""
@@ -354,17 +351,17 @@ class Arrangement:
         """
         features = tuple(x.shape[lead + len(self._rows) :])
         front = tuple(x.shape[:lead])
-        none_there = 0 in self._rows or (
-            self._index is not None and not len(self._index)
-        )
-        if none_there:
+        if 0 in self._rows:
             return x.new_zeros(*front, self._n, 1, *features)
-        if self._index is not None:
-            x = x.reshape(*front, -1, *features).index_select(lead, self._index)
-            x = x.unflatten(lead, self._filled.shape)
-            mask = self._filled.view(*self._filled.shape, *[1] * len(features))
+        if isinstance(self._placement, Tensor):
+            index, filled = self._sorted
+            if filled is None:
+                return x.new_zeros(*front, self._n, 1, *features)
+            x = x.reshape(*front, -1, *features).index_select(lead, index)
+            x = x.unflatten(lead, filled.shape)
+            mask = filled.view(*filled.shape, *[1] * len(features))
             return x.where(mask, x.new_zeros(()))  # others' infinity is none here
-        axis, inner = self._layout
+        axis, inner = self._placement
         if axis > 0:
             x = x.movedim(lead + axis, lead)
         x = x.unflatten(lead, (-1, self._n, inner)).movedim(lead + 1, lead)

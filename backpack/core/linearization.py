@@ -77,7 +77,8 @@ def freeze_at(
     """
     values: dict[str, Any] = {f"input{i}": _frozen(x) for i, x in enumerate(inputs)}
     values["output"], kind = output.detach(), precision or output.dtype
-    halves = {name: x for name, x in values.items() if _is_half(x)}
+    tensors = {name: x for name, x in values.items() if isinstance(x, Tensor)}
+    halves = {name: x for name, x in tensors.items() if x.dtype in HALF}
     if halves:
         own = [p for p in (*module.parameters(), *inputs) if isinstance(p, Parameter)]
         floats = [x for x in own or inputs if isinstance(x, Tensor)]
@@ -86,10 +87,6 @@ def freeze_at(
         values.update((name, as_type(x, widest)) for name, x in halves.items())
     values.update({_FROZEN: True, stored.OUTPUT_TYPE: kind})
     return stored.scratch_copy(module, **values)
-
-
-def _is_half(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dtype in HALF
 
 
 def _frozen(x: Any) -> Any:

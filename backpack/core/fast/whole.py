@@ -48,11 +48,6 @@ class WholeCall:
             None if x is None else (x.shape, x.stride(), x.dtype) for x in numbers
         ]
 
-    def _evaluate(self, tensors: Sequence[Tensor]) -> Any:
-        given = iter(tensors)
-        leaves = [next(given) if x is Tensor else x for x in self._args]
-        return self._function(*tree_unflatten(leaves, self._spec))
-
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Call the function.
 
@@ -63,8 +58,11 @@ class WholeCall:
             Its tensors' results, laid out as those of the first call, and in memory of
             their own.
         """
+        given = iter(tensors)
+        leaves = [next(given) if x is Tensor else x for x in self._args]
         with torch.no_grad():
-            numbers, _ = tree_flatten(self._evaluate(tensors))
+            result = self._function(*tree_unflatten(leaves, self._spec))
+        numbers, _ = tree_flatten(result)
         taken, results = {_memory(x) for x in tensors}, []
         for x, kind in zip(numbers, self._kinds):
             if kind:

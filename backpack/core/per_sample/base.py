@@ -23,6 +23,7 @@ class PerSample(ABC):
 
     Attributes:
         shape: The parameter's shape ``[*p]``.
+        b: Cotangents, of which the products are made, if these are not at hand.
         num_columns: V, the number of columns.
         batch_size: N, the number of samples.
         shared: What was computed for a call's other parameters, to be used again.
@@ -34,6 +35,7 @@ class PerSample(ABC):
     """
 
     shape: torch.Size
+    b: Tensor
     num_columns: int
     batch_size: int
     groups = positions = 1
@@ -335,9 +337,9 @@ class PerSample(ABC):
         return self._cotangents.device
 
     @property
-    @abstractmethod
     def _cotangents(self) -> Tensor:
         """A tensor with the products' type and device."""
+        return self.b
 
     def _elements_per_sample(self) -> int:
         """Count the elements of the buffers that :meth:`block` needs for a sample."""

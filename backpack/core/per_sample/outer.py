@@ -117,10 +117,6 @@ class Outer(PerSample):
         """Return faster ways to unfold, unless the inputs are unfolded already."""
         return self._unfolding if self._a is None else None
 
-    @property
-    def _cotangents(self) -> Tensor:
-        return self.b
-
     def merge(self, other: PerSample) -> PerSample:  # noqa: D102
         same = self.batch_size == other.batch_size and self._is_like(other)
         if not isinstance(other, Outer) or not same:

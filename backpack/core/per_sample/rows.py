@@ -38,10 +38,6 @@ class Rows(PerSample):
         self.b = b if valid is None else b * valid.unsqueeze(-1)
         self.num_columns, self.batch_size, self.positions = b.shape[:3]
 
-    @property
-    def _cotangents(self) -> Tensor:
-        return self.b
-
     def merge(self, other: PerSample) -> PerSample:  # noqa: D102
         if not isinstance(other, Rows):
             return other.merge(self)  # rows are added to what is there

@@ -304,13 +304,6 @@ def _mul(call: Called) -> Operation | None:
     return Broadcast(key, other) if isinstance(other, Tensor) else None
 
 
-_RMS_NORM = _layer_norm(
-    normalization.RMSNormDerivatives(), "input normalized_shape weight eps"
-)
-_LAYER_NORM = _layer_norm(
-    normalization.LayerNormDerivatives(), "input normalized_shape weight bias eps"
-)
-
 # A rule, and the operations that it describes
 _RULES: dict[Rule, Sequence[Callable]] = {
     _linear: (functional.linear,),
@@ -326,8 +319,12 @@ _RULES: dict[Rule, Sequence[Callable]] = {
     _conv(3, True): (torch.conv_transpose3d,),
     _embedding: (functional.embedding,),
     _rows: (Tensor.__getitem__,),
-    _LAYER_NORM: (functional.layer_norm,),
-    _RMS_NORM: (functional.rms_norm, torch.rms_norm),
+    _layer_norm(
+        normalization.LayerNormDerivatives(), "input normalized_shape weight bias eps"
+    ): (functional.layer_norm,),
+    _layer_norm(
+        normalization.RMSNormDerivatives(), "input normalized_shape weight eps"
+    ): (functional.rms_norm, torch.rms_norm),
     _group_norm: (functional.group_norm,),
     _instance_norm: (functional.instance_norm,),
     _batch_norm: (functional.batch_norm,),

@@ -198,13 +198,9 @@ class PerSample(ABC):
         for block in blocks:
             yield block
             if adds_up:
-                total = self._add(total, block)
+                total = sums.add_rows(total, block[0])
         if total is not None:
             self._total = total
-
-    def _add(self, total: Tensor | None, block: Tensor) -> Tensor:
-        """Add a block that has been used to a sum, ``[*p]``; ``None`` for zero."""
-        return sums.add_rows(total, block[0])
 
     def sq_norms(self) -> Tensor:
         """Squared norms of each sample's products, summed over columns.

@@ -339,11 +339,6 @@ class Outer(PerSample):
                 products = out[:, samples].copy_(products)
             yield products
 
-    def _add(self, total: Tensor | None, block: Tensor) -> Tensor:
-        if total is None and self._is_large and block.shape[1] == 1:
-            return block[0, 0]
-        return super()._add(total, block)
-
     @whole_reduction
     def individual(self) -> Tensor:  # noqa: D102
         if not self._is_large:

@@ -1,7 +1,8 @@
 """Module for any other function of tensors: the converter's last resort."""
 
+from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Callable, Dict, Sequence, Tuple, Union
+from typing import Any, Dict, Sequence, Tuple, Union
 
 from torch.fx.node import map_aggregate
 from torch.nn import Module
@@ -27,23 +28,20 @@ class Placeholder:
         return f"input{self.name}" if isinstance(self.name, int) else self.name
 
 
+@dataclass(eq=False, repr=False)
 class Call:
-    """Call of a function or method, whose arguments may contain further calls."""
+    """Call of a function or method, whose arguments may contain further calls.
 
-    def __init__(
-        self, target: Union[str, Callable], args: Sequence[Any], kwargs: Dict[str, Any]
-    ):
-        """Store function and arguments.
+    Attributes:
+        target: A function, or the name of a method of the first argument.
+        args: Positional arguments. They may contain, at any depth of tuples, lists,
+            dictionaries and slices, a :class:`Placeholder` or :class:`Call`.
+        kwargs: Keyword arguments, likewise.
+    """
 
-        Args:
-            target: A function, or the name of a method of the first argument.
-            args: Positional arguments. They may contain, at any depth of tuples, lists,
-                dictionaries and slices, a :class:`Placeholder` or :class:`Call`.
-            kwargs: Keyword arguments, likewise.
-        """
-        self.target: Any = target
-        self.args = args
-        self.kwargs = kwargs
+    target: Any
+    args: Sequence[Any]
+    kwargs: Dict[str, Any]
 
     def evaluate(self, values: Dict[Any, Any]) -> Any:
         """Compute the value.

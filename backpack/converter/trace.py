@@ -139,7 +139,6 @@ def _trace_once(root: Module, keep_whole: Tuple[str, ...]) -> GraphModule:
     }
     modes = {module: module.training for module in traced.values()}
     attributes = {path: _attributes(module) for path, module in traced.items()}
-    changes: Dict[str, Set[str]] = {}
     try:
         for module, mode in modes.items():
             flag = TrainingFlag(mode)

@@ -49,6 +49,12 @@ FACTORS = {
             "einsum-last",
             "tensordot",
             "tensordot-axes",
+            "inner",
+            "inner-from-the-left",
+            "operator-linear",
+            "operator-packet",
+            "operator-mm",
+            "operator-addmm",
         )
     },
     "lora": EXPRESSIONS["lora"],
@@ -199,6 +205,20 @@ TWINS = {  # functions of weight and bias, and the layer that does the same
         lambda: nn.Conv1d(5, 2, 3, padding=1),
         (5, 4),
     ),
+    "operator": (
+        lambda m, x: torch.ops.aten.convolution.default(
+            x, m.w, m.b, [1], [1], [1], False, [0], 1
+        ),
+        lambda: nn.Conv1d(5, 2, 3, padding=1),
+        (5, 4),
+    ),
+    "operator-of-a-transposed-convolution": (
+        lambda m, x: torch.ops.aten.convolution.default(
+            x, m.w, m.b, [1], [0], [1], True, [0], 1
+        ),
+        lambda: nn.ConvTranspose1d(5, 2, 3),
+        (5, 4),
+    ),
     "transposed-convolution": (
         lambda m, x: F.conv_transpose1d(x, m.w, m.b),
         lambda: nn.ConvTranspose1d(5, 2, 3),
@@ -236,6 +256,25 @@ def test_factors_like_those_of_a_layer(name: str, factors: type, sharing: str) -
         results.append([getattr(p, extension.savefield) for p in model.parameters()])
     for actual, expected, what in zip(*reversed(results), ("weight", "bias")):
         assert_agrees(actual, expected, what)
+
+
+def test_factors_of_an_exported_model() -> None:
+    """A model of PyTorch's operators has the factors of the one it was made from."""
+    torch.manual_seed(0)
+    layers = nn.Conv1d(3, 4, 2), nn.ReLU(), nn.Flatten(), nn.Linear(12, 2)
+    model, x = nn.Sequential(*layers).to(F64), torch.randn(N, 3, 4, dtype=F64)
+    exported, results = torch.export.export(model, (x,)).module(), []
+    for some in (exported, model):
+        f, extension = extend(some)(x), KFLR(weight_sharing="expand")
+        loss = extend(nn.MSELoss())
+        with backpack(extension):
+            loss(f, real(f)).backward()
+        params = dict(some.named_parameters())
+        results.append({name: p.kflr for name, p in params.items()})
+    actual, expected = results
+    assert actual.keys() == expected.keys()
+    for name, factors in expected.items():
+        assert_agrees(actual[name], factors, name)
 
 
 def picks(m: Module, x: Tensor) -> Tensor:

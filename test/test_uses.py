@@ -45,6 +45,7 @@ from torch.utils.checkpoint import checkpoint
 from backpack import backpack, extend
 from backpack.extensions import BatchGrad, BatchL2Grad, DiagGGNExact, Variance
 
+aten = torch.ops.aten
 W, B = {"w": (3, 4)}, {"w": (3, 4), "b": (3,)}
 IO = {"w": (4, 3), "b": (3,)}
 
@@ -68,6 +69,16 @@ LINEAR = {
     ),
     "mm-of-a-sparse-weight": use(
         lambda m, x: torch.sparse.mm(m.w.to_sparse(), x.T).T, 4, **W
+    ),
+    "inner": use(lambda m, x: torch.inner(x, m.w) + m.b, 2, 4, **B),
+    "inner-from-the-left": use(lambda m, x: m.w.inner(x).T, 4, **W),
+    "inner-vectors": use(lambda m, x: torch.inner(x, m.v)[:, None], 4, v=(4,)),
+    "operator-linear": use(lambda m, x: aten.linear.default(x, m.w, m.b), 2, 4, **B),
+    "operator-packet": use(lambda m, x: aten.linear(x, m.w, bias=m.b), 4, **B),
+    "operator-mm": use(lambda m, x: aten.mm(x, m.w) + m.b, 4, **IO),
+    "operator-addmm": use(lambda m, x: aten.addmm.default(m.b, x, m.w), 4, **IO),
+    "operator-addmm-scaled": use(
+        lambda m, x: aten.addmm.default(m.b, x, m.w, beta=2, alpha=3), 4, **IO
     ),
     "mm-from-the-left": use(lambda m, x: (m.w @ x.T).T, 4, **W),
     "mm-from-the-left-mm": use(lambda m, x: torch.mm(m.w, x.t()).mT, 4, **W),
@@ -239,6 +250,22 @@ CONVOLUTIONS = {
         lambda m, x: F.conv2d(x, m.w, None, 1, 0, 1, 2), 2, 3, 3, w=(2, 1, 2, 2)
     ),
     "conv3d": use(lambda m, x: F.conv3d(x, m.w), 2, 2, 2, 3, w=(2, 2, 2, 2, 2)),
+    "operator-convolution": use(
+        lambda m, x: aten.convolution.default(
+            x, m.w, m.b, [1, 2], [1, 0], [1, 1], False, [0, 0], 2
+        ),
+        *(4, 3, 3),
+        w=(2, 2, 2, 2),
+        b=(2,),
+    ),
+    "operator-transposed-convolution": use(
+        lambda m, x: torch.convolution(
+            x, m.w, m.b, [2, 2], [1, 1], [1, 1], True, [1, 1], 2
+        ),
+        *(4, 3, 3),
+        w=(4, 1, 2, 2),
+        b=(2,),
+    ),
     "torch-conv2d": use(
         lambda m, x: torch.conv2d(x, m.w, m.b), 2, 2, 3, w=(2, 2, 2, 2), b=(2,)
     ),
@@ -286,6 +313,8 @@ LOOKUPS = {
     for t in LENGTHS
     for name, (function, parts) in {
         "embedding": (lambda m, i: F.embedding(i, m.w).sin(), TABLE),
+        "torch-embedding": (lambda m, i: torch.embedding(m.w, i, 2).sin(), TABLE),
+        "operator-embedding": (lambda m, i: aten.embedding(m.w, i).sin(), TABLE),
         "embedding-padding": (
             lambda m, i: F.embedding(i, m.w, padding_idx=2).sin(),
             TABLE,
@@ -563,6 +592,24 @@ NORMS = {
         **G4,
     ),
     "scale-norm": use(lambda m, x: m.g * F.normalize(x, dim=-1), 3, 4, g=()),
+    "torch-group-norm": use(lambda m, x: torch.group_norm(x, 2, m.w, m.b), 4, 3, **G4),
+    "torch-instance-norm": use(
+        lambda m, x: torch.instance_norm(x, m.w, m.b, None, None, True, 0.1, 0.3, True),
+        *(4, 3),
+        **G4,
+    ),
+    "operator-batch-norm": use(
+        lambda m, x: aten.batch_norm.default(
+            x, m.w, m.b, m.mean, m.var, False, 0.1, 0.3, True
+        ),
+        *(4, 3),
+        **G4,
+        mean=lambda: nn.Buffer(torch.randn(4)),
+        var=lambda: nn.Buffer(torch.rand(4) + 1),
+    ),
+    "operator-layer-norm": use(
+        lambda m, x: aten.layer_norm.default(x, [4], m.w, m.b, 0.3), 3, 4, **G4
+    ),
     "group-norm": use(lambda m, x: F.group_norm(x, 2, m.w, m.b), 4, 3, **G4),
     "instance-norm": use(
         lambda m, x: F.instance_norm(x, weight=m.w, bias=m.b), 4, 3, **G4

@@ -8,7 +8,7 @@ returns ``None``; autograd then does it, see :mod:`backpack.engine.uses`.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from types import BuiltinFunctionType, SimpleNamespace
 from typing import Any, Callable, Mapping, NamedTuple, Optional, Sequence
 
 import torch
@@ -132,6 +132,15 @@ def _conv(axes: int, transposed: bool = False) -> Callable:
     return rule
 
 
+def _convolution(call: Called) -> Operation | None:
+    *operands, stride, padding, dilation, transposed, extra, groups = call.args
+    options = [stride, padding, dilation, groups]
+    if transposed:
+        options = [stride, padding, extra, groups, dilation]
+    rule = _conv(operands[1].dim() - 2, transposed)
+    return rule(Called([*operands, *options], call.kwargs, call.keys))
+
+
 def _embedding(call: Called) -> Operation | None:
     names = "input weight padding_idx max_norm norm_type scale_grad_by_freq sparse"
     first = call.args[0] if call.args else None
@@ -167,12 +176,13 @@ def _layer_norm(derivatives: BaseParameterDerivatives, names: str) -> Callable:
 
 
 def _group_norm(call: Called) -> Operation | None:
-    bound = call.bind("input num_groups weight bias eps")
+    bound = call.bind("input num_groups weight bias eps cudnn_enabled")
     options = {"num_groups": bound["num_groups"], "eps": bound.get("eps", 1e-5)}
     return _like(normalization.GroupNormDerivatives(), call, bound, **options)
 
 
-_STATISTICS = "input running_mean running_var weight bias "
+_FIRST = "input running_mean running_var weight bias "  # as in `functional`
+_LAST = "input weight bias running_mean running_var "  # as in `torch`
 
 
 def statistics(bound: Mapping[str, Any]) -> dict[str, Tensor | None]:
@@ -188,20 +198,27 @@ def statistics(bound: Mapping[str, Any]) -> dict[str, Tensor | None]:
     return {name: x if x is None else x.clone() for name, x in found.items()}
 
 
-def _instance_norm(call: Called) -> Operation | None:
-    bound = call.bind(_STATISTICS + "use_input_stats momentum eps")
-    own = bound.get("use_input_stats", True)
-    options = {"training": own, "eps": bound.get("eps", 1e-5)}
-    options.update(statistics({} if own else bound))
-    return _like(normalization.InstanceNormNdDerivatives(), call, bound, **options)
+def _instance_norm(names: str) -> Rule:
+    def rule(call: Called) -> Operation | None:
+        bound = call.bind(names + "use_input_stats momentum eps cudnn_enabled")
+        own = bound.get("use_input_stats", True)
+        options = {"training": own, "eps": bound.get("eps", 1e-5)}
+        options.update(statistics({} if own else bound))
+        return _like(normalization.InstanceNormNdDerivatives(), call, bound, **options)
+
+    return rule
 
 
-def _batch_norm(call: Called) -> Operation | None:
-    bound = call.bind(_STATISTICS + "training momentum eps")
-    if bound.get("training") or bound.get("running_mean") is None:
-        return None
-    options = {"training": False, "eps": bound.get("eps", 1e-5), **statistics(bound)}
-    return _like(BatchNormNdDerivatives(), call, bound, **options)
+def _batch_norm(names: str) -> Rule:
+    def rule(call: Called) -> Operation | None:
+        bound = call.bind(names + "training momentum eps cudnn_enabled")
+        if bound.get("training") or bound.get("running_mean") is None:
+            return None
+        options = {"training": False, "eps": bound.get("eps", 1e-5)}
+        options.update(statistics(bound))
+        return _like(BatchNormNdDerivatives(), call, bound, **options)
+
+    return rule
 
 
 def _contraction(
@@ -260,6 +277,16 @@ def _addmm(call: Called) -> Operation | None:
     return found
 
 
+def _inner(call: Called) -> Operation | None:
+    key, both = call.operand(), call.args
+    sizes = [max(0, x.dim() - 1) for x in both]
+    first, second = range(sizes[0]), range(sizes[0], sum(sizes))
+    if key is None or not min(x.dim() for x in both):
+        return None
+    terms = (*first, "k"), (*second, "k")
+    return _contraction(key, key, both, terms, [*first, *second])
+
+
 def _tensordot(call: Called) -> Operation | None:
     bound = call.bind("a b dims")
     both, dims = (bound["a"], bound["b"]), bound.get("dims", 2)
@@ -311,19 +338,24 @@ _RULES: dict[Rule, Sequence[Callable]] = {
     _matmul: (torch.mm, Tensor.mm, torch.matmul, Tensor.matmul, Tensor.__matmul__),
     _einsum: (torch.einsum,),
     _tensordot: (torch.tensordot,),
+    _inner: (torch.inner, Tensor.inner),
     **{_conv(n): (getattr(torch, f"conv{n}d"),) for n in (1, 2, 3)},
     **{_conv(n, True): (getattr(torch, f"conv_transpose{n}d"),) for n in (1, 2, 3)},
-    _embedding: (functional.embedding,),
+    _convolution: (torch.convolution,),
+    _embedding: (functional.embedding, torch.embedding),
     _rows: (Tensor.__getitem__,),
     _layer_norm(
-        normalization.LayerNormDerivatives(), "input normalized_shape weight bias eps"
-    ): (functional.layer_norm,),
+        normalization.LayerNormDerivatives(),
+        "input normalized_shape weight bias eps cudnn_enable",
+    ): (functional.layer_norm, torch.layer_norm),
     _layer_norm(
         normalization.RMSNormDerivatives(), "input normalized_shape weight eps"
     ): (functional.rms_norm, torch.rms_norm),
-    _group_norm: (functional.group_norm,),
-    _instance_norm: (functional.instance_norm,),
-    _batch_norm: (functional.batch_norm,),
+    _group_norm: (functional.group_norm, torch.group_norm),
+    _instance_norm(_FIRST): (functional.instance_norm,),
+    _instance_norm(_LAST): (torch.instance_norm,),
+    _batch_norm(_FIRST): (functional.batch_norm,),
+    _batch_norm(_LAST): (torch.batch_norm,),
     _add(1.0, 1.0): (
         *(torch.add, Tensor.add, Tensor.add_),
         *(Tensor.__add__, Tensor.__radd__, Tensor.__iadd__),
@@ -334,7 +366,14 @@ _RULES: dict[Rule, Sequence[Callable]] = {
     _add(-1.0, 1.0): (Tensor.__rsub__,),
     _mul: (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__),
 }
-OPERATIONS = {func: rule for rule, functions in _RULES.items() for func in functions}
+OPERATIONS: dict[Any, Rule] = {
+    func: rule for rule, functions in _RULES.items() for func in functions
+}
+for _func, _rule in list(OPERATIONS.items()):
+    if isinstance(_func, BuiltinFunctionType):  # operators have the same arguments
+        _operator = getattr(torch.ops.aten, _func.__name__)
+        _overloads = [getattr(_operator, name) for name in _operator.overloads()]
+        OPERATIONS.update(dict.fromkeys([_operator, *_overloads], _rule))
 
 
 def find_operation(

@@ -66,40 +66,32 @@ def weight_gradients(
     groups: int,
     geometry: Geometry,
 ) -> Tensor:
-    """Compute weight gradients of each column and sample with one library call.
+    """Compute weight gradients of each sample with one library call.
 
-    Samples and columns become groups and output channels of one large convolution, so
-    that nothing needs to be unfolded.
+    Samples become groups of one large convolution, so that nothing needs to be
+    unfolded.
 
     Args:
         x: Padded inputs of shape ``[n, C_in, *]``.
-        cotangents: Columns of shape ``[V, n, C_out, *]``.
+        cotangents: A single column ``[1, n, C_out, *]``.
         sum_batch: Whether they are summed over samples.
         weight_shape: Shape ``[*p]`` of the weight.
         groups: Number of groups.
         geometry: Geometry of the convolution.
 
     Returns:
-        Gradients of shape ``[V, n, *p]``, without n if they are summed.
+        Gradients of shape ``[1, n, *p]``, without n if they are summed.
     """
-    (v, n), transposed = cotangents.shape[:2], geometry.transposed
+    n = cotangents.shape[1]
     if n == 0:
-        return x.new_zeros(v, *(() if sum_batch else (n,)), *weight_shape)
-    if sum_batch or v == n == 1:
-        options = weight_shape, groups, geometry
-        columns = [_weight_gradient(x, b, *options) for b in cotangents]
-        return torch.stack(columns) if sum_batch else columns[0][None, None]
-    b = rearrange(cotangents, "v n (g p) ... -> 1 (n g v p) ...", g=groups)
-    x = x.reshape(1, -1, *x.shape[2:])
-    if transposed:  # weight [C_in, C_out / G, *k]
-        shape = (n * weight_shape[0], v * weight_shape[1], *weight_shape[2:])
-        pattern = "(n c) (v p) ... -> v n c p ..."
-    else:  # weight [C_out, C_in / G, *k]
-        shape = (n * v * weight_shape[0], *weight_shape[1:])
-        pattern = "(n g v p) c ... -> v n (g p) c ..."
+        return x.new_zeros(1, *(() if sum_batch else (n,)), *weight_shape)
+    if sum_batch:
+        args = x, cotangents[0], weight_shape, groups, geometry
+        return _weight_gradient(*args).unsqueeze(0)
+    x, b = x.reshape(1, -1, *x.shape[2:]), cotangents.flatten(1, 2)
+    shape = (n * weight_shape[0], *weight_shape[1:])
     gradients = _weight_gradient(x, b, shape, n * groups, geometry)
-    sizes = {"n": n, "v": v} if transposed else {"n": n, "v": v, "g": groups}
-    return rearrange(gradients, pattern, **sizes)
+    return gradients.unflatten(0, (1, n, -1))
 
 
 def _weight_gradient(
@@ -269,7 +261,7 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
 
         It is for a single column, unless unfolding is only a change of view.
         """
-        if len(cotangents) > 1 or not self._prefers_convolution(module, x, cotangents):
+        if len(cotangents) != 1 or not self._prefers_convolution(module, x, cotangents):
             return None
         pads = pads_symmetric_zeros(module)
 

@@ -206,8 +206,8 @@ class CurvatureProduct(WalkingExtension):
             current_turn().loss_scale()  # refuses a negative factor
             derivatives.check_psd(module)
         product = derivatives.make_hessian_mat_prod(module, (), ())
-        seen = [Snapshot(module)]
-        return Operator(functions=[lambda mat: scale * product(mat)], snapshots=seen)
+        known = (lambda mat: scale * product(mat)), Snapshot(module)
+        return Operator(functions=[known])
 
     def accumulate_backpropagated_quantities(self, existing: Any, other: Any) -> Any:
         """Combine the products that two consumers of an output pull back to it.

@@ -104,29 +104,23 @@ class Operator:
 
     Attributes:
         uses: Steps that consume the output, and as which of their inputs.
-        functions: Products with matrices that are known: the losses' Hessians.
-        snapshots: What they are computed from.
-        is_opaque: Whether a function is not a loss's, but a user's.
+        functions: Products with matrices that are known, the losses' Hessians, and
+            what they are computed from; ``None`` for a function of a user.
     """
 
     def __init__(
         self,
         uses: Sequence[tuple[Step, int]] = (),
-        functions: Sequence[MatProd] = (),
-        is_opaque: bool = False,
-        snapshots: Sequence[Snapshot] = (),
+        functions: Sequence[tuple[MatProd, Snapshot | None]] = (),
     ):
         """Store what the matrix consists of.
 
         Args:
             uses: Steps that consume the output, and as which of their inputs.
-            functions: Products with matrices that are known.
-            is_opaque: Whether a function is not a loss's, but a user's.
-            snapshots: What the functions are computed from.
+            functions: Products with matrices that are known, and what they are
+                computed from.
         """
         self.uses, self.functions = list(uses), list(functions)
-        self.snapshots = list(snapshots)
-        self.is_opaque = is_opaque
         self._born = next(_BORN)  # those closer to the loss are older
 
     @classmethod
@@ -141,7 +135,7 @@ class Operator:
         """
         if isinstance(function, Operator):
             return function
-        return cls(functions=[function], is_opaque=True)
+        return cls(functions=[(function, None)])
 
     def merge(self, other: Operator, name: str) -> Operator:
         """Combine what two consumers of an output pull back to it.
@@ -156,11 +150,10 @@ class Operator:
         Raises:
             NotImplementedError: If one of them is a plain function.
         """
-        if self.is_opaque or other.is_opaque:
-            raise NotImplementedError(OPAQUE.format(ext=name))
         uses, functions = self.uses + other.uses, self.functions + other.functions
-        snapshots = self.snapshots + other.snapshots
-        return Operator(uses, functions, snapshots=snapshots)
+        if any(snapshot is None for _, snapshot in functions):
+            raise NotImplementedError(OPAQUE.format(ext=name))
+        return Operator(uses, functions)
 
     def check(self, ext: str, name: str) -> None:
         """Check that nothing was modified that the matrix is computed from.
@@ -170,8 +163,9 @@ class Operator:
             name: Name of the parameter whose quantity needs the matrix.
         """
         for operator in self._towards_losses():
-            steps = [step.snapshot for step, _ in operator.uses]
-            for snapshot in (*operator.snapshots, *steps):
+            snapshots = [snapshot for _, snapshot in operator.functions]
+            snapshots += [step.snapshot for step, _ in operator.uses]
+            for snapshot in filter(None, snapshots):
                 snapshot.check(ext, name)
 
     @torch.no_grad()
@@ -205,7 +199,8 @@ class Operator:
 
         pulled: dict[Step, Columns] = {}
         for operator in reversed(order):
-            parts = [function(tangents[operator]) for function in operator.functions]
+            tangent = tangents[operator]
+            parts = [function(tangent) for function, _ in operator.functions]
             parts += [pulled[step][slot] for step, slot in operator.uses]
             product = sum(parts[1:], start=parts[0])
             for step in into[operator]:

@@ -134,7 +134,8 @@ class EKFAC(KroneckerFactors):
     def reduce(self, product: PerSample) -> list[Tensor]:  # noqa: D102
         if self._fixed is not None:
             return self.statistic(product)
-        output = factors.of_output(product, self.weight_sharing, eigenvectors_of_gram)
+        options = self.weight_sharing, eigenvectors_of_gram
+        output = factors.output_factor(product, *options)
         return self._within(self._bases(product, output)).statistic(product)
 
     def _bases(self, product: PerSample, output: Tensor) -> list[Tensor]:

@@ -116,28 +116,16 @@ def arrange(product: PerSample) -> Tensor:
     return flatten(product.individual(), 2)[:, :, None, None]
 
 
-def output_factor(product: PerSample, weight_sharing: WeightSharing) -> Tensor:
-    """Form the factor of a layer's output from columns.
-
-    Args:
-        product: Products of columns and the parameter's Jacobian.
-        weight_sharing: How weight sharing is treated.
-
-    Returns:
-        Factors of shape ``[G, p, p]``.
-    """
-    return of_output(product, weight_sharing, gram)
-
-
-def of_output(
-    product: PerSample, weight_sharing: str | None, of_rows: Callable
+def output_factor(
+    product: PerSample, weight_sharing: str | None, of_rows: Callable = gram
 ) -> Tensor:
     """Compute from the columns at a layer's output what its parameters share.
 
     Args:
         product: Products of columns and the parameter's Jacobian.
         weight_sharing: How weight sharing is treated.
-        of_rows: Function of features ``[G, p, K]`` as rows.
+        of_rows: Function of features ``[G, p, K]`` as rows. Default: their Gram
+            matrices, the factors of the output, of shape ``[G, p, p]``.
 
     Returns:
         What the function returns.
@@ -243,9 +231,8 @@ def input_position(factors: list[Tensor], transposed: bool) -> int | None:
     """
     if len(factors) == 1:
         return None
-    if factors[0].dim() == 1:  # an embedding's is diagonal
-        return 0
-    return 0 if transposed else 1
+    is_diagonal = factors[0].dim() == 1  # as an embedding's
+    return 0 if transposed or is_diagonal else 1
 
 
 def squeeze_group(factor: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Size, Tensor
 from torch.distributions import Categorical
 
-from backpack.core.derivatives.loss_base import class_weights, split_columns
+from backpack.core.derivatives.loss_base import class_weights
 from backpack.core.derivatives.nll_base import ClosedFormNLLLossDerivatives
 from backpack.utils.subsampling import Subsampling
 from backpack.utils.types import Grads, Layer, MatProd, Randomness, full_precision, kind
@@ -141,7 +141,7 @@ class CrossEntropyLossDerivatives(ClosedFormNLLLossDerivatives):
         step = max(1, size // max(1, positions))
         for start in range(0, num_columns, step):
             classes = slice(start, min(start + step, num_columns))
-            yield from split_columns(self._columns(module, None, factor, classes), size)
+            yield from self._columns(module, None, factor, classes).split(size)
 
     def _columns(
         self,

@@ -1,7 +1,7 @@
 """Second derivatives of a loss with respect to its input, see ``input_base.py``."""
 
 from abc import ABC, abstractmethod
-from typing import Any, Dict, Iterator, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterator, Optional, Tuple, Union
 
 import torch
 from torch import Size, Tensor, nn
@@ -65,19 +65,6 @@ def class_weights(module: Layer) -> Tensor:
     if weights is None:
         return valid.to(full_precision(module.input0).dtype)
     return full_precision(weights)[target.where(valid, 0).long()] * valid
-
-
-def split_columns(columns: Tensor, size: int) -> Sequence[Tensor]:
-    """Split columns into chunks; quick where there is only one.
-
-    Args:
-        columns: Columns ``[V, N, *]``.
-        size: Number of columns at a time.
-
-    Returns:
-        Columns ``[V, N, *]`` with V = ``size``, or fewer in the last one.
-    """
-    return columns.split(size) if len(columns) > size else [columns]
 
 
 def as_option(generator: Randomness) -> Dict[str, Any]:
@@ -178,7 +165,7 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
             columns = self.sqrt_hessian_compact(module)
         else:
             columns = self.sqrt_hessian(module, (), ())
-        yield from split_columns(columns, size)
+        yield from columns.split(size)
 
     def sqrt_hessian_sampled(
         self,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from backpack.core.derivatives.loss_base import as_option, split_columns
+from backpack.core.derivatives.loss_base import as_option
 from backpack.core.per_sample.base import PerSample
 from backpack.core.table import GENERIC, built_in, find_loss
 from backpack.engine.coverage import check_batch_norm
@@ -128,7 +128,7 @@ class Source:
         if self.strategy == "exact":
             yield from derivatives.sqrt_hessian_chunks(module, size, self.compact)
         else:
-            yield from split_columns(self.columns(derivatives, module), size)
+            yield from self.columns(derivatives, module).split(size)
 
 
 class ReduceColumns(ModuleExtension):

@@ -132,17 +132,6 @@ class GradientReduction(FirstOrderBackpropExtension):
         Returns:
             The quantity.
         """
-        return self.reduce_selected(gradients)
-
-    def reduce_selected(self, gradients: PerSample) -> Tensor:
-        """Reduce the individual gradients of the samples that are considered.
-
-        Args:
-            gradients: The gradients, ``[1, N, *p]`` in some form.
-
-        Returns:
-            The quantity.
-        """
         return self.reduce(self.select(gradients))
 
     def parts(self, gradients: PerSample) -> Any:

@@ -30,7 +30,7 @@ class Variance(GradientReduction):
     def reduce(gradients: PerSample) -> Tensor:  # noqa: D102
         return gradients.variance()
 
-    def reduce_selected(self, gradients: PerSample) -> Tensor:  # noqa: D102
+    def reduce_for(self, param: Tensor, gradients: PerSample) -> Tensor:  # noqa: D102
         gradients.keeps_total |= is_shared()
         return self.reduce(gradients)
 

@@ -249,7 +249,8 @@ class BackpropExtension(ABC):  # noqa: B024
         Returns:
             Whether it is so; then :meth:`compute` leaves its parameters alone.
         """
-        return False
+        # not by identity: extensions may be copies
+        return type(self.get_module_extension(module)) is not type(self.default_rule)
 
     def expects_backpropagation_quantities(self) -> bool:
         """Tell whether the extension works on a quantity pulled back from the loss.

@@ -177,10 +177,6 @@ class GradientReduction(FirstOrderBackpropExtension):
             product = rule.stored_product(*args).plain
             turn.save_alone(self, param, self.reduce_for(param, product))
 
-    def is_customized(self, module: Module) -> bool:  # noqa: D102
-        # not by identity: extensions may be copies
-        return type(self.get_module_extension(module)) is not BuiltIn
-
     def runs_on(self, call: Any) -> bool:  # noqa: D102
         if type(self).__call__ is not FirstOrderBackpropExtension.__call__:
             return True  # a subclass does something of its own

@@ -365,15 +365,3 @@ class ColumnExtension(SecondOrderBackpropExtension):
     def runs_on(self, call: Any) -> bool:  # noqa: D102
         checked = call.is_loss or isinstance(call.module, _BatchNorm)
         return checked or self.walks_modules or self.is_customized(call.module)
-
-    def is_customized(self, module: Layer) -> bool:
-        """Tell whether a user registered what to do on a module.
-
-        Args:
-            module: The module.
-
-        Returns:
-            Whether it is so.
-        """
-        # not by identity: extensions may be copies
-        return type(self.get_module_extension(module)) is not type(self.default_rule)

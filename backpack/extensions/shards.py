@@ -27,6 +27,7 @@ class Shard:
     A copy of an extension, or a stored one, has none.
 
     Attributes:
+        backward_pass: Weak reference to the backward pass it is about.
         samples: Number of samples; ``None`` if it is not known.
         divisors: What each loss divides the sum of its terms by: ``None`` if it does
             not, ``nan`` if that is not known.
@@ -39,21 +40,10 @@ class Shard:
         Args:
             backward_pass: The backward pass that is running.
         """
-        self._backward_pass = ref(backward_pass)
+        self.backward_pass = ref(backward_pass)
         self.samples: int | None = None
         self.divisors: list[float | Tensor | None] = [nan] * len(backward_pass.terms)
         self.parts: MutableMapping[Tensor, Any] = WeakTensorKeyDictionary()
-
-    def is_of(self, backward_pass: Any) -> bool:
-        """Tell whether it is about a backward pass.
-
-        Args:
-            backward_pass: The backward pass.
-
-        Returns:
-            Whether it is.
-        """
-        return self._backward_pass() is backward_pass
 
     def meet(self, turn: Turn) -> None:
         """Note what a loss tells.
@@ -205,7 +195,7 @@ def shard_of(extension: Any) -> Shard | None:
     running = state().backward_pass
     if running is None or not running.is_shared:
         return None
-    if extension.shard is None or not extension.shard.is_of(running):
+    if extension.shard is None or extension.shard.backward_pass() is not running:
         extension.shard = Shard(running)
     return extension.shard
 

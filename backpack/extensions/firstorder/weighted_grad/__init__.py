@@ -181,7 +181,7 @@ class WeightedGrad(GradientReduction):
             kept[param] = _Kept(gradients, gradients.version, statistic, factor)
             if self._per == "parameter":
                 found, weights = self._decide(statistic, [kept[param]])
-                (self.dots if by_dots else self.norms)[param] = found
+                getattr(self, self._of)[param] = found
                 self.weights[param] = weights
                 kept[param] = _sum(gradients, weights, factor)
 
@@ -212,10 +212,7 @@ class WeightedGrad(GradientReduction):
         device = first.statistic.device
         total = sum([entry.statistic.to(device) for entry in others], first.statistic)
         found, self.weights = self._decide(total, [first, *others])
-        if self._of == "dots":
-            self.dots = found
-        else:
-            self.norms = found
+        setattr(self, self._of, found)
         return {
             param: _sum(gradients, self.weights, factor)
             for param, (gradients, _, _, factor) in waiting.items()

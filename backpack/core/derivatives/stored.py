@@ -197,8 +197,7 @@ def first_tensor(output: Any) -> Tensor:
     Returns:
         Its first tensor of real or complex numbers.
     """
-    leaves = [output] if isinstance(output, Tensor) else tree_leaves(output)
-    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
     return next(x for x in tensors if x.is_floating_point() or x.is_complex())
 
 

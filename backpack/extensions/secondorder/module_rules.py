@@ -60,8 +60,8 @@ class ApplyRules(ModuleExtension):
         if producers:
             linear = walk.linearize(turn, extension, producers, frozen)
         for name, param in turn.parameters():
-            covers = row is not GENERIC and row.covers(module, name)
-            rule = extension.rule((row if covers else GENERIC).derivatives)
+            covering = row if row.covers(module, name) else GENERIC
+            rule = extension.rule(covering.derivatives)
             value = rule.parameter(name, extension, frozen, g_out, quantity)
             turn.save_alone(extension, param, value)
         if producers:

@@ -8,7 +8,7 @@ case the result does not have this axis, either.
 
 from functools import partial, wraps
 from inspect import signature
-from typing import Any, Callable, Dict
+from typing import Any, Callable
 
 from torch import Size, Tensor, empty
 from torch.nn import Module
@@ -182,23 +182,6 @@ def _same_dim_as(
     return mat.dim() == getattr(module, name).dim()
 
 
-def _named_options(mat_prod: Callable, args: tuple, kwargs: dict) -> Dict[str, Any]:
-    """Name the options of a product that were passed by position.
-
-    Args:
-        mat_prod: Method with arguments ``self, module, g_inp, g_out, mat, *options``.
-        args: Options that were passed by position.
-        kwargs: Options that were passed by name.
-
-    Returns:
-        All options by name.
-    """
-    if not args:  # the signature takes as long as a small product
-        return kwargs
-    options = list(signature(mat_prod).parameters)[5:]
-    return {**dict(zip(options, args)), **kwargs}
-
-
 def _mat_prod_accept_vectors(
     mat_prod: Callable[..., Tensor],
     vec_criterion: Callable[[Tensor, Module, Any, Any], bool],
@@ -216,10 +199,9 @@ def _mat_prod_accept_vectors(
 
     @wraps(mat_prod)
     def wrapped(self, module, g_inp, g_out, mat, *args, **kwargs):
-        kwargs = _named_options(mat_prod, args, kwargs)
         is_vec = vec_criterion(mat, module)  # type: ignore[call-arg]
         mat = _add_V_dim(mat) if is_vec else mat
-        result = mat_prod(self, module, g_inp, g_out, mat, **kwargs)
+        result = mat_prod(self, module, g_inp, g_out, mat, *args, **kwargs)
         return _remove_V_dim(result) if is_vec else result
 
     return wrapped
@@ -241,7 +223,9 @@ def mat_prod_check_shapes(
 
     @wraps(mat_prod)
     def wrapped(self, module, g_inp, g_out, mat, *args, **kwargs):
-        kwargs = _named_options(mat_prod, args, kwargs)
+        if args:  # the signature takes as long as a small product
+            options = list(signature(mat_prod).parameters)[5:]
+            kwargs = {**dict(zip(options, args)), **kwargs}
         in_check(mat, module, **kwargs)
         result = mat_prod(self, module, g_inp, g_out, mat, **kwargs)
         check_same_V_dim(result, mat)

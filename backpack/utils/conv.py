@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import Module, functional
 
 from backpack.utils.hooks import name_module
-from backpack.utils.outer_products import sum_squared_outer_products, sum_squares
+from backpack.utils.linear import sum_squared_outer_products, sum_squares
 
 ConvNd = Union[nn.Conv1d, nn.Conv2d, nn.Conv3d]
 ConvTransposeNd = Union[nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d]

@@ -87,8 +87,8 @@ class DiagHBaseModule(ModuleRule):
         pulled = linear.jac_t(backproped.columns)
         ways = len(pulled)
         result = [backproped.replace(columns, ways) for columns in pulled]
-        columns, sign = residual_columns(linear)
-        if len(sign):
+        if not linear.residual_is_zero:
+            columns, sign = residual_columns(linear)
             key, parts = object(), linear.split(columns)
             new = [SignedColumns.create(part, sign, ways, key) for part in parts]
             result = [old.append(more) for old, more in zip(result, new)]
@@ -117,15 +117,12 @@ def residual_columns(linear: Linearization) -> tuple[Tensor, Tensor]:
     """Factor the residual of each sample into signed columns.
 
     Args:
-        linear: A module, linearized in its inputs.
+        linear: A module, linearized in its inputs; its residual is not always zero.
 
     Returns:
         Columns ``[V, N, H]`` for all inputs' H features, and signs ``[V, N]``. There
-        are none for what is known to be zero for every sample.
+        are none for what is seen to be zero for every sample.
     """
-    if linear.residual_is_zero:
-        empty = linear.g_out[0].new_zeros(0, len(linear.g_out[0]))
-        return empty.unsqueeze(2), empty
     if linear.residual_is_diagonal:
         diagonal = flatten(linear.residual_diagonal(), 1)
         columns = torch.diag_embed(diagonal.abs().sqrt()).movedim(1, 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Mapping
+from typing import Any, Callable, Mapping
 
 from torch import Tensor
 from torch.nn import Module
@@ -192,10 +192,10 @@ class ReducedLayer(FirstOrderModuleExtension, ParameterRule):
     """Building block for users: a quantity on a layer with derivatives of its own.
 
     Attributes:
-        quantity: The extension whose reduction is used.
+        reduce: Makes the quantity of individual gradients ``[1, N, *p]``.
     """
 
-    quantity: type[GradientReduction]
+    reduce: Callable[[PerSample], Tensor]
 
     def __init__(self, derivatives: Any, params: list[str]):
         """Create a method for each parameter.
@@ -223,4 +223,4 @@ class ReducedLayer(FirstOrderModuleExtension, ParameterRule):
             The quantity.
         """
         args = name, module, (), g_out, g_out[0].unsqueeze(0)
-        return self.quantity.reduce(ext.select(self._derivatives.stored_product(*args)))
+        return self.reduce(ext.select(self._derivatives.stored_product(*args)))

@@ -7,4 +7,4 @@ from backpack.extensions.firstorder.batch_grad import BatchGrad
 class BatchGradBase(ReducedLayer):
     """Compute individual gradients with a layer's derivatives."""
 
-    quantity = BatchGrad
+    reduce = staticmethod(BatchGrad.reduce)

@@ -10,7 +10,7 @@ from backpack.extensions.firstorder.batch_l2_grad import BatchL2Grad
 class BatchL2Base(ReducedLayer):
     """Compute squared norms of individual gradients with a layer's derivatives."""
 
-    quantity = BatchL2Grad
+    reduce = staticmethod(BatchL2Grad.reduce)
 
     def __init__(
         self, params: List[str], derivatives: Optional[BaseParameterDerivatives] = None

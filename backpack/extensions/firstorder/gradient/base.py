@@ -3,18 +3,20 @@
 from torch import Tensor
 
 from backpack.core.per_sample.base import PerSample
-from backpack.extensions.firstorder.base import GradientReduction, ReducedLayer
-
-
-class _Gradient(GradientReduction):
-    """The gradient: individual gradients, summed."""
-
-    @staticmethod
-    def reduce(gradients: PerSample) -> Tensor:  # noqa: D102
-        return gradients.summed()[0]
+from backpack.extensions.firstorder.base import ReducedLayer
 
 
 class GradBaseModule(ReducedLayer):
     """Compute the gradient with a layer's derivatives."""
 
-    quantity = _Gradient
+    @staticmethod
+    def reduce(gradients: PerSample) -> Tensor:
+        """Sum individual gradients.
+
+        Args:
+            gradients: The gradients, ``[1, N, *p]`` in some form.
+
+        Returns:
+            The gradient ``[*p]``.
+        """
+        return gradients.summed()[0]

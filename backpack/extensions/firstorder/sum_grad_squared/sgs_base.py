@@ -10,7 +10,7 @@ from backpack.extensions.firstorder.sum_grad_squared import SumGradSquared
 class SGSBase(ReducedLayer):
     """Compute sums of squared individual gradients with a layer's derivatives."""
 
-    quantity = SumGradSquared
+    reduce = staticmethod(SumGradSquared.reduce)
 
     def __init__(
         self, derivatives: BaseParameterDerivatives, params: Optional[List[str]] = None

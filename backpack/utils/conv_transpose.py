@@ -75,16 +75,15 @@ def unfold_by_conv_transpose(
     """
     conv.check_batched(input, module)
     kernel_size, dims = module.kernel_size, len(module.kernel_size)
-    amounts = []
-    options: Any = (kernel_size, module.stride, module.padding, module.dilation)
-    for axis, (k, s, p, d, extra) in enumerate(zip(*options, module.output_padding)):
-        size, reach = input.shape[2 + axis], d * (k - 1)
-        out = (size - 1) * s - 2 * p + reach + 1 + extra
-        if output_size is not None:
-            out = output_size[axis]
-        left = reach - p
-        amounts.append((left, out + reach - left - size * s))
-
+    sizes = input.shape[2:]
+    options: Any = (module.stride, module.padding, kernel_size, module.dilation)
+    if output_size is None:
+        smallest = conv.smallest_sizes(sizes, *options)
+        output_size = [low + x for low, x in zip(smallest, module.output_padding)]
+    amounts = [
+        (d * (k - 1) - p, out + p - size * s)
+        for size, out, s, p, k, d in zip(sizes, output_size, *options)
+    ]
     spread = _spread(input, module.stride)
     spread = pad(spread, [amount for pair in reversed(amounts) for amount in pair])
     view = windows(spread, kernel_size, (1,) * dims, module.dilation)

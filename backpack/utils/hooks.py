@@ -2,7 +2,7 @@
 
 import weakref
 from contextlib import contextmanager
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterable, Iterator, List
 
 from torch import Size, Tensor
 from torch.nn import Module
@@ -110,14 +110,12 @@ def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    hooks: List[Tuple[Dict[int, Any], Dict[int, Any]]] = []
-    retained: List[Tuple[Tensor, Optional[Tensor]]] = []
-    watched = (x for x in tensors if x._backward_hooks or x.retains_grad)
-    for x in {id(x): x for x in watched if x.grad_fn is not None}.values():
-        if x._backward_hooks:  # autograd's node refers to this very dictionary
-            hooks.append((x._backward_hooks, dict(x._backward_hooks)))
-        if x.retains_grad:
-            retained.append((x, x.grad))
+    some = (x for x in tensors if x._backward_hooks or x.retains_grad)
+    known = [x for x in some if x.grad_fn is not None]
+    # autograd's nodes refer to these very dictionaries
+    dictionaries = (x._backward_hooks for x in known)
+    hooks: List[Any] = [(current, dict(current)) for current in dictionaries if current]
+    retained = [(x, x.grad) for x in known if x.retains_grad]
     try:
         for current, _ in hooks:
             current.clear()

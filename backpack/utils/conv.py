@@ -185,8 +185,7 @@ def unfold_by_conv(input: Tensor, module: ConvNd) -> Tensor:
     Raises:
         ValueError: If the input has no batch axis.
     """
-    view = input_windows(input, module)
-    return flatten_windows(view, module.kernel_size)
+    return flatten_windows(input_windows(input, module), module.kernel_size)
 
 
 def unfold_features(view: Tensor, groups: int) -> Tensor:

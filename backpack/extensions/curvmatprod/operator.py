@@ -199,8 +199,7 @@ class Operator:
 
         pulled: dict[Step, Columns] = {}
         for operator in reversed(order):
-            tangent = tangents[operator]
-            parts = [function(tangent) for function, _ in operator.functions]
+            parts = [function(tangents[operator]) for function, _ in operator.functions]
             parts += [pulled[step][slot] for step, slot in operator.uses]
             product = sum(parts[1:], start=parts[0])
             for step in into[operator]:

@@ -56,8 +56,7 @@ def freeze_call(turn: Turn) -> Module:
         Copy of the module, see ``freeze``.
     """
     call = turn.call
-    output, precision = call.outputs[0], call.precision
-    frozen = freeze_at(call.module, call.arguments, output, precision)
+    frozen = freeze_at(call.module, call.arguments, call.outputs[0], call.precision)
     if not call.is_output_unchanged and not _repeats(turn):
         frozen.__dict__[stored.OVERWRITTEN] = True
     return frozen

@@ -57,8 +57,7 @@ class ClippedGrad(WeightedGrad):
                 f"{type(self).__name__}: max_norm must be a positive number, got "
                 f"{max_norm!r}."
             )
-        options = per, scale, replace_grad, subsampling
-        super().__init__(self._clip, "norms", *options)
+        super().__init__(self._clip, "norms", per, scale, replace_grad, subsampling)
 
     def _clip(self, norms: Tensor) -> Tensor:
         limits = torch.finfo(norms.dtype)  # C may be infinite, or zero in this type

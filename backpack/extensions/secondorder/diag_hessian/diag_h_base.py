@@ -16,6 +16,7 @@ from backpack.core.per_sample.outer import Outer
 from backpack.extensions.secondorder.diag_hessian.signed_columns import (
     SignedColumns,
     factor,
+    join,
 )
 from backpack.extensions.secondorder.module_rules import ModuleRule
 from backpack.utils.state import may_look
@@ -91,7 +92,7 @@ class DiagHBaseModule(ModuleRule):
             columns, sign = residual_columns(linear)
             key, parts = object(), linear.split(columns)
             new = [SignedColumns.create(part, sign, ways, key) for part in parts]
-            result = [old.append(more) for old, more in zip(result, new)]
+            result = list(map(join, zip(result, new)))
         return [columns.compress() for columns in result]
 
 

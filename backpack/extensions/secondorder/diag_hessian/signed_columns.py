@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Any, Iterator, NamedTuple
+from typing import Any, Iterator, NamedTuple, Sequence
 
 import torch
 from einops import einsum
@@ -143,17 +143,6 @@ class SignedColumns:
         segments = [s._replace(share=s.share / ways) for s in self.segments]
         return SignedColumns(columns, self.sign, segments)
 
-    def append(self, other: SignedColumns) -> SignedColumns:
-        """Put other columns behind these.
-
-        Args:
-            other: Columns that come from elsewhere.
-
-        Returns:
-            All columns.
-        """
-        return _join([self, other])
-
     def merge(self, other: SignedColumns) -> SignedColumns:
         """Add columns that come from the same place, and append all others.
 
@@ -173,7 +162,7 @@ class SignedColumns:
                 columns = known.columns + part.columns
                 part = SignedColumns(columns, part.sign, [segment])
             parts[segment.key] = part
-        return _join(list(parts.values()))
+        return join(list(parts.values()))
 
     def compress(self) -> SignedColumns:
         """Use fewer columns where there are many more than a sample has features.
@@ -189,12 +178,12 @@ class SignedColumns:
         if sum(len(part.columns) for part in whole) <= 2 * features:
             return self
         rest = [part for part in self._split() if part.segments[0].share < 1]
-        both = _join(whole)
+        both = join(whole)
         flat = flatten(both.columns, 2)
         signed = flat * both.sign.unsqueeze(2).to(flat.dtype)
         columns, sign = factor(einsum(signed, flat, "v n i, v n j -> n i j"))
         columns = columns.reshape(len(columns), *self.columns.shape[1:])
-        return _join([SignedColumns.create(columns, sign), *rest])
+        return join([SignedColumns.create(columns, sign), *rest])
 
     def by_sign(self) -> Iterator[tuple[int, Tensor]]:
         """Split the columns by their signs.
@@ -224,7 +213,15 @@ class SignedColumns:
         return [SignedColumns(columns, sign, [s]) for columns, sign, s in parts]
 
 
-def _join(parts: list[SignedColumns]) -> SignedColumns:
+def join(parts: Sequence[SignedColumns]) -> SignedColumns:
+    """Put columns that come from different places side by side.
+
+    Args:
+        parts: The columns.
+
+    Returns:
+        All columns.
+    """
     columns = torch.cat([part.columns for part in parts])
     sign = torch.cat([part.sign for part in parts])
     return SignedColumns(columns, sign, [s for part in parts for s in part.segments])

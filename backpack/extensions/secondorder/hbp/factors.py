@@ -94,8 +94,7 @@ def refuse_ambiguous(
         reason = f"channels are divided into {product.groups} groups"
     elif product.positions == 1 or product.sums_positions:
         return
-    text = message(AMBIGUOUS, ext=ext, reason=reason, what=what())
-    raise NotImplementedError(text)
+    raise NotImplementedError(message(AMBIGUOUS, ext=ext, reason=reason, what=what()))
 
 
 def arrange(product: PerSample) -> Tensor:

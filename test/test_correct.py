@@ -2600,6 +2600,59 @@ def test_hooks_of_tensors(ext: Callable) -> None:
     oracle.assert_agrees(retained, wanted)
 
 
+class Two(Module):
+    """A layer with two outputs."""
+
+    def __init__(self) -> None:
+        """Make a linear layer."""
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tuple[Tensor, Tensor]:
+        """Return two functions of the same."""
+        return self.layer(x).tanh(), self.layer(x).sin()
+
+
+SEVERAL_OUTPUTS: Dict[str, Callable[[], Module]] = {
+    "two": Two,
+    "gru": lambda: nn.GRU(4, 4, batch_first=True),
+    "lstm": lambda: nn.LSTM(4, 4, batch_first=True),
+}
+
+
+@pytest.mark.parametrize("kind", ["full_backward_hook", "full_backward_pre_hook"])
+@pytest.mark.parametrize("part", SEVERAL_OUTPUTS)
+def test_hooks_that_look_where_outputs_are_not_used(part: str, kind: str) -> None:
+    """PyTorch returns nothing for these, where zeros have come: no change."""
+    row = Row(
+        lambda: Lambda(
+            lambda m, x: m.g(m.part(m.f(x))[0][:, -1]),
+            f=nn.Linear(4, 4),
+            part=SEVERAL_OUTPUTS[part](),
+            g=nn.Linear(4, 3),
+        ),
+        randn(3, 4),
+    )
+    problem, seen = row.build(), []
+    register = getattr(problem.model.part, f"register_{kind}")
+    register(lambda module, *gradients: seen.append(gradients))
+    check(problem, ["BatchGrad", "DiagGGNExact", "SqrtGGNExact"], row.build())
+    assert seen and any(g is None for g in seen[0][-1])
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_terms_of_a_loss_with_a_hook(hooked: bool) -> None:
+    """What comes from no extended loss is named, also where a hook looks at that."""
+    model, loss, X, y = small()
+    if hooked:
+        loss.register_full_backward_hook(lambda *_: None)
+    f = extend(model)(*X)
+    value = extend(loss)(f, *y) + f.square().mean()
+    with pytest.warns(UserWarning, match="come from no extended loss module"):
+        with backpack(DiagGGNExact()):
+            value.backward()
+
+
 def hooked_tensor(place: str) -> Callable[[Callable], Lambda]:
     """Make a model with a hook on a tensor of its forward pass."""
 

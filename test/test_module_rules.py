@@ -611,6 +611,65 @@ def test_ggnmp(case: Case):
     assert_products(problem, "ggnmp", dense)
 
 
+HOOKED = pytest.mark.parametrize("where", ["0", "1", "2", "", "loss"])
+HOOKS = pytest.mark.parametrize(
+    "kind", ["full_backward_hook", "full_backward_pre_hook"]
+)
+
+
+def hooked(where: str, kind: str, hook: Callable) -> Problem:
+    """Make a problem with a hook of a module, of the model, or of the loss."""
+    torch.manual_seed(0)
+    model = Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(F64)
+    X, y = torch.randn(N, 3, dtype=F64, requires_grad=True), torch.arange(N) % 2
+    problem = Problem(model, nn.CrossEntropyLoss(), (X,), (y,))
+    module = problem.loss if where == "loss" else model.get_submodule(where)
+    getattr(module, f"register_{kind}")(hook)
+    return problem
+
+
+@HOOKS
+@HOOKED
+def test_backward_hooks_that_look(where: str, kind: str):
+    """Quantities go past the nodes where hooks of modules see the gradient."""
+    seen: List[Any] = []
+    problem = hooked(where, kind, lambda *gradients: seen.append(gradients))
+    run(problem, DiagHessian(), KFRA(), GGNMP(), HMP())
+    assert seen
+    same = hooked(where, kind, lambda *_: None)
+    dense = {name: blocks.sum(0) for name, blocks in hessians(same).items()}
+    assert_products(problem, "hmp", dense)
+    for name, param in parameters(problem.model).items():
+        assert_agrees(param.diag_h.flatten(), dense[name].diagonal(), name)
+
+
+@HOOKS
+@HOOKED
+def test_backward_hooks_that_change(where: str, kind: str):
+    """What a hook makes of the gradient is no part of a Hessian."""
+
+    def double(module: Module, *gradients: Any) -> Tuple:
+        return tuple(None if g is None else 2 * g for g in gradients[0])
+
+    problem = hooked(where, kind, double)
+    with pytest.raises(NotImplementedError, match="a hook changes the gradient"):
+        run(problem, DiagHessian())
+
+
+@pytest.mark.parametrize("field", ["hmp", "ggnmp"])
+def test_products_in_inference_mode(field: str):
+    """Products are formed where nothing is recorded, too, of vectors from there."""
+    problem = solved(CASES[0])
+    for name, param in parameters(problem.model).items():
+        vectors = torch.randn(2, *param.shape, dtype=F64)
+        expected = getattr(param, field)(vectors)
+        with torch.inference_mode():
+            products = getattr(param, field)(vectors)
+            again = getattr(param, field)(vectors.clone())
+        assert_agrees(products, expected, name)
+        assert_agrees(again.clone(), expected, name)
+
+
 def jacobian(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Differentiate all outputs with respect to all inputs, ``[out, in]``."""
     x = x.detach().requires_grad_()

@@ -70,10 +70,10 @@ LINEAR = {
     "mm-of-a-sparse-weight": use(
         lambda m, x: torch.sparse.mm(m.w.to_sparse(), x.T).T, 4, **W
     ),
-    "inner": use(lambda m, x: torch.inner(x, m.w) + m.b, 2, 4, **B),
+    "inner-of-positions": use(lambda m, x: torch.inner(x, m.w) + m.b, 2, 4, **B),
     "inner-from-the-left": use(lambda m, x: m.w.inner(x).T, 4, **W),
     "inner-vectors": use(lambda m, x: torch.inner(x, m.v)[:, None], 4, v=(4,)),
-    "operator-linear": use(lambda m, x: aten.linear.default(x, m.w, m.b), 2, 4, **B),
+    "operator-linear": use(lambda m, x: aten.linear.default(x, m.w, m.b), 4, **B),
     "operator-packet": use(lambda m, x: aten.linear(x, m.w, bias=m.b), 4, **B),
     "operator-mm": use(lambda m, x: aten.mm(x, m.w) + m.b, 4, **IO),
     "operator-addmm": use(lambda m, x: aten.addmm.default(m.b, x, m.w), 4, **IO),

@@ -15,6 +15,7 @@ from backpack.core.layout import Layout, Mixed
 from backpack.core.table import GENERIC_LOSS, find_loss
 from backpack.engine.gaps import explain_place
 from backpack.engine.graph import (
+    HOOKED,
     MEETING,
     TANGENT,
     Origin,
@@ -446,7 +447,7 @@ def additive_terms(
     queue, seen = [(edge.node, edge.output_nr) for edge in roots], set()
     while queue:
         node, number = place = queue.pop()
-        joins = type(node) is Together
+        joins = type(node) is Together or type(node).__name__ == HOOKED
         if (place if joins else node) in seen:
             continue
         seen.add(place if joins else node)

@@ -168,7 +168,6 @@ class Operator:
             for snapshot in filter(None, snapshots):
                 snapshot.check(ext, name)
 
-    @torch.no_grad()
     def __call__(self, mat: Tensor) -> Tensor:
         """Multiply with the matrix.
 
@@ -178,8 +177,9 @@ class Operator:
         Returns:
             Columns of the same shape.
         """
-        with disable(), without_autocast():
-            return self._multiply(mat)
+        with torch.inference_mode(False), torch.no_grad():
+            with disable(), without_autocast():
+                return self._multiply(mat.clone() if mat.is_inference() else mat)
 
     def _multiply(self, mat: Tensor) -> Tensor:
         order = self._towards_losses()

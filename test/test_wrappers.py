@@ -517,6 +517,18 @@ def test_right(name: str) -> None:
                 delattr(parameter, make_extension().savefield)
 
 
+@pytest.mark.filterwarnings(f"ignore:{COMPILER}")
+@pytest.mark.usefixtures("cpu", "compiler")
+def test_compiled_one_by_one() -> None:
+    """Layers of a model that is extended are compiled, but not the model."""
+    p = build()
+    for layer in p.model:
+        layer.compile(backend="aot_eager")
+    for _ in range(2):
+        p.run(extend(Around(p.model)))
+        assert_fields(p.model, list(QUANTITIES), reference(PROBLEM))
+
+
 def interleaved(p: Pass) -> None:
     """Let two tasks enter their contexts before either runs its backward pass."""
 

@@ -137,8 +137,10 @@ def sees_gradients(inspection: Inspection) -> bool:
 
 
 def _is_same(x: Any, y: Any) -> bool:
-    """Tell whether a gradient is another one, or both are zero: PyTorch's hooks of
-    modules return ``None`` at outputs that nobody has used."""
+    """Tell whether a gradient is another one, or both are zero.
+
+    PyTorch's hooks of modules return ``None`` at outputs that nobody has used.
+    """
     return x is y or x is None and not y.any() or y is None and not x.any()
 
 

@@ -529,6 +529,24 @@ def test_compiled_one_by_one() -> None:
         assert_fields(p.model, list(QUANTITIES), reference(PROBLEM))
 
 
+@pytest.mark.filterwarnings("ignore")  # older compilers tell what they leave out
+@pytest.mark.usefixtures("cpu", "compiler")
+def test_compiled_with_an_optimizer() -> None:
+    """A whole step is compiled, context and all, together with the optimizer's."""
+    p = build()
+    optimizer = torch.optim.SGD(p.model.parameters(), lr=0.0)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        p.run()
+        optimizer.step()
+
+    step = compiled(step)
+    for _ in range(3):
+        step()
+        assert_fields(p.model, list(QUANTITIES), reference(PROBLEM))
+
+
 def interleaved(p: Pass) -> None:
     """Let two tasks enter their contexts before either runs its backward pass."""
 

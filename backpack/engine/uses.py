@@ -30,7 +30,7 @@ from backpack.engine.vjp import (
     is_users,
     only_through,
 )
-from backpack.utils.compiling import skipped
+from backpack.utils.compiling import uncompiled
 from backpack.utils.hooks import name_module, without_hooks
 from backpack.utils.parallel import is_in_place
 from backpack.utils.state import may_look, state
@@ -581,7 +581,7 @@ def is_turn(hook: Any) -> bool:
     return getattr(hook, "func", None) is _run
 
 
-@skipped
+@uncompiled
 def _run(entries: list[Entry], gradients: tuple[Tensor | None, ...]) -> None:
     """Run the turn of what ends in a node: uses, then calls, the last one first."""
     current = state()

@@ -42,6 +42,29 @@ def skipped(function: C) -> C:
     return function
 
 
+def uncompiled(hook: C) -> C:
+    """Keep a hook that autograd calls, and all that it calls, from being compiled.
+
+    Args:
+        hook: The hook.
+
+    Returns:
+        The hook, with older versions of torch what calls it where nothing is compiled.
+    """
+    if hasattr(_frames, "_FrameExecStrategy"):
+        return skipped(hook)
+
+    def call(*args: Any) -> Any:
+        before = _frames.set_eval_frame(None)
+        try:
+            return hook(*args)
+        finally:
+            _frames.set_eval_frame(before)
+
+    _frames.skip_code(call.__code__)  # type: ignore[attr-defined]
+    return call  # type: ignore[return-value]
+
+
 @skipped
 def untraced(function: Callable, *args: Any) -> Any:
     """Call a function outside of what is being compiled: the graph is split there.

@@ -134,7 +134,8 @@ def drawing(seed: int) -> torch.Generator:
     Returns:
         The generator.
     """
-    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+    device = torch.empty(()).device  # torch 2.5 does not tell after it was set to none
+    return torch.Generator(device).manual_seed(seed)
 
 
 def tensors(*values: Any) -> Callable[[], Tensors]:

@@ -61,26 +61,23 @@ def undocumented(owner: Any, path: str, module: str) -> Iterator[str]:
                     yield f"{path}.{name}({argument})"
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_every_public_name_is_documented(name: str):
+def test_every_public_name_is_documented():
     """Modules, classes, functions and their arguments have a docstring."""
-    module = import_module(name)
-    assert (module.__doc__ or "").strip(), f"{name} has no docstring."
-    assert list(undocumented(module, name, name)) == []
+    modules = {name: import_module(name) for name in MODULES}
+    assert not [name for name, x in modules.items() if not (x.__doc__ or "").strip()]
+    assert not [y for name, x in modules.items() for y in undocumented(x, name, name)]
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_constants_are_described_in_words(name: str):
+def test_constants_are_described_in_words():
     """What is in front of a colon would be shown as the type of a constant."""
-    body = ast.parse(Path(import_module(name).__file__).read_text()).body
-    for constant, doc in zip(body, body[1:]):
-        assigned = isinstance(constant, (ast.Assign, ast.AnnAssign))
-        if (
-            assigned
-            and isinstance(doc, ast.Expr)
-            and isinstance(doc.value, ast.Constant)
-        ):
-            assert ": " not in doc.value.value, doc.lineno
+    for name in MODULES:
+        body = ast.parse(Path(import_module(name).__file__).read_text()).body
+        for constant, doc in zip(body, body[1:]):
+            described = isinstance(doc, ast.Expr) and isinstance(
+                doc.value, ast.Constant
+            )
+            if isinstance(constant, (ast.Assign, ast.AnnAssign)) and described:
+                assert ": " not in doc.value.value, f"{name}, line {doc.lineno}"
 
 
 def pages() -> List[Path]:

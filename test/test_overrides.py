@@ -279,23 +279,19 @@ def check_reductions(
 
 
 @pytest.mark.parametrize("num_columns", [1, 3])
-@pytest.mark.parametrize("chunk_elements", CHUNKS)
 @pytest.mark.parametrize("case, index", list(rows()))
 def test_rule(
-    case: Case,
-    index: int,
-    chunk_elements: int,
-    num_columns: int,
-    monkeypatch: pytest.MonkeyPatch,
+    case: Case, index: int, num_columns: int, monkeypatch: pytest.MonkeyPatch
 ):
     """All reductions agree with the generic rule, with and without gradients."""
-    limit_chunks(chunk_elements, monkeypatch)
     name, call = list(fast_calls(case))[index]
     mats = call.cotangents(num_columns)
     expected = call.generic(name, mats)
-    for grad_enabled in (False, True):
+    for chunk_elements, grad_enabled in pairs(CHUNKS, [False, True]):
+        limit_chunks(chunk_elements, monkeypatch)
         with torch.set_grad_enabled(grad_enabled):
-            check_reductions(lambda: call.fast(name, mats), expected, case.id)
+            what = f"{case.id}, chunks of {chunk_elements}"
+            check_reductions(lambda: call.fast(name, mats), expected, what)
 
 
 @pytest.mark.parametrize("case, index", list(rows(Outer)))
@@ -416,17 +412,11 @@ def test_select(case: Case, index: int, num_columns: int):
 
 
 @pytest.mark.parametrize("num_columns", [1, 3])
-@pytest.mark.parametrize("chunk_elements", CHUNKS[:2])
 @pytest.mark.parametrize("case, index", list(rows()))
 def test_merge(
-    case: Case,
-    index: int,
-    chunk_elements: int,
-    num_columns: int,
-    monkeypatch: pytest.MonkeyPatch,
+    case: Case, index: int, num_columns: int, monkeypatch: pytest.MonkeyPatch
 ):
     """The products of two calls of a layer add up before they are reduced."""
-    limit_chunks(chunk_elements, monkeypatch)
     name, call = list(fast_calls(case))[index]
     again = call._replace(
         args=tuple(x.flip(0) if isinstance(x, Tensor) else x for x in call.args)
@@ -435,11 +425,13 @@ def test_merge(
     others = [2 * mat.flip(-1) for mat in mats]
     expected = call.generic(name, mats) + again.generic(name, others)
     with torch.no_grad():
-        check_reductions(
-            lambda: merge_all([call.fast(name, mats), again.fast(name, others)]),
-            expected,
-            case.id,
-        )
+        for chunk_elements in CHUNKS[:2]:
+            limit_chunks(chunk_elements, monkeypatch)
+            check_reductions(
+                lambda: merge_all([call.fast(name, mats), again.fast(name, others)]),
+                expected,
+                f"{case.id}, chunks of {chunk_elements}",
+            )
         three = [call.fast(name, mats), again.fast(name, others), call.fast(name, mats)]
         total = expected + call.generic(name, mats)
         assert_agrees(merge_all(three).individual(), total, case.id)
@@ -448,28 +440,23 @@ def test_merge(
 
 
 @pytest.mark.parametrize("strips", [False, True], ids=["whole", "strips"])
-@pytest.mark.parametrize("unfolded_elements", CHUNKS)
 @pytest.mark.parametrize("case, index", list(rows(Outer)))
 def test_input_gram(
-    case: Case,
-    index: int,
-    unfolded_elements: int,
-    strips: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    case: Case, index: int, strips: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """Features are multiplied with each other, however they are laid out and cut."""
     name, call = list(fast_calls(case))[index]
     mats = call.cotangents(1)
-    monkeypatch.setattr(tuning, "UNFOLDED_ELEMENTS", unfolded_elements)
     if strips:
         for size in ("MIN_ROWS", "MIN_SUMMANDS", "LANES"):
             monkeypatch.setattr(tuning, size, 1)
     a = call.fast(name, mats).a
     expected = 0.5 * torch.einsum("ngti,ngtj->gij", a, a)
-    for grad_enabled in (False, True):
+    for unfolded_elements, grad_enabled in pairs(CHUNKS, [False, True]):
+        monkeypatch.setattr(tuning, "UNFOLDED_ELEMENTS", unfolded_elements)
         with torch.set_grad_enabled(grad_enabled):
             actual = call.fast(name, mats).input_gram(0.5).detach()
-        assert_agrees(actual, expected, case.id)
+        assert_agrees(actual, expected, f"{case.id}, chunks of {unfolded_elements}")
 
 
 # Sizes on both sides of each crossover between formulas

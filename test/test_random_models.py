@@ -28,7 +28,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import is_parametrized
 
 LONG = int(os.environ.get("BACKPACK_TEST_LONG", "0"))
-COUNT = {0: 120, 1: 4000}.get(LONG, LONG)
+COUNT = {0: 60, 1: 4000}.get(LONG, LONG)
 SEED = int(os.environ.get("BACKPACK_TEST_SEED", random.randrange(2**32)))
 
 DENSE = [name for name in QUANTITIES if "KF" not in name]

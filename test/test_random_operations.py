@@ -39,7 +39,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 LONG = int(os.environ.get("BACKPACK_TEST_LONG", "0"))
-COUNT = {0: 80, 1: 10000}.get(LONG, LONG)
+COUNT = {0: 50, 1: 10000}.get(LONG, LONG)
 SEED = int(os.environ.get("BACKPACK_TEST_SEED", random.randrange(2**32)))
 
 D = 3

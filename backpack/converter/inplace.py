@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from backpack.converter import reading
 from backpack.converter.editing import change_node_to_module, recompile
-from backpack.converter.tracer import IN_PLACE_OPERATORS, NO_GRAD, Untraceable
+from backpack.converter.tracer import NO_GRAD, Untraceable
 
 VIEW_MODULES = (
     *(nn.Identity, nn.Flatten, nn.Unflatten),
@@ -44,8 +44,9 @@ def setitem(input: Tensor, index: Any, value: Any) -> Tensor:
 
 # Functions that stand for assignments, and those that return a new tensor
 _OUT_OF_PLACE: Dict[Any, Callable] = {
-    getattr(operator, f"i{name}"): getattr(operator, f"__{name}__")
-    for name in IN_PLACE_OPERATORS
+    getattr(operator, name): getattr(operator, f"__{name[1:]}__")
+    for name in dir(operator)
+    if name.startswith("i") and hasattr(operator, f"__{name[1:]}__")
 }
 _OUT_OF_PLACE[operator.setitem] = setitem
 

@@ -74,8 +74,7 @@ def _record_inplace(target: Callable) -> Callable:
     return method
 
 
-IN_PLACE_OPERATORS = "add sub mul truediv floordiv mod pow and or xor".split()
-for _name in IN_PLACE_OPERATORS:
+for _name in "add sub mul truediv floordiv mod pow and or xor".split():
     _target = getattr(operator, f"i{_name}")
     setattr(InplaceProxy, f"__i{_name}__", _record_inplace(_target))
 InplaceProxy.__setitem__ = _record_inplace(operator.setitem)  # type: ignore

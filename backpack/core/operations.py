@@ -137,7 +137,8 @@ def _convolution(call: Called) -> Operation | None:
     options = [stride, padding, dilation, groups]
     if transposed:
         options = [stride, padding, extra, groups, dilation]
-    rule = _conv(operands[1].dim() - 2, transposed)
+    name = "conv_transpose" if transposed else "conv"
+    rule = OPERATIONS[getattr(torch, f"{name}{operands[1].dim() - 2}d")]
     return rule(Called([*operands, *options], call.kwargs, call.keys))
 
 

@@ -14,10 +14,11 @@ from backpack.engine.trials import POINTWISE
 from backpack.engine.uses import ENTRIES, Entry, listen
 from backpack.engine.vjp import is_function
 from backpack.utils.hooks import EXTENDED, represent
-from backpack.utils.parallel import parts, past_sinks
+from backpack.utils.parallel import SINKS, parts
 from backpack.utils.state import state
 
 HOOKED = "BackwardHookFunctionBackward"  # where a module's hooks see the gradient
+_LOOKING_ON = SINKS | {HOOKED}  # nodes that pass on what they get
 SILENT = "backpack.silent"  # where a node says that no sample gets through it
 TANGENT = "backpack.tangent"  # where a tangent comes out of an operation
 MEETING = "backpack.meeting"  # where a node of the graph keeps that samples have met
@@ -97,8 +98,8 @@ def producing_calls(edge: GradientEdge) -> list[Entry]:
     Returns:
         The calls, in the order in which they returned.
     """
-    node, number = past_sinks(edge.node, edge.output_nr)
-    while type(node).__name__ == HOOKED and node.next_functions[number][0]:
+    node, number = edge.node, edge.output_nr
+    while type(node).__name__ in _LOOKING_ON and node.next_functions[number][0]:
         node, number = node.next_functions[number]
     entries = [e for e in _working_calls(node) if e.output_nr == number]
     view = node._sequence_nr()

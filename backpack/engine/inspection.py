@@ -447,7 +447,8 @@ def additive_terms(
     queue, seen = [(edge.node, edge.output_nr) for edge in roots], set()
     while queue:
         node, number = place = queue.pop()
-        joins = type(node) is Together or type(node).__name__ == HOOKED
+        name = type(node).__name__
+        joins = name in (Together.__name__, HOOKED)
         if (place if joins else node) in seen:
             continue
         seen.add(place if joins else node)
@@ -456,7 +457,6 @@ def additive_terms(
         )
         edges = [edge for edge in edges if edge[0] is not None]
         parents = [parent for parent, _ in edges]
-        name = type(node).__name__
         single = name in _SCALING and len(parents) == 1
         is_loss = any(entry.owner.is_loss for entry in entries_of(node))
         is_loss = is_loss and not through_losses

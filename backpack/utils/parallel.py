@@ -190,21 +190,6 @@ def without_sinks() -> Iterator[None]:
             x._training_state = type(x._training_state).IDLE
 
 
-def past_sinks(node: Any, number: int) -> tuple[Any, int]:
-    """Go past nodes that pass on what they get.
-
-    Args:
-        node: A node of the graph.
-        number: Which of its outputs.
-
-    Returns:
-        The same place, behind such nodes.
-    """
-    while type(node).__name__ in SINKS and node.next_functions[number][0] is not None:
-        node, number = node.next_functions[number]
-    return node, number
-
-
 def _unless_root(
     state: Any, module: Any, handle: Any, gradient: Any, *_: Any, original: Callable
 ) -> Any:

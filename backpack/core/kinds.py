@@ -262,8 +262,8 @@ class Contraction(Operation):
         x = as_type(_at_the_end(dense(self.data), self._inputs), b.dtype)
         a = arrangement.rows(x).flatten(2)
         axes = self._weight_axes
-        sizes = [shape[axis] for axis in axes]
-        order = simplest(sizes, [axes.index(i) for i in range(len(axes))])
+        sizes = tuple([shape[axis] for axis in axes])
+        order = simplest(sizes, tuple(map(axes.index, range(len(axes)))))
         return Outer(lambda: a.unsqueeze(1), b.unsqueeze(2), shape, order)
 
     def _arrange(

@@ -364,7 +364,8 @@ class Arrangement:
         axis, inner = self._placement
         if axis > 0:
             x = x.movedim(lead + axis, lead)
-        x = x.unflatten(lead, (-1, self._n, inner)).movedim(lead + 1, lead)
+        if self._rows[axis] != self._n * inner:
+            x = x.unflatten(lead, (-1, self._n, inner)).movedim(lead + 1, lead)
         return x.reshape(*front, self._n, prod(self._rows) // self._n, *features)
 
 

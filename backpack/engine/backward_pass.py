@@ -57,6 +57,8 @@ from backpack.utils.parallel import (
 from backpack.utils.state import UNANNOUNCED, State, keeps_graph
 from backpack.utils.types import kind, without_autocast
 
+_ENGINE = torch.autograd.Variable._execution_engine
+
 
 class BackwardPass:
     """What a backward pass has to remember from turn to turn.
@@ -229,8 +231,9 @@ class BackwardPass:
         if self._separating:
             check_samples(inspection, list(self._groups_of), params, self._separating)
         # what is refused is said by the error: its user may go on
-        reached = [*inspection.reached, *params] if inputs is None else inputs
-        self.report.reached.update(map(id, tree_leaves(reached)))
+        of_all = inputs is None
+        reached = [*inspection.reached, *params] if of_all else tree_leaves(inputs)
+        self.report.reached.update(map(id, reached))
 
     def __enter__(self) -> BackwardPass:
         """Make this the thread's backward pass."""
@@ -279,7 +282,7 @@ class BackwardPass:
             value: The value.
         """
         setattr(param, ext.savefield, in_type_of(value, param))
-        self.exempt(ext, [param])
+        self.report.saved.add((id(ext), id(param)))
 
     def finish(self) -> None:
         """Forget what is left."""
@@ -380,7 +383,8 @@ class BackwardPass:
         for param in self.left_out(group.params) if given else ():
             product = turn.gradients().get(param)
             if product is not None:  # to the node that accumulates it
-                torch.autograd.backward(param, product.plain.total())
+                total = (product.plain.total(),)
+                _ENGINE.run_backward((param,), total, False, False, (), True, True)
         for use in group.uses:
             groups = self._groups_of[use]
             groups.remove(group)
@@ -583,7 +587,7 @@ def begin_unannounced(current: State) -> None:
         finally:
             current.forget_unannounced()
 
-    torch.autograd.Variable._execution_engine.queue_callback(end)
+    _ENGINE.queue_callback(end)
 
 
 State.begin = staticmethod(begin_unannounced)

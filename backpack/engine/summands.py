@@ -106,6 +106,8 @@ class Summands:
         Returns:
             The operation, ``None`` if it is something else.
         """
+        if not self._known:
+            return None
         divides = name in _QUOTIENTS and keys == [1]
         if kwargs or len(args) != 2 or not (divides or name in _PRODUCTS | _DOTS):
             return None

@@ -181,14 +181,15 @@ def bmm(a: Tensor, b: Tensor, times: int = 1, out: Optional[Tensor] = None) -> T
     Returns:
         Products of shape ``[G, A, B]``.
     """
-    if len(a) == 1:  # up to a third faster than a batch of one matrix
+    number, *sizes = *a.shape, b.shape[2]
+    if number == 1:  # up to a third faster than a batch of one matrix
         target = None if out is None else out[0]
         return matmul(a[0], b[0], times, target).unsqueeze(0)
     if not may_write():
         return torch.bmm(a, b)
     if out is None:
         out = huge_empty((*a.shape[:2], b.shape[2]), a.dtype, a.device)
-    if not (len(a) and is_fast(a[0], b[0], times * len(a))):
+    if not is_fast_product(sizes, a, times * number):
         return torch.bmm(a, b, out=out)
     for target, left, right in zip(out, a, b):
         target.copy_(_multiply(left, right))

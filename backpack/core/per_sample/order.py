@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple, Sequence
 
@@ -64,7 +65,8 @@ class Order(NamedTuple):
         return f"permute({', '.join(map(str, axes))})"
 
 
-def simplest(sizes: Sequence[int], axes: Sequence[int]) -> Order | None:
+@lru_cache(maxsize=1024)
+def simplest(sizes: tuple[int, ...], axes: tuple[int, ...]) -> Order | None:
     """Describe an order in its simplest form; equal orders have the same.
 
     Args:
@@ -117,4 +119,4 @@ def transposed(order: Order | None, rows: int, columns: int) -> Order | None:
         first += 1
     if begun != rows or prod(sizes) != rows * columns:
         raise ValueError("a row ends within an axis")
-    return simplest(sizes, axes[first:] + axes[:first])
+    return simplest(tuple(sizes), (*axes[first:], *axes[:first]))

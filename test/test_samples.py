@@ -41,6 +41,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend
+from backpack.engine.trials import Trial
 from backpack.extensions import BatchGrad, BatchJacobian, DiagGGNExact
 
 D = 4
@@ -1652,7 +1653,87 @@ OTHERS_INTEGERS: Dict[str, Callable[[Tensor], Tensor]] = {
     "same-as-the-next": lambda i: F.pad(
         (i.flatten()[1:] == i.flatten()[:-1]).long(), (1, 0)
     ).view_as(i),
+    "written-to-one-row": lambda i: torch.zeros_like(i).index_put(
+        (torch.arange(len(i)) // 2, i[:, 0] % 3), torch.ones_like(i[0, 0])
+    ),
+    "scattered-to-one-row": lambda i: torch.zeros_like(i.flatten()).scatter(
+        0, i.flatten() % len(i), 1
+    )[: len(i), None],
 }
+
+
+def ones_at(i: Tensor) -> Tensor:
+    """Write ones to the places ``[N, 3, 12]`` that integers pick."""
+    out = torch.zeros(*i.shape, 12, dtype=F64)
+    out[torch.arange(len(i))[:, None], torch.arange(3), i] = 1
+    return out
+
+
+# What integers ``[N, 3]`` of a sample pick, and what is made of a part of the batch
+OFTEN: Dict[str, Callable[[Module, Tensor], Tensor]] = {
+    "one-hot": lambda m, i: F.one_hot(i, 12).to(F64) @ m.w,
+    "scatter-number": lambda m, i: torch.zeros(*i.shape, 12, dtype=F64).scatter(
+        -1, i[..., None], 1.0
+    )
+    @ m.w,
+    "scatter-value": lambda m, i: torch.zeros(*i.shape, 12, dtype=F64).scatter(
+        dim=2, index=i[..., None], value=2.0
+    )
+    @ m.w,
+    "scatter-mask": lambda m, i: torch.ones(*i.shape, 12, dtype=torch.bool)
+    .scatter_(2, i[..., None], False)
+    .to(F64)
+    @ m.w,
+    "scatter-counts": lambda m, i: torch.zeros(len(i), 12, dtype=F64).scatter_add(
+        1, i, torch.ones(i.shape, dtype=F64)
+    )
+    @ m.w,
+    "setitem": lambda m, i: ones_at(i) @ m.w,
+    "index-put": lambda m, i: torch.zeros(len(i), 12, dtype=F64).index_put(
+        (torch.arange(len(i)), i[:, 1]), torch.ones((), dtype=F64)
+    )
+    @ m.w,
+    "columns-of-a-table": lambda m, i: m.w.T[:, i].movedim(0, -1),
+    "last-axis-of-a-table": lambda m, i: m.w.T[None, ..., i].movedim(1, -1)[0],
+    "index-select": lambda m, i: m.w.T.index_select(-1, i.flatten())
+    .T.unflatten(0, i.shape)
+    .sin(),
+    "gather": lambda m, i: m.w.expand(len(i), -1, -1).gather(
+        1, i[..., None].expand(-1, -1, D)
+    ),
+    "take-along": lambda m, i: torch.take_along_dim(m.w[None], i[..., None], 1),
+    "parts": lambda m, i: torch.cat([m.f(m.w[i][:2]).sin(), m.f(m.w[i][2:]).cos()])
+    @ m.f.weight,
+    "each": lambda m, i: torch.stack([F.linear(z, m.w).sin() for z in m.w[i]]) @ m.w,
+    "counts-of-each": lambda m, i: torch.stack(
+        [torch.bincount(z, minlength=12) for z in i]
+    ).to(F64)
+    @ m.w,
+    "repeated": lambda m, i: m.w[i].repeat_interleave(2, 0)[::2],
+}
+
+
+@pytest.mark.parametrize("batch, different", [(1, 2), (3, 3), (4, 12)])
+@pytest.mark.parametrize("name", OFTEN)
+def test_without_trials(
+    name: str, batch: int, different: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What occurs often is right, and no operation is run again in the next pass."""
+    row = Row(
+        lambda: Lambda(
+            lambda m, i: m.f(OFTEN[name](m, i).tanh()),
+            **{"w": param(12, D), "f": nn.Linear(D, D)},
+        ),
+        lambda: [torch.randint(different, (batch, 3))],
+        alone=name != "parts",
+    )
+    assert_right(row)
+    model = extend(row.build()[0])
+    for again in (False, True):
+        with monkeypatch.context() as patch, backpack(BatchGrad()):
+            if again:
+                patch.delattr(Trial, "find")
+            model(torch.randint(12, (batch, 3))).sum().backward()
 
 
 def deduplicated(how: str, ids: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
@@ -1694,7 +1775,8 @@ def integers(make: Callable, n: int, different: int, seed: int) -> Row:
             )
         ],
         quantities=["BatchGrad"],
-        says="`(\\w*sort|topk|cummax|median|kthvalue|any|unique\\w*|__eq__)` on",
+        says="`(\\w*sort|topk|cummax|median|kthvalue|any|unique\\w*|__eq__|index_put"
+        "|scatter)` on",
     )
 
 

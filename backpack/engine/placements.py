@@ -22,8 +22,19 @@ from backpack.core.layout import (
     Mixed,
     Placement,
     conflict,
+    once,
     sample_numbers,
     simplify,
+)
+from backpack.engine.picked import (
+    INDEXES,
+    bags,
+    combined,
+    looked_up,
+    pointwise,
+    put,
+    scattered,
+    taken,
 )
 from backpack.engine.trials import (
     BY_MASKS,
@@ -40,10 +51,10 @@ from backpack.utils.parallel import communicates
 from backpack.utils.state import out_of_sight
 from backpack.utils.types import version_of
 
-_INDEXES = (torch.long, torch.int)  # types of numbers that pick rows
-
 FORGET: list[Any] = []  # makes a key that nothing is remembered by: it has no hash
 MARK = "_backpack_samples"  # attribute of a tensor that depends on the model's inputs
+
+_LASTING = "_backpack_lasting"  # attribute of sample numbers that are remembered
 
 _NOTHING: tuple[list[Placement], list[torch.Size]] = [], []
 
@@ -127,6 +138,23 @@ def placement_of(x: Tensor, key: Pass) -> Placement:
         return mark[1]
     ref, placement, _ = key.inputs.get(id(x), (None, None, False))
     return placement if ref is not None and ref() is x else None
+
+
+def in_key(placement: Placement) -> Any:
+    """Return what stands for a placement in a key.
+
+    Args:
+        placement: The placement.
+
+    Returns:
+        Itself. For sample numbers, what they are if it is a single one; else an object
+        that is theirs alone, if they are remembered. Others will not come again.
+    """
+    if type(placement) is not Tensor:
+        return placement
+    if placement.numel() == 1:  # all of it is one sample's
+        return once(placement, _LASTING, lambda: (placement.dim(), int(placement)))
+    return placement.__dict__.get(_LASTING, FORGET)
 
 
 def may_be_shared(x: Tensor, key: Pass) -> bool:
@@ -283,7 +311,7 @@ class Finder:
     def _quick(self, done: Performed) -> Placement:
         """Answer for the most frequent operations without running them."""
         if done.name in POINTWISE:
-            return self._pointwise(done.data, done.outs[0])
+            return pointwise(done.data, done.outs[0], self.of)
         if done.name in ROWWISE and len(done.data) == 1:
             (x,) = done.data
             layout = self.of(x)
@@ -293,34 +321,6 @@ class Finder:
                 return None
             return layout
         return None
-
-    def _pointwise(self, data: list[Tensor], out: Tensor) -> Placement:
-        """Combine placements that agree, up to broadcasting; else ``None``."""
-        common: Placement = None
-        for x in data:
-            layout = self.of(x)
-            if type(layout) is not Layout or not x.dim():
-                return None
-            axis = layout.axis + out.dim() - x.dim()
-            if axis < 0 or x.shape[layout.axis] != out.shape[axis]:
-                return None
-            moved = layout if axis == layout.axis else Layout(axis, layout.inner)
-            if common is None:
-                common = moved
-            elif common != moved:
-                return None
-        return common
-
-    def _combined(self, data: list[Tensor], out: Tensor) -> Placement:
-        """Combine any placements, entry by entry; ``None`` if they do not agree."""
-        numbers = torch.full(out.shape, -1, device=out.device)
-        for x in data:
-            own = sample_numbers(self.of(x), x.shape, self.n, x.device)
-            own = own.broadcast_to(out.shape).to(out.device)
-            if conflict(own, numbers):
-                return None
-            numbers = own.where(own >= 0, numbers)
-        return simplify(numbers, self.n)
 
     @out_of_sight
     def find(self, done: Performed, key: tuple) -> list[Placement]:
@@ -354,6 +354,8 @@ class Finder:
             by_value = False
         if name == "embedding_bag":
             by_value = _has_tensor([*args[2:], *kwargs.values()])
+        if name == "repeat_interleave":
+            by_value = _has_tensor([*args[1:], *kwargs.values()])
         by_value = by_value or self._depends_on_values(done)
         with torch._C.DisableTorchFunction(), torch.no_grad():
             try:
@@ -383,9 +385,9 @@ class Finder:
         if done.name == "grid_sample":
             return any(self.of(x) != FIRST for x in done.data)
         operands = tree_leaves((done.args, done.kwargs))
-        picks = any(isinstance(x, Tensor) and x.dtype in _INDEXES for x in operands)
+        picks = any(isinstance(x, Tensor) and x.dtype in INDEXES for x in operands)
         picks = picks and not done.name.endswith(("loss", "entropy"))  # they add all up
-        return picks and any(x.dtype not in _INDEXES for x in done.data)
+        return picks and any(x.dtype not in INDEXES for x in done.data)
 
     def _differentiable(
         self, found: list[Placement], outs: Sequence[Tensor]
@@ -403,14 +405,17 @@ class Finder:
     ) -> None:
         """Remember placements, unless they depend on the operands' own numbers."""
         operands = [x for x in key if type(x) is tuple]
-        if any(isinstance(placement, (Tensor, Mixed)) for _, placement, *_ in operands):
+        if any(isinstance(placement, Mixed) for _, placement, *_ in operands):
             return
         if len(self._remembered) >= self._MOST:
             self._remembered.clear()
         try:
             self._remembered[key] = found, [out.shape for out in outs]
         except TypeError:  # an argument has no hash
-            pass
+            return
+        for placement in found:
+            if isinstance(placement, Tensor):  # the next pass will have this very one
+                placement.__dict__.setdefault(_LASTING, object())
 
     def _run(self, done: Performed) -> tuple[list[Placement], bool]:
         """Find placements; and tell whether they are the same for other numbers."""
@@ -419,14 +424,9 @@ class Finder:
         _, name, args, kwargs, outs, data, states = done
         trial, n = Trial(done, self.of, self.n), self.n
         numbers = trial.numbers
-        if name in ("embedding", "__getitem__") and len(args) > 1:
-            placement = self._looked_up(*args[:2])
-            if placement is not None:
-                return [placement], True
-        if name == "embedding_bag":
-            placement = self._bags(outs[0], *args, **kwargs)
-            if placement is not None:
-                return [placement], True
+        placement = self._picked(done, trial)
+        if placement is not None:
+            return [placement], True
         if name in ("nonzero", "argwhere") or name == "where" and len(trial.flat) == 1:
             hits = None if numbers[0] is None else numbers[0][trial.flat[0] != 0]
             if hits is not None and len(data) == 1 and hits.shape == outs[0].shape[:1]:
@@ -442,12 +442,18 @@ class Finder:
         if name == "as_strided":
             return [in_storage(trial.flat[0], numbers[0], outs[0], n)], True
         if name in POINTWISE and len(outs) == 1:
-            combined = self._combined(data, outs[0])
+            agreed = combined(data, outs[0], self.of, n)
             floats = [x for x in data if x.is_floating_point() or x.is_complex()]
-            if combined is None and self._combined(floats, outs[0]) is not None:
-                combined = Mixed(trial.describe())  # by a mask's values
-            if combined is not None:
-                return [combined], True
+            if agreed is None and combined(floats, outs[0], self.of, n) is not None:
+                agreed = Mixed(trial.describe())  # by a mask's values
+            if agreed is not None:
+                return [agreed], True
+        inexact = [x for x in data if x.is_floating_point() or x.is_complex()]
+        if states is None and not inexact:
+            owners = torch.cat([i.flatten() for i in numbers if i is not None]).unique()
+            if len(owners) == 1 and int(owners) >= 0:  # a single sample's
+                owner = owners[0]
+                return [simplify(owner.expand(x.shape), n, True) for x in outs], True
         if states is None:
             found, lasts = trial.find()
         else:
@@ -455,6 +461,31 @@ class Finder:
         if name in BY_MASKS and len(args) > 1 and not isinstance(found[0], Layout):
             found = [self._left_by_mask(name, found[0], outs[0].shape, args[1])]
         return found, lasts
+
+    def _picked(self, done: Performed, trial: Trial) -> Placement:
+        """Tell where samples are in what numbers have picked, by a rule."""
+        _, name, args, kwargs, outs, *_ = done
+        decide = zip(trial.flat, trial.numbers)
+        known = {id(x): i for x, i in decide if i is not None}
+        if name in ("embedding", "__getitem__") and len(args) > 1:
+            table, ids = args[:2]
+            if isinstance(ids, Tensor) and ids.is_floating_point():
+                table, ids = ids, table  # as functions of torch.nn.functional have it
+            return looked_up(table, ids, outs[0], self.of, self.n)
+        if name == "embedding_bag":
+            return bags(self.of, self.n, outs[0], *args, **kwargs)
+        if name in ("index_select", "gather", "take_along_dim"):
+            return taken(done, self.of, self.n)
+        if name == "one_hot" and len(known) == 1:
+            placement = self.of(done.data[0])
+            if isinstance(placement, Tensor):
+                return placement[..., None]
+            return placement
+        if name.startswith("scatter"):
+            return scattered(done, lambda x: known.get(id(x)), self.n)
+        if name in ("__setitem__", "index_put", "index_put_"):
+            return put(done, lambda x: known.get(id(x)), self.n)
+        return None
 
     def _left_by_mask(
         self, name: str, placement: Placement, shape: torch.Size, mask: Any
@@ -500,52 +531,6 @@ class Finder:
         args = x, tuple(parts) if len(parts) > 1 else parts[0]
         take = Tensor.__getitem__
         return Performed(take, "__getitem__", args, {}, done.outs, data)
-
-    def _looked_up(self, table: Any, ids: Any) -> Placement:
-        """Tell where samples are in rows of a table that were picked by data."""
-        if isinstance(ids, Tensor) and ids.is_floating_point():
-            table, ids = ids, table  # as functions of torch.nn.functional have it
-        parts = ids if isinstance(ids, tuple) else (ids,)
-        if not isinstance(table, Tensor) or self.of(table) is not None:
-            return None
-        if not all(isinstance(x, Tensor) and x.dtype in _INDEXES for x in parts):
-            return None
-        data = [x for x in parts if self.of(x) is not None]
-        rows = torch.broadcast_tensors(*parts)[0]
-        placement = self._pointwise(data, rows) or self._combined(data, rows)
-        if isinstance(placement, Tensor):
-            placement = placement[(..., *[None] * (table.dim() - len(parts)))]
-        return placement
-
-    def _bags(
-        self,
-        out: Tensor,
-        input: Tensor,
-        weight: Tensor,
-        offsets: Any = None,
-        *more: Any,
-        **named: Any,
-    ) -> Placement:
-        """Tell which sample has which bag."""
-        if self.of(weight) is not None:
-            return None
-        device, n = out.device, self.n
-        numbers = torch.full((len(out),), -1, device=device)
-        entries = torch.arange(input.numel(), device=device)
-        if offsets is None:
-            bags = entries // max(input.shape[1], 1)
-        else:  # bags lie in memory one by one
-            bags = torch.searchsorted(offsets[: len(out)], entries, right=True) - 1
-            if self.of(offsets) is not None:
-                found = sample_numbers(self.of(offsets), offsets.shape, n, device)
-                numbers = found[: len(out)].clone()
-        for x in (input, *more, *named.values()):  # and weights of the entries
-            if isinstance(x, Tensor) and self.of(x) is not None:
-                own = sample_numbers(self.of(x), x.shape, n, device).flatten()
-                numbers[bags] = own.where(numbers[bags] < 0, numbers[bags])
-                if bool(((own >= 0) & (numbers[bags] != own)).any()):
-                    return Mixed("`embedding_bag`")
-        return simplify(numbers[:, None].expand(out.shape), n)
 
 
 def in_function() -> bool:

@@ -41,6 +41,7 @@ from backpack.engine.placements import (
     Mark,
     Pass,
     in_function,
+    in_key,
     mark_of,
     may_be_shared,
 )
@@ -227,9 +228,8 @@ class Tracker(TorchFunctionMode):
                     data.append(x)
                 elif needs_gradient:
                     constants.append(x)
-                known = has_views(x) and kind not in _SHAPELESS
-                shape = x.shape if known else FORGET
-                key.append((shape, placement, needs_gradient, x.dtype))
+                shape = x.shape if has_views(x) and kind not in _SHAPELESS else FORGET
+                key.append((shape, in_key(placement), needs_gradient, x.dtype))
             elif kind is slice:
                 ends = (x.start, x.stop, x.step)
                 key += (kind, *(FORGET if isinstance(e, Tensor) else e for e in ends))

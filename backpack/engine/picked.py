@@ -1,0 +1,287 @@
+"""Where samples are in what numbers pick: rows of tables, places to write to.
+
+Running an operation with other numbers tells that, too. But where few entries of many
+are picked, few differ, so that many runs are needed: rules for the frequent ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Optional, Sequence
+
+import torch
+from torch import Tensor
+
+from backpack.core.layout import (
+    Layout,
+    Mixed,
+    Placement,
+    conflict,
+    sample_numbers,
+    simplify,
+)
+from backpack.engine.trials import Performed
+
+Where = Callable[[Tensor], Placement]  # tells where the samples of a tensor are
+
+INDEXES = (torch.long, torch.int)  # types of numbers that pick rows
+_SCATTER = ("input", "dim", "index", "src")
+# sample numbers of an operand's entries, if it decides where samples are
+Numbers = Callable[[Any], Optional[Tensor]]
+
+
+def pointwise(data: list[Tensor], out: Tensor, of: Where) -> Placement:
+    """Combine layouts that agree, up to broadcasting.
+
+    Args:
+        data: Tensors that hold samples.
+        out: A result that has all of their axes.
+        of: Tells where the samples of a tensor are.
+
+    Returns:
+        Where they are in the result; ``None`` if layouts don't tell.
+    """
+    common: Placement = None
+    for x in data:
+        layout = of(x)
+        if type(layout) is not Layout or not x.dim():
+            return None
+        axis = layout.axis + out.dim() - x.dim()
+        if axis < 0 or x.shape[layout.axis] != out.shape[axis]:
+            return None
+        moved = layout if axis == layout.axis else Layout(axis, layout.inner)
+        if common is None:
+            common = moved
+        elif common != moved:
+            return None
+    return common
+
+
+def combined(data: list[Tensor], out: Tensor, of: Where, n: int) -> Placement:
+    """Combine any placements, entry by entry.
+
+    Args:
+        data: Tensors that hold samples.
+        out: A result that they broadcast to.
+        of: Tells where the samples of a tensor are.
+        n: Number N of samples.
+
+    Returns:
+        Where they are in the result; ``None`` if they do not agree.
+    """
+    numbers = torch.full(out.shape, -1, device=out.device)
+    for x in data:
+        own = sample_numbers(of(x), x.shape, n, x.device)
+        own = own.broadcast_to(out.shape).to(out.device)
+        if conflict(own, numbers):
+            return None
+        numbers = own.where(own >= 0, numbers)
+    return simplify(numbers, n)
+
+
+def looked_up(table: Any, ids: Any, out: Tensor, of: Where, n: int) -> Placement:
+    """Tell where samples are in what is picked from a table that has none.
+
+    Args:
+        table: The table.
+        ids: What picks, as between brackets; samples are in some of it.
+        out: What was picked.
+        of: Tells where the samples of a tensor are.
+        n: Number N of samples.
+
+    Returns:
+        Where they are in what was picked; ``None`` if there is no rule.
+    """
+    parts = ids if isinstance(ids, tuple) else (ids,)
+    if not isinstance(table, Tensor) or of(table) is not None:
+        return None
+    if not any(isinstance(x, Tensor) for x in parts):
+        return None
+    parts = _without_ellipsis(parts, table.dim())
+    tensors = [x for x in parts if isinstance(x, Tensor)]
+    first = [isinstance(x, Tensor) for x in parts].index(True)
+    others = parts[:first] + parts[first + len(tensors) :]  # or some between them
+    if not all(x is None or type(x) in (slice, int) for x in others):
+        return None
+    if not all(x.dtype in INDEXES for x in tensors):
+        return None
+    lead = sum(type(x) is not int for x in parts[:first])
+    data = [x for x in tensors if of(x) is not None]
+    rows = torch.broadcast_tensors(*tensors)[0]
+    placement = pointwise(data, rows, of) or combined(data, rows, of, n)
+    if isinstance(placement, Layout):
+        return Layout(placement.axis + lead, placement.inner)
+    if isinstance(placement, Tensor):
+        behind = out.dim() - lead - rows.dim()
+        return placement[(..., *[None] * behind)]
+    return placement
+
+
+def taken(done: Performed, of: Where, n: int) -> Placement:
+    """Tell where samples are in what a function takes from a table that has none.
+
+    Args:
+        done: The function's call.
+        of: Tells where the samples of a tensor are.
+        n: Number N of samples.
+
+    Returns:
+        Where they are in the result; ``None`` if there is no rule.
+    """
+    _, name, args, kwargs, (out, *_), *_ = done
+    if name == "take_along_dim":
+        x, index, dim = _named(("input", "indices", "dim"), args, kwargs)
+    else:
+        x, dim, index = _named(("input", "dim", "index"), args, kwargs)
+    if not isinstance(index, Tensor) or of(x) is not None or not isinstance(dim, int):
+        return None
+    if name == "index_select":
+        before = [slice(None)] * (dim % x.dim() if x.dim() else 0)
+        return looked_up(x, (*before, index), out, of, n)
+    return pointwise([index], out, of) or combined([index], out, of, n)
+
+
+def scattered(done: Performed, numbers: Numbers, n: int) -> Placement:
+    """Tell where samples are in what was written to places that numbers pick.
+
+    Other numbers of the sample would have picked other places of the same line, so that
+    it belongs to the sample as a whole.
+
+    Args:
+        done: The operation.
+        numbers: Tells the sample numbers of an operand's entries; ``None`` if it does
+            not decide where samples are.
+        n: Number N of samples.
+
+    Returns:
+        Where they are in the result; ``None`` if there is no rule.
+    """
+    x, dim, index, value = _named(_SCATTER, done.args, done.kwargs)
+    value = done.kwargs.get("value", value)
+    own = numbers(index)
+    if own is None or not own.numel() or not x.dim() or not isinstance(dim, int):
+        return None
+    line = own.amax(dim, keepdim=True)
+    if bool((own != line).any()):
+        return None
+    lines = line.new_full(x.shape, -1).narrow(dim, 0, 1).clone()
+    lines[tuple(map(slice, line.shape))] = line
+    new = numbers(value)
+    if new is not None and conflict(new[tuple(map(slice, index.shape))], line):
+        return None
+    return _with_own(lines, numbers(x), x.shape, n)
+
+
+def put(done: Performed, numbers: Numbers, n: int) -> Placement:
+    """Tell the same of what was written by way of brackets.
+
+    Args:
+        done: The operation.
+        numbers: Tells the sample numbers of an operand's entries; ``None`` if it does
+            not decide where samples are.
+        n: Number N of samples.
+
+    Returns:
+        Where they are in the result; ``None`` if there is no rule.
+    """
+    x, ids, value = _named(("input", "indices", "values"), done.args, done.kwargs)
+    listed = isinstance(ids, list) and done.name != "__setitem__"
+    parts = tuple(ids) if listed or isinstance(ids, tuple) else (ids,)
+    parts = _without_ellipsis(parts, x.dim())
+    consuming = [y for y in parts if y is not None]
+    if all(numbers(y) is None for y in parts) or len(consuming) > x.dim():
+        return None
+    # along axes where samples pick, all places are one
+    shape = [
+        size if numbers(y) is None else 1
+        for size, y in zip(x.shape, (*consuming, *[None] * x.dim()))
+    ]
+    lines = torch.full(shape, -1, device=x.device)
+    first = [y if numbers(y) is None else torch.zeros_like(y) for y in parts]
+    same = {id(z): numbers(y) for y, z in zip(parts, first)}
+    ids = tuple(first)
+    if any(isinstance(y, Tensor) and y.dtype not in INDEXES for y in first):
+        return None
+    found = looked_up(lines, ids, lines[ids], lambda z: same.get(id(z)), n)
+    if not isinstance(found, (Layout, Tensor)):
+        return None
+    wanted = sample_numbers(found, lines[ids].shape, n, x.device)
+    lines[ids] = wanted
+    if bool((lines[ids] != wanted).any()):
+        return None  # two of them have picked from the same line
+    new = numbers(value)
+    if new is not None and conflict(new, wanted):
+        return None
+    return _with_own(lines, numbers(x), x.shape, n)
+
+
+def _without_ellipsis(parts: tuple, dim: int) -> tuple:
+    """Write down all axes that an ellipsis between brackets stands for."""
+    places = [i for i, x in enumerate(parts) if x is ...]
+    if not places:
+        return parts
+    (place,) = places
+    consumed = sum(x is not None for x in parts) - 1
+    axes = [slice(None)] * (dim - consumed)
+    return (*parts[:place], *axes, *parts[place + 1 :])
+
+
+def _with_own(
+    lines: Tensor, own: Tensor | None, shape: torch.Size, n: int
+) -> Placement:
+    """Add to what was written what was there before, unless samples meet."""
+    if own is not None:
+        if conflict(lines, own):
+            return None
+        lines = lines.where(lines >= 0, own)
+    return simplify(lines.expand(shape), n)
+
+
+def _named(names: Sequence[str], args: Sequence[Any], kwargs: dict) -> list[Any]:
+    """Return arguments by their order, or name."""
+    return [*args[: len(names)], *map(kwargs.get, names[len(args) :])]
+
+
+def bags(
+    of: Where,
+    n: int,
+    out: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    offsets: Any = None,
+    *more: Any,
+    **named: Any,
+) -> Placement:
+    """Tell which sample has which bag.
+
+    Args:
+        of: Tells where the samples of a tensor are.
+        n: Number N of samples.
+        out: Result of ``embedding_bag``.
+        input: Rows that were picked.
+        weight: The table.
+        offsets: Where bags begin. Default: ``None``.
+        more: Further arguments.
+        named: Further arguments.
+
+    Returns:
+        Where samples are in the result; ``None`` if the table has some.
+    """
+    if of(weight) is not None:
+        return None
+    device = out.device
+    numbers = torch.full((len(out),), -1, device=device)
+    entries = torch.arange(input.numel(), device=device)
+    if offsets is None:
+        bags = entries // max(input.shape[1], 1)
+    else:  # bags lie in memory one by one
+        bags = torch.searchsorted(offsets[: len(out)], entries, right=True) - 1
+        if of(offsets) is not None:
+            found = sample_numbers(of(offsets), offsets.shape, n, device)
+            numbers = found[: len(out)].clone()
+    for x in (input, *more, *named.values()):  # and weights of the entries
+        if isinstance(x, Tensor) and of(x) is not None:
+            own = sample_numbers(of(x), x.shape, n, device).flatten()
+            numbers[bags] = own.where(numbers[bags] < 0, numbers[bags])
+            if bool(((own >= 0) & (numbers[bags] != own)).any()):
+                return Mixed("`embedding_bag`")
+    return simplify(numbers[:, None].expand(out.shape), n)

@@ -229,7 +229,10 @@ class BackwardPass:
         if curved and self.terms:
             warn_user(MISSING_TERM.format(nodes=", ".join(self.terms)))
         if self._separating:
-            check_samples(inspection, list(self._groups_of), params, self._separating)
+            uses, separating = list(self._groups_of), self._separating
+            separate = check_samples(inspection, uses, params, separating)
+            if self._check is not None:
+                self._check.separate = separate
         # what is refused is said by the error: its user may go on
         of_all = inputs is None
         reached = [*inspection.reached, *params] if of_all else tree_leaves(inputs)

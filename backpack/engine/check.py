@@ -28,6 +28,12 @@ HOOK_CHANGED = (
     "which has hooks (`register_hook`): they change `.grad` alone. Remove them, or "
     "change gradients at outputs of modules, as individual ones see these."
 )
+SEPARATE_TERM = (
+    "check=True: the individual gradients do not add up to the gradient of {names}, as "
+    "a term of the loss belongs to no sample, like a regularizer. Differentiate this "
+    "term in a backward pass of its own, outside of the context, or leave `check` out "
+    "and add what it contributes by hand."
+)
 NOT_ISOLATED = (
     "check=True: the gradient of one sample reaches other samples at the output of "
     "{operation}, though no operation of the forward pass has brought them together. A "
@@ -41,6 +47,9 @@ class Check:
 
     What is zero in exact arithmetic is not zero in the computer's: differences are
     compared with the size of the terms that were added up.
+
+    Attributes:
+        separate: Parameters that are also used in terms that belong to no sample.
     """
 
     def __init__(self, backward_pass: Any):
@@ -49,6 +58,7 @@ class Check:
         Args:
             backward_pass: The backward pass that is running.
         """
+        self.separate: list[Tensor] = []
         self._sums: dict[Tensor, Tensor] = {}
         self._sizes: dict[Tensor, tuple[float, float]] = {}
         self._gradients: dict[Tensor, Tensor | None] = {}
@@ -85,10 +95,15 @@ class Check:
             for param, gradient in self._gradients.items()
             if not _close(self._sums[param], gradient, *self._sizes[param])
         ]
-        hooked = [param for param in wrong if param._backward_hooks]
-        if wrong:
-            text = HOOK_CHANGED if hooked else CHECK_FAILED
-            raise RuntimeError(text.format(names=describe(hooked or wrong)))
+        terms = set(map(id, self.separate))
+        reasons = {
+            HOOK_CHANGED: [param for param in wrong if param._backward_hooks],
+            SEPARATE_TERM: [param for param in wrong if id(param) in terms],
+            CHECK_FAILED: wrong,
+        }
+        for text, params in reasons.items():
+            if params:
+                raise RuntimeError(text.format(names=describe(params)))
 
 
 def check_isolation(inspection: Inspection, current: State) -> None:

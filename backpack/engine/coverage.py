@@ -106,7 +106,7 @@ def check_samples(
     uses: Sequence[Use],
     params: Sequence[Tensor],
     extensions: Sequence[Any],
-) -> None:
+) -> list[Tensor]:
     """Refuse a graph in which samples are not separate, or parameters not seen.
 
     Args:
@@ -114,6 +114,9 @@ def check_samples(
         uses: The uses in it.
         params: Their parameters.
         extensions: Extensions that separate samples.
+
+    Returns:
+        Parameters that are also used in terms of the loss that belong to no sample.
 
     Raises:
         NotImplementedError: If quantities would be wrong.
@@ -158,6 +161,7 @@ def check_samples(
         raise NotImplementedError(OUTSIDE_USE.format(names=names))
     if separate:
         warn_user(SEPARATE_USE.format(names=describe(separate)))
+    return separate
 
 
 def check_batch_norm(turn: Any, raise_error: bool = True) -> None:

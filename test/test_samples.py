@@ -1131,8 +1131,26 @@ def packed_attention(x: Tensor, n: int) -> Tensor:
     return (x @ x.mT + mask).softmax(-1) @ x
 
 
+ROWS_OF_ONE_SAMPLE: Dict[str, Callable[[Tensor], Tensor]] = {  # beside nobody's
+    "copied": lambda x: x.new_zeros(x.shape).index_copy(0, torch.tensor([0]), x[:1]),
+    "padded": lambda x: F.pad(x[:1], [0] * (2 * x.dim() - 1) + [len(x) - 1]),
+    "concatenated": lambda x: torch.cat([x[:1], torch.zeros_like(x[1:])]),
+}
+
 # The library may say no to these, with a reason
 EITHER = {
+    **{
+        f"one-sample-{name}-{end}": moving(
+            lambda m, x, f=function, last=last: last(m.g(m.f(f(x))) @ m.p.diag(), x),
+            *shape,
+            D,
+        )._replace(alone=False, says=r"a sample enter each row.* 0 \* input")
+        for name, function in ROWS_OF_ONE_SAMPLE.items()
+        for end, shape, last in (
+            ("alone", [3], lambda h, x: h),
+            ("beside-all", [], torch.add),
+        )
+    },
     "into-gaps": moving(into_gaps, D)._replace(says="writing to a view"),
     "one-row-first": moving(one_row_first, D)._replace(alone=False, says="add_"),
     "centered-data": Row(

@@ -410,10 +410,15 @@ class Trial:
                 generator.set_state(self._states[generator])
 
     def _is_use(self) -> bool:
-        """Tell whether what no sample changes may depend on parameters."""
-        pairs = zip(self.flat, self.numbers)
+        """Tell whether what no sample changes depends on what parameters alone give.
+
+        Beside entries of nobody's, like rows nobody has written to, that is nobody's.
+        """
+        pairs = list(zip(self.flat, self.numbers))
         constants = [x for x, i in pairs if isinstance(x, Tensor) and i is None]
-        return self._name not in MOVING and any(x.requires_grad for x in constants)
+        if self._name in MOVING or not any(x.requires_grad for x in constants):
+            return False
+        return not any(bool((i < 0).any()) for _, i in pairs if i is not None)
 
     def _is_random(self) -> bool:
         """Tell whether results differ by more than what marks change: by what is drawn.

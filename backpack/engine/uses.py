@@ -58,7 +58,7 @@ LOST = (
     "quantities of individual samples can't be computed for {names}. Replace this "
     "operation by others of PyTorch (what `torch.compile` has made of a loss, by the "
     "loss itself), extend the model as a whole if only parts of it are, or freeze the "
-    "parameters."
+    "parameters. Let a sample enter each row, if only by `+ 0 * input`."
 )
 MODIFIED = (
     "{operation}: an input of this operation was modified in place after the forward "

@@ -10,6 +10,7 @@ import transformers
 from architectures import ARCHITECTURES, GPT2, GPT_SIZES, LLAMA
 from further import FURTHER
 from handwritten import HANDWRITTEN
+from media import MEDIA
 from rows import (
     CLASSES,
     GROUPED,
@@ -689,4 +690,11 @@ ADAPTERS = [
     ),
 ]
 
-ROWS: List[Row] = [*ARCHITECTURES, *FURTHER, *SETTINGS, *ADAPTERS, *HANDWRITTEN]
+ROWS: List[Row] = [
+    *ARCHITECTURES,
+    *FURTHER,
+    *MEDIA,
+    *SETTINGS,
+    *ADAPTERS,
+    *HANDWRITTEN,
+]

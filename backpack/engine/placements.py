@@ -449,8 +449,9 @@ class Finder:
             if agreed is not None:
                 return [agreed], True
         inexact = [x for x in data if x.is_floating_point() or x.is_complex()]
-        if states is None and not inexact:
-            owners = torch.cat([i.flatten() for i in numbers if i is not None]).unique()
+        marked = [i.flatten() for i in numbers if i is not None]
+        if marked and states is None and not inexact:
+            owners = torch.cat(marked).unique()
             if len(owners) == 1 and int(owners) >= 0:  # a single sample's
                 owner = owners[0]
                 return [simplify(owner.expand(x.shape), n, True) for x in outs], True

@@ -441,16 +441,15 @@ class Finder:
             return [simplify(picked, n)], True
         if name == "as_strided":
             return [in_storage(trial.flat[0], numbers[0], outs[0], n)], True
+        floats = [x for x in data if x.is_floating_point() or x.is_complex()]
         if name in POINTWISE and len(outs) == 1:
             agreed = combined(data, outs[0], self.of, n)
-            floats = [x for x in data if x.is_floating_point() or x.is_complex()]
             if agreed is None and combined(floats, outs[0], self.of, n) is not None:
                 agreed = Mixed(trial.describe())  # by a mask's values
             if agreed is not None:
                 return [agreed], True
-        inexact = [x for x in data if x.is_floating_point() or x.is_complex()]
         marked = [i.flatten() for i in numbers if i is not None]
-        if marked and states is None and not inexact:
+        if marked and states is None and not floats:
             owners = torch.cat(marked).unique()
             if len(owners) == 1 and int(owners) >= 0:  # a single sample's
                 owner = owners[0]

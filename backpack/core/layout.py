@@ -50,6 +50,8 @@ class Mixed(NamedTuple):
 
 
 Placement = Union[Layout, Tensor, Mixed, None]
+# Tells where the samples of a tensor are, which have not met
+Where = Callable[[Tensor], Union[Layout, Tensor, None]]
 FIRST = Layout(0, 1)
 
 
@@ -224,6 +226,55 @@ def once(placement: Tensor, what: Hashable, compute: Callable[[], Any]) -> Any:
             found = found.clone()  # a view would keep what keeps it
         known[what] = found
     return known[what]
+
+
+def pointwise(data: list[Tensor], out: Tensor, of: Where) -> Placement:
+    """Combine layouts that agree, up to broadcasting.
+
+    Args:
+        data: Tensors that hold samples.
+        out: A result that has all of their axes.
+        of: Tells where the samples of a tensor are.
+
+    Returns:
+        Where they are in the result; ``None`` if layouts don't tell.
+    """
+    common: Placement = None
+    for x in data:
+        layout = of(x)
+        if type(layout) is not Layout or not x.dim():
+            return None
+        axis = layout.axis + out.dim() - x.dim()
+        if axis < 0 or x.shape[layout.axis] != out.shape[axis]:
+            return None
+        moved = layout if axis == layout.axis else Layout(axis, layout.inner)
+        if common is None:
+            common = moved
+        elif common != moved:
+            return None
+    return common
+
+
+def combined(data: list[Tensor], out: Tensor, of: Where, n: int) -> Placement:
+    """Combine any placements, entry by entry.
+
+    Args:
+        data: Tensors that hold samples.
+        out: A result that they broadcast to.
+        of: Tells where the samples of a tensor are.
+        n: Number N of samples.
+
+    Returns:
+        Where they are in the result; ``None`` if they do not agree.
+    """
+    numbers = torch.full(out.shape, -1, device=out.device)
+    for x in data:
+        own = sample_numbers(of(x), x.shape, n, x.device)
+        own = own.broadcast_to(out.shape).to(out.device)
+        if conflict(own, numbers):
+            return None
+        numbers = own.where(own >= 0, numbers)
+    return simplify(numbers, n)
 
 
 def _filled(numbers: Tensor, n: int) -> Tensor:

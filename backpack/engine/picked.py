@@ -15,67 +15,19 @@ from backpack.core.layout import (
     Layout,
     Mixed,
     Placement,
+    Where,
+    combined,
     conflict,
+    pointwise,
     sample_numbers,
     simplify,
 )
 from backpack.engine.trials import Performed
 
-Where = Callable[[Tensor], Placement]  # tells where the samples of a tensor are
-
 INDEXES = (torch.long, torch.int)  # types of numbers that pick rows
 _SCATTER = ("input", "dim", "index", "src")
 # sample numbers of an operand's entries, if it decides where samples are
 Numbers = Callable[[Any], Optional[Tensor]]
-
-
-def pointwise(data: list[Tensor], out: Tensor, of: Where) -> Placement:
-    """Combine layouts that agree, up to broadcasting.
-
-    Args:
-        data: Tensors that hold samples.
-        out: A result that has all of their axes.
-        of: Tells where the samples of a tensor are.
-
-    Returns:
-        Where they are in the result; ``None`` if layouts don't tell.
-    """
-    common: Placement = None
-    for x in data:
-        layout = of(x)
-        if type(layout) is not Layout or not x.dim():
-            return None
-        axis = layout.axis + out.dim() - x.dim()
-        if axis < 0 or x.shape[layout.axis] != out.shape[axis]:
-            return None
-        moved = layout if axis == layout.axis else Layout(axis, layout.inner)
-        if common is None:
-            common = moved
-        elif common != moved:
-            return None
-    return common
-
-
-def combined(data: list[Tensor], out: Tensor, of: Where, n: int) -> Placement:
-    """Combine any placements, entry by entry.
-
-    Args:
-        data: Tensors that hold samples.
-        out: A result that they broadcast to.
-        of: Tells where the samples of a tensor are.
-        n: Number N of samples.
-
-    Returns:
-        Where they are in the result; ``None`` if they do not agree.
-    """
-    numbers = torch.full(out.shape, -1, device=out.device)
-    for x in data:
-        own = sample_numbers(of(x), x.shape, n, x.device)
-        own = own.broadcast_to(out.shape).to(out.device)
-        if conflict(own, numbers):
-            return None
-        numbers = own.where(own >= 0, numbers)
-    return simplify(numbers, n)
 
 
 def looked_up(table: Any, ids: Any, out: Tensor, of: Where, n: int) -> Placement:

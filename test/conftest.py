@@ -1,6 +1,7 @@
 """What holds for every test: one thread, and random numbers that repeat."""
 
 import gc
+import sys
 from collections import Counter
 from typing import Iterator, List
 
@@ -89,13 +90,18 @@ SINCE = {
 }
 
 
-def pytest_collection_finish() -> None:
-    """Keep what has been collected out of the way of the garbage collector.
+LOADED = [0]  # number of modules that the garbage collector passes by
+
+
+def pytest_runtest_setup() -> None:
+    """Keep tests, and what is imported, out of the way of the garbage collector.
 
     It looks at all objects each time, and tests of memory call it often.
     """
-    gc.collect()
-    gc.freeze()
+    if len(sys.modules) > LOADED[0] + 50:  # as when the compiler is needed first
+        LOADED[0] = len(sys.modules)
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

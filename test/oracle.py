@@ -376,9 +376,7 @@ def loss_hessians(
         rows = columns.flatten(2) if columns.dim() > 2 else columns.unsqueeze(-1)
         return torch.stack([rows[:, n].T @ rows[:, n] for n in range(batch_size)])
     f = torch.cat([model(*sample(X, n)) for n in range(batch_size)])
-    dense = torch.autograd.functional.hessian(
-        lambda x: loss(x, *y), f, create_graph=create_graph
-    )
+    dense = hessian(lambda x: loss(x, *y), f, create_graph)
     features = f[0].numel()
     dense = dense.reshape(batch_size, features, batch_size, features)
     for n in range(batch_size):
@@ -399,17 +397,39 @@ def jacobian(
     Returns:
         Jacobians ``[F, *p]``.
     """
+    eye = torch.eye(output.numel(), dtype=output.dtype, device=output.device)
     rows = [
         grad(
-            entry,
+            output,
             inputs,
+            direction.view(output.shape),
             retain_graph=True,
             materialize_grads=True,
             create_graph=create_graph,
         )
-        for entry in output.flatten()
+        for direction in eye
     ]
     return [torch.stack(column) for column in zip(*rows)]
+
+
+def hessian(
+    function: Callable[[Tensor], Tensor], x: Tensor, create_graph: bool = False
+) -> Tensor:
+    """Differentiate a function twice.
+
+    Args:
+        function: Returns a number.
+        x: Where, a tensor with F entries.
+        create_graph: Whether the result can be differentiated. Default: ``False``.
+
+    Returns:
+        Its Hessian ``[F, F]``.
+    """
+    x = x if create_graph else x.detach().requires_grad_()
+    (gradient,) = grad(function(x), x, create_graph=True)
+    if not gradient.requires_grad:  # it is linear
+        return x.new_zeros(x.numel(), x.numel())
+    return jacobian(gradient, [x], create_graph)[0].flatten(1)
 
 
 @remembered

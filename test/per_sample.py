@@ -27,6 +27,7 @@ from cases import F64, Tensors, make_extension, randomize
 from oracle import (
     assert_agrees,
     by_norms,
+    hessian,
     jacobian,
     parameters,
     project,
@@ -249,15 +250,13 @@ def reference(row: Row) -> Samples:
             parts = list(prediction.split(len(prediction) // len(X[0])))
         f = torch.cat([part.detach() for part in parts]).requires_grad_()
         (gradient,) = grad(row.objective(f, loss), f)
-        hessian = torch.autograd.functional.hessian(
-            lambda f: row.objective(f, loss), f
-        ).reshape(f.numel(), f.numel())
+        second = hessian(lambda f: row.objective(f, loss), f)
         # in this order, so that graphs behind parts may share nodes
         jacobians = [jacobian(part, list(params.values())) for part in parts]
     places = torch.arange(f.numel()).split([part.numel() for part in parts])
     for n, mine in enumerate(places):
         for m, others in enumerate(places):
-            assert n == m or not hessian[mine][:, others].any(), "terms of two samples"
+            assert n == m or not second[mine][:, others].any(), "terms of two samples"
     gradients, blocks = {}, {}
     for i, name in enumerate(params):
         flat = [jac[i].to_dense().reshape(len(jac[i]), -1) for jac in jacobians]
@@ -265,7 +264,7 @@ def reference(row: Row) -> Samples:
             [gradient.flatten()[mine] @ jac for mine, jac in zip(places, flat)]
         ).reshape(-1, *params[name].shape)
         blocks[name] = torch.stack(
-            [jac.T @ hessian[mine][:, mine] @ jac for mine, jac in zip(places, flat)]
+            [jac.T @ second[mine][:, mine] @ jac for mine, jac in zip(places, flat)]
         )
     diagonals = {
         name: blocks[name].diagonal(dim1=1, dim2=2).reshape_as(gradients[name])

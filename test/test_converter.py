@@ -1204,20 +1204,24 @@ def hessians(model, loss, x, y):
 
     Args:
         model: The model, which is not extended.
-        loss: The loss module.
+        loss: The loss module, a mean over samples.
         x: Input of shape ``[N, *]``.
         y: The loss's target.
 
     Returns:
         Hessians ``[N, P, P]`` by parameter name.
     """
-    gradients = individual_gradients(model, loss, (x,), (y,), create_graph=True)
-    result = {}
-    for name, param in parameters(model).items():
+    params, rows = parameters(model), []
+    for n in range(len(x)):
+        value = loss(model(x[n : n + 1]), y[n : n + 1]) / len(x)
+        gradients = torch.autograd.grad(
+            value, list(params.values()), materialize_grads=True, create_graph=True
+        )
         # connected to the parameter, even where the gradient is constant
-        flat = gradients[name].reshape(len(x), -1) + 0.0 * param.sum()
-        result[name] = jacobian(flat, [param])[0].reshape(*flat.shape, -1)
-    return result
+        flat = [g.flatten() + 0.0 * p.sum() for g, p in zip(gradients, params.values())]
+        pairs = zip(flat, params.values())
+        rows.append([jacobian(g, [p])[0].reshape(len(g), -1) for g, p in pairs])
+    return {name: torch.stack(column) for name, column in zip(params, zip(*rows))}
 
 
 def products(matrix):

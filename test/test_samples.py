@@ -264,6 +264,25 @@ MOVES: Dict[str, Callable] = {  # of x [N, T, D]
     "causal-attention": lambda m, x: F.scaled_dot_product_attention(
         plain(m, x), x, x, is_causal=True
     ),
+    "packed-by-a-mask": lambda m, x: plain(m, packed(x, others(x).logical_not())),
+    "packed-by-an-infinite-mask": lambda m, x: packed(
+        plain(m, x), x.new_zeros(()).masked_fill(others(x), -inf)
+    ),
+    "packed-by-the-least-number": lambda m, x: packed(
+        plain(m, x), x.new_zeros(()).masked_fill(others(x), torch.finfo(F64).min)
+    ),
+    "block-diagonal-graph": lambda m, x: plain(
+        m,
+        torch.block_diag(*[torch.ones(2 * [x.shape[1]], dtype=F64).tril()] * len(x))
+        @ x.flatten(0, 1),
+    ).view_as(x),
+    "matrix-of-a-permutation": lambda m, x: torch.einsum(
+        "mn,ntd->mtd",
+        torch.eye(len(x), dtype=F64)[permutation(x).argsort()],
+        plain(
+            m, (torch.eye(len(x), dtype=F64)[permutation(x)] @ x.flatten(1)).view_as(x)
+        ),
+    ),
     "in-place-on-a-slice": lambda m, x: in_place(x, plain(m, x)),
     "written-to-a-buffer": lambda m, x: buffered(x, plain(m, x)),
     "written-step-by-step": lambda m, x: step_by_step(x, plain(m, x)),
@@ -385,6 +404,18 @@ def permutation(x: Tensor) -> Tensor:
     """Return an order of the samples, that is no cycle of two."""
     order = [2, 0, 3, 1] if len(x) == 4 else list(range(len(x)))
     return torch.tensor(order)
+
+
+def others(x: Tensor) -> Tensor:
+    """Tell which positions ``[N * T]`` of ``[N, T, D]`` are not of the same sample."""
+    own = torch.arange(len(x)).repeat_interleave(x.shape[1])
+    return own != own[:, None]
+
+
+def packed(x: Tensor, mask: Tensor) -> Tensor:
+    """Let all positions ``[N, T, D]`` attend to each other that a mask lets."""
+    rows = x.flatten(0, 1)[None, None]
+    return F.scaled_dot_product_attention(rows, rows.sin(), rows, mask).view_as(x)
 
 
 def sorted_by(m: Module, x: Tensor, keys: Tensor) -> Tensor:
@@ -1124,11 +1155,11 @@ def one_row_first(m: Module, x: Tensor) -> Tensor:
     return plain(m, z)
 
 
-def packed_attention(x: Tensor, n: int) -> Tensor:
-    """Let rows ``[N * T, D]`` attend to those of their own sample."""
-    own = torch.arange(len(x)) * n // len(x)
-    mask = torch.zeros(len(x), len(x)).to(x).masked_fill(own != own[:, None], -inf)
-    return (x @ x.mT + mask).softmax(-1) @ x
+def packed_attention(x: Tensor) -> Tensor:
+    """Let positions ``[N, T, D]`` attend to those of their sample, in one sequence."""
+    mask = x.new_zeros(()).masked_fill(others(x), -inf)
+    rows = x.flatten(0, 1)
+    return ((rows @ rows.mT + mask).softmax(-1) @ rows).view_as(x)
 
 
 ROWS_OF_ONE_SAMPLE: Dict[str, Callable[[Tensor], Tensor]] = {  # beside nobody's
@@ -1172,30 +1203,14 @@ EITHER = {
         3,
         D,
     )._replace(says=r"getitem|index|sort|view|layer_norm|linear"),
-    "block-diagonal-graph": Row(  # edges stay within samples
-        lambda: Lambda(
-            lambda m, x: (
-                m.f(
-                    torch.block_diag(*[torch.ones(3, 3, dtype=F64)] * len(x))
-                    @ x.flatten(0, 1)
-                )
-            ).view(len(x), -1),
-            f=nn.Linear(D, 2),
-        ),
-        randn(3, D),
-        says=r"matmul|mm",
-    ),
     "block-diagonal-mask": moving(  # a batch that is packed into rows
-        lambda m, x: plain(m, packed_attention(x.flatten(0, 1), len(x))).view_as(x),
+        lambda m, x: plain(m, packed_attention(x)),
         3,
         D,
     )._replace(says=r"matmul.*rows that a mask alone keeps apart"),
     "max-of-the-batch": moving(  # to keep a softmax in range
         lambda m, x: plain(m, softmax_from(x, x.max())), D
     )._replace(says=r"max.*detach what only keeps numbers in range"),
-    "identity-matmul": moving(
-        lambda m, x: plain(m, torch.eye(len(x), dtype=F64) @ x), D
-    )._replace(says=r"matmul|mm"),
     "scatter-to-zeros": moving(
         lambda m, x: plain(m, x.new_zeros(x.shape).scatter_add(1, x.argsort(1), x)),
         3,

@@ -181,6 +181,22 @@ COUPLINGS: Dict[str, Tuple[Callable, str]] = {  # of x [N, D], and what is named
         lambda m, x: F.scaled_dot_product_attention(x[None], x[None], x[None])[0],
         r"scaled_dot_product_attention",
     ),
+    "attention-past-a-mask": (  # that lets a position see the one before
+        lambda m, x: attend(x, torch.ones(len(x), len(x)).tril().triu(-1).bool()),
+        r"scaled_dot_product_attention",
+    ),
+    "attention-with-a-distance": (  # whose weights are no zeros, but small
+        lambda m, x: attend(x, -60.0 * (1 - torch.eye(len(x), dtype=F64))),
+        r"scaled_dot_product_attention",
+    ),
+    "product-with-small-numbers": (
+        lambda m, x: (torch.eye(len(x), dtype=F64) + 1e-30) @ x,
+        r"matmul",
+    ),
+    "product-with-a-triangle": (
+        lambda m, x: torch.ones(len(x), len(x), dtype=F64).tril() @ x,
+        r"matmul",
+    ),
     "attention-layer-over-samples": (
         lambda m, x: m.a(x[:, None], x[:, None], x[:, None])[0][:, 0],
         r"MultiheadAttention|multi_head_attention|matmul|bmm|softmax|attention|axis",
@@ -297,6 +313,11 @@ COUPLINGS: Dict[str, Tuple[Callable, str]] = {  # of x [N, D], and what is named
         r"as_strided|add",
     ),
 }
+
+
+def attend(x: Tensor, mask: Tensor) -> Tensor:
+    """Let samples ``[N, D]`` attend to each other."""
+    return F.scaled_dot_product_attention(x[None], x[None], x[None], attn_mask=mask)[0]
 
 
 def running(x: Tensor) -> Tensor:

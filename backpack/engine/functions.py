@@ -33,6 +33,62 @@ _NAMESPACES = _OWNERS | frozenset(
 # Properties that are tensors
 _TENSOR_PROPERTIES = frozenset("T mT H mH data real imag".split())
 
+# Operations that move entries to where the values of an operand say
+MOVING = frozenset(
+    "index_add index_add_ index_copy index_copy_ index_fill index_fill_ scatter "
+    "scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_put "
+    "index_put_ __setitem__ repeat_interleave nonzero masked_scatter masked_scatter_ "
+    "unique bincount grouped_mm _grouped_mm where".split()
+)
+# Operations that map entries of the same place: where all operands' samples agree, so
+# do the result's.
+POINTWISE = frozenset(
+    "add sub mul div rsub add_ sub_ mul_ div_ __iadd__ __imul__ __isub__ __itruediv__ "
+    "__radd__ __rsub__ __rmul__ __rtruediv__ __rdiv__ __add__ __sub__ __mul__ "
+    "__truediv__ __neg__ __pow__ neg pow gelu relu silu tanh sigmoid exp log sqrt "
+    "rsqrt dropout to float double half bfloat16 contiguous clone detach type_as "
+    "masked_fill masked_fill_ clamp abs sin cos softplus hardswish hardsigmoid "
+    "hardtanh relu_ leaky_relu elu mish relu6 square erf reciprocal addcmul addcdiv "
+    "maximum minimum where clamp_min clamp_max true_divide multiply subtract divide "
+    "exp_ log1p expm1 remainder fmod floor_divide __mod__ __floordiv__ long int short "
+    "char byte bool sign heaviside floor ceil round trunc eq ne lt le gt ge __eq__ "
+    "__ne__ __lt__ __le__ __gt__ __ge__ isnan logical_and logical_or logical_not "
+    "__and__ __or__ __invert__ bitwise_and requires_grad_ selu celu logsigmoid "
+    "softsign tanhshrink hardshrink softshrink threshold silu_ tanh_ sigmoid_ clamp_ "
+    "dropout_ alpha_dropout apply_ map_ _standard_gamma "
+    "fused_moving_avg_obs_fake_quant".split()
+)
+# Operations along the last axis only
+ROWWISE = frozenset("linear layer_norm rms_norm softmax log_softmax".split())
+# Operations that pick entries by the values of an operand: run on sample numbers
+SELECTING = frozenset(
+    "__getitem__ index_select gather take_along_dim masked_select".split()
+)
+# Operations whose result's placement depends on values: never remembered
+BY_VALUE = SELECTING | MOVING
+# Operations that leave entries of their first operand where a mask is not set
+BY_MASKS = frozenset(
+    "masked_scatter masked_scatter_ index_put index_put_ __setitem__".split()
+)
+# Operations that end a GPU's context where numbers are out of range, instead of raising
+ASSERTING = frozenset(
+    "binary_cross_entropy bernoulli bernoulli_ multinomial poisson".split()
+)
+# Operations that fault at NaN: torchvision's read where numbers say, and LAPACK's
+# balancing does at matrices of which some entries are NaN
+FAULTING = frozenset(
+    "linalg_eigvals roi_align roi_pool ps_roi_align ps_roi_pool deform_conv2d".split()
+)
+ATTENTION = "scaled_dot_product_attention"
+# Operations that multiply matrices, of which a constant one may be block-diagonal
+PRODUCTS = frozenset(
+    "matmul mm bmm mv __matmul__ __rmatmul__ einsum tensordot inner linear".split()
+)
+# Operations by which cuDNN warns of copies of parameters that lie apart
+RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu".split())
+# Operations whose result's placement depends on strides, which no key contains
+BY_STRIDES = frozenset("as_strided as_strided_ as_strided_scatter set_".split())
+
 
 class Kind(NamedTuple):
     """What is known of an operation by its name.

@@ -31,6 +31,7 @@ from backpack.core.layout import (
     simplify,
     spans,
 )
+from backpack.engine.functions import BY_STRIDES
 from backpack.engine.graph import (
     HOOKED,
     VIEWS,
@@ -46,7 +47,6 @@ from backpack.engine.graph import (
 )
 from backpack.engine.placements import MARK, mark_of
 from backpack.engine.saved import OnesForSaved
-from backpack.engine.trials import BY_STRIDES
 from backpack.engine.uses import Constant, Together, Use, edge_of, is_noted
 from backpack.engine.vjp import is_function, pull, structure_only
 from backpack.utils.hooks import without_hooks

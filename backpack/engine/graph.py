@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from backpack.engine.trials import POINTWISE
+from backpack.engine.functions import POINTWISE
 from backpack.engine.uses import ENTRIES, Entry, listen
 from backpack.engine.vjp import is_function
 from backpack.utils.hooks import EXTENDED, represent

@@ -28,6 +28,14 @@ from backpack.core.layout import (
     sample_numbers,
     simplify,
 )
+from backpack.engine.functions import (
+    BY_MASKS,
+    BY_STRIDES,
+    BY_VALUE,
+    POINTWISE,
+    ROWWISE,
+    SELECTING,
+)
 from backpack.engine.picked import (
     INDEXES,
     bags,
@@ -36,16 +44,7 @@ from backpack.engine.picked import (
     scattered,
     taken,
 )
-from backpack.engine.trials import (
-    BY_MASKS,
-    BY_STRIDES,
-    BY_VALUE,
-    POINTWISE,
-    ROWWISE,
-    SELECTING,
-    Performed,
-    Trial,
-)
+from backpack.engine.trials import Performed, Trial
 from backpack.engine.views import in_storage
 from backpack.utils.parallel import communicates
 from backpack.utils.state import out_of_sight

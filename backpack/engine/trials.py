@@ -29,6 +29,15 @@ from backpack.core.layout import (
     sample_numbers,
     simplify,
 )
+from backpack.engine.functions import (
+    ASSERTING,
+    ATTENTION,
+    FAULTING,
+    MOVING,
+    PRODUCTS,
+    RECURRENT,
+    SELECTING,
+)
 from backpack.utils.types import dense, generator_of
 
 
@@ -46,57 +55,6 @@ DRAWS, CONSTANT_AFTER = 128, 16
 
 # Up to so many elements, sparse tensors are made dense, to put marks there.
 DENSE_ELEMENTS = 2**26
-
-# Operations that move entries to where the values of an operand say
-MOVING = frozenset(
-    "index_add index_add_ index_copy index_copy_ index_fill index_fill_ scatter "
-    "scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_put "
-    "index_put_ __setitem__ repeat_interleave nonzero masked_scatter masked_scatter_ "
-    "unique bincount grouped_mm _grouped_mm where".split()
-)
-# Operations that map entries of the same place: where all operands' samples agree, so
-# do the result's.
-POINTWISE = frozenset(
-    "add sub mul div rsub add_ sub_ mul_ div_ __iadd__ __imul__ __isub__ __itruediv__ "
-    "__radd__ __rsub__ __rmul__ __rtruediv__ __rdiv__ __add__ __sub__ __mul__ "
-    "__truediv__ __neg__ __pow__ neg pow gelu relu silu tanh sigmoid exp log sqrt "
-    "rsqrt dropout to float double half bfloat16 contiguous clone detach type_as "
-    "masked_fill masked_fill_ clamp abs sin cos softplus hardswish hardsigmoid "
-    "hardtanh relu_ leaky_relu elu mish relu6 square erf reciprocal addcmul addcdiv "
-    "maximum minimum where clamp_min clamp_max true_divide multiply subtract divide "
-    "exp_ log1p expm1 remainder fmod floor_divide __mod__ __floordiv__ long int short "
-    "char byte bool sign heaviside floor ceil round trunc eq ne lt le gt ge __eq__ "
-    "__ne__ __lt__ __le__ __gt__ __ge__ isnan logical_and logical_or logical_not "
-    "__and__ __or__ __invert__ bitwise_and requires_grad_ selu celu logsigmoid "
-    "softsign tanhshrink hardshrink softshrink threshold silu_ tanh_ sigmoid_ clamp_ "
-    "dropout_ alpha_dropout apply_ map_ _standard_gamma "
-    "fused_moving_avg_obs_fake_quant".split()
-)
-# Operations along the last axis only
-ROWWISE = frozenset("linear layer_norm rms_norm softmax log_softmax".split())
-# Operations that pick entries by the values of an operand: run on sample numbers
-SELECTING = frozenset(
-    "__getitem__ index_select gather take_along_dim masked_select".split()
-)
-# Operations whose result's placement depends on values: never remembered
-BY_VALUE = SELECTING | MOVING
-# Operations that leave entries of their first operand where a mask is not set
-BY_MASKS = frozenset(
-    "masked_scatter masked_scatter_ index_put index_put_ __setitem__".split()
-)
-# Operations that end a GPU's context where numbers are out of range, instead of raising
-ASSERTING = frozenset(
-    "binary_cross_entropy bernoulli bernoulli_ multinomial poisson".split()
-)
-# Operations that fault at NaN: torchvision's read where numbers say, and LAPACK's
-# balancing does at matrices of which some entries are NaN
-FAULTING = frozenset(
-    "linalg_eigvals roi_align roi_pool ps_roi_align ps_roi_pool deform_conv2d".split()
-)
-# Operations by which cuDNN warns of copies of parameters that lie apart
-RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu".split())
-# Operations whose result's placement depends on strides, which no key contains
-BY_STRIDES = frozenset("as_strided as_strided_ as_strided_scatter set_".split())
 
 NOT_REPEATED = (
     "called again on the same operands, it returned something else: it depends on more "
@@ -212,7 +170,10 @@ class Trial:
             except Exception:  # an algorithm that needs numbers
                 found, hides, lasts = self._probe(OTHER_NUMBERS)[0], False, False
             mixed = lasts and any(isinstance(p, Mixed) for p in found)
-            if mixed and any(bool((x != x).any()) for x in self._run()):
+            if mixed and self._may_leave_out():  # by zeros, times which NaN is NaN
+                self.flat = self._with_ordinary_numbers()
+                found, hides, lasts = self._probe(OTHER_NUMBERS)[0], False, False
+            elif mixed and any(bool((x != x).any()) for x in self._run()):
                 # outside of its domain: NaN shows nothing there
                 with self._drawing():
                     self.flat = list(map(_between, self.flat))
@@ -319,6 +280,33 @@ class Trial:
             return False
         return type(simplify(own.where(certain, -1), self._n)) is Layout
 
+    def _may_leave_out(self) -> bool:
+        """Tell whether a mask, or a constant factor, may keep samples apart."""
+        if self._name == ATTENTION:
+            return sum(isinstance(x, Tensor) for x in self.flat) > 3
+        pairs = [(x, i) for x, i in zip(self.flat, self.numbers) if _is_inexact(x)]
+        constant = any(i is None and not x.requires_grad for x, i in pairs)
+        return self._name in PRODUCTS and constant
+
+    def _with_ordinary_numbers(self) -> list[Any]:
+        """Keep of masks and constant factors what they leave out, and no other number.
+
+        What is small, or falls off with a distance, would seem to be left out, too.
+        """
+        new: list[Any] = []
+        with self._drawing():
+            for x, i in zip(self.flat, self.numbers):
+                is_constant = i is None and _is_inexact(x) and x.layout is torch.strided
+                if is_constant and self._name in PRODUCTS:
+                    x = (x != 0).to(x.dtype)
+                elif is_constant and sum(isinstance(y, Tensor) for y in new) == 3:
+                    left_out = x < torch.finfo(x.dtype).min / 2
+                    x = torch.zeros_like(x).masked_fill(left_out, -inf)
+                else:
+                    x = _between(x)
+                new.append(x)
+        return new
+
     def _has_entries(self) -> bool:
         """Tell whether something may come from a sample, or from a parameter."""
         pairs = [(x, i) for x, i in zip(self.flat, self.numbers) if _is_inexact(x)]
@@ -339,7 +327,8 @@ class Trial:
                 # a copy: nothing of the model's, like statistics, may change
                 x = _copied(x if i is None else _dense(x))
                 if isinstance(x, Tensor):
-                    x = _finite(x)
+                    if i is not None or self._name != ATTENTION:  # which has masks
+                        x = _finite(x)
                     if i is not None and select is not None and _is_inexact(x):
                         x = _disturbed(x, select(i), mark)
                 new.append(x)

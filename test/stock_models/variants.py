@@ -9,6 +9,7 @@ import torch
 import transformers
 from architectures import ARCHITECTURES, GPT2, GPT_SIZES, LLAMA
 from further import FURTHER
+from geometry import GEOMETRY
 from handwritten import HANDWRITTEN
 from media import MEDIA
 from rows import (
@@ -697,4 +698,5 @@ ROWS: List[Row] = [
     *SETTINGS,
     *ADAPTERS,
     *HANDWRITTEN,
+    *GEOMETRY,
 ]

@@ -8,6 +8,7 @@ import timm
 import torch
 import transformers
 from architectures import ARCHITECTURES, GPT2, GPT_SIZES, LLAMA
+from families import FAMILIES
 from further import FURTHER
 from geometry import GEOMETRY
 from handwritten import HANDWRITTEN
@@ -695,6 +696,7 @@ ROWS: List[Row] = [
     *ARCHITECTURES,
     *FURTHER,
     *MEDIA,
+    *FAMILIES,
     *SETTINGS,
     *ADAPTERS,
     *HANDWRITTEN,

@@ -205,7 +205,6 @@ IMAGES = [
         model("PixtralVisionModel", "PixtralVisionConfig", **PATCHES, head_dim=4),
         pixels(4),
         lambda out: some(out.last_hidden_state.unflatten(1, (-1, 4))[0]),
-        refused=refused("scaled_dot_product_attention"),
     ),
 ]
 

@@ -14,8 +14,12 @@ from warnings import catch_warnings, simplefilter
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import (
+    get_proxy_mode,
+    get_proxy_slot,
+    make_fx,
+)
 from torch.nn import Module, Parameter
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -24,6 +28,7 @@ from backpack.core.fast.whole import KeepWhole
 from backpack.engine.graph import describe, leaves_behind
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.utils.parallel import is_parallel
+from backpack.utils.state import state
 from backpack.utils.types import without_autocast
 
 NO_TENSORS = (
@@ -39,6 +44,10 @@ NOT_TRACED = (
     "{error}. It must do the same for all numbers in its tensors (no `if` about them, "
     "no `.item()`, no indexing with a mask), and draw from PyTorch's own generator. "
     "Leave out what does, or run a plain backward pass."
+)
+BY_NUMBERS = (
+    "where samples are after `{name}` "
+    "depends on numbers that may be others the next time"
 )
 PROCESSES = (
     "compile_step(...): this is one of several processes, which exchange gradients "
@@ -187,7 +196,7 @@ class CompiledStep:
         whole = KeepWhole()
 
         def recorded(*tensors: Tensor) -> list[Tensor]:
-            with whole:
+            with whole, _checked():
                 return step(*tensors)
 
         with _as_before(modules, tensors):
@@ -219,6 +228,40 @@ class CompiledStep:
                     text = NO_TENSORS.format(ext=name, field=ext.savefield)
                     raise NotImplementedError(text)
         return found
+
+
+@contextmanager
+def _checked() -> Iterator[None]:
+    """Refuse what puts samples where numbers say that the next step may change."""
+    deciding = state().deciding = []
+    try:
+        yield
+    finally:
+        state().deciding = None
+    tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
+    for name, x in deciding:
+        slot = get_proxy_slot(x, tracer, None)
+        if slot is not None and _changes(slot.proxy.node, tracer.root):
+            raise NotImplementedError(BY_NUMBERS.format(name=name))
+
+
+def _changes(node: Node, root: Module) -> bool:
+    """Tell whether a tensor may have other numbers in the next step."""
+    queue, seen = [node], set()
+    while queue:
+        node = queue.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.op == "placeholder":
+            return True
+        value = getattr(root, str(node.target), None)  # of nodes that get an attribute
+        if isinstance(value, Parameter):
+            return True
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            return True
+        queue += node.all_input_nodes
+    return False
 
 
 def _kept(ext: BackpropExtension) -> dict[str, Any]:

@@ -259,6 +259,105 @@ def test_traced(network: str, names: List[str]):
     compare(step, step.traced(*exts), exts)
 
 
+class Routed(Module):
+    """A model of positions that are brought into another order, and back."""
+
+    def __init__(self, order: Callable[[Module, Tensor, Tensor], Tensor]):
+        """Choose what orders positions of all samples."""
+        super().__init__()
+        self.order, self.first, self.last = order, nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("fixed", torch.arange(12))
+
+    def forward(self, X: Tensor, order: Tensor) -> Tensor:
+        """Map positions ``[N, T, D]`` to logits."""
+        rows = self.first(X).flatten(0, 1)
+        order = self.order(self, rows, order)
+        if order.dim() == 2:  # a mask
+            attend = nn.functional.scaled_dot_product_attention
+            rows = attend(*3 * [rows[None]], attn_mask=order)[0]
+        else:
+            rows = torch.zeros_like(rows).index_copy(0, order, rows[order].tanh())
+        return self.last(rows.view_as(X)).mean(1)
+
+
+def same(numbers: Tensor) -> Tensor:
+    """Compare all pairs."""
+    return numbers == numbers[:, None]
+
+
+# Orders of positions, now as they are, and whether the next step may have another one
+ORDERS: Dict[str, Tuple[Callable[[Module, Tensor, Tensor], Tensor], bool]] = {
+    "an argument": (lambda m, rows, order: order, True),
+    "computed from one": (lambda m, rows, order: 11 - order.flip(0), True),
+    "of the data": (lambda m, rows, order: m.fixed + (0 * rows[:, 0]).long(), True),
+    "of parameters": (
+        lambda m, rows, order: m.fixed + (0 * m.last.bias[0]).long(),
+        True,
+    ),
+    "drawn": (lambda m, rows, order: m.fixed + torch.randint(1, (12,)), True),
+    "a mask": (lambda m, rows, order: same(order // 4), True),
+    "a buffer": (lambda m, rows, order: m.fixed, False),
+    "of shapes": (lambda m, rows, order: torch.arange(len(rows)), False),
+    "a mask of shapes": (
+        lambda m, rows, order: same(torch.arange(3).repeat_interleave(4)),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name, whole",
+    [(x, whole) for x in ORDERS for whole in (True, False) if whole or "mask" not in x],
+)
+def test_where_samples_are(name: str, whole: bool):
+    """A step is not recorded if the next one might have samples in other places."""
+    order, changes = ORDERS[name]
+    step = Step("mlp")
+    step.model = randomize(Routed(order).to(F64))
+    for module in [step.model] if whole else step.model.children():
+        extend(module)
+    step.data = (
+        torch.randn(3, 4, 4, dtype=F64),
+        torch.randint(4, (3,)),
+        torch.arange(12),
+    )
+    step.closure = lambda X, y, order: step.loss(step.model(X, order), y)
+    exts = [make("BatchGrad"), make("DiagGGNExact")]
+    if not changes:
+        compare(step, step.traced(*exts), exts)
+        return
+    with pytest.raises(NotImplementedError, match="where samples are after"):
+        step.traced(*exts)(*step.data)
+
+
+class Picked(Module):
+    """A model that reads numbers of each sample where an argument says."""
+
+    def __init__(self):
+        """Make the layers."""
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, X: Tensor, places: Tensor) -> Tensor:
+        """Map positions ``[N, T, D]`` to logits."""
+        rows = self.first(X)
+        one = rows[torch.arange(len(X)), places]
+        other = rows.take_along_dim(places[:, None, None], 1)[:, 0]
+        return self.last(one * other + rows[:, places].mean(1))
+
+
+def test_places_within_samples():
+    """Numbers that are others the next time may pick what is a sample's own."""
+    step, exts = Step("mlp"), [make("BatchGrad"), make("DiagGGNExact")]
+    step.model = extend(randomize(Picked().to(F64)))
+    step.closure = lambda X, y, places: step.loss(step.model(X, places), y)
+    run = step.traced(*exts)
+    for places in ([0, 1, 2], [3, 3, 0]):
+        data = torch.randn(3, 4, 4, dtype=F64), torch.randint(4, (3,))
+        step.data = *data, torch.tensor(places)
+        compare(step, run, exts)
+
+
 class Weighted(Module):
     """A model that computes its loss, with a factor of its own."""
 

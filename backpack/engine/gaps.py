@@ -41,6 +41,7 @@ from backpack.engine.graph import (
     is_pointwise,
     keeps_places,
     name_of,
+    note_indices,
     saved_by,
     shape_at,
     walk,
@@ -218,10 +219,8 @@ def explain_parents(node: Node) -> list[Known]:
     Returns:
         What is known of each of its operands.
     """
-    found = []
-    for parent, number in node.next_functions:
-        if parent is not None and not is_leaf(parent):
-            found.append(explain_place(GradientEdge(parent, number)))
+    places = [e for e in node.next_functions if e[0] is not None and not is_leaf(e[0])]
+    found = [explain_place(GradientEdge(*place)) for place in places]
     return [known for known in found if known is not None]
 
 
@@ -311,6 +310,7 @@ def _found_from(
         with saved_tensors_hooks(Tensor.detach, lambda x: x):
             placement = _probe(edge, sources, nodes)
         failed = isinstance(placement, Mixed) and not placement.is_known
+        note_indices(nodes)
         if key is None or failed:  # for once: what it needs may have been freed
             return Known(placement, first.known.n)
         if len(_REMEMBERED) > 1000:

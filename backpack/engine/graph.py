@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils._pytree import tree_leaves
 
-from backpack.engine.functions import POINTWISE
+from backpack.engine.functions import BY_VALUE, POINTWISE
 from backpack.engine.uses import ENTRIES, Entry, listen
 from backpack.engine.vjp import is_function
 from backpack.utils.hooks import EXTENDED, represent
 from backpack.utils.parallel import SINKS, parts
 from backpack.utils.state import state
+from backpack.utils.types import is_inexact
 
 HOOKED = "BackwardHookFunctionBackward"  # where a module's hooks see the gradient
 _LOOKING_ON = SINKS | {HOOKED}  # nodes that pass on what they get
@@ -23,6 +25,8 @@ SILENT = "backpack.silent"  # where a node says that no sample gets through it
 TANGENT = "backpack.tangent"  # where a tangent comes out of an operation
 MEETING = "backpack.meeting"  # where a node of the graph keeps that samples have met
 
+# Nodes that move entries to, or from, where integers say
+_BY_INDEX = BY_VALUE | {"index", "take", "index_put_impl"}
 # Nodes that map entries of the same place, by other names than those of operations
 _POINTWISE = POINTWISE | {"to_copy", "native_dropout", "log_sigmoid", "alias"}
 VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
@@ -258,6 +262,22 @@ def saved_by(node_type: type) -> tuple[Sequence[str], bool]:
     names = [name for name in dir(node_type) if name.startswith("_saved_")]
     plain = [name for name in names if not hasattr(node_type, f"_raw{name}")]
     return plain, len(plain) < len(names)
+
+
+def note_indices(nodes: Iterable[Node]) -> None:
+    """Note integers by which nodes have moved entries, if a step is recorded.
+
+    Args:
+        nodes: Nodes of the graph.
+    """
+    deciding = state().deciding
+    for node in nodes if deciding is not None else ():
+        name = name_of(node).strip("`_")
+        if name in _BY_INDEX:
+            names = [x for x in dir(node) if x.startswith("_saved_")]
+            kept = tree_leaves([getattr(node, x) for x in names])
+            tensors = [x for x in kept if isinstance(x, Tensor)]
+            deciding += [(name, x) for x in tensors if not is_inexact(x)]
 
 
 def is_own(node: Node) -> bool:

@@ -6,7 +6,7 @@ are picked, few differ, so that many runs are needed: rules for the frequent one
 
 from __future__ import annotations
 
-from typing import Any, Callable, Optional, Sequence
+from typing import Any, Callable, Iterator, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from backpack.core.layout import (
     simplify,
 )
 from backpack.engine.trials import Performed
+from backpack.utils.types import is_inexact
 
 INDEXES = (torch.long, torch.int)  # types of numbers that pick rows
 _SCATTER = ("input", "dim", "index", "src")
@@ -164,6 +165,21 @@ def put(done: Performed, numbers: Numbers, n: int) -> Placement:
     if new is not None and conflict(new, wanted):
         return None
     return _with_own(lines, numbers(x), x.shape, n)
+
+
+def other_integers(x: Tensor) -> Iterator[Tensor]:
+    """Draw integers from the range of those in a tensor, no number of the program's.
+
+    Args:
+        x: The tensor.
+
+    Yields:
+        Three others of its shape; none for other numbers.
+    """
+    generator = torch.Generator()
+    for seed in range(0 if is_inexact(x) or not x.numel() else 3):
+        ends, draws = (int(x.min()), int(x.max()) + 1), generator.manual_seed(seed)
+        yield torch.randint(*ends, x.shape, generator=draws).to(x)
 
 
 def _without_ellipsis(parts: tuple, dim: int) -> tuple:

@@ -21,6 +21,7 @@ from backpack.core.layout import (
     Layout,
     Mixed,
     Placement,
+    agree,
     combined,
     conflict,
     once,
@@ -29,10 +30,12 @@ from backpack.core.layout import (
     simplify,
 )
 from backpack.engine.functions import (
+    ATTENTION,
     BY_MASKS,
     BY_STRIDES,
     BY_VALUE,
     POINTWISE,
+    PRODUCTS,
     ROWWISE,
     SELECTING,
 )
@@ -40,6 +43,7 @@ from backpack.engine.picked import (
     INDEXES,
     bags,
     looked_up,
+    other_integers,
     put,
     scattered,
     taken,
@@ -47,8 +51,8 @@ from backpack.engine.picked import (
 from backpack.engine.trials import Performed, Trial
 from backpack.engine.views import in_storage
 from backpack.utils.parallel import communicates
-from backpack.utils.state import out_of_sight
-from backpack.utils.types import version_of
+from backpack.utils.state import out_of_sight, state
+from backpack.utils.types import is_inexact, version_of
 
 FORGET: list[Any] = []  # makes a key that nothing is remembered by: it has no hash
 MARK = "_backpack_samples"  # attribute of a tensor that depends on the model's inputs
@@ -369,7 +373,30 @@ class Finder:
             found = [_of_inputs(name, placement) for placement in found]
         if lasts and not by_value:
             self._remember(key, found, outs)
+        elif state().deciding is not None:
+            state().deciding += [(name, x) for x in self._by_numbers(done, found)]
         return self._differentiable(found, outs)
+
+    def _by_numbers(self, done: Performed, found: list[Placement]) -> list[Tensor]:
+        """List operands whose numbers have decided where samples are."""
+        tensors = [x for x in tree_leaves(done[2:4]) if isinstance(x, Tensor)]
+        if done.name == ATTENTION or done.name in PRODUCTS:
+            given = {id(x) for x in done.data}
+            return [x for x in tensors if not (id(x) in given or x.requires_grad)]
+        integers = [x for x in tensors if not is_inexact(x)]
+        return [x for x in integers or tensors if not self._same_for(x, done, found)]
+
+    def _same_for(self, x: Tensor, done: Performed, found: list[Placement]) -> bool:
+        """Tell whether samples would be in the same places for other integers."""
+        for new in other_integers(x):
+            place(new, self.of(x), self.key)
+            try:
+                others, _ = self._run(done.replaced(x, new))
+            except Exception:  # of masks, there would be more rows, or fewer
+                return False
+            if not all(map(agree, others, found)):
+                return False
+        return not is_inexact(x)
 
     def _differ(self, data: list[Tensor], found: list[Placement]) -> bool:
         """Tell whether the samples of operands do not lie along the same axis."""

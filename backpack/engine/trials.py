@@ -17,7 +17,7 @@ from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from backpack.core.layout import (
     Layout,
@@ -38,7 +38,7 @@ from backpack.engine.functions import (
     RECURRENT,
     SELECTING,
 )
-from backpack.utils.types import dense, generator_of
+from backpack.utils.types import dense, generator_of, is_inexact
 
 
 def _close_by(x: Tensor) -> Tensor:
@@ -83,6 +83,20 @@ class Performed(NamedTuple):
     outs: Sequence[Tensor]
     data: list[Tensor]
     states: dict[torch.Generator, Tensor] | None = None
+
+    def replaced(self, x: Tensor, new: Tensor) -> Performed:
+        """Put another operand in the place of one.
+
+        Args:
+            x: The operand.
+            new: The other one.
+
+        Returns:
+            The operation with the other one.
+        """
+        args, kwargs = tree_map(lambda y: new if y is x else y, self[2:4])
+        data = [new if y is x else y for y in self.data]
+        return self._replace(args=args, kwargs=kwargs, data=data)
 
 
 def states_for(args: Any) -> dict[torch.Generator, Tensor]:
@@ -160,10 +174,10 @@ class Trial:
             in the operands.
         """
         pairs = zip(self.flat, self.numbers)
-        kinds = [_is_inexact(x) for x, i in pairs if i is not None]
+        kinds = [is_inexact(x) for x, i in pairs if i is not None]
         outs, lasts = self._outs, True
         found: list[Placement] = [None] * len(outs)
-        if True in kinds and any(map(_is_inexact, outs)):
+        if True in kinds and any(map(is_inexact, outs)):
             lasts = self._name.rpartition("::")[2] not in FAULTING
             try:
                 found, hides = self._probe(NOT_A_NUMBER if lasts else OTHER_NUMBERS)
@@ -180,7 +194,7 @@ class Trial:
                 found, hides = self._probe(NOT_A_NUMBER)
             if hides and not self._is_random():
                 found, lasts = self._probe(EXTREMES)[0], False
-        asked = [not _is_inexact(x) for x in outs]
+        asked = [not is_inexact(x) for x in outs]
         if False in kinds and all(p is None for p in found):
             asked = [True] * len(outs)
         if True in asked:
@@ -284,7 +298,7 @@ class Trial:
         """Tell whether a mask, or a constant factor, may keep samples apart."""
         if self._name == ATTENTION:
             return sum(isinstance(x, Tensor) for x in self.flat) > 3
-        pairs = [(x, i) for x, i in zip(self.flat, self.numbers) if _is_inexact(x)]
+        pairs = [(x, i) for x, i in zip(self.flat, self.numbers) if is_inexact(x)]
         constant = any(i is None and not x.requires_grad for x, i in pairs)
         return self._name in PRODUCTS and constant
 
@@ -296,7 +310,7 @@ class Trial:
         new: list[Any] = []
         with self._drawing():
             for x, i in zip(self.flat, self.numbers):
-                is_constant = i is None and _is_inexact(x) and x.layout is torch.strided
+                is_constant = i is None and is_inexact(x) and x.layout is torch.strided
                 if is_constant and self._name in PRODUCTS:
                     x = (x != 0).to(x.dtype)
                 elif is_constant and sum(isinstance(y, Tensor) for y in new) == 3:
@@ -309,7 +323,7 @@ class Trial:
 
     def _has_entries(self) -> bool:
         """Tell whether something may come from a sample, or from a parameter."""
-        pairs = [(x, i) for x, i in zip(self.flat, self.numbers) if _is_inexact(x)]
+        pairs = [(x, i) for x, i in zip(self.flat, self.numbers) if is_inexact(x)]
         return any(x.requires_grad if i is None else x.numel() for x, i in pairs)
 
     def _run(
@@ -329,7 +343,7 @@ class Trial:
                 if isinstance(x, Tensor):
                     if i is not None or self._name != ATTENTION:  # which has masks
                         x = _finite(x)
-                    if i is not None and select is not None and _is_inexact(x):
+                    if i is not None and select is not None and is_inexact(x):
                         x = _disturbed(x, select(i), mark)
                 new.append(x)
         return self._perform(new, seed)
@@ -350,7 +364,7 @@ class Trial:
                     others = _redrawn(_finite(x), number // 2 % 4, self._pool(x))
                     x.copy_(torch.where(i.to(x.device) >= 0, others, x))
                 elif isinstance(x, Tensor) and integers:
-                    if picks or _is_inexact(x):
+                    if picks or is_inexact(x):
                         x = _all_different(x)  # which entries are picked, shows
                 new.append(x)
         return new
@@ -358,7 +372,7 @@ class Trial:
     def _pool(self, x: Tensor) -> Tensor:
         """Return numbers that it may matter for an operand to be."""
         same = (y for y in self.flat if isinstance(y, Tensor) and y.numel())
-        same = (y for y in same if _is_inexact(y) == _is_inexact(x))
+        same = (y for y in same if is_inexact(y) == is_inexact(x))
         return torch.cat([_dense(y.detach()).flatten().to(x) for y in same])
 
     def _mixture(self, bit: int, one: list[Any], zero: list[Any]) -> list[Any]:
@@ -436,7 +450,7 @@ class Trial:
             for mark in some:
                 for j, x in enumerate(self._run(select, mark)):
                     shown = by_nan and mark is nan
-                    if _is_inexact(x):
+                    if is_inexact(x):
                         found[j] |= x.isnan() if shown else _differs(x, plain[j])
             return found
 
@@ -475,10 +489,6 @@ def _without_cudnn() -> Iterator[None]:
         torch._C._set_cudnn_enabled(before)
 
 
-def _is_inexact(x: Any) -> bool:
-    return isinstance(x, Tensor) and (x.dtype.is_floating_point or x.is_complex())
-
-
 def _nowhere(x: Tensor) -> Tensor:
     return torch.zeros(x.shape, dtype=torch.bool, device=x.device)
 
@@ -514,12 +524,12 @@ def _finite(x: Tensor) -> Tensor:
 
 def _between(x: Any) -> Any:
     """Replace numbers by others between zero and one."""
-    return torch.rand_like(x) if _is_inexact(x) and x.layout is torch.strided else x
+    return torch.rand_like(x) if is_inexact(x) and x.layout is torch.strided else x
 
 
 def _all_different(x: Tensor) -> Tensor:
     """Make a tensor of the same type and shape with another number at each entry."""
-    if _is_inexact(x):
+    if is_inexact(x):
         return torch.rand_like(x)
     if x.dtype == torch.bool:
         return x
@@ -529,13 +539,13 @@ def _all_different(x: Tensor) -> Tensor:
 def _differs(x: Tensor, plain: Tensor) -> Tensor:
     """Tell which entries differ; two that are no numbers do not."""
     differ = x != plain
-    return differ & ~((x != x) & (plain != plain)) if _is_inexact(x) else differ
+    return differ & ~((x != x) & (plain != plain)) if is_inexact(x) else differ
 
 
 def _is_same(x: Tensor, plain: Tensor) -> bool:
     """Tell whether two results agree, up to another order of summation."""
     x, plain = _dense(x.detach()), _dense(plain.detach())
-    if x.shape != plain.shape or not (plain.numel() and _is_inexact(plain)):
+    if x.shape != plain.shape or not (plain.numel() and is_inexact(plain)):
         return torch.equal(x, plain)
     eps = min(8 * torch.finfo(plain.dtype).eps, 0.1)  # of numbers of 8 bits, too
     wide = torch.complex64 if plain.is_complex() else torch.float32
@@ -570,7 +580,7 @@ def _redrawn(x: Tensor, how: int, pool: Tensor) -> Tensor:
     if how == 1:
         chosen = torch.rand(x.shape, device=x.device) < share
         return torch.where(chosen, some(values, [1]), some(pool, [1]))
-    if how > 1 and not _is_inexact(x):
+    if how > 1 and not is_inexact(x):
         low, high = int(values.min()), int(values.max())
         if how == 3:
             low, high = min(low, 0), max(2 * high, 4)

@@ -92,6 +92,8 @@ class State:
         pulling: Whether columns are being pulled back, so that hooks must not run.
         quiet: Whether hooks of users must not run, either.
         calls: What a step that is recorded calls as a whole; ``None`` without such.
+        deciding: Operations of such a step, and tensors whose numbers have decided
+            where samples are; ``None`` without such.
         outside: Weak reference to a module through which a backward pass went while no
             context was active, in any thread; ``None`` if there was no such pass.
         begin: Begins a backward pass that nobody has announced.
@@ -116,6 +118,7 @@ class State:
         self.contexts: list[Any] = []
         self.pulling = self.quiet = False
         self.calls: list[Any] | None = None
+        self.deciding: list[tuple[str, Tensor]] | None = None
 
     @property
     def keeps_io(self) -> bool:

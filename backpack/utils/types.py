@@ -221,3 +221,15 @@ def tensors_in(arguments: Any, depth: int = 2) -> List[Tensor]:
         elif depth and hasattr(x, "__dict__") and not isinstance(x, _NO_DATA):
             found += tensors_in(list(vars(x).values()), depth - 1)
     return found
+
+
+def is_inexact(x: Any) -> bool:
+    """Tell whether something is a tensor of real or complex numbers.
+
+    Args:
+        x: Anything.
+
+    Returns:
+        Whether it is.
+    """
+    return isinstance(x, Tensor) and (x.dtype.is_floating_point or x.is_complex())

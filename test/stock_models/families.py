@@ -134,7 +134,7 @@ TEXTS = [
 IMAGES = [
     Row(
         "Vision",
-        "LeViT",
+        "LeViT of transformers",
         model(
             "LevitForImageClassification",
             "LevitConfig",

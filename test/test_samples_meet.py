@@ -189,6 +189,12 @@ COUPLINGS: Dict[str, Tuple[Callable, str]] = {  # of x [N, D], and what is named
         lambda m, x: attend(x, -60.0 * (1 - torch.eye(len(x), dtype=F64))),
         r"scaled_dot_product_attention",
     ),
+    "attention-to-one-of-many": (  # which half precision does not show
+        lambda m, x: attend(
+            x.bfloat16().repeat_interleave(300, 0), others_row(len(x), 300)
+        )[::300].to(x),
+        r"scaled_dot_product_attention",
+    ),
     "product-with-small-numbers": (
         lambda m, x: (torch.eye(len(x), dtype=F64) + 1e-30) @ x,
         r"matmul",
@@ -318,6 +324,14 @@ COUPLINGS: Dict[str, Tuple[Callable, str]] = {  # of x [N, D], and what is named
 def attend(x: Tensor, mask: Tensor) -> Tensor:
     """Let samples ``[N, D]`` attend to each other."""
     return F.scaled_dot_product_attention(x[None], x[None], x[None], attn_mask=mask)[0]
+
+
+def others_row(n: int, times: int) -> Tensor:
+    """Let rows see those of their own sample, and one row that of another."""
+    own = torch.arange(n).repeat_interleave(times)
+    mask = own == own[:, None]
+    mask[times, 0] = True
+    return mask
 
 
 def running(x: Tensor) -> Tensor:

@@ -49,6 +49,8 @@ def _close_by(x: Tensor) -> Tensor:
 NOT_A_NUMBER = (nan,)  # most operations return it wherever it went
 EXTREMES = (nan, inf, -inf)  # for those that leave it out, like `nansum` and `fmax`
 OTHER_NUMBERS = (_close_by,)  # for those that fail, like decompositions
+# For those that add up many, of which few may be other samples'
+UNLIKE = (lambda x: x + 1 + torch.rand_like(x),)
 
 # How often numbers are drawn; entries that were the same until then are constants
 DRAWS, CONSTANT_AFTER = 128, 16
@@ -186,7 +188,7 @@ class Trial:
             mixed = lasts and any(isinstance(p, Mixed) for p in found)
             if mixed and self._may_leave_out():  # by zeros, times which NaN is NaN
                 self.flat = self._with_ordinary_numbers()
-                found, hides, lasts = self._probe(OTHER_NUMBERS)[0], False, False
+                found, hides, lasts = self._probe(UNLIKE)[0], False, False
             elif mixed and any(bool((x != x).any()) for x in self._run()):
                 # outside of its domain: NaN shows nothing there
                 with self._drawing():
@@ -305,19 +307,21 @@ class Trial:
     def _with_ordinary_numbers(self) -> list[Any]:
         """Keep of masks and constant factors what they leave out, and no other number.
 
-        What is small, or falls off with a distance, would seem to be left out, too.
+        What is small, falls off with a distance, or is lost in half precision, would
+        seem to be left out, too.
         """
         new: list[Any] = []
         with self._drawing():
             for x, i in zip(self.flat, self.numbers):
-                is_constant = i is None and is_inexact(x) and x.layout is torch.strided
-                if is_constant and self._name in PRODUCTS:
-                    x = (x != 0).to(x.dtype)
-                elif is_constant and sum(isinstance(y, Tensor) for y in new) == 3:
-                    left_out = x < torch.finfo(x.dtype).min / 2
-                    x = torch.zeros_like(x).masked_fill(left_out, -inf)
-                else:
-                    x = _between(x)
+                if is_inexact(x) and x.layout is torch.strided:
+                    x = x.detach().to(torch.promote_types(x.dtype, torch.float64))
+                    if i is None and self._name in PRODUCTS:
+                        x = (x != 0).to(x)
+                    elif i is None and sum(isinstance(y, Tensor) for y in new) == 3:
+                        least = torch.finfo(self._outs[0].dtype).min / 2
+                        x = torch.zeros_like(x).masked_fill(x < least, -inf)
+                    else:
+                        x = torch.rand_like(x)
                 new.append(x)
         return new
 

@@ -23,7 +23,6 @@ from backpack.core.layout import (
     simplify,
 )
 from backpack.engine.trials import Performed
-from backpack.utils.types import is_inexact
 
 INDEXES = (torch.long, torch.int)  # types of numbers that pick rows
 _SCATTER = ("input", "dim", "index", "src")
@@ -174,10 +173,10 @@ def other_integers(x: Tensor) -> Iterator[Tensor]:
         x: The tensor.
 
     Yields:
-        Three others of its shape; none for other numbers.
+        Three others of its shape; none if it has no entries.
     """
     generator = torch.Generator()
-    for seed in range(0 if is_inexact(x) or not x.numel() else 3):
+    for seed in range(3 if x.numel() else 0):
         ends, draws = (int(x.min()), int(x.max()) + 1), generator.manual_seed(seed)
         yield torch.randint(*ends, x.shape, generator=draws).to(x)
 

@@ -364,7 +364,8 @@ class Finder:
             try:
                 found, lasts = self._run(done)
             except Exception as error:  # the operation's own call has passed
-                found = [Mixed(f"`{name}` ({_first_line(error)})", False)] * len(outs)
+                reason = str(error).split("\n")[0][:100]
+                found = [Mixed(f"`{name}` ({reason})", False)] * len(outs)
                 lasts = False
         certain = self.certain(done.data)
         if 0 < len(certain) < len(done.data) and self._differ(done.data, found):
@@ -383,8 +384,10 @@ class Finder:
         if done.name == ATTENTION or done.name in PRODUCTS:
             given = {id(x) for x in done.data}
             return [x for x in tensors if not (id(x) in given or x.requires_grad)]
+        if done.name == "grid_sample":
+            return tensors
         integers = [x for x in tensors if not is_inexact(x)]
-        return [x for x in integers or tensors if not self._same_for(x, done, found)]
+        return [x for x in integers if not self._same_for(x, done, found)]
 
     def _same_for(self, x: Tensor, done: Performed, found: list[Placement]) -> bool:
         """Tell whether samples would be in the same places for other integers."""
@@ -396,7 +399,7 @@ class Finder:
                 return False
             if not all(map(agree, others, found)):
                 return False
-        return not is_inexact(x)
+        return True
 
     def _differ(self, data: list[Tensor], found: list[Placement]) -> bool:
         """Tell whether the samples of operands do not lie along the same axis."""
@@ -574,10 +577,6 @@ def _of_inputs(name: str, placement: Placement) -> Mixed:
     """Say that samples may not have met, if all of them share an input."""
     met = placement if isinstance(placement, Mixed) else Mixed(f"`{name}`")
     return met._replace(is_of_inputs=True)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).split("\n")[0][:100]
 
 
 def _has_tensor(x: Any) -> bool:

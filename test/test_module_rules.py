@@ -11,6 +11,7 @@ from copy import deepcopy
 from functools import lru_cache
 from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
+import oracle
 import pytest
 import torch
 import torch.nn.functional as F
@@ -501,12 +502,7 @@ def rows(gradient: Tensor, param: Tensor) -> Tensor:
     """Differentiate a tensor, element by element."""
     if not gradient.requires_grad:
         return param.new_zeros(gradient.numel(), param.numel())
-    return torch.stack(
-        [
-            grad(g, param, retain_graph=True, materialize_grads=True)[0].flatten()
-            for g in gradient.flatten()
-        ]
-    ).detach()
+    return oracle.jacobian(gradient, [param])[0].reshape(gradient.numel(), -1)
 
 
 def assert_products(problem: Problem, field: str, dense: Dict[str, Tensor]) -> None:
@@ -676,17 +672,12 @@ def jacobian(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return rows(function(x), x)
 
 
-def dense_hessian(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Differentiate a scalar twice, ``[in, in]``."""
-    return jacobian(lambda x: grad(function(x), x, create_graph=True)[0], x)
-
-
 def chain_hessian(
     modules: List[Module], loss: Callable[[Tensor], Tensor], x: Tensor, modify: Callable
 ) -> Tensor:
     """Compute a sample's curvature at a module's input by the dense recursion."""
     if not modules:
-        return dense_hessian(loss, x)
+        return oracle.hessian(loss, x)
     module, *after = modules
     z = module(x).detach()
 
@@ -757,7 +748,7 @@ def kfra_factors(problem: Problem) -> Dict[str, Tensor]:
     for module in modules:
         inputs.append(_first_output(module(inputs[-1])).detach())
     prediction = inputs[-1]
-    full = dense_hessian(lambda p: loss(p, *y), prediction)
+    full = oracle.hessian(lambda p: loss(p, *y), prediction)
     size = len(prediction)
     full = full.reshape(size, prediction[0].numel(), size, -1)
     B = sum(full[n, :, n, :] for n in range(size))
@@ -1496,7 +1487,7 @@ def whole_ggn(problem: Problem, param: Tensor) -> Tuple[Tensor, Tensor]:
     """Differentiate all samples' predictions, ``[N C, P]``, and the loss twice."""
     prediction = problem.model(*problem.X)
     J = rows(prediction, param)
-    H = dense_hessian(lambda f: problem.loss(f, *problem.y), prediction)
+    H = oracle.hessian(lambda f: problem.loss(f, *problem.y), prediction)
     return J, H
 
 

@@ -342,11 +342,11 @@ def _structure(
     parts: list[Any] = [edge.output_nr, shape_at(edge)]
     for node in nodes:
         name, node_type = name_of(node).strip("`_"), type(node)
-        arguments, keeps_tensors = saved_by(node_type)
+        arguments, tensors = saved_by(node_type)
         if is_pointwise(node):
             arguments = ()
         elif name not in _OF_NUMBERS and (
-            keeps_tensors
+            tensors
             or name in BY_STRIDES
             or not is_own(node)
             or any(parent is None for parent, _ in node.next_functions)

@@ -250,18 +250,18 @@ def shape_at(edge: GradientEdge) -> torch.Size:
 
 
 @lru_cache(maxsize=None)
-def saved_by(node_type: type) -> tuple[Sequence[str], bool]:
-    """List the plain arguments that nodes keep; tell whether they keep tensors, too.
+def saved_by(node_type: type) -> tuple[Sequence[str], Sequence[str]]:
+    """List the plain arguments that nodes keep, and the tensors.
 
     Args:
         node_type: Type of the nodes.
 
     Returns:
-        Names of attributes, and whether there are tensors.
+        Names of attributes: of plain arguments, and of tensors, or lists of them.
     """
     names = [name for name in dir(node_type) if name.startswith("_saved_")]
     plain = [name for name in names if not hasattr(node_type, f"_raw{name}")]
-    return plain, len(plain) < len(names)
+    return plain, [name for name in names if name not in plain]
 
 
 def note_indices(nodes: Iterable[Node]) -> None:
@@ -274,7 +274,7 @@ def note_indices(nodes: Iterable[Node]) -> None:
     for node in nodes if deciding is not None else ():
         name = name_of(node).strip("`_")
         if name in _BY_INDEX:
-            names = [x for x in dir(node) if x.startswith("_saved_")]
+            _, names = saved_by(type(node))
             kept = tree_leaves([getattr(node, x) for x in names])
             tensors = [x for x in kept if isinstance(x, Tensor)]
             deciding += [(name, x) for x in tensors if not is_inexact(x)]

@@ -470,7 +470,7 @@ class Finder:
             return [simplify(picked, n)], True
         if name == "as_strided":
             return [in_storage(trial.flat[0], numbers[0], outs[0], n)], True
-        floats = [x for x in data if x.is_floating_point() or x.is_complex()]
+        floats = list(filter(is_inexact, data))
         if name in POINTWISE and len(outs) == 1:
             agreed = combined(data, outs[0], self.of, n)
             if agreed is None and combined(floats, outs[0], self.of, n) is not None:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from backpack.utils.hooks import names_of
 from backpack.utils.state import state
+from backpack.utils.types import is_inexact
 
 SAVED = "backpack.saved"  # where a node of a constant's graph keeps what was saved
 
@@ -94,8 +95,8 @@ class OnesForSaved(TorchDispatchMode):
         return tree_map_only(Tensor, self._note, func(*args, **kwargs))
 
     def _see(self, x: Tensor) -> Tensor:
-        is_number = x.is_floating_point() or x.is_complex()
-        return torch.ones_like(x) if is_number and id(x) not in self._made else x
+        is_own = id(x) in self._made or not is_inexact(x)
+        return x if is_own else torch.ones_like(x)
 
     def _note(self, x: Tensor) -> Tensor:
         return self._made.setdefault(id(x), x)

@@ -41,13 +41,13 @@ LISTENS = "backpack.listens"  # where it keeps the hook by which that has a turn
 MASKED_ELEMENTS = 2**24  # of cotangents that the generic rule masks at once
 
 MET = (
-    "{what}: samples have met in {operation}, so that quantities of individual samples"
-    " are not defined for {names}. The batch axis is axis 0 of the model's inputs, and"
-    " of each tensor in a list. Let each sample be computed by itself, along other "
-    "axes (pad samples that are tensors in a list, or rows that a mask alone keeps "
-    "apart outside of `scaled_dot_product_attention`), detach what only keeps numbers "
-    "in range (`x - x.max().detach()`), or compute this part of the loss in a backward"
-    " pass outside of the context."
+    "{what}: samples have met in {operation}, so that quantities of individual samples "
+    "are not defined for {names}. The batch axis is axis 0 of the model's inputs, and "
+    "of each tensor in a list. Let each sample be computed by itself, along other axes "
+    "(pad samples that are tensors in a list, or rows that a mask alone keeps apart "
+    "outside of `scaled_dot_product_attention`), detach what only keeps numbers in "
+    "range (`x - x.max().detach()`), or compute this part of the loss in a backward "
+    "pass outside of the context."
 )
 ANOTHER_INPUT = (
     " Here what the first input enters meets another input, as long as that one: if "

@@ -21,7 +21,7 @@ from backpack.utils.disable import disable
 from backpack.utils.hooks import message
 from backpack.utils.state import ask, is_traced
 from backpack.utils.subsampling import Subsampling, subsample
-from backpack.utils.types import Layer, generator_of
+from backpack.utils.types import Layer, generator_of, is_inexact
 
 NO_FLOAT_INPUT = (
     "{module} has an input of type {dtype} and no derivative with respect to it. Only "
@@ -197,8 +197,7 @@ def first_tensor(output: Any) -> Tensor:
     Returns:
         Its first tensor of real or complex numbers.
     """
-    tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
-    return next(x for x in tensors if x.is_floating_point() or x.is_complex())
+    return next(filter(is_inexact, tree_leaves(output)))
 
 
 def repeats(module: Layer, x: Tensor, before: Tensor) -> bool:

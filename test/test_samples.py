@@ -1941,12 +1941,24 @@ ORDERED: Dict[str, Callable] = {
         0, o.argsort()[:, None].expand_as(x), x
     ),
     "narrow": lambda x, o: x.repeat(2, 1).narrow(0, o[0], len(x)),
+    "roll-by-a-byte": lambda x, o: x.roll(o.argsort()[0].byte(), 0),
     "sparse-matrix": lambda x, o: permuting(o) @ x,
     "sparse-rows": lambda x, o: torch.mm(permuting(o).to_sparse_csr(), x),
     "sparse-sum": lambda x, o: torch.sparse.addmm(torch.zeros_like(x), permuting(o), x),
     "read-from-an-image": lambda x, o: F.grid_sample(
         x[None, None], to_rows(o), mode="nearest", align_corners=True
     )[0, 0],
+}
+
+
+# The same for tokens
+ORDERED_TOKENS: Dict[str, Callable] = {
+    "take-tokens": lambda i, o: i.take(o[:, None] * 2 + torch.arange(2)),
+    "index-tokens": lambda i, o: torch.ops.aten.index.Tensor(i, [o]),
+    "roll-tokens": lambda i, o: i.roll(o.argsort()[0], 0),
+    "matrix-of-integers": lambda i, o: F.one_hot(o) @ i,
+    "matrix-of-bytes": lambda i, o: (F.one_hot(o).byte() @ i.byte()).long(),
+    "einsum-of-integers": lambda i, o: torch.einsum("st,td->sd", F.one_hot(o), i),
 }
 
 
@@ -1960,12 +1972,15 @@ def packed_rows(m: Module, x: Tensor, order: Tensor) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:(?s).*(Sparse CSR|index_reduce|searchsorted)")
-@pytest.mark.parametrize("name", [*ORDERED, "packed"])
+@pytest.mark.parametrize("name", [*ORDERED, *ORDERED_TOKENS, "packed"])
 def test_other_values_of_the_same_shape(name: str) -> None:
     """Where an operation has moved samples to once is no promise for other values."""
 
     def forward(m: Module, x: Tensor) -> Tensor:
         order = torch.arange(len(x)).roll(-m.shift)
+        if name in ORDERED_TOKENS:
+            h = m.table(ORDERED_TOKENS[name](x, order)).sum(1)
+            return plain(m, h)[order.argsort()]
         h = m.first(x).tanh()
         if name == "packed":
             return packed_rows(m, h, order)
@@ -1973,10 +1988,13 @@ def test_other_values_of_the_same_shape(name: str) -> None:
 
     def model(shift: int) -> Module:
         parts = {"f": nn.Linear(D, D), "g": nn.LayerNorm(D), "p": param(D)}
+        if name in ORDERED_TOKENS:
+            return Lambda(forward, table=nn.Embedding(5, D), shift=shift, **parts)
         return Lambda(forward, first=nn.Linear(D, D), shift=shift, **parts)
 
+    X = tokens(2) if name in ORDERED_TOKENS else randn(D)
     for shift in (0, 1, 3):
-        assert_right(Row(lambda shift=shift: model(shift), randn(D), alone=False))
+        assert_right(Row(lambda shift=shift: model(shift), X, alone=False))
 
 
 TOKENS = Row(

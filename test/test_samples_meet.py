@@ -318,6 +318,11 @@ COUPLINGS: Dict[str, Tuple[Callable, str]] = {  # of x [N, D], and what is named
         + x.T.contiguous().T.as_strided((N, N), (N, 1)),
         r"as_strided|add",
     ),
+    "as-strided-copy": (
+        lambda m, x: torch.as_strided_copy(x.contiguous(), (N, N), (N, 1))
+        + torch.as_strided_copy(x.T.contiguous().T, (N, N), (N, 1)),
+        r"as_strided_copy|add",
+    ),
 }
 
 

@@ -87,7 +87,9 @@ PRODUCTS = frozenset(
 # Operations by which cuDNN warns of copies of parameters that lie apart
 RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu".split())
 # Operations whose result's placement depends on strides, which no key contains
-BY_STRIDES = frozenset("as_strided as_strided_ as_strided_scatter set_".split())
+BY_STRIDES = frozenset(
+    "as_strided as_strided_ as_strided_copy as_strided_scatter set_".split()
+)
 
 
 class Kind(NamedTuple):

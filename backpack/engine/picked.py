@@ -166,18 +166,20 @@ def put(done: Performed, numbers: Numbers, n: int) -> Placement:
     return _with_own(lines, numbers(x), x.shape, n)
 
 
-def other_integers(x: Tensor) -> Iterator[Tensor]:
+def other_integers(x: Tensor, beyond: int = 0) -> Iterator[Tensor]:
     """Draw integers from the range of those in a tensor, no number of the program's.
 
     Args:
         x: The tensor.
+        beyond: How far to go beyond the range. Default: 0.
 
     Yields:
         Three others of its shape; none if it has no entries.
     """
     generator = torch.Generator()
     for seed in range(3 if x.numel() else 0):
-        ends, draws = (int(x.min()), int(x.max()) + 1), generator.manual_seed(seed)
+        ends = int(x.min()) - beyond, int(x.max()) + 1 + beyond
+        draws = generator.manual_seed(seed)
         yield torch.randint(*ends, x.shape, generator=draws).to(x)
 
 

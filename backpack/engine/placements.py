@@ -372,7 +372,7 @@ class Finder:
             if not any(x.requires_grad for x in done.data):  # what is given is given
                 return self.find(done._replace(data=certain), key)
             found = [_of_inputs(name, placement) for placement in found]
-        if lasts and not by_value:
+        if lasts and not by_value and self._lasts(done, found):
             self._remember(key, found, outs)
         elif state().deciding is not None:
             state().deciding += [(name, x) for x in self._by_numbers(done, found)]
@@ -389,9 +389,23 @@ class Finder:
         integers = [x for x in tensors if not is_inexact(x)]
         return [x for x in integers if not self._same_for(x, done, found)]
 
-    def _same_for(self, x: Tensor, done: Performed, found: list[Placement]) -> bool:
+    def _lasts(self, done: Performed, found: list[Placement]) -> bool:
+        """Tell whether integers move samples wherever constant ones say.
+
+        Numbers of floating point are multiplied with these: NaN shows where it may go.
+        """
+        if any(map(is_inexact, done.data)):
+            return True
+        given = {id(x) for x in done.data}
+        operands = [x for x in tree_leaves(done[2:4]) if isinstance(x, Tensor)]
+        others = [x for x in operands if not (id(x) in given or is_inexact(x))]
+        return all(self._same_for(x, done, found, 1) for x in others)
+
+    def _same_for(
+        self, x: Tensor, done: Performed, found: list[Placement], beyond: int = 0
+    ) -> bool:
         """Tell whether samples would be in the same places for other integers."""
-        for new in other_integers(x):
+        for new in other_integers(x, beyond):
             place(new, self.of(x), self.key)
             try:
                 others, _ = self._run(done.replaced(x, new))
@@ -414,7 +428,8 @@ class Finder:
         if done.name == "grid_sample":
             return any(self.of(x) != FIRST for x in done.data)
         operands = tree_leaves((done.args, done.kwargs))
-        picks = any(isinstance(x, Tensor) and x.dtype in INDEXES for x in operands)
+        integers = [x for x in operands if isinstance(x, Tensor) and not is_inexact(x)]
+        picks = any(x.dtype != torch.bool for x in integers)  # of any size
         picks = picks and not done.name.endswith(("loss", "entropy"))  # they add all up
         return picks and any(x.dtype not in INDEXES for x in done.data)
 
@@ -468,8 +483,9 @@ class Finder:
                     if conflict(own, picked):
                         return [Mixed(trial.describe())], True
             return [simplify(picked, n)], True
-        if name == "as_strided":
-            return [in_storage(trial.flat[0], numbers[0], outs[0], n)], True
+        if name in ("as_strided", "as_strided_copy"):
+            view = outs[0] if name == "as_strided" else torch.as_strided(*args, **kwargs)
+            return [in_storage(trial.flat[0], numbers[0], view, n)], True
         floats = list(filter(is_inexact, data))
         if name in POINTWISE and len(outs) == 1:
             agreed = combined(data, outs[0], self.of, n)

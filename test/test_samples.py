@@ -1997,6 +1997,37 @@ def test_other_values_of_the_same_shape(name: str) -> None:
         assert_right(Row(lambda shift=shift: model(shift), X, alone=False))
 
 
+# Of numbers that need no gradient: NaN would leave nothing of it
+LEAVING_OUT: Dict[str, Callable[[Tensor], Tensor]] = {
+    "replaced": Tensor.nan_to_num,
+    "replaced-in-place": lambda x: x.clone().nan_to_num_(),
+    "larger": lambda x: torch.fmax(x, x.new_zeros(())),
+    "signs": torch.sgn,
+    "copied-signs": lambda x: torch.copysign(x.new_ones(()), x),
+    "sums": lambda x: x.nansum(1, keepdim=True).expand_as(x),
+    "quantized": lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -99, 99),
+    "filled": lambda x: torch.empty_like(x).copy_(x) + torch.rand_like(x).zero_(),
+}
+
+
+@pytest.mark.parametrize("name", LEAVING_OUT)
+def test_inputs_of_which_no_nan_is_left(name: str) -> None:
+    """Inputs that are cleaned before a parameter is used are no constants."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        return plain(m, LEAVING_OUT[name](x))
+
+    def meeting(m: Module, x: Tensor) -> Tensor:
+        return m.f(x) + (LEAVING_OUT[name](x) * m.p).roll(1, 0)
+
+    def model(function: Callable) -> Module:
+        return Lambda(function, f=nn.Linear(D, D), g=nn.LayerNorm(D), p=param(D))
+
+    for _ in range(2):  # what is found is remembered
+        assert_right(Row(lambda: model(forward), randn(D)))
+    assert_refused(Row(lambda: model(meeting), randn(D), says="add"), "BatchGrad")
+
+
 TOKENS = Row(
     lambda: Lambda(
         lambda m, i: m.f(m.e(i).tanh()).flatten(0, 1),

@@ -6,6 +6,7 @@ from types import FunctionType
 from typing import Any, Callable, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter, functional
 from torch.utils._pytree import tree_leaves
 
@@ -56,7 +57,7 @@ POINTWISE = frozenset(
     "__and__ __or__ __invert__ bitwise_and requires_grad_ selu celu logsigmoid "
     "softsign tanhshrink hardshrink softshrink threshold silu_ tanh_ sigmoid_ clamp_ "
     "dropout_ alpha_dropout apply_ map_ _standard_gamma "
-    "fused_moving_avg_obs_fake_quant".split()
+    "nan_to_num nan_to_num_ fmax fmin fused_moving_avg_obs_fake_quant".split()
 )
 # Operations along the last axis only
 ROWWISE = frozenset("linear layer_norm rms_norm softmax log_softmax".split())
@@ -84,6 +85,8 @@ ATTENTION = "scaled_dot_product_attention"
 PRODUCTS = frozenset(
     "matmul mm bmm mv __matmul__ __rmatmul__ einsum tensordot inner linear".split()
 )
+# What is made in another one's shape, by functions `<name>_like` and `new_<name>`
+FILLS = frozenset("empty empty_strided zeros ones full rand randn randint".split())
 # Operations by which cuDNN warns of copies of parameters that lie apart
 RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu".split())
 # Operations whose result's placement depends on strides, which no key contains
@@ -198,3 +201,38 @@ def is_of_inputs(name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
     given = args[1] if name == "grad" and len(args) > 1 else None
     inputs = tree_leaves(kwargs.get("inputs", given))
     return inputs != [None] and not any(isinstance(x, Parameter) for x in inputs)
+
+
+def is_along_last(name: str, args: tuple, kwargs: dict[str, Any], x: Tensor) -> bool:
+    """Tell whether an operation acts along the last axis of its input only.
+
+    Args:
+        name: Name of the operation, one of ``ROWWISE``.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        x: Its only argument that holds samples.
+
+    Returns:
+        Whether it does.
+    """
+    if not args:
+        return False
+    if name == "linear":
+        return args[0] is x
+    if name in ("layer_norm", "rms_norm"):
+        shape = args[1] if len(args) > 1 else kwargs.get("normalized_shape", ())
+        return args[0] is x and len(shape) == 1
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    return args[0] is x and dim in (-1, x.dim() - 1)
+
+
+def is_fill(name: str) -> bool:
+    """Tell whether an operation fills a tensor of another one's shape.
+
+    Args:
+        name: Name of the operation.
+
+    Returns:
+        Whether it does, so that no number of the other one enters.
+    """
+    return name.partition("_like")[0].removeprefix("new_") in FILLS

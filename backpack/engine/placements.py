@@ -38,6 +38,7 @@ from backpack.engine.functions import (
     PRODUCTS,
     ROWWISE,
     SELECTING,
+    is_along_last,
 )
 from backpack.engine.picked import (
     INDEXES,
@@ -320,7 +321,7 @@ class Finder:
             layout = self.of(x)
             if type(layout) is not Layout or x.shape[:-1] != done.outs[0].shape[:-1]:
                 return None
-            if layout.axis >= x.dim() - 1 or not _is_along_last(done, x):
+            if layout.axis >= x.dim() - 1 or not is_along_last(*done[1:4], x):
                 return None
             return layout
         return None
@@ -390,16 +391,13 @@ class Finder:
         return [x for x in integers if not self._same_for(x, done, found)]
 
     def _lasts(self, done: Performed, found: list[Placement]) -> bool:
-        """Tell whether integers move samples wherever constant ones say.
-
-        Numbers of floating point are multiplied with these: NaN shows where it may go.
-        """
-        if any(map(is_inexact, done.data)):
+        """Tell whether integers are where they would be for other constant integers."""
+        if any(map(is_inexact, done.data)):  # NaN has shown where they may go
             return True
-        given = {id(x) for x in done.data}
-        operands = [x for x in tree_leaves(done[2:4]) if isinstance(x, Tensor)]
-        others = [x for x in operands if not (id(x) in given or is_inexact(x))]
-        return all(self._same_for(x, done, found, 1) for x in others)
+        data = {id(x) for x in done.data}
+        given = [x for x in tree_leaves(done[2:4]) if isinstance(x, Tensor)]
+        given = [x for x in given if not (id(x) in data or is_inexact(x))]
+        return all(self._same_for(x, done, found, 1) for x in given)
 
     def _same_for(
         self, x: Tensor, done: Performed, found: list[Placement], beyond: int = 0
@@ -484,7 +482,7 @@ class Finder:
                         return [Mixed(trial.describe())], True
             return [simplify(picked, n)], True
         if name in ("as_strided", "as_strided_copy"):
-            view = outs[0] if name == "as_strided" else torch.as_strided(*args, **kwargs)
+            view = torch.as_strided(*args, **kwargs)
             return [in_storage(trial.flat[0], numbers[0], view, n)], True
         floats = list(filter(is_inexact, data))
         if name in POINTWISE and len(outs) == 1:
@@ -599,17 +597,3 @@ def _has_tensor(x: Any) -> bool:
     if isinstance(x, (tuple, list)):
         return any(map(_has_tensor, x))
     return isinstance(x, Tensor)
-
-
-def _is_along_last(done: Performed, x: Tensor) -> bool:
-    """Tell whether an operation acts along the last axis of its input only."""
-    _, name, args, kwargs, *_ = done
-    if not args:
-        return False
-    if name == "linear":
-        return args[0] is x
-    if name in ("layer_norm", "rms_norm"):
-        shape = args[1] if len(args) > 1 else kwargs.get("normalized_shape", ())
-        return args[0] is x and len(shape) == 1
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    return args[0] is x and dim in (-1, x.dim() - 1)

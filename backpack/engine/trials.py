@@ -37,8 +37,9 @@ from backpack.engine.functions import (
     PRODUCTS,
     RECURRENT,
     SELECTING,
+    is_fill,
 )
-from backpack.utils.types import dense, generator_of, is_inexact
+from backpack.utils.types import dense, generator_of, is_inexact, is_same
 
 
 def _close_by(x: Tensor) -> Tensor:
@@ -194,8 +195,11 @@ class Trial:
                 with self._drawing():
                     self.flat = list(map(_between, self.flat))
                 found, hides = self._probe(NOT_A_NUMBER)
-            if hides and not self._is_random():
-                found, lasts = self._probe(EXTREMES)[0], False
+            left_out = not hides and self._may_be_left_out(found)
+            if (hides or left_out) and not self._is_random():
+                others = self._probe(EXTREMES)[0]
+                if hides or any(p is not None for p in others):
+                    found, lasts = others, False
         asked = [not is_inexact(x) for x in outs]
         if False in kinds and all(p is None for p in found):
             asked = [True] * len(outs)
@@ -225,8 +229,8 @@ class Trial:
         """Tell which results the operation returns again."""
         with self._drawing():
             result = self.call(list(map(_copied, self.flat)))
-        again = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-        return list(map(_is_same, again, self._outs))
+        again = [_dense(x) for x in tree_leaves(result) if isinstance(x, Tensor)]
+        return list(map(is_same, again, map(_dense, self._outs)))
 
     def _draw_all(self, integers: bool) -> tuple[list[Placement], bool]:
         """Find where samples are by two draws of all numbers, and mixtures of these.
@@ -303,6 +307,15 @@ class Trial:
         pairs = [(x, i) for x, i in zip(self.flat, self.numbers) if is_inexact(x)]
         constant = any(i is None and not x.requires_grad for x, i in pairs)
         return self._name in PRODUCTS and constant
+
+    def _may_be_left_out(self, found: list[Placement]) -> bool:
+        """Tell whether no NaN has shown, although results may hold what samples hold.
+
+        Where there is a gradient, that has been asked with other numbers as well.
+        """
+        if any(p is not None for p in found) or self._name in MOVING:
+            return False
+        return not (is_fill(self._name) or any(x.requires_grad for x in self._outs))
 
     def _with_ordinary_numbers(self) -> list[Any]:
         """Keep of masks and constant factors what they leave out, and no other number.
@@ -544,18 +557,6 @@ def _differs(x: Tensor, plain: Tensor) -> Tensor:
     """Tell which entries differ; two that are no numbers do not."""
     differ = x != plain
     return differ & ~((x != x) & (plain != plain)) if is_inexact(x) else differ
-
-
-def _is_same(x: Tensor, plain: Tensor) -> bool:
-    """Tell whether two results agree, up to another order of summation."""
-    x, plain = _dense(x.detach()), _dense(plain.detach())
-    if x.shape != plain.shape or not (plain.numel() and is_inexact(plain)):
-        return torch.equal(x, plain)
-    eps = min(8 * torch.finfo(plain.dtype).eps, 0.1)  # of numbers of 8 bits, too
-    wide = torch.complex64 if plain.is_complex() else torch.float32
-    x, plain = x.to(wide), plain.to(wide)
-    scale = plain.abs().nan_to_num(0.0, 0.0).max().item()
-    return torch.allclose(x, plain, 0.0, max(eps, 1e-6) * scale, equal_nan=True)
 
 
 def _disturbed(x: Tensor, where: Tensor, mark: Any) -> Tensor:

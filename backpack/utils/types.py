@@ -138,6 +138,26 @@ def dense(x: Tensor) -> Tensor:
     return x if x.layout is torch.strided or x.is_nested else x.to_dense()
 
 
+def is_same(x: Tensor, plain: Tensor) -> bool:
+    """Tell whether two results agree, up to another order of summation.
+
+    Args:
+        x: Result.
+        plain: Another one, whose size says what rounding is.
+
+    Returns:
+        Whether they do.
+    """
+    x, plain = dense(x.detach()), dense(plain.detach())
+    if x.shape != plain.shape or not (plain.numel() and is_inexact(plain)):
+        return torch.equal(x, plain)
+    eps = min(8 * torch.finfo(plain.dtype).eps, 0.1)  # of numbers of 8 bits, too
+    wide = torch.complex64 if plain.is_complex() else torch.float32
+    x, plain = x.to(wide), plain.to(wide)
+    scale = plain.abs().nan_to_num(0.0, 0.0).max().item()
+    return torch.allclose(x, plain, 0.0, max(eps, 1e-6) * scale, equal_nan=True)
+
+
 def kind(x: Tensor) -> Dict[str, Any]:
     """Describe a tensor's numbers, for functions that create tensors like it.
 

@@ -330,6 +330,31 @@ def test_where_samples_are(name: str, whole: bool):
         step.traced(*exts)(*step.data)
 
 
+class Mixed(Module):
+    """A model that takes features of other samples where an argument says."""
+
+    def __init__(self):
+        """Make the layers."""
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, X: Tensor, own: Tensor) -> Tensor:
+        """Map features ``[N, D]`` to logits."""
+        rows = self.first(X).tanh()
+        return self.last(torch.where(own[:, None], rows, rows.flip(0)))
+
+
+@pytest.mark.parametrize("own", [[1, 0, 1], [1, 1, 1]])
+def test_samples_chosen_by_a_mask(own: List[int]):
+    """A step is not recorded with a mask that may be another one the next time."""
+    step, exts = Step("mlp"), [make("BatchGrad")]
+    step.model = extend(randomize(Mixed().to(F64)))
+    step.closure = lambda X, y, own: step.loss(step.model(X, own), y)
+    data = torch.randn(3, 4, dtype=F64), torch.randint(4, (3,))
+    with pytest.raises(NotImplementedError, match="where samples are after"):
+        step.traced(*exts)(*data, torch.tensor(own, dtype=torch.bool))
+
+
 class Picked(Module):
     """A model that reads numbers of each sample where an argument says."""
 

@@ -169,6 +169,8 @@ def put(done: Performed, numbers: Numbers, n: int) -> Placement:
 def other_integers(x: Tensor, beyond: int = 0) -> Iterator[Tensor]:
     """Draw integers from the range of those in a tensor, no number of the program's.
 
+    If all are the same, also some next to them.
+
     Args:
         x: The tensor.
         beyond: How far to go beyond the range. Default: 0.
@@ -178,9 +180,11 @@ def other_integers(x: Tensor, beyond: int = 0) -> Iterator[Tensor]:
     """
     generator = torch.Generator()
     for seed in range(3 if x.numel() else 0):
-        ends = int(x.min()) - beyond, int(x.max()) + 1 + beyond
+        low, high = int(x.min()) - beyond, int(x.max()) + beyond
+        if low == high:  # all are the same: a mask of a batch without padding
+            low, high = (low - 1, high) if high > 0 else (low, high + 1)
         draws = generator.manual_seed(seed)
-        yield torch.randint(*ends, x.shape, generator=draws).to(x)
+        yield torch.randint(low, high + 1, x.shape, generator=draws).to(x)
 
 
 def _without_ellipsis(parts: tuple, dim: int) -> tuple:

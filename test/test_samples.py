@@ -1769,6 +1769,115 @@ def test_without_trials(
             model(torch.randint(12, (batch, 3))).sum().backward()
 
 
+def recurrent_steps(m: Module, x: Tensor, mask: Tensor) -> Tensor:
+    """Apply a recurrent layer to as many steps of each sample as a mask has entries."""
+    lengths = mask.sum(1).clamp(min=1)
+    y, _ = m.r(pack_padded_sequence(x, lengths, True, False))
+    return pad_packed_sequence(y, True, total_length=mask.shape[1])[0].sum(1)
+
+
+def attended(m: Module, x: Tensor, alive: Tensor) -> Tensor:
+    """Let the rows of some samples attend to each other."""
+    x, some = m.f(x), m.f(x)[alive]
+    weights = (m.g(some) @ some.mT).softmax(-1)
+    some = F.scaled_dot_product_attention(weights @ some, some, some)
+    return x.index_copy(0, alive.nonzero()[:, 0], some).sum(1)
+
+
+def written_two_ways(m: Module, x: Tensor, mask: Tensor) -> Tensor:
+    """Write what one layer makes of some rows, and another of the others."""
+    out = torch.zeros_like(x)
+    out[mask], out[~mask] = m.f(x[mask]).tanh(), m.f(m.f(x[~mask]))
+    return out
+
+
+# What is made of data ``[N, T, D]`` where a mask ``[N, T]`` says, by which parts
+LEFT_BY_MASKS: Dict[str, Tuple[str, Callable[[Module, Tensor, Tensor], Tensor]]] = {
+    "layers": (
+        "fg",
+        lambda m, x, k: x.masked_scatter(
+            k[..., None], m.f(m.g(m.f(x[k]).tanh()).relu())
+        ).sum(1),
+    ),
+    "by-hand": (
+        "fw",
+        lambda m, x, k: torch.zeros_like(x)
+        .index_put(
+            k.nonzero(as_tuple=True),
+            torch.cat(F.normalize(x[k] @ m.w, dim=-1).split(2, -1)[::-1], -1)
+            * x[k].pow(2).mean(-1, keepdim=True),
+        )
+        .sum(1),
+    ),
+    "added": (
+        "fw",
+        lambda m, x, k: x.new_zeros(len(x), D).index_add(
+            0, k.nonzero()[:, 0], torch.einsum("nd,de->ne", m.f(x)[k].tanh(), m.w)
+        ),
+    ),
+    "two-ways": ("f", lambda m, x, k: written_two_ways(m, x, k).sum(1)),
+    "split": (
+        "f",
+        lambda m, x, k: torch.stack(
+            [y.sum(0) for y in m.f(x[k]).tanh().split(k.sum(1).tolist())]
+        ),
+    ),
+    "recurrent": ("fr", recurrent_steps),
+    "attention": ("fg", lambda m, x, k: attended(m, x, k[:, 0])),
+    "convolution": (
+        "fc",
+        lambda m, x, k: x.index_copy(
+            0, k[:, 0].nonzero()[:, 0], m.c(x[k[:, 0]].mT).tanh().mT
+        ).sum(1),
+    ),
+    "best": (
+        "fg",
+        lambda m, x, k: m.f(x)
+        .scatter_add(
+            1,
+            m.f(x).argsort(1),
+            m.g(x).tanh(),
+        )
+        .sum(1),
+    ),
+}
+
+
+def mask_of(batch: int, t: int) -> Tensor:
+    """Draw a mask that leaves each sample an entry, the first one its first."""
+    mask = torch.rand(batch, t) < 0.5
+    mask[0, 0] = mask[:, 1] = True
+    return mask
+
+
+@pytest.mark.parametrize("batch, t", [(1, 3), (3, 3), (4, 5)])
+@pytest.mark.parametrize("name", LEFT_BY_MASKS)
+def test_masks_without_trials(
+    name: str, batch: int, t: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What masks leave is followed without running operations again."""
+    parts, function = LEFT_BY_MASKS[name]
+    makers = {
+        "f": lambda: nn.Linear(D, D),
+        "g": lambda: nn.LayerNorm(D),
+        "w": lambda: param(D, D),
+        "r": lambda: nn.LSTM(D, D, batch_first=True),
+        "c": lambda: nn.Conv1d(D, D, 1),
+    }
+    row = Row(
+        lambda: Lambda(
+            lambda m, x, k: m.f(function(m, m.f(x), k)),
+            **{part: makers[part]() for part in parts},
+        ),
+        lambda: [torch.randn(batch, t, D, dtype=F64), mask_of(batch, t)],
+    )
+    assert_right(row)
+    model = extend(row.build()[0])
+    with monkeypatch.context() as patch, backpack(BatchGrad()):
+        patch.delattr(Trial, "find")
+        model(torch.randn(batch, t, D, dtype=F64), mask_of(batch, t)).sum().backward()
+
+
 def deduplicated(how: str, ids: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
     """Apply a function once to each number."""
     ids = ids[:, 0].contiguous()

@@ -236,6 +236,24 @@ class Contraction(Operation):
             return placement.axis not in self._inputs
         return isinstance(placement, Tensor)
 
+    def rows_of(self, numbers: Tensor) -> Tensor | None:
+        """Tell where the rows of the data are in the output.
+
+        Args:
+            numbers: What is known of the data's entries, expanded where it is the same.
+
+        Returns:
+            The same of the output's, which broadcasts to its shape; ``None`` if it is
+            not the same for all entries of a row.
+        """
+        for axis in sorted(self._inputs, reverse=True):
+            if numbers.stride(axis) and numbers.shape[axis] > 1:
+                return None
+            numbers = numbers.select(axis, 0)
+        for axis in sorted(self.outputs):
+            numbers = numbers.unsqueeze(axis)
+        return numbers
+
     def positions(self, key: Key, n: int) -> int:  # noqa: D102
         if key != self.key or not n:
             return 0

@@ -69,15 +69,22 @@ def sample_numbers(
     Returns:
         Sample numbers, expanded to the shape; -1 where there is none.
     """
+    return _numbers(placement, shape, n, device).expand(tuple(shape))
+
+
+def _numbers(
+    placement: Layout | Tensor, shape: Sequence[int], n: int, device: torch.device
+) -> Tensor:
+    """Write down the sample of each entry, once for those that share it."""
     if isinstance(placement, Tensor):
-        return placement.to(device).expand(tuple(shape))
+        return placement.to(device)
     if not shape:
         return torch.zeros((), dtype=torch.long, device=device)
     axis, inner = placement
     numbers = torch.arange(shape[axis], device=device) // inner % max(n, 1)
     view = [1] * len(shape)
     view[axis] = -1
-    return numbers.view(view).expand(tuple(shape))
+    return numbers.view(view)
 
 
 def spans(placement: Placement, shape: Sequence[int], axis: int) -> bool:
@@ -165,20 +172,21 @@ def simplify(numbers: Tensor, n: int, is_use: bool = False) -> Layout | Tensor |
     if not numbers.numel():  # of some samples, or of none: nobody can tell
         lead = numbers.shape.index(0) + 1
         return numbers.new_empty(*numbers.shape[:lead], *[1] * (numbers.dim() - lead))
+    for axis in reversed(range(numbers.dim())):  # one number for a row
+        first = numbers.narrow(axis, 0, 1)
+        if not numbers.stride(axis) or bool((numbers == first).all()):
+            numbers = first
     known = numbers >= 0
     if not bool(known.any()):
         return None
-    layouts, seen = list(_regular(numbers, n)), numbers[known].unique()
-    if layouts and (n == 1 or len(layouts) == 1 < len(seen)):
+    least, most = numbers.where(known, n).min(), numbers.max()
+    layouts, single = list(_regular(numbers, n)), bool(least == most)
+    if layouts and (n == 1 or len(layouts) == 1 and not single):
         return layouts[0]
-    if len(seen) == 1 and (is_use or not layouts):  # one sample's, beside constants
-        numbers = seen[0].expand_as(numbers)
+    if single and (is_use or not layouts):  # one sample's, beside constants
+        numbers = most.expand([1] * numbers.dim())
     elif not layouts:
         numbers = _filled(numbers, n)
-    for axis in range(numbers.dim()):  # one number for a row, where it is possible
-        first = numbers.narrow(axis, 0, 1)
-        if numbers.shape[axis] > 1 and bool((numbers == first).all()):
-            numbers = first
     return numbers.clone()
 
 
@@ -267,14 +275,13 @@ def combined(data: list[Tensor], out: Tensor, of: Where, n: int) -> Placement:
     Returns:
         Where they are in the result; ``None`` if they do not agree.
     """
-    numbers = torch.full(out.shape, -1, device=out.device)
+    numbers = torch.full((), -1, device=out.device)
     for x in data:
-        own = sample_numbers(of(x), x.shape, n, x.device)
-        own = own.broadcast_to(out.shape).to(out.device)
+        own = _numbers(of(x), x.shape, n, out.device)
         if conflict(own, numbers):
             return None
         numbers = own.where(own >= 0, numbers)
-    return simplify(numbers, n)
+    return simplify(numbers.broadcast_to(out.shape), n)
 
 
 def _filled(numbers: Tensor, n: int) -> Tensor:

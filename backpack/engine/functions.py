@@ -6,7 +6,6 @@ from types import FunctionType
 from typing import Any, Callable, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter, functional
 from torch.utils._pytree import tree_leaves
 
@@ -59,11 +58,42 @@ POINTWISE = frozenset(
     "dropout_ alpha_dropout apply_ map_ _standard_gamma "
     "nan_to_num nan_to_num_ fmax fmin fused_moving_avg_obs_fake_quant".split()
 )
-# Operations along the last axis only
-ROWWISE = frozenset("linear layer_norm rms_norm softmax log_softmax".split())
+# Operations along some axes only, and which argument says along which
+ALONG = {
+    **dict.fromkeys(
+        "sum mean amax amin max min prod std var any all argmax argmin nansum nanmean "
+        "median logsumexp count_nonzero softmax log_softmax cumsum cumprod sort "
+        "argsort glu".split(),
+        (1, "dim"),
+    ),
+    **dict.fromkeys("norm normalize topk linalg_vector_norm".split(), (2, "dim")),
+    **dict.fromkeys("layer_norm rms_norm".split(), (1, "normalized_shape")),
+    "linear": (1, "weight"),
+}
+# Operations that treat each entry of axis 0 alone, and how many axes there are then
+BATCHED = {
+    f"{name}{n}d": n + 2
+    for name in "conv conv_transpose max_pool avg_pool adaptive_avg_pool "
+    "adaptive_max_pool lp_pool".split()
+    for n in (1, 2, 3)
+}
+# Operations that put entries elsewhere, by shapes: run on sample numbers
+JOINING = frozenset("cat concat concatenate stack hstack vstack dstack".split())
+REARRANGING = JOINING | frozenset(
+    "view reshape transpose permute unsqueeze squeeze flatten unflatten expand ravel "
+    "expand_as view_as reshape_as chunk split split_with_sizes unbind select narrow "
+    "flip roll movedim moveaxis swapaxes swapdims t T mT repeat tile "
+    "repeat_interleave diagonal _pack_padded_sequence".split()
+)
 # Operations that pick entries by the values of an operand: run on sample numbers
 SELECTING = frozenset(
     "__getitem__ index_select gather take_along_dim masked_select".split()
+)
+# Operations that write to places that an operand says; and those that add there
+WRITING = frozenset(
+    "__setitem__ index_put index_put_ index_copy index_copy_ index_add index_add_ "
+    "scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ "
+    "masked_scatter masked_scatter_".split()
 )
 # Operations whose result's placement depends on values: never remembered
 BY_VALUE = SELECTING | MOVING
@@ -87,6 +117,8 @@ PRODUCTS = frozenset(
 )
 # What is made in another one's shape, by functions `<name>_like` and `new_<name>`
 FILLS = frozenset("empty empty_strided zeros ones full rand randn randint".split())
+# Operations of which each matrix of a batch meets its counterpart in the other batches
+MATCHING = frozenset(["matmul", "__matmul__", "bmm", ATTENTION])
 # Operations by which cuDNN warns of copies of parameters that lie apart
 RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu".split())
 # Operations whose result's placement depends on strides, which no key contains
@@ -201,29 +233,6 @@ def is_of_inputs(name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
     given = args[1] if name == "grad" and len(args) > 1 else None
     inputs = tree_leaves(kwargs.get("inputs", given))
     return inputs != [None] and not any(isinstance(x, Parameter) for x in inputs)
-
-
-def is_along_last(name: str, args: tuple, kwargs: dict[str, Any], x: Tensor) -> bool:
-    """Tell whether an operation acts along the last axis of its input only.
-
-    Args:
-        name: Name of the operation, one of ``ROWWISE``.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        x: Its only argument that holds samples.
-
-    Returns:
-        Whether it does.
-    """
-    if not args:
-        return False
-    if name == "linear":
-        return args[0] is x
-    if name in ("layer_norm", "rms_norm"):
-        shape = args[1] if len(args) > 1 else kwargs.get("normalized_shape", ())
-        return args[0] is x and len(shape) == 1
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    return args[0] is x and dim in (-1, x.dim() - 1)
 
 
 def is_fill(name: str) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, Callable, Iterator, Optional, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from backpack.core.layout import (
     Layout,
@@ -22,7 +23,7 @@ from backpack.core.layout import (
     sample_numbers,
     simplify,
 )
-from backpack.engine.trials import Performed
+from backpack.engine.trials import Performed, Trial
 
 INDEXES = (torch.long, torch.int)  # types of numbers that pick rows
 _SCATTER = ("input", "dim", "index", "src")
@@ -164,6 +165,65 @@ def put(done: Performed, numbers: Numbers, n: int) -> Placement:
     if new is not None and conflict(new, wanted):
         return None
     return _with_own(lines, numbers(x), x.shape, n)
+
+
+def written(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
+    """Tell the same of what was written to places that constants say.
+
+    Args:
+        done: The operation.
+        trial: The same, with the sample numbers of its operands.
+        n: Number N of samples.
+
+    Returns:
+        Where they are in the result; ``None`` if there is no rule, or samples meet.
+    """
+    _, name, args, kwargs, *_ = done
+    pairs = zip(trial.flat, trial.numbers)
+    known = {id(x): i for x, i in pairs if isinstance(x, Tensor)}
+    adds = "add" in name or "reduce" in name or kwargs.get("reduce")
+    if name.startswith("masked"):
+        x, ids, value = _named(("input", "mask", "source"), args, kwargs)
+    elif name.startswith("index_put") or name == "__setitem__":
+        names = "input", "indices", "values", "accumulate"
+        x, ids, value, accumulates = _named(names, args, kwargs)
+        adds = adds or accumulates
+    else:
+        last = "source" if name.startswith("index") else "src"
+        x, dim, ids, value = _named(("input", "dim", "index", last), args, kwargs)
+        value = kwargs.get("value", value)
+    deciding = any(known.get(id(y)) is not None for y in tree_leaves(ids))
+    if deciding or not kwargs.get("include_self", True) or not x.dim():
+        return None
+    own, new = (
+        (
+            torch.full((), -1, device=x.device).expand(getattr(y, "shape", ()))
+            if known.get(id(y)) is None
+            else known[id(y)]
+        )
+        for y in (x, value)
+    )
+    if name.startswith("masked"):
+        ids = ids.broadcast_to(x.shape).nonzero(as_tuple=True)
+        new = new.flatten()[: len(ids[0])]
+    elif name.startswith("index_put") or name == "__setitem__":
+        ids = tuple(ids) if isinstance(ids, (tuple, list)) else (ids,)
+    elif name.startswith("index"):
+        ids = (*[slice(None)] * (dim % x.dim()), ids.flatten())
+    else:
+        new = new if not new.dim() else new[tuple(map(slice, ids.shape))]
+        grid = list(torch.meshgrid(*map(torch.arange, ids.shape), indexing="ij"))
+        grid[dim % x.dim()] = ids
+        ids = tuple(y.to(x.device) for y in grid)
+    before = own[ids]
+    if adds:
+        new = new.where(new >= 0, before)
+    found = own.clone()
+    found[ids] = new
+    # another one was written to the same place, or met what was there
+    if bool((found[ids] != new).any()) or adds and conflict(found, own):
+        return None
+    return [simplify(found, n)]
 
 
 def other_integers(x: Tensor, beyond: int = 0) -> Iterator[Tensor]:

@@ -22,10 +22,8 @@ from backpack.core.layout import (
     Mixed,
     Placement,
     agree,
-    combined,
     conflict,
     once,
-    pointwise,
     sample_numbers,
     simplify,
 )
@@ -36,21 +34,11 @@ from backpack.engine.functions import (
     BY_VALUE,
     POINTWISE,
     PRODUCTS,
-    ROWWISE,
     SELECTING,
-    is_along_last,
 )
-from backpack.engine.picked import (
-    INDEXES,
-    bags,
-    looked_up,
-    other_integers,
-    put,
-    scattered,
-    taken,
-)
+from backpack.engine.picked import INDEXES, other_integers
+from backpack.engine.rules import quick_rule, rule
 from backpack.engine.trials import Performed, Trial
-from backpack.engine.views import in_storage
 from backpack.utils.parallel import communicates
 from backpack.utils.state import out_of_sight, state
 from backpack.utils.types import is_inexact, version_of
@@ -312,20 +300,6 @@ class Finder:
         except TypeError:  # an argument has no hash
             return _NOTHING
 
-    def _quick(self, done: Performed) -> Placement:
-        """Answer for the most frequent operations without running them."""
-        if done.name in POINTWISE:
-            return pointwise(done.data, done.outs[0], self.of)
-        if done.name in ROWWISE and len(done.data) == 1:
-            (x,) = done.data
-            layout = self.of(x)
-            if type(layout) is not Layout or x.shape[:-1] != done.outs[0].shape[:-1]:
-                return None
-            if layout.axis >= x.dim() - 1 or not is_along_last(*done[1:4], x):
-                return None
-            return layout
-        return None
-
     @out_of_sight
     def find(self, done: Performed, key: tuple) -> list[Placement]:
         """Find where an operation has moved samples to.
@@ -340,10 +314,10 @@ class Finder:
         _, name, args, kwargs, outs, *_ = done
         if name in ("to", "type_as"):  # the other tensor's type alone matters
             done = done._replace(data=[x for x in done.data if x is args[0]])
-        quick = self._quick(done)
-        if quick is not None and len(outs) == 1:
-            self._remember(key, [quick], outs)
-            return [quick]
+        quick = quick_rule(done, self.of)
+        if quick is not None:
+            self._remember(key, quick, outs)
+            return quick
         if self.n == 0:
             return [FIRST] * len(outs)
         if communicates(done.func):
@@ -463,72 +437,21 @@ class Finder:
         """Find placements; and tell whether they are the same for other numbers."""
         if done.name in ("__getitem__", "masked_select"):
             done = self._without_masks(done)
-        _, name, args, kwargs, outs, data, states = done
-        trial, n = Trial(done, self.of, self.n), self.n
-        numbers = trial.numbers
-        placement = self._picked(done, trial)
-        if placement is not None:
-            return [placement], True
-        if name in ("nonzero", "argwhere") or name == "where" and len(trial.flat) == 1:
-            hits = None if numbers[0] is None else numbers[0][trial.flat[0] != 0]
-            if hits is not None and len(data) == 1 and hits.shape == outs[0].shape[:1]:
-                picked = hits if outs[0].dim() == 1 else hits[:, None]
-                return [simplify(picked, n)] * len(outs), True
-        if name in SELECTING and numbers[0] is not None:
-            picked = trial.call([numbers[0].contiguous(), *trial.flat[1:]])
-            for own in numbers[1:]:  # of a sample that picks what is another one's
-                if own is not None and own.shape == picked.shape:
-                    if conflict(own, picked):
-                        return [Mixed(trial.describe())], True
-            return [simplify(picked, n)], True
-        if name in ("as_strided", "as_strided_copy"):
-            view = torch.as_strided(*args, **kwargs)
-            return [in_storage(trial.flat[0], numbers[0], view, n)], True
-        floats = list(filter(is_inexact, data))
-        if name in POINTWISE and len(outs) == 1:
-            agreed = combined(data, outs[0], self.of, n)
-            if agreed is None and combined(floats, outs[0], self.of, n) is not None:
-                agreed = Mixed(trial.describe())  # by a mask's values
-            if agreed is not None:
-                return [agreed], True
-        marked = [i.flatten() for i in numbers if i is not None]
-        if marked and states is None and not floats:
-            owners = torch.cat(marked).unique()
-            if len(owners) == 1 and int(owners) >= 0:  # a single sample's
-                owner = owners[0]
-                return [simplify(owner.expand(x.shape), n, True) for x in outs], True
-        if states is None:
+        _, name, args, _, outs, _, states = done
+        trial = Trial(done, self.of, self.n)
+        found, lasts = rule(done, trial, self.of, self.n), True
+        if found is None and states is None:
             found, lasts = trial.find()
-        else:
+        elif found is None:
             found, lasts = trial.find_if_repeated(), False
+        pairs = [(x, i) for x, i in zip(trial.flat, trial.numbers) if is_inexact(x)]
+        if not any(x.requires_grad if i is None else x.numel() for x, i in pairs):
+            # nothing went in: what no sample has is nobody's, and no constant
+            nobody = [x.new_full([1] * x.dim(), -1, dtype=torch.long) for x in outs]
+            found = [q if p is None else p for p, q in zip(found, nobody)]
         if name in BY_MASKS and len(args) > 1 and not isinstance(found[0], Layout):
             found = [self._left_by_mask(name, found[0], outs[0].shape, args[1])]
         return found, lasts
-
-    def _picked(self, done: Performed, trial: Trial) -> Placement:
-        """Tell where samples are in what numbers have picked, by a rule."""
-        _, name, args, kwargs, outs, *_ = done
-        decide = zip(trial.flat, trial.numbers)
-        known = {id(x): i for x, i in decide if i is not None}
-        if name in ("embedding", "__getitem__") and len(args) > 1:
-            table, ids = args[:2]
-            if isinstance(ids, Tensor) and ids.is_floating_point():
-                table, ids = ids, table  # as functions of torch.nn.functional have it
-            return looked_up(table, ids, outs[0], self.of, self.n)
-        if name == "embedding_bag":
-            return bags(self.of, self.n, outs[0], *args, **kwargs)
-        if name in ("index_select", "gather", "take_along_dim"):
-            return taken(done, self.of, self.n)
-        if name == "one_hot" and len(known) == 1:
-            placement = self.of(done.data[0])
-            if isinstance(placement, Tensor):
-                return placement[..., None]
-            return placement
-        if name.startswith("scatter"):
-            return scattered(done, lambda x: known.get(id(x)), self.n)
-        if name in ("__setitem__", "index_put", "index_put_"):
-            return put(done, lambda x: known.get(id(x)), self.n)
-        return None
 
     def _left_by_mask(
         self, name: str, placement: Placement, shape: torch.Size, mask: Any

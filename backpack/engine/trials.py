@@ -207,9 +207,6 @@ class Trial:
             drawn, complete = self._draw_all(True not in kinds)
             found = [q if own else p for p, q, own in zip(found, drawn, asked)]
             lasts = lasts and complete
-        if not self._has_entries():  # what comes out is nobody's, and no constant
-            nobody = [x.new_full([1] * x.dim(), -1, dtype=torch.long) for x in outs]
-            found = [q if p is None else p for p, q in zip(found, nobody)]
         return found, lasts
 
     def find_if_repeated(self) -> list[Placement]:
@@ -279,7 +276,9 @@ class Trial:
         found: list[Placement] = []
         for j, out in enumerate(outs):
             certain, own = times[j] >= least[j], ones[j]
-            placement: Placement = simplify(own.where(certain, -1), n, self._is_use())
+            placement: Placement = simplify(
+                own.where(certain, -1), n, self.has_parameters()
+            )
             if placement is not None and not bool(certain.all()):
                 numbers = sample_numbers(placement, out.shape, n, out.device)
                 few = not single and len(own[certain].unique()) == 1
@@ -337,11 +336,6 @@ class Trial:
                         x = torch.rand_like(x)
                 new.append(x)
         return new
-
-    def _has_entries(self) -> bool:
-        """Tell whether something may come from a sample, or from a parameter."""
-        pairs = [(x, i) for x, i in zip(self.flat, self.numbers) if is_inexact(x)]
-        return any(x.requires_grad if i is None else x.numel() for x, i in pairs)
 
     def _run(
         self,
@@ -429,7 +423,7 @@ class Trial:
             if not seed and generator in self._states:
                 generator.set_state(self._states[generator])
 
-    def _is_use(self) -> bool:
+    def has_parameters(self) -> bool:
         """Tell whether what no sample changes depends on what parameters alone give.
 
         Beside entries of nobody's, like rows nobody has written to, that is nobody's.
@@ -491,7 +485,7 @@ class Trial:
                 found.append(Mixed(self.describe()))
             else:
                 numbers = got[j].masked_fill(unseen[j], -1)
-                found.append(simplify(numbers, n, self._is_use()))
+                found.append(simplify(numbers, n, self.has_parameters()))
         return found, hides
 
 

@@ -1,0 +1,275 @@
+"""Where samples are in the results of frequent operations, told by rules.
+
+Running an operation again with other numbers tells that of any (``trials.py``), and is
+remembered. But where numbers decide where samples are, by way of masks, routers or
+lengths, each pass is another one: rules for what is done there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Container, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from backpack.core.kinds import Contraction
+from backpack.core.layout import (
+    Layout,
+    Mixed,
+    Placement,
+    Where,
+    combined,
+    conflict,
+    pointwise,
+    simplify,
+)
+from backpack.core.operations import find_operation
+from backpack.engine.functions import (
+    ALONG,
+    BATCHED,
+    JOINING,
+    MATCHING,
+    POINTWISE,
+    PRODUCTS,
+    REARRANGING,
+    RECURRENT,
+    SELECTING,
+    WRITING,
+    is_fill,
+)
+from backpack.engine.picked import bags, looked_up, put, scattered, taken, written
+from backpack.engine.trials import Performed, Trial
+from backpack.engine.views import in_storage
+from backpack.utils.types import is_inexact
+
+
+def quick_rule(done: Performed, of: Where) -> list[Placement] | None:
+    """Tell where samples are in results, from no more than shapes and placements.
+
+    Args:
+        done: The operation.
+        of: Tells where the samples of a tensor are.
+
+    Returns:
+        A placement for each result; ``None`` if there is no rule.
+    """
+    if done.name in POINTWISE and len(done.outs) == 1:
+        placement = pointwise(done.data, done.outs[0], of)
+        return None if placement is None else [placement]
+    if len(done.data) == 1 and (done.name in ALONG or done.name in BATCHED):
+        return _along(done, of)
+    if is_fill(done.name) and done.args and isinstance(done.args[0], Tensor):
+        tensors = [x for x in tree_leaves(done[2:4]) if isinstance(x, Tensor)]
+        if len(tensors) == 1 and tensors[0].numel():  # no more than its shape matters
+            return [None] * len(done.outs)
+    return None
+
+
+def _along(done: Performed, of: Where) -> list[Placement] | None:
+    """Leave samples where they are, if none of the axes acted on separates them."""
+    (x,), axes = done.data, _axes(done)
+    placement = of(x)
+    if isinstance(placement, Layout):
+        apart = placement.axis in axes
+    else:
+        shape = placement.shape if isinstance(placement, Tensor) else ()
+        apart = len(shape) != x.dim() or any(shape[d] != 1 for d in axes)
+    if apart or not axes:
+        return None
+    others = [d for d in range(x.dim()) if d not in axes]
+    rest = [x.shape[d] for d in others]
+    found: list[Placement] = []
+    for out in done.outs:
+        if out.dim() == x.dim() and [out.shape[d] for d in others] == rest:
+            found.append(placement)
+        elif list(out.shape) != rest:
+            return None
+        elif isinstance(placement, Layout):
+            found.append(Layout(others.index(placement.axis), placement.inner))
+        else:
+            found.append(placement.squeeze(tuple(axes)))
+    return found
+
+
+def _axes(done: Performed) -> set[int]:
+    """Tell along which axes an operation acts; none if that is not known."""
+    (x,), args = done.data, done.args
+    if not args or args[0] is not x or x.layout is not torch.strided or not x.dim():
+        return set()
+    if done.name in BATCHED:
+        return set(range(1, x.dim())) if x.dim() == BATCHED[done.name] else set()
+    number, name = ALONG[done.name]
+    axes = args[number] if len(args) > number else done.kwargs.get(name)
+    last = x.dim() - 1
+    if name == "weight":
+        return {last}
+    if name == "normalized_shape":
+        return set(range(last + 1 - len(axes), last + 1)) if axes else set()
+    axes = [axes] if type(axes) is int else axes
+    if not isinstance(axes, (tuple, list)) or not all(type(d) is int for d in axes):
+        return set()
+    return {d % x.dim() for d in axes}
+
+
+def rule(done: Performed, trial: Trial, of: Where, n: int) -> list[Placement] | None:
+    """Tell where samples are in results, from placements and what numbers say.
+
+    Args:
+        done: The operation.
+        trial: The same, with the sample numbers of its operands.
+        of: Tells where the samples of a tensor are.
+        n: Number N of samples.
+
+    Returns:
+        A placement for each result; ``None`` if there is no rule.
+    """
+    name, outs, data = done.name, done.outs, done.data
+    flat, numbers = trial.flat, trial.numbers
+    picked = _picked(done, trial, of, n)
+    if picked is not None:
+        return [picked]
+    if name in ("nonzero", "argwhere") or name == "where" and len(flat) == 1:
+        hits = None if numbers[0] is None else numbers[0][flat[0] != 0]
+        if hits is not None and len(data) == 1 and hits.shape == outs[0].shape[:1]:
+            hits = hits if outs[0].dim() == 1 else hits[:, None]
+            return [simplify(hits, n)] * len(outs)
+    if name in SELECTING and numbers[0] is not None:
+        chosen = trial.call([numbers[0].contiguous(), *flat[1:]])
+        for own in numbers[1:]:  # of a sample that picks what is another one's
+            if own is not None and own.shape == chosen.shape and conflict(own, chosen):
+                return [Mixed(trial.describe())]
+        return [simplify(chosen, n)]
+    if name in ("as_strided", "as_strided_copy"):
+        view = torch.as_strided(*done.args, **done.kwargs)
+        return [in_storage(flat[0], numbers[0], view, n)]
+    floats = list(filter(is_inexact, data))
+    if name in POINTWISE and len(outs) == 1:
+        agreed: Placement = combined(data, outs[0], of, n)
+        if agreed is None and combined(floats, outs[0], of, n) is not None:
+            agreed = Mixed(trial.describe())  # by a mask's values
+        if agreed is not None:
+            return [agreed]
+    marked = [i.flatten() for i in numbers if i is not None]
+    if marked and done.states is None and not floats:
+        owners = torch.cat(marked).unique()
+        if len(owners) == 1 and int(owners) >= 0:  # a single sample's
+            return [simplify(owners[0].expand(x.shape), n, True) for x in outs]
+    if len(data) > 1 and name in MATCHING:
+        return _matched(done, of, n)
+    for names, find in _MOVED:
+        if name in names:
+            return find(done, trial, n)
+    return None
+
+
+def _picked(done: Performed, trial: Trial, of: Where, n: int) -> Placement:
+    """Tell where samples are in what their numbers have picked."""
+    _, name, args, kwargs, outs, *_ = done
+    known = {id(x): i for x, i in zip(trial.flat, trial.numbers) if i is not None}
+    if name in ("embedding", "__getitem__") and len(args) > 1:
+        table, ids = args[:2]
+        if isinstance(ids, Tensor) and ids.is_floating_point():
+            table, ids = ids, table  # as functions of torch.nn.functional have it
+        return looked_up(table, ids, outs[0], of, n)
+    if name == "embedding_bag":
+        return bags(of, n, outs[0], *args, **kwargs)
+    if name in ("index_select", "gather", "take_along_dim"):
+        return taken(done, of, n)
+    if name == "one_hot" and len(known) == 1:
+        placement = of(done.data[0])
+        return placement[..., None] if isinstance(placement, Tensor) else placement
+    if name.startswith("scatter"):
+        return scattered(done, lambda x: known.get(id(x)), n)
+    if name in ("__setitem__", "index_put", "index_put_"):
+        return put(done, lambda x: known.get(id(x)), n)
+    return None
+
+
+def _rearranged(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
+    """Do with sample numbers what is done with the entries."""
+    flat, numbers = trial.flat, trial.numbers
+    joins = done.name in JOINING
+    if any(isinstance(x, torch.dtype) for x in flat):
+        return None  # the same bits, read as other numbers
+    if done.name == "repeat_interleave" and not is_inexact(flat[0]):
+        return None  # it may tell how often
+    if not joins and (numbers[0] is None or any(i is not None for i in numbers[1:])):
+        return None
+    new: list[Any] = []
+    for x, own in zip(flat, numbers):
+        if joins and isinstance(x, Tensor) and own is None:
+            own = torch.full((), -1, device=x.device).expand(x.shape)
+        new.append(x if own is None else own)
+    if done.name == "view":
+        new[0] = new[0].contiguous()
+    found = [x for x in tree_leaves(trial.call(new)) if isinstance(x, Tensor)]
+    if done.name == "_pack_padded_sequence":
+        return [simplify(found[0], n), None]
+    return [simplify(x, n, trial.has_parameters()) for x in found]
+
+
+def _unpacked(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
+    """Do with the sample numbers of a packed sequence what is done with its entries."""
+    data, sizes, batch_first, _, *rest = done.args
+    own = trial.numbers[0]
+    if own is None or any(i is not None for i in trial.numbers[1:]):
+        return None
+    padded, _ = done.func(own, sizes, batch_first, -1, *rest)
+    return [simplify(padded, n), None]
+
+
+def _recurrent(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
+    """Follow sequences in a packed one, which lie at the same place in each step."""
+    sizes, own = done.args[1], trial.numbers[0]
+    if own is None or not isinstance(sizes, Tensor) or sizes.dim() != 1:
+        return None
+    rows, lengths = own[:, 0], sizes.tolist()
+    first = rows[: lengths[0]]
+    if bool((own != rows[:, None]).any() | (rows < 0).any()):
+        return None
+    if bool((rows != torch.cat([first[:length] for length in lengths])).any()):
+        return None
+    for state in trial.numbers[1:]:
+        if state is not None and conflict(state, first[:, None]):
+            return None
+    placements = [rows[:, None], *[first[None, :, None]] * (len(done.outs) - 1)]
+    return [simplify(p.expand(x.shape), n) for p, x in zip(placements, done.outs)]
+
+
+def _matched(done: Performed, of: Where, n: int) -> list[Placement] | None:
+    """Follow the matrices of two batches of them, each with its own counterpart."""
+    (out, *_), placements = done.outs, [of(x) for x in done.data]
+    for x, placement in zip(done.data, placements):
+        if isinstance(placement, Layout):
+            within = placement.axis >= x.dim() - 2
+        else:
+            within = placement.dim() != x.dim() or placement.shape[-2:] != (1, 1)
+        if within or x.shape[:-2] != out.shape[:-2]:
+            return None
+    found = combined(done.data, out, of, n)
+    return None if found is None else [found] * len(done.outs)
+
+
+def _contracted(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
+    """Follow rows that are multiplied with a constant matrix."""
+    if len(done.data) > 1:
+        return None
+    (x,), args = done.data, enumerate(done.args)
+    keys = [i for i, y in args if isinstance(y, Tensor) and y is not x]
+    operation = find_operation(done.func, done.args, done.kwargs, keys)
+    own = next(i for i in trial.numbers if i is not None)
+    if not isinstance(operation, Contraction) or operation.data is not x:
+        return None
+    rows = operation.rows_of(own)
+    return None if rows is None else [simplify(rows.expand(done.outs[0].shape), n)]
+
+
+# Rules for operations
+_MOVED: Sequence[tuple[Container[str], Callable]] = (
+    (REARRANGING, _rearranged),
+    (("_pad_packed_sequence",), _unpacked),
+    (RECURRENT, _recurrent),
+    (WRITING, written),
+    (PRODUCTS | {"addmm"}, _contracted),
+)

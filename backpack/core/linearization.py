@@ -300,16 +300,16 @@ class Linearization:
     @property
     def residual_is_zero(self) -> bool:
         """Whether the residual is known to vanish."""
-        if self._sums:
-            return True
-        return not self.is_joint and self.derivatives.hessian_is_zero(self.module)
+        if self.is_joint:
+            return self._sums
+        return self.derivatives.hessian_is_zero(self.module)
 
     @property
     def residual_is_diagonal(self) -> bool:
         """Whether the residual is known to be diagonal."""
-        if self._sums:
-            return True
-        return not self.is_joint and self.derivatives.hessian_is_diagonal(self.module)
+        if self.is_joint:
+            return self._sums
+        return self.derivatives.hessian_is_diagonal(self.module)
 
     @_naming
     def residual_diagonal(self) -> Tensor:

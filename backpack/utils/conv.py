@@ -188,41 +188,6 @@ def unfold_by_conv(input: Tensor, module: ConvNd) -> Tensor:
     return flatten_windows(input_windows(input, module), module.kernel_size)
 
 
-def unfold_features(view: Tensor, groups: int) -> Tensor:
-    """Return the unfolded input of a convolution, features first.
-
-    Args:
-        view: Windows ``[N, C_in, *K, *T]``.
-        groups: Number of groups G.
-
-    Returns:
-        Unfolded input ``[G, C_in / G * K, N * T]``.
-    """
-    dims = view.dim() // 2 - 1
-    features = view.shape[1 : 2 + dims].numel() // groups
-    positions = len(view) * view.shape[2 + dims :].numel()
-    return view.movedim(0, 1 + dims).reshape(groups, features, positions)
-
-
-def unfold_rows(view: Tensor, groups: int) -> Tensor:
-    """Return the unfolded input of a convolution, with features in another order.
-
-    It takes a fraction of the time, because channels come last and are copied as one:
-    for whatever does not depend on the order of features.
-
-    Args:
-        view: Windows ``[N, C_in, *K, *T]``, channels side by side in memory.
-        groups: Number of groups G.
-
-    Returns:
-        Unfolded input ``[N, G, T, K * C_in / G]``.
-    """
-    dims = view.dim() // 2 - 1
-    kernel, positions = range(3, 3 + dims), range(3 + dims, 3 + 2 * dims)
-    view = view.unflatten(1, (groups, -1)).permute(0, 1, *positions, *kernel, 2)
-    return view.flatten(2, 1 + dims).flatten(3)
-
-
 def unfold_input(module: ConvNd, input: Tensor) -> Tensor:
     """Return the unfolded input of a convolution, see :func:`unfold_by_conv`.
 

@@ -79,8 +79,8 @@ def generic_product(
     """Compute products of cotangents and a parameter's Jacobian for any module.
 
     Args:
-        name: The parameter's (dotted) name in the module, see
-            :func:`~backpack.core.derivatives.stored.argument_position`.
+        name: The parameter's name in the module, see
+            :func:`~backpack.core.derivatives.stored.find_parameter`.
         module: Module with stored output, to check that repeating the call gives the
             same.
         inputs: Inputs of the call.

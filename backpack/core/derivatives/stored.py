@@ -75,27 +75,15 @@ def by_name(module: Layer, inputs: Sequence[Any]) -> Tuple[Tuple, Dict[str, Any]
     return tuple(inputs[:size]), dict(zip(names, inputs[size:]))
 
 
-def argument_position(module: Layer, name: str) -> Optional[int]:
-    """Tell which argument of an operation a parameter is.
+def find_parameter(module: Layer, name: str) -> Tensor:
+    """Look up a parameter by its name in a call.
 
     The converter turns operations into modules, whose arguments may be parameters.
 
     Args:
-        module: The module.
-        name: The parameter's name, ``"input<i>"`` for the i-th positional argument.
-
-    Returns:
-        The position, ``None`` if the parameter is the module's own.
-    """
-    return int(name[5:]) if isinstance(module, FunctionModule) else None
-
-
-def find_parameter(module: Layer, name: str) -> Tensor:
-    """Look up a parameter by its name in a call.
-
-    Args:
         module: The module, with the arguments of its call.
-        name: The parameter's name, see :func:`argument_position`.
+        name: The parameter's (dotted) name; ``"input<i>"`` if it is the i-th positional
+            argument.
 
     Returns:
         The parameter.
@@ -200,22 +188,6 @@ def first_tensor(output: Any) -> Tensor:
     return next(filter(is_inexact, tree_leaves(output)))
 
 
-def repeats(module: Layer, x: Tensor, before: Tensor) -> bool:
-    """Tell whether repeating a forward pass gave the same output, and remember it.
-
-    Args:
-        module: The module.
-        x: Output ``[N, *]`` of the repetition.
-        before: Output of the call.
-
-    Returns:
-        Whether they agree up to rounding errors. Where a pass is traced, what was found
-        for such a module before.
-    """
-    key = "repeats", type(module), repr(module), before.shape
-    return ask(x, key, lambda: is_repetition(x, before))
-
-
 def is_repetition(output: Tensor, expected: Tensor) -> bool:
     """Tell whether repeating a forward pass gave the same output.
 
@@ -249,7 +221,9 @@ def checked(module: Layer, output: Any) -> Tensor:
     if OVERWRITTEN in vars(module):
         return output
     precision = vars(module).get(OUTPUT_TYPE, module.output.dtype)
-    if not repeats(module, output.detach(), module.output.to(precision)):
+    found, before = output.detach(), module.output.to(precision)
+    key = "repeats", type(module), repr(module), before.shape
+    if not ask(found, key, lambda: is_repetition(found, before)):
         raise RuntimeError(message(NOT_REPEATED, module=module))
     return output
 
@@ -448,7 +422,7 @@ def evaluate_parameter(
 
     Args:
         module: Module with stored input and output.
-        name: Dotted name of the parameter, see :func:`argument_position`.
+        name: Name of the parameter, see :func:`find_parameter`.
         inputs: Inputs of the call. Default: ``None``, for those that are stored.
 
     Returns:
@@ -456,10 +430,9 @@ def evaluate_parameter(
     """
     param = find_parameter(module, name).detach().requires_grad_()
     inputs, own = list(stored_inputs(module) if inputs is None else inputs), {}
-    position = argument_position(module, name)
-    if position is None:
-        own[name] = param
+    if isinstance(module, FunctionModule):
+        inputs[int(name[len("input") :])] = param
     else:
-        inputs[position] = param
+        own[name] = param
     with enable_grad(), disable():
         return param, repeat(module, inputs, own=own)

@@ -23,7 +23,7 @@ class PerSample(ABC):
 
     Attributes:
         shape: The parameter's shape ``[*p]``.
-        b: Cotangents, of which the products are made, if these are not at hand.
+        b: Cotangents, of which the products are made; the products, if at hand.
         num_columns: V, the number of columns.
         batch_size: N, the number of samples.
         shared: What was computed for a call's other parameters, to be used again.
@@ -320,22 +320,17 @@ class PerSample(ABC):
     @property
     def dtype(self) -> torch.dtype:
         """Type of the products."""
-        return self._cotangents.dtype
+        return self.b.dtype
 
     @property
     def version(self) -> int:
         """What grows when cotangents are modified in place."""
-        return self._cotangents._version
+        return self.b._version
 
     @property
     def device(self) -> torch.device:
         """Device of the products."""
-        return self._cotangents.device
-
-    @property
-    def _cotangents(self) -> Tensor:
-        """A tensor with the products' type and device."""
-        return self.b
+        return self.b.device
 
     def _elements_per_sample(self) -> int:
         """Count the elements of the buffers that :meth:`block` needs for a sample."""
@@ -352,13 +347,9 @@ class Dense(PerSample):
             products: Products of shape ``[V, N, *p]``.
             shape: The parameter's shape ``[*p]``.
         """
-        self.products = products
+        self.products = self.b = products
         self.shape = shape
         self.num_columns, self.batch_size = products.shape[:2]
-
-    @property
-    def _cotangents(self) -> Tensor:
-        return self.products
 
     def reshaped(self, shape: torch.Size) -> Dense:
         """Describe products with the Jacobian of another view of the same numbers.
@@ -428,10 +419,6 @@ class Summed(Dense):
         if self._products is None:
             self._products = sums.sum_axis(self.b, 2)
         return self._products
-
-    @property
-    def _cotangents(self) -> Tensor:
-        return self.b
 
     def merge(self, other: PerSample) -> PerSample:  # noqa: D102
         if not isinstance(other, Summed) or self.batch_size != other.batch_size:

@@ -463,7 +463,7 @@ class Outer(PerSample):
     def variance(self) -> Tensor:  # noqa: D102
         if self.positions != 1 or self.batch_size == 0:
             return super().variance()
-        if not may_look(self._cotangents):
+        if not may_look(self.b):
             return super().variance()
         # Two matrix products are all it takes, unless moment and squared mean cancel
         a, b = self._moderate_a().squeeze(2), self._moderate_b()[0].squeeze(2)

@@ -5,13 +5,7 @@ from typing import Dict
 
 from torch import Tensor
 
-from backpack.utils.conv import (
-    ConvNd,
-    flatten_windows,
-    input_windows,
-    unfold_features,
-    unfold_rows,
-)
+from backpack.utils.conv import ConvNd, flatten_windows, input_windows
 
 
 class Unfolding:
@@ -28,7 +22,7 @@ class Unfolding:
             module: The layer.
             x: Its input, of shape ``[N, C_in, *]``.
         """
-        self._module, self._x = module, x
+        self._module, self._x, self._dims = module, x, len(module.kernel_size)
         self._views: Dict[bool, Tensor] = {}
 
     def _windows(self, samples: slice, channels_last: bool) -> Tensor:
@@ -46,7 +40,11 @@ class Unfolding:
         Returns:
             Unfolded inputs of shape ``[G, d, n * T]``.
         """
-        return unfold_features(self._windows(samples, False), self._module.groups)
+        view, dims = self._windows(samples, False), self._dims
+        groups, positions = self._module.groups, view.shape[2 + dims :].numel()
+        features = view.shape[1 : 2 + dims].numel() // groups
+        shape = groups, features, len(view) * positions
+        return view.movedim(0, 1 + dims).reshape(shape)
 
     def matrices(self, samples: slice) -> Tensor:
         """Unfold with features first, each sample by itself.
@@ -64,6 +62,8 @@ class Unfolding:
     def rows(self, samples: slice) -> Tensor:
         """Unfold with features in another order, in which it takes less time.
 
+        Channels come last, and are copied as one.
+
         Args:
             samples: Which samples (n of them).
 
@@ -72,7 +72,11 @@ class Unfolding:
         """
         # a single kernel position leaves nothing to reorder, and often to copy
         several = prod(self._module.kernel_size) > 1
-        return unfold_rows(self._windows(samples, several), self._module.groups)
+        view, dims = self._windows(samples, several), self._dims
+        kernel, positions = range(3, 3 + dims), range(3 + dims, 3 + 2 * dims)
+        view = view.unflatten(1, (self._module.groups, -1))
+        view = view.permute(0, 1, *positions, *kernel, 2)
+        return view.flatten(2, 1 + dims).flatten(3)
 
     def fold_rows(self, mat: Tensor) -> Tensor:
         """View products with :meth:`rows` as products with the weight's Jacobian.

@@ -33,11 +33,10 @@ class ConvTransposeNDDerivatives(convnd.ConvNDDerivatives):
         return convnd.without_bias(module).forward(x, output_size=size)
 
     def _geometry(self, module: Layer, x: Tensor, output: Tensor) -> convnd.Geometry:
-        sizes = module.stride, module.padding, module.dilation
         options = module.stride, module.padding, module.kernel_size, module.dilation
         smallest = smallest_sizes(x.shape[2:], *options)
         rest = [size - low for size, low in zip(output.shape[2:], smallest)]
-        return convnd.Geometry(*sizes, True, rest)
+        return module.stride, module.padding, module.dilation, True, rest
 
     def _unfold(
         self, module: Layer, x: Tensor, out_size: Optional[Sequence[int]]

@@ -2,7 +2,7 @@
 
 from contextlib import AbstractContextManager
 from math import prod
-from typing import Any, Callable, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Optional, Sequence, Tuple
 
 import torch
 from einops import rearrange
@@ -40,22 +40,9 @@ class weight_jac_t_save_memory(AbstractContextManager):  # noqa: N801
         """Leave the context; exceptions pass through."""
 
 
-class Geometry(NamedTuple):
-    """Options of a convolution, as ``torch.convolution`` takes them.
-
-    Attributes:
-        stride: Stride.
-        padding: Zeros on both sides.
-        dilation: Dilation.
-        transposed: Whether it is a transposed convolution.
-        output_padding: Rows at one side of a transposed convolution's output.
-    """
-
-    stride: Sequence[int]
-    padding: Sequence[int]
-    dilation: Sequence[int]
-    transposed: bool
-    output_padding: Sequence[int]
+# Options of a convolution, as ``torch.convolution`` takes them: stride, zeros on both
+# sides, dilation, whether it is transposed, and rows at one side of the output then
+Geometry = Tuple[Any, ...]
 
 
 def weight_gradients(
@@ -68,8 +55,7 @@ def weight_gradients(
 ) -> Tensor:
     """Compute weight gradients of each sample with one library call.
 
-    Samples become groups of one large convolution, so that nothing needs to be
-    unfolded.
+    Nothing needs to be unfolded.
 
     Args:
         x: Padded inputs of shape ``[n, C_in, *]``.
@@ -83,28 +69,21 @@ def weight_gradients(
         Gradients of shape ``[1, n, *p]``, without n if they are summed.
     """
     n = cotangents.shape[1]
+    samples = () if sum_batch else (n,)
     if n == 0:
-        return x.new_zeros(1, *(() if sum_batch else (n,)), *weight_shape)
-    if sum_batch:
-        args = x, cotangents[0], weight_shape, groups, geometry
-        return _weight_gradient(*args).unsqueeze(0)
-    x, b = x.reshape(1, -1, *x.shape[2:]), cotangents.flatten(1, 2)
-    shape = (n * weight_shape[0], *weight_shape[1:])
-    gradients = _weight_gradient(x, b, shape, n * groups, geometry)
-    return gradients.unflatten(0, (1, n, -1))
-
-
-def _weight_gradient(
-    x: Tensor, gradient: Tensor, shape: Sequence[int], groups: int, geometry: Geometry
-) -> Tensor:
+        return x.new_zeros(1, *samples, *weight_shape)
+    b = cotangents[0]
+    if not sum_batch:  # samples become groups of one large convolution
+        x, b = x.reshape(1, -1, *x.shape[2:]), cotangents.flatten(1, 2)
+        groups *= n
     # axes of length 1 may have strides of another memory format, which PyTorch then
     # takes for the result's, too, and refuses to write to
-    x, gradient = [
-        t.flatten().view(t.shape) if t.is_contiguous() else t for t in (x, gradient)
-    ]
-    weight = x.new_empty(shape)  # not read; if it had gaps, it would be copied
-    args = gradient, x, weight, None, *geometry, groups, (False, True, False)
-    return torch.ops.aten.convolution_backward(*args)[1]
+    x, b = [t.flatten().view(t.shape) if t.is_contiguous() else t for t in (x, b)]
+    # not read; if it had gaps, it would be copied
+    weight = x.new_empty(prod(samples) * weight_shape[0], *weight_shape[1:])
+    args = b, x, weight, None, *geometry, groups, (False, True, False)
+    gradients = torch.ops.aten.convolution_backward(*args)[1]
+    return gradients.unflatten(0, (1, *samples, -1))
 
 
 def pads_symmetric_zeros(module: Layer) -> bool:
@@ -181,7 +160,7 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
         return self.reshape_like_input(products, module)
 
     def _geometry(self, module: Layer, x: Tensor, output: Tensor) -> Geometry:
-        """Describe a call of a layer that pads with zeros on both sides.
+        """Describe a call of a layer on padded input, unless padding is the library's.
 
         Args:
             module: The layer.
@@ -191,8 +170,9 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
         Returns:
             The geometry.
         """
-        sizes = module.stride, module.padding, module.dilation
-        return Geometry(*sizes, False, [0] * self.conv_dims)
+        none = [0] * self.conv_dims
+        padding = module.padding if pads_symmetric_zeros(module) else none
+        return module.stride, padding, module.dilation, False, none
 
     def get_unfolded_input(self, module: Layer) -> Tensor:
         """Unfold the input of the layer.
@@ -263,11 +243,8 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
         """
         if len(cotangents) != 1 or not self._prefers_convolution(module, x, cotangents):
             return None
-        pads = pads_symmetric_zeros(module)
-
         geometry = self._geometry(module, x, cotangents[0])
-        if not pads:
-            geometry = geometry._replace(padding=[0] * self.conv_dims)
+        pads = pads_symmetric_zeros(module)
 
         def form(x: Tensor, cotangents: Tensor, sum_batch: bool) -> Tensor:
             x, options = x if pads else pad_input(x, module), (module.groups, geometry)

@@ -12,7 +12,6 @@ projecting LSTM: features of a projected state, or of a cell), g gates, p = g*h.
 
 from abc import abstractmethod
 from collections import defaultdict
-from copy import copy
 from functools import partial
 from itertools import zip_longest
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
@@ -29,7 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from backpack.core.derivatives.generic import input_batch_axis
 from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
 from backpack.core.derivatives.shape_check import check_batch_first
-from backpack.core.derivatives.stored import stored_inputs
+from backpack.core.derivatives.stored import shallow_copy, stored_inputs
 from backpack.core.per_sample.base import PerSample, Summed
 from backpack.core.per_sample.outer import Outer
 from backpack.utils.hooks import message
@@ -288,13 +287,12 @@ class RecurrentDerivatives(BaseParameterDerivatives):
         check_batch_first(module, subsampling)
         if subsampling is None:
             return module
-        restricted = copy(module)
+        selected = {"output": subsample(module.output, subsampling=subsampling)}
         for i, stored in enumerate(stored_inputs(module)):
             axis = input_batch_axis(module, i)
             select = partial(subsample, dim=axis, subsampling=subsampling)
-            setattr(restricted, f"input{i}", tree_map_only(Tensor, select, stored))
-        restricted.output = subsample(module.output, subsampling=subsampling)
-        return restricted
+            selected[f"input{i}"] = tree_map_only(Tensor, select, stored)
+        return shallow_copy(module, **selected)
 
 
 class RNNDerivatives(RecurrentDerivatives):

@@ -176,7 +176,7 @@ class ReduceColumns(ModuleExtension):
             turn.save_alone(extension, param, value)
         producers = turn.producers(extension)
         if producers:
-            linear = walk.linearize(turn, extension, producers, walk.freeze_call(turn))
+            linear = walk.linearize(turn, extension, producers, frozen)
             linear = linear if some is None else linear.select(some)
             pulled = linear.jac_t(columns)
             walk.check_samples_kept(linear, extension)

@@ -15,11 +15,7 @@ from warnings import catch_warnings, simplefilter
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.proxy_tensor import (
-    get_proxy_mode,
-    get_proxy_slot,
-    make_fx,
-)
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.nn import Module, Parameter
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_flatten, tree_unflatten

@@ -13,15 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from types import FrameType
-from typing import (
-    Any,
-    Callable,
-    ClassVar,
-    Hashable,
-    Iterator,
-    Sequence,
-    TypeVar,
-)
+from typing import Any, Callable, ClassVar, Hashable, Iterator, Sequence, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,11 +21,7 @@ from torch.autograd import forward_ad
 from torch.nn import Module
 from torch.utils._python_dispatch import _disable_current_modes
 
-from backpack.utils.compiling import (
-    COMPILED_AUTOGRAD,
-    DONATED,
-    is_compiled_autograd,
-)
+from backpack.utils.compiling import COMPILED_AUTOGRAD, DONATED, is_compiled_autograd
 from backpack.utils.hooks import names_of, no_op
 from backpack.utils.parallel import without_sinks
 

@@ -10,7 +10,7 @@ from functools import partial, wraps
 from inspect import signature
 from typing import Any, Callable
 
-from torch import Size, Tensor, empty
+from torch import Tensor, empty
 from torch.nn import Module
 
 from backpack.utils.hooks import message
@@ -91,22 +91,6 @@ def check_same_V_dim(mat1: Tensor, mat2: Tensor) -> None:
         )
 
 
-def _subsampled_like(tensor: Tensor, subsampling: Subsampling = None) -> Tensor:
-    """Return a tensor without data that has the shape of the sub-sampled one.
-
-    Args:
-        tensor: Tensor of shape ``[N, *]``.
-        subsampling: Selected samples. ``None`` selects all.
-
-    Returns:
-        Tensor of shape ``[len(subsampling), *]`` on the device ``meta``.
-    """
-    if subsampling is None:
-        return tensor
-    size = num_selected(len(tensor), subsampling)
-    return empty(Size([size]) + tensor.shape[1:], device="meta")
-
-
 def check_batch_first(module: Layer, subsampling: Subsampling) -> None:
     """Refuse to select samples that are not on the first axis.
 
@@ -137,9 +121,11 @@ def _check_like(
             output.
     """
     like, subsampling = getattr(module, name), kwargs.get("subsampling")
-    if name == "output" or name.startswith("input"):
+    of_samples = name == "output" or name.startswith("input")
+    if of_samples and subsampling is not None:
         check_batch_first(module, subsampling)
-        like = _subsampled_like(like, subsampling)
+        size = num_selected(len(like), subsampling)
+        like = empty(size, *like.shape[1:], device="meta")
     check_shape(mat, like, diff=diff)
 
 

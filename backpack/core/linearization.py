@@ -326,13 +326,10 @@ class Linearization:
         Returns:
             Symmetric matrices of shape ``[N, H, H]``.
         """
-        inputs = self.inputs()
-        sizes, like = [x.shape[1:].numel() for x in inputs], self.g_out[0]
-        basis = torch.eye(sum(sizes), dtype=like.dtype, device=like.device)
-        columns = [
-            part.reshape(len(part), 1, *x.shape[1:]).expand(-1, *x.shape)
-            for part, x in zip(basis.split(sizes, dim=1), inputs)
-        ]
+        inputs, like = self.inputs(), self.g_out[0]
+        size = sum(x.shape[1:].numel() for x in inputs)
+        basis = torch.eye(size, dtype=like.dtype, device=like.device)
+        columns = self.split(basis.unsqueeze(1).expand(-1, len(inputs[0]), -1))
         products = torch.cat([flatten(c, 2) for c in self.residual(columns)], dim=2)
         matrices = products.movedim(0, 1)
         matrices = (matrices + matrices.mT) / 2

@@ -762,6 +762,23 @@ def test_same_model(case, train):
                 check_same(model, copied, x, case.renamed)
 
 
+def all_steps(self, x):
+    x = self.relu(self.relu(x)).mul_(2)
+    with torch.no_grad():
+        y = self.layer(x)
+    return x + y
+
+
+def test_debug(capsys):
+    """Each step of the conversion prints what it does, if it is asked to."""
+    model = Lambda(all_steps, relu=nn.ReLU(), layer=nn.Linear(4, 4))
+    convert_module_to_backpack(model, debug=True)
+    printed = capsys.readouterr().out
+    for step in ("Converting Lambda", "not in place", "detached", "SumModule", "copy"):
+        assert step in printed, step
+    assert printed.splitlines()[-1].startswith("  Converted: ")
+
+
 def test_only_modules(case):
     """A module stands for every operation, none works in place."""
     converted = convert_module_to_backpack(build(case)[0], debug=False)
@@ -1170,13 +1187,14 @@ def test_spellings(kind, function):
     check_same(model, converted, torch.randn(N, 4, 4, dtype=torch.float64))
 
 
-def test_transform_inplace_outside_of_a_graph():
+def test_transform_inplace_outside_of_a_graph(capsys):
     """Modules are switched, with or without their children."""
     model = nn.Sequential(nn.ReLU(inplace=True), nn.Dropout(inplace=True))
     graph_utils._transform_inplace_to_normal(model, False, initialize_recursion=False)
     assert all(module.inplace for module in model)
-    graph_utils._transform_inplace_to_normal(model, False)
+    graph_utils._transform_inplace_to_normal(model, True)
     assert not any(module.inplace for module in model)
+    assert capsys.readouterr().out.count("not in place") == 2
 
 
 def test_check_backpack_compatible():
@@ -1911,6 +1929,15 @@ def test_kept_whole(make, train):
     check_same_outputs(model, converted, x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         check_same_outputs(model, converted, x)
+
+
+def test_kept_whole_alone():
+    """What is around a submodule that can't be traced does not stay whole."""
+    model = nn.Sequential(nn.Tanh(), nn.Sequential(nn.Linear(4, 4), DataDependent()))
+    converted = convert_module_to_backpack(model, debug=False)
+    names = {n.target for n in converted.graph.nodes if n.op == "call_module"}
+    assert names == {"0", "1.0", "1.1"}
+    check_same_outputs(model, converted, torch.randn(N, 4))
 
 
 def check_same_outputs(model, converted, x):

@@ -1162,6 +1162,7 @@ SPELLINGS = {
         lambda x: x.max(dim=1)[0],
         lambda x: x.max(dim=1).values,
         lambda x: F.max_pool1d(x, 2, return_indices=True)[0],
+        lambda x: torch.max_pool1d(x, 3, 3, 0, 1, True),
         lambda x: torch.stack(x.unbind(1)[:2], dim=1),
         lambda x: x**2,
         lambda x: x - x.mean(),

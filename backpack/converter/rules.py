@@ -99,12 +99,11 @@ def _torch_dropout(input, p, train):
     return nn.Dropout(p=p) if isinstance(train, TrainingFlag) else None
 
 
-def _same_options(module: Callable, most: Optional[int] = None) -> Rule:
+def _same_options(module: Callable) -> Rule:
     """Make the rule of a function whose options are those of a module, in order.
 
     Args:
         module: The module class.
-        most: Number of options that are in order. Default: ``None`` for all.
 
     Returns:
         The rule.
@@ -113,7 +112,7 @@ def _same_options(module: Callable, most: Optional[int] = None) -> Rule:
     def rule(input, *args, **kwargs):
         known = signature(module).parameters
         others = {name for name, value in kwargs.items() if value and name not in known}
-        if others - {"_stacklevel"} or len(args) > (most or len(known)):
+        if others - {"_stacklevel"} or len(args) > len(known):
             return None
         options = {name: value for name, value in kwargs.items() if name in known}
         new_module = module(*args, **options)
@@ -147,6 +146,14 @@ _SAME_OPTIONS: Dict[Callable, Tuple[Target, ...]] = {
     nn.PixelShuffle: (F.pixel_shuffle,),
     nn.PixelUnshuffle: (F.pixel_unshuffle,),
     **{
+        # whose last two options are in another order: if only `ceil_mode` is given, it
+        # is taken for `return_indices`, for which there is no rule
+        getattr(nn, f"MaxPool{dim}d"): tuple(
+            getattr(namespace, f"max_pool{dim}d") for namespace in (F, torch)
+        )
+        for dim in (1, 2, 3)
+    },
+    **{
         getattr(nn, f"{module}{dim}d"): (getattr(F, f"{function}{dim}d"),)
         for dim in (1, 2, 3)
         for module, function in (
@@ -157,14 +164,6 @@ _SAME_OPTIONS: Dict[Callable, Tuple[Target, ...]] = {
     },
 }
 _OTHER: Dict[Target, Rule] = {
-    **{
-        # the last two arguments are in another order than those of the module
-        getattr(namespace, f"max_pool{dim}d"): _same_options(
-            getattr(nn, f"MaxPool{dim}d"), most=4
-        )
-        for dim in (1, 2, 3)
-        for namespace in (F, torch)
-    },
     F.dropout: _dropout(nn.Dropout),
     F.dropout1d: _dropout(nn.Dropout1d),
     F.dropout2d: _dropout(nn.Dropout2d),

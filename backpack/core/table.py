@@ -72,10 +72,9 @@ class Row(NamedTuple):
         Returns:
             Whether they do.
         """
-        if not self.derivatives.supports(module, tuple(arguments)):
-            return False
-        x = arguments[0] if arguments else None
-        return isinstance(x, Tensor) and x.dim() >= self.min_dim
+        x = arguments[0]
+        covered = self.derivatives.supports(module, tuple(arguments))
+        return covered and isinstance(x, Tensor) and x.dim() >= self.min_dim
 
     def covers(self, module: Module, name: str) -> bool:
         """Tell whether the derivatives cover a parameter.

@@ -114,9 +114,8 @@ class HBP(WalkingExtension):
             ValueError: If the options do not exist or contradict each other.
         """
         LossHessianStrategy.check_exists(loss_hessian_strategy)
-        BackpropStrategy.check_exists(backprop_strategy)
-        ExpectationApproximation.check_exists(ea_strategy)
         name, is_sqrt = type(self).__name__, BackpropStrategy.is_sqrt(backprop_strategy)
+        ExpectationApproximation.check_exists(ea_strategy)
         if is_sqrt and loss_hessian_strategy == LossHessianStrategy.SUM:
             raise ValueError(
                 f"{name}: a sum of loss Hessians has no columns to pull back. Use "

@@ -256,8 +256,6 @@ class Linearization:
             return self.derivatives.jac_mat_prod(*args).to(dtype)
         columns = self.filled(columns)
         xs, y = stored.evaluate(self.module, self.positions)
-        if not y.requires_grad:
-            return y.new_zeros(len(columns[0]), *y.shape)
         return torch.stack([R_op(y, xs, vs)[0] for vs in zip(*columns)])
 
     def jac_t(self, columns: Tensor) -> Columns:

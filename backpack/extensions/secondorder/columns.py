@@ -96,7 +96,7 @@ class Source:
         return replace(self, compact=False)
 
     def columns(self, derivatives: Any, module: Layer) -> Tensor:
-        """Compute the columns at the loss input.
+        """Compute the columns at the loss input, all of them.
 
         Args:
             derivatives: The loss's derivatives.
@@ -110,8 +110,6 @@ class Source:
             return derivatives.sqrt_hessian_sampled(module, (), (), **options)
         if self.strategy == "empirical":
             return derivatives.scaled_gradient(module)
-        if self.compact:
-            return derivatives.sqrt_hessian_compact(module)
         return derivatives.sqrt_hessian(module, (), ())
 
     def chunks(self, derivatives: Any, module: Layer, size: int) -> Iterator[Tensor]:

@@ -26,10 +26,6 @@ IN_PLACE = (
     "{ext}: {module} has overwritten its input (inplace=True), which its derivatives "
     "need. Use inplace=False, or `extend(model, use_converter=True)`."
 )
-SEVERAL_OUTPUTS = (
-    "{ext}: more than one output of {module} is used, and this extension goes back "
-    "through the first one only. Use the first one only."
-)
 SAMPLES_NOT_FIRST = (
     "{ext}: {module} takes samples on axis {axis} of its input, but axis 0 has to hold "
     "them. Use batch_first=True."
@@ -88,8 +84,6 @@ def skips(turn: Turn, extension: BackpropExtension) -> bool:
         if parameters and not consists_of_modules(module):
             refuse_operation(extension, module)
         return True
-    if any(g is not None for g in turn.g_out[1:]):
-        raise NotImplementedError(message(SEVERAL_OUTPUTS, **who))
     if extension.refuses_coupled_samples:
         raise_error_if_coupled(module, call.arguments)
     overwrites = getattr(module, "inplace", False) and bool(call.edges_before)

@@ -238,6 +238,30 @@ def test_random_projections() -> None:
     assert abs(float(entries.var()) * 5 - 1) < 0.5
 
 
+class Transposed(Module):
+    """A weight with inputs first, as that of ``Conv1D`` in language models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def test_projection_of_a_transposed_weight() -> None:
+    """Rows of the gradient are the parameter's first axis, whatever the layer is."""
+    torch.manual_seed(0)
+    model, loss = extend(Transposed()), extend(nn.MSELoss())
+    x, y = torch.randn(5, 2, 4).double(), torch.randn(5, 2, 3).double()
+    project = BatchProjectGrad(2)
+    with backpack(project, BatchGrad()):
+        loss(model(x), y).backward()
+    left, right = project.matrices(model.weight)
+    expected = left @ model.weight.grad_batch @ right.T
+    assert_agrees(model.weight.grad_projected, expected)
+
+
 def with_other(other: Any) -> Callable:
     """Make a pass with the gradients of another batch."""
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from backpack.core.fast import tuning
 from backpack.core.per_sample import sums
 from backpack.core.per_sample.base import Dense, PerSample
-from backpack.core.per_sample.order import Order
 from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.rows import Rows
 from backpack.utils.kroneckers import rotate
@@ -90,7 +89,7 @@ def projected(product: PerSample, matrices: Sequence[Tensor]) -> PerSample:
     parameter with a single axis, or none, is a vector.
 
     Args:
-        product: Products of a single column for a parameter.
+        product: Products of a single column for a parameter, see ``plain``.
         matrices: Matrices ``[K, P]`` and ``[L, D]``; for a vector one.
 
     Returns:
@@ -98,12 +97,9 @@ def projected(product: PerSample, matrices: Sequence[Tensor]) -> PerSample:
     """
     shape = torch.Size([len(matrix) for matrix in matrices])
     if isinstance(product, Outer) and product.groups == 1 and len(matrices) == 2:
-        order = None
-        if product.is_transposed:
-            order, matrices = Order((shape[1], shape[0]), (1, 0)), matrices[::-1]
         fits = product.b.shape[-1] == matrices[0].shape[-1]
-        if fits and not product.is_reordered:
-            return Outer(*_factors(product, *matrices), shape, order)
+        if fits and product.order is None:
+            return Outer(*_factors(product, *matrices), shape)
     if isinstance(product, Rows):
         on_ids, on_b = matrices
         b = full_precision(on_ids).mT[product.ids] * product.valid.unsqueeze(-1)

@@ -1195,6 +1195,31 @@ def test_nothing_is_passed_on_to_data(ext: Callable, differentiable: bool):
     assert seen == list(case[0])[::-1][: 1 + differentiable]
 
 
+def test_rule_that_passes_nothing_on():
+    """Without ``backpropagate``, layers before get nothing: a warning and an error."""
+    case, extension = problem(nn.Linear(3, 3), nn.Linear(3, 3)), DiagHessian()
+    extension.set_module_extension(nn.Linear, ModuleExtension(), overwrite=True)
+    with pytest.warns(UserWarning, match="does not override `backpropagate`"):
+        with pytest.raises(AssertionError, match="passes none on"):
+            run(case, extension)
+
+
+def test_subclass_that_is_called():
+    """A subclass that overrides ``__call__`` is called for each module, as in 1.7."""
+    seen = []
+
+    class Watching(BatchGrad):
+        def __call__(self, module, g_inp, g_out):
+            seen.append(module)
+            super().__call__(module, g_inp, g_out)
+
+    case = problem(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    model = run(case, Watching())
+    assert seen == [case[1], *list(model)[::-1]]
+    for name, value in oracle("batch_grad", *case).items():
+        assert_agrees(model.get_parameter(name).grad_batch, value, name)
+
+
 def test_diag_hessian_rules_with_dictionaries():
     """A rule may read, and return, matrices and signs by name, as in 1.7."""
 

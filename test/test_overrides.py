@@ -35,6 +35,7 @@ from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
 from backpack.core.fast import matmul, tuning
 from backpack.core.per_sample.base import Dense, PerSample, Summed
 from backpack.core.per_sample.maps import dots_between, projected
+from backpack.core.per_sample.order import Order, transposed
 from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.rows import Rows
 from backpack.core.per_sample.sums import add_rows
@@ -827,3 +828,10 @@ class MovedOtherwise(nn.LSTM):
 def test_what_moves_a_layer_is_no_other_rule():
     """A class that does not change what a layer computes has its rule."""
     assert find_row(MovedOtherwise(2, 3)) is find_row(nn.LSTM(2, 3)) is not None
+
+
+@pytest.mark.parametrize("axes", [(0, 1), (1, 0)])
+def test_transpose_that_is_no_order(axes: Tuple[int, int]):
+    """A row that ends within one of the axes can't be described, which is noticed."""
+    with pytest.raises(ValueError, match="within an axis"):
+        transposed(Order((4, 9), axes), 6, 6)

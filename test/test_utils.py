@@ -25,6 +25,7 @@ from torch.nn import (
     NLLLoss,
     ReLU,
     Sequential,
+    Softmax,
     Unfold,
 )
 
@@ -42,7 +43,7 @@ from backpack.custom_module.branching import Parallel, SumModule, _Branch
 from backpack.custom_module.reduce_tuple import ReduceTuple
 from backpack.utils import conv, conv_transpose, linear
 from backpack.utils.convert_parameters import vector_to_parameter_list
-from backpack.utils.errors import batch_norm_raise_error_if_train
+from backpack.utils.errors import acts_along_samples, batch_norm_raise_error_if_train
 from backpack.utils.hooks import no_op
 from backpack.utils.module_classification import is_loss, is_nll, is_no_op
 from backpack.utils.subsampling import subsample
@@ -440,6 +441,15 @@ def test_batch_norm_check() -> None:
     with pytest.warns(UserWarning, match="BatchNorm2d.*training mode"):
         batch_norm_raise_error_if_train(module, raise_error=False)
     batch_norm_raise_error_if_train(module.eval())
+
+
+@pytest.mark.parametrize("axes", [1, 2, 3, 4])
+def test_softmax_along_an_axis_of_its_choice(axes: int):
+    """Without an axis, PyTorch takes one that depends on how many there are."""
+    x = torch.rand([3] * axes)
+    with pytest.warns(UserWarning, match="Implicit dimension"):
+        expected = torch.allclose(Softmax()(x).sum(0), torch.ones([3] * (axes - 1)))
+    assert acts_along_samples(Softmax(), x) == expected
 
 
 def test_no_op() -> None:

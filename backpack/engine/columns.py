@@ -19,13 +19,7 @@ from backpack.core.fast.whole import whole
 from backpack.core.layout import FIRST, Layout, once, ranks, sample_numbers
 from backpack.core.table import find_loss
 from backpack.engine.coverage import leads_past_losses
-from backpack.engine.graph import (
-    Origin,
-    entries_of,
-    is_leaf,
-    targets_below,
-    will_run,
-)
+from backpack.engine.graph import Origin, entries_of, is_leaf, targets_below, will_run
 from backpack.engine.inspection import Inspection
 from backpack.engine.record import Call
 from backpack.engine.turn import Turn

@@ -13,12 +13,7 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from backpack.core.layout import Mixed, spans
-from backpack.engine.gaps import (
-    Known,
-    differ,
-    explain_parents,
-    placement_at,
-)
+from backpack.engine.gaps import Known, differ, explain_parents, placement_at
 from backpack.engine.graph import (
     SILENT,
     describe,
@@ -28,12 +23,7 @@ from backpack.engine.graph import (
     name_of,
     walk,
 )
-from backpack.engine.inspection import (
-    Inspection,
-    is_sum,
-    is_term,
-    tail_terms,
-)
+from backpack.engine.inspection import Inspection, is_sum, is_term, tail_terms
 from backpack.engine.separable import is_separable
 from backpack.engine.uses import Use, refuse
 from backpack.engine.vjp import is_function

@@ -32,13 +32,7 @@ from backpack.core.table import Row, find_loss, find_loss_module
 from backpack.engine.gaps import NESTED, Known, differ, explain
 from backpack.engine.graph import is_leaf, note_tangent
 from backpack.engine.layer_calls import is_redefined, note_use, row_of_call
-from backpack.engine.placements import (
-    Pass,
-    mark_of,
-    may_be_shared,
-    place,
-    placement_of,
-)
+from backpack.engine.placements import Pass, mark_of, may_be_shared, place, placement_of
 from backpack.engine.record import Call, clear_stored
 from backpack.engine.tracking import LIST_OF_SAMPLES, ONE_SAMPLE, Tracker
 from backpack.engine.uses import (

@@ -183,11 +183,7 @@ def _input_of(module: Module, x: Tensor, tracker: Tracker | None) -> Known:
 
 
 def note_use(
-    call: Call,
-    found: tuple[Row, Known],
-    args: tuple,
-    outputs: list[Tensor],
-    since: int,
+    call: Call, found: tuple[Row, Known], args: tuple, outputs: list[Tensor], since: int
 ) -> list[Placement]:
     """Record a call of a layer of the table as a use; say where samples are then.
 

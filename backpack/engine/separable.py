@@ -14,12 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from backpack.core.layout import Mixed, has_bit, sample_numbers
-from backpack.engine.gaps import (
-    Source,
-    differ,
-    explain_parents,
-    sources_of,
-)
+from backpack.engine.gaps import Source, differ, explain_parents, sources_of
 from backpack.engine.graph import entries_of
 from backpack.engine.vjp import is_function, pull
 from backpack.utils.state import state

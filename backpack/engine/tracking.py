@@ -25,14 +25,7 @@ from backpack.core.layout import Layout, Mixed, Placement
 from backpack.core.operations import find_operation
 from backpack.engine import saved as saved_tensors
 from backpack.engine.functions import KINDS, Kind, is_of_inputs, kind_of
-from backpack.engine.gaps import (
-    CONSTANT,
-    KNOWN,
-    NESTED,
-    Known,
-    explain,
-    note_functions,
-)
+from backpack.engine.gaps import CONSTANT, KNOWN, NESTED, Known, explain, note_functions
 from backpack.engine.graph import MEETING, SILENT, note_tangent
 from backpack.engine.placements import (
     FORGET,

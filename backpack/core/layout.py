@@ -451,7 +451,7 @@ def one_sample_each(
 
 def ranks(
     placement: Layout | Tensor, size: int, n: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Number the rows of each sample, along a single axis of rows.
 
     Args:
@@ -461,7 +461,7 @@ def ranks(
         device: Device of the result.
 
     Returns:
-        For each row, its sample and its number among the sample's rows.
+        For each row, its number among the sample's rows.
     """
     if isinstance(placement, Tensor):
         placement = placement.reshape(len(placement))
@@ -472,4 +472,4 @@ def ranks(
     place = torch.arange(size, device=device) - starts[(numbers + 1)[order]]
     rank = torch.empty_like(place)
     rank[order] = place
-    return numbers, rank
+    return rank

@@ -26,7 +26,7 @@ from backpack.engine.coverage import (
     terms_without_loss,
     warn_of_factor,
 )
-from backpack.engine.graph import describe, listen_below, will_run
+from backpack.engine.graph import describe, targets_below, will_run
 from backpack.engine.inspection import Inspection
 from backpack.engine.own_functions import OwnFunctions
 from backpack.engine.own_gradients import choose, hand_over
@@ -73,6 +73,7 @@ class BackwardPass:
         inspection: What the graph looks like, if there is anything to be done in it.
         report: Where is noted what has happened.
         groups: The groups of parameters.
+        groups_of: Those that a use contributes to.
         is_shared: Whether several processes share the batch.
         terms: Terms of the loss of which its extended modules say nothing, if needed.
         accumulates, accumulated: Whether autograd accumulates gradients, and which.
@@ -164,7 +165,8 @@ class BackwardPass:
         self._listen()
         self._functions = OwnFunctions(self.inspection.nodes, exts, self._separating)
         if not looks and current.extension_hook is not no_op:
-            listen_below([edge.node for edge in roots])
+            for target in targets_below(edge.node for edge in roots):
+                listen(target.node)
 
     def _listen(self) -> None:
         """Let uses and calls have their turns, but for calls with nothing to do."""
@@ -200,21 +202,10 @@ class BackwardPass:
     def _find_groups(self, uses: Sequence[Use]) -> None:
         """Find out which parameters wait for which uses."""
         self.groups: list[Group] = find_groups(uses)
-        self._groups_of: dict[Use, list[Group]] = {use: [] for use in uses}
+        self.groups_of: dict[Use, list[Group]] = {use: [] for use in uses}
         for group in self.groups:
             for use in group.uses:
-                self._groups_of[use].append(group)
-
-    def groups_of(self, use: Use) -> list[Group]:
-        """Return the groups of parameters that a use contributes to.
-
-        Args:
-            use: The use.
-
-        Returns:
-            The groups.
-        """
-        return self._groups_of.get(use, [])
+                self.groups_of[use].append(group)
 
     def _inspect(self, inputs: Any) -> None:
         """Refuse what nothing sees, or warn about it."""
@@ -229,7 +220,7 @@ class BackwardPass:
         if curved and self.terms:
             warn_user(MISSING_TERM.format(nodes=", ".join(self.terms)))
         if self._separating:
-            uses, separating = list(self._groups_of), self._separating
+            uses, separating = list(self.groups_of), self._separating
             separate = check_samples(inspection, uses, params, separating)
             if self._check is not None:
                 self._check.separate = separate
@@ -302,7 +293,7 @@ class BackwardPass:
             self._pass_by([call for call in self._idle if not call.released])
         if not self._keeps_io:
             clear_others(self.inspection.calls)
-        of_uses = self.gradients, self._own, self._groups_of
+        of_uses = self.gradients, self._own, self.groups_of
         for kept in (self._idle, self.kept, self.groups, *of_uses):
             kept.clear()
         self.inspection = Inspection(())
@@ -351,7 +342,7 @@ class BackwardPass:
         is_unannounced = self.state.unannounced is self and self.inspection.roots
         if is_unannounced and use not in self.inspection.uses:
             raise RuntimeError(UNANNOUNCED)
-        groups = self._groups_of.get(use, [])
+        groups = self.groups_of.get(use, [])
         if use.released and groups:
             raise RuntimeError(RELEASED.format(module=use.describe()))
         self.gradients[use] = [None if g is None else g.unsqueeze(0) for g in g_out]
@@ -389,7 +380,7 @@ class BackwardPass:
                 total = (product.plain.total(),)
                 _ENGINE.run_backward((param,), total, False, False, (), True, True)
         for use in group.uses:
-            groups = self._groups_of[use]
+            groups = self.groups_of[use]
             groups.remove(group)
             if not groups:
                 self.gradients.pop(use, None)
@@ -430,7 +421,9 @@ class BackwardPass:
             Products with V = 1 for each of its constants.
         """
         if use not in self._own:
-            self._own[use] = use.products(self.cotangents(use), self.nodes(use))
+            self._own[use] = use.products(
+                self.cotangents(use), self.inspection.uses[use]
+            )
         return self._own[use]
 
     def cotangents(self, use: Use) -> list[Tensor | None]:
@@ -444,21 +437,10 @@ class BackwardPass:
         """
         found = list(self.gradients[use])
         if all([g is None for g in found]):
-            for i, (node, number) in self.nodes(use).items():
+            for i, (node, number) in self.inspection.uses[use].items():
                 like = kind(node._input_metadata[number])
                 found[i] = torch.zeros(1, *use.output_shapes[i], **like)
         return found
-
-    def nodes(self, use: Use) -> dict[int, tuple[Node, int]]:
-        """Return where a use's outputs sit in the graph.
-
-        Args:
-            use: The use.
-
-        Returns:
-            Node and output number for each output.
-        """
-        return self.inspection.uses[use]
 
     def _take_call(
         self, call: Call, g_out: tuple[Tensor | None, ...], entries: list[Entry]
@@ -492,7 +474,7 @@ class BackwardPass:
                     print(f"[DEBUG] Running extension {ext} on {name_module(module)}")
                 turn.g_out = self.pull_back.of_losses.at(call, ext, g_out)
                 ext(module, g_inp, turn.g_out)
-        waiting = [use for use in call.uses if self._groups_of.get(use)]
+        waiting = [use for use in call.uses if self.groups_of.get(use)]
         if waiting:
             self._waiting[call] = len(waiting)
         else:
@@ -535,22 +517,6 @@ class BackwardPass:
         """Tell whether a call's turn would change nothing: a quick answer."""
         exts = self.state.active_exts
         return not (self._shows_calls or any([ext.runs_on(call) for ext in exts]))
-
-    def parameters(self, call: Call) -> list[tuple[str, Any]]:
-        """List the parameters a call is responsible for, as far as they take part.
-
-        Args:
-            call: The call.
-
-        Returns:
-            Names in the module and parameters.
-        """
-        return [
-            (name, param)
-            for name, param in call.parameters.items()
-            if param.requires_grad
-            and (not call.is_composite or self.accumulated.reaches(param))
-        ]
 
     def _meet_loss(self, turn: Turn) -> None:
         """Pull columns back from a loss to everything it was computed from."""

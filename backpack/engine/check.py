@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
-from backpack.core.layout import Layout, has_bit, sample_numbers
+from backpack.core.layout import Layout, halves, has_bit, sample_numbers
 from backpack.engine.graph import Origin, describe
 from backpack.engine.inspection import Inspection
 from backpack.engine.vjp import pull
@@ -159,10 +159,9 @@ def _columns(origin: Origin) -> Iterator[tuple[int, int, Tensor]]:
     generator = torch.Generator(device).manual_seed(0)
     random = torch.rand(shape, generator=generator, device=device) + 0.5
     numbers = sample_numbers(placement, shape, n, device)
-    for bit in range((n - 1).bit_length()):
-        for wanted in (0, 1):
-            some = random.where(has_bit(numbers, bit, wanted), 0.0)
-            yield bit, wanted, some.to(metadata.dtype).reshape(metadata.shape)
+    for bit, wanted in halves(n):
+        some = random.where(has_bit(numbers, bit, wanted), 0.0)
+        yield bit, wanted, some.to(metadata.dtype).reshape(metadata.shape)
 
 
 def _reaches_others(use: Any, index: int, g: Tensor, bit: int, wanted: int) -> bool:

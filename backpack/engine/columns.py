@@ -27,7 +27,7 @@ from backpack.engine.vjp import pull
 from backpack.utils.hooks import message, without_hooks
 from backpack.utils.parallel import gathered
 from backpack.utils.state import state
-from backpack.utils.types import Grads
+from backpack.utils.types import Grads, kind
 
 NO_TENSOR = (
     "{ext} differentiates a loss with respect to its first argument, and that of "
@@ -93,25 +93,25 @@ def find_gateway(inspection: Inspection, edge: GradientEdge) -> Node | None:
     return last[0] if len(last) == 1 and set(losses) <= set(nodes) else None
 
 
-def columns_of(
-    source: Any, loss: Call, derivatives: Any, size: int
-) -> Iterator[Tensor]:
-    """Compute columns at the loss input, such that samples have a row each.
+def columns_of_loss(source: Any, turn: Turn, size: int) -> Iterator[Tensor]:
+    """Compute columns at a loss input, such that samples have a row each.
 
     Where a sample has several rows, like the tokens of a sentence, an exact factor has
     columns for each of them; the Hessian is block-diagonal. A sampled factor draws a
-    target for each row, which is uncorrelated with the others'.
+    target for each row, which is uncorrelated with the others'. They have the scale
+    that the loss has.
 
     Args:
         source: Where the columns come from.
-        loss: The loss's call.
-        derivatives: Its derivatives.
+        turn: The loss's turn.
         size: Number of columns at a time.
 
     Yields:
         Columns ``[V, *in]`` with V at most ``size``.
     """
-    chunks = source.chunks(derivatives, loss.module, size)
+    loss, derivatives = turn.call, find_loss(turn.module).derivatives
+    scale = turn.loss_scale()
+    chunks = (x * scale for x in source.chunks(derivatives, turn.module, size))
     placement, x = loss.placement, loss.inputs[0]
     alone = derivatives.compared_axis(x) == -x.dim()  # one term, without batch axis
     rows = len(x) if x.dim() else 1
@@ -125,8 +125,7 @@ def columns_of(
     if not along_rows:
         number, most = torch.arange(rows, device=x.device), rows
     elif isinstance(placement, Layout):
-        _, number = ranks(placement, rows, loss.n, x.device)
-        most = rows // loss.n
+        number, most = ranks(placement, rows, loss.n, x.device), rows // loss.n
     else:
         number, most = once(
             placement, "ranks", lambda: _ranks(placement, rows, loss.n, x.device)
@@ -139,24 +138,8 @@ def columns_of(
 
 def _ranks(placement: Tensor, *sizes: Any) -> tuple[Tensor, int]:
     """Number the rows of each sample, and count those of the largest."""
-    _, number = ranks(placement, *sizes)
+    number = ranks(placement, *sizes)
     return number, int(number.max()) + 1
-
-
-def columns_of_loss(source: Any, turn: Turn, size: int) -> Iterator[Tensor]:
-    """Compute columns at a loss input, of the scale that the loss has.
-
-    Args:
-        source: Where the columns come from.
-        turn: The loss's turn.
-        size: Number of columns at a time.
-
-    Yields:
-        Columns ``[V, *in]`` with V at most ``size``.
-    """
-    derivatives = find_loss(turn.module).derivatives
-    for chunk in columns_of(source, turn.call, derivatives, size):
-        yield chunk * turn.loss_scale()
 
 
 def identity_columns(origin: Origin, name: str, size: int) -> Iterator[Tensor]:
@@ -190,9 +173,7 @@ def identity_columns(origin: Origin, name: str, size: int) -> Iterator[Tensor]:
         raise NotImplementedError(message(OTHER_FEATURES, ext=name, module=call.module))
     features = torch.argsort(numbers, stable=True).view(n, number).T
     for some in features.split(size):
-        columns = torch.zeros(
-            len(some), len(numbers), dtype=metadata.dtype, device=device
-        )
+        columns = torch.zeros(len(some), len(numbers), **kind(metadata))
         yield columns.scatter_(1, some, 1.0).view(len(some), *metadata.shape)
 
 

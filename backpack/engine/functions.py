@@ -14,13 +14,12 @@ from backpack.core.table import LOSS_FUNCTIONS
 # Methods and properties that return no tensor, or change nothing of one
 _QUIET = frozenset(
     "size dim is_floating_point stride numel __len__ is_contiguous get_device "
-    "ndimension "
-    "is_complex item __bool__ tolist __int__ __float__ element_size storage_offset "
-    "data_ptr __repr__ __format__ __hash__ register_hook __contains__ __index__ "
-    "is_same_size untyped_storage retain_grad numpy __str__ is_set_to is_shared "
-    "is_pinned has_names dim_order __reduce_ex__ __deepcopy__ is_inference "
-    "is_conj is_neg is_signed type_ __dir__ _has_compatible_shallow_copy_type "
-    "_is_view register_post_accumulate_grad_hook get_default_dtype".split()
+    "ndimension is_complex item __bool__ tolist __int__ __float__ element_size "
+    "storage_offset data_ptr __repr__ __format__ __hash__ register_hook __contains__ "
+    "__index__ is_same_size untyped_storage retain_grad numpy __str__ is_set_to "
+    "is_shared is_pinned has_names dim_order __reduce_ex__ __deepcopy__ is_inference "
+    "is_conj is_neg is_signed type_ __dir__ _has_compatible_shallow_copy_type _is_view "
+    "register_post_accumulate_grad_hook get_default_dtype".split()
 )
 # Those that make numbers of Python
 _READS = frozenset("item tolist numpy __bool__ __int__ __float__ __index__".split())
@@ -156,9 +155,8 @@ def _without_overrides(func: FunctionType) -> Callable:
     The original asks for overrides first, and would be handed to the mode as a whole.
     """
     names = dict(func.__globals__)
-    for name in ("has_torch_function", "has_torch_function_variadic"):
-        names[name] = lambda *_: False
-    names["has_torch_function_unary"] = lambda _: False
+    for ending in ("", "_unary", "_variadic"):
+        names[f"has_torch_function{ending}"] = lambda *_: False
     copy = FunctionType(
         func.__code__, names, func.__name__, func.__defaults__, func.__closure__
     )

@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from backpack.engine.functions import BY_VALUE, POINTWISE
-from backpack.engine.uses import ENTRIES, Entry, listen
+from backpack.engine.uses import ENTRIES, Entry
 from backpack.engine.vjp import is_function
 from backpack.utils.hooks import EXTENDED, represent
 from backpack.utils.parallel import SINKS, parts
@@ -161,16 +161,6 @@ def targets_below(nodes: Iterable[Node]) -> list[Target]:
         Their outputs.
     """
     return [Target(entry, node) for node in walk(nodes) for entry in entries_of(node)]
-
-
-def listen_below(nodes: Sequence[Node]) -> None:
-    """Let all uses and calls that something was computed from have their turns.
-
-    Args:
-        nodes: Where it sits in the graph.
-    """
-    for target in targets_below(nodes):
-        listen(target.node)
 
 
 def will_run(node: Node) -> bool:

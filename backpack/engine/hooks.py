@@ -72,7 +72,7 @@ class _Thread(threading.local):
         # inside of the outermost frame: modules, and records of their calls
         self.returned: list[tuple[Module | None, weakref.ref]] = []
         self.tracker: Tracker | None = None
-        self.graphless: weakref.WeakSet[Module] | None = None
+        self.graphless: weakref.WeakSet[Module] = weakref.WeakSet()
 
 
 _THREAD = _Thread()
@@ -349,9 +349,10 @@ def _record(
     for x in outputs:
         if x.is_nested and x.layout is torch.strided:
             return None  # they have no shape
+    constant: set[int] = set()  # outputs without samples: another way leads to them
     # what comes out of a layer that is looked at as a whole has no mark yet
-    several = len(outputs) > 1 and frame.row is None
-    constant = _constants(outputs, tracker) if several else ()
+    if len(outputs) > 1 and frame.row is None and tracker is not None:
+        constant = {id(x) for x in outputs if placement_of(x, tracker.key) is None}
     edges = _edges(outputs, constant)
     if len(outputs) > 1 and _differ(edges):
         marks = [mark_of(x) for x in outputs]
@@ -401,13 +402,6 @@ def _record(
         call.placements = [placement_of(x, frame.tracker.key) for x in outputs]
     _attach(call, outputs, edges)
     return replaced
-
-
-def _constants(outputs: list[Tensor], tracker: Tracker | None) -> set[int]:
-    """Find outputs that hold no samples: the way of gradients to them is another."""
-    if tracker is None:
-        return set()
-    return {id(x) for x in outputs if placement_of(x, tracker.key) is None}
 
 
 def _edges(outputs: list[Tensor], constant: Iterable[int]) -> list[GradientEdge | None]:
@@ -553,13 +547,13 @@ def _computes_loss(
     module: Module, call: Call, outputs: list[Tensor], outermost: bool
 ) -> bool:
     """Tell whether a call maps a prediction, which has a graph, to a number."""
-    if not outputs or outputs[0].numel() != 1 or outputs[0].dim() > 1:
-        return is_loss(module)
     if is_loss(module):
         return True
+    if not outputs or outputs[0].numel() != 1 or outputs[0].dim() > 1:
+        return False
+    edge = next(iter(call.input_edges), None)
     if next(module.parameters(), None) is None:
-        return outputs[0].dim() == 0 or call.input_edges[:1] not in ([], [None])
-    edge = call.input_edges[0] if call.input_edges else None
+        return outputs[0].dim() == 0 or edge is not None
     return outermost and edge is not None and edge.node.next_functions != ()
 
 
@@ -577,12 +571,10 @@ def _attach(
         edges = [edge_of(base)]
     inner = [(i, e) for i, e in enumerate(edges) if e and not is_leaf(e.node)]
     if not inner:
-        if _THREAD.graphless is None:
-            _THREAD.graphless = weakref.WeakSet()
         _THREAD.graphless.add(call.module)
         return
-    if _THREAD.graphless is not None:
-        call.graphless, _THREAD.graphless = _THREAD.graphless, None
+    if _THREAD.graphless:
+        call.graphless, _THREAD.graphless = _THREAD.graphless, weakref.WeakSet()
     for i, (node, number, *_) in inner:  # one node, see `on_one_node`
         entries_at(node).append(Entry(number, i, call))
         if not _THREAD.frames:  # where a backward pass without a context is noticed

@@ -289,14 +289,12 @@ class Inspection:
             Those used in terms of their own, like a regularizer, and those used for
             anything else.
         """
-        outside = {p: nodes for p, nodes in self.outside.items() if id(p) in known}
-        if not outside:
-            return [], []
         separate: list[Tensor] = []
         entangled: list[Tensor] = []
-        for param, nodes in outside.items():
-            mixed = not self.data_nodes.isdisjoint(nodes)
-            (entangled if mixed else separate).append(param)
+        for param, nodes in self.outside.items():
+            if id(param) in known:
+                mixed = not self.data_nodes.isdisjoint(nodes)
+                (entangled if mixed else separate).append(param)
         return separate, entangled
 
     def coupled(self) -> list[Mixed]:
@@ -350,13 +348,12 @@ class Inspection:
         Returns:
             What it is called, ``None`` if there is none.
         """
-        names = {name for name in self.names if "BatchNorm" in name}
         found = None
-        for node in self.nodes if names else ():
-            if type(node).__name__ not in names:
+        for node in self.nodes if any("BatchNorm" in x for x in self.names) else ():
+            name = type(node).__name__
+            if "BatchNorm" not in name:
                 continue
             shape = node._input_metadata[0].shape
-            name = type(node).__name__
             kept = "train" if "BackwardBackward" in name else "training"
             trains = getattr(node, f"_saved_{kept}", "NoTraining" not in name)
             owners = [entry.owner for entry in calls_at(node)]
@@ -458,8 +455,7 @@ def additive_terms(
         edges = [edge for edge in edges if edge[0] is not None]
         parents = [parent for parent, _ in edges]
         single = name in _SCALING and len(parents) == 1
-        is_loss = any(entry.owner.is_loss for entry in entries_of(node))
-        is_loss = is_loss and not through_losses
+        is_loss = not through_losses and any(e.owner.is_loss for e in entries_of(node))
         if len(parents) == 1 and name in _OF_ONE_NUMBER:
             single = torch.Size(node._input_metadata[0].shape).numel() == 1
         if through_losses and of_numbers and parents and is_scalar(node):

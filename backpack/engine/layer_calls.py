@@ -19,7 +19,6 @@ from backpack.core.layout import Layout, Placement
 from backpack.core.operations import LayerLike, Operation, statistics
 from backpack.core.table import Row, find_row
 from backpack.engine.gaps import Known, explain
-from backpack.engine.placements import placement_of
 from backpack.engine.record import Call, clear_copy
 from backpack.engine.tracking import Tracker
 from backpack.engine.uses import Constant, Use
@@ -84,11 +83,7 @@ def _takes_samples(
     places = [(x, int(not module.batch_first), placement)]
     for h in tree_leaves(states):
         if isinstance(h, Tensor) and h.requires_grad:
-            known = (
-                explain(h)
-                if tracker is None
-                else Known(placement_of(h, tracker.key), n)
-            )
+            known = _known_of(h, tracker)
             if known is None or known.placement is None:
                 return False  # a parameter
             places.append((h, 1, known.placement))
@@ -169,11 +164,15 @@ class LayerCall(Operation):
         return derivatives.product(key, module, self._arguments, cotangents)
 
 
+def _known_of(x: Tensor, tracker: Tracker | None) -> Known | None:
+    if tracker is None:
+        return explain(x)
+    return Known(tracker.find_placement(x), tracker.n)
+
+
 def _input_of(module: Module, x: Tensor, tracker: Tracker | None) -> Known:
     """Tell where the samples of a layer's input are."""
-    if tracker is not None:
-        return Known(tracker.find_placement(x), tracker.n)
-    known = explain(x)
+    known = _known_of(x, tracker)
     if known is not None:
         return known
     axis = 0
@@ -210,13 +209,11 @@ def note_use(
         for name, p in module._parameters.items()
         if p is not None and p.requires_grad
     ]
-    pairs = [(o, p) for o, p in zip(outputs, placements) if o.requires_grad]
-    if constants and len(pairs) == len(outputs):
+    if constants and all([x.requires_grad for x in outputs]):
         operation = _operation(module, row, args, [c.key for c in constants])
-        outs, places = [o for o, _ in pairs], [p for _, p in pairs]
         name = type(module).__name__
-        use = Use(name, constants, known.n, places, call, operation, since)
-        use.attach(outs)
+        use = Use(name, constants, known.n, placements, call, operation, since)
+        use.attach(outputs)
         call.uses = (*call.uses, use)
     return placements
 

@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, Node
 from backpack.core.layout import Mixed, conflict, sample_numbers
 from backpack.engine.gaps import KNOWN, Known, Source, explain_place
 from backpack.engine.graph import describe, is_leaf, name_of
-from backpack.engine.placements import MARK
+from backpack.engine.placements import MARK, placement_of
 from backpack.engine.tracking import Tracker
 from backpack.engine.uses import edge_of, refuse
 from backpack.engine.vjp import is_function, is_users
@@ -133,7 +133,7 @@ def _operands_of(node: Node) -> Iterator[Source]:
 @out_of_sight
 def _have_met(tracker: Tracker, x: Any, operand: Source) -> bool:
     """Tell whether a gradient has samples where the operand has others."""
-    own, (placement, n) = tracker.placement_of(x), operand.known
+    own, (placement, n) = placement_of(x, tracker.key), operand.known
     if own is None or placement is None or n != tracker.n or x.shape != operand.shape:
         return False
     if isinstance(own, Mixed) or isinstance(placement, Mixed):

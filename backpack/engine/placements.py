@@ -41,7 +41,7 @@ from backpack.engine.rules import quick_rule, rule
 from backpack.engine.trials import Performed, Trial
 from backpack.utils.parallel import communicates
 from backpack.utils.state import out_of_sight, state
-from backpack.utils.types import is_inexact, version_of
+from backpack.utils.types import is_inexact, tensors_in, version_of
 
 FORGET: list[Any] = []  # makes a key that nothing is remembered by: it has no hash
 MARK = "_backpack_samples"  # attribute of a tensor that depends on the model's inputs
@@ -328,12 +328,12 @@ class Finder:
             if isinstance(placement, Mixed):
                 return self._differentiable([placement] * len(outs), outs)
         by_value = name in BY_VALUE or name in BY_STRIDES
-        if name in ("__getitem__", "__setitem__") and not _has_tensor(args[1]):
+        if name in ("__getitem__", "__setitem__") and not tensors_in(args[1], 0):
             by_value = False
         if name == "embedding_bag":
-            by_value = _has_tensor([*args[2:], *kwargs.values()])
+            by_value = bool(tensors_in((args[2:], kwargs), 0))
         if name == "repeat_interleave":
-            by_value = _has_tensor([*args[1:], *kwargs.values()])
+            by_value = bool(tensors_in((args[1:], kwargs), 0))
         by_value = by_value or self._depends_on_values(done)
         with torch._C.DisableTorchFunction(), torch.no_grad():
             try:
@@ -514,9 +514,3 @@ def _of_inputs(name: str, placement: Placement) -> Mixed:
     """Say that samples may not have met, if all of them share an input."""
     met = placement if isinstance(placement, Mixed) else Mixed(f"`{name}`")
     return met._replace(is_of_inputs=True)
-
-
-def _has_tensor(x: Any) -> bool:
-    if isinstance(x, (tuple, list)):
-        return any(map(_has_tensor, x))
-    return isinstance(x, Tensor)

@@ -156,18 +156,14 @@ class PullColumns:
         loss, edge = origin.call, origin.edge
         reached = targets_below([edge.node])
         running = [t for t in reached if will_run(t.node)]
-        uses = {t.entry.owner for t in running if t.entry.owner.is_use}
-        groups: dict[Group, list[Use]] = {}
-        for use in uses:
-            for group in self._running.groups_of(use):
-                groups.setdefault(group, []).append(use)
+        owners = list(dict.fromkeys(t.entry.owner for t in running))
+        groups_of = self._running.groups_of
+        groups = list(dict.fromkeys(g for x in owners for g in groups_of.get(x, ())))
+        calls = [x for x in owners if not (x.is_use or x.is_loss)]
         customized = {
-            t.entry.owner
-            for t in running
-            if not (t.entry.owner.is_use or t.entry.owner.is_loss)
-            and any(ext.is_customized(t.entry.owner.module) for ext in extensions)
+            x for x in calls if any(ext.is_customized(x.module) for ext in extensions)
         }
-        wanted = {use for some in groups.values() for use in some} | customized
+        wanted = {x for x in owners if groups_of.get(x)} | customized
         targets = [t for t in running if t.entry.owner in wanted]
         if not targets:
             return
@@ -182,11 +178,11 @@ class PullColumns:
         if second is not None:
             chunks = chain([second], chunks)
         elif alone and len(first) == 1 and not customized:
-            if not own and self._carry(edge, first[0], list(groups), extensions):
+            if not own and self._carry(edge, first[0], groups, extensions):
                 return
         at_once, keep = self._plan(groups, extensions, many)
-        calls = [loss, *dict.fromkeys(t.entry.owner for t in reached)]
-        tensors = [x for call in calls for x in call.tensors()]
+        passed = [loss, *dict.fromkeys(t.entry.owner for t in reached)]
+        tensors = [x for owner in passed for x in owner.tensors()]
         sources = {ext.source for ext in extensions}
         totals: dict[Key, Any] = {}
         last: dict[Key, PerSample] = {}
@@ -352,7 +348,7 @@ class PullColumns:
         def of(use: Use) -> Any:
             if use not in formed:
                 some = pulled.get(use, [None] * use.num_outputs)
-                formed[use] = use.products(some, self._running.nodes(use))
+                formed[use] = use.products(some, self._running.inspection.uses[use])
             return formed[use]
 
         for group, extensions in at_once.items():
@@ -464,7 +460,7 @@ class PullColumns:
                 if len(numbers) < count:
                     some = list(numbers)
                     columns = [None if x is None else x[some] for x in columns]
-                formed[key] = use.products(columns, self._running.nodes(use))
+                formed[key] = use.products(columns, self._running.inspection.uses[use])
             return formed[key]
 
         return group.products(of)

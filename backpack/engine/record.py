@@ -272,8 +272,8 @@ class Call:
         """
         for call in (self, *[ref() for ref in self.inside]):
             if call is not None:
-                for use in () if keeps else call.uses:
-                    use.release()
+                for use in call.uses:
+                    use.release(keeps)
                 call.release(keeps)
 
     def release(self, keeps: bool = False) -> None:

@@ -149,12 +149,11 @@ class Summands:
         x, y, count = *operands[:2], 1 if reduction == "sum" else each.numel()
         if reduction == "batchmean":
             count = len(x)
-        elif reduction == "mean" and isinstance(
-            loss, (nn.NLLLoss, nn.CrossEntropyLoss)
-        ):
-            if not y.is_floating_point():  # but classes, which have weights
-                options = loss.weight, None, loss.ignore_index, None, "sum"
-                count = functional.nll_loss(torch.full_like(x, -1), y, *options)
+        of_classes = isinstance(loss, (nn.NLLLoss, nn.CrossEntropyLoss))
+        if of_classes and reduction == "mean" and not y.is_floating_point():
+            # these have weights
+            options = loss.weight, None, loss.ignore_index, None, "sum"
+            count = functional.nll_loss(torch.full_like(x, -1), y, *options)
         return self._of_sum(each, known[0], done, count)
 
     def _of_sum(

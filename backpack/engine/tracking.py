@@ -242,17 +242,6 @@ class Tracker(TorchFunctionMode):
         note_functions(x, known)
         return True
 
-    def placement_of(self, x: Tensor) -> Placement:
-        """Tell where the samples are in a tensor, as far as this pass has seen.
-
-        Args:
-            x: The tensor.
-
-        Returns:
-            The placement.
-        """
-        return self._finder.of(x)
-
     def find_placement(self, x: Tensor) -> Placement:
         """Tell where the samples are in a tensor, which may be another one's alias.
 

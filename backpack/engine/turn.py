@@ -199,7 +199,12 @@ class Turn:
         self.backward_pass = backward_pass
         self.g_out = g_out
         self._entries = entries
-        self._parameters = backward_pass.parameters(call)
+        reaches = backward_pass.accumulated.reaches  # of what runs now
+        self._parameters = [
+            (name, param)
+            for name, param in call.parameters.items()
+            if param.requires_grad and (not call.is_composite or reaches(param))
+        ]
         self._producers: dict[int, Call] | None = None
 
     def __enter__(self) -> Turn:

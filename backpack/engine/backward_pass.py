@@ -409,7 +409,7 @@ class BackwardPass:
             Those of them.
         """
         own = self.accumulated.own
-        return [param for param in params if id(param) in own] if own else []
+        return [param for param in params if id(param) in own]
 
     def own_products(self, use: Use) -> Products:
         """Describe what a use contributes to the individual gradients.

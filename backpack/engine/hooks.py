@@ -346,9 +346,8 @@ def _record(
             lambda x: x.view_as(x) if _is_own_leaf(module, x) else x, output
         )
     outputs = tensor_outputs(output)
-    for x in outputs:
-        if x.is_nested and x.layout is torch.strided:
-            return None  # they have no shape
+    if any([x.is_nested and x.layout is torch.strided for x in outputs]):
+        return None  # they have no shape
     constant: set[int] = set()  # outputs without samples: another way leads to them
     # what comes out of a layer that is looked at as a whole has no mark yet
     if len(outputs) > 1 and frame.row is None and tracker is not None:

@@ -42,8 +42,6 @@ class Call:
 
     Attributes:
         module_ref: Weak reference to the module, which may store what owns this call.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
         arguments: All arguments, in the order of ``forward``'s signature.
         named: Names of the last ones, which can't be given by position.
         input_edges: Where each argument sits in the graph.
@@ -144,9 +142,7 @@ class Call:
             # input as it is, or modified it in place.
             self.edges_before = {i: _edges_before(edges[i]) for i in same}
             self.input_edges = [None if i in same else e for i, e in enumerate(edges)]
-            args, kwargs = _detach(args), _detach(kwargs)
-            self.arguments, _ = _bind(module, args, kwargs)
-        self.args, self.kwargs = args, kwargs
+            self.arguments = list(map(_detach, self.arguments))
         self.versions = _versions(self.arguments)
         self.outputs = [x.detach() for x in outputs]
         self.output_version = version_of(outputs[0]) if outputs else 0
@@ -290,9 +286,8 @@ class Call:
         self.columns = _NOTHING
         if keeps:
             return
-        self.args = self.arguments = self.input_edges = ()
+        self.arguments = self.input_edges = ()
         self.outputs = self.graphless = self.uses = ()
-        self.kwargs = _NOTHING
         self.loss_module = None
         self.released = True
 

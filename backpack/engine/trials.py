@@ -41,15 +41,11 @@ from backpack.engine.functions import (
 )
 from backpack.utils.types import dense, generator_of, is_inexact, is_same
 
-
-def _close_by(x: Tensor) -> Tensor:
-    return x * (1 + 1e-2 * torch.rand_like(x)) + 1e-3
-
-
 # What replaces samples
 NOT_A_NUMBER = (nan,)  # most operations return it wherever it went
 EXTREMES = (nan, inf, -inf)  # for those that leave it out, like `nansum` and `fmax`
-OTHER_NUMBERS = (_close_by,)  # for those that fail, like decompositions
+# For those that fail, like decompositions
+OTHER_NUMBERS = (lambda x: x * (1 + 1e-2 * torch.rand_like(x)) + 1e-3,)
 # For those that add up many, of which few may be other samples'
 UNLIKE = (lambda x: x + 1 + torch.rand_like(x),)
 

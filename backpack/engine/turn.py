@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
 from typing import Any, Iterator, Sequence
@@ -128,14 +128,15 @@ def loss_scale(module: Module, factor: Tensor) -> Tensor:
     return factor.sqrt()
 
 
-def as_called(call: Call) -> AbstractContextManager:
+@contextmanager
+def as_called(call: Call) -> Iterator[None]:
     """Give a module back the mode, the options and parameters with which it was called.
 
     Args:
         call: Its call.
 
-    Returns:
-        The context.
+    Yields:
+        Nothing.
     """
     module = call.module
     state = vars(module)
@@ -148,18 +149,9 @@ def as_called(call: Call) -> AbstractContextManager:
     ]
     for path, param in call.parameters.items():
         prefix, _, name = path.rpartition(".")
-        own = (module.get_submodule(prefix) if prefix else module)._parameters
+        own = module.get_submodule(prefix)._parameters
         if own.get(name, param) is not param:
             others.append((own, name, param))
-    return _other_state(others) if others else _SAME
-
-
-_SAME = nullcontext()
-
-
-@contextmanager
-def _other_state(others: list[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
-    """Exchange entries of a module's dictionaries for a while."""
     present = [own[name] for own, name, _ in others]
     for own, name, value in others:
         own[name] = value
@@ -200,7 +192,7 @@ class Turn:
         self.g_out = g_out
         self._entries = entries
         reaches = backward_pass.accumulated.reaches  # of what runs now
-        self._parameters = [
+        self._parameters: list[tuple[str, Any]] = [
             (name, param)
             for name, param in call.parameters.items()
             if param.requires_grad and (not call.is_composite or reaches(param))
@@ -292,8 +284,7 @@ class Turn:
             else:
                 for before in edges:
                     self._check_no_parameters(extension, before.node)
-        values = (*self.call.args, *self.call.kwargs.values())
-        nested = [x for x in values if not isinstance(x, Tensor)]
+        nested = [x for x in self.call.arguments if not isinstance(x, Tensor)]
         for x in tree_leaves(nested) if nested else ():
             if isinstance(x, Tensor) and x.requires_grad and x.grad_fn is not None:
                 self._check_no_parameters(extension, x.grad_fn)

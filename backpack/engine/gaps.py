@@ -454,22 +454,25 @@ def _ask(
     return Mixed(f"{name_of(edge.node)} ({reasons[0]})", False)
 
 
+def _zeros_at(edge: GradientEdge) -> Tensor:
+    metadata = edge.node._input_metadata[edge.output_nr]
+    return torch.zeros(shape_at(edge), **kind(metadata))
+
+
 def _regular(
     edge: GradientEdge, sources: Sequence[Source], _: Sequence[Node]
 ) -> Placement:
     """Find the only layout that gradients agree with: entries lead to their sample."""
-    n, metadata = sources[0].known.n, edge.node._input_metadata[edge.output_nr]
+    n, zeros = sources[0].known.n, _zeros_at(edge)
     found: list[Tensor] = []
-    shape, device = shape_at(edge), metadata.device
-    zeros = torch.zeros(shape, **kind(metadata))
     pulled = pull([edge], [source.edge for source in sources], [zeros])
     if any(bool(g.isnan().any()) for g in pulled if g is not None):
         raise FloatingPointError(NOT_FINITE)
-    for axis, size in enumerate(shape):
+    for axis, size in enumerate(zeros.shape):
         for inner in range(1, size // n + 1):
             if size % (n * inner):
                 continue
-            own = sample_numbers(Layout(axis, inner), shape, n, device)
+            own = sample_numbers(Layout(axis, inner), zeros.shape, n, zeros.device)
             new = not any(torch.equal(own, other) for other in found)
             if new and _agrees(edge, own, sources):
                 found.append(own)
@@ -480,10 +483,9 @@ def _regular(
 
 def _agrees(edge: GradientEdge, own: Tensor, sources: Sequence[Source]) -> bool:
     """Tell whether entries lead to the samples that they are said to belong to."""
-    n, metadata = sources[0].known.n, edge.node._input_metadata[edge.output_nr]
-    edges, seen = [source.edge for source in sources], False
+    n, edges, seen = sources[0].known.n, [source.edge for source in sources], False
     for bit, value in halves(n):
-        vector = marked(torch.zeros(own.shape, **kind(metadata)), own, bit, value)
+        vector = marked(_zeros_at(edge), own, bit, value)
         for g, source in zip(pull([edge], edges, [vector]), sources):
             if g is not None:
                 i = sample_numbers(source.known.placement, g.shape, n, g.device)
@@ -497,9 +499,7 @@ def _moved(
     edge: GradientEdge, sources: Sequence[Source], nodes: Sequence[Node]
 ) -> Placement:
     """Mark samples at the sources, and see which entries that changes."""
-    n, metadata = sources[0].known.n, edge.node._input_metadata[edge.output_nr]
-    shape = shape_at(edge)
-    cotangent = torch.zeros(shape, **kind(metadata)).requires_grad_()
+    n, cotangent = sources[0].known.n, _zeros_at(edge).requires_grad_()
     edges = [source.edge for source in sources]
     pulled = pull([edge], edges, [cotangent], create_graph=True)
     pairs = [(g, source) for g, source in zip(pulled, sources) if g is not None]

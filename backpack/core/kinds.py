@@ -334,13 +334,11 @@ class Broadcast(Operation):
             cotangents = cotangents * self.data
         if self._scale != 1.0:
             cotangents = cotangents * self._scale
-        axis, inner = out
-        sizes = cotangents.shape[1:]
-        b = cotangents.movedim(axis + 1, 1)
-        del full[axis]
-        rest = [size for i, size in enumerate(sizes) if i != axis]
-        if sizes[axis] != n * inner or inner > 1:
-            b = b.unflatten(1, (-1, n, inner)).sum((1, 3))
+        b = cotangents.movedim(out.axis + 1, 1)
+        del full[out.axis]
+        rest = b.shape[2:]
+        if b.shape[1] != n:
+            b = b.unflatten(1, (-1, n, out.inner)).sum((1, 3))
         sums = [i + 2 for i, size in enumerate(full) if size == 1 and rest[i] != 1]
         positions = [i for i in sums if i < 2 + len(rest) - len(shape)]
         is_vector = len(shape) == 1 and len(rest) == len(sums) + 1

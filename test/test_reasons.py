@@ -969,6 +969,21 @@ def test_coupling_that_is_not_seen(name: str, ext: type, loss: str) -> None:
     assert re.search(r"(?i)sample", str(caught.value)), caught.value
 
 
+def test_check_of_what_is_returned_beside_a_prediction() -> None:
+    """It starts where samples are separate, and not at a mean beside."""
+    model = Lambda(
+        lambda m, x: (m.f(x), m.s * m.f(x).square().mean()),
+        f=nn.Linear(D, 3, dtype=F64),
+        s=param(),
+    )
+    model = extend(model)
+    with backpack(BatchGrad(), check=True):
+        prediction, mean = model(*randn(D)())
+        (prediction.sin().sum() + mean).backward()
+    for p in model.parameters():
+        assert_agrees(p.grad_batch.sum(0), p.grad)
+
+
 def test_check_finds_what_is_missing() -> None:
     """Gradients from a term that is no sample's are found, and the parameter named."""
     row = MLP._replace(

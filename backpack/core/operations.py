@@ -268,9 +268,7 @@ def _addmm(call: Called) -> Operation | None:
     if call.kwargs or len(call.args) != 3 or len(keys) != 1:
         return None
     shift, *factors = call.args
-    found = _product(factors, keys[0] - 1, keys[0])
-    if found is None:
-        return None
+    found: Any = _product(factors, keys[0] - 1, keys[0])  # there is one, of matrices
     (column,) = found.outputs
     if 0 in call.keys and (1, 1, *shift.shape)[-2:][1 - column] != 1:
         return None  # rows of the result get different shifts
@@ -280,9 +278,9 @@ def _addmm(call: Called) -> Operation | None:
 
 def _inner(call: Called) -> Operation | None:
     key, both = call.operand(), call.args
-    sizes = [max(0, x.dim() - 1) for x in both]
+    sizes = [x.dim() - 1 for x in both]
     first, second = range(sizes[0]), range(sizes[0], sum(sizes))
-    if key is None or not min(x.dim() for x in both):
+    if key is None:
         return None
     terms = (*first, "k"), (*second, "k")
     return _contraction(key, key, both, terms, [*first, *second])

@@ -77,6 +77,17 @@ CALLS: Dict[str, Callable[[Tensor, Tensor], Called]] = {
     "convolution": lambda x, y: called(F.conv1d, x, _randn(2, B, 3, gradient=True)),
     "convolution-of-one": lambda x, y: called(F.conv2d, x, _randn(A, A, 2, 2)),
     "pooling": lambda x, y: called(F.avg_pool1d, x, 2),
+    "group-norm": lambda x, y: called(F.group_norm, x, 2),
+    "instance-norm": lambda x, y: called(F.instance_norm, x),
+    "batch-norm": lambda x, y: called(F.batch_norm, x, _randn(B), torch.ones(B).to(x)),
+    "batch-norm-of-the-batch": lambda x, y: called(
+        F.batch_norm, x, None, None, training=True
+    ),
+    "interpolate": lambda x, y: called(F.interpolate, x, scale_factor=2.0),
+    "pad": lambda x, y: called(F.pad, x, (1, 2)),
+    "pad-with-others": lambda x, y: called(F.pad, x, (1, 1), "circular"),
+    "pad-two-axes": lambda x, y: called(F.pad, x, (1, 0, 0, 1)),
+    "dropout": lambda x, y: called(F.dropout1d, x, 0.5, True),
     "addmm": lambda x, y: called(torch.addmm, _randn(3), x[0], _randn(C, 3)),
     "einsum": lambda x, y: called(torch.einsum, "abc,cd->adb", x, _randn(C, 3)),
     "einsum-of-two-axes": lambda x, y: called(
@@ -179,6 +190,8 @@ NUMBERS: Dict[str, Callable[[int], Tensor]] = {
 # Of which rules have no need, as there are none that are kept apart
 NEVER = (
     "filled-with-data",
+    "pad-with-others",
+    "batch-norm-of-the-batch",
     "matmul-right",
     "matmul-batches",
     "max-of-two",

@@ -69,12 +69,19 @@ ALONG = {
     **dict.fromkeys("layer_norm rms_norm".split(), (1, "normalized_shape")),
     "linear": (1, "weight"),
 }
-# Operations that treat each entry of axis 0 alone, and how many axes there are then
+# Operations that treat each entry of axis 0 alone, and how many axes there are then;
+# zero for any number
 BATCHED = {
-    f"{name}{n}d": n + 2
-    for name in "conv conv_transpose max_pool avg_pool adaptive_avg_pool "
-    "adaptive_max_pool lp_pool".split()
-    for n in (1, 2, 3)
+    **{
+        f"{name}{n}d": n + 2
+        for name in "conv conv_transpose max_pool avg_pool adaptive_avg_pool "
+        "adaptive_max_pool lp_pool dropout".split()
+        for n in (1, 2, 3)
+    },
+    **dict.fromkeys(
+        "group_norm instance_norm batch_norm local_response_norm interpolate".split(), 0
+    ),
+    "pixel_shuffle": 4,
 }
 # Operations that put entries elsewhere, by shapes: run on sample numbers
 JOINING = frozenset("cat concat concatenate stack hstack vstack dstack".split())

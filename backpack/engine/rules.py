@@ -98,7 +98,10 @@ def _axes(done: Performed) -> set[int]:
     if not args or args[0] is not x or x.layout is not torch.strided or not x.dim():
         return set()
     if done.name in BATCHED:
-        return set(range(1, x.dim())) if x.dim() == BATCHED[done.name] else set()
+        trains = args[5] if len(args) > 5 else done.kwargs.get("training")
+        if done.name == "batch_norm" and trains:
+            return set()
+        return set(range(1, x.dim())) if BATCHED[done.name] in (0, x.dim()) else set()
     number, name = ALONG[done.name]
     axes = args[number] if len(args) > number else done.kwargs.get(name)
     last = x.dim() - 1
@@ -209,6 +212,15 @@ def _rearranged(done: Performed, trial: Trial, n: int) -> list[Placement] | None
     return [simplify(x, n, trial.has_parameters()) for x in found]
 
 
+def _padded(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
+    """Do the same with sample numbers, beside which there are constants."""
+    own, (size, *mode) = trial.numbers[0], done.args[1:] or [None]
+    mode = mode[:1] or [done.kwargs.get("mode", "constant")]
+    if own is None or mode != ["constant"] or size is None:
+        return None
+    return [simplify(done.func(own, size, value=-1), n)]
+
+
 def _unpacked(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
     """Do with the sample numbers of a packed sequence what is done with its entries."""
     data, sizes, batch_first, _, *rest = done.args
@@ -268,6 +280,7 @@ def _contracted(done: Performed, trial: Trial, n: int) -> list[Placement] | None
 # Rules for operations
 _MOVED: Sequence[tuple[Container[str], Callable]] = (
     (REARRANGING, _rearranged),
+    (("pad",), _padded),
     (("_pad_packed_sequence",), _unpacked),
     (RECURRENT, _recurrent),
     (WRITING, written),

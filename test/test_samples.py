@@ -2050,7 +2050,7 @@ ORDERED: Dict[str, Callable] = {
         0, o.argsort()[:, None].expand_as(x), x
     ),
     "narrow": lambda x, o: x.repeat(2, 1).narrow(0, o[0], len(x)),
-    "roll-by-a-byte": lambda x, o: x.roll(o.argsort()[0].byte(), 0),
+    "narrow-by-a-byte": lambda x, o: x.repeat(2, 1).narrow(0, o[0].byte(), len(x)),
     "sparse-matrix": lambda x, o: permuting(o) @ x,
     "sparse-rows": lambda x, o: torch.mm(permuting(o).to_sparse_csr(), x),
     "sparse-sum": lambda x, o: torch.sparse.addmm(torch.zeros_like(x), permuting(o), x),
@@ -2064,7 +2064,7 @@ ORDERED: Dict[str, Callable] = {
 ORDERED_TOKENS: Dict[str, Callable] = {
     "take-tokens": lambda i, o: i.take(o[:, None] * 2 + torch.arange(2)),
     "index-tokens": lambda i, o: torch.ops.aten.index.Tensor(i, [o]),
-    "roll-tokens": lambda i, o: i.roll(o.argsort()[0], 0),
+    "narrow-tokens": lambda i, o: i.repeat(2, 1).narrow(0, o[0], len(i)),
     "matrix-of-integers": lambda i, o: F.one_hot(o) @ i,
     "matrix-of-bytes": lambda i, o: (F.one_hot(o).byte() @ i.byte()).long(),
     "einsum-of-integers": lambda i, o: torch.einsum("st,td->sd", F.one_hot(o), i),

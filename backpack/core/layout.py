@@ -87,6 +87,19 @@ def _numbers(
     return numbers.view(view)
 
 
+def nobodys(shape: Sequence[int], device: torch.device) -> Tensor:
+    """Write down that no entry belongs to a sample.
+
+    Args:
+        shape: Shape of the tensor.
+        device: Device of the result.
+
+    Returns:
+        Sample numbers, expanded to the shape.
+    """
+    return torch.full((), -1, device=device).expand(tuple(shape))
+
+
 def spans(placement: Placement, shape: Sequence[int], axis: int) -> bool:
     """Tell whether entries along an axis belong to different samples.
 
@@ -275,7 +288,7 @@ def combined(data: list[Tensor], out: Tensor, of: Where, n: int) -> Placement:
     Returns:
         Where they are in the result; ``None`` if they do not agree.
     """
-    numbers = torch.full((), -1, device=out.device)
+    numbers = nobodys((), out.device)
     for x in data:
         own = _numbers(of(x), x.shape, n, out.device)
         if conflict(own, numbers):

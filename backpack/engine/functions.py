@@ -32,12 +32,16 @@ _NAMESPACES = _OWNERS | frozenset(
 # Properties that are tensors
 _TENSOR_PROPERTIES = frozenset("T mT H mH data real imag".split())
 
+# Operations that write to places that an operand says, or add there
+WRITING = frozenset(
+    "__setitem__ index_put index_put_ index_copy index_copy_ index_add index_add_ "
+    "scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ "
+    "masked_scatter masked_scatter_".split()
+)
 # Operations that move entries to where the values of an operand say
-MOVING = frozenset(
-    "index_add index_add_ index_copy index_copy_ index_fill index_fill_ scatter "
-    "scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_put "
-    "index_put_ __setitem__ repeat_interleave nonzero masked_scatter masked_scatter_ "
-    "unique bincount grouped_mm _grouped_mm where".split()
+MOVING = WRITING | frozenset(
+    "index_fill index_fill_ repeat_interleave nonzero unique bincount grouped_mm "
+    "_grouped_mm where".split()
 )
 # Operations that map entries of the same place: where all operands' samples agree, so
 # do the result's.
@@ -94,12 +98,6 @@ REARRANGING = JOINING | frozenset(
 # Operations that pick entries by the values of an operand: run on sample numbers
 SELECTING = frozenset(
     "__getitem__ index_select gather take_along_dim masked_select".split()
-)
-# Operations that write to places that an operand says; and those that add there
-WRITING = frozenset(
-    "__setitem__ index_put index_put_ index_copy index_copy_ index_add index_add_ "
-    "scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ "
-    "masked_scatter masked_scatter_".split()
 )
 # Operations whose result's placement depends on values: never remembered
 BY_VALUE = SELECTING | MOVING

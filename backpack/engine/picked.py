@@ -19,11 +19,12 @@ from backpack.core.layout import (
     Where,
     combined,
     conflict,
+    nobodys,
     pointwise,
     sample_numbers,
     simplify,
 )
-from backpack.engine.trials import Performed, Trial
+from backpack.engine.trials import Performed
 
 INDEXES = (torch.long, torch.int)  # types of numbers that pick rows
 _SCATTER = ("input", "dim", "index", "src")
@@ -82,9 +83,9 @@ def taken(done: Performed, of: Where, n: int) -> Placement:
     """
     _, name, args, kwargs, (out, *_), *_ = done
     if name == "take_along_dim":
-        x, index, dim = _named(("input", "indices", "dim"), args, kwargs)
+        x, index, dim = named(("input", "indices", "dim"), args, kwargs)
     else:
-        x, dim, index = _named(("input", "dim", "index"), args, kwargs)
+        x, dim, index = named(("input", "dim", "index"), args, kwargs)
     if not isinstance(index, Tensor) or of(x) is not None or not isinstance(dim, int):
         return None
     if name == "index_select":
@@ -108,7 +109,7 @@ def scattered(done: Performed, numbers: Numbers, n: int) -> Placement:
     Returns:
         Where they are in the result; ``None`` if there is no rule.
     """
-    x, dim, index, value = _named(_SCATTER, done.args, done.kwargs)
+    x, dim, index, value = named(_SCATTER, done.args, done.kwargs)
     value = done.kwargs.get("value", value)
     own = numbers(index)
     if own is None or not own.numel() or not x.dim() or not isinstance(dim, int):
@@ -136,7 +137,7 @@ def put(done: Performed, numbers: Numbers, n: int) -> Placement:
     Returns:
         Where they are in the result; ``None`` if there is no rule.
     """
-    x, ids, value = _named(("input", "indices", "values"), done.args, done.kwargs)
+    x, ids, value = named(("input", "indices", "values"), done.args, done.kwargs)
     listed = isinstance(ids, list) and done.name != "__setitem__"
     parts = tuple(ids) if listed or isinstance(ids, tuple) else (ids,)
     parts = _without_ellipsis(parts, x.dim())
@@ -167,42 +168,37 @@ def put(done: Performed, numbers: Numbers, n: int) -> Placement:
     return _with_own(lines, numbers(x), x.shape, n)
 
 
-def written(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
+def written(done: Performed, numbers: Numbers, n: int) -> Placement:
     """Tell the same of what was written to places that constants say.
 
     Args:
         done: The operation.
-        trial: The same, with the sample numbers of its operands.
+        numbers: Tells the sample numbers of an operand's entries; ``None`` if it does
+            not decide where samples are.
         n: Number N of samples.
 
     Returns:
         Where they are in the result; ``None`` if there is no rule, or samples meet.
     """
     _, name, args, kwargs, *_ = done
-    pairs = zip(trial.flat, trial.numbers)
-    known = {id(x): i for x, i in pairs if isinstance(x, Tensor)}
     adds = "add" in name or "reduce" in name or kwargs.get("reduce")
     if name.startswith("masked"):
-        x, ids, value = _named(("input", "mask", "source"), args, kwargs)
+        x, ids, value = named(("input", "mask", "source"), args, kwargs)
     elif name.startswith("index_put") or name == "__setitem__":
         names = "input", "indices", "values", "accumulate"
-        x, ids, value, accumulates = _named(names, args, kwargs)
+        x, ids, value, accumulates = named(names, args, kwargs)
         adds = adds or accumulates
     else:
         last = "source" if name.startswith("index") else "src"
-        x, dim, ids, value = _named(("input", "dim", "index", last), args, kwargs)
+        x, dim, ids, value = named(("input", "dim", "index", last), args, kwargs)
         value = kwargs.get("value", value)
-    deciding = any(known.get(id(y)) is not None for y in tree_leaves(ids))
+    deciding = any(numbers(y) is not None for y in tree_leaves(ids))
     if deciding or not kwargs.get("include_self", True) or not x.dim():
         return None
-    own, new = (
-        (
-            torch.full((), -1, device=x.device).expand(getattr(y, "shape", ()))
-            if known.get(id(y)) is None
-            else known[id(y)]
-        )
-        for y in (x, value)
-    )
+    own, new = numbers(x), numbers(value)
+    own = nobodys(x.shape, x.device) if own is None else own
+    if new is None:
+        new = nobodys(getattr(value, "shape", ()), x.device)
     if name.startswith("masked"):
         ids = ids.broadcast_to(x.shape).nonzero(as_tuple=True)
         new = new.flatten()[: len(ids[0])]
@@ -215,15 +211,14 @@ def written(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
         grid = list(torch.meshgrid(*map(torch.arange, ids.shape), indexing="ij"))
         grid[dim % x.dim()] = ids
         ids = tuple(y.to(x.device) for y in grid)
-    before = own[ids]
     if adds:
-        new = new.where(new >= 0, before)
+        new = new.where(new >= 0, own[ids])
     found = own.clone()
     found[ids] = new
     # another one was written to the same place, or met what was there
     if bool((found[ids] != new).any()) or adds and conflict(found, own):
         return None
-    return [simplify(found, n)]
+    return simplify(found, n)
 
 
 def other_integers(x: Tensor, beyond: int = 0) -> Iterator[Tensor]:
@@ -269,8 +264,17 @@ def _with_own(
     return simplify(lines.expand(shape), n)
 
 
-def _named(names: Sequence[str], args: Sequence[Any], kwargs: dict) -> list[Any]:
-    """Return arguments by their order, or name."""
+def named(names: Sequence[str], args: Sequence[Any], kwargs: dict) -> list[Any]:
+    """Return arguments by their order, or name.
+
+    Args:
+        names: Their names, in order.
+        args: Those given by order.
+        kwargs: Those given by name.
+
+    Returns:
+        The arguments, ``None`` where one is not given.
+    """
     return [*args[: len(names)], *map(kwargs.get, names[len(args) :])]
 
 

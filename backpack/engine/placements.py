@@ -3,7 +3,8 @@
 Layout rules for each operation would be a long table, and an error in it a wrong
 number. Instead, an operation is run again on copies of its operands in which some
 samples are NaN; where NaN comes out, those samples went. What is found is remembered by
-function, shapes, placements and plain arguments.
+function, shapes, placements and plain arguments. There are rules for what is frequent
+and can't be remembered (``rules.py``), which are tested against that.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from backpack.core.layout import (
     Where,
     combined,
     conflict,
+    nobodys,
     pointwise,
     simplify,
 )
@@ -38,7 +39,15 @@ from backpack.engine.functions import (
     WRITING,
     is_fill,
 )
-from backpack.engine.picked import bags, looked_up, put, scattered, taken, written
+from backpack.engine.picked import (
+    bags,
+    looked_up,
+    named,
+    put,
+    scattered,
+    taken,
+    written,
+)
 from backpack.engine.trials import Performed, Trial
 from backpack.engine.views import in_storage
 from backpack.utils.types import is_inexact
@@ -169,7 +178,6 @@ def rule(done: Performed, trial: Trial, of: Where, n: int) -> list[Placement] | 
 def _picked(done: Performed, trial: Trial, of: Where, n: int) -> Placement:
     """Tell where samples are in what their numbers have picked."""
     _, name, args, kwargs, outs, *_ = done
-    known = {id(x): i for x, i in zip(trial.flat, trial.numbers) if i is not None}
     if name in ("embedding", "__getitem__") and len(args) > 1:
         table, ids = args[:2]
         if isinstance(ids, Tensor) and ids.is_floating_point():
@@ -179,13 +187,13 @@ def _picked(done: Performed, trial: Trial, of: Where, n: int) -> Placement:
         return bags(of, n, outs[0], *args, **kwargs)
     if name in ("index_select", "gather", "take_along_dim"):
         return taken(done, of, n)
-    if name == "one_hot" and len(known) == 1:
+    if name == "one_hot" and len(done.data) == 1:
         placement = of(done.data[0])
         return placement[..., None] if isinstance(placement, Tensor) else placement
     if name.startswith("scatter"):
-        return scattered(done, lambda x: known.get(id(x)), n)
+        return scattered(done, trial.numbers_of, n)
     if name in ("__setitem__", "index_put", "index_put_"):
-        return put(done, lambda x: known.get(id(x)), n)
+        return put(done, trial.numbers_of, n)
     return None
 
 
@@ -202,7 +210,7 @@ def _rearranged(done: Performed, trial: Trial, n: int) -> list[Placement] | None
     new: list[Any] = []
     for x, own in zip(flat, numbers):
         if joins and isinstance(x, Tensor) and own is None:
-            own = torch.full((), -1, device=x.device).expand(x.shape)
+            own = nobodys(x.shape, x.device)
         new.append(x if own is None else own)
     if done.name == "view":
         new[0] = new[0].contiguous()
@@ -214,9 +222,9 @@ def _rearranged(done: Performed, trial: Trial, n: int) -> list[Placement] | None
 
 def _padded(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
     """Do the same with sample numbers, beside which there are constants."""
-    own, (size, *mode) = trial.numbers[0], done.args[1:] or [None]
-    mode = mode[:1] or [done.kwargs.get("mode", "constant")]
-    if own is None or mode != ["constant"] or size is None:
+    own, names = trial.numbers[0], ("input", "pad", "mode")
+    _, size, mode = named(names, done.args, done.kwargs)
+    if own is None or mode not in (None, "constant"):
         return None
     return [simplify(done.func(own, size, value=-1), n)]
 
@@ -263,6 +271,12 @@ def _matched(done: Performed, of: Where, n: int) -> list[Placement] | None:
     return None if found is None else [found] * len(done.outs)
 
 
+def _written(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
+    """Follow what was written to places that constants say."""
+    placement = written(done, trial.numbers_of, n)
+    return None if placement is None else [placement]
+
+
 def _contracted(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
     """Follow rows that are multiplied with a constant matrix."""
     if len(done.data) > 1:
@@ -283,6 +297,6 @@ _MOVED: Sequence[tuple[Container[str], Callable]] = (
     (("pad",), _padded),
     (("_pad_packed_sequence",), _unpacked),
     (RECURRENT, _recurrent),
-    (WRITING, written),
+    (WRITING, _written),
     (PRODUCTS | {"addmm"}, _contracted),
 )

@@ -152,6 +152,18 @@ class Trial:
         shapes = [list(x.shape) for x, i in pairs if i is not None]
         return f"`{self._name}` on {' and '.join(map(str, shapes))}"
 
+    def numbers_of(self, x: Any) -> Tensor | None:
+        """Return the sample numbers of an argument's entries.
+
+        Args:
+            x: The argument.
+
+        Returns:
+            The numbers, ``None`` if it does not decide where samples are.
+        """
+        pairs = zip(self.flat, self.numbers)
+        return next((i for y, i in pairs if y is x and i is not None), None)
+
     def call(self, flat: list[Any]) -> Any:
         """Run the operation.
 
@@ -270,11 +282,10 @@ class Trial:
             if True not in undone:
                 break
         found: list[Placement] = []
+        is_use = self.has_parameters()
         for j, out in enumerate(outs):
             certain, own = times[j] >= least[j], ones[j]
-            placement: Placement = simplify(
-                own.where(certain, -1), n, self.has_parameters()
-            )
+            placement: Placement = simplify(own.where(certain, -1), n, is_use)
             if placement is not None and not bool(certain.all()):
                 numbers = sample_numbers(placement, out.shape, n, out.device)
                 few = not single and len(own[certain].unique()) == 1

@@ -58,7 +58,7 @@ class CrossEntropyLossDerivatives(ClosedFormNLLLossDerivatives):
         target, smoothing = module.input1, module.label_smoothing
         axis = _class_axis(module.input0)
         weights, own = self._target_weights(module), module.weight
-        factor = self._reduction_factor(module)
+        factor = self._reduction_factor(module, weights)
         if smoothing:
             mean = 1.0 if own is None else full_precision(own).mean()
             weights = (1 - smoothing) * weights + smoothing * mean
@@ -67,10 +67,13 @@ class CrossEntropyLossDerivatives(ClosedFormNLLLossDerivatives):
             weights = weights.where(target != module.ignore_index, 0.0)
         return weights.unsqueeze(axis)
 
-    def _reduction_factor(self, module: Layer) -> Union[float, Tensor]:
+    def _reduction_factor(
+        self, module: Layer, weights: Optional[Tensor] = None
+    ) -> Union[float, Tensor]:
         if module.reduction != "mean" or module.input1.is_floating_point():
             return super()._reduction_factor(module)
-        return 1.0 / self._target_weights(module).sum()
+        weights = self._target_weights(module) if weights is None else weights
+        return 1.0 / weights.sum()
 
     def _target_weights(self, module: Layer) -> Tensor:
         """Return Σ_c w_c q_c for each term, before label smoothing.

@@ -300,7 +300,7 @@ def _leave_last() -> _Frame:
     frame, tracker = _THREAD.frames[-1], _THREAD.tracker
     if frame.tracker is not None:
         _THREAD.tracker, frame.tracker.key.is_over = None, True
-        _remove_mode(frame.tracker)
+        frame.tracker.leave()
     elif tracker is not None:
         tracker.owner = _THREAD.frames[-2].call
         if frame.row is not None:
@@ -314,20 +314,6 @@ def _clear_inside() -> None:
         if module is not None:
             clear_stored(module)
     _THREAD.returned.clear()
-
-
-def _remove_mode(tracker: Tracker) -> None:
-    """Take a mode off the stack, wherever it is after an interruption."""
-    above = []
-    for _ in range(torch._C._len_torch_function_stack()):
-        mode = torch._C._pop_torch_function_stack()
-        if mode is tracker:
-            break
-        above.append(mode)
-    if tracker.context is not None:
-        above.insert(len(above) - tracker.below, tracker.context)
-    for mode in reversed(above):
-        torch._C._push_on_torch_function_stack(mode)
 
 
 # ------------------------------------------------------------------------------ records

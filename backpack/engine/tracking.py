@@ -9,6 +9,8 @@ each such constant, and where its output sits in the graph is remembered.
 from __future__ import annotations
 
 import weakref
+from collections import deque
+from itertools import chain, repeat, starmap
 from typing import Any, Callable, Sequence
 
 import torch
@@ -18,7 +20,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from backpack.core.layout import Layout, Mixed, Placement
@@ -74,6 +76,13 @@ _ADDS = frozenset("add sub rsub __radd__ __rsub__ add_ sub_ __iadd__ __isub__".s
 VIEWS_OF = "_backpack_uses"  # attribute of a tensor of which uses returned a view
 
 
+def _restack(modes: list[Any]) -> None:
+    """Replace the stack of modes, in one call that no interruption finds halfway."""
+    size = torch._C._len_torch_function_stack()
+    pops = starmap(torch._C._pop_torch_function_stack, repeat((), size))
+    deque(chain(pops, map(torch._C._push_on_torch_function_stack, modes)), 0)
+
+
 class Tracker(TorchFunctionMode):
     """Follows the samples of one call of a model, and collects uses.
 
@@ -123,15 +132,21 @@ class Tracker(TorchFunctionMode):
 
     def __enter__(self) -> Tracker:
         """Begin to watch, below what changes operations, and instead of a context."""
-        contexts, size = state().contexts, torch._C._len_torch_function_stack()
-        above = [torch._C._pop_torch_function_stack() for _ in range(size)]
-        if contexts and contexts[-1] in above:  # which would see each operation
-            place = above.index(contexts[-1])
-            self.context, self.below = above.pop(place), size - 1 - place
-        super().__enter__()
-        for mode in reversed(above):
-            torch._C._push_on_torch_function_stack(mode)
+        contexts, modes = state().contexts, _get_current_function_mode_stack()
+        if contexts and contexts[-1] in modes:  # which would see each operation
+            self.context, self.below = contexts[-1], modes.index(contexts[-1])
+            modes.remove(contexts[-1])
+        _restack([self, *modes])
         return self
+
+    def leave(self) -> None:
+        """End watching, also where an interruption has left some of that undone."""
+        modes = _get_current_function_mode_stack()
+        if self in modes:
+            modes.remove(self)
+        if self.context is not None and self.context not in modes:
+            modes.insert(self.below, self.context)
+        _restack(modes)
 
     def suspend(self) -> None:
         """Stop watching: a layer is called that is looked at as a whole."""

@@ -2,11 +2,21 @@
 
 import gc
 import sys
+import threading
 from collections import Counter
-from typing import Iterator, List
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any, Iterator, List
 
 import pytest
 import torch
+from torch._C import _ImperativeEngine as ImperativeEngine
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import Variable
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from backpack.utils.state import _stash, state
 
 torch.set_num_threads(1)
 # Seeding devices that are not there formats the whole stack, for a later message: up to
@@ -112,20 +122,84 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help=f"run every test, but only one in {LIGHT} of its rows, and no slow one",
     )
     parser.addoption("--device", help="where tensors are created, like cuda")
+    parser.addoption(
+        "--threaded",
+        type=int,
+        help="run backward passes in a thread that has made so many nodes, as on a GPU",
+    )
 
 
 # On an accelerator, a factor of one is not told from others, and PyTorch warns
 ON_DEVICES = (
+    "Sparse invariant checks are implicitly",
     "The backward pass does not begin at",
     "RNN module weights are not part of",
     "Attempting to run cuBLAS",
 )
-# What cuDNN refuses without this library, too: such rows are skipped there
-CUDNN = "cudnn RNN backward can only be", "'_cudnn_rnn_backward' is not implemented"
+# What fails on a GPU without this library, too: such rows are skipped there
+REFUSED = (
+    "cudnn RNN backward can only be",
+    "'_cudnn_rnn_backward' is not implemented",
+    "NativeBatchNormBackward0 returned an invalid gradient",
+    '_cuda" not implemented for',
+    "linalg.inv: (Batch element",
+    "argument should be a 1D CPU int64 tensor",  # of `pack_sequence`
+)
+
+
+class Engine:
+    """Runs backward passes in another thread, whose nodes are counted by themselves."""
+
+    def __init__(self, ahead: int):
+        """Start the thread, which has made some nodes."""
+        self.pool = ThreadPoolExecutor(1)
+        self.own = ImperativeEngine()
+        self.number = self.pool.submit(threading.get_ident).result()
+        x = torch.ones(1, requires_grad=True, device="cpu")
+        self.pool.submit(lambda: [x.view(1) for _ in range(ahead)]).result()
+
+    def __getattr__(self, name: str) -> Any:
+        """Look up what else there is."""
+        return getattr(self.own, name)
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a backward pass, with the state of the thread that asks for it."""
+        if threading.get_ident() == self.number or peek_interpreter_stack():
+            return self.own.run_backward(*args, **kwargs)
+        modes, own = _get_current_function_mode_stack(), state()
+        watching = _get_current_dispatch_mode_stack()
+        enabled = torch.is_grad_enabled()
+
+        def run() -> Any:
+            _stash(own)
+            with ExitStack() as stack:
+                for mode in modes:
+                    torch._C._push_on_torch_function_stack(mode)
+                    stack.callback(torch._C._pop_torch_function_stack)
+                for mode in watching:
+                    torch._C._push_on_torch_dispatch_stack(mode)
+                    stack.callback(torch._C._pop_torch_dispatch_stack, None)
+                stack.enter_context(torch.set_grad_enabled(enabled))
+                return self.own.run_backward(*args, **kwargs)
+
+        return self.pool.submit(run).result()
+
+
+@pytest.fixture(params=[0, 10_000])
+def elsewhere(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Run backward passes in another thread, which is behind or ahead with nodes."""
+    engine = Engine(request.param)
+    monkeypatch.setattr(Variable, "_execution_engine", engine)
+    yield
+    engine.pool.shutdown()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Create all tensors on the device that was asked for."""
+    """Create tensors, and run backward passes, where it was asked for."""
+    if config.getoption("--threaded") is not None:
+        Variable._execution_engine = Engine(config.getoption("--threaded"))
     if config.getoption("--device"):
         torch.set_default_device(config.getoption("--device"))
         torch.backends.cudnn.allow_tf32 = False
@@ -135,11 +209,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Skip what cuDNN cannot do."""
+    """Skip what PyTorch cannot do."""
     try:
         return (yield)
     except Exception as error:
-        if item.config.getoption("--device") and any(x in str(error) for x in CUDNN):
+        if item.config.getoption("--device") and any(x in str(error) for x in REFUSED):
             pytest.skip(str(error).split("\n")[0])
         raise
 

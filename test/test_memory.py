@@ -302,6 +302,13 @@ def test_graph_dies_with_the_loss(name: str, run: str):
         assert not any(call() for call in calls)
 
 
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("run", ["plain pass", "pass"])
+def test_graph_dies_where_another_thread_was(run: str):
+    """The same if autograd runs the pass in a thread of its own."""
+    test_graph_dies_with_the_loss("conv_net", run)
+
+
 @pytest.mark.parametrize("run", ["no pass", "plain pass", "pass"])
 def test_graph_of_several_outputs_is_collected(run: str):
     """A call whose outputs belong to several nodes is collected at the latest."""

@@ -32,6 +32,7 @@ from per_sample import (
     lookup,
     param,
     randn,
+    randomize,
     real,
     reference,
     tokens,
@@ -888,7 +889,7 @@ EITHER = {
     "numbers-of-inputs": of_inputs(
         lambda x: torch.tensor(x.tolist(), dtype=x.dtype), "numbers in Python"
     ),
-    "numpy-of-inputs": of_inputs(lambda x: torch.from_numpy(x.numpy() + 1), "NumPy"),
+    "numpy-of-inputs": of_inputs(lambda x: torch.tensor(x.cpu().numpy() + 1), "NumPy"),
     "vmap-over-parameters": Row(  # an ensemble
         lambda: Lambda(
             lambda m, x: torch.vmap(lambda w: (x @ w).tanh())(m.w).mean(0),
@@ -1003,7 +1004,7 @@ def noted(g: Tensor) -> Tensor:
 
 RULES: Dict[str, Callable] = {  # by which samples stay separate
     "reversed": lambda g: -0.5 * g,
-    "masked": lambda g: g * (torch.arange(g.shape[-1]) > 0),
+    "masked": lambda g: g * (torch.arange(g.shape[-1], device=g.device) > 0),
     "turned": lambda g: g.mT.contiguous().mT.flip(-1) + g,
     "noted": noted,
     "by-rows": lambda g: torch.stack([2 * row for row in g]),
@@ -1092,6 +1093,46 @@ def test_lists_of_operands(kind: Callable) -> None:
 def test_right_or_refused(row: str) -> None:
     """It is right for each sample, or refused by name."""
     assert_right_or_refused(EITHER[row])
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_derivative_in_another_thread() -> None:
+    """The same where autograd computes the derivative in a thread of its own."""
+    assert_right_or_refused(EITHER["derivative-inside"])
+
+
+PENALIZED: Dict[str, Callable[[], Module]] = {
+    "matrix": lambda: Lambda(
+        lambda m, x: (x @ m.w).tanh() * m.scale, w=param(4, 3), scale=param(3)
+    ),
+    "layers": lambda: nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)),
+    "norm": lambda: Lambda(
+        lambda m, x: m.f(F.layer_norm(x, [4], m.w).sin()),
+        w=param(4),
+        f=nn.Linear(4, 2),
+    ),
+}
+
+
+def penalized(model: Module, x: Tensor) -> Tensor:
+    """Add the derivative by the inputs to a loss, as for critics of WGANs."""
+    x = x.clone().requires_grad_()
+    f = model(x)
+    (slope,) = torch.autograd.grad(f.sum(), x, create_graph=True)
+    return f.square().sum() + slope.square().sum()
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("name", PENALIZED)
+def test_penalty_from_another_thread(name: str) -> None:
+    """Nodes of the derivative have numbers that those of uses have, too."""
+    model, x = randomize(PENALIZED[name]().to(F64)), torch.randn(N, 4, dtype=F64)
+    params = list(model.parameters())
+    rows = [torch.autograd.grad(penalized(model, row), params) for row in x.split(1)]
+    with backpack(BatchGrad()):
+        penalized(extend(model), x).backward()
+    for p, own in zip(params, zip(*rows)):
+        assert_agrees(p.grad_batch, torch.stack(own))
 
 
 @pytest.mark.parametrize(

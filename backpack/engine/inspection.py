@@ -85,10 +85,12 @@ class Inspection:
         self.meetings: dict[Node, Mixed] = {}
         self.tangents: list[Node] = []
         self.separating: set[Any] = set()
-        self._stand_ins: dict[Node, int] = {}  # and when their use was over
-        self._direct: dict[int, list[tuple[int, int]]] = {}  # by parameter
+        self._stand_ins: dict[Node, Use] = {}
+        self._direct: dict[int, list[Use]] = {}  # uses without stand-in, by parameter
+        self._insides: dict[Use, tuple[int, set[Node]]] = {}
         self._functions: dict[Node, set[Any]] = {}  # and the places of their constants
         self._shared: list[Node] = []  # reached several times
+        self._first: dict[Node, Node | None] = {}  # whence each was reached first
         self.nodes: list[Node] = []
         seen: set[Any] = set()
         queue: list[tuple[Node | None, Sequence[Any]]] = [(None, roots)]
@@ -103,6 +105,7 @@ class Inspection:
                     self._shared.append(parent)
                 else:
                     seen.add(parent)
+                    self._first[parent] = node
                     self.nodes.append(parent)
                     if parent.metadata:
                         self._note(parent, parent.metadata)
@@ -122,12 +125,33 @@ class Inspection:
         for parent, number, *_ in parents:
             if parent is None:
                 continue
-            until = self._stand_ins.get(parent)
-            if until is not None and node._sequence_nr() < until:
+            use = self._stand_ins.get(parent)
+            if use is not None and self._is_inside(node, use):
                 continue  # the way of a use
             if self._functions and (parent, number) in self._functions.get(node, ()):
                 continue  # that of a function's constant
             yield parent, number
+
+    def _is_inside(self, node: Node | None, use: Use) -> bool:
+        """Tell whether a node that takes one of a use's stand-ins is part of it."""
+        outputs, below = [x for x, _ in self.uses[use].values()], node
+        while below is not None and below not in outputs:
+            below = self._first.get(below)
+        return below is not None or node in self._inside(use)
+
+    def _inside(self, use: Use) -> set[Node]:
+        """Find the nodes of a use: those on the ways from what it returned.
+
+        Others may have such numbers, too: each thread counts its own.
+        """
+        outputs = self.uses[use]
+        found = self._insides.get(use)
+        if found is None or found[0] < len(outputs):
+            stand_ins = [c.stand_in.node for c in use.constants if c.stand_in]
+            starts = [node for node, _ in outputs.values()]
+            nodes = set(walk(starts, since=use.since, without=stand_ins))
+            self._insides[use] = found = len(outputs), nodes
+        return found[1]
 
     def _find_losses(self) -> None:
         """Go without losses that others' predictions are made of: parts of a model."""
@@ -150,10 +174,9 @@ class Inspection:
                         taken = self._functions.setdefault(node, set())
                         taken.add(tuple(constant.stand_in[:2]))
                     elif constant.stand_in is not None:
-                        self._stand_ins[constant.stand_in.node] = owner.until
+                        self._stand_ins[constant.stand_in.node] = owner
                     else:
-                        interval = owner.since, owner.until
-                        self._direct.setdefault(id(constant.leaf), []).append(interval)
+                        self._direct.setdefault(id(constant.leaf), []).append(owner)
             self.uses[owner][index] = (node, number)
         if MEETING in metadata:
             self.meetings[node] = metadata[MEETING]
@@ -209,8 +232,8 @@ class Inspection:
         """Nodes that use a parameter where nothing has seen it."""
         found: dict[Tensor, list[Node]] = {}
         for param, nodes in self.reached.items():
-            for since, until in self._direct.get(id(param), ()):
-                nodes = [x for x in nodes if not since <= x._sequence_nr() < until]
+            for use in self._direct.get(id(param), ()):
+                nodes = [x for x in nodes if not self._is_inside(x, use)]
             if nodes:
                 found[param] = nodes
         for node in self.nodes if self._functions else ():
@@ -256,7 +279,6 @@ class Inspection:
         """
         uses = sorted(self.uses if self._shared else (), key=lambda use: use.since)
         starts = [use.since for use in uses]
-        inner: dict[Use, set[Node]] = {}
         entered: dict[Node, Use] = {}
         for node in self._shared:
             number = node._sequence_nr()
@@ -265,14 +287,12 @@ class Inspection:
                 continue
             use = uses[position]
             outputs = [x for x, _ in self.uses[use].values()]
-            if use not in inner:
-                inner[use] = set(walk(outputs, since=use.since))
-            if node in inner[use] and node not in outputs:
+            if node in self._inside(use) and node not in outputs:
                 entered[node] = use
         for node in self.nodes if entered else ():
             for parent, _ in node.next_functions:
                 use = entered.get(parent)
-                if use is None or node in inner[use]:
+                if use is None or node in self._inside(use):
                     continue
                 behind = set(walk([parent], since=use.since))
                 for constant in use.constants:

@@ -213,8 +213,13 @@ def keeps_graph() -> bool:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _RUN:
         frame = frame.f_back
-    running = [frame] if frame else sys._current_frames().values()
-    return any(x.f_code is _RUN and any(x.f_locals["args"][1:2]) for x in running)
+    if frame is not None:
+        return any(frame.f_locals["args"][1:2])
+    # no variable for the frames: one of them is this one, and would keep itself
+    return any(
+        x.f_code is _RUN and any(x.f_locals["args"][1:2])
+        for x in sys._current_frames().values()
+    )
 
 
 def is_traced() -> bool:

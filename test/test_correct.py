@@ -1013,6 +1013,7 @@ COMBINATIONS = {
 }
 
 
+MASK = torch.tensor([True, False, False, True], device="cpu").numpy()
 SUBSAMPLINGS = {
     "none": [],
     "tuple": (2, 0),
@@ -1022,17 +1023,19 @@ SUBSAMPLINGS = {
     "slice-step": slice(None, None, 2),
     "from-the-end": [-1, 0],
     "twice": [1, 1],
-    "numpy": torch.tensor([3, 1]).numpy(),
-    "numpy-integers": list(torch.tensor([3, 1]).numpy()),
+    "numpy": torch.tensor([3, 1], device="cpu").numpy(),
+    "numpy-integers": list(torch.tensor([3, 1], device="cpu").numpy()),
     "mask": torch.tensor([True, False, False, True]),
     "mask-list": [True, False, False, True],
     "mask-none": [False] * 4,
-    "mask-numpy": torch.tensor([True, False, False, True]).numpy(),
-    "mask-numpy-list": list(torch.tensor([True, False, False, True]).numpy()),
+    "mask-numpy": MASK,
+    "mask-numpy-list": list(MASK),
 }
 
 
-@pytest.mark.parametrize("three", [torch.tensor(3), torch.tensor([3]).numpy()[0]])
+@pytest.mark.parametrize(
+    "three", [torch.tensor(3), torch.tensor([3], device="cpu").numpy()[0]]
+)
 def test_integers(three: Any) -> None:
     """What counts may be a tensor, or an integer of NumPy."""
     counts = KFAC(mc_samples=three).source.mc_samples, BatchProjectGrad(three)

@@ -1247,7 +1247,7 @@ EITHER = {
         D,
     )._replace(alone=False, says=r"relu|mul"),
     "numpy-order": moving(
-        lambda m, x: plain(m, x[torch.from_numpy(permutation(x).numpy())])[
+        lambda m, x: plain(m, x[torch.from_numpy(permutation(x).cpu().numpy())])[
             permutation(x).argsort()
         ],
         3,
@@ -1772,7 +1772,7 @@ def test_without_trials(
 def recurrent_steps(m: Module, x: Tensor, mask: Tensor) -> Tensor:
     """Apply a recurrent layer to as many steps of each sample as a mask has entries."""
     lengths = mask.sum(1).clamp(min=1)
-    y, _ = m.r(pack_padded_sequence(x, lengths, True, False))
+    y, _ = m.r(pack_padded_sequence(x, lengths.cpu(), True, False))
     return pad_packed_sequence(y, True, total_length=mask.shape[1])[0].sum(1)
 
 
@@ -1894,6 +1894,14 @@ def deduplicated(how: str, ids: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor
     return f(values[is_new])[back]
 
 
+def drawn(different: int, shape: Tuple[int, ...], seed: int) -> Tensor:
+    """Draw integers, the same on each device."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.tensor(
+        torch.randint(different, shape, generator=generator, device="cpu").tolist()
+    )
+
+
 def integers(make: Callable, n: int, different: int, seed: int) -> Row:
     """Make a row that looks up what a function returns for random integers.
 
@@ -1911,11 +1919,7 @@ def integers(make: Callable, n: int, different: int, seed: int) -> Row:
             lambda m, i: m.f(make(i, m.e).tanh()),
             **{"e": nn.Embedding(12, D), "f": nn.Linear(D, 2)},
         ),
-        lambda: [
-            torch.randint(
-                different, (n, 3), generator=torch.Generator().manual_seed(seed)
-            )
-        ],
+        lambda: [drawn(different, (n, 3), seed)],
         quantities=["BatchGrad"],
         says="`(\\w*sort|topk|cummax|median|kthvalue|any|unique\\w*|__eq__|index_put"
         "|scatter)` on",

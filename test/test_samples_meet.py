@@ -991,8 +991,8 @@ def overwritten(x: Tensor, g: Tensor) -> Tensor:
 
 def unseen_mean(g: Tensor) -> Tensor:
     """Let samples meet where autograd does not see it."""
-    numbers = g.detach().numpy()
-    return torch.from_numpy(numbers - numbers.mean(0))
+    numbers = g.detach().cpu().numpy()
+    return torch.from_numpy(numbers - numbers.mean(0)).to(g.device)
 
 
 WINDOWS: Dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -148,7 +148,9 @@ def draw_targets(batch: Dict[str, Any], predictions: Tensor) -> Tensor:
         return torch.stack([batch["start_positions"], batch["end_positions"]], 1)
     generator = torch.Generator().manual_seed(3)
     shape = predictions.shape[:-1]
-    targets = torch.randint(predictions.shape[-1], shape, generator=generator)
+    classes = predictions.shape[-1]
+    targets = torch.randint(classes, shape, generator=generator, device="cpu")
+    targets = targets.to(predictions.device)
     mask = batch.get("attention_mask")
     if mask is None or len(shape) == 1 or "decoder_input_ids" in batch:
         return targets

@@ -7,7 +7,12 @@ from torch.fx import GraphModule
 from torch.nn import Module
 
 from backpack.converter import known
-from backpack.converter.editing import erase_unused, get_free_name, recompile
+from backpack.converter.editing import (
+    compiled_once,
+    erase_unused,
+    get_free_name,
+    recompile,
+)
 from backpack.converter.inplace import transform_inplace_to_normal
 from backpack.converter.no_grad import transform_no_grad_to_detach
 from backpack.converter.reading import OPERATION, called, find_kinds
@@ -49,21 +54,22 @@ def convert_module_to_backpack(module: Module, debug: bool) -> GraphModule:
     else:
         graph_module = graph_of_layer(module)
         undo_inplace(graph_module)
-    transform_no_grad_to_detach(graph_module, debug)
-    erase_unused(graph_module)
-    for transform in (
-        known.transform_functions_to_modules,
-        known.transform_get_item_to_module,
-        known.transform_permute_to_module,
-        known.transform_transpose_to_module,
-        known.transform_add_to_sum_module,
-        known.transform_mul_to_scale_module,
-        known.transform_flatten_to_module,
-        transform_lstm_rnn,
-        transform_rest_to_function_modules,
-        transform_remove_duplicates,
-    ):
-        graph_module = transform(graph_module, debug)
+    with compiled_once(graph_module):
+        transform_no_grad_to_detach(graph_module, debug)
+        erase_unused(graph_module)
+        for transform in (
+            known.transform_functions_to_modules,
+            known.transform_get_item_to_module,
+            known.transform_permute_to_module,
+            known.transform_transpose_to_module,
+            known.transform_add_to_sum_module,
+            known.transform_mul_to_scale_module,
+            known.transform_flatten_to_module,
+            transform_lstm_rnn,
+            transform_rest_to_function_modules,
+            transform_remove_duplicates,
+        ):
+            transform(graph_module, debug)
     check_backpack_compatible(graph_module, debug)
     return graph_module
 

@@ -1,6 +1,7 @@
 """Changes to a traced graph: a module in place of what a node does."""
 
-from typing import Sequence
+from contextlib import contextmanager
+from typing import Iterator, Sequence
 
 from torch.fx import GraphModule, Node
 from torch.nn import Module
@@ -35,6 +36,25 @@ def recompile(graph_module: GraphModule) -> GraphModule:
     graph_module.recompile()
     graph_module.delete_all_unused_submodules()
     return graph_module
+
+
+@contextmanager
+def compiled_once(graph_module: GraphModule) -> Iterator[None]:
+    """Compile a graph module after all its changes, not after each.
+
+    It would take as long as all else. And the code asks PyTorch to replace functions in
+    it by others whenever something is traced, which it never forgets.
+
+    Args:
+        graph_module: The graph module.
+
+    Yields:
+        Nothing.
+    """
+    graph_module.__dict__["recompile"] = lambda: None
+    yield
+    del graph_module.__dict__["recompile"]
+    graph_module.recompile()
 
 
 def get_free_name(module: Module, initial_name: str) -> str:

@@ -62,7 +62,11 @@ def _start() -> Tuple[Callable[[], None], Any, List[Connection]]:
     """Start the processes; return what ends them, where they meet, how to ask them."""
     # where processes meet outlives each of their groups
     store = distributed.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
+    # where there is a server to fork them, PyTorch is loaded once
+    is_served = "forkserver" in multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("forkserver" if is_served else "spawn")
+    if is_served:
+        context.set_forkserver_preload(["torch", "backpack.extensions"])
     pipes = [context.Pipe() for _ in range(MOST)]
     processes = [
         context.Process(target=_serve, args=(rank, store.port, pipe), daemon=True)

@@ -59,6 +59,7 @@ from backpack.extensions.secondorder.sqrt_ggn.activations import (
     SqrtGGNSigmoid,
     SqrtGGNTanh,
 )
+from backpack.utils.hooks import EXTENDED
 
 
 class Case(NamedTuple):
@@ -428,6 +429,7 @@ def solved(case: Case) -> Problem:
         for field in [field for field in extensions if field.startswith(name)]:
             del extensions[field]
     run(problem, *extensions.values())
+    EXTENDED.clear()  # each pass looks at all models that are alive
     return problem
 
 

@@ -398,7 +398,7 @@ def test_reduced_after_the_loss(name: str, t: int) -> None:
 @pytest.mark.parametrize("name", ["flatten", "time-first", "ignored", "mse", "bce"])
 def test_sampled_columns(name: str, t: int) -> None:
     """What is drawn for rows averages to the exact diagonal."""
-    row, count = OBJECTIVES[name].row(t), 2000
+    row, count = OBJECTIVES[name].row(t), 1000
     model, loss, X = row.build()
     model, loss = extend(model), extend(loss)
     generator = drawing(0)

@@ -30,7 +30,7 @@ from backpack.core.derivatives.generic import tensor_outputs
 from backpack.core.layout import FIRST, Mixed, Placement, spans
 from backpack.core.table import Row, find_loss, find_loss_module
 from backpack.engine.gaps import NESTED, Known, differ, explain
-from backpack.engine.graph import is_leaf, note_tangent
+from backpack.engine.graph import VIEW, is_leaf, note_tangent
 from backpack.engine.layer_calls import is_redefined, note_use, row_of_call
 from backpack.engine.placements import Pass, mark_of, may_be_shared, place, placement_of
 from backpack.engine.record import Call, clear_stored
@@ -552,7 +552,9 @@ def _attach(
     layer = base is not None and bool(call.parameters) and not call.is_composite
     if layer and is_whole(outputs[0], call.inputs):  # as of linear layers on sequences
         # A later in-place operation would take the view's node out of the graph
-        call.view = edges[0].node._sequence_nr() if edges[0] else None
+        call.view = object()
+        if edges[0]:
+            edges[0].node.metadata[VIEW] = call.view
         edges = [edge_of(base)]
     inner = [(i, e) for i, e in enumerate(edges) if e and not is_leaf(e.node)]
     if not inner:

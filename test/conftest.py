@@ -171,7 +171,8 @@ class Engine:
         enabled = torch.is_grad_enabled()
 
         def run() -> Any:
-            _stash(own)
+            if state() is not own:
+                _stash(own)
             with ExitStack() as stack:
                 for mode in modes:
                     torch._C._push_on_torch_function_stack(mode)

@@ -6,6 +6,7 @@ positions as samples and with another number of them.
 """
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Callable, Dict, List, Tuple
@@ -1099,6 +1100,26 @@ def test_right_or_refused(row: str) -> None:
 def test_derivative_in_another_thread() -> None:
     """The same where autograd computes the derivative in a thread of its own."""
     assert_right_or_refused(EITHER["derivative-inside"])
+
+
+@pytest.mark.parametrize("ahead", range(16))
+def test_weight_that_a_thread_has_used(ahead: int) -> None:
+    """Whatever numbers the nodes there have, they are not those of the layer."""
+    with ThreadPoolExecutor(1) as pool:
+
+        def before(h: Tensor, weight: Tensor, number: int) -> Tensor:
+            while torch._C._autograd._get_sequence_nr() < number:
+                h.view(-1)
+            return (h @ weight).tanh()
+
+        def forward(m: Module, x: Tensor) -> Tensor:
+            h, number = m.f(x), torch._C._autograd._get_sequence_nr() + ahead - 8
+            return m.g(pool.submit(before, h, m.g.weight, number).result())
+
+        def model() -> Module:
+            return Lambda(forward, f=nn.Linear(4, 4), g=nn.Linear(4, 4))
+
+        assert_right(Row(model, randn(4), quantities=FIRST_ORDER))
 
 
 PENALIZED: Dict[str, Callable[[], Module]] = {

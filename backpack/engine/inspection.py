@@ -132,12 +132,23 @@ class Inspection:
                 continue  # that of a function's constant
             yield parent, number
 
-    def _is_inside(self, node: Node | None, use: Use) -> bool:
-        """Tell whether a node that takes one of a use's stand-ins is part of it."""
+    def _is_inside(
+        self, node: Node | None, use: Use, inputs: Sequence[Node] = ()
+    ) -> bool:
+        """Tell whether a node that takes one of a use's constants is part of it."""
         outputs, below = [x for x, _ in self.uses[use].values()], node
         while below is not None and below not in outputs:
+            if below in inputs:
+                return False
             below = self._first.get(below)
         return below is not None or node in self._inside(use)
+
+    def _takes(self, node: Node, use: Use) -> bool:
+        """Tell whether a node that takes a parameter itself is part of a use."""
+        if not use.since <= node._sequence_nr() < use.until:
+            return False  # nor is what came before, though the use goes on from it
+        edges = use.owner.input_edges if use.owner is not None else ()
+        return self._is_inside(node, use, [e.node for e in edges if e is not None])
 
     def _inside(self, use: Use) -> set[Node]:
         """Find the nodes of a use: those on the ways from what it returned.
@@ -233,7 +244,7 @@ class Inspection:
         found: dict[Tensor, list[Node]] = {}
         for param, nodes in self.reached.items():
             for use in self._direct.get(id(param), ()):
-                nodes = [x for x in nodes if not self._is_inside(x, use)]
+                nodes = [x for x in nodes if not self._takes(x, use)]
             if nodes:
                 found[param] = nodes
         for node in self.nodes if self._functions else ():

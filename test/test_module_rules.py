@@ -429,7 +429,8 @@ def solved(case: Case) -> Problem:
         for field in [field for field in extensions if field.startswith(name)]:
             del extensions[field]
     run(problem, *extensions.values())
-    EXTENDED.clear()  # each pass looks at all models that are alive
+    # each pass looks at all models that are alive
+    EXTENDED.difference_update([problem.model, problem.loss])
     return problem
 
 

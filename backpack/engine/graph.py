@@ -21,7 +21,7 @@ from backpack.utils.types import is_inexact
 
 HOOKED = "BackwardHookFunctionBackward"  # where a module's hooks see the gradient
 _LOOKING_ON = SINKS | {HOOKED}  # nodes that pass on what they get
-VIEW = "backpack.view"  # where a node keeps that it is a view of a call's output
+VIEW = "backpack.view"  # where a node keeps the call of whose output it is a view
 SILENT = "backpack.silent"  # where a node says that no sample gets through it
 TANGENT = "backpack.tangent"  # where a tangent comes out of an operation
 MEETING = "backpack.meeting"  # where a node of the graph keeps that samples have met
@@ -107,10 +107,10 @@ def producing_calls(edge: GradientEdge) -> list[Entry]:
     while type(node).__name__ in _LOOKING_ON and node.next_functions[number][0]:
         node, number = node.next_functions[number]
     entries = [e for e in _working_calls(node) if e.output_nr == number]
-    view = node.metadata.get(VIEW)
+    call = node.metadata.get(VIEW)
     while not entries and len(node.next_functions) == 1 and node.next_functions[0][0]:
         node = node.next_functions[0][0]
-        entries = [e for e in _working_calls(node) if view and e.owner.view is view]
+        entries = [e for e in _working_calls(node) if e.owner is call]
     return entries
 
 

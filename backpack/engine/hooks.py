@@ -552,9 +552,8 @@ def _attach(
     layer = base is not None and bool(call.parameters) and not call.is_composite
     if layer and is_whole(outputs[0], call.inputs):  # as of linear layers on sequences
         # A later in-place operation would take the view's node out of the graph
-        call.view = object()
         if edges[0]:
-            edges[0].node.metadata[VIEW] = call.view
+            edges[0].node.metadata[VIEW] = call
         edges = [edge_of(base)]
     inner = [(i, e) for i, e in enumerate(edges) if e and not is_leaf(e.node)]
     if not inner:

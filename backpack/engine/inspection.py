@@ -55,6 +55,14 @@ _COMPARING = frozenset(
 )
 
 
+def _before(use: Use) -> list[Node]:
+    """List where the nodes of a use end: at its stand-ins, or a layer's inputs."""
+    stand_ins = [c.stand_in.node for c in use.constants if c.stand_in]
+    if stand_ins or use.owner is None:
+        return stand_ins
+    return [edge.node for edge in use.owner.input_edges if edge is not None]
+
+
 class Inspection:
     """What the graph of a backward pass looks like.
 
@@ -132,23 +140,21 @@ class Inspection:
                 continue  # that of a function's constant
             yield parent, number
 
-    def _is_inside(
-        self, node: Node | None, use: Use, inputs: Sequence[Node] = ()
-    ) -> bool:
+    def _is_inside(self, node: Node | None, use: Use) -> bool:
         """Tell whether a node that takes one of a use's constants is part of it."""
         outputs, below = [x for x, _ in self.uses[use].values()], node
+        before = _before(use)
         while below is not None and below not in outputs:
-            if below in inputs:
+            if below in before:
                 return False
             below = self._first.get(below)
         return below is not None or node in self._inside(use)
 
     def _takes(self, node: Node, use: Use) -> bool:
         """Tell whether a node that takes a parameter itself is part of a use."""
-        if not use.since <= node._sequence_nr() < use.until:
-            return False  # nor is what came before, though the use goes on from it
-        edges = use.owner.input_edges if use.owner is not None else ()
-        return self._is_inside(node, use, [e.node for e in edges if e is not None])
+        # what came before is not, though the use goes on from it
+        numbered = use.since <= node._sequence_nr() < use.until
+        return numbered and self._is_inside(node, use)
 
     def _inside(self, use: Use) -> set[Node]:
         """Find the nodes of a use: those on the ways from what it returned.
@@ -158,9 +164,8 @@ class Inspection:
         outputs = self.uses[use]
         found = self._insides.get(use)
         if found is None or found[0] < len(outputs):
-            stand_ins = [c.stand_in.node for c in use.constants if c.stand_in]
             starts = [node for node, _ in outputs.values()]
-            nodes = set(walk(starts, since=use.since, without=stand_ins))
+            nodes = set(walk(starts, since=use.since, without=_before(use)))
             self._insides[use] = found = len(outputs), nodes
         return found[1]
 

@@ -54,7 +54,6 @@ class Call:
         settings: Whether the module was in training mode, and its options, by name.
         buffers: Buffers that are options, by name: weights of a loss.
         output_shapes: Their shapes, which are remembered.
-        view: What the output's node keeps, if it is a view of the one attached to.
         precision: Type that autocast ran operations in; ``None`` without autocast.
         parameters: The tensors in the place of the module's own parameters, by (dotted)
             name, and of those of modules inside that were not called themselves; for
@@ -81,7 +80,6 @@ class Call:
     placement: Any = None
     placements: Any = None
     n = 0
-    view: object = None
     precision: torch.dtype | None = None
     # shared while empty: what the garbage collector has to track costs time
     uses: Sequence[Use] = ()

@@ -252,6 +252,32 @@ def test_nothing_waits(network: str, name: str):
         assert_agrees(found[what], expected, what)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("names", [FIRST, EXACT], ids=["first", "exact"])
+@pytest.mark.parametrize("network", ["mlp", "transformer"])
+def test_recorded_on_a_gpu(network: str, names: List[str]):
+    """A CUDA graph of a plain step can be replayed with other data."""
+    with torch.device("cuda"):
+        step, exts = Step(network), [make(name) for name in names]
+        others = NETWORKS[network].data(), torch.randint(4, (3,))
+    beside, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        for _ in range(3):
+            step.plain(*exts)
+            step.taken(*exts)
+    torch.cuda.current_stream().wait_stream(beside)
+    with torch.cuda.graph(graph):
+        step.plain(*exts)
+    found = step.taken(*exts)
+    for x, other in zip(step.data, others):
+        x.copy_(other)
+    graph.replay()
+    step.plain(*exts)
+    for what, expected in step.taken(*exts).items():
+        assert_agrees(found[what], expected, what)
+
+
 @pytest.mark.parametrize("network, names", GROUPS)
 def test_traced(network: str, names: List[str]):
     """A recorded step leaves what a plain one does, with other parameters, too."""

@@ -1696,6 +1696,22 @@ class OfSome(Loss):
         return super().forward(x, y, weight=torch.rand(x.shape).round(), **options)
 
 
+class Doubling(Module):
+    """Creates a tensor, and doubles its input where it is not on any device."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply."""
+        return x * (2.0 if torch.empty(0).is_meta else 1.0)
+
+
+class OfDefault(Loss):
+    """The same for a loss."""
+
+    def forward(self, x: Tensor, y: Tensor, **options: Any) -> Tensor:
+        """Compare."""
+        return Doubling()(super().forward(x, y, **options))
+
+
 LOSS_CALLS: Dict[str, Tuple[Callable[[], Module], Dict[str, Any]]] = {
     "second": (Loss, {"square": 5.0}),
     "third": (Loss, {"weight": torch.tensor([1.0, 2.0, 3.0], dtype=F64)}),
@@ -1790,6 +1806,28 @@ def test_loss_that_is_another_when_repeated(ext: Callable, name: str):
         getattr(model.bias, ext().savefield)(torch.ones(3))
     assert torch.equal(before, torch.get_rng_state())
     assert getattr(loss, "count", 1) == count
+
+
+def test_default_device():
+    """What is repeated creates tensors where the forward pass did.
+
+    PyTorch has the default device in a mode, which it leaves during `backward()`.
+    """
+    model = extend(Sequential(nn.Linear(4, 3), Doubling()).to(F64))
+    loss, bias = extend(OfDefault()), model[0].bias
+    X, y = torch.randn(N, 4, dtype=F64), torch.randn(N, 3, dtype=F64)
+    with torch.device("cpu"), torch.device("meta"):
+        value = loss(model(X), y)
+        with backpack(*[ext() for ext in OF_THE_LOSS]):
+            value.backward()
+        (product,) = bias.hmp(X.new_ones(1, 3))
+    expected = torch.full((3,), 16 / 3, dtype=F64)
+    assert_agrees(bias.diag_h, expected, "diag_h")
+    assert_agrees(bias.diag_h_batch.sum(0), expected, "diag_h_batch")
+    assert_agrees(bias.diag_ggn_exact, expected, "diag_ggn_exact")
+    assert_agrees(product, expected, "hmp")
+    assert_agrees(bias.kflr[0].diagonal(), expected, "kflr")
+    assert_agrees(bias.kfra[0].diagonal(), expected, "kfra")
 
 
 @pytest.mark.parametrize("ext", [DiagHessian, HMP, KFRA])

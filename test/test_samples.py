@@ -149,6 +149,24 @@ class UnseenSine(torch.autograd.Function):
         return gradient.detach() * by_python(x).cos()
 
 
+# A matrix multiplied with rows, which only some of its entries let through
+PRODUCTS: Dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of A [M, M], x [M, D]
+    "addmm": lambda A, x: torch.addmm(x.new_zeros(()), A, x),
+    "addbmm": lambda A, x: torch.addbmm(x.new_zeros(()), A[None], x[None]),
+    "baddbmm": lambda A, x: torch.baddbmm(x.new_zeros(()), A[None], x[None])[0],
+    "addmv": lambda A, x: torch.stack(
+        [torch.addmv(z.new_zeros(()), A, z) for z in x.unbind(1)], 1
+    ),
+    "sparse": lambda A, x: torch.sparse.addmm(torch.zeros_like(x), A.to_sparse(), x),
+    "of-three": lambda A, x: torch.linalg.multi_dot([A, x, torch.eye(D, dtype=F64)]),
+    "linalg": torch.linalg.matmul,
+    "vecdot": lambda A, x: torch.linalg.vecdot(A[:, None], x.T),
+    "bilinear": lambda A, x: F.bilinear(
+        *(torch.ones(D, 1, dtype=F64), x.T.contiguous(), A[:, None])
+    ).T,
+    "convolution": lambda A, x: F.conv1d(x[None], A[..., None])[0],
+}
+
 MOVES: Dict[str, Callable] = {  # of x [N, T, D]
     "transpose": there_and_back(
         lambda x: x.transpose(0, 1), lambda z, x: z.mT.mT.transpose(0, 1)
@@ -276,6 +294,16 @@ MOVES: Dict[str, Callable] = {  # of x [N, T, D]
         torch.block_diag(*[torch.ones(2 * [x.shape[1]], dtype=F64).tril()] * len(x))
         @ x.flatten(0, 1),
     ).view_as(x),
+    **{
+        f"graph-{name}": lambda m, x, product=product: plain(
+            m,
+            product(
+                torch.block_diag(*[torch.ones(2 * [x.shape[1]], dtype=F64)] * len(x)),
+                x.flatten(0, 1),
+            ).view_as(x),
+        )
+        for name, product in PRODUCTS.items()
+    },
     "matrix-of-a-permutation": lambda m, x: torch.einsum(
         "mn,ntd->mtd",
         torch.eye(len(x), dtype=F64)[permutation(x).argsort()],

@@ -27,7 +27,7 @@ from per_sample import (
     param,
     randn,
 )
-from test_samples import D, First, permutation
+from test_samples import PRODUCTS, D, First, permutation
 from torch import Tensor, nn
 from torch.nn import Module
 
@@ -203,6 +203,15 @@ COUPLINGS: Dict[str, Tuple[Callable, str]] = {  # of x [N, D], and what is named
         lambda m, x: torch.ones(len(x), len(x), dtype=F64).tril() @ x,
         r"matmul",
     ),
+    **{
+        f"product-{name}": (
+            lambda m, x, product=product: product(
+                torch.eye(len(x), dtype=F64) + 1e-30, x
+            ),
+            r"add\w*m|linalg|bilinear|conv1d",
+        )
+        for name, product in PRODUCTS.items()
+    },
     "attention-layer-over-samples": (
         lambda m, x: m.a(x[:, None], x[:, None], x[:, None])[0][:, 0],
         r"MultiheadAttention|multi_head_attention|matmul|bmm|softmax|attention|axis",

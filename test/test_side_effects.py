@@ -1065,7 +1065,7 @@ def test_interruption_that_is_kept() -> None:
     with pytest.raises(KeyboardInterrupt) as kept:
         row.run(model, loss, X)
     undo()
-    with torch.device("cpu"):  # a mode above what is left of the call
+    with torch.get_default_device():  # a mode above what is left of the call
         value = row.run(model, loss, X)
         assert torch._C._len_torch_function_stack() == depth + 1
         with backpack(BatchGrad()):

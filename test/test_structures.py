@@ -1278,7 +1278,7 @@ def overwritten(change: str, overwrites: bool = True) -> Dict[str, Tensor]:
     model, loss = extend(layer), extend(nn.MSELoss())
     x, y = torch.rand(N, 4), torch.rand(N, 4)
     # autograd saves what the input is converted to
-    with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in change):
+    with torch.autocast(x.device.type, torch.bfloat16, enabled="autocast" in change):
         value = loss(model(x).float(), y)
     if overwrites:
         with torch.no_grad():

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn import Module, Parameter
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from backpack.core.layout import Layout
@@ -65,6 +66,7 @@ class BackwardPass:
 
     Attributes:
         state: What is active.
+        modes: Modes in which it was called, like a default device.
         losses: Those that were met, whose columns were pulled back.
         walked: Extensions that have passed quantities from module to module.
         saved_alone: Which extension has saved a value on which parameter that cannot be
@@ -112,6 +114,7 @@ class BackwardPass:
             RuntimeError: If a parameter is used where extensions can't see it.
         """  # noqa: DAR401
         self.state, self.accumulates = current, accumulates
+        self.modes = _get_current_function_mode_stack()
         self._separating = [x for x in current.active_exts if x.separates_samples]
         self._keeps_io = current.keeps_io or creates_graph  # which is differentiated
         self._keeps_graph = self._keeps_io or keeps_graph

@@ -117,7 +117,9 @@ FAULTING = frozenset(
 ATTENTION = "scaled_dot_product_attention"
 # Operations that multiply matrices, of which a constant one may be block-diagonal
 PRODUCTS = frozenset(
-    "matmul mm bmm mv __matmul__ __rmatmul__ einsum tensordot inner linear".split()
+    "matmul mm bmm mv __matmul__ __rmatmul__ einsum tensordot inner linear addmm addmv "
+    "addbmm baddbmm smm _sparse_mm _sparse_addmm chain_matmul linalg_matmul "
+    "linalg_multi_dot linalg_vecdot bilinear conv1d conv2d conv3d".split()
 )
 # What is made in another one's shape, by functions `<name>_like` and `new_<name>`
 FILLS = frozenset("empty empty_strided zeros ones full rand randn randint".split())

@@ -298,5 +298,5 @@ _MOVED: Sequence[tuple[Container[str], Callable]] = (
     (("_pad_packed_sequence",), _unpacked),
     (RECURRENT, _recurrent),
     (WRITING, _written),
-    (PRODUCTS | {"addmm"}, _contracted),
+    (PRODUCTS, _contracted),
 )

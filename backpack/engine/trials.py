@@ -332,10 +332,10 @@ class Trial:
         new: list[Any] = []
         with self._drawing():
             for x, i in zip(self.flat, self.numbers):
-                if is_inexact(x) and x.layout is torch.strided:
+                if is_inexact(x) and (i is None or x.layout is torch.strided):
                     x = x.detach().to(torch.promote_types(x.dtype, torch.float64))
                     if i is None and self._name in PRODUCTS:
-                        x = (x != 0).to(x)
+                        x = x.abs().sign().to(x.dtype)  # also of a sparse matrix
                     elif i is None and sum(isinstance(y, Tensor) for y in new) == 3:
                         least = torch.finfo(self._outs[0].dtype).min / 2
                         x = torch.zeros_like(x).masked_fill(x < least, -inf)

@@ -9,16 +9,27 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import wraps
 from types import FrameType
-from typing import Any, Callable, ClassVar, Hashable, Iterator, Sequence, TypeVar
+from typing import (
+    Any,
+    Callable,
+    ClassVar,
+    ContextManager,
+    Hashable,
+    Iterator,
+    Sequence,
+    TypeVar,
+)
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Module
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 from backpack.utils.compiling import COMPILED_AUTOGRAD, DONATED, is_compiled_autograd
@@ -139,6 +150,18 @@ class State:
             raise NotImplementedError(text) from error
         finally:
             self.pulling, self.quiet = before
+
+    def default_device(self) -> ContextManager[Any]:
+        """Restore the default device, which PyTorch's own mode hides in `backward`.
+
+        Returns:
+            Context for what creates tensors as a forward pass does.
+        """
+        here, running = _get_current_function_mode_stack(), self.backward_pass
+        for mode in reversed(() if running is None else running.modes):
+            if isinstance(mode, DeviceContext) and mode not in here:
+                return mode.device
+        return nullcontext()
 
     def check_context(self) -> None:
         """Refuse a backward pass that belongs to another context than the active one.

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from backpack.converter.function import FunctionModule
 from backpack.utils.disable import disable
 from backpack.utils.hooks import message
-from backpack.utils.state import ask, is_traced
+from backpack.utils.state import ask, is_traced, state
 from backpack.utils.subsampling import Subsampling, subsample
 from backpack.utils.types import Layer, generator_of, is_inexact
 
@@ -315,12 +315,12 @@ def repeat(
     else:
         run = partial(scratch.forward, *args, **kwargs)
     if is_traced() or not is_checked:
-        with _Repeating():
+        with state().default_device(), _Repeating():
             output = run()
         return checked(module, output) if is_checked else first_tensor(output)
     generator = generator_of(module.output.device)
     before, random = _numbers(scratch), generator.get_state()
-    with _Repeating() as repeating:
+    with state().default_device(), _Repeating() as repeating:
         output = run()
     drew = not torch.equal(random, generator.get_state())
     generator.set_state(random)

@@ -54,7 +54,7 @@ SCRIPTS_OF_TASKS: Dict[str, str] = {
 }
 ALL_SCRIPTS = {**SCRIPTS, **SCRIPTS_OF_TASKS}
 # They take long: the gallery's build runs them, and the long flag
-LEFT_TO_THE_GALLERY = {"kfac_training", "transformer", "influence"}
+LEFT_TO_THE_GALLERY = {"kfac_training", "transformer", "influence", "distributed"}
 if "BACKPACK_TEST_LONG" in os.environ:
     LEFT_TO_THE_GALLERY = set()
 

@@ -1102,10 +1102,14 @@ def test_derivative_in_another_thread() -> None:
     assert_right_or_refused(EITHER["derivative-inside"])
 
 
+@pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize("ahead", range(16))
 def test_weight_that_a_thread_has_used(ahead: int) -> None:
-    """Whatever numbers the nodes there have, they are not those of the layer."""
-    with ThreadPoolExecutor(1) as pool:
+    """Whatever numbers the nodes there have, they are not those of the layer.
+
+    The model is in a thread of its own, too, where nodes are counted from zero.
+    """
+    with ThreadPoolExecutor(1) as pool, ThreadPoolExecutor(1) as own:
 
         def before(h: Tensor, weight: Tensor, number: int) -> Tensor:
             while torch._C._autograd._get_sequence_nr() < number:
@@ -1119,7 +1123,8 @@ def test_weight_that_a_thread_has_used(ahead: int) -> None:
         def model() -> Module:
             return Lambda(forward, f=nn.Linear(4, 4), g=nn.Linear(4, 4))
 
-        assert_right(Row(model, randn(4), quantities=FIRST_ORDER))
+        row = Row(model, randn(4), quantities=FIRST_ORDER)
+        own.submit(assert_right, row).result()
 
 
 PENALIZED: Dict[str, Callable[[], Module]] = {

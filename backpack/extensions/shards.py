@@ -21,6 +21,9 @@ from backpack.utils.state import state
 from backpack.utils.types import as_type, full_precision
 
 
+_MOST_AXES = 64  # of a tensor, in PyTorch
+
+
 class Shard:
     """What a backward pass has seen of the batch.
 
@@ -154,8 +157,7 @@ class Piece(NamedTuple):
         Raises:
             ValueError: If the shapes differ in other axes.
         """
-        shapes: list[Any] = [None] * distributed.get_world_size(self.group)
-        distributed.all_gather_object(shapes, tuple(value.shape), group=self.group)
+        shapes = self._shapes(value)
         sizes = [shape[dim] if dim < len(shape) else 0 for shape in shapes]
         rest = [shape[:dim] + shape[dim + 1 :] for shape in shapes]
         # what a process without samples has may be of another shape, besides
@@ -174,6 +176,16 @@ class Piece(NamedTuple):
         distributed.all_gather(pieces, padded, group=self.group)
         pieces = [piece[:size] for piece, size in zip(pieces, sizes)]
         return torch.cat(pieces).movedim(0, dim)
+
+    def _shapes(self, value: Tensor) -> list[tuple[int, ...]]:
+        """Tell the shapes of all processes' tensors."""
+        own = torch.zeros(1 + _MOST_AXES, dtype=torch.int64)
+        own[: 1 + value.dim()] = torch.tensor([value.dim(), *value.shape])
+        own = own.to(value.device)
+        world = distributed.get_world_size(self.group)
+        found = [torch.empty_like(own) for _ in range(world)]
+        distributed.all_gather(found, own, group=self.group)
+        return [tuple(x[1 : 1 + x[0]]) for x in torch.stack(found).tolist()]
 
 
 def _scaled(value: Tensor, factor: float) -> Tensor:

@@ -89,7 +89,7 @@ test-models: $(MODELS_VENV)/.installed ## Models of transformers, timm, ...; upd
 ##@ Format
 
 .PHONY: format-check
-format-check: black-check isort-check flake8 pydocstyle mypy ## All checks below
+format-check: black-check isort-check flake8 pydocstyle mypy pyright ## All checks below
 
 .PHONY: black
 black: install-dev ## Format the code with black
@@ -116,8 +116,14 @@ pydocstyle: install-dev ## Check the docstrings (Google style)
 	$(BIN)/pydocstyle $(SOURCES)
 
 .PHONY: mypy
-mypy: install-dev ## Check the types
+mypy: install-dev ## Check the types of the package, and of the calls that pages show
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file= --strict --follow-imports silent \
+		--cache-dir .mypy_cache/use test/typed_use.py
+
+.PHONY: pyright
+pyright: install-dev ## The same calls, as editors see them
+	$(BIN)/pyright --warnings --pythonpath $(BIN)/python
 
 ##@ Measure and document
 

@@ -1,4 +1,4 @@
-"""What the documentation shows, as a type checker sees it; run by ``test_types.py``.
+"""What the documentation shows, as type checkers see it: ``make mypy pyright``.
 
 Nothing here is executed. Fields like ``grad_batch`` are attributes that no class
 declares: they are read with ``getattr``.

@@ -20,7 +20,6 @@ from backpack.engine.turn import Turn
 from backpack.utils.state import state
 from backpack.utils.types import as_type, full_precision
 
-
 _MOST_AXES = 64  # of a tensor, in PyTorch
 
 

@@ -24,10 +24,10 @@ from backpack.utils.state import is_traced
 
 WRITES = (
     "The backward of {function} writes to a tensor that was there before "
-    "({operation}), like a gradient that it adds to, statistics, or what it has saved. It is needed "
-    "more than once, for samples or columns by themselves, and each time would do that "
-    "again. Let it return new tensors, and do this in a hook of the parameter or of "
-    "the function's output (`register_hook`), which runs once."
+    "({operation}), like a gradient that it adds to, statistics, or what it has saved. "
+    "It is needed more than once, for samples or columns by themselves, and each time "
+    "would do that again. Let it return new tensors, and do this in a hook of the "
+    "parameter or of the function's output (`register_hook`), which runs once."
 )
 DRAWS = (
     "The backward of {function} draws random numbers. It is needed more than once, for "

@@ -51,7 +51,7 @@ def once_more(node: Node, given: Any, may_draw: bool = False) -> Iterator[None]:
     Raises:
         NotImplementedError: If it writes to what it has not made, or draws numbers.
     """
-    if is_traced():
+    if is_traced() or _is_captured(given):  # it has run before, where it was seen
         yield
         return
     function, states = name_of(node), states_for(given)
@@ -112,7 +112,8 @@ class _Writes(TorchDispatchMode):
             text = {"function": self._function, "operation": f"`{schema.name}`"}
             raise NotImplementedError(WRITES.format(**text))
         found = func(*args, **kwargs)
-        known = set(map(_memory, _tensors((args, kwargs))))
+        is_new = schema is not None and schema.name == "aten::lift_fresh"  # of numbers
+        known = set() if is_new else set(map(_memory, _tensors((args, kwargs))))
         self._own.update(set(map(_memory, _tensors(found))) - known)
         return found
 
@@ -122,6 +123,12 @@ def _written(schema: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
     for i, argument in enumerate(schema.arguments if schema.is_mutable else ()):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from _tensors(args[i] if i < len(args) else kwargs.get(argument.name))
+
+
+def _is_captured(values: Any) -> bool:
+    """Tell whether a CUDA graph is recorded, in which generators have no state."""
+    given = any(x.is_cuda for x in _tensors(values))
+    return given and torch.cuda.is_current_stream_capturing()
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

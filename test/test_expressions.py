@@ -935,6 +935,55 @@ def test_layer_whose_backward_is_not_linear(
         assert_refused(row, quantity, "backward of `.*` does not return multiples")
 
 
+OF_OPERATIONS: Dict[str, Tuple[Callable, str]] = {
+    "linear": (lambda g: 2 * g, ""),
+    "clipped": (NOT_LINEAR["clipped"], "of `.*product` does not return multiples"),
+    "centered": (lambda g: g - g.mean(0), "met in the backward pass of `.*product`"),
+    "by-its-norm": (lambda g: g / g.norm(), "met in the backward pass of `.*product`"),
+    "noisy": (lambda g: g + torch.randn_like(g), "of `.*product` draws random numbers"),
+}
+
+
+@torch.library.custom_op("backpack_expressions::product", mutates_args=())
+def product(x: Tensor, w: Tensor, rule: str) -> Tensor:
+    """Multiply ``[N, 4]`` with ``[3, 4]``."""
+    return x @ w.T
+
+
+def _keep(ctx: Any, inputs: Tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+    ctx.rule = OF_OPERATIONS[inputs[2]][0]
+
+
+def _differentiate(ctx: Any, g: Tensor) -> Tuple[Any, ...]:
+    x, w = ctx.saved_tensors
+    return ctx.rule(g) @ w, ctx.rule(g).T @ x, None
+
+
+product.register_autograd(_differentiate, setup_context=_keep)
+
+
+@pytest.mark.parametrize("quantity", ["BatchGrad", "BatchL2Grad", "DiagGGNExact"])
+@pytest.mark.parametrize("rule", OF_OPERATIONS)
+def test_derivative_of_own_operation(rule: str, quantity: str) -> None:
+    """What is registered as an operation's derivative need be none, either."""
+    row = use(
+        lambda m, x: product(m.f(x).tanh(), m.w, rule),
+        4,
+        w=(3, 4),
+        f=partial(nn.Linear, 4, 4),
+    )
+    _, says = OF_OPERATIONS[rule]
+    if not says:
+        assert_right(row._replace(quantities=[quantity]))
+    elif rule == "clipped" and quantity != "DiagGGNExact":
+        quantity = "BatchGrad"  # of what was clipped
+        for p in compute(row, [quantity]).parameters():
+            assert_agrees(p.grad_batch.sum(0), p.grad, "sum of grad_batch")
+    else:
+        assert_refused(row, quantity, says)
+
+
 def test_column_that_is_carried() -> None:
     """A single column is looked at as well, which the backward pass might carry."""
     model = Lambda(lambda m, x: m.f(OwnLinear.apply({}, x, m.w)), w=param(3, 4))

@@ -646,6 +646,153 @@ def test_backward_pass_inside_without_parameters() -> None:
     assert_right(repeated(lambda m: torch.tanh))
 
 
+class DoesMore(torch.autograd.Function):
+    """A product, whose backward pass may do more than compute."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, more: Callable) -> Tensor:
+        """Multiply."""
+        ctx.save_for_backward(x, w)
+        ctx.more = more
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tuple[Tensor, Any, None]:
+        """Do it."""
+        x, w = ctx.saved_tensors
+        g = ctx.more(g, x)
+        weight = (g * x).sum_to_size(w.shape) if ctx.needs_input_grad[1] else None
+        return (g * w).sum_to_size(x.shape), weight, None
+
+
+KEPT = torch.zeros(D, dtype=F64)
+
+
+def adds(g: Tensor, x: Tensor) -> Tensor:
+    """Add to what somebody keeps: a gradient, statistics."""
+    KEPT.add_(g.detach().sum_to_size(D))
+    return g
+
+
+def adds_to_a_view(g: Tensor, x: Tensor) -> Tensor:
+    """Add to a part of it."""
+    KEPT[1:] += g.detach().sum_to_size(D)[1:]
+    return g
+
+
+def adds_to_what_is_saved(g: Tensor, x: Tensor) -> Tensor:
+    """Write the gradient to where the operand was saved."""
+    return x.detach().mul_(2) * g / x.detach()
+
+
+def draws(g: Tensor, x: Tensor) -> Tensor:
+    """Add noise to a gradient."""
+    return g + 1e-3 * torch.randn_like(g)
+
+
+def writes_to_its_own(g: Tensor, x: Tensor) -> Tensor:
+    """Write to new tensors alone, and put the generator back."""
+    made = torch.zeros_like(g).add_(g)
+    made[:, 1:].mul_(1)
+    made *= torch.tensor([2.0], dtype=F64).mul_(0.5)
+    with torch.random.fork_rng([]):
+        return torch.add(made, 0 * torch.rand(D, dtype=F64), out=torch.empty_like(g))
+
+
+MORE: Dict[str, Tuple[Callable, str]] = {
+    "adds": (adds, "`does_more` writes to a tensor that was there before.*add_"),
+    "adds-to-a-view": (adds_to_a_view, "`does_more` writes to a tensor"),
+    "adds-to-what-is-saved": (adds_to_what_is_saved, "`does_more` writes to.*mul_"),
+    "draws": (draws, "`does_more` draws random numbers"),
+}
+
+
+def with_more(more: Callable, on: str) -> Module:
+    """Make a model with a function that does more, on data or on parameters alone."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        if on == "data":
+            return m.g(DoesMore.apply(m.f(x).tanh(), m.p, more))
+        if on == "data-alone":
+            return m.g(DoesMore.apply(m.f(x).tanh(), torch.ones(D, dtype=F64), more))
+        return m.g(m.f(x).tanh() * DoesMore.apply(m.p[None], m.q[None], more))
+
+    parts = {"f": nn.Linear(D, D), "g": nn.Linear(D, 2), "p": param(D), "q": param(D)}
+    if on != "parameters":
+        del parts["q"]
+    if on == "data-alone":
+        del parts["p"]
+    return Lambda(forward, **parts)
+
+
+NEEDED_AGAIN = [
+    *(("data", quantity) for quantity in ["BatchGrad", "BatchL2Grad", "DiagGGNExact"]),
+    *(("parameters", quantity) for quantity in ["BatchGrad", "DiagGGNExact"]),
+    ("data-alone", "DiagGGNExact"),
+]
+
+
+@pytest.mark.parametrize("on, quantity", NEEDED_AGAIN)
+@pytest.mark.parametrize("name", MORE)
+def test_backward_that_does_more(name: str, on: str, quantity: str) -> None:
+    """A `backward` that does more, and is needed again, is refused before that."""
+    more, says = MORE[name]
+    KEPT.zero_()
+    assert_refused(Row(lambda: with_more(more, on), randn(D), says=says), quantity)
+    assert not KEPT.any()
+
+
+@pytest.mark.parametrize("more", [draws, adds])
+def test_backward_that_does_more_once(more: Callable) -> None:
+    """Where a `backward` is not needed again, it does as always."""
+
+    def step(quantities: List[str]) -> List[Tensor]:
+        KEPT.zero_()
+        model = compute(
+            Row(lambda: with_more(more, "data-alone"), randn(D)), quantities
+        )
+        return [KEPT.clone(), torch.rand(1), *(p.grad for p in model.parameters())]
+
+    expected = step([])
+    for x, y in zip(step(["BatchGrad", "BatchL2Grad"]), expected):
+        assert_agrees(x, y, "step")
+
+
+@pytest.mark.parametrize("on", ["data", "parameters", "data-alone"])
+def test_backward_that_writes_to_its_own(on: str) -> None:
+    """What a `backward` writes to tensors that it has made is nobody else's."""
+    row = Row(lambda: with_more(writes_to_its_own, on), randn(D))
+    assert_right(row._replace(quantities=["BatchGrad", "BatchL2Grad", "DiagGGNExact"]))
+
+
+@pytest.mark.parametrize("exts", [[], [BatchGrad]])
+@pytest.mark.parametrize("more", [draws, adds])
+def test_backward_between_modules(more: Callable, exts: List[type]) -> None:
+    """A `backward` that nobody has watched may draw, when samples are looked for."""
+    torch.manual_seed(0)
+    f, g = nn.Linear(D, D).double(), nn.Linear(D, 2).double()
+    X, one = torch.randn(N, D, dtype=F64), torch.ones(D, dtype=F64)
+
+    def step() -> List[Tensor]:
+        KEPT.zero_()
+        torch.manual_seed(1)
+        g(DoesMore.apply(f(X), one, more)).square().sum().backward()
+        found = [KEPT.clone(), torch.rand(1), *(p.grad for p in f.parameters())]
+        f.zero_grad()
+        return found
+
+    expected = step()
+    f, g = extend(f), extend(g)
+    with backpack(*(ext() for ext in exts)):
+        if exts and more is adds:
+            with pytest.raises(NotImplementedError, match="writes to a tensor"):
+                step()
+            return
+        found = step()
+    for x, y in zip(found, expected):
+        assert_agrees(x, y, "step")
+
+
 @pytest.mark.parametrize("where", ["part", "all"])
 def test_autocast(where: str) -> None:
     """Parts that run in low precision by themselves give fields of full precision."""

@@ -47,6 +47,7 @@ from backpack.engine.graph import (
     walk,
 )
 from backpack.engine.placements import MARK, mark_of
+from backpack.engine.repeated import compute_only
 from backpack.engine.saved import OnesForSaved
 from backpack.engine.uses import Constant, Together, Use, edge_of, is_noted
 from backpack.engine.vjp import is_function, pull, structure_only
@@ -425,7 +426,8 @@ def _probe(
 
     Where these are not finite, operations of PyTorch are asked with ones for numbers.
     """
-    with state().pull(), structure_only(filter(is_pointwise, nodes)):
+    pointwise = filter(is_pointwise, nodes)
+    with state().pull(), structure_only(pointwise), compute_only(nodes, True):
         try:
             return _ask(edge, sources, nodes)
         except FloatingPointError as error:
@@ -433,9 +435,8 @@ def _probe(
             if all(map(is_own, nodes)):  # else, nobody knows what the numbers are for
                 with suppress(Exception), OnesForSaved():
                     found = _ask(edge, sources, nodes)
-            if found is None:
-                return Mixed(f"{name_of(edge.node)} ({error})", False)
-            return found
+            met = Mixed(f"{name_of(edge.node)} ({error})", False)
+            return met if found is None else found
 
 
 def _ask(

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from backpack.engine.functions import BY_VALUE, POINTWISE
 from backpack.engine.uses import ENTRIES, Entry
-from backpack.engine.vjp import is_function
+from backpack.engine.vjp import OF_OPERATION, is_function
 from backpack.utils.hooks import EXTENDED, represent
 from backpack.utils.parallel import SINKS, parts
 from backpack.utils.state import state
@@ -319,6 +319,8 @@ def name_of(node: Node) -> str:
         Its name as in PyTorch's functions.
     """
     name = type(node).__name__.rsplit("Backward", 1)[0]
+    if name.startswith(OF_OPERATION):
+        name = name[len(OF_OPERATION) :].rsplit("_", 1)[0]  # less its overload
     words = "".join(f"_{c.lower()}" if c.isupper() else c for c in name)
     return f"`{words.lstrip('_')}`"
 

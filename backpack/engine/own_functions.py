@@ -6,6 +6,7 @@ run a backward pass of its own.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from itertools import compress
 from typing import Any, Iterator, Sequence
@@ -18,12 +19,13 @@ from backpack.core.layout import Mixed, conflict, sample_numbers
 from backpack.engine.gaps import KNOWN, Known, Source, explain_place
 from backpack.engine.graph import describe, is_leaf, name_of
 from backpack.engine.placements import MARK, placement_of
+from backpack.engine.repeated import once_more
 from backpack.engine.tracking import Tracker
 from backpack.engine.uses import edge_of, refuse
 from backpack.engine.vjp import is_function, is_users
 from backpack.utils.hooks import EXTENDED, names_of
 from backpack.utils.parallel import is_parallel
-from backpack.utils.state import out_of_sight
+from backpack.utils.state import out_of_sight, state
 
 INNER_PASS = (
     "{ext}: `{function}` runs a backward pass of its own inside of this one, where "
@@ -75,10 +77,12 @@ class OwnFunctions:
         """Run the `backward` of a function."""
         outer = self._running
         self._running = name_of(node).strip("`"), _current_graph_task_id()
+        repeats = state().pulling and is_users(node)
         try:
-            if node in self._operands and not is_grad_enabled():
-                return self._follow(node, gradients)
-            return type(node).apply(node, *gradients)
+            with once_more(node, gradients) if repeats else nullcontext():
+                if node in self._operands and not is_grad_enabled():
+                    return self._follow(node, gradients)
+                return type(node).apply(node, *gradients)
         finally:
             self._running = outer
 

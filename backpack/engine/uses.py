@@ -476,7 +476,7 @@ class Use:
             ]
             products = filled[0] if len(filled) == 1 else torch.cat(filled, 1)
             found.append(Dense(products, constant.shape))
-        if alone is not None and is_users(alone):
+        if any(is_users(edge.node) for edge in edges):
             whole = [y.unsqueeze(1) for y in cotangents if y is not None]
             each = [x and x.individual() for x in found]
             what = NO_SUM.format(names=f"what {self.describe()} takes")

@@ -19,6 +19,7 @@ NOT_LINEAR = (
 )
 NO_SUM = "gradients of individual samples do not add up to that of {names}"
 _TRUSTED = ("torch.", "backpack.")
+OF_OPERATION = "GeneratedBackwardFor"  # what PyTorch makes of a user's `custom_op`
 # Keeps the graph; `None` where there is no path
 pull = partial(torch.autograd.grad, retain_graph=True, allow_unused=True)
 
@@ -131,7 +132,9 @@ def is_users(node: Node) -> bool:
     """
     if not is_function(node):
         return False
-    return not getattr(node, "_forward_cls", node).__module__.startswith(_TRUSTED)
+    own = getattr(node, "_forward_cls", type(node))
+    named = own.__name__.startswith(OF_OPERATION)
+    return named or not own.__module__.startswith(_TRUSTED)
 
 
 def check_linear(

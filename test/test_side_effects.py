@@ -498,6 +498,23 @@ def test_what_runs_once_is_right(name: str) -> None:
     assert_right(FORWARD_PASSES[name])
 
 
+TURNS: List[int] = []
+
+
+@torch.library.custom_op("backpack_side_effects::turned", mutates_args=())
+def turned(x: Tensor) -> Tensor:
+    """Give samples another order in each call."""
+    TURNS.append(len(TURNS))
+    return x.roll(TURNS[-1], 0)
+
+
+def test_operation_that_counts() -> None:
+    """Repeated once, it gives something else, and is not repeated any further."""
+    TURNS.clear()
+    extend(Lambda(lambda m, x: turned(m.f(x)), f=nn.Linear(D, D)))(torch.randn(3, D))
+    assert len(TURNS) == 2
+
+
 @pytest.mark.parametrize("passed", [True, False], ids=["passed", "kept"])
 def test_cache_of_the_user(passed: bool) -> None:
     """A cache, passed as an argument or kept, is filled once, over several steps."""

@@ -221,14 +221,14 @@ class Trial:
         """Find out the same for an operation that may depend on more than operands.
 
         Returns:
-            A placement for each result, unknown unless the very operands give it again,
-            before the trials and after them.
+            A placement for each result, unknown where operands do not give it again.
         """
         same = self._repeats()
-        found, _ = self.find()
         lost = Mixed(f"`{self._name}` ({NOT_REPEATED})", False)
-        results = zip(found, same, self._repeats())
-        return [p if first and last else lost for p, first, last in results]
+        if True not in same:  # it would only count on
+            return [lost] * len(same)
+        found, again = self.find()[0], self._repeats()
+        return [p if x and y else lost for p, x, y in zip(found, same, again)]
 
     def _repeats(self) -> list[bool]:
         """Tell which results the operation returns again."""

@@ -716,6 +716,11 @@ def writes_to_its_own(g: Tensor, x: Tensor) -> Tensor:
         return torch.add(made, 0 * torch.rand(D, dtype=F64), out=torch.empty_like(g))
 
 
+def scales(g: Tensor, x: Tensor) -> Tensor:
+    """Multiply the gradient where it is."""
+    return g.mul_(2.0)
+
+
 MORE: Dict[str, Tuple[Callable, str]] = {
     "adds": (adds, "`does_more` writes to a tensor that was there before.*add_"),
     "adds-to-a-view": (adds_to_a_view, "`does_more` writes to a tensor"),
@@ -775,10 +780,11 @@ def test_backward_that_does_more_once(more: Callable) -> None:
         assert_agrees(x, y, "step")
 
 
+@pytest.mark.parametrize("more", [writes_to_its_own, scales])
 @pytest.mark.parametrize("on", ["data", "parameters", "data-alone"])
-def test_backward_that_writes_to_its_own(on: str) -> None:
-    """What a `backward` writes to tensors that it has made is nobody else's."""
-    row = Row(lambda: with_more(writes_to_its_own, on), randn(D))
+def test_backward_that_writes_to_its_own(on: str, more: Callable) -> None:
+    """What it writes to tensors that it has made, or was given, is nobody else's."""
+    row = Row(lambda: with_more(more, on), randn(D))
     assert_right(row._replace(quantities=["BatchGrad", "BatchL2Grad", "DiagGGNExact"]))
 
 

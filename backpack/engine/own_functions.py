@@ -79,10 +79,10 @@ class OwnFunctions:
         self._running = name_of(node).strip("`"), _current_graph_task_id()
         repeats = state().pulling and is_users(node)
         try:
-            with once_more(node, gradients) if repeats else nullcontext():
+            with once_more(node, gradients) if repeats else nullcontext(gradients) as g:
                 if node in self._operands and not is_grad_enabled():
-                    return self._follow(node, gradients)
-                return type(node).apply(node, *gradients)
+                    return self._follow(node, g)
+                return type(node).apply(node, *g)
         finally:
             self._running = outer
 

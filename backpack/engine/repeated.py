@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Iterable, Iterator
+from typing import Any, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -37,27 +37,30 @@ DRAWS = (
 
 
 @contextmanager
-def once_more(node: Node, given: Any, may_draw: bool = False) -> Iterator[None]:
+def once_more(
+    node: Node, gradients: Sequence[Any], may_draw: bool = False
+) -> Iterator[list[Any]]:
     """Let a function's `backward` do nothing but compute.
 
     Args:
         node: The function's node.
-        given: The gradients that it is given.
+        gradients: The gradients that it is given.
         may_draw: Whether random numbers do not matter. Default: ``False``.
 
     Yields:
-        Nothing.
+        Copies of these, which it may write to.
 
     Raises:
         NotImplementedError: If it writes to what it has not made, or draws numbers.
     """
+    given = [x.clone() if isinstance(x, Tensor) else x for x in gradients]
     if is_traced() or _is_captured(given):  # it has run before, where it was seen
-        yield
+        yield given
         return
     function, states = name_of(node), states_for(given)
     try:
         with _Writes(function, given):
-            yield
+            yield given
     finally:
         drawn = [g for g, x in states.items() if not torch.equal(g.get_state(), x)]
         for generator in drawn:
@@ -88,8 +91,8 @@ def compute_only(nodes: Iterable[Node], may_draw: bool = False) -> Iterator[None
 
 
 def _apply(node: Any, may_draw: bool, *gradients: Any) -> Any:
-    with once_more(node, gradients, may_draw):
-        return type(node).apply(node, *gradients)
+    with once_more(node, gradients, may_draw) as given:
+        return type(node).apply(node, *given)
 
 
 class _Writes(TorchDispatchMode):

@@ -2956,7 +2956,8 @@ def test_no_positions(name: str, loss: Callable) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["linear", "convolution", "embedding", "normalization"]
+    "name",
+    ["linear", "convolution", "embedding", "normalization", "operations", "generic"],
 )
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize(
@@ -2975,6 +2976,14 @@ def test_empty_batch(name: str, loss: Callable, reduction: str) -> None:
             torch.zeros(0, 3, dtype=torch.long),
         ),
         "normalization": (mlp(nn.LayerNorm(4)), torch.randn(0, 4)),
+        "operations": (
+            Lambda(lambda m, x: (x @ m.w + m.b).tanh().sum(1), w=bare(4, 3), b=bare(3)),
+            torch.randn(0, 2, 4),
+        ),
+        "generic": (
+            Lambda(lambda m, x: torch.einsum("nth,khc->nc", x, m.w), w=bare(2, 4, 3)),
+            torch.randn(0, 2, 4),
+        ),
     }[name]
     is_entropy = loss is nn.CrossEntropyLoss
     y = torch.zeros(0, dtype=torch.long) if is_entropy else torch.zeros(0, 3)
@@ -2982,7 +2991,8 @@ def test_empty_batch(name: str, loss: Callable, reduction: str) -> None:
     exts = (BatchGrad(), BatchL2Grad(), SumGradSquared(), BatchDotGrad(), Variance())
     ggn = DiagGGNExact(), BatchDiagGGNExact(), SqrtGGNExact(), DiagGGNMC()
     factors = [ext(weight_sharing="expand") for ext in (KFAC, KFLR, KFRA)]
-    rules = () if name == "embedding" else (DiagHessian(), HMP())
+    has_rules = name not in ("embedding", "operations", "generic")
+    rules = (DiagHessian(), HMP()) if has_rules else ()
     sums = ClippedGrad(1.0), WeightedGrad(lambda dots: dots.sum(1), of="dots")
     exts = (*exts, *sums, BatchJacobian(), BatchFactors(), BatchProjectGrad(2))
     with backpack(*exts, *ggn, *factors[: 3 if rules else 2], *rules):

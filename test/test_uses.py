@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import F64, make_extension
-from oracle import assert_agrees, oracle, parameters
+from oracle import assert_agrees, model_jacobians, oracle, parameters
 from per_sample import (
     FIRST_ORDER,
     LENGTHS,
@@ -45,7 +45,13 @@ from torch.nn import Module
 from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend
-from backpack.extensions import BatchGrad, BatchL2Grad, DiagGGNExact, Variance
+from backpack.extensions import (
+    BatchGrad,
+    BatchJacobian,
+    BatchL2Grad,
+    DiagGGNExact,
+    Variance,
+)
 
 aten = torch.ops.aten
 W, B = {"w": (3, 4)}, {"w": (3, 4), "b": (3,)}
@@ -1069,6 +1075,27 @@ TABLES = {
 def test_right(table: str, row: str) -> None:
     """Every quantity of every parameter agrees with plain autograd."""
     assert_right(TABLES[table][row])
+
+
+RETURNED = {  # each is a view of what the operation has computed
+    "bilinear": (lambda m, x: F.bilinear(x[:, 0], x[:, 1], m.w), (2, 4, 4)),
+    "einsum-sum": (lambda m, x: torch.einsum("nth,th->n", x, m.w), (3, 4)),
+    "einsum-heads": (lambda m, x: torch.einsum("nth,khc->nkc", x, m.w), (2, 4, 2)),
+    "einsum-order": (lambda m, x: torch.einsum("nth,hc->nct", x, m.w), (4, 2)),
+    "linear": (lambda m, x: F.linear(x, m.w), (2, 4)),
+}
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_jacobian_of_what_is_returned(name: str) -> None:
+    """The output of a model is what its last operation with a parameter returned."""
+    function, shape = RETURNED[name]
+    model, x = Lambda(function, w=param(*shape)).to(F64), torch.randn(N, 3, 4).to(F64)
+    expected = model_jacobians(model, (x,))["w"].transpose(0, 1)
+    output = extend(model)(x)
+    with backpack(BatchJacobian()):
+        output.sum().backward()
+    assert_agrees(model.w.jacobian, expected, name)
 
 
 def test_function_beside_statistics() -> None:

@@ -344,7 +344,7 @@ class Broadcast(Operation):
         is_vector = len(shape) == 1 and len(rest) == len(sums) + 1
         # as in a layer's bias
         if self.data is None and is_vector and sums and positions == sums:
-            return Summed(b.reshape(len(b), n, -1, shape[0]), shape)
+            return Summed(b.flatten(2, -2), shape)
         b = b.sum(sums) if sums else b
         return Dense(b.reshape(len(b), n, *shape), shape)
 

@@ -18,6 +18,7 @@ from backpack.engine.graph import (
     HOOKED,
     MEETING,
     TANGENT,
+    VIEW,
     Origin,
     calls_at,
     entries_of,
@@ -221,6 +222,7 @@ class Inspection:
         found: list[Origin] = []
         below: set[Node] = set()
         of_losses = {ref() for c in self.calls if c.is_loss for ref in c.inside}
+        views = {x.metadata[VIEW]: (x, 0) for x in self.nodes if VIEW in x.metadata}
         for call, node in self.calls.items():
             is_output = call.placements is not None and call not in of_losses
             if not is_output or node in below:
@@ -228,7 +230,8 @@ class Inspection:
             below.update(walk([node]))
             for number, index, owner in entries_of(node):
                 if owner is call:
-                    edge = GradientEdge(node, number)
+                    # a use may be behind the view that was returned, see `_attach`
+                    edge = GradientEdge(*views.get(call, (node, number)))
                     what = call.placements[index], call.output_shapes[index]
                     found.append(Origin(call, edge, *what))
         return found

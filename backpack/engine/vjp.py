@@ -96,11 +96,14 @@ def batched_vjp(
     """
     sizes = cotangents[0].shape[:2]
     flat = [x.flatten(0, 1) for x in cotangents]
+    number = len(flat[0])
+    if not number:  # of no samples: PyTorch pulls back one column at least
+        flat = [x.new_zeros(1, *x.shape[1:]) for x in flat]
     pull_back = partial(pull, outputs, inputs, create_graph=torch.is_grad_enabled())
     with state().pull():
         if len(flat[0]) == 1:
             rows = pull_back([_by_itself(x[0]) for x in flat])
-            found = [None if x is None else dense(x).unsqueeze(0) for x in rows]
+            found = [None if x is None else dense(x)[None][:number] for x in rows]
         else:
             try:
                 found = list(pull_back(flat, is_grads_batched=True))

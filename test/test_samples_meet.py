@@ -199,6 +199,18 @@ COUPLINGS: Dict[str, Tuple[Callable, str]] = {  # of x [N, D], and what is named
         lambda m, x: (torch.eye(len(x), dtype=F64) + 1e-30) @ x,
         r"matmul",
     ),
+    **{
+        f"product-with-no-number-{name}": (
+            lambda m, x, layout=layout: layout(
+                torch.eye(len(x), dtype=F64).masked_fill(
+                    torch.eye(len(x)).roll(1, 0) > 0, float("nan")
+                )
+            )
+            @ x,
+            r"matmul",
+        )
+        for name, layout in {"dense": Tensor.clone, "sparse": Tensor.to_sparse}.items()
+    },
     "product-with-a-triangle": (
         lambda m, x: torch.ones(len(x), len(x), dtype=F64).tril() @ x,
         r"matmul",

@@ -335,7 +335,7 @@ class Trial:
                 if is_inexact(x) and (i is None or x.layout is torch.strided):
                     x = x.detach().to(torch.promote_types(x.dtype, torch.float64))
                     if i is None and self._name in PRODUCTS:
-                        x = x.abs().sign().to(x.dtype)  # also of a sparse matrix
+                        x = x.bool().to(x.dtype)  # of a sparse matrix, and NaN, too
                     elif i is None and sum(isinstance(y, Tensor) for y in new) == 3:
                         least = torch.finfo(self._outs[0].dtype).min / 2
                         x = torch.zeros_like(x).masked_fill(x < least, -inf)

@@ -984,6 +984,50 @@ def test_derivative_of_own_operation(rule: str, quantity: str) -> None:
         assert_refused(row, quantity, says)
 
 
+class Changes(torch.autograd.Function):
+    """Products of numbers, with one number for what their gradients are clipped at."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, most: float) -> Tensor:
+        """Multiply ``[N, 3]`` with ``[3]``, or the like."""
+        ctx.save_for_backward(x, w)
+        ctx.most = most
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tuple[Any, ...]:
+        """Clip the gradient."""
+        x, w = ctx.saved_tensors
+        g = g.clamp(-ctx.most, ctx.most)
+        return (g * w).sum_to_size(x.shape), (g * x).sum_to_size(w.shape), None
+
+
+@pytest.mark.filterwarnings("ignore:.*(torch.jit|should not be inst|The .grad attr)")
+@pytest.mark.parametrize("quantity", ["BatchGrad", "DiagGGNExact"])
+@pytest.mark.parametrize("on", ["data", "parameters"])
+@pytest.mark.parametrize("most", [1e6, 0.01])
+def test_functions_in_what_is_compiled(most: float, on: str, quantity: str) -> None:
+    """They are no nodes of the graph, but may be no derivatives either."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        if on == "data":
+            return m.g(product(m.f(x), m.w, most) + m.v)
+        return m.g(m.f(x) * product(m.w, m.v, most))
+
+    once = partial(torch.compile, backend="aot_eager", fullgraph=True)
+    product = once(lambda *args: Changes.apply(*args))
+    parts = {"f": partial(nn.Linear, 4, 3), "g": partial(nn.Linear, 3, 2)}
+    row = use(forward, 4, w=(3,), v=(3,), **parts)
+    torch.compiler.reset()
+    if most > 1:
+        assert_right(row._replace(quantities=[quantity]))
+    elif (on, quantity) == ("data", "BatchGrad"):  # of what was clipped
+        for p in compute(row, [quantity]).parameters():
+            assert_agrees(p.grad_batch.sum(0), p.grad, "sum of grad_batch")
+    else:
+        assert_refused(row, quantity, "backward of `.*` does not return multiples")
+
+
 def test_column_that_is_carried() -> None:
     """A single column is looked at as well, which the backward pass might carry."""
     model = Lambda(lambda m, x: m.f(OwnLinear.apply({}, x, m.w)), w=param(3, 4))

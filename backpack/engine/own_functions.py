@@ -19,7 +19,7 @@ from backpack.core.layout import Mixed, conflict, sample_numbers
 from backpack.engine.gaps import KNOWN, Known, Source, explain_place
 from backpack.engine.graph import describe, is_leaf, name_of
 from backpack.engine.placements import MARK, placement_of
-from backpack.engine.repeated import once_more
+from backpack.engine.repeated import once_more, put_back, replace
 from backpack.engine.tracking import Tracker
 from backpack.engine.uses import edge_of, refuse
 from backpack.engine.vjp import is_function, is_users
@@ -63,8 +63,8 @@ class OwnFunctions:
         for node in self._functions:
             if separating and KNOWN in node.metadata and is_users(node):
                 self._operands[node] = list(_operands_of(node))
-        for node in self._functions:  # which looks for it in the object first
-            node.apply = partial(self._apply, node)
+        for node in self._functions:
+            replace(node, partial(self._apply, node))
         roots = list(EXTENDED) if self._functions else []
         self._handles, self._nodes = [], []  # which a parameter does not keep
         for param in {p for root in roots for p in root.parameters()}:
@@ -119,7 +119,7 @@ class OwnFunctions:
         for handle in self._handles:
             handle.remove()
         for node in self._functions:
-            vars(node).pop("apply", None)
+            put_back(node)
         self._functions.clear()
 
 

@@ -24,7 +24,7 @@ from backpack.engine.graph import describe, is_leaf, leaves_behind, names_at, wa
 from backpack.engine.repeated import compute_only
 from backpack.engine.saved import SAVED, fetch
 from backpack.engine.uses import Constant, Use
-from backpack.engine.vjp import NO_SUM, batched_vjp, check_linear, is_users
+from backpack.engine.vjp import NO_SUM, batched_vjp, check_linear, may_be_any
 from backpack.utils.hooks import name_module, represent
 from backpack.utils.state import state
 from backpack.utils.types import as_type, full_precision
@@ -174,13 +174,13 @@ class Group:
         leaves = {node.variable: node for node in nodes if is_leaf(node)}
         params = [p for p in self.params if p in leaves or p.grad_fn is not None]
         inputs = [GradientEdge(leaves.get(p, p.grad_fn), p.output_nr) for p in params]
-        own = [node for node in nodes if is_users(node)]
+        own = list(filter(may_be_any, nodes))
         with compute_only(own):
             pulled = batched_vjp(outputs, inputs, columns)
             if own:
                 what = NO_SUM.format(names=describe(self.params))
                 again = partial(batched_vjp, outputs, inputs)
-                check_linear(columns, pulled, again, names_at(own), what)
+                check_linear(columns, pulled, again, names_at(own), what, nodes=own)
         for param, products in zip(params, pulled):
             if products is not None:
                 _merge(found, param, Dense(products, param.shape))

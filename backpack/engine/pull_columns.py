@@ -37,7 +37,7 @@ from backpack.engine.parameters import Group
 from backpack.engine.turn import EXTEND_LOSS, Turn, refuse_several_calls
 from backpack.engine.user_hooks import sees_gradients
 from backpack.engine.uses import Use, refuse
-from backpack.engine.vjp import check_linear, is_users, pull
+from backpack.engine.vjp import check_linear, is_users, may_be_any, pull
 from backpack.utils.hooks import EXTENDED, message, name_module, without_hooks
 from backpack.utils.parallel import gathered, is_parallel
 
@@ -170,7 +170,7 @@ class PullColumns:
         if isinstance(origin.placement, Mixed):
             what = f"what {name_module(loss.module)} is computed from"
             refuse(type(extensions[0]).__name__, origin.placement, what)
-        own = list(filter(is_users, self._running.inspection.nodes))
+        own = list(filter(may_be_any, self._running.inspection.nodes))
         size = _number_at_a_time(extensions, targets, groups)
         chunks = iter(columns(size))
         first, second = next(chunks), next(chunks, None)
@@ -178,7 +178,10 @@ class PullColumns:
         if second is not None:
             chunks = chain([second], chunks)
         elif alone and len(first) == 1 and not customized:
-            if not own and self._carry(edge, first[0], groups, extensions):
+            # what was compiled may run once only, see `DONATED`
+            if not any(map(is_users, own)) and self._carry(
+                edge, first[0], groups, extensions
+            ):
                 return
         at_once, keep = self._plan(groups, extensions, many)
         passed = [loss, *dict.fromkeys(t.entry.owner for t in reached)]
@@ -199,8 +202,8 @@ class PullColumns:
             last.clear()  # which keeps columns
             pulled = pull_chunk(chunk)
             if own and not done:
-                once, who = _with_axis(pulled), names_at(own)
-                check_linear([chunk[:, None]], once, pull_again, who, NO_DERIVATIVE)
+                given, once, who = [chunk[:, None]], _with_axis(pulled), names_at(own)
+                check_linear(given, once, pull_again, who, NO_DERIVATIVE, nodes=own)
                 del once
             done += len(chunk)
             if many and self._running.state.debug:

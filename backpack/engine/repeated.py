@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Iterable, Iterator, Sequence
+from typing import Any, Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -81,13 +81,34 @@ def compute_only(nodes: Iterable[Node], may_draw: bool = False) -> Iterator[None
         Nothing.
     """
     functions = [x for x in nodes if is_users(x) and "apply" not in vars(x)]
-    for node in functions:  # which looks for it in the object first
-        node.apply = partial(_apply, node, may_draw)
+    for node in functions:
+        replace(node, partial(_apply, node, may_draw))
     try:
         yield
     finally:
         for node in functions:
-            vars(node).pop("apply", None)
+            put_back(node)
+
+
+def replace(node: Any, run: Callable) -> None:
+    """Let autograd call something else than a function's `backward`.
+
+    Args:
+        node: The function's node.
+        run: Takes the gradients.
+    """
+    node.apply = run  # which autograd looks for in the object first
+    node.apply_boxed = lambda gradients: run(*gradients)  # with `boxed_grads_call`
+
+
+def put_back(node: Any) -> None:
+    """Let autograd call the `backward` again.
+
+    Args:
+        node: The function's node.
+    """
+    for name in ("apply", "apply_boxed"):
+        vars(node).pop(name, None)
 
 
 def _apply(node: Any, may_draw: bool, *gradients: Any) -> Any:

@@ -27,7 +27,7 @@ from backpack.engine.vjp import (
     NO_SUM,
     batched_vjp,
     check_linear,
-    is_users,
+    may_be_any,
     only_through,
 )
 from backpack.utils.compiling import uncompiled
@@ -476,12 +476,14 @@ class Use:
             ]
             products = filled[0] if len(filled) == 1 else torch.cat(filled, 1)
             found.append(Dense(products, constant.shape))
-        if any(is_users(edge.node) for edge in edges):
+        nodes_of = [edge.node for edge in edges]
+        if any(map(may_be_any, nodes_of)):
             whole = [y.unsqueeze(1) for y in cotangents if y is not None]
             each = [x and x.individual() for x in found]
             what = NO_SUM.format(names=f"what {self.describe()} takes")
             # each sample's own may be changed before all add up
-            check_linear(whole, each, pull_back, f"`{self.name}`", what, 1.0)
+            name = f"`{self.name}`"
+            check_linear(whole, each, pull_back, name, what, 1.0, nodes_of)
         return found
 
 

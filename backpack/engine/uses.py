@@ -476,14 +476,12 @@ class Use:
             ]
             products = filled[0] if len(filled) == 1 else torch.cat(filled, 1)
             found.append(Dense(products, constant.shape))
-        nodes_of = [edge.node for edge in edges]
-        if any(map(may_be_any, nodes_of)):
+        own = [edge.node for edge in edges if may_be_any(edge.node)]
+        if own:  # each sample's own may be changed before all add up
             whole = [y.unsqueeze(1) for y in cotangents if y is not None]
             each = [x and x.individual() for x in found]
             what = NO_SUM.format(names=f"what {self.describe()} takes")
-            # each sample's own may be changed before all add up
-            name = f"`{self.name}`"
-            check_linear(whole, each, pull_back, name, what, 1.0, nodes_of)
+            check_linear(whole, each, pull_back, f"`{self.name}`", what, 1.0, own)
         return found
 
 

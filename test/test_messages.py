@@ -913,6 +913,16 @@ SAMPLES: Dict[str, Row] = {
                 "not known where.* after `add` of batches of 2 and 4 samples",
             ),
             (
+                "shared-positions",  # of which there seems to be one sample
+                lambda x, a, b, *_: b(a(x[:1]).tanh() + x),
+                "not known where.* after `add` of batches of 1 and 4 samples",
+            ),
+            (
+                "shared-positions-expanded",
+                lambda x, a, b, *_: b(a(x[:1]).expand(4, -1) * x),
+                "not known where.* after `(expand|mul)` of batches of 1 and 4 samples",
+            ),
+            (
                 "several-inputs",
                 lambda x, a, b, plain, both: both(plain(x), plain(x).sin()),
                 "not known where.* after inputs besides the first that no extended",

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any, Sequence
 
 from torch import Tensor
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 from torch.nn import Parameter
 
 from backpack.core.layout import Mixed, spans
-from backpack.engine.gaps import Known, differ, explain_parents, placement_at
+from backpack.engine.gaps import differ, explain_parents, explain_place
 from backpack.engine.graph import (
     SILENT,
     describe,
@@ -24,6 +24,7 @@ from backpack.engine.graph import (
     walk,
 )
 from backpack.engine.inspection import Inspection, is_sum, is_term, tail_terms
+from backpack.engine.probes import Known
 from backpack.engine.separable import is_separable
 from backpack.engine.uses import Use, refuse
 from backpack.engine.vjp import is_function
@@ -275,7 +276,8 @@ def _met_in_tails(inspection: Inspection) -> list[Mixed]:
         if not any(known.n > 1 for known in behind):
             continue
         if not (is_sum(node) or is_scalar(node)):
-            placements.append(placement_at(node))
+            known = explain_place(GradientEdge(node, 0))
+            placements.append(None if known is None else known.placement)
         elif _brings_together(node, behind):
             # nobody knows the parts of a function of one's own
             placements.append(Mixed(name_of(node), not is_function(node)))

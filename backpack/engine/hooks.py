@@ -29,10 +29,11 @@ from backpack.converter.function import FunctionModule
 from backpack.core.derivatives.generic import tensor_outputs
 from backpack.core.layout import FIRST, Mixed, Placement, spans
 from backpack.core.table import Row, find_loss, find_loss_module
-from backpack.engine.gaps import NESTED, Known, differ, explain
+from backpack.engine.gaps import NESTED, differ, explain
 from backpack.engine.graph import VIEW, is_leaf, note_tangent
 from backpack.engine.layer_calls import is_redefined, note_use, row_of_call
 from backpack.engine.placements import Pass, mark_of, may_be_shared, place, placement_of
+from backpack.engine.probes import Known
 from backpack.engine.record import Call, clear_stored
 from backpack.engine.tracking import LIST_OF_SAMPLES, ONE_SAMPLE, Tracker
 from backpack.engine.uses import (

@@ -18,7 +18,8 @@ from backpack.core.derivatives.generic import output_batch_axis
 from backpack.core.layout import Layout, Placement
 from backpack.core.operations import LayerLike, Operation, statistics
 from backpack.core.table import Row, find_row
-from backpack.engine.gaps import Known, explain
+from backpack.engine.gaps import explain
+from backpack.engine.probes import Known
 from backpack.engine.record import Call, clear_copy
 from backpack.engine.tracking import Tracker
 from backpack.engine.uses import Constant, Use

@@ -16,9 +16,10 @@ from torch._C import _current_graph_task_id
 from torch.autograd.graph import GradientEdge, Node
 
 from backpack.core.layout import Mixed, conflict, sample_numbers
-from backpack.engine.gaps import KNOWN, Known, Source, explain_place
+from backpack.engine.gaps import KNOWN, explain_place
 from backpack.engine.graph import describe, is_leaf, name_of
 from backpack.engine.placements import MARK, placement_of
+from backpack.engine.probes import Known, Source
 from backpack.engine.repeated import once_more, put_back, replace
 from backpack.engine.tracking import Tracker
 from backpack.engine.uses import edge_of, refuse

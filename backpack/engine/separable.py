@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from backpack.core.layout import Mixed, has_bit, sample_numbers
-from backpack.engine.gaps import Source, differ, explain_parents, sources_of
+from backpack.engine.gaps import differ, explain_parents, sources_of
 from backpack.engine.graph import entries_of
+from backpack.engine.probes import Source
 from backpack.engine.vjp import is_function, pull
 from backpack.utils.state import state
 from backpack.utils.types import kind

@@ -27,7 +27,7 @@ from backpack.core.layout import Layout, Mixed, Placement
 from backpack.core.operations import find_operation
 from backpack.engine import saved as saved_tensors
 from backpack.engine.functions import KINDS, Kind, is_of_inputs, kind_of
-from backpack.engine.gaps import CONSTANT, KNOWN, NESTED, Known, explain, note_functions
+from backpack.engine.gaps import CONSTANT, KNOWN, NESTED, explain, note_functions
 from backpack.engine.graph import MEETING, SILENT, note_tangent
 from backpack.engine.placements import (
     FORGET,
@@ -40,6 +40,7 @@ from backpack.engine.placements import (
     mark_of,
     may_be_shared,
 )
+from backpack.engine.probes import Known
 from backpack.engine.summands import Summands
 from backpack.engine.trials import Performed, states_for
 from backpack.engine.user_hooks import SEEN, guard

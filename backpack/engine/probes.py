@@ -1,0 +1,264 @@
+"""Asks derivatives which entries of a tensor depend on which samples.
+
+Where no operation was watched, there is only the graph between the tensor and others
+whose samples are known. Marks go through it in both directions: NaN in place of the
+samples' numbers, at the sources of a second derivative, or at the tensor.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from itertools import combinations
+from math import nan
+from typing import NamedTuple, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from backpack.core.layout import (
+    Layout,
+    Mixed,
+    Placement,
+    conflict,
+    halves,
+    has_bit,
+    marked,
+    sample_numbers,
+    simplify,
+    spans,
+)
+from backpack.engine.graph import (
+    is_own,
+    is_pointwise,
+    keeps_places,
+    name_of,
+    shape_at,
+    walk,
+)
+from backpack.engine.repeated import compute_only
+from backpack.engine.saved import OnesForSaved
+from backpack.engine.uses import edge_of
+from backpack.engine.vjp import is_function, pull, structure_only
+from backpack.utils.state import state
+from backpack.utils.types import kind
+
+NOT_FINITE = "its derivatives are not finite"
+
+
+class Known(NamedTuple):
+    """Where the samples of a tensor are.
+
+    Attributes:
+        placement: The placement.
+        n: Number N of samples.
+    """
+
+    placement: Placement
+    n: int
+
+
+class Source(NamedTuple):
+    """A place in the graph whose samples are known.
+
+    Attributes:
+        edge: The place.
+        known: Where its samples are.
+    """
+
+    edge: GradientEdge
+    known: Known
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the tensor there."""
+        return shape_at(self.edge)
+
+
+def probe(
+    edge: GradientEdge, sources: Sequence[Source], nodes: Sequence[Node]
+) -> Placement:
+    """Ask which entries depend on which samples, by derivatives in both directions.
+
+    Where these are not finite, operations of PyTorch are asked with ones for numbers.
+
+    Args:
+        edge: Where the entries sit in the graph.
+        sources: What they were computed from.
+        nodes: What is between.
+
+    Returns:
+        Where samples are in them.
+    """
+    pointwise = filter(is_pointwise, nodes)
+    with state().pull(), structure_only(pointwise), compute_only(nodes, True):
+        try:
+            return _ask(edge, sources, nodes)
+        except FloatingPointError as error:
+            found = None
+            if all(map(is_own, nodes)):  # else, nobody knows what the numbers are for
+                with suppress(Exception), OnesForSaved():
+                    found = _ask(edge, sources, nodes)
+            met = Mixed(f"{name_of(edge.node)} ({error})", False)
+            return met if found is None else found
+
+
+def _ask(
+    edge: GradientEdge, sources: Sequence[Source], nodes: Sequence[Node]
+) -> Placement:
+    """Ask second derivatives, or first ones where there are none."""
+    reasons: list[str] = []
+    for ask in (_moved, _regular):
+        try:
+            with torch.enable_grad():
+                return ask(edge, sources, nodes)
+        except FloatingPointError:
+            raise
+        except Exception as error:  # of any type: a function has its own backward
+            reasons.append(str(error).split("\n")[0])
+    return Mixed(f"{name_of(edge.node)} ({reasons[0]})", False)
+
+
+def _zeros_at(edge: GradientEdge) -> Tensor:
+    metadata = edge.node._input_metadata[edge.output_nr]
+    return torch.zeros(shape_at(edge), **kind(metadata))
+
+
+def _regular(
+    edge: GradientEdge, sources: Sequence[Source], _: Sequence[Node]
+) -> Placement:
+    """Find the only layout that gradients agree with: entries lead to their sample."""
+    n, zeros = sources[0].known.n, _zeros_at(edge)
+    found: list[Tensor] = []
+    pulled = pull([edge], [source.edge for source in sources], [zeros])
+    if any(bool(g.isnan().any()) for g in pulled if g is not None):
+        raise FloatingPointError(NOT_FINITE)
+    for axis, size in enumerate(zeros.shape):
+        for inner in range(1, size // n + 1):
+            if size % (n * inner):
+                continue
+            own = sample_numbers(Layout(axis, inner), zeros.shape, n, zeros.device)
+            new = not any(torch.equal(own, other) for other in found)
+            if new and _agrees(edge, own, sources):
+                found.append(own)
+    if len(found) != 1:
+        raise LookupError("none, or several")
+    return simplify(found[0], n)
+
+
+def _agrees(edge: GradientEdge, own: Tensor, sources: Sequence[Source]) -> bool:
+    """Tell whether entries lead to the samples that they are said to belong to."""
+    n, edges, seen = sources[0].known.n, [source.edge for source in sources], False
+    for bit, value in halves(n):
+        vector = marked(_zeros_at(edge), own, bit, value)
+        for g, source in zip(pull([edge], edges, [vector]), sources):
+            if g is not None:
+                i = sample_numbers(source.known.placement, g.shape, n, g.device)
+                if bool(g.isnan()[has_bit(i, bit, 1 - value)].any()):
+                    return False
+                seen = seen or bool(g.isnan().any())
+    return seen
+
+
+def _moved(
+    edge: GradientEdge, sources: Sequence[Source], nodes: Sequence[Node]
+) -> Placement:
+    """Mark samples at the sources, and see which entries that changes."""
+    n, cotangent = sources[0].known.n, _zeros_at(edge).requires_grad_()
+    edges = [source.edge for source in sources]
+    pulled = pull([edge], edges, [cotangent], create_graph=True)
+    pairs = [(g, source) for g, source in zip(pulled, sources) if g is not None]
+    lost = any(not g.requires_grad for g, _ in pairs)
+    pairs = [(g, source) for g, source in pairs if g.requires_grad]
+    numbers = _entries(cotangent, pairs, n)
+    if numbers is None:
+        return Mixed(name_of(edge.node))
+    if (lost or pairs) and any(map(is_function, nodes)):
+        if lost:
+            raise RuntimeError("a function whose backward has no derivative")
+        if bool((numbers < 0).any()) and not isinstance(simplify(numbers, n), Layout):
+            numbers = _with_zeros(edge, nodes, cotangent, pairs, numbers)
+        if bool((numbers < 0).all()):
+            raise RuntimeError("a function whose backward has derivatives of zero only")
+    placement = simplify(numbers, n) if pairs else None
+    if len(pairs) > 1 and isinstance(placement, Tensor) and numbers.numel():
+        alone = [_entries(cotangent, [pair], n) for pair in pairs]
+        axes = [
+            {axis for axis in range(-x.dim(), 0) if spans(x, x.shape, axis)}
+            for x in alone
+            if x is not None
+        ]
+        if any(a and b and a.isdisjoint(b) for a, b in combinations(axes, 2)):
+            name = f"{name_of(edge.node)} of layers that have them on different axes"
+            return Mixed(name, False)
+    return placement
+
+
+def _with_zeros(
+    edge: GradientEdge,
+    nodes: Sequence[Node],
+    cotangent: Tensor,
+    pairs: Sequence[tuple[Tensor, Source]],
+    numbers: Tensor,
+) -> Tensor:
+    """Number entries, too, of which a function makes zeros now, in their own place.
+
+    Nothing else gets through, then: not what autograd does not know of, either.
+    """
+    edges, n = [source.edge for _, source in pairs], pairs[0][1].known.n
+    zeros = torch.zeros_like(cotangent, requires_grad=False)
+    for value in (nan, 1 + torch.arange(zeros.numel()).view(zeros.shape).to(zeros)):
+        pulled = pull([edge], edges, [zeros.where(numbers >= 0, value)])
+        if any(bool(g.any()) for g in pulled if g is not None):
+            return numbers
+    behind = {*nodes, *(place.node for place in edges)}
+    inner = walk([edge_of(g).node for g, _ in pairs], without=behind)
+    with structure_only(list(filter(keeps_places, inner))):
+        found = _entries(cotangent, pairs, n)
+    for g, source in pairs:
+        own = sample_numbers(source.known.placement, g.shape, n, g.device)
+        if found is None or own.shape != found.shape or conflict(own, found):
+            return numbers
+    return found
+
+
+def _entries(
+    cotangent: Tensor, pairs: Sequence[tuple[Tensor, Source]], n: int
+) -> Tensor | None:
+    """Tell which sample each entry depends on.
+
+    Args:
+        cotangent: At the entries.
+        pairs: What it contributes to the gradient at each source.
+        n: Number N of samples.
+
+    Returns:
+        Numbers of samples, -1 for none; ``None`` if an entry depends on several.
+
+    Raises:
+        FloatingPointError: If that is not known, for derivatives that are no numbers.
+    """  # noqa: DAR401
+    got = torch.zeros_like(cotangent, dtype=torch.long, requires_grad=False)
+    unseen, moved, met = got < 0, {}, got < 0
+    numbers = [
+        sample_numbers(source.known.placement, g.shape, n, g.device)
+        for g, source in pairs
+    ]
+    for bit, value in halves(n) if pairs else ():
+        vectors = [
+            marked(torch.zeros_like(g), i, bit, value)
+            for (g, _), i in zip(pairs, numbers)
+        ]
+        (column,) = pull([g for g, _ in pairs], cotangent, vectors)
+        moved[value] = unseen & False if column is None else column.isnan()
+        if not value:
+            met |= moved[0] & moved[1]
+            got += moved[1].long() << bit
+            unseen |= ~(moved[0] | moved[1])
+    if bool(met.any()):
+        zeros = [torch.zeros_like(g) for g, _ in pairs]
+        (column,) = pull([g for g, _ in pairs], cotangent, zeros)
+        if bool((met & ~column.isnan()).any()):
+            return None
+        raise FloatingPointError(NOT_FINITE)
+    return got.masked_fill(unseen, -1)

@@ -874,6 +874,10 @@ FOUND = {
         [Step("stay", "each-beside-a-constant", 0)], None, "mse", 2, 2
     ),
     "nothing-routed": Spec([Step("masked", "adapter", 0)], None, "last-token", 2, 2),
+    "nothing-behind-a-constant": Spec(
+        [Step("first-expert-empty", "tensordot-of-no-axis-from-the-left", 0)],
+        *(None, "last-token", 2, 1),
+    ),
     "nothing-of-one-sample": Spec([Step("experts", "linear", 0)], None, "mse", 1, 1),
     "no-expression-of-one-sample": Spec(
         [Step("experts", "adapter", 0)], None, "mse", 1, 1

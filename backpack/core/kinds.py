@@ -16,7 +16,7 @@ from torch import Tensor
 from backpack.core.derivatives.convnd import ConvNDDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
-from backpack.core.layout import FIRST, Arrangement, Layout, Placement, once
+from backpack.core.layout import FIRST, Arrangement, Layout, Placement, nobodys, once
 from backpack.core.per_sample.base import Dense, PerSample, Summed
 from backpack.core.per_sample.order import simplest
 from backpack.core.per_sample.outer import Outer
@@ -295,7 +295,9 @@ class Contraction(Operation):
             return None
         b = _at_the_end(cotangents, [o + 1 for o in outputs])
         rows = b.shape[1 : b.dim() - max(1, len(outputs))]
-        if isinstance(out, Layout):
+        if not cotangents.numel():  # no sample was sent here
+            out = nobodys(rows, b.device)
+        elif isinstance(out, Layout):
             out = Layout(out.axis - sum([o < out.axis for o in outputs]), out.inner)
         elif isinstance(out, Tensor):
             given = out

@@ -1023,7 +1023,7 @@ SECOND_ORDER: Dict[str, Row] = {
         f"no-loss-{ext.__name__}": Row(
             lambda ext=ext: without_loss(ext()),
             AssertionError,
-            rf"{ext.__name__} \(field '{ext().savefield}'\).*Linear",
+            rf"{ext.__name__} \(field '{ext().savefield}'\).*Linear.*'1' of Sequential",
             "no extended loss",
             r"lossfunc = extend\(lossfunc\)",
         )
@@ -1130,7 +1130,7 @@ WALKS: Dict[str, Row] = {
             DiagHessian(),
         ),
         NotImplementedError,
-        r"DiagHessian .* of Layers",
+        r"DiagHessian .* \('1' of Sequential\)",
         "the first output of a module only, but output 1",
         "Use the first one only",
     ),
@@ -1147,7 +1147,7 @@ WALKS: Dict[str, Row] = {
     "called-twice": Row(
         lambda: run(Layers(lambda m, x: m.a(m.tanh(m.a(x)))), DiagHessian()),
         NotImplementedError,
-        "DiagHessian.*Linear",
+        r"DiagHessian.*Linear.*\('a' of Layers\)",
         "several calls",
         "Give each call a module of its own",
     ),

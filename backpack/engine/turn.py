@@ -294,7 +294,7 @@ class Turn:
     def _check_first(self, extension: Any, entry: Entry) -> None:
         if entry.index > 0:
             text = _text(extension, entry.owner.module)
-            raise NotImplementedError(OTHER_OUTPUT.format(index=entry.index, **text))
+            raise NotImplementedError(message(OTHER_OUTPUT, index=entry.index, **text))
 
     def _check_no_parameters(self, extension: Any, node: Node) -> None:
         """Refuse to drop a quantity that parameters are waiting for."""
@@ -345,7 +345,7 @@ class Turn:
             raise NoQuantity(message(NOTHING_PASSED, **text))
         if extension.walks_modules and self.backward_pass.losses:
             refuse_operation(extension, self.module)
-        raise AssertionError(EXTEND_LOSS.format(**text))
+        raise AssertionError(message(EXTEND_LOSS, **text))
 
     def pass_on(self, extension: Any, quantities: Any) -> None:
         """Hand what an extension has pulled back to the inputs to the calls before.
@@ -428,7 +428,7 @@ def refuse_several_calls(extension: Any, module: Module) -> None:
         NotImplementedError: Always.
     """
     text = _text(extension, module)
-    raise NotImplementedError(SAVED_TWICE.format(**text))
+    raise NotImplementedError(message(SAVED_TWICE, **text))
 
 
 def _text(extension: Any, module: Module) -> dict[str, Any]:

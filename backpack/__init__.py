@@ -116,6 +116,7 @@ class _Announce(TorchFunctionMode):
         accumulates = func is not torch.autograd.grad
         graph = bool(bound.get("create_graph"))
         if graph and is_of_inputs(func.__name__, args, kwargs):
+            self.report.derived = True
             with current.pull(quiet=False):  # a loss will contain this derivative
                 return func(*args, **kwargs)
         one = all(bound.get(name) is None for name in self._COTANGENTS)

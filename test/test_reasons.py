@@ -373,6 +373,30 @@ def test_backward_pass_before_the_context(exts: Tuple[type, ...]) -> None:
     assert_says(action, r"backward", r"(inside|within|context|with )")
 
 
+@pytest.mark.parametrize("backward", [True, False])
+def test_nothing_but_a_derivative(backward: bool) -> None:
+    """A pass for inputs that has a graph is part of a loss, which does not come."""
+
+    def action(later: bool = False) -> None:
+        model, loss, X = MLP.build()
+        x = X[0].requires_grad_()
+        model, loss = extend(model), extend(loss)
+        with backpack(BatchGrad()):
+            value = MLP.run(model, loss, X)
+            if backward:
+                with warnings.catch_warnings():  # PyTorch's own, of cycles
+                    warnings.simplefilter("ignore")
+                    value.backward(inputs=[x], create_graph=True)
+                gradient = x.grad
+            else:
+                (gradient,) = torch.autograd.grad(value, x, create_graph=True)
+            if later:
+                (value + gradient.pow(2).sum()).backward()
+
+    assert len(messages(action)) == 1 and messages(lambda: action(True)) == []
+    assert_says(action, "create_graph=True", "inputs", "nothing was computed")
+
+
 def test_context_without_a_pass() -> None:
     """There is nothing to say if no backward pass was run at all, or one inside."""
 

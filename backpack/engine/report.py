@@ -61,6 +61,13 @@ ONLY_OUTSIDE = (
     "backpack(...)`, in the same thread."
 )
 
+ONLY_DERIVATIVE = (
+    "All that ran inside of this context are derivatives with respect to inputs, with "
+    "`create_graph=True`, as a loss contains that penalizes them, so nothing was "
+    "computed. Call `backward()` on that loss inside of the context; or, if quantities "
+    "of what was differentiated are meant, leave `create_graph=True` or `inputs` out."
+)
+
 
 class Report:
     """What happened inside a context.
@@ -75,6 +82,7 @@ class Report:
         plain: Identities of extended modules without parameters, like losses.
         in_losses: Identities of modules that are losses, or parts of them.
         ran: Whether there was a backward pass.
+        derived: Whether there was one for a derivative that a loss may contain.
         failed: Whether a backward pass ended in an exception, which says enough.
     """
 
@@ -87,7 +95,7 @@ class Report:
         self.wanted: set[int] = set()
         self.plain: set[int] = set()
         self.in_losses: set[int] = set()
-        self.ran = self.failed = False
+        self.ran = self.derived = self.failed = False
 
     def begin(self, extensions: Iterable[Any]) -> None:
         """Begin a backward pass: note which parameters should get a result.
@@ -115,8 +123,8 @@ class Report:
             extensions: The extensions that were active.
             ran_outside: Whether there was a backward pass before the context.
         """
-        if extensions and ran_outside and not self.ran:
-            warn_user(ONLY_OUTSIDE)
+        if extensions and not self.ran and (self.derived or ran_outside):
+            warn_user(ONLY_DERIVATIVE if self.derived else ONLY_OUTSIDE)
         if self.failed or not (extensions and self.reached):
             return
         keys, wanted = [id(ext) for ext in extensions], self.wanted

@@ -6,6 +6,8 @@ from typing import Any, List, Tuple
 from torch import Tensor
 from torch.nn import Module
 
+from backpack.extensions.firstorder.batch_factors import FactoredGradients
+
 _HEADER = ("parameter", "field", "shape", "bytes")
 
 
@@ -89,6 +91,8 @@ class Summary:
 
 
 def _leaves(value: Any) -> List[Any]:
+    if isinstance(value, FactoredGradients):
+        return list(value.tensors())
     if isinstance(value, (list, tuple)):
         return [leaf for entry in value for leaf in _leaves(entry)]
     return [value]

@@ -1185,19 +1185,23 @@ def test_summary() -> None:
     """Each field of each parameter has a row: shapes and bytes, also in HTML."""
     model = extend(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1, bias=False)))
     loss = extend(nn.MSELoss())
-    with backpack(extensions.BatchGrad(), KFLR(), extensions.HMP()):
+    factors = extensions.BatchFactors()
+    with backpack(extensions.BatchGrad(), KFLR(), extensions.HMP(), factors):
         loss(model(torch.randn(5, 4)), torch.zeros(5, 1)).backward()
     table = summary(model)
     expected = {
         ("0.weight", "grad_batch", "[5, 3, 4]", 5 * 12 * 4),
         ("0.weight", "kflr", "[3, 3], [4, 4]", (9 + 16) * 4),
         ("0.weight", "hmp", "function", 0),
+        ("0.weight", "grad_factors", "[5, 1, 1, 4], [1, 5, 1, 1, 3]", 140),
         ("0.bias", "grad_batch", "[5, 3]", 5 * 3 * 4),
         ("0.bias", "kflr", "[3, 3]", 9 * 4),
         ("0.bias", "hmp", "function", 0),
+        ("0.bias", "grad_factors", "[1, 5, 3]", 15 * 4),
         ("1.weight", "grad_batch", "[5, 1, 3]", 5 * 3 * 4),
         ("1.weight", "kflr", "[1, 1], [3, 3]", (1 + 9) * 4),
         ("1.weight", "hmp", "function", 0),
+        ("1.weight", "grad_factors", "[1, 5, 1, 3]", 15 * 4),
     }
     assert set(table.rows) == expected and len(table.rows) == len(expected)
     assert len({len(line) for line in str(table).split("\n")}) == 1

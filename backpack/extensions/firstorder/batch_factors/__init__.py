@@ -72,6 +72,22 @@ class FactoredGradients:
         """Return the number Q of samples."""
         return self._product.batch_size
 
+    def tensors(self) -> list[Tensor]:
+        """List what is kept in memory.
+
+        Returns:
+            The factors, or the gradients where these are smaller; and what they are
+            divided by.
+        """
+        kept: list[Tensor] = []
+
+        def note(x: Tensor, axis: int = 0) -> Tensor:
+            kept.append(x)
+            return x
+
+        self._product.gathered(note)
+        return [*kept, *(self._ekfac or ())]
+
     def select(self, subsampling: Selection) -> FactoredGradients:
         """Restrict to some samples.
 

@@ -5,6 +5,7 @@ backward pass, cached parametrizations, statistics that move.
 """
 
 import warnings
+from contextlib import nullcontext
 from functools import partial
 from typing import Callable, Dict, Iterable, Tuple
 
@@ -28,9 +29,15 @@ from per_sample import (
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import Module
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import (
+    parameters_to_vector,
+    parametrizations,
+    parametrize,
+    vector_to_parameters,
+)
 
 from backpack import backpack, extend
+from backpack.custom_module.reduce_tuple import ReduceTuple
 from backpack.extensions import (
     GGNMP,
     HMP,
@@ -317,6 +324,72 @@ def test_recurrent_layer_that_is_modified(which: str) -> None:
         getattr(layer, which).add_(1.0)
     with pytest.raises(RuntimeError, match="modified"), backpack(BatchGrad()):
         out.sum().backward()
+
+
+ASSIGNED: Dict[str, Callable[[], Module]] = {  # where autograd keeps the numbers
+    "dense": BY_MODULES["dense"],
+    **{
+        cls.__name__: lambda cls=cls: nn.Sequential(
+            nn.Unflatten(1, (2, 2)),
+            nn.Linear(2, 3),
+            cls(3, 2, num_layers=2, batch_first=True),
+            ReduceTuple(),
+            nn.Flatten(),
+            nn.Linear(4, 2),
+        )
+        for cls in (nn.RNN, nn.LSTM, nn.GRU)
+    },
+}
+
+
+@pytest.mark.parametrize("walks", [False, True])
+@pytest.mark.parametrize("name", ASSIGNED)
+def test_other_numbers_by_data(name: str, walks: bool) -> None:
+    """Numbers assigned by `.data` have no version: as they were used, or refused."""
+    row = Row(ASSIGNED[name], randn(D), nn.CrossEntropyLoss, against_classes)
+    exts = [DiagHessian] if walks else [BatchGrad, DiagGGNExact]
+    results = []
+    for assigns in (False, True):
+        model, loss, X, _ = given(row)
+        value, params = row.run(model, loss, X), list(model.parameters())
+        if assigns:
+            vector = parameters_to_vector(params).detach()
+            vector_to_parameters(2 * vector, params)
+        refuses = walks and assigns
+        refused = pytest.raises(RuntimeError, match="DiagHessian.*got other numbers")
+        with refused if refuses else nullcontext():
+            with backpack(*[ext() for ext in exts]):
+                value.backward()
+        results.append([(p.grad_batch, p.diag_ggn_exact) for p in params if not walks])
+    for actual, expected in zip(*results):
+        for a, b in zip(actual, expected):
+            assert_agrees(a, b, name)
+
+
+@pytest.mark.parametrize("make", [DiagHessian, KFRA, BatchGrad, DiagGGNExact])
+def test_statistics_that_are_replaced(make: type) -> None:
+    """Running statistics that a module gets after its call are not those it used."""
+    row = Row(
+        lambda: nn.Sequential(
+            nn.Linear(D, 3), nn.BatchNorm1d(3).eval(), nn.Tanh(), nn.Linear(3, 2)
+        ),
+        randn(D),
+        nn.CrossEntropyLoss,
+        against_classes,
+    )
+    results = []
+    for replaces in (False, True):
+        model, loss, X, _ = given(row)
+        value, norm = row.run(model, loss, X), model[1]
+        if replaces:
+            norm.running_mean = norm.running_mean + 1
+            norm.running_var = norm.running_var * 3
+        extension = make()
+        with backpack(extension):
+            value.backward()
+        results.append([getattr(p, extension.savefield) for p in model.parameters()])
+    for actual, expected in zip(*reversed(results)):
+        assert_agrees(actual, expected, make.__name__)
 
 
 def shifted(m: Module, x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
 from backpack.core.derivatives.generic import output_batch_axis
+from backpack.core.derivatives.stored import shallow_copy
 from backpack.core.layout import Layout, Placement
 from backpack.core.operations import LayerLike, Operation, statistics
 from backpack.core.table import Row, find_row
@@ -24,7 +25,7 @@ from backpack.engine.record import Call, clear_copy
 from backpack.engine.tracking import Tracker
 from backpack.engine.uses import Constant, Use
 from backpack.utils.module_classification import is_loss
-from backpack.utils.types import are_redefined, is_redefining, version_of
+from backpack.utils.types import are_redefined, is_redefining, place_of, version_of
 
 _AXES = {nn.Linear: 1, nn.Embedding: 0}
 
@@ -154,6 +155,11 @@ class LayerCall(Operation):
         read = tree_leaves((arguments, list(module._parameters.values())))
         self._read = [x for x in read if isinstance(x, Tensor)]
         self._versions = [version_of(x) for x in self._read]
+        with torch._C.DisableTorchFunction():
+            self._own = {
+                name: None if p is None else p.detach()
+                for name, p in module._parameters.items()
+            }
 
     @property
     def is_modified(self) -> bool:
@@ -162,6 +168,9 @@ class LayerCall(Operation):
 
     def product(self, key, shape, cotangents, out, n):  # noqa: D102
         derivatives, module = self._derivatives, self._module
+        pairs = zip(module._parameters.values(), self._own.values())
+        if any(p is not None and place_of(p) != place_of(x) for p, x in pairs):
+            module = shallow_copy(module, _parameters=self._own)
         return derivatives.product(key, module, self._arguments, cotangents)
 
 

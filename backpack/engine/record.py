@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.nn import Module
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map_only
 
 from backpack.core.derivatives.stored import NAMED, OVERWRITTEN, shallow_copy
 from backpack.engine.graph import calls_at
 from backpack.engine.uses import MODIFIED, Use, edge_of
 from backpack.utils.hooks import name_module
-from backpack.utils.types import version_of
+from backpack.utils.types import place_of, version_of
 
 RELEASED = (
     "The inputs and outputs of {module} were dropped after an earlier backward pass. "
@@ -52,12 +53,14 @@ class Call:
         versions: How often the arguments were modified in place before.
         output_version: How often the first output was.
         settings: Whether the module was in training mode, and its options, by name.
-        buffers: Buffers that are options, by name: weights of a loss.
+        buffers: Buffers that are options, by name: weights of a loss; and running
+            statistics.
         output_shapes: Their shapes, which are remembered.
         precision: Type that autocast ran operations in; ``None`` without autocast.
         parameters: The tensors in the place of the module's own parameters, by (dotted)
             name, and of those of modules inside that were not called themselves; for
             an operation that the converter made a module, its arguments.
+        places: Where their numbers were.
         uses: Uses of parameters that happened in this module, and in none inside.
         placement: Where the samples are in the first argument, for a loss.
         placements: Where they are in each output, if it was called by the user.
@@ -87,6 +90,7 @@ class Call:
     inside: Sequence[weakref.ref] = ()
     arguments: Sequence[Any] = ()
     named: tuple[str, ...] = ()
+    places: Sequence[int] = ()
     input_edges: Sequence[GradientEdge | None] = ()
     outputs: Sequence[Tensor] = ()
     output_shapes: Sequence[torch.Size] = ()
@@ -127,6 +131,8 @@ class Call:
         if buffers:
             self.buffers = {name: buffers[name] for name in names if name in buffers}
         self.parameters = parameters
+        if parameters:
+            self.places = list(map(place_of, parameters.values()))
         self.arguments, self.named = args, ()
         if kwargs:
             self.arguments, self.named = _bind(module, args, kwargs)
@@ -221,6 +227,11 @@ class Call:
     def is_output_unchanged(self) -> bool:
         """Whether the first output was not modified in place since."""
         return version_of(self.outputs[0]) == self.output_version
+
+    @property
+    def has_other_numbers(self) -> bool:
+        """Whether a parameter got others by ``.data``, which no version counts."""
+        return list(map(place_of, self.parameters.values())) != list(self.places)
 
     def check_unchanged(self) -> None:
         """Check that no input was modified since the call.
@@ -341,7 +352,8 @@ def _options(cls: type) -> tuple[str, ...]:
     """Name what may be changed from call to call: how layers of PyTorch are made."""
     made = [c for c in cls.__mro__[:-2] if c.__module__.startswith(_OWN)]
     names = [name for c in made for name in inspect.signature(c).parameters]
-    return ("training", *dict.fromkeys(names))
+    statistics = ("running_mean", "running_var") if issubclass(cls, _NormBase) else ()
+    return ("training", *dict.fromkeys(names), *statistics)
 
 
 def clear_copy(module: Module) -> Any:

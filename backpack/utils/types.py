@@ -27,6 +27,7 @@ WeightSharing = Optional[Literal["expand", "reduce"]]
 Randomness = Optional[Generator]
 
 HALF = (torch.float16, torch.bfloat16)
+_ADDRESS = Tensor.data_ptr
 
 # A context in which operations get the types of their operands
 without_autocast = torch._C._DisableAutocast
@@ -195,6 +196,21 @@ def version_of(x: Tensor) -> int:
         The number; zero for one made in inference mode, for which nobody counts.
     """
     return 0 if x.is_inference() else x._version
+
+
+def place_of(x: Tensor) -> int:
+    """Tell where a tensor's numbers are: elsewhere after ``x.data = other``.
+
+    Args:
+        x: Tensor.
+
+    Returns:
+        The address; zero for a tensor that has none.
+    """
+    try:
+        return _ADDRESS(x)
+    except RuntimeError:  # sparse tensors, wrappers, tensors without numbers
+        return 0
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -59,6 +59,9 @@ class ApplyRules(ModuleExtension):
         producers = turn.producers(extension)
         if producers:
             linear = walk.linearize(turn, extension, producers, frozen)
+        elif turn.call.has_other_numbers:
+            if not getattr(row.derivatives, "affine_in_params", False):
+                walk.check_numbers(extension, frozen)
         for name, param in turn.parameters():
             covering = row if row.covers(module, name) else GENERIC
             rule = extension.rule(covering.derivatives)

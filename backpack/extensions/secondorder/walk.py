@@ -40,6 +40,12 @@ SAMPLES_MEET = (
     "does not have the samples on axis 0. Use HMP or GGNMP, which need not tell "
     "samples apart."
 )
+OTHER_NUMBERS = (
+    "{ext}: parameters of {module} got other numbers by `.data` after they were used, "
+    "as `vector_to_parameters` and `module.to` assign them, but its derivatives are "
+    "those of what was used. Change parameters after the backward pass, or before the "
+    "forward pass."
+)
 
 
 def freeze_call(turn: Turn) -> Module:
@@ -132,6 +138,8 @@ def linearize(
     """
     g_out: Any = turn.g_out
     linear = Linearization(turn.row.derivatives, frozen, g_out, positions)
+    if turn.call.has_other_numbers:
+        check_numbers(extension, frozen)
     if linear.is_joint or _repeats(turn):
         try:
             with torch.no_grad(), disable():
@@ -146,6 +154,26 @@ def linearize(
                 linear, extension, lambda g: linear.jac_t(g[0]), [linear.g_out[0]]
             )
     return linear
+
+
+def check_numbers(extension: BackpropExtension, frozen: Layer) -> None:
+    """Refuse calls whose parameters are at other places, with other numbers.
+
+    Args:
+        extension: The extension that is running.
+        frozen: Copy of the module with the call's inputs and output.
+
+    Raises:
+        RuntimeError: If the module does not give its output again.
+    """
+    try:
+        with torch.no_grad(), disable():
+            stored.repeat(frozen, stored.stored_inputs(frozen))
+    except RuntimeError as error:
+        if type(error) is not RuntimeError:  # memory was short
+            raise
+        text = message(OTHER_NUMBERS, ext=extension, module=frozen)
+        raise RuntimeError(text) from error
 
 
 def check_samples_kept(linear: Linearization, extension: BackpropExtension) -> None:

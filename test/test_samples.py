@@ -4,6 +4,7 @@ Rows move samples about between two uses of parameters: views, windows, flatteni
 routing, sorting, time-first layers; with as many positions as samples and with another
 number of them."""
 
+from contextlib import nullcontext
 from functools import partial
 from math import inf
 from typing import Any, Callable, Dict, List, NamedTuple, Tuple
@@ -1360,6 +1361,30 @@ def test_first_input_of_length_one(name: str) -> None:
         assert_right(row._replace(says=None))
     else:
         assert_refused(row, "BatchGrad")
+
+
+FOR_ALL: Dict[str, Callable[[Module, Tensor], Tensor]] = {
+    "data": lambda m, x: m.f((x + m.e(torch.arange(3)[None])).tanh()),
+    "computed": lambda m, x: m.f(torch.mul(m.e(torch.arange(3)[None]), x @ m.w)),
+    "last": lambda m, x: m.e(torch.arange(3)[None]) * x.sin(),
+    "expanded": lambda m, x: m.f(x + m.e(torch.arange(3)[None]).expand_as(x)),
+}
+
+
+@pytest.mark.parametrize("batch", [1, N])
+@pytest.mark.parametrize("name", FOR_ALL)
+def test_layer_called_for_all_samples(name: str, batch: int) -> None:
+    """Layers alone are extended, and the first gets no samples, but positions."""
+    model = Lambda(
+        FOR_ALL[name], e=nn.Embedding(3, D), f=nn.Linear(D, 2), w=param(D, D)
+    ).to(F64)
+    for layer in (model.e, model.f):
+        extend(layer)
+    value = model(torch.randn(batch, 3, D, dtype=F64)).square().sum()
+    says = f"not known where.*of batches of 1 and {N} samples.*model as a whole"
+    refused = pytest.raises(NotImplementedError, match=says)
+    with nullcontext() if batch == 1 else refused, backpack(BatchGrad()):
+        value.backward()
 
 
 OF_TWO: Dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import F64
+from oracle import assert_agrees
 from per_sample import (
     LENGTHS,
     REFUSALS,
@@ -837,6 +838,19 @@ def test_raw_inputs_that_meet(name: str) -> None:
 def test_no_batch_axis(row: str, quantity: str) -> None:
     """A sample without a batch axis is refused."""
     assert_refused(UNBATCHED[row], quantity)
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d]
+)
+def test_channels_in_the_place_of_samples(layer: Callable[..., Module]) -> None:
+    """Channels that nothing mixes are taken for samples, each with its own weight."""
+    model = extend(layer(N, affine=True, dtype=F64))
+    X = torch.randn(N, *[4] * (model._get_no_batch_dim() - 1), dtype=F64)
+    with backpack(BatchGrad()):
+        (model(X) * torch.randn_like(X)).sum().backward()
+    for p in model.parameters():
+        assert_agrees(p.grad_batch, p.grad.diag(), "grad_batch")
 
 
 def turned(m: Module, X: Tuple[Tensor, ...]) -> Tensor:

@@ -132,8 +132,10 @@ LAYERS: dict[type[Module], Row] = {
     **_by_axes("ConvNd", ConvNDDerivatives, WEIGHT_BIAS, 2),
     **_by_axes("ConvTransposeNd", ConvTransposeNDDerivatives, WEIGHT_BIAS, 2),
     **_rows("BatchNormNd", BatchNormNdDerivatives(), WEIGHT_BIAS, 2),
-    **_rows(
-        "InstanceNormNd", normalization.InstanceNormNdDerivatives(), WEIGHT_BIAS, 3
+    **_by_axes(
+        "InstanceNormNd",
+        lambda n: normalization.InstanceNormNdDerivatives(),
+        *(WEIGHT_BIAS, 2),
     ),
     nn.LayerNorm: Row(normalization.LayerNormDerivatives(), WEIGHT_BIAS, 2),
     nn.RMSNorm: Row(normalization.RMSNormDerivatives(), WEIGHT, 2),

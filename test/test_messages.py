@@ -826,7 +826,7 @@ SAMPLES: Dict[str, Row] = {
         NotImplementedError,
         r"'b\.weight' of Layers",
         "Parameters are used where extensions can't see it",
-        "only inside of extended modules",
+        "what no input enters belongs to no sample",
     ),
     "jacobian-of-a-loss": Row(
         lambda: run(Layers(lambda m, x: m.b(x).square().mean()), BatchJacobian()),
@@ -959,7 +959,7 @@ SAMPLES: Dict[str, Row] = {
         NotImplementedError,
         "'a.weight' of Layers",
         "used where extensions can't see it: .*, 'b.weight' of Layers. ",
-        "differentiate a derivative of a piecewise linear network, .* outside",
+        "contains a derivative of the network: .* inside of `backpack.disable",
     ),
     "no-input-enters": Row(
         lambda: run(Layers(lambda m, x: m.a.bias.expand(len(x), 3)), BatchGrad()),
@@ -1314,7 +1314,7 @@ PASSES: Dict[str, Row] = {
         NotImplementedError,
         "'1.weight' of Sequential, '1.bias' of Sequential",
         "used where extensions can't see it.* \\(by `.*addmm`\\)",
-        "extensions that go from module to module, only inside of extended modules",
+        "Extend the model again if a layer was put in since",
     ),
     "not-in-rule": Row(
         lambda: run(mlp(), NoRule("SILENT", {nn.Linear: Misspelled()})),

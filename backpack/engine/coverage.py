@@ -47,17 +47,29 @@ SEPARATE_USE = (
 )
 OUTSIDE_USE = (
     "Parameters are used where extensions can't see it: {names}. Their quantities "
-    "would be wrong. Use a parameter only on what operations of PyTorch make of the "
-    "inputs (not NumPy, numbers in Python, `torch.jit` or tangents of forward mode: do "
-    "that before, and hand over what comes out; nor inputs in a transform of "
-    "`torch.func`; nor inputs as they are where no extended module is being called: "
-    "let a method that takes them be called by a module's `forward`), "
-    "and for extensions that go from module to module, only inside of extended "
-    "modules; let the inputs enter the prediction, if only by `+ 0 * input`, for what "
-    "no input enters belongs to no sample; take a step that the loss is differentiated "
-    "through, as in meta-learning, inside of `backpack.disable()`; and differentiate a "
-    "derivative of a piecewise linear network, or of convolutions, outside of the "
-    "context: autograd does not say on which inputs it depends."
+    "would be wrong. {way}"
+)
+NOT_WATCHED = (
+    "Use a parameter only on what operations of PyTorch make of the inputs while an "
+    "extended module is being called: NumPy, numbers in Python, `torch.jit` and "
+    "transforms of `torch.func` hide that (do it before, and hand over what comes "
+    "out). Extend the model again if a layer was put in since. And let the inputs "
+    "enter the prediction, if only by `+ 0 * input`: what no input enters belongs to "
+    "no sample."
+)
+WALKS = " Extensions that go from module to module need them in extended modules."
+DERIVATIVE = (
+    "Differentiate a derivative of a piecewise linear network, or of convolutions, "
+    "outside of the context: autograd does not say on which inputs it depends."
+)
+STEP = (
+    "What is made of them contains a derivative of the network: take a step that the "
+    "loss is differentiated through, as in meta-learning, inside of "
+    "`backpack.disable()`."
+)
+TANGENT = (
+    "They enter tangents of forward mode: compute these before, and hand over what "
+    "comes out, or differentiate by `torch.autograd.grad`."
 )
 MISSING_TERM = (
     "Terms of the loss come from no extended loss module ({nodes}), so that their "
@@ -131,25 +143,26 @@ def check_samples(
             raise NotImplementedError(message)
         warn_user(message)
     known = set(map(id, params))
-    separate, entangled = inspection.uses_outside(known)
-    entangled += _behind_uses(uses)
+    separate, outside = inspection.uses_outside(known)
     behind = [p for node in inspection.tangents for p in leaves_behind(node)]
-    entangled += [param for param in dict.fromkeys(behind) if id(param) in known]
-    if params and not entangled:
+    entangled = {
+        DERIVATIVE: outside,
+        STEP: _behind_uses(uses),
+        TANGENT: [param for param in dict.fromkeys(behind) if id(param) in known],
+    }
+    if params and not any(entangled.values()):
         refused = [*inspection.coupled(), *_met_in_tails(inspection)]
         refused.sort(key=lambda met: not met.is_of_inputs)
         if refused and not refused[0].is_of_inputs and is_separable(inspection.roots):
             refused = []
         for met in (*refused, *_met_before_losses(inspection)):
             refuse(names_of(extensions), met, "any parameter")
-    entangled += never_seen(inspection, known)
-    if entangled:
-        for met in () if params else inspection.coupled():  # before any parameter
+    entangled[NOT_WATCHED] = never_seen(inspection, known)
+    for way, found in entangled.items():
+        for met in () if params or not found else inspection.coupled():  # before any
             refuse(names_of(extensions), met, "any parameter")
-        nodes = [x for p in entangled for x in inspection.outside.get(p, ())]
-        by = ", ".join(list(dict.fromkeys(map(name_of, nodes)))[:3])
-        names = describe(entangled) + (f" (by {by})" if by else "")
-        raise NotImplementedError(OUTSIDE_USE.format(names=names))
+        if found:
+            raise NotImplementedError(_outside(inspection, found, way, extensions))
     if separate:
         warn_user(SEPARATE_USE.format(names=describe(separate)))
     return separate
@@ -164,6 +177,20 @@ def check_batch_norm(turn: Any, raise_error: bool = True) -> None:
     """
     if turn.call not in turn.backward_pass.inspection.separating:
         batch_norm_raise_error_if_train(turn.module, raise_error)
+
+
+def _outside(
+    inspection: Inspection, params: list[Tensor], way: str, extensions: Sequence[Any]
+) -> str:
+    """Say which parameters are used where nobody sees it, by what, and the way out."""
+    nodes = [x for p in params for x in inspection.outside.get(p, ())]
+    by = list(dict.fromkeys(map(name_of, nodes)))[:3]
+    if way is NOT_WATCHED and any("backward" in name for name in by):
+        way = DERIVATIVE
+    if any(ext.walks_modules for ext in extensions):
+        way += WALKS
+    names = describe(params) + (f" (by {', '.join(by)})" if by else "")
+    return OUTSIDE_USE.format(names=names, way=way)
 
 
 def _behind_uses(uses: Sequence[Use]) -> list[Tensor]:

@@ -778,6 +778,26 @@ def test_backward_that_does_more(own: Any, name: str, on: str, quantity: str) ->
     assert not KEPT.any()
 
 
+READ_ONCE = hasattr(torch.autograd.Function, "clear_saved_tensors_on_access")
+
+
+class Clears(DoesMore):
+    """The same, whose saved tensors can be read once, since PyTorch 2.13."""
+
+    clear_saved_tensors_on_access = True
+
+
+@pytest.mark.parametrize("on, quantity", NEEDED_AGAIN)
+def test_saved_tensors_that_are_read_once(on: str, quantity: str) -> None:
+    """They are asked for once by the pass, and again for each sample or column."""
+    says = "once each. Leave `clear_saved_tensors_on_access = True` out"
+    row = Row(lambda: with_more(writes_to_its_own, on, Clears), randn(D), says=says)
+    if READ_ONCE:
+        assert_refused(row, quantity)
+    else:
+        assert_right(row._replace(quantities=[quantity]))
+
+
 @pytest.mark.parametrize("more", [draws, adds])
 def test_backward_that_does_more_once(more: Callable) -> None:
     """Where a `backward` is not needed again, it does as always."""
@@ -803,8 +823,10 @@ def test_backward_that_writes_to_its_own(on: str, more: Callable) -> None:
 
 
 @pytest.mark.parametrize("exts", [[], [BatchGrad]])
-@pytest.mark.parametrize("more", [draws, adds])
-def test_backward_between_modules(more: Callable, exts: List[type]) -> None:
+@pytest.mark.parametrize(
+    "own, more", [(DoesMore, draws), (DoesMore, adds), (Clears, writes_to_its_own)]
+)
+def test_backward_between_modules(own: Any, more: Callable, exts: List[type]) -> None:
     """A `backward` that nobody has watched may draw, when samples are looked for."""
     torch.manual_seed(0)
     f, g = nn.Linear(D, D).double(), nn.Linear(D, 2).double()
@@ -813,7 +835,7 @@ def test_backward_between_modules(more: Callable, exts: List[type]) -> None:
     def step() -> List[Tensor]:
         KEPT.zero_()
         torch.manual_seed(1)
-        g(DoesMore.apply(f(X), one, more)).square().sum().backward()
+        g(own.apply(f(X), one, more)).square().sum().backward()
         found = [KEPT.clone(), torch.rand(1), *(p.grad for p in f.parameters())]
         f.zero_grad()
         return found
@@ -821,8 +843,9 @@ def test_backward_between_modules(more: Callable, exts: List[type]) -> None:
     expected = step()
     f, g = extend(f), extend(g)
     with backpack(*(ext() for ext in exts)):
-        if exts and more is adds:
-            with pytest.raises(NotImplementedError, match="writes to a tensor"):
+        if exts and (more is adds or own is Clears and READ_ONCE):
+            says = "writes to a tensor|not known where.* after `clears`"
+            with pytest.raises(NotImplementedError, match=says):
                 step()
             return
         found = step()

@@ -238,8 +238,10 @@ def _found_from(
         name = f"{name_of(edge.node)} of batches of {numbers} samples"
         return Known(Mixed(name, False), first.known.n)
     for node in nodes:
-        if communicates(getattr(node, "_forward_cls", None)):
-            return Known(Mixed(name_of(node)), first.known.n)
+        own = getattr(node, "_forward_cls", None)
+        once = getattr(own, "clear_saved_tensors_on_access", False)  # for autograd
+        if once or communicates(own):
+            return Known(Mixed(name_of(node), not once), first.known.n)
     if len(sources) == 1 and all(
         is_pointwise(x) and torch.Size(x._input_metadata[0].shape) == first.shape
         for x in nodes

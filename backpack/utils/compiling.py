@@ -1,4 +1,4 @@
-"""What ``torch.compile`` must not trace, and what it must not run."""
+"""What ``torch.compile`` must not trace, and what runs once only."""
 
 from __future__ import annotations
 
@@ -22,6 +22,13 @@ DONATED = (
     "`torch._functorch.config.donated_buffer = False` before it runs for the first "
     "time."
 )
+CLEARED = (
+    "{exts}: a function of one's own forgets its saved tensors when it has read them, "
+    "and samples and columns need its `backward` once each. Leave "
+    "`clear_saved_tensors_on_access = True` out."
+)
+# What is refused, by a part of PyTorch's message
+ONCE = {"non-empty donated": DONATED, "can only be accessed once": CLEARED}
 
 
 def skipped(function: C) -> C:

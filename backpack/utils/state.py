@@ -32,7 +32,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
-from backpack.utils.compiling import COMPILED_AUTOGRAD, DONATED, is_compiled_autograd
+from backpack.utils.compiling import COMPILED_AUTOGRAD, ONCE, is_compiled_autograd
 from backpack.utils.hooks import names_of, no_op
 from backpack.utils.parallel import without_sinks
 
@@ -135,7 +135,7 @@ class State:
             Nothing.
 
         Raises:
-            NotImplementedError: If what is compiled can be pulled through once only.
+            NotImplementedError: If something can be pulled through once only.
         """  # noqa: DAR401
         before = self.pulling, self.quiet
         self.pulling, self.quiet = True, quiet
@@ -144,10 +144,11 @@ class State:
             with torch.autograd.set_detect_anomaly(False), without_sinks():
                 yield
         except RuntimeError as error:
-            if "non-empty donated" not in str(error):
+            text = next((t for part, t in ONCE.items() if part in str(error)), None)
+            if text is None:
                 raise
-            text = DONATED.format(exts=names_of(self.active_exts))
-            raise NotImplementedError(text) from error
+            exts = names_of(self.active_exts)
+            raise NotImplementedError(text.format(exts=exts)) from error
         finally:
             self.pulling, self.quiet = before
 

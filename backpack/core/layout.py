@@ -428,7 +428,8 @@ class Arrangement:
             index, filled = self._sorted
             if filled is None:
                 return x.new_zeros(*front, self._n, 1, *features)
-            x = x.reshape(*front, -1, *features).index_select(lead, index)
+            size = prod(self._rows)  # which -1 is not for without features
+            x = x.reshape(*front, size, *features).index_select(lead, index)
             x = x.unflatten(lead, filled.shape)
             mask = filled.view(*filled.shape, *[1] * len(features))
             return x.where(mask, x.new_zeros(()))  # others' infinity is none here

@@ -264,14 +264,17 @@ def _found_from(
 
 def _lengths(sources: Sequence[Source], nodes: Sequence[Node]) -> Iterator[int]:
     """List what lengths one sample is given by what it meets, of which nobody knows."""
-    own = {s.shape for s in sources if s.shape and s.known.placement == FIRST}
+    first = [s for s in sources if s.shape and s.known.placement == FIRST]
+    own = {source.shape for source in first}
+    inputs = {source.shape for source in first if is_leaf(source.edge.node)}
     places = {*nodes, *(source.edge.node for source in sources)}
     spread = [x for x in nodes if is_pointwise(x) or name_of(x) == "`expand`"]
     for node in spread:
         shape = shape_at(GradientEdge(node, 0))
         parents = [GradientEdge(*x) for x in node.next_functions if x[0] in places]
         for before in own.intersection(map(shape_at, parents)):
-            if len(before) == len(shape) and shape[0] > before[0]:
+            aligned = len(before) == len(shape) or before in inputs
+            if aligned and shape[0] > before[0]:
                 yield shape[0]
 
 
@@ -365,8 +368,8 @@ def _leaf(node: Node) -> Source | None:
     mark = getattr(x, MARK, None)
     if mark:
         known = Known(mark[1], mark[0].n)
-    elif isinstance(x, torch.nn.Parameter) or not x.dim():
-        return None
+    elif isinstance(x, torch.nn.Parameter) or x.shape in ((), (1,)):
+        return None  # or a number, like a temperature
     elif x.is_nested:
         known = Known(NESTED, x.size(0))
     else:

@@ -317,6 +317,26 @@ def test_factors_of_attention(t: int) -> None:
         assert len(sizes) > 1 and max(map(max, sizes)) <= 12, sizes
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_pairs_of_a_time_first_layer(batch: int) -> None:
+    """As if it were called with the samples in front, also if there is a single one."""
+    factors = []
+    for batch_first in (True, False):
+        torch.manual_seed(0)
+        layer = nn.GRU(3, 2, batch_first=batch_first)
+
+        def forward(m: Module, x: Tensor, front: bool = batch_first) -> Tensor:
+            return m.r(x)[0] if front else m.r(x.transpose(0, 1))[0].transpose(0, 1)
+
+        model, loss = extend(Lambda(forward, r=layer).to(F64)), extend(nn.MSELoss())
+        out = model(torch.ones(batch, 4, 3, dtype=F64))
+        with backpack(KFLR(weight_sharing="expand")):
+            loss(out, real(out)).backward()
+        factors.append([p.kflr for p in model.parameters()])
+    for pair, expected in zip(*factors):
+        assert_agrees(pair, expected)
+
+
 LARGE = {
     "shift": (lambda m, x: (x + m.w).sum(1, keepdim=True), 2**19),
     "scale": (lambda m, x: (x * m.w).sum(1, keepdim=True), 2**19),

@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import F64
+from cases import F64, Tensors
 from oracle import assert_agrees, jacobian
 from per_sample import (
     FIRST_ORDER,
@@ -26,6 +26,7 @@ from per_sample import (
     assert_right_or_refused,
     param,
     randn,
+    real,
     reference,
     tokens,
 )
@@ -1385,6 +1386,86 @@ def test_layer_called_for_all_samples(name: str, batch: int) -> None:
     refused = pytest.raises(NotImplementedError, match=says)
     with nullcontext() if batch == 1 else refused, backpack(BatchGrad()):
         value.backward()
+
+
+TRANSFORMER = {"dim_feedforward": 3, "dropout": 0.0}
+# Layers that say by `batch_first=False` where samples are, called by themselves
+BY_THEMSELVES: Dict[str, Tuple[Callable[[], Module], Callable[..., Tensor]]] = {
+    "lstm-by-keyword": (
+        lambda: nn.LSTM(D, 2, 2),
+        lambda m, x, _: m(input=x)[0],
+    ),
+    "gru-state": (lambda: nn.GRU(D, D, 2), lambda m, x, h: m(x, hx=h[:2].sin())[0]),
+    "gru-state-by-gradients": (
+        lambda: nn.GRU(D, D, 2),
+        lambda m, x, h: m(x, h[:2].sin().requires_grad_())[1],
+    ),
+    "self-attention": (
+        lambda: nn.MultiheadAttention(D, 2),
+        lambda m, x, _: m(x, x, x)[0],
+    ),
+    "cross-attention": (
+        lambda: nn.MultiheadAttention(D, 2),
+        lambda m, x, y: m(x, key=y, value=y.sin())[0],
+    ),
+    "mask": (
+        lambda: nn.MultiheadAttention(D, 2, add_bias_kv=True),
+        lambda m, x, y: m(x, y, y, attn_mask=real(x.new_zeros(len(x), len(y))))[0],
+    ),
+    "encoder-layer": (
+        lambda: nn.TransformerEncoderLayer(D, 2, **TRANSFORMER),
+        lambda m, x, _: m(x),
+    ),
+    "decoder": (
+        lambda: nn.TransformerDecoder(
+            nn.TransformerDecoderLayer(D, 2, **TRANSFORMER), 1
+        ),
+        lambda m, x, y: m(tgt=x, memory=y),
+    ),
+}
+
+
+@pytest.mark.parametrize("computed", [False, True])
+@pytest.mark.parametrize("t, s, batch", [(1, 3, N), (3, 2, N), (2, 3, 2), (3, 2, 1)])
+@pytest.mark.parametrize("name", BY_THEMSELVES)
+def test_layer_for_sequences_by_itself(
+    name: str, t: int, s: int, batch: int, computed: bool
+) -> None:
+    """It says where samples are, also for what no extended module has computed."""
+    make, call = BY_THEMSELVES[name]
+    weight = torch.ones(1, dtype=F64, requires_grad=computed)  # no parameter
+
+    def predict(m: Module, X: Tensors) -> Tensor:
+        x, y = [x.transpose(0, 1) for x in X]
+        return call(m, x * weight if computed else x, y).transpose(0, 1)
+
+    def data() -> Tensors:
+        x, y = torch.randn(batch, t, D, dtype=F64), torch.randn(batch, s, D, dtype=F64)
+        return x, y
+
+    quantities = ["BatchGrad", "DiagGGNExact"] if computed else None
+    assert_right(Row(make, data, predict=predict, quantities=quantities))
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_rows_without_features() -> None:
+    """Some samples' rows go through a layer of width zero."""
+    model = extend(nn.AdaptiveLogSoftmaxWithLoss(D, 6, [2, 4]).to(F64))
+    with backpack(BatchGrad()):
+        out = model(torch.randn(N, D, dtype=F64), torch.tensor([0, 3, 5, 1])).output
+        out.square().sum().backward()
+    for p in model.parameters():
+        assert_agrees(p.grad_batch.sum(0), p.grad)
+
+
+def test_number_in_front_of_the_model() -> None:
+    """A number that requires a gradient and is no parameter says nothing of samples."""
+    scale = torch.ones(1, dtype=F64, requires_grad=True)
+    shift = torch.zeros(1, D, dtype=F64, requires_grad=True)
+    row = moving(lambda m, x: plain(m, x), 3, D)
+    assert_right(row._replace(predict=lambda m, X: m(X[0] * scale)))
+    refused = row._replace(predict=lambda m, X: m(X[0] + shift), says="of 1 and 4")
+    assert_refused(refused, "BatchGrad")
 
 
 OF_TWO: Dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -27,11 +27,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from backpack.converter.function import FunctionModule
 from backpack.core.derivatives.generic import tensor_outputs
-from backpack.core.layout import FIRST, Mixed, Placement, spans
+from backpack.core.layout import FIRST, Layout, Mixed, Placement, spans
 from backpack.core.table import Row, find_loss, find_loss_module
 from backpack.engine.gaps import NESTED, differ, explain
 from backpack.engine.graph import VIEW, is_leaf, note_tangent
-from backpack.engine.layer_calls import is_redefined, note_use, row_of_call
+from backpack.engine.layer_calls import (
+    axes_of_samples,
+    is_redefined,
+    note_use,
+    row_of_call,
+)
 from backpack.engine.placements import Pass, mark_of, may_be_shared, place, placement_of
 from backpack.engine.probes import Known
 from backpack.engine.record import Call, clear_stored
@@ -209,21 +214,28 @@ def _start(frame: _Frame, args: tuple, kwargs: dict[str, Any]) -> None:
     computed = [] if sizes or raw else data  # by what is not extended
     if not (sizes or raw or computed):
         return
-    n = sizes[0] if sizes else (raw or computed)[0].size(0)
+    axes = axes_of_samples(frame.module, args, kwargs)
+    first = (raw or computed or [None])[0]
+    n = sizes[0] if sizes else first.size(axes.get(id(first), 0))
     inputs: list[tuple[Tensor, Placement]] = [(x, NESTED) for x in nested]
     for x, k in zip(data, known):
+        axis = axes.get(id(x), 0)
         if k is not None and k.n == n:
             inputs.append((x, k.placement))
-        elif x.grad_fn is None and len(x) == n or computed and x is computed[0]:
-            inputs.append((x, FIRST))
+        elif x.grad_fn is None and x.size(axis) == n or computed and x is first:
+            inputs.append((x, Layout(axis, 1)))
         elif computed:
             inputs.append((x, BESIDE))
     frame.tracker = _THREAD.tracker = Tracker(n, inputs)
     frame.tracker.owner, frame.tracker.root = frame.call, frame.call.module_ref
     frame.tracker.note_loss = _note_function
-    if n == 1:  # or what comes first is a number that all samples share
+    if (
+        n == 1 and id(first) not in axes
+    ):  # or what comes first is a number that all samples share
         frame.tracker.longer = {
-            len(x): ONE_SAMPLE for x, k in zip(data, known) if k is None and len(x) > 1
+            len(x): ONE_SAMPLE
+            for x, k in zip(data, known)
+            if k is None and len(x) > 1 and id(x) not in axes
         }
     for x in (*args, *kwargs.values()):
         if isinstance(x, (list, tuple)) and len(x) not in (1, n):

@@ -25,7 +25,13 @@ from backpack.engine.record import Call, clear_copy
 from backpack.engine.tracking import Tracker
 from backpack.engine.uses import Constant, Use
 from backpack.utils.module_classification import is_loss
-from backpack.utils.types import are_redefined, is_redefining, place_of, version_of
+from backpack.utils.types import (
+    are_redefined,
+    is_redefining,
+    place_of,
+    tensors_in,
+    version_of,
+)
 
 _AXES = {nn.Linear: 1, nn.Embedding: 0}
 
@@ -76,6 +82,42 @@ def row_of_call(
     return row, known
 
 
+_SEQUENCES = {
+    nn.RNNBase: ("input", "hx"),
+    nn.MultiheadAttention: ("query", "key", "value"),
+    nn.Transformer: ("src", "tgt"),
+    nn.TransformerEncoder: ("src",),
+    nn.TransformerEncoderLayer: ("src",),
+    nn.TransformerDecoder: ("tgt", "memory"),
+    nn.TransformerDecoderLayer: ("tgt", "memory"),
+}
+
+
+def axes_of_samples(
+    module: Module, args: tuple, kwargs: dict[str, Any]
+) -> dict[int, int]:
+    """Tell along which axis a layer for sequences takes samples, if not the first.
+
+    Args:
+        module: The module.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+
+    Returns:
+        The axis by the ``id`` of the tensor that has samples there.
+    """
+    names = [n for kind, n in _SEQUENCES.items() if isinstance(module, kind)]
+    if not names or not type(module).__module__.startswith("torch.nn."):
+        return {}
+    given = {**dict(zip(names[0], args)), **kwargs}
+    kinds = (nn.RNNBase, nn.MultiheadAttention)
+    batch_first = [m.batch_first for m in module.modules() if isinstance(m, kinds)]
+    if any(batch_first):
+        given = {"hx": given.get("hx")}  # whose first axis are layers
+    tensors = tensors_in([given.get(name) for name in names[0]])
+    return {id(x): 1 for x in tensors if x.dim() == 3 and not x.is_nested}
+
+
 def _takes_samples(
     module: Module, args: tuple, tracker: Tracker | None, of_input: Known
 ) -> bool:
@@ -89,8 +131,10 @@ def _takes_samples(
             if known is None or known.placement is None:
                 return False  # a parameter
             places.append((h, 1, known.placement))
+    one = n == 1  # to which all belongs, however its layout was noted
     return all(
-        y.shape[axis] == n and placement == Layout(axis, 1)
+        y.shape[axis] == n
+        and (placement == Layout(axis, 1) or one and type(placement) is Layout)
         for y, axis, placement in places
     )
 

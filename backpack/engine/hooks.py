@@ -229,9 +229,7 @@ def _start(frame: _Frame, args: tuple, kwargs: dict[str, Any]) -> None:
     frame.tracker = _THREAD.tracker = Tracker(n, inputs)
     frame.tracker.owner, frame.tracker.root = frame.call, frame.call.module_ref
     frame.tracker.note_loss = _note_function
-    if (
-        n == 1 and id(first) not in axes
-    ):  # or what comes first is a number that all samples share
+    if n == 1 and id(first) not in axes:  # or it is a number that all samples share
         frame.tracker.longer = {
             len(x): ONE_SAMPLE
             for x, k in zip(data, known)

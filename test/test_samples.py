@@ -1404,6 +1404,10 @@ BY_THEMSELVES: Dict[str, Tuple[Callable[[], Module], Callable[..., Tensor]]] = {
         lambda: nn.MultiheadAttention(D, 2),
         lambda m, x, _: m(x, x, x)[0],
     ),
+    "own-attention": (
+        lambda: type("Own", (nn.MultiheadAttention,), {"__module__": "own"})(D, 2),
+        lambda m, x, _: m(x, x, x)[0],
+    ),
     "cross-attention": (
         lambda: nn.MultiheadAttention(D, 2),
         lambda m, x, y: m(x, key=y, value=y.sin())[0],

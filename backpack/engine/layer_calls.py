@@ -107,7 +107,7 @@ def axes_of_samples(
         The axis by the ``id`` of the tensor that has samples there.
     """
     names = [n for kind, n in _SEQUENCES.items() if isinstance(module, kind)]
-    if not names or not type(module).__module__.startswith("torch.nn."):
+    if not names or not type(module).forward.__module__.startswith("torch.nn."):
         return {}
     given = {**dict(zip(names[0], args)), **kwargs}
     kinds = (nn.RNNBase, nn.MultiheadAttention)

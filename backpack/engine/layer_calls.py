@@ -199,7 +199,7 @@ class LayerCall(Operation):
         read = tree_leaves((arguments, list(module._parameters.values())))
         self._read = [x for x in read if isinstance(x, Tensor)]
         self._versions = [version_of(x) for x in self._read]
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction():  # `p.data = other` moves no version
             self._own = {
                 name: None if p is None else p.detach()
                 for name, p in module._parameters.items()

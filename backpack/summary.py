@@ -92,7 +92,7 @@ class Summary:
 
 def _leaves(value: Any) -> List[Any]:
     if isinstance(value, FactoredGradients):
-        return list(value.tensors())
+        return value.tensors()
     if isinstance(value, (list, tuple)):
         return [leaf for entry in value for leaf in _leaves(entry)]
     return [value]

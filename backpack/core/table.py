@@ -135,7 +135,8 @@ LAYERS: dict[type[Module], Row] = {
     **_by_axes(
         "InstanceNormNd",
         lambda n: normalization.InstanceNormNdDerivatives(),
-        *(WEIGHT_BIAS, 2),
+        WEIGHT_BIAS,
+        2,
     ),
     nn.LayerNorm: Row(normalization.LayerNormDerivatives(), WEIGHT_BIAS, 2),
     nn.RMSNorm: Row(normalization.RMSNormDerivatives(), WEIGHT, 2),

@@ -158,11 +158,12 @@ def check_samples(
         for met in (*refused, *_met_before_losses(inspection)):
             refuse(names_of(extensions), met, "any parameter")
     entangled[NOT_WATCHED] = never_seen(inspection, known)
-    for way, found in entangled.items():
-        for met in () if params or not found else inspection.coupled():  # before any
+    way = next((way for way, found in entangled.items() if found), None)
+    if way is not None:
+        for met in () if params else inspection.coupled():  # before any parameter
             refuse(names_of(extensions), met, "any parameter")
-        if found:
-            raise NotImplementedError(_outside(inspection, found, way, extensions))
+        says = _outside(inspection, entangled[way], way, extensions)
+        raise NotImplementedError(says)
     if separate:
         warn_user(SEPARATE_USE.format(names=describe(separate)))
     return separate

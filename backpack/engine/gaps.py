@@ -13,13 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
 
-from backpack.core.layout import (
-    FIRST,
-    Mixed,
-    Placement,
-    agree,
-    reshaped,
-)
+from backpack.core.layout import FIRST, Mixed, Placement, agree, reshaped
 from backpack.engine.functions import BY_STRIDES
 from backpack.engine.graph import (
     HOOKED,
@@ -174,7 +168,8 @@ def explain_parents(node: Node) -> list[Known]:
         What is known of each of its operands.
     """
     places = [e for e in node.next_functions if e[0] is not None and not is_leaf(e[0])]
-    return list(filter(None, (explain_place(GradientEdge(*x)) for x in places)))
+    found = [explain_place(GradientEdge(*place)) for place in places]
+    return [known for known in found if known is not None]
 
 
 def differ(operands: Sequence[Known]) -> bool:
@@ -232,7 +227,8 @@ def _found_from(
     if mixed:
         return mixed[0]
     sizes = {source.known.n for source in sources}
-    sizes.update(_lengths(sources, nodes) if sizes == {1} else ())
+    if sizes == {1}:
+        sizes.update(_lengths(sources, nodes))
     if len(sizes) > 1:
         numbers = " and ".join(map(str, sorted(sizes)))
         name = f"{name_of(edge.node)} of batches of {numbers} samples"

@@ -14,7 +14,7 @@ from torch.nn import Module
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
-from backpack.core.derivatives.generic import output_batch_axis
+from backpack.core.derivatives.generic import input_batch_axis, output_batch_axis
 from backpack.core.derivatives.stored import shallow_copy
 from backpack.core.layout import Layout, Placement
 from backpack.core.operations import LayerLike, Operation, statistics
@@ -111,10 +111,13 @@ def axes_of_samples(
         return {}
     given = {**dict(zip(names[0], args)), **kwargs}
     kinds = (nn.RNNBase, nn.MultiheadAttention)
-    batch_first = [m.batch_first for m in module.modules() if isinstance(m, kinds)]
-    if any(batch_first):
-        given = {"hx": given.get("hx")}  # whose first axis are layers
-    tensors = tensors_in([given.get(name) for name in names[0]])
+    layers = [m for m in module.modules() if isinstance(m, kinds)]
+    moved = [
+        given.get(name)
+        for i, name in enumerate(names[0])
+        if all([input_batch_axis(layer, i) for layer in layers])
+    ]
+    tensors = tensors_in(moved)
     return {id(x): 1 for x in tensors if x.dim() == 3 and not x.is_nested}
 
 

@@ -61,7 +61,7 @@ class ApplyRules(ModuleExtension):
             linear = walk.linearize(turn, extension, producers, frozen)
         elif turn.call.has_other_numbers:
             if not getattr(row.derivatives, "affine_in_params", False):
-                walk.check_numbers(extension, frozen)
+                walk.check_repeats(turn, extension, frozen)
         for name, param in turn.parameters():
             covering = row if row.covers(module, name) else GENERIC
             rule = extension.rule(covering.derivatives)

@@ -138,28 +138,22 @@ def linearize(
     """
     g_out: Any = turn.g_out
     linear = Linearization(turn.row.derivatives, frozen, g_out, positions)
-    if turn.call.has_other_numbers:
-        check_numbers(extension, frozen)
-    if linear.is_joint or _repeats(turn):
-        try:
-            with torch.no_grad(), disable():
-                stored.repeat(frozen, stored.stored_inputs(frozen))
-        except RuntimeError as error:
-            if type(error) is not RuntimeError:  # memory was short
-                raise
-            raise RuntimeError(f"{type(extension).__name__}: {error}") from error
-        if extension.separates_samples:
-            check_samples_kept(linear, extension)
-            check_samples_apart(
-                linear, extension, lambda g: linear.jac_t(g[0]), [linear.g_out[0]]
-            )
+    is_repeated = linear.is_joint or _repeats(turn)
+    if is_repeated or turn.call.has_other_numbers:
+        check_repeats(turn, extension, frozen)
+    if is_repeated and extension.separates_samples:
+        check_samples_kept(linear, extension)
+        check_samples_apart(
+            linear, extension, lambda g: linear.jac_t(g[0]), [linear.g_out[0]]
+        )
     return linear
 
 
-def check_numbers(extension: BackpropExtension, frozen: Layer) -> None:
-    """Refuse calls whose parameters are at other places, with other numbers.
+def check_repeats(turn: Turn, extension: BackpropExtension, frozen: Layer) -> None:
+    """Refuse calls that give another output now, as with other numbers in parameters.
 
     Args:
+        turn: The call's turn.
         extension: The extension that is running.
         frozen: Copy of the module with the call's inputs and output.
 
@@ -172,7 +166,9 @@ def check_numbers(extension: BackpropExtension, frozen: Layer) -> None:
     except RuntimeError as error:
         if type(error) is not RuntimeError:  # memory was short
             raise
-        text = message(OTHER_NUMBERS, ext=extension, module=frozen)
+        text = f"{type(extension).__name__}: {error}"
+        if turn.call.has_other_numbers:
+            text = message(OTHER_NUMBERS, ext=extension, module=frozen)
         raise RuntimeError(text) from error
 
 

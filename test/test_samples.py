@@ -1462,14 +1462,41 @@ def test_rows_without_features() -> None:
         assert_agrees(p.grad_batch.sum(0), p.grad)
 
 
-def test_number_in_front_of_the_model() -> None:
-    """A number that requires a gradient and is no parameter says nothing of samples."""
-    scale = torch.ones(1, dtype=F64, requires_grad=True)
-    shift = torch.zeros(1, D, dtype=F64, requires_grad=True)
-    row = moving(lambda m, x: plain(m, x), 3, D)
-    assert_right(row._replace(predict=lambda m, X: m(X[0] * scale)))
-    refused = row._replace(predict=lambda m, X: m(X[0] + shift), says="of 1 and 4")
-    assert_refused(refused, "BatchGrad")
+# Tensors that require a gradient and are no parameters: in front of a model, and used
+SHARED: Dict[str, Tuple[Tuple[int, ...], Callable[[Tensor, Tensor], Any]]] = {
+    "number": ((1,), torch.mul),
+    "vector": ((D,), torch.add),
+    "first-axis-of-one": ((1, D), torch.add),
+    "first-axes-of-one": ((1, 1, D), torch.mul),
+    "steps": ((3, D), lambda x, own: x + own.tanh()),
+    "steps-as-many-as-samples": (
+        (N, D),
+        lambda x, own: (own.exp() * x.repeat(1, N, 1)[:, :N]),
+    ),
+    "steps-of-one": ((1, 3, D), torch.add),
+    "beside-another-input": ((3, D), lambda x, own: (x, x + own)),
+    "beside-a-number": ((1,), lambda x, own: (x, x * own)),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_in_front_of_the_model(name: str) -> None:
+    """What is spread over the model's inputs is no input; it gets no field."""
+    shape, use = SHARED[name]
+    own = torch.full(shape, 0.7, dtype=F64, requires_grad=True)
+
+    def forward(m: Module, x: Tensor, *others: Tensor) -> Tensor:
+        return sum((plain(m, other) for other in others), plain(m, x))
+
+    def predict(m: Module, X: Tensors) -> Tensor:
+        made = use(X[0], own)
+        return m(*made) if type(made) is tuple else m(made)
+
+    def model() -> Module:
+        return Lambda(forward, f=nn.Linear(D, D), g=nn.LayerNorm(D), p=param(D))
+
+    assert_right(Row(model, randn(3, D), predict=predict))
+    assert not hasattr(own, "grad_batch")
 
 
 OF_TWO: Dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -12,6 +12,7 @@ from typing import Any, Iterator, Sequence
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
+from torch.nn import Parameter
 
 from backpack.core.layout import FIRST, Mixed, Placement, agree, reshaped
 from backpack.engine.functions import BY_STRIDES
@@ -22,6 +23,7 @@ from backpack.engine.graph import (
     is_leaf,
     is_own,
     is_pointwise,
+    leaves_behind,
     name_of,
     note_indices,
     saved_by,
@@ -90,6 +92,21 @@ def explain(x: Tensor) -> Known | None:
     if known is not None and (mark is None or is_function(x.grad_fn)):
         note_functions(x, known)
     return known
+
+
+def is_input(x: Tensor, known: Known | None) -> bool:
+    """Tell whether a tensor is an input, or made of inputs and of no parameter.
+
+    Args:
+        x: Tensor.
+        known: Where its samples are, ``None`` if that is not known.
+
+    Returns:
+        Whether it is. What requires a gradient in it may be shared by all samples.
+    """
+    if known is not None or x.grad_fn is None:
+        return x.grad_fn is None
+    return not any(isinstance(p, Parameter) for p in leaves_behind(edge_of(x).node))
 
 
 def note_functions(x: Tensor, known: Known) -> None:
@@ -260,18 +277,15 @@ def _found_from(
 
 def _lengths(sources: Sequence[Source], nodes: Sequence[Node]) -> Iterator[int]:
     """List what lengths one sample is given by what it meets, of which nobody knows."""
-    first = [s for s in sources if s.shape and s.known.placement == FIRST]
-    own = {source.shape for source in first}
-    inputs = {source.shape for source in first if is_leaf(source.edge.node)}
+    own = {s.shape for s in sources if s.shape and s.known.placement == FIRST}
     places = {*nodes, *(source.edge.node for source in sources)}
-    spread = [x for x in nodes if is_pointwise(x) or name_of(x) == "`expand`"]
-    for node in spread:
-        shape = shape_at(GradientEdge(node, 0))
-        parents = [GradientEdge(*x) for x in node.next_functions if x[0] in places]
-        for before in own.intersection(map(shape_at, parents)):
-            aligned = len(before) == len(shape) or before in inputs
-            if aligned and shape[0] > before[0]:
-                yield shape[0]
+    for node in nodes:
+        if is_pointwise(node) or name_of(node) == "`expand`":
+            shape = shape_at(GradientEdge(node, 0))
+            parents = [GradientEdge(*x) for x in node.next_functions if x[0] in places]
+            for before in own.intersection(map(shape_at, parents)):
+                if len(before) == len(shape) and shape[0] > before[0]:
+                    yield shape[0]
 
 
 _REMEMBERED: dict[tuple, Placement] = {}
@@ -355,7 +369,24 @@ def sources_of(
         elif node not in nodes:
             nodes.append(node)
             queue.extend((p, nr) for p, nr in node.next_functions if p is not None)
-    return [s for s in sources if s.known.placement is not None], nodes
+    return [s for s in sources if not _is_shared(s, nodes)], nodes
+
+
+def _is_shared(source: Source, nodes: Sequence[Node]) -> bool:
+    """Tell whether what might be an input is for all samples: it is spread over them.
+
+    A perturbation is, or a scale; to an input, something of its own shape is added.
+    """
+    if not is_leaf(source.edge.node) or source.known.placement != FIRST:
+        return source.known.placement is None
+    own, places = source.shape, {source.edge.node}
+    for node in sorted(filter(is_pointwise, nodes), key=lambda x: x._sequence_nr()):
+        if any(parent in places for parent, _ in node.next_functions):
+            shape = shape_at(GradientEdge(node, 0))
+            if len(shape) > len(own) or shape[0] > own[0]:
+                return True
+            places.add(node)
+    return False
 
 
 def _leaf(node: Node) -> Source | None:
@@ -364,7 +395,7 @@ def _leaf(node: Node) -> Source | None:
     mark = getattr(x, MARK, None)
     if mark:
         known = Known(mark[1], mark[0].n)
-    elif isinstance(x, torch.nn.Parameter) or x.shape in ((), (1,)):
+    elif isinstance(x, Parameter) or x.shape in ((), (1,)):
         return None  # or a number, like a temperature
     elif x.is_nested:
         known = Known(NESTED, x.size(0))

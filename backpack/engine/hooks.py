@@ -29,7 +29,7 @@ from backpack.converter.function import FunctionModule
 from backpack.core.derivatives.generic import tensor_outputs
 from backpack.core.layout import FIRST, Layout, Mixed, Placement, spans
 from backpack.core.table import Row, find_loss, find_loss_module
-from backpack.engine.gaps import NESTED, differ, explain
+from backpack.engine.gaps import NESTED, differ, explain, is_input
 from backpack.engine.graph import VIEW, is_leaf, note_tangent
 from backpack.engine.layer_calls import (
     axes_of_samples,
@@ -210,7 +210,8 @@ def _start(frame: _Frame, args: tuple, kwargs: dict[str, Any]) -> None:
     known = [explain(x) for x in data]
     sizes = [k.n for k in known if k is not None and not isinstance(k.placement, Mixed)]
     sizes = sizes or [k.n for k in known if k is not None]
-    raw = [x for x in data if x.grad_fn is None] or nested
+    raw = [x for x, k in zip(data, known) if is_input(x, k)] or nested
+    given = {id(x) for x in raw}
     computed = [] if sizes or raw else data  # by what is not extended
     if not (sizes or raw or computed):
         return
@@ -222,7 +223,7 @@ def _start(frame: _Frame, args: tuple, kwargs: dict[str, Any]) -> None:
         axis = axes.get(id(x), 0)
         if k is not None and k.n == n:
             inputs.append((x, k.placement))
-        elif x.grad_fn is None and x.size(axis) == n or computed and x is first:
+        elif id(x) in given and x.size(axis) == n or computed and x is first:
             inputs.append((x, Layout(axis, 1)))
         elif computed:
             inputs.append((x, BESIDE))

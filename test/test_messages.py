@@ -649,13 +649,16 @@ OPTIONS: Dict[str, Row] = {
         "takes one module",
         "Call it for each of them",
     ),
-    "dense-limit": Row(
-        lambda: KFAC(dense_limit="1e5"),
-        ValueError,
-        "KFAC: dense_limit",
-        "must be a number of rows",
-        "got '1e5'",
-    ),
+    **{
+        f"dense-limit-{limit}": Row(
+            lambda limit=limit: KFAC(dense_limit=limit),
+            ValueError,
+            "KFAC: dense_limit",
+            "must be a number of rows",
+            f"got {limit!r}",
+        )
+        for limit in ("1e5", float("nan"), -1)
+    },
     **{
         f"extend-{name}": Row(
             lambda function=function: extend(mlp(function(nn.PReLU()))),

@@ -268,7 +268,7 @@ class KroneckerFactors(ColumnExtension, HBP):
             ValueError: If an option is not one of those.
         """
         self._set_weight_sharing(weight_sharing)
-        if not isinstance(dense_limit, Real):
+        if not (isinstance(dense_limit, Real) and dense_limit >= 1):  # NaN is not
             raise ValueError(
                 f"{type(self).__name__}: dense_limit must be a number of rows, got "
                 f"{dense_limit!r}."

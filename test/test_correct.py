@@ -2957,7 +2957,8 @@ def test_no_positions(name: str, loss: Callable) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["linear", "convolution", "embedding", "normalization", "operations", "generic"],
+    ["linear", "convolution", "embedding", "normalization", "slopes", "operations"]
+    + ["generic"],
 )
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize(
@@ -2976,6 +2977,7 @@ def test_empty_batch(name: str, loss: Callable, reduction: str) -> None:
             torch.zeros(0, 3, dtype=torch.long),
         ),
         "normalization": (mlp(nn.LayerNorm(4)), torch.randn(0, 4)),
+        "slopes": (mlp(nn.PReLU(4)), torch.randn(0, 4)),
         "operations": (
             Lambda(lambda m, x: (x @ m.w + m.b).tanh().sum(1), w=bare(4, 3), b=bare(3)),
             torch.randn(0, 2, 4),

@@ -1213,6 +1213,48 @@ def test_two_losses():
         assert_agrees(param.hmp(v).flatten(), dense @ v.flatten(), "hmp")
 
 
+SEVERAL_OUTPUTS: Dict[str, Callable[[Module, Tensor], Any]] = {
+    "apart": lambda m, x: (m.c(m.a(x)), m.tanh(m.b(x))),
+    "branches": lambda m, x: {"a": m.a(y := m.tanh(m.c(x))), "b": m.b(y)},
+    "one of another": lambda m, x: [y := m.tanh(m.a(x)), m.c(m.b(y))],
+    "the same": lambda m, x: (y := m.tanh(m.a(m.b(m.c(x)))), y),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL_OUTPUTS)
+def test_several_outputs(name: str):
+    """What an extended model returns besides is no operation in between."""
+    torch.manual_seed(0)
+    model = extend(Functional(SEVERAL_OUTPUTS[name]).to(F64))
+    first, second = extend(nn.CrossEntropyLoss()), extend(nn.MSELoss())
+    X, y, z = torch.randn(4, 3, dtype=F64), torch.randint(3, (4,)), torch.rand(4, 3)
+    z = z.to(F64)
+
+    def value() -> Tensor:
+        a, b = tree_leaves(model(X))
+        return first(a, y) + second(b, z)
+
+    with backpack(DiagHessian(), HMP()):
+        value().backward()
+    for param in model.parameters():
+        (gradient,) = grad(value(), param, create_graph=True)
+        dense = rows(gradient, param)
+        assert_agrees(param.diag_h, dense.diagonal().reshape(param.shape), "diag")
+        v = torch.randn_like(param)
+        assert_agrees(param.hmp(v).flatten(), dense @ v.flatten(), "hmp")
+
+
+def test_operation_before_one_of_several_outputs():
+    """The layer that is named is the one before the operation."""
+    model = extend(Functional(lambda m, x: (m.b(x), F.relu(m.a(x)))).to(F64))
+    X, y = torch.randn(4, 3, dtype=F64), torch.rand(4, 3, dtype=F64)
+    a, b = model(X)
+    loss = extend(nn.MSELoss())
+    with pytest.raises(NotImplementedError, match="'a' of Functional"):
+        with backpack(DiagHessian()):
+            (loss(a, y) + loss(b, y)).backward()
+
+
 # What else is made of the model, beside the loss
 BESIDES: Dict[str, Tuple[Callable[..., Tensor], str]] = {
     "term": (lambda f, z, v: v + F.mse_loss(f, f.detach() + 1), "no extended loss"),
@@ -1373,6 +1415,19 @@ class Stack(Module):
         return sum(xs)
 
 
+class Borrows(Module):
+    """Uses the weight of another layer, which it does not register."""
+
+    def __init__(self, layer: Module):
+        """Keep the layer."""
+        super().__init__()
+        self.layers = [layer]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[N, 3]`` to ``[N, 3]``."""
+        return F.linear(x, self.layers[0].weight)
+
+
 NO_CHAIN = "use_converter=True"
 REFUSED = {
     "operation": (lambda m, x: m.b(F.relu(m.a(x))), NO_CHAIN),
@@ -1392,6 +1447,7 @@ REFUSED = {
     "random": (lambda m, x: m.b(_kept(m, Noise())(m.a(x))), "random"),
     "list": (lambda m, x: m.c(_kept(m, Stack())([m.a(x), m.b(x)])), NO_CHAIN),
     "called twice": (lambda m, x: m.a(m.tanh(m.a(x))), "several calls"),
+    "borrowed": (lambda m, x: _kept(m, Borrows(m.a))(m.tanh(m.a(x))), "elsewhere"),
 }
 
 

@@ -100,6 +100,14 @@ class Stretch(Module):
         return self.weight * x + 0.1 * x**2
 
 
+class Borrower(Module):
+    """Multiplies with the weight of a layer in ``layers``, which has it registered."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale ``[N, features]``."""
+        return x * self.layers[0].weight
+
+
 class StretchBatchGrad(FirstOrderModuleExtension):
     """Individual gradients of the layer."""
 
@@ -479,14 +487,17 @@ def test_two_losses_with_a_rule(ext: Callable):
 
 def test_a_rule_for_a_parameter_of_several_calls():
     """A rule works on one call; a parameter of two calls is refused."""
-    layer, tied = Stretch(3), nn.PReLU(3)
-    tied.weight = layer.weight
-    for modules in ((layer, layer), (layer, tied), (tied, layer)):
+    layer, tied, borrower = Stretch(3), nn.PReLU(3), Borrower()
+    tied.weight, borrower.layers = layer.weight, [layer]
+    for modules in ((layer, layer), (layer, tied), (tied, layer), (borrower, layer)):
         case = problem(nn.Linear(3, 3), modules[0], nn.Tanh(), modules[1])
-        extension = DiagGGNExact()
-        extension.set_module_extension(Stretch, Columns())
-        with pytest.raises(NotImplementedError, match="takes part in several calls"):
-            run(case, extension)
+        for extension, rule in (
+            (DiagGGNExact(), Columns()),
+            (BatchGrad(), StretchBatchGrad()),
+        ):
+            extension.set_module_extension(Stretch, rule)
+            with pytest.raises(NotImplementedError, match="takes part in several"):
+                run(case, extension)
 
 
 class StretchHMP(HMPBase):

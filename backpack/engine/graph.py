@@ -94,6 +94,28 @@ def calls_at(node: Node) -> list[Entry]:
     return [entry for entry in entries_of(node) if not entry.owner.is_use]
 
 
+def source(edge: GradientEdge) -> GradientEdge:
+    """Go by nodes that only pass on what they get.
+
+    Args:
+        edge: Where a tensor sits in the graph.
+
+    Returns:
+        Where it comes from.
+    """
+    node, number = edge.node, edge.output_nr
+    while _only_passes_on(node) and node.next_functions[number][0]:
+        node, number = node.next_functions[number]
+    return GradientEdge(node, number)
+
+
+def _only_passes_on(node: Node) -> bool:
+    """Tell whether a node does; that of several outputs does for a container."""
+    name = type(node).__name__
+    is_containers = name == "_TogetherBackward" and not _working_calls(node)
+    return name in _LOOKING_ON or is_containers
+
+
 def producing_calls(edge: GradientEdge) -> list[Entry]:
     """Find the calls that returned a tensor, other than containers.
 
@@ -103,9 +125,8 @@ def producing_calls(edge: GradientEdge) -> list[Entry]:
     Returns:
         The calls, in the order in which they returned.
     """
+    edge = source(edge)
     node, number = edge.node, edge.output_nr
-    while type(node).__name__ in _LOOKING_ON and node.next_functions[number][0]:
-        node, number = node.next_functions[number]
     entries = [e for e in _working_calls(node) if e.output_nr == number]
     call = node.metadata.get(VIEW)
     while not entries and len(node.next_functions) == 1 and node.next_functions[0][0]:

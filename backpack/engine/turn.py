@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from backpack.core.derivatives.dropout import MASK
 from backpack.core.linearization import PerInput
 from backpack.core.table import Row, find_row_or_generic, works_in_place
-from backpack.engine.graph import producing_calls, shape_at, targets_below
+from backpack.engine.graph import producing_calls, shape_at, source, targets_below
 from backpack.engine.record import Call
 from backpack.engine.uses import Entry
 from backpack.engine.vjp import pull
@@ -64,8 +64,8 @@ OTHER_OUTPUT = (
 )
 SAVED_TWICE = (
     "{ext} (field '{field}') computes its value from a single call, but a parameter of "
-    "{module} takes part in several calls in this backward pass. Give each call a "
-    "module of its own."
+    "{module} takes part in several calls in this backward pass, or in an operation "
+    "elsewhere. Give each call a module of its own, and each parameter a single use."
 )
 
 
@@ -283,7 +283,7 @@ class Turn:
                 found[position] = entries[-1].owner
             else:
                 for before in edges:
-                    self._check_no_parameters(extension, before.node)
+                    self._check_no_parameters(extension, source(before).node)
         nested = [x for x in self.call.arguments if not isinstance(x, Tensor)]
         for x in tree_leaves(nested) if nested else ():
             if isinstance(x, Tensor) and x.requires_grad and x.grad_fn is not None:
@@ -385,7 +385,8 @@ class Turn:
     def save_alone(self, extension: Any, param: Parameter, value: Any) -> None:
         """Save a value that cannot be combined with that of another call.
 
-        It is an error if another call has saved a value before.
+        It is an error if another call has saved a value before, or if the parameter is
+        used outside of the module as well.
 
         Args:
             extension: The extension whose field it is.
@@ -393,7 +394,12 @@ class Turn:
             value: The value.
         """
         saved = self.backward_pass.saved_alone
-        if (extension, param) in saved:
+        group = self.backward_pass.group_of.get(param)
+        owners = [] if group is None else [use.owner for use in group.uses]
+        inside = set(self.module.modules())
+        here = [owner is not None and owner.module in inside for owner in owners]
+        # none is here where the call computes no data, but what a use takes
+        if len(set(here)) > 1 or (extension, param) in saved:
             refuse_several_calls(extension, self.module)
         saved.add((extension, param))
         self.backward_pass.save(extension, param, value)

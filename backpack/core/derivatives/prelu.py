@@ -1,5 +1,6 @@
 """Derivatives of the leaky rectified linear unit whose slopes are parameters."""
 
+from math import prod
 from typing import Sequence
 
 from torch import Tensor
@@ -31,5 +32,6 @@ class PReLUDerivatives(PiecewiseLinearDerivatives, BaseParameterDerivatives):
         products = cotangents * x.clamp(max=0)
         # one slope for each channel, or a single one for all
         slopes = module.weight.numel()
-        products = products.reshape(*products.shape[:2], slopes, -1).sum(-1)
+        sizes = slopes, prod(products.shape[2:]) // slopes
+        products = products.reshape(*products.shape[:2], *sizes).sum(-1)
         return Dense(products, module.weight.shape)

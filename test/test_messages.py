@@ -186,22 +186,24 @@ def not_twice() -> None:
     model[0].weight.hmp(torch.rand(4, 3))
 
 
-class Distances(Module):
-    """Distances from three points, which have one derivative."""
+class Segments(Module):
+    """Products of features next to each other, which have one derivative."""
 
     def __init__(self):
-        """Create the layer, and the points."""
+        """Create the layer, and the lengths of segments."""
         super().__init__()
-        self.layer, self.points = nn.Linear(3, 3), Parameter(torch.rand(3, 3))
+        self.layer = nn.Linear(3, 6)
+        self.register_buffer("lengths", torch.tensor([[2, 2, 2]]))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[N, 3]`` to logits."""
-        return torch.cdist(self.layer(x), self.points)
+        lengths = self.lengths.expand(x.shape[0], 3)
+        return torch.segment_reduce(self.layer(x), "prod", lengths=lengths, axis=1)
 
 
 def not_twice_inside() -> None:
     """Compute the Hessian's diagonal behind such an operation."""
-    model = Distances()
+    model = Segments()
     with backpack(DiagHessian()):
         loss, model = extend(nn.CrossEntropyLoss()), extend(model, use_converter=True)
         loss(model(torch.rand(4, 3)), torch.tensor([0, 1, 2, 0])).backward()
@@ -1194,7 +1196,7 @@ WALKS: Dict[str, Row] = {
     "not-twice-inside": Row(
         not_twice_inside,
         NotImplementedError,
-        r"FunctionModule\(cdist.*'cdist0' of Distances",
+        r"FunctionModule\(segment_reduce.*'segment_reduce0' of Segments",
         "second derivative that PyTorch does not have",
         "Use a layer that has one",
     ),

@@ -247,7 +247,7 @@ def test_refused(name: str, quantity: str) -> None:
     assert_refused(REFUSED[name], quantity, "can't see it: .* piecewise linear network")
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.parametrize("name", named(DERIVATIVES, OUTSIDE, TERMS))
 def test_right(name: str) -> None:
     """It is right for each sample."""

@@ -44,12 +44,16 @@ _PASSING = SINKS | {Together.__name__}  # nodes that hand on what comes, one by 
 NESTED = Mixed("what has made a nested tensor (pad it instead)", False)
 
 
-def _known_at(edge: GradientEdge) -> Known | None:
+def _known_at(edge: GradientEdge, x: Tensor | None = None) -> Known | None:
     """Look up what is known of a place in the graph; ``None`` if it is nothing."""
     node, output_nr, *_ = edge
-    if node._input_metadata[output_nr].is_cpp_nested_tensor:
+    if x is not None and not x.is_nested:
+        shape = x.shape  # of the tensor there: nodes take long to say it
+    elif node._input_metadata[output_nr].is_cpp_nested_tensor:
         return Known(NESTED, 1)
-    shape, places = shape_at(edge), [(node, output_nr)]
+    else:
+        shape = shape_at(edge)
+    places = [(node, output_nr)]
     if type(node).__name__ in VIEWS:  # a layer's output may be a view of its result
         places.extend(node.next_functions[:1])
     for place, wanted in places:
@@ -83,7 +87,7 @@ def explain(x: Tensor) -> Known | None:
         return None
     else:
         edge = edge_of(x)
-        known = _known_at(edge)
+        known = _known_at(edge, x)
         if known and not is_function(x.grad_fn):
             return known  # with nothing between: the most frequent case
         with without_hooks([x]):

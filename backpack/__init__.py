@@ -46,7 +46,7 @@ from backpack.utils.older_torch import (
     make_backward_overridable,
     make_packed_sequences_trees,
 )
-from backpack.utils.state import ENTERED, State, state
+from backpack.utils.state import ENTERED, LEFT_ELSEWHERE, State, state
 from backpack.utils.types import Grads
 
 __all__ = [
@@ -274,7 +274,12 @@ class backpack(AbstractContextManager):  # noqa: N801
         """Restore what was active before; report parameters without a result."""
         if torch.compiler.is_dynamo_compiling():
             return untraced(backpack.__exit__, self, exc_type, *exc_info)
-        current, announce = state(), self._entered.pop()
+        current = state()
+        own = [announce for announce in self._entered if announce in current.contexts]
+        if not own:
+            raise RuntimeError(LEFT_ELSEWHERE)
+        announce = own[-1]
+        self._entered.remove(announce)
         forget_interrupted()
         announce.__exit__(exc_type, *exc_info)
         position = current.contexts.index(announce)

@@ -615,6 +615,26 @@ def test_backward_pass_in_a_thread():
     assert net.has("variance") and not net.has("grad_batch")
 
 
+def test_left_in_another_thread():
+    """A context stays where it was entered, also if another thread enters it, too."""
+
+    def leave() -> None:
+        with pytest.raises(RuntimeError, match="entered in another thread"):
+            context.__exit__(None, None, None)
+
+    def work() -> None:
+        other = Net()
+        with context:
+            other().backward()
+
+    context, net = backpack(BatchGrad()), Net()
+    with context:
+        in_thread(leave)
+        in_thread(work)
+        net().backward()
+    assert net.has("grad_batch") and inactive()
+
+
 def test_many_threads():
     """Threads with a model each, all at the same time."""
     start = threading.Barrier(4)

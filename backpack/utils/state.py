@@ -53,6 +53,11 @@ MIXED_UP = (
     "`backward()` is called, right before it, and leave it without `await`."
 )
 
+LEFT_ELSEWHERE = (
+    "This `with backpack(...)` was entered in another thread, where it stays active. "
+    "Leave it there."
+)
+
 UNANNOUNCED = (
     "Extensions were set by `CTX.set_active_exts`, and this backward pass began at "
     "several losses or outputs. Only the first was seen. Run it in "

@@ -18,6 +18,7 @@ from backpack.core.layout import FIRST, Mixed, Placement, agree, reshaped
 from backpack.engine.functions import BY_STRIDES
 from backpack.engine.graph import (
     HOOKED,
+    TOGETHER,
     VIEWS,
     entries_of,
     is_leaf,
@@ -31,7 +32,7 @@ from backpack.engine.graph import (
 )
 from backpack.engine.placements import MARK, mark_of
 from backpack.engine.probes import Known, Source, probe
-from backpack.engine.uses import Constant, Together, Use, edge_of, is_noted
+from backpack.engine.uses import Constant, Use, edge_of, is_noted
 from backpack.engine.vjp import is_function
 from backpack.utils.hooks import without_hooks
 from backpack.utils.parallel import SINKS, communicates
@@ -40,7 +41,7 @@ from backpack.utils.state import out_of_sight
 CONSTANT = "backpack.constant"  # where a node keeps that it stands for a parameter
 KNOWN = "backpack.known"  # where a node keeps what was found of its outputs
 ASKED = "backpack.asked"  # behind which of its outputs functions were looked for
-_PASSING = SINKS | {Together.__name__}  # nodes that hand on what comes, one by one
+_PASSING = SINKS | {TOGETHER}  # nodes that hand on what comes, one by one
 NESTED = Mixed("what has made a nested tensor (pad it instead)", False)
 
 

@@ -21,6 +21,7 @@ from backpack.utils.types import is_inexact
 
 HOOKED = "BackwardHookFunctionBackward"  # where a module's hooks see the gradient
 _LOOKING_ON = SINKS | {HOOKED}  # nodes that pass on what they get
+TOGETHER = "_TogetherBackward"  # where the gradients at several outputs arrive at once
 VIEW = "backpack.view"  # where a node keeps the call of whose output it is a view
 SILENT = "backpack.silent"  # where a node says that no sample gets through it
 TANGENT = "backpack.tangent"  # where a tangent comes out of an operation
@@ -94,7 +95,7 @@ def calls_at(node: Node) -> list[Entry]:
     return [entry for entry in entries_of(node) if not entry.owner.is_use]
 
 
-def source(edge: GradientEdge) -> GradientEdge:
+def skip_passing(edge: GradientEdge) -> GradientEdge:
     """Go by nodes that only pass on what they get.
 
     Args:
@@ -112,8 +113,7 @@ def source(edge: GradientEdge) -> GradientEdge:
 def _only_passes_on(node: Node) -> bool:
     """Tell whether a node does; that of several outputs does for a container."""
     name = type(node).__name__
-    is_containers = name == "_TogetherBackward" and not _working_calls(node)
-    return name in _LOOKING_ON or is_containers
+    return name in _LOOKING_ON or name == TOGETHER and not _working_calls(node)
 
 
 def producing_calls(edge: GradientEdge) -> list[Entry]:
@@ -125,7 +125,7 @@ def producing_calls(edge: GradientEdge) -> list[Entry]:
     Returns:
         The calls, in the order in which they returned.
     """
-    edge = source(edge)
+    edge = skip_passing(edge)
     node, number = edge.node, edge.output_nr
     entries = [e for e in _working_calls(node) if e.output_nr == number]
     call = node.metadata.get(VIEW)

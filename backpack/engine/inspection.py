@@ -18,6 +18,7 @@ from backpack.engine.graph import (
     HOOKED,
     MEETING,
     TANGENT,
+    TOGETHER,
     VIEW,
     Origin,
     calls_at,
@@ -484,7 +485,7 @@ def additive_terms(
     while queue:
         node, number = place = queue.pop()
         name = type(node).__name__
-        joins = name in (Together.__name__, HOOKED)
+        joins = name in (TOGETHER, HOOKED)
         if (place if joins else node) in seen:
             continue
         seen.add(place if joins else node)

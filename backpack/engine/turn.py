@@ -19,7 +19,12 @@ from torch.utils._pytree import tree_leaves
 from backpack.core.derivatives.dropout import MASK
 from backpack.core.linearization import PerInput
 from backpack.core.table import Row, find_row_or_generic, works_in_place
-from backpack.engine.graph import producing_calls, shape_at, source, targets_below
+from backpack.engine.graph import (
+    producing_calls,
+    shape_at,
+    skip_passing,
+    targets_below,
+)
 from backpack.engine.record import Call
 from backpack.engine.uses import Entry
 from backpack.engine.vjp import pull
@@ -283,7 +288,7 @@ class Turn:
                 found[position] = entries[-1].owner
             else:
                 for before in edges:
-                    self._check_no_parameters(extension, source(before).node)
+                    self._check_no_parameters(extension, skip_passing(before).node)
         nested = [x for x in self.call.arguments if not isinstance(x, Tensor)]
         for x in tree_leaves(nested) if nested else ():
             if isinstance(x, Tensor) and x.requires_grad and x.grad_fn is not None:

@@ -209,11 +209,11 @@ def not_twice_inside() -> None:
         loss(model(torch.rand(4, 3)), torch.tensor([0, 1, 2, 0])).backward()
 
 
-def product_of_another_type() -> None:
-    """Multiply a vector of another type."""
+def product_with(vector: Any) -> None:
+    """Multiply a vector of another type, or what is none."""
     model = mlp()
     run(model, HMP())
-    model[0].weight.hmp(torch.rand(3, 3).double())
+    model[0].weight.hmp(vector)
 
 
 def product_after_step() -> None:
@@ -1200,8 +1200,15 @@ WALKS: Dict[str, Row] = {
         "second derivative that PyTorch does not have",
         "Use a layer that has one",
     ),
+    "product-of-a-list": Row(
+        lambda: product_with([[1.0] * 3] * 3),
+        TypeError,
+        r"a tensor for the parameter 'weight' of Linear\(",
+        "got list",
+        "Convert it with `torch.as_tensor`",
+    ),
     "product-type": Row(
-        product_of_another_type,
+        lambda: product_with(torch.rand(3, 3).double()),
         ValueError,
         r"Expected torch.float32 for the parameter 'weight' of Linear\(",
         "got torch.float64",

@@ -97,6 +97,10 @@ class CurvatureProductRule(ModuleRule):
             text = message(PARAMETER_RESIDUAL, ext=ext, module=module, name=name)
             raise NotImplementedError(text)
 
+        def expected(what: Any, got: Any) -> str:
+            where = f"for the parameter '{name}' of {name_module(module)}"
+            return f"Expected {what} {where}, got {got}."
+
         @Product
         @torch.no_grad()
         def product(mat: Tensor) -> Tensor:
@@ -109,17 +113,16 @@ class CurvatureProductRule(ModuleRule):
                 Products of the same shape.
             """
             shape = linear.parameter.shape
+            if not isinstance(mat, Tensor):
+                way = "Convert it with `torch.as_tensor`."
+                raise TypeError(f"{expected('a tensor', type(mat).__name__)} {way}")
             columns = mat.unsqueeze(0) if mat.shape == shape else mat
             if columns.shape[1:] != shape:
-                raise ValueError(
-                    f"Expected [K, {', '.join(map(str, shape))}] for the parameter "
-                    f"'{name}' of {name_module(module)}, got {list(mat.shape)}."
-                )
+                sizes = ", ".join(map(str, shape))
+                raise ValueError(expected(f"[K, {sizes}]", list(mat.shape)))
             if mat.dtype != linear.parameter.dtype:
-                raise ValueError(
-                    f"Expected {linear.parameter.dtype} for the parameter '{name}' of "
-                    f"{name_module(module)}, got {mat.dtype}. Convert it with `.to()`."
-                )
+                said = expected(linear.parameter.dtype, mat.dtype)
+                raise ValueError(f"{said} Convert it with `.to()`.")
             snapshot.check(ext_name, name)
             backproped.check(ext_name, name)
             if not mat.numel():  # no columns

@@ -46,7 +46,7 @@ NEGATIVE_LOSS = (
 NOT_A_CHAIN = (
     "{ext} (field '{field}') walks from module to module, and what consumes the output "
     "of {module} is not an extended module with a rule for it, but an operation in "
-    "between. {advice}"
+    "between, or in a forward hook. {advice}"
 )
 NOTHING_PASSED = (
     "{ext} (field '{field}') has no quantity at the output of {module}, because "

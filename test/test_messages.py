@@ -13,6 +13,7 @@ from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from time import sleep
+from types import SimpleNamespace
 from typing import Any, Callable, Dict, List, NamedTuple, Optional
 
 import pytest
@@ -260,6 +261,14 @@ class CoupledLoss(Module):
     def forward(self, f: Tensor, y: Tensor) -> Tensor:
         """Compute a loss of ``[N, 3]``."""
         return f.mean(0).pow(2).sum()
+
+
+class ComplexLoss(Module):
+    """A loss of complex numbers."""
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        """Compute the mean of squared absolute values."""
+        return f.abs().square().mean()
 
 
 class ConcaveLoss(Module):
@@ -850,6 +859,37 @@ SAMPLES: Dict[str, Row] = {
         "BatchJacobian: .* output of Layers",
         "different numbers of features",
         "Return a tensor in which each sample has as many entries",
+    ),
+    "jacobian-of-an-object": Row(
+        lambda: run(
+            Layers(lambda m, x: SimpleNamespace(out=m.b(x).tanh(), dim=lambda: 0)),
+            BatchJacobian(),
+            value=lambda value, model: value.out.sum(),
+        ),
+        NotImplementedError,
+        "BatchJacobian .*output of an extended model",
+        "Found: none",
+        "let it return tensors .*in tuples, lists and dictionaries",
+    ),
+    "jacobian-of-complex-numbers": Row(
+        lambda: run(
+            Layers(lambda m, x: torch.complex(m.b(x), x).sum(1)),
+            BatchJacobian(),
+            loss=ComplexLoss(),
+        ),
+        NotImplementedError,
+        "BatchJacobian .*output of an extended model",
+        "Found: none",
+        "return tensors of real numbers .*view_as_real",
+    ),
+    "loss-of-complex-numbers": Row(
+        lambda: run(
+            Layers(lambda m, x: torch.complex(m.b(x), x)), KFLR(), loss=ComplexLoss()
+        ),
+        NotImplementedError,
+        r"ComplexLoss\(\)",
+        "the prediction consists of complex numbers",
+        "Let the model return `torch.view_as_real",
     ),
     "calls-of-other-batches": Row(
         lambda: run(

@@ -380,6 +380,7 @@ def _record(
     if _THREAD.frames:
         returned.append((module, weakref.ref(call)))
     else:
+        call.is_outermost = True
         call.inside = [ref for _, ref in returned]
         returned.clear()
     if call.is_loss:

@@ -214,8 +214,12 @@ class Inspection:
         """Names of the nodes."""
         return {type(node).__name__ for node in self.nodes}
 
-    def outputs(self) -> list[Origin]:
+    def outputs(self, outermost: bool = False) -> list[Origin]:
         """Find the outputs of extended models that no other module has gone on from.
+
+        Args:
+            outermost: Whether those of modules inside of others don't count, where
+                nothing is known of these others' outputs. Default: ``False``.
 
         Returns:
             The outputs.
@@ -225,8 +229,9 @@ class Inspection:
         of_losses = {ref() for c in self.calls if c.is_loss for ref in c.inside}
         views = {x.metadata[VIEW]: (x, 0) for x in self.nodes if VIEW in x.metadata}
         for call, node in self.calls.items():
-            is_output = call.placements is not None and call not in of_losses
-            if not is_output or node in below:
+            is_output = call.placements is not None
+            is_output &= call.is_outermost or not outermost
+            if not is_output or call in of_losses or node in below:
                 continue
             below.update(walk([node]))
             for number, index, owner in entries_of(node):

@@ -44,9 +44,10 @@ from backpack.utils.parallel import gathered, is_parallel
 NO_DERIVATIVE = "it is no derivative, which second-order quantities need"
 NOT_ONE_OUTPUT = (
     "{ext} starts at the output of an extended model, and expects one in a "
-    "backward pass. Found: {found}. Extend the model as a whole, differentiate a "
-    "function of one of its outputs, `output.sum().backward()`, and do so by PyTorch's "
-    "functions."
+    "backward pass. Found: {found}. Extend the model as a whole, let it return tensors "
+    "of real numbers (`torch.view_as_real`), by themselves or in tuples, lists and "
+    "dictionaries, differentiate a function of one of them, `output.sum().backward()`, "
+    "and do so by PyTorch's functions."
 )
 HOOKED_OUTPUT = (
     "{ext}: {module} has a forward hook, which may change the output that the Jacobian "
@@ -134,7 +135,7 @@ class PullColumns:
             NotImplementedError: If there is not exactly one output, or hooks change it.
         """
         name = type(extensions[0]).__name__
-        origins = self._running.inspection.outputs()
+        origins = self._running.inspection.outputs(outermost=True)
         if len(origins) != 1:
             names = [name_module(origin.call.module) for origin in origins]
             found = ", ".join(names) or "none"

@@ -74,7 +74,8 @@ class Call:
         is_transparent: Whether modules inside were called.
         is_altered: Whether a hook may have changed the output before it was recorded.
         graphless: Modules called before, whose outputs are not part of a graph.
-        inside: Calls that happened inside, for one that is inside of no other.
+        is_outermost: Whether it happened inside of no other.
+        inside: Calls that happened inside, for such a call.
     """
 
     is_use = is_loss = is_composite = is_transparent = released = False
@@ -87,6 +88,7 @@ class Call:
     # shared while empty: what the garbage collector has to track costs time
     uses: Sequence[Use] = ()
     graphless: Iterable[Module] = ()
+    is_outermost: bool = False
     inside: Sequence[weakref.ref] = ()
     arguments: Sequence[Any] = ()
     named: tuple[str, ...] = ()

@@ -36,6 +36,11 @@ COUPLES = (
     "this quantity needs a loss that is a sum over samples. Let each term depend on "
     "one sample only, or use HMP, or GGNMP (of up to {limit} outputs in all)."
 )
+COMPLEX = (
+    "{module}: the prediction consists of complex numbers, and second-order quantities "
+    "are not defined for such. Let the model return `torch.view_as_real(prediction)`, "
+    "and the loss take that."
+)
 NOT_FINITE = (
     "{module}: the Hessian of the loss at the prediction is not finite (it contains "
     "NaN or infinity), so that there are no second-order quantities. Use a loss that "
@@ -64,6 +69,8 @@ class GenericLossDerivatives(BaseLossDerivatives):
         if _is_linear_in_pieces(module):
             return torch.zeros_like
         inputs = loss_inputs(module)
+        if inputs[0].is_complex():
+            raise NotImplementedError(message(COMPLEX, module=module))
         with torch.no_grad():  # in float64, the value may be another
             repeat(module, inputs, _without_hooks(module))
         prediction, *others = map(_to_double, inputs)
@@ -97,12 +104,13 @@ class GenericLossDerivatives(BaseLossDerivatives):
             Blocks, shape ``[N, D, D]`` with D the number of features per sample.
 
         Raises:
-            NotImplementedError: If the loss couples samples.
+            NotImplementedError: If the loss couples samples, or the prediction is
+                complex.
             ValueError: If the Hessian is not finite.
         """
+        hessian_mat_prod = self._make_hessian_mat_prod(module, (), ())
         prediction = module.input0.detach().double()
         num_samples = prediction.shape[:1].numel()
-        hessian_mat_prod = self._make_hessian_mat_prod(module, (), ())
 
         columns = unit_columns(prediction, 1)
         size, hessian = len(columns), hessian_mat_prod(columns)

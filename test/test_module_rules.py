@@ -2008,7 +2008,7 @@ def test_autocast(ext: Callable, inside: bool):
     torch.manual_seed(0)
     layers = [
         *(nn.Conv1d(2, 4, 2), nn.BatchNorm1d(4).eval(), nn.Tanh(), nn.Flatten()),
-        *(nn.Linear(8, 4), nn.LayerNorm(4), nn.Softmax(1), nn.GELU()),
+        *(nn.Linear(8, 4), nn.Tanh(), nn.LayerNorm(4), nn.Softmax(1), nn.GELU()),
         *([Mixed(), Scaled()] if ext is not PCHMP else []),
         nn.Linear(4, 3),
     ]

@@ -94,6 +94,7 @@ def make_residual(
 
     def product(tangents: Columns) -> Columns:
         flat = torch.cat([flatten(t, 2) for t in linear.filled(tangents)], dim=2)
+        flat = flat.to(matrices.dtype)  # under autocast, inputs have any
         return linear.split(torch.einsum("nij,vnj->vni", matrices, flat))
 
     return product

@@ -138,6 +138,9 @@ def unseen_nested(x: Tensor) -> Tensor:
         return torch.nested.as_nested_tensor(list(x.unbind()))
 
 
+AVERAGED = "E[J^T E(H) J]"  # an option of HBP
+
+
 def mlp(*between: Module) -> Module:
     """Make a model with modules between two linear layers."""
     return Sequential(nn.Linear(3, 3), *between, nn.Linear(3, 3))
@@ -1218,13 +1221,18 @@ WALKS: Dict[str, Row] = {
         "compute all products, then change parameters",
     ),
     "hbp-residual": Row(
-        lambda: run(
-            mlp(nn.Sigmoid()), HBP("hessian", "exact", "sqrt", "E[J^T E(H) J]")
-        ),
+        lambda: run(mlp(nn.Sigmoid()), HBP("hessian", "exact", "sqrt", AVERAGED)),
         NotImplementedError,
         r"HBP.*Sigmoid\(\)",
         "curv_type='hessian' needs the second derivatives",
         "backprop_strategy='average'",
+    ),
+    "hbp-residual-of-a-norm": Row(
+        lambda: run(mlp(nn.LayerNorm(3)), HBP("pch-abs", "exact", "average", AVERAGED)),
+        NotImplementedError,
+        r"HBP.*LayerNorm\(",
+        "curv_type='pch-abs' needs the second derivatives.*of activations alone",
+        "curv_type='ggn', or HMP",
     ),
     "not-twice": Row(
         not_twice,

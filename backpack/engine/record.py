@@ -79,7 +79,7 @@ class Call:
     """
 
     is_use = is_loss = is_composite = is_transparent = released = False
-    is_function = is_altered = False
+    is_function = is_altered = is_outermost = False
     loss_module: Module | None = None
     placement: Any = None
     placements: Any = None
@@ -88,7 +88,6 @@ class Call:
     # shared while empty: what the garbage collector has to track costs time
     uses: Sequence[Use] = ()
     graphless: Iterable[Module] = ()
-    is_outermost: bool = False
     inside: Sequence[weakref.ref] = ()
     arguments: Sequence[Any] = ()
     named: tuple[str, ...] = ()

@@ -164,7 +164,8 @@ def averaged_output_factor(
     layout = arrange(product).shape[2:]
     affine = isinstance(product, (Outer, Summed)) and derivatives.affine_in_params
     if affine and layout[:2].numel() == 1:  # one group, one position
-        return mat.unsqueeze(0).clone()
+        # `torch.kron` does not take columns first
+        return mat.unsqueeze(0).clone(memory_format=torch.contiguous_format)
     if n * len(mat) == 0:  # the mean of nothing, or of outputs without features
         groups, _, size = layout
         return mat.new_full((groups, size, size), 0.0 if n else nan)

@@ -25,6 +25,11 @@ NO_RESIDUAL = (
     "(backprop_strategy='sqrt') do not contain. Use backprop_strategy='average', or "
     "curv_type='ggn'."
 )
+NOT_DIAGONAL = (
+    "{ext}: curv_type={curv!r} needs the second derivatives of {module}, and a matrix "
+    "that is averaged over the batch takes those of activations alone. Use "
+    "curv_type='ggn', or HMP."
+)
 
 
 class HBPBaseModule(ModuleRule):
@@ -83,17 +88,17 @@ class HBPBaseModule(ModuleRule):
             NotImplementedError: If the inputs interact in a matrix, or columns do not
                 contain what the curvature needs.
         """
+        curv_type = ext.get_curv_type()
+        text = {"ext": ext, "module": linear.module, "curv": curv_type}
+        residual = Curvature.require_residual(curv_type) and not linear.residual_is_zero
         if hbp_options.BackpropStrategy.is_sqrt(ext.get_backprop_strategy()):
-            curv_type = ext.get_curv_type()
-            if Curvature.require_residual(curv_type) and not linear.residual_is_zero:
-                text = message(
-                    NO_RESIDUAL, ext=ext, module=linear.module, curv=curv_type
-                )
-                raise NotImplementedError(text)
+            if residual:
+                raise NotImplementedError(message(NO_RESIDUAL, **text))
             return linear.jac_t(backproped)
         if linear.is_joint:
-            text = message(SEVERAL_INPUTS, ext=ext, module=linear.module)
-            raise NotImplementedError(text)
+            raise NotImplementedError(message(SEVERAL_INPUTS, **text))
+        if residual and not linear.residual_is_diagonal:
+            raise NotImplementedError(message(NOT_DIAGONAL, **text))
         backproped = as_type(backproped, linear.module.output.dtype)
         args = ext, linear.module, (), linear.g_out, backproped
         return [self.backpropagate_batch_average(*args)] * len(linear.positions)

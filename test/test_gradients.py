@@ -215,6 +215,13 @@ def with_checkpoint(model: Module, loss: Module, x: Tensor) -> None:
     model[2:](hidden).square().sum().backward()
 
 
+def under_autocast(model: Module, loss: Module, x: Tensor) -> None:
+    """Compute in low precision, with parameters in single precision."""
+    with torch.autocast(x.device.type, torch.bfloat16):
+        value = model(x).float().square().sum()
+    value.backward()
+
+
 def with_a_frozen_weight(model: Module, loss: Module, x: Tensor) -> None:
     """Freeze a weight when the graph is there already."""
     value = model(x).square().sum()
@@ -347,6 +354,7 @@ PASSES = {
     "weight norm": Pass(prepare=lambda model: weight_norm(model[2])),
     "single precision": Pass(model=lambda: conv_net().float()),
     "half precision": Pass(model=lambda: conv_net().bfloat16()),
+    "autocast": Pass(model=lambda: conv_net().float(), run=under_autocast),
     "check": Pass(options={"check": True}),
     "twice": Pass(run=twice, options={"retain_graph": True}),
     "accumulated": Pass(run=accumulates),

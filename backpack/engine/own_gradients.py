@@ -158,10 +158,19 @@ def find_own(
             modules = group.modules if many else []
             if any(ext.is_customized(x) for ext in extensions for x in modules):
                 continue
+            if many and not _keeps_digits(group, inspection):
+                continue
             # penalties may use them, too
             free = [param for param in many if param not in inspection.outside]
             found.update(map(id, filter(_is_plain, free)))
     return found
+
+
+def _keeps_digits(group: Group, inspection: Inspection) -> bool:
+    """Tell whether nothing is computed in low precision, as under autocast."""
+    places = [place for use in group.uses for place in inspection.uses[use].values()]
+    types = {node._input_metadata[number].dtype for node, number in places}
+    return all(accumulator_dtype(dtype) == dtype for dtype in types)
 
 
 def _is_plain(param: Tensor) -> bool:

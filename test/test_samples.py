@@ -1474,6 +1474,14 @@ SHARED: Dict[str, Tuple[Tuple[int, ...], Callable[[Tensor, Tensor], Any]]] = {
         lambda x, own: (own.exp() * x.repeat(1, N, 1)[:, :N]),
     ),
     "steps-of-one": ((1, 3, D), torch.add),
+    "prompt": ((2, D), lambda x, own: torch.cat([own.expand(len(x), 2, D), x], 1)),
+    "prompt-as-long-as-the-batch": (
+        (N, D),
+        lambda x, own: torch.cat([own[None].repeat(len(x), 1, 1), x], 1),
+    ),
+    "table": ((5, D), lambda x, own: own[x.argmax(-1)]),
+    "table-by-embedding": ((D, D), lambda x, own: F.embedding(x.argmax(-1), own)),
+    "matrix": ((D, D), torch.matmul),
     "beside-another-input": ((3, D), lambda x, own: (x, x + own)),
     "beside-a-number": ((1,), lambda x, own: (x, x * own)),
 }
@@ -1481,7 +1489,7 @@ SHARED: Dict[str, Tuple[Tuple[int, ...], Callable[[Tensor, Tensor], Any]]] = {
 
 @pytest.mark.parametrize("name", SHARED)
 def test_shared_in_front_of_the_model(name: str) -> None:
-    """What is spread over the model's inputs is no input; it gets no field."""
+    """What samples share is no input; it gets no field."""
     shape, use = SHARED[name]
     own = torch.full(shape, 0.7, dtype=F64, requires_grad=True)
 

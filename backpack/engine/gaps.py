@@ -24,7 +24,6 @@ from backpack.engine.graph import (
     is_leaf,
     is_own,
     is_pointwise,
-    leaves_behind,
     name_of,
     note_indices,
     saved_by,
@@ -71,11 +70,13 @@ def _known_at(edge: GradientEdge, x: Tensor | None = None) -> Known | None:
 
 
 @out_of_sight
-def explain(x: Tensor) -> Known | None:
+def explain(x: Tensor, enters: bool = False) -> Known | None:
     """Find where the samples of a tensor are.
 
     Args:
         x: Tensor.
+        enters: Whether a model is called with it: then nothing is known of what is
+            made of inputs. Default: ``False``.
 
     Returns:
         Where they are, ``None`` if it depends on parameters alone, or is no part of a
@@ -91,6 +92,8 @@ def explain(x: Tensor) -> Known | None:
         known = _known_at(edge, x)
         if known and not is_function(x.grad_fn):
             return known  # with nothing between: the most frequent case
+        if enters and is_input(x):
+            return None
         with without_hooks([x]):
             known = explain_place(edge)
         mark = None
@@ -99,19 +102,25 @@ def explain(x: Tensor) -> Known | None:
     return known
 
 
-def is_input(x: Tensor, known: Known | None) -> bool:
-    """Tell whether a tensor is an input, or made of inputs and of no parameter.
+def is_input(x: Tensor) -> bool:
+    """Tell whether a tensor is an input of a model, or was made of one before it.
+
+    That an input requires a gradient says nothing of its samples, nor of those of what
+    is made of it: it may be a perturbation that all samples share, or a table.
 
     Args:
         x: Tensor.
-        known: Where its samples are, ``None`` if that is not known.
 
     Returns:
-        Whether it is. What requires a gradient in it may be shared by all samples.
+        Whether it is: no extended module was called with what is behind it, where
+        something that requires a gradient is no parameter.
     """
-    if known is not None or x.grad_fn is None:
-        return x.grad_fn is None
-    return not any(isinstance(p, Parameter) for p in leaves_behind(edge_of(x).node))
+    if x.grad_fn is None:
+        return True
+    sources, nodes = sources_of([edge_of(x)])
+    leaves = {p for node in nodes for p, _ in node.next_functions if is_leaf(p)}
+    given = any(not isinstance(leaf.variable, Parameter) for leaf in leaves)
+    return given and all(source.edge.node in leaves for source in sources)
 
 
 def note_functions(x: Tensor, known: Known) -> None:
@@ -374,24 +383,7 @@ def sources_of(
         elif node not in nodes:
             nodes.append(node)
             queue.extend((p, nr) for p, nr in node.next_functions if p is not None)
-    return [s for s in sources if not _is_shared(s, nodes)], nodes
-
-
-def _is_shared(source: Source, nodes: Sequence[Node]) -> bool:
-    """Tell whether what might be an input is for all samples: it is spread over them.
-
-    A perturbation is, or a scale; to an input, something of its own shape is added.
-    """
-    if not is_leaf(source.edge.node) or source.known.placement != FIRST:
-        return source.known.placement is None
-    own, places = source.shape, {source.edge.node}
-    for node in sorted(filter(is_pointwise, nodes), key=lambda x: x._sequence_nr()):
-        if any(parent in places for parent, _ in node.next_functions):
-            shape = shape_at(GradientEdge(node, 0))
-            if len(shape) > len(own) or shape[0] > own[0]:
-                return True
-            places.add(node)
-    return False
+    return [s for s in sources if s.known.placement is not None], nodes
 
 
 def _leaf(node: Node) -> Source | None:

@@ -207,10 +207,12 @@ def _start(frame: _Frame, args: tuple, kwargs: dict[str, Any]) -> None:
     nested = [x for x in tensors if x.is_nested]
     tensors = [x for x in tensors if x.dim() and not x.is_nested]
     data = [x for x in tensors if not isinstance(x, Parameter)] or tensors
-    known = [explain(x) for x in data]
+    known = [explain(x, enters=True) for x in data]
     sizes = [k.n for k in known if k is not None and not isinstance(k.placement, Mixed)]
     sizes = sizes or [k.n for k in known if k is not None]
-    raw = [x for x, k in zip(data, known) if is_input(x, k)] or nested
+    raw = [x for x in data if x.grad_fn is None]
+    raw += [x for x, k in zip(data, known) if k is None and x.grad_fn and is_input(x)]
+    raw = raw or nested
     given = {id(x) for x in raw}
     computed = [] if sizes or raw else data  # by what is not extended
     if not (sizes or raw or computed):

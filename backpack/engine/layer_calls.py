@@ -223,7 +223,7 @@ class LayerCall(Operation):
 
 def _known_of(x: Tensor, tracker: Tracker | None) -> Known | None:
     if tracker is None:
-        return explain(x)
+        return explain(x, enters=True)
     return Known(tracker.find_placement(x), tracker.n)
 
 

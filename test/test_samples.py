@@ -6,7 +6,7 @@ number of them."""
 
 from contextlib import nullcontext
 from functools import partial
-from math import inf
+from math import inf, prod
 from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
 import pytest
@@ -1491,7 +1491,7 @@ SHARED: Dict[str, Tuple[Tuple[int, ...], Callable[[Tensor, Tensor], Any]]] = {
 def test_shared_in_front_of_the_model(name: str) -> None:
     """What samples share is no input; it gets no field."""
     shape, use = SHARED[name]
-    own = torch.full(shape, 0.7, dtype=F64, requires_grad=True)
+    own = torch.linspace(0.4, 0.9, prod(shape), dtype=F64).view(shape).requires_grad_()
 
     def forward(m: Module, x: Tensor, *others: Tensor) -> Tensor:
         return sum((plain(m, other) for other in others), plain(m, x))
@@ -1505,6 +1505,39 @@ def test_shared_in_front_of_the_model(name: str) -> None:
 
     assert_right(Row(model, randn(3, D), predict=predict))
     assert not hasattr(own, "grad_batch")
+
+
+@pytest.mark.parametrize("shape", [(), (3, 1), (3, D)])
+def test_shared_scale_of_a_parameter(shape: Tuple[int, ...]) -> None:
+    """A tensor with a gradient, held by the model as it is, scales a weight."""
+    scale = torch.full(shape, 0.7, dtype=F64, requires_grad=True)
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        scaled = m.w * scale
+        return m.f((x @ scaled.T).tanh())
+
+    def model() -> Module:
+        return Lambda(forward, w=param(3, D), f=nn.Linear(3, 2))
+
+    assert_right(Row(model, randn(3, D), quantities=["BatchGrad", "DiagGGNExact"]))
+
+
+@pytest.mark.parametrize("steps", [2, N + 1])
+def test_shared_queries(steps: int) -> None:
+    """A model gets what all samples share as an input, made of another tensor."""
+    own = torch.randn(steps, D, dtype=F64, requires_grad=True)
+
+    def forward(m: Module, x: Tensor, queries: Tensor) -> Tensor:
+        return m.a(queries.expand(len(x), -1, -1), x, x)[0]
+
+    def predict(m: Module, X: Tensors) -> Tensor:
+        return m(X[0], own * 1)
+
+    def model() -> Module:
+        return Lambda(forward, a=nn.MultiheadAttention(D, 2, batch_first=True))
+
+    row = Row(model, randn(3, D), predict=predict)
+    assert_right(row._replace(quantities=["BatchGrad", "DiagGGNExact"]))
 
 
 OF_TWO: Dict[str, Callable[[Tensor, Tensor], Tensor]] = {

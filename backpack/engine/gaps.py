@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
 from torch.nn import Parameter
+from torch.utils._pytree import tree_leaves
 
 from backpack.core.layout import FIRST, Mixed, Placement, agree, reshaped
 from backpack.engine.functions import BY_STRIDES
@@ -121,6 +122,21 @@ def is_input(x: Tensor) -> bool:
     leaves = {p for node in nodes for p, _ in node.next_functions if is_leaf(p)}
     given = any(not isinstance(leaf.variable, Parameter) for leaf in leaves)
     return given and all(source.edge.node in leaves for source in sources)
+
+
+def note_constants(made: Any, operands: Sequence[Tensor] = ()) -> None:
+    """Remember that samples are in nothing that tensors were made of.
+
+    Args:
+        made: The tensors.
+        operands: What they were made of; nothing is done if it is parameters, of which
+            that is known. Default: not known.
+    """
+    if operands and all(x.grad_fn or isinstance(x, Parameter) for x in operands):
+        return  # where another leaf is among them, it seems to be an input
+    for x in tree_leaves(made):
+        if isinstance(x, Tensor) and x.grad_fn is not None:
+            x.grad_fn.metadata[CONSTANT] = True
 
 
 def note_functions(x: Tensor, known: Known) -> None:

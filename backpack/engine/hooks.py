@@ -29,7 +29,7 @@ from backpack.converter.function import FunctionModule
 from backpack.core.derivatives.generic import tensor_outputs
 from backpack.core.layout import FIRST, Layout, Mixed, Placement, spans
 from backpack.core.table import Row, find_loss, find_loss_module
-from backpack.engine.gaps import NESTED, differ, explain, is_input
+from backpack.engine.gaps import NESTED, differ, explain, is_input, note_constants
 from backpack.engine.graph import VIEW, is_leaf, note_tangent
 from backpack.engine.layer_calls import (
     axes_of_samples,
@@ -229,6 +229,8 @@ def _start(frame: _Frame, args: tuple, kwargs: dict[str, Any]) -> None:
             inputs.append((x, Layout(axis, 1)))
         elif computed:
             inputs.append((x, BESIDE))
+        elif id(x) in given:  # for all samples, as the same tensor by itself would be
+            note_constants(x)
     frame.tracker = _THREAD.tracker = Tracker(n, inputs)
     frame.tracker.owner, frame.tracker.root = frame.call, frame.call.module_ref
     frame.tracker.note_loss = _note_function

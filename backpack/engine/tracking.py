@@ -27,7 +27,7 @@ from backpack.core.layout import Layout, Mixed, Placement
 from backpack.core.operations import find_operation
 from backpack.engine import saved as saved_tensors
 from backpack.engine.functions import KINDS, Kind, is_of_inputs, kind_of
-from backpack.engine.gaps import CONSTANT, KNOWN, NESTED, explain, note_functions
+from backpack.engine.gaps import KNOWN, NESTED, explain, note_constants, note_functions
 from backpack.engine.graph import MEETING, SILENT, note_tangent
 from backpack.engine.placements import (
     FORGET,
@@ -207,6 +207,7 @@ class Tracker(TorchFunctionMode):
             if not constants:
                 return func(*args, **kwargs)
             out, saved = saved_tensors.run(func, args, kwargs)
+            note_constants(out, constants)
             if saved:
                 saved_tensors.note(tree_leaves(out), saved)
             return out
@@ -303,7 +304,7 @@ class Tracker(TorchFunctionMode):
         return is asked for in the graph.
         """
         if self._is_given(x):
-            x.grad_fn.metadata[CONSTANT] = True
+            note_constants(x)
         with _UNSEEN():
             known = explain(x)
         placement: Placement = None

@@ -113,8 +113,8 @@ def is_input(x: Tensor) -> bool:
         x: Tensor.
 
     Returns:
-        Whether it is: no extended module was called with what is behind it, where
-        something that requires a gradient is no parameter.
+        Whether no extended module was called with what is behind it, and something
+        there that requires a gradient is no parameter.
     """
     if x.grad_fn is None:
         return True

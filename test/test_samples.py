@@ -1471,7 +1471,7 @@ SHARED: Dict[str, Tuple[Tuple[int, ...], Callable[[Tensor, Tensor], Any]]] = {
     "steps": ((3, D), lambda x, own: x + own.tanh()),
     "steps-as-many-as-samples": (
         (N, D),
-        lambda x, own: (own.exp() * x.repeat(1, N, 1)[:, :N]),
+        lambda x, own: own.exp() * x.repeat(1, N, 1)[:, :N],
     ),
     "steps-of-one": ((1, 3, D), torch.add),
     "prompt": ((2, D), lambda x, own: torch.cat([own.expand(len(x), 2, D), x], 1)),
@@ -1505,6 +1505,22 @@ def test_shared_in_front_of_the_model(name: str) -> None:
 
     assert_right(Row(model, randn(3, D), predict=predict))
     assert not hasattr(own, "grad_batch")
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_number_between_layers(shape: Tuple[int, ...]) -> None:
+    """Layers alone are extended; a number of no model says nothing of samples."""
+    scale = torch.full(shape, 0.7, dtype=F64, requires_grad=True)
+    a, b = (extend(nn.Linear(D, D).to(F64)) for _ in range(2))
+    x = torch.randn(N, D, dtype=F64)
+    with backpack(BatchGrad()):
+        b(a(x).tanh() * scale).square().sum().backward()
+    for n, row in enumerate(x.split(1)):
+        value = b(a(row).tanh() * scale).square().sum()
+        for p, own in zip(
+            a.parameters(), torch.autograd.grad(value, [*a.parameters()])
+        ):
+            assert_agrees(p.grad_batch[n], own)
 
 
 @pytest.mark.parametrize("shape", [(), (3, 1), (3, D)])

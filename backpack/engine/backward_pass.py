@@ -9,7 +9,7 @@ to module, and the extension hook is called.
 from __future__ import annotations
 
 import sys
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Iterable, Sequence
 
 import torch
@@ -74,7 +74,7 @@ class BackwardPass:
         pull_back: What losses have pulled back.
         inspection: What the graph looks like, if there is anything to be done in it.
         report: Where is noted what has happened.
-        groups, group_of: The groups of parameters; that of each parameter.
+        groups: The groups of parameters.
         groups_of: Those that a use contributes to.
         is_shared: Whether several processes share the batch.
         terms: Terms of the loss of which its extended modules say nothing, if needed.
@@ -205,13 +205,15 @@ class BackwardPass:
     def _find_groups(self, uses: Sequence[Use]) -> None:
         """Find out which parameters wait for which uses."""
         self.groups: list[Group] = find_groups(uses)
-        self.group_of = {
-            param: group for group in self.groups for param in group.params
-        }
         self.groups_of: dict[Use, list[Group]] = {use: [] for use in uses}
         for group in self.groups:
             for use in group.uses:
                 self.groups_of[use].append(group)
+
+    @cached_property
+    def group_of(self) -> dict[Tensor, Group]:
+        """The group of each parameter, which few ask for."""
+        return {param: group for group in self.groups for param in group.params}
 
     def _inspect(self, inputs: Any) -> None:
         """Refuse what nothing sees, or warn about it."""
@@ -299,7 +301,8 @@ class BackwardPass:
             self._pass_by([call for call in self._idle if not call.released])
         if not self._keeps_io:
             clear_others(self.inspection.calls)
-        of_uses = self.gradients, self._own, self.groups_of, self.group_of
+        vars(self).pop("group_of", None)
+        of_uses = self.gradients, self._own, self.groups_of
         for kept in (self._idle, self.kept, self.groups, *of_uses):
             kept.clear()
         self.inspection = Inspection(())

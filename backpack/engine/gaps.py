@@ -43,6 +43,7 @@ KNOWN = "backpack.known"  # where a node keeps what was found of its outputs
 ASKED = "backpack.asked"  # behind which of its outputs functions were looked for
 _PASSING = SINKS | {TOGETHER}  # nodes that hand on what comes, one by one
 NESTED = Mixed("what has made a nested tensor (pad it instead)", False)
+INPUT = Known(None, 0)  # where its samples are, who calls the model says
 
 
 def _known_at(edge: GradientEdge, x: Tensor | None = None) -> Known | None:
@@ -76,12 +77,12 @@ def explain(x: Tensor, enters: bool = False) -> Known | None:
 
     Args:
         x: Tensor.
-        enters: Whether a model is called with it: then nothing is known of what is
-            made of inputs. Default: ``False``.
+        enters: Whether a model is called with it. Default: ``False``.
 
     Returns:
         Where they are, ``None`` if it depends on parameters alone, or is no part of a
-        graph and nothing is known of it.
+        graph and nothing is known of it. If a model is called with it, ``INPUT`` for
+        what was made of inputs.
     """
     mark = mark_of(x)
     if mark and (x.grad_fn is None or mark[1] is not None and not mark[0].is_over):
@@ -93,8 +94,8 @@ def explain(x: Tensor, enters: bool = False) -> Known | None:
         known = _known_at(edge, x)
         if known and not is_function(x.grad_fn):
             return known  # with nothing between: the most frequent case
-        if enters and is_input(x):
-            return None
+        if enters and _is_made_of_inputs(edge):
+            return INPUT
         with without_hooks([x]):
             known = explain_place(edge)
         mark = None
@@ -103,37 +104,25 @@ def explain(x: Tensor, enters: bool = False) -> Known | None:
     return known
 
 
-def is_input(x: Tensor) -> bool:
-    """Tell whether a tensor is an input of a model, or was made of one before it.
+def _is_made_of_inputs(edge: GradientEdge) -> bool:
+    """Tell whether a tensor was made in front of a model, of what is no parameter.
 
-    That an input requires a gradient says nothing of its samples, nor of those of what
-    is made of it: it may be a perturbation that all samples share, or a table.
-
-    Args:
-        x: Tensor.
-
-    Returns:
-        Whether no extended module was called with what is behind it, and something
-        there that requires a gradient is no parameter.
+    That this requires a gradient says nothing of its samples, nor of the tensor's: it
+    may be a perturbation that all samples share, or a table. No extended module was
+    called with anything behind the tensor.
     """
-    if x.grad_fn is None:
-        return True
-    sources, nodes = sources_of([edge_of(x)])
+    sources, nodes = sources_of([edge])
     leaves = {p for node in nodes for p, _ in node.next_functions if is_leaf(p)}
     given = any(not isinstance(leaf.variable, Parameter) for leaf in leaves)
     return given and all(source.edge.node in leaves for source in sources)
 
 
-def note_constants(made: Any, operands: Sequence[Tensor] = ()) -> None:
+def note_constants(made: Any) -> None:
     """Remember that samples are in nothing that tensors were made of.
 
     Args:
         made: The tensors.
-        operands: What they were made of; nothing is done if it is parameters, of which
-            that is known. Default: not known.
     """
-    if operands and all(x.grad_fn or isinstance(x, Parameter) for x in operands):
-        return  # where another leaf is among them, it seems to be an input
     for x in tree_leaves(made):
         if isinstance(x, Tensor) and x.grad_fn is not None:
             x.grad_fn.metadata[CONSTANT] = True

@@ -29,7 +29,7 @@ from backpack.converter.function import FunctionModule
 from backpack.core.derivatives.generic import tensor_outputs
 from backpack.core.layout import FIRST, Layout, Mixed, Placement, spans
 from backpack.core.table import Row, find_loss, find_loss_module
-from backpack.engine.gaps import NESTED, differ, explain, is_input, note_constants
+from backpack.engine.gaps import INPUT, NESTED, differ, explain, note_constants
 from backpack.engine.graph import VIEW, is_leaf, note_tangent
 from backpack.engine.layer_calls import (
     axes_of_samples,
@@ -207,12 +207,12 @@ def _start(frame: _Frame, args: tuple, kwargs: dict[str, Any]) -> None:
     nested = [x for x in tensors if x.is_nested]
     tensors = [x for x in tensors if x.dim() and not x.is_nested]
     data = [x for x in tensors if not isinstance(x, Parameter)] or tensors
-    known = [explain(x, enters=True) for x in data]
+    found = [explain(x, enters=True) for x in data]
+    known = [None if k is INPUT else k for k in found]
     sizes = [k.n for k in known if k is not None and not isinstance(k.placement, Mixed)]
     sizes = sizes or [k.n for k in known if k is not None]
     raw = [x for x in data if x.grad_fn is None]
-    raw += [x for x, k in zip(data, known) if k is None and x.grad_fn and is_input(x)]
-    raw = raw or nested
+    raw = [*raw, *(x for x, k in zip(data, found) if k is INPUT)] or nested
     given = {id(x) for x in raw}
     computed = [] if sizes or raw else data  # by what is not extended
     if not (sizes or raw or computed):

@@ -19,7 +19,7 @@ from backpack.core.derivatives.stored import shallow_copy
 from backpack.core.layout import Layout, Placement
 from backpack.core.operations import LayerLike, Operation, statistics
 from backpack.core.table import Row, find_row
-from backpack.engine.gaps import explain
+from backpack.engine.gaps import INPUT, explain
 from backpack.engine.probes import Known
 from backpack.engine.record import Call, clear_copy
 from backpack.engine.tracking import Tracker
@@ -223,7 +223,8 @@ class LayerCall(Operation):
 
 def _known_of(x: Tensor, tracker: Tracker | None) -> Known | None:
     if tracker is None:
-        return explain(x, enters=True)
+        known = explain(x, enters=True)
+        return None if known is INPUT else known
     return Known(tracker.find_placement(x), tracker.n)
 
 

@@ -207,7 +207,8 @@ class Tracker(TorchFunctionMode):
             if not constants:
                 return func(*args, **kwargs)
             out, saved = saved_tensors.run(func, args, kwargs)
-            note_constants(out, constants)
+            if not all(x.grad_fn or isinstance(x, Parameter) for x in constants):
+                note_constants(out)  # or another leaf would seem to be an input
             if saved:
                 saved_tensors.note(tree_leaves(out), saved)
             return out

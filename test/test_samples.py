@@ -1507,20 +1507,48 @@ def test_shared_in_front_of_the_model(name: str) -> None:
     assert not hasattr(own, "grad_batch")
 
 
-@pytest.mark.parametrize("shape", [(), (1,)])
-def test_number_between_layers(shape: Tuple[int, ...]) -> None:
-    """Layers alone are extended; a number of no model says nothing of samples."""
-    scale = torch.full(shape, 0.7, dtype=F64, requires_grad=True)
-    a, b = (extend(nn.Linear(D, D).to(F64)) for _ in range(2))
-    x = torch.randn(N, D, dtype=F64)
-    with backpack(BatchGrad()):
-        b(a(x).tanh() * scale).square().sum().backward()
-    for n, row in enumerate(x.split(1)):
-        value = b(a(row).tanh() * scale).square().sum()
-        for p, own in zip(
-            a.parameters(), torch.autograd.grad(value, [*a.parameters()])
-        ):
-            assert_agrees(p.grad_batch[n], own)
+BETWEEN: Dict[str, Tuple[Tuple[int, ...], Callable[[Tensor, Tensor], Any]]] = {
+    **{k: use for k, use in SHARED.items() if not k.startswith(("table", "beside"))},
+    "number-without-axis": ((), torch.mul),
+    "attention": ((6, D), lambda x, own: (x @ own.T).softmax(-1) @ own),
+    "rows-behind-those-of-samples": (
+        (2, 3, D),
+        lambda x, own: torch.cat([x, own]).tanh()[: len(x)],
+    ),
+    "own-of-each-sample": ((N, 3, D), lambda x, own: x * own[: len(x)]),
+    "rows-picked": ((7, D), lambda x, own: x + own[torch.arange(len(x))][:, None]),
+}
+
+
+@pytest.mark.parametrize("batch", [1, N])
+@pytest.mark.parametrize("name", BETWEEN)
+def test_shared_between_layers(name: str, batch: int) -> None:
+    """Layers alone are called; what comes between them says nothing of samples."""
+    shape, use = BETWEEN[name]
+    own = torch.linspace(0.4, 0.9, prod(shape), dtype=F64).view(shape).requires_grad_()
+
+    def predict(m: Module, X: Tensors) -> Tensor:
+        return m[1](use(m[0](*X), own))
+
+    def model() -> Module:
+        return nn.ModuleList([nn.Linear(D, D), nn.Linear(D, D)])
+
+    x = randn(3, D)
+    row = Row(model, lambda: (x()[0][:batch],), predict=predict, alone=False)
+    assert_right(row)
+    assert not hasattr(own, "grad_batch")
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (1, 2), (N, 1), (N, 2)])
+def test_shared_in_a_target(shape: Tuple[int, ...]) -> None:
+    """A target is made of a tensor with a gradient, like labels that are learned."""
+    own = torch.linspace(0.4, 0.9, prod(shape), dtype=F64).view(shape).requires_grad_()
+
+    def objective(f: Tensor, loss: Module) -> Tensor:
+        return loss(f, real(f) * own)
+
+    row = Row(lambda: nn.Linear(D, 2), randn(D), objective=objective)
+    assert_right(row._replace(quantities=FIRST_ORDER))
 
 
 @pytest.mark.parametrize("shape", [(), (3, 1), (3, D)])

@@ -258,6 +258,8 @@ def _found_from(
     """Find where the samples are that have come from other tensors."""
     if not sources:
         return None
+    # of a leaf nothing is said beside tensors that are known: all samples may share it
+    sources = [s for s in sources if not _is_unmarked(s.edge.node)] or sources
     first = sources[0]
     mixed = [s.known for s in sources if isinstance(s.known.placement, Mixed)]
     if mixed:
@@ -391,13 +393,18 @@ def sources_of(
     return [s for s in sources if s.known.placement is not None], nodes
 
 
+def _is_unmarked(node: Node) -> bool:
+    """Tell whether a node stands for a leaf that no model was given."""
+    return is_leaf(node) and not getattr(node.variable, MARK, None)
+
+
 def _leaf(node: Node) -> Source | None:
     """Tell whether a leaf of the graph is data: an input that requires a gradient."""
     x = node.variable
     mark = getattr(x, MARK, None)
     if mark:
         known = Known(mark[1], mark[0].n)
-    elif isinstance(x, Parameter) or x.shape in ((), (1,)):
+    elif isinstance(x, Parameter) or not x.dim():
         return None  # or a number, like a temperature
     elif x.is_nested:
         known = Known(NESTED, x.size(0))

@@ -423,7 +423,8 @@ def _note_loss(call: Call, tracker: Tracker | None) -> None:
         known = Known(FIRST, len(x) if x.dim() else 1)
     call.placement, call.n = known
     computed = [y for y in others if isinstance(y, Tensor) and y.grad_fn is not None]
-    behind = [known, *filter(None, map(explain, computed))]
+    found = [explain(y, enters=True) for y in computed]
+    behind = [known, *(k for k in found if k is not None and k is not INPUT)]
     axis = find_loss(call.module).derivatives.compared_axis(x)
     meet = axis is not None and known.n > 1 and spans(known.placement, x.shape, axis)
     if not isinstance(known.placement, Mixed) and (meet or differ(behind)):

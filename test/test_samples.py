@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import F64, Tensors
-from oracle import assert_agrees, jacobian
+from oracle import assert_agrees, individual_gradients, jacobian
 from per_sample import (
     FIRST_ORDER,
     LENGTHS,
@@ -1049,6 +1049,40 @@ def test_places_that_are_numbers() -> None:
     row = moving(lambda m, x: plain(m, read(m.f(x), m.g(x) * 3)), 2, D)
     assert_right(row)
     assert len(seen) > 1 and all(seen)
+
+
+def test_places_that_are_integers() -> None:
+    """An operation that writes to memory where integers say gets the model's only."""
+    seen = []
+
+    name = "_convert_indices_from_coo_to_csr"
+
+    @torch.library.custom_op(f"backpack_test::{name}", mutates_args=())
+    def count(rows: Tensor, size: int) -> Tensor:
+        seen.append(rows.tolist())
+        return torch._convert_indices_from_coo_to_csr(rows.clamp(0, size - 1), size)
+
+    class Typed(nn.Module):
+        """A layer for each type, of rows that are sorted by it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(D, 2) for _ in range(2))
+
+        def forward(self, x: Tensor, types: Tensor) -> Tensor:
+            ends = count(types, 2).tolist()
+            pairs = zip(self.layers, ends, ends[1:])
+            return torch.cat([layer(x[i:j]) for layer, i, j in pairs])
+
+    X = torch.randn(5, D, dtype=F64), torch.tensor([0, 0, 0, 1, 1])
+    model, y = Typed().to(F64), (torch.randn(5, 2, dtype=F64),)
+    expected = individual_gradients(model, nn.MSELoss(), X, y)
+    seen.clear()
+    with backpack(BatchGrad()):
+        nn.MSELoss()(extend(model)(*X), *y).backward()
+    assert seen == [X[1].tolist()]
+    for key, value in expected.items():
+        assert_agrees(model.get_parameter(key).grad_batch, value, key)
 
 
 CONV = getattr(torch.backends.cudnn, "conv", None)

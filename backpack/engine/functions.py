@@ -114,6 +114,12 @@ ASSERTING = frozenset(
 FAULTING = frozenset(
     "linalg_eigvals roi_align roi_pool ps_roi_align ps_roi_pool deform_conv2d".split()
 )
+# Operations that read and write memory where integers say, and look at none of these
+UNCHECKED = frozenset(
+    "_convert_indices_from_coo_to_csr _convert_indices_from_csr_to_coo ctc_loss "
+    "segment_reduce sparse_compressed_tensor sparse_csr_tensor sparse_csc_tensor "
+    "sparse_bsr_tensor sparse_bsc_tensor".split()
+)
 ATTENTION = "scaled_dot_product_attention"
 # Operations that multiply matrices, of which a constant one may be block-diagonal
 PRODUCTS = frozenset(

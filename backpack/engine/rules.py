@@ -36,6 +36,7 @@ from backpack.engine.functions import (
     REARRANGING,
     RECURRENT,
     SELECTING,
+    UNCHECKED,
     WRITING,
     is_fill,
 )
@@ -167,6 +168,8 @@ def rule(done: Performed, trial: Trial, of: Where, n: int) -> list[Placement] | 
         owners = torch.cat(marked).unique()
         if len(owners) == 1 and int(owners) >= 0:  # a single sample's
             return [simplify(owners[0].expand(x.shape), n, True) for x in outs]
+    if name.rpartition("::")[2] in UNCHECKED and not floats:
+        return [Mixed(f"{trial.describe()} (not run again)", False)] * len(outs)
     if len(data) > 1 and name in MATCHING:
         return _matched(done, of, n)
     for names, find in _MOVED:

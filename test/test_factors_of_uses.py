@@ -159,6 +159,10 @@ ORDERS = {
     "permute(0, 2, 1)": (partial(torch.einsum, "ni,eio->neo"), (2, 4, 3)),
     "permute(1, 2, 0)": (partial(torch.einsum, "ni,ieo->neo"), (4, 2, 3)),
     "permute(0, 2, 3, 1)": (partial(torch.einsum, "ni,eipo->nepo"), (2, 4, 2, 3)),
+    "permute(2, 0, 1)": (
+        lambda x, w: F.linear(x, w.permute(2, 0, 1).flatten(0, 1)),
+        (2, 4, 3),
+    ),
     "reshape(4, 3).permute(1, 0)": (lambda x, w: x @ w.view(4, 3), (12,)),
     "reshape(2, 2, 2).permute(0, 2, 1)": (
         lambda x, w: F.conv_transpose1d(x.unsqueeze(2), w, groups=2).flatten(1),

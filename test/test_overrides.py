@@ -35,7 +35,7 @@ from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
 from backpack.core.fast import matmul, tuning
 from backpack.core.per_sample.base import Dense, PerSample, Summed
 from backpack.core.per_sample.maps import dots_between, projected
-from backpack.core.per_sample.order import Order, transposed
+from backpack.core.per_sample.order import Order, permuted
 from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.rows import Rows
 from backpack.core.per_sample.sums import add_rows
@@ -835,5 +835,5 @@ def test_what_moves_a_layer_is_no_other_rule():
 @pytest.mark.parametrize("axes", [(0, 1), (1, 0)])
 def test_transpose_that_is_no_order(axes: Tuple[int, int]):
     """A row that ends within one of the axes can't be described, which is noticed."""
-    with pytest.raises(ValueError, match="within an axis"):
-        transposed(Order((4, 9), axes), 6, 6)
+    with pytest.raises(ValueError, match="ends within an axis"):
+        permuted(Order((4, 9), axes), (6, 6), (1, 0))

@@ -6,6 +6,7 @@ positions as samples and with another number of them.
 """
 
 import math
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -45,6 +46,8 @@ from torch.nn import Module
 from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend
+from backpack.engine.trials import Trial
+from backpack.engine.uses import Use
 from backpack.extensions import (
     BatchGrad,
     BatchJacobian,
@@ -1261,6 +1264,158 @@ def test_low_precision(name: str, dtype: torch.dtype) -> None:
     row, quantities = LOW_PRECISION[name], ["BatchGrad", "DiagGGNExact"]
     model = in_type(row, dtype, nullcontext, quantities)
     assert_fields(model, quantities, reference(row), rtol=TOLERANCES[dtype])
+
+
+def grouped(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """Multiply groups of rows with a matrix each, in any type."""
+    if x.dtype == torch.float32:
+        return F.grouped_mm(x, w, offs=ends)
+    sizes = torch.diff(ends, prepend=ends[:1] * 0).tolist()
+    return torch.cat([rows @ matrix for rows, matrix in zip(x.split(sizes), w)])
+
+
+def routed(m: Module, x: Tensor) -> Tensor:
+    """Send each position to one of three experts, and none to a fourth."""
+    rows = x.flatten(0, 1)
+    ids = rows.argmax(-1) % 3
+    order = ids.argsort(stable=True)
+    ends = ids.bincount(minlength=4).cumsum(0).int()
+    y = grouped(grouped(rows[order], m.w, ends).tanh(), m.u.mT, ends)
+    return torch.zeros_like(y).index_copy(0, order, y).view_as(x)
+
+
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="PyTorch before 2.10")
+@pytest.mark.parametrize("batch", [1, N])
+@pytest.mark.parametrize("t", LENGTHS)
+def test_experts(t: int, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices of groups of rows have a rule; nothing is run again for samples."""
+    row = use(routed, t, 8, w=(4, 8, 8), u=(4, 8, 8))
+    row = row._replace(X=randn(t, 8, batch=batch), alone=False)
+    quantities = ["BatchGrad", "BatchL2Grad", "BatchDotGrad", "DiagGGNExact"]
+    expected = reference(row)
+    in_type(row, torch.float32, nullcontext, quantities)
+    monkeypatch.delattr(Trial, "_probe")
+    monkeypatch.delattr(Use, "_generic")
+    model = in_type(row, torch.float32, nullcontext, quantities)
+    assert_fields(model, quantities, expected, rtol=1e-5)
+
+
+def stepwise(m: Module, x: Tensor) -> Tensor:
+    """Apply a cell to one step after the other."""
+    state = None if m.start is None else m.start.expand(len(x), -1)
+    if isinstance(m.cell, nn.LSTMCell) and state is not None:
+        state = state, state.cos()
+    for step in x.unbind(1):
+        state = m.cell(step, state)
+    return state[0] * state[1].exp() if isinstance(state, tuple) else state
+
+
+def by_keywords(m: Module, x: Tensor) -> Tensor:
+    """Call a cell as a function, by keywords."""
+    weights = {"w_ih": m.w, "w_hh": m.u, "b_ih": m.b, "b_hh": m.c}
+    return torch.gru_cell(input=x[:, 0], hx=x[:, 1], **weights)
+
+
+CELLS = {
+    "rnn": partial(nn.RNNCell, 4, 3),
+    "relu": partial(nn.RNNCell, 4, 3, nonlinearity="relu"),
+    "gru": partial(nn.GRUCell, 4, 3),
+    "gru-no-bias": partial(nn.GRUCell, 4, 3, bias=False),
+    "lstm": partial(nn.LSTMCell, 4, 3),
+}
+MAPS = {
+    **{
+        f"{name}-{kind}": use(stepwise, t, 4, cell=cell, start=start)
+        for name, cell in CELLS.items()
+        for kind, t, start in (
+            ("as-many-steps-as-samples", N, lambda: None),
+            ("from-a-parameter", 2, (3,)),
+        )
+    },
+    "by-keywords": use(by_keywords, 2, 4, w=(12, 4), u=(12, 4), b=(12,), c=(12,)),
+    "of-one-sample": use(
+        stepwise, 3, 4, cell=CELLS["gru"], start=lambda: None
+    )._replace(X=randn(3, 4, batch=1)),
+    "of-rows-in-another-order": use(
+        lambda m, x: m.cell(x.transpose(0, 1).flatten(0, 1)).view(3, len(x), 3)[-1],
+        *(3, 4),
+        cell=CELLS["gru"],
+    ),
+    "of-rows-that-are-picked": use(
+        lambda m, x: m.cell(x[[2, 0, 3, 1]])[[1, 3, 0, 2]], 4, cell=CELLS["rnn"]
+    )._replace(alone=False),
+    "with-a-shared-bias": use(
+        lambda m, x: torch.rnn_tanh_cell(x[:, 0], x[:, 1], m.w, m.u, m.b, m.b),
+        *(2, 4),
+        **{"w": (4, 4), "u": (4, 4), "b": (4,)},
+    ),
+    "with-a-shared-matrix": use(
+        lambda m, x: torch.rnn_tanh_cell(x[:, 0], x[:, 1], m.w, m.w), 2, 4, w=(4, 4)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_cells(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The linear maps inside of a recurrent cell have a rule."""
+    if not name.endswith("parameter") and "shared" not in name:
+        monkeypatch.delattr(Use, "_generic")
+    assert_right(MAPS[name])
+
+
+@pytest.mark.parametrize("frozen", ["weight_ih", "weight_hh", "bias_ih", "bias_hh"])
+@pytest.mark.parametrize("name", sorted(CELLS.keys() - {"gru-no-bias"}))
+def test_cells_with_frozen_parts(name: str, frozen: str) -> None:
+    """What is left of a cell's parameters is right, with a rule or without one."""
+
+    def cell() -> Module:
+        made = CELLS[name]()
+        getattr(made, frozen).requires_grad_(False)
+        return made
+
+    assert_right(use(stepwise, 2, 4, cell=cell, start=(3,)))
+
+
+LOOPS = {  # what is done in each step
+    "layer": (lambda m, h: (m.f(h)).tanh(), {"f": lambda: nn.Linear(4, 4)}),
+    "matrix": (lambda m, h: torch.addmm(m.b, h, m.w).tanh(), {"w": (4, 4), "b": (4,)}),
+    "cell": (lambda m, h: m.f(h, h), {"f": lambda: nn.GRUCell(4, 4)}),
+    "lookup": (lambda m, h: h + m.f(h.argmax(-1)), {"f": lambda: nn.Embedding(4, 4)}),
+    "expression": (lambda m, h: (h @ m.w.tanh()).tanh(), {"w": (4, 4)}),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_long_loops(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass costs in proportion to how often parameters are used."""
+    step, parts = LOOPS[name]
+    copied, cat = [], torch.cat
+
+    def counted(tensors: List[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        copied.append(sum(x.numel() for x in tensors))
+        return cat(tensors, *args, **kwargs)
+
+    def cost(steps: int) -> Tuple[int, int]:
+        def loop(m: Module, x: Tensor) -> Tensor:
+            for _ in range(steps):
+                x = step(m, x)
+            return x
+
+        model, loss, X = use(loop, 4, **parts).build()
+        value = against_real(extend(model)(*X), loss)
+        calls: List[str] = []
+        copied.clear()
+        with monkeypatch.context() as patch, backpack(BatchGrad(), BatchL2Grad()):
+            patch.setattr(torch, "cat", counted)
+            sys.setprofile(lambda frame, event, _: calls.append(event))
+            value.backward()
+            sys.setprofile(None)
+        return calls.count("call"), sum(copied)
+
+    cost(10)  # what is remembered
+    (calls, numbers), (more_calls, more_numbers) = cost(40), cost(160)
+    assert more_calls < 5 * calls
+    assert more_numbers < 5 * numbers + 1000
 
 
 @pytest.mark.parametrize("name", LOW_PRECISION)

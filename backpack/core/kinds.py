@@ -16,7 +16,15 @@ from torch import Tensor
 from backpack.core.derivatives.convnd import ConvNDDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
-from backpack.core.layout import FIRST, Arrangement, Layout, Placement, nobodys, once
+from backpack.core.layout import (
+    FIRST,
+    Arrangement,
+    Layout,
+    Placement,
+    nobodys,
+    once,
+    sample_numbers,
+)
 from backpack.core.per_sample.base import Dense, PerSample, Summed
 from backpack.core.per_sample.order import simplest
 from backpack.core.per_sample.outer import Outer
@@ -304,6 +312,50 @@ class Contraction(Operation):
             out = once(given, ("moved", *outputs), lambda: _at_the_end(given, outputs))
         arrangement = Arrangement(out, rows, n)  # type: ignore[arg-type]
         return arrangement, arrangement.rows(b, 1).flatten(3)
+
+
+class Grouped(Contraction):
+    """A product of rows with a matrix for each group of them, like experts' weights.
+
+    ``out[r, o] = Σᵢ x[r, i] W[g(r), i, o]``, where groups are rows one after the other.
+    """
+
+    def __init__(self, key: Key, data: Tensor, ends: Tensor):
+        """Store where groups end.
+
+        Args:
+            key: Which argument the matrices are, ``[G, i, o]``.
+            data: The other operand, ``[R, i]``.
+            ends: Where each group ends, ``[G]``; further rows are zero in the result.
+        """
+        super().__init__(key, data, [1], [1], [0, 2, 1])
+        self._ends = ends
+
+    def positions(self, key: Key, n: int) -> int:  # noqa: D102
+        return 0  # samples differ in how many rows go to a group
+
+    def product(
+        self, key: Key, shape: torch.Size, cotangents: Tensor, out: Placement, n: int
+    ) -> PerSample | None:  # noqa: D102
+        (rows, _), groups = cotangents.shape[1:], len(self._ends)
+        out = Layout(0, rows) if n == 1 else out
+        is_empty = not (cotangents.numel() and self.data.numel())
+        if is_empty or not isinstance(out, (Layout, Tensor)):
+            return None
+        numbers = sample_numbers(out, cotangents.shape[1:], n, cotangents.device)
+        places = torch.arange(rows, device=numbers.device)
+        group = torch.bucketize(places, self._ends.to(places.dtype), right=True)
+        owner = numbers[:, 0]
+        number = torch.where(
+            (owner < 0) | (group >= groups), -1, owner * groups + group
+        )
+        # a group of a sample's rows is what a sample is elsewhere
+        arrangement = Arrangement(number, (rows,), n * groups)
+        a = arrangement.rows(as_type(self.data, cotangents.dtype))
+        b = arrangement.rows(cotangents, 1)
+        a, b = a.unflatten(0, (n, groups)), b.unflatten(1, (n, groups))
+        order = simplest((groups, shape[2], shape[1]), (0, 2, 1))
+        return Outer(lambda: a, b, shape, order)
 
 
 class Broadcast(Operation):

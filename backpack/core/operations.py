@@ -22,7 +22,14 @@ from backpack.core.derivatives.convnd import ConvNDDerivatives
 from backpack.core.derivatives.embedding import EmbeddingDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
-from backpack.core.kinds import Broadcast, Contraction, Key, LayerLike, Operation
+from backpack.core.kinds import (
+    Broadcast,
+    Contraction,
+    Grouped,
+    Key,
+    LayerLike,
+    Operation,
+)
 
 
 class Called(NamedTuple):
@@ -316,6 +323,13 @@ def _einsum(call: Called) -> Operation | None:
     return _contraction(keys[0], position, args[1:], terms, out)
 
 
+def _grouped(call: Called) -> Operation | None:
+    bound = call.bind("rows matrices offs bias out_dtype")
+    rows, matrices, ends = bound["rows"], bound["matrices"], bound["offs"]
+    plain = bound.get("bias") is None and (rows.dim(), matrices.dim()) == (2, 3)
+    return Grouped(call.keys[0], rows, ends) if plain and 1 in call.keys else None
+
+
 def _add(*signs: float) -> Rule:
     def rule(call: Called) -> Operation | None:
         key = call.operand()
@@ -338,6 +352,11 @@ _RULES: dict[Rule, Sequence[Callable]] = {
     _einsum: (torch.einsum,),
     _tensordot: (torch.tensordot,),
     _inner: (torch.inner, Tensor.inner),
+    _grouped: [  # from PyTorch 2.8, and from 2.10 on
+        getattr(module, name)
+        for module, name in ((torch, "_grouped_mm"), (functional, "grouped_mm"))
+        if hasattr(module, name)
+    ],
     **{_conv(n): (getattr(torch, f"conv{n}d"),) for n in (1, 2, 3)},
     **{_conv(n, True): (getattr(torch, f"conv_transpose{n}d"),) for n in (1, 2, 3)},
     _convolution: (torch.convolution,),

@@ -38,10 +38,15 @@ WRITING = frozenset(
     "scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ "
     "masked_scatter masked_scatter_".split()
 )
+# Operations that multiply groups of rows with a matrix each
+GROUPED = frozenset(["grouped_mm", "_grouped_mm"])
 # Operations that move entries to where the values of an operand say
-MOVING = WRITING | frozenset(
-    "index_fill index_fill_ repeat_interleave nonzero unique bincount grouped_mm "
-    "_grouped_mm where".split()
+MOVING = (
+    WRITING
+    | GROUPED
+    | frozenset(
+        "index_fill index_fill_ repeat_interleave nonzero unique bincount where".split()
+    )
 )
 # Operations that map entries of the same place: where all operands' samples agree, so
 # do the result's.

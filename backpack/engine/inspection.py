@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from functools import cached_property
 from typing import Any, Iterator, Sequence
 
@@ -152,11 +152,16 @@ class Inspection:
             below = self._first.get(below)
         return below is not None or node in self._inside(use)
 
-    def _takes(self, node: Node, use: Use) -> bool:
-        """Tell whether a node that takes a parameter itself is part of a use."""
-        # what came before is not, though the use goes on from it
-        numbered = use.since <= node._sequence_nr() < use.until
-        return numbered and self._is_inside(node, use)
+    def _taken(self, nodes: Sequence[Node], uses: Sequence[Use]) -> set[Node]:
+        """Find which nodes that take a parameter themselves are part of a use."""
+        ordered = sorted(nodes if uses else (), key=lambda node: node._sequence_nr())
+        numbers = [node._sequence_nr() for node in ordered]
+        found: set[Node] = set()
+        for use in uses:
+            # what came before is not, though the use goes on from it
+            first, end = (bisect_left(numbers, x) for x in (use.since, use.until))
+            found.update(x for x in ordered[first:end] if self._is_inside(x, use))
+        return found
 
     def _inside(self, use: Use) -> set[Node]:
         """Find the nodes of a use: those on the ways from what it returned.
@@ -257,8 +262,8 @@ class Inspection:
         """Nodes that use a parameter where nothing has seen it."""
         found: dict[Tensor, list[Node]] = {}
         for param, nodes in self.reached.items():
-            for use in self._direct.get(id(param), ()):
-                nodes = [x for x in nodes if not self._takes(x, use)]
+            taken = self._taken(nodes, self._direct.get(id(param), ()))
+            nodes = [x for x in nodes if x not in taken]
             if nodes:
                 found[param] = nodes
         for node in self.nodes if self._functions else ():

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn import Module
 
-from backpack.core.per_sample.base import Dense, PerSample
+from backpack.core.per_sample.base import Dense, PerSample, merged
 from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.rows import Rows
 from backpack.engine.graph import describe, is_leaf, leaves_behind, names_at, walk
@@ -32,7 +32,7 @@ from backpack.utils.types import as_type, full_precision
 Products = list[Optional[PerSample]]
 Member = tuple[Use, int]  # a use, and which of its constants
 
-_TRANSPOSES = ("TBackward0", "TransposeBackward0", "MtBackward0", "PermuteBackward0")
+_PERMUTES = ("TBackward0", "TransposeBackward0", "PermuteBackward0")
 _SAME_ORDER = (
     "ViewBackward0 UnsafeViewBackward0 ReshapeAliasBackward0 AliasBackward0 "
     "SqueezeBackward0 SqueezeBackward1 UnsqueezeBackward0 ViewAsBackward0 "
@@ -65,7 +65,7 @@ class Group:
         self.members: list[Member] = []
         self.uses: list[Use] = []
         self.pending, self.is_simple = 0, False
-        self.collected: dict[Use, dict[Tensor, PerSample]] = {}
+        self.collected: dict[Use, dict[Tensor, list[PerSample]]] = {}
 
     @property
     def modules(self) -> list[Any]:
@@ -112,7 +112,7 @@ class Group:
     def products(
         self,
         of: Callable[[Use], Products],
-        collected: dict[Use, dict[Tensor, PerSample]] | None = None,
+        collected: dict[Use, dict[Tensor, list[PerSample]]] | None = None,
     ) -> dict[Tensor, PerSample]:
         """Collect the products of all parameters.
 
@@ -134,16 +134,17 @@ class Group:
         known = collected or {}
         found = self._sum([(u, i) for u, i in self.members if u not in known], of)
         for products in known.values():
-            for param, product in products.items():
-                _merge(found, param, product)
-        return found
+            for param, parts in products.items():
+                for part in parts:
+                    _add(found, param, part)
+        return {param: merged(parts) for param, parts in found.items()}
 
     def _sum(
         self, members: list[Member], of: Callable[[Use], Products]
-    ) -> dict[Tensor, PerSample]:
-        """Add up the products of some uses."""
-        found: dict[Tensor, PerSample] = {}
-        expressions: dict[GradientEdge, PerSample] = {}
+    ) -> dict[Tensor, list[PerSample]]:
+        """Collect the products of some uses, whose sum is each parameter's."""
+        found: dict[Tensor, list[PerSample]] = {}
+        expressions: dict[GradientEdge, list[PerSample]] = {}
         for use, index in members:
             product = of(use)[index]
             constant = use.constants[index]
@@ -153,20 +154,22 @@ class Group:
             if leaf is None:
                 leaf, edge, product = _behind_views(constant, product, self.params)
             if leaf is not None:
-                _merge(found, leaf, product)
+                _add(found, leaf, product)
             else:
-                _merge(expressions, edge, product)
+                _add(expressions, edge, product)
         if expressions:
             self._pull_back(expressions, found)
         return found
 
     def _pull_back(
-        self, expressions: dict[GradientEdge, PerSample], found: dict[Tensor, PerSample]
+        self,
+        expressions: dict[GradientEdge, list[PerSample]],
+        found: dict[Tensor, list[PerSample]],
     ) -> None:
         """Take products from expressions on to the parameters behind them."""
         outputs, columns = list(expressions), []
-        for product in expressions.values():
-            columns.append(product.individual())
+        for parts in expressions.values():
+            columns.append(merged(parts).individual())
         nodes = list(walk(edge.node for edge in outputs))
         for node in nodes:
             fetch(node.metadata.get(SAVED, ()))
@@ -183,7 +186,7 @@ class Group:
                 check_linear(columns, pulled, again, names_at(own), what, nodes=own)
         for param, products in zip(params, pulled):
             if products is not None:
-                _merge(found, param, Dense(products, param.shape))
+                _add(found, param, Dense(products, param.shape))
 
 
 class ParameterTurn:
@@ -267,8 +270,12 @@ def _size_of_terms(
     return size * max(1.0, float(data.abs().max())), eps
 
 
-def _merge(found: dict[Any, PerSample], key: Any, product: PerSample) -> None:
-    found[key] = found[key].merge(product) if key in found else product
+def _add(found: dict[Any, list[PerSample]], key: Any, product: PerSample) -> None:
+    """Note what a use contributes; what is formed already is added up at once."""
+    parts = found.setdefault(key, [])
+    if parts and type(parts[-1]) is type(product) is Dense:
+        product = parts.pop().merge(product)
+    parts.append(product)
 
 
 def _behind_views(
@@ -299,7 +306,6 @@ def _behind_views(
             before = parent.variable.shape
         else:
             before = torch.Size(parent._input_metadata[parents[0][1]].shape)
-        two = len(shape) == len(before) == 2
         if name in _SAME_ORDER and before.numel() == shape.numel():
             product = product.reshaped(before)
         elif isinstance(product, Dense):
@@ -307,9 +313,10 @@ def _behind_views(
             if rows is None:
                 break
             product = rows
-        elif name in _TRANSPOSES and two and before == shape[::-1] and _swaps(node):
+        elif name in _PERMUTES and product.shape == shape:
+            order = _order_of(node, len(shape))
             try:
-                product = product.transposed()
+                product = product.permuted([order.index(d) for d in range(len(order))])
             except ValueError:
                 break
         else:
@@ -377,10 +384,15 @@ _PICKS: dict[str, Callable[[Node], Any]] = {
 }
 
 
-def _swaps(node: Node) -> bool:
-    """Tell whether a node swaps two axes."""
-    dims = getattr(node, "_saved_dims", None)
-    return dims is None or [d % 2 for d in dims] == [1, 0]
+def _order_of(node: Node, dim: int) -> list[int]:
+    """Tell which axes come first, second and so on behind a node that permutes them."""
+    order = list(range(dim))
+    if hasattr(node, "_saved_dims"):
+        return [d % dim for d in node._saved_dims]
+    swapped = [getattr(node, f"_saved_dim{i}", i) for i in (0, 1)]
+    i, j = (_signed(d) % dim for d in swapped)
+    order[i], order[j] = order[j], order[i]
+    return order
 
 
 def find_groups(uses: Sequence[Use]) -> list[Group]:

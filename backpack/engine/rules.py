@@ -29,6 +29,7 @@ from backpack.core.operations import find_operation
 from backpack.engine.functions import (
     ALONG,
     BATCHED,
+    GROUPED,
     JOINING,
     MATCHING,
     POINTWISE,
@@ -285,7 +286,7 @@ def _contracted(done: Performed, trial: Trial, n: int) -> list[Placement] | None
     if len(done.data) > 1:
         return None
     (x,), args = done.data, enumerate(done.args)
-    keys = [i for i, y in args if isinstance(y, Tensor) and y is not x]
+    keys = [i for i, y in args if is_inexact(y) and y is not x]
     operation = find_operation(done.func, done.args, done.kwargs, keys)
     own = next(i for i in trial.numbers if i is not None)
     if not isinstance(operation, Contraction) or operation.data is not x:
@@ -301,5 +302,5 @@ _MOVED: Sequence[tuple[Container[str], Callable]] = (
     (("_pad_packed_sequence",), _unpacked),
     (RECURRENT, _recurrent),
     (WRITING, _written),
-    (PRODUCTS, _contracted),
+    (PRODUCTS | GROUPED, _contracted),
 )

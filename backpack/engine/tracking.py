@@ -21,11 +21,12 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
 from backpack.core.layout import Layout, Mixed, Placement
 from backpack.core.operations import find_operation
 from backpack.engine import saved as saved_tensors
+from backpack.engine.cells import note_maps
 from backpack.engine.functions import KINDS, Kind, is_of_inputs, kind_of
 from backpack.engine.gaps import KNOWN, NESTED, explain, note_constants, note_functions
 from backpack.engine.graph import MEETING, SILENT, note_tangent
@@ -183,8 +184,7 @@ class Tracker(TorchFunctionMode):
             if kind.name in ("register_hook", "retain_grad") and args[0].grad_fn:
                 args[0].grad_fn.metadata[SEEN] = True
             if kind.name == "register_hook" and len(args) == 2:
-                x, hook = args
-                args = x, guard(x, hook, self._finder.of(x) is None)
+                args = args[0], guard(*args, self._finder.of(args[0]) is None)
             elif kind.reads and in_function() and self._finder.of(args[0]) is not None:
                 self._finder.is_unsure = True
             elif kind.name in ("backward", "grad") and self.context is not None:
@@ -280,9 +280,8 @@ class Tracker(TorchFunctionMode):
         if x.is_nested and x.layout is torch.strided:  # it has no shape
             self.place(x, NESTED)
             return NESTED
-        if x._base is not None and self._is_view_of_data(x):
-            return self._finder.of(x)
-        if x.grad_fn is None or self._is_constant(x):
+        seen = x._base is not None and self._is_view_of_data(x)
+        if not seen and (x.grad_fn is None or self._is_constant(x)):
             return None
         return self._finder.of(x)
 
@@ -308,10 +307,9 @@ class Tracker(TorchFunctionMode):
             note_constants(x)
         with _UNSEEN():
             known = explain(x)
-        placement: Placement = None
-        if known is not None:
-            same = known.n == self.n
-            placement = known.placement if same else Mixed("another batch", False)
+        placement: Placement = known and known.placement
+        if known is not None and known.n != self.n:
+            placement = Mixed("another batch", False)
         self.place(x, placement)
         return placement is None
 
@@ -543,9 +541,7 @@ class Tracker(TorchFunctionMode):
             args = tuple([swap(x) for x in args])
             kwargs = {name: swap(x) for name, x in kwargs.items()} if kwargs else kwargs
             return args, kwargs, pairs
-        leaves, spec = tree_flatten((args, kwargs))
-        args, kwargs = tree_unflatten([swap(x) for x in leaves], spec)
-        return args, kwargs, pairs
+        return (*tree_map(swap, (args, kwargs)), pairs)
 
     def _overwritten(self, x: Tensor) -> list[Constant]:
         """Let what an operation writes to be its own stand-in, at a node of its own.
@@ -577,6 +573,10 @@ class Tracker(TorchFunctionMode):
         both = [(x, p) for x, p in pairs_of if x.requires_grad and p is not None]
         if not both or outs[0].is_nested:  # which is refused where samples matter
             saved_tensors.note(outs, saved)
+            return
+        call = func, args, kwargs, pairs, both, self.owner, self.n, since
+        pairs = pairs if saved else note_maps(*call)
+        if not pairs:
             return
         operation = None
         written_to_base = kind.writes and outs[0] is not args[0]

@@ -106,7 +106,34 @@ class PerSample(ABC):
                 "gradients are not defined. Axis 0 must be the batch in every call: "
                 "keep the samples there, or give each call a parameter of its own."
             )
-        return Dense(other.added_to(self.individual()), self.shape)
+        if self.joins(other):
+            return self.joined([other])
+        return PerSample.joined(self, [other])
+
+    def joins(self, other: PerSample) -> bool:
+        """Tell whether the factors of other products can stand beside these.
+
+        Args:
+            other: Products of another call.
+
+        Returns:
+            Whether they can, so that nothing has to be formed to add both.
+        """
+        return False
+
+    def joined(self, others: Sequence[PerSample]) -> PerSample:
+        """Add the products of other calls, whose factors are put beside these.
+
+        Args:
+            others: Products that join these, of any number of calls.
+
+        Returns:
+            The sum of all.
+        """
+        products = self.individual()  # of what joins nothing
+        for other in others:
+            products = other.added_to(products)
+        return Dense(products, self.shape)
 
     def added_to(self, products: Tensor) -> Tensor:
         """Add these products to others.
@@ -420,12 +447,34 @@ class Summed(Dense):
             self._products = sums.sum_axis(self.b, 2)
         return self._products
 
-    def merge(self, other: PerSample) -> PerSample:  # noqa: D102
-        if not isinstance(other, Summed) or self.batch_size != other.batch_size:
-            return super().merge(other)
-        b = torch.cat([self.b, other.b], dim=2)
+    def joins(self, other: PerSample) -> bool:  # noqa: D102
+        return isinstance(other, Summed) and self.batch_size == other.batch_size
+
+    def joined(self, others: Sequence[PerSample]) -> Summed:  # noqa: D102
+        b = torch.cat([self.b, *[other.b for other in others]], dim=2)
         return Summed(b, self.shape, self.groups, self.sums_positions)
 
     def select(self, samples: Sequence[int] | slice) -> Summed:  # noqa: D102
         b = self.b[:, samples]
         return Summed(b, self.shape, self.groups, self.sums_positions)
+
+
+def merged(products: Sequence[PerSample]) -> PerSample:
+    """Add up what several calls contribute to the same parameter.
+
+    Args:
+        products: Products of each call, same V and N.
+
+    Returns:
+        Their sum.
+    """
+    total, rest = None, list(products)
+    while rest:
+        first, *others = rest
+        alike: list[PerSample] = []
+        rest = []
+        for other in others:
+            (alike if first.joins(other) else rest).append(other)
+        first = first.joined(alike) if alike else first
+        total = first if total is None else total.merge(first)
+    return total

@@ -91,32 +91,36 @@ def simplest(sizes: tuple[int, ...], axes: tuple[int, ...]) -> Order | None:
     return Order(merged, tuple(map(places.index, runs)))
 
 
-def transposed(order: Order | None, rows: int, columns: int) -> Order | None:
-    """Describe the order of a matrix's transpose.
+def permuted(
+    order: Order | None, shape: Sequence[int], axes: Sequence[int]
+) -> Order | None:
+    """Describe the order of a parameter whose axes are put in another order.
 
     Args:
-        order: The order of the matrix.
-        rows: Its number of rows.
-        columns: Its number of columns.
+        order: The order of the parameter.
+        shape: Its shape.
+        axes: Which of its axes come first, second and so on.
 
     Returns:
         The order.
 
     Raises:
-        ValueError: If a row ends within an axis.
+        ValueError: If one of its axes ends within an axis of the matrices.
     """  # noqa: DAR401
-    sizes, axes = map(list, order or Order((rows * columns,), (0,)))
-    first, begun = 0, 1  # axes that are rows, and their number
-    while begun < rows:
-        axis, part = axes[first], rows // begun
-        if rows % begun:
-            break
-        if part < sizes[axis]:  # divide it
-            sizes[axis : axis + 1] = [part, sizes[axis] // part]
-            axes = [a + 1 if a > axis else a for a in axes]
-            axes.insert(first + 1, axis + 1)
-        begun *= sizes[axis]
-        first += 1
-    if begun != rows or prod(sizes) != rows * columns:
-        raise ValueError("a row ends within an axis")
-    return simplest(tuple(sizes), (*axes[first:], *axes[:first]))
+    sizes, ours = map(list, order or Order((prod(shape),), (0,)))
+    runs: list[slice] = []  # where in `ours` each of its axes is
+    place = 0
+    for size in shape:
+        start, begun = place, 1
+        while begun < size and size % begun == 0:
+            axis, part = ours[place], size // begun
+            if part < sizes[axis] and sizes[axis] % part == 0:  # divide it
+                sizes[axis : axis + 1] = [part, sizes[axis] // part]
+                ours = [a + 1 if a > axis else a for a in ours]
+                ours.insert(place + 1, axis + 1)
+            begun *= sizes[axis]
+            place += 1
+        if begun != size:
+            raise ValueError("an axis of the parameter ends within an axis")
+        runs.append(slice(start, place))
+    return simplest(tuple(sizes), tuple(a for axis in axes for a in ours[runs[axis]]))

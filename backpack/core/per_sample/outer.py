@@ -14,7 +14,7 @@ from backpack.core.fast.matmul import bmm, gram, has_fast_blas, is_fast_product,
 from backpack.core.fast.memory import huge_empty, may_write
 from backpack.core.per_sample import sums
 from backpack.core.per_sample.base import Dense, Gather, PerSample
-from backpack.core.per_sample.order import Order, transposed
+from backpack.core.per_sample.order import Order, permuted
 from backpack.core.per_sample.recipe import Recipe, whole_reduction
 from backpack.core.per_sample.unfolding import Unfolding
 from backpack.utils.state import may_look
@@ -117,15 +117,8 @@ class Outer(PerSample):
         """Return faster ways to unfold, unless the inputs are unfolded already."""
         return self._unfolding if self._a is None else None
 
-    def merge(self, other: PerSample) -> PerSample:  # noqa: D102
-        same = self.batch_size == other.batch_size and self._is_like(other)
-        if not isinstance(other, Outer) or not same:
-            return super().merge(other)
-        a = torch.cat([self.a, other.a], dim=2)
-        b = torch.cat([self.b, other.b], dim=3)
-        result = self.like(lambda: a, b)
-        result.sums_positions = self.sums_positions and other.sums_positions
-        return result
+    def joins(self, other: PerSample) -> bool:  # noqa: D102
+        return self.batch_size == other.batch_size and self._is_like(other)
 
     def _is_like(self, other: PerSample) -> bool:
         """Tell whether other products have factors of the same kind."""
@@ -135,6 +128,13 @@ class Outer(PerSample):
             and self._sizes == other._sizes
             and (self.order, self.shape) == (other.order, other.shape)
         )
+
+    def joined(self, others: Sequence[PerSample]) -> Outer:  # noqa: D102
+        every: list[Any] = [self, *others]
+        a = torch.cat([x.a for x in every], dim=2)
+        result = self.like(lambda: a, torch.cat([x.b for x in every], dim=3))
+        result.sums_positions = all(x.sums_positions for x in every)
+        return result
 
     def like(
         self,
@@ -157,18 +157,21 @@ class Outer(PerSample):
         convention = self.sums_positions
         return Outer(a, b, self.shape, self.order, recipe, sums_positions=convention)
 
-    def transposed(self) -> Outer:
-        """Describe products with a matrix's Jacobian as those of its transpose.
+    def permuted(self, axes: Sequence[int]) -> Outer:
+        """Describe products with the Jacobian of what has its axes in another order.
+
+        Args:
+            axes: Which axes of the parameter come first, second and so on.
 
         Returns:
-            Products ``[V, N, i, o]``, from ``[V, N, o, i]``.
+            Products ``[V, N, *p]`` with p permuted.
 
         Raises:
             ValueError: If that can't be described.
         """  # noqa: DAR401
         result = self.like()
-        result.order = transposed(self.order, *self.shape)
-        result.shape = self.shape[::-1]
+        result.order = permuted(self.order, self.shape, axes)
+        result.shape = torch.Size([self.shape[axis] for axis in axes])
         return result
 
     def reshaped(self, shape: torch.Size) -> Outer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Sequence
+from typing import Any, Sequence
 
 import torch
 from einops import einsum
@@ -41,11 +41,16 @@ class Rows(PerSample):
     def merge(self, other: PerSample) -> PerSample:  # noqa: D102
         if not isinstance(other, Rows):
             return other.merge(self)  # rows are added to what is there
-        if self.batch_size != other.batch_size:
-            return super().merge(other)
-        ids = torch.cat([self.ids, other.ids], dim=1)
-        valid = torch.cat([self.valid, other.valid], dim=1)
-        return Rows(ids, torch.cat([self.b, other.b], dim=2), self.shape, valid)
+        return super().merge(other)
+
+    def joins(self, other: PerSample) -> bool:  # noqa: D102
+        return isinstance(other, Rows) and self.batch_size == other.batch_size
+
+    def joined(self, others: Sequence[PerSample]) -> Rows:  # noqa: D102
+        every: list[Any] = [self, *others]
+        ids = torch.cat([x.ids for x in every], dim=1)
+        valid = torch.cat([x.valid for x in every], dim=1)
+        return Rows(ids, torch.cat([x.b for x in every], dim=2), self.shape, valid)
 
     def select(self, samples: Sequence[int] | slice) -> Rows:  # noqa: D102
         ids, valid = self.ids[samples], self.valid[samples]

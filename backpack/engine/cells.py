@@ -1,0 +1,104 @@
+"""Recurrent cells, called as functions: the linear maps inside of them.
+
+A cell is a single operation. But its matrices enter by two linear maps, of its input
+and of its state, whose results are nodes of the graph. The gradients there are those of
+the rows, so that these maps are uses with a rule, and no derivative of the cell is
+taken for each sample.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+from torch.nn import functional
+
+from backpack.core.layout import Layout, Placement, agree
+from backpack.core.operations import find_operation
+from backpack.engine.graph import shape_at, walk
+from backpack.engine.uses import Constant, Use
+
+_CELLS = {torch.rnn_tanh_cell, torch.rnn_relu_cell, torch.gru_cell, torch.lstm_cell}
+_NAMES = "input hx w_ih w_hh b_ih b_hh".split()
+_MATRICES = (2, 3)  # for the input, and for the state; biases stand two behind
+
+
+def note_maps(
+    func: Callable,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    constants: list[Constant],
+    outs: list[tuple[Tensor, Placement]],
+    owner: Any,
+    n: int,
+    since: int,
+) -> list[Constant]:
+    """Record the linear maps inside of a recurrent cell as uses.
+
+    Args:
+        func: An operation that has run.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        constants: Those of its arguments that need a gradient, and hold no samples.
+        outs: What it returned, and where the samples are there.
+        owner: Record of the innermost module in which it happened.
+        n: Number N of samples.
+        since: Number of nodes that the graph had before.
+
+    Returns:
+        The constants that enter elsewhere; all, if the operation is no such cell.
+    """
+    if func not in _CELLS:
+        return constants
+    given = [*args, *(kwargs.get(name) for name in _NAMES[len(args) :])]
+    state = given[1] if isinstance(given[1], Tensor) else given[1][0]
+    placement = outs[0][1]
+    parts = [id(x) for x in given[2:] if x is not None]
+    shared = len(set(parts)) < len(parts)
+    apart = not all(agree(p, placement) for _, p in outs)
+    if shared or apart or not _is_of_rows(placement):
+        return constants
+    left = constants
+    by_node = {constant.stand_in.node: constant for constant in constants}
+    for node in walk([x.grad_fn for x, _ in outs], since=since):
+        weight = by_node.get(_matrix_of(node))
+        number = weight and _number_of(weight)
+        if number not in _MATRICES:
+            continue
+        bias = by_node.get(node.next_functions[0][0])
+        taken = [weight] if bias is None else [weight, bias]
+        left = [constant for constant in left if constant not in taken]
+        for key, constant in enumerate(taken, 1):  # as in `linear`
+            constant.key = key
+        operands = given[0] if number == 2 else state, *given[number::2][: len(taken)]
+        keys = [constant.key for constant in taken]
+        operation = find_operation(functional.linear, operands, {}, keys)
+        use = Use(func.__name__, taken, n, [], owner, operation, since)
+        edge = GradientEdge(node, 0)
+        use.attach_at(edge, shape_at(edge), placement)
+        if owner is not None:
+            owner.uses = (*owner.uses, use)
+    return left
+
+
+def _is_of_rows(placement: Placement) -> bool:
+    """Tell whether each row, which a cell maps by itself, is a sample's."""
+    if isinstance(placement, Tensor):
+        return placement.dim() == 2 and placement.shape[1] == 1
+    return isinstance(placement, Layout) and placement.axis == 0
+
+
+def _matrix_of(node: Node) -> Node | None:
+    """Return the node of the matrix, if one is of a linear map."""
+    if type(node).__name__ not in ("AddmmBackward0", "MmBackward0"):
+        return None
+    matrix = node.next_functions[-1][0]
+    is_transpose = type(matrix).__name__ == "TBackward0"
+    return matrix.next_functions[0][0] if is_transpose else None
+
+
+def _number_of(constant: Constant) -> int:
+    key = constant.key
+    return _NAMES.index(key) if isinstance(key, str) else key

@@ -150,21 +150,27 @@ class Rows(PerSample):
         """Add up the rows of each pair (sample, index) that occurs.
 
         There are as many places as rows, R = N T: how many pairs occur is a number that
-        only the device knows. The last ones are empty, with sums of zero.
+        only the device knows. The last ones are empty, with sums of zero. A small table
+        has a place for each pair, R = N vocabulary, if these are no more.
 
         Returns:
             The pairs' samples ``[R]``, indices ``[R]`` and row sums ``[V, R, D]``; and
             whether a pair is there ``[R]``.
         """
-        vocabulary = self.shape[0]
-        offsets = vocabulary * torch.arange(self.batch_size, device=self.ids.device)
+        vocabulary, device = self.shape[0], self.ids.device
+        offsets = vocabulary * torch.arange(self.batch_size, device=device)
         keys = (self.ids + offsets.unsqueeze(1)).flatten()
-        keys, order = keys.sort(stable=True)
-        begins = torch.ones_like(keys, dtype=torch.bool)
-        begins[1:] = keys[1:] != keys[:-1]
-        position = begins.cumsum(0) - 1
-        b = full_precision(self.b.flatten(1, 2))[:, order]
-        sums = torch.zeros_like(b).index_add(1, position, b)
-        pairs = torch.zeros_like(keys).scatter(0, position, keys)
-        occurs = torch.zeros_like(begins).scatter(0, position, True)
+        if vocabulary <= self.positions:
+            places = keys
+            pairs = torch.arange(self.batch_size * vocabulary, device=device)
+        else:
+            ordered, order = keys.sort(stable=True)
+            begins = torch.ones_like(keys, dtype=torch.bool)
+            begins[1:] = ordered[1:] != ordered[:-1]
+            position = begins.cumsum(0) - 1
+            places = torch.zeros_like(keys).scatter(0, order, position)
+            pairs = torch.zeros_like(keys).scatter(0, position, ordered)
+        b = full_precision(self.b.flatten(1, 2))
+        sums = b.new_zeros(len(b), len(pairs), b.shape[2]).index_add(1, places, b)
+        occurs = torch.zeros_like(pairs, dtype=torch.bool).scatter(0, places, True)
         return pairs // vocabulary, pairs % vocabulary, sums, occurs

@@ -12,7 +12,7 @@ from typing import Any, Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge
 from torch.nn import functional
 
 from backpack.core.layout import Layout, Placement, agree
@@ -22,7 +22,6 @@ from backpack.engine.uses import Constant, Use
 
 _CELLS = {torch.rnn_tanh_cell, torch.rnn_relu_cell, torch.gru_cell, torch.lstm_cell}
 _NAMES = "input hx w_ih w_hh b_ih b_hh".split()
-_MATRICES = (2, 3)  # for the input, and for the state; biases stand two behind
 
 
 def note_maps(
@@ -63,19 +62,25 @@ def note_maps(
     left = constants
     by_node = {constant.stand_in.node: constant for constant in constants}
     for node in walk([x.grad_fn for x, _ in outs], since=since):
-        weight = by_node.get(_matrix_of(node))
-        number = weight and _number_of(weight)
-        if number not in _MATRICES:
+        if type(node).__name__ not in ("AddmmBackward0", "MmBackward0"):
             continue
-        bias = by_node.get(node.next_functions[0][0])
-        taken = [weight] if bias is None else [weight, bias]
-        left = [constant for constant in left if constant not in taken]
-        for key, constant in enumerate(taken, 1):  # as in `linear`
+        *shift, _, matrix = [parent for parent, _ in node.next_functions]
+        is_transpose = type(matrix).__name__ == "TBackward0"
+        weight = by_node.get(matrix.next_functions[0][0]) if is_transpose else None
+        bias = by_node.get(shift[0]) if shift else None
+        taken = {1: weight, 2: bias}  # as arguments of `linear`
+        taken = {key: x for key, x in taken.items() if x is not None}
+        if not taken:
+            continue
+        number = _number_of(bias) - 2 if weight is None else _number_of(weight)
+        left = [constant for constant in left if constant not in taken.values()]
+        for key, constant in taken.items():
             constant.key = key
-        operands = given[0] if number == 2 else state, *given[number::2][: len(taken)]
-        keys = [constant.key for constant in taken]
-        operation = find_operation(functional.linear, operands, {}, keys)
-        use = Use(func.__name__, taken, n, [], owner, operation, since)
+        operands = given[0] if number == 2 else state, *given[number::2]
+        operation = find_operation(functional.linear, operands, {}, list(taken))
+        first = min(x._sequence_nr() for x in (node, matrix) if x is not None)
+        use = Use(func.__name__, [*taken.values()], n, [], owner, operation, first)
+        use.until = node._sequence_nr() + 1
         edge = GradientEdge(node, 0)
         use.attach_at(edge, shape_at(edge), placement)
         if owner is not None:
@@ -88,15 +93,6 @@ def _is_of_rows(placement: Placement) -> bool:
     if isinstance(placement, Tensor):
         return placement.dim() == 2 and placement.shape[1] == 1
     return isinstance(placement, Layout) and placement.axis == 0
-
-
-def _matrix_of(node: Node) -> Node | None:
-    """Return the node of the matrix, if one is of a linear map."""
-    if type(node).__name__ not in ("AddmmBackward0", "MmBackward0"):
-        return None
-    matrix = node.next_functions[-1][0]
-    is_transpose = type(matrix).__name__ == "TBackward0"
-    return matrix.next_functions[0][0] if is_transpose else None
 
 
 def _number_of(constant: Constant) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from functools import cached_property
-from typing import Any, Iterator, Sequence
+from typing import Any, Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -55,6 +55,19 @@ _COMPARING = frozenset(
     "multi_margin_loss multilabel_margin_loss cosine_embedding_loss "
     "margin_ranking_loss triplet_margin_loss ctc_loss dot vdot inner".split()
 )
+
+
+def _numbered(
+    nodes: Iterable[Node], uses: Collection[Use]
+) -> Iterator[tuple[Use, Node]]:
+    """Pair uses with nodes that were made meanwhile, or by another thread then."""
+    ordered = list(dict.fromkeys(nodes)) if uses else []
+    ordered.sort(key=lambda node: node._sequence_nr())
+    numbers = [node._sequence_nr() for node in ordered]
+    for use in uses if ordered else ():
+        first, end = (bisect_left(numbers, x) for x in (use.since, use.until))
+        for node in ordered[first:end]:
+            yield use, node
 
 
 def _before(use: Use) -> list[Node]:
@@ -151,17 +164,6 @@ class Inspection:
                 return False
             below = self._first.get(below)
         return below is not None or node in self._inside(use)
-
-    def _taken(self, nodes: Sequence[Node], uses: Sequence[Use]) -> set[Node]:
-        """Find which nodes that take a parameter themselves are part of a use."""
-        ordered = sorted(nodes if uses else (), key=lambda node: node._sequence_nr())
-        numbers = [node._sequence_nr() for node in ordered]
-        found: set[Node] = set()
-        for use in uses:
-            # what came before is not, though the use goes on from it
-            first, end = (bisect_left(numbers, x) for x in (use.since, use.until))
-            found.update(x for x in ordered[first:end] if self._is_inside(x, use))
-        return found
 
     def _inside(self, use: Use) -> set[Node]:
         """Find the nodes of a use: those on the ways from what it returned.
@@ -262,7 +264,9 @@ class Inspection:
         """Nodes that use a parameter where nothing has seen it."""
         found: dict[Tensor, list[Node]] = {}
         for param, nodes in self.reached.items():
-            taken = self._taken(nodes, self._direct.get(id(param), ()))
+            pairs = _numbered(nodes, self._direct.get(id(param), ()))
+            # what came before is not part of a use, though that goes on from it
+            taken = {node for use, node in pairs if self._is_inside(node, use)}
             nodes = [x for x in nodes if x not in taken]
             if nodes:
                 found[param] = nodes
@@ -307,27 +311,22 @@ class Inspection:
         Yields:
             Constants, and the nodes that use them.
         """
-        uses = sorted(self.uses if self._shared else (), key=lambda use: use.since)
-        starts = [use.since for use in uses]
-        entered: dict[Node, Use] = {}
-        for node in self._shared:
-            number = node._sequence_nr()
-            position = bisect_right(starts, number) - 1
-            if position < 0 or number >= uses[position].until:
-                continue
-            use = uses[position]
+        entered: dict[Node, list[Use]] = {}
+        for use, node in _numbered(self._shared, self.uses):
             outputs = [x for x, _ in self.uses[use].values()]
-            if node in self._inside(use) and node not in outputs:
-                entered[node] = use
+            if node not in outputs and node in self._inside(use):
+                entered.setdefault(node, []).append(use)
         for node in self.nodes if entered else ():
             for parent, _ in node.next_functions:
-                use = entered.get(parent)
-                if use is None or node in self._inside(use):
-                    continue
-                behind = set(walk([parent], since=use.since))
-                for constant in use.constants:
-                    if constant.node in behind:
-                        yield constant, node
+                for use in entered.get(parent, ()):
+                    if node in self._inside(use):
+                        continue
+                    # of several maps inside of a cell, all constants come first
+                    first = min(c.node._sequence_nr() for c in use.constants)
+                    behind = set(walk([parent], since=min(first, use.since)))
+                    for constant in use.constants:
+                        if constant.node in behind:
+                            yield constant, node
 
     def uses_outside(self, known: set[int]) -> tuple[list[Tensor], list[Tensor]]:
         """Sort the parameters that are used where nothing has seen it.

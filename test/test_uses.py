@@ -1344,6 +1344,11 @@ MAPS = {
     "of-rows-that-are-picked": use(
         lambda m, x: m.cell(x[[2, 0, 3, 1]])[[1, 3, 0, 2]], 4, cell=CELLS["rnn"]
     )._replace(alone=False),
+    "in-a-checkpoint": use(
+        lambda m, x: checkpoint(stepwise, m, x, use_reentrant=False),
+        *(2, 4),
+        **{"cell": CELLS["gru"], "start": lambda: None},
+    ),
     "with-a-shared-bias": use(
         lambda m, x: torch.rnn_tanh_cell(x[:, 0], x[:, 1], m.w, m.u, m.b, m.b),
         *(2, 4),

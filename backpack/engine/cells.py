@@ -18,7 +18,9 @@ from torch.nn import functional
 from backpack.core.layout import Layout, Placement, agree
 from backpack.core.operations import find_operation
 from backpack.engine.graph import shape_at, walk
+from backpack.engine.saved import Saved
 from backpack.engine.uses import Constant, Use
+from backpack.utils.types import are_redefined
 
 _CELLS = {torch.rnn_tanh_cell, torch.rnn_relu_cell, torch.gru_cell, torch.lstm_cell}
 _NAMES = "input hx w_ih w_hh b_ih b_hh".split()
@@ -33,6 +35,7 @@ def note_maps(
     owner: Any,
     n: int,
     since: int,
+    saved: Sequence[Saved],
 ) -> list[Constant]:
     """Record the linear maps inside of a recurrent cell as uses.
 
@@ -45,6 +48,7 @@ def note_maps(
         owner: Record of the innermost module in which it happened.
         n: Number N of samples.
         since: Number of nodes that the graph had before.
+        saved: What it keeps for its derivative, where hooks get that.
 
     Returns:
         The constants that enter elsewhere; all, if the operation is no such cell.
@@ -54,10 +58,12 @@ def note_maps(
     given = [*args, *(kwargs.get(name) for name in _NAMES[len(args) :])]
     state = given[1] if isinstance(given[1], Tensor) else given[1][0]
     placement = outs[0][1]
-    parts = [id(x) for x in given[2:] if x is not None]
-    shared = len(set(parts)) < len(parts)
+    parts = [x for x in given[2:] if x is not None]
+    shared = len(set(map(id, parts))) < len(parts)
     apart = not all(agree(p, placement) for _, p in outs)
     if shared or apart or not _is_of_rows(placement):
+        return constants
+    if are_redefined((given[0], state, *parts)):
         return constants
     left = constants
     by_node = {constant.stand_in.node: constant for constant in constants}
@@ -80,7 +86,7 @@ def note_maps(
         operation = find_operation(functional.linear, operands, {}, list(taken))
         first = min(x._sequence_nr() for x in (node, matrix) if x is not None)
         use = Use(func.__name__, [*taken.values()], n, [], owner, operation, first)
-        use.until = node._sequence_nr() + 1
+        use.until, use.saved = node._sequence_nr() + 1, saved
         edge = GradientEdge(node, 0)
         use.attach_at(edge, shape_at(edge), placement)
         if owner is not None:

@@ -574,8 +574,8 @@ class Tracker(TorchFunctionMode):
         if not both or outs[0].is_nested:  # which is refused where samples matter
             saved_tensors.note(outs, saved)
             return
-        call = func, args, kwargs, pairs, both, self.owner, self.n, since
-        pairs = pairs if saved else note_maps(*call)
+        call = func, args, kwargs, pairs, both, self.owner, self.n, since, saved
+        pairs = note_maps(*call)
         if not pairs:
             return
         operation = None

@@ -895,6 +895,19 @@ def test_layers_that_contradict_each_other(quantity: str) -> None:
     assert_refused(row, quantity)
 
 
+@pytest.mark.parametrize("deep", [True, False])
+@pytest.mark.parametrize("meet", [lambda x: x.flip(0), lambda x: x - x.mean(0)])
+def test_input_that_meets_itself_between_layers(meet: Callable, deep: bool) -> None:
+    """A model's input that needs a gradient has samples where others go past it."""
+    first, last = (extend(nn.Linear(D, D)) for _ in range(2))
+    x = torch.randn(N, D, requires_grad=True)
+    hidden = first(first(x).tanh()) if deep else first(x)
+    loss = last(hidden + meet(x)).square().sum()
+    with pytest.raises(NotImplementedError, match="samples have met"):
+        with backpack(BatchGrad()):
+            loss.backward()
+
+
 # Of tokens [N, T, D] and positions [T, D], by layers that are extended one by one
 BESIDE: Dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "behind": lambda x, p: torch.cat([x, p.expand_as(x)], 1),

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from backpack.core.layout import FIRST, Mixed, Placement, agree, reshaped
 from backpack.engine.functions import BY_STRIDES
 from backpack.engine.graph import (
+    GIVEN,
     HOOKED,
     TOGETHER,
     VIEWS,
@@ -395,7 +396,9 @@ def sources_of(
 
 def _is_unmarked(node: Node) -> bool:
     """Tell whether a node stands for a leaf that no model was given."""
-    return is_leaf(node) and not getattr(node.variable, MARK, None)
+    if not is_leaf(node) or GIVEN in node.metadata:
+        return False
+    return not getattr(node.variable, MARK, None)
 
 
 def _leaf(node: Node) -> Source | None:

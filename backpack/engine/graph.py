@@ -25,6 +25,7 @@ TOGETHER = "_TogetherBackward"  # where the gradients at several outputs arrive 
 VIEW = "backpack.view"  # where a node keeps the call of whose output it is a view
 SILENT = "backpack.silent"  # where a node says that no sample gets through it
 TANGENT = "backpack.tangent"  # where a tangent comes out of an operation
+GIVEN = "backpack.given"  # where a leaf's node says that a module was called with it
 MEETING = "backpack.meeting"  # where a node of the graph keeps that samples have met
 
 # Nodes that move entries to, or from, where integers say

@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map_only
 
 from backpack.core.derivatives.stored import NAMED, OVERWRITTEN, shallow_copy
-from backpack.engine.graph import calls_at
+from backpack.engine.graph import GIVEN, calls_at, is_leaf
 from backpack.engine.uses import MODIFIED, Use, edge_of
 from backpack.utils.hooks import name_module
 from backpack.utils.types import place_of, version_of
@@ -141,6 +141,9 @@ class Call:
             edge_of(x) if isinstance(x, Tensor) and x.requires_grad else None
             for x in self.arguments
         ]
+        for edge in edges:
+            if edge is not None and is_leaf(edge.node):
+                edge.node.metadata[GIVEN] = True
         same = [i for i, e in enumerate(edges) if e is not None and e in output_edges]
         if same:
             # Its own output, which this call must not own: the module returned an

@@ -94,6 +94,14 @@ def test_table_holds_everything():
 # Every cell of the layers
 
 
+class Form(nn.Bilinear):
+    """Quadratic forms, an operation without a formula."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Evaluate the forms at each row of ``[N, i]``."""
+        return super().forward(x, x)
+
+
 class Setting(NamedTuple):
     """A layer in a small model: a chain of modules that all quantities can walk.
 
@@ -166,7 +174,8 @@ OWN = [
         for d, cls in [(1, nn.ConstantPad1d), (3, nn.ConstantPad3d)]
     ],
     Setting(OTHER, partial(Power, 3), randn(3, 3), has_formula=True),
-    Setting(OTHER, partial(nn.RNNCell, 3, 2), randn(3, 3)),
+    Setting(OTHER, partial(nn.RNNCell, 3, 2), randn(3, 3), has_formula=True),
+    Setting(OTHER, partial(Form, 3, 3, 2), randn(3, 3)),
     Setting(OTHER_PLAIN, partial(nn.Softmin, 1), randn(3, 4)),
     Setting(OTHER_PLAIN, partial(nn.LocalResponseNorm, 2), randn(3, 4, 2)),
 ]

@@ -16,14 +16,14 @@ from torch.autograd.graph import GradientEdge
 from torch.nn import functional
 
 from backpack.core.layout import Layout, Placement, agree
-from backpack.core.operations import find_operation
+from backpack.core.operations import Called, find_operation
 from backpack.engine.graph import shape_at, walk
 from backpack.engine.saved import Saved
 from backpack.engine.uses import Constant, Use
 from backpack.utils.types import are_redefined
 
 _CELLS = {torch.rnn_tanh_cell, torch.rnn_relu_cell, torch.gru_cell, torch.lstm_cell}
-_NAMES = "input hx w_ih w_hh b_ih b_hh".split()
+_NAMES = "input hx w_ih w_hh b_ih b_hh"
 
 
 def note_maps(
@@ -55,15 +55,16 @@ def note_maps(
     """
     if func not in _CELLS:
         return constants
-    given = [*args, *(kwargs.get(name) for name in _NAMES[len(args) :])]
-    state = given[1] if isinstance(given[1], Tensor) else given[1][0]
+    bound = Called(args, kwargs, ()).bind(_NAMES)
+    x, state = bound.pop("input"), bound.pop("hx")
+    data = {"ih": x, "hh": state if isinstance(state, Tensor) else state[0]}
     placement = outs[0][1]
-    parts = [x for x in given[2:] if x is not None]
+    parts = [x for x in bound.values() if x is not None]
     shared = len(set(map(id, parts))) < len(parts)
     apart = not all(agree(p, placement) for _, p in outs)
     if shared or apart or not _is_of_rows(placement):
         return constants
-    if are_redefined((given[0], state, *parts)):
+    if are_redefined((*data.values(), *parts)):
         return constants
     left = constants
     by_node = {constant.stand_in.node: constant for constant in constants}
@@ -78,11 +79,11 @@ def note_maps(
         taken = {key: x for key, x in taken.items() if x is not None}
         if not taken:
             continue
-        number = _number_of(bias) - 2 if weight is None else _number_of(weight)
+        end = _name_of(next(iter(taken.values())))[2:]  # as in `w_ih`, and `b_ih`
         left = [constant for constant in left if constant not in taken.values()]
         for key, constant in taken.items():
             constant.key = key
-        operands = given[0] if number == 2 else state, *given[number::2]
+        operands = data[end], bound[f"w_{end}"], bound.get(f"b_{end}")
         operation = find_operation(functional.linear, operands, {}, list(taken))
         first = min(x._sequence_nr() for x in (node, matrix) if x is not None)
         use = Use(func.__name__, [*taken.values()], n, [], owner, operation, first)
@@ -101,6 +102,6 @@ def _is_of_rows(placement: Placement) -> bool:
     return isinstance(placement, Layout) and placement.axis == 0
 
 
-def _number_of(constant: Constant) -> int:
+def _name_of(constant: Constant) -> str:
     key = constant.key
-    return _NAMES.index(key) if isinstance(key, str) else key
+    return key if isinstance(key, str) else _NAMES.split()[key]

@@ -41,12 +41,9 @@ WRITING = frozenset(
 # Operations that multiply groups of rows with a matrix each
 GROUPED = frozenset(["grouped_mm", "_grouped_mm"])
 # Operations that move entries to where the values of an operand say
-MOVING = (
-    WRITING
-    | GROUPED
-    | frozenset(
-        "index_fill index_fill_ repeat_interleave nonzero unique bincount where".split()
-    )
+MOVING = WRITING.union(
+    GROUPED,
+    "index_fill index_fill_ repeat_interleave nonzero unique bincount where".split(),
 )
 # Operations that map entries of the same place: where all operands' samples agree, so
 # do the result's.

@@ -179,6 +179,10 @@ MOVES: Dict[str, Callable] = {  # of x [N, T, D]
     "flatten-as-type": there_and_back(
         lambda x: x.flatten(0, 1).type_as(x), lambda z, x: z.view_as(x).to(x.flatten())
     ),
+    "flatten-as-a-constant": there_and_back(
+        lambda x: x.view_as(torch.empty(x.shape[0] * x.shape[1], x.shape[2])),
+        lambda z, x: z.view_as(x),
+    ),
     "movedim": there_and_back(lambda x: x.movedim(0, 1), lambda z, x: z.movedim(1, 0)),
     "swapaxes-contiguous": there_and_back(
         lambda x: x.swapaxes(0, 1).contiguous(), lambda z, x: z.swapaxes(0, 1)
@@ -391,6 +395,13 @@ MOVES: Dict[str, Callable] = {  # of x [N, T, D]
         [torch.mul(*torch.meshgrid(z, m.p, indexing="ij")) for z in plain(m, x)[:, 0]]
     ),
     "unseen-function": lambda m, x: plain(m, UnseenSine.apply(x)),
+    "losses-with-the-prediction-second": lambda m, x: torch.stack(
+        [F.mse_loss(torch.ones(z.shape, dtype=F64), z.sin()) for z in plain(m, x)]
+    ),
+    "one-number-for-each-sample": lambda m, x: plain(m, x)
+    + torch.stack([m.p.sum().index_select(0, z[:1, 0].long() * 0) for z in x])[
+        :, None, None
+    ],
     "parts-without-samples": lambda m, x: torch.cat(
         [plain(m, z) * m.p for z in x.tensor_split(3)]
     ),
@@ -1571,6 +1582,29 @@ def test_shared_between_layers(name: str, batch: int) -> None:
     row = Row(model, lambda: (x()[0][:batch],), predict=predict, alone=False)
     assert_right(row)
     assert not hasattr(own, "grad_batch")
+
+
+@pytest.mark.parametrize("loss", [F.hinge_embedding_loss, F.mse_loss])
+@pytest.mark.parametrize("first", [0.9, 1.0])
+def test_targets_among_the_inputs(first: float, loss: Callable) -> None:
+    """A target that is none of those that matter says nothing of the next one."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        return torch.stack([loss(m.w[0].tanh(), z) for z in x])[:, None]
+
+    def signs(scale: float) -> Callable[[], Tensors]:
+        rows = torch.tensor([[1, -1], [-1, -1], [-1, 1], [1, 1]], dtype=F64)
+        return lambda: (scale * rows,)
+
+    def row(scale: float) -> Row:
+        return Row(
+            lambda: Lambda(forward, w=param(1, 2)),
+            signs(scale),
+            quantities=["BatchGrad"],
+        )
+
+    assert_right_or_refused(row(first))
+    assert_right(row(1.0))
 
 
 @pytest.mark.parametrize("shape", [(), (2,), (1, 2), (N, 1), (N, 2)])

@@ -908,6 +908,46 @@ def test_input_that_meets_itself_between_layers(meet: Callable, deep: bool) -> N
             loss.backward()
 
 
+# Of x [N, D] and parameters [K, D], in rows that are no sample's
+ROWS_OF_NOBODY: Dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "behind": lambda x, p: torch.cat([x, p]),
+    "in-front": lambda x, p: torch.cat([p, x]).sin(),
+    "entries": lambda x, p: torch.hstack([x[:, 0], p[:, 0]]),
+    "in-blocks": lambda x, p: torch.cat([x[:2], p, x[2:]]).reshape(-1, 2, D),
+    "written": lambda x, p: x.new_zeros(len(x) + len(p), D)
+    .index_copy(0, torch.arange(len(x)), x)
+    .index_copy(0, torch.arange(len(p)) + len(x), p),
+    "written-to": lambda x, p: torch.cat([p, p, p, p])
+    .index_add(0, torch.arange(len(x)), x)
+    .cos(),
+    "written-in-place": lambda x, p: torch.cat([p] * 4).index_put_(
+        (torch.arange(len(x)),), x
+    ),
+    "scattered": lambda x, p: torch.cat([p] * 4).scatter_add(
+        1, (x > 0).long(), x.tanh()
+    ),
+}
+
+
+@pytest.mark.parametrize("count", [2, N, 2 * N])
+@pytest.mark.parametrize("name", ROWS_OF_NOBODY)
+def test_rows_of_nobody(name: str, count: int) -> None:
+    """Rows that parameters alone enter are no sample's, however many they are."""
+
+    def model(start: int) -> Callable[[], Module]:
+        return lambda: Lambda(
+            lambda m, x: ROWS_OF_NOBODY[name](m.f(x), m.p)[start:].square(),
+            f=nn.Linear(D, D),
+            p=param(count, D),
+        )
+
+    def everything(f: Tensor, loss: Module) -> Tensor:
+        return f.sum()
+
+    row = Row(model(0), randn(D), says="where|no input", objective=everything)
+    assert_refused(row, "BatchGrad")
+
+
 # Of tokens [N, T, D] and positions [T, D], by layers that are extended one by one
 BESIDE: Dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "behind": lambda x, p: torch.cat([x, p.expand_as(x)], 1),
@@ -924,9 +964,8 @@ BESIDE: Dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("same_axis", [True, False])
 def test_layers_with_samples_on_different_axes(name: str, same_axis: bool) -> None:
     """With as many positions as samples, a layer can't tell what its rows are."""
-    tokens, positions, last = map(
-        extend, (nn.Embedding(7, D), nn.Embedding(N, D), nn.Linear(D, 2))
-    )
+    layers = nn.Embedding(7, D), nn.Embedding(N, D), nn.Linear(D, 2)
+    tokens, positions, last = (extend(layer.double()) for layer in layers)
     lossfunc = extend(nn.CrossEntropyLoss())
     x = tokens(torch.arange(N * N).view(N, N) % 7)
     p = positions(torch.arange(N))

@@ -381,6 +381,20 @@ LOOKUPS = {
             {"w": (5, 2), "v": (3, 2)},
         ),
         "sparse": (lambda m, i: F.embedding(i, m.w, sparse=True).sin(), TABLE),
+        "embedding-renormalized": (
+            lambda m, i: F.embedding(i, m.w, max_norm=0.5).sin(),
+            TABLE,
+        ),
+        "embedding-bag-renormalized": (
+            lambda m, i: F.embedding_bag(i, m.w, max_norm=0.5, mode="max").sin(),
+            TABLE,
+        ),
+        "sparse-of-the-sample": (
+            lambda m, i: torch.stack(
+                [F.embedding(k, k.max() * m.w, sparse=True) for k in i]
+            ).sin(),
+            TABLE,
+        ),
     }.items()
 } | {
     "getitem-of-one-index": lookup(lambda m, i: m.w[i].sin(), **TABLE),

@@ -167,7 +167,9 @@ def conflict(some: Tensor, others: Tensor) -> bool:
     return bool(((some >= 0) & (others >= 0) & (some != others)).any())
 
 
-def simplify(numbers: Tensor, n: int, is_use: bool = False) -> Layout | Tensor | None:
+def simplify(
+    numbers: Tensor, n: int, is_use: bool = False, is_learned: bool = False
+) -> Layout | Tensor | None:
     """Find the simplest placement that agrees with sample numbers where they are known.
 
     What is unknown stays so, unless there is only one way to go on: what comes later
@@ -178,6 +180,9 @@ def simplify(numbers: Tensor, n: int, is_use: bool = False) -> Layout | Tensor |
         n: Number N of samples.
         is_use: Whether what is unknown may depend on parameters alone, so that it has
             to belong to somebody. Default: ``False``.
+        is_learned: Whether a whole slice that is unknown may be parameters' alone, as
+            rows that were put behind those of the samples are. However many they are,
+            they are nobody's. Default: ``False``.
 
     Returns:
         The placement, ``None`` if nothing is known.
@@ -194,8 +199,11 @@ def simplify(numbers: Tensor, n: int, is_use: bool = False) -> Layout | Tensor |
         return None
     least, most = numbers.where(known, n).min(), numbers.max()
     layouts, single = list(_regular(numbers, n)), bool(least == most)
-    if layouts and (n == 1 or len(layouts) == 1 and not single):
+    if layouts and n == 1:
         return layouts[0]
+    if len(layouts) == 1 and not single:
+        if not (is_learned and _has_gaps(numbers, layouts[0].axis)):
+            return layouts[0]
     if single and (is_use or not layouts):  # one sample's, beside constants
         numbers = most.expand([1] * numbers.dim())
     elif not layouts:
@@ -217,6 +225,13 @@ def _regular(numbers: Tensor, n: int) -> Iterator[Layout]:
                 same = place // inner % n == own
                 if bool((same | (own < 0)).all()):
                     yield Layout(axis, inner)
+
+
+def _has_gaps(numbers: Tensor, axis: int) -> bool:
+    """Tell whether there are slices along an axis of which nothing is known."""
+    others = [d for d in range(numbers.dim()) if d != axis]
+    highest = numbers.amax(others) if others else numbers
+    return bool((highest < 0).any())
 
 
 def _along(numbers: Tensor, axis: int, n: int) -> Tensor | None:
@@ -294,7 +309,7 @@ def combined(data: list[Tensor], out: Tensor, of: Where, n: int) -> Placement:
         if conflict(own, numbers):
             return None
         numbers = own.where(own >= 0, numbers)
-    return simplify(numbers.broadcast_to(out.shape), n)
+    return simplify(numbers.broadcast_to(out.shape), n, is_learned=True)
 
 
 def _filled(numbers: Tensor, n: int) -> Tensor:

@@ -179,11 +179,13 @@ def _without_overrides(func: FunctionType) -> Callable:
     return copy
 
 
-# Functions in Python that parameters enter in several places
+# Functions in Python that parameters enter in several places, or which write to them
 _OPENED = {
     func: _without_overrides(func)
     for func in (
         functional.multi_head_attention_forward,
+        functional.embedding,
+        functional.embedding_bag,
         getattr(functional, "linear_cross_entropy", None),  # from PyTorch 2.13 on
     )
     if func is not None

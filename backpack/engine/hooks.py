@@ -418,13 +418,16 @@ def _note_loss(call: Call, tracker: Tracker | None) -> None:
     x, *others = call.arguments or [None]
     if not isinstance(x, Tensor):
         return
+    computed = [y for y in others if isinstance(y, Tensor) and y.grad_fn is not None]
+    found = [explain(y, enters=True) for y in computed]
+    behind = [k for k in found if k is not None and k is not INPUT]
     known = explain(x)
+    if known is None and behind and not x.requires_grad:
+        known = behind[0]  # what was given as the prediction is the target
     if known is None:
         known = Known(FIRST, len(x) if x.dim() else 1)
     call.placement, call.n = known
-    computed = [y for y in others if isinstance(y, Tensor) and y.grad_fn is not None]
-    found = [explain(y, enters=True) for y in computed]
-    behind = [known, *(k for k in found if k is not None and k is not INPUT)]
+    behind.append(known)
     axis = find_loss(call.module).derivatives.compared_axis(x)
     meet = axis is not None and known.n > 1 and spans(known.placement, x.shape, axis)
     if not isinstance(known.placement, Mixed) and (meet or differ(behind)):

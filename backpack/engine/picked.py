@@ -6,7 +6,7 @@ are picked, few differ, so that many runs are needed: rules for the frequent one
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterator, Optional, Sequence
+from typing import Any, Sequence
 
 import torch
 from torch import Tensor
@@ -24,12 +24,10 @@ from backpack.core.layout import (
     sample_numbers,
     simplify,
 )
-from backpack.engine.trials import Performed
+from backpack.engine.trials import Performed, Trial
 
 INDEXES = (torch.long, torch.int)  # types of numbers that pick rows
 _SCATTER = ("input", "dim", "index", "src")
-# sample numbers of an operand's entries, if it decides where samples are
-Numbers = Callable[[Any], Optional[Tensor]]
 
 
 def looked_up(table: Any, ids: Any, out: Tensor, of: Where, n: int) -> Placement:
@@ -88,13 +86,15 @@ def taken(done: Performed, of: Where, n: int) -> Placement:
         x, dim, index = named(("input", "dim", "index"), args, kwargs)
     if not isinstance(index, Tensor) or of(x) is not None or not isinstance(dim, int):
         return None
+    if not x.dim():
+        return None
     if name == "index_select":
-        before = [slice(None)] * (dim % x.dim() if x.dim() else 0)
+        before = [slice(None)] * (dim % x.dim())
         return looked_up(x, (*before, index), out, of, n)
     return pointwise([index], out, of) or combined([index], out, of, n)
 
 
-def scattered(done: Performed, numbers: Numbers, n: int) -> Placement:
+def scattered(done: Performed, trial: Trial, n: int) -> Placement:
     """Tell where samples are in what was written to places that numbers pick.
 
     Other numbers of the sample would have picked other places of the same line, so that
@@ -102,13 +102,13 @@ def scattered(done: Performed, numbers: Numbers, n: int) -> Placement:
 
     Args:
         done: The operation.
-        numbers: Tells the sample numbers of an operand's entries; ``None`` if it does
-            not decide where samples are.
+        trial: The same, with the sample numbers of its operands.
         n: Number N of samples.
 
     Returns:
         Where they are in the result; ``None`` if there is no rule.
     """
+    numbers = trial.numbers_of
     x, dim, index, value = named(_SCATTER, done.args, done.kwargs)
     value = done.kwargs.get("value", value)
     own = numbers(index)
@@ -122,21 +122,21 @@ def scattered(done: Performed, numbers: Numbers, n: int) -> Placement:
     new = numbers(value)
     if new is not None and conflict(new[tuple(map(slice, index.shape))], line):
         return None
-    return _with_own(lines, numbers(x), x.shape, n)
+    return _with_own(lines, x, trial, n)
 
 
-def put(done: Performed, numbers: Numbers, n: int) -> Placement:
+def put(done: Performed, trial: Trial, n: int) -> Placement:
     """Tell the same of what was written by way of brackets.
 
     Args:
         done: The operation.
-        numbers: Tells the sample numbers of an operand's entries; ``None`` if it does
-            not decide where samples are.
+        trial: The same, with the sample numbers of its operands.
         n: Number N of samples.
 
     Returns:
         Where they are in the result; ``None`` if there is no rule.
     """
+    numbers = trial.numbers_of
     x, ids, value = named(("input", "indices", "values"), done.args, done.kwargs)
     listed = isinstance(ids, list) and done.name != "__setitem__"
     parts = tuple(ids) if listed or isinstance(ids, tuple) else (ids,)
@@ -165,22 +165,21 @@ def put(done: Performed, numbers: Numbers, n: int) -> Placement:
     new = numbers(value)
     if new is not None and conflict(new, wanted):
         return None
-    return _with_own(lines, numbers(x), x.shape, n)
+    return _with_own(lines, x, trial, n)
 
 
-def written(done: Performed, numbers: Numbers, n: int) -> Placement:
+def written(done: Performed, trial: Trial, n: int) -> Placement:
     """Tell the same of what was written to places that constants say.
 
     Args:
         done: The operation.
-        numbers: Tells the sample numbers of an operand's entries; ``None`` if it does
-            not decide where samples are.
+        trial: The same, with the sample numbers of its operands.
         n: Number N of samples.
 
     Returns:
         Where they are in the result; ``None`` if there is no rule, or samples meet.
     """
-    _, name, args, kwargs, *_ = done
+    (_, name, args, kwargs, *_), numbers = done, trial.numbers_of
     adds = "add" in name or "reduce" in name or kwargs.get("reduce")
     if name.startswith("masked"):
         x, ids, value = named(("input", "mask", "source"), args, kwargs)
@@ -218,28 +217,7 @@ def written(done: Performed, numbers: Numbers, n: int) -> Placement:
     # another one was written to the same place, or met what was there
     if bool((found[ids] != new).any()) or adds and conflict(found, own):
         return None
-    return simplify(found, n)
-
-
-def other_integers(x: Tensor, beyond: int = 0) -> Iterator[Tensor]:
-    """Draw integers from the range of those in a tensor, no number of the program's.
-
-    If all are the same, also some next to them.
-
-    Args:
-        x: The tensor.
-        beyond: How far to go beyond the range. Default: 0.
-
-    Yields:
-        Three others of its shape; none if it has no entries.
-    """
-    generator = torch.Generator()
-    for seed in range(3 if x.numel() else 0):
-        low, high = int(x.min()) - beyond, int(x.max()) + beyond
-        if low == high:  # all are the same: a mask of a batch without padding
-            low, high = (low - 1, high) if high > 0 else (low, high + 1)
-        draws = generator.manual_seed(seed)
-        yield torch.randint(low, high + 1, x.shape, generator=draws).to(x)
+    return simplify(found, n, is_learned=trial.is_learned())
 
 
 def _without_ellipsis(parts: tuple, dim: int) -> tuple:
@@ -253,15 +231,14 @@ def _without_ellipsis(parts: tuple, dim: int) -> tuple:
     return (*parts[:place], *axes, *parts[place + 1 :])
 
 
-def _with_own(
-    lines: Tensor, own: Tensor | None, shape: torch.Size, n: int
-) -> Placement:
+def _with_own(lines: Tensor, x: Tensor, trial: Trial, n: int) -> Placement:
     """Add to what was written what was there before, unless samples meet."""
+    own = trial.numbers_of(x)
     if own is not None:
         if conflict(lines, own):
             return None
         lines = lines.where(lines >= 0, own)
-    return simplify(lines.expand(shape), n)
+    return simplify(lines.expand(x.shape), n, is_learned=trial.is_learned())
 
 
 def named(names: Sequence[str], args: Sequence[Any], kwargs: dict) -> list[Any]:
@@ -295,7 +272,7 @@ def bags(
         n: Number N of samples.
         out: Result of ``embedding_bag``.
         input: Rows that were picked.
-        weight: The table.
+        weight: The table; it may come first.
         offsets: Where bags begin. Default: ``None``.
         more: Further arguments.
         named: Further arguments.
@@ -303,6 +280,8 @@ def bags(
     Returns:
         Where samples are in the result; ``None`` if the table has some.
     """
+    if input.is_floating_point():  # as functions of torch have it
+        input, weight = weight, input
     if of(weight) is not None:
         return None
     device = out.device

@@ -37,7 +37,8 @@ from backpack.engine.functions import (
     PRODUCTS,
     SELECTING,
 )
-from backpack.engine.picked import INDEXES, other_integers
+from backpack.engine.other_numbers import other_integers
+from backpack.engine.picked import INDEXES
 from backpack.engine.rules import quick_rule, rule
 from backpack.engine.trials import Performed, Trial
 from backpack.utils.parallel import communicates

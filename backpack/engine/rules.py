@@ -195,9 +195,9 @@ def _picked(done: Performed, trial: Trial, of: Where, n: int) -> Placement:
         placement = of(done.data[0])
         return placement[..., None] if isinstance(placement, Tensor) else placement
     if name.startswith("scatter"):
-        return scattered(done, trial.numbers_of, n)
+        return scattered(done, trial, n)
     if name in ("__setitem__", "index_put", "index_put_"):
-        return put(done, trial.numbers_of, n)
+        return put(done, trial, n)
     return None
 
 
@@ -216,12 +216,13 @@ def _rearranged(done: Performed, trial: Trial, n: int) -> list[Placement] | None
         if joins and isinstance(x, Tensor) and own is None:
             own = nobodys(x.shape, x.device)
         new.append(x if own is None else own)
-    if done.name == "view":
+    if done.name in ("view", "view_as"):
         new[0] = new[0].contiguous()
     found = [x for x in tree_leaves(trial.call(new)) if isinstance(x, Tensor)]
     if done.name == "_pack_padded_sequence":
         return [simplify(found[0], n), None]
-    return [simplify(x, n, trial.has_parameters()) for x in found]
+    is_use, is_learned = trial.has_parameters(), trial.is_learned()
+    return [simplify(x, n, is_use, is_learned) for x in found]
 
 
 def _padded(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
@@ -277,7 +278,7 @@ def _matched(done: Performed, of: Where, n: int) -> list[Placement] | None:
 
 def _written(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
     """Follow what was written to places that constants say."""
-    placement = written(done, trial.numbers_of, n)
+    placement = written(done, trial, n)
     return None if placement is None else [placement]
 
 

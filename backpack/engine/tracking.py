@@ -212,7 +212,7 @@ class Tracker(TorchFunctionMode):
             if saved:
                 saved_tensors.note(tree_leaves(out), saved)
             return out
-        if kind.opened is not None and constants:
+        if kind.opened is not None and constants and not are_redefined(constants):
             with self:
                 return kind.opened(*args, **kwargs)
         if len(self.key.inputs) > 1:

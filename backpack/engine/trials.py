@@ -35,15 +35,25 @@ from backpack.engine.functions import (
     FAULTING,
     MOVING,
     PRODUCTS,
+    REARRANGING,
     RECURRENT,
     SELECTING,
     is_fill,
+)
+from backpack.engine.other_numbers import (
+    EXTREMES,
+    all_different,
+    between,
+    copied,
+    disturbed,
+    finite,
+    on_cpu,
+    redrawn,
 )
 from backpack.utils.types import dense, generator_of, is_inexact, is_same
 
 # What replaces samples
 NOT_A_NUMBER = (nan,)  # most operations return it wherever it went
-EXTREMES = (nan, inf, -inf)  # for those that leave it out, like `nansum` and `fmax`
 # For those that fail, like decompositions
 OTHER_NUMBERS = (lambda x: x * (1 + 1e-2 * torch.rand_like(x)) + 1e-3,)
 # For those that add up many, of which few may be other samples'
@@ -201,13 +211,16 @@ class Trial:
             elif mixed and any(bool((x != x).any()) for x in self._run()):
                 # outside of its domain: NaN shows nothing there
                 with self._drawing():
-                    self.flat = list(map(_between, self.flat))
+                    self.flat = list(map(between, self.flat))
                 found, hides = self._probe(NOT_A_NUMBER)
-            left_out = not hides and self._may_be_left_out(found)
-            if (hides or left_out) and not self._is_random():
+            differs = any(x.requires_grad for x in outs)
+            silent = not hides and self._may_be_left_out(found)
+            if (hides or silent and not differs) and not self._is_random():
                 others = self._probe(EXTREMES)[0]
                 if hides or any(p is not None for p in others):
                     found, lasts = others, False
+            # the next ones may be those that matter, like -1 and 1 as targets
+            lasts = lasts and not (silent and differs)
         asked = [not is_inexact(x) for x in outs]
         if False in kinds and all(p is None for p in found):
             asked = [True] * len(outs)
@@ -233,7 +246,7 @@ class Trial:
     def _repeats(self) -> list[bool]:
         """Tell which results the operation returns again."""
         with self._drawing():
-            result = self.call(list(map(_copied, self.flat)))
+            result = self.call(list(map(copied, self.flat)))
         again = [_dense(x) for x in tree_leaves(result) if isinstance(x, Tensor)]
         return list(map(is_same, again, map(_dense, self._outs)))
 
@@ -257,7 +270,7 @@ class Trial:
         for number in range(DRAWS):
             try:
                 one, zero = (self._draw(2 * number + k, integers) for k in (0, 1))
-                p, q = (self._perform(list(map(_copied, x))) for x in (one, zero))
+                p, q = (self._perform(list(map(copied, x))) for x in (one, zero))
                 if [x.shape for x in (*p, *q)] != [x.shape for x in (*outs, *outs)]:
                     why = "its shape depends on samples"
                     if single:
@@ -319,9 +332,9 @@ class Trial:
 
         Where there is a gradient, that has been asked with other numbers as well.
         """
-        if any(p is not None for p in found) or self._name in MOVING:
+        if any(p is not None for p in found) or self._name in MOVING | REARRANGING:
             return False
-        return not (is_fill(self._name) or any(x.requires_grad for x in self._outs))
+        return not is_fill(self._name)
 
     def _with_ordinary_numbers(self) -> list[Any]:
         """Keep of masks and constant factors what they leave out, and no other number.
@@ -355,14 +368,14 @@ class Trial:
         with self._drawing():
             for x, i in zip(self.flat, self.numbers):
                 if self._name in ASSERTING:
-                    x, i = _on_cpu(x), _on_cpu(i)
+                    x, i = on_cpu(x), on_cpu(i)
                 # a copy: nothing of the model's, like statistics, may change
-                x = _copied(x if i is None else _dense(x))
+                x = copied(x if i is None else _dense(x))
                 if isinstance(x, Tensor):
                     if i is not None or self._name != ATTENTION:  # which has masks
-                        x = _finite(x)
+                        x = finite(x)
                     if i is not None and select is not None and is_inexact(x):
-                        x = _disturbed(x, select(i), mark)
+                        x = disturbed(x, select(i), mark)
                 new.append(x)
         return self._perform(new, seed)
 
@@ -375,15 +388,15 @@ class Trial:
         aside = integers or self._name in ASSERTING
         with self._drawing():
             for place, (x, i) in enumerate(zip(self.flat, self.numbers)):
-                x = _copied(_on_cpu(x) if aside else x if i is None else _dense(x))
+                x = copied(on_cpu(x) if aside else x if i is None else _dense(x))
                 picks = self._name in SELECTING and not place
                 self._seed(place if i is None else (number + 1) * 1000 + place)
                 if i is not None:
-                    others = _redrawn(_finite(x), number // 2 % 4, self._pool(x))
+                    others = redrawn(finite(x), number // 2 % 4, self._pool(x))
                     x.copy_(torch.where(i.to(x.device) >= 0, others, x))
                 elif isinstance(x, Tensor) and integers:
                     if picks or is_inexact(x):
-                        x = _all_different(x)  # which entries are picked, shows
+                        x = all_different(x)  # which entries are picked, shows
                 new.append(x)
         return new
 
@@ -395,7 +408,7 @@ class Trial:
 
     def _mixture(self, bit: int, one: list[Any], zero: list[Any]) -> list[Any]:
         """Copy some samples from one list of operands, and the others from another."""
-        new = list(map(_copied, zero))
+        new = list(map(copied, zero))
         for place, i in enumerate(self.numbers):
             if i is not None:
                 x = new[place]
@@ -440,6 +453,16 @@ class Trial:
         if self._name in MOVING or not any(x.requires_grad for x in constants):
             return False
         return not any(bool((i < 0).any()) for _, i in pairs if i is not None)
+
+    def is_learned(self) -> bool:
+        """Tell whether parameters alone may be in entries of nobody's.
+
+        Returns:
+            Whether an operand with a gradient has such entries, or has no others.
+        """
+        pairs = [(x, i) for x, i in zip(self.flat, self.numbers) if is_inexact(x)]
+        own = (i for x, i in pairs if x.requires_grad)
+        return any(i is None or bool((i < 0).any()) for i in own)
 
     def _is_random(self) -> bool:
         """Tell whether results differ by more than what marks change: by what is drawn.
@@ -492,7 +515,8 @@ class Trial:
                 found.append(Mixed(self.describe()))
             else:
                 numbers = got[j].masked_fill(unseen[j], -1)
-                found.append(simplify(numbers, n, self.has_parameters()))
+                is_use = self.has_parameters()
+                found.append(simplify(numbers, n, is_use, self.is_learned()))
         return found, hides
 
 
@@ -511,90 +535,11 @@ def _nowhere(x: Tensor) -> Tensor:
     return torch.zeros(x.shape, dtype=torch.bool, device=x.device)
 
 
-def _copied(x: Any) -> Any:
-    """Copy an operand that an operation may change."""
-    if isinstance(x, torch.Generator):
-        copy = torch.Generator(x.device)
-        copy.set_state(x.get_state())
-        return copy
-    return x.detach().clone() if isinstance(x, Tensor) else x
-
-
-def _on_cpu(x: Any) -> Any:
-    """Return an operand that an operation on the CPU takes."""
-    if isinstance(x, torch.device):
-        return torch.device("cpu")
-    if isinstance(x, torch.Generator) and x.device.type != "cpu":
-        return torch.Generator().manual_seed(0)
-    return x.detach().cpu() if isinstance(x, Tensor) else x
-
-
 def _dense(x: Tensor) -> Tensor:
     return dense(x) if x.numel() <= DENSE_ELEMENTS else x
-
-
-def _finite(x: Tensor) -> Tensor:
-    """Replace infinity and NaN in a copy: these are marks."""
-    if x.is_floating_point() and x.layout is torch.strided:
-        x.nan_to_num_(0.0, 1.0, -1.0)
-    return x
-
-
-def _between(x: Any) -> Any:
-    """Replace numbers by others between zero and one."""
-    return torch.rand_like(x) if is_inexact(x) and x.layout is torch.strided else x
-
-
-def _all_different(x: Tensor) -> Tensor:
-    """Make a tensor of the same type and shape with another number at each entry."""
-    if is_inexact(x):
-        return torch.rand_like(x)
-    if x.dtype == torch.bool:
-        return x
-    return torch.arange(x.numel(), device=x.device).view(x.shape).to(x.dtype)
 
 
 def _differs(x: Tensor, plain: Tensor) -> Tensor:
     """Tell which entries differ; two that are no numbers do not."""
     differ = x != plain
     return differ & ~((x != x) & (plain != plain)) if is_inexact(x) else differ
-
-
-def _disturbed(x: Tensor, where: Tensor, mark: Any) -> Tensor:
-    """Replace entries by a mark."""
-    new = mark(x) if callable(mark) else mark
-    if x.is_complex() and not callable(mark):
-        new = complex(mark, mark)  # each part may go its own way
-    return x.copy_(torch.where(where, new, x))  # with the strides it had
-
-
-def _redrawn(x: Tensor, how: int, pool: Tensor) -> Tensor:
-    """Draw other numbers.
-
-    From those that occur, from two of them, from their range and beyond, or, for
-    floating point numbers, from extremes.
-    """
-    if not x.numel():
-        return x
-    values, share = x.flatten(), torch.rand(1, device=x.device)
-    if x.dtype == torch.bool:
-        return torch.rand(x.shape, device=x.device) < share
-
-    def some(of: Tensor, shape: Sequence[int]) -> Tensor:
-        return of[torch.randint(len(of), tuple(shape), device=x.device)]
-
-    if how == 1:
-        chosen = torch.rand(x.shape, device=x.device) < share
-        return torch.where(chosen, some(values, [1]), some(pool, [1]))
-    if how > 1 and not is_inexact(x):
-        low, high = int(values.min()), int(values.max())
-        if how == 3:
-            low, high = min(low, 0), max(2 * high, 4)
-        last = min(max(high, low + 1), torch.iinfo(x.dtype).max - 1)
-        return torch.randint(min(low, last), last + 1, x.shape, device=x.device).to(x)
-    if how == 2 and not x.is_complex():
-        least = values.min()
-        return least + torch.rand_like(x) * (values.max() - least + 1)
-    if how == 3:
-        values = torch.cat([some(values, [1]), values.new_tensor(EXTREMES)])
-    return some(values, x.shape)

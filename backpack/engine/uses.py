@@ -34,7 +34,7 @@ from backpack.utils.compiling import uncompiled
 from backpack.utils.hooks import name_module, without_hooks
 from backpack.utils.parallel import is_in_place
 from backpack.utils.state import may_look, state
-from backpack.utils.types import are_redefined
+from backpack.utils.types import are_redefined, dense
 
 ENTRIES = "backpack.entries"  # where a node of the graph keeps what ends in it
 LISTENS = "backpack.listens"  # where it keeps the hook by which that has a turn
@@ -105,9 +105,9 @@ class Entry(NamedTuple):
             Gradient at the output, which may be a view of the node's.
         """
         shape = self.owner.output_shapes[self.index]
-        if gradient is None or gradient.shape == shape:
+        if gradient is None or gradient.shape == shape and not gradient.is_sparse:
             return gradient
-        return gradient.reshape(shape)
+        return dense(gradient).reshape(shape)
 
 
 class Constant:

@@ -24,6 +24,7 @@ from backpack.engine.check import Check, check_isolation
 from backpack.engine.coverage import (
     MISSING_TERM,
     check_samples,
+    note_unseen,
     terms_without_loss,
     warn_of_factor,
 )
@@ -43,7 +44,6 @@ from backpack.engine.record import RELEASED, Call, clear_others, lock_of
 from backpack.engine.report import Report
 from backpack.engine.saved import explain_failure
 from backpack.engine.turn import InputGradients, Turn
-from backpack.engine.unseen import note_unseen
 from backpack.engine.user_hooks import guard_all
 from backpack.engine.uses import Entry, Use, listen
 from backpack.utils.errors import warn_user

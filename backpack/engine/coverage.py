@@ -1,7 +1,10 @@
 """What a backward pass looks for before it begins: is everything seen that matters?
 
 Each way from the loss to a parameter must lead through a use, and samples must not have
-met before it. Terms of the loss may belong to no sample, or have no known curvature.
+met before it. Outside of extended modules nothing is watched, and what the derivative
+of a network takes is no operand of anything: there, a node of the graph at which data
+meets parameters is a use. Terms of the loss may belong to no sample, or have no known
+curvature.
 """
 
 from __future__ import annotations
@@ -13,11 +16,12 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.nn import Parameter
 
 from backpack.core.layout import Mixed, spans
-from backpack.engine.gaps import differ, explain_parents, explain_place
+from backpack.engine.gaps import differ, explain_parents, explain_place, note_at
 from backpack.engine.graph import (
     SILENT,
     describe,
     entries_of,
+    is_leaf,
     is_scalar,
     leaves_behind,
     name_of,
@@ -26,12 +30,12 @@ from backpack.engine.graph import (
 from backpack.engine.inspection import Inspection, is_sum, is_term, tail_terms
 from backpack.engine.probes import Known
 from backpack.engine.separable import is_separable
-from backpack.engine.uses import Use, refuse
+from backpack.engine.uses import Use, is_noted, refuse
 from backpack.engine.vjp import is_function
 from backpack.utils.disable import PLAIN
 from backpack.utils.errors import batch_norm_raise_error_if_train, warn_user
 from backpack.utils.hooks import EXTENDED, message, modules_in, names_of
-from backpack.utils.state import may_look
+from backpack.utils.state import may_look, out_of_sight
 
 NOT_EXTENDED_BATCH_NORM = (
     "A {module} in training mode, which is not extended, couples the samples of the "
@@ -233,6 +237,48 @@ def never_seen(inspection: Inspection, known: set[int]) -> list[Tensor]:
             params = [p for module in modules for p in module._parameters.values()]
             found.update({id(p): reached[id(p)] for p in params if id(p) in reached})
     return list(found.values())
+
+
+@out_of_sight
+def note_unseen(inspection: Inspection, params: list[Tensor]) -> bool:
+    """Record nodes as uses that take parameters where nothing has seen it.
+
+    Args:
+        inspection: What the graph looks like.
+        params: Parameters that have uses.
+
+    Returns:
+        Whether there are any, for which the graph has to be inspected again.
+    """
+    wanted = set(map(id, params))
+    wanted.update(map(id, never_seen(inspection, wanted)))
+    outside = [nodes for p, nodes in inspection.outside.items() if id(p) in wanted]
+    if not outside:
+        return False
+    seen = dict.fromkeys(sum(outside, []))
+    queue = [node for node in seen if node in inspection.data_nodes]
+    places: dict[Node, dict[int, None]] = {}  # which outputs somebody takes
+    children: dict[Node, list[Node]] = {}
+    for child in inspection.nodes:
+        for parent, number in child.next_functions:
+            if parent is not None and not is_leaf(parent):
+                if child in inspection.data_nodes:
+                    children.setdefault(parent, []).append(child)
+                places.setdefault(parent, {})[number] = None
+    for edge in inspection.roots:
+        places.setdefault(edge.node, {})[edge.output_nr] = None
+    found = False
+    for node in queue:  # which grows meanwhile
+        for number in places.get(node, ()):
+            edge = GradientEdge(node, number)
+            known = explain_place(edge)
+            if known is None:  # it depends on parameters alone
+                further = [x for x in children.get(node, ()) if x not in seen]
+                seen.update(dict.fromkeys(further))
+                queue += further
+            elif known.placement is not None and not is_noted(node, number):
+                found |= note_at(edge, known)
+    return found
 
 
 def terms_without_loss(inspection: Inspection) -> list[str]:

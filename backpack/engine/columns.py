@@ -12,7 +12,6 @@ from typing import Any, Iterator, Optional
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
-from torch.utils._pytree import tree_leaves
 
 from backpack.core.fast.memory import huge_empty, may_write
 from backpack.core.fast.whole import whole
@@ -27,7 +26,7 @@ from backpack.engine.vjp import pull
 from backpack.utils.hooks import message, without_hooks
 from backpack.utils.parallel import gathered
 from backpack.utils.state import state
-from backpack.utils.types import Grads, kind
+from backpack.utils.types import Grads, kind, tensors_in
 
 NO_TENSOR = (
     "{ext} differentiates a loss with respect to its first argument, and that of "
@@ -55,8 +54,8 @@ def check_first_argument(loss: Call, ext: Any) -> None:
         NotImplementedError: If another argument is, or if it contains what is.
     """
     first = next(iter(loss.arguments), None)
-    tensors = [x for x in tree_leaves(first) if isinstance(x, Tensor)]
-    if any(x.requires_grad for x in tensors) and not isinstance(first, Tensor):
+    has_graph = any(x.requires_grad for x in tensors_in(first))
+    if has_graph and not isinstance(first, Tensor):
         text = {"ext": type(ext).__name__, "kind": type(first).__name__}
         raise NotImplementedError(message(NO_TENSOR, module=loss.module, **text))
     others = [i for i, e in enumerate(loss.input_edges) if e is not None]

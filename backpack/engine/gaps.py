@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
 from torch.nn import Parameter
-from torch.utils._pytree import tree_leaves
 
 from backpack.core.layout import FIRST, Mixed, Placement, agree, reshaped
 from backpack.engine.functions import BY_STRIDES
@@ -38,6 +37,7 @@ from backpack.engine.vjp import is_function
 from backpack.utils.hooks import without_hooks
 from backpack.utils.parallel import SINKS, communicates
 from backpack.utils.state import out_of_sight
+from backpack.utils.types import tensors_in
 
 CONSTANT = "backpack.constant"  # where a node keeps that it stands for a parameter
 KNOWN = "backpack.known"  # where a node keeps what was found of its outputs
@@ -124,8 +124,8 @@ def note_constants(made: Any) -> None:
     Args:
         made: The tensors.
     """
-    for x in tree_leaves(made):
-        if isinstance(x, Tensor) and x.grad_fn is not None:
+    for x in tensors_in(made):
+        if x.grad_fn is not None:
             x.grad_fn.metadata[CONSTANT] = True
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.utils._pytree import tree_leaves
 
 from backpack.engine.functions import BY_VALUE, POINTWISE
 from backpack.engine.uses import ENTRIES, Entry
@@ -17,7 +16,7 @@ from backpack.engine.vjp import OF_OPERATION, is_function
 from backpack.utils.hooks import EXTENDED, represent
 from backpack.utils.parallel import SINKS, parts
 from backpack.utils.state import state
-from backpack.utils.types import is_inexact
+from backpack.utils.types import is_inexact, tensors_in
 
 HOOKED = "BackwardHookFunctionBackward"  # where a module's hooks see the gradient
 _LOOKING_ON = SINKS | {HOOKED}  # nodes that pass on what they get
@@ -288,8 +287,7 @@ def note_indices(nodes: Iterable[Node]) -> None:
         name = name_of(node).strip("`_")
         if name in _BY_INDEX:
             _, names = saved_by(type(node))
-            kept = tree_leaves([getattr(node, x) for x in names])
-            tensors = [x for x in kept if isinstance(x, Tensor)]
+            tensors = tensors_in([getattr(node, x) for x in names])
             deciding += [(name, x) for x in tensors if not is_inexact(x)]
 
 

@@ -203,7 +203,7 @@ def _start(frame: _Frame, args: tuple, kwargs: dict[str, Any]) -> None:
     for x in (*args, *kwargs.values()):
         if isinstance(x, PackedSequence):
             _place_packed(x)
-    tensors = tensors_in((args, kwargs))
+    tensors = tensors_in((args, kwargs), depth=2)
     nested = [x for x in tensors if x.is_nested]
     tensors = [x for x in tensors if x.dim() and not x.is_nested]
     data = [x for x in tensors if not isinstance(x, Parameter)] or tensors
@@ -393,7 +393,8 @@ def _record(
         placements = note_use(call, frame.row, args, outputs, frame.since)
         if tracker is not None:
             key = tracker.key
-            data = tensors_in((args, kwargs)) if len(key.inputs) > 1 else ()
+            several = len(key.inputs) > 1
+            data = tensors_in((args, kwargs), depth=2) if several else ()
             shared = bool(data) and all([may_be_shared(x, key) for x in data])
             for x, placement in zip(outputs, placements):
                 tracker.place(x, placement, shared)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._pytree import tree_leaves
 
 from backpack.core.derivatives.generic import input_batch_axis, output_batch_axis
 from backpack.core.derivatives.stored import shallow_copy
@@ -117,7 +116,7 @@ def axes_of_samples(
         for i, name in enumerate(names[0])
         if all([input_batch_axis(layer, i) for layer in layers])
     ]
-    tensors = tensors_in(moved)
+    tensors = tensors_in(moved, depth=2)
     return {id(x): 1 for x in tensors if x.dim() == 3 and not x.is_nested}
 
 
@@ -128,8 +127,8 @@ def _takes_samples(
     x, *states = args
     placement, n = of_input
     places = [(x, int(not module.batch_first), placement)]
-    for h in tree_leaves(states):
-        if isinstance(h, Tensor) and h.requires_grad:
+    for h in tensors_in(states):
+        if h.requires_grad:
             known = _known_of(h, tracker)
             if known is None or known.placement is None:
                 return False  # a parameter
@@ -199,8 +198,7 @@ class LayerCall(Operation):
         super().__init__(arguments[0], list(module._parameters))
         self._derivatives, self._arguments = derivatives, arguments
         self._module = module
-        read = tree_leaves((arguments, list(module._parameters.values())))
-        self._read = [x for x in read if isinstance(x, Tensor)]
+        self._read = tensors_in((arguments, list(module._parameters.values())))
         self._versions = [version_of(x) for x in self._read]
         with torch._C.DisableTorchFunction():  # `p.data = other` moves no version
             self._own = {

@@ -15,7 +15,6 @@ from typing import Any, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from backpack.core.layout import (
     FIRST,
@@ -330,12 +329,12 @@ class Finder:
             if isinstance(placement, Mixed):
                 return self._differentiable([placement] * len(outs), outs)
         by_value = name in BY_VALUE or name in BY_STRIDES
-        if name in ("__getitem__", "__setitem__") and not tensors_in(args[1], 0):
+        if name in ("__getitem__", "__setitem__") and not tensors_in(args[1]):
             by_value = False
         if name == "embedding_bag":
-            by_value = bool(tensors_in((args[2:], kwargs), 0))
+            by_value = bool(tensors_in((args[2:], kwargs)))
         if name == "repeat_interleave":
-            by_value = bool(tensors_in((args[1:], kwargs), 0))
+            by_value = bool(tensors_in((args[1:], kwargs)))
         by_value = by_value or self._depends_on_values(done)
         with torch._C.DisableTorchFunction(), torch.no_grad():
             try:
@@ -357,7 +356,7 @@ class Finder:
 
     def _by_numbers(self, done: Performed, found: list[Placement]) -> list[Tensor]:
         """List operands whose numbers have decided where samples are."""
-        tensors = [x for x in tree_leaves(done[2:4]) if isinstance(x, Tensor)]
+        tensors = tensors_in(done[2:4])
         if done.name == ATTENTION or done.name in PRODUCTS:
             given = {id(x) for x in done.data}
             return [x for x in tensors if not (id(x) in given or x.requires_grad)]
@@ -371,8 +370,8 @@ class Finder:
         if any(map(is_inexact, done.data)):  # NaN has shown where they may go
             return True
         data = {id(x) for x in done.data}
-        given = [x for x in tree_leaves(done[2:4]) if isinstance(x, Tensor)]
-        given = [x for x in given if not (id(x) in data or is_inexact(x))]
+        others = [x for x in tensors_in(done[2:4]) if id(x) not in data]
+        given = [x for x in others if not is_inexact(x)]
         return all(self._same_for(x, done, found, 1) for x in given)
 
     def _same_for(
@@ -401,8 +400,7 @@ class Finder:
         """Tell whether another operand's values may say where samples go."""
         if done.name == "grid_sample":
             return any(self.of(x) != FIRST for x in done.data)
-        operands = tree_leaves((done.args, done.kwargs))
-        integers = [x for x in operands if isinstance(x, Tensor) and not is_inexact(x)]
+        integers = [x for x in tensors_in(done[2:4]) if not is_inexact(x)]
         picks = any(x.dtype != torch.bool for x in integers)  # of any size
         picks = picks and not done.name.endswith(("loss", "entropy"))  # they add all up
         return picks and any(x.dtype not in INDEXES for x in done.data)
@@ -494,8 +492,7 @@ class Finder:
             for ids in part.nonzero(as_tuple=True):
                 place(ids, picked, self.key)
                 parts.append(ids)
-        operands = [y for y in tree_leaves(parts) if isinstance(y, Tensor)]
-        data = [y for y in operands if self.of(y) is not None]
+        data = [y for y in tensors_in(parts) if self.of(y) is not None]
         args = x, tuple(parts) if len(parts) > 1 else parts[0]
         take = Tensor.__getitem__
         return Performed(take, "__getitem__", args, {}, done.outs, data)

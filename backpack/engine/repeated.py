@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from backpack.engine.graph import name_of
 from backpack.engine.trials import states_for
 from backpack.engine.vjp import is_users
 from backpack.utils.state import is_traced
+from backpack.utils.types import tensors_in
 
 WRITES = (
     "The backward of {function} writes to a tensor that was there before "
@@ -157,11 +157,10 @@ def _is_captured(values: Any) -> bool:
 
 def _tensors(values: Any) -> Iterator[Tensor]:
     """List tensors, without what `vmap` puts around them."""
-    for x in tree_leaves(values):
-        if isinstance(x, Tensor):
-            while torch._C._functorch.is_functorch_wrapped_tensor(x):
-                x = torch._C._functorch.get_unwrapped(x)
-            yield x
+    for x in tensors_in(values):
+        while torch._C._functorch.is_functorch_wrapped_tensor(x):
+            x = torch._C._functorch.get_unwrapped(x)
+        yield x
 
 
 def _memory(x: Tensor) -> int | None:

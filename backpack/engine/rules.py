@@ -11,7 +11,6 @@ from typing import Any, Callable, Container, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from backpack.core.kinds import Contraction
 from backpack.core.layout import (
@@ -52,7 +51,7 @@ from backpack.engine.picked import (
 )
 from backpack.engine.trials import Performed, Trial
 from backpack.engine.views import in_storage
-from backpack.utils.types import is_inexact
+from backpack.utils.types import is_inexact, tensors_in
 
 
 def quick_rule(done: Performed, of: Where) -> list[Placement] | None:
@@ -71,7 +70,7 @@ def quick_rule(done: Performed, of: Where) -> list[Placement] | None:
     if len(done.data) == 1 and (done.name in ALONG or done.name in BATCHED):
         return _along(done, of)
     if is_fill(done.name) and done.args and isinstance(done.args[0], Tensor):
-        tensors = [x for x in tree_leaves(done[2:4]) if isinstance(x, Tensor)]
+        tensors = tensors_in(done[2:4])
         if len(tensors) == 1 and tensors[0].numel():  # no more than its shape matters
             return [None] * len(done.outs)
     return None
@@ -218,7 +217,7 @@ def _rearranged(done: Performed, trial: Trial, n: int) -> list[Placement] | None
         new.append(x if own is None else own)
     if done.name in ("view", "view_as"):
         new[0] = new[0].contiguous()
-    found = [x for x in tree_leaves(trial.call(new)) if isinstance(x, Tensor)]
+    found = tensors_in(trial.call(new))
     if done.name == "_pack_padded_sequence":
         return [simplify(found[0], n), None]
     is_use, is_learned = trial.has_parameters(), trial.is_learned()

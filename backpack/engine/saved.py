@@ -129,7 +129,7 @@ def run(
         return func(*args, **kwargs), saved
 
 
-def note(outputs: Iterable[Any], saved: Sequence[Saved]) -> None:
+def note(outputs: Iterable[Tensor], saved: Sequence[Saved]) -> None:
     """Remember what was saved in computing a constant, at its nodes of the graph.
 
     Args:
@@ -137,7 +137,7 @@ def note(outputs: Iterable[Any], saved: Sequence[Saved]) -> None:
         saved: What was saved.
     """
     for x in outputs:
-        if isinstance(x, Tensor) and x.grad_fn is not None:
+        if x.grad_fn is not None:
             x.grad_fn.metadata.setdefault(SAVED, []).extend(saved)
 
 

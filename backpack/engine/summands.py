@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, is_tensor, nn
 from torch.func import vmap
 from torch.nn import functional
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from backpack.core.kinds import AddedUp
 from backpack.core.layout import Arrangement, Mixed, Placement, one_sample_each
@@ -22,7 +22,7 @@ from backpack.core.table import LOSS_FUNCTIONS, find_loss_module
 from backpack.engine.placements import Finder
 from backpack.engine.trials import Performed
 from backpack.engine.uses import MASKED_ELEMENTS
-from backpack.utils.types import version_of
+from backpack.utils.types import tensors_in, version_of
 
 _PRODUCTS = frozenset("mul multiply __mul__ __rmul__".split())
 _QUOTIENTS = frozenset("div divide true_divide __truediv__".split())
@@ -174,8 +174,7 @@ class Summands:
 
 def _versions(done: Performed) -> list[int]:
     """List the versions of all that an operation has read and returned."""
-    leaves = tree_leaves((done.args, done.kwargs, done.outs))
-    return [version_of(x) for x in leaves if is_tensor(x)]
+    return list(map(version_of, tensors_in((done.args, done.kwargs, done.outs))))
 
 
 def _is_linear(done: Performed) -> bool:
@@ -194,7 +193,7 @@ def _has_constants(done: Performed) -> bool:
         return False
     if name in _SUMS and [x for x in args if not is_tensor(x) and x]:
         return True  # Python's `sum` begins with a zero
-    return len(data) != sum(map(is_tensor, tree_leaves((args, kwargs))))
+    return len(data) != len(tensors_in((args, kwargs)))
 
 
 def _mapped(done: Performed, parts: dict[int, Any]) -> Tensor:

@@ -21,7 +21,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from backpack.core.layout import Layout, Mixed, Placement
 from backpack.core.operations import find_operation
@@ -58,7 +58,13 @@ from backpack.engine.vjp import is_function
 from backpack.utils.compiling import is_indivisible, skipped, untraced
 from backpack.utils.hooks import modules_in
 from backpack.utils.state import state
-from backpack.utils.types import are_redefined, handed_on, is_innermost, version_of
+from backpack.utils.types import (
+    are_redefined,
+    handed_on,
+    is_innermost,
+    tensors_in,
+    version_of,
+)
 
 _SHAPELESS = {UninitializedParameter, UninitializedBuffer}  # of lazy layers
 
@@ -210,7 +216,7 @@ class Tracker(TorchFunctionMode):
             if not all(x.grad_fn or isinstance(x, Parameter) for x in constants):
                 note_constants(out)  # or another leaf would seem to be an input
             if saved:
-                saved_tensors.note(tree_leaves(out), saved)
+                saved_tensors.note(tensors_in(out), saved)
             return out
         if kind.opened is not None and constants and not are_redefined(constants):
             with self:
@@ -371,9 +377,7 @@ class Tracker(TorchFunctionMode):
         else:
             out, saved = saved_tensors.run(func, args, kwargs)
         result = written if out is None and name == "__setitem__" else out
-        outs = [result]
-        if not isinstance(result, Tensor):
-            outs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        outs = [result] if isinstance(result, Tensor) else tensors_in(result)
         if not outs:
             return out
         with _UNSEEN():
@@ -394,7 +398,7 @@ class Tracker(TorchFunctionMode):
         if pairs and result is not outs[0]:
             constant = [id(x) for x, p in zip(outs, placements) if p is None]
             result = out = on_one_node(result, constant)
-            outs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+            outs = tensors_in(result)
         with _UNSEEN():
             hooked = self._place_results(kind, data, outs, placements, of_base, shared)
             if pairs:
@@ -436,8 +440,9 @@ class Tracker(TorchFunctionMode):
                     x.grad_fn.metadata[SILENT] = True
             if type(placement) is Mixed:
                 earlier = any(self._finder.of(y) is placement for y in data)
-                if not (earlier and placement.is_known):
-                    placement = self._located(placement)
+                owner = None if earlier and placement.is_known else self.owner
+                if owner is not None and placement.module is None:
+                    placement = placement._replace(module=owner.module_ref)
                 if x.grad_fn is not None:
                     x.grad_fn.metadata.setdefault(MEETING, placement)
             self.place(x, placement, late)
@@ -463,12 +468,6 @@ class Tracker(TorchFunctionMode):
                 self._marks[id(placement)] = mark
         setattr(x, MARK, mark)
         note_tangent(x)
-
-    def _located(self, placement: Mixed) -> Mixed:
-        """Say in which module samples have met."""
-        if placement.module or self.owner is None:
-            return placement
-        return placement._replace(module=self.owner.module_ref)
 
     def note_outputs(self, outputs: Sequence[Tensor]) -> None:
         """Mark outputs in which samples can't be told apart.

@@ -17,7 +17,7 @@ from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from backpack.core.layout import (
     Layout,
@@ -50,7 +50,7 @@ from backpack.engine.other_numbers import (
     on_cpu,
     redrawn,
 )
-from backpack.utils.types import dense, generator_of, is_inexact, is_same
+from backpack.utils.types import dense, generator_of, is_inexact, is_same, tensors_in
 
 # What replaces samples
 NOT_A_NUMBER = (nan,)  # most operations return it wherever it went
@@ -121,7 +121,7 @@ def states_for(args: Any) -> dict[torch.Generator, Tensor]:
 
 
 def _generators_for(args: Any) -> set[torch.Generator]:
-    devices = {x.device for x in tree_leaves(args) if isinstance(x, Tensor)}
+    devices = {x.device for x in tensors_in(args)}
     return {torch.default_generator, *map(generator_of, devices)}
 
 
@@ -247,7 +247,7 @@ class Trial:
         """Tell which results the operation returns again."""
         with self._drawing():
             result = self.call(list(map(copied, self.flat)))
-        again = [_dense(x) for x in tree_leaves(result) if isinstance(x, Tensor)]
+        again = map(_dense, tensors_in(result))
         return list(map(is_same, again, map(_dense, self._outs)))
 
     def _draw_all(self, integers: bool) -> tuple[list[Placement], bool]:
@@ -422,8 +422,8 @@ class Trial:
             self._seed(seed)
             result = self.call(new)
         result = new[0] if result is None else result
-        found = [x for x in tree_flatten(result)[0] if isinstance(x, Tensor)]
-        return [_dense(x).to(out.device) for x, out in zip(found, self._outs)]
+        pairs = zip(tensors_in(result), self._outs)
+        return [_dense(x).to(out.device) for x, out in pairs]
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:

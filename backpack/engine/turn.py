@@ -14,7 +14,6 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.fx import GraphModule
 from torch.nn import Module, Parameter
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._pytree import tree_leaves
 
 from backpack.core.derivatives.dropout import MASK
 from backpack.core.linearization import PerInput
@@ -31,6 +30,7 @@ from backpack.engine.vjp import pull
 from backpack.utils.hooks import EXTENDED, message, without_hooks
 from backpack.utils.state import may_look, state
 from backpack.utils.subsampling import subsample
+from backpack.utils.types import tensors_in
 
 EXTEND_LOSS = (
     "{ext} (field '{field}') found no quantity pulled back to {module}, because no "
@@ -290,8 +290,8 @@ class Turn:
                 for before in edges:
                     self._check_no_parameters(extension, skip_passing(before).node)
         nested = [x for x in self.call.arguments if not isinstance(x, Tensor)]
-        for x in tree_leaves(nested) if nested else ():
-            if isinstance(x, Tensor) and x.requires_grad and x.grad_fn is not None:
+        for x in tensors_in(nested):
+            if x.requires_grad and x.grad_fn is not None:
                 self._check_no_parameters(extension, x.grad_fn)
         self._producers = found
         return found

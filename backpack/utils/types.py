@@ -239,18 +239,19 @@ def full_precision(x: Tensor) -> Tensor:
 _NO_DATA = (Module, type, FunctionType, ModuleType)  # objects that hold no inputs
 
 
-def tensors_in(arguments: Any, depth: int = 2) -> List[Tensor]:
-    """List the tensors in arguments, those that objects have as attributes too.
+def tensors_in(values: Any, depth: int = 0) -> List[Tensor]:
+    """List the tensors in nested lists, tuples and dictionaries.
 
     Args:
-        arguments: Anything.
-        depth: How deep to look into objects. Default: 2.
+        values: Anything.
+        depth: How deep to look into objects, which have tensors as attributes.
+            Default: 0, for not at all.
 
     Returns:
         The tensors.
     """
     found: List[Tensor] = []
-    for x in tree_leaves(arguments):
+    for x in tree_leaves(values):
         if isinstance(x, Tensor):
             found.append(x)
         elif depth and hasattr(x, "__dict__") and not isinstance(x, _NO_DATA):

@@ -33,7 +33,7 @@ from backpack.core.per_sample.base import PerSample, Summed
 from backpack.core.per_sample.outer import Outer
 from backpack.utils.hooks import message
 from backpack.utils.subsampling import Subsampling, subsample
-from backpack.utils.types import Layer, version_of
+from backpack.utils.types import Layer, tensors_in, version_of
 
 Mats = Sequence[Optional[Tensor]]
 
@@ -157,8 +157,7 @@ class RecurrentDerivatives(BaseParameterDerivatives):
         if torch.is_grad_enabled():
             return self.products(module, inputs, mats)
         first, *others = [mat for mat in mats if mat is not None]
-        tensors = [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
-        tensors += [*others, *module.parameters()]
+        tensors = [*tensors_in(inputs), *others, *module.parameters()]
         stamp = (
             ref(module),
             [mat is None for mat in mats],

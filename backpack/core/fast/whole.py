@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from backpack.utils.state import is_traced, state
+from backpack.utils.types import tensors_in
 
 F = TypeVar("F", bound=Callable)
 
@@ -139,7 +140,7 @@ def call_whole(function: Callable, *args: Any) -> Any:
     Returns:
         What it returns.
     """
-    tensors = [x for x in tree_flatten(list(args))[0] if isinstance(x, Tensor)]
+    tensors = tensors_in(args)
     if any(x.device.type != "cpu" for x in tensors):
         return function(*args)
     call = WholeCall(function, args)

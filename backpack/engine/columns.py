@@ -21,7 +21,7 @@ from backpack.engine.coverage import leads_past_losses
 from backpack.engine.graph import Origin, entries_of, is_leaf, targets_below, will_run
 from backpack.engine.inspection import Inspection
 from backpack.engine.record import Call
-from backpack.engine.turn import Turn
+from backpack.engine.turn import Turn, loss_scale
 from backpack.engine.vjp import pull
 from backpack.utils.hooks import message, without_hooks
 from backpack.utils.parallel import gathered
@@ -109,7 +109,7 @@ def columns_of_loss(source: Any, turn: Turn, size: int) -> Iterator[Tensor]:
         Columns ``[V, *in]`` with V at most ``size``.
     """
     loss, derivatives = turn.call, find_loss(turn.module).derivatives
-    scale = turn.loss_scale()
+    scale = loss_scale(turn.module, turn.g_out[0])
     chunks = (x * scale for x in source.chunks(derivatives, turn.module, size))
     placement, x = loss.placement, loss.inputs[0]
     alone = derivatives.compared_axis(x) == -x.dim()  # one term, without batch axis

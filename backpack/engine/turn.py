@@ -17,7 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from backpack.core.derivatives.dropout import MASK
 from backpack.core.linearization import PerInput
-from backpack.core.table import Row, find_row_or_generic, works_in_place
+from backpack.core.table import GENERIC, Row, find_row_or_generic, works_in_place
 from backpack.engine.graph import (
     producing_calls,
     shape_at,
@@ -175,6 +175,8 @@ class Turn:
         module: The module that was called.
         backward_pass: The backward pass that reached it.
         g_out: Gradients at the call's outputs (``None`` for those not reached).
+        parameters: Names and parameters that the call is responsible for, of those that
+            take part in this backward pass and require a gradient.
     """
 
     def __init__(
@@ -197,7 +199,7 @@ class Turn:
         self.g_out = g_out
         self._entries = entries
         reaches = backward_pass.accumulated.reaches  # of what runs now
-        self._parameters: list[tuple[str, Any]] = [
+        self.parameters: list[tuple[str, Any]] = [
             (name, param)
             for name, param in call.parameters.items()
             if param.requires_grad and (not call.is_composite or reaches(param))
@@ -236,24 +238,19 @@ class Turn:
     @property
     def only_arranges(self) -> bool:
         """Whether the call only called others, which come later."""
-        return self.call.is_transparent and not self.parameters()
+        return self.call.is_transparent and not self.parameters
 
-    def parameters(self) -> list[tuple[str, Parameter]]:
-        """List the parameters that this call is responsible for.
+    def derivatives_for(self, name: str) -> Any:
+        """Choose the derivatives with respect to a parameter.
 
-        Returns:
-            Names in the module and parameters, those that take part in this backward
-            pass and require a gradient only.
-        """
-        return self._parameters
-
-    def loss_scale(self) -> Tensor:
-        """Return what the columns of a loss that was scaled have to be multiplied by.
+        Args:
+            name: Its name in the module.
 
         Returns:
-            Square root of the gradient at the loss, see :func:`loss_scale`.
+            The layer's, or the generic ones, if these do not cover it.
         """
-        return loss_scale(self.module, self.g_out[0])
+        row = self.row if self.row.covers(self.module, name) else GENERIC
+        return row.derivatives
 
     def producers(self, extension: Any) -> dict[int, Call]:
         """Find the calls that the arguments come from, directly.

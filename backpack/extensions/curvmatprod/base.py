@@ -16,7 +16,7 @@ from backpack.core.linearization import (
     Snapshot,
     freeze,
 )
-from backpack.engine.turn import current_turn
+from backpack.engine.turn import loss_scale
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.curvmatprod.operator import Operator, Step
 from backpack.extensions.secondorder.module_rules import ModuleRule, WalkingExtension
@@ -206,7 +206,7 @@ class CurvatureProduct(WalkingExtension):
         """
         scale = g_out[0].detach()
         if Curvature.REQUIRE_PSD_LOSS_HESSIAN[self.curv_type]:
-            current_turn().loss_scale()  # refuses a negative factor
+            loss_scale(module, g_out[0])  # refuses a negative factor
             derivatives.check_psd(module)
         product = derivatives.make_hessian_mat_prod(module, (), ())
         known = (lambda mat: scale * product(mat)), Snapshot(module)

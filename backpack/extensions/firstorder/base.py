@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from backpack.core.linearization import freeze
 from backpack.core.per_sample.base import PerSample
-from backpack.core.table import GENERIC, LAYERS, REGISTERED
+from backpack.core.table import LAYERS, REGISTERED
 from backpack.engine.coverage import check_batch_norm
 from backpack.engine.turn import Turn, current_turn
 from backpack.extensions.backprop_extension import (
@@ -165,14 +165,14 @@ class GradientReduction(FirstOrderBackpropExtension):
         Args:
             turn: The module's turn, in which no other has anything to do.
         """
-        module, row = turn.module, turn.row
+        module: Any = turn.module
         g_out: Any = turn.g_out
         if type(self).compute is not GradientReduction.compute:
             self.refuse_by_hand(module, FROM_OTHERS)
-        frozen: Any = freeze(module)
+        frozen = freeze(module)
         frozen.__dict__["_backward_hooks"] = {}  # one of them may have called us
-        for name, param in turn.parameters():
-            rule = (row if row.covers(module, name) else GENERIC).derivatives
+        for name, param in turn.parameters:
+            rule = turn.derivatives_for(name)
             args = name, frozen, (), g_out, g_out[0].unsqueeze(0)
             product = rule.stored_product(*args).plain
             turn.save_alone(self, param, self.reduce_for(param, product))

@@ -13,9 +13,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from backpack.core.derivatives.loss_base import as_option
 from backpack.core.per_sample.base import PerSample
-from backpack.core.table import GENERIC, built_in, find_loss
+from backpack.core.table import built_in, find_loss
 from backpack.engine.coverage import check_batch_norm
-from backpack.engine.turn import current_turn
+from backpack.engine.turn import current_turn, loss_scale
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.secondorder import walk
@@ -156,7 +156,7 @@ class ReduceColumns(ModuleExtension):
             extension.check_batch(columns.shape[1])
             columns = subsample(columns, dim=1, subsampling=extension.get_subsampling())
             columns = turn.backward_pass.pull_back.behind(extension, columns)
-            turn.pass_on(extension, columns * turn.loss_scale())
+            turn.pass_on(extension, columns * loss_scale(module, g_out[0]))
             return
         if walk.skips(turn, extension):
             return
@@ -165,9 +165,9 @@ class ReduceColumns(ModuleExtension):
         if some is not None:
             all_samples = columns.new_zeros(len(columns), *turn.call.output_shapes[0])
             all_samples[:, some] = columns
-        frozen, row = walk.freeze_call(turn), turn.row
-        for name, param in turn.parameters():
-            rule = (row if row.covers(module, name) else GENERIC).derivatives
+        frozen = walk.freeze_call(turn)
+        for name, param in turn.parameters:
+            rule = turn.derivatives_for(name)
             product = rule.stored_product(name, frozen, (), g_out, all_samples)
             extension.check(turn.call, param, product)
             value = extension.for_parameter(param).reduce(product)

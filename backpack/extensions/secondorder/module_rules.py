@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from backpack.core.derivatives.loss_base import BaseLossDerivatives
-from backpack.core.table import GENERIC, built_in, find_loss
+from backpack.core.table import built_in, find_loss
 from backpack.engine.turn import current_turn
 from backpack.extensions.mat_to_mat_jac_base import MatToJacMat
 from backpack.extensions.module_extension import ModuleExtension, ParameterRule
@@ -55,20 +55,19 @@ class ApplyRules(ModuleExtension):
         if extension.separates_samples:
             walk.check_batch_first(turn, extension)
         quantity = turn.incoming(extension)
-        row, frozen = turn.row, walk.freeze_call(turn)
+        derivatives, frozen = turn.row.derivatives, walk.freeze_call(turn)
         producers = turn.producers(extension)
         if producers:
             linear = walk.linearize(turn, extension, producers, frozen)
         elif turn.call.has_other_numbers:
-            if not getattr(row.derivatives, "affine_in_params", False):
+            if not getattr(derivatives, "affine_in_params", False):
                 walk.check_repeats(turn, extension, frozen)
-        for name, param in turn.parameters():
-            covering = row if row.covers(module, name) else GENERIC
-            rule = extension.rule(covering.derivatives)
+        for name, param in turn.parameters:
+            rule = extension.rule(turn.derivatives_for(name))
             value = rule.parameter(name, extension, frozen, g_out, quantity)
             turn.save_alone(extension, param, value)
         if producers:
-            rule = extension.rule(row.derivatives)
+            rule = extension.rule(derivatives)
             values = rule.pull_back(extension, linear, quantity)
             if extension.separates_samples:
                 walk.check_samples_kept(linear, extension)

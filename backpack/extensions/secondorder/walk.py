@@ -83,7 +83,7 @@ def skips(turn: Turn, extension: BackpropExtension) -> bool:
     Raises:
         NotImplementedError: If modules do not describe the graph.
     """
-    call, module, parameters = turn.call, turn.module, turn.parameters()
+    call, module, parameters = turn.call, turn.module, turn.parameters
     who = {"ext": extension, "module": module}
     if call.is_transparent:
         # in a converted model, they are arguments of the modules inside

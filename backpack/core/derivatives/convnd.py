@@ -46,12 +46,7 @@ Geometry = Tuple[Any, ...]
 
 
 def weight_gradients(
-    x: Tensor,
-    cotangents: Tensor,
-    sum_batch: bool,
-    weight_shape: torch.Size,
-    groups: int,
-    geometry: Geometry,
+    x: Tensor, cotangents: Tensor, sum_batch: bool, module: Layer, geometry: Geometry
 ) -> Tensor:
     """Compute weight gradients of each sample with one library call.
 
@@ -61,17 +56,16 @@ def weight_gradients(
         x: Padded inputs of shape ``[n, C_in, *]``.
         cotangents: A single column ``[1, n, C_out, *]``.
         sum_batch: Whether they are summed over samples.
-        weight_shape: Shape ``[*p]`` of the weight.
-        groups: Number of groups.
+        module: The layer, with a weight of shape ``[*p]``.
         geometry: Geometry of the convolution.
 
     Returns:
         Gradients of shape ``[1, n, *p]``, without n if they are summed.
     """
-    n = cotangents.shape[1]
+    n, shape, groups = cotangents.shape[1], module.weight.shape, module.groups
     samples = () if sum_batch else (n,)
     if n == 0:
-        return x.new_zeros(1, *samples, *weight_shape)
+        return x.new_zeros(1, *samples, *shape)
     b = cotangents[0]
     if not sum_batch:  # samples become groups of one large convolution
         x, b = x.reshape(1, -1, *x.shape[2:]), cotangents.flatten(1, 2)
@@ -80,7 +74,7 @@ def weight_gradients(
     # takes for the result's, too, and refuses to write to
     x, b = [t.flatten().view(t.shape) if t.is_contiguous() else t for t in (x, b)]
     # not read; if it had gaps, it would be copied
-    weight = x.new_empty(prod(samples) * weight_shape[0], *weight_shape[1:])
+    weight = x.new_empty(prod(samples) * shape[0], *shape[1:])
     args = b, x, weight, None, *geometry, groups, (False, True, False)
     gradients = torch.ops.aten.convolution_backward(*args)[1]
     return gradients.unflatten(0, (1, *samples, -1))
@@ -247,9 +241,8 @@ class ConvNDDerivatives(LinearMapDerivatives, BaseParameterDerivatives):
         pads = pads_symmetric_zeros(module)
 
         def form(x: Tensor, cotangents: Tensor, sum_batch: bool) -> Tensor:
-            x, options = x if pads else pad_input(x, module), (module.groups, geometry)
-            shape = module.weight.shape
-            return weight_gradients(x, cotangents, sum_batch, shape, *options)
+            x = x if pads else pad_input(x, module)
+            return weight_gradients(x, cotangents, sum_batch, module, geometry)
 
         return form
 

@@ -284,7 +284,7 @@ class BackwardPass:
             value: The value.
         """
         setattr(param, ext.savefield, in_type_of(value, param))
-        self.report.saved.add((id(ext), id(param)))
+        self.exempt(ext, [param])
 
     def finish(self) -> None:
         """Forget what is left."""

@@ -192,16 +192,15 @@ class Finder:
     _remembered: dict[tuple, tuple[list[Placement], list[torch.Size]]] = {}
     _MOST = 50_000  # signatures that are remembered
 
-    def __init__(self, n: int, key: Pass, keeps_met: bool = False):
-        """Store the number of samples.
+    def __init__(self, key: Pass, keeps_met: bool):
+        """Store what it is about.
 
         Args:
-            n: Number N of samples.
             key: Stands for the forward pass.
             keeps_met: Whether that in which samples have met matters although it has
-                no gradient. Default: ``False``.
+                no gradient.
         """
-        self.n, self.key, self._keeps_met = n, key, keeps_met
+        self.n, self.key, self._keeps_met = key.n, key, keeps_met
         self.dropped: Mixed | None = None
         self.is_unsure = False
 

@@ -39,14 +39,13 @@ _DOTS = frozenset("dot inner matmul __matmul__".split())
 class Summands:
     """Knows of which numbers samples' summands can be formed."""
 
-    def __init__(self, n: int, finder: Finder):
+    def __init__(self, finder: Finder):
         """Start without any.
 
         Args:
-            n: Number N of samples.
             finder: Finds where samples are.
         """
-        self._n, self._finder = n, finder
+        self._n, self._finder = finder.n, finder
         # what has made them, by their identities, which it keeps; and whether something
         # was added that belongs to no sample
         self._known: dict[int, tuple[Performed, list[int], tuple, bool]] = {}

@@ -124,8 +124,8 @@ class Tracker(TorchFunctionMode):
         self.n, self.key = n, Pass(n)
         self.suspended = self._is_off = False
         self.owner: Any = None
-        self._finder = Finder(n, self.key, keeps_met)
-        self._summands = Summands(n, self._finder)
+        self._finder = Finder(self.key, keeps_met)
+        self._summands = Summands(self._finder)
         self.root: Callable[[], Any] | None = None
         self.note_loss: Callable = lambda *_: None
         self.longer: dict[int, str] = {}

@@ -5,7 +5,7 @@ must be what follows from the individual products, by whichever formula and in h
 many chunks.
 """
 
-from functools import lru_cache, partial, reduce
+from functools import lru_cache, partial
 from itertools import product as pairs
 from typing import (
     Any,
@@ -34,7 +34,7 @@ from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
 from backpack.core.fast import matmul, tuning
 from backpack.core.per_sample.base import Dense, PerSample, Summed
-from backpack.core.per_sample.maps import dots_between, projected
+from backpack.core.per_sample.maps import dots_between, merged, projected
 from backpack.core.per_sample.order import Order, permuted
 from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.rows import Rows
@@ -44,11 +44,6 @@ from backpack.extensions.secondorder.hbp.factors import output_factor
 
 CHUNKS = [1, 40, 2**20]
 N = 3
-
-
-def merge_all(products: List[PerSample]) -> PerSample:
-    """Add the products that several calls contribute to the same parameter."""
-    return reduce(lambda total, product: total.merge(product), products)
 
 
 def limit_chunks(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,14 +426,14 @@ def test_merge(
         for chunk_elements in CHUNKS[:2]:
             limit_chunks(chunk_elements, monkeypatch)
             check_reductions(
-                lambda: merge_all([call.fast(name, mats), again.fast(name, others)]),
+                lambda: merged([call.fast(name, mats), again.fast(name, others)]),
                 expected,
                 f"{case.id}, chunks of {chunk_elements}",
             )
         three = [call.fast(name, mats), again.fast(name, others), call.fast(name, mats)]
         total = expected + call.generic(name, mats)
-        assert_agrees(merge_all(three).individual(), total, case.id)
-        picked = merge_all([call.fast(name, mats), again.fast(name, others)])
+        assert_agrees(merged(three).individual(), total, case.id)
+        picked = merged([call.fast(name, mats), again.fast(name, others)])
         assert_agrees(picked.select([0]).individual(), expected[:, [0]], case.id)
 
 
@@ -588,7 +583,7 @@ def test_merged_positions(num_columns: int):
             mat = torch.randn(num_columns, N, *positions, 3, dtype=F64)
             parts.append(derivatives.product(name, layer, [x], mat))
             total = total + by_autograd(name, layer, [x], [mat])
-        check_reductions(lambda: merge_all(parts), total, name)  # noqa: B023
+        check_reductions(lambda: merged(parts), total, name)  # noqa: B023
 
 
 def test_merged_kinds():
@@ -607,8 +602,8 @@ def test_merged_kinds():
         assert isinstance(rows, Rows) and isinstance(outer, Outer)
         return [rows, outer, Dense(torch.zeros_like(expected), head.weight.shape)]
 
-    check_reductions(lambda: merge_all(parts()), expected, "embedding first")
-    check_reductions(lambda: merge_all(parts()[::-1]), expected, "embedding last")
+    check_reductions(lambda: merged(parts()), expected, "embedding first")
+    check_reductions(lambda: merged(parts()[::-1]), expected, "embedding last")
 
 
 def test_merged_orientations():
@@ -633,8 +628,8 @@ def test_merged_orientations():
             for layer, mat in zip(layers, mats)
         ]
 
-    check_reductions(lambda: merge_all(parts()), expected, "conv first")
-    check_reductions(lambda: merge_all(parts()[::-1]), expected, "conv last")
+    check_reductions(lambda: merged(parts()), expected, "conv first")
+    check_reductions(lambda: merged(parts()[::-1]), expected, "conv last")
 
 
 def test_merged_groups():
@@ -656,7 +651,7 @@ def test_merged_groups():
             for layer, x, mat in zip(layers, inputs, mats)
         ]
 
-    check_reductions(lambda: merge_all(parts()), expected, "groups")
+    check_reductions(lambda: merged(parts()), expected, "groups")
 
 
 def forms(batch_size: int) -> List[PerSample]:
@@ -677,13 +672,6 @@ def forms(batch_size: int) -> List[PerSample]:
         Outer(lambda: a, b, shape),
         Rows(ids, b[:, :, 0], shape),
     ]
-
-
-@pytest.mark.parametrize("index", range(4))
-def test_merge_needs_the_same_samples(index: int):
-    """Calls with different batch sizes have no individual gradients to add."""
-    with pytest.raises(ValueError, match="Axis 0 must be the batch in every call"):
-        forms(3)[index].merge(forms(2)[index])
 
 
 @pytest.mark.parametrize("index", range(4))

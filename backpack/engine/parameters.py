@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn import Module
 
-from backpack.core.per_sample.base import Dense, PerSample, merged
+from backpack.core.per_sample.base import Dense, PerSample
+from backpack.core.per_sample.maps import merged
 from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.rows import Rows
 from backpack.engine.graph import describe, is_leaf, leaves_behind, names_at, walk
@@ -274,7 +275,7 @@ def _add(found: dict[Any, list[PerSample]], key: Any, product: PerSample) -> Non
     """Note what a use contributes; what is formed already is added up at once."""
     parts = found.setdefault(key, [])
     if parts and type(parts[-1]) is type(product) is Dense:
-        product = parts.pop().merge(product)
+        product = merged([parts.pop(), product])
     parts.append(product)
 
 

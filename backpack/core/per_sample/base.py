@@ -87,29 +87,6 @@ class PerSample(ABC):
         """
         return Dense(gather(self.individual(), 1), self.shape)
 
-    def merge(self, other: PerSample) -> PerSample:
-        """Add the products that another call contributes to the same parameter.
-
-        Args:
-            other: Products of the other call, same V and N.
-
-        Returns:
-            The sum of both.
-
-        Raises:
-            ValueError: If the calls saw different numbers of samples.
-        """
-        if self.batch_size != other.batch_size:
-            raise ValueError(
-                "A parameter is shared by calls with different sizes along axis 0 "
-                f"({self.batch_size} and {other.batch_size}), so that individual "
-                "gradients are not defined. Axis 0 must be the batch in every call: "
-                "keep the samples there, or give each call a parameter of its own."
-            )
-        if self.joins(other):
-            return self.joined([other])
-        return PerSample.joined(self, [other])
-
     def joins(self, other: PerSample) -> bool:
         """Tell whether the factors of other products can stand beside these.
 
@@ -129,11 +106,11 @@ class PerSample(ABC):
 
         Returns:
             The sum of all.
+
+        Raises:
+            NotImplementedError: If nothing joins them, see :meth:`joins`.
         """
-        products = self.individual()  # of what joins nothing
-        for other in others:
-            products = other.added_to(products)
-        return Dense(products, self.shape)
+        raise NotImplementedError(f"Nothing joins {type(self).__name__} products.")
 
     def added_to(self, products: Tensor) -> Tensor:
         """Add these products to others.
@@ -457,24 +434,3 @@ class Summed(Dense):
     def select(self, samples: Sequence[int] | slice) -> Summed:  # noqa: D102
         b = self.b[:, samples]
         return Summed(b, self.shape, self.groups, self.sums_positions)
-
-
-def merged(products: Sequence[PerSample]) -> PerSample:
-    """Add up what several calls contribute to the same parameter.
-
-    Args:
-        products: Products of each call, same V and N.
-
-    Returns:
-        Their sum.
-    """
-    total, rest = None, list(products)
-    while rest:
-        first, *others = rest
-        alike: list[PerSample] = []
-        rest = []
-        for other in others:
-            (alike if first.joins(other) else rest).append(other)
-        first = first.joined(alike) if alike else first
-        total = first if total is None else total.merge(first)
-    return total

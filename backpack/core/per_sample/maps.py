@@ -1,4 +1,4 @@
-"""Products multiplied with matrices from both sides; dot products of two batches."""
+"""Sums of products; products with matrices from both sides; dots of two batches."""
 
 from __future__ import annotations
 
@@ -17,6 +17,34 @@ from backpack.utils.types import full_precision
 from backpack.utils.unsqueeze import flatten
 
 Matrices = Sequence[Optional[Tensor]]
+
+
+def merged(products: Sequence[PerSample]) -> PerSample:
+    """Add up what several calls contribute to the same parameter.
+
+    Args:
+        products: Products of each call, same V and N.
+
+    Returns:
+        Their sum.
+    """
+    total, rest = None, list(products)
+    while rest:
+        first, *others = rest
+        alike: list[PerSample] = []
+        rest = []
+        for other in others:
+            (alike if first.joins(other) else rest).append(other)
+        first = first.joined(alike) if alike else first
+        total = first if total is None else _sum(total, first)
+    return total
+
+
+def _sum(first: PerSample, second: PerSample) -> Dense:
+    """Add products of two kinds: rows are added to what is there."""
+    if isinstance(first, Rows):
+        first, second = second, first
+    return Dense(second.added_to(first.individual()), first.shape)
 
 
 def in_order(product: PerSample) -> PerSample:

@@ -38,11 +38,6 @@ class Rows(PerSample):
         self.b = b if valid is None else b * valid.unsqueeze(-1)
         self.num_columns, self.batch_size, self.positions = b.shape[:3]
 
-    def merge(self, other: PerSample) -> PerSample:  # noqa: D102
-        if not isinstance(other, Rows):
-            return other.merge(self)  # rows are added to what is there
-        return super().merge(other)
-
     def joins(self, other: PerSample) -> bool:  # noqa: D102
         return isinstance(other, Rows) and self.batch_size == other.batch_size
 

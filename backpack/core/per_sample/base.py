@@ -374,6 +374,9 @@ class Dense(PerSample):
         # and another call may add its products to these
         return self.products.clone()
 
+    def added_to(self, products: Tensor) -> Tensor:  # noqa: D102
+        return products + self.products
+
     def sq_norms(self) -> Tensor:  # noqa: D102
         return sums.sum_axis(sums.sum_of_squares(self.products, 2), 0)
 

@@ -155,7 +155,7 @@ class BackwardPass:
             if note_unseen(self.inspection, params):
                 self._look_at(roots)
         self._inspect(inputs)
-        for call in [call for call in self.inspection.calls if call.is_loss]:
+        for call in self.inspection.losses:
             self.reductions.append(call.reduction)
             loss = call.loss_module
             self.in_losses.update([] if loss is None else loss.modules())

@@ -143,7 +143,7 @@ def check_isolation(inspection: Inspection, current: State) -> None:
 
 def _starts(inspection: Inspection) -> list[Origin]:
     """List where samples are separate: at losses' predictions, or at outputs."""
-    losses = [call for call in inspection.calls if call.is_loss]
+    losses = inspection.losses
     edges = [(loss, loss.input_edges[0]) for loss in losses if loss.input_edges]
     found = [Origin(loss, edge, loss.placement) for loss, edge in edges if edge]
     return found if losses else inspection.outputs()

@@ -88,8 +88,8 @@ def find_gateway(inspection: Inspection, edge: GradientEdge) -> Node | None:
                 return None
             elif parent is not None and parent not in nodes:
                 nodes.append(parent)
-    losses = [end for call, end in inspection.calls.items() if call.is_loss]
-    return last[0] if len(last) == 1 and set(losses) <= set(nodes) else None
+    inside = set(inspection.losses.values()) <= set(nodes)
+    return last[0] if len(last) == 1 and inside else None
 
 
 def columns_of_loss(source: Any, turn: Turn, size: int) -> Iterator[Tensor]:

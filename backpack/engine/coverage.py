@@ -21,6 +21,7 @@ from backpack.engine.graph import (
     SILENT,
     describe,
     entries_of,
+    has_use,
     is_leaf,
     is_scalar,
     leaves_behind,
@@ -205,7 +206,7 @@ def _behind_uses(uses: Sequence[Use]) -> list[Tensor]:
     found: list[Tensor] = []
     for source in sources:
         behind = walk([source], stop=SILENT)
-        if any(e.owner.is_use for node in behind for e in entries_of(node)):
+        if any(map(has_use, behind)):
             found += leaves_behind(source)
     found = [x for x in found if isinstance(x, Parameter)] or found
     return list({id(x): x for x in found}.values())
@@ -295,8 +296,7 @@ def terms_without_loss(inspection: Inspection) -> list[str]:
     return [
         type(term).__name__
         for term in (terms if losses else ())
-        if term not in losses
-        and any(e.owner.is_use for node in walk([term]) for e in entries_of(node))
+        if term not in losses and any(map(has_use, walk([term])))
     ]
 
 
@@ -330,14 +330,14 @@ def leads_past_losses(inspection: Inspection) -> bool:
     Returns:
         Whether a way leads to one that does not go through such a loss.
     """
-    losses = {node for call, node in inspection.calls.items() if call.is_loss}
+    losses = set(inspection.losses.values())
     nodes = walk([edge.node for edge in inspection.roots], without=losses)
-    return any(e.owner.is_use for node in nodes for e in entries_of(node))
+    return any(map(has_use, nodes))
 
 
 def _met_before_losses(inspection: Inspection) -> list[Mixed]:
     """Find where samples have met between a model and its loss."""
-    placements = [call.placement for call in inspection.calls if call.is_loss]
+    placements = [call.placement for call in inspection.losses]
     return [p for p in placements if isinstance(p, Mixed)]
 
 

@@ -95,6 +95,18 @@ def calls_at(node: Node) -> list[Entry]:
     return [entry for entry in entries_of(node) if not entry.owner.is_use]
 
 
+def has_use(node: Node) -> bool:
+    """Tell whether a use ends in a node.
+
+    Args:
+        node: Node of the autograd graph.
+
+    Returns:
+        Whether one does.
+    """
+    return any(entry.owner.is_use for entry in entries_of(node))
+
+
 def skip_passing(edge: GradientEdge) -> GradientEdge:
     """Go by nodes that only pass on what they get.
 

@@ -141,6 +141,11 @@ class Inspection:
             self._note_calls_on_constants()
         self._find_losses()
 
+    @property
+    def losses(self) -> dict[Any, Node]:
+        """Calls of losses, and the nodes that produced their outputs."""
+        return {call: node for call, node in self.calls.items() if call.is_loss}
+
     def _ways(
         self, node: Node | None, parents: Sequence[Any]
     ) -> Iterator[tuple[Node, int]]:
@@ -180,7 +185,7 @@ class Inspection:
 
     def _find_losses(self) -> None:
         """Go without losses that others' predictions are made of: parts of a model."""
-        losses = [call for call in self.calls if call.is_loss]
+        losses = list(self.losses)
         numbers = [c for c in losses if not (c.is_function or is_loss(c.loss_module))]
         for loss in losses if numbers and len(losses) > 1 else ():
             behind = set(walk(e.node for e in loss.input_edges[:1] if e is not None))
@@ -233,7 +238,7 @@ class Inspection:
         """
         found: list[Origin] = []
         below: set[Node] = set()
-        of_losses = {ref() for c in self.calls if c.is_loss for ref in c.inside}
+        of_losses = {ref() for loss in self.losses for ref in loss.inside}
         views = {x.metadata[VIEW]: (x, 0) for x in self.nodes if VIEW in x.metadata}
         for call, node in self.calls.items():
             is_output = call.placements is not None
@@ -287,11 +292,7 @@ class Inspection:
         terms = [
             term
             for term in additive_terms(self.roots, True, of_numbers=False)[0]
-            if any(
-                e.owner.is_use or e.owner.is_loss
-                for node in walk([term])
-                for e in entries_of(node)
-            )
+            if any(x.owner.is_use or x.owner.is_loss for x, _ in targets_below([term]))
         ]
         queue = list(dict.fromkeys(terms))
         seen = set(queue)

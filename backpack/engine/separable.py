@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from backpack.core.layout import Mixed, has_bit, sample_numbers
 from backpack.engine.gaps import differ, explain_parents, sources_of
-from backpack.engine.graph import entries_of
+from backpack.engine.graph import has_use
 from backpack.engine.probes import Source
 from backpack.engine.vjp import is_function, pull
 from backpack.utils.state import state
@@ -44,8 +44,7 @@ def is_separable(roots: Sequence[GradientEdge]) -> bool:
         Whether it is known to be, as a function of what the last uses have computed.
     """
     sources, nodes = sources_of(roots, past_meetings=True)
-    used = any(entry.owner.is_use for node in nodes for entry in entries_of(node))
-    if used or len({source.known.n for source in sources}) != 1:
+    if any(map(has_use, nodes)) or len({source.known.n for source in sources}) != 1:
         return False
     with suppress(Exception), state().pull(), torch.enable_grad():
         return all(map(_may_take, nodes)) and _has_no_mixed_derivatives(roots, sources)

@@ -20,14 +20,8 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from backpack.core.layout import Layout
+from backpack.engine import coverage
 from backpack.engine.check import Check, check_isolation
-from backpack.engine.coverage import (
-    MISSING_TERM,
-    check_samples,
-    note_unseen,
-    terms_without_loss,
-    warn_of_factor,
-)
 from backpack.engine.graph import describe, targets_below, will_run
 from backpack.engine.inspection import Inspection
 from backpack.engine.own_functions import OwnFunctions
@@ -46,15 +40,9 @@ from backpack.engine.saved import explain_failure
 from backpack.engine.turn import InputGradients, Turn
 from backpack.engine.user_hooks import guard_all
 from backpack.engine.uses import Entry, Use, listen
+from backpack.utils import parallel
 from backpack.utils.errors import warn_user
 from backpack.utils.hooks import name_module, names_of, no_op
-from backpack.utils.parallel import (
-    is_parallel,
-    is_shared,
-    move_to_shards,
-    refuse_parts,
-    unify,
-)
 from backpack.utils.state import UNANNOUNCED, State, keeps_graph
 from backpack.utils.types import kind, without_autocast
 
@@ -133,7 +121,7 @@ class BackwardPass:
         plain = [x for x in exts if not x.expects_backpropagation_quantities()]
         self._needs_gradients = current.check or bool(plain)
         self._is_first_order = len(plain) == len(exts)
-        self.is_shared = is_shared()
+        self.is_shared = parallel.is_shared()
         self.terms: list[str] = []
         self._is_filtered = inputs is None
         self._at_output = [x for x in plain if x.pulls_columns]
@@ -152,7 +140,7 @@ class BackwardPass:
         self._look_at(roots if looks else ())
         if self._separating and not any(ext.walks_modules for ext in exts):
             params = [p for group in self.groups for p in group.params]
-            if note_unseen(self.inspection, params):
+            if coverage.note_unseen(self.inspection, params):
                 self._look_at(roots)
         self._inspect(inputs)
         for call in self.inspection.losses:
@@ -199,7 +187,7 @@ class BackwardPass:
         """Inspect the graph."""
         walks = any(ext.walks_modules for ext in self.state.active_exts)
         self.inspection = Inspection(roots, walks)
-        unify(self.inspection.uses, self.inspection.calls)
+        parallel.unify(self.inspection.uses, self.inspection.calls)
         self._find_groups(list(self.inspection.uses))
 
     def _find_groups(self, uses: Sequence[Use]) -> None:
@@ -220,16 +208,16 @@ class BackwardPass:
         inspection = self.inspection
         params = [p for group in self.groups for p in group.params]
         exts = self.state.active_exts
-        if is_parallel():
-            refuse_parts(names_of(exts), [*inspection.reached, *params])
+        if parallel.is_parallel():
+            parallel.refuse_parts(names_of(exts), [*inspection.reached, *params])
         curved = any(ext.expects_backpropagation_quantities() for ext in exts)
         if curved or self.is_shared:
-            self.terms = terms_without_loss(inspection)
+            self.terms = coverage.terms_without_loss(inspection)
         if curved and self.terms:
-            warn_user(MISSING_TERM.format(nodes=", ".join(self.terms)))
+            warn_user(coverage.MISSING_TERM.format(nodes=", ".join(self.terms)))
         if self._separating:
             uses, separating = list(self.groups_of), self._separating
-            separate = check_samples(inspection, uses, params, separating)
+            separate = coverage.check_samples(inspection, uses, params, separating)
             if self._check is not None:
                 self._check.separate = separate
         # what is refused is said by the error: its user may go on
@@ -294,7 +282,7 @@ class BackwardPass:
             self._check.remove()
         self._functions.remove()
         exts = self.state.active_exts
-        for ext, shard in move_to_shards(self.inspection.calls, exts):
+        for ext, shard in parallel.move_to_shards(self.inspection.calls, exts):
             self.report.reached.add(id(shard))
             self.exempt(ext, [shard])
         if self._is_filtered:
@@ -544,7 +532,8 @@ class BackwardPass:
             return
         self.losses.append(turn.call)
         if not turn.call.is_function:
-            warn_of_factor(self.inspection, turn.call, g_out, self._begins_with_one)
+            begins = self._begins_with_one
+            coverage.warn_of_factor(self.inspection, turn.call, g_out, begins)
         self.pull_back.meet(turn, second_order)
 
 

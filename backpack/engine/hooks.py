@@ -29,14 +29,9 @@ from backpack.converter.function import FunctionModule
 from backpack.core.derivatives.generic import tensor_outputs
 from backpack.core.layout import FIRST, Layout, Mixed, Placement, spans
 from backpack.core.table import Row, find_loss, find_loss_module
+from backpack.engine import layer_calls
 from backpack.engine.gaps import INPUT, NESTED, differ, explain, note_constants
 from backpack.engine.graph import VIEW, is_leaf, note_tangent
-from backpack.engine.layer_calls import (
-    axes_of_samples,
-    is_redefined,
-    note_use,
-    row_of_call,
-)
 from backpack.engine.placements import Pass, mark_of, may_be_shared, place, placement_of
 from backpack.engine.probes import Known
 from backpack.engine.record import Call, clear_stored
@@ -167,12 +162,12 @@ def enter_call(
         if tracker is not None:
             tracker.owner = frame.call
             if not tracker.suspended and module._parameters and _is_alone(module):
-                frame.row = row_of_call(module, args, kwargs, tracker)
+                frame.row = layer_calls.row_of_call(module, args, kwargs, tracker)
                 if frame.row is not None:
                     tracker.suspend()
         else:
             if not _comes_late(module):
-                frame.row = row_of_call(module, args, kwargs, None)
+                frame.row = layer_calls.row_of_call(module, args, kwargs, None)
             if frame.row is None:
                 _start(frame, args, kwargs)
     return None if guard is None else (args, guard)
@@ -217,7 +212,7 @@ def _start(frame: _Frame, args: tuple, kwargs: dict[str, Any]) -> None:
     computed = [] if sizes or raw else data  # by what is not extended
     if not (sizes or raw or computed):
         return
-    axes = axes_of_samples(frame.module, args, kwargs)
+    axes = layer_calls.axes_of_samples(frame.module, args, kwargs)
     first = (raw or computed or [None])[0]
     n = sizes[0] if sizes else first.size(axes.get(id(first), 0))
     inputs: list[tuple[Tensor, Placement]] = [(x, NESTED) for x in nested]
@@ -365,7 +360,7 @@ def _record(
         edges = _edges(outputs, constant)
     call = frame.call
     call.finish(module, args, kwargs, outputs, edges, _parameters(module, args, frame))
-    if _comes_late(module) or frame.row is None and is_redefined(call):
+    if _comes_late(module) or frame.row is None and layer_calls.is_redefined(call):
         call.is_altered = True
     if not is_no_op(module):
         call.store(raw=False)
@@ -390,7 +385,7 @@ def _record(
     if call.is_loss:
         _note_loss(call, tracker)
     elif frame.row is not None:
-        placements = note_use(call, frame.row, args, outputs, frame.since)
+        placements = layer_calls.note_use(call, frame.row, args, outputs, frame.since)
         if tracker is not None:
             key = tracker.key
             several = len(key.inputs) > 1

@@ -25,6 +25,7 @@ from backpack.core.layout import (
     simplify,
 )
 from backpack.core.operations import find_operation
+from backpack.engine import picked
 from backpack.engine.functions import (
     ALONG,
     BATCHED,
@@ -39,15 +40,6 @@ from backpack.engine.functions import (
     UNCHECKED,
     WRITING,
     is_fill,
-)
-from backpack.engine.picked import (
-    bags,
-    looked_up,
-    named,
-    put,
-    scattered,
-    taken,
-    written,
 )
 from backpack.engine.trials import Performed, Trial
 from backpack.engine.views import in_storage
@@ -139,9 +131,9 @@ def rule(done: Performed, trial: Trial, of: Where, n: int) -> list[Placement] | 
     """
     name, outs, data = done.name, done.outs, done.data
     flat, numbers = trial.flat, trial.numbers
-    picked = _picked(done, trial, of, n)
-    if picked is not None:
-        return [picked]
+    found = _picked(done, trial, of, n)
+    if found is not None:
+        return [found]
     if name in ("nonzero", "argwhere") or name == "where" and len(flat) == 1:
         hits = None if numbers[0] is None else numbers[0][flat[0] != 0]
         if hits is not None and len(data) == 1 and hits.shape == outs[0].shape[:1]:
@@ -185,18 +177,18 @@ def _picked(done: Performed, trial: Trial, of: Where, n: int) -> Placement:
         table, ids = args[:2]
         if isinstance(ids, Tensor) and ids.is_floating_point():
             table, ids = ids, table  # as functions of torch.nn.functional have it
-        return looked_up(table, ids, outs[0], of, n)
+        return picked.looked_up(table, ids, outs[0], of, n)
     if name == "embedding_bag":
-        return bags(of, n, outs[0], *args, **kwargs)
+        return picked.bags(of, n, outs[0], *args, **kwargs)
     if name in ("index_select", "gather", "take_along_dim"):
-        return taken(done, of, n)
+        return picked.taken(done, of, n)
     if name == "one_hot" and len(done.data) == 1:
         placement = of(done.data[0])
         return placement[..., None] if isinstance(placement, Tensor) else placement
     if name.startswith("scatter"):
-        return scattered(done, trial, n)
+        return picked.scattered(done, trial, n)
     if name in ("__setitem__", "index_put", "index_put_"):
-        return put(done, trial, n)
+        return picked.put(done, trial, n)
     return None
 
 
@@ -227,7 +219,7 @@ def _rearranged(done: Performed, trial: Trial, n: int) -> list[Placement] | None
 def _padded(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
     """Do the same with sample numbers, beside which there are constants."""
     own, names = trial.numbers[0], ("input", "pad", "mode")
-    _, size, mode = named(names, done.args, done.kwargs)
+    _, size, mode = picked.named(names, done.args, done.kwargs)
     if own is None or mode not in (None, "constant"):
         return None
     return [simplify(done.func(own, size, value=-1), n)]
@@ -277,7 +269,7 @@ def _matched(done: Performed, of: Where, n: int) -> list[Placement] | None:
 
 def _written(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
     """Follow what was written to places that constants say."""
-    placement = written(done, trial, n)
+    placement = picked.written(done, trial, n)
     return None if placement is None else [placement]
 
 

@@ -22,14 +22,8 @@ from backpack.core.layout import Mixed, Placement, one_sample_each
 from backpack.core.operations import Operation
 from backpack.core.per_sample.base import Dense, PerSample
 from backpack.core.per_sample.sums import chunks
+from backpack.engine import vjp
 from backpack.engine.saved import Saved, fetch
-from backpack.engine.vjp import (
-    NO_SUM,
-    batched_vjp,
-    check_linear,
-    may_be_any,
-    only_through,
-)
 from backpack.utils.compiling import uncompiled
 from backpack.utils.hooks import name_module, without_hooks
 from backpack.utils.parallel import is_in_place
@@ -448,8 +442,8 @@ class Use:
         alone = edges[0].node if self.is_function else None
 
         def pull_back(columns: Sequence[Tensor]) -> list[Tensor | None]:
-            with without_hooks(self.tensors()), only_through(alone):
-                return batched_vjp(edges, stand_ins, columns)
+            with without_hooks(self.tensors()), vjp.only_through(alone):
+                return vjp.batched_vjp(edges, stand_ins, columns)
 
         fetch(self.saved)
         parts: list[list[Tensor | None]] = []
@@ -476,12 +470,12 @@ class Use:
             ]
             products = filled[0] if len(filled) == 1 else torch.cat(filled, 1)
             found.append(Dense(products, constant.shape))
-        own = [edge.node for edge in edges if may_be_any(edge.node)]
+        own = [edge.node for edge in edges if vjp.may_be_any(edge.node)]
         if own:  # each sample's own may be changed before all add up
             whole = [y.unsqueeze(1) for y in cotangents if y is not None]
             each = [x and x.individual() for x in found]
-            what = NO_SUM.format(names=f"what {self.describe()} takes")
-            check_linear(whole, each, pull_back, f"`{self.name}`", what, 1.0, own)
+            what = vjp.NO_SUM.format(names=f"what {self.describe()} takes")
+            vjp.check_linear(whole, each, pull_back, f"`{self.name}`", what, 1.0, own)
         return found
 
 

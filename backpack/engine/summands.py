@@ -112,9 +112,7 @@ class Summands:
             return None
         if name in _DOTS and any(x.dim() != 1 for x in args):
             return None
-        if keys not in ([0], [1]):
-            return None
-        (key,) = keys
+        (key,) = keys  # the other operand has the samples
         x, c = args[1 - key], args[key].detach()
         with torch.no_grad():
             found = self._of(x) if is_tensor(x) else None

@@ -131,7 +131,7 @@ class LayerLike(Operation):
         layer: Any,
         names: dict[Key, str],
         data: Tensor,
-        features: int | None = None,
+        features: int | None,
     ):
         """Store the layer that does the same.
 
@@ -140,8 +140,8 @@ class LayerLike(Operation):
             layer: Its options.
             names: The parameters' names in the layer, by argument.
             data: The input.
-            features: Number of the input's axes that are no rows. Default: ``None`` if
-                all but the first are none.
+            features: Number of the input's axes that are no rows; ``None`` if all but
+                the first are none.
         """
         super().__init__(data, list(names))
         self.derivatives, self.layer, self.names = derivatives, layer, names

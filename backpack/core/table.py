@@ -308,12 +308,12 @@ _PARTS = {base: _find_parts(base) for base in (*LAYERS, *LOSSES)}
 
 
 @lru_cache(maxsize=256)
-def _find_own(cls: type, losses: bool = False) -> tuple[Row | None, Any, Any]:
+def _find_own(cls: type, losses: bool) -> tuple[Row | None, Any, Any]:
     """Look up a class, unless it changes what its base computes.
 
     Args:
         cls: The class.
-        losses: Whether to look among losses, or among layers. Default: ``False``.
+        losses: Whether to look among losses, or among layers.
 
     Returns:
         Its row, or ``None``, the methods that an instance must not change, either, and

@@ -147,14 +147,14 @@ def redrawn(x: Tensor, how: int, pool: Tensor) -> Tensor:
     return some(values, x.shape)
 
 
-def other_integers(x: Tensor, beyond: int = 0) -> Iterator[Tensor]:
+def other_integers(x: Tensor, beyond: int) -> Iterator[Tensor]:
     """Draw integers from the range of those in a tensor, no number of the program's.
 
     If all are the same, also some next to them.
 
     Args:
         x: The tensor.
-        beyond: How far to go beyond the range. Default: 0.
+        beyond: How far to go beyond the range.
 
     Yields:
         Three others of its shape; none if it has no entries.

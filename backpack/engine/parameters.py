@@ -184,7 +184,7 @@ class Group:
             if own:
                 what = NO_SUM.format(names=describe(self.params))
                 again = partial(batched_vjp, outputs, inputs)
-                check_linear(columns, pulled, again, names_at(own), what, nodes=own)
+                check_linear(columns, pulled, again, names_at(own), what, own)
         for param, products in zip(params, pulled):
             if products is not None:
                 _add(found, param, Dense(products, param.shape))

@@ -204,7 +204,7 @@ class PullColumns:
             pulled = pull_chunk(chunk)
             if own and not done:
                 given, once, who = [chunk[:, None]], _with_axis(pulled), names_at(own)
-                check_linear(given, once, pull_again, who, NO_DERIVATIVE, nodes=own)
+                check_linear(given, once, pull_again, who, NO_DERIVATIVE, own)
                 del once
             done += len(chunk)
             if many and self._running.state.debug:

@@ -37,7 +37,7 @@ SEEN = "backpack.seen"  # where users look at the gradient of what a model compu
 class Guarded:
     """A hook of a tensor or a node that sees nothing but gradients."""
 
-    def __init__(self, hook: Callable, of_parameters: bool = False):
+    def __init__(self, hook: Callable, of_parameters: bool):
         """Store what it is.
 
         Args:

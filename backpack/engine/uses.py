@@ -475,7 +475,7 @@ class Use:
             whole = [y.unsqueeze(1) for y in cotangents if y is not None]
             each = [x and x.individual() for x in found]
             what = vjp.NO_SUM.format(names=f"what {self.describe()} takes")
-            vjp.check_linear(whole, each, pull_back, f"`{self.name}`", what, 1.0, own)
+            vjp.check_linear(whole, each, pull_back, f"`{self.name}`", what, own, 1.0)
         return found
 
 
@@ -497,7 +497,7 @@ class _Together(Function):
 Together = _Together._backward_cls  # the class of such nodes
 
 
-def on_one_node(output: Any, leave: Container[int] = ()) -> Any:
+def on_one_node(output: Any, leave: Container[int]) -> Any:
     """Give several outputs a node of their own.
 
     There, the gradients at all of them arrive at once; and if one was computed from

@@ -170,8 +170,8 @@ def check_linear(
     pull_back: Callable[[List[Tensor]], Sequence[Optional[Tensor]]],
     function: str,
     what: str,
+    nodes: Sequence[Node],
     scale: float = -(2.0**10),  # which changes no digit
-    nodes: Sequence[Node] = (),
 ) -> None:
     """Refuse a function of a user whose backward is not linear.
 
@@ -181,9 +181,9 @@ def check_linear(
         pull_back: Pulls a column back, ``[1, 1, *]``.
         function: Name of the function.
         what: What is not defined.
+        nodes: Where it sits in the graph.
         scale: What columns are multiplied by. Default: a large negative number, with
             which what is clipped, or changed by its sign, is another one.
-        nodes: Where it sits in the graph. Default: Does not matter.
 
     Raises:
         NotImplementedError: If a combination of columns has another product than that

@@ -98,13 +98,13 @@ def has_fast_matmul(x: Tensor) -> bool:
     )
 
 
-def is_fast_product(sizes: Sequence[int], like: Tensor, times: int = 1) -> bool:
+def is_fast_product(sizes: Sequence[int], like: Tensor, times: int) -> bool:
     """Tell whether oneDNN multiplies two matrices, which need not exist yet.
 
     Args:
         sizes: Sizes ``A``, ``R``, ``B`` of the product of ``[A, R]`` and ``[R, B]``.
         like: A tensor of the matrices' type.
-        times: Number of products of these sizes in a row. Default: 1.
+        times: Number of products of these sizes in a row.
 
     Returns:
         Whether it can, the product is large enough, and the BLAS is slower.

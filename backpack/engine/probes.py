@@ -74,6 +74,18 @@ class Source(NamedTuple):
         """Shape of the tensor there."""
         return shape_at(self.edge)
 
+    def numbers(self, device: torch.device) -> Tensor:
+        """Write down the samples of the entries there.
+
+        Args:
+            device: Device of the result.
+
+        Returns:
+            Sample numbers, of the tensor's shape; -1 where there is none.
+        """
+        placement, n = self.known
+        return sample_numbers(placement, self.shape, n, device)
+
 
 def probe(
     edge: GradientEdge, sources: Sequence[Source], nodes: Sequence[Node]
@@ -119,7 +131,15 @@ def _ask(
     return Mixed(f"{name_of(edge.node)} ({reasons[0]})", False)
 
 
-def _zeros_at(edge: GradientEdge) -> Tensor:
+def zeros_at(edge: GradientEdge) -> Tensor:
+    """Make zeros like the tensor at a place in the graph.
+
+    Args:
+        edge: The place.
+
+    Returns:
+        The zeros.
+    """
     metadata = edge.node._input_metadata[edge.output_nr]
     return torch.zeros(shape_at(edge), **kind(metadata))
 
@@ -128,7 +148,7 @@ def _regular(
     edge: GradientEdge, sources: Sequence[Source], _: Sequence[Node]
 ) -> Placement:
     """Find the only layout that gradients agree with: entries lead to their sample."""
-    n, zeros = sources[0].known.n, _zeros_at(edge)
+    n, zeros = sources[0].known.n, zeros_at(edge)
     found: list[Tensor] = []
     pulled = pull([edge], [source.edge for source in sources], [zeros])
     if any(bool(g.isnan().any()) for g in pulled if g is not None):
@@ -150,10 +170,10 @@ def _agrees(edge: GradientEdge, own: Tensor, sources: Sequence[Source]) -> bool:
     """Tell whether entries lead to the samples that they are said to belong to."""
     n, edges, seen = sources[0].known.n, [source.edge for source in sources], False
     for bit, value in halves(n):
-        vector = marked(_zeros_at(edge), own, bit, value)
+        vector = marked(zeros_at(edge), own, bit, value)
         for g, source in zip(pull([edge], edges, [vector]), sources):
             if g is not None:
-                i = sample_numbers(source.known.placement, g.shape, n, g.device)
+                i = source.numbers(g.device)
                 if bool(g.isnan()[has_bit(i, bit, 1 - value)].any()):
                     return False
                 seen = seen or bool(g.isnan().any())
@@ -164,7 +184,7 @@ def _moved(
     edge: GradientEdge, sources: Sequence[Source], nodes: Sequence[Node]
 ) -> Placement:
     """Mark samples at the sources, and see which entries that changes."""
-    n, cotangent = sources[0].known.n, _zeros_at(edge).requires_grad_()
+    n, cotangent = sources[0].known.n, zeros_at(edge).requires_grad_()
     edges = [source.edge for source in sources]
     pulled = pull([edge], edges, [cotangent], create_graph=True)
     pairs = [(g, source) for g, source in zip(pulled, sources) if g is not None]
@@ -216,7 +236,7 @@ def _with_zeros(
     with structure_only(list(filter(keeps_places, inner))):
         found = _entries(cotangent, pairs, n)
     for g, source in pairs:
-        own = sample_numbers(source.known.placement, g.shape, n, g.device)
+        own = source.numbers(g.device)
         if found is None or own.shape != found.shape or conflict(own, found):
             return numbers
     return found
@@ -240,10 +260,7 @@ def _entries(
     """  # noqa: DAR401
     got = torch.zeros_like(cotangent, dtype=torch.long, requires_grad=False)
     unseen, moved, met = got < 0, {}, got < 0
-    numbers = [
-        sample_numbers(source.known.placement, g.shape, n, g.device)
-        for g, source in pairs
-    ]
+    numbers = [source.numbers(g.device) for g, source in pairs]
     for bit, value in halves(n) if pairs else ():
         vectors = [
             marked(torch.zeros_like(g), i, bit, value)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from backpack.core.layout import Mixed, has_bit, sample_numbers
+from backpack.core.layout import Mixed, has_bit
 from backpack.engine.gaps import differ, explain_parents, sources_of
 from backpack.engine.graph import has_use
-from backpack.engine.probes import Source
+from backpack.engine.probes import Source, zeros_at
 from backpack.engine.vjp import is_function, pull
 from backpack.utils.state import state
 from backpack.utils.types import kind
@@ -70,12 +70,9 @@ def _has_no_mixed_derivatives(
     roots: Sequence[GradientEdge], sources: Sequence[Source]
 ) -> bool:
     edges, n = [source.edge for source in sources], sources[0].known.n
-    metadata = [edge.node._input_metadata[edge.output_nr] for edge in roots]
-    ones = [torch.ones(m.shape, **kind(m)) for m in metadata]
+    ones = [torch.ones_like(zeros_at(edge)) for edge in roots]
     pulled = pull(roots, edges, ones, create_graph=True)
-    numbers = [
-        sample_numbers(s.known.placement, s.shape, n, ones[0].device) for s in sources
-    ]
+    numbers = [source.numbers(ones[0].device) for source in sources]
     both = [
         (g, i) for g, i in zip(pulled, numbers) if g is not None and g.requires_grad
     ]

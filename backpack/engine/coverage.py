@@ -35,7 +35,7 @@ from backpack.engine.uses import Use, is_noted, refuse
 from backpack.engine.vjp import is_function
 from backpack.utils.disable import PLAIN
 from backpack.utils.errors import batch_norm_raise_error_if_train, warn_user
-from backpack.utils.hooks import EXTENDED, message, modules_in, names_of
+from backpack.utils.hooks import EXTENDED, message, modules_in, names_of, parameters_of
 from backpack.utils.state import may_look, out_of_sight
 
 NOT_EXTENDED_BATCH_NORM = (
@@ -235,7 +235,7 @@ def never_seen(inspection: Inspection, known: set[int]) -> list[Tensor]:
         modules = modules_in(root)
         if not called.isdisjoint(map(id, modules)):
             modules = [module for module in modules if module not in PLAIN]
-            params = [p for module in modules for p in module._parameters.values()]
+            params = parameters_of(modules)
             found.update({id(p): reached[id(p)] for p in params if id(p) in reached})
     return list(found.values())
 

@@ -9,7 +9,7 @@ from torch.nn import Module, Parameter
 from backpack.converter.reading import inputs_of_layers
 from backpack.engine.hooks import is_hooked
 from backpack.utils.errors import warn_user
-from backpack.utils.hooks import EXTENDED, modules_in
+from backpack.utils.hooks import EXTENDED, modules_in, parameters_of
 
 NOT_REACHED = (
     "the backward pass did not reach it. That is as it should be where the model took "
@@ -108,7 +108,7 @@ class Report:
         self.ran = True
         for root in list(EXTENDED):
             modules = modules_in(root)
-            params = _parameters(modules)
+            params = parameters_of(modules)
             if not params:
                 self.plain.update(map(id, modules))
             self.wanted.update([id(param) for param in params if param.requires_grad])
@@ -133,7 +133,7 @@ class Report:
         missing: dict[str, list[str]] = {}
         touched = {param for _, param in self.saved} | self.reached
         for root in list(EXTENDED):
-            wanted = {id(p) for p in _parameters(modules_in(root)) if p.requires_grad}
+            wanted = {id(p) for p in parameters_of(modules_in(root)) if p.requires_grad}
             if wanted.isdisjoint(touched):
                 continue
             if any((key, param) not in self.saved for key in keys for param in wanted):
@@ -178,8 +178,3 @@ class Report:
         if is_seen:
             return NOT_REACHED
         return NOT_RECORDED if is_hooked(module) else NO_HOOKS
-
-
-def _parameters(modules: list[Module]) -> list[Parameter]:
-    """List the modules' own parameters; those that they share several times."""
-    return [x for m in modules for x in m._parameters.values() if x is not None]

@@ -56,7 +56,7 @@ from backpack.engine.uses import (
 from backpack.engine.views import View, in_base, in_view, made_base
 from backpack.engine.vjp import is_function
 from backpack.utils.compiling import is_indivisible, skipped, untraced
-from backpack.utils.hooks import modules_in
+from backpack.utils.hooks import modules_in, parameters_of
 from backpack.utils.state import state
 from backpack.utils.types import (
     are_redefined,
@@ -323,11 +323,10 @@ class Tracker(TorchFunctionMode):
         """Tell whether a tensor is in a parameter's place, by a functional call."""
         if self._given is None:
             root = None if self.root is None else self.root()
-            modules = [] if root is None else modules_in(root)
-            params = [p for module in modules for p in module._parameters.values()]
-            self._given = {id(p) for p in params if p is not None and p.grad_fn}
+            params = parameters_of([] if root is None else modules_in(root))
+            self._given = {id(p) for p in params if p.grad_fn}
             for p in params:  # a leaf of another class might be an input
-                if p is not None and p.grad_fn is None and not isinstance(p, Parameter):
+                if p.grad_fn is None and not isinstance(p, Parameter):
                     self.place(p, None)
         return id(x) in self._given
 

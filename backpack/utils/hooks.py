@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any, Dict, Iterable, Iterator, List
 
 from torch import Size, Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 # Modules on which `extend` was called
 EXTENDED: weakref.WeakSet[Module] = weakref.WeakSet()
@@ -145,3 +145,15 @@ def modules_in(root: Module) -> list[Module]:
                 seen.add(child)
                 modules.append(child)
     return modules
+
+
+def parameters_of(modules: Iterable[Module]) -> list[Parameter]:
+    """List the own parameters of modules; those that they share several times.
+
+    Args:
+        modules: The modules.
+
+    Returns:
+        The parameters.
+    """
+    return [x for m in modules for x in m._parameters.values() if x is not None]

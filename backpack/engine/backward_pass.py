@@ -210,7 +210,7 @@ class BackwardPass:
         exts = self.state.active_exts
         if parallel.is_parallel():
             parallel.refuse_parts(names_of(exts), [*inspection.reached, *params])
-        curved = any(ext.expects_backpropagation_quantities() for ext in exts)
+        curved = not self._is_first_order
         if curved or self.is_shared:
             self.terms = coverage.terms_without_loss(inspection)
         if curved and self.terms:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
 
+from backpack.core.derivatives.stored import find_parameter
 from backpack.core.linearization import Linearization
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.secondorder.hbp import factors, hbp_options
@@ -61,7 +61,7 @@ class HBPBaseModule(ModuleRule):
         def what() -> str:
             return f"{name_module(module)} (parameter '{name}')"
 
-        factors.refuse_ambiguous(ext, what, product, attrgetter(name)(module))
+        factors.refuse_ambiguous(ext, what, product, find_parameter(module, name))
         if is_sqrt:
             output = factors.output_factor(product, sharing)
         else:

@@ -266,7 +266,7 @@ class backpack(AbstractContextManager):  # noqa: N801
         current.debug, current.retain_graph = self.debug, self.retain_graph
         current.check, current.report = self.check, announce.report
         current.gradient = self.gradient
-        current.in_context = True
+        current.enter()
         announce.__enter__()
 
     @skipped

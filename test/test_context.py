@@ -5,7 +5,7 @@ import threading
 import time
 import weakref
 from contextlib import nullcontext
-from typing import Any, Callable, List, Type
+from typing import Any, Callable, Dict, List, Type
 
 import pytest
 import torch
@@ -372,6 +372,76 @@ def test_nesting():
         net().backward()
         assert net.has("grad_batch")
     assert inactive()
+
+
+def once(function: Callable[[], None]) -> Callable[..., None]:
+    """Make a hook that calls a function when it runs for the first time."""
+    calls: List[None] = []
+
+    def run(*args: Any) -> None:
+        calls.append(None)
+        if len(calls) == 1:
+            with torch.enable_grad():
+                function()
+
+    return run
+
+
+HOOKS: Dict[str, Callable[["Net", Callable], Any]] = {
+    "tensor": lambda net, hook: net.x.requires_grad_().register_hook(hook),
+    "parameter": lambda net, hook: net.model.weight.register_hook(hook),
+    "module": lambda net, hook: (
+        net.x.requires_grad_(),
+        net.model.register_full_backward_hook(hook),
+    ),
+    "accumulated": lambda net, hook: (
+        net.model.weight.register_post_accumulate_grad_hook(hook)
+    ),
+}
+
+
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("outside", [True, False])
+@pytest.mark.parametrize("name", [*HOOKS, "extension"])
+def test_a_pass_in_a_hook_of_another(name: str, outside: bool, same: bool):
+    """A context in a hook is about the passes inside; the other pass goes on."""
+    net = Net()
+    inner = net if same else Net()
+
+    def run() -> None:
+        with backpack(BatchGrad()):
+            inner().backward()
+
+    hook = once(run)
+    if name != "extension":
+        HOOKS[name](net, hook)
+    extension_hook = hook if name == "extension" else None
+    if outside:
+        net().backward()
+    else:
+        with backpack(Variance(), extension_hook=extension_hook):
+            net().backward()
+    assert net.has("variance") is not outside and inactive()
+    if not (outside and name == "extension"):
+        assert inner.has("grad_batch")
+        (gradient,) = torch.autograd.grad(inner(), inner.model.weight)
+        assert torch.allclose(inner.model.weight.grad_batch.sum(0), gradient)
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_forward_pass_in_a_hook_before_its_context(name: str):
+    """What a hook computes before it enters a context is not recorded, which is said."""
+    net, other = Net(), Net()
+
+    def run() -> None:
+        value = other()
+        with pytest.warns(UserWarning, match="in a hook of another backward pass"):
+            with backpack(BatchGrad()):
+                value.backward()
+
+    HOOKS[name](net, once(run))
+    net().backward()
+    assert not other.has("grad_batch")
 
 
 def test_one_context_object_nests_in_itself():

@@ -220,6 +220,12 @@ WITH_PARAMETERS = [
         for d in (1, 2, 3)
     ],
     layer(
+        "ConvTranspose1d-padded-by-its-stride",
+        lambda: nn.ConvTranspose1d(2, 1, 3, dilation=2, output_padding=1),
+        2,
+        2,
+    ),
+    layer(
         "Conv2d-groups", lambda: nn.Conv2d(2, 4, 2, groups=2), 2, 2, 3, without=SHARED
     ),
     layer("Linear-sequence", lambda: nn.Linear(2, 3), 2, 2, without=SHARED),

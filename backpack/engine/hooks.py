@@ -92,8 +92,14 @@ def steps_aside() -> bool:
         or not disable.should_store_io()
         or peek_interpreter_stack() is not None
         or _get_tracing_state() is not None
-        or _current_graph_task_id() != -1
+        or _is_repeated()
     )
+
+
+def _is_repeated() -> bool:
+    """Tell whether a backward pass runs this, which is not a hook with its context."""
+    task = _current_graph_task_id()
+    return task != -1 and task != state().inside
 
 
 def forget_interrupted(depth: int = 1) -> None:

@@ -18,7 +18,8 @@ NOT_REACHED = (
 )
 NOT_RECORDED = (
     "no call of its module was recorded. It was extended after the forward pass; or "
-    "that ran inside `disable()` or a transform of `torch.func`; or a function took "
+    "that ran inside `disable()` or a transform of `torch.func`, or in a hook of "
+    "another backward pass before a context was entered there; or a function took "
     "the parameter while no extended module was being called. Call `extend` first, "
     "then the module itself, and without any of these"
 )

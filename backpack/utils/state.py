@@ -93,6 +93,8 @@ class State:
         caller: The frame that has announced it, which other threads can't see.
         unannounced: A pass that nobody has announced: outside of a context.
         contexts: What announces backward passes, of each context that is active.
+        inside: Number of the backward pass in which the context was entered, by one of
+            its hooks; -1 outside of any.
         pulling: Whether columns are being pulled back, so that hooks must not run.
         quiet: Whether hooks of users must not run, either.
         calls: What a step that is recorded calls as a whole; ``None`` without such.
@@ -120,9 +122,18 @@ class State:
         self.caller: FrameType | None = None
         self.unannounced: Any = None
         self.contexts: list[Any] = []
+        self.inside = -1
         self.pulling = self.quiet = False
         self.calls: list[Any] | None = None
         self.deciding: list[tuple[str, Tensor]] | None = None
+
+    def enter(self) -> None:
+        """Begin a context, also in a hook of another backward pass, which goes on."""
+        self.in_context = True
+        self.inside = torch._C._current_graph_task_id()
+        if self.inside != -1:
+            self.backward_pass = self.unannounced = self.caller = None
+            self.pulling = self.quiet = False
 
     @property
     def keeps_io(self) -> bool:

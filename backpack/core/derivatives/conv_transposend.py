@@ -8,7 +8,10 @@ from torch import Tensor
 from backpack.core.derivatives import convnd
 from backpack.core.per_sample.order import Order, simplest
 from backpack.utils.conv import smallest_sizes
-from backpack.utils.conv_transpose import unfold_by_conv_transpose
+from backpack.utils.conv_transpose import (
+    get_conv_transpose_function,
+    unfold_by_conv_transpose,
+)
 from backpack.utils.types import Layer
 
 
@@ -29,8 +32,11 @@ class ConvTransposeNDDerivatives(convnd.ConvNDDerivatives):
         Returns:
             Tensor of shape ``[M, C_out, *]``.
         """
-        size = list(module.output.shape[2:])
-        return convnd.without_bias(module).forward(x, output_size=size)
+        # which the layer's `forward(x, output_size=...)` does not take for all of them
+        stride, padding, dilation, _, rest = self._geometry(module, x, module.output)
+        convolve = get_conv_transpose_function(len(rest))
+        options = stride, padding, rest, module.groups, dilation
+        return convolve(x, module.weight, None, *options)
 
     def _geometry(self, module: Layer, x: Tensor, output: Tensor) -> convnd.Geometry:
         options = module.stride, module.padding, module.kernel_size, module.dilation

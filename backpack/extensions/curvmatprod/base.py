@@ -33,7 +33,8 @@ PICKLED = (
 )
 PARAMETER_RESIDUAL = (
     "{ext}: {module} is not known to be linear in its parameter '{name}', and the "
-    "positive-curvature Hessian is defined for layers that are. Use HMP or GGNMP."
+    "positive-curvature Hessian is defined for layers that are. Use HMP or GGNMP; if "
+    "derivatives of your own are in use and it is, set `affine_in_params = True` there."
 )
 
 

@@ -430,7 +430,7 @@ def test_a_pass_in_a_hook_of_another(name: str, outside: bool, same: bool):
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_a_forward_pass_in_a_hook_before_its_context(name: str):
-    """What a hook computes before it enters a context is not recorded, which is said."""
+    """What a hook computes in front of its context is not recorded, which is said."""
     net, other = Net(), Net()
 
     def run() -> None:

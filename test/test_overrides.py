@@ -675,6 +675,13 @@ def forms(batch_size: int) -> List[PerSample]:
 
 
 @pytest.mark.parametrize("index", range(4))
+def test_merge_needs_the_same_samples(index: int):
+    """Calls with different batch sizes have no individual gradients to add."""
+    with pytest.raises(ValueError, match="Axis 0 must be the batch in every call"):
+        merged([forms(3)[index], forms(2)[index]])
+
+
+@pytest.mark.parametrize("index", range(4))
 def test_no_samples(index: int):
     """The variance of nothing is NaN, the sum that it computes on its way is zero."""
     product = forms(0)[index]

@@ -27,7 +27,10 @@ def merged(products: Sequence[PerSample]) -> PerSample:
 
     Returns:
         Their sum.
-    """
+
+    Raises:
+        ValueError: If the calls saw different numbers of samples.
+    """  # noqa: DAR401
     total, rest = None, list(products)
     while rest:
         first, *others = rest
@@ -42,6 +45,13 @@ def merged(products: Sequence[PerSample]) -> PerSample:
 
 def _sum(first: PerSample, second: PerSample) -> Dense:
     """Add products of two kinds: rows are added to what is there."""
+    if first.batch_size != second.batch_size:
+        raise ValueError(
+            "A parameter is shared by calls with different sizes along axis 0 "
+            f"({first.batch_size} and {second.batch_size}), so that individual "
+            "gradients are not defined. Axis 0 must be the batch in every call: "
+            "keep the samples there, or give each call a parameter of its own."
+        )
     if isinstance(first, Rows):
         first, second = second, first
     return Dense(second.added_to(first.individual()), first.shape)

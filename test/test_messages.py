@@ -1383,6 +1383,16 @@ PASSES: Dict[str, Row] = {
         "a rule for its module, Misspelled, which saves nothing for it",
         "add its name to the rule's `params`, or correct the spelling",
     ),
+    "rule-for-what-is-parametrized": Row(
+        lambda: run(
+            Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))),
+            NoRule("SILENT", {nn.Linear: Misspelled()}),
+        ),
+        UserWarning,
+        r"\n- 0\.parametrizations\.weight\.original0, .*original1: NoRule has a rule",
+        "which is about the parametrized tensor, and not about what that is made of",
+        "leave this class of modules without a rule",
+    ),
     **{
         f"no-gradient-{ext.__name__}-{where}": Row(
             lambda ext=ext, where=where: without_gradient(ext(), where),

@@ -398,6 +398,12 @@ MOVES: Dict[str, Callable] = {  # of x [N, T, D]
     "losses-with-the-prediction-second": lambda m, x: torch.stack(
         [F.mse_loss(torch.ones(z.shape, dtype=F64), z.sin()) for z in plain(m, x)]
     ),
+    "written-by-a-mask-that-broadcasts": lambda m, x: torch.stack(
+        [
+            m.p.masked_scatter(torch.ones(2, D, dtype=torch.bool), z[:2])
+            for z in plain(m, x)
+        ]
+    ),
     "one-number-for-each-sample": lambda m, x: plain(m, x)
     + torch.stack([m.p.sum().index_select(0, z[:1, 0].long() * 0) for z in x])[
         :, None, None

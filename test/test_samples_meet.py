@@ -948,6 +948,22 @@ def test_rows_of_nobody(name: str, count: int) -> None:
     assert_refused(row, "BatchGrad")
 
 
+@pytest.mark.parametrize("count", [2, N, 2 * N])
+def test_rows_of_nobody_behind_the_model(count: int) -> None:
+    """Nor are they where a model returns them, and the loss puts them behind others."""
+
+    def model() -> Module:
+        return Lambda(
+            lambda m, x: (m.f(x), m.p.sin()), f=nn.Linear(D, D), p=param(count, D)
+        )
+
+    def value(model: Module, loss: Module, X: Tuple[Tensor, ...]) -> Tensor:
+        return torch.cat(model(*X)).square().sum()
+
+    row = Row(model, randn(D), says="where|no sample", value=value)
+    assert_refused(row, "BatchGrad", kinds=(*REFUSALS, UserWarning))
+
+
 # Of tokens [N, T, D] and positions [T, D], by layers that are extended one by one
 BESIDE: Dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "behind": lambda x, p: torch.cat([x, p.expand_as(x)], 1),

@@ -194,6 +194,8 @@ def written(done: Performed, trial: Trial, n: int) -> Placement:
     deciding = any(numbers(y) is not None for y in tree_leaves(ids))
     if deciding or not kwargs.get("include_self", True) or not x.dim():
         return None
+    if x.shape != done.outs[0].shape:
+        return None  # a mask has broadcast it
     own, new = numbers(x), numbers(value)
     own = nobodys(x.shape, x.device) if own is None else own
     if new is None:

@@ -15,6 +15,7 @@ from typing import NamedTuple, Sequence
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
+from torch.nn import Parameter
 
 from backpack.core.layout import (
     Layout,
@@ -29,6 +30,7 @@ from backpack.core.layout import (
     spans,
 )
 from backpack.engine.graph import (
+    is_leaf,
     is_own,
     is_pointwise,
     keeps_places,
@@ -200,7 +202,9 @@ def _moved(
             numbers = _with_zeros(edge, nodes, cotangent, pairs, numbers)
         if bool((numbers < 0).all()):
             raise RuntimeError("a function whose backward has derivatives of zero only")
-    placement = simplify(numbers, n) if pairs else None
+    behind = [place for node in nodes for place, _ in node.next_functions]
+    is_learned = any(is_leaf(x) and isinstance(x.variable, Parameter) for x in behind)
+    placement = simplify(numbers, n, is_learned=is_learned) if pairs else None
     if len(pairs) > 1 and isinstance(placement, Tensor) and numbers.numel():
         alone = [_entries(cotangent, [pair], n) for pair in pairs]
         axes = [

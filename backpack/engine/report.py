@@ -31,6 +31,11 @@ NOT_IN_RULE = (
     "{ext} has a rule for its module, {rule}, which saves nothing for it; add its name "
     "to the rule's `params`, or correct the spelling there"
 )
+MADE_INTO = (
+    "{ext} has a rule for its module, {rule}, which is about the parametrized tensor, "
+    "and not about what that is made of; remove the parametrization, or leave this "
+    "class of modules without a rule"
+)
 REPLACED = (
     "its module was called with something else in its place, as by "
     "`torch.func.functional_call`, and {ext} saves values on what was given, if that "
@@ -161,7 +166,9 @@ class Report:
     ) -> str | None:
         if id(param) not in self.reached:
             return NOT_REACHED
-        module = root.get_submodule(name.rpartition(".")[0])
+        owner, parametrized, _ = f".{name}".partition(".parametrizations.")
+        owner = owner[1:] if parametrized else name.rpartition(".")[0]
+        module = root.get_submodule(owner)
         is_curvature = ext.expects_backpropagation_quantities()
         if is_curvature and id(module) in self.in_losses:
             return OF_LOSS.format(ext=type(ext).__name__)
@@ -171,7 +178,9 @@ class Report:
             if rule is None:
                 return None  # `fail_mode` has told what to say, and when
             text = REPLACED if type(rule) is type(ext.default_rule) else NOT_IN_RULE
-            if text is REPLACED and name in inputs_of_layers(root):
+            if text is NOT_IN_RULE and parametrized:
+                text = MADE_INTO
+            elif text is REPLACED and name in inputs_of_layers(root):
                 text = AS_INPUT
             elif text is REPLACED and is_seen:
                 text = NOT_REACHED

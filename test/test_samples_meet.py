@@ -964,6 +964,19 @@ def test_rows_of_nobody_behind_the_model(count: int) -> None:
     assert_refused(row, "BatchGrad", kinds=(*REFUSALS, UserWarning))
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_predictions_of_nobody(count: int) -> None:
+    """A model that returns what no input enters is refused, in one tensor or more."""
+    row = Row(
+        lambda: Lambda(lambda m, x: tuple(m.p.sin().split(3 - count)), p=param(2, D)),
+        randn(D),
+        says="no input enters",
+        value=lambda model, loss, X: torch.cat(model(*X)).square().sum(),
+    )
+    assert_refused(row, "BatchGrad")
+    assert_refused(row, "DiagGGNExact")
+
+
 # Of tokens [N, T, D] and positions [T, D], by layers that are extended one by one
 BESIDE: Dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "behind": lambda x, p: torch.cat([x, p.expand_as(x)], 1),

@@ -355,6 +355,8 @@ def _record(
     # what comes out of a layer that is looked at as a whole has no mark yet
     if len(outputs) > 1 and frame.row is None and tracker is not None:
         constant = {id(x) for x in outputs if placement_of(x, tracker.key) is None}
+        if len(constant) == len(outputs) and frame.tracker is not None:
+            constant.clear()  # no other way leads to the model
     edges = _edges(outputs, constant)
     if len(outputs) > 1 and _differ(edges):
         marks = [mark_of(x) for x in outputs]

@@ -4,6 +4,7 @@ What a pass has saved serves another one: factored gradients, eigenvectors, proj
 The reference are dense gradients and dense curvature of the same parameter.
 """
 
+import copy
 import pickle
 import re
 from typing import Any, Callable, Dict, List, Tuple
@@ -236,6 +237,29 @@ def test_random_projections() -> None:
         [m.flatten() for p in model.parameters() for m in again.matrices(p)]
     )
     assert abs(float(entries.var()) * 5 - 1) < 0.5
+
+
+COPIES: Dict[str, Callable[[Tuple[Module, Any]], Tuple[Module, Any]]] = {
+    "pickle": lambda both: pickle.loads(pickle.dumps(both)),
+    "copy": lambda both: (both[0], copy.copy(both[1])),
+    "deepcopy": lambda both: (both[0], copy.deepcopy(both[1])),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_have_the_same_projections(name: str) -> None:
+    """Those that were drawn go with their parameters, also to another process."""
+    model, loss, x, y = problem()
+    project = BatchProjectGrad(2)
+    for _ in range(2):
+        with backpack(project):
+            loss(model(x), y).backward()
+        found = [p.grad_projected.clone() for p in model.parameters()]
+        model, project = COPIES[name]((model, project))
+        with backpack(project):
+            loss(model(x), y).backward()
+        for p, expected in zip(model.parameters(), found):
+            assert_agrees(p.grad_projected, expected)
 
 
 class Transposed(Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from numbers import Integral
 from typing import Any, Mapping, MutableMapping, Sequence, Union
 
@@ -92,6 +93,18 @@ class BatchProjectGrad(GradientReduction):
         super().__init__("grad_projected", subsampling=subsampling)
         self._projection, self._generator = given, generator
         self._drawn: MutableMapping[Tensor, list[Tensor]] = WeakTensorKeyDictionary()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled: with each matrix the parameter it was drawn for."""
+        return {**vars(self), "_drawn": list(self._drawn.items())}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Read what was pickled; parameters are known by who they are, as before."""
+        vars(self).update(state, _drawn=WeakTensorKeyDictionary(state["_drawn"]))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BatchProjectGrad:
+        """Copy it for the same parameters, which share their projections with it."""
+        return copy(self)
 
     def matrices(self, param: Tensor) -> list[Tensor]:
         """Return the projections of a parameter; draw them if they are random and new.

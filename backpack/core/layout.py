@@ -202,7 +202,8 @@ def simplify(
     if layouts and n == 1:
         return layouts[0]
     if len(layouts) == 1 and not single:
-        if not (is_learned and _has_gaps(numbers, layouts[0].axis)):
+        own = _along(numbers, layouts[0].axis, n) if is_learned else None
+        if own is None or not bool((own < 0).any()):
             return layouts[0]
     if single and (is_use or not layouts):  # one sample's, beside constants
         numbers = most.expand([1] * numbers.dim())
@@ -225,13 +226,6 @@ def _regular(numbers: Tensor, n: int) -> Iterator[Layout]:
                 same = place // inner % n == own
                 if bool((same | (own < 0)).all()):
                     yield Layout(axis, inner)
-
-
-def _has_gaps(numbers: Tensor, axis: int) -> bool:
-    """Tell whether there are slices along an axis of which nothing is known."""
-    others = [d for d in range(numbers.dim()) if d != axis]
-    highest = numbers.amax(others) if others else numbers
-    return bool((highest < 0).any())
 
 
 def _along(numbers: Tensor, axis: int, n: int) -> Tensor | None:

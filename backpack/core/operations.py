@@ -150,11 +150,16 @@ def _convolution(call: Called) -> Operation | None:
 
 
 def _embedding(call: Called) -> Operation | None:
-    bound = call.bind("weight input padding_idx scale_grad_by_freq sparse")
-    padding = bound.get("padding_idx", -1)
+    names = "input weight padding_idx max_norm norm_type scale_grad_by_freq sparse"
+    first = call.args[0] if call.args else None
+    if isinstance(first, Tensor) and first.is_floating_point():
+        names = "weight input padding_idx scale_grad_by_freq sparse"  # torch.embedding
+    bound = call.bind(names)
+    rows, padding = len(bound["weight"]), bound.get("padding_idx")
     if bound.get("scale_grad_by_freq"):
         return None  # it counts occurrences in the batch
-    padding = None if padding < 0 else padding
+    if padding is not None and padding < 0:
+        padding = None if names.startswith("weight") else padding + rows
     options = {"padding_idx": padding, "scale_grad_by_freq": False}
     return _like(EmbeddingDerivatives(), call, bound, 0, **options)
 
@@ -355,7 +360,7 @@ _RULES: dict[Rule, Sequence[Callable]] = {
     **{_conv(n): (getattr(torch, f"conv{n}d"),) for n in (1, 2, 3)},
     **{_conv(n, True): (getattr(torch, f"conv_transpose{n}d"),) for n in (1, 2, 3)},
     _convolution: (torch.convolution,),
-    _embedding: (torch.embedding,),
+    _embedding: (functional.embedding, torch.embedding),
     _rows: (Tensor.__getitem__,),
     _layer_norm(
         normalization.LayerNormDerivatives(),

@@ -179,13 +179,13 @@ def _without_overrides(func: FunctionType) -> Callable:
     return copy
 
 
+_TABLES = (functional.embedding, functional.embedding_bag)
 # Functions in Python that parameters enter in several places, or which write to them
 _OPENED = {
     func: _without_overrides(func)
     for func in (
         functional.multi_head_attention_forward,
-        functional.embedding,
-        functional.embedding_bag,
+        *_TABLES,
         getattr(functional, "linear_cross_entropy", None),  # from PyTorch 2.13 on
     )
     if func is not None
@@ -224,6 +224,27 @@ def kind_of(func: Any) -> Kind:
         name, quiet, reads, writes, _OPENED.get(func), is_loss, owner is not None
     )
     return kind
+
+
+def opened(
+    func: Callable, kind: Kind, args: tuple, kwargs: dict[str, Any]
+) -> Callable | None:
+    """Return what to call in place of a function, to look inside.
+
+    Args:
+        func: The function.
+        kind: What is known of it.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+
+    Returns:
+        The same function; ``None`` to take it as a whole, as tables that are not
+        renormalized.
+    """
+    if kind.opened is None or func not in _TABLES:
+        return kind.opened
+    most = args[3] if len(args) > 3 else kwargs.get("max_norm")
+    return None if most is None else kind.opened
 
 
 def _foreign_owner(func: Any) -> str | None:

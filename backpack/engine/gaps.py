@@ -25,6 +25,7 @@ from backpack.engine.graph import (
     is_leaf,
     is_own,
     is_pointwise,
+    leaf_nodes,
     name_of,
     note_indices,
     saved_by,
@@ -113,7 +114,7 @@ def _is_made_of_inputs(edge: GradientEdge) -> bool:
     called with anything behind the tensor.
     """
     sources, nodes = sources_of([edge])
-    leaves = {p for node in nodes for p, _ in node.next_functions if is_leaf(p)}
+    leaves = leaf_nodes(nodes)
     given = any(not isinstance(leaf.variable, Parameter) for leaf in leaves)
     return given and all(source.edge.node in leaves for source in sources)
 

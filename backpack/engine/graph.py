@@ -232,6 +232,18 @@ def is_leaf(node: Any) -> bool:
     return type(node).__name__ == "AccumulateGrad"
 
 
+def leaf_nodes(nodes: Iterable[Node]) -> set[Node]:
+    """Find the nodes of leaf tensors that some nodes take directly.
+
+    Args:
+        nodes: Nodes of the graph.
+
+    Returns:
+        The leaves' nodes.
+    """
+    return {p for node in nodes for p, _ in node.next_functions if is_leaf(p)}
+
+
 def leaves_behind(node: Node) -> list[Tensor]:
     """Find the leaf tensors that an expression is computed from.
 

@@ -84,9 +84,9 @@ def taken(done: Performed, of: Where, n: int) -> Placement:
         x, index, dim = named(("input", "indices", "dim"), args, kwargs)
     else:
         x, dim, index = named(("input", "dim", "index"), args, kwargs)
-    if not isinstance(index, Tensor) or of(x) is not None or not isinstance(dim, int):
+    if not (isinstance(index, Tensor) and isinstance(dim, int) and x.dim()):
         return None
-    if not x.dim():
+    if of(x) is not None:
         return None
     if name == "index_select":
         before = [slice(None)] * (dim % x.dim())

@@ -10,7 +10,7 @@ from __future__ import annotations
 from contextlib import suppress
 from itertools import combinations
 from math import nan
-from typing import NamedTuple, Sequence
+from typing import Any, NamedTuple, Sequence
 
 import torch
 from torch import Tensor
@@ -30,10 +30,10 @@ from backpack.core.layout import (
     spans,
 )
 from backpack.engine.graph import (
-    is_leaf,
     is_own,
     is_pointwise,
     keeps_places,
+    leaf_nodes,
     name_of,
     shape_at,
     walk,
@@ -202,8 +202,8 @@ def _moved(
             numbers = _with_zeros(edge, nodes, cotangent, pairs, numbers)
         if bool((numbers < 0).all()):
             raise RuntimeError("a function whose backward has derivatives of zero only")
-    behind = [place for node in nodes for place, _ in node.next_functions]
-    is_learned = any(is_leaf(x) and isinstance(x.variable, Parameter) for x in behind)
+    leaves: set[Any] = leaf_nodes(nodes)
+    is_learned = any(isinstance(leaf.variable, Parameter) for leaf in leaves)
     placement = simplify(numbers, n, is_learned=is_learned) if pairs else None
     if len(pairs) > 1 and isinstance(placement, Tensor) and numbers.numel():
         alone = [_entries(cotangent, [pair], n) for pair in pairs]

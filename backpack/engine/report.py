@@ -166,9 +166,11 @@ class Report:
     ) -> str | None:
         if id(param) not in self.reached:
             return NOT_REACHED
-        owner, parametrized, _ = f".{name}".partition(".parametrizations.")
-        owner = owner[1:] if parametrized else name.rpartition(".")[0]
-        module = root.get_submodule(owner)
+        path = name.split(".")[:-1]
+        parametrized = "parametrizations" in path
+        if parametrized:  # of the module that is around these
+            path = path[: path.index("parametrizations")]
+        module = root.get_submodule(".".join(path))
         is_curvature = ext.expects_backpropagation_quantities()
         if is_curvature and id(module) in self.in_losses:
             return OF_LOSS.format(ext=type(ext).__name__)

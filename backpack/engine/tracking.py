@@ -27,7 +27,7 @@ from backpack.core.layout import Layout, Mixed, Placement
 from backpack.core.operations import find_operation
 from backpack.engine import saved as saved_tensors
 from backpack.engine.cells import note_maps
-from backpack.engine.functions import KINDS, Kind, is_of_inputs, kind_of
+from backpack.engine.functions import KINDS, Kind, is_of_inputs, kind_of, opened
 from backpack.engine.gaps import KNOWN, NESTED, explain, note_constants, note_functions
 from backpack.engine.graph import MEETING, SILENT, note_tangent
 from backpack.engine.placements import (
@@ -218,9 +218,10 @@ class Tracker(TorchFunctionMode):
             if saved:
                 saved_tensors.note(tensors_in(out), saved)
             return out
-        if kind.opened is not None and constants and not are_redefined(constants):
+        inside = opened(func, kind, args, kwargs) if constants else None
+        if inside is not None and not are_redefined(constants):
             with self:
-                return kind.opened(*args, **kwargs)
+                return inside(*args, **kwargs)
         if len(self.key.inputs) > 1:
             key += [may_be_shared(x, self.key) for x in data]
         return self._run(func, kind, args, kwargs, data, constants, tuple(key))

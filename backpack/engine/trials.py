@@ -213,14 +213,15 @@ class Trial:
                 with self._drawing():
                     self.flat = list(map(between, self.flat))
                 found, hides = self._probe(NOT_A_NUMBER)
-            differs = any(x.requires_grad for x in outs)
             silent = not hides and self._may_be_left_out(found)
-            if (hides or silent and not differs) and not self._is_random():
+            # where there is a gradient, it was asked with other numbers as well
+            asks = silent and not any(x.requires_grad for x in outs)
+            if (hides or asks) and not self._is_random():
                 others = self._probe(EXTREMES)[0]
                 if hides or any(p is not None for p in others):
                     found, lasts = others, False
             # the next ones may be those that matter, like -1 and 1 as targets
-            lasts = lasts and not (silent and differs)
+            lasts = lasts and (asks or not silent)
         asked = [not is_inexact(x) for x in outs]
         if False in kinds and all(p is None for p in found):
             asked = [True] * len(outs)
@@ -328,13 +329,10 @@ class Trial:
         return self._name in PRODUCTS and constant
 
     def _may_be_left_out(self, found: list[Placement]) -> bool:
-        """Tell whether no NaN has shown, although results may hold what samples hold.
-
-        Where there is a gradient, that has been asked with other numbers as well.
-        """
-        if any(p is not None for p in found) or self._name in MOVING | REARRANGING:
+        """Tell whether no NaN has shown, although results may hold samples."""
+        if any(p is not None for p in found) or is_fill(self._name):
             return False
-        return not is_fill(self._name)
+        return not (self._name in MOVING or self._name in REARRANGING)
 
     def _with_ordinary_numbers(self) -> list[Any]:
         """Keep of masks and constant factors what they leave out, and no other number.
@@ -510,13 +508,13 @@ class Trial:
                     hides, shown[j] = hides or bool((x & ~seen[j]).any()), shown[j] | x
         hides = hides or any(bool((x & y).any()) for x, y in zip(shown, unseen))
         found: list[Placement] = []
+        is_use, is_learned = self.has_parameters(), self.is_learned()
         for j in range(len(outs)):
             if mixed[j] or bool((got[j] >= n)[~unseen[j]].any()):
                 found.append(Mixed(self.describe()))
             else:
                 numbers = got[j].masked_fill(unseen[j], -1)
-                is_use = self.has_parameters()
-                found.append(simplify(numbers, n, is_use, self.is_learned()))
+                found.append(simplify(numbers, n, is_use, is_learned))
         return found, hides
 
 

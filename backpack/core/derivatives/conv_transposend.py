@@ -32,7 +32,7 @@ class ConvTransposeNDDerivatives(convnd.ConvNDDerivatives):
         Returns:
             Tensor of shape ``[M, C_out, *]``.
         """
-        # which the layer's `forward(x, output_size=...)` does not take for all of them
+        # the layer's own `forward(x, output_size=...)` does not take all sizes
         stride, padding, dilation, _, rest = self._geometry(module, x, module.output)
         convolve = get_conv_transpose_function(len(rest))
         options = stride, padding, rest, module.groups, dilation

@@ -460,6 +460,11 @@ EXPRESSIONS = {
     "masked-weight": use(
         lambda m, x: F.linear(x, m.w * (m.w.abs() > 0.5)), 4, w=(3, 4)
     ),
+    # as many entries as the matrix has columns
+    "entries-by-a-mask": use(lambda m, x: x * m.w[torch.eye(4) > 0], 4, w=(4, 4)),
+    "entries-of-a-view-by-a-mask": use(
+        lambda m, x: x * m.w.view(3, 3)[torch.ones(3, 3).triu(1) > 0], 3, w=(9,)
+    ),
     "straight-through": use(  # as quantization does
         lambda m, x: F.linear(x, m.w + (m.w.round() - m.w).detach()), 4, w=(3, 4)
     ),

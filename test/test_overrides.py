@@ -33,6 +33,8 @@ from backpack.core.derivatives.generic import output_batch_axis, tensor_outputs
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
 from backpack.core.fast import matmul, tuning
+from backpack.core.layout import FIRST
+from backpack.core.operations import find_operation
 from backpack.core.per_sample.base import Dense, PerSample, Summed
 from backpack.core.per_sample.maps import dots_between, merged, projected
 from backpack.core.per_sample.order import Order, permuted
@@ -630,6 +632,30 @@ def test_merged_orientations():
 
     check_reductions(lambda: merged(parts()), expected, "conv first")
     check_reductions(lambda: merged(parts()[::-1]), expected, "conv last")
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_merged_transposed(others: int):
+    """Outer products of a matrix and its transpose are joined, those of one column."""
+    weight = nn.Linear(4, 3, bias=False).to(F64).weight
+    x, y = torch.randn(N, 2, 4, dtype=F64), torch.randn(N, 5, 3, dtype=F64)
+    b, c = torch.randn(1, N, 2, 3, dtype=F64), torch.randn(1, N, 5, 4, dtype=F64)
+    more = torch.randn(1, N, 3, 4, dtype=F64)
+    expected = torch.einsum("vnto,nti->vnoi", b, x) + others * more
+    expected = expected + torch.einsum("vnti,nto->vnoi", c, y)
+
+    def total() -> PerSample:
+        forward = find_operation(nn.functional.linear, (x, weight), {}, [1])
+        backward = find_operation(torch.matmul, (y, weight), {}, [1])
+        parts = [
+            forward.product(1, weight.shape, b, FIRST, N),
+            backward.product(1, weight.shape, c, FIRST, N),
+        ]
+        return merged(parts + others * [Dense(more, weight.shape)])
+
+    check_reductions(total, expected, "as they are")
+    check_reductions(lambda: total().plain, expected, "in the parameter's order")
+    assert isinstance(total().plain, Dense if others else Outer)
 
 
 def test_merged_groups():

@@ -33,6 +33,7 @@ from torch.nn import Module
 from torch.nn import functional as F
 
 from backpack import backpack, extend
+from backpack.engine.uses import Use
 
 D = 4
 
@@ -96,6 +97,31 @@ DERIVATIVES: Dict[str, Row] = {
     ),
     "softplus": Row(
         lambda: mlp(nn.Softplus), randn(D), predict=lambda m, X: laplacian(m, *X)
+    ),
+    # of what is linear in pieces, autograd knows on what these depend
+    **{
+        f"{act.__name__}-{name}": Row(
+            lambda act=act: mlp(act), randn(D), predict=lambda m, X, g=g: g(m, *X)
+        )
+        for act in (nn.ReLU, nn.LeakyReLU, nn.Hardtanh, nn.ELU)
+        for name, g in {
+            "gradient": by_input,
+            "with-value": lambda m, x: by_input(m, x, keep=True),
+            "square": lambda m, x: by_input(lambda y: m(y).square(), x),
+        }.items()
+    },
+    "pieces-by-hand": Row(
+        lambda: mlp(lambda: Lambda(lambda m, x: torch.where(x > 0, x, 0.0))),
+        randn(D),
+        predict=lambda m, X: by_input(m, *X, keep=True),
+    ),
+    "all-kinds": Row(
+        lambda: nn.Sequential(
+            *(nn.Linear(D, 5), nn.Softsign(), nn.Linear(5, 5), nn.GELU()),
+            *(nn.Linear(5, 4), nn.LogSigmoid(), nn.Linear(4, 1), nn.Mish()),
+        ),
+        randn(D),
+        predict=lambda m, X: laplacian(m, *X),
     ),
     "of-log-probabilities": Row(
         lambda: mlp(nn.SiLU, 3),
@@ -233,8 +259,14 @@ TERMS: Dict[str, Row] = {
 }
 # What autograd does not see depends on the inputs
 REFUSED: Dict[str, Row] = {
-    "relu": Row(
-        lambda: mlp(nn.ReLU), randn(D), predict=lambda m, X: by_input(m, *X, keep=True)
+    "max-pooling": Row(
+        lambda: mlp(
+            lambda: Lambda(
+                lambda m, x: F.max_pool1d(x.repeat_interleave(2, 1)[:, None], 2)[:, 0]
+            )
+        ),
+        randn(D),
+        predict=lambda m, X: by_input(m, *X),
     ),
     "convolutions": Row(conv, randn(1, 7), predict=lambda m, X: by_input(m, *X)),
 }
@@ -244,7 +276,7 @@ REFUSED: Dict[str, Row] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str, quantity: str) -> None:
     """It is refused where it is not known where samples are."""
-    assert_refused(REFUSED[name], quantity, "can't see it: .* piecewise linear network")
+    assert_refused(REFUSED[name], quantity, "can't see it: .* linear in pieces")
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
@@ -252,6 +284,27 @@ def test_refused(name: str, quantity: str) -> None:
 def test_right(name: str) -> None:
     """It is right for each sample."""
     assert_right({**DERIVATIVES, **OUTSIDE, **TERMS}[name])
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C._autograd.SavedTensor, "unpack_hook"),
+    reason="This PyTorch does not tell whether somebody has hooks on what is saved.",
+)
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("of", [by_input, laplacian])
+@pytest.mark.parametrize("act", [nn.Tanh, nn.ReLU, nn.Softplus])
+def test_rules(
+    act: Callable, of: Callable, inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A derivative of linear layers consists of products, which have a rule."""
+    if of is laplacian and act is nn.ReLU:
+        pytest.skip("Its second derivative is zero.")
+    monkeypatch.delattr(Use, "_generic")
+    if inside:
+        row = Row(lambda: Lambda(lambda m, x: of(m.f, x), f=mlp(act)), randn(D))
+    else:
+        row = Row(lambda: mlp(act), randn(D), predict=lambda m, X: of(m, *X))
+    assert_right(row)
 
 
 @pytest.mark.parametrize("name", ["value-and-gradient", "penalty-2.0"])

@@ -9,6 +9,7 @@ curvature.
 
 from __future__ import annotations
 
+from itertools import starmap
 from typing import Any, Sequence
 
 from torch import Tensor
@@ -16,16 +17,24 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.nn import Parameter
 
 from backpack.core.layout import Mixed, spans
-from backpack.engine.gaps import differ, explain_parents, explain_place, note_at
+from backpack.engine.gaps import (
+    differ,
+    explain_parents,
+    explain_place,
+    makes_rows,
+    note_at,
+)
 from backpack.engine.graph import (
     SILENT,
     describe,
     entries_of,
     has_use,
     is_leaf,
+    is_pointwise,
     is_scalar,
     leaves_behind,
     name_of,
+    shape_at,
     walk,
 )
 from backpack.engine.inspection import Inspection, is_sum, is_term, tail_terms
@@ -64,8 +73,9 @@ NOT_WATCHED = (
 )
 WALKS = " Extensions that go from module to module need them in extended modules."
 DERIVATIVE = (
-    "Differentiate a derivative of a piecewise linear network, or of convolutions, "
-    "outside of the context: autograd does not say on which inputs it depends."
+    "Differentiate a derivative of a network that is linear in pieces, or of "
+    "convolutions, outside of the context: autograd does not say on which inputs it "
+    "depends, where maxima or `where` choose the piece."
 )
 STEP = (
     "What is made of them contains a derivative of the network: take a step that the "
@@ -258,16 +268,16 @@ def note_unseen(inspection: Inspection, params: list[Tensor]) -> bool:
         return False
     seen = dict.fromkeys(sum(outside, []))
     queue = [node for node in seen if node in inspection.data_nodes]
-    places: dict[Node, dict[int, None]] = {}  # which outputs somebody takes
+    places: dict[Node, dict[int, list[Node]]] = {}  # who takes which outputs
     children: dict[Node, list[Node]] = {}
     for child in inspection.nodes:
         for parent, number in child.next_functions:
             if parent is not None and not is_leaf(parent):
                 if child in inspection.data_nodes:
                     children.setdefault(parent, []).append(child)
-                places.setdefault(parent, {})[number] = None
+                places.setdefault(parent, {}).setdefault(number, []).append(child)
     for edge in inspection.roots:
-        places.setdefault(edge.node, {})[edge.output_nr] = None
+        places.setdefault(edge.node, {}).setdefault(edge.output_nr, [])
     found = False
     for node in queue:  # which grows meanwhile
         for number in places.get(node, ()):
@@ -278,8 +288,33 @@ def note_unseen(inspection: Inspection, params: list[Tensor]) -> bool:
                 seen.update(dict.fromkeys(further))
                 queue += further
             elif known.placement is not None and not is_noted(node, number):
+                for source in starmap(GradientEdge, node.next_functions):
+                    if _is_matched(source, known, places.get(source.node, {})):
+                        found |= makes_rows(source, known)
                 found |= note_at(edge, known)
     return found
+
+
+def _is_matched(
+    edge: GradientEdge, known: Known, children: dict[int, list[Node]]
+) -> bool:
+    """Tell whether all that is made of a constant matches entries of its with samples.
+
+    Args:
+        edge: Where the constant sits in the graph.
+        known: Where the samples are that its entries meet.
+        children: What is made of each of its node's outputs.
+
+    Returns:
+        Whether they are there in all results, which have the constant's shape.
+    """
+    for node in children.get(edge.output_nr, ()):
+        own = GradientEdge(node, 0)
+        if not is_pointwise(node) or shape_at(own) != shape_at(edge):
+            return False
+        if explain_place(own) != known:
+            return False
+    return bool(children)
 
 
 def terms_without_loss(inspection: Inspection) -> list[str]:

@@ -60,7 +60,8 @@ POINTWISE = frozenset(
     "__ne__ __lt__ __le__ __gt__ __ge__ isnan logical_and logical_or logical_not "
     "__and__ __or__ __invert__ bitwise_and requires_grad_ selu celu logsigmoid "
     "softsign tanhshrink hardshrink softshrink threshold silu_ tanh_ sigmoid_ clamp_ "
-    "dropout_ alpha_dropout apply_ map_ _standard_gamma "
+    "dropout_ alpha_dropout apply_ map_ _standard_gamma sgn sinh cosh tan atan asin "
+    "acos erfc exp2 log2 log10 logit atan2 logaddexp "
     "nan_to_num nan_to_num_ fmax fmin fused_moving_avg_obs_fake_quant".split()
 )
 # Operations along some axes only, and which argument says along which

@@ -7,14 +7,15 @@ to earlier tensors, whose samples are known, says which entry depends on which s
 
 from __future__ import annotations
 
-from typing import Any, Iterator, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
 from torch.nn import Parameter
 
-from backpack.core.layout import FIRST, Mixed, Placement, agree, reshaped
+from backpack.core.layout import FIRST, Layout, Mixed, Placement, agree, reshaped
+from backpack.core.operations import Operation, find_operation
 from backpack.engine.functions import BY_STRIDES
 from backpack.engine.graph import (
     GIVEN,
@@ -166,27 +167,75 @@ def note_at(edge: GradientEdge, known: Known) -> bool:
     Returns:
         Whether it is, for its node takes a parameter.
     """
-    use = _use_of(edge.node, known.n)
+    use = _use_of(edge.node, known)
     if use is not None:
         use.attach_at(edge, shape_at(edge), known.placement)
     return use is not None
 
 
-def _use_of(node: Node, n: int) -> Use | None:
+def _use_of(node: Node, known: Known) -> Use | None:
     """Describe a node as a use, once for all its results; `None` if it is none."""
     for entry in entries_of(node):
         if entry.owner.is_use and entry.owner.is_function:
             return entry.owner
-    parents = [GradientEdge(*e) for e in node.next_functions if e[0] is not None]
-    constants = [Constant.at(parent) for parent in parents if _is_constant(parent)]
-    if not constants:
+    parents = [(i, GradientEdge(*x)) for i, x in enumerate(node.next_functions)]
+    keys = [i for i, x in parents if x.node is not None and _is_constant(x)]
+    if not keys:
         return None
+    constants = [Constant.at(parents[key][1]) for key in keys]
     name = type(node).__name__.replace("Backward", "")
     name = name if is_function(node) else name_of(node).strip("`")
-    use = Use(name, constants, n, [], None, None)
+    operation = _operation_at(node, keys[0], known.placement)
+    if operation is not None:
+        constants[0].key = keys[0]
+    use = Use(name, constants, known.n, [], None, operation)
     use.is_function, use.since = True, node._sequence_nr()
     use.until = use.since + 1
     return use
+
+
+# Operations whose nodes keep their operands, of which derivatives are made
+_KEEP: dict[str, tuple[Callable, Sequence[str]]] = {
+    "MmBackward0": (torch.mm, ("self", "mat2")),
+    "MulBackward0": (torch.mul, ("self", "other")),
+}
+
+
+def _operation_at(node: Node, key: int, placement: Placement) -> Operation | None:
+    """Describe a node's operation, if there is a rule for it and its data are at hand.
+
+    Nothing is asked of hooks: a checkpoint would run its part of the model again.
+    """
+    func, names = _KEEP.get(type(node).__name__, (None, ()))
+    if func is None or node._input_metadata[0].dtype.is_complex:
+        return None
+    name, parent = names[1 - key], GradientEdge(*node.next_functions[key])
+    # older versions of torch don't tell
+    if getattr(getattr(node, f"_raw_saved_{name}"), "unpack_hook", node) is not None:
+        return None
+    args = [getattr(node, f"_saved_{name}")] * 2
+    args[key] = torch.empty(shape_at(parent), device="meta")
+    operation = find_operation(func, args, {}, [key])
+    if operation is None or not isinstance(placement, Layout):
+        return None
+    return None if placement.axis in getattr(operation, "outputs", ()) else operation
+
+
+def makes_rows(edge: GradientEdge, known: Known) -> bool:
+    """Record a use whose result is constant, of which each row meets another sample.
+
+    Args:
+        edge: Where the result sits in the graph. Nothing else is made of it.
+        known: Which sample each entry meets.
+
+    Returns:
+        Whether it is one, as data without a gradient may have entered.
+    """
+    parents = [i for i, (x, _) in enumerate(edge.node.next_functions) if x is not None]
+    if len(parents) != 1 or explain_place(edge) is not None:
+        return False
+    operation = _operation_at(edge.node, parents[0], known.placement)
+    return operation is not None and note_at(edge, known)
 
 
 def _is_constant(edge: GradientEdge) -> bool:

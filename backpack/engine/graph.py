@@ -336,7 +336,8 @@ def is_pointwise(node: Node) -> bool:
     Returns:
         Whether it does.
     """
-    return not is_function(node) and name_of(node).strip("`_") in _POINTWISE
+    name = name_of(node).strip("`_")  # that of such a derivative as well
+    return not is_function(node) and name.replace("_backward", "") in _POINTWISE
 
 
 def keeps_places(node: Node) -> bool:

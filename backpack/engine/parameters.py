@@ -349,6 +349,8 @@ def _rows_of_table(node: Node, product: Dense, shape: torch.Size) -> Rows | None
         picked, products = pick(node), product.products
     if picked is None or products.shape[-1] != shape[1]:
         return None
+    if isinstance(picked, Tensor) and picked.dtype == torch.bool and picked.dim() > 1:
+        return None  # of entries
     ids = torch.arange(shape[0], device=products.device)[picked].flatten()
     if ids.numel() * shape[1] != product.shape.numel():
         return None

@@ -18,6 +18,12 @@ from backpack.utils.unsqueeze import flatten
 
 Matrices = Sequence[Optional[Tensor]]
 
+OTHER_SIZES = (
+    "A parameter is shared by calls with different sizes along axis 0 ({sizes}), so "
+    "that individual gradients are not defined. Axis 0 must be the batch in every "
+    "call: keep the samples there, or give each call a parameter of its own."
+)
+
 
 def merged(products: Sequence[PerSample]) -> PerSample:
     """Add up what several calls contribute to the same parameter.
@@ -31,30 +37,60 @@ def merged(products: Sequence[PerSample]) -> PerSample:
     Raises:
         ValueError: If the calls saw different numbers of samples.
     """  # noqa: DAR401
-    total, rest = None, list(products)
+    kinds, rest = [], list(products)
     while rest:
         first, *others = rest
         alike: list[PerSample] = []
         rest = []
         for other in others:
             (alike if first.joins(other) else rest).append(other)
-        first = first.joined(alike) if alike else first
-        total = first if total is None else _sum(total, first)
-    return total
+        kinds.append(first.joined(alike) if alike else first)
+    return kinds[0] if len(kinds) == 1 else Sum(kinds)
 
 
-def _sum(first: PerSample, second: PerSample) -> Dense:
-    """Add products of two kinds: rows are added to what is there."""
-    if first.batch_size != second.batch_size:
-        raise ValueError(
-            "A parameter is shared by calls with different sizes along axis 0 "
-            f"({first.batch_size} and {second.batch_size}), so that individual "
-            "gradients are not defined. Axis 0 must be the batch in every call: "
-            "keep the samples there, or give each call a parameter of its own."
-        )
-    if isinstance(first, Rows):
-        first, second = second, first
-    return Dense(second.added_to(first.individual()), first.shape)
+class Sum(Dense):
+    """Products of several kinds, which are added up when they are first asked for."""
+
+    def __init__(self, parts: Sequence[PerSample]):
+        """Store what is added up.
+
+        Args:
+            parts: Products of the same parameter, columns and samples.
+
+        Raises:
+            ValueError: If the calls saw different numbers of samples.
+        """
+        # rows are added to what is there
+        self._parts = sorted(parts, key=lambda part: isinstance(part, Rows))
+        first = self._parts[0]
+        self.shape, self.b, self.num_columns = first.shape, first.b, first.num_columns
+        sizes = [part.batch_size for part in parts]
+        self.batch_size = sizes[0]
+        if len(set(sizes)) > 1:
+            raise ValueError(OTHER_SIZES.format(sizes=" and ".join(map(str, sizes))))
+        self._products: Tensor | None = None
+        self._plain: PerSample | None = None
+
+    @property
+    def products(self) -> Tensor:  # type: ignore[override]
+        """The products themselves; formed when first asked for."""
+        if self._products is None:
+            first, *others = self._parts
+            self._products = first.individual()
+            for other in others:
+                self._products = other.added_to(self._products)
+        return self._products
+
+    @property
+    def plain(self) -> PerSample:  # noqa: D102
+        if self._plain is None and self._products is None:
+            found = merged([part.plain for part in self._parts])
+            self._plain = None if isinstance(found, Sum) else found
+        return self._plain or self
+
+    @property
+    def version(self) -> int:  # noqa: D102
+        return sum(part.version for part in self._parts)
 
 
 def in_order(product: PerSample) -> PerSample:

@@ -212,7 +212,7 @@ def _rearranged(done: Performed, trial: Trial, n: int) -> list[Placement] | None
     found = tensors_in(trial.call(new))
     if done.name == "_pack_padded_sequence":
         return [simplify(found[0], n), None]
-    is_use, is_learned = trial.has_parameters(), trial.is_learned()
+    is_use, is_learned = trial.has_parameters(), joins or trial.is_learned()
     return [simplify(x, n, is_use, is_learned) for x in found]
 
 
@@ -222,7 +222,7 @@ def _padded(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
     _, size, mode = picked.named(names, done.args, done.kwargs)
     if own is None or mode not in (None, "constant"):
         return None
-    return [simplify(done.func(own, size, value=-1), n)]
+    return [simplify(done.func(own, size, value=-1), n, is_learned=True)]
 
 
 def _unpacked(done: Performed, trial: Trial, n: int) -> list[Placement] | None:

@@ -1958,9 +1958,10 @@ class Penalized(Module):
         """Create model and loss."""
         super().__init__()
         # whose derivative depends on the input, but has no derivative by it
-        self.model, self.loss = extend(mlp(nn.ReLU()).to(F64)), extend(
-            nn.CrossEntropyLoss()
-        )
+        pairs = Lambda(lambda m, x: x.repeat_interleave(2, 1)[:, None])
+        largest = Lambda(lambda m, x: F.max_pool1d(x, 2)[:, 0])
+        self.model = extend(mlp(nn.Sequential(pairs, largest)).to(F64))
+        self.loss = extend(nn.CrossEntropyLoss())
         self.term = term
 
     def value(self) -> Tensor:

@@ -368,3 +368,106 @@ def test_complex_outputs() -> None:
     with backpack(BatchGrad()):
         model(torch.randn(N, D)).abs().sum().backward()
     assert model.f.weight.grad_batch.shape == (N, D, D) and other is not None
+
+
+def both(m: Module, x: Tensor) -> Tuple[Tensor, Tensor]:
+    """Return a prediction, and what it is computed from."""
+    h = m.f(x)
+    return m.g(h.tanh()), h
+
+
+def with_parameter(m: Module, x: Tensor) -> Dict[str, Any]:
+    """Return a parameter and an input as well."""
+    return {"x": x, "w": m.g.weight, "out": m.g(m.f(x)), "more": [m.f.bias]}
+
+
+def inner_views(m: Module, x: Tensor) -> Tensor:
+    """Write to a view that a module has returned."""
+    h, view = m.inner(x)
+    view[:, 0].zero_()
+    return m.g(h)
+
+
+def of_outputs(m: Module, x: Tensor) -> Any:
+    """Differentiate one output by another one."""
+    out, h = m(x)
+    return torch.autograd.grad(out.sum(), h, retain_graph=True)
+
+
+def kept_gradient(m: Module, x: Tensor) -> Any:
+    """See the gradient at an output, of which another one is made."""
+    out, h = m(x)
+    h.retain_grad()
+    (out.pow(2).mean() + 0.1 * h.pow(2).mean()).backward()
+    return [h.grad]
+
+
+def hooked(m: Module, x: Tensor) -> Any:
+    """Change the gradient at an output, of which another one is made."""
+    out, h = m(x)
+    h.register_hook(lambda g: 2 * g)
+    (out.pow(2).mean() + h.mean()).backward()
+    return [p.grad for p in m.parameters()]
+
+
+def twice_the_same(m: Module, x: Tensor) -> Any:
+    """Return the same tensor twice, beside another one."""
+    a, b, c = m(x)
+    a.flag = True
+    assert a is b and b.flag and c is not a
+    return [a, c]
+
+
+def own_list(m: Module, x: Tensor) -> Any:
+    """Add to a list that the module has returned, and keeps."""
+    out, cache = m(x)
+    cache.append(out)
+    assert m.cache is cache and len(m.cache) == 2
+    return cache
+
+
+def is_parameter(m: Module, x: Tensor) -> Any:
+    """Differentiate by a parameter that the model has returned."""
+    found = m(x)
+    assert found["w"] is m.g.weight and found["more"][0] is m.f.bias
+    assert found["x"] is x
+    return torch.autograd.grad(found["out"].sum(), [found["w"], *found["more"]])
+
+
+def cached(m: Module, x: Tensor) -> Tuple[Tensor, Any]:
+    """Keep what is returned."""
+    h = m.f(x)
+    m.cache = [h]
+    return m.g(h), m.cache
+
+
+PARTS = {"f": lambda: nn.Linear(D, D), "g": lambda: nn.Linear(D, D)}
+# Models that return several tensors, and what a program does with them
+SEVERAL: Dict[str, Tuple[Callable, Callable]] = {
+    "one-by-another": (both, of_outputs),
+    "gradient-at-one": (both, kept_gradient),
+    "hook-at-one": (both, hooked),
+    "the-same-twice": (lambda m, x: (h := m.f(x), h, m.g(h)), twice_the_same),
+    "list-of-its-own": (cached, own_list),
+    "parameters": (with_parameter, is_parameter),
+    "views": (inner_views, lambda m, x: [m(x)]),
+}
+
+
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("name", SEVERAL)
+def test_several_outputs(name: str, within: bool) -> None:
+    """What a module returns is what it has computed, and no copy."""
+    forward, program = SEVERAL[name]
+
+    def run(prepare: Callable) -> Any:
+        torch.manual_seed(0)
+        inner = Lambda(lambda m, x: (h := m.f(x), h.view(len(x), 2, 2)), f=PARTS["f"]())
+        model = Lambda(forward, inner=inner, **{k: v() for k, v in PARTS.items()})
+        x = torch.randn(N, D, requires_grad=True)
+        if not within:
+            return program(prepare(model), x)
+        outer = prepare(Lambda(lambda m, x: program(m.model, x), model=model))
+        return outer(x)
+
+    torch.testing.assert_close(run(extend), run(lambda model: model))

@@ -1252,7 +1252,7 @@ def test_several_outputs(name: str):
 
 def test_operation_before_one_of_several_outputs():
     """The layer that is named is the one before the operation."""
-    model = extend(Functional(lambda m, x: (m.b(x), F.relu(m.a(x)))).to(F64))
+    model = extend(Functional(lambda m, x: (m.b(m.c(x)), F.relu(m.a(x)))).to(F64))
     X, y = torch.randn(4, 3, dtype=F64), torch.rand(4, 3, dtype=F64)
     a, b = model(X)
     loss = extend(nn.MSELoss())
@@ -1849,7 +1849,30 @@ def test_loss_that_returns_more(place: Callable):
     assert_agrees(bias.hmp(torch.eye(3, dtype=F64)).diagonal(), expected, "hmp")
 
 
+class CountedByAMethod(Module):
+    """A loss that counts by a method that it keeps, as metrics of other packages do."""
+
+    def __init__(self, kind: Callable) -> None:
+        """Keep the method."""
+        super().__init__()
+        self.update = self._update
+        if kind is int:
+            self.count = 0
+        else:
+            self.register_buffer("count", kind())
+
+    def _update(self) -> None:
+        self.count = self.count + 1
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Average, and count."""
+        self.update()
+        return (x - y).square().mean()
+
+
 UNREPEATABLE_LOSSES = {
+    "count, by a method": lambda: CountedByAMethod(int),
+    "count, in a tensor by a method": lambda: CountedByAMethod(lambda: torch.zeros(())),
     "count": lambda: Annealed(int),
     "count, in a tensor": lambda: Annealed(lambda: torch.zeros((), dtype=F64)),
     "random": OfSome,

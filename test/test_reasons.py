@@ -177,6 +177,69 @@ class OnceLoss(Module):
         return Once.apply(f - y).mean()
 
 
+CASTS: Dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "float": lambda f, y: F.cross_entropy(f.float(), y),
+    "half-and-back": lambda f, y: F.cross_entropy(f.bfloat16().float(), y),
+    "to": lambda f, y: F.cross_entropy(f.to(torch.float32), y),
+    "type-of-an-option": lambda f, y: F.nll_loss(
+        f.log_softmax(1, dtype=torch.float32), y
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("ext", [DiagGGNExact, KFLR, DiagGGNMC])
+@pytest.mark.parametrize("name", CASTS)
+def test_losses_that_cast_their_prediction(
+    name: str, ext: type, dtype: torch.dtype
+) -> None:
+    """Rounding in a coarser type is no coupling of samples."""
+
+    class Casting(Module):
+        """A loss in a coarser type."""
+
+        def forward(self, f: Tensor, y: Tensor) -> Tensor:
+            """Cast and compare."""
+            return CASTS[name](f, y)
+
+    torch.manual_seed(0)
+    model, x = extend(mlp().to(dtype)), torch.randn(N, D, dtype=dtype)
+    y, found = classes(model(x)), []
+    for loss in (Casting(), nn.CrossEntropyLoss()):
+        torch.manual_seed(0)
+        loss = extend(loss)
+        with backpack(quantity := ext()):
+            loss(model(x), y).backward()
+        values = [getattr(p, quantity.savefield) for p in model.parameters()]
+        found.append(values)
+    if ext is not DiagGGNMC:  # which draws classes, or signs
+        for values in zip(*found):
+            torch.testing.assert_close(*values, rtol=1e-5, atol=1e-6)
+
+
+class KeepsComputed(torch.autograd.Function):
+    """A function that computes its derivative beforehand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Square."""
+        ctx.save_for_backward(2 * x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """Multiply with what seems to be a constant."""
+        return gradient * ctx.saved_tensors[0]
+
+
+class KeepingLoss(Module):
+    """A loss whose second derivative autograd takes for zero."""
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        """Average."""
+        return KeepsComputed.apply(f - y).mean()
+
+
 class Root(Module):
     """A loss whose Hessian is not finite where it is zero."""
 
@@ -195,6 +258,7 @@ def ctc(f: Tensor, loss: Module) -> Tensor:
 NOT_TWICE = {
     "CTCLoss": (nn.CTCLoss, ctc),
     "OnceLoss": (OnceLoss, lambda f, loss: loss(f, real(f))),
+    "KeepingLoss": (KeepingLoss, lambda f, loss: loss(f, real(f))),
 }
 
 

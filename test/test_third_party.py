@@ -33,6 +33,7 @@ from backpack.extensions import (
     BatchDiagGGNExact,
     BatchDotGrad,
     BatchGrad,
+    BatchJacobian,
     BatchL2Grad,
     ClippedGrad,
     DiagGGNExact,
@@ -1288,3 +1289,72 @@ def test_squared_norms_by_subclass():
     ext.set_module_extension(Stretch, StretchNorms())
     for name, param in run(case, ext).named_parameters():
         assert_agrees(param.batch_l2, expected[name], name)
+
+
+class OneOfAnother(Module):
+    """A layer that returns what it computes, and what that is computed from."""
+
+    def __init__(self) -> None:
+        """Create the parameter."""
+        super().__init__()
+        self.w = Parameter(torch.rand(3, 3, dtype=F64))
+
+    def forward(self, x: Tensor) -> Tuple[Tensor, Tensor]:
+        """Compute both."""
+        h = x @ self.w
+        return h.exp(), h
+
+
+class AtOutputs(FirstOrderModuleExtension):
+    """The gradients at all outputs."""
+
+    def w(self, ext: Any, module: Any, g_inp: Any, g_out: Any, bp: Any) -> Any:
+        """Return them."""
+        return g_out
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("number", [(0,), (1,), (0, 1)])
+def test_rule_for_several_outputs(number: Tuple[int, ...], before: bool):
+    """A rule sees the gradients at all outputs, or says why it does not."""
+
+    def extension(cls: type) -> FirstOrderBackpropExtension:
+        rules = {cls: AtOutputs(["w"])}
+        return FirstOrderBackpropExtension("at", rules, fail_mode="SILENT")
+
+    class Own(OneOfAnother):
+        """A class for which there is no rule yet."""
+
+    if before:
+        extension(Own)
+    model, x = extend(Own()), torch.rand(4, 3, dtype=F64)
+    outputs = model(x)
+    value = sum((i + 2) * outputs[i].sum() for i in number)
+    expected = [i in number and torch.full((4, 3), i + 2.0, dtype=F64) for i in (0, 1)]
+    refused = pytest.raises(NotImplementedError, match="there before the forward pass")
+    if not before and len(number) > 1:
+        with refused, backpack(extension(Own)):
+            value.backward()
+        return
+    with backpack(extension(Own)):
+        value.backward()
+    for got, wanted in zip(model.w.at, expected):
+        assert got is None if wanted is False else torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("number", [(0,), (1,), (0, 1)])
+def test_jacobian_of_one_of_several_outputs(number: Tuple[int, ...]):
+    """It is that of the one that is used outside, or there are too many."""
+    model, x = extend(OneOfAnother()), torch.rand(4, 3, dtype=F64)
+    outputs = model(x)
+    value = sum(outputs[i].square().sum() for i in number)
+    if len(number) > 1:
+        with pytest.raises(NotImplementedError, match="expects one"):
+            with backpack(BatchJacobian()):
+                value.backward()
+        return
+    with backpack(BatchJacobian()):
+        value.backward()
+    last = torch.func.jacrev(lambda w: torch.func.functional_call(model, {"w": w}, x))
+    jacobian = last(model.w.detach())[number[0]]
+    assert_agrees(model.w.jacobian, jacobian.transpose(0, 1))

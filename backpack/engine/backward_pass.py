@@ -48,6 +48,13 @@ from backpack.utils.types import kind, without_autocast
 
 _ENGINE = torch.autograd.Variable._execution_engine
 
+APART = (
+    "{exts}: what is to be done on {module} needs the gradients at all tensors that it "
+    "returns. They arrive together if the extension, or its rule for the module, was "
+    "there before the forward pass. Create it first, or let the module return a single "
+    "tensor."
+)
+
 
 class BackwardPass:
     """What a backward pass has to remember from turn to turn.
@@ -136,6 +143,7 @@ class BackwardPass:
         self.reductions: list[str | None] = []
         self.in_losses: set[Module] = set()
         self._idle: dict[Call, Node] = {}
+        self._apart: set[Call] = set()  # whose turn was at one of their outputs
         looks = bool(exts) or not current.gradient
         self._look_at(roots if looks else ())
         if self._separating and not any(ext.walks_modules for ext in exts):
@@ -452,9 +460,12 @@ class BackwardPass:
         Raises:
             RuntimeError: If inputs and output were dropped before.
         """  # noqa: DAR401
-        if call in self._idle:
+        if call in self._idle or call in self._apart:
             return
         call.check_live()
+        if call.is_apart:
+            self._apart.add(call)
+            self._check_outputs(call)
         if self._has_nothing_to_do(call):
             self._pass_by([call])
             return
@@ -476,6 +487,19 @@ class BackwardPass:
             self._waiting[call] = len(waiting)
         else:
             self._end(call)
+
+    def _check_outputs(self, call: Call) -> None:
+        """Refuse rules for a call where gradients do not arrive at once."""
+        exts = [
+            ext
+            for ext in self.state.active_exts
+            if ext.is_customized(call.module)
+            or ext.walks_modules
+            and not call.is_transparent
+        ]
+        if exts and len(self.inspection.nodes_of(call)) > 1:
+            text = {"exts": names_of(exts), "module": name_module(call.module)}
+            raise NotImplementedError(APART.format(**text))
 
     def _went(self, call: Call | None) -> None:
         """Count a use that is over; the last one ends its module's turn."""

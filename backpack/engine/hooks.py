@@ -23,12 +23,11 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import Module, Parameter
 from torch.nn.modules.module import _global_forward_hooks
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_leaves, tree_map
 
 from backpack.converter.function import FunctionModule
 from backpack.core.derivatives.generic import tensor_outputs
 from backpack.core.layout import FIRST, Layout, Mixed, Placement, spans
-from backpack.core.table import Row, find_loss, find_loss_module
+from backpack.core.table import Row, find_loss, find_loss_module, find_row
 from backpack.engine import layer_calls
 from backpack.engine.gaps import INPUT, NESTED, differ, explain, note_constants
 from backpack.engine.graph import VIEW, is_leaf, note_tangent
@@ -46,6 +45,7 @@ from backpack.engine.uses import (
 )
 from backpack.utils.compiling import answered, is_indivisible, skipped, untraced
 from backpack.utils.disable import PLAIN, disable
+from backpack.utils.hooks import RULED
 from backpack.utils.module_classification import is_loss, is_no_op
 from backpack.utils.state import state
 from backpack.utils.types import tensors_in
@@ -342,13 +342,12 @@ def _record(
     """Make the record of a call; see :func:`leave_call`."""
     tracker = frame.tracker or _THREAD.tracker
     replaced = None
-    single = type(output) is Tensor
-    if not single and any(_is_own_leaf(module, x) for x in tree_leaves(output)):
-        # a leaf outlives the graph; its alias is part of the graph and owns the call
-        output = replaced = tree_map(
-            lambda x: x.view_as(x) if _is_own_leaf(module, x) else x, output
-        )
     outputs = tensor_outputs(output)
+    if frame.tracker is not None and isinstance(output, Parameter):
+        # a leaf outlives the graph; its alias is part of the graph and owns the call
+        if any([output is p for p in module.parameters() if p.requires_grad]):
+            output = replaced = output.view_as(output)
+            outputs = tensor_outputs(output)
     if any([x.is_nested and x.layout is torch.strided for x in outputs]):
         return None  # they have no shape
     constant: set[int] = set()  # outputs without samples: another way leads to them
@@ -358,16 +357,19 @@ def _record(
         if len(constant) == len(outputs) and frame.tracker is not None:
             constant.clear()  # no other way leads to the model
     edges = _edges(outputs, constant)
-    if len(outputs) > 1 and _differ(edges):
+    is_apart = len(outputs) > 1 and _differ(edges)
+    if is_apart and (find_row(module) or not RULED.isdisjoint(type(module).__mro__)):
+        # a rule needs the gradients at all of them; others see no copies
         marks = [mark_of(x) for x in outputs]
         output = replaced = on_one_node(output, constant)
         outputs = tensor_outputs(output)
         for x, mark in zip(outputs, marks):
             if mark:
                 place(x, mark[1], mark[0], mark[3])
-        edges = _edges(outputs, constant)
+        edges, is_apart = _edges(outputs, constant), False
     call = frame.call
     call.finish(module, args, kwargs, outputs, edges, _parameters(module, args, frame))
+    call.is_apart = is_apart
     if _comes_late(module) or frame.row is None and layer_calls.is_redefined(call):
         call.is_altered = True
     if not is_no_op(module):
@@ -517,12 +519,6 @@ def _is_alone(module: Module) -> bool:
     last = next(reversed(module._forward_pre_hooks.values()))
     is_last = isinstance(module, nn.RNNBase) or last is enter_call
     return is_last and not _comes_late(module)
-
-
-def _is_own_leaf(module: Module, x: Any) -> bool:
-    if not (isinstance(x, Parameter) and x.is_leaf and x.requires_grad):
-        return False
-    return any(x is param for param in module.parameters())
 
 
 def _parameters(module: Module, args: tuple, frame: _Frame) -> dict[str, Tensor]:

@@ -103,6 +103,7 @@ class Inspection:
         """
         self.roots = roots
         self.calls: dict[Any, Node] = {}
+        self._apart: dict[Any, list[Node]] = {}
         self.uses: dict[Use, dict[int, tuple[Node, int]]] = {}
         self.reached: dict[Tensor, list[Node]] = {}
         self.meetings: dict[Node, Mixed] = {}
@@ -195,7 +196,9 @@ class Inspection:
     def _note(self, node: Node, metadata: dict[str, Any]) -> None:
         for number, index, owner in metadata.get(ENTRIES, ()):
             if not owner.is_use:
-                self.calls[owner] = node
+                self.calls.setdefault(owner, node)
+                if owner.is_apart:
+                    self._apart.setdefault(owner, []).append(node)
                 continue
             if owner not in self.uses:
                 self.uses[owner] = {}
@@ -226,6 +229,24 @@ class Inspection:
         """Names of the nodes."""
         return {type(node).__name__ for node in self.nodes}
 
+    def nodes_of(self, call: Any) -> list[Node]:
+        """List the nodes of those of a call's outputs that are used outside of it.
+
+        Args:
+            call: The call.
+
+        Returns:
+            The nodes; a single one where all outputs are on one.
+        """
+        nodes = self._apart.get(call, [self.calls[call]])
+        if len(nodes) < 2:
+            return nodes
+        roots, found = [edge.node for edge in self.roots], []
+        for node in nodes:  # one may be computed from another, and nothing else be
+            if node in walk(roots, without=[x for x in nodes if x is not node]):
+                found.append(node)
+        return found
+
     def outputs(self, outermost: bool = False) -> list[Origin]:
         """Find the outputs of extended models that no other module has gone on from.
 
@@ -245,11 +266,13 @@ class Inspection:
             is_output &= call.is_outermost or not outermost
             if not is_output or call in of_losses or node in below:
                 continue
-            below.update(walk([node]))
-            for number, index, owner in entries_of(node):
-                if owner is call:
+            nodes = self.nodes_of(call)
+            below.update(walk(nodes))
+            for own, entry in [(x, e) for x in nodes for e in entries_of(x)]:
+                if entry.owner is call:
                     # a use may be behind the view that was returned, see `_attach`
-                    edge = GradientEdge(*views.get(call, (node, number)))
+                    edge = GradientEdge(*views.get(call, (own, entry.output_nr)))
+                    index = entry.index
                     what = call.placements[index], call.output_shapes[index]
                     found.append(Origin(call, edge, *what))
         return found

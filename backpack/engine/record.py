@@ -72,6 +72,7 @@ class Call:
         columns: Columns ``[V, N, *]`` at each output, by their source.
         is_composite: Whether the module has modules inside.
         is_transparent: Whether modules inside were called.
+        is_apart: Whether its outputs come from different nodes of the graph.
         is_altered: Whether a hook may have changed the output before it was recorded.
         graphless: Modules called before, whose outputs are not part of a graph.
         is_outermost: Whether it happened inside of no other.
@@ -79,7 +80,7 @@ class Call:
     """
 
     is_use = is_loss = is_composite = is_transparent = released = False
-    is_function = is_altered = is_outermost = False
+    is_function = is_altered = is_outermost = is_apart = False
     loss_module: Module | None = None
     placement: Any = None
     placements: Any = None

@@ -21,7 +21,7 @@ from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.saved_quantities import SavedQuantities
 from backpack.extensions.shards import Piece, Shard, shard_of
 from backpack.utils.errors import check_choice, warn_user
-from backpack.utils.hooks import message, name_module, represent_call
+from backpack.utils.hooks import RULED, message, name_module, represent_call
 from backpack.utils.state import State, state
 from backpack.utils.subsampling import (
     Selection,
@@ -130,6 +130,7 @@ class BackpropExtension(ABC):  # noqa: B024
         self.saved_quantities = SavedQuantities()
         self.savefield = savefield
         self.__module_extensions = dict(module_exts)
+        RULED.update(self.__module_extensions)
         self._fail_mode = fail_mode
         self._subsampling = as_subsampling(name, subsampling)
 
@@ -159,6 +160,7 @@ class BackpropExtension(ABC):  # noqa: B024
                 f"{module.__name__}. Pass overwrite=True to replace it."
             )
         self.__module_extensions[module] = extension
+        RULED.add(module)
 
     def get_module_extension(self, module: Layer) -> ModuleExtension | None:
         """Look up what to do on a module.

@@ -9,6 +9,8 @@ from torch.nn import Module, Parameter
 
 # Modules on which `extend` was called
 EXTENDED: weakref.WeakSet[Module] = weakref.WeakSet()
+# Classes of modules for which an extension has a rule
+RULED: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 def represent(module: Module) -> str:

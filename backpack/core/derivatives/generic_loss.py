@@ -2,12 +2,16 @@
 
 from collections import OrderedDict
 from contextlib import contextmanager
+from functools import partial
 from math import nan, sqrt
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Dict, Iterator, Tuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.nn import Module, MultiLabelMarginLoss, MultiMarginLoss
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from backpack.core.derivatives.loss_base import BaseLossDerivatives, loss_inputs
 from backpack.core.derivatives.stored import as_leaf, repeat, scratch_copy
@@ -51,6 +55,34 @@ NOT_TWICE = (
     "quantities need. Write the loss with operations that are twice differentiable."
 )
 
+NOT_ITS_SLOPE = (
+    "{module}: the second derivative that autograd gives is not the derivative of the "
+    "loss's gradient. A function of your own uses in `backward` what `forward` has "
+    "computed from the prediction, which counts as a constant. Save the function's "
+    "inputs instead, and compute it in `backward`."
+)
+
+
+class _InDouble(TorchFunctionMode):
+    """Lets a loss that casts its prediction to a coarser type go on in float64."""
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation with finer types for coarser ones."""
+        func = _CASTS.get(func, func)
+        finer = partial(tree_map_only, torch.dtype, lambda x: _FINER.get(x, x))
+        return func(*finer(args), **finer(kwargs or {}))
+
+
+_CASTS: Dict[Any, Callable] = {
+    cast: Tensor.double for cast in (Tensor.float, Tensor.half, Tensor.bfloat16)
+}
+_FINER = {
+    **dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), torch.float64),
+    torch.complex64: torch.complex128,
+}
+
 
 class GenericLossDerivatives(BaseLossDerivatives):
     """Derivatives of a loss module that has no rule of its own.
@@ -75,19 +107,29 @@ class GenericLossDerivatives(BaseLossDerivatives):
             repeat(module, inputs, _without_hooks(module))
         prediction, *others = map(_to_double, inputs)
         prediction, create_graph = as_leaf(prediction)
-        with torch.enable_grad():
+
+        def differentiate(x: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+            """Return loss and gradient, and the cotangent at the loss."""
             scratch = _without_hooks(module, _to_double)
-            loss = repeat(module, (prediction, *others), scratch, is_checked=False)
-            cotangent = torch.ones_like(loss).requires_grad_()
-            (gradient,) = pull_back([loss], [prediction], [cotangent], True, True)
-            with _naming(module):
-                _check_differentiable(module, gradient, cotangent)
+            with torch.enable_grad(), _InDouble():
+                loss = repeat(module, (x, *others), scratch, is_checked=False)
+                cotangent = torch.ones_like(loss).requires_grad_()
+                (gradient,) = pull_back([loss], [x], [cotangent], True, True)
+            return loss, gradient, cotangent
+
+        loss, gradient, cotangent = differentiate(prediction)
+        with torch.enable_grad(), _naming(module):
+            _check_differentiable(module, gradient, cotangent)
 
         def hessian_mat_prod(mat: Tensor) -> Tensor:
             with _naming(module):
                 columns = pull_columns(gradient, prediction, mat, create_graph)[0]
             return columns.to(mat.dtype)
 
+        if may_look(loss) and _has_own_functions(loss):
+            _check_slope(
+                module, prediction, lambda x: differentiate(x)[1], hessian_mat_prod
+            )
         return hessian_mat_prod
 
     def _hessian(
@@ -289,6 +331,52 @@ def _check_differentiable(module: Layer, gradient: Tensor, cotangent: Tensor) ->
     ) != (None,)
     if not connected:
         raise NotImplementedError(message(NOT_TWICE, module=module))
+
+
+def _has_own_functions(loss: Tensor) -> bool:
+    """Tell whether a function with a backward of its own has a part in a loss."""
+    queue, seen = [loss.grad_fn], set()
+    while queue:
+        node = queue.pop()
+        if node is not None and node not in seen:
+            if isinstance(node, BackwardCFunction):
+                return True
+            seen.add(node)
+            queue += [parent for parent, _ in node.next_functions]
+    return False
+
+
+def _check_slope(
+    module: Layer, prediction: Tensor, gradient: MatProd, mat_prod: MatProd
+) -> None:
+    """Refuse a loss whose second derivative is not that of its gradient.
+
+    Autograd takes what a function has computed in its forward pass for a constant.
+
+    Args:
+        module: Loss module.
+        prediction: Prediction ``[N, *]``.
+        gradient: Maps a prediction to the loss's gradient.
+        mat_prod: Multiplies columns ``[V, N, *]`` with the Hessian.
+
+    Raises:
+        NotImplementedError: If differences of gradients say that it is another one,
+            with two steps: one may reach a point where the slope jumps.
+    """
+    generator = torch.Generator(prediction.device).manual_seed(0)
+    for step in (1e-5, 1e-6) if prediction.numel() else ():
+        v = torch.randn(prediction.shape, generator=generator, **kind(prediction))
+        there, back = (
+            gradient((prediction + sign * step * v).detach().requires_grad_())
+            for sign in (1, -1)
+        )
+        slope = (there - back).detach() / (2 * step)
+        found = mat_prod(v[None])[0].detach()
+        size = max(float(slope.abs().max()), float(found.abs().max()))
+        if not float((slope - found).abs().max()) > 1e-3 * size + 1e-6:
+            return
+    if prediction.numel():
+        raise NotImplementedError(message(NOT_ITS_SLOPE, module=module))
 
 
 def _is_linear_in_pieces(module: Layer) -> bool:

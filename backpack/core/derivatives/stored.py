@@ -21,7 +21,7 @@ from backpack.utils.disable import disable
 from backpack.utils.hooks import message
 from backpack.utils.state import ask, is_traced, state
 from backpack.utils.subsampling import Subsampling, subsample
-from backpack.utils.types import Layer, generator_of, is_inexact
+from backpack.utils.types import Layer, generator_of, is_inexact, is_same
 
 NO_FLOAT_INPUT = (
     "{module} has an input of type {dtype} and no derivative with respect to it. Only "
@@ -320,10 +320,12 @@ def repeat(
         return checked(module, output) if is_checked else first_tensor(output)
     generator = generator_of(module.output.device)
     before, random = _numbers(scratch), generator.get_state()
+    own_before = _numbers(module)
     with state().default_device(), _Repeating() as repeating:
         output = run()
     drew = not torch.equal(random, generator.get_state())
     generator.set_state(random)
+    drew |= _restored(own_before)
     if repeating.drew or drew or _is_stateful(scratch, before, args, kwargs):
         raise RuntimeError(message(NOT_REPEATED, module=module))
     return checked(module, output)
@@ -348,6 +350,26 @@ def _numbers(module: Module) -> Dict[Tuple[Module, str], Any]:
                 if x is not None:
                     found[part, name] = x.detach().clone()
     return found
+
+
+def _restored(before: Dict[Tuple[Module, str], Any]) -> bool:
+    """Give numbers of a module back that were changed by way of its bound methods.
+
+    Args:
+        before: The numbers, as they were.
+
+    Returns:
+        Whether there were any.
+    """
+    changed = False
+    for (part, name), x in before.items():
+        if isinstance(x, Tensor):
+            now = part._buffers[name]
+            if now is None or not is_same(now, x):
+                part._buffers[name], changed = x, True
+        elif vars(part)[name] != x:
+            vars(part)[name], changed = x, True
+    return changed
 
 
 def _is_stateful(

@@ -61,6 +61,7 @@ class OwnFunctions:
         self._running = ("", -1)
         self._functions = [x for x in nodes if extensions and is_function(x)]
         self._operands: dict[Node, list[Source]] = {}
+        self._followed: set[Node] = set()
         for node in self._functions:
             if separating and KNOWN in node.metadata and is_users(node):
                 self._operands[node] = list(_operands_of(node))
@@ -79,9 +80,11 @@ class OwnFunctions:
         outer = self._running
         self._running = name_of(node).strip("`"), _current_graph_task_id()
         repeats = state().pulling and is_users(node)
+        followed = self._followed if repeats else ()  # for each sample, it is the same
         try:
             with once_more(node, gradients) if repeats else nullcontext(gradients) as g:
-                if node in self._operands and not is_grad_enabled():
+                wanted = node in self._operands and node not in followed
+                if wanted and not is_grad_enabled():
                     return self._follow(node, g)
                 return type(node).apply(node, *g)
         finally:
@@ -97,6 +100,7 @@ class OwnFunctions:
         tracker = Tracker(next(iter(known.values())).n, given, keeps_met=True)
         with tracker:
             results = type(node).apply(node, *gradients)
+        self._followed.add(node)
         found = results if isinstance(results, tuple) else (results,)
         pairs = zip(compress(found, node.needs_input_grad), self._operands[node])
         if any(_have_met(tracker, x, operand) for x, operand in pairs):
@@ -122,6 +126,7 @@ class OwnFunctions:
         for node in self._functions:
             put_back(node)
         self._functions.clear()
+        self._followed.clear()
 
 
 def _operands_of(node: Node) -> Iterator[Source]:

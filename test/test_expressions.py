@@ -33,7 +33,7 @@ from per_sample import (
 from test_uses import attend
 from torch import Tensor, fx, nn
 from torch.nn import Module
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend
@@ -464,6 +464,39 @@ EXPRESSIONS = {
     "entries-by-a-mask": use(lambda m, x: x * m.w[torch.eye(4) > 0], 4, w=(4, 4)),
     "entries-of-a-view-by-a-mask": use(
         lambda m, x: x * m.w.view(3, 3)[torch.ones(3, 3).triu(1) > 0], 3, w=(9,)
+    ),
+    "constant-mask": use(  # as in masked autoregressive models
+        lambda m, x: m.o(F.linear(x, torch.ones(3, 4).triu() * m.w).tanh()),
+        *(2, 4),
+        w=(3, 4),
+        o=lambda: nn.Linear(3, 2),
+    ),
+    "constant-mask-in-each-step": use(
+        lambda m, x: (y := F.linear(x, torch.eye(4).roll(1, 0) * m.w)).tanh()
+        + F.linear(y, torch.eye(4).roll(1, 0) * m.w)
+        + F.linear(x, m.w),
+        4,
+        w=(4, 4),
+    ),
+    "pruned": use(
+        lambda m, x: m.f(x),
+        4,
+        f=lambda: prune.random_unstructured(nn.Linear(4, 3), "weight", 0.5),
+    ),
+    "positive": use(
+        lambda m, x: F.linear(F.linear(x, m.w.abs()).tanh(), F.softplus(m.u) * 2.0),
+        *(2, 4),
+        w=(3, 4),
+        u=(2, 3),
+    ),
+    "positive-and-transposed": use(
+        lambda m, x: x @ m.w.exp().T + x @ (m.w.T * 2).tanh(), 4, w=(3, 4)
+    ),
+    "positive-convolution": use(
+        lambda m, x: F.conv1d(x, m.w.square(), m.b.exp()), 2, 4, w=(3, 2, 2), b=(3,)
+    ),
+    "clamped-and-viewed": use(
+        lambda m, x: F.linear(x, m.w.clamp(-0.5, 0.5).view(3, 4)), 4, w=(12,)
     ),
     "straight-through": use(  # as quantization does
         lambda m, x: F.linear(x, m.w + (m.w.round() - m.w).detach()), 4, w=(3, 4)

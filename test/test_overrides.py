@@ -40,6 +40,7 @@ from backpack.core.per_sample.maps import dots_between, merged, projected
 from backpack.core.per_sample.order import Order, permuted
 from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.rows import Rows
+from backpack.core.per_sample.scaled import Scaled
 from backpack.core.per_sample.sums import add_rows
 from backpack.core.table import find_row
 from backpack.extensions.secondorder.hbp.factors import output_factor
@@ -656,6 +657,45 @@ def test_merged_transposed(others: int):
     check_reductions(total, expected, "as they are")
     check_reductions(lambda: total().plain, expected, "in the parameter's order")
     assert isinstance(total().plain, Dense if others else Outer)
+
+
+@pytest.mark.parametrize("num_columns", [1, 3])
+@pytest.mark.parametrize(
+    "name", ["linear", "positions", "transposed", "dense", "twice"]
+)
+def test_scaled(name: str, num_columns: int):
+    """Products behind an operation entry by entry are those before, times its slope."""
+    x = torch.randn(N, *([2] if name == "positions" else []), 4, dtype=F64)
+    mat = torch.randn(num_columns, *x.shape[:-1], 3, dtype=F64)
+    inner: Any = LinearDerivatives().product(
+        "weight", nn.Linear(4, 3).to(F64), [x], mat
+    )
+    if name == "transposed":
+        inner = inner.permuted([1, 0])
+    slope = torch.randn(inner.shape, dtype=F64) * (torch.rand(inner.shape) > 0.3)
+    expected = inner.individual() * slope
+    if name == "dense":
+        inner = Dense(inner.individual(), inner.shape)
+    if name == "twice":
+        inner, expected = Scaled(inner, slope.exp()), expected * slope.exp()
+    axes, sizes = [1, 0], torch.Size([2, 6])
+    for make, wanted in (
+        (lambda: Scaled(inner, slope), expected),
+        (
+            lambda: merged([Scaled(inner, slope), Scaled(inner, slope.clone())]),
+            2 * expected,
+        ),
+        (
+            lambda: merged([Scaled(inner, slope), Scaled(inner, slope + 1)]),
+            expected + Scaled(inner, slope + 1).individual(),
+        ),
+        (lambda: Scaled(inner, slope).reshaped(sizes), expected.reshape(-1, N, *sizes)),
+    ):
+        check_reductions(make, wanted, name)
+        check_reductions(lambda: make().plain, wanted, name)  # noqa: B023
+    if name != "dense":
+        permuted = Scaled(inner, slope).permuted(axes)
+        check_reductions(lambda: permuted, expected.transpose(2, 3), name)
 
 
 def test_merged_groups():

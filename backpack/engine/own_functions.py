@@ -26,7 +26,7 @@ from backpack.engine.uses import edge_of, refuse
 from backpack.engine.vjp import is_function, is_users
 from backpack.utils.hooks import EXTENDED, names_of
 from backpack.utils.parallel import is_parallel
-from backpack.utils.state import out_of_sight, state
+from backpack.utils.state import is_batched, out_of_sight, state
 
 INNER_PASS = (
     "{ext}: `{function}` runs a backward pass of its own inside of this one, where "
@@ -100,7 +100,8 @@ class OwnFunctions:
         tracker = Tracker(next(iter(known.values())).n, given, keeps_met=True)
         with tracker:
             results = type(node).apply(node, *gradients)
-        self._followed.add(node)
+        if not any(is_batched(x) for x, _ in given):
+            self._followed.add(node)
         found = results if isinstance(results, tuple) else (results,)
         pairs = zip(compress(found, node.needs_input_grad), self._operands[node])
         if any(_have_met(tracker, x, operand) for x, operand in pairs):

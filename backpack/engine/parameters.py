@@ -21,14 +21,23 @@ from backpack.core.per_sample.base import Dense, PerSample
 from backpack.core.per_sample.maps import merged
 from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.rows import Rows
-from backpack.engine.graph import describe, is_leaf, leaves_behind, names_at, walk
+from backpack.core.per_sample.scaled import Scaled
+from backpack.engine.graph import (
+    describe,
+    is_leaf,
+    is_pointwise,
+    leaves_behind,
+    names_at,
+    shape_at,
+    walk,
+)
 from backpack.engine.repeated import compute_only
 from backpack.engine.saved import SAVED, fetch
 from backpack.engine.uses import Constant, Use
 from backpack.engine.vjp import NO_SUM, batched_vjp, check_linear, may_be_any
 from backpack.utils.hooks import name_module, represent
 from backpack.utils.state import state
-from backpack.utils.types import as_type, full_precision
+from backpack.utils.types import as_type, full_precision, kind
 
 Products = list[Optional[PerSample]]
 Member = tuple[Use, int]  # a use, and which of its constants
@@ -295,12 +304,13 @@ def _behind_views(
     """
     edge, shape = constant.source, constant.shape
     ends = {param.grad_fn: param for param in params if param.grad_fn is not None}
-    while type(product) in (Dense, Outer) and edge.node not in ends:
+    while type(product) in (Dense, Outer, Scaled) and edge.node not in ends:
         node = edge.node
         if is_leaf(node):
             return node.variable, None, product
-        name, parents = type(node).__name__, node.next_functions
-        if len(parents) != 1 or parents[0][0] is None:
+        name = type(node).__name__
+        parents = [place for place in node.next_functions if place[0] is not None]
+        if len(parents) != 1:
             break
         parent = parents[0][0]
         if is_leaf(parent):
@@ -309,7 +319,15 @@ def _behind_views(
             before = torch.Size(parent._input_metadata[parents[0][1]].shape)
         if name in _SAME_ORDER and before.numel() == shape.numel():
             product = product.reshaped(before)
-        elif isinstance(product, Dense):
+        elif is_pointwise(node) and before == shape:
+            slope = _slope(node, GradientEdge(parent, parents[0][1]))
+            if slope is None:
+                break
+            if type(product) is Dense:
+                product = Dense(product.products * slope, shape)
+            else:
+                product = Scaled(product, slope)
+        elif type(product) is Dense:
             rows = _rows_of_table(node, product, before)
             if rows is None:
                 break
@@ -328,6 +346,24 @@ def _behind_views(
     if edge.node in ends:
         return ends[edge.node], None, product
     return None, edge, product
+
+
+def _slope(node: Node, parent: GradientEdge) -> Tensor | None:
+    """Differentiate an operation entry by entry.
+
+    Args:
+        node: The operation's node.
+        parent: Where its operand sits in the graph.
+
+    Returns:
+        Derivative of each entry, ``None`` for other numbers than the operand's.
+    """
+    edge = GradientEdge(node, 0)
+    ones = torch.ones(1, 1, *shape_at(edge), **kind(node._input_metadata[0]))
+    fetch(node.metadata.get(SAVED, ()))
+    (found,) = batched_vjp([edge], [parent], [ones])
+    same = found is not None and found.dtype == ones.dtype and not ones.is_complex()
+    return found[0, 0] if same else None
 
 
 def _rows_of_table(node: Node, product: Dense, shape: torch.Size) -> Rows | None:

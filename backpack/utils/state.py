@@ -224,7 +224,7 @@ class State:
                 owner.release_all(keeps_graph())
             return
         reached = [g for g in g_out if g is not None]
-        if any(map(_is_batched, reached)):
+        if any(map(is_batched, reached)):
             raise NotImplementedError(BATCHED.format(exts=names_of(self.active_exts)))
         if forward_ad._current_level >= 0:
             raise NotImplementedError(FORWARD.format(exts=names_of(self.active_exts)))
@@ -337,8 +337,15 @@ def ask(x: Tensor, key: Hashable, question: Callable[[], Any]) -> Any:
     return _ANSWERS[key]
 
 
-def _is_batched(x: Tensor) -> bool:
-    """Tell whether a tensor stands for several, in either of PyTorch's ``vmap``."""
+def is_batched(x: Tensor) -> bool:
+    """Tell whether a tensor stands for several, in either of PyTorch's ``vmap``.
+
+    Args:
+        x: The tensor.
+
+    Returns:
+        Whether it does.
+    """
     if torch._C._has_storage(x):  # a quick answer
         return False
     return "Batched" in repr(torch._C._dispatch_keys(x))

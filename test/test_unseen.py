@@ -110,6 +110,14 @@ DERIVATIVES: Dict[str, Row] = {
             "square": lambda m, x: by_input(lambda y: m(y).square(), x),
         }.items()
     },
+    "only-the-derivative-of-operations": Row(  # whose last weight is seen nowhere else
+        lambda: Lambda(
+            lambda m, x: m.o(((x @ m.w.T).tanh() @ m.w).tanh()),
+            **{"w": param(5, D), "o": nn.Linear(D, 1, bias=False)},
+        ),
+        randn(D),
+        predict=lambda m, X: by_input(m, *X),
+    ),
     "pieces-by-hand": Row(
         lambda: mlp(lambda: Lambda(lambda m, x: torch.where(x > 0, x, 0.0))),
         randn(D),

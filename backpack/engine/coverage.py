@@ -243,9 +243,10 @@ def never_seen(inspection: Inspection, known: set[int]) -> list[Tensor]:
     found: dict[int, Tensor] = {}
     for root in list(EXTENDED):
         modules = modules_in(root)
-        if not called.isdisjoint(map(id, modules)):
-            modules = [module for module in modules if module not in PLAIN]
-            params = parameters_of(modules)
+        params = parameters_of([x for x in modules if x not in PLAIN])
+        # of a derivative, the graph has uses, and no call of the model
+        watched = not known.isdisjoint(map(id, params))
+        if watched or not called.isdisjoint(map(id, modules)):
             found.update({id(p): reached[id(p)] for p in params if id(p) in reached})
     return list(found.values())
 

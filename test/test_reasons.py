@@ -181,6 +181,7 @@ CASTS: Dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "float": lambda f, y: F.cross_entropy(f.float(), y),
     "half-and-back": lambda f, y: F.cross_entropy(f.bfloat16().float(), y),
     "to": lambda f, y: F.cross_entropy(f.to(torch.float32), y),
+    "type-of-a-constant": lambda f, y: F.cross_entropy(f.type_as(torch.ones(1)), y),
     "type-of-an-option": lambda f, y: F.nll_loss(
         f.log_softmax(1, dtype=torch.float32), y
     ),

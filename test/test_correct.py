@@ -1997,6 +1997,28 @@ TERMS = {
 }
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_regularizer_of_all_parameters(first: bool) -> None:
+    """Parameters that are in a regularizer alone are named, as the others are."""
+    parts = {"a": nn.Linear(4, 3), "b": nn.Linear(3, 3), "unused": nn.Linear(4, 3)}
+    model = extend(Lambda(lambda m, x: m.b(m.a(x).tanh()), **parts).to(F64))
+    loss, x = extend(nn.CrossEntropyLoss()), torch.randn(N, 4, dtype=F64)
+    out, y = model(x), torch.tensor([0, 1, 2, 0])
+
+    def penalty() -> Tensor:
+        return sum(p.square().sum() for p in model.parameters())
+
+    value = penalty() + loss(out, y) if first else loss(out, y) + penalty()
+    with pytest.warns(UserWarning) as caught, backpack(BatchGrad()):
+        value.backward()
+    (message,) = [str(w.message) for w in caught]
+    assert "belong to no sample" in message and "'unused.weight'" in message
+    for name, p in model.named_parameters():
+        assert hasattr(p, "grad_batch") == (not name.startswith("unused"))
+        if hasattr(p, "grad_batch"):
+            oracle.assert_agrees(p.grad_batch.sum(0), p.grad - 2 * p.detach(), name)
+
+
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "before"])
 @pytest.mark.parametrize("ext", [BatchGrad, Variance, KFAC, DiagGGNExact])
 @pytest.mark.parametrize("term", TERMS)

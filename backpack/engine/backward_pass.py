@@ -226,6 +226,8 @@ class BackwardPass:
         if self._separating:
             uses, separating = list(self.groups_of), self._separating
             separate = coverage.check_samples(inspection, uses, params, separating)
+            for ext in separating:  # what has no other use was named
+                self.exempt(ext, separate)
             if self._check is not None:
                 self._check.separate = separate
         # what is refused is said by the error: its user may go on

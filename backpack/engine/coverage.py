@@ -172,13 +172,16 @@ def check_samples(
             refused = []
         for met in (*refused, *_met_before_losses(inspection)):
             refuse(names_of(extensions), met, "any parameter")
-    entangled[NOT_WATCHED] = never_seen(inspection, known)
+    unseen = never_seen(inspection, known)
+    alone = [param for param in unseen if _is_regularized(inspection, param)]
+    entangled[NOT_WATCHED] = [param for param in unseen if param not in set(alone)]
     way = next((way for way, found in entangled.items() if found), None)
     if way is not None:
         for met in () if params else inspection.coupled():  # before any parameter
             refuse(names_of(extensions), met, "any parameter")
         says = _outside(inspection, entangled[way], way, extensions)
         raise NotImplementedError(says)
+    separate += alone
     if separate:
         warn_user(SEPARATE_USE.format(names=describe(separate)))
     return separate
@@ -220,6 +223,19 @@ def _behind_uses(uses: Sequence[Use]) -> list[Tensor]:
             found += leaves_behind(source)
     found = [x for x in found if isinstance(x, Parameter)] or found
     return list({id(x): x for x in found}.values())
+
+
+def _is_regularized(inspection: Inspection, param: Tensor) -> bool:
+    """Tell whether a parameter is only used after the model, where no data enter.
+
+    What is hidden from us inside of a model has a node before the model's outputs.
+    """
+    nodes = inspection.outside.get(param, [])
+    calls = inspection.calls.items()
+    outputs = [x for call, x in calls if call.is_outermost and not call.is_loss]
+    last = max((x._sequence_nr() for x in outputs if not is_leaf(x)), default=0)
+    after = all(last < node._sequence_nr() for node in nodes)
+    return bool(nodes and last) and after and inspection.data_nodes.isdisjoint(nodes)
 
 
 def never_seen(inspection: Inspection, known: set[int]) -> list[Tensor]:

@@ -2886,23 +2886,53 @@ def test_hooks_that_change_gradients(place: str, change: str, ext: Callable) -> 
             oracle.assert_agrees(field, torch.stack(samples))
 
 
-def test_hooks_of_parameters() -> None:
+@pytest.mark.parametrize("hook", [lambda g: 0 * g, lambda g: g - g.mean()])
+@pytest.mark.parametrize(
+    "expression", [lambda p: p, F.softplus, lambda p: p.softmax(0)]
+)
+def test_hooks_of_parameters(expression: Callable, hook: Callable) -> None:
     """What changes a parameter's gradient, in the end, has no part in quantities."""
 
     def forward(m: Lambda, x: Tensor) -> Tensor:
-        m.scale.register_hook(lambda g: 0 * g)
-        return m.f(x * m.scale)
+        return m.f(x * expression(m.scale))
 
     model = Lambda(forward, f=nn.Linear(4, 3), scale=Parameter(torch.rand(4))).to(F64)
-    x = torch.randn(N, 4, dtype=F64)
-    with torch.no_grad():
-        expected = 2 * (model.f(x * model.scale) @ model.f.weight) * x
+    x, seen = torch.randn(N, 4, dtype=F64), []
+    values = [model(sample).square().sum() for sample in x]
+    gradients = [torch.autograd.grad(value, model.scale)[0] for value in values]
+    model.scale.register_hook(lambda g: seen.append(g) or hook(g))
     loss = extend(nn.MSELoss(reduction="sum"))
     with backpack(BatchGrad(), DiagGGNExact()):
         f = extend(model)(x)
         loss(f, torch.zeros_like(f)).backward()
-    oracle.assert_agrees(model.scale.grad_batch, expected)
-    assert not model.scale.grad.any() and model.scale.diag_ggn_exact.all()
+    oracle.assert_agrees(model.scale.grad_batch, torch.stack(gradients))
+    oracle.assert_agrees(seen, [sum(gradients)])
+    oracle.assert_agrees(model.scale.grad, hook(sum(gradients)))
+    assert model.scale.diag_ggn_exact.all()
+
+
+@pytest.mark.parametrize("expression", [torch.exp, lambda p: p.softmax(0)])
+@pytest.mark.parametrize("exts", [(BatchGrad,), (BatchGrad, DiagGGNExact)])
+def test_retained_gradients_of_expressions(expression: Callable, exts: Tuple) -> None:
+    """What is computed from parameters retains its gradient, and nothing of ours."""
+    kept: List[Tensor] = []
+
+    def forward(m: Lambda, x: Tensor) -> Tensor:
+        kept[:] = (2 * m.scale, expression(m.scale) * 3)
+        for tensor in kept:
+            tensor.retain_grad()
+        return m.f(x * kept[0] * kept[1])
+
+    model = Lambda(forward, f=nn.Linear(4, 3), scale=Parameter(torch.rand(4))).to(F64)
+    model, loss = extend(model), extend(nn.MSELoss(reduction="sum"))
+    x = torch.randn(N, 4, dtype=F64)
+    retained = []
+    for some in ((), exts):
+        with backpack(*[ext() for ext in some]):
+            f = model(x)
+            loss(f, torch.zeros_like(f)).backward()
+        retained.append([tensor.grad for tensor in kept])
+    oracle.assert_agrees(*reversed(retained))
 
 
 @pytest.mark.usefixtures("cpu")

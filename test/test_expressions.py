@@ -37,7 +37,8 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend
-from backpack.extensions import DiagGGNMC
+from backpack.core.per_sample.outer import Outer
+from backpack.extensions import DiagGGNMC, SumGradSquared
 
 
 def positions(
@@ -498,6 +499,26 @@ EXPRESSIONS = {
     "clamped-and-viewed": use(
         lambda m, x: F.linear(x, m.w.clamp(-0.5, 0.5).view(3, 4)), 4, w=(12,)
     ),
+    "gated-by-itself": use(  # several ways to the same entry
+        lambda m, x: F.linear(x, m.w * m.w.sigmoid()), 2, 4, w=(3, 4)
+    ),
+    "positive-in-pieces": use(
+        lambda m, x: F.linear(x, torch.where(m.w > 0, m.w + 1, m.w.exp())),
+        4,
+        w=(3, 4),
+    ),
+    "entries-and-their-transpose": use(  # two places that are none of the leaf's
+        lambda m, x: F.linear(x, m.w.exp() * 2 + m.w.T.tanh()), 4, w=(4, 4)
+    ),
+    "once-for-several-uses": use(
+        lambda m, x: (w := m.w.exp() * m.w) is None
+        or F.linear(x, w) + F.linear(x.cos(), w) + x @ m.w,
+        4,
+        w=(4, 4),
+    ),
+    "scale-of-a-weight": use(  # and what is learned, for all entries
+        lambda m, x: F.linear(x, m.w.tanh() * m.s.exp()), 4, w=(3, 4), s=(1,)
+    ),
     "straight-through": use(  # as quantization does
         lambda m, x: F.linear(x, m.w + (m.w.round() - m.w).detach()), 4, w=(3, 4)
     ),
@@ -894,6 +915,37 @@ TABLES = {
 def test_right(table: str, row: str) -> None:
     """Every quantity of every parameter agrees with plain autograd."""
     assert_right(TABLES[table][row])
+
+
+FORMED = {
+    "mask": (lambda w: torch.eye(4) * w, 0),
+    "gated-by-itself": (lambda w: w * w.sigmoid(), 0),
+    "quantized": (lambda w: w + (w.clamp(-1, 1).round() - w).detach(), 0),
+    "in-pieces": (lambda w: torch.where(w > 0, w.mul(2).T.T, w.exp()), 1),
+    "normalized": (lambda w: w / w.norm(dim=0), 1),
+}
+
+
+@pytest.mark.parametrize("name", FORMED)
+@pytest.mark.parametrize("steps", [1, 3])
+def test_formed_once(name: str, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uses of an expression are joined, before products are formed, if they are."""
+    (expression, formed), seen = FORMED[name], []
+    blocks = Outer.block
+    monkeypatch.setattr(Outer, "block", lambda *a: seen.append(a) or blocks(*a))
+    # as on an accelerator: slopes are not compared
+    monkeypatch.setattr("backpack.core.per_sample.scaled.may_look", lambda x: False)
+
+    def forward(m: Lambda, x: Tensor) -> Tensor:
+        w = expression(m.w)
+        for _ in range(steps):
+            x = F.linear(x, w).tanh()
+        return x
+
+    model = extend(Lambda(forward, w=nn.Parameter(torch.randn(4, 4))))
+    with backpack(SumGradSquared()):
+        model(torch.randn(N, 4)).sum().backward()
+    assert len(seen) == max(formed, steps > 1)
 
 
 @pytest.mark.parametrize("row", list(EXPRESSIONS)[::6])

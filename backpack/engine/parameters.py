@@ -10,7 +10,15 @@ leads from expressions to parameters.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Callable, Iterator, Optional, Sequence
+from typing import (
+    Any,
+    Callable,
+    Collection,
+    ContextManager,
+    Iterator,
+    Optional,
+    Sequence,
+)
 
 import torch
 from torch import Tensor
@@ -18,7 +26,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.nn import Module
 
 from backpack.core.per_sample.base import Dense, PerSample
-from backpack.core.per_sample.maps import merged
+from backpack.core.per_sample.maps import alike, merged
 from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.rows import Rows
 from backpack.core.per_sample.scaled import Scaled
@@ -33,14 +41,16 @@ from backpack.engine.graph import (
 )
 from backpack.engine.repeated import compute_only
 from backpack.engine.saved import SAVED, fetch
-from backpack.engine.uses import Constant, Use
+from backpack.engine.user_hooks import SEEN
+from backpack.engine.uses import Use
 from backpack.engine.vjp import NO_SUM, batched_vjp, check_linear, may_be_any
-from backpack.utils.hooks import name_module, represent
+from backpack.utils.hooks import name_module, represent, without_hooks
 from backpack.utils.state import state
 from backpack.utils.types import as_type, full_precision, kind
 
 Products = list[Optional[PerSample]]
 Member = tuple[Use, int]  # a use, and which of its constants
+Collected = list[tuple[list[Member], dict[Tensor, list[PerSample]]]]
 
 _PERMUTES = ("TBackward0", "TransposeBackward0", "PermuteBackward0")
 _SAME_ORDER = (
@@ -66,7 +76,7 @@ class Group:
         is_simple: Whether each parameter is used once, in the same use, as it is.
         pending: Number of uses that have not had their gradient yet.
         collected: Products of uses whose part of the graph will have been freed when
-            the last use has its gradient.
+            the last use has its gradient, and which uses these are.
     """
 
     def __init__(self) -> None:
@@ -75,7 +85,9 @@ class Group:
         self.members: list[Member] = []
         self.uses: list[Use] = []
         self.pending, self.is_simple = 0, False
-        self.collected: dict[Use, dict[Tensor, list[PerSample]]] = {}
+        self.collected: Collected = []
+        self._waiting: dict[Any, list[Member]] | None = None
+        self._missing: dict[Any, int] = {}
 
     @property
     def modules(self) -> list[Any]:
@@ -109,64 +121,77 @@ class Group:
     def collect(self, use: Use, of: Callable[[Use], Products]) -> None:
         """Form products that need the graph, while it is there.
 
+        That of an expression is there until the last of its uses has had its gradient.
+
         Args:
             use: A use that has just had its gradient.
             of: Returns its products, for each of its constants.
         """
-        if all(constant.leaf is not None for constant in use.constants):
-            of(use)
-            return
-        members = [(u, i) for u, i in self.members if u is use]
-        self.collected[use] = self._sum(members, of)
+        of(use)
+        if self._waiting is None:
+            self._waiting = {}
+            for member in self.members:
+                self._waiting.setdefault(_source(member), []).append(member)
+            self._missing = {x: len(every) for x, every in self._waiting.items()}
+        for source in [_source((u, i)) for u, i in self.members if u is use]:
+            self._missing[source] -= 1
+            if source is not None and not self._missing[source]:
+                members = self._waiting[source]
+                self._require_one_size({u for u, _ in members})
+                self.collected.append((members, self._sum(members, of)))
 
     def products(
-        self,
-        of: Callable[[Use], Products],
-        collected: dict[Use, dict[Tensor, list[PerSample]]] | None = None,
+        self, of: Callable[[Use], Products], collected: Optional[Collected] = None
     ) -> dict[Tensor, PerSample]:
         """Collect the products of all parameters.
 
         Args:
             of: Returns the products of a use, for each of its constants.
-            collected: Products of some uses, which are known. Default: ``None``.
+            collected: Products that are known. Default: ``None``.
 
         Returns:
             Products for each parameter that is not known to have none.
-
-        Raises:
-            NotImplementedError: If uses have different numbers of samples.
         """
-        sizes = {use.n for use in self.uses}
-        if len(sizes) > 1:
-            names = describe(self.params)
-            text = OTHER_SIZES.format(sizes=sorted(sizes), names=names)
-            raise NotImplementedError(text)
-        known = collected or {}
-        found = self._sum([(u, i) for u, i in self.members if u not in known], of)
-        for products in known.values():
+        self._require_one_size(self.uses)
+        known = {member for members, _ in collected or () for member in members}
+        found = self._sum([x for x in self.members if x not in known], of)
+        for _, products in collected or ():
             for param, parts in products.items():
                 for part in parts:
                     _add(found, param, part)
         return {param: merged(parts) for param, parts in found.items()}
+
+    def _require_one_size(self, uses: Collection[Use]) -> None:
+        """Refuse uses with different numbers of samples."""
+        sizes = {use.n for use in uses}
+        if len(sizes) > 1:
+            names = describe(self.params)
+            text = OTHER_SIZES.format(sizes=sorted(sizes), names=names)
+            raise NotImplementedError(text)
 
     def _sum(
         self, members: list[Member], of: Callable[[Use], Products]
     ) -> dict[Tensor, list[PerSample]]:
         """Collect the products of some uses, whose sum is each parameter's."""
         found: dict[Tensor, list[PerSample]] = {}
+        computed: dict[tuple[GradientEdge, torch.Size], list[PerSample]] = {}
         expressions: dict[GradientEdge, list[PerSample]] = {}
         for use, index in members:
             product = of(use)[index]
             constant = use.constants[index]
             if product is None:
                 continue
-            leaf = constant.leaf
-            if leaf is None:
-                leaf, edge, product = _behind_views(constant, product, self.params)
-            if leaf is not None:
-                _add(found, leaf, product)
+            if constant.leaf is not None:
+                _add(found, constant.leaf, product)
             else:
-                _add(expressions, edge, product)
+                _add(computed, (constant.source, constant.shape), product)
+        for (source, shape), parts in computed.items():
+            for product in alike(parts):  # joined, before anything is formed
+                leaf, edge, product = _behind_views(source, shape, product, self.params)
+                if leaf is not None:
+                    _add(found, leaf, product)
+                else:
+                    _add(expressions, edge, product)
         if expressions:
             self._pull_back(expressions, found)
         return found
@@ -188,7 +213,7 @@ class Group:
         params = [p for p in self.params if p in leaves or p.grad_fn is not None]
         inputs = [GradientEdge(leaves.get(p, p.grad_fn), p.output_nr) for p in params]
         own = list(filter(may_be_any, nodes))
-        with compute_only(own):
+        with compute_only(own), _unseen(nodes):
             pulled = batched_vjp(outputs, inputs, columns)
             if own:
                 what = NO_SUM.format(names=describe(self.params))
@@ -280,21 +305,47 @@ def _size_of_terms(
     return size * max(1.0, float(data.abs().max())), eps
 
 
+def _source(member: Member) -> GradientEdge | None:
+    """Return where an expression sits in the graph; ``None`` for a parameter."""
+    use, index = member
+    return use.constants[index].source
+
+
 def _add(found: dict[Any, list[PerSample]], key: Any, product: PerSample) -> None:
     """Note what a use contributes; what is formed already is added up at once."""
     parts = found.setdefault(key, [])
     if parts and type(parts[-1]) is type(product) is Dense:
-        product = merged([parts.pop(), product])
+        total = product.added_to(parts.pop().products)
+        product = Dense(total, product.shape)
     parts.append(product)
 
 
-def _behind_views(
-    constant: Constant, product: PerSample, params: Sequence[Tensor]
-) -> tuple[Tensor | None, GradientEdge | None, PerSample]:
-    """Go through views of a parameter, which keep the products' form.
+def _unseen(nodes: Sequence[Node]) -> ContextManager[None]:
+    """Keep hooks of parameters, and of what is computed from them, from running.
+
+    They are for the gradient of the batch.
 
     Args:
-        constant: An expression.
+        nodes: Nodes through which something is pulled back.
+
+    Returns:
+        Context in which they do not, nor does ``retain_grad`` collect anything.
+    """
+    leaves = [node.variable for node in nodes if is_leaf(node)]
+    seen = [x() for node in nodes for x in node.metadata.get(SEEN, ())]
+    return without_hooks([*leaves, *[x for x in seen if x is not None]])
+
+
+def _behind_views(
+    edge: GradientEdge, shape: torch.Size, product: PerSample, params: Sequence[Tensor]
+) -> tuple[Tensor | None, GradientEdge | None, PerSample]:
+    """Go through views of a parameter, and what is done to each entry of it.
+
+    Both keep the products' form.
+
+    Args:
+        edge: Where an expression sits in the graph.
+        shape: Its shape.
         product: Products with its Jacobian.
         params: The parameters behind it.
 
@@ -302,37 +353,30 @@ def _behind_views(
         The parameter, if it is all that is left; the place of the expression, if not;
         and products with its Jacobian.
     """
-    edge, shape = constant.source, constant.shape
     ends = {param.grad_fn: param for param in params if param.grad_fn is not None}
     while type(product) in (Dense, Outer, Scaled) and edge.node not in ends:
         node = edge.node
         if is_leaf(node):
             return node.variable, None, product
-        name = type(node).__name__
-        parents = [place for place in node.next_functions if place[0] is not None]
-        if len(parents) != 1:
-            break
-        parent = parents[0][0]
-        if is_leaf(parent):
-            before = parent.variable.shape
-        else:
-            before = torch.Size(parent._input_metadata[parents[0][1]].shape)
-        if name in _SAME_ORDER and before.numel() == shape.numel():
+        name, parents = type(node).__name__, node.next_functions
+        parent, before = None, shape
+        if len(parents) == 1 and parents[0][0] is not None:
+            parent = GradientEdge(*parents[0])
+            before = _kind_at(parents[0])[0]
+        if parent and name in _SAME_ORDER and before.numel() == shape.numel():
             product = product.reshaped(before)
-        elif is_pointwise(node) and before == shape:
-            slope = _slope(node, GradientEdge(parent, parents[0][1]))
-            if slope is None:
-                break
+        elif found := _entry_by_entry(edge, ends):
+            parent, slope = found
             if type(product) is Dense:
                 product = Dense(product.products * slope, shape)
             else:
                 product = Scaled(product, slope)
-        elif type(product) is Dense:
+        elif parent and type(product) is Dense:
             rows = _rows_of_table(node, product, before)
             if rows is None:
                 break
             product = rows
-        elif name in _PERMUTES and product.shape == shape:
+        elif parent and name in _PERMUTES and product.shape == shape:
             order = _order_of(node, len(shape))
             try:
                 product = product.permuted([order.index(d) for d in range(len(order))])
@@ -340,7 +384,7 @@ def _behind_views(
                 break
         else:
             break
-        edge, shape = GradientEdge(parent, parents[0][1]), before
+        edge, shape = parent, before
     if is_leaf(edge.node):
         return edge.node.variable, None, product
     if edge.node in ends:
@@ -348,22 +392,48 @@ def _behind_views(
     return None, edge, product
 
 
-def _slope(node: Node, parent: GradientEdge) -> Tensor | None:
-    """Differentiate an operation entry by entry.
+def _entry_by_entry(
+    edge: GradientEdge, ends: Collection[Node]
+) -> tuple[GradientEdge, Tensor] | None:
+    """Differentiate what is done to each entry of a single tensor.
 
     Args:
-        node: The operation's node.
-        parent: Where its operand sits in the graph.
+        edge: Where the result sits in the graph.
+        ends: Nodes not to go through.
 
     Returns:
-        Derivative of each entry, ``None`` for other numbers than the operand's.
+        Where the tensor does, and the derivative of each entry; ``None`` if the result
+        is no such thing.
     """
-    edge = GradientEdge(node, 0)
-    ones = torch.ones(1, 1, *shape_at(edge), **kind(node._input_metadata[0]))
-    fetch(node.metadata.get(SAVED, ()))
-    (found,) = batched_vjp([edge], [parent], [ones])
-    same = found is not None and found.dtype == ones.dtype and not ones.is_complex()
-    return found[0, 0] if same else None
+    start = edge.node, edge.output_nr
+    what, places, begins = _kind_at(start), [start], []
+    for place in places:  # which become more meanwhile
+        node = place[0]
+        parents = [x for x in node.next_functions if x[0] is not None]
+        if (
+            node in ends
+            or not is_pointwise(node)
+            or {*map(_kind_at, parents)} != {what}
+        ):
+            begins.append(place)
+        else:
+            places += [x for x in dict.fromkeys(parents) if x not in places]
+    if len(begins) > 1 or start in begins or what[1].is_complex:
+        return None
+    for node, _ in places:
+        fetch(node.metadata.get(SAVED, ()))
+    ones = torch.ones(1, 1, *what[0], **kind(start[0]._input_metadata[start[1]]))
+    with _unseen([node for node, _ in places]):
+        (slope,) = batched_vjp([edge], [GradientEdge(*begins[0])], [ones])
+    return None if slope is None else (GradientEdge(*begins[0]), slope[0, 0])
+
+
+def _kind_at(place: tuple[Node, int]) -> tuple[torch.Size, torch.dtype]:
+    """Tell shape and type of the tensor at a place in the graph."""
+    node, number = place
+    if is_leaf(node):
+        return node.variable.shape, node.variable.dtype
+    return shape_at(GradientEdge(node, number)), node._input_metadata[number].dtype
 
 
 def _rows_of_table(node: Node, product: Dense, shape: torch.Size) -> Rows | None:

@@ -44,7 +44,7 @@ from backpack.engine.placements import (
 from backpack.engine.probes import Known
 from backpack.engine.summands import Summands
 from backpack.engine.trials import Performed, states_for
-from backpack.engine.user_hooks import SEEN, guard
+from backpack.engine.user_hooks import guard, note_seen
 from backpack.engine.uses import (
     Constant,
     Use,
@@ -188,7 +188,7 @@ class Tracker(TorchFunctionMode):
         kwargs = kwargs or {}
         if kind.is_quiet or self.suspended or peek_interpreter_stack() is not None:
             if kind.name in ("register_hook", "retain_grad") and args[0].grad_fn:
-                args[0].grad_fn.metadata[SEEN] = True
+                note_seen(args[0])
             if kind.name == "register_hook" and len(args) == 2:
                 args = args[0], guard(*args, self._finder.of(args[0]) is None)
             elif kind.reads and in_function() and self._finder.of(args[0]) is not None:

@@ -8,6 +8,7 @@ parameters: where that matters, a hook may look, and what changes gradients is r
 from __future__ import annotations
 
 from typing import Any, Callable, Sequence
+from weakref import ref
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -31,7 +32,8 @@ CHANGES_OF_PARAMETERS = (
     "return None, or do what it does after the backward pass."
 )
 
-SEEN = "backpack.seen"  # where users look at the gradient of what a model computes
+# Where users look at the gradient of what a model computes: weak references to tensors
+SEEN = "backpack.seen"
 
 
 class Guarded:
@@ -67,6 +69,15 @@ class Guarded:
         if not same or versions != _versions(before):
             _refuse_change(before, self._of_parameters)
         return changed
+
+
+def note_seen(x: Tensor) -> None:
+    """Note that a user looks at a tensor's gradient.
+
+    Args:
+        x: The tensor, which an operation has made.
+    """
+    x.grad_fn.metadata.setdefault(SEEN, []).append(ref(x))
 
 
 def guard(x: Tensor, hook: Callable, of_parameters: bool) -> Callable:
@@ -117,7 +128,8 @@ def _guard(node: Node, register: Callable, of_parameters: bool = False) -> None:
     handle.remove()
     for key, hook in hooks.items():
         if not (isinstance(hook, Guarded) or is_turn(hook)):
-            hooks[key], node.metadata[SEEN] = Guarded(hook, of_parameters), True
+            hooks[key] = Guarded(hook, of_parameters)
+            node.metadata.setdefault(SEEN, [])
 
 
 def sees_gradients(inspection: Inspection) -> bool:

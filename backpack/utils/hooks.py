@@ -112,8 +112,7 @@ def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    some = (x for x in tensors if x._backward_hooks or x.retains_grad)
-    known = [x for x in some if x.grad_fn is not None]
+    known = [x for x in tensors if x._backward_hooks or x.retains_grad]
     # autograd's nodes refer to these very dictionaries
     dictionaries = (x._backward_hooks for x in known)
     hooks: List[Any] = [(current, dict(current)) for current in dictionaries if current]

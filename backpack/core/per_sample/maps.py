@@ -25,6 +25,26 @@ OTHER_SIZES = (
 )
 
 
+def alike(products: Sequence[PerSample]) -> list[PerSample]:
+    """Join what can stand beside each other.
+
+    Args:
+        products: Products of each call.
+
+    Returns:
+        Products of each kind, with the same sum.
+    """
+    kinds, rest = [], list(products)
+    while rest:
+        first, *others = rest
+        joining: list[PerSample] = []
+        rest = []
+        for other in others:
+            (joining if first.joins(other) else rest).append(other)
+        kinds.append(first.joined(joining) if joining else first)
+    return kinds
+
+
 def merged(products: Sequence[PerSample]) -> PerSample:
     """Add up what several calls contribute to the same parameter.
 
@@ -37,14 +57,7 @@ def merged(products: Sequence[PerSample]) -> PerSample:
     Raises:
         ValueError: If the calls saw different numbers of samples.
     """  # noqa: DAR401
-    kinds, rest = [], list(products)
-    while rest:
-        first, *others = rest
-        alike: list[PerSample] = []
-        rest = []
-        for other in others:
-            (alike if first.joins(other) else rest).append(other)
-        kinds.append(first.joined(alike) if alike else first)
+    kinds = alike(products)
     return kinds[0] if len(kinds) == 1 else Sum(kinds)
 
 

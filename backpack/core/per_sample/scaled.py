@@ -8,14 +8,16 @@ import torch
 from torch import Tensor
 
 from backpack.core.fast.memory import may_write
-from backpack.core.per_sample.base import Dense, PerSample
+from backpack.core.per_sample.base import PerSample
 from backpack.core.per_sample.outer import Outer
 from backpack.utils.state import may_look
 from backpack.utils.types import full_precision
 
 
-class Scaled(Dense):
+class Scaled(PerSample):
     """Products with an expression's Jacobian, times that of the expression: a diagonal.
+
+    For Kronecker factors, they are nothing but vectors.
 
     Attributes:
         slope: Derivative of each entry of the expression by that of the parameter, of
@@ -29,29 +31,11 @@ class Scaled(Dense):
             inner: Products with the Jacobian of the expression, of shape ``[*p]``.
             slope: Derivative of each entry, of the same shape.
         """
-        self._inner: PerSample = inner
-        self.slope: Tensor = slope
-        if isinstance(inner, Scaled):
-            self._inner, self.slope = inner._inner, inner.slope * slope
         self.shape, self.b = inner.shape, inner.b
         self.num_columns, self.batch_size = inner.num_columns, inner.batch_size
-        self._products: Tensor | None = None
-
-    @property
-    def products(self) -> Tensor:  # type: ignore[override]
-        """The products themselves; formed when first asked for."""
-        if self._products is None:
-            self._products = self._times(self._inner.individual())
-        return self._products
-
-    @property
-    def plain(self) -> PerSample:  # noqa: D102
-        self._inner = self._inner.plain
-        return self
-
-    @property
-    def version(self) -> int:  # noqa: D102
-        return self._inner.version
+        self._inner, self.slope = inner.plain, slope
+        if isinstance(inner, Scaled):
+            self._inner, self.slope = inner._inner, inner.slope * slope
 
     def permuted(self, axes: Sequence[int]) -> Scaled:
         """Describe products with the Jacobian of what has its axes in another order.
@@ -65,7 +49,15 @@ class Scaled(Dense):
         inner: Any = self._inner
         return Scaled(inner.permuted(axes), self.slope.permute(*axes))
 
-    def reshaped(self, shape: torch.Size) -> Scaled:  # noqa: D102
+    def reshaped(self, shape: torch.Size) -> Scaled:
+        """Describe products with the Jacobian of another view of the same numbers.
+
+        Args:
+            shape: Other shape of as many numbers.
+
+        Returns:
+            Products ``[V, N, *shape]``.
+        """
         inner: Any = self._inner
         return Scaled(inner.reshaped(shape), self.slope.reshape(shape))
 
@@ -85,13 +77,9 @@ class Scaled(Dense):
         return products * self.slope
 
     def block(self, samples: slice) -> Tensor:  # noqa: D102
-        if self._products is not None:
-            return self._products[:, samples]
         return self._times(self._inner.select(samples).individual())
 
     def individual(self) -> Tensor:  # noqa: D102
-        if self._products is not None:
-            return super().individual()
         [products] = self._adding_up([self._times(self._inner.individual())])
         return products
 
@@ -107,9 +95,9 @@ class Scaled(Dense):
     def sq_norms(self) -> Tensor:  # noqa: D102
         x = self._inner
         if not isinstance(x, Outer) or x.positions * x.groups > 1 or x.order:
-            return PerSample.sq_norms(self)
+            return super().sq_norms()
         a, b = (y.flatten(-3).square() for y in (x._moderate_a(), x._moderate_b()))
-        slopes = full_precision(self.slope).square().reshape(b.shape[-1], -1)
+        slopes = full_precision(self.slope).square().reshape(b.shape[-1], a.shape[-1])
         return ((b.sum(0) @ slopes.to(b.dtype)) * a).sum(1)
 
     def partial_squares(self, sum_batch: bool) -> Tensor:  # noqa: D102

@@ -948,6 +948,31 @@ def test_rows_of_nobody(name: str, count: int) -> None:
     assert_refused(row, "BatchGrad")
 
 
+ROWS_OF_CONSTANTS: Dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    **{name: ROWS_OF_NOBODY[name] for name in ("behind", "in-front")},
+    "padded": lambda x, c: F.pad(x, (0, 0, 0, len(c))),
+    "written": lambda x, c: torch.cat([c, torch.ones_like(x)]).index_copy(
+        0, torch.arange(len(x)), x
+    ),
+}
+
+
+@pytest.mark.parametrize("count", [2, N, 2 * N])
+@pytest.mark.parametrize("name", ROWS_OF_CONSTANTS)
+def test_rows_of_constants(name: str, count: int) -> None:
+    """Rows of constants are no sample's, however many they are."""
+    constant = torch.ones(count, D, dtype=F64)
+    row = Row(
+        lambda: Lambda(
+            lambda m, x: m.f(ROWS_OF_CONSTANTS[name](x, constant)), f=nn.Linear(D, D)
+        ),
+        randn(D),
+        says="where",
+        objective=lambda f, loss: f.square().sum(),
+    )
+    assert_refused(row, "BatchGrad")
+
+
 @pytest.mark.parametrize("count", [2, N, 2 * N])
 def test_rows_of_nobody_behind_the_model(count: int) -> None:
     """Nor are they where a model returns them, and the loss puts them behind others."""

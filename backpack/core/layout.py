@@ -168,7 +168,7 @@ def conflict(some: Tensor, others: Tensor) -> bool:
 
 
 def simplify(
-    numbers: Tensor, n: int, is_use: bool = False, is_learned: bool = False
+    numbers: Tensor, n: int, is_use: bool = False, may_be_nobodys: bool = False
 ) -> Layout | Tensor | None:
     """Find the simplest placement that agrees with sample numbers where they are known.
 
@@ -180,9 +180,9 @@ def simplify(
         n: Number N of samples.
         is_use: Whether what is unknown may depend on parameters alone, so that it has
             to belong to somebody. Default: ``False``.
-        is_learned: Whether a whole slice that is unknown may be parameters' alone, as
-            rows that were put behind those of the samples are. However many they are,
-            they are nobody's. Default: ``False``.
+        may_be_nobodys: Whether a whole slice that is unknown may be a parameter's or a
+            constant's alone, as rows that were put behind those of the samples are.
+            However many they are, they are nobody's. Default: ``False``.
 
     Returns:
         The placement, ``None`` if nothing is known.
@@ -202,7 +202,7 @@ def simplify(
     if layouts and n == 1:
         return layouts[0]
     if len(layouts) == 1 and not single:
-        own = _along(numbers, layouts[0].axis, n) if is_learned else None
+        own = _along(numbers, layouts[0].axis, n) if may_be_nobodys else None
         if own is None or not bool((own < 0).any()):
             return layouts[0]
     if single and (is_use or not layouts):  # one sample's, beside constants
@@ -303,7 +303,7 @@ def combined(data: list[Tensor], out: Tensor, of: Where, n: int) -> Placement:
         if conflict(own, numbers):
             return None
         numbers = own.where(own >= 0, numbers)
-    return simplify(numbers.broadcast_to(out.shape), n, is_learned=True)
+    return simplify(numbers.broadcast_to(out.shape), n, may_be_nobodys=True)
 
 
 def _filled(numbers: Tensor, n: int) -> Tensor:

@@ -173,8 +173,8 @@ def check_samples(
         for met in (*refused, *_met_before_losses(inspection)):
             refuse(names_of(extensions), met, "any parameter")
     unseen = never_seen(inspection, known)
-    alone = [param for param in unseen if _is_regularized(inspection, param)]
-    entangled[NOT_WATCHED] = [param for param in unseen if param not in set(alone)]
+    alone = _regularized(inspection, unseen)
+    entangled[NOT_WATCHED] = [param for param in unseen if param not in alone]
     way = next((way for way, found in entangled.items() if found), None)
     if way is not None:
         for met in () if params else inspection.coupled():  # before any parameter
@@ -225,17 +225,23 @@ def _behind_uses(uses: Sequence[Use]) -> list[Tensor]:
     return list({id(x): x for x in found}.values())
 
 
-def _is_regularized(inspection: Inspection, param: Tensor) -> bool:
-    """Tell whether a parameter is only used after the model, where no data enter.
+def _regularized(
+    inspection: Inspection, params: Sequence[Tensor]
+) -> dict[Tensor, None]:
+    """Find parameters that are only used after the model, where no data enter.
 
     What is hidden from us inside of a model has a node before the model's outputs.
     """
-    nodes = inspection.outside.get(param, [])
     calls = inspection.calls.items()
     outputs = [x for call, x in calls if call.is_outermost and not call.is_loss]
-    last = max((x._sequence_nr() for x in outputs if not is_leaf(x)), default=0)
-    after = all(last < node._sequence_nr() for node in nodes)
-    return bool(nodes and last) and after and inspection.data_nodes.isdisjoint(nodes)
+    last = max((x._sequence_nr() for x in outputs if not is_leaf(x)), default=None)
+    found: dict[Tensor, None] = {}
+    for param in params if last is not None else ():
+        nodes = inspection.outside.get(param, [])
+        after = bool(nodes) and all(last < node._sequence_nr() for node in nodes)
+        if after and inspection.data_nodes.isdisjoint(nodes):
+            found[param] = None
+    return found
 
 
 def never_seen(inspection: Inspection, known: set[int]) -> list[Tensor]:
@@ -286,22 +292,20 @@ def note_unseen(inspection: Inspection, params: list[Tensor]) -> bool:
     seen = dict.fromkeys(sum(outside, []))
     queue = [node for node in seen if node in inspection.data_nodes]
     places: dict[Node, dict[int, list[Node]]] = {}  # who takes which outputs
-    children: dict[Node, list[Node]] = {}
     for child in inspection.nodes:
         for parent, number in child.next_functions:
             if parent is not None and not is_leaf(parent):
-                if child in inspection.data_nodes:
-                    children.setdefault(parent, []).append(child)
                 places.setdefault(parent, {}).setdefault(number, []).append(child)
     for edge in inspection.roots:
         places.setdefault(edge.node, {}).setdefault(edge.output_nr, [])
     found = False
     for node in queue:  # which grows meanwhile
-        for number in places.get(node, ()):
+        for number, children in places.get(node, {}).items():
             edge = GradientEdge(node, number)
             known = explain_place(edge)
             if known is None:  # it depends on parameters alone
-                further = [x for x in children.get(node, ()) if x not in seen]
+                of_data = filter(inspection.data_nodes.__contains__, children)
+                further = [x for x in of_data if x not in seen]
                 seen.update(dict.fromkeys(further))
                 queue += further
             elif known.placement is not None and not is_noted(node, number):

@@ -157,20 +157,23 @@ def note_functions(x: Tensor, known: Known) -> None:
             note_at(edge, own)
 
 
-def note_at(edge: GradientEdge, known: Known) -> bool:
+def note_at(edge: GradientEdge, known: Known, by_rule: bool = False) -> bool:
     """Record that what sits at a place in the graph is the result of a use.
 
     Args:
         edge: The place.
         known: Where its samples are.
+        by_rule: Whether it is one only if there is a rule for its operation.
+            Default: ``False``.
 
     Returns:
         Whether it is, for its node takes a parameter.
     """
     use = _use_of(edge.node, known)
-    if use is not None:
-        use.attach_at(edge, shape_at(edge), known.placement)
-    return use is not None
+    if use is None or by_rule and use.operation is None:
+        return False
+    use.attach_at(edge, shape_at(edge), known.placement)
+    return True
 
 
 def _use_of(node: Node, known: Known) -> Use | None:
@@ -222,20 +225,20 @@ def _operation_at(node: Node, key: int, placement: Placement) -> Operation | Non
 
 
 def makes_rows(edge: GradientEdge, known: Known) -> bool:
-    """Record a use whose result is constant, of which each row meets another sample.
+    """Record a use whose result is constant, and of which each row meets one sample.
+
+    Data without a gradient may have been multiplied there: where a derivative begins.
 
     Args:
-        edge: Where the result sits in the graph. Nothing else is made of it.
-        known: Which sample each entry meets.
+        edge: Where the result sits in the graph.
+        known: Which sample each of its entries meets, in all that is made of it.
 
     Returns:
-        Whether it is one, as data without a gradient may have entered.
+        Whether it is one.
     """
-    parents = [i for i, (x, _) in enumerate(edge.node.next_functions) if x is not None]
-    if len(parents) != 1 or explain_place(edge) is not None:
-        return False
-    operation = _operation_at(edge.node, parents[0], known.placement)
-    return operation is not None and note_at(edge, known)
+    parents = [node for node, _ in edge.node.next_functions if node is not None]
+    constant = len(parents) == 1 and explain_place(edge) is None
+    return constant and note_at(edge, known, by_rule=True)
 
 
 def _is_constant(edge: GradientEdge) -> bool:

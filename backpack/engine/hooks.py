@@ -342,12 +342,11 @@ def _record(
     """Make the record of a call; see :func:`leave_call`."""
     tracker = frame.tracker or _THREAD.tracker
     replaced = None
-    outputs = tensor_outputs(output)
     if frame.tracker is not None and isinstance(output, Parameter):
         # a leaf outlives the graph; its alias is part of the graph and owns the call
         if any([output is p for p in module.parameters() if p.requires_grad]):
             output = replaced = output.view_as(output)
-            outputs = tensor_outputs(output)
+    outputs = tensor_outputs(output)
     if any([x.is_nested and x.layout is torch.strided for x in outputs]):
         return None  # they have no shape
     constant: set[int] = set()  # outputs without samples: another way leads to them

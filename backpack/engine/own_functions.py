@@ -80,11 +80,10 @@ class OwnFunctions:
         outer = self._running
         self._running = name_of(node).strip("`"), _current_graph_task_id()
         repeats = state().pulling and is_users(node)
-        followed = self._followed if repeats else ()  # for each sample, it is the same
+        known = repeats and node in self._followed  # for each sample, it is the same
         try:
             with once_more(node, gradients) if repeats else nullcontext(gradients) as g:
-                wanted = node in self._operands and node not in followed
-                if wanted and not is_grad_enabled():
+                if node in self._operands and not (known or is_grad_enabled()):
                     return self._follow(node, g)
                 return type(node).apply(node, *g)
         finally:

@@ -219,7 +219,7 @@ def written(done: Performed, trial: Trial, n: int) -> Placement:
     # another one was written to the same place, or met what was there
     if bool((found[ids] != new).any()) or adds and conflict(found, own):
         return None
-    return simplify(found, n, is_learned=True)
+    return simplify(found, n, may_be_nobodys=True)
 
 
 def _without_ellipsis(parts: tuple, dim: int) -> tuple:
@@ -240,7 +240,7 @@ def _with_own(lines: Tensor, x: Tensor, trial: Trial, n: int) -> Placement:
         if conflict(lines, own):
             return None
         lines = lines.where(lines >= 0, own)
-    return simplify(lines.expand(x.shape), n, is_learned=True)
+    return simplify(lines.expand(x.shape), n, may_be_nobodys=True)
 
 
 def named(names: Sequence[str], args: Sequence[Any], kwargs: dict) -> list[Any]:

@@ -204,7 +204,7 @@ def _moved(
             raise RuntimeError("a function whose backward has derivatives of zero only")
     leaves: set[Any] = leaf_nodes(nodes)
     is_learned = any(isinstance(leaf.variable, Parameter) for leaf in leaves)
-    placement = simplify(numbers, n, is_learned=is_learned) if pairs else None
+    placement = simplify(numbers, n, may_be_nobodys=is_learned) if pairs else None
     if len(pairs) > 1 and isinstance(placement, Tensor) and numbers.numel():
         alone = [_entries(cotangent, [pair], n) for pair in pairs]
         axes = [

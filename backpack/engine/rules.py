@@ -222,7 +222,7 @@ def _padded(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
     _, size, mode = picked.named(names, done.args, done.kwargs)
     if own is None or mode not in (None, "constant"):
         return None
-    return [simplify(done.func(own, size, value=-1), n, is_learned=True)]
+    return [simplify(done.func(own, size, value=-1), n, may_be_nobodys=True)]
 
 
 def _unpacked(done: Performed, trial: Trial, n: int) -> list[Placement] | None:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from backpack.core.derivatives.loss_base import BaseLossDerivatives, loss_inputs
 from backpack.core.derivatives.stored import as_leaf, repeat, scratch_copy
+from backpack.core.layout import bits, has_bit
 from backpack.hessianfree.lop import pull_back, pull_columns
 from backpack.utils.errors import warn_user
 from backpack.utils.hooks import message
@@ -296,9 +297,9 @@ def _couples(prediction: Tensor, mat_prod: MatProd) -> bool:
     # drawing the vectors must not change the user's random numbers
     generator = torch.Generator(prediction.device).manual_seed(0)
     numbers = torch.arange(n, device=prediction.device)
-    bits = numbers.new_tensor(range((n - 1).bit_length())).unsqueeze(1)
-    some = ((numbers >> bits) % 2 == 1).view(-1, n, *[1] * (prediction.dim() - 1))
-    shape = (len(bits), *prediction.shape)
+    some = torch.stack([has_bit(numbers, bit) for bit in bits(n)])
+    some = some.view(-1, n, *[1] * (prediction.dim() - 1))
+    shape = (len(some), *prediction.shape)
     vectors = torch.randn(shape, generator=generator, **kind(prediction))
     product = mat_prod(vectors.where(some, 0.0)).abs()
     return bool((product.where(~some, 0.0) > TOLERANCE * product.max()).any())

@@ -21,7 +21,7 @@ from backpack.utils.disable import disable
 from backpack.utils.hooks import message
 from backpack.utils.state import ask, is_traced, state
 from backpack.utils.subsampling import Subsampling, subsample
-from backpack.utils.types import Layer, generator_of, is_inexact, is_same
+from backpack.utils.types import Layer, generator_of, is_inexact
 
 NO_FLOAT_INPUT = (
     "{module} has an input of type {dtype} and no derivative with respect to it. Only "
@@ -325,7 +325,7 @@ def repeat(
         output = run()
     drew = not torch.equal(random, generator.get_state())
     generator.set_state(random)
-    drew |= _restored(own_before)
+    drew |= _restored(module, own_before)
     if repeating.drew or drew or _is_stateful(scratch, before, args, kwargs):
         raise RuntimeError(message(NOT_REPEATED, module=module))
     return checked(module, output)
@@ -352,24 +352,22 @@ def _numbers(module: Module) -> Dict[Tuple[Module, str], Any]:
     return found
 
 
-def _restored(before: Dict[Tuple[Module, str], Any]) -> bool:
+def _restored(module: Module, before: Dict[Tuple[Module, str], Any]) -> bool:
     """Give numbers of a module back that were changed by way of its bound methods.
 
     Args:
-        before: The numbers, as they were.
+        module: The module, after a forward pass of a copy.
+        before: What the numbers were before.
 
     Returns:
         Whether there were any.
     """
-    changed = False
-    for (part, name), x in before.items():
-        if isinstance(x, Tensor):
-            now = part._buffers[name]
-            if now is None or not is_same(now, x):
-                part._buffers[name], changed = x, True
-        elif vars(part)[name] != x:
-            vars(part)[name], changed = x, True
-    return changed
+    after = _numbers(module)
+    changed = [key for key, x in before.items() if not _is_same(x, after.get(key))]
+    for part, name in changed:
+        values = part._buffers if name in part._buffers else vars(part)
+        values[name] = before[part, name]
+    return bool(changed)
 
 
 def _is_stateful(

@@ -82,7 +82,6 @@ class Sum(Dense):
         if len(set(sizes)) > 1:
             raise ValueError(OTHER_SIZES.format(sizes=" and ".join(map(str, sizes))))
         self._products: Tensor | None = None
-        self._plain: PerSample | None = None
 
     @property
     def products(self) -> Tensor:  # type: ignore[override]
@@ -96,10 +95,8 @@ class Sum(Dense):
 
     @property
     def plain(self) -> PerSample:  # noqa: D102
-        if self._plain is None and self._products is None:
-            found = merged([part.plain for part in self._parts])
-            self._plain = None if isinstance(found, Sum) else found
-        return self._plain or self
+        self._parts = alike([part.plain for part in self._parts])
+        return self if len(self._parts) > 1 else self._parts[0]
 
     @property
     def version(self) -> int:  # noqa: D102

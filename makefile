@@ -36,7 +36,8 @@ PYTHON_OLDEST ?= $(shell for python in python3.9 \
 # One thread per test worker; the workers themselves use the cores.
 PYTEST_IN = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 MPLBACKEND=Agg \
 	$(1)/bin/python -m pytest -n $(WORKERS) --dist worksteal
-PYTEST = $(call PYTEST_IN,$(VENV))
+# A test that hangs fails by its name, and its worker is replaced
+PYTEST = $(call PYTEST_IN,$(VENV)) -o faulthandler_exit_on_timeout=true
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet \
 	--constraint $(CONSTRAINTS)
 
@@ -80,7 +81,7 @@ test-oldest: $(OLDEST_VENV)/.installed ## The quick loop on the oldest PyTorch a
 
 .PHONY: test-long
 test-long: install-dev ## The whole suite, with thousands of random inputs per property
-	BACKPACK_TEST_LONG=1 $(PYTEST)
+	BACKPACK_TEST_LONG=1 $(PYTEST) -o faulthandler_timeout=0
 
 .PHONY: test-models
 test-models: $(MODELS_VENV)/.installed ## Models of transformers, timm, ...; updates docs_src/models.json

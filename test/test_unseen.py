@@ -1,7 +1,7 @@
 """Uses that are found in the graph: nothing was watched where they were.
 
 Derivatives of a network that its loss contains, parameters outside of extended modules,
-transforms and compiled functions.
+and compiled functions.
 """
 
 from __future__ import annotations
@@ -183,12 +183,25 @@ class OwnProduct(torch.autograd.Function):
         return gradient @ w.T, None, x.T @ gradient
 
 
+def all_rows(c: Tensor, f: Tensor) -> Tensor:
+    """Use each row with a sample, and all rows with all samples."""
+    return c * f + (f[:, None] * c).sum(1)
+
+
 OUTSIDE: Dict[str, Row] = {
     "factor": Row(mlp, randn(D), predict=lambda m, X: m(*X) * m[0].bias),
     "expression": Row(
         mlp, randn(D), predict=lambda m, X: m(*X) * m[0].weight.pow(2).sum(1)
     ),
     "product": Row(mlp, randn(D), predict=lambda m, X: m[1:](m[0](*X)) @ m[4].weight),
+    "rows-of-a-constant-that-all-samples-meet": Row(
+        lambda: mlp(out=5),
+        randn(D),
+        predict=lambda m, X: all_rows(
+            torch.ones(N, 1, dtype=F64) @ m[0].bias[None], m(*X)
+        ),
+        alone=False,
+    ),
     "linear": Row(
         mlp,
         randn(3, D),
@@ -213,13 +226,6 @@ OUTSIDE: Dict[str, Row] = {
             "rows": lambda f: f.sum(1).sum(),
         }.items()
     },
-    "vmap": Row(
-        lambda: Lambda(
-            lambda m, x: torch.vmap(lambda z: m.w @ z.tanh())(m.f(x)),
-            **{"f": nn.Linear(D, 5), "w": param(3, 5)},
-        ),
-        randn(D),
-    ),
     "scripted": Row(
         lambda: Lambda(
             lambda m, x: torch.jit.script(scripted)(m.f(x), m.w),

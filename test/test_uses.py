@@ -902,35 +902,11 @@ EITHER = {
         quantities=FIRST_ORDER,
         says=r"\bw\b|\bv\b",
     ),
-    "vmap": use(
-        lambda m, x: torch.vmap(lambda row: row @ m.w)(x), 4, w=(4, 3)
-    )._replace(says="vmap|\\bw\\b"),
-    "vmap-of-a-layer": use(
-        lambda m, x: torch.vmap(m.f)(x), 4, f=lambda: nn.Linear(4, 3)
-    )._replace(says="vmap|weight"),
     # what comes out has no gradient, and nothing is known of it
-    "vmap-of-inputs": of_inputs(torch.vmap(lambda row: row / row.norm()), "torch.func"),
     "numbers-of-inputs": of_inputs(
         lambda x: torch.tensor(x.tolist(), dtype=x.dtype), "numbers in Python"
     ),
     "numpy-of-inputs": of_inputs(lambda x: torch.tensor(x.cpu().numpy() + 1), "NumPy"),
-    "vmap-over-parameters": Row(  # an ensemble
-        lambda: Lambda(
-            lambda m, x: torch.vmap(lambda w: (x @ w).tanh())(m.w).mean(0),
-            w=param(2, 4, 3),
-        ),
-        randn(4),
-        says="'w'.*torch.func",
-    ),
-    "derivative-of-a-layer": Row(
-        lambda: Lambda(
-            lambda m, x: torch.func.grad(lambda x: m.f(x).tanh().sum())(x),
-            f=nn.Linear(4, 4),
-        ),
-        randn(4),
-        says="f.weight.*torch.func",
-        quantities=FIRST_ORDER,
-    ),
     "derivative-inside": use(  # a force, as in energy models
         lambda m, x: energy_gradient(m, x), 4, w=(4, 3)
     )._replace(says=r"\bw\b", quantities=FIRST_ORDER),

@@ -12,11 +12,12 @@ from __future__ import annotations
 from itertools import starmap
 from typing import Any, Sequence
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn import Parameter
 
-from backpack.core.layout import Mixed, spans
+from backpack.core.layout import Mixed, reshaped, sample_numbers, spans
 from backpack.engine.gaps import (
     differ,
     explain_parents,
@@ -25,6 +26,7 @@ from backpack.engine.gaps import (
     note_at,
 )
 from backpack.engine.graph import (
+    SAME_ORDER,
     SILENT,
     describe,
     entries_of,
@@ -65,11 +67,11 @@ OUTSIDE_USE = (
 )
 NOT_WATCHED = (
     "Use a parameter only on what operations of PyTorch make of the inputs while an "
-    "extended module is being called: NumPy, numbers in Python, `torch.jit` and "
-    "transforms of `torch.func` hide that (do it before, and hand over what comes "
-    "out). Extend the model again if a layer was put in since. And let the inputs "
-    "enter the prediction, if only by `+ 0 * input`: what no input enters belongs to "
-    "no sample."
+    "extended module is being called: NumPy, numbers in Python and `torch.jit` hide "
+    "that (do it before, and hand over what comes out), and so do transforms of "
+    "`torch.func` around the call (let `forward` call them). Extend the model again if "
+    "a layer was put in since. And let the inputs enter the prediction, if only by "
+    "`+ 0 * input`: what no input enters belongs to no sample."
 )
 WALKS = " Extensions that go from module to module need them in extended modules."
 DERIVATIVE = (
@@ -273,6 +275,9 @@ def never_seen(inspection: Inspection, known: set[int]) -> list[Tensor]:
     return list(found.values())
 
 
+Places = dict[Node, dict[int, list[Node]]]
+
+
 @out_of_sight
 def note_unseen(inspection: Inspection, params: list[Tensor]) -> bool:
     """Record nodes as uses that take parameters where nothing has seen it.
@@ -291,7 +296,7 @@ def note_unseen(inspection: Inspection, params: list[Tensor]) -> bool:
         return False
     seen = dict.fromkeys(sum(outside, []))
     queue = [node for node in seen if node in inspection.data_nodes]
-    places: dict[Node, dict[int, list[Node]]] = {}  # who takes which outputs
+    places: Places = {}  # who takes which outputs
     for child in inspection.nodes:
         for parent, number in child.next_functions:
             if parent is not None and not is_leaf(parent):
@@ -310,32 +315,95 @@ def note_unseen(inspection: Inspection, params: list[Tensor]) -> bool:
                 queue += further
             elif known.placement is not None and not is_noted(node, number):
                 for source in starmap(GradientEdge, node.next_functions):
-                    if _is_matched(source, known, places.get(source.node, {})):
-                        found |= makes_rows(source, known)
+                    same = source.node and shape_at(source) == shape_at(edge)
+                    if same and _is_matched(source, known, places):
+                        found |= makes_rows(*_made_of(source, known, places))
                 found |= note_at(edge, known)
     return found
 
 
-def _is_matched(
-    edge: GradientEdge, known: Known, children: dict[int, list[Node]]
-) -> bool:
+def _is_matched(edge: GradientEdge, known: Known, places: Places) -> bool:
     """Tell whether all that is made of a constant matches entries of its with samples.
 
     Args:
         edge: Where the constant sits in the graph.
         known: Where the samples are that its entries meet.
-        children: What is made of each of its node's outputs.
+        places: What is made of each output of each node.
 
     Returns:
-        Whether they are there in all results, which have the constant's shape.
+        Whether they are there in all results, each entry by entry, and in what is made
+        of other views of it.
     """
-    for node in children.get(edge.output_nr, ()):
+    children = places.get(edge.node, {}).get(edge.output_nr, ())
+    for node in children:
         own = GradientEdge(node, 0)
-        if not is_pointwise(node) or shape_at(own) != shape_at(edge):
-            return False
-        if explain_place(own) != known:
+        found = explain_place(own)
+        if found is None:
+            below = _seen_through(node, own, edge, known)
+            if below is None or not _is_matched(own, below, places):
+                return False
+        elif not is_pointwise(node) or not _is_spread(known, edge, found, own):
             return False
     return bool(children)
+
+
+def _is_spread(known: Known, at: GradientEdge, found: Known, to: GradientEdge) -> bool:
+    """Tell whether an operand's samples are the result's, if broadcast to that."""
+    before, shape = shape_at(at), shape_at(to)
+    if before == shape or found.n != known.n:
+        return found.n == known.n and not differ([found, known])
+    if isinstance(found.placement, Mixed):
+        return False
+    device = torch.device("cpu")
+    own = sample_numbers(known.placement, before, known.n, device)
+    return torch.equal(
+        own.expand(shape), sample_numbers(found.placement, shape, found.n, device)
+    )
+
+
+def _seen_through(
+    node: Node, to: GradientEdge, at: GradientEdge, known: Known
+) -> Known | None:
+    """Follow rows of a constant through a node that takes nothing else.
+
+    Args:
+        node: The node.
+        to: Its result, or its operand.
+        at: The other one of these.
+        known: Which sample each entry meets, there.
+
+    Returns:
+        The same of the result, or of the operand; ``None`` if entries are others.
+    """
+    before, shape = shape_at(at), shape_at(to)
+    alone = sum(parent is not None for parent, _ in node.next_functions) == 1
+    if alone and is_pointwise(node) and before == shape:
+        return known
+    if type(node).__name__ not in SAME_ORDER or before.numel() != shape.numel():
+        return None
+    return Known(reshaped(known.placement, before, shape, known.n), known.n)
+
+
+def _made_of(
+    edge: GradientEdge, known: Known, places: Places
+) -> tuple[GradientEdge, Known]:
+    """Go to what a constant is a view of, if all that is made of that is matched.
+
+    Args:
+        edge: Where the constant sits in the graph.
+        known: Which sample each of its entries meets.
+        places: What is made of each output of each node.
+
+    Returns:
+        The place, and the same of its entries.
+    """
+    parents = [x for x in edge.node.next_functions if x[0] is not None]
+    if len(parents) == 1:
+        parent = GradientEdge(*parents[0])
+        above = _seen_through(edge.node, parent, edge, known)
+        if above is not None and _is_matched(parent, above, places):
+            return _made_of(parent, above, places)
+    return edge, known
 
 
 def terms_without_loss(inspection: Inspection) -> list[str]:

@@ -32,6 +32,12 @@ _BY_INDEX = BY_VALUE | {"index", "take", "index_put_impl"}
 # Nodes that map entries of the same place, by other names than those of operations
 _POINTWISE = POINTWISE | {"to_copy", "native_dropout", "log_sigmoid", "alias"}
 VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
+# Nodes that return all entries in the same order, where they return as many
+SAME_ORDER = frozenset(
+    "AliasBackward0 SqueezeBackward0 SqueezeBackward1 SqueezeBackward2 "
+    "SqueezeBackward3 SqueezeBackward4 SqueezeBackward5 UnsqueezeBackward0 "
+    "ViewAsBackward0 CloneBackward0".split()
+).union(VIEWS)
 
 
 class Target(NamedTuple):

@@ -31,6 +31,7 @@ from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.rows import Rows
 from backpack.core.per_sample.scaled import Scaled
 from backpack.engine.graph import (
+    SAME_ORDER,
     describe,
     is_leaf,
     is_pointwise,
@@ -53,11 +54,6 @@ Member = tuple[Use, int]  # a use, and which of its constants
 Collected = list[tuple[list[Member], dict[Tensor, list[PerSample]]]]
 
 _PERMUTES = ("TBackward0", "TransposeBackward0", "PermuteBackward0")
-_SAME_ORDER = (
-    "ViewBackward0 UnsafeViewBackward0 ReshapeAliasBackward0 AliasBackward0 "
-    "SqueezeBackward0 SqueezeBackward1 UnsqueezeBackward0 ViewAsBackward0 "
-    "CloneBackward0"
-).split()
 
 OTHER_SIZES = (
     "Parameters are shared by calls with different numbers of samples ({sizes}), so "
@@ -363,7 +359,7 @@ def _behind_views(
         if len(parents) == 1 and parents[0][0] is not None:
             parent = GradientEdge(*parents[0])
             before = _kind_at(parents[0])[0]
-        if parent and name in _SAME_ORDER and before.numel() == shape.numel():
+        if parent and name in SAME_ORDER and before.numel() == shape.numel():
             product = product.reshaped(before)
         elif found := _entry_by_entry(edge, ends):
             parent, slope = found

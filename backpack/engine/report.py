@@ -21,7 +21,8 @@ NOT_RECORDED = (
     "that ran inside `disable()` or a transform of `torch.func`, or in a hook of "
     "another backward pass before a context was entered there; or a function took "
     "the parameter while no extended module was being called. Call `extend` first, "
-    "then the module itself, and without any of these"
+    "then the module itself, and without any of these; or extend a module whose "
+    "`forward` calls the transform"
 )
 NO_HOOKS = (
     "its module became part of the model after `extend`, or the hooks were removed; "

@@ -9,8 +9,6 @@ each such constant, and where its output sits in the graph is remembered.
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from itertools import chain, repeat, starmap
 from typing import Any, Callable, Sequence
 
 import torch
@@ -20,7 +18,6 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_map
 
 from backpack.core.layout import Layout, Mixed, Placement
@@ -30,6 +27,7 @@ from backpack.engine.cells import note_maps
 from backpack.engine.functions import KINDS, Kind, is_of_inputs, kind_of, opened
 from backpack.engine.gaps import KNOWN, NESTED, explain, note_constants, note_functions
 from backpack.engine.graph import MEETING, SILENT, note_tangent
+from backpack.engine.low_mode import LowMode
 from backpack.engine.placements import (
     FORGET,
     MARK,
@@ -43,6 +41,7 @@ from backpack.engine.placements import (
 )
 from backpack.engine.probes import Known
 from backpack.engine.summands import Summands
+from backpack.engine.transforms import watch_inside
 from backpack.engine.trials import Performed, states_for
 from backpack.engine.user_hooks import guard, note_seen
 from backpack.engine.uses import (
@@ -57,11 +56,9 @@ from backpack.engine.views import View, in_base, in_view, made_base
 from backpack.engine.vjp import is_function
 from backpack.utils.compiling import is_indivisible, skipped, untraced
 from backpack.utils.hooks import modules_in, parameters_of
-from backpack.utils.state import state
 from backpack.utils.types import (
     are_redefined,
     handed_on,
-    is_innermost,
     tensors_in,
     version_of,
 )
@@ -84,26 +81,17 @@ _ADDS = frozenset("add sub rsub __radd__ __rsub__ add_ sub_ __iadd__ __isub__".s
 VIEWS_OF = "_backpack_uses"  # attribute of a tensor of which uses returned a view
 
 
-def _restack(modes: list[Any]) -> None:
-    """Replace the stack of modes, in one call that no interruption finds halfway."""
-    size = torch._C._len_torch_function_stack()
-    pops = starmap(torch._C._pop_torch_function_stack, repeat((), size))
-    deque(chain(pops, map(torch._C._push_on_torch_function_stack, modes)), 0)
-
-
-class Tracker(TorchFunctionMode):
+class Tracker(LowMode):
     """Follows the samples of one call of a model, and collects uses.
 
     Attributes:
         n: Number N of samples.
         key: Stands for the call, in tensors' marks.
-        suspended: Whether a layer is being called that is looked at as a whole.
         owner: Record of the innermost extended module that is being called.
         root: Weak reference to the outermost one.
         note_loss: Called with losses that are functions, their arguments and results.
         longer: Lengths of a result that say that samples are not on axis 0 of the
             first input, and what there is instead.
-        context, below: The mode that it replaces, and how many were below that.
     """
 
     def __init__(
@@ -122,51 +110,18 @@ class Tracker(TorchFunctionMode):
         """
         super().__init__()
         self.n, self.key = n, Pass(n)
-        self.suspended = self._is_off = False
         self.owner: Any = None
         self._finder = Finder(self.key, keeps_met)
         self._summands = Summands(self._finder)
         self.root: Callable[[], Any] | None = None
         self.note_loss: Callable = lambda *_: None
         self.longer: dict[int, str] = {}
-        self.context: Any = None
-        self.below = 0
         self._given: set[int] | None = None  # computed tensors that are parameters
         self._marks: dict[int, Mark] = {}
         for i, (x, placement) in enumerate(inputs):
             self.key.inputs.setdefault(id(x), (weakref.ref(x), placement, i > 0))
             if isinstance(x, Parameter):  # of which the graph knows nothing else
                 self.place(x, placement)
-
-    def __enter__(self) -> Tracker:
-        """Begin to watch, below what changes operations, and instead of a context."""
-        contexts, modes = state().contexts, _get_current_function_mode_stack()
-        if contexts and contexts[-1] in modes:  # which would see each operation
-            self.context, self.below = contexts[-1], modes.index(contexts[-1])
-            modes.remove(contexts[-1])
-        _restack([self, *modes])
-        return self
-
-    def leave(self) -> None:
-        """End watching, also where an interruption has left some of that undone."""
-        modes = _get_current_function_mode_stack()
-        if self in modes:
-            modes.remove(self)
-        if self.context is not None and self.context not in modes:
-            modes.insert(self.below, self.context)
-        _restack(modes)
-
-    def suspend(self) -> None:
-        """Stop watching: a layer is called that is looked at as a whole."""
-        self.suspended, self._is_off = True, is_innermost(self)
-        if self._is_off:  # what is not on the stack costs nothing
-            torch._C._pop_torch_function_stack()
-
-    def resume(self) -> None:
-        """Go on as before the layer was called."""
-        if self._is_off:
-            torch._C._push_on_torch_function_stack(self)
-        self.suspended = self._is_off = False
 
     # ----------------------------------------------------------------- every operation
 
@@ -178,7 +133,7 @@ class Tracker(TorchFunctionMode):
         args: tuple = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operation; remember what matters of it."""
+        """Run an operation, and watch it if it concerns samples."""
         if is_dynamo_compiling():
             if is_indivisible(True):
                 return func(*args, **(kwargs or {}))
@@ -186,7 +141,7 @@ class Tracker(TorchFunctionMode):
             return untraced(run, self, func, types, args, kwargs)
         kind = KINDS.get(func) or kind_of(func)
         kwargs = kwargs or {}
-        if kind.is_quiet or self.suspended or peek_interpreter_stack() is not None:
+        if kind.is_quiet or self.suspended:
             if kind.name in ("register_hook", "retain_grad") and args[0].grad_fn:
                 note_seen(args[0])
             if kind.name == "register_hook" and len(args) == 2:
@@ -197,10 +152,27 @@ class Tracker(TorchFunctionMode):
                 if not is_of_inputs(kind.name, args, kwargs):
                     with self.context:
                         return func(*args, **kwargs)
-            return func(*args, **kwargs)  # a transform's tensors are no samples'
+            return func(*args, **kwargs)
         if types and not all(issubclass(cls, Tensor) for cls in types):
             with self:  # to watch what they make of it
                 return handed_on(func, types, args, kwargs)
+        if peek_interpreter_stack() is not None:
+            inside = opened(func, kind, args, kwargs)
+            if inside is not None:
+                with self:
+                    return inside(*args, **kwargs)
+            return watch_inside(self._watch, func, kind, args, kwargs)
+        return self._watch(func, kind, args, kwargs, func)
+
+    def _watch(
+        self,
+        func: Callable,
+        kind: Kind,
+        args: tuple,
+        kwargs: dict[str, Any],
+        run: Callable,
+    ) -> Any:
+        """Run an operation, by a function that does; remember what matters of it."""
         data: list[Tensor] = []
         constants: list[Tensor] = []
         key = [func, self.n, is_grad_enabled()]
@@ -211,20 +183,20 @@ class Tracker(TorchFunctionMode):
                 self._look(kwargs.values(), key, data, constants)
         if not data:
             if not constants:
-                return func(*args, **kwargs)
-            out, saved = saved_tensors.run(func, args, kwargs)
+                return run(*args, **kwargs)
+            out, saved = saved_tensors.run(run, args, kwargs)
             if not all(x.grad_fn or isinstance(x, Parameter) for x in constants):
                 note_constants(out)  # or another leaf would seem to be an input
             if saved:
                 saved_tensors.note(tensors_in(out), saved)
             return out
-        inside = opened(func, kind, args, kwargs) if constants else None
+        inside = opened(func, kind, args, kwargs) if constants and run is func else None
         if inside is not None and not are_redefined(constants):
             with self:
                 return inside(*args, **kwargs)
         if len(self.key.inputs) > 1:
             key += [may_be_shared(x, self.key) for x in data]
-        return self._run(func, kind, args, kwargs, data, constants, tuple(key))
+        return self._run(func, kind, args, kwargs, data, constants, tuple(key), run)
 
     def _look(
         self, items: Any, key: list[Any], data: list[Tensor], constants: list[Tensor]
@@ -340,6 +312,7 @@ class Tracker(TorchFunctionMode):
         data: list[Tensor],
         constants: list[Tensor],
         key: tuple,
+        run: Callable,
     ) -> Any:
         name, since = kind.name, 0
         pairs: list[Constant] = []
@@ -367,7 +340,7 @@ class Tracker(TorchFunctionMode):
         saved: Sequence[Any] = ()
         states = states_for((args, kwargs)) if kind.is_foreign else None
         if not pairs:
-            out = func(*args, **kwargs)
+            out = run(*args, **kwargs)
             if type(out) is Tensor and not kind.writes and not mixed:
                 with _UNSEEN():
                     layout = self._finder.recall_layout(key, out)
@@ -375,7 +348,7 @@ class Tracker(TorchFunctionMode):
                         self.place(out, layout, not certain)
                         return out
         else:
-            out, saved = saved_tensors.run(func, args, kwargs)
+            out, saved = saved_tensors.run(run, args, kwargs)
         result = written if out is None and name == "__setitem__" else out
         outs = [result] if isinstance(result, Tensor) else tensors_in(result)
         if not outs:
@@ -396,6 +369,8 @@ class Tracker(TorchFunctionMode):
                 certain = self._finder.deciding(name, certain)
                 shared = self._finder.find_shared(Performed(*op, certain, states), key)
         if pairs and result is not outs[0]:
+            if run is not func:
+                return out  # what is around it can't be made anew
             constant = [id(x) for x, p in zip(outs, placements) if p is None]
             result = out = on_one_node(result, constant)
             outs = tensors_in(result)

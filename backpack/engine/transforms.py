@@ -1,0 +1,298 @@
+"""Operations inside of transforms of ``torch.func``: what they do to tensors behind.
+
+``vmap`` and ``grad`` wrap tensors, one time for each of their levels. The graph, which
+samples and parameters are in, is that of the tensors behind. An operation on wrapped
+tensors is one on these, with the axes that levels of ``vmap`` have taken away.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from typing import Any, Callable, Container, Iterator, NamedTuple, Sequence
+
+import torch
+from torch import Tensor
+from torch._C import _functorch as functorch
+from torch._functorch.pyfunctorch import (
+    VmapInterpreter,
+    retrieve_all_functorch_interpreters,
+    temporarily_clear_interpreter_stack,
+    temporarily_restore_interpreter_stack,
+)
+from torch._functorch.vmap import vmap_increment_nesting
+from torch.nn import functional
+from torch.utils._pytree import (
+    tree_flatten,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+)
+
+from backpack.engine.functions import POINTWISE, Kind, kind_of
+
+# How a tensor is wrapped, innermost first: the levels, and which axis each of them took
+# away from what it wraps; ``None`` for one that differentiates
+Layers = tuple[tuple[int, "int | None"], ...]
+
+# What a level does for itself, of which the tensors behind know nothing
+_OF_LEVELS = frozenset("_make_dual _unpack_dual".split())
+
+# Operations that do the same with more axes in front of their first operand: how many
+# it may have inside, and how many the others
+_CONVOLUTIONS = {getattr(torch, f"conv{n}d"): ({n + 1}, {1, n + 2}) for n in (1, 2, 3)}
+_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
+_OF_ROWS: dict[Callable, tuple[Container[int], Container[int]]] = {
+    **dict.fromkeys((functional.linear, *_PRODUCTS), (range(1, 99), {1, 2})),
+    functional.layer_norm: (range(1, 99), range(99)),
+    functional.embedding: (range(99), {2}),
+    **_CONVOLUTIONS,
+}
+_TIMES_VECTOR = (*_PRODUCTS, torch.mv, Tensor.mv)
+
+
+class Vmapped(NamedTuple):
+    """An operation on the tensors behind, to be run again outside of transforms.
+
+    Attributes:
+        func: The operation inside.
+        layers: How each of its arguments is wrapped, as leaves of a tree.
+        sizes: Levels of ``vmap``, with their sizes and what they say of randomness.
+    """
+
+    func: Callable
+    layers: tuple[Layers, ...]
+    sizes: tuple[tuple[int, int, str], ...]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the operation.
+
+        Args:
+            *args: Positional arguments, not wrapped.
+            **kwargs: Keyword arguments.
+
+        Returns:
+            What comes out, not wrapped either.
+        """
+        flat, spec = tree_flatten((args, kwargs))
+        with ExitStack() as stack:
+            now = {
+                level: stack.enter_context(vmap_increment_nesting(*options))
+                for level, *options in self.sizes
+            }
+            for i, layers in enumerate(self.layers):
+                own = [(now[level], axis) for level, axis in _taken(layers)]
+                flat[i] = _wrap(flat[i], own)
+            args, kwargs = tree_unflatten(flat, spec)
+            return tree_map_only(Tensor, _behind, self.func(*args, **kwargs))
+
+
+class _Same(NamedTuple):
+    """What an operation on wrapped tensors is on those behind.
+
+    Attributes:
+        func: The operation.
+        kind: What is known of it.
+        args, kwargs: Its arguments.
+        places: Which of the arguments inside each of these is, as leaves of trees.
+    """
+
+    func: Callable
+    kind: Kind
+    args: tuple
+    kwargs: dict[str, Any]
+    places: Sequence[int | None]
+
+
+def watch_inside(
+    watch: Callable, func: Callable, kind: Kind, args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """Watch an operation that a transform runs.
+
+    Args:
+        watch: Watches the operation on tensors behind: is given it, what is known of
+            it, its arguments, and how to run it.
+        func: The operation.
+        kind: What is known of it.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+
+    Returns:
+        What it returns.
+    """
+    flat, spec = tree_flatten((args, kwargs))
+    layers = list(map(_layers_of, flat))
+    if None in layers or kind.name in _OF_LEVELS:
+        return func(*args, **kwargs)
+    behind = list(map(_behind, flat))
+    same = _same(func, kind, flat, layers, *tree_unflatten(behind, spec))
+    wrapped: dict[int, tuple[Tensor, Tensor]] = {}  # results, and what is behind them
+
+    def keep(x: Tensor) -> Tensor:
+        inner = _behind(x)
+        wrapped[id(inner)] = x, inner
+        return inner
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = list(flat)
+        with temporarily_restore_interpreter_stack(stack):
+            for i, x in zip(same.places, tree_leaves((args, kwargs))):
+                # a stand-in is wrapped as what it stands for
+                if i is not None and x is not behind[i] and not _is_variable(flat[i]):
+                    given[i] = _wrap(x, layers[i])
+            own_args, own_kwargs = tree_unflatten(given, spec)
+            return tree_map_only(Tensor, keep, func(*own_args, **own_kwargs))
+
+    with _outside() as stack:
+        out = watch(same.func, same.kind, same.args, same.kwargs, run)
+    return tree_map_only(Tensor, lambda x: wrapped[id(x)][0], out)
+
+
+@contextmanager
+def _outside() -> Iterator[list[Any]]:
+    """Leave all transforms, some of which allow no hooks on what is saved."""
+    message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    with temporarily_clear_interpreter_stack() as stack:
+        torch._C._autograd._saved_tensors_hooks_enable()
+        try:
+            yield stack
+        finally:
+            if message is not None:
+                torch._C._autograd._saved_tensors_hooks_disable(message)
+
+
+def _same(
+    func: Callable,
+    kind: Kind,
+    flat: Sequence[Any],
+    layers: Sequence[Layers],
+    args: tuple,
+    kwargs: dict[str, Any],
+) -> _Same:
+    """Find what an operation on wrapped tensors is on those behind.
+
+    Args:
+        func: The operation.
+        kind: What is known of it.
+        flat: Its arguments, as leaves of a tree.
+        layers: How each is wrapped.
+        args: Its positional arguments, with tensors behind.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        An operation of PyTorch where one does the same, with axes in front of those
+        that it has inside; else one to be run inside of ``vmap``.
+    """
+    same = _Same(func, kind, args, kwargs, range(len(flat)))
+    axes = {i: taken for i, own in enumerate(layers) if (taken := _taken(own))}
+    if not axes:
+        return same
+    equation = None
+    if len(set(axes.values())) == 1 and not any(
+        axis for pairs in axes.values() for _, axis in pairs
+    ):
+        dims = {i: x.dim() for i, x in enumerate(flat) if isinstance(x, Tensor)}
+        levels = len(next(iter(axes.values())))
+        if _has_more_axes(func, kind, dims, list(axes), levels):
+            return same
+        equation = None if kwargs else _equation(func, flat, dims, list(axes), levels)
+    if equation is not None:
+        args = equation, *[x for x in args if isinstance(x, Tensor)]
+        func, places = torch.einsum, [None, *dims]
+        return _Same(func, kind_of(func), args, {}, places)
+    sizes = [
+        (x.level(), x.batch_size(), x.randomness())
+        for x in retrieve_all_functorch_interpreters()
+        if isinstance(x, VmapInterpreter)
+    ]
+    kind = kind._replace(name=f"vmap({kind.name})", is_loss=False)
+    return same._replace(func=Vmapped(func, tuple(layers), tuple(sizes)), kind=kind)
+
+
+def _has_more_axes(
+    func: Callable, kind: Kind, dims: dict[int, int], batched: list[int], levels: int
+) -> bool:
+    """Tell whether an operation does the same if levels leave their axes in front.
+
+    Args:
+        func: The operation.
+        kind: What is known of it.
+        dims: Numbers of axes that its operands have inside.
+        batched: Which operands levels have taken axes away from, all the same.
+        levels: Number of these levels.
+
+    Returns:
+        Whether it is known to.
+    """
+    if kind.name in POINTWISE and not kind.is_foreign:
+        return all(dims[i] == max(dims.values()) for i in batched)
+    (place, first), *others = dims.items()
+    if batched != [place] or func in _CONVOLUTIONS and levels > 1:
+        return False
+    own, other = _OF_ROWS.get(func, ((), ()))
+    return first in own and all(n in other for _, n in others)
+
+
+def _equation(
+    func: Callable,
+    flat: Sequence[Any],
+    dims: dict[int, int],
+    batched: list[int],
+    levels: int,
+) -> str | None:
+    """Write a product as one of tensors behind, for ``einsum``; ``None`` for others."""
+    letters = "ZYXWVU"[:levels]
+    if func is torch.einsum and isinstance(flat[0], str) and len(batched) == 1:
+        operands, arrow, out = flat[0].replace(" ", "").partition("->")
+        terms = operands.split(",")
+        if arrow and "." not in operands and len(terms) == len(dims) == len(flat) - 1:
+            terms[batched[0] - 1] = letters + terms[batched[0] - 1]
+            return f"{','.join(terms)}->{letters}{out}"
+    if func in _TIMES_VECTOR and batched == [1] and dims == {0: 2, 1: 1}:
+        return f"oi,{letters}i->{letters[:-1]}o{letters[-1:]}"  # vmap has it like this
+    return None
+
+
+def _layers_of(x: Any) -> Layers | None:
+    """Tell how a tensor is wrapped; ``None`` if by something else."""
+    layers: Layers = ()
+    while isinstance(x, Tensor) and functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_functionaltensor(x):
+            return None
+        batched = functorch.is_batchedtensor(x)
+        axis = functorch.maybe_get_bdim(x) if batched else None
+        layers = ((functorch.maybe_get_level(x), axis), *layers)
+        x = functorch.get_unwrapped(x)
+    return layers
+
+
+def _taken(layers: Layers) -> tuple[tuple[int, int], ...]:
+    """List levels of ``vmap``, and the axes that they have taken away."""
+    return tuple((level, axis) for level, axis in layers if axis is not None)
+
+
+def _behind(x: Any) -> Any:
+    """Return what is wrapped."""
+    while isinstance(x, Tensor) and functorch.is_functorch_wrapped_tensor(x):
+        x = functorch.get_unwrapped(x)
+    return x
+
+
+def _is_variable(x: Tensor) -> bool:
+    """Tell whether a level differentiates by a tensor, or by what it was made of.
+
+    What is wrapped anew would be another one to it.
+    """
+    while functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_gradtrackingtensor(x) and x.requires_grad:
+            return True
+        x = functorch.get_unwrapped(x)
+    return False
+
+
+def _wrap(x: Any, layers: Layers | Sequence[tuple[int, int]]) -> Any:
+    for level, axis in layers:
+        if axis is None:
+            x = functorch._wrap_for_grad(x, level)
+        else:
+            x = functorch._add_batch_dim(x, axis, level)
+    return x

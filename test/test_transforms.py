@@ -1,0 +1,312 @@
+"""Transforms of ``torch.func`` inside of an extended model: vmap, grad and others.
+
+Parameters and samples enter by way of tensors that transforms have wrapped.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Callable, Dict, Tuple
+
+import pytest
+import torch
+from per_sample import (
+    FIRST_ORDER,
+    LENGTHS,
+    Lambda,
+    N,
+    Row,
+    assert_refused,
+    assert_right,
+    named,
+    param,
+    randn,
+)
+from torch import Tensor, nn, vmap
+from torch.func import (
+    functional_call,
+    grad,
+    grad_and_value,
+    hessian,
+    jacfwd,
+    jacrev,
+    jvp,
+    vjp,
+)
+from torch.nn import Module
+from torch.nn import functional as F
+
+from backpack import extend
+from backpack.engine.uses import Use
+
+D = 4
+Function = Callable[[Module, Tensor], Tensor]
+
+
+def mlp(out: int = 1) -> nn.Sequential:
+    """Make a network that has two derivatives."""
+    return nn.Sequential(
+        *(nn.Linear(D, 5), nn.Tanh(), nn.Linear(5, 5), nn.Sigmoid()),
+        nn.Linear(5, out, bias=False),  # which is in no derivative
+    )
+
+
+def number(m: Module) -> Callable[[Tensor], Tensor]:
+    """Make a function of one sample whose value is a number."""
+    return lambda x: m.f(x).squeeze(-1)
+
+
+def called(m: Module, copied: bool) -> Callable[[Dict[str, Tensor], Tensor], Tensor]:
+    """Make a function of parameters and one sample."""
+    params = {name: p.clone() if copied else p for name, p in m.f.named_parameters()}
+    of_one = grad(lambda p, x: functional_call(m.f, p, (x,)).squeeze(-1), argnums=1)
+    return lambda x: of_one(params, x)
+
+
+def of_network(function: Function, out: int = 1, **options: Any) -> Row:
+    """Make a case of what is done with a network."""
+    return Row(lambda: Lambda(function, f=mlp(out)), randn(D), **options)
+
+
+def of_params(function: Function, *shape: int, **shapes: Tuple[int, ...]) -> Row:
+    """Make a case of what is done with parameters, on samples of a shape."""
+    return Row(
+        lambda: Lambda(
+            function, **{name: param(*sizes) for name, sizes in shapes.items()}
+        ),
+        randn(*(shape or (D,))),
+    )
+
+
+# What consists of operations that have rules
+RULES: Dict[str, Row] = {
+    "vmap": of_network(lambda m, x: vmap(m.f)(x), 3),
+    "vmap-of-several-positions": Row(
+        lambda: Lambda(lambda m, x: vmap(m.f)(x), f=mlp(3)), randn(3, D)
+    ),
+    "vmap-twice": Row(
+        lambda: Lambda(lambda m, x: vmap(vmap(m.f))(x), f=mlp(3)), randn(N, D)
+    ),
+    "gradient": of_network(lambda m, x: vmap(grad(number(m)))(x)),
+    "gradient-of-the-sum": of_network(lambda m, x: grad(lambda x: m.f(x).sum())(x)),
+    "gradient-and-value": of_network(
+        lambda m, x: sum(vmap(grad_and_value(number(m)))(x)[:1])
+    ),
+    "with-the-value": of_network(lambda m, x: vmap(grad(number(m)))(x) + m.f(x)),
+    "jacobian": of_network(lambda m, x: vmap(jacrev(m.f))(x).flatten(1)),
+    "laplacian": of_network(
+        lambda m, x: vmap(lambda z: hessian(number(m))(z).trace())(x)[:, None]
+    ),
+    "pulled-back": of_network(
+        lambda m, x: vjp(m.f, x)[1](torch.ones(len(x), 1) + 0 * x[:, :1])[0]
+    ),
+    **{
+        f"functional-call-copied={copied}": of_network(
+            lambda m, x, copied=copied: vmap(called(m, copied))(x)
+        )
+        for copied in (False, True)
+    },
+    "functional-call-of-arguments": of_network(
+        lambda m, x: vmap(
+            lambda p, x: functional_call(m.f, p, (x,)), in_dims=(None, 0)
+        )(dict(m.f.named_parameters()), x)
+    ),
+    **{
+        f"product-{name}": of_params(
+            lambda m, x, f=f: vmap(partial(f, m.w))(x), w=(3, D)
+        )
+        for name, f in {
+            "matmul": lambda w, z: w @ z,
+            "mv": torch.mv,
+            "linear": lambda w, z: F.linear(z, w),
+            "transposed": lambda w, z: z @ w.T,
+            "einsum": lambda w, z: torch.einsum("oi,i->o", w, z),
+            "einsum-turned": lambda w, z: torch.einsum("i,oi->o", z, w),
+        }.items()
+    },
+    **{
+        f"product-of-two-levels-{name}": of_params(
+            lambda m, x, f=f: vmap(vmap(partial(f, m.w)))(x), N, D, w=(3, D)
+        )
+        for name, f in {
+            "matmul": lambda w, z: w @ z,
+            "linear": lambda w, z: F.linear(z, w),
+            "einsum": lambda w, z: torch.einsum("oi,i->o", w, z),
+        }.items()
+    },
+    "scale-and-shift": of_params(
+        lambda m, x: vmap(lambda z: m.w * z.sin() + m.v)(x), w=(D,), v=(D,)
+    ),
+    "layer-norm": of_params(
+        lambda m, x: vmap(lambda z: F.layer_norm(z, (D,), m.w, m.v))(x),
+        **{"w": (D,), "v": (D,)},
+    ),
+    "convolution": Row(
+        lambda: Lambda(lambda m, x: vmap(m.f)(x), f=nn.Conv1d(2, 3, 2)), randn(2, 5)
+    ),
+    "embedding": Row(
+        lambda: Lambda(
+            lambda m, x: vmap(lambda z: m.f(z.argsort()).sum(0))(x),
+            f=nn.Embedding(D, 3),
+        ),
+        randn(D),
+    ),
+}
+
+# What is right, by the general rule if need be
+OTHERS: Dict[str, Row] = {
+    "gradient-in-chunks": of_network(
+        lambda m, x: vmap(grad(number(m)), chunk_size=2)(x)
+    ),
+    "jacobian-forwards": of_network(lambda m, x: vmap(jacfwd(m.f))(x)[:, 0]),
+    "reverse-over-reverse": of_network(
+        lambda m, x: vmap(lambda z: jacrev(jacrev(number(m)))(z).trace())(x)[:, None]
+    ),
+    "tangent": of_network(lambda m, x: sum(jvp(m.f, (x,), (x.cos(),)))),
+    "divergence": of_network(
+        lambda m, x: vmap(lambda z: jacrev(lambda y: m.f(y) * y)(z).trace())(x)[:, None]
+    ),
+    "gradients-in-a-loop": of_network(
+        lambda m, x: torch.stack([grad(number(m))(z) for z in x])
+    ),
+    "along-another-axis": Row(
+        lambda: Lambda(lambda m, x: vmap(m.f, 1, 1)(x), f=mlp(3)), randn(2, D)
+    ),
+    **{
+        f"ensemble-{e}": of_params(
+            lambda m, x: vmap(lambda w, v: (x @ w + v).tanh())(m.w, m.v).mean(0),
+            **{"w": (e, D, 3), "v": (e, 3)},
+        )
+        for e in LENGTHS
+    },
+    "ensemble-of-weights-and-samples": of_params(
+        lambda m, x: vmap(lambda w: vmap(lambda z: (w @ z).sin())(x))(m.w).sum(0),
+        w=(2, 3, D),
+    ),
+    "each-sample-its-own-weight": of_params(
+        lambda m, x: vmap(lambda w, z: (w * z.exp()) @ z)(
+            m.w.tanh().expand(len(x), D), x
+        )[:, None],
+        w=(D,),
+    ),
+    "in-place": of_params(
+        lambda m, x: vmap(lambda z: z.sin().mul_(m.w).add_(m.v))(x), w=(D,), v=(D,)
+    ),
+    "written-to": of_params(
+        lambda m, x: vmap(lambda z: write(z.sin(), m.w))(x), w=(2,)
+    ),
+    "convolution-at-two-levels": Row(
+        lambda: Lambda(lambda m, x: vmap(vmap(m.f))(x), f=nn.Conv1d(2, 3, 2)),
+        randn(3, 2, 5),
+    ),
+    **{
+        f"scales-at-two-levels-{e}": of_params(
+            lambda m, x: vmap(lambda z: vmap(lambda w: z.sin() * w)(m.w))(x).sum(1),
+            w=(e, D),
+        )
+        for e in LENGTHS
+    },
+    "convolution-of-several": Row(
+        lambda: Lambda(lambda m, x: vmap(m.f)(x), f=nn.Conv1d(2, 3, 2)), randn(3, 2, 5)
+    ),
+    "of-numbers": of_params(
+        lambda m, x: vmap(lambda z: z[0] * m.w + z.norm() * m.v)(x), w=(3,), v=(3,)
+    ),
+    "transposed-inside": of_params(
+        lambda m, x: vmap(lambda z: (z.T @ m.w).softmax(0).mean(1))(x), 3, D, w=(3, 2)
+    ),
+    "group-norm": Row(
+        lambda: Lambda(
+            lambda m, x: vmap(lambda z: m.f(z[None])[0])(x), f=nn.GroupNorm(2, 4)
+        ),
+        randn(4, 3),
+    ),
+    "attention": Row(
+        lambda: Lambda(
+            lambda m, x: vmap(lambda z: m.f(z, z, z)[0])(x),
+            f=nn.MultiheadAttention(D, 2),
+        ),
+        randn(3, D),
+        quantities=FIRST_ORDER,
+    ),
+    "data-without-parameters": of_network(
+        lambda m, x: m.f(vmap(lambda z: z / z.norm())(x)), 3
+    ),
+}
+
+
+def write(x: Tensor, values: Tensor) -> Tensor:
+    """Write to a part of a tensor."""
+    x[1:3] = values * x[:2].sum()
+    return x
+
+
+# Samples meet, or are not told apart
+REFUSED: Dict[str, Tuple[Row, str]] = {
+    "sum-over-samples": (
+        of_network(lambda m, x: vmap(lambda c: c - c.mean(), 1, 1)(m.f(x)), 3),
+        r"samples have met in `vmap\(mean\)`",
+    ),
+    # what has several results can't be given a node of its own there
+    "several-results": (
+        of_params(
+            lambda m, x: vmap(
+                lambda z: torch.native_layer_norm(z, [D], m.w, m.v, 1e-5)[0]
+            )(x),
+            **{"w": (D,), "v": (D,)},
+        ),
+        "can't see it: .*'w'",
+    ),
+    "by-parameters": (
+        of_network(
+            lambda m, x: x
+            * grad(lambda p: functional_call(m.f, p, (x,)).sum())(
+                dict(m.f.named_parameters())
+            )["2.bias"].sum()
+        ),
+        "can't see it: .*f.0.weight",
+    ),
+}
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_right(name: str) -> None:
+    """It is right for each sample."""
+    assert_right(OTHERS[name])
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is right by rules, whose cost is linear in the number of samples."""
+    monkeypatch.delattr(Use, "_generic")
+    assert_right(RULES[name])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    """It is refused where samples meet."""
+    assert_refused(REFUSED[name][0], "BatchGrad", REFUSED[name][1])
+
+
+@pytest.mark.parametrize("name", named(RULES, OTHERS, REFUSED))
+def test_merely_extended(name: str) -> None:
+    """An extended model computes what a plain one does, and so does its gradient."""
+    row = {**RULES, **OTHERS, **{k: row for k, (row, _) in REFUSED.items()}}[name]
+    model, _, X = row.build()
+    found = []
+    for m in (model, extend(model)):
+        out = m(*X)
+        found.append(
+            (
+                out.detach(),
+                *torch.autograd.grad(
+                    out.square().sum(), [*m.parameters()], allow_unused=True
+                ),
+            )
+        )
+    for plain, extended in zip(*found):
+        assert (plain is None) == (extended is None)
+        assert plain is None or torch.equal(plain, extended)

@@ -164,12 +164,29 @@ def _embedding(call: Called) -> Operation | None:
     return _like(EmbeddingDerivatives(), call, bound, 0, **options)
 
 
+_WHOLE = {slice, type(...)}  # of an axis, and of those that are left
+
+
 def _rows(call: Called) -> Operation | None:
     weight, ids = call.args
-    if not isinstance(ids, Tensor) or ids.dtype != torch.long or weight.dim() != 2:
+    if isinstance(ids, tuple) and ids and set(map(type, ids[1:])) <= _WHOLE:
+        if all(x in (slice(None), ...) for x in ids[1:]):
+            ids = ids[0]
+    return _picked_rows(weight, ids, call)
+
+
+def _index_select(call: Called) -> Operation | None:
+    bound = call.bind("input dim index")
+    first = bound["dim"] in (0, -bound["input"].dim())
+    return _picked_rows(bound["input"], bound["index"], call) if first else None
+
+
+def _picked_rows(weight: Tensor, ids: Any, call: Called) -> Operation | None:
+    if not isinstance(ids, Tensor) or ids.dtype != torch.long or weight.dim() < 2:
         return None
-    ids = ids.remainder(max(1, len(weight)))  # negative ones count from the end
-    return _embedding(Called((weight, ids), call.kwargs, call.keys))
+    bound = {"weight": weight, "input": ids}
+    options = {"padding_idx": None, "scale_grad_by_freq": False}
+    return _like(EmbeddingDerivatives(), call, bound, 0, **options)
 
 
 def _layer_norm(derivatives: BaseParameterDerivatives, names: str) -> Callable:
@@ -362,6 +379,7 @@ _RULES: dict[Rule, Sequence[Callable]] = {
     _convolution: (torch.convolution,),
     _embedding: (functional.embedding, torch.embedding),
     _rows: (Tensor.__getitem__,),
+    _index_select: (torch.index_select, Tensor.index_select),
     _layer_norm(
         normalization.LayerNormDerivatives(),
         "input normalized_shape weight bias eps cudnn_enable",

@@ -350,7 +350,7 @@ def _behind_views(
         and products with its Jacobian.
     """
     ends = {param.grad_fn: param for param in params if param.grad_fn is not None}
-    while type(product) in (Dense, Outer, Scaled) and edge.node not in ends:
+    while type(product) in (Dense, Outer, Rows, Scaled) and edge.node not in ends:
         node = edge.node
         if is_leaf(node):
             return node.variable, None, product
@@ -360,7 +360,11 @@ def _behind_views(
             parent = GradientEdge(*parents[0])
             before = _kind_at(parents[0])[0]
         if parent and name in SAME_ORDER and before.numel() == shape.numel():
-            product = product.reshaped(before)
+            if (viewed := product.reshaped(before)) is None:
+                break
+            product = viewed
+        elif type(product) is Rows:
+            break
         elif found := _entry_by_entry(edge, ends):
             parent, slope = found
             if type(product) is Dense:

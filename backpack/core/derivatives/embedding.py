@@ -1,5 +1,6 @@
 """Derivatives of embeddings."""
 
+from math import prod
 from typing import Any, Sequence, Tuple
 
 from torch import Tensor
@@ -38,16 +39,18 @@ class EmbeddingDerivatives(BaseParameterDerivatives):
         Args:
             name: ``"weight"``.
             module: The layer.
-            inputs: Indices of shape ``[N, *]``.
-            cotangents: Columns at its output, of shape ``[V, N, *, D]``.
+            inputs: Indices of shape ``[N, *]``. Negative ones, of an index, count from
+                the end.
+            cotangents: Columns at its output, of shape ``[V, N, *, D]``. There may be
+                several axes in place of the last, as the weight has.
 
         Returns:
             The products. Rows of ``padding_idx`` get none.
         """
-        (v, n), dim = cotangents.shape[:2], cotangents.shape[-1]
-        positions = cotangents.shape[2:-1].numel()
-        ids = inputs[0].reshape(n, positions).long()
-        b = cotangents.reshape(v, n, positions, dim)
+        (v, n), (rows, *row) = cotangents.shape[:2], module.weight.shape
+        positions = inputs[0].shape[1:].numel()
+        ids = inputs[0].reshape(n, positions).long().remainder(max(1, rows))
+        b = cotangents.reshape(v, n, positions, prod(row))
         valid = None
         if module.padding_idx is not None:
             valid = (ids != module.padding_idx).to(b.dtype)

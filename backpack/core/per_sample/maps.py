@@ -129,7 +129,7 @@ def factor_shapes(product: PerSample) -> list[list[int]]:
         Shapes in the order of the factors.
     """
     if isinstance(product, Rows):
-        rows, size = product.shape
+        rows, size = product.table
         return [[rows], [size, size]]
     groups = product.groups
     sizes = [product.shape.numel() // groups]

@@ -17,9 +17,12 @@ from backpack.utils.types import full_precision
 class Rows(PerSample):
     """Products that add rows at given indices: ``p[id[n, t]] += b[v, n, t]``.
 
+    What is picked may have several axes, which are one here, of size D.
+
     Attributes:
         ids: Indices of shape ``[N, T]``.
         b: Cotangents of shape ``[V, N, T, D]``.
+        table: The parameter's shape as a matrix, ``[vocabulary, D]``.
     """
 
     def __init__(
@@ -30,10 +33,11 @@ class Rows(PerSample):
         Args:
             ids: Indices of shape ``[N, T]``.
             b: Cotangents of shape ``[V, N, T, D]``.
-            shape: The parameter's shape ``[vocabulary, D]``.
+            shape: The parameter's shape ``[vocabulary, *]``.
             valid: Where something is added, of shape ``[N, T]``. Default: everywhere.
         """
         self.ids, self.shape = ids, shape
+        self.table = torch.Size([shape[0], b.shape[-1]])
         self.valid = torch.ones_like(ids, dtype=b.dtype) if valid is None else valid
         self.b = b if valid is None else b * valid.unsqueeze(-1)
         self.num_columns, self.batch_size, self.positions = b.shape[:3]
@@ -79,18 +83,33 @@ class Rows(PerSample):
         shape = part.num_columns, part.batch_size, *self.shape
         return part.added_to(self.b.new_zeros(shape))
 
+    def reshaped(self, shape: torch.Size) -> Rows | None:
+        """Describe the same products for the parameter in another shape.
+
+        Args:
+            shape: The other shape.
+
+        Returns:
+            The products, ``None`` if there are other rows in it.
+        """
+        if not shape or shape[0] != self.shape[0]:
+            return None
+        return Rows(self.ids, self.b, shape, self.valid)
+
     def added_to(self, products: Tensor) -> Tensor:  # noqa: D102
         if products.dtype != self.dtype:
             return super().added_to(products)
         offsets = self.shape[0] * torch.arange(len(self.ids), device=self.ids.device)
         rows = (self.ids + offsets.unsqueeze(1)).flatten()
-        flat, b = products.flatten(1, 2), self.b.flatten(1, 2)
+        flat = products.reshape(len(products), -1, self.table[1])
+        b = self.b.flatten(1, 2)
         add = flat.index_add_ if may_write() else flat.index_add
         return add(1, rows, b).view(products.shape)
 
     def summed(self) -> Tensor:  # noqa: D102
-        out = self.b.new_zeros(self.num_columns, *self.shape)
-        return out.index_add(1, self.ids.flatten(), self.b.flatten(1, 2))
+        out = self.b.new_zeros(self.num_columns, *self.table)
+        out = out.index_add(1, self.ids.flatten(), self.b.flatten(1, 2))
+        return out.view(-1, *self.shape)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:  # noqa: D102
         return Rows(self.ids, scaled(self.b, weights, 1), self.shape).summed()
@@ -105,18 +124,19 @@ class Rows(PerSample):
             return super().partial_squares(sum_batch)
         _, ids, sums, _ = self._segments()
         squares = sums.pow(2).sum(0)
-        return squares.new_zeros(self.shape).index_add(0, ids, squares)
+        squares = squares.new_zeros(self.table).index_add(0, ids, squares)
+        return squares.view(self.shape)
 
     def variance(self) -> Tensor:  # noqa: D102
         # Only the pairs (sample, index) that occur deviate from "zero minus mean".
         _, ids, sums, occurs = self._segments()
         occurs = occurs.to(sums.dtype)
-        mean = sums.new_zeros(self.shape).index_add(0, ids, sums[0]) / self.batch_size
+        mean = sums.new_zeros(self.table).index_add(0, ids, sums[0]) / self.batch_size
         deviation = (sums[0] - mean[ids]).pow(2) * occurs.unsqueeze(1)
         total = torch.zeros_like(mean).index_add(0, ids, deviation)
         occurrences = occurs.new_zeros(self.shape[0]).index_add(0, ids, occurs)
         absent = (self.batch_size - occurrences).unsqueeze(1)
-        return (total + absent * mean.pow(2)) / self.batch_size
+        return ((total + absent * mean.pow(2)) / self.batch_size).view(self.shape)
 
     def dots(self) -> Tensor:  # noqa: D102
         return self.dots_with(self)

@@ -872,11 +872,29 @@ def without_grad(x: Tensor) -> Tensor:
         return x.std()
 
 
+def of_numbers(f: Callable[[Tensor], Tensor]) -> Callable:
+    """Give layers what is made of samples without a gradient."""
+    return lambda m, x: plain(m, f(x.detach())) + x.sum(-1, keepdim=True)
+
+
 # Numbers are drawn for the batch; how many for a sample depends on its own
 DRAWN = {
     "gamma": lambda m, x: plain(m, Gamma(x.exp(), m.p.exp()).rsample()),
     "dirichlet": lambda m, x: plain(m, Dirichlet(x.exp()).rsample()),
     "beta": lambda m, x: plain(m, Beta(m.f(x).exp(), m.p.exp()).rsample()),
+    "poisson": lambda m, x: plain(m, torch.poisson(m.f(x).exp())),
+    "bernoulli": lambda m, x: plain(m, torch.bernoulli(m.f(x).sigmoid())),
+    **{
+        f"{name}-of-numbers": of_numbers(function)
+        for name, function in {
+            "dirichlet": lambda x: Dirichlet(x.exp()).sample(),
+            "poisson": lambda x: torch.poisson(x.exp()),
+            "bernoulli": lambda x: torch.bernoulli(x.sigmoid()),
+            "bernoulli-in-place": lambda x: torch.empty_like(x).bernoulli_(x.sigmoid()),
+            "binomial": lambda x: torch.binomial(torch.full_like(x, 5), x.sigmoid()),
+            "normal": lambda x: torch.normal(x, x.exp()),
+        }.items()
+    },
 }
 
 
@@ -1100,6 +1118,37 @@ def test_places_that_are_integers() -> None:
     assert seen == [X[1].tolist()]
     for key, value in expected.items():
         assert_agrees(model.get_parameter(key).grad_batch, value, key)
+
+
+def near_a_step(x: Tensor) -> Tensor:
+    """Let the first sample be where a small change matters, and no other one."""
+    x = x.round()
+    return torch.cat([0 * x[:1] - 1e-4, x[1:] + 0.5])
+
+
+@torch.library.custom_op("backpack_test::steps", mutates_args=())
+def steps(x: Tensor) -> Tensor:
+    """Round numbers, which have to be some."""
+    if x.isnan().any():
+        raise ValueError("no numbers")
+    return x.floor()
+
+
+@torch.library.custom_op("backpack_test::draws", mutates_args=())
+def draws(x: Tensor) -> Tensor:
+    """Draw once or twice for each entry."""
+    if x.isnan().any():
+        raise ValueError("no numbers")
+    times = (1 + x.floor().long() % 2).flatten().tolist()
+    return torch.stack([torch.rand(n, dtype=x.dtype)[-1] for n in times]).view_as(x)
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("operation", [steps, draws])
+def test_small_changes_that_matter_for_one_sample(operation: Callable) -> None:
+    """Samples are not told apart by them, nor by numbers that others' move along."""
+    row = moving(of_numbers(lambda x: operation(near_a_step(x))), D)
+    assert_right(row._replace(alone=False))
 
 
 CONV = getattr(torch.backends.cudnn, "conv", None)

@@ -1102,15 +1102,56 @@ def test_unseen_operations_that_depend_on_values(name: str) -> None:
     assert_refused(model(torch.ones(N, 1, dtype=F64)), "BatchGrad", r"sum|mean")
 
 
+# What is a sample's own number, of an operation that takes its gradient's tensor, too
+ONLY_NUMBERS: Dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "to": lambda x, h: x.to(h),
+    "to-itself": lambda x, h: (x.to(h), x)[1],
+    "to-copied": lambda x, h: x.to(h, copy=True),
+    "type": lambda x, h: x.float().type_as(h),
+    "truth": lambda x, h: (x > 0).to(h),
+    "classes": lambda x, h: F.one_hot(h.argmax(1), D).to(h),
+    "copied": lambda x, h: h.clone().copy_(x),
+    "index-copy": lambda x, h: h.index_copy(1, torch.arange(D), x),
+    "scattered": lambda x, h: h.scatter(1, torch.arange(D).expand(x.shape), x),
+    "by-a-mask": lambda x, h: h.masked_scatter(torch.ones_like(h).bool(), x),
+    "joined": lambda x, h: torch.cat([x, h])[: len(x)],
+    "halves": lambda x, h: torch.cat([x[:, :2], h[:, :2]], 1),
+    "broadcast": lambda x, h: torch.broadcast_tensors(x, h)[0],
+    "slice": lambda x, h: torch.slice_scatter(h, x),
+}
+TOGETHER: Dict[str, Callable[[Tensor], Tensor]] = {
+    "apart": lambda h: h,
+    "centred": lambda h: h - h.mean(0),
+    "turned": lambda h: h.flip(0),
+}
+
+
+@pytest.mark.parametrize("meet", TOGETHER)
+@pytest.mark.parametrize("name", ONLY_NUMBERS)
+def test_numbers_beside_a_gradient(name: str, meet: str) -> None:
+    """They have samples as well: what is made of them is apart, or meets."""
+    beside, together = ONLY_NUMBERS[name], TOGETHER[meet]
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        h = m.f(x)
+        return h + together(m.g(beside(x, h)))
+
+    row = Row(lambda: Lambda(forward, f=nn.Linear(D, D), g=nn.Linear(D, D)), randn(D))
+    if meet == "apart":
+        assert_right(row)
+    else:
+        assert_refused(row, "BatchGrad", "samples have met in")
+
+
 class Gate(torch.autograd.Function):
     """A step, with any rule for gradients that gets its input."""
 
     @staticmethod
     def forward(ctx: Any, rule: Callable, x: Tensor) -> Tensor:
-        """Compare with zero."""
+        """Compare with zero, where nothing says where samples are."""
         ctx.rule = rule
         ctx.save_for_backward(x)
-        return (x >= 0).to(x)
+        return torch.from_numpy(x.cpu().numpy() >= 0).to(x)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:

@@ -46,6 +46,7 @@ from torch.nn import Module
 from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend
+from backpack.engine import saved
 from backpack.engine.trials import Trial
 from backpack.engine.uses import Use
 from backpack.extensions import (
@@ -335,6 +336,13 @@ LOOKUPS = {
         "getitem": (lambda m, i: m.w[i].sin(), TABLE),
         "getitem-equal": (lambda m, i: m.w[i * 0].sin(), TABLE),
         "getitem-negative": (lambda m, i: m.w[-i - 1].sin(), TABLE),
+        "getitem-all-axes": (lambda m, i: m.w[i, :].sin(), TABLE),
+        "getitem-ellipsis": (lambda m, i: m.w[i, ...].sin(), TABLE),
+        "getitem-matrices": (lambda m, i: m.w[i].sin(), {"w": (5, 2, 3)}),
+        "getitem-of-a-view": (
+            lambda m, i: m.w.view(5, 2, 2)[i].flatten(2).sin(),
+            {"w": (5, 4)},
+        ),
         "getitem-columns": (lambda m, i: m.w[:, i % 3].movedim(0, -1).sin(), TABLE),
         "getitem-two-axes": (lambda m, i: m.w[i, i.flip(1) % 3].sin(), TABLE),
         "index-select": (
@@ -1067,6 +1075,34 @@ TABLES = {
 )
 def test_right(table: str, row: str) -> None:
     """Every quantity of every parameter agrees with plain autograd."""
+    assert_right(TABLES[table][row])
+
+
+# What is found by rules, or at once for all samples: cost is linear in their number
+AT_ONCE = [
+    *(
+        ("lookup", f"{name}-{t}")
+        for t in LENGTHS
+        for name in ("getitem", "index-select")
+    ),
+    *(("lookup", f"getitem-{name}-{LENGTHS[0]}") for name in ("negative", "all-axes")),
+    *(("lookup", f"getitem-{name}-{LENGTHS[1]}") for name in ("ellipsis", "matrices")),
+    ("lookup", f"getitem-of-a-view-{LENGTHS[0]}"),
+    *(
+        ("elementwise", name)
+        for name in "mul-in-place add-alpha add-in-place rsub-function div rdiv "
+        "addcmul addcmul-in-place addcdiv lerp-weight pow pow-of-a-parameter where "
+        "maximum clamp hypot atan2 logaddexp".split()
+    ),
+]
+
+
+@pytest.mark.parametrize("table, row", AT_ONCE)
+def test_at_once(table: str, row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No cotangent of a sample is pulled back by itself."""
+    if table == "elementwise" and not saved._TELLS:
+        pytest.skip("This PyTorch does not tell whether there is a checkpoint.")
+    monkeypatch.delattr(Use, "_generic")
     assert_right(TABLES[table][row])
 
 

@@ -40,9 +40,10 @@ from backpack.engine.graph import (
     walk,
 )
 from backpack.engine.inspection import Inspection, is_sum, is_term, tail_terms
+from backpack.engine.met import refuse
 from backpack.engine.probes import Known
 from backpack.engine.separable import is_separable
-from backpack.engine.uses import Use, is_noted, refuse
+from backpack.engine.uses import Use, is_noted
 from backpack.engine.vjp import is_function
 from backpack.utils.disable import PLAIN
 from backpack.utils.errors import batch_norm_raise_error_if_train, warn_user

@@ -45,24 +45,30 @@ MOVING = WRITING.union(
     GROUPED,
     "index_fill index_fill_ repeat_interleave nonzero unique bincount where".split(),
 )
-# Operations that map entries of the same place: where all operands' samples agree, so
-# do the result's.
-POINTWISE = frozenset(
+# Operations that map entries of the same place in several operands
+COMBINING = frozenset(
     "add sub mul div rsub add_ sub_ mul_ div_ __iadd__ __imul__ __isub__ __itruediv__ "
     "__radd__ __rsub__ __rmul__ __rtruediv__ __rdiv__ __add__ __sub__ __mul__ "
-    "__truediv__ __neg__ __pow__ neg pow gelu relu silu tanh sigmoid exp log sqrt "
+    "__truediv__ true_divide multiply subtract divide pow __pow__ __rpow__ pow_ "
+    "addcmul addcmul_ addcdiv addcdiv_ lerp lerp_ maximum minimum fmax fmin where "
+    "clamp clamp_ clamp_min clamp_max atan2 hypot logaddexp logaddexp2 xlogy "
+    "remainder fmod".split()
+)
+# ... and in one or several: where all operands' samples agree, so do the result's.
+POINTWISE = COMBINING | frozenset(
+    "__neg__ neg gelu relu silu tanh sigmoid exp log sqrt "
     "rsqrt dropout to float double half bfloat16 contiguous clone detach type_as "
-    "masked_fill masked_fill_ clamp abs sin cos softplus hardswish hardsigmoid "
-    "hardtanh relu_ leaky_relu elu mish relu6 square erf reciprocal addcmul addcdiv "
-    "maximum minimum where clamp_min clamp_max true_divide multiply subtract divide "
-    "exp_ log1p expm1 remainder fmod floor_divide __mod__ __floordiv__ long int short "
+    "masked_fill masked_fill_ abs sin cos softplus hardswish hardsigmoid "
+    "hardtanh relu_ leaky_relu elu mish relu6 square erf reciprocal "
+    "exp_ log1p expm1 floor_divide __mod__ __floordiv__ long int short "
     "char byte bool sign heaviside floor ceil round trunc eq ne lt le gt ge __eq__ "
     "__ne__ __lt__ __le__ __gt__ __ge__ isnan logical_and logical_or logical_not "
     "__and__ __or__ __invert__ bitwise_and requires_grad_ selu celu logsigmoid "
-    "softsign tanhshrink hardshrink softshrink threshold silu_ tanh_ sigmoid_ clamp_ "
-    "dropout_ alpha_dropout apply_ map_ _standard_gamma sgn sinh cosh tan atan asin "
-    "acos erfc exp2 log2 log10 logit atan2 logaddexp "
-    "nan_to_num nan_to_num_ fmax fmin fused_moving_avg_obs_fake_quant".split()
+    "softsign tanhshrink hardshrink softshrink threshold silu_ tanh_ sigmoid_ "
+    "dropout_ alpha_dropout apply_ map_ _standard_gamma poisson bernoulli bernoulli_ "
+    "binomial normal sgn sinh cosh tan atan asin "
+    "acos erfc exp2 log2 log10 logit "
+    "nan_to_num nan_to_num_ fused_moving_avg_obs_fake_quant".split()
 )
 # Operations along some axes only, and which argument says along which
 ALONG = {
@@ -74,7 +80,7 @@ ALONG = {
     ),
     **dict.fromkeys("norm normalize topk linalg_vector_norm".split(), (2, "dim")),
     **dict.fromkeys("layer_norm rms_norm".split(), (1, "normalized_shape")),
-    "linear": (1, "weight"),
+    **dict.fromkeys(["linear", "_sample_dirichlet"], (1, "weight")),  # the last one
 }
 # Operations that treat each entry of axis 0 alone, and how many axes there are then;
 # zero for any number

@@ -301,19 +301,24 @@ class Finder:
             return _NOTHING
 
     @out_of_sight
-    def find(self, done: Performed, key: tuple) -> list[Placement]:
+    def find(
+        self, done: Performed, key: tuple, beside: Sequence[Tensor] = ()
+    ) -> list[Placement]:
         """Find where an operation has moved samples to.
 
         Args:
             done: The operation.
             key: By which the result may be remembered.
+            beside: Operands that hold samples and do not decide. What no other enters
+                is theirs. Default: none.
 
         Returns:
             A placement for each result.
         """
         _, name, args, kwargs, outs, *_ = done
         if name in ("to", "type_as"):  # the other tensor's type alone matters
-            done = done._replace(data=[x for x in done.data if x is args[0]])
+            every = (*done.data, *beside)
+            done = done._replace(data=[x for x in every if x is args[0]])
         quick = quick_rule(done, self.of)
         if quick is not None:
             self._remember(key, quick, outs)
@@ -338,6 +343,10 @@ class Finder:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             try:
                 found, lasts = self._run(done)
+                inexact = [x for x in beside if is_inexact(x)]
+                if inexact and any(map(_has_gaps, found)):
+                    others, last = self._run(done._replace(data=inexact))
+                    found, lasts = self._filled(found, others, outs), lasts and last
             except Exception as error:  # the operation's own call has passed
                 reason = str(error).split("\n")[0][:100]
                 found = [Mixed(f"`{name}` ({reason})", False)] * len(outs)
@@ -352,6 +361,21 @@ class Finder:
         elif state().deciding is not None:
             state().deciding += [(name, x) for x in self._by_numbers(done, found)]
         return self._differentiable(found, outs)
+
+    def _filled(
+        self, found: list[Placement], others: list[Placement], outs: Sequence[Tensor]
+    ) -> list[Placement]:
+        """Let entries of nobody's be those of operands that do not decide."""
+        filled: list[Placement] = []
+        for p, q, x in zip(found, others, outs):
+            if _has_gaps(p) and isinstance(q, (Layout, Tensor)):
+                numbers = sample_numbers(q, x.shape, self.n, x.device)
+                if isinstance(p, Tensor):
+                    numbers = p.where(p >= 0, numbers)
+                whole = bool((numbers >= 0).all())
+                p = simplify(numbers, self.n) if whole else numbers
+            filled.append(p)
+        return filled
 
     def _by_numbers(self, done: Performed, found: list[Placement]) -> list[Tensor]:
         """List operands whose numbers have decided where samples are."""
@@ -495,6 +519,13 @@ class Finder:
         args = x, tuple(parts) if len(parts) > 1 else parts[0]
         take = Tensor.__getitem__
         return Performed(take, "__getitem__", args, {}, done.outs, data)
+
+
+def _has_gaps(placement: Placement) -> bool:
+    """Tell whether there are entries of nobody's."""
+    if isinstance(placement, Tensor):
+        return bool((placement < 0).any())
+    return placement is None
 
 
 def in_function() -> bool:

@@ -33,10 +33,11 @@ from backpack.engine.graph import (
     targets_below,
     will_run,
 )
+from backpack.engine.met import refuse
 from backpack.engine.parameters import Group
 from backpack.engine.turn import EXTEND_LOSS, Turn, refuse_several_calls
 from backpack.engine.user_hooks import sees_gradients
-from backpack.engine.uses import Use, refuse
+from backpack.engine.uses import Use
 from backpack.engine.vjp import check_linear, is_users, may_be_any, pull
 from backpack.utils.hooks import EXTENDED, message, name_module, without_hooks
 from backpack.utils.parallel import gathered, is_parallel

@@ -30,6 +30,7 @@ REPEATED = (
 )
 
 # Older versions of torch don't tell; there, checkpoints run more often.
+_TELLS = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
 _innermost_hooks: Callable = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None
 )
@@ -100,6 +101,15 @@ class OnesForSaved(TorchDispatchMode):
 
     def _note(self, x: Tensor) -> Tensor:
         return self._made.setdefault(id(x), x)
+
+
+def are_kept() -> bool:
+    """Tell whether somebody has hooks on what operations save.
+
+    Returns:
+        Whether somebody has, or may have.
+    """
+    return not _TELLS or _innermost_hooks(False) is not None
 
 
 def run(

@@ -21,10 +21,17 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._pytree import tree_map
 
 from backpack.core.layout import Layout, Mixed, Placement
-from backpack.core.operations import find_operation
+from backpack.core.operations import OPERATIONS, find_operation
 from backpack.engine import saved as saved_tensors
 from backpack.engine.cells import note_maps
-from backpack.engine.functions import KINDS, Kind, is_of_inputs, kind_of, opened
+from backpack.engine.functions import (
+    COMBINING,
+    KINDS,
+    Kind,
+    is_of_inputs,
+    kind_of,
+    opened,
+)
 from backpack.engine.gaps import KNOWN, NESTED, explain, note_constants, note_functions
 from backpack.engine.graph import MEETING, SILENT, note_tangent
 from backpack.engine.low_mode import LowMode
@@ -320,7 +327,7 @@ class Tracker(LowMode):
         mixed = 0 < len(certain) < len(data)
         if constants and is_grad_enabled() and not self._is_term(name, data, constants):
             since = torch._C._autograd._get_sequence_nr()
-            args, kwargs, pairs = self._stand_in(kind, args, kwargs, constants)
+            args, kwargs, pairs = self._stand_in(func, kind, args, kwargs, constants)
         written = args[0] if kind.writes and args else None
         seen, deciding, of_base = args, None, None
         if isinstance(written, Tensor):  # its shape may change
@@ -363,7 +370,10 @@ class Tracker(LowMode):
                     if hasattr(x, MARK):
                         self.place(x, *getattr(x, MARK)[1::2])
                 deciding = deciding or self._finder.deciding(name, data)
-                placements = self._finder.find(Performed(*op, deciding, states), key)
+                decides = set(map(id, deciding))
+                beside = [x for x in data if id(x) not in decides]
+                done = Performed(*op, deciding, states)
+                placements = self._finder.find(done, key, beside)
             shared = [not certain] * len(outs)
             if mixed:
                 certain = self._finder.deciding(name, certain)
@@ -492,7 +502,12 @@ class Tracker(LowMode):
     # ----------------------------------------------------------------------------- uses
 
     def _stand_in(
-        self, kind: Kind, args: tuple, kwargs: dict[str, Any], constants: list[Tensor]
+        self,
+        func: Callable,
+        kind: Kind,
+        args: tuple,
+        kwargs: dict[str, Any],
+        constants: list[Tensor],
     ) -> tuple[tuple, dict[str, Any], list[Constant]]:
         """Give the operation an alias of each constant: its share of the gradient."""
         wanted = {id(x): x for x in constants}
@@ -503,9 +518,20 @@ class Tracker(LowMode):
         if kind.writes and args and id(args[0]) in wanted:
             pairs += self._overwritten(wanted.pop(id(args[0])))
         aliases = {number: alias_of(x) for number, x in wanted.items()}
+        # who keeps what operations save, like a checkpoint, gets what it would
+        spread = kind.name in COMBINING and not saved_tensors.are_kept()
+        if spread and func in OPERATIONS:  # there is a rule for the plain spelling
+            spread = bool(kwargs) or len(args) > 2
+        shapes = [y.shape for y in tensors_in((args, kwargs))] if spread else []
         with _UNSEEN():
             for number, x in wanted.items():
-                pairs.append(Constant(x, edge_of(aliases[number]), keys.get(number)))
+                constant = Constant(x, edge_of(aliases[number]), keys.get(number))
+                if spread and x.dim():  # numbers don't take part in type promotion
+                    aliases[number] = aliases[number].expand(
+                        torch.broadcast_shapes(*shapes)
+                    )
+                    constant.spread = edge_of(aliases[number])
+                pairs.append(constant)
 
         def swap(x: Any) -> Any:
             own = isinstance(x, list)  # of a class that trees don't know

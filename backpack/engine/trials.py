@@ -65,6 +65,7 @@ DRAWS, CONSTANT_AFTER = 128, 16
 # Up to so many elements, sparse tensors are made dense, to put marks there.
 DENSE_ELEMENTS = 2**26
 
+DRAWS_BY_NUMBERS = "how many random numbers it draws depends on its operands"
 NOT_REPEATED = (
     "called again on the same operands, it returned something else: it depends on more "
     "than these, like a counter"
@@ -151,6 +152,7 @@ class Trial:
         ]
         self._states = done.states or {}
         self._generators = _generators_for(self.flat)
+        self._drawn: set[bytes] = set()  # in what states generators have been left
 
     def describe(self) -> str:
         """Describe the operation for a message.
@@ -198,12 +200,16 @@ class Trial:
         kinds = [is_inexact(x) for x, i in pairs if i is not None]
         outs, lasts = self._outs, True
         found: list[Placement] = [None] * len(outs)
+        asked = [not is_inexact(x) for x in outs]
         if True in kinds and any(map(is_inexact, outs)):
             lasts = self._name.rpartition("::")[2] not in FAULTING
             try:
                 found, hides = self._probe(NOT_A_NUMBER if lasts else OTHER_NUMBERS)
             except Exception:  # an algorithm that needs numbers
                 found, hides, lasts = self._probe(OTHER_NUMBERS)[0], False, False
+                # which change whole numbers by chance only
+                pairs = zip(asked, map(dense, outs))
+                asked = [own or bool(_is_whole(x).all()) for own, x in pairs]
             mixed = lasts and any(isinstance(p, Mixed) for p in found)
             if mixed and self._may_leave_out():  # by zeros, times which NaN is NaN
                 self.flat = self._with_ordinary_numbers()
@@ -222,7 +228,6 @@ class Trial:
                     found, lasts = others, False
             # the next ones may be those that matter, like -1 and 1 as targets
             lasts = lasts and (asks or not silent)
-        asked = [not is_inexact(x) for x in outs]
         if False in kinds and all(p is None for p in found):
             asked = [True] * len(outs)
         if True in asked:
@@ -419,6 +424,8 @@ class Trial:
         with self._drawing():
             self._seed(seed)
             result = self.call(new)
+            states = (generator.get_state() for generator in self._generators)
+            self._drawn.add(b"".join(x.numpy().tobytes() for x in states))
         result = new[0] if result is None else result
         pairs = zip(tensors_in(result), self._outs)
         return [_dense(x).to(out.device) for x, out in pairs]
@@ -481,6 +488,7 @@ class Trial:
         by_nan = marks == NOT_A_NUMBER
         asks = by_nan and self._name not in MOVING
         asks = asks and any(x.requires_grad for x in outs)
+        self._drawn.clear()
         plain = self._run() if asks or not by_nan else None
 
         def changed(select: Callable, some: Sequence[Any]) -> list[Tensor]:
@@ -510,7 +518,10 @@ class Trial:
         found: list[Placement] = []
         is_use, is_learned = self.has_parameters(), self.is_learned()
         for j in range(len(outs)):
-            if mixed[j] or bool((got[j] >= n)[~unseen[j]].any()):
+            if not by_nan and len(self._drawn) > 1:  # a sample moves others' numbers
+                lost = f"{self.describe()} ({DRAWS_BY_NUMBERS})"
+                found.append(Mixed(lost, False))
+            elif mixed[j] or bool((got[j] >= n)[~unseen[j]].any()):
                 found.append(Mixed(self.describe()))
             else:
                 numbers = got[j].masked_fill(unseen[j], -1)
@@ -527,6 +538,10 @@ def _without_cudnn() -> Iterator[None]:
         yield
     finally:
         torch._C._set_cudnn_enabled(before)
+
+
+def _is_whole(x: Tensor) -> Tensor:
+    return x == x.round() if x.is_floating_point() else _nowhere(x)
 
 
 def _nowhere(x: Tensor) -> Tensor:

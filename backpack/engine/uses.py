@@ -18,11 +18,13 @@ from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from backpack.core.kinds import Broadcast
 from backpack.core.layout import Mixed, Placement, one_sample_each
 from backpack.core.operations import Operation
 from backpack.core.per_sample.base import Dense, PerSample
 from backpack.core.per_sample.sums import chunks
 from backpack.engine import vjp
+from backpack.engine.met import refuse
 from backpack.engine.saved import Saved, fetch
 from backpack.utils.compiling import uncompiled
 from backpack.utils.hooks import name_module, without_hooks
@@ -34,52 +36,11 @@ ENTRIES = "backpack.entries"  # where a node of the graph keeps what ends in it
 LISTENS = "backpack.listens"  # where it keeps the hook by which that has a turn
 MASKED_ELEMENTS = 2**24  # of cotangents that the generic rule masks at once
 
-MET = (
-    "{what}: samples have met in {operation}, so that quantities of individual samples "
-    "are not defined for {names}. The batch axis is axis 0 of the model's inputs, and "
-    "of each tensor in a list. Let each sample be computed by itself, along other axes "
-    "(pad samples that are tensors in a list, or rows that a mask alone keeps apart "
-    "outside of `scaled_dot_product_attention`), detach what only keeps numbers in "
-    "range (`x - x.max().detach()`), or compute this part of the loss in a backward "
-    "pass outside of the context."
-)
-ANOTHER_INPUT = (
-    " Here what the first input enters meets another input, as long as that one: if "
-    "all samples share it, give it an axis of length 1 in front."
-)
-LOST = (
-    "{what}: it is not known where the samples are after {operation}, so that "
-    "quantities of individual samples can't be computed for {names}. Replace this "
-    "operation by others of PyTorch (what `torch.compile` has made of a loss, by the "
-    "loss itself), extend the model as a whole if only parts of it are, or freeze the "
-    "parameters. Let a sample enter each row, if only by `+ 0 * input`."
-)
 MODIFIED = (
     "{operation}: an input of this operation was modified in place after the forward "
     "pass, so quantities of its parameters can't be computed. Replace the in-place "
     "operation (`x = x + y` instead of `x += y`), or pass a copy."
 )
-
-
-def refuse(what: str, met: Mixed, names: str) -> None:
-    """Refuse what comes after samples have met.
-
-    Args:
-        what: Who asks.
-        met: Where they have met.
-        names: Names of what is not defined.
-
-    Raises:
-        NotImplementedError: Always.
-    """
-    module = None if met.module is None else met.module()
-    where = "" if module is None else f" of {name_module(module)}"
-    text = (MET if met.is_known else LOST).format(
-        what=what, operation=met.operation + where, names=names
-    )
-    if met.is_known and met.is_of_inputs:
-        text += ANOTHER_INPUT
-    raise NotImplementedError(text)
 
 
 class Entry(NamedTuple):
@@ -114,9 +75,11 @@ class Constant:
             operation's own parameter is used.
         key: Which argument it is: a position, a keyword, ``None`` inside of a list.
         shape: Its shape.
+        spread: Where the alias sits in the shape of the result, of an operation that
+            maps entries of the same place; else ``None``.
     """
 
-    __slots__ = ("leaf", "source", "stand_in", "key", "shape")
+    __slots__ = ("leaf", "source", "stand_in", "key", "shape", "spread")
 
     @classmethod
     def at(cls, edge: GradientEdge) -> Constant:
@@ -132,7 +95,7 @@ class Constant:
         constant = cls.__new__(cls)
         constant.leaf = getattr(node, "variable", None)
         constant.source = edge if constant.leaf is None else None
-        constant.stand_in, constant.key = edge, None
+        constant.stand_in, constant.key, constant.spread = edge, None, None
         constant.shape = torch.Size(node._input_metadata[number].shape)
         return constant
 
@@ -147,6 +110,7 @@ class Constant:
         self.leaf = x if x.grad_fn is None or is_in_place(x) else None
         self.source = None if self.leaf is x else edge_of(x)
         self.stand_in, self.key, self.shape = stand_in, key, x.shape
+        self.spread: GradientEdge | None = None
 
     @property
     def node(self) -> Node:
@@ -428,7 +392,37 @@ class Use:
                 found.append(product)
             else:
                 return found
-        return self._generic(cotangents, nodes)
+        return self._by_entries(cotangents, nodes) or self._generic(cotangents, nodes)
+
+    def _by_entries(
+        self, cotangents: Sequence[Tensor | None], nodes: dict[int, Any]
+    ) -> list[PerSample | None] | None:
+        """Pull back all cotangents at once, where each entry meets one of a constant.
+
+        Returns:
+            Products for each constant, ``None`` if entries are not known to.
+        """
+        edges = [constant.spread for constant in self.constants]
+        if None in edges or len(cotangents) != 1 or self.operation is not None:
+            return None
+        fetch(self.saved)
+        edge = GradientEdge(*nodes[0])
+        with without_hooks(self.tensors()):
+            pulled = vjp.batched_vjp([edge], edges, [cotangents[0].unsqueeze(1)])
+        found: list[PerSample | None] = []
+        for constant, x in zip(self.constants, pulled):
+            product = None
+            if x is not None:
+                if (
+                    x.shape[2:] != self.output_shapes[0]
+                ):  # of what a part was written to
+                    return None
+                where = None, constant.shape, x.squeeze(1), self.placements[0], self.n
+                product = Broadcast(None, None).product(*where)
+                if product is None:
+                    return None
+            found.append(product)
+        return found
 
     def _generic(
         self, cotangents: Sequence[Tensor | None], nodes: dict[int, Any]

@@ -574,6 +574,16 @@ def ragged(m: Module, x: Tensor) -> Tensor:
     return out
 
 
+def by_parts(m: Module, x: Tensor) -> Tensor:
+    """Add up what each expert gives, of whom the first gets no token."""
+    route = 1 + (x[..., 0] > 0).flatten().long()
+    tokens, out = x.flatten(0, -2), 0
+    for number, expert in enumerate([m.f, *m.experts]):
+        rows = (route == number).nonzero()[:, 0]
+        out = out + torch.zeros_like(tokens).index_add(0, rows, expert(tokens[rows]))
+    return plain(m, x + out.view_as(x)) + m.router(x).sum(-1, keepdim=True)
+
+
 ROUTING = (
     {
         f"{name}-{t}": moving(
@@ -587,6 +597,7 @@ ROUTING = (
             "by-sample": lambda m, x: by_sample(m, x)
             + m.router(x).sum(-1, keepdim=True),
             "by-stacked-weights": by_stacked_weights,
+            "by-parts": by_parts,
         }.items()
         for t in LENGTHS
     }

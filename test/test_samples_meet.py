@@ -6,7 +6,7 @@ that get a sequence in place of a batch, and layers that contradict each other.
 
 from contextlib import suppress
 from functools import partial
-from typing import Any, Callable, Dict, Tuple
+from typing import Any, Callable, Dict, Optional, Tuple
 
 import pytest
 import torch
@@ -551,6 +551,42 @@ COUPLING_LOSSES = {
     "covariance": (covariance, nn.MSELoss, r"mean|std|matmul|mm"),
     "centered": (centered, nn.MSELoss, r"mean"),
 }
+
+
+# Functions of the batch's losses: each counts as often as the function says
+OF_LOSSES: Dict[str, Callable[[Tensor], Tensor]] = {
+    "largest": lambda losses: losses.max(),
+    "logarithms": lambda losses: losses.log().sum(),
+    "length": lambda losses: losses.norm(),
+    "product": lambda losses: losses.prod(),
+    "weighted-by-themselves": lambda losses: losses.softmax(0) @ losses,
+}
+
+
+def two_losses(f: Tensor, number: Optional[int] = None) -> Tensor:
+    """Stack two losses of the batch, or a sample's share in them."""
+    target = torch.arange(3.0 * N, dtype=F64).sin().view(N, 3)
+    if number is None:
+        return torch.stack([F.mse_loss(f, target), F.huber_loss(f.exp(), target)])
+    target = target[number : number + 1]
+    return torch.stack([F.mse_loss(f, target), F.huber_loss(f.exp(), target)]) / N
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+@pytest.mark.parametrize("name", OF_LOSSES)
+def test_functions_of_losses(name: str, inside: bool) -> None:
+    """Losses of the whole batch that are stacked may enter any function."""
+    model, x = nn.Linear(D, 3, dtype=F64), torch.randn(N, D, dtype=F64)
+    losses = two_losses(model(x)).detach().requires_grad_()
+    (factors,) = torch.autograd.grad(OF_LOSSES[name](losses), losses)
+    shares = [factors @ two_losses(model(x[n : n + 1]), n) for n in range(N)]
+    expected = [torch.autograd.grad(share, model.weight)[0] for share in shares]
+    whole = Lambda(lambda m, x: OF_LOSSES[name](two_losses(m.f(x))), f=model)
+    extended = extend(whole if inside else model)
+    with backpack(BatchGrad()):
+        out = extended(x)
+        (out if inside else OF_LOSSES[name](two_losses(out))).backward()
+    assert_agrees(model.weight.grad_batch, torch.stack(expected), name)
 
 
 @pytest.mark.parametrize("quantity", QUANTITIES)

@@ -39,10 +39,11 @@ from backpack.engine.graph import (
     shape_at,
     walk,
 )
-from backpack.engine.inspection import Inspection, is_sum, is_term, tail_terms
+from backpack.engine.inspection import Inspection
 from backpack.engine.met import refuse
 from backpack.engine.probes import Known
 from backpack.engine.separable import is_separable
+from backpack.engine.terms import is_sum, is_term, tail_terms
 from backpack.engine.uses import Use, is_noted
 from backpack.engine.vjp import is_function
 from backpack.utils.disable import PLAIN

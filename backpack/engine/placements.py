@@ -468,7 +468,8 @@ class Finder:
         elif found is None:
             found, lasts = trial.find_if_repeated(), False
         pairs = [(x, i) for x, i in zip(trial.flat, trial.numbers) if is_inexact(x)]
-        if not any(x.requires_grad if i is None else x.numel() for x, i in pairs):
+        entering = (x.requires_grad if i is None else (i >= 0).any() for x, i in pairs)
+        if not any(map(bool, entering)):
             # nothing went in: what no sample has is nobody's, and no constant
             nobody = [x.new_full([1] * x.dim(), -1, dtype=torch.long) for x in outs]
             found = [q if p is None else p for p, q in zip(found, nobody)]

@@ -327,7 +327,9 @@ class Tracker(LowMode):
         mixed = 0 < len(certain) < len(data)
         if constants and is_grad_enabled() and not self._is_term(name, data, constants):
             since = torch._C._autograd._get_sequence_nr()
-            args, kwargs, pairs = self._stand_in(func, kind, args, kwargs, constants)
+            has_rule = func in OPERATIONS and not kwargs and len(args) < 3
+            spread = kind.name in COMBINING and run is func and not has_rule
+            args, kwargs, pairs = self._stand_in(kind, args, kwargs, constants, spread)
         written = args[0] if kind.writes and args else None
         seen, deciding, of_base = args, None, None
         if isinstance(written, Tensor):  # its shape may change
@@ -503,11 +505,11 @@ class Tracker(LowMode):
 
     def _stand_in(
         self,
-        func: Callable,
         kind: Kind,
         args: tuple,
         kwargs: dict[str, Any],
         constants: list[Tensor],
+        spread: bool,
     ) -> tuple[tuple, dict[str, Any], list[Constant]]:
         """Give the operation an alias of each constant: its share of the gradient."""
         wanted = {id(x): x for x in constants}
@@ -519,9 +521,7 @@ class Tracker(LowMode):
             pairs += self._overwritten(wanted.pop(id(args[0])))
         aliases = {number: alias_of(x) for number, x in wanted.items()}
         # who keeps what operations save, like a checkpoint, gets what it would
-        spread = kind.name in COMBINING and not saved_tensors.are_kept()
-        if spread and func in OPERATIONS:  # there is a rule for the plain spelling
-            spread = bool(kwargs) or len(args) > 2
+        spread = spread and not saved_tensors.are_kept()
         shapes = [y.shape for y in tensors_in((args, kwargs))] if spread else []
         with _UNSEEN():
             for number, x in wanted.items():

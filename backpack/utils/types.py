@@ -204,11 +204,15 @@ def place_of(x: Tensor) -> int:
         x: Tensor.
 
     Returns:
-        The address; zero for a tensor that has none.
+        The address, or one of what keeps them; zero for a tensor that has none.
     """
     try:
-        return Tensor.data_ptr(x)  # not a subclass's
-    except RuntimeError:  # sparse tensors, wrappers, tensors without numbers
+        if type(x) in (Tensor, Parameter):
+            return x.data_ptr()
+        # a subclass's own method is not asked, and one without numbers may warn
+        with torch._C.DisableTorchFunctionSubclass():
+            return x.untyped_storage()._cdata + x.storage_offset()
+    except RuntimeError:  # sparse tensors, wrappers
         return 0
 
 

@@ -101,7 +101,8 @@ class Rows(PerSample):
             return super().added_to(products)
         offsets = self.shape[0] * torch.arange(len(self.ids), device=self.ids.device)
         rows = (self.ids + offsets.unsqueeze(1)).flatten()
-        flat = products.reshape(len(products), -1, self.table[1])
+        size = len(products), len(self.ids) * self.shape[0], self.table[1]
+        flat = products.reshape(size)
         b = self.b.flatten(1, 2)
         add = flat.index_add_ if may_write() else flat.index_add
         return add(1, rows, b).view(products.shape)
@@ -109,7 +110,7 @@ class Rows(PerSample):
     def summed(self) -> Tensor:  # noqa: D102
         out = self.b.new_zeros(self.num_columns, *self.table)
         out = out.index_add(1, self.ids.flatten(), self.b.flatten(1, 2))
-        return out.view(-1, *self.shape)
+        return out.view(self.num_columns, *self.shape)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:  # noqa: D102
         return Rows(self.ids, scaled(self.b, weights, 1), self.shape).summed()

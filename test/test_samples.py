@@ -2127,7 +2127,30 @@ OFTEN: Dict[str, Callable[[Module, Tensor], Tensor]] = {
     ).to(F64)
     @ m.w,
     "repeated": lambda m, i: m.w[i].repeat_interleave(2, 0)[::2],
+    "images": lambda m, i: F.grid_sample(
+        m.w.T.reshape(1, D, 3, 4), in_one_row(i / 6 - 1), align_corners=False
+    )[0, :, 0].T.unflatten(0, i.shape),
 }
+
+
+def in_one_row(z: Tensor) -> Tensor:
+    """Make a grid of places for all samples, side by side."""
+    return torch.stack([z, z.flip(1).sin()], -1).to(F64).reshape(1, 1, -1, 2)
+
+
+def test_places_of_the_first_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They say whose is what they pick from another input's table, by themselves."""
+    row = Row(
+        lambda: Lambda(
+            lambda m, i, x: m.f(x).gather(1, i) @ m.w,
+            **{"f": nn.Linear(D, 4), "w": param(3, 2)},
+        ),
+        lambda: (torch.randint(4, (N, 3)), torch.randn(N, D, dtype=F64)),
+    )
+    drawn: List[Trial] = []
+    monkeypatch.setattr(Trial, "_draw_all", lambda trial, _: drawn.append(trial))
+    assert_right(row)
+    assert not drawn
 
 
 @pytest.mark.parametrize("batch, different", [(1, 2), (3, 3), (4, 12)])

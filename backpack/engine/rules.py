@@ -288,10 +288,26 @@ def _contracted(done: Performed, trial: Trial, n: int) -> list[Placement] | None
 
 
 # Rules for operations
+def _sampled(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
+    """Let what a grid takes from constant images be of the grid's samples."""
+    found = [(x, i) for x, i in zip(trial.flat, trial.numbers) if i is not None]
+    out = done.outs[0]
+    if len(found) != 1 or found[0][0] is trial.flat[0] or out.dim() < 4:
+        return None
+    places = found[0][1]  # [N, *, coordinates]
+    own = places[..., 0]
+    if own.numel() != out.numel() // max(1, out.shape[1]):
+        return None
+    if bool((places != own.unsqueeze(-1)).any()):
+        return None
+    return [simplify(own.unsqueeze(1).expand(out.shape), n)]
+
+
 _MOVED: Sequence[tuple[Container[str], Callable]] = (
     (REARRANGING, _rearranged),
     (("pad",), _padded),
     (("_pad_packed_sequence",), _unpacked),
+    (("grid_sample", "grid_sampler"), _sampled),
     (RECURRENT, _recurrent),
     (WRITING, _written),
     (PRODUCTS | GROUPED, _contracted),

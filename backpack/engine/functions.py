@@ -108,8 +108,10 @@ REARRANGING = JOINING | frozenset(
 SELECTING = frozenset(
     "__getitem__ index_select gather take_along_dim masked_select".split()
 )
+# ... also inside of ``vmap``, where rules for their arguments don't hold
+PICKING = SELECTING.union(f"vmap({name})" for name in SELECTING)
 # Operations whose result's placement depends on values: never remembered
-BY_VALUE = SELECTING | MOVING
+BY_VALUE = PICKING | MOVING
 # Operations that leave entries of their first operand where a mask is not set
 BY_MASKS = frozenset(
     "masked_scatter masked_scatter_ index_put index_put_ __setitem__".split()

@@ -32,11 +32,11 @@ from backpack.engine.functions import (
     GROUPED,
     JOINING,
     MATCHING,
+    PICKING,
     POINTWISE,
     PRODUCTS,
     REARRANGING,
     RECURRENT,
-    SELECTING,
     UNCHECKED,
     WRITING,
     is_fill,
@@ -139,7 +139,7 @@ def rule(done: Performed, trial: Trial, of: Where, n: int) -> list[Placement] | 
         if hits is not None and len(data) == 1 and hits.shape == outs[0].shape[:1]:
             hits = hits if outs[0].dim() == 1 else hits[:, None]
             return [simplify(hits, n)] * len(outs)
-    if name in SELECTING and numbers[0] is not None:
+    if name in PICKING and numbers[0] is not None:
         chosen = trial.call([numbers[0].contiguous(), *flat[1:]])
         for own in numbers[1:]:  # of a sample that picks what is another one's
             if own is not None and own.shape == chosen.shape and conflict(own, chosen):

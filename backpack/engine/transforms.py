@@ -124,7 +124,11 @@ def watch_inside(
     if None in layers or kind.name in _OF_LEVELS:
         return func(*args, **kwargs)
     behind = list(map(_behind, flat))
-    same = _same(func, kind, flat, layers, *tree_unflatten(behind, spec))
+    inside, skip = func, 0
+    if _is_index(args):  # as in masks that functions of places make
+        inside, kind, skip = torch.ops.aten.index, kind_of(Tensor.__getitem__), 1
+    given, named = tree_unflatten(behind, spec)
+    same = _same(inside, kind, flat[skip:], layers[skip:], given[skip:], named)
     wrapped: dict[int, tuple[Tensor, Tensor]] = {}  # results, and what is behind them
 
     def keep(x: Tensor) -> Tensor:
@@ -135,9 +139,11 @@ def watch_inside(
     def run(*args: Any, **kwargs: Any) -> Any:
         given = list(flat)
         with temporarily_restore_interpreter_stack(stack):
-            for i, x in zip(same.places, tree_leaves((args, kwargs))):
+            for place, x in zip(same.places, tree_leaves((args, kwargs))):
+                i = skip if place is None else skip + place
                 # a stand-in is wrapped as what it stands for
-                if i is not None and x is not behind[i] and not _is_variable(flat[i]):
+                other = place is not None and x is not behind[i]
+                if other and not _is_variable(flat[i]):
                     given[i] = _wrap(x, layers[i])
             own_args, own_kwargs = tree_unflatten(given, spec)
             return tree_map_only(Tensor, keep, func(*own_args, **own_kwargs))
@@ -250,6 +256,13 @@ def _equation(
     if func in _TIMES_VECTOR and batched == [1] and dims == {0: 2, 1: 1}:
         return f"oi,{letters}i->{letters[:-1]}o{letters[-1:]}"  # vmap has it like this
     return None
+
+
+def _is_index(args: tuple) -> bool:
+    """Tell whether a function of one's own is PyTorch's, for indices inside of vmap."""
+    name = "torch._dynamo._trace_wrapped_higher_order_op", "ModIndex"
+    own = args[0] if args and isinstance(args[0], type) else None
+    return own is not None and (own.__module__, own.__name__) == name
 
 
 def _layers_of(x: Any) -> Layers | None:

@@ -54,6 +54,14 @@ CALLS: Dict[str, Callable[[Tensor, Tensor], Called]] = {
         for dim in (-1, 1, (0, 2))
         for keep in (False, True)
     },
+    **{
+        name: lambda x, y, name=name: called(getattr(torch.linalg, name), x)
+        for name in ("svdvals", "qr", "pinv", "matrix_rank")
+    },
+    "lstsq": lambda x, y: called(torch.linalg.lstsq, x, y, driver="gels"),
+    "lstsq-of-a-constant": lambda x, y: called(
+        torch.linalg.lstsq, _randn(A, B, C), x, driver="gels"
+    ),
     "sum-of-all": lambda x, y: called(torch.sum, x),
     "any": lambda x, y: called(torch.any, x, dim=1),
     "max": lambda x, y: called(torch.max, x, 1),

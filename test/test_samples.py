@@ -6,8 +6,9 @@ number of them."""
 
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from math import inf, prod
-from typing import Any, Callable, Dict, List, NamedTuple, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple
 
 import pytest
 import torch
@@ -2569,3 +2570,22 @@ def test_first_order_only_needs_first_order() -> None:
     row = MOVE_ROWS["flatten-time-first-3"]
     for quantity in FIRST_ORDER:
         assert_right(row._replace(quantities=[quantity]))
+
+
+@pytest.mark.parametrize("lengths", [*product((1, 2, 3), repeat=3)])
+def test_packed_between_modules(lengths: Tuple[int, ...]) -> None:
+    """Sizes and orders of packed sequences are no samples, however many there are."""
+
+    def compute(first: Module, last: Module, x: Tensor, n: Sequence[int]) -> Tensor:
+        packed = pack_padded_sequence(first(x), n, True, enforce_sorted=False)
+        return last(packed)[1][0].square().sum()
+
+    modules = nn.Linear(4, 4, dtype=F64), nn.GRU(4, 2, batch_first=True, dtype=F64)
+    params = [p for module in modules for p in module.parameters()]
+    x = torch.randn(3, 3, 4, dtype=F64)
+    alone = [compute(*modules, x[i : i + 1], [n]) for i, n in enumerate(lengths)]
+    expected = [torch.autograd.grad(value, params) for value in alone]
+    with backpack(BatchGrad()):
+        compute(*map(extend, modules), x, lengths).backward()
+    for p, gradients in zip(params, zip(*expected)):
+        assert_agrees(p.grad_batch, torch.stack(gradients), "grad_batch")

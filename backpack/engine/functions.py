@@ -96,6 +96,16 @@ BATCHED = {
     ),
     "pixel_shuffle": 4,
 }
+# Operations on matrices, in the last two axes, that treat each by itself. Some round as
+# their memory lies, or print at NaN.
+OF_MATRICES = frozenset(
+    f"{prefix}{name}"
+    for prefix in ("", "linalg_")
+    for name in "lstsq svd svdvals eigh eigvalsh eig eigvals inv inverse inv_ex solve "
+    "solve_triangular qr det slogdet logdet cholesky cholesky_ex cholesky_solve "
+    "cholesky_inverse pinv pinverse lu lu_factor matrix_rank matrix_exp "
+    "matrix_power".split()
+)
 # Operations that put entries elsewhere, by shapes: run on sample numbers
 JOINING = frozenset("cat concat concatenate stack hstack vstack dstack".split())
 REARRANGING = JOINING | frozenset(

@@ -201,10 +201,11 @@ class _Guard(dict):
 
 def _start(frame: _Frame, args: tuple, kwargs: dict[str, Any]) -> None:
     """Begin to watch operations."""
-    for x in (*args, *kwargs.values()):
-        if isinstance(x, PackedSequence):
-            _place_packed(x)
-    tensors = tensors_in((args, kwargs), depth=2)
+    packed = [x for x in (*args, *kwargs.values()) if isinstance(x, PackedSequence)]
+    for x in packed:
+        _place_packed(x)
+    about = {id(y) for x in packed for y in x[1:]}  # samples are in none of these
+    tensors = [x for x in tensors_in((args, kwargs), depth=2) if id(x) not in about]
     nested = [x for x in tensors if x.is_nested]
     tensors = [x for x in tensors if x.dim() and not x.is_nested]
     data = [x for x in tensors if not isinstance(x, Parameter)] or tensors
@@ -242,6 +243,8 @@ def _start(frame: _Frame, args: tuple, kwargs: dict[str, Any]) -> None:
             if k is None and len(x) > 1 and id(x) not in axes
         }
     for x in (*args, *kwargs.values()):
+        if isinstance(x, PackedSequence):
+            continue
         if isinstance(x, (list, tuple)) and len(x) not in (1, n):
             own = {len(y) for y in x if isinstance(y, Tensor) and y.dim()}
             if len(own) > 1 or own == {1}:  # or each tensor is a sample

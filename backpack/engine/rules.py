@@ -32,6 +32,7 @@ from backpack.engine.functions import (
     GROUPED,
     JOINING,
     MATCHING,
+    OF_MATRICES,
     PICKING,
     POINTWISE,
     PRODUCTS,
@@ -61,11 +62,31 @@ def quick_rule(done: Performed, of: Where) -> list[Placement] | None:
         return None if placement is None else [placement]
     if len(done.data) == 1 and (done.name in ALONG or done.name in BATCHED):
         return _along(done, of)
+    if done.name in OF_MATRICES:
+        return _of_matrices(done, of)
     if is_fill(done.name) and done.args and isinstance(done.args[0], Tensor):
         tensors = tensors_in(done[2:4])
         if len(tensors) == 1 and tensors[0].numel():  # no more than its shape matters
             return [None] * len(done.outs)
     return None
+
+
+def _of_matrices(done: Performed, of: Where) -> list[Placement] | None:
+    """Leave samples where they are, if that is in front of the matrices."""
+    placements, dims = [of(x) for x in done.data], {x.dim() for x in done.data}
+    first, shape = placements[0], done.data[0].shape
+    if not isinstance(first, Layout) or len(dims) > 1 or first.axis > len(shape) - 3:
+        return None
+    lead = shape[: first.axis + 1]
+    if any(p != first for p in placements[1:]):
+        return None
+    outs = [x for x in done.outs if x.numel()]  # like residuals that there are not
+    if any(x.shape[: len(lead)] != lead for x in (*outs, *done.data)):
+        return None
+    return [
+        first if x.numel() else simplify(x.new_empty(x.shape).long(), 1)
+        for x in done.outs
+    ]
 
 
 def _along(done: Performed, of: Where) -> list[Placement] | None:

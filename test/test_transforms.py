@@ -11,6 +11,7 @@ from typing import Any, Callable, Dict, List, Tuple
 import pytest
 import torch
 from per_sample import (
+    F64,
     FIRST_ORDER,
     LENGTHS,
     Lambda,
@@ -162,6 +163,12 @@ OTHERS: Dict[str, Row] = {
     "gradient-in-chunks": of_network(
         lambda m, x: vmap(grad(number(m)), chunk_size=2)(x)
     ),
+    **{
+        f"of-a-view-{name}": RULES[name]._replace(
+            X=lambda: [torch.randn(D, N, dtype=F64).T]
+        )
+        for name in ("vmap", "gradient", "jacobian", "laplacian", "pulled-back")
+    },
     "jacobian-forwards": of_network(lambda m, x: vmap(jacfwd(m.f))(x)[:, 0]),
     "reverse-over-reverse": of_network(
         lambda m, x: vmap(lambda z: jacrev(jacrev(number(m)))(z).trace())(x)[:, None]

@@ -34,9 +34,6 @@ from backpack.engine.functions import POINTWISE, Kind, kind_of
 # away from what it wraps; ``None`` for one that differentiates
 Layers = tuple[tuple[int, "int | None"], ...]
 
-# What a level does for itself, of which the tensors behind know nothing
-_OF_LEVELS = frozenset("_make_dual _unpack_dual".split())
-
 # Operations that do the same with more axes in front of their first operand: how many
 # it may have inside, and how many the others
 _CONVOLUTIONS = {getattr(torch, f"conv{n}d"): ({n + 1}, {1, n + 2}) for n in (1, 2, 3)}
@@ -121,12 +118,14 @@ def watch_inside(
     """
     flat, spec = tree_flatten((args, kwargs))
     layers = list(map(_layers_of, flat))
-    if None in layers or kind.name in _OF_LEVELS:
+    if None in layers or kind.name == "_unpack_dual":  # a level's own
         return func(*args, **kwargs)
     behind = list(map(_behind, flat))
     inside, skip = func, 0
     if _is_index(args):  # as in masks that functions of places make
         inside, kind, skip = torch.ops.aten.index, kind_of(Tensor.__getitem__), 1
+    elif kind.name == "_make_dual":  # of a tangent, the tensors behind know nothing
+        inside, kind = _first, kind_of(Tensor.view_as)
     given, named = tree_unflatten(behind, spec)
     same = _same(inside, kind, flat[skip:], layers[skip:], given[skip:], named)
     wrapped: dict[int, tuple[Tensor, Tensor]] = {}  # results, and what is behind them
@@ -263,6 +262,10 @@ def _is_index(args: tuple) -> bool:
     name = "torch._dynamo._trace_wrapped_higher_order_op", "ModIndex"
     own = args[0] if args and isinstance(args[0], type) else None
     return own is not None and (own.__module__, own.__name__) == name
+
+
+def _first(x: Tensor, *_: Any, **__: Any) -> Tensor:
+    return x.view_as(x)
 
 
 def _layers_of(x: Any) -> Layers | None:

@@ -202,9 +202,9 @@ class _Guard(dict):
 def _start(frame: _Frame, args: tuple, kwargs: dict[str, Any]) -> None:
     """Begin to watch operations."""
     packed = [x for x in (*args, *kwargs.values()) if isinstance(x, PackedSequence)]
-    for x in packed:
-        _place_packed(x)
-    about = {id(y) for x in packed for y in x[1:]}  # samples are in none of these
+    for sequence in packed:
+        _place_packed(sequence)
+    about = {id(x) for sequence in packed for x in sequence[1:]}  # hold no samples
     tensors = [x for x in tensors_in((args, kwargs), depth=2) if id(x) not in about]
     nested = [x for x in tensors if x.is_nested]
     tensors = [x for x in tensors if x.dim() and not x.is_nested]

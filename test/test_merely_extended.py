@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, Tuple
 
 import pytest
 import torch
-from per_sample import Lambda, N, param
+from per_sample import F64, Lambda, N, param
 from torch import Tensor, nn
 from torch.ao import quantization
 from torch.func import functional_call
@@ -471,3 +471,25 @@ def test_several_outputs(name: str, within: bool) -> None:
         return outer(x)
 
     torch.testing.assert_close(run(extend), run(lambda model: model))
+
+
+class Marked(Tensor):
+    """A class of tensors whose results are of that class."""
+
+
+@pytest.mark.parametrize("function", [torch.mul, torch.div, torch.maximum])
+def test_class_of_results(function: Callable) -> None:
+    """An operation gets constants of the class that they have."""
+    model = Lambda(lambda m, x: function(x, m.w.as_subclass(Marked)), w=param(4))
+    assert type(extend(model)(torch.ones(3, 4, dtype=F64))) is Marked
+
+
+def test_shapes_that_do_not_fit() -> None:
+    """An operation says itself what it can't do."""
+    model, x = Lambda(lambda m, x: x / m.w, w=param(4)), torch.ones(3, 5, dtype=F64)
+    says = []
+    for m in (model, extend(model)):
+        with pytest.raises(RuntimeError) as caught:
+            m(x)
+        says.append(str(caught.value))
+    assert says[0] == says[1]

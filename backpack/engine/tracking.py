@@ -65,6 +65,7 @@ from backpack.utils.compiling import is_indivisible, skipped, untraced
 from backpack.utils.hooks import modules_in, parameters_of
 from backpack.utils.types import (
     are_redefined,
+    common_shape,
     handed_on,
     tensors_in,
     version_of,
@@ -522,14 +523,13 @@ class Tracker(LowMode):
         aliases = {number: alias_of(x) for number, x in wanted.items()}
         # who keeps what operations save, like a checkpoint, gets what it would
         spread = spread and not saved_tensors.are_kept()
-        shapes = [y.shape for y in tensors_in((args, kwargs))] if spread else []
+        shape = common_shape((args, kwargs)) if spread else None
         with _UNSEEN():
             for number, x in wanted.items():
                 constant = Constant(x, edge_of(aliases[number]), keys.get(number))
-                if spread and x.dim():  # numbers don't take part in type promotion
-                    aliases[number] = aliases[number].expand(
-                        torch.broadcast_shapes(*shapes)
-                    )
+                # a number takes no part in type promotion, a subclass may be lost
+                if shape is not None and x.dim() and type(x) in (Tensor, Parameter):
+                    aliases[number] = aliases[number].expand(shape)
                     constant.spread = edge_of(aliases[number])
                 pairs.append(constant)
 

@@ -216,6 +216,21 @@ def place_of(x: Tensor) -> int:
         return 0
 
 
+def common_shape(tree: Any) -> Optional[torch.Size]:
+    """Tell to which shape tensors are broadcast.
+
+    Args:
+        tree: What they are in.
+
+    Returns:
+        The shape, ``None`` if there is none.
+    """
+    try:
+        return torch.broadcast_shapes(*[x.shape for x in tensors_in(tree)])
+    except RuntimeError:
+        return None
+
+
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the type in which sums are accumulated: float32 or better.
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from per_sample import F64, Lambda, N, param
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.ao import quantization
 from torch.func import functional_call
 from torch.nn import Module
@@ -493,3 +494,10 @@ def test_shapes_that_do_not_fit() -> None:
             m(x)
         says.append(str(caught.value))
     assert says[0] == says[1]
+
+
+def test_tensors_without_numbers() -> None:
+    """Shapes can be asked for, and nothing is said of it."""
+    with FakeTensorMode():
+        model = extend(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)))
+        assert model(torch.empty(5, 4)).shape == (5, 2)

@@ -17,7 +17,8 @@ import torch
 from cases import F64, inverse, randomize
 from oracle import assert_agrees
 from per_sample import Backward
-from torch import Tensor, nn
+from torch import Tensor, nn, vmap
+from torch.func import grad
 from torch.nn import Module
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -431,6 +432,30 @@ def test_learned_factor():
     compare(step, step.traced(*exts), exts)
     with NoWaiting():
         step.plain(*exts)
+
+
+class Sloped(Module):
+    """A model that computes its loss of a derivative by the input."""
+
+    def __init__(self):
+        """Make the layers."""
+        super().__init__()
+        self.layer, self.last = nn.Linear(6, 4), nn.Linear(4, 1, bias=False)
+
+    def forward(self, X: Tensor, y: Tensor) -> Tensor:
+        """Compute the loss."""
+
+        def value(x: Tensor) -> Tensor:
+            return self.last(self.layer(x).tanh()).squeeze(-1)
+
+        return nn.functional.cross_entropy(vmap(grad(value))(X)[:, :4], y)
+
+
+def test_transforms():
+    """Transforms inside of a model become part of the graph."""
+    step, exts = Step(), [make("BatchGrad"), make("BatchL2Grad")]
+    step.model = step.closure = extend(randomize(Sloped().to(F64)))
+    compare(step, step.traced(*exts), exts)
 
 
 # Sampled ones alone: the compiler changes the order of draws. Eigenvectors of singular

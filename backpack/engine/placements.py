@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
+from contextlib import suppress
 from typing import Any, Sequence
 
 import torch
@@ -345,8 +346,10 @@ class Finder:
                 found, lasts = self._run(done)
                 inexact = [x for x in beside if is_inexact(x)]
                 if inexact and any(map(_has_gaps, found)):
-                    others, last = self._run(done._replace(data=inexact))
-                    found, lasts = self._filled(found, others, outs), lasts and last
+                    with suppress(Exception):  # else, nothing more is known
+                        others, last = self._run(done._replace(data=inexact))
+                        found = self._filled(found, others, outs)
+                        lasts = lasts and last
             except Exception as error:  # the operation's own call has passed
                 reason = str(error).split("\n")[0][:100]
                 found = [Mixed(f"`{name}` ({reason})", False)] * len(outs)

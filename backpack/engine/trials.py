@@ -200,7 +200,7 @@ class Trial:
         kinds = [is_inexact(x) for x, i in pairs if i is not None]
         outs, lasts = self._outs, True
         found: list[Placement] = [None] * len(outs)
-        asked = [not is_inexact(x) for x in outs]
+        asked, steps = [not is_inexact(x) for x in outs], [False] * len(outs)
         if True in kinds and any(map(is_inexact, outs)):
             lasts = self._name.rpartition("::")[2] not in FAULTING
             try:
@@ -208,8 +208,8 @@ class Trial:
             except Exception:  # an algorithm that needs numbers
                 found, hides, lasts = self._probe(OTHER_NUMBERS)[0], False, False
                 # which change whole numbers by chance only
-                pairs = zip(asked, map(dense, outs))
-                asked = [own or bool(_is_whole(x).all()) for own, x in pairs]
+                steps = [bool(_is_whole(x).all()) for x in map(dense, outs)]
+                asked = list(map(any, zip(asked, steps)))
             mixed = lasts and any(isinstance(p, Mixed) for p in found)
             if mixed and self._may_leave_out():  # by zeros, times which NaN is NaN
                 self.flat = self._with_ordinary_numbers()
@@ -232,7 +232,10 @@ class Trial:
             asked = [True] * len(outs)
         if True in asked:
             drawn, complete = self._draw_all(True not in kinds)
-            found = [q if own else p for p, q, own in zip(found, drawn, asked)]
+            for j, q in enumerate(drawn):
+                # an algorithm may take no other numbers than those
+                lost = steps[j] and isinstance(q, Mixed) and not q.is_known
+                found[j] = q if asked[j] and not lost else found[j]
             lasts = lasts and complete
         return found, lasts
 

@@ -164,14 +164,12 @@ def _embedding(call: Called) -> Operation | None:
     return _like(EmbeddingDerivatives(), call, bound, 0, **options)
 
 
-_WHOLE = {slice, type(...)}  # of an axis, and of those that are left
-
-
 def _rows(call: Called) -> Operation | None:
     weight, ids = call.args
-    if isinstance(ids, tuple) and ids and set(map(type, ids[1:])) <= _WHOLE:
-        if all(x in (slice(None), ...) for x in ids[1:]):
-            ids = ids[0]
+    whole = slice(None)
+    if isinstance(ids, tuple) and ids:
+        if all(x is ... or type(x) is slice and x == whole for x in ids[1:]):
+            ids = ids[0]  # of all other axes
     return _picked_rows(weight, ids, call)
 
 

@@ -20,7 +20,7 @@ from backpack.engine.graph import name_of
 from backpack.engine.trials import states_for
 from backpack.engine.vjp import is_users
 from backpack.utils.state import is_traced
-from backpack.utils.types import tensors_in
+from backpack.utils.types import behind, tensors_in
 
 WRITES = (
     "The backward of {function} writes to a tensor that was there before "
@@ -157,10 +157,7 @@ def _is_captured(values: Any) -> bool:
 
 def _tensors(values: Any) -> Iterator[Tensor]:
     """List tensors, without what `vmap` puts around them."""
-    for x in tensors_in(values):
-        while torch._C._functorch.is_functorch_wrapped_tensor(x):
-            x = torch._C._functorch.get_unwrapped(x)
-        yield x
+    return map(behind, tensors_in(values))
 
 
 def _memory(x: Tensor) -> int | None:

@@ -308,7 +308,6 @@ def _contracted(done: Performed, trial: Trial, n: int) -> list[Placement] | None
     return None if rows is None else [simplify(rows.expand(done.outs[0].shape), n)]
 
 
-# Rules for operations
 def _sampled(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
     """Let what a grid takes from constant images be of the grid's samples."""
     found = [(x, i) for x, i in zip(trial.flat, trial.numbers) if i is not None]
@@ -324,6 +323,7 @@ def _sampled(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
     return [simplify(own.unsqueeze(1).expand(out.shape), n)]
 
 
+# Rules for operations
 _MOVED: Sequence[tuple[Container[str], Callable]] = (
     (REARRANGING, _rearranged),
     (("pad",), _padded),

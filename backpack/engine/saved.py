@@ -30,9 +30,8 @@ REPEATED = (
 )
 
 # Older versions of torch don't tell; there, checkpoints run more often.
-_TELLS = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
-_innermost_hooks: Callable = getattr(
-    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None
+_innermost_hooks: Callable | None = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", None
 )
 
 
@@ -109,7 +108,7 @@ def are_kept() -> bool:
     Returns:
         Whether somebody has, or may have.
     """
-    return not _TELLS or _innermost_hooks(False) is not None
+    return _innermost_hooks is None or _innermost_hooks(False) is not None
 
 
 def run(
@@ -125,7 +124,7 @@ def run(
     Returns:
         Its result, and what it has saved, if somebody has hooks on that.
     """
-    hooks = _innermost_hooks(False)
+    hooks = None if _innermost_hooks is None else _innermost_hooks(False)
     if hooks is None:
         return func(*args, **kwargs), ()
     saved: list[Saved] = []

@@ -330,6 +330,8 @@ class Tracker(LowMode):
             since = torch._C._autograd._get_sequence_nr()
             has_rule = func in OPERATIONS and not kwargs and len(args) < 3
             spread = kind.name in COMBINING and run is func and not has_rule
+            # who keeps what operations save, like a checkpoint, gets what it would
+            spread = spread and not saved_tensors.are_kept()
             args, kwargs, pairs = self._stand_in(kind, args, kwargs, constants, spread)
         written = args[0] if kind.writes and args else None
         seen, deciding, of_base = args, None, None
@@ -521,8 +523,6 @@ class Tracker(LowMode):
         if kind.writes and args and id(args[0]) in wanted:
             pairs += self._overwritten(wanted.pop(id(args[0])))
         aliases = {number: alias_of(x) for number, x in wanted.items()}
-        # who keeps what operations save, like a checkpoint, gets what it would
-        spread = spread and not saved_tensors.are_kept()
         shape = common_shape((args, kwargs)) if spread else None
         with _UNSEEN():
             for number, x in wanted.items():

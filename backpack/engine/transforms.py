@@ -29,6 +29,7 @@ from torch.utils._pytree import (
 )
 
 from backpack.engine.functions import POINTWISE, Kind, kind_of
+from backpack.utils.types import behind
 
 # How a tensor is wrapped, innermost first: the levels, and which axis each of them took
 # away from what it wraps; ``None`` for one that differentiates
@@ -80,7 +81,7 @@ class Vmapped(NamedTuple):
                 own = [(now[level], axis) for level, axis in _taken(layers)]
                 flat[i] = _wrap(flat[i], own)
             args, kwargs = tree_unflatten(flat, spec)
-            return tree_map_only(Tensor, _behind, self.func(*args, **kwargs))
+            return tree_map_only(Tensor, behind, self.func(*args, **kwargs))
 
 
 class _Same(NamedTuple):
@@ -120,29 +121,30 @@ def watch_inside(
     layers = list(map(_layers_of, flat))
     if None in layers or kind.name == "_unpack_dual":  # a level's own
         return func(*args, **kwargs)
-    behind = list(map(_behind, flat))
+    inner = list(map(behind, flat))
     inside, skip = func, 0
     if _is_index(args):  # as in masks that functions of places make
         inside, kind, skip = torch.ops.aten.index, kind_of(Tensor.__getitem__), 1
     elif kind.name == "_make_dual":  # of a tangent, the tensors behind know nothing
         inside, kind = _first, kind_of(Tensor.view_as)
-    given, named = tree_unflatten(behind, spec)
+    given, named = tree_unflatten(inner, spec)
     same = _same(inside, kind, flat[skip:], layers[skip:], given[skip:], named)
     wrapped: dict[int, tuple[Tensor, Tensor]] = {}  # results, and what is behind them
 
     def keep(x: Tensor) -> Tensor:
-        inner = _behind(x)
-        wrapped[id(inner)] = x, inner
-        return inner
+        out = behind(x)
+        wrapped[id(out)] = x, out
+        return out
 
     def run(*args: Any, **kwargs: Any) -> Any:
         given = list(flat)
         with temporarily_restore_interpreter_stack(stack):
             for place, x in zip(same.places, tree_leaves((args, kwargs))):
-                i = skip if place is None else skip + place
+                if place is None:
+                    continue
+                i = skip + place
                 # a stand-in is wrapped as what it stands for
-                other = place is not None and x is not behind[i]
-                if other and not _is_variable(flat[i]):
+                if x is not inner[i] and not _is_variable(flat[i]):
                     given[i] = _wrap(x, layers[i])
             own_args, own_kwargs = tree_unflatten(given, spec)
             return tree_map_only(Tensor, keep, func(*own_args, **own_kwargs))
@@ -284,13 +286,6 @@ def _layers_of(x: Any) -> Layers | None:
 def _taken(layers: Layers) -> tuple[tuple[int, int], ...]:
     """List levels of ``vmap``, and the axes that they have taken away."""
     return tuple((level, axis) for level, axis in layers if axis is not None)
-
-
-def _behind(x: Any) -> Any:
-    """Return what is wrapped."""
-    while isinstance(x, Tensor) and functorch.is_functorch_wrapped_tensor(x):
-        x = functorch.get_unwrapped(x)
-    return x
 
 
 def _is_variable(x: Tensor) -> bool:

@@ -413,11 +413,10 @@ class Use:
         for constant, x in zip(self.constants, pulled):
             product = None
             if x is not None:
-                if (
-                    x.shape[2:] != self.output_shapes[0]
-                ):  # of what a part was written to
+                x = x.squeeze(1)
+                if x.shape[1:] != self.output_shapes[0]:  # a part was written to
                     return None
-                where = None, constant.shape, x.squeeze(1), self.placements[0], self.n
+                where = None, constant.shape, x, self.placements[0], self.n
                 product = Broadcast(None, None).product(*where)
                 if product is None:
                     return None

@@ -6,6 +6,7 @@ from typing import Any, Callable, Dict, Iterable, List, Literal, Optional, Tuple
 
 import torch
 from torch import Generator, Tensor
+from torch._C import _functorch as functorch
 from torch.nn import Module, Parameter
 from torch.utils._pytree import tree_leaves
 
@@ -214,6 +215,20 @@ def place_of(x: Tensor) -> int:
             return x.untyped_storage()._cdata + x.storage_offset()
     except RuntimeError:  # sparse tensors, wrappers
         return 0
+
+
+def behind(x: Any) -> Any:
+    """Look behind what transforms of ``torch.func`` have put around a tensor.
+
+    Args:
+        x: The tensor, or anything else.
+
+    Returns:
+        What is wrapped at last.
+    """
+    while isinstance(x, Tensor) and functorch.is_functorch_wrapped_tensor(x):
+        x = functorch.get_unwrapped(x)
+    return x
 
 
 def common_shape(tree: Any) -> Optional[torch.Size]:

@@ -263,6 +263,76 @@ MASKED = Row(
 )
 
 
+def adapted(m: Module, x: Tensor, steps: int = 1) -> Tensor:
+    """Take steps with parameters on a sample, then call the network."""
+
+    def loss(params: Dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(m.f, params, (x,)).square().mean()
+
+    params = dict(m.f.named_parameters())
+    for _ in range(steps):
+        slopes = grad(loss)(params, x)
+        params = {name: p - 0.1 * slopes[name] for name, p in params.items()}
+    return functional_call(m.f, params, (x.cos(),))
+
+
+def tangents(m: Module, x: Tensor) -> Tensor:
+    """Linearize a network in its parameters, in a direction made of these."""
+    params = dict(m.f.named_parameters())
+    directions = {name: p.sin() for name, p in params.items()}
+    return jvp(lambda p: functional_call(m.f, p, (x,)), (params,), (directions,))[1]
+
+
+def slope(of: Callable, weight: Tensor, x: Tensor) -> Tensor:
+    """Differentiate a function of one sample by a parameter."""
+    return of(lambda w: (x * (w * 2).exp()).sin().prod())(weight)
+
+
+# Levels differentiate by parameters, or by what is made of these
+BY_PARAMETERS: Dict[str, Row] = {
+    **{
+        f"adapted-{name}": of_network(function)
+        for name, function in {
+            "vmap": lambda m, x: vmap(partial(adapted, m))(x),
+            "loop": lambda m, x: torch.stack([adapted(m, z) for z in x]),
+            "twice": lambda m, x: vmap(partial(adapted, m, steps=2))(x),
+        }.items()
+    },
+    "tangents": of_network(tangents),
+    "tangents-of-each": of_network(lambda m, x: vmap(partial(tangents, m))(x)),
+    "tangents-with-the-value": of_network(lambda m, x: tangents(m, x) + m.f(x)),
+    **{
+        f"slope-{name}": of_params(
+            lambda m, x, of=of: vmap(partial(slope, of, m.w))(x).flatten(1), w=(D,)
+        )
+        for name, of in {
+            "grad": grad,
+            "jacrev": jacrev,
+            "jacfwd": jacfwd,
+            "hessian": hessian,
+        }.items()
+    },
+    "slope-twice": of_params(
+        lambda m, x: vmap(
+            lambda z: grad(
+                lambda w: grad(lambda w: (z * w).sin().prod())(w).exp().sum()
+            )(m.w)
+        )(x),
+        w=(D,),
+    ),
+    "slope-by-an-expression": of_params(
+        lambda m, x: vmap(lambda z: grad(lambda w: (z * w).sin().sum())(m.w.exp()))(x),
+        w=(D,),
+    ),
+    "slope-of-an-ensemble": of_params(
+        lambda m, x: vmap(
+            lambda w: vmap(lambda z: grad(lambda w: (w @ z).sin().sum())(w).sum(0))(x)
+        )(m.w).sum(0),
+        w=(2, 3, D),
+    ),
+}
+
+
 def write(x: Tensor, values: Tensor) -> Tensor:
     """Write to a part of a tensor."""
     x[1:3] = values * x[:2].sum()
@@ -285,14 +355,14 @@ REFUSED: Dict[str, Tuple[Row, str]] = {
         ),
         "can't see it: .*'w'",
     ),
-    "by-parameters": (
+    "gradient-of-all-samples-by-parameters": (
         of_network(
             lambda m, x: x
             * grad(lambda p: functional_call(m.f, p, (x,)).sum())(
                 dict(m.f.named_parameters())
             )["2.bias"].sum()
         ),
-        "can't see it: .*f.0.weight",
+        "samples have met in `sum`",
     ),
 }
 
@@ -300,10 +370,10 @@ REFUSED: Dict[str, Tuple[Row, str]] = {
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", named(OTHERS, BY_PARAMETERS))
 def test_right(name: str) -> None:
     """It is right for each sample."""
-    assert_right(OTHERS[name])
+    assert_right({**OTHERS, **BY_PARAMETERS}[name])
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -334,10 +404,15 @@ def test_refused(name: str) -> None:
     assert_refused(REFUSED[name][0], "BatchGrad", REFUSED[name][1])
 
 
-@pytest.mark.parametrize("name", named(RULES, OTHERS, REFUSED))
+@pytest.mark.parametrize("name", named(RULES, OTHERS, BY_PARAMETERS, REFUSED))
 def test_merely_extended(name: str) -> None:
     """An extended model computes what a plain one does, and so does its gradient."""
-    row = {**RULES, **OTHERS, **{k: row for k, (row, _) in REFUSED.items()}}[name]
+    row = {
+        **RULES,
+        **OTHERS,
+        **BY_PARAMETERS,
+        **{k: row for k, (row, _) in REFUSED.items()},
+    }[name]
     model, _, X = row.build()
     found = []
     for m in (model, extend(model)):

@@ -13,6 +13,7 @@ from typing import Any, Callable, Container, Iterator, NamedTuple, Sequence
 import torch
 from torch import Tensor
 from torch._C import _functorch as functorch
+from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch._functorch.pyfunctorch import (
     VmapInterpreter,
     retrieve_all_functorch_interpreters,
@@ -20,6 +21,7 @@ from torch._functorch.pyfunctorch import (
     temporarily_restore_interpreter_stack,
 )
 from torch._functorch.vmap import vmap_increment_nesting
+from torch.autograd.function import _SingleLevelFunction
 from torch.nn import functional
 from torch.utils._pytree import (
     tree_flatten,
@@ -143,9 +145,8 @@ def watch_inside(
                 if place is None:
                     continue
                 i = skip + place
-                # a stand-in is wrapped as what it stands for
-                if x is not inner[i] and not _is_variable(flat[i]):
-                    given[i] = _wrap(x, layers[i])
+                if x is not inner[i]:
+                    given[i] = _instead(x, flat[i])
             own_args, own_kwargs = tree_unflatten(given, spec)
             return tree_map_only(Tensor, keep, func(*own_args, **own_kwargs))
 
@@ -288,16 +289,32 @@ def _taken(layers: Layers) -> tuple[tuple[int, int], ...]:
     return tuple((level, axis) for level, axis in layers if axis is not None)
 
 
-def _is_variable(x: Tensor) -> bool:
-    """Tell whether a level differentiates by a tensor, or by what it was made of.
+class _Instead(_SingleLevelFunction):
+    """A tensor that takes another's place at one level, which differentiates by it."""
 
-    What is wrapped anew would be another one to it.
-    """
-    while functorch.is_functorch_wrapped_tensor(x):
-        if functorch.is_gradtrackingtensor(x) and x.requires_grad:
-            return True
-        x = functorch.get_unwrapped(x)
-    return False
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, x: Callable[[], Tensor]) -> Tensor:
+        return x()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:
+        return cotangent, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return tangent
+
+
+def _instead(x: Tensor, wrapped: Tensor) -> Tensor:
+    """Wrap a stand-in as what it stands for is, which levels may differentiate by."""
+    if not functorch.is_functorch_wrapped_tensor(wrapped):
+        return x
+    level = functorch.maybe_get_level(wrapped)
+    x = _instead(x, functorch.get_unwrapped(wrapped))
+    if functorch.is_batchedtensor(wrapped):
+        return functorch._add_batch_dim(x, functorch.maybe_get_bdim(wrapped), level)
+    with enable_single_level_autograd_function():
+        return _Instead.apply(wrapped, lambda: functorch._wrap_for_grad(x, level))
 
 
 def _wrap(x: Any, layers: Layers | Sequence[tuple[int, int]]) -> Any:

@@ -1651,6 +1651,34 @@ def test_shared_between_layers(name: str, batch: int) -> None:
     assert not hasattr(own, "grad_batch")
 
 
+# Constants with a row for each sample, in the type of the input
+AS_TYPE: Dict[str, Callable[[Tensor], Tensor]] = {
+    "to": lambda x: torch.full((len(x), 1), 0.3).to(x),
+    "type-as": lambda x: torch.full((len(x), 1), 0.3).type_as(x),
+    "copied": lambda x: torch.full((len(x), 1), 0.3, dtype=F64).to(x, copy=True),
+    "numbers": lambda x: torch.ones(len(x), 1, dtype=int).to(x[:, 0]),
+    "times-positions": lambda x: torch.full((len(x), 1), 0.3) * torch.arange(1).to(x),
+    "of-noise-like-the-input": lambda x: 0 * torch.rand_like(x)[:, :1] + BUFFER.to(x),
+    "later-changed": lambda x: torch.full((len(x), 1), 0.3).to(x).clamp(0.1, 0.9),
+}
+BUFFER = torch.ones(1)
+
+
+@pytest.mark.parametrize("batch", [1, 2, N])
+@pytest.mark.parametrize("name", AS_TYPE)
+def test_constant_in_the_type_of_an_input(name: str, batch: int) -> None:
+    """It does not depend on samples, and a layer has no use until they meet."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        return m.g((m.f(x) + m.p(AS_TYPE[name](x))).tanh())
+
+    def model() -> Module:
+        layers = {"f": nn.Linear(D, 3), "p": nn.Linear(1, 3), "g": nn.Linear(3, 2)}
+        return Lambda(forward, **layers)
+
+    assert_right(Row(model, lambda: (randn(D)()[0][:batch],)))
+
+
 @pytest.mark.parametrize("loss", [F.hinge_embedding_loss, F.mse_loss])
 @pytest.mark.parametrize("first", [0.9, 1.0])
 def test_targets_among_the_inputs(first: float, loss: Callable) -> None:

@@ -238,6 +238,51 @@ LINEAR = {
             lambda m, x: torch.tensordot(x, m.w, dims=([1, 2], [0, 1])),
             {"w": (t, 4, 2)},
         ),
+        "einsum-scales-of-positions": (
+            lambda m, x: torch.einsum("nti,it->tni", x, m.w).transpose(0, 1),
+            {"w": (4, t)},
+        ),
+        "einsum-groups": (
+            lambda m, x: torch.einsum("nti,goi->ngto", x, m.w)
+            + torch.einsum("ngti,goi->ngto", x[:, None].expand(-1, 2, -1, -1), m.w),
+            {"w": (2, 4, 4)},
+        ),
+        "einsum-groups-with-dots": (
+            lambda m, x: torch.einsum("...gi,gio->...go", x.unflatten(2, (2, 2)), m.w),
+            {"w": (2, 2, 3)},
+        ),
+        "einsum-groups-on-packed-rows": (
+            lambda m, x: torch.einsum(
+                "rgi,goi->rog", x.flatten(0, 1).unflatten(1, (2, 2)), m.w
+            ).view(*x.shape[:2], 3, 2),
+            {"w": (2, 3, 2)},
+        ),
+        "einsum-groups-added-up": (
+            lambda m, x: torch.einsum("nti,tio->no", x, m.w),
+            {"w": (t, 4, 2)},
+        ),
+        "matmul-groups-from-the-left": (
+            lambda m, x: (m.w @ x.unsqueeze(3)).squeeze(3),
+            {"w": (t, 3, 4)},
+        ),
+        "matmul-groups-of-one": (
+            lambda m, x: x.unsqueeze(1) @ m.w + x[:, None, :, :3] @ m.v,
+            {"w": (2, 4, 3), "v": (1, 3, 3)},
+        ),
+        "bmm-of-positions": (
+            lambda m, x: torch.bmm(x.transpose(0, 1), m.w).transpose(0, 1),
+            {"w": (t, 4, 2)},
+        ),
+        "bmm-of-positions-from-the-left": (
+            lambda m, x: torch.bmm(m.w, x.permute(1, 2, 0)).permute(2, 0, 1),
+            {"w": (t, 2, 4)},
+        ),
+        "baddbmm-of-positions": (
+            lambda m, x: torch.baddbmm(m.b[:, None], x.transpose(0, 1), m.w).transpose(
+                0, 1
+            ),
+            {"w": (t, 4, 2), "b": (t, 2)},
+        ),
         "mix-positions": (
             lambda m, x: torch.einsum("nti,st->nsi", x, m.w),
             {"w": (2, t)},
@@ -1080,6 +1125,20 @@ def test_right(table: str, row: str) -> None:
 
 # What is found by rules, or at once for all samples: cost is linear in their number
 AT_ONCE = [
+    *(
+        ("linear", name)
+        for name in "mv matmul-vector inner einsum-dots einsum-outer einsum-vector "
+        "einsum-axes-in-another-order".split()
+    ),
+    *(
+        ("linear", f"{name}-{t}")
+        for t in LENGTHS
+        for name in "einsum-scales-of-positions einsum-groups einsum-groups-with-dots "
+        "einsum-groups-on-packed-rows einsum-groups-added-up bmm-of-positions "
+        "bmm-of-positions-from-the-left matmul-groups-from-the-left "
+        "matmul-groups-of-one baddbmm-of-positions matmul-a-weight-for-each-position "
+        "einsum-a-weight-for-each-position".split()
+    ),
     *(
         ("lookup", f"{name}-{t}")
         for t in LENGTHS

@@ -209,11 +209,14 @@ def merge_rows(product: PerSample, n: int) -> PerSample:
 
 
 class Contraction(Operation):
-    """A product of rows with a matrix: ``out[r, o] = Σᵢ x[r, i] W[i, o]``.
+    """A product of rows with a matrix, or one for each group of their entries.
+
+    ``out[r, g, o] = Σᵢ x[r, g, i] W[g, o, i]``, with axes in any order.
 
     Attributes:
         key: Which argument the matrix is.
-        outputs: Axes of the output that come from the matrix.
+        outputs: Axes of the output that come from the matrix alone.
+        rows: Axes of the output that come from the other operand alone.
     """
 
     def __init__(
@@ -221,27 +224,33 @@ class Contraction(Operation):
         key: Key,
         data: Tensor,
         inputs: Sequence[int],
-        outputs: Sequence[int],
+        sources: Sequence[int | None],
         weight_axes: Sequence[int],
+        groups: Sequence[int] = (),
     ):
         """Store which axes are contracted.
 
         Args:
             key: Which argument the matrix is.
             data: The other operand.
-            inputs: Its axes that are contracted; the others are rows, in the order of
-                the output's.
-            outputs: Axes of the output that come from the matrix.
-            weight_axes: Where the matrix has its output axes, then its input axes.
+            inputs: Its axes that are contracted.
+            sources: For each axis of the output, from which of the other operand's it
+                comes; ``None`` from the matrix alone.
+            weight_axes: Where the matrix has its axes of groups, then those of outputs,
+                then those of inputs.
+            groups: Axes of the output that come from both. Default: none.
         """
         super().__init__(data, [key])
-        self.key, self._inputs, self.outputs = key, inputs, outputs
-        self._weight_axes = list(weight_axes)
+        self.key, self._weight_axes = key, list(weight_axes)
+        self._inputs, self._sources, self._groups = inputs, sources, groups
+        self.outputs = [i for i, source in enumerate(sources) if source is None]
+        taken = {*self.outputs, *groups}
+        self.rows = [i for i in range(len(sources)) if i not in taken]
         self._kept: tuple[Tensor, Any] | None = None  # cotangents, and as rows
 
     def is_possible(self, placement: Placement) -> bool:  # noqa: D102
         if isinstance(placement, Layout):
-            return placement.axis not in self._inputs
+            return placement.axis in [self._sources[i] for i in self.rows]
         return isinstance(placement, Tensor)
 
     def rows_of(self, numbers: Tensor) -> Tensor | None:
@@ -254,16 +263,17 @@ class Contraction(Operation):
             The same of the output's, which broadcasts to its shape; ``None`` if it is
             not the same for all entries of a row.
         """
-        for axis in sorted(self._inputs, reverse=True):
-            if numbers.stride(axis) and numbers.shape[axis] > 1:
+        numbers = _in_order(numbers, [x for x in self._sources if x is not None])
+        for _ in self._inputs:
+            if numbers.stride(-1) and numbers.shape[-1] > 1:
                 return None
-            numbers = numbers.select(axis, 0)
-        for axis in sorted(self.outputs):
+            numbers = numbers.select(-1, 0)
+        for axis in self.outputs:
             numbers = numbers.unsqueeze(axis)
         return numbers
 
     def positions(self, key: Key, n: int) -> int:  # noqa: D102
-        if key != self.key or not n:
+        if key != self.key or self._groups or not n:
             return 0
         size = prod(self.data.shape[axis] for axis in self._inputs)
         return self.data.numel() // max(1, size * n)
@@ -280,38 +290,50 @@ class Contraction(Operation):
             return None
         arrangement, b = kept[1]
         if key != self.key:
-            if prod(shape) != b.shape[-1]:
+            if prod(shape) != b.shape[3:].numel():
                 return None
             if len(shape) > 1:
-                return Dense(b.sum(2).unflatten(-1, shape), shape)
-            return Summed(b, shape)
-        x = as_type(_at_the_end(dense(self.data), self._inputs), b.dtype)
-        a = arrangement.rows(x).flatten(2)
+                return Dense(b.sum(2).reshape(*b.shape[:2], *shape), shape)
+            return Summed(b.flatten(3), shape)
+        sources = [self._sources[i] for i in (*self.rows, *self._groups)]
+        x = as_type(dense(self.data), b.dtype)
+        a = arrangement.rows(_in_order(x, sources))
+        features = prod(x.shape[axis] for axis in self._inputs)
+        a = a.reshape(*a.shape[:2], b.shape[3], features).transpose(1, 2)
+        b = b.transpose(2, 3)
         axes = self._weight_axes
         sizes = tuple([shape[axis] for axis in axes])
         order = simplest(sizes, tuple(map(axes.index, range(len(axes)))))
-        return Outer(lambda: a.unsqueeze(1), b.unsqueeze(2), shape, order)
+        return Outer(lambda: a, b, shape, order)
 
     def _arrange(
         self, cotangents: Tensor, out: Placement, n: int
     ) -> tuple[Arrangement, Tensor] | None:
-        """Arrange cotangents as rows of samples, ``[V, N, R, features]``."""
-        outputs = self.outputs
-        if n == 1:
-            out = _anywhere(cotangents.shape[1:], outputs)
-        if out is None:  # there is not one row
+        """Arrange cotangents as rows of samples, ``[V, N, R, groups, features]``."""
+        rows, groups = self.rows, self._groups
+        if n == 1 and rows:  # a single sample is along any of them
+            out = Layout(rows[0], cotangents.shape[1 + rows[0]])
+        if out is None or not rows:  # there is not one row
             return None
-        b = _at_the_end(cotangents, [o + 1 for o in outputs])
-        rows = b.shape[1 : b.dim() - max(1, len(outputs))]
+        sizes = [cotangents.shape[1 + axis] for axis in rows]
         if not cotangents.numel():  # no sample was sent here
-            out = nobodys(rows, b.device)
+            out = nobodys(sizes, cotangents.device)
         elif isinstance(out, Layout):
-            out = Layout(out.axis - sum([o < out.axis for o in outputs]), out.inner)
+            if out.axis not in rows:
+                return None
+            out = Layout(rows.index(out.axis), out.inner)
         elif isinstance(out, Tensor):
             given = out
-            out = once(given, ("moved", *outputs), lambda: _at_the_end(given, outputs))
-        arrangement = Arrangement(out, rows, n)  # type: ignore[arg-type]
-        return arrangement, arrangement.rows(b, 1).flatten(3)
+            out = once(given, ("moved", *rows), lambda: _in_order(given, rows))
+        try:
+            arrangement = Arrangement(out, sizes, n)  # type: ignore[arg-type]
+        except ValueError:  # groups are of several samples
+            return None
+        b = _in_order(cotangents, [0, *[axis + 1 for axis in (*rows, *groups)]])
+        b = arrangement.rows(b, 1)
+        number = prod(cotangents.shape[1 + axis] for axis in groups)
+        features = prod(cotangents.shape[1 + axis] for axis in self.outputs)
+        return arrangement, b.reshape(*b.shape[:3], number, features)
 
 
 class Grouped(Contraction):
@@ -328,7 +350,7 @@ class Grouped(Contraction):
             data: The other operand, ``[R, i]``.
             ends: Where each group ends, ``[G]``; further rows are zero in the result.
         """
-        super().__init__(key, data, [1], [1], [0, 2, 1])
+        super().__init__(key, data, [1], [0, None], [0, 2, 1])
         self._ends = ends
 
     def positions(self, key: Key, n: int) -> int:  # noqa: D102
@@ -417,15 +439,10 @@ class AddedUp(Broadcast):
         return super().product(key, shape, each, FIRST, n)
 
 
-def _at_the_end(x: Tensor, axes: Sequence[int]) -> Tensor:
-    """Move axes to the end, where they often are: each view has its price.
-
-    There is at least one, of one entry.
-    """
-    if not axes:
-        return x.unsqueeze(-1)
-    last = [*range(x.dim() - len(axes), x.dim())]
-    return x if [*axes] == last else x.movedim([*axes], last)
+def _in_order(x: Tensor, first: Sequence[int]) -> Tensor:
+    """Put axes to the front, where they often are: each view has its price."""
+    front = [*range(len(first))]
+    return x if [*first] == front else x.movedim([*first], front)
 
 
 def _anywhere(shape: Sequence[int], taken: Sequence[int]) -> Layout | None:

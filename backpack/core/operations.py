@@ -253,31 +253,47 @@ def _contraction(
 ) -> Contraction | None:
     """Describe a contraction of rows and a constant, which names axes as ``einsum``.
 
-    No axis of the result may have both, and none that is summed over be broadcast.
+    None that both have may be broadcast, nor one that is summed over.
     """
     data, constant = operands[1 - position], operands[position]
-    rows, of_constant = terms[1 - position], terms[position]
-    inputs = [x for x in rows if x not in out]
-    outputs = [x for x in out if x not in rows]
-    kept = [x for x in rows if x in out]
-    if set(of_constant) != {*inputs, *outputs} or kept != [x for x in out if x in rows]:
+    of_data, of_constant = terms[1 - position], terms[position]
+    sizes = dict(zip(of_data, data.shape))
+    own = dict(zip(of_constant, constant.shape))
+    inputs = [x for x in of_data if x not in out]
+    groups = [x for x in out if x in own and x in sizes]
+    outputs = [x for x in out if x not in sizes]
+    shared = [*groups, *[x for x in inputs if x in own]]
+    alone = [x for x in own if x not in out and x not in sizes]
+    if any(sizes[x] != own[x] for x in shared):
         return None
-    contracted = [rows.index(x) for x in inputs]
-    axes = [of_constant.index(x) for x in (*outputs, *inputs)]
-    summed = [constant.shape[axis] for axis in axes[len(outputs) :]]
-    if [data.shape[axis] for axis in contracted] != summed:
+    if any({**own, **sizes}[x] != 1 for x in (*alone, *inputs) if x not in shared):
         return None
-    return Contraction(key, data, contracted, [out.index(x) for x in outputs], axes)
+    names = *groups, *outputs, *shared[len(groups) :], *alone
+    return Contraction(
+        key,
+        data,
+        [of_data.index(x) for x in inputs],
+        [of_data.index(x) if x in sizes else None for x in out],
+        [of_constant.index(x) for x in names],
+        [out.index(x) for x in groups],
+    )
 
 
 def _product(factors: Sequence[Tensor], position: int, key: int) -> Contraction | None:
-    """Describe a product of two matrices, one of which is the constant."""
-    lead = range(factors[1 - position].dim() - 2)
-    if min(x.dim() for x in factors) < 2 or factors[position].dim() > 2:
-        return None
-    terms: list[Sequence[Any]] = ["rk", "kc"]
-    terms[1 - position] = [*lead, *terms[1 - position]]
-    return _contraction(key, position, factors, terms, [*lead, *"rc"])
+    """Describe a product of matrices or vectors, one of which is the constant."""
+    count = max(2, *[x.dim() for x in factors]) - 2
+    terms: list[list[Any]] = []
+    for x, ends in zip(factors, ("rk", "kc")):
+        # an axis of one entry is another's that it is repeated for
+        lead = [j - len(x.shape) + 2 + count for j in range(x.dim() - 2)]
+        names = [j if size > 1 else (ends, j) for j, size in zip(lead, x.shape)]
+        terms.append([*names, *(ends if x.dim() > 1 else "k")])
+    out: list[Any] = []
+    for j in range(count):
+        both = [x for term in terms for x in term if x in (j, ("rk", j), ("kc", j))]
+        out.append(j if j in both else both[0])
+    out += [x for x, factor in zip("rc", factors) if factor.dim() > 1]
+    return _contraction(key, position, factors, terms, out)
 
 
 def _matmul(call: Called) -> Operation | None:
@@ -291,8 +307,8 @@ def _addmm(call: Called) -> Operation | None:
         return None
     shift, *factors = call.args
     found: Any = _product(factors, keys[0] - 1, keys[0])  # there is one, of matrices
-    (column,) = found.outputs
-    if 0 in call.keys and (1, 1, *shift.shape)[-2:][1 - column] != 1:
+    row = max(found.rows) - found.data.dim()
+    if 0 in call.keys and (1, 1, 1, *shift.shape)[row] != 1:
         return None  # rows of the result get different shifts
     found.keys = tuple(call.keys)
     return found
@@ -325,17 +341,24 @@ def _einsum(call: Called) -> Operation | None:
     args, keys = call.args, call.keys
     if call.kwargs or len(args) != 3 or len(keys) != 1 or keys[0] == 0:
         return None
-    equation = args[0].replace(" ", "")
+    equation, *operands = args
     if "->" not in equation:
         return None
-    operands, out = equation.split("->")
-    terms = operands.split(",")
-    if any(len(set(term)) < len(term) for term in (*terms, out)):
+    *given, out = equation.replace(" ", "").replace("->", ",").split(",")
+    counts = [x.dim() - len(term) + 3 for x, term in zip(operands, given)]
+    terms = [_axes_of(term, count) for term, count in zip(given, counts)]
+    dotted = [count for term, count in zip(given, counts) if "..." in term]
+    named = _axes_of(out, max(dotted, default=0))
+    if any(len({*term}) < len(term) for term in (*terms, named)):
         return None
     position = keys[0] - 1  # the first argument is the equation
-    if {x in out for x in terms[position]} != {True, False}:
-        return None  # the constant only scales, or is only copied
-    return _contraction(keys[0], position, args[1:], terms, out)
+    return _contraction(keys[0], position, operands, terms, named)
+
+
+def _axes_of(term: str, count: int) -> list[Any]:
+    """Name axes as a term of ``einsum`` does, where dots stand for so many."""
+    before, dots, after = term.partition("...")
+    return [*before, *(range(-count, 0) if dots else ()), *after]
 
 
 def _grouped(call: Called) -> Operation | None:
@@ -362,8 +385,11 @@ def _mul(call: Called) -> Operation | None:
 # A rule, and the operations that it describes
 _RULES: dict[Rule, Sequence[Callable]] = {
     _linear: (functional.linear,),
-    _addmm: (torch.addmm, Tensor.addmm),
-    _matmul: (torch.mm, Tensor.mm, torch.matmul, Tensor.matmul, Tensor.__matmul__),
+    _addmm: (torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm),
+    _matmul: (
+        *(torch.mm, Tensor.mm, torch.matmul, Tensor.matmul, Tensor.__matmul__),
+        *(torch.bmm, Tensor.bmm, torch.mv, Tensor.mv),
+    ),
     _einsum: (torch.einsum,),
     _tensordot: (torch.tensordot,),
     _inner: (torch.inner, Tensor.inner),

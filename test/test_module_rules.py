@@ -8,15 +8,18 @@ autograd, and recursions use dense Jacobians of one sample at a time.
 import warnings
 from contextlib import nullcontext
 from copy import deepcopy
-from functools import lru_cache
+from functools import lru_cache, partial
+from operator import getitem
 from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
 import oracle
+import per_sample
 import pytest
 import torch
 import torch.nn.functional as F
 from cases import F64, N, Problem, Temperature, classes, drawing, like, randn, randomize
 from oracle import assert_agrees, batch_ggn, parameters, sample
+from per_sample import Lambda
 from support import WITHOUT_RULE
 from torch import Tensor, nn
 from torch.autograd import grad
@@ -612,6 +615,100 @@ def test_by_differences(name: str):
     dense, products = torch.stack(columns), v.hmp(eye * 1e5).view(D, D)
     torch.testing.assert_close(products, dense, atol=1e-7, rtol=1e-6)
     torch.testing.assert_close(v.diag_h.flatten(), dense.diag(), atol=1e-7, rtol=1e-6)
+
+
+class Reaching(Module):
+    """Takes its weight by other ways than its name."""
+
+    def __init__(self, way: Callable[[Module], Callable[[], Tensor]]):
+        """Store the weight, and a way to it."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(3, 3, dtype=F64))
+        self.way = way(self)
+
+    def own(self) -> Tensor:
+        """Return the weight."""
+        return self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute what is not linear in the weight."""
+        return F.linear(x, self.weight * self.way()).exp()
+
+
+class Copied(torch.autograd.Function):
+    """A function that no mode sees."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Copy."""
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        """Pass on."""
+        return g
+
+
+def patched(of: Callable[[Callable], Callable]) -> Module:
+    """Give a layer a forward pass of its own."""
+    layer = nn.Linear(3, 3).to(F64)
+    layer.forward = of(layer.forward)  # type: ignore[method-assign]
+    return layer
+
+
+def asked(weight: Tensor) -> Tensor:
+    """Return a parameter, and nothing else."""
+    assert isinstance(weight, nn.Parameter)
+    return weight
+
+
+REACHED: Dict[str, Callable[[], Module]] = {
+    "bound-method": lambda: Reaching(lambda m: m.own),
+    "closure": lambda: Reaching(lambda m: lambda: m.weight),
+    "kept": lambda: Reaching(lambda m: partial(getitem, [m.weight], 0)),
+    "function": lambda: Reaching(lambda m: lambda: Copied.apply(m.weight)),
+    "asked-for-its-class": lambda: Lambda(
+        lambda m, x: F.linear(x, asked(m.weight)).exp(), weight=per_sample.param(3, 3)
+    ),
+    "patched": lambda: patched(lambda forward: lambda x: forward(x).exp()),
+    "wrapped": lambda: patched(lambda forward: lambda x: forward(x)),
+}
+
+
+@pytest.mark.parametrize("name", REACHED)
+def test_parameter_that_is_reached_in_another_way(name: str):
+    """A repetition that takes the module's own parameter is differentiated by that."""
+    torch.manual_seed(0)
+    layers = nn.Linear(3, 3), nn.Tanh(), REACHED[name](), nn.Linear(3, 3)
+    model, loss = Sequential(*layers).to(F64), nn.CrossEntropyLoss()
+    X, y = torch.randn(N, 3, dtype=F64), torch.randint(3, (N,))
+    p = model[2].weight
+    (slope,) = grad(loss(model(X), y), p, create_graph=True)
+    dense, ggn = rows(slope, p), torch.zeros(9, 9, dtype=F64)
+    for n in range(N):
+        f = model(X[n : n + 1])
+        jacobian, q = rows(f, p), f.detach().softmax(1)[0]
+        ggn += jacobian.T @ (q.diag() - q.outer(q)) @ jacobian / N
+    model, loss = extend(model), extend(loss)
+    with backpack(HMP(), DiagHessian(), GGNMP()):
+        loss(model(X), y).backward()
+    eye = torch.eye(9, dtype=F64).view(9, 3, 3)
+    assert_agrees(p.hmp(eye).view(9, 9), dense, "hmp")
+    assert_agrees(p.diag_h.flatten(), dense.diagonal(), "diag_h")
+    assert_agrees(p.ggnmp(eye).view(9, 9), ggn, "ggnmp")
+
+
+def test_parameter_that_is_reached_in_another_way_and_has_hooks():
+    """What the hooks would see is not theirs."""
+    model = Sequential(Reaching(lambda m: m.own), nn.Linear(3, 3).to(F64))
+    model, loss = extend(model), extend(nn.MSELoss())
+    seen: List[Tensor] = []
+    model[0].weight.register_hook(seen.append)
+    X = torch.randn(N, 3, dtype=F64)
+    with pytest.raises(RuntimeError, match="by way of a bound method"):
+        with backpack(DiagHessian()):
+            loss(model(X), X).backward()
+    assert len(seen) <= 1
 
 
 @EVERY_CASE

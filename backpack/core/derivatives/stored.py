@@ -5,7 +5,7 @@ from copy import copy
 from functools import partial
 from math import nan
 from operator import attrgetter
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,11 @@ NOT_REPEATED = (
     "samples, or something was modified after the call (its parameters, or its output "
     "by a layer with inplace=True). Write it without these, or register a module "
     "extension for it."
+)
+HOOKED = (
+    "{module} takes its parameter '{name}' by way of a bound method, a closure or the "
+    "like, and not by its name, and the parameter has hooks, which would see what this "
+    "quantity differentiates. Take it by its name, or remove the hooks."
 )
 NAMED = "_backpack_named"
 """Attribute of modules, for the names of the last inputs that were given by name."""
@@ -448,11 +453,34 @@ def evaluate_parameter(
     Returns:
         A copy of the parameter that requires grad, and the output.
     """
-    param = find_parameter(module, name).detach().requires_grad_()
+    given = find_parameter(module, name)
+    param = given.detach().requires_grad_()
+    if type(given) is Parameter:  # which a module may ask for
+        param = Parameter(param)
     inputs, own = list(stored_inputs(module) if inputs is None else inputs), {}
     if isinstance(module, FunctionModule):
         inputs[int(name[len("input") :])] = param
     else:
         own[name] = param
     with enable_grad(), disable():
-        return param, repeat(module, inputs, own=own)
+        y = repeat(module, inputs, own=own)
+        if not (own and _leads_to(y, given)):
+            return param, y
+        # a bound method, say, or a closure has taken it, and not the copy's
+        if given._backward_hooks:
+            raise RuntimeError(message(HOOKED, module=module, name=name))
+        return given, repeat(module, inputs)
+
+
+def _leads_to(y: Tensor, leaf: Tensor) -> bool:
+    """Tell whether a tensor was computed from a leaf of the graph."""
+    queue: List[Any] = [y.grad_fn]
+    seen: Set[Any] = set()
+    while queue:
+        node = queue.pop()
+        if node is not None and node not in seen:
+            if getattr(node, "variable", None) is leaf:
+                return True
+            seen.add(node)
+            queue.extend(parent for parent, _ in node.next_functions)
+    return False

@@ -1651,6 +1651,105 @@ def test_shared_between_layers(name: str, batch: int) -> None:
     assert not hasattr(own, "grad_batch")
 
 
+def entered(z: Tensor, places: Any, rows: Tensor) -> Tensor:
+    """Write rows into a buffer."""
+    z[places] = rows
+    return z
+
+
+def places_of(has: Tensor) -> Tensor:
+    """Number the rows that are there."""
+    return has.nonzero().flatten()
+
+
+def placed(places: List[int], size: int) -> Tensor:
+    """Make a matrix that puts rows into places."""
+    return torch.eye(size, dtype=F64)[:, places]
+
+
+def in_front(m: Module, x: Tensor, has: Tensor) -> Tensor:
+    """Put those that are there in front of zeros, and back in order."""
+    rows = F.pad(m.a(x[has]), (0, 0, 0, int((~has).sum())))
+    return rows[(~has).long().argsort(stable=True).argsort()]
+
+
+def zeros(x: Tensor) -> Tensor:
+    """Make a buffer with a row for each sample."""
+    return x.new_zeros(len(x), 3)
+
+
+# Rows of a buffer into which not every sample is written: z [N, 3] of x [N, D]
+ENTERED: Dict[str, Callable[[Module, Tensor, Tensor], Tensor]] = {
+    "mask": lambda m, x, has: entered(zeros(x), has, m.a(x[has])),
+    "index": lambda m, x, has: entered(zeros(x), places_of(has), m.a(x[has])),
+    "index-add": lambda m, x, has: zeros(x).index_add(0, places_of(has), m.a(x[has])),
+    "index-copy": lambda m, x, has: zeros(x).index_copy(0, places_of(has), m.a(x[has])),
+    "scatter": lambda m, x, has: zeros(x).scatter(
+        0, has.nonzero().expand(-1, 3), m.a(x[has])
+    ),
+    "in-front": in_front,
+    "learned": lambda m, x, has: entered(m.l.repeat(len(x), 1), has, m.a(x[has])),
+    "one-hot": lambda m, x, has: placed(places_of(has).tolist(), len(x))
+    @ m.a(x[places_of(has).tolist()]),
+    "back-and-forth": lambda m, x, has: entered(zeros(x), places_of(has), m.a(x[has]))
+    .flip(0)
+    .flip(0),
+    "row-by-row": lambda m, x, has: torch.stack(
+        [m.a(z) if there else zeros(x)[0] for z, there in zip(x, has)]
+    ),
+    "whole-numbers": lambda m, x, has: m.e(
+        entered(torch.zeros(len(x), dtype=int), has, (x[has, 0] > 0).long())
+    )
+    + 0 * m.c(x),
+    "whole-numbers-by-index": lambda m, x, has: m.e(
+        entered(torch.full((len(x),), 2), places_of(has), (x[has, 0] > 0.5).long() + 3)
+    )
+    + 0 * m.c(x),
+}
+# Which samples are there
+THERE = {
+    "one": [0, 1, 0, 0],
+    "the-last": [0, 0, 0, 1],
+    "two": [1, 0, 0, 1],
+    "none": [0, 0, 0, 0],
+}
+
+
+@pytest.mark.parametrize("there", THERE)
+@pytest.mark.parametrize("name", ENTERED)
+def test_rows_that_no_sample_has_entered(name: str, there: str) -> None:
+    """They are of the sample whose loss they reach."""
+    if there == "none" and name in ("learned", "row-by-row"):
+        pytest.skip("There is a parameter without a use.")
+
+    def forward(m: Module, x: Tensor, has: Tensor) -> Tensor:
+        return m.n(ENTERED[name](m, x, has).sin()) + m.c(x)[:, :2]
+
+    def model() -> Module:
+        layers = {"a": nn.Linear(D, 3), "n": nn.Linear(3, 2), "c": nn.Linear(D, 3)}
+        own = {"l": param(3)} if name == "learned" else {}
+        own = {"e": nn.Embedding(6, 3)} if name.startswith("whole") else own
+        if name.startswith("whole"):
+            del layers["a"]
+        return Lambda(forward, **layers, **own)
+
+    has = torch.tensor(THERE[there]) > 0
+    assert_right(Row(model, lambda: (*randn(D)(), has)))
+
+
+def test_token_beside_each_sample_in_a_loop() -> None:
+    """As many rows as there are samples: a learned token, and those of one sample."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        each = [m.f(torch.cat([m.token, z]).tanh()).softmax(0) for z in x]
+        return torch.stack([z.T @ z for z in each])
+
+    def model() -> Module:
+        return Lambda(forward, f=nn.Linear(D, D), token=param(1, D))
+
+    assert_right(Row(model, randn(N - 1, D)))
+
+
 # Constants with a row for each sample, in the type of the input
 AS_TYPE: Dict[str, Callable[[Tensor], Tensor]] = {
     "to": lambda x: torch.full((len(x), 1), 0.3).to(x),

@@ -265,7 +265,7 @@ class Contraction(Operation):
         """
         numbers = _in_order(numbers, [x for x in self._sources if x is not None])
         for _ in self._inputs:
-            if numbers.stride(-1) and numbers.shape[-1] > 1:
+            if numbers.stride(-1) and numbers.shape[-1] > 1 or not numbers.shape[-1]:
                 return None
             numbers = numbers.select(-1, 0)
         for axis in self.outputs:

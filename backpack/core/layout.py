@@ -168,21 +168,18 @@ def conflict(some: Tensor, others: Tensor) -> bool:
 
 
 def simplify(
-    numbers: Tensor, n: int, is_use: bool = False, may_be_nobodys: bool = False
+    numbers: Tensor, n: int, is_partial: bool = False
 ) -> Layout | Tensor | None:
     """Find the simplest placement that agrees with sample numbers where they are known.
 
-    What is unknown stays so, unless there is only one way to go on: what comes later
-    may tell.
+    What is unknown stays so, if it is a whole slice, as of rows that no sample has
+    entered: what comes later may tell.
 
     Args:
         numbers: Sample numbers, -1 where nothing is known.
         n: Number N of samples.
-        is_use: Whether what is unknown may depend on parameters alone, so that it has
-            to belong to somebody. Default: ``False``.
-        may_be_nobodys: Whether a whole slice that is unknown may be a parameter's or a
-            constant's alone, as rows that were put behind those of the samples are.
-            However many they are, they are nobody's. Default: ``False``.
+        is_partial: Whether not all samples have been seen yet, so that a layout that
+            agrees with those that have is taken. Default: ``False``.
 
     Returns:
         The placement, ``None`` if nothing is known.
@@ -201,11 +198,11 @@ def simplify(
     layouts, single = list(_regular(numbers, n)), bool(least == most)
     if layouts and n == 1:
         return layouts[0]
-    if len(layouts) == 1 and not single:
-        own = _along(numbers, layouts[0].axis, n) if may_be_nobodys else None
-        if own is None or not bool((own < 0).any()):
+    if len(layouts) == 1 and not (is_partial and single):
+        own = _along(numbers, layouts[0].axis, n)
+        if is_partial or not bool((own < 0).any()):
             return layouts[0]
-    if single and (is_use or not layouts):  # one sample's, beside constants
+    if n == 1:
         numbers = most.expand([1] * numbers.dim())
     elif not layouts:
         numbers = _filled(numbers, n)
@@ -303,7 +300,7 @@ def combined(data: list[Tensor], out: Tensor, of: Where, n: int) -> Placement:
         if conflict(own, numbers):
             return None
         numbers = own.where(own >= 0, numbers)
-    return simplify(numbers.broadcast_to(out.shape), n, may_be_nobodys=True)
+    return simplify(numbers.broadcast_to(out.shape), n)
 
 
 def _filled(numbers: Tensor, n: int) -> Tensor:

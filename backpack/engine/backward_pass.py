@@ -34,6 +34,7 @@ from backpack.engine.parameters import (
     in_type_of,
 )
 from backpack.engine.pull_columns import PullColumns
+from backpack.engine.reached import find_owners
 from backpack.engine.record import RELEASED, Call, clear_others, lock_of
 from backpack.engine.report import Report
 from backpack.engine.saved import explain_failure
@@ -156,6 +157,8 @@ class BackwardPass:
             loss = call.loss_module
             self.in_losses.update([] if loss is None else loss.modules())
         self.report.in_losses.update(map(id, self.in_losses))
+        if self._separating:
+            find_owners(self.inspection, current)
         guard_all(self.inspection, exts)
         if current.check and self._separating:
             check_isolation(self.inspection, current)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
-from backpack.core.layout import Layout, halves, has_bit, sample_numbers
-from backpack.engine.graph import Origin, describe
+from backpack.core.layout import Layout, has_bit, sample_numbers
+from backpack.engine.graph import describe
 from backpack.engine.inspection import Inspection
+from backpack.engine.reached import columns, starts
 from backpack.engine.vjp import pull
 from backpack.utils.hooks import without_hooks
 from backpack.utils.state import State
@@ -130,8 +131,8 @@ def check_isolation(inspection: Inspection, current: State) -> None:
     tensors = [x for owner in owners for x in owner.tensors()] if columns_only else ()
     quiet = without_hooks(tensors) if columns_only else nullcontext()
     with current.pull(columns_only), quiet:
-        for origin in _starts(inspection) if places else ():
-            for bit, wanted, column in _columns(origin):
+        for origin in starts(inspection) if places else ():
+            for bit, wanted, column in columns(origin):
                 edges = [place for _, _, place in places]
                 pulled = pull([origin.edge], edges, [column])
                 for (use, index, _), g in zip(places, pulled):
@@ -139,29 +140,6 @@ def check_isolation(inspection: Inspection, current: State) -> None:
                         continue
                     text = NOT_ISOLATED.format(operation=use.describe())
                     raise RuntimeError(text)
-
-
-def _starts(inspection: Inspection) -> list[Origin]:
-    """List where samples are separate: at losses' predictions, or at outputs."""
-    losses = inspection.losses
-    edges = [(loss, loss.input_edges[0]) for loss in losses if loss.input_edges]
-    found = [Origin(loss, edge, loss.placement) for loss, edge in edges if edge]
-    return found if losses else inspection.outputs()
-
-
-def _columns(origin: Origin) -> Iterator[tuple[int, int, Tensor]]:
-    """Make cotangents for samples whose number has a bit, and for the others."""
-    (_, edge, placement, shape), n = origin, origin.call.n
-    if n < 2 or not isinstance(placement, (Layout, Tensor)):
-        return
-    metadata = edge.node._input_metadata[edge.output_nr]
-    device, shape = metadata.device, shape or torch.Size(metadata.shape)
-    generator = torch.Generator(device).manual_seed(0)
-    random = torch.rand(shape, generator=generator, device=device) + 0.5
-    numbers = sample_numbers(placement, shape, n, device)
-    for bit, wanted in halves(n):
-        some = random.where(has_bit(numbers, bit, wanted), 0.0)
-        yield bit, wanted, some.to(metadata.dtype).reshape(metadata.shape)
 
 
 def _reaches_others(use: Any, index: int, g: Tensor, bit: int, wanted: int) -> bool:

@@ -114,6 +114,8 @@ def scattered(done: Performed, trial: Trial, n: int) -> Placement:
     own = numbers(index)
     if own is None or not own.numel() or not x.dim() or not isinstance(dim, int):
         return None
+    if trial.is_of_few():  # other places may be other samples'
+        return written(done, trial, n, by_numbers=True)
     line = own.amax(dim, keepdim=True)
     if bool((own != line).any()):
         return None
@@ -144,6 +146,8 @@ def put(done: Performed, trial: Trial, n: int) -> Placement:
     consuming = [y for y in parts if y is not None]
     if all(numbers(y) is None for y in parts) or len(consuming) > x.dim():
         return None
+    if trial.is_of_few():
+        return written(done, trial, n, by_numbers=True)
     # along axes where samples pick, all places are one
     shape = [
         size if numbers(y) is None else 1
@@ -168,13 +172,16 @@ def put(done: Performed, trial: Trial, n: int) -> Placement:
     return _with_own(lines, x, trial, n)
 
 
-def written(done: Performed, trial: Trial, n: int) -> Placement:
+def written(
+    done: Performed, trial: Trial, n: int, by_numbers: bool = False
+) -> Placement:
     """Tell the same of what was written to places that constants say.
 
     Args:
         done: The operation.
         trial: The same, with the sample numbers of its operands.
         n: Number N of samples.
+        by_numbers: Whether samples' numbers may say it. Default: ``False``.
 
     Returns:
         Where they are in the result; ``None`` if there is no rule, or samples meet.
@@ -191,7 +198,8 @@ def written(done: Performed, trial: Trial, n: int) -> Placement:
         last = "source" if name.startswith("index") else "src"
         x, dim, ids, value = named(("input", "dim", "index", last), args, kwargs)
         value = kwargs.get("value", value)
-    deciding = any(numbers(y) is not None for y in tree_leaves(ids))
+    leaves = tree_leaves(ids)
+    deciding = not by_numbers and any(numbers(y) is not None for y in leaves)
     if deciding or not kwargs.get("include_self", True) or not x.dim():
         return None
     if x.shape != done.outs[0].shape:
@@ -219,7 +227,7 @@ def written(done: Performed, trial: Trial, n: int) -> Placement:
     # another one was written to the same place, or met what was there
     if bool((found[ids] != new).any()) or adds and conflict(found, own):
         return None
-    return simplify(found, n, may_be_nobodys=True)
+    return simplify(found, n)
 
 
 def _without_ellipsis(parts: tuple, dim: int) -> tuple:
@@ -240,7 +248,7 @@ def _with_own(lines: Tensor, x: Tensor, trial: Trial, n: int) -> Placement:
         if conflict(lines, own):
             return None
         lines = lines.where(lines >= 0, own)
-    return simplify(lines.expand(x.shape), n, may_be_nobodys=True)
+    return simplify(lines.expand(x.shape), n)
 
 
 def named(names: Sequence[str], args: Sequence[Any], kwargs: dict) -> list[Any]:

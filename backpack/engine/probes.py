@@ -10,12 +10,11 @@ from __future__ import annotations
 from contextlib import suppress
 from itertools import combinations
 from math import nan
-from typing import Any, NamedTuple, Sequence
+from typing import NamedTuple, Sequence
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
-from torch.nn import Parameter
 
 from backpack.core.layout import (
     Layout,
@@ -33,7 +32,6 @@ from backpack.engine.graph import (
     is_own,
     is_pointwise,
     keeps_places,
-    leaf_nodes,
     name_of,
     shape_at,
     walk,
@@ -202,9 +200,7 @@ def _moved(
             numbers = _with_zeros(edge, nodes, cotangent, pairs, numbers)
         if bool((numbers < 0).all()):
             raise RuntimeError("a function whose backward has derivatives of zero only")
-    leaves: set[Any] = leaf_nodes(nodes)
-    is_learned = any(isinstance(leaf.variable, Parameter) for leaf in leaves)
-    placement = simplify(numbers, n, may_be_nobodys=is_learned) if pairs else None
+    placement = simplify(numbers, n) if pairs else None
     if len(pairs) > 1 and isinstance(placement, Tensor) and numbers.numel():
         alone = [_entries(cotangent, [pair], n) for pair in pairs]
         axes = [

@@ -177,10 +177,11 @@ def rule(done: Performed, trial: Trial, of: Where, n: int) -> list[Placement] | 
         if agreed is not None:
             return [agreed]
     marked = [i.flatten() for i in numbers if i is not None]
-    if marked and done.states is None and not floats:
+    alone = len(marked) == sum(isinstance(x, Tensor) for x in flat)  # no constants
+    if marked and (alone or name in PICKING) and done.states is None and not floats:
         owners = torch.cat(marked).unique()
         if len(owners) == 1 and int(owners) >= 0:  # a single sample's
-            return [simplify(owners[0].expand(x.shape), n, True) for x in outs]
+            return [simplify(owners[0].expand(x.shape), n) for x in outs]
     if name.rpartition("::")[2] in UNCHECKED and not floats:
         return [Mixed(f"{trial.describe()} (not run again)", False)] * len(outs)
     if len(data) > 1 and name in MATCHING:
@@ -233,8 +234,7 @@ def _rearranged(done: Performed, trial: Trial, n: int) -> list[Placement] | None
     found = tensors_in(trial.call(new))
     if done.name == "_pack_padded_sequence":
         return [simplify(found[0], n), None]
-    is_use, is_learned = trial.has_parameters(), joins or trial.is_learned()
-    return [simplify(x, n, is_use, is_learned) for x in found]
+    return [simplify(x, n) for x in found]
 
 
 def _padded(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
@@ -243,7 +243,7 @@ def _padded(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
     _, size, mode = picked.named(names, done.args, done.kwargs)
     if own is None or mode not in (None, "constant"):
         return None
-    return [simplify(done.func(own, size, value=-1), n, may_be_nobodys=True)]
+    return [simplify(done.func(own, size, value=-1), n)]
 
 
 def _unpacked(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
@@ -303,6 +303,8 @@ def _contracted(done: Performed, trial: Trial, n: int) -> list[Placement] | None
     operation = find_operation(done.func, done.args, done.kwargs, keys)
     own = next(i for i in trial.numbers if i is not None)
     if not isinstance(operation, Contraction) or operation.data is not x:
+        return None
+    if trial.is_of_few() and trial.may_leave_out():
         return None
     rows = operation.rows_of(own)
     return None if rows is None else [simplify(rows.expand(done.outs[0].shape), n)]

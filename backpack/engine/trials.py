@@ -211,7 +211,8 @@ class Trial:
                 steps = [bool(_is_whole(x).all()) for x in map(dense, outs)]
                 asked = list(map(any, zip(asked, steps)))
             mixed = lasts and any(isinstance(p, Mixed) for p in found)
-            if mixed and self._may_leave_out():  # by zeros, times which NaN is NaN
+            wide = mixed or lasts and self.is_of_few()
+            if wide and self.may_leave_out():  # by zeros, times which NaN is NaN
                 self.flat = self._with_ordinary_numbers()
                 found, hides, lasts = self._probe(UNLIKE)[0], False, False
             elif mixed and any(bool((x != x).any()) for x in self._run()):
@@ -304,10 +305,9 @@ class Trial:
             if True not in undone:
                 break
         found: list[Placement] = []
-        is_use = self.has_parameters()
         for j, out in enumerate(outs):
             certain, own = times[j] >= least[j], ones[j]
-            placement: Placement = simplify(own.where(certain, -1), n, is_use)
+            placement: Placement = simplify(own.where(certain, -1), n, True)
             if placement is not None and not bool(certain.all()):
                 numbers = sample_numbers(placement, out.shape, n, out.device)
                 few = not single and len(own[certain].unique()) == 1
@@ -326,15 +326,28 @@ class Trial:
             return True
         if int(certain.sum()) < times.numel() / 2:
             return False
-        return type(simplify(own.where(certain, -1), self._n)) is Layout
+        return type(simplify(own.where(certain, -1), self._n, True)) is Layout
 
-    def _may_leave_out(self) -> bool:
-        """Tell whether a mask, or a constant factor, may keep samples apart."""
+    def may_leave_out(self) -> bool:
+        """Tell whether a mask, or zeros of a constant, may keep samples apart.
+
+        Returns:
+            Whether they may.
+        """
         if self._name == ATTENTION:
             return sum(isinstance(x, Tensor) for x in self.flat) > 3
         pairs = [(x, i) for x, i in zip(self.flat, self.numbers) if is_inexact(x)]
-        constant = any(i is None and not x.requires_grad for x, i in pairs)
-        return self._name in PRODUCTS and constant
+        constants = [x for x, i in pairs if i is None and not x.requires_grad]
+        return self._name in PRODUCTS and any(bool((x == 0).any()) for x in constants)
+
+    def is_of_few(self) -> bool:
+        """Tell whether some samples are not there, so that it may not show.
+
+        Returns:
+            Whether some are not.
+        """
+        numbers = [i.unique() for i in self.numbers if i is not None]
+        return len(torch.cat(numbers).unique()) < self._n
 
     def _may_be_left_out(self, found: list[Placement]) -> bool:
         """Tell whether no NaN has shown, although results may hold samples."""
@@ -451,27 +464,6 @@ class Trial:
             if not seed and generator in self._states:
                 generator.set_state(self._states[generator])
 
-    def has_parameters(self) -> bool:
-        """Tell whether what no sample changes depends on what parameters alone give.
-
-        Beside entries of nobody's, like rows nobody has written to, that is nobody's.
-        """
-        pairs = list(zip(self.flat, self.numbers))
-        constants = [x for x, i in pairs if isinstance(x, Tensor) and i is None]
-        if self._name in MOVING or not any(x.requires_grad for x in constants):
-            return False
-        return not any(bool((i < 0).any()) for _, i in pairs if i is not None)
-
-    def is_learned(self) -> bool:
-        """Tell whether parameters alone may be in entries of nobody's.
-
-        Returns:
-            Whether an operand with a gradient has such entries, or has no others.
-        """
-        pairs = [(x, i) for x, i in zip(self.flat, self.numbers) if is_inexact(x)]
-        own = (i for x, i in pairs if x.requires_grad)
-        return any(i is None or bool((i < 0).any()) for i in own)
-
     def _is_random(self) -> bool:
         """Tell whether results differ by more than what marks change: by what is drawn.
 
@@ -519,7 +511,6 @@ class Trial:
                     hides, shown[j] = hides or bool((x & ~seen[j]).any()), shown[j] | x
         hides = hides or any(bool((x & y).any()) for x, y in zip(shown, unseen))
         found: list[Placement] = []
-        is_use, is_learned = self.has_parameters(), self.is_learned()
         for j in range(len(outs)):
             if not by_nan and len(self._drawn) > 1:  # a sample moves others' numbers
                 lost = f"{self.describe()} ({DRAWS_BY_NUMBERS})"
@@ -528,7 +519,7 @@ class Trial:
                 found.append(Mixed(self.describe()))
             else:
                 numbers = got[j].masked_fill(unseen[j], -1)
-                found.append(simplify(numbers, n, is_use, is_learned))
+                found.append(simplify(numbers, n))
         return found, hides
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from functools import cached_property, partial
-from typing import Any, Iterable, Sequence
+from typing import Any, Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -134,8 +134,8 @@ class BackwardPass:
         self._is_filtered = inputs is None
         self._at_output = [x for x in plain if x.pulls_columns]
         self.gradients: dict[Use, list[Tensor | None]] = {}
-        self._own: dict[Use, Products] = {}
-        self._waiting: dict[Call, int] = {}
+        self._formed: dict[Use, dict[Any, Products]] = {}
+        self._begun: set[Call] = set()  # calls whose uses may not have had their turn
         self.pull_back = PullColumns(self)
         self.report: Report = current.report or Report()
         if current.report is not None:
@@ -303,7 +303,7 @@ class BackwardPass:
         if not self._keeps_io:
             clear_others(self.inspection.calls)
         vars(self).pop("group_of", None)
-        of_uses = self.gradients, self._own, self.groups_of
+        of_uses = self.gradients, self._formed, self.groups_of
         for kept in (self._idle, self.kept, self.groups, *of_uses):
             kept.clear()
         self.inspection = Inspection(())
@@ -394,11 +394,11 @@ class BackwardPass:
             groups.remove(group)
             if not groups:
                 self.gradients.pop(use, None)
-                self._own.pop(use, None)
+                self._formed.pop(use, None)
                 self.pull_back.forget(use)
                 if not self._keeps_graph:
                     use.release()
-                self._went(use.owner)
+                self._end(use.owner)
 
     def exempt(self, ext: Any, params: Iterable[Tensor]) -> None:
         """Note that parameters need no report: they have a value, or shall have none.
@@ -430,11 +430,25 @@ class BackwardPass:
         Returns:
             Products with V = 1 for each of its constants.
         """
-        if use not in self._own:
-            self._own[use] = use.products(
-                self.cotangents(use), self.inspection.uses[use]
-            )
-        return self._own[use]
+        return self.products(use, "own", lambda: self.cotangents(use))
+
+    def products(
+        self, use: Use, key: Any, columns: Callable[[], list[Tensor | None]]
+    ) -> Products:
+        """Describe products with the constants' Jacobians, once for all extensions.
+
+        Args:
+            use: The use.
+            key: Tells the columns apart from others.
+            columns: Returns columns ``[V, *]`` at each output.
+
+        Returns:
+            Products for each of its constants.
+        """
+        formed = self._formed.setdefault(use, {})
+        if key not in formed:
+            formed[key] = use.products(columns(), self.inspection.uses[use])
+        return formed[key]
 
     def cotangents(self, use: Use) -> list[Tensor | None]:
         """Return what has arrived at a use: zero if a function has given nothing.
@@ -487,11 +501,8 @@ class BackwardPass:
                     print(f"[DEBUG] Running extension {ext} on {name_module(module)}")
                 turn.g_out = self.pull_back.of_losses.at(call, ext, g_out)
                 ext(module, g_inp, turn.g_out)
-        waiting = [use for use in call.uses if self.groups_of.get(use)]
-        if waiting:
-            self._waiting[call] = len(waiting)
-        else:
-            self._end(call)
+        self._begun.add(call)
+        self._end(call)
 
     def _check_outputs(self, call: Call) -> None:
         """Refuse rules for a call where gradients do not arrive at once."""
@@ -506,16 +517,11 @@ class BackwardPass:
             text = {"exts": names_of(exts), "module": name_module(call.module)}
             raise NotImplementedError(APART.format(**text))
 
-    def _went(self, call: Call | None) -> None:
-        """Count a use that is over; the last one ends its module's turn."""
-        if call in self._waiting:
-            self._waiting[call] -= 1
-            if not self._waiting[call]:
-                del self._waiting[call]
-                self._end(call)
-
-    def _end(self, call: Call) -> None:
-        """End a call's turn: its parameters have their values, but no gradients yet."""
+    def _end(self, call: Call | None) -> None:
+        """End a call's turn when its parameters have values, but no gradients yet."""
+        if call not in self._begun or any(map(self.groups_of.get, call.uses)):
+            return
+        self._begun.remove(call)
         if self._shows_calls:
             self._ending.append(call)
         else:

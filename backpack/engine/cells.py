@@ -8,7 +8,7 @@ taken for each sample.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Sequence
+from typing import Any, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from backpack.core.layout import Layout, Placement, agree
 from backpack.core.operations import Called, find_operation
+from backpack.engine.functions import Request
 from backpack.engine.graph import shape_at, walk
 from backpack.engine.saved import Saved
 from backpack.engine.uses import Constant, Use
@@ -27,9 +28,7 @@ _NAMES = "input hx w_ih w_hh b_ih b_hh"
 
 
 def note_maps(
-    func: Callable,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
+    request: Request,
     constants: list[Constant],
     outs: list[tuple[Tensor, Placement]],
     owner: Any,
@@ -40,9 +39,7 @@ def note_maps(
     """Record the linear maps inside of a recurrent cell as uses.
 
     Args:
-        func: An operation that has run.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
+        request: An operation that has run.
         constants: Those of its arguments that need a gradient, and hold no samples.
         outs: What it returned, and where the samples are there.
         owner: Record of the innermost module in which it happened.
@@ -53,9 +50,9 @@ def note_maps(
     Returns:
         The constants that enter elsewhere; all, if the operation is no such cell.
     """
-    if func not in _CELLS:
+    if request.func not in _CELLS:
         return constants
-    bound = Called(args, kwargs, ()).bind(_NAMES)
+    bound = Called(request.args, request.kwargs, ()).bind(_NAMES)
     x, state = bound.pop("input"), bound.pop("hx")
     data = {"ih": x, "hh": state if isinstance(state, Tensor) else state[0]}
     placement = outs[0][1]
@@ -86,12 +83,10 @@ def note_maps(
         operands = data[end], bound[f"w_{end}"], bound.get(f"b_{end}")
         operation = find_operation(functional.linear, operands, {}, list(taken))
         first = min(x._sequence_nr() for x in (node, matrix) if x is not None)
-        use = Use(func.__name__, [*taken.values()], n, [], owner, operation, first)
+        use = Use(request.kind.name, [*taken.values()], n, [], owner, operation, first)
         use.until, use.saved = node._sequence_nr() + 1, saved
         edge = GradientEdge(node, 0)
         use.attach_at(edge, shape_at(edge), placement)
-        if owner is not None:
-            owner.uses = (*owner.uses, use)
     return left
 
 

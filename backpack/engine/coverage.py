@@ -9,7 +9,6 @@ curvature.
 
 from __future__ import annotations
 
-from itertools import starmap
 from typing import Any, Sequence
 
 import torch
@@ -18,26 +17,13 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.nn import Parameter
 
 from backpack.core.layout import Mixed, reshaped, sample_numbers, spans
+from backpack.engine import graph
 from backpack.engine.gaps import (
     differ,
     explain_parents,
     explain_place,
     makes_rows,
     note_at,
-)
-from backpack.engine.graph import (
-    SAME_ORDER,
-    SILENT,
-    describe,
-    entries_of,
-    has_use,
-    is_leaf,
-    is_pointwise,
-    is_scalar,
-    leaves_behind,
-    name_of,
-    shape_at,
-    walk,
 )
 from backpack.engine.inspection import Inspection
 from backpack.engine.met import refuse
@@ -146,12 +132,12 @@ def check_samples(
     leaves = (*inspection.reached, *params)
     nested = [x for x in leaves if x.is_nested and isinstance(x, Parameter)]
     if nested:
-        text = {"ext": names_of(extensions), "names": describe(nested)}
+        text = {"ext": names_of(extensions), "names": graph.describe(nested)}
         raise NotImplementedError(NESTED_PARAMETERS.format(**text))
     numbers = [param for param in params if param.dtype.is_complex]
     real = [ext for ext in extensions if not ext.takes_complex]
     if numbers and real:
-        text = {"ext": names_of(real), "names": describe(numbers)}
+        text = {"ext": names_of(real), "names": graph.describe(numbers)}
         raise NotImplementedError(COMPLEX.format(**text))
     if not inspection.allows_inputs:
         raise NotImplementedError(f"{names_of(extensions)}: {REENTRANT}")
@@ -163,7 +149,7 @@ def check_samples(
         warn_user(message)
     known = set(map(id, params))
     separate, outside = inspection.uses_outside(known)
-    behind = [p for node in inspection.tangents for p in leaves_behind(node)]
+    behind = [p for node in inspection.tangents for p in graph.leaves_behind(node)]
     entangled = {
         DERIVATIVE: outside,
         STEP: _behind_uses(uses),
@@ -174,7 +160,9 @@ def check_samples(
         refused.sort(key=lambda met: not met.is_of_inputs)
         if refused and not refused[0].is_of_inputs and is_separable(inspection.roots):
             refused = []
-        for met in (*refused, *_met_before_losses(inspection)):
+        before = [call.placement for call in inspection.losses]
+        refused += [met for met in before if isinstance(met, Mixed)]
+        for met in refused:
             refuse(names_of(extensions), met, "any parameter")
     unseen = never_seen(inspection, known)
     alone = _regularized(inspection, unseen)
@@ -187,7 +175,7 @@ def check_samples(
         raise NotImplementedError(says)
     separate += alone
     if separate:
-        warn_user(SEPARATE_USE.format(names=describe(separate)))
+        warn_user(SEPARATE_USE.format(names=graph.describe(separate)))
     return separate
 
 
@@ -207,12 +195,12 @@ def _outside(
 ) -> str:
     """Say which parameters are used where nobody sees it, by what, and the way out."""
     nodes = [x for p in params for x in inspection.outside.get(p, ())]
-    by = list(dict.fromkeys(map(name_of, nodes)))[:3]
+    by = list(dict.fromkeys(map(graph.name_of, nodes)))[:3]
     if way is NOT_WATCHED and any("backward" in name for name in by):
         way = DERIVATIVE
     if any(ext.walks_modules for ext in extensions):
         way += WALKS
-    names = describe(params) + (f" (by {', '.join(by)})" if by else "")
+    names = graph.describe(params) + (f" (by {', '.join(by)})" if by else "")
     return OUTSIDE_USE.format(names=names, way=way)
 
 
@@ -222,9 +210,9 @@ def _behind_uses(uses: Sequence[Use]) -> list[Tensor]:
     sources = dict.fromkeys(c.source.node for c in constants if c.source)
     found: list[Tensor] = []
     for source in sources:
-        behind = walk([source], stop=SILENT)
-        if any(map(has_use, behind)):
-            found += leaves_behind(source)
+        behind = graph.walk([source], stop=graph.SILENT)
+        if any(map(graph.has_use, behind)):
+            found += graph.leaves_behind(source)
     found = [x for x in found if isinstance(x, Parameter)] or found
     return list({id(x): x for x in found}.values())
 
@@ -238,7 +226,8 @@ def _regularized(
     """
     calls = inspection.calls.items()
     outputs = [x for call, x in calls if call.is_outermost and not call.is_loss]
-    last = max((x._sequence_nr() for x in outputs if not is_leaf(x)), default=None)
+    numbers = [x._sequence_nr() for x in outputs if not graph.is_leaf(x)]
+    last = max(numbers, default=None)
     found: dict[Tensor, None] = {}
     for param in params if last is not None else ():
         nodes = inspection.outside.get(param, [])
@@ -301,7 +290,7 @@ def note_unseen(inspection: Inspection, params: list[Tensor]) -> bool:
     places: Places = {}  # who takes which outputs
     for child in inspection.nodes:
         for parent, number in child.next_functions:
-            if parent is not None and not is_leaf(parent):
+            if parent is not None and not graph.is_leaf(parent):
                 places.setdefault(parent, {}).setdefault(number, []).append(child)
     for edge in inspection.roots:
         places.setdefault(edge.node, {}).setdefault(edge.output_nr, [])
@@ -316,8 +305,9 @@ def note_unseen(inspection: Inspection, params: list[Tensor]) -> bool:
                 seen.update(dict.fromkeys(further))
                 queue += further
             elif known.placement is not None and not is_noted(node, number):
-                for source in starmap(GradientEdge, node.next_functions):
-                    same = source.node and shape_at(source) == shape_at(edge)
+                shape = graph.shape_at(edge)
+                for source in graph.parents(node):
+                    same = graph.shape_at(source) == shape
                     if same and _is_matched(source, known, places):
                         found |= makes_rows(*_made_of(source, known, places))
                 found |= note_at(edge, known)
@@ -344,14 +334,14 @@ def _is_matched(edge: GradientEdge, known: Known, places: Places) -> bool:
             below = _seen_through(node, own, edge, known)
             if below is None or not _is_matched(own, below, places):
                 return False
-        elif not is_pointwise(node) or not _is_spread(known, edge, found, own):
+        elif not graph.is_pointwise(node) or not _is_spread(known, edge, found, own):
             return False
     return bool(children)
 
 
 def _is_spread(known: Known, at: GradientEdge, found: Known, to: GradientEdge) -> bool:
     """Tell whether an operand's samples are the result's, if broadcast to that."""
-    before, shape = shape_at(at), shape_at(to)
+    before, shape = graph.shape_at(at), graph.shape_at(to)
     if before == shape or found.n != known.n:
         return found.n == known.n and not differ([found, known])
     if isinstance(found.placement, Mixed):
@@ -377,11 +367,11 @@ def _seen_through(
     Returns:
         The same of the result, or of the operand; ``None`` if entries are others.
     """
-    before, shape = shape_at(at), shape_at(to)
-    alone = sum(parent is not None for parent, _ in node.next_functions) == 1
-    if alone and is_pointwise(node) and before == shape:
+    before, shape = graph.shape_at(at), graph.shape_at(to)
+    alone = len(graph.parents(node)) == 1
+    if alone and graph.is_pointwise(node) and before == shape:
         return known
-    if type(node).__name__ not in SAME_ORDER or before.numel() != shape.numel():
+    if type(node).__name__ not in graph.SAME_ORDER or before.numel() != shape.numel():
         return None
     return Known(reshaped(known.placement, before, shape, known.n), known.n)
 
@@ -399,12 +389,11 @@ def _made_of(
     Returns:
         The place, and the same of its entries.
     """
-    parents = [x for x in edge.node.next_functions if x[0] is not None]
+    parents = graph.parents(edge.node)
     if len(parents) == 1:
-        parent = GradientEdge(*parents[0])
-        above = _seen_through(edge.node, parent, edge, known)
-        if above is not None and _is_matched(parent, above, places):
-            return _made_of(parent, above, places)
+        above = _seen_through(edge.node, parents[0], edge, known)
+        if above is not None and _is_matched(parents[0], above, places):
+            return _made_of(parents[0], above, places)
     return edge, known
 
 
@@ -418,11 +407,11 @@ def terms_without_loss(inspection: Inspection) -> list[str]:
         Names of the nodes; none if there is no loss.
     """
     terms = inspection.terms
-    losses = [t for t in terms if any(e.owner.is_loss for e in entries_of(t))]
+    losses = [t for t in terms if any(e.owner.is_loss for e in graph.entries_of(t))]
     return [
         type(term).__name__
         for term in (terms if losses else ())
-        if term not in losses and any(map(has_use, walk([term])))
+        if term not in losses and any(map(graph.has_use, graph.walk([term])))
     ]
 
 
@@ -457,14 +446,8 @@ def leads_past_losses(inspection: Inspection) -> bool:
         Whether a way leads to one that does not go through such a loss.
     """
     losses = set(inspection.losses.values())
-    nodes = walk([edge.node for edge in inspection.roots], without=losses)
-    return any(map(has_use, nodes))
-
-
-def _met_before_losses(inspection: Inspection) -> list[Mixed]:
-    """Find where samples have met between a model and its loss."""
-    placements = [call.placement for call in inspection.losses]
-    return [p for p in placements if isinstance(p, Mixed)]
+    nodes = graph.walk([edge.node for edge in inspection.roots], without=losses)
+    return any(map(graph.has_use, nodes))
 
 
 def _met_in_tails(inspection: Inspection) -> list[Mixed]:
@@ -475,12 +458,12 @@ def _met_in_tails(inspection: Inspection) -> list[Mixed]:
         placements += [known.placement for known in behind]
         if not any(known.n > 1 for known in behind):
             continue
-        if not (is_sum(node) or is_scalar(node)):
+        if not (is_sum(node) or graph.is_scalar(node)):
             known = explain_place(GradientEdge(node, 0))
             placements.append(None if known is None else known.placement)
         elif _brings_together(node, behind):
             # nobody knows the parts of a function of one's own
-            placements.append(Mixed(name_of(node), not is_function(node)))
+            placements.append(Mixed(graph.name_of(node), not is_function(node)))
     return [p for p in placements if isinstance(p, Mixed)]
 
 

@@ -183,6 +183,38 @@ class Kind(NamedTuple):
     is_foreign: bool
 
 
+class Request(NamedTuple):
+    """An operation that is to be run.
+
+    Attributes:
+        func: The operation.
+        kind: What is known of it.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        run: Runs it; the operation itself, but inside of transforms.
+    """
+
+    func: Callable
+    kind: Kind
+    args: tuple
+    kwargs: dict[str, Any]
+    run: Callable
+
+    def opened(self) -> Callable | None:
+        """Return what to call in place of the operation, to look inside.
+
+        Returns:
+            The same function; ``None`` to take it as a whole, as tables that are not
+            renormalized.
+        """
+        inside = self.kind.opened
+        if inside is None or self.func not in _TABLES:
+            return inside
+        args = self.args
+        most = args[3] if len(args) > 3 else self.kwargs.get("max_norm")
+        return None if most is None else inside
+
+
 def _without_overrides(func: FunctionType) -> Callable:
     """Copy a function of PyTorch that is written in Python, to look inside.
 
@@ -243,27 +275,6 @@ def kind_of(func: Any) -> Kind:
         name, quiet, reads, writes, _OPENED.get(func), is_loss, owner is not None
     )
     return kind
-
-
-def opened(
-    func: Callable, kind: Kind, args: tuple, kwargs: dict[str, Any]
-) -> Callable | None:
-    """Return what to call in place of a function, to look inside.
-
-    Args:
-        func: The function.
-        kind: What is known of it.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-
-    Returns:
-        The same function; ``None`` to take it as a whole, as tables that are not
-        renormalized.
-    """
-    if kind.opened is None or func not in _TABLES:
-        return kind.opened
-    most = args[3] if len(args) > 3 else kwargs.get("max_norm")
-    return None if most is None else kind.opened
 
 
 def _foreign_owner(func: Any) -> str | None:

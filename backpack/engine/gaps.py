@@ -16,22 +16,8 @@ from torch.nn import Parameter
 
 from backpack.core.layout import FIRST, Layout, Mixed, Placement, agree, reshaped
 from backpack.core.operations import Operation, find_operation
+from backpack.engine import graph
 from backpack.engine.functions import BY_STRIDES
-from backpack.engine.graph import (
-    GIVEN,
-    HOOKED,
-    TOGETHER,
-    VIEWS,
-    entries_of,
-    is_leaf,
-    is_own,
-    is_pointwise,
-    leaf_nodes,
-    name_of,
-    note_indices,
-    saved_by,
-    shape_at,
-)
 from backpack.engine.placements import MARK, mark_of
 from backpack.engine.probes import Known, Source, probe
 from backpack.engine.uses import Constant, Use, edge_of, is_noted
@@ -44,7 +30,7 @@ from backpack.utils.types import tensors_in
 CONSTANT = "backpack.constant"  # where a node keeps that it stands for a parameter
 KNOWN = "backpack.known"  # where a node keeps what was found of its outputs
 ASKED = "backpack.asked"  # behind which of its outputs functions were looked for
-_PASSING = SINKS | {TOGETHER}  # nodes that hand on what comes, one by one
+_PASSING = SINKS | {graph.TOGETHER}  # nodes that hand on what comes, one by one
 NESTED = Mixed("what has made a nested tensor (pad it instead)", False)
 INPUT = Known(None, 0)  # where its samples are, who calls the model says
 
@@ -57,12 +43,13 @@ def _known_at(edge: GradientEdge, x: Tensor | None = None) -> Known | None:
     elif node._input_metadata[output_nr].is_cpp_nested_tensor:
         return Known(NESTED, 1)
     else:
-        shape = shape_at(edge)
+        shape = graph.shape_at(edge)
     places = [(node, output_nr)]
-    if type(node).__name__ in VIEWS:  # a layer's output may be a view of its result
+    # a layer's output may be a view of its result
+    if type(node).__name__ in graph.VIEWS:
         places.extend(node.next_functions[:1])
     for place, wanted in places:
-        for number, index, owner in () if place is None else entries_of(place):
+        for number, index, owner in () if place is None else graph.entries_of(place):
             placements, own = owner.placements, owner.output_shapes
             if number != wanted or placements is None:
                 continue
@@ -115,7 +102,7 @@ def _is_made_of_inputs(edge: GradientEdge) -> bool:
     called with anything behind the tensor.
     """
     sources, nodes = sources_of([edge])
-    leaves = leaf_nodes(nodes)
+    leaves = graph.leaf_nodes(nodes)
     given = any(not isinstance(leaf.variable, Parameter) for leaf in leaves)
     return given and all(source.edge.node in leaves for source in sources)
 
@@ -172,13 +159,13 @@ def note_at(edge: GradientEdge, known: Known, by_rule: bool = False) -> bool:
     use = _use_of(edge.node, known)
     if use is None or by_rule and use.operation is None:
         return False
-    use.attach_at(edge, shape_at(edge), known.placement)
+    use.attach_at(edge, graph.shape_at(edge), known.placement)
     return True
 
 
 def _use_of(node: Node, known: Known) -> Use | None:
     """Describe a node as a use, once for all its results; `None` if it is none."""
-    for entry in entries_of(node):
+    for entry in graph.entries_of(node):
         if entry.owner.is_use and entry.owner.is_function:
             return entry.owner
     parents = [(i, GradientEdge(*x)) for i, x in enumerate(node.next_functions)]
@@ -187,7 +174,7 @@ def _use_of(node: Node, known: Known) -> Use | None:
         return None
     constants = [Constant.at(parents[key][1]) for key in keys]
     name = type(node).__name__.replace("Backward", "")
-    name = name if is_function(node) else name_of(node).strip("`")
+    name = name if is_function(node) else graph.name_of(node).strip("`")
     operation = _operation_at(node, keys[0], known.placement)
     if operation is not None:
         constants[0].key = keys[0]
@@ -217,7 +204,7 @@ def _operation_at(node: Node, key: int, placement: Placement) -> Operation | Non
     if getattr(getattr(node, f"_raw_saved_{name}"), "unpack_hook", node) is not None:
         return None
     args = [getattr(node, f"_saved_{name}")] * 2
-    args[key] = torch.empty(shape_at(parent), device="meta")
+    args[key] = torch.empty(graph.shape_at(parent), device="meta")
     operation = find_operation(func, args, {}, [key])
     if operation is None or not isinstance(placement, Layout):
         return None
@@ -236,14 +223,13 @@ def makes_rows(edge: GradientEdge, known: Known) -> bool:
     Returns:
         Whether it is one.
     """
-    parents = [node for node, _ in edge.node.next_functions if node is not None]
-    constant = len(parents) == 1 and explain_place(edge) is None
+    constant = len(graph.parents(edge.node)) == 1 and explain_place(edge) is None
     return constant and note_at(edge, known, by_rule=True)
 
 
 def _is_constant(edge: GradientEdge) -> bool:
     """Tell whether what sits at a place in the graph depends on parameters alone."""
-    if is_leaf(edge.node):
+    if graph.is_leaf(edge.node):
         return _leaf(edge.node) is None
     return explain_place(edge) is None
 
@@ -257,8 +243,8 @@ def explain_parents(node: Node) -> list[Known]:
     Returns:
         What is known of each of its operands.
     """
-    places = [e for e in node.next_functions if e[0] is not None and not is_leaf(e[0])]
-    found = [explain_place(GradientEdge(*place)) for place in places]
+    places = [x for x in graph.parents(node) if not graph.is_leaf(x.node)]
+    found = list(map(explain_place, places))
     return [known for known in found if known is not None]
 
 
@@ -287,7 +273,7 @@ def explain_place(edge: GradientEdge) -> Known | None:
     known = _known_at(edge)
     if known is not None:
         return known
-    if type(edge.node).__name__ == HOOKED:  # which are not to be run for this
+    if type(edge.node).__name__ == graph.HOOKED:  # which are not to be run for this
         node, number = edge.node.next_functions[edge.output_nr]
         return None if node is None else explain_place(GradientEdge(node, number))
     sources, nodes = sources_of([edge])
@@ -323,15 +309,15 @@ def _found_from(
         sizes.update(_lengths(sources, nodes))
     if len(sizes) > 1:
         numbers = " and ".join(map(str, sorted(sizes)))
-        name = f"{name_of(edge.node)} of batches of {numbers} samples"
+        name = f"{graph.name_of(edge.node)} of batches of {numbers} samples"
         return Known(Mixed(name, False), first.known.n)
     for node in nodes:
         own = getattr(node, "_forward_cls", None)
         once = getattr(own, "clear_saved_tensors_on_access", False)  # for autograd
         if once or communicates(own):
-            return Known(Mixed(name_of(node), not once), first.known.n)
+            return Known(Mixed(graph.name_of(node), not once), first.known.n)
     if len(sources) == 1 and all(
-        is_pointwise(x) and torch.Size(x._input_metadata[0].shape) == first.shape
+        graph.is_pointwise(x) and torch.Size(x._input_metadata[0].shape) == first.shape
         for x in nodes
     ):
         return first.known
@@ -341,7 +327,7 @@ def _found_from(
         with saved_tensors_hooks(Tensor.detach, lambda x: x):
             placement = probe(edge, sources, nodes)
         failed = isinstance(placement, Mixed) and not placement.is_known
-        note_indices(nodes)
+        graph.note_indices(nodes)
         if key is None or failed:  # for once: what it needs may have been freed
             return Known(placement, first.known.n)
         if len(_REMEMBERED) > 1000:
@@ -355,10 +341,10 @@ def _lengths(sources: Sequence[Source], nodes: Sequence[Node]) -> Iterator[int]:
     own = {s.shape for s in sources if s.shape and s.known.placement == FIRST}
     places = {*nodes, *(source.edge.node for source in sources)}
     for node in nodes:
-        if is_pointwise(node) or name_of(node) == "`expand`":
-            shape = shape_at(GradientEdge(node, 0))
+        if graph.is_pointwise(node) or graph.name_of(node) == "`expand`":
+            shape = graph.shape_at(GradientEdge(node, 0))
             parents = [GradientEdge(*x) for x in node.next_functions if x[0] in places]
-            for before in own.intersection(map(shape_at, parents)):
+            for before in own.intersection(map(graph.shape_at, parents)):
                 if len(before) == len(shape) and shape[0] > before[0]:
                     yield shape[0]
 
@@ -383,16 +369,16 @@ def _structure(
         if isinstance(source.known.placement, Tensor):
             return None
         known[source.edge[:2]] = (i, source.known, source.shape)
-    parts: list[Any] = [edge.output_nr, shape_at(edge)]
+    parts: list[Any] = [edge.output_nr, graph.shape_at(edge)]
     for node in nodes:
-        name, node_type = name_of(node).strip("`_"), type(node)
-        arguments, tensors = saved_by(node_type)
-        if is_pointwise(node):
+        name, node_type = graph.name_of(node).strip("`_"), type(node)
+        arguments, tensors = graph.saved_by(node_type)
+        if graph.is_pointwise(node):
             arguments = ()
         elif name not in _OF_NUMBERS and (
             tensors
             or name in BY_STRIDES
-            or not is_own(node)
+            or not graph.is_own(node)
             or any(parent is None for parent, _ in node.next_functions)
         ):
             return None
@@ -434,7 +420,7 @@ def sources_of(
         if found is not None and not (met and past_meetings):
             sources.append(Source(edge, found))
             continue
-        if is_leaf(node):
+        if graph.is_leaf(node):
             source = _leaf(node)
             if source is not None:
                 sources.append(source)
@@ -449,7 +435,7 @@ def sources_of(
 
 def _is_unmarked(node: Node) -> bool:
     """Tell whether a node stands for a leaf that no model was given."""
-    if not is_leaf(node) or GIVEN in node.metadata:
+    if not graph.is_leaf(node) or graph.GIVEN in node.metadata:
         return False
     return not getattr(node.variable, MARK, None)
 

@@ -226,6 +226,18 @@ def will_run(node: Node) -> bool:
         return True
 
 
+def parents(node: Node) -> list[GradientEdge]:
+    """List the places in the graph that a node takes tensors from.
+
+    Args:
+        node: The node.
+
+    Returns:
+        The places, but for those of constants.
+    """
+    return [GradientEdge(*place) for place in node.next_functions if place[0]]
+
+
 def is_leaf(node: Any) -> bool:
     """Tell whether a node accumulates the gradient of a leaf tensor.
 

@@ -395,7 +395,7 @@ def _record(
         call.inside = [ref for _, ref in returned]
         returned.clear()
     if call.is_loss:
-        _note_loss(call, tracker)
+        _note_loss(call)
     elif frame.row is not None:
         placements = layer_calls.note_use(call, frame.row, args, outputs, frame.since)
         if tracker is not None:
@@ -421,7 +421,7 @@ def _edges(outputs: list[Tensor], constant: Iterable[int]) -> list[GradientEdge 
     ]
 
 
-def _note_loss(call: Call, tracker: Tracker | None) -> None:
+def _note_loss(call: Call) -> None:
     """Remember where the samples are in a loss's prediction, or that they meet."""
     x, *others = call.arguments or [None]
     if not isinstance(x, Tensor):
@@ -454,7 +454,7 @@ def _note_function(func: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) 
         call.is_loss = call.is_function = True
         call.loss_module = module  # nobody else owns it
         _THREAD.returned.append((None, weakref.ref(call)))
-        _note_loss(call, None)
+        _note_loss(call)
         _attach(call, [out], edges)
 
 

@@ -29,10 +29,8 @@ from backpack.utils.types import (
     is_redefining,
     place_of,
     tensors_in,
-    version_of,
+    versions_of,
 )
-
-_AXES = {nn.Linear: 1, nn.Embedding: 0}
 
 
 def row_of_call(
@@ -199,7 +197,7 @@ class LayerCall(Operation):
         self._derivatives, self._arguments = derivatives, arguments
         self._module = module
         self._read = tensors_in((arguments, list(module._parameters.values())))
-        self._versions = [version_of(x) for x in self._read]
+        self._versions = versions_of(self._read)
         with torch._C.DisableTorchFunction():  # `p.data = other` moves no version
             self._own = {
                 name: None if p is None else p.detach()
@@ -209,7 +207,7 @@ class LayerCall(Operation):
     @property
     def is_modified(self) -> bool:
         """Whether the input, a state, or a parameter was modified in place since."""
-        return [version_of(x) for x in self._read] != self._versions
+        return versions_of(self._read) != self._versions
 
     def product(self, key, shape, cotangents, out, n):  # noqa: D102
         derivatives, module = self._derivatives, self._module
@@ -231,9 +229,7 @@ def _input_of(module: Module, x: Tensor, tracker: Tracker | None) -> Known:
     known = _known_of(x, tracker)
     if known is not None:
         return known
-    axis = 0
-    if isinstance(module, nn.RNNBase):
-        axis = int(not module.batch_first)
+    axis = input_batch_axis(module, 0)
     return Known(Layout(axis, 1), x.shape[axis] if x.dim() > axis else 1)
 
 
@@ -270,7 +266,6 @@ def note_use(
         name = type(module).__name__
         use = Use(name, constants, known.n, placements, call, operation, since)
         use.attach(outputs)
-        call.uses = (*call.uses, use)
     return placements
 
 
@@ -288,9 +283,10 @@ def _operation(
 
 
 def _features(module: Module) -> int | None:
-    for cls, features in _AXES.items():
-        if isinstance(module, cls):
-            return features
+    if isinstance(module, nn.Linear):
+        return 1
+    if isinstance(module, nn.Embedding):
+        return 0
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         return len(module.normalized_shape)
     return None

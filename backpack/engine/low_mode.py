@@ -10,7 +10,6 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from backpack.utils.state import state
-from backpack.utils.types import is_innermost
 
 
 def _restack(modes: list[Any]) -> None:
@@ -55,7 +54,8 @@ class LowMode(TorchFunctionMode):
 
     def suspend(self) -> None:
         """Stop watching: a layer is called that is looked at as a whole."""
-        self.suspended, self._is_off = True, is_innermost(self)
+        modes = _get_current_function_mode_stack()
+        self.suspended, self._is_off = True, bool(modes) and modes[-1] is self
         if self._is_off:  # what is not on the stack costs nothing
             torch._C._pop_torch_function_stack()
 

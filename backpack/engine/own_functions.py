@@ -13,11 +13,11 @@ from typing import Any, Iterator, Sequence
 
 from torch import Tensor, is_grad_enabled
 from torch._C import _current_graph_task_id
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 
 from backpack.core.layout import Mixed, conflict, sample_numbers
 from backpack.engine.gaps import KNOWN, explain_place
-from backpack.engine.graph import describe, is_leaf, name_of
+from backpack.engine.graph import describe, is_leaf, name_of, parents
 from backpack.engine.met import refuse
 from backpack.engine.placements import MARK, placement_of
 from backpack.engine.probes import Known, Source
@@ -132,13 +132,11 @@ class OwnFunctions:
 
 def _operands_of(node: Node) -> Iterator[Source]:
     """List where the operands of a function sit that need a gradient."""
-    for parent, number in node.next_functions:
-        if parent is not None:
-            edge = GradientEdge(parent, number)
-            # a graph with parameters that were given away is not to be run
-            unknown = is_leaf(parent) or is_parallel()
-            known = None if unknown else explain_place(edge)
-            yield Source(edge, known or Known(None, 0))
+    for edge in parents(node):
+        # a graph with parameters that were given away is not to be run
+        unknown = is_leaf(edge.node) or is_parallel()
+        known = None if unknown else explain_place(edge)
+        yield Source(edge, known or Known(None, 0))
 
 
 @out_of_sight

@@ -9,16 +9,9 @@ leads from expressions to parameters.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import (
-    Any,
-    Callable,
-    Collection,
-    ContextManager,
-    Iterator,
-    Optional,
-    Sequence,
-)
+from typing import Any, Callable, Collection, Iterator, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -30,16 +23,7 @@ from backpack.core.per_sample.maps import alike, merged
 from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.rows import Rows
 from backpack.core.per_sample.scaled import Scaled
-from backpack.engine.graph import (
-    SAME_ORDER,
-    describe,
-    is_leaf,
-    is_pointwise,
-    leaves_behind,
-    names_at,
-    shape_at,
-    walk,
-)
+from backpack.engine import graph
 from backpack.engine.repeated import compute_only
 from backpack.engine.saved import SAVED, fetch
 from backpack.engine.user_hooks import SEEN
@@ -100,7 +84,7 @@ class Group:
         Returns:
             The modules in which it is used, and its qualified name.
         """
-        return f"{self.where(represent)} (parameter {describe([param])})"
+        return f"{self.where(represent)} (parameter {graph.describe([param])})"
 
     def where(self, name: Callable[[Module], str] = name_module) -> str:
         """Name the modules in which the parameters are used, for a message.
@@ -161,7 +145,7 @@ class Group:
         """Refuse uses with different numbers of samples."""
         sizes = {use.n for use in uses}
         if len(sizes) > 1:
-            names = describe(self.params)
+            names = graph.describe(self.params)
             text = OTHER_SIZES.format(sizes=sorted(sizes), names=names)
             raise NotImplementedError(text)
 
@@ -201,20 +185,20 @@ class Group:
         outputs, columns = list(expressions), []
         for parts in expressions.values():
             columns.append(merged(parts).individual())
-        nodes = list(walk(edge.node for edge in outputs))
+        nodes = list(graph.walk(edge.node for edge in outputs))
         for node in nodes:
             fetch(node.metadata.get(SAVED, ()))
         # the graph's own: a parameter that is frozen by now does not tell its place
-        leaves = {node.variable: node for node in nodes if is_leaf(node)}
+        leaves = {node.variable: node for node in nodes if graph.is_leaf(node)}
         params = [p for p in self.params if p in leaves or p.grad_fn is not None]
         inputs = [GradientEdge(leaves.get(p, p.grad_fn), p.output_nr) for p in params]
         own = list(filter(may_be_any, nodes))
         with compute_only(own), _unseen(nodes):
             pulled = batched_vjp(outputs, inputs, columns)
             if own:
-                what = NO_SUM.format(names=describe(self.params))
+                what = NO_SUM.format(names=graph.describe(self.params))
                 again = partial(batched_vjp, outputs, inputs)
-                check_linear(columns, pulled, again, names_at(own), what, own)
+                check_linear(columns, pulled, again, graph.names_at(own), what, own)
         for param, products in zip(params, pulled):
             if products is not None:
                 _add(found, param, Dense(products, param.shape))
@@ -316,7 +300,7 @@ def _add(found: dict[Any, list[PerSample]], key: Any, product: PerSample) -> Non
     parts.append(product)
 
 
-def _unseen(nodes: Sequence[Node]) -> ContextManager[None]:
+def _unseen(nodes: Sequence[Node]) -> AbstractContextManager[None]:
     """Keep hooks of parameters, and of what is computed from them, from running.
 
     They are for the gradient of the batch.
@@ -327,7 +311,7 @@ def _unseen(nodes: Sequence[Node]) -> ContextManager[None]:
     Returns:
         Context in which they do not, nor does ``retain_grad`` collect anything.
     """
-    leaves = [node.variable for node in nodes if is_leaf(node)]
+    leaves = [node.variable for node in nodes if graph.is_leaf(node)]
     seen = [x() for node in nodes for x in node.metadata.get(SEEN, ())]
     return without_hooks([*leaves, *[x for x in seen if x is not None]])
 
@@ -352,14 +336,14 @@ def _behind_views(
     ends = {param.grad_fn: param for param in params if param.grad_fn is not None}
     while type(product) in (Dense, Outer, Rows, Scaled) and edge.node not in ends:
         node = edge.node
-        if is_leaf(node):
+        if graph.is_leaf(node):
             return node.variable, None, product
         name, parents = type(node).__name__, node.next_functions
         parent, before = None, shape
         if len(parents) == 1 and parents[0][0] is not None:
             parent = GradientEdge(*parents[0])
             before = _kind_at(parents[0])[0]
-        if parent and name in SAME_ORDER and before.numel() == shape.numel():
+        if parent and name in graph.SAME_ORDER and before.numel() == shape.numel():
             if (viewed := product.reshaped(before)) is None:
                 break
             product = viewed
@@ -385,7 +369,7 @@ def _behind_views(
         else:
             break
         edge, shape = parent, before
-    if is_leaf(edge.node):
+    if graph.is_leaf(edge.node):
         return edge.node.variable, None, product
     if edge.node in ends:
         return ends[edge.node], None, product
@@ -412,7 +396,7 @@ def _entry_by_entry(
         parents = [x for x in node.next_functions if x[0] is not None]
         if (
             node in ends
-            or not is_pointwise(node)
+            or not graph.is_pointwise(node)
             or {*map(_kind_at, parents)} != {what}
         ):
             begins.append(place)
@@ -431,9 +415,10 @@ def _entry_by_entry(
 def _kind_at(place: tuple[Node, int]) -> tuple[torch.Size, torch.dtype]:
     """Tell shape and type of the tensor at a place in the graph."""
     node, number = place
-    if is_leaf(node):
+    if graph.is_leaf(node):
         return node.variable.shape, node.variable.dtype
-    return shape_at(GradientEdge(node, number)), node._input_metadata[number].dtype
+    dtype = node._input_metadata[number].dtype
+    return graph.shape_at(GradientEdge(node, number)), dtype
 
 
 def _rows_of_table(node: Node, product: Dense, shape: torch.Size) -> Rows | None:
@@ -524,7 +509,7 @@ def find_groups(uses: Sequence[Use]) -> list[Group]:
             else:
                 node = constant.source.node
                 if node not in leaves_of:
-                    leaves_of[node] = leaves_behind(node)
+                    leaves_of[node] = graph.leaves_behind(node)
                 params = leaves_of[node]
             group = _joined(params, by_param)
             if group is not None:

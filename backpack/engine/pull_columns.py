@@ -23,7 +23,6 @@ from backpack.engine.columns import (
     columns_of_loss,
     find_gateway,
     identity_columns,
-    put_behind,
 )
 from backpack.engine.graph import (
     Origin,
@@ -38,7 +37,7 @@ from backpack.engine.parameters import Group
 from backpack.engine.turn import EXTEND_LOSS, Turn, refuse_several_calls
 from backpack.engine.user_hooks import sees_gradients
 from backpack.engine.uses import Use
-from backpack.engine.vjp import check_linear, is_users, may_be_any, pull
+from backpack.engine.vjp import check_linear, is_users, joined, may_be_any, pull
 from backpack.utils.hooks import EXTENDED, message, name_module, without_hooks
 from backpack.utils.parallel import gathered, is_parallel
 
@@ -87,10 +86,8 @@ class PullColumns:
         self._statistics: dict[Key, Any] = {}
         # values of parameters with several uses
         self._values: dict[Key, Any] = {}
-        # columns at uses, by source, and which of them an extension waits for
-        self._stored: dict[Use, dict[Any, Cotangents]] = {}
-        self._waiting: dict[tuple[Any, Group], list[int]] = {}
-        self._formed: dict[Use, dict[tuple, Any]] = {}
+        # columns at uses that each extension waits for; none if they are carried there
+        self._stored: dict[Use, dict[Any, list[Cotangents]]] = {}
         self._covered: set[tuple[Any, Group]] = set()
         # number of columns that went from module to module, of all losses so far
         self._walking: dict[Any, int] = {}
@@ -210,17 +207,14 @@ class PullColumns:
             done += len(chunk)
             if many and self._running.state.debug:
                 print(f"[DEBUG] {name_module(loss.module)}: pulled back {done} columns")
-            kept: dict[Use, range] = {}  # a layer's weight and bias share a use
             for group, some in keep.items():
-                use = group.uses[0]
-                if use not in kept:
-                    stored = self._stored.setdefault(use, {})
-                    kept[use] = put_behind(stored, sources, pulled[use], len(chunk))
+                stored = self._stored.setdefault(group.uses[0], {})
                 for ext in some:
-                    self._waiting.setdefault((ext, group), []).extend(kept[use])
+                    stored.setdefault(ext, []).append(pulled[group.uses[0]])
             for call in customized:
                 call.columns = call.columns or {}
-                put_behind(call.columns, sources, pulled[call], len(chunk))
+                for source in sources:
+                    call.columns.setdefault(source, []).append(pulled[call])
             for ext, group, param, product in self._products(at_once, pulled):
                 ext.check(group, param, product)
                 by = ext.for_parameter(param)
@@ -337,7 +331,7 @@ class PullColumns:
         for group in groups:
             for ext in exts:
                 self._covered.add((ext, group))
-                self._waiting[ext, group] = [0]
+                self._stored.setdefault(group.uses[0], {})[ext] = []
         return True
 
     def _products(
@@ -427,9 +421,9 @@ class PullColumns:
             who = {"ext": ext, "field": ext.savefield, "module": group.where()}
             raise AssertionError(message(EXTEND_LOSS, **who))
         stored: dict[Tensor, PerSample] = {}
-        numbers = self._waiting.get((ext, group))
-        if numbers is not None:
-            stored = self._stored_products(ext.source, group, tuple(numbers))
+        columns = self._stored.get(group.uses[0], {}) if group.is_simple else {}
+        if ext in columns:
+            stored = self._stored_products(group, columns[ext])
         for param in group.params:
             key, by = (ext, param), ext.for_parameter(param)
             value, product = self._values.pop(key, None), stored.get(param)
@@ -450,25 +444,13 @@ class PullColumns:
                 yield param, ext.finish(turn.gradients()[param], statistic)
 
     def _stored_products(
-        self, source: Any, group: Group, numbers: tuple[int, ...]
+        self, group: Group, stored: list[Cotangents]
     ) -> dict[Tensor, PerSample]:
         """Describe products with stored columns; formed once for all extensions."""
-
-        def of(use: Use) -> Any:
-            formed, key = self._formed.setdefault(use, {}), (source, numbers)
-            if key not in formed:
-                if self._exchanging is None:
-                    columns = self._stored[use][source]
-                else:  # they were carried there
-                    columns = self._running.cotangents(use)
-                count = next((len(x) for x in columns if x is not None), 1)
-                if len(numbers) < count:
-                    some = list(numbers)
-                    columns = [None if x is None else x[some] for x in columns]
-                formed[key] = use.products(columns, self._running.inspection.uses[use])
-            return formed[key]
-
-        return group.products(of)
+        if self._exchanging is not None:  # they were carried there
+            return group.products(self._running.own_products)
+        key, all_columns = tuple(map(id, stored)), partial(joined, stored)
+        return group.products(lambda u: self._running.products(u, key, all_columns))
 
     def forget(self, use: Use) -> None:
         """Forget columns that no parameter waits for any more.
@@ -477,7 +459,6 @@ class PullColumns:
             use: A use, all of whose parameters have had their turn.
         """
         self._stored.pop(use, None)
-        self._formed.pop(use, None)
 
     def forget_all(self) -> None:
         """Forget everything, the backward pass included."""
@@ -485,7 +466,7 @@ class PullColumns:
         if self._exchanging is not None:
             self._exchanging.remove()
         self.of_losses = GradientsOfLosses()
-        for store in (self._stored, self._formed, self._values, self._statistics):
+        for store in (self._stored, self._values, self._statistics):
             store.clear()
 
     def behind(self, ext: Any, columns: Tensor) -> Tensor:

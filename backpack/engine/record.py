@@ -23,10 +23,10 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map_only
 
 from backpack.core.derivatives.stored import NAMED, OVERWRITTEN, shallow_copy
-from backpack.engine.graph import GIVEN, calls_at, is_leaf
+from backpack.engine.graph import GIVEN, calls_at, is_leaf, parents
 from backpack.engine.uses import MODIFIED, Use, edge_of
 from backpack.utils.hooks import name_module
-from backpack.utils.types import place_of, version_of
+from backpack.utils.types import place_of, version_of, versions_of
 
 RELEASED = (
     "The inputs and outputs of {module} were dropped after an earlier backward pass. "
@@ -69,7 +69,7 @@ class Call:
         is_function: Whether that was a function, which the model has called.
         loss_module: The module if it is a loss, which may be owned by nobody else.
         released: Whether inputs and outputs have been dropped.
-        columns: Columns ``[V, N, *]`` at each output, by their source.
+        columns: Columns ``[V, N, *]`` at each output, chunk by chunk, by their source.
         is_composite: Whether the module has modules inside.
         is_transparent: Whether modules inside were called.
         is_apart: Whether its outputs come from different nodes of the graph.
@@ -96,7 +96,7 @@ class Call:
     input_edges: Sequence[GradientEdge | None] = ()
     outputs: Sequence[Tensor] = ()
     output_shapes: Sequence[torch.Size] = ()
-    columns: dict[Any, list[Tensor | None]] = _NOTHING
+    columns: dict[Any, list[list[Tensor | None]]] = _NOTHING
     buffers: dict[str, Tensor | None] = _NOTHING
     edges_before: dict[int, list[GradientEdge]] = _NOTHING
 
@@ -152,7 +152,7 @@ class Call:
             self.edges_before = {i: _edges_before(edges[i]) for i in same}
             self.input_edges = [None if i in same else e for i, e in enumerate(edges)]
             self.arguments = list(map(_detach, self.arguments))
-        self.versions = _versions(self.arguments)
+        self.versions = versions_of(self.arguments)
         self.outputs = [x.detach() for x in outputs]
         self.output_version = version_of(outputs[0]) if outputs else 0
         self._returned = list(map(weakref.ref, outputs))  # they own this call
@@ -244,7 +244,7 @@ class Call:
         Raises:
             RuntimeError: If an input was modified in place.
         """
-        if _versions(self.arguments) != self.versions:
+        if versions_of(self.arguments) != self.versions:
             raise RuntimeError(MODIFIED.format(operation=name_module(self.module)))
 
     def store(self, raw: bool) -> None:
@@ -308,15 +308,7 @@ class Call:
 
 def _edges_before(edge: GradientEdge) -> list[GradientEdge]:
     """List what a node was computed from, unless calls are attached to it already."""
-    if calls_at(edge.node):
-        return []
-    parents = edge.node.next_functions
-    return [GradientEdge(node, nr) for node, nr in parents if node is not None]
-
-
-def _versions(values: Sequence[Any]) -> int:
-    """Return what grows with each modification of tensors in place."""
-    return sum([version_of(x) for x in values if isinstance(x, Tensor)])
+    return [] if calls_at(edge.node) else parents(edge.node)
 
 
 def _detach(value: Any) -> Any:

@@ -180,13 +180,12 @@ class Report:
             rule = ext.get_module_extension(module)
             if rule is None:
                 return None  # `fail_mode` has told what to say, and when
-            text = REPLACED if type(rule) is type(ext.default_rule) else NOT_IN_RULE
-            if text is NOT_IN_RULE and parametrized:
-                text = MADE_INTO
-            elif text is REPLACED and name in inputs_of_layers(root):
+            if ext.is_customized(module):
+                text = MADE_INTO if parametrized else NOT_IN_RULE
+            elif name in inputs_of_layers(root):
                 text = AS_INPUT
-            elif text is REPLACED and is_seen:
-                text = NOT_REACHED
+            else:
+                text = NOT_REACHED if is_seen else REPLACED
             return text.format(ext=type(ext).__name__, rule=type(rule).__name__)
         if is_seen:
             return NOT_REACHED

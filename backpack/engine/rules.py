@@ -25,23 +25,7 @@ from backpack.core.layout import (
     simplify,
 )
 from backpack.core.operations import find_operation
-from backpack.engine import picked
-from backpack.engine.functions import (
-    ALONG,
-    BATCHED,
-    GROUPED,
-    JOINING,
-    MATCHING,
-    OF_MATRICES,
-    PICKING,
-    POINTWISE,
-    PRODUCTS,
-    REARRANGING,
-    RECURRENT,
-    UNCHECKED,
-    WRITING,
-    is_fill,
-)
+from backpack.engine import functions, picked
 from backpack.engine.trials import Performed, Trial
 from backpack.engine.views import in_storage
 from backpack.utils.types import is_inexact, tensors_in
@@ -57,14 +41,15 @@ def quick_rule(done: Performed, of: Where) -> list[Placement] | None:
     Returns:
         A placement for each result; ``None`` if there is no rule.
     """
-    if done.name in POINTWISE and len(done.outs) == 1:
+    if done.name in functions.POINTWISE and len(done.outs) == 1:
         placement = pointwise(done.data, done.outs[0], of)
         return None if placement is None else [placement]
-    if len(done.data) == 1 and (done.name in ALONG or done.name in BATCHED):
+    acts_along = done.name in functions.ALONG or done.name in functions.BATCHED
+    if len(done.data) == 1 and acts_along:
         return _along(done, of)
-    if done.name in OF_MATRICES:
+    if done.name in functions.OF_MATRICES:
         return _of_matrices(done, of)
-    if is_fill(done.name) and done.args and isinstance(done.args[0], Tensor):
+    if functions.is_fill(done.name) and done.args and isinstance(done.args[0], Tensor):
         tensors = tensors_in(done[2:4])
         if len(tensors) == 1 and tensors[0].numel():  # no more than its shape matters
             return [None] * len(done.outs)
@@ -120,12 +105,13 @@ def _axes(done: Performed) -> set[int]:
     (x,), args = done.data, done.args
     if not args or args[0] is not x or x.layout is not torch.strided or not x.dim():
         return set()
-    if done.name in BATCHED:
+    if done.name in functions.BATCHED:
         trains = args[5] if len(args) > 5 else done.kwargs.get("training")
         if done.name == "batch_norm" and trains:
             return set()
-        return set(range(1, x.dim())) if BATCHED[done.name] in (0, x.dim()) else set()
-    number, name = ALONG[done.name]
+        fits = functions.BATCHED[done.name] in (0, x.dim())
+        return set(range(1, x.dim())) if fits else set()
+    number, name = functions.ALONG[done.name]
     axes = args[number] if len(args) > number else done.kwargs.get(name)
     last = x.dim() - 1
     if name == "weight":
@@ -160,7 +146,7 @@ def rule(done: Performed, trial: Trial, of: Where, n: int) -> list[Placement] | 
         if hits is not None and len(data) == 1 and hits.shape == outs[0].shape[:1]:
             hits = hits if outs[0].dim() == 1 else hits[:, None]
             return [simplify(hits, n)] * len(outs)
-    if name in PICKING and numbers[0] is not None:
+    if name in functions.PICKING and numbers[0] is not None:
         chosen = trial.call([numbers[0].contiguous(), *flat[1:]])
         for own in numbers[1:]:  # of a sample that picks what is another one's
             if own is not None and own.shape == chosen.shape and conflict(own, chosen):
@@ -170,7 +156,7 @@ def rule(done: Performed, trial: Trial, of: Where, n: int) -> list[Placement] | 
         view = torch.as_strided(*done.args, **done.kwargs)
         return [in_storage(flat[0], numbers[0], view, n)]
     floats = list(filter(is_inexact, data))
-    if name in POINTWISE and len(outs) == 1:
+    if name in functions.POINTWISE and len(outs) == 1:
         agreed: Placement = combined(data, outs[0], of, n)
         if agreed is None and combined(floats, outs[0], of, n) is not None:
             agreed = Mixed(trial.describe())  # by a mask's values
@@ -178,13 +164,18 @@ def rule(done: Performed, trial: Trial, of: Where, n: int) -> list[Placement] | 
             return [agreed]
     marked = [i.flatten() for i in numbers if i is not None]
     alone = len(marked) == sum(isinstance(x, Tensor) for x in flat)  # no constants
-    if marked and (alone or name in PICKING) and done.states is None and not floats:
+    if (
+        marked
+        and (alone or name in functions.PICKING)
+        and done.states is None
+        and not floats
+    ):
         owners = torch.cat(marked).unique()
         if len(owners) == 1 and int(owners) >= 0:  # a single sample's
             return [simplify(owners[0].expand(x.shape), n) for x in outs]
-    if name.rpartition("::")[2] in UNCHECKED and not floats:
+    if name.rpartition("::")[2] in functions.UNCHECKED and not floats:
         return [Mixed(f"{trial.describe()} (not run again)", False)] * len(outs)
-    if len(data) > 1 and name in MATCHING:
+    if len(data) > 1 and name in functions.MATCHING:
         return _matched(done, of, n)
     for names, find in _MOVED:
         if name in names:
@@ -217,7 +208,7 @@ def _picked(done: Performed, trial: Trial, of: Where, n: int) -> Placement:
 def _rearranged(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
     """Do with sample numbers what is done with the entries."""
     flat, numbers = trial.flat, trial.numbers
-    joins = done.name in JOINING
+    joins = done.name in functions.JOINING
     if any(isinstance(x, torch.dtype) for x in flat):
         return None  # the same bits, read as other numbers
     if done.name == "repeat_interleave" and not is_inexact(flat[0]):
@@ -327,11 +318,11 @@ def _sampled(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
 
 # Rules for operations
 _MOVED: Sequence[tuple[Container[str], Callable]] = (
-    (REARRANGING, _rearranged),
+    (functions.REARRANGING, _rearranged),
     (("pad",), _padded),
     (("_pad_packed_sequence",), _unpacked),
     (("grid_sample", "grid_sampler"), _sampled),
-    (RECURRENT, _recurrent),
-    (WRITING, _written),
-    (PRODUCTS | GROUPED, _contracted),
+    (functions.RECURRENT, _recurrent),
+    (functions.WRITING, _written),
+    (functions.PRODUCTS | functions.GROUPED, _contracted),
 )

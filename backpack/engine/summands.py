@@ -22,7 +22,7 @@ from backpack.core.table import LOSS_FUNCTIONS, find_loss_module
 from backpack.engine.placements import Finder
 from backpack.engine.trials import Performed
 from backpack.engine.uses import MASKED_ELEMENTS
-from backpack.utils.types import tensors_in, version_of
+from backpack.utils.types import tensors_in, versions_of
 
 _PRODUCTS = frozenset("mul multiply __mul__ __rmul__".split())
 _QUOTIENTS = frozenset("div divide true_divide __truediv__".split())
@@ -171,7 +171,7 @@ class Summands:
 
 def _versions(done: Performed) -> list[int]:
     """List the versions of all that an operation has read and returned."""
-    return list(map(version_of, tensors_in((done.args, done.kwargs, done.outs))))
+    return versions_of(tensors_in((done.args, done.kwargs, done.outs)))
 
 
 def _is_linear(done: Performed) -> bool:

@@ -28,9 +28,9 @@ from backpack.engine.functions import (
     COMBINING,
     KINDS,
     Kind,
+    Request,
     is_of_inputs,
     kind_of,
-    opened,
 )
 from backpack.engine.gaps import KNOWN, NESTED, explain, note_constants, note_functions
 from backpack.engine.graph import MEETING, SILENT, note_tangent
@@ -164,23 +164,18 @@ class Tracker(LowMode):
         if types and not all(issubclass(cls, Tensor) for cls in types):
             with self:  # to watch what they make of it
                 return handed_on(func, types, args, kwargs)
+        request = Request(func, kind, args, kwargs, func)
         if peek_interpreter_stack() is not None:
-            inside = opened(func, kind, args, kwargs)
+            inside = request.opened()
             if inside is not None:
                 with self:
                     return inside(*args, **kwargs)
-            return watch_inside(self._watch, func, kind, args, kwargs)
-        return self._watch(func, kind, args, kwargs, func)
+            return watch_inside(self._watch, request)
+        return self._watch(request)
 
-    def _watch(
-        self,
-        func: Callable,
-        kind: Kind,
-        args: tuple,
-        kwargs: dict[str, Any],
-        run: Callable,
-    ) -> Any:
-        """Run an operation, by a function that does; remember what matters of it."""
+    def _watch(self, request: Request) -> Any:
+        """Run an operation, and remember what matters of it."""
+        func, _, args, kwargs, run = request
         data: list[Tensor] = []
         constants: list[Tensor] = []
         key = [func, self.n, is_grad_enabled()]
@@ -198,13 +193,13 @@ class Tracker(LowMode):
             if saved:
                 saved_tensors.note(tensors_in(out), saved)
             return out
-        inside = opened(func, kind, args, kwargs) if constants and run is func else None
+        inside = request.opened() if constants and run is func else None
         if inside is not None and not are_redefined(constants):
             with self:
                 return inside(*args, **kwargs)
         if len(self.key.inputs) > 1:
             key += [may_be_shared(x, self.key) for x in data]
-        return self._run(func, kind, args, kwargs, data, constants, tuple(key), run)
+        return self._run(request, data, constants, tuple(key))
 
     def _look(
         self, items: Any, key: list[Any], data: list[Tensor], constants: list[Tensor]
@@ -267,28 +262,25 @@ class Tracker(LowMode):
         if x.is_nested and x.layout is torch.strided:  # it has no shape
             self.place(x, NESTED)
             return NESTED
-        seen = x._base is not None and self._is_view_of_data(x)
-        if not seen and (x.grad_fn is None or self._is_constant(x)):
-            return None
-        return self._finder.of(x)
+        placement = None if x._base is None else self._of_view(x, x._base)
+        if placement is None and x.grad_fn is not None:
+            placement = self._explained(x)
+        return placement
 
-    def _is_view_of_data(self, x: Tensor) -> bool:
-        """Tell whether something with samples was written to the base of a view."""
-        base = x._base
+    def _of_view(self, x: Tensor, base: Tensor) -> Placement:
+        """Tell where the samples are that were written to the base of a view."""
         placement = self._finder.of(base)
-        if placement is None:
-            return False
-        if not isinstance(placement, Mixed):
-            with _UNSEEN(), torch.no_grad():
-                placement = in_view(x, base, placement, self.n)
-        self.place(x, placement, may_be_shared(base, self.key))
-        return placement is not None
+        if placement is not None:
+            if not isinstance(placement, Mixed):
+                with _UNSEEN(), torch.no_grad():
+                    placement = in_view(x, base, placement, self.n)
+            self.place(x, placement, may_be_shared(base, self.key))
+        return placement
 
-    def _is_constant(self, x: Tensor) -> bool:
-        """Tell whether a tensor that nothing is known of is computed from parameters.
+    def _explained(self, x: Tensor) -> Placement:
+        """Ask the graph where samples are; nowhere, if it leads to parameters alone.
 
-        Functions of one's own, compiled and scripted pieces are not seen. What they
-        return is asked for in the graph.
+        Functions of one's own, compiled and scripted pieces are not seen.
         """
         if self._is_given(x):
             note_constants(x)
@@ -298,7 +290,7 @@ class Tracker(LowMode):
         if known is not None and known.n != self.n:
             placement = Mixed("another batch", False)
         self.place(x, placement)
-        return placement is None
+        return placement
 
     def _is_given(self, x: Tensor) -> bool:
         """Tell whether a tensor is in a parameter's place, by a functional call."""
@@ -312,16 +304,9 @@ class Tracker(LowMode):
         return id(x) in self._given
 
     def _run(
-        self,
-        func: Callable,
-        kind: Kind,
-        args: tuple,
-        kwargs: dict[str, Any],
-        data: list[Tensor],
-        constants: list[Tensor],
-        key: tuple,
-        run: Callable,
+        self, request: Request, data: list[Tensor], constants: list[Tensor], key: tuple
     ) -> Any:
+        func, kind, args, kwargs, run = request
         name, since = kind.name, 0
         pairs: list[Constant] = []
         certain = self._finder.certain(data)
@@ -329,10 +314,11 @@ class Tracker(LowMode):
         if constants and is_grad_enabled() and not self._is_term(name, data, constants):
             since = torch._C._autograd._get_sequence_nr()
             has_rule = func in OPERATIONS and not kwargs and len(args) < 3
-            spread = kind.name in COMBINING and run is func and not has_rule
+            spread = name in COMBINING and run is func and not has_rule
             # who keeps what operations save, like a checkpoint, gets what it would
             spread = spread and not saved_tensors.are_kept()
-            args, kwargs, pairs = self._stand_in(kind, args, kwargs, constants, spread)
+            request, pairs = self._stand_in(request, constants, spread)
+            args, kwargs = request.args, request.kwargs
         written = args[0] if kind.writes and args else None
         seen, deciding, of_base = args, None, None
         if isinstance(written, Tensor):  # its shape may change
@@ -393,9 +379,7 @@ class Tracker(LowMode):
             hooked = self._place_results(kind, data, outs, placements, of_base, shared)
             if pairs:
                 placements = list(map(self._finder.of, hooked))
-                self._record(
-                    func, kind, args, kwargs, pairs, hooked, placements, since, saved
-                )
+                self._record(request, pairs, hooked, placements, since, saved)
             elif kind.is_loss and out.grad_fn is not None and not out.dim():
                 self.note_loss(func, args, kwargs, out)
             if type(placements[0]) is Mixed and not kind.writes:
@@ -507,14 +491,10 @@ class Tracker(LowMode):
     # ----------------------------------------------------------------------------- uses
 
     def _stand_in(
-        self,
-        kind: Kind,
-        args: tuple,
-        kwargs: dict[str, Any],
-        constants: list[Tensor],
-        spread: bool,
-    ) -> tuple[tuple, dict[str, Any], list[Constant]]:
+        self, request: Request, constants: list[Tensor], spread: bool
+    ) -> tuple[Request, list[Constant]]:
         """Give the operation an alias of each constant: its share of the gradient."""
+        func, kind, args, kwargs, run = request
         wanted = {id(x): x for x in constants}
         given = (*enumerate(args), *kwargs.items())
         keys = {id(x): key for key, x in reversed(given)}
@@ -540,8 +520,9 @@ class Tracker(LowMode):
         if flat:
             args = tuple([swap(x) for x in args])
             kwargs = {name: swap(x) for name, x in kwargs.items()} if kwargs else kwargs
-            return args, kwargs, pairs
-        return (*tree_map(swap, (args, kwargs)), pairs)
+        else:
+            args, kwargs = tree_map(swap, (args, kwargs))
+        return Request(func, kind, args, kwargs, run), pairs
 
     def _overwritten(self, x: Tensor) -> list[Constant]:
         """Let what an operation writes to be its own stand-in, at a node of its own.
@@ -557,10 +538,7 @@ class Tracker(LowMode):
 
     def _record(
         self,
-        func: Callable,
-        kind: Kind,
-        args: tuple,
-        kwargs: dict[str, Any],
+        request: Request,
         pairs: list[Constant],
         outs: list[Tensor],
         placements: list[Placement],
@@ -568,14 +546,14 @@ class Tracker(LowMode):
         saved: Sequence[Any],
     ) -> None:
         """Remember a use, at the node of the graph that produced its result."""
+        func, kind, args, kwargs, _ = request
         # where samples gave no more than a shape, what came out is a constant
         pairs_of = zip(outs, placements)
         both = [(x, p) for x, p in pairs_of if x.requires_grad and p is not None]
         if not both or outs[0].is_nested:  # which is refused where samples matter
             saved_tensors.note(outs, saved)
             return
-        call = func, args, kwargs, pairs, both, self.owner, self.n, since, saved
-        pairs = note_maps(*call)
+        pairs = note_maps(request, pairs, both, self.owner, self.n, since, saved)
         if not pairs:
             return
         operation = None
@@ -596,5 +574,3 @@ class Tracker(LowMode):
         if len(both) == 1 and made_base(both[0][0], since):
             x = both[0][0]
             vars(x._base).setdefault(VIEWS_OF, []).append((use, x.grad_fn, View.of(x)))
-        if self.owner is not None:
-            self.owner.uses = (*self.owner.uses, use)

@@ -13,24 +13,14 @@ from typing import Any, Callable, Container, Iterator, NamedTuple, Sequence
 import torch
 from torch import Tensor
 from torch._C import _functorch as functorch
+from torch._functorch import pyfunctorch
 from torch._functorch.autograd_function import enable_single_level_autograd_function
-from torch._functorch.pyfunctorch import (
-    VmapInterpreter,
-    retrieve_all_functorch_interpreters,
-    temporarily_clear_interpreter_stack,
-    temporarily_restore_interpreter_stack,
-)
 from torch._functorch.vmap import vmap_increment_nesting
 from torch.autograd.function import _SingleLevelFunction
 from torch.nn import functional
-from torch.utils._pytree import (
-    tree_flatten,
-    tree_leaves,
-    tree_map_only,
-    tree_unflatten,
-)
+from torch.utils import _pytree as pytree
 
-from backpack.engine.functions import POINTWISE, Kind, kind_of
+from backpack.engine.functions import POINTWISE, Kind, Request, kind_of
 from backpack.utils.types import behind
 
 # How a tensor is wrapped, innermost first: the levels, and which axis each of them took
@@ -73,7 +63,7 @@ class Vmapped(NamedTuple):
         Returns:
             What comes out, not wrapped either.
         """
-        flat, spec = tree_flatten((args, kwargs))
+        flat, spec = pytree.tree_flatten((args, kwargs))
         with ExitStack() as stack:
             now = {
                 level: stack.enter_context(vmap_increment_nesting(*options))
@@ -82,44 +72,22 @@ class Vmapped(NamedTuple):
             for i, layers in enumerate(self.layers):
                 own = [(now[level], axis) for level, axis in _taken(layers)]
                 flat[i] = _wrap(flat[i], own)
-            args, kwargs = tree_unflatten(flat, spec)
-            return tree_map_only(Tensor, behind, self.func(*args, **kwargs))
+            args, kwargs = pytree.tree_unflatten(flat, spec)
+            return pytree.tree_map_only(Tensor, behind, self.func(*args, **kwargs))
 
 
-class _Same(NamedTuple):
-    """What an operation on wrapped tensors is on those behind.
-
-    Attributes:
-        func: The operation.
-        kind: What is known of it.
-        args, kwargs: Its arguments.
-        places: Which of the arguments inside each of these is, as leaves of trees.
-    """
-
-    func: Callable
-    kind: Kind
-    args: tuple
-    kwargs: dict[str, Any]
-    places: Sequence[int | None]
-
-
-def watch_inside(
-    watch: Callable, func: Callable, kind: Kind, args: tuple, kwargs: dict[str, Any]
-) -> Any:
+def watch_inside(watch: Callable[[Request], Any], request: Request) -> Any:
     """Watch an operation that a transform runs.
 
     Args:
-        watch: Watches the operation on tensors behind: is given it, what is known of
-            it, its arguments, and how to run it.
-        func: The operation.
-        kind: What is known of it.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
+        watch: Watches what it is on tensors behind.
+        request: The operation.
 
     Returns:
         What it returns.
     """
-    flat, spec = tree_flatten((args, kwargs))
+    func, kind, args, kwargs, _ = request
+    flat, spec = pytree.tree_flatten((args, kwargs))
     layers = list(map(_layers_of, flat))
     if None in layers or kind.name == "_unpack_dual":  # a level's own
         return func(*args, **kwargs)
@@ -129,8 +97,7 @@ def watch_inside(
         inside, kind, skip = torch.ops.aten.index, kind_of(Tensor.__getitem__), 1
     elif kind.name == "_make_dual":  # of a tangent, the tensors behind know nothing
         inside, kind = _first, kind_of(Tensor.view_as)
-    given, named = tree_unflatten(inner, spec)
-    same = _same(inside, kind, flat[skip:], layers[skip:], given[skip:], named)
+    given, named = pytree.tree_unflatten(inner, spec)
     wrapped: dict[int, tuple[Tensor, Tensor]] = {}  # results, and what is behind them
 
     def keep(x: Tensor) -> Tensor:
@@ -140,26 +107,28 @@ def watch_inside(
 
     def run(*args: Any, **kwargs: Any) -> Any:
         given = list(flat)
-        with temporarily_restore_interpreter_stack(stack):
-            for place, x in zip(same.places, tree_leaves((args, kwargs))):
+        with pyfunctorch.temporarily_restore_interpreter_stack(stack):
+            for place, x in zip(places, pytree.tree_leaves((args, kwargs))):
                 if place is None:
                     continue
                 i = skip + place
                 if x is not inner[i]:
                     given[i] = _instead(x, flat[i])
-            own_args, own_kwargs = tree_unflatten(given, spec)
-            return tree_map_only(Tensor, keep, func(*own_args, **own_kwargs))
+            own_args, own_kwargs = pytree.tree_unflatten(given, spec)
+            return pytree.tree_map_only(Tensor, keep, func(*own_args, **own_kwargs))
 
+    same = Request(inside, kind, given[skip:], named, run)
+    same, places = _behind(same, flat[skip:], layers[skip:])
     with _outside() as stack:
-        out = watch(same.func, same.kind, same.args, same.kwargs, run)
-    return tree_map_only(Tensor, lambda x: wrapped[id(x)][0], out)
+        out = watch(same)
+    return pytree.tree_map_only(Tensor, lambda x: wrapped[id(x)][0], out)
 
 
 @contextmanager
 def _outside() -> Iterator[list[Any]]:
     """Leave all transforms, some of which allow no hooks on what is saved."""
     message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
-    with temporarily_clear_interpreter_stack() as stack:
+    with pyfunctorch.temporarily_clear_interpreter_stack() as stack:
         torch._C._autograd._saved_tensors_hooks_enable()
         try:
             yield stack
@@ -168,29 +137,23 @@ def _outside() -> Iterator[list[Any]]:
                 torch._C._autograd._saved_tensors_hooks_disable(message)
 
 
-def _same(
-    func: Callable,
-    kind: Kind,
-    flat: Sequence[Any],
-    layers: Sequence[Layers],
-    args: tuple,
-    kwargs: dict[str, Any],
-) -> _Same:
+def _behind(
+    request: Request, flat: Sequence[Any], layers: Sequence[Layers]
+) -> tuple[Request, Sequence[int | None]]:
     """Find what an operation on wrapped tensors is on those behind.
 
     Args:
-        func: The operation.
-        kind: What is known of it.
-        flat: Its arguments, as leaves of a tree.
+        request: The operation, with arguments behind.
+        flat: Its arguments, wrapped, as leaves of a tree.
         layers: How each is wrapped.
-        args: Its positional arguments, with tensors behind.
-        kwargs: Its keyword arguments.
 
     Returns:
         An operation of PyTorch where one does the same, with axes in front of those
-        that it has inside; else one to be run inside of ``vmap``.
+        that it has inside; else one to be run inside of ``vmap``. And which of the
+        arguments inside each of its own is, as leaves of trees.
     """
-    same = _Same(func, kind, args, kwargs, range(len(flat)))
+    func, kind, args, kwargs, _ = request
+    same = request, range(len(flat))
     axes = {i: taken for i, own in enumerate(layers) if (taken := _taken(own))}
     if not axes:
         return same
@@ -205,15 +168,16 @@ def _same(
         equation = None if kwargs else _equation(func, flat, dims, list(axes), levels)
     if equation is not None:
         args = equation, *[x for x in args if isinstance(x, Tensor)]
-        func, places = torch.einsum, [None, *dims]
-        return _Same(func, kind_of(func), args, {}, places)
+        func, kind = torch.einsum, kind_of(torch.einsum)
+        return Request(func, kind, args, {}, request.run), [None, *dims]
     sizes = [
         (x.level(), x.batch_size(), x.randomness())
-        for x in retrieve_all_functorch_interpreters()
-        if isinstance(x, VmapInterpreter)
+        for x in pyfunctorch.retrieve_all_functorch_interpreters()
+        if isinstance(x, pyfunctorch.VmapInterpreter)
     ]
     kind = kind._replace(name=f"vmap({kind.name})", is_loss=False)
-    return same._replace(func=Vmapped(func, tuple(layers), tuple(sizes)), kind=kind)
+    inside = Vmapped(func, tuple(layers), tuple(sizes))
+    return request._replace(func=inside, kind=kind), same[1]
 
 
 def _has_more_axes(

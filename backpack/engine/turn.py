@@ -26,7 +26,7 @@ from backpack.engine.graph import (
 )
 from backpack.engine.record import Call
 from backpack.engine.uses import Entry
-from backpack.engine.vjp import pull
+from backpack.engine.vjp import joined, pull
 from backpack.utils.hooks import EXTENDED, message, without_hooks
 from backpack.utils.state import may_look, state
 from backpack.utils.subsampling import subsample
@@ -281,8 +281,10 @@ class Turn:
             entries = [e for e in entries if not e.owner.is_use]
             entries = [e for e in entries if not e.owner.is_transparent]
             if entries:
-                self._check_first(extension, entries[-1])
-                found[position] = entries[-1].owner
+                _, index, found[position] = entries[-1]
+                if index > 0:
+                    text = {"index": index, **_text(extension, found[position].module)}
+                    raise NotImplementedError(message(OTHER_OUTPUT, **text))
             else:
                 for before in edges:
                     self._check_no_parameters(extension, skip_passing(before).node)
@@ -292,11 +294,6 @@ class Turn:
                 self._check_no_parameters(extension, x.grad_fn)
         self._producers = found
         return found
-
-    def _check_first(self, extension: Any, entry: Entry) -> None:
-        if entry.index > 0:
-            text = _text(extension, entry.owner.module)
-            raise NotImplementedError(message(OTHER_OUTPUT, index=entry.index, **text))
 
     def _check_no_parameters(self, extension: Any, node: Node) -> None:
         """Refuse to drop a quantity that parameters are waiting for."""
@@ -333,7 +330,7 @@ class Turn:
             return quantity
         if extension.source not in self.call.columns:
             self._explain_missing(extension)
-        columns = self.call.columns[extension.source][0]
+        columns: Any = joined(self.call.columns[extension.source])[0]
         return subsample(columns, dim=1, subsampling=extension.get_subsampling())
 
     def _explain_missing(self, extension: Any) -> None:

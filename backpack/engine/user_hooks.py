@@ -19,6 +19,7 @@ from backpack.engine.uses import is_turn
 from backpack.utils.hooks import no_op
 from backpack.utils.parallel import gathers
 from backpack.utils.state import state
+from backpack.utils.types import versions_of
 
 CHANGES = (
     "{ext}: a hook changes the gradient (of shape {shapes}), which is no part of the "
@@ -62,11 +63,11 @@ class Guarded:
         if state().quiet:
             return None
         before = tree_leaves(gradients)
-        versions = _versions(before)
+        versions = versions_of(before)
         changed = self._hook(gradients, *others)
         after = before if changed is None else tree_leaves(changed)
         same = len(after) == len(before) and all(map(_is_same, after, before))
-        if not same or versions != _versions(before):
+        if not same or versions != versions_of(before):
             _refuse_change(before, self._of_parameters)
         return changed
 
@@ -154,10 +155,6 @@ def _is_same(x: Any, y: Any) -> bool:
     PyTorch's hooks of modules return ``None`` at outputs that nobody has used.
     """
     return x is y or x is None and not y.any() or y is None and not x.any()
-
-
-def _versions(gradients: Sequence[Any]) -> list[int]:
-    return [x._version for x in gradients if x is not None]
 
 
 def _refuse_change(gradients: Sequence[Any], of_parameters: bool) -> None:

@@ -27,7 +27,7 @@ from backpack.engine import vjp
 from backpack.engine.met import refuse
 from backpack.engine.saved import Saved, fetch
 from backpack.utils.compiling import uncompiled
-from backpack.utils.hooks import name_module, without_hooks
+from backpack.utils.hooks import name_module, no_op, without_hooks
 from backpack.utils.parallel import is_in_place
 from backpack.utils.state import may_look, state
 from backpack.utils.types import are_redefined, dense
@@ -238,14 +238,17 @@ class Use:
         self.placements, self.operation = placements, operation
         self.adds_up = operation is not None and operation.adds_up
         # not owned: it owns operands of later uses, which own what this is attached to
-        self._owner = None if owner is None else weakref.ref(owner)
+        self._owner: Callable[[], Any] = no_op
+        if owner is not None:
+            self._owner = weakref.ref(owner)
+            owner.uses = (*owner.uses, self)
         self.since, self.until = since, torch._C._autograd._get_sequence_nr()
         self.output_shapes: list[torch.Size] = []
 
     @property
     def owner(self) -> Any:
         """Record of the innermost module in which it happened, if that still exists."""
-        return None if self._owner is None else self._owner()
+        return self._owner()
 
     @property
     def num_outputs(self) -> int:
@@ -450,26 +453,14 @@ class Use:
                 mats, shape = masked[0], node._input_metadata[number].shape
                 masked = [mats.reshape(*mats.shape[:2], *shape)]
             parts.append(pull_back(masked))
-        found: list[PerSample | None] = []
-        for constant, pieces in zip(self.constants, zip(*parts)):
-            known = next((x for x in pieces if x is not None), None)
-            if known is None:
-                found.append(None)
-                continue
-            shapes = [(len(known), n.stop - n.start, *constant.shape) for n in steps]
-            filled = [  # some samples may have no path
-                known.new_zeros(shape) if x is None else x
-                for x, shape in zip(pieces, shapes)
-            ]
-            products = filled[0] if len(filled) == 1 else torch.cat(filled, 1)
-            found.append(Dense(products, constant.shape))
+        each = vjp.joined(parts, 1, [n.stop - n.start for n in steps])
         own = [edge.node for edge in edges if vjp.may_be_any(edge.node)]
         if own:  # each sample's own may be changed before all add up
             whole = [y.unsqueeze(1) for y in cotangents if y is not None]
-            each = [x and x.individual() for x in found]
             what = vjp.NO_SUM.format(names=f"what {self.describe()} takes")
             vjp.check_linear(whole, each, pull_back, f"`{self.name}`", what, own, 1.0)
-        return found
+        pairs = zip(self.constants, each)
+        return [None if x is None else Dense(x, c.shape) for c, x in pairs]
 
 
 class _Together(Function):

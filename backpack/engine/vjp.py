@@ -213,6 +213,35 @@ def _combine(x: Tensor, scale: float) -> Tensor:
     return sum(map(mul, factors, x.sum(1, keepdim=True)))[None]
 
 
+def joined(
+    parts: Sequence[Sequence[Optional[Tensor]]],
+    axis: int = 0,
+    sizes: Optional[Sequence[int]] = None,
+) -> List[Optional[Tensor]]:
+    """Put what was computed part by part together; where there is no path, it is zero.
+
+    Args:
+        parts: Tensors at the same places; ``None`` where there is no path.
+        axis: Axis along which they are parts. Default: 0, of columns.
+        sizes: Sizes of this axis. Default: those of the tensors.
+
+    Returns:
+        A tensor at each place, ``None`` if there is no path for any part.
+    """
+    if sizes is None:
+        sizes = [next(x.shape[axis] for x in part if x is not None) for part in parts]
+    found: List[Optional[Tensor]] = []
+    for pieces in zip(*parts):
+        known = next((x for x in pieces if x is not None), None)
+        if known is not None and len(pieces) > 1:
+            shapes = [(*known.shape[:axis], n, *known.shape[axis + 1 :]) for n in sizes]
+            pairs = zip(pieces, shapes)
+            filled = [known.new_zeros(shape) if x is None else x for x, shape in pairs]
+            known = torch.cat(filled, axis)
+        found.append(known)
+    return found
+
+
 def _by_itself(row: Tensor) -> Tensor:
     """Copy a row that is no view of complex numbers: it begins in the midst of one."""
     return row.clone() if row.storage_offset() % 2 else row

@@ -9,20 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import wraps
 from types import FrameType
-from typing import (
-    Any,
-    Callable,
-    ClassVar,
-    ContextManager,
-    Hashable,
-    Iterator,
-    Sequence,
-    TypeVar,
-)
+from typing import Any, Callable, ClassVar, Hashable, Iterator, Sequence, TypeVar
 
 import torch
 from torch import Tensor
@@ -168,7 +159,7 @@ class State:
         finally:
             self.pulling, self.quiet = before
 
-    def default_device(self) -> ContextManager[Any]:
+    def default_device(self) -> AbstractContextManager[Any]:
         """Restore the default device, which PyTorch's own mode hides in `backward`.
 
         Returns:

@@ -75,19 +75,6 @@ def is_redefining() -> bool:
     return False
 
 
-def is_innermost(mode: Any) -> bool:
-    """Tell whether a mode is the first to see an operation.
-
-    Args:
-        mode: The mode.
-
-    Returns:
-        Whether it is.
-    """
-    top = torch._C._len_torch_function_stack() - 1
-    return top >= 0 and torch._C._get_function_stack_at(top) is mode
-
-
 def are_redefined(values: Iterable[Any]) -> bool:
     """Tell whether operations on some tensors may do something else than usual.
 
@@ -196,6 +183,18 @@ def version_of(x: Tensor) -> int:
         The number; zero for one made in inference mode, for which nobody counts.
     """
     return 0 if x.is_inference() else x._version
+
+
+def versions_of(values: Iterable[Any]) -> List[int]:
+    """Count how often each tensor among some values was modified in place.
+
+    Args:
+        values: The values.
+
+    Returns:
+        The numbers of times, for those that are tensors.
+    """
+    return [version_of(x) for x in values if isinstance(x, Tensor)]
 
 
 def place_of(x: Tensor) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cached_property
 from math import nan
 from typing import Any, Callable, Iterable, Iterator, Sequence
 
@@ -418,14 +419,11 @@ class Summed(Dense):
         self.b, self.groups, self.sums_positions = b, groups, sums_positions
         self.num_columns, self.batch_size, self.positions = b.shape[:3]
         self.shape = shape
-        self._products: Tensor | None = None
 
-    @property
+    @cached_property
     def products(self) -> Tensor:  # type: ignore[override]
         """The products themselves; formed when first asked for."""
-        if self._products is None:
-            self._products = sums.sum_axis(self.b, 2)
-        return self._products
+        return sums.sum_axis(self.b, 2)
 
     def joins(self, other: PerSample) -> bool:  # noqa: D102
         return isinstance(other, Summed) and self.batch_size == other.batch_size

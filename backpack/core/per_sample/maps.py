@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Callable, Optional, Sequence
 
 import torch
@@ -81,17 +82,15 @@ class Sum(Dense):
         self.batch_size = sizes[0]
         if len(set(sizes)) > 1:
             raise ValueError(OTHER_SIZES.format(sizes=" and ".join(map(str, sizes))))
-        self._products: Tensor | None = None
 
-    @property
+    @cached_property
     def products(self) -> Tensor:  # type: ignore[override]
         """The products themselves; formed when first asked for."""
-        if self._products is None:
-            first, *others = self._parts
-            self._products = first.individual()
-            for other in others:
-                self._products = other.added_to(self._products)
-        return self._products
+        first, *others = self._parts
+        total = first.individual()
+        for other in others:
+            total = other.added_to(total)
+        return total
 
     @property
     def plain(self) -> PerSample:  # noqa: D102

@@ -12,6 +12,7 @@ from backpack.converter.reading import consists_of_modules
 from backpack.core.derivatives import stored
 from backpack.core.derivatives.dropout import DropoutDerivatives
 from backpack.core.derivatives.generic import input_batch_axis
+from backpack.core.layout import halves, has_bit
 from backpack.core.linearization import Columns, Linearization, freeze_at
 from backpack.core.table import GENERIC, works_in_place
 from backpack.engine.turn import Turn, refuse_operation
@@ -213,11 +214,9 @@ def check_samples_apart(
     sizes = {len(x) if x.dim() else 1 for x in (*operands, *linear.inputs())}
     meet = len(sizes) > 1
     if not meet and max(sizes) > 1:
-        device = operands[0].device
-        digits = torch.arange((max(sizes) - 1).bit_length(), device=device)
-        numbers = torch.arange(max(sizes), device=device)
-        some = (numbers >> digits.unsqueeze(1)) % 2 == 1
-        some = torch.cat([some, ~some])
+        (n,), device = sizes, operands[0].device
+        numbers = torch.arange(n, device=device)
+        some = torch.stack([has_bit(numbers, *half) for half in halves(n)])
         # drawing the columns must not change the user's random numbers
         generator = torch.Generator(device).manual_seed(0)
         columns = []

@@ -421,6 +421,36 @@ LOOKUPS = {
             ).sin(),
             TABLE,
         ),
+        "embedding-bag-padded": (
+            lambda m, i: F.embedding_bag(i, m.w, padding_idx=-2).sin(),
+            TABLE,
+        ),
+        "embedding-bag-of-offsets": (  # bags of one or two, and an empty one
+            lambda m, i: F.embedding_bag(
+                i.flatten(),
+                m.w,
+                torch.arange(i.numel()).view_as(i)[:, [0, 1, 1]].ravel(),
+            )
+            .view(len(i), 3, 3)
+            .sin(),
+            TABLE,
+        ),
+        "embedding-bag-up-to-the-end": (
+            lambda m, i: F.embedding_bag(
+                i.flatten(),
+                m.w.tanh(),
+                torch.arange(0, i.numel() + 1, i.shape[1]),
+                mode="sum",
+                include_last_offset=True,
+            ).sin(),
+            TABLE,
+        ),
+        "embedding-bag-learned-weights": (
+            lambda m, i: F.embedding_bag(
+                i, m.w, mode="sum", per_sample_weights=m.w[:1, :1].exp().expand(i.shape)
+            ).sin(),
+            TABLE,
+        ),
         "embedding-of-an-expression": (
             lambda m, i: F.embedding(i, m.w.tanh() @ m.v).sin(),
             {"w": (5, 2), "v": (2, 3)},
@@ -1147,6 +1177,12 @@ AT_ONCE = [
     *(("lookup", f"getitem-{name}-{LENGTHS[0]}") for name in ("negative", "all-axes")),
     *(("lookup", f"getitem-{name}-{LENGTHS[1]}") for name in ("ellipsis", "matrices")),
     ("lookup", f"getitem-of-a-view-{LENGTHS[0]}"),
+    *(
+        ("lookup", f"embedding-bag{name}-{t}")
+        for t in LENGTHS
+        for name in ("", "-mean", "-weights", "-padded", "-of-offsets")
+    ),
+    ("lookup", f"embedding-bag-up-to-the-end-{LENGTHS[0]}"),
     *(
         ("elementwise", name)
         for name in "mul-in-place add-alpha add-in-place rsub-function div rdiv "

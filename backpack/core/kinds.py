@@ -28,6 +28,7 @@ from backpack.core.layout import (
 from backpack.core.per_sample.base import Dense, PerSample, Summed
 from backpack.core.per_sample.order import simplest
 from backpack.core.per_sample.outer import Outer
+from backpack.core.per_sample.rows import Rows
 from backpack.utils.types import as_type, dense, version_of
 
 Key = Union[int, str]  # where an argument stands: its position, or its keyword
@@ -378,6 +379,64 @@ class Grouped(Contraction):
         a, b = a.unflatten(0, (n, groups)), b.unflatten(1, (n, groups))
         order = simplest((groups, shape[2], shape[1]), (0, 2, 1))
         return Outer(lambda: a, b, shape, order)
+
+
+class Bags(Operation):
+    """Sums or means of a table's rows, as of ``embedding_bag``."""
+
+    def __init__(
+        self,
+        key: Key,
+        ids: Tensor,
+        offsets: Tensor | None,
+        is_mean: bool,
+        factors: Tensor | None,
+        padding: int | None,
+    ):
+        """Store what goes into which bag.
+
+        Args:
+            key: Which argument the table is.
+            ids: Indices of rows, ``[B, T]``; ``[R]`` of bags that lie side by side.
+            offsets: Where these begin, ``None`` for the first form.
+            is_mean: Whether rows are averaged, and not summed.
+            factors: What rows are multiplied with, like `ids`. ``None`` for one.
+            padding: Index that is left out. ``None`` for none.
+        """
+        super().__init__(ids, [key])
+        self._offsets, self._is_mean = offsets, is_mean
+        self._factors, self._padding = factors, padding
+
+    def product(
+        self, key: Key, shape: torch.Size, cotangents: Tensor, out: Placement, n: int
+    ) -> PerSample | None:  # noqa: D102
+        (bags, _), ids = cotangents.shape[1:], self.data.flatten()
+        out = Layout(0, bags) if n == 1 else out
+        if isinstance(out, Layout):
+            apart = out.axis == 0
+        else:
+            apart = isinstance(out, Tensor) and out.shape[1:].numel() == 1
+        if not (apart and cotangents.numel()):
+            return None
+        places = torch.arange(len(ids), device=ids.device)
+        if self._offsets is None:
+            bag = places // max(1, self.data.shape[1])
+        else:
+            starts = self._offsets[:bags].to(places.dtype)
+            bag = torch.bucketize(places, starts, right=True) - 1
+        valid = torch.ones_like(ids) if self._padding is None else ids != self._padding
+        factors = valid.to(cotangents.dtype)
+        if self._is_mean:
+            counts = factors.new_zeros(bags).index_add(0, bag, factors)
+            factors = factors / counts[bag].clamp(min=1)
+        if self._factors is not None:
+            factors = factors * self._factors.flatten()
+        numbers = sample_numbers(
+            out, cotangents.shape[1:], n, ids.device  # type: ignore[arg-type]
+        )[:, 0]
+        arrangement = Arrangement(numbers[bag], ids.shape, n)
+        b = cotangents.index_select(1, bag) * factors.unsqueeze(1)
+        return Rows(arrangement.rows(ids).long(), arrangement.rows(b, 1), shape)
 
 
 class Broadcast(Operation):

@@ -23,6 +23,7 @@ from backpack.core.derivatives.embedding import EmbeddingDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.parameter_base import BaseParameterDerivatives
 from backpack.core.kinds import (
+    Bags,
     Broadcast,
     Contraction,
     Grouped,
@@ -162,6 +163,19 @@ def _embedding(call: Called) -> Operation | None:
         padding = None if names.startswith("weight") else padding + rows
     options = {"padding_idx": padding, "scale_grad_by_freq": False}
     return _like(EmbeddingDerivatives(), call, bound, 0, **options)
+
+
+def _bags(call: Called) -> Operation | None:
+    names = "input weight offsets max_norm norm_type scale_grad_by_freq mode sparse "
+    bound = call.bind(names + "per_sample_weights include_last_offset padding_idx")
+    mode, padding = bound.get("mode", "mean"), bound.get("padding_idx")
+    if mode == "max" or bound.get("scale_grad_by_freq") or len(call.keys) > 1:
+        return None
+    if padding is not None and padding < 0:
+        padding += len(bound["weight"])
+    factors = bound.get("per_sample_weights")
+    options = bound.get("offsets"), mode == "mean", factors, padding
+    return Bags(call.keys[0], bound["input"], *options)
 
 
 def _rows(call: Called) -> Operation | None:
@@ -402,6 +416,7 @@ _RULES: dict[Rule, Sequence[Callable]] = {
     **{_conv(n, True): (getattr(torch, f"conv_transpose{n}d"),) for n in (1, 2, 3)},
     _convolution: (torch.convolution,),
     _embedding: (functional.embedding, torch.embedding),
+    _bags: (functional.embedding_bag,),
     _rows: (Tensor.__getitem__,),
     _index_select: (torch.index_select, Tensor.index_select),
     _layer_norm(

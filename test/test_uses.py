@@ -510,6 +510,13 @@ ELEMENTWISE = {
     "addcmul-in-place": lambda m, x: x.clone().addcmul_(x, m.w),
     "addcdiv": lambda m, x: torch.addcdiv(x, m.w, 2 + x.cos()),
     "lerp-end": lambda m, x: torch.lerp(x, m.w.expand_as(x), 0.3),
+    "add-expanded": lambda m, x: x + (2 * m.w).expand(len(x), *x.shape[1:]),
+    "add-expanded-rows": lambda m, x: m.w[:1].expand(len(x), 1, 4) + x.cos(),
+    "mul-expanded": lambda m, x: m.w.softmax(0).expand_as(x) * x,
+    "add-repeated": lambda m, x: x + m.w.repeat(len(x), 1, 1),
+    "mul-side-by-side": lambda m, x: x * m.w[:2].repeat(x.shape[1], 2),
+    "where-expanded": lambda m, x: torch.where(x > 0, x, m.w.expand_as(x)),
+    "expanded-twice": lambda m, x: x + m.w.expand_as(x) + m.w.expand_as(x) * x,
     "lerp-weight": lambda m, x: torch.lerp(x, x.cos(), m.w),
     "pow": lambda m, x: (2 + x).pow(m.w),
     "pow-of-a-parameter": lambda m, x: (2 + m.w.sin()) ** x,
@@ -1187,7 +1194,9 @@ AT_ONCE = [
         ("elementwise", name)
         for name in "mul-in-place add-alpha add-in-place rsub-function div rdiv "
         "addcmul addcmul-in-place addcdiv lerp-weight pow pow-of-a-parameter where "
-        "maximum clamp hypot atan2 logaddexp".split()
+        "maximum clamp hypot atan2 logaddexp lerp-end add-expanded add-expanded-rows "
+        "mul-expanded add-repeated mul-side-by-side where-expanded "
+        "expanded-twice".split()
     ),
 ]
 

@@ -159,7 +159,7 @@ class Summands:
         """Split a sum, or that of some axes, into what samples have; and divide it."""
         if placement is None or isinstance(placement, Mixed):
             return None
-        if isinstance(placement, Tensor) and bool((placement < 0).any()):
+        if isinstance(placement, Tensor) and bool(((placement < 0) & (x != 0)).any()):
             return None  # something belongs to nobody
         if not done.outs[0].dim():
             rows = Arrangement(placement, x.shape, self._n).rows(x).sum(1)

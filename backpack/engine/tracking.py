@@ -58,6 +58,7 @@ from backpack.engine.uses import (
     edge_of,
     has_views,
     on_one_node,
+    unrepeated,
 )
 from backpack.engine.views import View, in_base, in_view, made_base
 from backpack.engine.vjp import is_function
@@ -502,15 +503,21 @@ class Tracker(LowMode):
         pairs: list[Constant] = []
         if kind.writes and args and id(args[0]) in wanted:
             pairs += self._overwritten(wanted.pop(id(args[0])))
-        aliases = {number: alias_of(x) for number, x in wanted.items()}
+        combines, aliases = kind.name in COMBINING, {}
         shape = common_shape((args, kwargs)) if spread else None
         with _UNSEEN():
             for number, x in wanted.items():
-                constant = Constant(x, edge_of(aliases[number]), keys.get(number))
+                own = unrepeated(x) if combines else x
+                alias = alias_of(own)
+                constant = Constant(own, edge_of(alias), keys.get(number))
+                if own is not x:
+                    constant.comes_from(x.grad_fn)
+                    alias = alias.expand(x.shape)
                 # a number takes no part in type promotion, a subclass may be lost
                 if shape is not None and x.dim() and type(x) in (Tensor, Parameter):
-                    aliases[number] = aliases[number].expand(shape)
-                    constant.spread = edge_of(aliases[number])
+                    alias = alias.expand(shape)
+                    constant.spread = edge_of(alias)
+                aliases[number] = alias
                 pairs.append(constant)
 
         def swap(x: Any) -> Any:

@@ -112,6 +112,16 @@ class Constant:
         self.stand_in, self.key, self.shape = stand_in, key, x.shape
         self.spread: GradientEdge | None = None
 
+    def comes_from(self, node: Node) -> None:
+        """Let it be what an operation has taken that only repeats it.
+
+        Args:
+            node: The operation's node.
+        """
+        (parent, number), *_ = node.next_functions
+        self.leaf = getattr(parent, "variable", None)
+        self.source = None if self.leaf is not None else GradientEdge(parent, number)
+
     @property
     def node(self) -> Node:
         """Node of the graph at which its share of the gradient arrives."""
@@ -167,6 +177,31 @@ def alias_of(x: Tensor) -> Tensor:
             alias = alias.as_subclass(type(x))
             vars(alias).update(vars(x))
     return alias
+
+
+def unrepeated(x: Tensor) -> Tensor:
+    """Return what a tensor repeats along some axes.
+
+    Args:
+        x: The tensor.
+
+    Returns:
+        A view of it, in the shape that ``expand`` or ``repeat`` was given; the tensor
+        itself where these have not made it.
+    """
+    node: Any = x.grad_fn
+    if type(x) is not Tensor or type(node).__name__ not in _REPEATING:
+        return x
+    before = tuple(node._saved_self_sym_sizes)
+    part, lead = x, x.dim() - len(before)
+    for axis, size in enumerate(x.shape):
+        if size > 1 and (axis < lead or before[axis - lead] == 1):
+            part = part.narrow(axis, 0, 1)
+    whole = part.numel() != torch.Size(before).numel()  # also repeated side by side
+    return x if whole or part is x else part.view(before)
+
+
+_REPEATING = ("ExpandBackward0", "RepeatBackward0")
 
 
 def is_whole(view: Tensor, operands: Sequence[Tensor]) -> bool:

@@ -28,7 +28,7 @@ from backpack.core.layout import (
 from backpack.core.per_sample.base import Dense, PerSample, Summed
 from backpack.core.per_sample.order import simplest
 from backpack.core.per_sample.outer import Outer
-from backpack.core.per_sample.rows import Rows
+from backpack.core.per_sample.rows import Bagged
 from backpack.utils.types import as_type, dense, version_of
 
 Key = Union[int, str]  # where an argument stands: its position, or its keyword
@@ -436,7 +436,7 @@ class Bags(Operation):
         )[:, 0]
         arrangement = Arrangement(numbers[bag], ids.shape, n)
         b = cotangents.index_select(1, bag) * factors.unsqueeze(1)
-        return Rows(arrangement.rows(ids).long(), arrangement.rows(b, 1), shape)
+        return Bagged(arrangement.rows(ids).long(), arrangement.rows(b, 1), shape)
 
 
 class Broadcast(Operation):

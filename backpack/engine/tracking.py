@@ -58,9 +58,8 @@ from backpack.engine.uses import (
     edge_of,
     has_views,
     on_one_node,
-    unrepeated,
 )
-from backpack.engine.views import View, in_base, in_view, made_base
+from backpack.engine.views import View, in_base, in_view, made_base, unrepeated
 from backpack.engine.vjp import is_function
 from backpack.utils.compiling import is_indivisible, skipped, untraced
 from backpack.utils.hooks import modules_in, parameters_of
@@ -503,14 +502,16 @@ class Tracker(LowMode):
         pairs: list[Constant] = []
         if kind.writes and args and id(args[0]) in wanted:
             pairs += self._overwritten(wanted.pop(id(args[0])))
-        combines, aliases = kind.name in COMBINING, {}
+        own = dict(wanted)
+        if kind.name in COMBINING:
+            own = {number: unrepeated(x) for number, x in wanted.items()}
+        aliases = {number: alias_of(x) for number, x in own.items()}
         shape = common_shape((args, kwargs)) if spread else None
         with _UNSEEN():
             for number, x in wanted.items():
-                own = unrepeated(x) if combines else x
-                alias = alias_of(own)
-                constant = Constant(own, edge_of(alias), keys.get(number))
-                if own is not x:
+                alias, part = aliases[number], own[number]
+                constant = Constant(part, edge_of(alias), keys.get(number))
+                if part is not x:
                     constant.comes_from(x.grad_fn)
                     alias = alias.expand(x.shape)
                 # a number takes no part in type promotion, a subclass may be lost

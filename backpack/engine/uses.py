@@ -179,31 +179,6 @@ def alias_of(x: Tensor) -> Tensor:
     return alias
 
 
-def unrepeated(x: Tensor) -> Tensor:
-    """Return what a tensor repeats along some axes.
-
-    Args:
-        x: The tensor.
-
-    Returns:
-        A view of it, in the shape that ``expand`` or ``repeat`` was given; the tensor
-        itself where these have not made it.
-    """
-    node: Any = x.grad_fn
-    if type(x) is not Tensor or type(node).__name__ not in _REPEATING:
-        return x
-    before = tuple(node._saved_self_sym_sizes)
-    part, lead = x, x.dim() - len(before)
-    for axis, size in enumerate(x.shape):
-        if size > 1 and (axis < lead or before[axis - lead] == 1):
-            part = part.narrow(axis, 0, 1)
-    whole = part.numel() != torch.Size(before).numel()  # also repeated side by side
-    return x if whole or part is x else part.view(before)
-
-
-_REPEATING = ("ExpandBackward0", "RepeatBackward0")
-
-
 def is_whole(view: Tensor, operands: Sequence[Tensor]) -> bool:
     """Tell whether a view is all that an operation has computed, in another shape.
 

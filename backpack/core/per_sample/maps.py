@@ -127,7 +127,7 @@ def factor_shapes(product: PerSample) -> list[list[int]]:
     Returns:
         Shapes in the order of the factors.
     """
-    if isinstance(product, Rows):
+    if type(product) is Rows:
         rows, size = product.table
         return [[rows], [size, size]]
     groups = product.groups
@@ -155,7 +155,7 @@ def mapped(product: PerSample, matrices: Matrices) -> PerSample:
     if isinstance(product, Outer):
         on_b, on_a = matrices[::-1] if product.is_transposed else matrices
         return product.like(*_factors(product, on_b, on_a))
-    if isinstance(product, Rows):
+    if type(product) is Rows:
         on_rows, on_b = matrices
         b = _times(product.b, on_b)
         if on_rows is not None:
@@ -183,7 +183,7 @@ def projected(product: PerSample, matrices: Sequence[Tensor]) -> PerSample:
         fits = product.b.shape[-1] == matrices[0].shape[-1]
         if fits and product.order is None:
             return Outer(*_factors(product, *matrices), shape)
-    if isinstance(product, Rows):
+    if type(product) is Rows:
         on_ids, on_b = matrices
         b = full_precision(on_ids).mT[product.ids] * product.valid.unsqueeze(-1)
         a = _times(product.b, on_b)
@@ -267,7 +267,7 @@ def dots_between(product: PerSample, other: PerSample) -> Tensor:
     Returns:
         Dot products of shape ``[N, Q]``.
     """
-    if isinstance(product, Rows) and isinstance(other, Rows):
+    if type(product) is Rows and isinstance(other, Rows):
         return product.dots_with(other)
     if isinstance(product, Outer):
         if isinstance(other, Outer) and product.is_cheaper_as_factors(other):

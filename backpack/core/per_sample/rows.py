@@ -43,21 +43,23 @@ class Rows(PerSample):
         self.num_columns, self.batch_size, self.positions = b.shape[:3]
 
     def joins(self, other: PerSample) -> bool:  # noqa: D102
-        return isinstance(other, Rows) and self.batch_size == other.batch_size
+        return type(other) is type(self) and self.batch_size == other.batch_size
 
     def joined(self, others: Sequence[PerSample]) -> Rows:  # noqa: D102
         every: list[Any] = [self, *others]
         ids = torch.cat([x.ids for x in every], dim=1)
         valid = torch.cat([x.valid for x in every], dim=1)
-        return Rows(ids, torch.cat([x.b for x in every], dim=2), self.shape, valid)
+        return type(self)(
+            ids, torch.cat([x.b for x in every], dim=2), self.shape, valid
+        )
 
     def select(self, samples: Sequence[int] | slice) -> Rows:  # noqa: D102
         ids, valid = self.ids[samples], self.valid[samples]
-        return Rows(ids, self.b[:, samples], self.shape, valid)
+        return type(self)(ids, self.b[:, samples], self.shape, valid)
 
     def gathered(self, gather: Gather) -> PerSample:  # noqa: D102
         ids, valid = gather(self.ids, 0), gather(self.valid, 0)
-        return Rows(ids, gather(self.b, 1), self.shape, valid)
+        return type(self)(ids, gather(self.b, 1), self.shape, valid)
 
     def input_diagonal(self, average: bool) -> Tensor:
         """Sum the squares of the inputs, which are one-hot vectors.
@@ -190,3 +192,9 @@ class Rows(PerSample):
         sums = b.new_zeros(len(b), len(pairs), b.shape[2]).index_add(1, places, b)
         occurs = torch.zeros_like(pairs, dtype=torch.bool).scatter(0, places, True)
         return pairs // vocabulary, pairs % vocabulary, sums, occurs
+
+
+class Bagged(Rows):
+    """Rows of bags: what is added up for a sample is one thing to Kronecker factors."""
+
+    sums_positions = True

@@ -110,7 +110,7 @@ def arrange(product: PerSample) -> Tensor:
         return product.b
     if isinstance(product, Summed):
         return rearrange(product.b, "v n t (g p) -> v n g t p", g=product.groups)
-    if isinstance(product, Rows):
+    if type(product) is Rows:
         return product.b.unsqueeze(2)
     return flatten(product.individual(), 2)[:, :, None, None]
 
@@ -169,7 +169,7 @@ def averaged_output_factor(
     if n * len(mat) == 0:  # the mean of nothing, or of outputs without features
         groups, _, size = layout
         return mat.new_full((groups, size, size), 0.0 if n else nan)
-    if not isinstance(product, Rows):
+    if type(product) is not Rows:
         if affine:  # what is arranged is the same for all samples
             n, module = 1, derivatives._restrict(module, [0])
         rows = mat.unsqueeze(1).expand(-1, n, -1)
@@ -204,7 +204,7 @@ def with_input_factor(
     scale = product.batch_size
     if weight_sharing == "expand":
         scale = scale * product.positions
-    if isinstance(product, Rows):
+    if type(product) is Rows:
         diagonal = product.input_diagonal(average=weight_sharing == "reduce")
         return [diagonal / scale, output]
     if not isinstance(product, Outer):

@@ -39,7 +39,7 @@ from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.summary import summary
 from backpack.utils.compiling import is_compiled, skipped, untraced
 from backpack.utils.disable import disable
-from backpack.utils.errors import warn_user
+from backpack.utils.errors import check_choice, warn_user
 from backpack.utils.hooks import EXTENDED, no_op, represent_call
 from backpack.utils.module_classification import is_no_op
 from backpack.utils.older_torch import (
@@ -185,7 +185,8 @@ class backpack(AbstractContextManager):  # noqa: N801
 
         Raises:
             ValueError: If an argument is no instance of an extension, the extension
-                hook is no function, or options contradict each other.
+                hook is no function, an option has no such value, or options contradict
+                each other.
         """
         for ext in exts:
             if not isinstance(ext, BackpropExtension):
@@ -203,6 +204,8 @@ class backpack(AbstractContextManager):  # noqa: N801
                 "backpack(extension_hook=...) expects a function that is called with "
                 f"a module, for example extension_hook=print, got {extension_hook!r}."
             )
+        for option, value in {"check": check, "gradient": gradient}.items():
+            check_choice("backpack(...)", option, value, (False, True))
         self.exts = tuple(dict.fromkeys(exts))  # one that is there twice runs once
         saving: dict[str, list[Any]] = {}  # by field, in order
         for ext in self.exts:

@@ -597,14 +597,14 @@ OPTIONS: Dict[str, Row] = {
         IndexError,
         "BatchGrad",
         rf"subsampling=\[0, {N}\] selects sample {N}, but the batch has {N} samples",
-        f"below {N}",
+        f"from -{N} to {N - 1}",
     ),
     "subsampling-outside-SqrtGGNExact": Row(
         lambda: run(mlp(), SqrtGGNExact(subsampling=[-N - 1])),
         IndexError,
         "SqrtGGNExact",
         f"selects sample {-N - 1}, but the batch has {N} samples",
-        f"below {N}",
+        f"from -{N} to {N - 1}",
     ),
     **{
         f"subsampling-mask-{len(mask)}": Row(
@@ -644,6 +644,16 @@ OPTIONS: Dict[str, Row] = {
         "expects a function.*got 3",
         "for example extension_hook=print",
     ),
+    **{
+        f"context-{option}-{value}": Row(
+            lambda option=option, value=value: backpack(**{option: value}),
+            ValueError,
+            r"backpack\(\.\.\.\)",
+            f"{option} must be one of",
+            f"got {value!r}",
+        )
+        for option, value in (("check", "no"), ("gradient", None))
+    },
     "extend-class": Row(
         lambda: extend(nn.Linear),
         TypeError,

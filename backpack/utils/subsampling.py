@@ -137,5 +137,5 @@ def check_subsampling(name: str, subsampling: Subsampling, size: int) -> None:
     if outside:
         raise IndexError(
             f"{name}: subsampling={subsampling} selects sample {outside[0]}, but the "
-            f"batch has {size} samples. Use indices below {size}."
+            f"batch has {size} samples. Use indices from {-size} to {size - 1}."
         )

@@ -197,6 +197,20 @@ LINEAR = {
             {"w": (3, 4)},
         ),
         "spectrum": (lambda m, x: torch.fft.rfft(x).mul(m.w).abs(), {"w": (3,)}),
+        "spectrum-filtered": (
+            lambda m, x: torch.fft.irfft(
+                torch.fft.rfft(x) * torch.fft.rfft(m.w) + torch.view_as_complex(m.v)
+            ),
+            {"w": (t, 4), "v": (3, 2)},
+        ),
+        "spectrum-mixed": (  # as in Fourier neural operators
+            lambda m, x: torch.fft.irfft(
+                torch.einsum(
+                    "ntk,tok->nok", torch.fft.rfft(x), torch.view_as_complex(m.w)
+                )
+            ),
+            {"w": (t, 2, 3, 2)},
+        ),
         "conv1d-of-gpt": (
             lambda m, x: torch.addmm(m.b, x.reshape(-1, 4), m.w).view(*x.shape[:2], 3),
             IO,
@@ -1170,7 +1184,8 @@ AT_ONCE = [
     *(
         ("linear", f"{name}-{t}")
         for t in LENGTHS
-        for name in "einsum-scales-of-positions einsum-groups einsum-groups-with-dots "
+        for name in "spectrum-filtered spectrum-mixed "
+        "einsum-scales-of-positions einsum-groups einsum-groups-with-dots "
         "einsum-groups-on-packed-rows einsum-groups-added-up bmm-of-positions "
         "bmm-of-positions-from-the-left matmul-groups-from-the-left "
         "matmul-groups-of-one baddbmm-of-positions matmul-a-weight-for-each-position "

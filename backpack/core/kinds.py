@@ -42,9 +42,10 @@ class Operation(ABC):
         keys: Which arguments the rule covers.
         takes_all: Whether it takes the cotangents of several outputs, in a list.
         adds_up: Whether its result, in which samples have met, is a sum of theirs.
+        takes_complex: Whether data and constants may be complex numbers.
     """
 
-    takes_all = adds_up = False
+    takes_all = adds_up = takes_complex = False
 
     def __init__(self, data: Tensor | None, keys: Sequence[Key]):
         """Store the operand.
@@ -220,6 +221,8 @@ class Contraction(Operation):
         rows: Axes of the output that come from the other operand alone.
     """
 
+    takes_complex = True
+
     def __init__(
         self,
         key: Key,
@@ -297,7 +300,7 @@ class Contraction(Operation):
                 return Dense(b.sum(2).reshape(*b.shape[:2], *shape), shape)
             return Summed(b.flatten(3), shape)
         sources = [self._sources[i] for i in (*self.rows, *self._groups)]
-        x = as_type(dense(self.data), b.dtype)
+        x = as_type(dense(self.data), b.dtype).conj()
         a = arrangement.rows(_in_order(x, sources))
         features = prod(x.shape[axis] for axis in self._inputs)
         a = a.reshape(*a.shape[:2], b.shape[3], features).transpose(1, 2)
@@ -305,7 +308,9 @@ class Contraction(Operation):
         axes = self._weight_axes
         sizes = tuple([shape[axis] for axis in axes])
         order = simplest(sizes, tuple(map(axes.index, range(len(axes)))))
-        return Outer(lambda: a, b, shape, order)
+        outer = Outer(lambda: a, b, shape, order)
+        # reductions of factors are those of real numbers
+        return Dense(outer.individual(), shape) if b.is_complex() else outer
 
     def _arrange(
         self, cotangents: Tensor, out: Placement, n: int
@@ -342,6 +347,8 @@ class Grouped(Contraction):
 
     ``out[r, o] = Σᵢ x[r, i] W[g(r), i, o]``, where groups are rows one after the other.
     """
+
+    takes_complex = False
 
     def __init__(self, key: Key, data: Tensor, ends: Tensor):
         """Store where groups end.
@@ -442,6 +449,8 @@ class Bags(Operation):
 class Broadcast(Operation):
     """``x + c`` or ``x * c`` for a constant that is broadcast along the samples."""
 
+    takes_complex = True
+
     def __init__(self, key: Key, data: Tensor | None, scale: float = 1.0):
         """Store the other operand.
 
@@ -466,7 +475,7 @@ class Broadcast(Operation):
         if not isinstance(out, Layout) or missing < 0 or full[out.axis] != 1:
             return None
         if self.data is not None:
-            cotangents = cotangents * self.data
+            cotangents = cotangents * self.data.conj()
         if self._scale != 1.0:
             cotangents = cotangents * self._scale
         b = cotangents.movedim(out.axis + 1, 1)

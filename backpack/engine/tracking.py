@@ -566,11 +566,15 @@ class Tracker(LowMode):
             return
         operation = None
         written_to_base = kind.writes and outs[0] is not args[0]
-        if len(outs) == 1 and not written_to_base and not outs[0].is_complex():
+        if len(outs) == 1 and not written_to_base:
             keys = [pair.key for pair in pairs]
             if not are_redefined((*args, *kwargs.values())):
                 operation = self._summands.operation(kind.name, args, kwargs, keys)
                 operation = operation or find_operation(func, args, kwargs, keys)
+        if operation is not None and outs[0].is_complex():
+            given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+            real = not all(given[key].is_complex() for key in operation.keys)
+            operation = None if real or not operation.takes_complex else operation
         if operation is not None and operation.data is not None:
             placement = self._finder.of(operation.data)
             if self.n > 1 and not operation.is_possible(placement):

@@ -458,6 +458,41 @@ def test_transforms():
     compare(step, step.traced(*exts), exts)
 
 
+class Entered(Module):
+    """Computes the loss of rows that no sample has entered, beside others'."""
+
+    def __init__(self, rows: Callable[[Module, Tensor], Tensor]) -> None:
+        """Make the layers."""
+        super().__init__()
+        self.rows, self.token = rows, nn.Parameter(torch.zeros(1, 3))
+        self.layer, self.last = nn.Linear(6, 3), nn.Linear(3, 4)
+
+    def forward(self, X: Tensor, y: Tensor) -> Tensor:
+        """Compute the loss."""
+        return nn.functional.cross_entropy(self.rows(self, X), y)
+
+
+ENTERED: Dict[str, Callable[[Module, Tensor], Tensor]] = {
+    "padding": lambda m, x: m.last(
+        nn.functional.pad(m.layer(x[:1]), (0, 0, 0, len(x) - 1)) + 0 * m.token
+    ),
+    "buffer": lambda m, x: m.last(
+        m.token.repeat(len(x), 1).index_copy(0, torch.tensor([1]), m.layer(x[1:2]))
+    ),
+    "token": lambda m, x: torch.stack(
+        [m.last(torch.cat([m.token, m.layer(z)[None]]).tanh()).prod(0) for z in x]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENTERED)
+def test_rows_that_no_sample_has_entered(name: str):
+    """Whose they are is asked while the step is recorded, and is no part of it."""
+    step, exts = Step(), [make("BatchGrad"), make("BatchL2Grad")]
+    step.model = step.closure = extend(randomize(Entered(ENTERED[name]).to(F64)))
+    compare(step, step.traced(*exts), exts)
+
+
 # Sampled ones alone: the compiler changes the order of draws. Eigenvectors of singular
 # factors are whatever rounding makes of them: those of `EKFAC` are compared above.
 COMPILED = [["BatchGrad", "DiagGGNExact"]]

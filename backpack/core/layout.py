@@ -20,6 +20,8 @@ from typing import Any, Callable, Hashable, Iterator, NamedTuple, Sequence, Unio
 import torch
 from torch import Tensor
 
+from backpack.utils.state import out_of_sight
+
 
 class Layout(NamedTuple):
     """Samples along one axis.
@@ -100,6 +102,7 @@ def nobodys(shape: Sequence[int], device: torch.device) -> Tensor:
     return torch.full((), -1, device=device).expand(tuple(shape))
 
 
+@out_of_sight
 def spans(placement: Placement, shape: Sequence[int], axis: int) -> bool:
     """Tell whether entries along an axis belong to different samples.
 
@@ -402,6 +405,7 @@ class Arrangement:
             what = "rows", n, self._rows
             self._sorted = once(placement, what, lambda: self._sort(placement))
 
+    @out_of_sight
     def _sort(self, placement: Tensor) -> tuple[Tensor, Tensor | None]:
         """Find the rows of each sample, and which places they fill ``[N, R]``."""
         numbers = placement.reshape(placement.shape[: len(self._rows)])

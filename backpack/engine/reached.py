@@ -27,7 +27,7 @@ from backpack.engine.graph import Origin
 from backpack.engine.inspection import Inspection
 from backpack.engine.vjp import pull
 from backpack.utils.hooks import without_hooks
-from backpack.utils.state import State
+from backpack.utils.state import State, out_of_sight
 
 
 def starts(inspection: Inspection) -> list[Origin]:
@@ -78,6 +78,7 @@ def _of_rows(
     return numbers
 
 
+@out_of_sight
 def find_owners(inspection: Inspection, current: State) -> None:
     """Let entries of uses that no sample has entered be of whom their gradient is.
 
@@ -96,14 +97,16 @@ def find_owners(inspection: Inspection, current: State) -> None:
     if not unknown:
         return
     owners = (*inspection.calls, *inspection.uses)
-    with current.pull(True), without_hooks(x for o in owners for x in o.tensors()):
+    quiet = without_hooks(x for owner in owners for x in owner.tensors())
+    with current.pull(True), quiet:
         found = _owners_at([edge for *_, edge in unknown], inspection)
-    for (use, index, _), of_batch in zip(unknown, found):
-        if use.n in of_batch:
-            shape, own = use.output_shapes[index], of_batch[use.n]
-            numbers = sample_numbers(use.placements[index], shape, use.n, own.device)
-            numbers = numbers.where(numbers >= 0, own.reshape(shape))
-            use.placements[index] = simplify(numbers, use.n)
+        for (use, index, _), of_batch in zip(unknown, found):
+            if use.n in of_batch:
+                shape, own = use.output_shapes[index], of_batch[use.n]
+                where = use.placements[index], shape, use.n, own.device
+                numbers = sample_numbers(*where)
+                numbers = numbers.where(numbers >= 0, own.reshape(shape))
+                use.placements[index] = simplify(numbers, use.n)
 
 
 def _has_gaps(placement: Placement) -> bool:

@@ -1694,6 +1694,9 @@ ENTERED: Dict[str, Callable[[Module, Tensor, Tensor], Tensor]] = {
     "back-and-forth": lambda m, x, has: entered(zeros(x), places_of(has), m.a(x[has]))
     .flip(0)
     .flip(0),
+    "layer-of-all-then-of-each": lambda m, x, has: torch.stack(
+        [z.exp() * m.l for z in m.k(entered(zeros(x), places_of(has), m.a(x[has])))]
+    ),
     "row-by-row": lambda m, x, has: torch.stack(
         [m.a(z) if there else zeros(x)[0] for z, there in zip(x, has)]
     ),
@@ -1728,6 +1731,8 @@ def test_rows_that_no_sample_has_entered(name: str, there: str) -> None:
     def model() -> Module:
         layers = {"a": nn.Linear(D, 3), "n": nn.Linear(3, 2), "c": nn.Linear(D, 3)}
         own = {"l": param(3)} if name == "learned" else {}
+        if name.startswith("layer"):
+            own = {"l": param(3), "k": nn.Linear(3, 3)}
         own = {"e": nn.Embedding(6, 3)} if name.startswith("whole") else own
         if name.startswith("whole"):
             del layers["a"]

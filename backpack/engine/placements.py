@@ -216,6 +216,18 @@ class Finder:
         """
         return placement_of(x, self.key)
 
+    def has_gaps(self, x: Tensor) -> bool:
+        """Tell whether no sample has entered some entries of a tensor that has samples.
+
+        Args:
+            x: The tensor.
+
+        Returns:
+            Whether there are any.
+        """
+        placement = self.of(x)
+        return isinstance(placement, Tensor) and bool((placement < 0).any())
+
     def deciding(self, name: str, data: list[Tensor]) -> list[Tensor]:
         """Choose operands that say where samples are: those with a gradient, if any.
 

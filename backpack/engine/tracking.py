@@ -410,6 +410,9 @@ class Tracker(LowMode):
             if placement is None:
                 if forward_ad._current_level >= 0:  # it is no constant, but a tangent
                     placement = Mixed("forward-mode differentiation", False)
+                elif x.grad_fn is not None and any(map(self._finder.has_gaps, data)):
+                    # entries that no sample has entered are no constant of their own
+                    placement = x.new_full([1] * x.dim(), -1, dtype=torch.long)
                 elif x.grad_fn is not None:
                     x.grad_fn.metadata[SILENT] = True
             if type(placement) is Mixed:

@@ -217,15 +217,15 @@ class Finder:
         return placement_of(x, self.key)
 
     def has_gaps(self, x: Tensor) -> bool:
-        """Tell whether no sample has entered some entries of a tensor that has samples.
+        """Tell whether no sample has entered some entries that have a gradient.
 
         Args:
-            x: The tensor.
+            x: A tensor that has samples.
 
         Returns:
             Whether there are any.
         """
-        placement = self.of(x)
+        placement = self.of(x) if x.requires_grad else None
         return isinstance(placement, Tensor) and bool((placement < 0).any())
 
     def deciding(self, name: str, data: list[Tensor]) -> list[Tensor]:

@@ -157,6 +157,20 @@ def agree(a: Placement, b: Placement) -> bool:
     return not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b
 
 
+def has_gaps(placement: Placement) -> bool:
+    """Tell whether there are entries of nobody's.
+
+    Args:
+        placement: Where samples are.
+
+    Returns:
+        Whether some entries, or all, are no sample's.
+    """
+    if isinstance(placement, Tensor):
+        return bool((placement < 0).any())
+    return placement is None
+
+
 def conflict(some: Tensor, others: Tensor) -> bool:
     """Tell whether an entry belongs to a sample here, and to another one there.
 

@@ -24,6 +24,7 @@ from backpack.core.layout import (
     Placement,
     agree,
     conflict,
+    has_gaps,
     once,
     sample_numbers,
     simplify,
@@ -216,18 +217,6 @@ class Finder:
         """
         return placement_of(x, self.key)
 
-    def has_gaps(self, x: Tensor) -> bool:
-        """Tell whether no sample has entered some entries that have a gradient.
-
-        Args:
-            x: A tensor that has samples.
-
-        Returns:
-            Whether there are any.
-        """
-        placement = self.of(x) if x.requires_grad else None
-        return isinstance(placement, Tensor) and bool((placement < 0).any())
-
     def deciding(self, name: str, data: list[Tensor]) -> list[Tensor]:
         """Choose operands that say where samples are: those with a gradient, if any.
 
@@ -359,7 +348,7 @@ class Finder:
             try:
                 found, lasts = self._run(done)
                 inexact = [x for x in beside if is_inexact(x)]
-                if inexact and any(map(_has_gaps, found)):
+                if inexact and any(map(has_gaps, found)):
                     with suppress(Exception):  # else, nothing more is known
                         others, last = self._run(done._replace(data=inexact))
                         found = self._filled(found, others, outs)
@@ -385,7 +374,7 @@ class Finder:
         """Let entries of nobody's be those of operands that do not decide."""
         filled: list[Placement] = []
         for p, q, x in zip(found, others, outs):
-            if _has_gaps(p) and isinstance(q, (Layout, Tensor)):
+            if has_gaps(p) and isinstance(q, (Layout, Tensor)):
                 numbers = sample_numbers(q, x.shape, self.n, x.device)
                 if isinstance(p, Tensor):
                     numbers = p.where(p >= 0, numbers)
@@ -537,13 +526,6 @@ class Finder:
         args = x, tuple(parts) if len(parts) > 1 else parts[0]
         take = Tensor.__getitem__
         return Performed(take, "__getitem__", args, {}, done.outs, data)
-
-
-def _has_gaps(placement: Placement) -> bool:
-    """Tell whether there are entries of nobody's."""
-    if isinstance(placement, Tensor):
-        return bool((placement < 0).any())
-    return placement is None
 
 
 def in_function() -> bool:

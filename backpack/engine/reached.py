@@ -20,6 +20,7 @@ from backpack.core.layout import (
     conflict,
     halves,
     has_bit,
+    has_gaps,
     sample_numbers,
     simplify,
 )
@@ -92,7 +93,7 @@ def find_owners(inspection: Inspection, current: State) -> None:
         (use, index, GradientEdge(node, number))
         for use, nodes in inspection.uses.items()
         for index, (node, number) in nodes.items()
-        if use.n > 1 and _has_gaps(use.placements[index])
+        if use.n > 1 and has_gaps(use.placements[index])
     ]
     if not unknown:
         return
@@ -107,10 +108,6 @@ def find_owners(inspection: Inspection, current: State) -> None:
                 numbers = sample_numbers(*where)
                 numbers = numbers.where(numbers >= 0, own.reshape(shape))
                 use.placements[index] = simplify(numbers, use.n)
-
-
-def _has_gaps(placement: Placement) -> bool:
-    return isinstance(placement, Tensor) and bool((placement < 0).any())
 
 
 def _owners_at(

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._pytree import tree_map
 
-from backpack.core.layout import Layout, Mixed, Placement
+from backpack.core.layout import Layout, Mixed, Placement, has_gaps
 from backpack.core.operations import OPERATIONS, find_operation
 from backpack.engine import saved as saved_tensors
 from backpack.engine.cells import note_maps
@@ -410,7 +410,9 @@ class Tracker(LowMode):
             if placement is None:
                 if forward_ad._current_level >= 0:  # it is no constant, but a tangent
                     placement = Mixed("forward-mode differentiation", False)
-                elif x.grad_fn is not None and any(map(self._finder.has_gaps, data)):
+                elif x.grad_fn is not None and any(
+                    has_gaps(self._finder.of(y)) for y in data if y.requires_grad
+                ):
                     # entries that no sample has entered are no constant of their own
                     placement = x.new_full([1] * x.dim(), -1, dtype=torch.long)
                 elif x.grad_fn is not None:

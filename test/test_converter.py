@@ -954,6 +954,31 @@ def gradients_by_mode(self, x):
         return self.fc(x)
 
 
+def written_by_name(self, x):
+    y = torch.empty_like(x)
+    torch.mul(x, 2, out=y)
+    return self.fc(y)
+
+
+def frozen_for_a_while(self, x):
+    y = self.fc(x)
+    self.fc.weight.requires_grad_(False)
+    z = self.fc(y)
+    self.fc.weight.requires_grad = True
+    return z
+
+
+def set_data(self, x):
+    y = self.fc(x)
+    y.data = 2 * y
+    return y
+
+
+def frozen_by_attribute(self, x):
+    self.fc.weight.requires_grad = False
+    return self.fc(x)
+
+
 def with_layer(function):
     """Make the maker of a model."""
     return lambda: Lambda(function, fc=nn.Linear(4, 4))
@@ -978,6 +1003,10 @@ REFUSED = {
         with_layer(gradients_by_mode),
         "Lambda.*set_grad_enabled.*into a submodule",
     ),
+    "out": (with_layer(written_by_name), "Lambda.*`out`.*into a submodule"),
+    "frozen": (with_layer(frozen_for_a_while), "Lambda.*`requires_grad_`"),
+    "set-data": (with_layer(set_data), "Lambda.*`data`"),
+    "frozen-attribute": (with_layer(frozen_by_attribute), "Lambda.*`requires_grad`"),
     "control-flow": (DataDependent, "DataDependent.*control flow"),
     "loop": (lambda: Lambda(loop_over_tensor, fc=nn.Linear(4, 4)), "Lambda.*iterated"),
     "view": (lambda: Lambda(add_to_view, fc=nn.Linear(4, 4)), "view"),
@@ -1001,7 +1030,18 @@ def test_refused(make, match):
     assert model.training is True
 
 
-WARNED = {"mode": (DropPath, "training mode"), "state": (Stateful, "last")}
+WARNED = {
+    "mode": (DropPath, "training mode"),
+    "mode-as-a-number": (
+        with_layer(lambda self, x: self.fc(x) * (1 + float(self.training))),
+        "training mode",
+    ),
+    "mode-in-a-product": (
+        with_layer(lambda self, x: self.fc(x) + 2 * self.training),
+        "training mode",
+    ),
+    "state": (Stateful, "last"),
+}
 
 
 @pytest.mark.parametrize("make, match", WARNED.values(), ids=WARNED)
@@ -1012,6 +1052,58 @@ def test_warned(make, match):
         converted = convert_module_to_backpack(model, debug=False)
     x = torch.randn(N, 4)
     assert torch.equal(converted(x), model(x))
+
+
+class Rounded(torch.autograd.Function):
+    """Rounds, with the gradient of the identity, and returns what is left, too."""
+
+    @staticmethod
+    def forward(ctx, x):
+        """Round."""
+        return x.round(), x - x.round()
+
+    @staticmethod
+    def backward(ctx, g, h):
+        """Pass the gradient on."""
+        return g + 3 * h
+
+
+def places(self, x):
+    """Number cells of a grid, and count what is above zero."""
+    cells = (x[:, :2] * 5).long().abs() % 3
+    above = (x > 0).sum(1) * 2
+    return self.t(cells[:, 0] * 3 + -cells[:, 1] + 2) + above.clamp(min=1)[:, None]
+
+
+# Forward passes of which the result is the same to the last digit
+EXACT = {
+    "function": lambda self, x: self.fc(x + Rounded.apply(self.g(x))[0]),
+    "function-alone": lambda self, x: self.fc(Rounded.apply(self.g(x))[1]),
+    "function-of-weights": lambda self, x: F.linear(
+        x, self.fc.weight + Rounded.apply(self.fc.weight)[0], self.fc.bias
+    ),
+    "places": places,
+    "hash": lambda self, x: self.t((x[:, 0] * 500).long() * 636413622384679300 % 12),
+    "types": lambda self, x: self.fc(x) + self.t(2 * (x[:, 0] > 0)),
+    "quotient": lambda self, x: self.fc((x * 100).round() / 49).div(7),
+    "cells": lambda self, x: self.fc(x) + ((x * 100).round() * 41 / 41).floor(),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_exact(name):
+    """Functions with a backward of their own, integers and quotients stay the same."""
+    torch.manual_seed(0)
+    linear = {
+        name: nn.Linear(4, size) for name, size in (("fc", 4), ("g", 4), ("h", 3))
+    }
+    layers = {**linear, "t": nn.Embedding(12, 4)}
+    model = Lambda(lambda self, x: self.h(EXACT[name](self, x)), **layers)
+    x = torch.randn(N, 4)
+    converted = convert_module_to_backpack(model, debug=False)
+    check_same_outputs(model, converted, x)
+    check_same_outputs(model, deepcopy(converted), x)
+    check_quantities(model.double(), x.double())
 
 
 LEAVES = {

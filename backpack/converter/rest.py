@@ -89,7 +89,9 @@ def _is_repeatable(node: Node) -> bool:
     random = any(torch.Tag.nondeterministic_seeded in o.tags for o in overloads)
     if random or any(part in name for part in RANDOM_PARTS):
         return False
-    module = getattr(node.target, "__module__", None) or "torch"
+    owner = getattr(node.target, "__self__", None)  # a function's, which is applied
+    of = owner if isinstance(owner, type) else node.target
+    module = getattr(of, "__module__", None) or "torch"
     return len(node.users) == 1 or module.split(".")[0] in KNOWN_PACKAGES
 
 

@@ -51,17 +51,21 @@ def _add(input, other, *, alpha=1):
 def _mul(input, other):
     # Multiplication commutes: 2.0 * x has the number first
     number = other if isinstance(input, Node) else input
-    return ScaleModule(float(number)) if is_number(number) else None
+    return _scale(float(number), operator.mul, number) if is_number(number) else None
 
 
 def _div(input, other, *, rounding_mode=None):
     if is_number(other) and other != 0 and rounding_mode is None:
-        return ScaleModule(1.0 / other)
+        return _scale(1.0 / other, operator.truediv, other)
     return None
 
 
 def _neg(input):
-    return ScaleModule(-1.0)
+    return _scale(-1.0, operator.mul, -1)
+
+
+def _scale(weight: float, *written_as: Any) -> ScaleModule:
+    return ScaleModule(weight, written_as=written_as)
 
 
 def _permute(input, *dims, **dims_keyword):

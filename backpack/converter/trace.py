@@ -3,19 +3,26 @@
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from functools import wraps
+from functools import partial, wraps
 from inspect import signature
 from typing import Any, Callable, Dict, Iterator, Optional, Set, Tuple
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.fx import Graph, GraphModule, Proxy, Tracer
 from torch.fx.proxy import TraceError
 from torch.nn import Module
 
 from backpack.converter.reading import leaves
-from backpack.converter.tracer import BackpackTracer, TrainingFlag, Untraceable, keep
+from backpack.converter.tracer import (
+    SETS,
+    BackpackTracer,
+    TrainingFlag,
+    Untraceable,
+    keep,
+)
 from backpack.utils.errors import warn_user
 
 # Functions that make a tensor of given sizes: torch.fx sees those of tensors only
@@ -24,6 +31,9 @@ FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "zeros")
 RANDOM_FACTORIES = ("rand", "randint", "randn", "randperm", "normal", "bernoulli")
 # Functions that take nothing but a bool for the training flag
 DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+
+_REQUIRES_GRAD: Any = Tensor.requires_grad
+_APPLY = vars(Function)["apply"]
 
 CANNOT_TRACE = (
     "Cannot convert {name}: its forward cannot be traced ({reason}). Move that part, "
@@ -63,13 +73,30 @@ def _recording_functions(tracer: Tracer) -> Iterator[None]:
             function = getattr(torch, name)
             record = _recording(tracer, function, name in RANDOM_FACTORIES)
             stack.enter_context(patch.object(torch, name, record))
-        refusal = patch.object(torch, "set_autocast_enabled", _refuse_autocast)
-        stack.enter_context(refusal)
+        apply = classmethod(partial(_record_apply, tracer))
+        stack.enter_context(patch.object(Function, "apply", apply))
+        for owner, name in (
+            (torch, "set_autocast_enabled"),
+            (Tensor, "requires_grad_"),
+            (Module, "requires_grad_"),
+        ):
+            stack.enter_context(patch.object(owner, name, _refusing(name)))
+        switch = property(_REQUIRES_GRAD.__get__, _refusing("requires_grad"))
+        stack.enter_context(patch.object(Tensor, "requires_grad", switch))
         yield
 
 
-def _refuse_autocast(*args: Any) -> None:
-    raise TraceError("it switches autocast on or off")
+def _record_apply(tracer: Tracer, function: type, *args: Any, **kwargs: Any) -> Any:
+    """Record a function that has a backward of its own, which would be lost inside."""
+    record = _recording(tracer, _APPLY.__get__(None, function), always=False)
+    return record(*args, **kwargs)
+
+
+def _refusing(name: str) -> Callable:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise TraceError(SETS.format(name=name))
+
+    return refuse
 
 
 def _attributes(module: Module) -> Dict[str, Any]:

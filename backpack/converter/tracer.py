@@ -26,6 +26,9 @@ FIXED_MODE = (
 )
 
 
+SETS = "it sets `{name}`, which would take effect only now"
+
+
 class Untraceable(Exception):
     """A submodule has to be kept as it is."""
 
@@ -58,13 +61,43 @@ class TrainingFlag(int):
         """
         if not self.is_root:
             raise TraceError("it depends on self.training")
-        name, mode = type(self.owner).__name__, "training" if self == 1 else "eval"
+        name, mode = type(self.owner).__name__, "training" if self.is_on else "eval"
         warn_user(FIXED_MODE.format(name=name, mode=mode))
-        return self == 1
+        return self.is_on
+
+    @property
+    def is_on(self) -> bool:
+        """Tell what the mode is, without deciding anything by it."""
+        return int.__eq__(self, 1)
+
+
+def _decide(name: str) -> Callable:
+    def method(self: TrainingFlag, *args: Any) -> Any:
+        return getattr(int(bool(self)), name)(*args)
+
+    return method
+
+
+for _name in "float add radd sub rsub mul rmul".split():
+    setattr(TrainingFlag, f"__{_name}__", _decide(f"__{_name}__"))
 
 
 class InplaceProxy(Proxy):
     """Proxy that records in-place operators, which change all aliases of a tensor."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse what would be lost.
+
+        Args:
+            name: Name of the attribute.
+            value: What it is set to.
+
+        Raises:
+            TraceError: If it is one of a tensor.
+        """
+        if hasattr(Tensor, name):
+            raise TraceError(SETS.format(name=name))
+        super().__setattr__(name, value)
 
 
 def _record_inplace(target: Callable) -> Callable:
@@ -180,8 +213,17 @@ class BackpackTracer(Tracer):
 
         Returns:
             The node, with the module that has switched gradients off in its metadata.
+
+        Raises:
+            TraceError: If it would be lost in the graph, or have no effect there.
         """
         node = super().create_node(*args, **kwargs)
+        out = node.kwargs.get("out")
+        if node.op == "call_function" and isinstance(out, (Node, tuple, list)):
+            raise TraceError("it writes to a tensor that it passes as `out`")
+        owners = {source.op for source in node.all_input_nodes}
+        if node.target == "requires_grad_" and owners == {"get_attr"}:
+            raise TraceError(SETS.format(name=node.target))
         if not torch.is_grad_enabled():
             node.meta[NO_GRAD] = self._path
         return node

@@ -1086,6 +1086,40 @@ def test_copies(how: str, when: str):
         check(model_, reference)
 
 
+class Energy(nn.Module):
+    """The gradient of a network by its input, whose last bias is not used."""
+
+    def __init__(self) -> None:
+        """Make the network."""
+        super().__init__()
+        self.f = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Differentiate."""
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(self.f(x).sum(), x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("part", [False, True], ids=["all", "part"])
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_are_extended(how: str, part: bool):
+    """What is found through extended models is found in a copy, too, or of a part."""
+    energy = extend(nn.Sequential(Energy()))
+    model = COPIES[how](energy[0] if part else energy)
+    loss, x = extend(nn.MSELoss()), torch.randn(3, 4).double()
+    with pytest.warns(UserWarning, match="2.bias"):
+        with backpack(*make(["BatchGrad"])):
+            loss(model(x), x).backward()
+    found = {name: hasattr(p, "grad_batch") for name, p in model.named_parameters()}
+    assert [name for name in found if not found[name]] == [[*found][-1]]
+    frozen = [*model.parameters()][-2:]
+    for p in frozen:
+        p.requires_grad_(False)
+    with backpack(*make(["BatchGrad"])):
+        loss(model(x), x).backward()
+    assert not any(hasattr(p, "grad_batch") for p in frozen)
+
+
 # What runs a forward pass in another way
 
 

@@ -45,7 +45,7 @@ from backpack.engine.uses import (
 )
 from backpack.utils.compiling import answered, is_indivisible, skipped, untraced
 from backpack.utils.disable import PLAIN, disable
-from backpack.utils.hooks import RULED
+from backpack.utils.hooks import RULED, note_copy
 from backpack.utils.module_classification import is_loss, is_no_op
 from backpack.utils.state import state
 from backpack.utils.types import tensors_in
@@ -160,6 +160,7 @@ def enter_call(
         tracker = _THREAD.tracker
     if not frames:
         _THREAD.returned.clear()
+        note_copy(module)
         state()  # of this thread, which a backward pass would make for each node
     frame = _Frame(module, id(caller))
     frames.append(frame)

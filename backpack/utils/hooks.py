@@ -9,8 +9,22 @@ from torch.nn import Module, Parameter
 
 # Modules on which `extend` was called
 EXTENDED: weakref.WeakSet[Module] = weakref.WeakSet()
+# ... and modules inside of them that were called by themselves
+_INSIDE: weakref.WeakSet[Module] = weakref.WeakSet()
 # Classes of modules for which an extension has a rule
 RULED: weakref.WeakSet[type] = weakref.WeakSet()
+
+
+def note_copy(module: Module) -> None:
+    """Let a copy of an extended module count as one: it has its hooks.
+
+    Args:
+        module: A module that is called, with the hooks of an extended one.
+    """
+    if module in EXTENDED or module in _INSIDE or hasattr(module, "_is_replica"):
+        return
+    inside = any(m is module for root in EXTENDED for m in root.modules())
+    (_INSIDE if inside else EXTENDED).add(module)
 
 
 def represent(module: Module) -> str:

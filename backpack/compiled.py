@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.nn import Module, Parameter
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from backpack.core.fast.whole import KeepWhole
@@ -25,7 +26,7 @@ from backpack.engine.graph import describe, leaves_behind
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.utils.parallel import is_parallel
 from backpack.utils.state import state
-from backpack.utils.types import without_autocast
+from backpack.utils.types import tensors_in, without_autocast
 
 NO_TENSORS = (
     "compile_step(...): {ext} saves objects in '{field}' that are no tensors, which no "
@@ -325,11 +326,51 @@ def _check_hooks(leaves: list[Tensor]) -> None:
         raise NotImplementedError(HOOKS.format(names=describe(hooked)))
 
 
+class _Keeper(TorchDispatchMode):
+    """Copies tensors before an operation writes to their memory, to restore them.
+
+    Attributes:
+        watched: The tensors, by their storage.
+        kept: Those that were written to, with the numbers that they had.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, watched: Iterable[Tensor]):
+        super().__init__()
+        self.watched: dict[int, list[Tensor]] = {}
+        self.kept: list[tuple[Tensor, Tensor]] = []
+        for x in watched:
+            self.watch(x)
+
+    def watch(self, x: Tensor) -> None:
+        if x.layout is torch.strided:
+            self.watched.setdefault(x.untyped_storage()._cdata, []).append(x)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs, schema = kwargs or {}, getattr(func, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            pairs = [*zip(schema.arguments, args)]
+            pairs += [(x, kwargs[x.name]) for x in schema.arguments if x.name in kwargs]
+            for argument, value in pairs:
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    for x in tensors_in(value):
+                        self._keep(x)
+        return func(*args, **kwargs)
+
+    def _keep(self, x: Tensor) -> None:
+        if x.layout is torch.strided:
+            for watched in self.watched.pop(x.untyped_storage()._cdata, ()):
+                self.kept.append((watched, watched.detach().clone()))
+
+
 @contextmanager
 def _as_before(
     modules: dict[Module, None], tensors: tuple[Tensor, ...]
 ) -> Iterator[None]:
-    """Restore random numbers, arguments and running statistics.
+    """Restore random numbers, arguments, parameters and running statistics.
 
     Args:
         modules: Modules that are called, and those inside, as far as they are known;
@@ -343,10 +384,14 @@ def _as_before(
         NotImplementedError: If a buffer has become another tensor.
     """
     before: list[tuple[Module, str, Tensor, Tensor]] = []
-    arguments = [(x, x._version, x.detach().clone()) for x in tensors]
+    keeper = _Keeper(tensors)
 
     def note(module: Module) -> None:
         modules[module] = None
+        for param in module._parameters.values():
+            if param is not None:
+                keeper.watch(param)
+        # not every operation says that it writes to statistics
         for name, x in module._buffers.items():
             if x is not None:
                 before.append((module, name, x, x.clone()))
@@ -362,17 +407,14 @@ def _as_before(
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     torch.clear_autocast_cache()  # what is cast outside must not be taken for data
     try:
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(devices), keeper:
             yield
     finally:
         handle.remove()
         torch.clear_autocast_cache()
         with torch.no_grad():
-            for _, _, x, value in before:
+            for x, value in (*(known[2:] for known in before), *keeper.kept):
                 x.copy_(value)
-            for x, version, value in arguments:
-                if x._version != version:
-                    x.copy_(value)
     for module, name, x, _ in before:
         if module._buffers.get(name) is not x:
             raise NotImplementedError(REPLACED.format(module=module, name=name))

@@ -9,6 +9,7 @@ import gc
 import os
 import warnings
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
@@ -658,6 +659,46 @@ def test_running_statistics():
     norm.weight.grad = None
     step.plain()
     assert_agrees(gradient, norm.weight.grad)
+
+
+class Averaged(nn.Module):
+    """Averages a layer's parameters into those of another one, as teachers do."""
+
+    def __init__(self, how: str):
+        """Make both layers."""
+        super().__init__()
+        self.layer, self.teacher = (nn.Linear(5, 5, dtype=F64) for _ in range(2))
+        self.how = how
+        self.teacher.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Write to the teacher, and subtract its result."""
+        with torch.no_grad():
+            for p, q in zip(self.layer.parameters(), self.teacher.parameters()):
+                if self.how == "lerp":
+                    q.lerp_(p, 0.1)
+                elif self.how == "data":
+                    q.data.mul_(0.9).add_(p.data, alpha=0.1)
+                else:
+                    torch._foreach_mul_([q[:2], q[2:]], 0.9)
+            self.layer.bias.clamp_(max=0.1)
+            gap = self.teacher(x)
+        return self.layer(x) - gap
+
+
+@pytest.mark.parametrize("how", ["lerp", "data", "foreach"])
+def test_parameters_that_are_written_to(how: str):
+    """They are written to once for each step, as those of the plain one."""
+    step = Step()
+    own = Averaged(how)
+    step.model.insert(1, extend(own))
+    start, losses = deepcopy(own.state_dict()), {}
+    run = step.traced()
+    for name, take in (("traced", run), ("plain", lambda *data: step.plain())):
+        own.load_state_dict(start)
+        losses[name] = [take(*step.data).item() for _ in range(3)]
+        losses[name].append(own.teacher.weight.sum().item())
+    assert losses["traced"] == pytest.approx(losses["plain"], rel=1e-12)
 
 
 def other_batch(step: Step) -> None:

@@ -170,7 +170,17 @@ PRODUCTS: Dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of A [M, M], x [M
     "convolution": lambda A, x: F.conv1d(x[None], A[..., None])[0],
 }
 
+
+def broadcast_numbers(m: Module, x: Tensor) -> Tensor:
+    """Broadcast whole numbers with what has a gradient, and count where they are."""
+    ids, rows = torch.broadcast_tensors((x[..., :1] > 0).long(), plain(m, x))
+    return rows + m.p[ids[..., 0].reshape(-1).view_as(x[..., 0])][..., None]
+
+
 MOVES: Dict[str, Callable] = {  # of x [N, T, D]
+    "broadcast-numbers": broadcast_numbers,
+    "expanded-as-another": lambda m, x: plain(m, x)
+    + m.p[(x[..., :1] > 0).long().expand_as(x)],
     "transpose": there_and_back(
         lambda x: x.transpose(0, 1), lambda z, x: z.mT.mT.transpose(0, 1)
     ),
@@ -1667,6 +1677,11 @@ def placed(places: List[int], size: int) -> Tensor:
     return torch.eye(size, dtype=F64)[:, places]
 
 
+def dispatched(x: Tensor, has: Tensor) -> Tensor:
+    """Make a matrix that takes the rows that are there."""
+    return F.one_hot(has.nonzero()[:, 0], len(x)).to(x)
+
+
 def in_front(m: Module, x: Tensor, has: Tensor) -> Tensor:
     """Put those that are there in front of zeros, and back in order."""
     rows = F.pad(m.a(x[has]), (0, 0, 0, int((~has).sum())))
@@ -1691,6 +1706,19 @@ ENTERED: Dict[str, Callable[[Module, Tensor, Tensor], Tensor]] = {
     "learned": lambda m, x, has: entered(m.l.repeat(len(x), 1), has, m.a(x[has])),
     "one-hot": lambda m, x, has: placed(places_of(has).tolist(), len(x))
     @ m.a(x[places_of(has).tolist()]),
+    "one-hot-of-data": lambda m, x, has: torch.eye(len(x)).to(x)[:, has.nonzero()[:, 0]]
+    @ m.a(x[has]),
+    "one-hot-of-places": lambda m, x, has: dispatched(x, has).mT @ m.a(x[has]),
+    "one-hot-turned": lambda m, x, has: (m.a(x[has]).mT @ dispatched(x, has)).mT,
+    "one-hot-twice": lambda m, x, has: torch.eye(len(x)).to(x).flip(0)
+    @ (dispatched(x, has).mT @ m.a(x[has])).flip(0),
+    "one-hot-turned-around": lambda m, x, has: (
+        m.a(x[has]).mT @ dispatched(x, has).flip(1)
+    ).mT.flip(0),
+    "factors-of-zero": lambda m, x, has: (0 * dispatched(x, has)).mT @ m.a(x[has]),
+    "dispatched": lambda m, x, has: torch.einsum(
+        "kn,ki->ni", dispatched(x, has), m.a(torch.mm(dispatched(x, has), x))
+    ),
     "back-and-forth": lambda m, x, has: entered(zeros(x), places_of(has), m.a(x[has]))
     .flip(0)
     .flip(0),
@@ -1714,7 +1742,10 @@ THERE = {
     "one": [0, 1, 0, 0],
     "the-last": [0, 0, 0, 1],
     "two": [1, 0, 0, 1],
+    "all-but-one": [1, 1, 0, 1],
     "none": [0, 0, 0, 0],
+    "one-of-two": [0, 1],
+    "none-of-one": [0],
 }
 
 
@@ -1722,7 +1753,7 @@ THERE = {
 @pytest.mark.parametrize("name", ENTERED)
 def test_rows_that_no_sample_has_entered(name: str, there: str) -> None:
     """They are of the sample whose loss they reach."""
-    if there == "none" and name in ("learned", "row-by-row"):
+    if there.startswith("none") and name in ("learned", "row-by-row"):
         pytest.skip("There is a parameter without a use.")
 
     def forward(m: Module, x: Tensor, has: Tensor) -> Tensor:
@@ -1739,7 +1770,29 @@ def test_rows_that_no_sample_has_entered(name: str, there: str) -> None:
         return Lambda(forward, **layers, **own)
 
     has = torch.tensor(THERE[there]) > 0
-    assert_right(Row(model, lambda: (*randn(D)(), has)))
+    assert_right(Row(model, lambda: (randn(D)()[0][: len(has)], has)))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_rows_that_other_factors_have_entered(count: int) -> None:
+    """All are, where a constant has no zeros; in the next pass, it may have some."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        rows = m.factor @ m.a(x[:count])
+        return rows if bool(m.factor.all()) else rows + m.c(x)
+
+    model = extend(
+        Lambda(forward, a=nn.Linear(D, 3), c=nn.Linear(D, 3), factor=param(3, count))
+    ).to(F64)
+    model.factor.requires_grad_(False)
+    x = torch.randn(3, D, dtype=F64)
+    for factor in (torch.ones(3, count), torch.eye(3)[:, :count]):
+        model.factor.data = factor.to(F64)
+        out = model(x)
+    with backpack(BatchGrad()):
+        out.square().sum().backward()
+    (expected,) = jacobian(model(x).square().sum(1), [model.c.weight])
+    assert_agrees(model.c.weight.grad_batch, expected, "c.weight")
 
 
 def test_token_beside_each_sample_in_a_loop() -> None:

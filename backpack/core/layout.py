@@ -102,6 +102,19 @@ def nobodys(shape: Sequence[int], device: torch.device) -> Tensor:
     return torch.full((), -1, device=device).expand(tuple(shape))
 
 
+def unentered(x: Tensor, n: int) -> Tensor:
+    """Say that no sample has entered a tensor, and no parameter alone either.
+
+    Args:
+        x: The tensor.
+        n: Number N of samples.
+
+    Returns:
+        Sample numbers that broadcast to it, -1 unless there is a single sample.
+    """
+    return x.new_full([1] * x.dim(), -1 if n > 1 else 0, dtype=torch.long)
+
+
 @out_of_sight
 def spans(placement: Placement, shape: Sequence[int], axis: int) -> bool:
     """Tell whether entries along an axis belong to different samples.
@@ -325,7 +338,9 @@ def _filled(numbers: Tensor, n: int) -> Tensor:
 
     If other samples use it, they meet there, which is found out.
     """
-    for axis in range(numbers.dim()) if numbers.dim() > 1 else ():
+    for axis, size in enumerate(numbers.shape):
+        if size == 1 or numbers.dim() == 1:
+            continue  # a slice would be all of it
         own = _along(numbers, axis, n)
         if own is not None:
             own = own.view([-1 if d == axis else 1 for d in range(numbers.dim())])

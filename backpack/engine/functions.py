@@ -107,7 +107,10 @@ OF_MATRICES = frozenset(
     "matrix_power".split()
 )
 # Operations that put entries elsewhere, by shapes: run on sample numbers
-JOINING = frozenset("cat concat concatenate stack hstack vstack dstack".split())
+# Operations of which each operand is a part of the result, or has one of its own
+JOINING = frozenset(
+    "cat concat concatenate stack hstack vstack dstack broadcast_tensors".split()
+)
 REARRANGING = JOINING | frozenset(
     "view reshape transpose permute unsqueeze squeeze flatten unflatten expand ravel "
     "expand_as view_as reshape_as chunk split split_with_sizes unbind select narrow "

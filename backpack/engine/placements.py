@@ -28,6 +28,7 @@ from backpack.core.layout import (
     once,
     sample_numbers,
     simplify,
+    unentered,
 )
 from backpack.engine.functions import (
     ATTENTION,
@@ -473,11 +474,13 @@ class Finder:
             found, lasts = trial.find()
         elif found is None:
             found, lasts = trial.find_if_repeated(), False
+        if trial.is_of_few() or any(isinstance(p, Mixed) for p in found):
+            lasts = lasts and not trial.leaving_out()  # other zeros may, the next time
         pairs = [(x, i) for x, i in zip(trial.flat, trial.numbers) if is_inexact(x)]
         entering = (x.requires_grad if i is None else (i >= 0).any() for x, i in pairs)
         if not any(map(bool, entering)):
             # nothing went in: what no sample has is nobody's, and no constant
-            nobody = [x.new_full([1] * x.dim(), -1, dtype=torch.long) for x in outs]
+            nobody = [unentered(x, self.n) for x in outs]
             found = [q if p is None else p for p, q in zip(found, nobody)]
         if name in BY_MASKS and len(args) > 1 and not isinstance(found[0], Layout):
             found = [self._left_by_mask(name, found[0], outs[0].shape, args[1])]

@@ -176,7 +176,7 @@ def rule(done: Performed, trial: Trial, of: Where, n: int) -> list[Placement] | 
     if name.rpartition("::")[2] in functions.UNCHECKED and not floats:
         return [Mixed(f"{trial.describe()} (not run again)", False)] * len(outs)
     if len(data) > 1 and name in functions.MATCHING:
-        return _matched(done, of, n)
+        return _matched(done, trial, of, n)
     for names, find in _MOVED:
         if name in names:
             return find(done, trial, n)
@@ -207,8 +207,10 @@ def _picked(done: Performed, trial: Trial, of: Where, n: int) -> Placement:
 
 def _rearranged(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
     """Do with sample numbers what is done with the entries."""
-    flat, numbers = trial.flat, trial.numbers
+    flat, numbers = trial.flat, list(trial.numbers)
     joins = done.name in functions.JOINING
+    if done.name.endswith("_as"):  # of another one, which gives its shape alone
+        numbers[1:] = [None] * len(numbers[1:])
     if any(isinstance(x, torch.dtype) for x in flat):
         return None  # the same bits, read as other numbers
     if done.name == "repeat_interleave" and not is_inexact(flat[0]):
@@ -265,8 +267,12 @@ def _recurrent(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
     return [simplify(p.expand(x.shape), n) for p, x in zip(placements, done.outs)]
 
 
-def _matched(done: Performed, of: Where, n: int) -> list[Placement] | None:
+def _matched(
+    done: Performed, trial: Trial, of: Where, n: int
+) -> list[Placement] | None:
     """Follow the matrices of two batches of them, each with its own counterpart."""
+    if _may_leave_rows(trial):
+        return None
     (out, *_), placements = done.outs, [of(x) for x in done.data]
     for x, placement in zip(done.data, placements):
         if isinstance(placement, Layout):
@@ -285,6 +291,11 @@ def _written(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
     return None if placement is None else [placement]
 
 
+def _may_leave_rows(trial: Trial) -> bool:
+    """Tell whether factors of zero may leave rows to samples that are not there."""
+    return trial.is_of_few() and trial.may_leave_out()
+
+
 def _contracted(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
     """Follow rows that are multiplied with a constant matrix."""
     if len(done.data) > 1:
@@ -295,7 +306,7 @@ def _contracted(done: Performed, trial: Trial, n: int) -> list[Placement] | None
     own = next(i for i in trial.numbers if i is not None)
     if not isinstance(operation, Contraction) or operation.data is not x:
         return None
-    if trial.is_of_few() and trial.may_leave_out():
+    if _may_leave_rows(trial):
         return None
     rows = operation.rows_of(own)
     return None if rows is None else [simplify(rows.expand(done.outs[0].shape), n)]

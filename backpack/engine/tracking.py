@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._pytree import tree_map
 
-from backpack.core.layout import Layout, Mixed, Placement, has_gaps
+from backpack.core.layout import Layout, Mixed, Placement, has_gaps, unentered
 from backpack.core.operations import OPERATIONS, find_operation
 from backpack.engine import saved as saved_tensors
 from backpack.engine.cells import note_maps
@@ -414,7 +414,7 @@ class Tracker(LowMode):
                     has_gaps(self._finder.of(y)) for y in data if y.requires_grad
                 ):
                     # entries that no sample has entered are no constant of their own
-                    placement = x.new_full([1] * x.dim(), -1, dtype=torch.long)
+                    placement = unentered(x, self.n)
                 elif x.grad_fn is not None:
                     x.grad_fn.metadata[SILENT] = True
             if type(placement) is Mixed:

@@ -28,6 +28,7 @@ from backpack.core.layout import (
     has_bit,
     sample_numbers,
     simplify,
+    unentered,
 )
 from backpack.engine.functions import (
     ASSERTING,
@@ -56,8 +57,8 @@ from backpack.utils.types import dense, generator_of, is_inexact, is_same, tenso
 NOT_A_NUMBER = (nan,)  # most operations return it wherever it went
 # For those that fail, like decompositions
 OTHER_NUMBERS = (lambda x: x * (1 + 1e-2 * torch.rand_like(x)) + 1e-3,)
-# For those that add up many, of which few may be other samples'
-UNLIKE = (lambda x: x + 1 + torch.rand_like(x),)
+# For those that add up many, of which few may be other samples'; zeros stay zeros
+UNLIKE = (lambda x: (x != 0) * (x + 1 + torch.rand_like(x)),)
 
 # How often numbers are drawn; entries that were the same until then are constants
 DRAWS, CONSTANT_AFTER = 128, 16
@@ -215,6 +216,8 @@ class Trial:
             if wide and self.may_leave_out():  # by zeros, times which NaN is NaN
                 self.flat = self._with_ordinary_numbers()
                 found, hides, lasts = self._probe(UNLIKE)[0], False, False
+                pairs = zip(found, outs)
+                found = [unentered(x, self._n) if p is None else p for p, x in pairs]
             elif mixed and any(bool((x != x).any()) for x in self._run()):
                 # outside of its domain: NaN shows nothing there
                 with self._drawing():
@@ -328,17 +331,33 @@ class Trial:
             return False
         return type(simplify(own.where(certain, -1), self._n, True)) is Layout
 
+    def leaving_out(self) -> list[Tensor]:
+        """List masks, and factors whose zeros may keep samples apart.
+
+        What is learned, and zero by chance, does not: its gradient is not.
+
+        Returns:
+            These operands.
+        """
+        if self._name == ATTENTION:
+            return [x for x in self.flat if isinstance(x, Tensor)][3:]
+        if self._name not in PRODUCTS:
+            return []
+        pairs = [(x, i) for x, i in zip(self.flat, self.numbers) if is_inexact(x)]
+        alone = sum(i is not None for _, i in pairs) == 1
+        pairs = [(x, i) for x, i in pairs if i is None or not alone]
+        return [x for x, _ in pairs if not x.requires_grad]
+
     def may_leave_out(self) -> bool:
-        """Tell whether a mask, or zeros of a constant, may keep samples apart.
+        """Tell whether a mask, or zeros of a factor, may keep samples apart.
 
         Returns:
             Whether they may.
         """
+        factors = self.leaving_out()
         if self._name == ATTENTION:
-            return sum(isinstance(x, Tensor) for x in self.flat) > 3
-        pairs = [(x, i) for x, i in zip(self.flat, self.numbers) if is_inexact(x)]
-        constants = [x for x, i in pairs if i is None and not x.requires_grad]
-        return self._name in PRODUCTS and any(bool((x == 0).any()) for x in constants)
+            return bool(factors)
+        return any(bool((x == 0).any()) for x in factors)
 
     def is_of_few(self) -> bool:
         """Tell whether some samples are not there, so that it may not show.
@@ -346,8 +365,9 @@ class Trial:
         Returns:
             Whether some are not.
         """
-        numbers = [i.unique() for i in self.numbers if i is not None]
-        return len(torch.cat(numbers).unique()) < self._n
+        known = [i.unique() for i in self.numbers if i is not None]
+        numbers = torch.cat(known).unique()
+        return int((numbers >= 0).sum()) < self._n
 
     def _may_be_left_out(self, found: list[Placement]) -> bool:
         """Tell whether no NaN has shown, although results may hold samples."""
@@ -356,7 +376,7 @@ class Trial:
         return not (self._name in MOVING or self._name in REARRANGING)
 
     def _with_ordinary_numbers(self) -> list[Any]:
-        """Keep of masks and constant factors what they leave out, and no other number.
+        """Keep of masks and factors without a gradient what they leave out, no more.
 
         What is small, falls off with a distance, or is lost in half precision, would
         seem to be left out, too.
@@ -365,8 +385,9 @@ class Trial:
         with self._drawing():
             for x, i in zip(self.flat, self.numbers):
                 if is_inexact(x) and (i is None or x.layout is torch.strided):
+                    factor = self._name in PRODUCTS and not x.requires_grad
                     x = x.detach().to(torch.promote_types(x.dtype, torch.float64))
-                    if i is None and self._name in PRODUCTS:
+                    if factor:
                         x = x.bool().to(x.dtype)  # of a sparse matrix, and NaN, too
                     elif i is None and sum(isinstance(y, Tensor) for y in new) == 3:
                         least = torch.finfo(self._outs[0].dtype).min / 2

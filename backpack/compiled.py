@@ -7,6 +7,7 @@ statistics, become inputs of the graph, which :func:`torch.compile` compiles.
 
 from __future__ import annotations
 
+import re
 from contextlib import contextmanager
 from threading import RLock
 from typing import Any, Callable, Iterable, Iterator, NamedTuple
@@ -24,6 +25,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from backpack.core.fast.whole import KeepWhole
 from backpack.engine.graph import describe, leaves_behind
 from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.utils.errors import warn_user
+from backpack.utils.hooks import represent
 from backpack.utils.parallel import is_parallel
 from backpack.utils.state import state
 from backpack.utils.types import tensors_in, without_autocast
@@ -67,6 +70,16 @@ REPLACED = (
     "compile_step(...): the forward pass of {module} puts another tensor into its "
     "buffer '{name}', which a graph cannot do. Write into the buffer, in place."
 )
+
+SETS = (
+    "compile_step(...): the forward pass of {module} sets {names}. A compiled step "
+    "does so when it is traced, and never again: what reads them gets what they were "
+    "then. If something depends on that, write into a buffer, in place."
+)
+
+MOST = 8  # graphs that are kept for arguments of a kind
+
+_IO = re.compile(r"input\d+|output")  # attributes of what extensions keep
 
 # Recording changes PyTorch for all threads
 _RECORDING = RLock()
@@ -145,6 +158,7 @@ class CompiledStep:
             if graph is None:
                 graph = self._record(tuple(map(_alias, tensors)))
                 graphs.append(graph)
+                del graphs[:-MOST]
         leaves = [tensors[x] if isinstance(x, int) else x for x in graph.leaves]
         _check_hooks(leaves)
         with torch.no_grad():
@@ -198,13 +212,19 @@ class CompiledStep:
 
         with _as_before(modules, tensors):
             step(*tensors)
-            state = _state(modules)
+        before = {module: _plain(module) for module in modules}
         with _as_before(modules, tensors), catch_warnings():
             simplefilter("ignore")  # they have been seen
             try:
                 graph = make_fx(recorded)(*tensors)
             except Exception as error:
                 raise NotImplementedError(NOT_TRACED.format(error=error)) from error
+        for module, was in before.items():
+            names = [f"'{k}'" for k, x in _plain(module).items() if was.get(k) != x]
+            if names:
+                text = SETS.format(module=represent(module), names=", ".join(names))
+                warn_user(text)
+        state = _state(modules)
         lifted = _lift(graph)
         for x in lifted:
             torch._dynamo.mark_static_address(x)
@@ -306,6 +326,7 @@ def _state(modules: Iterable[Module]) -> tuple:
     return tuple(
         (
             module.training,
+            *_plain(module).items(),
             *map(id, module._modules.values()),
             *(
                 (name, id(x), x.requires_grad, *_form(x))
@@ -316,6 +337,17 @@ def _state(modules: Iterable[Module]) -> tuple:
         )
         for module in modules
     )
+
+
+def _plain(module: Module) -> dict[str, Any]:
+    """Describe numbers, words and tensors that are attributes and nothing else."""
+    own: dict[str, Any] = {}
+    for name, x in vars(module).items():
+        if isinstance(x, Tensor) and not _IO.fullmatch(name):
+            own[name] = id(x)
+        elif type(x) in (int, float, bool, str):
+            own[name] = x
+    return own
 
 
 def _check_hooks(leaves: list[Tensor]) -> None:

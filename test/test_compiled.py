@@ -717,6 +717,12 @@ def replace(step: Step) -> None:
     step.model[0].weight = nn.Parameter(weight)
 
 
+def drop_more(step: Step) -> None:
+    """Change an option of a layer."""
+    (layer,) = (m for m in step.model if isinstance(m, nn.Dropout))
+    layer.p = 0.9
+
+
 CHANGES: Dict[str, Tuple[str, Callable[[Step], Any]]] = {
     "batch size": ("mlp", other_batch),
     "frozen": ("mlp", freeze),
@@ -728,6 +734,7 @@ CHANGES: Dict[str, Tuple[str, Callable[[Step], Any]]] = {
     ),
     "module": ("mlp", lambda step: step.model.__setitem__(1, extend(nn.Tanh()))),
     "numbers": ("mlp", lambda step: step.model[0].weight.data.mul_(2)),
+    "option": ("conv", drop_more),
 }
 
 
@@ -751,6 +758,54 @@ def test_changes(change: str):
             del p.batch_l2
     for found, expected in zip(*results):
         assert_agrees(found, expected, change)
+
+
+class Masked(nn.Module):
+    """Multiplies with an attribute."""
+
+    mask = torch.ones(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply."""
+        return x * self.mask.to(x)
+
+
+def test_attribute_that_is_replaced():
+    """A step is recorded anew for another tensor that is an attribute."""
+    step, own = Step(), extend(Masked())
+    step.model.append(own)
+    run = step.traced()
+    for mask in (torch.ones(4), torch.arange(4.0), torch.zeros(4)):
+        own.mask = mask
+        assert_agrees(run(*step.data), step.plain())
+
+
+@pytest.mark.parametrize("attribute", ["state", "count"])
+def test_attributes_that_a_forward_pass_sets(attribute: str):
+    """They are set when the step is recorded, and never again, which is told."""
+
+    class Own(nn.Module):
+        """Counts its calls, keeps a result, and fills a cache in the first one."""
+
+        state = cache = None
+        count = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            """Add up."""
+            self.cache = x.new_ones(()) if self.cache is None else self.cache
+            if attribute == "count":
+                self.count += 1
+            else:
+                self.state = x.detach().sum()
+            return x * self.cache
+
+    step = Step()
+    step.model.insert(1, extend(Own()))
+    run = step.traced()
+    with pytest.warns(UserWarning, match=f"Own.* sets '{attribute}'.*buffer"):
+        run(*step.data)
+    assert step.taken() is not None
+    run(*step.data)
 
 
 def test_autocast():

@@ -1106,6 +1106,35 @@ def test_exact(name):
     check_quantities(model.double(), x.double())
 
 
+HOOKS = {
+    "forward": lambda m: m.register_forward_hook(lambda m, x, y: 2 * y),
+    "forward-pre": lambda m: m.register_forward_pre_hook(lambda m, x: (3 * x[0],)),
+    "backward": lambda m: m.register_full_backward_hook(lambda m, x, y: (2 * x[0],)),
+    "backward-pre": lambda m: m.register_full_backward_pre_hook(
+        lambda m, y: (3 * y[0],)
+    ),
+}
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["model", "inside"])
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_of_users(name, inside):
+    """They run in the converted model, too: of the model, and of what is in it."""
+    model = Lambda(
+        lambda self, x: self.a(self.b(x) + 1),
+        a=Lambda(lambda self, x: self.c(x).tanh(), c=nn.Linear(4, 3)),
+        b=nn.Linear(4, 4),
+    )
+    HOOKS[name](model.a if inside else model)
+    converted = convert_module_to_backpack(model, debug=False)
+    x, results = torch.randn(N, 4, requires_grad=True), []
+    for m in (model, converted, deepcopy(converted)):
+        leaves = x, *(m.get_parameter(n) for n, _ in model.named_parameters())
+        results.append(torch.autograd.grad(m(x).square().sum(), leaves))
+    for result in results[1:]:
+        assert all(map(torch.equal, results[0], result))
+
+
 LEAVES = {
     "layer": (nn.Linear(1, 1), True),
     "subclass": (PlainSubclass(1, 1), True),

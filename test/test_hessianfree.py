@@ -92,6 +92,21 @@ class Tied(Module):
         return self.last(self.second(self.first(x).sigmoid()).tanh())
 
 
+class LogCumSumExp(Module):
+    """An operation whose gradient PyTorch cannot differentiate where it is zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the output.
+
+        Args:
+            x: Input ``[N, D]``.
+
+        Returns:
+            Output ``[N, D]``.
+        """
+        return x.logcumsumexp(1)
+
+
 class NewtonLoss(Module):
     """A loss function of one's own whose Hessian is not positive semi-definite."""
 
@@ -163,6 +178,12 @@ CASES: Dict[str, Tuple[Callable, Tuple[int, ...], Callable, Callable]] = {
         lambda: Sequential(Linear(5, 3), Sigmoid(), Linear(3, C)),
         (N, 5),
         NewtonLoss,
+        make_targets,
+    ),
+    "logcumsumexp-mse": (
+        lambda: Sequential(Linear(5, 3), LogCumSumExp(), Linear(3, C)),
+        (N, 5),
+        MSELoss,
         make_targets,
     ),
     "tied-ce": (Tied, (N, 5), CrossEntropyLoss, make_labels),

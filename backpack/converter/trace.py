@@ -2,7 +2,7 @@
 
 from collections import Counter
 from contextlib import ExitStack, contextmanager
-from copy import deepcopy
+from copy import copy, deepcopy
 from functools import partial, wraps
 from inspect import signature
 from typing import Any, Callable, Dict, Iterator, Optional, Set, Tuple
@@ -139,10 +139,13 @@ class Converted(GraphModule):
             The copy.
         """
         copied = super().__deepcopy__(memo)
-        for name, value in vars(self).items():
-            if "_hooks" in name:
-                vars(copied)[name] = deepcopy(value, memo)
+        vars(copied).update(deepcopy(_hooks_of(self), memo))
         return copied
+
+
+def _hooks_of(module: Module) -> Dict[str, Any]:
+    """Collect a module's hooks, and what it says of them."""
+    return {name: value for name, value in vars(module).items() if "_hook" in name}
 
 
 def _trace_once(root: Module, keep_whole: Tuple[str, ...]) -> GraphModule:
@@ -164,6 +167,9 @@ def _trace_once(root: Module, keep_whole: Tuple[str, ...]) -> GraphModule:
         for path, module in root.named_modules()
         if path == "" or not tracer.is_leaf_module(module, path)
     }
+    for path, module in traced.items():
+        if path and (module._backward_hooks or module._backward_pre_hooks):
+            raise Untraceable(path, "it has a backward hook")
     modes = {module: module.training for module in traced.values()}
     attributes = {path: _attributes(module) for path, module in traced.items()}
     try:
@@ -176,6 +182,9 @@ def _trace_once(root: Module, keep_whole: Tuple[str, ...]) -> GraphModule:
             graph.output(graph.graph_copy(tracer.trace(root), {}))
         _keep_names(graph, root)
         graph_module = Converted(root, graph, type(root).__name__)
+        for name, hooks in _hooks_of(root).items():
+            if "_forward_" in name or "_backward_" in name:
+                vars(graph_module)[name] = copy(hooks)
     except Untraceable:
         raise
     except Exception as error:

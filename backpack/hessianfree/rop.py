@@ -2,7 +2,7 @@
 
 from typing import Tuple
 
-from torch import Tensor, zeros_like
+from torch import Tensor, arange, zeros_like
 
 from backpack.hessianfree.lop import Tensors, as_tuple, check_has_graph, pull_back
 
@@ -36,7 +36,7 @@ def R_op(
     """
     ys, xs, vs = as_tuple(ys), as_tuple(xs), as_tuple(vs)
     check_has_graph(ys)
-    ws = tuple(zeros_like(y, requires_grad=True) for y in ys)
+    ws = tuple(_some(y).requires_grad_() for y in ys)
     gs = pull_back(ys, xs, ws, retain_graph, create_graph=True)
     return pull_back(gs, ws, vs, retain_graph=not detach, create_graph=not detach)
 
@@ -61,3 +61,12 @@ def jacobian_vector_product(
             the inputs in number and shape.
     """
     return R_op(f, x, v, retain_graph=retain_graph, detach=detach)
+
+
+def _some(y: Tensor) -> Tensor:
+    """Make a vector at which to differentiate what is linear in it.
+
+    Not zero, where the implementation of some, like ``logcumsumexp``, has no slope.
+    """
+    numbers = arange(y.numel(), device=y.device).cos() + 1.5
+    return zeros_like(y, requires_grad=False) + numbers.to(y.dtype).view(y.shape)

@@ -28,6 +28,7 @@ from backpack.utils.state import out_of_sight
 from backpack.utils.types import tensors_in
 
 CONSTANT = "backpack.constant"  # where a node keeps that it stands for a parameter
+ALONE = "backpack.alone"  # ... or that nothing but parameters is behind it
 KNOWN = "backpack.known"  # where a node keeps what was found of its outputs
 ASKED = "backpack.asked"  # behind which of its outputs functions were looked for
 _PASSING = SINKS | {graph.TOGETHER}  # nodes that hand on what comes, one by one
@@ -88,6 +89,8 @@ def explain(x: Tensor, enters: bool = False) -> Known | None:
             return INPUT
         with without_hooks([x]):
             known = explain_place(edge)
+        if known is None:  # the next one in a chain needs not look again
+            x.grad_fn.metadata[ALONE] = True
         mark = None
     if known is not None and (mark is None or is_function(x.grad_fn)):
         note_functions(x, known)
@@ -405,14 +408,14 @@ def sources_of(
         The tensors, and the nodes behind which they are.
     """
     sources: list[Source] = []
-    nodes: list[Node] = []
+    nodes: dict[Node, None] = {}
     queue, seen = [(edge.node, edge.output_nr) for edge in edges], set()
     while queue:
         node, number = place = queue.pop()
         if place in seen:
             continue
         seen.add(place)
-        if CONSTANT in node.metadata:
+        if CONSTANT in node.metadata or ALONE in node.metadata:
             continue
         edge = GradientEdge(node, number)
         found = _known_at(edge)
@@ -428,9 +431,9 @@ def sources_of(
         if type(node).__name__ in _PASSING:
             queue.append(node.next_functions[number])
         elif node not in nodes:
-            nodes.append(node)
+            nodes[node] = None
             queue.extend((p, nr) for p, nr in node.next_functions if p is not None)
-    return [s for s in sources if s.known.placement is not None], nodes
+    return [s for s in sources if s.known.placement is not None], list(nodes)
 
 
 def _is_unmarked(node: Node) -> bool:

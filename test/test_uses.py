@@ -1206,6 +1206,11 @@ AT_ONCE = [
     ),
     ("lookup", f"embedding-bag-up-to-the-end-{LENGTHS[0]}"),
     *(
+        ("attention", f"learned-{name}-{t}")
+        for t in LENGTHS
+        for name in ("queries-by-pytorch", "keys-and-values")
+    ),
+    *(
         ("elementwise", name)
         for name in "mul-in-place add-alpha add-in-place rsub-function div rdiv "
         "addcmul addcmul-in-place addcdiv lerp-weight pow pow-of-a-parameter where "
@@ -1598,6 +1603,30 @@ def test_long_loops(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (calls, numbers), (more_calls, more_numbers) = cost(40), cost(160)
     assert more_calls < 5 * calls
     assert more_numbers < 5 * numbers + 1000
+
+
+def test_long_chains_of_parameters() -> None:
+    """What parameters alone have made is looked behind once, not in each operation."""
+
+    def cost(steps: int) -> int:
+        def loop(m: Module, x: Tensor) -> Tensor:
+            gain = m.w
+            for _ in range(steps):
+                gain = gain @ m.w / 2 + m.w.T
+                x = x @ gain.tanh()
+            return x
+
+        model, _, X = use(loop, 4, w=(4, 4)).build()
+        model, calls = extend(model), []
+        sys.setprofile(lambda frame, event, _: calls.append(event))
+        model(*X)
+        sys.setprofile(None)
+        return calls.count("call")
+
+    cost(10)  # what is remembered
+    assert cost(160) < 5 * cost(40)
+    row = use(lambda m, x: x @ (m.w @ m.w).tanh() @ (m.w @ m.w @ m.w), 4, w=(4, 4))
+    assert_right(row)
 
 
 @pytest.mark.parametrize("name", LOW_PRECISION)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, Collection, Iterable, Iterator, NamedTuple, Sequence
+from typing import Any, Collection, Container, Iterable, Iterator, NamedTuple, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.autograd import Function, forward_ad
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from backpack.engine.functions import BY_VALUE, POINTWISE
 from backpack.engine.uses import ENTRIES, Entry
@@ -437,3 +438,49 @@ def root_edges(tensors: object) -> list[GradientEdge]:
         for x in tensors
     ]
     return [edge for edge in edges if isinstance(edge, GradientEdge)]
+
+
+class _Together(Function):
+    """A node of the graph for several tensors, where their gradients arrive at once."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Copy the tensors: on views, autograd allows no operation in place."""
+        ctx.set_materialize_grads(False)
+        return tuple(map(Tensor.clone, tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
+        """Hand the gradients on."""
+        return gradients
+
+
+Together = _Together._backward_cls  # the class of such nodes
+
+
+def on_one_node(output: Any, leave: Container[int]) -> Any:
+    """Give several outputs a node of their own.
+
+    There, the gradients at all of them arrive at once; and if one was computed from
+    another, what comes through the one is not part of the gradient at the other.
+
+    Args:
+        output: What a module or an operation returned.
+        leave: Identities of tensors that are left alone.
+
+    Returns:
+        The same, with copies of its tensors that require a gradient.
+    """
+    leaves, spec = tree_flatten(output)
+    places = [
+        i
+        for i, x in enumerate(leaves)
+        if isinstance(x, Tensor)
+        and x.is_floating_point()
+        and x.requires_grad
+        and id(x) not in leave
+    ]
+    if places:
+        for i, copy in zip(places, _Together.apply(*(leaves[i] for i in places))):
+            leaves[i] = copy
+    return tree_unflatten(leaves, spec)

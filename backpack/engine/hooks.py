@@ -30,7 +30,7 @@ from backpack.core.layout import FIRST, Layout, Mixed, Placement, spans
 from backpack.core.table import Row, find_loss, find_loss_module, find_row
 from backpack.engine import layer_calls
 from backpack.engine.gaps import INPUT, NESTED, differ, explain, note_constants
-from backpack.engine.graph import VIEW, is_leaf, note_tangent
+from backpack.engine.graph import VIEW, is_leaf, note_tangent, on_one_node
 from backpack.engine.placements import Pass, mark_of, may_be_shared, place, placement_of
 from backpack.engine.probes import Known
 from backpack.engine.record import Call, clear_stored
@@ -41,7 +41,6 @@ from backpack.engine.uses import (
     entries_at,
     is_whole,
     listen,
-    on_one_node,
 )
 from backpack.utils.compiling import answered, is_indivisible, skipped, untraced
 from backpack.utils.disable import PLAIN, disable

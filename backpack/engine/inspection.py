@@ -18,6 +18,7 @@ from backpack.engine.graph import (
     TANGENT,
     VIEW,
     Origin,
+    Together,
     calls_at,
     entries_of,
     is_leaf,
@@ -26,7 +27,7 @@ from backpack.engine.graph import (
     walk,
 )
 from backpack.engine.terms import additive_terms, adds_up
-from backpack.engine.uses import ENTRIES, Together, Use, is_noted
+from backpack.engine.uses import ENTRIES, Use, is_noted
 from backpack.utils.module_classification import is_loss
 
 

@@ -33,7 +33,7 @@ from backpack.engine.functions import (
     kind_of,
 )
 from backpack.engine.gaps import KNOWN, NESTED, explain, note_constants, note_functions
-from backpack.engine.graph import MEETING, SILENT, note_tangent
+from backpack.engine.graph import MEETING, SILENT, note_tangent, on_one_node
 from backpack.engine.low_mode import LowMode
 from backpack.engine.placements import (
     FORGET,
@@ -57,7 +57,6 @@ from backpack.engine.uses import (
     alias_of,
     edge_of,
     has_views,
-    on_one_node,
 )
 from backpack.engine.views import View, in_base, in_view, made_base, unrepeated
 from backpack.engine.vjp import is_function

@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
-from typing import Any, Callable, Container, NamedTuple, Sequence
+from typing import Any, Callable, NamedTuple, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from backpack.core.kinds import Broadcast
-from backpack.core.layout import Mixed, Placement, one_sample_each
+from backpack.core.layout import Layout, Mixed, Placement, one_sample_each
 from backpack.core.operations import Operation
 from backpack.core.per_sample.base import Dense, PerSample
 from backpack.core.per_sample.sums import chunks
 from backpack.engine import vjp
+from backpack.engine.functions import MATCHING
 from backpack.engine.met import refuse
 from backpack.engine.saved import Saved, fetch
 from backpack.utils.compiling import uncompiled
@@ -405,36 +404,57 @@ class Use:
                 found.append(product)
             else:
                 return found
-        return self._by_entries(cotangents, nodes) or self._generic(cotangents, nodes)
+        return self._at_once(cotangents, nodes) or self._generic(cotangents, nodes)
 
-    def _by_entries(
+    def _at_once(
         self, cotangents: Sequence[Tensor | None], nodes: dict[int, Any]
     ) -> list[PerSample | None] | None:
         """Pull back all cotangents at once, where each entry meets one of a constant.
 
+        Or each matrix of a batch one of a constant's batch: learned queries that are
+        repeated for each sample attend to its keys alone.
+
         Returns:
-            Products for each constant, ``None`` if entries are not known to.
+            Products for each constant, ``None`` if that is not known.
         """
         edges = [constant.spread for constant in self.constants]
-        if None in edges or len(cotangents) != 1 or self.operation is not None:
+        by_entries, (where, *_), n = None not in edges, self.placements, self.n
+        if len(cotangents) != 1 or self.operation is not None:
             return None
+        if not by_entries and not self._meets_matrices():
+            return None
+        if not by_entries:
+            edges = [constant.stand_in for constant in self.constants]
         fetch(self.saved)
-        edge = GradientEdge(*nodes[0])
+        edge, columns = GradientEdge(*nodes[0]), cotangents[0].unsqueeze(1)
         with without_hooks(self.tensors()):
-            pulled = vjp.batched_vjp([edge], edges, [cotangents[0].unsqueeze(1)])
+            pulled = vjp.batched_vjp([edge], edges, [columns])
         found: list[PerSample | None] = []
         for constant, x in zip(self.constants, pulled):
-            product = None
-            if x is not None:
+            product: PerSample | None = None
+            if x is not None and not by_entries:
+                each = one_sample_each(where, x.squeeze(1), n, slice(0, n))
+                product = Dense(each, constant.shape)
+            elif x is not None:
                 x = x.squeeze(1)
                 if x.shape[1:] != self.output_shapes[0]:  # a part was written to
                     return None
-                where = None, constant.shape, x, self.placements[0], self.n
-                product = Broadcast(None, None).product(*where)
+                product = Broadcast(None, None).product(
+                    None, constant.shape, x, where, n
+                )
                 if product is None:
                     return None
             found.append(product)
         return found
+
+    def _meets_matrices(self) -> bool:
+        """Tell whether each matrix of a batch meets its counterpart in constants."""
+        where, shape = self.placements[0], self.output_shapes[0]
+        if self.name not in MATCHING or not isinstance(where, Layout):
+            return False
+        own, axis = [constant.shape for constant in self.constants], where.axis
+        same = all(len(x) == len(shape) and x[axis] == shape[axis] for x in own)
+        return same and axis < len(shape) - 2
 
     def _generic(
         self, cotangents: Sequence[Tensor | None], nodes: dict[int, Any]
@@ -471,52 +491,6 @@ class Use:
             vjp.check_linear(whole, each, pull_back, f"`{self.name}`", what, own, 1.0)
         pairs = zip(self.constants, each)
         return [None if x is None else Dense(x, c.shape) for c, x in pairs]
-
-
-class _Together(Function):
-    """A node of the graph for several tensors, where their gradients arrive at once."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Copy the tensors: on views, autograd allows no operation in place."""
-        ctx.set_materialize_grads(False)
-        return tuple(map(Tensor.clone, tensors))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
-        """Hand the gradients on."""
-        return gradients
-
-
-Together = _Together._backward_cls  # the class of such nodes
-
-
-def on_one_node(output: Any, leave: Container[int]) -> Any:
-    """Give several outputs a node of their own.
-
-    There, the gradients at all of them arrive at once; and if one was computed from
-    another, what comes through the one is not part of the gradient at the other.
-
-    Args:
-        output: What a module or an operation returned.
-        leave: Identities of tensors that are left alone.
-
-    Returns:
-        The same, with copies of its tensors that require a gradient.
-    """
-    leaves, spec = tree_flatten(output)
-    places = [
-        i
-        for i, x in enumerate(leaves)
-        if isinstance(x, Tensor)
-        and x.is_floating_point()
-        and x.requires_grad
-        and id(x) not in leave
-    ]
-    if places:
-        for i, copy in zip(places, _Together.apply(*(leaves[i] for i in places))):
-            leaves[i] = copy
-    return tree_unflatten(leaves, spec)
 
 
 def entries_at(node: Node) -> list[Entry]:

@@ -439,7 +439,8 @@ def solved(case: Case) -> Problem:
             del extensions[field]
     run(problem, *extensions.values())
     # each pass looks at all models that are alive
-    EXTENDED.difference_update([problem.model, problem.loss])
+    for module in (problem.model, problem.loss):
+        EXTENDED._refs.pop(id(module), None)
     return problem
 
 

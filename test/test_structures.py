@@ -10,6 +10,7 @@ import io
 import pickle
 import warnings
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Callable, Dict, List, Optional, Tuple
 
@@ -42,6 +43,7 @@ from torch.utils.checkpoint import checkpoint
 from backpack import backpack, disable, extend, extensions
 from backpack.engine import coverage
 from backpack.extensions import BatchGrad, BatchJacobian
+from backpack.utils.hooks import EXTENDED
 
 N = 3
 
@@ -1118,6 +1120,42 @@ def test_copies_are_extended(how: str, part: bool):
     with backpack(*make(["BatchGrad"])):
         loss(model(x), x).backward()
     assert not any(hasattr(p, "grad_batch") for p in frozen)
+
+
+@dataclass(unsafe_hash=True)
+class ByValue(nn.Module):
+    """A model that equals others of the same size."""
+
+    size: int = 4
+
+    def __post_init__(self) -> None:
+        """Make the layers."""
+        super().__init__()
+        self.used, self.unused = (nn.Linear(self.size, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Use one of them."""
+        return self.used(x)
+
+
+def test_models_that_are_equal():
+    """Extended models are told apart by what they are, not by what they say."""
+    models, loss = [extend(ByValue()) for _ in range(2)], extend(nn.MSELoss())
+    for model in models:
+        x = torch.randn(3, 4)
+        with pytest.warns(UserWarning, match="unused.bias"):
+            with backpack(*make(["BatchGrad"])):
+                loss(model(x), x).backward()
+
+
+def test_extended_while_models_are_listed():
+    """Another thread may extend a model, or call a copy for the first time."""
+    kept = [extend(nn.Linear(1, 1)) for _ in range(3)]
+    listed = 0
+    for _ in EXTENDED:
+        listed += 1
+        kept.append(extend(nn.Linear(1, 1)))
+    assert listed == len(kept) - 3 > 2 and all(module in EXTENDED for module in kept)
 
 
 # What runs a forward pass in another way

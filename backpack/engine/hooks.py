@@ -44,7 +44,7 @@ from backpack.engine.uses import (
 )
 from backpack.utils.compiling import answered, is_indivisible, skipped, untraced
 from backpack.utils.disable import PLAIN, disable
-from backpack.utils.hooks import RULED, note_copy
+from backpack.utils.hooks import RULED, Modules, note_copy
 from backpack.utils.module_classification import is_loss, is_no_op
 from backpack.utils.state import state
 from backpack.utils.types import tensors_in
@@ -72,7 +72,7 @@ class _Thread(threading.local):
         # inside of the outermost frame: modules, and records of their calls
         self.returned: list[tuple[Module | None, weakref.ref]] = []
         self.tracker: Tracker | None = None
-        self.graphless: weakref.WeakSet[Module] = weakref.WeakSet()
+        self.graphless = Modules()
 
 
 _THREAD = _Thread()
@@ -583,7 +583,7 @@ def _attach(
         _THREAD.graphless.add(call.module)
         return
     if _THREAD.graphless:
-        call.graphless, _THREAD.graphless = _THREAD.graphless, weakref.WeakSet()
+        call.graphless, _THREAD.graphless = _THREAD.graphless, Modules()
     for i, (node, number, *_) in inner:  # one node, see `on_one_node`
         entries_at(node).append(Entry(number, i, call))
         if not _THREAD.frames:  # where a backward pass without a context is noticed

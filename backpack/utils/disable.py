@@ -3,11 +3,10 @@
 import threading
 from contextlib import AbstractContextManager
 from typing import Any
-from weakref import WeakSet
 
-from torch.nn import Module
+from backpack.utils.hooks import Modules
 
-PLAIN: "WeakSet[Module]" = WeakSet()  # extended modules that were called inside
+PLAIN = Modules()  # extended modules that were called inside
 
 
 class _Switch(threading.local):

@@ -7,10 +7,58 @@ from typing import Any, Dict, Iterable, Iterator, List
 from torch import Size, Tensor
 from torch.nn import Module, Parameter
 
+
+class Modules:
+    """Modules by their identity, which it does not keep alive; for several threads."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._refs: Dict[int, weakref.ref[Module]] = {}
+
+    def add(self, module: Module) -> None:
+        """Add a module.
+
+        Args:
+            module: The module.
+        """
+        key, refs = id(module), self._refs
+        refs[key] = weakref.ref(module, lambda _: refs.pop(key, None))
+
+    def __contains__(self, module: Module) -> bool:
+        """Tell whether a module was added.
+
+        Args:
+            module: The module.
+
+        Returns:
+            Whether it was.
+        """
+        return id(module) in self._refs
+
+    def __bool__(self) -> bool:
+        """Tell whether there are any.
+
+        Returns:
+            Whether one was added that is alive.
+        """
+        return bool(self._refs)
+
+    def __iter__(self) -> Iterator[Module]:
+        """List the modules that were there when it was asked for.
+
+        Yields:
+            Those that are alive.
+        """
+        for ref in self._refs.copy().values():
+            module = ref()
+            if module is not None:
+                yield module
+
+
 # Modules on which `extend` was called
-EXTENDED: weakref.WeakSet[Module] = weakref.WeakSet()
+EXTENDED = Modules()
 # ... and modules inside of them that were called by themselves
-_INSIDE: weakref.WeakSet[Module] = weakref.WeakSet()
+_INSIDE = Modules()
 # Classes of modules for which an extension has a rule
 RULED: weakref.WeakSet[type] = weakref.WeakSet()
 

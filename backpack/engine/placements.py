@@ -474,8 +474,9 @@ class Finder:
             found, lasts = trial.find()
         elif found is None:
             found, lasts = trial.find_if_repeated(), False
-        if trial.is_of_few() or any(isinstance(p, Mixed) for p in found):
-            lasts = lasts and not trial.leaving_out()  # other zeros may, the next time
+        if lasts and trial.leaving_out():  # others may have other zeros
+            mixed = any(isinstance(placement, Mixed) for placement in found)
+            lasts = not (mixed or trial.is_of_few())
         pairs = [(x, i) for x, i in zip(trial.flat, trial.numbers) if is_inexact(x)]
         entering = (x.requires_grad if i is None else (i >= 0).any() for x, i in pairs)
         if not any(map(bool, entering)):

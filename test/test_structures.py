@@ -1122,6 +1122,22 @@ def test_copies_are_extended(how: str, part: bool):
     assert not any(hasattr(p, "grad_batch") for p in frozen)
 
 
+def test_part_of_a_model_that_is_gone():
+    """A part that was called as one of a model is extended when that is gone, too."""
+    model, loss, x = (
+        extend(nn.Sequential(Energy())),
+        extend(nn.MSELoss()),
+        torch.ones(3, 4),
+    )
+    part = model[0]
+    part(x.double())
+    del model
+    with pytest.warns(UserWarning, match="2.bias"):
+        with backpack(*make(["BatchGrad"])):
+            loss(part(x.double()), x.double()).backward()
+    assert hasattr(part.f[2].weight, "grad_batch")
+
+
 @dataclass(unsafe_hash=True)
 class ByValue(nn.Module):
     """A model that equals others of the same size."""

@@ -57,8 +57,6 @@ class Modules:
 
 # Modules on which `extend` was called
 EXTENDED = Modules()
-# ... and modules inside of them that were called by themselves
-_INSIDE = Modules()
 # Classes of modules for which an extension has a rule
 RULED: weakref.WeakSet[type] = weakref.WeakSet()
 
@@ -69,10 +67,10 @@ def note_copy(module: Module) -> None:
     Args:
         module: A module that is called, with the hooks of an extended one.
     """
-    if module in EXTENDED or module in _INSIDE or hasattr(module, "_is_replica"):
+    if module in EXTENDED or hasattr(module, "_is_replica"):
         return
-    inside = any(m is module for root in EXTENDED for m in root.modules())
-    (_INSIDE if inside else EXTENDED).add(module)
+    if not any(m is module for root in EXTENDED for m in root.modules()):
+        EXTENDED.add(module)
 
 
 def represent(module: Module) -> str:

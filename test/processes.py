@@ -6,12 +6,12 @@ They start when a test asks for them first, and wait for what is asked next.
 import atexit
 import pickle
 import traceback
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import lru_cache
 from itertools import count
 from multiprocessing.connection import Connection, wait
-from typing import Any, Callable, List, Tuple
+from typing import Any, Callable, Iterator, List, Tuple
 
 import pytest
 import torch
@@ -27,6 +27,28 @@ needs_gloo = pytest.mark.skipif(
     not (distributed.is_available() and distributed.is_gloo_available()),
     reason="this PyTorch has no gloo",
 )
+
+
+_GROUPS: List[Any] = []  # that a process was alone in
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Make a group of this process alone, and leave it.
+
+    It is kept alive: where it ends, PyTorch waits for a thread that may wait for the
+    interpreter, which does not go on meanwhile.
+
+    Yields:
+        Nothing.
+    """
+    store = distributed.HashStore()
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    _GROUPS.append(distributed.group.WORLD)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
 
 
 class DidNotMeetError(Exception):

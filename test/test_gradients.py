@@ -11,6 +11,7 @@ import pytest
 import torch
 from cases import F64, FIRST_ORDER, make_extension
 from oracle import assert_agrees
+from processes import alone
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.futures import Future
@@ -422,9 +423,7 @@ def test_distributed_data_parallel():
     x = torch.rand(IMAGES, dtype=F64)
     plain, model = conv_net(), extend(conv_net())
     plain(x).square().sum().backward()
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
+    with alone():
         parallel = nn.parallel.DistributedDataParallel(model)
 
         def triple(_, bucket: torch.distributed.GradBucket) -> Future[Tensor]:
@@ -437,8 +436,6 @@ def test_distributed_data_parallel():
             model.zero_grad()
             with compute(extensions.Variance()):
                 parallel(x).square().sum().backward()
-    finally:
-        torch.distributed.destroy_process_group()
     for param, reference in zip(model.parameters(), plain.parameters()):
         assert_agrees(param.grad, 3 * reference.grad)
 

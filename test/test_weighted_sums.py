@@ -21,6 +21,7 @@ from oracle import (
     oracle,
     parameters,
 )
+from processes import alone
 from test_structures import STRUCTURES
 from torch import Tensor, nn
 from torch.nn import Module
@@ -364,9 +365,7 @@ def test_hooks_run_with_the_result():
 def test_distributed_data_parallel():
     """It sees what is accumulated; passes without gradients are for ``no_sync``."""
     model, loss, (x,), y = extended(MLP)
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
+    with alone():
         parallel = nn.parallel.DistributedDataParallel(model)
         for _ in range(2):
             model.zero_grad()
@@ -376,8 +375,6 @@ def test_distributed_data_parallel():
         with parallel.no_sync(), backpack(BatchGrad(), gradient=False):
             loss(parallel(x), *y).backward()
         loss(parallel(x), *y).backward()
-    finally:
-        torch.distributed.destroy_process_group()
     for name, value in oracle("weighted_sum", *MLP.build()).items():
         assert_agrees(gradients[name], value)
         total = model.get_parameter(name).grad_batch.sum(0)

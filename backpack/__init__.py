@@ -40,7 +40,7 @@ from backpack.summary import summary
 from backpack.utils.compiling import is_compiled, skipped, untraced
 from backpack.utils.disable import disable
 from backpack.utils.errors import check_choice, warn_user
-from backpack.utils.hooks import EXTENDED, no_op, represent_call
+from backpack.utils.hooks import EXTENDED, no_op, note_copy, represent_call
 from backpack.utils.module_classification import is_no_op
 from backpack.utils.older_torch import (
     make_backward_overridable,
@@ -432,6 +432,8 @@ def extend(module: Module, debug: bool = False, use_converter: bool = False) -> 
         _register_hooks(child)
         child._backpack_extend = True
     EXTENDED.add(module)
+    if is_no_op(module) and note_copy not in module._forward_pre_hooks.values():
+        CTX.add_hook_handle(module.register_forward_pre_hook(note_copy))
     Module.__prepare_scriptable__ = scriptable  # type: ignore[attr-defined]
     CTX.forget_dead_handles()
     return module

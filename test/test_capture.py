@@ -108,9 +108,9 @@ def test_extend_twice_adds_nothing():
     model = extend(nn.Sequential(Block(), nn.Linear(4, 2)))
     before, handles = hooks(model), len(CTX.hook_handles)
     assert any(before)
+    extend(nn.Sequential(model))  # which is gone with its own
     extend(model)
     extend(model[0])
-    extend(nn.Sequential(model))
     assert hooks(model) == before
     assert len(CTX.hook_handles) == handles
 

@@ -1122,6 +1122,20 @@ def test_copies_are_extended(how: str, part: bool):
     assert not any(hasattr(p, "grad_batch") for p in frozen)
 
 
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_of_containers(how: str):
+    """A copy of layers is watched as a whole, also where another one is put in."""
+    layers = nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1, bias=False)
+    model = COPIES[how](extend(nn.Sequential(*layers)))
+    model[0] = nn.Linear(4, 4)
+    x, loss = torch.randn(3, 4, requires_grad=True), extend(nn.MSELoss())
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    with backpack(*make(["BatchGrad"])):
+        loss(slope, torch.zeros(3, 4)).backward()
+    for p in (model[0].weight, model[2].weight):
+        assert_agrees(p.grad_batch.sum(0), p.grad, rtol=1e-4)
+
+
 def test_part_of_a_model_that_is_gone():
     """A part that was called as one of a model is extended when that is gone, too."""
     model, loss, x = (

@@ -487,7 +487,7 @@ def scriptable(module: Module) -> Module:
         return module
     copies = {m: copy(m) for m in modules}
     for clone in copies.values():
-        own, state = (enter_call, leave_call), vars(clone)
+        own, state = (enter_call, leave_call, note_copy), vars(clone)
         children = state["_modules"].items()
         state["_modules"] = {n: copies.get(c) for n, c in children}
         for hooks in ("_forward_hooks", "_forward_pre_hooks"):

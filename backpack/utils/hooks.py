@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any, Dict, Iterable, Iterator, List
 
 from torch import Size, Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.nn import Module, Parameter
 
 
@@ -61,12 +62,17 @@ EXTENDED = Modules()
 RULED: weakref.WeakSet[type] = weakref.WeakSet()
 
 
-def note_copy(module: Module) -> None:
+def note_copy(module: Module, args: Any = ()) -> None:
     """Let a copy of an extended module count as one: it has its hooks.
+
+    Containers, which have no other, have this one as a forward pre-hook.
 
     Args:
         module: A module that is called, with the hooks of an extended one.
+        args: Positional arguments of the call. Default: none.
     """
+    if is_dynamo_compiling():
+        return
     if module in EXTENDED or hasattr(module, "_is_replica"):
         return
     if not any(m is module for root in EXTENDED for m in root.modules()):

@@ -40,7 +40,7 @@ from backpack.summary import summary
 from backpack.utils.compiling import is_compiled, skipped, untraced
 from backpack.utils.disable import disable
 from backpack.utils.errors import check_choice, warn_user
-from backpack.utils.hooks import EXTENDED, no_op, note_copy, represent_call
+from backpack.utils.hooks import no_op, note_copy, note_extended, represent_call
 from backpack.utils.module_classification import is_no_op
 from backpack.utils.older_torch import (
     make_backward_overridable,
@@ -431,7 +431,7 @@ def extend(module: Module, debug: bool = False, use_converter: bool = False) -> 
             print(f"[DEBUG] Extending {f'{name}: ' if name else ''}{child}")
         _register_hooks(child)
         child._backpack_extend = True
-    EXTENDED.add(module)
+    note_extended(module)
     if is_no_op(module) and note_copy not in module._forward_pre_hooks.values():
         CTX.add_hook_handle(module.register_forward_pre_hook(note_copy))
     Module.__prepare_scriptable__ = scriptable  # type: ignore[attr-defined]

@@ -440,7 +440,7 @@ def solved(case: Case) -> Problem:
     run(problem, *extensions.values())
     # each pass looks at all models that are alive
     for module in (problem.model, problem.loss):
-        EXTENDED._refs.pop(id(module), None)
+        EXTENDED.discard(module)
     return problem
 
 

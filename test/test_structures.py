@@ -1136,6 +1136,57 @@ def test_copies_of_containers(how: str):
         assert_agrees(p.grad_batch.sum(0), p.grad, rtol=1e-4)
 
 
+# What containers do with x [N, D] around their layers f
+AROUND: Dict[str, Callable] = {
+    "flipped": lambda f, x: f(x.flip(0)).flip(0),
+    "sorted": lambda f, x: f(x[x[:, 0].argsort()])[x[:, 0].argsort().argsort()],
+    "twice": lambda f, x: f(torch.cat([x, 2 * x]))[: len(x)],
+    "with-an-axis": lambda f, x: f(x.unsqueeze(0)).squeeze(0),
+    "in-parts": lambda f, x: torch.cat([f(part) for part in x.split(2)]),
+    "beside": lambda f, x: f(x) + x[:, :3],
+    "as-it-is": lambda f, x: f(x),
+}
+
+
+@pytest.mark.parametrize("on", ["class", "instance"])
+@pytest.mark.parametrize("name", [*AROUND, "mixed"])
+def test_containers_with_a_forward_pass_of_their_own(name: str, on: str):
+    """They are models, whatever they are derived from."""
+    around = AROUND.get(name, lambda f, x: f(x - x.roll(1, 0)))
+    layers = nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)
+
+    class Own(nn.Sequential):
+        """Layers, and something around."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            """Do something around."""
+            return around(super().forward, x)
+
+    model = (Own if on == "class" else nn.Sequential)(*layers).double()
+    if on == "instance":
+        model.forward = partial(around, model.forward)
+    model, loss, x = extend(model), extend(nn.MSELoss()), torch.randn(6, 4).double()
+    y, refuses = torch.randn(6, 3).double(), name == "mixed"
+    with pytest.raises(NotImplementedError, match="met") if refuses else nullcontext():
+        with backpack(*make(["BatchGrad"])):
+            loss(model(x), y).backward()
+    rows = (model(x) - y).square().sum(1) / y.numel()
+    for p in () if refuses else model.parameters():
+        each = [torch.autograd.grad(row, p, retain_graph=True)[0] for row in rows]
+        assert_agrees(p.grad_batch, torch.stack(each))
+
+
+def test_derivative_after_a_pass_that_stored_nothing():
+    """A module that was called inside of `disable()` is one of the model's again."""
+    model, loss, x = extend(Energy()), extend(nn.MSELoss()), torch.randn(3, 4).double()
+    with disable():
+        model(x)
+    with pytest.warns(UserWarning, match="2.bias"):
+        with backpack(*make(["BatchGrad"])):
+            loss(model(x), x).backward()
+    assert hasattr(model.f[2].weight, "grad_batch")
+
+
 def test_part_of_a_model_that_is_gone():
     """A part that was called as one of a model is extended when that is gone, too."""
     model, loss, x = (

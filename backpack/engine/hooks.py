@@ -152,6 +152,7 @@ def enter_call(
         if not disable.should_store_io():
             PLAIN.add(module)
         return None
+    PLAIN.discard(module)
     caller = sys._getframe(1)
     frames, tracker = _THREAD.frames, _THREAD.tracker
     if frames and not _is_running(frames[-1], caller.f_back):

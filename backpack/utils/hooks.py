@@ -2,7 +2,8 @@
 
 import weakref
 from contextlib import contextmanager
-from typing import Any, Dict, Iterable, Iterator, List
+from functools import partial
+from typing import Any, Dict, Iterable, Iterator, List, Tuple
 
 from torch import Size, Tensor
 from torch.compiler import is_dynamo_compiling
@@ -24,6 +25,14 @@ class Modules:
         """
         key, refs = id(module), self._refs
         refs[key] = weakref.ref(module, lambda _: refs.pop(key, None))
+
+    def discard(self, module: Module) -> None:
+        """Take a module out, if it is there.
+
+        Args:
+            module: The module.
+        """
+        self._refs.pop(id(module), None)
 
     def __contains__(self, module: Module) -> bool:
         """Tell whether a module was added.
@@ -58,8 +67,33 @@ class Modules:
 
 # Modules on which `extend` was called
 EXTENDED = Modules()
+# By `id`, modules inside of them: itself, and inside of which one
+_INSIDE: Dict[int, Tuple[weakref.ref[Module], weakref.ref[Module]]] = {}
 # Classes of modules for which an extension has a rule
 RULED: weakref.WeakSet[type] = weakref.WeakSet()
+
+
+def note_extended(module: Module) -> None:
+    """Let a module be extended, with all that is in it.
+
+    Args:
+        module: The module.
+    """
+    EXTENDED.add(module)
+    for child in module.modules():
+        own = weakref.ref(child, partial(_forget, id(child)))
+        _INSIDE[id(child)] = own, weakref.ref(module)
+
+
+def _forget(key: int, _: Any) -> None:
+    """Forget a module that is gone."""
+    _INSIDE.pop(key, None)
+
+
+def _is_inside(module: Module) -> bool:
+    """Tell whether a module is known to be in an extended one that is alive."""
+    refs = _INSIDE.get(id(module))
+    return refs is not None and refs[0]() is module and refs[1]() is not None
 
 
 def note_copy(module: Module, args: Any = ()) -> None:
@@ -71,12 +105,12 @@ def note_copy(module: Module, args: Any = ()) -> None:
         module: A module that is called, with the hooks of an extended one.
         args: Positional arguments of the call. Default: none.
     """
-    if is_dynamo_compiling():
+    if is_dynamo_compiling() or _is_inside(module) or hasattr(module, "_is_replica"):
         return
-    if module in EXTENDED or hasattr(module, "_is_replica"):
-        return
-    if not any(m is module for root in EXTENDED for m in root.modules()):
-        EXTENDED.add(module)
+    for root in EXTENDED:  # which may have got others meanwhile
+        note_extended(root)
+    if not _is_inside(module):
+        note_extended(module)
 
 
 def represent(module: Module) -> str:

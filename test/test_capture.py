@@ -275,6 +275,40 @@ def test_the_last_call_is_stored():
     assert torch.equal(model[0].input0, 2 * x)
 
 
+class Heads(nn.Module):
+    """A model with a head that leads to nothing, by itself or in a derivative."""
+
+    def __init__(self, way: str):
+        """Make the layers."""
+        super().__init__()
+        self.way, self.body = way, nn.Linear(4, 4)
+        self.head, self.aux = nn.Linear(4, 1), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        """Compute a head, and drop, detach, return or differentiate it."""
+        hidden = self.body(x).tanh()
+        aux = self.aux(hidden)
+        if self.way == "derivative":
+            (slope,) = torch.autograd.grad(aux.sum(), hidden, create_graph=True)
+            return self.head(slope * hidden)
+        if self.way == "returned":
+            return self.head(hidden), aux
+        return self.head(hidden) + (aux.detach().sum() if self.way == "detached" else 0)
+
+
+@pytest.mark.parametrize("context", [nullcontext, lambda: backpack(BatchGrad())])
+@pytest.mark.parametrize("way", ["dropped", "detached", "returned", "derivative"])
+@pytest.mark.filterwarnings("ignore:No result was computed")
+def test_heads_without_a_gradient_keep_nothing(way: str, context: Callable):
+    """What a module has stored that the loss does not depend on goes with the graph."""
+    model, loss = extend(Heads(way)), extend(nn.MSELoss())
+    out = model(torch.rand(N, 4))
+    out = out[0] if way == "returned" else out
+    with context():
+        loss(out, torch.zeros(N, 1)).backward()
+    assert not stored(model) and not stored(loss)
+
+
 class WithOutput(nn.Linear):
     """A layer whose class uses the name for something else."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import weakref
 from collections import OrderedDict
 from copy import copy
 from typing import Any, Iterable
@@ -33,7 +32,7 @@ from backpack.engine.gaps import INPUT, NESTED, differ, explain, note_constants
 from backpack.engine.graph import VIEW, is_leaf, note_tangent, on_one_node
 from backpack.engine.placements import Pass, mark_of, may_be_shared, place, placement_of
 from backpack.engine.probes import Known
-from backpack.engine.record import Call, clear_stored
+from backpack.engine.record import Call, CallRef, clear_stored
 from backpack.engine.tracking import LIST_OF_SAMPLES, ONE_SAMPLE, Tracker
 from backpack.engine.uses import (
     Entry,
@@ -70,7 +69,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.frames: list[_Frame] = []
         # inside of the outermost frame: modules, and records of their calls
-        self.returned: list[tuple[Module | None, weakref.ref]] = []
+        self.returned: list[tuple[Module | None, CallRef]] = []
         self.tracker: Tracker | None = None
         self.graphless = Modules()
 
@@ -390,7 +389,7 @@ def _record(
             if ref() is not None:
                 ref().is_loss = False
     if _THREAD.frames:
-        returned.append((module, weakref.ref(call)))
+        returned.append((module, CallRef(call)))
     else:
         call.is_outermost = True
         call.inside = [ref for _, ref in returned]
@@ -454,7 +453,7 @@ def _note_function(func: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) 
         call.finish(module, operands, {}, [out], edges, {})
         call.is_loss = call.is_function = True
         call.loss_module = module  # nobody else owns it
-        _THREAD.returned.append((None, weakref.ref(call)))
+        _THREAD.returned.append((None, CallRef(call)))
         _note_loss(call)
         _attach(call, [out], edges)
 

@@ -77,6 +77,7 @@ class Call:
         graphless: Modules called before, whose outputs are not part of a graph.
         is_outermost: Whether it happened inside of no other.
         inside: Calls that happened inside, for such a call.
+        stored: Names of what is stored on the module.
     """
 
     is_use = is_loss = is_composite = is_transparent = released = False
@@ -89,7 +90,8 @@ class Call:
     # shared while empty: what the garbage collector has to track costs time
     uses: Sequence[Use] = ()
     graphless: Iterable[Module] = ()
-    inside: Sequence[weakref.ref] = ()
+    inside: Sequence[CallRef] = ()
+    stored: list[str] | None = None
     arguments: Sequence[Any] = ()
     named: tuple[str, ...] = ()
     places: Sequence[int] = ()
@@ -272,7 +274,7 @@ class Call:
                 if value:
                     attributes[name] = value
                     stored.append(name)
-            attributes[_STORED] = stored
+            attributes[_STORED] = self.stored = stored
 
     def release_all(self, keeps: bool) -> None:
         """Drop what this call and those inside of it keep.
@@ -280,7 +282,7 @@ class Call:
         Args:
             keeps: Whether another pass needs it: then drop what modules store.
         """
-        for call in (self, *[ref() for ref in self.inside]):
+        for call in (self, *[ref.alive() for ref in self.inside]):
             if call is not None:
                 for use in call.uses:
                     use.release(keeps)
@@ -402,6 +404,32 @@ def _clear(attributes: dict[str, Any]) -> None:
         attributes.pop(name, None)
 
 
+class CallRef(weakref.ref):
+    """Refers to a call, and remembers what it has stored on its module."""
+
+    __slots__ = ("_module_ref", "_stored")
+
+    def __init__(self, call: Call):
+        """Remember a call.
+
+        Args:
+            call: The call, which its node of the graph owns.
+        """
+        self._module_ref, self._stored = call.module_ref, call.stored
+
+    def alive(self) -> Call | None:
+        """Look the call up; if its graph is gone, drop what it has stored.
+
+        Returns:
+            The call, if it is there.
+        """
+        call, module = self(), self._module_ref()
+        if call is None and module is not None and self._stored is not None:
+            if module.__dict__.get(_STORED) is self._stored:
+                clear_stored(module)
+        return call
+
+
 def clear_others(calls: Collection[Call]) -> None:
     """Clear modules that were called inside of others, and have no turn of their own.
 
@@ -410,7 +438,7 @@ def clear_others(calls: Collection[Call]) -> None:
     Args:
         calls: The calls that have a turn.
     """
-    for call in [ref() for outer in calls for ref in outer.inside]:
+    for call in [ref.alive() for outer in calls for ref in outer.inside]:
         module = None if call is None or call in calls else call.module_ref()
         if module is not None:
             clear_stored(module)

@@ -215,15 +215,17 @@ class BackpackTracer(Tracer):
             The node, with the module that has switched gradients off in its metadata.
 
         Raises:
-            TraceError: If it would be lost in the graph, or have no effect there.
+            NotImplementedError: If it would be lost in the graph, or have no effect
+                there.
         """
         node = super().create_node(*args, **kwargs)
         out = node.kwargs.get("out")
         if node.op == "call_function" and isinstance(out, (Node, tuple, list)):
-            raise TraceError("it writes to a tensor that it passes as `out`")
+            text = "it writes to a tensor that it passes as `out`"
+            raise NotImplementedError(text)
         owners = {source.op for source in node.all_input_nodes}
         if node.target == "requires_grad_" and owners == {"get_attr"}:
-            raise TraceError(SETS.format(name=node.target))
+            raise NotImplementedError(SETS.format(name=node.target))
         if not torch.is_grad_enabled():
             node.meta[NO_GRAD] = self._path
         return node

@@ -344,9 +344,13 @@ class Trial:
         if self._name not in PRODUCTS:
             return []
         pairs = [(x, i) for x, i in zip(self.flat, self.numbers) if is_inexact(x)]
-        alone = sum(i is not None for _, i in pairs) == 1
-        pairs = [(x, i) for x, i in pairs if i is None or not alone]
-        return [x for x, _ in pairs if not x.requires_grad]
+        several = sum(i is not None for _, i in pairs) > 1
+        return [
+            x
+            for x, i in pairs
+            if i is None or several and x.layout is torch.strided
+            if not x.requires_grad
+        ]
 
     def may_leave_out(self) -> bool:
         """Tell whether a mask, or zeros of a factor, may keep samples apart.
@@ -357,7 +361,8 @@ class Trial:
         factors = self.leaving_out()
         if self._name == ATTENTION:
             return bool(factors)
-        return any(bool((x == 0).any()) for x in factors)
+        sparse = [x for x in factors if x.layout is not torch.strided]
+        return bool(sparse) or any(bool((x == 0).any()) for x in factors)
 
     def is_of_few(self) -> bool:
         """Tell whether some samples are not there, so that it may not show.

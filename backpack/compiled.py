@@ -7,7 +7,6 @@ statistics, become inputs of the graph, which :func:`torch.compile` compiles.
 
 from __future__ import annotations
 
-import re
 from contextlib import contextmanager
 from threading import RLock
 from typing import Any, Callable, Iterable, Iterator, NamedTuple
@@ -24,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from backpack.core.fast.whole import KeepWhole
 from backpack.engine.graph import describe, leaves_behind
+from backpack.engine.record import STORED
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.utils.errors import warn_user
 from backpack.utils.hooks import represent
@@ -78,8 +78,6 @@ SETS = (
 )
 
 MOST = 8  # graphs that are kept for arguments of a kind
-
-_IO = re.compile(r"input\d+|output")  # attributes of what extensions keep
 
 # Recording changes PyTorch for all threads
 _RECORDING = RLock()
@@ -325,7 +323,6 @@ def _state(modules: Iterable[Module]) -> tuple:
     """Describe modules, as far as operations depend on it."""
     return tuple(
         (
-            module.training,
             *_plain(module).items(),
             *map(id, module._modules.values()),
             *(
@@ -340,10 +337,11 @@ def _state(modules: Iterable[Module]) -> tuple:
 
 
 def _plain(module: Module) -> dict[str, Any]:
-    """Describe numbers, words and tensors that are attributes and nothing else."""
+    """Describe attributes that are numbers, like the mode, words and users' tensors."""
     own: dict[str, Any] = {}
+    stored = vars(module).get(STORED, ())  # for extensions
     for name, x in vars(module).items():
-        if isinstance(x, Tensor) and not _IO.fullmatch(name):
+        if isinstance(x, Tensor) and name not in stored:
             own[name] = id(x)
         elif type(x) in (int, float, bool, str):
             own[name] = x

@@ -75,13 +75,13 @@ def _recording_functions(tracer: Tracer) -> Iterator[None]:
             stack.enter_context(patch.object(torch, name, record))
         apply = classmethod(partial(_record_apply, tracer))
         stack.enter_context(patch.object(Function, "apply", apply))
-        for owner, name in (
-            (torch, "set_autocast_enabled"),
-            (Tensor, "requires_grad_"),
-            (Module, "requires_grad_"),
-        ):
-            stack.enter_context(patch.object(owner, name, _refusing(name)))
-        switch = property(_REQUIRES_GRAD.__get__, _refusing("requires_grad"))
+        refuse = _refusing("it switches autocast on or off")
+        stack.enter_context(patch.object(torch, "set_autocast_enabled", refuse))
+        for owner in (Tensor, Module):
+            refuse = _refusing(SETS.format(name="requires_grad_"))
+            stack.enter_context(patch.object(owner, "requires_grad_", refuse))
+        refuse = _refusing(SETS.format(name="requires_grad"))
+        switch = property(_REQUIRES_GRAD.__get__, refuse)
         stack.enter_context(patch.object(Tensor, "requires_grad", switch))
         yield
 
@@ -92,9 +92,9 @@ def _record_apply(tracer: Tracer, function: type, *args: Any, **kwargs: Any) -> 
     return record(*args, **kwargs)
 
 
-def _refusing(name: str) -> Callable:
+def _refusing(reason: str) -> Callable:
     def refuse(*args: Any, **kwargs: Any) -> None:
-        raise TraceError(SETS.format(name=name))
+        raise TraceError(reason)
 
     return refuse
 

@@ -24,8 +24,6 @@ FIXED_MODE = (
     "The forward of {name} depends on self.training. The converted model keeps to "
     + "{mode} mode: convert again after changing the mode."
 )
-
-
 SETS = "it sets `{name}`, which would take effect only now"
 
 
@@ -61,14 +59,9 @@ class TrainingFlag(int):
         """
         if not self.is_root:
             raise TraceError("it depends on self.training")
-        name, mode = type(self.owner).__name__, "training" if self.is_on else "eval"
+        name, mode = type(self.owner).__name__, "training" if self == 1 else "eval"
         warn_user(FIXED_MODE.format(name=name, mode=mode))
-        return self.is_on
-
-    @property
-    def is_on(self) -> bool:
-        """Tell what the mode is, without deciding anything by it."""
-        return int.__eq__(self, 1)
+        return self == 1
 
 
 def _decide(name: str) -> Callable:

@@ -106,11 +106,11 @@ OF_MATRICES = frozenset(
     "cholesky_inverse pinv pinverse lu lu_factor matrix_rank matrix_exp "
     "matrix_power".split()
 )
-# Operations that put entries elsewhere, by shapes: run on sample numbers
 # Operations of which each operand is a part of the result, or has one of its own
 JOINING = frozenset(
     "cat concat concatenate stack hstack vstack dstack broadcast_tensors".split()
 )
+# Operations that put entries elsewhere, by shapes: run on sample numbers
 REARRANGING = JOINING | frozenset(
     "view reshape transpose permute unsqueeze squeeze flatten unflatten expand ravel "
     "expand_as view_as reshape_as chunk split split_with_sizes unbind select narrow "

@@ -27,8 +27,7 @@ from backpack.utils.parallel import SINKS, communicates
 from backpack.utils.state import out_of_sight
 from backpack.utils.types import tensors_in
 
-CONSTANT = "backpack.constant"  # where a node keeps that it stands for a parameter
-ALONE = "backpack.alone"  # ... or that nothing but parameters is behind it
+CONSTANT = "backpack.constant"  # where a node keeps that no sample is behind it
 KNOWN = "backpack.known"  # where a node keeps what was found of its outputs
 ASKED = "backpack.asked"  # behind which of its outputs functions were looked for
 _PASSING = SINKS | {graph.TOGETHER}  # nodes that hand on what comes, one by one
@@ -90,7 +89,7 @@ def explain(x: Tensor, enters: bool = False) -> Known | None:
         with without_hooks([x]):
             known = explain_place(edge)
         if known is None:  # the next one in a chain needs not look again
-            x.grad_fn.metadata[ALONE] = True
+            note_constants(x)
         mark = None
     if known is not None and (mark is None or is_function(x.grad_fn)):
         note_functions(x, known)
@@ -415,7 +414,7 @@ def sources_of(
         if place in seen:
             continue
         seen.add(place)
-        if CONSTANT in node.metadata or ALONE in node.metadata:
+        if CONSTANT in node.metadata:
             continue
         edge = GradientEdge(node, number)
         found = _known_at(edge)

@@ -33,7 +33,7 @@ RELEASED = (
     "Use `backward(retain_graph=True)` for all but the last backward pass through the "
     "same graph (also where the earlier one ran outside of any context)."
 )
-_STORED = "_backpack_stored"  # names of the tensors stored on a module
+STORED = "_backpack_stored"  # names of the tensors stored on a module
 _NOTHING: Any = MappingProxyType({})
 _OWN = ("torch.nn.", "backpack.custom_module.")
 
@@ -274,7 +274,7 @@ class Call:
                 if value:
                     attributes[name] = value
                     stored.append(name)
-            attributes[_STORED] = self.stored = stored
+            attributes[STORED] = self.stored = stored
 
     def release_all(self, keeps: bool) -> None:
         """Drop what this call and those inside of it keep.
@@ -365,7 +365,7 @@ def clear_copy(module: Module) -> Any:
         The copy, which holds nothing that was stored for a turn.
     """
     copied = shallow_copy(module, _parameters=dict(module._parameters))
-    if _STORED in copied.__dict__:
+    if STORED in copied.__dict__:
         _clear(copied.__dict__)
     return copied
 
@@ -394,13 +394,13 @@ def clear_stored(module: Module) -> None:
         module: The module.
     """
     attributes = module.__dict__
-    if _STORED in attributes:
+    if STORED in attributes:
         with lock_of(module):
             _clear(attributes)
 
 
 def _clear(attributes: dict[str, Any]) -> None:
-    for name in attributes.pop(_STORED, ()):
+    for name in attributes.pop(STORED, ()):
         attributes.pop(name, None)
 
 
@@ -424,8 +424,8 @@ class CallRef(weakref.ref):
             The call, if it is there.
         """
         call, module = self(), self._module_ref()
-        if call is None and module is not None and self._stored is not None:
-            if module.__dict__.get(_STORED) is self._stored:
+        if call is None and module is not None:
+            if module.__dict__.get(STORED) is self._stored:
                 clear_stored(module)
         return call
 

@@ -361,8 +361,8 @@ class Trial:
         factors = self.leaving_out()
         if self._name == ATTENTION:
             return bool(factors)
-        sparse = [x for x in factors if x.layout is not torch.strided]
-        return bool(sparse) or any(bool((x == 0).any()) for x in factors)
+        # a sparse one cannot be asked, and has them in any case
+        return any(x.layout is not torch.strided or (x == 0).any() for x in factors)
 
     def is_of_few(self) -> bool:
         """Tell whether some samples are not there, so that it may not show.

@@ -418,12 +418,12 @@ class Use:
             Products for each constant, ``None`` if that is not known.
         """
         edges = [constant.spread for constant in self.constants]
-        by_entries, (where, *_), n = None not in edges, self.placements, self.n
+        by_entries, where, n = None not in edges, self.placements[0], self.n
         if len(cotangents) != 1 or self.operation is not None:
             return None
-        if not by_entries and not self._meets_matrices():
-            return None
         if not by_entries:
+            if not self._meets_matrices():
+                return None
             edges = [constant.stand_in for constant in self.constants]
         fetch(self.saved)
         edge, columns = GradientEdge(*nodes[0]), cotangents[0].unsqueeze(1)

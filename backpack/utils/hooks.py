@@ -2,8 +2,7 @@
 
 import weakref
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, Dict, Iterable, Iterator, List, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Tuple
 
 from torch import Size, Tensor
 from torch.compiler import is_dynamo_compiling
@@ -11,20 +10,25 @@ from torch.nn import Module, Parameter
 
 
 class Modules:
-    """Modules by their identity, which it does not keep alive; for several threads."""
+    """Modules by their identity, which it does not keep alive; for several threads.
+
+    One that was added as a part of another is there as long as that is alive.
+    """
 
     def __init__(self) -> None:
         """Start with none."""
-        self._refs: Dict[int, weakref.ref[Module]] = {}
+        self._refs: Dict[int, Tuple[weakref.ref[Module], weakref.ref[Module]]] = {}
 
-    def add(self, module: Module) -> None:
+    def add(self, module: Module, whole: Optional[Module] = None) -> None:
         """Add a module.
 
         Args:
             module: The module.
+            whole: What it is a part of. Default: nothing.
         """
         key, refs = id(module), self._refs
-        refs[key] = weakref.ref(module, lambda _: refs.pop(key, None))
+        own = weakref.ref(module, lambda _: refs.pop(key, None))
+        refs[key] = own, own if whole is None else weakref.ref(whole)
 
     def discard(self, module: Module) -> None:
         """Take a module out, if it is there.
@@ -35,15 +39,16 @@ class Modules:
         self._refs.pop(id(module), None)
 
     def __contains__(self, module: Module) -> bool:
-        """Tell whether a module was added.
+        """Tell whether a module is there.
 
         Args:
             module: The module.
 
         Returns:
-            Whether it was.
+            Whether it is.
         """
-        return id(module) in self._refs
+        refs = self._refs.get(id(module))
+        return refs is not None and refs[1]() is not None
 
     def __bool__(self) -> bool:
         """Tell whether there are any.
@@ -59,16 +64,16 @@ class Modules:
         Yields:
             Those that are alive.
         """
-        for ref in self._refs.copy().values():
-            module = ref()
+        for own, _ in self._refs.copy().values():
+            module = own()
             if module is not None:
                 yield module
 
 
 # Modules on which `extend` was called
 EXTENDED = Modules()
-# By `id`, modules inside of them: itself, and inside of which one
-_INSIDE: Dict[int, Tuple[weakref.ref[Module], weakref.ref[Module]]] = {}
+# ... and those inside of them
+_INSIDE = Modules()
 # Classes of modules for which an extension has a rule
 RULED: weakref.WeakSet[type] = weakref.WeakSet()
 
@@ -81,19 +86,7 @@ def note_extended(module: Module) -> None:
     """
     EXTENDED.add(module)
     for child in module.modules():
-        own = weakref.ref(child, partial(_forget, id(child)))
-        _INSIDE[id(child)] = own, weakref.ref(module)
-
-
-def _forget(key: int, _: Any) -> None:
-    """Forget a module that is gone."""
-    _INSIDE.pop(key, None)
-
-
-def _is_inside(module: Module) -> bool:
-    """Tell whether a module is known to be in an extended one that is alive."""
-    refs = _INSIDE.get(id(module))
-    return refs is not None and refs[0]() is module and refs[1]() is not None
+        _INSIDE.add(child, module)
 
 
 def note_copy(module: Module, args: Any = ()) -> None:
@@ -105,11 +98,11 @@ def note_copy(module: Module, args: Any = ()) -> None:
         module: A module that is called, with the hooks of an extended one.
         args: Positional arguments of the call. Default: none.
     """
-    if is_dynamo_compiling() or _is_inside(module) or hasattr(module, "_is_replica"):
+    if is_dynamo_compiling() or module in _INSIDE or hasattr(module, "_is_replica"):
         return
     for root in EXTENDED:  # which may have got others meanwhile
         note_extended(root)
-    if not _is_inside(module):
+    if module not in _INSIDE:
         note_extended(module)
 
 

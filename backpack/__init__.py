@@ -26,22 +26,15 @@ from backpack.core.derivatives.generic import tensor_outputs
 from backpack.engine.backward_pass import BackwardPass
 from backpack.engine.functions import is_of_inputs
 from backpack.engine.graph import root_edges
-from backpack.engine.hooks import (
-    enter_call,
-    forget_interrupted,
-    is_hooked,
-    leave_call,
-    scriptable,
-)
+from backpack.engine.hooks import forget_interrupted, register, scriptable
 from backpack.engine.record import Call, clear_stored
 from backpack.engine.report import Report
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.summary import summary
-from backpack.utils.compiling import is_compiled, skipped, untraced
+from backpack.utils.compiling import skipped, untraced
 from backpack.utils.disable import disable
 from backpack.utils.errors import check_choice, warn_user
-from backpack.utils.hooks import no_op, note_copy, note_extended, represent_call
-from backpack.utils.module_classification import is_no_op
+from backpack.utils.hooks import no_op, represent_call
 from backpack.utils.older_torch import (
     make_backward_overridable,
     make_packed_sequences_trees,
@@ -385,7 +378,8 @@ def extend(module: Module, debug: bool = ..., use_converter: bool = ...) -> Modu
 def extend(module: Module, debug: bool = False, use_converter: bool = False) -> Module:
     """Make a model or a loss ready for additional quantities.
 
-    Extends all modules inside, too. Extending a second time adds nothing.
+    Extends all modules inside, too, and what is put into it later, when it is called.
+    Extending a second time adds nothing.
 
     Args:
         module: Model, loss, or any other module.
@@ -422,41 +416,10 @@ def extend(module: Module, debug: bool = False, use_converter: bool = False) -> 
             )
     if use_converter:
         return extend(convert_module_to_backpack(module, debug), debug=debug)
-    for name, child in module.named_modules():
-        if "parametrizations" in name.split("."):
-            continue  # called for a parameter, not for samples
-        if is_compiled(child) or isinstance(child, ScriptModule):
-            continue  # passes everything on to what was compiled, or runs no hooks
-        if debug and not getattr(child, "_backpack_extend", False):
-            print(f"[DEBUG] Extending {f'{name}: ' if name else ''}{child}")
-        _register_hooks(child)
-        child._backpack_extend = True
-    note_extended(module)
-    if is_no_op(module) and note_copy not in module._forward_pre_hooks.values():
-        CTX.add_hook_handle(module.register_forward_pre_hook(note_copy))
+    register(module, debug)
     Module.__prepare_scriptable__ = scriptable  # type: ignore[attr-defined]
     CTX.forget_dead_handles()
     return module
-
-
-def _register_hooks(module: Module) -> None:
-    """Register the hooks on a module, unless it has them or is no operation.
-
-    Args:
-        module: The module.
-    """
-    own_parameters = next(module.parameters(recurse=False), None) is not None
-    # a graph calls functions, and modules on parameters alone
-    is_watched = own_parameters or isinstance(module, GraphModule)
-    if is_hooked(module) or (is_no_op(module) and not is_watched):
-        return
-    for handle in (
-        module.register_forward_pre_hook(enter_call, with_kwargs=True),
-        module.register_forward_hook(  # before any that changes the output
-            leave_call, prepend=True, with_kwargs=True, always_call=True
-        ),
-    ):
-        CTX.add_hook_handle(handle)
 
 
 def hook_store_io(

@@ -8,6 +8,7 @@ from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.utils.hooks import HANDLES
 from backpack.utils.state import State, state
 
 __all__ = ["CTX", "State", "state"]
@@ -30,7 +31,7 @@ class CTX:
     debug = _FromState()
     extension_hook = _FromState()
     retain_graph = _FromState()
-    hook_handles: list[RemovableHandle] = []
+    hook_handles: list[RemovableHandle] = HANDLES
 
     @staticmethod
     def set_active_exts(active_exts: Iterable[BackpropExtension]) -> None:
@@ -129,11 +130,11 @@ class CTX:
     def forget_dead_handles() -> None:
         """Forget the handles of hooks whose modules are gone: models come and go."""
         handles = CTX.hook_handles
-        CTX.hook_handles = [h for h in handles if h.hooks_dict_ref() is not None]
+        handles[:] = [h for h in handles if h.hooks_dict_ref() is not None]
 
     @staticmethod
     def remove_hooks() -> None:
         """Remove all hooks that ``extend`` registered, from all modules."""
         for handle in CTX.hook_handles:
             handle.remove()
-        CTX.hook_handles = []
+        CTX.hook_handles.clear()

@@ -1140,15 +1140,15 @@ def test_copies_of_containers(how: str):
 AROUND: Dict[str, Callable] = {
     "flipped": lambda f, x: f(x.flip(0)).flip(0),
     "sorted": lambda f, x: f(x[x[:, 0].argsort()])[x[:, 0].argsort().argsort()],
-    "twice": lambda f, x: f(torch.cat([x, 2 * x]))[: len(x)],
+    "twice": lambda f, x: f(torch.cat([x, 2 * x]))[: x.shape[0]],
     "with-an-axis": lambda f, x: f(x.unsqueeze(0)).squeeze(0),
-    "in-parts": lambda f, x: torch.cat([f(part) for part in x.split(2)]),
+    "in-parts": lambda f, x: torch.cat([f(x[:2]), f(x[2:4]), f(x[4:])]),
     "beside": lambda f, x: f(x) + x[:, :3],
     "as-it-is": lambda f, x: f(x),
 }
 
 
-@pytest.mark.parametrize("on", ["class", "instance"])
+@pytest.mark.parametrize("on", ["class", "instance", "afterwards", "copied-graph"])
 @pytest.mark.parametrize("name", [*AROUND, "mixed"])
 def test_containers_with_a_forward_pass_of_their_own(name: str, on: str):
     """They are models, whatever they are derived from."""
@@ -1162,10 +1162,16 @@ def test_containers_with_a_forward_pass_of_their_own(name: str, on: str):
             """Do something around."""
             return around(super().forward, x)
 
-    model = (Own if on == "class" else nn.Sequential)(*layers).double()
-    if on == "instance":
+    model = (Own if on in ("class", "copied-graph") else nn.Sequential)(*layers)
+    model = extend(model) if on == "afterwards" else model
+    if on in ("instance", "afterwards"):
         model.forward = partial(around, model.forward)
-    model, loss, x = extend(model), extend(nn.MSELoss()), torch.randn(6, 4).double()
+    if on == "copied-graph":  # for which PyTorch forgets hooks
+        graph = extend(torch.fx.symbolic_trace(model))
+        model = copy.deepcopy(copy.deepcopy(graph))
+    elif on != "afterwards":
+        extend(model)
+    model, loss, x = model.double(), extend(nn.MSELoss()), torch.randn(6, 4).double()
     y, refuses = torch.randn(6, 3).double(), name == "mixed"
     with pytest.raises(NotImplementedError, match="met") if refuses else nullcontext():
         with backpack(*make(["BatchGrad"])):
@@ -1174,6 +1180,38 @@ def test_containers_with_a_forward_pass_of_their_own(name: str, on: str):
     for p in () if refuses else model.parameters():
         each = [torch.autograd.grad(row, p, retain_graph=True)[0] for row in rows]
         assert_agrees(p.grad_batch, torch.stack(each))
+
+
+# What becomes of a model of three layers after it was extended
+CHANGES: Dict[str, Callable[[nn.Sequential], None]] = {
+    "replaced": lambda m: m.__setitem__(2, nn.Linear(5, 3)),
+    "put-in": lambda m: m.insert(1, nn.Linear(5, 5)),
+    "several": lambda m: m.__setitem__(
+        2, nn.Sequential(nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 3))
+    ),
+    "inside": lambda m: m[0].append(nn.Linear(5, 5)),
+    "a-copy": lambda m: m.__setitem__(2, copy.deepcopy(m[2])),
+    "in-a-copy": lambda m: m.__setitem__(0, copy.deepcopy(m[0]).append(nn.ReLU())),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_layers_put_in_afterwards(name: str):
+    """They are extended when the model is called: their quantities are a layer's."""
+    layers = nn.Sequential(nn.Linear(4, 5)), nn.Tanh(), nn.Linear(5, 3)
+    models = [extend(nn.Sequential(*layers))]
+    CHANGES[name](models[0])
+    models.append(extend(copy.deepcopy(models[0])))
+    x, loss = torch.randn(3, 4), extend(nn.MSELoss())
+    names = ["BatchGrad", "KFLR", "DiagHessian", "BatchDiagHessian"]
+    for model in models:
+        with backpack(*make(names)):
+            loss(model(x), torch.ones(3, 3)).backward()
+    for p, q in zip(*(model.parameters() for model in models)):
+        assert torch.equal(p.grad_batch, q.grad_batch)
+        assert torch.equal(p.diag_h_batch, q.diag_h_batch)
+        assert [x.shape for x in p.kflr] == [x.shape for x in q.kflr]
+        assert all(map(torch.equal, p.kflr, q.kflr)) and len(p.kflr) == p.dim()
 
 
 def test_derivative_after_a_pass_that_stored_nothing():

@@ -19,21 +19,20 @@ from torch._C import _current_graph_task_id, _get_tracing_state
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd.graph import GradientEdge
 from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.fx import GraphModule
+from torch.jit import ScriptModule
 from torch.nn import Module, Parameter
 from torch.nn.modules.module import _global_forward_hooks
-from torch.nn.utils.rnn import PackedSequence
 
 from backpack.converter.function import FunctionModule
 from backpack.core.derivatives.generic import tensor_outputs
-from backpack.core.layout import FIRST, Layout, Mixed, Placement, spans
-from backpack.core.table import Row, find_loss, find_loss_module, find_row
+from backpack.core.table import Row, find_loss_module, find_row
 from backpack.engine import layer_calls
-from backpack.engine.gaps import INPUT, NESTED, differ, explain, note_constants
 from backpack.engine.graph import VIEW, is_leaf, note_tangent, on_one_node
-from backpack.engine.placements import Pass, mark_of, may_be_shared, place, placement_of
+from backpack.engine.placements import mark_of, may_be_shared, place, placement_of
 from backpack.engine.probes import Known
 from backpack.engine.record import Call, CallRef, clear_stored
-from backpack.engine.tracking import LIST_OF_SAMPLES, ONE_SAMPLE, Tracker
+from backpack.engine.tracking import Tracker
 from backpack.engine.uses import (
     Entry,
     edge_of,
@@ -41,9 +40,22 @@ from backpack.engine.uses import (
     is_whole,
     listen,
 )
-from backpack.utils.compiling import answered, is_indivisible, skipped, untraced
+from backpack.utils.compiling import (
+    answered,
+    is_compiled,
+    is_indivisible,
+    skipped,
+    untraced,
+)
 from backpack.utils.disable import PLAIN, disable
-from backpack.utils.hooks import RULED, Modules, note_copy
+from backpack.utils.hooks import (
+    EXTENDED,
+    HANDLES,
+    RULED,
+    Modules,
+    are_known,
+    note_extended,
+)
 from backpack.utils.module_classification import is_loss, is_no_op
 from backpack.utils.state import state
 from backpack.utils.types import tensors_in
@@ -159,7 +171,7 @@ def enter_call(
         tracker = _THREAD.tracker
     if not frames:
         _THREAD.returned.clear()
-        note_copy(module)
+        extend_new(module)
         state()  # of this thread, which a backward pass would make for each node
     frame = _Frame(module, id(caller))
     frames.append(frame)
@@ -200,69 +212,13 @@ class _Guard(dict):
 
 
 def _start(frame: _Frame, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Begin to watch operations."""
-    packed = [x for x in (*args, *kwargs.values()) if isinstance(x, PackedSequence)]
-    for sequence in packed:
-        _place_packed(sequence)
-    about = {id(x) for sequence in packed for x in sequence[1:]}  # hold no samples
-    tensors = [x for x in tensors_in((args, kwargs), depth=2) if id(x) not in about]
-    nested = [x for x in tensors if x.is_nested]
-    tensors = [x for x in tensors if x.dim() and not x.is_nested]
-    data = [x for x in tensors if not isinstance(x, Parameter)] or tensors
-    found = [explain(x, enters=True) for x in data]
-    known = [None if k is INPUT else k for k in found]
-    sizes = [k.n for k in known if k is not None and not isinstance(k.placement, Mixed)]
-    sizes = sizes or [k.n for k in known if k is not None]
-    raw = [x for x in data if x.grad_fn is None]
-    raw = [*raw, *(x for x, k in zip(data, found) if k is INPUT)] or nested
-    given = {id(x) for x in raw}
-    computed = [] if sizes or raw else data  # by what is not extended
-    if not (sizes or raw or computed):
-        return
-    axes = layer_calls.axes_of_samples(frame.module, args, kwargs)
-    first = (raw or computed or [None])[0]
-    n = sizes[0] if sizes else first.size(axes.get(id(first), 0))
-    inputs: list[tuple[Tensor, Placement]] = [(x, NESTED) for x in nested]
-    for x, k in zip(data, known):
-        axis = axes.get(id(x), 0)
-        if k is not None and k.n == n:
-            inputs.append((x, k.placement))
-        elif id(x) in given and x.size(axis) == n or computed and x is first:
-            inputs.append((x, Layout(axis, 1)))
-        elif computed:
-            inputs.append((x, BESIDE))
-        elif id(x) in given:  # for all samples, as the same tensor by itself would be
-            note_constants(x)
-    frame.tracker = _THREAD.tracker = Tracker(n, inputs)
-    frame.tracker.owner, frame.tracker.root = frame.call, frame.call.module_ref
-    frame.tracker.note_loss = _note_function
-    if n == 1 and id(first) not in axes:  # or it is a number that all samples share
-        frame.tracker.longer = {
-            len(x): ONE_SAMPLE
-            for x, k in zip(data, known)
-            if k is None and len(x) > 1 and id(x) not in axes
-        }
-    for x in (*args, *kwargs.values()):
-        if isinstance(x, PackedSequence):
-            continue
-        if isinstance(x, (list, tuple)) and len(x) not in (1, n):
-            own = {len(y) for y in x if isinstance(y, Tensor) and y.dim()}
-            if len(own) > 1 or own == {1}:  # or each tensor is a sample
-                frame.tracker.longer[len(x)] = LIST_OF_SAMPLES
-    frame.tracker.__enter__()
-
-
-BESIDE = Mixed("inputs besides the first that no extended module computes", False)
-
-
-def _place_packed(x: PackedSequence) -> None:
-    """Say where the samples of a packed sequence are: in each step, the longest."""
-    sizes = x.batch_sizes.tolist()
-    numbers = torch.cat([torch.arange(size, device=x.data.device) for size in sizes])
-    if x.sorted_indices is not None:
-        numbers = x.sorted_indices[numbers]
-    numbers = numbers.view(-1, *[1] * (x.data.dim() - 1))
-    place(x.data, numbers, Pass(sizes[0]))
+    """Begin to watch operations, if there are samples."""
+    found = layer_calls.find_samples(frame.module, args, kwargs)
+    if found is not None:
+        frame.tracker = _THREAD.tracker = Tracker(found.n, found.inputs)
+        frame.tracker.owner, frame.tracker.root = frame.call, frame.call.module_ref
+        frame.tracker.note_loss, frame.tracker.longer = _note_function, found.longer
+        frame.tracker.__enter__()
 
 
 @skipped
@@ -395,7 +351,7 @@ def _record(
         call.inside = [ref for _, ref in returned]
         returned.clear()
     if call.is_loss:
-        _note_loss(call)
+        layer_calls.note_prediction(call)
     elif frame.row is not None:
         placements = layer_calls.note_use(call, frame.row, args, outputs, frame.since)
         if tracker is not None:
@@ -421,27 +377,6 @@ def _edges(outputs: list[Tensor], constant: Iterable[int]) -> list[GradientEdge 
     ]
 
 
-def _note_loss(call: Call) -> None:
-    """Remember where the samples are in a loss's prediction, or that they meet."""
-    x, *others = call.arguments or [None]
-    if not isinstance(x, Tensor):
-        return
-    computed = [y for y in others if isinstance(y, Tensor) and y.grad_fn is not None]
-    found = [explain(y, enters=True) for y in computed]
-    behind = [k for k in found if k is not None and k is not INPUT]
-    known = explain(x)
-    if known is None and behind and not x.requires_grad:
-        known = behind[0]  # what was given as the prediction is the target
-    if known is None:
-        known = Known(FIRST, len(x) if x.dim() else 1)
-    call.placement, call.n = known
-    behind.append(known)
-    axis = find_loss(call.module).derivatives.compared_axis(x)
-    meet = axis is not None and known.n > 1 and spans(known.placement, x.shape, axis)
-    if not isinstance(known.placement, Mixed) and (meet or differ(behind)):
-        call.placement = Mixed(f"`{type(call.module).__name__}` on {list(x.shape)}")
-
-
 def _note_function(func: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) -> None:
     """Record a loss that a model has called as a function."""
     with torch._C.DisableTorchFunction():
@@ -454,46 +389,8 @@ def _note_function(func: Any, args: tuple, kwargs: dict[str, Any], out: Tensor) 
         call.is_loss = call.is_function = True
         call.loss_module = module  # nobody else owns it
         _THREAD.returned.append((None, CallRef(call)))
-        _note_loss(call)
+        layer_calls.note_prediction(call)
         _attach(call, [out], edges)
-
-
-def is_hooked(module: Module) -> bool:
-    """Tell whether a module's calls are recorded.
-
-    Args:
-        module: The module.
-
-    Returns:
-        Whether ``extend`` has registered its hook, and it was not removed.
-    """
-    keys, hooks = module._forward_hooks_with_kwargs, module._forward_hooks
-    return any(hooks.get(key) is leave_call for key in keys)
-
-
-def scriptable(module: Module) -> Module:
-    """Copy a model without our hooks: ``torch.jit.script`` compiles all that it finds.
-
-    It asks modules for what to compile by their method ``__prepare_scriptable__``.
-
-    Args:
-        module: The model, with or without extended modules inside.
-
-    Returns:
-        A model that shares everything else; the same one if nothing is extended.
-    """
-    modules = list(module.modules())
-    if not any(map(is_hooked, modules)):
-        return module
-    copies = {m: copy(m) for m in modules}
-    for clone in copies.values():
-        own, state = (enter_call, leave_call, note_copy), vars(clone)
-        children = state["_modules"].items()
-        state["_modules"] = {n: copies.get(c) for n, c in children}
-        for hooks in ("_forward_hooks", "_forward_pre_hooks"):
-            kept = {key: f for key, f in state[hooks].items() if f not in own}
-            state[hooks] = OrderedDict(kept)
-    return copies[module]
 
 
 def _differ(edges: list[GradientEdge | None]) -> bool:
@@ -588,3 +485,115 @@ def _attach(
         entries_at(node).append(Entry(number, i, call))
         if not _THREAD.frames:  # where a backward pass without a context is noticed
             listen(node)
+
+
+# ------------------------------------------------------------- which modules have hooks
+
+
+def is_hooked(module: Module) -> bool:
+    """Tell whether a module's calls are recorded.
+
+    Args:
+        module: The module.
+
+    Returns:
+        Whether ``extend`` has registered its hook, and it was not removed.
+    """
+    keys, hooks = module._forward_hooks_with_kwargs, module._forward_hooks
+    return any(hooks.get(key) is leave_call for key in keys)
+
+
+def scriptable(module: Module) -> Module:
+    """Copy a model without our hooks: ``torch.jit.script`` compiles all that it finds.
+
+    It asks modules for what to compile by their method ``__prepare_scriptable__``.
+
+    Args:
+        module: The model, with or without extended modules inside.
+
+    Returns:
+        A model that shares everything else; the same one if nothing is extended.
+    """
+    modules = list(module.modules())
+    if not any(map(is_hooked, modules)):
+        return module
+    copies = {m: copy(m) for m in modules}
+    for clone in copies.values():
+        own, state = (enter_call, leave_call, see_changes), vars(clone)
+        children = state["_modules"].items()
+        state["_modules"] = {n: copies.get(c) for n, c in children}
+        for hooks in ("_forward_hooks", "_forward_pre_hooks"):
+            kept = {key: f for key, f in state[hooks].items() if f not in own}
+            state[hooks] = OrderedDict(kept)
+    return copies[module]
+
+
+def register(root: Module, debug: bool = False) -> None:
+    """Register the hooks on a module and all inside, where they are not yet.
+
+    Args:
+        root: The module.
+        debug: Whether to print what is extended. Default: ``False``.
+    """
+    for name, child in root.named_modules():
+        if "parametrizations" in name.split("."):
+            continue  # called for a parameter, not for samples
+        if is_compiled(child) or isinstance(child, ScriptModule):
+            continue  # passes everything on to what was compiled, or runs no hooks
+        if debug and not getattr(child, "_backpack_extend", False):
+            print(f"[DEBUG] Extending {f'{name}: ' if name else ''}{child}")
+        child._backpack_extend = True
+        # a graph calls functions, and modules on parameters alone
+        is_watched = bool(child._parameters) or isinstance(child, GraphModule)
+        if not is_hooked(child) and (is_watched or not is_no_op(child)):
+            hook = child.register_forward_pre_hook(enter_call, with_kwargs=True)
+            HANDLES.append(hook)
+            hook = child.register_forward_hook(  # before any that changes the output
+                leave_call, prepend=True, with_kwargs=True, always_call=True
+            )
+            HANDLES.append(hook)
+        copied = getattr(child, "_deepcopy_hooks", None)  # a graph's copy has no others
+        if copied is not None and register not in copied:
+            copied.append(register)
+    has_hook = is_hooked(root) or see_changes in root._forward_pre_hooks.values()
+    if is_no_op(root) and not has_hook:
+        hook = root.register_forward_pre_hook(see_changes, with_kwargs=True)
+        HANDLES.append(hook)
+    note_extended(root)
+
+
+@skipped
+def see_changes(
+    module: Module, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]] | None:
+    """Forward pre-hook of containers, which have no other: see what has changed.
+
+    Args:
+        module: The container.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+
+    Returns:
+        What :func:`enter_call` does for a container that has become a model, with a
+        forward pass of its own; else ``None``.
+    """
+    if is_dynamo_compiling() or steps_aside():
+        return None
+    extend_new(module)
+    if is_no_op(module) or is_hooked(module):
+        return None
+    register(module)  # which adds a hook that does not run any more
+    return enter_call(module, args, kwargs)
+
+
+def extend_new(module: Module) -> None:
+    """Extend what was put into an extended model meanwhile, and a copy of one.
+
+    Args:
+        module: The outermost module that is called.
+    """
+    if are_known(module) or hasattr(module, "_is_replica"):
+        return
+    for root in (*EXTENDED, module):
+        if not are_known(root):
+            register(root)

@@ -1,24 +1,26 @@
-"""Calls of layers of the table, each of which is a use as a whole.
+"""Where samples are in what is called, and calls of layers of the table.
 
-Their rules say what the samples of a result are, and where its parameters enter: what
-happens inside is not watched.
+Each of these is a use as a whole. Their rules say what the samples of a result are, and
+where its parameters enter: what happens inside is not watched.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.rnn import PackedSequence
 
 from backpack.core.derivatives.generic import input_batch_axis, output_batch_axis
 from backpack.core.derivatives.stored import shallow_copy
-from backpack.core.layout import Layout, Placement
+from backpack.core.layout import FIRST, Layout, Mixed, Placement, spans
 from backpack.core.operations import LayerLike, Operation, statistics
-from backpack.core.table import Row, find_row
-from backpack.engine.gaps import INPUT, explain
+from backpack.core.table import Row, find_loss, find_row
+from backpack.engine.gaps import INPUT, NESTED, differ, explain, note_constants
+from backpack.engine.placements import Pass, place
 from backpack.engine.probes import Known
 from backpack.engine.record import Call, clear_copy
 from backpack.engine.tracking import Tracker
@@ -52,7 +54,7 @@ def row_of_call(
     """
     if tracker is None and is_loss(module):
         row = find_row(module, losses=True)
-        return None if row is None else (row, Known(None, 0))  # see `_note_loss`
+        return None if row is None else (row, Known(None, 0))  # see `note_prediction`
     row = find_row(module)
     if row is None or kwargs or not args or not isinstance(args[0], Tensor):
         return None
@@ -77,6 +79,104 @@ def row_of_call(
     if type(placement) is not Layout or placement.axis >= _row_axes(module, x):
         return None
     return row, known
+
+
+BESIDE = Mixed("inputs besides the first that no extended module computes", False)
+ONE_SAMPLE = (
+    "a forward pass whose first input has length 1, and whose result has length {0}, "
+    "like another input (give what all samples share last, or without axes; if there "
+    "is one sample, give other inputs a first axis of length 1, too)"
+)
+LIST_OF_SAMPLES = (
+    "a forward pass on a list of {0} tensors, whose result has length {0} (if each of "
+    "them is a sample, give a tensor that has samples on axis 0, padded if need be)"
+)
+
+
+class Samples(NamedTuple):
+    """Where samples are in what a model is called with.
+
+    Attributes:
+        n: Number N of samples.
+        inputs: Tensors that hold samples, and where.
+        longer: Lengths of a result that say that samples are not on axis 0 of the
+            first input, and what there is instead.
+    """
+
+    n: int
+    inputs: list[tuple[Tensor, Placement]]
+    longer: dict[int, str]
+
+
+def find_samples(module: Module, args: tuple, kwargs: dict[str, Any]) -> Samples | None:
+    """Look for the samples in what a model is called with.
+
+    What extended modules have computed before says where they are. Else they are on
+    axis 0 of the first input, and of others that are as long.
+
+    Args:
+        module: The model.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+
+    Returns:
+        Number and places of the samples, ``None`` if there is no tensor.
+    """
+    packed = [x for x in (*args, *kwargs.values()) if isinstance(x, PackedSequence)]
+    for sequence in packed:
+        _place_packed(sequence)
+    about = {id(x) for sequence in packed for x in sequence[1:]}  # hold no samples
+    tensors = [x for x in tensors_in((args, kwargs), depth=2) if id(x) not in about]
+    nested = [x for x in tensors if x.is_nested]
+    tensors = [x for x in tensors if x.dim() and not x.is_nested]
+    data = [x for x in tensors if not isinstance(x, Parameter)] or tensors
+    found = [explain(x, enters=True) for x in data]
+    known = [None if k is INPUT else k for k in found]
+    sizes = [k.n for k in known if k is not None and not isinstance(k.placement, Mixed)]
+    sizes = sizes or [k.n for k in known if k is not None]
+    raw = [x for x in data if x.grad_fn is None]
+    raw = [*raw, *(x for x, k in zip(data, found) if k is INPUT)] or nested
+    given = {id(x) for x in raw}
+    computed = [] if sizes or raw else data  # by what is not extended
+    if not (sizes or raw or computed):
+        return None
+    axes = axes_of_samples(module, args, kwargs)
+    first = (raw or computed or [None])[0]
+    n = sizes[0] if sizes else first.size(axes.get(id(first), 0))
+    inputs: list[tuple[Tensor, Placement]] = [(x, NESTED) for x in nested]
+    for x, k in zip(data, known):
+        axis = axes.get(id(x), 0)
+        if k is not None and k.n == n:
+            inputs.append((x, k.placement))
+        elif id(x) in given and x.size(axis) == n or computed and x is first:
+            inputs.append((x, Layout(axis, 1)))
+        elif computed:
+            inputs.append((x, BESIDE))
+        elif id(x) in given:  # for all samples, as the same tensor by itself would be
+            note_constants(x)
+    longer: dict[int, str] = {}
+    if n == 1 and id(first) not in axes:  # or it is a number that all samples share
+        for x, k in zip(data, known):
+            if k is None and len(x) > 1 and id(x) not in axes:
+                longer[len(x)] = ONE_SAMPLE
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, PackedSequence):
+            continue
+        if isinstance(x, (list, tuple)) and len(x) not in (1, n):
+            own = {len(y) for y in x if isinstance(y, Tensor) and y.dim()}
+            if len(own) > 1 or own == {1}:  # or each tensor is a sample
+                longer[len(x)] = LIST_OF_SAMPLES
+    return Samples(n, inputs, longer)
+
+
+def _place_packed(x: PackedSequence) -> None:
+    """Say where the samples of a packed sequence are: in each step, the longest."""
+    sizes = x.batch_sizes.tolist()
+    numbers = torch.cat([torch.arange(size, device=x.data.device) for size in sizes])
+    if x.sorted_indices is not None:
+        numbers = x.sorted_indices[numbers]
+    numbers = numbers.view(-1, *[1] * (x.data.dim() - 1))
+    place(x.data, numbers, Pass(sizes[0]))
 
 
 _SEQUENCES = {
@@ -267,6 +367,31 @@ def note_use(
         use = Use(name, constants, known.n, placements, call, operation, since)
         use.attach(outputs)
     return placements
+
+
+def note_prediction(call: Call) -> None:
+    """Remember where the samples are in a loss's prediction, or that they meet.
+
+    Args:
+        call: Record of the loss's call.
+    """
+    x, *others = call.arguments or [None]
+    if not isinstance(x, Tensor):
+        return
+    computed = [y for y in others if isinstance(y, Tensor) and y.grad_fn is not None]
+    found = [explain(y, enters=True) for y in computed]
+    behind = [k for k in found if k is not None and k is not INPUT]
+    known = explain(x)
+    if known is None and behind and not x.requires_grad:
+        known = behind[0]  # what was given as the prediction is the target
+    if known is None:
+        known = Known(FIRST, len(x) if x.dim() else 1)
+    call.placement, call.n = known
+    behind.append(known)
+    axis = find_loss(call.module).derivatives.compared_axis(x)
+    meet = axis is not None and known.n > 1 and spans(known.placement, x.shape, axis)
+    if not isinstance(known.placement, Mixed) and (meet or differ(behind)):
+        call.placement = Mixed(f"`{type(call.module).__name__}` on {list(x.shape)}")
 
 
 def _operation(

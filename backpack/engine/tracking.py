@@ -72,15 +72,6 @@ from backpack.utils.types import (
 
 _SHAPELESS = {UninitializedParameter, UninitializedBuffer}  # of lazy layers
 
-ONE_SAMPLE = (
-    "a forward pass whose first input has length 1, and whose result has length {0}, "
-    "like another input (give what all samples share last, or without axes; if there "
-    "is one sample, give other inputs a first axis of length 1, too)"
-)
-LIST_OF_SAMPLES = (
-    "a forward pass on a list of {0} tensors, whose result has length {0} (if each of "
-    "them is a sample, give a tensor that has samples on axis 0, padded if need be)"
-)
 # other modes, such as a context's, would see each look at a tensor
 _UNSEEN = torch._C.DisableTorchFunction
 # operations with which the terms of a loss are added up

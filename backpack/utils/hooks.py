@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from typing import Any, Dict, Iterable, Iterator, List, Optional, Tuple
 
 from torch import Size, Tensor
-from torch.compiler import is_dynamo_compiling
 from torch.nn import Module, Parameter
+from torch.utils.hooks import RemovableHandle
 
 
 class Modules:
@@ -70,6 +70,8 @@ class Modules:
                 yield module
 
 
+# Of the hooks that `extend` has registered
+HANDLES: List[RemovableHandle] = []
 # Modules on which `extend` was called
 EXTENDED = Modules()
 # ... and those inside of them
@@ -89,21 +91,16 @@ def note_extended(module: Module) -> None:
         _INSIDE.add(child, module)
 
 
-def note_copy(module: Module, args: Any = ()) -> None:
-    """Let a copy of an extended module count as one: it has its hooks.
-
-    Containers, which have no other, have this one as a forward pre-hook.
+def are_known(module: Module) -> bool:
+    """Tell whether a module and all that is in it belong to an extended one.
 
     Args:
-        module: A module that is called, with the hooks of an extended one.
-        args: Positional arguments of the call. Default: none.
+        module: The module.
+
+    Returns:
+        Whether nothing was put into it since, and it is no copy.
     """
-    if is_dynamo_compiling() or module in _INSIDE or hasattr(module, "_is_replica"):
-        return
-    for root in EXTENDED:  # which may have got others meanwhile
-        note_extended(root)
-    if module not in _INSIDE:
-        note_extended(module)
+    return all([child in _INSIDE for child in modules_in(module)])
 
 
 def represent(module: Module) -> str:

@@ -26,7 +26,9 @@ from backpack.core.derivatives.generic import tensor_outputs
 from backpack.engine.backward_pass import BackwardPass
 from backpack.engine.functions import is_of_inputs
 from backpack.engine.graph import root_edges
-from backpack.engine.hooks import forget_interrupted, register, scriptable
+from backpack.engine.hooks import forget_interrupted, register
+from backpack.engine.hooks import register_hooks as _register_hooks  # noqa: F401
+from backpack.engine.hooks import scriptable
 from backpack.engine.record import Call, clear_stored
 from backpack.engine.report import Report
 from backpack.extensions.backprop_extension import BackpropExtension

@@ -18,7 +18,7 @@ import einops
 import pytest
 import torch
 from oracle import assert_agrees, batch_ggn, individual_gradients, jacobian, parameters
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn import functional as F
 
@@ -487,6 +487,21 @@ def shared_bias(self, x):
     return self.fc(x + bias[:, 0]) * (bias[0, 0] + 1.0)
 
 
+def asks_for_types(self, x, scale=2.0):
+    y = self.fc(x)
+    right = [
+        *(isinstance(x, Tensor), torch.is_tensor(y), isinstance(y + 1, Tensor)),
+        *(isinstance(y.mT, (Tensor, int)), not isinstance(F.relu(y), (tuple, list))),
+        *(isinstance(x.shape[0], int), isinstance(x.size(1), int)),
+        *(isinstance(x.shape, tuple), isinstance(x.size(), torch.Size)),
+        *(isinstance(x.ndim, int), isinstance(x.numel(), int)),
+        *(isinstance(scale, float), isinstance(self.weight, nn.Parameter)),
+        *(isinstance(y.chunk(2), tuple), isinstance(self.lstm(x), tuple)),
+        *(isinstance(x[:, 0], Tensor), not isinstance(x.shape[0], Tensor)),
+    ]
+    return y * scale if all(right) else y
+
+
 class Case(NamedTuple):
     """A model, the shape of its input, and modules it is converted to."""
 
@@ -644,6 +659,16 @@ MODELS = {
         lambda: Lambda(keyword_calls, fc=nn.Linear(4, 4), relu=nn.ReLU(inplace=True)),
         VECTOR,
         {nn.ReLU: 1, FunctionModule: 3, SumModule: 1},
+    ),
+    "asks-for-types": Case(
+        lambda: Lambda(
+            asks_for_types,
+            fc=nn.Linear(4, 4),
+            lstm=nn.LSTM(4, 2),
+            weight=nn.Parameter(torch.ones(2)),
+        ),
+        VECTOR,
+        {nn.Linear: 1},
     ),
     "einops": Case(
         lambda: Lambda(einops_calls, conv=nn.Conv2d(2, 2, 3, padding=1)),
@@ -979,12 +1004,29 @@ def frozen_by_attribute(self, x):
     return self.fc(x)
 
 
+def asks_for_the_type_of_a_maximum(self, x):
+    y = self.fc(x).max(1)
+    return y if isinstance(y, Tensor) else y[0]
+
+
+def by_another_name(self, x):
+    y = self.fc(x)
+    z = y.mT
+    z *= 2
+    return y
+
+
 def with_layer(function):
     """Make the maker of a model."""
     return lambda: Lambda(function, fc=nn.Linear(4, 4))
 
 
 REFUSED = {
+    "type-of-a-maximum": (
+        with_layer(asks_for_the_type_of_a_maximum),
+        "Lambda.*it asks for the type of `%max.*only a forward pass knows",
+    ),
+    "in-place-by-another-name": (with_layer(by_another_name), "in place.*used later"),
     "changed-without-gradient": (
         with_layer(in_place_under_no_grad),
         "Lambda.*fc is changed in place where gradients are switched off.*submodule",

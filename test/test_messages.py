@@ -395,9 +395,10 @@ def packed() -> None:
 
 
 def not_extended_batch_norm(ext: BackpropExtension) -> None:
-    """Put a batch normalization into a model that is extended already."""
-    model = extend(mlp(nn.Identity()))
-    model[1] = nn.BatchNorm1d(3)
+    """Put a batch normalization between layers that are extended one by one."""
+    model = mlp(nn.BatchNorm1d(3))
+    for layer in (model[0], model[2]):
+        extend(layer)
     value = extend(nn.CrossEntropyLoss())(model(torch.randn(N, 3)), Y)
     with backpack(ext):
         value.backward()
@@ -457,10 +458,11 @@ def plus_derivative(m: Layers, x: Tensor) -> Tensor:
     return m.a(x) + gradient
 
 
-def replaced_layer() -> None:
-    """Replace a layer by one that is not extended."""
+def without_hooks() -> None:
+    """Take the hooks off a layer."""
     model, loss = extend(mlp()), extend(nn.CrossEntropyLoss())
-    model[1] = nn.Linear(3, 3)
+    model[1]._forward_hooks.clear()
+    model[1]._forward_pre_hooks.clear()
     value = loss(model(torch.randn(N, 3)), Y)
     with backpack(DiagHessian()):
         value.backward()
@@ -1378,15 +1380,14 @@ PASSES: Dict[str, Row] = {
         dropped_hooks,
         UserWarning,
         r"0\.weight, 0\.bias, 1\.weight, 1\.bias",
-        "hooks were removed",
-        "extend it again",
+        "not in an extended model, or the hooks were removed; extend it",
     ),
-    "layer-replaced": Row(
-        replaced_layer,
+    "layer-without-hooks": Row(
+        without_hooks,
         NotImplementedError,
         "'1.weight' of Sequential, '1.bias' of Sequential",
         "used where extensions can't see it.* \\(by `.*addmm`\\)",
-        "Extend the model again if a layer was put in since",
+        "Extend the model again if a layer has lost its hooks",
     ),
     "not-in-rule": Row(
         lambda: run(mlp(), NoRule("SILENT", {nn.Linear: Misspelled()})),

@@ -1795,6 +1795,68 @@ def test_rows_that_other_factors_have_entered(count: int) -> None:
     assert_agrees(model.c.weight.grad_batch, expected, "c.weight")
 
 
+@torch.library.custom_op("backpack_test::picked", mutates_args=())
+def picked(x: Tensor, mask: Tensor) -> Tensor:
+    """Take what a mask picks."""
+    return x[mask]
+
+
+picked.register_autograd(
+    lambda ctx, g: (g.new_zeros(ctx.shape).masked_scatter(ctx.mask, g), None),
+    setup_context=lambda ctx, inputs, output: vars(ctx).update(
+        shape=inputs[0].shape, mask=inputs[1][..., None]
+    ),
+)
+
+
+def from_image(sample: Callable, z: Tensor, mask: Tensor) -> Tensor:
+    """Take what a mask picks out of an image, by coordinates."""
+    places = mask.nonzero().flip(1) * torch.tensor([2, 1], dtype=F64) - 1
+    return sample(z.permute(2, 0, 1)[None], places[None, None], 1, 0, True)[0, :, 0].T
+
+
+# What is picked of z [N, T, D] by a mask [N, T]: [K, D]
+BY_MASK: Dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "index": lambda z, mask: z[mask],
+    "aten-index": lambda z, mask: torch.ops.aten.index.Tensor(z, [mask]),
+    "masked-select": lambda z, mask: torch.masked_select(z, mask[..., None]).view(3, D),
+    "aten-masked-select": lambda z, mask: torch.ops.aten.masked_select(
+        z, mask[..., None].expand_as(z)
+    ).view(3, D),
+    "custom-op": picked,
+    "grid": lambda z, mask: from_image(torch.grid_sampler, z, mask),
+    "aten-grid": lambda z, mask: from_image(torch.ops.aten.grid_sampler_2d, z, mask),
+    "where-in-vmap": lambda z, mask: torch.vmap(
+        lambda a: torch.where(mask, a, a.flip(0)), in_dims=2, out_dims=2
+    )(z)[[0, 1, 2], [0, 1, 0]],
+}
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("name", BY_MASK)
+def test_masks_of_the_next_pass(name: str, given: bool) -> None:
+    """As many rows are picked, and others."""
+
+    def forward(m: Module, x: Tensor, *masks: Tensor) -> Tensor:
+        return m.b(BY_MASK[name](m.a(x), *masks or [m.mask]))
+
+    layers = {"a": nn.Linear(D, D), "b": nn.Linear(D, 2)}
+    model = extend(Lambda(forward, **layers)).to(F64)
+    for places in ([1, 0, 0, 1, 1, 0], [1, 1, 0, 0, 0, 1], [0, 1, 0, 0, 1, 1]):
+        x, mask = torch.randn(3, 2, D, dtype=F64), torch.tensor(places).view(3, 2) > 0
+        model.mask = mask
+        with backpack(BatchGrad()):
+            model(x, *[mask] * given).square().sum().backward()
+        rows = model(x, *[mask] * given).square().sum(1)
+        owners = mask.nonzero()[:, 0]
+        if "vmap" in name:
+            own = torch.arange(3)
+            owners = own.where(mask[own, own % 2], 2 - own)
+        losses = torch.stack([rows[owners == n].sum() for n in range(3)])
+        for p in model.parameters():
+            assert_agrees(p.grad_batch, jacobian(losses, [p])[0], name)
+
+
 def test_token_beside_each_sample_in_a_loop() -> None:
     """As many rows as there are samples: a learned token, and those of one sample."""
 

@@ -1,5 +1,6 @@
 """Tracing a model into a graph without changing it, and without losing anything."""
 
+import builtins
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
@@ -21,6 +22,7 @@ from backpack.converter.tracer import (
     BackpackTracer,
     TrainingFlag,
     Untraceable,
+    is_instance,
     keep,
 )
 from backpack.utils.errors import warn_user
@@ -73,6 +75,7 @@ def _recording_functions(tracer: Tracer) -> Iterator[None]:
             function = getattr(torch, name)
             record = _recording(tracer, function, name in RANDOM_FACTORIES)
             stack.enter_context(patch.object(torch, name, record))
+        stack.enter_context(patch.object(builtins, "isinstance", is_instance))
         apply = classmethod(partial(_record_apply, tracer))
         stack.enter_context(patch.object(Function, "apply", apply))
         refuse = _refusing("it switches autocast on or off")

@@ -4,26 +4,28 @@ import dis
 import math
 import operator
 import sys
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import einops
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Node, Proxy, Tracer
 from torch.fx import wrap as fx_wrap
-from torch.fx.proxy import TraceError
+from torch.fx.proxy import Attribute, TraceError
 from torch.jit import ScriptModule
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from backpack.custom_module.branching import Parallel, _Branch
 from backpack.utils.errors import warn_user
 
-NO_GRAD = "no_grad"  # key in the metadata of nodes
+_IS_INSTANCE = isinstance  # in whose place there is another one meanwhile
+NO_GRAD, CLASS = "no_grad", "class"  # keys in the metadata of nodes
 
 FIXED_MODE = (
     "The forward of {name} depends on self.training. The converted model keeps to "
     + "{mode} mode: convert again after changing the mode."
 )
+ASKS = "it asks for the type of `{node}`, which only a forward pass knows"
 SETS = "it sets `{name}`, which would take effect only now"
 
 
@@ -78,6 +80,9 @@ for _name in "float add radd sub rsub mul rmul".split():
 class InplaceProxy(Proxy):
     """Proxy that records in-place operators, which change all aliases of a tensor."""
 
+    def __getattr__(self, name: str) -> "AttributeProxy":  # noqa: D105
+        return AttributeProxy(self, name)
+
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse what would be lost.
 
@@ -91,6 +96,66 @@ class InplaceProxy(Proxy):
         if hasattr(Tensor, name):
             raise TraceError(SETS.format(name=name))
         super().__setattr__(name, value)
+
+
+class AttributeProxy(InplaceProxy, Attribute):
+    """Proxy of an attribute, or a method."""
+
+
+def _class_of(node: Node, root: Module) -> Optional[type]:
+    """Tell what class a node's value has, ``None`` if that depends on the input."""
+    of = [source.meta[CLASS] for source in node.all_input_nodes]
+    if node.op == "placeholder":  # with its default
+        return type(node.args[0]) if node.args else Tensor
+    if node.op == "get_attr":
+        names = {name for name, _ in root.named_parameters(remove_duplicate=False)}
+        return Parameter if node.target in names else Tensor
+    if node.op == "call_module":
+        layer = root.get_submodule(str(node.target))
+        if isinstance(layer, (nn.RNNBase, nn.MultiheadAttention)):
+            return tuple
+        one = type(layer).forward.__module__.startswith("torch.nn")
+        return Tensor if one and not getattr(layer, "return_indices", False) else None
+    if not any(issubclass(kind or object, Tensor) for kind in of):
+        sizes = of[:1] == [torch.Size] and node.target is operator.getitem
+        return int if sizes and isinstance(node.args[1], int) else None
+    name = node.args[1] if node.target is getattr else node.target
+    name = name if isinstance(name, str) else getattr(name, "__name__", "")
+    if name in ("size", "shape"):
+        return int if len(node.args) > 1 + (node.target is getattr) else torch.Size
+    if name in ("dim", "ndim", "ndimension", "numel", "nelement"):
+        return int
+    known = getattr(torch.ops.aten, name, None)
+    results = [
+        [str(x.type) for x in getattr(known, overload)._schema.returns]
+        for overload in (() if known is None else known.overloads())
+    ]
+    one = ["Tensor"] in results or name == "getitem"
+    several = any(len(types) > 1 or types == ["List[Tensor]"] for types in results)
+    return None if one is several else Tensor if one else tuple
+
+
+def is_instance(value: Any, kinds: Any) -> bool:
+    """Tell what a forward asks by `isinstance`: what a proxy stands for.
+
+    Args:
+        value: Any value.
+        kinds: A class, or several.
+
+    Returns:
+        Whether the value, or what it stands for, is an instance of one.
+
+    Raises:
+        TraceError: If that depends on the input.
+    """
+    asks = sys._getframe(1).f_globals.get("__name__", "")
+    tracing = asks.startswith(("torch.", "backpack."))
+    if tracing or type(value) not in (InplaceProxy, AttributeProxy):
+        return _IS_INSTANCE(value, kinds)
+    found = value.node.meta[CLASS]
+    if found is None:
+        raise TraceError(ASKS.format(node=value.node.format_node()))
+    return issubclass(found, kinds)
 
 
 def _record_inplace(target: Callable) -> Callable:
@@ -212,6 +277,7 @@ class BackpackTracer(Tracer):
                 there.
         """
         node = super().create_node(*args, **kwargs)
+        node.meta[CLASS] = _class_of(node, self.root)
         out = node.kwargs.get("out")
         if node.op == "call_function" and isinstance(out, (Node, tuple, list)):
             text = "it writes to a tensor that it passes as `out`"

@@ -58,7 +58,7 @@ NOT_WATCHED = (
     "extended module is being called: NumPy, numbers in Python and `torch.jit` hide "
     "that (do it before, and hand over what comes out), and so do transforms of "
     "`torch.func` around the call (let `forward` call them). Extend the model again if "
-    "a layer was put in since. And let the inputs enter the prediction, if only by "
+    "a layer has lost its hooks. And let the inputs enter the prediction, if only by "
     "`+ 0 * input`: what no input enters belongs to no sample."
 )
 WALKS = " Extensions that go from module to module need them in extended modules."

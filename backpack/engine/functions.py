@@ -119,7 +119,8 @@ REARRANGING = JOINING | frozenset(
 )
 # Operations that pick entries by the values of an operand: run on sample numbers
 SELECTING = frozenset(
-    "__getitem__ index_select gather take_along_dim masked_select".split()
+    "__getitem__ index _unsafe_index index_select gather take_along_dim "
+    "masked_select".split()
 )
 # ... also inside of ``vmap``, where rules for their arguments don't hold
 PICKING = SELECTING.union(f"vmap({name})" for name in SELECTING)

@@ -56,7 +56,7 @@ from backpack.utils.hooks import (
     are_known,
     note_extended,
 )
-from backpack.utils.module_classification import is_loss, is_no_op
+from backpack.utils.module_classification import is_no_op
 from backpack.utils.state import state
 from backpack.utils.types import tensors_in
 
@@ -333,7 +333,7 @@ def _record(
     if not is_no_op(module):
         call.store(raw=False)
     outermost = tracker is None or frame.tracker is tracker
-    if _computes_loss(module, call, outputs, outermost):
+    if layer_calls.computes_loss(module, call, outputs, outermost):
         call.is_loss, call.loss_module = True, module
     if module._modules:
         call.is_composite = any([x is not None for x in module._modules.values()])
@@ -448,20 +448,6 @@ def _parameters(module: Module, args: tuple, frame: _Frame) -> dict[str, Tensor]
     return own
 
 
-def _computes_loss(
-    module: Module, call: Call, outputs: list[Tensor], outermost: bool
-) -> bool:
-    """Tell whether a call maps a prediction, which has a graph, to a number."""
-    if is_loss(module):
-        return True
-    if not outputs or outputs[0].numel() != 1 or outputs[0].dim() > 1:
-        return False
-    edge = next(iter(call.input_edges), None)
-    if next(module.parameters(), None) is None:
-        return outputs[0].dim() == 0 or edge is not None
-    return outermost and edge is not None and edge.node.next_functions != ()
-
-
 def _attach(
     call: Call, outputs: list[Tensor], edges: list[GradientEdge | None]
 ) -> None:
@@ -528,6 +514,22 @@ def scriptable(module: Module) -> Module:
     return copies[module]
 
 
+def register_hooks(module: Module) -> None:
+    """Register the hooks on a module, unless it has them or is no operation.
+
+    Args:
+        module: The module.
+    """
+    # a graph calls functions, and modules on parameters alone
+    is_watched = bool(module._parameters) or isinstance(module, GraphModule)
+    if not is_hooked(module) and (is_watched or not is_no_op(module)):
+        before = module.register_forward_pre_hook(enter_call, with_kwargs=True)
+        after = module.register_forward_hook(  # before any that changes the output
+            leave_call, prepend=True, with_kwargs=True, always_call=True
+        )
+        HANDLES.extend([before, after])
+
+
 def register(root: Module, debug: bool = False) -> None:
     """Register the hooks on a module and all inside, where they are not yet.
 
@@ -543,22 +545,13 @@ def register(root: Module, debug: bool = False) -> None:
         if debug and not getattr(child, "_backpack_extend", False):
             print(f"[DEBUG] Extending {f'{name}: ' if name else ''}{child}")
         child._backpack_extend = True
-        # a graph calls functions, and modules on parameters alone
-        is_watched = bool(child._parameters) or isinstance(child, GraphModule)
-        if not is_hooked(child) and (is_watched or not is_no_op(child)):
-            hook = child.register_forward_pre_hook(enter_call, with_kwargs=True)
-            HANDLES.append(hook)
-            hook = child.register_forward_hook(  # before any that changes the output
-                leave_call, prepend=True, with_kwargs=True, always_call=True
-            )
-            HANDLES.append(hook)
+        register_hooks(child)
         copied = getattr(child, "_deepcopy_hooks", None)  # a graph's copy has no others
         if copied is not None and register not in copied:
             copied.append(register)
     has_hook = is_hooked(root) or see_changes in root._forward_pre_hooks.values()
     if is_no_op(root) and not has_hook:
-        hook = root.register_forward_pre_hook(see_changes, with_kwargs=True)
-        HANDLES.append(hook)
+        HANDLES.append(root.register_forward_pre_hook(see_changes, with_kwargs=True))
     note_extended(root)
 
 

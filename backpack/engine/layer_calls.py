@@ -369,6 +369,30 @@ def note_use(
     return placements
 
 
+def computes_loss(
+    module: Module, call: Call, outputs: list[Tensor], outermost: bool
+) -> bool:
+    """Tell whether a call maps a prediction, which has a graph, to a number.
+
+    Args:
+        module: What was called.
+        call: Record of the call.
+        outputs: What it returned.
+        outermost: Whether no other extended module has called it.
+
+    Returns:
+        Whether it is a loss.
+    """
+    if is_loss(module):
+        return True
+    if not outputs or outputs[0].numel() != 1 or outputs[0].dim() > 1:
+        return False
+    edge = next(iter(call.input_edges), None)
+    if next(module.parameters(), None) is None:
+        return outputs[0].dim() == 0 or edge is not None
+    return outermost and edge is not None and edge.node.next_functions != ()
+
+
 def note_prediction(call: Call) -> None:
     """Remember where the samples are in a loss's prediction, or that they meet.
 

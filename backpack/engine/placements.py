@@ -390,7 +390,7 @@ class Finder:
         if done.name == ATTENTION or done.name in PRODUCTS:
             given = {id(x) for x in done.data}
             return [x for x in tensors if not (id(x) in given or x.requires_grad)]
-        if done.name == "grid_sample":
+        if "grid_sample" in done.name:
             return tensors
         integers = [x for x in tensors if not is_inexact(x)]
         return [x for x in integers if not self._same_for(x, done, found)]
@@ -428,10 +428,14 @@ class Finder:
 
     def _depends_on_values(self, done: Performed) -> bool:
         """Tell whether another operand's values may say where samples go."""
-        if done.name == "grid_sample":
+        if "grid_sample" in done.name:
             return any(self.of(x) != FIRST for x in done.data)
         integers = [x for x in tensors_in(done[2:4]) if not is_inexact(x)]
-        picks = any(x.dtype != torch.bool for x in integers)  # of any size
+        # of any size; what nobody knows may use a mask for more than entries in place
+        stays = (
+            done.name in POINTWISE or done.name in PRODUCTS or done.name == ATTENTION
+        )
+        picks = any(x.dtype != torch.bool or not stays for x in integers)
         picks = picks and not done.name.endswith(("loss", "entropy"))  # they add all up
         return picks and any(x.dtype not in INDEXES for x in done.data)
 

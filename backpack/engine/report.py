@@ -25,8 +25,7 @@ NOT_RECORDED = (
     "`forward` calls the transform"
 )
 NO_HOOKS = (
-    "its module became part of the model after `extend`, or the hooks were removed; "
-    "extend it again"
+    "its module is not in an extended model, or the hooks were removed; extend it"
 )
 NOT_IN_RULE = (
     "{ext} has a rule for its module, {rule}, which saves nothing for it; add its name "

@@ -1010,6 +1010,9 @@ NEAREST = {
         F.one_hot(s.argmax(-1), 3).to(s).flatten(0, 1), 1
     ).view(s.shape[:-1]),
     "byte": lambda s: (0 * s.sum(-1)).byte().long(),
+    "aten-byte": lambda s: torch.ops.aten._to_copy(
+        0 * s.sum(-1), dtype=torch.uint8
+    ).long(),
     "step": lambda s: torch.heaviside(s.sum(-1).exp(), s.new_zeros(())).long(),
 }
 
@@ -1771,6 +1774,55 @@ def test_rows_that_no_sample_has_entered(name: str, there: str) -> None:
 
     has = torch.tensor(THERE[there]) > 0
     assert_right(Row(model, lambda: (randn(D)()[0][: len(has)], has)))
+
+
+# Entries of tokens [N, T] that are looked up once: [N, D]
+LOOKED_UP_ONCE: Dict[str, Callable[[Module, Tensor], Tensor]] = {
+    "table": lambda m, ids: taken_by(m.e, *ids.unique(return_inverse=True)),
+    "layers": lambda m, ids: taken_by(
+        lambda u: m.a(m.e(u).tanh()), *torch.unique(ids, return_inverse=True)
+    ),
+    "counted": lambda m, ids: taken_by(
+        m.e, *ids.unique(return_inverse=True, return_counts=True)[:2]
+    ),
+    "consecutive": lambda m, ids: taken_by(
+        m.e, *ids.unique_consecutive(return_inverse=True)
+    ),
+}
+
+
+def taken_by(rows: Callable[[Tensor], Tensor], u: Tensor, places: Tensor) -> Tensor:
+    """Take what was computed for each token that occurs."""
+    return rows(u)[places].sin().prod(1)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 4])
+@pytest.mark.parametrize("name", LOOKED_UP_ONCE)
+def test_tokens_that_are_looked_up_once(name: str, batch: int) -> None:
+    """Where a token's row is taken from is the sample's, whoever has it as well."""
+    layers: Dict[str, Callable] = {"e": lambda: nn.Embedding(5, D)}
+    if name == "layers":
+        layers["a"] = lambda: nn.Linear(D, D)
+
+    def model() -> Module:
+        return Lambda(LOOKED_UP_ONCE[name], **{k: f() for k, f in layers.items()})
+
+    assert_right(Row(model, tokens(4, batch=batch)))
+
+
+def test_rows_of_nobody_that_are_taken_alone() -> None:
+    """They are refused where a gradient reaches them."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        h, taken = m.a(x).clone(), torch.tensor([True, False, True])
+        h[taken] = m.p
+        return m.b(m.b(h).tanh()[taken])
+
+    layers = {"a": nn.Linear(D, D), "b": nn.Linear(D, D), "p": param(D)}
+    row = Row(
+        lambda: Lambda(forward, **layers), randn(D, batch=3), says="no sample has"
+    )
+    assert_refused(row, "BatchGrad")
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -555,6 +555,9 @@ ELEMENTWISE = {
     "left-by-a-mask": lambda m, x: m.w.expand_as(x).masked_scatter(x > 0.4, x[x > 0.4])
     + left(x.flatten(0, 1), m.w).view_as(x),
     "picked-none": lambda m, x: x * m.w + m.w.expand_as(x)[x > 9].sum(),
+    "aten-index-put": lambda m, x: aten.index_put(
+        x, [None, torch.tensor([0, 2])], m.w.expand(len(x), 2, 4), True
+    ),
     "index-add": lambda m, x: x.index_add(
         1, torch.tensor([0, 2]), m.w.expand(len(x), 2, 4)
     ),

@@ -29,6 +29,17 @@ _NAMESPACES = _OWNERS | frozenset(
     "aten prims quantized quantized_decomposed mkldnn onednn sparse inductor c10d "
     "_c10d_functional _c10d_functional_autograd symm_mem".split()
 )
+# What ATen calls operations that have another name elsewhere
+_SAME = {
+    "_to_copy": "to",
+    "_unsafe_view": "view",
+    "_unsafe_index": "index",
+    "_unsafe_index_put": "index_put",
+    "_index_put_impl": "index_put",
+    "_index_put_impl_": "index_put_",
+    "grid_sampler_2d": "grid_sampler",
+    "grid_sampler_3d": "grid_sampler",
+}
 # Properties that are tensors
 _TENSOR_PROPERTIES = frozenset("T mT H mH data real imag".split())
 
@@ -43,7 +54,8 @@ GROUPED = frozenset(["grouped_mm", "_grouped_mm"])
 # Operations that move entries to where the values of an operand say
 MOVING = WRITING.union(
     GROUPED,
-    "index_fill index_fill_ repeat_interleave nonzero unique bincount where".split(),
+    "index_fill index_fill_ repeat_interleave nonzero unique unique_consecutive "
+    "bincount where".split(),
 )
 # Operations that map entries of the same place in several operands
 COMBINING = frozenset(
@@ -117,10 +129,11 @@ REARRANGING = JOINING | frozenset(
     "flip roll movedim moveaxis swapaxes swapdims t T mT repeat tile "
     "repeat_interleave diagonal _pack_padded_sequence".split()
 )
+# Operations that make a tensor like another one
+LIKE = frozenset("to type_as expand_as view_as reshape_as".split())
 # Operations that pick entries by the values of an operand: run on sample numbers
 SELECTING = frozenset(
-    "__getitem__ index _unsafe_index index_select gather take_along_dim "
-    "masked_select".split()
+    "__getitem__ index index_select gather take_along_dim masked_select".split()
 )
 # ... also inside of ``vmap``, where rules for their arguments don't hold
 PICKING = SELECTING.union(f"vmap({name})" for name in SELECTING)
@@ -263,6 +276,7 @@ def kind_of(func: Any) -> Kind:
     if is_property:
         name = getattr(getattr(func, "__self__", None), "__name__", name)
     name = name.partition(".")[0]  # that of an overload is called `add_.Tensor`
+    name = _SAME.get(name, name)
     owner = _foreign_owner(func)
     if owner is not None:  # whatever its name means elsewhere
         name = f"{owner}::{name}"

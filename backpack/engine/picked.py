@@ -140,9 +140,7 @@ def put(done: Performed, trial: Trial, n: int) -> Placement:
     """
     numbers = trial.numbers_of
     x, ids, value = named(("input", "indices", "values"), done.args, done.kwargs)
-    listed = isinstance(ids, list) and done.name != "__setitem__"
-    parts = tuple(ids) if listed or isinstance(ids, tuple) else (ids,)
-    parts = _without_ellipsis(parts, x.dim())
+    parts = _without_ellipsis(in_brackets(done.name, ids), x.dim())
     consuming = [y for y in parts if y is not None]
     if all(numbers(y) is None for y in parts) or len(consuming) > x.dim():
         return None
@@ -212,7 +210,7 @@ def written(
         ids = ids.broadcast_to(x.shape).nonzero(as_tuple=True)
         new = new.flatten()[: len(ids[0])]
     elif name.startswith("index_put") or name == "__setitem__":
-        ids = tuple(ids) if isinstance(ids, (tuple, list)) else (ids,)
+        ids = in_brackets(name, ids)
     elif name.startswith("index"):
         ids = (*[slice(None)] * (dim % x.dim()), ids.flatten())
     else:
@@ -228,6 +226,21 @@ def written(
     if bool((found[ids] != new).any()) or adds and conflict(found, own):
         return None
     return simplify(found, n)
+
+
+def in_brackets(name: str, ids: Any) -> tuple:
+    """Write down what an operation takes as an index as it stands between brackets.
+
+    Args:
+        name: Name of the operation.
+        ids: The index.
+
+    Returns:
+        The index, a part for each axis.
+    """
+    if name.startswith("index"):  # without brackets, nothing adds an axis
+        return tuple([slice(None) if y is None else y for y in ids])
+    return ids if isinstance(ids, tuple) else (ids,)
 
 
 def _without_ellipsis(parts: tuple, dim: int) -> tuple:

@@ -35,12 +35,13 @@ from backpack.engine.functions import (
     BY_MASKS,
     BY_STRIDES,
     BY_VALUE,
+    LIKE,
     POINTWISE,
     PRODUCTS,
     SELECTING,
 )
 from backpack.engine.other_numbers import other_integers
-from backpack.engine.picked import INDEXES
+from backpack.engine.picked import INDEXES, in_brackets, named
 from backpack.engine.rules import quick_rule, rule
 from backpack.engine.trials import Performed, Trial
 from backpack.utils.parallel import communicates
@@ -319,7 +320,7 @@ class Finder:
             A placement for each result.
         """
         _, name, args, kwargs, outs, *_ = done
-        if name in ("to", "type_as"):  # the other tensor's type alone matters
+        if name in LIKE:  # of the other tensor, type or shape alone matters
             every = (*done.data, *beside)
             done = done._replace(data=[x for x in every if x is args[0]])
             if not done.data:  # of what samples share
@@ -469,7 +470,7 @@ class Finder:
 
     def _run(self, done: Performed) -> tuple[list[Placement], bool]:
         """Find placements; and tell whether they are the same for other numbers."""
-        if done.name in ("__getitem__", "masked_select"):
+        if done.name in ("__getitem__", "index", "masked_select"):
             done = self._without_masks(done)
         _, name, args, _, outs, _, states = done
         trial = Trial(done, self.of, self.n)
@@ -513,12 +514,12 @@ class Finder:
 
     def _without_masks(self, done: Performed) -> Performed:
         """Let numbers pick what masks do: other masks would pick more, or fewer."""
-        names = ("input", "mask")[len(done.args) :]
-        x, index = *done.args, *map(done.kwargs.get, names)
+        names = "self" if done.name == "index" else "input", "mask", "indices"
+        x, mask, ids = named(names, done.args, done.kwargs)
         if self.of(x) is not None:
             return done
         parts: list[Any] = []
-        for part in index if isinstance(index, tuple) else (index,):
+        for part in in_brackets(done.name, mask if ids is None else ids):
             own = self.of(part) if isinstance(part, Tensor) else None
             if own is None or part.dtype != torch.bool or not part.dim():
                 parts.append(part)

@@ -104,10 +104,12 @@ def find_owners(inspection: Inspection, current: State) -> None:
         for (use, index, _), of_batch in zip(unknown, found):
             if use.n in of_batch:
                 shape, own = use.output_shapes[index], of_batch[use.n]
-                where = use.placements[index], shape, use.n, own.device
-                numbers = sample_numbers(*where)
+                known = use.placements[index]
+                numbers = sample_numbers(known, shape, use.n, own.device)
                 numbers = numbers.where(numbers >= 0, own.reshape(shape))
-                use.placements[index] = simplify(numbers, use.n)
+                where = simplify(numbers, use.n)
+                if where is not None:  # else, entries of nobody's have no gradient
+                    use.placements[index] = where
 
 
 def _owners_at(

@@ -146,6 +146,11 @@ def rule(done: Performed, trial: Trial, of: Where, n: int) -> list[Placement] | 
         if hits is not None and len(data) == 1 and hits.shape == outs[0].shape[:1]:
             hits = hits if outs[0].dim() == 1 else hits[:, None]
             return [simplify(hits, n)] * len(outs)
+    if name in ("unique", "unique_consecutive"):
+        options = done.kwargs
+        if options.get("return_inverse") and options.get("dim") is None:
+            met = Mixed(trial.describe())  # but where each entry has gone is its own
+            return [met, of(data[0]), *[met] * (len(outs) - 2)]
     if name in functions.PICKING and numbers[0] is not None:
         chosen = trial.call([numbers[0].contiguous(), *flat[1:]])
         for own in numbers[1:]:  # of a sample that picks what is another one's
@@ -209,8 +214,6 @@ def _rearranged(done: Performed, trial: Trial, n: int) -> list[Placement] | None
     """Do with sample numbers what is done with the entries."""
     flat, numbers = trial.flat, list(trial.numbers)
     joins = done.name in functions.JOINING
-    if done.name.endswith("_as"):  # of another one, which gives its shape alone
-        numbers[1:] = [None] * len(numbers[1:])
     if any(isinstance(x, torch.dtype) for x in flat):
         return None  # the same bits, read as other numbers
     if done.name == "repeat_interleave" and not is_inexact(flat[0]):

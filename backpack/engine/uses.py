@@ -35,6 +35,10 @@ ENTRIES = "backpack.entries"  # where a node of the graph keeps what ends in it
 LISTENS = "backpack.listens"  # where it keeps the hook by which that has a turn
 MASKED_ELEMENTS = 2**24  # of cotangents that the generic rule masks at once
 
+NOBODYS = (
+    "`{name}`, in rows that no sample has entered, like padding, of which it is not "
+    "seen that a single one takes them (put them in after the last layer)"
+)
 MODIFIED = (
     "{operation}: an input of this operation was modified in place after the forward "
     "pass, so quantities of its parameters can't be computed. Replace the in-place "
@@ -366,7 +370,7 @@ class Use:
             if x is None or not isinstance(placement, Tensor):
                 continue
             if may_look(x, waits=True) and ((x != 0) & (placement < 0)).any():
-                refuse(what(), Mixed(f"`{self.name}`", False), names())
+                refuse(what(), Mixed(NOBODYS.format(name=self.name), False), names())
 
     def products(
         self, cotangents: Sequence[Tensor | None], nodes: dict[int, Node]

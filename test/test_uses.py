@@ -1233,6 +1233,88 @@ def test_at_once(table: str, row: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_right(TABLES[table][row])
 
 
+# Operations on rows [R, 4] with parameters, which treat each row alone
+ON_EACH: Dict[str, Tuple[Callable[..., Tensor], Tuple[Tuple[int, ...], ...]]] = {
+    "cdist": (torch.cdist, ((3, 4),)),
+    "cdist-one": (lambda x, w: torch.cdist(w, x, p=1.0).T, ((3, 4),)),
+    "cdist-named": (lambda x, w: torch.cdist(x2=w, x1=x), ((3, 4),)),
+    "cdist-batches": (
+        lambda x, w: torch.cdist(x.view(-1, 2, 2), w).flatten(1),
+        ((30, 2),),
+    ),
+    "distance": (lambda x, w: F.pairwise_distance(x[:, None], w[None]), ((3, 4),)),
+    "cosine": (
+        lambda x, w: F.cosine_similarity(x[:, None], w[None], dim=-1),
+        ((3, 4),),
+    ),
+    "kron": (lambda x, w: torch.kron(x, w), ((1, 2),)),
+    "prelu": (F.prelu, ((4,),)),
+    "bilinear": (lambda x, w: F.bilinear(x, x.cos(), w), ((3, 4, 4),)),
+    "bilinear-bias": (
+        lambda x, w, b: F.bilinear(x, x.cos(), w, b),
+        ((3, 4, 4), (3,)),
+    ),
+    "einsum": (lambda x, w: torch.einsum("ri,ijk,rj->rk", x, w, x.cos()), ((4, 4, 3),)),
+    "einsum-two": (
+        lambda x, w, v: torch.einsum("ri,ik,k->rk", x, w, v),
+        ((4, 3), (3,)),
+    ),
+    "cross": (lambda x, w: torch.linalg.cross(x[:, :3], w), ((1, 3),)),
+    "grid": (
+        lambda x, w: F.grid_sample(
+            w[None], x.tanh().view(1, -1, 2, 2), align_corners=False
+        )[0].permute(1, 0, 2),
+        ((2, 3, 3),),
+    ),
+}
+# How rows of samples [N, 3, 4] lie beneath each other, and where row N * 3 has gone
+ROWS_OF_SAMPLES: Dict[str, Tuple[Callable, Callable]] = {
+    "one": (lambda x: x[:, 0], lambda y: y),
+    "inner": (lambda x: x.flatten(0, 1), lambda y: y.unflatten(0, (-1, 3))),
+    "outer": (
+        lambda x: x.transpose(0, 1).flatten(0, 1),
+        lambda y: y.unflatten(0, (3, -1)).transpose(0, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("rows", ROWS_OF_SAMPLES)
+@pytest.mark.parametrize("name", ON_EACH)
+def test_on_each(name: str, rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operations that have no other rule are done on each sample by itself."""
+    (function, shapes), (down, back) = ON_EACH[name], ROWS_OF_SAMPLES[rows]
+    params = {f"w{i}": shape for i, shape in enumerate(shapes)}
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        return back(function(down(x), *[getattr(m, key) for key in params]))
+
+    monkeypatch.delattr(Use, "_generic")
+    assert_right(use(forward, 3, 4, **params))
+
+
+def test_on_each_by_autograd() -> None:
+    """A constant with a batch of its own is no other's: autograd pulls back."""
+    assert_right(
+        use(lambda m, x: torch.cdist(x[:, None], m.w.expand(len(x), 3, 4)), 4, **W)
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_on_each_differentiated() -> None:
+    """Products may be differentiated again."""
+    model = Lambda(lambda m, x: F.cosine_similarity(x, m.w), w=param(1, 4)).to(F64)
+    x = torch.randn(N, 4, dtype=F64, requires_grad=True)
+    pull = partial(torch.autograd.grad, create_graph=True)
+    each = torch.stack([pull(y.square(), model.w)[0] for y in model(x)])
+    expected = pull(each.square().sum(), (x, model.w))
+    loss = extend(model)(x).square().sum()
+    with backpack(BatchGrad()):
+        loss.backward(create_graph=True)
+    actual = pull(model.w.grad_batch.square().sum(), (x, model.w))
+    for pair in zip(actual, expected):
+        assert_agrees(*pair)
+
+
 RETURNED = {  # each is a view of what the operation has computed
     "bilinear": (lambda m, x: F.bilinear(x[:, 0], x[:, 1], m.w), (2, 4, 4)),
     "einsum-sum": (lambda m, x: torch.einsum("nth,th->n", x, m.w), (3, 4)),

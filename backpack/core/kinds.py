@@ -21,6 +21,7 @@ from backpack.core.layout import (
     Arrangement,
     Layout,
     Placement,
+    Where,
     nobodys,
     once,
     sample_numbers,
@@ -102,13 +103,13 @@ class Operation(ABC):
         """
         return 0
 
-    def is_possible(self, placement: Placement) -> bool:
-        """Tell whether the rule is for operands with samples at a place.
+    def is_possible(self, of: Where) -> bool:
+        """Tell whether the rule is for operands with samples where they are.
 
         A batch of one is anywhere.
 
         Args:
-            placement: Where the operand's samples are.
+            of: Tells where an operand's samples are.
 
         Returns:
             Whether it is.
@@ -150,7 +151,8 @@ class LayerLike(Operation):
         self._takes_rows = features is not None
         self._lead = 1 if features is None else data.dim() - features
 
-    def is_possible(self, placement: Placement) -> bool:  # noqa: D102
+    def is_possible(self, of: Where) -> bool:  # noqa: D102
+        placement = of(self.data)
         if isinstance(placement, Layout):
             return placement.axis < self._lead
         return isinstance(placement, Tensor) and self._lead > 0
@@ -252,7 +254,8 @@ class Contraction(Operation):
         self.rows = [i for i in range(len(sources)) if i not in taken]
         self._kept: tuple[Tensor, Any] | None = None  # cotangents, and as rows
 
-    def is_possible(self, placement: Placement) -> bool:  # noqa: D102
+    def is_possible(self, of: Where) -> bool:  # noqa: D102
+        placement = of(self.data)
         if isinstance(placement, Layout):
             return placement.axis in [self._sources[i] for i in self.rows]
         return isinstance(placement, Tensor)

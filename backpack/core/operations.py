@@ -31,6 +31,7 @@ from backpack.core.kinds import (
     LayerLike,
     Operation,
 )
+from backpack.core.on_each import OnEach
 
 
 class Called(NamedTuple):
@@ -353,6 +354,8 @@ def _tensordot(call: Called) -> Operation | None:
 
 def _einsum(call: Called) -> Operation | None:
     args, keys = call.args, call.keys
+    if not call.kwargs and len(args) > 3 and 0 not in keys:
+        return _each(torch.einsum)(call)
     if call.kwargs or len(args) != 3 or len(keys) != 1 or keys[0] == 0:
         return None
     equation, *operands = args
@@ -396,6 +399,34 @@ def _mul(call: Called) -> Operation | None:
     return Broadcast(key, other) if isinstance(other, Tensor) else None
 
 
+def _each(func: Callable) -> Rule:
+    def rule(call: Called) -> Operation | None:
+        autocast = torch._C._is_any_autocast_enabled()  # which is over by then
+        return None if autocast else OnEach(func, *call)
+
+    return rule
+
+
+def _bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | float = 0) -> Tensor:
+    """Do the same by an operation that `vmap` knows."""
+    bias = 0 if bias is None else bias
+    return torch.einsum("...i,oij,...j->...o", x, weight, y) + bias
+
+
+def _cdist(x1: Tensor, x2: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Do the same on as many axes in both, which is all that `vmap` knows."""
+    lead = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2])
+    x1, x2 = (x.expand(*lead, *x.shape[-2:]) for x in (x1, x2))
+    return torch.cdist(x1, x2, *args, **kwargs)
+
+
+# Operations that treat each sample alone, whatever else they do
+_ON_EACH = (
+    *(functional.pairwise_distance, functional.cosine_similarity),
+    *(torch.kron, Tensor.kron, torch.prelu, Tensor.prelu),
+    *(functional.grid_sample, torch.grid_sampler, torch.grid_sampler_2d),
+    *(torch.grid_sampler_3d, torch.linalg.cross, torch.cross, Tensor.cross),
+)
 # A rule, and the operations that it describes
 _RULES: dict[Rule, Sequence[Callable]] = {
     _linear: (functional.linear,),
@@ -440,6 +471,9 @@ _RULES: dict[Rule, Sequence[Callable]] = {
     ),
     _add(-1.0, 1.0): (Tensor.__rsub__,),
     _mul: (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__),
+    **{_each(func): (func,) for func in _ON_EACH},
+    _each(_bilinear): (functional.bilinear,),
+    _each(_cdist): (torch.cdist,),
 }
 OPERATIONS: dict[Any, Rule] = {
     func: rule for rule, functions in _RULES.items() for func in functions

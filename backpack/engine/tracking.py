@@ -570,10 +570,8 @@ class Tracker(LowMode):
             given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
             real = not all(given[key].is_complex() for key in operation.keys)
             operation = None if real or not operation.takes_complex else operation
-        if operation is not None and operation.data is not None:
-            placement = self._finder.of(operation.data)
-            if self.n > 1 and not operation.is_possible(placement):
-                operation = None
+        if self.n > 1 and operation is not None and operation.data is not None:
+            operation = operation if operation.is_possible(self._finder.of) else None
         placements = [p for _, p in both]
         use = Use(kind.name, pairs, self.n, placements, self.owner, operation, since)
         use.saved = saved

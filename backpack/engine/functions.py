@@ -165,6 +165,8 @@ PRODUCTS = frozenset(
     "addbmm baddbmm smm _sparse_mm _sparse_addmm chain_matmul linalg_matmul "
     "linalg_multi_dot linalg_vecdot bilinear conv1d conv2d conv3d".split()
 )
+# Operations in which a mask has no say but for entries at its own places
+MASKED = POINTWISE.union(PRODUCTS, [ATTENTION]) - MOVING
 # What is made in another one's shape, by functions `<name>_like` and `new_<name>`
 FILLS = frozenset("empty empty_strided zeros ones full rand randn randint".split())
 # Operations of which each matrix of a batch meets its counterpart in the other batches

@@ -36,6 +36,7 @@ from backpack.engine.functions import (
     BY_STRIDES,
     BY_VALUE,
     LIKE,
+    MASKED,
     POINTWISE,
     PRODUCTS,
     SELECTING,
@@ -432,10 +433,8 @@ class Finder:
         if "grid_sample" in done.name:
             return any(self.of(x) != FIRST for x in done.data)
         integers = [x for x in tensors_in(done[2:4]) if not is_inexact(x)]
-        # of any size; what nobody knows may use a mask for more than entries in place
-        stays = (
-            done.name in POINTWISE or done.name in PRODUCTS or done.name == ATTENTION
-        )
+        # of any size; masks may pick entries
+        stays = done.name.removeprefix("vmap(").removesuffix(")") in MASKED
         picks = any(x.dtype != torch.bool or not stays for x in integers)
         picks = picks and not done.name.endswith(("loss", "entropy"))  # they add all up
         return picks and any(x.dtype not in INDEXES for x in done.data)

@@ -1847,6 +1847,43 @@ def test_rows_that_other_factors_have_entered(count: int) -> None:
     assert_agrees(model.c.weight.grad_batch, expected, "c.weight")
 
 
+@pytest.mark.parametrize("sizes", [[3, 3, 3], [2, 4, 1]], ids=str)
+@pytest.mark.parametrize("kind", ["bool", "infinite", "least"])
+def test_masks_of_packed_rows(
+    kind: str, sizes: List[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are read, and not tried, in each pass: who attends to another is refused."""
+    own = torch.arange(3).repeat_interleave(torch.tensor(sizes))
+    apart = own == own[:, None]
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        q, k, v = m.a(x[own, x.shape[1] - 1 - torch.arange(len(own)) % 4]).chunk(3, -1)
+        mask = m.mask
+        if kind != "bool":
+            least = -inf if kind == "infinite" else torch.finfo(F64).min
+            mask = torch.zeros(mask.shape, dtype=F64).masked_fill(~mask, least)
+        rows = F.scaled_dot_product_attention(q[None], k[None], v[None], mask)[0]
+        return x.new_zeros(len(x), D).index_add(0, own, m.b(rows).sin())
+
+    layers = {"a": nn.Linear(D, 3 * D), "b": nn.Linear(D, D)}
+    model = extend(Lambda(forward, **layers)).to(F64)
+    tries = []
+    monkeypatch.setattr(Trial, "_run", lambda *args, **kwargs: tries.append(args))
+    for mask in (apart, apart.tril(), apart):
+        model.mask, x = mask, torch.randn(3, 4, D, dtype=F64)
+        with backpack(BatchGrad()):
+            model(x).square().sum().backward()
+        losses = model(x).square().sum(1)
+        for p in model.parameters():
+            assert_agrees(p.grad_batch, jacobian(losses, [p])[0])
+    assert not tries
+    monkeypatch.undo()
+    model.mask = apart | apart.roll(1, 1)
+    with pytest.raises(NotImplementedError, match="samples have met in .*attention"):
+        with backpack(BatchGrad()):
+            model(x).square().sum().backward()
+
+
 @torch.library.custom_op("backpack_test::picked", mutates_args=())
 def picked(x: Tensor, mask: Tensor) -> Tensor:
     """Take what a mask picks."""

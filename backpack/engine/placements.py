@@ -432,12 +432,19 @@ class Finder:
         """Tell whether another operand's values may say where samples go."""
         if "grid_sample" in done.name:
             return any(self.of(x) != FIRST for x in done.data)
+        if done.name == ATTENTION:  # a mask may keep rows of several samples apart
+            return any(self._is_within(x) for x in done.data)
         integers = [x for x in tensors_in(done[2:4]) if not is_inexact(x)]
         # of any size; masks may pick entries
         stays = done.name.removeprefix("vmap(").removesuffix(")") in MASKED
         picks = any(x.dtype != torch.bool or not stays for x in integers)
         picks = picks and not done.name.endswith(("loss", "entropy"))  # they add all up
         return picks and any(x.dtype not in INDEXES for x in done.data)
+
+    def _is_within(self, x: Tensor) -> bool:
+        """Tell whether samples may lie in the last two axes."""
+        placement = self.of(x)
+        return not isinstance(placement, Layout) or placement.axis >= x.dim() - 2
 
     def _differentiable(
         self, found: list[Placement], outs: Sequence[Tensor]

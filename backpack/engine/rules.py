@@ -180,6 +180,10 @@ def rule(done: Performed, trial: Trial, of: Where, n: int) -> list[Placement] | 
             return [simplify(owners[0].expand(x.shape), n) for x in outs]
     if name.rpartition("::")[2] in functions.UNCHECKED and not floats:
         return [Mixed(f"{trial.describe()} (not run again)", False)] * len(outs)
+    if name == functions.ATTENTION:
+        found = _attended(done, trial, n)
+        if found is not None:
+            return [found]
     if len(data) > 1 and name in functions.MATCHING:
         return _matched(done, trial, of, n)
     for names, find in _MOVED:
@@ -286,6 +290,24 @@ def _matched(
             return None
     found = combined(done.data, out, of, n)
     return None if found is None else [found] * len(done.outs)
+
+
+def _attended(done: Performed, trial: Trial, n: int) -> Placement:
+    """Follow rows of several samples that a mask lets attend to their own alone."""
+    names = "query", "key", "value", "attn_mask"
+    *rows, mask = picked.named(names, done.args, done.kwargs)
+    found = [trial.numbers_of(x) for x in rows]
+    if mask is None or trial.numbers_of(mask) is not None:
+        return None
+    if any(i is None or bool((i != i[..., :1]).any()) for i in found):
+        return None
+    q, k, v = (i[..., 0] for i in found if i is not None)
+    if mask.dtype != torch.bool:
+        mask = mask >= torch.finfo(done.outs[0].dtype).min / 2
+    meet = mask & (q.unsqueeze(-1) != k.unsqueeze(-2))
+    if k.shape != v.shape or bool((k != v).any()) or bool(meet.any()):
+        return None
+    return simplify(q.unsqueeze(-1).expand(done.outs[0].shape), n)
 
 
 def _written(done: Performed, trial: Trial, n: int) -> list[Placement] | None:

@@ -336,6 +336,12 @@ def test_hessian_vector_product(problem: Problem) -> None:
             problem.loss, problem.params, v, grad_params=grad_params
         )
         check(result, problem.params, truth)
+    if any(g.requires_grad for g in gradient):  # which is all that is needed
+        check(
+            hessian_vector_product(None, problem.params, v, grad_params=gradient),
+            problem.params,
+            truth,
+        )
 
 
 def test_ggn_vector_product(problem: Problem) -> None:
@@ -476,6 +482,9 @@ def test_hessian_vector_product_refuses_gradient() -> None:
     p = Parameter(rand(2))
     with pytest.raises(ValueError, match="of shapes"):
         hessian_vector_product((p**2).sum(), [p], [p], grad_params=[rand(3)])
+    for gradient in None, [rand(2)]:
+        with pytest.raises(ValueError, match="f, got None.*create_graph"):
+            hessian_vector_product(None, [p], [p], grad_params=gradient)
 
 
 def test_ggn_vector_product_refuses() -> None:

@@ -8,7 +8,7 @@ from backpack.hessianfree import lop
 
 
 def hessian_vector_product(
-    f: Tensor,
+    f: Optional[Tensor],
     params: lop.Tensors,
     v: lop.Tensors,
     grad_params: Optional[lop.Tensors] = None,
@@ -19,7 +19,8 @@ def hessian_vector_product(
     The computation graph is kept, so several products can be formed.
 
     Args:
-        f: Scalar, computed from the parameters and twice differentiable.
+        f: Scalar, computed from the parameters and twice differentiable. ``None`` will
+            do if ``grad_params`` has a graph.
         params: Parameters ``[*p]``, one tensor or several.
         v: Vector, one entry in the shape of each parameter.
         grad_params: Gradient of ``f`` with respect to the parameters, computed with
@@ -36,16 +37,22 @@ def hessian_vector_product(
             ``grad_params`` do not match the parameters in number and shape.
     """
     params, v = lop.as_tuple(params), lop.as_tuple(v)
-    if f.numel() != 1:
+    gradient = params if grad_params is None else lop.as_tuple(grad_params)
+    # A gradient without graph is that of a linear f, or was detached by mistake.
+    has_graph = grad_params is not None and any(g.requires_grad for g in gradient)
+    if f is None and not has_graph:
+        raise ValueError(
+            "Expected a scalar f, got None. It may be left out if grad_params is "
+            "given, computed with `create_graph=True`."
+        )
+    if f is not None and f.numel() != 1:
         raise ValueError(
             f"Expected a scalar f, got shape {list(f.shape)}. Reduce it, for example "
             "with `f.sum()`."
         )
     lop.check_match(v, params)
-    gradient = params if grad_params is None else lop.as_tuple(grad_params)
     lop.check_match(gradient, params)
-    if grad_params is None or not any(g.requires_grad for g in gradient):
-        # A gradient without graph is that of a linear f, or was detached by mistake.
+    if f is not None and not has_graph:
         lop.check_has_graph([f])
         gradient = lop.pull_back([f], params, [ones_like(f)], True, create_graph=True)
     return lop.pull_back(gradient, params, v, True, create_graph=not detach)

@@ -1380,7 +1380,8 @@ PASSES: Dict[str, Row] = {
         dropped_hooks,
         UserWarning,
         r"0\.weight, 0\.bias, 1\.weight, 1\.bias",
-        "not in an extended model, or the hooks were removed; extend it",
+        "not in an extended model, or the hooks were removed",
+        "; extend it",
     ),
     "layer-without-hooks": Row(
         without_hooks,

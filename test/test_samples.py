@@ -1884,6 +1884,31 @@ def test_masks_of_packed_rows(
             model(x).square().sum().backward()
 
 
+@pytest.mark.skipif(
+    "enable_gqa" not in (F.scaled_dot_product_attention.__doc__ or ""),
+    reason="This PyTorch has as many keys as queries.",
+)
+@pytest.mark.parametrize("batch", [1, N])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_masks_of_grouped_heads(heads: int, batch: int) -> None:
+    """Sequences of one sample each stay apart, whatever a mask leaves out."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        q = m.a(x).view(len(x), 3, 4, 2).transpose(1, 2)
+        k = m.b(x).view(len(x), 3, heads, 2).transpose(1, 2)
+        mask = torch.ones(3, 3).tril() > 0
+        attend = partial(F.scaled_dot_product_attention, enable_gqa=True)
+        return attend(q, k, k.sin(), mask).flatten(1)
+
+    layers = {"a": lambda: nn.Linear(D, 8), "b": lambda: nn.Linear(D, 2 * heads)}
+    assert_right(
+        Row(
+            lambda: Lambda(forward, **{key: make() for key, make in layers.items()}),
+            randn(3, D, batch=batch),
+        )
+    )
+
+
 @torch.library.custom_op("backpack_test::picked", mutates_args=())
 def picked(x: Tensor, mask: Tensor) -> Tensor:
     """Take what a mask picks."""

@@ -302,6 +302,8 @@ def _attended(done: Performed, trial: Trial, n: int) -> Placement:
     if any(i is None or bool((i != i[..., :1]).any()) for i in found):
         return None
     q, k, v = (i[..., 0] for i in found if i is not None)
+    if q.shape[:-1] != k.shape[:-1] or bool((q == q[..., :1]).all()):
+        return None  # each sequence is one sample's
     if mask.dtype != torch.bool:
         mask = mask >= torch.finfo(done.outs[0].dtype).min / 2
     meet = mask & (q.unsqueeze(-1) != k.unsqueeze(-2))

@@ -520,12 +520,12 @@ class Finder:
 
     def _without_masks(self, done: Performed) -> Performed:
         """Let numbers pick what masks do: other masks would pick more, or fewer."""
-        names = "self" if done.name == "index" else "input", "mask", "indices"
-        x, mask, ids = named(names, done.args, done.kwargs)
+        names = ("self", "indices") if done.name == "index" else ("input", "mask")
+        x, index = named(names, done.args, done.kwargs)
         if self.of(x) is not None:
             return done
         parts: list[Any] = []
-        for part in in_brackets(done.name, mask if ids is None else ids):
+        for part in in_brackets(done.name, index):
             own = self.of(part) if isinstance(part, Tensor) else None
             if own is None or part.dtype != torch.bool or not part.dim():
                 parts.append(part)

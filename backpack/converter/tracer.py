@@ -80,8 +80,8 @@ for _name in "float add radd sub rsub mul rmul".split():
 class InplaceProxy(Proxy):
     """Proxy that records in-place operators, which change all aliases of a tensor."""
 
-    def __getattr__(self, name: str) -> "AttributeProxy":  # noqa: D105
-        return AttributeProxy(self, name)
+    def __getattr__(self, name: str) -> "_AttributeProxy":  # noqa: D105
+        return _AttributeProxy(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse what would be lost.
@@ -98,7 +98,7 @@ class InplaceProxy(Proxy):
         super().__setattr__(name, value)
 
 
-class AttributeProxy(InplaceProxy, Attribute):
+class _AttributeProxy(InplaceProxy, Attribute):
     """Proxy of an attribute, or a method."""
 
 
@@ -146,15 +146,15 @@ def is_instance(value: Any, kinds: Any) -> bool:
         Whether the value, or what it stands for, is an instance of one.
 
     Raises:
-        TraceError: If that depends on the input.
+        NotImplementedError: If that depends on the input.
     """
     asks = sys._getframe(1).f_globals.get("__name__", "")
     tracing = asks.startswith(("torch.", "backpack."))
-    if tracing or type(value) not in (InplaceProxy, AttributeProxy):
+    if tracing or type(value) not in (InplaceProxy, _AttributeProxy):
         return _IS_INSTANCE(value, kinds)
     found = value.node.meta[CLASS]
     if found is None:
-        raise TraceError(ASKS.format(node=value.node.format_node()))
+        raise NotImplementedError(ASKS.format(node=value.node.format_node()))
     return issubclass(found, kinds)
 
 

@@ -487,6 +487,13 @@ def shared_bias(self, x):
     return self.fc(x + bias[:, 0]) * (bias[0, 0] + 1.0)
 
 
+def elements_by_name(self, x):
+    y = self.fc(x)
+    top, ordered = torch.max(y, dim=1, keepdim=True), y.sort(1)
+    singular = torch.linalg.svd(y.view(-1, 2, 2)).S
+    return ordered.values + top.values * ordered[1] + singular.repeat(1, 2)
+
+
 def asks_for_types(self, x, scale=2.0):
     y = self.fc(x)
     right = [
@@ -669,6 +676,11 @@ MODELS = {
         ),
         VECTOR,
         {nn.Linear: 1},
+    ),
+    "elements-by-name": Case(
+        lambda: Lambda(elements_by_name, fc=nn.Linear(4, 4)),
+        VECTOR,
+        {ReduceTuple: 2, FunctionModule: 6},
     ),
     "einops": Case(
         lambda: Lambda(einops_calls, conv=nn.Conv2d(2, 2, 3, padding=1)),

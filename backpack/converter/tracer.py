@@ -4,7 +4,7 @@ import dis
 import math
 import operator
 import sys
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import einops
 import torch
@@ -125,14 +125,26 @@ def _class_of(node: Node, root: Module) -> Optional[type]:
         return int if len(node.args) > 1 + (node.target is getattr) else torch.Size
     if name in ("dim", "ndim", "ndimension", "numel", "nelement"):
         return int
-    known = getattr(torch.ops.aten, name, None)
-    results = [
-        [str(x.type) for x in getattr(known, overload)._schema.returns]
-        for overload in (() if known is None else known.overloads())
-    ]
+    results = [[str(x.type) for x in returns] for returns in _returns_of(name)]
     one = ["Tensor"] in results or name == "getitem"
     several = any(len(types) > 1 or types == ["List[Tensor]"] for types in results)
     return None if one is several else Tensor if one else tuple
+
+
+def _returns_of(name: str) -> List[Sequence[Any]]:
+    """List what each overload of an operation returns; none if it is not known."""
+    known = getattr(torch.ops.aten, name, None)
+    overloads = () if known is None else known.overloads()
+    return [getattr(known, overload)._schema.returns for overload in overloads]
+
+
+def _place_of(name: str, node: Node) -> Optional[int]:
+    """Tell which element of a tuple is called so, like the `values` of a maximum."""
+    of = node.target if node.op in ("call_function", "call_method") else ""
+    of = of if isinstance(of, str) else getattr(of, "__name__", "")
+    names = [[x.name for x in returns] for returns in _returns_of(of)]
+    places = {one.index(name) for one in names if name in one and len(one) > 1}
+    return places.pop() if len(places) == 1 else None
 
 
 def is_instance(value: Any, kinds: Any) -> bool:
@@ -262,21 +274,31 @@ class BackpackTracer(Tracer):
         """
         return InplaceProxy(node, self)
 
-    def create_node(self, *args: Any, **kwargs: Any) -> Node:
+    def create_node(
+        self, kind: str, target: Any, args: tuple, *more: Any, **options: Any
+    ) -> Node:
         """Create a node, and note whether gradients are switched off.
 
         Args:
-            args: Kind of node, target and arguments.
-            kwargs: Further properties.
+            kind: Kind of node.
+            target: What it calls, or takes.
+            args: Its arguments.
+            more: Further properties.
+            options: The same by name.
 
         Returns:
             The node, with the module that has switched gradients off in its metadata.
+            What is called ``values`` in a tuple is taken by its number.
 
         Raises:
             NotImplementedError: If it would be lost in the graph, or have no effect
                 there.
         """
-        node = super().create_node(*args, **kwargs)
+        if target is getattr and isinstance(args[0], Node):
+            place = _place_of(args[1], args[0])
+            if place is not None:
+                target, args = operator.getitem, (args[0], place)
+        node = super().create_node(kind, target, args, *more, **options)
         node.meta[CLASS] = _class_of(node, self.root)
         out = node.kwargs.get("out")
         if node.op == "call_function" and isinstance(out, (Node, tuple, list)):

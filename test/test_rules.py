@@ -44,6 +44,18 @@ def recurrent(layer: Callable, func: Callable, x: Tensor, state: Tensor) -> Call
     return called(func, x[:, 0], PACKED, given, weights, True, 1, 0.0, True, False)
 
 
+def in_cell(cell: Callable, func: Callable, x: Tensor, *states: Tensor) -> Called:
+    """Call a recurrent layer's cell for rows that have states."""
+    given = states if len(states) > 1 else states[0]
+    return called(func, x[:, 0], given, *cell(C, C, dtype=F64).parameters())
+
+
+def sparse(values: Tensor, *size: Tuple[int, ...]) -> Called:
+    """Make a sparse matrix with a value in each row, and in each column."""
+    places = torch.stack([each(A), each(A)])
+    return called(torch.sparse_coo_tensor, places, values, *size, check_invariants=True)
+
+
 # Calls for data ``x`` and ``y [A, B, C]``
 CALLS: Dict[str, Callable[[Tensor, Tensor], Called]] = {
     **{
@@ -179,6 +191,15 @@ CALLS: Dict[str, Callable[[Tensor, Tensor], Called]] = {
     "lstm": lambda x, y: recurrent(torch.nn.LSTM, VF.lstm, x, _randn(1, 3, C)),
     "gru": lambda x, y: recurrent(torch.nn.GRU, VF.gru, x, _randn(1, 3, C)),
     "rnn": lambda x, y: recurrent(torch.nn.RNN, VF.rnn_tanh, x, y[None, :3, 0]),
+    "gru-cell": lambda x, y: in_cell(torch.nn.GRUCell, VF.gru_cell, x, y[:, 1]),
+    "rnn-cell": lambda x, y: in_cell(
+        torch.nn.RNNCell, VF.rnn_tanh_cell, x, _randn(A, C)
+    ),
+    "lstm-cell": lambda x, y: in_cell(
+        torch.nn.LSTMCell, VF.lstm_cell, x, y[:, 0], _randn(A, C)
+    ),
+    "sparse": lambda x, y: sparse(x[:, 0, 0], (A, A)),
+    "sparse-of-rows": lambda x, y: sparse(x[:, 0], (A, A, C)),
 }
 
 
@@ -211,6 +232,7 @@ NEVER = (
     "view-as-another-type",
     "sum-of-all",
     "scatter-reduce-others-only",
+    "sparse-of-rows",
 )
 
 

@@ -809,6 +809,10 @@ TIME_FIRST = {
             lambda m, x: cells(m, x.transpose(0, 1)),
             {"c": lambda: nn.GRUCell(D, D)},
         ),
+        "cells-on-a-prefix": (
+            lambda m, x: cells_on_a_prefix(m, x),
+            {"c": lambda: nn.LSTMCell(D, D)},
+        ),
         "attention": (
             lambda m, x: plain(m, m.a(*[x.transpose(0, 1)] * 3)[0]).transpose(0, 1),
             {"a": lambda: nn.MultiheadAttention(D, 2)},
@@ -864,6 +868,19 @@ def cells(m: Module, x: Tensor) -> Tensor:
     for step in x[1:]:
         h = m.c(step, h)
     return plain(m, h)
+
+
+def cells_on_a_prefix(m: Module, x: Tensor) -> Tensor:
+    """Run a cell over sequences of different lengths, the longest first."""
+    lengths = 2 + x.detach().flatten(1).sum(1).gt(0).long()
+    order = lengths.argsort(descending=True)
+    x, h = x[order], x[order, 0]
+    c = h
+    for time in range(1, x.shape[1]):
+        count = int((lengths > time).sum())
+        own = m.c(x[:count, time], (h[:count], c[:count]))
+        h, c = (torch.cat([new, old[count:]]) for new, old in zip(own, (h, c)))
+    return plain(m, h)[order.argsort()]
 
 
 # Statistics over the batch that carry no gradient: the share of a sample is what the

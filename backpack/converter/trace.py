@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
 from functools import partial, wraps
 from inspect import signature
+from types import MethodType
 from typing import Any, Callable, Dict, Iterator, Optional, Set, Tuple
 from unittest.mock import patch
 
@@ -91,8 +92,24 @@ def _recording_functions(tracer: Tracer) -> Iterator[None]:
 
 def _record_apply(tracer: Tracer, function: type, *args: Any, **kwargs: Any) -> Any:
     """Record a function that has a backward of its own, which would be lost inside."""
-    record = _recording(tracer, _APPLY.__get__(None, function), always=False)
+    record = _recording(tracer, MethodType(apply, function), always=False)
     return record(*args, **kwargs)
+
+
+def apply(function: type, *args: Any, **kwargs: Any) -> Any:
+    """Call a function that has a backward of its own, also while tracing.
+
+    Graphs want to know a module of what they call, PyTorch's own method may have none.
+
+    Args:
+        function: The function.
+        args: Its arguments.
+        kwargs: The same by name.
+
+    Returns:
+        What it returns.
+    """
+    return _APPLY.__get__(None, function)(*args, **kwargs)
 
 
 def _refusing(reason: str) -> Callable:

@@ -26,7 +26,7 @@ from backpack.core.layout import (
 )
 from backpack.core.operations import find_operation
 from backpack.engine import functions, picked
-from backpack.engine.trials import Performed, Trial
+from backpack.engine.trials import DENSE_ELEMENTS, Performed, Trial
 from backpack.engine.views import in_storage
 from backpack.utils.types import is_inexact, tensors_in
 
@@ -274,6 +274,48 @@ def _recurrent(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
     return [simplify(p.expand(x.shape), n) for p, x in zip(placements, done.outs)]
 
 
+def _in_cell(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
+    """Follow rows of a recurrent layer's cell, where input and states have the same."""
+    rows: Tensor | None = None
+    operands = 3 if done.name == "lstm_cell" else 2
+    if any(i is not None for i in trial.numbers[operands:]):
+        return None  # weights that depend on samples
+    for own in trial.numbers[:operands]:
+        if own is None:
+            continue
+        if own.dim() != 2 or bool((own != own[:, :1]).any()):
+            return None
+        first = own[:, :1]
+        if rows is not None and conflict(rows, first):
+            return None
+        rows = first if rows is None else rows.where(rows >= 0, first)
+    if rows is None:
+        return None
+    return [simplify(rows.expand(x.shape), n) for x in done.outs]
+
+
+def _made_sparse(done: Performed, trial: Trial, n: int) -> list[Placement] | None:
+    """Follow what a sparse tensor is made of to where its numbers say."""
+    names = "indices", "values", "size"
+    indices, values, size = picked.named(names, done.args, done.kwargs)
+    own, of_values = trial.numbers_of(indices), trial.numbers_of(values)
+    if not (isinstance(indices, Tensor) and isinstance(values, Tensor)) or size is None:
+        return None
+    if values.dim() > 1 or done.outs[0].numel() > DENSE_ELEMENTS:
+        return None
+    numbers = [] if own is None else list(own)
+    numbers += [] if of_values is None else [of_values]
+    entries = torch.stack(torch.broadcast_tensors(*numbers)).amax(0)
+    if any(conflict(entries, other) for other in numbers):
+        return None
+    found = torch.full(tuple(size), -1, device=indices.device)
+    places = tuple(indices)
+    found[places] = entries
+    if bool((found[places] != entries).any()):
+        return None  # of several samples' entries at one place
+    return [simplify(found, n)]
+
+
 def _matched(
     done: Performed, trial: Trial, of: Where, n: int
 ) -> list[Placement] | None:
@@ -361,6 +403,8 @@ _MOVED: Sequence[tuple[Container[str], Callable]] = (
     (("_pad_packed_sequence",), _unpacked),
     (("grid_sample", "grid_sampler"), _sampled),
     (functions.RECURRENT, _recurrent),
+    (functions.CELLS, _in_cell),
+    (("sparse_coo_tensor",), _made_sparse),
     (functions.WRITING, _written),
     (functions.PRODUCTS | functions.GROUPED, _contracted),
 )

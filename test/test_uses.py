@@ -175,6 +175,15 @@ LINEAR = {
     "quadratic-form": use(lambda m, x: ((x @ m.w) * x).sum(1), 4, w=(4, 4)),
     "outer": use(lambda m, x: torch.outer(x.sum(1), m.w), 4, w=(3,)),
     "kron": use(lambda m, x: torch.kron(x, m.w[None]), 4, w=(2,)),
+    "einsum-of-one-twice": use(
+        lambda m, x: torch.einsum("ni,ij,kj->nk", x, m.w, m.w), 4, w=(4, 4)
+    ),
+    "einsum-of-one-around": use(
+        lambda m, x: torch.einsum("ij,nj,jk->nk", m.w, x, m.w), 4, w=(4, 4)
+    ),
+    "scale-and-shift-by-one": use(
+        lambda m, x: F.layer_norm(x, (4,), m.w, m.w), 4, w=(4,)
+    ),
     "cdist": use(lambda m, x: torch.cdist(x, m.w), 4, **W),
     "distance-to-prototypes": use(
         lambda m, x: (x[:, None] - m.w).pow(2).sum(-1), 4, **W

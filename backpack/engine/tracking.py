@@ -494,6 +494,8 @@ class Tracker(LowMode):
         given = (*enumerate(args), *kwargs.items())
         keys = {id(x): key for key, x in reversed(given)}
         flat = sum([id(x) in wanted for _, x in given]) == len(constants)
+        if len(wanted) < len(constants):  # no rule is for one that enters twice
+            keys = {i: key for i, key in keys.items() if _once(i, constants)}
         pairs: list[Constant] = []
         if kind.writes and args and id(args[0]) in wanted:
             pairs += self._overwritten(wanted.pop(id(args[0])))
@@ -579,3 +581,7 @@ class Tracker(LowMode):
         if len(both) == 1 and made_base(both[0][0], since):
             x = both[0][0]
             vars(x._base).setdefault(VIEWS_OF, []).append((use, x.grad_fn, View.of(x)))
+
+
+def _once(number: int, constants: list[Tensor]) -> bool:
+    return [id(x) for x in constants].count(number) == 1

@@ -43,6 +43,8 @@ from per_sample import (
 from torch import Tensor, nn
 from torch.fx.immutable_collections import immutable_list
 from torch.nn import Module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend
@@ -1697,6 +1699,59 @@ def test_long_loops(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (calls, numbers), (more_calls, more_numbers) = cost(40), cost(160)
     assert more_calls < 5 * calls
     assert more_numbers < 5 * numbers + 1000
+
+
+class Elements(TorchDispatchMode):
+    """Counts the elements of what operations return."""
+
+    total = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation."""
+        out = func(*args, **(kwargs or {}))
+        found = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        self.total += sum(x.numel() for x in found)
+        return out
+
+
+LOOPS_OVER_SAMPLES = {
+    **LOOPS,
+    "transposed": (lambda m, h: h @ m.w.T, {"w": (3, 4)}),
+    "convolution": (
+        lambda m, h: m.f(h.view(-1, 1, 2, 2)).flatten(1),
+        {"f": lambda: nn.Conv2d(1, 2, 2)},
+    ),
+    "scale": (lambda m, h: h * m.w + m.b, {"w": (4,), "b": (4,)}),
+    "generic": (lambda m, h: torch.cdist(h, m.w), {"w": (3, 4)}),
+    "several-rows": (
+        lambda m, h: m.f(torch.cat([h, h.sin(), h.cos()])).prod(0, keepdim=True),
+        {"f": lambda: nn.Linear(4, 3)},
+    ),
+    "masked-weight": (lambda m, h: h @ (m.w * m.w.sign()), {"w": (4, 3)}),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS_OVER_SAMPLES)
+def test_loops_over_samples(name: str) -> None:
+    """A loop over samples is right, and costs in proportion to their number."""
+    step, parts = LOOPS_OVER_SAMPLES[name]
+
+    def loop(m: Module, x: Tensor) -> Tensor:
+        return torch.cat([step(m, row) for row in x.split(1)])
+
+    def cost(n: int) -> int:
+        model, loss, _ = use(loop, 4, **parts).build()
+        value = against_real(extend(model)(torch.randn(n, 4, dtype=F64)), loss)
+        with backpack(BatchGrad(), BatchL2Grad()), Elements() as mode:
+            value.backward()
+        return mode.total
+
+    assert_right(use(loop, 4, **parts))
+    assert_right(use(lambda m, x: loop(m, x) + loop(m, x.cos()), 4, **parts))
+    cost(16)  # what is remembered
+    assert cost(128) < 12 * cost(16)
 
 
 def test_long_chains_of_parameters() -> None:

@@ -285,6 +285,34 @@ def once(placement: Tensor, what: Hashable, compute: Callable[[], Any]) -> Any:
     return known[what]
 
 
+@out_of_sight
+def few_samples(
+    placement: Placement, n: int
+) -> tuple[Tensor, Placement] | tuple[None, None]:
+    """Number the samples anew that are in a placement, if these are few.
+
+    Args:
+        placement: Where samples are.
+        n: Number N of samples.
+
+    Returns:
+        The numbers of those that are there ``[M]``, and where sample m of them is;
+        nothing if they are not few, or some entries are nobody's.
+    """
+
+    def find(placement: Tensor) -> tuple[Tensor, Placement] | tuple[None, None]:
+        samples = placement.unique()
+        if not 0 < 2 * len(samples) <= n or int(samples[0]) < 0:
+            return None, None
+        if len(samples) == 1 and placement.dim():
+            return samples, FIRST
+        return samples, torch.searchsorted(samples, placement)
+
+    if n < 2 or not isinstance(placement, Tensor):
+        return None, None
+    return once(placement, ("few", n), lambda: find(placement))
+
+
 def pointwise(data: list[Tensor], out: Tensor, of: Where) -> Placement:
     """Combine layouts that agree, up to broadcasting.
 

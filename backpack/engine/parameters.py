@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Callable, Collection, Iterator, Optional, Sequence
+from typing import Any, Callable, Collection, Iterator, Optional, Sequence, Union
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.nn import Module
 
 from backpack.core.per_sample.base import Dense, PerSample
-from backpack.core.per_sample.maps import alike, merged
+from backpack.core.per_sample.maps import OfSome, alike, merged
 from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.rows import Rows
 from backpack.core.per_sample.scaled import Scaled
@@ -33,9 +33,10 @@ from backpack.utils.hooks import name_module, represent, without_hooks
 from backpack.utils.state import state
 from backpack.utils.types import as_type, full_precision, kind
 
-Products = list[Optional[PerSample]]
+Part = Union[PerSample, OfSome]
+Products = Sequence[Optional[Part]]
 Member = tuple[Use, int]  # a use, and which of its constants
-Collected = list[tuple[list[Member], dict[Tensor, list[PerSample]]]]
+Collected = list[tuple[list[Member], dict[Tensor, list[Part]]]]
 
 _PERMUTES = ("TBackward0", "TransposeBackward0", "PermuteBackward0")
 
@@ -151,23 +152,27 @@ class Group:
 
     def _sum(
         self, members: list[Member], of: Callable[[Use], Products]
-    ) -> dict[Tensor, list[PerSample]]:
+    ) -> dict[Tensor, list[Part]]:
         """Collect the products of some uses, whose sum is each parameter's."""
-        found: dict[Tensor, list[PerSample]] = {}
-        computed: dict[tuple[GradientEdge, torch.Size], list[PerSample]] = {}
-        expressions: dict[GradientEdge, list[PerSample]] = {}
+        found: dict[Tensor, list[Part]] = {}
+        computed: dict[tuple[GradientEdge, torch.Size], list[Part]] = {}
+        expressions: dict[GradientEdge, list[Part]] = {}
         for use, index in members:
-            product = of(use)[index]
-            constant = use.constants[index]
-            if product is None:
+            part, constant = of(use)[index], use.constants[index]
+            if part is None:
                 continue
             if constant.leaf is not None:
-                _add(found, constant.leaf, product)
+                _add(found, constant.leaf, part)
             else:
-                _add(computed, (constant.source, constant.shape), product)
+                _add(computed, (constant.source, constant.shape), part)
         for (source, shape), parts in computed.items():
-            for product in alike(parts):  # joined, before anything is formed
-                leaf, edge, product = _behind_views(source, shape, product, self.params)
+            product: Any
+            # joined, before anything is formed
+            for product in parts if len(parts) == 1 else alike(parts):
+                few = isinstance(product, OfSome)
+                inner = product.product if few else product
+                leaf, edge, inner = _behind_views(source, shape, inner, self.params)
+                product = product._replace(product=inner) if few else inner
                 if leaf is not None:
                     _add(found, leaf, product)
                 else:
@@ -178,8 +183,8 @@ class Group:
 
     def _pull_back(
         self,
-        expressions: dict[GradientEdge, list[PerSample]],
-        found: dict[Tensor, list[PerSample]],
+        expressions: dict[GradientEdge, list[Part]],
+        found: dict[Tensor, list[Part]],
     ) -> None:
         """Take products from expressions on to the parameters behind them."""
         outputs, columns = list(expressions), []
@@ -291,9 +296,9 @@ def _source(member: Member) -> GradientEdge | None:
     return use.constants[index].source
 
 
-def _add(found: dict[Any, list[PerSample]], key: Any, product: PerSample) -> None:
+def _add(found: dict[Any, list[Part]], key: Any, product: PerSample) -> None:
     """Note what a use contributes; what is formed already is added up at once."""
-    parts = found.setdefault(key, [])
+    parts: list[Any] = found.setdefault(key, [])
     if parts and type(parts[-1]) is type(product) is Dense:
         total = product.added_to(parts.pop().products)
         product = Dense(total, product.shape)

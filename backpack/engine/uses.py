@@ -9,6 +9,7 @@ one, a vector-Jacobian product for each sample. No operation is ever run again.
 from __future__ import annotations
 
 import weakref
+from copy import copy
 from functools import partial
 from typing import Any, Callable, NamedTuple, Sequence
 
@@ -17,9 +18,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from backpack.core.kinds import Broadcast
-from backpack.core.layout import Layout, Mixed, Placement, one_sample_each
+from backpack.core.layout import Layout, Mixed, Placement, few_samples, one_sample_each
 from backpack.core.operations import Operation
 from backpack.core.per_sample.base import Dense, PerSample
+from backpack.core.per_sample.maps import OfSome
 from backpack.core.per_sample.sums import chunks
 from backpack.engine import vjp
 from backpack.engine.functions import MATCHING
@@ -372,9 +374,29 @@ class Use:
             if may_look(x, waits=True) and ((x != 0) & (placement < 0)).any():
                 refuse(what(), Mixed(NOBODYS.format(name=self.name), False), names())
 
+    def _part(self) -> tuple[Use, Tensor] | None:
+        """Describe the same use as one of the few samples that are there.
+
+        A loop over samples costs in proportion to their number then.
+
+        Returns:
+            The use, and the numbers of the samples; ``None`` if there are not few.
+        """
+        found = [few_samples(placement, self.n) for placement in self.placements]
+        samples = found[0][0]
+        if (
+            samples is None
+            or len(found) > 1
+            and not all(x is not None and torch.equal(x, samples) for x, _ in found)
+        ):
+            return None
+        part = copy(self)
+        part.n, part.placements = len(samples), [placement for _, placement in found]
+        return part, samples
+
     def products(
         self, cotangents: Sequence[Tensor | None], nodes: dict[int, Node]
-    ) -> list[PerSample | None]:
+    ) -> Sequence[PerSample | OfSome | None]:
         """Describe products of cotangents and the constants' Jacobians.
 
         Args:
@@ -389,6 +411,16 @@ class Use:
         """
         if all(x is None for x in cotangents):
             return [None] * len(self.constants)
+        few = self._part()
+        if few is None:
+            return self._products(cotangents, nodes)
+        part, samples = few
+        found = part._products(cotangents, nodes)
+        return [None if x is None else OfSome(x, samples, self.n) for x in found]
+
+    def _products(
+        self, cotangents: Sequence[Tensor | None], nodes: dict[int, Node]
+    ) -> list[PerSample | None]:
         operation = self.operation
         if operation is not None and (len(cotangents) == 1 or operation.takes_all):
             mats = list(cotangents) if operation.takes_all else cotangents[0]

@@ -64,7 +64,7 @@ class Modules:
         Yields:
             Those that are alive.
         """
-        for own, _ in self._refs.copy().values():
+        for own, _ in list(self._refs.values()):  # some may go meanwhile
             module = own()
             if module is not None:
                 yield module

@@ -17,6 +17,8 @@ from backpack.utils.unsqueeze import flatten
 
 # Concatenates tensors of several processes along an axis
 Gather = Callable[[Tensor, int], Tensor]
+# Arranges the rows of some samples, along an axis and one of positions, as those of all
+Place = Callable[[list[Tensor], int, int], Tensor]
 
 
 class PerSample(ABC):
@@ -92,7 +94,7 @@ class PerSample(ABC):
         """Tell whether the factors of other products can stand beside these.
 
         Args:
-            other: Products of another call.
+            other: Products of another call, of the same samples.
 
         Returns:
             Whether they can, so that nothing has to be formed to add both.
@@ -112,6 +114,19 @@ class PerSample(ABC):
             NotImplementedError: If nothing joins them, see :meth:`joins`.
         """
         raise NotImplementedError(f"Nothing joins {type(self).__name__} products.")
+
+    def placed(self, others: Sequence[PerSample], place: Place) -> PerSample:
+        """Describe the sum of products of some samples as products of all samples.
+
+        Args:
+            others: Products that join these, but for the samples they are of.
+            place: Arranges the rows of some samples as those of all.
+
+        Returns:
+            The sum, in which those of other samples are zero.
+        """
+        every = [x.individual().unsqueeze(2) for x in (self, *others)]
+        return Dense(place(every, 1, 2).sum(2), self.shape)
 
     def added_to(self, products: Tensor) -> Tensor:
         """Add these products to others.
@@ -426,10 +441,14 @@ class Summed(Dense):
         return sums.sum_axis(self.b, 2)
 
     def joins(self, other: PerSample) -> bool:  # noqa: D102
-        return isinstance(other, Summed) and self.batch_size == other.batch_size
+        return isinstance(other, Summed)
 
     def joined(self, others: Sequence[PerSample]) -> Summed:  # noqa: D102
         b = torch.cat([self.b, *[other.b for other in others]], dim=2)
+        return Summed(b, self.shape, self.groups, self.sums_positions)
+
+    def placed(self, others: Sequence[PerSample], place: Place) -> Summed:  # noqa: D102
+        b = place([x.b for x in (self, *others)], 1, 2)
         return Summed(b, self.shape, self.groups, self.sums_positions)
 
     def select(self, samples: Sequence[int] | slice) -> Summed:  # noqa: D102

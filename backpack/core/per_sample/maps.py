@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Callable, Optional, Sequence
+from typing import Any, Callable, NamedTuple, Optional, Sequence
 
 import torch
 from torch import Tensor
 
 from backpack.core.fast import tuning
+from backpack.core.layout import Arrangement
 from backpack.core.per_sample import sums
 from backpack.core.per_sample.base import Dense, PerSample
 from backpack.core.per_sample.outer import Outer
@@ -26,7 +27,63 @@ OTHER_SIZES = (
 )
 
 
-def alike(products: Sequence[PerSample]) -> list[PerSample]:
+class OfSome(NamedTuple):
+    """Products of some of the samples, as of a loop over them; others have none.
+
+    Attributes:
+        product: Products ``[V, M, *p]``.
+        samples: Which samples they are of, ``[M]``.
+        n: Number N of all samples.
+    """
+
+    product: PerSample
+    samples: Tensor
+    n: int
+
+    @property
+    def batch_size(self) -> int:
+        """Number of all samples."""
+        return self.n
+
+    def joins(self, other: PerSample | OfSome) -> bool:
+        """Tell whether other products of some samples have factors of the same kind.
+
+        Args:
+            other: Products of another call.
+
+        Returns:
+            Whether they have.
+        """
+        if not isinstance(other, OfSome):
+            return False
+        own, others = self.product, other.product
+        return own.joins(others) or type(own) is type(others) is Dense
+
+    def joined(self, others: Sequence[OfSome]) -> PerSample:
+        """Add the products of other calls, as products of all samples.
+
+        Args:
+            others: Products that join these, of any number of calls.
+
+        Returns:
+            The sum of all.
+        """
+        every, known = (self, *others), {}
+
+        def place(tensors: list[Tensor], axis: int, positions: int) -> Tensor:
+            counts = tuple([x.shape[positions] for x in tensors])
+            if counts not in known:
+                pairs = zip(every, counts)
+                numbers = torch.cat([x.samples.repeat_interleave(t) for x, t in pairs])
+                known[counts] = Arrangement(numbers, numbers.shape, self.n)
+            rows = [x.movedim(positions, axis + 1) for x in tensors]
+            flat = torch.cat([x.flatten(axis, axis + 1) for x in rows], axis)
+            return known[counts].rows(flat, axis).movedim(axis + 1, positions)
+
+        return self.product.placed([x.product for x in others], place)
+
+
+def alike(products: Sequence[PerSample | OfSome]) -> list[PerSample]:
     """Join what can stand beside each other.
 
     Args:
@@ -35,18 +92,26 @@ def alike(products: Sequence[PerSample]) -> list[PerSample]:
     Returns:
         Products of each kind, with the same sum.
     """
+    some = [x for x in products if isinstance(x, OfSome)]
+    every = [x for x in products if not isinstance(x, OfSome)]
+    return _by_kind([*every, *_by_kind(some)])
+
+
+def _by_kind(products: Sequence[Any]) -> list[PerSample]:
     kinds, rest = [], list(products)
     while rest:
         first, *others = rest
-        joining: list[PerSample] = []
+        joining: list[Any] = []
         rest = []
         for other in others:
-            (joining if first.joins(other) else rest).append(other)
-        kinds.append(first.joined(joining) if joining else first)
+            same = first.batch_size == other.batch_size and first.joins(other)
+            (joining if same else rest).append(other)
+        alone = not joining and isinstance(first, PerSample)
+        kinds.append(first if alone else first.joined(joining))
     return kinds
 
 
-def merged(products: Sequence[PerSample]) -> PerSample:
+def merged(products: Sequence[PerSample | OfSome]) -> PerSample:
     """Add up what several calls contribute to the same parameter.
 
     Args:

@@ -13,7 +13,7 @@ from backpack.core.fast import tuning
 from backpack.core.fast.matmul import bmm, gram, has_fast_blas, is_fast_product, matmul
 from backpack.core.fast.memory import huge_empty, may_write
 from backpack.core.per_sample import sums
-from backpack.core.per_sample.base import Dense, Gather, PerSample
+from backpack.core.per_sample.base import Dense, Gather, PerSample, Place
 from backpack.core.per_sample.order import Order, permuted
 from backpack.core.per_sample.recipe import Recipe, whole_reduction
 from backpack.core.per_sample.unfolding import Unfolding
@@ -118,10 +118,6 @@ class Outer(PerSample):
         return self._unfolding if self._a is None else None
 
     def joins(self, other: PerSample) -> bool:  # noqa: D102
-        return self.batch_size == other.batch_size and self._is_like(other)
-
-    def _is_like(self, other: PerSample) -> bool:
-        """Tell whether other products have factors of the same kind."""
         return (
             isinstance(other, Outer)
             and self.b.shape[2::2] == other.b.shape[2::2]
@@ -132,9 +128,17 @@ class Outer(PerSample):
     def joined(self, others: Sequence[PerSample]) -> Outer:  # noqa: D102
         every: list[Any] = [self, *others]
         a = torch.cat([x.a for x in every], dim=2)
-        result = self.like(lambda: a, torch.cat([x.b for x in every], dim=3))
+        return self._like_all(every, a, torch.cat([x.b for x in every], dim=3))
+
+    def _like_all(self, every: Sequence[Outer], a: Tensor, b: Tensor) -> Outer:
+        result = self.like(lambda: a, b)
         result.sums_positions = all(x.sums_positions for x in every)
         return result
+
+    def placed(self, others: Sequence[PerSample], place: Place) -> Outer:  # noqa: D102
+        every: list[Any] = [self, *others]
+        a, b = place([x.a for x in every], 0, 2), place([x.b for x in every], 1, 3)
+        return self._like_all(every, a, b)
 
     def like(
         self,
@@ -518,7 +522,7 @@ class Outer(PerSample):
         n, t, q, s = self.batch_size, self.positions, other.batch_size, other.positions
         d, p = self._sizes
         formed = n * t + n * q + (0 if other is self else q * s)
-        return self._is_like(other) and n * t * q * s * (d + p) < formed * d * p
+        return self.joins(other) and n * t * q * s * (d + p) < formed * d * p
 
     @whole_reduction
     def input_gram(self, scale: float) -> Tensor:

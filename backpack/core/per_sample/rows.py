@@ -9,7 +9,7 @@ from einops import einsum
 from torch import Tensor
 
 from backpack.core.fast.memory import may_write
-from backpack.core.per_sample.base import Gather, PerSample
+from backpack.core.per_sample.base import Gather, PerSample, Place
 from backpack.core.per_sample.sums import chunks, scaled
 from backpack.utils.types import full_precision
 
@@ -43,7 +43,7 @@ class Rows(PerSample):
         self.num_columns, self.batch_size, self.positions = b.shape[:3]
 
     def joins(self, other: PerSample) -> bool:  # noqa: D102
-        return type(other) is type(self) and self.batch_size == other.batch_size
+        return type(other) is type(self)
 
     def joined(self, others: Sequence[PerSample]) -> Rows:  # noqa: D102
         every: list[Any] = [self, *others]
@@ -52,6 +52,12 @@ class Rows(PerSample):
         return type(self)(
             ids, torch.cat([x.b for x in every], dim=2), self.shape, valid
         )
+
+    def placed(self, others: Sequence[PerSample], place: Place) -> Rows:  # noqa: D102
+        every: list[Any] = [self, *others]
+        ids = place([x.ids for x in every], 0, 1)
+        valid, b = place([x.valid for x in every], 0, 1), [x.b for x in every]
+        return type(self)(ids, place(b, 1, 2), self.shape, valid)
 
     def select(self, samples: Sequence[int] | slice) -> Rows:  # noqa: D102
         ids, valid = self.ids[samples], self.valid[samples]

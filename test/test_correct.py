@@ -2458,6 +2458,25 @@ def test_report_is_silent() -> None:
         loss(model.requires_grad_(False)(X[0].requires_grad_()), *y).backward()
 
 
+@pytest.mark.parametrize("name", ["BatchGrad", "Variance", "DiagGGNExact"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_frozen_after_the_forward_pass(name: str, scaled: bool) -> None:
+    """What is frozen between the passes gets nothing, as from autograd."""
+    model, loss, X, y = small()
+    if scaled:  # the weight enters by way of an expression
+        weight_norm(model[0])
+    plain = deepcopy(model)
+    next(plain.parameters()).requires_grad_(False)
+    ref = Reference(plain, deepcopy(loss), X, y)
+    value = extend(loss)(extend(model)(*X), *y)
+    frozen = next(model.parameters()).requires_grad_(False)
+    with backpack(QUANTITIES[name].extension()):
+        value.backward()  # warnings are errors
+    assert frozen.grad is None
+    assert not hasattr(frozen, QUANTITIES[name].extension().savefield)
+    assert_fields(model, name, ref)
+
+
 # Faults
 
 

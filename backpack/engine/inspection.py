@@ -96,8 +96,9 @@ class Inspection:
             for parent, number in self._ways(node, parents):
                 behind = parent.next_functions
                 if not behind and is_leaf(parent):
-                    users = self.reached.setdefault(parent.variable, [])
-                    users += [node] if node else []
+                    if parent.variable.requires_grad:  # or it was frozen since
+                        users = self.reached.setdefault(parent.variable, [])
+                        users += [node] if node else []
                     continue
                 if parent in seen:
                     self._shared.append(parent)

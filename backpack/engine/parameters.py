@@ -516,7 +516,8 @@ def find_groups(uses: Sequence[Use]) -> list[Group]:
                 if node not in leaves_of:
                     leaves_of[node] = graph.leaves_behind(node)
                 params = leaves_of[node]
-            group = _joined(params, by_param)
+            # those that were frozen after the forward pass get nothing from autograd
+            group = _joined([p for p in params if p.requires_grad], by_param)
             if group is not None:
                 group.members.append((use, index))
     groups: dict[Any, Group] = {}

@@ -387,14 +387,16 @@ class Trial:
         seem to be left out, too.
         """
         new: list[Any] = []
+        masks = self.leaving_out() if self._name == ATTENTION else []
         with self._drawing():
             for x, i in zip(self.flat, self.numbers):
                 if is_inexact(x) and (i is None or x.layout is torch.strided):
+                    is_mask = i is None and any(x is mask for mask in masks)
                     factor = self._name in PRODUCTS and not x.requires_grad
                     x = x.detach().to(torch.promote_types(x.dtype, torch.float64))
                     if factor:
                         x = x.bool().to(x.dtype)  # of a sparse matrix, and NaN, too
-                    elif i is None and sum(isinstance(y, Tensor) for y in new) == 3:
+                    elif is_mask:
                         least = torch.finfo(self._outs[0].dtype).min / 2
                         x = torch.zeros_like(x).masked_fill(x < least, -inf)
                     else:

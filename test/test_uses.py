@@ -65,11 +65,11 @@ IO = {"w": (4, 3), "b": (3,)}
 
 
 def products_with_zeros(m: Module, x: Tensor) -> Tensor:
-    """Multiply four tensors, of which some entries of data are zero; write to a part."""
+    """Multiply four tensors, some with zeros; write to a part of the result."""
     rows = (x * torch.tensor([1.0, 0.0, 1.0, 1.0])).split(1)
     of_row = "ni,ij,nj,jk->nk"
     out = torch.cat([torch.einsum(of_row, row, m.w, row, m.v * 1) for row in rows])
-    out[:, :2].mul_(m.v[0, 0])
+    out[:, :2].mul_(m.s)
     return out
 
 
@@ -184,7 +184,10 @@ LINEAR = {
     "bilinear": use(
         lambda m, x: F.bilinear(x, x.cos(), m.w, m.b), 4, w=(3, 4, 4), b=(3,)
     ),
-    "products-of-rows-with-zeros": use(products_with_zeros, 4, w=(4, 4), v=(4, 3)),
+    "products-of-rows-with-zeros": Row(
+        lambda: Lambda(products_with_zeros, w=param(4, 4), v=param(4, 3), s=param()),
+        randn(4),
+    ),
     "quadratic-form": use(lambda m, x: ((x @ m.w) * x).sum(1), 4, w=(4, 4)),
     "outer": use(lambda m, x: torch.outer(x.sum(1), m.w), 4, w=(3,)),
     "kron": use(lambda m, x: torch.kron(x, m.w[None]), 4, w=(2,)),

@@ -311,3 +311,30 @@ def test_counts_are_not_rearranged() -> None:
     args = torch.repeat_interleave, "repeat_interleave", (counts,), {}, [out], [counts]
     done, of = Performed(*args), lambda x: Layout(0, 1) if x is counts else None
     assert rule(done, Trial(done, of, 3), of, 3) is None
+
+
+@pytest.mark.parametrize("name", ["any", "all"])
+@pytest.mark.parametrize("axes", [(), (0,), (1,)])
+@pytest.mark.parametrize("where", ["layout", "rows"])
+def test_flags(name: str, axes: Tuple[int, ...], where: str) -> None:
+    """Whether something is true for any sample is known without drawing numbers."""
+    flags, numbers = torch.rand(A, B) < 0.5, NUMBERS[where](3)[..., 0]
+    func, args, placement = getattr(torch, name), (flags, *axes), simplify(numbers, 3)
+    done = Performed(func, name, args, {}, [func(*args)], [flags])
+    of = lambda x: placement if x is flags else None  # noqa: E731
+    found = quick_rule(done, of) or rule(done, Trial(done, of, 3), of, 3)
+    assert isinstance(found[0], Mixed) == (axes != (1,))
+
+
+def test_sizes_are_numbers_of_samples() -> None:
+    """A shape that a sample says does not move entries, nor are these the sample's."""
+    size, x = torch.tensor(2), _randn(A, B)
+    for of_x, expected in ((Layout(0, 1), Layout(0, 1)), (None, None)):
+        of = {id(size): Layout(0, 1), id(x): of_x}.get
+        args = x, A, size, B // size
+        data = [size] if of_x is None else [x, size]
+        out = torch.reshape(x, args[1:])
+        done = Performed(torch.reshape, "reshape", (x, args[1:]), {}, [out], data)
+        find = lambda z: of(id(z))  # noqa: E731, B023
+        found = rule(done, Trial(done, find, A), find, A)
+        assert found == [expected]

@@ -23,6 +23,7 @@ from backpack.core.layout import (
     nobodys,
     pointwise,
     simplify,
+    spans,
 )
 from backpack.core.operations import find_operation
 from backpack.engine import functions, picked
@@ -146,6 +147,10 @@ def rule(done: Performed, trial: Trial, of: Where, n: int) -> list[Placement] | 
         if hits is not None and len(data) == 1 and hits.shape == outs[0].shape[:1]:
             hits = hits if outs[0].dim() == 1 else hits[:, None]
             return [simplify(hits, n)] * len(outs)
+    if name in ("any", "all") and len(data) == 1 and n > 1:
+        axes = _axes(done) or range(data[0].dim())
+        if any(spans(of(data[0]), data[0].shape, d - data[0].dim()) for d in axes):
+            return [Mixed(trial.describe())]
     if name in ("unique", "unique_consecutive"):
         options = done.kwargs
         if options.get("return_inverse") and options.get("dim") is None:
@@ -222,8 +227,13 @@ def _rearranged(done: Performed, trial: Trial, n: int) -> list[Placement] | None
         return None  # the same bits, read as other numbers
     if done.name == "repeat_interleave" and not is_inexact(flat[0]):
         return None  # it may tell how often
-    if not joins and (numbers[0] is None or any(i is not None for i in numbers[1:])):
-        return None
+    if not joins:  # sizes may be numbers of samples
+        sizes = [_is_size(x) for x in flat]
+        numbers = [None if size else i for size, i in zip(sizes, numbers)]
+        if any(sizes) and all(i is None for i in numbers):
+            return [None] * len(done.outs)
+        if numbers[0] is None or any(i is not None for i in numbers[1:]):
+            return None
     new: list[Any] = []
     for x, own in zip(flat, numbers):
         if joins and isinstance(x, Tensor) and own is None:
@@ -235,6 +245,10 @@ def _rearranged(done: Performed, trial: Trial, n: int) -> list[Placement] | None
     if done.name == "_pack_padded_sequence":
         return [simplify(found[0], n), None]
     return [simplify(x, n) for x in found]
+
+
+def _is_size(x: Any) -> bool:
+    return isinstance(x, Tensor) and not x.dim() and x.dtype in picked.INDEXES
 
 
 def _padded(done: Performed, trial: Trial, n: int) -> list[Placement] | None:

@@ -782,8 +782,19 @@ OPERATIONS = Row(
 )
 
 
+RECURRENT = Row(
+    lambda: Lambda(
+        lambda m, x: m.f(x.unflatten(1, (1, D)))[1][0][0],
+        f=nn.LSTM(D, 3, 1, True, True),
+    ),
+    randn(D),
+)
+
+
 @pytest.mark.filterwarnings("ignore:(?s).*torch.jit")
-@pytest.mark.parametrize("row", [MLP, OPERATIONS], ids=["layers", "operations"])
+@pytest.mark.parametrize(
+    "row", [MLP, OPERATIONS, RECURRENT], ids=["layers", "operations", "recurrent"]
+)
 @pytest.mark.parametrize("name", FORWARD_MODES)
 def test_forward_mode(name: str, row: Row) -> None:
     """Derivatives in forward mode pass through an extended model, and leave nothing."""

@@ -1715,6 +1715,25 @@ def test_long_loops(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert more_numbers < 5 * numbers + 1000
 
 
+def test_loss_with_a_learned_variance() -> None:
+    """A loss of several operations, which a parameter enters, is looked into."""
+
+    def forward(m: Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.gaussian_nll_loss(m.f(x), y, m.v.exp().expand_as(y))
+
+    model = Lambda(forward, f=nn.Linear(4, 3), v=param(3)).to(F64)
+    x, y = torch.randn(N, 4, dtype=F64), torch.randn(N, 3, dtype=F64)
+    params = dict(model.named_parameters())
+    rows = [
+        torch.autograd.grad(model(*row) / N, list(params.values()))
+        for row in zip(x.split(1), y.split(1))
+    ]
+    with backpack(BatchGrad()):
+        extend(model)(x, y).backward()
+    for (name, p), expected in zip(params.items(), zip(*rows)):
+        assert_agrees(p.grad_batch, torch.stack(expected), name)
+
+
 class Elements(TorchDispatchMode):
     """Counts the elements of what operations return."""
 

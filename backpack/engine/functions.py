@@ -257,6 +257,7 @@ _OPENED = {
     for func in (
         functional.multi_head_attention_forward,
         *_TABLES,
+        functional.gaussian_nll_loss,
         getattr(functional, "linear_cross_entropy", None),  # from PyTorch 2.13 on
     )
     if func is not None

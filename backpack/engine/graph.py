@@ -454,6 +454,11 @@ class _Together(Function):
         """Hand the gradients on."""
         return gradients
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple:
+        """Hand tangents on."""
+        return tuple([x if x is None else x.clone() for x in tangents])
+
 
 Together = _Together._backward_cls  # the class of such nodes
 

@@ -5,7 +5,9 @@ layer that does the same. What has none gets its dense block, unless it is too l
 """
 
 import re
+from copy import deepcopy
 from functools import partial
+from typing import Any, List, Optional
 
 import pytest
 import torch
@@ -364,3 +366,30 @@ def test_large_dense_block(name: str, factors: type) -> None:
     message = str(caught.value)
     assert re.search(r"\d+(\.\d+)? ?[GT]i?B", message), message
     assert re.search(r"\bw\b", message) and re.search("DiagGGN", message), message
+
+
+def factors_of_parts(sizes: List[int], layer: Module, x: Tensor, ext: Any) -> List:
+    """Call a layer for parts of a batch, one after the other; read its factors."""
+    model = extend(
+        Lambda(lambda m, x: torch.cat([m.f(z) for z in x.split(sizes)]), f=layer)
+    )
+    loss = extend(nn.CrossEntropyLoss())
+    with backpack(ext):
+        loss(model(x), torch.arange(len(x)) % 3).backward()
+    return [x for p in layer.parameters() for x in getattr(p, ext.savefield)]
+
+
+@pytest.mark.parametrize("sizes", [[1] * 5, [2, 2, 1], [4, 1]], ids=str)
+@pytest.mark.parametrize("sharing", [None, "expand", "reduce"])
+@pytest.mark.parametrize("ext", [KFLR, EKFAC])
+def test_parts_of_the_batch(
+    ext: type, sharing: Optional[str], sizes: List[int]
+) -> None:
+    """What is called for parts of a batch has the factors of a call for all of it."""
+    layer, x = nn.Linear(4, 3).to(F64), torch.randn(5, 4, dtype=F64)
+    make = partial(ext, weight_sharing=sharing)
+    if ext is EKFAC:
+        make = partial(make, fisher_type="exact")
+    pairs = [factors_of_parts(s, deepcopy(layer), x, make()) for s in ([5], sizes)]
+    for expected, actual in zip(*pairs):
+        assert_agrees(actual.abs(), expected.abs())  # eigenvectors have any sign

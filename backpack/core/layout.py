@@ -286,10 +286,10 @@ def once(placement: Tensor, what: Hashable, compute: Callable[[], Any]) -> Any:
 
 
 @out_of_sight
-def few_samples(
+def some_samples(
     placement: Placement, n: int
 ) -> tuple[Tensor, Placement] | tuple[None, None]:
-    """Number the samples anew that are in a placement, if these are few.
+    """Number the samples anew that are in a placement, if these are not all.
 
     Args:
         placement: Where samples are.
@@ -297,12 +297,12 @@ def few_samples(
 
     Returns:
         The numbers of those that are there ``[M]``, and where sample m of them is;
-        nothing if they are not few, or some entries are nobody's.
+        nothing if all are, or some entries are nobody's.
     """
 
     def find(placement: Tensor) -> tuple[Tensor, Placement] | tuple[None, None]:
         samples = placement.unique()
-        if not 0 < 2 * len(samples) <= n or int(samples[0]) < 0:
+        if not 0 < len(samples) < n or int(samples[0]) < 0:
             return None, None
         if len(samples) == 1 and placement.dim():
             return samples, FIRST
@@ -310,7 +310,7 @@ def few_samples(
 
     if n < 2 or not isinstance(placement, Tensor):
         return None, None
-    return once(placement, ("few", n), lambda: find(placement))
+    return once(placement, ("some", n), lambda: find(placement))
 
 
 def pointwise(data: list[Tensor], out: Tensor, of: Where) -> Placement:
@@ -322,8 +322,12 @@ def pointwise(data: list[Tensor], out: Tensor, of: Where) -> Placement:
         of: Tells where the samples of a tensor are.
 
     Returns:
-        Where they are in the result; ``None`` if layouts don't tell.
+        Where they are in the result; ``None`` if that does not tell.
     """
+    if len(data) == 1 and data[0].shape == out.shape:
+        own = of(data[0])
+        if isinstance(own, Tensor) and own.dim() == out.dim():
+            return own
     common: Placement = None
     for x in data:
         layout = of(x)

@@ -59,13 +59,18 @@ def looked_up(table: Any, ids: Any, out: Tensor, of: Where, n: int) -> Placement
     lead = sum(type(x) is not int for x in parts[:first])
     data = [x for x in tensors if of(x) is not None]
     rows = torch.broadcast_tensors(*tensors)[0]
-    placement = pointwise(data, rows, of) or combined(data, rows, of, n)
+    placement = _together(data, rows, of, n)
     if isinstance(placement, Layout):
         return Layout(placement.axis + lead, placement.inner)
     if isinstance(placement, Tensor):
         behind = out.dim() - lead - rows.dim()
         return placement[(..., *[None] * behind)]
     return placement
+
+
+def _together(data: list[Tensor], out: Tensor, of: Where, n: int) -> Placement:
+    placement = pointwise(data, out, of)
+    return combined(data, out, of, n) if placement is None else placement
 
 
 def taken(done: Performed, of: Where, n: int) -> Placement:
@@ -91,7 +96,7 @@ def taken(done: Performed, of: Where, n: int) -> Placement:
     if name == "index_select":
         before = [slice(None)] * (dim % x.dim())
         return looked_up(x, (*before, index), out, of, n)
-    return pointwise([index], out, of) or combined([index], out, of, n)
+    return _together([index], out, of, n)
 
 
 def scattered(done: Performed, trial: Trial, n: int) -> Placement:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from backpack.core.kinds import Broadcast
-from backpack.core.layout import Layout, Mixed, Placement, few_samples, one_sample_each
+from backpack.core.layout import Layout, Mixed, Placement, one_sample_each, some_samples
 from backpack.core.operations import Operation
 from backpack.core.per_sample.base import Dense, PerSample
 from backpack.core.per_sample.maps import OfSome
@@ -375,14 +375,14 @@ class Use:
                 refuse(what(), Mixed(NOBODYS.format(name=self.name), False), names())
 
     def _part(self) -> tuple[Use, Tensor] | None:
-        """Describe the same use as one of the few samples that are there.
+        """Describe the same use as one of the samples that are there.
 
         A loop over samples costs in proportion to their number then.
 
         Returns:
-            The use, and the numbers of the samples; ``None`` if there are not few.
+            The use, and the numbers of the samples; ``None`` if all are there.
         """
-        found = [few_samples(placement, self.n) for placement in self.placements]
+        found = [some_samples(placement, self.n) for placement in self.placements]
         samples = found[0][0]
         if (
             samples is None
@@ -411,10 +411,10 @@ class Use:
         """
         if all(x is None for x in cotangents):
             return [None] * len(self.constants)
-        few = self._part()
-        if few is None:
+        some = self._part()
+        if some is None:
             return self._products(cotangents, nodes)
-        part, samples = few
+        part, samples = some
         found = part._products(cotangents, nodes)
         return [None if x is None else OfSome(x, samples, self.n) for x in found]
 

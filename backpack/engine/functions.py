@@ -173,6 +173,7 @@ FILLS = frozenset("empty empty_strided zeros ones full rand randn randint".split
 MATCHING = frozenset(["matmul", "__matmul__", "bmm", ATTENTION])
 # Operations by which cuDNN warns of copies of parameters that lie apart
 RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu".split())
+# ... and a single step of these
 CELLS = frozenset("gru_cell lstm_cell rnn_tanh_cell rnn_relu_cell".split())
 # Operations whose result's placement depends on strides, which no key contains
 BY_STRIDES = frozenset(

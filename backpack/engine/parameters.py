@@ -169,10 +169,10 @@ class Group:
             product: Any
             # joined, before anything is formed
             for product in parts if len(parts) == 1 else alike(parts):
-                few = isinstance(product, OfSome)
-                inner = product.product if few else product
+                of_some = isinstance(product, OfSome)
+                inner = product.product if of_some else product
                 leaf, edge, inner = _behind_views(source, shape, inner, self.params)
-                product = product._replace(product=inner) if few else inner
+                product = product._replace(product=inner) if of_some else inner
                 if leaf is not None:
                     _add(found, leaf, product)
                 else:

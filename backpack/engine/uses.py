@@ -384,11 +384,7 @@ class Use:
         """
         found = [some_samples(placement, self.n) for placement in self.placements]
         samples = found[0][0]
-        if (
-            samples is None
-            or len(found) > 1
-            and not all(x is not None and torch.equal(x, samples) for x, _ in found)
-        ):
+        if any(x is None or not torch.equal(x, samples) for x, _ in found):
             return None
         part = copy(self)
         part.n, part.placements = len(samples), [placement for _, placement in found]

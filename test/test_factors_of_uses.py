@@ -7,7 +7,7 @@ layer that does the same. What has none gets its dense block, unless it is too l
 import re
 from copy import deepcopy
 from functools import partial
-from typing import Any, List, Optional
+from typing import Any, Callable, List, Optional
 
 import pytest
 import torch
@@ -368,28 +368,72 @@ def test_large_dense_block(name: str, factors: type) -> None:
     assert re.search(r"\bw\b", message) and re.search("DiagGGN", message), message
 
 
-def factors_of_parts(sizes: List[int], layer: Module, x: Tensor, ext: Any) -> List:
+PARTS = {  # of five samples
+    "one-by-one": [1] * 5,
+    "two-by-two": [2, 2, 1],
+    "most": [4, 1],
+    "none": [3, 0, 2],
+}
+CALLED_FOR_PARTS = {
+    "layer": (lambda: nn.Linear(4, 3), (4,)),
+    "shift-of-rows": (
+        lambda: Lambda(lambda m, z: z + m.b, b=nn.Parameter(torch.ones(4))),
+        (2, 4),
+    ),
+}
+
+
+def factors_of_parts(parts: Callable, layer: Module, x: Tensor, ext: Any) -> List:
     """Call a layer for parts of a batch, one after the other; read its factors."""
-    model = extend(
-        Lambda(lambda m, x: torch.cat([m.f(z) for z in x.split(sizes)]), f=layer)
-    )
+    model = extend(Lambda(lambda m, x: parts(m.f, x).sin().flatten(1), f=layer))
     loss = extend(nn.CrossEntropyLoss())
     with backpack(ext):
         loss(model(x), torch.arange(len(x)) % 3).backward()
     return [x for p in layer.parameters() for x in getattr(p, ext.savefield)]
 
 
-@pytest.mark.parametrize("sizes", [[1] * 5, [2, 2, 1], [4, 1]], ids=str)
+def test_uneven_lookups() -> None:
+    """Where samples look up different numbers of rows, nothing is added to fill up."""
+    ids, owner = torch.tensor([1, 2, 3, 1]), torch.tensor([0, 0, 0, 1])
+
+    layer = nn.Embedding(5, 4).to(F64)
+    x = torch.randn(2, 4, dtype=F64)
+
+    def of_data(m: Module, x: Tensor) -> Tensor:
+        own = ids + x[owner, 0].long() * 0  # the samples' own
+        return torch.zeros_like(x).index_add(0, owner, m.f(own))
+
+    model, loss = extend(Lambda(of_data, f=layer)), extend(nn.CrossEntropyLoss())
+    with backpack(KFLR(weight_sharing="expand")):
+        loss(model(x), torch.tensor([0, 1])).backward()
+    counts = layer.weight.kflr[0] / layer.weight.kflr[0][2]
+    assert_agrees(counts, torch.tensor([0, 2, 1, 1, 0], dtype=F64))
+
+
+@pytest.mark.parametrize("name", [*PARTS, "rows"])
 @pytest.mark.parametrize("sharing", [None, "expand", "reduce"])
 @pytest.mark.parametrize("ext", [KFLR, EKFAC])
+@pytest.mark.parametrize("what", CALLED_FOR_PARTS)
 def test_parts_of_the_batch(
-    ext: type, sharing: Optional[str], sizes: List[int]
+    what: str, ext: type, sharing: Optional[str], name: str
 ) -> None:
     """What is called for parts of a batch has the factors of a call for all of it."""
-    layer, x = nn.Linear(4, 3).to(F64), torch.randn(5, 4, dtype=F64)
-    make = partial(ext, weight_sharing=sharing)
-    if ext is EKFAC:
-        make = partial(make, fisher_type="exact")
-    pairs = [factors_of_parts(s, deepcopy(layer), x, make()) for s in ([5], sizes)]
-    for expected, actual in zip(*pairs):
+    if sharing is None and what != "layer":
+        pytest.skip("Positions need a choice.")
+    make, shape = CALLED_FOR_PARTS[what]
+    layer, x = make().to(F64), torch.randn(5, *shape, dtype=F64)
+    options = {"fisher_type": "exact"} if ext is EKFAC else {}
+
+    def each(f: Callable, x: Tensor) -> Tensor:
+        if name == "rows":  # without an axis of samples
+            return torch.stack([f(z) for z in x])
+        return torch.cat([f(z) for z in x.split(PARTS[name])])
+
+    both = [
+        factors_of_parts(
+            parts, deepcopy(layer), x, ext(weight_sharing=sharing, **options)
+        )
+        for parts in (lambda f, x: f(x), each)
+    ]
+    for expected, actual in zip(*both):
         assert_agrees(actual.abs(), expected.abs())  # eigenvectors have any sign

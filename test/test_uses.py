@@ -1763,6 +1763,16 @@ LOOPS_OVER_SAMPLES = {
         {"f": lambda: nn.Linear(4, 3)},
     ),
     "masked-weight": (lambda m, h: h @ (m.w * m.w.sign()), {"w": (4, 3)}),
+    "layer-on-a-vector": (
+        lambda m, h: m.n(m.f(h[0]))[None],
+        {"f": lambda: nn.Linear(4, 3), "n": lambda: nn.LayerNorm(3)},
+    ),
+    "vector-times-matrix": (lambda m, h: (h[0] @ m.w + m.b)[None], IO),
+    "matrix-times-vector": (lambda m, h: (m.w @ h[0])[None], W),
+    "lookup-of-one": (
+        lambda m, h: h + m.f(h[0].argmax())[None],
+        {"f": lambda: nn.Embedding(4, 4)},
+    ),
 }
 
 

@@ -29,7 +29,7 @@ from backpack.core.layout import (
 from backpack.core.per_sample.base import Dense, PerSample, Summed
 from backpack.core.per_sample.order import simplest
 from backpack.core.per_sample.outer import Outer
-from backpack.core.per_sample.rows import Bagged
+from backpack.core.per_sample.rows import Bagged, Rows
 from backpack.utils.types import as_type, dense, version_of
 
 Key = Union[int, str]  # where an argument stands: its position, or its keyword
@@ -155,7 +155,9 @@ class LayerLike(Operation):
         placement = of(self.data)
         if isinstance(placement, Layout):
             return placement.axis < self._lead
-        return isinstance(placement, Tensor) and self._lead > 0
+        # without rows, it is a single sample's
+        alone = isinstance(placement, Tensor) and placement.numel() == 1
+        return alone or isinstance(placement, Tensor) and self._lead > 0
 
     def reads_data(self, key: Key) -> bool:  # noqa: D102
         return self.names[key] != "bias"
@@ -176,7 +178,9 @@ class LayerLike(Operation):
         derivatives, layer = self.derivatives, self.layer
         dtype = getattr(layer, name).dtype
         x, b = as_type(dense(x), dtype), as_type(cotangents, dtype)
-        if n == 1 and lead > 0:
+        if n == 1 and not lead:
+            x, b, lead, out = x.unsqueeze(0), b.unsqueeze(1), 1, FIRST
+        elif n == 1:
             out = Layout(0, x.shape[0])
         if lead > 0 and type(out) is Layout and out == FIRST and x.shape[0] == n:
             return derivatives.product(name, layer, [x], b)
@@ -184,9 +188,14 @@ class LayerLike(Operation):
             arrangement = Arrangement(out, x.shape[:lead], n)  # type: ignore[arg-type]
         except ValueError:
             return None
+        ones = b.new_ones(()).expand(x.shape[:lead])
         x, b = arrangement.rows(x), arrangement.rows(b, 1)
         if self._takes_rows:
-            return derivatives.product(name, layer, [x], b)
+            product = derivatives.product(name, layer, [x], b)
+            if isinstance(product, Rows):  # nobody has looked up what fills it up
+                valid = product.valid * arrangement.rows(ones)
+                product = Rows(product.ids, product.b, product.shape, valid)
+            return product
         x, b = x.flatten(0, 1), b.flatten(1, 2)
         return merge_rows(derivatives.product(name, layer, [x], b), n)
 
@@ -304,8 +313,9 @@ class Contraction(Operation):
             return Summed(b.flatten(3), shape)
         sources = [self._sources[i] for i in (*self.rows, *self._groups)]
         x = as_type(dense(self.data), b.dtype).conj()
-        a = arrangement.rows(_in_order(x, sources))
-        features = prod(x.shape[axis] for axis in self._inputs)
+        x = _in_order(x, sources)
+        a = arrangement.rows(x if self.rows else x.unsqueeze(0))
+        features = prod(self.data.shape[axis] for axis in self._inputs)
         a = a.reshape(*a.shape[:2], b.shape[3], features).transpose(1, 2)
         b = b.transpose(2, 3)
         axes = self._weight_axes
@@ -322,10 +332,12 @@ class Contraction(Operation):
         rows, groups = self.rows, self._groups
         if n == 1 and rows:  # a single sample is along any of them
             out = Layout(rows[0], cotangents.shape[1 + rows[0]])
-        if out is None or not rows:  # there is not one row
+        if out is None or not rows and n != 1:  # there is not one row
             return None
-        sizes = [cotangents.shape[1 + axis] for axis in rows]
-        if not cotangents.numel():  # no sample was sent here
+        sizes = [cotangents.shape[1 + axis] for axis in rows] or [1]
+        if not rows:
+            out = FIRST
+        elif not cotangents.numel():  # no sample was sent here
             out = nobodys(sizes, cotangents.device)
         elif isinstance(out, Layout):
             if out.axis not in rows:
@@ -339,7 +351,7 @@ class Contraction(Operation):
         except ValueError:  # groups are of several samples
             return None
         b = _in_order(cotangents, [0, *[axis + 1 for axis in (*rows, *groups)]])
-        b = arrangement.rows(b, 1)
+        b = arrangement.rows(b if rows else b.unsqueeze(1), 1)
         number = prod(cotangents.shape[1 + axis] for axis in groups)
         features = prod(cotangents.shape[1 + axis] for axis in self.outputs)
         return arrangement, b.reshape(*b.shape[:3], number, features)
@@ -446,7 +458,9 @@ class Bags(Operation):
         )[:, 0]
         arrangement = Arrangement(numbers[bag], ids.shape, n)
         b = cotangents.index_select(1, bag) * factors.unsqueeze(1)
-        return Bagged(arrangement.rows(ids).long(), arrangement.rows(b, 1), shape)
+        filled = arrangement.rows(b.new_ones(ids.shape))
+        ids, b = arrangement.rows(ids).long(), arrangement.rows(b, 1)
+        return Bagged(ids, b, shape, filled)
 
 
 class Broadcast(Operation):
@@ -472,10 +486,11 @@ class Broadcast(Operation):
             return Dense(cotangents.new_zeros(len(cotangents), n, *shape), shape)
         missing = cotangents.dim() - 1 - len(shape)
         full = [1] * missing + list(shape)
-        if n == 1:
-            taken = [axis for axis, size in enumerate(full) if size != 1]
-            out = _anywhere(cotangents.shape[1:], taken)
-        if not isinstance(out, Layout) or missing < 0 or full[out.axis] != 1:
+        if missing < 0:
+            return None
+        if n == 1:  # whatever axis it was on, all others are positions
+            cotangents, full, out = cotangents.unsqueeze(1), [1, *full], FIRST
+        if not isinstance(out, Layout) or full[out.axis] != 1:
             return None
         if self.data is not None:
             cotangents = cotangents * self.data.conj()
@@ -488,9 +503,8 @@ class Broadcast(Operation):
             b = b.unflatten(1, (-1, n, out.inner)).sum((1, 3))
         sums = [i + 2 for i, size in enumerate(full) if size == 1 and rest[i] != 1]
         positions = [i for i in sums if i < 2 + len(rest) - len(shape)]
-        is_vector = len(shape) == 1 and len(rest) == len(sums) + 1
         # as in a layer's bias
-        if self.data is None and is_vector and sums and positions == sums:
+        if self.data is None and len(shape) == 1 and sums and positions == sums:
             return Summed(b.flatten(2, -2), shape)
         b = b.sum(sums) if sums else b
         return Dense(b.reshape(len(b), n, *shape), shape)
@@ -514,9 +528,3 @@ def _in_order(x: Tensor, first: Sequence[int]) -> Tensor:
     """Put axes to the front, where they often are: each view has its price."""
     front = [*range(len(first))]
     return x if [*first] == front else x.movedim([*first], front)
-
-
-def _anywhere(shape: Sequence[int], taken: Sequence[int]) -> Layout | None:
-    """Say where a single sample is: along any axis that is not taken."""
-    free = [axis for axis in range(len(shape)) if axis not in taken]
-    return Layout(free[0], shape[free[0]]) if free else None

@@ -112,7 +112,8 @@ def unentered(x: Tensor, n: int) -> Tensor:
     Returns:
         Sample numbers that broadcast to it, -1 unless there is a single sample.
     """
-    return x.new_full([1] * x.dim(), -1 if n > 1 else 0, dtype=torch.long)
+    number = -1 if n > 1 else 0
+    return torch.full([1] * x.dim(), number, device=x.device)  # also of sparse ones
 
 
 @out_of_sight
@@ -287,30 +288,35 @@ def once(placement: Tensor, what: Hashable, compute: Callable[[], Any]) -> Any:
 
 @out_of_sight
 def some_samples(
-    placement: Placement, n: int
+    placement: Placement, n: int, dim: int
 ) -> tuple[Tensor, Placement] | tuple[None, None]:
     """Number the samples anew that are in a placement, if these are not all.
 
     Args:
         placement: Where samples are.
         n: Number N of samples.
+        dim: Number of the tensor's axes.
 
     Returns:
-        The numbers of those that are there ``[M]``, and where sample m of them is;
-        nothing if all are, or some entries are nobody's.
+        The numbers of those that are there ``[M]``, none of what is empty, and where
+        sample m of them is; nothing if all are, or some entries are nobody's.
     """
 
     def find(placement: Tensor) -> tuple[Tensor, Placement] | tuple[None, None]:
         samples = placement.unique()
-        if not 0 < len(samples) < n or int(samples[0]) < 0:
+        if not len(samples):
+            return samples, placement
+        if len(samples) == n or int(samples[0]) < 0:
             return None, None
-        if len(samples) == 1 and placement.dim():
+        if len(samples) == 1 and dim:
             return samples, FIRST
-        return samples, torch.searchsorted(samples, placement)
+        numbers = torch.searchsorted(samples, placement)
+        whole = numbers.view(*[1] * (dim - numbers.dim()), *numbers.shape)
+        return samples, simplify(whole, len(samples))
 
     if n < 2 or not isinstance(placement, Tensor):
         return None, None
-    return once(placement, ("some", n), lambda: find(placement))
+    return once(placement, ("some", n, dim), lambda: find(placement))
 
 
 def pointwise(data: list[Tensor], out: Tensor, of: Where) -> Placement:

@@ -382,12 +382,16 @@ class Use:
         Returns:
             The use, and the numbers of the samples; ``None`` if all are there.
         """
-        found = [some_samples(placement, self.n) for placement in self.placements]
+        pairs = zip(self.placements, self.output_shapes)
+        found = [some_samples(p, self.n, len(shape)) for p, shape in pairs]
         samples = found[0][0]
         if any(x is None or not torch.equal(x, samples) for x, _ in found):
             return None
         part = copy(self)
-        part.n, part.placements = len(samples), [placement for _, placement in found]
+        if len(samples):
+            part.n, part.placements = len(samples), [
+                placement for _, placement in found
+            ]
         return part, samples
 
     def products(
@@ -412,7 +416,9 @@ class Use:
             return self._products(cotangents, nodes)
         part, samples = some
         found = part._products(cotangents, nodes)
-        return [None if x is None else OfSome(x, samples, self.n) for x in found]
+        if not len(samples):
+            found = [x and x.select(slice(0, 0)) for x in found]
+        return [x and OfSome(x, samples, self.n) for x in found]
 
     def _products(
         self, cotangents: Sequence[Tensor | None], nodes: dict[int, Node]

@@ -94,7 +94,8 @@ def alike(products: Sequence[PerSample | OfSome]) -> list[PerSample]:
     """
     some = [x for x in products if isinstance(x, OfSome)]
     every = [x for x in products if not isinstance(x, OfSome)]
-    return _by_kind([*every, *_by_kind(some)])
+    there = [x for x in some if len(x.samples)]
+    return _by_kind([*every, *_by_kind(there if every or there else some[:1])])
 
 
 def _by_kind(products: Sequence[Any]) -> list[PerSample]:

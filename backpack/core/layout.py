@@ -311,7 +311,7 @@ def some_samples(
         if len(samples) == 1 and dim:
             return samples, FIRST
         numbers = torch.searchsorted(samples, placement)
-        whole = numbers.view(*[1] * (dim - numbers.dim()), *numbers.shape)
+        whole = numbers.view([1] * (dim - numbers.dim()) + [*numbers.shape])
         return samples, simplify(whole, len(samples))
 
     if n < 2 or not isinstance(placement, Tensor):

@@ -29,7 +29,7 @@ from backpack.utils.errors import warn_user
 from backpack.utils.hooks import represent
 from backpack.utils.parallel import is_parallel
 from backpack.utils.state import state
-from backpack.utils.types import tensors_in, without_autocast
+from backpack.utils.types import tensors_in, undisturbed
 
 NO_TENSORS = (
     "compile_step(...): {ext} saves objects in '{field}' that are no tensors, which no "
@@ -161,7 +161,7 @@ class CompiledStep:
         _check_hooks(leaves)
         with torch.no_grad():
             args = *tensors, *graph.lifted
-            with without_autocast():  # the graph has its casts
+            with undisturbed():  # the graph has its casts
                 numbers = list(graph.run(*args))
             if self._copies:
                 numbers = [x if x is None else x.clone() for x in numbers]

@@ -368,11 +368,12 @@ def test_large_dense_block(name: str, factors: type) -> None:
     assert re.search(r"\bw\b", message) and re.search("DiagGGN", message), message
 
 
-PARTS = {  # of five samples
+PARTS = {  # numbers of samples
     "one-by-one": [1] * 5,
     "two-by-two": [2, 2, 1],
     "most": [4, 1],
     "none": [3, 0, 2],
+    "none-of-one": [1, 0],
 }
 CALLED_FOR_PARTS = {
     "layer": (lambda: nn.Linear(4, 3), (4,)),
@@ -421,7 +422,8 @@ def test_parts_of_the_batch(
     if sharing is None and what != "layer":
         pytest.skip("Positions need a choice.")
     make, shape = CALLED_FOR_PARTS[what]
-    layer, x = make().to(F64), torch.randn(5, *shape, dtype=F64)
+    n = sum(PARTS.get(name, [5]))
+    layer, x = make().to(F64), torch.randn(n, *shape, dtype=F64)
     options = {"fisher_type": "exact"} if ext is EKFAC else {}
 
     def each(f: Callable, x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import re
 import sys
 import threading
 import traceback
+import warnings
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from functools import lru_cache, partial
@@ -515,6 +516,43 @@ def test_right(name: str) -> None:
         for parameter in plain.parameters():
             for make_extension in QUANTITIES.values():
                 delattr(parameter, make_extension().savefield)
+
+
+class Sees(nn.Module):
+    """Pull several columns at once through a layer that is unrolled or done again."""
+
+    def __init__(self, kind: str) -> None:
+        """Create the layer."""
+        super().__init__()
+        self.kind = kind
+        self.layer: Module = nn.Linear(D, D, bias=False)
+        if kind == "Bilinear":
+            self.layer = nn.Bilinear(D, D, 3)
+        if kind in ("RNN", "LSTM", "GRU"):
+            self.layer = getattr(nn, kind)(D, 3, batch_first=True)
+        self.first = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply it to ``[N, D]``."""
+        x = self.first(x)
+        if self.kind == "Bilinear":
+            return self.layer(x, x.tanh())
+        if self.kind == "einsum":
+            return torch.einsum("ni,ij,nj->ni", x, self.layer.weight, x.tanh())[:, :3]
+        return self.layer(x.unsqueeze(1))[0][:, -1]
+
+
+@pytest.mark.parametrize("kind", ["RNN", "LSTM", "GRU", "Bilinear", "einsum"])
+def test_anomalies_in_columns(kind: str) -> None:
+    """Who looks for anomalies finds none in several columns at once."""
+    problem = PROBLEM._replace(model=partial(Sees, kind))
+    p = build(problem=problem)
+    with warnings.catch_warnings(record=True) as said:  # C++ swallows what they raise
+        warnings.simplefilter("always")
+        with torch.autograd.set_detect_anomaly(True):
+            p.run()
+    assert not [x.message for x in said]
+    assert_fields(p.model, list(QUANTITIES), reference(problem))
 
 
 @pytest.mark.filterwarnings(f"ignore:{COMPILER}")

@@ -314,7 +314,7 @@ def some_samples(
         whole = numbers.view([1] * (dim - numbers.dim()) + [*numbers.shape])
         return samples, simplify(whole, len(samples))
 
-    if n < 2 or not isinstance(placement, Tensor):
+    if not isinstance(placement, Tensor) or n < 2 and placement.numel():
         return None, None
     return once(placement, ("some", n, dim), lambda: find(placement))
 

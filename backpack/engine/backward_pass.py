@@ -45,7 +45,7 @@ from backpack.utils import parallel
 from backpack.utils.errors import warn_user
 from backpack.utils.hooks import name_module, names_of, no_op
 from backpack.utils.state import UNANNOUNCED, State, keeps_graph
-from backpack.utils.types import kind, without_autocast
+from backpack.utils.types import kind, undisturbed
 
 _ENGINE = torch.autograd.Variable._execution_engine
 
@@ -265,7 +265,7 @@ class BackwardPass:
         """Save the values that need all parameters; none if one of them fails."""
         self._call_hooks()
         exts = self.state.active_exts
-        with torch.set_grad_enabled(self._creates_graph), without_autocast():
+        with torch.set_grad_enabled(self._creates_graph), undisturbed():
             values = [ext.conclude(self) if ext in self.kept else {} for ext in exts]
         for ext, found in zip(exts, values):
             if found and ext.replaces_gradient:
@@ -325,7 +325,7 @@ class BackwardPass:
             self._call_hooks()
         if not self._is_filtered:
             self._filter()
-        with without_autocast():
+        with undisturbed():
             if self._at_output:
                 starting, self._at_output = self._at_output, []
                 self.pull_back.meet_output(starting)

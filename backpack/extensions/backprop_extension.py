@@ -29,7 +29,7 @@ from backpack.utils.subsampling import (
     as_subsampling,
     check_subsampling,
 )
-from backpack.utils.types import FailMode, Grads, Layer, without_autocast
+from backpack.utils.types import FailMode, Grads, Layer, undisturbed
 
 FAIL_ERROR: FailMode = "ERROR"
 FAIL_WARN: FailMode = "WARNING"
@@ -344,7 +344,7 @@ class BackpropExtension(ABC):  # noqa: B024
         call.finish(module, stored_inputs(module), {}, [output], [], parameters)
         running = BackwardPass(State())
         running.report = state().report or running.report
-        with torch.no_grad(), without_autocast(), running:
+        with torch.no_grad(), undisturbed(), running:
             with Turn(call, running, g_out, []):
                 yield
 

@@ -1,8 +1,19 @@
 """Types of numbers, and conversions that cost next to nothing where there are none."""
 
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from types import FunctionType, ModuleType
-from typing import Any, Callable, Dict, Iterable, List, Literal, Optional, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Literal,
+    Optional,
+    Tuple,
+)
 
 import torch
 from torch import Generator, Tensor
@@ -29,8 +40,23 @@ Randomness = Optional[Generator]
 
 HALF = (torch.float16, torch.bfloat16)
 
-# A context in which operations get the types of their operands
-without_autocast = torch._C._DisableAutocast
+
+def undisturbed() -> AbstractContextManager[Any]:
+    """Let operations get the types of their operands, and nobody look for NaN.
+
+    To look for it is not possible in several columns at once.
+
+    Returns:
+        Context for what is no part of the user's program.
+    """
+    plain = torch._C._DisableAutocast()
+    return _without_anomalies(plain) if torch.is_anomaly_enabled() else plain
+
+
+@contextmanager
+def _without_anomalies(plain: AbstractContextManager[Any]) -> Iterator[None]:
+    with plain, torch.autograd.set_detect_anomaly(False):
+        yield
 
 
 def as_type(value: Any, dtype: torch.dtype) -> Any:

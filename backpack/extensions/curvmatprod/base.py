@@ -24,7 +24,7 @@ from backpack.extensions.secondorder.walk import check_samples_apart
 from backpack.extensions.shards import Piece
 from backpack.utils.disable import disable
 from backpack.utils.hooks import message, name_module
-from backpack.utils.types import Grads, Layer, MatProd, without_autocast
+from backpack.utils.types import Grads, Layer, MatProd, undisturbed
 
 PICKLED = (
     "This product with a curvature matrix was left out when the model was pickled: it "
@@ -128,7 +128,7 @@ class CurvatureProductRule(ModuleRule):
             backproped.check(ext_name, name)
             if not mat.numel():  # no columns
                 return torch.empty_like(mat)
-            with disable(), without_autocast():
+            with disable(), undisturbed():
                 result = linear.jac_t(backproped(linear.jac(columns)))
                 if residual:
                     result = result + linear.residual(columns)

@@ -17,7 +17,7 @@ from torch import Tensor
 from backpack.core.linearization import Columns, Linearization, Snapshot
 from backpack.extensions.curvature import Curvature
 from backpack.utils.disable import disable
-from backpack.utils.types import MatProd, without_autocast
+from backpack.utils.types import MatProd, undisturbed
 from backpack.utils.unsqueeze import flatten
 
 _BORN = count()
@@ -179,7 +179,7 @@ class Operator:
             Columns of the same shape.
         """
         with torch.inference_mode(False), torch.no_grad():
-            with disable(), without_autocast():
+            with disable(), undisturbed():
                 return self._multiply(mat.clone() if mat.is_inference() else mat)
 
     def _multiply(self, mat: Tensor) -> Tensor:

@@ -1162,6 +1162,37 @@ def test_losses_on_two_outputs() -> None:
     assert_fields(model, "SqrtGGNExact", ref)
 
 
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("sizes", [(3, 3), (2, 12)])
+def test_columns_of_losses_on_two_heads(sizes: Tuple[int, int], late: bool) -> None:
+    """Columns of all parameters belong together; those of the other head are zero."""
+    torch.manual_seed(0)
+    parts = [nn.Linear(3, 4), *(nn.Linear(4, size) for size in sizes)]
+    model, x = nn.ModuleList(parts).to(F64), torch.randn(N, 3, dtype=F64)
+    params = list(model.parameters())
+    expected: Any = 0
+    for head in model[1:]:
+        y = head(model[0](x).tanh()).flatten()
+        options = {"retain_graph": True, "materialize_grads": True}
+        rows = [torch.autograd.grad(z, params, **options) for z in y]
+        flat = [torch.cat([g.flatten() for g in row]) for row in rows]
+        J = torch.stack(flat)
+        expected = expected + J.T @ J * 2 / len(J)
+    model, losses = extend(model), [extend(nn.MSELoss()) for _ in sizes]
+    z = model[0](x).tanh()
+    if late:  # a head has its turn before the loss of the other one is met
+        values = [
+            loss(y := f(z), torch.zeros_like(y)) for f, loss in zip(model[1:], losses)
+        ]
+    else:
+        outputs = [f(z) for f in model[1:]]
+        values = [loss(y, torch.zeros_like(y)) for y, loss in zip(outputs, losses)]
+    with backpack(SqrtGGNExact()):
+        sum(values).backward()
+    V = torch.cat([p.sqrt_ggn_exact.flatten(2).flatten(0, 1) for p in params], 1)
+    oracle.assert_agrees(V.T @ V, expected)
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_losses_that_see_a_layer_differently(order: int) -> None:
     """One loss sees both calls that share a weight, the other one the first only."""

@@ -224,6 +224,10 @@ class PullColumns:
                 product = None
         if any(ext.for_parameter(param).looks_again for ext, param in totals):
             self._look_again(at_once, totals, map(pull_chunk, columns(size)))
+        for ext in extensions:
+            if not ext.additive:  # columns of all parameters belong together
+                params = {id(p) for group in groups for p in group.params}
+                self._running.kept.setdefault(ext, []).append((params, done))
         for key, total in totals.items():
             if key in last:
                 _add(self._values, key, key[0].finish(last[key], total), key[0].add)
@@ -433,15 +437,24 @@ class PullColumns:
                 # one loss's columns may have been reduced at once, the other's stored
                 if statistic is not None:
                     statistic = ext.combine(statistic, by.statistic(product))
-                    yield param, ext.finish(product, statistic)
-                elif value is not None:
-                    yield param, ext.add(value, by.reduce(product))
+                    value = ext.finish(product, statistic)
                 else:
-                    yield param, by.reduce(product)
-            elif value is not None:
-                yield param, value
-            elif statistic is not None:
-                yield param, ext.finish(turn.gradients()[param], statistic)
+                    reduced = by.reduce(product)
+                    value = reduced if value is None else ext.add(value, reduced)
+            elif value is None and statistic is not None:
+                value = ext.finish(turn.gradients()[param], statistic)
+            if value is not None:
+                yield param, self._beside(ext, param, value)
+
+    def _beside(self, ext: Any, param: Tensor, value: Tensor) -> Tensor:
+        """Put zeros where losses met so far have columns, and a parameter none."""
+        losses = self._running.kept.get(ext, ())
+        if all(id(param) in params for params, _ in losses):
+            return value  # or they are added up
+        own = iter(value.split([v for params, v in losses if id(param) in params]))
+        zeros = [value.new_zeros(v, *value.shape[1:]) for _, v in losses]
+        pairs = zip(losses, zeros)
+        return torch.cat([next(own) if id(param) in ps else x for (ps, _), x in pairs])
 
     def _stored_products(
         self, group: Group, stored: list[Cotangents]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -48,6 +50,25 @@ class SqrtGGN(ColumnExtension):
 
     add = combine
 
+    def conclude(self, backward_pass: Any) -> dict[Tensor, Any]:
+        """Put zeros behind where losses that were met later have columns.
+
+        Args:
+            backward_pass: The backward pass.
+
+        Returns:
+            Values of parameters that such a loss does not reach.
+        """
+        losses, found = backward_pass.kept[self], {}
+        total = sum([number for _, number in losses])
+        for param in {p for group in backward_pass.groups for p in group.params}:
+            if any(id(param) in params for params, _ in losses):
+                value = getattr(param, self.savefield, None)
+                if isinstance(value, Tensor) and len(value) < total:
+                    zeros = value.new_zeros(total - len(value), *value.shape[1:])
+                    found[param] = torch.cat([value, zeros])
+        return found
+
     def over_shards(self, value: Tensor, piece: Piece) -> Tensor:  # noqa: D102
         return piece.local(value, piece.weight**0.5, dim=1)
 
@@ -57,7 +78,8 @@ class SqrtGGNExact(SqrtGGN):
 
     Saved in ``sqrt_ggn_exact``, of shape ``[C, N, *p]``: columns V with G = V Vᵀ, where
     C is the number of features of the loss input. Their pairwise dot products form the
-    GGN's Gram matrix (Dangel, Tatzel, Hennig, 2022, "ViViT").
+    GGN's Gram matrix (Dangel, Tatzel, Hennig, 2022, "ViViT"). Several losses have their
+    columns one after the other, zero at parameters that a loss does not reach.
     """
 
     def __init__(self, subsampling: Selection = None):

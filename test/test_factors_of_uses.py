@@ -439,3 +439,16 @@ def test_parts_of_the_batch(
     ]
     for expected, actual in zip(*both):
         assert_agrees(actual.abs(), expected.abs())  # eigenvectors have any sign
+
+
+@pytest.mark.parametrize("positions", [1, 3])
+@pytest.mark.parametrize("outputs", [3, 12])
+def test_eigenvectors_are_multiplied_out(outputs: int, positions: int) -> None:
+    """PyTorch takes both bases as they are, whichever algorithm has found them."""
+    torch.manual_seed(0)
+    model = extend(nn.Sequential(nn.Linear(4, outputs), nn.Flatten()))
+    loss, x = extend(nn.CrossEntropyLoss()), torch.randn(2, positions, 4)
+    with backpack(EKFAC(fisher_type="exact", weight_sharing="expand")):
+        loss(model(x), torch.tensor([0, 1])).backward()
+    Q = torch.kron(*model[0].weight.ekfac[:2])
+    assert_agrees(Q.T @ Q, torch.eye(4 * outputs), rtol=1e-4)

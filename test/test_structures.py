@@ -630,6 +630,27 @@ def test_part_that_maps_a_number_to_a_number(target: float):
     check(model, problem, names)
 
 
+@pytest.mark.parametrize("enters", [[0, 2], [1]], ids=str)
+def test_output_that_some_samples_do_not_enter(enters: List[int]):
+    """Rows of a prediction are the samples', also of those that have entered none."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        own = (x[:, 0] > 0).nonzero()[:, 0]
+        rows = m.start.expand(len(x), -1)
+        return m.last(rows.index_put((own,), m.first(x[own]).tanh()).sin())
+
+    torch.manual_seed(0)
+    parts = {"first": nn.Linear(4, 5), "last": nn.Linear(5, 2), "start": bare(5)}
+    x = -torch.rand(N, 4, dtype=F64) - 0.1
+    x[enters] *= -1
+    model, y = Lambda(forward, **parts).to(F64), torch.rand(N, 2, dtype=F64)
+    problem = Problem(model, nn.MSELoss(), (x,), (y,))
+    model, lossfunc = extend(copy.deepcopy(model)), extend(nn.MSELoss())
+    with backpack(*make(list(QUANTITIES))):
+        lossfunc(model(x), y).backward()
+    check(model, problem)
+
+
 @pytest.mark.parametrize("positions, check", [(1, False), (20, False), (1, True)])
 def test_branch_without_a_gradient(positions: int, check: bool):
     """Where a function gives no gradient, quantities are zero; there is no gradient."""

@@ -171,6 +171,27 @@ def agree(a: Placement, b: Placement) -> bool:
     return not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b
 
 
+def numbers_of_rows(
+    placement: Layout | Tensor, shape: torch.Size, n: int, device: torch.device
+) -> Tensor:
+    """Number the entries of a prediction: row n is sample n's, if it may be.
+
+    Args:
+        placement: Where samples are known to be.
+        shape: Shape of the prediction.
+        n: Number N of samples.
+        device: Where the numbers shall be.
+
+    Returns:
+        Which sample each entry belongs to, -1 for none.
+    """
+    numbers = sample_numbers(placement, shape, n, device)
+    if len(shape) and shape[0] == n and bool((numbers < 0).any()):
+        rows = sample_numbers(FIRST, shape, n, device)
+        return numbers if conflict(numbers, rows) else rows
+    return numbers
+
+
 def has_gaps(placement: Placement) -> bool:
     """Tell whether there are entries of nobody's.
 

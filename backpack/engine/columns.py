@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from backpack.core.fast.memory import huge_empty, may_write
 from backpack.core.fast.whole import whole
-from backpack.core.layout import FIRST, Layout, once, ranks, sample_numbers
+from backpack.core.layout import FIRST, Layout, numbers_of_rows, once, ranks
 from backpack.core.table import find_loss
 from backpack.engine.coverage import leads_past_losses
 from backpack.engine.graph import Origin, entries_of, is_leaf, targets_below, will_run
@@ -159,7 +159,7 @@ def identity_columns(origin: Origin, name: str, size: int) -> Iterator[Tensor]:
     (call, edge, placement, shape), n = origin, origin.call.n
     metadata = edge.node._input_metadata[edge.output_nr]
     device = metadata.device
-    numbers = sample_numbers(placement, shape, n, device).flatten()
+    numbers = numbers_of_rows(placement, shape, n, device).flatten()
     number, rest = divmod(prod(shape), n) if n else (prod(filter(None, shape)), 0)
     if isinstance(placement, Tensor):
 

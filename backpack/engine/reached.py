@@ -13,14 +13,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from backpack.core.layout import (
-    FIRST,
     Layout,
-    Placement,
     bits,
-    conflict,
     halves,
     has_bit,
     has_gaps,
+    numbers_of_rows,
     sample_numbers,
     simplify,
 )
@@ -62,21 +60,10 @@ def columns(origin: Origin) -> Iterator[tuple[int, int, Tensor]]:
     device, shape = metadata.device, shape or torch.Size(metadata.shape)
     generator = torch.Generator(device).manual_seed(0)
     random = torch.rand(shape, generator=generator, device=device) + 0.5
-    numbers = _of_rows(placement, shape, n, device)
+    numbers = numbers_of_rows(placement, shape, n, device)
     for bit, wanted in halves(n):
         some = random.where(has_bit(numbers, bit, wanted), 0.0)
         yield bit, wanted, some.to(metadata.dtype).reshape(metadata.shape)
-
-
-def _of_rows(
-    placement: Placement, shape: torch.Size, n: int, device: torch.device
-) -> Tensor:
-    """Number the entries of a prediction: row n is sample n's, if it may be."""
-    numbers = sample_numbers(placement, shape, n, device)
-    if len(shape) and shape[0] == n and bool((numbers < 0).any()):
-        rows = sample_numbers(FIRST, shape, n, device)
-        return numbers if conflict(numbers, rows) else rows
-    return numbers
 
 
 @out_of_sight

@@ -217,7 +217,8 @@ def eigenvectors(factor: Tensor) -> Tensor:
     Returns:
         Eigenvectors of the same shape.
     """
-    return eigen_kfacs([full_precision(factor)])[0]
+    found = eigen_kfacs([full_precision(factor)])[0]
+    return found.contiguous()  # `torch.kron` takes no other layout
 
 
 def eigenvectors_of_gram(rows: Tensor) -> Tensor:

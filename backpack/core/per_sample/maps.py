@@ -33,17 +33,12 @@ class OfSome(NamedTuple):
     Attributes:
         product: Products ``[V, M, *p]``.
         samples: Which samples they are of, ``[M]``.
-        n: Number N of all samples.
+        batch_size: Number N of all samples.
     """
 
     product: PerSample
     samples: Tensor
-    n: int
-
-    @property
-    def batch_size(self) -> int:
-        """Number of all samples."""
-        return self.n
+    batch_size: int
 
     def joins(self, other: PerSample | OfSome) -> bool:
         """Tell whether other products of some samples have factors of the same kind.
@@ -75,7 +70,7 @@ class OfSome(NamedTuple):
             if counts not in known:
                 pairs = zip(every, counts)
                 numbers = torch.cat([x.samples.repeat_interleave(t) for x, t in pairs])
-                known[counts] = Arrangement(numbers, numbers.shape, self.n)
+                known[counts] = Arrangement(numbers, numbers.shape, self.batch_size)
             rows = [x.movedim(positions, axis + 1) for x in tensors]
             flat = torch.cat([x.flatten(axis, axis + 1) for x in rows], axis)
             return known[counts].rows(flat, axis).movedim(axis + 1, positions)

@@ -1723,6 +1723,27 @@ ENTERED: Dict[str, Callable[[Module, Tensor, Tensor], Tensor]] = {
         0, has.nonzero().expand(-1, 3), m.a(x[has])
     ),
     "in-front": in_front,
+    "learned-index": lambda m, x, has: zeros(x).index_put(
+        (places_of(has),), m.l.expand(int(has.sum()), -1)
+    )
+    + m.a(x),
+    "learned-index-of-all": lambda m, x, has: m.a(x).index_put(
+        (places_of(has),), m.l.expand(int(has.sum()), -1)
+    ),
+    "learned-index-add": lambda m, x, has: zeros(x).index_add(
+        0, places_of(has), m.l.expand(int(has.sum()), -1)
+    )
+    * m.a(x),
+    "learned-scatter": lambda m, x, has: zeros(x).scatter_add(
+        0, places_of(has)[:, None].expand(-1, 3), m.l.expand(int(has.sum()), -1)
+    )
+    + m.a(x),
+    "learned-mask": lambda m, x, has: m.a(x).masked_scatter(
+        has[:, None].expand(-1, 3), m.l.expand(int(has.sum()), -1)
+    ),
+    "learned-written": lambda m, x, has: entered(
+        m.a(x).clone(), has, m.l.expand(int(has.sum()), -1)
+    ),
     "learned": lambda m, x, has: entered(m.l.repeat(len(x), 1), has, m.a(x[has])),
     "one-hot": lambda m, x, has: placed(places_of(has).tolist(), len(x))
     @ m.a(x[places_of(has).tolist()]),
@@ -1766,6 +1787,7 @@ THERE = {
     "none": [0, 0, 0, 0],
     "one-of-two": [0, 1],
     "none-of-one": [0],
+    "all": [1, 1, 1, 1],
 }
 
 
@@ -1781,7 +1803,7 @@ def test_rows_that_no_sample_has_entered(name: str, there: str) -> None:
 
     def model() -> Module:
         layers = {"a": nn.Linear(D, 3), "n": nn.Linear(3, 2), "c": nn.Linear(D, 3)}
-        own = {"l": param(3)} if name == "learned" else {}
+        own = {"l": param(3)} if name.startswith("learned") else {}
         if name.startswith("layer"):
             own = {"l": param(3), "k": nn.Linear(3, 3)}
         own = {"e": nn.Embedding(6, 3)} if name.startswith("whole") else own

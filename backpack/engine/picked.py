@@ -23,6 +23,7 @@ from backpack.core.layout import (
     pointwise,
     sample_numbers,
     simplify,
+    unentered,
 )
 from backpack.engine.trials import Performed, Trial
 
@@ -184,7 +185,8 @@ def written(
         done: The operation.
         trial: The same, with the sample numbers of its operands.
         n: Number N of samples.
-        by_numbers: Whether samples' numbers may say it. Default: ``False``.
+        by_numbers: Whether samples' numbers may say it, too; they may where the result
+            has a gradient. Default: ``False``.
 
     Returns:
         Where they are in the result; ``None`` if there is no rule, or samples meet.
@@ -201,9 +203,11 @@ def written(
         last = "source" if name.startswith("index") else "src"
         x, dim, ids, value = named(("input", "dim", "index", last), args, kwargs)
         value = kwargs.get("value", value)
-    leaves = tree_leaves(ids)
-    deciding = not by_numbers and any(numbers(y) is not None for y in leaves)
-    if deciding or not kwargs.get("include_self", True) or not x.dim():
+    # what a gradient takes from there, it takes from whatever was written
+    by_numbers = by_numbers or done.outs[0].requires_grad
+    if not by_numbers and any(numbers(y) is not None for y in tree_leaves(ids)):
+        return None
+    if not kwargs.get("include_self", True) or not x.dim():
         return None
     if x.shape != done.outs[0].shape:
         return None  # a mask has broadcast it
@@ -230,6 +234,8 @@ def written(
     # another one was written to the same place, or met what was there
     if bool((found[ids] != new).any()) or adds and conflict(found, own):
         return None
+    if by_numbers and not bool((found >= 0).any()):
+        return unentered(done.outs[0], n)
     return simplify(found, n)
 
 

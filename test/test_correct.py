@@ -1193,6 +1193,30 @@ def test_columns_of_losses_on_two_heads(sizes: Tuple[int, int], late: bool) -> N
     oracle.assert_agrees(V.T @ V, expected)
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+def test_columns_that_a_hook_reduces(keeps: bool) -> None:
+    """What a hook has put in a field, or deleted there, stays so."""
+    torch.manual_seed(0)
+    model, losses = extend(mlp(nn.Tanh())), [extend(nn.MSELoss()) for _ in range(2)]
+
+    def hook(module: Module) -> None:
+        for param in module.parameters(recurse=False):
+            if keeps:
+                param.sqrt_ggn_exact = param.sqrt_ggn_exact.flatten(2).sum((0, 2))
+            else:
+                del param.sqrt_ggn_exact
+
+    y = model(torch.rand(N, 4))
+    value = sum(loss(x, torch.zeros_like(x)) for loss, x in zip(losses, (y, y.exp())))
+    with backpack(SqrtGGNExact(), extension_hook=hook):
+        value.backward()
+    for param in model.parameters():
+        if keeps:
+            assert param.sqrt_ggn_exact.shape == (N,)
+        else:
+            assert not hasattr(param, "sqrt_ggn_exact")
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_losses_that_see_a_layer_differently(order: int) -> None:
     """One loss sees both calls that share a weight, the other one the first only."""

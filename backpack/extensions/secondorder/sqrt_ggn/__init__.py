@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from backpack.extensions.secondorder.columns import ColumnExtension, Source
 from backpack.extensions.secondorder.hbp.hbp_options import LossHessianStrategy
 from backpack.extensions.secondorder.sqrt_ggn import base  # noqa: F401 (paths of rules)
 from backpack.extensions.shards import Piece
+from backpack.utils.hooks import no_op
 from backpack.utils.subsampling import Selection
 from backpack.utils.types import FisherType, Randomness
 
@@ -50,6 +52,12 @@ class SqrtGGN(ColumnExtension):
 
     add = combine
 
+    def compute(self, turn: Any) -> None:  # noqa: D102
+        for param, value in turn.columns(self):
+            turn.save(self, param, value)
+            saved = getattr(param, self.savefield)
+            turn.backward_pass.kept[self, param] = ref(saved)  # a hook may drop it
+
     def conclude(self, backward_pass: Any) -> dict[Tensor, Any]:
         """Put zeros behind where losses that were met later have columns.
 
@@ -59,14 +67,15 @@ class SqrtGGN(ColumnExtension):
         Returns:
             Values of parameters that such a loss does not reach.
         """
-        losses, found = backward_pass.kept[self], {}
-        total = sum([number for _, number in losses])
+        kept, found = backward_pass.kept, {}
+        total = sum([number for _, number in kept[self]])
         for param in {p for group in backward_pass.groups for p in group.params}:
-            if any(id(param) in params for params, _ in losses):
-                value = getattr(param, self.savefield, None)
-                if isinstance(value, Tensor) and len(value) < total:
-                    zeros = value.new_zeros(total - len(value), *value.shape[1:])
-                    found[param] = torch.cat([value, zeros])
+            saved = kept.get((self, param), no_op)()
+            value = getattr(param, self.savefield, None)
+            # what a hook has put there is not ours
+            if saved is not None and saved is value and len(value) < total:
+                zeros = value.new_zeros(total - len(value), *value.shape[1:])
+                found[param] = torch.cat([value, zeros])
         return found
 
     def over_shards(self, value: Tensor, piece: Piece) -> Tensor:  # noqa: D102

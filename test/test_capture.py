@@ -8,10 +8,13 @@ from typing import Any, Callable, Dict, List, Tuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import make_extension
+from per_sample import Lambda
 from torch import Tensor, nn
 from torch.autograd import grad
 from torch.nn import Module
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, disable, extend, extensions, memory_cleanup
@@ -650,6 +653,56 @@ def test_hook_runs_once_for_each_call():
     assert len(seen) == 2
     assert torch.allclose(seen[1].sum(0), layer.weight.grad)
     assert layer.weight.grad_batch is seen[1]
+
+
+def in_list(m: Module, x: Tensor) -> Tensor:
+    """Multiply with a list's parameters."""
+    for w in m.ws:
+        x = (x @ w).tanh()
+    return x
+
+
+def of_two(layer: Module) -> Module:
+    """Let one module take a layer's weight, and another one its bias."""
+    first = Lambda(lambda m, x: x @ m.b.weight, b=layer)
+    return nn.Sequential(first, Lambda(lambda m, x: (x + m.b.bias).tanh(), b=layer))
+
+
+NEVER_CALLED: Dict[str, Callable[[], Module]] = {
+    "attention": lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True),
+    "list": lambda: Lambda(
+        in_list, ws=nn.ParameterList([nn.Parameter(torch.rand(4, 4)) for _ in "ab"])
+    ),
+    "weight-alone": lambda: Lambda(
+        lambda m, x: F.linear(m.a(x).tanh(), 2 * m.b.weight, m.b.bias),
+        a=nn.Linear(4, 4),
+        b=nn.Linear(4, 4),
+    ),
+    "of-two": lambda: of_two(nn.Linear(4, 4)),
+    "parametrized": lambda: parametrizations.weight_norm(nn.Linear(4, 4)),
+    "used-twice": lambda: Lambda(
+        lambda m, x: m.a(m.a(x).tanh()),
+        a=Lambda(lambda m, x: x @ m.b.weight, b=nn.Linear(4, 4, bias=False)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NEVER_CALLED)
+def test_hook_visits_what_is_never_called(name: str):
+    """Modules whose parameters others use are visited once, when these have values."""
+    model, loss = extend(nn.Sequential(NEVER_CALLED[name]())), extend(nn.MSELoss())
+    seen: List[Tensor] = []
+
+    def take(module: Module) -> None:
+        for param in module.parameters(recurse=False):
+            seen.append(param)
+            del param.grad_batch
+
+    with backpack(BatchGrad(), extension_hook=take):
+        out = model(torch.rand(N, 4).unsqueeze(1))
+        loss(out, torch.zeros_like(out)).backward()
+    assert len(seen) == len(set(seen))
+    assert set(seen) == set(model.parameters())
 
 
 def test_hook_without_extensions():

@@ -41,6 +41,7 @@ from backpack.engine.saved import explain_failure
 from backpack.engine.turn import InputGradients, Turn
 from backpack.engine.user_hooks import guard_all
 from backpack.engine.uses import Entry, Use, listen
+from backpack.engine.visits import Visits
 from backpack.utils import parallel
 from backpack.utils.errors import warn_user
 from backpack.utils.hooks import name_module, names_of, no_op
@@ -122,6 +123,7 @@ class BackwardPass:
         self._check = Check(self) if current.check else None
         self.losses: list[Call] = []
         self._ending: list[Call] = []  # whose turns are over, but for the hook
+        self._visits = Visits(current)
         self._begins_with_one = begins_with_one and bool(roots)
         self.walked: set[Any] = set()
         self.saved_alone: set[tuple[Any, Parameter]] = set()
@@ -264,6 +266,7 @@ class BackwardPass:
     def conclude(self) -> None:
         """Save the values that need all parameters; none if one of them fails."""
         self._call_hooks()
+        self._visits.end(self)
         exts = self.state.active_exts
         with torch.set_grad_enabled(self._creates_graph), undisturbed():
             values = [ext.conclude(self) if ext in self.kept else {} for ext in exts]
@@ -529,12 +532,10 @@ class BackwardPass:
 
     def _call_hooks(self) -> None:
         """Call the hook for turns that have ended: autograd has gone on since."""
-        current, ending, self._ending = self.state, self._ending, []
+        ending, self._ending = self._ending, []
         for call in ending:
-            if current.debug:
-                print(f"[DEBUG] Running extension hook on {name_module(call.module)}")
             try:
-                current.extension_hook(call.module)
+                self._visits.visit(call.module, self)
             finally:
                 self._let_go(call)
 

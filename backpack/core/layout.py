@@ -186,7 +186,8 @@ def numbers_of_rows(
         Which sample each entry belongs to, -1 for none.
     """
     numbers = sample_numbers(placement, shape, n, device)
-    if len(shape) and shape[0] == n and bool((numbers < 0).any()):
+    may_have_gaps = isinstance(placement, Tensor) and shape[:1] == (n,)
+    if may_have_gaps and bool((numbers < 0).any()):
         rows = sample_numbers(FIRST, shape, n, device)
         return numbers if conflict(numbers, rows) else rows
     return numbers

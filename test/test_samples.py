@@ -1511,6 +1511,11 @@ FOR_ALL: Dict[str, Callable[[Module, Tensor], Tensor]] = {
     "computed": lambda m, x: m.f(torch.mul(m.e(torch.arange(3)[None]), x @ m.w)),
     "last": lambda m, x: m.e(torch.arange(3)[None]) * x.sin(),
     "expanded": lambda m, x: m.f(x + m.e(torch.arange(3)[None]).expand_as(x)),
+    "without-an-axis": lambda m, x: m.f((x * m.e(torch.arange(3)[None])[0]).tanh()),
+    "weights": lambda m, x: m.f(x[:, 0] @ m.e(torch.arange(3)[None])[0, 0].diag()),
+    "weights-and-bias": lambda m, x: m.f(
+        F.linear(x[:, 0], m.e(torch.arange(3)[None])[0, 0].diag(), m.e.weight[0])
+    ),
 }
 
 

@@ -343,14 +343,24 @@ def _lengths(sources: Sequence[Source], nodes: Sequence[Node]) -> Iterator[int]:
     own = {s.shape for s in sources if s.shape and s.known.placement == FIRST}
     places = {*nodes, *(source.edge.node for source in sources)}
     for node in nodes:
-        if graph.is_pointwise(node) or graph.name_of(node) == "`expand`":
-            shape = graph.shape_at(GradientEdge(node, 0))
-            parents = [GradientEdge(*x) for x in node.next_functions if x[0] in places]
-            for before in own.intersection(map(graph.shape_at, parents)):
-                if len(before) == len(shape) and shape[0] > before[0]:
+        shape, name = graph.shape_at(GradientEdge(node, 0)), graph.name_of(node)
+        parents = [GradientEdge(*x) for x in node.next_functions if x[0] in places]
+        before = set(map(graph.shape_at, parents))
+        # rows of data that a sample is added to, or that are multiplied with it
+        rows = name in _OF_ROWS and node.next_functions[_OF_ROWS[name]][0] is None
+        if graph.is_pointwise(node) or name == "`expand`":
+            for y in own & before:
+                if len(y) == len(shape) and shape[0] > y[0]:
                     yield shape[0]
+            beside = any(parent is None for parent, _ in node.next_functions)
+            wider = all(len(y) < len(shape) for y in before)
+            rows = beside and wider and name != "`expand`"
+        if rows and before and shape[0] > 1:
+            yield shape[0]
 
 
+# Products of matrices, and which of the operands has the rows
+_OF_ROWS = {"`mm`": 0, "`addmm`": 1}
 _REMEMBERED: dict[tuple, Placement] = {}
 # Further operations whose results' entries go where shapes and plain arguments say,
 # although they keep tensors: numbers, and no indices

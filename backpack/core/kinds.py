@@ -155,9 +155,9 @@ class LayerLike(Operation):
         placement = of(self.data)
         if isinstance(placement, Layout):
             return placement.axis < self._lead
-        # without rows, it is a single sample's
-        alone = isinstance(placement, Tensor) and placement.numel() == 1
-        return alone or isinstance(placement, Tensor) and self._lead > 0
+        if not isinstance(placement, Tensor):
+            return False
+        return self._lead > 0 or placement.numel() == 1  # a single sample's vector
 
     def reads_data(self, key: Key) -> bool:  # noqa: D102
         return self.names[key] != "bias"
@@ -188,12 +188,12 @@ class LayerLike(Operation):
             arrangement = Arrangement(out, x.shape[:lead], n)  # type: ignore[arg-type]
         except ValueError:
             return None
-        ones = b.new_ones(()).expand(x.shape[:lead])
+        sizes = x.shape[:lead]
         x, b = arrangement.rows(x), arrangement.rows(b, 1)
         if self._takes_rows:
             product = derivatives.product(name, layer, [x], b)
             if isinstance(product, Rows):  # nobody has looked up what fills it up
-                valid = product.valid * arrangement.rows(ones)
+                valid = product.valid * arrangement.rows(b.new_ones(()).expand(sizes))
                 product = Rows(product.ids, product.b, product.shape, valid)
             return product
         x, b = x.flatten(0, 1), b.flatten(1, 2)

@@ -343,18 +343,20 @@ def _lengths(sources: Sequence[Source], nodes: Sequence[Node]) -> Iterator[int]:
     own = {s.shape for s in sources if s.shape and s.known.placement == FIRST}
     places = {*nodes, *(source.edge.node for source in sources)}
     for node in nodes:
-        shape, name = graph.shape_at(GradientEdge(node, 0)), graph.name_of(node)
+        name = graph.name_of(node)
+        expands, maps = name == "`expand`", graph.is_pointwise(node)
+        if not (expands or maps or name in _OF_ROWS):
+            continue
+        shape = graph.shape_at(GradientEdge(node, 0))
         parents = [GradientEdge(*x) for x in node.next_functions if x[0] in places]
         before = set(map(graph.shape_at, parents))
+        for y in own & before if expands or maps else ():
+            if len(y) == len(shape) and shape[0] > y[0]:
+                yield shape[0]
         # rows of data that a sample is added to, or that are multiplied with it
-        rows = name in _OF_ROWS and node.next_functions[_OF_ROWS[name]][0] is None
-        if graph.is_pointwise(node) or name == "`expand`":
-            for y in own & before:
-                if len(y) == len(shape) and shape[0] > y[0]:
-                    yield shape[0]
-            beside = any(parent is None for parent, _ in node.next_functions)
-            wider = all(len(y) < len(shape) for y in before)
-            rows = beside and wider and name != "`expand`"
+        operands = [parent for parent, _ in node.next_functions]
+        rows = maps and None in operands and all(len(y) < len(shape) for y in before)
+        rows = rows or name in _OF_ROWS and operands[_OF_ROWS[name]] is None
         if rows and before and shape[0] > 1:
             yield shape[0]
 

@@ -389,9 +389,8 @@ class Use:
             return None
         part = copy(self)
         if len(samples):
-            part.n, part.placements = len(samples), [
-                placement for _, placement in found
-            ]
+            part.n = len(samples)
+            part.placements = [placement for _, placement in found]
         return part, samples
 
     def products(

@@ -26,7 +26,8 @@ class Visits:
             current: What is active.
         """
         self._current = current
-        self._never_called: dict[Module, list[Parameter]] | None = None  # not known yet
+        self._never_called: dict[Module, list[Parameter]] = {}
+        self._are_known = False
 
     def visit(self, module: Module, running: Any) -> None:
         """Visit a module that was called, and those inside that never are.
@@ -38,9 +39,10 @@ class Visits:
         self._run(module)
         if self._current.extension_hook is no_op:
             return
-        if self._never_called is None:
+        if not self._are_known:
             calls, groups = running.inspection.calls, running.group_of
             self._never_called = _find_never_called(calls, groups)
+            self._are_known = True
         if self._never_called:
             self._visit_others(set(module.modules()), running)
 
@@ -50,13 +52,12 @@ class Visits:
         Args:
             running: The backward pass.
         """
-        if self._never_called:
-            self._visit_others(set(self._never_called), running)
+        self._visit_others(set(self._never_called), running)
 
     def _visit_others(self, modules: set[Module], running: Any) -> None:
-        for module, own in list((self._never_called or {}).items()):
-            waits = any([running.group_of[param].pending for param in own])
-            if module in modules and not waits:
+        for module in [x for x in self._never_called if x in modules]:
+            own = self._never_called[module]
+            if not any([running.group_of[param].pending for param in own]):
                 del self._never_called[module]
                 self._run(module)
 

@@ -98,6 +98,7 @@ SINCE = {
         for name in ("BatchGrad", "DiagGGNExact", "KFAC")
     },
     "test_message[nested-parameter-torch.jagged]": JAGGED,
+    "test_message[nested-inside-torch.jagged]": JAGGED,
     "test_slices_of_half_precision_numbers": HALF,
     "test_sums_of_half_precision_numbers": HALF,
 }

@@ -38,7 +38,7 @@ from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend
 from backpack.core.per_sample.outer import Outer
-from backpack.extensions import DiagGGNMC, SumGradSquared
+from backpack.extensions import BatchGrad, DiagGGNMC, SumGradSquared
 
 
 def positions(
@@ -1128,6 +1128,30 @@ def test_column_that_is_carried() -> None:
     with backpack(DiagGGNMC(), gradient=False):
         with pytest.raises(NotImplementedError, match="does not return multiples"):
             value.backward()
+
+
+def test_backward_that_only_vmap_has_rules_for() -> None:
+    """It runs for all samples at once, as that of `einsum` in a function of one's own.
+
+    What PyTorch pulls back gradients in a batch with has no rule for it.
+    """
+    runs: List[int] = []
+
+    def rule(g: Tensor) -> Tensor:
+        runs[-1] += 1
+        return torch.einsum("nm->nm", g)
+
+    forward = partial(OwnLinear.apply, {"output": rule})
+    for n in (2, 5):
+        runs.append(0)
+        model = Lambda(lambda m, x: forward(x, m.w), w=param(3, 4))
+        x = torch.randn(n, 4, dtype=F64)
+        model, loss = extend(model.to(F64)), extend(nn.MSELoss(reduction="sum"))
+        with backpack(BatchGrad()):
+            loss(model(x), torch.zeros(n, 3, dtype=F64)).backward()
+        expected = torch.einsum("nm,ni->nmi", 2 * x @ model.w.T, x)
+        assert_agrees(model.w.grad_batch, expected, "grad_batch")
+    assert runs[0] == runs[1]
 
 
 def test_backward_that_scales() -> None:

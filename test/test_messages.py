@@ -110,18 +110,29 @@ def run(
         value(out, model).backward()
 
 
-def nested(layout: torch.layout) -> Tensor:
-    """Make a nested tensor."""
-    parts = [torch.rand(2, 3), torch.rand(1, 3)]
+def nested(layout: torch.layout, *parts: Tensor) -> Tensor:
+    """Make a nested tensor of parts, or of two of different lengths."""
+    parts = parts or (torch.rand(2, 3), torch.rand(1, 3))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch's, on what is a prototype
-        return torch.nested.nested_tensor(parts, layout=layout)
+        return torch.nested.nested_tensor(list(parts), layout=layout)
 
 
 def on_nested(layout: torch.layout, ext: BackpropExtension) -> None:
     """Run a pass of a model whose input is a nested tensor."""
     pad, x = torch.nested.to_padded_tensor, nested(layout)
     run(Layers(lambda model, x: pad(model.a(x), 0.0).sum(1)), ext, x=x, y=Y[:2])
+
+
+def nested_inside(layout: torch.layout) -> None:
+    """Run a pass of a model that makes a nested tensor, and computes a number."""
+    pad = torch.nested.to_padded_tensor
+    model = extend(
+        Layers(lambda m, x: pad(m.a(nested(layout, *x)), 0.0).square().sum())
+    )
+    value = model(torch.rand(2, 4, 3))
+    with backpack(BatchGrad()):
+        value.backward()
 
 
 def with_nested_parameter(layout: torch.layout, ext: BackpropExtension) -> None:
@@ -798,6 +809,16 @@ SAMPLES: Dict[str, Row] = {
         )
         for layout in (torch.strided, torch.jagged)
         for ext in (BatchGrad, DiagGGNExact, KFAC)
+    },
+    **{
+        f"nested-inside-{layout}": Row(
+            lambda layout=layout: nested_inside(layout),
+            NotImplementedError,
+            "BatchGrad: it is not known where the samples are",
+            "after what has made a nested tensor",
+            "pad it instead",
+        )
+        for layout in (torch.strided, torch.jagged)
     },
     **{
         f"nested-parameter-{layout}": Row(

@@ -1535,6 +1535,49 @@ def test_layer_called_for_all_samples(name: str, batch: int) -> None:
         value.backward()
 
 
+BEHIND_ROWS: Dict[str, Tuple[Callable[[Module, Tensor, Tensor], Tensor], bool]] = {
+    "sum": (lambda m, x, h: m.f(x + h), False),
+    "activation": (lambda m, x, h: m.f((x * h.exp()).tanh().flatten(1, -2)), False),
+    "by-a-gradient": (lambda m, x, h: m.f(h + x.detach().requires_grad_()), False),
+    "with-an-axis": (lambda m, x, h: m.f(torch.addcmul(x, x, h[None])), False),
+    "model": (lambda m, x, h: m.g(torch.maximum(x, h)), False),
+    "samples-behind-steps": (
+        lambda m, x, h: m.f((h[:, None] + x[1, :, None]).transpose(0, 1)),
+        True,
+    ),
+    "as-many-axes": (lambda m, x, h: m.f(x[0] * h), True),
+    "repeated": (lambda m, x, h: m.f(2 * h.expand_as(x)), True),
+    "rows-of-a-parameter": (lambda m, x, h: m.f(h * m.w), True),
+    "no-model": (lambda m, x, h: x.sin() + h, True),
+}
+
+
+@pytest.mark.parametrize("batch", [2, N])
+@pytest.mark.parametrize("name", BEHIND_ROWS)
+def test_rows_in_front_of_a_parts_samples(name: str, batch: int) -> None:
+    """What a part got might be positions, and the rows samples of the next part."""
+    compute, is_right = BEHIND_ROWS[name]
+    model = Lambda(
+        lambda m, x, t: compute(m, x, m.e(t)),
+        e=nn.Embedding(9, D),
+        f=nn.Linear(D, 2),
+        g=nn.Sequential(nn.Tanh(), nn.Linear(D, 2)),
+        w=param(3, 1, D),
+    ).to(F64)
+    for layer in (model.e, model.f, model.g):
+        extend(layer)
+    x, t = torch.randn(batch, N, D, dtype=F64), torch.arange(N)
+    says = f"after `.*` that puts {batch} rows in front of samples"
+    refused = pytest.raises(NotImplementedError, match=says)
+    with nullcontext() if is_right else refused, backpack(BatchGrad()):
+        model(x, t).square().sum().backward()
+    for n in range(N if is_right else 0):
+        model.zero_grad()
+        model(x[:, n : n + 1], t[n : n + 1]).square().sum().backward()
+        for p in [p for p in model.parameters() if hasattr(p, "grad_batch")]:
+            assert_agrees(p.grad_batch[n], p.grad, "grad_batch")
+
+
 TRANSFORMER = {"dim_feedforward": 3, "dropout": 0.0}
 # Layers that say by `batch_first=False` where samples are, called by themselves
 BY_THEMSELVES: Dict[str, Tuple[Callable[[], Module], Callable[..., Tensor]]] = {

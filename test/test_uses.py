@@ -1045,6 +1045,49 @@ EITHER = {
 }
 
 
+# Functions whose derivative with respect to the data is the prediction, or a part
+INNER: Dict[str, Callable[[Module, Tensor], Tensor]] = {
+    "product": lambda m, x: (x @ m.w).tanh() * m.v,
+    "product-and-vector": lambda m, x: (x @ m.w).tanh() @ m.v,
+    "two-products": lambda m, x: F.silu(x @ m.w) @ (m.w * m.v),
+    "bias": lambda m, x: (x @ m.w + m.v).sin(),
+    "attention": lambda m, x: (x @ m.w @ x.mT).softmax(-1) @ (x * m.v),
+    "picked": lambda m, x: (x[:, [0, 1, 1]] @ m.w).cos() @ m.v,
+    "quadratic": lambda m, x: ((x @ m.w + m.v) * x).sum(-1).exp(),
+    "normalized-weight": lambda m, x: (x @ (m.w / m.w.norm(dim=0) * m.v)).tanh(),
+    "batched": lambda m, x: (x[:, None] @ m.w[None, None]).tanh() @ m.v,
+    "layer": lambda m, x: F.linear(F.linear(x, m.w).tanh(), m.w, m.v).tanh(),
+    "bilinear": lambda m, x: F.bilinear(x, x.sin(), m.w[None]).tanh() * m.v,
+    "convolution": lambda m, x: F.conv1d(x, m.w[:3, :3, None]).tanh() * m.v,
+}
+
+
+def inner(function: Callable, whole: bool) -> Callable[[Module, Tensor], Tensor]:
+    """Differentiate a function, by itself or beside it."""
+
+    def forward(m: Module, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        y = function(m, x)
+        (derivative,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        parts = [y, derivative] if whole else [derivative]
+        return torch.cat([part.flatten(1) for part in parts], 1)
+
+    return forward
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["alone", "beside-it"])
+@pytest.mark.parametrize("batch", [1, N])
+@pytest.mark.parametrize("name", INNER)
+def test_derivative_of_data(name: str, batch: int, whole: bool) -> None:
+    """The function's uses are those that were seen; those of its derivative are new."""
+    forward = inner(INNER[name], whole)
+
+    def model() -> Module:
+        return Lambda(forward, w=param(4, 4), v=param(4))
+
+    assert_right(Row(model, randn(3, 4, batch=batch)))
+
+
 def energy_gradient(m: Module, x: Tensor) -> Tensor:
     """Differentiate a function of the data inside the forward pass."""
     energy = (x @ m.w).cos().sum()

@@ -289,8 +289,8 @@ def note_unseen(inspection: Inspection, params: list[Tensor]) -> bool:
     queue = [node for node in seen if node in inspection.data_nodes]
     places: Places = {}  # who takes which outputs
     for child in inspection.nodes:
-        for parent, number in child.next_functions:
-            if parent is not None and not graph.is_leaf(parent):
+        for parent, number in inspection.ways(child, child.next_functions):
+            if not graph.is_leaf(parent):
                 places.setdefault(parent, {}).setdefault(number, []).append(child)
     for edge in inspection.roots:
         places.setdefault(edge.node, {}).setdefault(edge.output_nr, [])

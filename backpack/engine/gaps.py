@@ -7,6 +7,7 @@ to earlier tensors, whose samples are known, says which entry depends on which s
 
 from __future__ import annotations
 
+import math
 from typing import Any, Callable, Iterator, Sequence
 
 import torch
@@ -87,6 +88,8 @@ def explain(x: Tensor, enters: bool = False) -> Known | None:
         if enters and _is_made_of_inputs(edge):
             return INPUT
         with without_hooks([x]):
+            if enters:
+                _lose_behind_rows(edge)
             known = explain_place(edge)
         if known is None:  # the next one in a chain needs not look again
             note_constants(x)
@@ -344,21 +347,55 @@ def _lengths(sources: Sequence[Source], nodes: Sequence[Node]) -> Iterator[int]:
     places = {*nodes, *(source.edge.node for source in sources)}
     for node in nodes:
         name = graph.name_of(node)
-        expands, maps = name == "`expand`", graph.is_pointwise(node)
-        if not (expands or maps or name in _OF_ROWS):
+        maps, operands = graph.is_pointwise(node), [x for x, _ in node.next_functions]
+        repeats = maps or name == "`expand`" or name == "`cat`" and None in operands
+        if not (repeats or name in _OF_ROWS):
             continue
         shape = graph.shape_at(GradientEdge(node, 0))
         parents = [GradientEdge(*x) for x in node.next_functions if x[0] in places]
         before = set(map(graph.shape_at, parents))
-        for y in own & before if expands or maps else ():
+        for y in own & before if repeats else ():
             if len(y) == len(shape) and shape[0] > y[0]:
                 yield shape[0]
         # rows of data that a sample is added to, or that are multiplied with it
-        operands = [parent for parent, _ in node.next_functions]
         rows = maps and None in operands and all(len(y) < len(shape) for y in before)
         rows = rows or name in _OF_ROWS and operands[_OF_ROWS[name]] is None
-        if rows and before and shape[0] > 1:
+        if rows and shape[0] > 1 and not all(map(_is_constant, parents)):
             yield shape[0]
+
+
+def _lose_behind_rows(edge: GradientEdge) -> None:
+    """Note that samples are lost where other data have put rows in front of theirs.
+
+    Of two answers nobody knows which: these may be the samples of the model that is
+    called with them, and those positions; or they are several values of each sample.
+    """
+    for node in sources_of([edge])[1]:
+        shape = graph.shape_at(GradientEdge(node, 0))
+        places = graph.parents(node)
+        same = all(graph.shape_at(place) == shape for place in places)
+        if same or not graph.is_pointwise(node):
+            continue
+        unknown = len(places) < len(node.next_functions)  # data, or a number
+        n, first, sizes = 1, len(shape), [0] * len(shape)
+        for place in places:
+            behind = sources_of([place])[0]
+            if behind and all([_is_unmarked(source.edge.node) for source in behind]):
+                unknown = True
+                continue
+            own = explain_place(place)
+            if own is not None and isinstance(own.placement, Layout):
+                before = graph.shape_at(place)
+                pad = len(shape) - len(before)
+                n, first = own.n, min(first, pad + own.placement.axis)
+                sizes = list(map(max, sizes, (1,) * pad + before))
+        rows = [m for m, own in zip(shape[:first], sizes) if own == 1 < m]
+        if unknown and rows and n > 1:
+            name, number = graph.name_of(node), math.prod(rows)
+            lost = Mixed(f"{name} that puts {number} rows in front of samples", False)
+            known = edge.node.metadata.setdefault(KNOWN, {})
+            known[edge.output_nr] = Known(lost, n)
+            return
 
 
 # Products of matrices, and which of the operands has the rows

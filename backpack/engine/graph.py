@@ -288,7 +288,9 @@ def is_scalar(node: Node) -> bool:
     if is_leaf(node):
         return node.variable.numel() == 1
     metadata = node._input_metadata
-    return bool(metadata) and torch.Size(metadata[0].shape).numel() == 1
+    if not metadata or metadata[0].is_cpp_nested_tensor:
+        return False
+    return all([size == 1 for size in metadata[0].shape])  # a ragged one is no number
 
 
 def shape_at(edge: GradientEdge) -> torch.Size:

@@ -93,7 +93,7 @@ class Inspection:
         seen: set[Any] = set()
         queue: list[tuple[Node | None, Sequence[Any]]] = [(None, roots)]
         for node, parents in queue:  # which grows meanwhile
-            for parent, number in self._ways(node, parents):
+            for parent, number in self.ways(node, parents):
                 behind = parent.next_functions
                 if not behind and is_leaf(parent):
                     if parent.variable.requires_grad:  # or it was frozen since
@@ -122,10 +122,18 @@ class Inspection:
         """Calls of losses, and the nodes that produced their outputs."""
         return {call: node for call, node in self.calls.items() if call.is_loss}
 
-    def _ways(
+    def ways(
         self, node: Node | None, parents: Sequence[Any]
     ) -> Iterator[tuple[Node, int]]:
-        """Go from a node to those behind it, but not by what a use is a use of."""
+        """Go from a node to those behind it, but not by what a use is a use of.
+
+        Args:
+            node: The node, ``None`` for where the backward pass begins.
+            parents: Its ``next_functions``, or the roots.
+
+        Yields:
+            Nodes, and the number of their output.
+        """
         for parent, number, *_ in parents:
             if parent is None:
                 continue
@@ -295,7 +303,7 @@ class Inspection:
         queue = list(dict.fromkeys(terms))
         seen = set(queue)
         for node in queue:  # which grows meanwhile
-            for parent, _ in self._ways(node, node.next_functions):
+            for parent, _ in self.ways(node, node.next_functions):
                 if parent not in seen:
                     seen.add(parent)
                     queue.append(parent)

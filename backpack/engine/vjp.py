@@ -108,7 +108,7 @@ def batched_vjp(
             try:
                 found = list(pull_back(flat, is_grads_batched=True))
             except RuntimeError:  # not every operation can be vmapped
-                found = _one_by_one(pull_back, flat)
+                found = _vmapped(pull_back, flat)
     return [None if x is None else dense(x).unflatten(0, tuple(sizes)) for x in found]
 
 
@@ -245,6 +245,22 @@ def joined(
 def _by_itself(row: Tensor) -> Tensor:
     """Copy a row that is no view of complex numbers: it begins in the midst of one."""
     return row.clone() if row.storage_offset() % 2 else row
+
+
+def _vmapped(pull_back: Callable, columns: Sequence[Tensor]) -> List[Optional[Tensor]]:
+    """Pull columns back by `vmap`, which has rules that gradients in a batch lack."""
+    reached: List[bool] = []
+
+    def pull_one(*gradients: Tensor) -> List[Tensor]:
+        found = pull_back(gradients)
+        reached[:] = [x is not None for x in found]
+        return [dense(x) for x in found if x is not None]
+
+    try:
+        rows = iter(torch.vmap(pull_one)(*columns))
+    except (RuntimeError, ValueError):
+        return _one_by_one(pull_back, columns)
+    return [next(rows) if is_there else None for is_there in reached]
 
 
 def _one_by_one(

@@ -1059,6 +1059,7 @@ INNER: Dict[str, Callable[[Module, Tensor], Tensor]] = {
     "layer": lambda m, x: F.linear(F.linear(x, m.w).tanh(), m.w, m.v).tanh(),
     "bilinear": lambda m, x: F.bilinear(x, x.sin(), m.w[None]).tanh() * m.v,
     "convolution": lambda m, x: F.conv1d(x, m.w[:3, :3, None]).tanh() * m.v,
+    "group-norm": lambda m, x: F.group_norm((x @ m.w).mT, 2, m.v, m.v).tanh(),
 }
 
 

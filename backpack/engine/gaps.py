@@ -31,6 +31,7 @@ from backpack.utils.types import tensors_in
 CONSTANT = "backpack.constant"  # where a node keeps that no sample is behind it
 KNOWN = "backpack.known"  # where a node keeps what was found of its outputs
 ASKED = "backpack.asked"  # behind which of its outputs functions were looked for
+_OF_GROUPS = {"NativeGroupNormBackward0"}  # whose mean and deviation are `[N, G]`
 _PASSING = SINKS | {graph.TOGETHER}  # nodes that hand on what comes, one by one
 NESTED = Mixed("what has made a nested tensor (pad it instead)", False)
 INPUT = Known(None, 0)  # where its samples are, who calls the model says
@@ -52,7 +53,11 @@ def _known_at(edge: GradientEdge, x: Tensor | None = None) -> Known | None:
     for place, wanted in places:
         for number, index, owner in () if place is None else graph.entries_of(place):
             placements, own = owner.placements, owner.output_shapes
-            if number != wanted or placements is None:
+            if placements is None:
+                continue
+            if number != wanted:  # autograd tells nothing of statistics alone
+                if type(node).__name__ in _OF_GROUPS and placements[index] == FIRST:
+                    return Known(FIRST, owner.n)
                 continue
             if own[index] == shape:
                 return Known(placements[index], owner.n)

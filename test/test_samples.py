@@ -45,6 +45,7 @@ from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend
 from backpack.engine.trials import Trial
+from backpack.engine.uses import Use
 from backpack.extensions import BatchGrad, BatchJacobian, DiagGGNExact
 
 D = 4
@@ -1533,6 +1534,48 @@ def test_layer_called_for_all_samples(name: str, batch: int) -> None:
     refused = pytest.raises(NotImplementedError, match=says)
     with nullcontext() if batch == 1 else refused, backpack(BatchGrad()):
         value.backward()
+
+
+# Messages along the edges of graphs that are merged to one, [R, D] from [E, D]
+MERGED: Dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "index-add": lambda h, sent, to: torch.zeros_like(h).index_add(0, to, sent),
+    "index-add-in-place": lambda h, sent, to: h.sin().index_add_(0, to, sent),
+    "scatter-add": lambda h, sent, to: torch.zeros_like(h).scatter_add(
+        0, to[:, None].expand_as(sent), sent
+    ),
+    "scatter-reduce": lambda h, sent, to: torch.zeros_like(h).scatter_reduce(
+        0, to[:, None].expand_as(sent), sent, "amax", include_self=False
+    ),
+    "transposed": lambda h, sent, to: torch.zeros_like(h.mT)
+    .scatter_add(1, to.expand(sent.shape[1], -1), sent.mT)
+    .mT,
+    "longer-buffer": lambda h, sent, to: h.new_zeros(len(h), D + 1)
+    .scatter_add(0, to[:, None].expand_as(sent), sent)[:, :D],
+}
+
+
+@pytest.mark.parametrize("name", MERGED)
+def test_merged_graphs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is tried, nor pulled back for single samples, also beside lone nodes."""
+
+    def forward(m: Module, x: Tensor, edges: Tensor) -> Tensor:
+        offsets = 3 * torch.arange(len(x))[:, None, None]
+        start, to = (edges + offsets).transpose(0, 1).flatten(1)
+        h = x.flatten(0, 1)
+        for layer in (m.f, m.g):
+            h = MERGED[name](h, h[start], to).relu()
+            h = MERGED[name](h, layer(h)[start], to).sin()
+        return h.view(x.shape).sum(1)
+
+    def data() -> Tensors:
+        return torch.randn(N, 3, D, dtype=F64), torch.randint(1, 3, (N, 2, 5))
+
+    def model() -> Module:
+        return Lambda(forward, f=nn.Linear(D, D), g=nn.Linear(D, D))
+
+    monkeypatch.delattr(Use, "_generic")
+    monkeypatch.delattr(Trial, "_probe")
+    assert_right(Row(model, data, quantities=[*FIRST_ORDER, "DiagGGNExact"]))
 
 
 BEHIND_ROWS: Dict[str, Tuple[Callable[[Module, Tensor, Tensor], Tensor], bool]] = {

@@ -14,7 +14,7 @@ axes, cut into windows, or routed row by row. A *placement* says where it is:
 from __future__ import annotations
 
 from itertools import product
-from math import nan, prod
+from math import prod
 from typing import Any, Callable, Hashable, Iterator, NamedTuple, Sequence, Union
 
 import torch
@@ -87,6 +87,22 @@ def _numbers(
     view = [1] * len(shape)
     view[axis] = -1
     return numbers.view(view)
+
+
+def compact(numbers: Tensor, first: int = 0) -> Tensor:
+    """Write down sample numbers once for entries that share them.
+
+    Args:
+        numbers: Sample numbers, expanded to a shape.
+        first: The first axis along which it may be done. Default: all.
+
+    Returns:
+        The same, of length 1 along the axes to which they were expanded.
+    """
+    for axis, step in enumerate(numbers.stride()):
+        if not step and numbers.size(axis) > 1 and axis >= first:
+            numbers = numbers.narrow(axis, 0, 1)
+    return numbers
 
 
 def nobodys(shape: Sequence[int], device: torch.device) -> Tensor:
@@ -255,6 +271,8 @@ def simplify(
         own = _along(numbers, layouts[0].axis, n)
         if is_partial or not bool((own < 0).any()):
             return layouts[0]
+        axis = layouts[0].axis
+        numbers = own.view([-1 if d == axis else 1 for d in range(numbers.dim())])
     if n == 1:
         numbers = most.expand([1] * numbers.dim())
     elif not layouts:
@@ -281,8 +299,8 @@ def _regular(numbers: Tensor, n: int) -> Iterator[Layout]:
 def _along(numbers: Tensor, axis: int, n: int) -> Tensor | None:
     """Return the sample of each slice along an axis; ``None`` if one has several."""
     others = [d for d in range(numbers.dim()) if d != axis]
-    if not others:
-        return numbers
+    if numbers.numel() == numbers.size(axis):
+        return numbers.flatten()
     highest = numbers.amax(others)
     lowest = numbers.where(numbers >= 0, n).amin(others)
     return highest if bool(((highest == lowest) | (highest < 0)).all()) else None
@@ -421,7 +439,8 @@ def has_bit(numbers: Tensor, bit: int, value: int = 1) -> Tensor:
     Returns:
         Whether it is so, for each entry.
     """
-    return (numbers >= 0) & (numbers >> bit & 1 == value)
+    own = compact(numbers)
+    return ((own >= 0) & (own >> bit & 1 == value)).expand(numbers.shape)
 
 
 def bits(n: int) -> range:
@@ -446,22 +465,6 @@ def halves(n: int) -> Iterator[tuple[int, int]]:
         Pairs of a bit and a value, 1 before 0.
     """
     return product(bits(n), (1, 0))
-
-
-def marked(x: Tensor, numbers: Tensor, bit: int, value: int) -> Tensor:
-    """Write NaN to samples, to both parts of complex numbers.
-
-    Args:
-        x: Tensor, which is changed.
-        numbers: Sample of each entry.
-        bit: A bit of the numbers of these samples.
-        value: What it shall be.
-
-    Returns:
-        The tensor.
-    """
-    mark: Any = complex(nan, nan) if x.is_complex() else nan
-    return x.masked_fill_(has_bit(numbers, bit, value), mark)
 
 
 class Arrangement:
@@ -555,7 +558,7 @@ def one_sample_each(
         Masked columns ``[V, m, *out]``.
     """
     shape = cotangent.shape[1:]
-    numbers = sample_numbers(placement, shape, n, cotangent.device)
+    numbers = compact(sample_numbers(placement, shape, n, cotangent.device))
     wanted = torch.arange(samples.start, samples.stop, device=cotangent.device)
     mask = numbers == wanted.view(-1, *[1] * len(shape))
     # not a product: infinity times zero would be no number

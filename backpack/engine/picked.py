@@ -26,6 +26,7 @@ from backpack.core.layout import (
     unentered,
 )
 from backpack.engine.trials import Performed, Trial
+from backpack.utils.types import is_inexact
 
 INDEXES = (torch.long, torch.int)  # types of numbers that pick rows
 _SCATTER = ("input", "dim", "index", "src")
@@ -203,11 +204,13 @@ def written(
         last = "source" if name.startswith("index") else "src"
         x, dim, ids, value = named(("input", "dim", "index", last), args, kwargs)
         value = kwargs.get("value", value)
-    # what a gradient takes from there, it takes from whatever was written
+    # what a gradient takes from there, it takes from whatever was written, and what is
+    # added up shows what was added
     by_numbers = by_numbers or done.outs[0].requires_grad
+    by_numbers = by_numbers or adds and numbers(value) is not None and is_inexact(value)
     if not by_numbers and any(numbers(y) is not None for y in tree_leaves(ids)):
         return None
-    if not kwargs.get("include_self", True) or not x.dim():
+    if not x.dim() or numbers(x) is not None and not kwargs.get("include_self", True):
         return None
     if x.shape != done.outs[0].shape:
         return None  # a mask has broadcast it
@@ -220,16 +223,17 @@ def written(
         new = new.flatten()[: len(ids[0])]
     elif name.startswith("index_put") or name == "__setitem__":
         ids = in_brackets(name, ids)
-    elif name.startswith("index"):
-        ids = (*[slice(None)] * (dim % x.dim()), ids.flatten())
     else:
-        new = new if not new.dim() else new[tuple(map(slice, ids.shape))]
-        grid = list(torch.meshgrid(*map(torch.arange, ids.shape), indexing="ij"))
-        grid[dim % x.dim()] = ids
-        ids = tuple(y.to(x.device) for y in grid)
+        own, new, ids = _by_lines(name, dim % x.dim(), own, new, ids)
+        ids = tuple(y.to(x.device) if isinstance(y, Tensor) else y for y in ids)
+    found = own.clone(memory_format=torch.contiguous_format)
     if adds:
         new = new.where(new >= 0, own[ids])
-    found = own.clone()
+        some = new >= 0
+        if not bool(some.all()):  # a constant adds to a sample
+            places = torch.arange(own.numel(), device=x.device).view(own.shape)[ids]
+            found.view(-1)[places[some]] = new[some]
+            new = new.where(some, found[ids])
     found[ids] = new
     # another one was written to the same place, or met what was there
     if bool((found[ids] != new).any()) or adds and conflict(found, own):
@@ -237,6 +241,43 @@ def written(
     if by_numbers and not bool((found >= 0).any()):
         return unentered(done.outs[0], n)
     return simplify(found, n)
+
+
+def _by_lines(
+    name: str, dim: int, own: Tensor, new: Tensor, ids: Tensor
+) -> tuple[Tensor, Tensor, tuple]:
+    """Write down where numbers of places along an axis say that something is written.
+
+    Args:
+        name: The operation's name: that of a scattering, or of one by indices.
+        dim: The axis.
+        own: Sample numbers of what is written to.
+        new: Sample numbers of what is written.
+        ids: The places.
+
+    Returns:
+        The sample numbers, once where all is the same along an axis, and the places as
+        between brackets.
+    """
+    scatters = not name.startswith("index")
+    if scatters:
+        new = new[tuple(map(slice, ids.shape))] if new.dim() else new
+        new = new.expand(ids.shape)
+    else:
+        ids = ids.flatten()
+    for axis in range(new.dim()):
+        parts, lines = [own, new, ids][: 2 + scatters], (
+            *[slice(None)] * axis,
+            slice(1),
+        )
+        alike = {(y.size(axis), y.stride(axis)) for y in parts}
+        if axis != dim and alike == {(own.size(axis), 0)}:
+            own, new, ids = (*(y[lines] for y in parts), ids)[:3]
+    if not scatters:
+        return own, new, (*[slice(None)] * dim, ids)
+    places = list(torch.meshgrid(*map(torch.arange, ids.shape), indexing="ij"))
+    places[dim] = ids
+    return own, new, tuple(places)
 
 
 def in_brackets(name: str, ids: Any) -> tuple:

@@ -23,6 +23,7 @@ from backpack.core.layout import (
     Mixed,
     Placement,
     agree,
+    compact,
     conflict,
     has_gaps,
     once,
@@ -489,7 +490,9 @@ class Finder:
             mixed = any(isinstance(placement, Mixed) for placement in found)
             lasts = not (mixed or trial.is_of_few())
         pairs = [(x, i) for x, i in zip(trial.flat, trial.numbers) if is_inexact(x)]
-        entering = (x.requires_grad if i is None else (i >= 0).any() for x, i in pairs)
+        entering = (
+            x.requires_grad if i is None else (compact(i) >= 0).any() for x, i in pairs
+        )
         if not any(map(bool, entering)):
             # nothing went in: what no sample has is nobody's, and no constant
             nobody = [unentered(x, self.n) for x in outs]

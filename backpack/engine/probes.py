@@ -10,7 +10,7 @@ from __future__ import annotations
 from contextlib import suppress
 from itertools import combinations
 from math import nan
-from typing import NamedTuple, Sequence
+from typing import Any, NamedTuple, Sequence
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from backpack.core.layout import (
     conflict,
     halves,
     has_bit,
-    marked,
     sample_numbers,
     simplify,
     spans,
@@ -170,7 +169,7 @@ def _agrees(edge: GradientEdge, own: Tensor, sources: Sequence[Source]) -> bool:
     """Tell whether entries lead to the samples that they are said to belong to."""
     n, edges, seen = sources[0].known.n, [source.edge for source in sources], False
     for bit, value in halves(n):
-        vector = marked(zeros_at(edge), own, bit, value)
+        vector = _marked(zeros_at(edge), own, bit, value)
         for g, source in zip(pull([edge], edges, [vector]), sources):
             if g is not None:
                 i = source.numbers(g.device)
@@ -178,6 +177,12 @@ def _agrees(edge: GradientEdge, own: Tensor, sources: Sequence[Source]) -> bool:
                     return False
                 seen = seen or bool(g.isnan().any())
     return seen
+
+
+def _marked(x: Tensor, numbers: Tensor, bit: int, value: int) -> Tensor:
+    """Write NaN to samples whose number has a bit, to both parts of complex numbers."""
+    mark: Any = complex(nan, nan) if x.is_complex() else nan
+    return x.masked_fill_(has_bit(numbers, bit, value), mark)
 
 
 def _moved(
@@ -263,7 +268,7 @@ def _entries(
     numbers = [source.numbers(g.device) for g, source in pairs]
     for bit, value in halves(n) if pairs else ():
         vectors = [
-            marked(torch.zeros_like(g), i, bit, value)
+            _marked(torch.zeros_like(g), i, bit, value)
             for (g, _), i in zip(pairs, numbers)
         ]
         (column,) = pull([g for g, _ in pairs], cotangent, vectors)

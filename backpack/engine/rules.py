@@ -19,6 +19,7 @@ from backpack.core.layout import (
     Placement,
     Where,
     combined,
+    compact,
     conflict,
     nobodys,
     pointwise,
@@ -157,7 +158,13 @@ def rule(done: Performed, trial: Trial, of: Where, n: int) -> list[Placement] | 
             met = Mixed(trial.describe())  # but where each entry has gone is its own
             return [met, of(data[0]), *[met] * (len(outs) - 2)]
     if name in functions.PICKING and numbers[0] is not None:
-        chosen = trial.call([numbers[0].contiguous(), *flat[1:]])
+        whole, ids = numbers[0], done.args[1] if len(done.args) > 1 else None
+        if name == "__getitem__" and isinstance(ids, Tensor):
+            # slices are picked: of each, the number of one entry is enough
+            whole = compact(whole, 1 if ids.dtype in picked.INDEXES else ids.dim())
+            chosen = trial.call([whole, ids]).expand(outs[0].shape)
+        else:
+            chosen = trial.call([whole.contiguous(), *flat[1:]])
         for own in numbers[1:]:  # of a sample that picks what is another one's
             if own is not None and own.shape == chosen.shape and conflict(own, chosen):
                 return [Mixed(trial.describe())]
@@ -172,7 +179,7 @@ def rule(done: Performed, trial: Trial, of: Where, n: int) -> list[Placement] | 
             agreed = Mixed(trial.describe())  # by a mask's values
         if agreed is not None:
             return [agreed]
-    marked = [i.flatten() for i in numbers if i is not None]
+    marked = [compact(i).flatten() for i in numbers if i is not None]
     alone = len(marked) == sum(isinstance(x, Tensor) for x in flat)  # no constants
     if (
         marked

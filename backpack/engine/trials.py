@@ -24,6 +24,7 @@ from backpack.core.layout import (
     Mixed,
     Placement,
     bits,
+    compact,
     conflict,
     has_bit,
     sample_numbers,
@@ -370,9 +371,11 @@ class Trial:
         Returns:
             Whether some are not.
         """
-        known = [i.unique() for i in self.numbers if i is not None]
-        numbers = torch.cat(known).unique()
-        return int((numbers >= 0).sum()) < self._n
+        there = torch.zeros(self._n + 1, dtype=torch.bool)
+        for i in self.numbers:
+            if i is not None:
+                there[compact(i).flatten().cpu() + 1] = True  # -1 comes first
+        return not bool(there[1:].all())
 
     def _may_be_left_out(self, found: list[Placement]) -> bool:
         """Tell whether no NaN has shown, although results may hold samples."""

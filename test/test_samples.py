@@ -1549,8 +1549,9 @@ MERGED: Dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "transposed": lambda h, sent, to: torch.zeros_like(h.mT)
     .scatter_add(1, to.expand(sent.shape[1], -1), sent.mT)
     .mT,
-    "longer-buffer": lambda h, sent, to: h.new_zeros(len(h), D + 1)
-    .scatter_add(0, to[:, None].expand_as(sent), sent)[:, :D],
+    "longer-buffer": lambda h, sent, to: h.new_zeros(len(h), D + 1).scatter_add(
+        0, to[:, None].expand_as(sent), sent
+    )[:, :D],
 }
 
 

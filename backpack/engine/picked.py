@@ -266,13 +266,11 @@ def _by_lines(
     else:
         ids = ids.flatten()
     for axis in range(new.dim()):
-        parts, lines = [own, new, ids][: 2 + scatters], (
-            *[slice(None)] * axis,
-            slice(1),
-        )
+        parts = [own, new, ids][: 2 + scatters]
+        first = (*[slice(None)] * axis, slice(1))
         alike = {(y.size(axis), y.stride(axis)) for y in parts}
         if axis != dim and alike == {(own.size(axis), 0)}:
-            own, new, ids = (*(y[lines] for y in parts), ids)[:3]
+            own, new, ids = (*(y[first] for y in parts), ids)[:3]
     if not scatters:
         return own, new, (*[slice(None)] * dim, ids)
     places = list(torch.meshgrid(*map(torch.arange, ids.shape), indexing="ij"))

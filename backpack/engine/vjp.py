@@ -4,6 +4,7 @@ from contextlib import contextmanager
 from functools import partial
 from operator import mul
 from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence, Tuple
+from warnings import catch_warnings, filterwarnings
 
 import torch
 from torch import Tensor
@@ -257,7 +258,9 @@ def _vmapped(pull_back: Callable, columns: Sequence[Tensor]) -> List[Optional[Te
         return [dense(x) for x in found if x is not None]
 
     try:
-        rows = iter(torch.vmap(pull_one)(*columns))
+        with catch_warnings():  # what has no rule runs for one after the other
+            filterwarnings("ignore", "There is a performance drop")
+            rows = iter(torch.vmap(pull_one)(*columns))
     except (RuntimeError, ValueError):
         return _one_by_one(pull_back, columns)
     return [next(rows) if is_there else None for is_there in reached]

@@ -271,8 +271,7 @@ def simplify(
         own = _along(numbers, layouts[0].axis, n)
         if is_partial or not bool((own < 0).any()):
             return layouts[0]
-        axis = layouts[0].axis
-        numbers = own.view([-1 if d == axis else 1 for d in range(numbers.dim())])
+        numbers = own
     if n == 1:
         numbers = most.expand([1] * numbers.dim())
     elif not layouts:
@@ -288,7 +287,7 @@ def _regular(numbers: Tensor, n: int) -> Iterator[Layout]:
         own = _along(numbers, axis, n)
         if own is None:
             continue
-        place = torch.arange(size, device=numbers.device)
+        own, place = own.flatten(), torch.arange(size, device=numbers.device)
         for inner in range(size // n, 0, -1):
             if (size // n) % inner == 0:
                 same = place // inner % n == own
@@ -297,12 +296,15 @@ def _regular(numbers: Tensor, n: int) -> Iterator[Layout]:
 
 
 def _along(numbers: Tensor, axis: int, n: int) -> Tensor | None:
-    """Return the sample of each slice along an axis; ``None`` if one has several."""
-    others = [d for d in range(numbers.dim()) if d != axis]
+    """Return the sample of each slice along an axis; ``None`` if one has several.
+
+    The others are of length 1 then.
+    """
     if numbers.numel() == numbers.size(axis):
-        return numbers.flatten()
-    highest = numbers.amax(others)
-    lowest = numbers.where(numbers >= 0, n).amin(others)
+        return numbers
+    others = [d for d in range(numbers.dim()) if d != axis]
+    highest = numbers.amax(others, keepdim=True)
+    lowest = numbers.where(numbers >= 0, n).amin(others, keepdim=True)
     return highest if bool(((highest == lowest) | (highest < 0)).all()) else None
 
 
@@ -421,7 +423,6 @@ def _filled(numbers: Tensor, n: int) -> Tensor:
             continue  # a slice would be all of it
         own = _along(numbers, axis, n)
         if own is not None:
-            own = own.view([-1 if d == axis else 1 for d in range(numbers.dim())])
             return numbers.where(numbers >= 0, own)
     return numbers
 

@@ -298,8 +298,13 @@ def explain_place(edge: GradientEdge) -> Known | None:
             explain_place(GradientEdge(node, number))
         found = _found_from(*sources_of([edge]), edge)
     if found is not None:
-        edge.node.metadata.setdefault(KNOWN, {})[edge.output_nr] = found
+        _keep(edge, found)
     return found
+
+
+def _keep(edge: GradientEdge, known: Known) -> None:
+    """Remember at a node what is known of what it has computed."""
+    edge.node.metadata.setdefault(KNOWN, {})[edge.output_nr] = known
 
 
 def _found_from(
@@ -376,10 +381,10 @@ def _lose_behind_rows(edge: GradientEdge) -> None:
     called with them, and those positions; or they are several values of each sample.
     """
     for node in sources_of([edge])[1]:
-        shape = graph.shape_at(GradientEdge(node, 0))
-        places = graph.parents(node)
-        same = all(graph.shape_at(place) == shape for place in places)
-        if same or not graph.is_pointwise(node):
+        if not graph.is_pointwise(node):
+            continue
+        shape, places = graph.shape_at(GradientEdge(node, 0)), graph.parents(node)
+        if all(graph.shape_at(place) == shape for place in places):
             continue
         unknown = len(places) < len(node.next_functions)  # data, or a number
         n, first, sizes = 1, len(shape), [0] * len(shape)
@@ -398,8 +403,7 @@ def _lose_behind_rows(edge: GradientEdge) -> None:
         if unknown and rows and n > 1:
             name, number = graph.name_of(node), math.prod(rows)
             lost = Mixed(f"{name} that puts {number} rows in front of samples", False)
-            known = edge.node.metadata.setdefault(KNOWN, {})
-            known[edge.output_nr] = Known(lost, n)
+            _keep(edge, Known(lost, n))
             return
 
 

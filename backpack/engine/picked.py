@@ -225,7 +225,7 @@ def written(
         ids = in_brackets(name, ids)
     else:
         own, new, ids = _by_lines(name, dim % x.dim(), own, new, ids)
-        ids = tuple(y.to(x.device) if isinstance(y, Tensor) else y for y in ids)
+        ids = tuple(y.to(x.device) for y in ids)
     found = own.clone(memory_format=torch.contiguous_format)
     if adds:
         new = new.where(new >= 0, own[ids])
@@ -259,20 +259,18 @@ def _by_lines(
         The sample numbers, once where all is the same along an axis, and the places as
         between brackets.
     """
-    scatters = not name.startswith("index")
-    if scatters:
-        new = new[tuple(map(slice, ids.shape))] if new.dim() else new
-        new = new.expand(ids.shape)
-    else:
-        ids = ids.flatten()
-    for axis in range(new.dim()):
-        parts = [own, new, ids][: 2 + scatters]
-        first = (*[slice(None)] * axis, slice(1))
+    if name.startswith("index"):  # whole slices
+        lines, shape = [1] * own.dim(), list(own.shape)
+        lines[dim], shape[dim] = -1, ids.numel()
+        ids = ids.reshape(lines).expand(shape)
+    new = new[tuple(map(slice, ids.shape))] if new.dim() else new
+    parts = [own, new.expand(ids.shape), ids]
+    for axis in range(ids.dim()):
         alike = {(y.size(axis), y.stride(axis)) for y in parts}
         if axis != dim and alike == {(own.size(axis), 0)}:
-            own, new, ids = (*(y[first] for y in parts), ids)[:3]
-    if not scatters:
-        return own, new, (*[slice(None)] * dim, ids)
+            first = (*[slice(None)] * axis, slice(1))
+            parts = [y[first] for y in parts]
+    own, new, ids = parts
     places = list(torch.meshgrid(*map(torch.arange, ids.shape), indexing="ij"))
     places[dim] = ids
     return own, new, tuple(places)

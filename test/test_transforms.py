@@ -173,6 +173,22 @@ OTHERS: Dict[str, Row] = {
     "reverse-over-reverse": of_network(
         lambda m, x: vmap(lambda z: jacrev(jacrev(number(m)))(z).trace())(x)[:, None]
     ),
+    **{  # of what is constant in all but the statistics of one sample, or of none
+        f"jacobian-through-{name}": Row(
+            lambda layer=layer: Lambda(
+                lambda m, x: vmap(jacrev(lambda z: m.f(z[None])[0]))(x)
+                + m.f(x)[:, :1, None],
+                f=nn.Sequential(
+                    *(nn.Linear(D, 6), nn.Tanh(), layer(), nn.Linear(6, 3, bias=False))
+                ),
+            ),
+            randn(D),
+        )
+        for name, layer in {
+            "group-norm": lambda: nn.GroupNorm(2, 6),
+            "statistics": lambda: nn.BatchNorm1d(6, affine=False).eval(),
+        }.items()
+    },
     "tangent": of_network(lambda m, x: sum(jvp(m.f, (x,), (x.cos(),)))),
     "divergence": of_network(
         lambda m, x: vmap(lambda z: jacrev(lambda y: m.f(y) * y)(z).trace())(x)[:, None]

@@ -23,6 +23,7 @@ from backpack.engine.gaps import (
     explain_parents,
     explain_place,
     makes_rows,
+    nodes_behind,
     note_at,
 )
 from backpack.engine.inspection import Inspection
@@ -63,9 +64,10 @@ NOT_WATCHED = (
 )
 WALKS = " Extensions that go from module to module need them in extended modules."
 DERIVATIVE = (
-    "Differentiate a derivative of a network that is linear in pieces, or of "
-    "convolutions, outside of the context: autograd does not say on which inputs it "
-    "depends, where maxima or `where` choose the piece."
+    "Differentiate this derivative of the network outside of the context: autograd "
+    "does not say on which inputs it depends. It does not where maxima or `where` "
+    "choose the piece of a function, nor of a recurrent layer that `torch.func` "
+    "differentiates (`torch.autograd.grad` does)."
 )
 STEP = (
     "What is made of them contains a derivative of the network: take a step that the "
@@ -196,7 +198,8 @@ def _outside(
     """Say which parameters are used where nobody sees it, by what, and the way out."""
     nodes = [x for p in params for x in inspection.outside.get(p, ())]
     by = list(dict.fromkeys(map(graph.name_of, nodes)))[:3]
-    if way is NOT_WATCHED and any("backward" in name for name in by):
+    # of a derivative, or of a use whose result is not in the graph, as there
+    if way is NOT_WATCHED and any("backward" in x or x == "`alias`" for x in by):
         way = DERIVATIVE
     if any(ext.walks_modules for ext in extensions):
         way += WALKS
@@ -207,12 +210,12 @@ def _outside(
 def _behind_uses(uses: Sequence[Use]) -> list[Tensor]:
     """Find parameters of expressions that contain a derivative of the network."""
     constants = [constant for use in uses for constant in use.constants]
-    sources = dict.fromkeys(c.source.node for c in constants if c.source)
+    sources = {tuple(c.source[:2]): c.source for c in constants if c.source}
     found: list[Tensor] = []
-    for source in sources:
-        behind = graph.walk([source], stop=graph.SILENT)
+    for source in sources.values():
+        behind = nodes_behind(source)
         if any(map(graph.has_use, behind)):
-            found += graph.leaves_behind(source)
+            found += graph.leaves_among(behind)
     found = [x for x in found if isinstance(x, Parameter)] or found
     return list({id(x): x for x in found}.values())
 
@@ -304,7 +307,7 @@ def note_unseen(inspection: Inspection, params: list[Tensor]) -> bool:
                 further = [x for x in of_data if x not in seen]
                 seen.update(dict.fromkeys(further))
                 queue += further
-            elif known.placement is not None and not is_noted(node, number):
+            elif not is_noted(node, number):
                 shape = graph.shape_at(edge)
                 for source in graph.parents(node):
                     same = graph.shape_at(source) == shape

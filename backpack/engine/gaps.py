@@ -20,7 +20,7 @@ from backpack.core.operations import Operation, find_operation
 from backpack.engine import graph
 from backpack.engine.functions import BY_STRIDES
 from backpack.engine.placements import MARK, mark_of
-from backpack.engine.probes import Known, Source, probe
+from backpack.engine.probes import Known, Source, leads_to, probe
 from backpack.engine.uses import Constant, Use, edge_of, is_noted
 from backpack.engine.vjp import is_function
 from backpack.utils.hooks import without_hooks
@@ -31,7 +31,8 @@ from backpack.utils.types import tensors_in
 CONSTANT = "backpack.constant"  # where a node keeps that no sample is behind it
 KNOWN = "backpack.known"  # where a node keeps what was found of its outputs
 ASKED = "backpack.asked"  # behind which of its outputs functions were looked for
-_OF_GROUPS = {"NativeGroupNormBackward0"}  # whose mean and deviation are `[N, G]`
+# Nodes whose mean and deviation, about which autograd tells nothing, are `[N, G]`
+_OF_GROUPS = {"NativeGroupNormBackward0"}
 _PASSING = SINKS | {graph.TOGETHER}  # nodes that hand on what comes, one by one
 NESTED = Mixed("what has made a nested tensor (pad it instead)", False)
 INPUT = Known(None, 0)  # where its samples are, who calls the model says
@@ -46,6 +47,10 @@ def _known_at(edge: GradientEdge, x: Tensor | None = None) -> Known | None:
         return Known(NESTED, 1)
     else:
         shape = graph.shape_at(edge)
+    if output_nr and type(node).__name__ in _OF_GROUPS:
+        known = explain_place(GradientEdge(node, 0))
+        first = known and isinstance(known.placement, Layout) and not known.placement[0]
+        return known if first else None
     places = [(node, output_nr)]
     # a layer's output may be a view of its result
     if type(node).__name__ in graph.VIEWS:
@@ -55,9 +60,7 @@ def _known_at(edge: GradientEdge, x: Tensor | None = None) -> Known | None:
             placements, own = owner.placements, owner.output_shapes
             if placements is None:
                 continue
-            if number != wanted:  # autograd tells nothing of statistics alone
-                if type(node).__name__ in _OF_GROUPS and placements[index] == FIRST:
-                    return Known(FIRST, owner.n)
+            if number != wanted:
                 continue
             if own[index] == shape:
                 return Known(placements[index], owner.n)
@@ -280,9 +283,13 @@ def explain_place(edge: GradientEdge) -> Known | None:
     Returns:
         Where they are, ``None`` if nothing there depends on samples.
     """
-    known = _known_at(edge)
-    if known is not None:
-        return known
+    known = _known_at(edge) or _asked(edge)
+    # what has no derivative with respect to samples depends on parameters alone
+    return None if known is None or known.placement is None else known
+
+
+def _asked(edge: GradientEdge) -> Known | None:
+    """Ask derivatives where the samples are at a place in the graph."""
     if type(edge.node).__name__ == graph.HOOKED:  # which are not to be run for this
         node, number = edge.node.next_functions[edge.output_nr]
         return None if node is None else explain_place(GradientEdge(node, number))
@@ -498,6 +505,37 @@ def _is_unmarked(node: Node) -> bool:
     if not graph.is_leaf(node) or graph.GIVEN in node.metadata:
         return False
     return not getattr(node.variable, MARK, None)
+
+
+def nodes_behind(source: GradientEdge) -> list[Node]:
+    """Find the nodes that a constant of a use is computed by.
+
+    A node may take more than this result of it depends on: the gradient of a
+    convolution with respect to its inputs does not depend on these, but the node has
+    that with respect to weights, too.
+
+    Args:
+        source: Where it sits in the graph.
+
+    Returns:
+        The nodes to which its gradient goes.
+    """
+    nodes = list(graph.walk([source.node]))
+    if not any(graph.has_use(x) or _is_data(x) for x in nodes):
+        return nodes
+    queue, seen = [tuple(source[:2])], {tuple(source[:2])}
+    for node, number in queue:  # which grows meanwhile
+        places = graph.parents(node)
+        if graph.is_own(node) and len(places) > 1:
+            places = leads_to(GradientEdge(node, number), places)
+        queue += [x for p in places if (x := tuple(p[:2])) not in seen]
+        seen.update(queue)
+    return list(dict.fromkeys(node for node, _ in queue))
+
+
+def _is_data(node: Node) -> bool:
+    """Tell whether a node stands for a leaf that is data."""
+    return graph.is_leaf(node) and _leaf(node) is not None
 
 
 def _leaf(node: Node) -> Source | None:

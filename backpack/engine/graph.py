@@ -31,7 +31,14 @@ MEETING = "backpack.meeting"  # where a node of the graph keeps that samples hav
 # Nodes that move entries to, or from, where integers say
 _BY_INDEX = BY_VALUE | {"index", "take", "index_put_impl"}
 # Nodes that map entries of the same place, by other names than those of operations
-_POINTWISE = POINTWISE | {"to_copy", "native_dropout", "log_sigmoid", "alias"}
+_POINTWISE = POINTWISE | {
+    "to_copy",
+    "native_dropout",
+    "log_sigmoid",
+    "alias",
+    "prelu_kernel",
+    "rrelu_with_noise",
+}
 VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 # Nodes that return all entries in the same order, where they return as many
 SAME_ORDER = frozenset(
@@ -272,7 +279,18 @@ def leaves_behind(node: Node) -> list[Tensor]:
     Returns:
         The tensors.
     """
-    nodes = list(walk([node]))
+    return leaves_among(list(walk([node])))
+
+
+def leaves_among(nodes: Sequence[Node]) -> list[Tensor]:
+    """List the leaf tensors that some nodes stand for.
+
+    Args:
+        nodes: Nodes of the graph, those of expressions.
+
+    Returns:
+        The tensors.
+    """
     return [x for leaf in nodes if is_leaf(leaf) for x in parts(leaf.variable, nodes)]
 
 

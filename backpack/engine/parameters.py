@@ -24,6 +24,7 @@ from backpack.core.per_sample.outer import Outer
 from backpack.core.per_sample.rows import Rows
 from backpack.core.per_sample.scaled import Scaled
 from backpack.engine import graph
+from backpack.engine.gaps import nodes_behind
 from backpack.engine.repeated import compute_only
 from backpack.engine.saved import SAVED, fetch
 from backpack.engine.user_hooks import SEEN
@@ -505,17 +506,18 @@ def find_groups(uses: Sequence[Use]) -> list[Group]:
     Returns:
         The groups.
     """
-    leaves_of: dict[Node, list[Tensor]] = {}
+    leaves_of: dict[Any, list[Tensor]] = {}
     by_param: dict[int, Group] = {}
     for use in uses:
         for index, constant in enumerate(use.constants):
             if constant.leaf is not None:
                 params = [constant.leaf]
             else:
-                node = constant.source.node
-                if node not in leaves_of:
-                    leaves_of[node] = graph.leaves_behind(node)
-                params = leaves_of[node]
+                place = tuple(constant.source[:2])
+                if place not in leaves_of:
+                    behind = nodes_behind(constant.source)
+                    leaves_of[place] = graph.leaves_among(behind)
+                params = leaves_of[place]
             # those that were frozen after the forward pass get nothing from autograd
             group = _joined([p for p in params if p.requires_grad], by_param)
             if group is not None:

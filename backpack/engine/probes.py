@@ -7,10 +7,12 @@ samples' numbers, at the sources of a second derivative, or at the tensor.
 
 from __future__ import annotations
 
-from contextlib import suppress
+import re
+from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import combinations
 from math import nan
-from typing import Any, NamedTuple, Sequence
+from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence
 
 import torch
 from torch import Tensor
@@ -38,7 +40,7 @@ from backpack.engine.graph import (
 from backpack.engine.repeated import compute_only
 from backpack.engine.saved import OnesForSaved
 from backpack.engine.uses import edge_of
-from backpack.engine.vjp import is_function, pull, structure_only
+from backpack.engine.vjp import is_function, pull
 from backpack.utils.state import state
 from backpack.utils.types import kind
 
@@ -101,8 +103,7 @@ def probe(
     Returns:
         Where samples are in them.
     """
-    pointwise = filter(is_pointwise, nodes)
-    with state().pull(), structure_only(pointwise), compute_only(nodes, True):
+    with state().pull(), structure_only(nodes), compute_only(nodes, True):
         try:
             return _ask(edge, sources, nodes)
         except FloatingPointError as error:
@@ -112,6 +113,56 @@ def probe(
                     found = _ask(edge, sources, nodes)
             met = Mixed(f"{name_of(edge.node)} ({error})", False)
             return met if found is None else found
+
+
+@contextmanager
+def structure_only(
+    nodes: Iterable[Node], keeps: Callable[[Node], bool] = is_pointwise
+) -> Iterator[None]:
+    """Let operations that choose entries hand on whatever arrives, chosen or not.
+
+    With NaN for a cotangent, it does not matter then where derivatives are zero.
+
+    Args:
+        nodes: Nodes of the graph.
+        keeps: Tells whether an operation maps entries of the same place.
+            Default: what is known to.
+
+    Yields:
+        Nothing.
+    """
+    handles: list[Any] = []
+    for node in nodes:
+        if keeps(node):
+            handles.append(node.register_hook(_hand_on))
+        elif maxima := _OF_MAXIMA.match(type(node).__name__):
+            plane = tuple(range(-int(maxima[1]), 0))
+            handles.append(node.register_hook(partial(_hand_on_planes, plane)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# Derivatives of layers that take maxima of windows, and in how many dimensions
+_OF_MAXIMA = re.compile(r"(?:Adaptive|Fractional)?MaxPool(\d)D\w*BackwardBackward")
+
+
+def _hand_on(inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Any:
+    """Replace gradients at a pointwise operation's operands by those at its result."""
+    g, given = outputs[0], [x for x in inputs if x is not None]
+    if g is None or any(x.is_complex() for x in (g, *given)):
+        return None
+    return tuple(x if x is None else g.sum_to_size(x.shape).to(x) for x in inputs)
+
+
+def _hand_on_planes(axes: tuple[int, ...], inputs: tuple, outputs: tuple) -> Any:
+    """Let all that maxima were chosen from have a gradient: any may be the largest."""
+    (g, *_), (at_maxima, at_planes) = outputs, inputs
+    if g is None or at_planes is None:
+        return None
+    return at_maxima, g.sum(axes, keepdim=True).expand_as(at_planes)
 
 
 def _ask(
@@ -141,6 +192,26 @@ def zeros_at(edge: GradientEdge) -> Tensor:
     """
     metadata = edge.node._input_metadata[edge.output_nr]
     return torch.zeros(shape_at(edge), **kind(metadata))
+
+
+def leads_to(edge: GradientEdge, places: list[GradientEdge]) -> list[GradientEdge]:
+    """Ask with respect to which of a node's operands a result has a derivative.
+
+    Args:
+        edge: Where the result sits in the graph.
+        places: Where the operands do.
+
+    Returns:
+        Those of them; all, if that can't be asked any more.
+    """
+    marked = zeros_at(edge).fill_(nan)
+    try:
+        with state().pull(), structure_only([edge.node]):
+            found = pull([edge], places, [marked])
+    except RuntimeError:  # what it needs was freed
+        return places
+    pairs = zip(places, found)
+    return [x for x, g in pairs if g is not None and (g.isnan().any() or not g.numel())]
 
 
 def _regular(
@@ -238,7 +309,7 @@ def _with_zeros(
             return numbers
     behind = {*nodes, *(place.node for place in edges)}
     inner = walk([edge_of(g).node for g, _ in pairs], without=behind)
-    with structure_only(list(filter(keeps_places, inner))):
+    with structure_only(inner, keeps_places):
         found = _entries(cotangent, pairs, n)
     for g, source in pairs:
         own = source.numbers(g.device)

@@ -20,7 +20,9 @@ NOT_RECORDED = (
     "no call of its module was recorded. It was extended after the forward pass; or "
     "that ran inside `disable()` or a transform of `torch.func`, or in a hook of "
     "another backward pass before a context was entered there; or a function took "
-    "the parameter while no extended module was being called. Call `extend` first, "
+    "the parameter while no extended module was being called; or it enters no more "
+    "than a derivative of the model, of which autograd does not say on which inputs it "
+    "depends (`maximum`, `clamp` and `where` choose the piece). Call `extend` first, "
     "then the module itself, and without any of these; or extend a module whose "
     "`forward` calls the transform"
 )

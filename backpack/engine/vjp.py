@@ -3,7 +3,7 @@
 from contextlib import contextmanager
 from functools import partial
 from operator import mul
-from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
 from warnings import catch_warnings, filterwarnings
 
 import torch
@@ -50,34 +50,6 @@ def only_through(node: Optional[Node]) -> Iterator[None]:
 def _drop(number: int, gradients: Tuple[Any, ...]) -> Tuple[Any, ...]:
     """Let a gradient go no further."""
     return tuple(None if i == number else g for i, g in enumerate(gradients))
-
-
-@contextmanager
-def structure_only(nodes: Iterable[Node]) -> Iterator[None]:
-    """Let operations on entries of the same place hand on whatever arrives.
-
-    With NaN for a cotangent, it does not matter then where derivatives are zero.
-
-    Args:
-        nodes: Their nodes.
-
-    Yields:
-        Nothing.
-    """
-    handles = [node.register_hook(_hand_on) for node in nodes]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _hand_on(inputs: Tuple[Any, ...], outputs: Tuple[Any, ...]) -> Any:
-    """Replace gradients at a pointwise operation's operands by those at its result."""
-    g, given = outputs[0], [x for x in inputs if x is not None]
-    if g is None or any(x.is_complex() for x in (g, *given)):
-        return None
-    return tuple(x if x is None else g.sum_to_size(x.shape).to(x) for x in inputs)
 
 
 def batched_vjp(

@@ -523,14 +523,14 @@ def nodes_behind(source: GradientEdge) -> list[Node]:
     nodes = list(graph.walk([source.node]))
     if not any(graph.has_use(x) or _is_data(x) for x in nodes):
         return nodes
-    queue, seen = [tuple(source[:2])], {tuple(source[:2])}
-    for node, number in queue:  # which grows meanwhile
-        places = graph.parents(node)
-        if graph.is_own(node) and len(places) > 1:
-            places = leads_to(GradientEdge(node, number), places)
-        queue += [x for p in places if (x := tuple(p[:2])) not in seen]
-        seen.update(queue)
-    return list(dict.fromkeys(node for node, _ in queue))
+    queue, seen = [source], {source[:2]}
+    for edge in queue:  # which grows meanwhile
+        places = graph.parents(edge.node)
+        if graph.is_own(edge.node) and len(places) > 1:
+            places = leads_to(edge, places)
+        queue += [place for place in places if place[:2] not in seen]
+        seen.update(place[:2] for place in places)
+    return list(dict.fromkeys(edge.node for edge in queue))
 
 
 def _is_data(node: Node) -> bool:

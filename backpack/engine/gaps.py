@@ -19,7 +19,7 @@ from backpack.core.layout import FIRST, Layout, Mixed, Placement, agree, reshape
 from backpack.core.operations import Operation, find_operation
 from backpack.engine import graph
 from backpack.engine.functions import BY_STRIDES
-from backpack.engine.placements import MARK, mark_of
+from backpack.engine.placements import MARK, in_key, mark_of
 from backpack.engine.probes import Known, Source, leads_to, probe
 from backpack.engine.uses import Constant, Use, edge_of, is_noted
 from backpack.engine.vjp import is_function
@@ -343,7 +343,8 @@ def _found_from(
         for x in nodes
     ):
         return first.known
-    key = _structure(sources, nodes, edge)
+    one = _only_sample(sources)
+    key = _structure(sources, nodes, edge, one is not None)
     if key is None or key not in _REMEMBERED:
         # a checkpoint would count ours; what keeps its own result would keep itself
         with saved_tensors_hooks(Tensor.detach, lambda x: x):
@@ -355,7 +356,19 @@ def _found_from(
         if len(_REMEMBERED) > 1000:
             _REMEMBERED.clear()
         _REMEMBERED[key] = placement
-    return Known(_REMEMBERED[key], first.known.n)
+    placement = _REMEMBERED[key]
+    if one is not None and isinstance(placement, Tensor):
+        placement = placement.where(placement < 0, one)
+    return Known(placement, first.known.n)
+
+
+def _only_sample(sources: Sequence[Source]) -> int | None:
+    """Return the number of the only sample that tensors hold, as in a loop over these."""
+    placements = [source.known.placement for source in sources]
+    if not all(isinstance(p, Tensor) and p.numel() == 1 for p in placements):
+        return None
+    first, *others = {in_key(placement)[1] for placement in placements}
+    return None if others or first < 0 else first
 
 
 def _lengths(sources: Sequence[Source], nodes: Sequence[Node]) -> Iterator[int]:
@@ -420,22 +433,37 @@ _REMEMBERED: dict[tuple, Placement] = {}
 # Further operations whose results' entries go where shapes and plain arguments say,
 # although they keep tensors: numbers, and no indices
 _OF_NUMBERS = frozenset(
-    "softmax log_softmax safe_softmax mm bmm addmm baddbmm native_layer_norm "
-    "linalg_vector_norm var logsumexp scaled_dot_product_flash_attention_for_cpu "
-    "scaled_dot_product_flash_attention scaled_dot_product_efficient_attention "
-    "scaled_dot_product_cudnn_attention".split()
+    "softmax log_softmax safe_softmax mm bmm addmm baddbmm mv dot native_layer_norm "
+    "native_group_norm convolution linalg_vector_norm norm var std prod logsumexp "
+    "mse_loss smooth_l1_loss huber_loss binary_cross_entropy mse_loss_backward "
+    "smooth_l1_loss_backward huber_loss_backward binary_cross_entropy_backward "
+    "binary_cross_entropy_with_logits softmax_backward_data log_softmax_backward_data "
+    "native_layer_norm_backward convolution_backward "
+    "scaled_dot_product_flash_attention_for_cpu scaled_dot_product_flash_attention "
+    "scaled_dot_product_efficient_attention scaled_dot_product_cudnn_attention".split()
 )
 
 
 def _structure(
-    sources: Sequence[Source], nodes: Sequence[Node], edge: GradientEdge
+    sources: Sequence[Source], nodes: Sequence[Node], edge: GradientEdge, of_one: bool
 ) -> tuple | None:
-    """Describe a part of the graph, if its shapes and arguments say all."""
+    """Describe a part of the graph, if its shapes and arguments say all.
+
+    Args:
+        sources: What is behind it.
+        nodes: What is between.
+        edge: The part's result.
+        of_one: Whether all that is behind belongs to the same sample, whichever it is.
+
+    Returns:
+        What says all; ``None`` if numbers matter.
+    """
     known: dict[Any, Any] = {node: i for i, node in enumerate(nodes)}
     for i, source in enumerate(sources):
-        if isinstance(source.known.placement, Tensor):
+        if isinstance(source.known.placement, Tensor) and not of_one:
             return None
-        known[source.edge[:2]] = (i, source.known, source.shape)
+        what = None if of_one else source.known
+        known[source.edge[:2]] = (i, what, source.shape)
     parts: list[Any] = [edge.output_nr, graph.shape_at(edge)]
     for node in nodes:
         name, node_type = graph.name_of(node).strip("`_"), type(node)

@@ -156,6 +156,23 @@ def in_key(placement: Placement) -> Any:
     return placement.__dict__.get(_LASTING, FORGET)
 
 
+def _whichever(key: tuple) -> tuple[tuple, int | None]:
+    """Let a key say of which sample alone all operands are no more; and say which."""
+    samples, parts = set(), []
+    for part in key:
+        if type(part) is tuple:  # of a tensor, see `Tracker._look`
+            shape, placement, *more = part
+            if type(placement) is tuple:
+                dim, sample = placement
+                samples.add(sample)
+                part = (shape, dim, *more)
+            elif placement is not None:
+                return key, None
+        parts.append(part)
+    alone = len(samples) == 1 and min(samples) >= 0
+    return tuple(parts), samples.pop() if alone else None
+
+
 def may_be_shared(x: Tensor, key: Pass) -> bool:
     """Tell whether all samples might share what is as long as there are samples.
 
@@ -302,9 +319,21 @@ class Finder:
     def _known(self, key: tuple) -> tuple[list[Placement], list[torch.Size]]:
         """Look up what is remembered: placements, and the shapes that results had."""
         try:
+            if key not in self._remembered:
+                self._recall_another(key)
             return self._remembered.get(key, _NOTHING)
         except TypeError:  # an argument has no hash
             return _NOTHING
+
+    def _recall_another(self, key: tuple) -> None:
+        """Remember for one sample what was found for another, as in a loop over them."""
+        same, sample = _whichever(key)
+        if sample is not None and same in self._remembered:
+            found, shapes = self._remembered[same]
+            known = [
+                p.where(p < 0, sample) if isinstance(p, Tensor) else p for p in found
+            ]
+            self._store(key, known, shapes)
 
     @out_of_sight
     def find(
@@ -465,12 +494,20 @@ class Finder:
         operands = [x for x in key if type(x) is tuple]
         if any(isinstance(placement, Mixed) for _, placement, *_ in operands):
             return
-        if len(self._remembered) >= self._MOST:
-            self._remembered.clear()
         try:
-            self._remembered[key] = found, [out.shape for out in outs]
+            self._store(key, found, [out.shape for out in outs])
         except TypeError:  # an argument has no hash
             return
+        same, sample = _whichever(key)
+        if sample is not None:
+            self._remembered[same] = self._remembered[key]
+
+    def _store(
+        self, key: tuple, found: list[Placement], shapes: list[torch.Size]
+    ) -> None:
+        if len(self._remembered) >= self._MOST:
+            self._remembered.clear()
+        self._remembered[key] = found, shapes
         for placement in found:
             if isinstance(placement, Tensor):  # the next pass will have this very one
                 placement.__dict__.setdefault(_LASTING, object())

@@ -47,6 +47,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from backpack import backpack, disable, extend
 from backpack.distributed import reduce
+from backpack.engine.uses import Use
 from backpack.extensions import (
     HBP,
     KFAC,
@@ -1666,3 +1667,53 @@ def test_redefined_operations(name: str, layer: str) -> None:
         H = (torch.diag_embed(P) - P[:, :, None] * P[:, None]) / 4
         ggn = torch.einsum("nc...,ncd,nd...->...", J, H, J)
         oracle.assert_agrees(p.diag_ggn_exact, ggn, "diag_ggn_exact")
+
+
+class Noted(Tensor):
+    """Tensors that take notes along, as those of images do."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Do what is usual, and take the notes along."""
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(out, cls):
+            notes = [x.notes for x in args if hasattr(x, "notes")]
+            out.notes = notes[0] if notes else None
+        return out
+
+
+class NotedParameter(Noted, nn.Parameter):
+    """A parameter that does."""
+
+
+def note_weights(model: Module) -> Module:
+    """Let layers have such weights."""
+    for layer in model.modules():
+        if "weight" in layer._parameters:
+            layer.weight = NotedParameter(layer.weight.detach())
+    return model
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("noted", ["inputs", "parameters"])
+def test_classes_that_change_nothing(
+    noted: str, layer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What goes through them has the rules, and the factors, that it has without."""
+    first, X = LAYERS[layer]
+    X, y, loss = X.clone(), torch.randint(2, (4,)), extend(nn.CrossEntropyLoss())
+    plain = nn.Sequential(first(), nn.Tanh(), nn.Linear(4, 2)).to(F64)
+    model = note_weights(deepcopy(plain)) if noted == "parameters" else deepcopy(plain)
+    data = X.as_subclass(Noted) if noted == "inputs" else X
+    monkeypatch.delattr(Use, "_generic")
+    for network, x in ((extend(plain), X), (extend(model), data)):
+        value = loss(network(x), y)
+        with backpack(BatchGrad(), BatchL2Grad(), KFLR(weight_sharing="expand")):
+            value.backward()
+    for p, q in zip(plain.parameters(), model.parameters()):
+        oracle.assert_agrees(q.grad_batch, p.grad_batch, "grad_batch")
+        oracle.assert_agrees(q.batch_l2, p.batch_l2, "batch_l2")
+        for factor, expected in zip(q.kflr, p.kflr):
+            oracle.assert_agrees(factor, expected, "kflr")

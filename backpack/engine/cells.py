@@ -21,7 +21,6 @@ from backpack.engine.functions import Request
 from backpack.engine.graph import shape_at, walk
 from backpack.engine.saved import Saved
 from backpack.engine.uses import Constant, Use
-from backpack.utils.types import are_redefined
 
 _CELLS = {torch.rnn_tanh_cell, torch.rnn_relu_cell, torch.gru_cell, torch.lstm_cell}
 _NAMES = "input hx w_ih w_hh b_ih b_hh"
@@ -60,8 +59,6 @@ def note_maps(
     shared = len(set(map(id, parts))) < len(parts)
     apart = not all(agree(p, placement) for _, p in outs)
     if shared or apart or not _is_of_rows(placement):
-        return constants
-    if are_redefined((*data.values(), *parts)):
         return constants
     left = constants
     by_node = {constant.stand_in.node: constant for constant in constants}

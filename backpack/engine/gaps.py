@@ -363,7 +363,7 @@ def _found_from(
 
 
 def _only_sample(sources: Sequence[Source]) -> int | None:
-    """Return the number of the only sample that tensors hold, as in a loop over these."""
+    """Return the number of the only sample that tensors hold, as in a loop."""
     placements = [source.known.placement for source in sources]
     if not all(isinstance(p, Tensor) and p.numel() == 1 for p in placements):
         return None

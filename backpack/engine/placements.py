@@ -326,7 +326,7 @@ class Finder:
             return _NOTHING
 
     def _recall_another(self, key: tuple) -> None:
-        """Remember for one sample what was found for another, as in a loop over them."""
+        """Remember for one sample what was found for another, as in a loop."""
         same, sample = _whichever(key)
         if sample is not None and same in self._remembered:
             found, shapes = self._remembered[same]

@@ -63,8 +63,8 @@ from backpack.engine.vjp import is_function
 from backpack.utils.compiling import is_indivisible, skipped, untraced
 from backpack.utils.hooks import modules_in, parameters_of
 from backpack.utils.types import (
-    are_redefined,
     common_shape,
+    decides,
     handed_on,
     tensors_in,
     version_of,
@@ -151,7 +151,7 @@ class Tracker(LowMode):
                     with self.context:
                         return func(*args, **kwargs)
             return func(*args, **kwargs)
-        if types and not all(issubclass(cls, Tensor) for cls in types):
+        if types and any(map(decides, types)):
             with self:  # to watch what they make of it
                 return handed_on(func, types, args, kwargs)
         request = Request(func, kind, args, kwargs, func)
@@ -184,7 +184,7 @@ class Tracker(LowMode):
                 saved_tensors.note(tensors_in(out), saved)
             return out
         inside = request.opened() if constants and run is func else None
-        if inside is not None and not are_redefined(constants):
+        if inside is not None:
             with self:
                 return inside(*args, **kwargs)
         if len(self.key.inputs) > 1:
@@ -565,9 +565,8 @@ class Tracker(LowMode):
         written_to_base = kind.writes and outs[0] is not args[0]
         if len(outs) == 1 and not written_to_base:
             keys = [pair.key for pair in pairs]
-            if not are_redefined((*args, *kwargs.values())):
-                operation = self._summands.operation(kind.name, args, kwargs, keys)
-                operation = operation or find_operation(func, args, kwargs, keys)
+            operation = self._summands.operation(kind.name, args, kwargs, keys)
+            operation = operation or find_operation(func, args, kwargs, keys)
         if operation is not None and outs[0].is_complex():
             given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
             real = not all(given[key].is_complex() for key in operation.keys)

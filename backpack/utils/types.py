@@ -117,6 +117,20 @@ def are_redefined(values: Iterable[Any]) -> bool:
     return False
 
 
+def decides(cls: type) -> bool:
+    """Tell whether an operand's class says what an operation does.
+
+    Args:
+        cls: The class.
+
+    Returns:
+        Whether it has a ``__torch_function__`` of its own, which has not been asked.
+    """
+    if not issubclass(cls, Tensor):
+        return True
+    return torch._C._is_torch_function_enabled() and _has_own_meaning(cls)
+
+
 def handed_on(func: Callable, types: tuple, args: tuple, kwargs: Dict[str, Any]) -> Any:
     """Let operands' classes decide on an operation, as PyTorch does after all modes.
 

@@ -1993,9 +1993,47 @@ def test_coupled_output(function: Callable) -> None:
     model = extend(Lambda(lambda m, x: m.norm(m.f(x)), f=nn.Linear(3, 3), norm=norm))
     if isinstance(function, nn.Module):
         function = extend(function)
-    value = function(model(torch.rand(4, 3)), torch.rand(4, 3))
-    with pytest.raises(NotImplementedError, match="batch_norm"), backpack(BatchGrad()):
-        value.backward()
+    answers = {BatchGrad: UserWarning, BatchL2Grad: NotImplementedError}
+    for ext, error in answers.items():
+        value = function(model(torch.rand(4, 3)), torch.rand(4, 3))
+        with pytest.raises(error, match="BatchNorm1d.*is in training mode"):
+            with backpack(ext()):
+                value.backward()
+
+
+@pytest.mark.parametrize("quantity", ["BatchGrad", "SumGradSquared"])
+def test_coupled_in_any_model(quantity: str) -> None:
+    """Whoever calls the layers, a model's forward pass or none, is told the same."""
+    layers = [nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)]
+    chain = nn.Sequential(*layers)
+    models = {
+        "chain": chain,
+        "inside": nn.Sequential(deepcopy(chain)),
+        "wrapped": Lambda(lambda m, x: m.f(x), f=deepcopy(chain)),
+        "by-hand": Lambda(
+            lambda m, x: m.c(m.b(m.a(x))), **dict(zip("abc", deepcopy(layers)))
+        ),
+    }
+    x, found = torch.rand(4, 3), {}
+    for name, model in models.items():
+        extend(model)
+        ext = getattr(extensions, quantity)()
+        messages = said(lambda model=model, ext=ext: passed(model, ext, x))
+        told = [m for m in messages if "BatchNorm1d" in m and "training mode" in m]
+        values = [getattr(p, ext.savefield, None) for p in model.parameters()]
+        found[name] = len(told), values
+    number, expected = found["chain"]
+    for name, (told, values) in found.items():
+        assert told == number > 0, name
+        for value, reference in zip(values, expected):  # none in front of a refusal
+            assert (value is None) == (reference is None), name
+            assert value is None or torch.allclose(value, reference), name
+
+
+def passed(model: Module, ext: Any, x: Tensor) -> None:
+    """Run a pass."""
+    with backpack(ext):
+        model(x).square().mean().backward()
 
 
 @pytest.mark.parametrize("ext", [BatchGrad, DiagGGNExact])

@@ -70,11 +70,9 @@ def row_of_call(
     if isinstance(module, nn.RNNBase):
         return (row, known) if _takes_samples(module, args, tracker, known) else None
     if tracker is not None:
-        meet = module.training or getattr(module, "running_mean", None) is None
-        if len(args) != 1 or isinstance(module, _NormBase) and meet:
+        # with autocast, autograd keeps a copy of the input: it may be overwritten
+        if len(args) != 1 or torch._C._is_any_autocast_enabled():
             return None
-        if torch._C._is_any_autocast_enabled():
-            return None  # autograd keeps a copy of the input: it may be overwritten
     placement = known.placement
     if type(placement) is not Layout or placement.axis >= _row_axes(module, x):
         return None

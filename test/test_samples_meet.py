@@ -572,6 +572,46 @@ def two_losses(f: Tensor, number: Optional[int] = None) -> Tensor:
     return torch.stack([F.mse_loss(f, target), F.huber_loss(f.exp(), target)]) / N
 
 
+# How the loss of a group is written, given each sample's output and a mask
+OF_A_GROUP: Dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": lambda f, own: f[own].square().sum(1)[None].mean(),
+    "of-rows": lambda f, own: F.mse_loss(f[own], f[own].detach() - 1),
+    "of-labels": lambda f, own: F.cross_entropy(f[own], torch.arange(N)[own] % 3),
+    "picked": lambda f, own: f.exp().sum(1)[own.nonzero()[:, 0]].mean(),
+    "masked": lambda f, own: f.exp().sum(1).masked_select(own).sum(),
+}
+OF_GROUPS: Dict[str, Callable[[Tensor], Tensor]] = {
+    **{name: OF_LOSSES[name] for name in ("largest", "length", "product")},
+    "spread": lambda losses: losses.var(),
+    "gap": lambda losses: (losses[0] - losses[1]).square(),
+    "soft-maximum": lambda losses: losses.logsumexp(0),
+}
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+@pytest.mark.parametrize("first", [1, 2])
+@pytest.mark.parametrize("part", OF_A_GROUP)
+@pytest.mark.parametrize("name", OF_GROUPS)
+def test_functions_of_groups(name: str, part: str, first: int, inside: bool) -> None:
+    """So may losses of groups, also of a group of which there is a single sample."""
+    model, x = nn.Linear(D, 3, dtype=F64), torch.randn(N, D, dtype=F64)
+    groups = [torch.arange(N) < first, torch.arange(N) >= first]
+
+    def objective(f: Tensor) -> Tensor:
+        return OF_GROUPS[name](
+            torch.stack([OF_A_GROUP[part](f, own) for own in groups])
+        )
+
+    out = model(x).detach().requires_grad_()
+    (at_output,) = torch.autograd.grad(objective(out), out)
+    expected = at_output[:, :, None] * x[:, None]
+    whole = Lambda(lambda m, x: objective(m.f(x)), f=model)
+    extended = extend(whole if inside else model)
+    with backpack(BatchGrad()):
+        (extended(x) if inside else objective(extended(x))).backward()
+    assert_agrees(model.weight.grad_batch, expected, name)
+
+
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 @pytest.mark.parametrize("name", OF_LOSSES)
 def test_functions_of_losses(name: str, inside: bool) -> None:

@@ -461,8 +461,9 @@ def _met_in_tails(inspection: Inspection) -> list[Mixed]:
         placements += [known.placement for known in behind]
         if not any(known.n > 1 for known in behind):
             continue
-        if not (is_sum(node) or graph.is_scalar(node)):
-            known = explain_place(GradientEdge(node, 0))
+        known = None if is_sum(node) else explain_place(GradientEdge(node, 0))
+        picks = known is not None and not isinstance(known.placement, Mixed)
+        if picks or not (is_sum(node) or graph.is_scalar(node)):
             placements.append(None if known is None else known.placement)
         elif _brings_together(node, behind):
             # nobody knows the parts of a function of one's own

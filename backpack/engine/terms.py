@@ -14,7 +14,10 @@ from backpack.engine.graph import (
     MEETING,
     TOGETHER,
     entries_of,
+    is_leaf,
     is_scalar,
+    parents,
+    shape_at,
     walk,
 )
 
@@ -115,21 +118,21 @@ def additive_terms(
             node.next_functions[number : number + 1] if joins else node.next_functions
         )
         edges = [edge for edge in edges if edge[0] is not None]
-        parents = [parent for parent, _ in edges]
-        single = name in _SCALING and len(parents) == 1
+        behind = [parent for parent, _ in edges]
+        single = name in _SCALING and len(behind) == 1
         is_loss = not through_losses and any(e.owner.is_loss for e in entries_of(node))
-        if len(parents) == 1 and name in _OF_ONE_NUMBER:
+        if len(behind) == 1 and name in _OF_ONE_NUMBER:
             single = torch.Size(node._input_metadata[0].shape).numel() == 1
-        if through_losses and of_numbers and parents:
-            many = [x for x in (node, *parents) if not is_scalar(x)]
+        if through_losses and of_numbers and behind:
+            many = [x for x in (node, *behind) if not is_scalar(x)]
             single = single or all(map(_is_of_numbers, many))
-        if through_losses and parents and not single:
-            is_mean = name == "MeanBackward0" and MEETING in parents[0].metadata
+        if through_losses and behind and not single:
+            is_mean = name == "MeanBackward0" and MEETING in behind[0].metadata
             single = is_mean or any(
                 e.owner.is_use and e.owner.adds_up for e in entries_of(node)
             )
         adds = of_numbers or MEETING in node.metadata
-        adds = adds or any(map(is_scalar, (node, *parents)))
+        adds = adds or any(map(is_scalar, (node, *behind)))
         if (name in _ADDITIVE and adds or single or joins) and not is_loss:
             passed.append(node)
             queue.extend(edges)
@@ -148,14 +151,21 @@ def _is_of_numbers(node: Node) -> bool:
         seen.add(node)
         if is_scalar(node):
             known = explain_place(GradientEdge(node, 0))
-            if known is None or isinstance(known.placement, Mixed):
+            met = known is None or isinstance(known.placement, Mixed)
+            if met or _is_of_a_group_of_one(node):
                 continue
             return False  # one sample's
-        parents = [parent for parent, _ in node.next_functions if parent is not None]
-        if not parents or entries_of(node):
+        behind = [edge.node for edge in parents(node)]
+        if not behind or entries_of(node):
             return False
-        queue.extend(parents)
+        queue.extend(behind)
     return True
+
+
+def _is_of_a_group_of_one(node: Node) -> bool:
+    """Tell whether a number is a sum over a group, of which there is one sample."""
+    operands = [x for x in parents(node) if not is_leaf(x.node)]
+    return adds_entries(node) and any(1 in shape_at(edge) for edge in operands)
 
 
 def is_term(node: Node, roots: Sequence[GradientEdge]) -> bool:
@@ -193,9 +203,22 @@ def is_sum(node: Node) -> bool:
     Returns:
         Whether it is so.
     """
+    return adds_entries(node) or type(node).__name__.split("Backward")[0] in (
+        *("Dot", "View", "Squeeze", "Select", "Clone", "Alias", "_Together", "ToCopy"),
+    )
+
+
+def adds_entries(node: Node) -> bool:
+    """Tell whether a node adds up what entries contribute.
+
+    Args:
+        node: Node at which the terms of a loss end.
+
+    Returns:
+        Whether it is so.
+    """
     return type(node).__name__.split("Backward")[0] in (
         *("Sum", "Mean", "NllLoss", "NllLoss2D", "MseLoss", "SmoothL1Loss", "Nansum"),
         *("HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "KlDiv"),
         *("SoftMarginLoss", "MultiMarginLoss", "MultilabelMarginLoss", "CtcLoss"),
-        *("Dot", "View", "Squeeze", "Select", "Clone", "Alias", "_Together", "ToCopy"),
     )

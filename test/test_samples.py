@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from math import inf, prod
-from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import pytest
 import torch
@@ -2409,6 +2409,49 @@ GIVEN_SHARED: Dict[str, Tuple[str, Callable]] = {
     ),
     "positions": ("f", lambda m, x, s: m.f(x) * (s.cumsum(0) + 1)),
 }
+
+
+class Smoothed(Module):
+    """Mixes the positions of each sample by a matrix that all share."""
+
+    def __init__(self) -> None:
+        """Create the layer."""
+        super().__init__()
+        self.o = nn.Linear(D, 3)
+
+    def forward(self, x: Tensor, a: Tensor) -> Tensor:
+        """Mix ``[N, T, D]`` by ``[T, T]``, and map the features."""
+        return self.o(a @ x)
+
+
+class SmoothedBy(Smoothed):
+    """Takes the matrix first."""
+
+    def forward(self, a: Tensor, x: Tensor) -> Tensor:
+        """Do the same."""
+        return super().forward(x, a)
+
+
+# How the model is called; and whether nothing else than samples come first
+SHARED: Dict[str, Tuple[type, Callable, Optional[str]]] = {
+    "second": (Smoothed, lambda m, x, a: m(x, a), None),
+    "by-keywords": (Smoothed, lambda m, x, a: m(x=x, a=a), None),
+    "first": (SmoothedBy, lambda m, x, a: m(a, x), "return them along axis 0"),
+    "keyword-first": (Smoothed, lambda m, x, a: m(a=a, x=x), "a call by keywords"),
+    "keywords-turned": (SmoothedBy, lambda m, x, a: m(x=x, a=a), "a call by keywords"),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_what_samples_share_comes_first(name: str) -> None:
+    """What is not given in front may be shared; what is, is refused where it shows."""
+    kind, call, says = SHARED[name]
+    shared = torch.randn(N + 2, N + 2, dtype=F64)
+    row = Row(kind, randn(N + 2, D), predict=lambda m, X: call(m, *X, shared))
+    if says is None:
+        assert_right(row)
+    else:
+        assert_refused(row, "BatchGrad", says)
 
 
 @pytest.mark.parametrize("axis", ["none", "length-1"])

@@ -217,7 +217,8 @@ def _start(frame: _Frame, args: tuple, kwargs: dict[str, Any]) -> None:
     if found is not None:
         frame.tracker = _THREAD.tracker = Tracker(found.n, found.inputs)
         frame.tracker.owner, frame.tracker.root = frame.call, frame.call.module_ref
-        frame.tracker.note_loss, frame.tracker.longer = _note_function, found.longer
+        frame.tracker.note_loss = _note_function
+        frame.tracker.longer, frame.tracker.beside = found.longer, found.beside
         frame.tracker.__enter__()
 
 

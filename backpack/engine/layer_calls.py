@@ -6,7 +6,9 @@ where its parameters enter: what happens inside is not watched.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import inspect
+from functools import lru_cache
+from typing import Any, Callable, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -85,6 +87,17 @@ ONE_SAMPLE = (
     "like another input (give what all samples share last, or without axes; if there "
     "is one sample, give other inputs a first axis of length 1, too)"
 )
+SHARED_FIRST = (
+    "a forward pass whose result has length {0}, like an input after the first, and "
+    "what the first input holds along another axis (give the input that holds samples "
+    "first, or return them along axis 0)"
+)
+BY_KEYWORD = Mixed(
+    "a call by keywords, of which the first is not the first argument of `forward`, "
+    "and of another length (give the input that holds samples first in both, or by "
+    "position)",
+    False,
+)
 LIST_OF_SAMPLES = (
     "a forward pass on a list of {0} tensors, whose result has length {0} (if each of "
     "them is a sample, give a tensor that has samples on axis 0, padded if need be)"
@@ -99,11 +112,13 @@ class Samples(NamedTuple):
         inputs: Tensors that hold samples, and where.
         longer: Lengths of a result that say that samples are not on axis 0 of the
             first input, and what there is instead.
+        beside: The same of a result that has the first input's along another axis.
     """
 
     n: int
     inputs: list[tuple[Tensor, Placement]]
     longer: dict[int, str]
+    beside: dict[int, str]
 
 
 def find_samples(module: Module, args: tuple, kwargs: dict[str, Any]) -> Samples | None:
@@ -152,6 +167,12 @@ def find_samples(module: Module, args: tuple, kwargs: dict[str, Any]) -> Samples
             inputs.append((x, BESIDE))
         elif id(x) in given:  # for all samples, as the same tensor by itself would be
             note_constants(x)
+    beside: dict[int, str] = {}
+    if raw and not (sizes or axes):
+        if first is not _first_argument(module, args, kwargs, raw):
+            inputs = [(x, BY_KEYWORD) for x in raw]
+        lengths = {len(x) for x in raw} - {1, n, *first.shape}
+        beside = {length: SHARED_FIRST.format(length) for length in lengths}
     longer: dict[int, str] = {}
     if n == 1 and id(first) not in axes:  # or it is a number that all samples share
         for x, k in zip(data, known):
@@ -164,7 +185,36 @@ def find_samples(module: Module, args: tuple, kwargs: dict[str, Any]) -> Samples
             own = {len(y) for y in x if isinstance(y, Tensor) and y.dim()}
             if len(own) > 1 or own == {1}:  # or each tensor is a sample
                 longer[len(x)] = LIST_OF_SAMPLES
-    return Samples(n, inputs, longer)
+    return Samples(n, inputs, longer, beside)
+
+
+@lru_cache(maxsize=256)
+def _names(forward: Callable) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)
+
+
+def _first_argument(
+    module: Module, args: tuple, kwargs: dict[str, Any], raw: list[Tensor]
+) -> Tensor:
+    """Return the input that comes first in a forward pass's arguments.
+
+    Args:
+        module: The module.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        raw: The inputs, in the order of the call.
+
+    Returns:
+        The input; the first of the call, if that is as long.
+    """
+    first, *others = raw
+    if args or len(kwargs) < 2 or all(len(x) == len(first) for x in others):
+        return first
+    names = [name for name in _names(type(module).forward) if name in kwargs]
+    given = {id(x) for x in raw}
+    ordered = tensors_in([kwargs[name] for name in names], depth=2)
+    found = next((x for x in ordered if id(x) in given), first)
+    return first if len(found) == len(first) else found
 
 
 def _place_packed(x: PackedSequence) -> None:

@@ -90,6 +90,7 @@ class Tracker(LowMode):
         note_loss: Called with losses that are functions, their arguments and results.
         longer: Lengths of a result that say that samples are not on axis 0 of the
             first input, and what there is instead.
+        beside: The same of a result that has the first input's along another axis.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class Tracker(LowMode):
         self.root: Callable[[], Any] | None = None
         self.note_loss: Callable = lambda *_: None
         self.longer: dict[int, str] = {}
+        self.beside: dict[int, str] = {}
         self._given: set[int] | None = None  # computed tensors that are parameters
         self._marks: dict[int, Mark] = {}
         for i, (x, placement) in enumerate(inputs):
@@ -452,11 +454,18 @@ class Tracker(LowMode):
             if is_function(x.grad_fn) or mark_of(x) is None:  # nothing was seen
                 self.find_placement(x)
         if met is None or any(self._finder.of(x) is not None for x in outs):
-            lengths = self.longer.keys() & {len(x) for x in outs if x.dim()}
-            if not lengths:
+            found = [(len(x), self._finder.of(x)) for x in outs if x.dim()]
+            says = [self.longer[m].format(m) for m, _ in found if m in self.longer]
+            for m, placement in found:
+                if (
+                    isinstance(placement, Layout)
+                    and placement.axis
+                    and m in self.beside
+                ):
+                    says.append(self.beside[m])
+            if not says:
                 return
-            length = min(lengths)
-            met = Mixed(self.longer[length].format(length), False, None, True)
+            met = Mixed(min(says), False, None, True)
         for x in outs:
             self.place(x, met)
             x.grad_fn.metadata[MEETING] = met

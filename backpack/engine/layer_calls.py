@@ -168,7 +168,7 @@ def find_samples(module: Module, args: tuple, kwargs: dict[str, Any]) -> Samples
         elif id(x) in given:  # for all samples, as the same tensor by itself would be
             note_constants(x)
     beside: dict[int, str] = {}
-    if raw and not (sizes or axes):
+    if raw and not (sizes or axes or nested):
         if first is not _first_argument(module, args, kwargs, raw):
             inputs = [(x, BY_KEYWORD) for x in raw]
         lengths = {len(x) for x in raw} - {1, n, *first.shape}

@@ -128,18 +128,21 @@ def reduce(
         raise ValueError("reduce(...): processes pass different numbers of extensions.")
     for ext, of_extension in zip(extensions, zip(*reports)):
         weights, shares = _weights(of_extension)
+        shard: Any = ext.shard  # each process has one, or there was an error
         holders = _holders(of_extension, parameters)
         outlines = _outlines(ext, parameters, holders, group)
         for param, having in zip(parameters, holders):
             if not having:
                 continue
             value = getattr(param, ext.savefield, None)
-            part = ext.shard.parts.get(param) if ext.shard is not None else None
+            part = shard.parts.get(param)
             piece = Piece(weights[rank], shares[rank], part, gather, group)
             if param in outlines:
                 piece = piece._replace(holders=having)
             if rank not in having:
-                rows = num_selected(of_extension[rank].samples, ext.get_subsampling())
+                # what the pass has seen: a user may count tokens
+                n = count if shard.samples is None else shard.samples
+                rows = num_selected(n, ext.get_subsampling())
                 value, part = nothing(outlines[param], rows, param.device)
                 piece = piece._replace(parts=part, rows=rows)
             with torch.no_grad():

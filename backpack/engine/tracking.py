@@ -457,6 +457,8 @@ class Tracker(LowMode):
                 return
             length = min(lengths)
             met = Mixed(self.longer[length].format(length), False, None, True)
+        else:
+            met = met._replace(is_data=True)
         for x in outs:
             self.place(x, met)
             x.grad_fn.metadata[MEETING] = met

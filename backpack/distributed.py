@@ -141,7 +141,7 @@ def reduce(
                 piece = piece._replace(holders=having)
             if rank not in having:
                 # what the pass has seen: a user may count tokens
-                n = count if shard.samples is None else shard.samples
+                n: Any = count if shard.samples is None else shard.samples
                 rows = num_selected(n, ext.get_subsampling())
                 value, part = nothing(outlines[param], rows, param.device)
                 piece = piece._replace(parts=part, rows=rows)

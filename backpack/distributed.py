@@ -14,7 +14,9 @@ from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
 from backpack.extensions.backprop_extension import BackpropExtension
-from backpack.extensions.shards import Piece
+from backpack.extensions.shards import Piece, nothing, outline, unknown_in
+from backpack.utils.hooks import EXTENDED
+from backpack.utils.subsampling import num_selected
 
 __all__ = ["Piece", "reduce"]
 
@@ -31,9 +33,20 @@ DIFFERENTIABLE = (
     "has results that can be differentiated (create_graph=True), and sums over "
     "processes cannot. Compute them without a graph, or do not reduce them."
 )
-
-
-REDUCED = "_backpack_reduced"  # attribute of a value that was combined
+OTHERS = (
+    "reduce(...): {ext}: processes have different parameters with a value. {names} got "
+    "one in process {has}, none in process {lacks}, which {reason}. Run the same model "
+    "and loss everywhere. A part of the model that the backward pass of a process does "
+    "not reach may differ: its samples count as zeros."
+)
+FROZEN = "has frozen it"
+PASSED_BY = "has reached it all the same: look for a warning there"
+UNKNOWN = (
+    "reduce(...): {ext}: {names} was not reached in every process, and what counts as "
+    "zeros is known for tensors, lists of them, and functions, not for {kind}. Call "
+    "this part of the model everywhere, if only with no rows."
+)
+VALUE, NOT_REACHED = "value", "not reached"
 
 
 class _Report(NamedTuple):
@@ -43,14 +56,15 @@ class _Report(NamedTuple):
         name: The extension's class.
         samples: Number of samples.
         divisors: What each loss divides by; ``None`` for a sum.
-        present: Whether each parameter has a field to combine.
+        states: Of each parameter, that it has a value of this pass, or was not reached;
+            else what speaks against zeros in its place.
         error: What speaks against a reduction.
     """
 
     name: str
     samples: int
     divisors: tuple[float | None, ...]
-    present: tuple[bool, ...]
+    states: tuple[str, ...]
     error: str
 
 
@@ -80,8 +94,12 @@ def reduce(
 
     ``KFRA`` is refused: its recursion multiplies averages over the batch. Sampled
     quantities draw in each process; seed the processes differently, so that their draws
-    are independent. Parameters without a field, or with the one that was combined
-    after an earlier pass, are left alone.
+    are independent.
+
+    Where the backward pass of some processes did not reach a parameter, as that of an
+    expert without tokens, their samples count as zeros, as in a single process.
+    Parameters that it reached nowhere are left alone: they have no field, or the one of
+    an earlier pass.
 
     Args:
         parameters: Parameters with the extensions' fields.
@@ -110,30 +128,40 @@ def reduce(
         raise ValueError("reduce(...): processes pass different numbers of extensions.")
     for ext, of_extension in zip(extensions, zip(*reports)):
         weights, shares = _weights(of_extension)
-        parts = ext.shard.parts if ext.shard is not None else {}
-        for param, has_field in zip(parameters, of_extension[rank].present):
-            if has_field:
-                part = parts.get(param)
-                piece = Piece(weights[rank], shares[rank], part, gather, group)
-                with torch.no_grad():
-                    value = ext.over_shards(getattr(param, ext.savefield), piece)
-                setattr(param, ext.savefield, value)
-                setattr(_first(value), REDUCED, True)
+        shard: Any = ext.shard  # each process has one, or there was an error
+        holders = _holders(of_extension, parameters)
+        outlines = _outlines(ext, parameters, holders, group)
+        for param, having in zip(parameters, holders):
+            if not having:
+                continue
+            value = getattr(param, ext.savefield, None)
+            part = shard.parts.get(param)
+            piece = Piece(weights[rank], shares[rank], part, gather, group)
+            if param in outlines:
+                piece = piece._replace(holders=having)
+            if rank not in having:
+                # what the pass has seen: a user may count tokens
+                n: Any = count if shard.samples is None else shard.samples
+                rows = num_selected(n, ext.get_subsampling())
+                value, part = nothing(outlines[param], rows, param.device)
+                piece = piece._replace(parts=part, rows=rows)
+            with torch.no_grad():
+                setattr(param, ext.savefield, ext.over_shards(value, piece))
         ext.shard = None
 
 
-def _first(value: Any) -> Any:
-    """Return what stands for a value: of a list, its first part."""
-    return value[0] if isinstance(value, list) else value
-
-
-def _is_new(ext: BackpropExtension, param: Tensor) -> bool:
-    """Tell whether a parameter has a value that is of one process alone.
+def _state(ext: BackpropExtension, param: Tensor) -> str:
+    """Tell whether a parameter has a value of this pass; if it has none, why.
 
     A pass that does not reach a parameter leaves it what an earlier one has computed.
     """
-    value = getattr(param, ext.savefield, None)
-    return value is not None and not hasattr(_first(value), REDUCED)
+    if ext.shard is not None and param in ext.shard.saved:
+        if getattr(param, ext.savefield, None) is not None:
+            return VALUE
+    if not param.requires_grad:
+        return FROZEN
+    is_reached = ext.shard is not None and id(param) in ext.shard.reached
+    return PASSED_BY if is_reached else NOT_REACHED
 
 
 def _report(
@@ -141,9 +169,9 @@ def _report(
 ) -> _Report:
     """Collect what the other processes have to know; errors are raised by all."""
     shard = ext.shard
-    present = tuple(_is_new(ext, param) for param in parameters)
+    states = tuple(_state(ext, param) for param in parameters)
     if shard is None:
-        return _Report(type(ext).__name__, 0, (), present, NOT_SEEN)
+        return _Report(type(ext).__name__, 0, (), states, NOT_SEEN)
     samples = shard.samples if count is None else count
     divisors = [None if d is None else float(d) for d in shard.divisors]
     if count is not None:
@@ -152,11 +180,89 @@ def _report(
     error = ""
     if samples is None or not divisors or any(d and isnan(d) for d in divisors):
         error = NO_COUNT
-    fields = [getattr(p, ext.savefield) for p, has in zip(parameters, present) if has]
+    own = [param for param, state in zip(parameters, states) if state == VALUE]
+    fields = [getattr(param, ext.savefield) for param in own]
     tensors = [t for f in fields for t in (f if isinstance(f, list) else [f])]
     if any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
         error = DIFFERENTIABLE
-    return _Report(type(ext).__name__, samples or 0, tuple(divisors), present, error)
+    return _Report(type(ext).__name__, samples or 0, tuple(divisors), states, error)
+
+
+def _holders(
+    reports: tuple[_Report, ...], parameters: list[Tensor]
+) -> list[tuple[int, ...]]:
+    """Tell which processes have a value of each parameter; the others count as zeros.
+
+    Args:
+        reports: What each process tells about one extension.
+        parameters: The parameters.
+
+    Returns:
+        Numbers of the processes, by parameter.
+
+    Raises:
+        ValueError: If another process has none although it has reached a parameter.
+    """
+    by_param = list(zip(*(report.states for report in reports)))
+    holders = [tuple(r for r, s in enumerate(of) if s == VALUE) for of in by_param]
+    differing: dict[tuple[int, int, str], list[Tensor]] = {}
+    for param, having, of_param in zip(parameters, holders, by_param):
+        for rank, state in enumerate(of_param):
+            if having and state not in (VALUE, NOT_REACHED):
+                found = differing.setdefault((having[0], rank, state), [])
+                found.append(param)
+    for (has, lacks, reason), params in differing.items():
+        text = {"names": _names(params), "has": has, "lacks": lacks, "reason": reason}
+        raise ValueError(OTHERS.format(ext=reports[0].name, **text))
+    return holders
+
+
+def _outlines(
+    ext: BackpropExtension,
+    parameters: list[Tensor],
+    holders: list[tuple[int, ...]],
+    group: ProcessGroup | None,
+) -> dict[Tensor, Any]:
+    """Describe the values that some processes lack, see :func:`outline`.
+
+    Args:
+        ext: The extension.
+        parameters: The parameters.
+        holders: The processes that have a value, by parameter.
+        group: The processes.
+
+    Returns:
+        Value, and what is known besides, by parameter that some processes lack.
+
+    Raises:
+        NotImplementedError: If it is not known what stands for nothing.
+    """
+    world, rank = distributed.get_world_size(group), distributed.get_rank(group)
+    partial = [i for i, having in enumerate(holders) if 0 < len(having) < world]
+    if not partial:
+        return {}
+    own, parts = {}, {} if ext.shard is None else ext.shard.parts
+    for i in [i for i in partial if holders[i][0] == rank]:
+        param = parameters[i]
+        own[i] = outline([getattr(param, ext.savefield), parts.get(param)])
+    told: list[Any] = [None] * world
+    distributed.all_gather_object(told, own, group=group)
+    found = {i: x for of_process in told for i, x in of_process.items()}
+    for i in partial:
+        kind = unknown_in(found[i])
+        if kind is not None:
+            names, who = _names([parameters[i]]), type(ext).__name__
+            raise NotImplementedError(UNKNOWN.format(ext=who, names=names, kind=kind))
+    return {parameters[i]: found[i] for i in partial}
+
+
+def _names(params: list[Tensor]) -> str:
+    """Name parameters, each as in the largest extended model that has it."""
+    names: dict[int, str] = {}
+    for root in sorted(EXTENDED, key=lambda m: sum(1 for _ in m.modules())):
+        names.update({id(param): name for name, param in root.named_parameters()})
+    shown = [repr(names.get(id(p), f"one of shape {list(p.shape)}")) for p in params]
+    return ", ".join(shown)
 
 
 def _weights(reports: tuple[_Report, ...]) -> tuple[list[float], list[float]]:
@@ -178,7 +284,7 @@ def _weights(reports: tuple[_Report, ...]) -> tuple[list[float], list[float]]:
             raise ValueError(f"reduce(...): {what} (process {rank})")
     disagreements: dict[str, Any] = {
         "extensions": names,
-        "parameters with a value": [report.present for report in reports],
+        "numbers of parameters": [len(report.states) for report in reports],
         "numbers of losses": [len(report.divisors) for report in reports],
         "reductions of losses": [[d is None for d in r.divisors] for r in reports],
     }

@@ -82,6 +82,46 @@ class Routed(Module):
         return out.index_put(rows, self.layer(x[rows])).sum(1)
 
 
+class Experts(Module):
+    """Parts of which each sample enters one; what no sample enters is not called."""
+
+    def __init__(self, third: Module):
+        """Make them.
+
+        Args:
+            third: What makes ``[*, 3]`` of ``[*, 4]``, besides two layers.
+        """
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3), third])
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Send each sample to the expert that its first number tells."""
+        experts, out = x.flatten(1)[:, 0], x.new_zeros(*x.shape[:-1], 3)
+        for k, expert in enumerate(self.experts):
+            rows = (experts == k).nonzero()[:, 0]
+            if len(rows):
+                out = out.index_add(0, rows, expert(x[rows]))
+        out = self.head(out.tanh())
+        return out if out.dim() == 2 else out.sum(1)
+
+
+class Table(nn.Embedding):
+    """A table in which the first of some numbers is looked up."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Look it up."""
+        return super().forward(x[..., 0].long())
+
+
+def to_experts(*axes: int) -> Tensor:
+    """Make inputs of which one process of three has all for an expert."""
+    x = torch.randn(N, *axes, 4, dtype=F64)
+    first = torch.tensor([0.0, 0, 0, 1, 2, 2], dtype=F64)
+    x[..., 0] = first.reshape(N, *[1] * len(axes))
+    return x
+
+
 class Problem(NamedTuple):
     """A row: a model, its inputs, a loss and targets; quantities that are refused."""
 
@@ -96,10 +136,10 @@ class Problem(NamedTuple):
 class Transposed(Module):
     """A layer with its weight in the order of inputs and outputs."""
 
-    def __init__(self, features: int):
+    def __init__(self, inputs: int, outputs: int):
         """Draw the weight."""
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(features, features))
+        self.weight = nn.Parameter(torch.randn(inputs, outputs))
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply with the weight."""
@@ -174,11 +214,27 @@ PROBLEMS = {
     ),
     # the factor of the input comes first, and is as large as that of the output
     "transposed": Problem(
-        lambda: nn.Sequential(Transposed(4), nn.Linear(4, 3)),
+        lambda: nn.Sequential(Transposed(4, 4), nn.Linear(4, 3)),
         lambda: torch.randn(N, 4, dtype=F64),
         nn.CrossEntropyLoss,
         lambda: torch.tensor([0, 2, 1, 1, 0, 2]),
         refused=("PCHMP",),  # the module is not known to be linear in its parameter
+    ),
+    "experts": Problem(
+        lambda: Experts(Transposed(4, 3)),
+        to_experts,
+        nn.CrossEntropyLoss,
+        lambda: torch.tensor([0, 2, 1, 1, 0, 2]),
+        # which are drawn in the order in which a process reaches parameters
+        refused=(*WALKING, "HBP-None", "HBP-sampled-None", "BatchProjectGrad-drawn"),
+    ),
+    "experts on sequences": Problem(
+        lambda: Experts(Table(4, 3)),
+        lambda: to_experts(2),
+        nn.CrossEntropyLoss,
+        lambda: torch.tensor([0, 2, 1, 1, 0, 2]),
+        sequence=True,
+        refused=(*WALKING, "BatchProjectGrad-drawn", "EKFAC-basis"),
     ),
 }
 FACTORS = {
@@ -291,7 +347,8 @@ def run(
     model = extend(problem.model().to(F64))
     x, y = problem.x()[samples], problem.y()[samples]
     loss = extend(problem.loss(reduction=reduction))
-    with backpack(*extensions):
+    with warnings.catch_warnings(), backpack(*extensions):
+        warnings.filterwarnings("ignore", "No result was computed")  # of experts
         loss(model(x), y).backward()
     return model
 
@@ -560,16 +617,79 @@ def left_out_later(rank: int, world: int) -> Tuple[List[Any], List[Any]]:
     return found[1], found[0]
 
 
-def left_out_by_one(rank: int, samples: slice) -> None:
-    """Reduce twice; in the second pass, one process does not reach a layer."""
+def left_out_by_one(rank: int, world: int) -> Tuple[List[Any], List[Any]]:
+    """Reduce where one process leaves a layer out, which has values of another pass."""
+    parts, found, expected = batches(SPLITS[f"{world}-uneven"]), [], []
+    end = parts[0].stop
+    for make in (SumGradSquared, *(OTHERS[name] for name in WALKING if name in OTHERS)):
+        ext, before, after = make(), make(), make()
+        model, without, both = (extend(Switched()) for _ in range(3))
+        for model.both in (True, rank > 0):
+            pass_through(model, parts[rank], ext)
+        reduce(model.parameters(), [ext], gather=True)
+        found += fields(model, ext)
+        without.both = False
+        pass_through(without, slice(0, end), before)
+        pass_through(both, slice(end, N), after)
+        first, second = fields(without.first, before), fields(both, after)
+        is_batch = make is BatchDiagHessian
+        zeros = [
+            x[:0].new_zeros(end, *x.shape[1:]) if is_batch else 0 * x for x in second
+        ]
+        for x, y in zip((*first, *zeros[len(first) :]), second):
+            expected.append(torch.cat([x, y]) if is_batch else x + y)
+    return found, expected
+
+
+def left_out_by_all(rank: int, world: int) -> Tuple[List[Any], List[Any]]:
+    """Reduce where no process reaches a layer, which has values of another pass."""
+    samples, ext = batches(SPLITS[f"{world}-uneven"])[rank], SumGradSquared()
+    model = extend(Switched())
+    pass_through(model, samples, ext)
+    expected = [x.clone() for x in fields(model.second, ext)]
+    model.both = False
+    pass_through(model, samples, ext)
+    reduce(model.parameters(), [ext])
+    return fields(model.second, ext), expected
+
+
+def factors_of_one(rank: int, samples: slice) -> None:
+    """Reduce what is no tensor, of a layer that one process leaves out."""
+    ext, model = BatchFactors(), extend(Switched())
+    model.both = rank > 0
+    pass_through(model, samples, ext)
+    reduce(model.second.parameters(), [ext])
+
+
+def drawn_in_another_order(rank: int, samples: slice) -> None:
+    """Reduce projections where the first process draws none for a layer."""
+    ext = BatchProjectGrad(2, generator=torch.Generator().manual_seed(3))
+    model = extend(Switched())
+    model.both = rank > 0
+    pass_through(model, samples, ext)
+    reduce(model.parameters(), [ext])
+
+
+def without_a_value(rank: int, samples: slice) -> None:
+    """Reduce where the first process has dropped a value."""
     ext, model = SumGradSquared(), extend(Switched())
-    for model.both in (True, rank > 0):
-        pass_through(model, samples, ext)
-        reduce(model.parameters(), [ext])
+    pass_through(model, samples, ext)
+    if rank == 0:
+        del model.second.bias.sum_grad_squared
+    reduce(model.parameters(), [ext])
+
+
+def one_parameter_more(rank: int, samples: slice) -> None:
+    """Reduce another number of parameters in the first process."""
+    ext, model = SumGradSquared(), extend(Switched())
+    pass_through(model, samples, ext)
+    reduce(list(model.parameters())[rank > 0 :], [ext])
 
 
 TOGETHER = {
     "left out later": left_out_later,
+    "left out by one": left_out_by_one,
+    "left out by all": left_out_by_all,
     "empty tokens": empty_tokens,
     "given twice": given_twice,
     "half": half_without_samples,
@@ -594,8 +714,21 @@ REFUSED = {
         functional(False, BatchGrad()), ValueError, "`reduction`, .*count=.*for a sum"
     ),
     "another term": Refused(another_term, ValueError, "loss divides by"),
-    "parameters": Refused(one_parameter_less, ValueError, "parameters with a value"),
-    "left out by one": Refused(left_out_by_one, ValueError, "parameters with a value"),
+    "parameters": Refused(
+        one_parameter_less,
+        ValueError,
+        "with a value. '0.weight' got one in process 1, none in process 0, .* frozen",
+    ),
+    "no value": Refused(
+        without_a_value, ValueError, "'second.bias' .* none in process 0, .* reached it"
+    ),
+    "number": Refused(one_parameter_more, ValueError, "numbers of parameters"),
+    "factors of one": Refused(
+        factors_of_one, NotImplementedError, "'second.weight'.* for FactoredGradients"
+    ),
+    "other draws": Refused(
+        drawn_in_another_order, ValueError, "BatchProjectGrad.*reached first"
+    ),
     "graph": Refused(with_a_graph, ValueError, "Variance.*create_graph"),
     "extensions": Refused(
         lambda rank, samples: refuse(*[BatchGrad(), Variance()][: rank + 1])(
@@ -650,7 +783,7 @@ ROWS = [  # what a split or a sum means depends on the problem where weights dif
     for split in SPLITS
     for problem in PROBLEMS
     for reduction in ("mean", "sum")
-    if (split, reduction) == ("3-uneven", "mean") or problem == "weighted"
+    if (split, reduction) == ("3-uneven", "mean") or problem in ("weighted", "experts")
 ]
 
 

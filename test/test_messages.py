@@ -876,6 +876,20 @@ SAMPLES: Dict[str, Row] = {
         "input with 24 entries on axis 0 to an output with 8",
         "Rearrange other axes",
     ),
+    **{
+        f"mixed-{name}": Row(
+            lambda mix=mix: run(Layers(lambda m, x, mix=mix: m.b(mix(x))), BatchGrad()),
+            NotImplementedError,
+            "BatchGrad: samples have met",
+            r"in `add` on \[4, 3\] and \[4, 3\]",
+            r"\), or mix them before the model is called: .* are the samples then\.$",
+        )
+        for name, mix in (
+            ("data", lambda x: 0.3 * x + 0.7 * x.flip(0)),
+            ("data-detached", lambda x: (0.3 * x + 0.7 * x.flip(0)).detach()),
+            ("data-by-a-permutation", lambda x: x + x[torch.tensor([2, 0, 3, 1])]),
+        )
+    },
     "parameter-for-a-prediction": Row(
         lambda: run(Layers(lambda m, x: m.b.weight), BatchGrad(), y=Y[:3]),
         NotImplementedError,

@@ -43,12 +43,14 @@ class Mixed(NamedTuple):
         is_known: Whether they have; else, nothing could be found out.
         module: Weak reference to the innermost module in which it was, if there is one.
         is_of_inputs: Whether it is not known which inputs are samples.
+        is_data: Whether that in which they have met has no gradient.
     """
 
     operation: str
     is_known: bool = True
     module: Callable[[], Any] | None = None
     is_of_inputs: bool = False
+    is_data: bool = False
 
 
 Placement = Union[Layout, Tensor, Mixed, None]

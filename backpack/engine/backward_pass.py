@@ -288,6 +288,8 @@ class BackwardPass:
             value: The value.
         """
         setattr(param, ext.savefield, in_type_of(value, param))
+        if ext.shard is not None:
+            ext.shard.saved[param] = True
         self.exempt(ext, [param])
 
     def finish(self) -> None:

@@ -10,10 +10,13 @@ MET = (
     "are not defined for {names}. The batch axis is axis 0 of the model's inputs, and "
     "of each tensor in a list. Let each sample be computed by itself, along other axes "
     "(pad samples that are tensors in a list, or rows that a mask alone keeps apart "
-    "outside of `scaled_dot_product_attention`), detach what only keeps numbers in "
-    "range (`x - x.max().detach()`), or compute this part of the loss in a backward "
-    "pass outside of the context."
+    "outside of `scaled_dot_product_attention`), "
 )
+OTHERWISE = (
+    "detach what only keeps numbers in range (`x - x.max().detach()`), or compute this "
+    "part of the loss in a backward pass outside of the context."
+)
+AS_DATA = "or mix them before the model is called: the mixed rows are the samples then."
 ANOTHER_INPUT = (
     " Here what the first input enters meets another input, as long as that one: if "
     "all samples share it, give it an axis of length 1 in front."
@@ -43,6 +46,7 @@ def refuse(what: str, met: Mixed, names: str) -> None:
     text = (MET if met.is_known else LOST).format(
         what=what, operation=met.operation + where, names=names
     )
-    if met.is_known and met.is_of_inputs:
-        text += ANOTHER_INPUT
+    if met.is_known:
+        text += AS_DATA if met.is_data else OTHERWISE
+        text += ANOTHER_INPUT if met.is_of_inputs else ""
     raise NotImplementedError(text)

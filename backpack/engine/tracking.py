@@ -455,17 +455,14 @@ class Tracker(LowMode):
                 self.find_placement(x)
         if met is None or any(self._finder.of(x) is not None for x in outs):
             found = [(len(x), self._finder.of(x)) for x in outs if x.dim()]
+            moved = {m for m, p in found if isinstance(p, Layout) and p.axis}
             says = [self.longer[m].format(m) for m, _ in found if m in self.longer]
-            for m, placement in found:
-                if (
-                    isinstance(placement, Layout)
-                    and placement.axis
-                    and m in self.beside
-                ):
-                    says.append(self.beside[m])
+            says += [text for m, text in self.beside.items() if m in moved]
             if not says:
                 return
             met = Mixed(min(says), False, None, True)
+        else:
+            met = met._replace(is_data=True)
         for x in outs:
             self.place(x, met)
             x.grad_fn.metadata[MEETING] = met

@@ -15,6 +15,7 @@ from torch import Tensor, distributed
 from torch.nn import Module
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from backpack.core.per_sample.base import Dense, PerSample
 from backpack.core.table import find_loss
 from backpack.engine.turn import Turn
 from backpack.utils.state import state
@@ -34,6 +35,9 @@ class Shard:
         divisors: What each loss divides the sum of its terms by: ``None`` if it does
             not, ``nan`` if that is not known.
         parts: What is needed besides a parameter's field, by parameter.
+        saved: The parameters whose values are of this pass: others may have those of
+            an earlier one.
+        reached: Identities of the leaf tensors that the pass reaches.
     """
 
     def __init__(self, backward_pass: Any):
@@ -46,6 +50,10 @@ class Shard:
         self.samples: int | None = None
         self.divisors: list[float | Tensor | None] = [nan] * len(backward_pass.terms)
         self.parts: MutableMapping[Tensor, Any] = WeakTensorKeyDictionary()
+        self.saved: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
+        self.reached = set(map(id, backward_pass.inspection.reached))
+        for group in backward_pass.groups:
+            self.reached.update(map(id, group.params))
 
     def meet(self, turn: Turn) -> None:
         """Note what a loss tells.
@@ -55,6 +63,17 @@ class Shard:
         """
         self.divisors.append(_divisor(turn.module))
         self.samples = self.samples or turn.call.n
+
+    def move(self, param: Tensor, other: Tensor) -> None:
+        """Note that a parameter's value was moved.
+
+        Args:
+            param: The parameter that had it.
+            other: The one that has it now.
+        """
+        for of_param in (self.parts, self.saved):
+            if param in of_param:
+                of_param[other] = of_param.pop(param)
 
     def __reduce__(self) -> tuple:
         """Leave nothing in a copy: what is remembered is about this process."""
@@ -71,6 +90,10 @@ class Piece(NamedTuple):
         parts: What the extension has kept besides the field, for this parameter.
         gathers: Whether values of single samples are collected from all processes.
         group: The processes.
+        holders: The processes whose backward pass has reached the parameter; empty for
+            all. The value of another one consists of zeros.
+        rows: Number of samples that are zeros in this process; ``None`` if it is one
+            of these.
     """
 
     weight: float
@@ -78,6 +101,8 @@ class Piece(NamedTuple):
     parts: Any
     gathers: bool
     group: Any
+    holders: tuple[int, ...] = ()
+    rows: int | None = None
 
     def required_parts(self, ext: Any) -> Any:
         """Return what the extension has kept besides the field.
@@ -115,6 +140,19 @@ class Piece(NamedTuple):
         distributed.all_reduce(total, group=self.group)
         return as_type(total, value.dtype)
 
+    def of_one(self, value: Tensor) -> Tensor:
+        """Give all processes the tensor of one that the backward pass has reached.
+
+        Args:
+            value: Tensor of the same shape ``[*]`` in every process.
+
+        Returns:
+            That of the first of them.
+        """
+        first, *_ = self.holders or (0,)
+        is_first = distributed.get_rank(self.group) == first
+        return self.sum(value, float(is_first))
+
     def largest(self, number: int, device: torch.device) -> int:
         """Find the largest number of any process.
 
@@ -140,7 +178,7 @@ class Piece(NamedTuple):
         Returns:
             The same for this process' samples, or for all processes' in their order.
         """
-        scaled = as_type(_scaled(value, factor), value.dtype)
+        scaled = as_type(_scaled(self._of_own(value, dim), factor), value.dtype)
         return self.gather(scaled, dim) if self.gathers else scaled
 
     def gather(self, value: Tensor, dim: int = 0) -> Tensor:
@@ -156,6 +194,7 @@ class Piece(NamedTuple):
         Raises:
             ValueError: If the shapes differ in other axes.
         """
+        value = self._of_own(value, dim)
         shapes = self._shapes(value)
         sizes = [shape[dim] if dim < len(shape) else 0 for shape in shapes]
         rest = [shape[:dim] + shape[dim + 1 :] for shape in shapes]
@@ -176,6 +215,12 @@ class Piece(NamedTuple):
         pieces = [piece[:size] for piece, size in zip(pieces, sizes)]
         return torch.cat(pieces).movedim(0, dim)
 
+    def _of_own(self, value: Tensor, dim: int) -> Tensor:
+        """Let zeros in place of another process' samples stand for the own ones."""
+        if self.rows is None:
+            return value
+        return value.new_zeros(*value.shape[:dim], self.rows, *value.shape[dim + 1 :])
+
     def _shapes(self, value: Tensor) -> list[tuple[int, ...]]:
         """Tell the shapes of all processes' tensors."""
         own = torch.zeros(1 + _MOST_AXES, dtype=torch.int64)
@@ -185,6 +230,79 @@ class Piece(NamedTuple):
         found = [torch.empty_like(own) for _ in range(world)]
         distributed.all_gather(found, own, group=self.group)
         return [tuple(x[1 : 1 + x[0]]) for x in torch.stack(found).tolist()]
+
+
+class Outline(NamedTuple):
+    """What a process tells of a value to those that have none.
+
+    Attributes:
+        kind: ``"tensor"``, ``"samples"`` for products, ``"function"`` for a linear one,
+            or the name of a class that is none of these.
+        shape: Shape, for products that of the parameter.
+        dtype: Type of the numbers.
+    """
+
+    kind: str
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+
+
+def outline(value: Any) -> Any:
+    """Describe a value.
+
+    Args:
+        value: The value, or what is known besides.
+
+    Returns:
+        An :class:`Outline`, lists of them for lists; what is no tensor, as it is.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [outline(x) for x in value]
+    if isinstance(value, PerSample):
+        return Outline("samples", tuple(value.shape), value.dtype)
+    if isinstance(value, Tensor):
+        return Outline("tensor", tuple(value.shape), value.dtype)
+    return Outline("function" if callable(value) else type(value).__name__)
+
+
+def nothing(like: Any, rows: int, device: torch.device) -> Any:
+    """Make what stands for a value where the backward pass did not reach a parameter.
+
+    Args:
+        like: What :func:`outline` says of the value of another process.
+        rows: Number of samples.
+        device: Where it is.
+
+    Returns:
+        Zeros in the same form.
+    """
+    if not isinstance(like, Outline):
+        if isinstance(like, list):
+            return [nothing(x, rows, device) for x in like]
+        return like
+    if like.kind == "function":
+        return torch.zeros_like
+    if like.kind == "samples":
+        zeros = torch.zeros(1, rows, *like.shape, dtype=like.dtype, device=device)
+        return Dense(zeros, torch.Size(like.shape))
+    return torch.zeros(like.shape, dtype=like.dtype, device=device)
+
+
+def unknown_in(like: Any) -> str | None:
+    """Find a value for which :func:`nothing` has no zeros.
+
+    Args:
+        like: What :func:`outline` says.
+
+    Returns:
+        The name of its class; ``None`` if there is none.
+    """
+    if isinstance(like, Outline):
+        return None if like.kind in ("tensor", "samples", "function") else like.kind
+    found = map(unknown_in, like if isinstance(like, list) else ())
+    return next((kind for kind in found if kind is not None), None)
 
 
 def _scaled(value: Tensor, factor: float) -> Tensor:

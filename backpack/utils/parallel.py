@@ -372,6 +372,6 @@ def move_to_shards(
                 value = vars(param).pop(ext.savefield)
                 if shard.requires_grad:  # a part of a flat parameter always does
                     setattr(shard, ext.savefield, value)
-                    if ext.shard is not None and param in ext.shard.parts:
-                        ext.shard.parts[shard] = ext.shard.parts.pop(param)
+                    if ext.shard is not None:
+                        ext.shard.move(param, shard)
                     yield ext, shard

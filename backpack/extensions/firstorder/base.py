@@ -145,6 +145,18 @@ class GradientReduction(FirstOrderBackpropExtension):
         """
         return None
 
+    def parts_for(self, param: Tensor, gradients: PerSample) -> Any:
+        """Return what has to be known of a shard, of a parameter that is known.
+
+        Args:
+            param: The parameter.
+            gradients: Its individual gradients.
+
+        Returns:
+            What ``over_shards`` needs.
+        """
+        return self.parts(gradients)
+
     def compute(self, turn: Any) -> None:
         """Reduce the individual gradients of parameters.
 
@@ -157,7 +169,7 @@ class GradientReduction(FirstOrderBackpropExtension):
             turn.save(self, param, self.reduce_for(param, gradients))
             if shard is not None:
                 shard.samples = gradients.batch_size
-                shard.parts[param] = self.parts(gradients)
+                shard.parts[param] = self.parts_for(param, gradients)
 
     def compute_by_hand(self, turn: Turn) -> None:
         """Reduce the individual gradients of a module's own parameters.

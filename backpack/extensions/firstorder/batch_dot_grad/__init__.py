@@ -73,6 +73,9 @@ class BatchDotGrad(GradientReduction):
     def over_shards(self, value: Tensor, piece: Piece) -> Tensor:  # noqa: D102
         if self._other is not None:
             return piece.local(value, piece.weight)
-        factors = piece.required_parts(self).gathered(piece.gather)
+        own = piece.required_parts(self)
+        if piece.holders:  # zeros have no factors
+            own = Dense(own.individual(), own.shape)
+        factors = own.gathered(piece.gather)
         weight = piece.gather(value.new_full((len(value),), piece.weight))
         return as_type(factors.dots() * weight.outer(weight), value.dtype)

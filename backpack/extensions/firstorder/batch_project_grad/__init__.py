@@ -35,7 +35,8 @@ OTHER_SHAPES = (
 )
 OTHER_MATRICES = (
     "BatchProjectGrad: processes have drawn different projections. Pass matrices, or a "
-    "generator with the same seed in each process."
+    "generator with the same seed in each process, where the same parameters are "
+    "reached first."
 )
 
 
@@ -148,10 +149,26 @@ class BatchProjectGrad(GradientReduction):
         matrices = [m.to(param.device, dtype) for m in self.matrices(param)]
         return projected(self.select(gradients), matrices).individual()[0]
 
+    def parts_for(self, param: Tensor, gradients: PerSample) -> Any:
+        """Return what tells apart projections that were drawn.
+
+        Args:
+            param: The parameter.
+            gradients: Its individual gradients.
+
+        Returns:
+            A number for each matrix; ``None`` if matrices were given.
+        """
+        if isinstance(self._projection, Mapping):
+            return None
+        return torch.stack([m.double().sum() for m in self.matrices(param)])
+
     def over_shards(self, value: Tensor, piece: Piece) -> Tensor:  # noqa: D102
         if not isinstance(self._projection, Mapping):
-            seed = None if self._generator is None else self._generator.initial_seed()
-            seeds = piece.gather(torch.tensor([-1 if seed is None else seed]))
-            if seed is None or len(seeds.unique()) > 1:
+            # who has passed by a parameter has drawn other matrices for the next ones
+            own = piece.required_parts(self)
+            differs = not own.equal(piece.of_one(own)) and piece.rows is None
+            is_other = own.new_tensor(float(differs or self._generator is None))
+            if piece.sum(is_other, 1.0) > 0:  # in any process
                 raise ValueError(OTHER_MATRICES)
         return piece.local(value, piece.weight)

@@ -205,7 +205,10 @@ class EKFAC(KroneckerFactors):
         """
         if self._basis is None:
             raise NotImplementedError(NO_BASIS)
-        return [*value[:-1], piece.sum(value[-1], piece.weight)]
+        vectors = value[:-1]
+        if piece.holders:
+            vectors = [piece.of_one(x) for x in vectors]
+        return [*vectors, piece.sum(value[-1], piece.weight)]
 
 
 def eigenvectors(factor: Tensor) -> Tensor:

@@ -135,8 +135,8 @@ def sources_of(node: Node) -> List[Node]:
         Its inputs, but for those of which it takes shape or type only.
     """
     if node.op in OPERATION and node.args:
-        first, name = node.args[0], operation(node)
-        if name in LIKE and isinstance(first, Node):
+        first: Any = node.args[0]
+        if operation(node) in LIKE and isinstance(first, Node):
             return [first]
         if is_index(node) and first.op in OPERATION:
             if operation(first) == "broadcast_tensors":

@@ -139,7 +139,7 @@ def _makes_complex(node: Node) -> bool:
     """Tell whether a function or method makes complex numbers, also of real ones."""
     if node.op not in ("call_function", "call_method"):
         return False
-    name = getattr(node.target, "__name__", node.target)
+    name = str(getattr(node.target, "__name__", node.target))
     values = tree_leaves((node.args, node.kwargs))
     return (
         name.startswith("fft_")

@@ -1246,6 +1246,7 @@ SPELLINGS = {
         lambda x: x.view(x.shape[0], -1),
         lambda x: x.view(x.size(0), -1),
         lambda x: x.reshape(x.size()[0], -1),
+        lambda x: x.reshape(len(x), -1),
         lambda x: x.reshape((x.shape[0], -1)),
         lambda x: torch.reshape(x, (x.shape[0], -1)),
     ],
@@ -1307,6 +1308,8 @@ SPELLINGS = {
         lambda x: x.view(-1, 2),
         lambda x: x.view(x.size(1), -1),
         lambda x: x.reshape(x.stride()[0], -1),
+        lambda x: x.sum(1).reshape(len(x), len(x[0]), len(x.shape) - 2),
+        lambda x: x.chunk(2)[0] * len(x.chunk(2)),
         lambda x: x.transpose(0, 1).reshape(x.shape[0], -1),
         lambda x: torch.mul(x, 0.3, out=None),
         lambda x: x.sin().zero_() + x,
@@ -1544,7 +1547,6 @@ SUMS = {
     "minus-reversed": (lambda a, b: b - a, ONE, (3,)),
     "torch.sub": (lambda a, b: torch.sub(input=a, other=b, alpha=2), (3,), ONE),
     "rsub": (lambda a, b: torch.rsub(a, other=b), (3,), ONE),
-    "expand_as": (lambda a, b: b + a.expand_as(b), ONE, (3,)),
 }
 PRODUCTS = {
     "column * matrix": (lambda a, b: a * b, ONE, (3,)),
@@ -1581,6 +1583,21 @@ def test_broadcast(function, shape_a, shape_b):
     check_quantities(model, x)
     with pytest.raises(NotImplementedError, match="KFRA.*KFLR"):
         run(convert(model), x, torch.randn(N, 3, dtype=x.dtype), KFRA())
+
+
+def test_kfra_of_a_shape():
+    """What an operation takes for its shape alone is no input of it."""
+    torch.manual_seed(0)
+    written = (lambda a, b: b + a.expand_as(b), lambda a, b: b + a.expand(-1, 3))
+    model, other = (TwoWays(function, ONE, (3,)).double() for function in written)
+    other.load_state_dict(model.state_dict())
+    x = torch.randn(N, 2, dtype=torch.float64)
+    check_quantities(model, x)
+    y = torch.randn(N, 3, dtype=x.dtype)
+    (values, _), (expected, _) = (run(convert(m), x, y, KFRA()) for m in (model, other))
+    for name, factors in expected.items():
+        for factor, got in zip(factors, values[name]):
+            assert_agrees(got, factor, name)
 
 
 def positive_curvature(model, x, y):
@@ -1646,6 +1663,14 @@ def used_twice(w, b):
     return b * w + w
 
 
+def rows_of(w, b):
+    return w.expand(b.shape[0], -1)
+
+
+def order(b):
+    return b.detach().argsort(1)
+
+
 # Function of a parameter and a layer's output, the parameter's shape, and whether the
 # function uses the parameter once
 WITH_PARAMETER = {
@@ -1662,6 +1687,45 @@ WITH_PARAMETER = {
     "divided": (lambda w, b: b / (1.0 + w**2), (3,), True),
     "expression": (lambda w, b: b * w.softmax(0) + 1.0, (3,), True),
     "joint expression": (lambda w, b: b * (w / w.norm()), (3,), True),
+    "expand_as": (lambda w, b: b + w.expand_as(b), (3,), True),
+    "expand_as-expression": (lambda w, b: b + w.expand_as(b).tanh(), (3,), True),
+    "expand_as-keyword": (lambda w, b: b * w.expand_as(other=b) * 2, (3,), True),
+    "reshape_as": (lambda w, b: b * w.exp().reshape_as(b[0]).sin(), (1, 3), True),
+    "view_as": (lambda w, b: b * w.view_as(b[0]), (1, 3), True),
+    "type_as": (lambda w, b: b * w.type_as(b), (3,), True),
+    "to": (lambda w, b: b * w.to(b), (3,), True),
+    "broadcast_tensors": (
+        lambda w, b: b + torch.broadcast_tensors(b, w)[1],
+        (3,),
+        True,
+    ),
+    "len": (lambda w, b: b + w.expand(len(b), -1).sin(), (3,), True),
+    "broadcast_tensors-of-constants": (
+        lambda w, b: b * torch.broadcast_tensors(w, torch.ones(2, 3))[0][1],
+        (3,),
+        True,
+    ),
+    "take_along_dim": (
+        lambda w, b: b + torch.take_along_dim(rows_of(w, b), order(b), 1),
+        (3,),
+        True,
+    ),
+    "gather": (lambda w, b: b + rows_of(w, b).gather(1, order(b)).exp(), (3,), True),
+    "masked_fill": (
+        lambda w, b: b + rows_of(w, b).masked_fill(b > 0, 0.0).sin(),
+        (3,),
+        True,
+    ),
+    "where": (
+        lambda w, b: b + torch.where(b > 0, rows_of(w, b), torch.ones(())),
+        (3,),
+        True,
+    ),
+    "scatter": (
+        lambda w, b: b + torch.zeros_like(b).scatter(1, order(b), rows_of(w, b)),
+        (3,),
+        True,
+    ),
     "twice": (used_twice, (3,), False),
     "twice-number": (used_twice, (), False),
 }
@@ -1859,6 +1923,17 @@ class WithMethod(nn.Module):
 
     def forward(self, x):
         return self.head(self.features(x)) * self.scale().clone()
+
+
+class Spectrum(nn.Module):
+    """Computes with complex numbers."""
+
+    def __init__(self, function=lambda h: torch.fft.fft(h).real):
+        super().__init__()
+        self.function = function
+
+    def forward(self, h):
+        return self.function(h)
 
 
 class HalfTrained(nn.Module):
@@ -2126,6 +2201,40 @@ def check_same_outputs(model, converted, x):
         results.append([output, *(p.grad for p in model.parameters())])
     for expected, got in zip(*results):
         assert expected is got is None or torch.equal(expected, got)
+
+
+COMPLEX = {
+    "fft": lambda h: torch.fft.fft(h).real,
+    "rfft-irfft": lambda h: torch.fft.irfft(torch.fft.rfft(h) * 2, n=4),
+    "view_as_complex": lambda h: torch.view_as_complex(h.view(-1, 2, 2)).abs().exp(),
+    "polar": lambda h: torch.view_as_real(torch.polar(h, h)).flatten(1),
+    "complex": lambda h: torch.complex(h, h.sin()).square().imag,
+    "type": lambda h: h.to(torch.complex128).exp().real,
+    "method": lambda h: (h.cdouble() + 1).log().real,
+    "number": lambda h: (1j * h).exp().real,
+}
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+def test_complex_numbers_inside(name):
+    """A function that leads through complex numbers stays whole, and has a rule."""
+    torch.manual_seed(0)
+    part, x = Spectrum(COMPLEX[name]), torch.randn(N, 4).double()
+    first = nn.Linear(4, 4).double()
+    last = nn.Linear(part(first(x)).shape[1], 3).double()
+    model = nn.Sequential(first, nn.Sequential(part, nn.Tanh()), last)
+    converted = convert_module_to_backpack(model, debug=False)
+    assert part in converted.modules()
+    check_same(model, converted, x)
+    check_quantities(model, x)
+
+
+def test_complex_numbers_between_layers():
+    """A submodule with layers is opened, also where there are complex numbers in it."""
+    layers = {"first": nn.Linear(4, 4), "last": nn.Linear(4, 3)}
+    part = Lambda(lambda self, x: self.last(torch.fft.fft(x).real + x), **layers)
+    converted = convert_module_to_backpack(nn.Sequential(part), debug=False)
+    assert part not in converted.modules()
 
 
 def test_autocast_inside_with_quantities():

@@ -254,6 +254,24 @@ class Layers(Module):
         return self.function(self, *inputs)
 
 
+class OfOne(Layers):
+    """The same of one input, which the converter can open."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Call the function."""
+        return self.function(self, x)
+
+
+def through_complex(m: Layers, x: Tensor) -> Tensor:
+    """Compute with complex numbers between two layers."""
+    return m.b(torch.fft.fft(m.a(x)).real)
+
+
+def inputs_through_complex(m: Layers, x: Tensor) -> Tensor:
+    """Compute with complex numbers in front of all layers, of a parameter."""
+    return m.a((torch.fft.fft(x) * m.b.bias).abs())
+
+
 class NoisyScale(Module):
     """Draws random numbers, and has a parameter."""
 
@@ -1243,6 +1261,31 @@ WALKS: Dict[str, Row] = {
             r"extend\(model, use_converter=True\)",
         )
         for ext in (KFRA, DiagHessian, HMP, PCHMP)
+    },
+    **{
+        f"complex-{ext.__name__}-{how}": Row(
+            lambda ext=ext, how=how: run(
+                extend(OfOne(through_complex), use_converter=how == "converted"), ext()
+            ),
+            NotImplementedError,
+            rf"{ext.__name__} \(field '{ext().savefield}'\).*from Linear.*'a' of ",
+            "by way of complex ones",
+            "Let one module of your own.*leave `use_converter` out",
+        )
+        for ext in (KFRA, DiagHessian, HMP, PCHMP)
+        for how in ("converted", "as-it-is")
+    },
+    **{
+        f"complex-inputs-{ext.__name__}": Row(
+            lambda ext=ext: run(
+                extend(OfOne(inputs_through_complex), use_converter=True), ext()
+            ),
+            UserWarning,
+            rf"- b.bias: .* {ext.__name__}",
+            "it is used with complex numbers",
+            "Let one module of your own.*leave `use_converter` out",
+        )
+        for ext in (KFRA, DiagHessian, HMP)
     },
     "called-twice": Row(
         lambda: run(Layers(lambda m, x: m.a(m.tanh(m.a(x)))), DiagHessian()),

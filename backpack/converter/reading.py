@@ -1,7 +1,7 @@
 """Questions to a traced graph: what a node does, and what its value depends on."""
 
 import operator
-from typing import Any, Callable, Dict, Set, Union
+from typing import Any, Callable, Dict, List, Set, Union
 
 import torch
 from torch.fx import GraphModule, Node
@@ -20,6 +20,8 @@ Target = Union[str, Callable]
 SIZE_ATTRIBUTES = ("shape", "ndim", "dtype", "device", "layout", "is_cuda")
 SIZE_METHODS = ("size", "dim", "ndimension", "numel", "nelement", "stride")
 SIZE_MODULES = ("_operator", "builtins", "math")
+# Functions that take other tensors than the first one for their shape or type only
+LIKE = frozenset("to type_as expand_as view_as reshape_as".split())
 # Functions that check something and return nothing
 CHECKS = (keep, require_default, torch._assert)
 
@@ -30,7 +32,7 @@ VIEW_NAMES = {
     *("squeeze", "unsqueeze", "expand", "expand_as", "broadcast_to", "narrow"),
     *("select", "chunk", "split", "tensor_split", "unbind", "unfold", "diagonal"),
     *("getitem", "detach", "data", "contiguous", "to", "type_as", "float", "double"),
-    *("half", "rearrange", "real", "imag"),
+    *("half", "rearrange", "real", "imag", "broadcast_tensors"),
 }
 TUPLE_MODULES = (RNN, LSTM, GRU, MultiheadAttention)
 # Packages whose layers keep the size of axis 0
@@ -102,7 +104,7 @@ def find_kinds(graph_module: Any) -> Dict[Node, str]:
     """
     kinds: Dict[Node, str] = {}
     for node in graph_module.graph.nodes:
-        sources = {kinds[source] for source in node.all_input_nodes}
+        sources = {kinds[source] for source in sources_of(node)}
         kinds[node] = "tensor"
         if node.op == "get_attr":
             kinds[node] = "constant"
@@ -111,7 +113,7 @@ def find_kinds(graph_module: Any) -> Dict[Node, str]:
         elif node.op not in OPERATION:
             continue
         elif (
-            node.target in CHECKS
+            node.target in (len, *CHECKS)
             or (node.target is getattr and node.args[1] in SIZE_ATTRIBUTES)
             or (node.op == "call_method" and node.target in SIZE_METHODS)
         ):
@@ -121,6 +123,25 @@ def find_kinds(graph_module: Any) -> Dict[Node, str]:
             of_sizes = sources == {"size"} and package in SIZE_MODULES
             kinds[node] = "size" if of_sizes else "constant"
     return kinds
+
+
+def sources_of(node: Node) -> List[Node]:
+    """List the nodes that a node's values come from.
+
+    Args:
+        node: The node.
+
+    Returns:
+        Its inputs, but for those of which it takes shape or type only.
+    """
+    if node.op in OPERATION and node.args:
+        first: Any = node.args[0]
+        if operation(node) in LIKE and isinstance(first, Node):
+            return [first]
+        if is_index(node) and first.op in OPERATION:
+            if operation(first) == "broadcast_tensors":
+                return [first.args[node.args[1]]]
+    return node.all_input_nodes
 
 
 def consists_of_modules(module: Module) -> bool:
@@ -175,7 +196,7 @@ def is_batch_size(node: Any, of: Node) -> bool:
         if (source.target, *source.args[1:]) not in whole:
             return False
         source = source.args[0]
-    elif (node.target, *node.args[1:]) != ("size", 0):
+    elif (node.target, *node.args[1:]) not in (("size", 0), (len,)):
         return False
     while of is not source:
         module = called(of)

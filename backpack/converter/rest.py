@@ -66,7 +66,7 @@ def _folds(node: Node, kinds: Dict[Node, str]) -> bool:
 
     Returns:
         ``True`` for sizes, for what is made of parameters, and for what only serves to
-        take elements from.
+        take elements from, or its shape.
     """
     if node.op not in reading.OPERATION:
         return False
@@ -77,7 +77,10 @@ def _folds(node: Node, kinds: Dict[Node, str]) -> bool:
         # one, such that its parameters take no part in the operations that use it.
         detaches = reading.operation(node) in ("detach", "data")
         return not detaches and _is_repeatable(node)
-    cheap = len(node.users) == 1 or reading.operation(node) in reading.VIEW_NAMES
+    is_view = reading.operation(node) in reading.VIEW_NAMES
+    if is_view and not any(node in reading.sources_of(user) for user in node.users):
+        return True
+    cheap = len(node.users) == 1 or is_view
     return cheap and all(reading.is_index(user) for user in node.users)
 
 

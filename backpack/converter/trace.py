@@ -25,6 +25,7 @@ from backpack.converter.tracer import (
     Untraceable,
     is_instance,
     keep,
+    length,
 )
 from backpack.utils.errors import warn_user
 
@@ -77,6 +78,7 @@ def _recording_functions(tracer: Tracer) -> Iterator[None]:
             record = _recording(tracer, function, name in RANDOM_FACTORIES)
             stack.enter_context(patch.object(torch, name, record))
         stack.enter_context(patch.object(builtins, "isinstance", is_instance))
+        stack.enter_context(patch.object(builtins, "len", length))
         apply = classmethod(partial(_record_apply, tracer))
         stack.enter_context(patch.object(Function, "apply", apply))
         refuse = _refusing("it switches autocast on or off")

@@ -14,12 +14,16 @@ from torch.fx import wrap as fx_wrap
 from torch.fx.proxy import Attribute, TraceError
 from torch.jit import ScriptModule
 from torch.nn import Module, Parameter
+from torch.utils._pytree import tree_leaves
 
 from backpack.custom_module.branching import Parallel, _Branch
 from backpack.utils.errors import warn_user
 
-_IS_INSTANCE = isinstance  # in whose place there is another one meanwhile
+_IS_INSTANCE, _LEN = isinstance, len  # in whose place there are others meanwhile
 NO_GRAD, CLASS = "no_grad", "class"  # keys in the metadata of nodes
+
+# Functions that make complex numbers, besides all in torch.fft
+MAKES_COMPLEX = ("view_as_complex", "complex", "polar", "stft", "cfloat", "cdouble")
 
 FIXED_MODE = (
     "The forward of {name} depends on self.training. The converted model keeps to "
@@ -131,6 +135,20 @@ def _class_of(node: Node, root: Module) -> Optional[type]:
     return None if one is several else Tensor if one else tuple
 
 
+def _makes_complex(node: Node) -> bool:
+    """Tell whether a function or method makes complex numbers, also of real ones."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = str(getattr(node.target, "__name__", node.target))
+    values = tree_leaves((node.args, node.kwargs))
+    return (
+        name.startswith("fft_")
+        or name in MAKES_COMPLEX
+        or any(_IS_INSTANCE(value, complex) for value in values)
+        or any(_IS_INSTANCE(x, torch.dtype) and x.is_complex for x in values)
+    )
+
+
 def _returns_of(name: str) -> List[Sequence[Any]]:
     """List what each overload of an operation returns; none if it is not known."""
     known = getattr(torch.ops.aten, name, None)
@@ -168,6 +186,20 @@ def is_instance(value: Any, kinds: Any) -> bool:
     if found is None:
         raise NotImplementedError(ASKS.format(node=value.node.format_node()))
     return issubclass(found, kinds)
+
+
+def length(value: Any) -> Any:
+    """Record a forward's `len`, from which Python takes nothing but a number.
+
+    Args:
+        value: Any value.
+
+    Returns:
+        Its length, or a proxy for it.
+    """
+    if _IS_INSTANCE(value, Proxy):
+        return value.tracer.create_proxy("call_function", _LEN, (value,), {})
+    return _LEN(value)
 
 
 def _record_inplace(target: Callable) -> Callable:
@@ -304,6 +336,11 @@ class BackpackTracer(Tracer):
         if node.op == "call_function" and isinstance(out, (Node, tuple, list)):
             text = "it writes to a tensor that it passes as `out`"
             raise NotImplementedError(text)
+        if self._path and _makes_complex(node):
+            module = self.root.get_submodule(self._path)
+            if not any(True for _ in (*module.parameters(), *module.children())):
+                # As a whole, it may map real numbers to real ones, which have rules
+                raise Untraceable(self._path, "it computes with complex numbers")
         owners = {source.op for source in node.all_input_nodes}
         if node.target == "requires_grad_" and owners == {"get_attr"}:
             raise NotImplementedError(SETS.format(name=node.target))

@@ -129,8 +129,6 @@ REARRANGING = JOINING | frozenset(
     "flip roll movedim moveaxis swapaxes swapdims t T mT repeat tile "
     "repeat_interleave diagonal _pack_padded_sequence".split()
 )
-# Operations that make a tensor like another one
-LIKE = frozenset("to type_as expand_as view_as reshape_as".split())
 # Operations that pick entries by the values of an operand: run on sample numbers
 SELECTING = frozenset(
     "__getitem__ index index_select gather take_along_dim masked_select".split()

@@ -246,6 +246,48 @@ def parents(node: Node) -> list[GradientEdge]:
     return [GradientEdge(*place) for place in node.next_functions if place[0]]
 
 
+def reached_first(node: Node, places: Collection[GradientEdge]) -> set[GradientEdge]:
+    """Find which places of the graph a node leads to, and not only through others.
+
+    Args:
+        node: The node.
+        places: The places.
+
+    Returns:
+        Those of them that it leads to. Nothing behind a place is looked at.
+    """
+    found: set[GradientEdge] = set()
+    queue, seen = [node], {node}
+    while queue and len(found) < len(places):
+        for parent in parents(queue.pop()):
+            if parent in places:
+                found.add(parent)
+            elif parent.node not in seen:
+                seen.add(parent.node)
+                queue.append(parent.node)
+    return found
+
+
+def comes_from_complex(node: Node) -> bool:
+    """Tell whether complex numbers lie between a tensor and the calls it comes from.
+
+    Args:
+        node: Node that produced the tensor.
+
+    Returns:
+        Whether they do.
+    """
+    queue, seen = [node], {node}
+    while queue:
+        node = queue.pop()
+        if any(numbers.dtype.is_complex for numbers in node._input_metadata):
+            return True
+        before = () if _working_calls(node) else parents(node)
+        queue += {edge.node for edge in before} - seen
+        seen.update(queue)
+    return False
+
+
 def is_leaf(node: Any) -> bool:
     """Tell whether a node accumulates the gradient of a leaf tensor.
 

@@ -17,6 +17,7 @@ from typing import Any, Sequence
 import torch
 from torch import Tensor
 
+from backpack.converter.reading import LIKE
 from backpack.core.layout import (
     FIRST,
     Layout,
@@ -36,7 +37,6 @@ from backpack.engine.functions import (
     BY_MASKS,
     BY_STRIDES,
     BY_VALUE,
-    LIKE,
     MASKED,
     POINTWISE,
     PRODUCTS,

@@ -49,6 +49,13 @@ AS_INPUT = (
     "the layer, `linear(z, layer.weight, layer.bias)`, or use an extension of the GGN "
     "family by columns"
 )
+BEHIND_COMPLEX = (
+    "it is used with complex numbers, and {ext} walks from module to module, whose "
+    "rules are for real ones. Let one module of your own, which has the parameter, do "
+    "all that is done with complex numbers, from real tensors to real ones, and leave "
+    "`use_converter` out, which would open it; or use an extension of the GGN family "
+    "by columns"
+)
 OF_LOSS = (
     "its module is a loss, or part of one, and {ext} is about what a loss is computed "
     "from, not about its own parameters. Freeze it with `requires_grad_(False)`, or "
@@ -85,6 +92,8 @@ class Report:
         reached: Identities of the leaf tensors that a backward pass reached.
         used: Identities of those that entered an operation, from which a gradient need
             not lead to them.
+        behind_complex: Identities of those that complex numbers are made of, which an
+            extension met that walks from module to module.
         met: Identities of the modules that had their turn.
         wanted: Identities of the trainable parameters of extended models.
         plain: Identities of extended modules without parameters, like losses.
@@ -99,6 +108,7 @@ class Report:
         self.saved: set[tuple[int, int]] = set()
         self.reached: set[int] = set()
         self.used: set[int] = set()
+        self.behind_complex: set[int] = set()
         self.met: set[int] = set()
         self.wanted: set[int] = set()
         self.plain: set[int] = set()
@@ -176,6 +186,8 @@ class Report:
         is_curvature = ext.expects_backpropagation_quantities()
         if is_curvature and id(module) in self.in_losses:
             return OF_LOSS.format(ext=type(ext).__name__)
+        if ext.walks_modules and id(param) in self.behind_complex:
+            return BEHIND_COMPLEX.format(ext=type(ext).__name__)
         is_seen = id(param) in self.used and not ext.walks_modules
         if id(module) in self.met:
             rule = ext.get_module_extension(module)

@@ -19,7 +19,10 @@ from backpack.core.derivatives.dropout import MASK
 from backpack.core.linearization import PerInput
 from backpack.core.table import GENERIC, Row, find_row_or_generic, works_in_place
 from backpack.engine.graph import (
+    comes_from_complex,
+    leaves_behind,
     producing_calls,
+    reached_first,
     shape_at,
     skip_passing,
     targets_below,
@@ -62,6 +65,13 @@ IS_CONVERTED = (
     "The model is converted, but layers of PyTorch are not, like "
     "TransformerEncoderLayer: write them as modules of your own, or use an extension "
     "of the GGN family by columns."
+)
+COMPLEX = (
+    "{ext} (field '{field}') walks from module to module, whose rules are for real "
+    "numbers, and what {consumer} takes comes from {module} by way of complex ones. "
+    "Let one module of your own do all that is done with these, from real tensors to "
+    "real ones (if it has parameters or modules inside, leave `use_converter` out, "
+    "which would open it), or use an extension of the GGN family by columns."
 )
 OTHER_OUTPUT = (
     "{ext} (field '{field}') goes back through the first output of a module only, but "
@@ -260,7 +270,8 @@ class Turn:
 
         Returns:
             For each argument by position, the last call that returned it, other than
-            containers, if there is one.
+            containers, if there is one. Arguments that the output does not depend on,
+            as one that is taken for its shape, are left out.
 
         Raises:
             NotImplementedError: If parameters take part in an argument in another way.
@@ -274,7 +285,7 @@ class Turn:
             if position in self.call.edges_before and not (in_place and edges):
                 entries = self._entries
                 entries = entries[: [e.owner for e in entries].index(self.call)]
-            elif edges == [None]:
+            elif edges == [edge] and edge not in self._taken:
                 continue
             else:
                 entries = producing_calls(edges[0])
@@ -295,13 +306,29 @@ class Turn:
         self._producers = found
         return found
 
+    @cached_property
+    def _taken(self) -> set[GradientEdge]:
+        """Places of the arguments that the output was computed from."""
+        edges = {edge for edge in self.call.input_edges if edge is not None}
+        node = self.backward_pass.inspection.calls.get(self.call)
+        if node is None or self.call.is_apart:
+            return edges
+        return reached_first(node, edges)
+
     def _check_no_parameters(self, extension: Any, node: Node) -> None:
         """Refuse to drop a quantity that parameters are waiting for."""
+        is_complex = comes_from_complex(node)
+        if is_complex:
+            behind = map(id, leaves_behind(node))
+            self.backward_pass.report.behind_complex.update(behind)
         for target in targets_below([node]):
             call = target.entry.owner
             if call.is_use:
                 continue
             if any(param.requires_grad for param in call.parameters.values()):
+                if is_complex:
+                    text = _text(extension, call.module)
+                    raise NoQuantity(message(COMPLEX, consumer=self.module, **text))
                 refuse_operation(extension, call.module)
 
     def incoming(self, extension: Any) -> Any:

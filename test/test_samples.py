@@ -2433,7 +2433,7 @@ class SmoothedBy(Smoothed):
 
 
 # How the model is called; and whether nothing else than samples come first
-SHARED: Dict[str, Tuple[type, Callable, Optional[str]]] = {
+SHARED_OR_NOT: Dict[str, Tuple[type, Callable, Optional[str]]] = {
     "second": (Smoothed, lambda m, x, a: m(x, a), None),
     "by-keywords": (Smoothed, lambda m, x, a: m(x=x, a=a), None),
     "first": (SmoothedBy, lambda m, x, a: m(a, x), "return them along axis 0"),
@@ -2442,10 +2442,10 @@ SHARED: Dict[str, Tuple[type, Callable, Optional[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("name", SHARED_OR_NOT)
 def test_what_samples_share_comes_first(name: str) -> None:
     """What is not given in front may be shared; what is, is refused where it shows."""
-    kind, call, says = SHARED[name]
+    kind, call, says = SHARED_OR_NOT[name]
     shared = torch.randn(N + 2, N + 2, dtype=F64)
     row = Row(kind, randn(N + 2, D), predict=lambda m, X: call(m, *X, shared))
     if says is None:

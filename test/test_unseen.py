@@ -346,7 +346,7 @@ def along_cosine(m: Module, x: Tensor) -> Tensor:
     return torch.func.jvp(lambda y: m.f(y)[0][:, -1], (x,), (x.cos(),))[1]
 
 
-NOT_SAID = "can't see it: .* Differentiate this derivative"
+NOT_SAID = "can't see it: .* those that differentiate a recurrent layer"
 REFUSED: Dict[str, Row] = {
     **{  # of which autograd does not say that it depends on the inputs
         layer.__name__: Row(

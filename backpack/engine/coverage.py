@@ -19,6 +19,8 @@ from torch.nn import Parameter
 from backpack.core.layout import Mixed, reshaped, sample_numbers, spans
 from backpack.engine import graph
 from backpack.engine.gaps import (
+    CONSTANT,
+    IN_PLACE,
     differ,
     explain_parents,
     explain_place,
@@ -58,16 +60,16 @@ NOT_WATCHED = (
     "Use a parameter only on what operations of PyTorch make of the inputs while an "
     "extended module is being called: NumPy, numbers in Python and `torch.jit` hide "
     "that (do it before, and hand over what comes out), and so do transforms of "
-    "`torch.func` around the call (let `forward` call them). Extend the model again if "
-    "a layer has lost its hooks. And let the inputs enter the prediction, if only by "
-    "`+ 0 * input`: what no input enters belongs to no sample."
+    "`torch.func` around the call (let `forward` call them), and those that "
+    "differentiate a recurrent layer (use `torch.autograd.grad`). Extend the model "
+    "again if a layer has lost its hooks. And let the inputs enter the prediction, if "
+    "only by `+ 0 * input`: what no input enters belongs to no sample."
 )
 WALKS = " Extensions that go from module to module need them in extended modules."
 DERIVATIVE = (
     "Differentiate this derivative of the network outside of the context: autograd "
-    "does not say on which inputs it depends. It does not where maxima or `where` "
-    "choose the piece of a function, nor of a recurrent layer that `torch.func` "
-    "differentiates (`torch.autograd.grad` does)."
+    "does not say on which inputs it depends, as where maxima or `where` choose the "
+    "piece of a function."
 )
 STEP = (
     "What is made of them contains a derivative of the network: take a step that the "
@@ -152,12 +154,13 @@ def check_samples(
     known = set(map(id, params))
     separate, outside = inspection.uses_outside(known)
     behind = [p for node in inspection.tangents for p in graph.leaves_behind(node)]
+    steps, others = _behind_uses(uses)
     entangled = {
         DERIVATIVE: outside,
-        STEP: _behind_uses(uses),
+        STEP: steps,
         TANGENT: [param for param in dict.fromkeys(behind) if id(param) in known],
     }
-    if params and not any(entangled.values()):
+    if params and not (others or any(entangled.values())):
         refused = [*inspection.coupled(), *_met_in_tails(inspection)]
         refused.sort(key=lambda met: not met.is_of_inputs)
         if refused and not refused[0].is_of_inputs and is_separable(inspection.roots):
@@ -168,7 +171,8 @@ def check_samples(
             refuse(names_of(extensions), met, "any parameter")
     unseen = never_seen(inspection, known)
     alone = _regularized(inspection, unseen)
-    entangled[NOT_WATCHED] = [param for param in unseen if param not in alone]
+    unseen = [param for param in unseen if param not in alone]
+    entangled[NOT_WATCHED] = [*unseen, *others]
     way = next((way for way, found in entangled.items() if found), None)
     if way is not None:
         for met in () if params else inspection.coupled():  # before any parameter
@@ -198,8 +202,7 @@ def _outside(
     """Say which parameters are used where nobody sees it, by what, and the way out."""
     nodes = [x for p in params for x in inspection.outside.get(p, ())]
     by = list(dict.fromkeys(map(graph.name_of, nodes)))[:3]
-    # of a derivative, or of a use whose result is not in the graph, as there
-    if way is NOT_WATCHED and any("backward" in x or x == "`alias`" for x in by):
+    if way is NOT_WATCHED and any("backward" in name for name in by):
         way = DERIVATIVE
     if any(ext.walks_modules for ext in extensions):
         way += WALKS
@@ -207,17 +210,28 @@ def _outside(
     return OUTSIDE_USE.format(names=names, way=way)
 
 
-def _behind_uses(uses: Sequence[Use]) -> list[Tensor]:
-    """Find parameters of expressions that contain a derivative of the network."""
+def _behind_uses(uses: Sequence[Use]) -> tuple[list[Tensor], list[Tensor]]:
+    """Find parameters of expressions behind which there are uses.
+
+    Args:
+        uses: The uses of a backward pass.
+
+    Returns:
+        Those of tensors in parameters' places, which contain a derivative of the
+        network; and those of others, whose derivatives by samples are zero.
+    """
     constants = [constant for use in uses for constant in use.constants]
     sources = {tuple(c.source[:2]): c.source for c in constants if c.source}
-    found: list[Tensor] = []
+    steps: dict[int, Tensor] = {}
+    others: dict[int, Tensor] = {}
     for source in sources.values():
         behind = nodes_behind(source)
         if any(map(graph.has_use, behind)):
-            found += graph.leaves_among(behind)
-    found = [x for x in found if isinstance(x, Parameter)] or found
-    return list({id(x): x for x in found}.values())
+            leaves = graph.leaves_among(behind)
+            leaves = [x for x in leaves if isinstance(x, Parameter)] or leaves
+            in_place = any(x.metadata.get(CONSTANT) == IN_PLACE for x in behind)
+            (steps if in_place else others).update({id(x): x for x in leaves})
+    return list(steps.values()), list(others.values())
 
 
 def _regularized(

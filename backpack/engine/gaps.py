@@ -29,6 +29,7 @@ from backpack.utils.state import out_of_sight
 from backpack.utils.types import tensors_in
 
 CONSTANT = "backpack.constant"  # where a node keeps that no sample is behind it
+IN_PLACE = "in place of a parameter"  # and this, if all the same some may be
 KNOWN = "backpack.known"  # where a node keeps what was found of its outputs
 ASKED = "backpack.asked"  # behind which of its outputs functions were looked for
 # Nodes whose mean and deviation, about which autograd tells nothing, are `[N, G]`
@@ -120,15 +121,17 @@ def _is_made_of_inputs(edge: GradientEdge) -> bool:
     return given and all(source.edge.node in leaves for source in sources)
 
 
-def note_constants(made: Any) -> None:
+def note_constants(made: Any, in_place: bool = False) -> None:
     """Remember that samples are in nothing that tensors were made of.
 
     Args:
         made: The tensors.
+        in_place: Whether they are no more than taken for such, as they stand in
+            parameters' places. Default: ``False``.
     """
     for x in tensors_in(made):
         if x.grad_fn is not None:
-            x.grad_fn.metadata[CONSTANT] = True
+            x.grad_fn.metadata.setdefault(CONSTANT, IN_PLACE if in_place else True)
 
 
 def note_functions(x: Tensor, known: Known) -> None:
@@ -554,7 +557,7 @@ def nodes_behind(source: GradientEdge) -> list[Node]:
     queue, seen = [source], {source[:2]}
     for edge in queue:  # which grows meanwhile
         places = graph.parents(edge.node)
-        if graph.is_own(edge.node) and len(places) > 1:
+        if graph.is_own(edge.node):
             places = leads_to(edge, places)
         queue += [place for place in places if place[:2] not in seen]
         seen.update(place[:2] for place in places)

@@ -275,7 +275,7 @@ class Tracker(LowMode):
         Functions of one's own, compiled and scripted pieces are not seen.
         """
         if self._is_given(x):
-            note_constants(x)
+            note_constants(x, in_place=True)
         with _UNSEEN():
             known = explain(x)
         placement: Placement = known and known.placement

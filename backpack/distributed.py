@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
+from backpack.engine.graph import qualified
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.shards import Piece, nothing, outline, unknown_in
-from backpack.utils.hooks import EXTENDED
 from backpack.utils.subsampling import num_selected
 
 __all__ = ["Piece", "reduce"]
@@ -257,11 +257,9 @@ def _outlines(
 
 
 def _names(params: list[Tensor]) -> str:
-    """Name parameters, each as in the largest extended model that has it."""
-    names: dict[int, str] = {}
-    for root in sorted(EXTENDED, key=lambda m: sum(1 for _ in m.modules())):
-        names.update({id(param): name for name, param in root.named_parameters()})
-    shown = [repr(names.get(id(p), f"one of shape {list(p.shape)}")) for p in params]
+    """Name parameters, without their models."""
+    found = {place: name for place, (name, _) in qualified(params).items()}
+    shown = [repr(found.get(id(p), f"one of shape {list(p.shape)}")) for p in params]
     return ", ".join(shown)
 
 

@@ -221,7 +221,7 @@ def _behind_uses(uses: Sequence[Use]) -> tuple[list[Tensor], list[Tensor]]:
         network; and those of others, whose derivatives by samples are zero.
     """
     constants = [constant for use in uses for constant in use.constants]
-    sources = {tuple(c.source[:2]): c.source for c in constants if c.source}
+    sources = {c.source[:2]: c.source for c in constants if c.source}
     steps: dict[int, Tensor] = {}
     others: dict[int, Tensor] = {}
     for source in sources.values():

@@ -50,7 +50,9 @@ def _known_at(edge: GradientEdge, x: Tensor | None = None) -> Known | None:
         shape = graph.shape_at(edge)
     if output_nr and type(node).__name__ in _OF_GROUPS:
         known = explain_place(GradientEdge(node, 0))
-        first = known and isinstance(known.placement, Layout) and not known.placement[0]
+        first = (
+            known and isinstance(known.placement, Layout) and not known.placement.axis
+        )
         return known if first else None
     places = [(node, output_nr)]
     # a layer's output may be a view of its result

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, Collection, Container, Iterable, Iterator, NamedTuple, Sequence
+from typing import (
+    Any,
+    Callable,
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    NamedTuple,
+    Sequence,
+)
 
 import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.nn import Module
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from backpack.engine.functions import BY_VALUE, POINTWISE
@@ -23,7 +33,6 @@ HOOKED = "BackwardHookFunctionBackward"  # where a module's hooks see the gradie
 _LOOKING_ON = SINKS | {HOOKED}  # nodes that pass on what they get
 TOGETHER = "_TogetherBackward"  # where the gradients at several outputs arrive at once
 VIEW = "backpack.view"  # where a node keeps the call of whose output it is a view
-SILENT = "backpack.silent"  # where a node says that no sample gets through it
 TANGENT = "backpack.tangent"  # where a tangent comes out of an operation
 GIVEN = "backpack.given"  # where a leaf's node says that a module was called with it
 MEETING = "backpack.meeting"  # where a node of the graph keeps that samples have met
@@ -168,7 +177,7 @@ def _working_calls(node: Node) -> list[Entry]:
 
 def walk(
     starts: Iterable[Node],
-    stop: str | None = None,
+    stop: Callable[[Node], Any] | None = None,
     since: int = -1,
     without: Collection[Node] = (),
 ) -> Iterator[Node]:
@@ -176,7 +185,7 @@ def walk(
 
     Args:
         starts: Where to begin.
-        stop: Don't go on from nodes with this entry in their metadata. Default: none.
+        stop: Don't go on from nodes of which this is true. Default: none.
         since: Don't go on to nodes that were there before the graph had so many.
             Default: -1, to go on to all.
         without: Nodes not to go through. Default: none.
@@ -189,7 +198,7 @@ def walk(
     while queue:
         node = queue.pop()
         yield node
-        if stop is not None and stop in node.metadata:
+        if stop is not None and stop(node):
             continue
         for parent, _ in node.next_functions:
             if parent is None or parent in seen:
@@ -277,15 +286,8 @@ def comes_from_complex(node: Node) -> bool:
     Returns:
         Whether they do.
     """
-    queue, seen = [node], {node}
-    while queue:
-        node = queue.pop()
-        if any(numbers.dtype.is_complex for numbers in node._input_metadata):
-            return True
-        before = () if _working_calls(node) else parents(node)
-        queue += {edge.node for edge in before} - seen
-        seen.update(queue)
-    return False
+    between = walk([node], stop=_working_calls)
+    return any(x.dtype.is_complex for node in between for x in node._input_metadata)
 
 
 def is_leaf(node: Any) -> bool:
@@ -472,16 +474,30 @@ def describe(params: Sequence[Tensor]) -> str:
     Returns:
         Their qualified names, as the largest extended model knows them.
     """
+    found = qualified(params)
+    names = [f"'{name}' of {represent(root)}" for name, root in found.values()]
+    unnamed = [
+        f"a tensor of shape {list(p.shape)}" for p in params if id(p) not in found
+    ]
+    return ", ".join([*names, *unnamed])
+
+
+def qualified(params: Sequence[Tensor]) -> dict[int, tuple[str, Module]]:
+    """Look up the qualified names of parameters.
+
+    Args:
+        params: The parameters.
+
+    Returns:
+        By identity, the name in the largest extended model that has it, and the model.
+    """
     wanted = {id(p) for p in params}
-    names: dict[int, str] = {}
+    found: dict[int, tuple[str, Module]] = {}
     for root in sorted(EXTENDED, key=lambda m: sum(1 for _ in m.modules())):
         for name, param in root.named_parameters():
             if id(param) in wanted:
-                names[id(param)] = f"'{name}' of {represent(root)}"
-    unnamed = [
-        f"a tensor of shape {list(p.shape)}" for p in params if id(p) not in names
-    ]
-    return ", ".join([*names.values(), *unnamed])
+                found[id(param)] = name, root
+    return found
 
 
 def root_edges(tensors: object) -> list[GradientEdge]:

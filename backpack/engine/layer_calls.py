@@ -172,7 +172,7 @@ def find_samples(module: Module, args: tuple, kwargs: dict[str, Any]) -> Samples
         if first is not _first_argument(module, args, kwargs, raw):
             inputs = [(x, BY_KEYWORD) for x in raw]
         lengths = {len(x) for x in raw} - {1, n, *first.shape}
-        beside = {length: SHARED_FIRST.format(length) for length in lengths}
+        beside = dict.fromkeys(lengths, SHARED_FIRST)
     longer: dict[int, str] = {}
     if n == 1 and id(first) not in axes:  # or it is a number that all samples share
         for x, k in zip(data, known):

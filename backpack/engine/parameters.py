@@ -513,7 +513,7 @@ def find_groups(uses: Sequence[Use]) -> list[Group]:
             if constant.leaf is not None:
                 params = [constant.leaf]
             else:
-                place = tuple(constant.source[:2])
+                place = constant.source[:2]
                 if place not in leaves_of:
                     behind = nodes_behind(constant.source)
                     leaves_of[place] = graph.leaves_among(behind)

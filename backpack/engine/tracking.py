@@ -33,7 +33,7 @@ from backpack.engine.functions import (
     kind_of,
 )
 from backpack.engine.gaps import KNOWN, NESTED, explain, note_constants, note_functions
-from backpack.engine.graph import MEETING, SILENT, note_tangent, on_one_node
+from backpack.engine.graph import MEETING, note_tangent, on_one_node
 from backpack.engine.low_mode import LowMode
 from backpack.engine.placements import (
     FORGET,
@@ -407,8 +407,6 @@ class Tracker(LowMode):
                 ):
                     # entries that no sample has entered are no constant of their own
                     placement = unentered(x, self.n)
-                elif x.grad_fn is not None:
-                    x.grad_fn.metadata[SILENT] = True
             if type(placement) is Mixed:
                 earlier = any(self._finder.of(y) is placement for y in data)
                 owner = None if earlier and placement.is_known else self.owner
@@ -457,7 +455,7 @@ class Tracker(LowMode):
             found = [(len(x), self._finder.of(x)) for x in outs if x.dim()]
             moved = {m for m, p in found if isinstance(p, Layout) and p.axis}
             says = [self.longer[m].format(m) for m, _ in found if m in self.longer]
-            says += [text for m, text in self.beside.items() if m in moved]
+            says += [self.beside[m].format(m) for m in moved if m in self.beside]
             if not says:
                 return
             met = Mixed(min(says), False, None, True)
